@@ -1,4 +1,4 @@
-"""Algorithms for devices that are all linked equally: rings, trees of a root, halving, doubling, and all at once.
+"""Algorithms that need no topology, since every two devices are linked equally.
 
 Input: lists of devices in any spelling; or a ``Request`` with canonical names. Output: a schedule. Each algorithm has a
 public planner, such as ``ring``, and a counterpart for requests, which the registry lists. All public planners have the
@@ -20,9 +20,9 @@ from ..topology.symmetry import Symmetry, SymmetryGenerator
 from .requests import Request, read_members, read_request
 
 Names = Sequence[str]
-# The steps of one pack, in any order: (round, step). The pack's own chunks are numbered from 0.
+# The steps of one pack, in any order: (number of the round, step). In the steps, the chunks of a pack count from 0.
 Moves = Iterable[tuple[int, Step]]
-GENERATED_FROM: Final = 32  # with more devices, schedules are stored as chunks whose images are all others
+GENERATED_FROM: Final = 32  # with more devices, schedules store a few chunks, and a symmetry that generates the others
 
 
 def one_device(
@@ -50,29 +50,29 @@ def one_device(
     Returns:
       A schedule that ``verify`` accepts.
     Raises:
-      PlanError: no devices; a source, destination or root that is not one of them; invalid ``packs`` or ``first``.
+      PlanError: there are no devices; a source, destination or root is not one of them; invalid ``packs`` or ``first``.
 
     >>> print(one_device(["cpu:0", "cpu:1", "cpu:2"], destinations=["cpu:1"]))
     reduce one_device: 3 devices, 1 chunk, 1 round, 1 step
       round 0: chunk 0: cpu:1 <- cpu:0 + cpu:1 + cpu:2
     """
     request = read_request("one_device", devices, sources, destinations, packs, first)
-    main = None if root is None else read_members(request.devices, [root], "the root")[0]
-    return one_device_schedule(request._replace(root=main))
+    root_name = None if root is None else read_members(request.devices, [root], "the root")[0]
+    return one_device_schedule(request._replace(root=root_name))
 
 
 def one_device_schedule(request: Request) -> Schedule:
     """Return the schedule of ``one_device`` for a request."""
     sources, destinations = request.positions
-    root = None if request.root is None else request.members.index(request.root)
+    roots = destinations if request.root is None else (request.members.index(request.root),)
 
     def moves(pack: int, _: Iterable[int]) -> Moves:
-        main = destinations[pack % len(destinations)] if root is None else root
-        if sources != (main,):
-            yield 0, Step(0, main, sources)
+        root = roots[pack % len(roots)]
+        if sources != (root,):
+            yield 0, Step(0, root, sources)
         for dst in destinations:
-            if dst != main:
-                yield 1, Step(0, dst, (main,))
+            if dst != root:
+                yield 1, Step(0, dst, (root,))
 
     return _schedule_of_packs(request, 1, moves)
 
@@ -88,18 +88,18 @@ def hierarchical_copy(
 ) -> Schedule:
     """Plan to reduce inside groups of devices, then between the groups, and to copy the result back the same way.
 
-    The devices of each group are summed on its main device, and the mains are summed on the root; the root copies to
-    the mains, and these to their groups: at most 4 rounds. On 8 devices and without ``groups`` these are the trees of
-    TensorFlow's ``HierarchicalCopyAllReduce`` on a DGX-1 (``aggregate_gradients_using_hierarchical_copy`` in its
-    cross_device_utils.py): halves 0-3 and 4-7, root ``i`` and its partner ``i + 4``. If the number of sources is odd,
-    the second half has one more of them, and no contribution is lost.
+    Each group has a main device, which reduces the data of the group. The root reduces the data of the main devices.
+    Then the root copies the result to the main devices, and these copy it to their groups. This takes at most 4 rounds.
+    On 8 devices and without ``groups`` these are the trees of TensorFlow's ``HierarchicalCopyAllReduce`` on a DGX-1
+    (``aggregate_gradients_using_hierarchical_copy`` in TensorFlow's cross_device_utils.py): the halves are 0-3 and 4-7,
+    and root ``i`` has the partner ``i + 4``. If the number of sources is odd, the second half has one source more.
 
     Args, in addition to those of ``one_device`` except ``root``:
       first: the number of the device that is the root of the first pack, among the sources that are destinations (if
         there are none, among all sources); the next ones are the roots of further packs.
-      groups: the devices by group; ``None``: two halves of the sources (and of other destinations).
+      groups: the devices of each group; ``None``: two halves of the sources (and of other destinations).
     Raises:
-      PlanError: as ``one_device``; or the groups miss a device or name one twice.
+      PlanError: as ``one_device``; or the groups omit a device, or contain a device twice.
 
     >>> print(hierarchical_copy(["cpu:0", "cpu:1", "cpu:2", "cpu:3"]))
     all_reduce hierarchical_copy: 4 devices, 1 chunk, 4 rounds, 6 steps
@@ -114,44 +114,48 @@ def hierarchical_copy(
     if groups is None:
         return hierarchical_copy_schedule(request)
     names = request.devices
-    split = [[names.index(read_members(names, [name], "a group's member")[0]) for name in group] for group in groups]
-    if sorted(d for group in split for d in group) != list(range(len(names))):
+    numbers = [[names.index(read_members(names, [name], "a group's member")[0]) for name in group] for group in groups]
+    if sorted(number for group in numbers for number in group) != list(range(len(names))):
         given = "; ".join(", ".join(group) for group in groups)
         remedy = ", ".join(names) + ", each in exactly one group"
         raise PlanError.of("the groups must have each device once.", given, remedy)
-    return hierarchical_copy_schedule(request, split)
+    return hierarchical_copy_schedule(request, numbers)
 
 
 def hierarchical_copy_schedule(request: Request, groups: list[list[int]] | None = None) -> Schedule:
-    """Return the schedule of ``hierarchical_copy`` for a request, with groups of positions; ``None``: two halves."""
+    """Return the schedule of ``hierarchical_copy`` for a request.
+
+    ``groups`` contains positions among the request's members; ``None``: two halves.
+    """
     sources, destinations = request.positions
-    giving, taking = frozenset(sources), frozenset(destinations)
+    source_set, destination_set = frozenset(sources), frozenset(destinations)
     if groups is None:
-        others = [d for d in destinations if d not in giving]
-        s, o = len(sources) // 2, (len(others) + 1) // 2
+        others = [d for d in destinations if d not in source_set]
+        s, o = len(sources) // 2, (len(others) + 1) // 2  # where the second half begins
         groups = [[*sources[:s], *others[:o]], [*sources[s:], *others[o:]]]
-    split = [group for group in groups if group]
-    roots = [s for s in sources if s in taking] or list(sources)
+    groups = [group for group in groups if group]
+    roots = [s for s in sources if s in destination_set] or list(sources)
     if request.root is not None:
         roots = [request.members.index(request.root)]
-        if not any(roots[0] in group for group in split):
+        if not any(roots[0] in group for group in groups):
             raise PlanError.of("the root must be a source or a destination.", request.root, "root=None")
 
     def moves(pack: int, _: Iterable[int]) -> Moves:
         root = roots[pack % len(roots)]
-        rank = next(group.index(root) for group in split if root in group)
+        rank = next(group.index(root) for group in groups if root in group)  # other groups' main devices: same index
         mains: list[int] = []  # the main devices of the groups that have a source, in the order of the groups
-        for group in split:
-            members = [d for d in group if d in giving]
-            if members:
+        for group in groups:
+            senders = [d for d in group if d in source_set]
+            if senders:
                 main = root if root in group else group[rank % len(group)]
-                mains.append(main if main in giving else members[rank % len(members)])
-                if members != [mains[-1]]:
-                    yield 0, Step(0, mains[-1], tuple(members))
+                mains.append(main if main in source_set else senders[rank % len(senders)])
+                if senders != [mains[-1]]:
+                    yield 0, Step(0, mains[-1], tuple(senders))
         if mains != [root]:
             yield 1, Step(0, root, tuple(mains))
-        for group in split:
-            receivers = [d for d in group if d in taking]
+        for group in groups:
+            receivers = [d for d in group if d in destination_set]
+            # A group without a source has no main device yet: its first receiver becomes the main device.
             main = next((d for d in mains if d in group), receivers[0] if receivers else root)
             if receivers and main != root:
                 yield 2, Step(0, main, (root,))
@@ -170,7 +174,7 @@ def ring(
     Each pack has one chunk per device; ``first`` is the number of the device at which the first pack's first chunk
     starts. Each chunk of a pack starts at a different device, collects the contributions on its way round the ring, and
     travels on until every destination has the result. In an all-reduce each device sends 2(n-1)/n of the buffer, the
-    least of any all-reduce; the price is 2(n-1) rounds. Only links from a device to the next one are used, so
+    least of any all-reduce, but it takes 2(n-1) rounds. Only links from a device to the next one are used, so
     ``devices`` is the order of the ring; devices that are neither source nor destination forward data.
 
     >>> len(ring(["cpu:0", "cpu:1", "cpu:2", "cpu:3"]).rounds)
@@ -183,17 +187,17 @@ def ring(
 
 def ring_schedule(request: Request) -> Schedule:
     """Return the schedule of ``ring`` for a request."""
-    n, (gives, takes) = len(request.members), request.positions
-    sources, destinations = frozenset(gives), frozenset(takes)
+    n, (sources, destinations) = len(request.members), map(frozenset, request.positions)
 
     def moves(pack: int, chunks: Iterable[int]) -> Moves:
         for chunk in chunks:
             order = [(chunk + pack + hop) % n for hop in range(n)]
-            hops = [hop for hop in range(n) if order[hop] in sources]
-            start, end = hops[0], hops[-1]
-            for hop in range(start + 1, end + 1):
-                own = (order[hop],) if order[hop] in sources else ()
-                yield hop - 1, Step(chunk, order[hop], (order[hop - 1], *own))
+            source_hops = [hop for hop in range(n) if order[hop] in sources]
+            start, end = source_hops[0], source_hops[-1]
+            for hop in range(start + 1, end + 1):  # the chunk is reduced from the first source to the last
+                contribution = (order[hop],) if order[hop] in sources else ()
+                yield hop - 1, Step(chunk, order[hop], (order[hop - 1], *contribution))
+            # The last source copies the result onwards, up to the last destination.
             last = max((hop for hop in range(1, n) if order[(end + hop) % n] in destinations), default=0)
             for hop in range(1, last + 1):
                 yield end + hop - 1, Step(chunk, order[(end + hop) % n], (order[(end + hop - 1) % n],))
@@ -207,9 +211,9 @@ def halving_doubling(
     """Plan a reduce-scatter by recursive halving and an all-gather by recursive doubling.
 
     On 2**k devices it sends as few bytes as a ring, in 2 k rounds. If the number of sources is not a power of two, each
-    source beyond the largest power first adds its data to that of a partner, and receives the result from it at the
-    end, in 2 more rounds. If one of the sources that halve is not a destination, every destination copies all chunks
-    from the devices that reduced them. Sources are paired in their order in ``sources``.
+    source beyond the largest power first adds its data to that of a partner, and receives the result from the partner
+    at the end, in 2 more rounds. If one of the sources that halve is not a destination, the all-gather is replaced:
+    every destination copies each chunk from the device that reduced it. Sources are paired in the order of ``sources``.
 
     >>> len(halving_doubling([f"cpu:{k}" for k in range(8)]).rounds)
     6
@@ -227,12 +231,12 @@ def halving_doubling_schedule(request: Request) -> Schedule:
     paired, extras = sources[:width], sources[width:]
     levels = width.bit_length() - 1
     partner_of = dict(zip(extras, paired, strict=False))
-    halving = {*paired}
-    others = [
+    paired_set = frozenset(paired)
+    all_gathers = paired_set <= {*destinations}
+    copies = [  # (device that is not paired, the paired device from which it copies the result)
         (dst, partner_of.get(dst, paired[k % width]))
-        for k, dst in enumerate(d for d in destinations if d not in halving)
+        for k, dst in enumerate(d for d in destinations if d not in paired_set)
     ]
-    only_some = not halving <= {*destinations}
 
     def moves(_: int, chunks: Iterable[int]) -> Moves:
         for chunk in chunks:
@@ -240,10 +244,10 @@ def halving_doubling_schedule(request: Request) -> Schedule:
                 yield 0, Step(chunk, partner, (partner, extra))
             for level in range(levels):
                 far = width >> (level + 1)
-                for i in range(chunk & -far, (chunk & -far) + far):  # they keep the half of the buffer with this chunk
+                for i in range(chunk & -far, (chunk & -far) + far):  # the devices that keep the half with this chunk
                     yield level + 1, Step(chunk, paired[i], (paired[i & ~far], paired[i | far]))
             after = levels + 1
-            if only_some:
+            if not all_gathers:
                 for dst in destinations:
                     if dst != paired[chunk]:
                         yield after, Step(chunk, dst, (paired[chunk],))
@@ -253,11 +257,11 @@ def halving_doubling_schedule(request: Request) -> Schedule:
                 first = (chunk ^ near) & -near
                 for i in range(first, first + near):
                     yield after + level, Step(chunk, paired[i], (paired[i ^ near],))
-            for dst, src in others:
+            for dst, src in copies:
                 yield after + levels, Step(chunk, dst, (src,))
 
-    # Exchanging neighbouring blocks of 1, 2, 4, ... devices moves the steps of a chunk to those of another one, if the
-    # blocks with partners among the extras stay those with partners.
+    # Exchanging neighbouring blocks of 1, 2, 4, ... devices maps the steps of a chunk to those of another chunk, if the
+    # devices that are partners of extras are exchanged only with each other.
     blocks = [1 << k for k in reversed(range(levels)) if len(extras) % (2 << k) == 0]
     exchanges = tuple(
         SymmetryGenerator(
@@ -273,13 +277,13 @@ def recursive_doubling(
 ) -> Schedule:
     """Plan pairwise exchanges of the whole buffer, at distances 1, 2, 4, ...
 
-    An all-reduce on 2**k devices takes k rounds, the fewest if every device sends to one device at a time; in each
-    of them every device sends its whole buffer. If the number of sources is not a power of two, each source beyond the
-    largest power first adds its data to that of a partner, and receives the result from it at the end, in 2 more
-    rounds. Both devices of a pair combine their values in the same order, so every destination receives the same bits.
-    Sources are paired in their order in ``sources``. Destinations that are not sources receive the result at the end,
-    along a binomial tree. Exchanges that no destination needs are left out, so a reduce to one device is a binomial
-    tree, too.
+    An all-reduce on 2**k devices takes k rounds, the fewest if every device sends to one device at a time. In each
+    round every device sends its whole buffer. If the number of sources is not a power of two, each source beyond the
+    largest power first adds its data to that of a partner, and receives the result from the partner at the end, in 2
+    more rounds. Both devices of a pair combine their values in the same order, so every destination receives the same
+    bits. Sources are paired in the order of ``sources``. Destinations that are not sources receive the result at the
+    end, along a binomial tree. Exchanges that no destination needs are left out, so a reduce to one device is a
+    binomial tree, too.
 
     >>> print(recursive_doubling(["cpu:0", "cpu:1"]))
     all_reduce recursive_doubling: 2 devices, 1 chunk, 1 round, 2 steps
@@ -356,7 +360,7 @@ def direct(
 
 
 def direct_schedule(request: Request, owners: tuple[str, ...] = ()) -> Schedule:
-    """Return the schedule of ``direct`` for a request; without ``owners`` these are the destinations."""
+    """Return the schedule of ``direct`` for a request. If ``owners`` is empty, the destinations are the owners."""
     sources, destinations = request.positions
     owning = [request.members.index(owner) for owner in owners] or destinations
 
@@ -369,8 +373,9 @@ def direct_schedule(request: Request, owners: tuple[str, ...] = ()) -> Schedule:
                 if dst != owner:
                     yield 1, Step(chunk, dst, (owner,))
 
-    in_turn = list(owning) == list(range(len(request.members)))  # else chunks are not images of the first one
-    return _schedule_of_packs(request, len(owning), moves, _rotation(len(owning)) if in_turn else None, in_order=True)
+    in_turn = list(owning) == list(range(len(request.members)))  # otherwise, chunks are not images of the first one
+    images = _rotation(len(owning)) if in_turn else None
+    return _schedule_of_packs(request, len(owning), moves, images, in_order=True)
 
 
 def one_shot(
@@ -378,8 +383,8 @@ def one_shot(
 ) -> Schedule:
     """Plan that every destination reads the contributions of all sources and combines them.
 
-    It has at most one round, the fewest, at the price of the most bytes: every destination receives the whole buffer of
-    every other source. So it suits small buffers. Every element is combined in the order of the sources, so the
+    It has at most one round, but moves the most bytes: every destination receives the whole buffer of every other
+    source. So it suits small buffers. Every element is combined in the order of the sources, so the
     results have the same bits as those of ``one_device``. It is fast only if there is a link from every source to every
     destination.
 
@@ -406,29 +411,29 @@ def _schedule_of_packs(
     *,
     in_order: bool = False,
 ) -> Schedule:
-    """Return the schedule of all packs, each of ``chunks`` equal chunks, and named after the request's algorithm.
+    """Return the schedule of all packs of a request, each with ``chunks`` equal chunks.
 
-    ``moves`` returns the steps of some chunks of a pack, given its number plus ``request.first``. If all devices are
-    sources and destinations, ``images`` moves the steps of the first chunk of a pack to those of the next ones, and so
-    on; then many devices get a generated schedule. ``in_order``: see ``GeneratedSchedule``.
+    ``moves`` returns the steps of the listed chunks of a pack; the number of the first pack is ``request.first``. If
+    all devices are sources and destinations, the symmetry ``images`` maps the steps of a pack's first chunk to those of
+    the others. It then generates the schedule of many devices. ``in_order`` is that of ``GeneratedSchedule``.
     """
     n = len(request.members)
     everyone = tuple(range(n))
-    generated = images is not None and request.packs == 1 and request.positions == (everyone, everyone)
-    if images is None or not generated or n <= GENERATED_FROM or not images.generators:
+    generated = request.packs == 1 and request.positions == (everyone, everyone) and n > GENERATED_FROM
+    if images is not None and not (generated and images.generators):
         images = None
-    each = 1 if images is None else images.order  # chunks that are images of one
-    count = request.packs * chunks // each
+    order = 1 if images is None else images.order  # the number of chunks that each stored chunk stands for
+    count = request.packs * chunks // order
     rounds: defaultdict[int, list[Step]] = defaultdict(list)
     for pack in range(request.packs):
-        for number, (chunk, dst, srcs) in moves(pack + request.first, range(0, chunks, each)):
-            rounds[number].append(Step(pack * chunks + chunk // each, dst, srcs))
+        for number, (chunk, dst, srcs) in moves(pack + request.first, range(0, chunks, order)):
+            rounds[number].append(Step(pack * chunks + chunk // order, dst, srcs))
     share = Chunk(Fraction(1, count), *request.positions)
     steps = tuple(tuple(rounds[number]) for number in sorted(rounds))
-    made = Schedule(request.collective, request.algorithm, request.members, (share,) * count, steps)
-    return made if images is None else GeneratedSchedule(made, images, made.devices, in_order)
+    schedule = Schedule(request.collective, request.algorithm, request.members, (share,) * count, steps)
+    return schedule if images is None else GeneratedSchedule(schedule, images, schedule.devices, in_order)
 
 
 def _rotation(n: int) -> Symmetry:
-    """Return the symmetry of n devices in a ring."""
+    """Return the symmetry that moves each of n devices to the next one in a ring."""
     return rotations([n], n)

@@ -2,17 +2,18 @@
 
 Input: a topology and ``Measurement``s on it. Output: a ``Calibration``: fitted topology, standard errors, residuals.
 
-Links of one kind (equal bandwidth and latency in the given topology, within or between hosts) are a class with one
-bandwidth and one latency; in addition, each call has a constant overhead. The predicted time of a measurement is that
-overhead plus the simulated time of the algorithm's schedule. A simulated time is a sum of maxima of latencies and of
-bytes / bandwidth, so it is piecewise linear in the latencies and the inverses of the bandwidths. Therefore each step of
-the fit solves a linear least-squares problem with bounds, with the derivatives of the current piece (Gauss-Newton). If
-a bandwidth has no effect where the steps end, further steps start where its links are the slowest. Errors are relative,
-so small and large buffers have the same weight.
+Links are of the same class if they have equal bandwidths and latencies in the given topology and are all within hosts,
+or all between hosts. The fit has a bandwidth and a latency for each class, and a constant overhead for each call. The
+predicted time of a measurement is the overhead plus the simulated time of the algorithm's schedule. A simulated time is
+a sum of maxima of latencies and of bytes / bandwidth, so it is piecewise linear in the latencies and the inverses of
+the bandwidths. Therefore each step of the fit solves a linear least-squares problem with bounds, with the derivatives
+of the current piece (Gauss-Newton). If a bandwidth has no effect where the steps end, the fit is repeated from a start
+at which the links of that class are the slowest. Errors are relative, so small and large buffers have the same weight.
 
 A parameter is not identified, and keeps its given value, if it has no effect on the measurements, if others have the
 same effect, or if its standard error is above half of its value. Of several parameters with the same effect, the
-overhead is left out first (it is then 0), then the latency and the bandwidth with the least effect.
+overhead is left out first (it is then 0), then a latency, then a bandwidth; of several latencies or bandwidths, the one
+with the least effect.
 
 Source: Björck, Numerical methods for least squares problems, SIAM, 1996 (Gauss-Newton; standard errors).
 """
@@ -34,13 +35,13 @@ from .plans import plan
 from .schedules import NAMES
 
 ASSUMED: Final = "ring"
-"""The algorithm of results that name none. NCCL has other ones, too; ``NCCL_ALGO=Ring`` makes it use rings.
+"""The default for results that do not name their algorithm. NCCL uses rings only if ``NCCL_ALGO=Ring`` is set.
 
 Source: github.com/NVIDIA/nccl-tests, issue 196.
 """
 
 MOST_STEPS: Final = 20  # of Gauss-Newton; at most 6 were necessary in the tests
-LEAST_EFFECT: Final = 0.01  # the part of some measured time that a parameter has to cause, to be identified
+LEAST_EFFECT: Final = 0.01  # an identified parameter causes at least this part of one of the measured times
 MOST_ERROR: Final = 0.5  # the greatest standard error of an identified parameter, relative to its value
 SMALL_S: Final = 1e-6  # the scale of latencies that are given as 0, and of the overhead
 FASTEST: Final = 1000  # a fitted bandwidth is at most this multiple of the given one
@@ -48,7 +49,7 @@ DIGITS: Final = 4  # significant digits of fitted numbers
 
 
 class LinkClass(NamedTuple):
-    """Links of one kind: all links with this bandwidth and latency, within hosts or between them."""
+    """All links with a given bandwidth and latency within hosts, or all such links between hosts."""
 
     bandwidth: Fraction  # GB/s, as given
     latency_s: Fraction
@@ -60,19 +61,19 @@ class LinkClass(NamedTuple):
 
 
 class Estimate(NamedTuple):
-    """A fitted number and its standard error; ``None``: the measurements do not identify it, so it is as given."""
+    """A fitted number and its standard error, which is ``None`` if the number is not identified and thus as given."""
 
     value: Fraction
     error: float | None
 
 
 class FittedClass(NamedTuple):
-    """A class of links, the number of its links, and its fitted bandwidth in GB/s and latency in seconds."""
+    """A class of links with its fitted speeds."""
 
     links: LinkClass
-    number: int
-    bandwidth: Estimate
-    latency: Estimate
+    number: int  # of links in the class
+    bandwidth: Estimate  # GB/s
+    latency: Estimate  # seconds
 
 
 @dataclass(frozen=True)
@@ -99,12 +100,12 @@ class Calibration:
     @property
     def assumed(self) -> tuple[str, ...]:
         """The parameters that the measurements do not identify, as text."""
-        found = []
-        for one in self.classes:
-            parts = {"bandwidth": one.bandwidth, "latency": one.latency}
-            names = [name for name, estimate in parts.items() if estimate.error is None]
-            found += [f"{' and '.join(names)} of links of {one.links}"] if names else []
-        return tuple(found)
+        texts = []
+        for fitted in self.classes:
+            estimates = {"bandwidth": fitted.bandwidth, "latency": fitted.latency}
+            names = [name for name, estimate in estimates.items() if estimate.error is None]
+            texts += [f"{' and '.join(names)} of links of {fitted.links}"] if names else []
+        return tuple(texts)
 
     def interval(self, seconds: float) -> tuple[float, float]:
         """Return the limits of the time of a call that is predicted to take ``seconds`` without overhead.
@@ -121,15 +122,15 @@ def calibrate(topology: Topology, measurements: Iterable[Measurement], assumed: 
     Args:
       topology: the links with the speeds to start from.
       measurements: at least two, on devices of the topology.
-      assumed: the algorithm of measurements that name none, or one that this library does not have.
+      assumed: the algorithm of measurements that name no algorithm of this library.
     Raises:
       ArgumentError: too few measurements, or an unknown algorithm.
       PlanError: an algorithm cannot plan a measured collective.
 
     >>> ring = Topology.ring(4, gb_per_s=25, latency_s=1e-6)
     >>> times = {1 << k: 6 * (2e-6 + (1 << k) / 8 / 20e9) for k in (10, 16, 20, 24)}  # both ways, at 20 GB/s and 2 us
-    >>> found = calibrate(ring, [Measurement("all_reduce", n, t, ring.devices) for n, t in times.items()])
-    >>> [(float(one.bandwidth.value), float(one.latency.value)) for one in found.classes]
+    >>> fit = calibrate(ring, [Measurement("all_reduce", n, t, ring.devices) for n, t in times.items()])
+    >>> [(float(fitted.bandwidth.value), float(fitted.latency.value)) for fitted in fit.classes]
     [(20.0, 2e-06)]
     """
     if assumed not in NAMES:
@@ -142,9 +143,9 @@ def calibrate(topology: Topology, measurements: Iterable[Measurement], assumed: 
 
 
 class _Fit:
-    """Least squares over scaled parameters: for each class the inverse bandwidth and the latency, then the overhead.
+    """Least squares over a list of parameters: for each class the inverse bandwidth and the latency, then the overhead.
 
-    A parameter of 1 is the given value, or ``SMALL_S``.
+    Parameters are multiples of the given numbers, or of ``SMALL_S`` for the overhead and for latencies given as 0.
     """
 
     def __init__(self, topology: Topology, measurements: tuple[Measurement, ...], assumed: str) -> None:
@@ -152,36 +153,36 @@ class _Fit:
         self.members: dict[LinkClass, list[Link]] = {}
         for link in topology.links:
             self.members.setdefault(_class_of(link), []).append(link)
-        self.classes = sorted(self.members, key=lambda one: (one.between_hosts, -one.bandwidth, one.latency_s))
+        self.classes = sorted(self.members, key=lambda kind: (kind.between_hosts, -kind.bandwidth, kind.latency_s))
         self.work = [_work(topology, measured, assumed) for measured in measurements]
-        self.given = [value for one in self.classes for value in (1.0, float(bool(one.latency_s)))] + [0.0]
+        self.given = [value for kind in self.classes for value in (1.0, float(bool(kind.latency_s)))] + [0.0]
         self.lower = [value for _ in self.classes for value in (1 / FASTEST, 0.0)] + [0.0]
 
     def calibration(self) -> Calibration:
         """Return the fit of all parameters that the measurements identify."""
-        free, values = list(range(len(self.given))), list(self.given)
+        free, values = list(range(len(self.given))), list(self.given)  # ``free``: the numbers of the fitted parameters
         while True:
-            values, errors, columns = self._best(free, values)
+            values, errors, columns = self._fit_from_several_starts(free, values)
             left_out = self._not_identified(free, values, errors, columns)
             if left_out is None:
                 return self._result(values, _standard_errors(free, errors, columns))
             free.remove(left_out)
             values[left_out] = self.given[left_out]
 
-    def _best(self, free: list[int], values: list[float]) -> tuple[list[float], Any, Any]:
-        """Return ``_solve``'s result, or a better one in which links limit that otherwise have no effect."""
+    def _fit_from_several_starts(self, free: list[int], values: list[float]) -> tuple[list[float], Any, Any]:
+        """Return the best result of ``_solve``: from ``values``, and from starts at which other links are slowest."""
         best = self._solve(free, values)
-        speeds = [float(one.bandwidth) / best[0][2 * k] for k, one in enumerate(self.classes)]
-        for k, one in enumerate(self.classes):
-            if 2 * k in free and abs(best[2][:, free.index(2 * k)]).max() < LEAST_EFFECT:
+        speeds = [float(kind.bandwidth) / best[0][2 * k] for k, kind in enumerate(self.classes)]
+        for k, kind in enumerate(self.classes):
+            if 2 * k in free and abs(best[2][:, free.index(2 * k)]).max() < LEAST_EFFECT:  # no effect on any time
                 start = list(best[0])
-                start[2 * k] = float(one.bandwidth) / (min(speeds) / 2)
+                start[2 * k] = float(kind.bandwidth) / (min(speeds) / 2)
                 other = self._solve(free, start)
-                best = min(best, other, key=lambda found: float(found[1] @ found[1]))
+                best = min(best, other, key=lambda solution: float(solution[1] @ solution[1]))
         return best
 
     def _solve(self, free: list[int], values: list[float]) -> tuple[list[float], Any, Any]:
-        """Return the best values of the free parameters, the relative errors, and the derivatives of these.
+        """Return the parameters with the least errors, these relative errors, and their derivatives.
 
         The search starts at ``values``. It ends when a step stays in one linear piece, since that step is exact, or
         when a step makes the errors larger.
@@ -195,13 +196,13 @@ class _Fit:
         for _ in range(MOST_STEPS if free else 0):
             start = np.array(values)[free]
             step = lsq_linear(columns, -errors, (lower - start, np.inf)).x  # 0 for parameters without effect here
-            tried = dict(zip(free, np.maximum(lower, start + step), strict=True))
-            moved = [float(tried.get(k, value)) for k, value in enumerate(values)]
-            found = self._errors(moved)
-            if found @ found >= errors @ errors:
+            new = dict(zip(free, np.maximum(lower, start + step), strict=True))
+            new_values = [float(new.get(k, value)) for k, value in enumerate(values)]
+            new_errors = self._errors(new_values)
+            if new_errors @ new_errors >= errors @ errors:
                 break
-            linear = np.abs(errors + columns @ step - found).max() < 1e-9
-            values, errors = moved, found
+            linear = np.abs(errors + columns @ step - new_errors).max() < 1e-9
+            values, errors = new_values, new_errors
             if linear:
                 break
             columns = self._derivatives(free, values, errors)
@@ -225,70 +226,70 @@ class _Fit:
         return columns
 
     def _not_identified(self, free: list[int], values: list[float], errors: Any, columns: Any) -> int | None:
-        """Return a free parameter that the measurements do not identify; ``None``: they identify all."""
+        """Return a free parameter that the measurements do not identify, or ``None`` if they identify all."""
         import numpy as np
 
         scale = np.array([max(values[k], 1.0) for k in free])
         deviation, columns = _standard_errors(free, errors, columns), columns * scale
         effects = dict(zip(free, np.abs(columns).max(axis=0) if free else [], strict=True))
-        bound = [k for k in free if values[k] <= self.lower[k] > 0]  # a bandwidth without a limit
-        for found in ([k for k in free if effects[k] < LEAST_EFFECT], bound):
-            if found:
-                return found[0]
-        if len(free) > 1:
+        unlimited = [k for k in free if values[k] <= self.lower[k] > 0]  # bandwidths that reached ``FASTEST``
+        for reason in ([k for k in free if effects[k] < LEAST_EFFECT], unlimited):
+            if reason:
+                return reason[0]
+        if len(free) > 1:  # a singular value near 0: some parameters can change together without an effect
             _, sizes, directions = np.linalg.svd(columns / np.linalg.norm(columns, axis=0), full_matrices=False)
             if sizes[-1] < 1e-4 * sizes[0]:
-                return self._least(
-                    [k for k, part in zip(free, directions[-1], strict=True) if abs(part) > 0.1], effects
-                )
+                dependent = [k for k, part in zip(free, directions[-1], strict=True) if abs(part) > 0.1]
+                return self._first_to_leave_out(dependent, effects)
         overhead = len(self.given) - 1
         vague = [k for k in free if deviation[k] > MOST_ERROR * max(values[k], float(k != overhead))]
-        return self._least(vague, effects) if vague else None
+        return self._first_to_leave_out(vague, effects) if vague else None
 
-    def _least(self, found: list[int], effects: dict[int, float]) -> int:
-        """Return which parameter to leave out: the overhead, else the latency or bandwidth of the least effect."""
+    def _first_to_leave_out(self, parameters: list[int], effects: dict[int, float]) -> int:
+        """Return the overhead, or else a latency (odd number), or else a bandwidth, the one with the least effect."""
         overhead = len(self.given) - 1
-        return min(found, key=lambda k: (k != overhead, k % 2 == 0, effects[k], k))
+        return min(parameters, key=lambda k: (k != overhead, k % 2 == 0, effects[k], k))
 
     def _predicted(self, values: Sequence[float], digits: int = 12) -> list[float]:
         """Return the predicted seconds of each measurement."""
         topology = self._fitted(values, digits)
         parts: dict[tuple[str, ...], Topology] = {}
-        overhead, found = values[-1] * SMALL_S, []
+        overhead, predicted = values[-1] * SMALL_S, []
         for (schedule, devices), measured in zip(self.work, self.measurements, strict=True):
             if devices not in parts:
                 parts[devices] = topology.part(devices)
-            found.append(overhead + simulate(schedule, parts[devices], measured.nbytes, operation_s=0).seconds)
-        return found
+            predicted.append(overhead + simulate(schedule, parts[devices], measured.nbytes, operation_s=0).seconds)
+        return predicted
 
     def _fitted(self, values: Sequence[float], digits: int) -> Topology:
-        """Return the topology with these parameters, each rounded to some significant digits."""
+        """Return the topology with the speeds of these parameters, each rounded to some significant digits."""
         links = []
-        for k, one in enumerate(self.classes):
-            bandwidth, latency = self._numbers(one, values[2 * k], values[2 * k + 1], digits)
-            links += [link._replace(bandwidth=bandwidth, latency_s=latency) for link in self.members[one]]
+        for k, kind in enumerate(self.classes):
+            bandwidth, latency_s = self._speeds(kind, values[2 * k], values[2 * k + 1], digits)
+            links += [link._replace(bandwidth=bandwidth, latency_s=latency_s) for link in self.members[kind]]
         return Topology.unchecked(self.topology.devices, links, self.topology.switches)
 
-    def _numbers(self, one: LinkClass, inverse: float, latency: float, digits: int) -> tuple[Fraction, Fraction]:
-        """Return the bandwidth and latency of a class; those of given parameters are exact."""
-        bandwidth = one.bandwidth if inverse == 1 else round_digits(float(one.bandwidth) / inverse, digits)
-        scale = float(one.latency_s) or SMALL_S
-        if latency == (1 if one.latency_s else 0):
-            return bandwidth, one.latency_s
+    def _speeds(self, kind: LinkClass, inverse: float, latency: float, digits: int) -> tuple[Fraction, Fraction]:
+        """Return the bandwidth in GB/s and the latency in s of a class, rounded unless they are as given."""
+        bandwidth = kind.bandwidth if inverse == 1 else round_digits(float(kind.bandwidth) / inverse, digits)
+        scale = float(kind.latency_s) or SMALL_S
+        if latency == (1 if kind.latency_s else 0):
+            return bandwidth, kind.latency_s
         return bandwidth, round_digits(latency * scale, digits)
 
     def _result(self, values: list[float], errors: dict[int, float]) -> Calibration:
+        """Return the calibration with these parameters and the standard errors of the identified ones."""
         classes = []
-        for k, one in enumerate(self.classes):
-            bandwidth, latency = self._numbers(one, values[2 * k], values[2 * k + 1], DIGITS)
-            scale = float(one.latency_s) or SMALL_S
+        for k, kind in enumerate(self.classes):
+            bandwidth, latency_s = self._speeds(kind, values[2 * k], values[2 * k + 1], DIGITS)
+            scale = float(kind.latency_s) or SMALL_S
             inverse = errors.get(2 * k)
             classes.append(
                 FittedClass(
-                    one,
-                    len(self.members[one]),
+                    kind,
+                    len(self.members[kind]),
                     Estimate(bandwidth, None if inverse is None else float(bandwidth) * inverse / values[2 * k]),
-                    Estimate(latency, None if (error := errors.get(2 * k + 1)) is None else error * scale),
+                    Estimate(latency_s, None if (error := errors.get(2 * k + 1)) is None else error * scale),
                 )
             )
         error = errors.get(len(values) - 1)
@@ -299,7 +300,7 @@ class _Fit:
 
 
 def _standard_errors(free: list[int], errors: Any, columns: Any) -> dict[int, float]:
-    """Return the standard errors of the free parameters; infinite without more measurements than parameters."""
+    """Return the standard errors of the free parameters; they are infinite if there are no more errors than these."""
     import numpy as np
 
     if len(errors) <= len(free):
@@ -310,7 +311,7 @@ def _standard_errors(free: list[int], errors: Any, columns: Any) -> dict[int, fl
 
 
 def round_digits(value: float, digits: int) -> Fraction:
-    """Return a number rounded to some significant digits; 0 if it is below the least number of a topology.
+    """Return a number rounded to some significant digits, or 0 if it is below 1e-12, the least number of a topology.
 
     >>> round_digits(123.456, 4), round_digits(1e-15, 4)
     (Fraction(247, 2), Fraction(0, 1))
@@ -319,7 +320,7 @@ def round_digits(value: float, digits: int) -> Fraction:
 
 
 def algorithm_of(measured: Measurement, assumed: str) -> str:
-    """Return the algorithm of a measurement; ``assumed``: it names none, or one that this library does not have."""
+    """Return the algorithm of a measurement, or ``assumed`` if it names no algorithm of this library."""
     return measured.algorithm if measured.algorithm in NAMES else assumed
 
 
@@ -329,8 +330,8 @@ def _class_of(link: Link) -> LinkClass:
 
 
 def _work(topology: Topology, measured: Measurement, assumed: str) -> tuple[Schedule, tuple[str, ...]]:
-    """Return the schedule of a measurement, planned with the given speeds, and the devices of its topology."""
+    """Return the schedule of a measurement, planned with the given speeds, and the devices that were measured."""
     part, algorithm = topology.part(measured.devices), algorithm_of(measured, assumed)
     collective, root, packs = measured.collective, measured.root, measured.packs
-    made = plan(part, collective, measured.nbytes, algorithm, root=root, packs=packs, operation_s=0.0)
-    return made.schedule, measured.devices
+    planned = plan(part, collective, measured.nbytes, algorithm, root=root, packs=packs, operation_s=0.0)
+    return planned.schedule, measured.devices

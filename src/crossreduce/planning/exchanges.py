@@ -1,9 +1,9 @@
 """All-reduces by exchanges in several levels: in each level the devices of a group read each other's values.
 
-Input: a topology and a request. Output: schedules with one round per level. ``one_shot`` is the one with a single
-level; several levels take more rounds and send fewer bytes. With hosts, the devices of a host exchange first, and then
-each with its counterparts on the other hosts. With up to ``MOST_SEARCHED`` devices several ways to form groups are
-tried.
+Input: a topology and a request. Output: schedules with one round per level. The schedule with a single level is that of
+``one_shot``; several levels take more rounds and send fewer bytes. With several hosts, the devices of a host exchange
+first. Then each device exchanges with the devices at the same position on the other hosts. With up to ``MOST_SEARCHED``
+devices several ways to form groups are tried.
 
 Source: Bruck, Ho, Kipnis, Upfal & Weathersby, Efficient algorithms for all-to-all communications in multiport
 message-passing systems, IEEE TPDS 8(11), 1997 (exchanges at any radix).
@@ -25,75 +25,74 @@ from ..topology import Topology
 from .algorithms import one_shot_schedule
 from .requests import Request
 
-MOST_SEARCHED: Final = 8  # with more devices, only the groups that hosts make are tried
-_MOST_TRIED: Final = 24  # ways to form groups of given sizes; those with fast hops come first
+MOST_SEARCHED: Final = 8  # with more devices, the only groups are the devices of a host and those at one position
+_MOST_TRIED: Final = 24  # of the ways to form groups of given sizes; those with fast hops come first
 
 Group = tuple[int, ...]  # devices that exchange, in the order in which their values are combined
 Level = tuple[Group, ...]
 
 
 def exchanges(topology: Topology, request: Request) -> list[Schedule]:
-    """Return the schedule of ``one_shot`` for a request, and for all-reduces those with several levels.
+    """Return the schedule of ``one_shot`` for a request, and for an all-reduce also schedules with several levels.
 
     >>> from crossreduce.planning import Request
     >>> box = Topology.machine("dgx-1v")
     >>> print(exchanges(box, Request("all_reduce", box.devices, box.devices, "one_shot", box))[1].head)
     all_reduce one_shot: 8 devices, 1 chunk, 2 rounds, 16 steps
     """
-    found = [one_shot_schedule(request)]
+    schedules = [one_shot_schedule(request)]
     members = request.members
     if request.packs > 1 or not (set(request.sources) == set(request.destinations) == set(members)):
-        return found
+        return schedules
     for levels in _arrangements(topology, members):
         rounds = [tuple(Step(0, device, group) for group in level for device in sorted(group)) for level in levels]
         chunk = Chunk(Fraction(1), *request.positions)
-        found.append(Schedule(request.collective, request.algorithm, members, (chunk,), tuple(rounds)))
-    return found
+        schedules.append(Schedule(request.collective, request.algorithm, members, (chunk,), tuple(rounds)))
+    return schedules
 
 
 @lru_cache(maxsize=256)
 def _arrangements(topology: Topology, members: tuple[str, ...]) -> tuple[tuple[Level, ...], ...]:
-    """Return ways to exchange in two or more levels, each level with groups of one size."""
-    number = {device: k for k, device in enumerate(members)}
+    """Return ways to exchange in two or more levels. Within a level, all groups have the same size."""
     hosts: defaultdict[str, list[int]] = defaultdict(list)
-    for device in members:
-        hosts[parse(device).host].append(number[device])
-    found: list[tuple[Level, ...]] = []
-    alike = len(hosts) > 1 and len({len(group) for group in hosts.values()}) == 1
-    if len(hosts) == len(members) > 1 or (not alike and len(members) > MOST_SEARCHED):
+    for number, device in enumerate(members):
+        hosts[parse(device).host].append(number)
+    arrangements: list[tuple[Level, ...]] = []
+    equal_hosts = len(hosts) > 1 and len({len(devices) for devices in hosts.values()}) == 1
+    if len(hosts) == len(members) > 1 or (not equal_hosts and len(members) > MOST_SEARCHED):
         return ()
     links = _Links(topology, members)
-    if alike:
-        columns = tuple(zip(*hosts.values(), strict=True))
+    if equal_hosts:
+        columns = tuple(zip(*hosts.values(), strict=True))  # column k: the k-th device of every host
         size = len(columns)
         for sizes in [(size,), *_factors(size)] if all(map(links.is_joined, columns)) else []:
-            parts = [_best_of(links, group, sizes) for group in hosts.values()]
-            if all(part is not None for part in parts):
-                merged = [sum((part[k] for part in parts if part), ()) for k in range(len(sizes))]
-                found.append((*merged, columns))
+            inside = [_best_of(links, devices, sizes) for devices in hosts.values()]  # the levels of each host
+            if all(levels is not None for levels in inside):
+                merged = [sum((levels[k] for levels in inside if levels), ()) for k in range(len(sizes))]
+                arrangements.append((*merged, columns))
     else:
-        searched = (_best_of(links, tuple(number.values()), sizes) for sizes in _factors(len(members)))
-        found += [levels for levels in searched if levels is not None]
-    return tuple(found)
+        searched = (_best_of(links, range(len(members)), sizes) for sizes in _factors(len(members)))
+        arrangements += [levels for levels in searched if levels is not None]
+    return tuple(arrangements)
 
 
 def _factors(n: int) -> list[tuple[int, ...]]:
-    """Return the ways to write n as a product of two or more factors, in each order; [] above ``MOST_SEARCHED``.
+    """Return the ways to write n as an ordered product of two or more factors, or [] if n > ``MOST_SEARCHED``.
 
     >>> _factors(8)
     [(2, 4), (2, 2, 2), (4, 2)]
     """
     if n > MOST_SEARCHED:
         return []
-    found: list[tuple[int, ...]] = []
+    products: list[tuple[int, ...]] = []
     for first in range(2, n):
         if n % first == 0:
-            found += [(first, n // first), *((first, *rest) for rest in _factors(n // first))]
-    return found
+            products += [(first, n // first), *((first, *rest) for rest in _factors(n // first))]
+    return products
 
 
 class _Links:
-    """The links of the hops between members: routes that pass no other member."""
+    """The hops between members, by their numbers. A hop is a route that passes no other member, as a list of links."""
 
     def __init__(self, topology: Topology, members: Sequence[str]) -> None:
         self.speeds, inside = topology.speeds, set(members)
@@ -103,33 +102,33 @@ class _Links:
                 route = topology.route(a, b) if a != b else None
                 if route is not None and inside.isdisjoint(route[1:-1]):
                     self.hops[i, j] = tuple(pairwise(route))
-        self.narrow = {ends: min(self.speeds[pair] for pair in hop) for ends, hop in self.hops.items()}
+        self.hop_speeds = {ends: min(self.speeds[pair] for pair in hop) for ends, hop in self.hops.items()}
         scale = lcm(*(self.speeds[pair] for hop in self.hops.values() for pair in hop))
-        self.seconds = {pair: scale // speed for pair, speed in self.speeds.items()}  # per byte, in some unit
+        self.times = {pair: scale // speed for pair, speed in self.speeds.items()}  # per byte, in a common unit
 
     def is_joined(self, group: Group) -> bool:
         """Return whether all devices of a group have hops to each other."""
         return all((a, b) in self.hops for a in group for b in group if a != b)
 
     def is_uniform(self, devices: Sequence[int]) -> bool:
-        """Return whether the hops between all devices are equally fast and share links in the same way."""
+        """Return whether there are hops between all devices, and their links have the same speeds in the same order."""
         hops = [self.hops.get((a, b)) for a in devices for b in devices if a != b]
         return None not in hops and len({tuple(self.speeds[pair] for pair in hop) for hop in hops if hop}) == 1
 
     def load(self, level: Level) -> int:
-        """Return how long the busiest link of a level is busy, in the unit of ``seconds``."""
+        """Return how long the busiest link of a level is busy, in the unit of ``times``."""
         busy: defaultdict[tuple[str, str], int] = defaultdict(int)
         for group in level:
             for ends in permutations(group, 2):
                 for pair in self.hops[ends]:
-                    busy[pair] += self.seconds[pair]
+                    busy[pair] += self.times[pair]
         return max(busy.values())
 
 
 def _best_of(links: _Links, devices: Sequence[int], sizes: tuple[int, ...]) -> tuple[Level, ...] | None:
-    """Return the levels with groups of these sizes that take the least time; ``None``: there are no such groups.
+    """Return the fastest of the tried levels with groups of these sizes, or ``None`` if there are no such groups.
 
-    A level takes as long as its busiest link is busy.
+    The time of a level is that of its busiest link.
     """
     best: tuple[int, tuple[Level, ...]] | None = None
     if prod(sizes) != len(devices):
@@ -143,9 +142,10 @@ def _best_of(links: _Links, devices: Sequence[int], sizes: tuple[int, ...]) -> t
 
 
 def _all_levels(links: _Links, devices: Group, sizes: tuple[int, ...]) -> Iterator[tuple[Level, ...]]:
-    """Yield ways to exchange: first in groups of the first size, then in each set of one device of each group.
+    """Yield ways to exchange in groups of these sizes.
 
-    All these sets exchange in the same way, so all devices combine the values in one order and get the same bits.
+    The groups of the first level are rows. A column has one device of each row, and exchanges in the further levels.
+    All columns exchange in the same way, so all devices combine the values in one order and get the same bits.
     """
     if len(sizes) == 1:
         if links.is_joined(devices):
@@ -163,7 +163,7 @@ def _all_levels(links: _Links, devices: Group, sizes: tuple[int, ...]) -> Iterat
 
 
 def _shapes(rows: Group, sizes: tuple[int, ...]) -> Iterator[tuple[Level, ...]]:
-    """Yield ways in which devices, one of each row, exchange in groups of these sizes, by the numbers of the rows."""
+    """Yield ways in which the devices of a column exchange in groups of these sizes. A device is named by its row."""
     if len(sizes) == 1:
         yield ((rows,),)
         return
@@ -188,27 +188,30 @@ def _all_partitions(numbers: Group, size: int) -> Iterator[Level]:
 
 
 def _partitions(links: _Links, devices: Group, size: int) -> Iterator[Level]:
-    """Yield the ways to divide devices into groups of a size whose devices have hops to each other."""
+    """Yield the ways to divide devices into groups of a size, such that in each group all devices have hops."""
     if not devices:
         yield ()
         return
     first, others = devices[0], devices[1:]
-    near = sorted(others, key=lambda other: -links.narrow.get((first, other), 0))
-    for rest in combinations(near, size - 1):
+    fastest_first = sorted(others, key=lambda other: -links.hop_speeds.get((first, other), 0))
+    for rest in combinations(fastest_first, size - 1):
         group = (first, *sorted(rest))
         if links.is_joined(group):
-            left = tuple(device for device in others if device not in rest)
-            for groups in _partitions(links, left, size):
+            remaining = tuple(device for device in others if device not in rest)
+            for groups in _partitions(links, remaining, size):
                 yield (group, *groups)
 
 
 def _columns(links: _Links, rows: Level, size: int) -> Iterator[Level]:
-    """Yield the ways to take one device of each row, as often as a row has devices; ``size`` of them exchange first."""
+    """Yield the ways to divide the devices of the rows into columns, each with one device of each row.
+
+    The last ``size`` devices of a column must be joined by hops. The caller checks the other groups.
+    """
     if len(rows) == 1:
         yield tuple((device,) for device in rows[0])
         return
     for rest in _columns(links, rows[1:], size):
         for order in permutations(rest):
             columns = tuple((device, *column) for device, column in zip(rows[0], order, strict=True))
-            if size < len(columns[0]) or len(columns[0]) < len(rows) or all(map(links.is_joined, columns)):
+            if size < len(rows) or all(map(links.is_joined, columns)):
                 yield columns

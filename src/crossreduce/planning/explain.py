@@ -14,12 +14,13 @@ from ..topology import Link
 from .optimal.bounds.certificate import Bound, Cut
 from .optimal.bounds.solver import common_unit
 
-_MOST_LINES: Final = 16
+_MOST_LINES: Final = 16  # of trees
 _MOST_NAMES: Final = 8
-_MOST_LETTERS: Final = 160
-_LEAST_BUSY: Final = 0.01  # the least part of the time that is worth mentioning
+_MOST_LETTERS: Final = 160  # of a tree
+_LEAST_BUSY: Final = 0.01  # resources that are busy for a smaller part of the time are not mentioned
 
-
+# A share of the buffer, the root, and the edges of the tree: child -> parent. Children send to their parents; if
+# nothing is reduced, parents send to their children.
 _Tree = tuple[Fraction, str, dict[str, str]]
 
 
@@ -27,20 +28,18 @@ class Shape(NamedTuple):
     """The trees of a schedule."""
 
     k: Fraction  # the average number of unit trees per root; a unit is the largest part that divides all chunks
-    roots: tuple[str, ...]  # the devices that compute a chunk's final value; if nothing is reduced, its source
+    roots: tuple[str, ...]  # the devices that compute the final values of chunks; if nothing is reduced, the sources
     depth: int  # the most hops from a device to the root of a chunk, or back
-    # For each chunk and each of its roots: its share, the root, and the edges of its tree, child -> parent. Children
-    # send to their parents; if nothing is reduced, parents send to their children.
-    trees: tuple[_Tree, ...]
+    trees: tuple[_Tree, ...]  # one for each chunk and each of the chunk's roots
 
 
 class _Value(NamedTuple):
-    """A value of a chunk: its device, the values it was made of, its sources as bits, and the most hops to it."""
+    """A value of a chunk that a device stores."""
 
     device: int
-    operands: tuple[_Value, ...]
-    contributions: int
-    hops: int
+    operands: tuple[_Value, ...]  # the values that the device reduced or copied to compute this one
+    contributions: int  # the sources whose data the value contains, as bits
+    hops: int  # the most hops from a source to this value, or from the root after the reduction
 
 
 def shape(schedule: Schedule) -> Shape:
@@ -58,16 +57,16 @@ def shape(schedule: Schedule) -> Shape:
     unit = common_unit(shares)
     if isinstance(schedule, GeneratedSchedule):
         trees, unit = _images(schedule, trees), unit / schedule.symmetry.order
-    flat = [tree for of_chunk in trees for tree in of_chunk]
-    roots = tuple(dict.fromkeys(root for _, root, _ in flat))
-    whole = sum((share for share, _, _ in flat), Fraction(0))
-    return Shape(whole / unit / len(roots), roots, depth, tuple(flat))
+    all_trees = tuple(tree for chunk_trees in trees for tree in chunk_trees)
+    roots = tuple(dict.fromkeys(root for _, root, _ in all_trees))
+    total = sum((share for share, _, _ in all_trees), Fraction(0))
+    return Shape(total / unit / len(roots), roots, depth, all_trees)
 
 
 def _trees(schedule: Schedule) -> tuple[list[list[_Tree]], int]:
-    """Return the trees of each chunk, and the most hops."""
+    """Return the trees of each chunk, and the depth of the deepest tree."""
     names = schedule.devices
-    cells = {
+    stored = {
         (c, source): _Value(source, (), 1 << source, 0)
         for c, chunk in enumerate(schedule.chunks)
         for source in chunk.sources
@@ -76,9 +75,9 @@ def _trees(schedule: Schedule) -> tuple[list[list[_Tree]], int]:
     complete: list[list[_Value]] = [[] for _ in schedule.chunks]
     depth = 0
     for steps in schedule.rounds:
-        made = {}
+        computed = {}
         for c, dst, srcs in steps:
-            operands = tuple(cells[c, src] for src in srcs)
+            operands = tuple(stored[c, src] for src in srcs)
             contributions = reduce(or_, [operand.contributions for operand in operands])
             hops = max(operand.hops + (operand.device != dst) for operand in operands)
             depth = max(depth, hops)
@@ -86,45 +85,45 @@ def _trees(schedule: Schedule) -> tuple[list[list[_Tree]], int]:
             if len(srcs) > 1 and contributions == everyone[c]:
                 complete[c].append(value)
                 value = value._replace(hops=0)  # hops from a root are counted from 0
-            made[c, dst] = value
-        cells.update(made)
+            computed[c, dst] = value
+        stored.update(computed)
     trees: list[list[_Tree]] = []
     for c, chunk in enumerate(schedule.chunks):
-        trees.append([(chunk.share, names[value.device], _senders(value, names)) for value in complete[c]])
-        if not complete[c]:
+        trees.append([(chunk.share, names[value.device], _parents(value, names)) for value in complete[c]])
+        if not complete[c]:  # nothing is reduced: the route of the data to each destination, from the source
             (source,) = chunk.sources
             parents: dict[str, str] = {}
             for dst in chunk.destinations:
-                parents |= {child: parent for parent, child in _senders(cells[c, dst], names).items()}
+                parents |= {child: parent for parent, child in _parents(stored[c, dst], names).items()}
             trees[c].append((chunk.share, names[source], parents))
     return trees, depth
 
 
 def _images(schedule: GeneratedSchedule, trees: list[list[_Tree]]) -> list[list[_Tree]]:
-    """Return the trees of all chunks of a generated schedule, given those of its base."""
+    """Return the trees of all chunks of a generated schedule, given those of the base's chunks."""
     order, names = schedule.symmetry.order, schedule.devices
-    elements = [
+    images = [  # for each element of the symmetry, the device to which it maps each device
         {name: names[k] for name, k in zip(names, moves, strict=False)} for moves in schedule.symmetry.elements()
     ]
     return [
         [
-            (share / order, moved[root], {moved[child]: moved[parent] for child, parent in parents.items()})
+            (share / order, image[root], {image[child]: image[parent] for child, parent in parents.items()})
             for share, root, parents in trees[chunk]
         ]
         for element, chunk in schedule.numbering
-        for moved in [elements[element]]
+        for image in [images[element]]
     ]
 
 
-def _senders(value: _Value, names: tuple[str, ...]) -> dict[str, str]:
-    """Return, for each device whose data reaches a value, the device to which it sends."""
+def _parents(value: _Value, names: tuple[str, ...]) -> dict[str, str]:
+    """Return the edges by which data reached a value: for each device that sent data, the device that received it."""
     parents: dict[str, str] = {}
-    left = [value]
-    for parent in left:
+    values = [value]
+    for parent in values:
         for operand in parent.operands:
             if operand.device != parent.device:
                 parents[names[operand.device]] = names[parent.device]
-            left.append(operand)
+            values.append(operand)
     return parents
 
 
@@ -138,32 +137,33 @@ def tree_text(root: str, parents: dict[str, str]) -> str:
     for child, parent in parents.items():
         children.setdefault(parent, []).append(child)
     parts: list[str] = []
-    left = [(root, True)]  # in reverse: texts, and whether each is a node whose children follow
-    while left:
-        text, is_node = left.pop()
+    stack = [(root, True)]  # texts, the next one last; and whether the text is a node, whose children follow it
+    while stack:
+        text, is_node = stack.pop()
         parts.append(text)
         below = sorted(children.pop(text, ()), key=_device_order) if is_node else []
         if below:
             between = [pair for child in reversed(below) for pair in ((child, True), (" ", False))]
-            left += [(")", False), *between[:-1], ("(", False)]
+            stack += [(")", False), *between[:-1], ("(", False)]
     return "".join(parts)
 
 
 def _device_order(name: str) -> tuple[str, ...]:
+    """Return a key that sorts device names by number: cuda:2 before cuda:10."""
     return tuple(part.zfill(9) for part in name.replace("/", ":").split(":"))
 
 
-def tree_lines(found: Shape) -> list[str]:
-    """Return a line for each different tree: its share of the buffer, and the tree; after 16, how many are left."""
-    drawn: dict[tuple[str, frozenset[tuple[str, str]]], Fraction] = {}
-    for share, root, parents in found.trees:
+def tree_lines(plan_shape: Shape) -> list[str]:
+    """Return a line with the share and the tree for each of the first 16 different trees, and the number of others."""
+    shares: dict[tuple[str, frozenset[tuple[str, str]]], Fraction] = {}  # by root and edges
+    for share, root, parents in plan_shape.trees:
         tree = root, frozenset(parents.items())
-        drawn[tree] = drawn.get(tree, Fraction(0)) + share
+        shares[tree] = shares.get(tree, Fraction(0)) + share
     lines = []
-    for (root, edges), share in list(drawn.items())[:_MOST_LINES]:
+    for (root, edges), share in list(shares.items())[:_MOST_LINES]:
         text = tree_text(root, dict(edges))
         lines.append(f"{share!s:>8s} {text if len(text) <= _MOST_LETTERS else text[: _MOST_LETTERS - 4] + ' ...'}")
-    return lines + ([f"         and {len(drawn) - _MOST_LINES} more"] if len(drawn) > _MOST_LINES else [])
+    return lines + ([f"         and {len(shares) - _MOST_LINES} more"] if len(shares) > _MOST_LINES else [])
 
 
 def limited_by(limit: Bound) -> str:
@@ -183,17 +183,19 @@ def limited_by(limit: Bound) -> str:
         return (
             f"{many(more + 1, 'link')} together, not by cuts: {src} -> {dst} ({_number(widths[src, dst])} GB/s){others}"
         )
-    sides: dict[tuple[str, ...], dict[str, tuple[int, Fraction]]] = {}  # by devices and direction: links, GB/s
-    for here, direction, links in heaviest_cuts(limit):
-        sides.setdefault(here, {})[direction] = len(links), sum((link.bandwidth for link in links), Fraction(0))
-    if len(sides) == len(limit.devices) > 1 and all(len(here) == 1 for here in sides):
-        kinds = dict.fromkeys((links, len(both)) for both in sides.values() for links in both.values())
+    sides: dict[tuple[str, ...], dict[str, tuple[int, Fraction]]] = {}  # devices -> direction -> (links, their GB/s)
+    for devices, direction, links in heaviest_cuts(limit):
+        sides.setdefault(devices, {})[direction] = len(links), sum((link.bandwidth for link in links), Fraction(0))
+    if len(sides) == len(limit.devices) > 1 and all(len(devices) == 1 for devices in sides):
+        kinds = dict.fromkeys(
+            (links, len(directions)) for directions in sides.values() for links in directions.values()
+        )
         words = [
             f"{_number(width)} GB/s by {many(n, 'link')} {'in and out' if directions > 1 else 'one way'}"
             for (n, width), directions in kinds
         ]
         return f"every device's own links: {'; '.join(words)}"
-    texts = [_side(limit, here, links) for here, links in sides.items()]
+    texts = [_side_text(limit, devices, links) for devices, links in sides.items()]
     more = len(texts) - 2
     return " and ".join(texts[:2]) + (f", with {more} more such cut{'s' * (more > 1)}" if more > 0 else "")
 
@@ -202,8 +204,9 @@ def helped_by(helpers: tuple[str, ...], rate: Fraction, least: Bound | None) -> 
     """Return a text about devices that take no part but help.
 
     Args:
-      rate: that of the plan with them.
-      least: the bound without them; ``None``: some devices cannot be reached.
+      helpers: the devices.
+      rate: the rate of the plan with the helpers, in GB/s.
+      least: the bound without the helpers; ``None``: some devices cannot be reached.
 
     >>> helped_by(("cuda:6", "cuda:7"), Fraction(224), None)
     'cuda:6, cuda:7 forward and combine; without them some devices cannot be reached'
@@ -215,21 +218,21 @@ def helped_by(helpers: tuple[str, ...], rate: Fraction, least: Bound | None) -> 
 
 
 def busiest_text(limits: tuple[tuple[str, float], ...]) -> str:
-    """Return a text about the busiest resources: the first link, and the first limit of each other kind.
+    """Return a text about the first limit of each kind, such as links or hosts; ``limits`` are sorted by busy time.
 
     >>> busiest_text((("the link a -> b", 0.5), ("the link b -> a", 0.25), ("the operations of the host", 0.125)))
     'the link a -> b, 50 % of the time; the operations of the host, 12.5 %'
     """
     kinds: dict[str, tuple[str, float]] = {}
     for name, part in limits:
-        kinds.setdefault(name.split()[1], (name, part))
+        kinds.setdefault(name.split()[1], (name, part))  # the second word is the kind: "the link a -> b"
     listed = [(name, percent(Fraction(part))) for name, part in kinds.values() if part >= _LEAST_BUSY]
     texts = [f"{name}, {part}{' of the time' if k == 0 else ''}" for k, (name, part) in enumerate(listed)]
     return "; ".join(texts)
 
 
 def heaviest_cuts(limit: Bound) -> list[tuple[tuple[str, ...], str, tuple[Link, ...]]]:
-    """Return the cuts that weigh most in a bound: the devices on the smaller side, the direction, and the links.
+    """Return the cuts with the greatest weight in a bound: the devices on the smaller side, the direction, the links.
 
     >>> from crossreduce.planning import bound
     >>> from crossreduce import Topology
@@ -237,10 +240,11 @@ def heaviest_cuts(limit: Bound) -> list[tuple[tuple[str, ...], str, tuple[Link, 
     [(('cpu:0',), 'into')]
     """
     heaviest = max((cut.weight for cut in limit.cuts), default=Fraction(0))
-    return [_crossing(limit, cut) for cut in limit.cuts if cut.weight == heaviest]
+    return [_smaller_side(limit, cut) for cut in limit.cuts if cut.weight == heaviest]
 
 
-def _crossing(limit: Bound, cut: Cut) -> tuple[tuple[str, ...], str, tuple[Link, ...]]:
+def _smaller_side(limit: Bound, cut: Cut) -> tuple[tuple[str, ...], str, tuple[Link, ...]]:
+    """Return an entry of ``heaviest_cuts``; the direction is "into" or "out of" the smaller side."""
     inside = tuple(device for device in limit.devices if device in cut.nodes)
     outside = tuple(device for device in limit.devices if device not in cut.nodes)
     links = tuple(
@@ -248,20 +252,20 @@ def _crossing(limit: Bound, cut: Cut) -> tuple[tuple[str, ...], str, tuple[Link,
         for link in limit.topology.links
         if (link.src in cut.nodes) != (link.dst in cut.nodes) and (link.src in cut.nodes) == cut.outward
     )
-    here, into = (outside, cut.outward) if len(outside) <= len(inside) else (inside, not cut.outward)
-    return here, "into" if into else "out of", links
+    devices, into = (outside, cut.outward) if len(outside) <= len(inside) else (inside, not cut.outward)
+    return devices, "into" if into else "out of", links
 
 
-def _side(limit: Bound, here: tuple[str, ...], links: dict[str, tuple[int, Fraction]]) -> str:
-    """Return a text about the links into and out of some devices."""
-    hosts = {parse(device).host for device in here}
-    there = [device for device in limit.devices if parse(device).host in hosts]
-    name, noun = _devices_text(here), "link"
-    if len(here) > 1:
+def _side_text(limit: Bound, devices: tuple[str, ...], links: dict[str, tuple[int, Fraction]]) -> str:
+    """Return a text about the links into and out of some devices: for each direction, their number and GB/s."""
+    hosts = {parse(device).host for device in devices}
+    on_hosts = [device for device in limit.devices if parse(device).host in hosts]
+    name, noun = _devices_text(devices), "link"
+    if len(devices) > 1:
         name = f"{{{name}}}"
-    if len(hosts) == 1 and "" not in hosts and len(there) == len(here) < len(limit.devices):
+    if len(hosts) == 1 and "" not in hosts and len(on_hosts) == len(devices) < len(limit.devices):
         (name,), noun = hosts, "NIC"  # these are all devices of one host, so the links are its network cards
-    if len(set(links.values())) == 1:
+    if len(set(links.values())) == 1:  # both directions are equal, or there is only one
         links = {" and ".join(links): next(iter(links.values()))}
     return " and ".join(
         f"the {f'{n} {noun}s' if n > 1 else noun} {direction} {name} ({_number(width)} GB/s)"
@@ -312,7 +316,7 @@ def percent(ratio: Fraction) -> str:
 
 
 def rest_percent(ratio: Fraction) -> str:
-    """Return what ``percent(ratio)`` lacks to 100 %.
+    """Return the difference between 100 % and ``percent(ratio)``.
 
     >>> percent(Fraction(99845, 100000)), rest_percent(Fraction(99845, 100000))
     ('99.84 %', '0.16 %')

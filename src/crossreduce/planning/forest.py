@@ -1,9 +1,9 @@
 """``forest``: trees that together reach the bound or nearly do, each with a share of the buffer.
 
 Input: a request. Output: a ``Forest``: a schedule whose fluid rate is that of the bound or slightly less. Broadcasts
-and all-gathers use trees out of their roots; reductions and reduce-scatters use the same on the reversed links; an
-all-reduce has trees into and out of each root, which share the links as the linear program determines. Trees may also
-branch at helpers: switches that reduce or multicast, and devices that take no part.
+and all-gathers use trees out of their roots. Reduces and reduce-scatters use trees into their roots, which are trees
+out of the roots on the reversed links. An all-reduce has both for each root; a linear program divides the bandwidths
+between the two. Trees may also branch at helpers: switches that reduce or multicast, and devices that take no part.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from .optimal.trees.tree_schedule import Tree, TreeShare, depth, reversed_tree, 
 from .requests import Request
 from .topologies import NeutralTopology, neutral_topology, reachable_nodes, require_routes
 
-_MOST_PACKED: Final = 256  # for more devices, trees are not packed one by one if there are some by symmetry
-_MOST_KINDS: Final = 3  # at most so many sets of ``_helpers`` are tried besides the empty one
+_MOST_PACKED: Final = 256  # with more devices, trees are packed one by one only if symmetry gives none
+_MOST_SETS: Final = 3  # the most sets of ``_helper_sets`` besides the empty one
 
 Pair = tuple[str, str]
 
@@ -40,13 +40,13 @@ class Forest(NamedTuple):
     """A schedule of packed trees."""
 
     schedule: Schedule  # one chunk per tree
-    k: Fraction  # the average number of unit trees per root; a tree with w units of bandwidth counts as w
+    k: Fraction  # the average number of unit trees per root; a tree with w units of bandwidth counts w times
     trees: int  # the number of shares of the buffer; in an all-reduce, a share has a tree into a root and one out of it
     depth: int  # of the deepest tree, in edges from root to leaf; a route through nodes that only forward is one edge
 
 
 def forest_schedules(request: Request) -> list[Schedule]:
-    """Return the schedule of a request; without a topology, on a full mesh of equal links."""
+    """Return a list with the forest's schedule of a request; without a topology, that on a full mesh of equal links."""
     if request.topology is None:
         members = request.members
         links = [Link(a, b, Fraction(1)) for a in members for b in members if a != b]
@@ -59,14 +59,15 @@ def forest(request: Request) -> Forest:
     """Plan trees that together reach the rate of the bound or nearly do: see "Limits" in docs/planning.md.
 
     "all_reduce", "reduce" and "broadcast" have one buffer from all sources to all destinations; "reduce_scatter" and
-    "all_gather" have a part of it on each device. Other devices forward; they also reduce or copy if it helps.
+    "all_gather" have a part of it on each device. Devices that take no part forward data; they also reduce or copy it
+    if that makes the trees faster.
 
     Raises:
       PlanError: no route leads to a destination (or source, if there are several of both); the error names the cut.
 
     >>> box = Topology.star([f"cuda:{k}" for k in range(8)], 450)
-    >>> found = forest(Request("all_gather", box.devices, box.devices, topology=box))
-    >>> found.k, found.trees, found.depth
+    >>> planned = forest(Request("all_gather", box.devices, box.devices, topology=box))
+    >>> planned.k, planned.trees, planned.depth
     (Fraction(1, 1), 8, 1)
     """
     topology, members = request.topology, request.members
@@ -75,63 +76,62 @@ def forest(request: Request) -> Forest:
     if len(request.sources) > 1 and len(request.destinations) > 1:  # each tree connects all members
         require_routes(topology, members, members, f"{request.collective} by trees")
     idle = any(device not in members for device in topology.devices)
-    sets = _helpers(topology, members)
+    sets = _helper_sets(topology, members)
     best = _helped_forest(request) if idle else None
     if best is not None:
         best_rate = fluid_rate(best.schedule, topology) or Fraction(0)
     else:
-        best, best_rate = _symmetric(request, sets if not idle else [()])
+        best, best_rate = _best_symmetric_forest(request, sets if not idle else [()])
     if best is not None and (len(members) > _MOST_PACKED or best_rate >= (_limit(request) or 0) * (1 - TOLERANCE)):
         return best  # beside helpers, data passes other devices in steps of their own, so that any engine can run them
     limit = _limit(request) if len(sets) > 1 else None
     if limit is not None and request.collective != "all_reduce":
         limit *= 1 - TOLERANCE  # few trees without helpers are better than a little more bandwidth
-    for helpers in [*sets, None] if len(sets) > 1 and not idle else sets:
-        found = (
-            _helped_forest(request)
-            if helpers is None
-            else _forest(neutral_topology(topology, members, helpers), request)
-        )
-        rate = Fraction(-1) if found is None else fluid_rate(found.schedule, topology) or Fraction(0)
+    for helpers in [*sets, None] if len(sets) > 1 and not idle else sets:  # None: each tree has helpers of its own
+        if helpers is None:
+            tried = _helped_forest(request)
+        else:
+            tried = _packed_forest(neutral_topology(topology, members, helpers), request)
+        rate = Fraction(-1) if tried is None else fluid_rate(tried.schedule, topology) or Fraction(0)
         if rate > best_rate:
-            best, best_rate = found, rate
+            best, best_rate = tried, rate
         if limit is not None and best_rate >= limit:
             break
     assert best is not None
     return best
 
 
-def _symmetric(request: Request, sets: list[tuple[str, ...]]) -> tuple[Forest | None, Fraction]:
-    """Return the best symmetric forest with one of some sets of helpers, or ``None``, and its rate."""
-    collective, _, roots = _trees_of(request)
+def _best_symmetric_forest(request: Request, sets: list[tuple[str, ...]]) -> tuple[Forest | None, Fraction]:
+    """Return the best symmetric forest with one of the sets of helpers and its rate, or ``None`` and -1."""
+    collective, _, roots = _bound_arguments(request)
     best, best_rate = None, Fraction(-1)
     for helpers in sets:
-        found = symmetric_forest(request, collective, roots, helpers)
-        if found is not None and found.rate > best_rate:
-            best, best_rate = Forest(found.schedule, found.k, found.trees, found.depth), found.rate
-            if found.rate >= found.limit:
+        tried = symmetric_forest(request, collective, roots, helpers)
+        if tried is not None and tried.rate > best_rate:
+            best, best_rate = Forest(tried.schedule, tried.k, tried.trees, tried.depth), tried.rate
+            if tried.rate >= tried.limit:
                 break
     return best, best_rate
 
 
 def is_symmetric(request: Request) -> bool:
-    """Return whether the topology has so much symmetry that trees for any number of devices are found in seconds."""
+    """Return whether the topology is symmetric enough to find trees for any number of devices in seconds."""
     assert request.topology is not None
-    _, members, roots = _trees_of(request)
+    _, members, roots = _bound_arguments(request)
     return symmetric_topology(request.topology, members, roots) is not None
 
 
 def _limit(request: Request) -> Fraction | None:
-    """Return the bound of a request; ``None``: nothing has to move, or no bound is known for it."""
+    """Return the bound of a request in GB/s; ``None`` if nothing has to move, or if no bound is known."""
     assert request.topology is not None
-    collective, members, roots = _trees_of(request)
+    collective, members, roots = _bound_arguments(request)
     if collective == "all_reduce" and set(request.sources) != set(request.destinations):
         return None
     return bound_of_members(request.topology, collective, members, roots).algbw
 
 
-def _trees_of(request: Request) -> tuple[str, tuple[str, ...], tuple[tuple[str, Fraction], ...] | None]:
-    """Return the collective whose trees a request needs, its members, and its root as ``bound_of_members`` takes it.
+def _bound_arguments(request: Request) -> tuple[str, tuple[str, ...], tuple[tuple[str, Fraction], ...] | None]:
+    """Return the arguments of ``bound_of_members`` for a request: the collective, the members, and the root.
 
     An all-reduce from a single source is a broadcast, and one to a single destination is a reduce.
     """
@@ -142,15 +142,16 @@ def _trees_of(request: Request) -> tuple[str, tuple[str, ...], tuple[tuple[str, 
     return request.collective, request.members, None
 
 
-def _helpers(topology: Topology, members: tuple[str, ...]) -> list[tuple[str, ...]]:
-    """Return the sets of other nodes to try as helpers: first no node, then those of the most bandwidth, and so on.
+def _helper_sets(topology: Topology, members: tuple[str, ...]) -> list[tuple[str, ...]]:
+    """Return the sets of other nodes to try as helpers: first the empty set, then the nodes with the most bandwidth.
 
-    Every tree passes through all nodes of the set, so a switch of much bandwidth inside a machine makes the trees
-    faster, and one of little bandwidth between machines makes them slower.
+    Each further set adds the nodes with the next lower bandwidth. Every tree passes through all nodes of the set. So a
+    switch with a high bandwidth inside a machine makes the trees faster, and one with a low bandwidth between machines
+    makes them slower.
     """
-    widths: defaultdict[Fraction, list[str]] = defaultdict(list)
-    able = [switch.name for switch in topology.switches if switch.reduces]
-    candidates = [*able, *(device for device in topology.devices if device not in members)]
+    widths: defaultdict[Fraction, list[str]] = defaultdict(list)  # the nodes by their bandwidth
+    reducing = [switch.name for switch in topology.switches if switch.reduces]
+    candidates = [*reducing, *(device for device in topology.devices if device not in members)]
     if not candidates:
         return [()]
     connected = reachable_nodes(topology, members[0]) & reachable_nodes(topology, members[0], backwards=True)
@@ -158,18 +159,18 @@ def _helpers(topology: Topology, members: tuple[str, ...]) -> list[tuple[str, ..
         if node in connected:
             widths[sum((link.bandwidth for link in topology.out_links(node)), Fraction(0))].append(node)
     sets: list[tuple[str, ...]] = [()]
-    for width in sorted(widths, reverse=True)[:_MOST_KINDS]:
+    for width in sorted(widths, reverse=True)[:_MOST_SETS]:
         sets.append((*sets[-1], *widths[width]))
     return sets
 
 
-def _forest(seen: NeutralTopology, request: Request) -> Forest:
-    """Return the forest on a neutral topology. All its devices may reduce; its switches only forward."""
-    topology, collective = seen.topology, request.collective
-    sources, destinations, members = request.sources, request.destinations, len(request.members)
-    position = {seen.names[name]: k for k, name in enumerate(topology.devices)}
+def _packed_forest(neutral: NeutralTopology, request: Request) -> Forest:
+    """Return the forest on a neutral topology. All devices of the topology may reduce; the switches only forward."""
+    topology, collective = neutral.topology, request.collective
+    sources, destinations = request.sources, request.destinations
+    position = {neutral.names[name]: k for k, name in enumerate(topology.devices)}
     links = {(link.src, link.dst): link.bandwidth for link in topology.links}
-    equal = {k: Fraction(1) for k in range(members)}
+    equal = {k: Fraction(1) for k in range(len(request.members))}
     shares: list[TreeShare]
     if len(position) == 1:
         shares, k = [TreeShare(0, Fraction(1), None, None)], Fraction(1)
@@ -182,8 +183,8 @@ def _forest(seen: NeutralTopology, request: Request) -> Forest:
         trees, k = fit_trees(topology, _reversed_links(links), roots)
         shares = [TreeShare(tree.root, Fraction(tree.weight), reversed_tree(tree), None) for tree in trees]
     else:
-        shares, k = _all_reduce(topology, links)
-    nodes = [seen.names[name] for name in topology.nodes]
+        shares, k = _all_reduce_shares(topology, links)
+    nodes = [neutral.names[name] for name in topology.nodes]
     return _forest_of_shares(request, nodes, len(topology.devices), shares, k)
 
 
@@ -194,14 +195,17 @@ def _forest_of_shares(request: Request, nodes: list[str], devices: int, shares: 
 
 
 def _helped_forest(request: Request) -> Forest | None:
-    """Return the best forest whose trees each branch at any helpers; ``None``: there are too many, or no such trees."""
+    """Return the best forest in which each tree branches at the helpers that suit it.
+
+    Return ``None`` if there are too many helpers, or no such trees.
+    """
     assert request.topology is not None
-    found = best_helper_trees(request.topology, *_trees_of(request))
-    if found is None:
+    best = best_helper_trees(request.topology, *_bound_arguments(request))
+    if best is None:
         return None
-    names = [found.seen.names[node] for node in found.seen.topology.nodes]
-    mixed = [tree for of_demand in found.mixture.trees for tree in of_demand]
-    return forest_of_trees(request, names, range(len(found.seen.topology.devices)), mixed)
+    names = [best.neutral.names[node] for node in best.neutral.topology.nodes]
+    mixed = [tree for demand_trees in best.mixture.trees for tree in demand_trees]
+    return forest_of_trees(request, names, range(len(best.neutral.topology.devices)), mixed)
 
 
 def forest_of_trees(
@@ -211,16 +215,16 @@ def forest_of_trees(
 
     Args:
       request: its members are the first devices of the schedule; the helpers that some tree uses follow.
-      names: of the nodes.
-      joints: the nodes that can combine or copy, by number.
+      names: the names of the nodes. ``joints`` and ``mixed`` contain positions in them.
+      joints: the nodes that can combine or copy.
       mixed: at least one tree.
     """
-    ways = [way for tree in mixed for way in (tree.into, tree.out) if way is not None]
-    used = {tree.root for tree in mixed} | {node for way in ways for node, _, _ in way}
+    edges = [edge for tree in mixed for parents in (tree.into, tree.out) for edge in parents or ()]
+    used = {tree.root for tree in mixed} | {node for node, _, _ in edges}
     number = {name: node for node, name in enumerate(names)}
     members = [number[name] for name in request.members]
-    kept = [*members, *(node for node in joints if node in used and node not in set(members))]
-    order = [*kept, *(node for node in range(len(names)) if node not in set(kept))]
+    devices = [*members, *(node for node in joints if node in used and node not in set(members))]
+    order = [*devices, *(node for node in range(len(names)) if node not in set(devices))]
     place = {node: k for k, node in enumerate(order)}
 
     def tree_of(root: int, parents: Sequence[Parent] | None) -> Tree | None:
@@ -235,37 +239,38 @@ def forest_of_trees(
     ]
     weights = [share.weight for share in shares]
     k = sum(weights, Fraction(0)) / common_unit(weights) / len({share.root for share in shares})
-    return _forest_of_shares(request, [names[node] for node in order], len(kept), shares, k)
+    return _forest_of_shares(request, [names[node] for node in order], len(devices), shares, k)
 
 
-def _all_reduce(topology: Topology, links: dict[Pair, Fraction]) -> tuple[list[TreeShare], Fraction]:
-    """Return the trees of an all-reduce, into and out of the same roots, and k."""
-    found = optimum(topology)
-    if found.reached <= 0:  # no exact solution was found: use half of every link to reduce, half to broadcast
+def _all_reduce_shares(topology: Topology, links: dict[Pair, Fraction]) -> tuple[list[TreeShare], Fraction]:
+    """Return the shares of an all-reduce, each with a tree into a root and a tree out of the same root, and k."""
+    best = optimum(topology)
+    if best.reached <= 0:  # no exact solution was found: use half of every link to reduce, half to broadcast
         half = {pair: bandwidth / 2 for pair, bandwidth in links.items()}
-        found = found._replace(roots=dict.fromkeys(topology.devices, Fraction(1)), down=half, up=half)
-    roots = {k: found.roots[device] for k, device in enumerate(topology.devices) if found.roots[device]}
-    if topology.symmetric:  # a reduction uses the routes of its broadcast backwards
-        halves = all(used * 2 == links[pair] for pair, used in found.down.items())
-        trees, k = fit_trees(topology, links if halves else found.down, roots)
+        best = best._replace(roots=dict.fromkeys(topology.devices, Fraction(1)), down=half, up=half)
+    roots = {k: best.roots[device] for k, device in enumerate(topology.devices) if best.roots[device]}
+    if topology.symmetric:  # each tree that reduces is a tree that broadcasts, backwards
+        # If each direction gets half of every link, the trees for the full bandwidths are the same.
+        halves = all(used * 2 == links[pair] for pair, used in best.down.items())
+        trees, k = fit_trees(topology, links if halves else best.down, roots)
         return [TreeShare(tree.root, Fraction(tree.weight), reversed_tree(tree), tree) for tree in trees], k
-    out, k = fit_trees(topology, found.down, roots)
-    into, other = fit_trees(topology, _reversed_links(found.up), roots)
+    out, out_k = fit_trees(topology, best.down, roots)
+    into, into_k = fit_trees(topology, _reversed_links(best.up), roots)
     shares = []
     for root in roots:
         reducing = [reversed_tree(tree) for tree in into if tree.root == root]
-        shares += _pairs(root, reducing, [tree for tree in out if tree.root == root])
-    return shares, max(k, other)
+        shares += _paired_shares(root, reducing, [tree for tree in out if tree.root == root])
+    return shares, max(out_k, into_k)
 
 
 def _reversed_links(links: dict[Pair, Fraction]) -> dict[Pair, Fraction]:
     return {(dst, src): bandwidth for (src, dst), bandwidth in links.items()}
 
 
-def _pairs(root: int, into: list[Tree], out: list[Tree]) -> list[TreeShare]:
+def _paired_shares(root: int, into: list[Tree], out: list[Tree]) -> list[TreeShare]:
     """Divide a root's data into shares, each with one tree into the root and one tree out of it.
 
-    Both lists of trees divide the data by their weights; a share ends where a part of either list ends.
+    The weights of each list divide the data into consecutive parts. A share ends where a part of either list ends.
     """
     scale = Fraction(sum(tree.weight for tree in out), sum(tree.weight for tree in into))
     ends_in = [end * scale for end in accumulate(tree.weight for tree in into)]

@@ -1,15 +1,17 @@
 """Shares of the buffer that are multiples of 1/2, 1/4, 1/8, ...: exported plans then fit the sizes that users have.
 
-Input: a schedule, whose shares may be any fractions, and its topology. Output: the same schedule with other shares, of
-the smallest denominator that costs at most a given part of its rate; without such a denominator, the schedule itself.
+Input: a schedule, whose shares may be any fractions, and its topology. Output: the same schedule with rounded shares.
+Their common denominator is the smallest power of two that costs at most a given part of the rate. If no power of two
+does, the output is the schedule itself.
 
-A file has as many equal chunks as the least common denominator of its shares. RCCL ignores a file unless the number of
-elements is a multiple of that (msccl_lifecycle.cc), and MSCCL++ raises an error (checkMessageSize in
-execution_plan.cc); users' sizes are mostly multiples of a power of two.
+The number of equal chunks in a file is the least common denominator of the shares. If the number of elements is not a
+multiple of it, RCCL ignores the file (msccl_lifecycle.cc), and MSCCL++ raises an error (checkMessageSize in
+execution_plan.cc). Users' sizes are mostly multiples of a power of two.
 
-For each denominator every share is rounded down, and then the units that are left go one by one to the chunk with which
-the busiest link stays least busy; at the end units move as long as that helps. This is a heuristic: a result is taken
-only if its rate, computed exactly, is within the tolerance.
+For a given denominator, a share consists of units of 1 / denominator. Every share is rounded down. The remaining units
+are then given one by one to the chunk that raises the load of the busiest link least. Finally units are moved between
+chunks as long as the busiest link becomes less busy. This is a heuristic: a result is taken only if its rate, computed
+exactly, is within the tolerance.
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ TOLERANCE: Final = 0.02
 """The part of the rate that rounded shares may cost by default."""
 
 MOST_UNITS: Final = 1 << 12
-"""The greatest denominator that is tried. A file has an operation for each chunk and step, so few are better."""
+"""The greatest denominator that is tried. A file has an operation for each chunk and step, so few chunks are better."""
 
 
 def is_power_of_two(number: int) -> bool:
@@ -36,7 +38,7 @@ def is_power_of_two(number: int) -> bool:
 
 
 def sizes_that_fit(units: int, what: str = "elements") -> str:
-    """Return for which messages a file can be used, as text: those whose number of ``what`` is a multiple of ``units``.
+    """Return as text which messages a file fits: those whose number of ``what`` is a multiple of ``units``.
 
     >>> sizes_that_fit(64, "bytes"), sizes_that_fit(1)
     ('messages whose number of bytes is a multiple of 64', 'messages of any size')
@@ -60,15 +62,15 @@ def round_shares(
     """Return a schedule with shares that are multiples of 1/2**m, for the least m within the tolerance.
 
     Args:
-      schedule: one of the five collectives.
+      schedule: a schedule of one of the five collectives.
       topology: where it runs.
       tolerance: the part of the rate that may be lost, from 0 to 1.
-      nbytes: the size of a replica's buffer for which this also has to be true in simulation; 0: no size. If the
-        schedule has one piece, only this counts, since its links do not work all the time.
-      costs: of the simulation.
+      nbytes: a size of the buffer; its simulated rate must also be within the tolerance. With 0, no size is simulated.
+        If the schedule has one piece, only the simulation counts, since links then do not work all the time.
+      costs: the costs in the simulation.
     Returns:
-      The schedule itself if its shares are such multiples already, or if no such m was found up to ``MOST_UNITS``.
-      Chunks whose share becomes 0 are left out.
+      The schedule with rounded shares and without the chunks whose share becomes 0. The schedule itself is returned if
+      its shares are such multiples already, or if no such m is found up to ``MOST_UNITS``.
 
     >>> from crossreduce import Topology
     >>> from crossreduce.planning import ring
@@ -84,122 +86,128 @@ def round_shares(
         return schedule
     least = 0 if nbytes and schedule.pieces == 1 else rate * (1 - Fraction(tolerance))
 
-    def seconds_of(made: Schedule) -> float:
-        return simulate(made, topology, nbytes, costs=costs).seconds
+    def seconds_of(rounded: Schedule) -> float:
+        return simulate(rounded, topology, nbytes, costs=costs).seconds
 
     most_s = seconds_of(schedule) / (1 - tolerance) if tolerance < 1 else math.inf
     groups = _groups(schedule)
-    use = _use(schedule, topology)
+    use = _link_use(schedule, topology)
     units = 1
     while units < max(len(groups), 2):
         units *= 2
     while units <= MOST_UNITS:
         if units % len(groups) == 0:
-            ways = [_units(use, shares, groups, units)]
+            roundings = [_least_load_units(use, shares, groups, units)]
             if least == 0:  # the time of one piece depends on each chunk, not only on the busiest link
-                ways.append(_nearest(shares, groups, units))
-            for counts in ways:
-                made = _set_shares(schedule, counts, units)
-                found = fluid_rate(made, topology)
-                if found is not None and found >= least and seconds_of(made) <= most_s:
-                    return made
+                roundings.append(_nearest_units(shares, groups, units))
+            for counts in roundings:
+                rounded = _set_shares(schedule, counts, units)
+                rounded_rate = fluid_rate(rounded, topology)
+                if rounded_rate is not None and rounded_rate >= least and seconds_of(rounded) <= most_s:
+                    return rounded
         units *= 2
     return schedule
 
 
 def _groups(schedule: Schedule) -> list[list[int]]:
-    """Return the chunks whose shares add up to the same part: all, or those of each rank in parts of the buffer."""
+    """Return groups of chunks; all groups must have the same total share.
+
+    If each rank owns a part of the buffer, as in a reduce-scatter, a group contains the chunks of a rank. Otherwise
+    there is one group of all chunks.
+    """
     everyone = range(len(schedule.chunks))
     for ends in ("sources", "destinations"):
-        of = [getattr(chunk, ends) for chunk in schedule.chunks]
-        if all(len(each) == 1 for each in of) and len(set(of)) > 1:
-            return [[k for k in everyone if of[k] == each] for each in sorted(set(of))]
+        owners = [getattr(chunk, ends) for chunk in schedule.chunks]
+        if all(len(owner) == 1 for owner in owners) and len(set(owners)) > 1:
+            return [[k for k in everyone if owners[k] == owner] for owner in sorted(set(owners))]
     return [list(everyone)]
 
 
-Use = list[list[tuple[int, int]]]  # for each chunk the links that it uses, and how busy one unit of it keeps each
+# For each chunk, the links that it uses, and the load of each by one unit of the chunk, in a common unit of time. Loads
+# are integers, so that equal ones compare as equal.
+Use = list[list[tuple[int, int]]]
 
 
-def _use(schedule: Schedule, topology: Topology) -> Use:
-    """Return the use of links, in whole numbers, so that equal loads are equal."""
+def _link_use(schedule: Schedule, topology: Topology) -> Use:
     links = carried_chunks(schedule, topology)
     scale = math.lcm(*(bandwidth.numerator for bandwidth, _ in links))
-    found: Use = [[] for _ in schedule.chunks]
+    use: Use = [[] for _ in schedule.chunks]
     for link, (bandwidth, counts) in enumerate(links):
         for chunk, count in counts.items():
-            found[chunk].append((link, count * int(scale / bandwidth)))
-    return found
+            use[chunk].append((link, count * int(scale / bandwidth)))
+    return use
 
 
-def _units(use: Use, shares: list[Fraction], groups: list[list[int]], units: int) -> list[int]:
-    """Return how many units each chunk gets."""
-    found = [math.floor(share * units) for share in shares]
+def _least_load_units(use: Use, shares: list[Fraction], groups: list[list[int]], units: int) -> list[int]:
+    """Return the number of units of each chunk, by the heuristic for the least load of the busiest link."""
+    counts = [math.floor(share * units) for share in shares]
     busy = [0] * (1 + max(link for links in use for link, _ in links))
-    for links, count in zip(use, found, strict=True):
-        _add(busy, links, count)
+    for links, count in zip(use, counts, strict=True):
+        _add_load(busy, links, count)
     for group in groups:
-        for _ in range(units // len(groups) - sum(found[k] for k in group)):
+        for _ in range(units // len(groups) - sum(counts[k] for k in group)):
             top = max(busy)
-            best = min(group, key=lambda k: (_load_with_unit(busy, use[k], top), found[k] - shares[k] * units, k))
-            found[best] += 1
-            _add(busy, use[best], 1)
+            best = min(group, key=lambda k: (_load_with_unit(busy, use[k], top), counts[k] - shares[k] * units, k))
+            counts[best] += 1
+            _add_load(busy, use[best], 1)
     for _ in range(len(shares)):
-        move = _move(use, busy, found, groups)
+        move = _find_move(use, busy, counts, groups)
         if move is None:
             break
         for k, change in zip(move, (-1, 1), strict=True):
-            found[k] += change
-            _add(busy, use[k], change)
-    return found
+            counts[k] += change
+            _add_load(busy, use[k], change)
+    return counts
 
 
-def _nearest(shares: list[Fraction], groups: list[list[int]], units: int) -> list[int]:
-    """Return how many units each chunk gets if those that lose most by rounding down get another one."""
-    found = [math.floor(share * units) for share in shares]
+def _nearest_units(shares: list[Fraction], groups: list[list[int]], units: int) -> list[int]:
+    """Return the number of units of each chunk if the chunks that lose most by rounding down get another one."""
+    counts = [math.floor(share * units) for share in shares]
     for group in groups:
-        missing = units // len(groups) - sum(found[k] for k in group)
-        for k in sorted(group, key=lambda k: (found[k] - shares[k] * units, k))[:missing]:
-            found[k] += 1
-    return found
+        missing = units // len(groups) - sum(counts[k] for k in group)
+        for k in sorted(group, key=lambda k: (counts[k] - shares[k] * units, k))[:missing]:
+            counts[k] += 1
+    return counts
 
 
-def _add(busy: list[int], links: list[tuple[int, int]], count: int) -> None:
+def _add_load(busy: list[int], links: list[tuple[int, int]], count: int) -> None:
     for link, load in links:
         busy[link] += load * count
 
 
 def _load_with_unit(busy: list[int], links: list[tuple[int, int]], top: int) -> int:
-    """Return the load of the busiest link with another unit of a chunk; ``top``: without it."""
+    """Return the load of the busiest link with another unit of a chunk; ``top`` is the load without that unit."""
     return max(top, max((busy[link] + load for link, load in links), default=0))
 
 
-def _move(use: Use, busy: list[int], found: list[int], groups: list[list[int]]) -> tuple[int, int] | None:
-    """Return between which chunks of a group a unit can move so that the busiest link is less busy; ``None``: none."""
+def _find_move(use: Use, busy: list[int], counts: list[int], groups: list[list[int]]) -> tuple[int, int] | None:
+    """Return two chunks of a group; if a unit moves from the first to the second, the busiest link becomes less busy.
+
+    Return ``None`` if there are no such chunks.
+    """
     top = max(busy)
     busiest = busy.index(top)
     for group in groups:
         for source in group:
-            if not found[source] or all(link != busiest for link, _ in use[source]):
+            if not counts[source] or all(link != busiest for link, _ in use[source]):
                 continue
-            _add(busy, use[source], -1)
-            rest = max(busy)
-            after, target = min((_load_with_unit(busy, use[k], rest), k) for k in group)
-            _add(busy, use[source], 1)
+            _add_load(busy, use[source], -1)
+            top_without = max(busy)
+            after, target = min((_load_with_unit(busy, use[k], top_without), k) for k in group)
+            _add_load(busy, use[source], 1)
             if after < top:
                 return source, target
     return None
 
 
-def _set_shares(schedule: Schedule, found: list[int], units: int) -> Schedule:
-    kept = [k for k, count in enumerate(found) if count]
+def _set_shares(schedule: Schedule, counts: list[int], units: int) -> Schedule:
+    kept = [k for k, count in enumerate(counts) if count]
     number = {k: position for position, k in enumerate(kept)}
-    chunks = [schedule.chunks[k]._replace(share=Fraction(found[k], units)) for k in kept]
+    chunks = [schedule.chunks[k]._replace(share=Fraction(counts[k], units)) for k in kept]
     rounds = [
         tuple(step._replace(chunk=number[step.chunk]) for step in steps if step.chunk in number)
         for steps in schedule.rounds
     ]
     routes = [route._replace(chunk=number[route.chunk]) for route in schedule.routes if route.chunk in number]
-    return Schedule(
-        schedule.collective, schedule.algorithm, schedule.devices, tuple(chunks), tuple(rounds), schedule.pieces,
-        tuple(routes),
-    )  # fmt: skip
+    names = schedule.collective, schedule.algorithm, schedule.devices
+    return Schedule(*names, tuple(chunks), tuple(rounds), schedule.pieces, tuple(routes))

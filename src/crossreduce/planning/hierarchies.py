@@ -1,6 +1,7 @@
 """Schedules by the algorithm ``hierarchical_copy`` for a topology.
 
-Input: a topology and a request. Output: schedules with one tree per pack, into the pack's root and back out of it.
+Input: a topology and a request. Output: schedules with one tree per pack. Data is reduced along the tree into the
+pack's root, and the result is copied along the same tree out of the root.
 """
 
 from __future__ import annotations
@@ -18,16 +19,16 @@ from .algorithms import hierarchical_copy_schedule, one_device_schedule
 from .optimal.trees.tree_schedule import Tree, TreeShare, trees_to_schedule
 from .requests import Request
 
-MOST_DEVICES: Final = 128  # the most devices for which trees are grown edge by edge, since that compares all pairs
+MOST_DEVICES: Final = 128  # the most devices for which trees are built edge by edge, since that compares all pairs
 MOST_NODES: Final = 1024  # the most nodes of all trees together: the product of devices and packs
 KINDS: Final = ("widest", "shortest", "load_aware")
 
 
 class _Edge(NamedTuple):
-    """The links from one member to another and back, and the numbers of the nodes that each route passes."""
+    """The routes from one member to another and back."""
 
-    links: tuple[tuple[str, str], ...]
-    there: tuple[int, ...]
+    links: tuple[tuple[str, str], ...]  # of both routes
+    there: tuple[int, ...]  # the numbers of the nodes that the route passes
     back: tuple[int, ...]
 
 
@@ -39,27 +40,27 @@ def hierarchies(topology: Topology, request: Request) -> list[Schedule]:
     first and the last kind are possible, and only the first one if the root is neither a source nor a destination.
     """
     root = request.root
-    found = [one_device_schedule(request)]
+    schedules = [one_device_schedule(request)]
     if root is None:
-        found.append(hierarchical_copy_schedule(request))
-        inside = {device: k for k, device in enumerate(request.members)}
-        groups = [[inside[device] for device in island if device in inside] for island in topology.islands]
+        schedules.append(hierarchical_copy_schedule(request))
+        position = {device: k for k, device in enumerate(request.members)}
+        groups = [[position[device] for device in island if device in position] for island in topology.islands]
         groups = [group for group in groups if group]
         if len(groups) > 1:
-            found.append(hierarchical_copy_schedule(request, groups))
+            schedules.append(hierarchical_copy_schedule(request, groups))
     if root is None or root in request.sources or root in request.destinations:
-        found += tree_schedules(topology, request)
-    return found
+        schedules += tree_schedules(topology, request)
+    return schedules
 
 
 def tree_schedules(topology: Topology, request: Request) -> list[Schedule]:
-    """Return schedules with one tree per pack, for each kind of tree; none above ``MOST_DEVICES`` or ``MOST_NODES``.
+    """Return a schedule with one tree per pack for each kind of tree, or [] above ``MOST_DEVICES`` or ``MOST_NODES``.
 
-    - widest: the fastest link that leads out of the tree is added next, so the tree contains all of an island before a
-      link between islands;
+    - widest: the fastest link that leads out of the tree is added next, so a tree contains all devices of an island
+      before it contains a link to another island;
     - shortest: each device has the fewest hops to the root; of equal numbers of hops, the fastest link is added first;
-    - load_aware: like widest, but a link that the tree already uses k times has its speed divided by k + 1. If one
-      switch joins all devices by equal links, this is a chain with the root in its middle.
+    - load_aware: like widest, but the speed of a link that the tree already uses k times is divided by k + 1. If one
+      switch joins all devices by equal links, this is a chain with the root in the middle.
     """
     members, packs = request.members, request.packs
     if len(members) > MOST_DEVICES or len(members) * packs > MOST_NODES:
@@ -71,19 +72,20 @@ def tree_schedules(topology: Topology, request: Request) -> list[Schedule]:
     inside = frozenset(members)
     nodes = (*members, *(node for node in topology.nodes if node not in inside))
     edges = _edges(topology, members, {node: k for k, node in enumerate(nodes)})
-    found = []
+    schedules = []
     for kind in KINDS:
-        trees = {start: _tree(topology, edges, start, kind) for start in dict.fromkeys(starts)}
+        trees = {start: _spanning_tree(topology, edges, start, kind) for start in dict.fromkeys(starts)}
         shares = [TreeShare(start, Fraction(1), *both) for start in starts if (both := trees[start])]
         if len(shares) == packs:
-            found.append(trees_to_schedule("hierarchical_copy", request, nodes, len(members), shares))
-    return found
+            schedules.append(trees_to_schedule("hierarchical_copy", request, nodes, len(members), shares))
+    return schedules
 
 
 def centre(topology: Topology, sources: tuple[str, ...], destinations: tuple[str, ...]) -> str | None:
-    """Return the source that is a destination and whose furthest other device is the fewest links away, there and back.
+    """Return the device in the middle: the one for which the longest way to another device and back has fewest links.
 
-    The first of equal ones is returned; ``None``: no device qualifies, or there are more than ``MOST_DEVICES`` devices.
+    Only sources that are destinations qualify; of equal ones, the first is returned. Return ``None`` if no device
+    qualifies, or if there are more than ``MOST_DEVICES`` devices.
     """
     members = {*sources, *destinations}
     if len(members) > MOST_DEVICES:
@@ -93,13 +95,13 @@ def centre(topology: Topology, sources: tuple[str, ...], destinations: tuple[str
     for k, device in enumerate(s for s in sources if s in needed):
         routes = [(topology.route(device, other), topology.route(other, device)) for other in members]
         if all(there and back for there, back in routes):
-            far = max(len(there) + len(back) for there, back in routes if there and back)
-            best = min(best or (far, k, device), (far, k, device))
+            longest = max(len(there) + len(back) for there, back in routes if there and back)
+            best = min(best or (longest, k, device), (longest, k, device))
     return best and best[2]
 
 
 def _edges(topology: Topology, members: tuple[str, ...], number: dict[str, int]) -> list[dict[int, _Edge]]:
-    """Return for each member the edges to others by routes, there and back, that pass no other member."""
+    """Return for each member the edges to others whose routes pass no further member. ``number`` numbers all nodes."""
     inside = frozenset(members)
     routes = {
         (a, b): route
@@ -109,43 +111,48 @@ def _edges(topology: Topology, members: tuple[str, ...], number: dict[str, int])
     }
     edges: list[dict[int, _Edge]] = []
     for a in members:
-        found: dict[int, _Edge] = {}
+        edges_of_a: dict[int, _Edge] = {}
         for k, b in enumerate(members):
             there, back = routes.get((a, b)), routes.get((b, a))
             if there is not None and back is not None:
                 between = [tuple(number[node] for node in route[1:-1]) for route in (there, back)]
-                found[k] = _Edge((*pairwise(there), *pairwise(back)), *between)
-        edges.append(found)
+                edges_of_a[k] = _Edge((*pairwise(there), *pairwise(back)), *between)
+        edges.append(edges_of_a)
     return edges
 
 
-def _tree(topology: Topology, edges: list[dict[int, _Edge]], start: int, kind: str) -> tuple[Tree, Tree] | None:
-    """Return a tree into a root and the same tree out of it, built best edge first; ``None``: it misses a member."""
-    speeds, counts = topology.speeds, kind == "load_aware"
+def _spanning_tree(
+    topology: Topology, edges: list[dict[int, _Edge]], start: int, kind: str
+) -> tuple[Tree, Tree] | None:
+    """Return a tree into a root and the same tree out of it, or ``None`` if it cannot contain all members.
+
+    The best edge out of the tree, by the kind of the tree, is added first.
+    """
+    speeds, load_aware = topology.speeds, kind == "load_aware"
     # Speeds are multiplied by ``scale``: their division by 1 to len(edges) uses of a link then has no remainder.
-    scale = lcm(*range(1, len(edges) + 1)) if counts else 1
-    load: defaultdict[tuple[str, str], int] = defaultdict(int)
+    scale = lcm(*range(1, len(edges) + 1)) if load_aware else 1
+    load: defaultdict[tuple[str, str], int] = defaultdict(int)  # how often the tree uses each link
     depth = {start: 0}
 
     def key(a: int, b: int) -> tuple[int, int]:
         links = edges[a][b].links
-        narrow = min(speeds[pair] * scale // (1 + load[pair]) if counts else speeds[pair] for pair in links)
-        return (depth[a], -narrow) if kind == "shortest" else (-narrow, depth[a])
+        speed = min(speeds[pair] * scale // (1 + load[pair]) if load_aware else speeds[pair] for pair in links)
+        return (depth[a], -speed) if kind == "shortest" else (-speed, depth[a])
 
-    queue: list[tuple[tuple[int, int], int, int]] = []
+    queue: list[tuple[tuple[int, int], int, int]] = []  # edges out of the tree: key, member of the tree, new member
 
-    def extend(a: int) -> None:
+    def queue_edges(a: int) -> None:
         for b in edges[a]:
             if b not in depth:
                 heapq.heappush(queue, (key(a, b), a, b))
 
-    extend(start)
+    queue_edges(start)
     into, out = [], []
     while queue:
-        best, a, b = heapq.heappop(queue)
+        queued_key, a, b = heapq.heappop(queue)
         if b in depth:
             continue
-        if counts and (now := key(a, b)) > best:  # the tree has used these links since they were queued
+        if load_aware and (now := key(a, b)) > queued_key:  # the tree has used these links since they were queued
             heapq.heappush(queue, (now, a, b))
             continue
         edge = edges[a][b]
@@ -154,5 +161,5 @@ def _tree(topology: Topology, edges: list[dict[int, _Edge]], start: int, kind: s
         depth[b] = depth[a] + 1
         out.append((b, a, edge.there))
         into.append((b, a, edge.back))
-        extend(b)
+        queue_edges(b)
     return (Tree(start, 1, tuple(into)), Tree(start, 1, tuple(out))) if len(depth) == len(edges) else None

@@ -1,6 +1,7 @@
 """``plan``: the fastest verified schedule of a collective on a topology, with a proof of how good it is.
 
-Schedules are verified, pipelined and simulated; "auto" takes the fastest (above 128 devices, not of all algorithms).
+Schedules are verified, pipelined and simulated. "auto" takes the fastest one; above 128 devices it tries fewer
+algorithms.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from .optimal.bounds.certificate import COLLECTIVES, Bound
 from .requests import Request
 from .schedules import CHOICES, MOST_DEVICES, NAMES, fastest_schedule
 
-LOSS: Final = 0.02  # by how much more a plan may exceed the least time after a change, if one algorithm made it alone
+LOSS: Final = 0.02  # after a change, a plan by one algorithm may be farther from the least time by this part
 REPORTER: Final = "crossreduce.export.explorer"  # the module whose ``write_report`` writes the files of ``Plan.report``
 
 
@@ -40,7 +41,7 @@ class Plan:
     request: Request  # its topology is not None
     schedule: Schedule  # verified; cut into the number of pieces that suits ``nbytes``
     seconds: float  # the simulated duration
-    change: str = field(default="", compare=False)  # how ``replanned`` has made it, and why; empty: ``plan`` made it
+    change: str = field(default="", compare=False)  # how and why ``replanned`` made the plan; empty if ``plan`` made it
 
     @property
     def topology(self) -> Topology:
@@ -60,7 +61,7 @@ class Plan:
 
     @property
     def root(self) -> str | None:
-        """The source of a broadcast or the destination of a reduce; ``None``: the collective has no root."""
+        """The source of a broadcast or the destination of a reduce; ``None`` for other collectives."""
         ends = {"broadcast": self.request.sources, "reduce": self.request.destinations}.get(self.collective)
         return None if ends is None else ends[0]
 
@@ -72,7 +73,7 @@ class Plan:
 
     @property
     def ranks(self) -> tuple[str, ...]:
-        """The device of each rank of an exported file: in the topology's order, or in that of the listed devices."""
+        """The device of each rank in an exported file. The order is that of the request's devices."""
         return self.schedule.devices
 
     @property
@@ -87,7 +88,7 @@ class Plan:
 
     @cached_property
     def rate(self) -> Fraction | None:
-        """The algbw in GB/s that the schedule approaches as the buffer grows; ``None``: nothing moves."""
+        """The algbw in GB/s that the schedule approaches as the buffer grows; ``None`` if nothing moves."""
         return fluid_rate(self.schedule, self.topology)
 
     @cached_property
@@ -97,7 +98,7 @@ class Plan:
 
     @cached_property
     def bound_without_helpers(self) -> Bound | None:
-        """The bound if the devices that take no part are removed; ``None``: then some cannot be reached."""
+        """The bound on the topology without the helper devices; ``None`` if some members then have no route."""
         members = {*self.request.sources, *self.request.destinations}
         kept = tuple(device for device in self.topology.devices if device in members)
         with suppress(PlanError):
@@ -105,6 +106,7 @@ class Plan:
         return None
 
     def _bound_on(self, topology: Topology) -> Bound:
+        """Return the bound of the request's collective, devices and root on ``topology``."""
         sources, destinations = self.request.sources, self.request.destinations
         if self.collective == "all_reduce":
             return _request_bound(topology, sources, destinations)
@@ -120,56 +122,47 @@ class Plan:
 
     @property
     def ratio(self) -> Fraction:
-        """The part of the bound that the schedule reaches as the buffer grows; 1: no schedule can be faster."""
+        """The part of the bound that the schedule reaches as the buffer grows. At 1 no schedule can be faster."""
         return Fraction(1) if self.rate is None or self.bound.algbw is None else self.rate / self.bound.algbw
 
     def explain(self) -> str:
         """Return a text about the plan: its trees, its speed, its limit, and a comparison with others."""
-        from .explain import (
-            busiest_text,
-            duration,
-            helped_by,
-            limited_by,
-            percent,
-            rest_percent,
-            shape,
-            size,
-            tree_lines,
-        )
+        from . import explain as text
 
-        limit, found, pieces = self.bound, shape(self.schedule), self.schedule.pieces
+        most, pieces, trees = self.bound.algbw, self.schedule.pieces, text.shape(self.schedule)
         count = len({*self.request.sources, *self.request.destinations})
-        head = f"{self.collective} of {size(self.nbytes)} by {self.algorithm} on {many(count, 'device')}"
-        if self.rate is None or limit.algbw is None or not self.nbytes:
+        head = f"{self.collective} of {text.size(self.nbytes)} by {self.algorithm} on {many(count, 'device')}"
+        if self.rate is None or most is None or not self.nbytes:
             return f"{head}: no data has to move."
-        loss = f" (a loss of {rest_percent(self.ratio)})" if self.ratio < 1 else ""
-        related = "it sends to" if self.collective in ("broadcast", "all_gather") else "send to it"
-        helpers = self.helpers and helped_by(self.helpers, self.rate, self.bound_without_helpers)
+        loss = f" (a loss of {text.rest_percent(self.ratio)})" if self.ratio < 1 else ""
+        relation = "it sends to" if self.collective in ("broadcast", "all_gather") else "send to it"
+        helpers = self.helpers and text.helped_by(self.helpers, self.rate, self.bound_without_helpers)
         lines = [
             head,
-            f"  plan      {many(self.schedule.chunk_count, 'chunk')}, k = {float(found.k):.4g} unit trees per root on "
-            f"{many(len(found.roots), 'root')}, depth {found.depth}, {many(self.schedule.round_count, 'round')}, "
+            f"  plan      {many(self.schedule.chunk_count, 'chunk')}, k = {float(trees.k):.4g} unit trees per root on "
+            f"{many(len(trees.roots), 'root')}, depth {trees.depth}, {many(self.schedule.round_count, 'round')}, "
             f"{many(pieces, 'piece')} per chunk",
-            f"  predicted {duration(self.seconds)}, {self.algbw:.2f} GB/s; {float(self.rate):.2f} GB/s when large",
-            f"  bound     {float(limit.algbw):.2f} GB/s ({limit.algbw}), {percent(self.ratio)} of it reached{loss}",
-            f"  limited by {limited_by(limit)}",
+            f"  predicted {text.duration(self.seconds)}, {self.algbw:.2f} GB/s; {float(self.rate):.2f} GB/s when large",
+            f"  bound     {float(most):.2f} GB/s ({most}), {text.percent(self.ratio)} of it reached{loss}",
+            f"  limited by {text.limited_by(self.bound)}",
             *([f"  changed   {self.change}"] if self.change else []),
             *([f"  helpers   {helpers}"] if helpers else []),
-            f"  busiest   {busiest_text(self.simulation.limits)}",
+            f"  busiest   {text.busiest_text(self.simulation.limits)}",
             f"  to run    {self._way_to_run}",
             f"  bits      {self._reproducibility}",
-            f"  shares of the buffer, each with its tree, written as device(devices that {related})",
-            *tree_lines(found),
+            f"  shares of the buffer, each with its tree, written as device(devices that {relation})",
+            *text.tree_lines(trees),
             f"  other algorithms, for the same request{self._without}",
         ]
         for name, (seconds, rate) in self.others().items():
-            part = f"{float(rate):8.2f} GB/s when large, {percent(rate / limit.algbw)} of the bound" if rate else ""
+            part = f"{float(rate):8.2f} GB/s when large, {text.percent(rate / most)} of the bound" if rate else ""
             times = seconds / self.seconds if self.seconds else 1.0
-            lines.append(f"    {name:20s} {duration(seconds):>10s} ({times:.2f} x) {part}")
+            lines.append(f"    {name:20s} {text.duration(seconds):>10s} ({times:.2f} x) {part}")
         return "\n".join(lines)
 
     @property
     def _way_to_run(self) -> str:
+        """Text that tells the user how to run the plan."""
         if self.collective in ("all_reduce", "reduce", "broadcast") and not self.helpers:
             name = "auto" if self.request.algorithm in CHOICES else self.request.algorithm
             return f'AllReduceCrossDeviceOps("{name}", topology=...) plans and runs it for arrays'
@@ -177,7 +170,7 @@ class Plan:
 
     @property
     def _reproducibility(self) -> str:
-        """The runs whose results have the same bits (see docs/explanation/exactness.md)."""
+        """Text that tells which runs give the same bits (see docs/explanation/exactness.md)."""
         if self.collective in ("broadcast", "all_gather"):
             return "those of the source"
         return "the same in every run of this plan; with exact=True also for other plans and orders"
@@ -192,8 +185,9 @@ class Plan:
     def others(self) -> dict[str, tuple[float, Fraction | None]]:
         """Return seconds and GB/s of other schedules, for comparison. They ignore the request's ``packs`` and ``root``.
 
-        If possible: "ring", "one_device", and for an all-reduce TensorFlow's hierarchical copy with a tree per device;
-        on many devices "direct", "hierarchical_copy" with one tree, and "one_device".
+        These are "ring", "one_device", and for an all-reduce TensorFlow's hierarchical copy with a tree per device. On
+        many devices they are "direct", "hierarchical_copy" with one tree, and "one_device". An algorithm that cannot
+        plan the request is omitted.
         """
         return {name: (other.seconds, other.rate) for name, other in self.comparisons.items()}
 
@@ -201,30 +195,30 @@ class Plan:
     def comparisons(self) -> dict[str, Plan]:
         """The plans whose seconds and rates ``others`` returns."""
         request = self.request._replace(packs=1, first=0, root=None)
-        found: dict[str, Plan] = {}
-        few = len(self.schedule.devices) <= MOST_DEVICES  # the others have about n**2 steps that no symmetry generates
+        plans: dict[str, Plan] = {}
+        few = len(self.schedule.devices) <= MOST_DEVICES  # with more, "ring" has about n**2 steps that are all listed
         if self.collective == "all_reduce" and few:
             rotating = request._replace(algorithm="hierarchical_copy", packs=len(request.members))
-            halves = hierarchical_copy_schedule(rotating)
+            schedule = hierarchical_copy_schedule(rotating)
             with suppress(PlanError):
-                simulation = simulate(halves, self.topology, self.nbytes, costs=request.costs)
-                found["TensorFlow's trees"] = Plan(rotating, halves, simulation.seconds)
+                simulation = simulate(schedule, self.topology, self.nbytes, costs=request.costs)
+                plans["TensorFlow's trees"] = Plan(rotating, schedule, simulation.seconds)
         for algorithm in ("ring", "one_device") if few else ("direct", "hierarchical_copy", "one_device"):
             with suppress(PlanError):
-                found[algorithm] = plan_request(request._replace(algorithm=algorithm))
-        return found
+                plans[algorithm] = plan_request(request._replace(algorithm=algorithm))
+        return plans
 
     def replanned(self, topology: TopologyLike) -> Plan:
         """Return the plan of the same request on a topology that has changed; ``change`` is the reason.
 
         The schedule is kept if no link that it uses became slower, and either no link became faster or it still reaches
-        the bound. If not, the algorithm of this plan alone plans again, and then "forest"; the new plan is taken if its
-        time exceeds the least time, by the bound, by at most 2 % more than this plan's. Until then it is quicker than
-        ``plan``. If neither is taken, all algorithms are tried, as by ``plan``.
+        the bound. Otherwise this plan's algorithm plans again, and then "forest". For this plan and each new one, the
+        time is divided by the least time that the plan's own bound allows. The first new plan for which this ratio is
+        at most 2 % greater than for this plan is returned. Otherwise all algorithms are tried, as by ``plan``.
 
         Args:
-          topology: as for ``plan``; its devices and switches have the names that they have in this plan. Lost devices
-            take no part any more. New ones take part if all devices did.
+          topology: as for ``plan``, with the same names of devices and switches as in this plan. Lost devices take no
+            part any more. New devices take part if all devices of the old topology did.
         Raises:
           ArgumentError: the root is lost, or all devices are.
           PlanError: a destination cannot be reached any more, or the given algorithm cannot plan on the topology.
@@ -245,14 +239,14 @@ class Plan:
                 return kept
         for name in dict.fromkeys([self.algorithm, "forest"]) if request.algorithm in CHOICES else ():
             with suppress(PlanError):  # the algorithm cannot plan it
-                again = replace(plan_request(request._replace(algorithm=name)), request=request)
-                # The search for a bound may take longer than all else. Forests have searched it, so it is known.
-                most = again.bound.algbw if name == "forest" else quick_bound(self.bound, request)
-                # A plan's time divided by the least time that its bound allows.
-                new_excess = again.seconds * float(most or 0)
+                new = replace(plan_request(request._replace(algorithm=name)), request=request)
+                # The search for a bound may take longer than all else. "forest" has done it, and its result is cached.
+                most = new.bound.algbw if name == "forest" else quick_bound(self.bound, request)
+                # Proportional to a plan's time divided by the least time that its bound allows.
+                new_excess = new.seconds * float(most or 0)
                 old_excess = self.seconds * float(self.bound.algbw or 0)
                 if new_excess <= (1 + LOSS) * old_excess:
-                    return replace(again, change=f"planned again by {name} alone, since {what}")
+                    return replace(new, change=f"planned again by {name} alone, since {what}")
         return replace(plan_request(request), change=f"planned again, since {what}")
 
     def report(self, path: str | PathLike[str]) -> None:
@@ -264,7 +258,7 @@ class Plan:
           ArgumentError: an invalid path, or a plan that does not fit into 1 MB.
           OSError: the file cannot be written.
         """
-        # Found by name at the call, as a plug-in is: planning has no part in the file, and does no I/O.
+        # Imported by name at the call, like a plug-in, so that planning depends on no module that does I/O.
         import_module(REPORTER).write_report(self, path)
 
     def __str__(self) -> str:
@@ -275,7 +269,8 @@ class Plan:
 def plan_request(request: Request) -> Plan:
     """Return the plan of a checked request; the same request costs one lookup.
 
-    The devices of its schedule are in the order of the request, with the root among them: the ranks of exported files.
+    The schedule's devices have the order of the request's sources, or of its destinations if these are more. A root is
+    thus at its place among the others. Exported files number the ranks in this order.
     """
     topology = request.topology
     assert topology is not None
@@ -316,8 +311,8 @@ def plan(
       sources: the devices that contribute, by name or number; ``None``: all (the root, for a broadcast).
       destinations: the devices that need the result; ``None``: all (the root, for a reduce). Other devices can forward
         data. A reduce-scatter or all-gather has the same sources and destinations: list either.
-      root: the root of a reduce or broadcast; ``None``: its listed destination or source, else the one with the
-        greatest bound. For an all-reduce by one_device or hierarchical_copy: the device that reduces.
+      root: the root of a reduce or broadcast; ``None``: its listed destination or source, or if none is listed, the
+        device with the greatest bound. For an all-reduce by one_device or hierarchical_copy: the device that reduces.
       participants: the devices that take part; short for the same ``sources`` and ``destinations``. The others help:
         they forward data, and combine it where that makes the plan faster.
       packs: for one_device and hierarchical_copy: the number of trees that share the buffer; roots rotate unless given.
@@ -325,9 +320,9 @@ def plan(
         ``None``: 2e-6 on CUDA devices, else 0. Set it to 0 if operations are not queued one by one, as in exported
         plans.
       costs: what else takes time, such as reductions, messages and limits that links share: see ``Costs``.
-      granularity: the part of the rate, such as 0.02, that shares may cost which are multiples of a power of two, so
-        that an exported file fits the sizes of most messages; 0: exact shares. Where no such shares are found within
-        it, they stay exact.
+      granularity: rounds the shares to multiples of 1/2, 1/4, 1/8, ..., so that an exported file fits the sizes of most
+        messages. The number, such as 0.02, is the part of the rate that this may cost; with 0, or if no such shares are
+        found, shares stay exact.
     Returns:
       A plan whose schedule is verified; the same request costs one lookup.
     Raises:
@@ -360,17 +355,13 @@ def plan(
             raise ArgumentError.of("the root must take part.", shown(root), "one of " + ", ".join(members))
         sources = None if collective == "broadcast" else members
         destinations = None if collective == "reduce" else members
-    gives, takes, main = _read_devices(topology, collective, sources, destinations, root)
-    request = Request(collective, gives, takes, algorithm, topology, size, packs, root=main)
+    source_names, destination_names, reducer = _read_devices(topology, collective, sources, destinations, root)
+    request = Request(collective, source_names, destination_names, algorithm, topology, size, packs, root=reducer)
     return plan_request(request._replace(costs=costs_of(costs, operation_s), granularity=part_of_rate(granularity)))
 
 
 def part_of_rate(given: object) -> float:
-    """Return a tolerance, a number from 0 to 1.
-
-    Raises:
-      ArgumentError: it is something else.
-    """
+    """Return the argument ``granularity`` of ``plan`` as a float; ArgumentError if it is not a number from 0 to 1."""
     if isinstance(given, (int, float)) and not isinstance(given, bool) and 0 <= given <= 1:
         return float(given)
     problem = "granularity must be the part of the rate that rounded shares may cost, from 0 to 1."
@@ -384,59 +375,62 @@ def _read_devices(
     destinations: Iterable[str | int] | None,
     root: str | int | None,
 ) -> tuple[tuple[str, ...], tuple[str, ...], str | None]:
-    """Return canonical names: the sources, the destinations, and for an all-reduce the given root, else ``None``."""
-    gives = topology.devices if sources is None else topology.members(sources)
-    takes = topology.devices if destinations is None else topology.members(destinations)
-    main = None if root is None else topology.node(root)
-    if main is not None and main not in topology.devices:
+    """Return canonical names: the sources, the destinations, and for an all-reduce the given root, else ``None``.
+
+    The root of a broadcast or reduce is the only source or destination.
+    """
+    source_names = topology.devices if sources is None else topology.members(sources)
+    destination_names = topology.devices if destinations is None else topology.members(destinations)
+    root_name = None if root is None else topology.node(root)
+    if root_name is not None and root_name not in topology.devices:
         known = "one of " + ", ".join(topology.devices)
         raise ArgumentError.of("the root must be a device of the topology.", shown(root), known)
     if collective == "all_reduce":
-        return gives, takes, main
+        return source_names, destination_names, root_name
     if collective in ("reduce_scatter", "all_gather"):
-        if main is not None:
+        if root_name is not None:
             remedy = "omit root, or plan a reduce or broadcast"
             raise ArgumentError.of(f"{collective} has no root.", f"root={shown(root)}", remedy)
         if sources is None:
-            gives = takes
+            source_names = destination_names
         elif destinations is None:
-            takes = gives
-        if set(gives) != set(takes):
+            destination_names = source_names
+        if set(source_names) != set(destination_names):
             problem = f"the sources and the destinations of {collective} must be the same devices."
-            given = f"sources {shown(gives)}, destinations {shown(takes)}"
+            given = f"sources {shown(source_names)}, destinations {shown(destination_names)}"
             raise ArgumentError.of(problem, given, "sources=..., without destinations")
-        return gives, gives, None
-    copies = collective == "broadcast"
-    own, others = (gives, takes) if copies else (takes, gives)
-    which, named = ("sources", sources) if copies else ("destinations", destinations)
+        return source_names, source_names, None
+    copies = collective == "broadcast"  # the root is then the source, otherwise the destination
+    which, listed = ("sources", sources) if copies else ("destinations", destinations)
+    root_side, others = (source_names, destination_names) if copies else (destination_names, source_names)
     problem = f"a {collective} must have one root: {which} may list no other device."
-    if main is None and named is not None:
-        if len(own) > 1:
-            remedy = f'{which}=["{own[0]}"]' + ("" if copies else ", or an all_reduce")
-            raise ArgumentError.of(problem, f"{which} {shown(own)}", remedy)
-        main = own[0]
-    if main is None:
-        main = bound_of_members(topology, collective, others).roots[0][0]
-    if named is not None and (main,) != own:
-        raise ArgumentError.of(problem, f"root={main}, {which} {shown(own)}", f'root="{main}", without {which}')
-    return ((main,), others, None) if copies else (others, (main,), None)
+    if root_name is None and listed is not None:
+        if len(root_side) > 1:
+            remedy = f'{which}=["{root_side[0]}"]' + ("" if copies else ", or an all_reduce")
+            raise ArgumentError.of(problem, f"{which} {shown(root_side)}", remedy)
+        root_name = root_side[0]
+    if root_name is None:
+        root_name = bound_of_members(topology, collective, others).roots[0][0]
+    if listed is not None and (root_name,) != root_side:
+        given = f"root={root_name}, {which} {shown(root_side)}"
+        raise ArgumentError.of(problem, given, f'root="{root_name}", without {which}')
+    return ((root_name,), others, None) if copies else (others, (root_name,), None)
 
 
 @lru_cache(maxsize=1024)
 def _request_bound(topology: Topology, sources: tuple[str, ...], destinations: tuple[str, ...]) -> Bound:
-    """Return the bound of a reduction from some devices to others.
+    """Return the bound of an all-reduce from some devices to others.
 
-    For the same devices it is that of the all-reduce; else the least of the rates at which a destination can receive
-    or a source can send. If the sets overlap, perhaps no plan reaches it.
+    For different sets of devices, it is the least bound of the reduces to each single destination and the broadcasts
+    from each single source. If such sets overlap, perhaps no plan reaches this bound.
     """
     if set(sources) == set(destinations):
         return bound_of_members(topology, "all_reduce", sources)
 
-    def single(collective: str, root: str, others: tuple[str, ...], first: bool) -> Bound:
-        members = tuple(dict.fromkeys([root, *others] if first else [*others, root]))
-        return bound_of_members(topology, collective, members, ((root, Fraction(1)),))
+    def rooted_bound(collective: str, root: str, members: tuple[str, ...]) -> Bound:
+        return bound_of_members(topology, collective, tuple(dict.fromkeys(members)), ((root, Fraction(1)),))
 
-    reductions = [single("reduce", d, sources, first=False) for d in destinations]
-    broadcasts = [single("broadcast", s, destinations, first=True) for s in sources]
-    bounds = [one for one in (*reductions, *broadcasts) if one.algbw is not None]
-    return min(bounds, key=lambda one: one.algbw or 0)
+    reduces = [rooted_bound("reduce", dst, (*sources, dst)) for dst in destinations]
+    broadcasts = [rooted_bound("broadcast", src, (src, *destinations)) for src in sources]
+    bounds = [limit for limit in (*reduces, *broadcasts) if limit.algbw is not None]
+    return min(bounds, key=lambda limit: limit.algbw or 0)

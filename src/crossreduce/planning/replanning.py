@@ -1,4 +1,4 @@
-"""Changes of a topology, for ``Plan.replanned``: the same request after a change, and the value of the old schedule.
+"""Changes of a topology, for ``Plan.replanned``.
 
 Input: a request, a schedule and a bound on the old topology, and the new topology. Output: the request on the new one,
 whether the schedule still runs as before, a text about the changes, and a rate that no new schedule exceeds.
@@ -26,10 +26,10 @@ Pair = tuple[str, str]
 
 
 def quick_bound(old: Bound, request: Request) -> Fraction | None:
-    """Return a rate in GB/s that no schedule of a request exceeds, without a search; ``None``: nothing has to move.
+    """Return a rate in GB/s that no schedule of a request exceeds, without a search; ``None`` if nothing has to move.
 
-    It is the least of what the links of each single device prove, and of what the cuts of the bound on the old topology
-    prove on the new one.
+    It is the least of two kinds of limits: those by the links of each single device, and the one that the cuts of the
+    old topology's bound prove on the new topology.
     """
     topology, collective = request.topology, request.collective
     assert topology is not None
@@ -39,14 +39,15 @@ def quick_bound(old: Bound, request: Request) -> Fraction | None:
     count = len(sources) if collective in ("reduce_scatter", "all_gather") else 0
     rates = []
     for device in sources | destinations:
-        # Without its own part, a device sends its contributions to count - 1 parts, or receives these parts.
-        part = Fraction(count - 1, count) if count else Fraction(1)
+        # A device of a reduce-scatter sends its contributions to the parts of all others, and receives at least one
+        # value of its own part. In an all-gather, it sends its own part, and receives the parts of all others.
+        others = Fraction(count - 1, count) if count else Fraction(1)
         into = sum((link.bandwidth for link in topology.links if link.dst == device), Fraction(0))
         out = sum((link.bandwidth for link in topology.out_links(device)), Fraction(0))
         if destinations - {device} and device in sources:
-            rates.append(out / (1 - part if collective == "all_gather" else part))
+            rates.append(out / (1 - others if collective == "all_gather" else others))
         if sources - {device} and device in destinations:
-            rates.append(into / (1 - part if collective == "reduce_scatter" else part))
+            rates.append(into / (1 - others if collective == "reduce_scatter" else others))
     if old.cuts and set(old.devices) == sources | destinations:
         with suppress(PlanError):
             rates.append(replace(old, topology=topology).proved())
@@ -54,39 +55,42 @@ def quick_bound(old: Bound, request: Request) -> Fraction | None:
 
 
 def move_request(request: Request, topology: Topology) -> Request:
-    """Return a request on another topology: lost devices take no part; new ones do if all devices did.
+    """Return a request on another topology. Lost devices take no part; new ones do if all devices took part before.
 
     Raises:
       ArgumentError: no device takes part any more, or the root is lost.
     """
     old = request.topology
     assert old is not None
-    ends = {"broadcast": request.sources, "reduce": request.destinations}.get(request.collective, ())
+    fixed = {"broadcast": request.sources, "reduce": request.destinations}.get(request.collective, ())  # the root
 
-    def left(given: tuple[str, ...]) -> tuple[str, ...]:
-        stayed = tuple(device for device in given if device in topology.devices)
+    def devices_now(before: tuple[str, ...]) -> tuple[str, ...]:
+        stayed = tuple(device for device in before if device in topology.devices)
         joined = [device for device in topology.devices if device not in old.devices]
-        return (*stayed, *joined) if stayed and set(given) == set(old.devices) else stayed
+        return (*stayed, *joined) if stayed and set(before) == set(old.devices) else stayed
 
-    sources, destinations = left(request.sources), left(request.destinations)
-    for root in (*ends, *([] if request.root is None else [request.root])):
+    sources, destinations = devices_now(request.sources), devices_now(request.destinations)
+    for root in (*fixed, *([] if request.root is None else [request.root])):
         if root not in topology.devices:
             remedy = f'plan(topology, "{request.collective}", root=...) with another root'
             raise ArgumentError.of("the root of the plan is lost.", f"{root}; {topology!r}", remedy)
-    if ends:  # the root stays the only one, even if it was the only device and others joined
-        sources, destinations = (ends, destinations) if request.collective == "broadcast" else (sources, ends)
+    if fixed:  # no new device becomes a root, even if the root was the only device
+        sources, destinations = (fixed, destinations) if request.collective == "broadcast" else (sources, fixed)
     if not sources or not destinations:
         remedy = "a topology with some of the plan's devices, under their names in the plan"
         given = f"plan of {', '.join(request.members[:_MOST_NAMES])}, ...; {topology!r}"
         raise ArgumentError.of("no device of the plan is left.", given, remedy)
-    known = topology.by_ends
-    limits = [(speed, tuple(pair for pair in links if pair in known)) for speed, links in request.costs.shared]
-    costs = replace(request.costs, shared=tuple(SharedLimit(*limit) for limit in limits if limit[1]))
+    limits = [
+        SharedLimit(speed, tuple(pair for pair in links if pair in topology.by_ends))
+        for speed, links in request.costs.shared
+        if any(pair in topology.by_ends for pair in links)
+    ]
+    costs = replace(request.costs, shared=tuple(limits))
     return request._replace(sources=sources, destinations=destinations, topology=topology, costs=costs)
 
 
 def runs_as_before(schedule: Schedule, before: Request, request: Request) -> bool:
-    """Return whether a schedule of one request does the other one, over the same links, of which none became slower."""
+    """Return whether a schedule of ``before`` also does ``request``, over the same links, and none became slower."""
     old, new = before.topology, request.topology
     assert old is not None
     assert new is not None
@@ -94,16 +98,17 @@ def runs_as_before(schedule: Schedule, before: Request, request: Request) -> boo
         return False
     try:
         used = traffic(schedule, new).used.keys()
-    except PlanError:  # a link that it uses is missing
+    except PlanError:  # the new topology lacks a link that the schedule uses
         return False
     same = used == traffic(schedule, old).used.keys()
     return same and not any(_is_faster(old.by_ends[pair], new.by_ends[pair]) for pair in used)
 
 
 def has_gained(old: Topology, new: Topology) -> bool:
-    """Return whether a topology has a link that the old one lacks, a faster one, or a switch that now reduces.
+    """Return whether the new topology has a new or faster link, or a new or changed switch.
 
-    If not, every schedule takes at least as long as on the old topology, so one that was the fastest still is.
+    If not, every schedule takes at least as long as on the old topology. So an old schedule that was the fastest, and
+    takes no longer now, is still the fastest.
     """
     links = any(pair not in old.by_ends or _is_faster(link, old.by_ends[pair]) for pair, link in new.by_ends.items())
     return links or not {*new.switches} <= {*old.switches}
@@ -115,30 +120,33 @@ def _is_faster(one: Link, other: Link) -> bool:
 
 
 def changes(old: Topology, new: Topology) -> str:
-    """Return what differs between two topologies, as text; empty: nothing."""
-    there, here = old.by_ends, new.by_ends
+    """Return what differs between two topologies, as text, which is empty if nothing does.
+
+    Links of lost or new nodes are not listed.
+    """
+    before, now = old.by_ends, new.by_ends
     lost = [node for node in old.nodes if node not in new]
     joined = [node for node in new.nodes if node not in old]
-    of_nodes = {*lost, *joined}
-    both = [pair for pair in there if pair in here]
-    slower = [pair for pair in both if _is_faster(there[pair], here[pair])]
-    able = {switch.name: switch.reduces for switch in old.switches}
-    differ = [switch for switch in new.switches if able.get(switch.name, switch.reduces) != switch.reduces]
+    listed = {*lost, *joined}
+    both = [pair for pair in before if pair in now]
+    slower = [pair for pair in both if _is_faster(before[pair], now[pair])]
+    reduced = {switch.name: switch.reduces for switch in old.switches}
+    differ = [switch for switch in new.switches if reduced.get(switch.name, switch.reduces) != switch.reduces]
     parts = [
         (lost, "lost"),
-        (_links_text(pair for pair in there if pair not in here and not of_nodes.intersection(pair)), "lost"),
-        (_links_text(slower), "slower"),
+        (_link_names(pair for pair in before if pair not in now and not listed.intersection(pair)), "lost"),
+        (_link_names(slower), "slower"),
         (joined, "new"),
-        (_links_text(pair for pair in here if pair not in there and not of_nodes.intersection(pair)), "new"),
-        (_links_text(pair for pair in both if _is_faster(here[pair], there[pair]) and pair not in slower), "faster"),
+        (_link_names(pair for pair in now if pair not in before and not listed.intersection(pair)), "new"),
+        (_link_names(pair for pair in both if _is_faster(now[pair], before[pair]) and pair not in slower), "faster"),
         ([switch.name for switch in differ if switch.reduces], "now able to reduce"),
         ([switch.name for switch in differ if not switch.reduces], "no longer able to reduce"),
     ]
     return "; ".join(f"{_names_text(names)} {'are' if len(names) > 1 else 'is'} {how}" for names, how in parts if names)
 
 
-def _links_text(pairs: Iterable[Pair]) -> list[str]:
-    """Return links as text; both directions of a link are one entry."""
+def _link_names(pairs: Iterable[Pair]) -> list[str]:
+    """Return the names of links. Both directions of a link have one name, that of the first direction."""
     return list({frozenset(pair): "-".join(pair) for pair in reversed(list(pairs))}.values())[::-1]
 
 

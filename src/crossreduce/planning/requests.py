@@ -1,4 +1,4 @@
-"""``Request``, the one value that planning takes.
+"""``Request``, which contains all arguments of planning.
 
 Input: canonical names, or the arguments of a public planner. Output: a request, and the positions of its devices.
 """
@@ -23,14 +23,14 @@ class Request(NamedTuple):
     sources: tuple[str, ...]  # the devices that contribute, in the order in which they are combined
     destinations: tuple[str, ...]  # the devices that need the result
     algorithm: str = "auto"  # a name of the registry, "auto", or "nccl", which is planned as "auto"
-    topology: Topology | None = None  # the links that may be used; None: any two devices are linked equally
+    topology: Topology | None = None  # the links that may be used; None: every two devices are linked equally
     nbytes: int = 0  # the size of one replica's buffer; for an all-gather, the size of all parts together
     packs: int = 1  # the number of equal packs of the buffer, each with its own root, if the algorithm has roots
-    first: int = 0  # the first pack's root, owner or start: its number among the devices that can be it
+    first: int = 0  # the number of the first pack's root, owner or start among the devices that can have this function
     root: str | None = None  # the root of all packs; None: roots rotate over the devices
     devices: tuple[str, ...] = ()  # the devices of the schedule; (): sources, then other destinations, then the root
     costs: Costs = NO_MORE  # what a simulation counts besides the links
-    granularity: float = 0.0  # the part of the rate that shares in powers of two may cost; 0: exact shares
+    granularity: float = 0.0  # the part of the rate that rounded shares may cost (see ``plan``); 0: exact shares
 
     @property
     def members(self) -> tuple[str, ...]:
@@ -46,7 +46,7 @@ class Request(NamedTuple):
 
 
 def collective_between(members: int, sources: int, destinations: int) -> str:
-    """Return the name of the collective with so many sources and destinations among so many devices.
+    """Return the name of a collective, given the numbers of its members, sources and destinations.
 
     >>> collective_between(3, 3, 3), collective_between(3, 1, 3), collective_between(3, 2, 1)
     ('all_reduce', 'broadcast', 'reduce')
@@ -64,7 +64,7 @@ def read_request(
     packs: int,
     first: int,
 ) -> Request:
-    """Return the request of a public planner's arguments."""
+    """Check the arguments of a public planner, and return them as a request with canonical names."""
     names = read_devices(devices)
     if not names:
         raise PlanError.of("a plan needs at least one device.", "no devices", 'devices=["cpu:0", "cpu:1"]')
@@ -72,19 +72,23 @@ def read_request(
         raise PlanError.of("packs must be an int > 0.", f"packs={packs!r}", "packs=1")
     if not isinstance(first, int):
         raise PlanError.of("first must be an int.", f"first={first!r}", "first=0")
-    gives, takes = read_members(names, sources, "the sources"), read_members(names, destinations, "the destinations")
-    collective = collective_between(len(names), len(gives), len(takes))
-    return Request(collective, gives, takes, algorithm, packs=packs, first=first, devices=names)
+    source_names = read_members(names, sources, "the sources")
+    destination_names = read_members(names, destinations, "the destinations")
+    collective = collective_between(len(names), len(source_names), len(destination_names))
+    return Request(collective, source_names, destination_names, algorithm, packs=packs, first=first, devices=names)
 
 
 def read_members(names: tuple[str, ...], chosen: Sequence[str] | None, what: str) -> tuple[str, ...]:
-    """Return the canonical names of devices that must be among ``names``; ``None``: all."""
+    """Return the canonical names of chosen devices, which must be among ``names``.
+
+    ``None`` chooses all. ``what`` is the subject of the errors, such as "the sources".
+    """
     if chosen is None:
         return names
-    wanted = read_devices(chosen)
-    if not wanted:
+    chosen_names = read_devices(chosen)
+    if not chosen_names:
         raise PlanError.of(f"{what} must be at least one device.", "none", ", ".join(names))
-    for device in wanted:
+    for device in chosen_names:
         if device not in names:
             raise PlanError.of(f"{what} must be among the devices.", device, "one of " + ", ".join(names))
-    return wanted
+    return chosen_names

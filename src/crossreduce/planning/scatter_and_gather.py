@@ -11,10 +11,10 @@ from ..schedule import Chunk, GeneratedSchedule, Schedule, Step, live_rounds
 
 
 def reduce_scatter(schedule: Schedule) -> Schedule:
-    """Return the steps of an all-reduce that bring each chunk to one device, the same number of chunks to each.
+    """Return the reduce-scatter that consists of the steps of an all-reduce which bring each chunk to its owner.
 
-    A chunk belongs to the device on which it is first complete, if that gives every device the same number of chunks;
-    otherwise equally many consecutive chunks belong to each. The chunks are sorted by the devices that they belong to.
+    Every device owns the same number of chunks. The owner of a chunk is the device on which it is first complete, if
+    that gives every device the same number; otherwise each device owns consecutive chunks. Chunks are sorted by owners.
 
     >>> from crossreduce.planning import direct
     >>> print(reduce_scatter(direct(["cpu:0", "cpu:1"])))
@@ -23,13 +23,11 @@ def reduce_scatter(schedule: Schedule) -> Schedule:
       round 0: chunk 1: cpu:1 <- cpu:0 + cpu:1
     """
     if isinstance(schedule, GeneratedSchedule):
-        return _images_of_scatter(schedule) or reduce_scatter(schedule.explicit)
+        return _generated_scatter(schedule) or reduce_scatter(schedule.explicit)
     n, count = len(schedule.devices), len(schedule.chunks)
     owners = _first_complete(schedule)
-    in_turn = [chunk * n // count for chunk in range(count)]
-    if sorted(owners) != in_turn:
-        owners = in_turn
-    return _scatter(schedule, owners)
+    consecutive = [chunk * n // count for chunk in range(count)]
+    return _scatter(schedule, owners if sorted(owners) == consecutive else consecutive)
 
 
 def _scatter(schedule: Schedule, owners: list[int]) -> Schedule:
@@ -49,8 +47,11 @@ def _scatter(schedule: Schedule, owners: list[int]) -> Schedule:
     return _set_rounds(scattered, live_rounds(scattered))
 
 
-def _images_of_scatter(schedule: GeneratedSchedule) -> GeneratedSchedule | None:
-    """Return the reduce-scatter of the base, with its images; ``None``: devices would get different numbers."""
+def _generated_scatter(schedule: GeneratedSchedule) -> GeneratedSchedule | None:
+    """Return the reduce-scatter that the base of an all-reduce generates.
+
+    Return ``None`` if its devices would own different numbers of chunks.
+    """
     owners = _first_complete(schedule.base)
     counts = Counter(device for owner in owners for device in schedule.symmetry.images(owner))
     if len(counts) < len(schedule.devices) or len({*counts.values()}) > 1:
@@ -61,14 +62,9 @@ def _images_of_scatter(schedule: GeneratedSchedule) -> GeneratedSchedule | None:
 def all_gather(scattered: Schedule) -> Schedule:
     """Return the all-gather that is a reduce-scatter backwards: a device receives from those to which it sent."""
     if isinstance(scattered, GeneratedSchedule):
-        base, symmetry, nodes, in_order = (
-            all_gather(scattered.base),
-            scattered.symmetry,
-            scattered.nodes,
-            scattered.in_order,
-        )
-        return GeneratedSchedule(base, symmetry, nodes, in_order)
-    complete = [{chunk.destinations[0]} for chunk in scattered.chunks]
+        base = all_gather(scattered.base)
+        return GeneratedSchedule(base, scattered.symmetry, scattered.nodes, scattered.in_order)
+    complete = [{chunk.destinations[0]} for chunk in scattered.chunks]  # for each chunk, the devices that have it
     rounds: list[list[Step]] = []
     for steps in reversed(scattered.rounds):
         copies = [Step(c, src, (dst,)) for c, dst, srcs in steps for src in srcs if src not in complete[c]]
@@ -76,7 +72,7 @@ def all_gather(scattered: Schedule) -> Schedule:
             complete[copy.chunk].add(copy.dst)
         rounds.append(copies)
     everyone = tuple(range(len(scattered.devices)))
-    turned = replace(
+    gathered = replace(
         scattered,
         collective="all_gather",
         chunks=tuple(Chunk(chunk.share, chunk.destinations, everyone) for chunk in scattered.chunks),
@@ -85,11 +81,11 @@ def all_gather(scattered: Schedule) -> Schedule:
             route._replace(src=route.dst, dst=route.src, through=route.through[::-1]) for route in scattered.routes
         ),
     )
-    return _set_rounds(turned, rounds)
+    return _set_rounds(gathered, rounds)
 
 
 def _set_rounds(schedule: Schedule, rounds: list[list[Step]]) -> Schedule:
-    """Return a schedule with the rounds that are not empty, and the routes that they use."""
+    """Return a schedule with other rounds, without empty ones, and only with the routes that these rounds use."""
     assert all(route.round is None for route in schedule.routes), "trees use the same routes in both directions"
     used = {(chunk, src, dst) for steps in rounds for chunk, dst, srcs in steps for src in srcs}
     kept = tuple(route for route in schedule.routes if route[:3] in used)
@@ -97,15 +93,16 @@ def _set_rounds(schedule: Schedule, rounds: list[list[Step]]) -> Schedule:
 
 
 def _first_complete(schedule: Schedule) -> list[int]:
-    """Return for each chunk the device that first stores all contributions; with one source, that source."""
+    """Return for each chunk the device that first stores all contributions: the source, if there is only one."""
+    # For each chunk and device, the sources whose contributions the stored value contains, as bits.
     contributions = {(c, source): 1 << source for c, chunk in enumerate(schedule.chunks) for source in chunk.sources}
     everyone = [sum(1 << source for source in chunk.sources) for chunk in schedule.chunks]
     owners = [chunk.sources[0] if len(chunk.sources) == 1 else -1 for chunk in schedule.chunks]
     for steps in schedule.rounds:
-        made = {}
+        stored = {}  # at the end of the round
         for chunk, dst, srcs in steps:
-            made[chunk, dst] = reduce(or_, [contributions.get((chunk, src), 0) for src in srcs])
-            if owners[chunk] < 0 and made[chunk, dst] == everyone[chunk]:
+            stored[chunk, dst] = reduce(or_, [contributions.get((chunk, src), 0) for src in srcs])
+            if owners[chunk] < 0 and stored[chunk, dst] == everyone[chunk]:
                 owners[chunk] = dst
-        contributions.update(made)
+        contributions.update(stored)
     return owners

@@ -1,6 +1,6 @@
-"""Views of topologies: the nodes that data can reach, and the same bandwidths under neutral names.
+"""Views of topologies: the nodes that data can reach, routes of transfers, and topologies with neutral names.
 
-Topologies that differ only in names and latencies have equal neutral topologies, so their plans are made once.
+Topologies that differ only in names and latencies have equal neutral topologies. Caches can thus share their plans.
 """
 
 from __future__ import annotations
@@ -15,51 +15,53 @@ from ..schedule import GeneratedSchedule, Route, Schedule
 from ..topology import Link, Switch, Topology
 from ..topology.automorphisms import extend_to_switches
 
-_MANY: Final = 64  # transfers per device: with more, nearly all routes of each device are needed
+_MANY_TRANSFERS: Final = 64  # per device; with more, nearly all routes of each device are needed
 
 
 def require_routes(topology: Topology, sources: Sequence[str], destinations: Sequence[str], request: str) -> None:
-    """Raise PlanError, which names what cannot be reached, unless every source has a route to every destination."""
+    """Raise PlanError unless every source has a route to every destination.
+
+    The error names the devices that cannot be reached. ``request`` is its subject, such as "all_reduce".
+    """
     everyone = {*sources, *destinations}
     if sources and reachable_nodes(topology, sources[0]) >= everyone <= reachable_nodes(
         topology, sources[0], backwards=True
     ):
         return
     for source in sources:
-        within = reachable_nodes(topology, source)
-        beyond = [device for device in destinations if device not in within]
-        if beyond:
-            inside = ", ".join(node for node in topology.nodes if node in within)
-            needed = f"{request} needs a route from {source} to {', '.join(beyond)}"
-            remedy = (
-                "topology.subset(devices), or --devices on the command line, with connected devices; or a topology "
-            )
-            remedy += "with the missing links"
+        reached = reachable_nodes(topology, source)
+        missed = [device for device in destinations if device not in reached]
+        if missed:
+            inside = ", ".join(node for node in topology.nodes if node in reached)
+            needed = f"{request} needs a route from {source} to {', '.join(missed)}"
+            remedy = "topology.subset(devices), or --devices on the command line, with connected devices; "
+            remedy += "or a topology with the missing links"
             raise PlanError.of(f"{needed}, but no link leads out of {{{inside}}}.", repr(topology), remedy)
 
 
 def reachable_nodes(topology: Topology, start: str, *, backwards: bool = False) -> set[str]:
-    """Return the nodes to which data can get from ``start``; or, backwards, from which data can get there."""
+    """Return ``start`` and all nodes to which it has a route; if ``backwards``, all nodes that have a route to it."""
     neighbours: dict[str, list[str]] = {}
     for src, dst, _, _ in topology.links:
         if backwards:
             src, dst = dst, src
         neighbours.setdefault(src, []).append(dst)
-    found, left = {start}, [start]
-    while left:
-        for node in neighbours.get(left.pop(), ()):
-            if node not in found:
-                found.add(node)
-                left.append(node)
-    return found
+    reached, unvisited = {start}, [start]
+    while unvisited:
+        for node in neighbours.get(unvisited.pop(), ()):
+            if node not in reached:
+                reached.add(node)
+                unvisited.append(node)
+    return reached
 
 
 def add_routes(schedule: Schedule, topology: Topology) -> Schedule:
-    """Return a schedule that names the route of each transfer between devices without a direct link.
+    """Return the schedule with an explicit route for each transfer between devices without a direct link.
 
-    Of a generated schedule, then all images of a transfer take images of its route. A route is searched from the end
-    with more transfers, so that one search finds many; from every source, it would take much longer. If a schedule
-    needs so many routes that this gains nothing, it is returned unchanged.
+    In a generated schedule, the images of a transfer then take the images of its route. Each search finds all routes
+    from one device (on the reversed topology, all routes to it). So a route is searched from that end which has more
+    transfers: fewer searches are then necessary than from every source. If a schedule needs so many routes that this
+    saves nothing, the schedule is returned unchanged.
     """
     base = schedule.base if isinstance(schedule, GeneratedSchedule) else schedule
     names = base.devices
@@ -67,32 +69,32 @@ def add_routes(schedule: Schedule, topology: Topology) -> Schedule:
     for r, steps in enumerate(base.rounds):
         for chunk, dst, srcs in steps:
             for src in srcs:
-                far = src != dst and (names[src], names[dst]) not in topology.by_ends
-                if far and base.through(r, chunk, src, dst) is None:
+                has_no_link = src != dst and (names[src], names[dst]) not in topology.by_ends
+                if has_no_link and base.through(r, chunk, src, dst) is None:
                     needed[chunk, src, dst] = None
-    if not needed or (base is schedule and len(needed) > _MANY * len(names)):
+    if not needed or (base is schedule and len(needed) > _MANY_TRANSFERS * len(names)):
         return schedule
     symmetry = nodes = None
     if isinstance(schedule, GeneratedSchedule):
         symmetry, nodes = schedule.symmetry, schedule.nodes
-        if nodes == topology.devices:  # the switches on the routes have to move too
+        if nodes == topology.devices:  # the symmetry has to map also the switches on the routes
             symmetry, nodes = extend_to_switches(topology, symmetry), topology.nodes
         if symmetry is None or len(nodes) < len(topology.nodes):
             return schedule
-    turned = topology.reversed()
+    backwards = topology.reversed()
     sends, receives = Counter(src for _, src, _ in needed), Counter(dst for *_, dst in needed)
-    found: dict[tuple[int, int], tuple[str, ...] | None] = {}
+    passed: dict[tuple[int, int], tuple[str, ...] | None] = {}  # the nodes between source and destination
     routes = list(base.routes)
     for chunk, src, dst in needed:
-        if (src, dst) not in found:
+        if (src, dst) not in passed:
             if receives[dst] > sends[src]:
-                passed = turned.route(names[dst], names[src])
-                found[src, dst] = passed and passed[-2:0:-1]
+                route = backwards.route(names[dst], names[src])
+                passed[src, dst] = route and route[-2:0:-1]
             else:
-                passed = topology.route(names[src], names[dst])
-                found[src, dst] = passed and passed[1:-1]
-        through = found[src, dst]
-        if through:  # else the simulation reports the missing route
+                route = topology.route(names[src], names[dst])
+                passed[src, dst] = route and route[1:-1]
+        through = passed[src, dst]
+        if through:  # otherwise the simulation reports that the route is missing
             routes.append(Route(chunk, src, dst, through))
     routed = Schedule(base.collective, base.algorithm, names, base.chunks, base.rounds, base.pieces, tuple(routes))
     if isinstance(schedule, GeneratedSchedule) and symmetry is not None and nodes is not None:
@@ -111,18 +113,19 @@ class NeutralTopology(NamedTuple):
 def neutral_topology(
     topology: Topology, members: tuple[str, ...], helpers: tuple[str, ...] | None = None
 ) -> NeutralTopology:
-    """Return a topology without latencies: members and helpers are devices (both may reduce), other nodes switches.
+    """Return a topology with neutral names and without latencies.
 
-    ``helpers=None``: every other node that can reduce (a reducing switch or a device) is a switch that reduces.
+    In it, members and helpers are devices, which all may reduce. The other nodes are switches, which only forward; but
+    if ``helpers`` is ``None``, switches for original devices and reducing switches reduce.
     """
-    inside = (*members, *(helpers or ()))
+    device_nodes = (*members, *(helpers or ()))
     reducing: set[str] = set()
     if helpers is None:
         reducing = {switch.name for switch in topology.switches if switch.reduces} | set(topology.devices)
-    known = frozenset(inside)
-    outside = [node for node in topology.nodes if node not in known]
-    alias = {node: f"cpu:{k}" for k, node in enumerate(inside)} | {node: f"s{k}" for k, node in enumerate(outside)}
+    kept = frozenset(device_nodes)
+    others = [node for node in topology.nodes if node not in kept]
+    alias = {node: f"cpu:{k}" for k, node in enumerate(device_nodes)} | {node: f"s{k}" for k, node in enumerate(others)}
     links = [Link(alias[src], alias[dst], bandwidth) for src, dst, bandwidth, _ in topology.links]
-    switches = tuple(Switch(alias[node], node in reducing) for node in outside)
-    devices = tuple(alias[node] for node in inside)
+    switches = tuple(Switch(alias[node], node in reducing) for node in others)
+    devices = tuple(alias[node] for node in device_nodes)
     return NeutralTopology(Topology.unchecked(devices, links, switches), {name: node for node, name in alias.items()})

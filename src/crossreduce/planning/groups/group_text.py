@@ -17,11 +17,11 @@ _MOST_LETTERS: Final = 30
 
 
 def explain_groups(
-    bound: GroupsBound, plans: tuple[Plan, ...], separate: SeparatePlans, own: SeparatePlans | None
+    bound: GroupsBound, plans: tuple[Plan, ...], separate: SeparatePlans, unhelped: SeparatePlans | None
 ) -> str:
-    """Return a text: the rates of all groups, what limits them, and what separate plans would lose.
+    """Return a text with the rates of all groups, the levels that limit them, and the losses with separate plans.
 
-    ``own``: separate plans without helpers.
+    ``unhelped`` contains separate plans without helpers, or is ``None`` if some groups are not connected without them.
     """
     needs, rates = bound.groups, bound.rates
     weights = [group.weight for group in needs]
@@ -37,15 +37,15 @@ def explain_groups(
     lines.append(f"  proved    {percent(bound.ratio)} of the rates that no plans exceed{loss}, by prices of the links")
     weighted = " x weight" if set(weights) != {1} else ""
     for limit in dict.fromkeys(level.rate for level in levels):
-        listed = sorted(k for level in levels if level.rate == limit for k in level.groups)
-        word = "group" if len(listed) == 1 else "groups"
-        lines.append(f"  level     {float(limit):.2f} GB/s ({limit}){weighted}: {word} {', '.join(map(str, listed))}")
-    ways = [("separate", "with all helpers", separate), ("own links", "without helpers", own)]
+        groups = sorted(k for level in levels if level.rate == limit for k in level.groups)
+        word = "group" if len(groups) == 1 else "groups"
+        lines.append(f"  level     {float(limit):.2f} GB/s ({limit}){weighted}: {word} {', '.join(map(str, groups))}")
+    alternatives = [("separate", "with all helpers", separate), ("own links", "without helpers", unhelped)]
     least = _least(rates, weights)
-    for label, how, apart in ways:
+    for label, how, alternative in alternatives:
         text = "some groups are not connected"
-        if apart is not None:
-            lowest = _least(apart.rates, weights)
+        if alternative is not None:
+            lowest = _least(alternative.rates, weights)
             text = f"at least {float(lowest):.2f} GB/s{weighted}, not {float(least):.2f}: {_loss(1 - lowest / least)}"
         lines.append(f"  {label:9s} a plan for each group alone, {how}, all at the same time: {text}")
     heads = "".join(f"{head:>10s}" for head in ("GB/s", "alone", "separate", "loss", "own links", "time"))
@@ -53,18 +53,19 @@ def explain_groups(
     lost = losses(rates, separate.rates)
     for k, group in list(enumerate(needs))[:_MOST_GROUPS]:
         numbers = [_gb_per_s(rate) for rate in (rates[k], separate.plans[k].rate, separate.rates[k])]
-        numbers += [percent_of(lost[k]), _gb_per_s(None if own is None else own.rates[k])]
+        numbers += [percent_of(lost[k]), _gb_per_s(None if unhelped is None else unhelped.rates[k])]
         weight = f" x {float(group.weight):.4g}" if group.weight != 1 else ""
         name = f"{k:>3} {_names(group.members)}{weight}"
         lines.append(f"  {name:35s}" + "".join(f"{text:>10s}" for text in (*numbers, duration(plans[k].seconds))))
     if len(needs) > _MOST_GROUPS:
         lines.append(f"      and {len(needs) - _MOST_GROUPS} more")
-    totals = ", ".join(dict.fromkeys(size(one.nbytes) for one in plans))
-    lines.append(f"  alone: all links for one group; time: {totals} with a group's part of the links")
+    sizes = ", ".join(dict.fromkeys(size(plan.nbytes) for plan in plans))
+    lines.append(f"  alone: all links for one group; time: {sizes} with a group's part of the links")
     return "\n".join(lines)
 
 
 def _least(rates: Sequence[Fraction | None], weights: Sequence[Fraction]) -> Fraction:
+    """Return the least rate / weight."""
     return min(rate / weight for rate, weight in zip(rates, weights, strict=True) if rate is not None)
 
 
@@ -86,7 +87,7 @@ def _loss(loss: Fraction) -> str:
 
 
 def _names(members: tuple[str, ...]) -> str:
-    """Return the first devices of a group, as far as they fit a column.
+    """Return the first devices of a group that fit into the table's column, and the number of others.
 
     >>> _names(("cuda:0", "cuda:1")), _names(tuple(f"host0/cuda:{k}" for k in range(8)))
     ('cuda:0 cuda:1', 'host0/cuda:0 and 7 more')

@@ -1,8 +1,8 @@
 """``plan_groups``: plans of several groups that run at the same time on shared links, with a proof of their rates.
 
 Input: a topology, groups of devices (such as the tensor-parallel and the data-parallel groups of a job), weights.
-Output: a ``GroupsPlan``. The least rate / weight is the greatest possible, then the next one, and so on; a group uses a
-part of the bandwidth of each link, and all parts together fit the links. Devices outside a group help it.
+Output: a ``GroupsPlan``. The least rate / weight is the greatest possible, then the next one, and so on. Each group has
+a part of the bandwidth of each link, and all parts together fit the links. Devices outside a group help it.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ class GroupsPlan:
     """Plans of several groups on shared links, their rates while all of them run, and the proof of these rates."""
 
     topology: Topology
-    # The plan of each group. Its topology has the part of each link that is reserved for the group, so its rate, its
-    # seconds and its simulation are those that the group has while all others run.
+    # The plan of each group. The topology of a plan has the part of each link that is reserved for the group. So the
+    # rate, seconds and simulation of the plan are those that the group has while all others run.
     plans: tuple[Plan, ...]
     bound: GroupsBound  # the proof that no rate can be raised without reducing one that is as low or lower
 
@@ -54,7 +54,7 @@ class GroupsPlan:
 
     @property
     def rates(self) -> tuple[Fraction | None, ...]:
-        """The algbw of each group in GB/s that its plan approaches as its buffer grows; ``None``: nothing moves."""
+        """The algbw in GB/s that each plan approaches as the buffer grows; ``None`` if nothing moves in the group."""
         return self.bound.rates
 
     @property
@@ -64,19 +64,19 @@ class GroupsPlan:
 
     @property
     def ratio(self) -> Fraction:
-        """The least part of a proved rate that is reached; 1: no plans have better rates."""
+        """The least quotient of a planned and a proved rate. If it is 1, no plans have better rates."""
         return self.bound.ratio
 
     @cached_property
     def separate(self) -> SeparatePlans:
         """A plan for each group alone with all helpers, and the rates of these plans if they run at the same time."""
-        found = separate_plans(self.topology, self.bound.groups, self._sizes, helpers=True)
-        assert found is not None, "every group is connected"
-        return found
+        plans = separate_plans(self.topology, self.bound.groups, self._sizes, helpers=True)
+        assert plans is not None, "every group is connected"
+        return plans
 
     @cached_property
     def separate_without_helpers(self) -> SeparatePlans | None:
-        """The same with only the links among a group's devices; ``None``: some group is not connected by these."""
+        """The same with only the links among a group's devices; ``None`` if these do not connect some group."""
         return separate_plans(self.topology, self.bound.groups, self._sizes, helpers=False)
 
     @property
@@ -85,11 +85,11 @@ class GroupsPlan:
 
     @property
     def losses(self) -> tuple[Fraction, ...]:
-        """The part of its rate that each group loses if the ``separate`` plans are used; below 0: it gains."""
+        """The part of the rate that each group loses with the ``separate`` plans. It is below 0 if the group gains."""
         return losses(self.rates, self.separate.rates)
 
     def check(self) -> None:
-        """Raise unless the schedules are right, have their rates on the shared links together, and the proof is valid.
+        """Check that the schedules are right, that they reach their rates together, and that the proof is valid.
 
         Raises:
           ScheduleError: a schedule is wrong.
@@ -111,7 +111,7 @@ class GroupsPlan:
         self.bound.check()
 
     def explain(self) -> str:
-        """Return a text: the rates of all groups, what limits them, and what separate plans would lose."""
+        """Return a text with the rates of all groups, their levels, and the losses with separate plans."""
         from .group_text import explain_groups
 
         return explain_groups(self.bound, self.plans, self.separate, self.separate_without_helpers)
@@ -122,9 +122,9 @@ class GroupsPlan:
 
 
 def mesh_groups(devices: Sequence[str], shape: Sequence[int]) -> tuple[tuple[str, ...], ...]:
-    """Return the groups of all dimensions of a mesh of devices, as PyTorch's ``DeviceMesh`` and JAX's ``Mesh`` have.
+    """Return the groups of all dimensions of a mesh of devices, as in PyTorch's ``DeviceMesh`` and JAX's ``Mesh``.
 
-    Devices are numbered row by row. For each dimension, from the first to the last, the groups are the lines along it.
+    Devices are numbered row by row. A group is a line along a dimension. Groups of the first dimension come first.
 
     >>> for group in mesh_groups(["cpu:0", "cpu:1", "cpu:2", "cpu:3", "cpu:4", "cpu:5"], (2, 3)):
     ...     print(*group)
@@ -163,22 +163,22 @@ def plan_groups(
 
     The least rate / weight of a group is as great as possible; of all such plans, the next least is as great as
     possible, and so on. Groups may overlap, as tensor-parallel and data-parallel groups do. Devices outside a group
-    forward its data, and combine it where that makes the plans faster.
+    forward the group's data, and combine it if that makes the plans faster.
 
     Args:
       topology: a ``Topology``, the name of a machine or the path of a file.
       groups: the devices of each group, by name or number. In a group of one device, nothing moves.
       weights: one per group, above 0; a group of weight 2 has twice the rate of one of weight 1 on the same links.
         ``None``: all are 1.
-      collective: the name of one for all groups, or one name per group.
+      collective: one name for all groups, or one name per group.
       nbytes: the size of the whole buffer of a group: one for all groups, or one per group. Trees do not depend on it.
-      roots: one per group: the root of a broadcast or reduce, or ``None`` for the one with the greatest bound.
+      roots: one per group: the root of a broadcast or reduce, or ``None`` for the device with the greatest bound.
       operation_s: short for ``costs=Costs(operation_s=...)``; see ``plan``.
-      costs: what else takes time. Groups divide limits that links share; of other costs, a group counts only its own.
+      costs: what else takes time. Groups divide limits that links share; each counts only its own part of other costs.
     Returns:
       A plan whose schedules are verified; the same request costs one lookup.
     Raises:
-      ArgumentError: no groups, an invalid group, weight, collective, number of bytes or root, or not one per group.
+      ArgumentError: no groups, or not one entry per group; an invalid group, weight, collective, size or root.
       PlanError: a device of a group cannot be reached, or bandwidths differ by a factor of more than a million.
       OSError: the file of the topology cannot be read.
 
@@ -196,17 +196,17 @@ def plan_groups(
         if not isinstance(name, str) or name not in COLLECTIVES:
             raise ArgumentError.of("there is no such collective.", shown(name), "one of " + ", ".join(COLLECTIVES))
     sizes = tuple(byte_count(size) for size in _one_per_group("nbytes", nbytes, count, (int, str)))
-    listed = [Fraction(1)] * count if weights is None else [_weight(w) for w in _entries("weights", weights, count)]
-    if too_uneven(listed):
+    exact = [Fraction(1)] * count if weights is None else [_weight(w) for w in _entries("weights", weights, count)]
+    if too_uneven(exact):
         raise ArgumentError.of("weights must differ by a factor of at most a million.", shown(weights), "weights=None")
-    chosen = [None] * count if roots is None else _entries("roots", roots, count)
-    stated = costs_of(costs, operation_s)
-    stated.require_links(topology)
+    root_list = [None] * count if roots is None else _entries("roots", roots, count)
+    costs = costs_of(costs, operation_s)
+    costs.require_links(topology)
     if too_uneven([link.bandwidth for link in topology.links]):
         problem = "groups cannot be planned where bandwidths differ by a factor of more than a million."
         raise PlanError.of(problem, repr(topology), "a topology without the slowest links")
     needs = []
-    for k, (group, name, root, weight) in enumerate(zip(members, names, chosen, listed, strict=True)):
+    for k, (group, name, root, weight) in enumerate(zip(members, names, root_list, exact, strict=True)):
         try:
             needs.append(GroupNeed(name, group, _root(topology, name, group, root), weight))
             request = request_of(needs[-1], topology, 0)
@@ -214,7 +214,7 @@ def plan_groups(
         except ReductionError as error:
             error.prefix(f"group {k}")
             raise
-    return _planned_groups(topology, tuple(needs), sizes, stated)
+    return _plan_checked_groups(topology, tuple(needs), sizes, costs)
 
 
 def _read_groups(topology: Topology, groups: Any) -> list[tuple[str, ...]]:
@@ -233,16 +233,17 @@ def _read_groups(topology: Topology, groups: Any) -> list[tuple[str, ...]]:
 
 
 def _one_per_group(what: str, given: Any, count: int, single: Any) -> list[Any]:
-    """Return one value per group, of one value for all or of a list."""
+    """Return one value per group, given a value of the type ``single`` for all groups, or a list."""
     return [given] * count if isinstance(given, single) else _entries(what, given, count)
 
 
 def _entries(what: str, given: Any, count: int) -> list[Any]:
-    listed = list(given) if isinstance(given, Iterable) and not isinstance(given, (str, bytes)) else None
-    if listed is None or len(listed) != count:
-        number = "not a list" if listed is None else f"{len(listed)} of them"
+    """Return an argument as a list, after checking that it has one entry per group."""
+    entries = list(given) if isinstance(given, Iterable) and not isinstance(given, (str, bytes)) else None
+    if entries is None or len(entries) != count:
+        number = "not a list" if entries is None else f"{len(entries)} of them"
         raise ArgumentError.of(f"{what} must have one entry per group.", f"{shown(given)}, {number}; {count} groups")
-    return listed
+    return entries
 
 
 def _weight(given: object) -> Fraction:
@@ -257,6 +258,7 @@ def _weight(given: object) -> Fraction:
 
 
 def _root(topology: Topology, collective: str, members: tuple[str, ...], root: str | int | None) -> str | None:
+    """Return the canonical name of a group's root. If none is given, it is the device with the greatest bound."""
     if collective not in ("broadcast", "reduce"):
         if root is not None:
             raise ArgumentError.of(f"{collective} has no root.", f"root {shown(root)}", "None in roots")
@@ -270,16 +272,15 @@ def _root(topology: Topology, collective: str, members: tuple[str, ...], root: s
 
 
 @lru_cache(maxsize=64)
-def _planned_groups(
+def _plan_checked_groups(
     topology: Topology, groups: tuple[GroupNeed, ...], sizes: tuple[int, ...], costs: Costs
 ) -> GroupsPlan:
-    """Return the plan of checked groups."""
-    found = shared_links(topology, groups)
-    used: list[dict[Pair, Fraction]] = []  # of each group: the GB/s of each link
+    shared = shared_links(topology, groups)
+    used: list[dict[Pair, Fraction]] = []  # for each group, the GB/s that it uses of each link
     schedules = []
-    for group, trees, rate in zip(groups, found.trees, found.bound.rates, strict=True):
+    for group, trees, rate in zip(groups, shared.trees, shared.bound.rates, strict=True):
         request = request_of(group, topology, 0)
-        if rate is None:
+        if rate is None:  # a group of one device
             part = Topology.unchecked(group.members, ())
             schedules.append(plan_request(request._replace(topology=part)).schedule)
             used.append({})
@@ -291,15 +292,15 @@ def _planned_groups(
         used.append({pair: share * rate for pair, share in link_shares(schedule, topology).items()})
     plans = []
     for k, (group, schedule, size) in enumerate(zip(groups, schedules, sizes, strict=True)):
-        part = _part(topology, group.members, used[k])
-        own = replace(costs, shared=_divide_limits(costs.shared, used, k))
-        cut, seconds = pipelined(schedule, part, size, costs=own)
-        plans.append(Plan(request_of(group, part, size)._replace(costs=own), cut, seconds))
-    return GroupsPlan(topology, tuple(plans), found.bound)
+        part = _used_part(topology, group.members, used[k])
+        group_costs = replace(costs, shared=_divide_limits(costs.shared, used, k))
+        in_pieces, seconds = pipelined(schedule, part, size, costs=group_costs)
+        plans.append(Plan(request_of(group, part, size)._replace(costs=group_costs), in_pieces, seconds))
+    return GroupsPlan(topology, tuple(plans), shared.bound)
 
 
-def _part(topology: Topology, members: tuple[str, ...], used: dict[Pair, Fraction]) -> Topology:
-    """Return the links and bandwidths that a group uses, with their nodes."""
+def _used_part(topology: Topology, members: tuple[str, ...], used: dict[Pair, Fraction]) -> Topology:
+    """Return the topology of the links that a group uses, with the bandwidths that it uses."""
     nodes = {*members, *(node for pair in used for node in pair)}
     links = [Link(*link[:2], used[link[:2]], link.latency_s) for link in topology.links if link[:2] in used]
     devices = tuple(device for device in topology.devices if device in nodes)
@@ -309,7 +310,7 @@ def _part(topology: Topology, members: tuple[str, ...], used: dict[Pair, Fractio
 def _divide_limits(
     limits: tuple[SharedLimit, ...], used: list[dict[Pair, Fraction]], k: int
 ) -> tuple[SharedLimit, ...]:
-    """Return a group's part of each limit that links share: in proportion to its load on these links."""
+    """Return the part of each shared limit for group ``k``, in proportion to the group's load on the limit's links."""
     divided = []
     for limit in limits:
         amounts = [sum((links.get(pair, Fraction(0)) for pair in limit.links), Fraction(0)) for links in used]

@@ -4,11 +4,12 @@ Input: the parts of a certificate. Output: nothing, or PlanError. As in ``certif
 search: it computes the prices of trees again.
 
 The rates of groups are compared by the least rate / weight first, then by the next one, and so on. The certificate has
-levels. At each level some groups are fixed: their rates were found at earlier levels. The prices of the links prove a
-rate t: let c be the price of a group's cheapest trees, per unit of its rate. If the fixed groups keep their rates r,
-and all others have t times their weights w, then the sum of r c and t w c is at most the sum of bandwidth x price. So
-not all of the others can have more than ``most`` x weight. If that is their ``rate``, no group whose trees cost more
-than 0 can have more, unless another one has less: these groups are fixed at this level.
+levels. At each level, the groups of earlier levels are fixed: they keep the rates that were found there. The prices of
+the links prove a rate t. Let c be the price of a group's cheapest trees, per unit of the group's rate. If the fixed
+groups keep their rates r, and all others have t times their weights w, then the sum of r c and t w c is at most the sum
+of bandwidth x price. The greatest such t is ``most``: not all of the others can have more than ``most`` x weight. If
+``rate`` equals it, no group whose trees cost more than 0 can have more, unless another one has less. So these groups
+are fixed at this level.
 
 Source: Radunović & Le Boudec, A unified framework for max-min and min-max fairness with applications, IEEE/ACM
 Transactions on Networking 15(5), 2007 (levels).
@@ -44,15 +45,15 @@ class GroupNeed(NamedTuple):
 class RateLevel(NamedTuple):
     """The rate of some groups, and the prices which prove that it cannot be raised."""
 
-    rate: Fraction  # of a group of weight 1, in GB/s: the planned rate of all groups that are not fixed before
+    rate: Fraction  # the planned rate / weight of all groups that are not fixed at earlier levels, in GB/s
     most: Fraction  # the rate that the prices prove to be the greatest
     groups: tuple[int, ...]  # the groups that are fixed at this level, by number
-    prices: tuple[tuple[str, str, Fraction], ...]  # (src, dst, price per GB/s); of other links: 0
+    prices: tuple[tuple[str, str, Fraction], ...]  # (src, dst, price per GB/s); other links have the price 0
 
 
 @dataclass(frozen=True)
 class GroupsBound:
-    """Rates of groups, of which none can be raised unless one that is as low or lower is reduced, and the proof."""
+    """Rates of groups, and the proof that no rate can be raised without reducing one that is as low or lower."""
 
     topology: Topology
     groups: tuple[GroupNeed, ...]
@@ -60,19 +61,19 @@ class GroupsBound:
 
     @property
     def rates(self) -> tuple[Fraction | None, ...]:
-        """The planned rate of each group in GB/s; ``None``: it has one device, so nothing has to move."""
-        found = {k: level.rate * self.groups[k].weight for level in self.levels for k in level.groups}
-        return tuple(found.get(k) for k in range(len(self.groups)))
+        """The planned rate of each group in GB/s; ``None`` for a group of one device, in which nothing has to move."""
+        rates = {k: level.rate * self.groups[k].weight for level in self.levels for k in level.groups}
+        return tuple(rates.get(k) for k in range(len(self.groups)))
 
     @property
     def ratio(self) -> Fraction:
-        """The least part of its proved rate that a level reaches; 1: the rates are the best ones."""
+        """The least quotient of planned and proved rate over all levels. If it is 1, the rates are the best ones."""
         return min((level.rate / level.most for level in self.levels), default=Fraction(1))
 
     def check(self) -> None:
-        """Raise PlanError unless the certificate proves the rates of all levels.
+        """Raise PlanError unless the certificate proves that no rates are better.
 
-        It does not prove that the rates are reached: ``GroupsPlan.check`` does.
+        ``GroupsPlan.check`` proves in addition that the rates are reached.
         """
         self._check_groups()
         fixed: dict[int, Fraction] = {}
@@ -81,14 +82,14 @@ class GroupsBound:
             if level.rate < before or level.rate <= 0:
                 raise PlanError.of("rates of levels must be above 0 and not decrease.", f"{before}, then {level.rate}")
             before = level.rate
-            proved = self._proved(level, fixed)
+            proved = self._proved_rate(level, fixed)
             if proved != level.most or level.rate > level.most:
                 given = f"level {number}: {level.rate} GB/s planned, {level.most} claimed, {proved} proved"
                 raise PlanError.of("the certificate does not prove the rates of the groups.", given)
             fixed |= {k: level.rate * self.groups[k].weight for k in level.groups}
-        left = [k for k, group in enumerate(self.groups) if len(group.members) > 1 and k not in fixed]
-        if left:
-            raise PlanError.of("each group of two or more devices must have a level.", f"without one: {shown(left)}")
+        missing = [k for k, group in enumerate(self.groups) if len(group.members) > 1 and k not in fixed]
+        if missing:
+            raise PlanError.of("each group of two or more devices must have a level.", f"without one: {shown(missing)}")
 
     def _check_groups(self) -> None:
         for group in self.groups:
@@ -107,8 +108,8 @@ class GroupsBound:
             if problem:
                 raise PlanError.of(problem, shown(tuple(group)))
 
-    def _proved(self, level: RateLevel, fixed: dict[int, Fraction]) -> Fraction:
-        """Return the rate that the prices of a level prove, with these groups fixed before."""
+    def _proved_rate(self, level: RateLevel, fixed: dict[int, Fraction]) -> Fraction:
+        """Return the rate that the prices of a level prove, given the rates of the groups that are fixed."""
         links = {(src, dst): bandwidth for src, dst, bandwidth, _ in self.topology.links}
         prices = {(src, dst): price for src, dst, price in level.prices}
         numbers = [level.rate, level.most, *prices.values()]
@@ -133,7 +134,7 @@ class GroupsBound:
         return value / sum(free, Fraction(0))
 
     def _cost(self, group: GroupNeed, priced: Priced) -> Fraction:
-        """Return the price of the cheapest trees of a group; of many members, a price that no trees are below."""
+        """Return the price of the cheapest trees of a group, or, for many members, a lower limit of this price."""
         if len(group.members) == 1:
             return Fraction(0)
         joints = joints_of(self.topology)

@@ -1,4 +1,4 @@
-"""Plans that were made separately and run at the same time: the rates that the links they share leave to each.
+"""The rates of plans that were made separately, but run at the same time and share links.
 
 Input: a topology, and the collectives of several groups. Output: ``SeparatePlans``. In the fluid model, large buffers
 move along all trees of a plan at one rate. The rates of all plans grow together, in proportion to their weights, until
@@ -26,8 +26,8 @@ from .groups_bound import GroupNeed
 class SeparatePlans:
     """A plan for each group, made as if no other group existed, and their rates if all run at the same time."""
 
-    plans: tuple[Plan, ...]  # trees with the greatest rate of the group alone, ``Plan.rate``
-    rates: tuple[Fraction | None, ...]  # in GB/s, of each group while all groups run; None: nothing moves
+    plans: tuple[Plan, ...]  # for each group, trees that have the greatest rate if the group runs alone
+    rates: tuple[Fraction | None, ...]  # in GB/s, of each group while all groups run; None if nothing moves
 
 
 def separate_plans(
@@ -35,7 +35,7 @@ def separate_plans(
 ) -> SeparatePlans | None:
     """Plan each group alone, by trees ("forest"), and share the links among these plans.
 
-    ``helpers``: whether other devices forward and combine; without them, ``None``: a group has no links of its own.
+    With ``helpers``, other devices forward and combine. Return ``None`` if a group is not connected without them.
     """
     plans = []
     for group, size in zip(groups, nbytes, strict=True):
@@ -50,10 +50,10 @@ def separate_plans(
 
 
 def losses(rates: Sequence[Fraction | None], separate: Sequence[Fraction | None]) -> tuple[Fraction, ...]:
-    """Return the part of its rate that each group loses with separate plans; below 0: it gains."""
+    """Return the part of the rate that each group loses with separate plans. It is below 0 if the group gains."""
     return tuple(
-        Fraction(0) if rate is None or apart is None else 1 - apart / rate
-        for rate, apart in zip(rates, separate, strict=True)
+        Fraction(0) if rate is None or separate_rate is None else 1 - separate_rate / rate
+        for rate, separate_rate in zip(rates, separate, strict=True)
     )
 
 
@@ -72,25 +72,24 @@ def shared_rates(
 
     Args:
       widths: the bandwidth of each link in GB/s.
-      shares: for each plan, the part of its buffer that each link carries; links with 0 are left out.
-      weights: of the plans.
+      shares: for each plan, the part of the plan's buffer that each link carries; links with 0 are left out.
+      weights: the weights of the plans.
 
-    The first two plans share one link; the second one also has a link of its own, on which it leaves room to the third.
+    In the example, the first link limits the first two plans. The third plan gets the rest of the second link.
 
-    >>> one, two = ("a", "b"), ("c", "d")
-    >>> rates = shared_rates({one: Fraction(10), two: Fraction(20)}, [{one: 1}, {one: 1, two: 1}, {two: 1}], [1, 1, 1])
+    >>> ab, cd = ("a", "b"), ("c", "d")
+    >>> rates = shared_rates({ab: Fraction(10), cd: Fraction(20)}, [{ab: 1}, {ab: 1, cd: 1}, {cd: 1}], [1, 1, 1])
     >>> [str(rate) for rate in rates]
     ['5', '5', '15']
     """
     rates: list[Fraction | None] = [None] * len(shares)
     free = {k for k, links in enumerate(shares) if links}
     while free:
-        levels: dict[Pair, Fraction] = {}  # the rate of weight 1 at which the link is full
+        levels: dict[Pair, Fraction] = {}  # for each link, the rate / weight of free plans at which it is full
         for pair in {pair: None for k in sorted(free) for pair in shares[k]}:
-            left = widths[pair] - sum(
-                (rate * shares[k].get(pair, 0) for k, rate in enumerate(rates) if rate), Fraction(0)
-            )
-            levels[pair] = left / sum((weights[k] * shares[k].get(pair, 0) for k in sorted(free)), Fraction(0))
+            used = sum((rate * shares[k].get(pair, 0) for k, rate in enumerate(rates) if rate), Fraction(0))
+            load = sum((weights[k] * shares[k].get(pair, 0) for k in sorted(free)), Fraction(0))
+            levels[pair] = (widths[pair] - used) / load
         least = min(levels.values())
         full = {pair for pair, level in levels.items() if level == least}
         for k in [k for k in free if full & shares[k].keys()]:

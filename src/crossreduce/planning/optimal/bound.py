@@ -1,9 +1,10 @@
 """``bound``: the greatest rate of a collective on a topology, with its proof. ``bounds/certificate.py`` has the theory.
 
-Source of the search for the limiting cut (Newton's method): Dinkelbach, On nonlinear fractional programming, Management
-Science 13(7), 1967. The bound of an all-reduce is the optimum of a linear program, and so is that of the others if a
-switch has not as much bandwidth in as out. If other devices help, perhaps no trees reach the rate of the cuts: then the
-bound is the optimum of a program over all trees (``column_generation.py``).
+The bound of an all-reduce is the optimum of a linear program. The bound of another collective is that of the tightest
+cut if every switch has equal bandwidths in and out; otherwise it is also the optimum of a linear program. If other
+devices help, perhaps no trees reach the rate of the cuts: then it is the optimum of a program over all trees
+(``column_generation.py``). Source of the search for the tightest cut (Newton's method): Dinkelbach, On nonlinear
+fractional programming, Management Science 13(7), 1967.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from ..topologies import neutral_topology, require_routes
 from .bounds.certificate import COLLECTIVES, Bound, Cut
 from .symmetric.orbit_forest import symmetric_bound
 
-# On larger topologies with helpers, cuts are not searched if the best trees are known: it can take minutes.
+# On larger topologies with helpers, cuts are not searched if trees reach the bound: the search can take minutes.
 _MOST_NODES: Final = 24
 _ROUNDING: Final = Fraction(1, 10**6)  # the relative error of rates of rounded trees
 
@@ -35,8 +36,8 @@ def bound(
       topology: any in which data can get from the sources to the destinations: a ``Topology``, the name of a machine
         or the path of a file.
       collective: "all_reduce", "reduce", "broadcast", "reduce_scatter" or "all_gather".
-      root: for a broadcast or reduce, the root; or a mapping from several roots to their bytes, which move at the same
-        time, and whose sum ``algbw`` counts; ``None``: the root with the greatest rate.
+      root: for a broadcast or reduce, the root; or a mapping from several roots to their bytes. The data of all roots
+        then moves at the same time, and ``algbw`` counts the sum. ``None``: the root with the greatest rate.
       devices: the devices that take part, by name or number; the others only forward and combine. ``None``: all.
     Raises:
       ArgumentError: an unknown collective, an invalid root, a root for a collective without one, or invalid bytes.
@@ -59,6 +60,7 @@ def bound(
 def _read_roots(
     topology: Topology, members: tuple[str, ...], collective: str, root: Roots
 ) -> tuple[tuple[str, Fraction], ...] | None:
+    """Return the argument ``roots`` of ``bound_of_members``: canonical names with weights, in the order of members."""
     if root is None:
         return None
     if collective not in ("broadcast", "reduce"):
@@ -86,66 +88,70 @@ def _read_roots(
 def bound_of_members(
     topology: Topology, collective: str, members: tuple[str, ...], roots: tuple[tuple[str, Fraction], ...] | None = None
 ) -> Bound:
-    """Return the bound of a collective among some devices, given by canonical names, with checked roots."""
+    """Return the bound of a collective among some devices, given by canonical names.
+
+    ``roots`` are the roots and their weights; ``None``: all members, with equal weights, or for a broadcast or reduce
+    the one member with the greatest bound.
+    """
     everyone = tuple((device, Fraction(1)) for device in members)
     if len(members) == 1:
         return Bound(topology, collective, members, roots or everyone, None, ())
     if roots is None and collective in ("broadcast", "reduce"):
         return _best_root(topology, collective, members)
     parts = roots or everyone
-    starts = [root for root, weight in parts if weight]
-    gives, takes = (members, starts) if collective == "reduce" else (starts, members)
-    require_routes(topology, gives, takes, collective)
-    trees, reached = _bound_by_trees(topology, collective, members, roots)
-    if trees is None and (many := symmetric_bound(topology, collective, members, roots)) is not None:
-        return many
-    # If trees reach the rate, cuts prove no less. They are the shorter proof, where they are found at once.
+    used_roots = [root for root, weight in parts if weight]
+    sources, destinations = (members, used_roots) if collective == "reduce" else (used_roots, members)
+    require_routes(topology, sources, destinations, collective)
+    by_trees, reached = _bound_by_trees(topology, collective, members, roots)
+    if by_trees is None and (by_symmetry := symmetric_bound(topology, collective, members, roots)) is not None:
+        return by_symmetry
+    # If trees reach the bound, cuts cannot prove a lower one. They are only a shorter proof, if they are found quickly.
     slow = len(topology.nodes) > _MOST_NODES or (collective == "all_reduce" and not topology.symmetric)
-    if trees is not None and reached and slow:
-        return trees
-    cuts = _bound_by_cuts(topology, collective, members, parts)
-    return cuts if trees is None or (cuts.algbw or 0) <= (trees.algbw or 0) else trees
+    if by_trees is not None and reached and slow:
+        return by_trees
+    by_cuts = _bound_by_cuts(topology, collective, members, parts)
+    return by_cuts if by_trees is None or (by_cuts.algbw or 0) <= (by_trees.algbw or 0) else by_trees
 
 
 def _bound_by_trees(
     topology: Topology, collective: str, members: tuple[str, ...], roots: tuple[tuple[str, Fraction], ...] | None
 ) -> tuple[Bound | None, bool]:
-    """Return the rate that prices of trees with helpers prove, and whether trees reach it, except for rounding.
+    """Return the bound that prices of trees with helpers prove, and whether trees reach it, except for rounding.
 
-    ``None``: all devices take part, or they are too many.
+    The bound is ``None`` if all devices take part, or if ``best_helper_trees`` returns nothing.
     """
     if all(device in members for device in topology.devices):
         return None, False
     from .helper_trees import best_helper_trees
 
-    found = best_helper_trees(topology, collective, members, roots)
-    if found is None:
+    best = best_helper_trees(topology, collective, members, roots)
+    if best is None:
         return None, False
-    names, links = found.seen.names, found.seen.topology.links
+    names, links = best.neutral.names, best.neutral.topology.links
     prices = tuple(
         (names[link.src], names[link.dst], price)
-        for link, price in zip(links, found.mixture.prices, strict=True)
+        for link, price in zip(links, best.mixture.prices, strict=True)
         if price
     )
     parts = roots or tuple((device, Fraction(1)) for device in members)
-    proved = Bound(topology, collective, members, parts, found.mixture.most, (), prices=prices)
-    return proved, found.mixture.rate >= found.mixture.most * (1 - _ROUNDING)
+    proved = Bound(topology, collective, members, parts, best.mixture.most, (), prices=prices)
+    return proved, best.mixture.rate >= best.mixture.most * (1 - _ROUNDING)
 
 
 def _bound_by_cuts(
     topology: Topology, collective: str, members: tuple[str, ...], parts: tuple[tuple[str, Fraction], ...]
 ) -> Bound:
-    """Return the least rate that cuts prove."""
+    """Return the lowest bound that cuts prove."""
     if collective == "all_reduce":
         from .bounds.linear_program import optimum
 
-        wiring, names = neutral_topology(topology, members)
-        found = optimum(wiring)
+        neutral, names = neutral_topology(topology, members)
+        best = optimum(neutral)
         cuts = tuple(
-            Cut(frozenset(names[node] for node in nodes), weight, outward) for nodes, weight, outward in found.cuts
+            Cut(frozenset(names[node] for node in nodes), weight, outward) for nodes, weight, outward in best.cuts
         )
-        potentials = tuple((names[switch], down, up) for switch, down, up in found.potentials)
-        return Bound(topology, collective, members, parts, found.rate, cuts, potentials)
+        potentials = tuple((names[switch], down, up) for switch, down, up in best.potentials)
+        return Bound(topology, collective, members, parts, best.rate, cuts, potentials)
     return _one_way_bound(topology, collective, members, parts)
 
 
@@ -158,40 +164,40 @@ def _one_way_bound(
     """
     from .bounds.cuts import cuts_suffice, tightest_cut
 
-    wiring, names = neutral_topology(topology, members)
+    neutral, names = neutral_topology(topology, members)
     alias = {node: name for name, node in names.items()}
     outward = collective in ("broadcast", "all_gather")
-    inside, ratio = tightest_cut(wiring, {alias[root]: weight for root, weight in parts}, outward=outward)
+    inside, ratio = tightest_cut(neutral, {alias[root]: weight for root, weight in parts}, outward=outward)
     rate = sum((weight for _, weight in parts), Fraction(0)) / ratio
     cut = Cut(frozenset(names[node] for node in inside), Fraction(1), outward)
-    if not cuts_suffice(wiring):
+    if not cuts_suffice(neutral):
         from .bounds.linear_program import optimum
 
         numbers = {device: k for k, device in enumerate(members)}
         weights = tuple((numbers[root], weight) for root, weight in parts if weight)
-        found = optimum(wiring if outward else wiring.reversed(), weights)
-        if found.rate < rate:
-            cuts = tuple(Cut(frozenset(names[node] for node in nodes), w, outward) for nodes, w, _ in found.cuts)
-            # On the reversed links, a price that moves from links in to links out moves the other way.
+        best = optimum(neutral if outward else neutral.reversed(), weights)
+        if best.rate < rate:
+            cuts = tuple(Cut(frozenset(names[node] for node in nodes), w, outward) for nodes, w, _ in best.cuts)
+            # On reversed links, the links into a switch are those out of it. So a shift of prices has the other sign.
             unused = Fraction(0)
             potentials = tuple(
                 (names[switch], shift, unused) if outward else (names[switch], unused, -shift)
-                for switch, shift, _ in found.potentials
+                for switch, shift, _ in best.potentials
             )
-            return Bound(topology, collective, members, parts, found.rate, cuts, potentials)
+            return Bound(topology, collective, members, parts, best.rate, cuts, potentials)
     return Bound(topology, collective, members, parts, rate, (cut,))
 
 
 def _best_root(topology: Topology, collective: str, members: tuple[str, ...]) -> Bound:
     """Return the bound of the root with the greatest rate."""
     # If links are equal in both directions, every root has the same bound: the least cut that separates two members.
-    choices = members[:1] if topology.symmetric else members
+    candidates = members[:1] if topology.symmetric else members
     bounds: list[Bound] = []
-    for device in choices:
+    for device in candidates:
         try:
             bounds.append(bound_of_members(topology, collective, members, ((device, Fraction(1)),)))
         except PlanError as error:  # this root does not reach all devices; another one may
             failure = error
     if not bounds:
         raise failure
-    return max(bounds, key=lambda best: best.algbw or 0)
+    return max(bounds, key=lambda limit: limit.algbw or 0)

@@ -1,6 +1,7 @@
 """The best trees of one collective with helpers: devices that take no part, and switches that reduce.
 
-Input: a topology, a collective and its members. Output: a ``HelperTrees``: the trees, and the prices that prove them.
+Input: a topology, a collective and its members. Output: a ``HelperTrees``: the trees, and the prices of links that
+prove that no trees are faster.
 """
 
 from __future__ import annotations
@@ -19,13 +20,13 @@ from .bounds.steiner import FEW, few_enough
 from .bounds.tree_prices import joints_of
 from .symmetric.orbit_forest import symmetric_bound, symmetric_forest
 
-_MOST_JOINTS: Final = 256  # for more devices, trees of many members are not searched: it takes minutes
+_MOST_JOINTS: Final = 256  # with more nodes that can combine, trees of many members are not searched: it takes minutes
 
 
 class HelperTrees(NamedTuple):
-    """The best trees of a collective with helpers: other devices, and switches that reduce."""
+    """The best trees of a collective with helpers."""
 
-    seen: NeutralTopology  # the members, then the helpers, are its devices
+    neutral: NeutralTopology  # its devices are the members, and then the helpers
     mixture: Mixture
 
 
@@ -33,22 +34,25 @@ class HelperTrees(NamedTuple):
 def best_helper_trees(
     topology: Topology, collective: str, members: tuple[str, ...], roots: tuple[tuple[str, Fraction], ...] | None = None
 ) -> HelperTrees | None:
-    """Return the best trees among some devices with all helpers; ``None``: no helper, too many devices, or no trees.
+    """Return the best trees among some devices, which may branch at any helpers.
 
-    Bandwidths or weights of very different sizes also give ``None``, since the program is solved in floating point.
-    Among many members only all-reduces are planned so, unless trees that are found by symmetry are as good: trees of
-    other collectives gain little by helpers that combine.
-    ``roots``: for all collectives but all-reduce, the roots and their weights; ``None``: all members, with equal
+    Return ``None`` if there is no helper, if there are too many devices, or if no trees were found. Bandwidths or
+    weights of very different sizes also give ``None``, since the program is solved in floating point. So do collectives
+    among many members, except all-reduces for which trees by symmetry do not reach the bound: trees of other
+    collectives gain little by helpers that combine.
+
+    ``roots`` are the roots and their weights, for all collectives but all-reduce; ``None``: all members, with equal
     weights. The rate is that of all roots together.
 
     >>> half = best_helper_trees(Topology.machine("mi300x"), "all_reduce", ("cuda:0", "cuda:1", "cuda:2", "cuda:3"))
     >>> half.mixture.rate / 64, half.mixture.rate == half.mixture.most  # links have 64 GB/s
     (Fraction(6, 1), True)
     """
-    members = tuple(device for device in topology.devices if device in members)  # so that proofs need no order
+    members = tuple(device for device in topology.devices if device in members)  # the proof then needs no order
     others = [device for device in topology.devices if device not in members]
     others += [switch.name for switch in topology.switches if switch.reduces]
-    # Trees only pass nodes between members. In a one-way collective, members need no routes in both directions.
+    # A helper is reachable from some member, and can reach some member, perhaps another one: in a one-way collective,
+    # two members need not have routes in both directions.
     after = set[str]().union(*(reachable_nodes(topology, member) for member in members))
     before = set[str]().union(*(reachable_nodes(topology, member, backwards=True) for member in members))
     helpers = tuple(node for node in others if node in after & before)
@@ -60,17 +64,17 @@ def best_helper_trees(
         return None
     if not helpers or len(members) == 1 or uneven or (not exact and _symmetry_suffices(topology, members)):
         return None
-    seen = neutral_topology(topology, members, helpers)
-    number = {node: k for k, node in enumerate(seen.topology.nodes)}
-    links = {(number[src], number[dst]): bandwidth for src, dst, bandwidth, _ in seen.topology.links}
-    able, everyone = tuple(range(len(seen.topology.devices))), tuple(range(len(members)))
-    demands = demands_of(collective, everyone, None if collective == "all_reduce" else parts, able)
-    found = best_mixture(len(number), links, able, demands, FEW if exact else 0)
-    return None if found is None or not found.rate else HelperTrees(seen, found)
+    neutral = neutral_topology(topology, members, helpers)
+    number = {node: k for k, node in enumerate(neutral.topology.nodes)}
+    links = {(number[src], number[dst]): bandwidth for src, dst, bandwidth, _ in neutral.topology.links}
+    combining, everyone = tuple(range(len(neutral.topology.devices))), tuple(range(len(members)))
+    demands = demands_of(collective, everyone, None if collective == "all_reduce" else parts, combining)
+    mixture = best_mixture(len(number), links, combining, demands, FEW if exact else 0)
+    return None if mixture is None or not mixture.rate else HelperTrees(neutral, mixture)
 
 
 def _symmetry_suffices(topology: Topology, members: tuple[str, ...]) -> bool:
     """Return whether trees of an all-reduce that are found by symmetry, without helpers, reach the bound."""
-    found = symmetric_forest(Request("all_reduce", members, members, topology=topology), "all_reduce", None)
-    limit = symmetric_bound(topology, "all_reduce", members, None) if found else None
-    return found is not None and limit is not None and found.rate == limit.algbw
+    forest = symmetric_forest(Request("all_reduce", members, members, topology=topology), "all_reduce", None)
+    limit = symmetric_bound(topology, "all_reduce", members, None) if forest else None
+    return forest is not None and limit is not None and forest.rate == limit.algbw

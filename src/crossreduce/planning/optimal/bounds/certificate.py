@@ -2,8 +2,8 @@
 
 Input: the parts of a certificate. Output: nothing, or PlanError. The check shares no code with the search for bounds.
 
-M is the bytes of the whole buffer, T the time, algbw is M / T; S is a set of nodes without at least one of the devices,
-B(S) the bandwidth of the links that leave S, w(S) the bytes that start in S.
+M is the bytes of the whole buffer, and T is the time; algbw is M / T. S is a set of nodes that lacks at least one of
+the devices, B(S) is the bandwidth of the links that leave S, and w(S) is the number of bytes that start in S.
 
 - Parts of one buffer start at several roots, w_r bytes at root r, and all devices need all parts. (In an all-gather,
   each of the N devices is a root with M / N bytes; in a broadcast, one root has M bytes.) Then algbw <= sum(w) B(S) /
@@ -12,17 +12,17 @@ B(S) the bandwidth of the links that leave S, w(S) the bytes that start in S.
   the same bound on the reversed links.
 - A switch that does not reduce (or, in the other direction, multicast) sends as much as it receives. If its bandwidths
   in and out differ, trees may reach less than any single cut allows. The best rate is then the optimum of a linear
-  program. The certificate is a dual solution: weights of cuts, which give each link a price. Prices may move from the
-  links into such a switch to the links out of it. If the cuts that contain a root have a total weight of 1 on average,
-  a unit of rate costs at least 1, so the rate is at most the sum of bandwidth x price.
-- All-reduce by trees: a reduction to some roots and a broadcast back share the links, in another such linear program.
-  The roots are not given, so the cuts that contain any one root must have a total weight of at least 1.
-- If devices that take no part help, or switches that reduce, perhaps no trees reach the rate that cuts prove. Then the
+  program. The certificate is a dual solution: weights of cuts, which give each link a price. At such a switch, prices
+  may be shifted from the links into it to the links out of it. If the cuts that contain a root have a total weight of 1
+  on average, a unit of rate costs at least 1, so the rate is at most the sum of bandwidth x price.
+- In an all-reduce, a reduction to some roots and a broadcast back share the links, in another such linear program. The
+  roots are not given, so for each possible root the cuts that contain it must have a total weight of at least 1.
+- If devices that take no part or switches that reduce help, perhaps no trees reach the rate that cuts prove. Then the
   certificate has a price for each link instead. If all trees of a unit of the buffer cost at least 1 together, the rate
   is at most the sum of bandwidth x price. The check computes the cheapest trees (Erickson, Monma & Veinott,
-  Send-and-split method for minimum-concave-cost network flows, Math. of Operations Research 12(4), 1987), or, for many
-  devices, a price that no trees are below (Wong, A dual ascent approach for Steiner tree problems on a directed graph,
-  Math. Programming 28, 1984).
+  Send-and-split method for minimum-concave-cost network flows, Math. of Operations Research 12(4), 1987). For many
+  devices, it computes a lower limit of the price of all trees (Wong, A dual ascent approach for Steiner tree problems
+  on a directed graph, Math. Programming 28, 1984).
 
 Source: Edmonds, Edge-disjoint branchings, in Combinatorial Algorithms, 1973; Zhao et al., ForestColl: Efficient
 collective communications on heterogeneous network fabrics, arXiv:2402.06787.
@@ -46,14 +46,11 @@ COLLECTIVES: Final = ("all_reduce", "reduce", "broadcast", "reduce_scatter", "al
 
 
 class Cut(NamedTuple):
-    """A set of nodes without at least one of the devices, and its weight in a proof.
-
-    ``outward``: whether data must leave the set, to devices outside; else contributions from outside must enter it.
-    """
+    """A set of nodes that lacks at least one of the devices, and its weight in a proof."""
 
     nodes: frozenset[str]
     weight: Fraction
-    outward: bool
+    outward: bool  # whether data must leave the set, to devices outside; if not, contributions from outside must enter
 
 
 @dataclass(frozen=True)
@@ -63,14 +60,14 @@ class Bound:
     topology: Topology
     collective: str
     devices: tuple[str, ...]  # the devices that take part
-    roots: tuple[tuple[str, Fraction], ...]  # the data from (or to) each root; broadcast, reduce: in any unit; else 1
+    roots: tuple[tuple[str, Fraction], ...]  # the data from (or to) each root, in any unit; 1 unless broadcast, reduce
     algbw: Fraction | None  # the rate in GB/s, exact; None: nothing has to move, so the rate is unlimited
     cuts: tuple[Cut, ...]  # the certificate: one cut, or several that together give prices to links
     # The shifts of prices at switches that do not reduce: (switch, in broadcasts, in reductions).
     potentials: tuple[tuple[str, Fraction, Fraction], ...] = ()
-    prices: tuple[tuple[str, str, Fraction], ...] = ()  # instead of cuts: (src, dst, price per GB/s); the others: 0
-    # Each cut stands for its images under this symmetry of the topology, which have equal parts of its weight, and so
-    # does the shift of prices at a switch. ``None``: only for itself.
+    prices: tuple[tuple[str, str, Fraction], ...] = ()  # instead of cuts: (src, dst, price per GB/s); other links: 0
+    # If there is a symmetry of the topology, each cut and each shift stands for all its images, with equal parts of its
+    # weight.
     symmetry: Symmetry | None = None
 
     @property
@@ -81,7 +78,7 @@ class Bound:
     def check(self) -> None:
         """Raise PlanError unless the certificate proves the bound."""
         numbers = [self.algbw or 0, *(weight for _, weight in self.roots), *(cut.weight for cut in self.cuts)]
-        numbers += [shift for _, *two in self.potentials for shift in two] + [price for *_, price in self.prices]
+        numbers += [shift for _, *pair in self.potentials for shift in pair] + [price for *_, price in self.prices]
         if self.collective not in COLLECTIVES:
             remedy = "one of " + ", ".join(COLLECTIVES)
             raise PlanError.of("no collective has this name.", shown(self.collective), remedy)
@@ -112,10 +109,10 @@ class Bound:
             raise PlanError.of("the certificate does not prove the bound.", given)
 
     def proved(self) -> Fraction:
-        """Return the rate that the cuts and potentials prove on the topology, whatever ``algbw`` is.
+        """Return the rate that the cuts and potentials prove, which may differ from ``algbw``.
 
         Raises:
-          PlanError: they prove none.
+          PlanError: they prove no rate.
         """
         orbits, links = self._orbits()
         sizes = Counter(orbits.values())
@@ -127,8 +124,8 @@ class Bound:
                     covered[orbit] = covered.get(orbit, Fraction(0)) + cut.weight / sizes[orbit]
         if self.collective == "all_reduce":  # the trees of each root must cross cuts with a total weight of 1 or more
             unit = Fraction(1)
-            # Where links are equal in both directions, a tree can have any of its nodes as its root; else a helper can
-            # be the only good one.
+            # If links are equal in both directions, any node of a tree can be its root, also a device that takes part.
+            # Otherwise, perhaps only trees with a helper as their root are good.
             ends = self.devices if self.topology.symmetric else joints_of(self.topology)
             for root in ends:
                 if covered.get(orbits[root], Fraction(0)) < 1:
@@ -145,25 +142,25 @@ class Bound:
         wrong -= {switch.name for switch in self.topology.switches if not switch.reduces}
         if wrong:
             raise PlanError.of("potentials must belong to switches that do not reduce.", ", ".join(sorted(wrong)))
-        shift: dict[str, list[Fraction]] = {}  # by orbit
-        for switch, *two in self.potentials:
-            here = shift.setdefault(orbits[switch], [Fraction(0), Fraction(0)])
+        shifts: dict[str, list[Fraction]] = {}  # by orbit; here and in ``totals``: [in broadcasts, in reductions]
+        for switch, *pair in self.potentials:
+            orbit_shifts = shifts.setdefault(orbits[switch], [Fraction(0), Fraction(0)])
             for k in (0, 1):
-                here[k] += two[k] / sizes[orbits[switch]]
-        # By orbit of links: the bandwidth of its links, and the sum of their prices in broadcasts and in reductions.
-        found: dict[int, tuple[Fraction, list[Fraction]]] = {}
-        for (src, dst, bandwidth, _), of_links in zip(self.topology.links, links, strict=True):
-            prices = found.setdefault(of_links, (bandwidth, [Fraction(0), Fraction(0)]))[1]
-            for k in (0, 1) if shift else ():
-                prices[k] += shift[orbits[dst]][k] if orbits[dst] in shift else 0
-                prices[k] -= shift[orbits[src]][k] if orbits[src] in shift else 0
+                orbit_shifts[k] += pair[k] / sizes[orbits[switch]]
+        # By orbit of links: the bandwidth of one link, and the sum of the prices of all links.
+        totals: dict[int, tuple[Fraction, list[Fraction]]] = {}
+        for (src, dst, bandwidth, _), link_orbit in zip(self.topology.links, links, strict=True):
+            prices = totals.setdefault(link_orbit, (bandwidth, [Fraction(0), Fraction(0)]))[1]
+            for k in (0, 1) if shifts else ():
+                prices[k] += shifts[orbits[dst]][k] if orbits[dst] in shifts else 0
+                prices[k] -= shifts[orbits[src]][k] if orbits[src] in shifts else 0
             for nodes, weight, outward in self.cuts:
                 if (src in nodes) > (dst in nodes) if outward else (dst in nodes) > (src in nodes):
                     prices[not outward] += weight
-        return sum((bandwidth * max(Fraction(0), *prices) for bandwidth, prices in found.values()), Fraction(0)) / unit
+        return sum((bandwidth * max(Fraction(0), *prices) for bandwidth, prices in totals.values()), Fraction(0)) / unit
 
     def _orbits(self) -> tuple[dict[str, str], Sequence[int]]:
-        """Return what stands for the orbit of each node, and of each link: a node, and the number of a link."""
+        """Return the orbit of each node, by the name of one of its nodes, and of each link, by the number of a link."""
         names = self.topology.nodes
         if self.symmetry is None:
             return {name: name for name in names}, range(len(self.topology.links))
@@ -175,10 +172,10 @@ class Bound:
         orbits = {names[k]: names[orbit] for k, orbit in enumerate(self.symmetry.orbits)}
         weights = dict.fromkeys(self.topology.devices, Fraction(0)) | dict(self.roots)
         for device in self.topology.devices:
-            one = orbits[device]
-            if weights[device] != weights[one] or (device in self.devices) != (one in self.devices):
+            first = orbits[device]
+            if weights[device] != weights[first] or (device in self.devices) != (first in self.devices):
                 problem = "the symmetry of a certificate must move devices to devices with the same part."
-                raise PlanError.of(problem, f"{one} and {device}")
+                raise PlanError.of(problem, f"{first} and {device}")
         return orbits, links[0]
 
     def _proved_by_prices(self) -> Fraction:
@@ -189,9 +186,8 @@ class Bound:
         prices = {(src, dst): price for src, dst, price in self.prices}
         wrong = [pair for pair, price in prices.items() if pair not in links or price < 0]
         if wrong or len(prices) < len(self.prices):
-            raise PlanError.of(
-                "prices must be 0 or more, one for each link of the topology.", shown(wrong or self.prices)
-            )
+            problem = "prices must be 0 or more, one for each link of the topology."
+            raise PlanError.of(problem, shown(wrong or self.prices))
         self._check_roots()
         if not any(weight for _, weight in self.roots):
             raise PlanError.of("at least one root of a bound must have more than 0 bytes.", shown(self.roots))
@@ -213,7 +209,7 @@ class Bound:
         outwards = self.collective in ("broadcast", "all_gather")
         if any(cut.outward != outwards for cut in self.cuts):
             raise PlanError.of(f"the cuts of {self.collective} must have outward={outwards}.", shown(self.cuts))
-        other = [switch for switch, *two in self.potentials if two[outwards]]
-        if other:
+        wrong = [switch for switch, *pair in self.potentials if pair[outwards]]
+        if wrong:
             problem = f"potentials of {self.collective} must be 0 in the direction that it does not use."
-            raise PlanError.of(problem, ", ".join(other))
+            raise PlanError.of(problem, ", ".join(wrong))

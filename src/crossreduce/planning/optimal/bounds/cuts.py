@@ -22,10 +22,10 @@ def tightest_cut(
 ) -> tuple[frozenset[str], Fraction]:
     """Return the set S of nodes with the greatest w(S) / B(S), and this quotient: exact seconds, for weights in GB.
 
-    S lacks at least one device. w(S) is the sum of the weights in S, B(S) the bandwidth out of S (if not
-    ``outward``: into S). This is Newton's method on cuts: of the sets that lack exactly one device, start with one of
-    the greatest quotient; if, in that many seconds, the weights cannot all flow to some device (if not ``outward``:
-    from it), the minimum cut of this flow has a greater quotient: continue with it.
+    S lacks at least one device. w(S) is the sum of the weights in S, and B(S) is the bandwidth out of S (if not
+    ``outward``: into S). The search is Newton's method on cuts. It starts with the best set that lacks exactly one
+    device. If the weights cannot all flow to some device (if not ``outward``: from it) in so many seconds as the
+    quotient, the minimum cut of this flow has a greater quotient, and the search continues with it.
     """
     numbers = {node: number for number, node in enumerate(topology.nodes)}
     scale = lcm(*(link.bandwidth.denominator for link in topology.links))
@@ -35,14 +35,14 @@ def tightest_cut(
     }
     parts = lcm(*(weight.denominator for weight in weights.values()))
     starts = {numbers[device]: int(weight * parts) for device, weight in weights.items() if weight}
-    whole = sum(starts.values())
+    total = sum(starts.values())
     source = len(numbers)
     entering = [0] * source
     for (_, dst), capacity in arcs.items():
         entering[dst] += capacity
 
     def quotient_without(sink: int) -> Fraction:
-        needed = whole - starts.get(sink, 0)  # 0 for the only root, which may have no link into it
+        needed = total - starts.get(sink, 0)  # 0 for the only root, which may have no link into it
         return Fraction(needed, entering[sink]) if needed else Fraction(0)
 
     # First the device without which the set of all other nodes has the greatest quotient.
@@ -50,7 +50,7 @@ def tightest_cut(
     best, ratio = frozenset(range(source)) - {sinks[0]}, quotient_without(sinks[0])
     network = _network_at_rate(arcs, starts, source, ratio)
     for sink in sinks:
-        while network.flow(source, sink) < whole * ratio.denominator:
+        while network.flow(source, sink) < total * ratio.denominator:
             best = network.cut(source, sink) - {source}
             leaving = sum(capacity for (src, dst), capacity in arcs.items() if src in best and dst not in best)
             ratio = Fraction(sum(starts.get(node, 0) for node in best), leaving)
@@ -59,7 +59,10 @@ def tightest_cut(
 
 
 def cuts_suffice(topology: Topology) -> bool:
-    """Return whether the tightest cut is the best rate: switches that only forward have as much bandwidth in as out."""
+    """Return whether every switch that only forwards has equal bandwidths in and out.
+
+    If so, trees reach the rate of the tightest cut.
+    """
     surplus = dict.fromkeys((switch.name for switch in topology.switches if not switch.reduces), Fraction(0))
     for src, dst, bandwidth, _ in topology.links:
         if src in surplus:
@@ -70,9 +73,9 @@ def cuts_suffice(topology: Topology) -> bool:
 
 
 def _network_at_rate(arcs: dict[tuple[int, int], int], starts: dict[int, int], source: int, ratio: Fraction) -> Network:
-    """Return the network with one more node, ``source``, from which each root gets its weight divided by ``ratio``.
+    """Return the network with an additional node ``source``, from which each root gets its weight divided by ``ratio``.
 
-    All capacities are multiplied by the ratio's numerator, so that they are integers.
+    All capacities are multiplied by the numerator of the ratio, so that they are integers.
     """
     capacities = {pair: capacity * ratio.numerator for pair, capacity in arcs.items()}
     capacities.update({(source, start): weight * ratio.denominator for start, weight in starts.items()})
@@ -92,26 +95,27 @@ class Network:
         for (src, dst), capacity in capacities.items():
             if capacity:
                 self._arcs[src][dst] = capacity
-        self._last: tuple[tuple[int, int], tuple[int, frozenset[int]]] | None = None  # the ends of a flow, its result
+        # The ends and the result of the last flow, since ``cut`` is mostly called after ``flow``.
+        self._last: tuple[tuple[int, int], tuple[int, frozenset[int]]] | None = None
 
     def flow(self, src: int, dst: int) -> int:
         """Return the value of the greatest flow from ``src`` to ``dst``, another node."""
         return self._solve(src, dst)[0]
 
     def cut(self, src: int, dst: int) -> frozenset[int]:
-        """Return the smallest set of nodes with ``src`` and without ``dst`` whose outgoing capacity is the least.
+        """Return the minimum cut, as the set of nodes on the side of ``src``; if there are several, the smallest set.
 
         These nodes can be reached over the capacity that a greatest flow leaves, and are the same for every such flow.
         """
         return self._solve(src, dst)[1]
 
     def _solve(self, src: int, dst: int) -> tuple[int, frozenset[int]]:
-        """Return a flow's value and cut; the last ones are kept, since ``cut`` is mostly called after ``flow``."""
         if self._last is None or self._last[0] != (src, dst):
             self._last = (src, dst), self._augment(src, dst)
         return self._last[1]
 
     def _augment(self, src: int, dst: int) -> tuple[int, frozenset[int]]:
+        """Return the value of the greatest flow, and the nodes of the minimum cut."""
         left = [arcs.copy() for arcs in self._arcs]
         value = left[src].pop(dst, 0)
         for node, capacity in left[src].items():  # the paths of one and two arcs, which need no search
@@ -130,13 +134,13 @@ class Network:
                         queue.append(other)
             if dst not in level:
                 return value, frozenset(level)
-            value += _block(left, level, src, dst)
+            value += _push_blocking_flow(left, level, src, dst)
 
 
-def _block(left: list[dict[int, int]], level: dict[int, int], src: int, dst: int) -> int:
-    """Push flow along paths whose level rises with each arc until none is left; return its value."""
+def _push_blocking_flow(left: list[dict[int, int]], level: dict[int, int], src: int, dst: int) -> int:
+    """Push flow along paths on which the level rises by 1 per arc, until no such path is left; return the value."""
     value, path = 0, [src]
-    onward: dict[int, list[int]] = {}  # the next nodes that have not failed
+    onward: dict[int, list[int]] = {}  # for each node, the next nodes that may still lead to ``dst``
     while path:
         node = path[-1]
         if node == dst:
@@ -146,7 +150,7 @@ def _block(left: list[dict[int, int]], level: dict[int, int], src: int, dst: int
             for a, b in pairs:
                 left[a][b] -= pushed
                 left[b][a] = left[b].get(a, 0) + pushed
-            del path[next(k for k, (a, b) in enumerate(pairs) if not left[a][b]) + 1 :]
+            del path[next(k for k, (a, b) in enumerate(pairs) if not left[a][b]) + 1 :]  # back to the first full arc
             continue
         if node not in onward:
             onward[node] = [other for other in left[node] if level.get(other) == level[node] + 1]

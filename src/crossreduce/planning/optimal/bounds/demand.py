@@ -1,6 +1,6 @@
-"""Demands for trees that share links, and the trees that meet them.
+"""Demands for trees, and the trees that meet them.
 
-Nodes are numbers. A collective has one demand, or one per root if its roots are given.
+Nodes are numbers. All demands share the links. A collective has one demand, or one per root if its roots are given.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ Arc = tuple[int, int]
 class Demand(NamedTuple):
     """Trees that reduce from all sources to a root, copy from the root to all destinations, or both."""
 
-    weight: Fraction  # its rate is in proportion to it, unless it is fixed
+    weight: Fraction  # rates of demands are in proportion to their weights, unless they are fixed
     roots: tuple[int, ...]  # any of these nodes may be the root of a tree
-    sources: tuple[int, ...]  # (): its trees only copy
-    destinations: tuple[int, ...]  # (): its trees only reduce
+    sources: tuple[int, ...]  # (): trees only copy
+    destinations: tuple[int, ...]  # (): trees only reduce
 
 
 class MixedTree(NamedTuple):
@@ -35,20 +35,21 @@ class MixedTree(NamedTuple):
 
 
 def too_uneven(sizes: Iterable[Fraction]) -> bool:
-    """Return whether bandwidths or weights are so different that no program in floating point can have them."""
-    listed = list(sizes)
-    return bool(listed) and max(listed) > _MOST_UNEVEN * min(listed)
+    """Return whether bandwidths or weights are too different for a linear program in floating point."""
+    numbers = list(sizes)
+    return bool(numbers) and max(numbers) > _MOST_UNEVEN * min(numbers)
 
 
 def demands_of(
     collective: str, members: tuple[int, ...], roots: Mapping[int, Fraction] | None, joints: tuple[int, ...]
 ) -> list[Demand]:
-    """Return the demands of a collective, whose weights have the sum 1.
+    """Return the demands of a collective; the sum of their weights is 1.
 
-    ``roots``: the data from (or to) each root; ``None``, for an all-reduce: trees may have any joint as their root.
+    ``roots`` contains the data from (or to) each root. It is ``None`` for an all-reduce, whose trees may have any joint
+    as their root. ``joints`` are the nodes at which trees may branch.
     """
     if roots is None:
         return [Demand(Fraction(1), joints, members, members)]
     ends = ((), members) if collective in ("broadcast", "all_gather") else (members, ())
-    whole = sum(roots.values(), Fraction(0))
-    return [Demand(weight / whole, (root,), *ends) for root, weight in roots.items()]
+    total = sum(roots.values(), Fraction(0))
+    return [Demand(weight / total, (root,), *ends) for root, weight in roots.items()]

@@ -2,9 +2,10 @@
 
 Input: a topology. Output: an ``Optimum``: the rate, the use of roots and links, and the prices that prove it, all
 exact. Trees exist exactly if no cut is violated, by Edmonds' theorem (see ``CutProgram``). There are exponentially many
-cuts; minimum cuts find those that a solution violates, until it violates none. HiGHS solves each program in floating
-point; its solution and its dual are rounded to fractions, and each is then proved exactly, so rounding cannot make a
-result wrong. If the two proofs disagree, the program is solved again to as many digits as it needs (``refined``).
+cuts. So the program starts with a few cuts; those that its solution violates are found as minimum cuts and added, until
+there are none. HiGHS solves each program in floating point. The solution and the dual are rounded to fractions, and
+each is then checked exactly, so rounding cannot make a result wrong. If the rates of the two differ, the program is
+solved again to as many digits as it needs (``_refine``).
 
 Source: Edmonds, Edge-disjoint branchings, 1973; Bang-Jensen, Frank & Jackson, Preserving and increasing local
 edge-connectivity in mixed graphs, SIAM J. Discrete Math. 8(2), 1995 (switches).
@@ -20,13 +21,12 @@ from ....topology import Topology
 from .cut_program import CutProgram, NodeCut, Proof, Usage
 from .solver import Solution, refine, solve
 
-# Denominators that are tried when a solution in floating point is made exact, the simplest first. Vertices of these
-# programs have small ones; HiGHS is accurate to about 1e-9.
+# The limits of denominators when a solution in floating point is rounded to fractions, in the order of the attempts.
+# Vertices of these programs have small denominators; HiGHS is accurate to about 1e-9.
 DENOMINATORS: Final = (12, 60, 420, 5040, 100_000, 10_000_000)
-_MOST_ROUNDS: Final = 500  # of new cuts; with fewer cuts the bound is higher, and still holds
-# If none of ``DENOMINATORS`` gives a solution that is proved: the bits of the denominators to try next, and the gain
-# of each round of refinement. HiGHS sometimes stops at a wrong solution with one gain, and finds the right one with
-# another.
+_MOST_ROUNDS: Final = 500  # in which cuts are added; with fewer cuts the bound is higher, but valid
+# The refinements that are tried if no limit of ``DENOMINATORS`` gives a proved solution: (bits of the denominators,
+# gain of a round). HiGHS sometimes stops at a wrong solution with one gain, and finds the right one with another.
 _TRIES: Final = ((24, 30), (24, 20), (48, 30), (48, 12), (96, 30), (192, 20), (384, 30))
 
 Pair = tuple[str, str]
@@ -40,14 +40,14 @@ class Optimum(NamedTuple):
     rate: Fraction  # the upper bound of the rate in GB/s
     cuts: tuple[tuple[frozenset[str], Fraction, bool], ...]  # (nodes, weight, outward); see ``Cut``
     potentials: tuple[tuple[str, Fraction, Fraction], ...]  # (switch, in broadcasts, in reductions); see ``Bound``
-    # The rate of ``roots``, ``down`` and ``up``; it equals ``rate`` unless rounding failed (-1: no solution), as it may
-    # if bandwidths and weights are very far apart: HiGHS leaves out coefficients below 1e-9. If equal rates of all
-    # roots, with half of every bandwidth for ``down`` and half for ``up``, reach ``rate``, they are the solution of an
-    # all-reduce.
+    # The rate of ``roots``, ``down`` and ``up``. It equals ``rate`` unless rounding failed; -1 if there is no solution.
+    # That may happen if bandwidths and weights are very far apart: HiGHS leaves out coefficients below 1e-9. If equal
+    # rates of all roots, with half of every bandwidth for ``down`` and half for ``up``, reach ``rate``, they are the
+    # solution of an all-reduce.
     reached: Fraction
     roots: dict[str, Fraction]  # the rate rooted at each device
     down: dict[Pair, Fraction]  # the bandwidth of each link that broadcasts use, GB/s, by (src, dst)
-    up: dict[Pair, Fraction]  # the bandwidth of each link that reductions use, likewise; empty if there are none
+    up: dict[Pair, Fraction]  # the bandwidth of each link that reductions use; empty for broadcasts
 
 
 @lru_cache(maxsize=1024)
@@ -55,44 +55,44 @@ def optimum(topology: Topology, weights: Weights | None = None) -> Optimum:
     """Return the best all-reduce on a connected topology of two or more devices, or the best broadcasts.
 
     Args:
-      topology: its devices take part; its switches that do not reduce send as much as they receive.
-      weights: for broadcasts, the bytes of each root, by its number. ``None``: an all-reduce.
+      topology: all its devices take part; switches that do not reduce send as much as they receive.
+      weights: for broadcasts, the number of each root and its bytes. ``None``: an all-reduce.
 
-    >>> found = optimum(Topology.ring(4, gb_per_s=3))
-    >>> found.rate, found.reached
+    >>> best = optimum(Topology.ring(4, gb_per_s=3))
+    >>> best.rate, best.reached
     (Fraction(4, 1), Fraction(4, 1))
     >>> uneven = Topology(["cpu:0", "cpu:1"], [("cpu:0", "s", 5), ("s", "cpu:1", 3), ("cpu:1", "cpu:0", 1)], ["s"])
-    >>> found = optimum(uneven, ((0, Fraction(1)),))
-    >>> found.reached, found.down["cpu:0", "s"]
+    >>> best = optimum(uneven, ((0, Fraction(1)),))
+    >>> best.reached, best.down["cpu:0", "s"]
     (Fraction(3, 1), Fraction(3, 1))
     """
     program = CutProgram(topology, None if weights is None else dict(weights))
     proof, reached, values = _exact_solution(program)
     nodes = program.topology.nodes
-    named = tuple((frozenset(nodes[k] for k in inside), weight, outward) for inside, weight, outward in proof.cuts)
-    shifts = tuple((nodes[switch], *two) for switch, two in proof.potentials.items())
-    first = program.usages[0]
-    roots = {nodes[root]: rate for root, rate in program.root_rates(first, values).items()}
-    down, up = _used_links(program, first, values), dict[Pair, Fraction]()
+    cuts = tuple((frozenset(nodes[k] for k in inside), weight, outward) for inside, weight, outward in proof.cuts)
+    shifts = tuple((nodes[switch], *pair) for switch, pair in proof.potentials.items())
+    broadcasts = program.usages[0]
+    roots = {nodes[root]: rate for root, rate in program.root_rates(broadcasts, values).items()}
+    down, up = _used_bandwidths(program, broadcasts, values), dict[Pair, Fraction]()
     if program.paired:
         up = {(dst, src): rate for (src, dst), rate in down.items()}
     elif weights is None:
-        up = _used_links(program, program.usages[1], values)
-    return Optimum(proof.rate, named, shifts, reached, roots, down, up)
+        up = _used_bandwidths(program, program.usages[1], values)
+    return Optimum(proof.rate, cuts, shifts, reached, roots, down, up)
 
 
-def _used_links(program: CutProgram, usage: Usage, values: list[Fraction]) -> dict[Pair, Fraction]:
+def _used_bandwidths(program: CutProgram, usage: Usage, values: list[Fraction]) -> dict[Pair, Fraction]:
     return {(link.src, link.dst): values[c] for link, c in zip(program.links, usage.columns, strict=True)}
 
 
 def _exact_solution(program: CutProgram) -> _Exact:
     solution, cuts = _solve(program)
-    found = _round(program, solution, cuts)
-    return found if found[1] == found[0].rate else _refine(program, cuts, found)
+    rounded = _round_to_fractions(program, solution, cuts)
+    return rounded if rounded[1] == rounded[0].rate else _refine(program, cuts, rounded)
 
 
 def _solve(program: CutProgram) -> tuple[Solution, list[NodeCut]]:
-    """Solve with more and more cuts, until the solution violates none, or is not better than ``simple``."""
+    """Solve with more and more cuts, until the solution violates none, or is not better than ``program.simple``."""
     cuts = program.first_cuts()
     for _ in range(_MOST_ROUNDS):
         solution = solve(program.rows(cuts, program.largest, program.largest))
@@ -106,8 +106,8 @@ def _solve(program: CutProgram) -> tuple[Solution, list[NodeCut]]:
     return solution, list(cuts)
 
 
-def _round(program: CutProgram, solution: Solution, cuts: list[NodeCut]) -> _Exact:
-    """Return the exact solution and its proof, from a solution in floating point."""
+def _round_to_fractions(program: CutProgram, solution: Solution, cuts: list[NodeCut]) -> _Exact:
+    """Return the best exact solution and proof that rounding of a solution in floating point gives."""
     near = sum(solution.values[: program.rates]) * program.largest / program.scale * (1 + 1e-9)
     proofs: list[Proof] = []
     for limit in DENOMINATORS:
@@ -117,29 +117,29 @@ def _round(program: CutProgram, solution: Solution, cuts: list[NodeCut]) -> _Exa
     proof = min(proofs, key=lambda proof: proof.rate)
     halves = [program.simple / program.n] * program.rates
     halves += [link.bandwidth / 2 for link in program.links] * len(program.usages)
-    best = program.simple or Fraction(-1), halves  # without ``simple``: no solution, and any values
+    best = program.simple or Fraction(-1), halves  # without ``simple``: no solution, and the values have no meaning
     for limit in DENOMINATORS if best[0] < proof.rate else ():
         values = [
             max(Fraction(0), Fraction(float(value) * program.largest).limit_denominator(limit)) / program.scale
             for value in solution.values
         ]
-        best = max(best, (program.feasible_rate(values), values), key=lambda found: found[0])
+        best = max(best, (program.feasible_rate(values), values), key=lambda exact: exact[0])
         if best[0] == proof.rate:
             break
     return proof, *best
 
 
-def _refine(program: CutProgram, cuts: list[NodeCut], found: _Exact) -> _Exact:
-    """Return the solution with as many digits as it needs to be exact; ``found``: the best solution so far."""
-    # Trees of n devices use a link at most n - 1 times, to reduce and to broadcast. More than twice that of any link
-    # changes neither the optimum nor the prices, which would be 0 for the rest.
+def _refine(program: CutProgram, cuts: list[NodeCut], rounded: _Exact) -> _Exact:
+    """Return the solution with as many digits as it needs to be exact, or ``rounded`` if no refinement succeeds."""
+    # A tree of n devices uses a link at most n - 1 times to reduce, and as often to broadcast. Bandwidth of more than
+    # twice that changes neither the optimum nor the prices, which would be 0 for the rest.
     least = program.least_cut
     most = int(4 * program.n * least) + 1
     exponent = int(least).bit_length()  # bandwidths are divided by 2**exponent
-    known = dict.fromkeys(cuts)
+    all_cuts = dict.fromkeys(cuts)
     for bits, gain in _TRIES:
         while True:
-            solution = refine(program.rows(known, 1 << exponent, most), exponent + 2 * bits + 8, gain)
+            solution = refine(program.rows(all_cuts, 1 << exponent, most), exponent + 2 * bits + 8, gain)
             values = [
                 max(Fraction(0), (value * (1 << exponent)).limit_denominator(1 << bits)) / program.scale
                 for value in solution.values
@@ -147,12 +147,12 @@ def _refine(program: CutProgram, cuts: list[NodeCut], found: _Exact) -> _Exact:
             if not program.fits(values):
                 break
             violated = program.violated_cuts(values)
-            new = [cut for cut in violated if cut not in known]
+            new = [cut for cut in violated if cut not in all_cuts]
             if not new:
-                proof = program.proof(solution, list(known), 1 << bits)
+                proof = program.proof(solution, list(all_cuts), 1 << bits)
                 rate = Fraction(-1) if violated else sum(values[: program.rates], Fraction(0))
                 if rate == proof.rate:
                     return proof, rate, values
                 break
-            known.update(dict.fromkeys(new))
-    return found
+            all_cuts.update(dict.fromkeys(new))
+    return rounded

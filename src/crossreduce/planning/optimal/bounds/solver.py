@@ -2,9 +2,9 @@
 
 Input: a ``Rows``. Output: an approximate solution and its dual. Nothing here proves a result; the caller does.
 
-Iterative refinement: the exact violations of a solution (in fractions) are multiplied by a large factor; HiGHS solves
-the program for the correction, which is then divided by the factor and added. Each round adds about ten digits. So
-limits may be so far apart that no single solution in floating point could satisfy all of them.
+In iterative refinement, the exact violations of a solution (in fractions) are multiplied by a large factor. HiGHS
+solves the program for the correction, which is then divided by the factor and added. Each round adds about ten digits.
+So limits may be so far apart that no single solution in floating point could satisfy all of them.
 
 Source: Gleixner, Steffy & Wolter, Iterative refinement for linear programming, INFORMS J. Computing 28(3), 2016;
 Huangfu & Hall, Parallelizing the dual revised simplex method, Math. Prog. Comp. 10, 2018 (HiGHS).
@@ -17,8 +17,8 @@ from fractions import Fraction
 from math import frexp, gcd, inf, lcm
 from typing import Any, Final, NamedTuple
 
-_FAR: Final = float(1 << 40)  # a scaled bound or cost beyond this is outside the reach of one correction
-_LEAST_GAIN: Final = 4  # the solver gives up if a correction with this factor fails, too
+_FAR: Final = float(1 << 40)  # one correction cannot reach a scaled bound or cost beyond this
+_LEAST_GAIN: Final = 4  # the refinement ends if a correction fails even with at most this gain
 _MOST_ROUNDS: Final = 200  # of corrections
 _PIVOTS: Final = 50  # of the simplex method per row and column; HiGHS may go in circles, and then never ends
 _TOLERANCES: Final = {"primal_feasibility_tolerance": 1e-9, "dual_feasibility_tolerance": 1e-9}
@@ -27,13 +27,13 @@ Row = tuple[Sequence[int], Sequence[int | Fraction]]  # columns, and their coeff
 
 
 class Rows(NamedTuple):
-    """Maximise the sum of some variables, all of which are 0 or more."""
+    """A linear program: maximise the sum of some of the variables, all of which are 0 or more."""
 
     columns: int  # the number of variables
-    objective: int  # the first variables, whose sum is maximised
-    upper: list[Row]  # the first rows: the sum is at most the limit
+    objective: int  # how many variables the maximised sum has, the first ones
+    upper: list[Row]  # the sum of coefficient x variable is at most the limit
     limits: list[Fraction]  # for each row of ``upper``, 0 or more
-    equal: list[Row]  # more rows: the sum is 0
+    equal: list[Row]  # the sum of coefficient x variable is 0
 
 
 class Solution(NamedTuple):
@@ -45,7 +45,7 @@ class Solution(NamedTuple):
 
 
 def solve(rows: Rows) -> Solution:
-    """Return HiGHS's solution.
+    """Return the solution of HiGHS in floating point.
 
     >>> solve(Rows(2, 2, [((0,), (1,)), ((0, 1), (1, 2))], [Fraction(1), Fraction(4)], [])).values
     [1.0, 1.5]
@@ -57,10 +57,10 @@ def solve(rows: Rows) -> Solution:
     objective[: rows.objective] = -1.0
     fixed = {"A_eq": _matrix(rows.equal, rows.columns), "b_eq": np.zeros(len(rows.equal))} if rows.equal else {}
     limits = [float(limit) for limit in rows.limits]
-    found = linprog(objective, A_ub=_matrix(rows.upper, rows.columns), b_ub=limits, **fixed, method="highs-ds")
-    assert found.status == 0, found.message  # bounded by the links, and 0 is feasible
-    shifts = [-value for value in found.eqlin.marginals.tolist()] if rows.equal else []
-    return Solution(found.x.tolist(), [-value for value in found.ineqlin.marginals.tolist()], shifts)
+    result = linprog(objective, A_ub=_matrix(rows.upper, rows.columns), b_ub=limits, **fixed, method="highs-ds")
+    assert result.status == 0, result.message  # bounded by the links, and 0 is feasible
+    shifts = [-value for value in result.eqlin.marginals.tolist()] if rows.equal else []
+    return Solution(result.x.tolist(), [-value for value in result.ineqlin.marginals.tolist()], shifts)
 
 
 def _matrix(rows: Sequence[Row], columns: int) -> Any:
@@ -76,11 +76,11 @@ def _matrix(rows: Sequence[Row], columns: int) -> Any:
 def refine(rows: Rows, bits: int, gain: int = 30) -> Solution:
     """Return a solution in fractions, with errors of about 2**-bits if the solver makes progress.
 
-    A round of refinement multiplies the factors by at most 2**gain. If HiGHS fails, the round is tried with less.
+    A round of refinement multiplies the factors by at most 2**gain. If HiGHS fails, it is repeated with a smaller gain.
 
     >>> narrow = Fraction(1, 10**30)
-    >>> found = refine(Rows(2, 2, [((0,), (1,)), ((1, 0), (3, -1))], [narrow, Fraction(0)], []), 200)
-    >>> [value.limit_denominator(10**40) / narrow for value in found.values]
+    >>> solution = refine(Rows(2, 2, [((0,), (1,)), ((1, 0), (3, -1))], [narrow, Fraction(0)], []), 200)
+    >>> [value.limit_denominator(10**40) / narrow for value in solution.values]
     [Fraction(1, 1), Fraction(1, 3)]
     """
     import numpy as np
@@ -88,25 +88,25 @@ def refine(rows: Rows, bits: int, gain: int = 30) -> Solution:
     from scipy.sparse import eye_array, hstack, vstack
 
     n, m = rows.columns, len(rows.upper)
-    listed = [*rows.upper, *rows.equal]
+    all_rows = [*rows.upper, *rows.equal]
     limits = [*rows.limits, *[Fraction(0)] * len(rows.equal)]
-    # Each row is multiplied by a power of 2, so that its largest and its smallest coefficient are equally far from 1.
-    factors = [_row_factor(values) for _, values in listed]
-    scaled = [(where, [a * f for a in values]) for (where, values), f in zip(listed, factors, strict=True)]
+    # Each row is multiplied by a power of 2, so that the largest and the smallest coefficient are equally far from 1.
+    factors = [_row_factor(values) for _, values in all_rows]
+    scaled = [(columns, [a * f for a in values]) for (columns, values), f in zip(all_rows, factors, strict=True)]
     slack = vstack([eye_array(m), _matrix([((), ())] * len(rows.equal), m)]) if rows.equal else eye_array(m)
     matrix = hstack([_matrix(scaled, n), slack]).tocsr()
-    x, y = [Fraction(0)] * n, [Fraction(0)] * len(listed)
+    x, y = [Fraction(0)] * n, [Fraction(0)] * len(all_rows)
     primal = dual = 0  # the factors of the primal and the dual program are 2**primal and 2**dual
-    step = 0  # first both are 1
+    step = 0  # by which the exponents may grow; so in the first round both factors are 1
     for _ in range(_MOST_ROUNDS):
         gaps = [
-            limit - sum((a * x[c] for c, a in zip(where, values, strict=True)), Fraction(0))
-            for (where, values), limit in zip(listed, limits, strict=True)
+            limit - sum((a * x[c] for c, a in zip(columns, values, strict=True)), Fraction(0))
+            for (columns, values), limit in zip(all_rows, limits, strict=True)
         ]
         costs = [Fraction(int(j < rows.objective)) for j in range(n)]
-        for (where, values), price in zip(listed, y, strict=True):
+        for (columns, values), price in zip(all_rows, y, strict=True):
             if price:
-                for c, a in zip(where, values, strict=True):
+                for c, a in zip(columns, values, strict=True):
                     costs[c] -= a * price
         violated = max([-v for v in x] + [-gap for gap in gaps[:m]] + [abs(gap) for gap in gaps[m:]])
         reduced = costs + [-price for price in y[:m]]
@@ -120,7 +120,7 @@ def refine(rows: Rows, bits: int, gain: int = 30) -> Solution:
         objective = [-_scale_up(cost, dual) for cost in costs]
         objective += [_scale_up(price / f, dual) for price, f in zip(y[:m], factors[:m], strict=True)]
         needed = [0.0] * m + [_scale_up(gap * f, primal) for gap, f in zip(gaps[m:], factors[m:], strict=True)]
-        found = linprog(
+        result = linprog(
             np.minimum(objective, _FAR),
             A_eq=matrix,
             b_eq=needed,
@@ -128,51 +128,49 @@ def refine(rows: Rows, bits: int, gain: int = 30) -> Solution:
             method="highs-ds",
             options=_TOLERANCES | {"maxiter": _PIVOTS * sum(matrix.shape)},
         )
-        if found.status:
+        if result.status:
             if step <= _LEAST_GAIN:
                 break
             step //= 2
             primal, dual = before
             continue
         step = gain
-        x = [v + _scale_down(z, primal) for v, z in zip(x, found.x.tolist()[:n], strict=True)]
-        y = [v - f * _scale_down(z, dual) for v, z, f in zip(y, found.eqlin.marginals.tolist(), factors, strict=True)]
+        x = [v + _scale_down(z, primal) for v, z in zip(x, result.x.tolist()[:n], strict=True)]
+        y = [v - f * _scale_down(z, dual) for v, z, f in zip(y, result.eqlin.marginals.tolist(), factors, strict=True)]
         if min(primal, dual) >= bits:
             break
     return Solution(x, y[:m], y[m:])
 
 
 def _row_factor(values: Sequence[int | Fraction]) -> Fraction:
-    sizes = [frexp(abs(float(value)))[1] for value in values if value]
-    return Fraction(2) ** (1 - (max(sizes) + min(sizes)) // 2) if sizes else Fraction(1)
+    exponents = [frexp(abs(float(value)))[1] for value in values if value]
+    return Fraction(2) ** (1 - (max(exponents) + min(exponents)) // 2) if exponents else Fraction(1)
 
 
-def _next_factor(factor: int, step: int, violated: Fraction) -> int:
-    """Return the exponent of the next factor: it makes the violation at most 1, and grows by ``step`` at most."""
-    most = factor + step
-    return (
-        most
-        if violated <= 0
-        else min(most, max(0, violated.denominator.bit_length() - violated.numerator.bit_length() - 1))
-    )
+def _next_factor(exponent: int, step: int, violation: Fraction) -> int:
+    """Return the exponent of the next factor, at most ``step`` higher: violation times factor is then at most 1."""
+    most = exponent + step
+    if violation <= 0:
+        return most
+    return min(most, max(0, violation.denominator.bit_length() - violation.numerator.bit_length() - 1))
 
 
-def _scale_up(value: Fraction, factor: int) -> float:
-    """Return ``value * 2**factor`` as a float; infinite if it is too large for one."""
+def _scale_up(value: Fraction, exponent: int) -> float:
+    """Return ``value * 2**exponent`` as a float, which is infinite if the product is too large."""
     try:
-        return (value.numerator << factor) / value.denominator
+        return (value.numerator << exponent) / value.denominator
     except OverflowError:
         return inf if value > 0 else -inf
 
 
-def _scale_down(value: float, factor: int) -> Fraction:
-    """Return ``value / 2**factor``, exactly."""
+def _scale_down(value: float, exponent: int) -> Fraction:
+    """Return ``value / 2**exponent``, exactly."""
     numerator, denominator = value.as_integer_ratio()
-    return Fraction(numerator, denominator << factor)
+    return Fraction(numerator, denominator << exponent)
 
 
 def common_unit(values: Iterable[Fraction]) -> Fraction:
-    """Return the greatest number of which all values are integer multiples."""
-    listed = [value for value in values if value]
-    scale = lcm(*(value.denominator for value in listed))
-    return Fraction(gcd(*(int(value * scale) for value in listed)), scale)
+    """Return the greatest number such that all values are integer multiples of it."""
+    nonzero = [value for value in values if value]
+    scale = lcm(*(value.denominator for value in nonzero))
+    return Fraction(gcd(*(int(value * scale) for value in nonzero)), scale)

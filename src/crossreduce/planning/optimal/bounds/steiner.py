@@ -1,8 +1,8 @@
 """The cheapest trees that join some nodes of a graph and may branch at others (Steiner trees).
 
-Input: a graph whose links have prices. Output: for each possible root, the price of its cheapest tree to all terminals,
-and the tree. Trees branch at *joints*: terminals, other devices, and switches that multicast. They pass straight
-through other nodes. The time grows with 3**terminals.
+Input: a graph whose links have prices. Output: for each possible root, the cheapest tree to all terminals, which are
+the nodes to join, and the price of the tree. Trees branch at *joints*: terminals, other devices, and switches that
+multicast. They pass straight through other nodes. The time grows with 3**terminals.
 
 Source: Dreyfus & Wagner, The Steiner problem in graphs, Networks 1(3), 1971.
 """
@@ -13,10 +13,10 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Any, Final
 
-# The most values that the search combines twice, 3**terminals * joints: in a short time, and in a few seconds. One
-# collective needs no more than ``FEW``: beyond, cheap trees mostly reach its bound, too, and where prices do not prove
-# that, cuts do. Nothing else proves the rates of several groups, so their trees are the cheapest ones up to ``MANY``. A
-# check computes exact prices up to the same limit as the search.
+# Limits of the number of values that the search combines, 3**terminals * joints. ``FEW`` take a short time, and
+# ``MANY`` take a few seconds. For one collective, ``FEW`` is the limit: with more, cheap trees mostly reach the bound,
+# too, which prices or cuts prove. For several groups, only the cheapest trees prove the rates, so ``MANY`` is the
+# limit. A check computes exact prices up to the same limit as the search.
 FEW: Final = 1 << 19
 MANY: Final = 1 << 24
 
@@ -25,7 +25,7 @@ Parent = tuple[int, int, Through]  # (node, its parent, the nodes passed after t
 
 
 def few_enough(terminals: int, joints: int, limit: int = FEW) -> bool:
-    """Return whether the trees of so many terminals and joints are found in a short time."""
+    """Return whether the cheapest trees with so many terminals and joints are found within a limit."""
     return int(3**terminals) * joints <= limit
 
 
@@ -50,27 +50,27 @@ class CheapestTrees:
     ) -> None:
         """Prepare for a graph of the nodes 0 to n - 1; every terminal is a joint."""
         self._n, self._arcs, self._joints = n, arcs, list(joints)
-        self._at = {node: k for k, node in enumerate(self._joints)}
+        self._at = {node: k for k, node in enumerate(self._joints)}  # the position of each joint, used in all arrays
         self._terminals = [self._at[node] for node in terminals]
-        self._splits: list[Any] = []
+        self._splits: list[Any] = []  # see ``_combine``
 
     def price(self, prices: Sequence[float]) -> None:
         """Set the prices of all links, 0 or more. Sums of whole numbers below 2**53 are exact."""
         import numpy as np
 
         size = len(self._joints)
-        reach, towards = self._hops(prices), np.tile(np.arange(size), (size, 1))
-        np.fill_diagonal(reach, 0.0)
-        for k in range(size):  # Floyd & Warshall; ``towards``: the next joint of the path
-            across = reach[:, k, None] + reach[None, k, :]
-            better = across < reach
-            reach = np.where(better, across, reach)
+        distance, towards = self._hops(prices), np.tile(np.arange(size), (size, 1))
+        np.fill_diagonal(distance, 0.0)
+        for k in range(size):  # Floyd & Warshall; ``towards`` is the next joint of the cheapest path
+            across = distance[:, k, None] + distance[None, k, :]
+            better = across < distance
+            distance = np.where(better, across, distance)
             towards = np.where(better, towards[:, k, None], towards)
-        self._reach, self._towards = reach, towards
+        self._distance, self._towards = distance, towards
         self._combine()
 
     def cost(self, root: int) -> float:
-        """Return the price of the cheapest tree out of a joint; infinite: it does not reach all terminals."""
+        """Return the price of the cheapest tree out of a joint, or infinity if no tree reaches all terminals."""
         return float(self._cost[-1][self._at[root]])
 
     def parents(self, root: int) -> list[Parent]:
@@ -79,16 +79,17 @@ class CheapestTrees:
         All prices must be above 0.
         """
         start = self._at[root]
-        out: dict[int, list[int]] = {}
+        nexts: dict[int, list[int]] = {}
         hops: dict[tuple[int, int], None] = {}
-        self._trace(start, (1 << len(self._terminals)) - 1, hops)
+        self._add_tree(start, (1 << len(self._terminals)) - 1, hops)
         for a, b in hops:
-            out.setdefault(a, []).append(b)
+            nexts.setdefault(a, []).append(b)
+        # Branches may reach a joint by different hops. So a search from the root chooses one hop into each joint.
         parent: dict[int, int] = {start: start}
         queue = deque([start])
         while queue:
             a = queue.popleft()
-            for b in out.get(a, ()):
+            for b in nexts.get(a, ()):
                 if b not in parent:
                     parent[b] = a
                     queue.append(b)
@@ -103,7 +104,7 @@ class CheapestTrees:
         ]
 
     def _hops(self, prices: Sequence[float]) -> Any:
-        """Return the price of the cheapest way from each joint to each other one that passes no third joint."""
+        """Return the price of the cheapest path from each joint to each other joint that passes no third joint."""
         import numpy as np
 
         size = len(self._joints)
@@ -116,15 +117,15 @@ class CheapestTrees:
         from scipy.sparse import csr_array
         from scipy.sparse.csgraph import dijkstra
 
-        # Links out of a joint start at a copy of it, which no link enters, so no way passes a third joint.
+        # Links out of a joint start at a copy of it, which no link enters, so no path passes a third joint.
         starts = [self._n + self._at[src] if src in self._at else src for src, _ in self._arcs]
         ends = [dst for _, dst in self._arcs]
         graph = csr_array((list(prices), (starts, ends)), shape=(self._n + size, self._n + size))
-        found, self._before = dijkstra(graph, indices=range(self._n, self._n + size), return_predecessors=True)
-        return found[:, self._joints]
+        costs, self._before = dijkstra(graph, indices=range(self._n, self._n + size), return_predecessors=True)
+        return costs[:, self._joints]
 
     def _route(self, a: int, b: int) -> Through:
-        """Return the nodes between two joints on their cheapest way."""
+        """Return the nodes between two joints on the cheapest path of ``_hops``."""
         if self._before is None:
             return ()
         passed: list[int] = []
@@ -135,15 +136,18 @@ class CheapestTrees:
         return tuple(reversed(passed))
 
     def _combine(self) -> None:
-        """Compute, for each set of terminals, the price of the cheapest tree from each joint to all of the set."""
+        """Compute, for each set of terminals and each joint, the price of the cheapest tree from the joint to the set.
+
+        Sets are bits. ``_cost`` has the prices; ``_joined`` those of trees that fork at the joint, or end there.
+        """
         import numpy as np
 
         count = len(self._terminals)
-        if not self._splits:
+        if not self._splits:  # for each set, the first parts of all ways to divide it in two
             for wanted in range(1 << count):
                 low, rest = wanted & -wanted, wanted & (wanted - 1)
                 part, halves = rest, []
-                while part:  # all ways to divide the set in two: one part has its lowest terminal
+                while part:  # the first part has the lowest terminal, so that each way is listed once
                     part = (part - 1) & rest
                     halves.append(low | part)
                 self._splits.append(np.array(halves, dtype=np.int64))
@@ -156,21 +160,17 @@ class CheapestTrees:
             halves = self._splits[wanted]
             if len(halves):
                 self._joined[wanted] = (self._cost[halves] + self._cost[wanted ^ halves]).min(axis=0)
-            self._cost[wanted] = (self._reach + self._joined[wanted]).min(axis=1)
+            self._cost[wanted] = (self._distance + self._joined[wanted]).min(axis=1)
 
-    def _trace(self, start: int, wanted: int, pairs: dict[tuple[int, int], None]) -> None:
+    def _add_tree(self, start: int, wanted: int, hops: dict[tuple[int, int], None]) -> None:
         """Add the hops of the cheapest tree from a joint to a set of terminals."""
-        fork = int((self._reach[start] + self._joined[wanted]).argmin())
-        self._walk(start, fork, pairs)
+        fork = int((self._distance[start] + self._joined[wanted]).argmin())
+        while start != fork:
+            after = int(self._towards[start, fork])
+            hops[start, after] = None
+            start = after
         halves = self._splits[wanted]
         if len(halves):
             half = int(halves[(self._cost[halves, fork] + self._cost[wanted ^ halves, fork]).argmin()])
-            self._trace(fork, half, pairs)
-            self._trace(fork, wanted ^ half, pairs)
-
-    def _walk(self, a: int, b: int, pairs: dict[tuple[int, int], None]) -> None:
-        """Add the hops of the cheapest way between two joints."""
-        while a != b:
-            after = int(self._towards[a, b])
-            pairs[a, after] = None
-            a = after
+            self._add_tree(fork, half, hops)
+            self._add_tree(fork, wanted ^ half, hops)

@@ -1,7 +1,8 @@
 """Cheap trees that join many nodes of a graph, where the cheapest ones would take too long.
 
-Input and output: as ``steiner.py``. A tree begins at its root; the nearest terminal that it does not reach yet is
-joined to it by the cheapest way, until it reaches all. Trees without helpers between equal nodes are the cheapest ones.
+Input and output are those of ``steiner.py``. A tree begins at the root. In each step the nearest terminal that is not
+in the tree is joined to it by the cheapest path. Without helpers, and on links that cost the same in both directions,
+no tree is cheaper.
 
 Source: Takahashi & Matsuyama, An approximate solution for the Steiner problem in graphs, Math. Japonica 24(6), 1980.
 """
@@ -30,17 +31,17 @@ class NearTrees:
     ) -> None:
         """Prepare for a graph of the nodes 0 to n - 1; every terminal is a joint."""
         self._terminals, self._joints = frozenset(terminals), frozenset(joints)
-        self._near: list[list[tuple[int, int]]] = [[] for _ in range(n)]  # the links out of each node: (to, number)
+        self._leaving: list[list[tuple[int, int]]] = [[] for _ in range(n)]  # the links out of each node: (to, number)
         for k, (src, dst) in enumerate(arcs):
-            self._near[src].append((dst, k))
+            self._leaving[src].append((dst, k))
 
     def price(self, prices: Sequence[float]) -> None:
         """Set the prices of all links, 0 or more."""
         self._prices = prices
-        self._made: dict[int, tuple[float, list[Parent]]] = {}
+        self._trees: dict[int, tuple[float, list[Parent]]] = {}  # by root, at these prices
 
     def cost(self, root: int) -> float:
-        """Return the price of a cheap tree out of a joint; infinite: it does not reach all terminals."""
+        """Return the price of a cheap tree out of a joint, or infinity if no tree reaches all terminals."""
         return self._tree(root)[0]
 
     def parents(self, root: int) -> list[Parent]:
@@ -48,45 +49,45 @@ class NearTrees:
         return self._tree(root)[1]
 
     def _tree(self, root: int) -> tuple[float, list[Parent]]:
-        if root not in self._made:
-            self._made[root] = self._grow(root)
-        return self._made[root]
+        if root not in self._trees:
+            self._trees[root] = self._grow(root)
+        return self._trees[root]
 
     def _grow(self, root: int) -> tuple[float, list[Parent]]:
-        """Return the price and the tree, which grows from the root like Dijkstra's tree of cheapest ways.
+        """Return the price and the tree, which grows from the root like Dijkstra's tree of cheapest paths.
 
         When the nearest terminal is found, the joints of the path to it become part of the tree: their distance is 0.
         """
         inside = {root}
         missing = len(self._terminals - inside)
-        far = [inf] * len(self._near)  # the price of the cheapest known way to each node from the tree
-        before = [root] * len(self._near)  # the node before it on this way
-        far[root] = 0.0
+        distance = [inf] * len(self._leaving)  # the price of the cheapest known path to each node from the tree
+        before = [root] * len(self._leaving)  # the node before it on this path
+        distance[root] = 0.0
         queue = [(0.0, root)]
         total, parents = 0.0, list[Parent]()
         while missing:
             if not queue:
                 return inf, []
             price, node = heappop(queue)
-            if price > far[node]:
+            if price > distance[node]:
                 continue
             if node in self._terminals and node not in inside:
                 total += price
-                way = [node]
-                while way[-1] not in inside:
-                    way.append(before[way[-1]])
-                ends = [k for k, passed in enumerate(way) if passed in self._joints]
-                for near, end in reversed([*zip(ends[1:], ends, strict=False)]):
-                    joint = way[end]
-                    parents.append((joint, way[near], tuple(way[near - 1 : end : -1])))
+                path = [node]  # backwards: from the terminal to the tree
+                while path[-1] not in inside:
+                    path.append(before[path[-1]])
+                ends = [k for k, passed in enumerate(path) if passed in self._joints]
+                for start, end in reversed([*zip(ends[1:], ends, strict=False)]):
+                    joint = path[end]
+                    parents.append((joint, path[start], tuple(path[start - 1 : end : -1])))
                     inside.add(joint)
                     missing -= joint in self._terminals
-                    far[joint] = 0.0
+                    distance[joint] = 0.0
                     heappush(queue, (0.0, joint))
                 continue
-            for other, link in self._near[node]:
+            for other, link in self._leaving[node]:
                 length = price + self._prices[link]
-                if length < far[other]:
-                    far[other], before[other] = length, node
+                if length < distance[other]:
+                    distance[other], before[other] = length, node
                     heappush(queue, (length, other))
         return total, parents

@@ -1,10 +1,9 @@
 """The prices of trees, for proofs by prices of the links.
 
-Input: the links with their prices, and the nodes that trees join. Output: the price of the cheapest trees, exact; or,
-for many nodes, a price that no trees are below. Trees branch only at *joints*: devices and switches that reduce.
-
-Nothing here is used to search for trees. The search has other algorithms (``steiner.py``), except that it also states
-the lower price for many nodes.
+Input: the links with their prices, and the nodes that trees join. Output: the exact price of the cheapest trees, or,
+for many nodes, a lower limit of the prices of all trees. Trees branch only at *joints*: devices and switches that
+reduce. The search for trees does not depend on this module, but has other algorithms (``steiner.py``). It only takes
+the lower limits from here.
 
 Source: Erickson, Monma & Veinott, Send-and-split method for minimum-concave-cost network flows, Math. of Operations
 Research 12(4), 1987; Wong, A dual ascent approach for Steiner tree problems on a directed graph, Math. Programming 28,
@@ -38,11 +37,11 @@ def price_of_buffer(
     *,
     exact: bool = True,
 ) -> Fraction:
-    """Return the price of the cheapest trees that move a unit of the buffer of a collective; 0: there are none.
+    """Return the price of the cheapest trees that move a unit of the buffer of a collective, or 0 if there are none.
 
     Args:
       roots: for all collectives but all-reduce, the roots and the parts of the buffer that start (or end) there.
-      exact: whether the price is exact. Else no trees are cheaper; that is for many members.
+      exact: whether the price is exact. Otherwise it is a lower limit, which is found quickly for many members.
     """
     scale = lcm(*(Fraction(price).denominator for *_, price in priced))
     priced = [(src, dst, int(price * scale)) for src, dst, price in priced]  # sums of integers are quick
@@ -50,10 +49,10 @@ def price_of_buffer(
         return Fraction(least_price(priced, joints, members, members, joints, exact=exact) or 0, scale)
     outward = collective in ("broadcast", "all_gather")
     sources, destinations = () if outward else members, members if outward else ()
-    listed = [(root, weight) for root, weight in roots if weight]
-    found = _prices(priced, joints, sources, destinations, [root for root, _ in listed], exact=exact)
-    cost = sum((found.get(root, 0) * weight for root, weight in listed), Fraction(0))
-    return cost / sum((weight for _, weight in listed), Fraction(0)) / scale
+    weights = [(root, weight) for root, weight in roots if weight]
+    prices = _prices(priced, joints, sources, destinations, [root for root, _ in weights], exact=exact)
+    cost = sum((prices.get(root, 0) * weight for root, weight in weights), Fraction(0))
+    return cost / sum((weight for _, weight in weights), Fraction(0)) / scale
 
 
 def least_price(
@@ -61,28 +60,33 @@ def least_price(
 ) -> Any:
     """Return the price of the cheapest trees from sources to some root and from there to destinations.
 
-    ``None``: no such trees exist. ``exact``: as for ``price_of_buffer``.
+    Return ``None`` if no such trees exist. ``exact`` is that of ``price_of_buffer``.
     """
     if not exact and len(roots) > 1 and sources and set(sources) == set(destinations):
         price = {(src, dst): cost for src, dst, cost in priced}
         if all(price.get((dst, src)) == cost for (src, dst), cost in price.items()):
-            # A tree that copies is one that reduces, backwards. It costs the same out of each of its nodes.
-            found = _prices(priced, joints, (), destinations, destinations, exact=False)
-            return 2 * max(found.values()) if found else None
+            # A tree that copies, backwards, is a tree that reduces. It costs the same if another of its nodes is the
+            # root. So the limits for all roots are valid for all trees, and the greatest one is the best.
+            prices = _prices(priced, joints, (), destinations, destinations, exact=False)
+            return 2 * max(prices.values()) if prices else None
     return min(_prices(priced, joints, sources, destinations, roots, exact=exact).values(), default=None)
 
 
 def _prices(
     priced: Priced, joints: Sequence[Any], sources: Any, destinations: Any, roots: Sequence[Any], *, exact: bool
 ) -> dict[Any, Any]:
-    """Return for each root that has trees their price."""
-    ways = []
+    """Return for each root the price of the trees that it needs: one to destinations, one from sources, or both.
+
+    Roots without such trees are left out.
+    """
+    prices = []  # of trees in each direction, by root
     for ends, links in ((destinations, priced), (sources, [(dst, src, price) for src, dst, price in priced])):
-        if ends:
-            ways.append(
-                cheapest_prices(links, ends, set(joints)) if exact else _lower_bounds(links, ends, joints, roots)
-            )
-    return {root: sum(way[root] for way in ways) for root in roots if all(root in way for way in ways)}
+        if ends and exact:
+            prices.append(cheapest_prices(links, ends, set(joints)))
+        elif ends:
+            prices.append(_lower_bounds(links, ends, joints, roots))
+    served = [root for root in roots if all(root in by_root for by_root in prices)]
+    return {root: sum(by_root[root] for by_root in prices) for root in served}
 
 
 def cheapest_prices(priced: Priced, ends: Sequence[Any], joints: set[Any]) -> dict[Any, Any]:
@@ -90,22 +94,22 @@ def cheapest_prices(priced: Priced, ends: Sequence[Any], joints: set[Any]) -> di
 
     Nodes without such a tree are left out. The time grows with 3**ends.
     """
-    near: dict[Any, list[tuple[Any, Any]]] = {}
+    entering: dict[Any, list[tuple[Any, Any]]] = {}
     for src, dst, price in priced:
-        near.setdefault(dst, []).append((src, price))
-    found: list[dict[Any, Any]] = [{}]  # by the set of ends, as bits
+        entering.setdefault(dst, []).append((src, price))
+    cheapest: list[dict[Any, Any]] = [{}]  # for each set of ends, as bits: the price from each node
     for wanted in range(1, 1 << len(ends)):
         costs: dict[Any, Any] = {}
         if not wanted & (wanted - 1):
             costs[ends[wanted.bit_length() - 1]] = 0
         part = (wanted - 1) & wanted
         while part > wanted ^ part:  # each way to divide the set in two, once
-            for node, cost in found[part].items():
-                if node in joints and node in found[wanted ^ part]:
-                    both = cost + found[wanted ^ part][node]
+            for node, cost in cheapest[part].items():
+                if node in joints and node in cheapest[wanted ^ part]:
+                    both = cost + cheapest[wanted ^ part][node]
                     costs[node] = min(costs.get(node, both), both)
             part = (part - 1) & wanted
-        queue = [(cost, node) for node, cost in costs.items()]
+        queue = [(cost, node) for node, cost in costs.items()]  # Dijkstra, over the links backwards
         heapify(queue)
         done: dict[Any, Any] = {}
         while queue:
@@ -113,25 +117,26 @@ def cheapest_prices(priced: Priced, ends: Sequence[Any], joints: set[Any]) -> di
             if node in done:
                 continue
             done[node] = cost
-            for src, price in near.get(node, ()):
+            for src, price in entering.get(node, ()):
                 if src not in done and cost + price < costs.get(src, cost + price + 1):
                     costs[src] = cost + price
                     heappush(queue, (cost + price, src))
-        found.append(done)
-    return found[-1]
+        cheapest.append(done)
+    return cheapest[-1]
 
 
 def _lower_bounds(priced: Priced, ends: Sequence[Any], joints: Sequence[Any], roots: Sequence[Any]) -> dict[Any, Any]:
-    """Return for each root a price that no tree from it to all ``ends`` is below.
+    """Return for each root a lower limit of the prices of all trees from it to all ``ends``.
 
-    Sets of joints without the root, each with an end that the root does not reach yet, are raised one after another:
-    every tree enters the set, so it pays at least the cheapest way into it; all ways into it become cheaper by that.
+    Each end is connected to the root in turn, over hops whose remaining price is 0. Meanwhile, ``inside`` contains the
+    joints from which the end can be reached at the price 0. A tree has to enter this set, so it pays at least for the
+    cheapest hop into it. This price is added to the limit, and subtracted from all hops into the set.
     """
     place = {joint: k for k, joint in enumerate(joints)}
     hops = _hops(priced, place)
-    found = {}
+    limits = {}
     for root in roots:
-        left, total = [dict(ways) for ways in hops], 0
+        left, total = [dict(prices) for prices in hops], 0  # the remaining prices
         for end in sorted(place[end] for end in ends):  # in the order of the joints
             inside, queue = {end}, [end]
             while True:
@@ -155,30 +160,30 @@ def _lower_bounds(priced: Priced, ends: Sequence[Any], joints: Sequence[Any], ro
             if place[root] not in inside:
                 break
         else:
-            found[root] = total
-    return found
+            limits[root] = total
+    return limits
 
 
 def _hops(priced: Priced, place: dict[Any, int]) -> list[dict[int, Any]]:
-    """Return for each joint the joints with a way to it that passes no third joint, and the price of the cheapest."""
-    near: dict[Any, list[tuple[Any, Any]]] = {}
+    """Return the hops into each joint: the price of the cheapest path from each other one that passes no third one."""
+    entering: dict[Any, list[tuple[Any, Any]]] = {}
     for src, dst, price in priced:
-        near.setdefault(dst, []).append((src, price))
+        entering.setdefault(dst, []).append((src, price))
     hops: list[dict[int, Any]] = []
     for joint in place:
         order = 0  # equal prices are taken in the order in which they were found
-        queue, done, ways = [(0, order, joint)], set[Any](), dict[int, Any]()
+        queue, done, prices = [(0, order, joint)], set[Any](), dict[int, Any]()
         while queue:
             cost, _, node = heappop(queue)
             if node in done:
                 continue
             done.add(node)
             if node != joint and node in place:
-                ways[place[node]] = cost
+                prices[place[node]] = cost
                 continue
-            for src, price in near.get(node, ()):
+            for src, price in entering.get(node, ()):
                 if src not in done:
                     order += 1
                     heappush(queue, (cost + price, order, src))
-        hops.append(ways)
+        hops.append(prices)
     return hops

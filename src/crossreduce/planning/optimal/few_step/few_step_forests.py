@@ -1,6 +1,6 @@
 """Forests of few steps as schedules, if they are faster than a known schedule.
 
-Input: a request and the fastest schedule that is known. Output: the faster one of this and of forests of few steps.
+Input: a request and the fastest known schedule. Output: the fastest one of this schedule and of forests of few steps.
 """
 
 from __future__ import annotations
@@ -29,48 +29,48 @@ from .tree_program import Edge, Shares, expected_time, share_among_trees
 
 MOST_DEVICES: Final = 16  # with more, the linear programs take long
 WORTH: Final = 0.98  # a forest is searched for only if it may take less than this part of the known time
-# With transfers of more than so many times a hop's latency, forests for one piece, and those of all-gathers in many
+# If transfers take more than LONG times the latency of a hop, forests for one piece, and those of all-gathers in many
 # pieces, are never much faster than other schedules (measured on all machines).
 LONG: Final = 16_000
-# Beyond this limit they must be faster by more than 1 - WORTH, and their rate for still larger buffers must be that of
-# the known schedule. If operations are queued, forests for one piece are not searched for.
+# If transfers take more than FAR times the latency of a hop, a forest must be faster by more than 1 - WORTH, and must
+# have at least the rate of the known schedule. If operations are queued, only forests for many pieces are tried then.
 FAR: Final = 4000
 MORE_STEPS: Final = 5  # the most steps above the least that are tried
 _COMPARED: Final = 2  # the steps above the least with which the two kinds of forests are compared
 
 
 class _Task(NamedTuple):
-    """What a request needs of its trees."""
+    """The kind of trees that a request needs."""
 
-    roots: int | None  # see ``shared``
+    roots: int | None  # see ``share_among_trees``
     paired: bool  # trees into and out of each root
     backwards: bool  # trees into the roots only
 
 
 class _Limits(NamedTuple):
-    """What bounds the time of the forests of a request."""
+    """Numbers that limit the time of the forests of a request."""
 
     task: _Task
     least: int  # steps
     rate: float  # the bound, in GB/s
     transfer: float  # the seconds of the buffer at this rate
-    delay: float  # the latency of the longest way between two members, in seconds
+    delay: float  # the greatest latency between two members, in seconds
     hop: float  # the least latency of a hop, in seconds
     queued: float  # the seconds in which the busiest host queues an operation for each destination
 
     def seconds(self, steps: int, transfer: float, many: bool) -> float:
-        """Return about the least seconds of a forest of so many steps whose transfers alone take ``transfer``."""
-        busy = self.queued * _rounds(self.task, steps - self.least, self.least, many)
-        always = max(self.delay + self.transfer, self.queued)
-        return max(always, _least_s(steps, self.hop, transfer, self.queued, busy, many))
+        """Estimate the least seconds of a forest, given its steps and the seconds of its transfers alone."""
+        busy = self.queued * _receiving_steps(self.task, steps - self.least, self.least, many)
+        of_any_forest = max(self.delay + self.transfer, self.queued)
+        return max(of_any_forest, _least_s(steps, self.hop, transfer, self.queued, busy, many))
 
 
 def faster_forest(request: Request, best: Pieces) -> Pieces:
     """Return the fastest of a known schedule and of forests of few steps, and its time.
 
-    Forests of the first kind are for many pieces, so all steps are in progress together. Those of the second kind are
-    for one piece: their steps follow each other. Forests of each kind are planned in the order of the times that are
-    expected, and only if no limit makes them too slow.
+    There are two kinds of forests. Those for ``many`` pieces have all steps in progress at the same time. In those for
+    one piece, the steps follow each other. Forests of each kind are planned in the order of their expected times, and
+    only if these are below the goal.
     """
     task, members, topology = _task(request), request.members, request.topology
     assert topology is not None
@@ -106,31 +106,31 @@ def faster_forest(request: Request, best: Pieces) -> Pieces:
                 break
             if steps >= too_many:
                 continue
-            found = _forest(request._replace(nbytes=0, costs=NO_MORE), task, steps, many)
-            assert found is not None
-            if least_rate is not None and (fluid_rate(found, topology) or 0) < least_rate:
+            schedule = _forest(request._replace(nbytes=0, costs=NO_MORE), task, steps, many)
+            assert schedule is not None
+            if least_rate is not None and (fluid_rate(schedule, topology) or 0) < least_rate:
                 continue
-            timed = fastest_of([found], topology, request.nbytes, costs=request.costs)
+            timed = fastest_of([schedule], topology, request.nbytes, costs=request.costs)
             if timed.seconds < best.seconds * least_gain:
                 best, least_gain = timed, 1.0
                 goal = min(goal, best.seconds * WORTH)
-            if limits.queued * operation_count(found) >= best.seconds * WORTH * len(request.destinations):
+            if limits.queued * operation_count(schedule) >= best.seconds * WORTH * len(request.destinations):
                 too_many = steps  # more steps have at least as many operations (measured on all machines)
     return best
 
 
 def _options(request: Request, limits: _Limits, goal: Callable[[], float], many: bool) -> Iterator[tuple[float, int]]:
-    """Yield the expected seconds and the steps of forests, the fastest first, that may take less than ``goal()``.
+    """Yield (expected seconds, steps) of forests that may take less than ``goal()``, the fastest first.
 
-    A time is computed only when all forests that are expected to be faster have been yielded, since the goal may become
-    less.
+    The caller lowers the goal in the meantime. So an expected time, which takes long to compute, is computed only after
+    all forests that must be faster have been yielded.
     """
     paired = limits.task.paired
     more = 4 if paired else MORE_STEPS
     rates: list[float] = []
-    waiting: list[tuple[float, int]] = []
+    waiting: list[tuple[float, int]] = []  # a heap of options that were not yielded yet
     first_goal = goal()
-    for left in range(more, -1, -1 - paired):
+    for left in range(more, -1, -1 - paired):  # the steps that may be added later
         steps = limits.least + more - left
         least_s = limits.seconds(steps, limits.transfer, many)
         while waiting and waiting[0][0] <= least_s:
@@ -152,32 +152,32 @@ def _least_s(steps: int, hop: float, transfer: float, queued: float, busy: float
     """Return the seconds of so many steps, each with a latency, whose transfers alone take ``transfer`` seconds.
 
     Cut into p pieces they take (steps - 1 + p) (hop + transfer / p). The operations of one piece are queued in ``busy``
-    seconds, those of each further piece in ``queued`` seconds.
+    seconds, and those of each further piece in ``queued`` seconds.
     """
     if not many:
         return max(steps * hop + transfer, busy)
 
-    def ramp(pieces: float) -> float:
-        return max(transfer, _RAMP * (steps - 1 + pieces) * (hop + transfer / pieces))
+    def pipeline_s(pieces: float) -> float:
+        return max(transfer, _LEAST_PART * (steps - 1 + pieces) * (hop + transfer / pieces))
 
-    def queue(pieces: float) -> float:
+    def queue_s(pieces: float) -> float:
         return busy + queued * (pieces - 1)
 
-    few, best = 1.0, max(1.0, math.sqrt((steps - 1) * transfer / hop)) if hop else math.inf
+    few, best = 1.0, max(1.0, math.sqrt((steps - 1) * transfer / hop)) if hop else math.inf  # numbers of pieces
     if not math.isfinite(best):
         return max(transfer, busy)
-    if best < _FEW:  # then most links carry data in one step only
+    if best < _FEW_PIECES:
         return max(steps * hop + transfer, busy)
-    if queue(best) <= ramp(best):
-        return ramp(best)
-    while best > few * 1.01:  # the ramp falls and the queue grows until they are equal
+    if queue_s(best) <= pipeline_s(best):
+        return pipeline_s(best)
+    while best > few * 1.01:  # with more pieces, the pipeline takes less and the queue more, until they are equal
         middle = math.sqrt(few * best)
-        few, best = (middle, best) if queue(middle) < ramp(middle) else (few, middle)
-    return max(ramp(best), queue(few))
+        few, best = (middle, best) if queue_s(middle) < pipeline_s(middle) else (few, middle)
+    return max(pipeline_s(best), queue_s(few))
 
 
-def _rounds(task: _Task, more: int, least: int, many: bool) -> float:
-    """Return in about how many of ``least + more`` steps a device receives data, as measured on all machines."""
+def _receiving_steps(task: _Task, more: int, least: int, many: bool) -> float:
+    """Estimate in how many of ``least + more`` steps a device receives data, as measured on all machines."""
     if task.roots == -1:
         return 0.85 * (least + more)
     if task.paired:
@@ -186,18 +186,18 @@ def _rounds(task: _Task, more: int, least: int, many: bool) -> float:
 
 
 def _cannot_help(rates: list[float], left: int, nbytes: int, goal: float) -> bool:
-    """Return whether so many further numbers of steps cannot help if each adds at most as many GB/s as the last one."""
+    """Return whether ``left`` more steps miss the goal, if each adds at most as many GB/s as the last one did."""
     return len(rates) > 1 and (rates[-1] + left * (rates[-1] - rates[-2])) * goal * 1e9 < nbytes
 
 
-_FEW: Final = 4  # pieces; if fewer are best, most links carry data in one step only
-_QUEUE: Final = 32  # latencies below this part of the time to queue the operations of all devices do not matter
-_RAMP: Final = 0.9  # the least part of this time that forests take, measured: not every link is busy all the time
+_FEW_PIECES: Final = 4  # if fewer pieces are best, most links carry data in one step only
+_QUEUE: Final = 32  # latencies below 1 / _QUEUE of the time to queue the operations of all devices do not matter
+_LEAST_PART: Final = 0.9  # of the pipeline's time that forests take, measured: not every link is busy all the time
 _NEAR: Final = 0.01  # a forest whose rate is so near to the bound needs no more steps
 
 
 def _task(request: Request) -> _Task | None:
-    """Return the task of a request; ``None``: forests of few steps are not made for it."""
+    """Return the task of a request, or ``None`` if forests of few steps are not made for it."""
     sources, destinations = request.positions
     if request.packs != 1 or request.root is not None:
         return None
@@ -211,7 +211,7 @@ def _task(request: Request) -> _Task | None:
 
 
 def _bound(topology: Topology, members: tuple[str, ...], task: _Task) -> float:
-    """Return the bound in GB/s of the collective that the trees of a task make."""
+    """Return the bound in GB/s of the collective that the trees of a task perform."""
     root = None if task.roots is None or task.roots < 0 else ((members[task.roots], Fraction(1)),)
     to_roots, from_roots = ("reduce", "broadcast") if root else ("reduce_scatter", "all_gather")
     collective = "all_reduce" if task.paired else to_roots if task.backwards else from_roots
@@ -219,24 +219,23 @@ def _bound(topology: Topology, members: tuple[str, ...], task: _Task) -> float:
 
 
 def _expected_time(request: Request, task: _Task, steps: int, many: bool) -> float | None:
-    """Return about the seconds for 1 GB without latencies; ``None``: so few steps do not reach all devices."""
-    _, wiring = _neutral_view(request, task)
-    return expected_time(wiring, task.roots, steps, many=many, paired=task.paired)
+    """Estimate the seconds for 1 GB without latencies; ``None`` if so few steps do not reach all devices."""
+    _, topology = _neutral_view(request, task)
+    return expected_time(topology, task.roots, steps, many=many, paired=task.paired)
 
 
 @lru_cache(maxsize=256)
 def _forest(request: Request, task: _Task, steps: int, many: bool) -> Schedule | None:
-    """Return the verified forest of a request with so many steps; ``None``: they do not reach all devices."""
-    names, wiring = _neutral_view(request, task)
-    found = share_among_trees(wiring, task.roots, steps, many=many, paired=task.paired)
-    if found is None:
+    """Return the verified forest of a request with so many steps; ``None`` if they do not reach all devices."""
+    names, topology = _neutral_view(request, task)
+    solution = share_among_trees(topology, task.roots, steps, many=many, paired=task.paired)
+    if solution is None:
         return None
-    shares = list(_forward_columns(found, wiring, task, steps))
-    nodes = [names[name] for name in wiring.nodes]
+    shares = list(_hops_of_shares(solution, topology, task, steps))
+    nodes = [names[name] for name in topology.nodes]
     if many:
-        schedule = trees_to_schedule(
-            "forest", request, nodes, len(request.members), [_trees(share) for share in shares]
-        )
+        trees = [_trees_without_steps(share) for share in shares]
+        schedule = trees_to_schedule("forest", request, nodes, len(request.members), trees)
     else:
         schedule = _schedule_in_steps(request, nodes, shares)
     verify(schedule)
@@ -244,10 +243,10 @@ def _forest(request: Request, task: _Task, steps: int, many: bool) -> Schedule |
 
 
 def _neutral_view(request: Request, task: _Task) -> tuple[dict[str, str], Topology]:
-    """Return a neutral topology in which the trees lead out of roots, and the names of its nodes."""
+    """Return the names of the nodes of a neutral topology, and this topology, reversed if trees lead into the roots."""
     assert request.topology is not None
-    seen = neutral_topology(request.topology, request.members, ())
-    return seen.names, seen.topology.reversed() if task.backwards else seen.topology
+    neutral = neutral_topology(request.topology, request.members, ())
+    return neutral.names, neutral.topology.reversed() if task.backwards else neutral.topology
 
 
 class _Hop(NamedTuple):
@@ -266,35 +265,34 @@ class _Share(NamedTuple):
     out: list[_Hop]
 
 
-def _forward_columns(found: Shares, wiring: Topology, task: _Task, steps: int) -> Iterator[_Share]:
-    """Yield the columns with their hops in the direction in which data moves."""
-    through = hops(wiring).through
+def _hops_of_shares(solution: Shares, topology: Topology, task: _Task, steps: int) -> Iterator[_Share]:
+    """Yield the shares of a solution with their hops in the direction in which data moves."""
+    through = hops(topology).through
     half = (steps + 1) // 2
 
     def forwards(edges: tuple[Edge, ...], delay: int = 0) -> list[_Hop]:
         return [_Hop(step + delay, u, v, through[route]) for step, u, v, route in edges]
 
-    def turned(edges: tuple[Edge, ...], count: int) -> list[_Hop]:
+    def backwards(edges: tuple[Edge, ...], count: int) -> list[_Hop]:
         return sorted(_Hop(count - 1 - step, v, u, through[route][::-1]) for step, u, v, route in edges)
 
-    for units, column in found.columns:
+    for units, column in solution.columns:
         into, out = forwards(column.into), forwards(column.out)
         if task.backwards:
-            into, out = turned(column.out, steps), []
-        elif task.paired and wiring.symmetric:
-            into, out = turned(column.out, half), forwards(column.out, half)
-        yield _Share(Fraction(units, found.units), column.root, into, out)
+            into, out = backwards(column.out, steps), []
+        elif task.paired and topology.symmetric:
+            into, out = backwards(column.out, half), forwards(column.out, half)
+        yield _Share(Fraction(units, solution.units), column.root, into, out)
 
 
-def _trees(share: _Share) -> TreeShare:
-    """Return the trees of a share without the steps of their hops."""
+def _trees_without_steps(share: _Share) -> TreeShare:
     out = Tree(share.root, 1, tuple((hop.dst, hop.src, hop.through) for hop in share.out))
     into = Tree(share.root, 1, tuple((hop.src, hop.dst, hop.through) for hop in reversed(share.into)))
     return TreeShare(share.root, share.share, into if share.into else None, out if share.out else None)
 
 
 def _schedule_in_steps(request: Request, nodes: list[str], shares: list[_Share]) -> Schedule:
-    """Return the schedule in which each hop is in the round of its step."""
+    """Return the schedule in which each hop is in the round of its step; steps without hops are left out."""
     sources, destinations = request.positions
     collective = request.collective
     if collective in ("all_gather", "reduce_scatter"):
@@ -303,19 +301,19 @@ def _schedule_in_steps(request: Request, nodes: list[str], shares: list[_Share])
     chunks: list[Chunk] = []
     routes: defaultdict[tuple[int, int, int], dict[int, Through]] = defaultdict(dict)
     for c, share in enumerate(shares):
-        gives = (share.root,) if collective == "all_gather" else sources
-        takes = (share.root,) if collective == "reduce_scatter" else destinations
-        chunks.append(Chunk(share.share, gives, takes))
-        has = set(gives)
+        chunk_sources = (share.root,) if collective == "all_gather" else sources
+        chunk_destinations = (share.root,) if collective == "reduce_scatter" else destinations
+        chunks.append(Chunk(share.share, chunk_sources, chunk_destinations))
+        holders = set(chunk_sources)  # the devices that have contributions
         for step, dst, arriving in _group_by_receiver(share.into):
-            operands = [hop.src for hop in arriving if hop.src in has]
+            operands = [hop.src for hop in arriving if hop.src in holders]
             if operands:
-                rounds[step].append(Step(c, dst, tuple(sorted(operands + [dst] * (dst in has)))))
-                has.add(dst)
+                rounds[step].append(Step(c, dst, tuple(sorted(operands + [dst] * (dst in holders)))))
+                holders.add(dst)
                 for hop in arriving:
                     if hop.src in operands:
                         routes[c, hop.src, hop.dst][hop.step] = hop.through
-        needed = set(takes)
+        needed = set(chunk_destinations)  # only hops that lead to a destination are kept
         kept = []
         for hop in reversed(share.out):
             if hop.dst in needed:
@@ -326,41 +324,40 @@ def _schedule_in_steps(request: Request, nodes: list[str], shares: list[_Share])
             routes[c, hop.src, hop.dst][hop.step] = hop.through
     order = sorted(rounds)
     position = {step: r for r, step in enumerate(order)}
-    moved = {key: {position[step]: through for step, through in by_step.items()} for key, by_step in routes.items()}
-    return Schedule(
-        collective, "forest", tuple(nodes[: len(request.members)]), tuple(chunks),
-        tuple(tuple(rounds[step]) for step in order), routes=tuple(listed_routes(moved, nodes)),
-    )  # fmt: skip
+    by_round = {key: {position[step]: through for step, through in by_step.items()} for key, by_step in routes.items()}
+    devices, steps = tuple(nodes[: len(request.members)]), tuple(tuple(rounds[step]) for step in order)
+    return Schedule(collective, "forest", devices, tuple(chunks), steps, routes=tuple(listed_routes(by_round, nodes)))
 
 
 def _group_by_receiver(hops: list[_Hop]) -> Iterator[tuple[int, int, list[_Hop]]]:
     """Yield for each step and receiver the hops that arrive together, in the order of the steps."""
-    found: defaultdict[tuple[int, int], list[_Hop]] = defaultdict(list)
+    arriving: defaultdict[tuple[int, int], list[_Hop]] = defaultdict(list)
     for hop in hops:
-        found[hop.step, hop.dst].append(hop)
-    for step, dst in sorted(found):
-        yield step, dst, found[step, dst]
+        arriving[hop.step, hop.dst].append(hop)
+    for step, dst in sorted(arriving):
+        yield step, dst, arriving[step, dst]
 
 
 def _least_steps(topology: Topology, members: tuple[str, ...], task: _Task) -> int | None:
-    """Return the least number of steps in which trees reach all members; ``None``: they cannot."""
-    seen = neutral_topology(topology, members, ()).topology
+    """Return the least number of steps in which trees reach all members, or ``None`` if some cannot be reached."""
+    neutral = neutral_topology(topology, members, ()).topology
     neighbours = defaultdict(list)
-    for u, v in hops(seen.reversed() if task.backwards else seen).pairs:
+    for u, v in hops(neutral.reversed() if task.backwards else neutral).pairs:
         neighbours[u].append(v)
-    far: dict[int, int | None] = {}
-    for start in range(len(members)) if task.roots in (None, -1) else [task.roots]:
-        depth = {start: 0}
-        for node in (queue := [start]):
+    roots = range(len(members)) if task.roots in (None, -1) else [task.roots]
+    depths = []  # the least depth of a tree, for each root whose trees reach all members
+    for root in roots:
+        depth = {root: 0}
+        for node in (queue := [root]):
             for other in neighbours[node]:
                 if other not in depth:
                     depth[other] = depth[node] + 1
                     queue.append(other)
-        far[start] = max(depth.values()) if len(depth) == len(members) else None
-    found = [steps for steps in far.values() if steps is not None]
-    if task.paired:
-        return 2 * min(found) if found else None
-    return max(found) if len(found) == len(far) else None
+        if len(depth) == len(members):
+            depths.append(max(depth.values()))
+    if task.paired:  # into and out of the same root
+        return 2 * min(depths) if depths else None
+    return max(depths) if len(depths) == len(roots) else None
 
 
 @lru_cache(maxsize=512)
@@ -369,19 +366,19 @@ def _latencies(topology: Topology, members: tuple[str, ...]) -> tuple[float, flo
     worst, least = 0.0, math.inf
     inside = set(members)
     for start in members:
-        known: dict[str, float] = {}
+        delays: dict[str, float] = {}
         queue = [(0.0, start)]
         while queue:
             delay, node = heapq.heappop(queue)
-            if node in known:
+            if node in delays:
                 continue
-            known[node] = delay
+            delays[node] = delay
             if node in inside and node != start:
                 least = min(least, delay)
             for link in topology.out_links(node):
-                if link.dst not in known:
+                if link.dst not in delays:
                     heapq.heappush(queue, (delay + float(link.latency_s), link.dst))
-        worst = max(worst, *(known.get(other, 0.0) for other in members))
+        worst = max(worst, *(delays.get(other, 0.0) for other in members))
     return worst, 0.0 if least == math.inf else least
 
 

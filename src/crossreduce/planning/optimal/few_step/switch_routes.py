@@ -1,6 +1,6 @@
-"""Hops: the ways from one device to another that pass only switches, so that a step takes one of them.
+"""Hops: routes from one device to another that pass only switches. A transfer of a step is one hop.
 
-Input: a neutral topology (see ``topologies.neutral``). Output: arrays for the search for trees.
+Input: a neutral topology (see ``neutral_topology``). Output: arrays for the search for trees.
 """
 
 from __future__ import annotations
@@ -11,14 +11,13 @@ from typing import Any, Final
 
 from ....topology import Topology
 
-MOST_ROUTES: Final = 4  # of two devices; more would hardly help
+MOST_ROUTES: Final = 4  # between two devices; more would hardly help
 
-Links = tuple[int, ...]
+Links = tuple[int, ...]  # the numbers of the links of a route
 
 
 class Hops:
-    """The hops of a topology: for each ordered pair of devices some shortest routes through switches, as link
-    numbers."""
+    """The hops of a topology: for each ordered pair of devices, some shortest routes through switches."""
 
     def __init__(self, topology: Topology) -> None:
         import numpy as np
@@ -27,25 +26,25 @@ class Hops:
         pairs = [(link.src, link.dst) for link in topology.links]
         self.links = len(pairs)
         self.fastest = max(link.bandwidth for link in topology.links)
-        # Bandwidths as parts of the greatest, so that the numbers of linear programs are near 1.
+        # Bandwidths as parts of the greatest one, so that the numbers in linear programs are near 1.
         self.bandwidth = np.array([float(link.bandwidth / self.fastest) for link in topology.links])
         routes = _routes(topology, {pair: k for k, pair in enumerate(pairs)})
         self.pairs = sorted(routes)
-        self.routes: list[Links] = [route for pair in self.pairs for route in routes[pair]]
-        self.start = np.cumsum([0, *(len(routes[pair]) for pair in self.pairs)])
+        self.routes: list[Links] = [route for pair in self.pairs for route in routes[pair]]  # of all pairs, in order
+        self.start = np.cumsum([0, *(len(routes[pair]) for pair in self.pairs)])  # the first route of each pair
         self.at = {pair: k for k, pair in enumerate(self.pairs)}
         self.ends = tuple(np.array([pair[end] for pair in self.pairs], dtype=np.intp) for end in (0, 1))
         number = {node: k for k, node in enumerate(topology.nodes)}
-        self.through = [tuple(number[pairs[k][1]] for k in route[:-1]) for route in self.routes]
-        self._most = int(np.diff(self.start).max(initial=1))  # routes of two devices
-        self._first = self.start[None, :-1]
+        self.through = [tuple(number[pairs[k][1]] for k in route[:-1]) for route in self.routes]  # the switches
+        self._most = int(np.diff(self.start).max(initial=1))  # routes of one pair
+        # The routes and the links of all uses of a link by a route.
         self._route_of_use = np.repeat(np.arange(len(self.routes)), [len(route) for route in self.routes])
         self._link_of_use = np.array([k for route in self.routes for k in route], dtype=np.intp)
 
     def costs(self, prices: Any) -> tuple[Any, Any]:
-        """Return, for each row of prices, the price of the cheapest hop between each two devices (infinite: none).
+        """Return, for each row of link prices, the price of the cheapest hop between each two devices, or infinity.
 
-        The second array has the route of this price for each row and pair. If each pair has one route, it has one row.
+        The second array has the route of this hop for each row and pair, or a single row if each pair has one route.
         """
         import numpy as np
 
@@ -54,7 +53,7 @@ class Hops:
             by_route = by_use
         else:
             by_route = np.array([np.bincount(self._route_of_use, row, minlength=count) for row in by_use])
-        best = self._first
+        best = self.start[None, :-1]
         if self._most > 1:
             rows = np.arange(len(prices))[:, None]
             best = np.repeat(best, len(prices), axis=0)
@@ -62,14 +61,14 @@ class Hops:
                 others = np.minimum(self.start[:-1] + k, self.start[1:] - 1)
                 best = np.where(by_route[:, others] < by_route[rows, best], others, best)
             by_route = by_route[rows, best]
-        found = np.full((len(prices), self.n, self.n), np.inf)
-        found[:, self.ends[0], self.ends[1]] = by_route
-        return found, best
+        costs = np.full((len(prices), self.n, self.n), np.inf)
+        costs[:, self.ends[0], self.ends[1]] = by_route
+        return costs, best
 
 
 @lru_cache(maxsize=256)
 def hops(topology: Topology) -> Hops:
-    """Return the hops of a topology: here all of them pass the switch, but a link between two devices is a hop, too.
+    """Return the hops of a topology. In the example all hops pass the switch; a link between devices is a hop, too.
 
     >>> hops(Topology.star(3, 450)).pairs
     [(0, 1), (0, 2), (1, 0), (1, 2), (2, 0), (2, 1)]
@@ -80,10 +79,10 @@ def hops(topology: Topology) -> Hops:
 def _routes(topology: Topology, number: dict[tuple[str, str], int]) -> dict[tuple[int, int], list[Links]]:
     """Return up to ``MOST_ROUTES`` shortest routes for each pair of devices that has a route through switches only."""
     at = {device: k for k, device in enumerate(topology.devices)}
-    found: dict[tuple[int, int], list[Links]] = {}
+    all_routes: dict[tuple[int, int], list[Links]] = {}
     for src, k in at.items():
         length = {src: 0}
-        ways: dict[str, list[Links]] = {src: [()]}
+        routes: dict[str, list[Links]] = {src: [()]}  # the shortest routes from src to each node
         queue = deque([src])
         while queue:
             node = queue.popleft()
@@ -91,11 +90,11 @@ def _routes(topology: Topology, number: dict[tuple[str, str], int]) -> dict[tupl
                 other = link.dst
                 if other == src or length.setdefault(other, length[node] + 1) <= length[node]:
                     continue
-                if other not in ways:
-                    ways[other] = []
+                if other not in routes:
+                    routes[other] = []
                     if other not in at:
                         queue.append(other)
-                more = [(*way, number[node, other]) for way in ways[node]]
-                ways[other] = (ways[other] + more)[:MOST_ROUTES]
-        found.update({(k, at[device]): ways[device] for device in ways if device in at and device != src})
-    return found
+                further = [(*route, number[node, other]) for route in routes[node]]
+                routes[other] = (routes[other] + further)[:MOST_ROUTES]
+        all_routes.update({(k, at[device]): routes[device] for device in routes if device in at and device != src})
+    return all_routes

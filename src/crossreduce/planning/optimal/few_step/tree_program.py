@@ -2,16 +2,17 @@
 
 Input: a topology, the collective, the number of steps. Output: trees with shares, and the time that they need.
 
-Variables: x_c, the amount of column c, a tree (for an all-reduce a tree into a root and one out of it) whose hops each
-have a step; t_s, the time of step s. Minimise the sum of t_s such that the amounts of each root add up to its part of
-the buffer, and that no link carries more in a step than its bandwidth times t_s. If the buffer is cut into many pieces,
-all steps are in progress at the same time: there is one t, and a link carries the sum over all steps.
+A column c is a tree, or for an all-reduce a tree into a root and one out of it; each of its hops has a step. Variables:
+x_c, the part of the buffer that column c carries (its amount); t_s, the time of step s. Minimise the sum of t_s such
+that the amounts of each root add up to the root's part of the buffer, and that no link carries more in a step than its
+bandwidth times t_s. If the buffer is cut into many pieces, all steps are in progress at the same time: there is one t,
+and a link carries the sum over all steps.
 
-There are very many trees, so they are found one by one (column generation): a solution's dual gives each link a price
-in each step, and the cheapest trees at these prices are added. The first ones are found with prices that grow with the
-load of all trees so far (multiplicative weights), which takes less time than to solve the program again and again. A
-search begins with the trees that the search with fewer steps uses. At any prices the cheapest trees prove a lower limit
-of the time. The amounts are then rounded to few equal units.
+There are very many trees, so they are found one by one (column generation): the dual of a solution gives each link a
+price in each step, and the cheapest trees at these prices are added. The first trees are found with prices that grow
+with the load of all trees so far (multiplicative weights), which takes less time than many linear programs. A search
+begins with the trees that the search with fewer steps uses. At any prices the cheapest trees prove a lower limit of the
+time. The amounts are then rounded to few equal units.
 
 Source: Garg & Könemann, Faster and simpler algorithms for multicommodity flow, SIAM J. Comput. 37(2), 2007
 (multiplicative weights); Wentges, Weighted Dantzig-Wolfe decomposition for linear mixed-integer programming, ITOR 4(2),
@@ -30,29 +31,29 @@ from .shallow_trees import MOST_EXACT, Trees, cheapest_trees
 from .switch_routes import hops
 
 GAP: Final = 0.01  # the search ends when the time is at most this part above the proved limit
-# Sets of trees that are found before the first linear program; with several roots, fewer if as many sets one after
-# another as there are devices have no new tree (measured on 26 topologies of up to 16 devices: the plans are the same).
+# Before the first linear program, this many sets of trees are found, one tree per root. With several roots this ends
+# early if n sets in a row, for n devices, have no new tree (on 26 topologies of up to 16 devices, plans are the same).
 _WARM: Final = 12
-_WARM_GREEDY: Final = 5  # the same, if trees are not exact
-_WARM_PER_STEP: Final = 6  # and more for each step, if each set has only one tree; 2, if it is not exact
-REFINED: Final = 0.95  # the part of the time after the first program that the later ones mostly end with
+_WARM_GREEDY: Final = 5  # if trees are not the cheapest
+_WARM_PER_STEP: Final = 6  # additional sets for each step with a single root; 2 if trees are not the cheapest
+REFINED: Final = 0.95  # mostly, the time after the last program is at least this part of that after the first
 _STEEP: Final = 8.0  # how fast prices grow with the load of a link, in the first trees
-_MOST_PROGRAMS: Final = 6  # 3, if trees are not exact
-_MIXES: Final = (1.0, 0.6, 0.3)  # parts of the new prices in those that find trees; the rest are the best so far
+_MOST_PROGRAMS: Final = 6  # 3 if trees are not the cheapest
+_MIXES: Final = (1.0, 0.6, 0.3)  # trees are found at mixes of the dual, with this part, and the best prices so far
 _LEAST: Final = 1e-9  # smaller amounts are rounding errors of a solution
 # Amounts are rounded to whole numbers of few equal units: a chunk of a schedule is a share of them.
 _LOSS: Final = 0.02  # the part of the time that rounding may cost
-_UNITS: Final = (1, 2, 3, 4, 6, 8, 16, 32)  # into how many units each group's part is divided
-_COLUMNS_PER_UNIT: Final = 2  # with more columns than this, so few units cost too much time
-_MOST_MOVED: Final = 16  # with more units, none are moved afterwards
+_UNITS: Final = (1, 2, 3, 4, 6, 8, 16, 32)  # the numbers of units per group that are tried
+_COLUMNS_PER_UNIT: Final = 2  # with more columns per unit than this, rounding costs too much time
+_MOST_MOVED: Final = 16  # with more units per group, none are moved afterwards
 _MOST_PASSES: Final = 10  # over all units; a pass that moves none is the last one
-_FINE: Final = 5040  # 7!, divisible by 2 to 10: most exact shares are multiples of its inverse
+_FINE: Final = 5040  # 7!, divisible by 2 to 10: most exact shares are multiples of 1 / _FINE
 
 Edge = tuple[int, int, int, int]  # step, sender, receiver, route
 
 
 class Column(NamedTuple):
-    """A tree into a root, or none, and a tree out of it."""
+    """A tree out of a root, and perhaps a tree into the root; otherwise ``into`` is empty."""
 
     root: int
     into: tuple[Edge, ...]
@@ -60,22 +61,22 @@ class Column(NamedTuple):
 
 
 class Shares(NamedTuple):
-    """A solution."""
+    """A solution, with the amounts of the columns in units."""
 
-    columns: tuple[tuple[int, Column], ...]  # each with its units
+    columns: tuple[tuple[int, Column], ...]  # (number of units, column)
     units: int  # of the whole buffer
     time: float  # the sum of t_s for 1 GB, in seconds, after rounding
-    limit: float  # with up to ``MOST_EXACT`` devices, no solution takes less
+    limit: float  # with up to ``MOST_EXACT`` devices, no solution takes less time
 
 
-class _Begun(NamedTuple):
-    """A search after its first linear program."""
+class _FirstSolution(NamedTuple):
+    """The state of a search after the first linear program."""
 
     columns: dict[Column, Any]  # with the load of each link in each row, for an amount of 1
-    used: list[Column]  # those with an amount
+    used: list[Column]  # those with an amount above 0
     limit: float  # the greatest limit
     best: Any  # the prices that prove it
-    solved: tuple[float, Any, Any, list[float]]  # see ``_Search.solved``
+    solution: tuple[float, Any, Any, list[float]]  # see ``_Search.solve``
     time: float  # of the program, for 1 GB, in seconds
 
 
@@ -83,48 +84,53 @@ class _Begun(NamedTuple):
 def share_among_trees(
     topology: Topology, roots: int | None, steps: int, *, many: bool, paired: bool = False
 ) -> Shares | None:
-    """Return shares of trees on a neutral topology whose devices are all members; ``None``: a device is not reached.
+    """Return shares of trees on a topology, or ``None`` if they cannot reach all devices.
 
     Args:
+      topology: a neutral topology; all its devices take part.
       roots: a device: trees out of it, as in a broadcast; -1: trees out of all devices with equal parts, as in an
         all-gather; ``None``: trees out of any roots.
       steps: the number of steps.
-      many: the buffer is cut into many pieces.
-      paired: there is also a tree into each root; the trees of a pair have ``steps`` steps together. If all links are
-        equal in both directions, this is the tree out of the root backwards, so half of the steps, rounded up, are for
-        each, and ``Column.into`` is empty.
+      many: whether the buffer is cut into many pieces.
+      paired: whether there is also a tree into each root; the two trees of a column have ``steps`` steps together. If
+        all links are equal in both directions, the tree into the root is the one out of it, backwards. Then each has
+        half of the steps, rounded up, and ``Column.into`` is empty.
 
     >>> mesh = Topology.full_mesh(4, gb_per_s=10)
-    >>> found = share_among_trees(mesh, 0, 2, many=True)
-    >>> round(1 / found.time, 6), [units for units, _ in found.columns], found.units
+    >>> shares = share_among_trees(mesh, 0, 2, many=True)
+    >>> round(1 / shares.time, 6), [units for units, _ in shares.columns], shares.units
     (30.0, [1, 1, 1], 3)
     """
-    begun = _begin_search(topology, roots, steps, many, paired)
-    return begun and _Search(topology, roots, steps, many, paired).shares(begun)
+    first = _first_solution(topology, roots, steps, many, paired)
+    return first and _Search(topology, roots, steps, many, paired).shares(first)
 
 
 def expected_time(
     topology: Topology, roots: int | None, steps: int, *, many: bool, paired: bool = False
 ) -> float | None:
-    """Return the time of ``shared``, or a time near it that is known much sooner, after one linear program.
+    """Return the time of ``share_among_trees``, or an estimate of it after one linear program, which is much quicker.
 
-    Where trees are exact and for one piece, later programs make the time mostly at most a twentieth less.
+    The estimate is returned for one piece and the cheapest trees: there, later programs reduce the time little.
     """
     if many or len(topology.devices) > MOST_EXACT:
-        found = share_among_trees(topology, roots, steps, many=many, paired=paired)
-        return found and found.time
-    begun = _begin_search(topology, roots, steps, many, paired)
-    return begun and begun.time * REFINED
+        shares = share_among_trees(topology, roots, steps, many=many, paired=paired)
+        return shares and shares.time
+    first = _first_solution(topology, roots, steps, many, paired)
+    return first and first.time * REFINED
 
 
 @lru_cache(maxsize=64)
-def _begin_search(topology: Topology, roots: int | None, steps: int, many: bool, paired: bool) -> _Begun | None:
+def _first_solution(
+    topology: Topology, roots: int | None, steps: int, many: bool, paired: bool
+) -> _FirstSolution | None:
     """Return a search after its first program; it begins with the trees that are used with fewer steps."""
-    fewer = _begin_search(topology, roots, steps - 1 - paired, many, paired) if steps > 1 + paired else None
+    fewer = _first_solution(topology, roots, steps - 1 - paired, many, paired) if steps > 1 + paired else None
     return _Search(topology, roots, steps, many, paired).begin(fewer.used if fewer else [])
 
 
 class _Search:
+    """The columns and the linear program. It has a row per link and step, or per link if all steps are in progress."""
+
     def __init__(self, topology: Topology, roots: int | None, steps: int, many: bool, paired: bool) -> None:
         import numpy as np
 
@@ -144,8 +150,8 @@ class _Search:
             number = {(link.src, link.dst): k for k, link in enumerate(topology.links)}
             self.back = np.array([number[link.dst, link.src] for link in topology.links])
 
-    def begin(self, known: list[Column]) -> _Begun | None:
-        """Return the search after its first program; ``known``: columns to begin with."""
+    def begin(self, known: list[Column]) -> _FirstSolution | None:
+        """Return the search after its first program. It begins with the ``known`` columns."""
         import numpy as np
 
         prices = np.tile(1 / self.hops.bandwidth / self.hops.links, (self.rows, 1))
@@ -153,83 +159,83 @@ class _Search:
         for column in known:
             self._add(column)
         warm, more = (_WARM, _WARM_PER_STEP) if self.exact else (_WARM_GREEDY, 2)
-        same = 0  # sets one after another without a new tree
+        without_new = 0  # sets in a row without a new tree
         for turn in range(warm + more * self.steps if len(self.roots) == 1 else warm):
             before = len(self.columns)
-            found = self._add_cheapest(prices)
-            if found is None:
+            cheapest = self._add_cheapest(prices)
+            if cheapest is None:
                 return None
-            same = same + 1 if len(self.columns) == before else 0
-            if same == self.hops.n and len(self.roots) > 1:
+            without_new = without_new + 1 if len(self.columns) == before else 0
+            if without_new == self.hops.n and len(self.roots) > 1:
                 break
-            for column in found:
+            for column in cheapest:
                 load += self.columns[column]
             busy = load / self.width
             most = busy.max(axis=1, keepdims=True)
             weights = np.exp(_STEEP * math.sqrt(turn + 1) * (busy / np.maximum(most, 1e-12) - 1))
             prices = weights / (weights * self.width).sum(axis=1, keepdims=True)
-        solved = self.solve()
-        if solved is None:
+        solution = self.solve()
+        if solution is None:
             return None
-        used = [column for column, amount in zip(self.columns, solved[1], strict=True) if amount > _LEAST]
-        return _Begun(self.columns, used, self.limit, self.best, solved, solved[0] / self.scale)
+        used = [column for column, amount in zip(self.columns, solution[1], strict=True) if amount > _LEAST]
+        return _FirstSolution(self.columns, used, self.limit, self.best, solution, solution[0] / self.scale)
 
-    def shares(self, begun: _Begun) -> Shares:
-        """Return the solution."""
-        self.columns = dict(begun.columns)
-        self.limit, self.best, solved = begun.limit, begun.best, begun.solved
+    def shares(self, first: _FirstSolution) -> Shares:
+        """Return the shares of the last solution, after adding columns and solving the program some more times."""
+        self.columns = dict(first.columns)
+        self.limit, self.best, solution = first.limit, first.best, first.solution
         for _ in range(_MOST_PROGRAMS - 1 if self.exact else 2):
-            time, amounts, dual, paid = solved
-            known = len(self.columns)
+            time, _, dual, paid = solution
+            before = len(self.columns)
             for part in _MIXES:
                 self._add_cheapest(part * dual + (1 - part) * self.best, paid)
-            if len(self.columns) == known or (self.exact and time <= self.limit * (1 + GAP)):
+            if len(self.columns) == before or (self.exact and time <= self.limit * (1 + GAP)):
                 break
             further = self.solve()
             if further is None:
                 break
-            solved = further
-        time, amounts, *_ = solved
-        return self._in_units(amounts, time)
+            solution = further
+        return self._in_units(solution[1], solution[0])
 
     def _add_cheapest(self, prices: Any, paid: list[float] | None = None) -> list[Column] | None:
-        """Add the cheapest column of each root, and return them; ``None``: no root reaches all devices.
+        """Add the cheapest column of each root at some prices, and return these columns.
 
-        ``paid``: only columns that cost less than this, by group, are added.
+        Only columns that cost less than ``paid``, by group, are added. Return ``None`` if the columns cannot share the
+        buffer, since roots do not reach all devices.
         """
-        paired_prices = prices + prices[:, self.back] if self.mirrored and self.many else prices
-        different, best = self.hops.costs(paired_prices)
-        costs, routes = ((list(of_rows) * self.steps)[: self.steps] for of_rows in (different, best.tolist()))
+        both_prices = prices + prices[:, self.back] if self.mirrored and self.many else prices
+        row_costs, row_routes = self.hops.costs(both_prices)
+        costs, routes = ((list(rows) * self.steps)[: self.steps] for rows in (row_costs, row_routes.tolist()))
         root = self.roots[0] if len(self.roots) == 1 else None
         out = cheapest_trees(costs, root)
         into = cheapest_trees(_reverse_prices(costs), root) if self.paired else None
-        least, found = [], []
+        least, columns = [], []
         for k, root in enumerate(self.roots):
             start, price = 0, out.price(root, 0)
-            if into is not None:
-                both = ((into.price(root, self.steps - k) + out.price(root, k), k) for k in range(self.steps + 1))
+            if into is not None:  # the best step in which the tree out of the root begins
+                both = ((into.price(root, self.steps - s) + out.price(root, s), s) for s in range(self.steps + 1))
                 price, start = min(both)
             least.append(price)
             if price == math.inf or (paid is not None and price >= paid[min(k, self.groups - 1)] * (1 - 1e-7)):
                 continue
-            first = () if into is None else self._edges(into, root, self.steps - start, routes, turned=True)
-            found.append(Column(root, first, self._edges(out, root, start, routes)))
-            self._add(found[-1])
+            reduced = () if into is None else self._edges(into, root, self.steps - start, routes, backwards=True)
+            columns.append(Column(root, reduced, self._edges(out, root, start, routes)))
+            self._add(columns[-1])
         if min(least) == math.inf or (self.groups > 1 and max(least) == math.inf):
             return None
         limit = sum(least) / len(least) if self.groups > 1 else min(least)
         if limit > self.limit:
             self.limit, self.best = limit, prices
-        return found
+        return columns
 
     def _edges(
-        self, trees: Trees, root: int, start: int, routes: list[Any], *, turned: bool = False
+        self, trees: Trees, root: int, start: int, routes: list[Any], *, backwards: bool = False
     ) -> tuple[Edge, ...]:
-        found = []
+        edges = []
         for step, u, v in trees.edges(root, start):
-            edge = (self.steps - 1 - step, v, u) if turned else (step, u, v)
-            found.append((*edge, routes[edge[0]][self.hops.at[edge[1:]]]))
-        return tuple(sorted(found))
+            edge = (self.steps - 1 - step, v, u) if backwards else (step, u, v)
+            edges.append((*edge, routes[edge[0]][self.hops.at[edge[1:]]]))
+        return tuple(sorted(edges))
 
     def _add(self, column: Column) -> None:
         import numpy as np
@@ -248,9 +254,9 @@ class _Search:
         self.columns[column] = load
 
     def solve(self) -> tuple[float, Any, Any, list[float]] | None:
-        """Return the least time with these columns, their amounts, the prices, and what an amount costs, by group.
+        """Return the least time with these columns, their amounts, the prices, and the price of a column of each group.
 
-        ``None``: HiGHS finds no solution, since bandwidths are too far apart.
+        Return ``None`` if HiGHS finds no solution, since bandwidths are too far apart.
         """
         import numpy as np
         from scipy.optimize import linprog
@@ -276,66 +282,63 @@ class _Search:
         return float(solution.fun), solution.x[:count], prices, solution.eqlin.marginals.tolist()
 
     def _in_units(self, amounts: Any, exact: float) -> Shares:
-        """Return the solution with the amounts of the columns rounded to whole units, of which the buffer has few.
-
-        ``exact``: the time with the exact amounts.
-        """
+        """Return the solution with amounts in whole units, given the exact amounts and the time with these."""
         import numpy as np
 
         used = np.flatnonzero(amounts > _LEAST)
-        listed = list(self.columns)
-        columns = [listed[k] for k in used]
+        all_columns = list(self.columns)
+        columns = [all_columns[k] for k in used]
         loads = np.array([self.columns[column] / self.width for column in columns])
         group = np.array([min(column.root, self.groups - 1) for column in columns])
         counts, units, time = round_to_units(amounts[used], loads, group, exact)
-        found = tuple((int(count), column) for count, column in zip(counts, columns, strict=True) if count)
-        return Shares(found, units, time / self.scale, self.limit / self.scale)
+        listed = tuple((int(count), column) for count, column in zip(counts, columns, strict=True) if count)
+        return Shares(listed, units, time / self.scale, self.limit / self.scale)
 
 
 def _reverse_prices(costs: list[Any]) -> list[Any]:
-    """Return the prices for trees into a root, which are found backwards; steps of the same prices share them."""
-    turned: dict[int, Any] = {}
-    return [turned.setdefault(id(cost), cost.T.copy()) for cost in reversed(costs)]
+    """Return the prices for trees into a root, which are found backwards. Steps with equal prices share an array."""
+    reverse: dict[int, Any] = {}
+    return [reverse.setdefault(id(cost), cost.T.copy()) for cost in reversed(costs)]
 
 
 def round_to_units(amounts: Any, loads: Any, group: Any, exact: float) -> tuple[Any, int, float]:
-    """Return how many units each column gets, the units of the whole buffer, and the time.
+    """Return the number of units of each column, the number of units of the whole buffer, and the time.
 
     Args:
       amounts: the part of the buffer of each column.
-      loads: the seconds of each link in each step for the whole buffer, by column.
+      loads: for each column, the seconds of each link in each step if the column had the whole buffer.
       group: the group of each column; the groups have equal parts of the buffer.
       exact: the time with exact amounts.
     """
     import numpy as np
 
     groups = [np.flatnonzero(group == k) for k in range(int(group.max()) + 1)]
-    found, fine = None, _fine_shares(amounts, groups)
+    best, fine = None, _fine_shares(amounts, groups)
     exact_units = int(fine.sum()) // len(groups)
-    loss = 0.0 if exact_units <= _UNITS[-1] else _LOSS  # these exact amounts have few units
+    loss = 0.0 if exact_units <= _UNITS[-1] else _LOSS  # without any loss, there are few units
     enough = [units for units in _UNITS if units * len(groups) * _COLUMNS_PER_UNIT >= len(amounts)]
     for units in (*(units for units in enough if units < exact_units), 0):
-        counts = _move_units(amounts, loads, groups, units) if units else fine
-        whole = int(counts.sum())
-        time = float((counts[:, None, None] * loads).sum(axis=0).max(axis=1).sum()) / whole
-        if found is None or time < found[2]:
-            found = counts, whole, time
+        counts = _distribute_units(amounts, loads, groups, units) if units else fine
+        total_units = int(counts.sum())
+        time = float((counts[:, None, None] * loads).sum(axis=0).max(axis=1).sum()) / total_units
+        if best is None or time < best[2]:
+            best = counts, total_units, time
         if time <= exact * (1 + loss + 1e-9):
             break
-    assert found is not None
-    return found
+    assert best is not None
+    return best
 
 
-def _move_units(amounts: Any, loads: Any, groups: list[Any], units: int) -> Any:
-    """Return how many units each column gets, ``units`` in each group.
+def _distribute_units(amounts: Any, loads: Any, groups: list[Any], units: int) -> Any:
+    """Return the number of units of each column, if each group has ``units``.
 
-    Columns get the units of their share, rounded down; the units that are left go one by one to the column that makes
-    the time least. Then units move between columns of a group as long as this makes the loads more even.
+    Columns get the units of their share, rounded down. The remaining units are given one by one to the column with
+    which the time is least. Then units move between columns of a group as long as this makes the loads more even.
     """
     import numpy as np
 
-    whole = units * len(groups)
-    counts = np.floor(amounts * whole + 1e-6)
+    all_units = units * len(groups)
+    counts = np.floor(amounts * all_units + 1e-6)
     total = (counts[:, None, None] * loads).sum(axis=0)
 
     def cost(total: Any, steep: float) -> Any:
@@ -345,7 +348,8 @@ def _move_units(amounts: Any, loads: Any, groups: list[Any], units: int) -> Any:
 
     for group in groups:
         for _ in range(units - int(counts[group].sum())):
-            chosen = group[(cost(total + loads[group], 3.0) - 1e-3 * (amounts[group] * whole - counts[group])).argmin()]
+            missing = amounts[group] * all_units - counts[group]
+            chosen = group[(cost(total + loads[group], 3.0) - 1e-3 * missing).argmin()]
             counts[chosen] += 1
             total = total + loads[chosen]
     for steep in (2.0, 8.0) if units <= _MOST_MOVED else ():
@@ -366,7 +370,7 @@ def _move_units(amounts: Any, loads: Any, groups: list[Any], units: int) -> Any:
 
 
 def _fine_shares(amounts: Any, groups: list[Any]) -> Any:
-    """Return shares as multiples of a unit, exactly if the unit is 1 / ``_FINE`` or more, else rounded.
+    """Return shares in a unit of at least 1 / ``_FINE``: exactly if there is such a unit, otherwise rounded.
 
     >>> import numpy as np
     >>> _fine_shares(np.array([2 / 7, 3 / 14, 0.25, 0.25]), [np.array([0, 1]), np.array([2, 3])])
@@ -376,15 +380,15 @@ def _fine_shares(amounts: Any, groups: list[Any]) -> Any:
 
     parts = len(groups)
     possible = np.arange(parts, _FINE, parts)
-    for amount in amounts:  # leaves the numbers of units of which each amount is a multiple
+    for amount in amounts:  # keeps the numbers of units with which each amount is a whole number of units
         possible = possible[abs(amount * possible - np.rint(amount * possible)) < 1e-6]
-    for whole in possible.tolist():
-        counts = np.rint(amounts * whole)
-        if counts.sum() == whole:
+    for units in possible.tolist():
+        counts = np.rint(amounts * units)
+        if counts.sum() == units:
             return counts
-    whole = _FINE // parts * parts
-    counts = np.floor(amounts * whole)
+    units = _FINE // parts * parts
+    counts = np.floor(amounts * units)
     for group in groups:
-        rest = whole // parts - int(counts[group].sum())
-        counts[group[np.argsort(counts[group] - amounts[group] * whole, kind="stable")[:rest]]] += 1
+        rest = units // parts - int(counts[group].sum())
+        counts[group[np.argsort(counts[group] - amounts[group] * units, kind="stable")[:rest]]] += 1
     return counts

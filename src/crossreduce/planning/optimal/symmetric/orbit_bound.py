@@ -1,16 +1,17 @@
 """Bounds on the orbits of a symmetry: the program of ``bounds/cut_program.py`` with one variable for each orbit.
 
-The constraints of that program are the same for all images under a symmetry. So the mean of a solution's images is a
-solution of the same rate, and it has the same value on all links of an orbit: one variable stands for all of them. A
-cut that it violates is found by a maximum flow on the whole graph, to one device of each orbit. In the proof a cut
-stands for all its images, each with an equal part of its weight: ``Bound.check`` needs only to count how many links of
-each orbit cross it.
+A symmetry maps each constraint of that program to a constraint, and a solution to a solution. So the mean of a
+solution's images is a solution of the same rate. It has the same value on all links of an orbit, so that one variable
+suffices for the orbit. A violated cut is found by a maximum flow on the whole graph, to one device of each orbit. In
+the proof a cut stands for all its images, each with an equal part of its weight: ``Bound.check`` only needs to count
+how many links of each orbit cross the cut.
 
 Source: Bödi, Herr & Joswig, Algorithms for highly symmetric linear and integer programs, Math. Programming 137, 2013.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from fractions import Fraction
 from functools import lru_cache
@@ -23,15 +24,15 @@ from ..bounds.cuts import Network
 from ..bounds.linear_program import DENOMINATORS
 from ..bounds.solver import Row, Rows, Solution, solve
 
-_FINE: Final = 1 << 28  # the rate in units of capacity, in the search for violated cuts: SciPy's flows have 32 bits
-_MOST_ROUNDS: Final = 200  # of new cuts; then the bound is that of the cuts so far
+_RATE_UNITS: Final = 1 << 28  # the rate as a flow in the search for violated cuts: SciPy's flows have 32 bits
+_MOST_ROUNDS: Final = 200  # in which cuts are added; after them the bound is that of the cuts so far
 _LEAST: Final = 1e-11  # smaller weights of cuts, relative to the largest, are rounding errors
 
 Pair = tuple[str, str]
 
 
 class OrbitCut(NamedTuple):
-    """A cut and what its images have in common; see ``Cut``."""
+    """A cut that stands for all its images; see ``Cut``."""
 
     nodes: frozenset[int]
     outward: bool
@@ -41,26 +42,27 @@ class Quotient:
     """A topology, all of whose devices take part, and the orbits of its nodes and links."""
 
     def __init__(self, topology: Topology, symmetry: Symmetry) -> None:
-        found = symmetry.links(topology)
-        assert found is not None
+        orbits = symmetry.links(topology)
+        assert orbits is not None
         self.topology, self.symmetry = topology, symmetry
         self.n = len(topology.devices)
         number = {node: k for k, node in enumerate(topology.nodes)}
         self.number = number
         self.arcs = [(number[link.src], number[link.dst]) for link in topology.links]
-        least, sizes = found
-        kept = sorted(sizes)
-        at = {link: k for k, link in enumerate(kept)}
-        self.orbit = [at[link] for link in least]  # of each link, numbered from 0
-        self.sizes = [sizes[link] for link in kept]
-        self.width = [topology.links[link].bandwidth for link in kept]
+        least, sizes = orbits
+        firsts = sorted(sizes)  # the first link of each orbit
+        index = {link: k for k, link in enumerate(firsts)}
+        self.orbit = [index[link] for link in least]  # of each link; orbits of links are numbered from 0
+        self.sizes = [sizes[link] for link in firsts]  # the number of links in each orbit
+        self.width = [topology.links[link].bandwidth for link in firsts]  # of one link of each orbit
         self.paired = topology.symmetric
         by_arc = {arc: k for k, arc in enumerate(self.arcs)}
-        self.back = [self.orbit[by_arc[self.arcs[link][::-1]]] for link in kept] if self.paired else []
+        # For each orbit of links, the orbit of the links in the other direction.
+        self.back = [self.orbit[by_arc[self.arcs[link][::-1]]] for link in firsts] if self.paired else []
         self.roots = sorted({orbit for orbit in symmetry.orbits if orbit < self.n})  # a device of each orbit
         plain = {number[switch.name] for switch in topology.switches if not switch.reduces}
-        self.plain = sorted({orbit for orbit in symmetry.orbits if orbit in plain})
-        self.leaving: list[list[int]] = [[] for _ in number]
+        self.plain = sorted({orbit for orbit in symmetry.orbits if orbit in plain})  # a plain switch of each orbit
+        self.leaving: list[list[int]] = [[] for _ in number]  # the links out of each node, by number
         self.entering: list[list[int]] = [[] for _ in number]
         for k, (src, dst) in enumerate(self.arcs):
             self.leaving[src].append(k)
@@ -68,50 +70,49 @@ class Quotient:
 
     def crossing(self, nodes: frozenset[int], *, outward: bool) -> dict[int, int]:
         """Return how many links of each orbit leave a set of nodes (or enter it)."""
-        found: dict[int, int] = {}
-        small = 2 * len(nodes) <= len(self.leaving)
-        inside = nodes if small else [node for node in range(len(self.leaving)) if node not in nodes]
-        listed, far = (self.leaving, 1) if outward == small else (self.entering, 0)
-        for node in inside:
-            for k in listed[node]:
-                if (self.arcs[k][far] in nodes) != small:
-                    found[self.orbit[k]] = found.get(self.orbit[k], 0) + 1
-        return found
+        counts: dict[int, int] = {}
+        small = 2 * len(nodes) <= len(self.leaving)  # if not, the links of the other nodes are counted, which are fewer
+        smaller_side = nodes if small else [node for node in range(len(self.leaving)) if node not in nodes]
+        links, end = (self.leaving, 1) if outward == small else (self.entering, 0)
+        for node in smaller_side:
+            for k in links[node]:
+                if (self.arcs[k][end] in nodes) != small:
+                    counts[self.orbit[k]] = counts.get(self.orbit[k], 0) + 1
+        return counts
 
     def parts(self, nodes: frozenset[int]) -> dict[int, Fraction]:
         """Return the part of each orbit of devices that is in a set of nodes."""
-        found: dict[int, int] = {}
-        for node in nodes:
-            if node < self.n:
-                orbit = self.symmetry.orbits[node]
-                found[orbit] = found.get(orbit, 0) + 1
-        return {orbit: Fraction(count, self.symmetry.sizes[orbit]) for orbit, count in found.items()}
+        counts = Counter(self.symmetry.orbits[node] for node in nodes if node < self.n)
+        return {orbit: Fraction(count, self.symmetry.sizes[orbit]) for orbit, count in counts.items()}
 
 
 class _Program:
-    """The linear program: rates of orbits of roots, bandwidths of orbits of links, for each kind of trees."""
+    """The linear program. A solution has rates of roots, and the bandwidths that trees of each direction use.
+
+    An all-reduce has a rate for each orbit of roots, and trees in both directions; on equal links both ways, trees into
+    a root are the trees out of it backwards, and have no bandwidths of their own. Other collectives have one rate.
+    """
 
     def __init__(self, quotient: Quotient, collective: str, weights: Mapping[int, Fraction] | None) -> None:
-        """``weights``: of the data of each orbit of roots, which sum up to 1; ``None``: an all-reduce."""
+        """``weights`` are those of the data of each orbit of roots, with the sum 1; ``None``: an all-reduce."""
         self.quotient, self.weights = quotient, weights
         links = len(quotient.sizes)
-        outward = collective in ("broadcast", "all_gather")
-        self.ways: tuple[bool, ...] = (outward,)
+        self.directions: tuple[bool, ...] = (collective in ("broadcast", "all_gather"),)  # True: out of the roots
         if weights is None:
-            self.ways = (True,) if quotient.paired else (True, False)
-        self.rates = len(quotient.roots) if weights is None else 1
+            self.directions = (True,) if quotient.paired else (True, False)
+        self.rates = len(quotient.roots) if weights is None else 1  # the number of rates: the first columns
         self.column = {root: k if weights is None else 0 for k, root in enumerate(quotient.roots)}
-        self.first = {way: self.rates + k * links for k, way in enumerate(self.ways)}
-        self.columns = self.rates + len(self.ways) * links
+        self.first = {outward: self.rates + k * links for k, outward in enumerate(self.directions)}
+        self.columns = self.rates + len(self.directions) * links
         self.largest = max(quotient.width)
 
     def covered_parts(self, nodes: frozenset[int]) -> dict[int, Fraction]:
-        """Return, for each rate, the part of its data that starts in a set of nodes (or must end there)."""
-        found: dict[int, Fraction] = {}
+        """Return, for each rate, the part of the data that starts in a set of nodes (or must end there)."""
+        parts: dict[int, Fraction] = {}
         for root, part in self.quotient.parts(nodes).items():
             part *= 1 if self.weights is None else self.weights.get(root, 0)
-            found[self.column[root]] = found.get(self.column[root], Fraction(0)) + part
-        return found
+            parts[self.column[root]] = parts.get(self.column[root], Fraction(0)) + part
+        return parts
 
     def first_cuts(self) -> dict[OrbitCut, None]:
         """Return the cuts around one device of each orbit and around its island."""
@@ -119,23 +120,21 @@ class _Program:
         everyone = frozenset(range(len(topology.nodes)))
         sets = [frozenset({root}) for root in quotient.roots]
         islands = topology.islands
-        if len(islands) > 1:
-            reps = {*quotient.roots}
-            for island in islands:
-                inside = {quotient.number[device] for device in island}
-                if inside & reps:
-                    near = {quotient.arcs[k][1] for node in inside for k in quotient.leaving[node]}
-                    inside |= {s for s in near if all(quotient.arcs[k][1] in inside for k in quotient.leaving[s])}
-                    sets.append(frozenset(inside))
+        for island in islands if len(islands) > 1 else ():
+            inside = {quotient.number[device] for device in island}
+            if not inside.isdisjoint(quotient.roots):
+                near = {quotient.arcs[k][1] for node in inside for k in quotient.leaving[node]}
+                inside |= {s for s in near if all(quotient.arcs[k][1] in inside for k in quotient.leaving[s])}
+                sets.append(frozenset(inside))
         sets += [everyone - nodes for nodes in sets]
         devices = frozenset(range(quotient.n))
-        return {OrbitCut(nodes, way): None for way in self.ways for nodes in sets if not devices <= nodes}
+        return {OrbitCut(nodes, outward): None for outward in self.directions for nodes in sets if not devices <= nodes}
 
     def rows(self, cuts: Iterable[OrbitCut]) -> Rows:
-        """Return the program with some cuts, with bandwidths divided by the largest."""
+        """Return the program with the constraints of some cuts. Bandwidths are divided by the largest one."""
         quotient = self.quotient
         upper: list[Row] = []
-        for nodes, outward in cuts:
+        for nodes, outward in cuts:  # the data that starts inside has to cross the cut
             inside, across = self.covered_parts(nodes), quotient.crossing(nodes, outward=outward)
             first = self.first[outward]
             columns = [*inside, *(first + orbit for orbit in across)]
@@ -145,19 +144,17 @@ class _Program:
             columns = [first + orbit for first in self.first.values()]
             if quotient.paired and self.weights is None:
                 columns = sorted({columns[0], self.first[True] + quotient.back[orbit]})
-                factor = 2 if len(columns) == 1 else 1  # an orbit that is its own way back is used twice
+                factor = 2 if len(columns) == 1 else 1  # an orbit that contains both directions is used twice
                 upper.append((columns, [factor] * len(columns)))
             else:
                 upper.append((columns, [1] * len(columns)))
             limits.append(width / self.largest)
         equal: list[Row] = []
-        for switch in quotient.plain:
+        for switch in quotient.plain:  # trees use as much bandwidth into a plain switch as out of it
             for first in self.first.values():
-                signs: dict[int, int] = {}
-                for listed, sign in ((quotient.entering[switch], 1), (quotient.leaving[switch], -1)):
-                    for k in listed:
-                        column = first + quotient.orbit[k]
-                        signs[column] = signs.get(column, 0) + sign
+                signs: Counter[int] = Counter()
+                signs.update(first + quotient.orbit[k] for k in quotient.entering[switch])
+                signs.subtract(first + quotient.orbit[k] for k in quotient.leaving[switch])
                 equal.append(([c for c, sign in signs.items() if sign], [sign for sign in signs.values() if sign]))
         return Rows(self.columns, self.rates, upper, limits, equal)
 
@@ -167,14 +164,14 @@ class _Program:
         rate = sum(values[: self.rates])
         if rate <= 0:
             return []
-        scale = _FINE / rate
-        source = len(quotient.topology.nodes)
-        found: dict[OrbitCut, None] = {}
-        for way in self.ways:
-            first = self.first[way]
+        scale = _RATE_UNITS / rate
+        source = len(quotient.topology.nodes)  # an additional node, which feeds the roots
+        cuts: dict[OrbitCut, None] = {}
+        for outward in self.directions:
+            first = self.first[outward]
             widths = [round(values[first + orbit] * scale) for orbit in range(len(quotient.sizes))]
             capacities = {
-                (arc if way else arc[::-1]): widths[orbit]
+                (arc if outward else arc[::-1]): widths[orbit]
                 for arc, orbit in zip(quotient.arcs, quotient.orbit, strict=True)
             }
             fed = 0
@@ -185,16 +182,19 @@ class _Program:
                 capacities[source, device] = round(share * scale)
                 fed += capacities[source, device]
             network = Network(source + 1, capacities)
-            slack = 2 * len(quotient.arcs)
+            slack = 2 * len(quotient.arcs)  # for the rounding of capacities
             for sink in quotient.roots:
                 if network.flow(source, sink) < fed - slack:
-                    found[OrbitCut(network.cut(source, sink) - {source}, way)] = None
-        return list(found)
+                    cuts[OrbitCut(network.cut(source, sink) - {source}, outward)] = None
+        return list(cuts)
 
     def proof(
         self, solution: Solution, cuts: list[OrbitCut], limit: int
     ) -> tuple[Fraction, list[Cut], list[tuple[int, bool, Fraction]]]:
-        """Return the rate that the rounded dual proves, its cuts, and the shifts of prices at switches."""
+        """Return the rate that the rounded dual proves, the cuts, and the shifts of prices at switches.
+
+        Prices of the dual are rounded to fractions with denominators up to ``limit``.
+        """
         quotient, names = self.quotient, self.quotient.topology.nodes
         most = max(solution.prices[: len(cuts)], default=0.0) or 1.0
 
@@ -206,43 +206,41 @@ class _Program:
         ]
         weights = [(cut, weight) for cut, weight in weights if weight]
         covered = [Fraction(0)] * self.rates
-        price = {way: [Fraction(0)] * len(quotient.sizes) for way in self.ways}  # sums over the links of an orbit
+        # By direction and orbit: the sum of the prices of the links of the orbit.
+        price = {outward: [Fraction(0)] * len(quotient.sizes) for outward in self.directions}
         for (nodes, outward), weight in weights:
             for column, part in self.covered_parts(nodes).items():
                 covered[column] += weight * part
             for orbit, count in quotient.crossing(nodes, outward=outward).items():
                 price[outward][orbit] += weight * count
         shifts: list[tuple[int, bool, Fraction]] = []
-        balances = ((switch, way) for switch in quotient.plain for way in self.ways)
-        for (switch, way), value in zip(balances, solution.shifts, strict=True):
+        balances = ((switch, outward) for switch in quotient.plain for outward in self.directions)
+        for (switch, outward), value in zip(balances, solution.shifts, strict=True):
             shift = -rounded(value)
             if shift:
-                shifts.append((switch, way, shift))
-                for listed, sign in ((quotient.entering[switch], 1), (quotient.leaving[switch], -1)):
-                    for k in listed:
-                        price[way][quotient.orbit[k]] += sign * shift
+                shifts.append((switch, outward, shift))
+                for links, sign in ((quotient.entering[switch], 1), (quotient.leaving[switch], -1)):
+                    for k in links:
+                        price[outward][quotient.orbit[k]] += sign * shift
         unit = min(covered)
         if not unit:
             return Fraction(-1), [], []
         total = Fraction(0)
         for orbit, width in enumerate(quotient.width):
-            here = [price[way][orbit] for way in self.ways]
+            prices = [price[outward][orbit] for outward in self.directions]
             if quotient.paired and self.weights is None:
                 # Half of a price is for broadcasts, half for reductions in the reverse direction.
-                there = price[True][quotient.back[orbit]]
-                total += width * max(Fraction(0), here[0], there) / 2
+                prices.append(price[True][quotient.back[orbit]])
+                total += width * max(Fraction(0), *prices) / 2
             else:
-                total += width * max(Fraction(0), *here)
-        half = 2 if quotient.paired and self.weights is None else 1
-        ways = (True, False) if half == 2 else ()
-        listed_cuts = [
-            Cut(frozenset(names[k] for k in nodes), weight / unit / half, outward)
-            for (nodes, own), weight in weights
-            for outward in ways or (own,)
-        ]
-        if half == 2:
-            shifts = [(s, way, shift * (1 if way else -1)) for s, _, shift in shifts for way in (True, False)]
-        return total / unit, listed_cuts, [(s, way, shift / unit / half) for s, way, shift in shifts]
+                total += width * max(Fraction(0), *prices)
+        if not (quotient.paired and self.weights is None):
+            listed = [Cut(frozenset(names[k] for k in cut.nodes), w / unit, cut.outward) for cut, w in weights]
+            return total / unit, listed, [(switch, outward, shift / unit) for switch, outward, shift in shifts]
+        both = (True, False)  # each cut and shift is listed for both directions, with half of its weight
+        listed = [Cut(frozenset(names[k] for k in cut.nodes), w / unit / 2, way) for cut, w in weights for way in both]
+        shifts = [(switch, way, (shift if way else -shift) / unit / 2) for switch, _, shift in shifts for way in both]
+        return total / unit, listed, shifts
 
 
 @lru_cache(maxsize=256)
@@ -252,26 +250,26 @@ def quotient_bound(
     """Return the bound of a collective among all devices of a topology, proved on the orbits of a symmetry.
 
     Args:
-      topology: its devices take part; there are two or more, and all of them are connected.
-      symmetry: a symmetry of it; if there are ``roots``, it moves roots only to roots of the same weight.
-      collective: its name.
-      roots: of a broadcast or reduce; ``None``: all devices.
+      topology: all its devices take part; there are two or more, and all of them are connected.
+      symmetry: a symmetry of the topology. It maps ``roots`` only to roots of the same weight.
+      collective: the name.
+      roots: the roots of a broadcast or reduce, and their weights; ``None``: all devices, with equal weights.
 
     >>> from crossreduce.topology.automorphisms import symmetry_of
     >>> machine = Topology.machine("hgx-h100", hosts=4)
-    >>> found = quotient_bound(machine, symmetry_of(machine), "all_reduce")
-    >>> str(found.algbw), len(found.cuts)
+    >>> proved = quotient_bound(machine, symmetry_of(machine), "all_reduce")
+    >>> str(proved.algbw), len(proved.cuts)
     ('8000/31', 2)
-    >>> found.check()
+    >>> proved.check()
     """
     quotient = Quotient(topology, symmetry)
-    everyone = roots or tuple((device, Fraction(1)) for device in topology.devices)
+    parts = roots or tuple((device, Fraction(1)) for device in topology.devices)
     weights = None
     if collective != "all_reduce":
-        whole = sum((weight for _, weight in everyone), Fraction(0))
+        total = sum((weight for _, weight in parts), Fraction(0))
         weights = dict.fromkeys(quotient.roots, Fraction(0))
-        for name, weight in everyone:
-            weights[symmetry.orbits[quotient.number[name]]] += weight / whole
+        for name, weight in parts:
+            weights[symmetry.orbits[quotient.number[name]]] += weight / total
     program = _Program(quotient, collective, weights)
     cuts = program.first_cuts()
     for _ in range(_MOST_ROUNDS):
@@ -287,8 +285,8 @@ def quotient_bound(
         if 0 < proofs[-1][0] <= near:
             break
     rate, listed, shifts = min((proof for proof in proofs if proof[0] > 0), key=lambda proof: proof[0])
-    shift: dict[str, list[Fraction]] = {}
-    for switch, way, value in shifts:
-        shift.setdefault(topology.nodes[switch], [Fraction(0), Fraction(0)])[not way] += value
-    potentials = tuple((name, down, up) for name, (down, up) in shift.items())
-    return Bound(topology, collective, topology.devices, everyone, rate, tuple(listed), potentials, symmetry=symmetry)
+    by_switch: dict[str, list[Fraction]] = {}
+    for switch, outward, shift in shifts:
+        by_switch.setdefault(topology.nodes[switch], [Fraction(0), Fraction(0)])[not outward] += shift
+    potentials = tuple((name, down, up) for name, (down, up) in by_switch.items())
+    return Bound(topology, collective, topology.devices, parts, rate, tuple(listed), potentials, symmetry=symmetry)

@@ -1,4 +1,4 @@
-"""Forests and bounds of machines with symmetries: what ``forest.py`` and ``bound.py`` use for many devices."""
+"""Forests and bounds of large symmetric topologies, for ``forest.py`` and ``bound.py``."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from ..trees.tree_schedule import Tree, TreeShare, depth, trees_to_schedule
 from .orbit_bound import Quotient, quotient_bound
 from .orbit_trees import OrbitTree, best_trees
 
-# Up to so many devices the programs without symmetry are fast. Their cuts are of single devices, so they say more.
+# Up to this many devices, programs without symmetry are fast. Their cuts name single devices, so they say more.
 FEW_DEVICES: Final = 32
 # With more orbits, the programs on orbits are hardly smaller than those on devices.
 _MOST_ORBITS: Final = 128
@@ -31,9 +31,9 @@ Roots = tuple[tuple[str, Fraction], ...] | None
 
 
 class SymmetricForest(NamedTuple):
-    """A schedule of trees, generated unless all trees are their own images; see ``forest.Forest``."""
+    """A schedule of trees, with the fields of ``forest.Forest``, and the rate and bound of the trees."""
 
-    schedule: Schedule
+    schedule: Schedule  # generated, unless the symmetry maps every tree to itself
     k: Fraction
     trees: int
     depth: int
@@ -45,11 +45,13 @@ class SymmetricForest(NamedTuple):
 def symmetric_topology(
     topology: Topology, members: tuple[str, ...], roots: Roots, helpers: tuple[str, ...] = ()
 ) -> tuple[Topology, Symmetry] | None:
-    """Return a topology whose devices are the members, and its symmetry; ``None``: it has too little for its size.
+    """Return a topology whose devices are the members, and its symmetry.
 
-    ``None`` also if bandwidths or weights are so different that a program in floating point proves a poor bound.
-    Its first switches are the helpers, which reduce; other devices are switches, which only forward. The symmetry moves
-    roots only to roots, if they have the same weights, else nowhere.
+    The first switches of the topology are the helpers, which reduce. Devices that are neither become switches that only
+    forward. The symmetry does not move the roots, unless all members are roots with the same weight.
+
+    Return ``None`` if there are few devices or many orbits, or if bandwidths or weights are so different that a program
+    in floating point would prove a poor bound.
     """
     if len(topology.devices) <= FEW_DEVICES or len(members) < 2:
         return None
@@ -66,36 +68,36 @@ def symmetric_topology(
     fixed = () if roots is None else tuple(root for root, weight in roots if weight)
     if len(fixed) == len(members) and len({weight for _, weight in roots or ()}) == 1:
         fixed = ()
-    found = symmetry_of(topology, fixed)
-    orbits = len({orbit for orbit in found.orbits if orbit < len(members)})
-    return (topology, found) if orbits <= min(_MOST_ORBITS, (len(members) + 1) // 2) else None
+    symmetry = symmetry_of(topology, fixed)
+    orbits = len({orbit for orbit in symmetry.orbits if orbit < len(members)})
+    return (topology, symmetry) if orbits <= min(_MOST_ORBITS, (len(members) + 1) // 2) else None
 
 
 @lru_cache(maxsize=128)
 def symmetric_bound(topology: Topology, collective: str, members: tuple[str, ...], roots: Roots) -> Bound | None:
-    """Return the bound of a collective on orbits; ``None``: the topology has too little symmetry.
+    """Return the bound of a collective, found on orbits; ``None`` if ``symmetric_topology`` returns nothing.
 
     Devices that take no part may forward and combine.
     """
     participants = {*members}
     helpers = tuple(device for device in topology.devices if device not in participants)
-    found = symmetric_topology(topology, members, roots, helpers)
-    if found is None:
+    symmetric = symmetric_topology(topology, members, roots, helpers)
+    if symmetric is None:
         return None
-    made = quotient_bound(*found, collective, roots)
-    symmetry = found[1].renumbered(found[0].nodes, topology.nodes)
+    proved = quotient_bound(*symmetric, collective, roots)
+    symmetry = symmetric[1].renumbered(symmetric[0].nodes, topology.nodes)
     parts = roots or tuple((device, Fraction(1)) for device in members)
-    return replace(made, topology=topology, devices=members, roots=parts, symmetry=symmetry)
+    return replace(proved, topology=topology, devices=members, roots=parts, symmetry=symmetry)
 
 
 @lru_cache(maxsize=128)
 def symmetric_forest(
     request: Request, collective: str, roots: Roots, helpers: tuple[str, ...] = ()
 ) -> SymmetricForest | None:
-    """Return the forest of a request; ``None``: it has too little symmetry, or too few devices.
+    """Return the forest of a request; ``None`` if ``symmetric_topology`` returns nothing, or for unequal ends.
 
-    ``collective`` and ``roots`` say which trees the request needs: see ``forest.py``. All trees join the ``helpers``,
-    switches that reduce, too.
+    ``collective`` and ``roots`` define which trees the request needs: see ``forest.py``. All trees also contain all
+    ``helpers``, which are switches that reduce.
     """
     topology = request.topology
     assert topology is not None
@@ -103,49 +105,48 @@ def symmetric_forest(
         return None
     participants = {*request.members}
     members = tuple(device for device in topology.devices if device in participants)
-    found = symmetric_topology(topology, members, roots, helpers)
-    if found is None:
+    symmetric = symmetric_topology(topology, members, roots, helpers)
+    if symmetric is None:
         return None
-    seen, symmetry = found
-    quotient = Quotient(seen, symmetry)
-    limit = quotient_bound(seen, symmetry, collective, roots).algbw
+    topology, symmetry = symmetric
+    quotient = Quotient(topology, symmetry)
+    limit = quotient_bound(topology, symmetry, collective, roots).algbw
     assert limit is not None
     weights = None
     if collective != "all_reduce":
         parts = dict(roots or ((device, Fraction(1)) for device in members))
-        whole = sum(parts.values(), Fraction(0))
+        total = sum(parts.values(), Fraction(0))
         weights = {
-            root: parts.get(seen.nodes[root], Fraction(0)) * symmetry.sizes[root] / whole for root in quotient.roots
+            root: parts.get(topology.nodes[root], Fraction(0)) * symmetry.sizes[root] / total for root in quotient.roots
         }
     tree_nodes = len(members) + len(helpers)
     rate, trees = best_trees(quotient, collective, weights, limit, tree_nodes)
-    shares = [_share(tree) for tree in trees]
+    shares = [_tree_share(tree) for tree in trees]
     deepest = max((depth(tree) for share in shares for tree in (share.into, share.out) if tree), default=0)
-    roots_of_all = sum(symmetry.sizes[root] for root in {tree.root for tree in trees})
-    k = 1 / common_unit([tree.share / symmetry.sizes[tree.root] for tree in trees]) / roots_of_all
-    base = trees_to_schedule("forest", request, seen.nodes, tree_nodes, shares)
-    if all(_is_fixed(tree, symmetry) for tree in trees):  # every image is the tree itself
+    root_count = sum(symmetry.sizes[root] for root in {tree.root for tree in trees})  # with all images
+    k = 1 / common_unit([tree.share / symmetry.sizes[tree.root] for tree in trees]) / root_count
+    base = trees_to_schedule("forest", request, topology.nodes, tree_nodes, shares)
+    if all(_is_fixed(tree, symmetry) for tree in trees):
         return SymmetricForest(base, k, len(trees), deepest, rate, limit)
-    schedule = GeneratedSchedule(base, symmetry, seen.nodes, in_order=True)
+    schedule = GeneratedSchedule(base, symmetry, topology.nodes, in_order=True)
     return SymmetricForest(schedule, k, len(trees) * symmetry.order, deepest, rate, limit)
 
 
 def symmetric_direct(request: Request) -> GeneratedSchedule | None:
-    """Return the schedule of ``direct`` as images under the symmetry of a topology; ``None``: it has too little.
+    """Return the schedule of ``direct``, generated by the symmetry of the topology; ``None`` if this is not possible.
 
-    Its chunks are in another order than those of ``planners.direct``.
+    Its chunks are in another order than those of ``algorithms.direct``.
     """
     topology = request.topology
     assert topology is not None
     everyone = {*topology.devices}
-    found = symmetric_topology(topology, topology.devices, None)
-    if found is None or request.packs != 1 or {*request.sources} != everyone or {*request.destinations} != everyone:
+    symmetric = symmetric_topology(topology, topology.devices, None)
+    if symmetric is None or request.packs != 1 or {*request.sources} != everyone or {*request.destinations} != everyone:
         return None
-    symmetry, n = found[1], len(everyone)
-    owners = sorted({orbit for orbit in symmetry.orbits if orbit < n})
-    base = direct_schedule(
-        request._replace(devices=topology.devices), tuple(topology.devices[owner] for owner in owners)
-    )
+    symmetry, n = symmetric[1], len(everyone)
+    owners = sorted({orbit for orbit in symmetry.orbits if orbit < n})  # one device of each orbit
+    owner_names = tuple(topology.devices[owner] for owner in owners)
+    base = direct_schedule(request._replace(devices=topology.devices), owner_names)
     chunks = tuple(
         chunk._replace(share=Fraction(symmetry.sizes[owner], n))
         for chunk, owner in zip(base.chunks, owners, strict=True)
@@ -154,7 +155,7 @@ def symmetric_direct(request: Request) -> GeneratedSchedule | None:
 
 
 def _is_fixed(tree: OrbitTree, symmetry: Symmetry) -> bool:
-    """Return whether a symmetry moves a tree to itself."""
+    """Return whether a symmetry maps a tree to itself."""
     for moves, _ in symmetry.generators:
         for parents in (tree.into, tree.out):
             images = {(moves[node], moves[up], tuple(moves[k] for k in through)) for node, up, through in parents or ()}
@@ -163,8 +164,8 @@ def _is_fixed(tree: OrbitTree, symmetry: Symmetry) -> bool:
     return True
 
 
-def _share(tree: OrbitTree) -> TreeShare:
-    def made(parents: Sequence[Parent] | None) -> Tree | None:
+def _tree_share(tree: OrbitTree) -> TreeShare:
+    def tree_of(parents: Sequence[Parent] | None) -> Tree | None:
         return None if parents is None else Tree(tree.root, 1, tuple(parents))
 
-    return TreeShare(tree.root, tree.share, made(tree.into), made(tree.out))
+    return TreeShare(tree.root, tree.share, tree_of(tree.into), tree_of(tree.out))

@@ -1,11 +1,12 @@
-"""Trees for one root of each orbit of a symmetry, which its elements move to all others.
+"""Trees for one root of each orbit of a symmetry. The symmetry maps them to trees of all other roots.
 
-If every image of a tree carries the same part of the buffer, all links of an orbit carry the same load: the links of
-the orbit that the tree uses, times the rate, divided by the links of the orbit. So the best trees are the optimum of a
-linear program with one row for each orbit of links. Its solution gives each orbit a price, and the cheapest trees at
-these prices are added, as in ``bounds/column_generation.py``. Trees grow from the root, always over the cheapest route
-to a new device (Prim). Where a link and the link back cost the same, as in an all-reduce on equal links both ways, no
-tree is cheaper; elsewhere there may be cheaper ones, and the rate may stay below the bound.
+If every image of a tree carries the same part of the buffer, all links of an orbit carry the same load: the rate, times
+the number of links of the orbit that the tree uses, divided by the number of links of the orbit. So the best trees are
+the optimum of a linear program with one row for each orbit of links. The solution of the program gives each orbit a
+price, and the cheapest trees at these prices are added, as in ``bounds/column_generation.py``. A tree grows from the
+root, always over the cheapest route to a new device (Prim). If the two directions of each link cost the same, as in an
+all-reduce on equal links both ways, no tree is cheaper. Otherwise cheaper ones may exist, and the rate may stay below
+the bound.
 
 Source: Prim, Shortest connection networks and some generalizations, Bell System Technical J. 36(6), 1957; Gilmore &
 Gomory, A linear programming approach to the cutting-stock problem, Operations Research 9(6), 1961.
@@ -25,15 +26,15 @@ from ..bounds.solver import Row, Rows, Solution, solve
 from ..bounds.steiner import Parent
 from .orbit_bound import Quotient
 
-_MOST_ROUNDS: Final = 60  # of new trees; then the rate is that of the trees so far
+_MOST_ROUNDS: Final = 60  # in which trees are added; after them the best rate so far is taken
 _NEAR: Final = 1e-9  # the relative error of rates in floating point
 _LEAST: Final = 1e-9  # smaller rates, relative to the largest, are rounding errors
-_TIGHT: Final = 1e-7  # an orbit of links with less room than this, relatively, limits the rate
-_STEPS: Final = 1 << 24  # the largest price of a link, as an integer; every link costs at least 1
+_TIGHT: Final = 1e-7  # an orbit of links with less unused bandwidth than this part limits the rate
+_LARGEST_PRICE: Final = 1 << 24  # of a link, as an integer; every link costs at least 1
 
 
 class OrbitTree(NamedTuple):
-    """A tree of a root of an orbit, whose images share a part of the buffer."""
+    """A tree of one root of an orbit. The tree and its images together carry a share of the buffer."""
 
     root: int
     share: Fraction
@@ -42,6 +43,8 @@ class OrbitTree(NamedTuple):
 
 
 class _TreeColumn(NamedTuple):
+    """A tree as a column of the linear program."""
+
     root: int
     into: tuple[Parent, ...] | None
     out: tuple[Parent, ...] | None
@@ -55,19 +58,19 @@ def best_trees(
 
     Args:
       quotient: the topology and its orbits.
-      collective: its name; trees of an all-reduce both reduce and copy.
+      collective: the name; trees of an all-reduce both reduce and copy.
       weights: for each orbit of roots, the part of the buffer that starts (or ends) in it; ``None``: an all-reduce.
       limit: the bound; trees that reach it end the search.
-      tree_nodes: all trees join the first so many nodes: the devices, and perhaps switches that reduce; 0: the
-        devices.
+      tree_nodes: the number of nodes that all trees contain, the first ones: devices, and perhaps switches that reduce.
+        0: the devices.
     """
     search = _TreeSearch(quotient, collective, weights, tree_nodes or quotient.n)
     prices = [float(max(quotient.width) / width) for width in quotient.width]
     columns = search.cheap_trees(prices)
     for _ in range(_MOST_ROUNDS):
-        alone = search.single_tree(list(columns), limit)
-        if alone is not None:
-            return limit, [alone]
+        single = search.single_tree(list(columns), limit)
+        if single is not None:
+            return limit, [single]
         solution = solve(search.rows(list(columns)))
         if solution.values[0] * float(search.largest) >= float(limit) * (1 - _NEAR):
             break
@@ -80,7 +83,7 @@ def best_trees(
 
 
 class _TreeSearch:
-    """The linear program over some trees."""
+    """The search for cheap trees, and the linear program over some trees."""
 
     def __init__(
         self, quotient: Quotient, collective: str, weights: Mapping[int, Fraction] | None, tree_nodes: int
@@ -93,38 +96,36 @@ class _TreeSearch:
         self.reduces = collective in ("all_reduce", "reduce", "reduce_scatter")
         self.copies = collective in ("all_reduce", "broadcast", "all_gather")
         self.orbit_of = dict(zip(quotient.arcs, quotient.orbit, strict=True))
-        self.near = {
-            way: [[(quotient.arcs[k][far], quotient.orbit[k]) for k in listed] for listed in lists]
-            for way, lists, far in ((True, quotient.leaving, 1), (False, quotient.entering, 0))
+        self.neighbours = {  # by direction (True: outward), for each node: (neighbour, orbit of the link)
+            outward: [[(quotient.arcs[k][end], quotient.orbit[k]) for k in links] for links in links_of_nodes]
+            for outward, links_of_nodes, end in ((True, quotient.leaving, 1), (False, quotient.entering, 0))
         }
 
     def cheap_trees(self, prices: Sequence[float]) -> dict[_TreeColumn, None]:
-        """Return a cheap tree for each root at some prices of the orbits' links."""
+        """Return a cheap tree for each root, given the price of a link of each orbit."""
         quotient = self.quotient
         if self.reduces and self.copies and quotient.paired:
             prices = [price + prices[back] for price, back in zip(prices, quotient.back, strict=True)]
-        scale = _STEPS / max(prices)
-        steps = [max(1, round(price * scale)) for price in prices]
-        found: dict[_TreeColumn, None] = {}
+        scale = _LARGEST_PRICE / max(prices)
+        costs = [max(1, round(price * scale)) for price in prices]
+        columns: dict[_TreeColumn, None] = {}  # used as an ordered set
         for root in self.roots:
-            out = into = None
-            if self.copies:
-                out = self.grow_tree(root, steps, outward=True)
-            if self.reduces:
-                both = out is not None and quotient.paired
-                into = None if both else self.grow_tree(root, steps, outward=False)
-                if both and out is not None:
-                    into = tuple((node, parent, through[::-1]) for node, parent, through in out)
+            out = self.grow_tree(root, costs, outward=True) if self.copies else None
+            into = None
+            if self.reduces and out is not None and quotient.paired:  # reduce over the same tree, backwards
+                into = tuple((node, parent, through[::-1]) for node, parent, through in out)
+            elif self.reduces:
+                into = self.grow_tree(root, costs, outward=False)
             used: Counter[int] = Counter()
             for parents, outward in ((into, False), (out, True)):
                 for node, parent, through in parents or ():
                     path = (parent, *through, node) if outward else (node, *through, parent)
                     used.update(self.orbit_of[arc] for arc in pairwise(path))
-            found[_TreeColumn(root, into, out, tuple(sorted(used.items())))] = None
-        return found
+            columns[_TreeColumn(root, into, out, tuple(sorted(used.items())))] = None
+        return columns
 
     def single_tree(self, columns: list[_TreeColumn], limit: Fraction) -> OrbitTree | None:
-        """Return a tree that reaches the bound alone, of the root with the fewest images, or ``None``."""
+        """Return a tree that reaches the bound alone with its images, if any; roots with few images come first."""
         if len(self.roots) > 1 and self.weights is not None:
             return None
         quotient = self.quotient
@@ -134,24 +135,24 @@ class _TreeSearch:
                 return OrbitTree(column.root, Fraction(1), column.into, column.out)
         return None
 
-    def grow_tree(self, root: int, steps: Sequence[int], *, outward: bool) -> tuple[Parent, ...]:
+    def grow_tree(self, root: int, costs: Sequence[int], *, outward: bool) -> tuple[Parent, ...]:
         """Return a cheap tree out of (or into) a root; of equally cheap routes, those nearest to the root are taken."""
-        n, near = self.tree_nodes, self.near[outward]
-        count = len(near)
+        n, neighbours = self.tree_nodes, self.neighbours[outward]
+        count = len(neighbours)
         joined = [False] * count
         depth = [0] * count
-        # The cheapest known way to each node from the tree: its price and depth, and the node before it.
-        known: list[tuple[int, int]] = [(1 << 62, 0)] * count
+        # The cheapest known route from the tree to each node: its price and depth, and the last node before its end.
+        best: list[tuple[int, int]] = [(1 << 62, 0)] * count
         before = [-1] * count
         queue: list[tuple[int, int, int]] = [(0, 0, root)]
-        known[root] = (0, 0)
+        best[root] = (0, 0)
         parents: list[Parent] = []
         missing = n
         while queue and missing:
             price, level, node = heappop(queue)
-            if (price, level) > known[node] or joined[node]:
+            if (price, level) > best[node] or joined[node]:
                 continue
-            if node < n:
+            if node < n:  # it becomes a part of the tree, from which further routes start at price 0
                 joined[node] = True
                 missing -= 1
                 if node != root:
@@ -162,25 +163,21 @@ class _TreeSearch:
                     parents.append((node, path[-1], through if outward else through[::-1]))
                     level = depth[node] = depth[path[-1]] + 1
                 price = 0
-            for other, orbit in near[node]:
-                way = price + steps[orbit], level
-                if way < known[other] and not joined[other]:
-                    known[other] = way
+            for other, orbit in neighbours[node]:
+                route = price + costs[orbit], level
+                if route < best[other] and not joined[other]:
+                    best[other] = route
                     before[other] = node
-                    heappush(queue, (*way, other))
+                    heappush(queue, (*route, other))
         assert not missing  # every device can be reached
-        return self._prune(parents)
-
-    def _prune(self, parents: list[Parent]) -> tuple[Parent, ...]:
-        """Return a tree without the switches from which no device hangs."""
-        needed = {*range(self.quotient.n)}
+        needed = {*range(self.quotient.n)}  # without the switches below which the tree has no device
         for node, parent, _ in reversed(parents):
             if node in needed:
                 needed.add(parent)
         return tuple(entry for entry in parents if entry[0] in needed)
 
     def rows(self, columns: list[_TreeColumn]) -> Rows:
-        """Return the program: the first variable is the rate, the others the rates of the trees."""
+        """Return the linear program. The first variable is the rate, the others are the rates of the trees."""
         quotient = self.quotient
         by_orbit: list[tuple[list[int], list[Fraction]]] = [([], []) for _ in quotient.sizes]
         for k, column in enumerate(columns, start=1):
@@ -195,19 +192,19 @@ class _TreeSearch:
                 (self.weights[root], [k for k, column in enumerate(columns, start=1) if column.root == root])
                 for root in self.roots
             ]
-        for part, of_root in needs:
-            upper.append(([0, *of_root], [part] + [-1] * len(of_root)))
+        for part, trees in needs:
+            upper.append(([0, *trees], [part] + [-1] * len(trees)))
             limits.append(Fraction(0))
         return Rows(len(columns) + 1, 1, upper, limits, [])
 
     def exact_rates(
         self, columns: list[_TreeColumn], solution: Solution, limit: Fraction
     ) -> tuple[Fraction, list[OrbitTree]]:
-        """Return exact rates near those of a solution, as shares of the buffer, and the rate of the trees with them."""
+        """Return the best exact rate near a solution, and the trees with their shares of the buffer at this rate."""
         rates = solution.values[1 : len(columns) + 1]
         best: tuple[Fraction, dict[int, Fraction]] | None = None
-        for made in self._nearby_rates(columns, rates):
-            shares = self._shares_by_root(columns, made)
+        for exact_rates in self._nearby_rates(columns, rates):
+            shares = self._tree_shares(columns, exact_rates)
             if shares is None:
                 continue
             loads: dict[int, Fraction] = {}
@@ -223,17 +220,19 @@ class _TreeSearch:
         rate, shares = best
         return rate, [OrbitTree(columns[k].root, share, columns[k].into, columns[k].out) for k, share in shares.items()]
 
-    def _shares_by_root(self, columns: list[_TreeColumn], rates: dict[int, Fraction]) -> dict[int, Fraction] | None:
-        """Return shares in proportion to rates, so that each orbit of roots has its part; ``None``: one has no tree."""
-        whole: dict[int, Fraction] = {}
+    def _tree_shares(self, columns: list[_TreeColumn], rates: dict[int, Fraction]) -> dict[int, Fraction] | None:
+        """Return the share of each tree, in proportion to the rates; the trees of an orbit of roots share its weight.
+
+        Return ``None`` if an orbit of roots has no tree. Without weights, all trees share the buffer.
+        """
+        weights = {-1: Fraction(1)} if self.weights is None else {root: self.weights[root] for root in self.roots}
+        root_of = {k: -1 if self.weights is None else columns[k].root for k in rates}
+        totals = dict.fromkeys(weights, Fraction(0))
         for k, rate in rates.items():
-            root = -1 if self.weights is None else columns[k].root
-            whole[root] = whole.get(root, Fraction(0)) + rate
-        if any(not whole.get(root) for root in ([-1] if self.weights is None else self.roots)):
+            totals[root_of[k]] += rate
+        if not all(totals.values()):
             return None
-        if self.weights is None:
-            return {k: rate / whole[-1] for k, rate in rates.items() if rate}
-        return {k: rate / whole[columns[k].root] * self.weights[columns[k].root] for k, rate in rates.items() if rate}
+        return {k: rate / totals[root_of[k]] * weights[root_of[k]] for k, rate in rates.items() if rate}
 
     def _nearby_rates(self, columns: list[_TreeColumn], rates: list[float]) -> Iterator[dict[int, Fraction]]:
         """Yield exact rates that are close to those in floating point: simple fractions, then a vertex."""
@@ -241,15 +240,15 @@ class _TreeSearch:
         used = {k: rate / scale for k, rate in enumerate(rates) if rate > _LEAST * scale}
         for denominator in DENOMINATORS:
             yield {k: Fraction(rate).limit_denominator(denominator) for k, rate in used.items()}
-        # The rows that are tight in floating point determine the vertex.
+        # The vertex is the solution of the rows that are tight in floating point, as equations.
         upper: list[tuple[dict[int, Fraction], Fraction]] = []
         load: dict[int, float] = {}
         for k in used:
             for orbit, count in columns[k].used:
                 load[orbit] = load.get(orbit, 0.0) + rates[k] * count
         for orbit, total in load.items():
-            room = float(self.quotient.width[orbit] / self.largest) * self.quotient.sizes[orbit]
-            if total >= room * (1 - _TIGHT):
+            capacity = float(self.quotient.width[orbit] / self.largest) * self.quotient.sizes[orbit]
+            if total >= capacity * (1 - _TIGHT):
                 row = {k: Fraction(dict(columns[k].used)[orbit]) for k in used if orbit in dict(columns[k].used)}
                 upper.append((row, self.quotient.width[orbit] * self.quotient.sizes[orbit]))
         if self.weights is not None:  # the rates of two orbits of roots are in proportion to their parts
@@ -258,13 +257,13 @@ class _TreeSearch:
                 row = {k: 1 / self.weights[root] for k in used if columns[k].root == root}
                 row |= {k: -1 / self.weights[first] for k in used if columns[k].root == first}
                 upper.append((row, Fraction(0)))
-        found = solved_exactly(upper, list(used))
-        if found is not None and all(rate >= 0 for rate in found.values()):
-            yield found
+        vertex = solved_exactly(upper, list(used))
+        if vertex is not None and all(rate >= 0 for rate in vertex.values()):
+            yield vertex
 
 
 def solved_exactly(rows: list[tuple[dict[int, Fraction], Fraction]], unknowns: list[int]) -> dict[int, Fraction] | None:
-    """Return the one solution of linear equations, each ``(coefficients, value)``; ``None``: none, or several.
+    """Return the solution of linear equations, each ``(coefficients, value)``, or ``None`` unless there is exactly one.
 
     >>> solved_exactly([({0: Fraction(1), 1: Fraction(2)}, Fraction(4)), ({1: Fraction(3)}, Fraction(3))], [0, 1])
     {0: Fraction(2, 1), 1: Fraction(1, 1)}
@@ -272,10 +271,10 @@ def solved_exactly(rows: list[tuple[dict[int, Fraction], Fraction]], unknowns: l
     left = [(dict(row), value) for row, value in rows]
     done: list[tuple[int, dict[int, Fraction], Fraction]] = []
     for unknown in unknowns:
-        at = next((k for k, (row, _) in enumerate(left) if row.get(unknown)), None)
-        if at is None:
+        pivot_row = next((k for k, (row, _) in enumerate(left) if row.get(unknown)), None)
+        if pivot_row is None:
             return None
-        pivot, value = left.pop(at)
+        pivot, value = left.pop(pivot_row)
         factor = pivot[unknown]
         pivot = {k: a / factor for k, a in pivot.items() if a}
         value /= factor
@@ -288,7 +287,7 @@ def solved_exactly(rows: list[tuple[dict[int, Fraction], Fraction]], unknowns: l
         done.append((unknown, pivot, value))
     if any(value for row, value in left if not any(row.values())):
         return None
-    found: dict[int, Fraction] = {}
+    solution: dict[int, Fraction] = {}
     for unknown, row, value in reversed(done):
-        found[unknown] = value - sum((a * found[k] for k, a in row.items() if k != unknown), Fraction(0))
-    return {unknown: found[unknown] for unknown in unknowns}
+        solution[unknown] = value - sum((a * solution[k] for k, a in row.items() if k != unknown), Fraction(0))
+    return {unknown: solution[unknown] for unknown in unknowns}

@@ -1,7 +1,7 @@
 """Trees for given roots and bandwidths.
 
-Output: trees that together respect the bandwidths and reach the rate that these allow; or fewer trees, which may lose
-``TOLERANCE`` of that rate.
+Output: trees that together respect the bandwidths. They reach the greatest rate that these allow; or they are fewer,
+and lose at most the part ``TOLERANCE`` of that rate.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from .packing import Batch, pack_trees
 from .switches import Arc, Capacities, all_reached, replace_switches
 from .tree_schedule import Tree
 
-# If the trees that reach the bound exactly are at most this many per root on average, they are used. If not, fewer
-# trees are tried, which may lose ``TOLERANCE`` of the rate. NCCL's own search only tries the speeds of a list
-# (search.cc), most of which are 5 to 33 % below the one before.
+# If at most this many trees per root, on average, reach the bound exactly, they are used. If more are necessary, fewer
+# trees that lose at most ``TOLERANCE`` of the rate are tried. NCCL loses more: its search only tries the speeds of a
+# list (search.cc), most of which are 5 to 33 % below the preceding one.
 MOST_TREES: Final = 4
 TOLERANCE: Final = Fraction(2, 100)
 
@@ -32,33 +32,38 @@ Pair = tuple[str, str]
 def fit_trees(
     topology: Topology, used: Mapping[Pair, Fraction], weights: Mapping[int, Fraction]
 ) -> tuple[list[Tree], Fraction]:
-    """Return trees out of roots that together respect the bandwidths, and k: the average number of unit trees per root.
+    """Return trees out of roots, and k: the average number of unit trees per root; weight w counts as w unit trees.
 
-    A tree of weight w counts as w unit trees. ``used`` has the bandwidth of each link that may be used, ``weights`` the
-    weight of each root, by its number. Names are neutral (``topologies.neutral``). PlanError: no such trees were found.
+    Args:
+      topology: a neutral topology.
+      used: the bandwidth of each link that may be used. The trees together respect the bandwidths.
+      weights: for each root, by its number, its weight. The data of the roots is in proportion to the weights.
+    Raises:
+      PlanError: no such trees were found.
     """
     number = {node: k for k, node in enumerate(topology.nodes)}
     n, devices = len(topology.devices), range(len(topology.devices))
     total = sum(weights.values(), Fraction(0))
     shares = {topology.devices[root]: weight for root, weight in weights.items()}
     rate = 1 / tightest_cut(_set_bandwidths(topology, used), shares, outward=True)[1]  # per unit of weight
-    # No tree uses a link more often than it has edges; the rest of wider links would only make the search slower.
+    # A tree has n - 1 edges and uses a link at most once per edge. More bandwidth would only make the search slower.
     most = (n - 1) * rate * total
     used = {pair: min(bandwidth, most) for pair, bandwidth in used.items()}
     if not cuts_suffice(_set_bandwidths(topology, used)):
-        found = optimum(_set_bandwidths(topology, used), tuple(weights.items()))
-        if found.reached <= 0:
-            raise _not_divided(topology)
-        used = found.down
+        best = optimum(_set_bandwidths(topology, used), tuple(weights.items()))
+        if best.reached <= 0:
+            raise _no_trees(topology)
+        used = best.down
         rate = 1 / tightest_cut(_set_bandwidths(topology, used), shares, outward=True)[1]
     arcs = {(number[src], number[dst]): bandwidth for (src, dst), bandwidth in used.items() if bandwidth}
-    groups = [0] * n
+    groups = [0] * n  # the island of each device
     for k, island in enumerate(topology.islands):
         for device in island:
             groups[number[device]] = k
     switches = range(n, len(number))
 
     def packed(unit: Fraction, roots: dict[int, int], most: int | None) -> list[Tree] | None:
+        """Return trees with bandwidths in multiples of ``unit``, or ``None`` if at most ``most`` do not suffice."""
         capacities = Capacities()
         for arc, bandwidth in arcs.items():
             capacities.add(arc, (), int(bandwidth / unit))
@@ -74,7 +79,7 @@ def fit_trees(
     if trees is not None and len(trees) <= MOST_TREES * len(exact):
         return trees, Fraction(sum(exact.values()), len(exact))
     least = min(weights.values())
-    for k in range(1, MOST_TREES + 1):
+    for k in range(1, MOST_TREES + 1):  # k unit trees for the root with the least weight
         roots = {root: max(1, int(k * weight / least)) for root, weight in weights.items()}
         if sum(roots.values()) > MOST_TREES * len(roots):
             break
@@ -85,17 +90,17 @@ def fit_trees(
                 return few, Fraction(sum(roots.values()), len(roots))
     trees = trees or packed(unit, exact, None)
     if trees is None:
-        raise _not_divided(topology)
+        raise _no_trees(topology)
     return trees, Fraction(sum(exact.values()), len(exact))
 
 
-def _not_divided(topology: Topology) -> PlanError:
+def _no_trees(topology: Topology) -> PlanError:
     problem = "the links' bandwidths could not be divided into trees that join each root with all devices."
     return PlanError.of(problem, repr(topology), 'algorithm="hierarchical_copy"')
 
 
 def _set_bandwidths(topology: Topology, used: Mapping[Pair, Fraction]) -> Topology:
-    """Return the topology with other bandwidths."""
+    """Return the topology with the bandwidths of ``used``, without links that have none."""
     links = [Link(src, dst, bandwidth) for (src, dst), bandwidth in used.items() if bandwidth]
     return Topology.unchecked(topology.devices, links, topology.switches)
 
@@ -103,40 +108,40 @@ def _set_bandwidths(topology: Topology, used: Mapping[Pair, Fraction]) -> Topolo
 def _largest_unit(
     arcs: Mapping[Arc, Fraction], roots: dict[int, int], rate: Fraction, sinks: Sequence[int], n: int
 ) -> Fraction:
-    """Return the largest unit for which capacities, rounded down to its multiples, have room for all trees; 0: none.
+    """Return the largest unit such that capacities, rounded down to multiples of it, suffice for all trees; 0 if none.
 
     Only units that divide some capacity, and that lose at most ``TOLERANCE`` of the rate, are considered.
     """
     most = rate / sum(roots.values())
-    units = {
+    candidates = {
         bandwidth / parts
         for bandwidth in set(arcs.values())
         for parts in range(-(-bandwidth // most), int(bandwidth / (most * (1 - TOLERANCE))) + 1)
     }
-    tried = sorted(units, reverse=True)
-    low, high = 0, len(tried)
+    units = sorted(candidates, reverse=True)
+    low, high = 0, len(units)  # binary search
     while low < high:
         middle = (low + high) // 2
-        capacities = {arc: int(bandwidth / tried[middle]) for arc, bandwidth in arcs.items()}
+        capacities = {arc: int(bandwidth / units[middle]) for arc, bandwidth in arcs.items()}
         if all_reached(capacities, roots, sinks, n):
             high = middle
         else:
             low = middle + 1
-    return tried[low] if low < len(tried) else Fraction(0)
+    return units[low] if low < len(units) else Fraction(0)
 
 
 def _add_routes(batches: Sequence[Batch], capacities: Capacities) -> list[Tree]:
-    """Return trees with their routes through switches; a batch that needs two routes between two nodes is divided."""
-    trees: dict[tuple[int, tuple[tuple[int, int, Through], ...]], int] = {}
+    """Return trees with routes through switches. A batch is divided where no single route has room for all trees."""
+    trees: dict[tuple[int, tuple[tuple[int, int, Through], ...]], int] = {}  # the weights
     for root, weight, arcs in batches:
         left = weight
         while left:
             part, parents = left, []
             for src, dst in arcs:
-                here = capacities[src, dst]
+                routes = capacities[src, dst]
                 # The first route with room for all trees, else the first one with the most room.
-                through = max(here, key=lambda route: min(here[route], left))
-                part = min(part, here[through])
+                through = max(routes, key=lambda route: min(routes[route], left))
+                part = min(part, routes[through])
                 parents.append((dst, src, through))
             for dst, src, through in parents:
                 capacities[src, dst][through] -= part
@@ -149,7 +154,7 @@ def _add_routes(batches: Sequence[Batch], capacities: Capacities) -> list[Tree]:
 
 
 def _remove_loops(src: int, through: Through, dst: int) -> Through:
-    """Return a route without its loops, which the replacement of one switch after another can make."""
+    """Return a route without loops, which can arise when several switches are replaced one after another."""
     nodes = [src]
     for node in (*through, dst):
         if node in nodes:

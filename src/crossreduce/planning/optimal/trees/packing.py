@@ -1,7 +1,7 @@
 """Trees packed into integer capacities between devices.
 
-A unit tree uses one unit of each of its arcs. By Edmonds' theorem the trees exist if every device can receive a flow of
-one unit per unit tree from the roots; every step keeps that true.
+A unit tree uses one unit of capacity of each arc. By Edmonds' theorem the trees exist if every device can receive a
+flow of one unit per unit tree from the roots. After every step this condition is still true.
 
 Source: Edmonds, Edge-disjoint branchings, 1973; Bérczi & Frank, Packing arborescences, EGRES TR-2009-04 (growing trees
 in batches of equal ones).
@@ -13,17 +13,17 @@ from ....progress import report
 from ..bounds.cuts import Network
 from .switches import Arc
 
-Batch = tuple[int, int, list[Arc]]  # equal trees: their root, their number, and their arcs, from the root outwards
+Batch = tuple[int, int, list[Arc]]  # equal trees: the root, the number of trees, and the arcs from the root outwards
 
 
 def pack_trees(
     capacities: dict[Arc, int], roots: dict[int, int], n: int, most: int | None = None
 ) -> list[Batch] | None:
-    """Return batches of trees from every root to all nodes 0 to n - 1; ``None``: more than ``most`` batches are needed.
+    """Return batches of trees from every root to all nodes 0 to n - 1, or ``None`` if these are more than ``most``.
 
-    Unless all can grow at once, trees grow one after another, as batches of equal trees. An arc is used for as many
-    trees of the batch as possible without taking capacity that the other trees need (a minimum cut gives that number);
-    if no arc has room for the whole batch, the batch is divided. Arcs near the root come first, so trees stay low.
+    If possible, all trees grow at once. Otherwise batches of equal trees grow one after another. An arc is used for as
+    many trees of the batch as possible without taking capacity that other trees need; a minimum cut gives that number.
+    If no arc has room for the whole batch, the batch is divided. Arcs near the root come first, so trees stay low.
     """
     simple = _all_at_once(capacities, roots, n)
     if simple is not None:
@@ -32,7 +32,7 @@ def pack_trees(
     waiting: list[Batch] = [(root, units, []) for root, units in roots.items() if units]
     waiting.reverse()
     done: list[Batch] = []
-    packed, wanted = 0, sum(units for _, units, _ in waiting) * (n - 1)  # arcs of trees
+    packed, to_pack = 0, sum(units for _, units, _ in waiting) * (n - 1)  # units of arcs, for the progress
     while waiting:
         if most is not None and len(done) + len(waiting) > most:
             return None
@@ -51,13 +51,13 @@ def pack_trees(
             depth[arc[1]] = depth[arc[0]] + 1
             remaining.use(arc, units)
             packed += units
-            report("packing trees", packed, wanted)
+            report("packing trees", packed, to_pack)
         done.append((root, units, arcs))
     return done
 
 
 def _all_at_once(capacities: dict[Arc, int], roots: dict[int, int], n: int) -> list[Batch] | None:
-    """Grow all trees at once, level by level, over the widest arcs, without flows; ``None``: some cannot grow."""
+    """Grow all trees at once, level by level, over the widest arcs, without flows; ``None`` if a tree gets stuck."""
     left = dict(capacities)
     into: list[list[int]] = [[] for _ in range(n)]
     for src, dst in left:
@@ -71,9 +71,9 @@ def _all_at_once(capacities: dict[Arc, int], roots: dict[int, int], n: int) -> l
             for dst in ((root + hop) % n for hop in range(1, n)):
                 if dst in depth:
                     continue
-                near = [src for src in into[dst] if depth.get(src, n) <= level and left[src, dst] >= units]
-                if near:
-                    src = max(near, key=lambda src: (left[src, dst], -((src - root) % n)))
+                parents = [src for src in into[dst] if depth.get(src, n) <= level and left[src, dst] >= units]
+                if parents:
+                    src = max(parents, key=lambda src: (left[src, dst], -((src - root) % n)))
                     left[src, dst] -= units
                     arcs.append((src, dst))
                     depth[dst] = level + 1
@@ -86,17 +86,17 @@ def _all_at_once(capacities: dict[Arc, int], roots: dict[int, int], n: int) -> l
 
 
 class _Remaining:
-    """The remaining capacities, and what the batches that are still to be grown need of them."""
+    """The remaining capacities, and the needs of the batches that have to grow later."""
 
     def __init__(self, left: dict[Arc, int], waiting: list[Batch], n: int) -> None:
         self.left, self.n = left, n
-        self.needs: list[tuple[int, frozenset[int]]] = []
+        self.needs: list[tuple[int, frozenset[int]]] = []  # for each batch, the number of trees and their nodes so far
         for batch in waiting:
             self.reserve(batch)
         self.limits: list[tuple[frozenset[int], int]] = []  # sets of nodes, each with the unneeded capacity into it
 
     def reserve(self, batch: Batch) -> None:
-        """Add a batch of trees to the list of batches that have yet to be grown."""
+        """Keep capacity for a batch of trees that grows later."""
         root, units, arcs = batch
         self.needs.append((units, frozenset({root, *(dst for _, dst in arcs)})))
         self.limits = []
@@ -109,22 +109,22 @@ class _Remaining:
         self.limits = [(nodes, most - units * (arc[1] in nodes and arc[0] not in nodes)) for nodes, most in self.limits]
 
     def choose(self, depth: dict[int, int], units: int) -> tuple[Arc, int]:
-        """Return an arc out of a tree and the number of trees of the batch that may use it: all, if possible."""
+        """Return the next arc of a batch of trees, and how many of the trees can use it, at most ``units``."""
         arcs = [arc for arc in self.left if arc[0] in depth and arc[1] not in depth]
         arcs.sort(key=lambda arc: (depth[arc[0]], -self.left[arc], arc))
         best, most = arcs[0], 0
         for arc in arcs:
-            if min(self.left[arc], units, self.known_slack(arc)) <= most:
+            if min(self.left[arc], units, self.slack_limit(arc)) <= most:
                 continue
-            free = min(self.left[arc], units, self.slack(arc))
-            if free > most:
-                best, most = arc, free
+            room = min(self.left[arc], units, self.slack(arc))
+            if room > most:
+                best, most = arc, room
             if most == units:
                 break
         assert most > 0, "the remaining capacities always have room for another arc"
         return best, most
 
-    def known_slack(self, arc: Arc) -> int:
+    def slack_limit(self, arc: Arc) -> int:
         """Return an upper limit of ``slack`` for an arc, from the minimum cuts of earlier calls."""
         return min((most for nodes, most in self.limits if arc[1] in nodes and arc[0] not in nodes), default=1 << 62)
 
@@ -132,11 +132,12 @@ class _Remaining:
         """Return the number of units that an arc can lose without preventing another tree from reaching all nodes."""
         src, dst = arc
         capacities = dict(self.left)
-        nodes, whole = self.n, 0
+        nodes, needed = self.n, 0
+        # All trees that still have to reach dst start at src in the network: src feeds the nodes of each batch.
         for units, reached in self.needs:
             if dst in reached:
                 continue
-            whole += units
+            needed += units
             if reached == {src}:
                 continue
             if len(reached) == 1:
@@ -147,8 +148,7 @@ class _Remaining:
                 capacities.update(((nodes, node), units) for node in reached)
                 nodes += 1
         network = Network(nodes, capacities)
-        free = network.flow(src, dst) - whole
-        if free < self.left[arc]:
-            near = network.cut(src, dst)
-            self.limits.append((frozenset(range(self.n)) - near, free))
-        return free
+        slack = network.flow(src, dst) - needed
+        if slack < self.left[arc]:
+            self.limits.append((frozenset(range(self.n)) - network.cut(src, dst), slack))
+        return slack

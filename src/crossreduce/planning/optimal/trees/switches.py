@@ -1,7 +1,7 @@
-"""Replace capacities through switches by capacities between devices, in which the trees of all roots have room.
+"""Replace capacities through switches by capacities between devices that suffice for the trees of all roots.
 
 Each root has a number of trees, and each tree takes one unit of capacity. The maximum flow from all roots together to
-each device stays at least the number of all trees; by Edmonds' theorem, trees within the capacities exist then.
+each device stays at least the number of all trees. By Edmonds' theorem, trees within the capacities then exist.
 
 Source: Edmonds, Edge-disjoint branchings, 1973; Bang-Jensen, Frank & Jackson, SIAM J. Discrete Math. 8(2), 1995
 (splitting off a node without loss); Zhao et al., ForestColl, arXiv:2402.06787 (for collectives).
@@ -19,44 +19,44 @@ Arc = tuple[int, int]
 
 
 class Capacities(dict[Arc, dict[Through, int]]):
-    """Capacities between nodes, by the switches that data passes: ``capacities[u, t][through]``."""
+    """The capacity from node u to node t through a list of switches: ``capacities[u, t][through]``."""
 
     def add(self, arc: Arc, through: Through, amount: int) -> None:
         """Add capacity to an arc."""
         if amount:
-            here = self.setdefault(arc, {})
-            here[through] = here.get(through, 0) + amount
+            routes = self.setdefault(arc, {})
+            routes[through] = routes.get(through, 0) + amount
 
     def take(self, arc: Arc, amount: int) -> list[tuple[Through, int]]:
-        """Remove capacity from an arc, which must have it, and return the routes of the removed capacity."""
-        taken, here = [], self[arc]
-        for through in list(here):
-            part = min(amount, here[through])
+        """Remove capacity from an arc, which must have so much, and return the removed capacity of each route."""
+        taken, routes = [], self[arc]
+        for through in list(routes):
+            part = min(amount, routes[through])
             if part:
                 taken.append((through, part))
-                here[through] -= part
+                routes[through] -= part
                 amount -= part
-                if not here[through]:
-                    del here[through]
-        if not here:
+                if not routes[through]:
+                    del routes[through]
+        if not routes:
             del self[arc]
         assert not amount
         return taken
 
     def total(self, arc: Arc) -> int:
-        """Return the capacity of an arc."""
+        """Return the capacity of an arc over all routes."""
         return sum(self.get(arc, {}).values())
 
     def totals(self) -> dict[Arc, int]:
-        """Return the capacities of all arcs."""
-        return {arc: sum(here.values()) for arc, here in self.items()}
+        """Return the capacity of each arc over all routes."""
+        return {arc: sum(routes.values()) for arc, routes in self.items()}
 
 
 def all_reached(capacities: dict[Arc, int], roots: dict[int, int], sinks: Sequence[int], n: int) -> bool:
-    """Return whether the maximum flow from all roots together to each single sink has the units of all roots."""
-    whole = sum(roots.values())
+    """Return whether each single sink can receive the units of all roots, by a maximum flow from all roots together."""
+    total = sum(roots.values())
     network = Network(n + 1, capacities | {(n, root): units for root, units in roots.items()})
-    return all(network.flow(n, sink) >= whole for sink in sinks)
+    return all(network.flow(n, sink) >= total for sink in sinks)
 
 
 def replace_switches(
@@ -69,28 +69,29 @@ def replace_switches(
 ) -> Capacities:
     """Replace every switch by arcs between its neighbours, so that the unit trees of all roots still reach all devices.
 
-    At each switch, the capacities in and out must be equal. Its neighbours get even shares: first only between groups
-    of near devices, if it joins several; then between any two. If with both a unit tree cannot reach a device, or
-    another switch becomes unequal, ``_split_off`` instead replaces one pair of arcs (in and out) after the other.
+    At each switch, the capacities in and out must be equal. The capacity is shared evenly between pairs of neighbours.
+    If the switch joins several ``groups`` of devices, first only pairs of different groups get shares, and then all
+    pairs. If both fail, ``_split_off`` replaces one pair of arcs (in and out) after the other. The even shares fail if
+    a unit tree then cannot reach a device, or if capacities in and out become unequal at another switch.
     """
     for switch in switches:
         entering = {u: capacities.total((u, switch)) for (u, w) in list(capacities) if w == switch}
         leaving = {t: capacities.total((switch, t)) for (w, t) in list(capacities) if w == switch}
-        spans = len({groups[u] for u in {*entering, *leaving} if u < len(groups)}) > 1
+        joins_groups = len({groups[u] for u in {*entering, *leaving} if u < len(groups)}) > 1
 
-        def apart(u: int, t: int) -> bool:
+        def in_different_groups(u: int, t: int) -> bool:
             return u != t and (u >= len(groups) or t >= len(groups) or groups[u] != groups[t])
 
-        for allowed in (apart, ne) if spans else (ne,):
-            tried = Capacities({arc: dict(here) for arc, here in capacities.items()})
+        for allowed in (in_different_groups, ne) if joins_groups else (ne,):
+            tried = Capacities({arc: dict(routes) for arc, routes in capacities.items()})
             for (u, t), amount in _even_shares(entering, leaving, allowed).items():
                 _bypass(tried, u, switch, t, amount)
             rest = [arc for arc in tried if switch in arc]
             for arc in rest:
                 del tried[arc]
-            # Deleting the rest is allowed only if capacities in and out stay equal at the other switches.
-            uneven = any(node != switch and node >= len(groups) for arc in rest for node in arc)
-            if not uneven and all_reached(tried.totals(), roots, devices, n):
+            # Deleting the rest would make the capacities in and out unequal at another switch that has a part of it.
+            unequal = any(node != switch and node >= len(groups) for arc in rest for node in arc)
+            if not unequal and all_reached(tried.totals(), roots, devices, n):
                 capacities = tried
                 break
         else:
@@ -103,7 +104,8 @@ def _even_shares(
 ) -> dict[Arc, int]:
     """Share the capacity of each link into a switch among the links out of it, in proportion to their capacities.
 
-    Return the integer amount of each ``allowed`` pair (node before, node after); they also share what rounding leaves.
+    Return the amount of each ``allowed`` pair (node before, node after). Amounts are integers; what remains from
+    rounding down is shared among the allowed pairs, too.
     """
     ends = sorted({*entering, *leaving})
     left_in, left_out = dict(entering), dict(leaving)
@@ -117,10 +119,10 @@ def _even_shares(
             left_out[t] -= amount
 
     for u, width in entering.items():
-        others = [t for t in leaving if allowed(u, t)]
-        whole = sum(leaving[t] for t in others)
-        for t in others:
-            give(u, t, width * leaving[t] // whole)
+        partners = [t for t in leaving if allowed(u, t)]
+        total = sum(leaving[t] for t in partners)
+        for t in partners:
+            give(u, t, width * leaving[t] // total)
     before = -1
     while before != sum(left_in.values()):
         before = sum(left_in.values())
@@ -133,20 +135,20 @@ def _even_shares(
 
 
 def _bypass(capacities: Capacities, u: int, switch: int, t: int, amount: int) -> None:
-    """Replace ``amount`` of the capacity from u over a switch to t by an arc from u to t; only remove it if u is t."""
+    """Replace ``amount`` of the capacity from u over a switch to t by an arc from u to t; if u is t, only remove it."""
     if not amount:
         return
-    first, second = capacities.take((u, switch), amount), capacities.take((switch, t), amount)
-    while first and second:
-        (before, have), (after, want) = first[-1], second[-1]
-        part = min(have, want)
+    into, out = capacities.take((u, switch), amount), capacities.take((switch, t), amount)
+    while into and out:  # routes into the switch are joined to routes out of it
+        (before, amount_in), (after, amount_out) = into[-1], out[-1]
+        part = min(amount_in, amount_out)
         if u != t:
             capacities.add((u, t), (*before, switch, *after), part)
-        first[-1], second[-1] = (before, have - part), (after, want - part)
-        if not first[-1][1]:
-            first.pop()
-        if not second[-1][1]:
-            second.pop()
+        into[-1], out[-1] = (before, amount_in - part), (after, amount_out - part)
+        if not into[-1][1]:
+            into.pop()
+        if not out[-1][1]:
+            out.pop()
 
 
 def _split_off(
@@ -158,9 +160,12 @@ def _split_off(
     devices: Sequence[int],
     n: int,
 ) -> Capacities:
-    """Replace pairs of arcs, into and out of a switch, by direct arcs, each as far as all devices stay reachable."""
+    """Replace pairs of arcs, into and out of a switch, by direct arcs.
+
+    Each pair loses the largest amount with which the unit trees still reach all devices.
+    """
     ends = sorted({*entering, *leaving})
-    whole = sum(roots.values())
+    needed = sum(roots.values())
     for offset in (*range(1, len(ends)), 0):
         for k, u in enumerate(ends):
             t = ends[(k + offset) % len(ends)]
@@ -176,10 +181,10 @@ def _split_off(
                     tried[switch, t] -= amount
                     if u != t:
                         tried[u, t] = tried.get((u, t), 0) + amount
-                    lacking = whole - Network(n + 1, tried).flow(n, sink)
+                    lacking = needed - Network(n + 1, tried).flow(n, sink)
                     if lacking <= 0:
                         break
-                    amount = max(0, amount - lacking)  # one unit less adds at most 1 to the flow
+                    amount = max(0, amount - lacking)  # replacing one unit less adds at most 1 to the flow
             _bypass(capacities, u, switch, t, amount)
     for arc in [arc for arc in capacities if switch in arc]:
         del capacities[arc]
