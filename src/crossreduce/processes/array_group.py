@@ -47,7 +47,7 @@ class ArrayGroup:
         Args:
           x: an array, of the same shape and dtype on all ranks.
           op: "sum", "mean", "min", "max" or "product". The mean of integers is their true mean, as float64.
-          out: the array for the result; ``None``: a new array.
+          out: the array for the result; by default a new array.
           exact: whether sums and means of floats are the exact real numbers, rounded once: the same bits for every
             order of the ranks, and any number of hosts (see docs/explanation/exactness.md).
         Raises:
@@ -59,7 +59,7 @@ class ArrayGroup:
         """
         exact = _flag(exact)
         name = call_name("all_reduce", exact)
-        done: Array | None = self._calls.run(self.communicator, name, op, 0, x, out)
+        done: Array | None = self._calls.run(self.communicator, name, op, 0, x, out)  # a prepared call
         if done is not None:
             return done
         op = read_op(op)
@@ -252,7 +252,7 @@ def _with_result(given: Array, shape: tuple[int, ...], out: Array | None) -> tup
 
 
 def _root(root: Any) -> int:
-    """Return a root as an integer, or raise an ``ArgumentError``; the communicator checks that there is such a rank."""
+    """Return a root as an integer, or raise an ``ArgumentError``. The communicator checks that the rank exists."""
     if type(root) is int:
         return root
     with suppress(TypeError):

@@ -12,12 +12,12 @@ from ..intra_host.registers import Decision
 
 
 def has_quorum(weights: Mapping[int, int], answered: Collection[int], ended: Collection[int] = ()) -> bool:
-    """Return whether so many hosts have answered that no others can decide anything else.
+    """Return whether enough hosts have answered, so that the others cannot decide anything else.
 
     Args:
       weights: the number of ranks that vote on each host. Hosts without any have no entry.
       answered: the hosts that have answered.
-      ended: hosts on which certainly no rank that votes lives any more, if the ballot counts without them.
+      ended: hosts on which all ranks that vote have certainly ended, if the ballot counts without these hosts.
 
     A quorum is hosts with more than half of the ranks; or with half of them, the lowest host included. Any two such
     sets have a host in common. A ballot that counts without ended hosts needs all others.
@@ -36,7 +36,7 @@ def has_quorum(weights: Mapping[int, int], answered: Collection[int], ended: Col
 
 
 class Ballot:
-    """A ballot of host ``own`` for ``decision``, unless hosts have accepted another one before.
+    """A ballot of host ``own`` for ``decision``, or for another decision that hosts have accepted before.
 
     The caller asks host ``own`` and after it the others to promise (unless ``accepting``), then in the same order to
     accept, passes on their answers, and sends no further requests when the result is ``final`` or ``refused``.
