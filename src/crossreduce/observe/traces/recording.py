@@ -28,7 +28,7 @@ _LOCK_S: Final = 5.0  # how long `start` and `stop` wait for a call of a group t
 
 
 class TracedGroup(Protocol):
-    """The part of ``Communicator`` that this module uses. ``memory`` is a ``RankMemory``, ``peers`` are ``PeerInfo``."""
+    """The part of ``Communicator`` that this module uses. ``memory``: a ``RankMemory``; ``peers``: ``PeerInfo``."""
 
     lock: threading.Lock
     memory: Any
