@@ -77,7 +77,7 @@ def planned_text(text: str, digest: bytes) -> str:
 def mismatch_text(calls: Mapping[int, CallSignature], name: str) -> str:
     """Return the text of the ``MismatchError`` that all ranks of a group raise.
 
-    The call that most ranks made counts as the correct one; of equally frequent calls, that of the lowest rank.
+    The call that most ranks made counts as the correct one. If several are equally frequent, the lowest rank's counts.
     ``calls``: the call of each rank of the group; at least two differ. All ranks pass the same ``calls``.
 
     >>> few, many = CallSignature(17, "all_reduce sum float32[10]"), CallSignature(17, "all_reduce sum float32[12]")

@@ -180,13 +180,13 @@ def read(directory: Path) -> Found:
         remedy = "the directory in the text of the CollectiveTimeout or PeerLostError"
         problems.append(message(f"{directory} has no dumps.", remedy=remedy))
     dumps = []
-    known = {(dump.group, dump.token, dump.rank) for dump, _, _ in entries}
+    read_ranks = {(dump.group, dump.token, dump.rank) for dump, _, _ in entries}
     for dump, path, described in sorted(entries, key=lambda each: -each[0].now_s):
-        absent = {rank for rank in described if (dump.group, dump.token, rank) not in known}
+        absent = {rank for rank in described if (dump.group, dump.token, rank) not in read_ranks}
         if absent:
             with suppress(OSError, ValueError):  # it was deleted, or one of these histories is malformed
                 dump, _ = _parsed_dump(_content(path), absent)
-                known.update((dump.group, dump.token, rank) for rank in absent)
+                read_ranks.update((dump.group, dump.token, rank) for rank in absent)
         dumps.append(dump)
     return Found(tuple(sorted(dumps, key=lambda dump: (dump.group, dump.token, dump.rank))), tuple(problems))
 
@@ -390,11 +390,11 @@ def _reader(kind: Any, name: str) -> Callable[[Any], Any]:
     """
     form, parts = get_origin(kind), get_args(kind)
     if form is UnionType:  # ``int | None``
-        some = _reader(parts[0], name)
-        return lambda value: None if value is None else some(value)
+        read_value = _reader(parts[0], name)
+        return lambda value: None if value is None else read_value(value)
     if form is tuple:
-        item = _reader(parts[0], name)
-        return lambda value: tuple(map(item, _require(value, type(value) is list, name)))
+        read_item = _reader(parts[0], name)
+        return lambda value: tuple(map(read_item, _require(value, type(value) is list, name)))
     if form is dict:
         return lambda value: {str(k): str(v) for k, v in _require(value, type(value) is dict, name).items()}
     if kind is Op:

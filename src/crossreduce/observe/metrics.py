@@ -26,7 +26,7 @@ _LOG: Final = logging.getLogger("crossreduce")
 EVERY_S: Final = 5.0
 VARIABLE: Final = "CROSSREDUCE_METRICS"
 _SUFFIX: Final = ".prom"
-_NAME_BYTES: Final = 80  # of a group's name in that of its file
+_NAME_BYTES: Final = 80  # the most bytes of a group's name in the name of its file
 _OLD_S: Final = 60.0  # a temporary file of this age belongs to a rank that was killed
 _CLOSE_S: Final = 1.0  # how long the end of a group waits for the thread, if the file system hangs
 writers: Final = PeriodicChecks("crossreduce metrics", EVERY_S, f"this process writes no files for {VARIABLE}")
@@ -64,6 +64,7 @@ class MetricsFile:
                 self._lock.release()
 
     def _replace(self, stats: Stats) -> None:
+        """Write the counters to a temporary file, which then replaces the file; if that fails, warn once."""
         # The collector reads only *.prom. The name is random, and "x" follows no link.
         temporary = self.path.with_name(f".{self.path.name}.{secrets.token_hex(8)}")
         try:

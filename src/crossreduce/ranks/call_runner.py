@@ -128,7 +128,7 @@ class CallRunner:
         if self._is_calling(thread):
             problem = f'this thread is already in a call of group "{name}".'
             raise ContextError.of(problem, "a call in a signal handler", "only close() or abort() in a handler")
-        self._require_open()  # before ``run`` takes the lock: a handler during close() would wait for it forever
+        self._require_open()  # before ``run`` takes the lock, for which a handler during close() would wait forever
 
     def _require_open(self) -> None:
         if self.closed:

@@ -90,7 +90,7 @@ class Communicator:
             self.token = members.token  # names the group to other processes
             self.successor: peer_requests.Successor | None = None  # the later form of this group
             self.traced: Path | None = None  # the file to which the calls are written
-            self.plan_digest = ""  # of the plans on measured links, the same on all ranks; empty: none were measured
+            self.plan_digest = ""  # of the plans on measured links, the same on all ranks
             self.transport = connected
             self._engine: OneHostEngine | MultiHostEngine
             self.detector = FailureDetector(members, self.memory, rendezvous, connected, timeout_s)
@@ -239,7 +239,7 @@ class Communicator:
         def inner() -> None:
             try:
                 running = start()
-            except (RuntimeError, TypeError, ValueError) as error:  # raised below; others are those of signal handlers
+            except (RuntimeError, TypeError, ValueError) as error:  # raised below; signal handlers raise other errors
                 failures.append(error)
                 return
             self.detector.wait_for_inner(running)

@@ -1,4 +1,4 @@
-"""``join``: a rank finds the other ranks of a new group, shares memory with those of its host, and connects to others.
+"""``join``: a rank finds the other ranks of a new group, shares memory on its host, and connects to other hosts.
 
 Input: a rendezvous, and a transport between hosts. Output: the parts of a ``Communicator``, or the same error on every
 rank. A rank that fails here keeps nothing.

@@ -71,9 +71,9 @@ def measure_topology(group: Any = None, seconds: float = 1.0) -> Topology:
       ArgumentError: no default group exists, the group has another backend, or ``seconds`` is not above 0.
       PeerLostError, CollectiveTimeout: as for every call of the group.
     """
-    found = find_group(group, HookState)
+    group = find_group(group, HookState)
     measured: list[Topology] = []
-    found.queue.run(lambda: measured.append(measure(found.communicator, seconds)), [], asynchronous=False)
+    group.queue.run(lambda: measured.append(measure(group.communicator, seconds)), [], asynchronous=False)
     return measured[0]
 
 

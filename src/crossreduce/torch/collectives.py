@@ -266,9 +266,9 @@ class Collectives(InnerGloo):
         fits = self._are_splits(tensor, sizes) and self._are_splits(output, rooms) and output.dtype == tensor.dtype
         fits = fits and tensor.shape[1:].numel() == output.shape[1:].numel() and output.is_cpu
         remedy = "splits that add up to the first dimension, or none if the number of ranks divides it; equal rows"
-        given = [list(output.shape), list(rooms), list(sizes)]
+        splits = [list(output.shape), list(rooms), list(sizes)]
         what = "the output's shape, its splits and those of the input:"
-        self._require(fits, "all_to_all", [tensor, output], what, given, remedy)
+        self._require(fits, "all_to_all", [tensor, output], what, splits, remedy)
         apart = self._are_apart("all_to_all", [output], [tensor])
         rooms = list(rooms) or [output.shape[0] // self._size] * self._size
         sizes = list(sizes) or [tensor.shape[0] // self._size] * self._size

@@ -44,11 +44,11 @@ def agree(flag: bool, group: Any = None, timeout_s: float | None = None) -> bool
       ArgumentError: no default group exists, the group has another backend, or ``timeout_s`` is not a number.
       ExcludedError: the other ranks have gone on without this one, or it reaches too few of them.
     """
-    found = group_of(group)
-    limit_s = found.timeout.total_seconds() + SHRINK_S if timeout_s is None else seconds(timeout_s)
+    group = group_of(group)
+    limit_s = group.timeout.total_seconds() + SHRINK_S if timeout_s is None else seconds(timeout_s)
     answers: list[bool] = []
-    function = lambda: answers.append(survivors.agree(found.communicator, bool(flag), limit_s))  # noqa: E731
-    found.queue.run(function, [], asynchronous=False)
+    function = lambda: answers.append(survivors.agree(group.communicator, bool(flag), limit_s))  # noqa: E731
+    group.queue.run(function, [], asynchronous=False)
     return answers[0]
 
 
@@ -121,12 +121,12 @@ def shrink(group: Any = None, timeout_s: float = SHRINK_S) -> Group:
       ExcludedError: the others have gone on without this rank, or it reaches too few of them. It must reach hosts with
         more than half of the ranks, or with half of them and the lowest rank, unless all others have ended.
     """
-    found, limit_s = group_of(group), seconds(timeout_s)
-    if found is dist.group.WORLD:
+    old, limit_s = group_of(group), seconds(timeout_s)
+    if old is dist.group.WORLD:
         problem = "a rank shrinks the default group, which ends all groups."
-        _end_calls(PeerLostError(message(problem, f"rank {found.rank()}", "call shrink on this rank, too")))
-    new_group, reformed = survivors.shrink(found.communicator, _formation(found, limit_s, grows=False), limit_s)
-    return _replaced(found, new_group, reformed)
+        _end_calls(PeerLostError(message(problem, f"rank {old.rank()}", "call shrink on this rank, too")))
+    new, reformed = survivors.shrink(old.communicator, _formation(old, limit_s, grows=False), limit_s)
+    return _replaced(old, new, reformed)
 
 
 def grow(timeout_s: float = SHRINK_S) -> Group | None:
@@ -146,10 +146,9 @@ def grow(timeout_s: float = SHRINK_S) -> Group | None:
       ExcludedError: the others have gone on without this rank, or it reaches too few of them.
       ReductionError: the new group could not be formed.
     """
-    found = group_of(None)
-    limit_s = seconds(timeout_s)
-    new_group, reformed = survivors.grow(found.communicator, _formation(found, limit_s, grows=True), limit_s)
-    return None if new_group is None else _replaced(found, new_group, reformed)
+    old, limit_s = group_of(None), seconds(timeout_s)
+    new, reformed = survivors.grow(old.communicator, _formation(old, limit_s, grows=True), limit_s)
+    return None if new is None else _replaced(old, new, reformed)
 
 
 def invitation(group: Any = None) -> str:
@@ -216,15 +215,15 @@ def make_group(store: PeerStore, rank: int, size: int, settings: Settings, origi
 
 
 def group_of(group: Any) -> Group:
-    """Return a group of this backend; ``None``: the default group.
+    """Return ``group``, or the default group if it is ``None``, after checking that it can be used.
 
     Raises:
       ArgumentError: no default group exists, or the group has another backend.
       ContextError: the group was destroyed.
     """
-    found: Group = find_group(group)
-    found.queue.require_open()
-    return found
+    checked: Group = find_group(group)
+    checked.queue.require_open()
+    return checked
 
 
 def _end_calls(error: ReductionError) -> None:

@@ -191,7 +191,7 @@ class Group(dist.ProcessGroup):  # type: ignore[misc]
         return self._run("allgather", (outputs, inputs, opts), inputs, function, tensors_in(outputs))
 
     def allgather_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
-        # The lists of this method are those of ``allgather`` transposed: outputs[rank][tensor].
+        # ``outputs[rank][tensor]`` has the transposed order of ``allgather``.
         inputs, opts = _read(inputs, opts, c10d.AllgatherOptions)
         lists = [list(results) for results in zip(*outputs, strict=True)]
         function = self._each("all_gather", [], lists, inputs)
@@ -387,6 +387,7 @@ class Group(dist.ProcessGroup):  # type: ignore[misc]
         return Works(call_unwrapped(getattr(self, method), arguments), results)
 
     def _with_timeout(self, seconds: float, function: Callable[[], None]) -> None:
+        """Run an op whose options have another timeout than the group."""
         usual = self.communicator.timeout_s
         with self._timeout_lock:
             self.communicator.timeout_s = seconds
@@ -414,14 +415,14 @@ def find_group(group: Any, *others: type) -> Any:
     Raises:
       ArgumentError: no default group exists, or this is something else, such as a group of another backend.
     """
-    found = dist.group.WORLD if group is None else group
-    if found is None:
+    group = dist.group.WORLD if group is None else group
+    if group is None:
         remedy = f'torch.distributed.init_process_group("{BACKEND}")'
         raise ArgumentError.of("torch.distributed has no default group yet.", "group=None", remedy)
-    if not isinstance(found, (Group, *others)):
+    if not isinstance(group, (Group, *others)):
         remedy = f'a process group of the backend "{BACKEND}"' + "".join(f", or a {kind.__name__}" for kind in others)
-        raise ArgumentError.of("this is not a process group of crossreduce.", shown(found), remedy)
-    return found
+        raise ArgumentError.of("this is not a process group of crossreduce.", shown(group), remedy)
+    return group
 
 
 def _read(tensors: Any, opts: Any, kind: Any, timeout: Any = None, op: Any = None, root: int = 0) -> tuple[Any, Any]:

@@ -48,6 +48,7 @@ class InnerGloo:
                 time.sleep(0)  # lets gloo's thread use the interpreter
 
     def _reduce_in_gloo(self, collective: str, root: int | None, function: Any, tensor: Any, options: Any) -> None:
+        """Run a reduction in gloo that replaces a tensor by the result."""
         dense = tensor.layout is torch.strided
         plain = readable(tensor) if dense else tensor
         detached = plain.detach()  # _run_in_gloo counts references, and other code may refer to the tensor itself

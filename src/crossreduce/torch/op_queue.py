@@ -161,6 +161,7 @@ class Queued(Finished):
         self._future_lock = threading.Lock()
 
     def run(self) -> None:
+        """Run the op, and keep its error for the threads that wait."""
         function, self._function = self._function, None  # releases the function's references
         try:
             assert function is not None
@@ -316,7 +317,7 @@ class OpQueue:
 
     def _run_all(self) -> None:
         with self._lock:
-            if threading.current_thread() is not self._thread:
+            if threading.current_thread() is not self._thread:  # see ``_start``
                 return
         while self.run_next():
             pass

@@ -40,10 +40,10 @@ def align(groups: Sequence[GroupTrace]) -> dict[str, ClockShift]:
     while len(shifts) < len(names):
         # The next clock is the one with the smallest error of all that messages connect to a clock with a shift.
         candidates = []
-        for (known, other), (low, high) in limits.items():
-            if known in shifts and other not in shifts:
-                error = (shifts[known].error_ns or 0) + abs(high - low + 1) // 2
-                candidates.append((error, other, ClockShift(shifts[known].add_ns + (low + high) // 2, error)))
+        for (clock, other), (low, high) in limits.items():
+            if clock in shifts and other not in shifts:
+                error = (shifts[clock].error_ns or 0) + abs(high - low + 1) // 2
+                candidates.append((error, other, ClockShift(shifts[clock].add_ns + (low + high) // 2, error)))
         if candidates:
             _, name, shift = min(candidates)
         else:

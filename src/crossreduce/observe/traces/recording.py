@@ -179,6 +179,7 @@ def _make(directory: Path) -> None:
 
 
 def _from_environment() -> _Settings | None:
+    """Return the settings of CROSSREDUCE_TRACE and CROSSREDUCE_TRACE_BYTES, or ``None`` if tracing is off."""
     directory = os.environ.get("CROSSREDUCE_TRACE")
     if not directory:
         return None

@@ -66,6 +66,7 @@ def summarize(groups: Iterable[GroupTrace], shifts: Mapping[str, ClockShift]) ->
 def _row(
     group: GroupTrace, text: str, calls: Sequence[Mapping[int, TracedCall]], shifts: Mapping[str, ClockShift]
 ) -> SummaryRow:
+    """Return the row of the calls with the same text; ``calls`` has each call on its ranks."""
     add = {rank: shifts[trace.facts.clock].add_ns for rank, trace in group.ranks.items()}
     all_calls = [call for ranks in calls for call in ranks.values()]
     seconds = [

@@ -67,7 +67,7 @@ class Agreements:
         self.number = 0  # of the latest agreement of this rank
         self.waiting: dict[str, tuple[float, Json]] = {}  # processes that want to join: time of the request, place
         self.published: dict[str, Json] = {}
-        self.last: tuple[int, Decision] | None = None  # the decision of number ``number``, with a ballot of it
+        self.last: tuple[int, Decision] | None = None  # the decision of agreement ``number``, after its ballot's number
         self._relayed: set[int] = set()  # the hosts to which this process has passed on connections
 
     @property
@@ -252,7 +252,7 @@ class Agreements:
                 peer.relay = None
 
     def relays(self, host: int, electors: Sequence[int]) -> list[Peer]:
-        """Return the electors through which a host may be reached: those of third hosts, one of each host first."""
+        """Return the electors on third hosts, through which a host may be reached, first one of each third host."""
         if host == self.own_host:
             return []
         others = [ranks for k, ranks in enumerate(self.hosts) if k not in (self.own_host, host)]
@@ -267,7 +267,7 @@ class Agreements:
         return ExcludedError.of(problem, "it was late, or could not be reached", "join the group again as a new rank")
 
     def no_quorum(self, electors: Sequence[int], timeout_s: float) -> ExcludedError:
-        """Return the error that says that this rank reaches too few ranks."""
+        """Return the error for the case that this rank reaches too few ranks."""
         own = self._global_ranks[self.rank]
         problem = f'rank {own} cannot reach enough ranks of group "{self._name}" to continue: the others may do so.'
         hosts = Counter(self._host_of[rank] for rank in electors)

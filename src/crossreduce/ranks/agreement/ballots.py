@@ -61,7 +61,7 @@ class Ballot:
         self._last = -1  # the ballot of the last decision that a host has accepted
 
     def promised(self, host: int, accepted: tuple[int, Decision] | None) -> None:
-        """A host has promised; ``accepted``: see ``Registers.promise``."""
+        """Take a host's promise; ``accepted`` is the result of ``Registers.promise`` there."""
         if self.accepting:
             return
         assert self.own in self.answered or host == self.own, "host own promises first"
@@ -72,7 +72,7 @@ class Ballot:
             self.accepting, self.answered = True, set()
 
     def accepted(self, host: int, decision: Decision | None) -> None:
-        """A host has accepted ``decision`` in this ballot; ``None``: it has promised not to.
+        """Take a host's answer: the ``decision`` that it has accepted in this ballot; ``None`` if it has ruled one out.
 
         Another rank of host ``own`` may have begun the same ballot with another decision, which then counts.
         """

@@ -115,6 +115,7 @@ def accept_channel(connection: socket.socket, key: bytes, deadline: float) -> Au
 
 
 def _read(connection: socket.socket, count: int, deadline: float) -> bytes:
+    """Return the next ``count`` bytes. Errors are those of ``AuthenticatedChannel.receive``."""
     received = bytearray()
     while len(received) < count:
         left_s = None

@@ -84,6 +84,7 @@ class _Contact:
         self.place = Place(addresses, self.listener.port, self.key.hex())
 
     def _answer(self, channel: AuthenticatedChannel) -> None:
+        """Answer the request of a connection, or become the relay of this connection."""
         request = channel.receive(time.monotonic() + ANSWER_S)
         token = str(request.pop("group", ""))
         answer = self.answers.get(token)

@@ -22,7 +22,7 @@ SILENT_S: Final = 2.0  # how long a host that does not answer is waited for
 _AT_ONCE: Final = 4  # processes of a host that are asked at the same time
 _STAGGER_S: Final = 0.1  # from asking some processes of a host to asking the next ones
 _REPEAT_S: Final = 0.5  # from asking the last ones to asking again; lost packets are sent again after up to 1 s
-_RETRY_S: Final = 0.02  # the same if all of them have replied, but none of them has answered
+_RETRY_S: Final = 0.02  # from the last reply to asking again, if all processes have replied without an answer
 _RELAY_S: Final = 0.4  # how long a host may take to answer before it is asked through other hosts, too
 
 

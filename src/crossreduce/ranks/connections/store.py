@@ -192,6 +192,7 @@ class StoreClient(_Store):
         self._end()
 
     def _run(self, what: str, keys: Sequence[str], given: Json = None) -> Json:
+        """Execute an operation, in this process or in the one that serves the store; see ``_Table.run``."""
         if self._connection is None:
             return self._table.run(what, keys, given)
         try:

@@ -129,6 +129,7 @@ class FailureDetector:
             raise
 
     def _check_inner(self, timer: WaitTimer, waited_s: float) -> None:
+        """Raise if the collective of another library has to end (see ``wait_for_inner``); warn of a long wait."""
         if self._is_aborted():
             raise GroupAborted
         self.require_alive(self._members.host)
@@ -246,6 +247,7 @@ class FailureDetector:
         return ContextError.of(problem, str(error), "wait for messages first")
 
     def _message_failure(self, call: str, peer: int | None, error: OSError) -> ReductionError:
+        """Return the error for a failed message, given the text of its ``call``, while the memory is open."""
         members = self._members
         own, cause = members.own, self._memory.abort_cause()
         if cause is None and self._several_hosts:

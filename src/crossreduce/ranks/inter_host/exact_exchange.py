@@ -88,6 +88,7 @@ class ExactExchange(Exchange):
         super()._finish(piece, r)
 
     def _receive_further(self, piece: int, value: int, rank: int) -> None:
+        """Receive the further terms of a value whose block has arrived, if it has any."""
         block = self._block(piece, value)
         count = block.read_count()
         if not 0 <= count <= most_further(block.size, self._ranks):

@@ -83,7 +83,7 @@ def _lag(pieces: int) -> int:
 
 
 def delay(program: Program, pieces: int) -> int:
-    """Return how many stages after its first one a piece is complete; each round takes ``lag`` stages. At least 1."""
+    """Return the stages from a piece's first one to its completion, at least 1. Each round takes ``lag`` stages."""
     return max(1, _lag(pieces) * program.round_count - 1)
 
 
@@ -91,7 +91,7 @@ def delay(program: Program, pieces: int) -> int:
 def exchange_program(
     program: Program, host: int, peers: tuple[int, ...], sizes: tuple[int, ...], numbers: Numbers, eager: bool = False
 ) -> ExchangeProgram:
-    """Return what host number ``host`` does, for pieces of ``sizes`` elements; see ``ExchangeProgram``.
+    """Return the exchange of host number ``host``, for pieces of ``sizes`` elements.
 
     ``program``: its devices are the hosts; all chunks have the same sources and destinations.
     """
@@ -234,6 +234,7 @@ class Exchange:
                 self._combine(piece, combination)
 
     def _combine(self, piece: int, combination: Combination) -> None:
+        """Compute a value of a piece from others. A final value is divided, and has the dtype of results."""
         result, operands, final = combination
         base, places = self._places(piece)
         numbers = self._program.numbers._replace(dtype=self._program.numbers.accumulator)

@@ -208,7 +208,7 @@ def _host_collective(collective: str, ranks: int, root: int | None, small: bool)
 
 
 class CollectiveArray(NamedTuple):
-    """One of the equal arrays of which a collective consists: the ranks that contribute to it and that need its result.
+    """One of a collective's arrays: the ranks that contribute to it, and the ranks that need its result.
 
     ``input`` and ``output``: the numbers of the caller's buffers, as in ``HostCollective``.
     """

@@ -242,7 +242,7 @@ class HostArrays(NamedTuple):
 
 
 class HostPrograms(NamedTuple):
-    """What the ranks of a host execute; ``None``: nothing. Partial results and results are in the leaders' stripes."""
+    """The programs of a host's ranks, where they are needed. Partial results and results are in the leaders' stripes."""
 
     up: HostArrays | None  # combines the ranks' contributions to partial results
     local: HostArrays | None  # moves arrays from ranks of this host to others of it
@@ -266,6 +266,7 @@ def host_programs(hosts: Hosts, collective: str, root: int | None, host: int) ->
         return tuple(places[rank] for rank in some_ranks if rank in places)
 
     def program(kind: str, chosen: list[int]) -> HostArrays | None:
+        """Return a program for the parts with the numbers ``chosen``, or ``None`` if there are none."""
         arrays = tuple((p, a) for p in chosen for a in range(len(parts[p].arrays)))
         ends, shares = [], []
         for p in chosen:

@@ -50,8 +50,9 @@ def partial_itemsize(numbers: Numbers) -> int:
 def travelling_itemsize(numbers: Numbers, collective: str) -> int:
     """Return the bytes per element of messages between hosts, on average, without further terms.
 
-    An all-reduce sends as many results as partial results; other reductions send partial results only. The size of
-    partial results counts in exact reductions only: those of half types are float32, but count as half types.
+    An all-reduce sends as many results as partial results; other reductions send partial results only. This counts the
+    size of partial results in exact reductions. In others all elements count as the dtype, although partial results of
+    half types are float32.
 
     >>> from crossreduce.ops import ReduceOp
     >>> exact = Numbers(ReduceOp.SUM, "float32", "float64", "float32", 1, exact=True)

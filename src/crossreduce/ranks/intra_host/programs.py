@@ -207,6 +207,7 @@ def fitting_size(analyses: Sequence[RankAnalysis], room: int, most: int) -> int:
 
 
 def _chunk_values(chunk: ChunkProgram, phase: dict[int, int], numbers: Numbers) -> _ChunkValues:
+    """Return the properties of a chunk's values; ``phase`` maps rounds to phases."""
     inputs, devices = len(chunk.sources), chunk.devices
     phases = [0] * inputs + [phase[instruction.round] for instruction in chunk.instructions]
     kinds = chunk.kinds
@@ -281,7 +282,7 @@ class RankCompiler:
         return at
 
     def phase(self, piece: int, phase: int) -> list[RankInstruction]:
-        """Return what the rank executes in a phase of a piece."""
+        """Return the rank's instructions for a phase of a piece."""
         spans = self._spans[self._sizes[piece]]
         instructions = []
         for chunk, operands, value, kept, numbers in self._templates[phase]:

@@ -53,7 +53,7 @@ class Settings(NamedTuple):
 
 @dataclass(frozen=True)
 class GroupKind(Generic[Group]):
-    """Groups of one kind: those of torch, or those of NumPy arrays.
+    """A kind of groups: process groups of torch, or groups of NumPy arrays.
 
     Args:
       name: a process can join a group of its own kind only.

@@ -146,6 +146,7 @@ class Joiner(Generic[Group]):
         return None
 
     def _form(self, offer: dict[str, Json], deadline: float) -> Group:
+        """Form the group of an offer, together with its ranks."""
         members = [Peer(Place.read(place)) for place in offer["members"]]
         leader = members[0]
 

@@ -87,7 +87,7 @@ class RunningCollective(Protocol):
 
 
 class Transport(Protocol):
-    """Carries messages between ranks of different hosts; those of one tag between two ranks arrive in order.
+    """Carries messages between ranks of different hosts. Messages of one tag between two ranks arrive in order.
 
     The caller must keep the memory of a message until ``wait`` returned.
     """

@@ -139,6 +139,7 @@ class MpiTransport:
         return self._begin(self._comm.Irecv, address, nbytes, src, tag)
 
     def _begin(self, start: Callable[..., Any], address: int, nbytes: int, peer: int, tag: int) -> MpiMessage:
+        """Start a message, and the thread that tests all messages. An error of MPI is raised by the message's wait."""
         if self.aborted:
             return MpiMessage(None, self, failure=_ABORTED)
         try:

@@ -77,7 +77,7 @@ class TcpTransport:
         return pending
 
     def abort(self) -> None:
-        """Make all messages of this rank fail, and soon those of the other ranks with it."""
+        """Make all messages of this rank fail, and soon also other ranks' messages with this one."""
         self.connections.abort()
 
     def close(self) -> None:
