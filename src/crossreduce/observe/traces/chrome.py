@@ -136,9 +136,8 @@ class _EventWriter:
             return
         begin, end = (ns + late_shift for ns in work[last])
         self._arrows += 1
-        start = max(
-            begin, min(end, part.end_ns + shift) - 1
-        )  # an arrow begins and ends within the events that it joins
+        # An arrow begins and ends within the events that it joins.
+        start = max(begin, min(end, part.end_ns + shift) - 1)
         stop = max(part.end_ns + shift - 1, part.begin_ns + shift, start)
         source, target = rows[part.waited_for]["phases"], rows[rank]["phases"]
         times = self._us(start), self._us(stop)

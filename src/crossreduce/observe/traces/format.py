@@ -47,8 +47,8 @@ class Phase(IntEnum):
 RECORD: Final = struct.Struct("=BBHIqqQ")
 """A record, as in the native ``trace_file.hpp``: phase, outcome, rank, detail, begin, end and number of the op.
 
-Times are nanoseconds of the monotonic clock. ``rank``: for whom it waited, as a place on the host. ``detail``: of a
-call, the number of its text from 1, or 0 if it has none; of other phases, the stage."""
+Times are nanoseconds of the monotonic clock. ``rank`` is the place on the host of the rank that was waited for.
+``detail`` is the stage of a phase, or the number of a call's text, from 1, with 0 for a text that had no room."""
 
 
 _CALL: Final = int(Phase.CALL)

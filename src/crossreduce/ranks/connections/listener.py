@@ -117,7 +117,7 @@ class Listener:
             connection.close()
 
     def close(self) -> None:
-        """Stop listening, and end all connections. In a forked process ``close_after_fork`` has done what is needed."""
+        """Stop listening, and end all connections. In a forked process, ``close_after_fork`` was called before."""
         if self._closed:
             return
         with self._lock:

@@ -49,7 +49,7 @@ class RepeatedRequest:
     Args:
       processes: for each host the processes that may answer for it.
       token: the token of their group.
-      request: what they are asked.
+      request: the content of the request, without the group.
       again_s: how long after its answer a host is asked again; ``None``: never.
       relays: for each host processes of other hosts, through which it may be reached.
     """

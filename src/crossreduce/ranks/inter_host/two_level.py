@@ -242,7 +242,7 @@ class HostArrays(NamedTuple):
 
 
 class HostPrograms(NamedTuple):
-    """The programs of a host's ranks, where they are needed. Partial results and results are in the leaders' stripes."""
+    """The programs of a host's ranks, if needed. Partial results and results are in the leaders' stripes."""
 
     up: HostArrays | None  # combines the ranks' contributions to partial results
     local: HostArrays | None  # moves arrays from ranks of this host to others of it
