@@ -398,8 +398,9 @@ class Collectives(InnerGloo):
     def _require(
         self, fits: bool, collective: str, tensors: Sequence[Any], what: str, sizes: Sequence[Any], remedy: str
     ) -> None:
-        """Unless ``fits``, raise an error on all ranks: a ``MismatchError`` if their tensors differ, or an
-        ``ArgumentError``. The text of the call describes the first of ``tensors``, and ``what`` describes ``sizes``.
+        """Unless ``fits``, raise a ``MismatchError`` on all ranks if their tensors differ, else an ``ArgumentError``.
+
+        The text of the call describes the first of ``tensors``, and ``what`` describes ``sizes``.
         """
         if fits:
             return

@@ -72,7 +72,7 @@ class Ballot:
             self.accepting, self.answered = True, set()
 
     def accepted(self, host: int, decision: Decision | None) -> None:
-        """Take a host's answer: the ``decision`` that it has accepted in this ballot; ``None`` if it has ruled one out.
+        """Take a host's answer: the ``decision`` that it has accepted in this ballot; ``None`` if that was ruled out.
 
         Another rank of host ``own`` may have begun the same ballot with another decision, which then counts.
         """

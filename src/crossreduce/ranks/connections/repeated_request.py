@@ -27,9 +27,9 @@ _RELAY_S: Final = 0.4  # how long a host may take to answer before it is asked t
 
 
 class _Host:
-    """The latest question to one host: the request, which several of its processes are asked. ``is_open``: unanswered.
+    """The latest question to one host, which several of its processes are asked. ``is_open``: whether it is unanswered.
 
-    ``began``: from when on it is silent if it does not answer within ``SILENT_S``.
+    ``began``: the host is silent if it has not answered ``SILENT_S`` after this time.
     """
 
     def __init__(self, processes: Sequence[Peer], number: int, now: float) -> None:

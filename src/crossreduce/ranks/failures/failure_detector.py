@@ -159,7 +159,7 @@ class FailureDetector:
         """Return the public error for failed communication with other ranks, which names those that do not answer.
 
         All ranks that notice the failure answer for the ranks of their host that are alive. Then they close their
-        connections, so that others notice the failure, too. A rank that has the reason publishes it, and it is valid.
+        connections, so that others notice the failure, too. A rank that has the reason publishes it, and all raise it.
         """
         members, rendezvous = self._members, self._rendezvous
         timed_out = isinstance(error, TimeoutError) or (isinstance(error, InnerFailure) and error.timed_out)

@@ -250,7 +250,8 @@ def one_round(
 ) -> Schedule:
     """Return the schedule of one round in which every destination combines, or copies, the inputs of the sources.
 
-    ``ends`` lists the sources and the destinations of each chunk, ``shares`` its part of the array (by default equal).
+    ``ends`` lists the sources and the destinations of each chunk. ``shares`` lists the sizes of the chunks, as parts of
+    the buffer. By default they are equal.
 
     >>> print(lower(one_round("gather", rank_names(3), [((0,), (0,)), ((1,), (0,)), ((2,), (0,))])))
     gather one_shot: 3 devices, 3 chunks, 2 instructions
