@@ -33,7 +33,7 @@ _STREAMS: Final = 5  # per link; the median counts, since other work may slow on
 _LONG_S: Final = 2.0  # if the first stream takes longer (less than 4 Mbit/s), its speed counts, and no other is sent
 _ALL_AT_ONCE: Final = 3  # repeats of streams between all hosts; the median counts
 _MAX_BYTES: Final = 1 << 25  # the most bytes of a stream, and of what a host receives at once
-_SHARED: Final = 0.75  # a host's links share a cable if using all at once slows them down to less than this share
+_SHARED: Final = 0.75  # a host's links share a cable if all at once have less than this part of their single speeds
 _COPIED_BYTES: Final = 1 << 22  # copied to measure the bandwidth of memory
 _LOCAL_LATENCY_S: Final = 1e-6  # assumed, not measured: between the ranks of a host
 

@@ -76,6 +76,7 @@ class Messages:
           MismatchError: the message has another size.
           PeerLostError, CollectiveTimeout: the other rank has ended, or is late.
         """
+        # ``outcome``: the other rank; ``_WAITING``; (sender, bytes) after an error; ``None`` if the message is unknown.
         began, slice_s, failure = time.monotonic(), min(SLICE_S, timeout_s), None
         try:
             while (outcome := self._native.wait(number, 0.0 if failure else slice_s)) == _WAITING:

@@ -251,7 +251,7 @@ class WaitTimer:
         return time.monotonic() - self._began
 
     def has_excuse(self, now: bool) -> bool:
-        """Return whether the late ranks have an excuse, given whether they have one ``now``; or had one a second ago.
+        """Return whether the late ranks have an excuse, or had one in the last second. ``now``: whether they have one.
 
         A rank whose excuse has ended needs some time to reach the barrier.
         """

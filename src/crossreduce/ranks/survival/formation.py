@@ -126,7 +126,7 @@ class GroupFormation(Generic[Group]):
         return {token: peer for token, peer in peers.items() if is_answering(peer, token, _PATIENCE_S)}
 
     def _admit(self, members: Sequence[int], port: int) -> None:
-        """Send the processes that join their ranks, and what else they need to form the group."""
+        """Send each joining process its rank, and what else it needs to form the group."""
         agreements = self._agreements
         offer = {
             "what": "admit",
