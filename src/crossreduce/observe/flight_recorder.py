@@ -342,7 +342,6 @@ def _hosts(text: str) -> tuple[tuple[tuple[int, ...], ...], frozenset[int]]:
 
 
 def _content(path: Path) -> Any:
-    """Return the parsed JSON of a file, or raise an ``OSError`` or ``ValueError``."""
     if not path.is_file():
         raise ValueError("it is not a file")
     if path.stat().st_size > _LARGEST:
@@ -422,7 +421,6 @@ def _reader(kind: Any, name: str) -> Callable[[Any], Any]:
 
 
 def _require(value: Any, is_valid: bool, name: str) -> Any:
-    """Return ``value``, the field ``name``, or raise a ``ValueError`` if it is not valid."""
     if not is_valid:
         raise _malformed_error(name)
     return value

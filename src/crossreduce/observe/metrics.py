@@ -64,7 +64,6 @@ class MetricsFile:
                 self._lock.release()
 
     def _replace(self, stats: Stats) -> None:
-        """Write the counters to a temporary file, which then replaces the file; if that fails, warn once."""
         # The collector reads only *.prom. The name is random, and "x" follows no link.
         temporary = self.path.with_name(f".{self.path.name}.{secrets.token_hex(8)}")
         try:

@@ -185,7 +185,6 @@ def _memories(process: Path) -> list[tuple[tuple[int, int], Path]]:
 
 
 def _group(key: tuple[int, int], watched: _Watched) -> GroupView:
-    """Return a snapshot of a group."""
     fd, native, about = watched
     ranks = native.ranks()
     numbers = [rank for rank, *_ in ranks]

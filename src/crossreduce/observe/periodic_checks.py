@@ -76,7 +76,6 @@ class PeriodicChecks:
         return thread
 
     def _check_repeatedly(self, closed: threading.Event) -> None:
-        """Call all checks until ``closed`` is set, and remove those whose objects were garbage collected."""
         while not closed.wait(self._every_s):
             for key, method in list(self._checks.items()):
                 check = method()

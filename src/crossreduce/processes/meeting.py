@@ -57,7 +57,6 @@ def meet(
 
 
 def _number(given: Any, what: str, variable: str) -> int:
-    """Return a number that the caller or the environment gave."""
     value: Any = os.environ.get(variable) if given is None else given
     if isinstance(value, bool):
         raise ArgumentError.of(f"{what} must be an integer.", shown(value))
@@ -72,7 +71,6 @@ def _number(given: Any, what: str, variable: str) -> int:
 
 
 def _rank_0_address(address: Any) -> tuple[str, int]:
-    """Return the host and the port at which rank 0 listens."""
     given, port_offset = address, 0
     if address is None:
         host, port = (os.environ.get(variable) for variable in ("MASTER_ADDR", "MASTER_PORT"))
@@ -89,7 +87,6 @@ def _rank_0_address(address: Any) -> tuple[str, int]:
 
 
 def _is_host(text: str) -> bool:
-    """Return whether a text can be a host's name or address."""
     try:
         return bool(text.encode("idna")) and text.isprintable() and " " not in text
     except UnicodeError:  # an empty or too long part
@@ -115,7 +112,6 @@ def _digest(key: Any) -> bytes:
 
 
 def _serve(key: bytes, host: str, port: int, size: int) -> StoreClient:
-    """Serve the store of a group."""
     try:
         return StoreClient(key, port=port, serve_at=loopback(host), ranks=size)
     except OSError as error:
@@ -124,7 +120,6 @@ def _serve(key: bytes, host: str, port: int, size: int) -> StoreClient:
 
 
 def _connect(key: bytes, host: str, port: int, rank: int, timeout_s: float) -> StoreClient:
-    """Connect to rank 0's store, as soon as rank 0 serves it."""
     began, pause, refused_at = time.monotonic(), _PAUSES_S[0], 0.0
     while True:
         store: StoreClient | None = None

@@ -190,7 +190,6 @@ class RankGroup(ArrayGroup):
             self._agreeing.release()
 
     def _leave(self, error: BaseException) -> None:
-        """Leave the group if an error of a step requires it."""
         if survivors.must_leave(self.communicator, error):
             self.communicator.abort()
 

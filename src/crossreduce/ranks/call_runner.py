@@ -117,7 +117,6 @@ class CallRunner:
         self._require_usable(threading.get_ident())
 
     def _is_calling(self, thread: int) -> bool:
-        """Return whether this thread is in a call, in Python or in compiled code."""
         return thread in (self._caller, self._memory.native.caller())
 
     def _require_usable(self, thread: int) -> None:
@@ -168,7 +167,6 @@ class CallRunner:
             raise MismatchError(mismatch_text(named, self._members.name))
 
     def _calls_of_all(self) -> dict[int, CallSignature]:
-        """Return the current call of every rank of the group."""
         if isinstance(self._engine, MultiHostEngine):
             own = [*self._detector.current_call(), self._engine.digest.hex()]
             calls = [json.loads(call) for call in self._rendezvous.all_gather(json.dumps(own).encode())]

@@ -410,8 +410,6 @@ class Communicator:
         if self._watched is not None:  # last, since Ctrl-C may end the wait for its thread, and close() does not retry
             self._watched.close()
 
-    # Running a call
-
     def _collective(
         self,
         name: str,

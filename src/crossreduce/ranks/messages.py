@@ -118,7 +118,6 @@ class Messages:
             self._native.forget(number)
 
     def _withdraw(self, number: int) -> None:
-        """End a message, so that its memory is not accessed any more."""
         with suppress(ValueError):  # the group was closed just now
             if not self._native.withdraw(number) and self._communicator.memory.abort_cause() is not None:
                 self._native.give_up()  # the other rank may not have noticed the abort

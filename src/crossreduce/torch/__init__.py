@@ -80,8 +80,7 @@ def measure_topology(group: Any = None, seconds: float = 1.0) -> Topology:
 def stats(group: Any = None) -> Stats:
     """Return this rank's collectives so far: bytes, seconds, and how long it waited for which rank.
 
-    It counts collectives of CPU tensors, but neither messages nor collectives of NCCL. Ranks may call it at different
-    times.
+    It counts neither messages nor collectives of NCCL. Ranks may call it at different times.
 
     Args:
       group: a process group of this backend, or a ``HookState``; ``None``: the default group.

@@ -155,7 +155,6 @@ class Collectives(InnerGloo):
             prepare(self._calls, self._communicator, "reduce_scatter", op, None, tensor, array, output, self._exact)
 
     def _reduce_each(self, inputs: Any, output: Any, kind: Any) -> None:
-        """Execute a reduce-scatter as one reduce per rank."""
         result = torch.empty(output.shape, dtype=output.dtype)  # later inputs may overlap the output
         for root, tensor in enumerate(inputs):
             self.reduce(tensor, kind, root, result)
@@ -435,5 +434,4 @@ def _take_like(given: Any, tensors: Iterator[Any]) -> Any:
 
 
 def _alike(tensors: Sequence[Any]) -> bool:
-    """Return whether all tensors have the same dtype and are on the CPU."""
     return len({x.dtype for x in tensors}) == 1 and all(x.is_cpu for x in tensors)

@@ -40,10 +40,8 @@ def connect(
     Ranks of different hosts exchange data over connections of their own, not gloo's; no other code of
     ``crossreduce.torch`` chooses a transport. gloo connects after the ranks have met, since it would wait for a missing
     rank 5 times as long, and could not name it. If some ranks cannot connect to each other, gloo connects two ranks
-    only when they exchange their first message.
-
-    ``global_ranks``: the ranks' numbers in the world, for errors; empty if the group is the world. ``options``: see
-    ``is_exact``; if they are invalid on one rank, all ranks raise its error.
+    only when they exchange their first message. ``global_ranks``: the ranks' numbers in the world, for errors; empty if
+    the group is the world. ``options``: see ``is_exact``; if they are invalid on one rank, all ranks raise its error.
     """
     seconds, gloo = timeout.total_seconds(), []
 

@@ -189,7 +189,6 @@ def join(invited: str, timeout_s: float = 60.0) -> Group:
 
 
 def _kind() -> GroupKind[Group]:
-    """Return the ``GroupKind`` of torch's groups."""
     return GroupKind(KIND, PeerStore, make_group)
 
 

@@ -343,7 +343,6 @@ class Group(dist.ProcessGroup):  # type: ignore[misc]
         raise UnsupportedError.of(problem, given, remedy)
 
     def _refuse(self, device: Any, call: str) -> None:
-        """Raise an error on all ranks, since the group has no backend for a device."""
         self.communicator.require_same(f"{call} on {device.type}")  # if ranks use different devices, this raises on all
         self._backend_of(device, call)
 
@@ -387,7 +386,6 @@ class Group(dist.ProcessGroup):  # type: ignore[misc]
         return Works(call_unwrapped(getattr(self, method), arguments), results)
 
     def _with_timeout(self, seconds: float, function: Callable[[], None]) -> None:
-        """Run an op whose options have another timeout than the group."""
         usual = self.communicator.timeout_s
         with self._timeout_lock:
             self.communicator.timeout_s = seconds
@@ -408,9 +406,7 @@ Group.alltoall_base = Group.all_to_all_single
 
 
 def find_group(group: Any, *others: type) -> Any:
-    """Return ``group``, or the default group if it is ``None``, after checking that it is of this backend.
-
-    It may also be an object of a class in ``others``.
+    """Return ``group``, by default torch's default group. It must be of this backend, or of a class in ``others``.
 
     Raises:
       ArgumentError: no default group exists, or this is something else, such as a group of another backend.

@@ -97,8 +97,7 @@ def all_reduce_hook(state: Any, bucket: Any) -> Any:
     ``ddp.register_comm_hook(crossreduce.torch.HookState(), crossreduce.torch.all_reduce_hook)``
 
     Args:
-      state: a ``HookState``. It may also be a process group, or ``None`` for the default group, whose state is then
-        made and cached.
+      state: a ``HookState``. For a process group, or ``None``, the default group, a state is made and cached.
       bucket: DDP's bucket.
     Returns:
       A future of the bucket's tensor.

@@ -48,7 +48,6 @@ class InnerGloo:
                 time.sleep(0)  # lets gloo's thread use the interpreter
 
     def _reduce_in_gloo(self, collective: str, root: int | None, function: Any, tensor: Any, options: Any) -> None:
-        """Run a reduction in gloo that replaces a tensor by the result."""
         dense = tensor.layout is torch.strided
         plain = readable(tensor) if dense else tensor
         detached = plain.detach()  # _run_in_gloo counts references, and other code may refer to the tensor itself
@@ -62,7 +61,6 @@ class InnerGloo:
                 tensor.copy_(detached)
 
     def _options(self, kind: Any, **fields: Any) -> Any:
-        """Return options of class ``kind`` for a call of gloo."""
         options = kind()
         options.timeout = timedelta(seconds=self._communicator.timeout_s + _GLOO_WAITS_S)
         for name, value in fields.items():

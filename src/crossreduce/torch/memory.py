@@ -162,10 +162,6 @@ def _as_arrays(tensors: Sequence[Any]) -> list[Any]:
 
 
 def _overlaps_itself(array: Any) -> bool:
-    """Return whether two elements of an array share memory.
-
-    If they do, let k be the first dimension in which their positions differ. The same distance occurs between elements
-    with position 0 in all earlier dimensions, one of which has position 0 in dimension k, too.
-    """
+    """Return whether two elements share memory. Pairs at 0 before the first dimension in which they differ suffice."""
     rows = [array[(0,) * k] for k in range(array.ndim)]
     return any(len(each) > 1 and np.shares_memory(each[:1], each[1:]) for each in rows)

@@ -161,7 +161,6 @@ class Queued(Finished):
         self._future_lock = threading.Lock()
 
     def run(self) -> None:
-        """Run the op, and keep its error for the threads that wait."""
         function, self._function = self._function, None  # releases the function's references
         try:
             assert function is not None
@@ -343,10 +342,7 @@ class OpQueue:
         return self._refusal == _FORKED
 
     def close(self, drain_s: float) -> bool:
-        """Refuse new ops, and wait for the queue's thread to end, at most ``drain_s`` s. Return whether it has ended.
-
-        In that thread itself, this does not wait, and returns ``True``.
-        """
+        """Refuse new ops; return whether the queue's thread ends within ``drain_s`` s, or is the calling thread."""
         with self._lock:
             if self._refusal is None:
                 self._refusal = "this process group was destroyed."

@@ -110,7 +110,6 @@ def _limit_waits(connection: int | PeerStore | None, seconds: float) -> None:
 
 
 def _base(store: Any) -> Any:
-    """Return the store without its prefixes."""
     while hasattr(store, "underlying_store"):
         store = store.underlying_store
     return store

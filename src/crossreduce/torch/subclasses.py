@@ -30,10 +30,7 @@ def has_wrapper(tensors: Sequence[Any]) -> bool:
 
 
 def call_unwrapped(function: Callable[..., Any], arguments: Sequence[Any]) -> list[Any]:
-    """Call ``function`` with the tensors that those in ``arguments`` wrap; return the result of each call.
-
-    The dispatcher accepts only tensors and numbers, so the op ``unwrap`` gets the call as a key of ``_CALLS``.
-    """
+    """Call ``function`` with the tensors that those in ``arguments`` wrap; return the result of each call."""
     returned: list[Any] = []
     key = next(_KEYS)
     _CALLS[key] = lambda tensors: returned.append(function(*_replaced(arguments, iter(tensors))))

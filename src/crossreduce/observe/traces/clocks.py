@@ -74,10 +74,7 @@ def _limits(groups: Iterable[GroupTrace]) -> dict[tuple[str, str], tuple[int, in
                     continue
                 low = max(times[number][0] - other_times[number][1] for number in both)
                 high = min(times[number][1] - other_times[number][0] for number in both)
-                for pair, (least, most) in (
-                    ((clock, other_clock), (low, high)),
-                    ((other_clock, clock), (-high, -low)),
-                ):
+                for pair, (least, most) in (((clock, other_clock), (low, high)), ((other_clock, clock), (-high, -low))):
                     earlier = limits.get(pair, (least, most))
                     limits[pair] = max(earlier[0], least), min(earlier[1], most)
     return limits

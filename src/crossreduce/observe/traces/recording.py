@@ -138,7 +138,6 @@ def _change(group: TracedGroup, settings: _Settings | None) -> None:
 
 
 def _open(group: TracedGroup, settings: _Settings) -> None:
-    """Begin the file of a group; if that is not possible, warn once."""
     rank = group.global_ranks[group.rank]
     own = group.peers[group.rank]
     hosts = tuple(tuple(group.global_ranks[each] for each in host) for host in group.hosts)
@@ -193,7 +192,6 @@ def _from_environment() -> _Settings | None:
 
 
 def _limit(nbytes: int | str) -> int:
-    """Return the most bytes of a file as an integer, or raise an ``ArgumentError``."""
     if isinstance(nbytes, str):
         if len(nbytes) > _MOST_TEXT:  # Python converts no text of several thousand digits
             raise ArgumentError.of("nbytes is too long.", f"{len(nbytes)} characters", '"64M"')

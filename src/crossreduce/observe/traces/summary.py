@@ -125,10 +125,7 @@ def _wait_ns(call: TracedCall) -> int:
 def _blame(
     group: GroupTrace, rank: int, part: CallPart, ranks: Mapping[int, TracedCall], add: Mapping[int, int]
 ) -> dict[int, int]:
-    """Return the nanoseconds for which a rank waited in a part of a call, by the rank for which they count; see above.
-
-    ``ranks``: the same call on all ranks. ``add``: for each rank the nanoseconds to add to its times.
-    """
+    """Return the nanoseconds for which a rank waited in a part of a call, by the rank for which they count; see above."""
     if part.phase is Phase.AGREE:
         latest = _latest(group, rank, ranks, add)
         return {} if latest is None else {latest: part.end_ns - part.begin_ns}

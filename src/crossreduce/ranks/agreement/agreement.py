@@ -320,7 +320,6 @@ class _Speaker:
         return self._vote(Decision.of(contributions), self._statuses)
 
     def _read(self, statuses: RepeatedRequest, wait_s: float = 0.0) -> None:
-        """Note the new answers of other hosts."""
         for host in statuses.read(wait_s):
             status = statuses.found[host]
             if status is None:

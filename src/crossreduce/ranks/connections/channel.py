@@ -58,10 +58,7 @@ class AuthenticatedChannel:
         (length,) = _LENGTH.unpack(_read(self._connection, _LENGTH.size, deadline))
         if length > _MOST_BYTES:
             raise ValueError("the message is too long")
-        proof, body = (
-            _read(self._connection, _DIGEST, deadline),
-            _read(self._connection, length, deadline),
-        )
+        proof, body = (_read(self._connection, _DIGEST, deadline), _read(self._connection, length, deadline))
         if not self.is_next(proof, body):
             raise ValueError("the proof of the message is wrong")
         content: dict[str, Any] = json.loads(body)

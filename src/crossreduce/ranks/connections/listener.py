@@ -60,7 +60,6 @@ class Listener:
         start_new_thread(self._accept, ())  # no Thread, whose end Python would await when it exits
 
     def _accept(self) -> None:
-        """Accept connections until the listener is closed, and start a thread for each."""
         while True:
             try:
                 connection, _ = self._socket.accept()

@@ -27,10 +27,7 @@ _RELAY_S: Final = 0.4  # how long a host may take to answer before it is asked t
 
 
 class _Host:
-    """The latest question to one host, which several of its processes are asked. ``is_open``: whether it is unanswered.
-
-    ``began``: the host is silent if it has not answered ``SILENT_S`` after this time.
-    """
+    """The latest question to one host, which several of its processes are asked. ``is_open``: whether it is unanswered."""
 
     def __init__(self, processes: Sequence[Peer], number: int, now: float) -> None:
         self.number, self.asked_at, self.began, self.is_open = number, now, now, True
@@ -49,7 +46,6 @@ class RepeatedRequest:
     Args:
       processes: for each host the processes that may answer for it.
       token: the token of their group.
-      request: the content of the request, without the group.
       again_s: how long after its answer a host is asked again; ``None``: never.
       relays: for each host processes of other hosts, through which it may be reached.
     """
@@ -110,7 +106,6 @@ class RepeatedRequest:
         return host in self.found and time.monotonic() < self.answered_at[host] + peer_requests.ANSWER_S
 
     def _ask(self, now: float) -> None:
-        """Send the requests that are due."""
         for host, asked in self._hosts.items():
             if not asked.is_open:
                 if self._again_s is None or self.found[host] is None or now < self.answered_at[host] + self._again_s:

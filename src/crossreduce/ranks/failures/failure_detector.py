@@ -247,7 +247,6 @@ class FailureDetector:
         return ContextError.of(problem, str(error), "wait for messages first")
 
     def _message_failure(self, call: str, peer: int | None, error: OSError) -> ReductionError:
-        """Return the error for a failed message, given the text of its ``call``, while the memory is open."""
         members = self._members
         own, cause = members.own, self._memory.abort_cause()
         if cause is None and self._several_hosts:

@@ -111,10 +111,7 @@ def exchange_program(
 
 @lru_cache(maxsize=4096)
 def _piece_memory(part: DeviceProgram, program: Program, size: int, numbers: Numbers, has_results: bool) -> PieceMemory:
-    """Lay out a piece's values: first the partial result, then the results, then all other values.
-
-    ``has_results``: whether the partial result is the result, so that no memory is needed for results.
-    """
+    """Lay out the partial result, then the results, unless the former ``has_results``, then all other values."""
     spans = program.spans(size)
     partial, result, header = partial_itemsize(numbers), itemsize(numbers.result), header_nbytes(numbers)
     kept = set() if has_results else {value for value in part.results if value >= 0}
@@ -234,7 +231,6 @@ class Exchange:
                 self._combine(piece, combination)
 
     def _combine(self, piece: int, combination: Combination) -> None:
-        """Compute a value of a piece from others. A final value is divided, and has the dtype of results."""
         result, operands, final = combination
         base, places = self._places(piece)
         numbers = self._program.numbers._replace(dtype=self._program.numbers.accumulator)

@@ -167,13 +167,7 @@ class MultiHostEngine:
         return min(fitting_size(analysis, SLOT_BYTES // 2 - LINE, PIECE_BYTES) for analysis in analyses)
 
     def _part_exchange(
-        self,
-        part: HostPart,
-        between: Program,
-        order: list[int],
-        sizes: tuple[int, ...],
-        numbers: Numbers,
-        eager: bool,
+        self, part: HostPart, between: Program, order: list[int], sizes: tuple[int, ...], numbers: Numbers, eager: bool
     ) -> ExchangeProgram | None:
         """Return this leader's exchange of a part, or ``None`` if it has no messages. ``order``: see ``compile``."""
         if not part.crosses:
@@ -219,10 +213,10 @@ class MultiHostEngine:
         starts = tuple(start * nbytes for start in accumulate(sizes[:-1], initial=0))
         streaming = len(written) * sum(sizes) * nbytes >= STREAMING_BYTES
 
-        def caller_inputs(p: int, a: int) -> ArrayPlaces:
+        def inputs_at(p: int, a: int) -> ArrayPlaces:
             return ArrayPlaces(parts[p].arrays[a].input, starts)
 
-        def caller_outputs(p: int, a: int) -> ArrayPlaces:
+        def outputs_at(p: int, a: int) -> ArrayPlaces:
             return ArrayPlaces(parts[p].arrays[a].output, starts)
 
         def striped(at: Callable[[ExchangeProgram, int], int], width: int, p: int, a: int) -> ArrayPlaces:
@@ -236,11 +230,7 @@ class MultiHostEngine:
         partials = partial(striped, ExchangeProgram.partial_at, wide)
         results = partial(striped, ExchangeProgram.results_at, narrow)
         ends: dict[str, tuple[Callable[[int, int], ArrayPlaces], ...]]  # where a program's inputs and outputs are
-        ends = {
-            "up": (caller_inputs, partials),
-            "local": (caller_inputs, caller_outputs),
-            "down": (results, caller_outputs),
-        }
+        ends = {"up": (inputs_at, partials), "local": (inputs_at, outputs_at), "down": (results, outputs_at)}
         compiled, slot_ends = {}, (LINE,) * len(self.ranks)  # the bytes of each rank's slot that are in use
         kinds = [kind for kind in programs._fields if getattr(programs, kind) is not None]
         for kind, analysis in zip(kinds, programs.analyses(numbers), strict=True):
@@ -357,7 +347,6 @@ class MultiHostEngine:
             self.memory.native.trace(TracePhase.COPY_OUT, stage)
 
     def _exchange(self, program: ExchangeProgram, timeout_s: float) -> Exchange:
-        """Return the exchange of an op."""
         if program.numbers.exact:
             return ExactExchange(program, self.transport, TAG, timeout_s, sum(map(len, self.hosts)))
         return Exchange(program, self.transport, TAG, timeout_s)

@@ -223,12 +223,10 @@ class RankMemory:
 
 
 def _mailboxes_offset(ranks: int, slot: int) -> int:
-    """Return where the mailboxes begin: at the first page after the slots."""
     return -(-int(kernels.native().SharedMemory.nbytes(ranks, slot)) // _PAGE) * _PAGE
 
 
 def _registers_offset(ranks: int, slot: int) -> int:
-    """Return where the registers begin: at the first page after the mailboxes."""
     end = _mailboxes_offset(ranks, slot) + int(kernels.native().Mailboxes.nbytes(ranks))
     return -(-end // _PAGE) * _PAGE
 

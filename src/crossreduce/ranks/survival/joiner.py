@@ -82,8 +82,7 @@ class Joiner(Generic[Group]):
         self._token = secrets.token_hex(8)
         self._offer: dict[str, Json] | None = None
         loopbacks = {tcp.loopback(address) for place in places for address in place.addresses}
-        # If the ranks listen at the loopback address only, this process does so, too.
-        self._listen_at = loopbacks.pop() if len(loopbacks) == 1 else ""
+        self._listen_at = loopbacks.pop() if len(loopbacks) == 1 else ""  # "" is also in it, unless all are loopback
         self._own = peer_requests.listen(self._listen_at)
         peer_requests.register(self._token, self._answer, self._listen_at)
 
@@ -146,7 +145,6 @@ class Joiner(Generic[Group]):
         return None
 
     def _form(self, offer: dict[str, Json], deadline: float) -> Group:
-        """Form the group of an offer, together with its ranks."""
         members = [Peer(Place.read(place)) for place in offer["members"]]
         leader = members[0]
 
@@ -163,10 +161,7 @@ class Joiner(Generic[Group]):
         return self._kind.new_group(store, offer["rank"], offer["size"], Settings(*offer["settings"]), Origin(watch))
 
     def _decision(self, offer: dict[str, Json], members: Sequence[Peer], group: Group | None = None) -> bool | None:
-        """Return whether the ranks have formed the group, or ``None`` if they have not decided yet.
-
-        ``group``: the group that this process has formed with them.
-        """
+        """Return whether the ranks have formed the group of an offer, or ``None`` if they have not decided yet."""
         request = {"what": "result", "number": offer["number"]}
         unreached = 0
         for peer in members:
