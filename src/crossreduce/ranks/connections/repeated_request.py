@@ -27,7 +27,7 @@ _RELAY_S: Final = 0.4  # how long a host may take to answer before it is asked t
 
 
 class _Host:
-    """The latest question to one host, which several of its processes are asked. ``is_open``: whether it is unanswered."""
+    """The latest question to one host, which several of its processes are asked. ``is_open`` until one answers."""
 
     def __init__(self, processes: Sequence[Peer], number: int, now: float) -> None:
         self.number, self.asked_at, self.began, self.is_open = number, now, now, True
