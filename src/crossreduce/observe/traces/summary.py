@@ -125,7 +125,7 @@ def _wait_ns(call: TracedCall) -> int:
 def _blame(
     group: GroupTrace, rank: int, part: CallPart, ranks: Mapping[int, TracedCall], add: Mapping[int, int]
 ) -> dict[int, int]:
-    """Return for how many nanoseconds of a part of a call a rank waited, by the rank for which they count; see above."""
+    """Return for how many ns of a part of a call a rank waited, by the rank for which this counts; see above."""
     if part.phase is Phase.AGREE:
         latest = _latest(group, rank, ranks, add)
         return {} if latest is None else {latest: part.end_ns - part.begin_ns}
