@@ -19,7 +19,7 @@ def join(comm: Any = None, *, timeout_s: float = 300.0, name: str = "world") -> 
     """Make a group of all ranks of an MPI communicator. All of them call it.
 
     Args:
-      comm: mpi4py's communicator; ``None``: ``COMM_WORLD``. It is duplicated, so other messages on it do not interfere.
+      comm: mpi4py's communicator, by default ``COMM_WORLD``. It is duplicated, so other messages do not interfere.
       timeout_s: how long a call waits for other ranks, in seconds.
       name: the group's name in messages.
     Raises:
@@ -53,11 +53,11 @@ def join(comm: Any = None, *, timeout_s: float = 300.0, name: str = "world") -> 
 
 
 class MpiGroup(ArrayGroup):
-    """The ranks of an MPI communicator that joined; for its collectives see ``crossreduce.processes.RankGroup``.
+    """The ranks of an MPI communicator that joined. For the collectives see ``crossreduce.processes.RankGroup``.
 
     All ranks make the same calls in the same order; each call returns with this rank's result. ``with`` or ``close``
-    leaves the group. It has no ``shrink``: when a process dies, MPI ends all processes of the job, or leaves them with
-    an MPI in which no call is defined. Ranks that must continue without others use ``crossreduce.processes``.
+    leaves the group. It has no ``shrink``: when a process dies, MPI ends all processes of the job, or no call of MPI is
+    defined any more. Ranks that must continue without others use ``crossreduce.processes``.
 
     ``rank`` is this process's number, from 0; ``size`` is the number of ranks; ``hosts`` has the ranks of each host,
     which share memory.

@@ -1,7 +1,7 @@
-"""A process group for torchft, which makes it again whenever replica groups come or go.
+"""A process group for torchft, which makes the group again whenever replica groups join or leave.
 
-Input: torchft's calls, of its ``Manager`` or of ``configure`` and ``reconfigure``. Output: a group of the current
-replica groups. The quorum is that of torchft's lighthouse; ``crossreduce.torch.shrink`` needs no lighthouse.
+Input: calls of torchft's ``Manager``, or of ``configure`` and ``reconfigure``. Output: a group of the current replica
+groups. torchft's lighthouse decides which these are; ``crossreduce.torch.shrink`` needs no lighthouse.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class ProcessGroupCrossreduce(ProcessGroupWrapper):  # type: ignore[misc]
     """The process group to pass to torchft: ``Manager(pg=ProcessGroupCrossreduce(timeout=timedelta(seconds=10)))``.
 
     If a replica group is lost, calls on the others raise a ``PeerLostError`` within a second. The manager then discards
-    the step, and makes the group again with those that are left. Each rank needs a process of its own.
+    the step, and makes the group again from the remaining replica groups. Each rank needs a process of its own.
 
     Args:
       timeout: how long a call, and the making of the group, wait for other replica groups.
@@ -31,11 +31,11 @@ class ProcessGroupCrossreduce(ProcessGroupWrapper):  # type: ignore[misc]
     _aborted: Exception | None = None
 
     def errored(self) -> Exception | None:
-        """Return the error for which the group has to be made again; ``None``: it is intact."""
+        """Return the error for which the group has to be made again, or ``None`` if it is intact."""
         return self._aborted if self._pg is None else self._pg.communicator.failure
 
     def abort(self, errored: bool = True) -> None:
-        """Leave the group at once; pending calls on all ranks fail. ``errored``: whether ``errored`` reports that."""
+        """Leave the group at once, so that pending calls fail on all ranks; ``errored`` reports this if it is true."""
         if errored:
             self._aborted = self.errored() or ContextError.of("the process group was aborted.", remedy="reconfigure it")
         super().abort(errored=errored)

@@ -1,1 +1,1 @@
-"""Records of what groups do, and what reads them."""
+"""Records of what groups do, and their readers."""

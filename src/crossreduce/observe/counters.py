@@ -24,18 +24,18 @@ KINDS: Final = (
     "all_to_all",
     "barrier",
 )
-"""The names of collectives by the numbers that the compiled code counts by."""
+"""The names of collectives. The compiled code counts calls by their positions here."""
 
 _INNER: Final = "inner "  # begins the text of a call that another library executes
 
 
 class CollectiveStats(NamedTuple):
-    """The completed calls of one rank of one collective.
+    """The completed calls of one collective by one rank.
 
-    ``nbytes`` counts, as nccl-tests does, the array of an all-reduce, a reduce or a broadcast, and for each of the
-    other collectives the arrays of all ranks together. Of calls that another library executes, bytes are not counted.
-    ``waiting_s``: how long the rank waited for other ranks of its host; ``between_hosts_s``: how long it exchanged data
-    with other hosts, or waited for them. These include failed and running calls, of which ``seconds`` has nothing.
+    ``nbytes`` counts arrays as nccl-tests does: one rank's array of an all-reduce, a reduce or a broadcast, but the
+    arrays of all ranks together of other collectives. Calls that another library executes count no bytes.
+    ``waiting_s``: how long the rank waited for other ranks of its host. ``between_hosts_s``: how long it exchanged data
+    with other hosts, or waited for them. Both include failed and running calls, which ``seconds`` does not contain.
     """
 
     calls: int = 0
@@ -46,7 +46,7 @@ class CollectiveStats(NamedTuple):
 
 
 class WaitStats(NamedTuple):
-    """The waits of a rank for one other rank: at how many barriers that one was the last, and how long they took."""
+    """The waits of a rank for another rank: at how many barriers the other one was last, and how long they took."""
 
     barriers: int = 0
     seconds: float = 0.0
@@ -55,8 +55,8 @@ class WaitStats(NamedTuple):
 class Stats(NamedTuple):
     """The completed calls and the waits of one rank since its group was made.
 
-    ``collectives``: by name, those that were called. ``waits``: by the numbers of the ranks for which this rank has
-    waited; the one with the most seconds is the straggler.
+    ``collectives``: the collectives that were called, by name. ``waits``: the waits for other ranks, by their numbers.
+    The rank with the most seconds of waits is the straggler.
 
     >>> calls = {"all_reduce": CollectiveStats(10, 4000, 2.0, 0.5), "barrier": CollectiveStats(1, 0, 0.5, 0.25)}
     >>> stats = Stats("world", 0, 2, calls, {1: WaitStats(9, 0.75)})
@@ -83,14 +83,14 @@ class Stats(NamedTuple):
     def openmetrics(self, run: str = "") -> str:
         """Return the counters as text in the OpenMetrics format, which Prometheus reads.
 
-        ``run``: a further label, which separates programs that run at the same time; empty: none.
+        ``run``: a further label, unless it is empty. It separates programs that run at the same time.
         """
         return openmetrics([self], run)
 
     def __str__(self) -> str:
         """Return the counters as text for people."""
         lines = [f'group "{self.group}", rank {self.rank} of {self.size}: {_words(self.total)}']
-        lines += [f"  {name}: {_words(one)}" for name, one in self.collectives.items()]
+        lines += [f"  {name}: {_words(each)}" for name, each in self.collectives.items()]
         for rank, wait in sorted(self.waits.items(), key=lambda item: -item[1].seconds):
             at = f"{wait.barriers} barrier{'' if wait.barriers == 1 else 's'}"
             lines.append(f"  waited for rank {rank}: {wait.seconds:.3f} s, at {at}")
@@ -102,11 +102,11 @@ def total_of(collectives: Mapping[str, CollectiveStats]) -> CollectiveStats:
     return CollectiveStats(*map(sum, zip(CollectiveStats(), *collectives.values(), strict=True)))
 
 
-def _words(one: CollectiveStats) -> str:
-    text = f"{one.calls} call{'' if one.calls == 1 else 's'}, {one.nbytes} bytes, {one.seconds:.3f} s"
-    text += f", waited {one.waiting_s:.3f} s"
-    text += f", {one.between_hosts_s:.3f} s between hosts" if one.between_hosts_s else ""
-    return text + (", also in failed calls" if max(one.waiting_s, one.between_hosts_s) > one.seconds else "")
+def _words(stats: CollectiveStats) -> str:
+    text = f"{stats.calls} call{'' if stats.calls == 1 else 's'}, {stats.nbytes} bytes, {stats.seconds:.3f} s"
+    text += f", waited {stats.waiting_s:.3f} s"
+    text += f", {stats.between_hosts_s:.3f} s between hosts" if stats.between_hosts_s else ""
+    return text + (", also in failed calls" if max(stats.waiting_s, stats.between_hosts_s) > stats.seconds else "")
 
 
 def kind_and_bytes(
@@ -116,7 +116,7 @@ def kind_and_bytes(
 
     Args:
       text: the call's description.
-      collective: its name; empty: it moves nothing, or another library executes it.
+      collective: the collective's name; empty if the call moves nothing, or if another library executes it.
       dtype: the arrays' dtype.
       size: the elements of each rank's array.
       ranks: the number of the group's ranks.
@@ -134,18 +134,18 @@ def kind_and_bytes(
 
 
 class RankCounts(NamedTuple):
-    """The counters of one rank: for each kind that was called, and for the ranks for which it waited, by their places.
+    """The counters of one rank: ``collectives`` by name, and ``waits`` for other ranks by their places.
 
-    A place is a rank's position among those of its host.
+    A place is a rank's position among the ranks of its host.
     """
 
     collectives: dict[str, CollectiveStats]
     waits: dict[int, WaitStats]
 
 
-def rank_counts(found: tuple[Sequence[tuple[int, ...]], Sequence[tuple[int, int]]]) -> RankCounts:
-    """Return the counters from what the compiled ``counts`` returns."""
-    kinds, waits = found
+def rank_counts(native: tuple[Sequence[tuple[int, ...]], Sequence[tuple[int, int]]]) -> RankCounts:
+    """Return the counters of a rank from the result of the compiled ``counts``, in nanoseconds."""
+    kinds, waits = native
     collectives = {
         name: CollectiveStats(calls, nbytes, *(ns * 1e-9 for ns in times))
         for name, (calls, nbytes, *times) in zip(KINDS, kinds, strict=True)
@@ -158,28 +158,29 @@ def rank_counts(found: tuple[Sequence[tuple[int, ...]], Sequence[tuple[int, int]
 
 _Values = Callable[[Any], float]
 _BY_COLLECTIVE: Final[tuple[tuple[str, str, str, _Values], ...]] = (
-    ("crossreduce_calls", "", "Completed collectives.", lambda one: one.calls),
-    ("crossreduce_bytes", "bytes", "Bytes of the arrays of completed collectives.", lambda one: one.nbytes),
-    ("crossreduce_call_seconds", "seconds", "Time in completed collectives.", lambda one: one.seconds),
-    ("crossreduce_wait_seconds", "seconds", "Time in waits for other ranks of the host.", lambda one: one.waiting_s),
+    ("crossreduce_calls", "", "Completed collectives.", lambda each: each.calls),
+    ("crossreduce_bytes", "bytes", "Bytes of the arrays of completed collectives.", lambda each: each.nbytes),
+    ("crossreduce_call_seconds", "seconds", "Time in completed collectives.", lambda each: each.seconds),
+    ("crossreduce_wait_seconds", "seconds", "Time in waits for other ranks of the host.", lambda each: each.waiting_s),
     (
         "crossreduce_between_hosts_seconds",
         "seconds",
         "Time in the exchange with other hosts, waits for them included.",
-        lambda one: one.between_hosts_s,
+        lambda each: each.between_hosts_s,
     ),
 )
 _BY_STRAGGLER: Final[tuple[tuple[str, str, str, _Values], ...]] = (
-    ("crossreduce_straggler_barriers", "", "Barriers at which the straggler was last.", lambda one: one.barriers),
-    ("crossreduce_straggler_seconds", "seconds", "Time in waits for the straggler.", lambda one: one.seconds),
+    ("crossreduce_straggler_barriers", "", "Barriers at which the straggler was last.", lambda each: each.barriers),
+    ("crossreduce_straggler_seconds", "seconds", "Time in waits for the straggler.", lambda each: each.seconds),
 )
 
 
 def openmetrics(every: Iterable[Stats], run: str = "") -> str:
     """Return the counters of some ranks as text in the OpenMetrics format.
 
-    The labels are ``group``, ``rank``, ``run`` unless it is empty, and ``collective``, or, for waits, ``straggler``: a
-    rank. Source: OpenMetrics 1.0 (https://prometheus.io/docs/specs/om/open_metrics_spec/).
+    The labels are ``group``, ``rank``, ``run`` unless it is empty, and ``collective``. Waits have the label
+    ``straggler``, a rank, instead of ``collective``. Source: OpenMetrics 1.0
+    (https://prometheus.io/docs/specs/om/open_metrics_spec/).
 
     >>> print(Stats("world", 0, 2, {"barrier": CollectiveStats(3)}, {}).openmetrics().split("# TYPE")[1].strip())
     crossreduce_calls counter
@@ -187,7 +188,7 @@ def openmetrics(every: Iterable[Stats], run: str = "") -> str:
     crossreduce_calls_total{group="world",rank="0",collective="barrier"} 3
     """
     stats = list(every)
-    named = f',run="{_escape(run)}"' if run else ""
+    run_label = f',run="{_escape(run)}"' if run else ""
     lines: list[str] = []
     for families, label in ((_BY_COLLECTIVE, "collective"), (_BY_STRAGGLER, "straggler")):
         for name, unit, text, value in families:
@@ -195,8 +196,8 @@ def openmetrics(every: Iterable[Stats], run: str = "") -> str:
             for each in stats:
                 values: dict[Any, Any] = each.collectives if label == "collective" else each.waits
                 for key in sorted(values):
-                    where = f'group="{_escape(each.group)}",rank="{each.rank}"{named},{label}="{key}"'
-                    lines.append(f"{name}_total{{{where}}} {value(values[key])}")
+                    labels = f'group="{_escape(each.group)}",rank="{each.rank}"{run_label},{label}="{key}"'
+                    lines.append(f"{name}_total{{{labels}}} {value(values[key])}")
     return "\n".join([*lines, "# EOF"]) + "\n"
 
 

@@ -14,7 +14,7 @@ from ..errors import message, rank_list
 from ..ops import ReduceOp
 from .traces.calls import EXACT
 
-DOCTOR: Final = "crossreduce doctor"  # texts append DIR, for which membership.py inserts its dump's folder
+DOCTOR: Final = "crossreduce doctor"  # texts append DIR, which ``GroupAbort`` replaces by the folder of its dump
 UNUSABLE: Final = "The group cannot be used again: call shrink, or restart the job."
 NO_MESSAGES: Final = "This rank can exchange no more messages in the group."
 _MAX_CALLS: Final = 8  # one text lists at most this many different calls or lost ranks
@@ -77,7 +77,7 @@ def planned_text(text: str, digest: bytes) -> str:
 def mismatch_text(calls: Mapping[int, CallSignature], name: str) -> str:
     """Return the text of the ``MismatchError`` that all ranks of a group raise.
 
-    The call that most ranks made counts as the correct one; of equally frequent calls, that of the lowest rank.
+    The call that most ranks made counts as the correct one. If several are equally frequent, the lowest rank's counts.
     ``calls``: the call of each rank of the group; at least two differ. All ranks pass the same ``calls``.
 
     >>> few, many = CallSignature(17, "all_reduce sum float32[10]"), CallSignature(17, "all_reduce sum float32[12]")
@@ -113,7 +113,8 @@ def mismatch_text(calls: Mapping[int, CallSignature], name: str) -> str:
 def stall_text(waited_s: float, call: CallSignature, late: Mapping[int, CallSignature | None], name: str) -> str:
     """Return the warning that is logged while ranks wait in ``call``.
 
-    ``late``: for each missing rank the last call that it began; ``None``: not known here. ``name``: the group's.
+    ``late``: for each missing rank the last call that it began, or ``None`` if it has not answered. ``name``: the name
+    of the group.
 
     >>> call = CallSignature(17, "all_reduce sum float32[10]")
     >>> print(stall_text(5, call, {3: CallSignature(16, "barrier")}, "world"))
@@ -161,8 +162,8 @@ def timeout_text(timeout_s: float, call: CallSignature, late: Mapping[int, CallS
 def lost_text(ranks: Mapping[int, str], call: CallSignature, name: str, how: str = "died") -> str:
     """Return the text of a ``PeerLostError``, for the current ``call`` of the other ranks.
 
-    ``ranks``: for each lost rank where it was. ``how``: "died", "left", "died or left" or "was interrupted". If there
-    was no call, its text is empty.
+    ``ranks``: for each lost rank its process and host. ``how``: "died", "left", "died or left" or "was interrupted".
+    The text of ``call`` is empty if there was no call.
 
     >>> print(lost_text({3: "pid 4711 on host a"}, CallSignature(17, "barrier"), "world"))  # doctest: +ELLIPSIS
     rank 3 died during op 17, barrier, of group "world". The group cannot be used again: call shrink, or ...
@@ -197,26 +198,26 @@ _REMEDIES: Final = {
 
 
 def _aspects(usual: CallSignature, call: CallSignature) -> list[str]:
-    """Return the aspects in which two calls differ."""
+    """Return the names of the aspects in which two calls differ, such as "shape"."""
     if call.sequence != usual.sequence:
         return [_COUNT] if call.text == usual.text else [_COUNT, _CALL]
     if _PLANNED in usual.text and usual.text.partition(_PLANNED)[0] == call.text.partition(_PLANNED)[0]:
         return [_PLAN]
-    one, other = _CALL_TEXT.fullmatch(usual.text), _CALL_TEXT.fullmatch(call.text)
-    if one is None or other is None or one["collective"] != other["collective"]:
+    parts, other_parts = _CALL_TEXT.fullmatch(usual.text), _CALL_TEXT.fullmatch(call.text)
+    if parts is None or other_parts is None or parts["collective"] != other_parts["collective"]:
         return [_CALL]
-    aspects = [aspect for aspect in ("op", "root") if one[aspect] != other[aspect]]
-    arrays, others = _ARRAY.findall(one["arrays"]), _ARRAY.findall(other["arrays"])
-    if len(arrays) != len(others):
+    aspects = [aspect for aspect in ("op", "root") if parts[aspect] != other_parts[aspect]]
+    arrays, other_arrays = _ARRAY.findall(parts["arrays"]), _ARRAY.findall(other_parts["arrays"])
+    if len(arrays) != len(other_arrays):
         return [*aspects, "number of tensors"]
     for k, aspect in enumerate(("dtype", "shape")):
-        if [array[k] for array in arrays] != [array[k] for array in others]:
+        if [array[k] for array in arrays] != [array[k] for array in other_arrays]:
             aspects.append(aspect)
     return aspects or [_CALL]
 
 
 def _late_text(call: CallSignature, late: Mapping[int, CallSignature | None]) -> str:
-    """Return how far missing ranks are; ranks with the same last call are listed together."""
+    """Return a text about how far missing ranks are; ranks with the same last call are listed together."""
     ranks_of: dict[CallSignature | None, list[int]] = {}
     for rank in sorted(late):
         ranks_of.setdefault(late[rank], []).append(rank)

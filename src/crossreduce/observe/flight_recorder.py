@@ -38,7 +38,7 @@ _LARGEST: Final = 1 << 26  # bytes; a dump of 64 ranks has less than 1 MiB
 _MOST_RANKS: Final = 1 << 20
 _RUN: Final = re.compile(r"(0|[1-9][0-9]{0,8})(?:-([1-9][0-9]{0,8}))?")
 _MOST_DUMPS: Final = 10  # dumps of one rank number that are kept after their processes have ended
-_MOST_BYTES: Final = 1 << 24  # of these dumps together
+_MOST_BYTES: Final = 1 << 24  # the size of these dumps together
 _DAY_S: Final = 86_400.0
 _HEAD: Final = re.compile(rf'{{\n "format": "{_FORMAT}",\n[^\0]*?\n "hostname": (".*"),\n "pid": ([0-9]+),\n')
 _FILE: Final = re.compile(r"rank\d{1,9}(\.\d{1,9})?\.json")
@@ -51,7 +51,7 @@ class Op(NamedTuple):
     text: str
     started_s: float
     ended_s: float | None
-    """``None``: it has not ended."""
+    """``None`` if it has not ended."""
 
 
 class History(NamedTuple):
@@ -81,8 +81,8 @@ class Thread(NamedTuple):
 class Dump(NamedTuple):
     """The content of one rank's file. ``cause``: the text of the error that broke the group.
 
-    ``token`` differs between groups of one name. ``time`` is the calendar time of the dump; ``now_s`` is the same time
-    on the clock of ``Op``. ``histories`` are those of all ranks of this host; ``read`` returns fewer.
+    ``token`` differs between groups of the same name. ``time`` is the calendar time of the dump, and ``now_s`` the same
+    time on the clock of ``Op``. A file has the ``histories`` of all ranks of its host; ``read`` returns fewer.
     """
 
     group: str
@@ -131,9 +131,9 @@ def new_dump(
 def write(dump: Dump) -> Path | None:
     """Write a dump and return its file; if that is not possible, log a warning and return ``None``.
 
-    The directory is CROSSREDUCE_DUMP_DIR; else one below the system's temporary directory: only this user can read it,
-    and, unless its name was taken, the group's ranks here share it. An existing file is kept; the new one is numbered.
-    Old dumps of this rank number are then deleted (see ``_remove_old``).
+    The directory is CROSSREDUCE_DUMP_DIR. By default, it is in the system's temporary directory, only this user can
+    read it, and the group's ranks of this host share it, unless its name was taken. An existing file is kept, and the
+    new one is numbered. Then old dumps of this rank number are deleted (see ``_remove_old``).
     """
     try:
         directory = _directory(dump)
@@ -160,8 +160,8 @@ def write(dump: Dump) -> Path | None:
 def read(directory: Path) -> Found:
     """Return all dumps of a directory; this never raises, and describes unreadable files in ``problems``.
 
-    Each dump has the history of its own rank. The newest dump that describes a rank without a dump has that rank's
-    history, too. All others are left out, since reading them would take minutes for thousands of ranks.
+    Each dump has the history of its own rank. If a rank has no dump, the newest dump that describes it has its history,
+    too. All other histories are left out, since reading them would take minutes for thousands of ranks.
     """
     entries: list[tuple[Dump, Path, tuple[int, ...]]] = []
     problems = []
@@ -171,7 +171,7 @@ def read(directory: Path) -> Found:
         return Found((), (f"{directory} cannot be read: {error.strerror}.",))
     for path in paths:
         try:
-            dump, described = _dump(_content(path))
+            dump, described = _parsed_dump(_content(path))
             entries.append((dump, path, described))
         except (OSError, ValueError) as error:
             why = error.strerror if isinstance(error, OSError) else str(error)
@@ -180,13 +180,13 @@ def read(directory: Path) -> Found:
         remedy = "the directory in the text of the CollectiveTimeout or PeerLostError"
         problems.append(message(f"{directory} has no dumps.", remedy=remedy))
     dumps = []
-    known = {(dump.group, dump.token, dump.rank) for dump, _, _ in entries}
+    read_ranks = {(dump.group, dump.token, dump.rank) for dump, _, _ in entries}
     for dump, path, described in sorted(entries, key=lambda each: -each[0].now_s):
-        absent = {rank for rank in described if (dump.group, dump.token, rank) not in known}
+        absent = {rank for rank in described if (dump.group, dump.token, rank) not in read_ranks}
         if absent:
             with suppress(OSError, ValueError):  # it was deleted, or one of these histories is malformed
-                dump, _ = _dump(_content(path), absent)
-                known.update((dump.group, dump.token, rank) for rank in absent)
+                dump, _ = _parsed_dump(_content(path), absent)
+                read_ranks.update((dump.group, dump.token, rank) for rank in absent)
         dumps.append(dump)
     return Found(tuple(sorted(dumps, key=lambda dump: (dump.group, dump.token, dump.rank))), tuple(problems))
 
@@ -229,16 +229,16 @@ def _publish(temporary: Path, directory: Path, rank: int) -> Path:
 def _remove_old(newest: Path) -> None:
     """Delete the oldest dumps of the rank number of ``newest`` whose processes have ended.
 
-    Of the dumps in CROSSREDUCE_DUMP_DIR, or else in this user's directories beside that of ``newest``, the newest ones
-    are kept: up to ``_MOST_DUMPS``, of up to ``_MOST_BYTES`` together.
+    These are dumps in CROSSREDUCE_DUMP_DIR or, by default, in all directories of this user beside that of ``newest``.
+    The newest ones are kept: up to ``_MOST_DUMPS``, of up to ``_MOST_BYTES`` together.
     """
     chosen, rank = bool(os.environ.get("CROSSREDUCE_DUMP_DIR")), newest.name.partition(".")[0]
     folders = [newest.parent] if chosen else [x for x in newest.parent.parent.glob("crossreduce-*") if _is_private(x)]
     files = [x for folder in folders for x in folder.glob(f"{rank}.*") if _FILE.fullmatch(x.name)]
     count = nbytes = 0
-    for path, found in sorted(((path, path.stat()) for path in files), key=lambda each: -each[1].st_mtime_ns):
-        count, nbytes = count + 1, nbytes + found.st_size
-        if (count > _MOST_DUMPS or nbytes > _MOST_BYTES) and _has_ended(path, found.st_mtime):
+    for path, status in sorted(((path, path.stat()) for path in files), key=lambda each: -each[1].st_mtime_ns):
+        count, nbytes = count + 1, nbytes + status.st_size
+        if (count > _MOST_DUMPS or nbytes > _MOST_BYTES) and _has_ended(path, status.st_mtime):
             path.unlink(missing_ok=True)
             if not chosen:
                 with suppress(OSError):  # it has other files
@@ -246,7 +246,7 @@ def _remove_old(newest: Path) -> None:
 
 
 def _has_ended(path: Path, written: float) -> bool:
-    """Return whether a file is a dump of a process that has ended; on other hosts: that was written a day ago."""
+    """Return whether a file is a dump of a process that has ended, or, on another host, was written a day ago."""
     with path.open(encoding="utf-8", errors="replace") as file:
         head = _HEAD.match(file.read(1 << 16))
     if head is None:
@@ -269,7 +269,7 @@ def _threads() -> tuple[Thread, ...]:
     main = threading.main_thread().ident
     frames = sorted(sys._current_frames().items(), key=lambda item: (item[0] != main, item[0]))
     threads = []
-    # The list contains this function's own frame. It is emptied, since that cycle would keep the group's memory alive.
+    # The list contains this function's own frame, a cycle that would keep the group's memory alive. So it is emptied.
     while frames:
         ident, frame = frames.pop(0)
         stack = (Frame(x.filename, x.lineno or 0, x.name, x.line or "") for x in traceback.extract_stack(frame))
@@ -307,7 +307,7 @@ def _plain(value: Any) -> Any:
 
 
 def _hosts_text(hosts: Sequence[Sequence[int]]) -> str:
-    """Return the ranks of hosts as text: a file that lists each of 20,000 ranks takes a millisecond to read.
+    """Return the ranks of hosts as a short text. Reading 20,000 single numbers would take a millisecond.
 
     >>> _hosts_text([(0, 1, 2, 7), (4, 5)]), _hosts("0-2,7;4-5")[0]
     ('0-2,7;4-5', ((0, 1, 2, 7), (4, 5)))
@@ -335,10 +335,10 @@ def _hosts(text: str) -> tuple[tuple[tuple[int, ...], ...], frozenset[int]]:
                 raise ValueError('its "hosts" is malformed')
             ranks += ends
         hosts.append(tuple(ranks))
-    every = frozenset(rank for host in hosts for rank in host)
-    if len(every) < count:
+    all_ranks = frozenset(rank for host in hosts for rank in host)
+    if len(all_ranks) < count:
         raise ValueError('its "hosts" has a rank twice')
-    return tuple(hosts), every
+    return tuple(hosts), all_ranks
 
 
 def _content(path: Path) -> Any:
@@ -352,26 +352,26 @@ def _content(path: Path) -> Any:
         raise ValueError(f"it is not JSON: {error}") from error
 
 
-def _dump(found: Any, others: Set[int] = frozenset()) -> tuple[Dump, tuple[int, ...]]:
+def _parsed_dump(content: Any, others: Set[int] = frozenset()) -> tuple[Dump, tuple[int, ...]]:
     """Return a dump from parsed JSON, and the ranks that it describes; raise ``ValueError`` if it is not a dump.
 
     The dump has the histories of its own rank and of ``others``.
     """
-    if not isinstance(found, dict) or found.get("format") != _FORMAT:
+    if not isinstance(content, dict) or content.get("format") != _FORMAT:
         raise ValueError("it is not a dump of crossreduce")
-    if found.get("version") != _VERSION:
-        raise ValueError(f"its version is {found.get('version')}, not {_VERSION}")
-    if not isinstance(found.get("hosts"), str):
+    if content.get("version") != _VERSION:
+        raise ValueError(f"its version is {content.get('version')}, not {_VERSION}")
+    if not isinstance(content.get("hosts"), str):
         raise _malformed_error("hosts")
-    histories, own = found.get("histories"), found.get("rank")
+    histories, own = content.get("histories"), content.get("rank")
     if not isinstance(histories, list) or not all(isinstance(each, dict) for each in histories):
         raise _malformed_error("histories")
     described = tuple(each.get("rank") for each in histories)
     if not all(type(rank) is int for rank in described):
         raise _malformed_error("rank")
     kept = [each for each, rank in zip(histories, described, strict=True) if rank == own or rank in others]
-    dump: Dump = _reader(Dump, "content")({**found, "histories": kept, "hosts": []})
-    hosts, ranks = _hosts(found["hosts"])
+    dump: Dump = _reader(Dump, "content")({**content, "histories": kept, "hosts": []})
+    hosts, ranks = _hosts(content["hosts"])
     if len(ranks) != dump.size or dump.rank not in ranks:
         raise ValueError("its ranks do not match its hosts")
     return dump._replace(hosts=hosts), described
@@ -383,17 +383,17 @@ def _malformed_error(name: str) -> ValueError:
 
 @cache
 def _reader(kind: Any, name: str) -> Callable[[Any], Any]:
-    """Return a function that turns parsed JSON into a value of a type, that of the field ``name`` of a named tuple.
+    """Return a function that turns parsed JSON into a value of the type ``kind``.
 
-    It raises ``ValueError`` if the JSON does not have this type.
+    It raises a ``ValueError``, which names the field ``name``, if the JSON does not have this type.
     """
     form, parts = get_origin(kind), get_args(kind)
     if form is UnionType:  # ``int | None``
-        some = _reader(parts[0], name)
-        return lambda value: None if value is None else some(value)
+        read_value = _reader(parts[0], name)
+        return lambda value: None if value is None else read_value(value)
     if form is tuple:
-        item = _reader(parts[0], name)
-        return lambda value: tuple(map(item, _require(value, type(value) is list, name)))
+        read_item = _reader(parts[0], name)
+        return lambda value: tuple(map(read_item, _require(value, type(value) is list, name)))
     if form is dict:
         return lambda value: {str(k): str(v) for k, v in _require(value, type(value) is dict, name).items()}
     if kind is Op:
@@ -404,7 +404,7 @@ def _reader(kind: Any, name: str) -> Callable[[Any], Any]:
 
         def structure(value: Any) -> Any:
             _require(value, type(value) is dict, name)
-            if kind is Frame:  # most values of a dump are in frames: check one's types at once
+            if kind is Frame:  # most values of a dump are in frames, so check all types of a frame at once
                 values = [*map(value.get, types)]
                 if [*map(type, values)] == kinds and values[1] >= 0:
                     return Frame._make(values)
@@ -420,8 +420,8 @@ def _reader(kind: Any, name: str) -> Callable[[Any], Any]:
     return lambda value: _require(value, type(value) is str, name)
 
 
-def _require(value: Any, right: bool, name: str) -> Any:
-    if not right:
+def _require(value: Any, is_valid: bool, name: str) -> Any:
+    if not is_valid:
         raise _malformed_error(name)
     return value
 

@@ -1,4 +1,4 @@
-"""Whether the process of a rank runs, was stopped, or has ended, from its lock on the group's memory.
+"""Finds out whether the process of a rank runs, was stopped, or has ended, from its lock on the group's memory.
 
 Input: the memory's file descriptor and a rank's position among those of its host. Output: a process, or its state.
 """
@@ -19,9 +19,10 @@ _LOCK: Final = "hhqqi4x"  # struct flock: type, whence, start, length, pid
 
 
 def lock_holder(fd: int, place: int) -> int | None:
-    """Return the process that holds the lock of a rank, which the system releases when it ends; ``None``: no other one.
+    """Return the process that holds a rank's lock, or ``None`` if no process but this one does.
 
-    ``fd``: the memory, which may be open for reading only. ``place``: the rank's position among those of its host.
+    The system releases the lock when the process ends. ``fd``: the memory, which may be open for reading only.
+    ``place``: the rank's position among the ranks of its host.
     """
     query = struct.pack(_LOCK, fcntl.F_WRLCK, os.SEEK_SET, place, 1, 0)
     kind, *_, pid = struct.unpack(_LOCK, fcntl.fcntl(fd, fcntl.F_GETLK, query))

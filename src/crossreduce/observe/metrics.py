@@ -1,8 +1,8 @@
 """Files with the counters of this process's groups, for the textfile collector of Prometheus's node_exporter.
 
 Input: CROSSREDUCE_METRICS, a folder or a name that ends with ``.prom``, and counters. Output: one file per group and
-rank, which one thread of the process replaces every ``EVERY_S`` seconds, and the end of the group a last time. A file
-that cannot be written causes one warning. The thread reads counters; no call waits for it.
+rank. One thread of the process replaces the files every ``EVERY_S`` seconds. The end of the group replaces its file a
+last time. A file that cannot be written causes one warning. The thread only reads counters, so no call waits for it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _LOG: Final = logging.getLogger("crossreduce")
 EVERY_S: Final = 5.0
 VARIABLE: Final = "CROSSREDUCE_METRICS"
 _SUFFIX: Final = ".prom"
-_NAME_BYTES: Final = 80  # of a group's name in that of its file
+_NAME_BYTES: Final = 80  # the most bytes of a group's name in the name of its file
 _OLD_S: Final = 60.0  # a temporary file of this age belongs to a rank that was killed
 _CLOSE_S: Final = 1.0  # how long the end of a group waits for the thread, if the file system hangs
 writers: Final = PeriodicChecks("crossreduce metrics", EVERY_S, f"this process writes no files for {VARIABLE}")
@@ -48,12 +48,12 @@ class MetricsFile:
             if self._closed:
                 return
             self._replace(stats())
-            if self._ending:  # ``close`` may have lost patience with this call
+            if self._ending:  # ``close`` may have given up waiting for this call
                 self._replace(stats())
                 self._closed = True
 
     def close(self, stats: Callable[[], Stats]) -> None:
-        """Replace the file a last time. If a write of another thread hangs, that thread does it as soon as it can."""
+        """Replace the file a last time. If another thread hangs in ``write``, that thread does this when it can."""
         self._ending = True
         if self._lock.acquire(timeout=_CLOSE_S):
             try:
@@ -86,13 +86,13 @@ class MetricsFile:
 
 
 def metrics_file(group: str, rank: int) -> MetricsFile | None:
-    """Return the file of a rank, in a folder that exists now; ``None``: CROSSREDUCE_METRICS is not set, or unusable."""
+    """Return the file of a rank, and make its folder; return ``None`` if CROSSREDUCE_METRICS is not set or unusable."""
     chosen = os.environ.get(VARIABLE)
     if not chosen:
         return None
     target = Path(chosen)
-    one = target.suffix == _SUFFIX and not target.is_dir()
-    folder, run = (target.parent, target.stem) if one else (target, "")
+    is_file = target.suffix == _SUFFIX and not target.is_dir()
+    folder, run = (target.parent, target.stem) if is_file else (target, "")
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -104,7 +104,7 @@ def metrics_file(group: str, rank: int) -> MetricsFile | None:
 
 
 def name_in_files(group: str) -> str:
-    """Return the part of a file's name that is a group's: other groups have other ones.
+    """Return a group's name as a part of a file's name. It differs between groups.
 
     >>> name_in_files("world"), name_in_files("a/b"), name_in_files("a b")
     ('world', 'a_b-c14cddc0', 'a_b-c8687a08')

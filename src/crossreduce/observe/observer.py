@@ -1,8 +1,8 @@
 """Reads the groups of this machine from outside: another program, which is not a rank, watches them.
 
-Input: the processes of this user in ``/proc``; each rank has its group's memory open, and the links of its descriptors
-name it. Output: snapshots. The memory is opened and mapped for reading only, and no lock is taken, so a group cannot
-notice its observers. Its ranks may end at any time.
+Input: the processes of this user in ``/proc``. Each rank has its group's memory open, so that a link in
+``/proc/PID/fd`` leads to it. Output: snapshots. The memory is opened and mapped for reading only, and no lock is taken,
+so a group cannot notice its observers. Its ranks may end at any time.
 """
 
 from __future__ import annotations
@@ -29,9 +29,10 @@ _OTHER_LAYOUT: Final = (errno.EPROTO, errno.EINVAL)
 class RankView(NamedTuple):
     """One rank at the time of a snapshot.
 
-    ``state``: "running" (in a collective), "waiting" (in one, for other ranks of the host), "idle" (between two),
-    "stopped" (by a signal), "left" (the group) or "dead". ``pid`` is ``None`` if the process has ended. ``late`` has
-    the ranks of this host that have not reached the barrier at which this rank waits. Counters are since the start.
+    ``state``: "running" (in a collective), "waiting" (in a collective, for other ranks of the host), "idle" (between
+    collectives), "stopped" (by a signal), "left" (the group) or "dead". ``pid`` is ``None`` if the process has ended.
+    ``late``: the ranks of this host that have not reached the barrier at which this rank waits. ``total`` and ``waits``
+    count since the start of the group.
     """
 
     rank: int
@@ -44,9 +45,9 @@ class RankView(NamedTuple):
 
 
 class GroupView(NamedTuple):
-    """The ranks of this host of one group; ``cause`` is the error that broke it, ``None``: it can be used.
+    """The ranks of a group on this host. ``cause`` is the error that broke the group, or ``None`` if it can be used.
 
-    ``now_s``: the time of the snapshot by ``time.monotonic``. ``key`` differs between groups of one name.
+    ``now_s``: the time of the snapshot by ``time.monotonic``. ``key`` differs between groups of the same name.
     """
 
     key: tuple[int, int]
@@ -69,9 +70,9 @@ class _Watched(NamedTuple):
 class Observer:
     """Finds the groups of this machine's processes, and takes snapshots of them; ``close`` releases everything.
 
-    ``problems`` describes memory that cannot be read; ``hidden`` counts processes of other users, which are not
-    searched. The groups of this process are left out: a process that closes a file loses its own locks on it, and the
-    other ranks would regard it as dead.
+    ``problems`` describes memory that cannot be read. ``hidden`` counts processes of other users, which are not
+    searched. The groups of this process are left out: it would lose its own locks on their memory when it closes the
+    memory here, and the other ranks would regard it as dead.
     """
 
     def __init__(self) -> None:
@@ -84,15 +85,15 @@ class Observer:
         self._watched: dict[tuple[int, int], _Watched] = {}
 
     def search(self) -> None:
-        """Look for new groups, and forget those of which no process of this user has the memory open."""
-        found, self.hidden = _descriptors()
+        """Look for new groups, and forget groups whose memory no process of this user has open any more."""
+        links, self.hidden = _descriptors()
         own = {key for key, _ in _memories(Path("/proc/self"))}
         problems = []
         for key in [*self._watched]:
-            if key not in found:
+            if key not in links:
                 self._forget(key)
-        for key in found.keys() - self._watched.keys() - own:
-            problem = self._attach(key, found[key])
+        for key in links.keys() - self._watched.keys() - own:
+            problem = self._attach(key, links[key])
             if problem is not None:
                 problems.append(problem)
         self.problems = tuple(sorted(problems))
@@ -139,7 +140,7 @@ class Observer:
 
 
 def _description(text: bytes) -> dict[str, Any]:
-    """Return the description of a group from its JSON; raise ``ValueError`` if something else than a rank wrote it."""
+    """Return the description of a group from its JSON; raise a ``ValueError`` if it is not that of a rank."""
     try:
         about = json.loads(text)
     except RecursionError:

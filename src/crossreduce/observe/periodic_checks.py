@@ -1,4 +1,4 @@
-"""``PeriodicChecks``: a thread of this process that calls functions again and again, while there are any.
+"""``PeriodicChecks``: a thread of this process that calls functions at regular intervals.
 
 Input: bound methods. Output: their calls, until they are removed or their objects are garbage collected.
 """
@@ -20,9 +20,9 @@ _LOG: Final = logging.getLogger("crossreduce")
 
 
 class PeriodicChecks:
-    """A thread of this process that calls functions every ``every_s`` seconds, while there are any.
+    """A thread of this process that calls functions every ``every_s`` seconds, as long as there are functions.
 
-    ``name`` is the thread's. ``lost`` is the warning if the system cannot start it.
+    ``name``: the name of the thread. ``lost``: the warning if the system cannot start the thread.
     """
 
     def __init__(self, name: str, every_s: float, lost: str) -> None:
@@ -33,7 +33,7 @@ class PeriodicChecks:
         self._forget()
 
     def _forget(self) -> None:
-        """Begin without functions and thread: a forked process has neither the groups nor the thread of its parent."""
+        """Start without functions or thread. A forked process has neither the groups nor the thread of its parent."""
         # A signal handler, or a finalizer, may close a transport while its thread adds or removes another one.
         self._lock = threading.RLock()
         self._checks: dict[int, WeakMethod[Callable[[], None]]] = {}
@@ -41,7 +41,7 @@ class PeriodicChecks:
         self._closed = threading.Event()  # of the current thread
 
     def add(self, check: Callable[[], None]) -> int:
-        """Call ``check`` until it is removed, or its object is garbage collected; return the key for ``remove``."""
+        """Call ``check`` until ``remove`` is called with the returned key, or its object is garbage collected."""
         with self._lock:
             key = next(self._keys)
             self._checks[key] = WeakMethod(check)
@@ -61,7 +61,7 @@ class PeriodicChecks:
             return key
 
     def remove(self, key: int) -> None:
-        """Stop calling a check. The thread ends with the last one."""
+        """Stop calling a check. After the last check the thread ends."""
         with self._lock:
             self._checks.pop(key, None)
             thread = None if self._checks else self._end()
@@ -87,6 +87,6 @@ class PeriodicChecks:
                     continue
                 try:
                     check()
-                except Exception:  # noqa: BLE001 - for example a log handler's: it is reported, and checking continues
+                except Exception:  # noqa: BLE001 - such as an error of a log handler; report it and continue
                     threading.excepthook(threading.ExceptHookArgs((*sys.exc_info(), threading.current_thread())))
                 del check  # it would keep its object alive

@@ -1,4 +1,4 @@
-"""``Statistics``: the counters of one rank in a group, and its file of metrics.
+"""``Statistics``: the counters of one rank in a group, and their metrics file.
 
 Input: the counters in shared memory. Output: ``Stats``, also after the group is closed.
 """
@@ -22,7 +22,7 @@ class Statistics:
       group: the group's name.
       rank: the rank's number in messages.
       size: the number of ranks in the group.
-      host: the numbers of the ranks of its host, in the order of their places in shared memory.
+      host: the numbers, in messages, of the ranks of its host, in the order of their places in shared memory.
       counts: returns the counters in shared memory, for ``rank_counts``; raises ``ValueError`` if it is closed.
     """
 

@@ -30,25 +30,25 @@ def join(
     """Make a group of processes. All of them call it.
 
     Missing arguments are read from the environment, where ``torchrun`` and other launchers set them: ``RANK``,
-    ``WORLD_SIZE``, ``MASTER_ADDR`` and ``MASTER_PORT``. Where torchrun serves a store of its own at that port, the next
-    port is used. Rank 0 listens at the address until its group ends. If it is this host's own ("localhost"), only
-    processes of this host can connect, to rank 0 and to all others, also when the group shrinks or grows.
+    ``WORLD_SIZE``, ``MASTER_ADDR`` and ``MASTER_PORT``. If torchrun serves a store of its own at that port, the next
+    port is used. Rank 0 listens at the address until its group ends. If the address is the loopback one ("localhost"),
+    only processes of this host can connect to any rank, also when the group shrinks or grows.
 
     Args:
       rank: this process's number, from 0.
       size: the number of processes.
-      address: where rank 0 listens, as "HOST:PORT". If ``size`` is 1, it only tells whether other hosts can connect
-        later, to join; without it they cannot.
-      key: a secret text of all ranks; ``None``: the environment variable ``CROSSREDUCE_KEY``. Each message to the
-        address and each answer then has a proof that the sender knows it. Without a key any program that reaches the
-        address can take part. Nothing is encrypted; see docs/processes.md.
+      address: where rank 0 listens, as "HOST:PORT". If ``size`` is 1, it only determines whether processes of other
+        hosts can join later; without an address they cannot.
+      key: a secret text, the same on all ranks; by default, the environment variable ``CROSSREDUCE_KEY``. Each message
+        to the address and each answer then has a proof that the sender knows the key. Without a key any program that
+        reaches the address can take part. Nothing is encrypted; see docs/processes.md.
       timeout_s: how long this, and then every call, waits for other ranks, in seconds.
       name: the group's name in messages.
     Raises:
       ArgumentError: an argument or variable is missing or invalid, two processes have the same rank, rank 0 cannot
-        listen there, or another program, or one with another key, answers there.
+        listen at the address, or another program, or a rank with another key, answers there.
       MismatchError: processes differ in ``size``, or in their version of crossreduce.
-      CollectiveTimeout: some ranks did not come in time.
+      CollectiveTimeout: some ranks did not arrive in time.
       BackendError: the compiled kernels are missing, or this system is not Linux.
 
     >>> import numpy as np
@@ -67,12 +67,12 @@ def join_invited(invitation: str, timeout_s: float = 60.0) -> RankGroup:
     """Join the group of an ``RankGroup.invitation`` when its ranks next call ``grow``.
 
     Args:
-      invitation: what ``invitation`` returned on any rank of the group.
+      invitation: the text that ``invitation`` returned on any rank of the group.
       timeout_s: how long this waits for ``grow``, in seconds. If the ranks have called it by then, forming the group
         may take 10 s more.
     Returns:
-      The group, with this process as one of the last ranks. Its first call is the one that the others make when
-      ``grow`` has returned a group.
+      The group, with this process as one of the last ranks. Its first call belongs together with the first call that
+      the other ranks make in the new group.
     Raises:
       ArgumentError: this is not an invitation to a group of this module, or ``timeout_s`` is not a number.
       CollectiveTimeout: the ranks did not call ``grow`` in time.

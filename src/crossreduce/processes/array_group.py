@@ -47,7 +47,7 @@ class ArrayGroup:
         Args:
           x: an array, of the same shape and dtype on all ranks.
           op: "sum", "mean", "min", "max" or "product". The mean of integers is their true mean, as float64.
-          out: the array for the result; ``None``: a new array.
+          out: the array for the result; by default a new array.
           exact: whether sums and means of floats are the exact real numbers, rounded once: the same bits for every
             order of the ranks, and any number of hosts (see docs/explanation/exactness.md).
         Raises:
@@ -59,14 +59,14 @@ class ArrayGroup:
         """
         exact = _flag(exact)
         name = call_name("all_reduce", exact)
-        done: Array | None = self._calls.run(self.communicator, name, op, 0, x, out)
+        done: Array | None = self._calls.run(self.communicator, name, op, 0, x, out)  # a prepared call
         if done is not None:
             return done
         op = read_op(op)
-        given = _readable(x, op)
-        given, result = _with_result(given, given.shape, out)
-        self.communicator.all_reduce(op, _memory(given), _memory(result), exact)
-        self._prepare("all_reduce", op, None, x, given, _memory(given), result, exact)
+        source = _readable(x, op)
+        source, result = _with_result(source, source.shape, out)
+        self.communicator.all_reduce(op, _memory(source), _memory(result), exact)
+        self._prepare("all_reduce", op, None, x, source, _memory(source), result, exact)
         return result
 
     def reduce(
@@ -74,12 +74,12 @@ class ArrayGroup:
     ) -> Array | None:
         """Return the reduction on rank ``root`` and ``None`` on all others; see ``all_reduce``."""
         op, exact, root = read_op(op), _flag(exact), _root(root)
-        given = _readable(x, op)
+        source = _readable(x, op)
         if self.rank != root:
-            self.communicator.reduce(op, _memory(given), None, root, exact)
+            self.communicator.reduce(op, _memory(source), None, root, exact)
             return None
-        given, result = _with_result(given, given.shape, out)
-        self.communicator.reduce(op, _memory(given), _memory(result), root, exact)
+        source, result = _with_result(source, source.shape, out)
+        self.communicator.reduce(op, _memory(source), _memory(result), root, exact)
         return result
 
     def broadcast(self, x: Any, root: int = 0, out: Array | None = None) -> Array:
@@ -88,13 +88,13 @@ class ArrayGroup:
         done: Array | None = self._calls.run(self.communicator, "broadcast", None, root, x, out)
         if done is not None:
             return done
-        given = _readable(x)
-        given, result = _with_result(given, given.shape, out)
-        array = _memory(given if self.rank == root else result)
+        source = _readable(x)
+        source, result = _with_result(source, source.shape, out)
+        array = _memory(source if self.rank == root else result)
         self.communicator.broadcast(array, root)
-        if self.rank == root and result is not given:
-            np.copyto(result, given)
-        self._prepare("broadcast", None, root, x, given, array, result)
+        if self.rank == root and result is not source:
+            np.copyto(result, source)
+        self._prepare("broadcast", None, root, x, source, array, result)
         return result
 
     def all_gather(self, x: Any, out: Array | None = None) -> Array:
@@ -102,10 +102,10 @@ class ArrayGroup:
         done: Array | None = self._calls.run(self.communicator, "all_gather", None, 0, x, out)
         if done is not None:
             return done
-        given = _readable(x)
-        given, result = _with_result(given, (self.size, *given.shape), out)
-        self.communicator.all_gather(_memory(given), _rows(result))
-        self._prepare("all_gather", None, None, x, given, _memory(given), result)
+        source = _readable(x)
+        source, result = _with_result(source, (self.size, *source.shape), out)
+        self.communicator.all_gather(_memory(source), _rows(result))
+        self._prepare("all_gather", None, None, x, source, _memory(source), result)
         return result
 
     def reduce_scatter(
@@ -118,19 +118,19 @@ class ArrayGroup:
         if done is not None:
             return done
         op = read_op(op)
-        given = self._require_rows(_readable(x, op))
-        given, result = _with_result(given, given.shape[1:], out)
-        self.communicator.reduce_scatter(op, _rows(given), _memory(result), exact)
-        self._prepare("reduce_scatter", op, None, x, given, _memory(result), result, exact)
+        source = self._require_rows(_readable(x, op))
+        source, result = _with_result(source, source.shape[1:], out)
+        self.communicator.reduce_scatter(op, _rows(source), _memory(result), exact)
+        self._prepare("reduce_scatter", op, None, x, source, _memory(result), result, exact)
         return result
 
     def gather(self, x: Any, root: int = 0, out: Array | None = None) -> Array | None:
         """Return all ranks' arrays, stacked, on rank ``root`` and ``None`` on all others."""
-        given, root = _readable(x), _root(root)
+        source, root = _readable(x), _root(root)
         result = None
         if self.rank == root:
-            given, result = _with_result(given, (self.size, *given.shape), out)
-        self.communicator.gather(_memory(given), None if result is None else _rows(result), root)
+            source, result = _with_result(source, (self.size, *source.shape), out)
+        self.communicator.gather(_memory(source), None if result is None else _rows(result), root)
         return result
 
     def scatter(self, x: Any, out: Array, root: int = 0) -> Array:
@@ -142,15 +142,15 @@ class ArrayGroup:
         """
         root = _root(root)
         _, result = _with_result(_readable(out), np.shape(out), out)
-        given = None
+        source = None
         if self.rank == root:
-            given = self._require_rows(_readable(x))
-            if given.shape[1:] != result.shape or given.dtype != result.dtype:
-                sizes = f"x {given.dtype}{given.shape}, out {result.dtype}{result.shape}"
+            source = self._require_rows(_readable(x))
+            if source.shape[1:] != result.shape or source.dtype != result.dtype:
+                sizes = f"x {source.dtype}{source.shape}, out {result.dtype}{result.shape}"
                 remedy = f"x of {result.dtype} and shape {(self.size, *result.shape)}"
                 raise ArgumentError.of("each row of x must have the shape and dtype of out.", sizes, remedy)
-            given, _ = _with_result(given, result.shape, result)
-        self.communicator.scatter(None if given is None else _rows(given), _memory(result), root)
+            source, _ = _with_result(source, result.shape, result)
+        self.communicator.scatter(None if source is None else _rows(source), _memory(result), root)
         return result
 
     def all_to_all(self, x: Any, out: Array | None = None) -> Array:
@@ -158,12 +158,12 @@ class ArrayGroup:
         done: Array | None = self._calls.run(self.communicator, "all_to_all", None, 0, x, out)
         if done is not None:
             return done
-        given = self._require_rows(_readable(x))
-        given, result = _with_result(given, given.shape, out)
-        if np.may_share_memory(given, result):  # a row would be written before it is read
-            given = given.copy()
-        self.communicator.all_to_all(_rows(given), _rows(result))
-        self._prepare("all_to_all", None, None, x, given, _memory(given[0, ...]), result)
+        source = self._require_rows(_readable(x))
+        source, result = _with_result(source, source.shape, out)
+        if np.may_share_memory(source, result):  # a row would be written before it is read
+            source = source.copy()
+        self.communicator.all_to_all(_rows(source), _rows(result))
+        self._prepare("all_to_all", None, None, x, source, _memory(source[0, ...]), result)
         return result
 
     def barrier(self) -> None:
@@ -202,20 +202,20 @@ class ArrayGroup:
         op: ReduceOp | None,
         root: int | None,
         x: Any,
-        given: Array,
+        source: Array,
         array: ArrayView,
         result: Array,
         exact: bool = False,
     ) -> None:
         """Prepare a call that has just run, unless its array had to be converted or copied."""
-        if given is x:
-            prepare(self._calls, self.communicator, collective, op, root, given, array, result, exact)
+        if source is x:
+            prepare(self._calls, self.communicator, collective, op, root, source, array, result, exact)
 
-    def _require_rows(self, given: Array) -> Array:
-        if given.ndim == 0 or given.shape[0] != self.size:
+    def _require_rows(self, source: Array) -> Array:
+        if source.ndim == 0 or source.shape[0] != self.size:
             problem = f"the array must have one row for each of the {self.size} ranks."
-            raise ArgumentError.of(problem, f"shape {given.shape}", f"shape ({self.size}, ...)")
-        return given
+            raise ArgumentError.of(problem, f"shape {source.shape}", f"shape ({self.size}, ...)")
+        return source
 
 
 def _readable(x: Any, op: ReduceOp | None = None) -> Array:
@@ -232,27 +232,27 @@ def _readable(x: Any, op: ReduceOp | None = None) -> Array:
     return array if array.flags.c_contiguous else np.ascontiguousarray(array)
 
 
-def _with_result(given: Array, shape: tuple[int, ...], out: Array | None) -> tuple[Array, Array]:
+def _with_result(source: Array, shape: tuple[int, ...], out: Array | None) -> tuple[Array, Array]:
     """Return the input and the array for a result; the input is copied if the result overlaps it.
 
     Both may be exactly the same memory, since each element is read before it is written.
     """
     if out is None:
-        return given, np.empty(shape, given.dtype)
-    fits = isinstance(out, np.ndarray) and out.shape == shape and out.dtype == given.dtype
+        return source, np.empty(shape, source.dtype)
+    fits = isinstance(out, np.ndarray) and out.shape == shape and out.dtype == source.dtype
     if not fits or not out.flags.c_contiguous or not out.flags.writeable:
         what = shown(out)
         if isinstance(out, np.ndarray):
             what = f"{out.dtype}{out.shape}" + ", read-only" * (not out.flags.writeable)
             what += ", not in C order" * (not out.flags.c_contiguous)
-        problem = f"out must be a writable NumPy array in C order, of {given.dtype} and shape {shape}."
-        raise ArgumentError.of(problem, what, f'out=numpy.empty({shape}, "{given.dtype}")')
-    in_place = given.ctypes.data == out.ctypes.data and given.nbytes == out.nbytes
-    return given if in_place or not np.may_share_memory(given, out) else given.copy(), out
+        problem = f"out must be a writable NumPy array in C order, of {source.dtype} and shape {shape}."
+        raise ArgumentError.of(problem, what, f'out=numpy.empty({shape}, "{source.dtype}")')
+    in_place = source.ctypes.data == out.ctypes.data and source.nbytes == out.nbytes
+    return source if in_place or not np.may_share_memory(source, out) else source.copy(), out
 
 
 def _root(root: Any) -> int:
-    """Return a root as an integer, or raise an ``ArgumentError``; the communicator checks that there is such a rank."""
+    """Return a root as an integer, or raise an ``ArgumentError``. The communicator checks that the rank exists."""
     if type(root) is int:
         return root
     with suppress(TypeError):

@@ -19,24 +19,24 @@ from ..ranks.connections.rendezvous import MET, StoreRendezvous, lost_store_erro
 from ..ranks.connections.store import LIMIT_S, StoreClient, StorePart
 from ..ranks.transports.tcp import loopback
 
-_ANSWER_S: Final = 1.0  # how long rank 0 may take to answer at least, even if the timeout is shorter
+_ANSWER_S: Final = 1.0  # rank 0 may take this long to answer, even if the timeout is shorter
 _PAUSES_S: Final = (0.01, 0.5)  # between two attempts to reach rank 0, first and longest
 _REFUSED_S: Final = 3.0  # how long another program may answer at the address; it may be an earlier job that ends
 _LATE_S: Final = 5.0  # how long rank 0 waits for the others to read why they cannot meet
-_MOST: Final = 1 << 16  # ranks
+_MOST_RANKS: Final = 1 << 16
 _OTHER_KEY: Final = "the same key on all ranks: {} connections to this rank did not prove that they know it"
 
 
 def meet(
     rank: int | None, size: int | None, address: str | None, key: str | None, timeout_s: float
 ) -> tuple[StoreClient, int, int, str]:
-    """Return the store at which all ranks have met, this rank, their number, and where all ranks listen.
+    """Return the store at which all ranks have met, this rank, the number of ranks, and the address where all listen.
 
     For arguments and errors see ``join``.
     """
     own, count = _number(rank, "rank", "RANK"), _number(size, "size", "WORLD_SIZE")
-    if not 0 <= own < count <= _MOST:
-        problem = f"the rank must be at least 0 and less than the size, which is at most {_MOST}."
+    if not 0 <= own < count <= _MOST_RANKS:
+        problem = f"the rank must be at least 0 and less than the size, which is at most {_MOST_RANKS}."
         raise ArgumentError.of(problem, f"rank {own}, size {count}")
     secret = _digest(os.environ.get("CROSSREDUCE_KEY", "") if key is None else key)
     host, port, listen_at = meeting_place(address, count)
@@ -57,7 +57,6 @@ def meet(
 
 
 def _number(given: Any, what: str, variable: str) -> int:
-    """Return a number that the caller or the environment gave."""
     value: Any = os.environ.get(variable) if given is None else given
     if isinstance(value, bool):
         raise ArgumentError.of(f"{what} must be an integer.", shown(value))
@@ -71,25 +70,23 @@ def _number(given: Any, what: str, variable: str) -> int:
         raise ArgumentError.of(f"{where} must be an integer.", shown(value), remedy) from None
 
 
-def _place(address: Any) -> tuple[str, int]:
-    """Return the host and the port at which rank 0 listens."""
-    given, further = address, 0
+def _rank_0_address(address: Any) -> tuple[str, int]:
+    given, port_offset = address, 0
     if address is None:
         host, port = (os.environ.get(variable) for variable in ("MASTER_ADDR", "MASTER_PORT"))
         if host is None or port is None:
             problem = "address was not given, and MASTER_ADDR and MASTER_PORT are not both set."
             raise ArgumentError.of(problem, f"MASTER_ADDR={host}, MASTER_PORT={port}", 'address="HOST:PORT"')
         given = f"{host}:{port}"
-        further = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # torchrun listens at MASTER_PORT itself
+        port_offset = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # torchrun listens at MASTER_PORT itself
     host, _, port = given.rpartition(":") if isinstance(given, str) else ("", "", "")
     host = host.removeprefix("[").removesuffix("]")
-    if not _is_host(host) or not port.isascii() or not port.isdigit() or not 0 < int(port) + further < 1 << 16:
+    if not _is_host(host) or not port.isascii() or not port.isdigit() or not 0 < int(port) + port_offset < 1 << 16:
         raise ArgumentError.of("this is not an address.", shown(given), '"HOST:PORT", such as "node0:29500"')
-    return host, int(port) + further
+    return host, int(port) + port_offset
 
 
 def _is_host(text: str) -> bool:
-    """Return whether a text can be a host's name or address."""
     try:
         return bool(text.encode("idna")) and text.isprintable() and " " not in text
     except UnicodeError:  # an empty or too long part
@@ -97,13 +94,13 @@ def _is_host(text: str) -> bool:
 
 
 def meeting_place(address: Any, size: int) -> tuple[str, int, str]:
-    """Return the host and the port at which rank 0 listens, and the address at which all ranks do; empty: at all."""
+    """Return the host and the port at which rank 0 listens, and the address at which all ranks listen; empty: all."""
     if size > 1:
-        host, port = _place(address)
+        host, port = _rank_0_address(address)
         return host, port, loopback(host)
     host = "localhost"
     with suppress(ArgumentError):  # one rank needs no rendezvous, but processes of other hosts may join it later
-        host, _ = _place(address)
+        host, _ = _rank_0_address(address)
     return "localhost", 0, loopback(host)
 
 
@@ -115,7 +112,6 @@ def _digest(key: Any) -> bytes:
 
 
 def _serve(key: bytes, host: str, port: int, size: int) -> StoreClient:
-    """Serve the store of a group."""
     try:
         return StoreClient(key, port=port, serve_at=loopback(host), ranks=size)
     except OSError as error:
@@ -124,7 +120,6 @@ def _serve(key: bytes, host: str, port: int, size: int) -> StoreClient:
 
 
 def _connect(key: bytes, host: str, port: int, rank: int, timeout_s: float) -> StoreClient:
-    """Connect to the store that rank 0 serves, once it does so."""
     began, pause, refused_at = time.monotonic(), _PAUSES_S[0], 0.0
     while True:
         store: StoreClient | None = None
@@ -160,18 +155,18 @@ def _connect(key: bytes, host: str, port: int, rank: int, timeout_s: float) -> S
 
 
 def _meet(store: StoreClient, rank: int, size: int, timeout_s: float) -> None:
-    """Wait for all ranks, each of which is there once, with the same size.
+    """Wait for all ranks, and check that each rank joins once, with the same size.
 
-    A process that comes after all ranks have met can no longer end their group. If they cannot meet, rank 0 keeps the
-    store for some seconds, so that ranks that come later get the reason, too.
+    A process that comes after all ranks have met cannot end their group. If they cannot meet, rank 0 keeps the store
+    for some seconds, so that later ranks get the reason, too.
     """
     rendezvous = StoreRendezvous(StorePart(store, "meet/"), rank, size, timeout_s)
     if rank == 0:
         rendezvous.read_s = _LATE_S
     with lost_store_errors("rank 0, which runs it,", [0]):
-        own, names = secrets.token_hex(8).encode(), StorePart(store, "rank/")
-        first = names.compare_set("size", b"", f"{size} {rank}".encode()).decode()
-        is_first = names.compare_set(str(rank), b"", own) == own
+        own, claims = secrets.token_hex(8).encode(), StorePart(store, "rank/")
+        first = claims.compare_set("size", b"", f"{size} {rank}".encode()).decode()  # of the first rank
+        is_first = claims.compare_set(str(rank), b"", own) == own
     error: ReductionError | None = None
     if (other := first.split())[0] != str(size):
         problem = f"the size is {size} on rank {rank} and {other[0]} on rank {other[1]}."

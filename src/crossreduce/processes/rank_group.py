@@ -1,6 +1,6 @@
 """``RankGroup``: ranks that reduce NumPy arrays, and that can continue when some of them die.
 
-Input: a store at which the ranks meet. Output: a ``RankGroup``; or one of the ranks that are left, or with new ranks.
+Input: a store at which the ranks meet. Output: a ``RankGroup``, and later groups without lost ranks or with new ones.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ class RankGroup(ArrayGroup):
     Dtypes are those of the library, bfloat16 of ml_dtypes included. ``with`` or ``close`` leaves the group.
 
     ``rank`` is this process's number, from 0; ``size`` is the number of ranks; ``hosts`` has the ranks of each host,
-    which share memory. ``reformed``: of a group that ``shrink`` or ``grow`` has formed, its ranks that were in the
-    earlier group, by their numbers there, and how many calls have succeeded there on all of them; ``Reformed((), 0)``
-    in a process that ``join_invited`` has let in; else ``None``.
+    which share memory. ``reformed`` is ``None`` unless ``shrink`` or ``grow`` has formed the group. Then it has the
+    ranks that were in the earlier group, by their numbers there, and how many calls have succeeded there on all of
+    them. In a process that has joined by ``join_invited`` it is ``Reformed((), 0)``.
 
     If a rank dies, calls of the others raise a ``PeerLostError``. They continue with ``shrink`` or ``committed``. One
     thread at a time calls ``agree``, ``shrink``, ``committed`` or ``grow``; a second one gets a ``ContextError``.
@@ -53,14 +53,14 @@ class RankGroup(ArrayGroup):
         self._store.close()
 
     def agree(self, flag: bool, timeout_s: float | None = None) -> bool:
-        """Return whether ``flag`` is true on all ranks: the same answer on all that survive this call.
+        """Return whether ``flag`` is true on all ranks. All ranks that survive this call get the same answer.
 
         All ranks call it together, also after a call of the group has failed. Ranks that have died do not count.
 
         Args:
-          flag: what this rank brings.
-          timeout_s: as for ``shrink``; ``None``: 10 s longer than the timeout of the group, since a rank may come from
-            a call that timed out.
+          flag: this rank's vote.
+          timeout_s: as for ``shrink``. The default is 10 s longer than the timeout of the group, since a rank may call
+            this after a call that timed out.
         Raises:
           ArgumentError: ``timeout_s`` is not a number.
           ExcludedError: the other ranks have gone on without this one, or it reaches too few of them.
@@ -70,10 +70,10 @@ class RankGroup(ArrayGroup):
             return survivors.agree(self.communicator, bool(flag), limit_s)
 
     def shrink(self, timeout_s: float = SHRINK_S) -> RankGroup:
-        """Form a group of the ranks that are left, after a ``PeerLostError`` or ``CollectiveTimeout``; close this one.
+        """Form a group of the remaining ranks, after a ``PeerLostError`` or ``CollectiveTimeout``; close this group.
 
-        All ranks that are left call it; a call of this group that another rank is in fails as soon as one rank calls
-        this. The new group has ranks 0, 1, ... in the order of the earlier ones. What a lost rank had not sent is gone:
+        All remaining ranks call it. As soon as one rank calls it, the current calls of this group on other ranks fail.
+        The new group has ranks 0, 1, ... in the order of the earlier ones. Data that a lost rank had not sent is lost:
         repeat the step that failed.
 
         Args:
@@ -85,13 +85,13 @@ class RankGroup(ArrayGroup):
         Raises:
           ArgumentError: ``timeout_s`` is not a number.
           ContextError: this group is closed, or another thread is in ``agree``, ``shrink`` or ``grow``.
-          ExcludedError: the others have gone on without this rank, or it reaches too few of them: of the hosts' ranks
-            more than half, or half with the lowest one, unless all others have ended.
+          ExcludedError: the others have gone on without this rank, or it reaches too few of them. It must reach hosts
+            with more than half of the ranks, or with half of them and the lowest rank, unless all others have ended.
         """
         limit_s = seconds(timeout_s)
         with self._alone():
-            made, reformed = survivors.shrink(self.communicator, self._forming(limit_s, grows=False), limit_s)
-            return self._followed_by(made, reformed)
+            group, reformed = survivors.shrink(self.communicator, self._formation(limit_s, grows=False), limit_s)
+            return self._continue_in(group, reformed)
 
     def committed(
         self,
@@ -100,10 +100,10 @@ class RankGroup(ArrayGroup):
         *,
         timeout_s: float | None = None,
     ) -> tuple[RankGroup, Result]:
-        """Run a step until it has succeeded on all ranks that are left; return their group, and its result.
+        """Run a step until it has succeeded on all remaining ranks; return their group, and the step's result.
 
-        If ranks are lost, the others shrink the group and repeat the step in the new one. So ``step`` changes nothing
-        that a repetition needs; what follows this call is done by all ranks or by none::
+        If ranks are lost, the others shrink the group and repeat the step in the new one. So ``step`` must not change
+        anything that a repetition needs. Code after this call runs on all ranks or on none::
 
             group, gradient = group.committed(lambda group: group.all_reduce(gradient_of(weights, group.rank)))
             weights -= 0.1 * gradient
@@ -113,12 +113,12 @@ class RankGroup(ArrayGroup):
             lost.
           changed: called with the new group before the step is repeated, to divide the work again. If ranks are lost in
             it, the others shrink the group and call it again.
-          timeout_s: as for ``shrink``, after a step that has failed; ``None``: 10 s longer than the timeout of the
-            group, or 10 s after a ``CollectiveTimeout``, before which late ranks were waited for already. A rank whose
-            step has succeeded always waits as ``agree`` does by default.
+          timeout_s: as for ``shrink``, after a step that has failed. The default is 10 s longer than the timeout of the
+            group, but 10 s after a ``CollectiveTimeout``, which has already waited for late ranks. A rank whose step
+            has succeeded always waits as ``agree`` does by default.
         Returns:
-          The group in which the step has succeeded, which is this one unless ranks were lost, and what ``step``
-          returned there.
+          The group in which the step has succeeded, which is this one unless ranks were lost, and the result of
+          ``step`` there.
         Raises:
           ArgumentError, ExcludedError: as for ``shrink``.
           MismatchError: ``step`` has raised it, as on all ranks. The group can still be used.
@@ -145,16 +145,16 @@ class RankGroup(ArrayGroup):
         return groups[-1], result
 
     def grow(self, timeout_s: float = SHRINK_S) -> RankGroup | None:
-        """Let the processes in that have called ``join_invited``; all ranks call it together.
+        """Admit the processes that have called ``join_invited``; all ranks call it together.
 
-        The new group has the ranks of this one first, in their order, and then the new ones; this one is closed. The
-        new ranks have no state yet: if this returns a group, broadcast it from rank 0, on all ranks by the same call.
+        The new group has the ranks of this one first, in their order, and then the new ones. This group is closed. The
+        new ranks have no state yet: if this returns a group, all its ranks must broadcast the state from rank 0.
 
         Args:
           timeout_s: as for ``shrink``.
         Returns:
-          The new group, with ``reformed``; ``None``, on all ranks: no process waits, and this group does not change. If
-          a rank of it was excluded, or has ended, its next call fails with a ``PeerLostError``.
+          The new group, with ``reformed``. If no process waits, this is ``None`` on all ranks, and this group does not
+          change. If one of its ranks was excluded or has ended, its next call then fails with a ``PeerLostError``.
         Raises:
           ArgumentError: ``timeout_s`` is not a number.
           ContextError: this group is closed.
@@ -164,14 +164,14 @@ class RankGroup(ArrayGroup):
         """
         limit_s = seconds(timeout_s)
         with self._alone():
-            made, reformed = survivors.grow(self.communicator, self._forming(limit_s, grows=True), limit_s)
-            return None if made is None else self._followed_by(made, reformed)
+            group, reformed = survivors.grow(self.communicator, self._formation(limit_s, grows=True), limit_s)
+            return None if group is None else self._continue_in(group, reformed)
 
     def invitation(self) -> str:
-        """Return a text with which a new process can ``join_invited`` this group, by any channel that keeps it secret.
+        """Return a text with which a new process can ``join_invited`` this group. Pass it on secretly: it has keys.
 
-        It names this rank and a few others. It stays valid when the group shrinks or grows, as long as one of these
-        processes is in it. If the group met at "localhost", only processes of this host can join.
+        It names this rank and a few others. It stays valid when the group shrinks or grows, as long as any of these
+        processes is in the group. If the group met at "localhost", only processes of this host can join.
 
         Raises:
           ContextError: this group is closed, or belongs to another process.
@@ -190,25 +190,24 @@ class RankGroup(ArrayGroup):
             self._agreeing.release()
 
     def _leave(self, error: BaseException) -> None:
-        """Leave the group if an error of a step requires it."""
         if survivors.must_leave(self.communicator, error):
             self.communicator.abort()
 
-    def _forming(self, timeout_s: float, *, grows: bool) -> GroupFormation[RankGroup]:
+    def _formation(self, timeout_s: float, *, grows: bool) -> GroupFormation[RankGroup]:
         group = self.communicator
         settings = Settings(group.timeout_s, group.name, listen_at=group.listen_at)
         return GroupFormation(group, KIND, settings, timeout_s, grows=grows)
 
-    def _followed_by(self, made: RankGroup, reformed: Reformed) -> RankGroup:
-        """Close this group, whose ranks continue in a new one, and return the new one."""
-        made.reformed = reformed
-        self.communicator.succeed(made.communicator.token)
+    def _continue_in(self, group: RankGroup, reformed: Reformed) -> RankGroup:
+        """Close this group, whose ranks continue in ``group``, and return ``group``."""
+        group.reformed = reformed
+        self.communicator.succeed(group.communicator.token)
         self.close()
-        return made
+        return group
 
 
 def make_group(store: StoreClient, rank: int, size: int, settings: Settings, origin: Origin = NEW) -> RankGroup:
-    """Return a group whose ranks meet at a store, which this closes if they cannot."""
+    """Return a group whose ranks meet at a store. If they cannot, close the store."""
 
     def connected(cancelled: threading.Event, hosts: Hosts) -> Transport:
         part = StorePart(store, "tcp/")
@@ -224,7 +223,7 @@ def make_group(store: StoreClient, rank: int, size: int, settings: Settings, ori
     except BaseException:
         store.close()
         raise
-    rendezvous.watch = store.watch = NEW.watch  # that of ``origin`` refers to the earlier group
+    rendezvous.watch = store.watch = NEW.watch  # ``origin.watch`` refers to the earlier group
     return RankGroup(communicator, store)
 
 

@@ -25,7 +25,7 @@ class ArrayView(NamedTuple):
 
 
 def require_alike(first: ArrayView | None = None, *others: ArrayView, count: int | None = None) -> None:
-    """Raise unless all arrays have the same size and dtype, and ``others`` are ``count`` arrays (``None``: any)."""
+    """Raise unless all arrays have the same size and dtype, and ``others`` has ``count`` arrays if this is given."""
     if count is not None and len(others) != count:
         raise ArgumentError.of("there must be one array per rank.", f"{len(others)} arrays for {count} ranks")
     assert first is not None, "a group has at least one rank"
@@ -47,7 +47,8 @@ def encoded_text(text: str) -> bytes:
 def require_root(rank: int, size: int, root: int, has_all: bool | None = None) -> None:
     """Raise ``ArgumentError`` unless the root is one of the ``size`` ranks of the group.
 
-    ``has_all``: whether this rank passed all parts, or the result, as only the root must; ``None``: not checked.
+    ``has_all``: whether this rank passed the argument that only the root must pass, such as the result of a reduce.
+    If it is ``None``, only the root's number is checked.
     """
     if not 0 <= root < size:
         problem = "the root is not a rank of the group."

@@ -60,7 +60,7 @@ class CallRunner:
           key: describes the call.
           compiled: returns the executable, if ``key`` is not cached.
           addresses: the caller's buffers.
-          inner: see the engines.
+          inner: see ``OneHostEngine.run``.
           release: called at the end, with the lock, if a signal handler has closed the group meanwhile.
         """
         thread = threading.get_ident()
@@ -117,7 +117,6 @@ class CallRunner:
         self._require_usable(threading.get_ident())
 
     def _is_calling(self, thread: int) -> bool:
-        """Return whether this thread is in a call, in Python or in compiled code."""
         return thread in (self._caller, self._memory.native.caller())
 
     def _require_usable(self, thread: int) -> None:
@@ -128,7 +127,7 @@ class CallRunner:
         if self._is_calling(thread):
             problem = f'this thread is already in a call of group "{name}".'
             raise ContextError.of(problem, "a call in a signal handler", "only close() or abort() in a handler")
-        self._require_open()  # before ``run`` takes the lock: a handler during close() would wait for it forever
+        self._require_open()  # before ``run`` takes the lock, for which a handler during close() would wait forever
 
     def _require_open(self) -> None:
         if self.closed:
@@ -155,24 +154,23 @@ class CallRunner:
         except (InnerFailure, PeerError, ReductionError) as error:
             self._abort.publish(error if isinstance(error, ReductionError) else self._detector.roll_call(error))
             if error.__cause__ is not None or not isinstance(error, (CollectiveTimeout, PeerLostError)):
-                self._abort.raise_cause()
+                self._abort.raise_cause()  # the traceback shows ``error`` first, which has further facts
             failed = True
         except BaseException:  # Ctrl-C, or what a signal handler raised
             if self._memory.running or isinstance(self._engine, MultiHostEngine):
                 self.abandon()
             raise
-        if failed:  # outside of the handlers, since the traceback would begin with the same facts, or with none
+        if failed:  # outside of the handlers: in them, the traceback would first show an error without further facts
             self._abort.raise_cause()
         if calls:
             named = {self._members.global_ranks[rank]: call for rank, call in calls.items()}
             raise MismatchError(mismatch_text(named, self._members.name))
 
     def _calls_of_all(self) -> dict[int, CallSignature]:
-        """Return the current call of every rank of the group."""
         if isinstance(self._engine, MultiHostEngine):
             own = [*self._detector.current_call(), self._engine.digest.hex()]
             calls = [json.loads(call) for call in self._rendezvous.all_gather(json.dumps(own).encode())]
-            if len({(number, text) for number, text, _ in calls}) == 1:  # they differ in their plans
+            if len({(number, text) for number, text, _ in calls}) == 1:  # only the plans of the call differ
                 calls = [[number, planned_text(text, bytes.fromhex(plan)), plan] for number, text, plan in calls]
             return {rank: CallSignature(number, text) for rank, (number, text, _) in enumerate(calls)}
         number = self._memory.number

@@ -49,9 +49,9 @@ class Communicator:
 
     Args:
       rendezvous: where the ranks meet.
-      transport: carries messages between hosts; it may be ``None`` if all ranks are on one host. A function that
-        connects one is called, on all ranks, when all of them are there. Its arguments: an event that is set when it
-        should give up, and the ranks of each host. The communicator closes the transport that it returns.
+      transport: carries messages between hosts; it may be ``None`` if all ranks are on one host. It may be a function
+        that connects a transport. All ranks call it when all have arrived. Its arguments are an event, which is set
+        when it should give up, and the ranks of each host. The communicator closes the transport that it returns.
       name: the group's name in messages.
       timeout_s: how long a call waits for other ranks, in seconds.
       global_ranks: the ranks' numbers in messages and errors, such as those in a larger group; ``None``: 0, 1, ...
@@ -90,7 +90,7 @@ class Communicator:
             self.token = members.token  # names the group to other processes
             self.successor: peer_requests.Successor | None = None  # the later form of this group
             self.traced: Path | None = None  # the file to which the calls are written
-            self.plan_digest = ""  # of the plans on measured links, the same on all ranks; empty: none were measured
+            self.plan_digest = ""  # of the plans on measured links, the same on all ranks
             self.transport = connected
             self._engine: OneHostEngine | MultiHostEngine
             self.detector = FailureDetector(members, self.memory, rendezvous, connected, timeout_s)
@@ -221,9 +221,9 @@ class Communicator:
     def delegate(self, text: str, start: Callable[[], RunningCollective]) -> None:
         """Let another library execute a collective, and return when it has done so on all ranks.
 
-        If it fails on a rank, this group is aborted, with the same error on all ranks. If ``start`` raises a
-        ``RuntimeError``, ``TypeError`` or ``ValueError``, or the library an error that is not a ``ConnectionError``, it
-        is raised at the end, and the group can still be used.
+        If it fails on a rank, this group is aborted, with the same error on all ranks. There are two exceptions: a
+        ``RuntimeError``, ``TypeError`` or ``ValueError`` of ``start``, and an error of the library that is not a
+        ``ConnectionError``. Such an error is raised at the end, and the group can still be used.
 
         Args:
           text: the description of the call, the same on all ranks.
@@ -239,7 +239,7 @@ class Communicator:
         def inner() -> None:
             try:
                 running = start()
-            except (RuntimeError, TypeError, ValueError) as error:  # raised below; others are those of signal handlers
+            except (RuntimeError, TypeError, ValueError) as error:  # raised below; signal handlers raise other errors
                 failures.append(error)
                 return
             self.detector.wait_for_inner(running)
@@ -270,9 +270,9 @@ class Communicator:
         engine = self._engine
         if not isinstance(engine, MultiHostEngine):
             return False
-        known = engine.topology
-        changed = known is None or not same_speeds(known, topology)
-        digest = engine.plan_digest(topology if known is None or changed else known)
+        planned = engine.topology
+        changed = planned is None or not same_speeds(planned, topology)
+        digest = engine.plan_digest(topology if planned is None or changed else planned)
         self.require_same(planned_text("links between hosts", digest))
         if changed:
             with self.lock:
@@ -305,7 +305,7 @@ class Communicator:
 
     @property
     def failure(self) -> ReductionError | None:
-        """The error for which the group was aborted, which further calls raise; ``None``: it was not."""
+        """The error for which the group was aborted, which further calls raise, or ``None`` if it was not aborted."""
         with suppress(ValueError):  # the memory is closed
             return self._abort.cause
         return None
@@ -319,7 +319,7 @@ class Communicator:
         return self.statistics.read()
 
     def supports(self, op: ReduceOp | None, dtype: str, exact: bool = False) -> bool:
-        """Return whether this communicator can reduce a dtype by an op, or move it (``None``)."""
+        """Return whether this communicator can reduce a dtype by ``op``, or copy it if ``op`` is ``None``."""
         with suppress(UnsupportedError):
             reduction_numbers(op or ReduceOp.MAX, dtype, self.size, exact)
             return True
@@ -346,7 +346,7 @@ class Communicator:
         self.calls.require_usable()
 
     def succeed(self, token: str) -> None:
-        """Note that this rank continues in a later form of the group, of which its ranks have agreed last."""
+        """Note that this rank continues in the group ``token``, which the ranks' latest agreement has formed."""
         self.successor = peer_requests.Successor(token, self.agreements.number, self.agreements.last)
 
     def give_up(self, error: ReductionError) -> None:
@@ -396,6 +396,7 @@ class Communicator:
             self.transport.abort()
 
     def _release(self) -> None:
+        """Leave the group, and release everything. The caller holds ``lock``."""
         peer_requests.unregister(self.token, self.successor, self.listen_at)
         if self.memory.fd >= 0:
             self.statistics.close()
@@ -409,8 +410,6 @@ class Communicator:
         if self._watched is not None:  # last, since Ctrl-C may end the wait for its thread, and close() does not retry
             self._watched.close()
 
-    # Running a call
-
     def _collective(
         self,
         name: str,
@@ -420,7 +419,7 @@ class Communicator:
         root: int | None,
         exact: bool = False,
     ) -> None:
-        """Run a collective on arrays of ``array``'s size and dtype: reduce them by ``op``; ``None``: copy them."""
+        """Run a collective on arrays of ``array``'s size and dtype; ``op`` is ``None`` if they are only copied."""
 
         def compiled() -> RankExecutable:
             numbers = copy_numbers(array.dtype) if op is None else reduction_numbers(op, array.dtype, self.size, exact)

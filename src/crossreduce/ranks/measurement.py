@@ -27,15 +27,13 @@ from .transports.base import PendingMessage, Transport
 
 _TAG: Final = 1  # the tag of messages; reductions, which may run at the same time, have another
 _PINGS: Final = 9  # round trips; the median of all but the first is the latency
-_FIRST_BYTES: Final = 1 << 20  # of the first stream, the least of any; a token bucket may let some pass at full speed
-_MESSAGES: Final = 8  # of a stream, the first two are not timed
-_STREAMS: Final = 5  # the median counts: other work may slow one down, a token bucket speed one up
-_LONG_S: Final = 2.0  # a link on which the first stream takes longer, of less than 4 Mbit/s, has that speed
+_FIRST_BYTES: Final = 1 << 20  # size of the first stream and the least of any: a token bucket passes some at full speed
+_MESSAGES: Final = 8  # messages per stream; the first two are not timed
+_STREAMS: Final = 5  # per link; the median counts, since other work may slow one down and a token bucket speed one up
+_LONG_S: Final = 2.0  # if the first stream takes longer (less than 4 Mbit/s), its speed counts, and no other is sent
 _ALL_AT_ONCE: Final = 3  # repeats of streams between all hosts; the median counts
 _MAX_BYTES: Final = 1 << 25  # the most bytes of a stream, and of what a host receives at once
-_SHARED: Final = (
-    0.75  # a host's links share a cable if, all used at once, they have less than this share of their speed
-)
+_SHARED: Final = 0.75  # a host's links share a cable if all at once have less than this part of their single speeds
 _COPIED_BYTES: Final = 1 << 22  # copied to measure the bandwidth of memory
 _LOCAL_LATENCY_S: Final = 1e-6  # assumed, not measured: between the ranks of a host
 
@@ -71,25 +69,25 @@ def measure(communicator: Communicator, seconds: float = 1.0) -> Topology:
     hosts, rank = communicator.hosts, communicator.rank
     count = len(hosts)
     communicator.check_links(f"measure_topology {seconds:g} s")
-    own = hosts.index(communicator.host)
-    found: dict[str, object] = {"memory": _memory_bandwidth()}
+    own_host = hosts.index(communicator.host)
+    measured: dict[str, object] = {"memory": _memory_bandwidth()}
     if count > 1:
         assert communicator.transport is not None
         leaders = [ranks[0] for ranks in hosts]
-        probe = _Probe(communicator.transport, leaders, own, communicator.timeout_s) if rank in leaders else None
+        probe = _Probe(communicator.transport, leaders, own_host, communicator.timeout_s) if rank in leaders else None
         turns = _pairings(count)
         each_s = seconds / (2 * len(turns) + 1)
         with communicator.calls.aborting():
             for pairs in turns:
-                other = next((b if a == own else a for a, b in pairs if own in (a, b)), None)
-                if probe is not None and other is not None and (own, other) in communicator.links:
+                other = next((b if a == own_host else a for a, b in pairs if own_host in (a, b)), None)
+                if probe is not None and other is not None and (own_host, other) in communicator.links:
                     probe.pair(other, each_s)
                 communicator.require_same("measure_topology")
         if probe is not None:
-            found |= {"in": probe.bandwidth, "latency": probe.latency}
-    speeds = _gather_speeds(communicator, found)
+            measured |= {"in": probe.bandwidth, "latency": probe.latency}
+    speeds = _gather_speeds(communicator, measured)
     if count > 2:
-        received = []
+        received = []  # what ``_Probe.all_at_once`` has returned
         with communicator.calls.aborting():
             for _ in range(_ALL_AT_ONCE):
                 received.append(probe.all_at_once(speeds.gb_per_s, each_s / _ALL_AT_ONCE) if probe else (0.0, 0.0))
@@ -117,6 +115,8 @@ def _memory_bandwidth() -> float:
 
 def _pairings(count: int) -> list[list[tuple[int, int]]]:
     """Return turns of pairs: every two hosts are a pair in one turn, and no host is in two pairs of a turn.
+
+    This is the circle method for round-robin tournaments. With an odd number of hosts, -1 is the pause of one.
 
     >>> _pairings(3)
     [[(1, 2)], [(0, 2)], [(0, 1)]]
@@ -176,25 +176,25 @@ class _Probe:
     def all_at_once(self, gb_per_s: Sequence[Sequence[float]], seconds: float) -> tuple[float, float]:
         """Receive from all other hosts, which send at the same time.
 
-        Returns which share of their own speeds the links have then, and how many GB/s they carry together.
+        Returns the part of their single speeds that the links have then, and how many GB/s they carry together.
         """
         room = _MAX_BYTES // len(self.peers)
 
-        def share(src: int, dst: int) -> int:
+        def nbytes(src: int, dst: int) -> int:
             return int(min(room, max(_FIRST_BYTES, gb_per_s[src][dst] * 1e9 * seconds / 2)))
 
         others = [other for other, speed in enumerate(gb_per_s[self.host]) if speed]
-        incoming = [(self._receive(other, share(other, self.host), other * room), other) for other in others]
+        incoming = [(self._receive(other, nbytes(other, self.host), other * room), other) for other in others]
         began = time.perf_counter()
-        outgoing = [(self._send(other, share(self.host, other)), other) for other in others]
+        outgoing = [(self._send(other, nbytes(self.host, other)), other) for other in others]
         for message in incoming:
             self._wait(*message)
         taken = time.perf_counter() - began
         for message in outgoing:
             self._wait(*message)
-        shares = {other: share(other, self.host) for other in others}
-        alone_s = max(nbytes / gb_per_s[other][self.host] / 1e9 for other, nbytes in shares.items())
-        return alone_s / taken, sum(shares.values()) / taken / 1e9
+        received = {other: nbytes(other, self.host) for other in others}
+        alone_s = max(size / gb_per_s[other][self.host] / 1e9 for other, size in received.items())
+        return alone_s / taken, sum(received.values()) / taken / 1e9
 
     def _stream_out(self, other: int, nbytes: int) -> None:
         for pending in [self._send(other, nbytes // _MESSAGES) for _ in range(_MESSAGES)]:
@@ -219,31 +219,34 @@ class _Probe:
         wait_for(pending, self.peers[other], self.timeout_s)
 
 
-def _gather_speeds(communicator: Communicator, found: dict[str, object]) -> Speeds:
+def _gather_speeds(communicator: Communicator, measured: dict[str, object]) -> Speeds:
     """Return the measured speeds of all ranks; the same on every rank, since all parse the same texts."""
-    of_ranks = [json.loads(text) for text in communicator.rendezvous.all_gather(json.dumps(found).encode())]
+    of_ranks = [json.loads(text) for text in communicator.rendezvous.all_gather(json.dumps(measured).encode())]
     hosts = communicator.hosts
     count = len(hosts)
     incoming, latency = ([of_ranks[ranks[0]].get(key, [0.0] * count) for ranks in hosts] for key in ("in", "latency"))
     return Speeds(
-        tuple(tuple(_round(incoming[dst][src]) for dst in range(count)) for src in range(count)),
-        tuple(tuple(_round((latency[a][b] + latency[b][a]) / 2) for b in range(count)) for a in range(count)),
+        tuple(tuple(_three_digits(incoming[dst][src]) for dst in range(count)) for src in range(count)),
+        tuple(tuple(_three_digits((latency[a][b] + latency[b][a]) / 2) for b in range(count)) for a in range(count)),
         (0.0,) * count,
-        tuple(_round(median(of_ranks[rank]["memory"] for rank in ranks)) for ranks in hosts),
+        tuple(_three_digits(median(of_ranks[rank]["memory"] for rank in ranks)) for ranks in hosts),
     )
 
 
 def _cables(speeds: Speeds, received: Sequence[tuple[float, float]]) -> tuple[float, ...]:
-    """Return for each host its cable's bandwidth, if its links share one: see ``_SHARED``; else 0."""
+    """Return the bandwidth of each host's cable in GB/s, or 0 if its links do not share one (see ``_SHARED``).
+
+    ``received``: for each host what ``_Probe.all_at_once`` returned.
+    """
     cables = []
     for dst, (share, together) in enumerate(received):
         singly = [row[dst] for row in speeds.gb_per_s]
-        # A burst may make a link look faster than its cable, which is impossible: the faster number counts.
-        cables.append(_round(max(together, *singly)) if share < _SHARED else 0.0)
+        # A burst may make a link look faster than its cable, which is impossible. Then the link's number counts.
+        cables.append(_three_digits(max(together, *singly)) if share < _SHARED else 0.0)
     return tuple(cables)
 
 
-def _round(number: float) -> float:
+def _three_digits(number: float) -> float:
     return float(f"{number:.3g}")
 
 
@@ -266,7 +269,7 @@ def rank_topology(speeds: Speeds, hosts: Sequence[Sequence[int]]) -> Topology:
         link
         for switch, ranks, speed in zip(switches, hosts, speeds.memory, strict=True)
         for rank in ranks
-        for link in _both(devices[rank], switch, speed, _LOCAL_LATENCY_S)
+        for link in _links_both_ways(devices[rank], switch, speed, _LOCAL_LATENCY_S)
     ]
     return _topology(speeds, switches, [devices[rank] for rank in sorted(devices)], switches, memory)
 
@@ -280,7 +283,7 @@ def _topology(
 ) -> Topology:
     """Return a topology with measured links between the nodes ``hosts``, and ``local`` links inside hosts.
 
-    A cable is two switches, out of the host and into it, since data cannot turn at it: only the host forwards data.
+    A cable is two switches, one for each direction, since only the host can forward data that it has received.
     """
     shared = [bool(speed) for speed in speeds.cables]
     outs, ins = ([f"host{k}.{way}" if shared[k] else host for k, host in enumerate(hosts)] for way in ("out", "in"))
@@ -299,6 +302,6 @@ def _topology(
     return Topology(tuple(devices), (*links, *local), tuple(map(Switch, nodes)))
 
 
-def _both(a: str, b: str, gb_per_s: float, latency_s: float) -> list[Link]:
+def _links_both_ways(a: str, b: str, gb_per_s: float, latency_s: float) -> list[Link]:
     speed = Fraction(repr(gb_per_s)), Fraction(repr(latency_s))
     return [Link(a, b, *speed), Link(b, a, *speed)]

@@ -1,4 +1,4 @@
-"""``join``: a rank finds the other ranks of a new group, shares memory with those of its host, and connects to others.
+"""``join``: a rank finds the other ranks of a new group, shares memory on its host, and connects to other hosts.
 
 Input: a rendezvous, and a transport between hosts. Output: the parts of a ``Communicator``, or the same error on every
 rank. A rank that fails here keeps nothing.
@@ -65,20 +65,20 @@ def join(
     """
     numbers = tuple(global_ranks or range(rendezvous.size))
     own = numbers[rendezvous.rank]
-    where, host = f"rank {own}", None
+    who, host = f"rank {own}", None
     try:
         host = JoinedHost(rendezvous, numbers, name, listen_at)
         connected = host.connect(rendezvous, transport, timeout_s) if callable(transport) else transport
         _require_transport(host.members, connected)
     except Exception as error:
-        failure = shared_failure(rendezvous, error, where, alone=host is None)  # later checks fail on all ranks
+        failure = shared_failure(rendezvous, error, who, alone=host is None)  # later checks fail on all ranks
         if host is not None:
             host.leave()
         if str(failure) == str(error):
             raise
         raise failure from error
     except BaseException:  # such as Ctrl-C: this rank does not wait, but the others must not wait for it either
-        problem = f'{where} was interrupted while group "{name}" was made.'
+        problem = f'{who} was interrupted while group "{name}" was made.'
         given, remedy = f"pid {os.getpid()} on host {socket.gethostname()}", "restart the job"
         rendezvous.publish_abort(encoded(PeerLostError(message(problem, given, remedy), [own])))
         if host is not None:
@@ -88,7 +88,7 @@ def join(
 
 
 class JoinedHost:
-    """What a rank has when it shares memory with the other ranks of its host, and answers requests of all ranks.
+    """A rank that shares memory with the other ranks of its host and answers requests of all ranks.
 
     ``reads_peers``: whether each rank may read the memory of the others' processes.
     """
@@ -101,7 +101,7 @@ class JoinedHost:
         except BaseException:
             self.memory.close()
             raise
-        token, rank, size = "", rendezvous.rank, rendezvous.size
+        token, rank, size = "", rendezvous.rank, rendezvous.size  # ``unregister`` takes "" until there is a token
         try:
             own = PeerInfo(os.getpid(), socket.gethostname(), os.urandom(8).hex(), place)
             infos = [json.loads(info) for info in rendezvous.all_gather(json.dumps(own).encode())]
@@ -128,7 +128,7 @@ class JoinedHost:
         self.memory.close()
 
     def connect(self, rendezvous: Rendezvous, connect: Connect, timeout_s: float) -> Transport:
-        """Return what ``connect`` returns; all ranks call this together.
+        """Return the transport that ``connect`` returns; all ranks call this together.
 
         ``connect`` may block, so it runs in a thread. Meanwhile, the ranks tell each other at the rendezvous that they
         are alive. So if a rank dies, the others do not wait for ``connect``, but for the timeout of the rendezvous,
@@ -153,17 +153,17 @@ class JoinedHost:
                 if result is None:
                     with suppress(Empty):
                         result = results.get(timeout=ALIVE_S)
-                state = _CONNECTING
+                state = _CONNECTING  # or: connected, and the ranks without a connection; or the text of an error
                 if result is not None:
-                    without = result.unreached if isinstance(result, TcpTransport) else ()
-                    state = " ".join([_CONNECTED, *map(str, without)])
+                    unreached = result.unreached if isinstance(result, TcpTransport) else ()
+                    state = " ".join([_CONNECTED, *map(str, unreached)])
                 if isinstance(result, Exception):
                     state = f"{type(result).__name__}: {result}"[:300]
                 elif result is None and time.monotonic() > deadline:
                     state = f"it did not connect to all ranks within {timeout_s:g} s"
                 states = [text.decode() for text in rendezvous.all_gather(state.encode())]
-                known = (_CONNECTED, _CONNECTING)
-                failed = {rank: text for rank, text in enumerate(states) if text.partition(" ")[0] not in known}
+                intact = (_CONNECTED, _CONNECTING)
+                failed = {rank: text for rank, text in enumerate(states) if text.partition(" ")[0] not in intact}
                 if failed:
                     numbers = self.members.global_ranks
                     given = "; ".join(f"rank {numbers[rank]}: {text}" for rank, text in failed.items())
@@ -176,7 +176,7 @@ class JoinedHost:
                     return result
         finally:
             cancelled.set()
-            if result is None:  # the process may end soon: if a thread returned to Python then, it would be aborted
+            if result is None:  # wait, since a thread that returns to Python while the process exits would abort it
                 with suppress(Empty):
                     results.get(timeout=CANCEL_S)
 
@@ -194,18 +194,18 @@ def _shared_memory(rendezvous: Rendezvous, global_ranks: tuple[int, ...]) -> tup
     def turns(ranks: int) -> int:
         return PAIR_TURNS if ranks == size == 2 else 1
 
-    def slot(ranks: int) -> int:
+    def slot_nbytes(ranks: int) -> int:
         return SLOT_BYTES + 2 * (turns(ranks) - 1) * TURN_BYTES
 
     def nbytes(ranks: int, hosts: int) -> int:
-        return RankMemory.nbytes(ranks, slot(ranks), size, hosts)
+        return RankMemory.nbytes(ranks, slot_nbytes(ranks), size, hosts)
 
     shared = bootstrap(rendezvous, nbytes, global_ranks)
     host, count = shared.host, len(shared.host)
     spin_s = SPIN_S if count <= shared.cpus else 0.0
     try:
         memory = RankMemory(
-            shared.fd, host, rendezvous.rank, slot(count), size, len(shared.hosts), spin_s, turns(count)
+            shared.fd, host, rendezvous.rank, slot_nbytes(count), size, len(shared.hosts), spin_s, turns(count)
         )
     except OSError as error:
         problem, remedy = "the memory of the host cannot be mapped.", "ulimit -v unlimited"
@@ -224,23 +224,23 @@ def _require_one_rank_per_process(members: Membership, memory: RankMemory) -> No
     # alive() looks for the file lock that a rank's process holds. A process cannot detect its own locks, so a rank
     # with this process's pid that is not alive is a second rank of this process.
     own = os.getpid()
-    same = [rank for rank in members.host if members.peers[rank].pid == own and not memory.alive(rank)]
-    if same:
-        ranks = ", ".join(str(members.global_ranks[rank]) for rank in sorted([*same, members.rank]))
+    others = [rank for rank in members.host if members.peers[rank].pid == own and not memory.alive(rank)]
+    if others:
+        ranks = ", ".join(str(members.global_ranks[rank]) for rank in sorted([*others, members.rank]))
         given = f"ranks {ranks} in process {own}"
         raise ContextError.of("several ranks of the group are in one process.", given, "one process per rank")
 
 
-def shared_failure(rendezvous: Rendezvous, error: Exception, where: str, alone: bool) -> ReductionError:
-    """Return the error that all ranks raise because this rank, ``where``, cannot join the group.
+def shared_failure(rendezvous: Rendezvous, error: Exception, who: str, alone: bool) -> ReductionError:
+    """Return the error that all ranks raise because this rank, ``who``, cannot join the group.
 
-    ``alone``: whether ``error`` is about this rank only; then the text names it.
+    ``alone``: whether ``error`` is about this rank only. Then the text names the rank.
     """
     if not isinstance(error, ReductionError):
-        given, remedy = f"{type(error).__name__}: {error}", f"read the traceback of {where}"
-        failure = ReductionError.of(f"{where} cannot join the group.", given, remedy)
+        given, remedy = f"{type(error).__name__}: {error}", f"read the traceback of {who}"
+        failure = ReductionError.of(f"{who} cannot join the group.", given, remedy)
     elif alone and not isinstance(error, (CollectiveTimeout, MismatchError, PeerLostError)):
-        failure = copy_error(error, f"{where}: {error}")
+        failure = copy_error(error, f"{who}: {error}")
     else:
         failure = error
     rendezvous.publish_abort(encoded(failure))

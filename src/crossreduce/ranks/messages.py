@@ -42,11 +42,11 @@ class Messages:
         if self._timed_out or time.monotonic() > self._checked[dst] + SLICE_S:
             failure = self._failure(dst)
             if failure is not None:
-                raise self._public("send", dst, failure)
+                raise self._public_error("send", dst, failure)
         try:
             return int(self._native.send(dst, tag, address, nbytes, owner))
         except ValueError as error:  # the group was closed just now
-            raise self._public("send", dst, ConnectionError(str(error))) from None
+            raise self._public_error("send", dst, ConnectionError(str(error))) from None
 
     def receive(self, owner: Any, address: int, nbytes: int, src: int, tag: int) -> int:
         """Begin to receive from a rank, or from ``ANY_RANK``; otherwise like ``send``.
@@ -59,23 +59,24 @@ class Messages:
                 return int(self._native.receive(src, tag, address, nbytes, owner))
         except ValueError as error:
             failure = ConnectionError(str(error))
-        raise self._public("recv", src, failure)
+        raise self._public_error("recv", src, failure)
 
     def wait(self, number: int, method: str, peer: int, nbytes: int, timeout_s: float) -> int | None:
-        """Return the other rank when the message is complete; if ``timeout_s`` is 0 and it is not, return ``None``.
+        """Return the other rank when the message is complete. If ``timeout_s`` is 0, return ``None`` if it is not yet.
 
         After an error the message's memory is not written any more, and its data is not received.
 
         Args:
-          number: of the message.
+          number: the message's number, which ``send`` or ``receive`` returned.
           method: "send" or "recv".
           peer: the other rank, or ``ANY_RANK``.
           nbytes: the size of the memory.
-          timeout_s: if it is not 0, a message that takes longer fails, and with it all later ones of this rank.
+          timeout_s: if it is not 0, a message that takes longer fails, and so do all later messages of this rank.
         Raises:
           MismatchError: the message has another size.
           PeerLostError, CollectiveTimeout: the other rank has ended, or is late.
         """
+        # ``outcome``: the other rank; ``_WAITING``; (sender, bytes) after an error; ``None`` if the message is unknown.
         began, slice_s, failure = time.monotonic(), min(SLICE_S, timeout_s), None
         try:
             while (outcome := self._native.wait(number, 0.0 if failure else slice_s)) == _WAITING:
@@ -91,7 +92,7 @@ class Messages:
                     return None
         except BaseException as error:
             if isinstance(error, (ValueError, OSError)) and self._communicator.memory.fd < 0:
-                raise self._public(method, peer, ConnectionError(str(error))) from None
+                raise self._public_error(method, peer, ConnectionError(str(error))) from None
             self._interrupt(number)  # Ctrl-C, or what a signal handler raised
             raise
         if isinstance(outcome, int) and outcome != _WAITING:
@@ -109,7 +110,7 @@ class Messages:
             with suppress(ValueError):  # the group was closed just now
                 self._native.give_up()
         self._withdraw(number)
-        raise self._public(method, peer, failure or ConnectionError("another wait for this message has failed"))
+        raise self._public_error(method, peer, failure or ConnectionError("another wait for this message has failed"))
 
     def forget(self, number: int) -> None:
         """Free the result of a message as soon as it is complete."""
@@ -117,10 +118,9 @@ class Messages:
             self._native.forget(number)
 
     def _withdraw(self, number: int) -> None:
-        """Forget a message; its memory is the caller's again, or the group was aborted, or the other rank has ended."""
         with suppress(ValueError):  # the group was closed just now
             if not self._native.withdraw(number) and self._communicator.memory.abort_cause() is not None:
-                self._native.give_up()  # the other rank may not know yet
+                self._native.give_up()  # the other rank may not have noticed the abort
 
     def _failure(self, peer: int) -> OSError | None:
         """Return why no message can be exchanged with a rank any more, or ``None``."""
@@ -145,5 +145,6 @@ class Messages:
                     self._native.give_up()
                 self._communicator.interrupt()
 
-    def _public(self, method: str, peer: int, failure: OSError) -> ReductionError:
+    def _public_error(self, method: str, peer: int, failure: OSError) -> ReductionError:
+        """Return the error that the caller of ``method`` gets because of ``failure``."""
         return self._communicator.detector.message_failure(method, None if peer == ANY_RANK else peer, failure)

@@ -1,8 +1,8 @@
 """Prepared calls of ranks: a collective that was called before runs again in compiled code.
 
-Input: a collective that has just taken the path in Python. Output: an object of ``RankCalls``, which recognises later
-calls with arrays of the same class, dtype and shape. It only recognises: whatever differs takes the path in Python
-again, which checks and explains.
+Input: a collective that has just run in Python. Output: an object of ``RankCalls``, which recognises later calls with
+arrays of the same class, dtype and shape. All other calls run in Python again, which checks their arguments and raises
+the errors.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _EXACT: Final = {name: sys.intern(f"exact_{name}") for name in ("all_reduce", "r
 
 
 def call_name(collective: str, exact: bool) -> str:
-    """Return the name by which prepared calls know a collective: the same object for the same name."""
+    """Return the name of a collective in prepared calls. It is always the same object, so that it is found quickly."""
     return _EXACT[collective] if exact else collective
 
 
@@ -30,7 +30,7 @@ class RankCalls(Protocol):
     def run(
         self, communicator: Communicator, collective: str, op: ReduceOp | str | None, root: int, x: Any, out: Any, /
     ) -> Any:
-        """Return the result of a call that was prepared; ``None``: it was not. Errors are those of ``communicator``."""
+        """Return the result, or ``None`` if no such call was prepared. Errors are those of ``communicator``."""
 
     def add(self, *call: Any) -> None:
         """Add a call; see ``rank_calls.cpp``."""
@@ -67,31 +67,33 @@ def prepare(
     """Prepare a call that has just run.
 
     Args:
-      calls: what the call is added to.
+      calls: the prepared calls of the group, to which this one is added.
       communicator: the group.
       collective: "all_reduce", "broadcast", "all_gather", "reduce_scatter" or "all_to_all".
-      op: the reduction; ``None``: arrays are copied.
+      op: the reduction, or ``None`` if arrays are copied.
       root: the root of a broadcast.
       x: the NumPy array or torch tensor that was given, in C order.
-      array: the view that the call to the communicator was described by.
+      array: the view of ``x`` that was passed to the communicator.
       result: the array of the result.
-      exact: whether the call asked for an exact reduction; ``calls`` knows it by another name of the collective.
+      exact: whether this is an exact reduction, which has another name in ``calls``: see ``call_name``.
     """
     if calls is NO_CALLS:
         return
     size, nbytes, result_nbytes = communicator.size, x.nbytes, result.nbytes
-    whole, whole_result = [(False, 0)], [(True, 0)]
+    # Where each buffer of the call begins: (False, offset in x) or (True, offset in the result), in bytes.
+    at_input, at_result = [(False, 0)], [(True, 0)]
     places = {
-        "all_reduce": whole + whole_result,
-        "broadcast": whole if root == communicator.rank else whole_result,
-        "all_gather": whole + [(True, k * nbytes) for k in range(size)],
-        "reduce_scatter": [(False, k * result_nbytes) for k in range(size)] + whole_result,
-        "all_to_all": [(to, k * (nbytes // size)) for to in (False, True) for k in range(size)],
+        "all_reduce": at_input + at_result,
+        "broadcast": at_input if root == communicator.rank else at_result,
+        "all_gather": at_input + [(True, k * nbytes) for k in range(size)],
+        "reduce_scatter": [(False, k * result_nbytes) for k in range(size)] + at_result,
+        "all_to_all": [(in_result, k * (nbytes // size)) for in_result in (False, True) for k in range(size)],
     }[collective]
     with communicator.lock:
         executable = communicator.executable(collective, op, array, root, exact)
         if executable is not None:
-            in_place, copied = collective in ("all_reduce", "broadcast"), collective == "broadcast" and places is whole
+            in_place = collective in ("all_reduce", "broadcast")  # whether x may be the result
+            copied = collective == "broadcast" and places is at_input  # whether x is copied to the result, on the root
             calls.add(
                 *(call_name(collective, exact), op, root or 0, x, result.shape, x.itemsize, executable),
                 *(executable.program, executable.cost, executable.text, places, in_place, copied),

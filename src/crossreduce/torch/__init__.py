@@ -71,24 +71,24 @@ def measure_topology(group: Any = None, seconds: float = 1.0) -> Topology:
       ArgumentError: no default group exists, the group has another backend, or ``seconds`` is not above 0.
       PeerLostError, CollectiveTimeout: as for every call of the group.
     """
-    found = find_group(group, HookState)
+    group = find_group(group, HookState)
     measured: list[Topology] = []
-    found.queue.run(lambda: measured.append(measure(found.communicator, seconds)), [], asynchronous=False)
+    group.queue.run(lambda: measured.append(measure(group.communicator, seconds)), [], asynchronous=False)
     return measured[0]
 
 
 def stats(group: Any = None) -> Stats:
     """Return this rank's collectives so far: bytes, seconds, and how long it waited for which rank.
 
-    CPU tensors only: messages, and what NCCL reduces, are not counted. Ranks may call it at different times.
+    It counts neither messages nor collectives of NCCL. Ranks may call it at different times.
 
     Args:
       group: a process group of this backend, or a ``HookState``; ``None``: the default group.
     Raises:
       ArgumentError: no default group exists, or the group has another backend.
     """
-    found: Stats = find_group(group, HookState).communicator.stats()
-    return found
+    counted: Stats = find_group(group, HookState).communicator.stats()
+    return counted
 
 
 register()

@@ -4,9 +4,9 @@ Input: tensors, as ``torch.distributed`` passes them. Output: calls of a ``Commu
 that the communicator does not support, and for all-to-alls of unequal parts. Tensors that are not contiguous are
 copied; dtypes that cannot be reduced are moved as bytes. All functions block.
 
-An input that overlaps a result is copied first, unless the two are exactly in place: the input, or its part for this
-rank, is the result, or the result's part from this rank. In all-to-alls it is always copied, since other ranks may read
-the inputs while this one writes its results. Results that share memory are an error on all ranks.
+An input that overlaps a result is copied first, unless the call is in place: the input, or its part for this rank, is
+exactly the result, or the result's part from this rank. In all-to-alls an overlapping input is always copied, since
+other ranks may read the inputs while this one writes its results. Results that share memory are an error on all ranks.
 """
 
 from __future__ import annotations
@@ -74,9 +74,9 @@ class Collectives(InnerGloo):
     # ---- reductions -----------------------------------------------------------------------------------------------
 
     def all_reduce(self, tensor: Any, kind: Any) -> None:
-        known = _OPS.get(kind.op)
+        prepared_op = _OPS.get(kind.op)
         name = self._all_reduce
-        if known is not None and self._calls.run(self._communicator, name, known, 0, tensor, tensor) is tensor:
+        if prepared_op and self._calls.run(self._communicator, name, prepared_op, 0, tensor, tensor) is tensor:
             return
         plain = tensor.layout is _STRIDED and is_plain(tensor)
         if not plain:
@@ -95,7 +95,7 @@ class Collectives(InnerGloo):
             prepare(self._calls, self._communicator, "all_reduce", op, None, tensor, array, tensor, self._exact)
 
     def reduce(self, tensor: Any, kind: Any, root: int, result: Any = None) -> None:
-        """Write the reduction of all ranks' ``tensor`` to the root's ``result``; ``None``: to its ``tensor``."""
+        """Write the reduction of all ranks' ``tensor`` to ``result`` of the root, by default its ``tensor``."""
         result = tensor if result is None else result
         if root == self._rank:
             self._are_apart("reduce", [result])
@@ -132,9 +132,9 @@ class Collectives(InnerGloo):
         copy_back(output, written)
 
     def reduce_scatter_single(self, output: Any, tensor: Any, kind: Any) -> None:
-        known = _OPS.get(kind.op)
+        prepared_op = _OPS.get(kind.op)
         name = self._reduce_scatter
-        if known and self._calls.run(self._communicator, name, known, 0, tensor, output) is output:
+        if prepared_op and self._calls.run(self._communicator, name, prepared_op, 0, tensor, output) is output:
             return
         fits = tensor.numel() == output.numel() * self._size and output.dtype == tensor.dtype and tensor.is_cpu
         remedy = "an input as large as the outputs of all ranks together"
@@ -261,12 +261,13 @@ class Collectives(InnerGloo):
         copy_back_all(outputs, written)
 
     def all_to_all_single(self, output: Any, tensor: Any, rooms: Sequence[int], sizes: Sequence[int]) -> None:
+        """``sizes`` and ``rooms``: the rows that this rank sends to, and receives from, each rank; empty: equal."""
         fits = self._are_splits(tensor, sizes) and self._are_splits(output, rooms) and output.dtype == tensor.dtype
         fits = fits and tensor.shape[1:].numel() == output.shape[1:].numel() and output.is_cpu
         remedy = "splits that add up to the first dimension, or none if the number of ranks divides it; equal rows"
-        given = [list(output.shape), list(rooms), list(sizes)]
+        splits = [list(output.shape), list(rooms), list(sizes)]
         what = "the output's shape, its splits and those of the input:"
-        self._require(fits, "all_to_all", [tensor, output], what, given, remedy)
+        self._require(fits, "all_to_all", [tensor, output], what, splits, remedy)
         apart = self._are_apart("all_to_all", [output], [tensor])
         rooms = list(rooms) or [output.shape[0] // self._size] * self._size
         sizes = list(sizes) or [tensor.shape[0] // self._size] * self._size
@@ -282,6 +283,7 @@ class Collectives(InnerGloo):
         copy_back(output, written)
 
     def _exchange(self, result: Any, source: Any, rooms: Sequence[int], sizes: Sequence[int]) -> None:
+        """Execute an all-to-all of unequal numbers of rows in gloo, as bytes."""
         width = source.shape[1:].numel() * source.element_size()
         splits = ([width * rows for rows in rooms], [width * rows for rows in sizes])
         options = self._options(c10d.AllToAllOptions)
@@ -294,7 +296,7 @@ class Collectives(InnerGloo):
         return len(splits) == self._size and sum(splits) == tensor.shape[0] and min(splits) >= 0
 
     def _are_even(self, sizes: Sequence[int], rooms: Sequence[int], tensor: Any, unit: str) -> bool:
-        """Return whether all ranks exchange shares of one size; a rank cannot tell this from its own sizes.
+        """Return whether all ranks exchange parts of one size, which a rank cannot tell from its own sizes.
 
         Raises:
           MismatchError: a rank sends more or less than the receiver expects; raised on all ranks.
@@ -312,10 +314,10 @@ class Collectives(InnerGloo):
     # ---- helpers --------------------------------------------------------------------------------------------------
 
     def run_one(self, method: Callable[..., None], options: Sequence[Any], *lists: Sequence[Any]) -> None:
-        """Call a method of this class for the only elements of ``lists``.
+        """Call a method of this class for the only element of each of ``lists``.
 
         Raises:
-          ArgumentError: a list has another length; raised on all ranks. gloo would reduce all its tensors together.
+          ArgumentError: the length of a list is not 1; raised on all ranks. gloo would reduce all its tensors together.
         """
         elements: list[Any] = []
         for each in lists:
@@ -334,7 +336,8 @@ class Collectives(InnerGloo):
     def run_each(self, method: Callable[..., None], options: Sequence[Any], results: Any, *sources: Any) -> None:
         """Call a method of this class for each element of ``results``: the tensor or tensors that the call writes.
 
-        ``sources``: for each call the tensor or tensors that it reads; none: those of ``results``.
+        ``sources`` are lists of the tensors that the calls read, as a further argument each. Without them, each call
+        reads what it writes.
         """
         if len(results) < 2:
             self.run_one(method, options, results, *sources)
@@ -344,7 +347,7 @@ class Collectives(InnerGloo):
         written, read = tensors_in(results), tensors_in(sources)
         if not self._are_apart(method.__name__, written, read):  # no call may overwrite what a later one reads
             copies = iter(copy_overlapping(read, written))
-            sources = tuple([_take_next(x, copies) for x in each] for each in sources)
+            sources = tuple([_take_like(x, copies) for x in each] for each in sources)
         for tensors in zip(results, *sources, strict=True):
             method(*tensors, *options)
 
@@ -357,9 +360,9 @@ class Collectives(InnerGloo):
         return [tensors[k] for k in first.values()]
 
     def _op(self, collective: str, kind: Any, tensor: Any, root: int | None = None) -> ReduceOp | None:
-        """Return the op for the communicator; ``None``: all ranks have agreed that gloo runs the collective.
+        """Return the op for the communicator, or ``None`` if all ranks have agreed that gloo runs the collective.
 
-        All ranks or none raise ``UnsupportedError``: the op is not defined for this dtype, or it cannot be exact.
+        If the op is not defined for this dtype, or cannot be exact, all ranks raise an ``UnsupportedError``.
         """
         op, name = _OPS.get(kind.op), NAMES.get(tensor.dtype)
         if name == "bool":
@@ -377,7 +380,7 @@ class Collectives(InnerGloo):
         return None
 
     def _agree_on_bytes(self, collective: str, tensor: Any, root: int | None = None) -> None:
-        """Compare the dtypes of a collective that moves a tensor as bytes: the communicator would not do it."""
+        """Compare the ranks' dtypes if a collective moves a tensor as bytes, since the communicator does not."""
         if tensor.dtype not in NAMES:
             self._agree(collective, None, tensor, root)
 
@@ -394,18 +397,18 @@ class Collectives(InnerGloo):
     def _require(
         self, fits: bool, collective: str, tensors: Sequence[Any], what: str, sizes: Sequence[Any], remedy: str
     ) -> None:
-        """Unless ``fits``, raise on all ranks: ``MismatchError`` if their tensors differ, else ``ArgumentError``.
+        """Unless ``fits``, raise a ``MismatchError`` on all ranks if their tensors differ, else an ``ArgumentError``.
 
-        The text of the call describes the first of ``tensors``; ``what`` says what ``sizes`` are.
+        The text of the call describes the first of ``tensors``, and ``what`` describes ``sizes``.
         """
         if fits:
             return
         call = call_text(collective, None, None, name_of(tensors[0]), tensors[0].shape)
         self._communicator.require_same(f"{call} with {list(sizes)}")
         if not _alike(tensors):
-            found = ", ".join(sorted({f"{name_of(x)} on {x.device}" for x in tensors}))
+            kinds = ", ".join(sorted({f"{name_of(x)} on {x.device}" for x in tensors}))
             problem = f"the tensors of this {collective} differ in dtype, or are not all on the CPU."
-            raise ArgumentError.of(problem, found, "CPU tensors of one dtype")
+            raise ArgumentError.of(problem, kinds, "CPU tensors of one dtype")
         problem = f"the tensors of this {collective} do not match in number or size."
         raise ArgumentError.of(problem, f"{call}; {what} {list(sizes)}; {self._size} ranks", remedy)
 
@@ -413,7 +416,7 @@ class Collectives(InnerGloo):
         """Return whether no result can overlap a source.
 
         Raises:
-          ArgumentError: results share memory. All ranks raise it, or a ``MismatchError`` if it is not so on all ranks.
+          ArgumentError: results share memory. All ranks raise it, or a ``MismatchError`` if they share it on some only.
         """
         if are_apart([*results, *sources]):
             return True
@@ -425,7 +428,7 @@ class Collectives(InnerGloo):
         return False
 
 
-def _take_next(given: Any, tensors: Iterator[Any]) -> Any:
+def _take_like(given: Any, tensors: Iterator[Any]) -> Any:
     """Return the next of ``tensors``, or a list of the next ones if ``given`` is a list."""
     return [next(tensors) for _ in given] if isinstance(given, (list, tuple)) else next(tensors)
 

@@ -35,15 +35,15 @@ def connect(
     options: Any,
     origin: Origin = NEW,
 ) -> tuple[Any, Communicator, bool]:
-    """Return gloo's process group, the communicator, and whether sums are exact, of a group that meets at ``store``.
+    """Connect a group that meets at ``store``; return gloo's process group, the communicator, and whether it is exact.
 
     Ranks of different hosts exchange data over connections of their own, not gloo's; no other code of
     ``crossreduce.torch`` chooses a transport. gloo connects after the ranks have met, since it would wait for a missing
     rank 5 times as long, and could not name it. If some ranks cannot connect to each other, gloo connects two ranks
-    when they exchange their first message. ``global_ranks``: the ranks' numbers in the world, for errors; empty: the
-    group is the world. ``options``: see ``is_exact``; if they are wrong on one rank, all ranks raise its error.
+    only when they exchange their first message. ``global_ranks``: the ranks' numbers in the world, for errors; empty if
+    the group is the world. ``options``: see ``is_exact``; if they are invalid on one rank, all ranks raise its error.
     """
-    seconds, made = timeout.total_seconds(), []
+    seconds, gloo = timeout.total_seconds(), []
 
     def connected(cancelled: threading.Event, hosts: tuple[tuple[int, ...], ...]) -> Transport:
         places = ConnectionStore(dist.PrefixStore("tcp/", store), rank, cancelled, is_beyond=origin.is_beyond)
@@ -51,20 +51,20 @@ def connect(
         lazy = len(hosts) > 1 and places.any_of_all(bool(unreached), size)
         inner = CancellableStore(dist.PrefixStore("gloo/", store), cancelled)
         if lazy:
-            made.append(dist.ProcessGroupGloo(inner, rank, size, lazy_options(timeout, interfaces())))
+            gloo.append(dist.ProcessGroupGloo(inner, rank, size, lazy_options(timeout, interfaces())))
         else:
-            made.append(dist.ProcessGroupGloo(inner, rank, size, timeout=timeout))
-        return BesideGloo(sockets, made[0], inner, unreached, lazy=lazy)
+            gloo.append(dist.ProcessGroupGloo(inner, rank, size, timeout=timeout))
+        return BesideGloo(sockets, gloo[0], inner, unreached, lazy=lazy)
 
     own = dist.PrefixStore("crossreduce/", store)
     rendezvous = TorchRendezvous(own, rank, size, seconds, global_ranks, origin.watch)
     try:
         exact = is_exact(options)
     except ArgumentError as error:
-        where = f"rank {global_ranks[rank] if global_ranks else rank}"
-        raise shared_failure(rendezvous, error, where, alone=True) from error
+        who = f"rank {global_ranks[rank] if global_ranks else rank}"
+        raise shared_failure(rendezvous, error, who, alone=True) from error
     communicator = Communicator(rendezvous, connected, name=name, timeout_s=seconds, global_ranks=global_ranks)
-    return made[0], communicator, exact
+    return gloo[0], communicator, exact
 
 
 def close(queue: OpQueue, communicator: Communicator, messages: OpQueue | None = None) -> None:

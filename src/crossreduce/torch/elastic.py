@@ -1,8 +1,8 @@
 """``shrink``, ``grow``, ``join`` and ``agree``: process groups that continue when ranks are lost, or admit new ones.
 
-Input: the default group, or another one of this backend. Output: a new group in its place, with a store that one of its
-ranks serves, and ``Reformed``. The protocol is in ``ranks.survival.survivors``; here gloo and torch's own tables of
-groups are made to follow.
+Input: the default group, or another one of this backend. Output: a new group that replaces it, with a store that one of
+its ranks serves, and ``Reformed``. ``ranks.survival.survivors`` implements the protocol. This module makes the torch
+groups, and updates torch's own tables of groups.
 """
 
 from __future__ import annotations
@@ -30,36 +30,36 @@ Result = TypeVar("Result")
 
 
 def agree(flag: bool, group: Any = None, timeout_s: float | None = None) -> bool:
-    """Return whether ``flag`` is true on all ranks of a group: the same answer on all that survive this call.
+    """Return whether ``flag`` is true on all ranks of a group. All ranks that survive this call get the same answer.
 
     All ranks call it together, also after an op of the group has failed. Ranks that have died do not count. See
     ``committed`` for training steps.
 
     Args:
-      flag: what this rank brings.
+      flag: this rank's vote.
       group: a process group of this backend; ``None``: the default group.
-      timeout_s: as for ``shrink``; ``None``: 10 s longer than the timeout of the group, since a rank may come from an
-        op that timed out.
+      timeout_s: as for ``shrink``. The default is 10 s longer than the timeout of the group, since a rank may call this
+        after an op that timed out.
     Raises:
       ArgumentError: no default group exists, the group has another backend, or ``timeout_s`` is not a number.
       ExcludedError: the other ranks have gone on without this one, or it reaches too few of them.
     """
-    found = group_of(group)
-    limit_s = found.timeout.total_seconds() + SHRINK_S if timeout_s is None else seconds(timeout_s)
+    group = group_of(group)
+    limit_s = group.timeout.total_seconds() + SHRINK_S if timeout_s is None else seconds(timeout_s)
     answers: list[bool] = []
-    function = lambda: answers.append(survivors.agree(found.communicator, bool(flag), limit_s))  # noqa: E731
-    found.queue.run(function, [], asynchronous=False)
+    function = lambda: answers.append(survivors.agree(group.communicator, bool(flag), limit_s))  # noqa: E731
+    group.queue.run(function, [], asynchronous=False)
     return answers[0]
 
 
 def committed(
     step: Callable[[], Result], changed: Callable[[Reformed], None] = lambda _: None, *, timeout_s: float | None = None
 ) -> Result:
-    """Run a training step until it has succeeded on all ranks that are left of the default group.
+    """Run a training step until it has succeeded on all remaining ranks of the default group.
 
-    If ranks are lost, the others shrink the group and repeat the step. So ``step`` computes gradients and reduces them,
-    but changes nothing that a repetition needs; what follows, such as ``optimizer.step()``, is done by all ranks or by
-    none::
+    If ranks are lost, the others shrink the group and repeat the step. So ``step`` may compute and reduce gradients,
+    but must not change anything that a repetition needs. Code after this call, such as ``optimizer.step()``, runs on
+    all ranks or on none::
 
         loss = crossreduce.torch.committed(forward_and_backward, wrap_again)
         optimizer.step()
@@ -68,8 +68,8 @@ def committed(
       step: called on all ranks; it raises ``PeerLostError`` or ``CollectiveTimeout`` if ranks are lost.
       changed: called with the result of ``shrink`` before the step is repeated, such as to make
         ``DistributedDataParallel`` again. If ranks are lost in it, the others shrink the group and call it again.
-      timeout_s: as for ``shrink``, after a step that has failed; ``None``: 10 s longer than the timeout of the group,
-        or 10 s after a ``CollectiveTimeout``, before which late ranks were waited for already. A rank whose step has
+      timeout_s: as for ``shrink``, after a step that has failed. The default is 10 s longer than the timeout of the
+        group, but 10 s after a ``CollectiveTimeout``, which has already waited for late ranks. A rank whose step has
         succeeded always waits as ``agree`` does by default.
     Returns:
       What ``step`` returned.
@@ -79,20 +79,20 @@ def committed(
       Exception: what ``step`` raises, if it is another error. This rank then leaves the group, and the others continue
         without it.
     """
-    limit_s, reformed = None if timeout_s is None else seconds(timeout_s), list[Reformed]()
+    limit_s, results = None if timeout_s is None else seconds(timeout_s), list[Reformed]()
 
-    def shrink_it() -> Reformed:
-        found = group_of(None).timeout.total_seconds() + SHRINK_S if limit_s is None else limit_s
-        made = shrink(timeout_s=found).reformed
-        assert made is not None
-        reformed.append(made)
-        return made
+    def shrink_default() -> Reformed:
+        shrink_s = group_of(None).timeout.total_seconds() + SHRINK_S if limit_s is None else limit_s
+        reformed = shrink(timeout_s=shrink_s).reformed
+        assert reformed is not None
+        results.append(reformed)
+        return reformed
 
     return survivors.committed(
         step,
-        lambda: changed(reformed[-1]),
+        lambda: changed(results[-1]),
         lambda done, wait_s: agree(done, timeout_s=wait_s),
-        shrink_it,
+        shrink_default,
         _end_calls,
         _leave,
         limit_s,
@@ -100,13 +100,13 @@ def committed(
 
 
 def shrink(group: Any = None, timeout_s: float = SHRINK_S) -> Group:
-    """Form a group of the ranks that are left of a group, after a ``PeerLostError`` or ``CollectiveTimeout``.
+    """Form a group of the remaining ranks of a group, after a ``PeerLostError`` or ``CollectiveTimeout``.
 
-    All ranks that are left call it; a call of the group that another rank is in fails as soon as one rank calls this.
-    The new group has ranks 0, 1, ... in the order of the earlier ones. If it was the default group, the new one becomes
-    the default group: ``dist.get_rank()`` and ``dist.get_world_size()`` change, groups made from the earlier one are
-    closed, and ``DistributedDataParallel`` and device meshes have to be made again. What a lost rank had not sent is
-    gone: repeat the step that failed.
+    All remaining ranks call it. As soon as one rank calls it, the current calls of the group on other ranks fail. The
+    new group has ranks 0, 1, ... in the order of the earlier ones. Data that a lost rank had not sent is lost: repeat
+    the step that failed. If the earlier group was the default group, the new one becomes the default group:
+    ``dist.get_rank()`` and ``dist.get_world_size()`` change, groups made from the earlier one are closed, and
+    ``DistributedDataParallel`` and device meshes have to be made again.
 
     Args:
       group: a process group of this backend, also one whose ops fail; ``None``: the default group.
@@ -114,23 +114,23 @@ def shrink(group: Any = None, timeout_s: float = SHRINK_S) -> Group:
         excluded for good: pass more if ranks may compute for longer before they call this. Ranks that have ended are
         not waited for.
     Returns:
-      The new group. Its ``reformed`` has the ``members``, which are ranks of the earlier group, and ``completed``: how
+      The new group. Its ``reformed`` has the ``members``, by their ranks in the earlier group, and ``completed``: how
       many ops of the earlier group have succeeded on all of them.
     Raises:
       ArgumentError: no default group exists, the group has another backend, or ``timeout_s`` is not a number.
-      ExcludedError: the others have gone on without this rank, or it reaches too few of them: of the hosts' ranks more
-        than half, or half with the lowest one, unless all others have ended.
+      ExcludedError: the others have gone on without this rank, or it reaches too few of them. It must reach hosts with
+        more than half of the ranks, or with half of them and the lowest rank, unless all others have ended.
     """
-    found, limit_s = group_of(group), seconds(timeout_s)
-    if found is dist.group.WORLD:
+    old, limit_s = group_of(group), seconds(timeout_s)
+    if old is dist.group.WORLD:
         problem = "a rank shrinks the default group, which ends all groups."
-        _end_calls(PeerLostError(message(problem, f"rank {found.rank()}", "call shrink on this rank, too")))
-    made, reformed = survivors.shrink(found.communicator, _formation(found, limit_s, grows=False), limit_s)
-    return _replaced(found, made, reformed)
+        _end_calls(PeerLostError(message(problem, f"rank {old.rank()}", "call shrink on this rank, too")))
+    new, reformed = survivors.shrink(old.communicator, _formation(old, limit_s, grows=False), limit_s)
+    return _replaced(old, new, reformed)
 
 
 def grow(timeout_s: float = SHRINK_S) -> Group | None:
-    """Let the processes into the default group that have called ``join``; all ranks of the group call it together.
+    """Admit the processes that have called ``join`` to the default group; all its ranks call it together.
 
     The new group has the ranks of the earlier one first, in their order, and then the new ones. It becomes the default
     group, as with ``shrink``. The new ranks have no state yet: broadcast the parameters and the state of the optimizer
@@ -139,24 +139,23 @@ def grow(timeout_s: float = SHRINK_S) -> Group | None:
     Args:
       timeout_s: as for ``shrink``.
     Returns:
-      The new group; ``None``, on all ranks: no process waits, and the group does not change. If a rank of the group was
-      excluded, or has ended, its next op fails with a ``PeerLostError``.
+      The new group. If no process waits, this is ``None`` on all ranks, and the group does not change. If one of its
+      ranks was excluded or has ended, the group's next op then fails with a ``PeerLostError``.
     Raises:
       ArgumentError: no default group exists, it has another backend, or ``timeout_s`` is not a number.
       ExcludedError: the others have gone on without this rank, or it reaches too few of them.
       ReductionError: the new group could not be formed.
     """
-    found = group_of(None)
-    limit_s = seconds(timeout_s)
-    made, reformed = survivors.grow(found.communicator, _formation(found, limit_s, grows=True), limit_s)
-    return None if made is None else _replaced(found, made, reformed)
+    old, limit_s = group_of(None), seconds(timeout_s)
+    new, reformed = survivors.grow(old.communicator, _formation(old, limit_s, grows=True), limit_s)
+    return None if new is None else _replaced(old, new, reformed)
 
 
 def invitation(group: Any = None) -> str:
-    """Return a text with which a new process can ``join`` a group, by any channel that keeps it secret.
+    """Return a text with which a new process can ``join`` a group. Pass it on secretly: it has keys.
 
-    It names this rank and a few others. It stays valid when the group shrinks or grows, as long as one of these
-    processes is in it.
+    It names this rank and a few others. It stays valid when the group shrinks or grows, as long as any of these
+    processes is in the group.
 
     Raises:
       ArgumentError: no default group exists, or the group has another backend.
@@ -169,7 +168,7 @@ def join(invited: str, timeout_s: float = 60.0) -> Group:
     """Join the group of an ``invitation`` when its ranks next call ``grow``; the group becomes the default group.
 
     Args:
-      invited: what ``invitation`` returned on any rank of the group.
+      invited: the text that ``invitation`` returned on any rank of the group.
       timeout_s: how long this waits for ``grow``, in seconds. If the ranks have called it by then, forming the group
         may take 10 s more.
     Returns:
@@ -184,18 +183,17 @@ def join(invited: str, timeout_s: float = 60.0) -> Group:
     if dist.is_initialized():
         remedy = "torch.distributed.destroy_process_group() first"
         raise ArgumentError.of("this process is in a default group already.", shown(dist.group.WORLD), remedy)
-    made = joiner.join(invited, _kind(), limit_s)
-    _install(made)
-    return made
+    group = joiner.join(invited, _kind(), limit_s)
+    _install(group)
+    return group
 
 
 def _kind() -> GroupKind[Group]:
-    """Return what makes torch's groups and their stores."""
     return GroupKind(KIND, PeerStore, make_group)
 
 
 def _formation(old: Group, timeout_s: float, *, grows: bool) -> GroupFormation[Group]:
-    """Return what forms a group of ranks of ``old``, and of processes that want to join if ``grows``."""
+    """Return the formation of a group of ranks of ``old``, and of processes that want to join if ``grows``."""
     settings = Settings(old.timeout.total_seconds(), old.communicator.name, old.exact)
     return GroupFormation(old.communicator, _kind(), settings, timeout_s, grows=grows)
 
@@ -205,30 +203,30 @@ def make_group(store: PeerStore, rank: int, size: int, settings: Settings, origi
     timeout = timedelta(seconds=settings.timeout_s)
     store.set_timeout(timeout)
     part = dist.PrefixStore("formed/", store)
-    made = Group(part, rank, size, timeout, settings.name, options=Options(settings.exact), origin=origin)
-    made.base_store, store.watch = store, NEW.watch
-    assert isinstance(made.communicator.rendezvous, StoreRendezvous)
-    made.communicator.rendezvous.watch = NEW.watch  # ``origin`` refers to the earlier group
-    return made
+    group = Group(part, rank, size, timeout, settings.name, options=Options(settings.exact), origin=origin)
+    group.base_store, store.watch = store, NEW.watch  # ``origin.watch`` refers to the earlier group
+    assert isinstance(group.communicator.rendezvous, StoreRendezvous)
+    group.communicator.rendezvous.watch = NEW.watch
+    return group
 
 
 # torch's tables of groups
 
 
 def group_of(group: Any) -> Group:
-    """Return a group of this backend; ``None``: the default group.
+    """Return ``group``, or the default group if it is ``None``, after checking that it can be used.
 
     Raises:
       ArgumentError: no default group exists, or the group has another backend.
       ContextError: the group was destroyed.
     """
-    found: Group = find_group(group)
-    found.queue.require_open()
-    return found
+    checked: Group = find_group(group)
+    checked.queue.require_open()
+    return checked
 
 
 def _end_calls(error: ReductionError) -> None:
-    """Make the calls of all groups of this process fail on all their ranks: some may wait there for this rank."""
+    """Make the calls of all groups of this process fail on all ranks, since other ranks may wait there for this one."""
     tables: Any = dist.distributed_c10d
     for group in list(tables._world.pg_map):
         if isinstance(group, Group):
@@ -245,34 +243,34 @@ def _leave(error: BaseException) -> None:
                     group.communicator.abort()
 
 
-def _replaced(old: Group, made: Group, reformed: Reformed) -> Group:
-    """Put a group in the place of an earlier one, which is destroyed."""
-    made.reformed = reformed
-    old.communicator.succeed(made.communicator.token)
+def _replaced(old: Group, new: Group, reformed: Reformed) -> Group:
+    """Destroy a group, enter ``new`` into torch's tables in its place, and return ``new``."""
+    new.reformed = reformed
+    old.communicator.succeed(new.communicator.token)
     if old is dist.group.WORLD:
         dist.destroy_process_group()
-        _install(made)
-        return made
+        _install(new)
+        return new
     numbers = [old.communicator.global_ranks[rank] for rank in reformed.members]
-    made.communicator.global_ranks = tuple(numbers)
+    new.communicator.global_ranks = tuple(numbers)
     dist.destroy_process_group(old)
     tables: Any = dist.distributed_c10d
-    READY.append(made)
+    READY.append(new)
     name = f"{old.group_name} reformed"
     tables._new_process_group_helper(
-        made.size(), made.rank(), numbers, dist.Backend(BACKEND), made.base_store, name, timeout=made.timeout
+        new.size(), new.rank(), numbers, dist.Backend(BACKEND), new.base_store, name, timeout=new.timeout
     )
-    tables._world.pg_group_ranks[made] = {number: rank for rank, number in enumerate(numbers)}
-    return made
+    tables._world.pg_group_ranks[new] = {number: rank for rank, number in enumerate(numbers)}
+    return new
 
 
-def _install(made: Group) -> None:
+def _install(group: Group) -> None:
     """Make a group the default group."""
-    # torch's hook knows the earlier rank.
+    # torch's excepthook prints the earlier rank, so restore the hook that torch has replaced.
     if getattr(sys.excepthook, "__qualname__", "").startswith("init_process_group."):
         names = sys.excepthook.__code__.co_freevars
         cells = dict(zip(names, sys.excepthook.__closure__ or (), strict=True))
         sys.excepthook = cells["old_hook"].cell_contents
-    READY.append(made)
-    place = {"store": made.base_store, "rank": made.rank(), "world_size": made.size()}
-    dist.init_process_group(BACKEND, timeout=made.timeout, **place)
+    READY.append(group)
+    place = {"store": group.base_store, "rank": group.rank(), "world_size": group.size()}
+    dist.init_process_group(BACKEND, timeout=group.timeout, **place)

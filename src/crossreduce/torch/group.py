@@ -41,7 +41,7 @@ _DRAIN_S: Final = 10.0  # how long a group that is destroyed waits for its pendi
 _UNSET: Final = timedelta(0)  # a timeout of at most this means that the options have none
 _NAMES_OF_OPS: Final = (dist.ReduceOp, dist.ReduceOp.RedOpType)
 BACKEND: Final = "crossreduce"
-READY: Final[list[Group]] = []  # a group for which torch is to make its tables
+READY: Final[list[Group]] = []  # a finished group, which ``create`` returns next, so that torch enters it in its tables
 
 
 def create(options: Any, backend_options: Any = None) -> Group:
@@ -57,9 +57,9 @@ class Group(dist.ProcessGroup):  # type: ignore[misc]
     """A process group that reduces CPU tensors in memory that the ranks of a host share, and with gloo across hosts."""
 
     reformed: Reformed | None = None
-    """If the group was made of an earlier one: its ranks there, and how many ops have succeeded on all of them."""
+    """If the group was formed from an earlier one: its ranks there, and how many ops have succeeded on all of them."""
     base_store: Any = None
-    """If the group was made of an earlier one: the store that one of its ranks serves."""
+    """If the group was formed from an earlier one: the store that one of its ranks serves."""
 
     def __init__(
         self,
@@ -74,10 +74,10 @@ class Group(dist.ProcessGroup):  # type: ignore[misc]
     ) -> None:
         """Connect the ranks, which meet at ``store``. ``timeout`` applies to every op and to this call.
 
-        ``options``: the group's ``pg_options``; see ``Options``. ``origin``: of a group that is formed of another one.
+        ``options``: the group's ``pg_options``; see ``Options``. ``origin``: see ``Origin``.
         """
         super().__init__(rank, size)
-        # A group may have the name, and so the keys in the store, of a destroyed one; the prefix makes keys unique.
+        # A group may have the name of a destroyed one, and so the same keys in the store. The prefix makes them unique.
         with lost_store_errors(store):
             store = dist.PrefixStore(f"{store.add(f'turn {rank}', 1)}/", store)
         gloo, self.communicator, self.exact = connect(store, rank, size, timeout, name, global_ranks, options, origin)
@@ -105,14 +105,14 @@ class Group(dist.ProcessGroup):  # type: ignore[misc]
         return BACKEND
 
     def __repr__(self) -> str:
-        """Return the group's name, as torch shows it in errors about a group that it does not know any more."""
+        """Return a text with the group's name, which torch shows in errors about a group that is not in its tables."""
         return f'<crossreduce group "{self.queue.name}"{f" was destroyed: {REMEDY}" if self.queue.is_closed else ""}>'
 
     @property
     def timeout(self) -> timedelta:
         """How long ops wait for other ranks."""
-        found: timedelta = self._settings._timeout
-        return found
+        limit: timedelta = self._settings._timeout
+        return limit
 
     def close(self) -> None:
         """Leave the group at once."""
@@ -191,7 +191,7 @@ class Group(dist.ProcessGroup):  # type: ignore[misc]
         return self._run("allgather", (outputs, inputs, opts), inputs, function, tensors_in(outputs))
 
     def allgather_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
-        # The lists of this method are those of ``allgather`` transposed: outputs[rank][tensor].
+        # ``outputs[rank][tensor]`` has the transposed order of ``allgather``.
         inputs, opts = _read(inputs, opts, c10d.AllgatherOptions)
         lists = [list(results) for results in zip(*outputs, strict=True)]
         function = self._each("all_gather", [], lists, inputs)
@@ -266,8 +266,8 @@ class Group(dist.ProcessGroup):  # type: ignore[misc]
     def _start_message(self, method: str, plain: Callable[[Any], Any], tensors: Sequence[Any], *arguments: int) -> Any:
         """Return the work of a method that sends or receives ``tensors``, in memory or by the inner backend.
 
-        ``plain`` returns for each tensor the one that is used. Ctrl-C ends a wait for the work, and then aborts this
-        group, since gloo would still write to the tensors.
+        ``plain`` returns for each tensor the contiguous one that is sent or received. Ctrl-C ends a wait for the work,
+        and then aborts this group, since gloo would still write to the tensors.
         """
         if has_wrapper(tensors):
             return self._unwrapped(method, (tensors, *arguments), tensors)
@@ -280,21 +280,21 @@ class Group(dist.ProcessGroup):  # type: ignore[misc]
         self.queue.require_open()  # a forked process would write to its parent's connections
         self._number = next(self._numbers)
         strided = len(buffers) == 1 and buffers[0].is_cpu and buffers[0].layout is torch.strided
-        if self._in_memory is not None and strided and arguments[-1] >= 0:  # of other calls gloo raises the errors
+        if self._in_memory is not None and strided and arguments[-1] >= 0:  # for other arguments gloo raises errors
             return self._message_in_memory(self._in_memory, tensors, buffers, peer, arguments[-1], method == "send")
         inner = self._backend_of(tensors[0].device, method.removesuffix("_anysource"))
         if not tensors[0].is_cpu:
             return getattr(inner, method)(buffers, *arguments)
-        public = partial(self._message_failure, method.removesuffix("_anysource"), peer)
+        public_error = partial(self._public_error, method.removesuffix("_anysource"), peer)
         try:
             work = getattr(inner, method)(buffers, *arguments)
         except RuntimeError as error:
-            raise public(error) from None
+            raise public_error(error) from None
         if method == "send":
             tensors = buffers
         copies = not all(map(operator.is_, tensors, buffers))
         finish = partial(copy_back_all, tensors, buffers) if copies else None
-        return Message(work, finish, tensors, self._messages, self.communicator.interrupt, public)
+        return Message(work, finish, tensors, self._messages, self.communicator.interrupt, public_error)
 
     def _message_in_memory(
         self,
@@ -305,7 +305,7 @@ class Group(dist.ProcessGroup):  # type: ignore[misc]
         tag: int,
         sends: bool,
     ) -> Any:
-        """Return the work of a message between ranks of a host; for arguments see ``_message``."""
+        """Return the work of a message of one tensor between ranks of a host. ``buffers``: see ``_start_message``."""
         (tensor,), (buffer,) = tensors, buffers
         if peer == self.rank():
             problem = "a rank cannot send a message to itself, nor receive one from itself."
@@ -321,10 +321,10 @@ class Group(dist.ProcessGroup):  # type: ignore[misc]
         message = number, "send" if sends else "recv", other, nbytes
         return HostMessage(messages, message, tensors, finish, self.queue.require_open, self._settings)
 
-    def _message_failure(self, method: str, peer: int | None, error: RuntimeError) -> Exception:
-        """Return the error to raise for one of gloo, which it is itself if it is not about connections."""
-        found = connection_error(error)
-        return error if found is None else self.communicator.detector.message_failure(method, peer, found)
+    def _public_error(self, method: str, peer: int | None, error: RuntimeError) -> Exception:
+        """Return the error to raise for an error of gloo: the same one, unless it is about connections."""
+        failure = connection_error(error)
+        return error if failure is None else self.communicator.detector.message_failure(method, peer, failure)
 
     # ---- helpers --------------------------------------------------------------------------------------------------
 
@@ -349,13 +349,13 @@ class Group(dist.ProcessGroup):  # type: ignore[misc]
     def _run(
         self, inner: str, arguments: Sequence[Any], tensors: Any, function: Callable[[], None], results: Any = None
     ) -> Any:
-        """Run ``function`` in the queue and return the work, whose result is ``results``, or else ``tensors``.
+        """Run ``function`` in the queue and return the work. Its result is ``results``, by default ``tensors``.
 
         If ``tensors`` are not in host memory, the method ``inner`` of the inner backend runs instead, with
-        ``arguments``. The last of these are the options. Tensors that wrap others are unwrapped first.
+        ``arguments``. The last argument is the options. Tensors that wrap others are unwrapped first.
         """
-        given = tensors if len(arguments) == 2 else tensors_in(arguments)  # two: the same tensors, and the options
-        if has_wrapper(given):
+        every_tensor = tensors if len(arguments) == 2 else tensors_in(arguments)  # two are ``tensors`` and the options
+        if has_wrapper(every_tensor):
             return self._unwrapped(inner, arguments, tensors if results is None else results)
         self._number = next(self._numbers)
         for tensor in tensors:
@@ -406,19 +406,19 @@ Group.alltoall_base = Group.all_to_all_single
 
 
 def find_group(group: Any, *others: type) -> Any:
-    """Return a group of this backend, or an object of one of the classes ``others``; ``None``: the default group.
+    """Return ``group``, by default torch's default group. It must be of this backend, or of a class in ``others``.
 
     Raises:
       ArgumentError: no default group exists, or this is something else, such as a group of another backend.
     """
-    found = dist.group.WORLD if group is None else group
-    if found is None:
+    group = dist.group.WORLD if group is None else group
+    if group is None:
         remedy = f'torch.distributed.init_process_group("{BACKEND}")'
         raise ArgumentError.of("torch.distributed has no default group yet.", "group=None", remedy)
-    if not isinstance(found, (Group, *others)):
+    if not isinstance(group, (Group, *others)):
         remedy = f'a process group of the backend "{BACKEND}"' + "".join(f", or a {kind.__name__}" for kind in others)
-        raise ArgumentError.of("this is not a process group of crossreduce.", shown(found), remedy)
-    return found
+        raise ArgumentError.of("this is not a process group of crossreduce.", shown(group), remedy)
+    return group
 
 
 def _read(tensors: Any, opts: Any, kind: Any, timeout: Any = None, op: Any = None, root: int = 0) -> tuple[Any, Any]:
@@ -427,15 +427,15 @@ def _read(tensors: Any, opts: Any, kind: Any, timeout: Any = None, op: Any = Non
         tensors = [tensors]
     if type(opts) is kind:
         return tensors, opts
-    made = kind()
+    options = kind()
     if isinstance(opts, _NAMES_OF_OPS):
         op = opts
     elif isinstance(opts, int):
         root = opts
     for name, value in (("reduceOp", op), ("rootRank", root or None), ("timeout", timeout)):
         if value is not None:
-            setattr(made, name, value)
-    return tensors, made
+            setattr(options, name, value)
+    return tensors, options
 
 
 def _is_called_by_backward() -> bool:

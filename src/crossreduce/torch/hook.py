@@ -1,6 +1,6 @@
-"""A communication hook for ``DistributedDataParallel``: crossreduce reduces its gradients, whatever the backend.
+"""A communication hook for ``DistributedDataParallel``: crossreduce reduces its gradients in a group of any backend.
 
-Input: DDP's buckets of gradients. Output: futures of their means. The group's other calls stay with its own backend.
+Input: DDP's buckets of gradients. Output: futures of their means. The group's backend executes all its other calls.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class HookState:
             may change a bucket, observe it, or reduce it over another group.
           before_state: the first argument of ``before``.
           timeout: the longest wait for the other ranks, in this call and in each reduction.
-          exact: whether means are exact, as in ``Options``; ``None``: the environment variable ``CROSSREDUCE_EXACT``
+          exact: whether means are exact, as in ``Options``. By default, the environment variable ``CROSSREDUCE_EXACT``
             decides.
         """
         options = None if exact is None else Options(exact)
@@ -69,9 +69,9 @@ class HookState:
         self._end()
 
     def mean(self, tensor: Callable[[], Any]) -> Any:
-        """Queue an op that replaces the tensor that ``tensor()`` returns by its mean over all ranks; return the work.
+        """Queue an op that calls ``tensor``, and replaces the returned tensor by its mean over all ranks.
 
-        Means are computed in the order of these calls. The work's result is a list that contains the tensor.
+        Means are computed in the order of these calls. Returns the work, whose result is a list with the tensor.
         """
         tensors: list[Any] = []
 
@@ -97,7 +97,7 @@ def all_reduce_hook(state: Any, bucket: Any) -> Any:
     ``ddp.register_comm_hook(crossreduce.torch.HookState(), crossreduce.torch.all_reduce_hook)``
 
     Args:
-      state: a ``HookState``; or a process group, or ``None`` for the default group: their state is made and cached.
+      state: a ``HookState``. For a process group, or ``None``, the default group, a state is made and cached.
       bucket: DDP's bucket.
     Returns:
       A future of the bucket's tensor.
@@ -106,8 +106,8 @@ def all_reduce_hook(state: Any, bucket: Any) -> Any:
     """
     if not isinstance(state, HookState):
         group = dist.group.WORLD if state is None else state
-        known = _STATES.get(group) if isinstance(group, dist.ProcessGroup) else None
-        state = known or _STATES.setdefault(group, HookState(group))
+        cached = _STATES.get(group) if isinstance(group, dist.ProcessGroup) else None
+        state = cached or _STATES.setdefault(group, HookState(group))
     before = state.before
     work = state.mean(bucket.buffer if before is None else before(state.before_state, bucket).wait)
     if torch._C._current_graph_task_id() != -1:

@@ -32,41 +32,40 @@ class InnerGloo:
     def _run_in_gloo(self, text: str, start: Callable[..., Any], *arguments: Any) -> None:
         """Run an op of gloo until all ranks have completed it, and gloo has released its tensors.
 
-        A thread of gloo releases them some time after completion, for which it needs the interpreter. If the
-        interpreter ends before that, the process aborts (https://github.com/pytorch/pytorch/issues/190489).
+        A thread of gloo releases them some time after completion, and needs the interpreter for it. If the interpreter
+        ends before that, the process aborts (https://github.com/pytorch/pytorch/issues/190489).
 
         ``text`` describes the call. All ranks raise the same error, even if only one of them fails.
         """
         tensors, running = tensors_in(arguments), GlooCollective()
-        before = _references(tensors)
+        counts = _references(tensors)
         try:
             self._communicator.delegate(text, lambda: running.begin(start(*arguments)))
         finally:
             running.release()
             deadline = time.monotonic() + _RELEASE_S
-            while any(map(operator.gt, _references(tensors), before)) and time.monotonic() < deadline:
+            while any(map(operator.gt, _references(tensors), counts)) and time.monotonic() < deadline:
                 time.sleep(0)  # lets gloo's thread use the interpreter
 
     def _reduce_in_gloo(self, collective: str, root: int | None, function: Any, tensor: Any, options: Any) -> None:
         dense = tensor.layout is torch.strided
         plain = readable(tensor) if dense else tensor
-        given = plain.detach()  # _run_in_gloo counts references, and other code may refer to the tensor itself
+        detached = plain.detach()  # _run_in_gloo counts references, and other code may refer to the tensor itself
         op = options.reduceOp.op.name.lower()
         text = call_text(collective, op, root, name_of(tensor), tensor.shape)
-        self._run_in_gloo(text, function, [given], options)
+        self._run_in_gloo(text, function, [detached], options)
         if dense:
             copy_back(tensor, plain)
         else:  # gloo replaces the memory of a sparse tensor, and the detached one does not share it
             with torch.no_grad():
-                tensor.copy_(given)
+                tensor.copy_(detached)
 
     def _options(self, kind: Any, **fields: Any) -> Any:
-        """Return options of class ``kind`` for a call of gloo."""
-        made = kind()
-        made.timeout = timedelta(seconds=self._communicator.timeout_s + _GLOO_WAITS_S)
+        options = kind()
+        options.timeout = timedelta(seconds=self._communicator.timeout_s + _GLOO_WAITS_S)
         for name, value in fields.items():
-            setattr(made, name, value)
-        return made
+            setattr(options, name, value)
+        return options
 
 
 def name_of(tensor: Any) -> str:

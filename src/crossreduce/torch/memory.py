@@ -42,7 +42,7 @@ def raw(tensor: Any) -> Any:
 
 
 def tensors_in(given: Any) -> list[Any]:
-    """Return the tensors in nested lists. optree would not recognize lists while the interpreter shuts down."""
+    """Return the tensors in nested lists. (While the interpreter shuts down, optree does not recognize lists.)"""
     if isinstance(given, (list, tuple)):
         return [tensor for each in given for tensor in tensors_in(each)]
     return [given] if isinstance(given, torch.Tensor) else []
@@ -90,7 +90,7 @@ def are_apart(tensors: Sequence[Any]) -> bool:
 
 
 def share_memory(tensors: Sequence[Any]) -> bool:
-    """Return whether two elements of the tensors share memory. Sparse tensors, which have no single memory, do not."""
+    """Return whether any two elements of the tensors share memory. Sparse tensors are not checked."""
     dense = [x for x in tensors if x.layout is torch.strided and x.numel()]
     arrays = _as_arrays(dense)
     if any(map(_overlaps_itself, arrays)):
@@ -103,22 +103,22 @@ def copy_overlapping(
 ) -> list[Any]:
     """Return the sources; those that may overlap a result are replaced by copies.
 
-    ``same``: source k is not copied if it begins at the address ``same[k]``, where it is exactly its rank's own part.
+    ``same``: source k is not copied if it begins at the address ``same[k]``, so that the call is in place.
     """
     extents = sorted(map(_extent, results))
     starts = [start for start, _ in extents]
-    ends = list(accumulate((stop for _, stop in extents), max))  # where the results up to each one end
-    made = []
+    ends = list(accumulate((stop for _, stop in extents), max))  # ends[k]: the last end of the results 0 to k
+    read = []
     for k, source in enumerate(sources):
         start, stop = _extent(source)
         before = bisect_left(starts, stop)  # this many results begin before the source ends
         clear = not before or ends[before - 1] <= start or (same or {}).get(k) == start
-        made.append(source if clear else source.detach().clone())
-    return made
+        read.append(source if clear else source.detach().clone())
+    return read
 
 
 def _disjoint(extents: list[tuple[int, int]]) -> bool:
-    """Sort extents, and return whether none overlaps another; empty ones overlap nothing."""
+    """Return whether no extent overlaps another one; empty extents overlap nothing. This sorts the list."""
     end = 0
     extents.sort()
     for start, stop in extents:
@@ -130,7 +130,7 @@ def _disjoint(extents: list[tuple[int, int]]) -> bool:
 
 
 def _extent(tensor: Any) -> tuple[int, int]:
-    """Return the addresses of a tensor's first byte and of the byte after its last; of a sparse tensor no extent."""
+    """Return the addresses of a tensor's first byte and of the byte after its last one; (0, 0) for a sparse tensor."""
     if tensor.layout is not _STRIDED:
         return 0, 0
     start, steps = tensor.data_ptr(), zip(tensor.shape, tensor.stride(), strict=True)
@@ -141,7 +141,7 @@ def _extent(tensor: Any) -> tuple[int, int]:
 def _as_arrays(tensors: Sequence[Any]) -> list[Any]:
     """Return the memory of strided tensors, of any dtype, as arrays of NumPy that must not be read.
 
-    Tensors of one shape at equal distances, such as the columns of another tensor, are one array with a dimension more.
+    Tensors of one shape at equal distances, such as the columns of a matrix, become one array with one more dimension.
     """
     alike: dict[tuple[int, tuple[int, ...], tuple[int, ...]], list[int]] = {}
     for x in tensors:
@@ -162,6 +162,6 @@ def _as_arrays(tensors: Sequence[Any]) -> list[Any]:
 
 
 def _overlaps_itself(array: Any) -> bool:
-    """Return whether two elements share memory: their positions differ in a first dimension, by some distance."""
+    """Return whether two elements share memory. Pairs at 0 before the first dimension in which they differ suffice."""
     rows = [array[(0,) * k] for k in range(array.ndim)]
     return any(len(each) > 1 and np.shares_memory(each[:1], each[1:]) for each in rows)

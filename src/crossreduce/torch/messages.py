@@ -16,8 +16,8 @@ from .op_queue import Finished, exclude_from_compile
 class HostMessage(Finished):
     """The work of a message that may be incomplete, and a callback for its completion.
 
-    ``require_open`` raises if this process was forked from the one that began the message. ``settings``: the group's,
-    whose ``_timeout`` is that of a wait without its own.
+    ``require_open`` raises if this process was forked from the one that began the message. ``settings``: the group's
+    options of gloo, whose ``_timeout`` is the default of ``wait``.
     """
 
     _finished, _source = False, -1
@@ -43,7 +43,7 @@ class HostMessage(Finished):
             limit_s = timeout.total_seconds() if timeout else 0.0
             self._advance(limit_s if limit_s > 0 else self._settings._timeout.total_seconds())
         if self._error is not None:
-            raise copy.copy(self._error)  # a raised error refers to the caller's frame, and that one to this work
+            raise copy.copy(self._error)  # a raised error refers to the caller's frame, which refers to this work
         return True
 
     def is_completed(self) -> bool:

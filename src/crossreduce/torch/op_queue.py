@@ -1,7 +1,7 @@
-"""The ops of one group, executed in the order of their calls.
+"""Executes the ops of one group in the order of their calls.
 
 Input: functions to call. Output: ``torch.distributed.Work``. With ``inline``, a synchronous call runs in the caller's
-thread if no op is before it; all others run in one thread of the group. This module implements no collective.
+thread if no other op is pending. All other calls run in one thread of the group. This module implements no collective.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class Finished(dist.Work):  # type: ignore[misc]
 
 
 class Message(Finished):
-    """The work of sending or receiving in gloo, and what the first ``wait`` calls when that is done.
+    """The work of sending or receiving in gloo. The first ``wait`` calls ``finish`` at the end.
 
     Signals do not end gloo's waits. So a thread waits instead of the main thread, which alone handles signals.
     """
@@ -75,15 +75,15 @@ class Message(Finished):
         tensors: Sequence[Any],
         waits: OpQueue,
         interrupt: Callable[[], None],
-        public: Callable[[RuntimeError], Exception],
+        public_error: Callable[[RuntimeError], Exception],
     ) -> None:
-        """``waits``: runs waits for the main thread. ``interrupt``: makes all waits fail, if one is interrupted.
+        """``waits``: runs waits for the main thread. ``interrupt``: makes all waits fail if one is interrupted.
 
-        ``public`` returns the error to raise for an error of gloo.
+        ``public_error`` returns the error to raise for an error of gloo.
         """
         super().__init__(tensors)
         self._work, self._finish, self._waits, self._interrupt = work, finish, waits, interrupt
-        self._public, self._finished = public, False
+        self._public_error, self._finished = public_error, False
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         if not self._finished:
@@ -101,9 +101,10 @@ class Message(Finished):
         try:
             self._work.wait(*timeout)
         except RuntimeError as error:
-            raise self._public(error) from None
+            raise self._public_error(error) from None
 
     def _wait_elsewhere(self, wait: Callable[[], None]) -> None:
+        """Wait in the thread of ``waits``, so that signals can end this method."""
         waiting: Any = None
         try:
             waiting = self._waits.run(wait, [], asynchronous=True)
@@ -250,7 +251,7 @@ class OpQueue:
     def __init__(self, name: str, inline: bool, communicator: Communicator | None = None) -> None:
         """Make a queue for the group ``name``. ``inline``: a synchronous op may run in the caller's thread.
 
-        ``communicator``: its trace has the time that ops wait in the queue; ``None``: the ops are not collectives.
+        ``communicator``: its trace records how long ops wait in the queue; ``None``: the ops are not collectives.
         """
         self.name, self.communicator = name, communicator
         self._inline = inline
@@ -259,7 +260,7 @@ class OpQueue:
         self._pending = 0  # ops of the queue's thread that wait or run
         self._queue: queue.SimpleQueue[Queued | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
-        # Thread.join is not used: if Ctrl-C ends it, Python 3.11 takes the thread for ended, although it still runs.
+        # Thread.join is not used: if Ctrl-C ends it, Python 3.11 regards the thread as ended, although it still runs.
         self._ended = threading.Event()
         _QUEUES.add(self)
 
@@ -315,7 +316,7 @@ class OpQueue:
 
     def _run_all(self) -> None:
         with self._lock:
-            if threading.current_thread() is not self._thread:
+            if threading.current_thread() is not self._thread:  # see ``_start``
                 return
         while self.run_next():
             pass
@@ -341,7 +342,7 @@ class OpQueue:
         return self._refusal == _FORKED
 
     def close(self, drain_s: float) -> bool:
-        """Refuse new ops; wait for the queue's thread to end, unless called in it; return False after ``drain_s`` s."""
+        """Refuse new ops; return whether the queue's thread ends within ``drain_s`` s, or is the calling thread."""
         with self._lock:
             if self._refusal is None:
                 self._refusal = "this process group was destroyed."

@@ -22,8 +22,8 @@ class Options:
 
     Args:
       exact: whether sums and means of floats are the exact real numbers, rounded once, to nearest even: the same bits
-        for every order of the ranks and any number of hosts. Products of floats are refused. The same on all ranks.
-        Without ``pg_options``, the environment variable ``CROSSREDUCE_EXACT`` decides.
+        for every order of the ranks and any number of hosts. Products of floats are refused. All ranks must pass the
+        same value. Without ``pg_options``, the environment variable ``CROSSREDUCE_EXACT`` decides.
     Raises:
       ArgumentError: ``exact`` is not a bool.
 
@@ -41,7 +41,7 @@ class Options:
 def is_exact(options: Any) -> bool:
     """Return whether sums are exact in a group with these ``pg_options``.
 
-    Options of another backend, as for "cpu:crossreduce,cuda:nccl", are not for this one.
+    Options of other backends, as in "cpu:crossreduce,cuda:nccl", are ignored.
 
     Raises:
       ArgumentError: ``options`` are not options, or ``CROSSREDUCE_EXACT`` is neither 0 nor 1.

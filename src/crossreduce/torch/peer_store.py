@@ -1,7 +1,7 @@
 """``PeerStore``: a ``StoreClient`` as a store for ``torch.distributed``.
 
-Input: for the rank that serves it, a key; for the others its address as well. Output: a ``dist.Store``. Unlike a
-``TCPStore`` it looks up no names, and a wait for a process that was stopped can be ended.
+Input: a key, and on ranks that do not serve the store its address. Output: a ``dist.Store``. Unlike a ``TCPStore`` it
+looks up no names, and a wait for a process that was stopped can be ended.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Entries of a group's calls in ``torch.profiler``.
 
 Input: calls, while a profiler is on. Output: an entry such as ``crossreduce:all_reduce`` in the thread of the caller,
-with the shapes and dtypes of the tensors and facts about the group. For an asynchronous call this is the time until it
-is queued, and a second entry of the same name lasts until the op has run, as ``gloo:all_reduce`` does.
+with the shapes and dtypes of the tensors and facts about the group. For an asynchronous call this entry ends when the
+op is queued. A second entry of the same name lasts until the op has run, as ``gloo:all_reduce`` does.
 
 The names of the facts are those of ``record_param_comms`` for NCCL, so tools such as Holistic Trace Analysis find them.
 Source: torch/csrc/distributed/c10d/ParamCommsUtils.hpp and torch/csrc/profiler/util.h in github.com/pytorch/pytorch.
@@ -19,7 +19,7 @@ from torch._C._profiler import _RecordFunctionFast
 is_profiled: Final[Callable[[], bool]] = torch.autograd._profiler_enabled
 """Whether the calling thread's calls are profiled; takes less than 0.1 us."""
 
-# By the method of a process group, the name that gloo's entries have.
+# The names that gloo's entries have, by the method of a process group.
 _NAMES: Final = {
     "allreduce": "all_reduce",
     "allreduce_coalesced": "all_reduce",
@@ -38,7 +38,7 @@ _NAMES: Final = {
 def entry(group: Any, method: str, tensors: Sequence[Any], results: Sequence[Any]) -> Any:
     """Return the entry of a call of a group's method, as a context manager.
 
-    ``tensors`` are read, ``results`` written; both may be empty.
+    The call reads ``tensors`` and writes ``results``; both may be empty.
     """
     facts = {
         "Collective name": method,

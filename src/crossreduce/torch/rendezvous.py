@@ -57,46 +57,46 @@ class TorchRendezvous(StoreRendezvous):
 
 
 def _with_own_connection(store: Any, timeout_s: float) -> tuple[Any, int | PeerStore | None]:
-    """Return a store with a connection of its own, if possible, to the same data, and the connection's descriptor.
+    """Return a store with the same data and, if possible, a connection of its own; and the connection's descriptor.
 
-    Calls on one connection run one after another, and a user's call may take minutes. If the store has ended, this
-    raises in less than ``timeout_s`` seconds; torch tries to connect for up to 3 times the timeout of the store. A call
-    takes at most ``timeout_s`` seconds, too, and at most ``LIMIT_S``: this class makes no calls that wait for other
-    ranks in the store, and torch waits without limit for a store whose host does not answer. A ``PeerStore`` needs none
-    of that.
+    The reason is that calls on one connection run one after another, and a user's call may take minutes. If the store
+    has ended, this raises in less than ``timeout_s`` seconds: torch tries to connect for up to 3 times the timeout of
+    the store. Later calls take at most ``timeout_s`` and at most ``LIMIT_S`` seconds, although torch would wait without
+    limit for a store whose host does not answer: no call waits for other ranks in the store. A ``PeerStore`` needs none
+    of this, and is returned itself.
     """
     if not hasattr(store, "clone"):
         return store, None
-    if isinstance(found := _base(store), PeerStore):
-        return store, found
-    before, opened = store.timeout, _sockets()
+    if isinstance(base := _base(store), PeerStore):
+        return store, base
+    timeout, earlier_sockets = store.timeout, _sockets()
     try:
-        store.set_timeout(min(before, timedelta(seconds=timeout_s / 4)))
+        store.set_timeout(min(timeout, timedelta(seconds=timeout_s / 4)))
         own = store.clone()
     except RuntimeError as error:
         if "pure virtual" in str(error):  # a store that is written in Python
             return store, None
         raise
     finally:
-        store.set_timeout(before)
-    own.set_timeout(before)
-    port = getattr(_base(store), "port", None)
-    for _, descriptor in _sockets().items() - opened.items():
-        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as found:
-            if found.getpeername()[1] == port:
+        store.set_timeout(timeout)
+    own.set_timeout(timeout)
+    port = getattr(base, "port", None)
+    for _, descriptor in _sockets().items() - earlier_sockets.items():
+        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as connection:
+            if connection.getpeername()[1] == port:
                 _limit_waits(descriptor, min(timeout_s, LIMIT_S))
                 return own, descriptor
     return own, None
 
 
 def _sockets() -> dict[str, int]:
-    """Return the descriptors of this process's sockets, by their names in the system; empty if it has no list."""
-    found = {}
+    """Return the descriptors of this process's sockets, by their names in /proc; empty if there is no /proc."""
+    links = {}
     with contextlib.suppress(OSError):
         for entry in Path("/proc/self/fd").iterdir():
-            with contextlib.suppress(OSError):  # it was closed in the meantime, such as the list's own one
-                found[str(entry.readlink())] = int(entry.name)
-    return {link: descriptor for link, descriptor in found.items() if link.startswith("socket:")}
+            with contextlib.suppress(OSError):  # it was closed in the meantime, such as that of the directory
+                links[str(entry.readlink())] = int(entry.name)
+    return {link: descriptor for link, descriptor in links.items() if link.startswith("socket:")}
 
 
 def _limit_waits(connection: int | PeerStore | None, seconds: float) -> None:
@@ -110,26 +110,25 @@ def _limit_waits(connection: int | PeerStore | None, seconds: float) -> None:
 
 
 def _base(store: Any) -> Any:
-    """Return the store without its prefixes."""
     while hasattr(store, "underlying_store"):
         store = store.underlying_store
     return store
 
 
 def _owner(store: Any) -> int | None:
-    """Return the rank of the world whose process probably runs a store, or ``None``: another process, or none."""
+    """Return 0 if rank 0 of the world probably runs the store, or ``None`` if another process or none does."""
     base = _base(store)
     served = isinstance(base, PeerStore) or (isinstance(base, dist.TCPStore) and not _has_launcher())
     return 0 if served else None
 
 
 def _has_launcher() -> bool:
-    """Return whether torchrun started this process, and runs its store."""
+    """Return whether torchrun has started this process and runs the store."""
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
 class CancellableStore(dist.Store):  # type: ignore[misc]
-    """A store for gloo, which waits there for the addresses of other ranks, until ``cancelled`` is set."""
+    """A store for gloo. The event ``cancelled`` ends gloo's waits for the addresses of other ranks."""
 
     def __init__(self, store: Any, cancelled: threading.Event) -> None:
         super().__init__()

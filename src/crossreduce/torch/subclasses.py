@@ -1,7 +1,7 @@
-"""Calls with tensors of classes that wrap others, such as ``AsyncCollectiveTensor`` of functional collectives.
+"""Calls with tensors that wrap other tensors, such as ``AsyncCollectiveTensor`` of functional collectives.
 
 Input: a function and its arguments. Output: the works of its calls. Such a tensor has no memory of its own: torch's
-dispatcher passes an op to its class, which calls the op with other tensors, one or several times.
+dispatcher passes an op to its class, which calls the op with the wrapped tensors, once or several times.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ _LIBRARY.impl("unwrap", lambda tensors, key: _CALLS[key](tensors), "CompositeExp
 
 
 def has_wrapper(tensors: Sequence[Any]) -> bool:
-    """Return whether the class of one of the tensors handles ops itself."""
+    """Return whether any of the tensors wraps others, so that its class handles ops."""
     if _PLAIN.issuperset(map(type, tensors)):
         return False
     return any(torch._C._dispatch_keys(tensor).has(torch._C.DispatchKey.Python) for tensor in tensors)
 
 
 def call_unwrapped(function: Callable[..., Any], arguments: Sequence[Any]) -> list[Any]:
-    """Call ``function`` with the tensors that the ones in ``arguments`` wrap; return what each call returned."""
+    """Call ``function`` with the tensors that those in ``arguments`` wrap; return the result of each call."""
     returned: list[Any] = []
     key = next(_KEYS)
     _CALLS[key] = lambda tensors: returned.append(function(*_replaced(arguments, iter(tensors))))
@@ -42,7 +42,7 @@ def call_unwrapped(function: Callable[..., Any], arguments: Sequence[Any]) -> li
 
 
 def _replaced(given: Any, tensors: Iterator[Any]) -> Any:
-    """Return ``given`` with its tensors replaced, in their order."""
+    """Return ``given`` with its tensors replaced by ``tensors``, in their order."""
     if isinstance(given, (list, tuple)):
         return [_replaced(each, tensors) for each in given]
     return next(tensors) if isinstance(given, torch.Tensor) else given

@@ -192,7 +192,7 @@ def test_a_process_answers_through_a_relay(place, relay):
 
 def test_a_direct_answer_counts_more_than_a_relayed_one_that_began_before_it(place, relay, monkeypatch):
     """If a link is only slow, both answers come; the later one does not make the process seem to be beyond a link."""
-    target, answer, direct = Peer(place, rank=2), Peer._answer, []
+    target, answer, direct = Peer(place, rank=2), Peer._ask_at, []
 
     def late(peer, *arguments):
         if not direct:  # this is the relayed request
@@ -200,7 +200,7 @@ def test_a_direct_answer_counts_more_than_a_relayed_one_that_began_before_it(pla
             assert peer.ask("third", {"what": "join"}, 5) == {"heard": "join"}
         return answer(peer, *arguments)
 
-    monkeypatch.setattr(Peer, "_answer", late)
+    monkeypatch.setattr(Peer, "_ask_at", late)
     assert through(relay[0], target) == {"heard": "join"}
     assert target.relay is None
 

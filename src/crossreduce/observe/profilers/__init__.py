@@ -23,14 +23,15 @@ _FRAMEWORKS: Final = ("torch", "jax")
 class _Profilers:
     """The profilers that this process can use: modules with the functions ``is_on`` and ``entry``.
 
-    ``are_on``: return whether one of them records the calls of this thread now. Each call of the library calls it, so
-    it is a function of the framework itself where that is possible.
+    ``found``: these modules. ``unseen``: the frameworks that the program had not imported at the last ``look``.
+    ``are_on``: returns whether a profiler records the calls of this thread now. Each call of the library calls it, so
+    it is a function of the framework itself if possible.
     """
 
     def __init__(self) -> None:
         self.found: tuple[Any, ...] = ()
         self.unseen: tuple[str, ...] = _FRAMEWORKS
-        self.are_on: Callable[[], bool] = self._look_first
+        self.are_on: Callable[[], bool] = self._find_and_ask
 
     def look(self) -> None:
         """Find the profilers of the frameworks that the program has imported by now."""
@@ -51,19 +52,17 @@ class _Profilers:
             self.are_on = lambda: first() or second()
 
     def look_again(self) -> None:
-        """Look for profilers if the program has imported a framework since the last time."""
-        for name in self.unseen:
-            if name in sys.modules:
-                self.look()
-                return
+        """Find the profilers again if the program has imported a framework since the last time."""
+        if any(name in sys.modules for name in self.unseen):
+            self.look()
 
-    def _look_first(self) -> bool:
+    def _find_and_ask(self) -> bool:
         self.look()
         return self.are_on()
 
 
 class _Thread(threading.local):
-    inside = False
+    inside = False  # whether the thread is in a call that has an entry
 
 
 PROFILERS: Final = _Profilers()

@@ -8,12 +8,12 @@ from typing import Any, Final, NamedTuple
 
 from ...values import DistributedValues, IndexedSlices
 
-_MOST_LEAVES: Final = 10_000  # of a pytree that are counted; a profiler must not take longer than the call
-_DEEPEST: Final = 50  # levels of a pytree; an object may contain itself
+_MOST_LEAVES: Final = 10_000  # leaves of a pytree that are counted; a profiler must not take longer than the call
+_DEEPEST: Final = 50  # levels of a pytree that are searched; an object may contain itself
 
 
 class CallFacts(NamedTuple):
-    """What an entry shows. ``nbytes``: of one replica; ``arrays``: those of all replicas."""
+    """What an entry shows. ``nbytes`` are the bytes of one replica, ``arrays`` the arrays of all replicas."""
 
     name: str
     op: str

@@ -11,7 +11,7 @@ from jax.profiler import TraceAnnotation
 from .facts import CallFacts
 
 is_on: Final[Callable[[], bool]] = TraceAnnotation.is_enabled
-"""Whether a profiler runs. An annotation takes about 1 us without one, this 0.05 us."""
+"""Returns whether a profiler runs. This takes 0.05 us; without a profiler, an annotation would take about 1 us."""
 
 
 def entry(facts: CallFacts) -> AbstractContextManager[Any]:

@@ -1,7 +1,7 @@
-"""NVTX ranges of calls, which Nsight Systems and other profilers of NVIDIA show. They were not run on a GPU.
+"""NVTX ranges of calls, which Nsight Systems and other profilers of NVIDIA show. They were not tested on a GPU.
 
 Input: a call. Output: a range such as ``crossreduce:all_reduce sum 64 B float32 x2`` in the calling thread. It lasts
-until the call returns, so it contains the launches of the kernels, with which the profilers join them.
+until the call returns. So it contains the launches of the call's kernels, by which profilers attribute kernels to it.
 
 Ranges are on if ``CROSSREDUCE_NVTX`` is 1, or if a profiler has started the process (``NVTX_INJECTION64_PATH``) and
 ``CROSSREDUCE_NVTX`` is not 0. They need NVIDIA's Python package ``nvtx``, or ``libnvToolsExt.so.1`` of older CUDA.
@@ -28,7 +28,7 @@ class _Functions(NamedTuple):
     pop: Callable[[], Any]
 
 
-def _found() -> _Functions | None:
+def _load() -> _Functions | None:
     """Return the functions of NVTX if ranges are wanted and there is a library."""
     wanted = os.environ.get("CROSSREDUCE_NVTX") or ("1" if os.environ.get("NVTX_INJECTION64_PATH") else "0")
     if wanted == "0":
@@ -49,8 +49,8 @@ def _found() -> _Functions | None:
     return _Functions(lambda name: push(name.encode()), pop)
 
 
-FUNCTIONS: Final = _found()
-"""The functions of NVTX; ``None``: calls have no ranges."""
+FUNCTIONS: Final = _load()
+"""The functions of NVTX, or ``None`` if calls have no ranges."""
 
 
 def is_on() -> bool:

@@ -12,7 +12,7 @@ from torch._C._profiler import _RecordFunctionFast
 from .facts import CallFacts
 
 is_on: Final[Callable[[], bool]] = torch.autograd._profiler_enabled
-"""Whether the calling thread's calls are profiled."""
+"""Returns whether the calling thread's calls are profiled."""
 
 
 def entry(facts: CallFacts) -> AbstractContextManager[Any]:

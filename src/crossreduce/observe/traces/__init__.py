@@ -1,1 +1,1 @@
-"""Traces of collectives: files that the ranks write, read together on one clock, for a viewer and for a summary."""
+"""Traces of collectives: files that the ranks write, and that are read together for a viewer or a summary."""

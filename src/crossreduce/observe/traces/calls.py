@@ -1,7 +1,7 @@
-"""The calls of a trace, for each group and rank, with the phases of each call.
+"""Reads the calls of traces, for each group and rank, with the phases of each call.
 
-Input: a directory. Output: groups, by runs. Files of one group have the same token; groups that have a process in
-common belong to one run. Times stay on each rank's own clock: see ``clocks``.
+Input: a directory. Output: the groups of each run. Files of one group have the same token. Groups that have a process
+in common belong to one run. Times stay on each rank's own clock: see ``clocks``.
 """
 
 from __future__ import annotations
@@ -42,9 +42,10 @@ class CallPart(NamedTuple):
 
 
 class TracedCall(NamedTuple):
-    """A collective of one rank. ``end_ns``: ``None``: it has not ended; ``queued_ns``: since when it waited in a queue.
+    """A call of one rank. ``end_ns`` is ``None`` if it has not ended. ``queued_ns``: when it began to wait in a queue.
 
-    ``nbytes``: of the whole array: that of all ranks together if each has a part; ``None``: the text has no array.
+    ``nbytes``: the size of the whole array, that of all ranks together if each has a part. It is ``None`` if the text
+    has no array.
     """
 
     number: int
@@ -83,7 +84,7 @@ class RankTrace(NamedTuple):
 
 
 class GroupTrace(NamedTuple):
-    """The traces of a group's ranks, by rank. ``topologies``: the links between hosts from a call's number on."""
+    """The traces of a group's ranks, by rank. ``topologies``: the links between hosts, each from a call's number on."""
 
     name: str
     token: str
@@ -133,6 +134,7 @@ def read_directory(directory: Path) -> FoundTraces:
 
 
 def _topologies(paths: Iterable[Path], notes: list[str]) -> dict[str, list[tuple[int, Topology]]]:
+    """Return the topologies of each group's token; add a note for each unreadable file."""
     topologies: dict[str, list[tuple[int, Topology]]] = {}
     for path in paths:
         match = TOPOLOGY.fullmatch(path.name)
@@ -148,6 +150,7 @@ def _topologies(paths: Iterable[Path], notes: list[str]) -> dict[str, list[tuple
 
 
 def _group(contents: list[TraceContent], topologies: list[tuple[int, Topology]]) -> GroupTrace:
+    """Join the files of a group, which are sorted by rank and time."""
     ranks: dict[int, RankTrace] = {}
     for content in contents:
         facts = content.facts
@@ -163,7 +166,7 @@ def _group(contents: list[TraceContent], topologies: list[tuple[int, Topology]])
 
 
 def _calls(content: TraceContent) -> tuple[TracedCall, ...]:
-    """Return the calls of a file. Phases whose call was replaced by newer records are left out."""
+    """Return the calls of a file. If newer records have replaced a call, its remaining phases are left out."""
     host = next(ranks for ranks in content.facts.hosts if content.facts.rank in ranks)
     size = sum(map(len, content.facts.hosts))
     calls: dict[int, TracedCall] = {}
@@ -174,8 +177,8 @@ def _calls(content: TraceContent) -> tuple[TracedCall, ...]:
     for kind, outcome, rank, detail, begin, end, number in records:
         phase = _PHASES[kind]
         if phase is Phase.CALL:
-            known = 0 < detail <= len(content.texts)
-            text, nbytes = (content.texts[detail - 1], sizes[detail - 1]) if known else ("?", None)
+            has_text = 0 < detail <= len(content.texts)
+            text, nbytes = (content.texts[detail - 1], sizes[detail - 1]) if has_text else ("?", None)
             ended = None if outcome == RUNNING else end
             calls[number] = TracedCall(number, text, nbytes, begin, ended, outcome, None, ())
         elif phase is Phase.QUEUE:
@@ -191,7 +194,7 @@ def _calls(content: TraceContent) -> tuple[TracedCall, ...]:
 
 
 def array_nbytes(text: str, ranks: int) -> int | None:
-    """Return the bytes of the whole array of a call from its text; ``None``: it has no array that can exist.
+    """Return the bytes of the whole array of a call from its text, or ``None`` if it has no possible array.
 
     >>> array_nbytes("all_reduce sum float32[2, 3]", 4), array_nbytes("all_gather float32[2, 3]", 4)
     (24, 96)
@@ -214,12 +217,12 @@ def array_nbytes(text: str, ranks: int) -> int | None:
 
 
 def _runs(groups: list[GroupTrace]) -> tuple[tuple[GroupTrace, ...], ...]:
-    """Return the groups of each run, and the runs, in the order of their starts."""
+    """Return the groups of each run. Runs, and the groups of a run, are in the order of their starts."""
     runs: list[tuple[set[str], list[GroupTrace]]] = []
     for group in groups:
         processes = {trace.facts.process for trace in group.ranks.values()}
-        members, same = [group], [run for run in runs if run[0] & processes]
-        for run in same:
+        members, same_run = [group], [run for run in runs if run[0] & processes]
+        for run in same_run:
             processes |= run[0]
             members += run[1]
             runs.remove(run)
@@ -233,7 +236,7 @@ def _start_key(group: GroupTrace) -> tuple[int, str]:
 
 
 def newest(group: GroupTrace, most: int) -> tuple[GroupTrace, int]:
-    """Return a group with its newest calls, which have about ``most`` phases, and the number of calls left out.
+    """Return a group with its newest calls only, and the number of other calls. The calls have about ``most`` phases.
 
     All ranks keep the calls of the same numbers.
     """

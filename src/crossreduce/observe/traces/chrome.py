@@ -37,7 +37,7 @@ _WAITS: Final = (Phase.WAIT, Phase.AGREE)
 def to_chrome(
     groups: Sequence[GroupTrace], shifts: Mapping[str, ClockShift], predict: Predict, notes: Sequence[str] = ()
 ) -> str:
-    """Return the calls of all ranks on one clock, as JSON text for a trace viewer; it begins at 0 microseconds."""
+    """Return the calls of all ranks on one clock, which begins at 0 microseconds, as JSON text for a trace viewer."""
     writer = _EventWriter(groups, shifts, predict)
     clocks = {
         name: {"added_us": shift.add_ns / 1e3, "error_us": None if shift.error_ns is None else shift.error_ns / 1e3}
@@ -48,19 +48,19 @@ def to_chrome(
 
 
 class _EventWriter:
-    """The events of a trace. ``start_ns``: the time of the first one, on the common clock."""
+    """Makes the events of a trace. ``start_ns``: the time of the first event, on the common clock."""
 
     def __init__(self, groups: Sequence[GroupTrace], shifts: Mapping[str, ClockShift], predict: Predict) -> None:
         self.names: list[Event] = []
         self.events: list[Event] = []
         self._predict, self._arrows, self._process = predict, 0, 0
-        self._add = {
+        self._shifts = {  # the nanoseconds to add to the times of a rank
             (group.token, rank): shifts[trace.facts.clock].add_ns
             for group in groups
             for rank, trace in group.ranks.items()
         }
         begins = [
-            (call.begin_ns if call.queued_ns is None else call.queued_ns) + self._add[group.token, rank]
+            (call.begin_ns if call.queued_ns is None else call.queued_ns) + self._shifts[group.token, rank]
             for group in groups
             for rank, trace in group.ranks.items()
             for call in trace.calls
@@ -91,7 +91,7 @@ class _EventWriter:
                         self._add_arrow(group, rank, part, call, work[part.waited_for], rows)
 
     def _add_call(self, group: GroupTrace, rank: int, call: TracedCall, rows: Mapping[str, TraceRow]) -> None:
-        add = self._add[group.token, rank]
+        shift = self._shifts[group.token, rank]
         predicted = self._predict(group, call)
         details: Event = {"op": call.number, "call": call.text, "group": group.name, "rank": rank}
         details["outcome"] = OUTCOMES.get(call.outcome, f"failed ({call.outcome})")
@@ -100,7 +100,7 @@ class _EventWriter:
             details["bytes"] = call.nbytes
             if call.end_ns is not None and seconds > 0:
                 details["GB/s"] = round(call.nbytes / seconds / 1e9, 3)
-        begin, end = (self._us(ns + add) for ns in (call.begin_ns, call.last_ns))
+        begin, end = (self._us(ns + shift) for ns in (call.begin_ns, call.last_ns))
         if predicted is not None:
             us = round(predicted * 1e6, 3)
             details["predicted_us"] = us
@@ -110,12 +110,12 @@ class _EventWriter:
         name = call.text if call.end_ns is not None else f"{call.text} (not ended)"
         self.events.append(rows["calls"].slice(name, "call", begin, round(end - begin, 3), details))
         for part in call.parts:
-            started, ended = (self._us(ns + add) for ns in (part.begin_ns, part.end_ns))
+            started, ended = (self._us(ns + shift) for ns in (part.begin_ns, part.end_ns))
             name = NAMES[part.phase] + ("" if part.waited_for is None else f" for rank {part.waited_for}")
             about, colour = {"op": call.number, "stage": part.stage}, _COLOURS.get(part.phase)
             self.events.append(rows["phases"].slice(name, "phase", started, round(ended - started, 3), about, colour))
         if call.queued_ns is not None:
-            number, queued = f"{group.token}.{rank}.{call.number}", self._us(call.queued_ns + add)
+            number, queued = f"{group.token}.{rank}.{call.number}", self._us(call.queued_ns + shift)
             name = f"queue: {call.collective}"
             self.events += rows["queue"].overlapping(name, "queue", number, queued, begin, {"op": call.number})
 
@@ -130,21 +130,22 @@ class _EventWriter:
     ) -> None:
         """Add an arrow from the last work of the rank that arrived last to the end of a wait of this call."""
         assert part.waited_for is not None
-        shift, add = self._add[group.token, part.waited_for], self._add[group.token, rank]
-        at = bisect_right(work, (part.end_ns + add - shift, 1 << 62)) - 1
-        if at < 0:
+        late_shift, shift = self._shifts[group.token, part.waited_for], self._shifts[group.token, rank]
+        last = bisect_right(work, (part.end_ns + shift - late_shift, 1 << 62)) - 1
+        if last < 0:
             return
-        begin, end = work[at]
+        begin, end = (ns + late_shift for ns in work[last])
         self._arrows += 1
-        middle = max(begin + shift, min(end + shift, part.end_ns + add) - 1)  # within the events that it joins
-        ended = max(part.end_ns + add - 1, part.begin_ns + add, middle)
+        # An arrow begins and ends within the events that it joins.
+        start = max(begin, min(end, part.end_ns + shift) - 1)
+        stop = max(part.end_ns + shift - 1, part.begin_ns + shift, start)
         source, target = rows[part.waited_for]["phases"], rows[rank]["phases"]
-        times = self._us(middle), self._us(ended)
+        times = self._us(start), self._us(stop)
         self.events += source.arrow(
             "arrives last", "wait", self._arrows, times[0], target, times[1], {"op": call.number}
         )
 
 
 def _work(calls: Sequence[TracedCall]) -> list[tuple[int, int]]:
-    """Return when a rank did something else than to wait in its calls, in order."""
+    """Return the begin and the end of each phase of a rank's calls in which it did not wait, in order."""
     return sorted((part.begin_ns, part.end_ns) for call in calls for part in call.parts if part.phase not in _WAITS)

@@ -3,10 +3,10 @@
 Input: the groups of a run. Output: for each clock the nanoseconds to add to its times, and the possible error.
 
 Processes of one host share a clock. Between hosts, each call of a group begins with messages by which the leader ranks
-of all hosts compare their calls. A rank's message cannot arrive before it is sent, so the end of this phase on one host
-is not before its start on another one. Each call so gives an upper and a lower limit of the difference of two clocks,
-as in Cristian's algorithm; the middle of the tightest ones is used. The limits are the closer, the more often each of
-the hosts is the late one. If clocks drift, the limits may contradict each other; the error then is half of that gap.
+of all hosts compare their calls. A message cannot arrive before it is sent, so this phase does not end on one host
+before it begins on another host. So each call gives an upper and a lower limit of the difference of two clocks, as in
+Cristian's algorithm. The middle of the tightest limits is used. They are close if each of the two hosts is late in some
+calls. If clocks drift, the limits may contradict each other. Then the error is half of the gap between them.
 
 Source: F. Cristian, Probabilistic clock synchronization, Distributed Computing 3, 1989.
 """
@@ -24,7 +24,7 @@ from .format import Phase
 class ClockShift(NamedTuple):
     """The nanoseconds to add to the times of a clock.
 
-    ``error_ns``: by how much that may be wrong; ``None``: unknown, since only the calendar clocks were compared.
+    ``error_ns``: by how much this may be wrong. It is ``None`` if only the calendar clocks were compared.
     """
 
     add_ns: int
@@ -32,20 +32,20 @@ class ClockShift(NamedTuple):
 
 
 def align(groups: Sequence[GroupTrace]) -> dict[str, ClockShift]:
-    """Return the shift of each clock to the time of the first group's lowest rank, whose own is 0."""
+    """Return the shift from each clock to the clock of the first group's lowest rank."""
     traces = [trace for group in groups for _, trace in sorted(group.ranks.items())]
     names = list(dict.fromkeys(trace.facts.clock for trace in traces))
     shifts = {names[0]: ClockShift(0, 0)}
     limits = _limits(groups)
     while len(shifts) < len(names):
-        # Of all clocks that messages connect to a known one, the one with the smallest error is next.
-        found = []
-        for (known, other), (low, high) in limits.items():
-            if known in shifts and other not in shifts:
-                error = (shifts[known].error_ns or 0) + abs(high - low + 1) // 2
-                found.append((error, other, ClockShift(shifts[known].add_ns + (low + high) // 2, error)))
-        if found:
-            _, name, shift = min(found)
+        # The next clock is the one with the smallest error of all that messages connect to a clock with a shift.
+        candidates = []
+        for (clock, other), (low, high) in limits.items():
+            if clock in shifts and other not in shifts:
+                error = (shifts[clock].error_ns or 0) + abs(high - low + 1) // 2
+                candidates.append((error, other, ClockShift(shifts[clock].add_ns + (low + high) // 2, error)))
+        if candidates:
+            _, name, shift = min(candidates)
         else:
             name = next(name for name in names if name not in shifts)
             shift = ClockShift(_calendar(traces, name) - _calendar(traces, names[0]), None)
@@ -61,27 +61,22 @@ def _calendar(traces: Iterable[RankTrace], clock: str) -> int:
 
 
 def _limits(groups: Iterable[GroupTrace]) -> dict[tuple[str, str], tuple[int, int]]:
-    """Return for two clocks the least and the most that has to be added to times of the second one."""
+    """Return for pairs of clocks the least and the most that has to be added to times of the second clock."""
     limits: dict[tuple[str, str], tuple[int, int]] = {}
     for group in groups:
         leaders = min(map(len, group.hosts))
         for place in range(leaders):
             rail = [group.ranks[host[place]] for host in group.hosts if host[place] in group.ranks]
             compared = [_comparison_times(trace) for trace in rail]
-            for (one, here), (two, there) in combinations(zip(rail, compared, strict=True), 2):
-                if one.facts.clock == two.facts.clock:
+            for (first, times), (second, other_times) in combinations(zip(rail, compared, strict=True), 2):
+                clock, other_clock, both = first.facts.clock, second.facts.clock, times.keys() & other_times.keys()
+                if clock == other_clock or not both:
                     continue
-                both = here.keys() & there.keys()
-                if not both:
-                    continue
-                low = max(here[number][0] - there[number][1] for number in both)
-                high = min(here[number][1] - there[number][0] for number in both)
-                for pair, (least, most) in (
-                    ((one.facts.clock, two.facts.clock), (low, high)),
-                    ((two.facts.clock, one.facts.clock), (-high, -low)),
-                ):
-                    known = limits.get(pair, (least, most))
-                    limits[pair] = max(known[0], least), min(known[1], most)
+                low = max(times[number][0] - other_times[number][1] for number in both)
+                high = min(times[number][1] - other_times[number][0] for number in both)
+                for pair, (least, most) in (((clock, other_clock), (low, high)), ((other_clock, clock), (-high, -low))):
+                    earlier = limits.get(pair, (least, most))
+                    limits[pair] = max(earlier[0], least), min(earlier[1], most)
     return limits
 
 

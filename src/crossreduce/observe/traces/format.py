@@ -47,7 +47,8 @@ class Phase(IntEnum):
 RECORD: Final = struct.Struct("=BBHIqqQ")
 """A record, as in the native ``trace_file.hpp``: phase, outcome, rank, detail, begin, end and number of the op.
 
-Times are nanoseconds of the monotonic clock."""
+Times are nanoseconds of the monotonic clock. ``rank`` is the place on the host of the rank that was waited for.
+``detail`` is the stage of a phase, or the number of a call's text, from 1, with 0 for a text that had no room."""
 
 
 _CALL: Final = int(Phase.CALL)
@@ -55,7 +56,7 @@ _PHASES: Final = frozenset(map(int, Phase))
 
 
 class ClockReading(NamedTuple):
-    """The monotonic and the calendar clock at one time, in nanoseconds, and by how much they may differ from it."""
+    """Readings of the monotonic and the calendar clock, in nanoseconds, and the most time between the two readings."""
 
     monotonic_ns: int
     calendar_ns: int
@@ -108,7 +109,7 @@ class Facts(NamedTuple):
 class TraceContent(NamedTuple):
     """A file: the facts, the texts of calls, the records, oldest first, two readings of the clocks, and notes.
 
-    The records are in several pieces, each of some times the size of ``RECORD``.
+    The records are in several pieces, each of which contains whole records.
     """
 
     facts: Facts
@@ -122,7 +123,7 @@ def open_regular(path: Path) -> BinaryIO:
     """Open a regular file for reading.
 
     Raises:
-      ValueError: it is something else, such as a FIFO, which this does not wait for.
+      ValueError: it is not a regular file, but for example a FIFO, for whose writer this does not wait.
       OSError: it cannot be opened.
     """
     flags = os.O_RDONLY | sum(getattr(os, name, 0) for name in ("O_NONBLOCK", "O_CLOEXEC", "O_BINARY"))
@@ -134,7 +135,7 @@ def open_regular(path: Path) -> BinaryIO:
 
 
 def read_trace(path: Path) -> TraceContent:
-    """Return the content of a file. Of a truncated one the rest is read, and a note says so.
+    """Return the content of a file. If it is truncated, the remaining part is read, and there is a note about it.
 
     Raises:
       ValueError: it is not a trace.
@@ -156,34 +157,35 @@ def read_trace(path: Path) -> TraceContent:
         facts = Facts.decode(file.read(json_nbytes))
         file.seek(texts_at)
         texts = _texts(file.read(texts_nbytes))
-        kept = min(count, capacity)
-        here = min(kept, max(0, size - records_at) // RECORD.size)
-        # The place of the oldest record is the one that a running process writes next.
+        expected = min(count, capacity)
+        present = min(expected, max(0, size - records_at) // RECORD.size)
+        # In a full file, a running process writes the next record over the oldest one, so this one is not read. The
+        # records after it are older than those before it.
         oldest = count % capacity if count > capacity else 0
-        newer = _records(file, records_at, min(here, oldest + (count > capacity)), here)
-        records = [*newer, *_records(file, records_at, 0, min(here, oldest))]
+        older = _records(file, records_at, min(present, oldest + (count > capacity)), present)
+        records = [*older, *_records(file, records_at, 0, min(present, oldest))]
     notes = []
-    if here < kept:
-        notes.append(f"it is truncated: {kept - here} of {kept} records are missing")
+    if present < expected:
+        notes.append(f"it is truncated: {expected - present} of {expected} records are missing")
     if count > capacity:
         replaced = count - (capacity - 1)
         notes.append(f"the oldest {replaced} of {count} records were replaced; see CROSSREDUCE_TRACE_BYTES")
     if problem:
         notes.append(f"the file could not grow (error {problem}), so new records replaced old ones early")
-    malformed = here - (count > capacity and here > oldest) - sum(map(len, records)) // RECORD.size
+    malformed = present - (count > capacity and present > oldest) - sum(map(len, records)) // RECORD.size
     if malformed:
         notes.append(f"{malformed} records are malformed and left out")
-    without = sum(
+    without_text = sum(
         phase == _CALL and not detail for part in records for phase, _, _, detail, *_ in RECORD.iter_unpack(part)
     )
-    if without:
-        notes.append(f'the texts of {without} calls had no room, so they are "?"')
+    if without_text:
+        notes.append(f'the texts of {without_text} calls had no room, so they are "?"')
     readings = ClockReading(*clocks[:3]), ClockReading(*clocks[3:])
     return TraceContent(facts, texts, records, readings, tuple(notes))
 
 
 def _records(file: BinaryIO, at: int, first: int, end: int) -> list[bytes]:
-    """Return the valid records from number ``first`` to ``end``; a file may be much larger than these."""
+    """Return the valid records from number ``first`` to ``end``, in pieces."""
     pieces = []
     file.seek(at + first * RECORD.size)
     for place in range(first, end, _AT_ONCE):
@@ -204,6 +206,7 @@ def _is_valid(phase: int, outcome: int, _rank: int, _detail: int, begin: int, en
 
 
 def _texts(data: bytes) -> tuple[str, ...]:
+    """Return the texts of calls, each of which follows its length in bytes."""
     texts, at = [], 0
     while at + 2 <= len(data):
         (length,) = struct.unpack_from("=H", data, at)

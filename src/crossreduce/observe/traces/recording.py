@@ -1,8 +1,8 @@
-"""Traces of a process's groups: which file each rank writes, and when it begins and ends.
+"""Traces of a process's groups: opens and closes the file that each rank writes.
 
 Input: a directory, from ``start`` or CROSSREDUCE_TRACE. Output: ``DIR/rank<r>.<token>.trace`` for each group of this
 process, which compiled code writes (``trace_file.hpp``) and ``crossreduce.observe.traces`` reads. A trace never makes a
-call fail: what goes wrong is a warning.
+call fail: its errors are logged as warnings.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _LOCK_S: Final = 5.0  # how long `start` and `stop` wait for a call of a group t
 
 
 class TracedGroup(Protocol):
-    """What this module needs of a ``Communicator``; ``memory`` is its ``RankMemory``, ``peers`` have ``PeerInfo``."""
+    """The part of ``Communicator`` that this module uses. ``memory``: a ``RankMemory``; ``peers``: ``PeerInfo``."""
 
     lock: threading.Lock
     memory: Any
@@ -51,7 +51,7 @@ class _Settings(NamedTuple):
 
 
 _GROUPS: Final[weakref.WeakSet[Any]] = weakref.WeakSet()
-_STARTED: Final[list[_Settings | None]] = []  # the last one is what `start` or `stop` has set; empty: the environment's
+_STARTED: Final[list[_Settings | None]] = []  # what `start` or `stop` has set last; empty: the environment decides
 _WARNED: Final[set[str]] = set()
 _CHANGE: Final = [threading.RLock()]  # held while the settings or the set of groups change; a signal handler may nest
 
@@ -123,6 +123,7 @@ def _set(settings: _Settings | None) -> None:
 
 
 def _change(group: TracedGroup, settings: _Settings | None) -> None:
+    """End the file of a group, and begin another one unless ``settings`` is ``None``."""
     if not group.lock.acquire(timeout=_LOCK_S):
         text = f'group "{group.name}" is in a call, so its trace is not changed.'
         _LOG.warning("%s", message(text, remedy="start and stop between calls"))
@@ -137,7 +138,6 @@ def _change(group: TracedGroup, settings: _Settings | None) -> None:
 
 
 def _open(group: TracedGroup, settings: _Settings) -> None:
-    """Begin the file of a group; if that is not possible, warn once."""
     rank = group.global_ranks[group.rank]
     own = group.peers[group.rank]
     hosts = tuple(tuple(group.global_ranks[each] for each in host) for host in group.hosts)
@@ -178,13 +178,14 @@ def _make(directory: Path) -> None:
 
 
 def _from_environment() -> _Settings | None:
+    """Return the settings of CROSSREDUCE_TRACE and CROSSREDUCE_TRACE_BYTES, or ``None`` if tracing is off."""
     directory = os.environ.get("CROSSREDUCE_TRACE")
     if not directory:
         return None
-    limit, given = DEFAULT_NBYTES, os.environ.get("CROSSREDUCE_TRACE_BYTES")
-    if given:
+    limit, text = DEFAULT_NBYTES, os.environ.get("CROSSREDUCE_TRACE_BYTES")
+    if text:
         try:
-            limit = _limit(given)
+            limit = _limit(text)
         except ArgumentError as error:
             _warn_once("CROSSREDUCE_TRACE_BYTES", f"CROSSREDUCE_TRACE_BYTES is ignored: {error}", "")
     return _Settings(Path(directory).absolute(), limit)
@@ -205,12 +206,12 @@ def _limit(nbytes: int | str) -> int:
 
 @lru_cache(maxsize=1)
 def _process() -> str:
-    """Return text that no other process has."""
+    """Return a random text, the same for all groups of this process."""
     return secrets.token_hex(16)
 
 
 def _clock() -> str:
-    """Return text that is equal for processes that share a monotonic clock."""
+    """Return a text that is equal for processes that share a monotonic clock."""
     parts = []
     with suppress(OSError):
         parts.append(Path("/proc/sys/kernel/random/boot_id").read_text().strip())
@@ -219,7 +220,7 @@ def _clock() -> str:
 
 
 def _forget() -> None:
-    """Forget the groups in a forked child: they do not belong to it. Another thread may have held the lock."""
+    """Forget the groups in a forked child, since they belong to its parent. Another thread may have held the lock."""
     _GROUPS.clear()
     _CHANGE[0] = threading.RLock()
     _process.cache_clear()

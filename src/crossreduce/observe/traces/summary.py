@@ -1,9 +1,10 @@
-"""What a trace shows in a few numbers: for each kind of call its times, and for whom the ranks waited.
+"""A trace in a few numbers: for each kind of call its times, and for which ranks the others waited.
 
 Input: the groups of a run and their clocks. Output: a row for each group and text of calls.
 
-A wait counts for the rank that arrived last at the barrier. While that rank itself waited for other hosts, the wait
-counts for the leader of the host that began last; while it exchanged data with other hosts, for no rank.
+A wait counts for the rank that arrived last at the barrier, with two exceptions. While that rank itself waited for
+other hosts, the wait counts for the leader that was the last to begin. While that rank exchanged data with other hosts,
+the wait counts for no rank.
 """
 
 from __future__ import annotations
@@ -22,12 +23,12 @@ _DELAYED: Final = (Phase.AGREE, Phase.BETWEEN_HOSTS)
 
 
 class SummaryRow(NamedTuple):
-    """The calls of one text in one group; seconds are medians over calls.
+    """The calls with the same text in one group. The three fields with seconds of one call are medians.
 
-    ``seconds``: from the first rank's begin to the last rank's end. ``own_seconds``: of the ranks' calls, the part in
-    which they did not wait. ``waiting``: the share of the ranks' time in these calls in which they waited.
-    ``waited_for``: the ranks for whom, with their shares of this waiting, the largest first. ``rank_seconds``: each
-    rank and its time in these calls.
+    ``seconds``: from the first rank's begin to the last rank's end. ``own_seconds``: the time of a rank in which it did
+    not wait. ``queue_seconds``: the time in a queue before the call. ``waiting``: the share of the ranks' time in these
+    calls in which they waited. ``waited_for``: the ranks for which they waited, with their shares of this waiting, the
+    largest first. ``rank_seconds``: each rank and its time in all these calls.
     """
 
     group: str
@@ -50,7 +51,7 @@ class SummaryRow(NamedTuple):
 
 
 def summarize(groups: Iterable[GroupTrace], shifts: Mapping[str, ClockShift]) -> list[SummaryRow]:
-    """Return the rows of each group, those with the most time first."""
+    """Return the rows of each group, the row with the most time first."""
     rows = []
     for group in groups:
         calls: dict[str, dict[int, dict[int, TracedCall]]] = {}  # by text, number and rank
@@ -65,22 +66,24 @@ def summarize(groups: Iterable[GroupTrace], shifts: Mapping[str, ClockShift]) ->
 def _row(
     group: GroupTrace, text: str, calls: Sequence[Mapping[int, TracedCall]], shifts: Mapping[str, ClockShift]
 ) -> SummaryRow:
+    """Return the row of the calls with the same text; ``calls`` has each call on its ranks."""
     add = {rank: shifts[trace.facts.clock].add_ns for rank, trace in group.ranks.items()}
-    every = [call for ranks in calls for call in ranks.values()]
+    all_calls = [call for ranks in calls for call in ranks.values()]
     seconds = [
         max(call.last_ns + add[rank] for rank, call in ranks.items())
         - min(call.begin_ns + add[rank] for rank, call in ranks.items())
         for ranks in calls
         if all(call.completed for call in ranks.values())
     ]
-    own = [call.end_ns - call.begin_ns - _wait_ns(call) for call in every if call.end_ns is not None and call.completed]
-    queues = [call.begin_ns - call.queued_ns for call in every if call.queued_ns is not None]
+    completed = [call for call in all_calls if call.completed]
+    own = [call.end_ns - call.begin_ns - _wait_ns(call) for call in completed if call.end_ns is not None]
+    queues = [call.begin_ns - call.queued_ns for call in all_calls if call.queued_ns is not None]
     blamed: Counter[int] = Counter()
     for ranks in calls:
         for rank, call in ranks.items():
             for part in call.parts:
                 blamed.update(_blame(group, rank, part, ranks, add))
-    waited = sum(map(_wait_ns, every))
+    waited = sum(map(_wait_ns, all_calls))
     spent: Counter[int] = Counter()
     for ranks in calls:
         for rank, call in ranks.items():
@@ -90,7 +93,7 @@ def _row(
         group=group.name,
         token=group.token,
         text=text,
-        nbytes=every[0].nbytes,
+        nbytes=all_calls[0].nbytes,
         calls=len(calls),
         unfinished=sum(not all(call.completed for call in ranks.values()) for ranks in calls),
         seconds=median(seconds) / 1e9 if seconds else None,
@@ -103,7 +106,7 @@ def _row(
 
 
 def straggler(rows: Sequence[SummaryRow]) -> tuple[int, float]:
-    """Return the rank for which the others of a group waited longest, and the share of their time in all its calls."""
+    """Return the rank for which a group's other ranks waited longest, and this share of their time in all calls."""
     waited: Counter[int] = Counter()
     spent: Counter[int] = Counter()
     for row in rows:
@@ -122,7 +125,7 @@ def _wait_ns(call: TracedCall) -> int:
 def _blame(
     group: GroupTrace, rank: int, part: CallPart, ranks: Mapping[int, TracedCall], add: Mapping[int, int]
 ) -> dict[int, int]:
-    """Return the nanoseconds of a part of a call in which a rank waited, by the rank that it waited for; see above."""
+    """Return for how many ns of a part of a call a rank waited, by the rank for which this counts; see above."""
     if part.phase is Phase.AGREE:
         latest = _latest(group, rank, ranks, add)
         return {} if latest is None else {latest: part.end_ns - part.begin_ns}
@@ -135,18 +138,18 @@ def _blame(
         for other in ranks[late].parts:
             if other.phase in _DELAYED:
                 end, begin = min(part.end_ns, other.end_ns + shift), max(part.begin_ns, other.begin_ns + shift)
-                common = max(0, end - begin)
-                left -= common
+                overlap = max(0, end - begin)
+                left -= overlap
                 latest = _latest(group, late, ranks, add) if other.phase is Phase.AGREE else None
-                if latest is not None and common:
-                    blamed[latest] = blamed.get(latest, 0) + common
+                if latest is not None and overlap:
+                    blamed[latest] = blamed.get(latest, 0) + overlap
     if left > 0:
         blamed[late] = blamed.get(late, 0) + left
     return blamed
 
 
 def _latest(group: GroupTrace, rank: int, ranks: Mapping[int, TracedCall], add: Mapping[int, int]) -> int | None:
-    """Return the leader of another host that was the last to compare this call with the rank's; ``None``: unknown."""
+    """Return the other hosts' leader that was the last to begin to compare this call, or ``None`` if it is unknown."""
     place = next(host.index(rank) for host in group.hosts if rank in host)
     begins = {
         host[place]: part.begin_ns + add[host[place]]

@@ -30,7 +30,7 @@ from ..transports import tcp
 from .ballots import Ballot
 
 _PAUSES_S: Final = (50e-6, 1e-3)  # between two looks at the registers, first and longest
-LOOK_S: Final = 0.02  # between two checks which ranks of the host are alive, or from an answer to the next question
+LOOK_S: Final = 0.02  # between two checks which ranks of the host are alive, and from an answer to the next question
 _TURN_S: Final = 0.15  # how much later than one host the next one begins to speak
 _VOTE_S: Final = 2.0  # how long the answers to a request of a ballot are waited for; there are ``ROUNDS`` ballots
 _TOLD_S: Final = 1.0  # how long a host that has just answered may take to note a decision
@@ -44,7 +44,7 @@ _LOG: Final = logging.getLogger("crossreduce")
 class Agreements:
     """The agreements of one group, in the view of one rank. One thread at a time calls ``decide``.
 
-    ``electors``: the ranks that take part in the next agreement. ``published``: what other ranks may ask this one for.
+    ``electors``: the ranks that take part in the next agreement. ``published``: values that other ranks may read.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class Agreements:
         self.number = 0  # of the latest agreement of this rank
         self.waiting: dict[str, tuple[float, Json]] = {}  # processes that want to join: time of the request, place
         self.published: dict[str, Json] = {}
-        self.last: tuple[int, Decision] | None = None  # the decision of number ``number``, with a ballot of it
+        self.last: tuple[int, Decision] | None = None  # the decision of agreement ``number``, after its ballot's number
         self._relayed: set[int] = set()  # the hosts to which this process has passed on connections
 
     @property
@@ -83,7 +83,7 @@ class Agreements:
                     self.others[other].known = self.others[other].known or address
 
     def joiners(self) -> dict[str, Json]:
-        """Return the processes that want to join, and have said so to this rank a short time ago: their places."""
+        """Return the places, by token, of the processes that have asked this rank in the last seconds to join."""
         since = time.monotonic() - JOINER_S
         for token, (at, _) in [*self.waiting.items()]:
             if at <= since:
@@ -100,14 +100,14 @@ class Agreements:
 
     def peer(self, rank: int) -> Peer:
         """Return a rank of the group as a process to ask."""
-        found = self.others.get(rank)
-        if found is None:
+        peer = self.others.get(rank)
+        if peer is None:
             place = self._infos[rank].place
-            found = self.others[rank] = Peer(place, place.addresses[-1])  # the last one is the loopback address
-        return found
+            peer = self.others[rank] = Peer(place, place.addresses[-1])  # the last one is the loopback address
+        return peer
 
     def decide(self, kind: int, flag: bool, progress: int, timeout_s: float) -> Decision:
-        """Agree with the electors on who of them has arrived here; see ``Decision`` for what else is agreed on.
+        """Agree with the electors on which of them have arrived here. ``Decision`` lists what else they agree on.
 
         ``timeout_s``: how long electors that are alive are waited for.
 
@@ -121,7 +121,7 @@ class Agreements:
             self.registers.arrive(Contribution(number, kind, flag, progress))
             speaker = _Speaker(self, number, electors, timeout_s)
             pause_s, look_at, speaks = _PAUSES_S[0], began, False
-            while (known := self.registers.decision(number)) is None:
+            while (decided := self.registers.decision(number)) is None:
                 now = time.monotonic()
                 if now > began + timeout_s + _BEYOND_S:
                     raise self.no_quorum(electors, timeout_s)
@@ -132,20 +132,20 @@ class Agreements:
                     pause_s = min(2 * pause_s, _PAUSES_S[1])
         except Overtaken:
             raise self._excluded() from None
-        found = known[1]
-        self.electors, self.last = found.members, known
-        if self.rank not in found.members:
+        decision = decided[1]
+        self.electors, self.last = decision.members, decided
+        if self.rank not in decision.members:
             raise self._excluded()
-        if beyond := self._relayed & {self._host_of[rank] for rank in found.members}:
-            self._tell_beyond(beyond, number, known)
-            self._relayed -= beyond  # until it passes on a connection again
-        return found
+        if relayed := self._relayed & {self._host_of[rank] for rank in decision.members}:
+            self._tell_relayed(relayed, number, decided)
+            self._relayed -= relayed  # until it passes on a connection again
+        return decision
 
-    def _tell_beyond(self, hosts: Collection[int], number: int, known: tuple[int, Decision]) -> None:
+    def _tell_relayed(self, hosts: Collection[int], number: int, decided: tuple[int, Decision]) -> None:
         """Tell a decision to hosts that others may reach only through this process, which may end at once."""
         try:
-            told = self.request("decided", number, ballot=known[0], decision=known[1])
-            _wait_until_noted(self.inquiry(hosts, known[1].members, told), hosts, lambda _: False)
+            request = self.request("decided", number, ballot=decided[0], decision=decided[1])
+            _wait_until_noted(self.inquiry(hosts, decided[1].members, request), hosts, lambda _: False)
         except Overtaken:
             raise self._excluded() from None
         except RuntimeError:  # too many threads
@@ -186,7 +186,7 @@ class Agreements:
             if what == "result":
                 return {"decided": self.registers.decision(number)}
             if not self.registers.follows(number, read_decided(request["previous"])):
-                return {"otherwise": True}
+                return {"otherwise": True}  # this host has another decision of the previous agreement
             if what == "status":
                 return self.status(number, request["electors"])
             ballot = int(request["ballot"])
@@ -203,7 +203,7 @@ class Agreements:
         return {}
 
     def _relays_to(self, rank: int) -> dict[str, Json]:
-        """Return where this process connects to if it is to be the relay to another rank."""
+        """Return the addresses to which this process connects as a relay to another rank."""
         peer = self.others.get(rank)
         if peer is None or self._host_of[rank] == self.own_host or self.rank not in self.electors:
             return {"unknown": True}
@@ -212,7 +212,7 @@ class Agreements:
         return {"addresses": [peer.known] if peer.known else addresses, "known": bool(peer.known)}
 
     def status(self, number: int, electors: Sequence[int]) -> dict[str, Json]:
-        """Return the state of an agreement on this host: which of its electors have arrived, and which are late.
+        """Return the state of an agreement on this host: which electors of this host have arrived, and which are late.
 
         Ranks that have ended, or are stopped, are neither. ``decided``: see ``Registers.decision``.
         """
@@ -221,10 +221,10 @@ class Agreements:
         for place, rank in enumerate(self._memory.host):
             if rank not in electors:
                 continue
-            given = self.registers.contribution(place)
+            contribution = self.registers.contribution(place)
             if rank == self.rank or self._memory.alive(rank):
-                if given.number == number:
-                    arrived[str(rank)] = [given.kind, given.flag, given.progress]
+                if contribution.number == number:
+                    arrived[str(rank)] = [*contribution[1:]]
                 elif not self._memory.is_stopped(rank):
                     late.append(rank)
         return {"decided": decided, "arrived": arrived, "late": late}
@@ -232,7 +232,7 @@ class Agreements:
     # Questions to other hosts
 
     def request(self, what: str, number: int, **content: Json) -> dict[str, Json]:
-        """Return a request about an agreement; ``previous`` shows that the asked host has the same electors."""
+        """Return a request about an agreement. By ``previous``, the asked host checks that it has the same electors."""
         previous = self.registers.decision(number - 1) if number > 1 else None
         return {"what": what, "number": number, "previous": previous, **content}
 
@@ -252,7 +252,7 @@ class Agreements:
                 peer.relay = None
 
     def relays(self, host: int, electors: Sequence[int]) -> list[Peer]:
-        """Return the electors through which a host may be reached: those of third hosts, one of each host first."""
+        """Return the electors on third hosts, through which a host may be reached, first one of each third host."""
         if host == self.own_host:
             return []
         others = [ranks for k, ranks in enumerate(self.hosts) if k not in (self.own_host, host)]
@@ -267,7 +267,7 @@ class Agreements:
         return ExcludedError.of(problem, "it was late, or could not be reached", "join the group again as a new rank")
 
     def no_quorum(self, electors: Sequence[int], timeout_s: float) -> ExcludedError:
-        """Return the error that says that this rank reaches too few ranks."""
+        """Return the error for the case that this rank reaches too few ranks."""
         own = self._global_ranks[self.rank]
         problem = f'rank {own} cannot reach enough ranks of group "{self._name}" to continue: the others may do so.'
         hosts = Counter(self._host_of[rank] for rank in electors)
@@ -289,10 +289,10 @@ class _Speaker:
         self._turn = sorted(self._weights).index(group.own_host)
         self._statuses: RepeatedRequest | None = None  # of the other hosts, when their turn to be asked has come
         self._ended: set[int] = set()  # the hosts on which no elector lives any more
-        self._late: list[int] = []  # those of this host when they were last looked at
-        self._look_at = 0.0  # when they are looked at again, unless one arrives: each look reads files of the system
-        self._ready_at = 0.0
-        self._round = 0
+        self._late: list[int] = []  # the late ranks of this host at the last check
+        self._look_at = 0.0  # the time of the next check, unless a late rank arrives: each reads files of the system
+        self._ready_at = 0.0  # when ``_ready`` first returned contributions
+        self._round = 0  # the number of ballots so far
 
     def wait(self, seconds: float) -> None:
         """Wait so long, or until another host answers."""
@@ -312,17 +312,14 @@ class _Speaker:
         contributions = self._ready(self._statuses)
         if contributions is None:
             return False
-        if self._turn:  # a host before this one will speak, unless it cannot
+        if self._turn:  # wait a while if ranks of a lower host have arrived, since it should begin the ballot
             self._ready_at = self._ready_at or now
-            lower = {host for host in self._weights if host < self._group.own_host}
-            if now < self._ready_at + 2 * _TURN_S * self._turn and lower & {
-                self._group.host_of(rank) for rank in contributions
-            }:
+            is_lower_here = any(self._group.host_of(rank) < self._group.own_host for rank in contributions)
+            if now < self._ready_at + 2 * _TURN_S * self._turn and is_lower_here:
                 return False
         return self._vote(Decision.of(contributions), self._statuses)
 
     def _read(self, statuses: RepeatedRequest, wait_s: float = 0.0) -> None:
-        """Note the new answers of other hosts."""
         for host in statuses.read(wait_s):
             status = statuses.found[host]
             if status is None:
@@ -334,7 +331,7 @@ class _Speaker:
                 self._group.registers.decide(self._number, *decided)
 
     def _is_decided(self) -> bool:
-        """Return whether this host knows the decision, such as from the speaker of another host."""
+        """Return whether this host has the decision, such as from the speaker of another host."""
         return self._group.registers.decision(self._number) is not None
 
     def _ready(self, statuses: RepeatedRequest) -> dict[int, Contribution] | None:
@@ -357,7 +354,7 @@ class _Speaker:
             elif statuses.is_current(host):
                 status = statuses.found[host]
             elif host not in self._ended and (statuses.is_due(host) or (waits and not statuses.is_silent(host))):
-                return None
+                return None  # it may still answer
             if status is None:
                 continue
             if status["late"] and waits:
@@ -389,16 +386,17 @@ class _Speaker:
         if not ballot.final:
             if self._is_decided():
                 return True
-            there = ballot.answered | self._ended
-            unreached = [statuses.answered_at[host] for host in self._others if host not in there]
-            if unreached and not ballot.refused and time.monotonic() > max(unreached) + _LACKING_S:
+            reached = ballot.answered | self._ended
+            last_answers = [statuses.answered_at[host] for host in self._others if host not in reached]
+            if last_answers and not ballot.refused and time.monotonic() > max(last_answers) + _LACKING_S:
                 raise group.no_quorum(self._electors, time.monotonic() - self._began)
             time.sleep(random.uniform(0.5, 1.5) * LOOK_S * (1 + self._turn))
             return False
         registers.decide(number, ballot.number, ballot.decision)
-        told = group.request("decided", number, ballot=ballot.number, decision=ballot.decision)
-        members = {group.host_of(rank) for rank in ballot.decision.members} - {own}
-        self._tell(told, members, statuses)
+        request = group.request("decided", number, ballot=ballot.number, decision=ballot.decision)
+        hosts = {group.host_of(rank) for rank in ballot.decision.members} - {own}
+        # If this process ended at once, they could decide something else without it. A silent host could do so anyway.
+        _wait_until_noted(group.inquiry(hosts, self._electors, request), hosts, statuses.is_silent)
         return True
 
     def _answers(
@@ -422,16 +420,9 @@ class _Speaker:
                     if is_enough():
                         return
 
-    def _tell(self, told: dict[str, Json], hosts: Collection[int], statuses: RepeatedRequest) -> None:
-        """Tell other hosts the decision, and wait a moment until they have noted it, except silent ones.
-
-        If this process ended at once, they could decide something else without it. A silent host could do so anyway.
-        """
-        _wait_until_noted(self._group.inquiry(hosts, self._electors, told), hosts, statuses.is_silent)
-
 
 def _wait_until_noted(inquiry: RepeatedRequest, hosts: Collection[int], is_silent: Callable[[int], bool]) -> None:
-    """Wait a moment until hosts have answered that they have noted a decision, except silent ones."""
+    """Send a decision to hosts, and wait a moment until all but silent ones have answered that they have noted it."""
     until = time.monotonic() + _TOLD_S
     inquiry.read()
     while time.monotonic() < until and not all(host in inquiry.found or is_silent(host) for host in hosts):

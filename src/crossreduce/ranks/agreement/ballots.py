@@ -12,12 +12,12 @@ from ..intra_host.registers import Decision
 
 
 def has_quorum(weights: Mapping[int, int], answered: Collection[int], ended: Collection[int] = ()) -> bool:
-    """Return whether so many hosts have answered that no others can decide anything else.
+    """Return whether enough hosts have answered, so that the others cannot decide anything else.
 
     Args:
       weights: the number of ranks that vote on each host. Hosts without any have no entry.
       answered: the hosts that have answered.
-      ended: hosts on which certainly no rank that votes lives any more, if the ballot counts without them.
+      ended: hosts on which all ranks that vote have certainly ended, if the ballot counts without these hosts.
 
     A quorum is hosts with more than half of the ranks; or with half of them, the lowest host included. Any two such
     sets have a host in common. A ballot that counts without ended hosts needs all others.
@@ -36,7 +36,7 @@ def has_quorum(weights: Mapping[int, int], answered: Collection[int], ended: Col
 
 
 class Ballot:
-    """A ballot of host ``own`` for ``decision``, unless hosts have accepted another one before.
+    """A ballot of host ``own`` for ``decision``, or for another decision that hosts have accepted before.
 
     The caller asks host ``own`` and after it the others to promise (unless ``accepting``), then in the same order to
     accept, passes on their answers, and sends no further requests when the result is ``final`` or ``refused``.
@@ -61,7 +61,7 @@ class Ballot:
         self._last = -1  # the ballot of the last decision that a host has accepted
 
     def promised(self, host: int, accepted: tuple[int, Decision] | None) -> None:
-        """A host has promised; ``accepted``: see ``Registers.promise``."""
+        """Take a host's promise; ``accepted`` is the result of ``Registers.promise`` there."""
         if self.accepting:
             return
         assert self.own in self.answered or host == self.own, "host own promises first"
@@ -72,7 +72,7 @@ class Ballot:
             self.accepting, self.answered = True, set()
 
     def accepted(self, host: int, decision: Decision | None) -> None:
-        """A host has accepted ``decision`` in this ballot; ``None``: it has promised not to.
+        """Take a host's answer: the ``decision`` that it has accepted in this ballot; ``None`` if that was ruled out.
 
         Another rank of host ``own`` may have begun the same ballot with another decision, which then counts.
         """

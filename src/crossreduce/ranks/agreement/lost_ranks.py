@@ -1,6 +1,6 @@
-"""Which ranks of a group are lost, or beyond a lost link, while the others do something together.
+"""Finds the ranks of a group that are lost, or beyond a lost link, while the others do something together.
 
-Input: the agreements of a group. Output: ranks, without a wait for an answer of another host.
+Input: the agreements of a group. Output: ranks. Nothing here waits for an answer of another host.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Watch:
         self._inquiry: RepeatedRequest | None = None
 
     def lost(self) -> list[int]:
-        """Return those that have ended, are stopped, or have come to the agreement with a no; or whose host is silent.
+        """Return the electors that have ended, are stopped, have arrived with the flag false, or have a silent host.
 
         This does not wait for answers of other hosts; it reports them when it is called again.
         """
@@ -56,18 +56,17 @@ class Watch:
                 request = group.request("status", number, electors=electors)
                 self._inquiry = group.inquiry(others, electors, request, LOOK_S)
             self._inquiry.read()
-            found = {**self._inquiry.found, group.own_host: group.status(number, electors)}
+            statuses = {**self._inquiry.found, group.own_host: group.status(number, electors)}
         except Overtaken:  # they have excluded this rank
             return [rank for rank in electors if rank != group.rank]
         lost = []
         for rank in electors:
             host = group.host_of(rank)
-            if host in found:
-                status = found[host] or {}
-                arrived = status.get("arrived", {}).get(str(rank))
-                if not arrived[1] if arrived else rank not in status.get("late", []):
-                    lost.append(rank)
-                    continue
-            if host != group.own_host and self._inquiry.is_silent(host):
+            is_lost = host != group.own_host and self._inquiry.is_silent(host)
+            if host in statuses:
+                status = statuses[host] or {}  # ``None``: all electors there have ended
+                arrived = status.get("arrived", {}).get(str(rank))  # kind, flag, progress
+                is_lost = is_lost or (not arrived[1] if arrived else rank not in status.get("late", []))
+            if is_lost:
                 lost.append(rank)
         return lost

@@ -1,8 +1,8 @@
 """``AuthenticatedChannel``: messages over a connection between two processes that both know a key.
 
-Input: a connected socket, and the key. Output: messages in JSON. The process that connects sends a random number; the
-one that listens answers with another random number and a proof; the one that connects checks it, and answers with a
-proof. These proofs and those of messages depend on both numbers, on who sends, and on the position in the connection.
+Input: a connected socket, and the key. Output: messages in JSON. The process that connects sends a random number. The
+process that listens answers with another random number and a proof. The first process checks the proof, and sends its
+own. All proofs, also those of messages, depend on both numbers, on the sender, and on the position in the connection.
 So recorded data cannot be replayed, and no message is sent to a program that does not have the key. Nothing is
 encrypted.
 """
@@ -29,7 +29,8 @@ _CONNECTS, _LISTENS = b"connects", b"listens"
 class AuthenticatedChannel:
     """Messages over a connection. One thread at a time sends, and one receives.
 
-    ``numbers``: those of the two processes, of the one that connects first. ``own`` and ``other``: who connects.
+    ``numbers``: the random numbers of the connecting and of the listening process. ``own`` and ``other``: whether this
+    process and the other one connect or listen.
     """
 
     def __init__(self, connection: socket.socket, key: bytes, numbers: bytes, own: bytes, other: bytes) -> None:
@@ -39,7 +40,7 @@ class AuthenticatedChannel:
 
     @property
     def connection(self) -> socket.socket:
-        """The connection, for a process that passes on what follows."""
+        """The connection, for a relay, which passes on what follows."""
         return self._connection
 
     def send(self, content: dict[str, Any]) -> None:
@@ -48,16 +49,16 @@ class AuthenticatedChannel:
         self._connection.sendall(_LENGTH.pack(len(body)) + self.next_proof(body) + body)
 
     def receive(self, deadline: float = math.inf) -> dict[str, Any]:
-        """Return the next message. ``deadline``: when all of it must be there, in ``time.monotonic()``.
+        """Return the next message. All of it must arrive before ``deadline``, a time of ``time.monotonic()``.
 
         Raises:
-          ValueError: the other process has not sent this as its next message here.
+          ValueError: this is not the next message that the other process has sent.
           OSError, EOFError: the connection has ended, or the deadline has passed.
         """
-        (length,) = _LENGTH.unpack(_exactly(self._connection, _LENGTH.size, deadline))
+        (length,) = _LENGTH.unpack(_read(self._connection, _LENGTH.size, deadline))
         if length > _MOST_BYTES:
             raise ValueError("the message is too long")
-        proof, body = _exactly(self._connection, _DIGEST, deadline), _exactly(self._connection, length, deadline)
+        proof, body = (_read(self._connection, _DIGEST, deadline), _read(self._connection, length, deadline))
         if not self.is_next(proof, body):
             raise ValueError("the proof of the message is wrong")
         content: dict[str, Any] = json.loads(body)
@@ -91,8 +92,8 @@ def open_channel(
     own = secrets.token_bytes(_NONCE)
     connection.sendall(own)
     wait()
-    channel = AuthenticatedChannel(connection, key, own + _exactly(connection, _NONCE, deadline), _CONNECTS, _LISTENS)
-    if not channel.is_next(_exactly(connection, _DIGEST, deadline)):
+    channel = AuthenticatedChannel(connection, key, own + _read(connection, _NONCE, deadline), _CONNECTS, _LISTENS)
+    if not channel.is_next(_read(connection, _DIGEST, deadline)):
         connection.sendall(bytes(_DIGEST))  # so that the program that listens can tell why nothing follows
         raise ValueError("the program that listens does not know the key")
     connection.sendall(channel.next_proof())
@@ -102,23 +103,24 @@ def open_channel(
 def accept_channel(connection: socket.socket, key: bytes, deadline: float) -> AuthenticatedChannel:
     """Return a channel over a connection that another program has made; for errors see ``open_channel``."""
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    other, own = _exactly(connection, _NONCE, deadline), secrets.token_bytes(_NONCE)
+    other, own = _read(connection, _NONCE, deadline), secrets.token_bytes(_NONCE)
     channel = AuthenticatedChannel(connection, key, other + own, _LISTENS, _CONNECTS)
     connection.sendall(own + channel.next_proof())
-    if not channel.is_next(_exactly(connection, _DIGEST, deadline)):
+    if not channel.is_next(_read(connection, _DIGEST, deadline)):
         raise ValueError("the program that connects does not know the key")
     return channel
 
 
-def _exactly(connection: socket.socket, count: int, deadline: float) -> bytes:
-    got = bytearray()
-    while len(got) < count:
+def _read(connection: socket.socket, count: int, deadline: float) -> bytes:
+    """Return the next ``count`` bytes. Errors are those of ``AuthenticatedChannel.receive``."""
+    received = bytearray()
+    while len(received) < count:
         left_s = None
         if deadline < math.inf and (left_s := deadline - time.monotonic()) <= 0:
             raise TimeoutError
-        connection.settimeout(left_s)  # that of the socket alone would begin again with every byte
-        part = connection.recv(count - len(got))
+        connection.settimeout(left_s)  # set again for every part, since each ``recv`` may take the whole timeout
+        part = connection.recv(count - len(received))
         if not part:
             raise EOFError
-        got += part
-    return bytes(got)
+        received += part
+    return bytes(received)

@@ -1,7 +1,7 @@
 """``Listener``: a port at which this process answers other processes, each connection in a thread of its own.
 
-Input: a key, and a function that answers a process that knows it. Output: the port. Connections of other programs
-cannot delay those: their number is limited, and the oldest one is closed if there are more.
+Input: a key, and a function that answers a process that knows the key. Output: the port. Connections of other programs
+cannot delay such processes: the number of these connections is limited, and the oldest one is closed first.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ _ALL: Final[weakref.WeakSet[Listener]] = weakref.WeakSet()
 
 
 class Listener:
-    """Accepts connections until it is closed. ``port`` is where.
+    """Accepts connections at ``port`` until it is closed.
 
     ``refused``: how many programs have sent a wrong proof.
 
     Args:
-      key: the processes that connect prove that they know it, and this one does.
-      answer: called with each connection of such a process, which is closed when this returns or raises an ``OSError``,
-        a ``ValueError`` or an ``EOFError``.
+      key: the processes that connect prove that they know it, and this process does so, too.
+      answer: called with each connection of such a process. The connection is closed when this returns or raises an
+        ``OSError``, a ``ValueError`` or an ``EOFError``.
       most_unknown: how many connections may be open whose programs have proved nothing. If there are more, the oldest
         one is closed.
-      port: 0: a free one.
-      address: of this host, where to listen; empty: at all of them.
+      port: where to listen; 0 is a free port.
+      address: the address of this host at which to listen; empty: all its addresses.
     Raises:
       OSError: this process cannot listen there.
     """
@@ -99,7 +99,7 @@ class Listener:
             self._end(connection)
 
     def _channel(self, connection: socket.socket) -> AuthenticatedChannel | None:
-        """Return the channel of a process that knows the key; ``None``: its proof is wrong."""
+        """Return the channel of a process that knows the key, or ``None`` if its proof is wrong."""
         try:
             channel = accept_channel(connection, self._key, time.monotonic() + UNKNOWN_S)
         except ValueError:
@@ -116,7 +116,7 @@ class Listener:
             connection.close()
 
     def close(self) -> None:
-        """Stop listening, and end all connections; in a forked process nothing is left to do."""
+        """Stop listening, and end all connections. In a forked process, ``close_after_fork`` was called before."""
         if self._closed:
             return
         with self._lock:
@@ -127,7 +127,7 @@ class Listener:
             self._socket.close()
 
     def close_after_fork(self) -> None:
-        """Close a forked process's descriptors, not the connections: its parent still answers, until its end."""
+        """Close the descriptors of a forked process. The connections stay open, since the parent still uses them."""
         self._closed = True
         for end in (self._socket, *self._open):
             end.close()

@@ -1,13 +1,12 @@
 """Requests from rank to rank: how ranks reach each other when the store of their rendezvous, or any rank, has ended.
 
 Input: requests of other ranks, as JSON. Output: the answers of the functions that are registered for groups. Each
-process has one listening socket and one thread, from its first group to the end of its last one; and another one at
-the loopback address for groups that meet there. Both ends of a connection prove that they know the key of the socket,
-which is sent to the ranks of its groups only.
+process has one listening socket and one thread, from its first group to the end of its last one. It has another socket
+at the loopback address for groups that meet there. Both ends of a connection prove that they know the socket's key,
+which is sent only to the ranks of the process's groups.
 
-A process that another one cannot reach directly, since their hosts have lost their link, is reached through a relay: a
-process of a third host passes on the bytes of the connection. The two processes at its ends authenticate each other as
-on a direct one.
+If the link between two hosts is lost, their processes reach each other through a relay: a process of a third host
+passes on the bytes of the connection. The two processes at its ends authenticate each other as on a direct one.
 """
 
 from __future__ import annotations
@@ -58,9 +57,9 @@ class Place(NamedTuple):
 
 
 class Successor(NamedTuple):
-    """The later form of a group: its token, and the number and the decision of the agreement that formed it.
+    """The group that has replaced an earlier one: its token, and the number and the decision of the agreement on it.
 
-    ``decision``: with the number of a ballot, as ``Registers.decision`` returns it.
+    ``decision`` contains the number of a ballot, as the result of ``Registers.decision``.
     """
 
     token: str
@@ -73,7 +72,7 @@ class Ended(Exception):  # noqa: N818 - internal: a fact that the caller uses
 
 
 class _Contact:
-    """Where this process listens: at an address; empty: at all. Groups register under their tokens."""
+    """A listening socket of this process, at one address or, if this is empty, at all. Groups register by token."""
 
     def __init__(self, address: str) -> None:
         self.process = os.getpid()
@@ -85,19 +84,20 @@ class _Contact:
         self.place = Place(addresses, self.listener.port, self.key.hex())
 
     def _answer(self, channel: AuthenticatedChannel) -> None:
+        """Answer the request of a connection, or become the relay of this connection."""
         request = channel.receive(time.monotonic() + ANSWER_S)
         token = str(request.pop("group", ""))
         answer = self.answers.get(token)
-        found = answer(request) if answer else redirection(token, request)
-        if "addresses" in found:
-            _pass_on(channel, found["addresses"], int(request["port"]), is_known=found["known"])
+        content = answer(request) if answer else redirection(token, request)
+        if "addresses" in content:  # this process is to be a relay
+            _pass_on(channel, content["addresses"], int(request["port"]), is_known=content["known"])
         else:
-            channel.send(found)
+            channel.send(content)
 
 
 _lock = threading.Lock()
 _open: dict[str, _Contact] = {}  # by address
-_successors: dict[str, Successor] = {}  # by the tokens of the earlier forms of groups, which this process has left
+_successors: dict[str, Successor] = {}  # by the tokens of the groups that they have replaced
 _MOST_SUCCESSORS: Final = 4096
 _onward: Final[weakref.WeakSet[socket.socket]] = weakref.WeakSet()  # connections to which this process passes on others
 
@@ -105,7 +105,7 @@ _onward: Final[weakref.WeakSet[socket.socket]] = weakref.WeakSet()  # connection
 def listen(address: str = "") -> Place:
     """Return where this process listens, from now on until ``unregister`` ends its last group at that address.
 
-    ``address``, here and below: one of this host, at which to listen; empty: all of them.
+    ``address``, here and below: the address of this host at which to listen; empty: all its addresses.
 
     Raises:
       OSError: this process cannot listen.
@@ -125,43 +125,44 @@ def register(token: str, answer: Answer, address: str = "") -> None:
 
 
 def unregister(token: str, successor: Successor | None = None, address: str = "") -> None:
-    """End what ``listen`` began; the process stops listening at an address when its last group there ends.
+    """End a group's use of ``listen``. The process stops listening at an address when its last group there ends.
 
-    ``token``: of the group; "" if it did not register. ``successor``: the later form of the group, in which this
-    process continues; the answers to later requests name it.
+    ``token``: the group's token, or "" if it did not register. ``successor``: the group that has replaced it, in which
+    this process continues. The answers to later requests name it.
     """
     with _lock:
         if successor is not None:
             _successors[token] = successor
             if len(_successors) > _MOST_SUCCESSORS:
                 del _successors[next(iter(_successors))]
-        found = _open.get(address)
-        if found is not None and found.process == os.getpid():
-            if found.answers.pop(token, None) is None:
-                found.joining -= 1
-            if not found.answers and not found.joining:
+        contact = _open.get(address)
+        if contact is not None and contact.process == os.getpid():
+            if contact.answers.pop(token, None) is None:
+                contact.joining -= 1
+            if not contact.answers and not contact.joining:
                 del _open[address]
-                found.listener.close()
+                contact.listener.close()
 
 
 def redirection(token: str, request: dict[str, Json]) -> dict[str, Json]:
-    """Return the answer to a request to a group that this process is not in, or not any more."""
-    found = _successors.get(token)
-    if found is None:
+    """Return the answer to a request to a group that this process has left or was never in."""
+    successor = _successors.get(token)
+    if successor is None:
         return {"unknown": True}
-    if request["what"] in ("result", "status") and request["number"] == found.number:
-        return {"decided": found.decision, "arrived": {}, "late": []}
-    while (later := _successors.get(found.token)) is not None:
-        found = later
-    return {"moved": found.token}
+    if request["what"] in ("result", "status") and request["number"] == successor.number:
+        return {"decided": successor.decision, "arrived": {}, "late": []}
+    while (later := _successors.get(successor.token)) is not None:
+        successor = later
+    return {"moved": successor.token}
 
 
 def _pass_on(channel: AuthenticatedChannel, addresses: Sequence[str], port: int, *, is_known: bool) -> None:
     """Connect to another process, and pass on all bytes in both directions until either connection ends.
 
-    ``is_known``: its host was reached at these addresses. If not, another host may have one of them, too.
+    ``is_known``: whether its host was reached at these addresses. If not, another host may have them, too, and a
+    refused connection does not mean that the process has ended.
     """
-    given, refused = channel.connection, False
+    incoming, refused = channel.connection, False
     for address in addresses:
         try:
             onward = socket.create_connection((address, port), ANSWER_S / len(addresses))
@@ -177,15 +178,15 @@ def _pass_on(channel: AuthenticatedChannel, addresses: Sequence[str], port: int,
     _onward.add(onward)
     with onward:
         channel.send({"connected": True})
-        others, readable = {given.fileno(): (given, onward), onward.fileno(): (onward, given)}, select.poll()
-        for end in others:
-            readable.register(end, select.POLLIN)
-        for each in (given, onward):
-            tcp.keep_alive(each)
-            each.settimeout(None)
+        pairs = {incoming.fileno(): (incoming, onward), onward.fileno(): (onward, incoming)}
+        readable = select.poll()
+        for source, _ in pairs.values():
+            readable.register(source, select.POLLIN)
+            tcp.keep_alive(source)
+            source.settimeout(None)
         while True:
-            for end, _ in readable.poll():
-                source, target = others[end]
+            for descriptor, _ in readable.poll():
+                source, target = pairs[descriptor]
                 part = source.recv(_PART)
                 if not part:
                     return
@@ -207,10 +208,10 @@ if hasattr(os, "register_at_fork"):
 class Peer:
     """A process that this one asks.
 
-    ``known``: an address at which its host was reached; others may be other hosts'. ``rank``: its number in the group,
-    by which a relay finds it, or -1. ``relay``: the process through which a process of its host has answered,
-    if none has answered directly since. ``reached_at``: when it has last answered directly. ``refused``: whether
-    nothing listened at any of its addresses when it was last asked.
+    ``known``: an address at which its host was reached, or ""; its other addresses may belong to other hosts, too.
+    ``rank``: its number in the group, by which a relay finds it, or -1. ``relay``: the process through which a process
+    of its host has answered, if none has answered directly since. ``reached_at``: when it has last answered directly.
+    ``refused``: whether nothing listened at any of its addresses when it was last asked.
     """
 
     def __init__(self, place: Place, known: str = "", rank: int = -1) -> None:
@@ -237,7 +238,7 @@ class Peer:
             share_s = left_s if address == self.known else min(left_s, timeout_s / 4)
             try:
                 with socket.create_connection((address, self.place.port), share_s) as connection:
-                    answer = self._answer(connection, token, request, deadline)
+                    answer = self._ask_at(connection, token, request, deadline)
             except ConnectionRefusedError:
                 if address == self.known:
                     raise Ended from None
@@ -257,12 +258,12 @@ class Peer:
         ``since``: when this process has begun to ask. If a direct answer has come since then, the link is not lost.
 
         Raises:
-          Ended: nothing listens at the place of the process, as the relay says, which knows its host.
+          Ended: the relay has reached the host of the process, and nothing listens there.
         """
         deadline = time.monotonic() + timeout_s
         try:
-            with self._passed_on(relay, token, self.place.port, deadline) as connection:
-                answer = self._answer(connection, token, request, deadline)
+            with self._connection_through(relay, token, self.place.port, deadline) as connection:
+                answer = self._ask_at(connection, token, request, deadline)
         except (OSError, ValueError, EOFError):  # also if the relay has ended
             if self.relay is relay:
                 self.relay = None
@@ -271,7 +272,7 @@ class Peer:
             self.relay = relay
         return answer
 
-    def _answer(
+    def _ask_at(
         self, connection: socket.socket, token: str, request: dict[str, Json], deadline: float
     ) -> dict[str, Json]:
         channel = open_channel(connection, bytes.fromhex(self.place.key), deadline)
@@ -290,28 +291,28 @@ class Peer:
                 raise ConnectionError("it was not reached directly")
             return socket.create_connection((self.known, port), timeout_s)
         try:
-            return self._passed_on(relay, token, port, time.monotonic() + timeout_s)
+            return self._connection_through(relay, token, port, time.monotonic() + timeout_s)
         except (Ended, ValueError, EOFError) as error:
             raise ConnectionError(f"the relay has no connection: {error}") from None
 
-    def _passed_on(self, relay: Peer, token: str, port: int, deadline: float) -> socket.socket:
-        """Return a connection to a port of the process that a relay passes on.
+    def _connection_through(self, relay: Peer, token: str, port: int, deadline: float) -> socket.socket:
+        """Return a connection through a relay to a port of the process.
 
         Raises:
-          Ended: the relay says that nothing listens there.
+          Ended: the relay reports that nothing listens there.
           OSError, ValueError, EOFError: no connection was made in time.
         """
-        made = socket.create_connection((relay.known, relay.place.port), deadline - time.monotonic())
+        connection = socket.create_connection((relay.known, relay.place.port), deadline - time.monotonic())
         try:
-            channel = open_channel(made, bytes.fromhex(relay.place.key), deadline)
+            channel = open_channel(connection, bytes.fromhex(relay.place.key), deadline)
             channel.send({"group": token, "what": "connect", "rank": self.rank, "port": port})
             answer = channel.receive(deadline)
         except BaseException:
-            made.close()
+            connection.close()
             raise
         if "connected" in answer:
-            return made
-        made.close()
+            return connection
+        connection.close()
         if answer.get("refused"):
             raise Ended("nothing listens at its place, as the relay says")
         raise ConnectionError("the relay did not reach the process")

@@ -1,6 +1,6 @@
 """``Membership``: the ranks of a group, their hosts, and the data that each of them has sent to all others.
 
-Plain values, which never change. ``failure_detector`` finds ranks that have failed since.
+These are plain values, which never change. ``failure_detector`` finds ranks that have failed since.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ Hosts: TypeAlias = tuple[tuple[int, ...], ...]  # the ranks of each host, ascend
 
 
 class PeerInfo(NamedTuple):
-    """What a rank sends to all others. ``token``: rank 0's identifies the group. ``place``: where it listens."""
+    """What a rank sends to all others. ``place``: where it listens. The ``token`` of rank 0 identifies the group."""
 
     pid: int
     hostname: str
@@ -62,13 +62,13 @@ class Membership:
         return [[self.global_ranks[rank] for rank in host] for host in self.hosts]
 
     def link_text(self, a: int, b: int) -> str:
-        """Return two hosts, by their numbers, as errors show them."""
+        """Return the text by which errors name two hosts, given their numbers."""
         hosts = self.global_hosts()
         return " and ".join(f"host {host} ({rank_list(hosts[host])})" for host in (a, b))
 
 
 def rail_peers(hosts: tuple[tuple[int, ...], ...], rank: int) -> tuple[int, ...]:
-    """Return the rail leaders, one of each host, among which a rank exchanges data; empty: it is no leader.
+    """Return the rail leaders, one of each host, among which ``rank`` exchanges data; empty if it is not a leader.
 
     >>> rail_peers(((0, 1), (2, 3, 4)), 3), rail_peers(((0, 1), (2, 3, 4)), 4)
     ((1, 3), ())

@@ -56,11 +56,11 @@ class StoreRendezvous:
         self._failure: ReductionError | None = None
         self._limit_s: float | None = None  # how long an answer of the store may take; ``None``: the store's own limit
         self._unreachable: OSError | None = None  # why the store cannot be reached any more
-        self._answered: dict[int, bool] = {}  # the known answers to a roll call: whether each rank's wait timed out
+        self._answered: dict[int, bool] = {}  # the ranks that have answered a roll call; whether their wait timed out
 
     def all_gather(self, payload: bytes) -> list[bytes]:
-        """Return the payloads of all ranks; see ``Rendezvous``. PeerLostError: the store cannot be reached."""
-        if self._failure is not None:  # the store may have ended since it was raised
+        """Return the payloads of all ranks; see ``Rendezvous``. If the store is lost, raise a ``PeerLostError``."""
+        if self._failure is not None:  # the store may have ended since
             raise self._failure
         self._calls += 1
         keys = [f"{self._calls}/{rank}" for rank in range(self.size)]
@@ -68,17 +68,17 @@ class StoreRendezvous:
             self._raise_cause()
             self._store.set(keys[self.rank], b"." + payload)  # some stores do not distinguish empty from missing values
             self._wait_for(keys)
-            found = self._store.multi_get(keys) if self._store.has_extended_api() else map(self._store.get, keys)
-            payloads = [bytes(value)[1:] for value in found]
+            values = self._store.multi_get(keys) if self._store.has_extended_api() else map(self._store.get, keys)
+            payloads = [bytes(value)[1:] for value in values]
             if self._calls > 1:  # every rank has begun this call, so every rank has read the previous one's payloads
                 with contextlib.suppress(RuntimeError):  # an old FileStore cannot delete
                     self._store.delete_key(f"{self._calls - 1}/{self.rank}")
         return payloads
 
     def meet(self) -> None:
-        """Return when all ranks have called this; or, on all of them, raise the reason of an abort published before.
+        """Return when all ranks have called this. If a rank has aborted before, raise its reason on all ranks.
 
-        The store has either that reason or ``MET``, whichever was stored first.
+        The store keeps either that reason or ``MET``, whichever was stored first.
         """
         self.all_gather(b"")
         with self._store_errors():
@@ -148,13 +148,13 @@ class StoreRendezvous:
         return self._known_cause(_CAUSE_S)
 
     def _known_cause(self, limit_s: float | None = None) -> bytes | None:
-        found = self._query(limit_s, lambda: self._store.get(_CAUSE) if self._store.check([_CAUSE]) else None)
-        return None if found is None or bytes(found) == MET else bytes(found)
+        stored = self._query(limit_s, lambda: self._store.get(_CAUSE) if self._store.check([_CAUSE]) else None)
+        return None if stored is None or bytes(stored) == MET else bytes(stored)
 
     def roll_call(self, ranks: Iterable[int], timed_out: bool) -> dict[int, bool]:
         """Store that ``ranks`` are alive; return all ranks of which this is stored. See ``Rendezvous``."""
 
-        def answers() -> dict[int, bool]:
+        def exchange() -> dict[int, bool]:
             for rank in set(ranks) - self._answered.keys():
                 self._store.compare_set(f"alive/{rank}", b"", b"timed out" if timed_out else b".")
             for rank in range(self.size):
@@ -162,11 +162,11 @@ class StoreRendezvous:
                     self._answered[rank] = bytes(self._store.get(key)) != b"."
             return dict(self._answered)
 
-        found: dict[int, bool] | None = self._query(_QUERY_S, answers)
-        if found is None:
+        answered: dict[int, bool] | None = self._query(_QUERY_S, exchange)
+        if answered is None:
             assert self._unreachable is not None
             raise self._unreachable
-        return found
+        return answered
 
     def record_leaving(self) -> None:
         """Store that this rank leaves the group."""
@@ -186,13 +186,13 @@ class StoreRendezvous:
         return bool(self._query(_CAUSE_S, lambda: self._store.check(keys)))
 
     def leave(self, reader: int, readers: Iterable[int]) -> None:
-        """Record that a host has the reason of an abort; a process that runs the store waits for the other hosts."""
+        """Record that a host has the reason of an abort. The process that runs the store waits for the other hosts."""
         self._await(reader, readers if self.owner == self.rank else [reader])
 
     def _query(self, limit_s: float | None, query: Callable[[], Any]) -> Any:
-        """Return what ``query`` returns; ``None``: the store cannot be reached, now or earlier.
+        """Return what ``query`` returns, or ``None`` if this or an earlier query has not reached the store.
 
-        ``limit_s``: how long an answer may take, at most, from now on; ``None``: as long as before.
+        ``limit_s``: the most seconds that this and later answers may take. If it is ``None``, the limit stays.
         """
         if self._unreachable is None:
             if limit_s is not None and (self._limit_s is None or limit_s < self._limit_s):
@@ -220,19 +220,19 @@ class Origin(NamedTuple):
     """Facts about the ranks of a group that is formed from another one.
 
     ``watch``: called while this rank waits for others; it raises a ``ReductionError`` if they cannot meet any more.
-    ``is_beyond``: whether a rank answers only through a third host, so that the link to it is lost; ``None``: this rank
-    was in no earlier group, and cannot tell.
+    ``is_beyond``: returns whether a rank answers only through a third host, so that the link to it is lost. It is
+    ``None`` if this rank was in no earlier group, and cannot find out.
     """
 
     watch: Callable[[], None] = lambda: None
     is_beyond: Callable[[int], bool] | None = None
 
 
-NEW: Final = Origin()  # of a group that is not formed of another one
+NEW: Final = Origin()  # the origin of a group that is not formed from another one
 
 
 class ConnectionStore:
-    """Where the ranks of a group publish how far they are with their connections to each other."""
+    """Where the ranks of a group publish their addresses, and to which ranks they have no connection yet."""
 
     def __init__(
         self,
@@ -254,7 +254,7 @@ class ConnectionStore:
     def connect(self, hosts: tuple[tuple[int, ...], ...]) -> tuple[dict[int, socket.socket], list[int]]:
         """Return sockets connected to the ranks of other hosts with which this one exchanges messages.
 
-        Second, those of them to which no connection could be made.
+        The second result is the list of such ranks to which no connection could be made.
         """
         peers = rail_peers(hosts, self._rank) if len(hosts) > 1 else ()
         sockets = tcp.connect(
@@ -282,48 +282,49 @@ class ConnectionStore:
     def stalled(self, missing: Sequence[int]) -> list[int]:
         """Publish the ranks to which this one does not get a connection; return those to give up.
 
-        These also miss this one, or have given it up. So a rank that is only late, or was stopped, is not given up.
+        Two ranks give each other up if both have published that they miss the other one. So a rank that is only late,
+        or was stopped, is not given up.
         """
         now = time.monotonic()
         self._began = self._began or now
-        waited = missing
+        overdue = missing
         if self._is_beyond is not None and now < self._began + tcp.PATIENCE_S:
-            waited = [peer for peer in missing if self._is_beyond(peer)]
-        self._publish_stalled(waited)
+            overdue = [peer for peer in missing if self._is_beyond(peer)]
+        self._publish_stalled(overdue)
         keys = {peer: f"stalled {peer}" for peer in missing}
         published = {peer: json.loads(self._store.get(key)) for peer, key in keys.items() if self._store.check([key])}
-        found = [
+        lost = [
             peer
-            for peer, (theirs, given_up) in published.items()
-            if self._rank in given_up or (self._rank in theirs and peer in waited)
+            for peer, (their_overdue, their_given_up) in published.items()
+            if self._rank in their_given_up or (self._rank in their_overdue and peer in overdue)
         ]
-        if found:
-            self._given_up += found
-            self._publish_stalled(waited)
-        return found
+        if lost:
+            self._given_up += lost
+            self._publish_stalled(overdue)
+        return lost
 
-    def _publish_stalled(self, waited: Sequence[int]) -> None:
-        self._store.set(f"stalled {self._rank}", json.dumps([list(waited), self._given_up]).encode())
+    def _publish_stalled(self, overdue: Sequence[int]) -> None:
+        self._store.set(f"stalled {self._rank}", json.dumps([list(overdue), self._given_up]).encode())
 
     def any_of_all(self, value: bool, size: int) -> bool:
-        """Return whether ``value`` is true on any of the group's ``size`` ranks, when all have called this.
+        """Return whether ``value`` is true on any of the group's ``size`` ranks, once all have called this.
 
         Raises:
           ConnectionError: it was cancelled before.
         """
         if value:
             self._store.add("true", 1)
-        known, pause = self._store.add("called", 1), PAUSES_S[0]
-        while known < size:
+        called, pause = self._store.add("called", 1), PAUSES_S[0]
+        while called < size:
             if self._cancelled.wait(pause):
                 raise ConnectionError("another rank did not connect")
             pause = min(2 * pause, PAUSES_S[1])
-            known = self._store.add("called", 0)
+            called = self._store.add("called", 0)
         return bool(self._store.add("true", 0))
 
 
 def interfaces() -> list[str]:
-    """Return the names of the network interfaces between hosts; empty: any."""
+    """Return the names of the network interfaces to use between hosts; empty: any."""
     return [each for each in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if each]
 
 
@@ -342,7 +343,7 @@ def wait(store: Any, keys: Sequence[str], cancelled: threading.Event) -> None:
 
 @contextlib.contextmanager
 def lost_store_errors(owner: str, ranks: Sequence[int] = ()) -> Iterator[None]:
-    """Raise ``PeerLostError`` if a store cannot be reached. ``owner``: the process that runs it, as ``ranks``."""
+    """Raise a ``PeerLostError`` if a store cannot be reached. ``owner`` names the process of ``ranks`` that runs it."""
     try:
         yield
     except ReductionError:

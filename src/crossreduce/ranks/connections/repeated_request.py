@@ -2,9 +2,9 @@
 
 Input: the processes that may answer for each host, and the request. Output: the latest answer of each host, and which
 hosts are silent. An answer counts whenever it comes, so neither a long round trip nor a lost packet makes a host
-silent, and a silent host delays no answer of others. Nor does a lost link make a host silent: one that does not answer
-soon is also asked through processes of third hosts. The caller's thread sends the requests when it calls ``read``; each
-of them waits for its answer in a thread of its own.
+silent, and a silent host delays no answer of others. A lost link does not make a host silent either: a host that does
+not answer soon is also asked through processes of third hosts. The caller's thread decides in ``read`` which requests
+to send. Each request runs in a thread of its own.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ SILENT_S: Final = 2.0  # how long a host that does not answer is waited for
 _AT_ONCE: Final = 4  # processes of a host that are asked at the same time
 _STAGGER_S: Final = 0.1  # from asking some processes of a host to asking the next ones
 _REPEAT_S: Final = 0.5  # from asking the last ones to asking again; lost packets are sent again after up to 1 s
-_RETRY_S: Final = 0.02  # the same if all of them have replied, but none of them has answered
+_RETRY_S: Final = 0.02  # from the last reply to asking again, if all processes have replied without an answer
 _RELAY_S: Final = 0.4  # how long a host may take to answer before it is asked through other hosts, too
 
 
 class _Host:
-    """The question that one host is asked now, or was asked last."""
+    """The latest question to one host, which several of its processes are asked. ``is_open`` until one answers."""
 
     def __init__(self, processes: Sequence[Peer], number: int, now: float) -> None:
         self.number, self.asked_at, self.began, self.is_open = number, now, now, True
-        self.waiting = [*processes]  # that have not been asked yet
-        self.living = [*processes]
-        self.missing = 0  # requests without a reply
+        self.waiting = [*processes]  # processes that have not been asked in this turn
+        self.living = [*processes]  # processes that have not ended
+        self.missing = 0  # direct requests without a reply
         self.due, self.again = now, False  # when to ask next; whether all processes were asked already
         self.relay_due, self.relayed = now + _RELAY_S, 0  # when to ask through relays next; how many were asked
 
@@ -41,11 +41,11 @@ class _Host:
 class RepeatedRequest:
     """A request to several hosts. One thread at a time uses this.
 
-    ``found``: the latest answer of each host that has answered; ``None``: all its processes have ended.
+    ``found``: the latest answer of each host that has answered. It is ``None`` if all processes there have ended.
 
     Args:
-      processes: those that may answer for each host.
-      token: of their group.
+      processes: for each host the processes that may answer for it.
+      token: the token of their group.
       again_s: how long after its answer a host is asked again; ``None``: never.
       relays: for each host processes of other hosts, through which it may be reached.
     """
@@ -60,36 +60,36 @@ class RepeatedRequest:
     ) -> None:
         self._relays = relays or {}
         self._processes, self._token, self._request, self._again_s = processes, token, request, again_s
-        # The ``get`` of a SimpleQueue may exceed its timeout without end: CPython 3.11 takes a negative rest for none.
+        # No SimpleQueue: in CPython 3.11 its ``get`` waits forever if the remaining time has become negative.
         self._replies = Queue[tuple[int, int, Peer, Peer | None, dict[str, Json] | None, float]]()
         self._read_at = now = time.monotonic()
         self._hosts = {host: _Host(each, 0, now) for host, each in processes.items()}
         self.found: dict[int, dict[str, Json] | None] = {}
-        self.answered_at = dict.fromkeys(processes, now)  # at first the beginning
+        self.answered_at = dict.fromkeys(processes, now)  # the start, until a host has answered
 
     def read(self, wait_s: float = 0.0) -> list[int]:
-        """Ask the hosts that are to be asked now; return those that have answered since the last call.
+        """Send the requests that are due; return the hosts that have answered since the last call.
 
-        ``wait_s``: how long the first answer is waited for.
+        ``wait_s``: how long to wait for the first answer.
         """
         now = time.monotonic()
         if now > self._read_at + SILENT_S:  # this process was stopped, or did something else: it has not asked again
             for host in self._hosts.values():
                 host.began = now
-        found: list[int] = []
+        answered: list[int] = []
         until = now + wait_s
         while True:
             self._ask(now)
             try:
-                left_s = 0.0 if found else until - now
+                left_s = 0.0 if answered else until - now
                 reply = self._replies.get(timeout=left_s) if left_s > 0 else self._replies.get_nowait()
             except Empty:
                 break
             if self._note(*reply):
-                found.append(reply[0])
+                answered.append(reply[0])
             now = time.monotonic()
         self._read_at = time.monotonic()
-        return found
+        return answered
 
     def is_silent(self, host: int) -> bool:
         """Return whether a host has not answered the latest question, although it was waited for long enough."""
@@ -97,16 +97,15 @@ class RepeatedRequest:
         return asked.is_open and time.monotonic() >= asked.began + SILENT_S
 
     def is_due(self, host: int) -> bool:
-        """Return whether the answer of a host to the latest question may still come in the time that one may take."""
+        """Return whether a host has not answered the latest question, but still has time to do so."""
         asked = self._hosts[host]
         return asked.is_open and time.monotonic() < asked.began + peer_requests.ANSWER_S
 
     def is_current(self, host: int) -> bool:
-        """Return whether a host has answered within the time that an answer may take."""
+        """Return whether the latest answer of a host is new, at most as old as the time that an answer may take."""
         return host in self.found and time.monotonic() < self.answered_at[host] + peer_requests.ANSWER_S
 
     def _ask(self, now: float) -> None:
-        """Send the requests that are due."""
         for host, asked in self._hosts.items():
             if not asked.is_open:
                 if self._again_s is None or self.found[host] is None or now < self.answered_at[host] + self._again_s:

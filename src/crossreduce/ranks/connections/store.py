@@ -29,14 +29,14 @@ _TEXT: Final = "latin-1"  # has a character for each byte
 
 
 class _Table:
-    """The values of a store, for any number of threads. The methods' arguments and results are JSON."""
+    """The values of a store, for any number of threads. Arguments and results are JSON."""
 
     def __init__(self) -> None:
         self._values: dict[str, str] = {}
         self._changed = threading.Condition()
 
     def run(self, what: str, keys: Sequence[str], given: Json) -> Json:
-        """Execute one operation."""
+        """Execute the operation ``what`` on values; ``given`` is its further argument. Return its result."""
         with self._changed:
             values, (key, *_) = self._values, keys
             if what == "set":
@@ -68,7 +68,7 @@ class _Table:
 
 
 class _Store:
-    """The methods of a store. ``watch`` is called during waits, and may raise to end them.
+    """The methods of a store. ``watch`` is called during waits, and may end them by an error.
 
     ``timeout``: how long ``wait`` waits by default. ``limit_s``: how long an answer may take. Methods raise a
     ``RuntimeError``, as those of torch's stores do: "Timeout: ..." or "Lost: ...".
@@ -94,9 +94,9 @@ class _Store:
         values: list[str] = []
         for start in range(0, len(keys), _BATCH):
             batch = keys[start : start + _BATCH]
-            while None in (found := self._run("get", batch)):
+            while None in (stored := self._run("get", batch)):
                 self.wait(batch)
-            values += found
+            values += stored
         return [value.encode(_TEXT) for value in values]
 
     def has_extended_api(self) -> bool:
@@ -108,12 +108,12 @@ class _Store:
         return int(self._run("add", [key], amount)[0])
 
     def compare_set(self, key: str, expected: bytes, desired: bytes) -> bytes:
-        """Store ``desired`` if the value is ``expected`` (empty: no value), and return the value.
+        """Store ``desired`` if the value is ``expected`` (empty: no value), and return the value that is then stored.
 
         As a ``TCPStore`` does, return ``expected`` if the key has no value.
         """
-        found = self._run("compare_set", [key], [expected.decode(_TEXT), desired.decode(_TEXT)])[0]
-        return expected if found is None else str(found).encode(_TEXT)
+        stored = self._run("compare_set", [key], [expected.decode(_TEXT), desired.decode(_TEXT)])[0]
+        return expected if stored is None else str(stored).encode(_TEXT)
 
     def delete_key(self, key: str) -> bool:
         """Delete a value; return whether there was one."""
@@ -142,7 +142,7 @@ class _Store:
 
 
 class StoreClient(_Store):
-    """A store that this process serves; or, with an address, a connection to one. ``port`` is where it is."""
+    """A store that this process serves at ``port``, or a connection to the store of another process."""
 
     def __init__(
         self,
@@ -155,11 +155,11 @@ class StoreClient(_Store):
         ranks: int = 0,
         connection: socket.socket | None = None,
     ) -> None:
-        """Serve a store at a port (0: a free one) of ``serve_at``, empty: of all addresses of this host.
+        """Serve a store, unless ``address`` or ``connection`` is given.
 
-        With an address, connect to a store there; with a connection to a store, use it, and close it at the end. For
-        ``watch`` see ``_Store``. ``ranks``: how many processes may connect at once, besides ``MOST_UNKNOWN`` unknown
-        programs.
+        With an address, connect to a store there. With a connection to a store, use it, and close it at the end. For
+        ``watch`` see ``_Store``. ``serve_at``: the address of this host; empty: all its addresses. ``port``: 0 is a
+        free one. ``ranks``: how many processes may connect at once, besides ``MOST_UNKNOWN`` unknown programs.
 
         Raises:
           OSError: it cannot be reached, or this process cannot listen there.
@@ -192,6 +192,7 @@ class StoreClient(_Store):
         self._end()
 
     def _run(self, what: str, keys: Sequence[str], given: Json = None) -> Json:
+        """Execute an operation, in this process or in the one that serves the store; see ``_Table.run``."""
         if self._connection is None:
             return self._table.run(what, keys, given)
         try:

@@ -1,1 +1,1 @@
-"""Ranks that are lost, late or stopped: who notices it, which errors name them, and how a group ends for it."""
+"""Ranks that are lost, late or stopped: how they are detected, which errors name them, and how the group ends."""

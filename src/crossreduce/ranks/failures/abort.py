@@ -1,7 +1,7 @@
 """``GroupAbort``: makes all ranks of a group stop with the same error, and raises it on this rank.
 
-Input: the error of the rank that aborts the group. Output: the error that counts, the same on all ranks, and a dump of
-the flight recorder. Which ranks are at fault: see ``failure_detector``.
+Input: the error of the rank that aborts the group. Output: the valid error, the same on all ranks, and a dump of the
+flight recorder. ``failure_detector`` finds out which ranks are at fault.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from .failure_detector import FailureDetector
 
 
 class GroupAbort:
-    """How a group ends after a failure. ``error``: what all later calls raise; ``None``: no call has raised yet."""
+    """Aborts a group after a failure. ``error``: what all later calls raise; ``None`` until a call has raised it."""
 
     def __init__(
         self,
@@ -36,7 +36,7 @@ class GroupAbort:
 
     @property
     def cause(self) -> ReductionError | None:
-        """The error for which the group was aborted; ``None``: it was not.
+        """The error for which the group was aborted, or ``None`` if it was not aborted.
 
         Raises:
           ValueError: the memory is closed.
@@ -44,7 +44,7 @@ class GroupAbort:
         return self.error or self._memory.abort_cause()
 
     def publish(self, error: ReductionError) -> None:
-        """Make all ranks, of this host and of others, stop with this error, or with that of an earlier abort."""
+        """Make all ranks, also those of other hosts, stop with this error, or with the error of an earlier abort."""
         try:
             if self._several_hosts and not self._has_lost_store(error):
                 error = decoded(self._rendezvous.publish_abort(encoded(self._memory.abort_cause() or error)))
@@ -86,12 +86,12 @@ class GroupAbort:
 
 
 def names_owner(error: ReductionError, owner: int | None, global_ranks: Sequence[int]) -> bool:
-    """Return whether an error says that rank ``owner`` is lost, which serves the store: that would not answer."""
+    """Return whether an error is about the loss of rank ``owner``, which serves the store, so that it cannot answer."""
     return isinstance(error, PeerLostError) and owner is not None and global_ranks[owner] in error.ranks
 
 
 def copy_error(error: ReductionError, text: str | None = None) -> ReductionError:
-    """Return a new error of the same kind about the same ranks; one raised again would keep its old traceback."""
+    """Return a new error of the same kind about the same ranks. (If raised again, an error keeps its old traceback.)"""
     copy = type(error)(str(error) if text is None else text)
     if isinstance(copy, (CollectiveTimeout, PeerLostError)):
         copy.ranks = getattr(error, "ranks", ())

@@ -28,7 +28,7 @@ ROLL_CALL_S: Final = 0.7  # how long a rank waits for others to answer, or to pu
 END_S: Final = 0.2  # how long the memory of a process that dies may stay open after its connections
 INNER_PAUSE_S: Final = 1e-3  # the longest time between two queries whether another library has finished
 WARN_AFTER_S: Final = 30.0  # shorter waits are normal while a rank compiles or writes a checkpoint
-DECISION_S: Final = 5.0  # how long after the timeout a rank waits for one that decides which other host is late
+DECISION_S: Final = 5.0  # how long after the timeout a rank waits for a rank that finds out which other host is late
 REMOTE_CAUSE_S: Final = 0.3  # how long a rank waits for another host to publish why it aborted
 
 
@@ -67,10 +67,10 @@ class FailureDetector:
         missing = memory.missing()
         waited_s = timer.waited_s(memory.arrivals())
         if gone := [rank for rank in missing if not memory.alive(rank)]:
-            still_missing = memory.missing()  # a rank may have arrived since, and left after the call
+            still_missing = memory.missing()  # a rank may meanwhile have arrived, completed the call and left
             self.require_alive([rank for rank in gone if rank in still_missing])
         self._require_no_cause(timer)
-        # If all missing ranks wait for another host, they can name the rank at fault, so they get the time to do so.
+        # If all missing ranks wait for another host, they can name the rank at fault, so they get more time.
         remote = self._several_hosts and all(
             is_waiting_for_hosts(memory, rank) and not is_stopped(members.peers[rank].pid) for rank in missing
         )
@@ -129,6 +129,7 @@ class FailureDetector:
             raise
 
     def _check_inner(self, timer: WaitTimer, waited_s: float) -> None:
+        """Raise if the collective of another library has to end (see ``wait_for_inner``); warn of a long wait."""
         if self._is_aborted():
             raise GroupAborted
         self.require_alive(self._members.host)
@@ -157,8 +158,8 @@ class FailureDetector:
     def roll_call(self, error: PeerError | InnerFailure) -> ReductionError:
         """Return the public error for failed communication with other ranks, which names those that do not answer.
 
-        All ranks that notice the failure answer for those of their host that are alive, and then close their
-        connections, so that others notice it. A rank that knows the reason publishes it instead, and that one counts.
+        All ranks that notice the failure answer for the ranks of their host that are alive. Then they close their
+        connections, so that others notice the failure, too. A rank that has the reason publishes it, and all raise it.
         """
         members, rendezvous = self._members, self._rendezvous
         timed_out = isinstance(error, TimeoutError) or (isinstance(error, InnerFailure) and error.timed_out)
@@ -179,7 +180,7 @@ class FailureDetector:
                 if self._several_hosts:
                     answers = rendezvous.roll_call(present, timed_out)
             except OSError as unreachable:
-                return self._unreachable(error, timed_out or isinstance(unreachable, TimeoutError))
+                return self._unreachable_error(error, timed_out or isinstance(unreachable, TimeoutError))
             finally:
                 if not closed and self._transport is not None:
                     self._transport.abort()
@@ -187,9 +188,7 @@ class FailureDetector:
             if self._several_hosts and (cause := rendezvous.abort_cause()) is not None:
                 return decoded(cause)
             if isinstance(error, PeerError) and error.rank in answers and len(suspects) == 1:
-                suspects = {
-                    *range(members.size)
-                }  # that rank has noticed the failure of a third one, and names it first
+                suspects = {*range(members.size)}  # that rank is alive, so it has noticed the failure of a third one
                 end += ROLL_CALL_S / 2
             if time.monotonic() > end:
                 break
@@ -203,14 +202,14 @@ class FailureDetector:
         if not absent:
             return self.lost(missing, "left")
         if timed_out or any(answers.values()):
-            return self._late(absent)
+            return self._late_error(absent)
         return self.lost(absent, "died")
 
-    def _unreachable(self, error: Exception, timed_out: bool) -> ReductionError:
+    def _unreachable_error(self, error: Exception, timed_out: bool) -> ReductionError:
         """Return the error if the communication failed and the rendezvous cannot be reached either."""
         owner = self._rendezvous.owner
         if owner is not None:
-            return self._late([owner]) if timed_out else self.lost([owner], "died or left")
+            return self._late_error([owner]) if timed_out else self.lost([owner], "died or left")
         if isinstance(error, PeerDisconnected):
             return self.lost([error.rank], "died")
         problem = f"{self._during()} failed, and the rendezvous cannot be reached. {UNUSABLE}"
@@ -237,7 +236,7 @@ class FailureDetector:
 
         Args:
           method: "send" or "recv".
-          peer: the rank to or from which the message was; ``None``: it could come from any rank.
+          peer: the other rank, or ``None`` if the message could come from any rank.
           error: a ``TimeoutError``, or a ``ConnectionError``, with the library's text.
         """
         other = "any rank" if peer is None else f"rank {self._members.global_ranks[peer]}"
@@ -251,10 +250,10 @@ class FailureDetector:
         members = self._members
         own, cause = members.own, self._memory.abort_cause()
         if cause is None and self._several_hosts:
-            self._rendezvous.has_left(members.rank)  # from now on, the store has to answer quickly
+            self._rendezvous.has_left(members.rank)  # its only purpose: from now on, the store has to answer quickly
             published = self._rendezvous.abort_cause()
             cause = None if published is None else decoded(published)
-        if cause is not None and own not in getattr(cause, "ranks", ()):  # others may take this rank for dead
+        if cause is not None and own not in getattr(cause, "ranks", ()):  # others may regard this rank as dead
             return cause
         rank = None if peer is None else members.global_ranks[peer]
         given, ranks = [str(error)], [] if rank is None else [rank]
@@ -275,14 +274,14 @@ class FailureDetector:
         return PeerLostError(message(problem, "; ".join(given), f"read the last output of rank {rank}"), ranks)
 
     def _end_of(self, rank: int) -> str:
-        """Return why a rank's connection was closed, as far as this rank can tell."""
-        here = rank in self._members.host
+        """Return how a rank ended: "left", "died", or, if this rank cannot tell, "closed its connection"."""
+        on_this_host = rank in self._members.host
         deadline = time.monotonic() + END_S
-        while here and time.monotonic() < deadline:
+        while on_this_host and time.monotonic() < deadline:
             if not self._memory.alive(rank):
                 return "left" if self._memory.last_call(rank).text == LEFT else "died"
             time.sleep(END_S / 20)
-        return "left" if not here and self._rendezvous.has_left(rank) else "closed its connection"
+        return "left" if not on_this_host and self._rendezvous.has_left(rank) else "closed its connection"
 
     def abort_cause(self) -> ReductionError:
         """Return the error for which the group was aborted, the same on all ranks of this host.
@@ -296,19 +295,19 @@ class FailureDetector:
                 continue
             alive = memory.alive(rank)
             if not alive or time.monotonic() > deadline or memory.is_stopped(rank):
-                return memory.abort_cause() or (self._late([rank]) if alive else self.lost([rank], "died"))
+                return memory.abort_cause() or (self._late_error([rank]) if alive else self.lost([rank], "died"))
             time.sleep(0.001)
         return error
 
     # Errors and facts
 
     def lost(self, ranks: Sequence[int], how: str) -> PeerLostError:
-        """Return the error that says that ranks were lost during the current call. ``how``: such as "died"."""
-        places = {self._members.global_ranks[rank]: self._process(rank) for rank in ranks}
-        return PeerLostError(diagnostics.lost_text(places, self.current_call(), self._members.name, how), places)
+        """Return the error for ranks that were lost during the current call. For ``how`` see ``lost_text``."""
+        processes = {self._members.global_ranks[rank]: self._process(rank) for rank in ranks}
+        return PeerLostError(diagnostics.lost_text(processes, self.current_call(), self._members.name, how), processes)
 
     def interrupted_message(self) -> PeerLostError:
-        """Return the error that says that this rank was interrupted while it waited for a message."""
+        """Return the error for an interruption of this rank while it waited for a message."""
         own, name = self._members.own, self._members.name
         problem = f'rank {own} was interrupted while it waited for a message of group "{name}". {UNUSABLE}'
         remedy = f"read the last output of rank {own}; {DOCTOR} DIR shows the last calls of each rank"
@@ -318,7 +317,7 @@ class FailureDetector:
         """Return the last call that this rank began."""
         return self._memory.last_call(self._members.rank)
 
-    def _late(self, ranks: Iterable[int]) -> CollectiveTimeout:
+    def _late_error(self, ranks: Iterable[int]) -> CollectiveTimeout:
         late = dict.fromkeys(self._members.global_ranks[rank] for rank in ranks)
         text = diagnostics.timeout_text(self.timeout_s, self.current_call(), late, self._members.name)
         return CollectiveTimeout(text, late)

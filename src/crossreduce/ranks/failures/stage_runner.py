@@ -15,10 +15,10 @@ from .failure_detector import FailureDetector
 
 
 class StageRunner:
-    """Executes stages in ``memory``. No part of a group refers to the group itself.
+    """Executes stages in ``memory``.
 
-    Such a reference would be a cycle. Then the garbage collector would close an unreferenced group at any time, and a
-    Ctrl-C at that moment would be lost.
+    Like all parts of a group, it does not refer to the group. Such a reference would be a cycle. Then the garbage
+    collector could close an unreferenced group at any time, and a Ctrl-C at that moment would be lost.
     """
 
     def __init__(self, memory: RankMemory, detector: FailureDetector) -> None:
@@ -30,7 +30,8 @@ class StageRunner:
 
         Raises:
           GroupAborted: a rank of this host has aborted the group.
-          ReductionError, MemoryError: other ranks cannot take part; the kernels lack working memory.
+          ReductionError: other ranks cannot take part.
+          MemoryError: the kernels cannot allocate working memory.
         """
         self._timer = None
         outcome = self.memory.begin(program, addresses, text, until)

@@ -1,7 +1,7 @@
 """``WatchedTransport``: a transport that records which other rank this rank waits for, and warns of long waits.
 
 Input: a transport; and the check, a function that can warn of a long wait. Output: a transport with the same messages.
-One thread of the process calls the checks of all its groups, and ends with the last of them.
+One thread of the process calls the checks of all its groups. It ends when there are no more groups.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class WatchedTransport:
     """A ``ranks.transports.base.Transport`` that records which other rank this rank waits for.
 
     The process's watchdog calls ``check`` with the current wait every 0.2 s. If the system cannot start its thread,
-    ``check`` is not called, and messages are carried all the same.
+    messages are carried without checks.
     """
 
     def __init__(self, transport: Transport, check: Callable[[RemoteWait | None], None]) -> None:

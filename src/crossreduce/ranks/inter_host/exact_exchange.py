@@ -1,8 +1,8 @@
 """``ExactExchange``: the exchange of a stripe between hosts in an exact reduction.
 
-Input: the terms of this host's ranks. Output: the results. Hosts send partial sums that are exact (``partial_sums``).
-Their blocks state how many further terms there are. If there are any, a further message follows, with a tag of its own;
-the order of these messages is that of the blocks.
+Input: the terms of this host's ranks. Output: the results. Hosts send blocks of partial sums that are exact (see
+``partial_sums``). A block states how many further terms it has. If it has any, a second message with another tag
+contains them. These messages are in the order of their blocks.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from ..intra_host.partial_sums import FURTHER_NBYTES, PartialSums, is_pair, most
 from ..transports.base import Transport
 from .exchange import Exchange, ExchangeProgram, wait_for
 
-FURTHER_TAG: Final = 2  # those of other messages are in multi_host and measurement
+FURTHER_TAG: Final = 2  # the tags of other messages are in multi_host and measurement
 
 
 class HostTerms(NamedTuple):
     """``size`` elements of each rank of a host, at ``addresses``.
 
-    ``offset``: the position of their sums, in bytes, in the memory of an exchange whose sums are not exact.
+    ``offset``: where their sums would be in the memory of an exchange that is not exact, in bytes.
     """
 
     size: int
@@ -41,7 +41,7 @@ class ExactExchange(Exchange):
         self._further: dict[tuple[int, int], bytearray] = {}  # the further terms, by piece and value
 
     def add(self, piece: int, terms: Iterable[HostTerms]) -> None:
-        """Write the partial sums of a piece, of which ``terms`` has every element once."""
+        """Write the partial sums of a piece; ``terms`` contains every element of the piece once."""
         dtype, chunks = self._program.numbers.dtype, len(self._program.spans[piece])
         width = itemsize(self._program.numbers.accumulator)
         further_terms = [bytearray() for _ in range(chunks)]
@@ -88,6 +88,7 @@ class ExactExchange(Exchange):
         super()._finish(piece, r)
 
     def _receive_further(self, piece: int, value: int, rank: int) -> None:
+        """Receive the further terms of a value whose block has arrived, if it has any."""
         block = self._block(piece, value)
         count = block.read_count()
         if not 0 <= count <= most_further(block.size, self._ranks):

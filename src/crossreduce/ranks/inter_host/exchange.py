@@ -31,8 +31,8 @@ from ..transports.base import PendingMessage, Transport
 
 EAGER_BYTES: Final = 1 << 14
 """If a leader's stripes have at most so many bytes, their first round is in the messages that compare the calls."""
-_EARLY: Final = 0.9  # the part of the limit of a check before which no other rank gives up this one; clocks may differ
-_LATE: Final = 3  # a rank that begins a check later than this many limits after this one may make another call
+_EARLY: Final = 0.9  # no rank gives up this one before this part of a check's limit; it is not 1, since clocks differ
+_LATE: Final = 3  # a rank that has not begun a check this many limits after this one may have made another call
 _PAUSES_S: Final = (0.01, 0.1)  # between two queries whether all ranks have begun a check, first and longest
 ROUND_LAG: Final = 2
 """Stages from a round to the next, if there are several pieces. With 1 the link would idle during combinations."""
@@ -83,7 +83,7 @@ def _lag(pieces: int) -> int:
 
 
 def delay(program: Program, pieces: int) -> int:
-    """Return how many stages after its first one a piece is complete; each round takes ``lag`` stages. At least 1."""
+    """Return the stages from a piece's first one to its completion, at least 1. Each round takes ``lag`` stages."""
     return max(1, _lag(pieces) * program.round_count - 1)
 
 
@@ -91,33 +91,33 @@ def delay(program: Program, pieces: int) -> int:
 def exchange_program(
     program: Program, host: int, peers: tuple[int, ...], sizes: tuple[int, ...], numbers: Numbers, eager: bool = False
 ) -> ExchangeProgram:
-    """Return what host number ``host`` does, for pieces of ``sizes`` elements; see ``ExchangeProgram``.
+    """Return the exchange of host number ``host``, for pieces of ``sizes`` elements.
 
     ``program``: its devices are the hosts; all chunks have the same sources and destinations.
     """
     program.require_uniform()
     part = program.on(host)
-    late = delay(program, len(sizes))
+    stages_late = delay(program, len(sizes))
     # If this host is the only source, its partial result is the result, and it keeps no results from other hosts.
     has_results = program.chunks[0].sources == (host,)
     pieces = tuple(_piece_memory(part, program, size, numbers, has_results) for size in sizes)
     # The memory of a piece is used from the stage before its first, which posts its receives, to the one that completes
-    # it: late + 2 stages. When it is used again, its last sends are ROUND_LAG stages old.
-    window = min(len(sizes), late + 2)
+    # it: stages_late + 2 stages. When it is used again, its last sends are ROUND_LAG stages old.
+    window = min(len(sizes), stages_late + 2)
     room = max(piece.nbytes for piece in pieces)
     spans = tuple(program.spans(size) for size in sizes)
-    return ExchangeProgram(part, peers, pieces, spans, numbers, _lag(len(sizes)), late, window, room, eager)
+    return ExchangeProgram(part, peers, pieces, spans, numbers, _lag(len(sizes)), stages_late, window, room, eager)
 
 
 @lru_cache(maxsize=4096)
 def _piece_memory(part: DeviceProgram, program: Program, size: int, numbers: Numbers, has_results: bool) -> PieceMemory:
-    """Lay out a piece's values: partial result, then results (``has_results``: they are the same), then all others."""
+    """Lay out the partial result, then the results, unless the former ``has_results``, then all other values."""
     spans = program.spans(size)
     partial, result, header = partial_itemsize(numbers), itemsize(numbers.result), header_nbytes(numbers)
     kept = set() if has_results else {value for value in part.results if value >= 0}
-    inputs = _lines(size * partial + len(spans) * header)
+    inputs = _rounded_to_lines(size * partial + len(spans) * header)
     results_at = inputs if kept else 0
-    at = inputs + _lines(size * result) if kept else inputs
+    at = inputs + _rounded_to_lines(size * result) if kept else inputs
     places = []
     for number, (chunk, final) in enumerate(part.values):
         start, stop = spans[chunk]
@@ -130,17 +130,17 @@ def _piece_memory(part: DeviceProgram, program: Program, size: int, numbers: Num
             place = results_at + start * result
         else:
             place = at
-            at += _lines(nbytes)
+            at += _rounded_to_lines(nbytes)
         places.append((place, nbytes, stop - start))
     return PieceMemory(tuple(places), results_at, at)
 
 
-def _lines(nbytes: int) -> int:
+def _rounded_to_lines(nbytes: int) -> int:
     return -(-nbytes // LINE) * LINE
 
 
 class Exchange:
-    """One op's exchange: ``program``, whose messages have ``tag`` and must each complete within ``timeout_s`` seconds.
+    """Runs ``program`` for one op. Its messages have ``tag``, and each must complete within ``timeout_s`` seconds.
 
     In stage t the caller puts piece t's partial result at ``program.partial_at(t)``, calls ``run_stage([self], t)``,
     and then finds the results of piece t - ``delay`` at ``program.results_at``. After the last piece ``close`` waits
@@ -152,7 +152,7 @@ class Exchange:
         self._program = program
         self._transport, self._tag, self._timeout_s = transport, tag, timeout_s
         self._memory = kernels.memory(max(1, program.nbytes + LINE))
-        self.base = _lines(ctypes.addressof(ctypes.c_char.from_buffer(self._memory)))
+        self.base = _rounded_to_lines(ctypes.addressof(ctypes.c_char.from_buffer(self._memory)))
         self._sends: list[list[tuple[PendingMessage, int]]] = [[] for _ in range(program.window)]
         self._receives: dict[tuple[int, int], list[tuple[PendingMessage, int]]] = {}
 
@@ -165,6 +165,7 @@ class Exchange:
         return self._first(self._program.part.stages[0].receives)
 
     def _first(self, moves: Sequence[tuple[int, int]]) -> Iterator[tuple[int, int, int]]:
+        """Yield address, bytes and rank of each (value, host) that the op's first messages contain."""
         base, places = self._places(0)
         for value, host in moves if self._program.eager else ():
             place, nbytes, _ = places[value]
@@ -223,6 +224,7 @@ class Exchange:
                 started.append((start(base + place, nbytes, rank, self._tag), rank))
 
     def _finish(self, piece: int, r: int) -> None:
+        """Complete round ``r`` of a piece: wait for its messages, and combine their values."""
         self._wait(self._receives.pop((piece, r)))
         for combination in self._program.part.stages[r].combinations:
             if self._program.pieces[piece].places[combination.made][1]:
@@ -252,7 +254,7 @@ def first_data(exchanges: Iterable[Exchange]) -> dict[int, bytes]:
 
 
 def take_first(exchanges: Iterable[Exchange], data: Mapping[int, bytes]) -> None:
-    """Take what other ranks have sent as ``first_data``."""
+    """Copy the first messages that other ranks have sent (see ``first_data``) to the memory of the exchanges."""
     at = dict.fromkeys(data, 0)
     for address, nbytes, rank in chain.from_iterable(each.first_receives() for each in exchanges):
         ctypes.memmove(address, data[rank][at[rank] : at[rank] + nbytes], nbytes)
@@ -260,7 +262,7 @@ def take_first(exchanges: Iterable[Exchange], data: Mapping[int, bytes]) -> None
 
 
 def run_stage(exchanges: Sequence[Exchange], stage: int) -> None:
-    """Send, receive and combine what a stage of an op requires, which consists of these exchanges.
+    """Send, receive and combine what a stage of an op requires. The op consists of these exchanges.
 
     All of them have the same number of pieces and rounds. Two hosts list the exchanges in which both take part in the
     same order, so messages need no names: they are ordered by stage, exchange and round. No exchange waits for a
@@ -269,9 +271,9 @@ def run_stage(exchanges: Sequence[Exchange], stage: int) -> None:
     Raises:
       PeerError: a rank of another host was lost or is late; the op cannot continue.
     """
-    for posted in range(stage + 1 if stage else 0, stage + 2):
+    for next_stage in range(stage + 1 if stage else 0, stage + 2):  # receives are posted one stage early
         for each in exchanges:
-            each.post_receives(posted)
+            each.post_receives(next_stage)
     for each in exchanges:
         each.send(stage)
     for each in exchanges:
@@ -300,8 +302,8 @@ def exchange_digests(
 ) -> dict[int, bytes] | None:
     """Exchange the first messages of an op with ``ranks`` of other hosts: a digest of the call, and data.
 
-    Returns what each of these ranks has sent beside its digest, in memory of ``EAGER_BYTES``; ``None`` if the digests
-    of all hosts are not equal. If some hosts have no link to each other, their neighbours pass on that they differ.
+    Returns the data of each of these ranks in ``EAGER_BYTES`` of memory, or ``None`` unless all hosts have the same
+    digest. If some hosts have no link to each other, their neighbours pass on that the digests differ.
 
     Args:
       digest: of this rank's call, of equal length on all hosts.
@@ -311,13 +313,13 @@ def exchange_digests(
       tag: of the messages.
       timeout_s: how long each message may take.
       diameter: the most links on the shortest route between any two hosts.
-      patience: gives up ranks to which the link is lost; the others continue. ``None``: no rank is given up.
+      patience: gives up ranks to which the link is lost; the others continue. Without it, no rank is given up.
     Raises:
       PeerError: a rank of another host was lost or is late.
     """
     size = len(digest)
     received = [ctypes.create_string_buffer(size + EAGER_BYTES) for _ in ranks]
-    messages, asked = [digest + data.get(rank, b"") for rank in ranks], ranks
+    messages, all_ranks = [digest + data.get(rank, b"") for rank in ranks], ranks
     wait = wait_for if patience is None else patience.wait
     _exchange(messages, received, ranks, transport, tag, timeout_s, wait)
     given_up = set() if patience is None else patience.given_up
@@ -332,7 +334,7 @@ def exchange_digests(
         verdicts = [ctypes.create_string_buffer(b"=", 1) for _ in ranks]
         _exchange([b"=" if same else b"!"] * len(ranks), verdicts, ranks, transport, tag, timeout_s, wait)
         same = same and all(memory.raw == b"=" for memory in verdicts)
-    return {rank: memory.raw[size:] for rank, memory in zip(asked, received, strict=True)} if same else None
+    return {rank: memory.raw[size:] for rank, memory in zip(all_ranks, received, strict=True)} if same else None
 
 
 def _exchange(
@@ -355,29 +357,29 @@ def _exchange(
 class Patience:
     """Waits for messages in a check of the links, and gives up ranks whose messages do not arrive.
 
-    Time counts from when all ranks of the group have begun the check, as ``are_there`` returns. A message of the first
-    round may take ``limit_s`` from then on. One of a later round may take that for each round, since its sender may
-    first have waited in vain for others. The transport must close the connection of a message that has not arrived, so
-    that memory is not written any more. No rank is given up while one is late, or makes another call; if one comes very
-    late, messages may take as long as in any other call.
+    Time counts from the moment at which all ranks of the group have begun the check, which ``are_there`` reports. A
+    message of round k may take k times ``limit_s`` from then on, since its sender may have waited in vain for others
+    before. The transport must close the connection of a message that has not arrived, so that memory is not written any
+    more. No rank is given up before all ranks have begun the check. If one of them is very late, or makes another call,
+    messages may take as long as in any other call.
     """
 
     def __init__(self, are_there: Callable[[], bool], limit_s: float) -> None:
         self.given_up: set[int] = set()
         self.begun = 1  # the rounds that have begun
         self._are_there, self._limit_s, self._began = are_there, limit_s, time.monotonic()
-        self._complete_at: float | None = None  # when all ranks were there
+        self._all_begun_at: float | None = None
 
     def wait(self, pending: PendingMessage, rank: int, timeout_s: float) -> None:
         """Wait for a message from or to a rank, unless it was given up; see ``wait_for``."""
         if rank in self.given_up:
             return
         late, pause_s = self._began + _LATE * self._limit_s, _PAUSES_S[0]
-        while not self._is_complete() and time.monotonic() < late:
+        while not self._have_all_begun() and time.monotonic() < late:
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, _PAUSES_S[1])
-        if self._complete_at is not None:
-            left_s = self._complete_at + self.begun * self._limit_s - time.monotonic()
+        if self._all_begun_at is not None:
+            left_s = self._all_begun_at + self.begun * self._limit_s - time.monotonic()
             timeout_s = min(max(0.0, left_s), timeout_s)
         try:
             wait_for(pending, rank, timeout_s)
@@ -385,14 +387,14 @@ class Patience:
             # A rank that gives this one up closes their connection, after the limit at the earliest. If a connection is
             # closed earlier, the other rank has probably died.
             early = isinstance(error, PeerDisconnected) and time.monotonic() - self._began < _EARLY * self._limit_s
-            if early or not self._is_complete():
+            if early or not self._have_all_begun():
                 raise
             self.given_up.add(rank)
 
-    def _is_complete(self) -> bool:
-        if self._complete_at is None and self._are_there():
-            self._complete_at = time.monotonic()
-        return self._complete_at is not None
+    def _have_all_begun(self) -> bool:
+        if self._all_begun_at is None and self._are_there():
+            self._all_begun_at = time.monotonic()
+        return self._all_begun_at is not None
 
 
 def piece_sizes(size: int, nbytes: int, smallest: int, largest: int, depth: int) -> tuple[int, ...]:

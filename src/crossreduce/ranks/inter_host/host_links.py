@@ -22,7 +22,7 @@ PATIENCE_S: Final = 10.0  # how long a message may take in a check of the links;
 
 
 class HostLinks:
-    """The links between the hosts of a group. ``lost``: the pairs of hosts without one, by their numbers, ascending."""
+    """The links between the hosts of a group. ``lost``: the pairs of hosts without a link, in ascending order."""
 
     def __init__(self, members: Membership) -> None:
         self._members = members
@@ -36,7 +36,7 @@ class HostLinks:
     def unreached(
         self, call: Callable[[], None], engine: MultiHostEngine, rendezvous: Rendezvous, timeout_s: float
     ) -> dict[int, list[int]]:
-        """Run a call that all ranks make; return for each rank those whose messages in it have not arrived in time.
+        """Run a call that all ranks make. Return for each rank the ranks whose messages have not reached it in time.
 
         A message may take ``PATIENCE_S`` from the time when all ranks have begun the call, or less if ``timeout_s`` is
         short.
@@ -56,9 +56,9 @@ class HostLinks:
         return {rank: json.loads(given_up) for rank, given_up in enumerate(rendezvous.all_gather(own))}
 
     def lose(self, unreached: Mapping[int, Iterable[int]]) -> bool:
-        """Give up the links over which ranks have not reached others; return whether there was such a link.
+        """Give up the links over which ranks have not reached others. Return whether a link was given up.
 
-        ``unreached``: for each rank those that it has not reached.
+        ``unreached``: for each rank the ranks that it has not reached.
 
         Raises:
           ReductionError: some hosts have no route to each other any more, not even over others.
@@ -77,10 +77,10 @@ class HostLinks:
         return True
 
     def require(self, method: str, peer: int | None) -> None:
-        """Raise unless another library can carry a message of this rank: ``method`` "send" or "recv" with a rank.
+        """Raise unless another library can carry a message between this rank and ``peer``; ``None`` is any rank.
 
         Raises:
-          UnsupportedError: the ranks' hosts have no link, or ``peer`` is ``None``, any rank, and some hosts have none.
+          UnsupportedError: this rank's host has no link to the host of ``peer``, or of some rank.
         """
         if not self.lost:
             return

@@ -83,8 +83,8 @@ _LOCAL_DELAY: Final = 2  # stages: the first 3 execute even if calls differ, and
 class MultiHostEngine:
     """Compiles and runs one rank's calls in a group on several hosts; its methods are those of ``OneHostEngine``.
 
-    ``hosts``: the ranks of each host. ``memory``: that of this rank's host. ``transport``: between hosts. ``lost``: the
-    pairs of hosts without a link, over which no message is sent.
+    ``hosts``: the ranks of each host. ``memory``: the memory that this rank's host shares. ``transport``: carries
+    messages between hosts. ``lost``: the pairs of hosts without a link.
     """
 
     def __init__(
@@ -94,7 +94,7 @@ class MultiHostEngine:
         self.ranks, self.host = memory.host, hosts.index(memory.host)
         self.leaders = min(map(len, hosts))
         self.peers = rail_peers(hosts, rank)
-        self.leader = self.ranks.index(rank) if self.peers else None
+        self.leader = self.ranks.index(rank) if self.peers else None  # which leader this rank is, if it is one
         self.topology: Topology | None  # the topology of the hosts, if it was measured
         self.digest = b""  # of the last call
         self._exchanges: tuple[Exchange, ...] = ()  # those of the current op
@@ -102,11 +102,11 @@ class MultiHostEngine:
         self.lose(lost)
 
     def lose(self, lost: Lost) -> None:
-        """Send no messages between these pairs of hosts any more; plan with equal links, without them, until told."""
+        """Send no messages between these pairs of hosts any more. Plan on equal links until there is a new topology."""
         self.lost, self.topology = lost, None
         hops = distances(len(self.hosts), lost)
-        own = hops[self.host]
-        self._neighbours = [peer for host, peer in enumerate(self.peers) if own[host] == 1]  # none: this is no leader
+        # The leaders to which this one has a link; empty if this rank is no leader.
+        self._neighbours = [peer for host, peer in enumerate(self.peers) if hops[self.host][host] == 1]
         self.diameter = max(map(max, hops))  # the links of the longest route
 
     def plan_digest(self, topology: Topology) -> bytes:
@@ -123,9 +123,9 @@ class MultiHostEngine:
         nbytes = travelling_itemsize(numbers, collective)
         parts = host_parts(self.hosts, collective, root)
         arrays = sum(len(part.arrays) for part in parts)
-        rounded = 1 << (size * arrays * nbytes - 1).bit_length()
+        rounded_nbytes = 1 << (size * arrays * nbytes - 1).bit_length()
         widened = partial_itemsize(numbers) > itemsize(numbers.result)
-        schedule = host_schedule(self.topology, self.hosts, collective, rounded, root, widened, self.lost)
+        schedule = host_schedule(self.topology, self.hosts, collective, rounded_nbytes, root, widened, self.lost)
         between = lower(schedule)
         if self.lost:
             between = forward_through_devices(between, self.topology or equal_links(len(self.hosts), self.lost))
@@ -141,8 +141,8 @@ class MultiHostEngine:
         sizes = piece_sizes(size, crossing, smallest, most, delay(between, 2))
         exchanges = {}  # by the numbers of the parts
         if self.leader is not None:
-            order = [host_names(len(self.hosts)).index(name) for name in schedule.devices]
-            # The parts that cross are the same for all hosts, so they all decide alike.
+            order = [host_names(len(self.hosts)).index(name) for name in schedule.devices]  # the host of each device
+            # The parts that cross are the same for all hosts, so all hosts make the same decision.
             elements = sum(self._stripe(part, sizes[0], numbers).size for part in parts if part.crosses)
             partial_nbytes = elements * partial_itemsize(numbers) + len(between.chunks) * header_nbytes(numbers)
             eager = len(sizes) == 1 and partial_nbytes <= EAGER_BYTES
@@ -164,18 +164,12 @@ class MultiHostEngine:
         # Hosts with the same number of ranks, and the root at the same place, have slots of the same size.
         kinds = {(len(ranks), ranks.index(root) if root in ranks else -1): k for k, ranks in enumerate(self.hosts)}
         analyses = [host_programs(self.hosts, collective, root, k).analyses(numbers) for k in kinds.values()]
-        return min(fitting_size(one, SLOT_BYTES // 2 - LINE, PIECE_BYTES) for one in analyses)
+        return min(fitting_size(analysis, SLOT_BYTES // 2 - LINE, PIECE_BYTES) for analysis in analyses)
 
     def _part_exchange(
-        self,
-        part: HostPart,
-        between: Program,
-        order: list[int],
-        sizes: tuple[int, ...],
-        numbers: Numbers,
-        eager: bool,
+        self, part: HostPart, between: Program, order: list[int], sizes: tuple[int, ...], numbers: Numbers, eager: bool
     ) -> ExchangeProgram | None:
-        """Return what this leader exchanges of a part; ``None``: its host takes no part. ``order``: see ``compile``."""
+        """Return this leader's exchange of a part, or ``None`` if it has no messages. ``order``: see ``compile``."""
         if not part.crosses:
             return None
         ends = (tuple(map(order.index, hosts)) for hosts in (part.sources, part.destinations))
@@ -202,12 +196,12 @@ class MultiHostEngine:
         exchanges: dict[int, ExchangeProgram],
         depth: int,
     ) -> tuple[list[Phase], tuple[list[RankInstruction], ...], tuple[list[RankInstruction], ...]]:
-        """Return the programs of this rank's host, as phases for ``pipeline``, and what follows each exchange stage.
+        """Return this rank's part of the host's programs, as phases for ``pipeline``, and its deliveries and folds.
 
-        The second part of the result is for leaders, who copy results from the exchanges' memory to their slots. The
-        third part is for leaders in an exact reduction, whose exchanges make each piece's partial sums themselves. A
-        slot begins with a line of words; the rooms of the programs follow. The memories of the exchanges count as the
-        leader's buffers after the caller's. Piece j is distributed in stage j + ``depth``.
+        Deliveries and folds are executed by leaders only: see ``RankExecutable``. In an exact reduction, the folds
+        replace the phase that makes partial results. A slot begins with a line of words. The slot memory of each
+        program follows. The memories of the exchanges are numbered as the leader's buffers after those of the caller.
+        Piece j is distributed in stage j + ``depth``.
         """
         parts = host_parts(self.hosts, collective, root)
         programs = host_programs(self.hosts, collective, root, self.host)
@@ -219,14 +213,14 @@ class MultiHostEngine:
         starts = tuple(start * nbytes for start in accumulate(sizes[:-1], initial=0))
         streaming = len(written) * sum(sizes) * nbytes >= STREAMING_BYTES
 
-        def given(p: int, a: int) -> ArrayPlaces:
+        def inputs_at(p: int, a: int) -> ArrayPlaces:
             return ArrayPlaces(parts[p].arrays[a].input, starts)
 
-        def wanted(p: int, a: int) -> ArrayPlaces:
+        def outputs_at(p: int, a: int) -> ArrayPlaces:
             return ArrayPlaces(parts[p].arrays[a].output, starts)
 
         def striped(at: Callable[[ExchangeProgram, int], int], width: int, p: int, a: int) -> ArrayPlaces:
-            """Return where a leader's stripe of an array is in the memory of the exchange; others do not use it."""
+            """Return where a leader's stripe of an array is in the exchange's memory. Other ranks do not use it."""
             if p not in exchanges:
                 return ArrayPlaces(buffers, ())
             shifts = [self._stripe(parts[p], size, numbers).shifts.get(a, 0) for size in sizes]
@@ -235,9 +229,9 @@ class MultiHostEngine:
 
         partials = partial(striped, ExchangeProgram.partial_at, wide)
         results = partial(striped, ExchangeProgram.results_at, narrow)
-        ends: dict[str, tuple[Callable[[int, int], ArrayPlaces], ...]]
-        ends = {"up": (given, partials), "local": (given, wanted), "down": (results, wanted)}
-        compiled, used = {}, (LINE,) * len(self.ranks)
+        ends: dict[str, tuple[Callable[[int, int], ArrayPlaces], ...]]  # where a program's inputs and outputs are
+        ends = {"up": (inputs_at, partials), "local": (inputs_at, outputs_at), "down": (results, outputs_at)}
+        compiled, slot_ends = {}, (LINE,) * len(self.ranks)  # the bytes of each rank's slot that are in use
         kinds = [kind for kind in programs._fields if getattr(programs, kind) is not None]
         for kind, analysis in zip(kinds, programs.analyses(numbers), strict=True):
             inputs, outputs = ([place(*array) for array in getattr(programs, kind).arrays] for place in ends[kind])
@@ -248,14 +242,14 @@ class MultiHostEngine:
                 inputs,
                 outputs,
                 streaming=streaming and kind != "up",
-                bases=used,
+                bases=slot_ends,
             )
-            used = compiled[kind].ends
-        assert max(used) <= SLOT_BYTES // 2, "a piece does not fit into a slot"
-        first = {"up": 0, "local": _LOCAL_DELAY}
+            slot_ends = compiled[kind].ends
+        assert max(slot_ends) <= SLOT_BYTES // 2, "a piece does not fit into a slot"
+        first_stages = {"up": 0, "local": _LOCAL_DELAY}
         phases: list[Phase] = [
-            (delay + phase, partial(compiled[kind].phase, phase=phase))
-            for kind, delay in first.items()
+            (first + phase, partial(compiled[kind].phase, phase=phase))
+            for kind, first in first_stages.items()
             if kind in compiled
             for phase in ((0,) if numbers.exact else (0, 1))
         ]
@@ -331,7 +325,7 @@ class MultiHostEngine:
     def _agreed(
         self, digest: bytes, data: dict[int, bytes], timeout_s: float, phase: TracePhase = TracePhase.AGREE
     ) -> dict[int, bytes] | None:
-        """Return the data of the leaders of the linked hosts; ``None``: not all hosts passed the same digest."""
+        """Return the data of the leaders of the linked hosts, or ``None`` unless all hosts passed the same digest."""
         with self._waiting_for_hosts(phase, 1):
             others, transport, rounds = self._neighbours, self.transport, self.diameter
             return exchange_digests(digest, data, others, transport, TAG, timeout_s, rounds, self.patience)
@@ -353,7 +347,6 @@ class MultiHostEngine:
             self.memory.native.trace(TracePhase.COPY_OUT, stage)
 
     def _exchange(self, program: ExchangeProgram, timeout_s: float) -> Exchange:
-        """Return the exchange of an op."""
         if program.numbers.exact:
             return ExactExchange(program, self.transport, TAG, timeout_s, sum(map(len, self.hosts)))
         return Exchange(program, self.transport, TAG, timeout_s)
@@ -364,14 +357,15 @@ class MultiHostEngine:
         """Make the partial sums of a piece of an exact reduction."""
         terms: list[list[HostTerms]] = [[] for _ in exchanges]
         for size, operands, ((region, offset),), *_ in executable.folds[piece]:
-            number = ~region - len(addresses) + len(exchanges)  # their memories are the last of the buffers
+            number = ~region - len(addresses) + len(exchanges)  # the exchanges' memories are the last buffers
             terms[number].append(HostTerms(size, [self._address(place, addresses) for place in operands], offset))
-        for exchange, found in zip(exchanges, terms, strict=True):
+        for exchange, own_terms in zip(exchanges, terms, strict=True):
             assert isinstance(exchange, ExactExchange)
-            exchange.add(piece, found)
+            exchange.add(piece, own_terms)
         self.memory.native.trace(TracePhase.REDUCE, piece + 1)
 
     def _address(self, place: BufferReference, addresses: tuple[int, ...]) -> int:
+        """Return an address in the slot of rank number ``region`` of the host, or, if it is negative, in a buffer."""
         region, offset = place
         return offset + (addresses[~region] if region < 0 else self.memory.address(self.ranks[region]))
 
@@ -382,6 +376,7 @@ class MultiHostEngine:
 
     @contextmanager
     def _waiting_for_hosts(self, phase: TracePhase, stage: int) -> Iterator[None]:
+        """Show the other ranks of the host that this one waits for other hosts; count and trace the time."""
         word = remote_wait(self.memory, self.rank)
         word.value, began = 1, time.monotonic_ns()
         yield  # an error skips the next lines; it breaks the group, so no later call reads the word

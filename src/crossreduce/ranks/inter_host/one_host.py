@@ -57,21 +57,21 @@ class RankExecutable(NamedTuple):
     stages: int  # the number of stages of the program
     text: bytes  # describes the call
     digest: bytes = b""  # a digest of all that several hosts must agree on
-    exchanges: tuple[ExchangeProgram, ...] = ()  # one for each of the parts in which the rank, a leader, takes part
-    deliveries: tuple[list[RankInstruction], ...] = ()  # after each stage of the exchanges: copy results to slots
+    exchanges: tuple[ExchangeProgram, ...] = ()  # on leaders: one for each part in which they take part
+    deliveries: tuple[list[RankInstruction], ...] = ()  # on leaders: copy results to slots after each exchange stage
     instructions: int = 0  # the number of instructions of the program
-    folds: tuple[list[RankInstruction], ...] = ()  # of an exact reduction, on leaders: each piece's partial sums
+    folds: tuple[list[RankInstruction], ...] = ()  # on leaders, in an exact reduction: the partial sums of each piece
 
     @property
     def cost(self) -> int:
-        """An estimate of the memory that this takes: that of so many stages of usual size."""
+        """The memory that this takes, estimated as a number of stages of usual size."""
         return max(self.stages, self.instructions // 2)
 
 
 class ExecutableCache:
-    """The executables of a rank's calls, by a key that describes the call; ``stages``: of all of them together.
+    """The executables of a rank's calls, by a key that describes the call. ``stages``: their total ``cost``.
 
-    An executable with which there would be more than ``CACHED_STAGES`` stages replaces all others.
+    An executable that would raise the total above ``CACHED_STAGES`` replaces all others.
     """
 
     def __init__(self) -> None:
@@ -113,7 +113,7 @@ class OneHostEngine:
     def compile(self, collective: str, size: int, numbers: Numbers, root: int | None, text: bytes) -> RankExecutable:
         """Return the executable of a call; callers cache it.
 
-        ``collective`` is the name of a method of ``Communicator``; "": the ranks only compare their calls, which
+        ``collective`` is the name of a method of ``Communicator``, or "" if the ranks only compare their calls, which
         ``text`` describes. ``size`` counts the elements of each array.
         """
         stages: Sequence[Any] = [[], []]  # one barrier, which compares the calls
@@ -129,6 +129,7 @@ class OneHostEngine:
         return RankExecutable(program, len(stages), text, instructions=sum(map(len, stages)))
 
     def _piece_bytes(self, collective: str, nbytes: int) -> int:
+        """Return the most bytes that a rank contributes to a piece if ranks only wait while an op runs."""
         least = BLOCKING_PIECE_BYTES.get(collective, COPIED_PIECE_BYTES)
         contributed = nbytes * self._ranks if collective in ("reduce_scatter", "scatter", "all_to_all") else nbytes
         return max(least, min(PIECE_BYTES, contributed * self._ranks // MOST_PIECES))
@@ -207,7 +208,7 @@ def _host_collective(collective: str, ranks: int, root: int | None, small: bool)
 
 
 class CollectiveArray(NamedTuple):
-    """One of the equal arrays of which a collective consists: the ranks that contribute to it and that need its result.
+    """One of a collective's arrays: the ranks that contribute to it, and the ranks that need its result.
 
     ``input`` and ``output``: the numbers of the caller's buffers, as in ``HostCollective``.
     """
@@ -226,15 +227,15 @@ def collective_arrays(collective: str, ranks: int, root: int | None) -> list[Col
     CollectiveArray(sources=(0,), destinations=(0,), input=0, output=1)
     CollectiveArray(sources=(1,), destinations=(0,), input=0, output=2)
     """
-    everyone, main = tuple(range(ranks)), () if root is None else (root,)
+    everyone, root_only = tuple(range(ranks)), () if root is None else (root,)
     if collective in ("all_reduce", "reduce"):
-        return [CollectiveArray(everyone, main or everyone, 0, 1)]
+        return [CollectiveArray(everyone, root_only or everyone, 0, 1)]
     if collective == "broadcast":
-        return [CollectiveArray(main, everyone, 0, 0)]
+        return [CollectiveArray(root_only, everyone, 0, 0)]
     if collective in ("all_gather", "gather"):
-        return [CollectiveArray((k,), main or everyone, 0, 1 + k) for k in everyone]
+        return [CollectiveArray((k,), root_only or everyone, 0, 1 + k) for k in everyone]
     if collective == "scatter":
-        return [CollectiveArray(main, (k,), 1 + k, 0) for k in everyone]
+        return [CollectiveArray(root_only, (k,), 1 + k, 0) for k in everyone]
     if collective == "reduce_scatter":
         return [CollectiveArray(everyone, (k,), k, ranks) for k in everyone]
     assert collective == "all_to_all", collective
@@ -249,7 +250,8 @@ def one_round(
 ) -> Schedule:
     """Return the schedule of one round in which every destination combines, or copies, the inputs of the sources.
 
-    ``ends`` lists the sources and the destinations of each chunk; ``shares`` its share, ``None``: all are equal.
+    ``ends`` lists the sources and the destinations of each chunk. ``shares`` lists the sizes of the chunks, as parts of
+    the buffer. By default they are equal.
 
     >>> print(lower(one_round("gather", rank_names(3), [((0,), (0,)), ((1,), (0,)), ((2,), (0,))])))
     gather one_shot: 3 devices, 3 chunks, 2 instructions

@@ -2,8 +2,8 @@
 
 Input: the ranks of the hosts, and a collective. Output: its parts, the schedule between hosts, and for each host the
 programs of its ranks. Between hosts, each part is an exchange of its own. On a host, rank k of the ``leaders`` first
-ranks owns stripe k of each part, an equal share of the part's arrays. If a part has one array per leader, a stripe is
-an array: that of the leader itself, if its rank contributes or needs it, which is then not copied through a slot.
+ranks owns stripe k of each part, an equal share of the part's arrays. If a part has one array per leader, each stripe
+is one array. If the leader itself contributes or needs this array, it does not copy it through a slot.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from .one_host import CollectiveArray, collective_arrays, one_round, rank_names
 
 SAME_SPEED: Final = Fraction(1, 10)
 SAME_LATENCY_S: Final = Fraction(5, 100_000)
-"""Plans are kept if no bandwidth changes by more than this part: measurements of one link differ by a few percent. On
-busy hosts latencies differ by some 10 us."""
+"""Plans are kept if no link changes by more than this. Bandwidths may change by this part, since measurements of one
+link differ by a few percent. On busy hosts latencies differ by some 10 us."""
 
 Hosts = tuple[tuple[int, ...], ...]  # the ranks of each host, ascending
 Lost = tuple[tuple[int, int], ...]  # pairs of hosts without a link, ascending
@@ -41,7 +41,7 @@ class HostPart(NamedTuple):
 
     @property
     def crosses(self) -> bool:
-        """Whether it moves between hosts."""
+        """Whether the arrays move between hosts."""
         return len({*self.sources, *self.destinations}) > 1
 
     def enters(self, host: int) -> bool:
@@ -68,13 +68,13 @@ def host_parts(hosts: Hosts, collective: str, root: int | None) -> tuple[HostPar
 
 def crossing_arrays(hosts: int, parts: Iterable[HostPart]) -> int:
     """Return the most arrays that any host sends, or that it receives, if each array crosses once."""
-    known = tuple(parts)
+    all_parts = tuple(parts)
 
-    def moving(chosen: Callable[[HostPart, int], bool]) -> int:
-        return max(sum(len(part.arrays) for part in known if chosen(part, host)) for host in range(hosts))
+    def most(moves: Callable[[HostPart, int], bool]) -> int:
+        return max(sum(len(part.arrays) for part in all_parts if moves(part, host)) for host in range(hosts))
 
-    leaving = moving(lambda part, host: host in part.sources and part.destinations != (host,))
-    return max(leaving, moving(HostPart.enters))
+    sent = most(lambda part, host: host in part.sources and part.destinations != (host,))
+    return max(sent, most(HostPart.enters))
 
 
 # Between hosts
@@ -86,9 +86,9 @@ def host_names(hosts: int) -> tuple[str, ...]:
 
 
 def lost_links(hosts: Hosts, unreached: Mapping[int, Iterable[int]]) -> Lost:
-    """Return the pairs of hosts without a link, in order: those of which some ranks could not connect to each other.
+    """Return the pairs of hosts between which some ranks could not connect to each other, in ascending order.
 
-    ``unreached``: for each rank those to which it could not connect.
+    ``unreached``: for each rank the ranks to which it could not connect.
 
     >>> lost_links(((0, 1), (2, 3), (4,)), {0: [4], 1: [], 4: [0]})
     ((0, 2),)
@@ -127,10 +127,10 @@ def same_speeds(planned: Topology, measured: Topology) -> bool:
     pairs = [(link, measured.by_ends[link.src, link.dst]) for link in planned.links]
     slack = 1 + SAME_SPEED
     return all(
-        one.bandwidth <= slack * other.bandwidth
-        and other.bandwidth <= slack * one.bandwidth
-        and abs(one.latency_s - other.latency_s) <= max(min(one.latency_s, other.latency_s), SAME_LATENCY_S)
-        for one, other in pairs
+        old.bandwidth <= slack * new.bandwidth
+        and new.bandwidth <= slack * old.bandwidth
+        and abs(old.latency_s - new.latency_s) <= max(min(old.latency_s, new.latency_s), SAME_LATENCY_S)
+        for old, new in pairs
     )
 
 
@@ -150,8 +150,8 @@ def host_schedule(
       topology: the links between hosts; ``None``: they were not measured and are assumed to be equal.
       hosts: the ranks of each host.
       collective: its name.
-      nbytes: that travel, of all arrays together, rounded up to a power of 2.
-      root: the root, of a collective that has one.
+      nbytes: the bytes that travel, of all arrays together, rounded up to a power of 2.
+      root: the root of a collective that has one.
       widened: whether partial results are larger than results.
       lost: the pairs of hosts without a link. Data from one to the other has to be forwarded.
     """
@@ -161,10 +161,10 @@ def host_schedule(
     rooted = count > 2 and collective in ("reduce", "broadcast")
     if collective in COLLECTIVES and count > 2 and (topology is not None or rooted or lost):
         wiring = topology or equal_links(count, lost)
-        main = None if root is None else next(names[k] for k, ranks in enumerate(hosts) if root in ranks)
-        return plan(wiring, collective, nbytes, root=main).schedule.cut_into(1)
+        root_host = None if root is None else next(names[k] for k, ranks in enumerate(hosts) if root in ranks)
+        return plan(wiring, collective, nbytes, root=root_host).schedule.cut_into(1)
     if collective == "all_reduce":
-        # Of 2 hosts each sends its array once with both algorithms, but the second round of direct sends results.
+        # With 2 hosts, both algorithms send each host's array once, but the second round of "direct" sends results.
         once = (count == 2 and not widened) or nbytes * (count - 1) <= EAGER_BYTES
         return schedule_for(Request(collective, names, names, "one_shot" if once else "direct"))
     crossing = [part for part in host_parts(hosts, collective, root) if part.crosses]
@@ -202,8 +202,8 @@ def cuts(arrays: int, leaders: int) -> tuple[ArrayCut, ...]:
     >>> [tuple(cut) for cut in cuts(3, 2)]
     [(0, 0, 0, 2), (1, 0, 0, 1), (1, 1, 1, 2), (2, 1, 0, 2)]
     """
-    whole = arrays * leaders  # an array has ``leaders`` shares, a stripe ``arrays``
-    ends = sorted({*range(0, whole + 1, leaders), *range(0, whole, arrays)})
+    shares = arrays * leaders  # an array has ``leaders`` shares, a stripe ``arrays``
+    ends = sorted({*range(0, shares + 1, leaders), *range(0, shares, arrays)})
     bounds = [(start // leaders, start // arrays, start, stop) for start, stop in pairwise(ends)]
     return tuple(ArrayCut(k, leader, start - k * leaders, stop - k * leaders) for k, leader, start, stop in bounds)
 
@@ -211,7 +211,7 @@ def cuts(arrays: int, leaders: int) -> tuple[ArrayCut, ...]:
 class Stripe(NamedTuple):
     """A leader's stripe of a piece of a part: its elements, and the cuts of arrays that it consists of.
 
-    ``shifts``: for each array of which it has a cut, the elements from the place in the array to that in the stripe.
+    ``shifts``: for each array that it cuts, an element's index in the stripe minus its index in the array.
     """
 
     size: int
@@ -220,7 +220,7 @@ class Stripe(NamedTuple):
 
 @lru_cache(maxsize=4096)
 def stripe(arrays: int, leaders: int, leader: int, size: int, nbytes: int) -> Stripe:
-    """Return a leader's stripe of ``arrays`` arrays of which a piece has ``size`` elements of ``nbytes`` bytes.
+    """Return a leader's stripe of a piece: ``size`` elements of ``nbytes`` bytes of each of ``arrays`` arrays.
 
     >>> stripe(3, 2, 1, 100, 8)  # from the line after half of array 1
     Stripe(size=152, shifts={1: -48, 2: 52})
@@ -242,14 +242,14 @@ class HostArrays(NamedTuple):
 
 
 class HostPrograms(NamedTuple):
-    """What the ranks of a host execute; ``None``: nothing. Partial results and results are in the leaders' stripes."""
+    """The programs of a host's ranks, if needed. Partial results and results are in the leaders' stripes."""
 
     up: HostArrays | None  # combines the ranks' contributions to partial results
     local: HostArrays | None  # moves arrays from ranks of this host to others of it
     down: HostArrays | None  # distributes results
 
     def analyses(self, numbers: Numbers) -> list[RankAnalysis]:
-        """Return the analyses of those of the three that there are."""
+        """Return the analyses of the programs that are not ``None``, in this order."""
         partial, copied = numbers._replace(result=numbers.accumulator, divisor=1), copy_numbers(numbers.result)
         kinds = zip(self, (partial, copied, copied), strict=True)
         return [analyze(local.program, using, len(local.arrays)) for local, using in kinds if local is not None]
@@ -257,23 +257,24 @@ class HostPrograms(NamedTuple):
 
 @lru_cache(maxsize=256)
 def host_programs(hosts: Hosts, collective: str, root: int | None, host: int) -> HostPrograms:
-    """Return the programs of a host. Their devices are its ranks, by their places."""
+    """Return the programs of a host, in which device k is its rank number k."""
     ranks, leaders = hosts[host], min(map(len, hosts))
     places = {rank: place for place, rank in enumerate(ranks)}
     parts = host_parts(hosts, collective, root)
 
-    def here(others: tuple[int, ...]) -> tuple[int, ...]:
-        return tuple(places[rank] for rank in others if rank in places)
+    def places_of(some_ranks: tuple[int, ...]) -> tuple[int, ...]:
+        return tuple(places[rank] for rank in some_ranks if rank in places)
 
     def program(kind: str, chosen: list[int]) -> HostArrays | None:
+        """Return a program for the parts with the numbers ``chosen``, or ``None`` if there are none."""
         arrays = tuple((p, a) for p in chosen for a in range(len(parts[p].arrays)))
         ends, shares = [], []
         for p in chosen:
             part = parts[p].arrays
             stripes = 1 if kind == "local" else leaders
             for a, leader, start, stop in cuts(len(part), stripes):
-                sources = (leader,) if kind == "down" else here(part[a].sources)
-                ends.append((sources, (leader,) if kind == "up" else here(part[a].destinations)))
+                sources = (leader,) if kind == "down" else places_of(part[a].sources)
+                ends.append((sources, (leader,) if kind == "up" else places_of(part[a].destinations)))
                 shares.append(Fraction(stop - start, stripes * len(arrays)))
         if not ends:
             return None

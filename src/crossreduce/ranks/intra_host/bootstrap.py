@@ -34,8 +34,8 @@ _LOG: Final = logging.getLogger("crossreduce")
 _BOOT: Final = Path("/proc/sys/kernel/random/boot_id")
 _NETWORK: Final = Path("/proc/self/ns/net")  # names of abstract sockets belong to one network namespace
 _CREDENTIALS: Final = struct.Struct("3i")  # of the sender of a message: process, user, group
-_MOST_ALONE: Final = 8  # how many hosts the shared memory is made for at least
-_MESSAGES: Final = 128  # sent before any is read: the buffer of a socket has room for 278, and two batches may be in it
+_LEAST_HOSTS: Final = 8  # the shared memory is made for at least so many hosts
+_MESSAGES: Final = 128  # per batch: a socket's buffer has room for 278, and two batches may be in it
 _NOEXEC: Final = 0x8  # MFD_NOEXEC_SEAL: some systems require it; kernels before 6.3 do not support it
 
 
@@ -53,7 +53,7 @@ class BootstrapResult(NamedTuple):
 
 
 class _HostInfo(NamedTuple):
-    """What a rank sends to all others. Ranks of equal ``identity`` may share memory; ``name`` is its socket's.
+    """What a rank sends to all others. Ranks of equal ``identity`` may share memory. ``name``: the name of its socket.
 
     The ranks' versions are compared before anything else is read, so ``version`` must stay the first field.
     """
@@ -73,8 +73,8 @@ def bootstrap(
 
     Args:
       rendezvous: where the ranks meet.
-      nbytes: returns the number of bytes that the ranks of one host share, given the number of these ranks and the most
-        hosts that there may be.
+      nbytes: returns the number of bytes that the ranks of one host share, given the number of these ranks and the
+        maximum number of hosts.
       global_ranks: the ranks' numbers in messages; ``None``: 0, 1, ...
     Raises:
       MismatchError: the ranks have different versions of crossreduce; raised on all ranks.
@@ -90,7 +90,7 @@ def bootstrap(
         infos = [_HostInfo(*info) for info in received]
         ranks = [other for other, info in enumerate(infos) if info.identity == own.identity]
         # If the ranks of a host cannot share memory, each of them counts as a host.
-        most_hosts = max(_MOST_ALONE, len({tuple(info.identity) for info in infos}))
+        most_hosts = max(_LEAST_HOSTS, len({tuple(info.identity) for info in infos}))
         size, fd, problem, name = nbytes(len(ranks), most_hosts), -1, "", ""
         try:
             try:
@@ -168,7 +168,7 @@ def _identity() -> list[str]:
 
 
 def _hosts(infos: Sequence[_HostInfo], problems: Sequence[str]) -> tuple[tuple[int, ...], ...]:
-    """Return the ranks of each host: all those of one identity, or each alone if one of them had a problem.
+    """Return the ranks of each host: ranks of one identity, or a rank alone if a rank of its identity had a problem.
 
     >>> _hosts([_HostInfo("1", ["a"], "", [])] * 2 + [_HostInfo("1", ["b"], "", [])] * 2, ["", "", "", "broken"])
     ((0, 1), (2,), (3,))

@@ -1,4 +1,4 @@
-"""Instructions of ranks, how the pieces of an array are pipelined, and the compiled form that runs.
+"""Instructions of ranks: how the pieces of an array are pipelined, and how instructions become a compiled program.
 
 Input: instructions for each phase of each piece. Output: stages, and the native ``RankProgram``. ``programs`` decides
 which instructions a rank executes.
@@ -77,23 +77,23 @@ def reduction_numbers(op: ReduceOp, dtype: str, ranks: int, exact: bool = False)
 
 def join_contiguous(instructions: Iterable[RankInstruction]) -> list[RankInstruction]:
     """Return the instructions; one that continues the previous one is joined to it (see ``_continues``)."""
-    made: list[RankInstruction] = []
-    for following in instructions:
-        if made and _continues(made[-1], following):
-            made[-1] = made[-1]._replace(size=made[-1].size + following.size)
+    joined: list[RankInstruction] = []
+    for instruction in instructions:
+        if joined and _continues(joined[-1], instruction):
+            joined[-1] = joined[-1]._replace(size=joined[-1].size + instruction.size)
         else:
-            made.append(following)
-    return made
+            joined.append(instruction)
+    return joined
 
 
-def _continues(one: RankInstruction, following: RankInstruction) -> bool:
-    """Return whether ``following`` does the same as ``one`` with the elements that follow those of ``one``."""
+def _continues(first: RankInstruction, second: RankInstruction) -> bool:
+    """Return whether ``second`` does the same as ``first`` with the elements that follow those of ``first``."""
 
     def after(places: tuple[BufferReference, ...], dtype: str) -> tuple[BufferReference, ...]:
-        return tuple(BufferReference(region, offset + one.size * itemsize(dtype)) for region, offset in places)
+        return tuple(BufferReference(region, offset + first.size * itemsize(dtype)) for region, offset in places)
 
-    operands, results = after(one.operands, one.numbers.dtype), after(one.results, one.numbers.result)
-    return following == (following.size, operands, results, one.numbers, one.streaming)
+    operands, results = after(first.operands, first.numbers.dtype), after(first.results, first.numbers.result)
+    return second == (second.size, operands, results, first.numbers, first.streaming)
 
 
 def pipeline(pieces: int, phases: Sequence[Phase], depth: int) -> list[list[RankInstruction]]:
@@ -108,7 +108,7 @@ def pipeline(pieces: int, phases: Sequence[Phase], depth: int) -> list[list[Rank
 def native_program(stages: Sequence[Iterable[RankInstruction]], kind: int = 0, nbytes: int = 0) -> Any:
     """Return stages as the compiled ``RankProgram``, which the native ``SharedMemory`` executes.
 
-    ``kind`` and ``nbytes``: by what its runs are counted, see ``counters.kind_and_bytes``.
+    ``kind`` and ``nbytes``: the counters that each run increases; see ``counters.kind_and_bytes``.
     """
 
     def native(each: RankInstruction) -> tuple[Any, ...]:

@@ -1,10 +1,10 @@
 """Partial sums of exact reductions: the exact sums of some ranks' terms, as hosts send them to each other.
 
 Input: addresses of arrays. Output: a block of memory, and further terms. A block begins with a line whose first 8 bytes
-are the number of further terms. Then every real number has one double; for float64 it has two, in two arrays. Where
-the exact sum needs more, further terms follow in a list: each is the number of an element and a double, 16 bytes. The
-sum of all these is the exact sum. The further terms are a message of their own, which is rarely needed: a float64 holds
-most sums of float32 exactly, and two hold most sums of float64.
+are the number of further terms. Then an array has one double for each sum of real numbers. Sums of float64 have a
+second array of doubles. If an exact sum needs more doubles, these are further terms: each is the number of an element
+and a double, 16 bytes. The exact sum is the sum of all its doubles. Further terms are sent in a message of their own,
+which is rarely needed: one float64 holds most sums of float32 exactly, and two hold most sums of float64.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ HEADER: Final = LINE
 FURTHER_NBYTES: Final = 16  # of a further term
 _DOUBLE: Final = 8
 _REAL: Final = {"complex64": "float32", "complex128": "float64"}
-_COMPONENTS: Final = 48  # doubles of a sum: its 2098 bits need 40, and every rank may add one if it exceeds all doubles
+_COMPONENTS: Final = 48  # doubles of a sum: 2098 bits need 40; for each rank there may be one more, beyond their range
 
 
 def reals(dtype: str) -> int:
@@ -48,10 +48,11 @@ def partial_itemsize(numbers: Numbers) -> int:
 
 
 def travelling_itemsize(numbers: Numbers, collective: str) -> int:
-    """Return the bytes per element that a message between hosts has, on average, without further terms.
+    """Return the bytes per element of messages between hosts, on average, without further terms.
 
-    An all-reduce sends as many results as partial results; other reductions send partial results only. It counts the
-    larger partial results of exact reductions, but not those of half types, which are float32 by default.
+    An all-reduce sends as many results as partial results; other reductions send partial results only. This counts the
+    size of partial results in exact reductions. In others all elements count as the dtype, although partial results of
+    half types are float32.
 
     >>> from crossreduce.ops import ReduceOp
     >>> exact = Numbers(ReduceOp.SUM, "float32", "float64", "float32", 1, exact=True)
@@ -104,10 +105,10 @@ class PartialSums(NamedTuple):
         high, low = [*self.arrays(first), 0][:2]
         count = self.size if size is None else size
         name = _REAL.get(dtype, dtype)
-        left: bytes = kernels.native().split_partial_sums(
+        own_further: bytes = kernels.native().split_partial_sums(
             kernels.instruction_set(), name, sources, further, high, low, count, first
         )
-        return left
+        return own_further
 
 
 def round_sums(

@@ -1,10 +1,10 @@
 """Collectives whose ranks read the memory of each other's processes.
 
-Input: a collective, its size, and how values are computed. Output: the stages of one rank. Instead of copying its array
-to the shared memory, from which other ranks copy it, a rank waits until the others have made the call, and then reads
-theirs. A rank waits until its array is read. Measured on 2 cores, as the time over that with slots: two
-ranks from 8 KiB on 0.5 to 0.8; all-to-alls of 4 and 8 ranks from 32 KiB for each pair on 0.55 to 0.75. Not used where
-it takes longer: all-reduces, and collectives in which several ranks read the same array.
+Input: a collective, its size, and how values are computed. Output: the stages of one rank. No rank copies its array to
+the shared memory. Each waits until the others have made the call, reads their arrays, and waits until its own was read.
+Time relative to slots, measured on 2 cores: 0.5 to 0.8 for two ranks from 8 KiB on; 0.55 to 0.75 for all-to-alls of 4
+and 8 ranks from 32 KiB per pair on. All-reduces, and collectives in which several ranks read the same array, take
+longer, and use slots.
 """
 
 from __future__ import annotations
@@ -48,26 +48,26 @@ def peer_stages(
     nbytes = itemsize(numbers.dtype)
     others = [(rank + k) % ranks for k in range(1, ranks)]  # each rank begins with another one
 
-    def copied(source: int, result: int) -> RankInstruction:
+    def copy(source: int, result: int) -> RankInstruction:
         return RankInstruction(size, (BufferReference(source, 0),), (BufferReference(result, 0),), numbers)
 
-    def of_peer(peer: int, buffer: int) -> int:
+    def peer_region(peer: int, buffer: int) -> int:
         return PEER_BUFFER + READABLE_BUFFERS * peer + buffer
 
     if collective == "all_to_all":
-        own = copied(~rank, ~(ranks + rank))
-        return [[], [own, *(copied(of_peer(peer, rank), ~(ranks + peer)) for peer in others)], []]
+        own = copy(~rank, ~(ranks + rank))
+        return [[], [own, *(copy(peer_region(peer, rank), ~(ranks + peer)) for peer in others)], []]
     (other,) = others
     if collective == "broadcast":
-        return [[], [] if rank == root else [copied(of_peer(other, 0), ~0)], []]
+        return [[], [] if rank == root else [copy(peer_region(other, 0), ~0)], []]
     if collective == "all_gather":
-        return [[], [copied(~0, ~(1 + rank)), copied(of_peer(other, 0), ~(1 + other))], []]
+        return [[], [copy(~0, ~(1 + rank)), copy(peer_region(other, 0), ~(1 + other))], []]
     assert collective == "reduce_scatter", collective
     streaming, instructions = size * nbytes >= STREAMING_BYTES, []
     for start in range(0, size, PIECE_BYTES // nbytes):
         count, offset = min(PIECE_BYTES // nbytes, size - start), start * nbytes
         slot, mine = BufferReference(rank, 0), BufferReference(~rank, offset)
-        theirs = BufferReference(of_peer(other, rank), offset)
+        theirs = BufferReference(peer_region(other, rank), offset)
         instructions.append(RankInstruction(count, (theirs,), (slot,), copy_numbers(numbers.dtype)))
         operands = (mine, slot) if rank == 0 else (slot, mine)
         instructions.append(RankInstruction(count, operands, (BufferReference(~2, offset),), numbers, streaming))

@@ -55,12 +55,12 @@ def boundary(numerator: int, denominator: int, size: int, nbytes: int) -> int:
 class _ChunkValues(NamedTuple):
     """Properties of a chunk's values, in their order.
 
-    ``direct``: how many inputs (the first values) are read by their own ranks from the caller's buffers: all or 0. In
-    place, a result may overwrite such an input: the schedule has replaced the input, so no later step reads it.
+    ``direct``: the number of inputs, which are the first values, if ranks read their own ones from the caller's
+    buffers, otherwise 0. If the call is in place, a result may overwrite such an input: no later step reads it.
     """
 
     devices: tuple[int, ...]  # the device that computes each value
-    made: tuple[int, ...]  # the phase that computes each value; 0: inputs
+    made: tuple[int, ...]  # the phase that computes each value; 0 for inputs
     last: tuple[int, ...]  # the last phase that reads each value from a slot; -1: it needs no slot
     dtypes: tuple[str, ...]  # the dtype of each value in slots and results
     direct: int
@@ -78,10 +78,10 @@ class _SlotGroup(NamedTuple):
 
 
 class _Template(NamedTuple):
-    """An instruction without addresses, which computes a part of ``chunk``.
+    """An instruction without addresses, which computes a value of ``chunk``.
 
-    Operand ``~v``: value v, an input, is read from the caller's buffer. ``value``: the value that this rank's slot
-    stores; -1: none. ``kept``: whether the caller's result buffer gets the result.
+    Operand ``~v`` is value v, an input, in the caller's buffer. Other operands are in slots. ``value``: the value that
+    this rank stores in its slot, or -1 if it stores none. ``kept``: whether the caller's result buffer gets the result.
     """
 
     chunk: int
@@ -99,17 +99,17 @@ class RankAnalysis:
 
     def __init__(self, program: Program, numbers: Numbers, arrays: int) -> None:
         self.program, self.numbers, self.arrays = program, numbers, arrays
-        used = sorted({instruction.round for chunk in program.chunks for instruction in chunk.instructions})
-        phase = {r: 1 + k for k, r in enumerate(used)}
-        self.phases = max(2, 1 + len(used))
+        rounds = sorted({instruction.round for chunk in program.chunks for instruction in chunk.instructions})
+        phase = {r: 1 + k for k, r in enumerate(rounds)}
+        self.phases = max(2, 1 + len(rounds))
         self.values = [_chunk_values(chunk, phase, numbers) for chunk in program.chunks]
         slots: list[dict[tuple[int, int], list[tuple[int, int]]]] = [{} for _ in program.devices]
-        for c, known in enumerate(self.values):
-            for value, last in enumerate(known.last):
+        for c, values in enumerate(self.values):
+            for value, last in enumerate(values.last):
                 if last >= 0:
-                    slots[known.devices[value]].setdefault((known.made[value], last), []).append((c, value))
+                    slots[values.devices[value]].setdefault((values.made[value], last), []).append((c, value))
         self.groups = [
-            [_SlotGroup(last - made + 1, tuple(values)) for (made, last), values in slot.items()] for slot in slots
+            [_SlotGroup(last - made + 1, tuple(members)) for (made, last), members in slot.items()] for slot in slots
         ]
         ends = list(accumulate((chunk.share * arrays for chunk in program.chunks), initial=Fraction(0)))
         self._bounds = []  # for each chunk: its array, and its boundaries within the array
@@ -125,33 +125,32 @@ class RankAnalysis:
         if rank in self._templates:
             return self._templates[rank]
         numbers = self.numbers
-        made: list[list[_Template]] = [[] for _ in range(self.phases)]
-        for c, (chunk, of) in enumerate(zip(self.program.chunks, self.values, strict=True)):
+        phases: list[list[_Template]] = [[] for _ in range(self.phases)]
+        for c, (chunk, values) in enumerate(zip(self.program.chunks, self.values, strict=True)):
             inputs = len(chunk.sources)
             result = chunk.results[chunk.destinations.index(rank)] if rank in chunk.destinations else -1
             if rank in chunk.sources:
                 own = chunk.sources.index(rank)
-                dtype = of.dtypes[own]
+                dtype = values.dtypes[own]
                 stored = copy_numbers(dtype) if dtype == numbers.dtype else numbers._replace(result=dtype, divisor=1)
-                if of.last[own] >= 0:
-                    made[0].append(_Template(c, (~own,), own, False, stored))
+                if values.last[own] >= 0:
+                    phases[0].append(_Template(c, (~own,), own, False, stored))
                 if result == own:  # a local copy, made in phase 1 like other ranks' copies
-                    made[1].append(_Template(c, (~own,), -1, True, stored))
+                    phases[1].append(_Template(c, (~own,), -1, True, stored))
             for value, instruction in enumerate(chunk.instructions, inputs):
                 if instruction.device != rank:
                     continue
-                phase = of.made[value]
-                operands = tuple(~v if of.in_caller(v, rank) else v for v in instruction.operands)
-                dtype = of.dtypes[instruction.operands[0]]
-                using = numbers._replace(dtype=dtype, result=of.dtypes[value])
+                operands = tuple(~v if values.in_caller(v, rank) else v for v in instruction.operands)
+                dtype = values.dtypes[instruction.operands[0]]
+                using = numbers._replace(dtype=dtype, result=values.dtypes[value])
                 if not instruction.final:
                     using = using._replace(divisor=1)
                 if len(operands) == 1:
                     using = copy_numbers(dtype)
-                slot = value if of.last[value] >= 0 else -1
-                made[phase].append(_Template(c, operands, slot, value == result, using))
-        self._templates[rank] = made
-        return made
+                slot = value if values.last[value] >= 0 else -1
+                phases[values.made[value]].append(_Template(c, operands, slot, value == result, using))
+        self._templates[rank] = phases
+        return phases
 
     def spans(self, size: int) -> list[tuple[int, int, int]]:
         """Return for each chunk its array and its range of elements in a piece of ``size`` elements per array."""
@@ -164,7 +163,7 @@ class RankAnalysis:
     def piece_size(self, size: int, room: int, most: int | None = None) -> int:
         """Return the elements per array of a piece, for arrays of ``size`` elements and slots of ``room`` bytes.
 
-        ``most``: the most bytes that a rank contributes; ``None``: ``PIECE_BYTES``.
+        ``most``: the most bytes that a rank contributes to a piece, by default ``PIECE_BYTES``.
         """
         fits = fitting_size([self], room, int((most or PIECE_BYTES) / self._contributed))
         return max(1, min(size, fits // LINE * LINE or fits))
@@ -180,7 +179,8 @@ class RankAnalysis:
                 contributed[source] += chunk.share
         demands = []
         for groups in self.groups:
-            # A chunk exceeds its share by up to a line (halves as float32: 2); its room is whole lines. So 4 suffice.
+            # A chunk exceeds its share by up to a line, or two if halves are stored as float32. Its room is rounded up
+            # to whole lines. So 4 lines suffice.
             rounding = sum(4 * LINE * group.copies * len(group.values) for group in groups)
             stored = sum(
                 group.copies * self.program.chunks[c].share * itemsize(self.values[c].dtypes[value])
@@ -195,7 +195,7 @@ analyze: Final = lru_cache(maxsize=256)(RankAnalysis)
 
 
 def fitting_size(analyses: Sequence[RankAnalysis], room: int, most: int) -> int:
-    """Return the most elements per array of a piece with which all these programs fit into slots of ``room`` bytes.
+    """Return the most elements per array that a piece may have so that all programs fit into slots of ``room`` bytes.
 
     The programs run at the same time, on the same ranks. The result is at least 1 and at most ``most``.
     """
@@ -207,10 +207,11 @@ def fitting_size(analyses: Sequence[RankAnalysis], room: int, most: int) -> int:
 
 
 def _chunk_values(chunk: ChunkProgram, phase: dict[int, int], numbers: Numbers) -> _ChunkValues:
+    """Return the properties of a chunk's values; ``phase`` maps rounds to phases."""
     inputs, devices = len(chunk.sources), chunk.devices
     phases = [0] * inputs + [phase[instruction.round] for instruction in chunk.instructions]
     kinds = chunk.kinds
-    mixed = any(len({kinds[operand] for operand in one.operands}) > 1 for one in chunk.instructions)
+    mixed = any(len({kinds[operand] for operand in each.operands}) > 1 for each in chunk.instructions)
     # Kernels read operands of one dtype: where inputs meet partial results, inputs are widened when they are copied in.
     stored = numbers.accumulator if mixed else numbers.dtype
     if inputs == 1:
@@ -228,7 +229,7 @@ def _chunk_values(chunk: ChunkProgram, phase: dict[int, int], numbers: Numbers) 
 
 
 class RankCompiler:
-    """The instructions of one rank for each piece. ``ends``: for each rank where the used room in its slot ends.
+    """Returns the instructions of one rank for each piece. ``ends``: for each rank, where its slot's used part ends.
 
     Args:
       analysis: the properties of the program.
@@ -237,7 +238,7 @@ class RankCompiler:
       inputs: where each array is in the caller's buffers, on ranks that contribute to it.
       outputs: where each array's result is in the caller's buffers, on ranks that need it.
       streaming: whether copies into the caller's buffers use streaming stores.
-      bases: for each rank where the room in its slot begins, in bytes; ``None``: at 0.
+      bases: for each rank, where the free part of its slot begins, in bytes. The default is 0.
     """
 
     def __init__(
@@ -260,11 +261,11 @@ class RankCompiler:
         self.ends = tuple(self._lay_out(groups, base) for groups, base in zip(analysis.groups, at, strict=True))
 
     def _lay_out(self, groups: list[_SlotGroup], at: int) -> int:
-        """Give the values of one slot their places, and return where the used room ends.
+        """Give the values of one slot their places, and return where the used part of the slot ends.
 
-        A value's place, for each size of a piece: the offset of its first copy, the distance between copies, and the
-        number of copies. Values that are written and read in the same phases lie together in each copy. Others have
-        room of their own: in common room they could overwrite each other where pieces differ in size.
+        A value's place is, for each size of a piece, the offset of its first copy, the distance between copies, and the
+        number of copies. Values that are written and read in the same phases are next to each other in each copy.
+        Different groups do not share memory: they could overwrite each other where pieces differ in size.
         """
         for copies, values in groups:
             room, offsets = 0, {}
@@ -281,7 +282,7 @@ class RankCompiler:
         return at
 
     def phase(self, piece: int, phase: int) -> list[RankInstruction]:
-        """Return what the rank executes in a phase of a piece."""
+        """Return the rank's instructions for a phase of a piece."""
         spans = self._spans[self._sizes[piece]]
         instructions = []
         for chunk, operands, value, kept, numbers in self._templates[phase]:
@@ -306,7 +307,7 @@ class RankCompiler:
         return join_contiguous(instructions)
 
     def _reference(self, piece: int, chunk: int, value: int) -> BufferReference:
-        """Return where a value is in the slot of the rank that made it."""
+        """Return where a value is in the slot of the rank that computes it."""
         first, distance, copies = self._places[self._sizes[piece]][chunk, value]
         return BufferReference(self._analysis.values[chunk].devices[value], first + piece % copies * distance)
 
@@ -327,7 +328,7 @@ def rank_stages(
     """Return the stages of one rank. All ranks have the same number of stages, at least two.
 
     ``program``, ``inputs`` and ``outputs`` are those of a ``one_host.HostCollective``; ``size`` counts the elements of
-    each array, and ``most`` the bytes that a rank contributes to a piece at most (``None``: ``PIECE_BYTES``).
+    each array. ``most``: see ``RankAnalysis.piece_size``.
 
     >>> from crossreduce.lowering import lower
     >>> from crossreduce.planning import one_shot

@@ -1,4 +1,4 @@
-"""``Registers``: what the ranks of one host write down for agreements, in memory that outlives each of these ranks.
+"""``Registers``: what the ranks of one host record for agreements, in memory that outlives each of these ranks.
 
 Input: memory that the ranks of a host share. Output: for each agreement of the group (see ``agreement``) the arrivals
 of the host's ranks, the host's promises and accepted decisions, and the decision that is final. No rank waits for
@@ -9,10 +9,10 @@ rules out that the host accepts a decision in this ballot, or with an accepted d
 "nothing" into all registers of earlier ballots that are not written. Source: H. Howard and R. Mortier, "A Generalised
 Solution to Distributed Consensus" (2019), https://arxiv.org/abs/1902.06776.
 
-The survivors of a group decide without hosts that have ended, whose messages may still arrive. So a ballot that counts
-without these hosts rules out all their ballots, and all decisions of these ballots that a host has not been told yet: a
-host has one more register for each host, with the final decision that a ballot of that host made. And a host answers
-requests for an agreement only if it has the same electors as the host that asks (``follows``).
+The survivors of a group decide without hosts that have ended. Messages of such hosts may still arrive. So a ballot that
+counts without these hosts rules out all their ballots, and all final decisions of these ballots that have not arrived
+yet. For the latter, a host has one more register for each host, with the final decision that a ballot of that host has
+made. And a host answers requests for an agreement only if it has the same electors as the host that asks (``follows``).
 ``tests/ranks/survival/test_membership_model.py`` checks these rules in all runs of small groups.
 """
 
@@ -25,7 +25,7 @@ from typing import Any, Final, NamedTuple
 from ... import kernels
 
 ROUNDS: Final = 16  # of an agreement; in each round every host has one ballot
-_RING: Final = 4  # agreements in memory at a time: a rank that arrives at number k has left all up to k - 1
+_RING: Final = 4  # agreements that are in memory at a time: a rank that arrives at number k has left all earlier ones
 _UNSET, _NOTHING, _ACCEPTED = range(3)  # the states of a register
 _STATE_BITS, _PLACE_BITS = 2, 22  # a register's word: number of the agreement, place of the rank with the value, state
 _POSITION_WORDS: Final = 4  # of a rank: the number of its agreement, kind and flag, progress, unused
@@ -35,8 +35,8 @@ _WORD: Final = 8  # bytes
 class Contribution(NamedTuple):
     """The input of one rank to an agreement.
 
-    ``number``: of the agreement, from 1; 0: this rank has arrived at none. ``kind``: what the rank wants to agree on; a
-    small number. ``progress``: a number of which the least one is agreed on.
+    ``number``: the agreement's number, from 1, or 0 if this rank has arrived at none. ``kind``: what the rank wants to
+    agree on, a small number. ``progress``: a number; the decision has the least one of all members.
     """
 
     number: int
@@ -64,10 +64,10 @@ class Decision(NamedTuple):
         >>> Decision.of({0: Contribution(1, 0, True, 7), 2: Contribution(1, 0, True, 6)})
         Decision(members=(0, 2), kind=0, flag=True, progress=6)
         """
-        given = contributions.values()
-        same = len({each.kind for each in given}) == 1
-        flag = same and all(each.flag for each in given)
-        kind, progress = max(each.kind for each in given), min(each.progress for each in given)
+        values = contributions.values()
+        same_kind = len({each.kind for each in values}) == 1
+        flag = same_kind and all(each.flag for each in values)
+        kind, progress = max(each.kind for each in values), min(each.progress for each in values)
         return cls(tuple(sorted(contributions)), kind, flag, progress)
 
 
@@ -76,7 +76,7 @@ class Overtaken(Exception):  # noqa: N818 - internal: the caller raises the publ
 
 
 class Registers:
-    """The registers of one host, in the view of its rank at ``place``; ``ranks`` are on it, ``size`` in the group.
+    """The registers of a host with ``ranks`` of the group's ``size`` ranks, from the view of its rank at ``place``.
 
     ``memory``: a writable buffer of ``nbytes(ranks, size, hosts)`` bytes, at first zero, which all ranks of the host
     share. The ballots of host h have the numbers h, h + hosts, h + 2 hosts, ..., below ``ballots``.
@@ -123,9 +123,9 @@ class Registers:
     # Ballots
 
     def promise(self, number: int, ballot: int, ended: Collection[int] = ()) -> tuple[int, Decision] | None:
-        """Rule out from now on that this host accepts in an earlier ballot, or anything of ballots of hosts ``ended``.
+        """Rule out that this host accepts a decision in an earlier ballot, or in any ballot of the hosts ``ended``.
 
-        Return the last decision that was accepted or decided in one of these ballots, with its ballot.
+        Return the last decision that was accepted or made final in these ballots, with the number of its ballot.
 
         Raises:
           Overtaken: the group is at a later agreement.
@@ -138,19 +138,19 @@ class Registers:
             return max((self._value(number, each) for each in accepted), default=None)
 
     def accept(self, number: int, ballot: int, decision: Decision) -> Decision | None:
-        """Accept a decision in a ballot; return the one that was accepted in it first; ``None``: that is ruled out.
+        """Accept a decision in a ballot. Return the first one that was accepted in it, or ``None`` if it is ruled out.
 
         Raises:
           Overtaken: the group is at a later agreement.
         """
         with self._lock:
-            found = self._accept(number, ballot, ballot, decision)
-            return found and found[1]
+            accepted = self._accept(number, ballot, ballot, decision)
+            return accepted and accepted[1]
 
     def decide(self, number: int, ballot: int, decision: Decision) -> bool:
-        """Write the decision that a ballot has made final; return whether this host knows the final decision now.
+        """Write the decision that a ballot has made final. Return whether this host has the final decision now.
 
-        It does not if it has ruled out the ballots of that host; then it learns the decision by a later ballot.
+        It does not have it if it has ruled out the ballots of that host. Then it gets the decision by a later ballot.
 
         Raises:
           Overtaken: the group is at a later agreement.
@@ -161,7 +161,7 @@ class Registers:
             return self._state(number, self._final)[0] == _ACCEPTED
 
     def decision(self, number: int) -> tuple[int, Decision] | None:
-        """Return the final decision of an agreement, with a ballot that has made it final, if this host knows it.
+        """Return the final decision of an agreement, with a ballot that has made it final, if this host has it.
 
         Raises:
           Overtaken: the group is at a later agreement.
@@ -170,10 +170,10 @@ class Registers:
             return self._value(number, self._final) if self._state(number, self._final)[0] == _ACCEPTED else None
 
     def follows(self, number: int, previous: tuple[int, Decision] | None) -> bool:
-        """Return whether this host takes part in agreement ``number`` with the electors of a host that asks it.
+        """Return whether this host has the same electors of agreement ``number`` as a host that sends it a request.
 
-        ``previous``: what ``decision(number - 1)`` is on the host that asks; ``None`` for the first agreement. This
-        host is told it, too. Only if this returns ``True``, the host may answer requests for this agreement.
+        ``previous``: ``decision(number - 1)`` of the other host; ``None`` for the first agreement. It is recorded here,
+        too. This host may answer requests for the agreement only if the result is ``True``.
 
         Raises:
           Overtaken: the group is at a later agreement.
@@ -181,15 +181,16 @@ class Registers:
         if previous is None:
             return number == 1
         self.decide(number - 1, *previous)
-        known = self.decision(number - 1)
-        return known is not None and known[1] == previous[1]
+        own = self.decision(number - 1)
+        return own is not None and own[1] == previous[1]
 
     # Words
 
     def _state(self, number: int, register: int) -> tuple[int, int]:
         """Return the state of a register and its word.
 
-        First the registers of the ballots, then one for each host that tells a final decision, then the decision.
+        The first registers are those of the ballots. Then each host has one for the final decision that its ballots
+        have made. The last register is that of the final decision.
         """
         word = self._native.load_word(self._memory, self._register(number, register))
         written = word >> (_STATE_BITS + _PLACE_BITS)
@@ -200,14 +201,14 @@ class Registers:
     def _write(self, number: int, register: int, state: int) -> int:
         """Write a register if it is not written, and return its state."""
         while True:
-            known, before = self._state(number, register)
-            if known != _UNSET:
-                return known
+            current, before = self._state(number, register)
+            if current != _UNSET:
+                return current
             after = (number << _PLACE_BITS | self._place) << _STATE_BITS | state
             self._native.swap_word(self._memory, self._register(number, register), before, after)
 
     def _accept(self, number: int, register: int, ballot: int, decision: Decision) -> tuple[int, Decision] | None:
-        """Write a decision into a register if it is not written; return the one in it; ``None``: that is ruled out."""
+        """Write a decision into a register if it is not written. Return its decision, or ``None`` if it has none."""
         self._store(number, register, ballot, decision)
         return self._value(number, register) if self._write(number, register, _ACCEPTED) == _ACCEPTED else None
 
@@ -228,13 +229,16 @@ class Registers:
                 return
             if before >> (_STATE_BITS + _PLACE_BITS) == number:
                 break
-            # The register still has an earlier agreement, whose value may be in this rank's slot: end that first.
+            # The register belongs to an earlier agreement, whose value may be in this rank's slot: empty it first.
             after = (number << _PLACE_BITS | self._place) << _STATE_BITS | _UNSET
             self._native.swap_word(self._memory, self._register(number, register), before, after)
         at = self._slot(self._place, number, register)
         mask = _mask_of(decision.members, self._value_words - 3)
         for k, word in enumerate((ballot, decision.kind << 1 | decision.flag, decision.progress, *mask)):
             self._words[at + k] = word
+
+    # Positions in the memory, in words. It has all registers, then the arrivals of all ranks, then the slots: each rank
+    # has one for each register, for the value that it writes.
 
     def _register(self, number: int, register: int) -> int:
         return number % _RING * (self._final + 1) + register
@@ -243,12 +247,12 @@ class Registers:
         return _RING * (self._final + 1) + _POSITION_WORDS * place
 
     def _slot(self, place: int, number: int, register: int) -> int:
-        slots = (place * _RING + number % _RING) * (self._final + 1) + register
-        return self._position(self._ranks) + slots * self._value_words
+        slot = (place * _RING + number % _RING) * (self._final + 1) + register
+        return self._position(self._ranks) + slot * self._value_words
 
 
 def _value_words(size: int) -> int:
-    return 3 + -(-size // 64)
+    return 3 + -(-size // 64)  # ballot, kind and flag, progress, one bit for each rank
 
 
 def _mask_of(ranks: Iterable[int], words: int) -> list[int]:

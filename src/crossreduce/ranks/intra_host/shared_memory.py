@@ -28,7 +28,7 @@ with suppress(ImportError):  # Windows has no fcntl; there, ranks raise a Backen
 
 SLICE_S: Final = 0.05  # a rank waits this long before it handles signals and checks the other ranks
 SPIN_S: Final = 50e-6  # a rank spins this long before it sleeps; about the time that sleeping and waking take
-EXCUSE_S: Final = 1.0  # how long after the end of its excuse a late rank is not blamed
+EXCUSE_S: Final = 1.0  # how long after the end of its excuse a late rank still counts as excused
 MAX_TEXT_BYTES: Final = 232  # the limit of a call's description; as in the native shared_memory.hpp
 MAX_CAUSE_BYTES: Final = 2040
 READS_PEERS: Final = True  # whether messages are read from the memory of another rank's process where that is allowed
@@ -50,10 +50,10 @@ class RankMemory:
       size: the number of ranks in the group.
       hosts: the number of hosts of the group.
       spin_s: how long this rank spins before it yields its CPU to other processes; 0 if ranks share a CPU.
-      turns: at how many places in their half of each slot the ops begin, in turn, ``TURN_BYTES`` apart.
+      turns: the number of places, ``TURN_BYTES`` apart, at which ops begin in turn in their half of each slot.
 
-    ``native`` is the compiled object; ``mailboxes`` is the one for messages between two ranks (see ``messages``);
-    ``registers`` are those for agreements (see ``agreement``).
+    ``native`` and ``mailboxes`` are compiled objects, the latter for messages between two ranks (see ``messages``).
+    ``registers`` are for agreements (see ``agreement``).
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class RankMemory:
         self.native = kernels.native().SharedMemory(fd, self.place, len(host), slot, spin_s, threads, turns)
         offset = _mailboxes_offset(len(host), slot)
         self.mailboxes = kernels.native().Mailboxes(fd, offset, self.place, len(host), spin_s, READS_PEERS)
-        # The mapping has a descriptor of its own, whose end would release this process's lock: it ends in ``close``.
+        # The mapping has a descriptor of its own. Closing it releases this process's lock, so only ``close`` does so.
         offset, room = _registers_offset(len(host), slot), Registers.nbytes(len(host), size, hosts)
         self._mapping = self._registers = None
         if os.fstat(fd).st_size >= offset + room:
@@ -85,7 +85,7 @@ class RankMemory:
         """The registers of this host.
 
         Raises:
-          UnsupportedError: the memory has no room for them, since so many ranks of other hosts could not share memory.
+          UnsupportedError: the memory has no room for them, since too many ranks of other hosts could not share memory.
         """
         if self._registers is None:
             problem = "the ranks of this group cannot agree after a failure: too many could not share memory."
@@ -93,7 +93,7 @@ class RankMemory:
         return self._registers
 
     def can_read_all(self) -> bool:
-        """Return whether this process may read the memory of all ranks of the host. Only before the first op."""
+        """Return whether this process may read the memory of all ranks of the host; called before the first op only."""
         return all(self.native.can_read(place) for place in range(len(self.host)))
 
     def begin(self, program: Any, addresses: Sequence[int], text: bytes, until: int) -> int:
@@ -132,7 +132,7 @@ class RankMemory:
         return int(self.native.address(self.host.index(rank)))
 
     def ops(self, rank: int) -> list[tuple[int, str, float, float | None]]:
-        """Return a rank's last calls: number, text, begin and end by ``time.monotonic`` (``None``: not ended)."""
+        """Return a rank's last calls: number, text, and begin and end by ``time.monotonic``, ``None`` if not ended."""
         return list(self.native.ops(self.host.index(rank)))
 
     def completed(self) -> int:
@@ -144,8 +144,8 @@ class RankMemory:
     def describe(self, global_ranks: Sequence[int], about: Mapping[str, str | int]) -> None:
         """Describe the group for programs that are not ranks, such as ``crossreduce top``.
 
-        ``about`` is stored as JSON of at most 1000 bytes, for which its texts are cut after 100 characters: JSON has at
-        most 6 bytes for each. ``global_ranks``: the numbers of all ranks.
+        ``global_ranks``: the numbers of all ranks. ``about`` is stored as JSON, which may have at most 1000 bytes. So
+        texts are cut after 100 characters, each of which takes at most 6 bytes in JSON.
         """
         short = {key: value[:100] if isinstance(value, str) else value for key, value in about.items()}
         text = json.dumps(short, ensure_ascii=False).encode(errors="replace")
@@ -157,7 +157,7 @@ class RankMemory:
         return kinds, waits
 
     def count_between_hosts(self, ns: int) -> None:
-        """Add to the time that the current op has spent in the exchange with other hosts."""
+        """Add nanoseconds to the time that the current op has spent in the exchange with other hosts."""
         self.native.count_between_hosts(ns)
 
     def last_call(self, rank: int) -> CallSignature:
@@ -223,12 +223,10 @@ class RankMemory:
 
 
 def _mailboxes_offset(ranks: int, slot: int) -> int:
-    """Return where the mailboxes begin, behind the slots: at a page."""
     return -(-int(kernels.native().SharedMemory.nbytes(ranks, slot)) // _PAGE) * _PAGE
 
 
 def _registers_offset(ranks: int, slot: int) -> int:
-    """Return where the registers begin, behind the mailboxes: at a page."""
     end = _mailboxes_offset(ranks, slot) + int(kernels.native().Mailboxes.nbytes(ranks))
     return -(-end // _PAGE) * _PAGE
 
@@ -243,7 +241,7 @@ class WaitTimer:
         self._arrivals: int | None = None
 
     def waited_s(self, arrivals: int) -> float:
-        """Return the seconds for which this rank has waited at the barrier of number ``arrivals``."""
+        """Return the seconds for which this rank has waited at its current barrier, which has number ``arrivals``."""
         if arrivals != self._arrivals:
             if self._arrivals is not None:
                 self._began = time.monotonic()
@@ -251,7 +249,7 @@ class WaitTimer:
         return time.monotonic() - self._began
 
     def has_excuse(self, now: bool) -> bool:
-        """Return whether the late ranks have an excuse ``now``, or had one in the last second.
+        """Return whether the late ranks have an excuse, or had one in the last second. ``now``: whether they have one.
 
         A rank whose excuse has ended needs some time to reach the barrier.
         """

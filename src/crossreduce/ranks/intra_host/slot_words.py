@@ -1,4 +1,4 @@
-"""Two words at the start of each rank's slot in groups on several hosts: the verdict, and whether the rank waits.
+"""Two words at the start of each rank's slot in groups on several hosts: the verdict and the remote wait.
 
 Input: the shared memory of a host. Output: the words of the op that is running.
 """
@@ -33,6 +33,6 @@ def is_waiting_for_hosts(memory: RankMemory, rank: int) -> bool:
 def _word(memory: RankMemory, rank: int, which: int, offset: int = 0) -> ctypes.c_int32:
     """Return word number ``which`` of the half of a rank's slot that the current op uses.
 
-    ``offset``: how many bytes behind the start of this half the words begin, such as those of the other half.
+    ``offset``: how many bytes after the start of this half the words begin; not 0 for the words of the other half.
     """
     return ctypes.c_int32.from_address(memory.address(rank) + offset + 4 * which)

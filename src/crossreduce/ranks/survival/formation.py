@@ -1,8 +1,8 @@
-"""A new group of the ranks of an earlier one that are left, and of processes that join: its store, and its ranks.
+"""Forms a new group of the remaining ranks of an earlier group, and of processes that join it.
 
-Input: the earlier group, its ranks that are left, and a function that makes a group of ranks that meet at a store.
-Output: such a group with a store that its lowest rank serves; or an error, if another rank is lost meanwhile. The ranks
-find each other through ``peer_requests``.
+Input: the earlier group, its remaining ranks, and a function that makes a group of ranks that meet at a store. Output:
+such a group, with a store that its lowest rank serves; or an error, if another rank is lost meanwhile. The ranks find
+each other through ``peer_requests``.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from .survivors import Closable, Reformed
 PAUSE_S: Final = 0.002  # between two questions to a rank
 _PATIENCE_S: Final = 0.3  # how long a process that wants to join may take to answer; it may have been stopped
 _AT_ONCE: Final = 32  # members that are asked for such processes at the same time
-_CHECK_S: Final = 0.1  # between two looks whether the processes are alive that form a group with this one
+_CHECK_S: Final = 0.1  # between two checks whether the processes that join are alive
 
 
 class Formed(Closable, Protocol):
@@ -53,7 +53,7 @@ class Settings(NamedTuple):
 
 @dataclass(frozen=True)
 class GroupKind(Generic[Group]):
-    """Groups of one kind: those of torch, or those of NumPy arrays.
+    """A kind of groups: process groups of torch, or groups of NumPy arrays.
 
     Args:
       name: a process can join a group of its own kind only.
@@ -79,8 +79,8 @@ class GroupFormation(Generic[Group]):
         self._old, self._kind, self._settings, self._grows = old, kind, settings, grows
         self._timeout_s = min(timeout_s, settings.timeout_s)
         self._agreements = old.agreements
-        self._joiners: dict[str, Peer] = {}  # by their tokens; known to the lowest rank only
-        self._is_joiner_gone = False  # whether one of them has ended, or does not answer
+        self._joiners: dict[str, Peer] = {}  # by their tokens; empty except on the lowest rank
+        self._is_joiner_gone = False  # whether any of them has ended, or does not answer
         self._check_at = 0.0
 
     def __call__(self, reformed: Reformed, watch: Watch) -> Group | None:
@@ -126,7 +126,7 @@ class GroupFormation(Generic[Group]):
         return {token: peer for token, peer in peers.items() if is_answering(peer, token, _PATIENCE_S)}
 
     def _admit(self, members: Sequence[int], port: int) -> None:
-        """Tell the processes that join their ranks."""
+        """Send each joining process its rank, and what else it needs to form the group."""
         agreements = self._agreements
         offer = {
             "what": "admit",
@@ -138,7 +138,7 @@ class GroupFormation(Generic[Group]):
             "members": [agreements.place_of(rank) for rank in members],
         }
         for k, (token, peer) in enumerate(self._joiners.items()):
-            with suppress(Ended):  # the check finds that
+            with suppress(Ended):  # ``_check`` notices this
                 peer.ask(token, offer | {"rank": len(members) + k})
 
     def _check(self, watch: Watch) -> None:
@@ -147,12 +147,12 @@ class GroupFormation(Generic[Group]):
         if not self._is_joiner_gone and (now := time.monotonic()) > self._check_at:
             self._check_at = now + _CHECK_S
             self._is_joiner_gone = not all(is_answering(peer, token) for token, peer in self._joiners.items())
-        if self._is_joiner_gone:  # also while the others are told, which must not take as long again
+        if self._is_joiner_gone:  # later calls, while the others are told, do not ask again
             problem = "a process that was to join the group has ended, or does not answer."
             raise PeerLostError(message(problem, f"{len(self._joiners)} were to join", "call grow again"))
 
     def _ask_for_store(self, peer: Peer, members: Sequence[int], key: str, watch: Watch) -> tuple[int, int]:
-        """Return the size of the group and the port of the store that its lowest rank serves; 0: no new group."""
+        """Return the size of the group and the port of its lowest rank's store, which is 0 if there is no new group."""
         relays = {0: self._agreements.relays(self._agreements.host_of(members[0]), members)}
         inquiry = RepeatedRequest({0: [peer]}, self._old.token, {"what": "published", "key": key}, PAUSE_S, relays)
         deadline = time.monotonic() + self._timeout_s
@@ -178,12 +178,12 @@ def is_answering(peer: Peer, token: str, timeout_s: float = ANSWER_S) -> bool:
 def connect_store(
     kind: GroupKind[Group], peer: Peer, token: str, port: int, watch: Watch, relays: Collection[int] = ()
 ) -> StoreClient:
-    """Return the store that a process of the group ``token`` serves; ``watch`` is called while it does not answer.
+    """Return the store that ``peer``, of the group ``token``, serves. ``watch`` is called while it does not answer.
 
-    ``relays``: the ranks through which it may be reached.
+    ``relays``: the ranks through which ``peer`` may be reached.
 
     Raises:
-      PeerLostError: it cannot be reached.
+      PeerLostError: the store cannot be reached.
     """
     try:
         connection = peer.connection(token, port, CONNECT_S, relays)

@@ -27,7 +27,9 @@ _INVITING: Final = 8  # the number of ranks that an invitation names, besides th
 
 
 def invitation(group: Communicator, kind: str) -> str:
-    """Return a text with which a process can join a group; ``kind``: its ``GroupKind.name``. It has the ranks' keys.
+    """Return a text with which a process can join a group. It contains keys of ranks, so it must be kept secret.
+
+    ``kind``: the name of the group's ``GroupKind``.
 
     Raises:
       ContextError: the group is closed, or belongs to another process.
@@ -41,13 +43,13 @@ def join(invited: str, kind: GroupKind[Group], timeout_s: float) -> Group:
     """Wait until the ranks of a group call ``grow``, and form it together with them.
 
     Raises:
-      ArgumentError: this is not an invitation, or one of a group of another kind.
+      ArgumentError: this is not an invitation, or it is one to a group of another kind.
       CollectiveTimeout: the ranks did not call ``grow`` in time.
       PeerLostError: no rank of the group can be reached any more.
     """
     try:
         name, token, places = _read(invited)
-    except (TypeError, ValueError, RecursionError) as error:  # the text has keys, so that it is not shown
+    except (TypeError, ValueError, RecursionError) as error:  # the text may have keys, so the error does not show it
         given = f"a text of {len(invited)} characters" if isinstance(invited, str) else type(invited).__name__
         raise ArgumentError.of("this is not an invitation.", given, "what invitation() returned") from error
     if name != kind.name:
@@ -61,7 +63,7 @@ def join(invited: str, kind: GroupKind[Group], timeout_s: float) -> Group:
 
 
 def _read(invited: str) -> tuple[str, str, list[Place]]:
-    """Return the kind, the token and some places of the group of an invitation.
+    """Return the kind and the token of the group of an invitation, and places of some of its ranks.
 
     Raises:
       TypeError, ValueError, RecursionError: this is not an invitation.
@@ -79,8 +81,8 @@ class Joiner(Generic[Group]):
         self._group, self._places, self._kind = group, list(places), kind
         self._token = secrets.token_hex(8)
         self._offer: dict[str, Json] | None = None
-        found = {tcp.loopback(address) for place in places for address in place.addresses}
-        self._listen_at = found.pop() if len(found) == 1 else ""  # a group at the loopback address has no other one
+        loopbacks = {tcp.loopback(address) for place in places for address in place.addresses}
+        self._listen_at = loopbacks.pop() if len(loopbacks) == 1 else ""  # "" is also in it, unless all are loopback
         self._own = peer_requests.listen(self._listen_at)
         peer_requests.register(self._token, self._answer, self._listen_at)
 
@@ -105,13 +107,13 @@ class Joiner(Generic[Group]):
             if offer is None:
                 continue
             try:
-                made = self._form(offer, deadline + _FORMING_S)
+                group = self._form(offer, deadline + _FORMING_S)
             except ReductionError:  # a rank was lost meanwhile; the others may form another group
                 continue
-            if self._is_valid(offer, made, deadline + _FORMING_S):
-                made.reformed = Reformed((), 0)
-                return made
-            made.close()
+            if self._is_valid(offer, group, deadline + _FORMING_S):
+                group.reformed = Reformed((), 0)
+                return group
+            group.close()
         problem = "the ranks of the group did not let this process join."
         remedy = "call grow on all ranks of the group; a longer timeout"
         raise CollectiveTimeout(message(problem, f"waited {timeout_s:g} s", remedy))
@@ -158,8 +160,8 @@ class Joiner(Generic[Group]):
         store = connect_store(self._kind, leader, offer["token"], offer["port"], watch)
         return self._kind.new_group(store, offer["rank"], offer["size"], Settings(*offer["settings"]), Origin(watch))
 
-    def _decision(self, offer: dict[str, Json], members: Sequence[Peer], made: Group | None = None) -> bool | None:
-        """Return whether the ranks have formed the group; ``None``: they have not decided yet."""
+    def _decision(self, offer: dict[str, Json], members: Sequence[Peer], group: Group | None = None) -> bool | None:
+        """Return whether the ranks have formed the group of an offer, or ``None`` if they have not decided yet."""
         request = {"what": "result", "number": offer["number"]}
         unreached = 0
         for peer in members:
@@ -170,7 +172,7 @@ class Joiner(Generic[Group]):
             if answer is None or "unknown" in answer:
                 unreached += 1
             elif "moved" in answer:
-                return made is not None and answer["moved"] == made.communicator.token
+                return group is not None and answer["moved"] == group.communicator.token
             elif answer["decided"] is not None:
                 decision = read_decision(answer["decided"][1])
                 return decision.flag and decision.kind == FORMED
@@ -178,11 +180,11 @@ class Joiner(Generic[Group]):
                 return None
         return False if unreached == len(members) else None
 
-    def _is_valid(self, offer: dict[str, Json], made: Group, deadline: float) -> bool:
-        """Wait until the ranks have decided whether the group is formed."""
+    def _is_valid(self, offer: dict[str, Json], group: Group, deadline: float) -> bool:
+        """Wait until the ranks have decided whether the group is formed, and return their decision."""
         members = [Peer(Place.read(place)) for place in offer["members"]]
         while time.monotonic() < deadline:
-            decided = self._decision(offer, members, made)
+            decided = self._decision(offer, members, group)
             if decided is not None:
                 return decided
             time.sleep(PAUSE_S)

@@ -1,7 +1,7 @@
-"""What the ranks of a group do when ranks are lost, or new ones come: agree on a flag, and form the group again.
+"""``agree``, ``shrink`` and ``grow``: the ranks of a group agree on a flag, or form the group again.
 
-Input: a ``Communicator``, and a function that makes a new group of some of its ranks. Output: a group of those that
-are left, or with new ranks, the same on all of them. See ``agreement`` for why there is never a second such group.
+Input: a ``Communicator``, and a function that makes a new group of some of its ranks. Output: a group of the remaining
+ranks, or with new ranks. All its ranks get the same one, and ``agreement`` explains why no second one is ever formed.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from ...observe.diagnostics import UNUSABLE
 from ..agreement.lost_ranks import Watch
 from ..communicator import Communicator
 
-AGREE, FORMED, GROW, SHRINK = range(4)  # the kinds of agreements; a decision has the greatest one
+AGREE, FORMED, GROW, SHRINK = range(4)  # the kinds of agreements; if ranks call different ones, the greatest counts
 SHRINK_S: Final = 10.0  # how long ranks that are alive are waited for, if the caller does not say
 _TRIES: Final = 20  # how often a group is formed again because it failed
 _WATCH_S: Final = 0.05  # between two looks at the other ranks while a group is formed
@@ -55,7 +55,7 @@ def agree(group: Communicator, flag: bool, timeout_s: float | None = None) -> bo
     Args:
       group: all its ranks call this together, also after an op has failed.
       flag: this rank's vote.
-      timeout_s: how long ranks that are alive are waited for; ``None``: the group's timeout plus ``SHRINK_S``, since a
+      timeout_s: how long ranks that are alive are waited for. The default is the group's timeout plus ``SHRINK_S``: a
         rank may first wait in an op for a lost rank, until the group's timeout has passed.
     Raises:
       ExcludedError: the others have gone on without this rank, or it reaches too few of them.
@@ -68,13 +68,13 @@ def agree(group: Communicator, flag: bool, timeout_s: float | None = None) -> bo
 
 
 def shrink(group: Communicator, form: Form[Group], timeout_s: float) -> tuple[Group, Reformed]:
-    """Form a new group of the ranks that are left; all of them call this together. The group cannot be used any more.
+    """Form a new group of the remaining ranks; all of them call this together. ``group`` cannot be used any more.
 
     Args:
-      group: its calls on other ranks fail as soon as one rank calls this. The caller closes it.
-      form: makes the new group. It gets its ranks, and a function that raises a ``ReductionError`` if the new group
-        cannot be formed any more, which it calls while it waits for others. If ranks fail to form the group, it is
-        closed on all of them, and formed again without those that have died.
+      group: the earlier group. Its calls on other ranks fail as soon as one rank calls this. The caller closes it.
+      form: makes the new group, from its ranks and a function that ``form`` calls while it waits for others. This
+        function raises a ``ReductionError`` if the new group cannot be formed any more. If ranks fail to form the
+        group, it is closed on all of them, and formed again without those that have died.
       timeout_s: how long ranks that are alive are waited for. Later ones are excluded.
     Raises:
       ExcludedError: the others have gone on without this rank, or it reaches too few of them.
@@ -84,25 +84,25 @@ def shrink(group: Communicator, form: Form[Group], timeout_s: float) -> tuple[Gr
     own = group.global_ranks[group.rank]
     problem = f'rank {own} forms group "{group.name}" again without the ranks that were lost. {UNUSABLE}'
     group.give_up(PeerLostError(message(problem, "", "call shrink on this rank, too")))
-    made, found = _reform(group, SHRINK, form, timeout_s)
-    assert made is not None, "form makes a group"
-    return made, found
+    new_group, reformed = _reform(group, SHRINK, form, timeout_s)
+    assert new_group is not None, "form makes a group"
+    return new_group, reformed
 
 
 def grow(group: Communicator, form: Form[Group], timeout_s: float) -> tuple[Group | None, Reformed]:
-    """Form a new group of the ranks of an intact one, and perhaps others; see ``shrink``.
+    """Form a new group of the ranks of an intact one and of processes that want to join; see ``shrink``.
 
-    If no other ranks are there, ``form`` returns ``None``, on all ranks, and the group is kept. If ranks of it are
-    missing, later ops of the group fail.
+    If there are no such processes, ``form`` returns ``None`` on all ranks, and the group is kept. If ranks of the group
+    do not take part, its later ops fail.
 
     Raises:
       PeerLostError: other ranks shrink the group.
     """
     electors = group.agreements.electors
-    made, found = _reform(group, GROW, form, timeout_s)
-    if made is None:
+    new_group, reformed = _reform(group, GROW, form, timeout_s)
+    if new_group is None:
         _end_without(group, electors)
-    return made, found
+    return new_group, reformed
 
 
 def committed(
@@ -119,12 +119,12 @@ def committed(
     Args:
       step: raises ``PeerLostError`` or ``CollectiveTimeout`` if ranks are lost.
       changed: called after the group has shrunk, before the step is repeated.
-      agree: agrees on whether the step has succeeded here; see the function ``agree``.
+      agree: returns whether the step has succeeded on all ranks; see the function ``agree``.
       shrink: forms the group again.
       end_calls: called with the error of a step that has failed, so that no rank waits in it for this one.
-      leave: called with another error of a step, which is raised then; see ``must_leave``.
-      timeout_s: how long ``agree`` waits if the step has failed; ``None``: as long as ``agree`` does by default, but
-        only ``SHRINK_S`` after a ``CollectiveTimeout``, before which late ranks were waited for already.
+      leave: called with any other error of a step, before it is raised; see ``must_leave``.
+      timeout_s: how long ``agree`` waits if the step has failed. The default is that of ``agree``, but only
+        ``SHRINK_S`` after a ``CollectiveTimeout``, which has already waited for late ranks.
     """
     is_repeated = False
     while True:
@@ -151,26 +151,27 @@ def committed(
 
 
 def must_leave(group: Communicator, error: BaseException) -> bool:
-    """Return whether a rank has to leave its group since a step of ``committed`` has raised ``error``, not about ranks.
+    """Return whether a rank has to leave its group after an error of ``committed``'s step that is not about lost ranks.
 
-    Otherwise the other ranks would wait for it. If the group has failed before, an ``Exception`` may be a consequence,
-    such as that of a library that replaces our errors. Then the caller may still call ``shrink``.
+    If it stayed, the other ranks would wait for it. But if the group has failed before, an ``Exception`` may be a
+    consequence, such as one of a library that replaces our errors. Then the caller may still call ``shrink``.
     """
     return group.failure is None or not isinstance(error, Exception)
 
 
 def _reform(group: Communicator, kind: int, form: Form[Group], timeout_s: float) -> tuple[Group | None, Reformed]:
+    """Agree on the ranks of a new group, form it, and agree on whether all have formed it, until this succeeds."""
     failure: ReductionError | None = None
     for _ in range(_TRIES):
         decision = group.decide(kind, True, timeout_s)
         if decision.kind != kind:
             problem = f'other ranks of group "{group.name}" shrink it. {UNUSABLE}'
             raise PeerLostError(message(problem, "a call of grow on this rank", "call shrink"))
-        if not decision.flag:  # other ranks have called something else, and are told so
+        if not decision.flag:  # other ranks have called something else, and get an error
             continue
-        found, made, failure = Reformed(decision.members, decision.progress), None, None
+        reformed, new_group, failure = Reformed(decision.members, decision.progress), None, None
         try:
-            made = form(found, _Watch(group, decision.members))
+            new_group = form(reformed, _Watch(group, decision.members))
         except ReductionError as error:
             failure = error
         except OSError as error:  # such as too many open files; the other ranks are told
@@ -182,13 +183,13 @@ def _reform(group: Communicator, kind: int, form: Form[Group], timeout_s: float)
         try:
             formed = group.decide(FORMED, failure is None, timeout_s)
         except BaseException:
-            if made is not None:
-                made.close()
+            if new_group is not None:
+                new_group.close()
             raise
         if formed.flag:
-            return made, found
-        if made is not None:
-            made.close()
+            return new_group, reformed
+        if new_group is not None:
+            new_group.close()
     if failure is not None:
         raise failure
     problem = f'the ranks of group "{group.name}" do not form it again together.'
@@ -208,17 +209,17 @@ class _Watch:
         lost = self._watch.lost()
         self._next = now + _WATCH_S
         if lost:
-            raise _missing(self._group, lost)
+            raise _absence_error(self._group, lost)
 
 
 def _end_without(group: Communicator, electors: Sequence[int]) -> None:
     """Make later ops of a group fail if some of its earlier electors did not take part in its latest agreement."""
     missing = sorted(set(electors) - set(group.agreements.electors))
     if missing:
-        group.give_up(_missing(group, missing))
+        group.give_up(_absence_error(group, missing))
 
 
-def _missing(group: Communicator, ranks: Sequence[int]) -> PeerLostError:
+def _absence_error(group: Communicator, ranks: Sequence[int]) -> PeerLostError:
     named = [group.global_ranks[rank] for rank in ranks]
     problem = f'{rank_list(named)} of group "{group.name}" did not take part in an agreement of its ranks. {UNUSABLE}'
     return PeerLostError(message(problem, "they have ended, or were late", "call shrink"), named)

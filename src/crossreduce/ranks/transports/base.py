@@ -16,7 +16,7 @@ class Rendezvous(Protocol):
     rank: int
     size: int
     owner: int | None
-    """The rank with whose process the rendezvous ends, as its number in the group; ``None``: no rank of the group."""
+    """The number in the group of the rank whose process serves the rendezvous; ``None`` if no rank does."""
 
     def all_gather(self, payload: bytes) -> list[bytes]:
         """Return the payloads of all ranks, in the order of the ranks. All ranks call it, in the same order.
@@ -27,9 +27,9 @@ class Rendezvous(Protocol):
         """
 
     def publish_abort(self, cause: bytes) -> bytes:
-        """Publish the reason of an abort, an encoded error, to all hosts, and return the reason that counts.
+        """Publish the reason of an abort, an encoded error, to all hosts, and return the valid reason.
 
-        This is the first one that was published: a later one is ignored. Never raises.
+        The first one that was published is valid; later ones are ignored. Never raises.
         """
 
     def abort_cause(self) -> bytes | None:
@@ -38,7 +38,7 @@ class Rendezvous(Protocol):
     def roll_call(self, ranks: Iterable[int], timed_out: bool) -> dict[int, bool]:
         """Publish that ``ranks`` are alive after the communication failed; return all ranks of which this is published.
 
-        ``timed_out``: whether it failed because it took too long; the result has this for each rank.
+        ``timed_out``: whether it failed because it took too long. The result maps each rank to its ``timed_out``.
 
         Raises:
           ConnectionError: the rendezvous has ended.
@@ -87,7 +87,7 @@ class RunningCollective(Protocol):
 
 
 class Transport(Protocol):
-    """Carries messages between ranks of different hosts; those of one tag between two ranks arrive in order.
+    """Carries messages between ranks of different hosts. Messages of one tag between two ranks arrive in order.
 
     The caller must keep the memory of a message until ``wait`` returned.
     """

@@ -23,9 +23,10 @@ _OF_CONNECTIONS: Final = ("Connection", "pair closure", "Timed out", "Broken pip
 class BesideGloo(TcpTransport):
     """The transport of a group that also uses ``gloo``, a ``ProcessGroupGloo``: an abort ends gloo's messages, too.
 
-    ``store``: gloo's store, which is kept, since gloo does not keep one that is written in Python. ``unreached``: the
-    ranks to which no connection could be made. ``lazy``: whether gloo connects two ranks when they exchange their first
-    message; then an abort does not end gloo's messages, which would make it connect ranks, but their timeouts do.
+    ``store``: gloo's store. It is referenced here, since gloo does not reference one that is written in Python.
+    ``unreached``: the ranks to which no connection could be made. ``lazy``: whether gloo connects two ranks only when
+    they exchange their first message. Then an abort does not end gloo's messages, since it would first connect all
+    ranks. Their timeouts end them.
     """
 
     def __init__(
@@ -35,7 +36,7 @@ class BesideGloo(TcpTransport):
         self._gloo, self._store, self._lazy = gloo, store, lazy
 
     def abort(self) -> None:
-        """Make all messages of this rank fail, also those of gloo: here at once, on other ranks when they next wait."""
+        """Make all messages of this rank fail, also those of gloo. Other ranks notice this when they next wait."""
         super().abort()
         # ProcessGroupGloo.abort() does not end waits (torch 2.13). A wait that times out, however, closes all
         # connections of the group. So this waits a millisecond for a message that no rank sends; a wait for a rank
@@ -50,7 +51,7 @@ class BesideGloo(TcpTransport):
 
 
 def lazy_options(timeout: timedelta, interfaces: Sequence[str]) -> Any:
-    """Return options with which gloo connects two ranks when they exchange their first message.
+    """Return options with which gloo connects two ranks only when they exchange their first message.
 
     Raises:
       RuntimeError: this version of torch cannot do so.
@@ -75,7 +76,7 @@ class GlooCollective:
     _work: Any = None
 
     def begin(self, work: Any) -> Self:
-        """Use ``work``, and return this object."""
+        """Set gloo's object for the running collective, and return this object."""
         self._work = work
         return self
 
@@ -100,7 +101,7 @@ class GlooCollective:
 def connection_error(error: RuntimeError) -> OSError | None:
     """Return an error of gloo about connections as a ``TimeoutError`` or ``ConnectionError``, and ``None`` for others.
 
-    ``ConnectionAbortedError``: this rank closed its connections, by a timeout of another message.
+    The result is a ``ConnectionAbortedError`` if this rank closed its connections after a timeout of another message.
 
     >>> text = "[pair.cc:553] Connection closed by peer [::1]:3. This is typically caused by a remote worker crashing."
     >>> connection_error(RuntimeError(text)), connection_error(RuntimeError("invalid tag"))

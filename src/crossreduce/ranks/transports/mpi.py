@@ -44,12 +44,12 @@ class MpiRendezvous:
             raise decoded(cause)
         others = [rank for rank in range(self.size) if rank != self.rank]
         sends = {rank: self._comm.isend(payload, rank, _GATHER) for rank in others}
-        found: dict[int, bytes] = {self.rank: payload}
+        payloads: dict[int, bytes] = {self.rank: payload}
         deadline, pause = time.monotonic() + self._timeout_s, _SHORTEST_S
-        while missing := [rank for rank in others if rank not in found]:
+        while missing := [rank for rank in others if rank not in payloads]:
             arrived = [rank for rank in missing if self._comm.iprobe(rank, _GATHER)]
             for rank in arrived:  # a rank's messages keep their order, so the next one belongs to this call
-                found[rank] = self._comm.recv(source=rank, tag=_GATHER)
+                payloads[rank] = self._comm.recv(source=rank, tag=_GATHER)
             if not arrived and (cause := self.abort_cause()) is not None:
                 UNFINISHED.extend(sends.values())
                 raise decoded(cause)
@@ -66,16 +66,16 @@ class MpiRendezvous:
                     problem = f"rank {rank} did not receive a rendezvous message within {self._timeout_s:g} s."
                     raise CollectiveTimeout(message(problem, remedy=_REMEDY), [rank])
                 time.sleep(_SHORTEST_S)
-        return [found[rank] for rank in range(self.size)]
+        return [payloads[rank] for rank in range(self.size)]
 
     def publish_abort(self, cause: bytes) -> bytes:
-        """Send the reason of an abort to all other ranks, unless one is known already; return the known one."""
-        known = self.abort_cause()
-        if known is None:
-            self._cause = known = cause
+        """Send the reason of an abort to all other ranks, unless there is an earlier one; return the valid reason."""
+        first = self.abort_cause()
+        if first is None:
+            self._cause = first = cause
             with contextlib.suppress(Exception):  # MPI's own errors: it may be shutting down
                 self._sent += [self._comm.isend(cause, rank, _CAUSE) for rank in range(self.size) if rank != self.rank]
-        return known
+        return first
 
     def abort_cause(self) -> bytes | None:
         """Return the first reason that this rank published or received."""
@@ -84,26 +84,26 @@ class MpiRendezvous:
                 from mpi4py import MPI
 
                 # A matched probe: no other thread can receive the message.
-                if (found := self._comm.improbe(MPI.ANY_SOURCE, _CAUSE)) is not None:
-                    self._cause = found.recv()
+                if (arrived := self._comm.improbe(MPI.ANY_SOURCE, _CAUSE)) is not None:
+                    self._cause = arrived.recv()
         return self._cause
 
     def roll_call(self, ranks: Iterable[int], timed_out: bool) -> dict[int, bool]:  # noqa: ARG002
-        """Return no rank: MPI's other ranks do not notice a failure, so they could not answer."""
+        """Return no rank: other ranks do not notice a failure of MPI, so they could not answer."""
         return {}
 
     def record_leaving(self) -> None:
         """Do nothing: the transport reports that a rank has left."""
 
     def has_left(self, rank: int) -> bool:  # noqa: ARG002
-        """Return that it is not known here."""
+        """Return ``False``: ``MpiTransport.has_left`` reports it."""
         return False
 
     def announce(self, number: int) -> None:
         """Do nothing: MPI's own connections are not checked."""
 
     def have_announced(self, number: int) -> bool:  # noqa: ARG002
-        """Return that it is not known here."""
+        """Return ``False``: nothing is announced."""
         return False
 
     def leave(self, reader: int, readers: Iterable[int]) -> None:
@@ -113,9 +113,9 @@ class MpiRendezvous:
 class MpiTransport:
     """Messages over an MPI communicator. See ``base.Transport``.
 
-    MPI makes progress with large messages only while one of its functions is called. So a thread, if MPI supports it,
-    tests all messages regularly: this rank may wait for a rank of its host that waits for another host, which waits
-    for this rank's message.
+    MPI makes progress with large messages only while one of its functions is called. So a thread tests all messages
+    regularly, if MPI supports threads. Without it, this rank could wait for a rank of its host, which waits for another
+    host, which waits for this rank's message.
     """
 
     def __init__(self, comm: Any, abort_cause: Callable[[], bytes | None] = lambda: None) -> None:
@@ -139,13 +139,14 @@ class MpiTransport:
         return self._begin(self._comm.Irecv, address, nbytes, src, tag)
 
     def _begin(self, start: Callable[..., Any], address: int, nbytes: int, peer: int, tag: int) -> MpiMessage:
+        """Start a message, and the thread that tests all messages. An error of MPI is raised by the message's wait."""
         if self.aborted:
             return MpiMessage(None, self, failure=_ABORTED)
         try:
-            made = MpiMessage(start(self._address(address, nbytes), peer, _FIRST_TAG + tag), self, peer)
+            pending = MpiMessage(start(self._address(address, nbytes), peer, _FIRST_TAG + tag), self, peer)
         except self._error as error:
             return MpiMessage(None, self, failure=str(error))
-        self.messages.add(made)
+        self.messages.add(pending)
         if self._threads and self._thread is None:
             self._thread = threading.Thread(target=self._test_repeatedly, name="crossreduce-mpi", daemon=True)
             try:
@@ -154,7 +155,7 @@ class MpiTransport:
                 self._thread = None  # if it has started, it ends soon
                 raise
         self._wake.set()
-        return made
+        return pending
 
     def _test_repeatedly(self) -> None:
         while not self.aborted and threading.current_thread() is self._thread:
@@ -190,7 +191,7 @@ class MpiTransport:
 class MpiMessage:
     """An MPI request, or the reason why it could not be made. See ``base.PendingMessage``.
 
-    ``peer``: the other rank; ``None``: it is not the request of a message between two ranks.
+    ``peer``: the other rank, or ``None`` if the request is not that of a message between two ranks.
     """
 
     def __init__(
@@ -212,7 +213,7 @@ class MpiMessage:
         return self._done
 
     def cancel(self) -> None:
-        """Cancel the request, since its memory will be used for other things."""
+        """Cancel the request, since its memory will be used for other purposes."""
         with self._lock, contextlib.suppress(Exception):  # MPI's own errors: it may be shutting down
             if not self._done:
                 self._failure = _ABORTED
@@ -222,7 +223,7 @@ class MpiMessage:
     def wait(self, timeout_s: float) -> None:
         """Return when the memory may be used again."""
         pause, began = _SHORTEST_S, time.monotonic()
-        check_at, left, tests = began + _CHECK_S, False, 0
+        check_at, left, tests_after_leaving = began + _CHECK_S, False, 0
         while not self.test():
             if self._transport.aborted:
                 raise ConnectionError(_ABORTED)
@@ -232,8 +233,8 @@ class MpiMessage:
                 if self._transport.abort_cause() is not None:
                     raise ConnectionError("another rank has aborted the group")
                 left = left or (self._peer is not None and self._transport.has_left(self._peer))
-            tests += left
-            if tests > _TESTS_AFTER_LEAVING:  # a message that it had sent would have arrived by now
+            tests_after_leaving += left
+            if tests_after_leaving > _TESTS_AFTER_LEAVING:  # a message that it had sent would have arrived by now
                 raise ConnectionResetError(f"rank {self._peer} has left the group")
             if now > began + timeout_s:
                 raise TimeoutError(f"the message did not arrive, or was not taken, within {timeout_s:g} s")

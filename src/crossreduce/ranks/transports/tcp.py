@@ -1,4 +1,4 @@
-"""The TCP transport: messages between hosts over connections of its own, moved by the threads that wait for them.
+"""The TCP transport: messages between hosts over its own connections. The threads that wait for messages move them.
 
 Input: the ranks to connect to, and a place where ranks read each other's addresses. Output: see ``base.Transport``. A
 rank listens while the group is made; both ends of a connection prove that they know the listener's key, which only the
@@ -31,7 +31,7 @@ with contextlib.suppress(ImportError):  # Windows has no fcntl; there, ranks rai
     import fcntl
 
 _STAGGER_S: Final = 0.25  # from an attempt to connect to one with the next address (RFC 8305, section 5)
-_RETRY_S: Final = 1.0  # from the last address of a rank to another attempt with the first one
+_RETRY_S: Final = 1.0  # from an attempt with the last address of a rank to another one with its first address
 PATIENCE_S: Final = 10.0  # a connection that takes longer may be impossible; a lost SYN is sent again after 1, 3, 7 s
 _HANDSHAKE_S: Final = 5.0  # the longest time that an unknown program may take to prove that it is a rank
 _MOST_UNKNOWN: Final = 64  # connections of unknown programs that are open at once; the oldest one is closed first
@@ -48,7 +48,7 @@ _ALL: Final[weakref.WeakSet[TcpTransport]] = weakref.WeakSet()
 class TcpTransport:
     """Messages over connected sockets. See ``base.Transport``.
 
-    ``connections``: the compiled object, which a rank also gives the time that it waits for ranks of its host.
+    ``connections``: the compiled object. It also moves messages while this rank waits for ranks of its host.
     ``unreached``: the ranks with which messages cannot be exchanged, since no connection to them could be made.
     ``reached``: the address of each rank to which there is a connection.
     """
@@ -68,16 +68,16 @@ class TcpTransport:
 
     def send(self, address: int, nbytes: int, dst: int, tag: int) -> PendingMessage:
         """Start to send."""
-        made: PendingMessage = self.connections.send(address, nbytes, dst, tag)
-        return made
+        pending: PendingMessage = self.connections.send(address, nbytes, dst, tag)
+        return pending
 
     def receive(self, address: int, nbytes: int, src: int, tag: int) -> PendingMessage:
         """Start to receive."""
-        made: PendingMessage = self.connections.receive(address, nbytes, src, tag)
-        return made
+        pending: PendingMessage = self.connections.receive(address, nbytes, src, tag)
+        return pending
 
     def abort(self) -> None:
-        """Make all messages of this rank fail, and soon those of the other ranks with it."""
+        """Make all messages of this rank fail, and soon also other ranks' messages with this one."""
         self.connections.abort()
 
     def close(self) -> None:
@@ -86,7 +86,7 @@ class TcpTransport:
 
 
 def keep_alive(connection: socket.socket) -> None:
-    """Let a connection fail if the other host does not answer any more, although nothing is sent."""
+    """Let a connection fail if the other host does not answer any more, even while no data is sent."""
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for option, value in _KEEP_ALIVE:
         connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
@@ -113,22 +113,22 @@ def connect(
     listen_at: str = "",
     patience_s: float = PATIENCE_S,
 ) -> dict[int, socket.socket]:
-    """Return a connected socket for each other rank; each of them calls this with a list that has ``rank``.
+    """Return a connected socket for each other rank. Each of them calls this, too, with a list that contains ``rank``.
 
     Args:
-      rank: of this process.
+      rank: this rank.
       peers: the ranks to connect to; of two ranks the higher one connects to the lower one.
       publish: makes this rank's addresses and key known to the other ranks only.
       read: waits for what a rank has published.
-      cancelled: when it is set, this gives up.
+      cancelled: when it is set, this raises an error.
       interfaces: names of the network interfaces to use, such as "eth0"; empty: any.
-      stalled: called each second when this has taken ``patience_s``, with the ranks that have no connection (more often
-        if that is below 5 s). It returns those of them to give up, which are then missing in the result. ``None``: no
-        rank is given up.
-      listen_at: the only address of this host at which it listens; empty: all those of ``interfaces``.
+      stalled: called after ``patience_s`` with the ranks that have no connection yet, and then each second (more often
+        if ``patience_s`` is below 5 s). It returns the ranks to give up, which are then missing in the result. Without
+        it, no rank is given up.
+      listen_at: the only address of this host at which it listens; empty: all addresses of ``interfaces``.
       patience_s: a connection that takes longer may be impossible.
     Raises:
-      ConnectionError: it was cancelled before all connections were made; or an interface has no address.
+      ConnectionError: it was cancelled before all connections were made; or no interface has an address.
     """
     others = [peer for peer in peers if peer != rank]
     if not others:
@@ -144,8 +144,8 @@ def connect(
         meeting = stack.enter_context(_Meeting(rank, key, [peer for peer in others if peer > rank], listener))
         for peer in others:
             if peer < rank:
-                given, of_peer, of_key = json.loads(read(peer))
-                meeting.reach(peer, [(address, of_peer) for address in given], bytes.fromhex(of_key))
+                peer_addresses, peer_port, peer_key = json.loads(read(peer))
+                meeting.reach(peer, [(each, peer_port) for each in peer_addresses], bytes.fromhex(peer_key))
         given_up: set[int] = set()
         check_at = time.monotonic() + patience_s
         while missing := [peer for peer in others if peer not in meeting.connected and peer not in given_up]:
@@ -186,7 +186,7 @@ def addresses(interfaces: Sequence[str] = ()) -> list[str]:
 
 
 def loopback(host: str) -> str:
-    """Return the loopback address for the name or the address of a host; empty: it is another one."""
+    """Return the loopback address if a host's name or address means it, otherwise an empty text."""
     with contextlib.suppress(ValueError):
         parsed = ip_address("127.0.0.1" if host.lower() == "localhost" else host)
         parsed = getattr(parsed, "ipv4_mapped", None) or parsed
@@ -218,15 +218,16 @@ def opened_listener(port: int = 0, address: str = "") -> socket.socket:
     return socket.create_server(("", port), backlog=1024)
 
 
-def _proof(key: bytes, who: str, rank: int, listener: int) -> bytes:
-    return blake2b(f"{who} {rank} {listener}".encode(), key=key, digest_size=_DIGEST).digest()
+def _proof(key: bytes, word: str, rank: int, listener: int) -> bytes:
+    """Return the proof that the sender of ``word`` knows the key; ``rank`` connects to the rank ``listener``."""
+    return blake2b(f"{word} {rank} {listener}".encode(), key=key, digest_size=_DIGEST).digest()
 
 
 class _Meeting:
-    """Connections of one rank that are being made.
+    """Makes the connections of one rank.
 
-    The connecting rank sends its number and a proof, the listening rank answers with another proof, and the connecting
-    rank sends one byte over the connection that it uses, since it may have made several.
+    The connecting rank sends its number and a proof, and the listening rank answers with another proof. The connecting
+    rank may have made several connections, so it sends one byte over the one that it uses.
     """
 
     def __init__(self, rank: int, key: bytes, expected: Sequence[int], listener: socket.socket | None) -> None:
@@ -259,7 +260,7 @@ class _Meeting:
         return taken
 
     def reach(self, peer: int, targets: list[tuple[str, int]], key: bytes) -> None:
-        """Begin to connect to a rank, by any of its addresses."""
+        """Begin to connect to a rank at any of its addresses."""
         self.targets[peer], self._keys[peer] = targets, key
         self._due[peer] = time.monotonic(), 0
 
@@ -328,6 +329,7 @@ class _Meeting:
         sock.close()
 
     def _connecting(self, sock: socket.socket, peer: int, target: tuple[str, int]) -> Iterator[int]:
+        """Execute the connecting rank's handshake; see ``_open``."""
         with contextlib.suppress(BlockingIOError):
             sock.connect(target)
         yield selectors.EVENT_WRITE
@@ -345,6 +347,7 @@ class _Meeting:
         del self._due[peer]
 
     def _accepted(self, sock: socket.socket) -> Iterator[int]:
+        """Execute the listening rank's handshake; see ``_open``."""
         hello = b""
         while len(hello) < _HELLO.size:
             yield selectors.EVENT_READ
@@ -354,7 +357,7 @@ class _Meeting:
             not secrets.compare_digest(proof, _proof(self._key, "hello", peer, self._rank))
             or peer not in self._expected
         ):
-            raise EOFError
+            raise EOFError  # another program
         self._accepted_at.pop(sock, None)
         sock.sendall(_proof(self._key, "welcome", peer, self._rank))
         yield selectors.EVENT_READ
@@ -363,7 +366,7 @@ class _Meeting:
 
 
 def _receive_part(sock: socket.socket, most: int) -> bytes:
-    """Return bytes that have arrived. EOFError: the connection is closed."""
-    if found := sock.recv(most):
-        return found
+    """Return bytes that have arrived, or raise an ``EOFError`` if the connection is closed."""
+    if received := sock.recv(most):
+        return received
     raise EOFError
