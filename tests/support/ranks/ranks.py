@@ -12,46 +12,40 @@ import pickle
 import select
 import shutil
 import signal
-import socket
-import struct
 import tempfile
 import threading
 import time
 import traceback
+from multiprocessing.connection import Client, Listener
 from pathlib import Path
 
 from crossreduce.errors import CollectiveTimeout, decoded
 
 
 class Store:
-    """A table of bytes that processes write and wait for, behind a socket in the file system, so that processes of
-    other network namespaces can reach it, too."""
+    """A table that processes write and wait for, behind a socket in the file system, so that processes of other network
+    namespaces can reach it, too."""
 
     def __init__(self):
         self.folder = tempfile.mkdtemp(prefix="ranks-")
         self.path = str(Path(self.folder, "store"))
-        self.listener = socket.socket(socket.AF_UNIX)
-        self.listener.bind(self.path)
-        self.listener.listen(256)
+        self.listener = Listener(self.path, "AF_UNIX", backlog=256)
         self.table, self.changed, self.closed = {}, threading.Condition(), False
-        self.thread = None
+        self.thread = threading.Thread(target=self._serve, name="store", daemon=True)
 
     def start(self):
         """Start to answer requests. Call this only after the ranks were forked: a fork beside threads may deadlock."""
-        self.thread = threading.Thread(target=self._serve, name="store", daemon=True)
         self.thread.start()
 
     def _serve(self):
-        while True:
-            try:
-                connection, _ = self.listener.accept()
-            except OSError:
-                return
-            threading.Thread(target=self._answer, args=(connection,), daemon=True).start()
+        while not self.closed:
+            with contextlib.suppress(OSError, EOFError):
+                connection = self.listener.accept()
+                threading.Thread(target=self._answer, args=(connection,), daemon=True).start()
 
     def _answer(self, connection):
         with connection, contextlib.suppress(OSError, EOFError):
-            what, keys, value, timeout = pickle.loads(_read(connection))
+            what, keys, value, timeout = connection.recv()
             with self.changed:
                 if what == "put":
                     self.table.setdefault(keys[0], value)
@@ -65,37 +59,18 @@ class Store:
                         lambda: self.closed or self.table.keys() >= wanted or cause in self.table, timeout
                     )
                 found = [self.table.get(key) for key in keys]
-            _write(connection, pickle.dumps(found))
+            connection.send(found)
 
     def close(self):
         with self.changed:
             self.closed = True
             self.changed.notify_all()
-        with contextlib.suppress(OSError):
-            self.listener.shutdown(socket.SHUT_RDWR)
-        self.listener.close()
-        if self.thread:
+        if self.thread.ident:
+            with contextlib.suppress(OSError):
+                Client(self.path, "AF_UNIX").close()  # ends the wait for a connection
             self.thread.join(5)
+        self.listener.close()
         shutil.rmtree(self.folder, ignore_errors=True)
-
-
-def _read(connection):
-    (length,) = struct.unpack("<Q", _exactly(connection, 8))
-    return _exactly(connection, length)
-
-
-def _exactly(connection, length):
-    got = bytearray()
-    while len(got) < length:
-        part = connection.recv(length - len(got))
-        if not part:
-            raise EOFError
-        got += part
-    return bytes(got)
-
-
-def _write(connection, payload):
-    connection.sendall(struct.pack("<Q", len(payload)) + payload)
 
 
 class SocketRendezvous:
@@ -106,11 +81,10 @@ class SocketRendezvous:
         self.calls, self.owner = 0, None
 
     def query(self, what, keys, value=None, timeout=0.0):
-        with socket.socket(socket.AF_UNIX) as connection:
-            connection.settimeout(timeout + 20)
-            connection.connect(self.path)
-            _write(connection, pickle.dumps((what, keys, value, timeout)))
-            return pickle.loads(_read(connection))
+        with Client(self.path, "AF_UNIX") as connection:
+            connection.send((what, keys, value, timeout))
+            assert connection.poll(timeout + 20), "the store does not answer"
+            return connection.recv()
 
     def all_gather(self, payload):
         if cause := self.abort_cause():
