@@ -5,14 +5,13 @@ import random
 import threading
 import weakref
 from pathlib import Path
+from unittest import mock
 
-import numpy as np
 import pytest
 from host_checks import joined, on
-from members import Resources, member, memory, resident_bytes, summed
+from members import Resources, member, resident_bytes, summed
 from ranks import SocketTransport, ranks
 
-from crossreduce.ops import ReduceOp
 from crossreduce.ranks import communicator
 from crossreduce.ranks.communicator import Communicator
 from crossreduce.ranks.connections import peer_requests
@@ -23,26 +22,21 @@ from crossreduce.ranks.intra_host.programs import PIECE_BYTES
 def soak(rendezvous):
     one_host.CACHED_STAGES = 500  # small, so that the cache also removes executables
     comm = member(rendezvous)
-    x, highest = np.ones(2 * PIECE_BYTES, np.float32), 0
-    draw = random.Random(3)
+    draw, stages = random.Random(3), []
     sizes = [draw.randrange(1, 5000) for _ in range(500)]
-    sizes[::50] = range(PIECE_BYTES, PIECE_BYTES + 10)  # these run programs of 6 stages, short ones fewer
+    sizes[::50] = range(PIECE_BYTES, PIECE_BYTES + 10)  # these run programs of more stages than short ones
 
     def reductions(count):
-        nonlocal highest
         for k in range(count):
-            part = x[: sizes[k % 500]]
-            comm.all_reduce(ReduceOp.MAX, memory(part), memory(part))
-            highest = max(highest, comm.calls.executables.stages)
+            summed(comm, sizes[k % 500])
+            stages.append(comm.calls.executables.stages)
+        gc.collect()
+        return resident_bytes(), Resources()
 
-    reductions(800)
-    gc.collect()
-    before, resources = resident_bytes(), Resources()
-    reductions(1500)
-    gc.collect()
-    after, same = resident_bytes(), Resources() == resources
+    before, resources = reductions(800)
+    after, later = reductions(1500)
     comm.close()
-    return before, after, same, highest
+    return before, after, resources == later, max(stages)
 
 
 def test_many_reductions_leak_nothing():
@@ -63,13 +57,12 @@ def many_groups(rendezvous):
             if k % 2 == 0:
                 comm.barrier()  # so that no rank leaves before the others have finished
             comm.close()
+        gc.collect()
+        return resident_bytes(), Resources()
 
-    make(10, 0)
-    gc.collect()
-    before, resources = resident_bytes(), Resources()
-    make(30, 10)
-    gc.collect()
-    return resources == Resources(), before, resident_bytes()
+    before, resources = make(10, 0)
+    after, later = make(30, 10)
+    return resources == later, before, after
 
 
 def test_many_groups_leave_nothing():
@@ -82,8 +75,8 @@ def test_many_groups_leave_nothing():
 
 def dropped(rendezvous):
     gc.disable()
-    comm, x = joined(rendezvous), np.ones(4)
-    comm.all_reduce(ReduceOp.SUM, memory(x), memory(x))
+    comm = joined(rendezvous)
+    summed(comm)
     reference = weakref.ref(comm)
     del comm
     return reference() is None
@@ -96,16 +89,13 @@ def test_a_communicator_is_freed_with_its_last_reference():
 
 
 def unfinished(rendezvous, several_hosts):
-    made = []
+    made = []  # keeps the transport, which must be closed nevertheless
 
     def connect(cancelled, hosts):
         made.append(SocketTransport(rendezvous))
         return made[-1]
 
-    def fail(*_):
-        raise MemoryError
-
-    communicator.Statistics = fail
+    communicator.Statistics = mock.Mock(side_effect=MemoryError)
     peer_requests.listen()  # as another group of this process that is being made
     before = len(list(Path("/proc/self/fd").iterdir()))
     try:

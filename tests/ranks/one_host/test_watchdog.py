@@ -3,6 +3,7 @@
 import gc
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from ranks import ranks
@@ -71,33 +72,25 @@ def _no_threads(monkeypatch):
 @pytest.mark.parametrize("error", [None, ConnectionError("gone")])
 def test_a_wait_is_recorded_until_it_ends(error):
     """Messages are passed on unchanged; the rank that a wait is for is recorded until the wait completes or fails."""
-    checker, ended = Checker(), []
+    checker = Checker()
     transport, watched = checker.transport, checker.watched
-    sent, received = watched.send(1, 2, 3, 4), watched.receive(5, 6, 7, 8)
+    received = watched.receive(5, 6, 7, 8)
     assert checker.next_check() is None
     transport.error = error
     began = time.monotonic()
-
-    def wait():
-        try:
-            received.wait(9.0)
-        except OSError as raised:
-            ended.append(raised)
-
-    waiting = threading.Thread(target=wait)
-    waiting.start()
-    while (recorded := checker.next_check()) is None:
-        pass
-    assert recorded.rank == 7
-    assert began <= recorded.since_s <= time.monotonic()
-    transport.go.set()
-    waiting.join()
-    assert ended == [error][: error is not None]
+    with ThreadPoolExecutor() as pool:
+        waiting = pool.submit(received.wait, 9.0)
+        while (recorded := checker.next_check()) is None:
+            pass
+        assert recorded.rank == 7
+        assert began <= recorded.since_s <= time.monotonic()
+        transport.go.set()
+        assert waiting.exception() is error
     assert watched.wait is None
     transport.error = None
-    sent.wait(1.0)
+    watched.send(1, 2, 3, 4).wait(1.0)
     watched.abort()
-    assert transport.calls == [("send", 1, 2, 3, 4), ("receive", 5, 6, 7, 8), ("wait", 9.0), ("wait", 1.0), "abort"]
+    assert transport.calls == [("receive", 5, 6, 7, 8), ("wait", 9.0), ("send", 1, 2, 3, 4), ("wait", 1.0), "abort"]
     watched.close()
 
 
@@ -125,27 +118,27 @@ def test_checking_continues_after_an_error(monkeypatch):
 
 def test_one_thread_serves_all_transports():
     """One thread calls the checks of all transports of a process, also of a forked one, until the last is closed."""
-    checkers = [Checker() for _ in range(5)]
+    first, *others = checkers = [Checker() for _ in range(3)]
     (thread,) = threads()
     for checker in checkers:
         checker.next_check()
-    for checker in checkers[1:]:
+    for checker in others:
         checker.watched.close()
-    checkers[0].next_check()
-    assert threads() == [thread]
+    first.next_check()
 
     def forked(_):
         assert not threads()
         other = Checker()
         other.next_check()
-        checkers[0].watched.close()
+        first.watched.close()
         other.next_check()
         other.watched.close()
         return len(threads())
 
     assert ranks(1, forked) == [0]
-    checkers[0].next_check()
-    checkers[0].watched.close()
+    first.next_check()
+    assert threads() == [thread]
+    first.watched.close()
     assert not thread.is_alive()
 
 
@@ -155,8 +148,7 @@ def test_closing_from_its_own_thread():
     (thread,) = threads()
 
     def check(_):
-        checker.watched.close()
-        for each in watched:
+        for each in (checker.watched, *watched):
             each.close()
 
     watched.append(WatchedTransport(Slow(), check))
