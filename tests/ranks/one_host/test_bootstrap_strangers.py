@@ -31,7 +31,7 @@ def names():
 def attacked(name, kept):
     """Make connections, some of which are closed at once, and send many long messages, some with a descriptor."""
     for kind in (socket.SOCK_STREAM, socket.SOCK_DGRAM, socket.SOCK_SEQPACKET):
-        for count in (0, 20, *[1] * 200):
+        for count in (0, 20, *[1] * 20):
             one = socket.socket(socket.AF_UNIX, kind)
             one.setblocking(False)
             with contextlib.suppress(OSError):
