@@ -6,7 +6,6 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -14,6 +13,7 @@ from budget import examples
 from host_checks import joined, on
 from hypothesis import given
 from hypothesis import strategies as st
+from members import array_group
 from overlaps import FORMS, buffer, cases, check, outcome_of
 from paths import program
 from ranks import ranks
@@ -21,7 +21,6 @@ from transport_laws import LAWS
 
 import crossreduce as cr
 from crossreduce import mpi
-from crossreduce.processes import array_group
 from crossreduce.ranks.inter_host import multi_host, one_host
 from crossreduce.ranks.intra_host import peer_memory, programs
 
@@ -92,19 +91,18 @@ def array(made, views):
 def overlapping(rendezvous, case):
     """Make the call of a case twice: the second one may run in compiled code."""
     small_pieces()
-    comm = joined(rendezvous)
-    group, outcomes = mpi.MpiGroup(comm, SimpleNamespace(close=lambda _: None)), []
+    group, outcomes = array_group(joined(rendezvous)), []
     (op,) = case["ops"]
     options = {"op": case["op"]} if case["collective"] in ("all_reduce", "reduce", "reduce_scatter") else {}
     if case["root"] is not None:
         options["root"] = case["root"]
 
     def call(made):
-        x, out = array(made, op["reads"][comm.rank]), array(made, op["writes"][comm.rank])
+        x, out = array(made, op["reads"][group.rank]), array(made, op["writes"][group.rank])
         assert getattr(group, case["collective"])(x, out=out, **options) is out
 
     for _ in range(2):
-        made = buffer(case, comm.rank)
+        made = buffer(case, group.rank)
         outcomes.append(outcome_of(lambda made=made: call(made), made))
     group.close()
     return outcomes
@@ -131,13 +129,3 @@ def test_importing_the_module_imports_no_mpi():
     """Importing ``crossreduce.mpi`` does not import mpi4py."""
     code = "import sys; import crossreduce.mpi; print('mpi4py' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "False\n"
-
-
-def test_arrays_are_converted_for_the_kernels():
-    """Any layout and byte order is accepted, no dimension is added, and a suitable array is not copied."""
-    given = np.arange(12.0).reshape(3, 4)
-    assert array_group._readable(given).ctypes.data == given.ctypes.data
-    assert array_group._readable(given.T).flags.c_contiguous
-    assert array_group._readable(np.float32(3)).shape == ()
-    assert array_group._readable(given.astype(">f8")).dtype.isnative
-    assert array_group._readable(np.arange(3), cr.ReduceOp.MEAN).dtype == np.float64

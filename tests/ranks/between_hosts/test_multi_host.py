@@ -154,7 +154,7 @@ def last_sum(comm):
 
 
 def waiting(rendezvous):
-    """Delay rank 2; return the warnings of this rank, and the sum."""
+    """Delay rank 2; return the warnings of this rank."""
     comm = joined(rendezvous)
     comm.detector.warn_s = 0.6
     warned = Warnings()
@@ -175,7 +175,7 @@ def test_a_late_host_is_not_blamed_on_the_rank_that_waits_for_it():
 
 
 def next_op(rendezvous):
-    """Let the leaders' last messages of op 1 take longer than the timeout; return the results of ops 1 and 2."""
+    """Let the leaders' last messages of op 1 take longer than the timeout; return the result of op 1."""
     comm = joined(rendezvous, 1.0)
     close = Exchange.close
 

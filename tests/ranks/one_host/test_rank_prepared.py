@@ -4,17 +4,15 @@ import os
 import signal
 import threading
 import time
-from types import SimpleNamespace
 from unittest import mock
 
 import ml_dtypes
 import numpy as np
 import pytest
 from array_checks import check
-from members import member
+from members import array_group, member
 from ranks import Died, ranks
 
-from crossreduce import mpi
 from crossreduce.errors import ContextError, MismatchError, PeerLostError
 from crossreduce.ranks import prepared
 from crossreduce.ranks.inter_host import one_host
@@ -33,9 +31,9 @@ class Counted:
         return found
 
 
-def group_of(rendezvous, timeout_s=20):
+def group_of(rendezvous):
     """Return a group of NumPy arrays without an MPI, and the counter of its prepared calls."""
-    group = mpi.MpiGroup(member(rendezvous, timeout_s), SimpleNamespace(close=lambda _: None))
+    group = array_group(member(rendezvous))
     assert group._calls is not prepared.NO_CALLS
     group._calls = Counted(group._calls)
     return group, group._calls

@@ -9,11 +9,13 @@ import select
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import oracle
 from ranks import SocketRendezvous
 
+from crossreduce import mpi
 from crossreduce.ops import ReduceOp
 from crossreduce.ranks.communicator import ArrayView, Communicator
 
@@ -33,6 +35,11 @@ def member(rendezvous, timeout_s=20.0, name="world"):
     if name != "world":
         rendezvous = SocketRendezvous(rendezvous.path, rendezvous.rank, rendezvous.size, name)
     return Communicator(rendezvous, None, name=name, timeout_s=timeout_s)
+
+
+def array_group(comm):
+    """Return a group of NumPy arrays on a communicator. On one host most of its calls run in compiled code."""
+    return mpi.MpiGroup(comm, SimpleNamespace(close=lambda _: None))
 
 
 def poisoned(size, dtype):

@@ -2,14 +2,13 @@
 
 import threading
 import time
-from types import SimpleNamespace
 
 import numpy as np
 from host_checks import joined
-from members import member, memory, summed
+from members import array_group, member, memory, summed
 from ranks import ranks
 
-from crossreduce import Topology, mpi
+from crossreduce import Topology
 from crossreduce.observe.traces.calls import read_directory
 from crossreduce.ops import ReduceOp
 
@@ -22,11 +21,6 @@ CALLS = [
     "barrier",
     "all_reduce sum float64[700001]",
 ]
-
-
-def array_group(rendezvous):
-    """Return a group of NumPy arrays, most of whose calls run in compiled code."""
-    return mpi.MpiGroup(member(rendezvous, 20), SimpleNamespace(close=lambda _: None))
 
 
 def traced(n, function, folder, *args, environment=None, **options):
@@ -43,7 +37,7 @@ def only_group(folder):
 
 def some_calls(rendezvous):
     """Make 3 small and 2 large all-reduces, most of them in compiled code; rank 1 is late for the last one."""
-    group = array_group(rendezvous)
+    group = array_group(member(rendezvous))
     for _ in range(3):
         group.all_reduce(np.ones(8, np.float32))
     x = np.ones(700_001)
