@@ -78,12 +78,10 @@ def exchanged(plans, hosts, leader, parts, piece, numbers, memories):
 def run(hosts, collective, size, dtype, op=ReduceOp.SUM, root=None, in_place=False, exact=False):
     """Run a call on all ranks and compare all memory with the oracle's."""
     ranks = sorted(rank for host in hosts for rank in host)
-    n = len(ranks)
-    reduces = "reduce" in collective
+    n, reduces, made = len(ranks), "reduce" in collective, oracle.dtype_of(dtype)
     numbers = reduction_numbers(op, dtype, n, exact) if reduces else copy_numbers(dtype)
     plans = compiled(hosts, collective, size, numbers, root)
     assert len({plan.stages for plan in plans.values()}) == 1
-    made = oracle.dtype_of(dtype)
     draw = np.random.default_rng(size)
     arrays = collective_arrays(collective, n, root)
     memories = {rank: {} for rank in ranks}
@@ -91,8 +89,7 @@ def run(hosts, collective, size, dtype, op=ReduceOp.SUM, root=None, in_place=Fal
         for rank in array.destinations:
             memories[rank][array.output] = np.full(size * made.itemsize, POISON, np.uint8).view(made)
         for rank in array.sources:
-            memories[rank].setdefault(array.input, draw.integers(0, 8, size).astype(made))
-            memories[rank][array.input][:] = draw.integers(0, 8, size).astype(made)
+            memories[rank][array.input] = draw.integers(0, 8, size).astype(made)
     if in_place:
         for known in memories.values():
             known[1] = known[0]
@@ -106,30 +103,32 @@ def run(hosts, collective, size, dtype, op=ReduceOp.SUM, root=None, in_place=Fal
     for rank, known in memories.items():
         memories[rank] = [known[k].view(np.uint8) for k in range(1 + max(known))]
         memories[rank] += [np.zeros(exchange.nbytes, np.uint8) for exchange in plans[rank].exchanges]
-    machines = [
-        Machine(np.zeros((len(host), 2, 1 << 13), np.uint8), [[memories[rank] for rank in host]]) for host in hosts
-    ]
-    leaders, parts = min(map(len, hosts)), [exchanges_of(hosts, collective, root, k) for k in range(len(hosts))]
+    machines = {
+        host: Machine(np.zeros((len(host), 2, 1 << 13), np.uint8), [[memories[rank] for rank in host]])
+        for host in hosts
+    }
+    parts = [exchanges_of(hosts, collective, root, k) for k in range(len(hosts))]
+
+    def execute(host, place, instructions):
+        for instruction in instructions:
+            machines[host].run(0, int(place), instruction)
+
     for stage in range(plans[ranks[0]].stages):
-        for machine, host in zip(machines, hosts, strict=True):
+        for host in hosts:
             for place in draw.permutation(len(host)):
-                for instruction in plans[host[place]].program[stage]:
-                    machine.run(0, int(place), instruction)
-        for machine, host in zip(machines, hosts, strict=True):
+                execute(host, place, plans[host[place]].program[stage])
             for place, rank in enumerate(host):
                 folds = plans[rank].folds  # of exact reductions
-                for instruction in folds[stage - 1] if 0 < stage <= len(folds) else ():
-                    machine.run(0, place, instruction)
-        for leader in range(leaders):
+                execute(host, place, folds[stage - 1] if 0 < stage <= len(folds) else ())
+        for leader in range(min(map(len, hosts))):
             exchange = plans[hosts[0][leader]].exchanges[0]
             piece = stage - 1 - exchange.delay
             if 0 <= piece < len(exchange.pieces):
                 exchanged(plans, hosts, leader, parts, piece, numbers, memories)
-                for machine, host in zip(machines, hosts, strict=True):
+                for host in hosts:
                     deliveries = plans[host[leader]].deliveries
-                    for instruction in deliveries[stage - 1] if deliveries else ():
-                        machine.run(0, leader, instruction)
-        for machine in machines:
+                    execute(host, leader, deliveries[stage - 1] if deliveries else ())
+        for machine in machines.values():
             machine.barrier()
     for rank in ranks:
         for k, right in wanted[rank].items():
