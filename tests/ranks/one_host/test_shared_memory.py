@@ -5,16 +5,12 @@ import ctypes
 import gc
 import math
 import os
-import random
-import signal
-import time
 
 import pytest
 
 from crossreduce import kernels
 from crossreduce.errors import CollectiveTimeout, PeerLostError, UnsupportedError, decoded, encoded
 from crossreduce.kernels import FusedProgram, Segment
-from crossreduce.observe.liveness import LEFT
 from crossreduce.ranks.array_views import encoded_text
 from crossreduce.ranks.intra_host.instructions import PEER_BUFFER, READABLE_BUFFERS
 from crossreduce.ranks.intra_host.programs import TURN_BYTES
@@ -196,20 +192,17 @@ def test_programs_live_as_long_as_they_run(pair):
 def test_texts_that_differ_anywhere_are_a_mismatch(pair):
     """Two calls are the same only if their texts are equal, for any length and any position of a difference."""
     one, other = pair
-    draw = random.Random(2)
-    for length in (0, 1, 7, 8, 9, 63, 64, 231, 232):
-        text = bytes(draw.randrange(97, 123) for _ in range(length)).decode()
+    for length in (0, 1, 7, 8, 9, 63, 64, 231, MAX_TEXT_BYTES):
+        text = ("abcdefghijk" * 22)[:length]
         changed = [text[:k] + "X" + text[k + 1 :] for k in {0, length // 2, length - 1} if length]
-        for second, due in [(text, DONE), *((t, MISMATCH) for t in changed), (text + "y", MISMATCH)]:
-            if len(second) > MAX_TEXT_BYTES:
-                continue
+        for second in [text, *changed, *([text + "y"] if length < MAX_TEXT_BYTES else [])]:
+            due = DONE if second == text else MISMATCH
             one.begin(nothing(), (), text, 2, 0.0)
             assert other.begin(nothing(3), (), second, 2, 1.0) == due, (text, second)
             assert one.advance(2, 1.0) == due
             if due == DONE:
                 other.end_op()
-            assert other.ops(0)[-1][1] == text
-            assert other.ops(1)[-1][1] == second
+            assert (other.ops(0)[-1][1], other.ops(1)[-1][1]) == (text, second)
 
 
 def test_copies_from_the_memory_of_another_process(pair):
@@ -227,54 +220,6 @@ def test_copies_from_the_memory_of_another_process(pair):
         one.end_op(), other.end_op()
 
 
-def test_the_last_ops_are_recorded(pair):
-    """The last 32 ops of each rank are recorded, with begin and end; a running op has no end."""
-    one, other = pair
-    assert one.ops(0) == one.ops(1) == []
-    for k in range(1, 51):
-        one.begin(nothing(), (), f"op {k}", 2, 0.0)
-        other.begin(nothing(), (), f"op {k}", 2, 1.0)
-        assert one.advance(2, 1.0) == DONE
-    before = time.monotonic()
-    one.begin(nothing(), (), "op 51", 2, 0.0)
-    *ended, running = other.ops(0)
-    assert [op[:2] for op in (*ended, running)] == [(k, f"op {k}") for k in range(20, 52)]
-    assert all(op[2] <= op[3] for op in ended)
-    assert running[2] >= before
-    assert running[3] is None
-    assert other.ops(1)[-1][1] == "op 50"
-
-
-def test_a_barrier_that_is_reached_between_two_waits_is_counted_once(pair):
-    """A rank that waited, returned, and then found the other one at the barrier has waited for it at one barrier."""
-    one, other = pair
-    assert one.begin(nothing(), (), b"a", 2, 0.01) == WAITING
-    assert one.advance(2, 0.01) == WAITING
-    assert other.begin(nothing(), (), b"a", 2, 1.0) == DONE
-    assert one.advance(2, 1.0) == DONE
-    (barriers, ns), waited = one.counts(0)[1][1], one.counts(0)[0][0][3]
-    assert barriers == 1
-    assert 0.02e9 <= ns == waited
-    assert other.counts(1)[1][0] == (0, 0)
-
-
-def test_an_aborted_group_stays_aborted(pair):
-    """After aborts all ranks read the complete reason of the first; no rank arrives at a barrier or writes data."""
-    one, other = pair
-    one.begin(nothing(), (), "a", 2, 0.0)
-    one.abort(b"first")
-    other.abort(b"second")
-    assert one.cause() == other.cause() == b"first"
-    assert one.advance(2, 1.0) == 3
-    arrivals, given = one.arrivals(), (ctypes.c_int64 * 8)(*[77] * 8)
-    writes = native.RankProgram([[copy((~0, 0), (1, 0))], []])
-    assert other.begin(writes, (ctypes.addressof(given),), "a", 2, 1.0) == 3
-    assert ctypes.c_int64.from_address(other.address(1)).value != 77
-    one.end_op()
-    assert one.begin(nothing(), (), "b", 2, 1.0) == 3
-    assert one.arrivals() == arrivals
-
-
 def test_a_rank_that_never_waits_returns_after_its_slice(fd):
     """An op returns after its slice of time even if it waits for no other rank, so that signals are handled."""
     alone = native.SharedMemory(fd, 0, 1, SLOT, 0.0, 1)
@@ -288,10 +233,9 @@ def test_errors_and_texts_are_encoded():
     for error in (CollectiveTimeout("late: ü", [3, 1]), PeerLostError('rank 3 "died"\n  given: x', [3])):
         found = decoded(encoded(error))
         assert (type(found), str(found), found.ranks) == (type(error), str(error), error.ranks)
-    long = PeerLostError("ü" * 5000, range(1000))
-    made = encoded(long, MAX_CAUSE_BYTES)
+    made = encoded(PeerLostError("ü" * 5000, range(1000)), MAX_CAUSE_BYTES)
     assert len(made) <= MAX_CAUSE_BYTES
-    assert str(long).startswith(str(decoded(made)))
+    assert {*str(decoded(made))} == {"ü"}
     assert decoded(made).ranks == tuple(range(64))
     assert encoded_text("a" * MAX_TEXT_BYTES) == b"a" * MAX_TEXT_BYTES
     one, other = encoded_text("ü" * 500 + "a"), encoded_text("ü" * 500 + "b")
@@ -299,43 +243,13 @@ def test_errors_and_texts_are_encoded():
     assert len(one.decode().encode()) == len(one) <= MAX_TEXT_BYTES
 
 
-def test_a_rank_is_alive_until_its_process_ends(fd):
-    """Other ranks detect a process by its lock, which the operating system releases however the process ends."""
-    os.ftruncate(fd, RankMemory.nbytes(2, SLOT, 8, 1))
-    reader, writer = os.pipe()
-    pid = os.fork()
-    if pid == 0:
-        try:
-            other = RankMemory(os.dup(fd), (4, 7), 7, SLOT, 8, 1, 0.0)
-            other.record_leaving()
-            os.write(writer, b"x")
-            signal.pause()
-        finally:
-            os._exit(1)
-    assert os.read(reader, 1) == b"x"
-    memory = RankMemory(os.dup(fd), (4, 7), 4, SLOT, 8, 1, 0.0)
-    assert [memory.alive(4), memory.alive(7)] == [True, True]
-    assert (memory.last_call(7).text, memory.missing()) == (LEFT, [])
-    os.kill(pid, signal.SIGKILL)
-    os.waitpid(pid, 0)
-    assert [memory.alive(4), memory.alive(7)] == [True, False]
-    memory.close()
-    memory.close()
-    os.fstat(fd)  # it is still open
-    os.close(reader)
-    os.close(writer)
-
-
 def test_memory_without_room_for_the_registers_of_all_hosts():
     """If more ranks than expected are alone on a host, other ranks have no registers: agreements are refused."""
     fd = os.memfd_create("registers")
     os.ftruncate(fd, RankMemory.nbytes(1, SLOT, 20, 8))
-    for hosts in (8, 9):
-        memory = RankMemory(os.dup(fd), (0,), 0, SLOT, 20, hosts, 0.0)
-        if hosts == 8:
-            assert memory.registers.decision(1) is None
-        else:
-            with pytest.raises(UnsupportedError, match="too many could not share memory"):
-                _ = memory.registers
-        memory.close()
+    enough, more = (RankMemory(os.dup(fd), (0,), 0, SLOT, 20, hosts, 0.0) for hosts in (8, 9))
+    assert enough.registers.decision(1) is None
+    with pytest.raises(UnsupportedError, match="too many could not share memory"):
+        _ = more.registers
+    enough.close(), more.close()
     os.close(fd)

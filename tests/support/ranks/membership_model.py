@@ -25,7 +25,7 @@ from __future__ import annotations
 import copy
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from itertools import combinations, product
+from itertools import chain, combinations, product
 from random import Random
 from typing import Any, NamedTuple
 from unittest.mock import patch
@@ -109,10 +109,9 @@ class State(NamedTuple):
 
 
 class Table(dict):
-    """Numbers of values, in the order in which they are seen first; ``values`` has them back."""
+    """Numbers of values, in the order in which they are seen first; ``seen`` has them back."""
 
     def __init__(self):
-        super().__init__()
         self.seen = []
 
     def __missing__(self, value):
@@ -144,11 +143,7 @@ class Model:
     # The search
 
     def check(self) -> int:
-        """Return the number of states that can be reached; all of them have the properties.
-
-        Raises:
-          Violation: one has not.
-        """
+        """Return the number of states that can be reached; raise ``Violation`` if one has not all properties."""
         with patch.object(registers_file, "ROUNDS", self.scenario.rounds + 1):  # the last one is for ``_progress``
             first = self._first()
             came_from: dict[State, tuple[State, str] | None] = {first: None}
@@ -158,7 +153,6 @@ class Model:
                 while layer:
                     following = []
                     for state in layer:
-                        step = "?"
                         for step, after in self._steps(state):
                             if after not in came_from:
                                 came_from[after] = state, step
@@ -166,58 +160,39 @@ class Model:
                                 following.append(after)
                     layer = following
             except (Violation, AssertionError) as error:
-                raise Violation(self._told(error, state, step, came_from)) from error
+                told = [f"-> {error}", step]
+                while state is not None and came_from[state] is not None:
+                    state, step = came_from[state]
+                    told.append(step)
+                raise Violation("\n".join(reversed(told))) from error
             return len(came_from)
 
     def follow(self, steps: Iterable[str]) -> None:
-        """Take these steps; each is the beginning of the step's text.
-
-        Raises:
-          Violation: a state of the path does not have the properties.
-        """
+        """Take these steps, each the beginning of the step's text; raise ``Violation`` as ``check`` does."""
         with patch.object(registers_file, "ROUNDS", self.scenario.rounds + 1):
             state = self._first()
             for wanted in steps:
-                found = {step: after for step, after in self._steps(state) if step.startswith(wanted)}
-                assert len(found) == 1, (wanted, [*found], [step for step, _ in self._steps(state)])
-                (state,) = found.values()
+                (state,) = (after for step, after in self._steps(state) if step.startswith(wanted))
                 self._properties(state)
 
     def wander(self, random: Random, walks: int, length: int) -> None:
-        """Take random steps from the first state, several times.
-
-        Raises:
-          Violation: a state of the path does not have the properties.
-        """
+        """Take random steps from the first state, several times; raise ``Violation`` as ``check`` does."""
         with patch.object(registers_file, "ROUNDS", self.scenario.rounds + 1):
             for _ in range(walks):
                 state, taken = self._first(), []
                 try:
-                    for _ in range(length):
-                        possible = [*self._steps(state)]
-                        if not possible:
-                            break
+                    while len(taken) < length and (possible := [*self._steps(state)]):
                         step, state = random.choice(possible)
                         taken.append(step)
                         self._properties(state)
                 except (Violation, AssertionError) as error:
                     raise Violation("\n".join([*taken, f"-> {error}"])) from error
 
-    def _told(self, error, state, step, came_from) -> str:
-        """Return the steps to the successor ``step`` of a state, and the error there."""
-        told = [f"-> {error}", step]
-        while state is not None and came_from[state] is not None:
-            state, step = came_from[state]
-            told.append(step)
-        return "\n".join(reversed(told))
-
     def _first(self) -> State:
-        memories = []
-        for host in self.hosts:
-            nbytes = Registers.nbytes(self.scenario.hosts[host], self.size, len(self.hosts))
-            memories.append(self._memories[bytes(nbytes)])
-        ranks = [Rank(0, 0, IDLE, self._idle)] * self.size
-        state = State(tuple(memories), tuple(ranks), 0, self.scenario.most, self.scenario.crashes)
+        sizes = [Registers.nbytes(ranks, self.size, len(self.hosts)) for ranks in self.scenario.hosts]
+        memories = tuple(self._memories[bytes(nbytes)] for nbytes in sizes)
+        ranks = (Rank(0, 0, IDLE, self._idle),) * self.size
+        state = State(memories, ranks, 0, self.scenario.most, self.scenario.crashes)
         for rank in range(self.size):
             if rank not in self.scenario.late:
                 state = self._arrived(state, rank, 1)
@@ -243,12 +218,8 @@ class Model:
             for host, answer in enumerate(living.pending):
                 if answer != IDLE:
                     yield f"rank {rank} reads the answer of host {host}", self._read(state, rank, host)
-        rest, request = state.requests, 0
-        while rest:
-            if rest & 1:
-                yield from self._executions(state, request)
-            rest >>= 1
-            request += 1
+        for request in sorted(self._requests_of(state)):
+            yield from self._executions(state, request)
 
     def goes_on(self, rank: int, decision: Decision) -> bool:
         """Return whether a rank takes part in the next agreement."""
@@ -261,11 +232,6 @@ class Model:
     def proofs(self, own: int, ended: frozenset[int]) -> list[frozenset[int]]:
         """Return the sets of ended hosts that a leader on host ``own`` may have noticed."""
         return [frozenset(), ended] if ended else [ended]
-
-    def follows(self, state_memory: int, host: int, request: Request) -> tuple[int, bool]:
-        """Return the memory of a host, and whether it takes part in the agreement of a request."""
-        memory, found = self._call(host, state_memory, "follows", request.number, request.previous)
-        return memory, found is True
 
     def _crashes(self, state: State, rank: int) -> Iterator[tuple[str, State]]:
         if not state.crashes or (self.scenario.power and self.place[rank]):
@@ -294,11 +260,10 @@ class Model:
         rounds = [round_ for leader, round_ in self.scenario.ballots if leader == rank and round_ >= living.round]
         if not state.ballots or not rounds:
             return
-        previous = self._known(state.memories, own, living.number - 1) if living.number > 1 else None
+        previous = self._previous(state, rank)
         electors = self.electors(previous)
         given = self._contributions(state.memories, living.number, {*electors, rank})
-        weights = Counter(self.host_of[each] for each in electors)
-        ended = frozenset(host for host in weights if not self._living(state.ranks, host, electors))
+        weights, ended = self._weights(state, electors)
         for members, proof, round_ in product(
             self._proposals(state, rank, set(given)), self.proofs(own, ended), rounds
         ):
@@ -307,6 +272,16 @@ class Model:
             step = f"rank {rank} starts ballot {ballot.number} of {living.number} for {list(decision.members)}"
             step += f", since hosts {sorted(ballot.ended)} have ended" if ballot.ended else ""
             yield step, self._advanced(state, rank, round_ + 1, ballot, previous, begins=True)
+
+    def _previous(self, state: State, rank: int) -> tuple[int, Decision] | None:
+        """Return the decision of the agreement before that of a rank, as the rank's host knows it."""
+        number = state.ranks[rank].number - 1
+        return self._known(state.memories, self.host_of[rank], number) if number else None
+
+    def _weights(self, state: State, electors) -> tuple[Counter[int], frozenset[int]]:
+        """Return how many electors each host has, and the hosts that have ended."""
+        weights = Counter(self.host_of[each] for each in electors)
+        return weights, frozenset(host for host in weights if not self._living(state.ranks, host, electors))
 
     def _contributions(self, memories, number: int, electors) -> dict[int, Contribution]:
         found = {}
@@ -391,9 +366,9 @@ class Model:
         key = host, memory, bit
         if key not in self._calls:
             request = self._requests.seen[bit]
-            after, takes_part = self.follows(memory, host, request)
+            after, takes_part = self._call(host, memory, "follows", request.number, request.previous)
             answer = MOVED
-            if takes_part:
+            if takes_part is True:
                 name = {"told": "decide"}.get(request.what, request.what)
                 after, answer = self._call(host, after, name, request.number, request.ballot, request.content)
             waits = answer != MOVED and request.what != "told"
@@ -408,7 +383,7 @@ class Model:
         ballot.answered = set(ballot.answered)
         phase = ballot.accepting
         (ballot.accepted if phase else ballot.promised)(host, answer)
-        previous = self._known(state.memories, self.host_of[rank], living.number - 1) if living.number > 1 else None
+        previous = self._previous(state, rank)
         begins = phase != ballot.accepting
         pending = self._idle if begins else _put(living.pending, host, IDLE)
         after = self._advanced(state, rank, living.round, ballot, previous, begins=begins)
@@ -507,9 +482,8 @@ class Model:
     def _progress(self, state: State) -> None:
         """Let hosts that are a quorum finish their work, one after the other, without failures."""
         living = [host for host in self.hosts if self._living(state.ranks, host, range(self.size))]
-        for count in range(1, len(living) + 1):
-            for reachable in combinations(living, count):
-                self._settled(state, reachable, 1)
+        for reachable in chain(*(combinations(living, count) for count in range(1, len(living) + 1))):
+            self._settled(state, reachable, 1)
 
     def _settled(self, state: State, reachable: tuple[int, ...], number: int) -> None:
         """Raise ``Violation`` unless hosts that reach each other finish an agreement, and the later ones."""
@@ -535,8 +509,7 @@ class Model:
                 state = state._replace(memories=_put(state.memories, own, memory))
                 if told:
                     return state
-        weights = Counter(self.host_of[each] for each in electors)
-        ended = frozenset(host for host in weights if not self._living(state.ranks, host, electors))
+        weights, ended = self._weights(state, electors)
         others = [host for host in reachable if host in weights and host != own and host not in ended]
         if not (has_quorum(weights, {own, *others}) or (ended and has_quorum(weights, {own, *others}, ended))):
             return state
