@@ -14,6 +14,7 @@ from members import Resources, Warnings, every_call, memories, memory, starter, 
 from ranks import Died, ranks
 
 from crossreduce.errors import CollectiveTimeout, MismatchError, PeerLostError
+from crossreduce.observe import periodic_checks
 from crossreduce.ops import ReduceOp
 from crossreduce.ranks.failures import watchdog
 from crossreduce.ranks.inter_host.exchange import Exchange
@@ -204,7 +205,7 @@ def without_a_thread(rendezvous):
     """Let the start of rank 0's watchdog thread fail; return the warnings."""
     warned = Warnings()
     if rendezvous.rank == 0:
-        watchdog.start_thread = mock.Mock(side_effect=RuntimeError("can't start new thread"))
+        periodic_checks.start_thread = mock.Mock(side_effect=RuntimeError("can't start new thread"))
     last_sum(joined(rendezvous, 5.0))
     return warned.texts
 
