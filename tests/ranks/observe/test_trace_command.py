@@ -199,16 +199,14 @@ def of_many_shapes(rendezvous, shapes):
 
 def test_many_shapes(tmp_path, trace):
     """The calls of thousands of shapes have texts; without room for them, a note says so. The table has a limit."""
-    traced(1, of_many_shapes, tmp_path / "large", 2000)
-    group, notes = only_group(tmp_path / "large")
-    assert {call.text for call in group.ranks[0].calls} == {f"all_reduce sum int64[{k}]" for k in range(1, 2001)}
-    assert notes == ()
-    code, out, _ = trace(tmp_path / "large")
-    assert code == 0
-    assert "and 1900 more rows" in out
-    assert len(out.splitlines()) < 1000
-    traced(1, of_many_shapes, tmp_path / "small", 3000, environment=[{"CROSSREDUCE_TRACE_BYTES": "512K"}])
-    group, notes = only_group(tmp_path / "small")
-    unknown = sum(call.text == "?" for call in group.ranks[0].calls)
+    traced(1, of_many_shapes, tmp_path, 3000, environment=[{"CROSSREDUCE_TRACE_BYTES": "512K"}])
+    group, notes = only_group(tmp_path)
+    texts = [call.text for call in group.ranks[0].calls if call.text != "?"]
+    unknown = len(group.ranks[0].calls) - len(texts)
+    assert len(set(texts)) == len(texts) > 2000
     assert unknown > 500
     assert f'the texts of {unknown} calls had no room, so they are "?"' in "".join(notes)
+    code, out, _ = trace(tmp_path)
+    assert code == 0
+    assert "more rows" in out
+    assert len(out.splitlines()) < 1000

@@ -78,17 +78,6 @@ def test_corrupt_sizes_need_no_memory(of_two, tmp_path):
         assert nbytes == (36 if digits == 1 else None)
 
 
-def test_other_kinds_of_files_are_notes(of_two, tmp_path):
-    """A FIFO with the name of a trace or of a topology is not waited for."""
-    copied(of_two, tmp_path / "fifo")
-    names = ["rank0.ab.trace", "topology.ab.1.json"]
-    for name in names:
-        os.mkfifo(tmp_path / "fifo" / name)
-    found = read_directory(tmp_path / "fifo")
-    assert sorted(found.notes) == [f"{name} cannot be read: it is not a regular file." for name in names]
-    assert len(found.runs) == 1
-
-
 def with_facts(data, **fields):
     """Replace facts in the header of a file."""
     (length,) = struct.unpack_from("=Q", data, 8)

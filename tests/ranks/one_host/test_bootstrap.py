@@ -142,16 +142,6 @@ def test_a_lack_of_memory_is_an_error():
     ranks(3, without_memory, environment=on(*"aab"))
 
 
-def test_requests_beyond_the_available_memory_raise(monkeypatch):
-    """A request beyond the available memory raises, since the kernel would kill processes; one up to it succeeds."""
-    with pytest.raises(OSError, match="are available"):
-        bootstrap._memory(kernels.available_memory() + (1 << 40))
-    monkeypatch.setattr(kernels, "available_memory", lambda: 4096)
-    os.close(bootstrap._memory(4096))
-    with pytest.raises(OSError, match="4096 bytes are available"):
-        bootstrap._memory(4097)
-
-
 @pytest.fixture
 def sockets():
     """A sender, a receiver of its messages, the receiver's name, and a socket of another program."""

@@ -220,27 +220,6 @@ def test_a_signal_handler_during_a_call():
             assert outcome.startswith("rank 0 left during op 1, barrier")
 
 
-def handled_while_it_closes(rendezvous):
-    comm, seen = member(rendezvous), []
-
-    def record_leaving(record_leaving=comm.memory.record_leaving):
-        with pytest.raises(ContextError, match="is closed") as error:  # as in a signal handler
-            comm.barrier()
-        seen.append(str(error.value))
-        record_leaving()
-
-    comm.memory.record_leaving = record_leaving
-    comm.close()
-    return seen, comm.memory.fd
-
-
-def test_a_signal_handler_while_a_group_closes():
-    """A call in a signal handler that interrupts close raises, and does not wait for the interrupted thread."""
-    (((text,), fd),) = ranks(1, handled_while_it_closes, timeout_s=10)
-    assert 'group "world" is closed' in text
-    assert fd == -1
-
-
 def spin_times(rendezvous, cpus):
     os.sched_setaffinity(0, {cpus[rendezvous.rank]})
     with mock.patch.object(membership, "RankMemory", wraps=shared_memory.RankMemory) as made:

@@ -4,17 +4,11 @@ import gc
 import random
 import threading
 import weakref
-from pathlib import Path
-from unittest import mock
 
-import pytest
 from host_checks import joined, on
 from members import Resources, member, resident_bytes, summed
-from ranks import SocketTransport, ranks
+from ranks import ranks
 
-from crossreduce.ranks import communicator
-from crossreduce.ranks.communicator import Communicator
-from crossreduce.ranks.connections import peer_requests
 from crossreduce.ranks.inter_host import one_host
 from crossreduce.ranks.intra_host.programs import PIECE_BYTES
 
@@ -86,28 +80,3 @@ def test_a_communicator_is_freed_with_its_last_reference():
     """A communicator is not in a reference cycle, so its transport's connections close with its last reference.
     ``test_communicator_contexts`` tests the same of a group on one host."""
     assert ranks(2, dropped, environment=on(*"ab")) == [True, True]
-
-
-def unfinished(rendezvous, several_hosts):
-    made = []  # keeps the transport, which must be closed nevertheless
-
-    def connect(cancelled, hosts):
-        made.append(SocketTransport(rendezvous))
-        return made[-1]
-
-    communicator.Statistics = mock.Mock(side_effect=MemoryError)
-    peer_requests.listen()  # as another group of this process that is being made
-    before = len(list(Path("/proc/self/fd").iterdir()))
-    try:
-        Communicator(rendezvous, connect if several_hosts else None, name="world", timeout_s=20.0)
-    except MemoryError as error:
-        error.__traceback__ = None
-    gc.collect()
-    (joining,) = (contact.joining for contact in peer_requests._open.values())
-    return joining, len(list(Path("/proc/self/fd").iterdir())) - before
-
-
-@pytest.mark.parametrize("hosts", ["aa", "ab"])
-def test_a_communicator_that_cannot_be_made_keeps_nothing(hosts):
-    """It closes the transport that it connected, and leaves the listener to the other groups of the process."""
-    assert ranks(2, unfinished, len(set(hosts)) > 1, environment=on(*hosts)) == [(1, 0)] * 2

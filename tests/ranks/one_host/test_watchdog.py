@@ -106,18 +106,3 @@ def test_one_thread_serves_all_transports():
     assert threads() == [thread]
     first.watched.close()
     assert not thread.is_alive()
-
-
-def test_closing_from_its_own_thread():
-    """A check may close the transport in the watchdog's thread, where a finalizer may run, too."""
-    checker, watched = Checker(), []
-    (thread,) = threads()
-
-    def check(_):
-        for each in (checker.watched, *watched):
-            each.close()
-
-    watched.append(WatchedTransport(None, check))
-    for each in (thread, *threads()):
-        each.join(10)
-        assert not each.is_alive()

@@ -256,7 +256,7 @@ class Model:
     def _previous(self, state: State, rank: int) -> tuple[int, Decision] | None:
         """Return the decision of the agreement before that of a rank, as the rank's host knows it."""
         number = state.ranks[rank].number - 1
-        return self._known(state.memories, self.host_of[rank], number) if number else None
+        return self._known(state.memories, self.host_of[rank], number) if number > 0 else None
 
     def _weights(self, state: State, electors) -> tuple[Counter[int], frozenset[int]]:
         """Return how many electors each host has, and the hosts that have ended."""

@@ -16,6 +16,7 @@ import tempfile
 import threading
 import time
 import traceback
+from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import Client, Listener
 from pathlib import Path
 
@@ -185,7 +186,7 @@ def ranks(n, function, *args, timeout_s=60.0, environment=None, check=True, begu
       check: raise if a rank raised or died; ``False``: its exception, or a ``Died``, is its result.
       begun: called in a thread with the list of process numbers when all processes run.
     """
-    store = Store()
+    store, threads = Store(), ThreadPoolExecutor(1)
     pids, pipes = [], []
     results = [None] * n
     try:
@@ -198,7 +199,7 @@ def ranks(n, function, *args, timeout_s=60.0, environment=None, check=True, begu
             pids.append(pid)
             pipes.append(reader)
         store.start()
-        helper = _Helper(begun, list(pids)) if begun else None
+        helper = threads.submit(begun, list(pids)) if begun else None
         deadline, output = time.monotonic() + timeout_s, {reader: bytearray() for reader in pipes}
         open_ = set(pipes)
         while open_ and time.monotonic() < deadline:
@@ -209,7 +210,7 @@ def ranks(n, function, *args, timeout_s=60.0, environment=None, check=True, begu
                     open_.discard(reader)
         late = [rank for rank, reader in enumerate(pipes) if reader in open_]
         if helper:
-            helper.finish()  # before processes are reaped, since it may send signals to their numbers
+            helper.result(30)  # before processes are reaped, since it may send signals to their numbers
         for rank, reader in enumerate(pipes):
             if rank in late:
                 os.kill(pids[rank], signal.SIGKILL)
@@ -224,6 +225,7 @@ def ranks(n, function, *args, timeout_s=60.0, environment=None, check=True, begu
                 os.waitpid(pid, 0)
         for reader in pipes:
             os.close(reader)
+        threads.shutdown(wait=False)
         store.close()
     if check:
         for rank, result in enumerate(results):
@@ -231,27 +233,6 @@ def ranks(n, function, *args, timeout_s=60.0, environment=None, check=True, begu
                 notes = "".join(getattr(result, "__notes__", []))
                 raise AssertionError(f"rank {rank}: {result!r}\n{notes}")  # noqa: TRY004
     return results
-
-
-class _Helper(threading.Thread):
-    """A thread that calls a function with the list of process numbers; ``finish`` waits for it and raises its error."""
-
-    def __init__(self, function, pids):
-        super().__init__(daemon=True)
-        self.function, self.pids, self.error = function, pids, None
-        self.start()
-
-    def run(self):
-        try:
-            self.function(self.pids)
-        except BaseException as error:
-            self.error = error
-
-    def finish(self):
-        self.join(30)
-        assert not self.is_alive(), "the function that was called with the process numbers does not end"
-        if self.error is not None:
-            raise self.error
 
 
 class Moment:
