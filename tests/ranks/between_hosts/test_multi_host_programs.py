@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
+from itertools import accumulate
 from types import SimpleNamespace
 
 import numpy as np
 import oracle
 import pytest
-from test_rank_programs import POISON, Machine
+from test_rank_programs import COLLECTIVES, POISON, ROOTED, Machine
 
 from crossreduce.ops import ReduceOp, copy_numbers
 from crossreduce.packing import itemsize
@@ -135,11 +135,6 @@ def run(hosts, collective, size, dtype, op=ReduceOp.SUM, root=None, in_place=Fal
             assert memories[rank][k].tobytes() == right.tobytes(), (rank, k, hosts, collective, size, root, dtype)
 
 
-COLLECTIVES = (
-    ("all_reduce", "all_gather", "gather"),
-    ("reduce", "reduce_scatter"),
-    ("broadcast", "scatter", "all_to_all"),
-)
 HOSTS = (
     ((0, 1), (2, 3)),
     ((0, 2, 4), (1, 3)),
@@ -151,21 +146,19 @@ HOSTS = (
 
 
 @pytest.mark.parametrize("hosts", HOSTS, ids=str)
-@pytest.mark.parametrize("collectives", COLLECTIVES, ids=str)
-def test_calls_over_hosts_give_the_results_of_the_oracle_without_races(hosts, collectives):
+def test_calls_over_hosts_give_the_results_of_the_oracle_without_races(hosts):
     """For any hosts, root, size and dtype, the local programs around the exchanges give the oracle's results, write
     nothing else, and no two ranks access the same bytes of a slot between two barriers if one of them writes."""
     ranks = sum(map(len, hosts))
-    for collective in collectives:
-        roots = (0, ranks - 1) if collective in ("reduce", "broadcast", "gather", "scatter") else (None,)
+    for collective in COLLECTIVES:
+        roots = (0, ranks - 1) if collective in ROOTED else (None,)
         for number, size in enumerate((1, 700, 3000)):
             dtype = ("int64", "float16", "float32")[(number + ranks) % 3]
             run(hosts, collective, size, dtype, root=roots[number % len(roots)])
         if "reduce" in collective:
             run(hosts, collective, 1500, "bfloat16", ReduceOp.MEAN, roots[0])
             run(hosts, collective, 1500, "float32", root=roots[0], exact=True)
-        if collective == "all_reduce":
-            run(hosts, collective, 1500, "float32", in_place=True)
+    run(hosts, "all_reduce", 1500, "float32", in_place=True)
 
 
 def test_pieces_fit_into_slots_of_real_size(monkeypatch):
@@ -174,17 +167,14 @@ def test_pieces_fit_into_slots_of_real_size(monkeypatch):
     monkeypatch.undo()
     monkeypatch.setattr(multi_host, "native_program", stages_as_lists)
     for counts in ((1, 1), (1, 8), (2, 7, 3)):
-        ends = np.cumsum([0, *counts])
-        hosts = tuple(tuple(range(a, b)) for a, b in pairwise(ends))
-        for dtype, collective in (
-            ("uint8", "all_to_all"),
-            ("bfloat16", "all_reduce"),
-            ("complex128", "reduce_scatter"),
+        hosts = tuple(tuple(range(end - count, end)) for end, count in zip(accumulate(counts), counts, strict=True))
+        for dtype, collective, numbers in (
+            ("uint8", "all_to_all", copy_numbers("uint8")),
+            ("bfloat16", "all_reduce", reduction_numbers(ReduceOp.SUM, "bfloat16", sum(counts))),
+            ("complex128", "reduce_scatter", reduction_numbers(ReduceOp.SUM, "complex128", sum(counts))),
         ):
-            numbers, size = copy_numbers(dtype), (9 << 20) // itemsize(dtype)
-            if "reduce" in collective:
-                numbers = reduction_numbers(ReduceOp.SUM, dtype, int(ends[-1]))
-            for plan in compiled([host[:1] for host in hosts], collective, size, numbers, None, hosts=hosts).values():
+            size, leaders = (9 << 20) // itemsize(dtype), [host[:1] for host in hosts]
+            for plan in compiled(leaders, collective, size, numbers, None, hosts=hosts).values():
                 assert plan.stages > 9
 
 
