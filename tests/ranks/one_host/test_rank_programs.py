@@ -109,7 +109,7 @@ def inputs(op, ranks, draw):
 
 
 def races(spans):
-    """Return pairs of spans, (region, start, stop, rank, written), of two ranks that overlap, of which one is written."""
+    """Return pairs of spans, (region, start, stop, rank, written), of two ranks that overlap; one is written."""
     spans = sorted(spans)
     for k, (region, _, stop, rank, written) in enumerate(spans):
         for other in spans[k + 1 :]:
