@@ -8,13 +8,12 @@ from types import SimpleNamespace
 import numpy as np
 import oracle
 import pytest
-from test_rank_programs import COLLECTIVES, POISON, ROOTED, Machine
+from test_rank_programs import COLLECTIVES, ROOTED, Machine, Op, inputs
 
 from crossreduce.ops import ReduceOp, copy_numbers
 from crossreduce.packing import itemsize
 from crossreduce.ranks.inter_host import multi_host
 from crossreduce.ranks.inter_host.multi_host import MultiHostEngine
-from crossreduce.ranks.inter_host.one_host import collective_arrays
 from crossreduce.ranks.inter_host.two_level import host_names, host_parts
 from crossreduce.ranks.intra_host import programs
 from crossreduce.ranks.intra_host.instructions import reduction_numbers
@@ -78,30 +77,17 @@ def exchanged(plans, hosts, leader, parts, piece, numbers, memories):
 def run(hosts, collective, size, dtype, op=ReduceOp.SUM, root=None, in_place=False, exact=False):
     """Run a call on all ranks and compare all memory with the oracle's."""
     ranks = sorted(rank for host in hosts for rank in host)
-    n, reduces, made = len(ranks), "reduce" in collective, oracle.dtype_of(dtype)
+    n, reduces = len(ranks), "reduce" in collective
     numbers = reduction_numbers(op, dtype, n, exact) if reduces else copy_numbers(dtype)
     plans = compiled(hosts, collective, size, numbers, root)
     assert len({plan.stages for plan in plans.values()}) == 1
     draw = np.random.default_rng(size)
-    arrays = collective_arrays(collective, n, root)
-    memories = {rank: {} for rank in ranks}
-    for array in arrays:
-        for rank in array.destinations:
-            memories[rank][array.output] = np.full(size * made.itemsize, POISON, np.uint8).view(made)
-        for rank in array.sources:
-            memories[rank][array.input] = draw.integers(0, 8, size).astype(made)
+    given, right = inputs(Op(collective, size, dtype, root, "of integers"), n, draw, numbers.divisor)
     if in_place:
-        for known in memories.values():
-            known[1] = known[0]
-    wanted = {rank: {k: x.copy() for k, x in known.items()} for rank, known in memories.items()}
-    for array in arrays:
-        given = [memories[rank][array.input] for rank in array.sources]
-        total = oracle.reduce(op.value, given, result=dtype) if reduces else given[0]
-        for rank in array.destinations:
-            for k in (0, 1) if in_place else (array.output,):
-                wanted[rank][k] = total.copy()
-    for rank, known in memories.items():
-        memories[rank] = [known[k].view(np.uint8) for k in range(1 + max(known))]
+        for buffers, results in zip(given, right, strict=True):
+            buffers[1], results[0] = buffers[0], results[1]
+    memories = {rank: [x.view(np.uint8) for x in given[rank]] for rank in ranks}
+    for rank in ranks:
         memories[rank] += [np.zeros(exchange.nbytes, np.uint8) for exchange in plans[rank].exchanges]
     machines = {
         host: Machine(np.zeros((len(host), 2, 1 << 13), np.uint8), [[memories[rank] for rank in host]])
@@ -131,8 +117,8 @@ def run(hosts, collective, size, dtype, op=ReduceOp.SUM, root=None, in_place=Fal
         for machine in machines.values():
             machine.barrier()
     for rank in ranks:
-        for k, right in wanted[rank].items():
-            assert memories[rank][k].tobytes() == right.tobytes(), (rank, k, hosts, collective, size, root, dtype)
+        for k, due in enumerate(right[rank]):
+            assert memories[rank][k].tobytes() == due.tobytes(), (rank, k, hosts, collective, size, root, dtype)
 
 
 HOSTS = (

@@ -7,12 +7,11 @@ import numpy as np
 import pytest
 from exact_cases import KINDS, UNSIGNED, exact_sums, narrow, terms_of, wide
 from host_checks import joined, on
-from members import member, memory
 from ranks import ranks
 from test_live_plans import without
 from test_rank_prepared import group_of
 
-from crossreduce.errors import ArgumentError, MismatchError, UnsupportedError
+from crossreduce.errors import ArgumentError
 from crossreduce.ops import ReduceOp
 from crossreduce.ranks.array_views import ArrayView
 from crossreduce.ranks.inter_host.exact_exchange import FURTHER_TAG
@@ -126,32 +125,6 @@ def test_further_terms_that_are_not_read_before_they_are_expected():
     assert max(longest for _, longest in found) > 1 << 20
     for got, _ in found:
         assert (got == due).all()
-
-
-def differing(rendezvous):
-    """Make calls of which one rank's is exact; return the error's text."""
-    comm = member(rendezvous)
-    x = np.full(1000, 0.1, "float32")
-    out = np.full_like(x, 7)
-    source, result = memory(x), memory(out)
-    with pytest.raises(MismatchError, match="in op") as error:
-        comm.all_reduce(ReduceOp.SUM, source, result, exact=comm.rank == 1)
-    with pytest.raises(UnsupportedError, match="a product cannot be exact"):
-        comm.all_reduce(ReduceOp.PRODUCT, source, result, exact=True)
-    assert (out == 7).all()
-    comm.all_reduce(ReduceOp.MAX, source, result, exact=comm.rank == 1)  # maxima are always exact
-    assert (out == x).all()
-    comm.close()
-    return str(error.value)
-
-
-def test_ranks_of_which_only_some_sum_exactly():
-    """They raise the same error, which says what each of them does, and the group can still be used."""
-    assert set(ranks(3, differing)) == {
-        'rank 1 differs from ranks 0, 2 in op at op 1 of group "world".\n'
-        "  given: rank 1: all_reduce exact_sum float32[1000]; ranks 0, 2: all_reduce sum float32[1000]\n"
-        "  try:   the same op on all ranks; nothing was reduced, and the group can still be used"
-    }
 
 
 def numpy_group(rendezvous):

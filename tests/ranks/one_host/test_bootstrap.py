@@ -163,6 +163,9 @@ def test_only_the_sender_can_send_to_a_receiver(sockets):
         stranger.sendto(b"rubbish", name)
     with pytest.raises(PermissionError, match="not permitted"):
         stranger.connect(name)
+    for kind in (socket.SOCK_STREAM, socket.SOCK_SEQPACKET):
+        with socket.socket(socket.AF_UNIX, kind) as other, pytest.raises(OSError, match=r"refused|wrong type"):
+            other.connect(name)
     with pytest.raises(BlockingIOError, match="unavailable"):
         bootstrap._receive_memory(receiver, 0)
     fd = bootstrap._memory(4096)

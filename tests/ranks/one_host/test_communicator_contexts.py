@@ -6,6 +6,7 @@ import resource
 import signal
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from unittest import mock
 
@@ -152,6 +153,7 @@ def misused(rendezvous):
     n = comm.size
     x, y = np.zeros(6, np.float32), np.zeros(7, np.float32)
     one, complex64, float8 = memory(x), *([ArrayView(0, 0, dtype, ())] * 2 for dtype in ("complex64", "float8"))
+    exact = partial(comm.all_reduce, exact=True)
     for call, arguments, kind, words in (
         (comm.broadcast, (one, n), ArgumentError, "not a rank of the group"),
         (comm.broadcast, (one, -1), ArgumentError, "not a rank of the group"),
@@ -163,12 +165,14 @@ def misused(rendezvous):
         (comm.all_reduce, (ReduceOp.SUM, one, memory(y)), MismatchError, "same dtype and size"),
         (comm.all_reduce, (ReduceOp.MAX, *complex64), UnsupportedError, "max of complex numbers is not defined"),
         (comm.all_reduce, (ReduceOp.SUM, *float8), UnsupportedError, "float8"),
+        (exact, (ReduceOp.PRODUCT, one, one), UnsupportedError, "a product cannot be exact"),
     ):
         with pytest.raises(kind, match=words):
             call(*arguments)
     assert all(comm.supports(*case) for case in ((ReduceOp.SUM, "complex64"), (None, "complex128"), (None, "bool")))
     unsupported = (ReduceOp.MAX, "complex64"), (ReduceOp.MEAN, "bool"), (None, "float8")
     assert not any(comm.supports(*case) for case in unsupported)
+    comm.all_reduce(ReduceOp.MAX, one, one, exact=comm.rank == 1)  # maxima are always exact
     summed(comm)  # the invalid calls have no effect on later ones
     comm.close()
     comm.close()

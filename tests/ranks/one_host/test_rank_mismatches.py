@@ -10,12 +10,13 @@ from crossreduce.ops import ReduceOp
 from crossreduce.ranks.intra_host.programs import PIECE_BYTES
 
 
-def all_reduce(op="sum", dtype="float32", shape=(10,)):
+def all_reduce(op="sum", dtype="float32", shape=(10,), exact=False):
     """Return a function that makes a call of a communicator and returns its inputs and results, as ``call`` does."""
 
     def of(comm):
         x, out = np.zeros(shape, dtype), poisoned(int(np.prod(shape)), dtype)
-        return (lambda: comm.all_reduce(ReduceOp(op), memory(x), memory(out.reshape(shape)))), [x], [out]
+        arrays = memory(x), memory(out.reshape(shape))
+        return (lambda: comm.all_reduce(ReduceOp(op), *arrays, exact=exact)), [x], [out]
 
     return of
 
@@ -47,6 +48,7 @@ MISMATCHES = [
     (all_reduce(shape=(0,)), all_reduce(shape=(P * 2,)), "shape", "[0]", f"[{P * 2}]"),
     (all_reduce(), all_reduce(dtype="int32"), "dtype", "float32[10]", "int32[10]"),
     (all_reduce(), all_reduce(op="max"), "op", "all_reduce sum", "all_reduce max"),
+    (all_reduce(), all_reduce(exact=True), "op", "all_reduce sum", "all_reduce exact_sum"),
     (all_reduce(), all_reduce(op="mean"), "op", "all_reduce sum", "all_reduce mean"),
     (all_reduce(), all_reduce("max", "int8", (4,)), "op and dtype and shape", "sum float32[10]", "max int8[4]"),
     (call("broadcast", 0), call("broadcast", 1), "root", "root 0", "root 1"),

@@ -80,7 +80,7 @@ def compiled(op, ranks):
     return [rank_stages(program, inputs, outputs, op.size, numbers(op.dtype), rank) for rank in range(ranks)]
 
 
-def inputs(op, ranks, draw):
+def inputs(op, ranks, draw, divisor=1):
     """Return the buffers of every rank before an op, in the order in which ``Communicator`` passes them, and after it;
     this uses no schedule."""
     dtype = oracle.dtype_of(op.dtype)
@@ -104,7 +104,7 @@ def inputs(op, ranks, draw):
     for array in arrays:
         result = functools.reduce(np.add, [before[rank][array.input] for rank in array.sources])  # in this order
         for rank in array.destinations:
-            after[rank][array.output] = result.copy()
+            after[rank][array.output] = result.copy() if divisor == 1 else (result / divisor).astype(dtype)
     return tuple([[each[number] for number in sorted(each)] for each in buffers] for buffers in (before, after))
 
 
