@@ -189,22 +189,6 @@ def test_programs_live_as_long_as_they_run(pair):
     assert list(result) == list(range(8))
 
 
-def test_texts_that_differ_anywhere_are_a_mismatch(pair):
-    """Two calls are the same only if their texts are equal, for any length and any position of a difference."""
-    one, other = pair
-    for length in (0, 1, 7, 8, 9, 63, 64, 231, MAX_TEXT_BYTES):
-        text = ("abcdefghijk" * 22)[:length]
-        changed = [text[:k] + "X" + text[k + 1 :] for k in {0, length // 2, length - 1} if length]
-        for second in [text, *changed, *([text + "y"] if length < MAX_TEXT_BYTES else [])]:
-            due = DONE if second == text else MISMATCH
-            one.begin(nothing(), (), text, 2, 0.0)
-            assert other.begin(nothing(3), (), second, 2, 1.0) == due, (text, second)
-            assert one.advance(2, 1.0) == due
-            if due == DONE:
-                other.end_op()
-            assert (other.ops(0)[-1][1], other.ops(1)[-1][1]) == (text, second)
-
-
 def test_copies_from_the_memory_of_another_process(pair):
     """A rank copies from the buffer 0 of another rank's caller, which does not use it itself; if the address is not
     readable, the op stops with an outcome of its own."""
