@@ -18,7 +18,6 @@ from crossreduce.ranks.intra_host.shared_memory import (
     DONE,
     MAX_CAUSE_BYTES,
     MAX_TEXT_BYTES,
-    MISMATCH,
     UNREADABLE,
     WAITING,
     RankMemory,

@@ -486,7 +486,6 @@ class Model:
         if state.ranks[rank].number < number:
             state = self._arrived(state, rank, number)
         decision = Decision.of({rank: self.contribution(rank, number)})
-        weights = Counter(self.host_of[each] for each in self.electors(previous))
         ballot = Ballot(self.scenario.rounds * len(self.hosts) + own, own, decision, weights, ended)
         seen = self._requests_of(state)
         state = self._advanced(state, rank, self.scenario.rounds, ballot, previous, begins=True)

@@ -11,7 +11,6 @@ import atexit
 import contextlib
 import functools
 import itertools
-import json
 import os
 import shutil
 import signal
@@ -49,13 +48,7 @@ class Bed:
         self.interface = "link0"
         try:
             for _ in range(count):
-                # A process inside the namespace prints "up", so that no link is added before the namespace exists.
-                command, pipe = ["unshare", "--net", "sh", "-c", "echo up; exec cat"], subprocess.PIPE
-                pipes = {"stdin": pipe, "stdout": pipe, "stderr": pipe}
-                holder = subprocess.Popen(command, **pipes, start_new_session=True, env={**os.environ, "PATH": PATHS})
-                self.holders.append(holder)
-                if holder.stdout.readline() != b"up\n":
-                    raise RuntimeError(f"no network namespace: {holder.stderr.read().decode().strip()}")
+                self.holders.append(_namespace())
             names = [itertools.count() for _ in range(count)]
             for host in range(count):
                 self._do(host, ["ip", "link", "set", "lo", "up"])
@@ -122,13 +115,6 @@ class Bed:
     def _bucket(rate):
         return ["rate", rate, "burst", "256k", "latency", "50ms"]
 
-    def sent(self, host):
-        """Return the bytes, headers included, that a host has sent over its link to each other host."""
-        links = json.loads(self._do(host, ["ip", "-s", "-j", "link", "show"]))
-        counts = {link["ifname"]: link["stats64"]["tx"]["bytes"] for link in links}
-        others = [other for other in range(len(self.addresses)) if other != host]
-        return {other: counts[f"link{k}"] for k, other in enumerate(others)}
-
     def close(self):
         """End all processes, and thereby remove the namespaces."""
         with self.lock:
@@ -142,6 +128,16 @@ class Bed:
         holders, self.holders = self.holders, []
         for holder in holders:
             holder.communicate()  # closes its pipes
+
+
+def _namespace():
+    """Return a process with a new namespace."""
+    command, pipe = ["unshare", "--net", "sh", "-c", "echo up; exec cat"], subprocess.PIPE
+    pipes = {"stdin": pipe, "stdout": pipe, "stderr": pipe}
+    holder = subprocess.Popen(command, **pipes, start_new_session=True, env={**os.environ, "PATH": PATHS})
+    if holder.stdout.readline() != b"up\n":  # printed inside, so that no link is added before the namespace exists
+        raise RuntimeError(f"no network namespace: {holder.stderr.read().decode().strip()}")
+    return holder
 
 
 def _call(argv):
