@@ -64,20 +64,16 @@ def test_the_bytes_between_hosts(dtype, limit):
     data adds further messages of 16 bytes per term."""
     names = ("cpu:0", "cpu:1")
     for kind in (narrow, wide):
-        terms = terms_of(kind, 1, dtype, 2 * RANKS, 4000)
-        shared = ThreadTransport()
+        terms, shared = terms_of(kind, 1, dtype, 2 * RANKS, 4000), ThreadTransport()
         exchange(planned("direct", names, names), terms, dtype, ReduceOp.SUM, (1000,) * 4, shared)
-        first = [size for src, dst, size in shared.messages if src == 0]
-        itemsize = terms.itemsize
-        doubles = 2 if dtype == "float64" else 1
-        fixed = [len(b"call"), *[64 + 500 * 8 * doubles, 500 * itemsize] * 4]
+        first = [size for src, _, size in shared.messages if src == 0]
+        fixed = [len(b"call"), *[64 + 500 * 8 * (2 if dtype == "float64" else 1), 500 * terms.itemsize] * 4]
         if kind is narrow:
             assert sorted(first) == sorted(fixed)
             assert sum(first) <= limit * terms[0].nbytes + len(b"call")
-        else:
+        else:  # the sums of two float64s fit into two, and those of float16s into one
             further = sum(first) - sum(fixed)
             assert further % 16 == 0
-            # The sums of two float64s fit into two, and those of float16s into one.
             assert (further > 0) == (dtype in ("float32", "bfloat16"))
 
 

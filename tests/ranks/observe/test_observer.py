@@ -60,22 +60,6 @@ def described():
     os.close(fd)
 
 
-def test_what_an_observer_reads(described):
-    """The compiled observer returns the description, the ranks, their calls and counters."""
-    fd, _ = described
-    one = kernels.native().Observer(fd)
-    assert json.loads(one.about()) == {"name": "one"}
-    assert one.ranks() == [(7, os.getpid(), 0, 0)]
-    assert (one.cause(), one.ops(0)) == (b"", [])
-    assert one.counts(0) == ([(0, 0, 0, 0, 0)] * 10, [(0, 0)])
-    for rank in (-1, 1):
-        with pytest.raises(ValueError, match="the rank is out of range"):
-            one.ops(rank)
-    one.close()
-    with pytest.raises(ValueError, match="the observer is closed"):
-        one.ranks()
-
-
 def test_other_memory_is_refused(described, tmp_path):
     """Memory of another layout, with impossible fields or too small is refused before anything else is read; and so are
     descriptors that are closed, too small or not memory."""
@@ -130,24 +114,3 @@ def test_impossible_numbers_of_ops_and_ranks(described):
     text = json.dumps({"name": name}).encode()
     os.pwrite(fd, len(text).to_bytes(4, "little") + text, offset + 12)
     assert (name, [-5]) in observed(fd, groups)[0]
-
-
-def test_the_first_rank_describes_all():
-    """Once an observer can read the memory, all ranks have their numbers: the first rank writes them."""
-    native = kernels.native()
-    fd = os.memfd_create("test")
-    os.ftruncate(fd, native.SharedMemory.nbytes(3, 8192))
-    shared = [native.SharedMemory(fd, rank, 3, 8192, 0.0, 1) for rank in range(3)]
-    for rank in (1, 2):
-        shared[rank].describe([4, 6, 9], b"{}")
-        with pytest.raises(BlockingIOError, match="temporarily unavailable"):
-            native.Observer(fd)
-    shared[0].describe([4, 6, 9], b"{}")
-    assert [rank for rank, *_ in native.Observer(fd).ranks()] == [4, 6, 9]
-    with pytest.raises(ValueError, match="the number of each rank of the host"):
-        shared[0].describe([4, 6], b"{}")
-    with pytest.raises(OverflowError, match="too"):
-        shared[0].describe([4, 6, 1 << 63], b"{}")
-    for one in shared:
-        one.close()
-    os.close(fd)
