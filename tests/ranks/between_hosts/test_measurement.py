@@ -12,7 +12,7 @@ from members import summed
 from ranks import SocketTransport, ranks
 
 import crossreduce as cr
-from crossreduce.errors import ArgumentError, CollectiveTimeout, MismatchError, PeerLostError
+from crossreduce.errors import ArgumentError, MismatchError, PeerLostError
 from crossreduce.ranks import measurement
 from crossreduce.ranks.communicator import Communicator
 from crossreduce.ranks.measurement import Speeds, host_topology, measure, rank_topology
@@ -85,22 +85,6 @@ def test_a_link_has_the_speed_of_its_own_direction():
     topology = rank_topology(speeds, hosts)
     assert topology.link("host0", "host1").bandwidth == Fraction(1, 2)
     assert topology.link("host1", "host0").bandwidth == Fraction("0.123")
-
-
-def deserted(rendezvous):
-    comm = joined(rendezvous, 3.0)
-    if comm.rank == 1:
-        comm.require_same("measure_topology 1 s")
-        comm.transport.abort()
-        return None
-    with pytest.raises((PeerLostError, CollectiveTimeout), match="rank 1 ") as error:
-        measure(comm)
-    return error.value.ranks
-
-
-def test_a_host_that_is_lost_during_a_measurement_is_named():
-    """If a rank is lost during a measurement, the error of the other host's rank names it."""
-    assert ranks(2, deserted, environment=on("a", "b"))[0] == (1,)
 
 
 def for_different_times(rendezvous):

@@ -14,7 +14,6 @@ from members import Resources, Warnings, every_call, memories, memory, starter, 
 from ranks import Died, ranks
 
 from crossreduce.errors import CollectiveTimeout, MismatchError, PeerLostError
-from crossreduce.observe import periodic_checks
 from crossreduce.ops import ReduceOp
 from crossreduce.ranks.failures import watchdog
 from crossreduce.ranks.inter_host.exchange import Exchange
@@ -196,21 +195,6 @@ def test_a_rank_that_is_an_op_ahead_does_not_blame_its_leader():
     """A rank whose part of an op is done waits in the next op for its leader, which still exchanges messages, and
     leaves it to the leader to name the rank at fault."""
     assert ranks(3, next_op, environment=on(*"abb")) == [7, 2, 4]
-
-
-def without_a_thread(rendezvous):
-    """Let the start of rank 0's watchdog thread fail; return the warnings."""
-    warned = Warnings()
-    if rendezvous.rank == 0:
-        periodic_checks.start_thread = mock.Mock(side_effect=RuntimeError("can't start new thread"))
-    last_sum(joined(rendezvous, 5.0))
-    return warned.texts
-
-
-def test_a_group_works_without_a_watchdog():
-    """A rank that cannot start its watchdog thread logs that it will not warn, and takes part in collectives."""
-    texts = ["this rank will not warn if another host is late: can't start new thread"]
-    assert ranks(2, without_a_thread, environment=on(*"ab")) == [texts, []]
 
 
 def interrupted_close(rendezvous):

@@ -156,8 +156,7 @@ def test_predictions_of_exact_sums_are_for_the_bytes_that_travel():
     """The prediction of an exact float32 all-reduce is that of a default one with 1.5 times the bytes, as partial sums
     are float64 and results float32; maxima and integers are sent unchanged."""
     links = Topology.full_mesh(["host0/cpu:0", "host1/cpu:0", "host2/cpu:0"], gb_per_s=2, latency_s=1e-5)
-    group = trace_calls.GroupTrace("world", "token", ((0, 1), (2,), (3,)), {}, ())
-    predict = _prediction(links)
+    group, predict = trace_calls.GroupTrace("world", "token", ((0, 1), (2,), (3,)), {}, ()), _prediction(links)
 
     def seconds(op, dtype, size):
         text, nbytes = f"all_reduce {op} {dtype}[{size}]", size * itemsize(dtype)

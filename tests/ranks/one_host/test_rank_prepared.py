@@ -85,11 +85,10 @@ def what_is_not_prepared(rendezvous):
     group, counter = group_of(rendezvous)
     n, x = group.size, np.ones((4, 6), np.float32)
     for _ in range(2):
-        group.all_reduce(x), group.all_gather(x)
+        group.all_reduce(x)
     hits = counter.hits
-    for given in (np.asfortranarray(x), x.astype(">f4"), x.tolist()):  # another layout, another byte order, no array
-        for _ in range(2):
-            assert (group.all_reduce(given) == n).all()
+    for given in (np.asfortranarray(x), x.astype(">f4"), x.tolist()) * 2:  # another layout or byte order, no array
+        assert (group.all_reduce(given) == n).all()
     for _ in range(2):
         both = np.ones((8, 6), np.float32)
         group.all_reduce(both[:4], out=both[2:6])  # the result overlaps the input
@@ -104,9 +103,9 @@ def what_is_not_prepared(rendezvous):
         group.all_reduce(x, out=frozen)
     with pytest.raises(ValueError, match="not a known reduction"):
         group.all_reduce(x, "sums")
-    means = [group.all_reduce(np.arange(3) + group.rank, "mean") for _ in range(2)]
-    assert (means[1] == np.arange(3) + (n - 1) / 2).all()
-    assert means[1].dtype == np.float64
+    for _ in range(2):
+        mean = group.all_reduce(np.arange(3) + group.rank, "mean")
+        assert mean.tolist() == [k + (n - 1) / 2 for k in range(3)]
     group.close()
 
 

@@ -3,9 +3,7 @@
 import gc
 import random
 import threading
-import weakref
 
-from host_checks import joined, on
 from members import Resources, member, resident_bytes, summed
 from ranks import ranks
 
@@ -65,18 +63,3 @@ def test_many_groups_leave_nothing():
     for same, before, after in ranks(2, many_groups, timeout_s=120):
         assert same
         assert after - before < max(before / 50, 1 << 20), (before, after)
-
-
-def dropped(rendezvous):
-    gc.disable()
-    comm = joined(rendezvous)
-    summed(comm)
-    reference = weakref.ref(comm)
-    del comm
-    return reference() is None
-
-
-def test_a_communicator_is_freed_with_its_last_reference():
-    """A communicator is not in a reference cycle, so its transport's connections close with its last reference.
-    ``test_communicator_contexts`` tests the same of a group on one host."""
-    assert ranks(2, dropped, environment=on(*"ab")) == [True, True]

@@ -243,9 +243,11 @@ class Moment:
         parent = os.getppid() if _IN_RANK else os.getpid()
         self.time, self.waits = time.monotonic(), {}
         for children in Path(f"/proc/{parent}/task").glob("*/children"):
-            with contextlib.suppress(OSError):
-                for pid in children.read_text().split():
-                    self.waits[pid] = _cpu_wait_s(pid)
+            for pid in children.read_text().split():
+                self.waits[pid] = 0.0
+                for schedule in Path(f"/proc/{pid}/task").glob("*/schedstat"):
+                    with contextlib.suppress(OSError):  # a thread that has ended
+                        self.waits[pid] += int(schedule.read_text().split()[1]) / 1e9
 
     def seconds_since(self, earlier):
         """Return the seconds since another moment, less the sum of the ranks' times of waiting for a CPU.
@@ -254,15 +256,6 @@ class Moment:
         """
         waited = sum(max(0.0, total - earlier.waits.get(pid, total)) for pid, total in self.waits.items())
         return self.time - earlier.time - waited
-
-
-def _cpu_wait_s(pid):
-    """Return the seconds for which the threads of a process were ready to run, but had no CPU."""
-    total = 0
-    for schedule in Path(f"/proc/{pid}/task").glob("*/schedstat"):
-        with contextlib.suppress(OSError, IndexError, ValueError):
-            total += int(schedule.read_text().split()[1])
-    return total / 1e9
 
 
 _IN_RANK = False
