@@ -67,14 +67,11 @@ def test_phases_are_those_of_the_program(of_two):
 def test_a_wait_is_for_the_late_rank(of_two):
     """Rank 0 waits for rank 1 at least as long as that one is late, and the summary names rank 1."""
     group, _ = only_group(of_two)
-    call = group.ranks[0].calls[-1]
-    first = next(part for part in call.parts if part.phase is Phase.WAIT)
+    first = next(part for part in group.ranks[0].calls[-1].parts if part.phase is Phase.WAIT)
     assert first.waited_for == 1
     assert (first.end_ns - first.begin_ns) / 1e9 > 0.8 * LATE_S
-    other = group.ranks[1].calls[-1]
-    assert first.end_ns >= other.begin_ns  # one clock
-    rows = summarize([group], align([group]))
-    row = next(row for row in rows if row.text == CALLS[-1])
+    assert first.end_ns >= group.ranks[1].calls[-1].begin_ns  # one clock
+    (row,) = (row for row in summarize([group], align([group])) if row.text == CALLS[-1])
     assert (row.calls, row.unfinished, row.waited_for[0][0]) == (2, 0, 1)
     assert row.waiting > 0.3
     assert row.gb_per_s == pytest.approx(5_600_008 / row.seconds / 1e9)
@@ -100,12 +97,11 @@ def test_a_killed_rank_leaves_a_readable_file(tmp_path):
     assert isinstance(results[1], Died)
     group, notes = only_group(tmp_path)
     for found in group.ranks.values():
-        numbers = [call.number for call in found.calls]
-        assert numbers == [*range(1, len(numbers) + 1)]
-        assert len(numbers) > 3
+        assert [call.number for call in found.calls] == [*range(1, len(found.calls) + 1)]
+        assert len(found.calls) > 3
         assert all(call.end_ns is not None for call in found.calls[:-1])
-    assert group.ranks[0].calls[-1].outcome == BROKEN  # it waited for rank 1
-    assert group.ranks[0].calls[-1].parts[-1].waited_for == 1
+    last = group.ranks[0].calls[-1]
+    assert (last.outcome, last.parts[-1].waited_for) == (BROKEN, 1)
     assert not [note for note in notes if "malformed" in note or "truncated" in note]
 
 
