@@ -229,18 +229,15 @@ def test_partial_results_keep_the_accumulator_and_are_rounded_once(algorithm):
 
 
 def test_hosts_send_only_the_bytes_of_the_schedule():
-    """Each of two hosts sends the least possible, the bytes of one array; final values have the result's dtype."""
+    """Each of two hosts sends the least possible, the bytes of one array; final values have the result's dtype. The
+    exchange uses the memory of a few pieces for an array of any number of pieces."""
     names = ("cpu:0", "cpu:1")
+    schedule = planned("direct", names, names)
     for result, nbytes in (("float32", 4), ("bfloat16", 3)):
         shared, numbers = ThreadTransport(), Numbers(ReduceOp.SUM, "float32", "float32", result, 1)
-        exchange(planned("direct", names, names), [np.arange(1000, dtype="float32")] * 2, numbers, (250,) * 4, shared)
+        exchange(schedule, [np.arange(1000, dtype="float32")] * 2, numbers, (250,) * 4, shared)
         for host in range(2):
             assert sum(size for src, _, size in shared.messages if src == host) == len(b"call") + 1000 * nbytes
-
-
-def test_memory_does_not_grow_with_the_number_of_pieces():
-    """The exchange uses the memory of a few pieces for an array of any number of pieces."""
-    schedule = planned("direct", ("cpu:0", "cpu:1"), ("cpu:0", "cpu:1"))
     few, many = (exchange_program(lower(schedule), 0, (0, 1), (1000,) * count, SUM).nbytes for count in (10, 1000))
     assert few == many <= 5 * 2.6 * 4000
 

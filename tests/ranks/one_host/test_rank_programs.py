@@ -242,13 +242,12 @@ def test_the_compiler_runs_every_schedule(algorithm):
 
 def test_means_are_divided_once_where_they_are_final():
     """Only the instruction that makes the fully reduced chunk divides and rounds."""
-    mean = numbers("float16", ReduceOp.MEAN, 4)
-    for algorithm in ("ring", "direct", "recursive_doubling"):
-        program = scheduled(algorithm, 4, None).program
+    for algorithm, copies in (("ring", 1), ("direct", 1), ("recursive_doubling", 4)):
+        program, mean = scheduled(algorithm, 4, None).program, numbers("float16", ReduceOp.MEAN, 4)
         stages = [stage for rank in range(4) for stage in rank_stages(program, [0], [1], 64, mean, rank)]
-        divided = [instruction for stage in stages for instruction in stage if instruction.numbers.divisor == 4]
+        divided = [i for stage in stages for i in stage if i.numbers.divisor == 4]
         assert all(i.numbers.result == "float16" and len(i.operands) > 1 for i in divided)
-        assert sum(i.size for i in divided) == 64 * (4 if algorithm == "recursive_doubling" else 1)
+        assert sum(i.size for i in divided) == 64 * copies
 
 
 def test_only_mixed_combinations_widen_inputs():
