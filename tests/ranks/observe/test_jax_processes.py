@@ -54,10 +54,9 @@ def test_two_processes_reduce_over_two_levels(tmp_path):
         with output.open("w") as file:
             command = [sys.executable, "-c", PROGRAM, str(number), str(port)]
             workers.append(subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT))
-    late, codes = time.monotonic() + 60, [None, None]
-    while None in codes and not any(codes) and time.monotonic() < late:  # if one fails, the other ends much later
-        time.sleep(0.05)
-        codes = [worker.poll() for worker in workers]
+    late = time.monotonic() + 60
+    while None in (codes := [worker.poll() for worker in workers]) and not any(codes) and time.monotonic() < late:
+        time.sleep(0.05)  # if one fails, the other ends much later
     for worker in workers:
         worker.kill()
         worker.wait()
