@@ -6,46 +6,46 @@ A process reads cases from stdin and writes outcomes to stdout, each a line of J
 import contextlib
 import json
 import os
-import subprocess
+import signal
 import threading
 
 
 class Fleet:
-    """Processes that run cases. They are started when they are needed, and again after they have failed."""
+    """Processes that run cases. They are started when they are needed, and again after they have failed.
+
+    A subclass has ``_start``, which adds to ``running`` a process for each of ``commands`` and ``environments``, in a
+    process group of its own, with pipes ``stdin`` and ``stdout``. ``log`` is the file for what they write to stderr.
+    """
 
     def __init__(self, commands, environments, log):
-        """``commands``, ``environments``: of each process; ``log``: the file for what they write to stderr."""
         self.commands, self.environments, self.log = commands, environments, log
         self.running = []
 
     def run(self, case, timeout_s=60):
         """Return the outcome of a case from each process; if it fails or takes too long, end all processes."""
+        alarm = threading.Timer(timeout_s, self._kill)
         try:
             if not self.running:
                 self._start()
-            alarm = threading.Timer(timeout_s, lambda: [process.kill() for process in self.running])
             alarm.start()
-            try:
-                self._send(case)
-                return [json.loads(process.stdout.readline()) for process in self.running]
-            finally:
-                alarm.cancel()
+            self._send(case)
+            return [json.loads(process.stdout.readline()) for process in self.running]
         except BaseException as error:
             self.close()
             error.add_note(self.log.read_text()[-5000:])
             raise
+        finally:
+            alarm.cancel()
 
     def _send(self, case):
         for process in self.running:
             process.stdin.write(json.dumps(case).encode() + b"\n")
             process.stdin.flush()
 
-    def _start(self):
-        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-        with self.log.open("ab") as log:
-            for command, environment in zip(self.commands, self.environments, strict=True):
-                around = {**os.environ, **environment}
-                self.running.append(subprocess.Popen(command, env=around, stderr=log, **pipes))
+    def _kill(self):
+        for process in self.running:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
 
     def finish(self, timeout_s=60):
         """Let the processes end, and return their exit statuses."""
@@ -57,10 +57,10 @@ class Fleet:
 
     def close(self):
         """End all processes."""
-        processes, self.running = self.running, []
-        for process in processes:
-            process.kill()
-            process.wait()
+        self._kill()
+        for process in self.running:
+            process.wait(10)
             for pipe in (process.stdin, process.stdout):
-                with contextlib.suppress(BrokenPipeError):
+                with contextlib.suppress(OSError):
                     pipe.close()
+        self.running = []
