@@ -39,14 +39,17 @@ def test_strangers_and_dead_addresses_do_not_disturb_connections():
     def rank(rendezvous):
         payloads, kept = [], []
 
+        def answer(wrong):
+            for other in [wrong.accept()[0] for _ in range(2)]:
+                other.sendall(b"x" * 16)
+                kept.append(other)
+
         def publish(payload):
             _, port, key = json.loads(payload)
             if rendezvous.rank == 0:
                 # At the rank's port, nobody listens at 127.0.0.4, and a program at 127.0.0.3 does not answer.
                 wrong, silent = (socket.create_server((f"127.0.0.{k}", port)) for k in (2, 3))
-                answers = threading.Thread(target=lambda: [wrong.accept()[0].sendall(b"x" * 16) for _ in range(2)])
-                answers.daemon = True
-                answers.start()
+                threading.Thread(target=answer, args=(wrong,), daemon=True).start()
                 kept.extend((wrong, silent))
                 for guess in (b"",) * 100 + (b"GET / HTTP/1.0\r\n\r\n", b"\1\0\0\0" + bytes(16), b"x" * 20):
                     kept.append(socket.create_connection(("127.0.0.1", port)))

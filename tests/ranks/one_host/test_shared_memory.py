@@ -13,6 +13,7 @@ from crossreduce.errors import CollectiveTimeout, PeerLostError, UnsupportedErro
 from crossreduce.kernels import FusedProgram, Segment
 from crossreduce.ranks.array_views import encoded_text
 from crossreduce.ranks.intra_host.instructions import PEER_BUFFER, READABLE_BUFFERS
+from crossreduce.ranks.intra_host.programs import TURN_BYTES
 from crossreduce.ranks.intra_host.shared_memory import (
     DONE,
     MAX_CAUSE_BYTES,
@@ -60,6 +61,23 @@ def fd():
 def pair(fd):
     """Return the shared memory of two ranks in one process."""
     return [native.SharedMemory(fd, rank, 2, SLOT, 0.0, 1) for rank in (0, 1)]
+
+
+def test_ops_begin_at_places_in_turn():
+    """Ops use the halves of the slots in turn, and in each half the places; they have the room from the last place."""
+    turns, slot = 3, 2 * 4 * TURN_BYTES
+    fd = os.memfd_create("test")
+    os.ftruncate(fd, native.SharedMemory.nbytes(2, slot))
+    one, other = (native.SharedMemory(fd, rank, 2, slot, 0.0, 1, turns) for rank in (0, 1))
+    os.close(fd)
+    start, room, places = one.address(0), slot // 2 - (turns - 1) * TURN_BYTES, []
+    for _ in range(12):
+        assert one.begin(nothing(), (), "a", 2, 0.0) == WAITING
+        assert other.begin(nothing(), (), "a", 2, 1.0) == one.advance(2, 1.0) == DONE
+        places.append(one.address(0) - start)
+    assert places == [number % 2 * slot // 2 + number // 2 % turns * TURN_BYTES for number in range(1, 13)]
+    beyond, given = native.RankProgram([[copy((~0, 0), (0, room - 56))], []]), (ctypes.c_int64 * 8)()
+    raises(ValueError, one.begin, beyond, (ctypes.addressof(given),), "a", 2, 0.0)
 
 
 def raises(kinds, call, *args):
