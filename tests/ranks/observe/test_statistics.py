@@ -258,16 +258,6 @@ def test_files_of_different_groups(tmp_path, monkeypatch):
     assert sorted(runs) == sorted(["one", "two"] * 2 * len(names))
 
 
-def test_waits_in_failed_calls():
-    """The text does not call waits a part of the time in completed calls: failed calls have waits, too."""
-    for counts, text in (
-        ((1, 32, 0.0, 1.054), "0.000 s, waited 1.054 s, also in failed calls"),
-        ((1, 32, 2.0, 1.0, 0.5), "2.000 s, waited 1.000 s, 0.500 s between hosts"),
-    ):
-        shown = str(Stats("g", 0, 2, {"barrier": CollectiveStats(*counts)}, {})).splitlines()[1]
-        assert shown == f"  barrier: 1 call, 32 bytes, {text}"
-
-
 def unwritable(rendezvous):
     kept = Warnings()
     metrics.writers._every_s = 0.02

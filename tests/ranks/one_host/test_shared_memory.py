@@ -2,7 +2,6 @@
 and the texts with which ranks compare their calls."""
 
 import ctypes
-import gc
 import math
 import os
 
@@ -165,19 +164,6 @@ def test_a_rank_that_ends_right_after_its_arrival_has_arrived(pair):
     assert one.advance(2, 0.0) == DONE  # a slice of 0 s: this does not sleep, so nothing has to wake it
     assert one.advance(3, 0.01) == WAITING
     assert one.arrivals() == [2, 1]
-
-
-def test_programs_live_as_long_as_they_run(pair):
-    """An op keeps its program and its kernels alive after the caller has dropped them."""
-    one, other = pair
-    source, result = (ctypes.c_int64 * 8)(*range(8)), (ctypes.c_int64 * 8)()
-    ends = ctypes.addressof(source), ctypes.addressof(result)
-    assert one.begin(native.RankProgram([[copy((~0, 0), (0, 0))], [], []]), ends, "a", 3, 0.0) == WAITING
-    assert other.begin(native.RankProgram([[], [copy((0, 0), (~1, 0))], []]), ends, "a", 2, 1.0) == DONE
-    gc.collect()
-    assert one.advance(3, 0.0) == WAITING
-    assert other.advance(3, 1.0) == one.advance(3, 1.0) == DONE
-    assert list(result) == list(range(8))
 
 
 def test_copies_from_the_memory_of_another_process(pair):
