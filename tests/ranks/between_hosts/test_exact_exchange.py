@@ -64,46 +64,33 @@ def test_the_bytes_between_hosts(dtype, limit):
     data adds further messages of 16 bytes per term."""
     names = ("cpu:0", "cpu:1")
     for kind in (narrow, wide):
-        terms = terms_of(kind, 1, dtype, 2 * RANKS, 4000)
-        shared = ThreadTransport()
+        terms, shared = terms_of(kind, 1, dtype, 2 * RANKS, 4000), ThreadTransport()
         exchange(planned("direct", names, names), terms, dtype, ReduceOp.SUM, (1000,) * 4, shared)
-        first = [size for src, dst, size in shared.messages if src == 0]
-        itemsize = terms.itemsize
-        doubles = 2 if dtype == "float64" else 1
-        fixed = [len(b"call"), *[64 + 500 * 8 * doubles, 500 * itemsize] * 4]
+        first = [size for src, _, size in shared.messages if src == 0]
+        fixed = [len(b"call"), *[64 + 500 * 8 * (2 if dtype == "float64" else 1), 500 * terms.itemsize] * 4]
         if kind is narrow:
             assert sorted(first) == sorted(fixed)
             assert sum(first) <= limit * terms[0].nbytes + len(b"call")
-        else:
+        else:  # the sums of two float64s fit into two, and those of float16s into one
             further = sum(first) - sum(fixed)
             assert further % 16 == 0
-            # The sums of two float64s fit into two, and those of float16s into one.
             assert (further > 0) == (dtype in ("float32", "bfloat16"))
-
-
-class Corrupting:
-    """A transport that changes the number of further terms in the messages that it sends."""
-
-    def __init__(self, inner, count):
-        self.inner, self.count = inner, count
-        self.receive, self.abort = inner.receive, inner.abort
-
-    def send(self, address, nbytes, dst, tag):
-        assert tag != FURTHER_TAG
-        if nbytes > 64:
-            ctypes.c_int64.from_address(address).value = self.count
-        return self.inner.send(address, nbytes, dst, tag)
 
 
 @pytest.mark.parametrize("count", [-1, 1 << 40, 10 * 52 + 1])
 def test_an_impossible_number_of_further_terms_is_refused(count):
     """No memory is allocated for more further terms than the elements can have."""
-    names = ("cpu:0", "cpu:1")
-    shared, terms = ThreadTransport(), np.ones((4, 20), "float32")
+    names, shared = ("cpu:0", "cpu:1"), ThreadTransport()
+    post = shared.post
 
-    class Shared:
-        def at(self, rank):
-            return Corrupting(shared.at(rank), count)
+    def corrupting(key, kind, address, nbytes):
+        assert kind or key[-1] != FURTHER_TAG
+        if kind == 0 and nbytes > 64:
+            ctypes.c_int64.from_address(address).value = count
+        return post(key, kind, address, nbytes)
 
+    shared.post = corrupting
     with pytest.raises(PeerDisconnected, match="further terms of 10 partial sums of 4 ranks"):
-        exchange(planned("direct", names, names), terms, "float32", ReduceOp.SUM, (20, 20), Shared())
+        exchange(
+            planned("direct", names, names), np.ones((4, 20), "float32"), "float32", ReduceOp.SUM, (20, 20), shared
+        )

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
+from itertools import accumulate
 from types import SimpleNamespace
 
 import numpy as np
 import oracle
 import pytest
-from test_rank_programs import POISON, Machine
+from test_rank_programs import COLLECTIVES, ROOTED, Machine, Op, inputs
 
 from crossreduce.ops import ReduceOp, copy_numbers
 from crossreduce.packing import itemsize
 from crossreduce.ranks.inter_host import multi_host
 from crossreduce.ranks.inter_host.multi_host import MultiHostEngine
-from crossreduce.ranks.inter_host.one_host import collective_arrays
 from crossreduce.ranks.inter_host.two_level import host_names, host_parts
 from crossreduce.ranks.intra_host import programs
 from crossreduce.ranks.intra_host.instructions import reduction_numbers
@@ -78,69 +77,50 @@ def exchanged(plans, hosts, leader, parts, piece, numbers, memories):
 def run(hosts, collective, size, dtype, op=ReduceOp.SUM, root=None, in_place=False, exact=False):
     """Run a call on all ranks and compare all memory with the oracle's."""
     ranks = sorted(rank for host in hosts for rank in host)
-    n = len(ranks)
-    reduces = "reduce" in collective
+    n, reduces = len(ranks), "reduce" in collective
     numbers = reduction_numbers(op, dtype, n, exact) if reduces else copy_numbers(dtype)
     plans = compiled(hosts, collective, size, numbers, root)
     assert len({plan.stages for plan in plans.values()}) == 1
-    made = oracle.dtype_of(dtype)
     draw = np.random.default_rng(size)
-    arrays = collective_arrays(collective, n, root)
-    memories = {rank: {} for rank in ranks}
-    for array in arrays:
-        for rank in array.destinations:
-            memories[rank][array.output] = np.full(size * made.itemsize, POISON, np.uint8).view(made)
-        for rank in array.sources:
-            memories[rank].setdefault(array.input, draw.integers(0, 8, size).astype(made))
-            memories[rank][array.input][:] = draw.integers(0, 8, size).astype(made)
+    given, right = inputs(Op(collective, size, dtype, root, "of integers"), n, draw, numbers.divisor)
     if in_place:
-        for known in memories.values():
-            known[1] = known[0]
-    wanted = {rank: {k: x.copy() for k, x in known.items()} for rank, known in memories.items()}
-    for array in arrays:
-        given = [memories[rank][array.input] for rank in array.sources]
-        total = oracle.reduce(op.value, given, result=dtype) if reduces else given[0]
-        for rank in array.destinations:
-            for k in (0, 1) if in_place else (array.output,):
-                wanted[rank][k] = total.copy()
-    for rank, known in memories.items():
-        memories[rank] = [known[k].view(np.uint8) for k in range(1 + max(known))]
+        for buffers, results in zip(given, right, strict=True):
+            buffers[1], results[0] = buffers[0], results[1]
+    memories = {rank: [x.view(np.uint8) for x in given[rank]] for rank in ranks}
+    for rank in ranks:
         memories[rank] += [np.zeros(exchange.nbytes, np.uint8) for exchange in plans[rank].exchanges]
-    machines = [
-        Machine(np.zeros((len(host), 2, 1 << 13), np.uint8), [[memories[rank] for rank in host]]) for host in hosts
-    ]
-    leaders, parts = min(map(len, hosts)), [exchanges_of(hosts, collective, root, k) for k in range(len(hosts))]
+    machines = {
+        host: Machine(np.zeros((len(host), 2, 1 << 13), np.uint8), [[memories[rank] for rank in host]])
+        for host in hosts
+    }
+    parts = [exchanges_of(hosts, collective, root, k) for k in range(len(hosts))]
+
+    def execute(host, place, instructions):
+        for instruction in instructions:
+            machines[host].run(0, int(place), instruction)
+
     for stage in range(plans[ranks[0]].stages):
-        for machine, host in zip(machines, hosts, strict=True):
+        for host in hosts:
             for place in draw.permutation(len(host)):
-                for instruction in plans[host[place]].program[stage]:
-                    machine.run(0, int(place), instruction)
-        for machine, host in zip(machines, hosts, strict=True):
+                execute(host, place, plans[host[place]].program[stage])
             for place, rank in enumerate(host):
                 folds = plans[rank].folds  # of exact reductions
-                for instruction in folds[stage - 1] if 0 < stage <= len(folds) else ():
-                    machine.run(0, place, instruction)
-        for leader in range(leaders):
+                execute(host, place, folds[stage - 1] if 0 < stage <= len(folds) else ())
+        for leader in range(min(map(len, hosts))):
             exchange = plans[hosts[0][leader]].exchanges[0]
             piece = stage - 1 - exchange.delay
             if 0 <= piece < len(exchange.pieces):
                 exchanged(plans, hosts, leader, parts, piece, numbers, memories)
-                for machine, host in zip(machines, hosts, strict=True):
+                for host in hosts:
                     deliveries = plans[host[leader]].deliveries
-                    for instruction in deliveries[stage - 1] if deliveries else ():
-                        machine.run(0, leader, instruction)
-        for machine in machines:
+                    execute(host, leader, deliveries[stage - 1] if deliveries else ())
+        for machine in machines.values():
             machine.barrier()
     for rank in ranks:
-        for k, right in wanted[rank].items():
-            assert memories[rank][k].tobytes() == right.tobytes(), (rank, k, hosts, collective, size, root, dtype)
+        for k, due in enumerate(right[rank]):
+            assert memories[rank][k].tobytes() == due.tobytes(), (rank, k, hosts, collective, size, root, dtype)
 
 
-COLLECTIVES = (
-    ("all_reduce", "all_gather", "gather"),
-    ("reduce", "reduce_scatter"),
-    ("broadcast", "scatter", "all_to_all"),
-)
 HOSTS = (
     ((0, 1), (2, 3)),
     ((0, 2, 4), (1, 3)),
@@ -152,21 +132,19 @@ HOSTS = (
 
 
 @pytest.mark.parametrize("hosts", HOSTS, ids=str)
-@pytest.mark.parametrize("collectives", COLLECTIVES, ids=str)
-def test_calls_over_hosts_give_the_results_of_the_oracle_without_races(hosts, collectives):
+def test_calls_over_hosts_give_the_results_of_the_oracle_without_races(hosts):
     """For any hosts, root, size and dtype, the local programs around the exchanges give the oracle's results, write
     nothing else, and no two ranks access the same bytes of a slot between two barriers if one of them writes."""
     ranks = sum(map(len, hosts))
-    for collective in collectives:
-        roots = (0, ranks - 1) if collective in ("reduce", "broadcast", "gather", "scatter") else (None,)
+    for collective in COLLECTIVES:
+        roots = (0, ranks - 1) if collective in ROOTED else (None,)
         for number, size in enumerate((1, 700, 3000)):
             dtype = ("int64", "float16", "float32")[(number + ranks) % 3]
             run(hosts, collective, size, dtype, root=roots[number % len(roots)])
         if "reduce" in collective:
             run(hosts, collective, 1500, "bfloat16", ReduceOp.MEAN, roots[0])
             run(hosts, collective, 1500, "float32", root=roots[0], exact=True)
-        if collective == "all_reduce":
-            run(hosts, collective, 1500, "float32", in_place=True)
+    run(hosts, "all_reduce", 1500, "float32", in_place=True)
 
 
 def test_pieces_fit_into_slots_of_real_size(monkeypatch):
@@ -175,17 +153,14 @@ def test_pieces_fit_into_slots_of_real_size(monkeypatch):
     monkeypatch.undo()
     monkeypatch.setattr(multi_host, "native_program", stages_as_lists)
     for counts in ((1, 1), (1, 8), (2, 7, 3)):
-        ends = np.cumsum([0, *counts])
-        hosts = tuple(tuple(range(a, b)) for a, b in pairwise(ends))
-        for dtype, collective in (
-            ("uint8", "all_to_all"),
-            ("bfloat16", "all_reduce"),
-            ("complex128", "reduce_scatter"),
+        hosts = tuple(tuple(range(end - count, end)) for end, count in zip(accumulate(counts), counts, strict=True))
+        for dtype, collective, numbers in (
+            ("uint8", "all_to_all", copy_numbers("uint8")),
+            ("bfloat16", "all_reduce", reduction_numbers(ReduceOp.SUM, "bfloat16", sum(counts))),
+            ("complex128", "reduce_scatter", reduction_numbers(ReduceOp.SUM, "complex128", sum(counts))),
         ):
-            numbers, size = copy_numbers(dtype), (9 << 20) // itemsize(dtype)
-            if "reduce" in collective:
-                numbers = reduction_numbers(ReduceOp.SUM, dtype, int(ends[-1]))
-            for plan in compiled([host[:1] for host in hosts], collective, size, numbers, None, hosts=hosts).values():
+            size, leaders = (9 << 20) // itemsize(dtype), [host[:1] for host in hosts]
+            for plan in compiled(leaders, collective, size, numbers, None, hosts=hosts).values():
                 assert plan.stages > 9
 
 

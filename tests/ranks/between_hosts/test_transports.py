@@ -37,32 +37,29 @@ def test_strangers_and_dead_addresses_do_not_disturb_connections():
     """A rank finds the address that works, and programs that connect to its port meanwhile are ignored."""
 
     def rank(rendezvous):
-        payloads, me = [], rendezvous.rank
+        payloads, kept = [], []
+
+        def answer(wrong):
+            for other in [wrong.accept()[0] for _ in range(2)]:
+                other.sendall(b"x" * 16)
+                kept.append(other)
 
         def publish(payload):
             _, port, key = json.loads(payload)
-            if me == 0:  # a port without a listener, a listener that never answers, and one that answers wrongly
-                silent, wrong = (socket.create_server(("127.0.0.1", 0)) for _ in range(2))
-                rendezvous.kept = silent, wrong
-                threading.Thread(target=lambda: wrong.accept()[0].sendall(b"x" * 16), daemon=True).start()
-                with socket.create_server(("127.0.0.1", 0)) as closed:
-                    closed_port = closed.getsockname()[1]
-                targets = [("127.0.0.1", p) for p in (closed_port, *(x.getsockname()[1] for x in (silent, wrong)))]
-                rendezvous.kept += tuple(socket.create_connection(("127.0.0.1", port)) for _ in range(100))  # silent
-                for guess in (b"", b"GET / HTTP/1.0\r\n\r\n", b"\1\0\0\0" + bytes(16), b"x" * 20):
-                    stranger = socket.create_connection(("127.0.0.1", port))
-                    stranger.sendall(guess)
-                    rendezvous.kept += (stranger,)
-                payload = json.dumps([targets, port, key])
-            payloads.extend(rendezvous.all_gather(payload if isinstance(payload, bytes) else payload.encode()))
+            if rendezvous.rank == 0:
+                # At the rank's port, nobody listens at 127.0.0.4, and a program at 127.0.0.3 does not answer.
+                wrong, silent = (socket.create_server((f"127.0.0.{k}", port)) for k in (2, 3))
+                threading.Thread(target=answer, args=(wrong,), daemon=True).start()
+                kept.extend((wrong, silent))
+                for guess in (b"",) * 100 + (b"GET / HTTP/1.0\r\n\r\n", b"\1\0\0\0" + bytes(16), b"x" * 20):
+                    kept.append(socket.create_connection(("127.0.0.1", port)))
+                    kept[-1].sendall(guess)
+            addresses = [f"127.0.0.{k}" for k in (4, 3, 2, 1)]
+            payloads.extend(rendezvous.all_gather(json.dumps([addresses, port, key]).encode()))
 
-        def read(other):
-            targets, port, key = json.loads(payloads[other])
-            tried.extend(targets)
-            return json.dumps([[*(t[0] for t in targets), "127.0.0.1"], port, key]).encode()
-
-        tried = []
-        transport = TcpTransport(connect(me, range(3), publish, read, threading.Event()))
+        cancelled, read = threading.Event(), payloads.__getitem__
+        sockets = connect(rendezvous.rank, range(3), publish, read, cancelled, listen_at="127.0.0.1")
+        transport = TcpTransport(sockets)
         transport_laws.messages_arrive_in_order(transport, rendezvous)
         transport.close()
 
@@ -104,8 +101,7 @@ def test_a_forked_process_does_not_keep_connections_open():
             memory = np.zeros(8, np.uint8)
             with pytest.raises(ConnectionError, match="rank 0"):
                 transport.receive(memory.ctypes.data, 8, 0, 0).wait(15)
-            if rendezvous.rank == 1:
-                os.kill(child, signal.SIGKILL)
+            os.kill(child, signal.SIGKILL)
         rendezvous.all_gather(b"")
 
     ranks(2, rank)

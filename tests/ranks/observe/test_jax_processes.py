@@ -50,18 +50,14 @@ jax.distributed.shutdown()
 def test_two_processes_reduce_over_two_levels(tmp_path):
     """Two processes of two devices compute sums and means by psum, by four algorithms and on a linear topology."""
     port, outputs, workers = free_port(), [Path(tmp_path, f"{number}.txt") for number in range(2)], []
-    try:
-        for number, output in enumerate(outputs):
-            with output.open("w") as file:
-                command = [sys.executable, "-c", PROGRAM, str(number), str(port)]
-                workers.append(subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT))
-        late = time.monotonic() + 60
-        codes = [None, None]
-        while None in codes and not any(codes) and time.monotonic() < late:  # if one fails, the other ends much later
-            time.sleep(0.05)
-            codes = [worker.poll() for worker in workers]
-    finally:
-        for worker in workers:
-            worker.kill()
-            worker.wait()
+    for number, output in enumerate(outputs):
+        with output.open("w") as file:
+            command = [sys.executable, "-c", PROGRAM, str(number), str(port)]
+            workers.append(subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT))
+    late = time.monotonic() + 60
+    while None in (codes := [worker.poll() for worker in workers]) and not any(codes) and time.monotonic() < late:
+        time.sleep(0.05)  # if one fails, the other ends much later
+    for worker in workers:
+        worker.kill()
+        worker.wait()
     assert codes == [0, 0], [output.read_text() for output in outputs]

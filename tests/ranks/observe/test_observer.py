@@ -7,6 +7,7 @@ import mmap
 import os
 
 import pytest
+from ranks import ranks
 
 from crossreduce import kernels
 from crossreduce.cli import main
@@ -14,37 +15,33 @@ from crossreduce.observe.observer import Observer
 
 
 def observed(fd, look):
-    """Return what a function returns in another process. It is forked from here, and closes the descriptor of the
-    group's memory."""
-    reader, writer = os.pipe()
-    pid = os.fork()
-    if pid == 0:
-        try:
-            os.close(fd)
-            os.write(writer, json.dumps(look()).encode())
-        finally:
-            os._exit(0)
-    os.close(writer)
-    with os.fdopen(reader) as file:
-        found = json.load(file)
-    os.waitpid(pid, 0)
-    return found
+    """Return what a function returns in another process, which closes the descriptor of the group's memory."""
+
+    def rank(_):
+        os.close(fd)
+        return look()
+
+    return ranks(1, rank)[0]
 
 
 def groups():
     """Return the names and ranks of the groups that this process sees, and the observer's problems."""
     observer = Observer()
     observer.search()
-    views = [(view.name, [one.rank for one in view.ranks]) for view in observer.snapshots()]
-    return views, list(observer.problems)
+    return [(view.name, [one.rank for one in view.ranks]) for view in observer.snapshots()], [*observer.problems]
 
 
 def top(*args):
     """Return what ``crossreduce top`` prints."""
-    out = io.StringIO()
-    with contextlib.redirect_stdout(out), contextlib.suppress(SystemExit):
+    with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.suppress(SystemExit):
         main(["top", "--once", "--interval", "0.1", *args])
     return out.getvalue()
+
+
+def own(problems):
+    """Return the problem with the group of this process; tests that run at the same time have groups, too."""
+    (problem,) = (one for one in problems if f" {os.getpid()} " in one)
+    return problem
 
 
 @pytest.fixture
@@ -63,47 +60,26 @@ def described():
     os.close(fd)
 
 
-def test_what_an_observer_reads(described):
-    """The compiled observer returns the description, the ranks, their calls and counters."""
-    fd, _ = described
-    one = kernels.native().Observer(fd)
-    assert json.loads(one.about()) == {"name": "one"}
-    assert one.ranks() == [(7, os.getpid(), 0, 0)]
-    assert (one.cause(), one.ops(0)) == (b"", [])
-    assert one.counts(0) == ([(0, 0, 0, 0, 0)] * 10, [(0, 0)])
-    for rank in (-1, 1):
-        with pytest.raises(ValueError, match="the rank is out of range"):
-            one.ops(rank)
-    one.close()
-    with pytest.raises(ValueError, match="the observer is closed"):
-        one.ranks()
-
-
-@pytest.mark.parametrize(
-    ("layout", "count", "error"),
-    [
-        (0, 1, "temporarily unavailable"),  # not described yet
-        (0x6372726564000002, 1, "Protocol error"),  # another version
-        (0x1234, 1, "Invalid argument"),  # something else
-        (0x6372726564000001, 0, "Invalid argument"),
-        (0x6372726564000001, 2000, "Invalid argument"),  # more ranks than the memory has room for
-        (0x6372726564000001, 2**32 - 1, "Invalid argument"),
-    ],
-)
-def test_other_memory_is_refused(described, layout, count, error):
-    """Memory of another layout, with impossible fields or too small is refused before anything else is read."""
+def test_other_memory_is_refused(described, tmp_path):
+    """Memory of another layout, with impossible fields or too small is refused before anything else is read; and so are
+    descriptors that are closed, too small or not memory."""
     fd, offset = described
-    os.pwrite(fd, layout.to_bytes(8, "little") + count.to_bytes(4, "little"), offset)
-    with pytest.raises(OSError, match=error):
-        kernels.native().Observer(fd)
-
-
-def test_descriptors_that_are_not_memory(tmp_path):
-    """Descriptors that are closed, too small or not memory are refused."""
-    empty, folder = os.memfd_create("test"), os.open(tmp_path, os.O_RDONLY)
-    for fd in (empty, folder, -1, 1 << 20):
-        with pytest.raises(OSError, match=r"Invalid argument|Bad file descriptor|No such device"):
+    current = 0x6372726564000001
+    for layout, count, error in (
+        (0, 1, "temporarily unavailable"),  # not described yet
+        (current + 1, 1, "Protocol error"),  # another version
+        (0x1234, 1, "Invalid argument"),  # something else
+        (current, 0, "Invalid argument"),
+        (current, 2000, "Invalid argument"),  # more ranks than the memory has room for
+        (current, 2**32 - 1, "Invalid argument"),
+    ):
+        os.pwrite(fd, layout.to_bytes(8, "little") + count.to_bytes(4, "little"), offset)
+        with pytest.raises(OSError, match=error):
             kernels.native().Observer(fd)
+    empty, folder = os.memfd_create("test"), os.open(tmp_path, os.O_RDONLY)
+    for bad in (empty, folder, -1, 1 << 20):
+        with pytest.raises(OSError, match=r"Invalid argument|Bad file descriptor|No such device"):
+            kernels.native().Observer(bad)
     os.close(empty)
     os.close(folder)
 
@@ -112,20 +88,20 @@ def test_a_group_of_another_version_is_reported(described):
     """The view says which process has a group of another version, and what to do."""
     fd, offset = described
     os.pwrite(fd, bytes([9]), offset)
-    found = json.loads(observed(fd, lambda: top("--json")))["problems"]
-    (problem,) = (one for one in found if f" {os.getpid()} " in one)
+    problem = own(json.loads(observed(fd, lambda: top("--json")))["problems"])
     assert f"a group of process {os.getpid()} has memory of another version" in problem
-    out = " ".join(observed(fd, top).split())
-    assert "try: crossreduce top in the environment of that process" in out
+    assert "try: crossreduce top in the environment of that process" in " ".join(observed(fd, top).split())
 
 
-@pytest.mark.parametrize("text", [b'{"name": "on', b"[" * 1000, b"[]", b'{"size": "2"}', b"\xff\xfe", b"1e999"])
-def test_a_malformed_description_is_reported(described, text):
+def test_a_malformed_description_is_reported(described):
     """A description that no rank has written is reported as such, and not as another version's."""
     fd, offset = described
-    os.pwrite(fd, len(text).to_bytes(4, "little") + text, offset + 12)
-    (problem,) = (one for one in observed(fd, groups)[1] if f" {os.getpid()} " in one)
-    assert problem.startswith(f"a group of process {os.getpid()} has a malformed description, and cannot be shown: ")
+    for text in (b'{"name": "on', b"[" * 1000, b"[]", b'{"size": "2"}', b"\xff\xfe", b"1e999"):
+        os.pwrite(fd, len(text).to_bytes(4, "little") + text, offset + 12)
+        problem = own(observed(fd, groups)[1])
+        assert problem.startswith(
+            f"a group of process {os.getpid()} has a malformed description, and cannot be shown: "
+        )
 
 
 def test_impossible_numbers_of_ops_and_ranks(described):
@@ -134,28 +110,7 @@ def test_impossible_numbers_of_ops_and_ranks(described):
     second_line = (offset + 16 + 1000 + 63) // 64 * 64 + 64  # of the rank's state: it begins with the op's number
     os.pwrite(fd, (2**64 - 1).to_bytes(8, "little"), second_line)
     os.pwrite(fd, (-5).to_bytes(8, "little", signed=True), second_line + 24)
-    name = f"impossible {os.getpid()}"  # tests that run at the same time have groups, too
+    name = f"impossible {os.getpid()}"
     text = json.dumps({"name": name}).encode()
     os.pwrite(fd, len(text).to_bytes(4, "little") + text, offset + 12)
-    assert [name, [-5]] in observed(fd, groups)[0]
-
-
-def test_the_first_rank_describes_all():
-    """Once an observer can read the memory, all ranks have their numbers: the first rank writes them."""
-    native = kernels.native()
-    fd = os.memfd_create("test")
-    os.ftruncate(fd, native.SharedMemory.nbytes(3, 8192))
-    shared = [native.SharedMemory(fd, rank, 3, 8192, 0.0, 1) for rank in range(3)]
-    for rank in (1, 2):
-        shared[rank].describe([4, 6, 9], b"{}")
-        with pytest.raises(BlockingIOError, match="temporarily unavailable"):
-            native.Observer(fd)
-    shared[0].describe([4, 6, 9], b"{}")
-    assert [rank for rank, *_ in native.Observer(fd).ranks()] == [4, 6, 9]
-    with pytest.raises(ValueError, match="the number of each rank of the host"):
-        shared[0].describe([4, 6], b"{}")
-    with pytest.raises(OverflowError, match="too"):
-        shared[0].describe([4, 6, 1 << 63], b"{}")
-    for one in shared:
-        one.close()
-    os.close(fd)
+    assert (name, [-5]) in observed(fd, groups)[0]

@@ -14,16 +14,12 @@ import pytest
 from members import Warnings, member, memory, starter, summed
 from ranks import Died, ranks
 
-from crossreduce.cli import main
 from crossreduce.errors import CollectiveTimeout, PeerLostError, encoded
 from crossreduce.observe import flight_recorder
 from crossreduce.ops import ReduceOp
 from crossreduce.ranks.intra_host import programs
 
 pytestmark = pytest.mark.usefixtures("dump_directory")
-
-
-# Ranks that die
 
 
 def until_lost(rendezvous, started, seed):
@@ -43,10 +39,10 @@ def until_lost(rendezvous, started, seed):
                 comm.all_reduce(ReduceOp.SUM, memory(x), memory(x))
                 assert (x == comm.size).all()
     except PeerLostError as error:
-        with pytest.raises(PeerLostError, match="died during op") as second:
+        with pytest.raises(PeerLostError, match=re.escape(str(error))):
             comm.barrier()
         comm.close()
-        return str(error), str(second.value), error.ranks
+        return str(error), error.ranks
 
 
 @pytest.mark.parametrize("seeds", [range(4), pytest.param(range(4, 30), marks=pytest.mark.system)])
@@ -66,9 +62,9 @@ def test_a_killed_rank_is_named(seeds):
 
             found = ranks(n, until_lost, started, seed, check=False, begun=kill, timeout_s=30)
         assert isinstance(found.pop(victim), Died)
-        (result,) = set(found)
-        assert result[0].startswith(f"rank {victim} died during op "), seed
-        assert result == (result[0], result[0], (victim,)), seed
+        ((text, lost),) = set(found)
+        assert text.startswith(f"rank {victim} died during op "), seed
+        assert lost == (victim,), seed
 
 
 def dies_between(rendezvous, when):
@@ -79,27 +75,20 @@ def dies_between(rendezvous, when):
             os._exit(0)
         os.kill(os.getpid(), signal.SIGKILL)
     summed(comm)
-    if when == "after" and comm.rank == 1:
+    if comm.rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
-    if when == "after":
-        time.sleep(0.2)
-        comm.close()
-        return "closed"
-    return "done"
+    time.sleep(0.2)
+    comm.close()
+    return "closed"
 
 
 def test_before_the_first_call_and_after_the_last():
     """A rank that dies before its first call is named, even if its child lives; one that dies after the last call
     affects no other rank."""
-    found = ranks(3, dies_between, "before", check=False)
-    for rank in (0, 2):
-        assert isinstance(found[rank], PeerLostError), found
-        assert found[rank].ranks == (1,)
-    found = ranks(3, dies_between, "after", check=False)
-    assert found[0] == found[2] == "closed", found
-
-
-# Ranks that stop
+    first, _, third = ranks(3, dies_between, "before", check=False)
+    assert [(type(each), each.ranks) for each in (first, third)] == [(PeerLostError, (1,))] * 2
+    first, _, third = ranks(3, dies_between, "after", check=False)
+    assert first == third == "closed"
 
 
 def stopped(rendezvous, started):
@@ -120,10 +109,9 @@ def stopped(rendezvous, started):
         return str(error), error.ranks, kept.texts
 
 
-def test_a_rank_that_stops_beyond_the_timeout(dump_directory, capsys, monkeypatch):
+def test_a_rank_that_stops_beyond_the_timeout(dump_directory):
     """If a rank stops for longer than the timeout, all others warn, and raise a CollectiveTimeout, which name it, and
-    write dumps of all ranks' last calls, which ``crossreduce doctor`` reads; the rank raises the same when it
-    continues."""
+    write dumps of all ranks' last calls; the rank raises the same when it continues."""
     with starter(4) as started:
 
         def pause(pids):
@@ -136,38 +124,28 @@ def test_a_rank_that_stops_beyond_the_timeout(dump_directory, capsys, monkeypatc
         found = ranks(4, stopped, started, begun=pause)
     ((text, late),) = {(text, late) for text, late, _ in found}
     assert late == (2,)
-    assert re.match(
-        r"rank 2 did not complete op .*, within the timeout of 1\.5 s\. The group cannot be used again", text
-    )
+    assert re.match(r"rank 2 did not complete op .*, within the timeout of 1\.5 s\. The group cannot be used", text)
     for rank in (0, 1, 3):
         (warning,) = (one for one in found[rank][2] if " s for rank 2 in op " in one)
         assert warning.startswith(f"rank {rank}: waited ")
         assert "all_reduce sum int64[10]" in warning
     read = flight_recorder.read(dump_directory)
-    assert not read.problems
-    assert [dump.rank for dump in read.dumps] == [0, 1, 2, 3]
+    assert ([dump.rank for dump in read.dumps], read.problems) == ([0, 1, 2, 3], ())
     for dump in read.dumps:
-        assert dump.cause == text.replace(f"crossreduce doctor {dump_directory}", "crossreduce doctor DIR")
-        assert dump.cause != text
+        assert dump.cause == text.replace(f"crossreduce doctor {dump_directory}", "crossreduce doctor DIR") != text
         written = json.loads((dump_directory / f"rank{dump.rank}.json").read_text())["histories"]
         assert [history["rank"] for history in written] == [0, 1, 2, 3]
-        assert all(4 <= len(history["ops"]) <= 32 for history in written)
-        numbers = [op.sequence for op in dump.histories[0].ops]
-        assert numbers == list(range(numbers[0], numbers[0] + len(numbers)))
-        assert dump.histories[0].ops[-1].ended_s is None
-    monkeypatch.setenv("COLUMNS", "150")
-    with pytest.raises(SystemExit, match="0"):
-        main(["doctor", str(dump_directory)])
-    assert "rank 2" in capsys.readouterr().out
+        ops = dump.histories[0].ops
+        assert [op.sequence for op in ops] == list(range(ops[-1].sequence - len(ops) + 1, ops[-1].sequence + 1))
+        assert 4 <= len(ops) <= 32
+        assert ops[-1].ended_s is None
 
 
 def slow(rendezvous):
     """Make a call of many stages, of which rank 1 executes a few hundred at a time, with pauses."""
     programs.PIECE_BYTES = 1 << 11
     comm = member(rendezvous)
-    x = np.ones(2 << 20 >> 2, np.float32)
-    comm.all_reduce(ReduceOp.SUM, memory(x), memory(x))  # compiles the program, which takes a while
-    x[:] = 1
+    summed(comm, 2 << 20 >> 3)  # compiles the program, which takes a while
     comm.timeout_s = 0.8
     begin = comm.memory.begin
 
@@ -180,14 +158,13 @@ def slow(rendezvous):
 
     if comm.rank == 1:
         comm.memory.begin = slowly
-    comm.all_reduce(ReduceOp.SUM, memory(x), memory(x))
+    summed(comm, 2 << 20 >> 3)
     comm.close()
-    return bool((x == 2).all())
 
 
 def test_a_call_that_progresses_does_not_time_out():
     """The timeout applies to the wait at one barrier, not to the whole call."""
-    assert ranks(2, slow) == [True, True]
+    ranks(2, slow)
 
 
 def slow_to_write(rendezvous, is_killed):

@@ -10,68 +10,52 @@ from crossreduce.ops import ReduceOp
 from crossreduce.ranks.intra_host.programs import PIECE_BYTES
 
 
-def all_reduce(op="sum", dtype="float32", shape=(10,)):
-    """Return a function that makes a call of a communicator and returns its inputs and results, as the others below."""
+def all_reduce(op="sum", dtype="float32", shape=(10,), exact=False):
+    """Return a function that makes a call of a communicator and returns its inputs and results, as ``call`` does."""
 
-    def call(comm):
+    def of(comm):
         x, out = np.zeros(shape, dtype), poisoned(int(np.prod(shape)), dtype)
-        return (lambda: comm.all_reduce(ReduceOp(op), memory(x), memory(out.reshape(shape)))), [x], [out]
+        arrays = memory(x), memory(out.reshape(shape))
+        return (lambda: comm.all_reduce(ReduceOp(op), *arrays, exact=exact)), [x], [out]
 
-    return call
-
-
-def reduce(root):
-    def call(comm):
-        x, out = np.zeros(10, np.float32), poisoned(10, "float32")
-        result = memory(out) if comm.rank == root else None
-        return (lambda: comm.reduce(ReduceOp.SUM, memory(x), result, root)), [x], [out]
-
-    return call
+    return of
 
 
-def broadcast(root):
-    def call(comm):
-        out = poisoned(10, "float32")
-        return (lambda: comm.broadcast(memory(out), root)), [], [out]
+def call(name, argument=None):
+    """The same of other collectives; ``argument``: the root, or the text of ``require_same``."""
 
-    return call
+    def of(comm):
+        xs, outs = ([make(10, "float32") for _ in range(comm.size)] for make in (np.zeros, poisoned))
+        arguments = {
+            "reduce": (ReduceOp.SUM, memory(xs[0]), memory(outs[0]) if comm.rank == argument else None, argument),
+            "broadcast": (memory(outs[0]), argument),
+            "all_gather": (memory(xs[0]), memories(outs)),
+            "all_to_all": (memories(xs), memories(outs)),
+            "require_same": (argument,),
+        }[name]
+        return (lambda: getattr(comm, name)(*arguments)), xs, outs
 
-
-def of_rows(name):
-    def call(comm):
-        xs = [np.zeros(10, np.float32) for _ in range(comm.size)]
-        outs = [poisoned(10, "float32") for _ in range(comm.size)]
-        given = memory(xs[0]) if name == "all_gather" else memories(xs)
-        return (lambda: getattr(comm, name)(given, memories(outs))), xs, outs
-
-    return call
-
-
-def agree(text):
-    return lambda comm: ((lambda: comm.require_same(text)), [], [])
+    return of
 
 
 P = PIECE_BYTES // 4
-
-
 # The call of most ranks, the call of one rank, what differs in the words of the error, and texts of both calls.
 MISMATCHES = [
     (all_reduce(), all_reduce(shape=(12,)), "shape", "float32[10]", "float32[12]"),
     (all_reduce(shape=(2, 3)), all_reduce(shape=(3, 2)), "shape", "float32[2, 3]", "float32[3, 2]"),
     (all_reduce(shape=(P,)), all_reduce(shape=(P + 1,)), "shape", f"[{P}]", f"[{P + 1}]"),
-    (all_reduce(shape=(7 * P,)), all_reduce(shape=(1,)), "shape", f"[{7 * P}]", "[1]"),
     (all_reduce(shape=(0,)), all_reduce(shape=(P * 2,)), "shape", "[0]", f"[{P * 2}]"),
     (all_reduce(), all_reduce(dtype="int32"), "dtype", "float32[10]", "int32[10]"),
     (all_reduce(), all_reduce(op="max"), "op", "all_reduce sum", "all_reduce max"),
-    (all_reduce(), all_reduce(op="mean"), "op", "all_reduce sum", "all_reduce mean"),
+    (all_reduce(), all_reduce(exact=True), "op", "all_reduce sum", "all_reduce exact_sum"),
     (all_reduce(), all_reduce("max", "int8", (4,)), "op and dtype and shape", "sum float32[10]", "max int8[4]"),
-    (broadcast(0), broadcast(1), "root", "root 0", "root 1"),
-    (reduce(1), reduce(0), "root", "root 1", "root 0"),
-    (all_reduce(), broadcast(0), "the call", "all_reduce", "broadcast"),
-    (of_rows("all_gather"), all_reduce(), "the call", "all_gather", "all_reduce"),
-    (of_rows("all_to_all"), agree("barrier"), "the call", "all_to_all", "barrier"),
-    (agree("barrier"), all_reduce(shape=(5 * P,)), "the call", "barrier", "all_reduce"),
-    (agree("x" * 500 + "a"), agree("x" * 500 + "b"), "the call", "xxx", "xxx"),
+    (call("broadcast", 0), call("broadcast", 1), "root", "root 0", "root 1"),
+    (call("reduce", 1), call("reduce", 0), "root", "root 1", "root 0"),
+    (all_reduce(), call("broadcast", 0), "the call", "all_reduce", "broadcast"),
+    (call("all_gather"), all_reduce(), "the call", "all_gather", "all_reduce"),
+    (call("all_to_all"), call("require_same", "barrier"), "the call", "all_to_all", "barrier"),
+    (call("require_same", "barrier"), all_reduce(shape=(5 * P,)), "the call", "barrier", "all_reduce"),
+    (call("require_same", "x" * 500 + "a"), call("require_same", "x" * 500 + "b"), "the call", "xxx", "xxx"),
 ]
 
 
@@ -119,10 +103,10 @@ def all_different(rendezvous):
     x = poisoned(comm.rank + 5, "uint8")
     with pytest.raises(MismatchError) as error:
         comm.all_reduce(ReduceOp.MAX, memory(x), memory(x))
-    assert untouched(x)
     # Odd and even calls use different halves of each rank's slot in shared memory: test the other half, too.
     with pytest.raises(MismatchError, match="root"):
         comm.broadcast(memory(x), comm.rank)
+    assert untouched(x)
     summed(comm)
     comm.close()
     return str(error.value)
@@ -137,15 +121,12 @@ def test_all_ranks_differ():
 
 def skipping(rendezvous):
     """Rank 1 skips one of four different calls, and then leaves."""
-    comm = member(rendezvous, 10)
-    x = np.ones(10, np.float32)
-    calls = [lambda k=k: comm.all_reduce(ReduceOp.SUM, memory(x[:k]), memory(x[:k])) for k in (3, 4, 5, 6)]
-    texts = []
-    for k, call in enumerate(calls):
-        if k == 1 and comm.rank == 1:
+    comm, texts = member(rendezvous, 10), []
+    for size in (3, 4, 5, 6):
+        if size == 4 and comm.rank == 1:
             continue
         try:
-            call()
+            summed(comm, size)
         except (MismatchError, PeerLostError) as error:
             texts.append(str(error))
     comm.close()
@@ -155,11 +136,10 @@ def skipping(rendezvous):
 def test_a_skipped_call_is_named():
     """After a rank skipped a call, each further call raises on all ranks, and the error has the call's number; when the
     rank has left, the errors of the others name it."""
-    found = ranks(3, skipping)
-    assert found[0] == found[2]
-    assert found[0][:2] == found[1]
-    first, second, last = found[0]
-    assert first.startswith('rank 1 differs from ranks 0, 2 in shape at op 2 of group "world"')
-    assert "rank 1: all_reduce sum float32[5]; ranks 0, 2: all_reduce sum float32[4]" in first
-    assert " at op 3 " in second
-    assert last.startswith("rank 1 left during op 4, all_reduce sum float32[6]")
+    (*both, last), own, again = ranks(3, skipping)
+    assert again == [*both, last]
+    assert own == both
+    assert both[0].startswith('rank 1 differs from ranks 0, 2 in shape at op 2 of group "world"')
+    assert "rank 1: all_reduce sum int64[5]; ranks 0, 2: all_reduce sum int64[4]" in both[0]
+    assert " at op 3 " in both[1]
+    assert last.startswith("rank 1 left during op 4, all_reduce sum int64[6]")

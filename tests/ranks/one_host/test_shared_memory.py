@@ -2,20 +2,14 @@
 and the texts with which ranks compare their calls."""
 
 import ctypes
-import gc
 import math
 import os
-import random
-import signal
-import threading
-import time
 
 import pytest
 
 from crossreduce import kernels
 from crossreduce.errors import CollectiveTimeout, PeerLostError, UnsupportedError, decoded, encoded
 from crossreduce.kernels import FusedProgram, Segment
-from crossreduce.observe.liveness import LEFT
 from crossreduce.ranks.array_views import encoded_text
 from crossreduce.ranks.intra_host.instructions import PEER_BUFFER, READABLE_BUFFERS
 from crossreduce.ranks.intra_host.programs import TURN_BYTES
@@ -23,11 +17,9 @@ from crossreduce.ranks.intra_host.shared_memory import (
     DONE,
     MAX_CAUSE_BYTES,
     MAX_TEXT_BYTES,
-    MISMATCH,
     UNREADABLE,
     WAITING,
     RankMemory,
-    WaitTimer,
 )
 
 SLOT = 1 << 14
@@ -71,27 +63,19 @@ def pair(fd):
 
 
 def test_ops_begin_at_places_in_turn():
-    """Ops use the halves of the slots in turn, and in each half the places; both ranks find each other's data there."""
+    """Ops use the halves of the slots in turn, and in each half the places; they have the room from the last place."""
     turns, slot = 3, 2 * 4 * TURN_BYTES
     fd = os.memfd_create("test")
     os.ftruncate(fd, native.SharedMemory.nbytes(2, slot))
     one, other = (native.SharedMemory(fd, rank, 2, slot, 0.0, 1, turns) for rank in (0, 1))
     os.close(fd)
-    start, room = one.address(0), slot // 2 - (turns - 1) * TURN_BYTES
-    writes, reads = (
-        native.RankProgram([[copy((~0, 0), (0, room - 64))], []]),
-        native.RankProgram([[], [copy((0, room - 64), (~0, 0))]]),
-    )
-    given, found, places = (ctypes.c_int64 * 8)(), (ctypes.c_int64 * 8)(), []
-    for number in range(1, 13):
-        given[7] = number
-        assert one.begin(writes, (ctypes.addressof(given),), "a", 2, 0.0) == WAITING
-        assert other.begin(reads, (ctypes.addressof(found),), "a", 2, 1.0) == DONE
-        assert one.advance(2, 1.0) == DONE
-        assert found[7] == number
+    start, room, places = one.address(0), slot // 2 - (turns - 1) * TURN_BYTES, []
+    for _ in range(12):
+        assert one.begin(nothing(), (), "a", 2, 0.0) == WAITING
+        assert other.begin(nothing(), (), "a", 2, 1.0) == one.advance(2, 1.0) == DONE
         places.append(one.address(0) - start)
     assert places == [number % 2 * slot // 2 + number // 2 % turns * TURN_BYTES for number in range(1, 13)]
-    beyond = native.RankProgram([[copy((~0, 0), (0, room - 56))], []])
+    beyond, given = native.RankProgram([[copy((~0, 0), (0, room - 56))], []]), (ctypes.c_int64 * 8)()
     raises(ValueError, one.begin, beyond, (ctypes.addressof(given),), "a", 2, 0.0)
 
 
@@ -101,23 +85,24 @@ def raises(kinds, call, *args):
 
 
 def test_malformed_programs_raise():
-    """RankProgram raises an error for stages that are not at least two lists of valid instructions, and for kernels
-    with several tensors."""
-    one, good, malformed = kernel(), ((0, 0),), (ValueError, TypeError, OverflowError, AttributeError)
-    wrong_instructions = 5, (), (1, (), (), False), (one, good, good)
-    for stages in (None, 5, [], [[]], [[], 5], *([[each], []] for each in wrong_instructions)):
-        raises(malformed, native.RankProgram, stages)
-    wrong = [(), None, ((0, 0), (0, 0)), ((0,),), ((0, 0, 0),), ((0, -8),), ((0, 1 << 60),), ((1 << 70, 0),)]
-    for operands in [*wrong, ((1 << 30, 0),), ((-(1 << 31), 0),), (("a", 0),), ((0.5, 0),)]:
-        for ends in ((operands, good), (good, operands)):
-            raises(malformed, native.RankProgram, [[(one, *ends, False)], []])
+    """RankProgram raises an error for stages that are not at least two lists of valid instructions, for kernels with
+    several tensors, and for instructions that write or combine buffers of other ranks."""
+    one, good = kernel(), ((0, 0),)
+    wrong = [None, 5, [], [[]], [[], 5], *([[each], []] for each in (5, (), (1, (), (), False), (one, good, good)))]
+    operands = [(), None, ((0, 0), (0, 0)), ((0,),), ((0, 0, 0),), ((0, -8),), ((0, 1 << 60),), ((1 << 70, 0),)]
+    for each in [*operands, ((1 << 30, 0),), ((-(1 << 31), 0),), (("a", 0),), ((0.5, 0),)]:
+        wrong += [[[(one, *ends, False)], []] for ends in ((each, good), (good, each))]
+    peer, own = (PEER_BUFFER, 0), (~0, 0)
+    for sources, results in (((own,), (peer,)), ((peer, own), (own,)), ((peer,), (own, own))):
+        wrong.append([[(kernel(len(sources), len(results)), sources, results, False)], []])
     two = kernels.compile_kernel("sum", ("int8", "int8", "int8"), 1, 1, 1, (3, 4), (FusedProgram(0, (), (0,)),), ())
-    with pytest.raises(ValueError, match="one tensor"):
-        native.RankProgram([[(two, good, good, False)], []])
+    for stages in [*wrong, [[(two, good, good, False)], []]]:
+        raises((ValueError, TypeError, OverflowError, AttributeError), native.RankProgram, stages)
 
 
-def test_malformed_memory_arguments_raise(fd):
-    """Invalid ranks, numbers of ranks, slots, spin times, threads and turns raise before memory is mapped."""
+def test_malformed_memory_arguments_raise(fd, tmp_path):
+    """Invalid ranks, numbers of ranks, slots, spin times, threads and turns raise before memory is mapped. A descriptor
+    that is closed, too small or not memory raises OSError; if it were mapped, an access would kill the process."""
     good = {"rank": 0, "ranks": 2, "slot": SLOT, "spin_s": 0.0, "threads": 1, "turns": 1}
     native.SharedMemory(fd, *good.values()).close()
     wrong = {"rank": (2, -1, "0"), "ranks": (0, -3, 10**6, 2**40), "slot": (SLOT + 1, SLOT + 4096, -SLOT, 1 << 62)}
@@ -125,43 +110,34 @@ def test_malformed_memory_arguments_raise(fd):
     for name, values in wrong.items():
         for value in values:
             raises((ValueError, TypeError, OverflowError), native.SharedMemory, fd, *(good | {name: value}).values())
-    raises(TypeError, native.SharedMemory, fd, 0, 2, SLOT, 0.0)
-
-
-def test_descriptors_that_cannot_be_mapped_raise(fd, tmp_path):
-    """A descriptor that is closed, too small or not memory raises OSError; if it were mapped, an access would
-    kill the process. Invalid sizes raise ValueError."""
-    folder, (reader, writer) = os.open(tmp_path, os.O_RDONLY), os.pipe()
-    for wrong, ranks in ((fd, 3), (1 << 20, 2), (-1, 2), (folder, 2), (reader, 2)):
-        raises(OSError, native.SharedMemory, wrong, 0, ranks, SLOT, 0.0, 1)
-    for each in (folder, reader, writer):
-        os.close(each)
     for ranks, slot in ((0, SLOT), (-1, SLOT), (10**6, SLOT), (2, -1), (2, 1 << 62)):
         raises(ValueError, native.SharedMemory.nbytes, ranks, slot)
+    folder, (reader, writer) = os.open(tmp_path, os.O_RDONLY), os.pipe()
+    for bad, ranks in ((fd, 3), (1 << 20, 2), (-1, 2), (folder, 2), (reader, 2)):
+        raises(OSError, native.SharedMemory, bad, 0, ranks, SLOT, 0.0, 1)
+    for each in (folder, reader, writer):
+        os.close(each)
 
 
 def test_malformed_calls_raise_and_do_not_count(pair):
-    """A call that cannot run raises and is not counted as an op: the next correct call has number 1."""
+    """A call that cannot run, or of closed memory, raises and is not counted: the next correct call has number 1."""
     one, other = pair
     memory = (ctypes.c_int64 * 8)()
     good = ctypes.addressof(memory)
-    far = native.RankProgram([[copy((0, SLOT // 2 - 63), (~0, 0))], []])
-    third = native.RankProgram([[copy((2, 0), (~0, 0))], []])
+    beyond = (0, SLOT // 2 - 63), (2, 0), (PEER_BUFFER + 2 * READABLE_BUFFERS, 0)  # the slot, the ranks, their buffers
     two = native.RankProgram([[copy((~1, 0), (~0, 0))], []])
-    kinds = (ValueError, TypeError, OverflowError)
     wrong = [(program, (), "a", 2, 0.0) for program in (None, kernel(), int)]
-    wrong += [(program, (good,), "a", 2, 0.0) for program in (far, third, two)]
-    wrong += [(two, addresses, "a", 2, 0.0) for addresses in ((good, "x"), (good, 1 << 80), (good, None), 5)]
+    wrong += [(native.RankProgram([[copy(place, (~0, 0))], []]), (good,), "a", 2, 0.0) for place in beyond]
+    wrong += [(two, addresses, "a", 2, 0.0) for addresses in ((good,), (good, "x"), (good, 1 << 80), (good, None), 5)]
     wrong += [(nothing(), (), "a", until, 0.0) for until in (3, -1)]
     wrong += [(nothing(), (), "a", 2, slice_s) for slice_s in (math.nan, math.inf, -1.0)]
+    kinds = (ValueError, TypeError, OverflowError)
     for arguments in [*wrong, (nothing(), (), 5, 2, 0.0), (nothing(), (), "a", 2)]:
         raises(kinds, one.begin, *arguments)
         assert not one.running()
     assert one.number() == 0
-    raises(ValueError, one.advance, 1, 0.0)
-    for rank in (-1, 2, 1 << 40):
-        raises(kinds, one.ops, rank)
-        raises(kinds, one.address, rank)
+    for call, *arguments in [(one.advance, 1, 0.0), *((f, rank) for f in (one.ops, one.address) for rank in (-1, 2))]:
+        raises(kinds, call, *arguments)
     raises(TypeError, one.abort, "text")
     assert one.begin(nothing(), (), "a", 2, 0.0) == WAITING
     raises(ValueError, one.begin, nothing(), (), "b", 2, 0.0)
@@ -169,12 +145,6 @@ def test_malformed_calls_raise_and_do_not_count(pair):
     assert other.begin(nothing(), (), "a", 2, 1.0) == DONE
     assert one.advance(2, 1.0) == DONE
     assert one.number() == other.number() == 1
-    gc.collect()
-
-
-def test_closed_memory_raises(pair):
-    """Methods of closed memory raise, except that closing it again does nothing and ``running`` returns False."""
-    one, other = pair
     one.close()
     one.close()
     assert not one.running()
@@ -183,22 +153,6 @@ def test_closed_memory_raises(pair):
         with pytest.raises(ValueError, match="closed"):
             call(*arguments)
     assert other.cause() == b""
-
-
-def test_a_second_thread_raises(pair):
-    """While a thread waits in an op, another one cannot continue or end the op, or unmap the memory."""
-    one, other = pair
-    outcomes = []
-    thread = threading.Thread(target=lambda: outcomes.append(one.begin(nothing(), (), "a", 2, 5.0)))
-    thread.start()
-    while one.arrivals()[0] == 0:
-        time.sleep(0.001)
-    for call in (lambda: one.advance(2, 0.0), one.close, one.end_op, lambda: one.begin(nothing(), (), "b", 2, 0.0)):
-        with pytest.raises(ValueError, match="another thread"):
-            call()
-    other.begin(nothing(), (), "a", 2, 5.0)
-    thread.join(5)
-    assert outcomes == [DONE]
 
 
 def test_a_rank_that_ends_right_after_its_arrival_has_arrived(pair):
@@ -210,38 +164,6 @@ def test_a_rank_that_ends_right_after_its_arrival_has_arrived(pair):
     assert one.advance(2, 0.0) == DONE  # a slice of 0 s: this does not sleep, so nothing has to wake it
     assert one.advance(3, 0.01) == WAITING
     assert one.arrivals() == [2, 1]
-
-
-def test_programs_live_as_long_as_they_run(pair):
-    """An op keeps its program and its kernels alive after the caller has dropped them."""
-    one, other = pair
-    source, result = (ctypes.c_int64 * 8)(*range(8)), (ctypes.c_int64 * 8)()
-    ends = ctypes.addressof(source), ctypes.addressof(result)
-    assert one.begin(native.RankProgram([[copy((~0, 0), (0, 0))], [], []]), ends, "a", 3, 0.0) == WAITING
-    assert other.begin(native.RankProgram([[], [copy((0, 0), (~1, 0))], []]), ends, "a", 2, 1.0) == DONE
-    gc.collect()
-    assert one.advance(3, 0.0) == WAITING
-    assert other.advance(3, 1.0) == one.advance(3, 1.0) == DONE
-    assert list(result) == list(range(8))
-
-
-def test_texts_that_differ_anywhere_are_a_mismatch(pair):
-    """Two calls are the same only if their texts are equal, for any length and any position of a difference."""
-    one, other = pair
-    draw = random.Random(2)
-    for length in (0, 1, 7, 8, 9, 63, 64, 231, 232):
-        text = bytes(draw.randrange(97, 123) for _ in range(length)).decode()
-        changed = [text[:k] + "X" + text[k + 1 :] for k in {0, length // 2, length - 1} if length]
-        for second, due in [(text, DONE), *((t, MISMATCH) for t in changed), (text + "y", MISMATCH)]:
-            if len(second) > MAX_TEXT_BYTES:
-                continue
-            one.begin(nothing(), (), text, 2, 0.0)
-            assert other.begin(nothing(3), (), second, 2, 1.0) == due, (text, second)
-            assert one.advance(2, 1.0) == due
-            if due == DONE:
-                other.end_op()
-            assert other.ops(0)[-1][1] == text
-            assert other.ops(1)[-1][1] == second
 
 
 def test_copies_from_the_memory_of_another_process(pair):
@@ -259,81 +181,6 @@ def test_copies_from_the_memory_of_another_process(pair):
         one.end_op(), other.end_op()
 
 
-def test_a_process_that_dies_before_its_memory_is_read(fd):
-    """A copy from the memory of a process that has ended stops the op; it may have arrived at the next barrier."""
-    one = native.SharedMemory(fd, 0, 2, SLOT, 0.0, 1)
-    result = (ctypes.c_int64 * 8)(*[7] * 8)
-    copies = native.RankProgram([[], [copy((PEER_BUFFER + READABLE_BUFFERS, 0), (~1, 0))], []])
-    child = os.fork()
-    if not child:
-        other = native.SharedMemory(fd, 1, 2, SLOT, 0.0, 1)
-        source = (ctypes.c_int64 * 8)()
-        other.begin(nothing(3), (ctypes.addressof(source),), "a", 2, 0.0)  # arrives at the first barrier
-        os._exit(0)
-    os.waitpid(child, 0)
-    assert one.begin(copies, (0, ctypes.addressof(result)), "a", 3, 0.01) == UNREADABLE
-    assert (one.arrivals(), list(result)) == ([1, 1], [7] * 8)
-
-
-def test_other_processes_are_only_read(pair):
-    """Buffers of other ranks cannot be written or combined, and their ranks must exist."""
-    peer, own = (PEER_BUFFER, 0), (~0, 0)
-    for sources, results in (((own,), (peer,)), ((peer, own), (own,)), ((peer,), (own, own))):
-        one = kernel(len(sources), len(results)), sources, results, False
-        raises(ValueError, native.RankProgram, [[one], []])
-    beyond = native.RankProgram([[copy((PEER_BUFFER + 2 * READABLE_BUFFERS, 0), own)], []])
-    raises(ValueError, pair[0].begin, beyond, (0,), "a", 2, 0.0)
-
-
-def test_the_last_ops_are_recorded(pair):
-    """The last 32 ops of each rank are recorded, with begin and end; a running op has no end."""
-    one, other = pair
-    assert one.ops(0) == one.ops(1) == []
-    for k in range(50):
-        one.begin(nothing(), (), f"op {k}", 2, 0.0)
-        other.begin(nothing(), (), f"op {k}", 2, 1.0)
-        assert one.advance(2, 1.0) == DONE
-    before = time.monotonic()
-    one.begin(nothing(), (), "last", 2, 0.0)
-    found = other.ops(0)
-    assert [op[0] for op in found] == list(range(20, 52))
-    assert [op[1] for op in found] == [f"op {k}" for k in range(19, 50)] + ["last"]
-    assert all(op[2] <= op[3] for op in found[:-1])
-    assert found[-1][2] >= before
-    assert found[-1][3] is None
-    assert other.ops(1)[-1][1] == "op 49"
-
-
-def test_a_barrier_that_is_reached_between_two_waits_is_counted_once(pair):
-    """A rank that waited, returned, and then found the other one at the barrier has waited for it at one barrier."""
-    one, other = pair
-    assert one.begin(nothing(), (), b"a", 2, 0.01) == WAITING
-    assert one.advance(2, 0.01) == WAITING
-    assert other.begin(nothing(), (), b"a", 2, 1.0) == DONE
-    assert one.advance(2, 1.0) == DONE
-    (barriers, ns), waited = one.counts(0)[1][1], one.counts(0)[0][0][3]
-    assert barriers == 1
-    assert 0.02e9 <= ns == waited
-    assert other.counts(1)[1][0] == (0, 0)
-
-
-def test_an_aborted_group_stays_aborted(pair):
-    """After aborts all ranks read the complete reason of the first; no rank arrives at a barrier or writes data."""
-    one, other = pair
-    one.begin(nothing(), (), "a", 2, 0.0)
-    one.abort(b"first")
-    other.abort(b"second")
-    assert one.cause() == other.cause() == b"first"
-    assert one.advance(2, 1.0) == 3
-    arrivals, given = one.arrivals(), (ctypes.c_int64 * 8)(*[77] * 8)
-    writes = native.RankProgram([[copy((~0, 0), (1, 0))], []])
-    assert other.begin(writes, (ctypes.addressof(given),), "a", 2, 1.0) == 3
-    assert ctypes.c_int64.from_address(other.address(1)).value != 77
-    one.end_op()
-    assert one.begin(nothing(), (), "b", 2, 1.0) == 3
-    assert one.arrivals() == arrivals
-
-
 def test_a_rank_that_never_waits_returns_after_its_slice(fd):
     """An op returns after its slice of time even if it waits for no other rank, so that signals are handled."""
     alone = native.SharedMemory(fd, 0, 1, SLOT, 0.0, 1)
@@ -347,10 +194,9 @@ def test_errors_and_texts_are_encoded():
     for error in (CollectiveTimeout("late: ü", [3, 1]), PeerLostError('rank 3 "died"\n  given: x', [3])):
         found = decoded(encoded(error))
         assert (type(found), str(found), found.ranks) == (type(error), str(error), error.ranks)
-    long = PeerLostError("ü" * 5000, range(1000))
-    made = encoded(long, MAX_CAUSE_BYTES)
+    made = encoded(PeerLostError("ü" * 5000, range(1000)), MAX_CAUSE_BYTES)
     assert len(made) <= MAX_CAUSE_BYTES
-    assert str(long).startswith(str(decoded(made)))
+    assert {*str(decoded(made))} == {"ü"}
     assert decoded(made).ranks == tuple(range(64))
     assert encoded_text("a" * MAX_TEXT_BYTES) == b"a" * MAX_TEXT_BYTES
     one, other = encoded_text("ü" * 500 + "a"), encoded_text("ü" * 500 + "b")
@@ -358,58 +204,13 @@ def test_errors_and_texts_are_encoded():
     assert len(one.decode().encode()) == len(one) <= MAX_TEXT_BYTES
 
 
-def test_a_rank_is_alive_until_its_process_ends(fd):
-    """Other ranks detect a process by its lock, which the operating system releases however the process ends."""
-    os.ftruncate(fd, RankMemory.nbytes(2, SLOT, 8, 1))
-    reader, writer = os.pipe()
-    pid = os.fork()
-    if pid == 0:
-        try:
-            other = RankMemory(os.dup(fd), (4, 7), 7, SLOT, 8, 1, 0.0)
-            other.record_leaving()
-            os.write(writer, b"x")
-            signal.pause()
-        finally:
-            os._exit(1)
-    assert os.read(reader, 1) == b"x"
-    memory = RankMemory(os.dup(fd), (4, 7), 4, SLOT, 8, 1, 0.0)
-    assert [memory.alive(4), memory.alive(7)] == [True, True]
-    assert (memory.last_call(7).text, memory.missing()) == (LEFT, [])
-    os.kill(pid, signal.SIGKILL)
-    os.waitpid(pid, 0)
-    assert [memory.alive(4), memory.alive(7)] == [True, False]
-    memory.close()
-    memory.close()
-    os.fstat(fd)  # it is still open
-    os.close(reader)
-    os.close(writer)
-
-
-def test_the_wait_timer_restarts_at_each_barrier(monkeypatch):
-    """A wait is measured from the rank's last arrival; a warning is due only once."""
-    now = 100.0
-    monkeypatch.setattr(time, "monotonic", lambda: now)
-    timer = WaitTimer(5.0)
-    assert timer.waited_s(3) == 0
-    now += 6
-    assert timer.waited_s(3) == 6
-    assert timer.waited_s(4) == 0
-    assert not timer.is_warning_due()
-    now += 6
-    assert timer.is_warning_due()
-    assert not timer.is_warning_due()
-
-
 def test_memory_without_room_for_the_registers_of_all_hosts():
     """If more ranks than expected are alone on a host, other ranks have no registers: agreements are refused."""
     fd = os.memfd_create("registers")
     os.ftruncate(fd, RankMemory.nbytes(1, SLOT, 20, 8))
-    for hosts in (8, 9):
-        memory = RankMemory(os.dup(fd), (0,), 0, SLOT, 20, hosts, 0.0)
-        if hosts == 8:
-            assert memory.registers.decision(1) is None
-        else:
-            with pytest.raises(UnsupportedError, match="too many could not share memory"):
-                _ = memory.registers
-        memory.close()
+    enough, more = (RankMemory(os.dup(fd), (0,), 0, SLOT, 20, hosts, 0.0) for hosts in (8, 9))
+    assert enough.registers.decision(1) is None
+    with pytest.raises(UnsupportedError, match="too many could not share memory"):
+        _ = more.registers
+    enough.close(), more.close()
     os.close(fd)

@@ -2,7 +2,7 @@
 
 import gc
 import threading
-import time
+from unittest import mock
 
 import pytest
 from ranks import ranks
@@ -11,39 +11,15 @@ from crossreduce.ranks.failures import watchdog
 from crossreduce.ranks.failures.watchdog import WatchedTransport
 
 
-class Slow:
-    """A transport whose messages complete, or fail with ``error``, once the test sets ``go``."""
-
-    def __init__(self):
-        self.calls, self.go, self.error = [], threading.Event(), None
-
-    def send(self, *message):
-        self.calls.append(("send", *message))
-        return self
-
-    def receive(self, *message):
-        self.calls.append(("receive", *message))
-        return self
-
-    def abort(self):
-        self.calls.append("abort")
-
-    def wait(self, timeout_s):
-        self.calls.append(("wait", timeout_s))
-        assert self.go.wait(10)
-        if self.error is not None:
-            raise self.error
-
-
 class Checker:
-    """A watched transport, and the waits with which its check was called; ``fails``: the first check raises."""
+    """A watched transport, of which only the checks matter; ``fails``: the first check raises."""
 
     def __init__(self, fails=False):
-        self.transport, self.waits, self.checked, self.fails = Slow(), [], threading.Event(), fails
-        self.watched = WatchedTransport(self.transport, self.check)
+        self.checked, self.fails = threading.Event(), fails
+        self.watched = WatchedTransport(None, self.check)
 
     def check(self, wait):
-        self.waits.append(wait)
+        assert wait is None
         self.checked.set()
         if self.fails:
             self.fails = False
@@ -52,7 +28,6 @@ class Checker:
     def next_check(self):
         self.checked.clear()
         assert self.checked.wait(10)
-        return self.waits[-1]
 
 
 def threads():
@@ -68,36 +43,20 @@ def _no_threads(monkeypatch):
     assert not threads()
 
 
-@pytest.mark.parametrize("error", [None, ConnectionError("gone")])
-def test_a_wait_is_recorded_until_it_ends(error):
-    """Messages are passed on unchanged; the rank that a wait is for is recorded until the wait completes or fails."""
-    checker, ended = Checker(), []
-    transport, watched = checker.transport, checker.watched
-    sent, received = watched.send(1, 2, 3, 4), watched.receive(5, 6, 7, 8)
-    assert checker.next_check() is None
-    transport.error = error
-    began = time.monotonic()
+def test_a_wait_is_recorded_until_it_ends():
+    """The rank that a wait is for is recorded until the wait ends, here with an error."""
+    transport, recorded = mock.Mock(), []
+    watched = WatchedTransport(transport, lambda _: None)
 
-    def wait():
-        try:
-            received.wait(9.0)
-        except OSError as raised:
-            ended.append(raised)
+    def wait(timeout_s):
+        recorded.append((watched.wait.rank, timeout_s))
+        raise ConnectionError
 
-    waiting = threading.Thread(target=wait)
-    waiting.start()
-    while (recorded := checker.next_check()) is None:
-        pass
-    assert recorded.rank == 7
-    assert began <= recorded.since_s <= time.monotonic()
-    transport.go.set()
-    waiting.join()
-    assert ended == [error][: error is not None]
-    assert watched.wait is None
-    transport.error = None
-    sent.wait(1.0)
-    watched.abort()
-    assert transport.calls == [("send", 1, 2, 3, 4), ("receive", 5, 6, 7, 8), ("wait", 9.0), ("wait", 1.0), "abort"]
+    transport.receive.return_value.wait = wait
+    with pytest.raises(ConnectionError):
+        watched.receive(5, 6, 7, 8).wait(9.0)
+    transport.receive.assert_called_once_with(5, 6, 7, 8)
+    assert (recorded, watched.wait) == ([(7, 9.0)], None)
     watched.close()
 
 
@@ -125,41 +84,25 @@ def test_checking_continues_after_an_error(monkeypatch):
 
 def test_one_thread_serves_all_transports():
     """One thread calls the checks of all transports of a process, also of a forked one, until the last is closed."""
-    checkers = [Checker() for _ in range(5)]
+    first, *others = checkers = [Checker() for _ in range(3)]
     (thread,) = threads()
     for checker in checkers:
         checker.next_check()
-    for checker in checkers[1:]:
+    for checker in others:
         checker.watched.close()
-    checkers[0].next_check()
-    assert threads() == [thread]
+    first.next_check()
 
     def forked(_):
         assert not threads()
         other = Checker()
         other.next_check()
-        checkers[0].watched.close()
+        first.watched.close()
         other.next_check()
         other.watched.close()
         return len(threads())
 
     assert ranks(1, forked) == [0]
-    checkers[0].next_check()
-    checkers[0].watched.close()
+    first.next_check()
+    assert threads() == [thread]
+    first.watched.close()
     assert not thread.is_alive()
-
-
-def test_closing_from_its_own_thread():
-    """A check may close the transport in the watchdog's thread, where a finalizer may run, too."""
-    checker, watched = Checker(), []
-    (thread,) = threads()
-
-    def check(_):
-        checker.watched.close()
-        for each in watched:
-            each.close()
-
-    watched.append(WatchedTransport(Slow(), check))
-    for each in (thread, *threads()):
-        each.join(10)
-        assert not each.is_alive()

@@ -6,54 +6,46 @@ A process reads cases from stdin and writes outcomes to stdout, each a line of J
 import contextlib
 import json
 import os
-import select
 import signal
-import subprocess
-import time
+import threading
 
 
 class Fleet:
-    """Processes that run cases. They are started when they are needed, and again after they have failed."""
+    """Processes that run cases. They are started when they are needed, and again after they have failed.
+
+    A subclass has ``_start``, which adds to ``running`` a process for each of ``commands`` and ``environments``, in a
+    process group of its own, with pipes ``stdin`` and ``stdout``. ``log`` is the file for what they write to stderr.
+    """
 
     def __init__(self, commands, environments, log):
-        """Args:
-        commands, environments: of each process.
-        log: the file for what the processes write to stderr.
-        """
         self.commands, self.environments, self.log = commands, environments, log
         self.running = []
 
     def run(self, case, timeout_s=60):
-        """Return the outcome of a case from each process; if it fails, end all processes."""
-        if not self.running:
-            self._start()
+        """Return the outcome of a case from each process; if it fails or takes too long, end all processes."""
+        alarm = threading.Timer(timeout_s, self._kill)
         try:
+            if not self.running:
+                self._start()
+            alarm.start()
             self._send(case)
-            deadline = time.monotonic() + timeout_s
-            return [json.loads(_line(process, deadline)) for process in self.running]
+            return [json.loads(process.stdout.readline()) for process in self.running]
         except BaseException as error:
             self.close()
             error.add_note(self.log.read_text()[-5000:])
             raise
+        finally:
+            alarm.cancel()
 
     def _send(self, case):
         for process in self.running:
             process.stdin.write(json.dumps(case).encode() + b"\n")
             process.stdin.flush()
 
-    def _start(self):
-        with self.log.open("ab") as log:
-            for command, environment in zip(self.commands, self.environments, strict=True):
-                self.running.append(
-                    subprocess.Popen(
-                        command,
-                        env={**os.environ, **environment},
-                        stdin=subprocess.PIPE,
-                        stdout=subprocess.PIPE,
-                        stderr=log,
-                        start_new_session=True,
-                    )
-                )
+    def _kill(self):
+        for process in self.running:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
 
     def finish(self, timeout_s=60):
         """Let the processes end, and return their exit statuses."""
@@ -65,23 +57,10 @@ class Fleet:
 
     def close(self):
         """End all processes."""
+        self._kill()
         for process in self.running:
-            for how in (signal.SIGTERM, signal.SIGKILL):  # mpiexec ends its ranks only if it is not killed
-                with contextlib.suppress(ProcessLookupError, subprocess.TimeoutExpired):
-                    os.killpg(process.pid, how)
-                    process.wait(10)
+            process.wait(10)
             for pipe in (process.stdin, process.stdout):
                 with contextlib.suppress(OSError):
                     pipe.close()
         self.running = []
-
-
-def _line(process, deadline):
-    """Return the next line of a process's output."""
-    line = b""
-    while not line.endswith(b"\n"):
-        assert select.select([process.stdout], [], [], max(0, deadline - time.monotonic()))[0], "no answer in time"
-        part = os.read(process.stdout.fileno(), 1 << 16)
-        assert part, "the process has ended"
-        line += part
-    return line

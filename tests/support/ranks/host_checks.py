@@ -22,18 +22,31 @@ def joined(rendezvous, timeout_s=20.0):
 
 @functools.cache
 def parts(n, size, dtype, seed=0):
-    """Return the arrays of all ranks, which must not be changed: random floats, or integers made of powers of n + 1,
-    whose sums show lost and doubled contributions."""
+    """Return the arrays of all ranks, which must not be changed: integers, whose sums are exact in any order; those of
+    integer dtypes are made of powers of n + 1, whose sums show lost and doubled contributions."""
     draw = np.random.default_rng(seed + size)
     if dtype.startswith("int"):
         return [((n + 1) ** k * draw.integers(1, 2, size) + np.arange(size) % 3).astype(dtype) for k in range(n)]
-    if dtype.startswith("complex"):
-        return [(draw.standard_normal(size) + 1j * draw.standard_normal(size)).astype(dtype) for _ in range(n)]
-    return [draw.standard_normal(size).astype(oracle.dtype_of(dtype)) for _ in range(n)]
+    most = 3 if dtype == "float64" else 100
+    arrays = [draw.integers(-most, most + 1, size) for _ in range(n)]
+    if "complex" in dtype:
+        arrays = [x + 1j * x[::-1] for x in arrays]
+    return [x.astype(oracle.dtype_of(dtype)) for x in arrays]
+
+
+def reduced(inputs, op, dtype):
+    """Return NumPy's reduction: the exact one of ``parts``, divided and rounded once."""
+    kind = dtype if dtype.startswith("int") else "complex128" if "complex" in dtype else "float64"
+    wide = np.array([x.astype(kind) for x in inputs])
+    if op == "mean":
+        due = wide.sum(axis=0, dtype=kind) / len(inputs)
+        due = np.trunc(due) if dtype.startswith("int") else due  # of the wrapped sum
+    else:
+        due = {"sum": np.add, "max": np.maximum, "min": np.minimum, "product": np.multiply}[op].reduce(wide, dtype=kind)
+    return due.astype(inputs[0].dtype)
 
 
 CASES = [
-    ("sum", "float32", 1),
     ("sum", "float32", 1000),
     ("sum", "int64", 100_003),
     ("mean", "float32", 300_001),
@@ -42,7 +55,6 @@ CASES = [
     ("max", "bfloat16", 1025),
     ("product", "float64", 77),
     ("min", "int8", 4099),
-    ("mean", "int8", 4099),
     ("mean", "int64", 70_003),
     ("sum", "complex64", 999),
     ("sum", "float32", 0),
@@ -58,30 +70,26 @@ def draw_parts(n, cases):
 
 
 def check_cases(comm, cases):
-    """Compare the collectives with NumPy; return the bits of the results of all-reduces."""
-    n, me, bits = comm.size, comm.rank, []
+    """Compare the bits of the collectives with NumPy's."""
+    n, me = comm.size, comm.rank
     for name, dtype, size in cases:
         op, every = ReduceOp(name), parts(n, size, dtype)
+        due = reduced(every, name, dtype).tobytes()
         given, out = every[me].copy(), np.full_like(every[me], 7)
         comm.all_reduce(op, memory(given), memory(out))
-        close(out, every, name, dtype)
-        bits.append(out.tobytes())
+        assert out.tobytes() == due, (name, dtype, size)
         again = given.copy()
         comm.all_reduce(op, memory(again), memory(again))
-        assert again.tobytes() == bits[-1]
+        assert again.tobytes() == due, (name, dtype, size)
         for root in (0, n - 1):
             out = np.full_like(given, 7)
             comm.reduce(op, memory(given), memory(out) if me == root else None, root)
-            if me == root:
-                close(out, every, name, dtype)
-            else:
-                assert (out == 7).all()
+            assert out.tobytes() == due if me == root else (out == 7).all()
             shared = given.copy()
             comm.broadcast(memory(shared), root)
             assert shared.tobytes() == every[root].tobytes()
         assert given.tobytes() == every[me].tobytes()
         check_rows(comm, op, dtype, -(-size // n))
-    return tuple(bits)
 
 
 def check_rows(comm, op, dtype, size):
@@ -104,7 +112,7 @@ def check_rows(comm, op, dtype, size):
         same(got, [every[k][k] for k in range(n)])
         (result,) = [given[me]] if in_place else filled(1)
         comm.reduce_scatter(op, memories(given), memory(result))
-        close(result, [every[k][me] for k in range(n)], op.value, dtype)
+        same([result], [reduced([every[k][me] for k in range(n)], op.value, dtype)])
         given = [x.copy() for x in every[me]]
         got = given if in_place and len(comm.hosts) > 1 else filled()
         comm.all_to_all(memories(given), memories(got))
@@ -121,21 +129,3 @@ def check_rows(comm, op, dtype, size):
             (result,) = [given[me]] if in_place else filled(1)
             comm.scatter(memories(given) if me == root else None, memory(result), root)
             same([result], [every[root][me]])
-
-
-def close(result, inputs, op, dtype):
-    """Compare with NumPy's reduction, for floats in higher precision: integers, minima and maxima exactly, others
-    within n roundings."""
-    kind = dtype if dtype.startswith("int") else "complex128" if "complex" in dtype else "float64"
-    wide = np.array([x.astype(kind) for x in inputs])
-    due = {"sum": wide.sum, "mean": wide.mean, "max": wide.max, "min": wide.min, "product": wide.prod}[op](axis=0)
-    if dtype.startswith("int") and op == "mean":  # of the wrapped sum, truncated towards zero
-        due = np.trunc(wide.sum(axis=0, dtype=dtype) / len(inputs))
-    if dtype.startswith("int") or op in ("min", "max"):
-        assert (result == due.astype(result.dtype)).all()
-        return
-    n, u = len(inputs), oracle.ROUNDOFF[dtype]
-    depth = 1 if dtype in oracle.HALVES else n
-    size = np.abs(wide).prod(axis=0) if op == "product" else np.abs(wide).sum(axis=0) / (n if op == "mean" else 1)
-    slack = depth * u / (1 - depth * u) * size * (1 + 1e-3) + n * 2.0**-24 * size + oracle.SMALLEST[dtype]
-    assert (np.abs(result.astype(wide.dtype) - due) <= slack).all()

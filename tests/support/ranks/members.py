@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import multiprocessing
 import os
-import select
 import threading
-import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import oracle
 from ranks import SocketRendezvous
 
+from crossreduce import mpi
 from crossreduce.ops import ReduceOp
 from crossreduce.ranks.communicator import ArrayView, Communicator
 
@@ -33,6 +34,11 @@ def member(rendezvous, timeout_s=20.0, name="world"):
     if name != "world":
         rendezvous = SocketRendezvous(rendezvous.path, rendezvous.rank, rendezvous.size, name)
     return Communicator(rendezvous, None, name=name, timeout_s=timeout_s)
+
+
+def array_group(comm):
+    """Return a group of NumPy arrays on a communicator. On one host most of its calls run in compiled code."""
+    return mpi.MpiGroup(comm, SimpleNamespace(close=lambda _: None))
 
 
 def poisoned(size, dtype):
@@ -96,28 +102,19 @@ class Starter:
     """Notifies the test's process when all ranks have joined, so that its signals arrive during their calls."""
 
     def __init__(self, n):
-        self.n = n
-        self.reader, self.writer = os.pipe()
+        self.n, self.joined = n, multiprocessing.get_context("fork").Semaphore(0)
 
     def ready(self):
-        os.write(self.writer, b"r")
+        self.joined.release()
 
     def wait(self):
-        got, deadline = 0, time.monotonic() + 20
-        while got < self.n:
-            ready = select.select([self.reader], [], [], max(0, deadline - time.monotonic()))[0]
-            assert ready, f"only {got} of {self.n} ranks have joined"
-            got += len(os.read(self.reader, self.n))
+        for k in range(self.n):
+            assert self.joined.acquire(timeout=20), f"only {k} of {self.n} ranks have joined"
 
 
 @contextlib.contextmanager
 def starter(n):
-    made = Starter(n)
-    try:
-        yield made
-    finally:
-        os.close(made.reader)
-        os.close(made.writer)
+    yield Starter(n)
 
 
 def summed(comm, size=1000):

@@ -25,7 +25,7 @@ from __future__ import annotations
 import copy
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from itertools import combinations, product
+from itertools import chain, combinations, product
 from random import Random
 from typing import Any, NamedTuple
 from unittest.mock import patch
@@ -109,10 +109,9 @@ class State(NamedTuple):
 
 
 class Table(dict):
-    """Numbers of values, in the order in which they are seen first; ``values`` has them back."""
+    """Numbers of values, in the order in which they are seen first; ``seen`` has them back."""
 
     def __init__(self):
-        super().__init__()
         self.seen = []
 
     def __missing__(self, value):
@@ -141,11 +140,7 @@ class Model:
     # The search
 
     def check(self) -> int:
-        """Return the number of states that can be reached; all of them have the properties.
-
-        Raises:
-          Violation: one has not.
-        """
+        """Return the number of states that can be reached; raise ``Violation`` if one has not all properties."""
         with patch.object(registers_file, "ROUNDS", self.scenario.rounds + 1):  # the last one is for ``_progress``
             first = self._first()
             came_from: dict[State, tuple[State, str] | None] = {first: None}
@@ -155,7 +150,6 @@ class Model:
                 while layer:
                     following = []
                     for state in layer:
-                        step = "?"
                         for step, after in self._steps(state):
                             if after not in came_from:
                                 came_from[after] = state, step
@@ -163,44 +157,31 @@ class Model:
                                 following.append(after)
                     layer = following
             except (Violation, AssertionError) as error:
-                raise Violation(self._told(error, state, step, came_from)) from error
+                told = [f"-> {error}", step]
+                while state is not None and came_from[state] is not None:
+                    state, step = came_from[state]
+                    told.append(step)
+                raise Violation("\n".join(reversed(told))) from error
             return len(came_from)
 
     def wander(self, random: Random, walks: int, length: int) -> None:
-        """Take random steps from the first state, several times.
-
-        Raises:
-          Violation: a state of the path does not have the properties.
-        """
+        """Take random steps from the first state, several times; raise ``Violation`` as ``check`` does."""
         with patch.object(registers_file, "ROUNDS", self.scenario.rounds + 1):
             for _ in range(walks):
                 state, taken = self._first(), []
                 try:
-                    for _ in range(length):
-                        possible = [*self._steps(state)]
-                        if not possible:
-                            break
+                    while len(taken) < length and (possible := [*self._steps(state)]):
                         step, state = random.choice(possible)
                         taken.append(step)
                         self._properties(state)
                 except (Violation, AssertionError) as error:
                     raise Violation("\n".join([*taken, f"-> {error}"])) from error
 
-    def _told(self, error, state, step, came_from) -> str:
-        """Return the steps to the successor ``step`` of a state, and the error there."""
-        told = [f"-> {error}", step]
-        while state is not None and came_from[state] is not None:
-            state, step = came_from[state]
-            told.append(step)
-        return "\n".join(reversed(told))
-
     def _first(self) -> State:
-        memories = []
-        for host in self.hosts:
-            nbytes = Registers.nbytes(self.scenario.hosts[host], self.size, len(self.hosts))
-            memories.append(self._memories[bytes(nbytes)])
-        ranks = [Rank(0, 0, IDLE, self._idle)] * self.size
-        state = State(tuple(memories), tuple(ranks), 0, self.scenario.most, self.scenario.crashes)
+        sizes = [Registers.nbytes(ranks, self.size, len(self.hosts)) for ranks in self.scenario.hosts]
+        memories = tuple(self._memories[bytes(nbytes)] for nbytes in sizes)
+        ranks = (Rank(0, 0, IDLE, self._idle),) * self.size
+        state = State(memories, ranks, 0, self.scenario.most, self.scenario.crashes)
         for rank in range(self.size):
             if rank not in self.scenario.late:
                 state = self._arrived(state, rank, 1)
@@ -226,21 +207,12 @@ class Model:
             for host, answer in enumerate(living.pending):
                 if answer != IDLE:
                     yield f"rank {rank} reads the answer of host {host}", self._read(state, rank, host)
-        rest, request = state.requests, 0
-        while rest:
-            if rest & 1:
-                yield from self._executions(state, request)
-            rest >>= 1
-            request += 1
+        for request in sorted(self._requests_of(state)):
+            yield from self._executions(state, request)
 
     def electors(self, previous: tuple[int, Decision] | None) -> tuple[int, ...]:
         """Return the ranks that take part in the agreement after ``previous``."""
         return tuple(range(self.size)) if previous is None else previous[1].members
-
-    def follows(self, state_memory: int, host: int, request: Request) -> tuple[int, bool]:
-        """Return the memory of a host, and whether it takes part in the agreement of a request."""
-        memory, found = self._call(host, state_memory, "follows", request.number, request.previous)
-        return memory, found is True
 
     def _crashes(self, state: State, rank: int) -> Iterator[tuple[str, State]]:
         if not state.crashes or (self.scenario.power and self.place[rank]):
@@ -269,11 +241,10 @@ class Model:
         rounds = [round_ for leader, round_ in self.scenario.ballots if leader == rank and round_ >= living.round]
         if not state.ballots or not rounds:
             return
-        previous = self._known(state.memories, own, living.number - 1) if living.number > 1 else None
+        previous = self._previous(state, rank)
         electors = self.electors(previous)
         given = self._contributions(state.memories, living.number, {*electors, rank})
-        weights = Counter(self.host_of[each] for each in electors)
-        ended = frozenset(host for host in weights if not self._living(state.ranks, host, electors))
+        weights, ended = self._weights(state, electors)
         proofs = {frozenset(), ended}  # the ended hosts that the leader may have noticed
         for members, proof, round_ in product(self._proposals(state, rank, set(given)), proofs, rounds):
             decision = Decision.of({each: given[each] for each in members})
@@ -281,6 +252,16 @@ class Model:
             step = f"rank {rank} starts ballot {ballot.number} of {living.number} for {list(decision.members)}"
             step += f", since hosts {sorted(ballot.ended)} have ended" if ballot.ended else ""
             yield step, self._advanced(state, rank, round_ + 1, ballot, previous, begins=True)
+
+    def _previous(self, state: State, rank: int) -> tuple[int, Decision] | None:
+        """Return the decision of the agreement before that of a rank, as the rank's host knows it."""
+        number = state.ranks[rank].number - 1
+        return self._known(state.memories, self.host_of[rank], number) if number > 0 else None
+
+    def _weights(self, state: State, electors) -> tuple[Counter[int], frozenset[int]]:
+        """Return how many electors each host has, and the hosts that have ended."""
+        weights = Counter(self.host_of[each] for each in electors)
+        return weights, frozenset(host for host in weights if not self._living(state.ranks, host, electors))
 
     def _contributions(self, memories, number: int, electors) -> dict[int, Contribution]:
         found = {}
@@ -335,8 +316,8 @@ class Model:
     def _executions(self, state: State, bit: int) -> Iterator[tuple[str, State]]:
         """A host receives a request and answers it."""
         request = self._requests.seen[bit]
-        for host in self.asked(request):
-            if not self._living(state.ranks, host, request.electors):
+        for host in self.hosts:  # the leader has executed it on its own host
+            if host == self.host_of[request.leader] or not self._living(state.ranks, host, request.electors):
                 continue
             memory, answer = self._executed(host, state.memories[host], bit)
             after = state._replace(memories=_put(state.memories, host, memory))
@@ -351,17 +332,13 @@ class Model:
                 what = f"{request.what} of {request.number}, ballot {request.ballot} of rank {request.leader}"
                 yield f"host {host} receives {what}", after
 
-    def asked(self, request: Request) -> list[int]:
-        """Return the hosts that a leader sends a request to, when it has executed it on its own host."""
-        return [host for host in self.hosts if host != self.host_of[request.leader]]
-
     def _executed(self, host: int, memory: int, bit: int) -> tuple[int, int]:
         key = host, memory, bit
         if key not in self._calls:
             request = self._requests.seen[bit]
-            after, takes_part = self.follows(memory, host, request)
+            after, takes_part = self._call(host, memory, "follows", request.number, request.previous)
             answer = MOVED
-            if takes_part:
+            if takes_part is True:
                 name = {"told": "decide"}.get(request.what, request.what)
                 after, answer = self._call(host, after, name, request.number, request.ballot, request.content)
             waits = answer != MOVED and request.what != "told"
@@ -376,7 +353,7 @@ class Model:
         ballot.answered = set(ballot.answered)
         phase = ballot.accepting
         (ballot.accepted if phase else ballot.promised)(host, answer)
-        previous = self._known(state.memories, self.host_of[rank], living.number - 1) if living.number > 1 else None
+        previous = self._previous(state, rank)
         begins = phase != ballot.accepting
         pending = self._idle if begins else _put(living.pending, host, IDLE)
         after = self._advanced(state, rank, living.round, ballot, previous, begins=begins)
@@ -475,9 +452,8 @@ class Model:
     def _progress(self, state: State) -> None:
         """Let hosts that are a quorum finish their work, one after the other, without failures."""
         living = [host for host in self.hosts if self._living(state.ranks, host, range(self.size))]
-        for count in range(1, len(living) + 1):
-            for reachable in combinations(living, count):
-                self._settled(state, reachable, 1)
+        for reachable in chain(*(combinations(living, count) for count in range(1, len(living) + 1))):
+            self._settled(state, reachable, 1)
 
     def _settled(self, state: State, reachable: tuple[int, ...], number: int) -> None:
         """Raise ``Violation`` unless hosts that reach each other finish an agreement, and the later ones."""
@@ -503,24 +479,20 @@ class Model:
                 state = state._replace(memories=_put(state.memories, own, memory))
                 if told:
                     return state
-        weights = Counter(self.host_of[each] for each in electors)
-        ended = frozenset(host for host in weights if not self._living(state.ranks, host, electors))
+        weights, ended = self._weights(state, electors)
         others = [host for host in reachable if host in weights and host != own and host not in ended]
         if not (has_quorum(weights, {own, *others}) or (ended and has_quorum(weights, {own, *others}, ended))):
             return state
         if state.ranks[rank].number < number:
             state = self._arrived(state, rank, number)
         decision = Decision.of({rank: self.contribution(rank, number)})
-        weights = Counter(self.host_of[each] for each in self.electors(previous))
         ballot = Ballot(self.scenario.rounds * len(self.hosts) + own, own, decision, weights, ended)
         seen = self._requests_of(state)
         state = self._advanced(state, rank, self.scenario.rounds, ballot, previous, begins=True)
         while new := [bit for bit in self._requests_of(state) if bit not in seen]:
             for bit in new:
                 seen.add(bit)
-                for host in self.asked(self._requests.seen[bit]):
-                    if host not in others and host != own:
-                        continue
+                for host in others:
                     memory, answer = self._executed(host, state.memories[host], bit)
                     state = state._replace(memories=_put(state.memories, host, memory))
                     leading = state.ranks[rank].ballot != IDLE

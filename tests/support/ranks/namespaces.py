@@ -11,7 +11,6 @@ import atexit
 import contextlib
 import functools
 import itertools
-import json
 import os
 import shutil
 import signal
@@ -49,25 +48,14 @@ class Bed:
         self.interface = "link0"
         try:
             for _ in range(count):
-                # A process inside the namespace prints "up", so that no link is added before the namespace exists.
-                holder = subprocess.Popen(
-                    ["unshare", "--net", "sh", "-c", "echo up; exec cat"],
-                    stdin=subprocess.PIPE,
-                    stdout=subprocess.PIPE,
-                    stderr=subprocess.PIPE,
-                    start_new_session=True,
-                    env={**os.environ, "PATH": PATHS},
-                )
-                self.holders.append(holder)
-                _require_up(holder)
+                self.holders.append(_namespace())
             names = [itertools.count() for _ in range(count)]
             for host in range(count):
                 self._do(host, ["ip", "link", "set", "lo", "up"])
             for a, b in itertools.combinations(range(count), 2):
                 ends = [(a, f"link{next(names[a])}", b), (b, f"link{next(names[b])}", a)]
-                (pid, near), (other, far) = ((self.holders[end[0]].pid, end[1]) for end in ends)
-                pair = ["ip", "link", "add", near, "netns", str(pid), "type", "veth"]
-                _call([*pair, "peer", "name", far, "netns", str(other)])
+                near, far = ([name, "netns", str(self.holders[host].pid)] for host, name, _ in ends)
+                _call(["ip", "link", "add", *near, "type", "veth", "peer", "name", *far])
                 for host, name, there in ends:
                     speed = slower.get((a, b), slower.get((b, a), rate))
                     self._do(host, ["ip", "address", "add", self.addresses[host] + "/32", "dev", name])
@@ -127,13 +115,6 @@ class Bed:
     def _bucket(rate):
         return ["rate", rate, "burst", "256k", "latency", "50ms"]
 
-    def sent(self, host):
-        """Return the bytes, headers included, that a host has sent over its link to each other host."""
-        links = json.loads(self._do(host, ["ip", "-s", "-j", "link", "show"]))
-        counts = {link["ifname"]: link["stats64"]["tx"]["bytes"] for link in links}
-        others = [other for other in range(len(self.addresses)) if other != host]
-        return {other: counts[f"link{k}"] for k, other in enumerate(others)}
-
     def close(self):
         """End all processes, and thereby remove the namespaces."""
         with self.lock:
@@ -146,16 +127,17 @@ class Bed:
             process.wait()
         holders, self.holders = self.holders, []
         for holder in holders:
-            holder.stdin.close()
-        for holder in holders:
-            holder.wait()
-            holder.stdout.close()
-            holder.stderr.close()
+            holder.communicate()  # closes its pipes
 
 
-def _require_up(holder):
-    if holder.stdout.readline() != b"up\n":
+def _namespace():
+    """Return a process with a new namespace."""
+    command, pipe = ["unshare", "--net", "sh", "-c", "echo up; exec cat"], subprocess.PIPE
+    pipes = {"stdin": pipe, "stdout": pipe, "stderr": pipe}
+    holder = subprocess.Popen(command, **pipes, start_new_session=True, env={**os.environ, "PATH": PATHS})
+    if holder.stdout.readline() != b"up\n":  # printed inside, so that no link is added before the namespace exists
         raise RuntimeError(f"no network namespace: {holder.stderr.read().decode().strip()}")
+    return holder
 
 
 def _call(argv):
@@ -168,10 +150,9 @@ def _call(argv):
 
 @contextlib.contextmanager
 def hosts(count, rate="1gbit", mtu=1500, slower=None):
-    """Make hosts, yield their ``Bed``, and remove them in any case.
+    """Make ``count`` hosts, yield their ``Bed``, and remove them in any case.
 
     Args:
-      count: the number of hosts.
       rate: of each link, in each direction, in the notation of ``tc``. It includes Ethernet headers: at an MTU of 1500,
         TCP carries 1448 bytes in 1514.
       mtu: of all links.

@@ -106,11 +106,11 @@ def outcome_of(call, made):
 
 @st.composite
 def cases(draw, ranks, forms):
-    """Return a case. ``forms``: for each collective its forms; "numpy": arrays whose input and result are separate."""
+    """Return a case. ``forms``: for each collective its forms;"""
     name, form = draw(st.sampled_from([(name, form) for name in sorted(forms) for form in forms[name]]))
-    dtypes = [each for each in DTYPES if each != "float8" or (form != "numpy" and name not in REDUCING)]
+    dtypes = [each for each in DTYPES if each != "float8" or name not in REDUCING]
     dtype = draw(st.sampled_from(dtypes))
-    ops = ["sum", "max"] + ["band"] * (form != "numpy" and dtype != "float64")  # gloo computes "band"
+    ops = ["sum", "max"] + ["band"] * (dtype != "float64")  # gloo computes "band"
     case = {"collective": name, "form": form, "dtype": dtype, "ranks": ranks, "op": draw(st.sampled_from(ops))}
     case |= {"root": draw(st.integers(0, ranks - 1)) if name in ROOTED else None}
     case |= {"late": draw(st.booleans()), "wide": draw(st.booleans())}
@@ -132,7 +132,7 @@ def _sizes(draw, name, form, ranks):
     if form == "list" and draw(st.booleans()) and name in ("all_gather", "reduce_scatter"):
         sizes = [draw(size) for _ in range(ranks)]
         return [[sizes[src if name == "all_gather" else dst] for dst in range(ranks)] for src in range(ranks)]
-    if form != "numpy" and name == "all_to_all" and draw(st.booleans()):
+    if name == "all_to_all" and draw(st.booleans()):
         return [[draw(size) for _ in range(ranks)] for _ in range(ranks)]
     return [[draw(size)] * ranks] * ranks
 
@@ -141,12 +141,12 @@ def _draw_views(draw, case, rank):
     """Draw what a rank reads and writes in each op: first all results, most of them apart, then the inputs."""
     name, length, is_root = case["collective"], case["length"], rank == case["root"]
     written = [_shapes(case, op["sizes"], rank, True) for op in case["ops"]]
-    views = iter(_results(draw, [shape for shapes in written for shape in shapes], length, case["form"] == "numpy"))
+    views = iter(_results(draw, [shape for shapes in written for shape in shapes], length))
     for op, shapes in zip(case["ops"], written, strict=True):
         results = [next(views) for _ in shapes]
         reads = [_near(draw, shape, results, length) for shape in _shapes(case, op["sizes"], rank, False)]
         writes = is_root if name in ("reduce", "gather") else True
-        if name in ("all_reduce", "reduce", "broadcast") and case["form"] != "numpy":  # in place
+        if name in ("all_reduce", "reduce", "broadcast"):  # in place
             reads, writes = results, writes and (name, case["form"], is_root) != ("broadcast", "single", True)
         op["reads"].append(reads if is_root or name != "scatter" else [])
         op["writes"].append(results if writes else [])
@@ -157,25 +157,23 @@ def _draw_views(draw, case, rank):
 
 def _shapes(case, sizes, rank, written):
     """Return the shapes of the arrays of an op that a rank reads or writes. ``wide``: those of even size have rows."""
-    name, form, ranks = case["collective"], case["form"], case["ranks"]
+    name, form = case["collective"], case["form"]
     if written:
         each, elements = name in ("all_gather", "gather", "all_to_all"), [row[rank] for row in sizes]
     else:
         each, elements = name in ("reduce_scatter", "scatter", "all_to_all"), sizes[rank]
-    if each and form == "numpy":
-        return [(ranks, elements[0])]
     if not each:
         elements = [sizes[rank][rank]]
     elif form in ("single", "coalesced"):
         elements = [sum(elements)]
-    wide = case["wide"] and form != "numpy" and (name, form) != ("all_to_all", "single")
+    wide = case["wide"] and (name, form) != ("all_to_all", "single")
     return [(size // 2, 2) if wide and size % 2 == 0 else (size,) for size in elements]
 
 
-def _results(draw, shapes, length, plain):
-    """Return a view for each shape. ``plain``: all are in C order."""
+def _results(draw, shapes, length):
+    """Return a view for each shape."""
     sizes = [math.prod(shape) for shape in shapes]
-    layout = "apart" if plain else draw(st.sampled_from(["apart", "apart", "apart", "columns", "any"]))
+    layout = draw(st.sampled_from(["apart", "apart", "apart", "columns", "any"]))
     if layout == "any":
         return [_view(draw, shape, length) for shape in shapes]
     if layout == "columns" and len(set(sizes)) == 1 and len(shapes[0]) == 1:
@@ -185,8 +183,6 @@ def _results(draw, shapes, length, plain):
     for k in draw(st.permutations(range(len(shapes)))):
         found[k] = [at, shapes[k], _strides(shapes[k])]
         at += sizes[k] + draw(st.sampled_from([0, 0, 1]))
-    if plain:
-        found[0][0] = draw(st.integers(0, length - sizes[0]))
     return found
 
 

@@ -12,46 +12,41 @@ import pickle
 import select
 import shutil
 import signal
-import socket
-import struct
 import tempfile
 import threading
 import time
 import traceback
+from concurrent.futures import ThreadPoolExecutor
+from multiprocessing.connection import Client, Listener
 from pathlib import Path
 
 from crossreduce.errors import CollectiveTimeout, decoded
 
 
 class Store:
-    """A table of bytes that processes write and wait for, behind a socket in the file system, so that processes of
-    other network namespaces can reach it, too."""
+    """A table that processes write and wait for, behind a socket in the file system, so that processes of other network
+    namespaces can reach it, too."""
 
     def __init__(self):
         self.folder = tempfile.mkdtemp(prefix="ranks-")
         self.path = str(Path(self.folder, "store"))
-        self.listener = socket.socket(socket.AF_UNIX)
-        self.listener.bind(self.path)
-        self.listener.listen(256)
+        self.listener = Listener(self.path, "AF_UNIX", backlog=256)
         self.table, self.changed, self.closed = {}, threading.Condition(), False
-        self.thread = None
+        self.thread = threading.Thread(target=self._serve, name="store", daemon=True)
 
     def start(self):
         """Start to answer requests. Call this only after the ranks were forked: a fork beside threads may deadlock."""
-        self.thread = threading.Thread(target=self._serve, name="store", daemon=True)
         self.thread.start()
 
     def _serve(self):
-        while True:
-            try:
-                connection, _ = self.listener.accept()
-            except OSError:
-                return
-            threading.Thread(target=self._answer, args=(connection,), daemon=True).start()
+        while not self.closed:
+            with contextlib.suppress(OSError, EOFError):
+                connection = self.listener.accept()
+                threading.Thread(target=self._answer, args=(connection,), daemon=True).start()
 
     def _answer(self, connection):
         with connection, contextlib.suppress(OSError, EOFError):
-            what, keys, value, timeout = pickle.loads(_read(connection))
+            what, keys, value, timeout = connection.recv()
             with self.changed:
                 if what == "put":
                     self.table.setdefault(keys[0], value)
@@ -65,37 +60,18 @@ class Store:
                         lambda: self.closed or self.table.keys() >= wanted or cause in self.table, timeout
                     )
                 found = [self.table.get(key) for key in keys]
-            _write(connection, pickle.dumps(found))
+            connection.send(found)
 
     def close(self):
         with self.changed:
             self.closed = True
             self.changed.notify_all()
-        with contextlib.suppress(OSError):
-            self.listener.shutdown(socket.SHUT_RDWR)
-        self.listener.close()
-        if self.thread:
+        if self.thread.ident:
+            with contextlib.suppress(OSError):
+                Client(self.path, "AF_UNIX").close()  # ends the wait for a connection
             self.thread.join(5)
+        self.listener.close()
         shutil.rmtree(self.folder, ignore_errors=True)
-
-
-def _read(connection):
-    (length,) = struct.unpack("<Q", _exactly(connection, 8))
-    return _exactly(connection, length)
-
-
-def _exactly(connection, length):
-    got = bytearray()
-    while len(got) < length:
-        part = connection.recv(length - len(got))
-        if not part:
-            raise EOFError
-        got += part
-    return bytes(got)
-
-
-def _write(connection, payload):
-    connection.sendall(struct.pack("<Q", len(payload)) + payload)
 
 
 class SocketRendezvous:
@@ -106,11 +82,10 @@ class SocketRendezvous:
         self.calls, self.owner = 0, None
 
     def query(self, what, keys, value=None, timeout=0.0):
-        with socket.socket(socket.AF_UNIX) as connection:
-            connection.settimeout(timeout + 20)
-            connection.connect(self.path)
-            _write(connection, pickle.dumps((what, keys, value, timeout)))
-            return pickle.loads(_read(connection))
+        with Client(self.path, "AF_UNIX") as connection:
+            connection.send((what, keys, value, timeout))
+            assert connection.poll(timeout + 20), "the store does not answer"
+            return connection.recv()
 
     def all_gather(self, payload):
         if cause := self.abort_cause():
@@ -211,7 +186,7 @@ def ranks(n, function, *args, timeout_s=60.0, environment=None, check=True, begu
       check: raise if a rank raised or died; ``False``: its exception, or a ``Died``, is its result.
       begun: called in a thread with the list of process numbers when all processes run.
     """
-    store = Store()
+    store, threads = Store(), ThreadPoolExecutor(1)
     pids, pipes = [], []
     results = [None] * n
     try:
@@ -224,7 +199,7 @@ def ranks(n, function, *args, timeout_s=60.0, environment=None, check=True, begu
             pids.append(pid)
             pipes.append(reader)
         store.start()
-        helper = _Helper(begun, list(pids)) if begun else None
+        helper = threads.submit(begun, list(pids)) if begun else None
         deadline, output = time.monotonic() + timeout_s, {reader: bytearray() for reader in pipes}
         open_ = set(pipes)
         while open_ and time.monotonic() < deadline:
@@ -235,7 +210,7 @@ def ranks(n, function, *args, timeout_s=60.0, environment=None, check=True, begu
                     open_.discard(reader)
         late = [rank for rank, reader in enumerate(pipes) if reader in open_]
         if helper:
-            helper.finish()  # before processes are reaped, since it may send signals to their numbers
+            helper.result(30)  # before processes are reaped, since it may send signals to their numbers
         for rank, reader in enumerate(pipes):
             if rank in late:
                 os.kill(pids[rank], signal.SIGKILL)
@@ -250,6 +225,7 @@ def ranks(n, function, *args, timeout_s=60.0, environment=None, check=True, begu
                 os.waitpid(pid, 0)
         for reader in pipes:
             os.close(reader)
+        threads.shutdown(wait=False)
         store.close()
     if check:
         for rank, result in enumerate(results):
@@ -257,27 +233,6 @@ def ranks(n, function, *args, timeout_s=60.0, environment=None, check=True, begu
                 notes = "".join(getattr(result, "__notes__", []))
                 raise AssertionError(f"rank {rank}: {result!r}\n{notes}")  # noqa: TRY004
     return results
-
-
-class _Helper(threading.Thread):
-    """A thread that calls a function with the list of process numbers; ``finish`` waits for it and raises its error."""
-
-    def __init__(self, function, pids):
-        super().__init__(daemon=True)
-        self.function, self.pids, self.error = function, pids, None
-        self.start()
-
-    def run(self):
-        try:
-            self.function(self.pids)
-        except BaseException as error:
-            self.error = error
-
-    def finish(self):
-        self.join(30)
-        assert not self.is_alive(), "the function that was called with the process numbers does not end"
-        if self.error is not None:
-            raise self.error
 
 
 class Moment:
@@ -288,9 +243,11 @@ class Moment:
         parent = os.getppid() if _IN_RANK else os.getpid()
         self.time, self.waits = time.monotonic(), {}
         for children in Path(f"/proc/{parent}/task").glob("*/children"):
-            with contextlib.suppress(OSError):
-                for pid in children.read_text().split():
-                    self.waits[pid] = _cpu_wait_s(pid)
+            for pid in children.read_text().split():
+                self.waits[pid] = 0.0
+                for schedule in Path(f"/proc/{pid}/task").glob("*/schedstat"):
+                    with contextlib.suppress(OSError):  # a thread that has ended
+                        self.waits[pid] += int(schedule.read_text().split()[1]) / 1e9
 
     def seconds_since(self, earlier):
         """Return the seconds since another moment, less the sum of the ranks' times of waiting for a CPU.
@@ -299,15 +256,6 @@ class Moment:
         """
         waited = sum(max(0.0, total - earlier.waits.get(pid, total)) for pid, total in self.waits.items())
         return self.time - earlier.time - waited
-
-
-def _cpu_wait_s(pid):
-    """Return the seconds for which the threads of a process were ready to run, but had no CPU."""
-    total = 0
-    for schedule in Path(f"/proc/{pid}/task").glob("*/schedstat"):
-        with contextlib.suppress(OSError, IndexError, ValueError):
-            total += int(schedule.read_text().split()[1])
-    return total / 1e9
 
 
 _IN_RANK = False

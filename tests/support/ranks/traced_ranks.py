@@ -2,14 +2,13 @@
 
 import threading
 import time
-from types import SimpleNamespace
 
 import numpy as np
 from host_checks import joined
-from members import member, memory, summed
+from members import array_group, member, memory, summed
 from ranks import ranks
 
-from crossreduce import Topology, mpi
+from crossreduce import Topology
 from crossreduce.observe.traces.calls import read_directory
 from crossreduce.ops import ReduceOp
 
@@ -22,11 +21,6 @@ CALLS = [
     "barrier",
     "all_reduce sum float64[700001]",
 ]
-
-
-def array_group(rendezvous):
-    """Return a group of NumPy arrays, most of whose calls run in compiled code."""
-    return mpi.MpiGroup(member(rendezvous, 20), SimpleNamespace(close=lambda _: None))
 
 
 def traced(n, function, folder, *args, environment=None, **options):
@@ -43,7 +37,7 @@ def only_group(folder):
 
 def some_calls(rendezvous):
     """Make 3 small and 2 large all-reduces, most of them in compiled code; rank 1 is late for the last one."""
-    group = array_group(rendezvous)
+    group = array_group(member(rendezvous))
     for _ in range(3):
         group.all_reduce(np.ones(8, np.float32))
     x = np.ones(700_001)
@@ -59,35 +53,36 @@ def some_calls(rendezvous):
 def across_hosts(rendezvous):
     """Make calls of various sizes between hosts; another rank is late each time."""
     comm = joined(rendezvous)
-    for k, size in enumerate((10, 1000, 100_000, 10, 300_000, 10, 1000, 50)):
-        time.sleep(0.01 if k % comm.size == comm.rank else 0)
+
+    def call(size):
         x = np.ones(size, np.float32)
         comm.all_reduce(ReduceOp.SUM, memory(x), memory(x))
         assert x[0] == comm.size
+
+    for k, size in enumerate((10, 1000, 100_000, 10, 300_000, 10, 1000, 50)):
+        time.sleep(0.01 if k % comm.size == comm.rank else 0)
+        call(size)
     comm.plan_on(Topology.full_mesh(["host0/cpu:0", "host1/cpu:0"], gb_per_s=2, latency_s=1e-5))
-    x = np.ones(100_000, np.float32)
-    comm.all_reduce(ReduceOp.SUM, memory(x), memory(x))
+    call(100_000)
     comm.close()
 
 
 def in_threads(rendezvous):
     """Make calls of two groups in a thread each, and of one of them in a third one."""
-    one, two = member(rendezvous), member(rendezvous, name="second")
+    groups = member(rendezvous), member(rendezvous, name="second")
 
     def run(group, count):
         for _ in range(count):
             summed(group, 10)
 
-    threads = [threading.Thread(target=run, args=pair) for pair in ((one, 40), (two, 30))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    later = threading.Thread(target=run, args=(one, 5))
-    later.start()
-    later.join()
-    one.close()
-    two.close()
+    for calls in ([(groups[0], 40), (groups[1], 30)], [(groups[0], 5)]):
+        threads = [threading.Thread(target=run, args=each) for each in calls]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    for group in groups:
+        group.close()
 
 
 def copied(of_two, target):
