@@ -3,10 +3,16 @@
 import gc
 import random
 import threading
+import weakref
+from pathlib import Path
 
+import pytest
 from members import Resources, member, resident_bytes, summed
-from ranks import ranks
+from ranks import SocketTransport, ranks
 
+from crossreduce.ranks import communicator
+from crossreduce.ranks.communicator import Communicator
+from crossreduce.ranks.connections import peer_requests
 from crossreduce.ranks.inter_host import one_host
 from crossreduce.ranks.intra_host.programs import PIECE_BYTES
 
@@ -63,3 +69,49 @@ def test_many_groups_leave_nothing():
     for same, before, after in ranks(2, many_groups, timeout_s=120):
         assert same
         assert after - before < max(before / 50, 1 << 20), (before, after)
+
+
+def dropped(rendezvous, several_hosts):
+    gc.disable()
+    transport = SocketTransport(rendezvous) if several_hosts else None
+    comm = Communicator(rendezvous, transport, name="world", timeout_s=20.0)
+    summed(comm, 4)
+    reference = weakref.ref(comm)
+    del comm
+    return reference() is None
+
+
+@pytest.mark.parametrize("hosts", [("a", "a"), ("a", "b")])
+def test_a_communicator_is_freed_with_its_last_reference(hosts):
+    """A communicator is not in a reference cycle, so its transport's connections close with its last reference."""
+    environment = [{"CROSSREDUCE_HOST": host} for host in hosts]
+    assert ranks(2, dropped, len(set(hosts)) > 1, environment=environment) == [True, True]
+
+
+def unfinished(rendezvous, several_hosts):
+    made = []
+
+    def connect(cancelled, hosts):
+        made.append(SocketTransport(rendezvous))
+        return made[-1]
+
+    def fail(*_):
+        raise MemoryError
+
+    communicator.Statistics = fail
+    peer_requests.listen()  # as another group of this process that is being made
+    before = len(list(Path("/proc/self/fd").iterdir()))
+    try:
+        Communicator(rendezvous, connect if several_hosts else None, name="world", timeout_s=20.0)
+    except MemoryError as error:
+        error.__traceback__ = None
+    gc.collect()
+    (joining,) = (contact.joining for contact in peer_requests._open.values())
+    return joining, len(list(Path("/proc/self/fd").iterdir())) - before
+
+
+@pytest.mark.parametrize("hosts", [("a", "a"), ("a", "b")])
+def test_a_communicator_that_cannot_be_made_keeps_nothing(hosts):
+    """It closes the transport that it connected, and leaves the listener to the other groups of the process."""
+    environment = [{"CROSSREDUCE_HOST": host} for host in hosts]
+    assert ranks(2, unfinished, len(set(hosts)) > 1, environment=environment) == [(1, 0)] * 2
