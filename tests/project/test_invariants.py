@@ -68,9 +68,7 @@ HARMLESS = {
     *("functools", "heapq", "itertools", "json", "math", "operator", "re", "typing"),
 }
 # Pure code that computes with arrays, and solves linear programs or least-squares problems.
-FEW_STEP = [
-    f"planning.optimal.few_step.{each}" for each in ("shallow_trees", "switch_routes", "tree_program", "rounding")
-]
+FEW_STEP = [f"planning.optimal.few_step.{each}" for each in ("shallow_trees", "switch_routes", "tree_program")]
 WITH_SCIPY = ("planning.optimal.bounds.solver", "planning.optimal.bounds.steiner", "planning.calibration", FEW_STEP[2])
 WITH_NUMPY = (*WITH_SCIPY, *FEW_STEP, "topology.automorphisms", "schedule.link_use", "schedule.clock")
 # Further modules that single files of pure code need, each for one reason.

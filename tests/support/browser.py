@@ -48,12 +48,18 @@ def chromium(folder, width=1280, height=1000):
         driver.quit()
 
 
-def wait_until_ready(driver, seconds=20):
-    """Wait until a page of the plan explorer has drawn itself."""
+def wait(condition, seconds=20):
+    """Wait until a condition is true, and return its value."""
     end = time.monotonic() + seconds
-    while not driver.execute_script("return document.documentElement.dataset.ready"):
-        assert time.monotonic() < end, "the page does not get ready"
-        time.sleep(0.05)
+    while not (value := condition()):
+        assert time.monotonic() < end, "the page does not get there"
+        time.sleep(0.02)
+    return value
+
+
+def wait_until_ready(driver):
+    """Wait until a page of the plan explorer has drawn itself."""
+    wait(lambda: driver.execute_script("return document.documentElement.dataset.ready"))
 
 
 def resize(driver, width, height):

@@ -46,7 +46,10 @@ class Exporter(NamedTuple):
         return content
 
     def multiple_of(self, plan: Plan, text: str) -> int:
-        """Return of what number a message's size, in ``counts``, must be a multiple so that a file can be used."""
+        """Return a number: the file with this text works for messages whose size is a multiple of it.
+
+        The size is counted in elements or bytes, as ``counts`` says.
+        """
         found: int = resolve_name(self.multiple)(text) if self.multiple else plan.schedule.units
         return found
 

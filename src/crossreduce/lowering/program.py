@@ -85,7 +85,8 @@ class Program:
 
     @cached_property
     def _through(self) -> dict[tuple[int, int, int, int | None], tuple[str, ...]]:
-        return {(*route[:3], route.round): route.through for route in self.routes}
+        """The nodes that each route passes, by chunk, source, destination and round; see ``Route``."""
+        return {(route.chunk, route.src, route.dst, route.round): route.through for route in self.routes}
 
     def through(self, r: int, chunk: int, src: int, dst: int) -> tuple[str, ...] | None:
         """Return the nodes that a transfer of round ``r`` passes; ``None``: the topology's own route."""

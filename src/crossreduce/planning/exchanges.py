@@ -127,14 +127,18 @@ class _Links:
 
 
 def _best_of(links: _Links, devices: Sequence[int], sizes: tuple[int, ...]) -> tuple[Level, ...] | None:
-    """Return the levels with groups of these sizes whose busiest links are busy for the least time; ``None``: none."""
+    """Return the levels with groups of these sizes that take the least time; ``None``: there are no such groups.
+
+    A level takes as long as its busiest link is busy.
+    """
     best: tuple[int, tuple[Level, ...]] | None = None
     if prod(sizes) != len(devices):
         return None
-    for levels in islice(_all_levels(links, tuple(devices), sizes), 1 if links.is_uniform(devices) else _MOST_TRIED):
-        load = sum(map(links.load, levels))
-        if best is None or load < best[0]:
-            best = load, levels
+    most_tried = 1 if links.is_uniform(devices) else _MOST_TRIED  # with equal hops, all groups take the same time
+    for levels in islice(_all_levels(links, tuple(devices), sizes), most_tried):
+        time = sum(map(links.load, levels))
+        if best is None or time < best[0]:
+            best = time, levels
     return best and best[1]
 
 

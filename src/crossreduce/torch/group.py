@@ -308,7 +308,7 @@ class Group(dist.ProcessGroup):  # type: ignore[misc]
         """Return the work of a message between ranks of a host; for arguments see ``_message``."""
         (tensor,), (buffer,) = tensors, buffers
         if peer == self.rank():
-            problem = "a rank cannot send a message to itself, nor receive one of itself."
+            problem = "a rank cannot send a message to itself, nor receive one from itself."
             raise ArgumentError.of(problem, f"rank {peer}", "copy the tensor")
         nbytes, other = buffer.nbytes, ANY_RANK if peer is None else peer
         if sends:

@@ -52,7 +52,7 @@ def pairs(rng, noise, devices, gb_per_s, latency_s, overhead_s=0.0):
     ]
 
 
-@pytest.mark.parametrize("factor", [1, Fraction(1, 100), Fraction(100)])
+@pytest.mark.parametrize("factor", [1, Fraction(1, 100)])
 def test_exact_times_give_the_exact_speeds(factor):
     """Times without noise give the bandwidth, latency and overhead of which they were computed."""
     measured = [one._replace(seconds=one.seconds * float(factor)) for one in star(random.Random(0), 0.0)]
@@ -67,25 +67,40 @@ def test_exact_times_give_the_exact_speeds(factor):
     assert found.topology.devices == STAR.devices
 
 
-def test_few_results_identify_few_parameters():
-    """Two results identify one parameter, the bandwidth, since a standard error needs one result more."""
-    measured = star(random.Random(0), 0.01, sizes=[1 << 28, 1 << 30], collectives=["all_reduce"], overhead_s=0)
-    found = calibrate(STAR, measured)
+def test_what_results_do_not_identify():
+    """A parameter that results do not identify keeps its given value, has no standard error, and is named."""
+    # Two results identify one parameter, the bandwidth, since a standard error needs one result more.
+    found = calibrate(
+        STAR, star(random.Random(0), 0.01, sizes=[1 << 28, 1 << 30], collectives=["all_reduce"], overhead_s=0)
+    )
     (one,) = found.classes
     assert (one.latency.error, found.overhead.error) == (None, None)
     assert float(one.bandwidth.value) == pytest.approx(380, rel=0.03)
     assert one.bandwidth.error > 0
+    # Bytes cause 99 % of all times of large sizes, latencies 99 % of those of small ones.
+    found = calibrate(STAR, star(random.Random(0), 0.01, sizes=[1 << 32, 3 << 31, 1 << 33]))
+    (one,) = found.classes
+    assert (one.latency, found.overhead) == ((STAR.links[0].latency_s, None), (0, None))
+    assert abs(float(one.bandwidth.value) - 380) < 4 * one.bandwidth.error
+    assert found.assumed == ("latency of links of 450 GB/s within hosts",)
+    (one,) = calibrate(STAR, star(random.Random(0), 0.01, sizes=[8, 64, 512])).classes
+    assert one.bandwidth == (450, None)
+    assert abs(float(one.latency.value) - 2e-6) < 4 * one.latency.error
+    # One collective cannot separate the overhead from latencies: then latencies have the whole constant time.
+    found = calibrate(STAR, star(random.Random(0), 0.01, collectives=["all_reduce"]))
+    assert found.overhead == (0, None)
+    assert float(found.classes[0].latency.value) == pytest.approx(2e-6 + 12e-6 / 28, rel=0.02)
 
 
 def test_standard_errors_have_the_size_of_the_errors():
     """Over many runs, the errors divided by their standard errors have a root mean square near 1."""
     ratios = []
-    for seed in range(20):
+    for seed in range(12):
         found = calibrate(STAR, star(random.Random(100 + seed), 0.02, sizes=SIZES[::2]))
         (one,) = found.classes
         for estimate, truth in ((one.bandwidth, 380), (one.latency, 2e-6), (found.overhead, 12e-6)):
             ratios.append((float(estimate.value) - truth) / estimate.error)
-    assert 0.75 < math.sqrt(sum(x * x for x in ratios) / len(ratios)) < 1.35
+    assert 0.7 < math.sqrt(sum(x * x for x in ratios) / len(ratios)) < 1.4
 
 
 def test_the_interval_contains_most_times():
@@ -100,10 +115,9 @@ def test_the_interval_contains_most_times():
     assert 0.88 < sum(low <= seconds <= high for seconds in times) / len(times) < 1.0
 
 
-@pytest.mark.parametrize("seed", range(2))
-def test_links_within_and_between_hosts(seed):
-    """Results of one host and of two hosts identify both classes of links."""
-    rng = random.Random(seed)
+def test_links_within_and_between_hosts():
+    """Results of one and of two hosts identify both classes of links; links that no result uses are named."""
+    rng = random.Random(0)
     measured = pairs(rng, 0.02, WITHIN, 120, 2e-6) + pairs(rng, 0.02, BETWEEN, 20, 9e-6)
     within, between = calibrate(HOSTS, measured).classes
     assert (str(within.links), str(between.links)) == ("150 GB/s within hosts", "25 GB/s between hosts")
@@ -111,6 +125,12 @@ def test_links_within_and_between_hosts(seed):
     for one, truth in ((within, (120, 2e-6)), (between, (20, 9e-6))):
         for estimate, value in zip((one.bandwidth, one.latency), truth, strict=True):
             assert abs(float(estimate.value) - value) < 4 * estimate.error < 0.5 * value
+    found = calibrate(HOSTS, pairs(rng, 0.01, WITHIN, 120, 2e-6))
+    within, between = found.classes
+    assert within.bandwidth.error is not None
+    assert between[2:] == ((25, None), (Fraction(3, 10**6), None))
+    assert found.assumed == ("bandwidth and latency of links of 25 GB/s between hosts",)
+    assert {link[2:] for link in found.topology.links if link.src[:5] != link.dst[:5]} == {(25, Fraction(3, 10**6))}
 
 
 def hosts(within, between):
@@ -119,8 +139,7 @@ def hosts(within, between):
     return Topology(HOSTS.devices, links)
 
 
-@pytest.mark.parametrize(("given", "truth"), [((5, 25), (150, 20)), ((150, 3), (10, 20))])
-@pytest.mark.parametrize("known", [WITHIN, BETWEEN])
+@pytest.mark.parametrize(("given", "truth", "known"), [((5, 25), (150, 20), WITHIN), ((150, 3), (10, 20), BETWEEN)])
 def test_the_slowest_links_may_be_others_than_in_the_given_topology(given, truth, known):
     """The fit finds the class that limits the ring over both hosts, also if with the given speeds it is the other one.
 
@@ -139,42 +158,6 @@ def test_the_slowest_links_may_be_others_than_in_the_given_topology(given, truth
     limiting = truth[1] < truth[0]
     assert speeds[limiting] == pytest.approx(min(truth), rel=1e-3)
     assert speeds[known == BETWEEN] == pytest.approx(speed, rel=1e-3)
-
-
-def test_one_host_leaves_the_links_between_hosts_as_they_are():
-    """Links that no measurement uses keep their speeds, and are named."""
-    found = calibrate(HOSTS, pairs(random.Random(0), 0.01, WITHIN, 120, 2e-6))
-    within, between = found.classes
-    assert within.bandwidth.error is not None
-    assert between[2:] == ((25, None), (Fraction(3, 10**6), None))
-    assert found.assumed == ("bandwidth and latency of links of 25 GB/s between hosts",)
-    assert {(link.bandwidth, link.latency_s) for link in found.topology.links if link.src[:5] != link.dst[:5]} == {
-        (25, Fraction(3, 10**6))
-    }
-
-
-def test_large_sizes_do_not_identify_latencies():
-    """If bytes cause 99 % of all times, the latency keeps its given value and the overhead is 0."""
-    found = calibrate(STAR, star(random.Random(0), 0.01, sizes=[1 << 32, 3 << 31, 1 << 33]))
-    (one,) = found.classes
-    assert one.latency == (STAR.links[0].latency_s, None)
-    assert found.overhead == (0, None)
-    assert abs(float(one.bandwidth.value) - 380) < 4 * one.bandwidth.error
-    assert found.assumed == ("latency of links of 450 GB/s within hosts",)
-
-
-def test_small_sizes_do_not_identify_bandwidths():
-    """If latencies cause 99 % of all times, the bandwidth keeps its given value."""
-    found = calibrate(STAR, star(random.Random(0), 0.01, sizes=[8, 64, 512]))
-    assert found.classes[0].bandwidth == (450, None)
-    assert abs(float(found.classes[0].latency.value) - 2e-6) < 4 * found.classes[0].latency.error
-
-
-def test_the_overhead_is_left_out_if_latencies_can_explain_it():
-    """One collective cannot separate the overhead from latencies: then latencies have the whole constant time."""
-    found = calibrate(STAR, star(random.Random(0), 0.01, collectives=["all_reduce"]))
-    assert found.overhead == (0, None)
-    assert float(found.classes[0].latency.value) == pytest.approx(2e-6 + 12e-6 / 28, rel=0.02)
 
 
 @examples(15)
@@ -226,8 +209,6 @@ def test_calibrations_that_are_not_possible(measured, assumed, words):
         calibrate(STAR, measured, assumed)
 
 
-# Reports.
-
 ROWS = [(4096, 20.5), (1 << 20, 40.25)]
 
 
@@ -257,8 +238,7 @@ def edited(**parts):
 
 
 def test_what_else_reports_can_have():
-    """In-place times count where the others are missing; results of no bytes are skipped; a root is a device; the
-    experiment's name counts before the program's; CPU times are times."""
+    """In-place times replace missing ones; results of no bytes are skipped; roots, names and CPU times are read."""
     pair = Topology.ring(["cuda:0", "cuda:1"])
     first = read_measurements(edited(row={"out_of_place": None}), pair)[0]
     assert first.seconds == pytest.approx(61.5e-6)
@@ -294,9 +274,6 @@ def test_bad_reports(data, words):
     """A file that is not a report, or one without usable results, raises an ArgumentError that says why."""
     with pytest.raises(ArgumentError, match=words):
         read_measurements(data, Topology.ring(["cuda:0", "cuda:1"]))
-
-
-# The commands.
 
 
 @pytest.fixture

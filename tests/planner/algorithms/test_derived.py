@@ -29,8 +29,7 @@ def owners(schedule, end):
 
 
 def check_parts(schedule, collective, members):
-    """Check that a reduce-scatter leaves the sum of the i-th of n parts of the buffer on the i-th device, or that an
-    all-gather copies the part from there to all devices."""
+    """Check that a reduce-scatter leaves part i of the sum on device i, or that an all-gather copies it from there."""
     n = len(members)
     mine, others = (2, 1) if collective == "reduce_scatter" else (1, 2)
     assert schedule.collective == collective
@@ -54,25 +53,22 @@ def moves(schedule):
 
 
 @pytest.mark.parametrize("algorithm", NAMED)
-@pytest.mark.parametrize("n", [1, 2, 3, 5, 8])
+@pytest.mark.parametrize("n", [1, 3, 8])
 def test_part_i_is_on_device_i(algorithm, n):
-    """With 1 to 8 devices, in the order of the topology or another one, part i of a reduce-scatter ends on the i-th
-    device and part i of an all-gather starts there, by every algorithm on every wiring."""
+    """By every algorithm on every wiring, part i of a reduce-scatter or all-gather is on the i-th device."""
     wirings = [Topology.full_mesh(n, 25, 1e-6), Topology.ring(n, 25, 1e-6), Topology.star(n, 450, 1e-6)]
     wirings += [Topology.mesh(3, n // 3, 25, 1e-6)] if n % 3 == 0 else [Topology.mesh(1, n, 25, 1e-6)]
     wirings += [DGX.subset(DGX.devices[:n])] if n <= 8 else []
     for topology in wirings:
         for collective in ("reduce_scatter", "all_gather"):
-            for members in (topology.devices, topology.devices[::-1]):
-                made = cr.plan(topology, collective, MIB, algorithm, members)
-                check_parts(made.schedule, collective, members)
+            members = topology.devices[:: 1 if collective == "all_gather" else -1]
+            check_parts(cr.plan(topology, collective, MIB, algorithm, members).schedule, collective, members)
 
 
 @examples(80)
 @given(st.data(), st.integers(2, 7), st.sampled_from([*NAMED, "auto"]), st.booleans())
 def test_some_devices_of_any_topology(data, n, algorithm, both_ways):
-    """On any topology, for some of its devices in any order, part i of a reduce-scatter ends on the i-th of them, and
-    part i of an all-gather starts there."""
+    """For some devices of any topology, in any order, part i is on the i-th of them."""
     topology = data.draw(wired(names(n), both_ways=both_ways))
     members = data.draw(st.lists(st.sampled_from(topology.devices), min_size=1, unique=True))
     for collective in ("reduce_scatter", "all_gather"):
@@ -88,8 +84,7 @@ TREES = [name for name in NAMED if name not in PAIRED]
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_an_all_gather_reverses_a_reduce_scatter(algorithm):
-    """On links that differ in the two directions an all-gather takes as long as a reduce-scatter on the reversed
-    links."""
+    """An all-gather takes as long as a reduce-scatter on the reversed links."""
     there = [("cpu:0", "a", 25), ("cpu:1", "a", 12), ("cpu:2", "b", 25), ("cpu:3", "b", 3), ("a", "b", 10)]
     back = [(dst, src, gb_per_s * 2 + 1) for src, dst, gb_per_s in there]
     uneven = Topology(names(4), [Link(*link, 1e-6) for link in there + back], ["a", "b"])
@@ -108,8 +103,7 @@ def test_an_all_gather_reverses_a_reduce_scatter(algorithm):
 @examples(100)
 @given(algorithms, st.integers(1, 9), st.integers(0, 9))
 def test_the_steps_that_are_kept_of_an_all_reduce(algorithm, n, first):
-    """The reduce-scatter keeps those steps of an all-reduce that bring each chunk to its owner; the all-gather reverses
-    each transfer, except to a device that has the chunk already."""
+    """A reduce-scatter keeps the steps that bring a chunk to its owner; an all-gather reverses its transfers."""
     whole = PLANNERS[algorithm](names(n), packs=n, first=first)
     scattered = reduce_scatter(whole)
     check_parts(scattered, "reduce_scatter", names(n))
@@ -130,20 +124,14 @@ def test_the_steps_that_are_kept_of_an_all_reduce(algorithm, n, first):
 
 
 @pytest.mark.parametrize("n", [2, 4, 8])
-def test_halving_then_doubling(n):
-    """For n a power of 2 the reduce-scatter of halving_doubling is its halving: log2 n rounds, of which one
-    has n**3 / 2 additions, one n**3 / 4, and so on."""
+def test_rounds_of_powers_of_two(n):
+    """For n a power of 2 the reduce-scatter of halving_doubling is its halving: log2 n rounds, of which one has
+    n**3 / 2 additions, one n**3 / 4, and so on. The all-gather of recursive_doubling is that of MPICH: log2 n rounds,
+    in the k-th of which every device receives 2**k parts from one device."""
     scattered = reduce_scatter(PLANNERS["halving_doubling"](names(n), packs=n))
     assert len(scattered.rounds) == n.bit_length() - 1
-    assert {sum(len(step.srcs) - 1 for step in steps) for steps in scattered.rounds} == {
-        n**3 >> k for k in range(1, n.bit_length())
-    }
-
-
-@pytest.mark.parametrize("n", [2, 4, 8])
-def test_recursive_doubling_scatters_and_gathers(n):
-    """For n a power of 2 the all-gather of recursive_doubling is that of MPICH: log2 n rounds, in the k-th of which
-    every device receives 2**k parts from one device."""
+    additions = {sum(len(step.srcs) - 1 for step in steps) for steps in scattered.rounds}
+    assert additions == {n**3 >> k for k in range(1, n.bit_length())}
     gathered = all_gather(reduce_scatter(PLANNERS["recursive_doubling"](names(n), packs=n)))
     assert len(gathered.rounds) == n.bit_length() - 1
     for k, steps in enumerate(gathered.rounds):
@@ -153,8 +141,7 @@ def test_recursive_doubling_scatters_and_gathers(n):
 
 
 def test_routes_are_reversed_too():
-    """The all-gather uses the reduce-scatter's routes backwards; a reduce-scatter has routes only for its own
-    transfers."""
+    """An all-gather uses a reduce-scatter's routes backwards; these are only for its own transfers."""
     # Two routes between any two devices: transfers without a route of their own use the first bus.
     links = [Link(a, b, 10) for bus in ("b0", "b1") for d in names(3) for a, b in ((d, bus), (bus, d))]
     topology = Topology(names(3), links, ["b0", "b1"])
@@ -173,8 +160,7 @@ def test_routes_are_reversed_too():
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_chunks_stay_where_they_are_first_complete(algorithm):
-    """If an all-reduce completes the same number of chunks on each device, each device owns those that it completes,
-    and the reduce-scatter has no copies."""
+    """Devices own the chunks that they complete, if these are equally many: then there are no copies."""
     n = 8
     scattered = reduce_scatter(PLANNERS[algorithm](names(n), packs=n))
     assert all(len(step.srcs) > 1 for steps in scattered.rounds for step in steps)

@@ -29,8 +29,9 @@ def contributions(schedule):
     return state
 
 
-@pytest.mark.parametrize("machine", ["dgx-1v", "dgx-1p", "mi300x", "hgx-h100", "ncv4", "mi250"])
-@pytest.mark.parametrize("hosts", [1, 2, 3])
+@pytest.mark.parametrize(
+    ("machine", "hosts"), [("dgx-1v", 2), ("mi300x", 1), ("hgx-h100", 3), ("ncv4", 2), ("mi250", 1)]
+)
 def test_each_device_receives_each_contribution_once(machine, hosts):
     """All devices combine all contributions once and in one order, so that all receive the same bits."""
     topology = cr.Topology.machine(machine, hosts)
@@ -41,7 +42,7 @@ def test_each_device_receives_each_contribution_once(machine, hosts):
         assert sorted(orders.pop()) == list(range(len(topology.devices)))
 
 
-@pytest.mark.parametrize("hosts", [2, 3, 4])
+@pytest.mark.parametrize("hosts", [2, 3])
 def test_hosts_exchange_last(hosts):
     """With hosts, the first levels stay inside hosts, and in the last one each device reads its counterparts."""
     topology = cr.Topology.machine("hgx-h100", hosts)

@@ -1,9 +1,8 @@
-"""``plan``: every collective by every algorithm on any topology is verified, simulated, within its bound, and
-cached."""
+"""``plan``: every collective by every algorithm is right, simulated and within its bound; invalid requests."""
 
 import heapq
 import itertools
-from dataclasses import FrozenInstanceError
+from dataclasses import FrozenInstanceError, fields
 from fractions import Fraction
 
 import pytest
@@ -13,7 +12,8 @@ from hypothesis import strategies as st
 from strategies import NAMED, names, wired
 
 import crossreduce as cr
-from crossreduce import Link, Topology, simulate, verify
+from crossreduce import ArgumentError, DeviceError, Link, PlanError, Topology, simulate, verify
+from crossreduce.planning import REGISTRY
 from crossreduce.schedule import fluid_rate, live_rounds
 from crossreduce.topology.machines import machine_names
 
@@ -36,6 +36,7 @@ def lopsided():
 
 
 DGX = Topology.machine("dgx-1v")
+H100S = Topology.machine("hgx-h100", hosts=2)
 TOPOLOGIES = {
     "one": Topology.full_mesh(1),
     "pair": Topology.full_mesh(2, 25, MICRO),
@@ -76,8 +77,7 @@ def distances(topology, start):
 
 
 def ends(made, collective):
-    """Return the names of the sources and destinations of all chunks; each chunk of a reduce-scatter has only one
-    destination, each of an all-gather only one source."""
+    """Return the names of the sources and destinations of all chunks, in order."""
     schedule = made.schedule
     sources, destinations = (
         {tuple(schedule.devices[k] for k in chunk[end]) for chunk in schedule.chunks} for end in (1, 2)
@@ -91,8 +91,7 @@ def ends(made, collective):
 
 
 def check(made, topology, collective, nbytes, sources, destinations):
-    """Check that a plan is verified, has the requested devices, uses existing links, has the simulated time, which is
-    at least that of its bound and latencies, and that its numbers agree with each other."""
+    """Check a plan's schedule, devices, links, simulated time and bound, and that its numbers agree with each other."""
     schedule, limit = made.schedule, made.bound
     verify(schedule)
     assert live_rounds(schedule) == [list(steps) for steps in schedule.rounds]
@@ -127,13 +126,12 @@ def whole(topology, collective, root):
     return ((root,) if collective == "broadcast" else everyone, (root,) if collective == "reduce" else everyone)
 
 
-# Properties of every plan.
-
-
-@pytest.mark.parametrize("collective", COLLECTIVES)
-@pytest.mark.parametrize("name", TOPOLOGIES)
-def test_every_collective_by_every_algorithm(name, collective):
-    """On every topology every algorithm plans every collective, and "auto" is the fastest for every size."""
+@pytest.mark.parametrize(
+    ("name", "collective"),
+    [(name, COLLECTIVES[(k + more) % 5]) for k, name in enumerate(TOPOLOGIES) for more in (0, 2)],
+)
+def test_every_algorithm(name, collective):
+    """On every topology every algorithm plans a collective, and "auto" is the fastest for every size."""
     topology = TOPOLOGIES[name]
     root = topology.devices[-1] if collective in ("reduce", "broadcast") else None
     for nbytes in (0, 3 * MIB) if name in ("one", "mesh", "two hosts") else (3 * MIB,):
@@ -150,7 +148,7 @@ def test_every_collective_by_every_algorithm(name, collective):
 @pytest.mark.parametrize("collective", COLLECTIVES)
 def test_the_bound_is_that_of_the_request(collective):
     """The bound of a plan is that of its collective, its root and its devices, on all devices and on some."""
-    for topology in (TOPOLOGIES["grid"], TOPOLOGIES["star"], DGX):
+    for topology in (TOPOLOGIES["grid"], TOPOLOGIES["star"]):
         part, root = topology.devices[1:4], None
         if collective in ("reduce", "broadcast"):
             root = part[1]
@@ -203,8 +201,7 @@ def drawn_requests(draw, both_ways):
 @examples(60)
 @given(st.booleans().flatmap(drawn_requests), st.sampled_from([0, 1, 1000, 10 * MIB]))
 def test_some_devices_of_any_topology(ask, nbytes):
-    """Any devices can be sources and destinations, and "auto" is at least as fast as every algorithm, also on links
-    that differ in the two directions."""
+    """Any devices can be sources and destinations, and "auto" is at least as fast as every algorithm."""
     topology, collective, given, gives, takes = ask
     best = cr.plan(topology, collective, nbytes, **given)
     check(best, topology, collective, nbytes, gives, takes)
@@ -238,9 +235,8 @@ def roots(schedule):
 
 
 def test_the_root_of_a_reduce_or_broadcast_is_the_best():
-    """If no root is given, a device with the greatest bound is the root. A root can also be given as the only source or
-    destination."""
-    for topology in (TOPOLOGIES["grid"], TOPOLOGIES["lopsided"], TOPOLOGIES["pcie-8"], DGX):
+    """A root that is not given has the greatest bound; the only source or destination is a root."""
+    for topology in (TOPOLOGIES["grid"], TOPOLOGIES["lopsided"], DGX):
         for collective, end in (("reduce", 1), ("broadcast", 0)):
             made = cr.plan(topology, collective, MIB)
             (root,) = ends(made, collective)[end]
@@ -261,8 +257,7 @@ BY_WAY = pytest.mark.xfail(strict=True, reason="one_device copies through the fi
     [pytest.param(name, marks=[BY_WAY] if name == "one_device" else []) for name in NAMED if name != "direct"],
 )
 def test_a_broadcast_sends_nothing_back(algorithm):
-    """No data is sent to the root of a broadcast, and each other device receives the buffer once. (The
-    algorithm "direct", which divides the buffer among the devices first, is left out.)"""
+    """Nothing is sent to a broadcast's root, and others receive the buffer once ("direct" divides it first)."""
     for topology in (DGX, TOPOLOGIES["star"], TOPOLOGIES["grid"]):
         root, n = topology.devices[-1], len(topology.devices)
         schedule = cr.plan(topology, "broadcast", MIB, algorithm, root=root).schedule
@@ -274,13 +269,11 @@ def test_a_broadcast_sends_nothing_back(algorithm):
         assert len(got) == n - 1
 
 
-@pytest.mark.parametrize("cut_off", ["a device", "a switch"])
 @pytest.mark.parametrize("collective", COLLECTIVES)
-def test_nodes_that_do_not_take_part_may_be_unreachable(collective, cut_off):
+def test_nodes_that_do_not_take_part_may_be_unreachable(collective):
     """Devices and switches that do not take part, and that have no links, do not matter."""
     mesh = Topology.full_mesh(3, 25, MICRO)
-    lost = (("cpu:9",), ()) if cut_off == "a device" else ((), ("lost",))
-    topology = Topology(mesh.devices + lost[0], mesh.links, lost[1])
+    topology = Topology((*mesh.devices, "cpu:9"), mesh.links, ("lost",))
     part = {"broadcast": {"root": "cpu:0", "destinations": names(3)}, "reduce": {"sources": names(3), "root": "cpu:0"}}
     given = part.get(collective, {"sources": names(3), "destinations": names(3)})
     for algorithm in (*NAMED, "auto"):
@@ -288,13 +281,17 @@ def test_nodes_that_do_not_take_part_may_be_unreachable(collective, cut_off):
         assert made.seconds == cr.plan(mesh, collective, MIB, algorithm, **given).seconds
 
 
-# The quality of plans.
-
-
-@pytest.mark.parametrize("name", [name for name, _ in machine_names()])
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.slow)
+        if name in ("gb200-nvl72", "tpu-v4", "hgx-h200", "hgx-b200")
+        else name
+        for name, _ in machine_names()
+    ],
+)
 def test_auto_is_the_fastest_on_every_machine(name):
-    """From 1 KiB to 1 GiB "auto" is the fastest algorithm in simulation; for 8 bytes it takes little more than the
-    longest latency between two devices, apart from operations, and for large buffers it reaches 93 % of the bound."""
+    """ "auto" is the fastest algorithm, near the latency for 8 bytes, and near the bound for 1 GiB."""
     topology = Topology.machine(name)
     for nbytes in (KIB, GIB):
         seconds = {algorithm: cr.plan(topology, nbytes=nbytes, algorithm=algorithm).seconds for algorithm in NAMED}
@@ -313,39 +310,13 @@ def test_auto_is_the_fastest_on_every_machine(name):
 
 @pytest.mark.parametrize("collective", COLLECTIVES)
 def test_auto_reaches_the_bound_of_every_collective(collective):
-    """On a DGX-1V, and on two hosts of eight H100, plans for 1 GiB reach 90 % of each collective's known bound, and the
-    forests for larger buffers have 98 % of it as their rate."""
-    known = {"all_reduce": Fraction(600, 7), "reduce": 150, "broadcast": 150}
-    boxes = {"all_reduce": Fraction(800, 3), "reduce": 400, "broadcast": 400}
-    for topology, due in (
-        (DGX, known.get(collective, Fraction(1200, 7))),
-        (H100S, boxes.get(collective, Fraction(1600, 3))),
-    ):
+    """Plans for 1 GiB reach 90 % of the known bound, forests for larger buffers have 98 % of it."""
+    known = {"all_reduce": (Fraction(600, 7), Fraction(800, 3)), "reduce": (150,), "broadcast": (150, 400)}
+    for topology, due in zip((DGX, H100S), known.get(collective, (Fraction(1200, 7),)), strict=False):
         made = cr.plan(topology, collective, GIB)
         assert made.bound.algbw == due
         assert made.algbw >= 0.9 * due
         assert cr.plan(topology, collective, 8 * GIB, "forest").ratio >= Fraction(98, 100)
-
-
-H100S = Topology.machine("hgx-h100", hosts=2)
-
-
-def test_sizes_have_their_own_plans():
-    """Larger buffers have no fewer pieces and take more time; their rate approaches ``Plan.rate`` from below."""
-    before = None
-    for power in range(10, 32, 2):
-        made = cr.plan(TOPOLOGIES["line"], nbytes=1 << power, algorithm="hierarchical_copy")
-        assert made.algbw <= made.rate
-        if before is not None:
-            assert made.seconds > before.seconds
-            assert made.algbw > before.algbw
-            assert made.schedule.pieces >= before.schedule.pieces
-        before = made
-    assert before.algbw >= 0.97 * before.rate
-    assert before.schedule.pieces > 1
-
-
-# The returned plan.
 
 
 def test_a_plan_prints_its_head_and_its_time():
@@ -357,9 +328,118 @@ def test_a_plan_prints_its_head_and_its_time():
     assert (made.rate, made.ratio) == (Fraction(125, 4), 1)
 
 
-def test_a_plan_cannot_be_changed():
-    """The parts of a plan cannot be assigned."""
+def test_results_cannot_be_changed():
+    """No part of a plan or a simulation can be assigned; callers cannot change cached results."""
     made = cr.plan(DGX, nbytes=MIB)
-    for part in ("schedule", "seconds", "nbytes", "topology"):
-        with pytest.raises(FrozenInstanceError, match="cannot assign to field"):
-            setattr(made, part, None)
+    done = simulate(made.schedule, DGX, 300)
+    done.bytes.clear()  # changes this result, not the cached one
+    assert simulate(made.schedule, DGX, 300).bytes
+    for value in (made, made.schedule, made.bound, made.topology, done):
+        for field in fields(value):
+            with pytest.raises(FrozenInstanceError, match="cannot assign to field"):
+                setattr(value, field.name, None)
+    assert made.bound == cr.bound(Topology.machine("dgx-1v"), "all_reduce")
+    assert hash(made.bound) == hash(cr.bound(Topology.machine("dgx-1v"), "all_reduce"))
+
+
+SQUARE = Topology.ring(4, 25, MICRO)
+BAD = [
+    ({"nbytes": -1}, r"nbytes must be an integer from 0 to[\s\S]*-1 \(int\)"),
+    ({"nbytes": True}, r"nbytes must be an integer[\s\S]*True \(bool\)"),
+    ({"nbytes": 8.0}, r"nbytes must be an integer[\s\S]*8\.0 \(float\)"),
+    ({"nbytes": "8x"}, r"nbytes must be an integer[\s\S]*'8x' \(str\)[\s\S]*nbytes=1 << 20$"),
+    ({"nbytes": None}, r"nbytes must be an integer[\s\S]*None"),
+    ({"nbytes": 1 << 61}, r"nbytes must be an integer from 0 to 1152921504606846976[\s\S]*2305843009213693952"),
+    ({"packs": 0}, r"packs must be an integer from 1 to 10000[\s\S]*0 \(int\)[\s\S]*packs=1"),
+    ({"packs": 10_001}, r"packs must be an integer from 1 to 10000[\s\S]*10001"),
+    ({"packs": True}, r"packs must be an integer[\s\S]*True \(bool\)"),
+    ({"packs": 2.0}, r"packs must be an integer[\s\S]*2\.0"),
+    ({"collective": "gather"}, r"no such collective[\s\S]*'gather'[\s\S]*one of all_reduce, reduce, broadcast"),
+    *[({"collective": wrong}, "no such collective") for wrong in ("ALL_REDUCE", None, ["reduce"])],
+    ({"algorithm": "best"}, r"no such algorithm[\s\S]*'best'[\s\S]*one of one_device[\s\S]*forest, nccl, auto"),
+    *[({"algorithm": wrong}, "no such algorithm") for wrong in (None, {})],
+    ({"root": "cpu:9"}, r"the root must be a device of the topology[\s\S]*'cpu:9'[\s\S]*one of cpu:0, cpu:1"),
+    ({"collective": "broadcast", "root": "cpu:9"}, "the root must be a device of the topology"),
+    ({"collective": "reduce_scatter", "root": "cpu:1"}, r"reduce_scatter has no root[\s\S]*root='cpu:1'"),
+    ({"collective": "all_gather", "root": "cpu:1"}, r"all_gather has no root[\s\S]*reduce or broadcast"),
+    ({"collective": "broadcast", "sources": [0], "root": 1}, r"a broadcast must have one root[\s\S]*root=cpu:1"),
+    ({"collective": "reduce", "destinations": [0], "root": 1}, r"a reduce must have one root[\s\S]*root=cpu:1"),
+    ({"collective": "broadcast", "sources": [0, 1]}, r"a broadcast must have one root[\s\S]*cpu:0', 'cpu:1"),
+    ({"collective": "broadcast", "sources": [0, 1], "root": 0}, "a broadcast must have one root"),
+    ({"collective": "reduce", "destinations": [0, 1]}, r"a reduce must have one root[\s\S]*all_reduce"),
+    ({"collective": "all_gather", "sources": [0], "destinations": [1]},
+     "the sources and the destinations of all_gather must be the same"),
+    ({"collective": "reduce_scatter", "sources": [0], "destinations": [0, 1]},
+     "the sources and the destinations of reduce_scatter must be the same"),
+    ({"sources": []}, "at least one device must be named"),
+    ({"destinations": ()}, "at least one device must be named"),
+    ({"sources": ["cpu:0", "cpu:7"]}, r"the topology has no such device[\s\S]*cpu:7[\s\S]*one of cpu:0, cpu:1"),
+    ({"sources": ["cpu:1", "CPU:1"]}, "cpu:1 is listed more than once"),
+    ({"sources": "cpu:0"}, "devices must be a list of names"),
+    ({"destinations": 3}, "devices must be a list of names"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("given", "text"), BAD, ids=[str(given) for given, _ in BAD])
+def test_bad_requests_are_refused(given, text):
+    """An invalid request raises an ArgumentError with the problem, the given value and a remedy."""
+    with pytest.raises(ArgumentError, match=text) as caught:
+        cr.plan(SQUARE, **given)
+    assert "\n  given: " in str(caught.value)
+
+
+@pytest.mark.parametrize("root", [4, -1, True, 1.0, "", "foo", ["cpu:0"], b"cpu:0"])
+def test_roots_that_are_not_names(root):
+    """A root must be the name or the number of a device."""
+    with pytest.raises(DeviceError, match="device"):
+        cr.plan(SQUARE, "reduce", root=root)
+
+
+@pytest.mark.parametrize("wrong", [None, "dgx-9", 4, [[0, 1], [1, 0]], Topology])
+def test_no_topology(wrong):
+    """Anything that does not give a topology raises an ArgumentError with a hint."""
+    with pytest.raises(ArgumentError, match=r"(this is not a topology|there is no machine of this name)[\s\S]*dgx-1v"):
+        cr.plan(wrong)
+
+
+@pytest.mark.parametrize("algorithm", [name for name, entry in REGISTRY.items() if not entry.has_root])
+def test_algorithms_without_a_root(algorithm):
+    """A root for an algorithm without roots raises a PlanError that lists the algorithms with roots."""
+    with pytest.raises(
+        PlanError, match=rf"{algorithm} does not reduce on a root[\s\S]*root=cpu:1[\s\S]*one_device, hierarch"
+    ):
+        cr.plan(SQUARE, algorithm=algorithm, root="cpu:1")
+
+
+HALVES = Topology(
+    names(4),
+    [Link(*pair, 1) for pair in itertools.permutations(names(2))]
+    + [Link(*pair, 1) for pair in itertools.permutations(names(4)[2:])],
+)
+
+
+@pytest.mark.parametrize("collective", COLLECTIVES)
+def test_unreachable_devices_cannot_be_planned(collective):
+    """The error names the collective, a device, those that it cannot reach, and the cut between them."""
+    src, dst, inside = (
+        ("cpu:2", "cpu:0", "cpu:2, cpu:3") if collective == "reduce" else ("cpu:0", "cpu:2, cpu:3", "cpu:0, cpu:1")
+    )
+    root = "cpu:0" if collective in ("reduce", "broadcast") else None
+    for algorithm in (*NAMED, "auto"):
+        with pytest.raises(PlanError) as caught:
+            cr.plan(HALVES, collective, 8, algorithm, root=root)
+        first, *rest = str(caught.value).splitlines()
+        assert first == f"{collective} needs a route from {src} to {dst}, but no link leads out of {{{inside}}}."
+        assert rest[0] == f"  given: {HALVES!r}"
+        assert "topology.subset" in rest[1]
+        part = HALVES.subset(["cpu:2", "cpu:3"])
+        assert cr.plan(part, collective, 8, algorithm).seconds > 0
+
+
+def test_the_cut_of_links_in_one_direction_is_named():
+    """If devices are linked in one direction only, the error names the missing route; other requests are planned."""
+    down = Topology(names(2), [Link("cpu:0", "cpu:1", 1)])
+    cut = r"all_reduce needs a route from cpu:1 to cpu:0, but no link leads out of \{cpu:1\}"
+    with pytest.raises(PlanError, match=cut):
+        cr.plan(down)
+    assert ends(cr.plan(down, sources=["cpu:0"]), "all_reduce") == (("cpu:0",), names(2))

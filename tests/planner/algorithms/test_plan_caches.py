@@ -1,6 +1,5 @@
 """Plans are cached, verified, and equal in all threads and processes."""
 
-import hashlib
 import itertools
 import os
 import subprocess
@@ -95,24 +94,43 @@ def test_threads_have_equal_plans(fresh):
 
 REQUESTS = """
 import hashlib, crossreduce as cr
-digest = hashlib.sha256()
+from crossreduce.planning import PLANNERS
+names = [f"cpu:{k}" for k in range(7)]
 box = cr.Topology.machine("dgx-1v").subset(["cuda:6", "cuda:0", "cuda:2", "cuda:3", "cuda:5"])
-for box in (box, cr.Topology.mesh(2, 3, 25, 1e-6), cr.Topology.machine("ncv4")):
+hosts = cr.Topology.machine("hgx-h100", 2, in_network=True)
+hosts = hosts.subset([f"host{h}/cuda:{k}" for h in (0, 1) for k in (0, 1)])
+links = [("cpu:0", "s", 2), ("s", "cpu:1", 2), ("s", "cpu:2", 3), ("cpu:0", "cpu:1", 1), ("cpu:1", "cpu:2", 1),
+         ("cpu:1", "cpu:0", 5), ("cpu:2", "cpu:0", 5)]
+uneven = [cr.Topology(names[:3], links, [("s", reducing)]) for reducing in (True, False)]
+boxes = [box, cr.Topology.mesh(2, 3, 25, 1e-6), hosts, *uneven]
+def show(text):
+    print(hashlib.sha256(str(text).encode()).hexdigest())
+for name, planner in PLANNERS.items():
+    show(planner(names, names[:4], names[2:], packs=3, first=2).to_json())
+for topology in boxes:
     for collective in ("all_reduce", "reduce", "broadcast", "reduce_scatter", "all_gather"):
-        for algorithm in cr.planning.NAMES:
-            digest.update(cr.plan(box, collective, 10**6, algorithm).schedule.to_json().encode())
-print(digest.hexdigest())
+        limit = cr.bound(topology, collective)
+        show((limit.roots, [(sorted(cut.nodes), *cut[1:]) for cut in limit.cuts], limit.potentials))
+        for algorithm in cr.planning.NAMES if topology not in uneven else ("forest",):
+            show(cr.plan(topology, collective, 10**6, algorithm).schedule.to_json())
+groups = cr.plan_groups(hosts, cr.mesh_groups(hosts.devices, (2, 2)), nbytes="1M")
+show([[one.schedule.to_json() for one in groups.plans], groups.bound.levels, groups.seconds, groups.explain()])
+show(box.without_link("cuda:0", "cuda:2").links)
 """
 
 
 def test_every_process_has_equal_plans():
-    """The same requests give byte-identical schedules in other processes, with any hash seed."""
-    found = []
-    for seed in ("0", "4242"):
-        run = subprocess.run(
-            [sys.executable, "-c", REQUESTS], env={**os.environ, "PYTHONHASHSEED": seed}, capture_output=True, text=True
+    """Schedules, certificates and plans of groups are byte-identical in other processes, with any hash seed."""
+    running = [
+        subprocess.Popen(
+            [sys.executable, "-c", REQUESTS],
+            env={**os.environ, "PYTHONHASHSEED": seed},
+            stdout=subprocess.PIPE,
+            text=True,
         )
-        assert run.returncode == 0, run.stderr
-        found.append(run.stdout)
-    assert found[0] == found[1]
-    assert len(found[0].strip()) == hashlib.sha256().digest_size * 2
+        for seed in ("0", "4242")
+    ]
+    first, second = (process.communicate()[0].splitlines() for process in running)
+    assert all(process.returncode == 0 for process in running)
+    assert first == second
+    assert len({*first}) > 60

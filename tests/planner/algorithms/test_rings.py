@@ -45,8 +45,7 @@ def used(topology, found):
 
 
 def check(topology, found, members):
-    """Check that each order lists each member once and is a ring, and that a link's bandwidth is at least that of the
-    narrowest link times the number of hops over it. Without rings, the only order is that of the members."""
+    """Check that orders list each member once, are rings, and fit the links together; else the order is as given."""
     assert found
     assert all(sorted(order) == sorted(members) for order in found)
     if not is_ring(topology, found[0]):
@@ -134,8 +133,7 @@ def test_wide_links_are_taken_first():
 
 @pytest.mark.parametrize("topology", [Topology.mesh(1, 4), Topology.mesh(3, 3), Topology.star(["cpu:7"])], ids=repr)
 def test_topologies_without_a_ring(topology):
-    """A line, a grid of 3 x 3 and a single device have no ring: ring_orders returns the devices in their order, and the
-    route of a hop may pass other devices."""
+    """A line, a grid of 3 x 3 and a single device have no ring: the order is that of the devices."""
     assert ring_orders(topology, topology.devices) == (topology.devices,)
     schedule = rings(topology, topology.devices)
     verify(schedule)
@@ -149,8 +147,7 @@ def test_topologies_without_a_ring(topology):
 @examples(80)
 @given(st.data(), st.integers(1, 6), st.integers(1, 3), st.integers(0, 9))
 def test_the_schedule_of_rings(data, n, packs, first):
-    """Each ring has an equal share of the buffer, in chunks that each device sends only to the next one on the ring;
-    any devices may be sources and destinations; the result is right."""
+    """Each ring has an equal share, in chunks that devices send only to the next one; the result is right."""
     topology = data.draw(wired(names(n)))
     some = st.lists(st.sampled_from(topology.devices), min_size=1, unique=True).map(tuple) | st.just(topology.devices)
     sources, destinations = data.draw(some), data.draw(some)

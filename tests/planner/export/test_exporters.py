@@ -2,6 +2,7 @@
 
 import json
 import random
+from contextlib import nullcontext
 from dataclasses import replace
 
 import chakra_reader
@@ -58,26 +59,16 @@ CHECKS = {
 }
 
 
-def test_every_exporter_is_tested():
-    """The table has one row per exporter."""
-    assert set(CHECKS) == set(EXPORTERS)
-
-
 @pytest.mark.parametrize("name", EXPORTERS)
 def test_the_text_is_right_for_the_plan(name):
-    """Every exporter writes text that is right for a plan; equal plans give equal text."""
+    """Every exporter writes text that is right for a plan, and equal text for equal plans; all but that of schedules
+    refuse a schedule that ``verify`` rejects."""
     plan = cr.plan(TOPOLOGY, nbytes=4096, algorithm="ring")
     text = EXPORTERS[name].write(plan)
     CHECKS[name](plan, text)
     assert EXPORTERS[name].write(replace(plan, schedule=cr.Schedule.from_json(plan.schedule.to_json()))) == text
-
-
-@pytest.mark.parametrize("name", [name for name in EXPORTERS if name != "schedule"])
-def test_a_wrong_schedule_is_not_exported(name):
-    """Every exporter but that of schedules refuses a schedule that ``verify`` rejects."""
-    plan = cr.plan(TOPOLOGY, nbytes=4096, algorithm="ring")
     wrong = replace(plan, schedule=replace(plan.schedule, rounds=plan.schedule.rounds[:-1]))
-    with pytest.raises(cr.ScheduleError, match="stale chunk 0"):
+    with pytest.raises(cr.ScheduleError, match="stale chunk 0") if name != "schedule" else nullcontext():
         EXPORTERS[name].write(wrong)
 
 
@@ -117,7 +108,8 @@ def test_a_plan_that_does_not_fit_is_replaced():
 
 
 def test_a_replacement_is_for_the_same_request():
-    """Algorithms that cannot use the root of the request, or its devices, do not replace a plan."""
+    """Algorithms that cannot use the root of the request, or its devices, do not replace a plan. If no algorithm's plan
+    can be written, the error is that of the fastest plan."""
     for options in ({"root": 2}, {"sources": GPUS[:3], "destinations": GPUS[:3]}):
         best = cr.plan(TOPOLOGY, "all_reduce", "1 MiB", **options)
 
@@ -131,13 +123,8 @@ def test_a_replacement_is_for_the_same_request():
         assert found.plan.root == best.root
         assert found.plan.schedule != best.schedule
 
-
-def test_a_collective_that_no_plan_fits_keeps_its_error():
-    """If no algorithm's plan can be written, the error is that of the fastest plan."""
-
-    def write(plan):
+    def fails(plan):
         raise cr.PlanError(plan.algorithm)
 
-    best = cr.plan(TOPOLOGY, "all_reduce", "1 MiB")
     with pytest.raises(cr.PlanError, match=f"^{best.algorithm}$"):
-        fitting(best, write)
+        fitting(best, fails)

@@ -3,15 +3,16 @@
 import re
 from collections import Counter
 from fractions import Fraction
+from itertools import combinations
 
 import pytest
 from budget import examples
 from drawings import GPUS, PART, both_ways, panels, texts, two_hosts, words
 from hypothesis import given
 from hypothesis import strategies as st
-from strategies import names
+from strategies import names, wired
 
-from crossreduce import Switch, Topology
+from crossreduce import Topology
 from crossreduce.export.pictures import draw_topology
 from crossreduce.export.pictures.folding import fold_topology
 
@@ -29,37 +30,27 @@ def test_a_topology_shows_its_nodes_and_speeds(tmp_path):
     )
 
 
-def test_one_way_links_have_their_own_lines(tmp_path):
-    """The legend counts links without a reverse link of the same bandwidth as one way."""
+def test_the_legend(tmp_path):
+    """The legend counts links without a reverse link of the same bandwidth as one way. For more than six bandwidths it
+    has ranges, and every link is in one of them. The larger of two bandwidths has the thicker line, in a darker colour.
+    """
     links = [("cpu:0", "cpu:1", 10), ("cpu:1", "cpu:0", 20), ("cpu:1", "cpu:2", 10), *both_ways(("cpu:0", "cpu:2", 5))]
     draw_topology(Topology(names(3), links), tmp_path / "a.svg")
     assert words(tmp_path / "a.svg")[4:] == ["20 GB/s one way: 1", "10 GB/s one way: 2", "5 GB/s each way: 1"]
-
-
-def test_many_speeds_share_six_shades(tmp_path):
-    """For more than six bandwidths the legend has ranges, and every link is in one of them."""
     matrix = [[0 if i == j else 5 + 3 * i + 7.5 * j for j in range(6)] for i in range(6)]
     draw_topology(Topology.from_matrix(matrix), tmp_path / "a.svg")
     ranges = [word for word in words(tmp_path / "a.svg") if "GB/s" in word]
     assert 2 <= len(ranges) <= 6
     assert all(re.fullmatch(r"[\d.]+ to [\d.]+ GB/s one way: \d+", word) for word in ranges)
     assert sum(int(word.rpartition(" ")[2]) for word in ranges) == 30
-
-
-def test_switches_that_reduce_are_black(tmp_path):
-    """The name of a switch that reduces in the network is white; that of a switch that only forwards is not."""
-    for reduces in (False, True):
-        draw_topology(Topology.star(4).with_switches(reducing=reduces), tmp_path / "a.svg")
-        assert panels(tmp_path / "a.svg")[0].white == ["switch"] * reduces
-
-
-def test_faster_links_are_thicker_and_darker(tmp_path):
-    """The larger of two bandwidths has the thicker line, in a darker colour."""
     draw_topology(PART, tmp_path / "a.svg")
     styles = set(re.findall(r"stroke: (#\w+); stroke-width: ([\d.]+)\"", (tmp_path / "a.svg").read_text()))
     (slow, thin), (fast, thick) = sorted(styles, key=lambda style: float(style[1]))
     assert float(thick) > 1.2 * float(thin)
     assert sum(bytes.fromhex(fast[1:])) < sum(bytes.fromhex(slow[1:]))
+    for reduces in (False, True):  # the names of switches that reduce are white
+        draw_topology(Topology.star(4).with_switches(reducing=reduces), tmp_path / "a.svg")
+        assert panels(tmp_path / "a.svg")[0].white == ["switch"] * reduces
 
 
 def places(topology, path):
@@ -71,57 +62,47 @@ def places(topology, path):
     return [place for _, place in found]
 
 
-@pytest.mark.parametrize(
-    ("topology", "rows"),
-    [
-        (Topology.mesh(2, 2), [2, 2]),
-        (Topology.mesh(3, 5), [5] * 3),
-        (Topology.mesh(5, 3), [3] * 5),
-        (Topology.torus(4, 4), [4] * 4),
-        (Topology.torus(3, 4).without_link("cpu:0", "cpu:3"), [4] * 3),  # one row without a link between its ends
-    ],
-)
-def test_grids_are_drawn_as_grids(tmp_path, topology, rows):
-    """Devices of a mesh or torus are drawn row by row, in equal rows."""
-    found = places(topology, tmp_path / "a.svg")
-    heights = Counter(round(y, 2) for _, y in found)
-    assert [heights[y] for y in sorted(heights)] == rows
-    assert len({round(x, 1) for x, _ in found}) == rows[0]
-    assert [y for _, y in found] == sorted(y for _, y in found)
-
-
-def test_links_between_the_ends_of_a_row_are_curves(tmp_path):
-    """A link between the ends of a row or column is a curve, so it does not cover the nodes between them."""
-    for topology, bent in ((Topology.mesh(3, 4), 0), (Topology.torus(3, 4), 7), (Topology.torus(2, 3), 2)):
-        draw_topology(topology, tmp_path / "a.svg")
+def test_grids_are_drawn_as_grids(tmp_path):
+    """Devices of a mesh or torus are drawn row by row, in equal rows. A link between the ends of a row or column is a
+    curve, so it does not cover the nodes between them."""
+    for topology, rows, bent in (
+        (Topology.mesh(2, 2), [2, 2], 0),
+        (Topology.mesh(5, 3), [3] * 5, 0),
+        (Topology.torus(4, 4), [4] * 4, 8),
+        (Topology.torus(2, 3), [3] * 2, 2),
+        (Topology.torus(3, 4).without_link("cpu:0", "cpu:3"), [4] * 3, 6),  # one row without a link between its ends
+    ):
+        found = places(topology, tmp_path / "a.svg")
+        heights = Counter(round(y, 2) for _, y in found)
+        assert [heights[y] for y in sorted(heights)] == rows
+        assert len({round(x, 1) for x, _ in found}) == rows[0]
+        assert [y for _, y in found] == sorted(y for _, y in found)
         lines = re.findall(r'<path d="([^z"]*)" clip-path', (tmp_path / "a.svg").read_text())
         assert len(lines) == len(topology.links) / 2
         assert sum(line.count("L") > 1 for line in lines) == bent
 
 
-@pytest.mark.parametrize("topology", [Topology.torus(2, 2, 2), Topology.torus(3, 3, 3), Topology.torus(2, 3, 4)])
-def test_a_third_dimension_is_drawn_diagonally(tmp_path, topology):
+def test_a_third_dimension_is_drawn_diagonally(tmp_path):
     """Along a third dimension the next device is drawn above and to the right."""
-    found = places(topology, tmp_path / "a.svg")
-    (x0, y0), (x1, y1) = found[0], found[len(found) // (3 if len(found) == 27 else 2)]
-    assert x1 > x0
-    assert y1 < y0
+    for topology, step in ((Topology.torus(2, 3, 4), 12), (Topology.torus(3, 3, 3), 9)):
+        found = places(topology, tmp_path / "a.svg")
+        (x0, y0), (x1, y1) = found[0], found[step]
+        assert x1 > x0
+        assert y1 < y0
 
 
-@pytest.mark.parametrize(
-    "topology", [PART, Topology.ring(6), Topology.full_mesh(9), Topology.star(16), Topology.star(24)]
-)
-def test_other_topologies_are_drawn_on_a_circle(tmp_path, topology):
+def test_other_topologies_are_drawn_on_a_circle(tmp_path):
     """Devices without a grid are drawn on a circle; the switch of a star is in its middle."""
-    found = places(topology, tmp_path / "a.svg")
-    n = len(topology.devices)
-    middle = sum(x for x, _ in found[:n]) / n, sum(y for _, y in found[:n]) / n
-    far = [((x - middle[0]) ** 2 + (y - middle[1]) ** 2) ** 0.5 for x, y in found]
-    assert far[:n] == pytest.approx([far[0]] * n, rel=0.05)
-    assert max(far[n:], default=0) < 0.05 * far[0] + 3
+    for topology in (PART, Topology.ring(6), Topology.star(24)):
+        found = places(topology, tmp_path / "a.svg")
+        n = len(topology.devices)
+        middle = sum(x for x, _ in found[:n]) / n, sum(y for _, y in found[:n]) / n
+        far = [((x - middle[0]) ** 2 + (y - middle[1]) ** 2) ** 0.5 for x, y in found]
+        assert far[:n] == pytest.approx([far[0]] * n, rel=0.05)
+        assert max(far[n:], default=0) < 0.05 * far[0] + 3
 
 
-@pytest.mark.parametrize(("count", "row"), [(25, 7), (72, 18), (96, 24)])
+@pytest.mark.parametrize(("count", "row"), [(25, 7), (96, 24)])
 def test_a_large_star_is_drawn_as_rows(tmp_path, count, row):
     """The devices of a large star are in two rows above its switch and two below, and all links are vertical."""
     found = places(Topology.star(count), tmp_path / "a.svg")
@@ -134,24 +115,20 @@ def test_a_large_star_is_drawn_as_rows(tmp_path, count, row):
     )
     assert len(lines) == count
     assert all(start == end for start, end in lines)
-    boxes = (
-        sorted(x for x, y in found if round(y, 1) == above[0]),
-        sorted(x for x, y in found if round(y, 1) == above[1]),
-    )
-    assert min(abs(x - other) for x in boxes[0] for other in boxes[1]) > 20  # links pass between the boxes
+    upper, lower = ([x for x, y in found if round(y, 1) == row] for row in above)
+    assert min(abs(x - other) for x in upper for other in lower) > 20  # links pass between the boxes
 
 
 @pytest.mark.parametrize(
     ("topology", "boxes", "note"),
     [
         (Topology.machine("hgx-h100", hosts=4), 0, ""),
-        (Topology.machine("hgx-h100", hosts=16), 16, "each box is a host (with its number of devices)"),
         (Topology.machine("dgx-1v", hosts=8), 8, "each box is a host (with its number of devices)"),
         (Topology.star(96), 0, ""),
         (Topology.star(256), 16, "each box is a range of devices with the same links"),
         (Topology.full_mesh(100), 15, "each box is a range of devices with the same links"),
     ],
-    ids=["32", "16 hosts", "8 hosts", "96", "star", "mesh"],
+    ids=["4 hosts", "8 hosts", "96", "star", "mesh"],
 )
 def test_large_topologies_are_folded(tmp_path, topology, boxes, note):
     """A box stands for a host, or for devices with the same links; its links have the bandwidth of all of theirs."""
@@ -161,13 +138,12 @@ def test_large_topologies_are_folded(tmp_path, topology, boxes, note):
     assert sum(bool(re.search(r" \(\d+\)$|:\d+-\d+$", word)) for word in found) == boxes
     folding = fold_topology(topology)
     assert {*folding.boxes} == {*topology.nodes}
-    for link in folding.topology.links:
-        inside = [
-            old for old in topology.links if (folding.boxes[old.src], folding.boxes[old.dst]) == (link.src, link.dst)
-        ]
-        assert link.bandwidth == sum(old.bandwidth for old in inside)
-    apart = [link for link in topology.links if folding.boxes[link.src] != folding.boxes[link.dst]]
-    assert sum(link.bandwidth for link in apart) == sum(link.bandwidth for link in folding.topology.links)
+    between = Counter()
+    for link in topology.links:
+        between[folding.boxes[link.src], folding.boxes[link.dst]] += link.bandwidth
+    assert {(link.src, link.dst): link.bandwidth for link in folding.topology.links} == {
+        ends: bandwidth for ends, bandwidth in between.items() if ends[0] != ends[1]
+    }
 
 
 def test_devices_with_other_links_are_not_folded_together():
@@ -181,27 +157,14 @@ def test_devices_with_other_links_are_not_folded_together():
     assert labels["cpu:21"].startswith("cpu:21-")
 
 
-@st.composite
-def machines(draw):
-    """Draw devices of one or several hosts, switches inside and between hosts, and random links."""
-    hosts = draw(st.sampled_from([[""], ["a/"], ["", "b/"], ["a/", "b/", "c/"]]))
-    devices = [f"{host}cuda:{k}" for host in hosts for k in range(draw(st.integers(1, 5)))]
-    inner = [f"{host}{name}" for host in hosts for name in ("sw0", "sw1", "nic") if draw(st.booleans())]
-    switches = [*inner, *("leaf", "spine")[: draw(st.integers(0, 2))]]
-    nodes = [*devices, *switches]
-    pairs = draw(
-        st.lists(st.tuples(*[st.sampled_from(nodes)] * 2).filter(lambda p: p[0] != p[1]), max_size=25, unique=True)
-    )
-    speeds = st.sampled_from([1, Fraction(64, 3), 450])
-    links = [(a, b, draw(speeds)) for a, b in pairs]
-    return Topology(devices, links, [Switch(name, draw(st.booleans())) for name in switches])
+HOSTS = [[""], ["a/"], ["", "b/"], ["a/", "b/", "c/"]]
+DEVICES = [tuple(f"{host}cuda:{k}" for host in hosts for k in range(n)) for hosts in HOSTS for n in (1, 3, 5)]
 
 
 @examples(25)
-@given(machines())
+@given(st.sampled_from(DEVICES).flatmap(lambda devices: wired(devices, most_switches=5)))
 def test_no_two_nodes_share_a_position(tmp_path_factory, topology):
     """With any links, on one host or several, every node has its own position in the picture."""
     found = places(topology, tmp_path_factory.mktemp("pictures") / "a.svg")
-    for k, (x, y) in enumerate(found):
-        for u, v in found[:k]:
-            assert abs(x - u) > 20 or abs(y - v) > 20  # in points; a name is 5 points high, a box 23
+    for (x, y), (u, v) in combinations(found, 2):
+        assert abs(x - u) > 20 or abs(y - v) > 20  # in points; a name is 5 points high, a box 23

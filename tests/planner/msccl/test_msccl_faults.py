@@ -19,136 +19,77 @@ def exported(planner, n, **options):
     return to_msccl_xml(PLANNERS[planner](names(n), **options))
 
 
-@pytest.mark.parametrize(
-    ("text", "words"),
-    [
-        (
-            two(SWAP, (1, ("s i0 s0 1", "r i0 s0 1"))),
-            r"gpu 1: at the end chunk 0 of the input buffer .* lacks .* rank 0",
-        ),
-        (
-            two(SWAP, (1, ("s i0 s0 1", "r i0 s0 1", "re s0 i0 1", "re s0 i0 1"))),
-            r"gpu 1, tb 0, step 3 \(re\): at the end .* has the contribution of rank 0 more than once",
-        ),
-        (
-            two(LATE, (1, ("s i0 s0 1 !", "r i0 s0 1 !"), ("re s0 i0 1 <0.0",))),
-            r"gpu 1, tb 1, step 0 \(re\): (a race. It )?reads chunk 0 of the scratch buffer \(in place\), "
-            r"(which tb 0, step 1 \(r\) writes|which was never written)",
-        ),
-        (
-            two((1, ("s i0 s0 1", "r i0 s0 1 !"), ("re s0 i0 1 <0.1",)), SWAP, coll="allreduce", nchannels=1),
-            None,
-        ),
-        (
-            two((1, ("r i0 s0 1", "s i0 s0 1")), (1, ("r i0 s0 1", "s i0 s0 1"))),
-            r"a deadlock. gpu 0, tb 0, step 0 \(r\) waits for the message of gpu 1, tb 0, step 1 \(s\); "
-            r"gpu 1, tb 0, step 0 \(r\) waits for the message of gpu 0, tb 0, step 1",
-        ),
-        (
-            two((1, ("s i0 s0 1", "r i0 s0 1 <1.0"), ("cpy i0 s0 1 <0.1 !",)), SWAP),
-            r"gpu 0, tb 1, step 0 \(cpy\): waits for tb 0, step 1, but no step of that threadblock signals",
-        ),
-        (
-            two((1, ("s i0 s0 1", "r i0 s0 1 <1.0 !"), ("cpy i0 s0 1 <0.1 !",)), SWAP),
-            r"a deadlock. gpu 0, tb 0, step 1 \(r\) waits for tb 1, step 0; gpu 0, tb 1, step 0 \(cpy\) waits for tb 0",
-        ),
-        (
-            two((1, ("s i0 s0 1 <7.0", "r i0 s0 1")), SWAP),
-            r"gpu 0, tb 0, step 0 \(s\): waits for tb 7, which gpu 0 does",
-        ),
-        (
-            two((1, ("s i0 s0 1", "r i0 s0 1", "s i0 s0 1")), SWAP),
-            r"gpu 0, tb 0: sends 2 times to gpu 1 .* receives 1 times",
-        ),
-        (
-            two((2, ("s i0 s0 2", "r i0 s0 1")), SWAP, chunks=2),
-            r"gpu 0, tb 0, step 0 \(s\): sends 2 chunks, but gpu 1, tb 0, step 1 \(r\) receives 1",
-        ),
-        (
-            file("allreduce", 1, (0, (1, -1, 0, "s i0 i0 1")), (0, (-1, -1, 0))),
-            r"gpu 0, tb 0: no threadblock of gpu 1 receives from gpu 0 on channel 0",
-        ),
-        (
-            file("allreduce", 1, (0, (-1, -1, 0)), (0, (-1, 0, 1, "r i0 i0 1"))),
-            r"gpu 1, tb 0: no threadblock of gpu 0 sends to gpu 1 on channel 1",
-        ),
-        (
-            file("allreduce", 1, (0, (1, -1, 0, "s i0 i0 1"), (1, -1, 0)), (0, (-1, 0, 0, "r i0 i0 1"))),
-            r"gpu 0, tb 1: tb 0 has the same send peer 1 on channel 0",
-        ),
-        (two(SWAP, SWAP, nchannels=0), r"gpu 0, tb 0: channel 0 does not exist, nchannels=0"),
-        (
-            two((0, ("s i0 s0 1", "r i0 s0 1")), SWAP),
-            r"gpu 0, tb 0, step 1 \(r\): chunks 0 to 0 of the scratch .* has 0",
-        ),
-        (two((1, ("s i1 s0 1", "r i0 s0 1")), SWAP), r"step 0 \(s\): chunks 1 to 1 of the input buffer, which has 1"),
-        (
-            two((1, ("s s0 s0 1", "r i0 s0 1")), SWAP),
-            r"step 0 \(s\): reads chunk 0 of the scratch .* never written",
-        ),
-        (
-            two((1, ("s i0 s0 1", "r i0 s0 1", "re i0 i1 1")), SWAP, chunks=2),
-            r"lacks|combines different parts",
-        ),
-        (
-            two((1, ("s i0 s0 1", "r i0 s0 1", "cpy i0 i1 2")), SWAP, chunks=3),
-            r"step 2 \(cpy\): src and dst overlap, but are not the same",
-        ),
-        (
-            two(SWAP, SWAP, inplace=0, outofplace=1),
-            r"at the end chunk 0 of the output buffer \(out of place\) was never wri",
-        ),
-        (two(SWAP, SWAP, coll="alltoallv"), "cannot be verified"),
-        (
-            two((0, ("s i0 i0 1", "r i0 i0 1")), (0, ("s i0 i0 1", "r i0 i0 1")), coll="reduce"),
-            "no rank has the complete sum",
-        ),
-    ],
-)
+def send(*steps, scratch=1):
+    """Return a GPU that exchanges its input, and then runs more steps in the same threadblock."""
+    return scratch, ("s i0 s0 1", "r i0 s0 1", *steps)
+
+
+FIRST = (1, ("r i0 s0 1", "s i0 s0 1"))
+SENDER, RECEIVER = (1, -1, 0, "s i0 i0 1"), (-1, 0, 0, "r i0 i0 1")
+RACE = (2, ("s i0 s0 1 !", "r i0 s0 1 !"), ("cpy i0 s0 1", "re s0 i0 1 <0.1"))
+HASTY = (1, ("s i0 s0 1 !", "r i0 s0 1 !"), ("re s0 i0 1 <0.0",))
+
+
+def copies(more):
+    """Return a GPU whose second threadblock copies, and waits for a step of the first one, which ends with ``more``."""
+    return 1, ("s i0 s0 1", "r i0 s0 1 <1.0" + more), ("cpy i0 s0 1 <0.1 !",)
+
+
+FAULTS = [
+    (two(SWAP, send()), r"gpu 1: at the end chunk 0 of the input buffer .* lacks .* rank 0"),
+    (two(SWAP, send("re s0 i0 1", "re s0 i0 1")), r"gpu 1, tb 0, step 3 \(re\): at the end .* rank 0 more than once"),
+    (two(LATE, HASTY), r"gpu 1, tb 1, step 0 \(re\): (a race. It )?reads chunk 0 of the scratch .*, which (tb 0|was)"),
+    (
+        two(FIRST, FIRST),
+        r"a deadlock. gpu 0, tb 0, step 0 \(r\) waits for the message of gpu 1, tb 0, step 1 \(s\); "
+        r"gpu 1, tb 0, step 0 \(r\) waits for the message of gpu 0, tb 0, step 1",
+    ),
+    (two(copies(""), SWAP), r"step 0 \(cpy\): waits for tb 0, step 1, but no step of that threadblock signals"),
+    (
+        two(copies(" !"), SWAP),
+        r"a deadlock. gpu 0, tb 0, step 1 \(r\) waits for tb 1, step 0; gpu 0, tb 1, step 0 \(cpy\)",
+    ),
+    (two((1, ("s i0 s0 1 <7.0", "r i0 s0 1")), SWAP), r"tb 0, step 0 \(s\): waits for tb 7, which gpu 0 does"),
+    (two(send("s i0 s0 1"), SWAP), r"gpu 0, tb 0: sends 2 times to gpu 1 .* receives 1 times"),
+    (two((2, ("s i0 s0 2", "r i0 s0 1")), SWAP, chunks=2), r"sends 2 chunks, but gpu 1, tb 0, step 1 \(r\) receives 1"),
+    (file("allreduce", 1, (0, SENDER), (0, (-1, -1, 0))), "no threadblock of gpu 1 receives from gpu 0 on channel 0"),
+    (file("allreduce", 1, (0, (-1, -1, 0)), (0, RECEIVER)), "no threadblock of gpu 0 sends to gpu 1 on channel 0"),
+    (file("allreduce", 1, (0, SENDER, (1, -1, 0)), (0, RECEIVER)), "tb 0 has the same send peer 1 on channel 0"),
+    (two(SWAP, SWAP, nchannels=0), r"gpu 0, tb 0: channel 0 does not exist, nchannels=0"),
+    (two(send(scratch=0), SWAP), r"gpu 0, tb 0, step 1 \(r\): chunks 0 to 0 of the scratch .* has 0"),
+    (two((1, ("s i1 s0 1", "r i0 s0 1")), SWAP), r"step 0 \(s\): chunks 1 to 1 of the input buffer, which has 1"),
+    (two((1, ("s s0 s0 1", "r i0 s0 1")), SWAP), r"step 0 \(s\): reads chunk 0 of the scratch .* never written"),
+    (two(send("re i0 i1 1"), SWAP, chunks=2), r"lacks|combines different parts"),
+    (two(send("cpy i0 i1 2"), SWAP, chunks=3), r"step 2 \(cpy\): src and dst overlap, but are not the same"),
+    (two(SWAP, SWAP, inplace=0, outofplace=1), r"at the end chunk 0 of the output .*out of place\) was never written"),
+    (two(SWAP, SWAP, coll="alltoallv"), "cannot be verified"),
+    (two(send(), send(), coll="reduce"), "no rank has the complete sum"),
+    # A write to memory that another threadblock writes, and one to memory that another threadblock reads.
+    (
+        two(LATE, RACE),
+        r"a race. It writes chunk 0 of the scratch buffer \(in place\), which tb .* writes, and the two are",
+    ),
+    (
+        apart().replace('depid="0" deps="0"', 'depid="1" deps="0"'),
+        r"tb 2, step 1 \(re\): a race. It writes chunk 0 of the input .*, which tb 0, step 0 \(s\) reads",
+    ),
+]
+
+
+@pytest.mark.parametrize(("text", "words"), FAULTS, ids=[words for _, words in FAULTS])
 def test_faults_are_named(text, words):
-    """The error states the algorithm's name, the fault, and its GPU, threadblock and step, if it is in one; a file
-    whose ``words`` are None is accepted."""
-    if words is None:
-        verify_msccl_xml(text)
-        return
-    assert fault(text, 1, 30, slots=8) is not None or "cannot be verified" in words or "nchannels=0" in words
+    """The error states the algorithm's name, the fault, and its GPU, threadblock and step, if it is in one."""
+    known = ("cannot be verified" in words, "nchannels=0" in words, "writes, and the two" in words)
+    assert fault(text, 1, 30, slots=8) is not None or any(known)
     with pytest.raises(ScheduleError, match=words) as caught:
         verify_msccl_xml(text)
     assert "custom" in str(caught.value)
 
 
-def test_a_race_is_named():
-    """The error of a race has both steps and the memory that they access."""
-    late = (2, ("s i0 s0 1 !", "r i0 s0 1 !"), ("cpy i0 s1 1 <0.0", "re s0 i0 1 <0.1"))
-    verify_msccl_xml(two(LATE, late))
-    early = (2, ("s i0 s0 1 !", "r i0 s0 1 !"), ("cpy i0 s0 1", "re s0 i0 1 <0.1"))
-    with pytest.raises(
-        ScheduleError,
-        match=r"gpu 1, tb \d, step \d \(\w+\): a race. It writes chunk 0 of the scratch buffer \(in place\), which "
-        r"tb \d, step \d \(\w+\) writes, and the two are not ordered",
-    ):
-        verify_msccl_xml(two(LATE, early))
-
-
-def test_a_write_waits_for_readers():
-    """A write to memory that another threadblock reads must depend on the reader."""
-    hasty = apart().replace('depid="0" deps="0"', 'depid="1" deps="0"')
-    assert fault(hasty, 0, 30) is not None
-    with pytest.raises(
-        ScheduleError,
-        match=r"tb 2, step 1 \(re\): a race. It writes chunk 0 of the input buffer \(in place\), which "
-        r"tb 0, step 0 \(s\) reads",
-    ):
-        verify_msccl_xml(hasty)
-
-
 def test_a_forwarded_message_orders_only_completed_steps():
     """If a message is forwarded chunk by chunk, its first chunks may return before its sender has read the last ones:
     receiving into the memory that is sent is a race."""
-    gpus = (
-        (0, (1, -1, 0, "s i0 i0 2"), (-1, 1, 0, "r i0 i1 2")),
-        (2, (0, 0, 0, "rcs s0 s0 2")),
-    )
+    gpus = ((0, (1, -1, 0, "s i0 i0 2"), (-1, 1, 0, "r i0 i1 2")), (2, (0, 0, 0, "rcs s0 s0 2")))
     text = file("broadcast", 3, *gpus, proto="LL")
     machine = Machine(text, True)
     machine.run(random.Random(0), held={((0, 0), 0)})
@@ -190,22 +131,18 @@ def test_a_message_orders_writes_but_not_reads():
         assert ("a race" in str(caught.value)) == reads
 
 
-@pytest.mark.parametrize("n", [2, 3, 4, 8])
-def test_the_style_of_msccl_tools_and_rccl(n):
-    """Files in the style of msccl-tools and RCCL are accepted: chains of nops, fused additions, scratch memory."""
-    report = verify_msccl_xml(one_step(n))
-    assert (report.coll, report.inplace, report.outofplace, report.slots) == ("allreduce", True, False, 8)
-    assert not [note for note in report.notes if "refuse" in note]
-    assert verify_msccl_xml(pairwise(n)).coll == "alltoall"
-
-
-def test_the_attributes_that_msccl_tools_leaves_out():
-    """Without outofplace, minBytes and maxBytes, inplace alone counts; the report names runtimes that refuse this."""
+def test_the_style_of_msccl_tools_and_rccl():
+    """Files in the style of msccl-tools and RCCL are accepted: chains of nops, fused additions, scratch memory. Without
+    outofplace, minBytes and maxBytes, inplace alone counts; the report names runtimes that refuse this."""
+    for n in (2, 3, 8):
+        report = verify_msccl_xml(one_step(n))
+        assert (report.coll, report.inplace, report.outofplace, report.slots) == ("allreduce", True, False, 8)
+        assert not [note for note in report.notes if "refuse" in note]
+        assert verify_msccl_xml(pairwise(n)).coll == "alltoall"
     report = verify_msccl_xml(fused_ring(3, outofplace=None, minBytes=None, maxBytes=None))
     assert (report.inplace, report.outofplace) == (True, False)
-    assert report.notes == (
-        "msccl-executor-nccl refuses a file without the attribute outofplace, minBytes, maxBytes",
-        "RCCL refuses a file without the attribute outofplace, minBytes, maxBytes",
+    assert report.notes == tuple(
+        f"{runtime} refuses a file without the attribute outofplace, minBytes, maxBytes" for runtime in ALL[:2]
     )
 
 
@@ -213,8 +150,7 @@ ALL = ("msccl-executor-nccl", "RCCL", "microsoft/msccl")
 
 
 @pytest.mark.parametrize(
-    ("steps", "blocks", "names"),
-    [(64, 1, ()), (65, 1, ALL[:2]), (257, 1, ALL), (1, 65, ("RCCL",)), (1, 217, ALL[1:])],
+    ("steps", "blocks", "names"), [(64, 1, ()), (65, 1, ALL[:2]), (257, 1, ALL), (1, 65, ("RCCL",)), (1, 217, ALL[1:])]
 )
 def test_notes_name_the_runtime_whose_limit_a_file_breaks(steps, blocks, names):
     """Each runtime has limits of its own, and a note on a limit begins with the name of the runtime."""
@@ -226,23 +162,19 @@ def test_notes_name_the_runtime_whose_limit_a_file_breaks(steps, blocks, names):
 
 
 def test_slots():
-    """A connection has 2 slots under Simple and 8 under LL; a forwarding ring needs 2, and has a deadlock with one."""
+    """A connection has 2 slots under Simple and 8 under LL; a forwarding ring needs 2, and has a deadlock with one. A
+    step of several chunks needs one slot per chunk, unless maxBytes lets several chunks fit into one."""
     assert [verify_msccl_xml(fused_ring(4, proto=proto)).slots for proto in ("Simple", "LL", "LL128")] == [2, 8, 8]
     with pytest.raises(ScheduleError, match=r"a deadlock\. .* waits for one of 1 slots to gpu \d, tb 0; "):
         verify_msccl_xml(fused_ring(4), slots=1)
-
-
-def test_large_steps_need_several_slots():
-    """A step of several chunks needs one slot per chunk, unless maxBytes lets several chunks fit into one."""
     both = (3, ("s i0 s0 3", "r i0 s0 3", "re s0 i0 3"))
     verify_msccl_xml(two(both, both, chunks=3, proto="LL"))
-    with pytest.raises(ScheduleError, match="a deadlock"):
-        verify_msccl_xml(two(both, both, chunks=3))
     small = two(both, both, chunks=3, maxBytes=3 << 18)  # 256 KiB per chunk, two chunks per slot
     assert fault(small, 0, 5) is None
     verify_msccl_xml(small)
-    with pytest.raises(ScheduleError, match="a deadlock"):
-        verify_msccl_xml(two(both, both, chunks=3, maxBytes=9 << 20))
+    for options in ({}, {"maxBytes": 9 << 20}):
+        with pytest.raises(ScheduleError, match="a deadlock"):
+            verify_msccl_xml(two(both, both, chunks=3, **options))
 
 
 def test_roots():
@@ -266,28 +198,18 @@ def test_roots():
         verify_msccl_xml(text, slots=0)
 
 
-def test_only_the_root_has_an_output_in_a_reduce():
-    """A reduce out of place that uses the output buffer of another rank than the root is rejected."""
-    give = (0, (1, -1, 0, "cpy i0 o0 1", "s o0 o0 1"))
-    take = (0, (-1, 0, 0, "rrc i0 o0 1"))
+def test_buffers_that_only_the_root_has():
+    """A reduce out of place must only use the root's output, and a broadcast only the root's input."""
+    give, take = (0, (1, -1, 0, "cpy i0 o0 1", "s o0 o0 1")), (0, (-1, 0, 0, "rrc i0 o0 1"))
     verify_msccl_xml(file("reduce", 1, give, take))
     with pytest.raises(ScheduleError, match=r"gpu 0, tb 0, step 0 \(cpy\): uses the output .* only the root 1 has"):
         verify_msccl_xml(file("reduce", 1, give, take, inplace=0, outofplace=1))
-
-
-def test_a_broadcast_reads_the_roots_input_only():
-    """In a broadcast only the root's input is defined: a read of another rank's input is a fault."""
-    text = file(
-        "broadcast",
-        1,
-        (0, (1, -1, 0, "s i0 o0 1"), (-1, 1, 0, "r i0 s0 1")),
+    gpus = (
+        (1, (1, -1, 0, "s i0 o0 1"), (-1, 1, 0, "r i0 s0 1")),
         (1, (-1, 0, 0, "r i0 o0 1"), (0, -1, 0, "s i0 s0 1")),
     )
-    text = text.replace('s_chunks="0"', 's_chunks="1"').replace(
-        'inplace="1" outofplace="0"', 'inplace="0" outofplace="1"'
-    )
     with pytest.raises(ScheduleError, match=r"gpu 1, tb 1, step 0 \(s\): reads chunk 0 of the input .* never written"):
-        verify_msccl_xml(text, root=0)
+        verify_msccl_xml(file("broadcast", 1, *gpus, inplace=0, outofplace=1), root=0)
 
 
 def test_notes():
@@ -302,11 +224,11 @@ def test_notes():
     (note,) = verify_msccl_xml('<?xml version="1.0" encoding="utf-8"?>\n' + two(SWAP, SWAP)).notes
     assert "cannot read an XML declaration" in note
     wide = verify_msccl_xml(two(SWAP, SWAP, nchannels=200))
-    assert wide.notes == (
-        "msccl-executor-nccl has 32 channels, the file needs 200",
-        "RCCL has 128 channels, the file needs 200",
-        "microsoft/msccl has 32 channels, the file needs 200",
-    )
+    limits = zip(ALL, (32, 128, 32), strict=True)
+    assert wide.notes == tuple(f"{runtime} has {most} channels, the file needs 200" for runtime, most in limits)
+    add = (1, ("s i0 s0 1", "r i0 s0 1", "re s0 i0 1", "cpy i0 o0 1"))
+    (note,) = verify_msccl_xml(two(add, SWAP[:1] + add[1:], inplace=0, outofplace=1)).notes[:1]
+    assert "gpu 0, tb 0, step 2 writes the input of an out-of-place call" in note
 
 
 def test_adjacent_additions_are_fused():
@@ -326,21 +248,16 @@ def test_adjacent_additions_are_fused():
                 verify_msccl_xml(text, root=0)
 
 
-def test_a_write_to_the_input_is_noted():
-    """Out of place, a file that writes to the input is right, with a note, since callers expect an unchanged input."""
-    add = (1, ("s i0 s0 1", "r i0 s0 1", "re s0 i0 1", "cpy i0 o0 1"))
-    (note,) = verify_msccl_xml(two(add, SWAP[:1] + add[1:], inplace=0, outofplace=1)).notes[:1]
-    assert "gpu 0, tb 0, step 2 writes the input of an out-of-place call" in note
-
-
 def test_the_report_in_words():
-    """The report as text has the proved facts in two lines, and its notes."""
-    text = str(verify_msccl_xml(exported("ring", 4, sources=["cpu:0"])))
-    assert text.splitlines()[:2] == [
+    """The report as text has the proved facts in two lines, at most 32 notes, and the number of further notes."""
+    report = verify_msccl_xml(exported("ring", 4, sources=["cpu:0"]))
+    assert str(report).splitlines()[:2] == [
         "broadcast at rank 0, in place and out of place: right.",
         "  4 GPUs, 1 channels, 4 chunks, 2 threadblocks per GPU, 28 steps, Simple",
     ]
-    assert text.splitlines()[2].startswith("  note: the format does not store a root")
+    assert str(report).splitlines()[2].startswith("  note: the format does not store a root")
+    many = dataclasses.replace(report, notes=tuple(f"fact {k}" for k in range(1000)))
+    assert str(many).splitlines()[-2:] == ["  note: fact 31", "  ... and 968 further notes"]
 
 
 GOOD = fused_ring(2)
@@ -350,40 +267,29 @@ GOOD = fused_ring(2)
     ("text", "words"),
     [
         (None, "MSCCL XML must be a str"),
-        (b"<algo/>", "MSCCL XML must be a str"),
         ("", "not XML: no element found"),
         ("{}", "not XML: .*line 1"),
-        (GOOD[:300], "not XML"),
         (GOOD + GOOD, "not XML: junk after"),
-        ("\ud800", "not XML|no element"),
         ("<gpu/>", "the file must not contain an element <gpu>"),
         (GOOD.replace("<gpu id", "<cpu id").replace("</gpu>", "</cpu>"), "<algo> must not contain an element <cpu>"),
         (GOOD.replace("<step s", "<op s"), "line 4: <tb> must not contain an element <op>"),
         (GOOD.replace("</tb>", "x</tb>"), "unexpected text between elements"),
         ('<!DOCTYPE a [<!ENTITY b "c">]>' + GOOD, "the file must not contain a DOCTYPE or entities"),
-        ('<!DOCTYPE algo SYSTEM "file:///etc/passwd">' + GOOD, "the file must not contain a DOCTYPE or entities"),
         (GOOD.replace('name="custom"', 'name="&b;"'), "undefined entity"),
         (GOOD.replace('ngpus="2"', ""), "lacks the attribute ngpus"),
         (GOOD.replace('ngpus="2"', 'ngpus="3"'), "there must be 3 <gpu>, whose ids are 0, 1, 2"),
-        (GOOD.replace('ngpus="2"', 'ngpus="999999999"'), "there must be 999999999 <gpu>, whose ids are 0, 1, 2"),
         (GOOD.replace('<gpu id="1"', '<gpu id="0"'), "there must be 2 <gpu>, whose ids are 0, 1, 2"),
         (GOOD.replace('<tb id="0"', '<tb id="1"'), "gpu 0: there must be 1 <tb>, whose ids are 0, 1, 2"),
         (GOOD.replace('proto="Simple"', 'proto="simple"'), "unknown protocol"),
         (GOOD.replace('coll="allreduce"', 'coll="all_reduce"'), "unknown collective"),
         (GOOD.replace('inplace="1"', 'inplace="0"'), "neither for calls in place nor out of place"),
-        (GOOD.replace('inplace="1"', 'inplace="2"'), "inplace must be an integer"),
-        (GOOD.replace('nchunksperloop="2"', 'nchunksperloop="0"'), "nchunksperloop must be an integer"),
         (GOOD.replace('nchunksperloop="2"', 'nchunksperloop="99999"'), "nchunksperloop must be an integer"),
         (GOOD.replace('nchunksperloop="2"', 'nchunksperloop="02"'), "nchunksperloop must be an integer"),
-        (
-            GOOD.replace("allreduce", "allgather").replace('loop="2"', 'loop="3"'),
-            "the same number of chunks in allgather",
-        ),
+        (GOOD.replace("allreduce", "allgather").replace('loop="2"', 'loop="3"'), "the same number of chunks in allg"),
         (GOOD.replace('s="1" type', 's="2" type'), "gpu 0, tb 0, step 1: steps must be numbered"),
         (GOOD.replace('type="s"', 'type="send"'), "step 0: unknown type"),
         (GOOD.replace('srcbuf="i"', 'srcbuf="x"'), "unknown buffer"),
         (GOOD.replace('srcoff="0"', 'srcoff="1e9"'), "srcoff must be an integer"),
-        (GOOD.replace('cnt="1"', 'cnt="0"'), "cnt must be an integer"),
         (GOOD.replace('depid="-1"', 'depid="-2"'), "depid must be an integer"),
         (GOOD.replace('hasdep="0"', 'hasdep="yes"'), "hasdep must be an integer"),
         (GOOD.replace('send="1"', 'send="0"'), "gpu 0, tb 0: a GPU cannot send to itself"),
@@ -412,27 +318,17 @@ LARGE = {
     "long": (lambda: " " * (1 << 26) + GOOD, "longer than"),
     "work": (much_work, "too large to be verified"),
     "attributes": (lambda: "<algo" + ' a=">"' * 1_000_000 + "/>", "a tag or comment is longer than 65536 bytes"),
-    "65 attributes": (
-        lambda: "<algo" + "".join(f' a{k}=""' for k in range(65)) + "/>",
-        "too large to be read.*\n.*65 attrib",
-    ),
-    "names": (
-        lambda: "<algo" + "".join(f' {chr(97 + k) * 2000}=""' for k in range(20)) + "/>",
-        "lacks the attribute ngpus",
-    ),
-    "elements": (
-        lambda: HEAD + '<gpu id="0"/>' * 1_000_000 + "</algo>",
-        "too large to be read.*\n.*element 262145, <gpu>",
-    ),
-    "ids": (lambda: HEAD + "".join(f'<gpu id="{k}"/>' for k in range(100_000)) + "</algo>", "there must be 7 <gpu>"),
+    "65 attributes": (lambda: "<algo" + "".join(f' a{k}=""' for k in range(65)) + "/>", "too large to be read.*\n.*65"),
+    "names": (lambda: "<algo" + "".join(f' {chr(97 + k) * 2000}=""' for k in range(20)) + "/>", "lacks the attribute"),
+    "elements": (lambda: HEAD + '<gpu id="0"/>' * 300_000 + "</algo>", "too large.*\n.*element 262145, <gpu>"),
+    "ids": (lambda: HEAD + "".join(f'<gpu id="{k}"/>' for k in range(20_000)) + "</algo>", "there must be 7 <gpu>"),
     "a comment": (lambda: f"<!--{'a ' * 1_000_000}--><algo/>", "a tag or comment is longer than 65536 bytes"),
-    "words": (lambda: "a " * 10_000_000, "this is not XML"),
 }
 
 
 @pytest.mark.parametrize("name", LARGE)
 def test_large_files_are_refused_in_bounded_memory(name):
-    """Deep and long texts, and files of a million attributes, elements or chunks, are refused with less than 400 MB."""
+    """Deep and long texts, and files of very many attributes, elements or chunks, are refused with less than 400 MB."""
     text, words = LARGE[name][0](), LARGE[name][1]
     tracemalloc.start()
     try:
@@ -451,13 +347,6 @@ def test_a_long_tag_is_read_wherever_it_starts():
         assert verify_msccl_xml(" " * spaces + valid).ngpus == 2
 
 
-def test_a_report_has_a_limited_number_of_notes():
-    """The text of a report has at most 32 notes, and says how many there are besides."""
-    report = verify_msccl_xml(GOOD)
-    many = dataclasses.replace(report, notes=tuple(f"fact {k}" for k in range(1000)))
-    assert str(many).splitlines()[-2:] == ["  note: fact 31", "  ... and 968 further notes"]
-
-
 def waiting(blocks, depends):
     """Return a file in which the one step of each threadblock waits for the threadblock that ``depends`` returns."""
     steps = [f"cpy i{k} o{k} 1 !" + f" <{depends(k)}.0" * (depends(k) >= 0) for k in range(blocks)]
@@ -473,5 +362,5 @@ def test_a_long_deadlock_has_a_short_message():
 
 
 def test_a_large_file_is_proved():
-    """A file of 16 GPUs with 32 threadblocks of 64 steps each is proved."""
-    assert verify_msccl_xml(big(16, 32, 64)).steps == 16 * 32 * 64
+    """A file of 8 GPUs with 32 threadblocks of 64 steps each is proved."""
+    assert verify_msccl_xml(big(8, 32, 64)).steps == 8 * 32 * 64

@@ -40,151 +40,99 @@ def test_roots_are_found(inplace):
 
 SYNC = "signal {P}; wait {P}; nop; "
 END = "; nop; signal {P}; wait {P}"
-FAULTS = {
-    "no nop after a wait": (
-        alike("allreduce", (1, 1), 2, 0, "signal {p}; wait {p}; rre i0 {p}.i0 > o0" + END),
-        r"gpu \d, tb 0, op 2 \(rre\): a race\. It reads .* of the input buffer of gpu \d .*, which the user of gpu",
-    ),
-    "no nop before a signal": (
-        alike("allreduce", (1, 1), 2, 1, SYNC + "put i0 > {p}.s0; signal {p}; wait {p}; nop; re i0 s0 > o0"),
-        r"op 7 \(re\): a race\. It reads .* scratch .*, which gpu \d, tb 0, op 3 \(put\) writes, and",
-    ),
-    "other threads": (
-        alike("allreduce", (2, 2), 2, 0, SYNC + "rre i0+2 {p}.i0+2 > o0+2; copy o1 > o0" + END),
-        r"op 4 \(copy\): a race\. It reads .* of the output buffer of gpu . .*, which gpu ., tb 0, op 3 \(rre\)",
-    ),
-    "the call ends too early": (
-        alike("allreduce", (1, 1), 2, 0, SYNC + "rre i0 {p}.i0 > o0"),
-        r"gpu 1, tb 0, op 3 \(rre\): a race\. It reads .* of the input buffer of gpu 0 \(call 2, .*\), and nothing "
-        r"ensures that it does so before gpu 0 ends the call",
-    ),
-    "it begins too early": (
-        alike("allgather", (1, 2), 2, 0, "put i0 > {p}.o{g}; copy i0 > o{g}" + END),
-        r"op 0 \(put\): a race\. It writes .* of the output buffer of gpu 1 .*, which the user of gpu 1 between two",
-    ),
-    "a lost signal": (
-        alike("allreduce", (1, 1), 2, 0, SYNC + "rre i0 {p}.i0 > o0" + END + "; signal {p}"),
-        r"gpu 0 signals gpu 1 3 times in a call on their memory channel 0, but gpu 1 waits 2 times",
-    ),
-    "a deadlock": (
-        alike("allreduce", (1, 1), 2, 0, "wait {p}; signal {p}; nop; rre i0 {p}.i0 > o0" + END),
-        r"a deadlock\. gpu 0, tb 0, op 0 \(wait\) waits for a signal on memory channel 0 from gpu 1 to gpu 0; ",
-    ),
-    "packets that nothing sends": (
-        packets(2).replace('"name": "ppkt"', '"name": "put"'),
-        r"a deadlock\. gpu 0, tb 0, op 1 \(repkt\) waits for packets in bytes \d+ to \d+ of the",
-    ),
-    "one scratch buffer": (
-        packets(2, use_double_scratch_buffer=False),
-        r"op 0 \(ppkt\): a race\. It writes .* of the scratch buffer of gpu 1 \(call 2, .*, which gpu 1, tb 0, op 1",
-    ),
-    "packets sent twice": (
-        plan(
-            "allreduce",
-            (1, 1),
-            (2, "ppkt i0 > 1.s0; ppkt i0 > 1.s0; repkt i0 s1 > o0"),
-            (2, "ppkt i0 > 0.s1; repkt i0 s0 > o0"),
-            protocol="LL",
-            use_double_scratch_buffer=True,
-        ),
+ADD = SYNC + "rre i0 {p}.i0 > o0"  # each GPU adds the input of the other one
+
+
+def reduced(*blocks, chunks=1, scratch=0, **fields):
+    """Return an all-reduce of two GPUs that run the same threadblocks."""
+    return alike("allreduce", (chunks, chunks), 2, scratch, *blocks, **fields)
+
+
+SEM = "sem_acquire 0; sem_release 0"
+PUT = SYNC + "put i0 > {p}.s0; nop; signal {p}; wait {p}; nop; re i0 s0 > o0"
+GET = SYNC + "get {p}.i%s > o%s; copy i{g} > o{g}" + END
+TWICE = ((2, "ppkt i0 > 1.s0; ppkt i0 > 1.s0; repkt i0 s1 > o0"), (2, "ppkt i0 > 0.s1; repkt i0 s0 > o0"))
+NO_NOP = reduced("signal {p}; wait {p}; rre i0 {p}.i0 > o0" + END)
+OTHERS = reduced(SYNC + "rre i0+2 {p}.i0+2 > o0+2; copy o1 > o0" + END, chunks=2)
+SWAPPED = alike("alltoall", (2, 2), 2, 0, GET % ("{g}", "{p}"))
+LATE = gathered_by_ports(2, end="nop")
+EARLY = alike("allgather", (1, 2), 2, 0, "put i0 > {p}.o{g}; copy i0 > o{g}" + END)
+FAULTS = [
+    # Races: accesses that nothing orders.
+    (NO_NOP, r"gpu \d, tb 0, op 2 \(rre\): a race\. It reads .* input buffer of gpu \d .*, which the user of gpu"),
+    (reduced(PUT.replace("; nop; signal", "; signal"), scratch=1), r"op 7 \(re\): a race\. .*, op 3 \(put\) writes,"),
+    (reduced(PUT.replace("nop; signal", "nop; rlxsignal"), scratch=1), r"op 8 \(re\): a race\. .* two are not ordered"),
+    (OTHERS, r"op 4 \(copy\): a race\. It reads .* of the output buffer of gpu . .*, which gpu ., tb 0, op 3 \(rre\)"),
+    (reduced(ADD), r"a race\. It reads .*, and nothing ensures that it does so before gpu 0 ends the call"),
+    (EARLY, r"op 0 \(put\): a race\. It writes .* output buffer of gpu 1 .*, which the user of gpu 1 between two"),
+    (packets(2, use_double_scratch_buffer=False), r"a race\. It writes .* scratch .* gpu 1 \(call 2, .*, tb 0, op 1"),
+    (
+        plan("allreduce", (1, 1), *TWICE, protocol="LL", use_double_scratch_buffer=True),
         r"op 1 \(ppkt\): a race\. It writes .*, whose packets of this call may not have been read",
     ),
-    "twice": (
-        alike("allreduce", (1, 1), 2, 0, SYNC + "rre i0 {p}.i0 {p}.i0 > o0" + END),
-        r"tb 0, op 3 \(rre\): at the end bytes .* of the output buffer of gpu 0 .* has the contribution of rank 1 more",
+    (LATE, r"gpu 0, tb 0, op 3 \(put\): a race\. It reads bytes .* of the input buffer of gpu 0 \(call 2, .*\), and"),
+    (reduced(ADD + END, "signal {p}; wait {p}"), r"tb 1, op 0 \(signal\): a race\. It signals on memory channel 0"),
+    (reduced(SEM, SEM, semaphores=[1]), r"a race\. It acquires semaphore 0, as .*, and nothing determines which"),
+    # Signals, deadlocks, semaphores and barriers.
+    (reduced(ADD + END + "; signal {p}"), "gpu 0 signals gpu 1 3 times .* but gpu 1 waits 2 times"),
+    (
+        reduced("wait {p}; signal {p}; nop; rre i0 {p}.i0 > o0" + END),
+        r"a deadlock\. gpu 0, tb 0, op 0 \(wait\) waits for a signal on memory channel 0 from gpu 1 to gpu 0; ",
     ),
-    "never": (
-        alike("allreduce", (1, 1), 2, 0, "copy i0 > o0"),
-        r"gpu 0, tb 0, op 0 \(copy\): at the end bytes .* lacks the contribution of rank 1",
-    ),
-    "another part": (
-        alike("allreduce", (2, 2), 2, 0, SYNC + "rre i0 {p}.i0 > o1; rre i1 {p}.i1 > o0" + END),
+    (packets(2).replace('"ppkt"', '"put"'), r"a deadlock\. gpu 0, tb 0, op 1 \(repkt\) waits for packets in bytes"),
+    (reduced(ADD + END, "sem_acquire 0", semaphores=[1]), "semaphore 0 is released 0 times and acquired 1 times"),
+    (reduced(ADD + "; barrier 0 3" + END, "barrier 0 3"), r"barrier 0 must meet (.|\n)*num_threadblocks \[3\]"),
+    # Wrong results.
+    (reduced(SYNC + "rre i0 {p}.i0 {p}.i0 > o0" + END), r"op 3 \(rre\): at the end .* contribution of rank 1 more"),
+    (reduced("copy i0 > o0"), r"gpu 0, tb 0, op 0 \(copy\): at the end bytes .* lacks the contribution of rank 1"),
+    (
+        reduced(SYNC + "rre i0 {p}.i0 > o1; rre i1 {p}.i1 > o0" + END, chunks=2),
         r"at the end bytes .* contains byte \d+ of the buffer instead of byte 0",
     ),
-    "different parts": (
-        alike("allreduce", (2, 2), 2, 0, SYNC + "rre i0 {p}.i1 > o0; rre i1 {p}.i1 > o1" + END),
-        r"at the end bytes .* combines different parts of the buffer",
+    (
+        reduced(SYNC + "rre i0 {p}.i1 > o0; rre i1 {p}.i1 > o1" + END, chunks=2),
+        "at the end .* combines different parts",
     ),
-    "memory never written": (
-        alike("allreduce", (1, 1), 2, 1, "re i0 s0 > o0"),
-        r"op 0 \(re\): reads bytes 0 to \d+ of the scratch buffer of gpu 0 .*, which was never written",
-    ),
-    "outside of the buffer": (
-        alike("allreduce", (1, 1), 2, 1, "re i0 i1 > o0"),
-        r"op 0 \(re\): accesses bytes (\d+) to \d+ of the input buffer of gpu 0, which has \1 bytes",
-    ),
-    "outside of another GPU's buffer": (
-        alike("allreduce", (1, 1), 2, 0, "put i0 > {p}.s0"),
-        r"op 0 \(put\): accesses bytes 0 to \d+ of the scratch buffer of gpu 1, which has 0 bytes",
-    ),
-    "get swaps offsets": (
-        alike("alltoall", (2, 2), 2, 0, SYNC + "get {p}.i{g} > o{p}; copy i{g} > o{g}" + END),
-        r"of the output buffer of gpu 0 .* (was never written|contains byte|has the contribution)",
-    ),
-    "relaxed": (
-        alike("allreduce", (1, 1), 2, 1, SYNC + "put i0 > {p}.s0; nop; rlxsignal {p}; wait {p}; nop; re i0 s0 > o0"),
-        r"op 8 \(re\): a race\. It reads .*, which gpu 1, tb 0, op 3 \(put\) writes, and the two are not ordered",
-    ),
-    "two threadblocks wait on a channel": (
-        alike("allreduce", (1, 1), 2, 0, SYNC + "rre i0 {p}.i0 > o0" + END, "signal {p}; wait {p}"),
-        r"tb 1, op 0 \(signal\): a race\. It signals on memory channel 0 from gpu 0 to gpu 1, as .* tb 0, op 0",
-    ),
-    "a part that is too large": (
-        alike("allreduce", (1, 1), 2, 0, SYNC + "pipeline 32 2 [rre i0 {p}.i0 > o0]" + END),
+    (SWAPPED, r"of the output buffer of gpu 0 .* (was never written|contains byte|has the contribution)"),
+    # Memory that was never written, or is not in a buffer.
+    (reduced("re i0 s0 > o0", scratch=1), r"reads bytes 0 to \d+ of the scratch .* gpu 0 .*, which was never written"),
+    (reduced("re i0 i1 > o0"), r"op 0 \(re\): accesses bytes (\d+) to \d+ of the input .* gpu 0, which has \1 bytes"),
+    (reduced("put i0 > {p}.s0"), r"op 0 \(put\): accesses .* of the scratch buffer of gpu 1, which has 0 bytes"),
+    (
+        reduced(SYNC + "pipeline 32 2 [rre i0 {p}.i0 > o0]" + END),
         r"op 3 \(pipeline\), iteration \d, op 0 \(rre\): accesses bytes .* of the input buffer of gpu 0, which has",
     ),
-    "a port channel reads late": (
-        gathered_by_ports(2, end="nop"),
-        r"gpu 0, tb 0, op 3 \(put\): a race\. It reads bytes .* of the input buffer of gpu 0 \(call 2, .*\), and",
-    ),
-    "a semaphore too often": (
-        alike("allreduce", (1, 1), 2, 0, SYNC + "rre i0 {p}.i0 > o0" + END, "sem_acquire 0", semaphores=[1]),
-        r"gpu 0: semaphore 0 is released 0 times and acquired 1 times in a call",
-    ),
-    "threadblocks race for a semaphore": (
-        alike("allreduce", (1, 1), 2, 0, *["sem_acquire 0; sem_release 0"] * 2, semaphores=[1]),
-        r"tb 1, op 0 \(sem_acquire\): a race\. It acquires semaphore 0, as .*, and nothing determines which",
-    ),
-    "a barrier without its threadblocks": (
-        alike("allreduce", (1, 1), 2, 0, SYNC + "rre i0 {p}.i0 > o0; barrier 0 3" + END, "barrier 0 3"),
-        r"gpu 0: all threadblocks of barrier 0 must meet each time(.|\n)*num_threadblocks \[3\]",
-    ),
-}  # fmt: skip
+]
 
 
-@pytest.mark.parametrize("name", FAULTS)
-def test_faults_are_named(name):
+@pytest.mark.parametrize(("text", "words"), FAULTS, ids=[words for _, words in FAULTS])
+def test_faults_are_named(text, words):
     """The error states the plan, the operation at fault, the bytes and the fault."""
-    text, words = FAULTS[name]
     with pytest.raises(ScheduleError, match=words) as caught:
         verify_mscclpp_json(text)
     assert 'plan "custom"' in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    "name", ["no nop after a wait", "other threads", "get swaps offsets", "a port channel reads late"]
-)
-def test_faults_are_real(name):
+@pytest.mark.parametrize("text", [NO_NOP, OTHERS, SWAPPED, LATE])
+def test_faults_are_real(text):
     """The machine of the tests finds the faults, too: threads of a threadblock are not synchronised by themselves."""
-    text, _ = FAULTS[name]
     assert any(fault(text, seed, 1, 96, 3) for seed in range(60))
 
 
 def test_get_swaps_the_offsets_of_the_two_gpus():
     """A get is right if its offsets are equal, or if they are swapped on purpose, as the executor swaps them."""
-    text = SYNC + "get {p}.i{p} > o{g}; copy i{g} > o{g}" + END
-    assert verify_mscclpp_json(alike("alltoall", (2, 2), 2, 0, text)).notes == ()
-    assert fault(alike("alltoall", (2, 2), 2, 0, text), 0, 5, 96) is None
-    text = SYNC + "get {p}.i0 > s0; nop; re i0 s0 > o0" + END
-    verify_mscclpp_json(alike("allreduce", (1, 1), 2, 1, text))
+    text = alike("alltoall", (2, 2), 2, 0, GET % ("{p}", "{g}"))
+    assert verify_mscclpp_json(text).notes == ()
+    assert fault(text, 0, 5, 96) is None
+    verify_mscclpp_json(reduced(SYNC + "get {p}.i0 > s0; nop; re i0 s0 > o0" + END, scratch=1))
 
 
 def test_threads_that_process_the_same_words_need_no_nop():
     """An operation may use what the same threads wrote, if both begin at the same place: then no nop is needed."""
-    text = alike("allreduce", (2, 2), 2, 0, SYNC + "rre i0 {p}.i0 > o0; rre i1 {p}.i1 > o1; copy o1 > o1" + END)
+    text = reduced(SYNC + "rre i0 {p}.i0 > o0; rre i1 {p}.i1 > o1; copy o1 > o1" + END, chunks=2)
     verify_mscclpp_json(text)
     assert fault(text, 0, 10, 96) is None
-    wide = alike("allreduce", (2, 2), 2, 0, SYNC + "rre i0+2 {p}.i0+2 > o0+2; copy o1 > o1" + END)
+    wide = reduced(SYNC + "rre i0+2 {p}.i0+2 > o0+2; copy o1 > o1" + END, chunks=2)
     with pytest.raises(ScheduleError, match=r"op 4 \(copy\): a race"):
         verify_mscclpp_json(wide)
     threads = 1024 * 16
@@ -197,35 +145,28 @@ def test_all_releases_are_known_when_all_are_acquired():
     """Acquiring a semaphore as often as several threadblocks release it orders all their accesses; less often, none."""
     blocks = [f"sem_acquire {k}; nop; rre i{k} {{p}}.i{k} > o{k}; nop; sem_release 2" for k in range(2)]
     begin = SYNC + "sem_release 0 1; sem_acquire 2; sem_acquire 2; nop; signal {P}; wait {P}"
-    verify_mscclpp_json(alike("allreduce", (2, 2), 2, 0, begin, *blocks, semaphores=[0, 0, 0]))
+    verify_mscclpp_json(reduced(begin, *blocks, semaphores=[0, 0, 0], chunks=2))
     early = SYNC + "sem_release 0 1; sem_acquire 2; nop; signal {P}; wait {P}; sem_acquire 2"
     with pytest.raises(ScheduleError, match=r"nothing ensures that it does so before gpu 0 ends the call"):
-        verify_mscclpp_json(alike("allreduce", (2, 2), 2, 0, early, *blocks, semaphores=[0, 0, 0]))
+        verify_mscclpp_json(reduced(early, *blocks, semaphores=[0, 0, 0], chunks=2))
 
 
 def test_in_place_parts_are_found_as_the_executor_finds_them():
     """In place, a GPU finds another GPU's input at the offset of its own part; the output has no such offset."""
-    text = SYNC + "put i0 > {p}.o{g}" + END
-    verify_mscclpp_json(alike("allgather", (1, 2), 2, 0, text, inplace=True))
-    wrong = alike("allgather", (1, 2), 2, 0, text.replace("{p}.o{g}", "{p}.i0"), inplace=True)
-    verify_mscclpp_json(wrong)  # the other GPU's "input", at the offset of the own part, is where the part belongs
-    port = (
-        SYNC.replace("signal", "@signal").replace("wait", "@wait")
-        + "@put {s} > {p}.o{g}; @signal {p}; @wait {p}; @flush {p}"
-    )
-    verify_mscclpp_json(alike("allgather", (1, 2), 2, 0, port.replace("{s}", "o{g}"), inplace=True))
+    put = SYNC + "put i0 > {p}.%s" + END
+    port = "@signal {P}; @wait {P}; nop; @put %s > {p}.o{g}; @signal {p}; @wait {p}; @flush {p}"
+    for text in (put % "o{g}", put % "i0", port % "o{g}"):  # the other GPU's "i0", at the own offset, is the right part
+        verify_mscclpp_json(alike("allgather", (1, 2), 2, 0, text, inplace=True))
     with pytest.raises(ScheduleError, match=r"gpu 0, .*contains byte|lacks|never written"):
-        verify_mscclpp_json(alike("allgather", (1, 2), 2, 0, port.replace("{s}", "i0"), inplace=True))
+        verify_mscclpp_json(alike("allgather", (1, 2), 2, 0, port % "i0", inplace=True))
 
 
 def test_two_scratch_buffers_are_for_packets():
     """With two scratch buffers, a put writes into the first one in every call, but an addition reads the call's own."""
-    text = SYNC + "put i0 > {p}.s0; nop; signal {p}; wait {p}; nop; re i0 s0 > o0"
-    verify_mscclpp_json(alike("allreduce", (1, 1), 2, 1, text))
-    with pytest.raises(
-        ScheduleError, match=r"op 8 \(re\): reads bytes .* scratch .* \(call 2, .*\), which was never written"
-    ):
-        verify_mscclpp_json(alike("allreduce", (1, 1), 2, 1, text, use_double_scratch_buffer=True))
+    verify_mscclpp_json(reduced(PUT, scratch=1))
+    words = r"op 8 \(re\): reads bytes .* scratch .* \(call 2, .*\), which was never written"
+    with pytest.raises(ScheduleError, match=words):
+        verify_mscclpp_json(reduced(PUT, use_double_scratch_buffer=True, scratch=1))
 
 
 def test_pipelines_are_proved_for_several_numbers_of_iterations():
@@ -245,50 +186,32 @@ def test_pipelines_are_proved_for_several_numbers_of_iterations():
 def test_reused_scratch_memory_is_proved_or_noted():
     """A plan with reuse_resources is also proved for chunks that use their part of the scratch buffer repeatedly; if
     it is wrong for them, a note says from which size on."""
-    share = (1 << 26) // 1
+    share = 1 << 26
     text = pipelined(unit=1 << 22, reuse_resources=True)
-    with pytest.raises(
-        ScheduleError, match=r"iteration 16, op 2 \(re\): accesses bytes \d+ to \d+ of the scratch buffer"
-    ):
+    with pytest.raises(ScheduleError, match=r"iteration 16, op 2 \(re\): accesses bytes \d+ to \d+ of the scratch"):
         verify_mscclpp_json(text, nbytes=2 * share + 16)
     report = verify_mscclpp_json(text)
     assert [note for note in report.notes if f"not proved for messages of more than {share} bytes" in note]
     assert verify_mscclpp_json(pipelined(unit=1 << 22, reuse_resources=True, max_message_size=share)).notes == ()
 
 
-NOTES = {
-    "operations": (
-        alike("allreduce", (1, 1), 2, 0, SYNC + "nop; " * 62 + "rre i0 {p}.i0 > o0" + END),
-        "the executor allows 64 operations per threadblock, gpu 0, tb 0 has 69",
-    ),
-    "threadblocks": (
-        alike("allreduce", (1, 1), 2, 0, SYNC + "rre i0 {p}.i0 > o0" + END, *["nop"] * 99),
-        "100 threadblocks of a GPU must run at the same time, 1 per multiprocessor; not on GPUs with fewer",
-    ),
-    "switch": (switched(2), "glres and gstore run on NVIDIA GPUs with NVLink switches, from H100 on"),
-    "flush": (gathered_by_ports(2), "the plan needs its flushes, but flushes do nothing (the executor's handleFlush"),
-    "two scratch buffers": (packets(2), "other plans of the process also change which half they use"),
-    "groups": (met(), "chunks of messages of less than 32 bytes have fewer words than a group has threadblocks"),
-    "reduce_op": (
-        exchanged(2).replace('"name": "rre"', '"name": "rre", "reduce_op": "max"'),
-        "the executor adds; it does not read reduce_op (max)",
-    ),
-    "alignment": (exchanged(2, buffer_alignment=8), "only chunks of multiples of 16 bytes are right"),
-    "pwsf": (
-        gathered_by_ports(2, put="@pwsf PUTS", end="nop"),
-        "pwsf: the executor passes an address instead of the source's offset",
-    ),
-    "barriers": (
-        alike("allreduce", (1, 1), 2, 0, SYNC + "rre i0 {p}.i0 > o0; barrier 20 1" + END),
-        "the executor allows 16 barriers of a GPU, the plan has 21",
-    ),
-}  # fmt: skip
+NOTES = [
+    (reduced(SYNC + "nop; " * 62 + "rre i0 {p}.i0 > o0" + END), "64 operations per threadblock, gpu 0, tb 0 has 69"),
+    (reduced(ADD + END, *["nop"] * 99), "100 threadblocks of a GPU must run at the same time, 1 per multiprocessor"),
+    (switched(2), "glres and gstore run on NVIDIA GPUs with NVLink switches, from H100 on"),
+    (gathered_by_ports(2), "the plan needs its flushes, but flushes do nothing (the executor's handleFlush"),
+    (packets(2), "other plans of the process also change which half they use"),
+    (met(), "chunks of messages of less than 32 bytes have fewer words than a group has threadblocks"),
+    (exchanged(2).replace('"rre"', '"rre", "reduce_op": "max"'), "the executor adds; it does not read reduce_op (max)"),
+    (exchanged(2, buffer_alignment=8), "only chunks of multiples of 16 bytes are right"),
+    (gathered_by_ports(2, put="@pwsf PUTS", end="nop"), "pwsf: the executor passes an address instead of the source"),
+    (reduced(ADD + "; barrier 20 1" + END), "the executor allows 16 barriers of a GPU, the plan has 21"),
+]
 
 
-@pytest.mark.parametrize("name", NOTES)
-def test_notes(name):
+@pytest.mark.parametrize(("text", "words"), NOTES, ids=[words for _, words in NOTES])
+def test_notes(text, words):
     """Limits and slips of the executor are noted, and do not refuse a plan."""
-    text, words = NOTES[name]
     assert words in str(verify_mscclpp_json(text))
 
 
@@ -313,26 +236,28 @@ def test_the_report():
     assert str(many).splitlines()[-2:] == ["  note: fact 31", "  ... and 968 further notes"]
 
 
+BROADCAST = to_mscclpp_json(ring(names(2), sources=["cpu:0"]))
+
+
 @pytest.mark.parametrize(
-    ("options", "words"),
+    ("text", "options", "words"),
     [
         (
+            exchanged(2),
             {"nbytes": 20},
-            r"does not run for a message of this size(.|\n)*20 (.|\n)*multiple of 16 bytes; .* of any size",
+            r"does not run for a message of this size(.|\n)*20 (.|\n)*multiple of 16 bytes; ",
         ),
-        ({"nbytes": 0}, "does not run for a message of this size"),
-        ({"nbytes": 16.0}, "nbytes must be an integer"),
-        ({"root": 0}, "the plan's collective, allreduce, has no root"),
+        (exchanged(2), {"nbytes": 0}, "does not run for a message of this size"),
+        (exchanged(2), {"nbytes": 16.0}, "nbytes must be an integer"),
+        (exchanged(2), {"root": 0}, "the plan's collective, allreduce, has no root"),
+        (BROADCAST, {"root": 2}, "must be a rank of the plan"),
+        (exchanged(2, min_message_size=32, max_message_size=64), {"nbytes": 80}, "is for messages from 32 to 64"),
     ],
 )
-def test_arguments_are_checked(options, words):
+def test_arguments_are_checked(text, options, words):
     """An invalid size or root is an ArgumentError."""
     with pytest.raises(ArgumentError, match=words):
-        verify_mscclpp_json(exchanged(2), **options)
-    with pytest.raises(ArgumentError, match="must be a rank of the plan"):
-        verify_mscclpp_json(to_mscclpp_json(ring(names(2), sources=["cpu:0"])), root=2)
-    with pytest.raises(ArgumentError, match=r"a multiple of 16 bytes; the plan is for messages from 32 to 64"):
-        verify_mscclpp_json(exchanged(2, min_message_size=32, max_message_size=64), nbytes=80)
+        verify_mscclpp_json(text, **options)
 
 
 def edited(*path, value=None, text=None):
@@ -349,73 +274,64 @@ def edited(*path, value=None, text=None):
 
 
 OP = ("gpus", 0, "threadblocks", 0, "ops")
-MALFORMED = {
-    "no JSON": ('{"gpus": [}', "this is not JSON"),
-    "deep": ('{"gpus":' + "[" * 100_000, "this is not JSON"),
-    "no name": (edited("name"), "plan: the field name is missing"),
-    "no GPUs": (edited("gpus", value=[]), r'plan "custom": the plan must have GPUs'),
-    "GPUs that are numbers": (edited("gpus", value=[1]), 'plan "custom", gpu 0: must be an object'),
-    "protocol": (edited("protocol", value="LL128"), "unknown protocol(.|\n)*'LL128'(.|\n)*one of Simple, LL"),
-    "ids": (edited("gpus", 1, "id", value=5), r"gpu 1: GPUs must be listed in the order of their ids(.|\n)*id=5"),
-    "tb ids": (edited("gpus", 1, "threadblocks", 0, "id", value=5), "threadblocks must be listed in the order"),
-    "flag": (edited("inplace", value=1), "inplace must be true or false"),
-    "operation": (edited(*OP, 0, "name", value="gstorepkt"), r"op 0: unknown operation(.|\n)*'gstorepkt'(.|\n)*one"),
-    "kinds": (edited(*OP, 3, "dst_buff", value=[]), r"op 3 \(rre\): unexpected kinds of dst_buff(.|\n)*none"),
-    "channel": (edited(*OP, 0, "channel_ids", value=[7]), "channel_ids must be numbers of memory channels of the tb"),
-    "channel type": (edited(*OP, 0, "channel_type", value="none"), r"\(rlxsignal\): it needs memory or port channels"),
-    "buffer": (edited(*OP, 3, "src_buff", 1, "buffer_id", value=9), "buffer_id must be an integer from 0 to 2"),
-    "a buffer's name": (edited(*OP, 3, "src_buff", 0, "type", value="x"), "unknown type(.|\n)*one of i, o, s"),
-    "access": (
-        edited("gpus", 0, "remote_buffers", 0, "access_channel_types", value=["port"]),
-        "remote buffer 0 is not declared for access through memory channels",
-    ),
-    "itself": (edited("gpus", 0, "channels", 0, "connected_to", value=[0]), "a channel must connect two GPUs"),
-    "size": (edited(*OP, 3, "src_buff", 0, "size", value=-1), "size must be an integer from 0"),
-    "true": (edited("buffer_alignment", value=True), "buffer_alignment must be an integer from 1"),
-    "nested": (
-        pipelined().replace('{"name": "put"', '{"name": "pipeline", "iter_context": {}, "ops": []}, {"name": "put"'),
-        "a pipeline must not contain a pipeline",
-    ),
-    "unit": (pipelined().replace('"unit_size": 64', '"unit_size": 0'), "unit_size must be an integer from 1"),
-    "limits": (exchanged(2, min_message_size=9, max_message_size=8), "no message fits"),
-    "few bytes": (exchanged(2, max_message_size=8), "no message fits(.|\n)*multiples of 16 bytes"),
-    "chunks": (edited("gpus", 1, "input_chunks", value=2), "all GPUs must have buffers of the same size"),
-    "ratio": (all_to_all(2).replace('"alltoall"', '"allgather"'), "wrong numbers of chunks for allgather of 2 GPUs"),
-    "uneven": (exchanged(2).replace('"allreduce"', '"alltoall"'), "the same number of chunks in alltoall"),
-    "collective": (
+REMOTE = ("gpus", 0, "remote_buffers", 0, "access_channel_types")
+NESTED = '{"name": "pipeline", "iter_context": {}, "ops": []}, '
+MALFORMED = [
+    ('{"gpus": [}', "this is not JSON"),
+    ('{"gpus":' + "[" * 100_000, "this is not JSON"),
+    ("[1]", "plan: must be an object"),
+    (None, "must be a str"),
+    (edited("name"), "plan: the field name is missing"),
+    (edited("gpus", value=[]), r'plan "custom": the plan must have GPUs'),
+    (edited("gpus", value=[1]), 'plan "custom", gpu 0: must be an object'),
+    (edited("protocol", value="LL128"), "unknown protocol(.|\n)*'LL128'(.|\n)*one of Simple, LL"),
+    (edited("gpus", 1, "id", value=5), r"gpu 1: GPUs must be listed in the order of their ids(.|\n)*id=5"),
+    (edited("gpus", 1, "threadblocks", 0, "id", value=5), "threadblocks must be listed in the order"),
+    (edited("inplace", value=1), "inplace must be true or false"),
+    (edited(*OP, 0, "name", value="gstorepkt"), r"op 0: unknown operation(.|\n)*'gstorepkt'(.|\n)*one"),
+    (edited(*OP, 3, "dst_buff", value=[]), r"op 3 \(rre\): unexpected kinds of dst_buff(.|\n)*none"),
+    (edited(*OP, 0, "channel_ids", value=[7]), "channel_ids must be numbers of memory channels of the tb"),
+    (edited(*OP, 0, "channel_type", value="none"), r"\(rlxsignal\): it needs memory or port channels"),
+    (edited(*OP, 3, "src_buff", 1, "buffer_id", value=9), "buffer_id must be an integer from 0 to 2"),
+    (edited(*OP, 3, "src_buff", 0, "type", value="x"), "unknown type(.|\n)*one of i, o, s"),
+    (edited(*REMOTE, value=["port"]), "remote buffer 0 is not declared for access through memory channels"),
+    (edited("gpus", 0, "channels", 0, "connected_to", value=[0]), "a channel must connect two GPUs"),
+    (edited("buffer_alignment", value=True), "buffer_alignment must be an integer from 1"),
+    (pipelined().replace('{"name": "put"', NESTED + '{"name": "put"'), "a pipeline must not contain a pipeline"),
+    (pipelined().replace('"unit_size": 64', '"unit_size": 0'), "unit_size must be an integer from 1"),
+    (exchanged(2, min_message_size=9, max_message_size=8), "no message fits"),
+    (exchanged(2, max_message_size=8), "no message fits(.|\n)*multiples of 16 bytes"),
+    (edited("gpus", 1, "input_chunks", value=2), "all GPUs must have buffers of the same size"),
+    (all_to_all(2).replace('"alltoall"', '"allgather"'), "wrong numbers of chunks for allgather of 2 GPUs"),
+    (exchanged(2).replace('"allreduce"', '"alltoall"'), "the same number of chunks in alltoall"),
+    (
         edited("collective", value="sendrecv"),
-        r"collectives of this kind cannot be verified(.|\n)*'sendrecv'(.|\n)*allgather, allreduce, alltoall, broadcast",
+        "cannot be verified(.|\n)*'sendrecv'(.|\n)*allgather, allreduce, alltoall",
     ),
-    "a list": ("[1]", "plan: must be an object"),
-    "no text": (None, "must be a str"),
-}  # fmt: skip
+]
 
 
-@pytest.mark.parametrize("name", MALFORMED)
-def test_malformed_plans_are_refused(name):
+@pytest.mark.parametrize(("text", "words"), MALFORMED, ids=[words for _, words in MALFORMED])
+def test_malformed_plans_are_refused(text, words):
     """The error states the place and the field, the given value, and the allowed ones."""
-    text, words = MALFORMED[name]
     with pytest.raises(ScheduleError, match=words) as caught:
         verify_mscclpp_json(text)
     assert len(str(caught.value)) < 1200
 
 
-LARGE = {
-    "characters": ('{"gpus": "' + "x" * (1 << 26) + '"}', "the plan is too large to be read"),
-    "objects": ('{"gpus": [' + "{}," * (1 << 21) + "{}]}", "the plan is too large to be read(.|\n)*'{'"),
-    "iterations": (pipelined(unit=16, min_message_size=1 << 19), "the plan is too large to be verified"),
-    "cells": (
-        alike("allreduce", (4096, 4096), 2, 0, "; ".join(f"copy i{k}+1000 > o{k}+1000" for k in range(1500))),
-        "the plan is too large to be verified",
-    ),
-}  # fmt: skip
+COPIES = "; ".join(f"copy i{k}+1000 > o{k}+1000" for k in range(1500))
+LARGE = [
+    ('{"gpus": "' + "x" * (1 << 26) + '"}', "the plan is too large to be read"),
+    ('{"gpus": [' + "{}," * (1 << 21) + "{}]}", "the plan is too large to be read(.|\n)*'{'"),
+    (pipelined(unit=16, min_message_size=1 << 19), "the plan is too large to be verified"),
+    (reduced(COPIES, chunks=4096), "the plan is too large to be verified"),
+]
 
 
-@pytest.mark.parametrize("name", LARGE)
-def test_large_plans_are_refused_in_bounded_memory(name):
+@pytest.mark.parametrize(("text", "words"), LARGE, ids=["characters", "objects", "iterations", "cells"])
+def test_large_plans_are_refused_in_bounded_memory(text, words):
     """Plans with too many objects, iterations or accessed parts of buffers are refused, within bounded memory."""
-    text, words = LARGE[name]
-    if name in ("characters", "objects"):
+    if "large to be read" in words:
         tracemalloc.start()
     try:
         with pytest.raises(ScheduleError, match=words):
@@ -429,5 +345,5 @@ def test_a_long_deadlock_has_a_short_message():
     """The message of a deadlock names at most 8 of the threadblocks that wait."""
     blocks = [f"sem_acquire {k}; sem_release {(k + 1) % 100}" for k in range(100)]
     with pytest.raises(ScheduleError, match=r"a deadlock\. .*; \.\.\. \(200 threadblocks wait\)\.") as error:
-        verify_mscclpp_json(alike("allreduce", (1, 1), 2, 0, *blocks, semaphores=[0] * 100))
+        verify_mscclpp_json(reduced(*blocks, semaphores=[0] * 100))
     assert len(str(error.value)) < 1500

@@ -4,17 +4,14 @@ import json
 import random
 from dataclasses import replace
 from fractions import Fraction
-from itertools import combinations, pairwise
 from math import lcm
 
-import numpy as np
-import planning_oracle
 import pytest
 from budget import examples
+from groups_oracle import Group, best_rates
 from hypothesis import assume, given
 from hypothesis import strategies as st
 from planning_oracle import DIRECTED, SYMMETRIC, WHOLE, TooManyTreesError, wirings
-from scipy.optimize import linprog
 
 import crossreduce as cr
 from crossreduce import PlanError, Topology
@@ -22,8 +19,8 @@ from crossreduce.errors import ArgumentError
 from crossreduce.planning.optimal.bounds.certificate import Cut
 from crossreduce.planning.optimal.bounds.column_generation import TreeProgram, best_mixture
 from crossreduce.planning.optimal.bounds.demand import Demand
-from crossreduce.planning.optimal.bounds.steiner import CheapestTrees, few_enough
-from crossreduce.planning.optimal.bounds.tree_prices import cheapest_prices, joints_of, price_of_buffer
+from crossreduce.planning.optimal.bounds.steiner import few_enough
+from crossreduce.planning.optimal.bounds.tree_prices import joints_of
 from crossreduce.schedule import verify
 
 COLLECTIVES = ("all_reduce", "reduce", "broadcast", "reduce_scatter", "all_gather")
@@ -43,24 +40,19 @@ def check(plan):
     assert plan.rate == plan.bound.algbw
 
 
-def some_parts(topology, size, count, seed):
-    every = list(combinations(topology.devices, size))
-    return random.Random(seed).sample(every, min(count, len(every)))
-
-
-@pytest.mark.parametrize("size", range(2, 8))
 @pytest.mark.parametrize("machine", ["dgx-1v", "mi300x", "hgx-h100", "pcie-8"])
-def test_parts_of_a_machine_reach_the_bound(machine, size):
+def test_parts_of_a_machine_reach_the_bound(machine):
     """Parts of machines of eight, connected or not: the plan reaches the bound of the complete machine."""
     topology = Topology.machine(machine)
-    for collective in ("all_reduce", COLLECTIVES[1 + size % 4]):
-        for members in some_parts(topology, size, 1, f"{machine} {size} {collective}"):
-            check(planned(topology, collective, members))
+    for size in (2, 4, 7) if machine != "mi300x" else (3, 5):
+        for collective in ("all_reduce", COLLECTIVES[1 + size % 4]):
+            members = random.Random(f"{machine} {size} {collective}").sample(range(8), size)
+            check(planned(topology, collective, tuple(topology.devices[k] for k in sorted(members))))
 
 
 @pytest.mark.parametrize(
     ("machine", "width", "count"),
-    [*(("hgx-h100", 450, n) for n in range(2, 8)), *(("dgx-2", 150, n) for n in range(10, 16))],
+    [*(("hgx-h100", 450, n) for n in (2, 5, 7)), *(("dgx-2", 150, n) for n in (10, 15))],
 )
 def test_helpers_on_a_switch_are_as_good_as_published(machine, width, count):
     """On a switch, the rate of an all-reduce with helpers is that of BytePS (Jiang et al., OSDI 2020, section 4.1):
@@ -73,84 +65,21 @@ def test_helpers_on_a_switch_are_as_good_as_published(machine, width, count):
     assert plan.rate == width / needed
 
 
-def steiner_rate(topology, members):
-    """Return the best all-reduce on equal links between devices: a program over all trees that join the members."""
-    pairs = [(a, b) for a, b in combinations(topology.devices, 2) if (a, b) in {link[:2] for link in topology.links}]
-    width = {(link.src, link.dst): float(link.bandwidth) for link in topology.links}
-    columns = []
-    for count in range(1, len(pairs) + 1):
-        for chosen in combinations(range(len(pairs)), count):
-            reached, left = {members[0]}, [pairs[k] for k in chosen]
-            while grown := [pair for pair in left if (pair[0] in reached) != (pair[1] in reached)]:
-                reached |= set(grown[0])
-                left.remove(grown[0])
-            if not left and set(members) <= reached and len(reached) == count + 1:  # a tree
-                columns.append([float(k in chosen) for k in range(len(pairs))])
-    limits = [width[pair] for pair in pairs]
-    return -linprog(-np.ones(len(columns)), A_ub=np.array(columns).T, b_ub=limits).fun
-
-
-@examples(60)
-@given(wirings((SYMMETRIC,), WHOLE, 5, 0), st.integers(2, 4))
-def test_all_reduces_have_the_rate_of_the_best_trees(wiring, count):
-    """Where links are equal in both directions, no trees that join the members are faster than the plan."""
-    topology = Topology(*wiring)
-    members = topology.devices[:count]
-    assume(len(topology.devices) > count and len(topology.links) <= 18)
-    plan = planned(topology, "all_reduce", members)
-    check(plan)
-    assert float(plan.rate) == pytest.approx(steiner_rate(topology, members), rel=1e-7)
-
-
-@examples(60)
-@given(
-    wirings((DIRECTED, SYMMETRIC), WHOLE, 5, 1, (True, False)),
-    st.sampled_from([name for name in COLLECTIVES if name != "all_reduce"]),
-    st.integers(2, 4),
-)
+@examples(80)
+@given(wirings((DIRECTED, SYMMETRIC), WHOLE, 5, 1, (True, False)), st.sampled_from(COLLECTIVES), st.integers(2, 4))
 def test_bounds_are_the_rate_of_the_best_trees(wiring, collective, count):
-    """The bound of a one-way collective with helpers is the optimum of a program over all trees, and is reached."""
+    """The bound of a collective with helpers is the optimum of a program over all trees, and is reached."""
     topology = Topology(*wiring)
     members = topology.devices[:count]
     assume(len(topology.devices) > count)
-    weights = dict.fromkeys(members[: 1 if collective in ("broadcast", "reduce") else None], Fraction(1))
+    root = members[0] if collective in ("broadcast", "reduce") else None
     try:
-        best = planning_oracle.best_trees(topology, weights, collective in ("broadcast", "all_gather"), members)
+        (best,) = best_rates(topology, [Group(collective, members, root, 1.0)])
     except TooManyTreesError:
         assume(False)
     plan = planned(topology, collective, members)
     check(plan)
-    assert float(plan.rate) == pytest.approx(best, rel=1e-7)
-
-
-@examples(60)
-@given(wirings((DIRECTED, SYMMETRIC), WHOLE, 6, 2, (True, False)), st.integers(1, 4), st.randoms())
-def test_the_cheapest_trees_agree_with_those_of_the_check(wiring, count, drawn):
-    """Two different algorithms find the same price of the cheapest tree, and the tree has this price."""
-    topology = Topology(*wiring)
-    ends = topology.devices[:count]
-    joints = [*topology.devices, *(switch.name for switch in topology.switches if switch.reduces)]
-    prices = [drawn.randint(1, 9) for _ in topology.links]
-    priced = [(link.src, link.dst, Fraction(price)) for link, price in zip(topology.links, prices, strict=True)]
-    number = {node: k for k, node in enumerate(topology.nodes)}
-    arcs = [(number[src], number[dst]) for src, dst, _ in priced]
-    trees = CheapestTrees(len(number), arcs, [number[end] for end in ends], [number[joint] for joint in joints])
-    trees.price(prices)
-    found = cheapest_prices(priced, ends, set(joints))
-    price = dict(zip(arcs, prices, strict=True))
-    for joint in joints:
-        if joint not in found:
-            assert trees.cost(number[joint]) == float("inf")
-            continue
-        assert trees.cost(number[joint]) == found[joint]
-        total, reached = 0, {number[joint]}
-        for node, parent, through in trees.parents(number[joint]):
-            assert parent in reached
-            reached.add(node)
-            way = [parent, *through, node]
-            total += sum(price[a, b] for a, b in pairwise(way))
-        assert total == found[joint]
-        assert {number[end] for end in ends} <= reached
+    assert float(plan.rate) == pytest.approx(best, rel=1e-6)
 
 
 ONE_WAY = "1 s1, 2 3, 2 4, 3 s1, 3 s1, 4 2, 4 0, 0 s0, s0 2, s1 1, s1 s0"
@@ -179,7 +108,7 @@ def test_helpers_of_one_way_collectives_need_no_way_back():
 
 @pytest.mark.parametrize(
     ("machine", "hosts", "count"),
-    [("mi250", 1, 12), ("dgx-1v", 2, 11), ("hgx-h100", 2, 12), ("mi300x", 2, 13)],
+    [("mi250", 1, 12), ("mi300x", 2, 13), pytest.param("dgx-1v", 2, 11, marks=pytest.mark.slow)],
 )
 def test_all_reduces_of_large_parts_reach_the_bound(machine, hosts, count):
     """With too many members for the cheapest trees, cheap ones reach the bound, too, and its prices prove it."""
@@ -190,25 +119,11 @@ def test_all_reduces_of_large_parts_reach_the_bound(machine, hosts, count):
     verify(plan.schedule)
     plan.bound.check()
     assert plan.helpers
-    assert 0 <= 1 - plan.ratio <= Fraction(1, 10**7)  # weights of trees are rounded
-
-
-@pytest.mark.parametrize("seed", range(5))
-def test_the_order_of_devices_changes_no_proved_price(seed):
-    """Prices of many members prove the same price of trees whatever the order of the members is."""
-    draw = random.Random(seed)
-    topology = Topology.torus(4, 5)
-    priced = [(src, dst, Fraction(draw.randint(0, 5))) for src, dst, _, _ in topology.links]
-    members = draw.sample(topology.devices, 12)
-    orders = [tuple(draw.sample(members, len(members))) for _ in range(5)]
-    found = {price_of_buffer(priced, topology.devices, "all_reduce", order, (), exact=False) for order in orders}
-    assert len(found) == 1
-    assert min(found) > 0
+    assert plan.ratio == 1
 
 
 def test_shares_of_many_trees_have_a_common_denominator():
-    """The shares of many trees are multiples of one part of the buffer, so that sums of them stay numbers of a few
-    digits."""
+    """The shares of many trees are multiples of one part of the buffer: few digits."""
     topology = Topology.torus(3, 3, 3)
     plan = planned(topology, "all_reduce", tuple(f"cpu:{k}" for k in range(2, 27)))
     verify(plan.schedule)
@@ -218,10 +133,9 @@ def test_shares_of_many_trees_have_a_common_denominator():
 
 
 @pytest.mark.parametrize("both_ways", [True, False])
-@pytest.mark.parametrize("seed", range(2))
-def test_all_reduces_on_random_graphs_are_near_the_bound(seed, both_ways):
+def test_all_reduces_on_random_graphs_are_near_the_bound(both_ways):
     """On graphs without structure, cuts prove what prices do not; links that go one way leave little unproved."""
-    draw = random.Random(f"{seed} {both_ways}")
+    draw = random.Random(f"0 {both_ways}")
     n = draw.randint(12, 18)
     links = {}
     for _ in range(3):

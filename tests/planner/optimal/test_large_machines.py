@@ -10,6 +10,7 @@ import random
 from collections.abc import Iterator
 from dataclasses import replace
 from fractions import Fraction
+from typing import Any
 
 import pytest
 from large_machines import dragonfly, fat_tree, half_empty
@@ -21,7 +22,6 @@ from crossreduce.planning import algorithms, direct, halving_doubling, ring, sch
 from crossreduce.planning.forest import forest
 from crossreduce.planning.optimal import bound as bounds
 from crossreduce.planning.optimal.bound import bound_of_members
-from crossreduce.planning.optimal.bounds.certificate import Bound
 from crossreduce.planning.optimal.symmetric import orbit_forest as symmetric
 from crossreduce.planning.optimal.symmetric.orbit_bound import Quotient, quotient_bound
 from crossreduce.planning.optimal.symmetric.orbit_trees import best_trees, solved_exactly
@@ -33,6 +33,7 @@ from crossreduce.topology.automorphisms import extend_to_switches, symmetry_of
 from crossreduce.topology.symmetry import Symmetry, SymmetryGenerator
 
 COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter")
+H100S = Topology.machine("hgx-h100", 5)  # 40 devices; with more than 32 plans are generated
 
 
 MACHINES = {
@@ -55,11 +56,14 @@ MACHINES = {
 
 ALL = (*COLLECTIVES, "reduce", "broadcast")
 # For each machine an all-reduce and one other collective; the rest is slow.
+# For each machine an all-reduce and one other collective; the rest is slow.
 ONE_OF_EACH = [
     pytest.param(name, collective, marks=[] if collective in ("all_reduce", ALL[1 + k % 4]) else pytest.mark.slow)
     for k, name in enumerate(MACHINES)
+    if name != "tpu-v4"
     for collective in ALL
 ]
+ONE_OF_EACH += [pytest.param("tpu-v4", collective, marks=pytest.mark.slow) for collective in ALL]
 
 
 @pytest.mark.parametrize(
@@ -97,7 +101,7 @@ def assert_keeps_links(topology: Topology, found: Symmetry) -> None:
             assert (nodes == list(range(len(names)))) == (times == order)
 
 
-@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("seed", range(10))
 def test_random_circulants_keep_their_links(seed: int):
     """On random graphs with planted rotations, under random names, the symmetries found keep all links."""
     rng = random.Random(seed)
@@ -125,36 +129,10 @@ def test_irregular_graphs_have_no_symmetry():
 
 def test_fixed_nodes_stay():
     """A root that is given stays in its place, and the others still move."""
-    topology = Topology.machine("hgx-h100", 5)
-    found = symmetry_of(topology, ("host2/cuda:1",))
-    root = topology.nodes.index("host2/cuda:1")
+    found = symmetry_of(H100S, ("host2/cuda:1",))
+    root = H100S.nodes.index("host2/cuda:1")
     assert found.order > 1
     assert all(moves[root] == root for moves, _ in found.generators)
-
-
-@pytest.mark.parametrize("collective", COLLECTIVES)
-@pytest.mark.parametrize("name", MACHINES)
-def test_bounds_on_orbits_are_those_on_all_devices(name: str, collective: str):
-    """The program on orbits has the optimum of the program on devices, and its certificate proves it."""
-    topology = MACHINES[name]()
-    found = quotient_bound(topology, symmetry_of(topology), collective)
-    found.check()
-    assert found.algbw == bound_of_members(topology, collective, topology.devices).algbw
-
-
-@pytest.mark.parametrize("collective", COLLECTIVES)
-@pytest.mark.parametrize("name", [name for name in MACHINES if name != "mi250"])
-def test_trees_on_orbits_reach_the_bound(name: str, collective: str):
-    """On all of these machines, trees for a root of each orbit, moved to the others, are optimal."""
-    topology = MACHINES[name]()
-    found = symmetry_of(topology)
-    quotient = Quotient(topology, found)
-    limit = quotient_bound(topology, found, collective).algbw
-    assert limit is not None
-    weights = {root: Fraction(found.sizes[root], quotient.n) for root in quotient.roots}
-    rate, trees = best_trees(quotient, collective, None if collective == "all_reduce" else weights, limit)
-    assert rate == limit
-    assert sum(tree.share for tree in trees) == 1
 
 
 @pytest.fixture
@@ -169,29 +147,33 @@ def always(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         cached.cache_clear()
 
 
-@pytest.mark.usefixtures("always")
-@pytest.mark.parametrize(("name", "collective"), ONE_OF_EACH)
-def test_generated_plans_are_their_explicit_forms(name: str, collective: str):
-    """A forest by symmetry has the rate, the time, the operations and the use of links of the list of all its steps."""
-    topology = MACHINES[name]()
-    roots = {"broadcast": (topology.devices[:1], topology.devices), "reduce": (topology.devices, topology.devices[:1])}
-    sources, destinations = roots.get(collective, (topology.devices, topology.devices))
-    request = Request(collective, sources, destinations, "forest", topology)
-    found = symmetric.symmetric_forest(
-        request, collective, tuple((r, Fraction(1)) for r in topology.devices[:1]) if collective in roots else None
-    )
-    if found is None:
-        assert len({*symmetry_of(topology, topology.devices[:1]).orbits}) > len(topology.devices) // 2  # too irregular
-        return
-    schedule, explicit = found.schedule, found.schedule.explicit
+def check_orbits(topology: Topology, collective: str, *, exact: bool) -> None:
+    """Check that orbits have the optimum of all devices, proved, and if ``exact`` that moved trees reach it."""
+    found = symmetry_of(topology)
+    limit = quotient_bound(topology, found, collective)
+    limit.check()
+    assert limit.algbw is not None
+    assert limit.algbw == bound_of_members(topology, collective, topology.devices).algbw
+    if exact:
+        quotient = Quotient(topology, found)
+        weights = {root: Fraction(found.sizes[root], quotient.n) for root in quotient.roots}
+        weighted = None if collective == "all_reduce" else weights
+        rate, trees = best_trees(quotient, collective, weighted, limit.algbw)
+        assert rate == limit.algbw
+        assert sum(tree.share for tree in trees) == 1
+
+
+def check_explicit(schedule: GeneratedSchedule, topology: Topology) -> None:
+    """Check the rate, the time, the operations and the use of links against those of the list of all steps."""
+    explicit = schedule.explicit
     verify(schedule)
     verify(explicit)
     assert schedule.steps == explicit.steps
     assert schedule.chunk_count == len(explicit.chunks)
     assert schedule.units == explicit.units
     assert fluid_rate(schedule, topology) == fluid_rate(explicit, topology)
-    costs = (Costs(operation_s=0), Costs(operation_s=1e-6, reduction_gb_per_s=100.0, messages_per_s=1e6))
-    for pieces, cost in ((1, costs[0]), (5, costs[0]), (7, costs[1])):
+    free, costly = Costs(operation_s=0), Costs(operation_s=1e-6, reduction_gb_per_s=100.0, messages_per_s=1e6)
+    for pieces, cost in ((1, free), (7, costly)):
         one = simulate(schedule.cut_into(pieces), topology, 10**8, costs=cost)
         other = simulate(explicit.cut_into(pieces), topology, 10**8, costs=cost)
         assert one.seconds == pytest.approx(other.seconds, rel=1e-12)
@@ -199,17 +181,36 @@ def test_generated_plans_are_their_explicit_forms(name: str, collective: str):
         assert one.busy == pytest.approx(other.busy)
         assert one.bytes.keys() == other.bytes.keys()
         assert all(abs(one.bytes[pair] - other.bytes[pair]) <= schedule.chunk_count for pair in one.bytes)
-    few = link_use(schedule, topology, 10**8, one.seconds, 9, costs[1])
-    every = link_use(explicit, topology, 10**8, one.seconds, 9, costs[1])
+    few = link_use(schedule, topology, 10**8, one.seconds, 9, costly)
+    every = link_use(explicit, topology, 10**8, one.seconds, 9, costly)
     assert few.keys() == every.keys()
     assert all(few[pair].carried == pytest.approx(every[pair].carried, abs=1.0) for pair in few)
     assert all(few[pair].transfers == every[pair].transfers for pair in few)
 
 
+@pytest.mark.usefixtures("always")
+@pytest.mark.parametrize(("name", "collective"), ONE_OF_EACH)
+def test_plans_by_symmetry_are_those_of_all_devices(name: str, collective: str):
+    """The bound, the trees and the generated schedule are those without symmetry."""
+    topology = MACHINES[name]()
+    first, everyone = topology.devices[:1], topology.devices
+    if collective in COLLECTIVES:
+        check_orbits(topology, collective, exact=name != "mi250")
+    sources, destinations = {"broadcast": (first, everyone), "reduce": (everyone, first)}.get(
+        collective, (everyone,) * 2
+    )
+    request = Request(collective, sources, destinations, "forest", topology)
+    roots = ((*first, Fraction(1)),) if collective in ("broadcast", "reduce") else None
+    found = symmetric.symmetric_forest(request, collective, roots)
+    if found is None:
+        assert len({*symmetry_of(topology, first).orbits}) > len(everyone) // 2  # too irregular
+    else:
+        check_explicit(found.schedule, topology)
+
+
 def test_shared_limits_are_kept_or_break_the_symmetry():
     """Limits that the symmetry moves to each other count once; one that it does not keep makes all steps count."""
-    topology = Topology.machine("hgx-h100", 5)
-    plan = cr.plan(topology, nbytes="64M", algorithm="forest", operation_s=0)
+    plan = cr.plan(H100S, nbytes="64M", algorithm="forest", operation_s=0)
     assert isinstance(plan.schedule, GeneratedSchedule)
 
     def limit(host: int, speed: float) -> SharedLimit:
@@ -217,28 +218,28 @@ def test_shared_limits_are_kept_or_break_the_symmetry():
 
     for shared in ([limit(host, 100.0) for host in range(5)], [limit(2, 50.0)]):
         costs = Costs(operation_s=0, shared=tuple(shared))
-        one, other = (simulate(s, topology, 1 << 26, costs=costs) for s in (plan.schedule, plan.schedule.explicit))
+        one, other = (simulate(s, H100S, 1 << 26, costs=costs) for s in (plan.schedule, plan.schedule.explicit))
         assert one.seconds == pytest.approx(other.seconds, rel=1e-12)
         assert one.seconds > plan.seconds
 
 
 @pytest.mark.parametrize("planner", [ring, direct, halving_doubling])
-@pytest.mark.parametrize("first", [0, 3])
-@pytest.mark.parametrize("n", [33, 40, 48, 64])
-def test_planners_generate_the_schedules_that_they_listed(monkeypatch, planner, first: int, n: int):
+def test_planners_generate_the_schedules_that_they_listed(monkeypatch, planner):
     """With many devices, ring, direct and halving_doubling return a few chunks; all images are the same as before."""
-    names = [f"cpu:{k}" for k in range(n)]
-    generated = planner(names, first=first)
-    monkeypatch.setattr(algorithms, "GENERATED_FROM", n)
-    listed = planner(names, first=first)
-    assert not isinstance(listed, GeneratedSchedule)
-    if isinstance(generated, GeneratedSchedule):
-        assert len(generated.base.chunks) < len(listed.chunks)
-        assert generated.explicit == listed
-        assert str(generated) == str(listed)
-        assert Schedule.from_json(generated.to_json()) == generated
-    else:
-        assert (planner, n) == (halving_doubling, 33)  # one device has a partner
+    for n, first in ((33, 0), (40, 3), (64, 3)):
+        names = [f"cpu:{k}" for k in range(n)]
+        generated = planner(names, first=first)
+        with monkeypatch.context() as patch:
+            patch.setattr(algorithms, "GENERATED_FROM", n)
+            listed = planner(names, first=first)
+        assert not isinstance(listed, GeneratedSchedule)
+        if isinstance(generated, GeneratedSchedule):
+            assert len(generated.base.chunks) < len(listed.chunks)
+            assert generated.explicit == listed
+            assert str(generated) == str(listed)
+            assert Schedule.from_json(generated.to_json()) == generated
+        else:
+            assert (planner, n) == (halving_doubling, 33)  # one device has a partner
 
 
 def test_owners_of_direct_keep_their_order():
@@ -267,34 +268,26 @@ def test_all_parts_of_a_machine_with_1024_devices():
 
 
 @pytest.mark.parametrize(
-    ("name", "collective"),
-    [("a lost link", "all_reduce"), ("a lost link", "reduce"),
-     ("half empty", "all_gather"), ("half empty", "broadcast"),
-     ("switches reduce", "all_reduce"), ("switches reduce", "reduce_scatter")],
-)  # fmt: skip
-def test_leftovers_split_orbits(name: str, collective: str):
-    """Hundreds of devices with one lost link, or a half-empty host, still have plans by symmetry at the bound."""
-    topology = {
-        "a lost link": lambda: Topology.machine("hgx-h100", 40).without_link("host0/cuda:3", "rail3"),
-        "half empty": lambda: half_empty(40),
-        "switches reduce": lambda: Topology.machine("hgx-h100", 40, in_network=True),
-    }[name]()
-    plan = cr.plan(topology, collective, nbytes="1G", algorithm="forest")
+    ("topology", "collective", "idle"),
+    [
+        (H100S.without_link("host0/cuda:3", "rail3"), "all_reduce", ()),
+        (H100S.without_link("host0/cuda:3", "rail3"), "reduce", ()),
+        (half_empty(5), "all_gather", ()),
+        (half_empty(5), "broadcast", ()),
+        (Topology.machine("hgx-h100", 5, in_network=True), "all_reduce", ()),
+        (Topology.machine("hgx-h100", 5, in_network=True), "reduce_scatter", ()),
+        (Topology.machine("hgx-h100", 6), "all_reduce", range(3, 48, 8)),
+    ],
+)
+def test_leftovers_split_orbits(topology: Topology, collective: str, idle: range):
+    """A lost link, a half-empty host or idle devices leave plans by symmetry at the bound."""
+    members = [k for k in range(len(topology.devices)) if k not in idle]
+    plan = cr.plan(topology, collective, nbytes="1G", participants=members, algorithm="forest")
     assert isinstance(plan.schedule, GeneratedSchedule)
     verify(plan.schedule)
     plan.bound.check()
     assert plan.ratio == 1
-
-
-def test_idle_devices_of_large_machines_forward():
-    """If one device of each host takes no part, the plan of the others is generated, and the bound counts all links."""
-    topology = Topology.machine("hgx-h100", 40)
-    some = [k for k in range(320) if k % 8 != 3]
-    plan = cr.plan(topology, nbytes="1G", participants=some, algorithm="forest")
-    assert isinstance(plan.schedule, GeneratedSchedule)
-    plan.bound.check()
-    assert plan.ratio == 1
-    assert "host0/cuda:3" not in plan.schedule.devices
+    assert not {topology.devices[k] for k in idle} & {*plan.schedule.devices}
 
 
 @pytest.mark.parametrize(
@@ -302,10 +295,9 @@ def test_idle_devices_of_large_machines_forward():
     [
         (lambda: dragonfly(17, 4, 2), 8, True),
         (lambda: dragonfly(17, 4, 2), 1 << 16, False),  # the links would be busy for too long
-        (lambda: Topology.star(130, gb_per_s=25, latency_s=1e-6), 8, True),
         (lambda: Topology.machine("hgx-h100", 17), 8, False),  # each host queues eight operations
     ],
-    ids=["dragonfly", "dragonfly, more bytes", "star", "hgx-h100"],
+    ids=["dragonfly", "dragonfly, more bytes", "hgx-h100"],
 )
 def test_auto_lists_one_shot_for_few_bytes_where_it_is_faster(monkeypatch, make, nbytes: int, listed: bool):
     """As with more than 512 devices: one_shot is only listed if an estimate says so, and then it is taken."""
@@ -329,49 +321,25 @@ def test_auto_lists_one_shot_for_few_bytes_where_it_is_faster(monkeypatch, make,
     assert 0.9 * auto.seconds <= named.seconds
 
 
-def forged(kind: str) -> Bound:
-    """Return a certificate that is wrong in one way."""
+def test_forged_certificates_are_refused():
+    """A certificate with a wrong symmetry, wrong weights or a wrong rate proves nothing."""
     topology = Topology.machine("hgx-h100", 2)
     true = quotient_bound(topology, symmetry_of(topology), "all_reduce")
     assert true.symmetry is not None
-    n = len(topology.nodes)
+    assert true.algbw is not None
     first, *rest = true.symmetry.generators
-    moves = list(first.moves)
-    if kind == "no automorphism":
-        moves[0], moves[1] = moves[1], moves[0]
-        return replace(true, symmetry=Symmetry((SymmetryGenerator(tuple(moves), first.order), *rest), n))
-    if kind == "order":
-        return replace(true, symmetry=Symmetry((SymmetryGenerator(first.moves, first.order + 1), *rest), n))
-    if kind == "no permutation":
-        return replace(true, symmetry=Symmetry((SymmetryGenerator((0, *first.moves[1:]), first.order), *rest), n))
-    if kind == "another topology":
-        return replace(true, topology=topology.without_link("host0/cuda:3", "rail3"))
-    if kind == "weight":
-        return replace(true, cuts=tuple(cut._replace(weight=cut.weight / 2) for cut in true.cuts))
-    if kind == "rate":
-        assert true.algbw is not None
-        return replace(true, algbw=true.algbw * Fraction(99, 100))
+    swapped = SymmetryGenerator((first.moves[1], first.moves[0], *first.moves[2:]), first.order)
     members = topology.devices[:-1]
-    roots = tuple((device, Fraction(1)) for device in members)
-    return replace(true, devices=members, roots=roots)
-
-
-@pytest.mark.parametrize(
-    ("kind", "text"),
-    [
-        ("no automorphism", r"must be one of its topology"),
-        ("order", r"must be one of its topology.*\n?.*order"),
-        ("no permutation", r"not a permutation"),
-        ("another topology", r"must be one of its topology"),
-        ("weight", r"total weight of at least 1"),
-        ("rate", r"does not prove the bound"),
-        ("members", r"devices with the same part"),
-    ],
-)
-def test_forged_certificates_are_refused(kind: str, text: str):
-    """A certificate with a wrong symmetry, wrong weights or a wrong rate proves nothing."""
-    with pytest.raises(PlanError, match=text):
-        forged(kind).check()
+    some: dict[str, Any] = {"devices": members, "roots": tuple((device, Fraction(1)) for device in members)}
+    for changes, text in (
+        ({"symmetry": Symmetry((swapped, *rest), len(topology.nodes))}, r"must map its topology to itself"),
+        ({"topology": topology.without_link("host0/cuda:3", "rail3")}, r"must map its topology to itself"),
+        ({"cuts": tuple(cut._replace(weight=cut.weight / 2) for cut in true.cuts)}, r"total weight of at least 1"),
+        ({"algbw": true.algbw * Fraction(99, 100)}, r"does not prove the bound"),
+        (some, r"devices with the same part"),
+    ):
+        with pytest.raises(PlanError, match=text):
+            replace(true, **changes).check()
 
 
 def test_switches_follow_devices():

@@ -116,8 +116,7 @@ DISCARDED = Wiring(
 @examples(60)
 @given(wirings(ANY, BINARY + DECIMAL + WILD, reducing=(False, True)))
 def test_bandwidths_of_many_digits(wiring):
-    """The rate is reached and proved exactly also for bandwidths that are the exact values of floats, such as 0.1 and
-    0.3, for sums that differ by 1e-17, and for bandwidths that differ by a factor of up to 1e19."""
+    """The rate is exact for bandwidths that are the values of floats, or differ by a factor of up to 1e19."""
     check_exact(Topology(*wiring))
 
 
@@ -128,8 +127,7 @@ LEFT_OUT = 10**9  # HiGHS leaves out coefficients below 1e-9 (its option small_m
 @examples(80)
 @given(wirings((LOPSIDED,), WHOLE + ODD), st.data())
 def test_broadcasts_of_weighted_roots(wiring, data):
-    """The use of links by broadcasts: every switch sends as much as it receives, no bandwidth grows, and the trees have
-    the greatest possible rate, which is proved."""
+    """Broadcasts of weighted roots have the greatest rate of any trees, which is proved."""
     topology = Topology(*wiring)
     weights = data.draw(st.dictionaries(st.sampled_from(range(len(topology.devices))), BYTES, min_size=1))
     found = optimum(topology, tuple(weights.items()))
@@ -141,8 +139,7 @@ def test_broadcasts_of_weighted_roots(wiring, data):
 @examples(60)
 @given(wirings((LOPSIDED,), BINARY + DECIMAL + WILD, reducing=(False, True)), st.data())
 def test_broadcasts_with_bandwidths_of_many_digits(wiring, data):
-    """The same is true for bandwidths that are far apart or have many digits; but if weights are so far apart that
-    HiGHS leaves coefficients out, only if a solution was found."""
+    """So they have for bandwidths far apart, if HiGHS leaves no coefficient out."""
     topology = Topology(*wiring)
     weights = data.draw(st.dictionaries(st.sampled_from(range(len(topology.devices))), BYTES, min_size=1))
     found = optimum(topology, tuple(weights.items()))

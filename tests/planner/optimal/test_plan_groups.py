@@ -1,15 +1,12 @@
 """Plans of several groups on shared links: their rates are the best ones, are proved, and are reached together."""
 
 import json
-import random
 from collections import Counter
 from dataclasses import replace
 from fractions import Fraction
-from itertools import pairwise
 
 import pytest
 from budget import examples
-from command_line import run_python
 from groups_oracle import Group, best_rates
 from hypothesis import assume, given
 from hypothesis import strategies as st
@@ -20,8 +17,6 @@ from crossreduce import ArgumentError, Costs, PlanError, Topology
 from crossreduce.planning.groups.groups_bound import RateLevel
 from crossreduce.planning.groups.separate_plans import shared_rates
 from crossreduce.planning.optimal.bounds.steiner import MANY, few_enough
-from crossreduce.planning.optimal.bounds.steiner_heuristic import NearTrees
-from crossreduce.planning.optimal.bounds.tree_prices import _lower_bounds, cheapest_prices, joints_of, least_price
 from crossreduce.schedule import verify
 
 COLLECTIVES = ("all_reduce", "reduce", "broadcast", "reduce_scatter", "all_gather")
@@ -38,7 +33,6 @@ def mesh(topology, *shape):
 
 MACHINES = {
     "dgx-1v 2 x TP4": (Topology.machine("dgx-1v"), [range(4), range(4, 8)], {75}),
-    "dgx-1v 4 x TP2": (Topology.machine("dgx-1v"), [(0, 1), (2, 3), (4, 5), (6, 7)], {Fraction(125, 2)}),
     "dgx-1v 2 x 4": (*mesh(Topology.machine("dgx-1v"), 2, 4), {Fraction(75, 2), Fraction(200, 3)}),
     "mi300x 2 x 4": (*mesh(Topology.machine("mi300x"), 2, 4), {Fraction(2560, 19)}),
     "mi250 2 x 8": (*mesh(Topology.machine("mi250"), 2, 8), {Fraction(75, 2), 75}),
@@ -46,23 +40,18 @@ MACHINES = {
     "hgx-h100 x 2": (*mesh(Topology.machine("hgx-h100", 2), 2, 8), {50, Fraction(1800, 7)}),
     "hgx-h100 x 4": (*mesh(Topology.machine("hgx-h100", 4), 4, 8), {Fraction(100, 3), Fraction(1800, 7)}),
 }
-SLOW = ("hgx-h100 x 4", "mi250 2 x 8")
-
-
-def link_loads(plan):
-    """Return the GB/s that each link carries while all groups run at their rates, from the steps of the schedules."""
-    loads = Counter()
-    for one, rate in zip(plan.plans, plan.rates, strict=True):
-        for pair, share in carried_shares(one.schedule):
-            loads[pair] += share * rate
-    return loads
+SLOW = ("hgx-h100 x 4", "mi250 2 x 8", "torus 4 x 4")
+BOX = Topology.machine("mi300x").subset(range(6))
 
 
 def check(plan):
     """Check the schedules, the proof, that all groups together fit the links, and that no separate plans are better."""
     plan.check()
     width = {(link.src, link.dst): link.bandwidth for link in plan.topology.links}
-    used = link_loads(plan)
+    used = Counter()  # the GB/s that each link carries while all groups run at their rates
+    for one, rate in zip(plan.plans, plan.rates, strict=True):
+        for pair, share in carried_shares(one.schedule):
+            used[pair] += share * rate
     assert all(load <= width[pair] for pair, load in used.items())
     moving = [rate for rate in plan.rates if rate is not None]
     assert not moving or max(load / width[pair] for pair, load in used.items()) == 1  # else all could be faster
@@ -128,8 +117,7 @@ def test_rates_are_fixed_and_not_trees():
     assert plan.rates == (10, 10, 1)
 
 
-@pytest.mark.parametrize("weights", [(1, 1, 1), (1, 1000, 1), (1000, 1, 1000), (1, 1000, 30)])
-@pytest.mark.parametrize("wide", [10**4, 10**6])
+@pytest.mark.parametrize(("wide", "weights"), [(10**4, (1000, 1, 1000)), (10**6, (1, 1000, 30))])
 def test_uneven_links_and_weights(wide, weights):
     """Rates that differ by a factor of millions are exact, too."""
     links = [("cpu:0", "cpu:1", wide), ("cpu:1", "cpu:0", wide), ("cpu:1", "cpu:2", 1), ("cpu:2", "cpu:1", 1)]
@@ -157,7 +145,7 @@ def planned(topology, groups):
     return cr.plan_groups(topology, members, weights, collective=collectives, roots=roots, nbytes="1M")
 
 
-@examples(60)
+@examples(40)
 @given(st.data())
 def test_rates_are_those_of_all_trees(data):
     """The rates are the optimum of programs over all possible trees of all groups, and are reached together."""
@@ -175,7 +163,7 @@ def test_rates_are_those_of_all_trees(data):
     assert [float(rate) for rate in plan.rates if rate is not None] == pytest.approx(best, rel=1e-6)
 
 
-@examples(40)
+@examples(25)
 @given(wirings((DIRECTED, SYMMETRIC), WHOLE, 5, 1, (True, False)), st.data())
 def test_one_group_has_the_rate_of_its_bound(wiring, data):
     """A single group is planned as ``plan`` plans it, whatever its weight is."""
@@ -189,22 +177,6 @@ def test_one_group_has_the_rate_of_its_bound(wiring, data):
     if len(members) < len(topology.devices) or not topology.switches:
         assert plan.rates[0] == limit.algbw  # where switches reduce, a bound counts cuts only
     assert plan.plans[0].ratio == 1
-
-
-@examples(25)
-@given(wirings((DIRECTED, SYMMETRIC), WHOLE, 4, 1, (True, False)), st.data())
-def test_what_does_not_change_the_rates(wiring, data):
-    """The order of groups, a group of one device, and a common factor of weights do not matter; bandwidths scale."""
-    topology = Topology(*wiring)
-    groups = data.draw(several(topology))
-    rates = planned(topology, groups).rates
-    order = data.draw(st.permutations(range(len(groups))))
-    assert planned(topology, [groups[k] for k in order]).rates == tuple(rates[k] for k in order)
-    assert planned(topology, [*groups, ("all_gather", topology.devices[:1], None, 1)]).rates == (*rates, None)
-    assert planned(topology, [(*group[:3], group[3] * 5) for group in groups]).rates == rates
-    faster = Topology(topology.devices, [link._replace(bandwidth=link.bandwidth * 3) for link in topology.links],
-                      topology.switches)  # fmt: skip
-    assert planned(faster, groups).rates == tuple(None if rate is None else rate * 3 for rate in rates)
 
 
 def test_rates_of_separate_plans():
@@ -254,7 +226,6 @@ def test_forged_certificates_are_refused(two_levels):
 
     for forged, text in (
         (with_first(rate=first.rate * Fraction(101, 100)), "does not prove the rates"),
-        (with_first(rate=first.rate * Fraction(101, 100), most=first.most * Fraction(101, 100)), "does not prove"),
         (with_first(most=first.most * 2), "does not prove the rates"),
         (with_first(prices=(*first.prices, ("cpu:1", "cpu:2", price))), "does not prove the rates"),
         (with_first(prices=((src, dst, -price), *others)), "0 or more"),
@@ -318,77 +289,27 @@ def test_no_prices_prove_less_than_a_plan_reaches(prices):
         assert proved >= level.rate
 
 
-@examples(60)
-@given(wirings((DIRECTED, SYMMETRIC), WHOLE, 6, 2, (True, False)), st.integers(1, 4), st.randoms())
-def test_prices_of_many_members_are_never_too_high(wiring, count, drawn):
-    """The price that is proved for many members is not above that of the cheapest tree; cheap trees are not below."""
-    topology = Topology(*wiring)
-    ends, joints = topology.devices[:count], joints_of(topology)
-    priced = [(link.src, link.dst, drawn.randint(0, 5)) for link in topology.links]
-    exact, low = cheapest_prices(priced, ends, set(joints)), _lower_bounds(priced, ends, joints, joints)
-    assert low.keys() == exact.keys() & set(joints)
-    assert all(low[root] <= exact[root] for root in low)
-    assert all(bool(low[root]) == bool(exact[root]) for root in low)
-    number = {node: k for k, node in enumerate(topology.nodes)}
-    near = NearTrees(len(number), [(number[a], number[b]) for a, b, _ in priced], [number[e] for e in ends],
-                     [number[joint] for joint in joints])  # fmt: skip
-    near.price([price + 1.0 for *_, price in priced])
-    raised = [(src, dst, price + 1) for src, dst, price in priced]
-    exact = cheapest_prices(raised, ends, set(joints))
-    for joint in joints:
-        if joint not in exact:
-            assert near.cost(number[joint]) == float("inf")
-            continue
-        cost = {(number[a], number[b]): price for a, b, price in raised}
-        total, reached = 0, {number[joint]}
-        for node, parent, through in near.parents(number[joint]):
-            assert parent in reached
-            reached.add(node)
-            total += sum(cost[pair] for pair in pairwise([parent, *through, node]))
-        assert {number[end] for end in ends} <= reached
-        assert exact[joint] <= total <= near.cost(number[joint])
-
-
-def test_cheap_trees_of_a_line():
-    """The nearest node is joined to the tree, not to the root: a line is joined by all of its links, once."""
-    line = [(k, k + 1) for k in range(13)] + [(k + 1, k) for k in range(13)]
-    trees = NearTrees(14, line, range(14), range(14))
-    trees.price([1.0] * 26)
-    assert [trees.cost(root) for root in range(14)] == [13.0] * 14
-
-
-def test_equal_directions_have_one_price():
-    """If links cost the same in both directions, a price for many members needs one root only; it is right."""
-    topology = Topology.machine("dgx-1v")
-    drawn = random.Random(3)
-    for _ in range(20):
-        cost = {frozenset(link[:2]): drawn.randint(0, 5) for link in topology.links}
-        priced = [(*link[:2], cost[frozenset(link[:2])]) for link in topology.links]
-        ends = tuple(drawn.sample(topology.devices, 5))
-        low = least_price(priced, topology.devices, ends, ends, topology.devices, exact=False)
-        assert low <= least_price(priced, topology.devices, ends, ends, topology.devices, exact=True)
-
-
 @pytest.mark.parametrize(
-    ("topology", "groups", "least"),
+    ("topology", "groups"),
     [
-        pytest.param(Topology.machine("gb200-nvl72"), [range(36), range(36, 72)], 1, marks=pytest.mark.slow),
-        (Topology.mesh(3, 6), [range(14), range(4, 18)], 1),
-        pytest.param(Topology.machine("mi250"), [range(13), range(6, 16)], 1, marks=pytest.mark.slow),
+        pytest.param(Topology.machine("gb200-nvl72"), [range(36), range(36, 72)], marks=pytest.mark.slow),
+        (Topology.mesh(2, 7), [range(13), range(1, 14)]),
+        pytest.param(Topology.machine("mi250"), [range(13), range(6, 16)], marks=pytest.mark.slow),
     ],
 )
-def test_groups_of_many_members(topology, groups, least):
-    """Groups that are too large for exact trees have rates near those that are proved."""
+def test_groups_of_many_members(topology, groups):
+    """Groups that are too large for exact trees have the rates that are proved."""
     assert not few_enough(len(groups[0]), len(topology.devices), MANY)
     plan = cr.plan_groups(topology, groups)
     check(plan)
-    assert least <= plan.ratio <= 1
+    assert plan.ratio == 1
 
 
 def test_links_that_share_a_limit():
     """Groups divide a limit of several links in proportion to their loads; all parts are the limit."""
-    topology = Topology.machine("hgx-h100", 2)
-    groups = cr.mesh_groups(topology.devices, (2, 8))
+    machine = Topology.machine("hgx-h100", 2)
+    topology = machine.subset([f"host{h}/cuda:{k}" for h in (0, 1) for k in (0, 1)])
+    groups = cr.mesh_groups(topology.devices, (2, 2))
     shared = cr.both_directions(topology, 60)
     free = cr.plan_groups(topology, groups, costs=Costs(operation_s=0))
     limited = cr.plan_groups(topology, groups, costs=Costs(operation_s=0, shared=shared))
@@ -396,7 +317,7 @@ def test_links_that_share_a_limit():
     total = sum(limit.gb_per_s for one in limited.plans for limit in one.request.costs.shared)
     assert total == pytest.approx(60 * len(shared))
     assert limited.seconds[0] > free.seconds[0] * 1.5  # 50 GB/s each way need 100
-    assert limited.seconds[8] == free.seconds[8]
+    assert limited.seconds[2] == free.seconds[2]
     pair = Topology.full_mesh(2, gb_per_s=10)
     half = [(12, [("cpu:0", "cpu:1"), ("cpu:1", "cpu:0")])]
     twice = cr.plan_groups(pair, [(0, 1), (0, 1)], [1, 3], costs=Costs(shared=half))
@@ -408,46 +329,31 @@ def test_links_that_share_a_limit():
 def test_sizes_and_collectives_of_groups():
     """Each group may have a collective, a root and a number of bytes of its own; a lone device moves nothing."""
     plan = cr.plan_groups(
-        "mi300x", [range(4), (5, 4, 6), [7]], [1, 2, 1], collective=["all_gather", "broadcast", "reduce"],
-        nbytes=["1M", 1 << 20, 0], roots=[None, "cuda:4", 7],
+        BOX, [range(2), (3, 2, 4), [5]], [1, 2, 1], collective=["all_gather", "broadcast", "reduce"],
+        nbytes=["1M", 1 << 20, 0], roots=[None, "cuda:2", 5],
     )  # fmt: skip
     check(plan)
     assert [one.collective for one in plan.plans] == ["all_gather", "broadcast", "reduce"]
     assert [one.nbytes for one in plan.plans] == [1 << 20, 1 << 20, 0]
-    assert [one.root for one in plan.plans] == [None, "cuda:4", "cuda:7"]
+    assert [one.root for one in plan.plans] == [None, "cuda:2", "cuda:5"]
     assert plan.rates[2] is None
     assert plan.seconds[2] == 0
     assert plan.losses[2] == 0
-    assert plan.groups[1] == ("cuda:5", "cuda:4", "cuda:6")
+    assert plan.groups[1] == ("cuda:3", "cuda:2", "cuda:4")
     assert plan.weights == (1, 2, 1)
-    lone = cr.plan_groups("mi300x", [[3]])
+    lone = cr.plan_groups(BOX, [[3]])
     check(lone)
     assert lone.bound.levels == ()
     assert "no data has to move" in lone.explain()
-    assert str(lone) == "1 group on 8 devices: - GB/s"
-    assert cr.plan_groups("mi300x", [range(4)], collective="broadcast").plans[0].root == "cuda:0"
+    assert str(lone) == "1 group on 6 devices: - GB/s"
+    assert cr.plan_groups(BOX, [range(2)], collective="broadcast").plans[0].root == "cuda:0"
 
 
 def test_the_same_request_is_planned_once():
     """A plan is a value: the same request returns the same object, whatever the spelling of devices is."""
-    first = cr.plan_groups("mi300x", [range(4), range(4, 8)])
+    first = cr.plan_groups("dgx-1v", [range(4), range(4, 8)])
     names = [[f"cuda:{k}" for k in range(4)], [f"GPU:{k}" for k in range(4, 8)]]
-    assert cr.plan_groups(Topology.machine("mi300x"), names, (1, 1.0), nbytes="64M") is first
-
-
-CODE = """
-import crossreduce as cr
-topology = cr.Topology.machine("mi300x")
-plan = cr.plan_groups(topology, cr.mesh_groups(topology.devices, (2, 4)), nbytes="1M")
-print([one.schedule.to_json() for one in plan.plans], plan.bound.levels, plan.seconds, plan.explain())
-"""
-
-
-def test_plans_do_not_depend_on_the_hash_seed():
-    """Two processes with different hash seeds make the same plans and the same proof."""
-    first, second = (run_python(CODE, PYTHONHASHSEED=seed) for seed in ("1", "2"))
-    assert first.returncode == 0, first.stderr
-    assert first.stdout == second.stdout != ""
+    assert cr.plan_groups(Topology.machine("dgx-1v"), names, (1, 1.0), nbytes="64M") is first
 
 
 APART = Topology(["cpu:0", "cpu:1", "cpu:2"], [("cpu:0", "cpu:1", 1), ("cpu:1", "cpu:0", 1), ("cpu:0", "cpu:2", 1)])
@@ -461,29 +367,19 @@ UNEVEN = Topology(["cpu:0", "cpu:1"], [("cpu:0", "cpu:1", 10**7), ("cpu:1", "cpu
         ("0-3", {}, "list of lists"),
         (3, {}, "list of lists"),
         ([[0, 1], []], {}, "^group 1: at least one device"),
-        ([[0, 1], "01"], {}, "^group 1: devices must be a list"),
-        ([[0, 1], 2], {}, "^group 1: devices must be a list"),
-        ([[0, 0]], {}, "^group 0: each device may be listed only once"),
-        ([[0, "cpu:0"]], {}, "^group 0: each device may be listed only once"),
-        ([[0, 9]], {}, "^group 0: "),
-        ([[0, "cuda:1"]], {}, "^group 0: "),
-        ([[0, 1]], {"weights": [1, 1]}, "weights must have one entry per group"),
-        ([[0, 1]], {"weights": 1}, "weights must have one entry per group"),
-        ([[0, 1]], {"weights": "1"}, "weights must have one entry per group"),
-        ([[0, 1]], {"weights": [0]}, "finite number above 0"),
-        ([[0, 1]], {"weights": [-1]}, "finite number above 0"),
-        ([[0, 1]], {"weights": [float("nan")]}, "finite number above 0"),
-        ([[0, 1]], {"weights": [float("inf")]}, "finite number above 0"),
-        ([[0, 1]], {"weights": [True]}, "finite number above 0"),
-        ([[0, 1]], {"weights": ["1"]}, "finite number above 0"),
+        *(([[0, 1], wrong], {}, "^group 1: devices must be a list") for wrong in ("01", 2)),
+        *(([[0, wrong]], {}, "^group 0: each device may be listed only once") for wrong in (0, "cpu:0")),
+        *(([[0, wrong]], {}, "^group 0: ") for wrong in (9, "cuda:1")),
+        *(([[0, 1]], {"weights": wrong}, "weights must have one entry per group") for wrong in ([1, 1], 1, "1")),
+        *(
+            ([[0, 1]], {"weights": [wrong]}, "finite number above 0")
+            for wrong in (0, -1, float("nan"), float("inf"), True, "1")
+        ),
         ([[0, 1], [1, 2]], {"weights": [1, 10**7]}, "factor of at most a million"),
-        ([[0, 1]], {"collective": "gossip"}, "no such collective"),
-        ([[0, 1]], {"collective": [3]}, "no such collective"),
-        ([[0, 1]], {"collective": 3}, "collective must have one entry per group"),
-        ([[0, 1]], {"collective": ["reduce", "reduce"]}, "collective must have one entry per group"),
+        *(([[0, 1]], {"collective": wrong}, "no such collective") for wrong in ("gossip", [3])),
+        *(([[0, 1]], {"collective": wrong}, "must have one entry per group") for wrong in (3, ["reduce", "reduce"])),
         ([[0, 1]], {"nbytes": -1}, "nbytes must be an integer"),
-        ([[0, 1]], {"nbytes": [1, 2]}, "nbytes must have one entry per group"),
-        ([[0, 1]], {"nbytes": 1.5}, "nbytes must have one entry per group"),
+        *(([[0, 1]], {"nbytes": wrong}, "nbytes must have one entry per group") for wrong in ([1, 2], 1.5)),
         ([[0, 1]], {"roots": [0, 1], "collective": "reduce"}, "roots must have one entry per group"),
         ([[0, 1]], {"roots": [0]}, "^group 0: all_reduce has no root"),
         ([[0, 1]], {"roots": [2], "collective": "reduce"}, "^group 0: the root must be in its group"),
@@ -535,7 +431,7 @@ def test_the_text_shows_rates_and_losses():
     assert "at least 27.08 GB/s x weight, not 36.11: a loss of 25 %" in lines[4]
     assert lines[7].split()[:8] == ["0", "cuda:0", "cuda:1", "cuda:2", "cuda:3", "41.67", "108.33", "27.08"]
     assert "cuda:7 x 3" in lines[8]
-    many = cr.plan_groups(Topology.full_mesh(2), [(0, 1)] * 40)
+    many = cr.plan_groups(Topology.full_mesh(2), [(0, 1)] * 40)  # 32 are listed
     assert "and 8 more" in many.explain()
     apart = cr.plan_groups("dgx-1v", [(0, 5), (1, 4)]).explain()
     assert "some groups are not connected" in apart

@@ -1,5 +1,4 @@
-"""Trees that share the links: packed trees, and the arcs that replace switches, respect all capacities, and replacing
-the switches leaves room for the same trees."""
+"""Trees that share the links: packed trees, the arcs that replace switches, and the flows and cuts below them."""
 
 from collections import Counter
 from contextlib import nullcontext
@@ -13,8 +12,11 @@ from budget import examples
 from hypothesis import assume, given
 from hypothesis import strategies as st
 from planning_oracle import DIRECTED, SYMMETRIC, WHOLE, wirings
+from scipy.sparse import csr_array
+from scipy.sparse.csgraph import maximum_flow
 
 from crossreduce import Topology
+from crossreduce.planning.optimal.bounds.cuts import Network
 from crossreduce.planning.optimal.trees import packing, switches
 from crossreduce.planning.optimal.trees.packing import pack_trees
 from crossreduce.planning.optimal.trees.switches import Capacities, all_reached, replace_switches
@@ -23,8 +25,7 @@ FACTORS = st.sampled_from([1, 1, 6, 60, 2**33 + 1, 10**15 + 37])
 
 
 def fits(capacities, roots, sinks, n):
-    """Return whether every set of nodes that lacks a sink has capacity out of it for the units of the roots in it
-    (Edmonds)."""
+    """Return whether every set of nodes that lacks a sink has capacity out for the roots in it (Edmonds)."""
     return all(
         sum(units for root, units in roots.items() if root in inside)
         <= sum(c for (a, b), c in capacities.items() if a in inside and b not in inside)
@@ -35,8 +36,7 @@ def fits(capacities, roots, sinks, n):
 
 @st.composite
 def drawn_capacities(draw, most_nodes=5):
-    """Draw (capacity of each arc, units of trees of each root, n) for n nodes without switches; all trees may or may
-    not fit."""
+    """Draw (capacity of each arc, units of trees of each root, n); all trees may or may not fit."""
     n = draw(st.integers(2, most_nodes))
     pairs = st.permutations(range(n)).map(lambda order: tuple(order[:2]))
     arcs = draw(st.dictionaries(pairs, st.integers(1, 6), min_size=1, max_size=n * n))
@@ -46,8 +46,7 @@ def drawn_capacities(draw, most_nodes=5):
 
 @st.composite
 def full(draw, most_nodes=5):
-    """Draw (capacities, roots, n) as in ``drawn_capacities``, whose trees fit: the capacities are those that random
-    trees need, and sometimes more."""
+    """Draw (capacities, roots, n) whose trees fit: the capacities that random trees need, and sometimes more."""
     n = draw(st.integers(2, most_nodes))
     arcs, roots = Counter(), Counter()
     for _ in range(draw(st.integers(1, 5))):
@@ -64,8 +63,7 @@ def full(draw, most_nodes=5):
 
 
 def check_trees(batches, arcs, roots, n):
-    """Check that the tree of every batch spans all nodes from its root, that each root has all its units, and that no
-    arc is overloaded."""
+    """Check that every tree spans all nodes, that each root has all its units, and that no arc is overloaded."""
     used, units = Counter(), Counter()
     for root, weight, tree in batches:
         assert weight > 0
@@ -103,26 +101,12 @@ def test_the_trees_of_capacities_are_found_again(case, thorough):
     check_trees(batches, arcs, roots, n)
 
 
-@given(drawn_capacities(), st.booleans())
-def test_trees_are_packed_if_the_condition_holds(case, thorough):
-    """Edmonds' condition is sufficient: trees are found for all capacities that meet it."""
-    arcs, roots, n = case
-    wider = ({arc: factor * units for arc, units in arcs.items()} for factor in range(1, sum(roots.values()) + 1))
-    arcs = next((scaled for scaled in wider if all_reached(scaled, roots, range(n), n)), None)
-    assume(arcs)  # no ``arcs`` if a root does not reach a node, for any factor
-    with patch.object(packing, "_all_at_once", return_value=None) if thorough else nullcontext():
-        check_trees(pack_trees(arcs, roots, n), arcs, roots, n)
-
-
 def test_batches_are_few():
     """The number of batches does not grow with the capacities: a batch stands for many units of one tree."""
     ring = {(a, b): 10**12 for a in range(6) for b in ((a + 1) % 6, (a - 1) % 6)}
     roots = dict.fromkeys(range(6), 10**12 * 2 // 6)
     with patch.object(packing, "_all_at_once", return_value=None):
         assert len(pack_trees(ring, roots, 6)) <= 24
-
-
-# Switches.
 
 
 @st.composite
@@ -148,8 +132,7 @@ def switched(draw):
 @examples(150)
 @given(switched(), st.booleans(), st.data())
 def test_switches_are_split_off_without_loss(case, one_by_one, data):
-    """Switches with as much capacity in as out are replaced by arcs on which all trees still fit; each arc lists the
-    switches that it passes, and the arcs respect the capacities of the links."""
+    """Even switches are replaced by arcs that name them, respect the links, and fit all trees."""
     topology, arcs, roots = case
     n, devices = len(topology.nodes), range(len(topology.devices))
     groups = [data.draw(st.integers(0, 1)) for _ in devices]
@@ -185,14 +168,38 @@ def test_wide_switches_need_no_more_time(width):
     assert len(split) <= 12
 
 
-def test_capacities_are_counted_by_route():
-    """Capacities of the same route add up; take() returns the capacity that it removes from each route."""
-    capacities = Capacities()
-    capacities.add((0, 1), (), 2)
-    capacities.add((0, 1), (7,), 3)
-    capacities.add((0, 1), (7,), 1)
-    capacities.add((0, 1), (8,), 0)
-    assert (capacities.total((0, 1)), capacities.total((1, 0)), capacities.totals()) == (6, 0, {(0, 1): 6})
-    assert capacities.take((0, 1), 4) == [((), 2), ((7,), 2)]
-    assert capacities.take((0, 1), 2) == [((7,), 2)]
-    assert capacities == {}
+@st.composite
+def networks(draw, least=2, most=7, widest=5):
+    """Draw a network: (number of nodes, capacities of arcs, src, dst)."""
+    n = draw(st.integers(least, most))
+    pairs = st.permutations(range(n)).map(lambda order: tuple(order[:2]))
+    arcs = draw(st.dictionaries(pairs, st.integers(0, widest), max_size=3 * n))
+    src, dst = draw(st.permutations(range(n)))[:2]
+    return n, arcs, src, dst
+
+
+def flow_and_cut(n, arcs, src, dst):
+    """Return the flow and the cut of a network."""
+    network = Network(n, arcs)
+    return network.flow(src, dst), network.cut(src, dst)
+
+
+@examples(200)
+@given(networks())
+def test_the_greatest_flow_is_the_least_cut(case):
+    """On up to 7 nodes the flow is the least cut, and the cut the smallest set with this capacity."""
+    assert flow_and_cut(*case) == planning_oracle.least_cut(*case)
+
+
+@given(networks(8, 30, 100), st.sampled_from([1, 2**31, 10**30 + 57]), st.randoms(use_true_random=False))
+def test_larger_networks(case, factor, rng):
+    """On larger networks the flow is SciPy's, for any unit of capacity and any order of arcs; the cut has its value."""
+    n, arcs, src, dst = case
+    ends = ([src for src, _ in arcs], [dst for _, dst in arcs])
+    wanted = int(maximum_flow(csr_array((list(arcs.values()), ends), shape=(n, n), dtype="int32"), src, dst).flow_value)
+    shuffled = list(arcs.items())
+    rng.shuffle(shuffled)
+    value, cut = flow_and_cut(n, {arc: c * factor for arc, c in shuffled}, src, dst)
+    assert value == wanted * factor == factor * sum(c for (a, b), c in arcs.items() if a in cut and b not in cut)
+    assert (src in cut, dst in cut) == (True, False)
+    assert flow_and_cut(n, arcs, src, dst)[1] == cut

@@ -49,8 +49,7 @@ def test_json_keeps_all_costs(operation_s, reduction, messages, shared):
     ],
 )
 def test_invalid_costs(name, values, text):
-    """Numbers that are not positive or without a finite time, and limits without links, are refused, in ``Costs`` and
-    where ``simulate`` and ``plan`` take a cost themselves."""
+    """Numbers that are not positive or not finite, and limits without links, are refused wherever costs are given."""
     for value in values:
         with pytest.raises(cr.ArgumentError, match=text):
             cr.Costs(**{name: value})
@@ -99,8 +98,7 @@ def test_each_machine_has_published_costs_or_none():
 
 
 def test_the_explanation_says_what_binds():
-    """The line "busiest" of an explanation begins with the limit that is busy for most of the time. A plan with further
-    costs takes at least as long as one without them."""
+    """The line "busiest" begins with the limit that is busy longest; costs make no plan faster."""
     free = cr.plan(H100, "all_reduce", 1 << 22, costs=cr.Costs(operation_s=0)).seconds
     for costs, text in (
         (cr.Costs(operation_s=0), "the link"),

@@ -100,9 +100,8 @@ def check(schedule):
 
 @pytest.mark.parametrize("algorithm", PLANNERS)
 def test_views_of_planned_schedules(algorithm):
-    """All views of the planners' generated programs are those of the programs with all chunks, also where the first
-    chunk starts at another device than the first."""
-    for n in (34, 36, 40, 64):
+    """Views of generated programs are those of all chunks, also if the first chunk starts elsewhere."""
+    for n in (34, 40):
         check(PLANNERS[algorithm](names(n)))
     if algorithm == "halving_doubling":  # no exchange of blocks moves an odd number of extras
         assert not isinstance(halving_doubling(names(33)), GeneratedSchedule)
@@ -111,8 +110,7 @@ def test_views_of_planned_schedules(algorithm):
 
 
 def test_views_of_other_schedules():
-    """The views agree for a forest with routes through switches, and for small schedules of any form: with copies of
-    copies, equal combinations, and swaps."""
+    """So they are with routes through switches, copies of copies, equal combinations, and swaps."""
     assert len(forest().devices) == 64
     assert forest().base.routes
     for schedule in (forest(), *small()):
@@ -140,8 +138,7 @@ def test_images_are_made_when_they_are_read():
 
 
 def test_a_wrong_base_is_not_lowered():
-    """``lower`` raises the error of ``verify`` for a generated schedule with a wrong base, also at the second call. The
-    part of a device that the program does not have is a mistake of the caller."""
+    """``lower`` raises the error of ``verify`` for a wrong base, each time; unknown devices are refused."""
     chunk = Chunk(Fraction(1), (0, 1), (0, 1))
     base = Schedule("all_reduce", "custom", names(2), (chunk,), ((Step(0, 0, (0, 1)),),))
     wrong = GeneratedSchedule(base, rotations([2], 2), base.devices)
@@ -175,9 +172,6 @@ def test_chunks_that_differ_cannot_run_on_whole_arrays():
                 program.require_uniform()
 
 
-# ---- engines --------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(("engine", "algorithm", "n"), pairs(ENGINES, PLANNERS, (34, 36, 64)))
 def test_engines_give_the_same_bits(engine, algorithm, n):
     """Each engine gives the bits of the program with all chunks, for sizes with and without elements in each chunk."""
@@ -202,9 +196,6 @@ def test_the_null_engine_counts_the_same(algorithm):
     assert counts[0].copies > 0
 
 
-# ---- symmetries -----------------------------------------------------------------------------------------------------
-
-
 def test_images_of_single_nodes_are_those_of_the_elements():
     """``Symmetry.image`` returns what the permutation of each element makes of each node; ``origins`` undoes it."""
     for symmetry in (rotations([6], 6), rotations([2, 3, 4], 24), forest().symmetry, Symmetry((), 3)):
@@ -218,21 +209,9 @@ def test_images_of_single_nodes_are_those_of_the_elements():
             ] * symmetry.order
 
 
-# ---- plans ----------------------------------------------------------------------------------------------------------
-
-
 def test_derived_collectives_are_those_of_all_chunks():
-    """A reduce-scatter and an all-gather that are derived from a base and its images have the chunks, and in each round
-    the steps, of those that are derived from all chunks. If some devices would get more chunks than others, they are
-    derived from all chunks."""
-    made = (
-        ring(names(40), first=1),
-        ring(names(36)),
-        direct(names(40)),
-        direct(names(33)),
-        halving_doubling(names(64)),
-    )
-    for schedule in made:
+    """Reduce-scatters and all-gathers of a base are those of all chunks, from which uneven ones come."""
+    for schedule in (ring(names(40), first=1), direct(names(33)), halving_doubling(names(64))):
         scattered, due = reduce_scatter(schedule), reduce_scatter(schedule.explicit)
         assert isinstance(scattered, GeneratedSchedule)
         for derived, right in ((scattered, due), (all_gather(scattered), all_gather(due))):
@@ -249,9 +228,8 @@ def test_derived_collectives_are_those_of_all_chunks():
 
 
 def test_trees_of_generated_schedules():
-    """The trees that ``Plan.explain`` describes are those of the schedule with all chunks, in the same order. A tree of
-    a thousand devices in a row has a text, with as many brackets."""
-    for schedule in [planner(names(n)) for planner in PLANNERS.values() for n in (40, 64)] + [forest()]:
+    """``Plan.explain`` describes the trees of all chunks; a tree of a thousand devices has a text."""
+    for schedule in [*(planner(names(40)) for planner in PLANNERS.values()), forest()]:
         assert shape(schedule) == shape(schedule.explicit)
         assert tree_lines(shape(schedule)) == tree_lines(shape(schedule.explicit))
     lines = tree_lines(shape(ring(names(1100))))
@@ -259,10 +237,7 @@ def test_trees_of_generated_schedules():
     assert lines[-1] == "         and 1084 more"
 
 
-# ---- exporters ------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("algorithm", PLANNERS)
+@pytest.mark.parametrize("algorithm", ["ring", "halving_doubling"])
 def test_exports_are_those_of_all_chunks(algorithm):
     """Exporters, pictures and the permutations of JAX programs give the same for the schedule with all chunks."""
     devices = [f"cuda:{k}" for k in range(36)]

@@ -50,8 +50,7 @@ def test_against_single_transfers(name):
 def test_no_link_exceeds_its_bandwidth():
     """In no part of the time a link carries more than its bandwidth allows, with stated costs too."""
     topology = Topology.machine("hgx-h100", 2)
-    for costs in (Costs(operation_s=0), Costs.machine("hgx-h100", 2), Costs(operation_s=1e-5)):
-        plan = cr.plan(topology, nbytes=1 << 24, costs=costs)
-        for pair, use in link_use(plan.schedule, topology, plan.nbytes, plan.seconds, 100, plan.request.costs).items():
-            most = float(topology.link(*pair).bandwidth) * 1e9 * plan.seconds / 100
-            assert np.diff(use.carried).max() <= most * (1 + 1e-6)
+    plan = cr.plan(topology, nbytes=1 << 24, costs=Costs.machine("hgx-h100", 2))
+    for pair, use in link_use(plan.schedule, topology, plan.nbytes, plan.seconds, 100, plan.request.costs).items():
+        most = float(topology.link(*pair).bandwidth) * 1e9 * plan.seconds / 100
+        assert np.diff(use.carried).max() <= most * (1 + 1e-6)

@@ -1,6 +1,6 @@
 """The lowering: a program computes what its schedule computes, and so do its fused form and its parts for each device.
 
-The schedules are those of all planners, and those of 2,000 random ones that happen to be right, as ``oracle.right``
+The schedules are those of all planners, and those of 1,000 random ones that happen to be right, as ``oracle.right``
 finds by running them: custom steps in any order, with copies of copies, needless steps, swaps within a round and values
 that several steps read.
 """
@@ -46,9 +46,9 @@ def schedules():
     for n in (2, 3, 8):
         made[f"reduce_scatter {n}"] = reduce_scatter(direct(names(n)))
         made[f"all_gather {n}"] = all_gather(made[f"reduce_scatter {n}"])
-    random_ones = {f"chance {seed}": random_schedule(random.Random(seed)) for seed in range(2_000)}
+    random_ones = {f"chance {seed}": random_schedule(random.Random(seed)) for seed in range(1_000)}
     right = {name: schedule for name, schedule in random_ones.items() if oracle.right(schedule)}
-    assert len(right) > 300
+    assert len(right) > 150
     return made | right
 
 
@@ -74,8 +74,7 @@ def values(chunk):
 
 
 def test_instructions_compute_every_destinations_sum():
-    """The value that each destination keeps contains every source exactly once, and was made on that device, or is its
-    own input."""
+    """A destination's value has every source once, and was made there or is its own input."""
     for name, schedule, program in programs():
         assert [chunk[:3] for chunk in program.chunks] == list(schedule.chunks), name
     for name, chunk in chunks():
@@ -84,8 +83,7 @@ def test_instructions_compute_every_destinations_sum():
 
 
 def test_every_instruction_is_needed():
-    """No instruction is dead: each value is a result or an operand; and none copies a value to its own device. So steps
-    that no destination depends on and replaced values leave no instruction."""
+    """Each value is a result or an operand, and none is copied to its own device."""
     for name, chunk in chunks():
         read = {*chunk.results, *(operand for i in chunk.instructions for operand in i.operands)}
         assert read.issuperset(range(len(chunk.sources), len(chunk.devices))), name
@@ -99,8 +97,7 @@ def test_every_instruction_is_needed():
 
 
 def test_operands_are_values_of_earlier_rounds():
-    """Rounds are synchronous: every operand was complete when the instruction's round began. So two devices can
-    exchange their values in one round."""
+    """Every operand was complete when its round began, so two devices can exchange values."""
     for name, schedule, program in programs():
         assert program.round_count == len(schedule.rounds)
         made_in = [[-1] * len(chunk.sources) for chunk in program.chunks]
@@ -116,9 +113,7 @@ def test_operands_are_values_of_earlier_rounds():
 
 
 def test_final_instructions_complete_the_sum():
-    """An instruction is final if and only if it combines values into the full sum; each result is computed through
-    exactly one final instruction, or through none if there is only one source. A value with every contribution is of
-    the kind "final", one with a single contribution "input", any other "partial"."""
+    """Final instructions combine into the full sum, once per result; kinds tell what values contain."""
     for name, chunk in chunks():
         inputs, numbers = contributions(chunk), values(chunk)
         passed = [0] * len(inputs)
@@ -141,11 +136,7 @@ def test_last_uses_are_the_last_readers():
 
 
 def test_donated_memory_is_not_read_again():
-    """Results are right if all devices share memory and each combination is written over its donated operand.
-
-    The test runs instructions on memory cells: a copy has the cell of its operand, and a combination the cell of its
-    donated operand, whose value is lost. Inputs and results must not change afterwards.
-    """
+    """Results are right if each combination is written over its donated operand, in shared memory."""
     donated = 0
     for name, chunk in chunks():
         cells = [[x] for x in contributions(chunk)]
@@ -165,7 +156,7 @@ def test_donated_memory_is_not_read_again():
                 donated += 1
         assert [x[0] for x in inputs] == contributions(chunk), name
         assert all(cells[result][0] == sum(contributions(chunk)) for result in chunk.results), name
-    assert donated > 500
+    assert donated > 300
     schedule = custom(3, [(0, (0, 1))], [(1, (0,))], [(0, (0, 2))], [(1, (1, 2)), (2, (0,))])
     instructions = lower(schedule).chunks[0].instructions  # a partial sum is donated to the last combination only
     combinations = [(i.operands, i.donated) for i in instructions if len(i.operands) > 1]
@@ -183,9 +174,6 @@ def test_final_values_are_not_donated():
                 assert start >= inputs, name
                 assert not chunk.instructions[start - inputs].final, name
             origin.append(origin[i.operands[0]] if len(i.operands) == 1 else value)
-
-
-# ---- fused programs -----------------------------------------------------------------------------------------------
 
 
 def expressions(chunk):
@@ -210,18 +198,8 @@ def fused_expressions(program):
     return [read(operand) for operand in program.results]
 
 
-def test_fused_programs_combine_in_the_same_order():
-    """A fused program computes its chunk's expressions, operand by operand, for all or only the first destinations."""
-    for name, chunk in chunks():
-        due = expressions(chunk)
-        for count in (None, *range(1, len(due))):
-            assert fused_expressions(fuse(chunk, count)) == due[:count], name
-
-
 def test_fused_programs_compute_equal_values_once():
-    """A one-shot or recursive-doubling all-reduce on shared memory combines all sources once, not once per device; a
-    ring's chain of additions is one fold over the sources. Two devices that combine in different orders have two
-    results; a copy is not a third one."""
+    """Equal combinations are computed once, chains are one fold, different orders are kept."""
     for n in (2, 4, 8):
         assert len(fuse(lower(PLANNERS["one_shot"](names(n))).chunks[0]).folds) == 1
         doubling = fuse(lower(PLANNERS["recursive_doubling"](names(n))).chunks[0])
@@ -231,9 +209,6 @@ def test_fused_programs_compute_equal_values_once():
     chunk = Chunk(Fraction(1), (0, 1, 2), (3, 4, 5))
     schedule = Schedule("reduce", "custom", names(6), (chunk,), ((mine, yours), (copied,)))
     assert fuse(lower(schedule).chunks[0]) == (2, ((0, 0, 1, 2), (1, 2, 1, 0)), (-1, -2, -2))
-
-
-# ---- fused programs are minimal -----------------------------------------------------------------------------------
 
 
 def distinct_combinations(chunk):
@@ -252,9 +227,10 @@ def distinct_combinations(chunk):
 
 
 def check_minimal(chunk):
-    """A fused program computes the right expressions, with no needless combination, fold or slot."""
+    """A fused program computes its chunk's expressions in order, with no needless combination, fold or slot."""
     made, due = fuse(chunk), expressions(chunk)
-    assert fused_expressions(made) == due
+    for count in (None, *range(1, len(due))):
+        assert fused_expressions(fuse(chunk, count)) == due[:count]
     assert sum(len(operands) - 1 for _, *operands in made.folds) == distinct_combinations(chunk), (
         "a needless combination"
     )
@@ -324,15 +300,8 @@ def test_fused_programs_of_planners_are_minimal():
         check_minimal(chunk)
 
 
-# ---- devices that exchange messages ---------------------------------------------------------------------------------
-
-
 def run_messages(program):
-    """Run all devices' programs on a machine with messages; return what each destination keeps, by chunk and device.
-
-    Devices run stage by stage, in an order that differs from stage to stage; messages between two devices arrive in the
-    order in which they were sent.
-    """
+    """Run devices' programs, in another order at each stage; return what destinations keep, by chunk and device."""
     everything = [program.on(device) for device in range(len(program.devices))]
     memories = [{} for _ in everything]
     for c, chunk in enumerate(program.chunks):
@@ -372,8 +341,7 @@ def test_devices_that_exchange_messages_get_every_sum():
 
 
 def test_transfers_are_the_reads_of_other_devices():
-    """Every operand on another device is one transfer, in the program and in the parts for each device; a transfer is
-    final if and only if it carries a full sum."""
+    """Each operand on another device is one transfer, final if it carries a full sum."""
     for name, _, program in programs():
         due = Counter()
         for c, chunk in enumerate(program.chunks):
@@ -415,13 +383,8 @@ def test_element_ranges_tile_the_buffer():
         assert element_ranges(program, 0) == ((0, 0, 0),)
 
 
-# ---- invalid schedules -----------------------------------------------------------------------------------------------
-
-
 def test_wrong_schedules_are_not_lowered():
-    """``lower`` raises the error of ``verify`` for a wrong schedule, also at the second call. Equal schedules have the
-    same program object, so engines can cache by identity. ``require_uniform`` raises for a reduce-scatter's program,
-    whose chunks have different destinations."""
+    """``lower`` raises the error of ``verify``, each time; equal schedules have one program."""
     wrong = custom(2, [(0, (0, 1))])
     for _ in range(2):
         with pytest.raises(ScheduleError, match="contribution of device cpu:0 is lost"):

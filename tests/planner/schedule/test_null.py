@@ -19,10 +19,7 @@ WIDTH = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8, "int8": 1, "in
 
 
 def by_steps(schedule, size, width, after, final):
-    """Count a schedule's copies, additions and bytes from its steps and spans, step by step.
-
-    An element has ``width`` bytes in an input, ``after`` bytes in a partial sum and ``final`` bytes in the full sum.
-    """
+    """Count by steps; an element has ``width`` bytes, ``after`` in a partial sum, and ``final`` in the full sum."""
     spans = [(start, stop) for start, stop in schedule.spans(size)]
     if size == 0:  # an empty buffer passes through one chunk
         spans = [(0, 0)] + [None] * (len(spans) - 1)
@@ -52,10 +49,7 @@ def by_steps(schedule, size, width, after, final):
 @examples(300)
 @given(named, requests(most_packs=4), ops, st.sampled_from(sorted(WIDTH)), st.integers(0, 60))
 def test_counts_are_those_of_the_steps(algorithm, ask, op, dtype, size):
-    """Copies, additions and bytes per pair of devices equal a count of the steps, spans and widths of the dtypes.
-
-    The engine "null", and ``run_on`` with the operations of the framework, both give these counts.
-    """
+    """The engine "null" and ``run_on`` count copies, additions and bytes as the steps and dtypes say."""
     if algorithm == "forest":
         schedule = planned(algorithm, ask.sources, ask.destinations)
     else:
@@ -86,8 +80,7 @@ def test_results_have_shape_dtype_and_device(algorithm):
 
 @given(st.sampled_from([*FLOATS, *INTEGERS]), st.integers(0, 9))
 def test_a_copy_counts_its_bytes(dtype, size):
-    """A copy to another device is counted once, with its bytes, by its framework only; a copy to the same device is not
-    counted. Values other than null arrays are refused, and the message names null.zeros."""
+    """A copy to another device counts once, with its bytes; values that are not null arrays are refused."""
     null, other = NullFramework(), NullFramework()
     x = null.zeros((size, 2), dtype, "cpu:0")
     assert null.to_device(x, "cpu:0") is x

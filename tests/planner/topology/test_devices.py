@@ -34,8 +34,7 @@ READ = {
 
 
 def test_every_usual_spelling_is_parsed():
-    """The spellings of this library, torch, JAX and TensorFlow for one device give one canonical name; so does every
-    spelling that the error message recommends."""
+    """The spellings of torch, JAX, TensorFlow and error messages give one canonical name."""
     for canonical_name, spellings in READ.items():
         for spelling in spellings.split():
             assert canonical(spelling) == str(parse(spelling)) == canonical_name, spelling
@@ -44,8 +43,7 @@ def test_every_usual_spelling_is_parsed():
 
 
 def test_parts_of_a_name():
-    """A parsed device has a host, a kind, an index and a logical index; its physical device has logical index 0. Two
-    tasks that TensorFlow distinguishes are two hosts."""
+    """A device has a host, a kind, an index and a logical index; TensorFlow's tasks are hosts."""
     assert parse("/job:worker/task:1/device:GPU:3") == Device("worker-1", "cuda", 3, 0)
     device = parse("host1/GPU:3#5")
     assert (device.host, device.kind, device.index, device.logical) == ("host1", "cuda", 3, 5)
@@ -66,8 +64,7 @@ INVALID = [
 
 
 def test_invalid_names_are_rejected():
-    """An invalid name, or another object, hashable or not, raises a DeviceError that shows the object, its type and the
-    accepted spellings. Digits are ASCII, blanks are not stripped, and 5,000 digits raise this error, too."""
+    """An invalid name or another object raises a DeviceError with it, its type and the spellings."""
     others = [None, 3, 0, 1.5, b"cpu:0", ("cpu", 0), object, ["cpu:0"], {"cpu": 0}, {"cpu:0"}, bytearray(b"cpu:0")]
     for wrong in (*INVALID, *others):
         problem = r"a device's name must not be empty\." if wrong == "" else r"this device name cannot be parsed\."
@@ -129,8 +126,7 @@ class Tracer:
 
 
 def test_locate_reads_the_device_of_each_framework():
-    """locate returns ``x.device`` as text, a JAX device's platform and number, "cpu" for a number, else ``None``. An
-    array that is spread over several devices raises an error that recommends its shards."""
+    """locate reads ``x.device``, a JAX device or a number's "cpu"; arrays on several devices are refused."""
     for text in ("cpu", "/job:localhost/replica:0/task:0/device:CPU:1"):
         assert locate(Placed(text)) == text
     assert canonical(locate(Placed(JaxDevice()))) == "cuda:3"
@@ -153,8 +149,7 @@ def test_locate_reads_the_device_of_each_framework():
     ],
 )
 def test_default_devices(places, wanted):
-    """Each array gets a device of its own: the one that it is on, or a further logical device of that. Array k in host
-    memory is on ``cpu:k``, an array without a device on ``cpu:0``."""
+    """Each array gets a device of its own: the one that it is on, or a further logical device of that."""
     assert default_devices(places) == wanted
 
 

@@ -46,8 +46,7 @@ def sys_tree(tmp_path, monkeypatch):
 
 
 def test_numa_nodes_are_devices(sys_tree):
-    """NUMA nodes are devices; distance 20 is 16 GB/s and 0.2 us, 32 is 10 GB/s and 0.32 us. Nodes of one socket are
-    nearer to each other than nodes of different sockets, so they form an island."""
+    """NUMA nodes are devices, speeds follow from distances, and the nodes of a socket are an island."""
     sys_tree([" ".join("10" if i == j else "20" if i // 4 == j // 4 else "32" for j in range(8)) for i in range(8)])
     topology = discover()
     assert topology.devices == tuple(f"cpu:{k}" for k in range(8))
@@ -58,8 +57,7 @@ def test_numa_nodes_are_devices(sys_tree):
 
 
 def test_nodes_that_are_not_devices(sys_tree):
-    """A NUMA node without CPUs, such as the memory of CXL or a GPU, is not a device, nor is one without memory; numbers
-    of nodes may have gaps. ACPI's distance 255 means that a link does not exist."""
+    """Nodes without CPUs or memory are no devices; distance 255 is no link; numbers may have gaps."""
     rows = ["10 20 255 20", "20 10 20 20", "30 20 10 20", "20 20 20 10"]
     sys_tree(rows, cpus=["0-7", "", "8-15", "16-23"], memory=[9, 9, 9, 0], numbers=[0, 2, 8, 9])
     topology = discover()
@@ -80,8 +78,7 @@ def test_malformed_distances_are_no_machine(sys_tree, rows):
 
 @pytest.mark.parametrize("gone", ["distance", "cpulist", "meminfo"])
 def test_missing_files_are_no_machine(sys_tree, gone):
-    """If a file of a NUMA node is missing or is not text, or the folder has an unexpected entry, the topology has one
-    device."""
+    """A file that is missing or not text, or an unexpected entry, gives a topology of one device."""
     root = sys_tree(["10 20", "20 10"])
     assert len(discover().devices) == 2
     (root / "node1" / gone).write_bytes(b"\xff\xfe")
@@ -175,8 +172,7 @@ def test_a_dgx_1_is_found(nvml, name, one, sm):
     ("name", "n", "links", "sm"), [("dgx-2", 16, 6, (7, 0)), ("dgx-a100", 8, 12, (8, 0)), ("hgx-h100", 8, 18, (9, 0))]
 )
 def test_nvswitches_are_found(nvml, name, n, links, sm):
-    """All NVSwitches of a machine become one switch, whether the driver reports their type or not. Unlike the table of
-    nvidia-smi, the driver reports that three V100 are linked to a switch."""
+    """All NVSwitches of a machine are one switch, whether the driver reports their type or not."""
     for seen in ("switch", "hidden"):
         nvml([[seen] * links] * n, sm=sm)
         assert discover() == machine(name)
@@ -185,8 +181,7 @@ def test_nvswitches_are_found(nvml, name, n, links, sm):
 
 
 def test_a_workstation_is_found(nvml):
-    """GPUs that an NVLink bridge joins in pairs have PCIe links, too, with the speed that the driver reports. Links are
-    left out that are inactive, or lead to CPUs or to GPUs that are not visible."""
+    """GPUs that NVLink joins in pairs have PCIe links, too; inactive and foreign links are left out."""
     nvml([[k ^ 1] * 4 for k in range(4)], lambda i, j: "PHB", sm=(8, 6))
     assert discover() == machine("nvlink-pairs-4")
     nvml([[1, None, "cpu", "other"], [0, None, "cpu", "other"]])
@@ -194,8 +189,7 @@ def test_a_workstation_is_found(nvml):
 
 
 def test_a_pcie_machine_is_found(nvml):
-    """PCIe switches and CPUs are derived from which part of PCIe joins two GPUs; an invalid generation becomes the
-    nearest valid one, an invalid width x16."""
+    """PCIe switches and CPUs follow from what joins two GPUs; invalid speeds become the nearest valid ones."""
     speeds = {(3, 16): "15.75", (4, 8): "15.75", (5, 16): "63", (6, 16): "121", (7, 16): "121", (0, 0): "4"}
     for pcie, gb_per_s in {**speeds, (3, 255): "15.75"}.items():
         nvml([[]] * 8, lambda i, j: "PIX" if i // 2 == j // 2 else "NODE" if i // 4 == j // 4 else "SYS", pcie=pcie)
@@ -246,8 +240,7 @@ USED |= {"nvmlDeviceGetMaxPcieLinkGeneration"}
 
 
 def test_a_driver_that_refuses(nvml):
-    """A function that the driver refuses is not an error; unless it is in NEEDED, all GPUs are still found. A note
-    names a function of NEEDED."""
+    """A refused function leaves the GPUs, unless it is in NEEDED, which a note names."""
     fake = nvml([[1, 1], [0, 0], []], lambda i, j: "PHB", version=1)
     whole = discover()
     for name in _FUNCTIONS:
@@ -261,8 +254,7 @@ def test_a_driver_that_refuses(nvml):
 
 
 def test_gpus_without_nvlink_over_two_cpus(nvml, library):
-    """Four GPUs of two NUMA nodes have the links of a tree of PCIe; if the driver does not report the common ancestors,
-    GPUs with the same CPUs are at one CPU. A note lists pairs without peer-to-peer access."""
+    """GPUs of two NUMA nodes have a tree of PCIe; a note lists pairs without peer-to-peer access."""
     fake = nvml([[]] * 4, lambda i, j: "NODE" if i // 2 == j // 2 else "SYS", pcie=(3, 16))
     found = discover()
     assert found.route("cuda:0", "cuda:1") == ("cuda:0", "cpu0", "cuda:1")
@@ -286,8 +278,7 @@ def test_gpus_without_nvlink_over_two_cpus(nvml, library):
 
 
 def test_one_gpu_and_failed_links(nvml):
-    """One GPU has no links, and no GPU is a machine without GPUs. An NVLink that fails is missing, and a note counts
-    it. The version of NVLink replaces a compute capability that is not reported."""
+    """One GPU has no links; a failed NVLink is missing and counted; versions replace capabilities."""
     nvml([])
     assert discover() == NOTHING
     nvml([[]])
@@ -311,8 +302,7 @@ def test_one_gpu_and_failed_links(nvml):
 
 
 def test_the_order_of_cuda(nvml, monkeypatch):
-    """GPUs have the order of the PCI bus, whatever NVML's is. If models differ, CUDA orders them so only with
-    CUDA_DEVICE_ORDER=PCI_BUS_ID, which a note tells."""
+    """GPUs have the order of the PCI bus; a note tells if CUDA's order may differ."""
     chain = [[1], [0, 2, 2], [1, 1]]
     nvml(chain)
     expected = discover()
@@ -330,8 +320,7 @@ def test_the_order_of_cuda(nvml, monkeypatch):
 
 
 def test_parts_of_gpus(nvml, monkeypatch):
-    """A process can use one part (MIG) of a GPU: there is one device if CUDA_VISIBLE_DEVICES begins with a part, or if
-    all GPUs have parts; GPUs with parts are left out beside others."""
+    """A process can use one part (MIG) of a GPU; GPUs with parts are left out beside others."""
     fake = nvml([[1, 2], [0, 2], [0, 1]])
     whole = discover()
     fake.fake_mig(1, 1)

@@ -1,13 +1,9 @@
-"""The machines of the library: their links, and the bounds that follow from them."""
+"""The machines of the library: their files, links and networks; test_bounds.py has the bounds that follow from them."""
 
 import itertools
-import math
 from fractions import Fraction
 
-import numpy as np
 import pytest
-from scipy.sparse import coo_array
-from scipy.sparse.csgraph import maximum_flow
 
 from crossreduce import ArgumentError, Switch, Topology
 from crossreduce.topology.link_kinds import read_data
@@ -19,66 +15,6 @@ machine = Topology.machine
 NAMES = [name for name, _ in machine_names()]
 FILES = {file: content for file, content in read_data().items() if file != "links.json"}
 KINDS = read_data()["links.json"]["kinds"]
-
-
-def flow(topology, roots, sink, rate):
-    """Return the greatest flow in GB/s to a device from a source that feeds each root at a rate."""
-    index = {node: number for number, node in enumerate(topology.nodes)}
-    unit = math.lcm(*(Fraction(x).denominator for x in (rate, *(link.bandwidth for link in topology.links))))
-    arcs = [(index[link.src], index[link.dst], int(link.bandwidth * unit)) for link in topology.links]
-    arcs += [(len(index), index[root], int(rate * unit)) for root in roots]
-    src, dst, capacity = np.array(arcs, np.int32).T
-    graph = coo_array((capacity, (src, dst)), (len(index) + 1, len(index) + 1)).tocsr()
-    return Fraction(int(maximum_flow(graph, len(index), index[sink]).flow_value), unit)
-
-
-# Machine, hosts, speeds, network, the nodes outside of a tightest set (the starts of their names), and the bounds of
-# all-gather and broadcast in GB/s.
-BOUNDS = [
-    ("dgx-1p", 1, "raw", None, "cuda:0", Fraction(640, 7), 80),
-    ("dgx-1v", 1, "raw", None, "cuda:0", Fraction(1200, 7), 150),
-    ("dgx-2", 1, "raw", None, "cuda:15", Fraction(160), 150),
-    ("dgx-a100", 1, "raw", None, "cuda:0", Fraction(2400, 7), 300),
-    ("hgx-h100", 1, "raw", None, "cuda:0", Fraction(3600, 7), 450),
-    ("hgx-h200", 1, "raw", None, "cuda:0", Fraction(3600, 7), 450),
-    ("hgx-b200", 1, "raw", None, "cuda:0", Fraction(7200, 7), 900),
-    ("gb200-nvl72", 1, "raw", None, "cuda:71", Fraction(64800, 71), 900),
-    ("mi250", 1, "raw", None, "cuda:4 cuda:5", Fraction(2400, 7), 300),
-    ("mi300x", 1, "raw", None, "cuda:0", Fraction(512), 448),
-    ("pcie-8", 1, "effective", None, "cuda:0", Fraction(96, 7), 10),
-    ("nvlink-pairs-4", 1, "effective", None, "cuda:0 cuda:1", Fraction(96), 48),
-    ("tpu-v4", 1, "raw", None, "tpu:63", Fraction(6400, 21), 300),
-    ("ndv2", 2, "raw", None, "host0", Fraction(25), Fraction(25, 2)),
-    ("dgx-a100", 2, "raw", None, "host0/cuda:0", Fraction(1040, 3), 200),
-    ("ndv4", 4, "raw", "hdr", "host0", Fraction(800, 3), 200),
-    ("hgx-h100", 2, "raw", None, "host0/cuda:0", Fraction(1600, 3), 400),
-    ("hgx-h100", 4, "raw", None, "host0/cuda:0", Fraction(16000, 31), 400),
-    ("hgx-h100", 16, "raw", None, "host0/", Fraction(1280, 3), 400),
-    ("hgx-h100", 32, "raw", None, "host0/", Fraction(12800, 31), 400),
-    ("hgx-h100", 128, "raw", None, "host0/", Fraction(51200, 127), 400),
-    ("mi250", 2, "raw", "16-per-gcd", "host0/cuda:4 host0/cuda:5", Fraction(5312, 15), 256),
-]
-IDS = [f"{row[0]}-{row[1]}" for row in BOUNDS]
-
-
-@pytest.mark.parametrize(("name", "hosts", "speeds", "nics", "out", "gather", "broadcast"), BOUNDS, ids=IDS)
-def test_bounds(name, hosts, speeds, nics, out, gather, broadcast):
-    """N devices, of which S have d(S), gather at most at N B(S) / d(S), where B(S) is the bandwidth out of S. The given
-    set S has the expected number, and a flow of that rate reaches every device, so no set has a smaller one. The bound
-    of a broadcast is the least maximum flow from the first device. On large machines, some equal devices are tried."""
-    topology = machine(name, hosts, speeds=speeds, nics=nics)
-    devices, n = topology.devices, len(topology.devices)
-    inside = {node for node in topology.nodes if not node.startswith(tuple(out.split()))}
-    leaving = sum(link.bandwidth for link in topology.links if link.src in inside and link.dst not in inside)
-    assert n * leaving / len(inside.intersection(devices)) == gather
-    sinks = devices if hosts <= 4 else devices[: n // hosts]
-    for sink in sinks if hosts < 128 else sinks[:2]:
-        assert flow(topology, devices, sink, gather / n) == gather
-    others = devices[1:] if n <= 72 else (devices[1], devices[-1])
-    assert min(flow(topology, [devices[0]], other, Fraction(10**4)) for other in others) == broadcast
-
-
-# The JSON files of the machines.
 
 
 @pytest.mark.parametrize("file", FILES)
@@ -112,8 +48,7 @@ def test_a_kind_of_link_is_never_quicker_in_use_than_built():
 
 
 def test_names_are_unambiguous():
-    """The machines that the literature on collectives measures are in the library. No two machines have a name or alias
-    that differs only in capitals and punctuation; aliases of a machine differ only in their network."""
+    """Published machines are in the library, by any spelling; no two names or aliases are alike."""
     wanted = "dgx-1p dgx-1v p3.16xlarge ndv2 dgx-2 dgx-a100 ndv4 p4d p4de hgx-h100 ndv5 hgx-h200 hgx-b200 gb200-nvl72"
     wanted += " mi250 mi300x mi100 pcie-8 nvlink-pairs-4 ncv4 epyc-numa-4 epyc-numa-8 tpu-v4"
     assert all(machine(name).devices for name in wanted.split())
@@ -127,8 +62,7 @@ def test_names_are_unambiguous():
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_machine_is_whole(name):
-    """Links are equal in both directions, have a latency, join all devices, and are at most as fast as specified. The
-    JSON of a machine, read again, is the machine."""
+    """Links are equal both ways, have latencies, join all devices; effective speeds are below raw; JSON is kept."""
     kind, number = FILES[f"{name}.json"]["devices"]
     raw = machine(name)
     for topology in (raw, machine(name, speeds="effective")):
@@ -161,9 +95,6 @@ def test_hosts_are_joined(name, nics):
     assert others == [first, first]
 
 
-# BRICKS: msccl-tools' numbers of NVLinks between the GPUs of a DGX-1V. ORDER: nvidia-smi's numbers of these GPUs.
-
-
 def test_speeds():
     """Raw speeds are the specified ones; effective speeds are NCCL's or RCCL's constant times the number of links."""
     for name, speeds, src, dst, gb_per_s in (
@@ -184,8 +115,7 @@ def test_speeds():
 
 
 def test_network_cards():
-    """A network card that several devices share is a switch of their host, with a link of its speed to the network. A
-    card of a single device is a link of the device to its network, or to its rail, and to no other."""
+    """A shared network card is a switch of its host; that of one device is a link to its network or rail."""
     for name, nics, card, switch, shared_by in (
         ("dgx-1v", None, Fraction("12.5"), "ib", 2),
         ("ndv2", None, Fraction("12.5"), "ib", 4),
@@ -214,8 +144,7 @@ def test_network_cards():
 
 
 def test_in_network():
-    """With in_network, NVSwitches since H100 and InfiniBand switches reduce; older NVSwitches, Ethernet, network cards
-    and CPUs do not."""
+    """With in_network, NVSwitches since H100 and InfiniBand switches reduce, and nothing else does."""
 
     def able(name, hosts=1, **options):
         return {switch.name for switch in machine(name, hosts, in_network=True, **options).switches if switch.reduces}
@@ -230,8 +159,7 @@ def test_in_network():
 
 
 def test_latencies_of_paths():
-    """The latency of a path is the sum of those of its links, such as 0.7 us over NVLink or the NVSwitches of a DGX-2,
-    and 1.7 us over InfiniBand."""
+    """The latency of a path is the sum of those of its links."""
     for name, hosts, src, dst, micros in (
         ("dgx-1v", 1, "cuda:0", "cuda:4", "0.7"),
         ("dgx-2", 1, "cuda:0", "cuda:15", "0.7"),

@@ -111,8 +111,7 @@ def test_nvlink_bridges_on_pcie():
 
 
 def test_bridges_of_one_branch_are_part_of_the_link():
-    """A PCI bridge above a single GPU is not a switch: the GPU's link has the least width of the path. Network cards
-    below the bridge do not count."""
+    """A bridge above a single GPU is not a switch: the least width of the path counts."""
     nic = pci(80, '<nic><net name="mlx5_0" dev="0" speed="200000"/></nic>', more='class="0x020700"')
     narrow = pci(90, pci(91, gpu(0, width=16), width=4) + nic)
     text = system(narrow + gpu(1) + "<nic><net/></nic>").replace('sm="70"', 'sm="61"')
@@ -195,8 +194,7 @@ def test_a_gpu_that_is_not_in_the_file():
 
 
 def test_several_hosts_in_one_file():
-    """In a file of the hosts of a rack, names of devices start with their host; NVSwitches join the hosts. CPUs of one
-    host have a link, those of different hosts do not."""
+    """In a file of several hosts names start with the host, and only NVSwitches join them."""
     link = '<nvlink target="fffffff:ffff:ff" count="18" tclass="0x068000"/>'
     cpu = '<cpu numaid="{}" host_hash="0x{}" arch="arm64">{}</cpu>'
     inside = "".join(gpu(k, link, 'sm="100"') for k in range(4))

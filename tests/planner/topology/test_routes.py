@@ -42,8 +42,7 @@ def routed(draw):
 
 @given(routed(), st.integers(1, 9))
 def test_json_round_trip(schedule, pieces):
-    """A schedule that is written and read again is equal, and has the same hash, text and JSON. The list of routes is
-    the last part of the JSON, and is missing if there are none."""
+    """A schedule that is written and read is equal in every way; routes are the last part of the JSON, if any."""
     schedule = replace(schedule, pieces=pieces)
     text, bare = schedule.to_json(), replace(schedule, routes=()).to_json()
     for again in (Schedule.from_json(text), pickle.loads(pickle.dumps(schedule))):
@@ -98,8 +97,7 @@ def test_malformed_routes_are_refused(routes):
 
 
 def test_malformed_routes_cannot_be_made():
-    """A Route from a device to itself, through no node, with a chunk, device or round that the schedule lacks, or a
-    second one for the same transfer raises a ScheduleError."""
+    """A Route of wrong ends, nodes or numbers, or a second one for a transfer, raises a ScheduleError."""
     twice, malformed = "a chunk can have only one route between two devices in a round", "a route is malformed"
     for routes, text in (
         ((Route(1, 0, 1, ("x",)),), rf"{malformed}[\s\S]*chunk=1[\s\S]*device numbers from 0 to 1"),
@@ -115,8 +113,7 @@ def test_malformed_routes_cannot_be_made():
 
 
 def test_a_round_may_have_its_own_route():
-    """A route with a round applies to that round only; a route without one applies to all other rounds; a schedule may
-    have both. Each chunk may have its own route between the same two devices, one per direction."""
+    """A route with a round applies to that round, one without to all others; directions differ."""
     schedule = ring(names(3))
     once, ever = Route(0, 1, 2, ("a",), 2), Route(0, 1, 2, ("b", "c"))
     both = replace(schedule, routes=(once, ever))
@@ -131,8 +128,7 @@ def test_a_round_may_have_its_own_route():
 
 
 def test_routes_count_for_equality():
-    """Schedules that differ in their routes, or in the order of the routes, are not equal. Routes that are given as
-    lists are copied."""
+    """Schedules that differ in their routes or the order of these are not equal; lists are copied."""
     assert ROUTED != BARE
     assert replace(BARE, routes=(FORTH, BACK)) != ROUTED
     assert replace(ROUTED, routes=()) == BARE
@@ -150,8 +146,7 @@ def test_routes_count_for_equality():
 @examples(50)
 @given(routed())
 def test_results_do_not_depend_on_routes(schedule):
-    """A schedule with routes verifies, gives the right sums, and makes the same copies and additions as without
-    them."""
+    """With routes a schedule is right, with the same copies and additions as without."""
     verify(schedule)
     assert oracle.right(schedule)
     counts = []

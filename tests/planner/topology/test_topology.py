@@ -1,17 +1,20 @@
-"""Topologies: frozen values of devices and directed links."""
+"""Topologies: frozen values of devices, switches and directed links; routes, shapes, and topologies as JSON."""
 
+import dataclasses
+import json
 import math
 import pickle
 from fractions import Fraction
-from itertools import permutations, product
+from itertools import pairwise, permutations, product
 
 import numpy as np
 import pytest
+from budget import examples
 from hypothesis import given
 from hypothesis import strategies as st
 from strategies import device_counts, names
 
-from crossreduce import ArgumentError, DeviceError, Link, Topology
+from crossreduce import ArgumentError, DeviceError, Link, Switch, Topology
 
 matrices = st.integers(1, 7).flatmap(
     lambda n: st.lists(
@@ -32,8 +35,7 @@ def test_from_matrix_has_a_link_for_each_entry(rows):
 
 
 def test_from_matrix_takes_any_numbers():
-    """Fractions are kept exactly, a float as the decimal number that it prints; names become canonical. The matrix can
-    be a NumPy array."""
+    """Fractions are exact, floats the decimals that they print; NumPy arrays are matrices, too."""
     topology = Topology.from_matrix([[0, Fraction(1, 3)], [0.1, 0]], ["GPU:0", "/gpu:1"])
     assert topology.link("cuda:0", "cuda:1") == Link("cuda:0", "cuda:1", Fraction(1, 3), Fraction(0))
     assert topology.link("cuda:1", "cuda:0").bandwidth == Fraction(1, 10)
@@ -43,8 +45,7 @@ def test_from_matrix_takes_any_numbers():
 
 @given(device_counts)
 def test_ring_and_full_mesh(n):
-    """A ring links each device to the next one and to the previous one, in both directions; a full mesh has a link for
-    each ordered pair. All links have the same latency, 0 by default."""
+    """A ring links neighbours, a full mesh every ordered pair; all links have one latency, 0 by default."""
     pairs, order = set(permutations(names(n), 2)), names(n).index
     neighbours = {(a, b) for a, b in pairs if (order(a) - order(b)) % n in (1, n - 1)}
     for make, wanted in ((Topology.ring, neighbours), (Topology.full_mesh, pairs)):
@@ -134,25 +135,349 @@ def test_invalid_names_are_device_errors():
             make()
 
 
-def test_equal_topologies_have_equal_hashes():
-    """Topologies with equal devices and links are equal; the order and the spelling of arguments do not matter."""
+def test_spellings_and_repr():
+    """Order and spelling do not matter; a repr counts links; latencies are exact through subset() and renamed()."""
     forward = Topology((A, B, C), (Link(A, B, 1), Link(B, C, 2.0), Link(C, A, Fraction(3))))
-    backward = Topology(["CPU:0", B, C], [Link(C, A, 3), Link("CPU:1", C, 2), Link(A, B, 1)])
-    assert len({forward, backward}) == 1
-    assert forward.links == backward.links
+    assert forward == Topology(["CPU:0", B, C], [Link(C, A, 3), Link("CPU:1", C, 2), Link(A, B, 1)])
     assert forward.link("CPU:0", "/cpu:1") == Link(A, B, Fraction(1), Fraction(0))
-    others = [Link(C, A, 4), Link(C, A, 3, Fraction(1, 10**6))]
-    for other in (Topology((A, C, B), forward.links), *(Topology((A, B, C), (*forward.links[:2], x)) for x in others)):
-        assert forward != other
-
-
-def test_repr_and_pickle():
-    """A repr lists the devices and counts the links; a topology can be pickled, also after islands were computed. The
-    latency of a link is kept exactly, through subset() and renamed()."""
-    topology = Topology.full_mesh(3)
-    assert repr(topology) == "Topology(3 devices, 6 links: cpu:0, cpu:1, cpu:2)"
-    assert repr(topology.subset([1])) == "Topology(1 device, 0 links: cpu:1)"
-    assert topology.islands
-    assert pickle.loads(pickle.dumps(topology)) == topology
+    for changed in (Link(C, A, 4), Link(C, A, 3, Fraction(1, 10**6))):
+        assert forward != Topology((A, B, C), (*forward.links[:2], changed))
+    assert forward != Topology((A, C, B), forward.links)
+    assert repr(Topology.full_mesh(3)) == "Topology(3 devices, 6 links: cpu:0, cpu:1, cpu:2)"
+    assert repr(Topology.full_mesh(3).subset([1])) == "Topology(1 device, 0 links: cpu:1)"
     part = Topology.full_mesh(2, 1, Fraction(1, 10**6)).subset([B, A]).renamed(["cpu:5", "cpu:6"])
     assert part.link("cpu:6", "cpu:5").latency_s == Fraction(1, 10**6)
+
+
+MICRO = Fraction(1, 10**6)
+
+numbers = st.sampled_from([1, 2, 25, 0.1, 12.5, Fraction(64, 3), Fraction(1, 7)])
+latencies = st.sampled_from([0, MICRO, Fraction(7, 10**7), 0.25])
+switch_names = st.from_regex(r"[A-Za-z0-9][A-Za-z0-9._/#-]{0,8}", fullmatch=True).filter(
+    lambda name: name.lower() not in ("cpu", "gpu", "cuda", "tpu", "mps", "xpu") and "/" not in name and "#" not in name
+)
+
+
+@st.composite
+def topologies(draw, most_devices=4, most_switches=3, speeds=numbers):
+    """Draw devices, switches of any names and kinds, and links between any of these nodes."""
+    devices = draw(st.permutations(names(most_devices)).map(tuple))[: draw(st.integers(1, most_devices))]
+    switches = draw(st.lists(switch_names, max_size=most_switches, unique=True))
+    nodes = [*devices, *switches]
+    pairs = [pair for pair in permutations(nodes, 2) if draw(st.booleans())]
+    links = [Link(a, b, draw(speeds), draw(latencies)) for a, b in pairs]
+    return Topology(devices, links, [Switch(name, draw(st.booleans())) for name in switches])
+
+
+def pairs(topology):
+    return {(link.src, link.dst): link.bandwidth for link in topology.links}
+
+
+# Switches.
+
+
+def test_a_switch_is_a_node():
+    """Nodes are the devices, then the switches; a link may join any two of them, and links are sorted in that order."""
+    topology = Topology([B, A], [("x", A, 1), ("x", "y", 2), (B, "x", 3), (A, B, 4)], ["y", Switch("x", True)])
+    assert topology.nodes == (B, A, "y", "x")
+    assert topology.devices == (B, A)
+    assert topology.switches == (Switch("y", False), Switch("x", True))
+    assert [(link.src, link.dst) for link in topology.links] == [(B, "x"), (A, B), ("x", A), ("x", "y")]
+    assert topology.link("x", "/cpu:0") == Link("x", A, Fraction(1))
+    assert topology.link("y", "x") is None
+    assert [link.dst for link in topology.out_links("x")] == [A, "y"]
+    assert topology.out_links("y") == ()
+    assert repr(topology) == "Topology(2 devices, 2 switches, 4 links: cpu:1, cpu:0)"
+    with pytest.raises(dataclasses.FrozenInstanceError, match="cannot assign to field"):
+        topology.switches = ()
+    with pytest.raises(AttributeError, match="can't set attribute"):
+        topology.switches[0].reduces = True
+
+
+def test_names_of_switches():
+    """A switch's name has letters, digits and . _ / # -, and is not changed; others are refused."""
+    for name in ("nvswitch", "host0/nic3", "0", "a.b_c-d#1", "plx/0/1", "cpu0", "cpu/1", "X"):
+        topology = Topology([A], [(A, name, 1)], [name])
+        assert topology.switches == (Switch(name),)
+        assert topology.link(A, name).dst == name
+        assert Topology.from_json(topology.to_json()) == topology
+    devices = ["cpu", "gpu", "CUDA", "cpu#3", "host/cpu", "tpu", "cpu:0", "host0/cuda:1"]
+    text = r"(name of a switch must be|cannot have a device's name)[\s\S]*given: "
+    for name in (*devices, "", " ", "a b", "a:b", "-a", "é", "/a", "a\n"):
+        with pytest.raises(ArgumentError, match=text):
+            Topology([A], [], [name])
+
+
+def test_bad_switches_are_refused():
+    """An invalid list of switches, or an invalid link of a switch, raises an ArgumentError."""
+    not_a_list = "switches must be a list of Switches or names"
+    for switches, text in (
+        (["a", "a"], r"each switch may be listed only once[\s\S]*given: 'a' 2 times"),
+        ([Switch("a"), Switch("a", True)], "each switch may be listed only once"),
+        ([("a", 1)], r"Switch\.reduces must be True or False[\s\S]*given: 1"),
+        ([("a", None)], r"Switch\.reduces must be True or False"),
+        ([("a", "yes")], r"Switch\.reduces must be True or False"),
+        ([(3, True)], r"the name of a switch must be ASCII letters[\s\S]*given: 3"),
+        ([None], rf"{not_a_list}[\s\S]*given: None"),
+        ([("a", True, 3)], rf"{not_a_list}[\s\S]*given: \('a', True, 3\)"),
+        ([()], not_a_list),
+        (3, rf"{not_a_list}[\s\S]*given: 3"),
+        (None, not_a_list),
+        ("bus", not_a_list),
+    ):
+        with pytest.raises(ArgumentError, match=text):
+            Topology([A], [], switches)
+    for link in (("x", "x", 1), ("x", "z", 1), (A, "z", 1), ("x", A, 0), ("x", B, 1)):
+        with pytest.raises(ArgumentError, match=r"a link|device name|bandwidth"):
+            Topology([A], [link], ["x"])
+
+
+@given(topologies(), st.data(), st.booleans())
+def test_other_topologies_keep_the_rest(topology, data, reducing):
+    """subset, without_link, with_switches and renamed change what they say, and nothing else."""
+    before = topology.to_json()
+    chosen = data.draw(st.lists(st.sampled_from(topology.devices), min_size=1, unique=True))
+    part = topology.subset(name.upper() for name in chosen)
+    assert (part.devices, part.switches) == (tuple(chosen), topology.switches)
+    kept = {*chosen, *(switch.name for switch in topology.switches)}
+    assert pairs(part) == {pair: speed for pair, speed in pairs(topology).items() if set(pair) <= kept}
+    if topology.links:
+        gone = data.draw(st.sampled_from(topology.links))
+        less = topology.without_link(gone.dst, gone.src)
+        assert less.links == tuple(link for link in topology.links if {link.src, link.dst} != {gone.src, gone.dst})
+        assert (less.devices, less.switches) == (topology.devices, topology.switches)
+    other = topology.with_switches(reducing=reducing)
+    assert other.switches == tuple(Switch(switch.name, reducing) for switch in topology.switches)
+    assert (other.devices, other.links) == (topology.devices, topology.links)
+    gpus = tuple(f"host/cuda:{k}" for k in range(len(topology.devices)))
+    to = dict(zip(topology.devices, gpus, strict=True))
+    new = topology.renamed(gpus)
+    assert pairs(new) == {(to.get(a, a), to.get(b, b)): speed for (a, b), speed in pairs(topology).items()}
+    assert (new.devices, new.switches) == (gpus, topology.switches)
+    assert new.renamed(topology.devices) == topology
+    assert topology.to_json() == before
+
+
+def test_without_link_lists_the_existing_links():
+    """A missing link raises an ArgumentError that lists the links out of the first node; a missing node, all nodes."""
+    star = Topology.star(3)
+    with pytest.raises(
+        ArgumentError, match=r"no such link[\s\S]*switch - switch[\s\S]*out of switch: cpu:0, cpu:1, cpu:2"
+    ):
+        star.without_link("switch", "switch")
+    with pytest.raises(ArgumentError, match=r"no such link[\s\S]*out of cpu:0: switch"):
+        star.without_link(A, B)
+    with pytest.raises(ArgumentError, match=r"no such device[\s\S]*one of cpu:0, cpu:1, cpu:2, switch"):
+        star.without_link("switch", "cpu:3")
+
+
+@given(topologies())
+def test_equal_topologies_have_equal_hashes(topology):
+    """Equal topologies have equal hashes, in any order of the given links, and can be pickled."""
+    again = Topology(list(topology.devices), topology.links[::-1], [tuple(switch) for switch in topology.switches])
+    for copy in (again, pickle.loads(pickle.dumps(topology))):
+        assert (copy, copy.links, hash(copy)) == (topology, topology.links, hash(topology))
+    if topology.switches:
+        assert topology.with_switches(reducing=not topology.switches[0].reduces) != topology
+        turned = Topology(topology.devices, topology.links, topology.switches[::-1])
+        assert (turned == topology) is (len(topology.switches) == 1)
+
+
+# Routes.
+
+
+def all_routes(topology, src, dst):
+    """Yield every route from one node to another that passes no node twice."""
+
+    def extended(nodes):
+        if nodes[-1] == dst:
+            yield nodes
+            return
+        for other in topology.nodes:
+            if other not in nodes and topology.link(nodes[-1], other) is not None:
+                yield from extended((*nodes, other))
+
+    yield from extended((src,))
+
+
+def rank(topology, nodes):
+    """Return a route's sort key, as in route()'s docstring: devices passed, links, bandwidth, order of the nodes."""
+    speeds = [topology.link(a, b).bandwidth for a, b in pairwise(nodes)]
+    passed = sum(node in topology.devices for node in nodes[1:-1])
+    return passed, len(nodes), -min(speeds, default=math.inf), [topology.nodes.index(node) for node in nodes]
+
+
+@examples(150)
+@given(topologies(most_devices=3, most_switches=3), st.randoms())
+def test_route_is_the_best_of_all_routes(topology, random):
+    """A route passes the fewest devices, then links, then has most bandwidth; else it is ``None``."""
+    links, ends = list(topology.links), list(product(topology.nodes, repeat=2))
+    routes = {pair: topology.route(*pair) for pair in ends}
+    random.shuffle(links)
+    random.shuffle(ends)
+    again = Topology(topology.devices, links, topology.switches)
+    assert {pair: again.route(*pair) for pair in ends} == routes
+    for (src, dst), route in routes.items():
+        ways = list(all_routes(topology, src, dst))
+        assert (route is None) is (not ways)
+        if ways:
+            assert rank(topology, route)[:3] == min(rank(topology, nodes)[:3] for nodes in ways)
+            assert route in ways
+
+
+@examples(100)
+@given(topologies(most_devices=3, most_switches=3, speeds=st.just(25)))
+def test_of_equal_routes_the_first_in_order(topology):
+    """Of routes that are equally good, route() returns the first one in the order of the nodes."""
+    for ends in product(topology.nodes, repeat=2):
+        best = min(all_routes(topology, *ends), key=lambda nodes: rank(topology, nodes), default=None)
+        assert topology.route(*ends) == best
+
+
+def test_routes_of_known_machines():
+    """Direct links come before switches, wide switches before narrow ones, and these before devices."""
+    star = Topology.star(8, 450)
+    assert star.route(A, "cpu:5") == (A, "switch", "cpu:5")
+    assert star.route("CPU:0", "switch") == (A, "switch")
+    assert star.route(A, A) == (A,)
+    both = Topology([A, B], [(A, B, 1), (A, "x", 100), ("x", B, 100)], ["x"])
+    assert both.route(A, B) == (A, B)
+    links = [(A, "slow", 1), ("slow", B, 9), (A, "fast", 5), ("fast", B, 5)]
+    assert Topology([A, B], links, ["slow", "fast"]).route(A, B) == (A, "fast", B)
+    far = [(A, C, 9), (C, B, 9), (A, "p", 1), ("p", "q", 1), ("q", "r", 1), ("r", B, 1)]
+    assert Topology([A, B, C], far, ["p", "q", "r"]).route(A, B) == (A, "p", "q", "r", B)
+    assert Topology([A, B, C], far[:-1], ["p", "q", "r"]).route(A, B) == (A, C, B)
+    assert Topology.ring(6).route(A, "cpu:3") == (A, B, C, "cpu:3")
+    for ends in ((A, "cpu:9"), ("cpu:9", A), ("cpu:9", "cpu:9"), ("switch", "cpu:9")):
+        with pytest.raises(ArgumentError, match=r"no such device[\s\S]*given: cpu:9"):
+            star.route(*ends)
+
+
+# Shapes.
+
+
+@given(st.integers(1, 6), st.integers(1, 6))
+def test_mesh(rows, columns):
+    """A mesh numbers its devices row by row, and links neighbours along the rows and the columns in both directions."""
+    topology = Topology.mesh(rows, columns, (50, 25), MICRO)
+    assert topology.devices == names(rows * columns)
+    wanted = {}
+    for (r, c), (s, d) in product(product(range(rows), range(columns)), repeat=2):
+        if abs(r - s) + abs(c - d) == 1:
+            wanted[f"cpu:{r * columns + c}", f"cpu:{s * columns + d}"] = 50 if r == s else 25
+    assert pairs(topology) == wanted
+    assert {link.latency_s for link in topology.links} <= {MICRO}
+    assert pairs(Topology.mesh(rows, columns, 7)) == dict.fromkeys(wanted, 7)
+
+
+@given(st.lists(st.integers(1, 4), min_size=1, max_size=3))
+def test_torus(shape):
+    """A torus links neighbours along each dimension; of two devices there is one link per direction."""
+    speeds = tuple(10 + k for k in range(len(shape)))  # the first speed is that of the last dimension
+    topology = Topology.torus(*shape, gb_per_s=speeds)
+    cells = list(product(*map(range, shape)))
+    wanted = {}
+    for a, b in permutations(range(len(cells)), 2):
+        apart = [k for k in range(len(shape)) if cells[a][k] != cells[b][k]]
+        if len(apart) == 1 and (cells[a][apart[0]] - cells[b][apart[0]]) % shape[apart[0]] in (1, shape[apart[0]] - 1):
+            wanted[f"cpu:{a}", f"cpu:{b}"] = speeds[len(shape) - 1 - apart[0]]
+    assert topology.devices == names(len(cells))
+    assert pairs(topology) == wanted
+
+
+@given(device_counts)
+def test_star(n):
+    """A star has one switch, which does not reduce, and a link per direction between it and each device."""
+    topology = Topology.star(n, Fraction(64, 3), MICRO)
+    assert topology.switches == (Switch("switch", False),)
+    ends = {pair for name in names(n) for pair in ((name, "switch"), ("switch", name))}
+    assert pairs(topology) == dict.fromkeys(ends, Fraction(64, 3))
+    assert {link.latency_s for link in topology.links} == {MICRO}
+    assert Topology.star(names(n), Fraction(64, 3), MICRO) == topology
+
+
+@pytest.mark.parametrize(
+    ("make", "text"),
+    [
+        (lambda: Topology.mesh(0, 3), r"each an int of at least 1[\s\S]*\(0, 3\)"),
+        *((lambda n=n: Topology.mesh(n, 3), "each an int of at least 1") for n in (-1, 2.0, "2")),
+        *(
+            (lambda shape=shape: Topology.torus(*shape), "each an int of at least 1")
+            for shape in ((), (4, 0), ((4, 4),))
+        ),
+        (lambda: Topology.mesh(2, 2, (1, 2, 3)), r"one speed, or one for each dimension[\s\S]*3 speeds, 2 dimensions"),
+        (lambda: Topology.torus(2, 2, gb_per_s=(1,)), "1 speeds, 2 dimensions"),
+        (lambda: Topology.mesh(2, 2, "fast"), "a bandwidth must be 0, or a number of GB/s"),
+        (lambda: Topology.mesh(2, 2, 0), "must have a bandwidth above 0"),
+        (lambda: Topology.star(0), "at least one device"),
+        (lambda: Topology.star(3, -1), "a bandwidth must be 0, or a number of GB/s"),
+        (lambda: Topology.star([A, A]), "each device may be listed only once"),
+    ],
+)
+def test_bad_shapes_are_refused(make, text):
+    """A shape with an invalid size, number of speeds, bandwidth or device raises an ArgumentError."""
+    with pytest.raises(ArgumentError, match=text):
+        make()
+
+
+@given(topologies())
+def test_json_round_trip(topology):
+    """A topology that is written and read is equal, to the last digit, and is written the same way again."""
+    text = topology.to_json()
+    again = Topology.from_json(text)
+    assert again == topology
+    assert again.to_json() == text
+    assert hash(again) == hash(topology)
+    mixed = Topology(topology.devices, topology.links[::-1], topology.switches)
+    assert mixed.to_json() == text
+
+
+def test_json_is_this_text():
+    """The format is fixed: a text that is written today can be read by every later version."""
+    topology = Topology([A, B], [Link(A, "x", Fraction(64, 3), MICRO), Link("x", B, 25)], [Switch("x", True)])
+    text = (
+        '{"format":"crossreduce.topology/1","devices":["cpu:0","cpu:1"],"switches":[["x",true]],'
+        '"links":[["cpu:0","x","64/3","1/1000000"],["x","cpu:1","25","0"]]}'
+    )
+    assert topology.to_json() == text
+    assert Topology.from_json(text) == topology
+
+
+def test_json_written_by_people():
+    """Numbers may be decimals; latency and switches may be left out; device names need not be canonical."""
+    text = """{"format": "crossreduce.topology/1", "devices": ["GPU:0", "cuda:1"],
+               "links": [["cuda:0", "cuda:1", 25], ["cuda:1", "cuda:0", "12.5", 1e-6]], "made by": "a person"}"""
+    wanted = Topology(["cuda:0", "cuda:1"], [("cuda:0", "cuda:1", 25), ("cuda:1", "cuda:0", 12.5, 1e-6)])
+    assert Topology.from_json(text) == wanted
+
+
+TEXT = Topology([A, B], [(A, "x", 1), ("x", B, 1)], ["x"]).to_json()
+GOOD = json.loads(TEXT)
+# Values that are not allowed for a part of the text. Without switches, the links name an unknown one.
+WRONG = {
+    "format": ["crossreduce.topology/2", "crossreduce.schedule/1", None],
+    "devices": [[], 3, None, "cpu:0", [A, A], [A, 3], [A, "foo"], [[A], B], {A: 1, B: 2}],
+    "switches": [
+        None, 3, ["x"], [["x"]], [["x", 1]], [["x", None]], [["x", "true"]], [[3, True]], [["x", True, 1]], [],
+        [["x", True], ["x", False]], [["cpu:0", True]],
+    ],
+    "links": [
+        None, 3, {}, [3], ["xy1"], [[A, "x"]], [[A]], [[A, "x", "1", "0", "0"]], [[A, "y", "1", "0"]],
+        [[A, A, "1", "0"]], [[A, 3, "1", "0"]], [[A, "x", "1", "0"], [A, "x", "2", "0"]], [[A, "x", "1", -1]],
+        *([[A, "x", speed, "0"]] for speed in ("0", "-1", -1, "1/0", "1e9", "inf", "nan", math.inf, math.nan, True)),
+        *([[A, "x", speed, "0"]] for speed in (None, [1], "9" * 5000, "\uff11")),  # \uff11 is a digit, too
+    ],
+}  # fmt: skip
+MALFORMED = "topology|link|switch|device|bandwidth|latency"
+
+
+def test_malformed_json_is_refused():
+    """Text that is not a topology raises an ArgumentError, never an error of Python's own."""
+    texts = ["null", "3", "[]", "{}", '"text"', "nonsense", None, 3, ["x"], b"\xff\xfe", "[" * 100_000, TEXT * 2]
+    texts += [TEXT[:end] for end in range(len(TEXT))]
+    texts += [TEXT.replace('"1"', "9" * 5000)]
+    texts += [json.dumps({key: value for key, value in GOOD.items() if key != name}) for name in GOOD]
+    texts += [json.dumps(GOOD | {name: value}) for name, values in WRONG.items() for value in values]
+    for text in texts:
+        with pytest.raises(ArgumentError, match=MALFORMED):
+            Topology.from_json(text)

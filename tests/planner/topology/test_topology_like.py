@@ -1,7 +1,5 @@
 """Topologies by name and path, and devices by number, wherever the library takes them."""
 
-from pathlib import Path
-
 import numpy as np
 import pytest
 
@@ -16,21 +14,19 @@ DGX = Topology.machine("dgx-1v")
 GPUS = DGX.devices
 
 
-@pytest.fixture(params=["a machine", "an alias", "a path", "text with a slash", "an existing file"])
-def given(request, tmp_path, monkeypatch):
-    """Return each way to give a DGX-1."""
-    monkeypatch.chdir(tmp_path)
-    path = tmp_path / "box.json"
-    path.write_text(DGX.to_json())
-    Path("box").write_text(DGX.to_json())
-    ways = {"a machine": "dgx-1v", "an alias": "DGX-1", "a path": path, "text with a slash": f"{tmp_path}/box.json"}
-    return ways.get(request.param, "box")
+def ways_to_give_it(folder):
+    """Return each way to give a DGX-1; the folder must be the current one."""
+    for name in ("box.json", "box"):
+        (folder / name).write_text(DGX.to_json())
+    return "dgx-1v", "DGX-1", folder / "box.json", f"{folder}/box.json", "box"
 
 
-def test_every_function_takes_it(given, tmp_path):
+def test_every_function_takes_it(tmp_path, monkeypatch):
     """Planning, bounds, simulation, exports and pictures give the same with a name or path as with the topology."""
-    assert topology_of(given) == DGX
-    assert cr.plan(given, "broadcast", "1M") == cr.plan(DGX, "broadcast", 1 << 20)
+    monkeypatch.chdir(tmp_path)
+    for given in ways_to_give_it(tmp_path):
+        assert topology_of(given) == DGX
+        assert cr.plan(given, "broadcast", "1M") == cr.plan(DGX, "broadcast", 1 << 20)
     assert cr.bound(given, "all_reduce") == cr.bound(DGX, "all_reduce")
     schedule = cr.plan(DGX, algorithm="ring").schedule
     assert cr.simulate(schedule, given, "64M") == cr.simulate(schedule, DGX, 1 << 26)
@@ -42,25 +38,25 @@ def test_every_function_takes_it(given, tmp_path):
         assert (tmp_path / "a.svg").read_bytes() == (tmp_path / "b.svg").read_bytes()
 
 
-def test_every_op_takes_it(given):
+def test_every_op_takes_it(tmp_path):
     """Ops, those for TensorFlow and ``crossreduce.jax.all_reduce`` plan on a topology that is given by name or path."""
     import jax
 
     import crossreduce.jax
     import crossreduce.tensorflow as crt
 
+    given, _, path, *_ = ways_to_give_it(tmp_path)
     value = cr.PerReplica([np.full(3, 2.0**k) for k in range(8)])
-    for op in (cr.AllReduceCrossDeviceOps("forest", topology=given), cr.HierarchicalCopyAllReduce(topology=given)):
+    for op in (cr.AllReduceCrossDeviceOps("forest", topology=given), cr.HierarchicalCopyAllReduce(topology=path)):
         assert repr(DGX) in repr(op)
         assert op.reduce("sum", value, value)[7].tolist() == [255.0] * 3
-    assert repr(DGX) in repr(crt.HierarchicalCopyAllReduce(topology=given))
+    assert repr(DGX) in repr(crt.HierarchicalCopyAllReduce(topology=path))
     reduced = jax.vmap(lambda x: crossreduce.jax.all_reduce(x, "i", "sum", given), axis_name="i")(2.0 ** np.arange(8))
     assert reduced.tolist() == [255.0] * 8
 
 
 def test_what_gives_no_topology(tmp_path):
-    """Another object raises an ArgumentError that shows it and says what to give, an unknown machine one with similar
-    names, and a missing file an error with its path. "this" is the machine that the program runs on."""
+    """Other objects, unknown machines and missing files raise errors that help; "this" is this machine."""
     assert topology_of("this") == Topology.discover()
     for wrong in (None, 3, b"dgx-1v", ["dgx-1v"], DGX.links, Topology):
         with pytest.raises(ArgumentError, match=r"this is not a topology\.\n  given: [\s\S]*name of a machine"):
@@ -99,8 +95,7 @@ def test_numbers_of_no_device(wrong):
 
 
 def test_switches_have_no_numbers():
-    """Numbers stand for devices only, and links may have them as ends. A name and a number of one device are the same
-    device."""
+    """Numbers stand for devices only, in links too; a name and a number can be one device."""
     star = Topology.star(3)
     with pytest.raises(DeviceError, match="a number from 0 to 2"):
         star.without_link(0, 3)

@@ -14,6 +14,7 @@ from members import Resources, Warnings, every_call, memories, memory, starter
 from ranks import Died, ranks
 
 from crossreduce.errors import CollectiveTimeout, MismatchError, PeerLostError
+from crossreduce.observe import periodic_checks
 from crossreduce.ops import ReduceOp
 from crossreduce.ranks.failures import watchdog
 from crossreduce.ranks.inter_host.exchange import Exchange
@@ -215,7 +216,7 @@ def without_a_thread(rendezvous):
 
     with pytest.MonkeyPatch.context() as patch:
         if rendezvous.rank == 0:
-            patch.setattr(watchdog, "start_thread", refused)
+            patch.setattr(periodic_checks, "start_thread", refused)
         comm = joined(rendezvous, 5.0)
     return warned.texts, last_sum(comm)
 

@@ -23,7 +23,7 @@ from crossreduce.ranks.inter_host import one_host
 from crossreduce.ranks.inter_host.one_host import HostCollective, collective_arrays, host_collective, rank_names
 from crossreduce.ranks.intra_host import programs
 from crossreduce.ranks.intra_host.instructions import reduction_numbers
-from crossreduce.ranks.intra_host.programs import analyze, line_shares, rank_stages
+from crossreduce.ranks.intra_host.programs import analyze, boundary, rank_stages
 
 ROOTED = ("reduce", "broadcast", "gather", "scatter")
 COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", *ROOTED)
@@ -354,8 +354,8 @@ def test_slots_are_large_enough(data):
 @given(st.integers(0, 5000), st.integers(1, 300), st.sampled_from([1, 2, 4, 8, 16]))
 def test_shares_begin_at_lines(size, count, nbytes):
     """Shares cover all elements in order, begin at multiples of a cache line, and differ by two lines at most."""
-    ends, line = line_shares(size, count, nbytes), 64 // nbytes
-    assert (ends[0], ends[-1], len(ends)) == (0, size, count + 1)
+    ends, line = [boundary(k, count, size, nbytes) for k in range(count + 1)], 64 // nbytes
+    assert (ends[0], ends[-1]) == (0, size)
     assert all(end % line == 0 or end == size for end in ends)
     lengths = np.diff(ends)
     assert 0 <= lengths.min() <= lengths.max() <= lengths.min() + 2 * line

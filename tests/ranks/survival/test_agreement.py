@@ -85,7 +85,8 @@ def voting(host, request, now):
 
 @pytest.mark.parametrize("phases", [("accept",), ("promise", "accept")])
 def test_a_vote_does_not_wait_for_hosts_beyond_a_quorum(monkeypatch, phases):
-    """Of three hosts with a rank each, one does not answer: the others decide without waiting for it."""
+    """Of three hosts with a rank each, one does not answer: the others decide without waiting for it. A host that has
+    most ranks decides alone."""
     case = Answering(monkeypatch, lambda host, request, now: None if host == 2 else voting(host, request, now))
     case.speaker._round = len(phases) - 1
     statuses = case.group.inquiry([1, 2], (0, 1, 2), {"what": "status"})
@@ -94,15 +95,10 @@ def test_a_vote_does_not_wait_for_hosts_beyond_a_quorum(monkeypatch, phases):
     assert case.asked[2:] == [*((phase, host) for phase in phases for host in (1, 2)), ("decided", 1)]
     assert case.registers.decided == [DECISION]
     assert case.simulated.now < 0.1
-
-
-def test_a_host_with_a_quorum_asks_nobody(monkeypatch):
-    """If this host has most ranks, it decides alone."""
-    case = Answering(monkeypatch, lambda *_: None)
-    case.speaker._weights = {0: 2, 1: 1}
-    case.speaker._round = 1
-    assert case.speaker._vote(Decision((0,), 1, True, 5), case.group.inquiry([], (), {}))
-    assert not case.asked
+    alone = Answering(monkeypatch, lambda *_: None)
+    alone.speaker._weights, alone.speaker._round = {0: 2, 1: 1}, len(phases) - 1
+    assert alone.speaker._vote(Decision((0,), 1, True, 5), alone.group.inquiry([], (), {}))
+    assert not alone.asked
 
 
 @pytest.mark.parametrize("late_s", [0.0, 1.0, 3.0])

@@ -34,16 +34,12 @@ def place():
     peer_requests.unregister("third")
 
 
-@pytest.mark.parametrize("what", ["result", "status"])
-def test_it_answers_with_the_decision_that_formed_the_next_group(place, what):
+def test_what_a_process_answers_for_a_group_that_it_has_left(place):
     """Ranks of other hosts that request the status, and joining processes that request the result, receive the
-    decision in the form in which a rank of the group would return it, however often the process has moved since."""
-    answer = Peer(place).ask("first", {"what": what, "number": 4})
-    assert read_decided(answer["decided"]) == DECIDED
-
-
-def test_it_names_the_group_in_which_it_is_now(place):
-    """Other requests are told the token of the latest group; those to a group that it never left are answered there."""
+    decision in the form in which a rank of the group would return it, however often the process has moved since. Other
+    requests are told the token of the latest group; those to a group that it never left are answered there."""
+    for what in ("result", "status"):
+        assert read_decided(Peer(place).ask("first", {"what": what, "number": 4})["decided"]) == DECIDED
     assert Peer(place).ask("first", {"what": "status", "number": 3}) == {"moved": "third"}
     assert Peer(place).ask("second", {"what": "join"}) == {"moved": "third"}
     assert Peer(place).ask("third", {"what": "join"}) == {"heard": "join"}
@@ -173,40 +169,9 @@ def relay():
     peer_requests.unregister("third", address="127.0.0.2")
 
 
-def test_a_process_answers_through_a_relay(place, relay):
-    """The relay is noted, until the process answers directly again."""
-    passed_on, _ = relay
-    target = Peer(place, rank=2)
-    assert target.ask_through(passed_on, "third", {"what": "join"}, 5, time.monotonic()) == {"heard": "join"}
-    assert target.relay is passed_on
-    assert target.known == ""
-    assert target.ask("third", {"what": "join"}, 5) == {"heard": "join"}
-    assert target.relay is None
-
-
-def test_a_direct_answer_counts_more_than_a_relayed_one_that_began_before_it(place, relay, monkeypatch):
-    """If a link is only slow, both answers come; the later one does not make the process seem to be beyond a link."""
-    passed_on, _ = relay
-    target = Peer(place, rank=2)
-    answer, direct = Peer._answer, []
-
-    def late(peer, *arguments):
-        if not direct:  # this is the relayed request
-            direct.append(True)
-            assert peer.ask("third", {"what": "join"}, 5) == {"heard": "join"}
-        return answer(peer, *arguments)
-
-    monkeypatch.setattr(Peer, "_answer", late)
-    assert target.ask_through(passed_on, "third", {"what": "join"}, 5, time.monotonic()) == {"heard": "join"}
-    assert target.relay is None
-
-
-def test_a_relay_cannot_answer_for_the_process(place, relay):
-    """Both ends of the connection prove that they know the key of the process, so a relay that connects to another one
-    is noticed."""
-    target = Peer(place._replace(key="00" * 16), rank=2)
-    assert target.ask_through(relay[0], "third", {"what": "join", "place": "a secret"}, 5, time.monotonic()) is None
-    assert target.relay is None
+def through(relay, target, **content):
+    """Ask a process through a relay; return its answer."""
+    return target.ask_through(relay, "third", {"what": "join", **content}, 5, time.monotonic())
 
 
 def closed_port():
@@ -215,29 +180,54 @@ def closed_port():
         return free.getsockname()[1]
 
 
-def test_a_process_has_ended_if_the_relay_is_refused(place, relay):
-    """If the relay reaches the host of a process, but nothing listens there, the process has ended."""
+def test_a_process_answers_through_a_relay(place, relay):
+    """The relay is noted, until the process answers directly again."""
+    target = Peer(place, rank=2)
+    assert through(relay[0], target) == {"heard": "join"}
+    assert target.relay is relay[0]
+    assert target.known == ""
+    assert target.ask("third", {"what": "join"}, 5) == {"heard": "join"}
+    assert target.relay is None
+
+
+def test_a_direct_answer_counts_more_than_a_relayed_one_that_began_before_it(place, relay, monkeypatch):
+    """If a link is only slow, both answers come; the later one does not make the process seem to be beyond a link."""
+    target, answer, direct = Peer(place, rank=2), Peer._answer, []
+
+    def late(peer, *arguments):
+        if not direct:  # this is the relayed request
+            direct.append(True)
+            assert peer.ask("third", {"what": "join"}, 5) == {"heard": "join"}
+        return answer(peer, *arguments)
+
+    monkeypatch.setattr(Peer, "_answer", late)
+    assert through(relay[0], target) == {"heard": "join"}
+    assert target.relay is None
+
+
+def test_what_a_relay_cannot_tell(place, relay):
+    """Both ends of the connection prove that they know the key of the process, so a relay that connects to another one
+    is noticed. If the relay reaches the host of a process, but nothing listens there, the process has ended; not so if
+    it has reached nobody, perhaps since it tried addresses of its own host."""
+    passed_on, found = relay
+    stranger = Peer(place._replace(key="00" * 16), rank=2)
+    assert through(passed_on, stranger, place="a secret") is None
+    assert stranger.relay is None
     target = Peer(place._replace(port=closed_port()), rank=2)
     with pytest.raises(Ended, match="nothing listens"):
-        target.ask_through(relay[0], "third", {"what": "join"}, 5, time.monotonic())
-
-
-@pytest.mark.parametrize(("address", "known"), [("no address", True), ("127.0.0.1", False)])
-def test_a_relay_that_reaches_nobody_says_so(place, relay, address, known):
-    """The process has not ended because of that: the relay may have tried addresses of its own host."""
-    passed_on, found = relay
-    found |= {"addresses": [address], "known": known}
-    target = Peer(place._replace(port=closed_port()), rank=2)
-    assert target.ask_through(passed_on, "third", {"what": "join"}, 5, time.monotonic()) is None
+        through(passed_on, target)
+    for address, known in (("no address", True), ("127.0.0.1", False)):
+        found |= {"addresses": [address], "known": known}
+        assert through(passed_on, target) is None
 
 
 def test_the_end_of_a_relay_is_not_the_end_of_the_process(place, relay):
     """The process may be alive: if it were taken for ended, two groups could continue. The relay is not used again."""
     target, passed_on = Peer(place, rank=2), relay[0]
-    assert target.ask_through(passed_on, "third", {"what": "join"}, 5, time.monotonic()) == {"heard": "join"}
+    assert through(passed_on, target) == {"heard": "join"}
     passed_on.place = passed_on.place._replace(port=closed_port())
     passed_on.known = "127.0.0.1"
-    assert target.ask_through(passed_on, "third", {"what": "join"}, 5, time.monotonic()) is None
+    assert through(passed_on, target) is None
     assert target.relay is None
 
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from array_checks import every_collective, same
 from free_port import free_port
-from kinds_of_groups import die
+from kinds_of_groups import die, summed, wait_until
 from ranks import Died, ranks
 
 from crossreduce import processes
@@ -32,34 +32,15 @@ from crossreduce.ranks.transports import tcp
 LONG_S = 1800.0
 
 
-@pytest.fixture(autouse=True)
-def environment(tmp_path, monkeypatch):
-    """Let ranks write their dumps into a directory of the test, and forget what a launcher of the tests has set."""
-    monkeypatch.setenv("CROSSREDUCE_DUMP_DIR", str(tmp_path / "dumps"))
-    names = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "CROSSREDUCE_KEY", "TORCHELASTIC_USE_AGENT_STORE")
-    for name in names:
-        monkeypatch.delenv(name, raising=False)
-
-
-@pytest.fixture
-def address():
-    return f"127.0.0.1:{free_port()}"
-
-
 def joined(rendezvous, address, timeout_s=LONG_S, **options):
     return processes.join(rendezvous.rank, rendezvous.size, address, timeout_s=timeout_s, **options)
-
-
-def total(group):
-    """Return the sum of the ranks' numbers plus one, times ten."""
-    return int(group.all_reduce(np.full(3, 10 * (group.rank + 1)))[0])
 
 
 def lost(group):
     """Make calls until one fails because ranks were lost, and return these."""
     while True:
         try:
-            total(group)
+            summed(group)
         except (PeerLostError, CollectiveTimeout) as error:
             return error.ranks
 
@@ -87,19 +68,15 @@ def test_every_collective_of_numpy_arrays(address, hosts):
     assert all(ranks(len(hosts), collectives, address, hosts, environment=environment, timeout_s=120))
 
 
-def test_masked_arrays_are_refused():
-    """A masked array raises an error, also if an array of its shape and dtype was reduced before."""
+def test_arguments_that_are_refused():
+    """A masked array is refused, also if an array of its shape and dtype was reduced before. A root that is not the
+    number of a rank is an ArgumentError in every call; NumPy's integers are numbers."""
+    x = np.ones((1, 2))
     with processes.join(0, 1) as group:
         for _ in range(3):
             group.all_reduce(np.ones(2))
         with pytest.raises(UnsupportedError, match=r"masked arrays cannot be reduced.*\n.*\n.*filled"):
             group.all_reduce(np.ma.array([1.0, 2.0], mask=[0, 1]))
-
-
-def test_roots_that_are_not_integers():
-    """A root that is not the number of a rank is an ArgumentError in every call; NumPy's integers are numbers."""
-    x = np.ones((1, 2))
-    with processes.join(0, 1) as group:
         calls = (
             lambda root: group.reduce(x, "sum", root),
             lambda root: group.broadcast(x, root),
@@ -119,33 +96,33 @@ def test_roots_that_are_not_integers():
 
 
 def shrinks(rendezvous, address):
-    group = joined(rendezvous, address)
-    total(group)
-    x = np.ones(1000)
+    group, x = joined(rendezvous, address), np.ones(1000)
+    summed(group)
+    answers = [group.agree(True), group.agree(group.rank != 1)]
     group.all_reduce(x)
     if group.rank == 0:  # the rank at whose address the ranks have met
         die()
     assert lost(group) == (0,)
+    answers.append(group.agree(True))
     made = group.shrink()
     assert isinstance(made, processes.RankGroup)
-    with pytest.raises(ContextError, match="closed"):
-        group.barrier()
-    with pytest.raises(ContextError, match="closed"):
-        group.shrink()
+    for call in (group.barrier, group.shrink):
+        with pytest.raises(ContextError, match="closed"):
+            call()
     assert group.reformed is None
     for _ in range(3):
         same(made.all_reduce(x), 3 * x)
-    found = made.reformed, made.rank, made.size, total(made)
-    made.close()
-    return found
+    with made:
+        return answers, made.reformed, made.rank, made.size, summed(made)
 
 
 def test_a_group_shrinks_without_its_first_rank(address):
     """After a rank has died, here the first one, shrink makes a group of the others, renumbered in order, which tells
-    how many calls had succeeded; the earlier group is closed."""
+    how many calls had succeeded; the earlier group is closed. agree tells whether the flags of all living ranks are
+    true."""
     lost, *found = ranks(4, shrinks, address, check=False)
     assert isinstance(lost, Died)
-    assert found == [(processes.Reformed((1, 2, 3), 2), rank, 3, 60) for rank in range(3)]
+    assert found == [([True, False, True], processes.Reformed((1, 2, 3), 2), rank, 3, 60) for rank in range(3)]
 
 
 def commits(rendezvous, address):
@@ -154,13 +131,16 @@ def commits(rendezvous, address):
     def step(group):
         nonlocal steps
         steps += 1
-        if steps == 3 and rendezvous.rank == 1:
+        if steps == 4 and rendezvous.rank == 1:
             die()
-        return total(group)
+        found = summed(group)
+        if steps == 1 and rendezvous.rank == 1:
+            raise PeerLostError("a connection of the program was lost")
+        return found
 
     def changed(group):
         done.append(group.reformed.members)
-        if len(done) == 1 and rendezvous.rank == 2:
+        if len(done) == 2 and rendezvous.rank == 2:
             die()
         group.barrier()
 
@@ -168,34 +148,16 @@ def commits(rendezvous, address):
     while len(results) < 5:
         group, result = group.committed(step, changed)
         results.append(result)
-    return results, done, group.size
-
-
-def test_a_step_is_repeated_until_all_who_are_left_have_done_it(address):
-    """If ranks die in a step, and in the callback before its repetition, the others repeat it, each the same step."""
-    found = ranks(5, commits, address, check=False)
-    assert [one for one in found if not isinstance(one, Died)] == [
-        ([150, 150, 60, 60, 60], [(0, 2, 3, 4), (0, 2, 3)], 3)
-    ] * 3, found
-
-
-def fails_on_one_rank(rendezvous, address):
-    group, sizes = joined(rendezvous, address), []
-
-    def step(group):
-        sizes.append(group.size)
-        found = total(group)
-        if len(sizes) == 1 and rendezvous.rank == 1:
-            raise PeerLostError("a connection of the program was lost")
-        return found
-
-    group, found = group.committed(step)
-    return sizes, found, group.reformed.members
+    return results, done, steps, group.size
 
 
 def test_a_step_that_failed_on_one_rank_is_repeated_on_all(address):
-    """A step counts on all ranks or on none: if one rank has lost a connection, those that succeeded repeat it, too."""
-    assert ranks(3, fails_on_one_rank, address) == [([3, 3], 60, (0, 1, 2))] * 3
+    """A step counts on all ranks or on none: if one rank has lost a connection, those that succeeded repeat it, too. If
+    ranks die in a step, and in the callback before its repetition, the others repeat it, each the same step."""
+    found = ranks(5, commits, address, check=False)
+    changes = [(0, 1, 2, 3, 4), (0, 2, 3, 4), (0, 2, 3)]
+    wanted = [150, 150, 60, 60, 60], changes, 7, 3
+    assert [one for one in found if not isinstance(one, Died)] == [wanted] * 3, found
 
 
 def other_errors(rendezvous, address):
@@ -206,7 +168,7 @@ def other_errors(rendezvous, address):
 
     with pytest.raises(MismatchError, match="in shape"):
         group.committed(differs)
-    found = [total(group)]
+    found = [summed(group)]
     if rendezvous.rank == 1:
         die()
 
@@ -219,7 +181,7 @@ def other_errors(rendezvous, address):
     with pytest.raises(RuntimeError, match="of a library"):
         group.committed(replaces_the_error)
     made = group.shrink()
-    return [*found, total(made)]
+    return [*found, summed(made)]
 
 
 def test_errors_of_a_step_after_which_a_rank_stays_in_its_group(address):
@@ -242,7 +204,7 @@ def computes_for_long(rendezvous, address):
             die()
         if group.size == 3 and rendezvous.rank == 1:
             time.sleep(1)
-        return total(group)
+        return summed(group)
 
     group, found = group.committed(step)
     return found, group.reformed.members, [text for text in messages if "a step has failed" in text]
@@ -299,20 +261,20 @@ def shrinks_with_failures(rendezvous, address, error, times, timeout_s=10):
 
     rank_group.KIND = GroupKind("NumPy ranks", serve, rank_group.make_group)
     try:
-        return total(group.shrink(timeout_s=timeout_s))
+        return summed(group.shrink(timeout_s=timeout_s))
     except (ReductionError, KeyboardInterrupt) as caught:
         return caught
 
 
+NO_SOCKET = OSError(24, "Too many open files")
+
+
 def test_a_rank_that_cannot_open_a_socket_in_shrink(address):
-    """If the system refuses what a rank needs to form a group, all ranks try again."""
-    error = OSError(24, "Too many open files")
-    assert ranks(2, shrinks_with_failures, address, error, 1) == [30, 30]
-
-
-def test_a_rank_that_can_never_open_a_socket_in_shrink(address):
-    """If the system refuses it again and again, all ranks raise an error of the library; that rank's says why."""
-    first, second = ranks(2, shrinks_with_failures, address, OSError(24, "Too many open files"), 10**6, check=False)
+    """If the system refuses what a rank needs to form a group, all ranks try again; at last they raise an error of the
+    library, and that rank's says why."""
+    assert ranks(2, shrinks_with_failures, address, NO_SOCKET, 1) == [30, 30]
+    address = f"127.0.0.1:{free_port()}"
+    first, second = ranks(2, shrinks_with_failures, address, NO_SOCKET, 10**6, check=False)
     assert isinstance(first, ReductionError)
     assert re.search(r'rank 0 cannot form group "world" again\.\n.*Too many open files', str(first))
     assert isinstance(second, ReductionError)
@@ -347,58 +309,32 @@ def test_one_thread_at_a_time_agrees(address):
     assert ranks(2, agrees_in_two_threads, address) == [True, True]
 
 
-def agrees(rendezvous, address):
-    group = joined(rendezvous, address)
-    found = [group.agree(True), group.agree(group.rank != 1)]
-    if group.rank == 2:
-        die()
-    found.append(group.agree(True))
-    assert lost(group) == (2,)
-    return found
-
-
-def test_agree_gives_one_answer(address):
-    """The answer is whether the flag is true on all ranks that are left; a rank that has died does not count."""
-    found = ranks(3, agrees, address, check=False)
-    assert isinstance(found.pop(), Died)
-    assert found == [[True, False, True]] * 2
-
-
 def grows(rendezvous, address, folder):
-    invited = Path(folder, "invitation")
-    if rendezvous.rank >= 2:
-        while not invited.exists():
-            time.sleep(0.01)
-        with processes.join_invited(invited.read_text()) as group:
-            state = group.broadcast(np.zeros(1), 0)
-            assert group.reformed == processes.Reformed((), 0)
-            return state[0], group.size, total(group), group.communicator.name
-    group = processes.join(rendezvous.rank, 2, address, timeout_s=LONG_S, name="team")
-    assert group.grow() is None
-    if group.rank == 0:
-        Path(folder, "partial").write_text(group.invitation())
-        Path(folder, "partial").rename(invited)
-    while group.size < rendezvous.size:
-        group = group.grow() or group
-        if group.size < rendezvous.size:
-            total(group)
-            time.sleep(0.01)
-    state = group.broadcast(np.full(1, 7.5), 0)
-    found = state[0], group.size, total(group), group.communicator.name
-    group.close()
-    return found
-
-
-def listens(rendezvous, address, folder):
-    found, opened = set(), tcp.opened_listener
+    """Form a group of two ranks, which a third process joins; return where sockets of this process have listened."""
+    listened, opened, invited = set(), tcp.opened_listener, Path(folder, "invitation")
 
     def recorded(*given):
         made = opened(*given)
-        found.add(made.getsockname()[0])
+        listened.add(made.getsockname()[0])
         return made
 
     tcp.opened_listener = recorded
-    return *grows(rendezvous, address, folder), found
+    if rendezvous.rank == 2:
+        wait_until(invited.exists)
+        group = processes.join_invited(invited.read_text())
+        assert group.reformed == processes.Reformed((), 0)
+    else:
+        group = processes.join(rendezvous.rank, 2, address, timeout_s=LONG_S, name="team")
+        assert group.grow() is None
+        if group.rank == 0:
+            Path(folder, "partial").write_text(group.invitation())
+            Path(folder, "partial").rename(invited)
+        while group.size == 2:
+            summed(group)
+            group = group.grow() or group
+    with group:
+        state = group.broadcast(np.full(1, 7.5 * (group.rank == 0)), 0)
+        return state[0], group.size, summed(group), group.communicator.name, listened
 
 
 @pytest.mark.parametrize("host", ["localhost", "127.1.2.3"])
@@ -409,7 +345,7 @@ def test_new_processes_join_and_a_group_of_one_host_listens_at_the_loopback_addr
     address = address.replace("127.0.0.1", host)
     environment = [{"CROSSREDUCE_HOST": name} for name in "aab"]
     expected = {"127.0.0.1" if host == "localhost" else host}
-    assert ranks(3, listens, address, tmp_path, environment=environment) == [(7.5, 3, 60, "team", expected)] * 3
+    assert ranks(3, grows, address, tmp_path, environment=environment) == [(7.5, 3, 60, "team", expected)] * 3
 
 
 @pytest.mark.parametrize(
@@ -427,3 +363,11 @@ def test_new_processes_join_and_a_group_of_one_host_listens_at_the_loopback_addr
 def test_where_the_ranks_listen(address, size, place):
     """Ranks listen at the loopback address if they meet there; a rank alone does so unless it has another address."""
     assert meeting.meeting_place(address, size) == place
+
+
+def test_the_port_under_torchrun(monkeypatch):
+    """Torchrun's own store listens at MASTER_PORT, so ranks that it has started meet at the next port."""
+    variables = {"MASTER_ADDR": "node0", "MASTER_PORT": "29500", "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    assert meeting.meeting_place(None, 2) == ("node0", 29501, "")

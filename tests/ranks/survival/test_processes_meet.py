@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from free_port import free_port
-from kinds_of_groups import die
+from kinds_of_groups import die, summed, wait_until
 from ranks import Died, ranks
 
 from crossreduce import processes
@@ -29,20 +29,6 @@ from crossreduce.ranks.survival.formation import GroupKind
 from crossreduce.torch import elastic
 
 LONG_S = 1800.0
-
-
-@pytest.fixture(autouse=True)
-def environment(tmp_path, monkeypatch):
-    """Let ranks write their dumps into a directory of the test, and forget what a launcher of the tests has set."""
-    monkeypatch.setenv("CROSSREDUCE_DUMP_DIR", str(tmp_path / "dumps"))
-    names = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "CROSSREDUCE_KEY", "TORCHELASTIC_USE_AGENT_STORE")
-    for name in names:
-        monkeypatch.delenv(name, raising=False)
-
-
-@pytest.fixture
-def address():
-    return f"127.0.0.1:{free_port()}"
 
 
 PROGRAM = """
@@ -74,18 +60,6 @@ def test_ranks_find_each_other_by_the_variables_of_launchers(address):
     ]
     output = [process.communicate(timeout=60)[0] for process in started]
     assert output == [f"{rank} 3 6\n" for rank in range(3)]
-
-
-@pytest.mark.system
-def test_under_torchrun(tmp_path):
-    """Under torchrun, whose own store listens at MASTER_PORT, ranks meet at the next port."""
-    program = tmp_path / "program.py"
-    program.write_text(PROGRAM)
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-addr", "127.0.0.1"]
-    command += ["--master-port", str(free_port()), str(program)]
-    ran = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
-    assert ran.returncode == 0, ran.stderr
-    assert sorted(ran.stdout.split("\n")) == ["", "0 2 3", "1 2 3"]
 
 
 @pytest.mark.parametrize(
@@ -123,13 +97,14 @@ def test_invalid_arguments_and_variables(monkeypatch, arguments, variables, mess
 
 def test_invalid_options():
     """A key that is not a text and a timeout that is not a number are errors; the key is not shown."""
-    with pytest.raises(ArgumentError, match=r"key must be a text.*\n.*bytes") as caught:
-        processes.join(0, 1, key=b"a secret")
-    assert "a secret" not in str(caught.value)
-    with pytest.raises(ArgumentError, match="timeout_s must be a number"):
-        processes.join(0, 1, timeout_s="10")
-    with pytest.raises(ArgumentError, match=r"name must be a text.*\n.*5"):
-        processes.join(0, 1, name=5)
+    for options, message in (
+        ({"key": b"a secret"}, r"key must be a text.*\n.*bytes"),
+        ({"timeout_s": "10"}, "timeout_s must be a number"),
+        ({"name": 5}, r"name must be a text.*\n.*5"),
+    ):
+        with pytest.raises(ArgumentError, match=message) as caught:
+            processes.join(0, 1, **options)
+        assert "a secret" not in str(caught.value)
     processes.join(0, 1, key="\ud800").close()  # of an environment variable that is not UTF-8
 
 
@@ -152,30 +127,20 @@ def test_sizes_that_differ(address):
         assert re.search(r"size is \d on rank \d and \d on rank \d\.\n.*same size", str(error)), error
 
 
-def test_a_rank_that_is_there_twice(address, monkeypatch):
-    """If two processes have the same rank, all that are waiting raise an error at once, which names it."""
-    monkeypatch.setattr(meeting, "_LATE_S", 0.5)
-    errors = meets(address, (0, 3), (1, 3), (1, 3))
-    assert {type(error) for error in errors} == {ArgumentError}
-    assert all("two processes have joined as rank 1" in str(error) for error in errors)
-
-
-def test_a_rank_that_comes_after_the_error_gets_it_too(address):
-    """If ranks cannot meet, a rank that comes later raises the same error, not that rank 0 is missing."""
-
+def test_a_rank_that_is_there_twice(address):
+    """If two processes have the same rank, all that are waiting raise an error at once, which names it; so does a rank
+    that comes later."""
     raised = threading.Event()
 
-    def second():
-        raised.wait(60)
-        processes.join(2, 3, address, timeout_s=20)
-
-    def first(rank):
+    def join(rank):
+        if rank == 2:
+            raised.wait(60)
         try:
             processes.join(rank, 3, address, timeout_s=20)
         finally:
             raised.set()
 
-    errors = at_once([*(partial(first, rank) for rank in (0, 1, 1)), second])
+    errors = at_once([partial(join, rank) for rank in (0, 1, 1, 2)])
     assert [type(error) for error in errors] == [ArgumentError] * 4, errors
     assert all("two processes have joined as rank 1" in str(error) for error in errors)
 
@@ -211,22 +176,16 @@ def test_ranks_meet_either_all_or_not_at_all():
         served.close()
 
 
-def total(group):
-    """Return the sum of the ranks' numbers plus one, times ten."""
-    return int(group.all_reduce(np.full(3, 10 * (group.rank + 1)))[0])
-
-
 def late(rendezvous, address, folder):
     if rendezvous.rank < 2:
         group = processes.join(rendezvous.rank, 2, address, timeout_s=LONG_S)
-        found = total(group)
+        found = summed(group)
         Path(folder, f"made{group.rank}").touch()
         while not group.all_reduce(np.array(Path(folder, "refused").exists()), "max"):
-            found = total(group)
+            found = summed(group)
         group.close()
         return found
-    while not all(Path(folder, f"made{rank}").exists() for rank in range(2)):
-        time.sleep(0.01)
+    wait_until(lambda: all(Path(folder, f"made{rank}").exists() for rank in range(2)))
     errors = (1, 2, ArgumentError, "joined as rank 1"), (1, 3, MismatchError, "size is 3 on rank 1 and 2 on rank")
     for rank, size, kind, message in errors:
         with pytest.raises(kind, match=message) as caught:
@@ -260,12 +219,17 @@ def test_an_address_at_which_nothing_listens(host):
 
 
 def test_a_port_at_which_another_program_listens(monkeypatch):
-    """Rank 0 raises an error if its port is taken, and other ranks one if a program answers that is not rank 0."""
+    """Rank 0 raises an error if its port is taken, and other ranks one if a program answers that is not rank 0, or
+    sends nothing: it does not prolong the timeout."""
     monkeypatch.setattr(meeting, "_REFUSED_S", 0.3)
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
         with pytest.raises(ArgumentError, match=rf"rank 0 cannot listen at port {port}\.\n.*in use"):
             processes.join(0, 2, f"127.0.0.1:{port}")
+        silent = rf"what listens at 127.0.0.1:{port} did not answer rank 1"
+        with pytest.raises(CollectiveTimeout, match=silent) as caught:
+            processes.join(1, 2, f"127.0.0.1:{port}", timeout_s=0.5)
+        assert caught.value.ranks == (0,)
 
         def hang_up():
             with suppress(OSError):
@@ -273,27 +237,15 @@ def test_a_port_at_which_another_program_listens(monkeypatch):
                     listener.accept()[0].close()
 
         threading.Thread(target=hang_up, daemon=True).start()
-        with pytest.raises(
-            ArgumentError, match=rf"listens at 127.0.0.1:{port} does not accept rank 1\.\n.*\n.*same key"
-        ):
+        refused = rf"listens at 127.0.0.1:{port} does not accept rank 1\.\n.*\n.*same key"
+        with pytest.raises(ArgumentError, match=refused):
             processes.join(1, 2, f"127.0.0.1:{port}")
         listener.shutdown(socket.SHUT_RDWR)
 
 
-def test_a_port_at_which_a_program_listens_that_sends_nothing():
-    """A program that accepts connections and sends nothing does not prolong the timeout; the error says so."""
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        port = listener.getsockname()[1]
-        with pytest.raises(
-            CollectiveTimeout, match=rf"what listens at 127.0.0.1:{port} did not answer rank 1"
-        ) as caught:
-            processes.join(1, 2, f"127.0.0.1:{port}", timeout_s=0.5)
-        assert caught.value.ranks == (0,)
-
-
 def with_key(rendezvous, address):
     with processes.join(rendezvous.rank, 2, address, key="a secret") as group:
-        return total(group)
+        return summed(group)
 
 
 def test_ranks_with_another_key_are_refused(address, monkeypatch):
@@ -332,9 +284,19 @@ def test_rank_0_dies_while_others_wait_for_it(address):
 # Processes with an invitation
 
 
-def test_an_invitation_of_another_kind_or_a_damaged_one():
-    """An invitation of a group of torch, and a damaged text, raise errors without the keys in them. A closed group
-    makes no invitation."""
+PLACE = '[["127.0.0.1"], 1, "0123456789abcdef0123456789abcdef"]'
+DAMAGED_PLACES = [
+    PLACE.replace(*change)
+    for change in [
+        ('"127.0.0.1"', "7"), ('["127.0.0.1"]', '"127.0.0.1"'), ("1, ", "99999999, "), ("1, ", "1e400, "),
+        ("1, ", "true, "), ("1, ", "0, "), ("0123", "xxxx"), ("0123", ""), ('"0123', '7, "0123'),
+    ]
+]  # fmt: skip
+
+
+def test_invitations_that_cannot_be_used():
+    """An invitation of a group of torch, and a damaged text, whatever is wrong in it, raise an ArgumentError without
+    the keys in it. A closed group makes no invitation."""
     with processes.join(0, 1) as group:
         text = group.invitation()
     with pytest.raises(ContextError, match='group "world" is closed'):
@@ -342,8 +304,11 @@ def test_an_invitation_of_another_kind_or_a_damaged_one():
     with pytest.raises(ArgumentError, match=f"not an invitation.*\n.*a text of {len(text) - 5} characters") as caught:
         processes.join_invited(text[:-5])
     assert text[-40:-5] not in str(caught.value)
-    with pytest.raises(ArgumentError, match=r"not an invitation.*\n.*given: int"):
-        processes.join_invited(7)
+    damaged = [7, "[" * 100_000, '["NumPy ranks", "token", []]', f'["NumPy ranks", 7, [{PLACE}]]']
+    damaged += [f'[7, "token", [{PLACE}]]', *(f'["NumPy ranks", "token", [{each}]]' for each in DAMAGED_PLACES)]
+    for each in damaged:
+        with pytest.raises(ArgumentError, match="this is not an invitation"):
+            processes.join_invited(each)
     other = text.replace('"NumPy ranks"', f'"{elastic.KIND}"')
     assert other != text
     with pytest.raises(ArgumentError, match=r"of another kind.*\n.*a group of torch"):
@@ -352,53 +317,28 @@ def test_an_invitation_of_another_kind_or_a_damaged_one():
         processes.join_invited(text, timeout_s=5)
 
 
-PLACE = '[["127.0.0.1"], 1, "0123456789abcdef0123456789abcdef"]'
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        "[" * 100_000,
-        '["NumPy ranks", "token", []]',
-        f'["NumPy ranks", 7, [{PLACE}]]',
-        f'[7, "token", [{PLACE}]]',
-        *(f'["NumPy ranks", "token", [{PLACE.replace(*change)}]]' for change in [
-            ('"127.0.0.1"', "7"), ('["127.0.0.1"]', '"127.0.0.1"'), ("1, ", "99999999, "), ("1, ", "1e400, "),
-            ("1, ", "true, "), ("1, ", "0, "), ("0123", "xxxx"), ("0123", ""), ('"0123', '7, "0123'),
-        ]),
-    ],
-)  # fmt: skip
-def test_damaged_invitations(text):
-    """Whatever is wrong in an invitation, the error is an ArgumentError."""
-    with pytest.raises(ArgumentError, match="this is not an invitation"):
-        processes.join_invited(text)
-
-
 def forms_slowly(rendezvous, address, folder):
     invited = Path(folder, "invitation")
     if rendezvous.rank == 1:
         joiner._FORMING_S = 0.5
-        while not invited.exists():
-            time.sleep(0.01)
+        wait_until(invited.exists)
         with pytest.raises(CollectiveTimeout, match="did not let this process join"):
             processes.join_invited(invited.read_text(), timeout_s=1)
         Path(folder, "left").touch()
         return None
 
     def slow(*arguments):
-        while not Path(folder, "left").exists():
-            time.sleep(0.01)
+        wait_until(Path(folder, "left").exists)
         return rank_group.make_group(*arguments)
 
     group = processes.join(0, 1, timeout_s=LONG_S)
     kind, rank_group.KIND = rank_group.KIND, GroupKind("NumPy ranks", StoreClient, slow)
     Path(folder, "partial").write_text(group.invitation())
     Path(folder, "partial").rename(invited)
-    while not group.communicator.agreements.joiners():
-        time.sleep(0.01)
+    wait_until(group.communicator.agreements.joiners)
     made = group.grow(50)
     rank_group.KIND = kind
-    return made, total(group)
+    return made, summed(group)
 
 
 def test_a_process_that_joins_waits_for_a_limited_time(address, tmp_path):

@@ -33,15 +33,12 @@ def read_until(simulated, inquiry, until, step=0.01):
 
 
 def test_an_answer_counts_whenever_it_comes(begun):
-    """A host whose answer takes longer than the time after which it is asked again is not silent."""
+    """A host whose answer takes longer than the time after which it is asked again is not silent. The answer to a
+    repeated request is as good as one to the first."""
     simulated, inquiry = begun(lambda *_: (1.5, {"late": []}), {1: "a"})
     assert read_until(simulated, inquiry, 3) == [(1, 1.5)]
     assert inquiry.found == {1: {"late": []}}
     assert not inquiry.is_silent(1)
-
-
-def test_a_lost_request_is_repeated(begun):
-    """The answer to a repeated request is as good as one to the first."""
     simulated, inquiry = begun(lambda name, request, now: SOON if now > 0.9 else NEVER, {1: "a"})
     assert read_until(simulated, inquiry, 3) == [(1, 1.01)]
     assert simulated.asked == [(0, "a"), (0.5, "a"), (1.0, "a")]
@@ -126,18 +123,16 @@ def test_no_relay_is_needed_if_a_host_replies(begun):
 
 
 def test_a_host_has_ended_when_all_its_processes_have(begun):
-    """Then it is not asked again. The others are asked at once."""
+    """Then it is not asked again. The others are asked at once. A process that is silent may be stopped: only it is
+    asked again."""
+    ended = 0.001, Ended
     simulated, inquiry = begun(
-        lambda name, *_: (0.001, Ended if name < "e" else {"unknown": True}), {1: "abcdef"}, 0.02
+        lambda name, *_: ended if name < "e" else (0.001, {"unknown": True}), {1: "abcdef"}, 0.02
     )
     assert read_until(simulated, inquiry, 1) == [(1, 0.02)]
     assert inquiry.found == {1: None}
     assert len(simulated.asked) == 6
-
-
-def test_a_host_with_a_silent_process_has_not_ended(begun):
-    """The process may be stopped. Only it is asked again."""
-    simulated, inquiry = begun(lambda name, *_: NEVER if name == "b" else (0.001, Ended), {1: "abc"})
+    simulated, inquiry = begun(lambda name, *_: NEVER if name == "b" else ended, {1: "abc"})
     assert read_until(simulated, inquiry, 3) == []
     assert simulated.asked[3:] == [(0.5, "b"), (1.0, "b"), (1.5, "b"), (2.0, "b"), (2.5, "b")]
     assert inquiry.is_silent(1)

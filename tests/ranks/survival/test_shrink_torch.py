@@ -16,12 +16,6 @@ from crossreduce.errors import ContextError, ExcludedError, PeerLostError
 from crossreduce.torch import elastic
 
 
-@pytest.fixture(autouse=True)
-def dumps(tmp_path, monkeypatch):
-    """Let ranks write their flight recorder dumps into a directory of the test."""
-    monkeypatch.setenv("CROSSREDUCE_DUMP_DIR", str(tmp_path / "dumps"))
-
-
 def begin(rendezvous, folder):
     """Make the default group; return this rank's number."""
     Torch(rendezvous, folder)
@@ -36,38 +30,6 @@ def finished(folder, *ranks_of_test):
 def finish(folder, rank, *found):
     (folder / f"done{rank}").touch()
     return found
-
-
-def shrinks(rendezvous, folder):
-    rank = begin(rendezvous, folder)
-    band = dist.new_group([1, 2, 3])
-    total()
-    total()
-    if rank == 2:
-        die()
-    with pytest.raises(PeerLostError, match="rank 2 died during op 3"):
-        total()
-    made = crt.shrink()
-    assert made is dist.group.WORLD
-    assert dist.get_world_size() == made.size() == 3
-    found = made.reformed.members, made.reformed.completed, dist.get_rank(), total()
-    if rank in (1, 3):
-        with pytest.raises(ContextError, match="destroyed"):
-            band.barrier().wait()
-    pair = dist.new_group([0, 2])  # in the new numbers
-    again = total(pair) if dist.get_rank() in (0, 2) else None
-    dist.barrier()
-    dist.destroy_process_group()
-    assert not dist.is_initialized()
-    return found, again
-
-
-def test_the_default_group_shrinks(tmp_path):
-    """After a rank has died, shrink makes a default group of the others, renumbered in order; it tells which ops have
-    succeeded everywhere. Earlier sub-groups are closed, and new ones can be made. It can be destroyed as any group."""
-    found = ranks(4, shrinks, tmp_path, check=False)
-    assert isinstance(found.pop(2), Died)
-    assert found == [(((0, 1, 3), 2, rank, 60), 30 if rank != 1 else None) for rank in range(3)], found
 
 
 def shrinks_a_part(rendezvous, folder):

@@ -1,9 +1,14 @@
 """The programs on the page "When a rank dies" do what the page says, if a rank is killed."""
 
+import os
 import re
 import signal
 import stat
+import subprocess
+import sys
 import time
+from contextlib import suppress
+from pathlib import Path
 
 import pytest
 from free_port import free_port
@@ -39,6 +44,26 @@ def killed_at_first(program, address):
     return [text for _, text in others]
 
 
+def killed_with_its_agent(agents, outputs, victim):
+    """Kill an agent of torchrun and its rank when all ranks have begun; wait until the others have finished."""
+    deadline = time.monotonic() + SECONDS
+
+    def wait_for(text, some):
+        while not all(text in outputs[node].read_text() for node in some):
+            assert time.monotonic() < deadline, [each.read_text() for each in outputs]
+            time.sleep(0.05)
+
+    wait_for("step 0", range(3))
+    for pid in (agents[victim].pid, *children(agents[victim].pid)):
+        os.kill(pid, signal.SIGKILL)
+    wait_for("step 1900: loss", {0, 1, 2} - {victim})
+
+
+def children(pid):
+    """Return the processes that a process has started."""
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
 def new_address():
     return {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
 
@@ -53,6 +78,38 @@ def test_the_program_of_the_page_goes_on(tmp_path):
     (want,) = re.findall(r"step 1900: loss ([\d.]+)", alone[0][1])
     means = [float(re.findall(r"step 1900: loss ([\d.]+)", text)[0]) for text in others]
     assert abs(sum(means) / 2 - float(want)) < 2e-6, (means, want)
+
+
+@pytest.mark.system
+@pytest.mark.parametrize(("rendezvous", "victim"), [("static", 0), ("c10d", 2)])
+def test_the_program_goes_on_under_torchrun(tmp_path, rendezvous, victim):
+    """Three agents of torchrun run a rank each, and one of them is killed with its rank; with static rendezvous the
+    first one, which runs the store. The other ranks continue, and their agents do not end them."""
+    program, port, agents = program_of("A loop that continues", tmp_path), str(free_port()), []
+    outputs = [tmp_path / f"output{node}" for node in range(3)]
+    try:
+        for node, output in enumerate(outputs):
+            command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "1", "--max-restarts", "0"]
+            command += ["--nnodes", "3", "--node-rank", str(node), "--rdzv-backend", rendezvous]
+            if rendezvous == "c10d":
+                command += ["--rdzv-endpoint", f"127.0.0.1:{port}", "--rdzv-id", "one"]
+                command += ["--rdzv-conf", f"is_host={int(node == 0)}"]
+            else:
+                command += ["--master-addr", "127.0.0.1", "--master-port", port]
+            environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+            with output.open("w") as opened:
+                started = subprocess.Popen([*command, program], env=environment, stdout=opened, stderr=opened)
+            agents.append(started)
+        killed_with_its_agent(agents, outputs, victim)
+    finally:
+        for agent in agents:  # they would wait for the one that was killed for five minutes
+            for pid in children(agent.pid) if agent.poll() is None else ():
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            agent.kill()
+            agent.wait()
+    for node in {0, 1, 2} - {victim}:
+        assert outputs[node].read_text().count(f"ranks {tuple({0, 1, 2} - {victim})} continue") == 1
 
 
 def test_the_numpy_program_of_the_page_goes_on(tmp_path):

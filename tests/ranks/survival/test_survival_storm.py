@@ -1,23 +1,23 @@
 """Random failures of ranks of the torch backend, and of NumPy ranks, after which the others continue.
 
-CROSSREDUCE_STORM=200 in the environment runs 200 storms instead of a few. The default set has one of each kind.
+The default set has one storm of each kind.
 """
 
 import itertools
 import json
 import os
 import random
-import re
 import signal
 import time
 from pathlib import Path
 
 import namespaces
 import pytest
+from budget import count
 from free_port import free_port
 from kinds_of_groups import Numpy, Torch
 from ranks import Died, ranks
-from survival_storm import FAILURES, Failure, Shared, lives
+from survival_storm import FAILURES, MOST, Failure, lives, shared_counters
 
 SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP, "exit": signal.SIGUSR1, "exception": signal.SIGUSR2}
 PLACES = ("any", "any", "any", "shrink", "agree", "grow", "join")
@@ -25,17 +25,10 @@ LIMIT_S = 60  # for a step of the test, on a machine with other work
 KINDS = pytest.mark.parametrize("kind", [Numpy, pytest.param(Torch, marks=pytest.mark.system)])
 
 
-def seeds(count, default):
-    """Return seeds, of which one is in the default set."""
-    count = int(os.environ.get("CROSSREDUCE_STORM", count))
-    marks = [[] if seed == default else [pytest.mark.system] for seed in range(count)]
+def seeds(full, default):
+    """Return the seeds of a test that draws ``full`` storms with the full budget; one of them is in the default set."""
+    marks = [[] if seed == default else [pytest.mark.system] for seed in range(count(full, default + 1))]
     return pytest.mark.parametrize("seed", [pytest.param(seed, marks=each) for seed, each in enumerate(marks)])
-
-
-@pytest.fixture(autouse=True)
-def dumps(tmp_path, monkeypatch):
-    """Let ranks write their flight recorder dumps into a directory of the test."""
-    monkeypatch.setenv("CROSSREDUCE_DUMP_DIR", str(tmp_path / "dumps"))
 
 
 def state(pid):
@@ -52,11 +45,6 @@ def wait_until(true, what, limit_s=LIMIT_S):
     while not true():
         assert time.monotonic() < deadline, what
         time.sleep(0.005)
-
-
-def own_lines(text):
-    """Return what a process wrote, without the places in the test's runner."""
-    return "\n".join(line for line in text.splitlines() if not re.search("pytest|pluggy|runpy|tests/ranks", line))
 
 
 def drawn(seed, folder):
@@ -99,7 +87,7 @@ def storm(case, shared, disturb=lambda: None):
                 if not is_down(pid):
                     os.kill(pid, signal.SIGQUIT)
             time.sleep(0.5)
-            texts = [f"{path.name}:\n{own_lines(path.read_text())}" for path in sorted(folder.glob("output*"))]
+            texts = [f"{path.name}:\n{path.read_text()}" for path in sorted(folder.glob("output*"))]
             for pid in pids:
                 os.kill(pid, signal.SIGKILL)
             raise AssertionError("\n".join([str(error), json.dumps(case), *texts])) from None
@@ -128,7 +116,7 @@ def storm(case, shared, disturb=lambda: None):
         )
         if go_on(pids):
             time.sleep(0.2)
-        shared.end()
+        shared[MOST] = 1
         wait_until(lambda: not go_on(pids) and all(state(pid) in "ZX" for pid in pids), "processes do not end")
 
     def go_on(pids):
@@ -142,7 +130,7 @@ def storm(case, shared, disturb=lambda: None):
 
 
 def check(case, found):
-    """Require that all survivors have continued, with the same results; return them."""
+    """Require that all survivors have continued, with the same results."""
     note = json.dumps(case)
     victims = {each["who"]: each["how"] for each in case["failures"]}
     ends = {"exit": (SystemExit, Failure), "exception": (SystemExit, Failure), "kill": Died}
@@ -167,24 +155,19 @@ def check(case, found):
         assert total == before + mask, (note, number, results)
         before = total
         assert all(mask >> process & 1 for process in results), (note, number, results)
-    return [one for process, one in enumerate(found) if process not in victims and process not in case["excluded"]]
 
 
 def run(kind, case, disturb=lambda: None):
     """Run a storm, and require that all survivors have continued."""
-    shared, total = Shared(), case["size"] + case["joiners"]
+    shared, total = shared_counters(), case["size"] + case["joiners"]
     environment = [{"GLOO_SOCKET_IFNAME": "link0"} if case["namespaces"] else {}] * total
     begun = storm(case, shared, disturb)
     found = ranks(total, lives, kind, case, shared, check=False, begun=begun, timeout_s=280, environment=environment)
-    rest = check(case, found)
-    if log := os.environ.get("CROSSREDUCE_STORM_LOG"):
-        figures = {key: [one[key] for one in rest] for key in ("delays", "slowest")}
-        with Path(log).open("a") as opened:
-            opened.write(json.dumps({"kind": kind.__name__, "case": case, **figures}) + "\n")
+    check(case, found)
 
 
 @KINDS
-@seeds(12, 0)
+@seeds(60, 0)
 def test_the_others_go_on(tmp_path, kind, seed):
     """Whichever ranks die, stop or raise, wherever: the others continue with the same results on all of them, none of
     them hangs, and a rank that was stopped is excluded, or still in the group."""
@@ -237,9 +220,8 @@ def drawn_on_hosts(seed, folder, bed):
         excluded = [rank for rank in range(size) if (rank in behind) != has_quorum]
     for victim in victims:
         alone = all(hosts[rank] != hosts[victim] or rank in victims for rank in range(size) if rank != victim)
-        how = draw.choice(
-            ["kill", "exit", "exception", "kill" if alone else "stop"]
-        )  # of a stopped host nothing is known
+        # Of a host whose ranks are all stopped nothing is known.
+        how = draw.choice(["kill", "exit", "exception", "kill" if alone else "stop"])
         where = draw.choice(["any", "any", "shrink", "agree"] if failures else ["any", "any", "agree"])
         failures.append({"who": victim, "where": where, "how": how, "skip": draw.randrange(10) * (where == "agree")})
         failures[-1] |= {"after": int(10 ** (draw.random() * 3.5)), "delay_s": draw.choice([0, draw.random() * 0.1])}
@@ -252,22 +234,14 @@ def drawn_on_hosts(seed, folder, bed):
 def on_hosts(seed, folder, bed, hosts, failures):
     """Return a storm of ranks on these hosts, none of which joins or is excluded."""
     case = {"seed": seed, "folder": str(folder), "size": len(hosts), "joiners": 0, "failures": failures}
-    case |= {
-        "join_after_s": 0,
-        "timeout_s": 2,
-        "wait_s": 10,
-        "excluded": [],
-        "hosts": hosts,
-        "cut": None,
-        "slow": False,
-    }
-    case |= {"address": bed.addresses[hosts[0]], "port": 29700 + seed}
+    case |= {"join_after_s": 0, "timeout_s": 2, "wait_s": 10, "excluded": [], "hosts": hosts, "cut": None}
+    case |= {"slow": False, "address": bed.addresses[hosts[0]], "port": 29700 + seed}
     return case | {"namespaces": [bed.holders[host].pid for host in hosts]}
 
 
 @hosts(2)
 @KINDS
-@seeds(6, 2)
+@seeds(30, 2)
 def test_the_others_go_on_on_several_hosts(tmp_path, bed, kind, seed):
     """Whichever ranks or hosts are lost: the others continue. If a host loses its links, the part with the majority of
     the ranks, or half of them with the lowest one, continues, and the other part raises ExcludedError.
@@ -298,7 +272,7 @@ def lost_link(seed, folder, bed, hosts, pair, victims):
 
 @hosts(3)
 @KINDS
-@seeds(2, 0)
+@seeds(10, 0)
 def test_nobody_is_excluded_for_a_lost_link(tmp_path, bed, kind, seed):
     """If two hosts lose the link between them, all ranks continue, over other hosts, except one that is killed then."""
     draw, count = random.Random(seed), len(bed.addresses)

@@ -1,57 +1,43 @@
-"""``dist.init_process_group("crossreduce")`` on several processes: every collective, exact sums, training."""
+"""``dist.init_process_group("crossreduce")`` on several ranks: every collective, exact sums, training."""
 
-import functools
 import operator
 
 import pytest
 import torch_checks
 import torch_exact
+import torch_group_checks
+import torch_oracle
 import torch_training
-from torch_running import checked
+from ranks import ranks
 
-PROGRAMS = [(torch_checks, "AAA"), (torch_checks, "AAB"), (torch_exact, "AAA"), (torch_exact, "AAB")]
-PROGRAMS += [(torch_training, "AAA")]
+COLLECTIVES = torch_checks.CHECKS + torch_group_checks.CHECKS
 
 
-@pytest.fixture(scope="module")
-def reports_of(tmp_path_factory):
-    """Return a function that runs a program on three ranks, on the hosts of these names, and returns their reports."""
-
-    @functools.cache
-    def run(program, hosts):
-        folder = tmp_path_factory.mktemp(hosts)
-        environment = [{"CROSSREDUCE_HOST": host} for host in hosts]
-        return checked(f"{program.__name__}.py", len(hosts), folder, 200, lambda rank: environment[rank])
-
-    return run
+@pytest.fixture(scope="module", autouse=True)
+def dynamo():
+    """Import what torch's optimizers need, once for all ranks."""
+    import torch._dynamo  # noqa: F401
 
 
 @pytest.mark.parametrize(
-    ("program", "hosts", "name"),
+    ("checks", "hosts"),
     [
-        pytest.param(program, hosts, name, id=f"{program.__name__} {hosts} {name}")
-        for program, hosts in PROGRAMS
-        for name in program.CHECKS
+        pytest.param(COLLECTIVES, "AAA", id="collectives-one_host"),
+        pytest.param(COLLECTIVES, "AAB", id="collectives-two_hosts"),
+        pytest.param(torch_exact.CHECKS, "AAA", id="exact_sums-one_host"),
+        pytest.param(torch_exact.CHECKS, "AAB", id="exact_sums-two_hosts"),
+        pytest.param(torch_training.CHECKS, "AAA", id="training"),
     ],
 )
-def test_check(reports_of, program, hosts, name):
-    """Each check of torch_checks.py, torch_exact.py and torch_training.py passes on every rank of one or two hosts."""
-    for rank, report in enumerate(reports_of(program, hosts)):
-        assert name not in report["failed"], f"rank {rank}:\n{report['failed'][name]}"
-
-
-@pytest.mark.parametrize("hosts", ["AAA", "AAB"])
-def test_same_bits(reports_of, hosts):
-    """All ranks' results have the same bits, and their errors the same texts."""
-    first, *others = (report["digests"] for report in reports_of(torch_checks, hosts))
-    assert len(first) > 100
-    assert others == [first] * 2
-
-
-@pytest.mark.parametrize("hosts", ["AAA", "AAB"])
-def test_destroyed_groups_release_everything(reports_of, hosts):
-    """The number of threads and descriptors does not depend on how many groups were made and destroyed."""
-    for report in reports_of(torch_checks, hosts):
-        first, last = report["counts"][0], report["counts"][2]
-        assert all(map(operator.le, last, first))  # a thread that frees unused memory ends after some seconds
-        assert last[0] == 1  # only the main thread of Python
+def test_all_checks_pass_on_every_rank(tmp_path, checks, hosts):
+    """Each check passes on every rank. All ranks' results have the same bits, and their errors the same texts. The
+    number of threads and descriptors does not depend on how many groups were made and destroyed."""
+    environment = [{"CROSSREDUCE_HOST": host} for host in hosts]
+    found = ranks(3, torch_oracle.run, checks, tmp_path, environment=environment, timeout_s=200)
+    for rank, (failed, digests, counts) in enumerate(found):
+        assert not failed, "\n".join([f"rank {rank}", *failed])
+        assert digests == found[0][1]
+        if checks is COLLECTIVES:
+            assert len(digests) > 50
+            assert all(map(operator.le, counts[2], counts[0]))  # a thread that frees memory ends after some seconds
+            assert counts[2][0] == 1  # only the main thread of Python

@@ -1,6 +1,6 @@
 """Collectives of torch tensors that overlap, in every form, compared with an oracle on copies."""
 
-import sys
+import os
 
 import numpy as np
 import pytest
@@ -12,12 +12,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 from overlaps import FORMS, cases, check, places
 from ranks import ranks as forked
-from torch_running import HERE
+from torch_running import HERE, Piped
 
 from crossreduce.torch import memory
 from crossreduce.torch.collectives import Collectives
 
 HOSTS = ["AA", "AAB", *(pytest.param(hosts, marks=pytest.mark.slow) for hosts in ("AAA", "AB"))]
+
+
+class ForkedFleet(Fleet):
+    """A fleet of processes that have imported torch when they are forked."""
+
+    def _start(self):
+        for command, environment in zip(self.commands, self.environments, strict=True):
+            self.running.append(Piped(command, {**os.environ, **environment}, self.log))
 
 
 @pytest.fixture(scope="module", params=HOSTS)
@@ -28,8 +36,8 @@ def ranks(request, tmp_path_factory):
         {"RANK": str(rank), "WORLD_SIZE": str(n), "OMP_NUM_THREADS": "1", "CROSSREDUCE_HOST": request.param[rank]}
         for rank in range(n)
     ]
-    command = [sys.executable, str(HERE / "torch_overlap.py"), str(folder)]
-    fleet = Fleet([command] * n, environments, folder / "log")
+    command = [str(HERE / "torch_overlap.py"), str(folder)]
+    fleet = ForkedFleet([command] * n, environments, folder / "log")
     yield fleet, n
     statuses = fleet.finish()
     assert not any(statuses), (folder / "log").read_text()

@@ -16,13 +16,6 @@ from crossreduce.errors import MismatchError
 SLOW_S = 0.2
 
 
-def join(rendezvous, store):
-    torch.set_num_threads(1)  # a forked process has no other threads of torch's pool
-    rank, size = rendezvous.rank, rendezvous.size
-    dist.init_process_group("crossreduce", f"file://{store}", rank=rank, world_size=size, timeout=timedelta(seconds=30))
-    return rank, size
-
-
 def profiler():
     return profile(activities=[ProfilerActivity.CPU], record_shapes=True)
 
@@ -31,8 +24,8 @@ def ours(found):
     return [event for event in found.events() if event.name.startswith("crossreduce:")]
 
 
-def entries(rendezvous, store, folder):
-    rank, size = join(rendezvous, store)
+def entries(rank, size, folder):
+    """Each call has an entry with its shapes, dtype and group, inside of the range that calls it; none if it is off."""
     x, parts = torch.ones(6, 5, dtype=torch.float64), [torch.zeros(6, 5, dtype=torch.float64) for _ in range(size)]
     dist.all_reduce(x)  # the first call of a group, without a profiler
     with profiler() as found, record_function("mine"):
@@ -65,16 +58,10 @@ def entries(rendezvous, store, folder):
     assert (facts[3]["In msg nelems"], facts[3]["Out msg nelems"]) == (30, 30)
     dist.all_reduce(x)  # the profiler is off
     assert ours(found) == made
-    dist.destroy_process_group()
 
 
-def test_calls_have_entries(tmp_path):
-    """Each call has an entry with its shapes, dtype and group, inside of the range that calls it; none if it is off."""
-    ranks(3, entries, tmp_path / "store", tmp_path)
-
-
-def lasting(rendezvous, store):
-    rank, _ = join(rendezvous, store)
+def lasting(rank, size):
+    """An asynchronous call has a second entry, which ends when the op has run, whichever thread runs it."""
     x = torch.ones(100)
     with profiler() as found, record_function("mine"):
         dist.barrier()
@@ -82,7 +69,7 @@ def lasting(rendezvous, store):
             time.sleep(SLOW_S)
         work = dist.all_reduce(x, async_op=True)
         work.wait()
-        assert x[0].item() == 2
+        assert x[0].item() == size
     start, whole = sorted(ours(found)[1:], key=lambda event: event.is_async)  # without that of the barrier
     assert (start.name, whole.name) == ("crossreduce:all_reduce",) * 2
     assert (start.cpu_parent.name, start.is_async, whole.is_async) == ("mine", False, True)
@@ -91,16 +78,10 @@ def lasting(rendezvous, store):
         assert whole.time_range.elapsed_us() >= 0.5 * SLOW_S * 1e6
     assert start.time_range.start <= whole.time_range.start
     assert whole.time_range.end >= start.time_range.end
-    dist.destroy_process_group()
 
 
-def test_an_asynchronous_call_lasts_until_it_has_run(tmp_path):
-    """An asynchronous call has a second entry, which ends when the op has run, whichever thread runs it."""
-    ranks(2, lasting, tmp_path / "store")
-
-
-def failing(rendezvous, store):
-    rank, _ = join(rendezvous, store)
+def failing(rank):
+    """A call that raises, at once or in ``wait``, has its entries, and the next profile is not disturbed."""
     with profiler() as found:
         with pytest.raises(MismatchError, match="all_reduce"):
             dist.all_reduce(torch.ones(10 + rank))
@@ -111,16 +92,10 @@ def failing(rendezvous, store):
     with profiler() as found:
         dist.all_reduce(torch.ones(10))
     assert len(ours(found)) == 1
-    dist.destroy_process_group()
 
 
-def test_failed_calls_have_entries(tmp_path):
-    """A call that raises, at once or in ``wait``, has its entries, and the next profile is not disturbed."""
-    ranks(2, failing, tmp_path / "store")
-
-
-def training(rendezvous, store):
-    join(rendezvous, store)
+def training():
+    """DDP's reductions, which C++ starts in the backward pass, have entries."""
     torch.manual_seed(0)
     model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(10, 10))
     model(torch.ones(4, 10)).sum().backward()
@@ -129,9 +104,19 @@ def training(rendezvous, store):
     names = [event.name for event in ours(found)]
     assert names.count("crossreduce:all_reduce") >= 1
     assert any(event.is_async for event in ours(found))
+
+
+def profiled(rendezvous, folder):
+    torch.set_num_threads(1)  # a forked process has no other threads of torch's pool
+    rank, size, timeout = rendezvous.rank, rendezvous.size, timedelta(seconds=30)
+    dist.init_process_group("crossreduce", f"file://{folder}/store", rank=rank, world_size=size, timeout=timeout)
+    entries(rank, size, folder)
+    lasting(rank, size)
+    failing(rank)
+    training()
     dist.destroy_process_group()
 
 
-def test_the_reductions_of_ddp_have_entries(tmp_path):
-    """DDP's reductions, which C++ starts in the backward pass, have entries."""
-    ranks(2, training, tmp_path / "store")
+def test_calls_have_entries(tmp_path):
+    """Synchronous, asynchronous and failed calls and those of DDP have the entries that the functions above check."""
+    ranks(3, profiled, tmp_path)

@@ -1,34 +1,31 @@
-"""Random failures of ranks in random collectives of the torch backend.
+"""Ranks of the torch backend that fail: inside a collective, while others wait for a message, and at random."""
 
-CROSSREDUCE_STORM=60 in the environment runs 60 failures instead of a few.
-"""
-
+import itertools
 import json
 import os
 import random
 import re
 import signal
-import subprocess
 import sys
 import time
+import warnings
 from datetime import timedelta
-from pathlib import Path
 from types import SimpleNamespace
 
 import namespaces
 import pytest
 import torch
 import torch.distributed as dist
+from budget import count
 from free_port import free_port
+from kinds_of_groups import wait_until
 from ranks import Died, Moment, ranks
-from torch_running import HERE, finish, start
-from torch_storm import fail_on_signal
+from survival_storm import enter
 
 import crossreduce.torch  # noqa: F401 - registers the backend
 from crossreduce import ArgumentError, CollectiveTimeout, PeerLostError
 from crossreduce.errors import encoded
 
-PROGRAM = HERE / "torch_storm.py"
 TIMEOUT_S = 3.0
 STOPPED_S = 1.5  # the timeout if a rank is stopped inside a collective
 FAILURES = {
@@ -38,23 +35,39 @@ FAILURES = {
     "exit": signal.SIGUSR1,
     "exception": signal.SIGUSR1,
 }
+SIZES = (1, 300, 20_000, 600_000)
 SYSTEM = pytest.mark.system
-SEEDS = [pytest.param(k, marks=[SYSTEM] * (k > 0)) for k in range(int(os.environ.get("CROSSREDUCE_STORM", "8")))]
 
 
-def wait_for(paths, timeout_s):
-    deadline = time.monotonic() + timeout_s
-    while not all(path.exists() for path in paths):
-        assert time.monotonic() < deadline, "the ranks did not begin"
-        time.sleep(0.01)
+def begin(rendezvous, where, how, timeout_s):
+    """Make the default group; ``how`` this rank fails on the signal SIGUSR1."""
+
+    def fail(*_):
+        if how == "exit":
+            sys.exit(5)
+        raise ArithmeticError("a failure of the program")
+
+    signal.signal(signal.SIGUSR1, fail)
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")  # of torch, for functions that have newer names
+    rank, size, timeout = rendezvous.rank, rendezvous.size, timedelta(seconds=timeout_s)
+    dist.init_process_group("crossreduce", where, rank=rank, world_size=size, timeout=timeout)
 
 
-def fails_inside(rendezvous, store, how, carrier):
+def kill_when_raised(folder, victim, others):
+    """Return a function that kills a rank that was stopped, when the others have raised their errors."""
+
+    def kill(pids):
+        wait_until(lambda: all((folder / f"raised{rank}").exists() for rank in others))
+        os.kill(pids[victim], signal.SIGKILL)
+
+    return kill
+
+
+def fails_inside(rendezvous, folder, how, carrier):
     """Make a collective; rank 2, alone on its host, fails inside it. Return the error, and how long it took."""
     rank, size = rendezvous.rank, rendezvous.size
-    fail_on_signal(how)
-    timeout = timedelta(seconds=STOPPED_S if how == "stop" else 20)
-    dist.init_process_group("crossreduce", f"file://{store}", rank=rank, world_size=size, timeout=timeout)
+    begin(rendezvous, f"file://{folder}/store", how, STOPPED_S if how == "stop" else 20)
     group = dist.group.WORLD
 
     def fail(*_):
@@ -77,11 +90,20 @@ def fails_inside(rendezvous, store, how, carrier):
         took = Moment().seconds_since(began)
         with pytest.raises(type(error), match=re.escape(str(error))):
             dist.barrier()
+        (folder / f"raised{rank}").touch()
         return type(error), str(error), error.ranks, took
 
 
-@pytest.mark.parametrize("carrier", ["crossreduce", pytest.param("gloo", marks=SYSTEM)])
-@pytest.mark.parametrize("how", [pytest.param(how, marks=[SYSTEM] * (how not in ("kill", "stop"))) for how in FAILURES])
+QUICK = ("kill", "crossreduce"), ("stop", "crossreduce"), ("kill", "gloo")
+
+
+@pytest.mark.parametrize(
+    ("how", "carrier"),
+    [
+        pytest.param(*case, marks=[] if case in QUICK else [SYSTEM])
+        for case in itertools.product(FAILURES, ("crossreduce", "gloo"))
+    ],
+)
 def test_a_rank_that_fails_inside_a_collective_is_named(tmp_path, how, carrier):
     """However a rank fails inside a collective between hosts, and whatever carries it, all others raise the same error,
     which names the rank; after its death within a second, after a stop within a second of the timeout.
@@ -90,15 +112,14 @@ def test_a_rank_that_fails_inside_a_collective_is_named(tmp_path, how, carrier):
     """
     environment = [{"CROSSREDUCE_HOST": host} for host in "aab"]
     stopped = how == "stop"
-    begun = (lambda pids: (time.sleep(4), os.kill(pids[2], signal.SIGKILL))) if stopped else None
-    found = ranks(3, fails_inside, tmp_path / "store", how, carrier, environment=environment, check=False, begun=begun)
+    begun = kill_when_raised(tmp_path, 2, (0, 1)) if stopped else None
+    found = ranks(3, fails_inside, tmp_path, how, carrier, environment=environment, check=False, begun=begun)
     assert isinstance(found[2], {"exit": SystemExit, "exception": ArithmeticError}.get(how, Died)), found[2]
     (kind, text, lost, *_), _, _ = found
     assert [one[:3] for one in found[:2]] == [(kind, text, lost)] * 2
     assert (kind, lost) == (CollectiveTimeout if stopped else PeerLostError, (2,)), text
-    assert re.match("rank 2 did not complete op " if stopped else "rank 2 (died|was interrupted) during op ", text), (
-        text
-    )
+    begins = "rank 2 did not complete op " if stopped else "rank 2 (died|was interrupted) during op "
+    assert re.match(begins, text), text
     limit_s = {"stop": STOPPED_S + 4, "exit": 10, "exception": 10}.get(how, 4)
     assert max(one[3] for one in found[:2]) < limit_s, [one[3] for one in found[:2]]
 
@@ -195,8 +216,51 @@ def test_a_message_to_or_from_a_lost_rank_names_it(tmp_path, hosts, how):
         assert re.match(f'rank 2 {words[how]}{during} group ".*"', text), text
 
 
-@pytest.mark.parametrize("seed", SEEDS)
-def test_a_lost_rank_is_named_by_all(tmp_path, monkeypatch, seed):
+def random_call(draw, rank, n):
+    """Make one random collective, the same on all ranks."""
+    size, root, asynchronous = draw.choice(SIZES), draw.randrange(n), draw.random() < 0.3
+    x, parts = torch.ones(size), [torch.ones(size) for _ in range(n)]
+    whole, band = torch.ones(n * size), torch.ones(size, dtype=torch.int32)
+    mine = root == rank
+    calls = [
+        lambda **how: dist.all_reduce(x, **how),
+        lambda **how: dist.reduce(x, root, **how),
+        lambda **how: dist.broadcast(x, root, **how),
+        lambda **how: dist.barrier(**how),
+        lambda **how: dist.all_reduce(band, dist.ReduceOp.BAND, **how),
+        lambda **how: dist.all_gather(parts, x, **how),
+        lambda **how: dist.all_gather_into_tensor(whole, x, **how),
+        lambda **how: dist.reduce_scatter_tensor(x, whole, **how),
+        lambda **how: dist.gather(x, parts if mine else None, root, **how),
+        lambda **how: dist.scatter(x, parts if mine else None, root, **how),
+        lambda **how: dist.all_to_all_single(torch.empty_like(whole), whole, **how),
+        lambda **how: dist.all_to_all([torch.empty_like(part) for part in parts], parts, **how),
+        lambda **how: dist.all_gather_object([None] * n, root) if not how else dist.barrier(),
+    ]
+    work = draw.choice(calls)(**({"async_op": True} if asynchronous else {}))
+    if work is not None:
+        work.wait()
+
+
+def storm(rendezvous, folder, case):
+    """Make random collectives until another rank is lost; return the error."""
+    rank, n = rendezvous.rank, rendezvous.size
+    if case["namespaces"]:
+        enter(case["namespaces"][rank // 2])
+    begin(rendezvous, case["where"], case["how"], TIMEOUT_S)
+    (folder / f"ready{rank}").touch()
+    draw = random.Random(case["seed"])
+    try:
+        while True:
+            random_call(draw, rank, n)
+    except (CollectiveTimeout, PeerLostError) as error:
+        at = time.monotonic()
+        (folder / f"raised{rank}").touch()
+        return type(error), str(error), error.ranks, at
+
+
+@pytest.mark.parametrize("seed", [pytest.param(k, marks=[SYSTEM] * (k > 0)) for k in range(count(40))])
+def test_a_lost_rank_is_named_by_all(tmp_path, seed):
     """Whichever rank is lost, whenever and however, in any collective, on one host or several: all others raise the
     same error in time, which names that rank and no other.
 
@@ -205,44 +269,33 @@ def test_a_lost_rank_is_named_by_all(tmp_path, monkeypatch, seed):
     draw = random.Random(seed)
     how = list(FAILURES)[seed % len(FAILURES)]
     hosts = draw.choice(["aaa", "aab", "ab", "aabb", "abc", "abcc"])
-    n = len(hosts)
+    n, stops = len(hosts), how == "stop"
     victim = draw.randrange(n)
+    others = [rank for rank in range(n) if rank != victim]
     port = free_port() if draw.random() < 0.5 else None
-    case = {"how": how, "port": port, "timeout_s": TIMEOUT_S, "seed": seed}
-    note = f"seed {seed}: {how} rank {victim} of hosts {hosts}, port {port}"
-    monkeypatch.setenv("CROSSREDUCE_DUMP_DIR", str(tmp_path / "dumps"))
-    running = start([PROGRAM, tmp_path, json.dumps(case)], n, lambda rank: {"CROSSREDUCE_HOST": hosts[rank]})
-    try:
-        wait_for([tmp_path / f"ready{rank}" for rank in range(n)], 60)
+    where = f"file://{tmp_path}/store" if port is None else f"tcp://127.0.0.1:{port}"
+    case = {"how": how, "where": where, "seed": seed, "namespaces": None}
+    note, failed_at = json.dumps(case | {"victim": victim, "hosts": hosts}), []
+
+    def fail(pids):
+        wait_until(lambda: all((tmp_path / f"ready{rank}").exists() for rank in range(n)))
         time.sleep(draw.random() * 1.0)
-        failed_at = time.monotonic()
-        os.kill(running[victim].pid, FAILURES[how])
-        if how == "stop":
-            wait_for([tmp_path / f"rank{rank}.json" for rank in range(n) if rank != victim], 30)
-    except AssertionError:
-        for process in running:
-            process.send_signal(signal.SIGABRT)  # prints the stacks of its threads
-        raise AssertionError(note, finish(running, 5)) from None
-    finally:
-        if how == "stop":
-            os.kill(running[victim].pid, signal.SIGKILL)
-        outputs = finish(running, 30)
-    found = []
-    for rank, (status, text) in enumerate(outputs):
-        if rank != victim:
-            path = Path(tmp_path, f"rank{rank}.json")
-            assert status == 0, f"{note}; rank {rank} ended with {status}:\n{text}"
-            assert path.exists(), f"{note}; rank {rank}:\n{text}"
-            found.append(json.loads(path.read_text()))
-        assert "Exception ignored" not in text, f"{note}; rank {rank}:\n{text}"
-        assert "terminate called" not in text, f"{note}; rank {rank}:\n{text}"
-    texts = {one["text"] for one in found}
+        failed_at.append(time.monotonic())
+        os.kill(pids[victim], FAILURES[how])
+        if stops:
+            kill_when_raised(tmp_path, victim, others)(pids)
+
+    environment = [{"CROSSREDUCE_HOST": host} for host in hosts]
+    found = ranks(n, storm, tmp_path, case, environment=environment, check=False, begun=fail)
+    assert isinstance(found[victim], {"exit": SystemExit, "exception": ArithmeticError}.get(how, Died)), note
+    errors = [found[rank] for rank in others]
+    assert all(isinstance(one, tuple) for one in errors), (note, errors)
+    texts = {text for _, text, *_ in errors}
     if victim or port is None:
-        assert len(texts) == 1, "\n".join([note, *texts])
-        kind = "CollectiveTimeout" if how == "stop" else "PeerLostError"
-        assert {one["kind"] for one in found} == {kind}, "\n".join([note, *texts])
-    assert all(one["ranks"] == [victim] for one in found), "\n".join([note, *texts])
-    assert max(one["at"] for one in found) - failed_at < (TIMEOUT_S if how == "stop" else 0) + 6, note
+        assert len(texts) == 1, (note, texts)
+        assert {kind for kind, *_ in errors} == {CollectiveTimeout if stops else PeerLostError}, (note, texts)
+    assert all(lost == (victim,) for _, _, lost, _ in errors), (note, texts)
+    assert max(at for *_, at in errors) - failed_at[0] < (TIMEOUT_S if stops else 0) + 6, note
 
 
 @SYSTEM
@@ -251,30 +304,26 @@ def test_a_lost_rank_is_named_by_all(tmp_path, monkeypatch, seed):
 def test_a_link_that_fails(tmp_path, store):
     """If the link between two hosts fails, all ranks raise a CollectiveTimeout soon after the timeout. If all reach the
     store, they raise the same one, which names no rank; if not, each host names ranks of the other one."""
+    failed_at = []
     with namespaces.hosts(2) as bed:
-        case = {"how": "link", "port": None, "timeout_s": TIMEOUT_S, "seed": 5}
-        if store == "tcp":
-            case |= {"port": free_port(), "host": bed.addresses[0]}
-        running = []
-        for rank in range(4):
-            around = {"RANK": str(rank), "WORLD_SIZE": "4", "OMP_NUM_THREADS": "1"}
-            around["CROSSREDUCE_DUMP_DIR"] = str(tmp_path / "dumps")
-            command = [sys.executable, str(PROGRAM), str(tmp_path), json.dumps(case)]
-            running.append(bed.run(rank // 2, command, around, stderr=subprocess.PIPE, text=True))
-        wait_for([tmp_path / f"ready{rank}" for rank in range(4)], 60)
-        time.sleep(0.5)
-        failed_at = time.monotonic()
-        bed._do(1, ["ip", "link", "set", "link0", "down"])
-        texts = [process.communicate(timeout=30)[1] for process in running]
-        assert [process.returncode for process in running] == [0] * 4, texts
-    found = [json.loads(Path(tmp_path, f"rank{rank}.json").read_text()) for rank in range(4)]
-    assert {one["kind"] for one in found} == {"CollectiveTimeout"}
+        where = f"file://{tmp_path}/store" if store == "file" else f"tcp://{bed.addresses[0]}:{free_port()}"
+        case = {"how": "link", "where": where, "seed": 5, "namespaces": [holder.pid for holder in bed.holders]}
+
+        def fail(_):
+            wait_until(lambda: all((tmp_path / f"ready{rank}").exists() for rank in range(4)))
+            time.sleep(0.5)
+            failed_at.append(time.monotonic())
+            bed.isolate(1)
+
+        environment = [{"GLOO_SOCKET_IFNAME": bed.interface}] * 4
+        found = ranks(4, storm, tmp_path, case, environment=environment, begun=fail)
+    assert {kind for kind, *_ in found} == {CollectiveTimeout}
     if store == "file":
-        assert len({one["text"] for one in found}) == 1
-        assert "although all ranks are alive" in found[0]["text"]
-        assert found[0]["ranks"] == []
+        ((text, lost),) = {(text, lost) for _, text, lost, _ in found}
+        assert "although all ranks are alive" in text
+        assert not lost
     else:
-        for rank, one in enumerate(found):
-            assert one["ranks"]
-            assert set(one["ranks"]) <= ({2, 3} if rank < 2 else {0, 1})
-    assert max(one["at"] for one in found) - failed_at < TIMEOUT_S + 5
+        for rank, (*_, lost, _) in enumerate(found):
+            assert lost
+            assert set(lost) <= ({2, 3} if rank < 2 else {0, 1})
+    assert max(at for *_, at in found) - failed_at[0] < TIMEOUT_S + 5

@@ -5,6 +5,7 @@ import subprocess
 import sys
 import sysconfig
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -39,15 +40,12 @@ def reduces_trees(seed):
 
 
 def packs(seed):
-    """Packs several tensors, and reduces them to other devices."""
-    pairs, totals = [], []
-    for size in (3, 1000, 70):
-        xs, total = arrays(seed + size, size)
-        value = cr.PerReplica(xs)
-        pairs.append((value, value))
-        totals.append(total)
-    results = PACKING.batch_reduce("sum", pairs)
-    for total, result in zip(totals, results, strict=True):
+    """Packs several tensors."""
+    made = [arrays(seed + size, size) for size in (3, 1000, 70)]
+    values = [cr.PerReplica(xs) for xs, _ in made]
+    for (_, total), result in zip(
+        made, PACKING.batch_reduce("sum", list(zip(values, values, strict=True))), strict=True
+    ):
         assert all((x == total).all() for x in result.values)
 
 
@@ -58,7 +56,6 @@ def reuses_memory(seed):
     out = [np.empty_like(x) for x in xs]
     second = cr.all_reduce(xs, out=out)
     assert all((x == total).all() for x in (*first, *second))
-    assert cr.memory_usage()["live"] >= 0
 
 
 def runs_replicas(seed):
@@ -86,29 +83,21 @@ JOBS = (reduces_trees, packs, reuses_memory, runs_replicas)
 
 def test_threads_use_everything_at_the_same_time():
     """Trees, packs, memory of the pool and strategies give the right results while other threads use all of them."""
-    errors, begun = [], threading.Barrier(len(JOBS) * WORKERS)
+    begun = threading.Barrier(len(JOBS) * WORKERS)
 
     def work(job, worker):
-        try:
-            begun.wait(30)
-            for k in range(ROUNDS):
-                job(1000 * worker + 10 * k)
-        except BaseException as error:
-            errors.append(error)
+        begun.wait(30)
+        for k in range(ROUNDS):
+            job(1000 * worker + 10 * k)
 
-    threads = [threading.Thread(target=work, args=(job, k)) for job in JOBS for k in range(WORKERS)]
     interval = sys.getswitchinterval()
     sys.setswitchinterval(1e-5)
     try:
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(200)
+        with ThreadPoolExecutor(len(JOBS) * WORKERS) as pool:
+            for done in [pool.submit(work, job, k) for job in JOBS for k in range(WORKERS)]:
+                done.result(timeout=200)
     finally:
         sys.setswitchinterval(interval)
-    assert not any(thread.is_alive() for thread in threads)
-    if errors:
-        raise errors[0]
 
 
 IMPORTS = """

@@ -11,18 +11,16 @@ from pairs import each
 from crossreduce.kernels import FusedProgram, Segment
 
 GOOD = {
-    "op": "sum",
-    "dtype": "float32",
-    "accumulator": "float32",
-    "result": "float32",
-    "divisor": 1,
-    "sources": 2,
-    "results": 1,
-    "sizes": (8,),
-    "programs": ((1, ((0, 0, 1),), (~0,)),),
-    "segments": ((0, 0, 8, 0),),
-}
-DTYPES_OF_A_KERNEL = ("dtype", "accumulator", "result")
+    "op": "sum", "dtype": "float32", "accumulator": "float32", "result": "float32", "divisor": 1, "sources": 2,
+    "results": 1, "sizes": (8,), "programs": ((1, ((0, 0, 1),), (~0,)),), "segments": ((0, 0, 8, 0),),
+}  # fmt: skip
+
+
+def of_dtypes(dtype, accumulator=None, result=None, **others):
+    """Return arguments for a dtype; the accumulator and the result have the same one if none is given."""
+    return {"dtype": dtype, "accumulator": accumulator or dtype, "result": result or dtype, **others}
+
+
 DTYPES = "unknown instruction set, op or dtype"
 SLOTS = "too many slots"
 OPERAND = "an operand is out of range"
@@ -35,28 +33,20 @@ MALFORMED = {
     "dtype": (DTYPES, {"dtype": "float8"}),
     "accumulator": (DTYPES, {"accumulator": "object"}),
     "result": (DTYPES, {"result": "str"}),
-    "sum of bools": ("not defined", {"dtype": "bool", "accumulator": "bool", "result": "bool"}),
-    "minimum of complex numbers": (
-        "not defined",
-        {"op": "min", "dtype": "complex64", "accumulator": "complex64", "result": "complex64"},
-    ),
-    "exact sum of integers": (
-        "exact sums are not defined",
-        {"op": "exact_sum", "dtype": "int8", "accumulator": "complex64", "result": "int8"},
-    ),
-    "sum in halves": ("not defined", {"dtype": "float16", "accumulator": "float16", "result": "float16"}),
-    "narrower accumulator": ("conversion", {"dtype": "float64", "accumulator": "int8", "result": "float64"}),
-    "result of another kind": ("conversion", {"dtype": "int8", "accumulator": "int8", "result": "complex64"}),
-    "divided bools": ("divided", {"op": "max", "dtype": "bool", "accumulator": "bool", "result": "bool", "divisor": 2}),
+    "sum of bools": ("not defined", of_dtypes("bool")),
+    "minimum of complex numbers": ("not defined", of_dtypes("complex64", op="min")),
+    "exact sum of integers": ("exact sums are not defined", of_dtypes("int8", "complex64", "int8", op="exact_sum")),
+    "sum in halves": ("not defined", of_dtypes("float16")),
+    "narrower accumulator": ("conversion", of_dtypes("float64", "int8", "float64")),
+    "result of another kind": ("conversion", of_dtypes("int8", "int8", "complex64")),
+    "divided bools": ("divided", of_dtypes("bool", op="max", divisor=2)),
     **{
-        f"integers divided by {divisor}": ("positive integer", {**dict.fromkeys(DTYPES_OF_A_KERNEL, "int64"), **by})
+        f"integers divided by {divisor}": ("positive integer", of_dtypes("int64", divisor=divisor))
         for divisor in (0, 0.5, -1, 2.5, float("nan"), 1e300)
-        for by in [{"divisor": divisor}]
     },
     "text as divisor": ("real number", {"divisor": "2"}),
     "no sources": ("at least one source", {"sources": 0}),
     "no results": ("one result", {"results": 0, "programs": ((1, ((0, 0, 1),), ()),)}),
-    "negative number of sources": ("at least one source", {"sources": -1}),
     "integer as sizes": ("has no len", {"sizes": 8}),
     "negative size": ("size of a tensor", {"sizes": (-1,), "segments": ()}),
     "size beyond any memory": ("size of a tensor", {"sizes": (1 << 62,), "segments": ((0, 0, 1 << 62, 0),)}),
@@ -82,7 +72,6 @@ MALFORMED = {
     "too many results": (RESULTS, {"programs": ((1, ((0, 0, 1),), (~0, ~0)),)}),
     "text in a fold": ("interpreted as an integer", {"programs": ((1, ((0, 0, "1"),), (~0,)),)}),
     "segment of three fields": ("a segment is", {"segments": ((0, 0, 8),)}),
-    "segment of five fields": ("a segment is", {"segments": ((0, 0, 8, 0, 0),)}),
     "segment of another tensor": (SEGMENT, {"segments": ((1, 0, 8, 0),)}),
     "segment of tensor -1": (SEGMENT, {"segments": ((-1, 0, 8, 0),)}),
     "segment of another program": (SEGMENT, {"segments": ((0, 0, 8, 1),)}),
@@ -107,9 +96,7 @@ def test_malformed_kernels_are_refused(isa, name):
 
 def test_an_unknown_instruction_set_is_refused():
     """The name of the instruction set is checked, and the error lists the given names."""
-    with pytest.raises(
-        ValueError, match=r"unknown instruction set, op or dtype among sse9, sum, float32, float32, float32"
-    ):
+    with pytest.raises(ValueError, match=rf"{DTYPES} among sse9, sum, float32, float32, float32"):
         NATIVE.Kernel("sse9", *GOOD.values())
     with pytest.raises(TypeError, match="takes exactly 11 arguments"):
         NATIVE.Kernel(SETS[0])
@@ -126,41 +113,28 @@ SHAPE = "the shape and strides of a source"
 BUFFER = "a bytes-like object is required"
 
 
-def frozen():
-    """Return an array that cannot be written."""
-    array = np.zeros(8, "float32")
-    array.flags.writeable = False
-    return array
-
-
 # Each function returns the sources and the results of a run, given a good source and a good result.
 OPERANDS = {
     "no tensors": (TENSORS, lambda a, out: ([], [])),
     "no sources": (COUNT, lambda a, out: ([[]], [[out]])),
-    "too few sources": (COUNT, lambda a, out: ([[a]], [[out]])),
     "too many sources": (COUNT, lambda a, out: ([[a, a, a]], [[out]])),
     "too few results": (COUNT, lambda a, out: ([[a, a]], [[]])),
     "too many results": (COUNT, lambda a, out: ([[a, a]], [[out, np.zeros_like(out)]])),
-    "too many tensors": (TENSORS, lambda a, out: ([[a, a]] * 2, [[out], [np.zeros_like(out)]])),
     "more sources than results": (TENSORS, lambda a, out: ([[a, a]] * 2, [[out]])),
     "a source of another size": (SIZE, lambda a, out: ([[a, a[:7]]], [[out]])),
     "a source of another itemsize": (SIZE, lambda a, out: ([[a, a.astype("float64")]], [[out]])),
     "a source of another itemsize and the same size in bytes": (ITEM, lambda a, out: ([[a, X8[:4]]], [[out]])),
     "a strided source of another itemsize": (ITEM, lambda a, out: ([[a, X8[::2]]], [[out]])),
-    "a strided source of bytes": (ITEM, lambda a, out: ([[a, X8.view("uint8")[::2]]], [[out]])),
     "a result of another itemsize": (ITEM, lambda a, out: ([[a, a]], [[np.zeros(4)]])),
     "a strided source of another size": (SIZE, lambda a, out: ([[a, TALL[:7, 0]]], [[out]])),
     "a result of another size": (SIZE, lambda a, out: ([[a, a]], [[np.zeros(9, "float32")]])),
-    "None": (BUFFER, lambda a, out: ([[a, None]], [[out]])),
     "a list": (BUFFER, lambda a, out: ([[a, [1.0] * 8]], [[out]])),
-    "a float": (BUFFER, lambda a, out: ([[a, 1.0]], [[out]])),
     "text": (BUFFER, lambda a, out: ([[a, "x" * 32]], [[out]])),
-    "None as sources": ("has no len", lambda a, out: ([None], [[out]])),
     "None as results": ("has no len", lambda a, out: ([[a, a]], None)),
     "None as a result": (BUFFER, lambda a, out: ([[a, a]], [[None]])),
     "a tuple as a result": (BUFFER, lambda a, out: ([[a, a]], [[(out.ctypes.data, (8,), (4,))]])),
     "a read-only result": ("not writable", lambda a, out: ([[a, a]], [[bytes(32)]])),
-    "a read-only array": ("read-only", lambda a, out: ([[a, a]], [[frozen()]])),
+    "a read-only array": ("read-only", lambda a, out: ([[a, a]], [[np.broadcast_to(out, (8,))]])),
     "a strided result": ("not C-contiguous", lambda a, out: ([[a, a]], [[TALL[:, 0]]])),
     "address 0": ("address of an array is 0", lambda a, out: ([[a, 0]], [[out]])),
     "an address beyond 64 bits": ("too big|too large", lambda a, out: ([[a, 1 << 80]], [[out]])),
@@ -168,7 +142,7 @@ OPERANDS = {
     "more axes than strides": (SHAPE, lambda a, out: ([[a, (a.ctypes.data, (2, 4), (4,))]], [[out]])),
     "a shape of another size": (SHAPE, lambda a, out: ([[a, (a.ctypes.data, (2, 3), (12, 4))]], [[out]])),
     "a negative shape": (SHAPE, lambda a, out: ([[a, (a.ctypes.data, (-2, -4), (16, 4))]], [[out]])),
-    "a shape whose size is 8 modulo 2**64": (
+    "a size of 8 modulo 2**64": (
         SHAPE,
         lambda a, out: ([[a, (a.ctypes.data, (3, (2**64 + 8) // 3), (0, 0))]], [[out]]),
     ),
@@ -184,9 +158,8 @@ def test_malformed_operands_are_refused_and_nothing_is_written(isa, name):
     """A run checks all operands before it writes the first byte."""
     out = np.full(8, 7, "float32")
     fault, operands = OPERANDS[name]
-    sources, results = operands(X.copy(), out)
     with pytest.raises(ERRORS, match=fault):
-        NATIVE.Kernel(isa, *GOOD.values()).run(sources, results, 1, False, False)
+        NATIVE.Kernel(isa, *GOOD.values()).run(*operands(X.copy(), out), 1, False, False)
     assert out.tolist() == [7.0] * 8
 
 

@@ -1,10 +1,12 @@
 """The environment variables of the kernels, and their instruction set."""
 
-import json
+import logging
 import os
+import sys
 
+import numpy as np
 import pytest
-from kernel_cases import SETS, run_python
+from kernel_cases import SETS, reduction, run_python
 
 from crossreduce import ArgumentError, BackendError, kernels
 
@@ -61,83 +63,71 @@ def test_an_invalid_number_of_threads_is_an_error(cpus, monkeypatch, text):
     assert kernels.threads() == 6
 
 
-REDUCE = """
-import json, logging
-import numpy as np
-logged = []
-class Handler(logging.Handler):
-    def emit(self, record):
-        logged.append((record.name, record.levelname, record.getMessage()))
-logging.getLogger("crossreduce").addHandler(Handler())
-logging.getLogger("crossreduce").setLevel(logging.DEBUG)
-from crossreduce import kernels
-halves = "float16", "float32", "float16"
-program = kernels.FusedProgram(1, ((0, 0, 1),), (~0,))
-for _ in range(2):
-    kernel = kernels.compile_kernel("sum", halves, 2, 2, 1, (3,), (program,), (kernels.Segment(0, 0, 3, 0),))
-    out = np.zeros(3, "float16")
-    assert kernel.run([[np.float16([1, 2, 40000]), np.float16([3, 4, 40000])]], [[out]], 2, True, True) is None
-memory = kernels.memory(1000)
-address = np.frombuffer(memory, np.uint8).ctypes.data
-found = out.tolist(), address % 64, len(memory), kernels.memory_usage(), logged
-kernels.empty_cache()
-print(json.dumps((kernels.instruction_set(), type(kernel).__module__, *found)))
-"""
+@pytest.fixture
+def fresh(monkeypatch):
+    """Make this process choose the kernels again, during the test and after it."""
+    monkeypatch.setattr(kernels, "_NATIVE", [])
+    kernels.instruction_set.cache_clear()
+    yield monkeypatch
+    kernels.instruction_set.cache_clear()
+
+
+def module_of_a_kernel():
+    """Return the name of the module of a new kernel, which computes a mean, into memory of the library."""
+    case = reduction("mean", "float16", "float32", "float16", 2, 3)
+    kernel = kernels.compile_kernel(*case)
+    memory = kernels.memory(6)
+    assert np.frombuffer(memory, np.uint8).ctypes.data % 64 == 0
+    assert kernel.run([[np.float16([1, 2, 40000]), np.float16([3, 4, 40000])]], [[memory]], 2, True, True) is None
+    assert np.frombuffer(memory, "float16").tolist() == [2, 3, 40000]
+    return type(kernel).__module__
 
 
 @pytest.mark.parametrize("name", ["", *SETS, "numpy"])
-def test_the_environment_names_the_instruction_set(name):
+def test_the_environment_names_the_instruction_set(fresh, caplog, name):
     """Each supported instruction set can be selected, and NumPy; the default is the first one. Nothing is logged."""
-    done = run_python(REDUCE, **({"CROSSREDUCE_KERNELS": name} if name else {}))
-    used, module, *found, usage, logged = json.loads(done.stdout)
-    assert used == (name or SETS[0])
-    assert module == "crossreduce.kernels." + ("reference" if name == "numpy" else "_native")
-    assert found == [[2, 3, 40000], 0, 1000]
-    assert logged == []
-    assert usage["peak"] >= usage["live"] >= (0 if name == "numpy" else 1000)
+    fresh.setenv("CROSSREDUCE_KERNELS", name)
+    with caplog.at_level(logging.DEBUG, "crossreduce"):
+        assert kernels.instruction_set() == (name or SETS[0])
+        assert module_of_a_kernel() == "crossreduce.kernels." + ("reference" if name == "numpy" else "_native")
+    assert caplog.records == []
+
+
+WRONG = r"CROSSREDUCE_KERNELS names kernels that this machine or this build cannot run"
 
 
 @pytest.mark.parametrize("name", ["sse9", "AVX2", "auto", "avx2 "])
-def test_an_unknown_instruction_set_is_an_error(monkeypatch, name):
+def test_an_unknown_instruction_set_is_an_error(fresh, name):
     """The message contains the given name and the accepted names."""
-    monkeypatch.setenv("CROSSREDUCE_KERNELS", name)
-    text = (
-        r"CROSSREDUCE_KERNELS names kernels that this machine or this build cannot run"
-        rf"[\s\S]*{name}[\s\S]*{', '.join(SETS)}, numpy"
-    )
-    kernels.instruction_set.cache_clear()
-    try:
-        with pytest.raises(BackendError, match=text):
-            kernels.instruction_set()
-    finally:
-        kernels.instruction_set.cache_clear()
+    fresh.setenv("CROSSREDUCE_KERNELS", name)
+    with pytest.raises(BackendError, match=rf"{WRONG}[\s\S]*{name}[\s\S]*{', '.join(SETS)}, numpy"):
+        kernels.instruction_set()
 
 
-ABSENT = "import sys\nsys.modules['crossreduce.kernels._native'] = None\n"
-
-
-def test_without_the_extension_numpy_is_used_and_logged_once():
+def test_without_the_extension_numpy_is_used_and_logged_once(fresh, caplog):
     """Without the compiled extension the kernels in NumPy run, and the reason is logged once, at INFO. The error of
     another name lists NumPy as the only accepted one."""
-    code = "\ntry:\n    os.environ['CROSSREDUCE_KERNELS'] = 'avx2'\n    kernels.instruction_set.cache_clear()\n"
-    code += "    kernels.instruction_set()\nexcept Exception as error:\n    print(type(error).__name__, error)\n"
-    done = run_python("import os\n" + ABSENT + REDUCE + code)
-    first, *error = done.stdout.splitlines()
-    name, module, out, offset, size, usage, logged = json.loads(first)
-    assert (name, module) == ("numpy", "crossreduce.kernels.reference")
-    assert (out, offset, size, usage) == ([2, 3, 40000], 0, 1000, {"live": 0, "pooled": 0, "peak": 0})
-    ((logger, level, text),) = logged
-    assert (logger, level) == ("crossreduce", "INFO")
-    assert "the compiled kernels are not installed" in text
-    assert "NumPy is used instead" in text
-    assert done.stderr == ""
-    assert error[0].startswith(
-        "BackendError CROSSREDUCE_KERNELS names kernels that this machine or this build cannot run"
-    )
-    assert error[-1] == "  try:   one of numpy"
+    fresh.setitem(sys.modules, "crossreduce.kernels._native", None)
+    with caplog.at_level(logging.DEBUG, "crossreduce"):
+        for _ in range(2):
+            assert kernels.instruction_set() == "numpy"
+            assert module_of_a_kernel() == "crossreduce.kernels.reference"
+        assert kernels.memory_usage() == {"live": 0, "pooled": 0, "peak": 0}
+        kernels.empty_cache()
+    (record,) = caplog.records
+    assert (record.name, record.levelname) == ("crossreduce", "INFO")
+    assert record.getMessage().startswith("the compiled kernels are not installed (")
+    assert record.getMessage().endswith("); NumPy is used instead")
+    fresh.setenv("CROSSREDUCE_KERNELS", "avx2")
+    kernels.instruction_set.cache_clear()
+    with pytest.raises(BackendError, match=rf"{WRONG}[\s\S]*  try:   one of numpy$"):
+        kernels.instruction_set()
 
 
 def test_nothing_is_printed_by_default():
-    """A program that does not configure logging prints nothing."""
-    done = run_python(ABSENT + "from crossreduce import kernels; kernels.instruction_set()")
+    """A program that does not configure logging prints nothing, also where the compiled extension is missing."""
+    done = run_python(
+        "import sys\nsys.modules['crossreduce.kernels._native'] = None\n"
+        "from crossreduce import kernels\nassert kernels.instruction_set() == 'numpy'"
+    )
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")

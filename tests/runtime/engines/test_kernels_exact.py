@@ -22,6 +22,9 @@ DTYPES = tuple(UNSIGNED)
 CONVERTED = [*((dtype, dtype) for dtype in DTYPES), *(("float64", dtype) for dtype in DTYPES[:3])]
 
 
+every_set = pytest.mark.parametrize("isa", SETS)
+
+
 def named(value):
     """Return the name of a parameter, the same in every process."""
     return value.__name__ if callable(value) else str(value)
@@ -40,13 +43,14 @@ def stored(array, dtype):
     return array if dtype == "bfloat16" else array.view(dtype)
 
 
-def summed(kernel, terms, dtypes, **arguments):
-    """Return the bits of one result of a kernel."""
+def assert_exact(isa, terms, dtypes, divisor=1, right=None):
+    """Assert that a kernel ("numpy": the one in NumPy) gives the bits of the reference in fixed point, or ``right``."""
     source, result = dtypes
+    case = exact_case(dtypes, divisor, *terms.shape)
     out = np.zeros(terms.shape[1], UNSIGNED[result])
-    given = {"threads": 1, "streaming": False, "check_overlap": False} | arguments
-    kernel.run([[stored(row, source) for row in terms]], [[stored(out, result)]], *given.values())
-    return out
+    kernel = case.reference() if isa == "numpy" else case.native(isa)
+    kernel.run([[stored(row, source) for row in terms]], [[stored(out, result)]], 1, False, False)
+    assert_same(out, reference_sums(terms, source, divisor, result) if right is None else right, terms)
 
 
 def assert_same(got, right, terms):
@@ -94,11 +98,10 @@ def test_thousands_of_sums_have_the_bits_of_rational_arithmetic(isa, dtypes, kin
         size = large_size if n in (2, 3, 5, 8, 9, 64) else (3, 64, 101, 37)[seed % 4]
         terms = terms_of_kind(kind, seed + 50, dtypes[0], n, size)
         for divisor in {1, n, n + 3} if size < 200 else {1, n}:
-            got = summed(exact_case(dtypes, divisor, n, size).native(isa), terms, dtypes)
-            assert_same(got, reference_sums(terms, dtypes[0], divisor, dtypes[1]), terms)
+            assert_exact(isa, terms, dtypes, divisor)
 
 
-@pytest.mark.parametrize("isa", SETS)
+@every_set
 @pytest.mark.parametrize(("dtype", "digits"), [("float32", 53), ("bfloat16", 53), ("bfloat16", 24)])
 def test_the_certificate_of_exact_partial_sums_is_not_too_generous(isa, dtype, digits):
     """Next to the largest spread of exponents with which all partial sums have ``digits`` bits, sums are still right.
@@ -119,35 +122,29 @@ def test_the_certificate_of_exact_partial_sums_is_not_too_generous(isa, dtype, d
         terms += [low << stored | (1 << stored) - 3, sign | low << stored | (1 << stored) - 4]
         columns.append(terms)
     terms = np.array(columns * 8, UNSIGNED[dtype]).T.copy()
-    got = summed(exact_case((dtype, dtype), 1, 8, terms.shape[1]).native(isa), terms, (dtype, dtype))
-    assert_same(got, exact_sums(terms, dtype), terms)
+    assert_exact(isa, terms, (dtype, dtype), 1, exact_sums(terms, dtype))
 
 
-@pytest.mark.parametrize("isa", SETS)
+@every_set
 def test_quotients_next_to_ties(isa):
     """Quotients of a bfloat16 that are as near to a point between two bfloat16s as any, without being equal to it, are
     right: s / n differs from m by 1 / n, for an odd number m of 9 bits. Also subnormal quotients are rounded once."""
     draw, found = np.random.default_rng(0), []
+    m = np.arange(257, 512, 2)
     for k in range(9, 26):
         s = draw.permutation(np.arange(128, 256))[:, None] << k
-        m = np.arange(257, 512, 2)
         for step in (-1, 1):
-            rows, columns = np.nonzero(((s + step) % m == 0) & ((s + step) // m <= 1 << 24))
-            found += [
-                (int(s[i, 0]), (int(s[i, 0]) + step) // int(m[j])) for i, j in zip(rows[:4], columns[:4], strict=True)
-            ]
+            places = np.argwhere(((s + step) % m == 0) & ((s + step) // m <= 1 << 24))[:4]
+            found += [(int(s[i, 0]), (int(s[i, 0]) + step) // int(m[j])) for i, j in places]
     assert {k for k in range(9, 24) for _, n in found if n >> k == 1} == {*range(9, 24)}
     for s, n in found:
-        bits = [
-            np.float32(s * 2.0**exponent).view("u4") >> 16
-            for exponent in (0, -30, -133 - s.bit_length() + n.bit_length())
-        ]
-        terms = np.array([[bits[0], bits[1], bits[2], bits[0] | 0x8000] * 12], "u2")
-        got = summed(exact_case(("bfloat16", "bfloat16"), n, 1, terms.shape[1]).native(isa), terms, ("bfloat16",) * 2)
-        assert_same(got, exact_sums(terms, "bfloat16", n), terms)
+        smallest = -133 - s.bit_length() + n.bit_length()
+        bits = [np.float32(s * 2.0**exponent).view("u4") >> 16 for exponent in (0, -30, smallest)]
+        terms = np.array([[*bits, bits[0] | 0x8000] * 12], "u2")
+        assert_exact(isa, terms, ("bfloat16", "bfloat16"), n, exact_sums(terms, "bfloat16", n))
 
 
-@pytest.mark.parametrize("isa", SETS)
+@every_set
 def test_quotients_of_float16_next_to_ties(isa):
     """Quotients that are equal to a point between two float16s, or differ from it by very little, are right: a sum that
     is a multiple of the divisor, or next to one, of up to 28 bits."""
@@ -157,11 +154,10 @@ def test_quotients_of_float16_next_to_ties(isa):
         sums = sums[sums < 1 << 28]
         digits = np.stack([sums & 0x7FF, sums >> 11 & 0x7FF, sums >> 22])
         terms = (digits * np.array([[2.0**-24], [2.0**-13], [2.0**-2]])).astype("float16").view("u2")
-        got = summed(exact_case(("float16", "float16"), n, 3, sums.size).native(isa), terms, ("float16",) * 2)
-        assert_same(got, reference_sums(terms, "float16", n, "float16"), terms)
+        assert_exact(isa, terms, ("float16", "float16"), n)
 
 
-@pytest.mark.parametrize("isa", SETS)
+@every_set
 def test_float16_next_to_the_limit_of_sums_in_integers(isa):
     """Sums of 31 and 32 bits are right, for both signs, also next to elements whose terms are small."""
     for n in (1, 2, 3, 4, 5, 8, 9, 64):
@@ -171,13 +167,10 @@ def test_float16_next_to_the_limit_of_sums_in_integers(isa):
         terms[-1, 2::3] = 1  # breaks ties
         terms[:, np.arange(terms.shape[1]) % 32 < 16] &= 0x83FF
         for divisor in (1, 3, n):
-            got = summed(
-                exact_case(("float16", "float16"), divisor, n, terms.shape[1]).native(isa), terms, ("float16",) * 2
-            )
-            assert_same(got, reference_sums(terms, "float16", divisor, "float16"), terms)
+            assert_exact(isa, terms, ("float16", "float16"), divisor)
 
 
-@pytest.mark.parametrize("isa", SETS)
+@every_set
 def test_something_tiny_breaks_a_tie(isa):
     """The mean of float64 is rounded up to float32 next to a tie, even if a third of the smallest number underflows;
     half of the smallest bfloat16 and something tiny are rounded up, although a float32 cannot hold the tiny part."""
@@ -186,17 +179,20 @@ def test_something_tiny_breaks_a_tie(isa):
         ("bfloat16", 1, [2.0**-134, 2.0**-170], 1),
     ):
         terms = np.array(numbers).reshape(-1, 1).repeat(40, axis=1).view("u8")
-        got = summed(exact_case(("float64", dtype), divisor, len(numbers), 40).native(isa), terms, ("float64", dtype))
-        assert (got == right).all()
+        assert_exact(isa, terms, ("float64", dtype), divisor, np.full(40, right))
 
 
-@pytest.mark.parametrize(("kind", "dtypes"), pairs(KINDS, CONVERTED), ids=named)
-def test_the_fallback_has_the_bits_of_rational_arithmetic(dtypes, kind):
-    """The kernels in NumPy give the same bits."""
-    for n, divisor in ((1, 1), (2, 3), (5, 5), (8, 8), (33, 1)):
-        terms = terms_of(kind, n, dtypes[0], n, 41)
-        got = summed(exact_case(dtypes, divisor, n, 41).reference(), terms, dtypes)
-        assert_same(got, reference_sums(terms, dtypes[0], divisor, dtypes[1]), terms)
+@pytest.mark.parametrize("dtypes", CONVERTED, ids=named)
+def test_the_references_have_the_bits_of_rational_arithmetic(dtypes):
+    """The compiled reference in fixed point, which is used for many elements, gives the bits of fractions; the kernels
+    in NumPy give those of the reference."""
+    source, result = dtypes
+    for seed, (kind, n) in enumerate(itertools.product(MANY, (1, 2, 7, 33))):
+        terms = terms_of_kind(kind, seed, source, n, 10)
+        for divisor in {1, n, 3}:
+            right = exact_sums(terms, source, divisor, result)
+            assert_same(reference_sums(terms, source, divisor, result), right, terms)
+            assert_exact("numpy", terms, dtypes, divisor, right)
 
 
 EVERY = [*CONVERTED, ("complex64", "complex64"), ("complex128", "complex128")]
@@ -226,14 +222,3 @@ def test_large_arrays_and_threads(isa, dtype):
     case = exact_case((dtype, dtype), 3, 3, 20_007, results=3)._replace(segments=(Segment(0, 5, 20_000, 0),))
     for offsets in ((0,), (16, 64, 16), (1, 3)):
         check(case, Setup(kind="numbers", offsets=offsets, threads=3, streaming=True), case.native(isa))
-
-
-@pytest.mark.parametrize("dtypes", CONVERTED, ids=named)
-def test_the_compiled_reference_has_the_bits_of_rational_arithmetic(dtypes):
-    """The reference in fixed point, which is used for many elements, gives the bits of fractions."""
-    source, result = dtypes
-    for seed, (kind, n) in enumerate(itertools.product(MANY, (1, 2, 7, 33))):
-        terms = terms_of_kind(kind, seed, source, n, 10)
-        for divisor in {1, n, 3}:
-            got = reference_sums(terms, source, divisor, result)
-            assert_same(got, exact_sums(terms, source, divisor, result), terms)

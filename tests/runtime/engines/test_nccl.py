@@ -272,24 +272,14 @@ def test_arrays_in_host_memory_and_chosen_algorithms(cuda, torch_):
             assert np.asarray(result[2]).tolist() == oracle.reduce("sum", xs).tolist()
         assert runs == ["host", "host"]
         value = put(cuda, torch_, xs, (0, 1, 2))
-        chosen = [
-            (NCCL, "ring"),
-            (cr.AllReduceCrossDeviceOps("direct"), "nccl"),
-            (cr.AllReduceCrossDeviceOps("auto"), "auto"),
-        ]
-        for ops, implementation in chosen:
+        direct, auto = cr.AllReduceCrossDeviceOps("direct"), cr.AllReduceCrossDeviceOps("auto")
+        for ops, implementation in ((NCCL, "ring"), (direct, "nccl"), (auto, "auto")):
             ops.reduce("sum", value, value, cr.CommunicationOptions(implementation=implementation))
         assert runs == ["host", "host", "loop", "loop", "loop"]
         assert collective(cuda) is None
-        for ops in (NCCL, cr.AllReduceCrossDeviceOps("auto")):
-            check(
-                torch_,
-                ops.reduce("sum", value, value, cr.CommunicationOptions(implementation="nccl")),
-                "sum",
-                xs,
-                names((0, 1, 2)),
-                value,
-            )
+        for ops in (NCCL, auto):
+            result = ops.reduce("sum", value, value, cr.CommunicationOptions(implementation="nccl"))
+            check(torch_, result, "sum", xs, names((0, 1, 2)), value)
             assert collective(cuda) == "ncclAllReduce"
         assert [x.tolist() for x in NCCL.broadcast(value[1], on(1, 2))] == [xs[1].tolist()] * 2
         assert collective(cuda) == "ncclBroadcast"

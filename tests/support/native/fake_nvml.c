@@ -102,14 +102,31 @@ int nvmlDeviceGetHandleByIndex_v2(unsigned int k, void **to) {
     *to = &gpus[k];
     return 0;
 }
-int nvmlDeviceGetName(void *gpu, char *to, unsigned int length) {
-    CHECK(nvmlDeviceGetName);
-    return put(to, length, ((Gpu *)gpu)->name);
-}
-int nvmlDeviceGetUUID(void *gpu, char *to, unsigned int length) {
-    CHECK(nvmlDeviceGetUUID);
-    return put(to, length, ((Gpu *)gpu)->uuid);
-}
+#define TEXT(function, field)                                                                                          \
+    int function(void *gpu, char *to, unsigned int length) {                                                           \
+        CHECK(function);                                                                                               \
+        return put(to, length, ((Gpu *)gpu)->field);                                                                   \
+    }
+TEXT(nvmlDeviceGetName, name)
+TEXT(nvmlDeviceGetUUID, uuid)
+#define NUMBER(function, field)                                                                                        \
+    int function(void *gpu, unsigned int *to) {                                                                        \
+        CHECK(function);                                                                                               \
+        *to = ((Gpu *)gpu)->field;                                                                                     \
+        return 0;                                                                                                      \
+    }
+NUMBER(nvmlDeviceGetMaxPcieLinkGeneration, generation)
+NUMBER(nvmlDeviceGetMaxPcieLinkWidth, width)
+#define LINK_NUMBER(function, field)                                                                                   \
+    int function(void *gpu, unsigned int link, unsigned int *to) {                                                     \
+        CHECK(function);                                                                                               \
+        LINK_OF(gpu, link);                                                                                            \
+        *to = ((Gpu *)gpu)->links[link].field;                                                                         \
+        return 0;                                                                                                      \
+    }
+LINK_NUMBER(nvmlDeviceGetNvLinkState, state)
+LINK_NUMBER(nvmlDeviceGetNvLinkVersion, version)
+LINK_NUMBER(nvmlDeviceGetNvLinkRemoteDeviceType, type)
 int nvmlDeviceGetPciInfo_v3(void *gpu, Pci *to) {
     CHECK(nvmlDeviceGetPciInfo_v3);
     return place(to, ((Gpu *)gpu)->bus);
@@ -122,24 +139,6 @@ int nvmlDeviceGetCudaComputeCapability(void *gpu, int *major, int *minor) {
 int nvmlDeviceGetMigMode(void *gpu, unsigned int *current, unsigned int *pending) {
     CHECK(nvmlDeviceGetMigMode);
     *current = ((Gpu *)gpu)->mig, *pending = 0;
-    return 0;
-}
-int nvmlDeviceGetNvLinkState(void *gpu, unsigned int link, unsigned int *to) {
-    CHECK(nvmlDeviceGetNvLinkState);
-    LINK_OF(gpu, link);
-    *to = ((Gpu *)gpu)->links[link].state;
-    return 0;
-}
-int nvmlDeviceGetNvLinkVersion(void *gpu, unsigned int link, unsigned int *to) {
-    CHECK(nvmlDeviceGetNvLinkVersion);
-    LINK_OF(gpu, link);
-    *to = ((Gpu *)gpu)->links[link].version;
-    return 0;
-}
-int nvmlDeviceGetNvLinkRemoteDeviceType(void *gpu, unsigned int link, unsigned int *to) {
-    CHECK(nvmlDeviceGetNvLinkRemoteDeviceType);
-    LINK_OF(gpu, link);
-    *to = ((Gpu *)gpu)->links[link].type;
     return 0;
 }
 int nvmlDeviceGetNvLinkRemotePciInfo_v2(void *gpu, unsigned int link, Pci *to) {
@@ -164,15 +163,5 @@ int nvmlDeviceGetP2PStatus(void *a, void *b, unsigned int index, unsigned int *t
     CHECK(nvmlDeviceGetP2PStatus);
     REFUSE_IF(index != 0 /* NVML_P2P_CAPS_INDEX_READ */, 2);
     *to = p2p[number(a)][number(b)];
-    return 0;
-}
-int nvmlDeviceGetMaxPcieLinkGeneration(void *gpu, unsigned int *to) {
-    CHECK(nvmlDeviceGetMaxPcieLinkGeneration);
-    *to = ((Gpu *)gpu)->generation;
-    return 0;
-}
-int nvmlDeviceGetMaxPcieLinkWidth(void *gpu, unsigned int *to) {
-    CHECK(nvmlDeviceGetMaxPcieLinkWidth);
-    *to = ((Gpu *)gpu)->width;
     return 0;
 }

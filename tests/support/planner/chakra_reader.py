@@ -1,93 +1,16 @@
-"""Reads Chakra traces without protobuf, runs them in any order that their dependencies allow, and replays them.
-
-Written from the description of protobuf's wire format (protobuf.dev/programming-guides/encoding) and from Chakra's
-et_def.proto; shares no code with the exporter.
-"""
+"""Runs Chakra traces in any order that their dependencies allow, and replays them on links that are FIFOs."""
 
 import heapq
 import re
 from collections import Counter, defaultdict, deque
 from itertools import pairwise
-from types import SimpleNamespace
 
+from crossreduce.export.formats.chakra.format import decode
 from crossreduce.lowering import lower
 
 COMP, SEND, RECEIVE = 4, 5, 6
 WITHIN = 0.02  # the greatest difference between predictions and replays, for which large plans are tested
 WHAT = re.compile(r"(send|receive|combine|join) chunk (\d+) round (\d+) piece (\d+)")
-
-
-def varint(data, at):
-    """Return the number that starts at a position, and the position after it."""
-    number = shift = 0
-    while True:
-        number |= (data[at] & 0x7F) << shift
-        shift += 7
-        at += 1
-        if data[at - 1] < 0x80:
-            return number, at
-
-
-def fields(data):
-    """Return the fields of a message: for each number its values, ints or bytes."""
-    found, at = defaultdict(list), 0
-    while at < len(data):
-        key, at = varint(data, at)
-        if key & 7 == 0:
-            value, at = varint(data, at)
-        else:
-            assert key & 7 == 2, "these traces have varints and lengths only"
-            size, at = varint(data, at)
-            value, at = data[at : at + size], at + size
-            assert len(value) == size
-        found[key >> 3].append(value)
-    return found
-
-
-def messages(data):
-    """Return the fields of each message of a file, which has each message after its length."""
-    found, at = [], 0
-    while at < len(data):
-        size, at = varint(data, at)
-        assert at + size <= len(data)
-        found.append(fields(data[at : at + size]))
-        at += size
-    return found
-
-
-def packed(values):
-    """Return the numbers of a packed repeated field."""
-    found = []
-    for data in values:
-        at = 0
-        while at < len(data):
-            number, at = varint(data, at)
-            found.append(number)
-    return found
-
-
-def read(data):
-    """Return the metadata of a trace (version, texts by name), and its nodes."""
-    head, *rest = messages(data)
-    about = {}
-    for attribute in map(fields, head[2]):
-        about[attribute[1][0].decode()] = attribute[29][0].decode()
-    nodes = []
-    for found in rest:
-        attributes = {}
-        for attribute in map(fields, found[10]):
-            (kind,) = set(attribute) - {1}
-            attributes[attribute[1][0].decode()] = (kind, attribute[kind][0])
-        node = SimpleNamespace(id=found[1][0] if found[1] else 0, name=found[2][0].decode(), kind=found[3][0])
-        node.deps, node.attributes = packed(found[5]), attributes
-        node.src, node.dst, node.size, node.tag = (
-            attributes.get(f"comm_{name}", (0, None))[1] for name in ("src", "dst", "size", "tag")
-        )
-        through = attributes.get("through", (0, None))[1]
-        node.through = None if through is None else tuple(through.decode().split(","))
-        node.duration_micros = found[4][0] if found[4] else 0
-        nodes.append(node)
-    return SimpleNamespace(version=head[1][0].decode(), about=about, nodes=nodes)
 
 
 def what(program, rank, node):
@@ -125,7 +48,7 @@ def check(schedule, nbytes, files, rng, pieces=None):
     The nodes run in a random order that respects their dependencies; the input of source k is (n + 1)**k.
     """
     program, n = lower(schedule), len(schedule.devices)
-    traces = [read(data) for data in files]
+    traces = [decode(data) for data in files]
     assert len(traces) == n
     pieces = schedule.pieces if pieces is None else pieces
     sizes = pieces_of(schedule, nbytes, pieces)
@@ -332,5 +255,5 @@ class Replay:
 
 def replay(traces, topology, devices=None):
     """Return the seconds that traces take on links that are FIFOs; a trace is a file's bytes, or its nodes."""
-    nodes = [read(trace).nodes if isinstance(trace, bytes) else trace for trace in traces]
+    nodes = [decode(trace).nodes if isinstance(trace, bytes) else trace for trace in traces]
     return Replay(nodes, topology, devices or topology.devices).run()

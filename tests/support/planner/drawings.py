@@ -52,21 +52,19 @@ def panels(path):
         if not re.fullmatch(r"axes_\d+", axes.get("id", "")):
             continue
         labels = [("".join(text.itertext()), text.get("style")) for text in axes.iter(f"{SVG}text")]
-        drawn = {"PolyCollection": Counter(), "LineCollection": Counter()}
+        heads = Counter()
         for group in axes.iter(f"{SVG}g"):
-            kind = group.get("id", "").partition("_")[0]
-            for shape in group if kind in drawn else ():
+            for shape in group if group.get("id", "").startswith("PolyCollection_") else ():
                 style = dict(part.split(": ") for part in shape.get("style", "").split("; ") if part)
-                drawn[kind][style["fill" if kind == "PolyCollection" else "stroke"]] += 1
+                heads[style["fill"]] += 1
         white = [word for word, style in labels if "fill: #ffffff" in style]
-        found.append(Panel([word for word, _ in labels], white, drawn["PolyCollection"], drawn["LineCollection"]))
+        found.append(Panel([word for word, _ in labels], white, heads))
     return found
 
 
 class Panel(NamedTuple):
-    """A panel: its words, the words drawn in white, and how many arrow heads and lines of each colour it has."""
+    """A panel: its words, the words drawn in white, and how many arrow heads of each colour it has."""
 
     words: list
     white: list
     heads: Counter
-    lines: Counter

@@ -1,7 +1,6 @@
 """Schedules for the tests of the exporters, and the expressions that the exported programs must compute."""
 
 import random
-from dataclasses import replace
 from fractions import Fraction
 from itertools import combinations
 
@@ -9,33 +8,6 @@ from hypothesis import strategies as st
 from strategies import names
 
 from crossreduce import Chunk, Schedule, Step
-from crossreduce.planning import one_shot, recursive_doubling
-
-
-@st.composite
-def reductions(draw, kind="all_reduce"):
-    """Draw an all-reduce or reduce of uneven shares: random devices add partial sums, then the full sum is copied."""
-    n = draw(st.integers(2, 5))
-    parts = draw(st.lists(st.integers(0, 9), min_size=1, max_size=3).filter(sum))
-    rng = random.Random(draw(st.integers(0, 2**32)))
-    chunks, rounds = [], []
-    everyone = tuple(range(n))
-    for c, part in enumerate(parts):
-        holders, free = list(everyone), []  # devices with a partial sum still to add; those whose sum was passed on
-        while len(holders) > 1:
-            group = rng.sample(holders, rng.randint(2, len(holders)))
-            dst = rng.choice(group + free)
-            rounds.append((Step(c, dst, tuple(group)),))
-            free = [device for device in (*free, *group) if device != dst]
-            holders = [device for device in holders if device not in group] + [dst]
-        destinations = everyone if kind == "all_reduce" else (0,)
-        for dst in rng.sample(destinations, len(destinations)):
-            if dst not in holders:
-                rounds.append((Step(c, dst, (rng.choice(holders),)),))
-                holders.append(dst)
-        chunks.append(Chunk(Fraction(part, sum(parts)), everyone, destinations))
-    return Schedule(kind, "drawn", tuple(f"cuda:{k}" for k in everyone), tuple(chunks), tuple(rounds))
-
 
 KINDS = ("all_reduce", "reduce", "broadcast", "reduce_scatter", "all_gather")
 
@@ -104,33 +76,12 @@ def cover(rng, cells, sources):
     return tuple(rng.sample(devices := rng.choice(found), len(devices))) if found else None
 
 
-def rotation(devices, packs=1):
-    """Return a reduce: twice, all devices copy their values to the next one in a ring; then the first one adds all."""
-    everyone = tuple(range(len(devices)))
-    copies = [Step(c, (k + 1) % len(devices), (k,)) for c in range(packs) for k in everyone]
-    sums = [Step(c, 0, everyone) for c in range(packs)]
-    chunks = [Chunk(Fraction(1, packs), everyone, (0,))] * packs
-    return Schedule("reduce", "rotation", devices, chunks, (copies, copies, sums))
-
-
-def uneven(schedule):
-    """Return a schedule of two chunks with shares of 2/5 and 3/5, so that an exporter needs several units for each."""
-    first, second = schedule.chunks
-    chunks = (first._replace(share=Fraction(2, 5)), second._replace(share=Fraction(3, 5)))
-    return replace(schedule, chunks=chunks)
-
-
-# Schedules with rounds in which steps read values that other steps of the round replace.
-EXCHANGES = [
-    schedule
-    for make in (one_shot, recursive_doubling, rotation)
-    for n in (2, 3, 5)
-    for schedule in (make(names(n)), uneven(make(names(n), packs=2)))
-]
-
-
-def exchange_id(schedule):
-    return f"{schedule.algorithm}-{len(schedule.devices)}-{len(schedule.chunks)}"
+def shares(*parts):
+    """Return an all-reduce of two devices by one_device, in chunks of the given shares."""
+    chunks = tuple(Chunk(Fraction(part), (0, 1), (0, 1)) for part in parts)
+    numbers = range(len(parts))
+    rounds = (tuple(Step(c, 0, (0, 1)) for c in numbers), tuple(Step(c, 1, (0,)) for c in numbers))
+    return Schedule("all_reduce", "one_device", names(2), chunks, rounds)
 
 
 def rotated(which):

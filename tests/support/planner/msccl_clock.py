@@ -8,11 +8,10 @@ msccl-executor-nccl and RCCL run them under the Simple protocol:
 - A step of several chunks is divided into messages of at most 2 MiB, a message into two halves of at least 32 KiB. A
   connection holds four halves. A step that receives and sends does so half by half.
 - A half is sent in eight packets. Each takes its turn on each link of its route, first come, first served, so that
-  threadblocks share a link in proportion to the sizes of their messages. With ``fair``, packets have at most 16 KiB, so
-  that they share it equally. Switches pass packets on as they arrive. The sender continues when it has sent the half on
-  its first link. Local steps take no time.
+  threadblocks share a link in proportion to the sizes of their messages. Switches pass packets on as they arrive. The
+  sender continues when it has sent the half on its first link. Local steps take no time.
 
-With ``cap``, a threadblock moves at most so many bytes per second. With ``step_s``, each step takes that time besides.
+With ``cap``, a threadblock moves at most so many bytes per second.
 
 Source: src/device/msccl_kernel.cu (the loop, flags), src/device/prims_simple.h (halves) and init.cc (4 MiB buffers of 8
 steps) in github.com/Azure/msccl-executor-nccl.
@@ -31,7 +30,6 @@ SLICE = 1 << 21
 LEAST_HALF = 1 << 15
 SLOTS = 4
 PACKETS = 8
-FAIR_PACKET = 1 << 14
 
 
 class Clock:
@@ -45,9 +43,9 @@ class Clock:
       nbytes: the size of the whole buffer.
     """
 
-    def __init__(self, text, links, route, nbytes, *, cap=math.inf, step_s=0.0, fair=False):
+    def __init__(self, text, links, route, nbytes, *, cap=math.inf):
         top = ET.fromstring(text)
-        self.links, self.cap, self.step_s, self.fair = links, cap, step_s, fair
+        self.links, self.cap = links, cap
         self.chunk = nbytes / int(top.get("nchunksperloop"))
         self.iterations = max(1, math.ceil(self.chunk / SLICE))
         self.programs, self.ends = {}, {}
@@ -64,7 +62,6 @@ class Clock:
         self.received = defaultdict(int)
         self.sent = defaultdict(int)
         self.free = defaultdict(float)  # when a link has sent all that was given to it
-        self.busy = defaultdict(float)  # the seconds for which a link sent
         self.events, self.waiting, self.count, self.now = [], defaultdict(list), 0, 0.0
 
     def find_routes(self, coll, chunks, ranks, route):
@@ -128,8 +125,6 @@ class Clock:
                     target = place[0], block
                     while self.flags[target] < (iteration, number):
                         yield "flag", target
-                if self.step_s:
-                    yield "sleep", self.now + self.step_s
                 receives, sends = step.type in RECEIVING, step.type in SENDING
                 for size in self.halves(step.count, iteration):
                     while receives and self.arrived[into] == self.received[into]:
@@ -139,12 +134,9 @@ class Clock:
                     start = self.now
                     if sends:
                         self.sent[out] += 1
-                        count = max(1, math.ceil(size / FAIR_PACKET)) if self.fair else PACKETS
-                        for k in range(count):
-                            yield (
-                                "sleep",
-                                self.hop(out, step.route, size / count, 0, self.now, self.now, k + 1 == count),
-                            )
+                        for k in range(PACKETS):
+                            last = k + 1 == PACKETS
+                            yield "sleep", self.hop(out, step.route, size / PACKETS, 0, self.now, self.now, last)
                         if self.cap < math.inf:
                             yield "sleep", max(self.now, start + size / self.cap)
                     elif size and self.cap < math.inf:
@@ -165,7 +157,6 @@ class Clock:
         bandwidth, latency = self.links[pair]
         start = max(head, self.free[pair])
         self.free[pair] = start + size / bandwidth
-        self.busy[pair] += size / bandwidth
         end = max(self.free[pair], tail)
         if number + 1 < len(route):
             self.at(start + latency, ("hop", connection, route, size, number + 1, end + latency, last))

@@ -1,9 +1,5 @@
 """MSCCL XML files for the tests of the verifier, in the styles of several tools."""
 
-from fractions import Fraction
-
-from crossreduce import Chunk, Schedule, Step
-
 
 def file(coll, chunks, *gpus, **attributes):
     """Return an MSCCL file. A GPU is (scratch chunks, *threadblocks), a threadblock (send, recv, channel, *steps).
@@ -96,18 +92,6 @@ def pairwise(n):
         for g in range(n)
     ]
     return file("alltoall", n, *gpus, inplace=0, outofplace=1)
-
-
-def scatter_gather(n, which):
-    """Return a reduce-scatter or all-gather with direct transfers between the owner of a chunk and all others."""
-    everyone = tuple(range(n))
-    if which == "reduce_scatter":
-        chunks = tuple(Chunk(Fraction(1, n), everyone, (k,)) for k in everyone)
-        steps = tuple(Step(k, k, everyone) for k in everyone)
-    else:
-        chunks = tuple(Chunk(Fraction(1, n), (k,), everyone) for k in everyone)
-        steps = tuple(Step(k, dst, (k,)) for k in everyone for dst in everyone if dst != k)
-    return Schedule(which, "direct", tuple(f"cuda:{k}" for k in everyone), chunks, (steps,))
 
 
 def two(first, second, coll="allreduce", chunks=1, **attributes):

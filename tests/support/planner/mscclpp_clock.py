@@ -1,5 +1,4 @@
-"""A clock of MSCCL++ plans: how long an exported file takes on a topology. It shares no code with the library's
-exporter.
+"""A clock of MSCCL++ plans: how long an exported file takes on a topology. It shares no code with the exporter.
 
 Each threadblock runs its operations in order. Rank k is the topology's k-th device. Operations that write into another
 GPU's memory move their bytes over all links of the route between the two devices, in slices of at most ``SLICE`` bytes
@@ -32,29 +31,6 @@ class StuckError(Exception):
     """Threadblocks wait forever."""
 
 
-def shortest_route(topology, src, dst):
-    """Return the nodes between two devices: a direct link, or else the route over the fewest links and devices."""
-    links = defaultdict(list)
-    for link in topology.links:
-        links[link.src].append((link.dst, float(link.bandwidth)))
-    devices = set(topology.devices)
-    queue = [(0, 0, -1e99, [src])]
-    seen = set()
-    while queue:
-        passed, hops, narrow, nodes = heapq.heappop(queue)
-        here = nodes[-1]
-        if here == dst:
-            return nodes
-        if here in seen:
-            continue
-        seen.add(here)
-        for node, speed in links[here]:
-            if node not in seen:
-                through = passed + (here in devices and here != src)
-                heapq.heappush(queue, (through, hops + 1, max(narrow, -speed), [*nodes, node]))
-    raise ValueError(f"no route from {src} to {dst}")
-
-
 def slices(total):
     """Return the sizes of the slices of a transfer."""
     count = max(1, -(-total // SLICE))
@@ -65,7 +41,7 @@ class PlanClock:
     """Runs one call of a plan for a message of some bytes; ``seconds`` is when its last threadblock ends."""
 
     def __init__(self, text, topology, nbytes, routes=None):
-        """``routes``: by (src, dst), the nodes of each route with its weight; not given: the shortest route."""
+        """``routes``: by (src, dst), the nodes of each route with its weight; not given: that of the topology."""
         self.plan, self.topology, self.given = json.loads(text), topology, routes or {}
         gpus = self.plan["gpus"]
         chunks = gpus[0]["output_chunks" if self.plan["collective"] == "allgather" else "input_chunks"]
@@ -73,7 +49,6 @@ class PlanClock:
         self.links = {(link.src, link.dst): link for link in topology.links}
         self.bandwidth = {pair: float(link.bandwidth) * 1e9 for pair, link in self.links.items()}
         self.free = defaultdict(float)  # by link
-        self.busy = defaultdict(float)
         self.routes = {}
         self.moved = {}
         self.pairs = {}
@@ -166,8 +141,8 @@ class PlanClock:
     def route(self, src, dst):
         if (src, dst) not in self.routes:
             devices = self.topology.devices
-            listed = self.given.get((devices[src], devices[dst]))
-            listed = listed or [(shortest_route(self.topology, devices[src], devices[dst]), 1)]
+            ends = devices[src], devices[dst]
+            listed = self.given.get(ends) or [(self.topology.route(*ends), 1)]
             found = []
             for nodes, weight in listed:
                 pairs = list(pairwise(nodes))
@@ -196,7 +171,6 @@ class PlanClock:
         seconds = nbytes / self.bandwidth[route[k]]
         start = max(now, self.free[route[k]])
         self.free[route[k]] = start + seconds
-        self.busy[route[k]] += seconds
         end = max(start + seconds, before)
         if k + 1 < len(route):
             self.push(start, (number, route, k + 1, nbytes, end))
@@ -223,7 +197,6 @@ class PlanClock:
                 seconds = (2 if k == rank else 1) * nbytes / self.bandwidth[pair]
                 start = max(now, self.free[pair])
                 self.free[pair] = start + seconds
-                self.busy[pair] += seconds
                 end = max(end, self.free[pair])
         return end
 
@@ -236,7 +209,7 @@ class PlanClock:
         pending = [None] * len(self.blocks)  # an action that could not be finished yet
         for number in range(len(self.blocks)):
             self.push(0.0, number)
-        done, self.end = 0, [0.0] * len(self.blocks)  # when each has ended
+        done, last = 0, 0.0
         while self.queue:
             now, _, number = heapq.heappop(self.queue)
             if isinstance(number, tuple):
@@ -252,7 +225,7 @@ class PlanClock:
                     self.asleep["fence", number].append(number)
                     break
                 if kind == "end":
-                    done, self.end[number] = done + 1, max(now, self.fence[number])
+                    done, last = done + 1, max(last, now, self.fence[number])
                     break
                 if kind == "wait":
                     arrivals = self.signals[what]
@@ -285,7 +258,7 @@ class PlanClock:
                     now = self.through_switch(now, rank, what)
         if done < len(self.blocks) - len(self.proxies):
             raise StuckError(f"{len(self.blocks) - len(self.proxies) - done} threadblocks wait")
-        return max(self.end)
+        return last
 
     def deliver(self, end, now):
         """Let the other end of a channel receive a signal that is sent now."""

@@ -145,23 +145,11 @@ def packets(n, **fields):
     return plan("allreduce", (1, 1), *gpus, **fields)
 
 
-def packets_scattered(n, **fields):
-    """Return an all-reduce by packets in the style of MSCCL++'s allreduce_pkt: reduce-scatter, then all-gather."""
-    fields = {"protocol": "LL", "use_double_scratch_buffer": True, "inplace": True} | fields
-    gpus = []
-    for g in range(n):
-        sends = "; ".join(f"ppkt i{p} > {p}.s{g}" for p in others(g, n))
-        sources = " ".join(f"s{p}" for p in others(g, n))
-        targets = " ".join(f"{p}.s{n + g}" for p in others(g, n))
-        unpacks = "; ".join(f"upkt s{n + p} > i{p}" for p in others(g, n))
-        gpus.append((2 * n, f"{sends}; respkt i{g} {sources} > i{g} {targets}; {unpacks}"))
-    return plan("allreduce", (n, n), *gpus, **fields)
+def packets_scattered(n, apart=False, **fields):
+    """Return an all-reduce by packets in the style of MSCCL++'s allreduce_pkt: reduce-scatter, then all-gather.
 
-
-def packets_by_threadblocks(n=2, **fields):
-    """Return an all-reduce by packets in place: one threadblock sends, one adds and sends sums, one unpacks them.
-
-    The last one overwrites the input that the first one sends: the packets show that this was read.
+    ``apart``: one threadblock sends, one adds and sends sums, one unpacks them. The last one overwrites the input that
+    the first one sends: the packets show that this was read.
     """
     fields = {"protocol": "LL", "use_double_scratch_buffer": True, "inplace": True} | fields
     gpus = []
@@ -170,7 +158,8 @@ def packets_by_threadblocks(n=2, **fields):
         sources = " ".join(f"s{p}" for p in others(g, n))
         targets = " ".join(f"{p}.s{n + g}" for p in others(g, n))
         unpacks = "; ".join(f"upkt s{n + p} > i{p}" for p in others(g, n))
-        gpus.append((2 * n, sends, f"respkt i{g} {sources} > i{g} {targets}", unpacks))
+        blocks = [sends, f"respkt i{g} {sources} > i{g} {targets}", unpacks]
+        gpus.append((2 * n, *(blocks if apart else ["; ".join(blocks)])))
     return plan("allreduce", (n, n), *gpus, **fields)
 
 
@@ -213,21 +202,11 @@ def pipelined(n=2, unit=64, **fields):
 
 def met(n=2, **fields):
     """Return an all-reduce whose two threadblocks copy, meet at a barrier, and each put and add one half."""
-    text = (
-        "copy i0 > s0 /K.2; barrier 0 2; signal {p}; wait {p}; nop; put s0 > {p}.s1 /J.2; nop; signal {p}; wait {p}; "
-    )
-    text += "barrier 0 2; re s0 s1 > o0 /K.2; barrier 0 2"
-    text = text.replace("signal {p}; wait {p}", "SYNC", 1)
-    blocks = []
-    for k in range(2):
-        own = text.replace("K", str(k)).replace("J", str(1 - k))
-        sync = "signal {p}; wait {p}; nop; barrier 1 2" if k == 0 else "barrier 1 2"
-        own = own.replace("SYNC", sync)
-        blocks.append(own if k == 0 else own.replace("nop; signal {p}; wait {p}; ", "barrier 2 2; "))
-    blocks[0] = blocks[0].replace(
-        "nop; signal {p}; wait {p}; barrier 0 2", "barrier 2 2; signal {p}; wait {p}; barrier 0 2"
-    )
-    return alike("allreduce", (1, 1), n, 2, *blocks, **fields)
+    begin = "copy i0 > s0 /{k}.2; barrier 0 2; {sync}barrier 1 2; nop; put s0 > {{p}}.s1 /{j}.2; "
+    end = "barrier 0 2; re s0 s1 > o0 /{k}.2; barrier 0 2"
+    first = begin.format(k=0, j=1, sync="signal {p}; wait {p}; nop; ") + "barrier 2 2; signal {p}; wait {p}; "
+    second = begin.format(k=1, j=0, sync="") + "barrier 2 2; "
+    return alike("allreduce", (1, 1), n, 2, *((first + end.format(k=0)), second + end.format(k=1)), **fields)
 
 
 def switched(n, **fields):

@@ -15,27 +15,11 @@ def report(program, rows, *, processes=1, gpus=8, hosts=1, name=""):
             "pid": 4000 + process,
             "hostname": f"node{process * hosts // processes}",
             "device": process % (processes // hosts) * gpus,
-            "device_hex": "0000:1b:00",
             "device_info": "NVIDIA H100 80GB HBM3",
         }
         for process in range(processes)
     ]
-    config = {
-        "nthreads": 1,
-        "ngpus": gpus,
-        "minimum_bytes": rows[0][0],
-        "maximum_bytes": rows[-1][0],
-        "step_factor": 4,
-        "warmup_iters": 1,
-        "iterations": 20,
-        "aggregated_iterations": 1,
-        "validation": 1,
-        "graph": 0,
-        "blocking_collectives": "false",
-        "per_iter_timing": "false",
-        "parallel_init": "false",
-        "devices": devices,
-    }
+    config = {"nthreads": 1, "ngpus": gpus, "minimum_bytes": rows[0][0], "iterations": 20, "devices": devices}
     results = [
         {
             "size": size,
@@ -45,23 +29,18 @@ def report(program, rows, *, processes=1, gpus=8, hosts=1, name=""):
             "root": "     0" if "broadcast" in program else "    -1",
             "out_of_place": {"time": micros, "alg_bw": size / micros / 1e3, "bus_bw": 1.0, "nwrong": 0.0},
             "in_place": {"time": micros * 3, "alg_bw": size / micros / 3e3, "bus_bw": 1.0, "nwrong": None},
-            "actual_iterations": 20,
             "experiment_name": name,
         }
         for size, micros in rows
     ]
     content = {
         "version": 2,
-        "start_time": "2026-01-01 12:00:00",
         "args": [program, "-b", "1K", "-e", "1G", "-f", "4", "-J", "results.json"],
-        "env": ["HOME=/root"],
         "nccl_version": 22907,
         "config": config,
         "results": results,
         "out_of_bounds": {"count": 0, "okay": "true"},
-        "average_bus_bandwidth": {"bandwidth": 123.4, "okay": "unchecked"},
         "errors": [],
-        "end_time": "2026-01-01 12:01:00",
     }
     return json.dumps(content).encode()
 

@@ -1,7 +1,7 @@
-"""Reference results for planning, by slow methods: all cuts, a complete flow program, schedules run on lists.
+"""Reference results for planning, by slow methods: all cuts, a complete flow program, all trees.
 
-Input: topologies and schedules, of which only plain numbers are read. Output: bounds, cuts, the values on devices; and
-wirings that hypothesis draws, for making topologies. Nothing here imports crossreduce.
+Input: topologies and schedules, of which only plain numbers are read. Output: bounds, cuts, rates; and wirings that
+hypothesis draws, for making topologies. Nothing here imports crossreduce.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from fractions import Fraction
-from itertools import accumulate, pairwise, product
+from itertools import pairwise, product
 from math import prod
 from typing import Any, NamedTuple
 
@@ -180,30 +180,6 @@ def trees_bound(
     return program.most([rate]) * float(scale)
 
 
-def best_trees(
-    topology: Any, weights: Mapping[str, Fraction], outward: bool, members: Iterable[str] | None = None
-) -> float:
-    """Return the rate of the best mixture of trees out of (or into) weighted roots: a program over all possible trees.
-
-    A tree reaches all members. It may branch at devices and at switches that reduce, but passes straight through other
-    switches. Such a list of trees grows exponentially: ``TooManyTreesError`` if it is too long.
-    """
-    roots = {root: weight for root, weight in weights.items() if weight}
-    columns = all_trees(topology, roots, outward, topology.devices if members is None else members)
-    program = _Program()
-    (rate,) = program.new(1)
-    trees = program.new(len(columns))
-    scale, sum_ = _scale(topology), sum(roots.values(), Fraction(0))
-    for k, link in enumerate(topology.links):
-        row = {c: float(used[k]) for c, (_, used) in zip(trees, columns, strict=True) if used[k]}
-        if row:
-            program.add(row, float(link.bandwidth / scale))
-    for root, weight in roots.items():
-        of_root = {c: -1.0 for c, (start, _) in zip(trees, columns, strict=True) if start == root}
-        program.add({rate: float(weight / sum_)} | of_root)
-    return program.most([rate]) * float(scale)
-
-
 def all_trees(
     topology: Any, roots: Iterable[str], outward: bool, members: Iterable[str]
 ) -> dict[tuple[str, tuple[int, ...]], None]:
@@ -283,32 +259,6 @@ class _LateError(Exception):
     pass
 
 
-# Schedules, run on lists of Python integers.
-
-
-def spans(schedule: Any, size: int) -> list[range]:
-    """Return each chunk's elements of a buffer."""
-    ends = [int(end * size) for end in accumulate(chunk.share for chunk in schedule.chunks)]
-    return [range(start, stop) for start, stop in zip([0, *ends[:-1]], ends, strict=True)]
-
-
-def run(schedule: Any, buffers: Sequence[Sequence[int]]) -> dict[tuple[int, int], list[int]]:
-    """Run a schedule on one buffer per device; return the final value of each chunk on each device.
-
-    A device that is not a source of a chunk has no initial value. All steps of a round read before any of them writes.
-    """
-    where = spans(schedule, len(buffers[0]))
-    held = {(c, s): [buffers[s][k] for k in where[c]] for c, chunk in enumerate(schedule.chunks) for s in chunk.sources}
-    for steps in schedule.rounds:
-        made = {
-            (chunk, dst): [sum(parts) for parts in zip(*(held[chunk, src] for src in srcs), strict=True)]
-            for chunk, dst, srcs in steps
-        }
-        assert len(made) == len(steps), "two steps of a round write one cell"
-        held |= made
-    return held
-
-
 def carried_shares(schedule: Any) -> Iterator[tuple[tuple[str, str], Fraction]]:
     """Yield each link that a transfer passes, with the share of its chunk; by default the link between its devices."""
     routes = {(chunk, src, dst, r): through for chunk, src, dst, through, r in schedule.routes}
@@ -329,13 +279,6 @@ def rate(schedule: Any, topology: Any) -> Fraction:
     for pair, share in carried_shares(schedule):
         load[pair] += share
     return min(width[pair] / share for pair, share in load.items() if share)
-
-
-def buffers(n: int, size: int) -> list[list[int]]:
-    """Return one buffer per device, such that each element of a sum shows its position and the count of each
-    contribution."""
-    base = (n + 1) ** n
-    return [[(k + 1) * base + (n + 1) ** device for k in range(size)] for device in range(n)]
 
 
 # Wirings: (devices, links, switches), for making a topology.

@@ -122,10 +122,7 @@ class Table(dict):
 
 
 class Model:
-    """The driver, the network and the failures of one scenario. Subclasses break the protocol on purpose."""
-
-    registers = Registers
-    ballot = Ballot
+    """The driver, the network and the failures of one scenario."""
 
     def __init__(self, scenario: Scenario) -> None:
         self.scenario = scenario
@@ -168,20 +165,6 @@ class Model:
             except (Violation, AssertionError) as error:
                 raise Violation(self._told(error, state, step, came_from)) from error
             return len(came_from)
-
-    def follow(self, steps: Iterable[str]) -> None:
-        """Take these steps; each is the beginning of the step's text.
-
-        Raises:
-          Violation: a state of the path does not have the properties.
-        """
-        with patch.object(registers_file, "ROUNDS", self.scenario.rounds + 1):
-            state = self._first()
-            for wanted in steps:
-                found = {step: after for step, after in self._steps(state) if step.startswith(wanted)}
-                assert len(found) == 1, (wanted, [*found], [step for step, _ in self._steps(state)])
-                (state,) = found.values()
-                self._properties(state)
 
     def wander(self, random: Random, walks: int, length: int) -> None:
         """Take random steps from the first state, several times.
@@ -236,7 +219,7 @@ class Model:
                 yield f"rank {rank} arrives", self._arrived(state, rank, 1)
                 continue
             decided = self._known(state.memories, self.host_of[rank], number)
-            if decided is not None and number < self.scenario.numbers and self.goes_on(rank, decided[1]):
+            if decided is not None and number < self.scenario.numbers and rank in decided[1].members:
                 yield f"rank {rank} goes on", self._arrived(state, rank, number + 1)
             if decided is None:
                 yield from self._starts(state, rank)
@@ -250,17 +233,9 @@ class Model:
             rest >>= 1
             request += 1
 
-    def goes_on(self, rank: int, decision: Decision) -> bool:
-        """Return whether a rank takes part in the next agreement."""
-        return rank in decision.members
-
     def electors(self, previous: tuple[int, Decision] | None) -> tuple[int, ...]:
         """Return the ranks that take part in the agreement after ``previous``."""
         return tuple(range(self.size)) if previous is None else previous[1].members
-
-    def proofs(self, own: int, ended: frozenset[int]) -> list[frozenset[int]]:
-        """Return the sets of ended hosts that a leader on host ``own`` may have noticed."""
-        return [frozenset(), ended] if ended else [ended]
 
     def follows(self, state_memory: int, host: int, request: Request) -> tuple[int, bool]:
         """Return the memory of a host, and whether it takes part in the agreement of a request."""
@@ -299,11 +274,10 @@ class Model:
         given = self._contributions(state.memories, living.number, {*electors, rank})
         weights = Counter(self.host_of[each] for each in electors)
         ended = frozenset(host for host in weights if not self._living(state.ranks, host, electors))
-        for members, proof, round_ in product(
-            self._proposals(state, rank, set(given)), self.proofs(own, ended), rounds
-        ):
+        proofs = {frozenset(), ended}  # the ended hosts that the leader may have noticed
+        for members, proof, round_ in product(self._proposals(state, rank, set(given)), proofs, rounds):
             decision = Decision.of({each: given[each] for each in members})
-            ballot = self.ballot(round_ * len(self.hosts) + own, own, decision, weights, proof)
+            ballot = Ballot(round_ * len(self.hosts) + own, own, decision, weights, proof)
             step = f"rank {rank} starts ballot {ballot.number} of {living.number} for {list(decision.members)}"
             step += f", since hosts {sorted(ballot.ended)} have ended" if ballot.ended else ""
             yield step, self._advanced(state, rank, round_ + 1, ballot, previous, begins=True)
@@ -335,15 +309,13 @@ class Model:
         living, own = state.ranks[rank], self.host_of[rank]
         number, memory, requests, asks = living.number, state.memories[own], state.requests, []
         if begins and not ballot.accepting:
-            if self.own_first("promise"):
-                memory, found = self._call(own, memory, "promise", number, ballot.number, ballot.ended)
-                ballot.promised(own, found)
+            memory, found = self._call(own, memory, "promise", number, ballot.number, ballot.ended)
+            ballot.promised(own, found)
             asks.append(("promise", ballot.ended))
             begins = ballot.accepting
         if begins and ballot.accepting and not ballot.refused:
-            if self.own_first("accept"):
-                memory, found = self._call(own, memory, "accept", number, ballot.number, ballot.decision)
-                ballot.accepted(own, found)
+            memory, found = self._call(own, memory, "accept", number, ballot.number, ballot.decision)
+            ballot.accepted(own, found)
             asks.append(("accept", ballot.decision))
         if ballot.final:
             memory, _ = self._call(own, memory, "decide", number, ballot.number, ballot.decision)
@@ -380,12 +352,8 @@ class Model:
                 yield f"host {host} receives {what}", after
 
     def asked(self, request: Request) -> list[int]:
-        """Return the hosts that a leader sends a request to."""
-        return [host for host in self.hosts if host != self.host_of[request.leader] or not self.own_first(request.what)]
-
-    def own_first(self, what: str) -> bool:
-        """Return whether a leader executes a request on its own host before it sends it to others."""
-        return True
+        """Return the hosts that a leader sends a request to, when it has executed it on its own host."""
+        return [host for host in self.hosts if host != self.host_of[request.leader]]
 
     def _executed(self, host: int, memory: int, bit: int) -> tuple[int, int]:
         key = host, memory, bit
@@ -424,7 +392,7 @@ class Model:
         found = self._calls.get(key)
         if found is None:
             content = bytearray(self._memories.seen[memory])
-            registers = self.registers(content, place, self.scenario.hosts[host], self.size, len(self.hosts))
+            registers = Registers(content, place, self.scenario.hosts[host], self.size, len(self.hosts))
             try:
                 result = getattr(registers, name)(*args)
             except Overtaken:
@@ -544,7 +512,7 @@ class Model:
             state = self._arrived(state, rank, number)
         decision = Decision.of({rank: self.contribution(rank, number)})
         weights = Counter(self.host_of[each] for each in self.electors(previous))
-        ballot = self.ballot(self.scenario.rounds * len(self.hosts) + own, own, decision, weights, ended)
+        ballot = Ballot(self.scenario.rounds * len(self.hosts) + own, own, decision, weights, ended)
         seen = self._requests_of(state)
         state = self._advanced(state, rank, self.scenario.rounds, ballot, previous, begins=True)
         while new := [bit for bit in self._requests_of(state) if bit not in seen]:

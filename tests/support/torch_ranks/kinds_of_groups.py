@@ -96,8 +96,7 @@ class Numpy:
     size = property(lambda self: self.group.size)
 
     def total(self):
-        """Return the sum of the ranks' numbers plus one, times ten."""
-        return int(self.group.all_reduce(np.full(3, 10 * (self.group.rank + 1)))[0])
+        return summed(self.group)
 
     def shrink(self, **options):
         self.group = self.group.shrink(**options)
@@ -151,6 +150,11 @@ def total(group=None):
     x = torch.tensor([10 * (dist.get_rank(group) + 1)])
     dist.all_reduce(x, group=group)
     return int(x)
+
+
+def summed(group):
+    """Return the sum of the ranks' numbers plus one, times ten, in a group of NumPy arrays."""
+    return int(group.all_reduce(np.full(3, 10 * (group.rank + 1)))[0])
 
 
 def die():

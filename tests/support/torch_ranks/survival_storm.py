@@ -1,7 +1,7 @@
 """One process of a survival storm: it trains with others, while ranks die, stop, leave by an error, and join.
 
 A step adds a number of each process, so its result tells which ranks took part. All processes count their steps, and
-keep the committed values. ``Shared`` is memory that the processes and the test share.
+keep the committed values.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import mmap
 import os
 import random
 import signal
-import struct
 import sys
 import time
 import traceback
@@ -33,26 +32,9 @@ class Failure(BaseException):
     """A failure of the program, at any place: no code of the library may take it for an error of its own."""
 
 
-class Shared:
-    """Counters of each process, and whether the storm ends."""
-
-    def __init__(self):
-        self._memory = mmap.mmap(-1, 8 * (MOST + 1))
-
-    def __getitem__(self, process):
-        """Return how many steps a process has committed."""
-        return struct.unpack_from("<q", self._memory, 8 * process)[0]
-
-    def __setitem__(self, process, count):
-        struct.pack_into("<q", self._memory, 8 * process, count)
-
-    @property
-    def ends(self):
-        """Whether the storm ends; the processes then agree on the last step."""
-        return bool(self[MOST])
-
-    def end(self):
-        self[MOST] = 1
+def shared_counters():
+    """Return memory that all processes share: how many steps each has committed, and at MOST whether the storm ends."""
+    return memoryview(mmap.mmap(-1, 8 * (MOST + 1))).cast("q")
 
 
 class Process:
@@ -65,33 +47,28 @@ class Process:
         self.step_number = self.total = 0
         self.known, self.ends = number < case["size"], False  # whether the state is known; whether the last step ran
         self.synchronise = False
-        self.records, self.delays, self.slowest = [], [], {}
-        self.detected_at = None
+        self.records = []
         self.failures = [each for each in case["failures"] if each["who"] == number]
         for name, place in kind.places.items():
             setattr(place, name, self.wrapped(name.split("_")[0], getattr(place, name)))
 
     def wrapped(self, what, function):
-        """Return a function that measures ``function``, and perhaps lets this process fail in it."""
+        """Return ``function``, in which this process perhaps fails."""
 
         def call(*arguments, **options):
             failure = next((each for each in self.failures if each["where"] == what), None)
-            began = time.monotonic()
+            if failure is None or failure["skip"]:
+                if failure is not None:
+                    failure["skip"] -= 1
+                return function(*arguments, **options)
+            self.failures.remove(failure)
+            self.fail_after(failure)
             try:
-                if failure is None or failure["skip"]:
-                    if failure is not None:
-                        failure["skip"] -= 1
-                    return function(*arguments, **options)
-                self.failures.remove(failure)
-                self.fail_after(failure)
-                try:
-                    return function(*arguments, **options)
-                finally:
-                    if sys.getprofile() is not None:  # it has not failed yet
-                        sys.setprofile(None)
-                        fail(failure["how"])
+                return function(*arguments, **options)
             finally:
-                self.slowest[what] = max(self.slowest.get(what, 0), time.monotonic() - began)
+                if sys.getprofile() is not None:  # it has not failed yet
+                    sys.setprofile(None)
+                    fail(failure["how"])
 
         return call
 
@@ -123,7 +100,7 @@ class Process:
             Path(self.folder, f"ready{self.number}").touch()
             return
         time.sleep(case["join_after_s"])
-        while not self.shared.ends:
+        while not self.shared[MOST]:
             for path in sorted(self.folder.glob("invitation*")):
                 with suppress(PeerLostError, CollectiveTimeout):
                     self.group = self.kind(None, "")
@@ -138,22 +115,12 @@ class Process:
             known, self.step_number, self.total = self.group.broadcast([self.known, self.step_number, self.total])
             assert known, "the lowest rank has no state"
         draw = random.Random(self.step_number)
-        mask, ends = self.group.random_calls(draw, draw.choice(SIZES), [1 << self.number, self.shared.ends])
-        if self.detected_at is not None:
-            self.delays.append(time.monotonic() - self.detected_at)
-            self.detected_at = None
+        mask, ends = self.group.random_calls(draw, draw.choice(SIZES), [1 << self.number, self.shared[MOST]])
         return mask, bool(ends)
-
-    def detecting(self):
-        try:
-            return self.step()
-        except (PeerLostError, CollectiveTimeout):
-            self.detected_at = self.detected_at or time.monotonic()
-            raise
 
     def train(self):
         while not self.ends:
-            mask, ends = self.group.committed(self.detecting, timeout_s=self.case["wait_s"])
+            mask, ends = self.group.committed(self.step, timeout_s=self.case["wait_s"])
             self.known, self.synchronise, self.ends = True, False, ends
             self.total += mask
             self.records.append((self.step_number, mask, self.total))
@@ -172,7 +139,7 @@ class Process:
             end = f"excluded: {error}"
         if end == "done":
             self.group.leave()
-        return {"records": self.records, "delays": self.delays, "slowest": self.slowest, "end": end}
+        return {"records": self.records, "end": end}
 
 
 def fail(how):

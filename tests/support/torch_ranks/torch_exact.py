@@ -1,29 +1,20 @@
-"""The program of each rank in test_torch_backend.py: exact sums of tensors.
-
-``python torch_exact.py FOLDER [CHECK ...]``, like torch_checks.py. The oracle is rational arithmetic.
-"""
+"""Checks of test_torch_backend.py: exact sums of tensors. The oracle is rational arithmetic."""
 
 import os
-import sys
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from exact_cases import UNSIGNED, exact_sums, terms_of, wide
 from torch.nn.parallel import DistributedDataParallel
-from torch_oracle import raises, run
+from torch_oracle import Checks, raises
 
 import crossreduce as cr
 from crossreduce.torch import HookState, Options, all_reduce_hook
 
-CHECKS = {}
+CHECKS = Checks()
 SIZE = 400
 STORED = {name: getattr(torch, f"int{8 * np.dtype(bits).itemsize}") for name, bits in UNSIGNED.items()}
-
-
-def check(function):
-    CHECKS[function.__name__] = function
-    return function
 
 
 def tensor(bits, dtype):
@@ -47,16 +38,13 @@ def reduced(c, group):
         every, terms = inputs(c, dtype)
         total, mean = exact_sums(terms, dtype), exact_sums(terms, dtype, c.size)
         for _ in range(2):
-            x = every[c.rank].clone()
-            dist.all_reduce(x, group=group)
+            dist.all_reduce(x := every[c.rank].clone(), group=group)
             expect(x, total, dtype)
-            x = every[c.rank].clone()
-            dist.all_reduce(x, dist.ReduceOp.AVG, group=group)
+            dist.all_reduce(x := every[c.rank].clone(), dist.ReduceOp.AVG, group=group)
             expect(x, mean, dtype)
-            x = every[c.rank].clone()
-            dist.reduce(x, 1, group=group)
+            dist.reduce(x := every[c.rank].clone(), 1, group=group)
             expect(x, total if c.rank == 1 else terms[c.rank], dtype)
-            rows, out = torch.stack([every[c.rank].roll(k) for k in range(c.size)]), torch.empty_like(x)
+            rows, out = (torch.stack([every[c.rank].roll(k) for k in range(c.size)]), torch.empty_like(x))
             dist.reduce_scatter_tensor(out, rows, group=group)
             expect(out, np.roll(total, c.rank), dtype)
             dist.reduce_scatter(out, list(rows), dist.ReduceOp.AVG, group=group)
@@ -70,27 +58,27 @@ def reduced(c, group):
     expect(torch.view_as_real(x), exact_sums(terms, "float32"), "float32")
 
 
-@check
+@CHECKS.add
 def groups_with_options(c):
     """``pg_options`` of new_group make the sums of that group exact, whatever the environment says."""
     assert "CROSSREDUCE_EXACT" not in os.environ
     reduced(c, dist.new_group(pg_options=Options(exact=True)))
+    every, terms = inputs(c, "float32")
     os.environ["CROSSREDUCE_EXACT"] = "1"
-    reduced(c, dist.new_group())
+    dist.all_reduce(x := every[c.rank].clone(), group=dist.new_group())
+    expect(x, exact_sums(terms, "float32"), "float32")
     inexact = dist.new_group(pg_options=Options())
     os.environ["CROSSREDUCE_EXACT"] = "yes"
     raises(cr.ArgumentError, "CROSSREDUCE_EXACT must be 0 or 1", dist.new_group)
     del os.environ["CROSSREDUCE_EXACT"]
     raises(cr.ArgumentError, "not the options of a process group", lambda: dist.new_group(pg_options={"exact": True}))
     raises(cr.ArgumentError, "exact must be True or False", lambda: Options(exact=1))
-    every, terms = inputs(c, "float32")
-    x = every[c.rank].clone()
-    dist.all_reduce(x, group=inexact)
+    dist.all_reduce(x := every[c.rank].clone(), group=inexact)
     bits = x.view(torch.int32).numpy().view("u4")
     assert (bits != exact_sums(terms, "float32")).any(), "by default some sums are rounded otherwise"
 
 
-@check
+@CHECKS.add
 def what_is_refused(c):
     """Products, and sums that gloo would compute, raise the same error on all ranks; the group can still be used."""
     group = dist.new_group(pg_options=Options(exact=True))
@@ -107,20 +95,24 @@ def what_is_refused(c):
     assert (x == c.size).all()
 
 
-@check
+@CHECKS.add
 def ranks_with_different_options(c):
-    """If only some ranks' options are exact, the first sum raises an error that says so."""
-    group = dist.new_group(pg_options=Options(exact=c.rank == 0))
-    message = "all_reduce exact_sum float32[3]"
-    raises(cr.MismatchError, message, lambda: dist.all_reduce(torch.ones(3), group=group))
-    message = "all_reduce exact_product float32[3]"
-    raises(cr.MismatchError, message, lambda: dist.all_reduce(torch.ones(3), dist.ReduceOp.PRODUCT, group))
-    x = torch.full((3,), float(c.rank))
-    dist.all_reduce(x, dist.ReduceOp.MAX, group)
-    assert (x == c.size - 1).all()
+    """If only some ranks' options are exact, sums and products of floats raise an error that names them, and nothing is
+    reduced; sums of integers are exact anyway."""
+    group, x = dist.new_group(pg_options=Options(exact=c.rank == 0)), torch.full((3,), float(c.rank))
+    for call, text in (
+        (lambda: dist.all_reduce(x, group=group), "all_reduce {}sum float32[3]"),
+        (lambda: dist.reduce(x, 0, group=group), "reduce {}sum root 0 float32[3]"),
+        (lambda: dist.all_reduce(x, dist.ReduceOp.PRODUCT, group), "all_reduce {}product float32[3]"),
+    ):
+        error = raises(cr.MismatchError, "rank 0 differs from ranks 1, 2 in op at op ", call)
+        assert f"given: rank 0: {text.format('exact_')}; ranks 1, 2: {text.format('')}\n" in str(error)
+    assert (x == c.rank).all()
+    dist.all_reduce(counts := torch.tensor([c.rank]), group=group)
+    assert counts.item() == sum(range(c.size))
 
 
-@check
+@CHECKS.add
 def the_hook_of_ddp(c):
     """DDP's hook averages gradients exactly: they are the mean of all ranks' gradients, rounded once."""
     every, terms = inputs(c, "float32")
@@ -133,7 +125,3 @@ def the_hook_of_ddp(c):
         del os.environ["CROSSREDUCE_EXACT"]
         ddp(every[c.rank].reshape(1, SIZE)).sum().backward()  # the gradient of the weights is the input
         expect(model.weight.grad, due, "float32")
-
-
-if __name__ == "__main__":
-    run({name: CHECKS[name] for name in sys.argv[2:] or CHECKS}, sys.argv[1])

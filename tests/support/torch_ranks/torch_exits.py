@@ -5,12 +5,15 @@ LAUNCHER is "itself", if another program starts a process for each rank, or "spa
 
 import os
 import sys
+import time
+import warnings
 
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
 import crossreduce.torch
+from crossreduce.torch.collectives import Collectives
 
 GROUPS = []  # a global that keeps the groups until Python clears its modules
 
@@ -24,9 +27,7 @@ def run(rank, size, ending, store):
     dist.all_reduce(x)
     dist.all_gather([torch.ones(1000) for _ in range(size)], x)
     dist.all_reduce(torch.ones(3, dtype=torch.int32), dist.ReduceOp.BAND)
-    if ending.startswith("destroyed"):
-        dist.destroy_process_group()
-    elif ending.startswith("exit"):
+    if ending.startswith("exit"):
         dist.all_reduce(x, async_op=True)
         sys.exit(7)
     elif ending.startswith("exception"):
@@ -37,9 +38,29 @@ def run(rank, size, ending, store):
         dist.all_gather([torch.ones(1000) for _ in range(size)], x)
     elif ending.startswith("pending") and rank == 0:
         dist.all_reduce(x, async_op=True)
+    elif ending == "during_gloo":
+        during_gloo(rank)
+
+
+def during_gloo(rank):
+    """End while gloo waits for a late rank; exit with 3 if gloo refers to the tensor of an op that has completed."""
+
+    def watched(self, text, run, tensors, options):
+        before = sys.getrefcount(tensors[0])
+        run_in_gloo(self, text, run, tensors, options)
+        if sys.getrefcount(tensors[0]) > before:
+            os._exit(3)
+
+    run_in_gloo, Collectives._run_in_gloo = Collectives._run_in_gloo, watched
+    sys.setswitchinterval(100)
+    if rank == 1:
+        time.sleep(0.5)
+    for _ in range(5):
+        dist.all_reduce(torch.ones(3, dtype=torch.int32), dist.ReduceOp.BAND, async_op=True)
 
 
 if __name__ == "__main__":
+    warnings.simplefilter("error")
     launcher, ending, store = sys.argv[1:]
     if launcher == "itself":
         run(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), ending, store)

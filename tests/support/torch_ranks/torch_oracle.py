@@ -1,21 +1,21 @@
-"""Shared code of the checks of crossreduce.torch: inputs from seeds, an oracle in double precision, and the runner.
+"""What checks of crossreduce.torch share: inputs from seeds, an oracle in double precision, and the function of a rank.
 
 The oracle makes the inputs of all ranks itself and reduces them with plain torch, without communication.
 """
 
 import gc
 import hashlib
-import json
-import os
-import sys
 import threading
-import time
 import traceback
+import warnings
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 
 import torch
 import torch.distributed as dist
+
+import crossreduce.torch
 
 SUM, AVG, MIN, MAX, PRODUCT = (getattr(dist.ReduceOp, name) for name in ("SUM", "AVG", "MIN", "MAX", "PRODUCT"))
 FLOATS = [torch.float32, torch.float64, torch.float16, torch.bfloat16]
@@ -88,34 +88,36 @@ def inputs(c, *args):
     return [given(rank, *args) for rank in range(c.size)]
 
 
-class Context:
-    def __init__(self):
-        self.rank, self.size = dist.get_rank(), dist.get_world_size()
+class Checks(list):
+    """Functions of a rank's context, each of which is one test."""
+
+    def add(self, function):
+        self.append(function)
+        return function
 
 
-def run(checks, folder):
-    """Run checks on this rank, and write its report."""
-    torch.set_num_threads(1)
-    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    import crossreduce.torch
+def run(rendezvous, checks, folder):
+    """Run checks, each a function of this rank's context, in a group of all ranks; then make more groups.
+
+    Return the errors of failed checks, the digests, and how many threads and descriptors there are after each group.
+    """
+    torch.set_num_threads(1)  # a forked process has no other threads of torch's pool
+    warnings.simplefilter("ignore")  # of torch, for functions that have newer names
+    rank, size = rendezvous.rank, rendezvous.size
 
     def begin(number):
         where = f"file://{folder}/store{number}"
         dist.init_process_group("crossreduce", where, rank=rank, world_size=size, timeout=timedelta(seconds=20))
 
     begin(0)
-    context, failed = Context(), {}
-    for name, function in checks.items():
+    failed, counts = [], []
+    for check in checks:
         try:
-            function(context)
+            check(SimpleNamespace(rank=rank, size=size))
         except BaseException:
-            failed[name] = traceback.format_exc()
-            print(f"rank {rank}, {name}: {failed[name]}", file=sys.stderr, flush=True)
+            failed.append(f"{check.__name__}: {traceback.format_exc()}")
     dist.destroy_process_group()
     crossreduce.empty_cache()
-    time.sleep(1.5)  # the thread that returns unused memory to the system ends within a second
-    # The test compares these counts: groups that are made later need no further threads and descriptors.
-    counts = []
     for number in range(1, 4):
         begin(number)
         for group in (None, dist.new_group()):
@@ -129,5 +131,4 @@ def run(checks, folder):
         gc.collect()  # caught errors reference frames, which reference groups
         listed = [len(list(Path("/proc/self", what).iterdir())) for what in ("task", "fd")]
         counts.append([threading.active_count(), *listed])
-    report = {"failed": failed, "digests": DIGESTS, "counts": counts}
-    Path(folder, f"rank{rank}.json").write_text(json.dumps(report))
+    return failed, DIGESTS, counts

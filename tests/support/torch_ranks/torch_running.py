@@ -51,10 +51,15 @@ def asked(**request):
 class Forked:
     """A rank that the server has forked, with those methods of ``Popen`` that tests call."""
 
+    returncode = None
+
     def __init__(self, argv, env):
         opened, self._output = tempfile.mkstemp()
         os.close(opened)
-        self.pid, self.returncode = asked(argv=argv, env=env, cwd=str(HERE), output=self._output), None
+        self._start(argv, env, os.devnull, self._output, self._output)
+
+    def _start(self, argv, env, source, output, errors):
+        self.pid = asked(argv=argv, env=env, cwd=str(HERE), files=[source, output, errors])
 
     def poll(self, seconds=0):
         self.returncode = asked(wait=self.pid, seconds=seconds) if self.returncode is None else self.returncode
@@ -70,6 +75,23 @@ class Forked:
         text = Path(self._output).read_text()
         Path(self._output).unlink()
         return text, None
+
+
+class Piped(Forked):
+    """A rank with pipes ``stdin`` and ``stdout``, whose errors go to a file."""
+
+    def __init__(self, argv, env, errors):
+        with tempfile.TemporaryDirectory() as folder:
+            source, output = Path(folder, "in"), Path(folder, "out")
+            os.mkfifo(source)
+            os.mkfifo(output)
+            self._start(argv, env, str(source), str(output), str(errors))
+            self.stdin, self.stdout = source.open("wb"), output.open("rb", buffering=0)
+
+    def wait(self, timeout):
+        if self.poll(timeout) is None:
+            raise subprocess.TimeoutExpired("rank", timeout)
+        return self.returncode
 
 
 def finish(running, timeout_s):
@@ -92,15 +114,3 @@ def finish(running, timeout_s):
 def _kill(process):
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
-
-
-def checked(program, n, folder, timeout_s=120, environment=None):
-    """Run a program of checks on n ranks; return the content of each rank's file."""
-    outputs = finish(start([program, folder], n, environment), timeout_s)
-    found = []
-    for rank, (status, text) in enumerate(outputs):
-        path = Path(folder, f"rank{rank}.json")
-        assert status == 0, f"rank {rank} ended with {status}:\n{text}"
-        assert path.exists(), f"rank {rank} wrote nothing:\n{text}"
-        found.append(json.loads(path.read_text()))
-    return found

@@ -1,10 +1,11 @@
 """Forks programs of ranks that import torch, so that many ranks need one import of torch only; see ``torch_running``.
 
-Each line of the input is a JSON object: ``{"argv", "env", "cwd", "output"}`` starts a program, and the answer is its
+Each line of the input is a JSON object: ``{"argv", "env", "cwd", "files"}`` starts a program, and the answer is its
 process number; ``{"wait", "seconds"}`` waits for one that was started, and the answer is its exit status or ``null``. A
 program runs as ``__main__`` and ends as any interpreter does.
 """
 
+import gc
 import json
 import os
 import runpy
@@ -15,23 +16,21 @@ from pathlib import Path
 
 import numpy as np  # noqa: F401 - so that programs need not import it
 import torch
-import torch._dynamo
 import torch.distributed
 import torch.nn.parallel
 
 STATUSES = {}
 
 
-def start(argv, env, cwd, output):
+def start(argv, env, cwd, files):
     """Fork a process that runs a program, and return its number, or ``None`` in that process."""
     pid = os.fork()
     os.setpgid(pid, 0)
     if pid:
         return pid
-    opened = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-    null = os.open(os.devnull, os.O_RDONLY)
-    for source, target in ((null, 0), (opened, 1), (opened, 2)):
-        os.dup2(source, target)
+    for descriptor, path in enumerate(files):
+        how = os.O_WRONLY | os.O_CREAT | os.O_APPEND if descriptor else os.O_RDONLY
+        os.dup2(os.open(path, how, 0o600), descriptor)
     signal.signal(signal.SIGINT, signal.default_int_handler)  # also if the tests ignore it
     os.environ.clear()
     os.environ.update(env)
@@ -68,5 +67,7 @@ def serve():
     return None
 
 
+gc.collect()
+gc.freeze()  # else each program would visit the objects of torch at its end
 if program := serve():
     runpy.run_path(program, run_name="__main__")

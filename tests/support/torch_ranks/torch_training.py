@@ -1,24 +1,17 @@
-"""The program of each rank in test_torch_backend.py: training with torch's tools for several processes.
+"""Checks of test_torch_backend.py: training with torch's tools for several processes.
 
-``python torch_training.py FOLDER [CHECK ...]``, like torch_checks.py. The oracle of most checks is the same
-model on all ranks' samples in one process, in float64, so that rounding differences are tiny.
+The oracle of most checks is the same model on all ranks' samples in one process, in float64, so that rounding
+differences are tiny.
 """
-
-import sys
 
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
-from torch_oracle import given, raises, run
+from torch_oracle import Checks, given, raises
 
 from crossreduce.torch import HookState, all_reduce_hook
 
-CHECKS = {}
-
-
-def check(function):
-    CHECKS[function.__name__] = function
-    return function
+CHECKS = Checks()
 
 
 class Model(torch.nn.Module):
@@ -58,14 +51,12 @@ def expect_close(got, want):
         torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-13)
 
 
-@check
+@CHECKS.add
 def ddp(c):
     """DistributedDataParallel gives in each mode the gradients and the weights of training in one process."""
     for options in (
         {},
         {"static_graph": True},
-        {"gradient_as_bucket_view": True},
-        {"find_unused_parameters": True},
         {"bucket_cap_mb": 0.0005, "gradient_as_bucket_view": True},
         {"bucket_cap_mb": 0.0005, "find_unused_parameters": True},
     ):
@@ -84,7 +75,7 @@ def ddp(c):
         assert unused or len(got) == len(want)
 
 
-@check
+@CHECKS.add
 def ddp_accumulates_and_joins(c):
     """no_sync accumulates gradients on each rank; join supports ranks with fewer batches."""
     model, alone = Model(), Model()
@@ -101,7 +92,7 @@ def ddp_accumulates_and_joins(c):
     dist.barrier()
 
 
-@check
+@CHECKS.add
 def hook(c):
     """all_reduce_hook reduces the gradients of DDP on gloo, with every kind of state, and inside a hook of torch."""
     from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_wrapper
@@ -124,7 +115,7 @@ def hook(c):
     state.close()
 
 
-@check
+@CHECKS.add
 def hook_that_reduces_in_callbacks(c):
     """torch's PowerSGD hook works, although callbacks of its futures call collectives and wait for them."""
     from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
@@ -141,7 +132,7 @@ def hook_that_reduces_in_callbacks(c):
     assert bool(grads.isfinite().all())
 
 
-@check
+@CHECKS.add
 def hook_after_another(c):
     """A HookState's hook ``before`` runs first, and the value of its future is reduced."""
     gloo = dist.new_group(backend="gloo")
@@ -165,7 +156,7 @@ def hook_after_another(c):
     state.close()
 
 
-@check
+@CHECKS.add
 def fully_sharded(c):
     """FSDP2 on the CPU trains a model like one process."""
     from torch.distributed.fsdp import fully_shard
@@ -180,7 +171,7 @@ def fully_sharded(c):
     expect_close([p.full_tensor() for p in model.parameters()], list(alone.parameters()))
 
 
-@check
+@CHECKS.add
 def zero_redundancy(c):
     """ZeroRedundancyOptimizer shards the optimizer's state over the ranks and gives one process's weights."""
     from torch.distributed.optim import ZeroRedundancyOptimizer
@@ -195,7 +186,7 @@ def zero_redundancy(c):
     optimizer.consolidate_state_dict(0)
 
 
-@check
+@CHECKS.add
 def compiled_replica(c):
     """A model under DDP and torch.compile gets the gradients of the same model in one process, up to rounding."""
     alone, model = Model().float(), Model().float()
@@ -210,7 +201,7 @@ def compiled_replica(c):
         torch.testing.assert_close(p.grad, other.grad, rtol=1e-4, atol=1e-6)
 
 
-@check
+@CHECKS.add
 def differentiable(c):
     """The differentiable all_reduce of torch.distributed.nn runs on the backend, and so does its gradient."""
     from torch.distributed.nn.functional import all_reduce
@@ -221,7 +212,7 @@ def differentiable(c):
     torch.testing.assert_close(x.grad, 2 * c.size * total)
 
 
-@check
+@CHECKS.add
 def mismatch_in_ddp(c):
     """backward() raises a MismatchError if ranks' calls of DDP differ, although C++ makes and awaits these calls."""
     from crossreduce import MismatchError
@@ -244,7 +235,3 @@ def mismatch_in_ddp(c):
     if c.rank != 1:
         raises(MismatchError, "rank 1", dist.barrier)
     dist.barrier()
-
-
-if __name__ == "__main__":
-    run({name: CHECKS[name] for name in sys.argv[2:] or CHECKS}, sys.argv[1])

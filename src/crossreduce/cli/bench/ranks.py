@@ -374,7 +374,8 @@ def _rows_of_mpi(request: BenchRequest, peer: str) -> Iterator[Row]:
             yield Row(**fields)
         code = running.wait()
         if code:
-            raise BackendError.of(f"mpiexec ended with exit code {code}.", given=" ".join(command[:-1]))
+            remedy = "see the output of the ranks above for the cause"
+            raise BackendError.of(f"mpiexec ended with exit code {code}.", " ".join(command[:-1]), remedy)
 
 
 def main(args: list[str]) -> int:

@@ -106,7 +106,7 @@ class PlanRequest(NamedTuple):
         return self if self.costs.operation_s is not None else self._replace(costs=replace(self.costs, operation_s=0))
 
     def plan(self, *, granularity: float = 0.0, costs: Costs | None = None) -> Plan:
-        """Return the plan; ``costs``: instead of those of the request."""
+        """Return the plan for the request, with ``costs`` in place of the request's own if they are given."""
         return library_plan(
             self.topology,
             self.collective,
@@ -135,15 +135,16 @@ def plan_options(*without: str) -> Callable[[Callable[..., None]], Callable[...,
             request = read_plan_request(machine, **{name: values.pop(name) for name in shared})
             command(request, **values)
 
+        # typer reads the arguments and options of a command from its signature, so that ``run`` gets the combined one.
         kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
         types = get_type_hints(command, include_extras=True)
-        _, *own, last = (
+        _request, *own, json_option = (
             each.replace(annotation=types[name]) for name, each in inspect.signature(command).parameters.items()
         )
         added = [
             inspect.Parameter(name, kind, annotation=type_, default=value) for name, (type_, value) in shared.items()
         ]
-        parameters = [inspect.Parameter("machine", kind, annotation=Machine), *own, *added, last]
+        parameters = [inspect.Parameter("machine", kind, annotation=Machine), *own, *added, json_option]
         run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
         run.__annotations__ = {each.name: each.annotation for each in parameters}
         return run

@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import pairwise
 from typing import NamedTuple
 
 from ...errors import ArgumentError, PlanError, shown
@@ -93,8 +92,8 @@ def require_integers(**numbers: object) -> None:
             raise ArgumentError.of(f"{name} must be an integer.", shown(number), f"an int for {name}")
 
 
-def collective(schedule: Schedule, largest: int | None = None) -> Collective:
-    """Return a schedule as one of NCCL's collectives, with blocks of at most ``largest`` units.
+def collective(schedule: Schedule) -> Collective:
+    """Return a schedule as one of NCCL's collectives, with one block per chunk.
 
     A chunk of a reduce-scatter is placed in its destination's part of the buffer, a chunk of an all-gather in its
     source's part. PlanError: only one device, or none of the five collectives; ScheduleError: ``verify`` rejects it.
@@ -122,10 +121,9 @@ def collective(schedule: Schedule, largest: int | None = None) -> Collective:
     blocks, start = [], 0
     for number, chunk in chunks:
         end = start + int(chunk.share * units)
-        cuts = range(start, end, largest or units)
-        blocks += [Block(number, cut, stop - cut) for cut, stop in pairwise([*cuts, end])]
+        blocks.append(Block(number, start, end - start))
         start = end
-    blocks.sort(key=lambda block: (block.chunk, block.offset))
+    blocks.sort(key=lambda block: block.chunk)
     return Collective(kind, root, units, tuple(blocks), program)
 
 

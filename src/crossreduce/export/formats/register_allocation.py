@@ -17,8 +17,8 @@ from .collective import Collective, Location
 class MemoryPlacement:
     """The locations of the values of some blocks of a collective, for calls in place or out of place.
 
-    Values are numbered within their chunk, as in ``ChunkProgram``. A new value is stored in the rank's output if the
-    rank is a destination and the output is free, else in scratch memory.
+    ``b`` is the number of a block, and values are numbered within their chunk, as in ``ChunkProgram``. A new value is
+    stored in the rank's output if the rank is a destination and the output is free, else in scratch memory.
 
     >>> from crossreduce.planning import one_device
     >>> from crossreduce.export.formats.collective import collective
@@ -60,7 +60,10 @@ class MemoryPlacement:
         self._put(rank, b, value, location)
 
     def spare(self, rank: int, b: int) -> Location:
-        """Return scratch memory of the size of a block: memory whose last value has no reads left, or new memory."""
+        """Return scratch memory of a rank for a value of block ``b``.
+
+        This is memory that held values of the block before, if all reads of the last one are done; else new memory.
+        """
         spares = self._spares.setdefault((rank, b), [])
         for spare in spares:
             if self._free(rank, b, spare):

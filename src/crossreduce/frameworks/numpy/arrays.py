@@ -121,7 +121,7 @@ class NumPy:
     def combine(self, xs: Sequence[Array], numbers: Numbers, final: bool, donated: int) -> Array:
         of_complex = numbers.op is ReduceOp.PRODUCT and numbers.accumulator in COMPLEX
         ufunc: Any = _complex_product if of_complex else _UFUNCS[numbers.op]
-        with _ignore_errors():
+        with _no_float_warnings():
             if donated >= 0:
                 out = ufunc(xs[0], xs[1], out=xs[donated])
             elif numbers.accumulator == numbers.dtype:
@@ -139,7 +139,7 @@ class NumPy:
         return out
 
     def finish(self, x: Array, numbers: Numbers) -> Array:
-        with _ignore_errors():
+        with _no_float_warnings():
             if numbers.divisor != 1:
                 x = x.astype(DTYPES_BY_NAME[numbers.accumulator])
                 _divide(x, numbers.divisor)
@@ -174,7 +174,7 @@ class NumPy:
         if indices.size and (indices.min() < 0 or indices.max() >= shape[0]):
             raise index_error(int(indices.min()), int(indices.max()), shape)
         out = np.zeros(shape, DTYPES_BY_NAME[dtype])
-        with _ignore_errors():
+        with _no_float_warnings():
             np.add.at(out, indices, sparse.values)
         return out
 
@@ -236,7 +236,7 @@ def _kind(x: Array) -> str:
     return f"{type(x).__name__} {TensorSpec(x.shape, x.dtype.name)}, {', '.join(flags) or 'a subclass'}"
 
 
-def _ignore_errors() -> np.errstate:
+def _no_float_warnings() -> np.errstate:
     """Return a context in which infinities, NaN and underflow do not cause warnings."""
     return np.errstate(all="ignore")
 

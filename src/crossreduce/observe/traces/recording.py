@@ -100,7 +100,7 @@ def close(group: TracedGroup) -> None:
         problem = group.memory.native.trace_problem()
         if problem:
             text = f"{group.traced} could not grow ({os.strerror(problem)}), so it has only the last calls."
-            _warn(str(group.traced), text, "more space on the disk, or a smaller CROSSREDUCE_TRACE_BYTES")
+            _warn_once(str(group.traced), text, "more space on the disk, or a smaller CROSSREDUCE_TRACE_BYTES")
         group.memory.native.trace_to(-1, b"", 0)
     group.traced = None
 
@@ -155,7 +155,7 @@ def _open(group: TracedGroup, settings: _Settings) -> None:
     except (OSError, MemoryError) as error:
         reason = getattr(error, "strerror", None) or str(error)
         text = f"rank {rank} cannot write its trace to {settings.directory}: {reason}."
-        _warn(str(settings.directory), text, "a directory that can be written, with free space")
+        _warn_once(str(settings.directory), text, "a directory that can be written, with free space")
         return
     group.traced = path
     write_topology(group)
@@ -186,7 +186,7 @@ def _from_environment() -> _Settings | None:
         try:
             limit = _limit(given)
         except ArgumentError as error:
-            _warn("CROSSREDUCE_TRACE_BYTES", f"CROSSREDUCE_TRACE_BYTES is ignored: {error}", "")
+            _warn_once("CROSSREDUCE_TRACE_BYTES", f"CROSSREDUCE_TRACE_BYTES is ignored: {error}", "")
     return _Settings(Path(directory).absolute(), limit)
 
 
@@ -229,7 +229,8 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_forget)
 
 
-def _warn(about: str, text: str, remedy: str) -> None:
+def _warn_once(about: str, text: str, remedy: str) -> None:
+    """Log a warning, unless this process has logged one about the same file, directory or variable."""
     if about not in _WARNED:
         _WARNED.add(about)
         _LOG.warning("%s", message(text, remedy=remedy))

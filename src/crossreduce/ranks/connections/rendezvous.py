@@ -86,6 +86,7 @@ class StoreRendezvous:
             self._raise_cause()
 
     def _wait_for(self, keys: list[str]) -> None:
+        """Return when all ranks have stored values at their keys; after ``timeout_s``, abort the group and raise."""
         deadline, pause = time.monotonic() + self.timeout_s, PAUSES_S[0]
         while not self._have_arrived(keys):
             self._raise_cause()
@@ -98,8 +99,8 @@ class StoreRendezvous:
                     remedy = "start all ranks; the same calls in the same order on all of them; a longer timeout"
                     error = CollectiveTimeout(message(problem, given, remedy), late)
                     if self.publish_abort(encoded(error)) != MET:
-                        self._raise_cause()
-                        raise error
+                        self._raise_cause()  # the stored reason: this error, or one that another rank stored before
+                        raise error  # the store cannot be reached
                 return
             time.sleep(pause)
             pause = min(2 * pause, PAUSES_S[1])

@@ -64,7 +64,7 @@ class RankExecutable(NamedTuple):
 
     @property
     def cost(self) -> int:
-        """About how much memory this takes, in stages of usual size."""
+        """An estimate of the memory that this takes: that of so many stages of usual size."""
         return max(self.stages, self.instructions // 2)
 
 

@@ -235,10 +235,10 @@ def stripe(arrays: int, leaders: int, leader: int, size: int, nbytes: int) -> St
 
 
 class HostArrays(NamedTuple):
-    """A program of the ranks of a host; the flat buffer has an array for each of ``arrays``: part and number in it."""
+    """A program of the ranks of a host, and the arrays of which its flat buffer consists."""
 
     program: Program
-    arrays: tuple[tuple[int, int], ...]
+    arrays: tuple[tuple[int, int], ...]  # in order: (number of the part in ``host_parts``, number of its array)
 
 
 class HostPrograms(NamedTuple):

@@ -44,15 +44,6 @@ STREAMING_BYTES: Final = 1 << 22
 LINE: Final = 64  # bytes of a cache line; chunks begin at multiples of it
 
 
-def line_shares(size: int, count: int, nbytes: int) -> tuple[int, ...]:
-    """Return where each of ``count`` equal shares of ``size`` elements begins, at whole lines, and where the last ends.
-
-    >>> line_shares(100, 3, 4)
-    (0, 32, 64, 100)
-    """
-    return *(boundary(k, count, size, nbytes) for k in range(count)), size
-
-
 def boundary(numerator: int, denominator: int, size: int, nbytes: int) -> int:
     """Return a share's boundary in elements, rounded down to whole lines; the end of the array is not rounded."""
     if numerator == denominator:

@@ -13,7 +13,7 @@ The survivors of a group decide without hosts that have ended, whose messages ma
 without these hosts rules out all their ballots, and all decisions of these ballots that a host has not been told yet: a
 host has one more register for each host, with the final decision that a ballot of that host made. And a host answers
 requests for an agreement only if it has the same electors as the host that asks (``follows``).
-``tests/ranks/survival/test_membership_model.py`` shows for each of these rules how a group breaks without it.
+``tests/ranks/survival/test_membership_model.py`` checks these rules in all runs of small groups.
 """
 
 from __future__ import annotations

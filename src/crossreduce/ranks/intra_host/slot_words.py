@@ -31,5 +31,8 @@ def is_waiting_for_hosts(memory: RankMemory, rank: int) -> bool:
 
 
 def _word(memory: RankMemory, rank: int, which: int, offset: int = 0) -> ctypes.c_int32:
-    """Return a word at the start of the half of a rank's slot that the current op uses, or at an offset from it."""
+    """Return word number ``which`` of the half of a rank's slot that the current op uses.
+
+    ``offset``: how many bytes behind the start of this half the words begin, such as those of the other half.
+    """
     return ctypes.c_int32.from_address(memory.address(rank) + offset + 4 * which)

@@ -117,21 +117,21 @@ class Joiner(Generic[Group]):
         raise CollectiveTimeout(message(problem, f"waited {timeout_s:g} s", remedy))
 
     def _knock(self) -> None:
-        """Ask a rank of the group to let this process join.
+        """Ask the known ranks of the group, one after another, to let this process join, until one has noted it.
 
         Raises:
-          PeerLostError: none can be reached any more.
+          PeerLostError: all of them have ended or left the group.
         """
         request = {"what": "join", "token": self._token, "place": self._own}
         ended = 0
         for place in list(self._places):
             peer = Peer(place)
             answer = peer.ask(self._group, request)
-            if answer is None and not peer.refused:
+            if answer is None and not peer.refused:  # it may only be slow, and is asked again later
                 continue
-            if answer is None or "unknown" in answer:
+            if answer is None or "unknown" in answer:  # its process has ended, or it has left the group
                 ended += 1
-            elif "moved" in answer:
+            elif "moved" in answer:  # it is in a new group that has replaced the one known here
                 self._group = answer["moved"]
                 return self._knock()
             else:

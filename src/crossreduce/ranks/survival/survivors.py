@@ -47,16 +47,16 @@ class Reformed(NamedTuple):
 
 
 def agree(group: Communicator, flag: bool, timeout_s: float | None = None) -> bool:
-    """Return whether ``flag`` is true on all ranks, with the same result on all that survive this call.
+    """Return whether ``flag`` is true on all ranks. All ranks that survive this call get the same result.
 
-    Ranks that have died before or during the call do not count. If ranks are missing, or shrink the group, later ops
-    of the group fail; the ranks that get a result here are the only ones that can shrink it.
+    Ranks that have died before or during the call do not count. If a rank does not take part, or calls ``shrink``
+    instead, later ops of the group fail. Only ranks that get a result here can shrink the group afterwards.
 
     Args:
       group: all its ranks call this together, also after an op has failed.
-      flag: what this rank brings.
-      timeout_s: how long ranks that are alive are waited for; ``None``: ``SHRINK_S`` longer than the group's timeout,
-        since a rank may come from an op in which it has waited for a lost rank so long.
+      flag: this rank's vote.
+      timeout_s: how long ranks that are alive are waited for; ``None``: the group's timeout plus ``SHRINK_S``, since a
+        rank may first wait in an op for a lost rank, until the group's timeout has passed.
     Raises:
       ExcludedError: the others have gone on without this rank, or it reaches too few of them.
     """

@@ -27,9 +27,9 @@ class Rendezvous(Protocol):
         """
 
     def publish_abort(self, cause: bytes) -> bytes:
-        """Make the reason of an abort, an encoded error, known on all hosts unless one is known; return the known one.
+        """Publish the reason of an abort, an encoded error, to all hosts, and return the reason that counts.
 
-        Never raises.
+        This is the first one that was published: a later one is ignored. Never raises.
         """
 
     def abort_cause(self) -> bytes | None:

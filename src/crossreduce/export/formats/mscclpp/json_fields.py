@@ -53,9 +53,9 @@ class Fields:
             raise self.error(f"{key} must be a list.", shown(value))
         return value
 
-    def numbers(self, key: str, count: int, what: str, default: Any = None) -> tuple[int, ...]:
+    def numbers(self, key: str, count: int, what: str) -> tuple[int, ...]:
         """Return a list of numbers, each of which refers to one of ``count`` things."""
-        found = self.items(key, default)
+        found = self.items(key)
         if not all(isinstance(n, int) and not isinstance(n, bool) and 0 <= n < count for n in found):
             raise self.error(f"{key} must be numbers of {what}, of which there are {count}.", shown(found))
         return tuple(found)

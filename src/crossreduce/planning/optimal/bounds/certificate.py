@@ -171,7 +171,7 @@ class Bound:
         links = None if problem else self.symmetry.links(self.topology)
         if links is None:
             given = problem or "it changes a link or the kind of a node"
-            raise PlanError.of("the symmetry of a certificate must be one of its topology.", given)
+            raise PlanError.of("the symmetry of a certificate must map its topology to itself.", given)
         orbits = {names[k]: names[orbit] for k, orbit in enumerate(self.symmetry.orbits)}
         weights = dict.fromkeys(self.topology.devices, Fraction(0)) | dict(self.roots)
         for device in self.topology.devices:

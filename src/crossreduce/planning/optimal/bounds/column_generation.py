@@ -241,9 +241,10 @@ class TreeProgram:
         return [key for key in ends if key[1]][: 1 if self.paired else 2]
 
     def cheapest_trees(self, prices: Sequence[float]) -> list[tuple[float, list[_Column]]] | None:
-        """Return for each demand the price of its cheapest tree, and a tree of each of the best roots.
+        """Return for each demand the price of its cheapest tree at these prices of the links, and trees to add.
 
-        ``None``: a demand has no tree.
+        These are the cheapest tree out of each of the best roots, or, where the search is not exact, those of
+        ``_diverse_trees``. ``None``: a demand has no tree.
         """
         floor = _LEAST_PRICE * sum(prices) / len(prices)
         floored = [max(0.0, price) + floor for price in prices]
@@ -255,11 +256,15 @@ class TreeProgram:
                 columns = [self._column(k, root) for root in sorted(costs, key=lambda root: costs[root])[:_MOST_ROOTS]]
             if not columns:
                 return None
-            found.append((min(sum(prices[link] * n for link, n in one.uses) for one in columns), columns))
+            least = min(sum(prices[link] * times for link, times in column.uses) for column in columns)
+            found.append((least, columns))
         return found
 
     def _diverse_trees(self, k: int, prices: Sequence[float]) -> list[_Column]:
-        """Return many cheap trees of a demand, of which no two use the same links."""
+        """Return many cheap trees of a demand, no two of which use the same links equally often.
+
+        After each tree, the prices of its links are raised, so that the next tree avoids the most loaded of them.
+        """
         raised = list(prices)
         found: dict[tuple[tuple[int, int], ...], _Column] = {}
         for root in self._next_roots(k, prices):
@@ -271,6 +276,7 @@ class TreeProgram:
             most = max(load for _, load in loads)
             for link, load in loads:
                 raised[link] *= 1 + _RAISE * load / most
+        # Of trees that use links equally, the program keeps the one that it has, and gets no second one.
         known = {column.uses: column for column in self.columns if column.demand == k}
         return [known.get(uses, column) for uses, column in found.items()]
 

@@ -17,8 +17,7 @@ from math import lcm
 from typing import Final, NamedTuple
 
 from ....topology import Topology
-from .cuts import tightest_cut
-from .flows import Network
+from .cuts import Network, tightest_cut
 from .solver import Row, Rows, Solution
 
 _FINE: Final = 1 << 20  # capacities are rounded to 1 / _FINE in the search for cuts that a float solution violates

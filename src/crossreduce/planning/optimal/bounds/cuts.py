@@ -1,13 +1,20 @@
-"""The cut that limits a rate: the set of nodes that needs the longest time to send out (or receive) its bytes."""
+"""Maximum flows, and the cut that limits a rate: the nodes that need the longest time to send out (or receive) bytes.
+
+Capacities are integers of any size, of arcs between nodes 0, 1, ... SciPy's flows are limited to capacities of 32 bits,
+and were not faster on the networks that planning makes.
+
+Source: Dinitz, Algorithm for solution of a problem of maximum flow in a network with power estimation, Soviet
+Mathematics Doklady 11, 1970.
+"""
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Mapping
 from fractions import Fraction
 from math import lcm
 
 from ....topology import Topology
-from .flows import Network
 
 
 def tightest_cut(
@@ -70,3 +77,86 @@ def _network_at_rate(arcs: dict[tuple[int, int], int], starts: dict[int, int], s
     capacities = {pair: capacity * ratio.numerator for pair, capacity in arcs.items()}
     capacities.update({(source, start): weight * ratio.denominator for start, weight in starts.items()})
     return Network(source + 1, capacities)
+
+
+class Network:
+    """A directed graph of the nodes 0 to n - 1 whose arcs have capacities.
+
+    >>> network = Network(4, {(0, 1): 3, (0, 2): 1, (1, 3): 2, (2, 3): 5})
+    >>> network.flow(0, 3), network.cut(0, 3)
+    (3, frozenset({0, 1}))
+    """
+
+    def __init__(self, n: int, capacities: dict[tuple[int, int], int]) -> None:
+        self._arcs: list[dict[int, int]] = [{} for _ in range(n)]
+        for (src, dst), capacity in capacities.items():
+            if capacity:
+                self._arcs[src][dst] = capacity
+        self._last: tuple[tuple[int, int], tuple[int, frozenset[int]]] | None = None  # the ends of a flow, its result
+
+    def flow(self, src: int, dst: int) -> int:
+        """Return the value of the greatest flow from ``src`` to ``dst``, another node."""
+        return self._solve(src, dst)[0]
+
+    def cut(self, src: int, dst: int) -> frozenset[int]:
+        """Return the smallest set of nodes with ``src`` and without ``dst`` whose outgoing capacity is the least.
+
+        These nodes can be reached over the capacity that a greatest flow leaves, and are the same for every such flow.
+        """
+        return self._solve(src, dst)[1]
+
+    def _solve(self, src: int, dst: int) -> tuple[int, frozenset[int]]:
+        """Return a flow's value and cut; the last ones are kept, since ``cut`` is mostly called after ``flow``."""
+        if self._last is None or self._last[0] != (src, dst):
+            self._last = (src, dst), self._augment(src, dst)
+        return self._last[1]
+
+    def _augment(self, src: int, dst: int) -> tuple[int, frozenset[int]]:
+        left = [arcs.copy() for arcs in self._arcs]
+        value = left[src].pop(dst, 0)
+        for node, capacity in left[src].items():  # the paths of one and two arcs, which need no search
+            pushed = min(capacity, left[node].get(dst, 0))
+            if pushed:
+                left[src][node] -= pushed
+                left[node][dst] -= pushed
+                value += pushed
+        while True:
+            level, queue = {src: 0}, deque([src])
+            while queue and dst not in level:
+                node = queue.popleft()
+                for other, capacity in left[node].items():
+                    if capacity and other not in level:
+                        level[other] = level[node] + 1
+                        queue.append(other)
+            if dst not in level:
+                return value, frozenset(level)
+            value += _block(left, level, src, dst)
+
+
+def _block(left: list[dict[int, int]], level: dict[int, int], src: int, dst: int) -> int:
+    """Push flow along paths whose level rises with each arc until none is left; return its value."""
+    value, path = 0, [src]
+    onward: dict[int, list[int]] = {}  # the next nodes that have not failed
+    while path:
+        node = path[-1]
+        if node == dst:
+            pairs = [(path[k], path[k + 1]) for k in range(len(path) - 1)]
+            pushed = min(left[a][b] for a, b in pairs)
+            value += pushed
+            for a, b in pairs:
+                left[a][b] -= pushed
+                left[b][a] = left[b].get(a, 0) + pushed
+            del path[next(k for k, (a, b) in enumerate(pairs) if not left[a][b]) + 1 :]
+            continue
+        if node not in onward:
+            onward[node] = [other for other in left[node] if level.get(other) == level[node] + 1]
+        nodes = onward[node]
+        while nodes and not left[node][nodes[-1]]:
+            nodes.pop()
+        if nodes:
+            path.append(nodes[-1])
+        else:
+            path.pop()
+            if path:
+                onward[path[-1]].pop()
+    return value

@@ -69,7 +69,7 @@ class Hops:
 
 @lru_cache(maxsize=256)
 def hops(topology: Topology) -> Hops:
-    """Return the hops of a topology.
+    """Return the hops of a topology: here all of them pass the switch, but a link between two devices is a hop, too.
 
     >>> hops(Topology.star(3, 450)).pairs
     [(0, 1), (0, 2), (1, 0), (1, 2), (2, 0), (2, 1)]

@@ -26,7 +26,6 @@ from functools import lru_cache
 from typing import Any, Final, NamedTuple
 
 from ....topology import Topology
-from .rounding import round_to_units
 from .shallow_trees import MOST_EXACT, Trees, cheapest_trees
 from .switch_routes import hops
 
@@ -41,6 +40,13 @@ _STEEP: Final = 8.0  # how fast prices grow with the load of a link, in the firs
 _MOST_PROGRAMS: Final = 6  # 3, if trees are not exact
 _MIXES: Final = (1.0, 0.6, 0.3)  # parts of the new prices in those that find trees; the rest are the best so far
 _LEAST: Final = 1e-9  # smaller amounts are rounding errors of a solution
+# Amounts are rounded to whole numbers of few equal units: a chunk of a schedule is a share of them.
+_LOSS: Final = 0.02  # the part of the time that rounding may cost
+_UNITS: Final = (1, 2, 3, 4, 6, 8, 16, 32)  # into how many units each group's part is divided
+_COLUMNS_PER_UNIT: Final = 2  # with more columns than this, so few units cost too much time
+_MOST_MOVED: Final = 16  # with more units, none are moved afterwards
+_MOST_PASSES: Final = 10  # over all units; a pass that moves none is the last one
+_FINE: Final = 5040  # 7!, divisible by 2 to 10: most exact shares are multiples of its inverse
 
 Edge = tuple[int, int, int, int]  # step, sender, receiver, route
 
@@ -184,7 +190,7 @@ class _Search:
                 break
             solved = further
         time, amounts, *_ = solved
-        return self._round(amounts, time)
+        return self._in_units(amounts, time)
 
     def _add_cheapest(self, prices: Any, paid: list[float] | None = None) -> list[Column] | None:
         """Add the cheapest column of each root, and return them; ``None``: no root reaches all devices.
@@ -269,8 +275,11 @@ class _Search:
         prices = np.maximum(0.0, -solution.ineqlin.marginals).reshape(self.rows, self.hops.links)
         return float(solution.fun), solution.x[:count], prices, solution.eqlin.marginals.tolist()
 
-    def _round(self, amounts: Any, exact: float) -> Shares:
-        """Return the solution in few units."""
+    def _in_units(self, amounts: Any, exact: float) -> Shares:
+        """Return the solution with the amounts of the columns rounded to whole units, of which the buffer has few.
+
+        ``exact``: the time with the exact amounts.
+        """
         import numpy as np
 
         used = np.flatnonzero(amounts > _LEAST)
@@ -287,3 +296,95 @@ def _reverse_prices(costs: list[Any]) -> list[Any]:
     """Return the prices for trees into a root, which are found backwards; steps of the same prices share them."""
     turned: dict[int, Any] = {}
     return [turned.setdefault(id(cost), cost.T.copy()) for cost in reversed(costs)]
+
+
+def round_to_units(amounts: Any, loads: Any, group: Any, exact: float) -> tuple[Any, int, float]:
+    """Return how many units each column gets, the units of the whole buffer, and the time.
+
+    Args:
+      amounts: the part of the buffer of each column.
+      loads: the seconds of each link in each step for the whole buffer, by column.
+      group: the group of each column; the groups have equal parts of the buffer.
+      exact: the time with exact amounts.
+    """
+    import numpy as np
+
+    groups = [np.flatnonzero(group == k) for k in range(int(group.max()) + 1)]
+    found, fine = None, _fine_shares(amounts, groups)
+    exact_units = int(fine.sum()) // len(groups)
+    loss = 0.0 if exact_units <= _UNITS[-1] else _LOSS  # these exact amounts have few units
+    enough = [units for units in _UNITS if units * len(groups) * _COLUMNS_PER_UNIT >= len(amounts)]
+    for units in (*(units for units in enough if units < exact_units), 0):
+        counts = _move_units(amounts, loads, groups, units) if units else fine
+        whole = int(counts.sum())
+        time = float((counts[:, None, None] * loads).sum(axis=0).max(axis=1).sum()) / whole
+        if found is None or time < found[2]:
+            found = counts, whole, time
+        if time <= exact * (1 + loss + 1e-9):
+            break
+    assert found is not None
+    return found
+
+
+def _move_units(amounts: Any, loads: Any, groups: list[Any], units: int) -> Any:
+    """Return how many units each column gets, ``units`` in each group.
+
+    Columns get the units of their share, rounded down; the units that are left go one by one to the column that makes
+    the time least. Then units move between columns of a group as long as this makes the loads more even.
+    """
+    import numpy as np
+
+    whole = units * len(groups)
+    counts = np.floor(amounts * whole + 1e-6)
+    total = (counts[:, None, None] * loads).sum(axis=0)
+
+    def cost(total: Any, steep: float) -> Any:
+        """Return about the sum of the greatest loads of the steps; other loads near them count a little."""
+        most = total.max(axis=-1, keepdims=True)
+        return (most[..., 0] + np.log(np.exp(steep * (total - most)).sum(axis=-1)) / steep).sum(axis=-1)
+
+    for group in groups:
+        for _ in range(units - int(counts[group].sum())):
+            chosen = group[(cost(total + loads[group], 3.0) - 1e-3 * (amounts[group] * whole - counts[group])).argmin()]
+            counts[chosen] += 1
+            total = total + loads[chosen]
+    for steep in (2.0, 8.0) if units <= _MOST_MOVED else ():
+        for _ in range(_MOST_PASSES):
+            moved = False
+            for group in groups:
+                for k in group[counts[group] > 0]:
+                    rest = total - loads[k]
+                    costs = cost(rest + loads[group], steep)
+                    if costs.min() < cost(total, steep) - 1e-9:
+                        target = group[costs.argmin()]
+                        counts[k] -= 1
+                        counts[target] += 1
+                        total, moved = rest + loads[target], True
+            if not moved:
+                break
+    return counts
+
+
+def _fine_shares(amounts: Any, groups: list[Any]) -> Any:
+    """Return shares as multiples of a unit, exactly if the unit is 1 / ``_FINE`` or more, else rounded.
+
+    >>> import numpy as np
+    >>> _fine_shares(np.array([2 / 7, 3 / 14, 0.25, 0.25]), [np.array([0, 1]), np.array([2, 3])])
+    array([8., 6., 7., 7.])
+    """
+    import numpy as np
+
+    parts = len(groups)
+    possible = np.arange(parts, _FINE, parts)
+    for amount in amounts:  # leaves the numbers of units of which each amount is a multiple
+        possible = possible[abs(amount * possible - np.rint(amount * possible)) < 1e-6]
+    for whole in possible.tolist():
+        counts = np.rint(amounts * whole)
+        if counts.sum() == whole:
+            return counts
+    whole = _FINE // parts * parts
+    counts = np.floor(amounts * whole)
+    for group in groups:
+        rest = whole // parts - int(counts[group].sum())
+        counts[group[np.argsort(counts[group] - amounts[group] * whole, kind="stable")[:rest]]] += 1
+    return counts

@@ -19,7 +19,7 @@ from typing import Final, NamedTuple
 from ....topology import Topology
 from ....topology.symmetry import Symmetry
 from ..bounds.certificate import Bound, Cut
-from ..bounds.flows import Network
+from ..bounds.cuts import Network
 from ..bounds.linear_program import DENOMINATORS
 from ..bounds.solver import Row, Rows, Solution, solve
 

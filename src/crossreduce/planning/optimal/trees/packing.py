@@ -10,7 +10,7 @@ in batches of equal ones).
 from __future__ import annotations
 
 from ....progress import report
-from ..bounds.flows import Network
+from ..bounds.cuts import Network
 from .switches import Arc
 
 Batch = tuple[int, int, list[Arc]]  # equal trees: their root, their number, and their arcs, from the root outwards

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from operator import ne
 
-from ..bounds.flows import Network
+from ..bounds.cuts import Network
 from ..bounds.steiner import Through
 
 Arc = tuple[int, int]

@@ -33,15 +33,20 @@ class Buffers:
         return ("io",) if self.plan.inplace else ("i", "o")
 
     def input_value(self, cell: Cell) -> Contributions | None:
-        """Return the value of a cell of the user's areas when a call begins; ``None``: it must not be read."""
+        """Return the value of a cell of the user's areas when a call begins; ``None``: it must not be read.
+
+        The value has the cell's position in the full buffer of the collective, and the contribution of its rank alone.
+        """
         rank, name = cell.area
+        own = 1 << rank
         if rank not in self.sources or name == "o":
             return None
         if self.kind != "allgather":
-            return Contributions(cell.start, 1 << rank)
-        if not self.plan.inplace:
-            return Contributions(rank * self.part + cell.start, 1 << rank)
-        return Contributions(cell.start, 1 << rank) if cell.start // self.part == rank else None
+            return Contributions(cell.start, own)
+        if not self.plan.inplace:  # the input is the rank's part of the full buffer
+            return Contributions(rank * self.part + cell.start, own)
+        # In place the area is the full buffer, of which only the rank's part has input.
+        return Contributions(cell.start, own) if cell.start // self.part == rank else None
 
     def output(self, rank: int) -> list[Cell]:
         """Return the cells of a rank's output."""

@@ -1,0 +1,96 @@
+"""Prices of links: the cheapest trees that join some devices, cheap trees for many devices, and what prices prove."""
+
+import random
+from fractions import Fraction
+from itertools import pairwise
+
+import pytest
+from budget import examples
+from hypothesis import given
+from hypothesis import strategies as st
+from planning_oracle import DIRECTED, SYMMETRIC, WHOLE, wirings
+
+from crossreduce import Topology
+from crossreduce.planning.optimal.bounds.steiner import CheapestTrees
+from crossreduce.planning.optimal.bounds.steiner_heuristic import NearTrees
+from crossreduce.planning.optimal.bounds.tree_prices import (
+    _lower_bounds,
+    cheapest_prices,
+    joints_of,
+    least_price,
+    price_of_buffer,
+)
+
+
+def check_tree(trees, root, ends, price):
+    """Check that a tree joins its root and all ends; return its price."""
+    total, reached = 0, {root}
+    for node, parent, through in trees.parents(root):
+        assert parent in reached
+        reached.add(node)
+        total += sum(price[pair] for pair in pairwise([parent, *through, node]))
+    assert ends <= reached
+    return total
+
+
+@examples(60)
+@given(wirings((DIRECTED, SYMMETRIC), WHOLE, 6, 2, (True, False)), st.integers(1, 4), st.randoms())
+def test_prices_of_trees(wiring, count, drawn):
+    """Two different algorithms find the same price of the cheapest tree, and the tree has this price; cheap trees for
+    many devices are valid and not cheaper, and the price that is proved for many devices is not higher."""
+    topology = Topology(*wiring)
+    ends, joints = topology.devices[:count], joints_of(topology)
+    number = {node: k for k, node in enumerate(topology.nodes)}
+    arcs = [(number[link.src], number[link.dst]) for link in topology.links]
+    prices = [drawn.randint(1, 9) for _ in arcs]
+    priced = [(link.src, link.dst, Fraction(price)) for link, price in zip(topology.links, prices, strict=True)]
+    exact, price = cheapest_prices(priced, ends, set(joints)), dict(zip(arcs, prices, strict=True))
+    number_ends, number_joints = [number[end] for end in ends], [number[joint] for joint in joints]
+    best, near = (kind(len(number), arcs, number_ends, number_joints) for kind in (CheapestTrees, NearTrees))
+    best.price(prices)
+    near.price([float(price) for price in prices])
+    for joint in joints:
+        root = number[joint]
+        if joint not in exact:
+            assert best.cost(root) == near.cost(root) == float("inf")
+            continue
+        assert best.cost(root) == check_tree(best, root, {*number_ends}, price) == exact[joint]
+        assert exact[joint] <= check_tree(near, root, {*number_ends}, price) <= near.cost(root)
+    free = [(src, dst, drawn.randint(0, 5)) for src, dst, _ in priced]
+    exact, low = cheapest_prices(free, ends, set(joints)), _lower_bounds(free, ends, joints, joints)
+    assert low.keys() == exact.keys() & set(joints)
+    assert all(low[root] <= exact[root] and bool(low[root]) == bool(exact[root]) for root in low)
+
+
+def test_cheap_trees_of_a_line():
+    """The nearest node is joined to the tree, not to the root: a line is joined by all of its links, once."""
+    line = [(k, k + 1) for k in range(13)] + [(k + 1, k) for k in range(13)]
+    trees = NearTrees(14, line, range(14), range(14))
+    trees.price([1.0] * 26)
+    assert [trees.cost(root) for root in range(14)] == [13.0] * 14
+
+
+def test_equal_directions_have_one_price():
+    """If links cost the same in both directions, one root proves a price for many members: the best of them does."""
+    topology = Topology.machine("dgx-1v")
+    drawn = random.Random(3)
+    for _ in range(20):
+        cost = {frozenset(link[:2]): drawn.randint(0, 5) for link in topology.links}
+        priced = [(*link[:2], cost[frozenset(link[:2])]) for link in topology.links]
+        ends = tuple(drawn.sample(topology.devices, 5))
+        low = least_price(priced, topology.devices, ends, ends, topology.devices, exact=False)
+        assert low == 2 * max(_lower_bounds(priced, ends, topology.devices, ends).values())
+        assert low <= least_price(priced, topology.devices, ends, ends, topology.devices, exact=True)
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_the_order_of_devices_changes_no_proved_price(seed):
+    """Prices of many members prove the same price of trees whatever the order of the members is."""
+    draw = random.Random(seed)
+    topology = Topology.torus(4, 5)
+    priced = [(src, dst, Fraction(draw.randint(0, 5))) for src, dst, _, _ in topology.links]
+    members = draw.sample(topology.devices, 12)
+    orders = [tuple(draw.sample(members, len(members))) for _ in range(5)]
+    found = {price_of_buffer(priced, topology.devices, "all_reduce", order, (), exact=False) for order in orders}
+    assert len(found) == 1
+    assert min(found) > 0
