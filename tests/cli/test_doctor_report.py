@@ -75,7 +75,7 @@ def test_the_page_on_a_broken_group(page, crossreduce):
     assert "no dump describes this rank" in rows["g0r5"]["text"]
     hung = found.find("b", "hung")
     assert [bar["id"] for bar in hung] == ["g0r0o17", "g0r1o17", "g0r2o17", "g0r4o17"]
-    for bar, seconds in zip(hung, ("30", "30.25", "30.05", "29.9"), strict=True):
+    for bar, seconds in zip(hung, ("30.25", "30.05", "30", "29.9"), strict=True):
         assert "all_reduce sum float32[1024, 3]: began at " in bar["aria-label"]
         assert f", had not ended after {seconds} s, of which it waited " in bar["aria-label"]
     assert found.find("tr")[4]["text"] == "3alpha4003finished30.75 s16barrierno"
