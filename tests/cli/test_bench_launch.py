@@ -2,24 +2,16 @@
 
 import os
 import signal
-import subprocess
+import sys
 import time
-from contextlib import suppress
+from pathlib import Path
 
 import pytest
-from bench_launcher import LIMIT_S, launching
+from command_line import forked
 
+from crossreduce.cli.bench.launch import launch
 
-def gone(pid):
-    """Return whether a process has ended and was reaped."""
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return True
-    return False
-
-
-# Launching: the ranks are small programs that write their pid to a file and then run the code of the test.
+# The ranks are small programs that write their pid to a file and then run the code of the test.
 PROGRAM = """
 import os, pathlib, signal, sys, time
 rank = int(os.environ["RANK"])
@@ -31,42 +23,33 @@ while len([x for x in here.iterdir() if x.name.isdigit()]) < int(os.environ["WOR
 """
 
 
-def launcher(tmp_path, code, count=3):
-    command = launching(count, PROGRAM + code, str(tmp_path))
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True)
+def three(args):
+    """Launch three ranks, in a process group of their own."""
+    os.setsid()
+    sys.exit(launch([sys.executable, "-c", *args], 3))
 
 
-def launched(tmp_path, code, count=3):
-    """Launch and wait; return the exit code, stdout, stderr and the ranks' pids. All ranks must have ended."""
-    running = launcher(tmp_path, code, count)
-    try:
-        out, err = running.communicate(timeout=LIMIT_S)
-    finally:
-        left = ended(running, tmp_path)
-    assert left == []
-    assert len(pids_of(tmp_path)) == count
-    return running.returncode, out, err, pids_of(tmp_path)
+def files_of(tmp_path):
+    """Return what the ranks wrote: the pid, the number of ranks, and the port."""
+    return [path.read_text().split() for path in tmp_path.iterdir() if path.name.isdigit()]
 
 
-def ended(running, tmp_path):
-    """Kill a launcher and its remaining ranks, and return the pids of these ranks."""
-    left = [pid for pid in pids_of(tmp_path) if not gone(pid)]
-    with suppress(ProcessLookupError):
-        os.killpg(running.pid, signal.SIGKILL)
-    running.communicate(timeout=30)
-    return left
-
-
-def pids_of(tmp_path):
-    return [int(path.read_text().split()[0]) for path in tmp_path.iterdir() if path.name.isdigit()]
+def launched(tmp_path, code, **options):
+    """Return how the launcher of three ranks ended. All ranks must have ended."""
+    ran = forked(three, PROGRAM + code, tmp_path, **options)
+    pids = {int(pid) for pid, *_ in files_of(tmp_path)}
+    left = [pid for pid in pids if Path(f"/proc/{pid}").exists()]
+    for pid in left:
+        os.kill(pid, signal.SIGKILL)
+    assert (len(pids), left) == (3, [])
+    return ran
 
 
 def test_ranks_get_their_numbers_and_rank_0_prints(tmp_path):
     """Each rank gets its number, the world size and the port; the launcher prints the output of rank 0 only."""
-    code, out, err, pids = launched(tmp_path, "print('rank', rank, flush=True)")
-    assert (code, out, err) == (0, "rank 0\n", "")
-    assert len(set(pids)) == 3
-    assert len({tuple((tmp_path / str(rank)).read_text().split()[1:]) for rank in range(3)}) == 1
+    ran = launched(tmp_path, "print('rank', rank, flush=True)")
+    assert (ran.code, ran.out, ran.error) == (0, "rank 0\n", "")
+    assert len({(size, port) for _, size, port in files_of(tmp_path)}) == 1
 
 
 @pytest.mark.parametrize(
@@ -79,39 +62,29 @@ def test_ranks_get_their_numbers_and_rank_0_prints(tmp_path):
 )
 def test_a_failed_rank_terminates_all(tmp_path, fault, code, shown, how):
     """After one rank fails the others are terminated; its error is shown, with its signal or exit code."""
-    found, _, err, _ = launched(tmp_path, f"if rank == 1: {fault}\ntime.sleep(3600)")
-    assert found == code
-    assert err.endswith(f"{shown}crossreduce: rank 1 {how}; the other ranks were terminated.\n")
-    assert (err.count("\n") == 1) == (not shown)
+    ran = launched(tmp_path, f"if rank == 1: {fault}\ntime.sleep(3600)")
+    assert ran.code == code
+    assert ran.error.endswith(f"{shown}crossreduce: rank 1 {how}; the other ranks were terminated.\n")
+    assert (ran.error.count("\n") == 1) == (not shown)
 
 
 @pytest.mark.system
 def test_ranks_that_ignore_sigterm_are_killed(tmp_path):
     """A rank that ignores SIGTERM is killed after a timeout."""
     ignoring = "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n(here / f'ignoring{rank}').touch()\n"
-    code, _, _, _ = launched(
-        tmp_path,
-        ignoring + "while rank == 0 and len(list(here.glob('ignoring*'))) < 3: time.sleep(0.01)\n"
-        "sys.exit(3) if rank == 0 else time.sleep(3600)",
-    )
-    assert code == 3
+    waiting = "while rank == 0 and len(list(here.glob('ignoring*'))) < 3: time.sleep(0.01)\n"
+    assert launched(tmp_path, ignoring + waiting + "sys.exit(3) if rank == 0 else time.sleep(3600)").code == 3
 
 
 @pytest.mark.parametrize("to", ["the launcher", pytest.param("the process group", marks=pytest.mark.system)])
 def test_ctrl_c_leaves_no_rank(tmp_path, to):
     """After SIGINT the launcher ends, and all ranks have ended."""
-    running = launcher(tmp_path, "time.sleep(3600)")
-    try:
-        deadline = time.monotonic() + LIMIT_S
-        while len(pids_of(tmp_path)) < 3:
+
+    def interrupt(pid):
+        deadline = time.monotonic() + 120
+        while len(files_of(tmp_path)) < 3:
             assert time.monotonic() < deadline
             time.sleep(0.01)
-        if to == "the launcher":
-            running.send_signal(signal.SIGINT)
-        else:
-            os.killpg(running.pid, signal.SIGINT)
-        running.communicate(timeout=30)
-    finally:
-        left = ended(running, tmp_path)
-    assert running.returncode not in (0, None)
-    assert left == []
+        (os.kill if to == "the launcher" else os.killpg)(pid, signal.SIGINT)
+
+    assert launched(tmp_path, "time.sleep(3600)", begun=interrupt).code != 0

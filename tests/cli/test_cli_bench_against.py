@@ -1,5 +1,6 @@
 """``crossreduce bench --against``: its options, table, JSON and chart, from stored times and from a tiny run."""
 
+import itertools
 import json
 import re
 import xml.etree.ElementTree as ET
@@ -7,13 +8,10 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from command_line import run_without
 
 from crossreduce import kernels
 from crossreduce.cli.bench import against, chart, contest, exact, ranks
 from crossreduce.cli.bench.request import BenchRequest
-
-ALL = ",".join(against.PEERS)
 
 
 def request_for(peers, **changed):
@@ -36,9 +34,8 @@ def found(ours, **ways):
 
 def fake(peer, memory, wrong=0):
     """Return the rows of ``contest`` for a peer, with round numbers."""
-    kept = memory == against.KEPT
     small, large = {
-        "jax": ({"psum": (8, False, 0)}, {"psum": (2 if kept else 6, False, 0)}),
+        "jax": ({"psum": (8, False, 0)}, {"psum": (2 if memory == against.KEPT else 6, False, 0)}),
         "torch": (
             {"slow": (3, True, 0), "quick": (0.25, True, 0)},
             {"slow": (1.5, True, 0), "quick": (4, True, wrong)},
@@ -54,10 +51,11 @@ def fake(peer, memory, wrong=0):
 
 
 def fake_report(wrong=0):
-    peers = ("gloo", "jax", "tensorflow", "torch")
-    turns = [(peer, memory) for memory in (against.DEFAULT, against.KEPT) for peer in peers]
+    turns = [
+        (peer, memory) for memory in (against.DEFAULT, against.KEPT) for peer in ("gloo", "jax", "tensorflow", "torch")
+    ]
     measured = [(*turn, fake(*turn, wrong)) for turn in turns if turn != ("gloo", against.KEPT)]
-    return against.report_of(request_for(peers), measured, "now")
+    return against.report_of(request_for(["gloo", "jax", "tensorflow", "torch"]), measured, "now")
 
 
 def test_the_table_has_the_fastest_way_of_each_peer(capsys, monkeypatch):
@@ -80,61 +78,41 @@ def test_the_table_has_the_fastest_way_of_each_peer(capsys, monkeypatch):
     assert "Faster than crossreduce: torch (1 KiB: 0.25x), torch (1 KiB, kept: 0.25x) Wrong elements: 0" in text
 
 
-def test_a_report_of_exact_sums_says_so(printed, measured, tmp_path):
-    """With --exact, the table, the JSON and the chart say that the sums of crossreduce are exact; else they do not."""
-    for option in ("--exact", None):
-        chosen = [option] if option else []
-        out = printed("bench", "--against", "jax", *chosen, "-J", tmp_path / "a.json", "--picture", tmp_path / "a.svg")
-        given = option is not None
-        assert json.loads((tmp_path / "a.json").read_text())["crossreduce"]["exact"] == given
-        assert ("The times of crossreduce with exact sums, and" in " ".join(out.split())) == given
-        assert ("crossreduce's time with exact sums" in (tmp_path / "a.svg").read_text()) == given
-
-
 def test_one_process_computes_exact_sums(monkeypatch):
     """With ``exact`` the sums of crossreduce are exact. The inputs cancel, so that those of a loop lose the result."""
     monkeypatch.setattr(exact, "inputs", lambda *_: [np.full(64, x, "float32") for x in (1e30, 1, -1e30)])
     monkeypatch.setattr(exact, "result", lambda *_: np.ones(64, "float32"))
+    request = request_for([], devices=("cpu:0", "cpu:1", "cpu:2"), maximum_bytes=1024, iterations=1)
     for is_exact, wrong in ((True, 0), (False, 3 * 256)):
-        request = request_for(
-            [], devices=("cpu:0", "cpu:1", "cpu:2"), maximum_bytes=1024, iterations=1, warmup_iters=1, exact=is_exact
-        )
-        (row,) = contest.in_process(request, "numpy")
+        (row,) = contest.in_process(replace(request, exact=is_exact), "numpy")
         assert [way["nwrong"] for way in row["contenders"].values()] == [wrong, 3 * 256]
 
 
-def test_the_ratio_is_the_median_of_the_rounds(capsys):
+def test_the_ratio_is_the_median_of_the_rounds():
     """A ratio is the median over the rounds of both times, which run in turn, and not the ratio of their medians. Wrong
-    elements of all ways are added. The table of a report is the same after a round trip through JSON."""
+    elements of all ways are added."""
     rows = [{"size": 4, "contenders": found([1.0, 2.0, 8.0], way=(1, False, 0))}]
     rows[0]["contenders"]["way"]["times_s"] = [3.0, 4.0, 40.0]
     (row,) = against.report_of(request_for(["jax"]), [("jax", "default", rows)], "now")["rows"]
     assert row["peers"]["jax"]["ways"]["way"]["ratio"] == 3.0
     assert row["ours"] == {"one_process": {"median_s": 2.0, "min_s": 1.0, "max_s": 8.0}}
-    report = fake_report(wrong=3)
-    assert (report["wrong"], fake_report()["wrong"]) == (6, 0)
-    against.show(report)
-    shown = capsys.readouterr().out
-    assert "Wrong elements: 6" in shown
-    against.show(json.loads(json.dumps(report)))
-    assert capsys.readouterr().out == shown
+    assert (fake_report(wrong=3)["wrong"], fake_report()["wrong"]) == (6, 0)
 
 
 def test_the_chart_shows_every_peer_and_size(tmp_path):
     """The chart has a line per peer and setting, a label per size, and the level of crossreduce; the dark one has other
     colours. A report of one size is drawn, too."""
-    report, texts = fake_report(), []
-    for dark in (False, True):
+    report = fake_report()
+    labels = {"JAX", "torch", "gloo, 2 ranks", "keep_memory()", "crossreduce = 1", "1 KiB", "1 MiB", "0.5x"}
+    labels.add("torch: all devices share one result, so fewer bytes are written.")
+    for dark, colours in ((False, chart._LIGHT), (True, chart._DARK)):
         path = tmp_path / f"{dark}.svg"
         chart.draw_ratios(report, path, dark=dark)
-        texts.append({text.text for text in ET.parse(path).iter("{http://www.w3.org/2000/svg}text")})
-        colours = chart._DARK if dark else chart._LIGHT
+        texts = {text.text for text in ET.parse(path).iter("{http://www.w3.org/2000/svg}text")}
+        assert labels <= texts
+        assert not any("TensorFlow" in text for text in texts)
         assert f"fill: {colours.paper}" in path.read_text()
         assert path.read_text().count(f"stroke: {colours.colours[3]}; stroke-width: 1.5") >= 2  # torch, both settings
-    assert texts[0] == texts[1]
-    labels = {"JAX", "torch", "gloo, 2 ranks", "keep_memory()", "crossreduce = 1", "1 KiB", "1 MiB", "0.5x"}
-    assert labels | {"torch: all devices share one result, so fewer bytes are written."} <= texts[0]
-    assert not any("TensorFlow" in text for text in texts[0])
     chart.draw_ratios(report | {"rows": report["rows"][:1]}, tmp_path / "one.png")
     assert (tmp_path / "one.png").read_bytes().startswith(b"\x89PNG")
 
@@ -145,9 +123,8 @@ def measured(monkeypatch):
     turns = []
 
     def contested(request, peer, memory):
-        turns.append(
-            (peer, memory, request.minimum_bytes, request.maximum_bytes, request.step_factor, request.backends)
-        )
+        sizes = request.minimum_bytes, request.maximum_bytes, request.step_factor
+        turns.append((peer, memory, *sizes, request.backends))
         return fake(peer, memory)
 
     monkeypatch.setattr(against, "contest", contested)
@@ -156,39 +133,43 @@ def measured(monkeypatch):
     return turns
 
 
-def test_one_command_writes_the_table_the_json_and_the_chart(printed, measured, tmp_path):
-    """Without sizes, --against measures 1 KiB to 64 MiB; --keep-memory measures frameworks, but not ranks, twice."""
-    out = printed("bench", "--against", "jax,gloo,jax", "--keep-memory", "-J", tmp_path / "a.json", "--picture",
-                  tmp_path / "a.svg")  # fmt: skip
+@pytest.mark.parametrize("options", [["--exact"], []])
+def test_one_command_writes_the_table_the_json_and_the_chart(printed, measured, tmp_path, options):
+    """Without sizes, --against measures 1 KiB to 64 MiB; --keep-memory measures frameworks, but not ranks, twice. With
+    --exact the table, the JSON and the chart say that the sums of crossreduce are exact."""
+    paths = ["-J", tmp_path / "a.json", "--picture", tmp_path / "a.svg"]
+    out = printed("bench", "--against", "jax,gloo,jax", "--keep-memory", *paths, *options)
     grid = (1 << 10, 1 << 26, 4, ("gloo",))
     assert measured == [("jax", "default", *grid), ("gloo", "default", *grid), ("jax", "kept", *grid)]
-    report = json.loads((tmp_path / "a.json").read_text())
-    assert [(row["size"], row["memory"], list(row["peers"])) for row in report["rows"]] == [
-        (1024, "default", ["jax", "gloo"]), (1024, "kept", ["jax"]),
-        (1 << 20, "default", ["jax", "gloo"]), (1 << 20, "kept", ["jax"]),
-    ]  # fmt: skip
+    report, picture = json.loads((tmp_path / "a.json").read_text()), (tmp_path / "a.svg").read_text()
+    for size in (1024, 1 << 20):
+        rows = {row["memory"]: list(row["peers"]) for row in report["rows"] if row["size"] == size}
+        assert rows == {"default": ["jax", "gloo"], "kept": ["jax"]}
     assert "Faster than crossreduce: none" in out
-    assert "crossreduce = 1" in (tmp_path / "a.svg").read_text()
+    assert "crossreduce = 1" in picture
+    assert report["crossreduce"]["exact"] == bool(options)
+    assert ("The times of crossreduce with exact sums, and" in " ".join(out.split())) == bool(options)
+    assert ("crossreduce's time with exact sums" in picture) == bool(options)
 
 
-REJECTED = [
-    ("--against jax,nccl", 'one of jax, tensorflow, torch, numpy, gloo, mpi, impi, not "nccl"'),
-    ("--against jax --launch 2", "--launch cannot be used with --against"),
-    ("--against jax --peers gloo --topology dgx-1v", "--peers, --topology cannot be used with --against"),
-    ("--against jax --collective reduce -A ring,direct", "--collective, --algorithm cannot be used with --against"),
-    ("--against jax --picture a.pdf", "--picture must be a .svg or .png file, not a.pdf."),
-    ("--against numpy -g cuda:0-1", "--against measures arrays in host memory: list cpu devices only"),
-    ("--against numpy -o avg -d int", "--against does not support means of integers"),
-    ("--against mpi -d half", "MPI does not support float16.\n  try:   --against without mpi"),
-    ("--picture a.svg --keep-memory", f"--picture, --keep-memory requires peers: add --against {ALL}."),
-]  # fmt: skip
+REJECTED = f"""
+--against jax,nccl: one of jax, tensorflow, torch, numpy, gloo, mpi, impi, not "nccl"
+--against jax --launch 2: --launch cannot be used with --against
+--against jax --peers gloo --topology dgx-1v: --peers, --topology cannot be used with --against
+--against jax --collective reduce -A ring,direct: --collective, --algorithm cannot be used with --against
+--against jax --picture a.pdf: --picture must be a .svg or .png file, not a.pdf.
+--against numpy -g cuda:0-1: --against measures arrays in host memory: list cpu devices only
+--against numpy -o avg -d int: --against does not support means of integers
+--against mpi -d half: MPI does not support float16.
+--picture a.svg --keep-memory: --picture, --keep-memory requires peers: add --against {",".join(against.PEERS)}.
+"""
 
 
 def test_wrong_arguments_are_rejected_before_anything_runs(crossreduce, measured, monkeypatch):
     """Options that exclude each other, and ops and devices that a peer does not support, are errors."""
     monkeypatch.setattr(ranks, "launcher", lambda _: ("mpiexec", {}))
     monkeypatch.setattr(ranks, "find_spec", lambda name: True)
-    for line, words in REJECTED:
+    for line, words in (each.split(": ", 1) for each in REJECTED.strip().splitlines()):
         code, out, error = crossreduce("bench", *line.split())
         assert (code, out, measured) == (2, "", []), line
         assert words in error
@@ -205,16 +186,6 @@ def test_what_is_missing_is_named_before_anything_runs(crossreduce, measured, mo
     assert "--keep-memory is not possible" in crossreduce("bench", "--against", "numpy", "--keep-memory")[2]
 
 
-def test_without_matplotlib_the_table_is_printed_first(tmp_path):
-    """If matplotlib is missing, the table is printed and the JSON written, then one line says what to install."""
-    small = ["-b", 8, "-e", 8, "-n", 1, "-w", 1, "-g", 2, "-J", tmp_path / "a.json", "--picture", tmp_path / "a.svg"]
-    done = run_without("matplotlib", "bench", "--against", "numpy", *small)
-    assert done.returncode == 2
-    assert "Wrong elements: 0" in done.stdout
-    assert done.stderr == "crossreduce: pictures need matplotlib.  try: pip install 'crossreduce[plot]'\n"
-    assert [path.name for path in tmp_path.iterdir()] == ["a.json"]
-
-
 def test_a_tiny_run(printed, tmp_path):
     """A framework and gloo are measured in processes, as many ranks as there are devices, and the results are right."""
     path, line = tmp_path / "a.json", "-b 8 -e 4K -f 512 -n 2 -w 1 -g 2 -d half -J"
@@ -223,9 +194,9 @@ def test_a_tiny_run(printed, tmp_path):
     assert report["wrong"] == 0
     assert [row["size"] for row in report["rows"]] == [8, 4096]
     for row in report["rows"]:
-        ways = {peer: found["ways"] for peer, found in row["peers"].items()}
-        assert {peer: set(found) for peer, found in ways.items()} == {"numpy": {"loop and copies"}, "gloo": {"gloo"}}
-        assert all(way["ratio"] > 0 for found in ways.values() for way in found.values())
+        ratios = {(peer, way): each["ratio"] for peer, of in row["peers"].items() for way, each in of["ways"].items()}
+        assert set(ratios) == {("numpy", "loop and copies"), ("gloo", "gloo")}
+        assert min(ratios.values()) > 0
     assert "2 ranks" in out
 
 
@@ -240,12 +211,12 @@ def test_a_process_that_fails_is_an_error(crossreduce, monkeypatch):
 
 def test_every_framework_has_ways_whose_results_are_right(framework):
     """The own ways of each framework reduce the inputs exactly, for every op that it has and for several dtypes."""
-    expected = {"numpy": 5, "torch": 5, "jax": 4, "tensorflow": 2}[framework.name]
-    for dtype, ops in (("float16", "sum product min max mean"), ("int32", "sum product min max")):
-        supported = 0
-        for op in ops.split():
+    supported = dict.fromkeys(["float16", "int32"], 0)
+    for dtype, op in itertools.product(supported, ["sum", "product", "min", "max", "mean"]):
+        if (dtype, op) != ("int32", "mean"):
             request = request_for([], op=op, dtype=dtype, maximum_bytes=1024, iterations=1, warmup_iters=1)
             (row,) = contest.in_process(request, framework.name)
             assert {way["nwrong"] for way in row["contenders"].values()} == {0}
-            supported += len(row["contenders"]) > 1
-        assert supported == expected - (dtype == "int32")
+            supported[dtype] += len(row["contenders"]) > 1
+    count = {"numpy": 5, "torch": 5, "jax": 4, "tensorflow": 2}[framework.name]
+    assert supported == {"float16": count, "int32": count - 1}

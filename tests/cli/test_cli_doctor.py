@@ -1,23 +1,16 @@
 """``crossreduce doctor``: the rank to blame, the state of each rank, and unreadable dumps."""
 
 import json
-import os
 import re
 import shutil
-import signal
-import time
 
-import numpy as np
 import pytest
 from histories import SUM, history, new_dump
 from paths import SUPPORT
-from ranks import ranks
 
-import crossreduce as cr
 from crossreduce.observe import flight_recorder
 from crossreduce.observe.flight_recorder import History, Op
 from crossreduce.observe.liveness import LEFT
-from crossreduce.ranks.communicator import ArrayView, Communicator
 
 GOLDEN = SUPPORT / "dumps"
 
@@ -26,6 +19,19 @@ GOLDEN = SUPPORT / "dumps"
 def doctor(crossreduce):
     """Return a function that runs ``crossreduce doctor`` and returns its exit code, stdout and stderr."""
     return lambda *args: crossreduce("doctor", *args)
+
+
+@pytest.fixture
+def report(dump_directory, doctor):
+    """Return a function that writes dumps in an empty directory and returns the report on them."""
+
+    def of(*dumps):
+        shutil.rmtree(dump_directory, ignore_errors=True)
+        for dump in dumps:
+            flight_recorder.write(dump)
+        return doctor(dump_directory)[1]
+
+    return of
 
 
 def test_the_report_on_a_broken_group(doctor, monkeypatch):
@@ -67,47 +73,27 @@ def test_a_broken_file_is_named_and_the_others_are_read(dump_directory, doctor, 
     assert "ranks 0, 2, 3 were in op 10" in out  # rank 3's state is in the dumps of the others
 
 
-@pytest.mark.parametrize("created", [False, True])
-def test_without_a_readable_dump_the_exit_code_is_1(doctor, tmp_path, created):
+def test_without_a_readable_dump_the_exit_code_is_1(doctor, tmp_path):
     """A missing or empty directory is reported, and the exit code is 1."""
-    if created:
-        (tmp_path / "d").mkdir()
-    code, out, err = doctor(tmp_path / "d")
-    assert (code, out) == (1, "")
-    assert ("CollectiveTimeout or PeerLostError" if created else "cannot be read: No such file") in err
-    assert doctor(tmp_path / "d", "--json")[0] == 1
+    for words in ("cannot be read: No such file", "CollectiveTimeout or PeerLostError"):
+        code, out, err = doctor(tmp_path / "d")
+        assert (code, out, words in err) == (1, "", True)
+        assert doctor(tmp_path / "d", "--json")[0] == 1
+        (tmp_path / "d").mkdir(exist_ok=True)
 
 
-@pytest.mark.parametrize(("size", "dumps"), [(20_000, 5), pytest.param(1200, 1199, marks=pytest.mark.slow)])
-def test_reports_on_large_groups_are_short(dump_directory, doctor, size, dumps):
+def test_reports_on_large_groups_are_short(dump_directory, doctor):
     """A report on 20,000 ranks has a table of 200 ranks; the JSON has all ranks."""
-    hosts = tuple(tuple(range(first, first + 8)) for first in range(0, size, 8))
-    late = 7  # behind in the histories of the first host
-    writers = [rank for rank in range(dumps + 1) if rank != late]
-    first = new_dump(0, hosts=hosts)
-    for rank in writers:
-        known = [history(other, 40 - (other == late), pid=other + 50) for other in hosts[rank // 8]]
-        flight_recorder.write(first._replace(rank=rank, histories=tuple(known)))
+    hosts = tuple(tuple(range(first, first + 8)) for first in range(0, 20_000, 8))
+    known = [history(other, 40 - (other == 7), pid=other + 50) for other in hosts[0]]
+    for rank in range(6):
+        flight_recorder.write(new_dump(rank, *known, hosts=hosts))
     code, out, err = doctor(dump_directory)
     assert (code, err) == (0, "")
-    assert re.search(rf"rank {late} \(pid 57 on .*\) is behind: it was in op 39", out)
-    assert f"{size - 200} of {size} ranks are not in the table; --json has all of them." in out
+    assert re.search(r"rank 7 \(pid 57 on .*\) is behind: it was in op 39", out)
+    assert "19800 of 20000 ranks are not in the table; --json has all of them." in out
     (incident,) = json.loads(doctor(dump_directory, "--json")[1])["incidents"]
-    assert (len(incident["ranks"]), incident["behind"]) == (size, [late])
-    assert len(incident["missing"]) == (size - 8 if dumps < 8 else 0)
-
-
-@pytest.fixture
-def report(dump_directory, doctor):
-    """Return a function that writes dumps in an empty directory and returns the report on them."""
-
-    def of(*dumps):
-        shutil.rmtree(dump_directory, ignore_errors=True)
-        for dump in dumps:
-            flight_recorder.write(dump)
-        return doctor(dump_directory)[1]
-
-    return of
+    assert (len(incident["ranks"]), incident["behind"], len(incident["missing"])) == (20_000, [7], 19_992)
 
 
 def test_ranks_that_are_behind_are_named(report):
@@ -152,50 +138,3 @@ def test_each_group_is_reported(report):
     assert groups == ['Group "pair"', 'Group "world"', 'Group "world"']
     assert "\x1b" not in out
     assert "[bold]x[/bold]" in out
-
-
-def one_stops(rendezvous, timeout_s):
-    """Run one rank: 40 calls; rank 2 stops its own process before its call 38, and the others time out."""
-    communicator = Communicator(rendezvous, None, name="world", timeout_s=timeout_s)
-    x = np.full(10, 3.0**communicator.rank, np.float32)
-    array = ArrayView(x.ctypes.data, x.size, "float32", x.shape)
-    for number in range(1, 41):
-        if communicator.rank == 2 and number == 38:
-            os.kill(os.getpid(), signal.SIGSTOP)
-        communicator.broadcast(array, 1)
-
-
-def test_a_stopped_rank_is_found_in_the_dumps_of_the_others(dump_directory, doctor, monkeypatch):
-    """Ranks 0 and 1 time out and write dumps; the doctor names rank 2, its process and the call it did not make."""
-    monkeypatch.setenv("COLUMNS", "150")
-    pids = []
-    results = ranks(3, one_stops, 1.5, check=False, timeout_s=12, begun=kill_after_dumps(pids, dump_directory, 2))
-    for rank in (0, 1):
-        error = results[rank]
-        assert isinstance(error, cr.CollectiveTimeout), error
-        assert error.ranks == (2,)
-        assert f"crossreduce doctor {dump_directory}" in str(error)
-    first = json.loads((dump_directory / "rank0.json").read_text())
-    assert [len(history["ops"]) for history in first["histories"]] == [32] * 3
-    code, out, err = doctor(dump_directory)
-    assert (code, err) == (0, "")
-    assert re.search(
-        rf"rank 2 \(pid {pids[2]} on .*\) is behind: it finished op 37, broadcast root 1 float32\[10\], .*; "
-        r"it did not call op 38, broadcast root 1 float32\[10\]\.",
-        out,
-    )
-    assert "ranks 0, 1 were in op 38" in out
-    assert "one_stops (cli/test_cli_doctor.py:" in out
-
-
-def kill_after_dumps(pids, dump_directory, count):
-    """Return a function that stores the ranks' pids, and kills rank 2 once ``count`` other ranks wrote dumps."""
-
-    def begun(given):
-        pids.extend(given)
-        deadline = time.monotonic() + 10
-        while time.monotonic() < deadline and len(list(dump_directory.glob("rank*.json"))) < count:
-            time.sleep(0.01)
-        os.kill(given[2], signal.SIGKILL)
-
-    return begun

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -66,23 +67,21 @@ def watched(n, function, *args, watch, **options):
     return found, seen[0]
 
 
-def has_ended(end):
-    return bool(select.select([end], [], [], 0)[0])
-
-
-def busy(rendezvous, started, end, name, slow):
+def busy(rendezvous, started, end, name, slow, hosts=1):
     """Make calls, before which rank ``slow`` sleeps, and check their results; rank 0 decides when to end."""
-    comm = member(rendezvous, 30, name)
+    several = hosts > 1
+    transport = SocketTransport(rendezvous) if several else None
+    comm = Communicator(rendezvous, transport, name=name, timeout_s=30) if several else member(rendezvous, 30, name)
     started.ready()
     x = np.empty(1000, np.int64)
     done = np.zeros(1, np.uint8)
     while not done[0]:
         if comm.rank == slow:
-            time.sleep(0.01)
+            time.sleep(0.01 * hosts)
         x[:] = comm.rank + 1
         comm.all_reduce(ReduceOp.SUM, memory(x), memory(x))
         assert (x == comm.size * (comm.size + 1) // 2).all()
-        done[0] = has_ended(end)
+        done[0] = bool(select.select([end], [], [], 0)[0])
         comm.broadcast(memory(done), 0)
     calls = comm.stats().total.calls
     comm.close()
@@ -106,8 +105,7 @@ def test_the_straggler_is_named(top, group_of):
         assert 0 < each["calls_per_s"] < 250
         assert each["bytes_per_s"] == pytest.approx(each["calls_per_s"] * (8000 + 1) / 2, rel=0.2)
         assert one["op"]["text"] in ("all_reduce sum int64[1000]", "broadcast root 0 uint8[1]")
-        if one["rank"] != 2:
-            assert (each["waiting_for"], each["waiting"] > 0.5) == (2, True)
+        assert one["rank"] == 2 or (each["waiting_for"], each["waiting"] > 0.5) == (2, True)
     assert (code, error) == (0, "")
     assert re.search(r'^group "slow", 4 ranks, op \d+$', out, re.MULTILINE)
     assert re.search(r"^rank 2 keeps the others waiting: \d+ % of their time$", out, re.MULTILINE)
@@ -132,29 +130,25 @@ def hidden_groups(_):
 
 
 def test_a_quiet_group(group_of):
-    """A group whose ranks do nothing has no straggler, and an observer that is closed leaves no descriptor and no
-    mapping. Its name may be long, of characters that JSON escapes or that have many bytes. For another user, the
-    processes are counted, and not searched."""
+    """A group whose ranks do nothing has no straggler. An observer maps the group's memory without the right to write,
+    and leaves no descriptor and no mapping. The name of a group may be long, of characters that JSON escapes or that
+    have many bytes. For another user, the processes are counted, and not searched."""
     name = "\N{GRINNING FACE}" * 50 + "\x01" * 50
 
     def watch(pids):
         before, observer = Resources(), Observer()
         for _ in range(3):
             observer.search()
-        found = [view.name for view in observer.snapshots() if {one.pid for one in view.ranks} == {*pids}]
-        during = Resources()
+        names = [view.name for view in observer.snapshots() if {one.pid for one in view.ranks} == {*pids}]
+        rights = re.findall(r"^\S+ (\S+) .*/memfd:crossreduce", Path("/proc/self/maps").read_text(), re.MULTILINE)
         observer.close()
-        kept = during == before, Resources() == before
-        return found, kept, group_of(name), json.loads(forked(hidden_groups).out if os.getuid() == 0 else "[0, 2, []]")
+        assert (names, set(rights), Resources() == before) == ([name], {"r--s"}, True)
+        return group_of(name), json.loads(forked(hidden_groups).out if os.getuid() == 0 else "[0, 2, []]")
 
-    _, (names, kept, found, (count, hidden, problems)) = watched(2, quiet, name, watch=watch)
-    assert names == [name]
-    assert kept == (False, True)
+    _, (found, (count, hidden, problems)) = watched(2, quiet, name, watch=watch)
     assert found["straggler"] is None
-    assert [one["state"] for one in found["ranks"]] == ["idle", "idle"]
-    assert [one["rates"]["calls_per_s"] for one in found["ranks"]] == [0, 0]
-    assert (count, problems) == (0, [])
-    assert hidden >= 2
+    assert [(one["state"], one["rates"]["calls_per_s"]) for one in found["ranks"]] == [("idle", 0)] * 2
+    assert (count, problems, hidden >= 2) == (0, [], True)
 
 
 @pytest.mark.system
@@ -168,10 +162,12 @@ def test_a_stopped_rank_is_named(top, group_of):
         return group_of("stopped"), top("--group", "stopped")[1]
 
     _, (found, text) = watched(3, busy, "stopped", None, watch=watch)
-    assert [one["state"] for one in found["ranks"]] == ["waiting", "stopped", "waiting"]
-    assert [one["late"] for one in found["ranks"]] == [[1], [], [1]]
-    assert found["straggler"]["rank"] == 1
-    assert found["straggler"]["share"] > 0.8
+    assert [(one["state"], one["late"]) for one in found["ranks"]] == [
+        ("waiting", [1]),
+        ("stopped", []),
+        ("waiting", [1]),
+    ]
+    assert (found["straggler"]["rank"], found["straggler"]["share"] > 0.8) == (1, True)
     assert re.search(r"^rank 1 keeps the others waiting: \d+ % of their time; it is stopped$", text, re.MULTILINE)
 
 
@@ -202,36 +198,20 @@ def test_a_dead_rank_is_named(top, group_of):
     assert re.search(r'^broken: rank 1 died during op 1, barrier, of group "dead"', text, re.MULTILINE)
 
 
-def two_hosts(rendezvous, started, end):
-    comm = Communicator(rendezvous, SocketTransport(rendezvous), name="hosts", timeout_s=20)
-    started.ready()
-    x, done = np.ones(1000, np.float32), np.zeros(1, np.uint8)
-    while not done[0]:
-        if comm.rank == 3:
-            time.sleep(0.02)
-        comm.all_reduce(ReduceOp.MAX, memory(x), memory(x))
-        done[0] = has_ended(end)
-        comm.broadcast(memory(done), 0)
-    comm.close()
-
-
 def test_another_host_is_named(top):
     """If a rank of another host is slow, the view of this host shows that it waits for other hosts."""
 
     def watch(pids):
         time.sleep(0.3)
-        code, out, error = top("--json", "--group", "hosts")
-        assert (code, error) == (0, "")
-        return json.loads(out)["groups"], top("--group", "hosts")[1]
+        return json.loads(top("--json", "--group", "hosts")[1])["groups"], top("--group", "hosts")[1]
 
     environment = [{"CROSSREDUCE_HOST": name} for name in "aabb"]
-    _, (groups, text) = watched(4, two_hosts, watch=watch, environment=environment)
+    _, (groups, text) = watched(4, busy, "hosts", 3, 2, watch=watch, environment=environment)
     fast, slow = sorted(groups, key=lambda group: group["ranks"][0]["rank"])
     assert [one["rank"] for one in fast["ranks"]] == [0, 1]
     assert (fast["straggler"]["rank"] in (0, 1), fast["straggler"]["hosts"]) == (True, True)
     assert fast["straggler"]["share"] > 0.5
-    assert slow["straggler"]["rank"] == 3
-    assert slow["straggler"]["hosts"] is False
+    assert (slow["straggler"]["rank"], slow["straggler"]["hosts"]) == (3, False)
     assert "2 of 4 ranks are on this host, one of 2" in text
     due = r"^exchanges with other hosts, and waits for them, take \d+ % of the time of rank [01]$"
     assert re.search(due, text, re.MULTILINE), text
@@ -244,41 +224,10 @@ def test_no_group(top):
     code, out, error = top("--interval", "0.1", "--group", "no such\x1b group")
     assert (code, error) == (1, "")
     assert out.startswith('No group of ranks of the name "no such? group" runs in your processes on this machine.\n')
-    code, out, _ = top("--interval", "0.1", "--group", "no such group", "--json")
-    assert (code, json.loads(out)["groups"]) == (1, [])
     for interval in ("0", "-1", "nan", "1e9"):
         code, _, error = top("--interval", interval)
         assert code == 2
         assert error.startswith("crossreduce: --interval must be a number of seconds.")
-
-
-@pytest.mark.system
-def test_a_group_is_not_disturbed():
-    """A group gives right results while two views read it every 0.1 s, one of which is killed again and again; it makes
-    calls at least half as fast as before, and its memory is mapped without the right to write."""
-    command = [sys.executable, "-m", "crossreduce", "top", "--json", "--interval", "0.1", "--group", "calm"]
-
-    def killed(view, count):
-        lines = [view.stdout.readline() for _ in range(count)]
-        maps = Path(f"/proc/{view.pid}/maps").read_text()
-        view.kill()
-        view.communicate()
-        return lines, maps
-
-    def watch(pids):
-        view = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-        for _ in range(3):
-            killed(subprocess.Popen(command, stdout=subprocess.PIPE, text=True), 2)
-        lines, maps = killed(view, 5)
-        time.sleep(0.3)
-        assert all(Path(f"/proc/{pid}").exists() for pid in pids)
-        return [json.loads(line) for line in lines], maps
-
-    found, (lines, maps) = watched(2, busy, "calm", None, watch=watch)
-    assert found[0] == found[1] > 100
-    assert len([line for line in lines if line["groups"]]) == 5
-    rights = [line.split()[1] for line in maps.splitlines() if "/memfd:crossreduce" in line]
-    assert set(rights) == {"r--s"}  # tests that run at the same time have groups, too
 
 
 def watches_itself(rendezvous, started, end):
@@ -312,28 +261,21 @@ def test_the_live_view_ends_with_q():
         command = [sys.executable, "-m", "crossreduce", "top", "--interval", "0.1", "--group", "live"]
         process = subprocess.Popen(command, stdin=theirs, stdout=theirs, env=environment)
         os.close(theirs)
-        out, deadline, typed = b"", time.monotonic() + 40, []
+        out, keys = b"", [(1, b"x"), (3, b"q")]
         try:
-            while time.monotonic() < deadline:
-                if not select.select([ours], [], [], 0.5)[0]:
-                    continue
-                try:
+            with suppress(OSError):  # Linux reports the end of a terminal as an error
+                while select.select([ours], [], [], 40)[0]:
                     out += os.read(ours, 1 << 16)
-                except OSError:  # Linux reports the end of a terminal as an error
-                    break
-                frames = out.count(b"keeps the others waiting")
-                for key, after in ((b"x", 1), (b"q", 3)):
-                    if frames >= after and key not in typed:
-                        os.write(ours, key)
-                        typed.append(key)
-            return process.wait(20), typed, out.decode()
+                    if keys and out.count(b"keeps the others waiting") >= keys[0][0]:
+                        os.write(ours, keys.pop(0)[1])
+            return process.wait(20), out.decode()
         finally:
             process.kill()
             process.wait()
             os.close(ours)
 
-    _, (code, typed, out) = watched(3, busy, "live", 1, watch=watch)
-    assert (code, typed) == (0, [b"x", b"q"])
-    assert "rank 1 keeps the others waiting: " in out
+    _, (code, out) = watched(3, busy, "live", 1, watch=watch)
+    assert code == 0
+    assert out.count("rank 1 keeps the others waiting: ") >= 3
     assert out.startswith("\x1b[?1049h")  # another screen, which is left at the end
     assert "\x1b[?1049l" in out

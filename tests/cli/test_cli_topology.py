@@ -1,6 +1,5 @@
 """``crossreduce topology``: machines, links, bounds, selections and files."""
 
-import itertools
 import json
 import re
 from pathlib import Path
@@ -38,7 +37,7 @@ def test_machines_are_listed(printed):
 
 def asymmetric(n):
     """Return a topology whose links differ from those in the other direction."""
-    rows = [[0 if a == b else (7 * a + 11 * b) % 5 * 2.5 + a for b in range(n)] for a in range(n)]
+    rows = [[(a != b) * ((7 * a + 11 * b) % 5 * 2.5 + a) for b in range(n)] for a in range(n)]
     return cr.Topology.from_matrix(rows, [f"cuda:{k}" for k in range(n)])
 
 
@@ -51,10 +50,9 @@ def test_a_topology_is_a_matrix(printed, tmp_path):
         start = lines.index("GB/s of each link, from row to column")
         assert lines[start + 1].split() == [str(k) for k in range(8)]
         for k, line in enumerate(lines[start + 2 : start + 10]):
-            number, node, *cells = line.split()
-            assert (number, node) == (str(k), f"cuda:{k}")
-            links = [topology.link(node, f"cuda:{j}") for j in range(8)]
-            assert cells == ["." if link is None else f"{float(link.bandwidth):g}" for link in links]
+            links = [topology.link(f"cuda:{k}", f"cuda:{j}") for j in range(8)]
+            cells = ["." if link is None else f"{float(link.bandwidth):g}" for link in links]
+            assert line.split() == [str(k), f"cuda:{k}", *cells]
         for collective in COLLECTIVES:
             exact = cr.bound(topology, collective).algbw
             row = rf"│ {collective} +│ {float(exact):.2f} +│ {exact} +│ (the|every) "
@@ -62,19 +60,22 @@ def test_a_topology_is_a_matrix(printed, tmp_path):
         assert max(map(len, lines[1:])) <= 80
 
 
-@pytest.mark.parametrize("line", ["hgx-h100 --hosts 2", "tpu-v4", "gb200-nvl72", "pcie-8 --speeds effective", "a.json"])
+LARGE = {
+    "hgx-h100 --hosts 2": cr.Topology.machine("hgx-h100", 2),
+    "tpu-v4": cr.Topology.machine("tpu-v4"),
+    "pcie-8 --speeds effective": cr.Topology.machine("pcie-8", speeds="effective"),
+    "a.json": asymmetric(12),
+}
+
+
+@pytest.mark.parametrize("line", LARGE)
 def test_a_large_topology_is_a_list(printed, monkeypatch, tmp_path, line):
     """If the matrix is too wide, lines list every link with its speed and both ends, and nothing else."""
     monkeypatch.setenv("COLUMNS", "50")
     monkeypatch.chdir(tmp_path)
-    name, *options = line.split()
-    if name == "a.json":
-        topology = asymmetric(12)
-        Path(name).write_text(topology.to_json())
-    else:
-        speeds = "effective" if "effective" in line else "raw"
-        topology = cr.Topology.machine(name, 2 if "hosts" in line else 1, speeds=speeds)
-    out = printed("topology", name, *options)
+    topology = LARGE[line]
+    Path("a.json").write_text(topology.to_json())
+    out = printed("topology", *line.split())
     lines = out[out.index("GB/s of each link\n") :].partition("\n\n")[0].splitlines()[1:]
     found = set()
     for where, nodes, to in (re.fullmatch(r"([0-9,-]+) (.+?): (.+)", line).groups() for line in lines):
@@ -90,10 +91,8 @@ SELECTED = {
     "DGX-1 --hosts 2 --nics edr-1": cr.Topology.machine("dgx-1v", 2, nics="edr-1"),
     "hgx-h100 --in-network": cr.Topology.machine("hgx-h100", in_network=True),
     "mi300x --speeds effective": cr.Topology.machine("mi300x", speeds="effective"),
-    "dgx-1v --devices 4,cuda:0,GPU:1": DGX.subset(["cuda:4", "cuda:0", "cuda:1"]),
-    "dgx-1v --devices 2,1,0 --without-link 0-1 --without-link cuda:7,4": DGX.without_link("cuda:0", "cuda:1").subset(
-        ["cuda:2", "cuda:1", "cuda:0"]
-    ),
+    "dgx-1v --devices 4,cuda:0,GPU:1": DGX.subset([4, 0, 1]),
+    "dgx-1v --devices 2,1,0 --without-link 0-1 --without-link cuda:7,4": DGX.without_link(0, 1).subset([2, 1, 0]),
     "pcie-8 --without-link 0-8": cr.Topology.machine("pcie-8").without_link("cuda:0", "plx0"),
     "this": cr.Topology.discover(),
 }
@@ -127,11 +126,8 @@ def test_a_part_of_a_machine_is_shown(printed):
     assert re.search(r"^ +6 +2 +5\n6 cuda:6 .*\n2 cuda:2 .*\n5 cuda:5 ", out, re.MULTILINE)
     out = printed("topology", "dgx-1v", "--devices", "0,5")
     assert "0 cuda:0  . ." in out
-    first, *rest = out[out.index("│ all_reduce ") :].splitlines()
-    cells = [first, *itertools.takewhile(lambda line: line.startswith("│     "), rest)]
-    assert " ".join(line.split("│")[-2].strip() for line in cells) == (
-        "all_reduce needs a route from cuda:0 to cuda:5, but no link leads out of {cuda:0}."
-    )
+    words = " ".join(re.sub("[│├┤]", " ", out[out.index("│ all_reduce ") :]).split())
+    assert "all_reduce needs a route from cuda:0 to cuda:5, but no link leads out of {cuda:0}." in words
 
 
 def test_a_topology_can_be_exported_and_loaded(printed, tmp_path):
@@ -147,35 +143,19 @@ def test_a_topology_can_be_exported_and_loaded(printed, tmp_path):
     assert planned == cr.plan(four, "all_gather").explain() + "\n"
 
 
-def test_a_file_and_a_machine_are_distinguished(printed, crossreduce, tmp_path, monkeypatch):
+def test_a_file_and_a_machine_are_distinguished(printed, tmp_path, monkeypatch):
     """A file needs no suffix, but a machine's name means the machine; a name with a / is always a file. Text in a
     file's name that looks like markup or an emoji of rich is printed unchanged."""
     monkeypatch.chdir(tmp_path)
     for name in ("wiring", "dgx-1v"):
         Path(name).write_text(TOPO_M)
-    four = json.loads(cr.Topology.load("wiring").to_json())
-    assert len(four["devices"]) == 4
-    assert json.loads(printed("topology", "wiring", "--json"))["topology"] == four
-    assert json.loads(printed("topology", "./dgx-1v", "--json"))["topology"] == four
-    assert json.loads(printed("topology", "dgx-1v", "--json"))["topology"] == json.loads(DGX.to_json())
-    code, out, error = crossreduce("topology", "wirings")
-    assert (code, out) == (2, "")
-    assert "there is no machine of this name." in error
+    four = cr.Topology.load("wiring")
+    assert len(four.devices) == 4
+    for name, topology in (("wiring", four), ("./dgx-1v", four), ("dgx-1v", DGX)):
+        assert json.loads(printed("topology", name, "--json"))["topology"] == json.loads(topology.to_json())
     name = "[red]a:smile:.json"
     Path(name).write_text(DGX.to_json())
     assert printed("topology", name).splitlines()[0] == name
-
-
-def test_a_truncated_file_is_rejected(crossreduce, tmp_path):
-    """A topology file that is truncated anywhere is rejected with one error, without a traceback."""
-    for name, text in {"a.json": DGX.to_json()[:-1], "a.txt": TOPO_M[: TOPO_M.rindex("X")]}.items():
-        path = tmp_path / name
-        for end in (*range(0, len(text), len(text) // 8), len(text)):
-            path.write_text(text[:end])
-            for command in ("topology", "plan"):
-                code, out, error = crossreduce(command, path)
-                assert (code, out) == (2, ""), end
-                assert error.startswith(f"crossreduce: {path}: ")
 
 
 def test_a_file_is_replaced_atomically(printed, tmp_path):
@@ -186,6 +166,5 @@ def test_a_file_is_replaced_atomically(printed, tmp_path):
     with path.open() as reader:
         printed("topology", "dgx-1v", "--picture", link)
         assert reader.read() == "earlier"
-    assert link.is_symlink()
-    assert path.read_bytes().startswith(b"<?xml")
+    assert (link.is_symlink(), path.read_bytes()[:5]) == (True, b"<?xml")
     assert sorted(tmp_path.iterdir()) == [path, link]

@@ -14,28 +14,19 @@ from crossreduce.cli.train.command import batches
 # if the gradients of one replica are lost.
 TOLERANCE = 1e-5
 BRIEF = ("--epochs", "3")
-PARAMETERS = 64 * 64 + 64 + 64 * 10 + 10
 
 
-@pytest.fixture
-def losses(crossreduce, tmp_path):
-    """Return a function that trains for three epochs and returns the losses."""
-
-    def train(*args):
-        code, _, error = crossreduce("train", *BRIEF, "--json", tmp_path / "losses.json", *args)
-        assert (code, error) == (0, "")
-        return np.array(json.loads((tmp_path / "losses.json").read_text())["losses"])
-
-    return train
+def trained(folder, *args):
+    """Train for three epochs and return the losses."""
+    with pytest.raises(SystemExit, match="0"):
+        main(["train", *BRIEF, "--json", str(folder / "losses.json"), *map(str, args)])
+    return np.array(json.loads((folder / "losses.json").read_text())["losses"])
 
 
 @pytest.fixture(scope="module")
 def one(tmp_path_factory):
     """Return the losses of NumPy on one device."""
-    path = tmp_path_factory.mktemp("train") / "one.json"
-    with pytest.raises(SystemExit, match="0"):
-        main(["train", *BRIEF, "--devices", "1", "--json", str(path)])
-    return np.array(json.loads(path.read_text())["losses"])
+    return trained(tmp_path_factory.mktemp("train"), "--devices", 1)
 
 
 def test_train_learns_with_its_defaults(crossreduce, tmp_path):
@@ -46,8 +37,7 @@ def test_train_learns_with_its_defaults(crossreduce, tmp_path):
     assert report["test_accuracy"] >= 0.95
     assert report["replicas_identical"] is True
     assert report["devices"] == [f"cpu:{k}" for k in range(8)]
-    assert len(report["losses"]) == report["steps"] == 20 * 23
-    assert len(report["epoch_losses"]) == 20
+    assert (len(report["losses"]), report["steps"], len(report["epoch_losses"])) == (460, 460, 20)
     assert report["final_loss"] == report["epoch_losses"][-1] < report["epoch_losses"][0]
     assert 0 < report["reduction_s"] < report["total_s"]
     assert f"{report['test_accuracy']:.4f}" in out
@@ -56,46 +46,24 @@ def test_train_learns_with_its_defaults(crossreduce, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("devices", "options"),
-    [
-        (3, ("--algorithm", "ring")),
-        (5, ("--algorithm", "hierarchical_copy", "--num-packs", "3")),
-        (8, ()),
-        (100, ("--algorithm", "direct")),
-    ],
+    "options",
+    ["3 --algorithm ring", "5 --algorithm hierarchical_copy --num-packs 3", "8", "100 --algorithm direct"],
 )
-def test_losses_do_not_depend_on_the_number_of_devices(losses, one, devices, options):
+def test_losses_do_not_depend_on_the_number_of_devices(tmp_path, one, options):
     """n devices have the losses of one device, also for odd n and for empty shards (n greater than the batch)."""
-    many = losses("--devices", devices, *options)
-    assert one.shape == many.shape
-    assert np.abs(one - many).max() < TOLERANCE
-
-
-def break_reduction(monkeypatch, before=lambda trees: trees, after=lambda trees: trees):
-    """Change the arguments or the results of the reduction in the training loop."""
-
-    def all_reduce(trees, *rest, **options):
-        if not isinstance(trees[0]["b2"], np.ndarray):  # arrays of the null framework, which only count bytes
-            return cr.all_reduce(trees, *rest, **options)
-        return after(cr.all_reduce(before(trees), *rest, **options))
-
-    monkeypatch.setattr("crossreduce.cli.train.command.all_reduce", all_reduce)
-
-
-def test_the_tolerance_detects_a_lost_replica(losses, one, monkeypatch):
-    """The comparison of losses fails if the gradients of one of eight replicas are lost."""
-    break_reduction(monkeypatch, before=lambda trees: [{k: 0 * x for k, x in trees[0].items()}, *trees[1:]])
-    assert np.abs(one - losses()).max() > 1000 * TOLERANCE
+    assert np.abs(one - trained(tmp_path, "--devices", *options.split())).max() < TOLERANCE
 
 
 def test_replicas_that_drift_apart_are_an_error(crossreduce, tmp_path, monkeypatch):
     """If the parameters of one replica differ at the end, the exit code is 1 and the JSON reports it."""
 
-    def drift(trees):
-        trees[2]["b2"][3] += 1e-3
+    def drift(trees, *rest, **options):
+        trees = cr.all_reduce(trees, *rest, **options)
+        if isinstance(trees[0]["b2"], np.ndarray):  # not an array of the null framework, which only counts bytes
+            trees[2]["b2"][3] += 1e-3
         return trees
 
-    break_reduction(monkeypatch, after=drift)
+    monkeypatch.setattr("crossreduce.cli.train.command.all_reduce", drift)
     code, out, error = crossreduce("train", *BRIEF, "--json", tmp_path / "run.json")
     assert code == 1
     assert "the replicas' parameters differ" in error
@@ -105,23 +73,25 @@ def test_replicas_that_drift_apart_are_an_error(crossreduce, tmp_path, monkeypat
 
 def test_bytes_moved_are_exact(crossreduce, tmp_path):
     """With one_device each step moves all gradients to one device, and the sums back to the others."""
-    crossreduce("train", "--epochs", 1, "--devices", 4, "--algorithm", "one_device", "--json", tmp_path / "run.json")
+    four = ("--devices", 4, "--algorithm", "one_device")
+    crossreduce("train", "--epochs", 1, *four, "--json", tmp_path / "run.json")
     report = json.loads((tmp_path / "run.json").read_text())
-    assert report["bytes_moved"] == 23 * 2 * 3 * 4 * PARAMETERS
-    assert report["gradients_reduced"] == 23 * 4
+    parameters = 64 * 64 + 64 + 64 * 10 + 10
+    assert (report["bytes_moved"], report["gradients_reduced"]) == (23 * 2 * 3 * 4 * parameters, 23 * 4)
 
 
-def test_a_run_is_reproducible(losses, one):
+def test_a_run_is_reproducible(tmp_path, one):
     """The same seed gives the same losses to the bit; another seed gives other losses."""
-    assert (losses("--devices", 1) == one).all()
-    assert (losses("--devices", 1, "--seed", 1) != one).all()
+    assert (trained(tmp_path, "--devices", 1) == one).all()
+    assert (trained(tmp_path, "--devices", 1, "--seed", 1) != one).all()
 
 
 @pytest.mark.parametrize("name", ["torch", "jax", "tensorflow"])
-def test_every_framework_trains_and_benchmarks_alike(request, crossreduce, losses, one, name):
+def test_every_framework_trains_and_benchmarks_alike(request, crossreduce, capsys, tmp_path, one, name):
     """On five devices each framework has the losses of NumPy on one, no wrong element, and no output on stderr."""
     request.getfixturevalue(f"{name}_")
-    assert np.abs(one - losses("--devices", 5, "--framework", name, "--live")).max() < TOLERANCE
+    assert np.abs(one - trained(tmp_path, "--devices", 5, "--framework", name, "--live")).max() < TOLERANCE
+    assert capsys.readouterr().err == ""
     wanted = {
         "-g 5 -A auto,ring": ["sum", "sum"],
         "-g 3 -d int64 -o prod": ["prod"],
@@ -144,9 +114,7 @@ def test_the_command_makes_the_devices_of_jax():
 
 def test_batches_cover_an_epoch():
     """Each epoch contains every sample once, in a different order."""
-    epochs = [[], []]
-    for epoch, batch in batches(100, 7, 2, seed=3):
-        assert len(batch) <= 7
-        epochs[epoch].extend(batch)
-    assert sorted(epochs[0]) == sorted(epochs[1]) == list(range(100))
-    assert epochs[0] != epochs[1]
+    drawn = list(batches(100, 7, 2, seed=3))
+    first, second = (np.concatenate([batch for epoch, batch in drawn if epoch == k]) for k in range(2))
+    assert sorted(first) == sorted(second) == list(range(100))
+    assert list(first) != list(second)

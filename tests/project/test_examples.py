@@ -7,7 +7,6 @@ import runpy
 import subprocess
 import sys
 
-import fake_cuda
 import pytest
 from paths import ROOT
 
@@ -18,14 +17,8 @@ EXAMPLES = sorted({*(ROOT / "examples").glob("*.py")} - {ELASTIC})
 def run(path, *args):
     """Run an example in a new process, without the variables that conftest sets for the frameworks."""
     inherited = {name: value for name, value in os.environ.items() if not name.startswith(("TF_", "JAX_"))}
-    return subprocess.run(
-        [sys.executable, *map(str, (path, *args))],
-        capture_output=True,
-        text=True,
-        timeout=400,
-        check=False,
-        env=inherited,
-    )
+    command = [sys.executable, *map(str, (path, *args))]
+    return subprocess.run(command, capture_output=True, text=True, timeout=400, check=False, env=inherited)
 
 
 @pytest.mark.parametrize(
@@ -60,33 +53,6 @@ def test_examples_check_their_options(capsys, monkeypatch):
             assert shown in "".join(capsys.readouterr())
 
 
-@pytest.mark.slow
-def test_the_benchmark_of_the_cuda_engine_runs_without_a_gpu(tmp_path):
-    """On the fake driver the benchmark for GPUs runs all its cases, finds no wrong bit, and keeps nothing."""
-    program, fake = ROOT / "benchmarks" / "gpu_reduction.py", ["--driver", "fake", "--library", fake_cuda.built()]
-    ran = run(program, *fake)
-    assert ran.returncode == 0, ran.stdout + ran.stderr
-    assert "FAKE DRIVER: NO MEASUREMENT" in ran.stdout
-    assert re.findall(r"^  \[(\w+): \d+ s so far\]$", ran.stdout, re.M) == [
-        *("correctness", "large", "halves", "gradients", "many_small", "one_small", "several"),
-        *("grid", "kernels", "sanitizer"),
-    ]
-    assert set(re.findall(r"ours queues .*", ran.stdout)) == {"ours queues 1 launches and 0 copies"}
-    rejected = run(program, *fake, "--json", tmp_path / "gpu.json")
-    assert rejected.returncode == 2
-    assert "measures nothing" in rejected.stderr
-    assert not (tmp_path / "gpu.json").exists()
-
-
-def test_the_gradients_of_a_model_are_one_launch(tmp_path):
-    """The benchmark of the host's cost on CUDA devices finds that the gradients of ResNet-50 are one launch."""
-    ran = run(ROOT / "benchmarks" / "cuda_host_cost.py", "--quick", "--json", tmp_path / "cost.json")
-    assert ran.returncode == 0, ran.stdout + ran.stderr
-    cases = json.loads((tmp_path / "cost.json").read_text())["cases"]
-    assert cases["161 gradients of ResNet-50, 8 to 8 on one GPU"]["queued"] == {"launches": 1, "copies": 0, "waits": 0}
-    assert all(row["median_s"] > 0 for case in cases.values() for row in case["rows"].values())
-
-
 @pytest.mark.system
 def test_ranks_are_killed_and_others_join(tmp_path):
     """Two ranks are killed and two processes join; each step is made once, with the losses of an undisturbed run, in
@@ -96,38 +62,8 @@ def test_ranks_are_killed_and_others_join(tmp_path):
     assert ran.stdout.endswith("the curves agree\n")
     report = json.loads((tmp_path / "report.json").read_text())
     assert sorted(event for _, event in report["happened"]) == ["join", "join", "kill", "kill"]
-    sizes = report["sizes"]
-    assert sizes[0] == sizes[-1] == 4
-    assert len(set(sizes)) > 1
-    assert len(report["losses"]) == len(sizes) == len(report["undisturbed"]) == 400
+    assert report["sizes"][0] == report["sizes"][-1] == 4 > min(report["sizes"])
+    assert len(report["losses"]) == len(report["sizes"]) == 400
     assert report["losses"] == report["undisturbed"]
-    assert sum(report["losses"][-20:]) < 0.05 * sum(report["losses"][:20])
     assert report["accuracy"] >= 0.97
-    chart = (tmp_path / "chart.svg").read_text()
-    assert chart.startswith("<?xml")
-    assert len(re.findall(r'id="axes_\d"', chart)) == 2
-
-
-@pytest.mark.slow
-def test_a_state_that_is_not_received_is_noticed(tmp_path):
-    """If the new processes receive the number of the step, but not the weights, the example fails.
-
-    A fourth of its steps are enough for that, though not for an accurate network.
-    """
-    text, broken = ELASTIC.read_text(), tmp_path / ELASTIC.name
-    sent = "for x in (known, *(p.detach() for p in self.parameters), *momentum):"
-    for old, new in ((sent, "for x in (known, *momentum):"), ("STEPS = 400", "STEPS = 100")):
-        assert text.count(old) == 1
-        text = text.replace(old, new)
-    broken.write_text(text)
-    ran = run(broken, "--seed", 1)
-    assert ran.returncode == 1
-    noticed = "THE CURVES DIFFER", "the ranks end with different networks"
-    assert any(words in ran.stdout + ran.stderr for words in noticed), ran.stdout + ran.stderr
-
-
-def test_the_page_shows_a_run_of_the_example():
-    """The picture of the how-to page is a chart of the example."""
-    page = (ROOT / "docs/how-to/when-a-rank-dies.md").read_text()
-    assert "../pictures/elastic.svg" in page
-    assert "asks to join" in (ROOT / "docs/pictures/elastic.svg").read_text()
+    assert len(re.findall(r'id="axes_\d"', (tmp_path / "chart.svg").read_text())) == 2

@@ -28,7 +28,10 @@ MISSING = {
     "win32": {module: LINUX.get(module, ()) + names for module, names in POSIX.items()},
 }
 MODULES_OF_POSIX = ("fcntl", "grp", "pwd", "resource", "termios")
-COMPILED = ("kernels._native", "frameworks._numpy_arrays", "engines.host._calls", "engines.cuda._cuda")
+COMPILED = [
+    f"crossreduce.{each}"
+    for each in ("kernels._native", "frameworks._numpy_arrays", "engines.host._calls", "engines.cuda._cuda")
+]
 
 CHILD = """
 import contextlib, ctypes, importlib, json, sys
@@ -72,18 +75,12 @@ ctypes.CDLL = no_process
 """
 
 LONELY = """
+from types import SimpleNamespace
 import crossreduce as cr
 from crossreduce.ranks.communicator import Communicator
-
-class Lonely:
-    rank, size, owner = 0, 1, None
-    def all_gather(self, payload):
-        return [payload]
-    def publish_abort(self, cause):
-        return cause
-
+alone = SimpleNamespace(rank=0, size=1, owner=None, all_gather=lambda x: [x], publish_abort=lambda cause: cause)
 try:
-    Communicator(Lonely(), None, name="world", timeout_s=5.0)
+    Communicator(alone, None, name="world", timeout_s=5.0)
 except cr.BackendError as error:
     print(error)
 """
@@ -128,25 +125,18 @@ def run(platform, code, loaded=()):
     Return the imported modules and the printed text. Modules that need another framework are left out; if any other
     module cannot be imported, the test fails.
     """
-    modules = [
-        "crossreduce",
-        *(f"crossreduce.{name(path)}" for path in FILES if name(path) and path.stem != "__main__"),
-    ]
-    absent = {package for framework in set(PACKAGES) - {"numpy", *loaded} for package in PACKAGES[framework]}
-    absent.add("torchft")
+    modules = [f"crossreduce.{name(path)}".removesuffix(".") for path in FILES if path.stem != "__main__"]
+    absent = {"torchft"}.union(*(PACKAGES[framework] for framework in set(PACKAGES) - {"numpy", *loaded}))
     first = {module for path in FILES for module in top_level_imports(tree(path))}
     given = {
         "platform": platform,
         "missing": MISSING[platform],
         "first": sorted(module for module in first if module.split(".")[0] not in {"crossreduce", "mpi4py", *absent}),
         "absent": sorted(absent),
-        "blocked": [f"crossreduce.{module}" for module in COMPILED],
+        "blocked": [*COMPILED, *(MODULES_OF_POSIX if platform == "win32" else ())],
         "modules": modules,
     }
-    if platform == "win32":
-        given["blocked"] += MODULES_OF_POSIX
-    code = f"{CHILD}\n{code}\nprint(json.dumps([imported, failed]))"
-    command = [sys.executable, "-c", code, json.dumps(given)]
+    command = [sys.executable, "-c", f"{CHILD}\n{code}\nprint(json.dumps([imported, failed]))", json.dumps(given)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr
     *text, report = done.stdout.splitlines()
@@ -158,15 +148,7 @@ def run(platform, code, loaded=()):
 NEED_TORCH = pytest.mark.skipif("torch" not in frameworks.NAMES, reason="left out by CROSSREDUCE_TEST_FRAMEWORKS")
 
 
-@pytest.mark.parametrize(
-    ("platform", "loaded"),
-    [
-        ("win32", []),
-        pytest.param("darwin", [], marks=pytest.mark.slow),
-        pytest.param("darwin", ["torch"], marks=NEED_TORCH),
-        pytest.param("win32", ["torch"], marks=[NEED_TORCH, pytest.mark.slow]),
-    ],
-)
+@pytest.mark.parametrize(("platform", "loaded"), [("win32", []), pytest.param("darwin", ["torch"], marks=NEED_TORCH)])
 def test_the_package_without_the_functions_of_linux(platform, loaded):
     """Every module of the package that needs no absent framework can be imported, without opening a library. A group of
     ranks, also of torch, raises a BackendError that says that ranks need Linux. Reductions in one process, topologies

@@ -39,10 +39,9 @@ def test_workflows_test_every_supported_version_of_python():
 def test_wheels_with_kernels_require_them():
     """Every environment in which cibuildwheel builds sets CROSSREDUCE_REQUIRE_KERNELS."""
     settings = PROJECT["tool"]["cibuildwheel"]
-    environments = [part["environment"] for part in (settings, *(v for v in settings.values() if isinstance(v, dict)))
-                    if "environment" in part]  # fmt: skip
-    assert len(environments) == 2
-    assert all(each["CROSSREDUCE_REQUIRE_KERNELS"] == "1" for each in environments)
+    parts = (settings, *(part for part in settings.values() if isinstance(part, dict)))
+    found = [part["environment"]["CROSSREDUCE_REQUIRE_KERNELS"] for part in parts if "environment" in part]
+    assert found == ["1", "1"]
 
 
 @pytest.mark.parametrize("path", WORKFLOWS, ids=lambda path: path.stem)
@@ -57,8 +56,7 @@ def test_workflows_have_few_rights(path):
     assert len(jobs) == text.count("runs-on:") >= 3
     assert all("\n    timeout-minutes: " in job for job in jobs)
     assert [job.split(":")[0] for job in jobs if "permissions:" in job] == ["publish"] * (path.stem != "tests")
-    assert "secrets." not in text
-    assert "password" not in text
+    assert not re.search(r"secrets\.|password", text)
     assert text.count("actions/checkout@") == text.count("persist-credentials: false")
 
 
@@ -80,30 +78,18 @@ def test_listed_files_exist():
 def files_of_others(folder):
     """Return the names of files that state a copyright, or that have the long lines of minified code."""
     code = re.compile(rb"copyright|@license|[^\n]{2000}", re.IGNORECASE)
-    ignored = {".bin", ".pyc", ".so"}
-    return {
-        path.name
-        for path in folder.rglob("*")
-        if path.is_file()
-        and path.suffix not in ignored
-        and ".egg-info" not in str(path)
-        and code.search(path.read_bytes())
-    }
+    files = [path for path in folder.rglob("*") if path.is_file() and path.suffix not in (".bin", ".pyc", ".so")]
+    return {path.name for path in files if ".egg-info" not in str(path) and code.search(path.read_bytes())}
 
 
-def test_the_notice_names_the_files_of_other_projects(tmp_path):
+def test_the_notice_names_the_files_of_other_projects():
     """NOTICE names each file of another project in the package, and each such file has the text of its license.
 
     Such a file is minified or states a copyright, so the test finds one that is added without a line in NOTICE.
     """
-    (tmp_path / "bundled.min.js").write_text("/*! (c) Somebody */" + "var a=1;" * 1000)
-    (tmp_path / "plain.css").write_text("/* Copyright (c) Somebody */\n")
-    (tmp_path / "ours.js").write_text("const a = 1;\n")
-    assert files_of_others(tmp_path) == {"bundled.min.js", "plain.css"}
     notice = (ROOT / "NOTICE").read_text()
     assert PROJECT["project"]["license-files"] == ["LICENSE", "NOTICE"]  # so every distribution has them
-    assert all(words in notice for words in ("kernels.bin", "topology/data"))
     found = files_of_others(ROOT / "src")
-    assert [name for name in sorted(found) if name not in notice] == []
+    assert [name for name in ("kernels.bin", "topology/data", *sorted(found)) if name not in notice] == []
     licenses = {path.name.partition(".")[0] for path in (ROOT / "src").rglob("*.LICENSE")}
-    assert {name.partition(".")[0] for name in found} == licenses
+    assert {name.partition(".")[0] for name in found} == licenses != set()

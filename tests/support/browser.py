@@ -23,9 +23,8 @@ def require_browser():
     if os.environ.get("CROSSREDUCE_TEST_BROWSER") == "0":
         pytest.skip("browsers are left out by CROSSREDUCE_TEST_BROWSER=0")
     missing = [name for name in ("chromium", "chromedriver") if shutil.which(name) is None]
-    if missing:
-        remedy = "install Debian's chromium and chromium-driver, or set CROSSREDUCE_TEST_BROWSER=0"
-        pytest.fail(f"these tests need a browser, but there is no {' and no '.join(missing)}: {remedy}", pytrace=False)
+    remedy = "install Debian's chromium and chromium-driver, or set CROSSREDUCE_TEST_BROWSER=0"
+    assert not missing, f"these tests need a browser, but there is no {' and no '.join(missing)}: {remedy}"
 
 
 @contextmanager

@@ -24,14 +24,9 @@ STREAMS = ("stdin", "stdout", "stderr")
 def run_python(code, *args, **environment):
     """Run Python code in a new process, without the variables that conftest sets for the frameworks."""
     inherited = {name: value for name, value in os.environ.items() if not name.startswith(("TF_", "JAX_"))}
-    return subprocess.run(
-        [sys.executable, "-c", code, *map(str, args)],
-        capture_output=True,
-        text=True,
-        timeout=200,
-        check=False,
-        env=inherited | environment,
-    )
+    command = [sys.executable, "-c", code, *map(str, args)]
+    around = inherited | environment
+    return subprocess.run(command, capture_output=True, text=True, timeout=200, check=False, env=around)
 
 
 def run_without(module, *args):
@@ -47,7 +42,6 @@ class Ran(NamedTuple):
     out: str
     error: str
     shown: str
-    codes: str
 
 
 def forked(function, *args, terminal=(), begun=None, **environment):
@@ -89,7 +83,7 @@ def forked(function, *args, terminal=(), begun=None, **environment):
         for descriptor in (ours, *(reader for reader, _ in pipes)):
             os.close(descriptor)
     codes, out, error = (text.decode() for text in texts.values())
-    return Ran(os.waitstatus_to_exitcode(status), out, error, re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", codes), codes)
+    return Ran(os.waitstatus_to_exitcode(status), out, error, re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", codes))
 
 
 def _child(function, args, descriptors, environment):
@@ -99,9 +93,7 @@ def _child(function, args, descriptors, environment):
         for number, descriptor in enumerate(descriptors):
             os.dup2(descriptor, number)
         sys.stdin, sys.stdout, sys.stderr = open(0), open(1, "w"), open(2, "w", buffering=1)  # noqa: SIM115
-        signal.signal(
-            signal.SIGINT, signal.default_int_handler
-        )  # ignored if the tests run in the background of a shell
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell lets jobs in its background ignore it
         os.environ.update(environment)
         logging.root.handlers.clear()  # those of pytest
         try:

@@ -16,7 +16,7 @@ FOLDERS = [
 LINUX_ONLY = [
     "ranks",
     "cuda",
-    *(f"cli/test_cli_{part}.py" for part in ("bench_ranks", "doctor", "top")),
+    *(f"cli/test_{part}.py" for part in ("bench_launch", "cli_bench_ranks", "cli_doctor", "cli_top")),
     *(f"project/test_{part}.py" for part in ("docs", "examples")),
     "planner/export/test_report_browser.py",
     "planner/topology/test_discover.py",
