@@ -9,6 +9,7 @@ import os
 import re
 import subprocess
 import sys
+from collections import Counter
 
 import frameworks
 import paths
@@ -285,6 +286,13 @@ def test_every_expected_error_is_matched():
             f"{file.name}: {each}" for each in words if re.match(r"pytest\.raises\((?!MemoryErr|.*match=)", each)
         ]
     assert not unmatched
+
+
+def test_class_names_are_unique():
+    """No two classes of the package have one name, except those of tensorflow/ that have TensorFlow's names."""
+    mirrored = {"AllReduceCrossDeviceOps", "HierarchicalCopyAllReduce", "ReductionToOneDevice"}
+    counts = Counter(node.name for path in FILES for node in ast.walk(tree(path)) if isinstance(node, ast.ClassDef))
+    assert {name for name, count in counts.items() if count > 1} == mirrored
 
 
 def test_the_deliberate_faults_can_be_applied():
