@@ -50,10 +50,10 @@ def test_a_wait_is_recorded_until_it_ends():
 
     def wait(timeout_s):
         recorded.append((watched.wait.rank, timeout_s))
-        raise ConnectionError
+        raise ConnectionError("lost")
 
     transport.receive.return_value.wait = wait
-    with pytest.raises(ConnectionError):
+    with pytest.raises(ConnectionError, match="lost"):
         watched.receive(5, 6, 7, 8).wait(9.0)
     transport.receive.assert_called_once_with(5, 6, 7, 8)
     assert (recorded, watched.wait) == ([(7, 9.0)], None)
