@@ -322,7 +322,7 @@ def _hosts_text(hosts: Sequence[Sequence[int]]) -> str:
 
 @lru_cache(4)  # all dumps of a group have the same text
 def _hosts(text: str) -> tuple[tuple[tuple[int, ...], ...], frozenset[int]]:
-    """Return the ranks of each host, and all ranks, from text of the form of ``_hosts_text``."""
+    """Return the ranks of each host, and all ranks, from a text such as "0-2,7;4-5"."""
     hosts: list[tuple[int, ...]] = []
     count = 0
     for host in text.split(";"):

@@ -199,7 +199,7 @@ def fastest_schedule(request: Request) -> Pieces:
     require_routes(topology, request.sources, request.destinations, request.collective)
     schedules: dict[Schedule, None] = {}  # used as an ordered set
     for tried in steps(_requests_to_try(topology, request), lambda tried: f"planning {tried.algorithm}"):
-        try:
+        try:  # without bytes and costs, so that one entry of the cache of ``candidates`` serves all of them
             schedules.update(dict.fromkeys(candidates(tried._replace(nbytes=0, costs=NO_MORE))))
         except PlanError as error:
             failure = error

@@ -211,8 +211,8 @@ def make_group(store: StoreClient, rank: int, size: int, settings: Settings, ori
 
     def connected(cancelled: threading.Event, hosts: Hosts) -> Transport:
         part = StorePart(store, "tcp/")
-        places = ConnectionStore(part, rank, cancelled, settings.listen_at, origin.is_beyond)
-        return TcpTransport(*places.connect(hosts))
+        connections = ConnectionStore(part, rank, cancelled, settings.listen_at, origin.is_beyond)
+        return TcpTransport(*connections.connect(hosts))
 
     name, timeout_s, listen_at = settings.name, settings.timeout_s, settings.listen_at
     try:

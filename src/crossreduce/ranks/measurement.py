@@ -152,7 +152,8 @@ class _Probe:
                 self._wait(self._send(other, 8) if sending else self._receive(other, 8), other)
             taken.append((time.perf_counter() - began) / 2)
         self.latency[other] = median(taken[1:])
-        # The first stream's speed determines how many bytes fit into the time; the receiver sends their number.
+        # One host streams to the other, and then back. The speed of a short first stream determines how many bytes fit
+        # into ``seconds``; the receiver computes this number, and tells it to the sender.
         for sending in (first, not first):
             if sending:
                 self._stream_out(other, _FIRST_BYTES)

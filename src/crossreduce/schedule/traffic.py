@@ -332,7 +332,10 @@ def shares_of_links(schedule: Schedule, flows: Traffic) -> dict[Pair, Fraction]:
 
 
 def counted_chunks(schedule: Schedule, flows: Traffic) -> tuple[Chunk, ...]:
-    """Return the chunks to which the numbers in a schedule's traffic refer: all, or only those of its base."""
+    """Return the chunks that the traffic of a schedule numbers.
+
+    These are all, or those of the ``base`` of a generated schedule if the topology has its symmetry.
+    """
     return schedule.base.chunks if isinstance(schedule, GeneratedSchedule) and flows.orbits else schedule.chunks
 
 

@@ -46,9 +46,9 @@ def connect(
     seconds, gloo = timeout.total_seconds(), []
 
     def connected(cancelled: threading.Event, hosts: tuple[tuple[int, ...], ...]) -> Transport:
-        places = ConnectionStore(dist.PrefixStore("tcp/", store), rank, cancelled, is_beyond=origin.is_beyond)
-        sockets, unreached = places.connect(hosts)
-        lazy = len(hosts) > 1 and places.any_of_all(bool(unreached), size)
+        connections = ConnectionStore(dist.PrefixStore("tcp/", store), rank, cancelled, is_beyond=origin.is_beyond)
+        sockets, unreached = connections.connect(hosts)
+        lazy = len(hosts) > 1 and connections.any_of_all(bool(unreached), size)
         inner = CancellableStore(dist.PrefixStore("gloo/", store), cancelled)
         if lazy:
             gloo.append(dist.ProcessGroupGloo(inner, rank, size, lazy_options(timeout, interfaces())))

@@ -171,9 +171,11 @@ class Group(dist.ProcessGroup):  # type: ignore[misc]
         return self._run("reduce_scatter_tensor_coalesced", (outputs, inputs, opts), outputs, function)
 
     def _one(self, method: str, options: Sequence[Any], *lists: Any) -> Callable[[], None]:
+        """Return a function for the queue that runs a collective on the only element of each list."""
         return partial(self._collectives.run_one, getattr(self._collectives, method), options, *lists)
 
     def _each(self, method: str, options: Sequence[Any], *lists: Any) -> Callable[[], None]:
+        """Return a function for the queue that runs a collective on the k-th elements of the lists, for each k."""
         return partial(self._collectives.run_each, getattr(self._collectives, method), options, *lists)
 
     # ---- moves ----------------------------------------------------------------------------------------------------

@@ -125,7 +125,7 @@ def test_islands_of_the_members():
     some = tuple(f"cpu:{k}" for k in (0, 2, 3, 5))
     found = hierarchies(topology, some, some)
     assert hierarchical_copy(some, groups=[some[:2], some[2:]]) in found
-    alone = some[:2]  # the request's devices in one island
+    alone = some[:2]  # devices of one island: a reduction and a copy, and no rounds between islands
     assert {len(schedule.rounds) for schedule in hierarchies(topology, alone, alone)} == {2}
 
 

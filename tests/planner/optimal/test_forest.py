@@ -252,6 +252,8 @@ def test_some_trees_branch_at_a_switch_and_others_do_not(collective):
     """If a switch has too little bandwidth for all trees, only some of them branch there."""
     topology = Topology(["cpu:0", "cpu:1", "cpu:2"], BYPASS, [("s", True)])
     topology = topology.reversed() if collective == "reduce" else topology
+    # Trees of 2 GB/s in all branch at the hub, and one of 1 GB/s goes round it.
     assert check_right(forest_of_all(topology, collective), topology) == bound(topology, collective, "cpu:0").algbw == 3
+    # Where the hub sends no byte to two devices, 4 GB/s in all lead to cpu:1 and cpu:2: 2 to each.
     plain = topology.with_switches(reducing=False)
     assert check_right(forest_of_all(plain, collective), plain) == bound(plain, collective, "cpu:0").algbw == 2

@@ -119,7 +119,7 @@ def test_a_round_may_have_its_own_route():
 
 
 def test_routes_count_for_equality():
-    """Schedules that differ in their routes or the order of these are not equal; lists are copied."""
+    """Schedules are equal only if their routes are, in the same order. Lists become tuples. The text omits routes."""
     assert ROUTED != BARE
     assert replace(BARE, routes=(FORTH, BACK)) != ROUTED
     assert replace(ROUTED, routes=()) == BARE

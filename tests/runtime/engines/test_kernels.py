@@ -215,13 +215,13 @@ def test_the_mean_of_integers_is_a_correctly_rounded_half(isa, dtype, half, data
     low, high = int(bounds.min), int(bounds.max)
     # Integers halfway between two halves. Float32 may round a nearby mean to such a tie, and so to the wrong half.
     ties = [(1 << 15) + 16, (1 << 15) + 48, (1 << 20) + (1 << 12), (1 << 20) + 3 * (1 << 12), (1 << 24) + (1 << 16)]
-    near = st.builds(lambda x, y: x + y, st.sampled_from([0, 1 << 10, *ties, *ties]), st.integers(-3, 3))
-    number = st.one_of(near, near, st.integers(low, high)).map(lambda x: min(max(x, low), high))
-    first = data.draw(number)
-    number = st.one_of(st.integers(-1, 1).map(lambda x: min(max(first + x, low), high)), number)
-    few = data.draw(st.lists(number, max_size=3))
+    near_ties = st.builds(lambda x, y: x + y, st.sampled_from([0, 1 << 10, *ties, *ties]), st.integers(-3, 3))
+    numbers = st.one_of(near_ties, near_ties, st.integers(low, high)).map(lambda x: min(max(x, low), high))
+    first = data.draw(numbers)
+    near_first = st.integers(-1, 1).map(lambda x: min(max(first + x, low), high))
+    others = data.draw(st.lists(st.one_of(near_first, numbers), max_size=3))
     rng = np.random.default_rng(data.draw(st.integers(0, 99)))
-    xs = rng.choice(np.array([first, *few], dtype), (n, 45))
+    xs = rng.choice(np.array([first, *others], dtype), (n, 45))
     xs[1:, ::2] = first  # in every other column all sources but the first are equal
     out = np.zeros(45, storage(half))
     reduction("mean", dtype, "float64", half, n, 45).native(isa).run([list(xs)], [[out]], 1, False, False)

@@ -183,10 +183,11 @@ def test_extended_reduces_and_broadcasts(library):
     assert (first.devices, second.devices) == (strategy.devices, ("cpu:1",))
     copies = strategy.extended.broadcast_to(library.array(xs[1]))
     assert [library.to_numpy(x).tolist() for x in copies] == [xs[1].tolist()] * n
-    log = strategy.extended.update(
-        given, lambda x, k, same: (library.to_numpy(x).tolist(), k, same), args=(cr.PerReplica([7, 8, 9]), 1)
+    components, numbers, ones = strategy.extended.update(
+        given, lambda x, number, one: (str(library.to_numpy(x)), number, one), args=(cr.PerReplica([7, 8, 9]), 1)
     )
-    assert log[1].values == (7, 8, 9)
+    assert components.values == tuple(map(str, xs))
+    assert (numbers.values, ones.values) == ((7, 8, 9), (1, 1, 1))
     with pytest.raises(cr.ArgumentError, match="var must be a variable"):
         strategy.extended.update(xs[0], print)
     with pytest.raises(cr.ArgumentError, match="is not a pair"):

@@ -241,6 +241,7 @@ def rows(backend: Backend, request: BenchRequest, name: str) -> Iterator[Row]:
     def measure(
         patterns: list[NDArray[Any]], reduced: NDArray[Any], count: int, root: int, in_place: bool
     ) -> tuple[list[float], int | None]:
+        """Time the calls of a collective, and on request count the wrong elements of its result: a ``Measure``."""
         share = count // size
         inputs = np.resize(patterns[backend.rank], share if collective == "all_gather" else count)
         if collective == "all_gather":
@@ -252,7 +253,7 @@ def rows(backend: Backend, request: BenchRequest, name: str) -> Iterator[Row]:
         source, result = backend.array(inputs), backend.array(np.zeros_like(expected))
         call = backend.call(collective, request.op, source, result, root, in_place)
         times = []
-        backend.gather(None)
+        backend.gather(None)  # a barrier
         for k in range(request.warmup_iters + request.iterations):
             before = time.perf_counter()
             call()
@@ -267,7 +268,8 @@ def rows(backend: Backend, request: BenchRequest, name: str) -> Iterator[Row]:
             checked = collective != "reduce" or backend.rank == root
             nwrong = exact.wrong(backend.numpy(written), expected, expected.size) if checked else 0
         measured = backend.gather((times, nwrong))
-        times = [combine_times(request, list(each)) for each in zip(*(seconds for seconds, _ in measured), strict=True)]
+        calls = zip(*(seconds for seconds, _ in measured), strict=True)  # the seconds of all ranks, for each call
+        times = [combine_times(request, list(seconds)) for seconds in calls]
         return times, None if nwrong is None else sum(wrong for _, wrong in measured)
 
     return request.rows(name, measure)

@@ -173,15 +173,19 @@ def _boxes(extents: dict[str, Place]) -> list[Box]:
     return boxes + ([Box("network", 0.0, between, *net)] if net else [])
 
 
-def _rectangle(count: int, ratio: float) -> tuple[int, int]:
-    """Return the columns and rows of a rectangle whose border has room for ``count`` cells."""
+def _rectangle(count: int, cell_ratio: float) -> tuple[int, int]:
+    """Return the columns and rows of the smallest rectangle whose border has room for ``count`` cells.
+
+    Of equally long borders, the one whose picture is nearest to ``_RATIO`` is taken. ``cell_ratio``: a cell's height
+    divided by its width.
+    """
     fits = [
         (across, down)
         for across in range(3, count + 1)
         for down in range(3, count + 1)
         if 2 * (across + down) - 4 >= count
     ]
-    return min(fits, key=lambda cell: (2 * sum(cell), abs(cell[1] * ratio * _RATIO - cell[0])))
+    return min(fits, key=lambda fit: (sum(fit), abs(fit[1] * cell_ratio * _RATIO - fit[0])))
 
 
 def _perimeter(across: int, down: int) -> list[tuple[int, int]]:

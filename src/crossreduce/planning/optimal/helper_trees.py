@@ -37,9 +37,9 @@ def best_helper_trees(
     """Return the best trees among some devices, which may branch at any helpers.
 
     Return ``None`` if there is no helper, if there are too many devices, or if no trees were found. Bandwidths or
-    weights of very different sizes also give ``None``, since the program is solved in floating point. So do collectives
-    among many members, except all-reduces for which trees by symmetry do not reach the bound: trees of other
-    collectives gain little by helpers that combine.
+    weights of very different sizes also give ``None``, since the program is solved in floating point. Among many
+    members, only all-reduces are planned, and only if trees by symmetry do not reach their bound; all else gives
+    ``None``, since it gains little by helpers that combine.
 
     ``roots`` are the roots and their weights, for all collectives but all-reduce; ``None``: all members, with equal
     weights. The rate is that of all roots together.

@@ -110,7 +110,7 @@ class MultiHostEngine:
         self.diameter = max(map(max, hops))  # the links of the longest route
 
     def plan_digest(self, topology: Topology) -> bytes:
-        """Return a digest of a topology of the hosts and of the schedule of a large all-reduce on it."""
+        """Return a digest by which ranks compare a topology of the hosts, and the plan of a large all-reduce on it."""
         schedule = host_schedule(topology, self.hosts, "all_reduce", PLANNED_BYTES, None, lost=self.lost)
         return _digest(topology.to_json().encode(), schedule.to_json())
 

@@ -186,7 +186,7 @@ def _reform(group: Communicator, kind: int, form: Form[Group], timeout_s: float)
             if new_group is not None:
                 new_group.close()
             raise
-        if formed.flag:
+        if formed.flag:  # all ranks have formed the group
             return new_group, reformed
         if new_group is not None:
             new_group.close()

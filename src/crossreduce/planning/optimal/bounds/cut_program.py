@@ -141,7 +141,7 @@ class CutProgram:
     def rows(self, cuts: Iterable[NodeCut], unit: int, most: int) -> Rows:
         """Return the program with the constraints of some cuts. Bandwidths are limited to ``most``, in ``unit``."""
         upper: list[Row] = []
-        for cut in cuts:
+        for cut in cuts:  # the sum of the rates of the roots inside <= the bandwidth across the cut
             usage = self.usages[cut.usage]
             inside: dict[int, int | Fraction] = {}
             for root in cut.nodes:
@@ -151,13 +151,14 @@ class CutProgram:
             across = [usage.columns[k] for k in self.crossing(cut)]
             upper.append(([*inside, *across], [*inside.values()] + [-1] * len(across)))
         limits = [Fraction(0)] * len(upper)
+        # What the usages take of a link together <= its bandwidth.
         shared = {
             tuple(sorted(columns)): Fraction(min(width, most), unit)
             for columns, width in zip(self.sharing, self.width, strict=True)
         }
         upper += [(columns, [1] * len(columns)) for columns in shared]
         equal: list[Row] = []
-        for node, usage in self.balances():
+        for node, usage in self.balances():  # the flow into the node == the flow out of it
             signs = [(c, (d == node) - (s == node)) for c, (s, d) in zip(usage.columns, self.arcs, strict=True)]
             equal.append(([c for c, sign in signs if sign], [sign for _, sign in signs if sign]))
         return Rows(self.columns, self.rates, upper, limits + list(shared.values()), equal)

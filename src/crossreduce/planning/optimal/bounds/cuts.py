@@ -42,6 +42,7 @@ def tightest_cut(
         entering[dst] += capacity
 
     def quotient_without(sink: int) -> Fraction:
+        """Return w(S) / B(S) of the set S of all nodes but ``sink``, in the scaled integers."""
         needed = total - starts.get(sink, 0)  # 0 for the only root, which may have no link into it
         return Fraction(needed, entering[sink]) if needed else Fraction(0)
 

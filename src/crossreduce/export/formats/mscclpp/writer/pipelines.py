@@ -147,7 +147,11 @@ class _BlockStages:
         return (*place, self.block.size)
 
     def _add(self, value: int, rank: int, operands: tuple[int, ...], in_round: int) -> None:
-        """Add the stage of an instruction, and the transfers of its operands."""
+        """Add the stage of an instruction, and the transfers of its operands.
+
+        Raises:
+          NotSeparableError: the result would overwrite an input that is still needed, or no operand is on another rank.
+        """
         memory = None
         if self.results.get(rank) == value:
             if not self._may_overwrite_input(value, rank):
@@ -156,12 +160,13 @@ class _BlockStages:
         copies = len(operands) == 1
         if copies and self.devices[operands[0]] == rank:
             raise NotSeparableError
+        # The memory in which the operands from other ranks arrive. A copied result arrives where it stays.
         landed = {
             operand: memory if copies and memory else self.gpus[rank].fresh(self.block.size)
             for operand in operands
             if self.devices[operand] != rank
         }
-        aside = next(iter(landed.values()), ("", 0, 0))
+        aside = next(iter(landed.values()), ("", 0, 0))  # partial sums overwrite the first of them
         stage = self.stages[value] = _Stage(rank, in_round, memory or aside, aside=aside)
         for operand in operands:
             if operand in landed:
