@@ -12,7 +12,7 @@ from budget import examples
 from chakra_reader import COMP, RECEIVE, SEND, WITHIN, replay
 from hypothesis import given
 from hypothesis import strategies as st
-from pairs import each, pairs
+from pairs import pairs
 
 import crossreduce as cr
 from crossreduce.errors import ArgumentError, BackendError, PlanError
@@ -20,7 +20,6 @@ from crossreduce.export.formats import chakra
 from crossreduce.export.formats.chakra import format as chakra_format
 from crossreduce.export.formats.chakra import to_chakra, writer
 from crossreduce.export.formats.chakra.format import TraceNode, encode
-from crossreduce.export.formats.trace import to_chrome_trace
 from crossreduce.lowering import lower
 from crossreduce.planning import one_device, ring
 from crossreduce.schedule import GeneratedSchedule
@@ -28,45 +27,27 @@ from crossreduce.schedule import GeneratedSchedule
 LATENCY_S = 7e-7
 SHAPES = {"ring": cr.Topology.ring, "mesh": cr.Topology.full_mesh, "star": cr.Topology.star}
 ALGORITHMS = ("auto", "ring", "direct", "forest")
-TWO_HOSTS = cr.Topology.machine("dgx-a100", hosts=2).subset([0, 1, 8, 9])
 
 
-def varint(number):
-    return bytes([number]) if number < 128 else bytes([number & 127 | 128]) + varint(number >> 7)
-
-
-def field(number, value):
-    """Return a field of a protobuf message: an integer, or bytes after their length."""
-    if isinstance(value, int):
-        return varint(number << 3) + varint(value)
-    return varint(number << 3 | 2) + varint(len(value)) + value
-
-
-def attributes(number, *values):
-    """Return attributes, each a name, the number of the field for its type, and its value."""
-    return b"".join(field(number, field(1, name.encode()) + field(kind, value)) for name, kind, value in values)
-
-
-def test_a_trace_has_metadata_and_then_nodes_each_after_its_length():
+def test_a_file_has_the_fields_that_feeders_read():
     """A file is GlobalMetadata, then Nodes, with the numbers and types of fields that ASTRA-sim's feeders read: those
-    of Chakra's et_def.proto."""
+    of Chakra's et_def.proto. A rank receives, adds and sends the result."""
     pair = cr.Topology.ring(2, 25, LATENCY_S)
     files = to_chakra(one_device(pair.devices), pair, 1000)
     assert list(files) == ["all_reduce_one_device.0.et", "all_reduce_one_device.1.et"]
     data = files["all_reduce_one_device.0.et"]
     nodes, about = chakra_format.decode(data)
+    assert [(node.id, node.kind, node.deps) for node in nodes] == [(0, RECEIVE, ()), (1, COMP, (0,)), (2, SEND, (1,))]
     assert (about["collective"], about["rank"], about["device"]) == ("all_reduce", "0", "cpu:0")
-    messages = [field(1, b"0.0.4") + attributes(2, *((name, 29, text.encode()) for name, text in about.items()))]
-    cpu = ("is_cpu_op", 27, 0)
-
-    def ends(src, dst):  # comm_size is an int64_val, the others are int32_val
-        return ("comm_src", 7, src), ("comm_dst", 7, dst), ("comm_size", 9, 1000), ("comm_tag", 7, 0)
-
-    for node, kind, found in zip(nodes, (6, 4, 5), (ends(1, 0), (), ends(0, 1)), strict=True):
-        number = field(1, node.id) + field(2, node.name.encode()) if node.id else field(2, node.name.encode())
-        deps = field(5, bytes([node.id - 1])) if node.id else b""
-        messages.append(number + field(3, kind) + deps + attributes(10, cpu, *found))
-    assert data == b"".join(varint(len(message)) + message for message in messages)
+    for field in (
+        b"\x0a\x050.0.4",  # GlobalMetadata.version = 1
+        b"\x12\x0a\x0a\x04rank\xea\x01\x010",  # GlobalMetadata.attr = 2, string_val = 29
+        b"\x18\x06\x52\x0e\x0a\x09is_cpu_op\xd8\x01\x00",  # Node.type = 3, attr = 10, bool_val = 27
+        b"\x18\x04\x2a\x01\x00",  # Node.data_deps = 5
+        b"\x52\x0c\x0a\x08comm_src\x38\x01",  # int32_val = 7
+        b"\x52\x0e\x0a\x09comm_size\x48\xe8\x07",  # int64_val = 9
+    ):
+        assert field in data
 
 
 def test_decoding():
@@ -116,14 +97,6 @@ def test_traces_move_each_transfer_once_and_compute_the_collective(schedule, pie
     chakra_reader.check(schedule, nbytes, files.values(), rng)
     assert to_chakra(schedule, topology, nbytes) == files
     replay(files.values(), topology, schedule.devices)
-
-
-@pytest.mark.parametrize(("collective", "algorithm"), each(exports.KINDS, ALGORITHMS[1:]))
-def test_plans_on_two_hosts(collective, algorithm):
-    """Plans whose routes have several links, also other ones than the topology's, are right; uneven sizes too."""
-    plan = cr.plan(TWO_HOSTS, collective, 999_983, algorithm, operation_s=0)
-    files = to_chakra(plan.schedule, TWO_HOSTS, plan.nbytes)
-    chakra_reader.check(plan.schedule, plan.nbytes, files.values(), random.Random(5))
 
 
 def test_routes_of_a_schedule_are_stored():
@@ -294,13 +267,9 @@ def test_the_command_writes_the_trace_of_one_rank(printed, tmp_path):
     assert folder.pop("all_reduce_ring.ranks.json")
     assert folder == files
     assert list(files) == ["all_reduce_ring.3.et"]
-    assert out.splitlines()[-1] == f"  traces    {chakra.remarks(plan, files)['traces']}"
     assert "1 file for 67108864 bytes" in out
     printed(*line, tmp_path / "ring.trace.json", "--format", "trace")
-    plan = cr.plan("dgx-1v", "all_reduce", "64M", "ring")
-    text = (tmp_path / "ring.trace.json").read_text()
-    assert text == to_chrome_trace(plan.schedule, plan.topology, "64M", rank=3)
-    assert json.loads(text)["otherData"]["device"] == "cuda:3"
+    assert json.loads((tmp_path / "ring.trace.json").read_text())["otherData"]["device"] == "cuda:3"
 
 
 @pytest.mark.parametrize(

@@ -66,10 +66,8 @@ def test_grids_are_drawn_as_grids(tmp_path):
     """Devices of a mesh or torus are drawn row by row, in equal rows. A link between the ends of a row or column is a
     curve, so it does not cover the nodes between them."""
     for topology, rows, bent in (
-        (Topology.mesh(2, 2), [2, 2], 0),
         (Topology.mesh(5, 3), [3] * 5, 0),
         (Topology.torus(4, 4), [4] * 4, 8),
-        (Topology.torus(2, 3), [3] * 2, 2),
         (Topology.torus(3, 4).without_link("cpu:0", "cpu:3"), [4] * 3, 6),  # one row without a link between its ends
     ):
         found = places(topology, tmp_path / "a.svg")
@@ -82,15 +80,6 @@ def test_grids_are_drawn_as_grids(tmp_path):
         assert sum(line.count("L") > 1 for line in lines) == bent
 
 
-def test_a_third_dimension_is_drawn_diagonally(tmp_path):
-    """Along a third dimension the next device is drawn above and to the right."""
-    for topology, step in ((Topology.torus(2, 3, 4), 12), (Topology.torus(3, 3, 3), 9)):
-        found = places(topology, tmp_path / "a.svg")
-        (x0, y0), (x1, y1) = found[0], found[step]
-        assert x1 > x0
-        assert y1 < y0
-
-
 def test_other_topologies_are_drawn_on_a_circle(tmp_path):
     """Devices without a grid are drawn on a circle; the switch of a star is in its middle."""
     for topology in (PART, Topology.ring(6), Topology.star(24)):
@@ -100,23 +89,6 @@ def test_other_topologies_are_drawn_on_a_circle(tmp_path):
         far = [((x - middle[0]) ** 2 + (y - middle[1]) ** 2) ** 0.5 for x, y in found]
         assert far[:n] == pytest.approx([far[0]] * n, rel=0.05)
         assert max(far[n:], default=0) < 0.05 * far[0] + 3
-
-
-@pytest.mark.parametrize(("count", "row"), [(25, 7), (96, 24)])
-def test_a_large_star_is_drawn_as_rows(tmp_path, count, row):
-    """The devices of a large star are in two rows above its switch and two below, and all links are vertical."""
-    found = places(Topology.star(count), tmp_path / "a.svg")
-    heights = Counter(round(y, 1) for _, y in found)
-    above, switch, below = sorted(heights)[:2], sorted(heights)[2], sorted(heights)[3:]
-    assert heights[switch] == 1
-    assert [heights[y] for y in (*above, *below)] == [row] * 3 + [count - 3 * row]
-    lines = re.findall(
-        r'<path d="M ([\d.]+) [\d.]+ \s*L ([\d.]+) [\d.]+ \s*" clip-path', (tmp_path / "a.svg").read_text()
-    )
-    assert len(lines) == count
-    assert all(start == end for start, end in lines)
-    upper, lower = ([x for x, y in found if round(y, 1) == row] for row in above)
-    assert min(abs(x - other) for x in upper for other in lower) > 20  # links pass between the boxes
 
 
 @pytest.mark.parametrize(

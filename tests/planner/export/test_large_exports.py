@@ -13,7 +13,7 @@ from strategies import names
 import crossreduce as cr
 from crossreduce import Chunk, PlanError, Schedule, Step, Topology
 from crossreduce.export.formats.collective import collective
-from crossreduce.export.formats.msccl.format import Runtime, broken_limits, read_msccl_xml
+from crossreduce.export.formats.msccl.format import Runtime, read_msccl_xml
 from crossreduce.export.formats.msccl.resource_bounds import least_broken
 from crossreduce.export.formats.msccl.writer import to_msccl_xml
 from crossreduce.export.formats.mscclpp import to_mscclpp_json
@@ -39,7 +39,6 @@ def exact_limits(text):
 
 def check_least(schedule, text):
     runtime = exact_limits(text)
-    assert not [*broken_limits(read_msccl_xml(text), runtime)]
     assert least_broken(collective(schedule), [runtime]) == ""
 
 
@@ -160,16 +159,6 @@ def test_the_times_of_transfers_are_those_of_all_steps(kind, node):
     assert [move[:6] for move in found] == [move[:6] for move in due]
     for move, other in zip(found, due, strict=True):
         assert move[6:] == pytest.approx(other[6:], rel=1e-9)
-
-
-def test_a_topology_without_the_symmetry_lists_all_transfers():
-    """On a topology that the symmetry of a schedule does not keep, the times are still those of all steps."""
-    schedule, line = ring(names(34)), Topology.mesh(1, 34)
-    due = sorted(timeline(schedule.explicit, line, "1M"))
-    assert due
-    assert sorted(timeline(schedule, line, "1M")) == due
-    some = [move for move in due if any("cpu:7" in link for link in move.links)]
-    assert sorted(timeline(schedule, line, "1M", node="cpu:7")) == some
 
 
 def test_rings_of_generated_schedules():

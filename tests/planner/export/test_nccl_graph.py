@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from crossreduce import ArgumentError, Chunk, PlanError, Route, Schedule, ScheduleError, Step, Topology
 from crossreduce.export.formats.nccl_graph import rings, to_nccl_graph_xml
-from crossreduce.planning import PLANNERS, direct, one_device, plan, ring
+from crossreduce.planning import PLANNERS, direct, one_device, ring
 
 SWITCHES = (("slow", 10), ("fast", 40))
 
@@ -118,38 +118,15 @@ def test_the_schedules_routes_are_followed():
     assert speed(replace(schedule, routes=routes), topology) == "10"
 
 
-def test_plans_of_rings_export():
-    """A plan by rings on a topology of several rings is exported; its channels use the busiest link fully."""
-    wiring = Topology.torus(2, 3, gb_per_s=25).renamed(gpus(6))
-    schedule = plan(wiring, "all_reduce", algorithm="ring").schedule
-    graph, channels = read(to_nccl_graph_xml(schedule, wiring))
-    used = {}
-    for cycle in channels:
-        for src, dst in zip(cycle, (*cycle[1:], cycle[0]), strict=True):
-            used[src, dst] = used.get((src, dst), 0) + float(graph.get("speedintra"))
-            assert wiring.link(f"cuda:{src}", f"cuda:{dst}")
-    assert max(used.values()) == 25
-
-
-LINE = tuple((Step(0, dst, srcs),) for dst, srcs in [(1, (0, 1)), (2, (1, 2)), (1, (2,)), (0, (1,))])
-
-
-def custom(rounds):
-    """Return an all-reduce of one chunk on three devices."""
-    return Schedule("all_reduce", "custom", gpus(3), (Chunk(Fraction(1), (0, 1, 2), (0, 1, 2)),), rounds)
-
-
 @pytest.mark.parametrize(
     ("schedule", "text"),
     [
         (direct(gpus(3)), "can only have rings, but chunk 0 is sent from cuda:0 to both cuda:1 and cuda:2"),
         (one_device(gpus(3), destinations=["cuda:2"]), "chunk 0 is received on cuda:2 from both cuda:0 and cuda:1"),
         (PLANNERS["halving_doubling"](gpus(4)), "can only have rings, but chunk"),
-        (custom(LINE), "rings, but chunk 0 is sent from cuda:1 to both cuda:0 and cuda:2"),
-        (custom(()), "lost"),
+        (replace(ring(gpus(3)), rounds=()), "lost"),
         (one_device(gpus(1)), "a collective of one device has no transfers"),
         (ring(["cuda:0", "host1/cuda:1"]), "can only have whole GPUs of one host"),
-        (ring(["cpu:0", "cpu:1"]), "can only have whole GPUs of one host"),
         (ring(["cuda:0", "cuda:0#1"]), "can only have whole GPUs of one host"),
         (ring(gpus(4), destinations=["cuda:1", "cuda:2"]), "no collective of NCCL has these sources and destinations"),
         (circling(3, [(0, 1, 2), (2, 1, 0)], ["1/40", "39/40"]), "before 2.24 has 32 channels, these rings need 40"),
@@ -170,7 +147,6 @@ def test_other_schedules_are_refused(schedule, text):
         ({"gb_per_s": float("nan")}, "speed of a channel must be above 0"),
         ({"gb_per_s": 1, "path": "nvlink"}, "no kind of connection between GPUs has this name"),
         ({"gb_per_s": 1, "copies": 0}, "at least 1"),
-        ({"gb_per_s": 1, "copies": None}, "at least 1"),
     ],
 )
 def test_bad_arguments(options, text):

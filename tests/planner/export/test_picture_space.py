@@ -13,7 +13,6 @@ CASES = {
     "forest": lambda: plan("dgx-1v", "all_reduce", nbytes="256M", algorithm="forest"),
     "part": lambda: plan(Topology.machine("dgx-1v").subset([0, 1, 2, 4, 6]), "all_reduce", nbytes="256M"),
     "switch": lambda: plan("hgx-h100", "all_reduce", nbytes="256M"),
-    "mi250": lambda: plan("mi250", "all_reduce", nbytes="256M", algorithm="forest"),
     "2 hosts": lambda: plan(Topology.machine("dgx-1v", hosts=2), "all_reduce", algorithm="ring"),
     "16 hosts": lambda: plan(Topology.machine("hgx-h100", hosts=16), "all_reduce", algorithm="one_device"),
     "72": lambda: plan("gb200-nvl72", "all_reduce", algorithm="direct"),

@@ -9,8 +9,7 @@ from dataclasses import replace
 from fractions import Fraction
 
 import pytest
-from drawings import BLUE, GPUS, ORANGE, PART, SVG, both_ways, panels, two_hosts, words
-from pairs import each
+from drawings import BLUE, GPUS, ORANGE, PART, SVG, panels, words
 from strategies import names
 
 from crossreduce import (
@@ -18,7 +17,6 @@ from crossreduce import (
     BackendError,
     Chunk,
     PlanError,
-    Route,
     Schedule,
     ScheduleError,
     Step,
@@ -26,7 +24,7 @@ from crossreduce import (
 )  # fmt: skip
 from crossreduce.export import EXPORTERS
 from crossreduce.export.pictures import PANELS, draw_schedule, draw_topology
-from crossreduce.planning import PLANNERS, hierarchical_copy, one_device, ring
+from crossreduce.planning import hierarchical_copy, one_device, ring
 
 RING = Topology.ring(GPUS, 25)
 
@@ -80,14 +78,8 @@ def test_a_schedule_shows_each_tree(tmp_path):
         (one_device(names(5)), Topology.star(5), [0], (5, 5)),  # blue: 4 links to the switch, 1 to the root
         (one_device(names(5), destinations=["cpu:3"]), Topology.full_mesh(5), [3], (4, 0)),
         (one_device(names(5), ["cpu:2"], names(4)[3:]), Topology.full_mesh(5), [2], (0, 1)),
-        (
-            one_device(names(3), root="cpu:1"),
-            Topology(names(3), both_ways(("cpu:0", "cpu:1", 1), ("cpu:1", "cpu:2", 1))),
-            [1],
-            (2, 2),
-        ),
     ],
-    ids=["ring", "star", "reduce", "broadcast", "root"],
+    ids=["ring", "star", "reduce", "broadcast"],
 )
 def test_roots_and_directions(tmp_path, schedule, topology, roots, heads):
     """A tree's root is the device that produces the result. A link that carries contributions to the root has a blue
@@ -95,20 +87,6 @@ def test_roots_and_directions(tmp_path, schedule, topology, roots, heads):
     trees, _ = drawn(schedule, topology, tmp_path / "a.svg")
     assert [tree.white for tree in trees] == [[str(root)] for root in roots]
     assert [(tree.heads[BLUE], tree.heads[ORANGE]) for tree in trees] == [heads] * len(roots)
-
-
-def test_trees_of_one_shape_share_a_panel(tmp_path):
-    """Trees of the same shape are drawn once with the sum of their shares, unless their routes differ in shape."""
-    bus = [("cpu:0", "bus", 9), ("bus", "cpu:1", 9)]
-    topology = Topology(names(3), [*Topology.full_mesh(3).links, *bus], ["bus"])
-    schedule = ring(names(3), packs=3)
-    trees, _ = drawn(schedule, topology, tmp_path / "a.svg")
-    assert [tree.words[0] for tree in trees] == ["ring: 3 x 1/3 = the whole buffer"]
-    routed = replace(schedule, routes=(Route(4, 0, 1, ("bus",)),))
-    trees, use = drawn(routed, topology, tmp_path / "a.svg")
-    assert trees[0].words[:2] == ["ring: 3 trees, 8/9 of the", "buffer"]  # a long title has two lines
-    assert trees[1].words[0] == "1/9 of the buffer"
-    assert use.words[0] == "use of each link: 5 of 8 carry data"
 
 
 def test_many_trees_are_counted(tmp_path):
@@ -132,29 +110,6 @@ def test_the_use_of_links_is_shaded_by_time(tmp_path):
     assert use.heads == {pale: 1, dark: 1}
     _, use = drawn(broadcast, Topology.full_mesh(3), tmp_path / "a.svg")
     assert use.heads == {dark: 2}  # the darkest colour shows the busiest links
-
-
-@pytest.mark.parametrize(("algorithm", "topology"), each(PLANNERS, [Topology.star(5), two_hosts()]), ids=str)
-def test_every_planner_can_be_drawn(tmp_path, algorithm, topology):
-    """Every planner's schedules are drawn, between hosts or through a switch, where each tree has a root."""
-    trees, _ = drawn(PLANNERS[algorithm](topology.devices), topology, tmp_path / "a.svg")
-    assert all(tree.white for tree in trees)
-
-
-def test_special_schedules(tmp_path):
-    """A schedule without rounds has one panel with its roots and no arrow, and no rate. The transfers of a device that
-    only forwards partial results to the root are blue."""
-    lone = Schedule("broadcast", "none", names(2), (Chunk(Fraction(1), (0,), (0,)),), ())
-    (tree,), use = drawn(lone, Topology.ring(2), tmp_path / "a.svg")
-    assert tree.white == ["0"]
-    assert tree.heads == use.heads == {}
-    assert not [word for word in words(tmp_path / "a.svg") if "allows" in word or "ms per GB" in word]
-    draw_topology(Topology(names(1), []), tmp_path / "b.svg")
-    assert words(tmp_path / "b.svg") == ["cpu:0", "1 device"]
-    steps = ((Step(0, 1, (0,)),), (Step(0, 2, (1, 2)),))
-    schedule = Schedule("reduce", "custom", names(3), (Chunk(Fraction(1), (0, 2), (2,)),), steps)
-    (tree,), _ = drawn(schedule, Topology.ring(3), tmp_path / "a.svg")
-    assert (tree.heads, tree.white) == ({BLUE: 2}, ["2"])
 
 
 def test_titles_are_plain_text(tmp_path):

@@ -9,7 +9,7 @@ from reports import explained
 import crossreduce as cr
 from crossreduce import Topology
 from crossreduce.export.explorer import model as models
-from crossreduce.planning.explain import duration, size
+from crossreduce.planning.explain import duration
 
 HOME, END, ESCAPE, LEFT, RIGHT, DOWN, ENTER = "\ue011", "\ue010", "\ue00c", "\ue012", "\ue014", "\ue015", "\ue007"
 
@@ -26,9 +26,7 @@ PLANS = {
     8: lambda: cr.plan("dgx-1v", nbytes="64M"),
     5: lambda: cr.plan(Topology.machine("dgx-1v").subset([0, 1, 2, 4, 6]), nbytes="256M"),
     16: lambda: cr.plan(Topology.machine("hgx-h100", 2), nbytes="16M"),
-    72: lambda: cr.plan("gb200-nvl72", nbytes="64M"),
 }
-SLOW = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
@@ -110,7 +108,7 @@ def press(driver, *keys):
     ActionChains(driver).send_keys(*keys).perform()
 
 
-@pytest.mark.parametrize("devices", [5, 16, pytest.param(72, marks=SLOW)])
+@pytest.mark.parametrize("devices", [5, 16])
 def test_pages_open_from_disk_and_show_the_numbers_of_explain(driver, shown, devices):
     """A page opens without an error, requests nothing, and its policy forbids scripts to request anything. The facts,
     the plans and the text that a reader sees are those of ``explain``."""
@@ -224,7 +222,7 @@ def test_pointing_at_a_link(driver, shown):
 
 
 def test_isolating_a_ring(driver, shown):
-    """A click on a ring draws only its links; a second click, the button and Escape draw all again."""
+    """A click on a ring draws only its links; a second click and Escape draw all again."""
     shown(8)
     at(driver, 420)
     everything = picture(driver)
@@ -241,9 +239,6 @@ def test_isolating_a_ring(driver, shown):
     assert picture(driver) == everything
     rings[1].click()
     press(driver, ESCAPE)
-    assert picture(driver) == everything
-    rings[2].click()
-    find(driver, "#show-all").click()
     assert picture(driver) == everything
     assert find(driver, "#route-text").get_property("hidden")
 
@@ -289,12 +284,6 @@ def test_folding_hosts(driver, shown):
     assert driver.execute_script(nodes) == 3 + 2 * 9
     find(driver, "#fold").click()
     assert driver.execute_script(nodes) == 29
-    find(driver, "#fold").click()
-    assert driver.execute_script(nodes) == 3
-    focus(driver, ".graph")
-    press(driver, RIGHT)
-    assert "network" in text(driver, "#details tbody th")
-    assert "(8 links)" in text(driver, "#details tbody th")
 
 
 def test_links_by_keyboard(driver, shown):
@@ -337,47 +326,13 @@ def test_another_plan_and_one_beside_it(driver, shown):
     driver.find_elements("css selector", "#plans input")[1].click()
     assert texts(driver, "#beside option") == ["nothing", names[0], names[2]]
     assert [caption.partition(":")[0] for caption in texts(driver, ".caption")] == names[1:]
-    driver.find_elements("css selector", "#plans input")[2].click()
-    assert texts(driver, "#beside option") == ["nothing", *names[:2]]
-    assert find(driver, "#beside").get_property("value") == ""
-    assert [caption.partition(":")[0] for caption in texts(driver, ".caption")] == names[2:]
-
-
-BOX = """const b = document.getElementById(arguments[0]).getBoundingClientRect();
-return [b.x, b.y, b.right, b.bottom]"""
-
-
-def test_pointing_at_a_row_names_its_link(driver, shown):
-    """With too many links for names beside the rows, pointing at a row names its link, and the page says so."""
-    plan = shown(16)
-    links = plan.topology.links
-    assert texts(driver, "#map-names div") == []
-    assert "Point at a row for its link" in text(driver, "#map-note")
-    assert find(driver, "#map-tip").get_property("hidden")
-    driver.execute_script("document.getElementById('map').scrollIntoView()")
-    x, y, end, foot = driver.execute_script(BOX, "map-canvas")
-    for row, across in ((0, 0.02), (63, 0.97)):
-        point(driver, x + across * (end - x), y + (row + 0.5) * (foot - y) / len(links))
-        name = f"{links[row].src} → {links[row].dst}"
-        wait(lambda name=name: text(driver, "#map-tip") == name)
-        left, top, right, bottom = driver.execute_script(BOX, "map-tip")
-        assert x - 1 <= left < right <= end + 1
-        assert y - 1 <= top < bottom <= foot + 1
-    point(driver, 5, y)
-    assert wait(lambda: find(driver, "#map-tip").get_property("hidden"))
-
-
-LABELS = """const done = arguments[0], draw = CanvasRenderingContext2D.prototype.fillText, found = [];
-CanvasRenderingContext2D.prototype.fillText = function (...args) { found.push(args[0]); draw.apply(this, args); };
-explorer.sizes.draw();
-setTimeout(() => { CanvasRenderingContext2D.prototype.fillText = draw; done(found); }, 200);"""
 
 
 def test_the_sizes(driver, shown):
     """The table by size has the fastest algorithm of each size and its time as planned, also in the algorithm's column.
 
     Other cells have the time with the algorithm's name. On a DGX-1V, a variant of a forest is the fastest at 4 MiB, so
-    that cell has both times. The chart has a label for each size, in a narrow window for three of them."""
+    that cell has both times."""
     plan, found = shown(8), set()
     rows = driver.execute_script(
         "return [...document.querySelectorAll('#sizes tbody tr')].map((r) => [...r.cells].map((c) => c.textContent))"
@@ -395,10 +350,6 @@ def test_the_sizes(driver, shown):
     assert driver.execute_script("return [...document.querySelectorAll('td.best:not(:nth-child(2))')].length") == 11
     drawn = driver.execute_script("return [explorer.sizes.chart.series[1].label, explorer.sizes.chart.data[1]]")
     assert drawn == ["auto", [best.seconds for best in bests]]
-    for width, due in ((700, [*map(size, models.SIZES)]), (400, ["1 KiB", "1 MiB", "1 GiB"])):
-        shown(5, width, 900)
-        labels = driver.execute_async_script(LABELS)
-        assert [label for label in labels if label.endswith("iB")] == due
 
 
 def luminance(colour):
@@ -426,13 +377,9 @@ def test_colours(driver, shown):
             assert (high + 0.05) / (low + 0.05) >= 4.5, (selector, front, back)
 
 
-PANELS = """return [...document.querySelectorAll('main .panel')].map((e) => e.getBoundingClientRect().toJSON())"""
-
-
-@pytest.mark.parametrize(("devices", "width"), [(8, 400), (16, 1280), pytest.param(72, 400, marks=SLOW)])
+@pytest.mark.parametrize(("devices", "width"), [(8, 400), (16, 1280)])
 def test_widths(driver, shown, devices, width):
-    """At 400 and at 1280 pixels nothing is wider than the window, every control has a name and is visible, and wherever
-    a reader scrolls, no two panels intersect."""
+    """At 400 and at 1280 pixels nothing is wider than the window, and every control has a name and is visible."""
     shown(devices, width, 900)
     at(driver, 420)
     assert driver.execute_script("return document.documentElement.scrollWidth") <= width
@@ -443,14 +390,3 @@ def test_widths(driver, shown, devices, width):
             assert 0 <= box["x"] <= box["x"] + box["width"] <= width, control.get_attribute("outerHTML")
     assert find(driver, "#play").is_displayed()
     assert find(driver, ".graph").rect["width"] > width * 0.5
-    driver.execute_script("document.querySelectorAll('details').forEach((each) => { each.open = true; })")
-    end = driver.execute_script("return document.documentElement.scrollHeight") - 900
-    for scrolled in (0, end // 2, end):
-        driver.execute_script("scrollTo(0, arguments[0])", scrolled)
-        assert driver.execute_script("return scrollY") == pytest.approx(scrolled, abs=1)
-        boxes = driver.execute_script(PANELS)
-        assert len(boxes) == 7
-        for k, a in enumerate(boxes):
-            for b in boxes[:k]:
-                apart = (a["left"] >= b["right"], b["left"] >= a["right"], a["top"] >= b["bottom"])
-                assert any((*apart, b["top"] >= a["bottom"])), (scrolled, a, b)

@@ -8,21 +8,21 @@ from fractions import Fraction
 from typing import NamedTuple
 
 import msccl_machine
-import mscclpp_threads
+import mscclpp_values
 import pytest
 from budget import examples
-from exports import KINDS, expression, expressions, results, rotated, synchronous
+from exports import expression, expressions, results, rotated, synchronous
 from hypothesis import given
 from hypothesis import strategies as st
 from pairs import pairs
 from strategies import ALGORITHMS, algorithms, names, requests
 
-from crossreduce import Chunk, PlanError, Schedule, ScheduleError, Step, Topology
+from crossreduce import Chunk, PlanError, Schedule, ScheduleError, Step
 from crossreduce.export.formats.collective import collective
 from crossreduce.export.formats.msccl.verifier import verify_msccl_xml
 from crossreduce.export.formats.msccl.writer import to_msccl_xml
 from crossreduce.export.formats.mscclpp import to_mscclpp_json, verify_mscclpp_json
-from crossreduce.planning import PLANNERS, direct, one_device, plan, ring
+from crossreduce.planning import PLANNERS, direct, one_device, ring
 
 
 class Msccl(NamedTuple):
@@ -65,23 +65,18 @@ class Mscclpp(NamedTuple):
         return report.collective, report.root
 
     def fault(self, text, seed, tries, root=None):
-        return mscclpp_threads.fault(text, seed, -(-tries // 2), 16 + 16 * (seed % 2), root=root or 0)
+        return mscclpp_values.fault(text, seed, 1 + seed % 3, root)
 
     def results(self, text, root):
-        threads, found = len(json.loads(text)["gpus"]) + 1, {}
-        value = lambda call, rank, word: f"{rank}"  # noqa: E731 - the same in all calls
-        machine = mscclpp_threads.Machine(text, 16, 1, threads, root, value=value, combine=expression)
-        machine.check = lambda rank, call: found.update(
-            {word: at for word, at in machine.memory.items() if word[0] == rank}
-        )
-        machine.run(random.Random(0))
-        return lambda rank, unit: found[machine.place(rank, "o", 16 * unit, 8)[0]]
+        made = mscclpp_values.Interpreter(text, 1, root, value=lambda rank, _: f"{rank}", combine=expression)
+        assert made.run()
+        return lambda rank, unit: made.output(rank)[unit]
 
     def sizes(self, text):
         return {(gpu["input_chunks"], gpu["output_chunks"]) for gpu in json.loads(text)["gpus"]}
 
     def written(self, text):
-        gpus, ops = json.loads(text)["gpus"], mscclpp_threads.operations(json.loads(text))
+        gpus, ops = json.loads(text)["gpus"], mscclpp_values.operations(json.loads(text))
         local = {span.get("type") for listed, k in ops for span in listed[k].get("dst_buff", ())}
         return local | {remote["type"] for gpu in gpus for remote in gpu["remote_buffers"]}
 
@@ -136,30 +131,9 @@ def test_planners_of_more_devices(form, planner):
     assert form.write(schedule) == form.write(Schedule.from_json(schedule.to_json()))
 
 
-@each_format
-def test_the_own_operand_may_be_at_any_position(form):
-    """A device's own input or partial sum may be at any position of the operands."""
-    everyone = tuple(range(5))
-    for place, is_first, is_last in pairs(range(4), [True, False], [True, False]):
-        others = [1, 2, 3] if is_first else [1, 2]
-        rounds = [] if is_first else [(Step(0, 0, (0, 3)),)]
-        rounds += [(Step(0, 0, (*others[:place], 0, *others[place:])),)]
-        rounds += [(Step(0, 0, (4, 0)),) if is_last else (Step(0, 4, (0, 4)),)]
-        chunk = Chunk(Fraction(1), everyone, (0 if is_last else 4,))
-        check(form, Schedule("reduce", "custom", names(5), (chunk,), tuple(rounds)), seed=place, tries=10)
-
-
 def test_more_operands_than_an_operation_has():
     """A sum of more operands than one operation adds keeps the listed order."""
     check(FORMATS["mscclpp"], one_device(names(14), root="cpu:12"), tries=1)
-
-
-@each_format
-def test_plans_on_a_topology_export(form):
-    """Plans for a topology, with trees of different shares, are exported for each collective."""
-    wiring = Topology.from_matrix([[0, 25, 50, 0], [25, 0, 0, 50], [50, 0, 0, 25], [0, 50, 25, 0]])
-    for k, kind in enumerate(KINDS):
-        check(form, plan(wiring, kind, algorithm="forest").schedule, inplace=k % 2 == 0)
 
 
 @each_format

@@ -5,7 +5,7 @@ import random
 import tracemalloc
 
 import pytest
-from msccl_files import LATE, SWAP, apart, big, file, fused_ring, one_step, pairwise, two
+from msccl_files import LATE, SWAP, apart, file, fused_ring, one_step, pairwise, two
 from msccl_machine import Machine, fault
 from strategies import names
 
@@ -100,17 +100,6 @@ def test_a_forwarded_message_orders_only_completed_steps():
     assert machine.memory[0, "io", 2, 0] != machine.value(0, 1)
     with pytest.raises(ScheduleError, match=r"tb 1, step 0 \(r\): a race. It writes chunk 1 of the input"):
         verify_msccl_xml(text, root=0)
-
-
-def test_steps_stay_within_their_buffers():
-    """A step accesses only chunks that its GPU declares and that the collective's buffer has."""
-    text = two(SWAP, SWAP)
-    for old, new in (('i_chunks="1"', 'i_chunks="0"'), ('nchunksperloop="1"', 'nchunksperloop="2"')):
-        with pytest.raises(ScheduleError, match=r"input buffer, which has 0|lacks|was never written"):
-            verify_msccl_xml(text.replace(old, new))
-    far = two((1, ("s i1 s0 1", "r i0 s0 1", "re s0 i0 1")), SWAP).replace('i_chunks="1"', 'i_chunks="9"')
-    with pytest.raises(ScheduleError, match=r"step 0 \(s\): chunks 1 to 1 of the input buffer, which has 1"):
-        verify_msccl_xml(far)
 
 
 def test_a_message_orders_writes_but_not_reads():
@@ -223,9 +212,6 @@ def test_notes():
     assert note == "gpu 1, tb 0, step 38: the runtimes fuse more than 16 re here, and write beyond their list"
     (note,) = verify_msccl_xml('<?xml version="1.0" encoding="utf-8"?>\n' + two(SWAP, SWAP)).notes
     assert "cannot read an XML declaration" in note
-    wide = verify_msccl_xml(two(SWAP, SWAP, nchannels=200))
-    limits = zip(ALL, (32, 128, 32), strict=True)
-    assert wide.notes == tuple(f"{runtime} has {most} channels, the file needs 200" for runtime, most in limits)
     add = (1, ("s i0 s0 1", "r i0 s0 1", "re s0 i0 1", "cpy i0 o0 1"))
     (note,) = verify_msccl_xml(two(add, SWAP[:1] + add[1:], inplace=0, outofplace=1)).notes[:1]
     assert "gpu 0, tb 0, step 2 writes the input of an out-of-place call" in note
@@ -269,8 +255,6 @@ GOOD = fused_ring(2)
         (None, "MSCCL XML must be a str"),
         ("", "not XML: no element found"),
         ("{}", "not XML: .*line 1"),
-        (GOOD + GOOD, "not XML: junk after"),
-        ("<gpu/>", "the file must not contain an element <gpu>"),
         (GOOD.replace("<gpu id", "<cpu id").replace("</gpu>", "</cpu>"), "<algo> must not contain an element <cpu>"),
         (GOOD.replace("<step s", "<op s"), "line 4: <tb> must not contain an element <op>"),
         (GOOD.replace("</tb>", "x</tb>"), "unexpected text between elements"),
@@ -278,22 +262,17 @@ GOOD = fused_ring(2)
         (GOOD.replace('name="custom"', 'name="&b;"'), "undefined entity"),
         (GOOD.replace('ngpus="2"', ""), "lacks the attribute ngpus"),
         (GOOD.replace('ngpus="2"', 'ngpus="3"'), "there must be 3 <gpu>, whose ids are 0, 1, 2"),
-        (GOOD.replace('<gpu id="1"', '<gpu id="0"'), "there must be 2 <gpu>, whose ids are 0, 1, 2"),
         (GOOD.replace('<tb id="0"', '<tb id="1"'), "gpu 0: there must be 1 <tb>, whose ids are 0, 1, 2"),
         (GOOD.replace('proto="Simple"', 'proto="simple"'), "unknown protocol"),
         (GOOD.replace('coll="allreduce"', 'coll="all_reduce"'), "unknown collective"),
         (GOOD.replace('inplace="1"', 'inplace="0"'), "neither for calls in place nor out of place"),
         (GOOD.replace('nchunksperloop="2"', 'nchunksperloop="99999"'), "nchunksperloop must be an integer"),
-        (GOOD.replace('nchunksperloop="2"', 'nchunksperloop="02"'), "nchunksperloop must be an integer"),
         (GOOD.replace("allreduce", "allgather").replace('loop="2"', 'loop="3"'), "the same number of chunks in allg"),
         (GOOD.replace('s="1" type', 's="2" type'), "gpu 0, tb 0, step 1: steps must be numbered"),
         (GOOD.replace('type="s"', 'type="send"'), "step 0: unknown type"),
         (GOOD.replace('srcbuf="i"', 'srcbuf="x"'), "unknown buffer"),
         (GOOD.replace('srcoff="0"', 'srcoff="1e9"'), "srcoff must be an integer"),
-        (GOOD.replace('depid="-1"', 'depid="-2"'), "depid must be an integer"),
-        (GOOD.replace('hasdep="0"', 'hasdep="yes"'), "hasdep must be an integer"),
         (GOOD.replace('send="1"', 'send="0"'), "gpu 0, tb 0: a GPU cannot send to itself"),
-        (GOOD.replace('send="1"', 'send="2"'), "send must be an integer"),
         (GOOD.replace('send="1"', 'send="-1"'), r"step 0 \(s\): the threadblock lacks a peer that it needs"),
         (GOOD.replace(' chan="0"', ' chan="-1"'), "channel -1 does not exist, nchannels=2"),
     ],
@@ -319,10 +298,8 @@ LARGE = {
     "work": (much_work, "too large to be verified"),
     "attributes": (lambda: "<algo" + ' a=">"' * 1_000_000 + "/>", "a tag or comment is longer than 65536 bytes"),
     "65 attributes": (lambda: "<algo" + "".join(f' a{k}=""' for k in range(65)) + "/>", "too large to be read.*\n.*65"),
-    "names": (lambda: "<algo" + "".join(f' {chr(97 + k) * 2000}=""' for k in range(20)) + "/>", "lacks the attribute"),
     "elements": (lambda: HEAD + '<gpu id="0"/>' * 300_000 + "</algo>", "too large.*\n.*element 262145, <gpu>"),
     "ids": (lambda: HEAD + "".join(f'<gpu id="{k}"/>' for k in range(20_000)) + "</algo>", "there must be 7 <gpu>"),
-    "a comment": (lambda: f"<!--{'a ' * 1_000_000}--><algo/>", "a tag or comment is longer than 65536 bytes"),
 }
 
 
@@ -359,8 +336,3 @@ def test_a_long_deadlock_has_a_short_message():
     with pytest.raises(ScheduleError, match=r"a deadlock\. .*; \.\.\. \(1000 waits in all\)\.") as error:
         verify_msccl_xml(waiting(1000, lambda k: (k + 1) % 1000))
     assert len(str(error.value)) < 3000
-
-
-def test_a_large_file_is_proved():
-    """A file of 8 GPUs with 32 threadblocks of 64 steps each is proved."""
-    assert verify_msccl_xml(big(8, 32, 64)).steps == 8 * 32 * 64

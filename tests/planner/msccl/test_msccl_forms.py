@@ -5,21 +5,18 @@ import re
 
 import pytest
 from budget import examples
-from exports import rotated, shares
+from exports import shares
 from hypothesis import given
 from hypothesis import strategies as st
 from msccl_machine import fault
-from mscclpp_threads import operations
 from strategies import algorithms, names
 
-from crossreduce import ArgumentError, PlanError, Schedule, ScheduleError
+from crossreduce import ArgumentError, PlanError, Schedule
 from crossreduce.export.formats.msccl.format import read_msccl_xml
 from crossreduce.export.formats.msccl.verifier import verify_msccl_xml
 from crossreduce.export.formats.msccl.writer import to_msccl_xml
-from crossreduce.export.formats.mscclpp import to_mscclpp_json, verify_mscclpp_json
+from crossreduce.export.formats.mscclpp import to_mscclpp_json
 from crossreduce.planning import PLANNERS, direct, one_device, one_shot, recursive_doubling, ring
-
-# ---- MSCCL XML
 
 
 def test_exchanges_of_single_chunks_need_no_scratch_memory():
@@ -83,7 +80,6 @@ def test_large_blocks_are_split():
         (ring(names(8), packs=5), {"channels": 1}, "has 64 steps per threadblock, gpu 0 needs 70"),
         (ring(names(2)), {"channels": 0}, "channels must be at least 1"),
         (ring(names(2)), {"min_bytes": "1M"}, "min_bytes must be an integer"),
-        (ring(names(2)), {"min_bytes": -1}, "min_bytes must not be negative"),
         (ring(names(2)), {"min_bytes": 2, "max_bytes": 1}, "max_bytes must not be below min_bytes"),
         (ring(names(2)), {"proto": "simple"}, "unknown protocol"),
         (ring(names(2)), {"runtime": "nccl"}, "unknown runtime"),
@@ -116,46 +112,12 @@ def test_names_and_runtimes():
         assert f'<algo name="allreduce_{name}" ' in to_msccl_xml(named)
 
 
-# ---- MSCCL++
-
-
 def test_exchanges_put_before_they_wait():
     """In an exchange every device puts its own value before it waits for other values, so the puts overlap."""
     for schedule in (recursive_doubling(names(2)), one_shot(names(5))):
         for gpu in json.loads(to_mscclpp_json(schedule))["gpus"]:
             ops = [op["name"] for op in gpu["threadblocks"][0]["ops"] if op["name"] != "nop"]
             assert ops == ["signal", "wait", "res" if len(schedule.devices) > 2 else "put", "signal", "wait", "re"]
-
-
-def test_in_place_only_whole_buffers_are_remote():
-    """In place, no GPU accesses another GPU's buffer if that is a part of a larger one: the executor would use the
-    offset of the local GPU's part."""
-    for which, buffer in (("reduce_scatter", "o"), ("all_gather", "i")):
-        content = json.loads(to_mscclpp_json(rotated(which)))
-        assert buffer not in [remote["type"] for gpu in content["gpus"] for remote in gpu["remote_buffers"]]
-        assert "copy" not in {ops[k]["name"] for ops, k in operations(content)}
-
-
-@pytest.mark.parametrize(("n", "planner", "inplace"), [(3, direct, True), (4, one_device, False)])
-def test_every_operation_is_needed(n, planner, inplace):
-    """A plan without one operation, or one of an operation's channels, is refused; only a nop may be needless."""
-    text = to_mscclpp_json(planner(names(n), packs=n // 2), inplace=inplace)
-    refused = 0
-    for number in range(len(operations(json.loads(text)))):
-        less = json.loads(text)
-        ops, k = operations(less)[number]
-        name = ops[k]["name"]
-        if len(ops[k].get("channel_ids", ())) > 1:
-            ops[k]["channel_ids"].pop()
-        else:
-            del ops[k]
-        try:
-            verify_mscclpp_json(json.dumps(less))
-        except ScheduleError:
-            refused += 1
-        else:
-            assert name == "nop", f"operation {number}"
-    assert refused > 30
 
 
 def test_arguments_are_in_the_plan():
@@ -181,11 +143,8 @@ def test_arguments_are_in_the_plan():
         (direct(names(18)), {}, "16 channels per threadblock, but cpu:0 needs at least 17"),
         (ring(names(2)), {"threadblocks": 0}, "threadblocks, the number per GPU, must be 1 to 320"),
         (ring(names(2)), {"threadblocks": 81, "threads": 1024}, "must be 1 to 80"),
-        (ring(names(2)), {"threadblocks": "2"}, "threadblocks must be an integer"),
-        (ring(names(2)), {"threads": 64.0}, "threads must be an integer"),
         (ring(names(2)), {"threads": 100}, "32, 64"),
         (ring(names(2)), {"min_bytes": 2, "max_bytes": 1}, "0 <= min_bytes <= max_bytes"),
-        (ring(names(2)), {"max_bytes": 1 << 64}, "0 <= min_bytes <= max_bytes"),
     ],
 )
 def test_the_limits_and_arguments_of_mscclpp(schedule, options, text):

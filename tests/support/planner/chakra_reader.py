@@ -1,9 +1,9 @@
 """Runs Chakra traces in any order that their dependencies allow, and replays them on links that are FIFOs."""
 
-import heapq
 import re
 from collections import Counter, defaultdict, deque
-from itertools import pairwise
+
+from file_clock import Clock
 
 from crossreduce.export.formats.chakra.format import decode
 from crossreduce.lowering import lower
@@ -157,103 +157,56 @@ def _run(program, traces, sizes, values, rng):
     assert done == len(nodes)
 
 
-class Link:
-    """A link that carries one message at a time, in the order in which messages reach it."""
+def replay(traces, topology, devices=None):
+    """Return the seconds that traces take on links that are FIFOs; a trace is a file's bytes, or its nodes.
 
-    def __init__(self, link):
-        self.bytes_per_s, self.latency_s = float(link.bandwidth) * 1e9, float(link.latency_s)
-        self.waiting, self.is_busy = deque(), False
-
-
-class Replay:
-    """Runs traces as the analytical network of ASTRA-sim does that models congestion: links are FIFOs.
-
-    A link is busy for the time of a message's bytes, and the message arrives one latency later. Switches and devices on
-    a route receive it completely before they forward it. A send or receive is complete when the message has arrived, a
-    computation after its duration. A rank starts the nodes that wait for nothing in the order of their numbers.
+    Links behave as in the analytical network of ASTRA-sim that models congestion: a link is busy for the time of a
+    message's bytes, and the message arrives one latency later. Switches and devices on a route receive it completely
+    before they forward it. A send or receive is complete when the message has arrived, a computation after its
+    duration. A rank starts the nodes that wait for nothing in the order of their numbers.
 
     Source: github.com/astra-sim/astra-network-analytical, congestion_aware/network/Link.cc, Chunk.cc, and
     common/NetworkFunction.cc; github.com/mlcommons/chakra, src/feeder/et_feeder.h (the order of nodes).
     """
+    traces = [decode(trace).nodes if isinstance(trace, bytes) else trace for trace in traces]
+    clock, devices = Clock(topology), devices or topology.devices
+    nodes = {(rank, node.id): node for rank, listed in enumerate(traces) for node in listed}
+    left = {at: len(set(node.deps)) + (node.kind == RECEIVE) for at, node in nodes.items()}
+    followers, receives = defaultdict(list), defaultdict(deque)
+    for at, node in nodes.items():
+        for dep in set(node.deps):
+            followers[at[0], dep].append(at)
+        if node.kind == RECEIVE:
+            receives[node.src, node.dst, node.tag, node.size].append(at)
+    sends = [(at, node) for at, node in nodes.items() if node.kind == SEND]
+    receiver = {at: receives[node.src, node.dst, node.tag, node.size].popleft() for at, node in sends}
 
-    def __init__(self, traces, topology, devices):
-        self.topology, self.devices, self.now, self.number, self.events = topology, devices, 0.0, 0, []
-        self.nodes = {(rank, node.id): node for rank, nodes in enumerate(traces) for node in nodes}
-        self.left = {at: len(set(node.deps)) + (node.kind == RECEIVE) for at, node in self.nodes.items()}
-        self.followers, receives, self.routes = defaultdict(list), defaultdict(deque), {}
-        self.links = {(link.src, link.dst): Link(link) for link in topology.links}
-        for at, node in self.nodes.items():
-            for dep in set(node.deps):
-                self.followers[at[0], dep].append(at)
-            if node.kind == RECEIVE:
-                receives[self.key(node)].append(at)
-        sends = {at: node for at, node in self.nodes.items() if node.kind == SEND}
-        self.receiver = {at: receives[self.key(node)].popleft() for at, node in sends.items()}
-
-    @staticmethod
-    def key(node):
-        return node.src, node.dst, node.tag, node.size
-
-    def run(self):
-        """Return the time of the last event."""
-        self.start([at for at, left in self.left.items() if not left])
-        while self.events:
-            self.now, _, action, *args = heapq.heappop(self.events)
-            action(*args)
-        assert not any(self.left.values()), "the traces do not end"
-        return self.now
-
-    def after(self, seconds, *what):
-        self.number += 1  # events at the same time happen in the order in which they were scheduled
-        heapq.heappush(self.events, (self.now + seconds, self.number, *what))
-
-    def start(self, places):
+    def start(places):
         for at in sorted(places):
-            node = self.nodes[at]
+            node = nodes[at]
             if node.kind == SEND:
-                self.arrive(at, self.route(node))
+                a, b = devices[node.src], devices[node.dst]
+                arrive(at, topology.route(a, b) if node.through is None else (a, *node.through, b))
             else:
-                self.after(node.duration_micros * 1e-6, self.complete, [at])
+                clock.at(clock.now + node.duration_micros * 1e-6, complete, [at])
 
-    def route(self, node):
-        key = node.src, node.dst, node.through
-        if key not in self.routes:
-            ends = self.devices[node.src], self.devices[node.dst]
-            nodes = self.topology.route(*ends) if node.through is None else (ends[0], *node.through, ends[1])
-            self.routes[key] = [self.links[pair] for pair in pairwise(nodes)]
-        return self.routes[key]
-
-    def arrive(self, sender, rest):
+    def arrive(sender, route):
         """Let a message request the next link, or complete its send and receive nodes at its destination."""
-        if rest and rest[0].is_busy:
-            rest[0].waiting.append((sender, rest))
-        elif rest:
-            self.carry(sender, rest)
+        if route[1:]:
+            end = clock.occupy(route[:2], nodes[sender].size) + clock.latency[route[:2]]
+            clock.at(end, arrive, sender, route[1:])
         else:
-            self.left[self.receiver[sender]] -= 1
-            self.complete([sender] + [at for at in [self.receiver[sender]] if not self.left[at]])
+            left[receiver[sender]] -= 1
+            complete([sender] + [at for at in [receiver[sender]] if not left[at]])
 
-    def carry(self, sender, rest):
-        link = rest[0]
-        link.is_busy = True
-        seconds = self.nodes[sender].size / link.bytes_per_s
-        self.after(seconds + link.latency_s, self.arrive, sender, rest[1:])
-        self.after(seconds, self.free, link)
-
-    def free(self, link):
-        link.is_busy = False
-        if link.waiting:
-            self.carry(*link.waiting.popleft())
-
-    def complete(self, places):
+    def complete(places):
         ready = []
-        for follower in [follower for at in places for follower in self.followers[at]]:
-            self.left[follower] -= 1
-            ready += [follower] if not self.left[follower] else []
-        self.start(ready)
+        for follower in [follower for at in places for follower in followers[at]]:
+            left[follower] -= 1
+            ready += [follower] if not left[follower] else []
+        start(ready)
 
-
-def replay(traces, topology, devices=None):
-    """Return the seconds that traces take on links that are FIFOs; a trace is a file's bytes, or its nodes."""
-    nodes = [decode(trace).nodes if isinstance(trace, bytes) else trace for trace in traces]
-    return Replay(nodes, topology, devices or topology.devices).run()
+    start([at for at, count in left.items() if not count])
+    seconds = clock.run()
+    assert not any(left.values()), "the traces do not end"
+    return seconds

@@ -108,16 +108,3 @@ def two(first, second, coll="allreduce", chunks=1, **attributes):
 
 SWAP = (1, ("s i0 s0 1", "r i0 s0 1", "re s0 i0 1"))  # each GPU sends its input, and adds the input that it receives
 LATE = (1, ("s i0 s0 1 !", "r i0 s0 1 !"), ("re s0 i0 1 <0.1",))  # as SWAP, but threadblock 1 adds
-
-
-def big(gpus, blocks, steps):
-    """Return a broadcast of many steps: each threadblock forwards its chunks along all GPUs, one after the other."""
-    made = []
-    for g in range(gpus):
-        lists = []
-        for t in range(blocks):
-            send, recv = (g + 1 if g + 1 < gpus else -1), g - 1
-            kind = "s" if recv < 0 else "r" if send < 0 else "rcs"
-            lists.append((send, recv, t, *(f"{kind} i{t * steps + k} i{t * steps + k} 1 !" for k in range(steps))))
-        made.append((0, *lists))
-    return file("broadcast", blocks * steps, *made, nchannels=blocks, proto="LL")

@@ -23,15 +23,13 @@ class RunError(Exception):
 class Transmission:
     """One action of a threadblock: a step, or adjacent ``re`` steps that run as one."""
 
-    def __init__(self, step, waits, number):
-        self.step = number
+    def __init__(self, step, waits):
         self.type = step.get("type")
         self.src = step.get("srcbuf"), int(step.get("srcoff"))
         self.dst = step.get("dstbuf"), int(step.get("dstoff"))
         self.count = int(step.get("cnt"))
         self.waits = waits
         self.adds = [self.src[1]]  # the source offsets of this step and of the ``re`` steps fused with it
-        self.steps = [number]
         self.flag = None
         self.loop = 0  # the slice of the message that it moves
 
@@ -45,7 +43,7 @@ class Transmission:
 def transmissions(block):
     """Return a threadblock's transmissions, as the runtimes' parsers do."""
     made, waits, chain, reductions, counter = [], [], None, 0, 0
-    for number, step in enumerate(block):
+    for step in block:
         if int(step.get("depid")) >= 0:
             waits.append((int(step.get("depid")), int(step.get("deps"))))
         if step.get("type") == "nop":
@@ -55,11 +53,10 @@ def transmissions(block):
         if joined:
             last = made[-1]
             last.adds.append(int(step.get("srcoff")))
-            last.steps.append(number)
             last.count = int(step.get("cnt"))
         else:
             counter += len(waits) - 1 if waits else 0
-            made.append(Transmission(step, waits, number))
+            made.append(Transmission(step, waits))
             waits = []
         signals = step.get("hasdep") == "1"
         if signals:
