@@ -41,7 +41,7 @@ class _NoGatherError(UnsupportedError, NotImplementedError):
 
 
 def _public(method: Function) -> Function:
-    """Decorate a public method: it raises ``ShapesError`` instead of ``MismatchError``; AutoGraph does not rewrite it."""
+    """Return a method that raises ``ShapesError`` instead of ``MismatchError``, and that AutoGraph does not rewrite."""
 
     @unconverted
     @wraps(method)

@@ -319,7 +319,7 @@ class _AcrossReplicas(torch.autograd.Function):  # type: ignore[misc]
 
 
 def is_transformed() -> bool:
-    """Return whether tensors may be tracers, as in torch.func, forward_ad, torch.compile, jit.trace and dispatch modes."""
+    """Return whether tensors may be tracers: in torch.func, forward_ad, torch.compile, jit.trace or dispatch modes."""
     return (
         _interpreter() is not None
         or _dispatch_modes() > 0
