@@ -1,4 +1,4 @@
-"""Convert operations to the form of the compiled module, ``_cuda.Plan``, in which launches have tables of limited size."""
+"""Convert operations to the form of the compiled ``_cuda.Plan``, in which launches have tables of limited size."""
 
 from __future__ import annotations
 
