@@ -96,10 +96,7 @@ class Layout:
 
 
 class OverlapError(Exception):
-    """The memory of a result overlaps that of another result, or part of an input.
-
-    ``tensor`` is the position of the tensor in the layout, and ``result`` the position of the result's destination.
-    """
+    """Result ``result`` of tensor ``tensor`` overlaps another result, or an input that is not exactly its memory."""
 
     def __init__(self, tensor: int, result: int) -> None:
         super().__init__(tensor, result)

@@ -339,10 +339,7 @@ def _dense(framework: Framework, x: Array | Sparse, spec: TensorSpec, dtype: str
 
 
 def _sparse_spec(op: ReduceOp, value: PerReplica, framework: Framework, arrays: list[Any]) -> TensorSpec:
-    """Check that components agree, at least one of which is sparse, and return their common spec.
-
-    If all of them are sparse, return the spec of their slices instead.
-    """
+    """Check that components, some or all sparse, agree. Return their common spec; if all are sparse, their slices'."""
     if op not in (ReduceOp.SUM, ReduceOp.MEAN):
         problem = "sparse values can only be reduced by sum or mean."
         sparse_at = next(k for k, x in enumerate(arrays) if isinstance(x, Sparse))

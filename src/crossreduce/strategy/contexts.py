@@ -402,10 +402,7 @@ def _with_hints(hints: CommunicationOptions) -> str:
 
 
 def _host_names(lists: list[list[Any]], devices: tuple[str, ...]) -> tuple[str, ...] | None:
-    """Return ``devices`` if the arrays do not imply them, or else ``None``.
-
-    Arrays in host memory do not report a number, and imply cpu:0, cpu:1, ... in the order of the replicas.
-    """
+    """Return ``devices`` if they are in host memory, but are not cpu:0, cpu:1, ..., as arrays imply; else ``None``."""
     if devices == host_devices(len(devices)) or any(locate(x) != "cpu" for own in lists for x in own):
         return None
     return devices if all(name.startswith("cpu:") for name in devices) else None

@@ -270,10 +270,7 @@ class ReplicaGroup:
         self._gates[root].release()
 
     def _wake_others(self, replica: int) -> None:
-        """Wake a replica's children in the binary tree whose root was woken first.
-
-        Each replica does this before it returns from the call, so all are woken before any call can be complete again.
-        """
+        """Wake a replica's children in the binary tree of replicas, before the replica can make its next call."""
         n = len(self._gates)
         child = 2 * ((replica - self._root) % n) + 1
         if child < n:

@@ -178,7 +178,7 @@ class CudaExecutable:
         memory = self._memory
         if self.planned.has_peers and not memory.is_peer_readable():  # for example, CuPy has another allocator now
             self.planned = self._new_plan(False)
-        planned_operations, plan, _ = self.planned
+        queued, plan, _ = self.planned
         writable = self._framework.writable_array
         on_host = [{k: writable(row[k], name) for k, name in self._on_host.items()} for row in out or ()]
         fresh = [k for k in range(len(self._devices)) if out is None or k in self._on_host]
@@ -189,12 +189,12 @@ class CudaExecutable:
         targets = [[addresses[k] for k in range(len(self._devices))] for addresses in addresses_by_destination]
         scratch: list[tuple[Any, int]] = [
             memory.scratch(size, device) if size else (None, 0)
-            for size, device in zip(planned_operations.scratch, planned_operations.devices, strict=True)
+            for size, device in zip(queued.scratch, queued.devices, strict=True)
         ]
-        with memory.queueing(planned_operations.devices if planned_operations.operations else (), results) as finished:
-            if planned_operations.operations:
-                streams = [memory.stream(device) for device in planned_operations.devices]
-                if len(streams) > 1 and driver.native().is_capturing(planned_operations.devices[0], streams[0]):
+        with memory.queueing(queued.devices if queued.operations else (), results) as finished:
+            if queued.operations:
+                streams = [memory.stream(device) for device in queued.devices]
+                if len(streams) > 1 and driver.native().is_capturing(queued.devices[0], streams[0]):
                     _IN_GRAPHS.append((scratch, results))
                 plan.run(operands.addresses, targets, [[address for _, address in scratch]], [streams])
         if out is not None:

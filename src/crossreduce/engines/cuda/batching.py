@@ -81,7 +81,7 @@ def _pieces(spans: Sequence[tuple[int, int, int]], low: int, high: int, most: in
             yield _Range(segments, piece)
 
 
-class _Unfinished:
+class _Draft:
     """A launch or a copy to which parts can still be added.
 
     Operations are queued in the order of ``key``. A step has three consecutive keys: in a move, the value is packed if
@@ -90,7 +90,7 @@ class _Unfinished:
 
     def __init__(self, device: int, key: int) -> None:
         self.device, self.key = device, key
-        self.after: set[_Unfinished] = set()
+        self.after: set[_Draft] = set()
         self.copy: Copy | None = None
         self.kernel: KernelKind | None = None
         self.sources = self.divisor = 0
@@ -98,10 +98,7 @@ class _Unfinished:
         self.parts: list[Part] = []
 
     def add(self, size: int, order: tuple[int, int, int, int], places: tuple[Place, ...], steps: list[int]) -> None:
-        """Add a part, or extend the last part if the new one continues it in memory.
-
-        ``steps`` has for each place the bytes of a unit.
-        """
+        """Add a part, or extend the last one if this continues it. ``steps`` has the bytes of a unit of each place."""
         number = self.orders.setdefault(order, len(self.orders))
         if self.parts:
             last = self.parts[-1]
@@ -124,7 +121,7 @@ class _Stored(NamedTuple):
     """Where a node is stored, and the operation that makes it."""
 
     places: tuple[Place, ...]  # one per segment
-    maker: _Unfinished | None  # None for an input
+    maker: _Draft | None  # None for an input
     is_whole: bool  # whether all segments are one range of memory
 
 
@@ -145,13 +142,13 @@ class _Builder:
         self._first_result = len(layout.shapes) * self._sources
         self._first_scratch = self._first_result + len(layout.shapes) * self._destinations
         self._scratch: dict[int, int] = {}
-        self._launches: dict[object, _Unfinished] = {}
-        self._unfinished: list[_Unfinished] = []
+        self._launches: dict[object, _Draft] = {}
+        self._drafts: list[_Draft] = []
 
     def add(self, chunk: ChunkProgram, steps: ChunkSteps, part: _Range) -> None:
         """Add the steps of a piece of a chunk."""
         values: list[_Stored] = []
-        makers: list[_Unfinished] = []
+        makers: list[_Draft] = []
         dtype = self._numbers.dtype
         for position in range(len(chunk.sources)):
             rows = [(tensor * self._sources + position, start * itemsize(dtype)) for tensor, start, _ in part.segments]
@@ -195,13 +192,7 @@ class _Builder:
         return tuple(places)
 
     def _kernel(
-        self,
-        steps: ChunkSteps,
-        step: DeviceStep,
-        values: list[_Stored],
-        part: _Range,
-        after: set[_Unfinished],
-        key: int,
+        self, steps: ChunkSteps, step: DeviceStep, values: list[_Stored], part: _Range, after: set[_Draft], key: int
     ) -> _Stored:
         """Add a step that a kernel runs to the launch of equal kernels, and return the node that it makes."""
         kinds = [steps.kinds[source] for source in step.sources]
@@ -240,13 +231,7 @@ class _Builder:
         return None
 
     def _move_value(
-        self,
-        steps: ChunkSteps,
-        step: DeviceStep,
-        values: list[_Stored],
-        part: _Range,
-        after: set[_Unfinished],
-        key: int,
+        self, steps: ChunkSteps, step: DeviceStep, values: list[_Stored], part: _Range, after: set[_Draft], key: int
     ) -> _Stored:
         """Copy a value to another device.
 
@@ -258,7 +243,7 @@ class _Builder:
         value, home = values[node], steps.homes[node]
         kind = steps.kinds[step.node]
         size = itemsize(self._dtype(kind))
-        has_segments = len(part.segments) > 1
+        is_segmented = len(part.segments) > 1
         targets = self._targets(step, kind, part)
         before = after | ({value.maker} if value.maker is not None else set())
         if self._readable[step.device][home]:
@@ -269,13 +254,13 @@ class _Builder:
             packed = self._temporary(home, size, part)
             value = self._copy_in_kernel(home, kind, value.places, [packed], part, before, key, True)
             before = after | {value.maker} if value.maker is not None else after
-        direct = targets[0] if not has_segments or not step.destinations else self._temporary(step.device, size, part)
-        moved = _Unfinished(home, key + 1)
+        direct = targets[0] if not is_segmented or not step.destinations else self._temporary(step.device, size, part)
+        moved = _Draft(home, key + 1)
         _, first, last = part.segments[-1]
         nbytes = value.places[-1][1] - value.places[0][1] + (last - first) * size  # including gaps between segments
         moved.copy = Copy(home, step.device, value.places[0], direct[0], nbytes)
         moved.after |= before
-        self._unfinished.append(moved)
+        self._drafts.append(moved)
         rest = targets if direct is not targets[0] else targets[1:]
         if rest:
             return self._copy_in_kernel(step.device, kind, direct, rest, part, {moved}, key + 2, False)
@@ -288,7 +273,7 @@ class _Builder:
         source: tuple[Place, ...],
         targets: list[tuple[Place, ...]],
         part: _Range,
-        after: set[_Unfinished],
+        after: set[_Draft],
         key: int,
         is_whole: bool,
     ) -> _Stored:
@@ -303,30 +288,30 @@ class _Builder:
         launch.after |= after
         return _Stored(targets[0], launch, is_whole or len(part.segments) == 1)
 
-    def _launch(self, form: object, device: int, key: int) -> _Unfinished:
+    def _launch(self, form: object, device: int, key: int) -> _Draft:
         launch = self._launches.get(form)
         if launch is None:
-            launch = self._launches[form] = _Unfinished(device, key)
-            self._unfinished.append(launch)
+            launch = self._launches[form] = _Draft(device, key)
+            self._drafts.append(launch)
         return launch
 
     def finish(self, devices: tuple[int, ...]) -> Operations:
         """Return the operations in order, with the waits of each for operations of other streams."""
-        unfinished = sorted(self._unfinished, key=lambda each: each.key)
+        drafts = sorted(self._drafts, key=lambda each: each.key)
         streams: dict[tuple[int, int | None], int] = {(k, None): k for k in range(len(devices))}
-        for each in unfinished:
+        for each in drafts:
             if each.copy is not None:
                 streams.setdefault((each.copy.src, each.copy.dst), len(streams))
         order = StreamOrder(len(streams), len(devices))
-        numbers = {each: k for k, each in enumerate(unfinished)}
-        for each in unfinished:
+        numbers = {each: k for k, each in enumerate(drafts)}
+        for each in drafts:
             copy = each.copy
             stream = streams[copy.src, copy.dst] if copy else each.device
             order.add([numbers[before] for before in each.after], stream, self._devices_of(each.work()))
         order.end()
         waited = {before for needed in order.waits for before in needed} | set(order.ends)
         ordered = tuple(
-            Operation(each.work(), order.streams[k], order.waits[k], k in waited) for k, each in enumerate(unfinished)
+            Operation(each.work(), order.streams[k], order.waits[k], k in waited) for k, each in enumerate(drafts)
         )
         scratch = tuple(self._scratch.get(k, 0) for k in range(len(devices)))
         begins, ends, resumes = (tuple(sorted(each)) for each in (order.begins, order.ends, order.resumes))

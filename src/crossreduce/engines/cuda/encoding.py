@@ -26,10 +26,7 @@ def plan_of(made: Operations) -> Any:
 
 
 def _encode(operation: Operation, devices: tuple[int, ...], waits: tuple[int, ...], event: int) -> list[Any]:
-    """Return an operation in the form of ``_cuda.Plan``: several ones for a launch whose table is too large.
-
-    The first of these waits for what the operation waits for, and the last one records its event.
-    """
+    """Return an operation in the form of ``_cuda.Plan``. A launch whose table is too large becomes several ones."""
     work = operation.work
     if not isinstance(work, Launch):
         copy = (work.src, work.dst, (work.source, work.target), work.nbytes)

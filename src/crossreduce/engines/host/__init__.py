@@ -132,12 +132,10 @@ def _programs_and_segments(layout: Layout, results: int) -> tuple[tuple[FusedPro
     """Return the fused programs of a layout, and the segments of its tensors that they compute."""
     programs: dict[FusedProgram, int] = {}
     segments: list[Segment] = []
-    first_tensor = 0
+    offset = 0
     for buffer, ranges in layout.buffers:
-        spans = [
-            (first_tensor + k, span.start, span.start + span.size) for k, span in enumerate(buffer.spans) if span.size
-        ]
-        first_tensor += len(buffer.spans)
+        spans = [(offset + k, span.start, span.start + span.size) for k, span in enumerate(buffer.spans) if span.size]
+        offset += len(buffer.spans)
         first = 0  # the first span that ends after the current position
         for program, base, end in ranges:
             for chunk, low, high in element_ranges(program, end - base):

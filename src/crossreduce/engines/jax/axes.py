@@ -57,12 +57,7 @@ def unreduced_axes(x: Array) -> frozenset[Hashable]:
 
 
 def read_axes(axis_name: Any) -> MeshAxes:
-    """Return the mesh axes that a name, or a tuple or list of names, denotes.
-
-    Raises:
-      ArgumentError: there is no name, or one occurs twice.
-      AxisError: the calling function is not mapped over an axis of this name.
-    """
+    """Return the axes that one name, or a tuple or list of names, denotes. Raise unless they exist here and differ."""
     names = tuple(axis_name) if isinstance(axis_name, (tuple, list)) else (axis_name,)
     try:
         if not names or len(set(names)) < len(names):

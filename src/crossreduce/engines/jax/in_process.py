@@ -128,10 +128,7 @@ def _abstract_eval(*xs: Any, numbers: Numbers, axes: MeshAxes, **_: Any) -> list
 
 
 def _transpose(cotangents: Sequence[Any], *_: Any, numbers: Numbers, axes: MeshAxes, **params: Any) -> list[Any]:
-    """Return the cotangents of the arrays, as ``psum`` does.
-
-    If types are checked, all devices have the same cotangents, so these are not reduced again.
-    """
+    """Return the cotangents of the arrays, as ``psum`` does. If types are checked, all devices have the same ones."""
     nonzero = [k for k, cotangent in enumerate(cotangents) if type(cotangent) is not ad.Zero]
     values = [cotangents[k] for k in nonzero]
     if axes.checked:
