@@ -1,8 +1,8 @@
 """The protocol of engines, and their registry.
 
 An engine compiles a ``Layout`` (tensors and the programs that reduce them) once, and then runs it on any number of
-arrays. Its arguments contain everything that it uses of a call: engines import nothing from ``torch/``, ``jax/``,
-``tensorflow/`` or ``strategy/``. ``pipeline.select`` chooses the engine of a call.
+arrays. Its arguments contain everything that it needs to know about a call, so engines import nothing from ``torch/``,
+``jax/``, ``tensorflow/`` or ``strategy/``. ``pipeline.select`` chooses the engine of a call.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ ENGINES: Final = ["host", "null", "cuda", "loop"]
 """Modules of this package that define ``ENGINE``, in the order in which they are tried. "loop" runs any layout."""
 
 EXACT_ENGINES: Final = ["host"]
-"""The engines of this list that compute exact sums."""
+"""The engines in ``ENGINES`` that can compute exact sums."""
 
 
 class ProgramRange(NamedTuple):
@@ -46,12 +46,13 @@ class Layout:
 
     Args:
       framework: the framework of the arrays.
-      tensors: their positions in the caller's batch, in the order in which the buffers list them.
-      buffers: where the tensors are in flat buffers, and the programs.
+      tensors: the positions of the tensors in the caller's batch, in the order of the spans of ``buffers``.
+      buffers: flat buffers, the spans of the tensors in them, and the programs.
       sources: the device of each replica's component.
       destinations: the device of each component of the results.
-      mixed: some components were sparse and were made dense, perhaps in a wider dtype.
-      prefers_nccl: the caller chose "nccl"; the programs are those of "auto", for the case that NCCL cannot be used.
+      mixed: whether some components were sparse and have been made dense, perhaps in a wider dtype.
+      prefers_nccl: whether the caller chose "nccl". The programs are then those of "auto", for the case that NCCL
+        cannot be used.
     Raises:
       ScheduleError: the chunks of a program differ in their sources or destinations.
     """
@@ -80,7 +81,7 @@ class Layout:
 
     @cached_property
     def is_sized(self) -> bool:
-        """Whether all sizes are known; a tensor whose size tracing leaves unknown has a layout of its own."""
+        """Whether the sizes of all tensors are known. A tensor of unknown size, while tracing, has its own layout."""
         return self.buffers[0].buffer.size is not None
 
     @cached_property
@@ -95,7 +96,7 @@ class Layout:
 
 
 class OverlapError(Exception):
-    """Result ``result`` of tensor ``tensor`` overlaps another one, or an input that is not exactly its memory."""
+    """Result ``result`` of tensor ``tensor`` overlaps another result, or an input that is not exactly its memory."""
 
     def __init__(self, tensor: int, result: int) -> None:
         super().__init__(tensor, result)
@@ -103,11 +104,11 @@ class OverlapError(Exception):
 
 
 class PreparedRun(NamedTuple):
-    """A kernel of host memory or a plan of CUDA devices; how it writes results; whether it uses several threads."""
+    """What compiled code needs to run an executable again."""
 
-    kernel: Any
-    streaming: bool = False
-    threaded: bool = False
+    kernel: Any  # a kernel for host memory, or a plan for CUDA devices
+    streaming: bool = False  # whether results are written past the caches
+    threaded: bool = False  # whether the run is large enough for several threads
 
 
 class Executable(Protocol):
@@ -115,19 +116,20 @@ class Executable(Protocol):
 
     @property
     def prepared(self) -> PreparedRun | None:
-        """How compiled code runs it, for calls that occur again; ``None``: it cannot."""
+        """How compiled code can repeat a run of this executable; ``None`` if it cannot."""
 
     def run(self, operands: Any, out: Sequence[Sequence[Array]] | None) -> Sequence[Sequence[Array]]:
         """Reduce arrays.
 
         Args:
-          operands: from ``Engine.bind``.
-          out: for each tensor the arrays to write its results into; ``None``: the results are new arrays.
+          operands: what ``Engine.bind`` returned.
+          out: for each tensor the arrays to write its results into. ``None`` means that the results are new arrays.
         Returns:
           For each tensor its results, in the order of the destinations; ``out`` itself if it was given.
         Raises:
-          OverlapError: arrays of ``out`` overlap others or inputs, if ``checks_overlap``. Nothing was written.
-          BufferError, ValueError: an array of ``out`` cannot be written into (same condition). Nothing was written.
+          OverlapError: an array of ``out`` overlaps another one or an input. Nothing was written.
+          BufferError, ValueError: an array of ``out`` cannot be written into. Nothing was written.
+          Both are raised only by engines with ``checks_overlap``.
         """
 
 
@@ -137,18 +139,18 @@ class Engine(Protocol):
     name: str
 
     def __hash__(self) -> int:
-        """Return the hash: engines are in the keys of caches."""
+        """Return the hash, since engines are in the keys of caches."""
 
     checks_overlap: bool
     """Whether executables check ``out`` themselves; else the caller does so before ``run``."""
 
     def supports(self, layout: Layout) -> bool:
-        """Return whether this engine can run a layout, as far as its framework, devices and sizes tell."""
+        """Return whether this engine can run layouts with this framework, these devices and these sizes."""
 
     def bind(self, layout: Layout, arrays: Sequence[Sequence[Array]]) -> Any | None:
-        """Return ``arrays``, for each tensor its components, in the form that ``Executable.run`` reads.
+        """Return arrays in the form that ``Executable.run`` reads; ``arrays`` has the components of each tensor.
 
-        ``None``: the engine cannot run these arrays after all, for example because they are traced.
+        Return ``None`` if the engine cannot run these arrays after all, for example because they are traced.
         """
 
     def compile(self, layout: Layout, numbers: Numbers, with_out: bool) -> Executable:

@@ -16,7 +16,7 @@ from ..ops import Numbers
 from ..packing import Span, cuts, itemsize
 from .base import Layout, LoweredBuffer
 
-JOINED_BYTES: Final = 16384  # in host memory larger tensors are not packed: they can be reduced without a copy
+JOINED_BYTES: Final = 16384  # larger tensors in host memory are not packed, since packing them only costs copies
 
 
 class LoopEngine:
@@ -51,8 +51,8 @@ class LoopExecutable:
         """Reduce arrays; results are copied into ``out`` if it was given."""
         results: list[Any] = [None] * len(operands)
         for lowered, members in self._jobs:
-            made = _reduce_buffer(lowered, self._framework, [operands[k] for k in members], self._numbers)
-            for member, components in zip(members, made, strict=True):
+            reduced = _reduce_buffer(lowered, self._framework, [operands[k] for k in members], self._numbers)
+            for member, components in zip(members, reduced, strict=True):
                 results[member] = components
         if out is None:
             return results
@@ -84,20 +84,20 @@ def _jobs(layout: Layout) -> list[tuple[LoweredBuffer, tuple[int, ...]]]:
 
 
 def _subset(lowered: LoweredBuffer, members: Sequence[int]) -> LoweredBuffer:
-    """Return some tensors of a buffer as a buffer of their own, with the same program."""
-    buffer, (only,) = lowered
+    """Return a buffer that has only some tensors of another buffer, without gaps, and the same program."""
+    buffer, (program_range,) = lowered
     spans: list[Span] = []
     size = 0
     for span in (buffer.spans[k] for k in members):
         spans.append(span._replace(start=size))
         size += span.size
-    return LoweredBuffer(buffer._replace(size=size, spans=tuple(spans)), (only._replace(stop=size),))
+    return LoweredBuffer(buffer._replace(size=size, spans=tuple(spans)), (program_range._replace(stop=size),))
 
 
 def _reduce_buffer(
     lowered: LoweredBuffer, framework: Framework, arrays: list[Sequence[Array]], numbers: Numbers
 ) -> list[tuple[Array, ...]]:
-    """Pack, reduce and unpack one buffer: return each span's results, given its components."""
+    """Pack, reduce and unpack one buffer; return the results of each tensor, given its components in ``arrays``."""
     buffer, ranges = lowered
     program = ranges[0].program
     names = [program.devices[source] for source in program.chunks[0].sources]
@@ -131,9 +131,9 @@ def _reduce_buffer(
 
 
 class Output(NamedTuple):
-    """One destination's result: its parts, one per element range, in order.
+    """The result of a flat buffer on one destination, in parts: one per element range, in order.
 
-    ``fresh``: it is one part, which this engine allocated, and no destination before this one has the same memory.
+    ``fresh`` is whether the result is a single part that this engine allocated and that no earlier destination shares.
     """
 
     parts: list[Array]
@@ -145,15 +145,16 @@ def run_program(
 ) -> list[Output]:
     """Run a program whose chunks all have the same sources and destinations.
 
-    Chunks do not depend on each other, so one chunk runs to its end before the next begins: freed memory is used
-    again, and may still be in the cache. A framework's ``to_device`` may return the same array where memory is shared,
-    and ``slice`` and ``pack`` may return views; so the engine writes into donated operands only.
+    Chunks do not depend on each other, so one chunk runs to its end before the next begins. So the next chunk uses the
+    memory that this one frees, which may still be in the cache. A framework's ``to_device`` may return the same array
+    where memory is shared, and ``slice`` and ``pack`` may return views; so the engine writes into donated operands
+    only.
 
     Args:
       flats: one flat array per source, in the order of the program's sources, each on its device.
-      size: the number of elements of each; ``None``: unknown, which only a program of one chunk allows.
+      size: the number of elements of each flat array. ``None`` means unknown, and requires a program of one chunk.
     Returns:
-      For each destination, in order, its part of each of ``element_ranges``.
+      The result of each destination, in order, with one part for each of ``element_ranges``.
     Raises:
       ScheduleError: the size is unknown and there are several chunks; or chunks differ in sources or destinations.
     """
@@ -163,36 +164,37 @@ def run_program(
         problem = "arrays of unknown size need a schedule of one chunk."
         given = f"{program.collective} by {program.algorithm}, {len(program.chunks)} chunks"
         raise ScheduleError.of(problem, given, 'the algorithm "one_device"')
+    # A single source is not combined, so nothing else would divide and convert it.
     finish_first = len(sources) == 1 and (numbers.divisor != 1 or numbers.result != numbers.dtype)
     outputs: list[list[Array]] = [[] for _ in destinations]
     fresh: list[bool] = []
     active = ((0, 0, 0),) if size is None else element_ranges(program, size)
     for chunk, start, stop in active:
         values: dict[int, Array] = {}
-        made: set[int] = set()  # the values whose memory this engine allocated
+        allocated: set[int] = set()  # the values whose memory this engine allocated
         for k, flat in enumerate(flats):
             x = flat if len(active) == 1 else framework.slice(flat, start, stop)
             values[k] = framework.finish(x, numbers) if finish_first else x
         code = program.chunks[chunk]
         for value, (device, operands, _, final, last_uses, donated) in enumerate(code.instructions, len(sources)):
-            here = program.devices[device]
-            xs = [framework.to_device(values[operand], here) for operand in operands]
+            place = program.devices[device]
+            xs = [framework.to_device(values[operand], place) for operand in operands]
             if len(xs) > 1:
                 values[value] = framework.combine(xs, numbers, final, donated)
-                made.add(value)
+                allocated.add(value)
             else:
                 values[value] = xs[0]
-                if xs[0] is not values[operands[0]] or operands[0] in made:
-                    made.add(value)
+                if xs[0] is not values[operands[0]] or operands[0] in allocated:
+                    allocated.add(value)
             for operand in last_uses:
                 del values[operand]
-        taken: set[int] = set()
+        seen: set[int] = set()
         for parts, result in zip(outputs, code.results, strict=True):
             x = values[result]
             parts.append(x)
-            fresh.append(len(active) == 1 and result in made and id(x) not in taken)
-            taken.add(id(x))
-    return [Output(parts, own) for parts, own in zip(outputs, fresh, strict=False)]
+            fresh.append(len(active) == 1 and result in allocated and id(x) not in seen)
+            seen.add(id(x))
+    return [Output(parts, is_fresh) for parts, is_fresh in zip(outputs, fresh, strict=False)]
 
 
 ENGINE: Final = LoopEngine()

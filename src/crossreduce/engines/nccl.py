@@ -1,8 +1,8 @@
 """The NCCL engine: NVIDIA's library reduces arrays that are each on another GPU of this process.
 
 Input: a layout whose caller chose "nccl". Output: results, queued on the current stream of each device. NCCL selects
-links and the order of combination itself, so the layout's programs do not run. For whatever NCCL cannot do, or does
-against this library's contract, ``refusal`` returns the reason, and another engine runs the programs.
+links and the order of combination itself, so the layout's programs do not run. If NCCL cannot reduce the arrays, or
+would do it against this library's contract, ``refusal`` returns the reason, and another engine runs the programs.
 """
 
 from __future__ import annotations
@@ -23,12 +23,13 @@ from .nccl_library import Call
 
 _OPS: Final = {
     ReduceOp.SUM: nccl_library.SUM,
-    ReduceOp.MEAN: nccl_library.SUM,  # divided afterwards, unless NCCL's average gives the same: see NcclExecutable
+    ReduceOp.MEAN: nccl_library.SUM,  # the sum is divided afterwards; for NCCL's own average, see NcclExecutable
     ReduceOp.MIN: nccl_library.MIN,
     ReduceOp.MAX: nccl_library.MAX,
     ReduceOp.PRODUCT: nccl_library.PRODUCT,
 }
-# Dtypes that NCCL reads as one or two numbers of another dtype. An array of bools contains only the bytes 0 and 1.
+# Dtypes that NCCL does not have: the dtype in which it reads them, and the number of its elements in one of theirs.
+# (An array of bools contains only the bytes 0 and 1.)
 _PARTS: Final = {"bool": ("uint8", 1), "complex64": ("float32", 2), "complex128": ("float64", 2)}
 
 
@@ -39,15 +40,15 @@ class NcclEngine:
     checks_overlap = False
 
     def refusal(self, layout: Layout, numbers: Numbers) -> str | None:
-        """Return why NCCL cannot be used for a layout; ``None``: it can."""
-        found = _refusal(layout, numbers)
-        if found is None:
+        """Return why NCCL cannot be used for a layout; ``None`` if it can."""
+        reason = _refusal(layout, numbers)
+        if reason is None:
             library = nccl_library.library()
-            found = library if isinstance(library, str) else None
-        return found
+            reason = library if isinstance(library, str) else None
+        return reason
 
     def supports(self, layout: Layout) -> bool:
-        """Return whether NCCL can be used, as far as the framework and the devices tell."""
+        """Return whether NCCL can be used with this framework and these devices."""
         return _wrong_devices(layout) is None
 
     def bind(self, layout: Layout, arrays: Sequence[Sequence[Array]]) -> Operands | None:
@@ -83,16 +84,17 @@ class NcclExecutable:
         self._function = function
         if function == "ncclBroadcast":
             self._parts = itemsize(numbers.dtype)
-            self._last: tuple[int, ...] = nccl_library.DATA_TYPES["uint8"], self._devices.index(self._sources[0])
+            # the arguments of each call between the size and the communicator
+            self._trailing: tuple[int, ...] = nccl_library.DATA_TYPES["uint8"], self._devices.index(self._sources[0])
             return
         dtype, self._parts = _PARTS.get(numbers.dtype, (numbers.dtype, 1))
         op = nccl_library.AVERAGE if numbers.op is ReduceOp.MEAN and averages else _OPS[numbers.op]
-        self._last = nccl_library.DATA_TYPES[dtype], op
+        self._trailing = nccl_library.DATA_TYPES[dtype], op
         if function == "ncclReduce":
-            self._last = *self._last, self._devices.index(self._destinations[0])
+            self._trailing = *self._trailing, self._devices.index(self._destinations[0])
 
     def run(self, operands: Operands, out: Sequence[Sequence[Array]] | None) -> Sequence[Sequence[Array]]:
-        """Queue the collectives; results are divided, if they must be, after them on the same streams."""
+        """Queue the collectives and, if the sums must be divided, the divisions behind them on the same streams."""
         memory, framework, numbers = self._memory, self._layout.framework, self._numbers
         if out is None:
             results: Sequence[Sequence[Array]] = [
@@ -115,15 +117,15 @@ class NcclExecutable:
         return results
 
     def _calls(self, sources: list[list[int]], targets: list[list[int]]) -> Iterator[Call]:
-        """Yield the collectives of each rank; where NCCL reads or writes no array, it gets none."""
+        """Yield the collectives of each rank: ``None`` instead of an array that NCCL does not read or write there."""
         for shape, row, results in zip(self._layout.shapes, sources, targets, strict=True):
             size = math.prod(shape) * self._parts
             sent = dict(zip(self._sources, row, strict=True))
             received = dict(zip(self._destinations, results, strict=True))
             for rank, device in enumerate(self._devices if size else ()):
-                # The root of a broadcast also receives, if only the array that it sends.
-                receives = received.get(device, sent.get(device) if self._function == "ncclBroadcast" else None)
-                yield Call(self._function, rank, (sent.get(device), receives, size, *self._last))
+                # NCCL requires the root of a broadcast to receive, too: if it is no destination, into what it sends.
+                target = received.get(device, sent.get(device) if self._function == "ncclBroadcast" else None)
+                yield Call(self._function, rank, (sent.get(device), target, size, *self._trailing))
 
 
 def _memory(layout: Layout) -> DeviceMemory:
@@ -137,7 +139,7 @@ def _indices(devices: tuple[str, ...]) -> tuple[int, ...]:
 
 
 def _function(sources: tuple[int, ...], destinations: tuple[int, ...]) -> str | None:
-    """Return the name of NCCL's collective between these devices; ``None``: NCCL lacks it."""
+    """Return the name of NCCL's collective between these devices; ``None`` if NCCL has none."""
     if set(sources) == set(destinations):
         return "ncclAllReduce"
     if len(sources) == 1:
@@ -147,11 +149,12 @@ def _function(sources: tuple[int, ...], destinations: tuple[int, ...]) -> str | 
 
 @lru_cache(maxsize=1024)
 def _wrong_devices(layout: Layout) -> str | None:
-    """Return why NCCL cannot be used for a layout, whatever its dtype and op; ``None``: it can."""
+    """Return why NCCL cannot be used with a layout's framework and devices; ``None`` if it can."""
     devices = [parse(device) for device in {*layout.sources, *layout.destinations}]
     if not all(device.kind == "cuda" and not device.host for device in devices):
         return "not all devices are CUDA devices of this process"
-    # XLA has communicators of its own: work on several ones may block unless all GPUs run it in the same order.
+    # XLA has its own communicators. Collectives of several communicators may block each other unless all GPUs run them
+    # in the same order.
     if layout.framework.name == "jax" or device_memory(layout.framework.name) is None:
         return f"this release passes no {layout.framework.name} arrays to NCCL"
     if len(devices) < 2:
@@ -165,11 +168,11 @@ def _wrong_devices(layout: Layout) -> str | None:
 
 @lru_cache(maxsize=1024)
 def _refusal(layout: Layout, numbers: Numbers) -> str | None:
-    """Return why NCCL cannot be used for a layout and an op; ``None``: it can, if it can be opened."""
+    """Return why NCCL cannot be used for a layout and an op; ``None`` if it can, provided that it is installed."""
     op, dtype = numbers.op, numbers.dtype
-    wrong = _wrong_devices(layout)
-    if wrong is not None:
-        return wrong
+    reason = _wrong_devices(layout)
+    if reason is not None:
+        return reason
     if numbers.result != dtype:
         return "NCCL's mean of integers is an integer"
     if len(layout.sources) == 1:

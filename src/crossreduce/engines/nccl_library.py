@@ -46,7 +46,7 @@ _SIGNATURES: Final[dict[str, tuple[Any, ...]]] = {
 
 
 class Call(NamedTuple):
-    """A collective of one rank: the function, the rank, and the arguments before the communicator and the stream."""
+    """A collective of one rank. ``arguments`` are those before the communicator and the stream."""
 
     function: str
     rank: int
@@ -54,10 +54,10 @@ class Call(NamedTuple):
 
 
 class Nccl:
-    """An opened library, and the communicators that were made with it.
+    """An opened library and its communicators.
 
-    A lock is held while calls are queued: NCCL's communicators must not be used by two threads at once, and two groups
-    on the same devices must be queued in the same order on all of them.
+    A lock is held while calls are queued, because NCCL's communicators must not be used by two threads at once, and two
+    groups on the same devices must be queued in the same order on all of them.
 
     Args:
       path: the path or the name of the library.
@@ -92,8 +92,8 @@ class Nccl:
 
         Args:
           devices: the CUDA devices of the ranks, in order.
-          streams: the stream of each of them.
-          calls: every rank must have the same collectives in the same order.
+          streams: the stream of each of the devices.
+          calls: the collectives of all ranks; every rank must have the same ones in the same order.
         Raises:
           BackendError: a call of NCCL failed. The communicators of these devices have been aborted.
         """
@@ -109,13 +109,13 @@ class Nccl:
                 self._call("ncclGroupEnd", devices)
             except BaseException:
                 if in_group:
-                    self._functions.ncclGroupEnd()  # groups belong to threads: the next group must not be inside it
+                    self._functions.ncclGroupEnd()  # else this thread's next group would be part of this one
                 for communicator in self._communicators.pop(devices, ()):
                     self._functions.ncclCommAbort(communicator)
                 raise
 
     def close(self) -> None:
-        """Destroy all communicators; later runs make new ones. A forked process leaves those of its parent alone."""
+        """Destroy all communicators; later runs make new ones. A forked process does not destroy its parent's."""
         if self._process == os.getpid():
             with self._lock:
                 while self._communicators:
@@ -123,19 +123,19 @@ class Nccl:
                         self._functions.ncclCommDestroy(communicator)
 
     def _ready(self, devices: tuple[int, ...]) -> list[int]:
-        """Return the communicator of each device; they are made on first use, and checked for errors on later ones."""
-        found = self._communicators.get(devices)
-        if found is not None:
+        """Return the communicator of each device. They are made at the first use, and later checked for errors."""
+        communicators = self._communicators.get(devices)
+        if communicators is not None:
             state = c_int()
-            for device, communicator in zip(devices, found, strict=True):
+            for device, communicator in zip(devices, communicators, strict=True):
                 self._call("ncclCommGetAsyncError", (device,), communicator, ctypes.byref(state))
                 if state.value not in (0, _IN_PROGRESS):
                     raise self._error("an earlier call", (device,), state.value)
-            return found
+            return communicators
         count = len(devices)
-        made = (c_void_p * count)()
-        self._call("ncclCommInitAll", devices, made, count, (c_int * count)(*devices))
-        communicators = self._communicators[devices] = [pointer or 0 for pointer in made]
+        pointers = (c_void_p * count)()
+        self._call("ncclCommInitAll", devices, pointers, count, (c_int * count)(*devices))
+        communicators = self._communicators[devices] = [pointer or 0 for pointer in pointers]
         logging.getLogger("crossreduce").info("NCCL %s connects %s", self.version, _names(devices))
         return communicators
 
@@ -153,20 +153,21 @@ class Nccl:
 
 @cache
 def _open() -> Nccl | str:
+    """Open the first candidate that can be opened; return the reason if there is none, or if it is too old."""
     fault = f"{SONAME} cannot be opened"
     for path, mode in _candidates():
         try:
-            found = Nccl(path, mode)
+            nccl = Nccl(path, mode)
         except (OSError, AttributeError, BackendError) as error:
             fault = f"{SONAME} cannot be opened: {' '.join(str(error).split())}"
         else:
-            return found if found.number >= OLDEST else f"NCCL {found.version} is older than 2.10"
+            return nccl if nccl.number >= OLDEST else f"NCCL {nccl.version} is older than 2.10"
     return fault
 
 
 def _candidates() -> Iterator[tuple[str, int]]:
-    """Yield where the library may be: already in this process, as for CUDA builds of torch; in a wheel; anywhere."""
-    yield SONAME, getattr(os, "RTLD_NOLOAD", 0)
+    """Yield the paths at which the library may be, and the flags to open it with."""
+    yield SONAME, getattr(os, "RTLD_NOLOAD", 0)  # loaded already, as by CUDA builds of torch
     for folder in sys.path:
         path = Path(folder, "nvidia", "nccl", "lib", SONAME)
         if path.is_file():

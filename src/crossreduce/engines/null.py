@@ -1,4 +1,4 @@
-"""The null engine: moves nothing and counts the transfers and combinations of a program.
+"""The null engine: counts the transfers and combinations of a program, and moves no data.
 
 Input: a layout of ``NullArray``s. Output: results without elements, and the framework's ``Counts``.
 """
@@ -64,6 +64,7 @@ class NullExecutable:
         ]
 
     def _count(self, code: ChunkProgram, names: tuple[str, ...], size: int) -> None:
+        """Count the operations of one chunk of ``size`` elements; ``names`` are those of the program's devices."""
         numbers, counts = self._numbers, self._layout.framework.counts  # type: ignore[attr-defined]
         dtype_of = {"input": numbers.dtype, "partial": numbers.accumulator, "final": numbers.result}
         places, kinds = code.devices, code.kinds

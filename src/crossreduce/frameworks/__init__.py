@@ -1,8 +1,8 @@
 """Array operations of each framework: one file per framework, with the same functions in the same order.
 
 Input: an array, or a framework's name. Output: its ``Framework``. A framework is imported at the first such input, not
-before. Elsewhere, a framework other than NumPy is imported only by the code that is made for it (``crossreduce.torch``
-or the like, modules in ``engines/`` and ``transports/``), and by the command line.
+before. Elsewhere, a framework other than NumPy is imported only by code for this framework (``crossreduce.torch`` and
+other plug-ins, modules in ``engines/`` and ``transports/``), and by the command line.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ FRAMEWORKS: Final = ("numpy", "torch", "jax", "tensorflow", "cupy")
 _ROOTS: Final = {name: name for name in FRAMEWORKS} | {"jaxlib": "jax", "cupyx": "cupy"}
 _SCALARS: Final = (bool, int, float, complex)
 KNOWN: Final[dict[type, Framework]] = {}
-"""The framework of each type for which ``_of_type`` found one; callers look up every leaf of a call here."""
+"""A cache: the framework of each type for which ``_of_type`` has found one."""
 
 
 @cache
@@ -42,7 +42,7 @@ def get(name: str) -> Framework:
 
     Raises:
       ArgumentError: the name is unknown.
-      BackendError: the framework cannot be imported; the message has the command that installs it.
+      BackendError: the framework cannot be imported.
 
     >>> get("numpy").name
     'numpy'
@@ -58,7 +58,7 @@ def get(name: str) -> Framework:
 
 
 def missing_framework(why: str, name: str, error: ImportError) -> BackendError:
-    """Return the error for a framework that cannot be imported; it names the extra that installs it."""
+    """Return the error for a framework that cannot be imported, with the command that installs it."""
     problem = f"{why} {name} cannot be imported: {error}"
     return BackendError.of(problem, remedy=f"pip install 'crossreduce[{name}]'")
 
@@ -90,6 +90,7 @@ def framework_of(value: Any) -> Framework:
 
 
 def _of_type(kind: type) -> Framework | None:
+    """Return the framework whose package defines a class or one of its bases."""
     if kind in _SCALARS:
         return get("numpy")
     for base in kind.__mro__:

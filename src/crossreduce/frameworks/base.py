@@ -1,9 +1,9 @@
 """The array operations that the library requires from a framework.
 
-Arrays are of the framework's own type; ``Array`` is ``Any`` because the frameworks have no common type. No function
-writes into an array that it receives, except for ``combine``'s donated one, ``write``'s target and the old array of
-``variable_value``. Sizes are Python ints, so everything here also traces under ``jax.jit`` and ``tf.function``. Kernels
-access the arrays' memory elsewhere, in ``engines/host/``.
+Arrays are of the framework's own type; ``Array`` is ``Any`` because the frameworks have no common type. Only three
+functions write into an array that they receive: ``combine`` into the donated one, ``write`` into its target, and
+``variable_value`` into the old value. Sizes are Python ints, so everything here also traces under ``jax.jit`` and
+``tf.function``. Kernels access the arrays' memory by ``host_memory.py`` instead.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ Array = Any
 class Sparse(NamedTuple):
     """The parts of a sparse array.
 
-    ``kind`` names its class, so that a result can be returned in the same class; ``indices`` has one row per slice,
-    shape ``(k,)`` or ``(k, d)`` where the first ``d`` axes are sparse.
+    ``kind`` names the array's class, so that a result can be returned in the same class. ``indices`` has one row for
+    each of the ``k`` slices: its shape is ``(k,)``, or ``(k, d)`` if the first ``d`` axes are sparse.
     """
 
     kind: str
@@ -57,22 +57,23 @@ class Framework(Protocol):
     name: str
 
     def __hash__(self) -> int:
-        """Return a hash: frameworks are parts of cache keys."""
+        """Return a hash, since frameworks are parts of cache keys."""
 
     def array(self, value: Any) -> Array | Sparse:
         """Convert a user's value: detach parameters, read variables, split sparse arrays into their parts.
 
         Raises:
-          UnsupportedError: a kind of array that cannot be reduced (masked, ragged, quantized, ...).
+          UnsupportedError: the array's kind cannot be reduced (masked, ragged, quantized, ...).
         """
 
     def spec(self, x: Array) -> TensorSpec:
         """Return shape and dtype; a size that tracing leaves unknown is ``None``."""
 
     def uniform(self, values: tuple[Any, ...]) -> TensorSpec | None:
-        """Return the common spec of plain arrays in host memory that ``array`` would return unchanged.
+        """Return the common spec of ``values``, if they are plain arrays in host memory that need no conversion.
 
-        A fast path for the most common arguments: returning ``None`` is always correct.
+        This is a fast path for the most common arguments. It may return ``None`` for any values: callers then use
+        ``array`` and ``spec``.
         """
 
     def require(self, devices: tuple[str, ...]) -> None:
@@ -95,23 +96,24 @@ class Framework(Protocol):
         """
 
     def slice(self, flat: Array, start: int, stop: int) -> Array:
-        """Return a range of a flat array's elements; it may be a view."""
+        """Return a range of a flat array's elements, perhaps as a view."""
 
     def combine(self, xs: Sequence[Array], numbers: Numbers, final: bool, donated: int) -> Array:
         """Return ``xs`` combined in the listed order, left to right, in ``numbers.accumulator``.
 
-        All are on one device; each is of ``numbers.dtype`` or ``numbers.accumulator``. If ``final``, the result is
-        finished (see ``finish``). If ``donated`` is 0 or 1, ``xs[donated]`` is of ``numbers.accumulator``, and its
-        memory may become the result's; if ``donated`` is -1, the result is a new array.
+        All are on one device, and their dtypes are ``numbers.dtype`` or ``numbers.accumulator``. If ``final``, the
+        result is finished (see ``finish``). If ``donated`` is 0 or 1, ``xs[donated]`` has the dtype of the accumulator,
+        and the result may be written into its memory; if ``donated`` is -1, the result is a new array.
         """
 
     def finish(self, x: Array, numbers: Numbers) -> Array:
-        """Return ``x`` divided by ``numbers.divisor``, in the result's dtype; this may be ``x`` itself."""
+        """Return ``x`` divided by ``numbers.divisor``, in the dtype ``numbers.result``; this may be ``x`` itself."""
 
     def unpack(self, parts: Sequence[Array], cuts: tuple[Cut, ...], fresh: bool) -> list[Array]:
-        """Split a flat buffer's parts into tensors (see ``packing.cuts``); only immutable ones may share memory.
+        """Split a flat buffer's parts into tensors (see ``packing.cuts``). Only immutable tensors may share memory.
 
-        ``fresh``: no other reference to the parts exists, so a part that is exactly one tensor may be returned.
+        ``fresh`` means that no other reference to the parts exists, so a part that is exactly one tensor may be
+        returned without a copy.
         """
 
     def clone(self, x: Array) -> Array:
@@ -121,7 +123,7 @@ class Framework(Protocol):
         """Return a new array that joins arrays on one device along an axis; integer dtypes may be widened."""
 
     def require_alike(self, xs: Sequence[Array], spec: TensorSpec) -> list[Array]:
-        """Return traced arrays of partly unknown shape, with a check at run time that their shapes are equal.
+        """Add a check to traced arrays of partly unknown shape: that their shapes are equal at run time.
 
         Raises:
           UnsupportedError: the framework has no such check.
@@ -131,21 +133,22 @@ class Framework(Protocol):
         """Return a new dense array of ``dtype``; slices with the same index are added.
 
         Raises:
-          ArgumentError: an index is outside the shape; not for traced indices, or a BCOO's, where it means padding.
+          ArgumentError: an index is outside the shape. Traced indices are not checked, nor are those of a BCOO, where
+            such an index means padding.
         """
 
     def rebuild_sparse(self, sparse: Sparse) -> Any:
         """Return a sparse array of the class that ``sparse.kind`` names."""
 
     def writable_array(self, value: Any, device: str) -> Array:
-        """Convert a user's array that a result will be written into.
+        """Convert a user's array into which a result will be written.
 
         Raises:
-          UnsupportedError: it cannot be written directly (read-only, not in C order, not on the device, ...).
+          UnsupportedError: the array cannot be written directly (read-only, not in C order, not on the device, ...).
         """
 
     def memory_range(self, x: Array) -> tuple[int, int, bool]:
-        """Return the addresses of an array's first byte and of the one after its last, and whether it is contiguous."""
+        """Return the addresses of the array's first byte and behind its last byte, and whether it is contiguous."""
 
     def write(self, target: Array, x: Array) -> None:
         """Copy an array of the same shape, dtype and device into ``target``."""
@@ -157,9 +160,9 @@ ThreadModes = Callable[[str], AbstractContextManager[object]]
 
 @runtime_checkable
 class ReplicaFramework(Framework, Protocol):
-    """A ``Framework`` with what ``MirroredStrategy`` also requires, since its replicas run in threads of one process.
+    """A ``Framework`` with the functions that ``MirroredStrategy`` requires in addition, for replicas in threads.
 
-    TensorFlow does not implement it: it has its own ``tf.distribute.MirroredStrategy``.
+    TensorFlow does not implement it, since it has its own ``tf.distribute.MirroredStrategy``.
     """
 
     def accelerators(self) -> tuple[str, ...]:
@@ -172,16 +175,16 @@ class ReplicaFramework(Framework, Protocol):
         """Return whether the calling thread records operations on an array for a gradient.
 
         Raises:
-          UnsupportedError: it is traced, or sparse and recorded; such an array cannot be reduced across threads.
+          UnsupportedError: the array is traced, or sparse and recorded, so it cannot be reduced across threads.
         """
 
     def differentiable(
         self, xs: Sequence[Array], results: Sequence[Array], gradient: Callable[[Sequence[Array]], Sequence[Array]]
     ) -> list[Array]:
-        """Return ``results``, recorded as a function of ``xs``; ``gradient`` maps results' gradients to those of xs."""
+        """Return ``results``, recorded as a function of ``xs``; ``gradient`` maps their gradients to those of xs."""
 
     def variable_value(self, old: Array | None, x: Array, device: str) -> Array:
-        """Return a variable's value after ``x`` is assigned: a copy of ``x``, or ``old`` with the values of ``x``."""
+        """Return a variable's array after ``x`` is assigned: a copy of ``x``, or ``old`` with the elements of ``x``."""
 
     def reduce_axis(self, op: ReduceOp, x: Array, axis: int, numbers: Numbers) -> Array:
-        """Return an array reduced along an axis, in ``numbers.accumulator``; for a mean, the sum."""
+        """Return an array reduced along an axis, in the dtype ``numbers.accumulator``; for a mean, the sum."""

@@ -1,4 +1,4 @@
-"""Access to the memory of arrays on the host, as the kernels require it from a framework.
+"""Access to the memory of arrays on the host: what the kernels require from a framework.
 
 Input: arrays, or the shapes of results. Output: buffers and addresses that kernels read and write, and arrays made of
 memory that a kernel has filled.
@@ -25,9 +25,10 @@ class ArrayMemory(Protocol):
     """Whether one result suffices for all destinations, because arrays are immutable."""
 
     def readable(self, arrays: Sequence[Sequence[Array]]) -> Sequence[Sequence[Any]] | None:
-        """Return what the kernels read: buffers, addresses or strided addresses.
+        """Return the arrays in the form that the kernels read: buffers, addresses or strided addresses.
 
-        ``None``: the kernels cannot read some arrays; they are traced, for example, or on an accelerator.
+        Return ``None`` if the kernels cannot read some of them, for example because they are traced or on an
+        accelerator.
         """
 
     def allocate(self, shapes: Sequence[tuple[int, ...]], dtype: str, count: int) -> list[list[Any]]:
@@ -51,7 +52,7 @@ class ArrayMemory(Protocol):
         return list(map(tuple, blanks))
 
     def threads(self) -> int | None:
-        """Return the framework's own limit of threads on the host; ``None``: unlimited."""
+        """Return the framework's own limit of threads on the host; ``None`` if it has none."""
         return None
 
     def mark_dirty(self, outs: Sequence[Sequence[Array]]) -> None:
@@ -59,7 +60,7 @@ class ArrayMemory(Protocol):
 
 
 class SharedResults(ArrayMemory, Protocol):
-    """For frameworks with immutable arrays: one result is computed, and all devices' arrays share its memory."""
+    """The memory of immutable arrays: one result is computed, and the arrays of all devices share its memory."""
 
     shares_results: bool = True
 

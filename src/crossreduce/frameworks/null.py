@@ -1,4 +1,4 @@
-"""A framework whose arrays have no elements. It counts copies, additions and bytes: the cost of a call.
+"""A framework whose arrays have no elements. It counts the copies, additions and bytes of a call, which are its cost.
 
 Input: ``NullArray``s, which have a shape, a dtype and a device but no elements. Output: ``NullArray``s, and ``Counts``.
 Pass ``NullFramework().zeros(...)`` to any op of this library instead of arrays.
@@ -26,7 +26,7 @@ class Counts:
     copies: int = 0
     """The number of transfers from one device to another."""
     additions: int = 0
-    """The number of elements that were combined with another element, for any op."""
+    """The number of times that one element was combined with another, by any op."""
     bytes: Counter[tuple[str, str]] = field(default_factory=Counter)
     """The bytes that were moved from one device to another, by (src, dst)."""
 
@@ -70,7 +70,7 @@ class NullFramework:
         self.counts = Counts()
 
     def zeros(self, shape: tuple[int, ...], dtype: str, device: str) -> NullArray:
-        """Return an array whose operations are counted here."""
+        """Return an array whose operations are counted in ``counts``."""
         return NullArray(tuple(shape), dtype, device, self)
 
     def array(self, value: Any) -> Array | Sparse:

@@ -1,8 +1,8 @@
 """``all_reduce`` inside JAX programs: under ``shard_map``, ``pmap`` and ``vmap``, in ``jit``, through ``grad``.
 
 Input: a pytree of this device's arrays, and the name of the axis to reduce over. Output: the same tree, reduced, on
-every device. It runs the compiled kernels (on CPU devices of one process), XLA's own collective, or a schedule by means
-of ``engines.jax``. Outside such programs, ``crossreduce.all_reduce`` reduces lists of per-device arrays.
+every device. It uses the compiled kernels (on CPU devices of one process), XLA's own collective, or a schedule that
+``engines.jax`` runs. Outside such programs, ``crossreduce.all_reduce`` reduces lists of per-device arrays.
 """
 
 from __future__ import annotations
@@ -46,12 +46,12 @@ _LOG: Final = logging.getLogger("crossreduce")
 
 SMALL_BYTES: Final = 1 << 16
 """Leaves below this size are joined before XLA's collective runs. On 8 CPU devices one more collective costs about
-0.2 ms, as much as copying 64 KiB to a joined buffer and back on each device. Of 16 KiB to 1 MiB this was the fastest
-for ResNet-50's gradients (74 ms; 16 KiB 77, 256 KiB 78, 1 MiB 88; nothing joined: 173)."""
+0.2 ms, as much as copying 64 KiB to a joined buffer and back on each device. Measured with ResNet-50's gradients: 74 ms
+with 64 KiB, 77 with 16 KiB, 78 with 256 KiB, 88 with 1 MiB, and 173 if no leaves are joined."""
 
 MAX_JOINED: Final = 256
-"""The maximum number of small leaves that are joined: XLA's compile time grows faster than their number (2,000 leaves:
-53 s joined in one, 13 s in groups of 256, 9 s not joined; they run in 65, 71 and 379 ms)."""
+"""The maximum number of small leaves that are joined, since XLA's compile time grows faster than this number. 2,000
+leaves compile in 53 s if all are joined, in 13 s in groups of 256, in 9 s if none are, and run in 65, 71 and 379 ms."""
 
 
 def all_reduce(
@@ -75,25 +75,26 @@ def all_reduce(
       axis_name: the name of an axis, or several names: these axes are reduced as one axis, in row-major order.
       op: a ``ReduceOp`` or its name.
       topology: the links between the devices: a ``Topology``, a machine's name or a file's path. Its devices are the
-        positions along the axis, in order. ``None``: all links are equal.
-      algorithm: a planner's name. "auto" (and "nccl"): the algorithm with the shortest simulated time on the topology.
-        Without a topology, or if it joins all pairs of devices equally: the compiled kernels on CPU devices of one
-        process; elsewhere XLA's own collective, and "halving_doubling" for products. Without a topology,
-        "hierarchical_copy" over several axes reduces over the last one first.
-      num_packs: for "one_device" and "hierarchical_copy": the number of trees whose roots rotate, that share the
-        buffer; at most one per device.
-      exact: whether sums and means of floats are the real ones, rounded once, to nearest even (see
-        ``crossreduce.CommunicationOptions``). Only the compiled kernels can do this, on CPU devices of one process, for
-        any ``algorithm`` and ``topology``.
+        positions along the axis, in order. ``None`` means that all links are equal.
+      algorithm: a planner's name. "auto" and "nccl" select the algorithm with the shortest simulated time on the
+        topology. If there is no topology, or its links join all pairs of devices equally, they select the compiled
+        kernels on CPU devices of one process, and elsewhere XLA's own collective ("halving_doubling" for products).
+        Without a topology, "hierarchical_copy" over several axes reduces over the last one first.
+      num_packs: for "one_device" and "hierarchical_copy", the number of trees that share the buffer, each with another
+        root; at most one per device is used.
+      exact: whether sums and means of floats are exact, rounded once, to nearest even (see
+        ``crossreduce.CommunicationOptions``). Only the compiled kernels can do this, on CPU devices of one process.
+        They then ignore ``algorithm`` and ``topology``.
     Returns:
-      The same tree. Half types are accumulated in float32, the mean of integers is a float; with ``check_vma=True``
-      the results count as replicated (``out_specs=P()``), like those of ``lax.psum``. Numbers become arrays.
+      The same tree. Half types are accumulated in float32, and the mean of integers is a float. With
+      ``check_vma=True`` the results count as replicated (``out_specs=P()``), like those of ``lax.psum``. Numbers become
+      arrays.
     Raises:
       AxisError: an axis does not exist (also a ``NameError``).
       ArgumentError: an unknown op or algorithm, or the topology's size differs from that of the axis.
       UnsupportedError: the op is not defined for a leaf's dtype, or for an unreduced leaf (on explicit meshes), or a
-        leaf is not an array; the message has its path. With ``exact``: a product of floats; and where the kernels
-        cannot run: under ``vmap``, on accelerators, in jobs of several processes, in exported programs.
+        leaf is not an array; the message has its path. With ``exact`` also for a product of floats, and where the
+        kernels cannot run: under ``vmap``, on accelerators, in jobs of several processes, in exported programs.
       PlanError: the algorithm cannot run on the topology.
 
     Example, with ``P = jax.sharding.PartitionSpec``::
@@ -120,9 +121,9 @@ def _all_reduce(
     exact = CommunicationOptions(exact=exact).exact  # raises if it is not a bool
     packs = count("num_packs", num_packs, "1 is one tree") or 1
     spec = _read_spec(axis_name, topology, algorithm_name(algorithm), packs)
-    listed, structure = jax.tree_util.tree_flatten_with_path(x, is_leaf=_is_sparse)
+    paths_and_leaves, structure = jax.tree_util.tree_flatten_with_path(x, is_leaf=_is_sparse)
     leaves: list[Any] = []
-    for path, leaf in listed:
+    for path, leaf in paths_and_leaves:
         try:
             leaves.append(_gather_leaf(leaf, op, spec.axes) if _is_sparse(leaf) else _dense_leaf(leaf, op, spec.axes))
             if exact and not _is_sparse(leaf):
@@ -153,7 +154,7 @@ def _all_reduce(
 class _ReduceSpec(NamedTuple):
     """How a call reduces: over which axes and by which algorithm.
 
-    ``topology``: its devices are the positions along the axes, in order; ``None``: all links are equal.
+    The devices of ``topology`` are the positions along the axes, in order. ``None`` means that all links are equal.
     """
 
     axes: MeshAxes
@@ -201,18 +202,23 @@ def _require_exact_sum(x: Array, numbers: Numbers, axes: MeshAxes) -> None:
 
 
 def _no_exact_sum(given: str) -> UnsupportedError:
+    """Return the error for an exact sum where the kernels cannot run."""
     problem = "exact sums inside JAX programs need the compiled kernels, on CPU devices of one process, without vmap."
     return UnsupportedError.of(problem, f"{given}, exact=True", "crossreduce.all_reduce outside of the program")
 
 
 class _ReducedLeaf(NamedTuple):
-    """A leaf that is already reduced."""
+    """Marks a leaf that was reduced before the others, which are grouped."""
 
     array: Array
 
 
 def _sum_of_parts(x: Array, op: ReduceOp, axes: MeshAxes) -> Array:
-    """Reduce an array that JAX's types call unreduced, with XLA's own collective: only that accepts such arrays."""
+    """Reduce an array that is unreduced by its type, with XLA's own collective, since no other accepts such arrays.
+
+    Over its unreduced axes, the array is a sum, and each device has a part of it. Over the others it is an ordinary
+    one.
+    """
     parts = unreduced_axes(x)
     if op is not ReduceOp.SUM and (op is not ReduceOp.MEAN or not parts <= set(axes.names)):
         over = ", ".join(sorted(map(repr, parts)))
@@ -233,20 +239,21 @@ def _is_sparse(leaf: Any) -> bool:
 
 
 def _gather_leaf(leaf: Any, op: ReduceOp, axes: MeshAxes) -> Any:
-    """Concatenate the slices of all devices."""
+    """Return a sparse leaf with the slices of all devices, divided if the op is a mean."""
     if op not in (ReduceOp.SUM, ReduceOp.MEAN):
         problem = f"the {op.value} of sparse values is not defined."
         raise UnsupportedError.of(problem, shown(leaf), "sum or mean, or dense arrays")
-    found = FRAMEWORK.array(leaf)
-    numbers = FRAMEWORK.numbers(op, found.values.dtype.name, axes.devices)
-    values, indices = (_gather(part, axes) for part in (found.values, found.indices))
-    return FRAMEWORK.rebuild_sparse(found._replace(values=finish(numbers, values), indices=indices))
+    sparse = FRAMEWORK.array(leaf)
+    numbers = FRAMEWORK.numbers(op, sparse.values.dtype.name, axes.devices)
+    values, indices = (_gather(part, axes) for part in (sparse.values, sparse.indices))
+    return FRAMEWORK.rebuild_sparse(sparse._replace(values=finish(numbers, values), indices=indices))
 
 
 def _gather(x: Array, axes: MeshAxes) -> Array:
     if not axes.checked:
         return lax.all_gather(x, axes.names, tiled=True)
-    # shard_map's check treats a gather's result as varying, a sum's as replicated. So sum buffers padded with zeros.
+    # shard_map treats the result of a gather as varying, and that of a sum as replicated. So each device puts its array
+    # into a buffer of zeros, and the buffers are summed.
     x = axes.vary(x)
     zeros = axes.vary(jnp.zeros((axes.devices, *x.shape), x.dtype))
     placed = lax.dynamic_update_index_in_dim(zeros, x, lax.axis_index(axes.names), 0)
@@ -257,10 +264,11 @@ def _gather(x: Array, axes: MeshAxes) -> Array:
 
 
 def _reduce_leaves(xs: list[Array], numbers: Numbers, spec: _ReduceSpec) -> Sequence[Array]:
-    """Reduce arrays of one dtype: by the compiled kernels, if it is possible and no other algorithm is required."""
+    """Reduce arrays of one dtype, with the compiled kernels if they can and the caller did not choose an algorithm."""
     if not numbers.exact and (not _is_free(spec) or not in_process.supports(numbers, spec.axes)):
         return _reduce_by_collectives(xs, numbers, spec)
     _log_plan(spec.axes, "the compiled kernels on CPU devices, elsewhere XLA's own all-reduce")
+    # The in-process reduction itself has gradients of sums and means only.
     is_linear = numbers.op in (ReduceOp.SUM, ReduceOp.MEAN)
     if is_linear or not jnp.issubdtype(xs[0].dtype, jnp.inexact):
         return _reduce_in_process(xs, numbers, spec)
@@ -270,7 +278,7 @@ def _reduce_leaves(xs: list[Array], numbers: Numbers, spec: _ReduceSpec) -> Sequ
 
 @dataclass(frozen=True)
 class _Collectives:
-    """Reduces arrays by collectives of XLA, where the kernels cannot."""
+    """Reduces arrays by collectives of XLA, on platforms where the kernels cannot. (A hashable function.)"""
 
     numbers: Numbers
     spec: _ReduceSpec
@@ -298,14 +306,14 @@ def _reduce_in_process_jvp(numbers: Numbers, spec: _ReduceSpec, primals: Any, ta
 
 
 def _reduce_by_collectives(xs: list[Array], numbers: Numbers, spec: _ReduceSpec) -> list[Array]:
-    """Reduce arrays of one dtype. For a program all of them are joined, for XLA's collective at most the small ones."""
+    """Reduce arrays of one dtype. A program reduces all of them joined; XLA's collective only has small ones joined."""
     program = _program(spec, numbers.op, sum(x.size for x in xs) * itemsize(numbers.accumulator))
-    # Along mesh axes that are not Manual, XLA itself partitions arrays, and would gather those that are joined.
+    # Along mesh axes that are not Manual, XLA itself partitions arrays, and to join them it would gather them first.
     kinds = jax.sharding.get_abstract_mesh().axis_types or ()
     small = SMALL_BYTES if all(kind is jax.sharding.AxisType.Manual for kind in kinds) else 0
     joined = [k for k, x in enumerate(xs) if program is not None or x.nbytes < small]
-    most = len(xs) if program is not None else MAX_JOINED
-    groups = [joined[k : k + most] for k in range(0, len(joined), most)]
+    group_size = len(xs) if program is not None else MAX_JOINED
+    groups = [joined[k : k + group_size] for k in range(0, len(joined), group_size)]
     groups += [[k] for k in sorted({*range(len(xs))} - {*joined})]
     results = list(xs)
     for group in groups:
@@ -323,7 +331,7 @@ def _reduce_by_collectives(xs: list[Array], numbers: Numbers, spec: _ReduceSpec)
 
 
 def _is_free(spec: _ReduceSpec) -> bool:
-    """Return whether the algorithm is "auto" and all links are equal: no schedule is faster than a collective."""
+    """Return whether the choice is free, "auto" on equal links, where no schedule is faster than XLA's collective."""
     return spec.algorithm == "auto" and (spec.topology is None or _is_uniform(spec.topology))
 
 
@@ -363,23 +371,23 @@ def _log_plan(axes: MeshAxes, text: str) -> None:
 
 @lru_cache(maxsize=256)
 def _is_uniform(topology: Topology) -> bool:
-    """Return whether the links between any two devices are equal, directly or through one switch.
+    """Return whether the routes between all pairs of devices are equal: a direct link, or two through one switch.
 
     >>> _is_uniform(Topology.full_mesh(4)), _is_uniform(Topology.star(4)), _is_uniform(Topology.ring(4))
     (True, True, False)
     """
-    kinds = set()
+    routes = set()
     for ends in permutations(topology.devices, 2):
         links = [topology.by_ends[pair] for pair in pairwise(topology.route(*ends) or ())]
-        kinds.add(tuple((link.bandwidth, link.latency_s) for link in links))
-    return len(kinds) <= 1 and all(1 <= len(kind) <= 2 for kind in kinds)
+        routes.add(tuple((link.bandwidth, link.latency_s) for link in links))
+    return len(routes) <= 1 and all(1 <= len(route) <= 2 for route in routes)
 
 
 # ---- reducing one array -------------------------------------------------------------------------------------------
 
 
 def _total(x: Array, op: ReduceOp, program: Program | None, axes: MeshAxes) -> Array:
-    """Return the sum of an array over the axes, or its minimum, maximum or product."""
+    """Return an array reduced over the axes by an op; for a mean, the sum."""
     if op in (ReduceOp.SUM, ReduceOp.MEAN):
         return _sum(x, program, axes)
     select = _differentiable_selection if jnp.issubdtype(x.dtype, jnp.inexact) else _selection
@@ -397,17 +405,17 @@ def _selection(x: Array, op: ReduceOp, program: Program | None, axes: MeshAxes) 
     function = lax.pmax if op is ReduceOp.MAX else lax.pmin
     if x.dtype.name not in FLOATS:
         return function(x, axes.names)
-    # XLA's CPU collectives lose NaN (jaxlib 0.10.2). So compare integers of the same order as the floats; NaN becomes
-    # the integer that is always selected. Half types are compared as float32: NCCL has no integers of 16 bits.
+    # XLA's CPU collectives lose NaN (jaxlib 0.10.2). So map the floats to integers of the same order, and NaN to the
+    # integer that is always selected. Half types are compared as float32, since NCCL has no integers of 16 bits.
     wide = x.astype(jnp.float32) if x.dtype.itemsize == 2 else x
-    kind = jnp.dtype(f"int{wide.dtype.itemsize * 8}")
-    ends = jnp.iinfo(kind)
+    int_type = jnp.dtype(f"int{wide.dtype.itemsize * 8}")
+    limits = jnp.iinfo(int_type)
 
-    def flip(bits: Array) -> Array:
-        return jnp.where(bits < 0, bits ^ ends.max, bits)
+    def flip(bits: Array) -> Array:  # reverses the order of negative floats, whose bits are sign and magnitude
+        return jnp.where(bits < 0, bits ^ limits.max, bits)
 
-    keys = flip(lax.bitcast_convert_type(wide, kind))
-    keys = jnp.where(jnp.isnan(wide), ends.max if op is ReduceOp.MAX else ends.min, keys)
+    keys = flip(lax.bitcast_convert_type(wide, int_type))
+    keys = jnp.where(jnp.isnan(wide), limits.max if op is ReduceOp.MAX else limits.min, keys)
     return lax.bitcast_convert_type(flip(function(keys, axes.names)), wide.dtype).astype(x.dtype)
 
 
@@ -423,12 +431,13 @@ def _selection_jvp(op: ReduceOp, program: Any, axes: MeshAxes, primals: tuple[Ar
 
 
 def _selection_tangent(op: ReduceOp, program: Program | None, axes: MeshAxes, x: Array, y: Array, t: Array) -> Array:
-    if op is ReduceOp.PRODUCT:
+    """Return the tangent of the result ``y`` if that of this device's operand ``x`` is ``t``."""
+    if op is ReduceOp.PRODUCT:  # the sum over the devices of t times the product of the other devices' operands
         xs = lax.all_gather(x, axes.names)
-        own = (jnp.arange(axes.devices) == lax.axis_index(axes.names)).reshape(-1, *[1] * x.ndim)
-        return _sum(jnp.prod(jnp.where(own, 1, xs), 0) * t, program, axes)
-    hit = (x == y).astype(x.dtype)
-    return _sum(hit * t, program, axes) / _sum(hit, program, axes)
+        is_own = (jnp.arange(axes.devices) == lax.axis_index(axes.names)).reshape(-1, *[1] * x.ndim)
+        return _sum(jnp.prod(jnp.where(is_own, 1, xs), 0) * t, program, axes)
+    is_selected = (x == y).astype(x.dtype)
+    return _sum(is_selected * t, program, axes) / _sum(is_selected, program, axes)
 
 
 def _flatten_slices(slices: IndexedSlices) -> tuple[tuple[Array, Array], Any]:

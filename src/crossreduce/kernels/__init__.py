@@ -1,9 +1,9 @@
 """Kernels for host memory: compiled ones, and the same functions in NumPy as fallback and oracle.
 
 Input: fused programs (which operands are combined, in which order), element ranges, and arrays as buffers or
-addresses. Output: filled results. A compiled ``Kernel`` reads every source once and writes every result once, a cache
-line or a tile of at most 4 KiB at a time, for any number of steps in a program; tensors stay where they are in memory.
-This package does not use schedules, devices or frameworks.
+addresses. Output: filled results. However many steps a program has, a compiled ``Kernel`` reads every source once and
+writes every result once, in units of a cache line or of a tile of at most 4 KiB. Tensors are not packed. This package
+does not use schedules, devices or frameworks.
 
 The instruction set is chosen once, when it is first needed: ``avx512``, ``avx2`` or ``baseline``. Two
 environment variables override the defaults: ``CROSSREDUCE_KERNELS`` names an instruction set, or ``numpy``;
@@ -27,8 +27,8 @@ _LOG: Final = logging.getLogger("crossreduce")
 _NATIVE: Final[list[Any]] = []  # the compiled module, or None, once `native` has imported it
 _Rows = Sequence[Sequence[Any]]  # for each tensor, its sources or its results
 
-# Results of at least this many bytes, of all replicas together, are written with streaming stores, unless in place:
-# with their sources, they do not fit into the cache anyway (32 MiB for 8 cores of an AMD EPYC).
+# If all results together have at least this many bytes, they are written with streaming stores, unless in place, since
+# they and their sources do not fit into the cache anyway (32 MiB for 8 cores of an AMD EPYC).
 STREAMING_BYTES: Final = 1 << 24
 # Results of at least this many bytes use memory from a pool (see ``memory``). Smaller ones come from the framework's
 # allocator; the C library itself reuses blocks below its mmap threshold, 128 KiB at first.
@@ -42,10 +42,10 @@ THREADED_BYTES: Final = 1 << 22
 class FusedProgram(NamedTuple):
     """The computation of each element.
 
-    An operand is a source, ``0, 1, ...``, or a slot, ``~0, ~1, ...``, which stores an intermediate value. ``folds``
-    run in order: ``(slot, *operands)`` combines the operands, left to right, in the accumulator's dtype, and stores
-    the value in the slot; that slot may be the first operand, but no other. ``results[i]`` is the operand that becomes
-    result i.
+    An operand is a source, ``0, 1, ...``, or a slot, ``~0, ~1, ...``, which stores an intermediate value. The folds
+    ``(slot, *operands)`` run in order. Each combines its operands, left to right, in the accumulator's dtype, and
+    stores the value in its slot. Only the first operand may be this slot itself. ``results[i]`` is the operand that
+    becomes result i.
     """
 
     slots: int
@@ -76,8 +76,8 @@ class Kernel(Protocol):
           results: for each tensor its results, each a writable buffer or an address, in C order.
           threads: the number of threads, the caller's included.
           streaming: whether results are written with streaming stores, which bypass the cache.
-          check_overlap: first check whether a result shares memory with another result, or with a source unless
-            it is exactly that source of the same tensor. If so, nothing is written.
+          check_overlap: whether to check first that no result shares memory with another result or with a source,
+            except for exactly a source of the same tensor. If one does, nothing is written.
         Returns:
           ``(tensor, result)`` of a result that shares memory, else ``None``.
         """
@@ -85,8 +85,8 @@ class Kernel(Protocol):
 
 def native() -> Any:
     """Return the compiled module, or ``None`` where it was not built."""
-    # Not functools.cache: in free-threaded interpreters it has a lock, which a child that is forked at the wrong moment
-    # would find locked, and would wait for until it ends.
+    # This does not use functools.cache, which has a lock in free-threaded interpreters. A child that is forked while
+    # the lock is held would wait for it forever.
     if not _NATIVE:
         try:
             _NATIVE.append(importlib.import_module("._native", __name__))
@@ -103,11 +103,11 @@ def instruction_set() -> str:
     Raises:
       BackendError: ``CROSSREDUCE_KERNELS`` names a set that this machine or this build does not support.
     """
-    here = [*(native().supported() if native() else []), "numpy"]
-    wanted = os.environ.get("CROSSREDUCE_KERNELS") or here[0]
-    if wanted not in here:
+    supported = [*(native().supported() if native() else []), "numpy"]
+    wanted = os.environ.get("CROSSREDUCE_KERNELS") or supported[0]
+    if wanted not in supported:
         problem = "CROSSREDUCE_KERNELS names kernels that this machine or this build cannot run."
-        raise BackendError.of(problem, shown(wanted), "one of " + ", ".join(here))
+        raise BackendError.of(problem, shown(wanted), "one of " + ", ".join(supported))
     return wanted
 
 
@@ -126,11 +126,11 @@ def compile_kernel(
     Args:
       op: ``"sum"``, ``"min"``, ``"max"``, ``"product"`` or ``"exact_sum"``. The programs of exact sums are single folds
         of sources, whose value is every result; their accumulator is not used.
-      dtypes: of sources, accumulator and results, by name.
+      dtypes: the names of the dtypes of the sources, the accumulator and the results.
       divisor: results are divided by it; integers, which must have one dtype, are truncated towards zero.
       sources: the number of sources of each tensor.
       results: the number of results of each tensor.
-      sizes: of the tensors, in elements.
+      sizes: the numbers of elements of the tensors.
       programs: the computations.
       segments: the elements that each program computes. Elements outside all segments are not written.
 
@@ -147,8 +147,8 @@ def compile_kernel(
         from .reference import ReferenceKernel
 
         return ReferenceKernel(op, dtypes, divisor, sizes, programs, segments)
-    made: Kernel = native().Kernel(chosen, op, *dtypes, divisor, sources, results, sizes, programs, segments)
-    return made
+    kernel: Kernel = native().Kernel(chosen, op, *dtypes, divisor, sources, results, sizes, programs, segments)
+    return kernel
 
 
 def memory(nbytes: int) -> Any:
@@ -210,15 +210,15 @@ _keeps = False  # whether the C library keeps freed memory
 def keep_memory(enabled: bool = True) -> bool:
     """Let the C library keep freed memory for later arrays, instead of returning it to the system.
 
-    The C library maps each large array again, so the system has to clear its pages, which can take longer than the
-    reduction. Afterwards, this process reuses the memory of freed arrays, those of NumPy, PyTorch and JAX included. It
-    then also keeps that memory: it uses up to its peak, and more, since free blocks do not always fit. All threads that
+    By default, the C library maps each large array anew, so the system has to clear its pages, which can take longer
+    than the reduction. After this call, the process reuses the memory of freed arrays, also of NumPy, PyTorch and JAX.
+    It then keeps its peak of memory, and more, since free blocks do not always have the right size. All threads that
     start later share one arena of the allocator, whose blocks can have any size, so call this before JAX computes
     anything. crossreduce's own results do not need it (see ``memory_usage``), TensorFlow hardly (docs/host.md).
 
     Args:
-      enabled: ``False`` returns freed memory to the system, now and from now on: the C library maps arrays of 32 MiB
-        and more, as its own thresholds do at most. Threads that share an arena continue to share it.
+      enabled: ``False`` returns freed memory to the system, now and from now on. The C library then maps arrays of at
+        least 32 MiB, the maximum of its own threshold. Threads that share an arena continue to share it.
     Returns:
       Whether the C library was told. It is glibc's ``mallopt``; other C libraries (musl, macOS, Windows) have no such
       settings: there, nothing changes, and the result is ``False``. An allocator that replaces glibc's
@@ -271,23 +271,24 @@ def available_memory() -> int:
 def threads() -> int:
     """Return the number of threads of one reduction.
 
-    This is ``CROSSREDUCE_NUM_THREADS``; else the number of CPUs that the process may use, but at most
-    ``OMP_NUM_THREADS`` (of a list its first number; other values than integers from 1 to 4096 are ignored).
+    This is ``CROSSREDUCE_NUM_THREADS`` if it is set. Otherwise it is the number of CPUs that the process may use, but
+    at most ``OMP_NUM_THREADS``. If that is a list, its first number is used; a value that is not an integer from 1 to
+    4096 is ignored.
 
     Raises:
       ArgumentError: ``CROSSREDUCE_NUM_THREADS`` is not an integer from 1 to 4096.
     """
-    own = os.environ.get("CROSSREDUCE_NUM_THREADS")
-    if own:
-        found = _count(own)
-        if found is None:
+    setting = os.environ.get("CROSSREDUCE_NUM_THREADS")
+    if setting:
+        number = _count(setting)
+        if number is None:
             problem = "CROSSREDUCE_NUM_THREADS must be an integer from 1 to 4096."
-            raise ArgumentError.of(problem, shown(own), "CROSSREDUCE_NUM_THREADS=4")
-        return found
+            raise ArgumentError.of(problem, shown(setting), "CROSSREDUCE_NUM_THREADS=4")
+        return number
     cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return min(cpus, _count(os.environ.get("OMP_NUM_THREADS", "").split(",")[0]) or cpus)
 
 
 def _count(text: str) -> int | None:
-    """Return the number of threads that a text states; ``None``: it is not an integer from 1 to 4096."""
+    """Return a text as a number of threads; ``None`` if it is not an integer from 1 to 4096."""
     return int(text) if re.fullmatch(r"\s*[0-9]{1,8}\s*", text) and 0 < int(text) <= 4096 else None

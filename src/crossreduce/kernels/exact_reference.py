@@ -1,4 +1,4 @@
-"""Exact sums in Python's integers: the fallback where the extension was not built, and an oracle of compiled kernels.
+"""Exact sums in Python's integers: the fallback where the extension was not built, and the compiled kernels' oracle.
 
 Input: NumPy arrays of terms. Output: for each element the real sum, perhaps divided by an integer, rounded once, to
 nearest even. ``native/kernels/exact.hpp`` defines the results for NaN, infinities and zeros. Floats are read and
@@ -13,7 +13,8 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 
 _UNIT: Final = -1074  # all finite floats are multiples of 2 ** _UNIT
-# The bits of a normal number's mantissa, the leading one included, and the exponent of the smallest number.
+# The precision: the bits of a normal number's mantissa, with the leading one. The unit: the exponent of the smallest
+# positive number, of which all others are multiples.
 _FORMATS: Final = {"float16": (11, -24), "bfloat16": (8, -133), "float32": (24, -149), "float64": (53, -1074)}
 
 
@@ -24,16 +25,16 @@ def exact_sum(terms: Sequence[Any], divisor: int, dtype: np.dtype[Any]) -> Any:
     >>> exact_sum([np.float32([1e30]), np.float32([1]), np.float32([-1e30])], 1, np.dtype("float32"))
     array([1.], dtype=float32)
     """
-    read = [_read(x) for x in terms]
-    total = sum(x.units for x in read)
+    parts = [_read(x) for x in terms]
+    total = sum(x.units for x in parts)
     precision, unit = _FORMATS[dtype.name]
     sign_bit = 1 << (8 * dtype.itemsize - 1)
     infinity = sign_bit - (1 << (precision - 1))
     bits = np.array([_round(abs(number), divisor, precision, unit) for number in total], np.uint64)
     bits = np.minimum(bits, np.uint64(infinity))
-    negative = (total < 0) | np.logical_and.reduce([x.negative & (x.units == 0) & ~x.infinite & ~x.nan for x in read])
-    up, down = (np.logical_or.reduce([x.infinite & (x.negative == sign) for x in read]) for sign in (False, True))
-    nan = np.logical_or.reduce([x.nan for x in read]) | (up & down)
+    negative = (total < 0) | np.logical_and.reduce([x.negative & (x.units == 0) & ~x.infinite & ~x.nan for x in parts])
+    up, down = (np.logical_or.reduce([x.infinite & (x.negative == sign) for x in parts]) for sign in (False, True))
+    nan = np.logical_or.reduce([x.nan for x in parts]) | (up & down)
     bits[up | down] = infinity
     negative = np.where(up | down, down, negative)
     bits[negative] |= np.uint64(sign_bit)
@@ -42,7 +43,7 @@ def exact_sum(terms: Sequence[Any], divisor: int, dtype: np.dtype[Any]) -> Any:
 
 
 class _Terms(NamedTuple):
-    """Floats: ``units`` are multiples of 2 ** ``_UNIT`` in Python's integers, 0 for infinities and NaN."""
+    """Floats as Python's integers: each float is ``units`` times 2 ** ``_UNIT``; infinities and NaN have 0 units."""
 
     units: Any
     negative: Any
@@ -51,6 +52,7 @@ class _Terms(NamedTuple):
 
 
 def _read(x: Any) -> _Terms:
+    """Read the sign, exponent and fraction of each float from its bits."""
     precision, unit = _FORMATS[x.dtype.name]
     bits = x.view(f"u{x.itemsize}").astype(np.uint64).astype(np.int64)
     negative = (bits >> (8 * x.itemsize - 1) & 1) == 1
@@ -64,11 +66,11 @@ def _read(x: Any) -> _Terms:
 
 
 def _round(magnitude: int, divisor: int, precision: int, unit: int) -> int:
-    """Return the bits of ``magnitude * 2 ** _UNIT / divisor``, rounded to a multiple of 2 ** ``unit``.
+    """Return the bits of the float nearest to ``magnitude * 2 ** _UNIT / divisor``, in the format of these parameters.
 
-    The mantissa has at most ``precision`` bits. If the result is too large for the format, so is the returned integer.
+    If the result is too large for the format, the returned integer is at least that of infinity.
     """
-    # The exponent of the last bit: the quotient's integer part has ``precision`` bits then, or one less.
+    # The exponent of the last bit, with which the quotient's integer part has ``precision`` bits, or one less.
     exponent = max(magnitude.bit_length() - divisor.bit_length() + _UNIT - precision + 1, unit)
     if exponent > unit and (magnitude // (divisor << (exponent - _UNIT))).bit_length() < precision:
         exponent -= 1

@@ -13,14 +13,15 @@ def find_overlap(extents: Iterable[tuple[int, int, int, int]]) -> tuple[int, int
 
     Args:
       extents: ``(start, stop, tensor, result)``: the addresses of an array's first byte and of the byte after its
-        last; ``result`` is -1 for a source. The caller leaves out a source that is itself a result.
+        last; ``result`` is -1 for a source. A source that is exactly a result of its tensor must be left out.
     Returns:
-      The ``(tensor, result)``, or ``None``. Empty arrays share nothing.
+      ``(tensor, result)``, or ``None`` if no result does. Empty arrays share nothing.
 
     >>> find_overlap([(0, 8, 0, 0), (8, 16, 0, 1), (0, 4, 1, -1)])
     (0, 0)
     """
-    reached = reached_by_result = (0, 0, -1)  # what ends last so far (stop, tensor, result): of all, of results
+    # The array that ends last, and the result that ends last, of those before the current one: (stop, tensor, result).
+    reached = reached_by_result = (0, 0, -1)
     for start, stop, tensor, result in sorted(extent for extent in extents if extent[1] > extent[0]):
         other = reached if result >= 0 else reached_by_result
         if other[0] > start:

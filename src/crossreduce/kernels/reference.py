@@ -1,7 +1,7 @@
 """The kernels in NumPy: the fallback where the extension was not built, and the oracle of the compiled kernels.
 
-Input and output are those of ``crossreduce.kernels``, and the results have the same bits as the compiled kernels'. One
-thread runs the whole program on one tile after another.
+Input and output are those of ``crossreduce.kernels``, and the results have the same bits as those of the compiled
+kernels. One thread runs the whole program on one tile after another.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import numpy as np
 from .exact_reference import exact_sum
 from .overlap import find_overlap
 
-# The elements of a tile: few enough for the second-level cache, and so many that the cost of a NumPy call is small.
+# The number of elements of a tile: it fits into the second-level cache, and makes the cost of NumPy's calls small.
 _TILE: Final = 1 << 15
 _Rows = Sequence[Sequence[Any]]  # for each tensor, its sources or its results
 
@@ -58,13 +58,13 @@ _OPS: Final[dict[str, Callable[[Any, Any], Any]]] = {
 }
 
 
-def _round(x: Any, dtype: np.dtype[Any]) -> Any:
+def _convert(x: Any, dtype: np.dtype[Any]) -> Any:
     """Return ``x`` in another dtype, rounded once; NumPy would round float64 to float32 and then to bfloat16."""
     if x.dtype == np.float64 and dtype.name in ("float16", "bfloat16"):
         single = x.astype(np.float32)
         wide = single.astype(np.float64)
         even = (single.view(np.uint32) & 1) == 0
-        # The float32 is rounded to odd: its last bit then records for the second rounding that bits were cut off.
+        # Round to odd: if bits were cut off, the last bit of the float32 is 1, so that the second rounding sees no tie.
         towards = np.where(wide > x, np.float32(-np.inf), np.float32(np.inf))
         x = np.where((wide != x) & (x == x) & even, np.nextafter(single, towards), single)
     out = x.astype(dtype)
@@ -114,7 +114,7 @@ class ReferenceKernel:
         programs: Sequence[tuple[int, Sequence[Sequence[int]], Sequence[int]]],
         segments: Sequence[tuple[int, int, int, int]],
     ) -> None:
-        self._combine, self._divisor = _OPS.get(op), divisor  # None: exact sums
+        self._combine, self._divisor = _OPS.get(op), divisor  # ``_combine`` is None for exact sums
         self._dtypes = dtype, _, result = [np.dtype(name) for name in dtypes]
         # Copies keep every bit, also that of a signaling NaN.
         self._copies = divisor == 1 and dtype == result and not any(folds for _, folds, _ in programs)
@@ -130,8 +130,8 @@ class ReferenceKernel:
         if not all(x.flags.c_contiguous and x.flags.writeable for row in outs for x in row):
             raise ValueError("a result is read-only, or not contiguous")
         outs = [[x.reshape(-1) for x in row] for row in outs]
-        if check_overlap and (found := _overlap(ins, outs)) is not None:
-            return found
+        if check_overlap and (overlap := _overlap(ins, outs)) is not None:
+            return overlap
         with np.errstate(all="ignore"):
             for tensor, start, stop, number in self._segments:
                 for begin in range(start, stop, _TILE):
@@ -142,8 +142,9 @@ class ReferenceKernel:
         return [_array(operand, dtype, size) for operand in operands]
 
     def _tile(self, ins: list[Any], outs: list[Any], start: int, stop: int, program: Any) -> None:
+        """Run a program on the elements ``start`` to ``stop`` of a tensor."""
         _, accumulator, result = self._dtypes
-        _, folds, wanted = program
+        _, folds, result_operands = program
         values: dict[int, Any] = {}
 
         def read(operand: int) -> Any:
@@ -162,7 +163,7 @@ class ReferenceKernel:
                 value = self._combine(value, read(operand))
             values[~slot] = value
         finished: dict[int, Any] = {}
-        for operand in set(wanted):
+        for operand in set(result_operands):
             value = read(operand)
             if self._combine is None:
                 finished[operand] = value  # the value of a fold is divided and rounded already
@@ -173,10 +174,10 @@ class ReferenceKernel:
                 value = ((wide - np.fmod(wide, divisor)) // divisor).astype(value.dtype)  # truncated towards zero
             elif self._divisor != 1:
                 value = (_reals(value) / value.real.dtype.type(self._divisor)).view(value.dtype)
-            finished[operand] = value if value.dtype == result else _round(value, result)
-            if len(set(wanted)) > 1:
+            finished[operand] = value if value.dtype == result else _convert(value, result)
+            if len(set(result_operands)) > 1:
                 finished[operand] = finished[operand].copy()  # else a view of a source, which a result may overwrite
-        for out, operand in zip(outs, wanted, strict=True):
+        for out, operand in zip(outs, result_operands, strict=True):
             out[start:stop] = finished[operand]
 
 
@@ -187,10 +188,10 @@ def _overlap(ins: list[list[Any]], outs: list[list[Any]]) -> tuple[int, int] | N
     """
     extents: list[tuple[int, int, int, int]] = []  # start, stop, tensor, and the result or -1 (a source)
     for tensor, (sources, results) in enumerate(zip(ins, outs, strict=True)):
-        own = [np.lib.array_utils.byte_bounds(x) for x in results]
-        extents.extend((*bounds, tensor, number) for number, bounds in enumerate(own))
+        result_bounds = [np.lib.array_utils.byte_bounds(x) for x in results]
+        extents.extend((*bounds, tensor, number) for number, bounds in enumerate(result_bounds))
         bounds = [(x, np.lib.array_utils.byte_bounds(x)) for x in sources]
-        extents.extend((*at, tensor, -1) for x, at in bounds if at not in own or not x.flags.c_contiguous)
+        extents.extend((*at, tensor, -1) for x, at in bounds if at not in result_bounds or not x.flags.c_contiguous)
     return find_overlap(extents)
 
 

@@ -22,16 +22,16 @@ class AllReduceCrossDeviceOps(BatchReducingOps):
 
     Args:
       all_reduce_alg: "one_device", "hierarchical_copy", "ring", "halving_doubling", "recursive_doubling", "direct",
-        "one_shot", "forest", "auto" or "nccl" (plans "auto" if NCCL cannot be used, as with a ``topology``, and logs
-        the reason once, at INFO).
-      num_packs: the number of packs into which the tensors of each dtype are joined and cut; if the
-        algorithm has roots, those of the packs rotate. 0: no packing.
+        "one_shot", "forest", "auto" or "nccl". If NCCL cannot be used, for example with a ``topology``, "nccl" plans
+        "auto" and logs the reason once, at INFO.
+      num_packs: the tensors of each dtype are joined and cut into this number of packs. If the algorithm has roots,
+        each pack has another root. 0 switches packing off.
       agg_small_grads_max_bytes: without packs, neighbouring tensors of one dtype with at most this many bytes each are
-        joined. 0: none are.
+        joined. 0 joins none.
       agg_small_grads_max_group: the largest number of tensors that are joined in this way.
       topology: the links that dense values may use: a ``Topology``, a machine's name or a file's path. Schedules are
-        planned on it for the size of the values. ``None``: any links. Its devices are those of the values, or, if none
-        of the names agree, are matched by position. Sparse values and gathers are sent directly.
+        planned on it for the size of the values. ``None`` allows any links. The topology's devices are those of the
+        values; if no names agree, they are matched by position. Sparse values and gathers are sent directly.
     Raises:
       ArgumentError: an unknown algorithm, a number that is negative or not an integer, an invalid topology.
 
@@ -77,7 +77,7 @@ class AllReduceCrossDeviceOps(BatchReducingOps):
         return broadcast_array(tensor, destinations, self._planner(DEFAULT), self._topology)
 
     def _planner(self, options: CommunicationOptions) -> str:
-        """Return the op's algorithm, or, if that is "auto" or "nccl", the options' algorithm unless it is "auto"."""
+        """Return the algorithm of a call. An op with "auto" or "nccl" uses that of the options unless it is "auto"."""
         chosen = options.implementation if self._algorithm in ("auto", "nccl") else self._algorithm
         if chosen == "auto":
             chosen = self._algorithm
@@ -98,7 +98,8 @@ class HierarchicalCopyAllReduce(AllReduceCrossDeviceOps):
     (``crossreduce.planning.hierarchical_copy``).
 
     Args:
-      num_packs: the number of trees that share the load; their roots rotate. 0: one tree per tensor, no packing.
+      num_packs: the number of trees that share the load; each has another root. 0 switches packing off: each tensor has
+        one tree.
       topology: as for ``AllReduceCrossDeviceOps``.
     Raises:
       ArgumentError: ``num_packs`` is negative or not an integer.
@@ -117,9 +118,9 @@ class HierarchicalCopyAllReduce(AllReduceCrossDeviceOps):
 class NcclAllReduce(AllReduceCrossDeviceOps):
     """Reduces with NCCL if it can be used; otherwise it plans "auto" and logs the reason once, at INFO.
 
-    NCCL reduces torch tensors that are each on another GPU of this process: see docs/algorithms.md. An
-    ``implementation`` other than "auto" and "nccl" in the call's options replaces it. If NCCL fails, the call raises a
-    ``BackendError``, and the content of ``out`` is undefined.
+    NCCL reduces torch tensors that are each on another GPU of this process: see docs/algorithms.md. If the call's
+    options have another ``implementation`` than "auto" and "nccl", that one is used instead. If NCCL fails, the call
+    raises a ``BackendError``, and the content of ``out`` is undefined.
 
     Args:
       num_packs: as for ``AllReduceCrossDeviceOps``; NCCL ignores it.

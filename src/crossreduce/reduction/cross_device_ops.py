@@ -62,7 +62,7 @@ class CrossDeviceOps:
     array([1., 1.])
     """
 
-    _calls: Calls | None = None  # calls that were made before and can run in compiled code
+    _calls: Calls | None = None  # earlier calls: the same call, made again, runs in compiled code
 
     @unconverted
     def reduce(
@@ -107,13 +107,13 @@ class CrossDeviceOps:
         array([4., 6.])
         """
         if PROFILERS.are_on() and is_outermost():
-            again = partial(CrossDeviceOps.reduce, self, out=out, experimental_hints=experimental_hints)
+            call = partial(CrossDeviceOps.reduce, self, out=out, experimental_hints=experimental_hints)
             with entry("reduce", reduce_op, per_replica_value):
-                return again(reduce_op, per_replica_value, destinations, options)
+                return call(reduce_op, per_replica_value, destinations, options)
         if self._calls is not None and experimental_hints is None:
-            found = self._calls.reduce(reduce_op, per_replica_value, destinations, options, out)
-            if found is not None:
-                return cast("Mirrored", found)
+            prepared = self._calls.reduce(reduce_op, per_replica_value, destinations, options, out)
+            if prepared is not None:
+                return cast("Mirrored", prepared)
         op = read_op(reduce_op)
         hints = read_options(options, experimental_hints)
         value = check_value(op, per_replica(per_replica_value)).with_out(None)
@@ -124,8 +124,8 @@ class CrossDeviceOps:
             return check_result(result, devices, "reduce_implementation")
         arrays = check_out(out, value, devices)
         jobs = [(value.with_out(arrays), devices)]
-        given = jobs[0][0] if self._writes_out(jobs) else jobs[0][0].with_out(None)
-        result = self.reduce_implementation(op, given, devices, hints)
+        argument = jobs[0][0] if self._writes_out(jobs) else value
+        result = self.reduce_implementation(op, argument, devices, hints)
         return write_results([check_result(result, devices, "reduce_implementation")], jobs)[0]
 
     @unconverted
@@ -160,13 +160,13 @@ class CrossDeviceOps:
         if PROFILERS.are_on() and is_outermost():
             if hasattr(value_destination_pairs, "__next__"):  # an iterator
                 value_destination_pairs = list(value_destination_pairs)
-            again = partial(CrossDeviceOps.batch_reduce, self, out=out, experimental_hints=experimental_hints)
+            call = partial(CrossDeviceOps.batch_reduce, self, out=out, experimental_hints=experimental_hints)
             with entry("batch_reduce", reduce_op, by_replica(value_destination_pairs)):
-                return again(reduce_op, value_destination_pairs, options)
+                return call(reduce_op, value_destination_pairs, options)
         if self._calls is not None and experimental_hints is None:
-            found = self._calls.batch_reduce(reduce_op, value_destination_pairs, options, out)
-            if found is not None:
-                return found
+            prepared = self._calls.batch_reduce(reduce_op, value_destination_pairs, options, out)
+            if prepared is not None:
+                return prepared
         op = read_op(reduce_op)
         hints = read_options(options, experimental_hints)
         jobs: list[Job] = []
@@ -185,10 +185,10 @@ class CrossDeviceOps:
                 error.prefix(f"pair {number}", number)
                 raise
             jobs.append((checked, devices))
-        given: list[Any] = list(jobs)
+        arguments: list[Any] = list(jobs)
         if out is not None and not self._writes_out(jobs):
-            given = [(checked.with_out(None), devices) for checked, devices in jobs]
-        results = self.batch_reduce_implementation(op, given, hints)
+            arguments = [(checked.with_out(None), devices) for checked, devices in jobs]
+        results = self.batch_reduce_implementation(op, arguments, hints)
         delivered = check_results(results, [devices for _, devices in jobs], type(self).__name__)
         return delivered if out is None else write_results(delivered, jobs)
 
@@ -269,7 +269,7 @@ class CrossDeviceOps:
         """Reduce lists of arrays, one per replica, if such a call was made before; otherwise return ``None``.
 
         ``rows`` and ``out`` may contain any trees, and ``out`` may be ``None``: only lists of arrays are recognized.
-        ``devices``: one per replica; for ``None``, those of the arrays.
+        ``devices`` has one name per replica; if it is ``None``, the results stay on the devices of the arrays.
         """
         if self._calls is None:
             return None
@@ -279,7 +279,8 @@ class CrossDeviceOps:
         """Return whether the implementation writes into ``out`` itself; otherwise its results are copied there.
 
         A custom implementation does not receive ``out``, since it may read a value again after it has reduced it.
-        Errors in ``out`` are found before anything is written: here, or in ``reduce_batch``.
+        Errors in ``out`` must be found before anything is written: this method checks ``out`` if its answer is False,
+        and otherwise ``reduce_batch`` does.
         """
         check_overlap(jobs)
         return False
@@ -328,13 +329,13 @@ class BatchReducingOps(CrossDeviceOps):
     own_class: ClassVar[type[BatchReducingOps]]  # the class of this library whose methods reduce
 
     def _is_own(self) -> bool:
-        """Return whether a subclass has replaced no method that reduces."""
+        """Return whether all methods that reduce are those of ``own_class``, so no subclass has replaced one."""
         kind, own = type(self), self.own_class
         names = ("batch_reduce", "reduce_implementation", "batch_reduce_implementation", "_planner")
         return kind is own or all(getattr(kind, name, None) is getattr(own, name, None) for name in names)
 
     def _prepared_calls(self) -> Calls | None:
-        """Return where to add a call, so that later ones run in compiled code; ``None``: none can be prepared."""
+        """Return the store of prepared calls; ``None`` if a subclass replaces a method, which it would bypass."""
         if self._calls is None and self._is_own():
             object.__setattr__(self, "_calls", new_calls())  # a subclass may be a frozen dataclass
         return self._calls
@@ -356,11 +357,12 @@ class ReductionToOneDevice(BatchReducingOps):
     """Copies all components to one device, reduces them there, and copies the result to the destinations.
 
     Args:
-      reduce_to_device: the device that reduces; ``None``: the first destination. It does not have to be a source or a
-        destination.
-      accumulation_fn: takes the list of components, all copied to that device, and returns their sum, or a replacement
-        for it of the same shape; ``None``: combines them in the order of replicas. A mean divides the returned array by
-        the number of components. It is not called for sparse values, whose slices are concatenated.
+      reduce_to_device: the device that reduces. It does not have to be a source or a destination. ``None`` means the
+        first destination.
+      accumulation_fn: takes the list of components, all copied to that device, and returns their sum, or another array
+        of the same shape that replaces the sum. A mean divides the returned array by the number of components. The
+        function is not called for sparse values, whose slices are concatenated. With ``None``, the components are added
+        in the order of the replicas.
     Raises:
       ArgumentError: ``accumulation_fn`` is not callable.
       DeviceError: ``reduce_to_device`` cannot be parsed.
@@ -408,7 +410,7 @@ class ReductionToOneDevice(BatchReducingOps):
         ]
 
     def _writes_out(self, jobs: list[Job]) -> bool:
-        check_overlap(jobs)  # of the whole batch, which is reduced on several roots
+        check_overlap(jobs)  # check the batch as a whole: the reduction on each root receives only a part of it
         return self._is_own()
 
     def _reduce_by_function(self, op: ReduceOp, job: Job) -> Mirrored:
@@ -427,6 +429,7 @@ class ReductionToOneDevice(BatchReducingOps):
             raise MismatchError.of(problem, given, f"an array like {value.spec}")
         dtype = framework.spec(total).dtype
         numbers = framework.numbers(op, dtype, len(value.arrays))
+        # A dtype that only the function introduced decides the result's dtype.
         result = value.numbers.result if dtype in (value.spec.dtype, value.numbers.accumulator) else numbers.result
         finished = framework.finish(total, numbers._replace(result=result))
         return broadcast_array(finished, destinations, "one_device", None)

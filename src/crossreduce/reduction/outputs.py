@@ -54,11 +54,14 @@ def check_out(out: Any, value: Checked, destinations: tuple[str, ...]) -> Distri
         raise ArgumentError.of(problem, given, f"PerReplica([array, ...], devices={list(destinations)})")
     framework, spec = facts.framework, TensorSpec(facts.spec.shape, facts.numbers.result)
     if framework.uniform(out.values) != spec:
-        found = [(framework_of(x), x, device) for x, device in zip(out.values, destinations, strict=True)]
-        specs = [(of.name, of.spec(of.writable_array(x, device))) for of, x, device in found]
-        wrong = [(k, *each) for k, each in enumerate(specs) if each != (framework.name, spec)]
+        wrong = []
+        for k, (x, device) in enumerate(zip(out.values, destinations, strict=True)):
+            owner = framework_of(x)
+            component_spec = owner.spec(owner.writable_array(x, device))
+            if (owner.name, component_spec) != (framework.name, spec):
+                wrong.append(f"component {k} of out: {owner.name} {component_spec}")
         if wrong:
-            given = "; ".join(f"component {k} of out: {name} {found_spec}" for k, name, found_spec in wrong)
+            given = "; ".join(wrong)
             remedy = f"arrays that are {framework.name} {spec}"
             if spec.dtype != facts.spec.dtype:
                 remedy += f", the dtype of the {facts.op.value if facts.op else 'result'} of {facts.spec.dtype}"
@@ -70,12 +73,12 @@ def check_out(out: Any, value: Checked, destinations: tuple[str, ...]) -> Distri
 def check_overlap(jobs: Sequence[Job]) -> None:
     """Raise if an array of ``out`` cannot be written into, or shares memory where it must not.
 
-    It must not share memory with another array of ``out``, nor with an input unless it is exactly one of its own
-    value's components.
+    An array of ``out`` must not share memory with another one. It may share memory with an input only if it is exactly
+    a component of the value whose result it receives.
 
     Raises:
-      UnsupportedError: it cannot be written into.
-      ArgumentError: it shares memory.
+      UnsupportedError: an array cannot be written into.
+      ArgumentError: an array shares memory.
     """
     extents: list[tuple[int, int, int, int]] = []  # (start, stop, pair, number of the array of out; -1: an input)
     for pair, (value, destinations) in enumerate(jobs):
@@ -91,13 +94,14 @@ def check_overlap(jobs: Sequence[Job]) -> None:
         extents.extend((start, stop, pair, k) for k, (start, stop, _) in enumerate(results))
         arrays = list(facts.arrays)
         if facts.mixed:  # sparse components were replaced by dense copies: check the originals
-            given = [framework.array(x) for x in value.values]
-            arrays += [part for x in given if isinstance(x, Sparse) for part in (x.values, x.indices)]
+            originals = [framework.array(x) for x in value.values]
+            arrays += [part for x in originals if isinstance(x, Sparse) for part in (x.values, x.indices)]
         inputs = [framework.memory_range(x) for x in arrays]
         extents.extend((start, stop, pair, -1) for start, stop, dense in inputs if (start, stop, dense) not in results)
-    found = find_overlap(extents)
-    if found is not None:
-        raise name_pair(overlap_error(found[1]), found[0], len(jobs))
+    overlap = find_overlap(extents)
+    if overlap is not None:
+        pair, component = overlap
+        raise name_pair(overlap_error(component), pair, len(jobs))
 
 
 def overlap_error(number: int) -> ArgumentError:
@@ -115,7 +119,7 @@ def name_pair(error: ReductionError, pair: int, pairs: int) -> ReductionError:
 
 
 def write_results(results: list[Mirrored], jobs: list[Job]) -> list[Mirrored]:
-    """Return results in the arrays of ``out``; those that an implementation did not write there are copied.
+    """Copy results into the arrays of ``out`` unless they are these arrays already, and return ``out``'s arrays.
 
     Raises:
       MismatchError: a result has another framework, shape or dtype than its array of ``out``.
@@ -127,15 +131,15 @@ def write_results(results: list[Mirrored], jobs: list[Job]) -> list[Mirrored]:
         if all(x is target for x, target in zip(result, out, strict=True)):
             continue
         for x, target, device in zip(result, out, devices, strict=True):
-            taken = framework.writable_array(target, device)
-            given = framework.array(x) if framework_of(x) is framework else None
-            spec = None if given is None or isinstance(given, Sparse) else framework.spec(given)
-            if spec != framework.spec(taken):
-                wanted = f"an array like out's, {framework.name} {framework.spec(taken)}"
+            writable = framework.writable_array(target, device)
+            source = framework.array(x) if framework_of(x) is framework else None
+            spec = None if source is None or isinstance(source, Sparse) else framework.spec(source)
+            if spec != framework.spec(writable):
+                wanted = f"an array like out's, {framework.name} {framework.spec(writable)}"
                 problem = "a result differs from its array of out in framework, shape or dtype."
                 error = MismatchError.of(problem, describe(x), wanted)
                 raise name_pair(error, pair, len(jobs))
-            copies.append((framework, taken, given))
-    for framework, taken, given in copies:
-        framework.write(taken, given)
+            copies.append((framework, writable, source))
+    for framework, writable, source in copies:
+        framework.write(writable, source)
     return [Mirrored.on(value.facts.out.values, devices) for value, devices in jobs if value.facts.out is not None]

@@ -56,9 +56,10 @@ def reduce_batch(
 ) -> list[Mirrored]:
     """Reduce a batch: values with the same sources and destinations are packed and planned together.
 
-    The whole batch is planned before any of it runs, so a batch that cannot be planned moves nothing. ``root`` is where
-    ``one_device`` reduces (``None``: it rotates) and sparse values are concatenated (``None``: first destination).
-    If ``calls`` is given, the call is added to it where that is possible: it depends on nothing but ``options``.
+    The whole batch is planned before any of it runs, so a batch that cannot be planned moves nothing. On the device
+    ``root``, the algorithm ``one_device`` reduces and sparse values are concatenated. If ``root`` is ``None``, the
+    first rotates its roots, and the second uses the first destination. If ``calls`` is given, the call is added to it
+    if compiled code can repeat it; then the other arguments must follow from ``options``.
 
     Raises:
       PlanError: the topology has no route for some of the data.
@@ -67,19 +68,19 @@ def reduce_batch(
         jobs = _exact_jobs(jobs)
     PROFILERS.look_again()  # not in compiled code: a framework's first call is always here
     routes: dict[tuple[Framework, tuple[str, ...], tuple[str, ...], bool], list[int]] = {}
-    last: Any = None
+    last_route: Any = None
     for number, (value, destinations) in enumerate(jobs):
         facts = value.facts
         if not facts.sparse:
             route = facts.framework, value.devices, destinations, facts.mixed
-            if route != last:  # a shortcut: mostly, these four are those of the previous pair
-                last, members = route, routes.setdefault(route, [])
+            if route != last_route:  # saves a lookup: most pairs have the route of the pair before
+                last_route, members = route, routes.setdefault(route, [])
             members.append(number)
     runs: list[tuple[Layout, list[int]]] = []
     for (framework, sources, destinations, mixed), members in routes.items():
         specs = tuple(jobs[number][0].facts.spec for number in members)
-        made = layouts(framework, algorithm, sources, destinations, specs, packing, topology, root, mixed)
-        runs.extend((each, [members[tensor] for tensor in each.tensors]) for each in made)
+        planned = layouts(framework, algorithm, sources, destinations, specs, packing, topology, root, mixed)
+        runs.extend((each, [members[tensor] for tensor in each.tensors]) for each in planned)
     outs = [value.facts.out for value, _ in jobs]
     with_out = bool(jobs) and all(
         out is not None and out.devices == job[1] for out, job in zip(outs, jobs, strict=True)
@@ -89,10 +90,8 @@ def reduce_batch(
             check_overlap(jobs)  # check the batch as a whole: each engine receives only a part of it
         kernels.threads()  # raises before the first run if CROSSREDUCE_NUM_THREADS is invalid
         for each, numbers in runs:
-            if jobs[numbers[0]][0].facts.numbers.exact:
-                select(
-                    each, [jobs[number][0].facts.arrays for number in numbers], exact=True
-                )  # raises if no engine can
+            if jobs[numbers[0]][0].facts.numbers.exact:  # also raise before the first run if no engine can add exactly
+                select(each, [jobs[number][0].facts.arrays for number in numbers], exact=True)
     results: list[Any] = [
         _reduce_sparse(value.facts, destinations, root) if value.facts.sparse else None for value, destinations in jobs
     ]
@@ -112,7 +111,7 @@ def reduce_batch(
 
 
 def _is_preparable(jobs: Sequence[Job], with_out: bool, executables: Sequence[tuple[Any, Any]]) -> bool:
-    """Return whether a batch of one framework, with the same devices, can be recognised by ``Calls``."""
+    """Return whether ``Calls`` can recognise a batch that has one framework and the same devices for all values."""
     return all(executable.prepared is not None for executable, _ in executables) and all(
         not facts.sparse
         and (facts.out is not None) is with_out
@@ -127,7 +126,7 @@ def _is_preparable(jobs: Sequence[Job], with_out: bool, executables: Sequence[tu
 def reduce_to_one(
     jobs: Sequence[Job], root: str | None, calls: Calls | None = None, options: CommunicationOptions = DEFAULT
 ) -> list[Mirrored]:
-    """Reduce each value on the device ``root``; ``None``: on the value's first destination. See ``reduce_batch``."""
+    """Reduce each value on ``root``, or on the value's first destination if that is ``None``. See ``reduce_batch``."""
     if options.exact:
         jobs = _exact_jobs(jobs)
     by_root: dict[str, list[int]] = {}
@@ -145,13 +144,13 @@ def reduce_to_one(
 
 def _exact_jobs(jobs: Sequence[Job]) -> list[Job]:
     """Return jobs whose values are reduced exactly; raise if an op has no exact form."""
-    made: list[Job] = []
+    exact_jobs: list[Job] = []
     for number, (value, destinations) in enumerate(jobs):
         try:
-            made.append((value.exactly(), destinations))
+            exact_jobs.append((value.exactly(), destinations))
         except ReductionError as error:
             raise name_pair(error, number, len(jobs)) from None
-    return made
+    return exact_jobs
 
 
 @lru_cache(maxsize=1024)
@@ -170,7 +169,7 @@ def layouts(
     by_dtype: dict[object, list[LoweredBuffer]] = {}
     for buffer in layout(specs, packing):
         ranges = _plan(framework, algorithm, sources, destinations, buffer, topology, root)
-        key = buffer.dtype if buffer.size is not None else len(by_dtype)
+        key = buffer.dtype if buffer.size is not None else len(by_dtype)  # unknown size: a layout of its own
         by_dtype.setdefault(key, []).append(LoweredBuffer(buffer, ranges))
     return tuple(
         Layout(
@@ -195,13 +194,14 @@ def _plan(
     topology: Topology | None,
     root: str | None,
 ) -> tuple[ProgramRange, ...]:
-    """Plan and lower one buffer: unless ``root`` is given, its packs' roots rotate, starting at ``buffer.first``.
+    """Plan and lower one buffer.
 
-    The schedule repeats after as many packs as there are devices (after one pack, if it has no root), so further
-    packs use the same schedule again: a plan does not grow with the number of packs.
+    Unless ``root`` is given, the root rotates from pack to pack, starting with device ``buffer.first``. A schedule
+    covers one pack per device, or a single pack if it has no root. Further packs use the same schedule again, so a plan
+    does not grow with the number of packs.
     """
-    members = len({*sources, *destinations})
-    first = buffer.first % members
+    device_count = len({*sources, *destinations})
+    first = buffer.first % device_count
     size = buffer.size or 0
     nbytes = size * itemsize(buffer.dtype)
     if algorithm in ("auto", "nccl") and topology is None:
@@ -209,7 +209,7 @@ def _plan(
     rotates = algorithm in REGISTRY and REGISTRY[algorithm].has_root
     if buffer.size is None and not rotates:
         algorithm, rotates = "one_device", True  # a buffer of unknown size cannot be cut into chunks
-    period = members if rotates else 1
+    period = device_count if rotates else 1
     request = Request("all_reduce", sources, destinations, algorithm, topology, first=first, root=root)
     ranges = []
     for pack in range(0, buffer.packs, period):
@@ -244,7 +244,7 @@ def select(layout: Layout, arrays: Sequence[Sequence[Array]], exact: bool = Fals
 
 
 def _nccl_operands(layout: Layout, arrays: Sequence[Sequence[Array]], numbers: Numbers) -> Any | None:
-    """Return the arrays as NCCL's engine reads them; ``None``: NCCL cannot be used, and the reason is logged."""
+    """Return the arrays as NCCL's engine reads them. If NCCL cannot be used, log the reason and return ``None``."""
     reason = NCCL.refusal(layout, numbers)
     operands = NCCL.bind(layout, arrays) if reason is None else None
     if operands is None:
@@ -295,6 +295,7 @@ def _reduce_sparse(value: ValueFacts, destinations: tuple[str, ...], root: str |
 
 
 def _sparse_copy(framework: Framework, x: Sparse, device: str) -> Any:
+    """Return a copy on a device, in the framework's own class of sparse arrays."""
     values, indices = (framework.clone(framework.to_device(part, device)) for part in (x.values, x.indices))
     return framework.rebuild_sparse(x._replace(values=values, indices=indices))
 
@@ -315,12 +316,12 @@ def broadcast_array(
         source = destinations[:1]  # all cpu:k are the same memory, so the array is there already
     spec = framework.spec(x)
     value = Checked.from_facts((tensor,), source, ValueFacts(None, framework, [x], spec, copy_numbers(spec.dtype)))
-    (only,) = layouts(framework, algorithm, source, destinations, (spec,), Packing(), topology, None)
-    _, (components,) = _run(only, [(value, destinations)], False)
+    (copy_layout,) = layouts(framework, algorithm, source, destinations, (spec,), Packing(), topology, None)
+    _, (components,) = _run(copy_layout, [(value, destinations)], False)
     return Mirrored.on(tuple(components), destinations)
 
 
 @lru_cache(maxsize=4096)
 def log_once(text: str) -> None:
-    """Log a text at INFO, the first time only."""
+    """Log a text at INFO, unless this process has logged the same text before."""
     _LOG.info(text)

@@ -46,8 +46,8 @@ def all_reduce(
         tf.Variables, and of different dtypes, shapes, devices and frameworks. Dataclasses are rebuilt from their
         fields; other attributes of an instance are lost.
       op: a ``ReduceOp`` or its name.
-      devices: one device per replica; ``None``: each leaf stays on its device.
-      cross_device_ops: how to reduce; ``None``: ``AllReduceCrossDeviceOps("auto")``.
+      devices: one device per replica. ``None`` means that each leaf stays on its device.
+      cross_device_ops: how to reduce. ``None`` means ``AllReduceCrossDeviceOps("auto")``.
       options: hints for this call.
       out: n trees of the same structure; the results are written into their leaves (see ``CrossDeviceOps.reduce``).
         With the inputs themselves as ``out`` the reduction is in place.
@@ -84,21 +84,23 @@ def all_reduce(
         raise ArgumentError.of("trees must be a list of one tree per replica.", shown(trees), remedy)
     op = read_op(op)
     ops = check_ops(cross_device_ops)
-    given = list(trees)
-    if not given:
+    tree_list = list(trees)
+    if not tree_list:
         raise ArgumentError.of("trees must contain at least one replica's tree.", shown(trees), "[tree, tree]")
     names = None if devices is None else read_devices(devices)
-    if names is not None and len(names) != len(given):
+    if names is not None and len(names) != len(tree_list):
         raise ArgumentError.of(
-            "devices must have one name per replica.", f"{len(given)} trees; {', '.join(names)}", "devices=None"
+            "devices must have one name per replica.", f"{len(tree_list)} trees; {', '.join(names)}", "devices=None"
         )
-    bare = type(given[0]) is not list  # trees that may be single arrays
-    rows, results = ([[tree] for tree in given], _each_in_a_list(out)) if bare else (given, out)
-    found = ops.reduce_prepared(op, rows, names, options, results)
-    if found is not None:
-        return [row[0] for row in found] if bare else found
-    flat, structure = flatten_trees(given)
-    targets = None if out is None else _flat_targets(out, len(given), structure)
+    rows, out_rows = tree_list, out
+    single = type(tree_list[0]) is not list  # the trees may be single arrays, which are looked up as lists of one array
+    if single:
+        rows, out_rows = [[tree] for tree in tree_list], [[tree] for tree in out] if type(out) is list else out
+    reduced = ops.reduce_prepared(op, rows, names, options, out_rows)
+    if reduced is not None:
+        return [row[0] for row in reduced] if single else reduced
+    flat, structure = flatten_trees(tree_list)
+    targets = None if out is None else _flat_targets(out, len(tree_list), structure)
     return [unflatten_tree(structure, row) for row in reduce_leaves(flat, structure, op, names, ops, options, targets)]
 
 
@@ -111,13 +113,14 @@ def reduce_leaves(
     options: CommunicationOptions | None,
     out: list[list[Any]] | None = None,
 ) -> list[list[Any]]:
-    """Reduce the leaves of trees that ``flatten_trees`` flattened, and return such leaves. Errors name the leaf.
+    """Reduce the leaves of trees, leaf by leaf, and return each replica's reduced leaves. Errors name the leaf.
 
-    ``out``: for each replica the leaves of the tree that its results are written into.
+    ``rows`` has the leaves of one replica's tree in each row, as ``flatten_trees`` returns them. ``out`` has the same
+    form: the arrays that the results are written into.
     """
-    found = ops.reduce_prepared(op, rows, devices, options, out)
-    if found is not None:
-        return found
+    prepared = ops.reduce_prepared(op, rows, devices, options, out)
+    if prepared is not None:
+        return prepared
     pairs: list[tuple[PerReplica, PerReplica]] = []
     for number, components in enumerate(zip(*rows, strict=True)):
         try:
@@ -143,10 +146,6 @@ def reduce_leaves(
     return [list(row) for row in zip(*(result.values for result in reduced), strict=True)] or [[] for _ in rows]
 
 
-def _each_in_a_list(trees: Any) -> Any:
-    return [[tree] for tree in trees] if type(trees) is list else trees
-
-
 def _list_outs(out: Any, replicas: int) -> list[Any]:
     """Return ``out`` as a list of one tree per replica."""
     given = list(out) if isinstance(out, Iterable) and not isinstance(out, (str, bytes, dict)) else []
@@ -159,19 +158,21 @@ def _list_outs(out: Any, replicas: int) -> list[Any]:
 
 def _flat_targets(out: Any, replicas: int, structure: Any) -> list[list[Any]]:
     """Return for each replica the leaves of its tree of ``out``."""
-    leaves, found = flatten_trees(_list_outs(out, replicas))
-    if found != structure:
-        each = f"replicas: {_outline([found, structure], 1)}; out: {_outline([structure, found], 1)}"
+    leaves, out_structure = flatten_trees(_list_outs(out, replicas))
+    if out_structure != structure:
+        outlines = (
+            f"replicas: {_outline([out_structure, structure], 1)}; out: {_outline([structure, out_structure], 1)}"
+        )
         remedy = "trees of the same keys, lengths and types"
-        raise MismatchError.of("the trees of out differ in structure from those of the replicas.", each, remedy)
+        raise MismatchError.of("the trees of out differ in structure from those of the replicas.", outlines, remedy)
     return leaves
 
 
 def check_ops(ops: object) -> CrossDeviceOps:
-    """Return the ops of a call; for ``None``, ``AllReduceCrossDeviceOps("auto")``.
+    """Return the ops that a caller gave, or ``AllReduceCrossDeviceOps("auto")`` instead of ``None``.
 
     Raises:
-      UnsupportedError: it is a class, or not a ``CrossDeviceOps``.
+      UnsupportedError: ``ops`` is a class, or not a ``CrossDeviceOps``.
     """
     if ops is None:
         return _DEFAULT
@@ -188,9 +189,9 @@ def flatten_trees(trees: list[Any]) -> tuple[list[list[Any]], Any]:
     flat = [flatten_tree(tree) for tree in trees]
     structures = [structure for _, structure in flat]
     if any(structure != structures[0] for structure in structures):
-        each = "; ".join(f"replica {k}: {_outline(structures, k)}" for k in range(len(trees)))
+        outlines = "; ".join(f"replica {k}: {_outline(structures, k)}" for k in range(len(trees)))
         remedy = "the same keys, lengths and types on all replicas; None on all of them or on none"
-        raise MismatchError.of("the replicas' trees differ in structure.", each, remedy)
+        raise MismatchError.of("the replicas' trees differ in structure.", outlines, remedy)
     return [leaves for leaves, _ in flat], structures[0]
 
 
@@ -229,13 +230,17 @@ def name_leaf(error: ReductionError, structure: Any, number: int) -> None:
 
 
 def _outline(structures: list[Any], replica: int) -> str:
-    """Return, for an error, a tree's number of leaves and those that the other tree lacks; if none, its structure."""
+    """Describe a replica's tree, for an error, by what differs from another one: from that of replica 0, or 1 for 0.
+
+    Returns the number of leaves and the paths of those that the other tree lacks. If both have the same paths, they
+    differ in the types of nodes, so the structure itself is returned.
+    """
     paths, others = leaf_paths(structures[replica]), set(leaf_paths(structures[int(replica == 0)]))
-    own = [path for path in paths if path not in others]
-    if not own and set(paths) == others:
+    only_here = [path for path in paths if path not in others]
+    if not only_here and set(paths) == others:
         return shown(structures[replica], 200)
-    found = f"{len(paths)} leaves" if len(paths) != 1 else "1 leaf"
-    return found + (f", only here: {', '.join(own[:3])}{', ...' * (len(own) > 3)}" if own else "")
+    count = f"{len(paths)} leaves" if len(paths) != 1 else "1 leaf"
+    return count + (f", only here: {', '.join(only_here[:3])}{', ...' * (len(only_here) > 3)}" if only_here else "")
 
 
 def unflatten_tree(structure: Any, leaves: Iterable[Any]) -> Any:
@@ -246,6 +251,7 @@ def unflatten_tree(structure: Any, leaves: Iterable[Any]) -> Any:
 
 
 def _register(kind: type) -> None:
+    """Register a dataclass with optree as a node whose children are its fields."""
     import optree
 
     names = tuple(field.name for field in dataclasses.fields(kind))
@@ -254,10 +260,10 @@ def _register(kind: type) -> None:
         return [getattr(node, name) for name in names], None, names
 
     def unflatten(_: Any, children: Iterable[Any]) -> Any:
-        made: Any = object.__new__(kind)  # fields only: other attributes may depend on the fields' old values
+        instance: Any = object.__new__(kind)  # fields only: other attributes may depend on the fields' old values
         for name, child in zip(names, children, strict=True):
-            object.__setattr__(made, name, child)
-        return made
+            object.__setattr__(instance, name, child)
+        return instance
 
     with _LOCK:
         if kind not in _REGISTERED:

@@ -25,12 +25,12 @@ class ValueFacts(NamedTuple):
 
     Args:
       op: the reduction that the value was validated for; ``None``: it is gathered or broadcast.
-      framework: of the components.
+      framework: the framework of the components.
       arrays: the components as the framework computes with them: all of them sparse, or all dense. A value that is
         sparse on only some replicas has been made dense.
-      spec: of a component, or of its slices if it is sparse.
+      spec: the shape and dtype of a component, or of its slices if all components are sparse.
       numbers: how the reduction is computed.
-      axis: the axis of a gather.
+      axis: the axis of a gather, not negative.
       sparse: whether all components are sparse.
       mixed: whether some components were sparse and have been made dense, perhaps in a wider dtype.
       out: the arrays that the result will be written into, if the caller gave them.
@@ -56,11 +56,11 @@ class Checked(PerReplica):
     @classmethod
     def from_facts(cls, values: tuple[Any, ...], devices: tuple[str, ...], facts: ValueFacts) -> Checked:
         """Return a validated value made of valid parts; nothing is checked."""
-        made = cls.__new__(cls)
-        _store_values(made, values)
-        _store_devices(made, devices)
-        _store_facts(made, facts)
-        return made
+        value = cls.__new__(cls)
+        _store_values(value, values)
+        _store_devices(value, devices)
+        _store_facts(value, facts)
+        return value
 
     def __setattr__(self, name: str, value: object) -> None:
         raise AttributeError(f"a validated value is immutable, so {name} cannot be set")
@@ -208,19 +208,20 @@ def check_pairs(pairs: Any) -> list[tuple[Any, Any]]:
         raise ArgumentError.of(
             "value_destination_pairs must be pairs of value and destinations.", shown(pairs), "[(value, value)]"
         )
-    found = list(pairs)
-    for number, pair in enumerate(found):
+    pair_list = list(pairs)
+    for number, pair in enumerate(pair_list):
         if not isinstance(pair, (tuple, list)) or len(pair) != 2:
             raise ArgumentError.of(
                 f"element {number} of value_destination_pairs is not a pair.", shown(pair), "(value, destinations)"
             )
-    return found
+    return pair_list
 
 
 def uniform_value(op: ReduceOp, values: tuple[Any, ...], devices: tuple[str, ...] | None) -> Checked | None:
     """Return plain arrays of one shape and dtype in host memory as a validated value; ``None``: use ``check_value``.
 
-    This is a fast path for the most common arguments. ``devices``: ``None`` for the names that ``PerReplica`` assigns.
+    This is a fast path for the most common arguments. If ``devices`` is ``None``, the value is on the devices that
+    ``PerReplica`` assigns to arrays in host memory.
     """
     framework = KNOWN.get(type(values[0]))
     spec = None if framework is None else framework.uniform(values)
@@ -234,7 +235,7 @@ def uniform_value(op: ReduceOp, values: tuple[Any, ...], devices: tuple[str, ...
 
 
 def check_value(op: ReduceOp | None, value: PerReplica, axis: int | None = None) -> Checked:
-    """Check that the components agree and that ``op`` is defined for them.
+    """Check that the components agree and that ``op`` is defined for them, and return the validated value.
 
     Args:
       op: the reduction; ``None`` for a gather.
@@ -260,24 +261,24 @@ def check_value(op: ReduceOp | None, value: PerReplica, axis: int | None = None)
     arrays: list[Any] = [framework.array(component) for component in values]
     if op is None:
         return Checked.from_facts(values, value.devices, _gather_facts(value, framework, arrays, axis))
-    kinds = [type(x) is Sparse for x in arrays]
-    sparse = all(kinds)
-    if any(kinds):
+    are_sparse = [type(x) is Sparse for x in arrays]
+    sparse = all(are_sparse)
+    if any(are_sparse):
         spec = _sparse_spec(op, value, framework, arrays)
     else:
         spec, agree = framework.spec(arrays[0]), all(x.dtype == arrays[0].dtype for x in arrays)
         if not agree or any(x.shape != arrays[0].shape for x in arrays):
             specs = [framework.spec(x) for x in arrays]
-            common = _common(specs)
+            common = _common_spec(specs)
             if common is None:
                 raise _mismatch(value, "differ in shape or dtype", specs)
             spec, agree = common, False
         if not agree or None in spec.shape:  # sizes are unknown while tracing: check them at run time
             arrays = framework.require_alike(arrays, spec)
     numbers = framework.numbers(op, spec.dtype, len(values))
-    if any(kinds) and not sparse:
+    if any(are_sparse) and not sparse:
         arrays = [_dense(framework, x, spec, numbers.accumulator) for x in arrays]
-    facts = ValueFacts(op, framework, arrays, spec, numbers, 0, sparse, any(kinds) and not sparse)
+    facts = ValueFacts(op, framework, arrays, spec, numbers, 0, sparse, any(are_sparse) and not sparse)
     return Checked.from_facts(values, value.devices, facts)
 
 
@@ -312,16 +313,16 @@ def check_results(results: Any, destinations: list[tuple[str, ...]], ops: str) -
     ]
 
 
-def _common(specs: list[TensorSpec]) -> TensorSpec | None:
+def _common_spec(specs: list[TensorSpec]) -> TensorSpec | None:
     """Return the spec that several specs agree on, or ``None``; an unknown size agrees with any."""
     if len({(spec.dtype, len(spec.shape)) for spec in specs}) > 1:
         return None
     sizes: list[int | None] = []
-    for along in zip(*(spec.shape for spec in specs), strict=True):
-        known = {size for size in along if size is not None}
-        if len(known) > 1:
+    for axis_sizes in zip(*(spec.shape for spec in specs), strict=True):
+        known_sizes = {size for size in axis_sizes if size is not None}
+        if len(known_sizes) > 1:
             return None
-        sizes.append(next(iter(known), None))
+        sizes.append(next(iter(known_sizes), None))
     return TensorSpec(tuple(sizes), specs[0].dtype)
 
 
@@ -338,7 +339,7 @@ def _dense(framework: Framework, x: Array | Sparse, spec: TensorSpec, dtype: str
 
 
 def _sparse_spec(op: ReduceOp, value: PerReplica, framework: Framework, arrays: list[Any]) -> TensorSpec:
-    """Check that components, some or all sparse, agree; return their spec, or that of the slices if all are sparse."""
+    """Check that components, some or all sparse, agree. Return their common spec; if all are sparse, their slices'."""
     if op not in (ReduceOp.SUM, ReduceOp.MEAN):
         problem = "sparse values can only be reduced by sum or mean."
         sparse_at = next(k for k, x in enumerate(arrays) if isinstance(x, Sparse))
@@ -346,20 +347,20 @@ def _sparse_spec(op: ReduceOp, value: PerReplica, framework: Framework, arrays: 
         raise UnsupportedError.of(problem, given, '"sum" or "mean", or make them dense first')
     sparse = [x for x in arrays if isinstance(x, Sparse)]
     specs = [_dense_spec(framework, x) for x in arrays]
-    spec = _common(specs)
+    spec = _common_spec(specs)
     if spec is None or len({(x.kind, len(x.indices.shape), *x.indices.shape[1:]) for x in sparse}) > 1:
         kinds = [
             f"{x.kind}, sparse axes: {(*x.indices.shape, 1)[1]}" if isinstance(x, Sparse) else "dense" for x in arrays
         ]
-        found = [f"{spec}, {kind}" for spec, kind in zip(specs, kinds, strict=True)]
+        formats = [f"{spec}, {kind}" for spec, kind in zip(specs, kinds, strict=True)]
         which = "sparse" if len(sparse) == len(arrays) else "sparse and dense"
         problem = f"are {which} arrays that differ in shape, dtype or sparse format"
-        raise _mismatch(value, problem, found, "shape, dtype and sparse format")
+        raise _mismatch(value, problem, formats, "shape, dtype and sparse format")
     return framework.spec(sparse[0].values) if len(sparse) == len(arrays) else spec
 
 
 def _dense_spec(framework: Framework, x: Array | Sparse) -> TensorSpec:
-    """Return the spec of a component, or of its dense form; unknown sizes are ``None``."""
+    """Return the spec that a component has when it is dense. Sizes that a sparse one does not store are ``None``."""
     if not isinstance(x, Sparse):
         return framework.spec(x)
     slices = framework.spec(x.values)
@@ -370,38 +371,39 @@ def _dense_spec(framework: Framework, x: Array | Sparse) -> TensorSpec:
 
 
 def _gather_facts(value: PerReplica, framework: Framework, arrays: list[Any], axis: Any) -> ValueFacts:
-    """Check that components can be concatenated along an axis; make sparse ones dense."""
+    """Return the facts of a gather: check that components can be concatenated along an axis; make sparse ones dense."""
     specs = [_dense_spec(framework, x) for x in arrays]
     for spec in specs:
         require_dtype(spec.dtype)
     ndim = len(specs[0].shape)
     try:
-        number = None if isinstance(axis, bool) else operator.index(axis)
+        axis_index = None if isinstance(axis, bool) else operator.index(axis)
     except TypeError:
-        number = None
-    if number is None or not -ndim <= number < ndim:
-        problem = "axis must be an integer." if number is None else "the components do not have this axis."
+        axis_index = None
+    if axis_index is None or not -ndim <= axis_index < ndim:
+        problem = "axis must be an integer." if axis_index is None else "the components do not have this axis."
         remedy = f"an axis from {-ndim} to {ndim - 1}" if ndim else "components with one axis: x.reshape(1), axis=0"
         raise ArgumentError.of(problem, f"axis={axis!r}, components such as {specs[0]}", remedy)
-    number %= ndim
-    others = [spec._replace(shape=spec.shape[:number] + spec.shape[number + 1 :]) for spec in specs]
-    if _common(others) is None or any(len(spec.shape) != ndim for spec in specs):
-        same = f"dtype, and the same shape except along axis {number},"
-        raise _mismatch(value, f"differ in dtype, or in an axis other than {number}", specs, same)
+    axis_index %= ndim
+    others = [spec._replace(shape=spec.shape[:axis_index] + spec.shape[axis_index + 1 :]) for spec in specs]
+    if _common_spec(others) is None or any(len(spec.shape) != ndim for spec in specs):
+        same = f"dtype, and the same shape except along axis {axis_index},"
+        raise _mismatch(value, f"differ in dtype, or in an axis other than {axis_index}", specs, same)
     dtype = specs[0].dtype
     numbers = copy_numbers(dtype)
     if any(isinstance(x, Sparse) for x in arrays):
-        wide = numbers._replace(accumulator="float32" if dtype in HALVES else dtype)
-        dense = [_dense(framework, x, spec, wide.accumulator) for x, spec in zip(arrays, specs, strict=True)]
-        arrays = [framework.finish(x, wide) for x in dense]
-    return ValueFacts(None, framework, arrays, specs[0], numbers, number)
+        wide_numbers = numbers._replace(accumulator="float32" if dtype in HALVES else dtype)
+        dense = [_dense(framework, x, spec, wide_numbers.accumulator) for x, spec in zip(arrays, specs, strict=True)]
+        arrays = [framework.finish(x, wide_numbers) for x in dense]
+    return ValueFacts(None, framework, arrays, specs[0], numbers, axis_index)
 
 
 def _mismatch(
-    value: PerReplica, problem: str, found: Iterable[object], same: str = "framework, dtype and shape"
+    value: PerReplica, problem: str, properties: Iterable[object], same: str = "framework, dtype and shape"
 ) -> MismatchError:
-    each = "; ".join(
+    """Return the error that lists the property in which replicas differ; ``same``: what must be equal."""
+    listing = "; ".join(
         f"replica {number} on {device}: {text}"
-        for number, (device, text) in enumerate(zip(value.devices, found, strict=True))
+        for number, (device, text) in enumerate(zip(value.devices, properties, strict=True))
     )
-    return MismatchError.of(f"the replicas of one value {problem}.", each, f"the same {same} on all replicas")
+    return MismatchError.of(f"the replicas of one value {problem}.", listing, f"the same {same} on all replicas")

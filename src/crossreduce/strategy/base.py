@@ -1,7 +1,7 @@
 """The members of a strategy that can be used in every context.
 
-Input: names of devices and the ops that reduce. Output: a ``Strategy``, for the contexts, variables and ``extended``
-calls, which refer to their strategy but must not import ``MirroredStrategy``. Nothing is run or reduced here.
+Input: names of devices and the ops that reduce. Output: a ``Strategy``. Contexts, variables and ``extended`` use this
+class, since they refer to their strategy but must not import ``MirroredStrategy``. Nothing is run or reduced here.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ class Strategy:
     """Base class of ``MirroredStrategy``: the members that can be used in every context, also inside replicas."""
 
     is_default = False
-    """Whether this is the strategy of calls outside all strategies."""
+    """Whether this is the strategy that ``get_strategy`` returns outside all scopes."""
 
     def __init__(self, devices: tuple[str, ...], ops: CrossDeviceOps) -> None:
         self._devices = devices
@@ -41,7 +41,7 @@ class Strategy:
         return self._ops
 
     def local_results(self, value: Any) -> tuple[Any, ...]:
-        """Return the components of a distributed value, in the order of the replicas; else a tuple of the value alone.
+        """Return a distributed value's components, in the order of the replicas; for another value, a tuple of it.
 
         >>> from crossreduce import MirroredStrategy
         >>> MirroredStrategy(2).local_results(5)

@@ -43,7 +43,7 @@ _CURRENT: ContextVar[Current | None] = ContextVar("crossreduce_current", default
 
 
 def current() -> Current | None:
-    """Return the context of this call; ``None`` outside all strategies."""
+    """Return the context in which this is called; ``None`` outside all strategies."""
     return _CURRENT.get()
 
 
@@ -71,10 +71,12 @@ def in_cross_replica_context() -> bool:
 
 @contextmanager
 def cross_replica_context(strategy: Strategy, name: str, remedy: str) -> Iterator[None]:
-    """Enter a strategy's cross-replica context, for a call of the method ``name``.
+    """Enter a strategy's cross-replica context while its method ``name`` runs.
+
+    ``remedy`` is the advice of the error inside a replica: what to call there instead.
 
     Raises:
-      ContextError: inside a replica (``remedy``: what to do there), or inside another strategy's scope.
+      ContextError: inside a replica, or inside another strategy's scope.
     """
     require_cross_replica(name, remedy)
     here = current()
@@ -87,7 +89,7 @@ def cross_replica_context(strategy: Strategy, name: str, remedy: str) -> Iterato
 
 
 def require_cross_replica(name: str, remedy: str) -> None:
-    """Raise if the current call is inside a replica."""
+    """Raise if the method ``name`` is called inside a replica; ``remedy``: what to call there instead."""
     here = current()
     if here is not None and here.replica is not None:
         k = here.replica.replica_id_in_sync_group
@@ -116,7 +118,7 @@ def replica_framework(value: Any) -> ReplicaFramework:
     raise UnsupportedError.of(problem, describe(value), remedy)
 
 
-@cache  # isinstance of a protocol looks up every method
+@cache  # since isinstance of a protocol is slow: it looks up every method
 def _as_replica_framework(framework: Framework) -> ReplicaFramework | None:
     return framework if isinstance(framework, ReplicaFramework) else None
 
@@ -135,7 +137,7 @@ class ReplicaContext:
     def __init__(self, strategy: Strategy, replica: int, group: ReplicaGroup | None) -> None:
         self._strategy = strategy
         self._replica = replica
-        self._group = group  # None: the single replica outside all strategies, which has no others to wait for
+        self._group = group  # None for the single replica outside all strategies, which waits for no others
 
     def __repr__(self) -> str:
         return f"ReplicaContext(replica {self._replica} of {self.num_replicas_in_sync}, on {self.devices[0]})"
@@ -163,14 +165,16 @@ class ReplicaContext:
     def all_reduce(self, reduce_op: ReduceOp | str, value: Any, options: CommunicationOptions | None = None) -> Any:
         """Reduce a tree with those of the other replicas, which must call this as well; return this replica's result.
 
-        All leaves are reduced in one ``batch_reduce`` of the strategy's ops. Results of torch tensors that require
-        gradients require them, too: the gradient of a sum is the sum of the replicas' gradients, and that of a mean is
-        their mean. So ``backward`` waits for the other replicas as well.
+        All leaves are reduced in one ``batch_reduce`` of the strategy's ops. If a torch tensor requires a gradient, its
+        result does, too. The gradient of a sum is the sum of the replicas' gradients, and that of a mean is their mean,
+        so ``backward`` waits for the other replicas as well.
 
         Args:
           reduce_op: a ``ReduceOp`` or its name, the same on all replicas.
-          value: a tree, as for ``crossreduce.all_reduce``; of a distributed value, this replica's component is used.
-          options: hints for this call, the same on all replicas. ``timeout_seconds``: how long to wait for the others.
+          value: a tree, as for ``crossreduce.all_reduce``. Of a distributed value in it, this replica's component is
+            used.
+          options: hints for this call, the same on all replicas. ``timeout_seconds`` is how long to wait for the
+            others.
         Returns:
           The tree with its leaves reduced. Each leaf stays on its device, and numbers become arrays without axes.
         Raises:
@@ -191,13 +195,13 @@ class ReplicaContext:
         return results[0] if leaves and leaves[0] is value else unflatten_tree(structure, results)
 
     def _flatten(self, value: Any) -> tuple[list[Any], Any]:
-        """Return a tree's leaves and structure, with this replica's components instead of distributed values."""
+        """Flatten a tree after each distributed value has been replaced by this replica's component."""
         if _is_numpy(value):
             return [value], _single_leaf()
         leaves, structure = flatten_tree(value)
         if any(isinstance(leaf, DistributedValues) for leaf in leaves):
-            own = localize(value, self._replica, self.num_replicas_in_sync, keep_variables=False)
-            leaves, structure = flatten_tree(own)
+            local = localize(value, self._replica, self.num_replicas_in_sync, keep_variables=False)
+            leaves, structure = flatten_tree(local)
         return leaves, structure
 
     def _all_reduce(self, op: ReduceOp, leaves: list[Any], structure: Any, hints: CommunicationOptions) -> list[Any]:
@@ -228,8 +232,8 @@ class ReplicaContext:
             def gradient(grads: Sequence[Array]) -> list[Array]:
                 return self._all_reduce(op, list(grads), flatten_tree(list(grads))[1], hints)
 
-            own = [leaves[k] for k in backward]
-            outputs = replica_framework(own[0]).differentiable(own, [results[k] for k in backward], gradient)
+            inputs = [leaves[k] for k in backward]
+            outputs = replica_framework(inputs[0]).differentiable(inputs, [results[k] for k in backward], gradient)
             for k, result in zip(backward, outputs, strict=True):
                 results[k] = result
         return results
@@ -238,8 +242,9 @@ class ReplicaContext:
         """Concatenate a tree's arrays with those of the other replicas along an axis, in the order of the replicas.
 
         Args:
-          value: a tree of arrays, whose sizes along ``axis`` may differ between replicas. The gradient of a torch
-            tensor in it is its part of the sum of the replicas' gradients of the result.
+          value: a tree of arrays, whose sizes along ``axis`` may differ between replicas. For the gradient of a torch
+            tensor in it, the replicas' gradients of the result are summed; the tensor's gradient is its own part of
+            this sum.
           axis: from ``-ndim`` to ``ndim - 1``.
           options: as for ``all_reduce``.
         Returns:
@@ -277,15 +282,15 @@ class ReplicaContext:
     def _differentiable_gather(
         self, x: Array, result: Array, axis: int, start: int, hints: CommunicationOptions
     ) -> Array:
-        """Return the gathered array; the gradient of ``x`` is its part of the sum of the replicas' gradients."""
+        """Return the gathered array ``result``, recorded as a function of ``x``, which starts at ``start`` in it."""
         part = (*(slice(None),) * axis, slice(start, start + x.shape[axis]))
 
         def gradient(grads: Sequence[Array]) -> list[Array]:
             (total,) = self._all_reduce(ReduceOp.SUM, list(grads), flatten_tree(list(grads))[1], hints)
             return [total[part]]
 
-        (made,) = replica_framework(x).differentiable([x], [result], gradient)
-        return made
+        (recorded,) = replica_framework(x).differentiable([x], [result], gradient)
+        return recorded
 
     def merge_call(
         self, merge_fn: Callable[..., Any], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
@@ -347,8 +352,8 @@ class ReplicaContext:
 
 
 def _gradient_facts(leaves: list[Any], structure: Any) -> tuple[tuple[bool, ...], bool]:
-    """Return for each leaf of a tree whether its framework records operations on it for a gradient; and whether one of
-    the frameworks has settings per thread, so that only the caller of ``run`` can reduce the leaves."""
+    """Return for each leaf whether its framework records operations on it for a gradient, and one flag for all leaves:
+    whether only the caller of ``run`` can reduce them, because one of their frameworks has settings per thread."""
     if all(map(_is_numpy, leaves)):
         return (False,) * len(leaves), False
     settings = False
@@ -364,7 +369,7 @@ def _gradient_facts(leaves: list[Any], structure: Any) -> tuple[tuple[bool, ...]
 
 
 def _is_numpy(value: Any) -> bool:
-    """Return whether a value is certainly a NumPy array, or a number: a leaf of a tree, without gradients."""
+    """Return whether a value's type is known to be a NumPy array or a number: a leaf without a gradient."""
     framework = KNOWN.get(type(value))
     return framework is not None and framework.name == "numpy"
 
@@ -376,7 +381,7 @@ def _single_leaf() -> Any:
 
 
 def _code(function: Callable[..., Any]) -> object:
-    """Return an object that is equal for functions that the replicas have made from the same source lines."""
+    """Return a key that is equal for functions from the same source lines, such as each replica's own lambda."""
     function = getattr(function, "func", function)  # the function of a functools.partial
     default = function if isinstance(function, BuiltinFunctionType) else type(function)
     return getattr(function, "__code__", default)
@@ -397,7 +402,7 @@ def _with_hints(hints: CommunicationOptions) -> str:
 
 
 def _host_names(lists: list[list[Any]], devices: tuple[str, ...]) -> tuple[str, ...] | None:
-    """Return ``devices`` if these and all arrays are in host memory, but not cpu:0, cpu:1, ...; else ``None``."""
+    """Return ``devices`` if they are in host memory, but are not cpu:0, cpu:1, ..., as arrays imply; else ``None``."""
     if devices == host_devices(len(devices)) or any(locate(x) != "cpu" for own in lists for x in own):
         return None
     return devices if all(name.startswith("cpu:") for name in devices) else None

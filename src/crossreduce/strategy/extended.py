@@ -40,7 +40,7 @@ class Extended:
         """Reduce one value and put the result on destinations; see ``CrossDeviceOps.reduce``.
 
         Args:
-          destinations: as for ``CrossDeviceOps.reduce``; ``None``: all replicas' devices.
+          destinations: as for ``CrossDeviceOps.reduce``. ``None`` means the devices of all replicas.
         """
         with cross_replica_context(self._strategy, "reduce_to", REDUCE_IN_A_REPLICA):
             return self._strategy.cross_device_ops.reduce(reduce_op, value, self._destinations(destinations), options)
@@ -53,7 +53,7 @@ class Extended:
     ) -> list[Mirrored]:
         """Reduce several values, each to its own destinations; see ``CrossDeviceOps.batch_reduce``."""
         with cross_replica_context(self._strategy, "batch_reduce_to", REDUCE_IN_A_REPLICA):
-            pairs = [(value, self._destinations(given)) for value, given in check_pairs(value_destination_pairs)]
+            pairs = [(value, self._destinations(places)) for value, places in check_pairs(value_destination_pairs)]
             return self._strategy.cross_device_ops.batch_reduce(reduce_op, pairs, options)
 
     def broadcast_to(self, tensor: Any, destinations: Any = None) -> Mirrored:
@@ -71,10 +71,10 @@ class Extended:
         """Call a function for each component of a variable, one after another, in the cross-replica context.
 
         Args:
-          var: a variable, whose components are passed as ``Component``s, which can be read and assigned; or any
-            distributed value, whose components are passed directly.
+          var: a variable or another distributed value. A variable's components are passed as ``Component``s, which can
+            be read and assigned; those of another value are passed directly.
           fn: receives the component, then the arguments.
-          args: trees; for a distributed value in them, ``fn`` receives the component of the same replica.
+          args: trees. Instead of a distributed value in them, ``fn`` receives the component of the same replica.
           kwargs: the same for keyword arguments.
         Returns:
           The results of the calls, regrouped as by ``run``; a ``Component`` counts as ``None``.
@@ -92,7 +92,7 @@ class Extended:
         >>> weights.value()
         array([0.5, 1.5])
         """
-        n, made = self._strategy.num_replicas_in_sync, []
+        n, results = self._strategy.num_replicas_in_sync, []
         remedy = "merge_call(lambda strategy, g: strategy.extended.update(...), args=(g,))"
         with cross_replica_context(self._strategy, "update", remedy):
             if not isinstance(var, DistributedValues) or len(var) != n:
@@ -102,9 +102,10 @@ class Extended:
                 component = Component(var, k) if isinstance(var, Variable) else var[k]
                 positional, named = local_arguments(args, kwargs, k, n, keep_variables=False)
                 result = fn(component, *positional, **named)
-                made.append(None if isinstance(result, Component) else result)
-        return regroup(made, self._strategy.devices)
+                results.append(None if isinstance(result, Component) else result)
+        return regroup(results, self._strategy.devices)
 
-    def _destinations(self, given: Any) -> Any:
+    def _destinations(self, destinations: Any) -> Any:
+        """Return ``destinations``, or a value on all replicas' devices instead of ``None``."""
         devices = self._strategy.devices
-        return Mirrored.on(devices, devices) if given is None else given
+        return Mirrored.on(devices, devices) if destinations is None else destinations

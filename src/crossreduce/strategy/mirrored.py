@@ -43,13 +43,15 @@ from .splitting import DistributedDataset, ValueContext, split_tree
 class MirroredStrategy(Strategy):
     """n replicas of a computation in one process, one thread per replica, that reduce as ``tf.distribute`` does.
 
-    For NumPy, PyTorch, JAX and CuPy. They release Python's lock while they compute, so replicas on several GPUs, or on
-    several cores, run at the same time. (One process per GPU, as in DistributedDataParallel, avoids the lock entirely.)
+    It supports NumPy, PyTorch, JAX and CuPy. These release Python's lock while they compute, so replicas on several
+    GPUs, or on several cores, run at the same time. (One process per GPU, as in DistributedDataParallel, avoids the
+    lock entirely.)
 
     Args:
-      devices: one name per replica; or the number of replicas in host memory; ``None``: every accelerator that PyTorch,
-        or else JAX, or else CuPy, reports, if it was imported; without accelerators, one replica on ``cpu:0``.
-      cross_device_ops: how to reduce; ``None``: ``AllReduceCrossDeviceOps("auto")``.
+      devices: one name per replica, or the number of replicas in host memory. ``None`` means all accelerators that the
+        first of PyTorch, JAX and CuPy reports which is imported and has any; without accelerators, there is one replica
+        on ``cpu:0``.
+      cross_device_ops: how to reduce. ``None`` means ``AllReduceCrossDeviceOps("auto")``.
     Raises:
       UnsupportedError: ``cross_device_ops`` is a class, or not a ``CrossDeviceOps``.
       ArgumentError: no devices, an invalid one, or one that is listed twice.
@@ -76,7 +78,8 @@ class MirroredStrategy(Strategy):
             raise ArgumentError.of(
                 "a strategy needs at least one device.", shown(devices), "devices=4, or devices=None"
             )
-        # Not first in a replica's thread: a process that is forked during an import could never import the module.
+        # Imported here, not in a replica's thread: a process that is forked during an import can never import the
+        # module.
         import optree  # noqa: F401
 
         super().__init__(names, check_ops(cross_device_ops))
@@ -112,11 +115,11 @@ class MirroredStrategy(Strategy):
 
         Args:
           fn: the function; inside it, ``get_replica_context()`` returns the replica's context.
-          args: trees; for a distributed value in them, each replica receives its component. Variables and other values
-            are passed unchanged.
+          args: trees. Instead of a distributed value in them, each replica receives its own component. Variables and
+            other values are passed unchanged.
           kwargs: the same for keyword arguments.
-          options: ``timeout_seconds``: how long replicas wait for others (``None``: 600), and how long this call waits,
-            after an error, for replicas that are still computing.
+          options: only ``timeout_seconds`` is used. It is how long replicas wait for others, and how long this call
+            waits, after an error, for replicas that are still computing. ``None`` means 600.
         Returns:
           A tree of the structure that ``fn`` returned, with a ``PerReplica`` for each leaf, also for one replica. None,
           strings and variables are kept if all replicas returned the same one.
@@ -149,7 +152,8 @@ class MirroredStrategy(Strategy):
         Args:
           reduce_op: a ``ReduceOp`` or its name.
           value: a tree. A leaf may also be a single array: without ``axis`` it counts as the same on all replicas, so
-            it is its own mean, minimum and maximum; its sum and product need one replica, or the number 0 as the leaf.
+            it is its own mean, minimum and maximum. Its sum and product are defined only for one replica, or for the
+            number 0.
           axis: an axis of the arrays that is reduced, too. Components may differ in size along it, and some may be
             empty: a mean divides by the number of all elements.
         Returns:
@@ -201,9 +205,10 @@ class MirroredStrategy(Strategy):
           batch: a tree of arrays with the same number of samples along ``axis``.
           axis: the axis of the samples.
         Returns:
-          The tree with a ``PerReplica`` of shares for each array. Joined in order, they are the array. Their sizes
-          differ by at most one sample; the first shares are the larger ones, and if there are fewer samples than
-          replicas, the last shares are empty. Shares of NumPy arrays and, if not moved, torch tensors are views.
+          The tree with a ``PerReplica`` of shares for each array. Joined in order, the shares are the array. Their
+          sizes differ by at most one sample; the first shares are the larger ones, and if there are fewer samples than
+          replicas, the last shares are empty. Shares of NumPy arrays are views, and so are those of torch tensors
+          unless they are moved to another device.
         Raises:
           ContextError: inside a replica.
           MismatchError: arrays of different size along ``axis``.
@@ -283,23 +288,24 @@ class MirroredStrategy(Strategy):
                 raise ArgumentError.of("axis must be None or an axis of the value.", given, remedy)
         check_value(None, value, axis=axis)  # the components must be alike, except for their sizes along the axis
         sizes = [int(x.shape[axis]) for x in arrays]
-        places = value.devices
+        devices = value.devices
         if op in (ReduceOp.MIN, ReduceOp.MAX):  # empty components do not have a minimum or maximum
-            filled = [k for k, size in enumerate(sizes) if size]
-            arrays, places = [arrays[k] for k in filled], tuple(places[k] for k in filled)
+            nonempty = [k for k, size in enumerate(sizes) if size]
+            arrays, devices = [arrays[k] for k in nonempty], tuple(devices[k] for k in nonempty)
         if not sum(sizes) and op in (ReduceOp.MIN, ReduceOp.MAX, ReduceOp.MEAN):
             problem = f"the {op.value} of no elements is not defined."
             raise ArgumentError.of(problem, repr(value), "a batch that is not empty")
         numbers = framework.numbers(op, framework.spec(arrays[0]).dtype, sum(sizes))
-        folded = PerReplica.on(tuple(framework.reduce_axis(op, x, axis, numbers) for x in arrays), places)
+        reduced_along_axis = PerReplica.on(tuple(framework.reduce_axis(op, x, axis, numbers) for x in arrays), devices)
         over_replicas = ReduceOp.SUM if op is ReduceOp.MEAN else op
-        total = self._ops.reduce(over_replicas, folded, value.devices[0])[0]
-        wide = Numbers(op, numbers.accumulator, numbers.accumulator, numbers.result, numbers.divisor)
-        return framework.finish(framework.array(total), wide)
+        total = self._ops.reduce(over_replicas, reduced_along_axis, value.devices[0])[0]
+        # The total is already in the accumulator's dtype; only the division and the conversion to the result are left.
+        final_numbers = Numbers(op, numbers.accumulator, numbers.accumulator, numbers.result, numbers.divisor)
+        return framework.finish(framework.array(total), final_numbers)
 
 
 def get_strategy() -> MirroredStrategy:
-    """Return the strategy whose scope the caller is in; outside all, a strategy of a single replica on ``cpu:0``."""
+    """Return the strategy in whose scope the caller is; outside all scopes, a strategy of one replica on ``cpu:0``."""
     here = current()
     if here is None:
         return _default_strategy()
@@ -338,11 +344,12 @@ def _loaded_frameworks() -> list[ReplicaFramework]:
 
 
 def _accelerators() -> tuple[str, ...]:
+    """Return the accelerators of the first loaded framework that has any."""
     return next((names for framework in _loaded_frameworks() if (names := framework.accelerators())), ())
 
 
 def _run_replica(context: ReplicaContext, modes: list[ThreadModes], fn: Any, args: list[Any], named: Any) -> Any:
-    """Call a replica's function in the replica's context, with the caller's modes."""
+    """Call a replica's function in its own thread, with the replica's context and the caller's modes."""
     with enter(Current(context.strategy, context)), ExitStack() as stack:
         for mode in modes:
             stack.enter_context(mode(context.devices[0]))

@@ -22,14 +22,15 @@ class DistributedVariable(DistributedValues):
 
 
 def per_replica_on(devices: tuple[str, ...], components: Sequence[Any]) -> PerReplica:
-    """Return a ``PerReplica`` of components, on the replicas' devices or on those that the framework reports.
+    """Return a ``PerReplica`` of the replicas' components. ``devices`` are those of the replicas.
 
-    The replicas' devices are used if a component has no single device (such as a module), or if they are in host memory
-    and all components report "cpu" without an index (arrays of NumPy and PyTorch do).
+    The value is on the devices that the frameworks report, with two exceptions, in which it is on ``devices``: a
+    component has no single device (such as a module), or ``devices`` are in host memory and all components report "cpu"
+    without an index (as arrays of NumPy and PyTorch do).
     """
-    places = [_location(x) for x in components]
-    anywhere = None in places or (set(places) == {"cpu"} and all(parse(name).kind == "cpu" for name in devices))
-    return PerReplica.on(tuple(components), devices if anywhere else default_devices(places))
+    reported = [_location(x) for x in components]
+    on_replicas = None in reported or (set(reported) == {"cpu"} and all(parse(name).kind == "cpu" for name in devices))
+    return PerReplica.on(tuple(components), devices if on_replicas else default_devices(reported))
 
 
 def _location(x: Any) -> str | None:
@@ -44,8 +45,8 @@ def _location(x: Any) -> str | None:
 def regroup(trees: list[Any], devices: tuple[str, ...]) -> Any:
     """Return one tree for the n trees of the replicas. Each leaf is a ``PerReplica``, also for one replica.
 
-    None, strings and distributed values (variables included) are kept if all replicas have the same one. (TensorFlow
-    unwraps every object that all replicas share, so the types of results differ between one replica and two.)
+    None, a string or a distributed value (also a variable) is kept if all replicas have the same one. (TensorFlow
+    unwraps every object that all replicas share, so the types of its results differ between one replica and two.)
 
     Raises:
       MismatchError: the trees differ in structure.
@@ -72,10 +73,10 @@ def _regroup_leaf(components: tuple[Any, ...], devices: tuple[str, ...]) -> Any:
 def localize(tree: Any, replica: int, n: int, *, keep_variables: bool = True) -> Any:
     """Return a tree with each distributed value replaced by a replica's component; a tree without them is not copied.
 
-    ``keep_variables``: variables are not replaced: their methods use the current replica's component.
+    With ``keep_variables``, variables are not replaced, since their methods use the current replica's component.
 
     Raises:
-      ArgumentError: a distributed value with another number of components.
+      ArgumentError: a distributed value does not have ``n`` components.
     """
     return map_tree(tree, lambda leaf: _component(leaf, replica, n, keep_variables))
 
@@ -90,7 +91,7 @@ def check_arguments(args: Any, kwargs: Any) -> None:
 def local_arguments(
     args: Sequence[Any], kwargs: Mapping[str, Any] | None, replica: int, n: int, *, keep_variables: bool = True
 ) -> tuple[list[Any], dict[str, Any]]:
-    """Return a call's arguments for a replica: ``localize`` of each one. Errors name the argument."""
+    """Return the arguments that a replica receives: each one after ``localize``. Errors name the argument."""
     check_arguments(args, kwargs)
 
     def local(name: object, value: Any) -> Any:
@@ -115,7 +116,7 @@ def _component(leaf: Any, replica: int, n: int, keep_variables: bool) -> Any:
 
 
 def map_tree(tree: Any, function: Callable[[Any], Any]) -> Any:
-    """Return a tree with a function's results as leaves; the same tree if no leaf changes. Errors name the leaf.
+    """Return the tree of a function's results for the leaves; if no leaf changes, return ``tree`` itself.
 
     Raises:
       ArgumentError: the tree contains itself.
@@ -128,12 +129,12 @@ def map_tree(tree: Any, function: Callable[[Any], Any]) -> Any:
 
 
 def map_leaves(leaves: Iterable[Any], structure: Any, function: Callable[[Any], Any]) -> list[Any]:
-    """Return a function's result for each leaf of a tree. Its errors name the leaf."""
-    merged = []
+    """Return a function's result for each leaf of a tree. The errors that the function raises name the leaf."""
+    results = []
     for number, leaf in enumerate(leaves):
         try:
-            merged.append(function(leaf))
+            results.append(function(leaf))
         except ReductionError as error:
             name_leaf(error, structure, number)
             raise
-    return merged
+    return results

@@ -4,14 +4,14 @@ Input: one function per replica. Output: the value that each function returned, 
 have ended or the timeout is over. This module does not handle arrays.
 
 A replica that needs the others calls ``ReplicaGroup.rendezvous`` and sleeps at a lock of its own, its gate. The replica
-that arrives last executes the call of all, and opens its gate; each replica that wakes opens the gates of two others.
-So a thread that is woken finds few others that want the interpreter's lock at the same time. (When the caller executed
-each call and woke all, each replica often slept twice, at its queue and at that lock: a call of 8 replicas had 22 to 29
-voluntary context switches on 2 cores, and has 11 to 13 now; with this lock removed, all wake in 3 steps.)
+that arrives last executes the call for all, and opens its own gate; each replica that wakes opens the gates of two
+others. So a thread that is woken finds few others that want the interpreter's lock (GIL) at the same time. (In an older
+version, the caller executed each call and woke all replicas, and each often slept twice: at its queue and at the GIL. A
+call of 8 replicas had 22 to 29 voluntary context switches on 2 cores, and has 11 to 13 now.)
 
-The thread that called ``run`` sleeps until all replicas have returned, or one has failed; until they can no longer all
-arrive, because they make different calls, one has returned or the timeout is over; or until they make a call that only
-this thread can execute. No thread polls, and no lock is held while arrays are reduced.
+The thread that called ``run``, the caller, sleeps until all replicas have returned or one has failed. It also wakes if
+the replicas can no longer all arrive (they make different calls, one has returned, or the timeout is over), and for a
+call that only this thread can execute. No thread polls, and no lock is held while arrays are reduced.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from ..errors import ContextError, MismatchError, ReductionError, StalledError
 from ..threads import start_thread
 
 TIMEOUT_S: Final = 600.0
-"""How long replicas wait for each other by default: as long as torch.distributed's NCCL operations."""
+"""How long replicas wait for each other by default. torch.distributed has the same limit for NCCL's operations."""
 
 START_S: Final = 1.0
-"""How long an interrupted run waits for a thread that is only starting."""
+"""How long an interrupted run waits for a thread whose start it interrupted."""
 
 
 class Stopped(BaseException):
@@ -47,7 +47,7 @@ class CollectiveCall:
       description: returns the call in words, for errors.
       value: the replica's operand.
       merge: takes the operands of all replicas, in their order, and returns one result per replica.
-      timeout_s: how long the replica waits; ``None``: the timeout of the run.
+      timeout_s: how long the replica waits. ``None`` means the timeout of the run.
       in_caller: whether ``merge`` must run in the thread that called ``run``, because it calls the user's functions, or
         depends on settings of that thread. Otherwise it runs in the thread of any replica, in the caller's context.
     """
@@ -58,7 +58,7 @@ class CollectiveCall:
     merge: Callable[[list[Any]], Sequence[Any]]
     timeout_s: float | None = None
     in_caller: bool = True
-    deadline: float = 0.0
+    deadline: float = 0.0  # when the replica stops waiting; ``rendezvous`` sets it
 
 
 class ReplicaGroup:
@@ -84,11 +84,11 @@ class ReplicaGroup:
             gate.acquire()
         self._replies: list[tuple[Any, BaseException | None]] = [(None, None)] * n  # written before the gate is opened
         self._root = 0  # the replica that is woken first
-        self._calls: list[CollectiveCall | None] = [None] * n  # the calls of the replicas that wait
-        self._waiting = 0  # how many of them are not None
-        self._first: CollectiveCall | None = None  # the one that was made first
-        self._differ = False  # whether another one has another key
-        self._merging = False  # whether a replica executes the call of all
+        self._calls: list[CollectiveCall | None] = [None] * n  # the call in which each replica waits, if it does
+        self._waiting = 0  # the number of replicas that wait
+        self._first: CollectiveCall | None = None  # the call of the replica that has waited longest
+        self._differ = False  # whether a later call has another key
+        self._merging = False  # whether a replica executes the call for all
         self._ended = [False] * n
         self._results: list[Any] = [None] * n
         self._failures: list[tuple[int, BaseException]] = []  # in the order in which they happened
@@ -170,8 +170,9 @@ class ReplicaGroup:
             merging, arrived = False, self._waiting == len(self._calls)
             obstacle = self._differ or any(self._ended)
             if arrived and not obstacle and not any(other is None or other.in_caller for other in self._calls):
-                merging = self._merging = True
+                merging = self._merging = True  # this replica executes the call
             elif arrived or obstacle or call.deadline < self._wake_at:
+                # The caller executes the call, or raises an error, or sleeps again until this deadline.
                 self._wake_at = min(self._wake_at, call.deadline)
                 self._wake()
         if merging:
@@ -190,7 +191,7 @@ class ReplicaGroup:
             del error
 
     def _run_replica(self, replica: int, body: Callable[[], Any]) -> None:
-        """Run one replica in its thread."""
+        """Call a replica's function in its thread; store the result or the failure, and wake the caller if needed."""
         failure: BaseException | None = None
         try:
             if not self._stopping:
@@ -202,7 +203,7 @@ class ReplicaGroup:
         with self._lock:
             self._ended[replica] = True
             if failure is not None:
-                if all(failure is not known for _, known in self._failures):
+                if all(failure is not other for _, other in self._failures):  # ``_fail`` has stored its error
                     self._failures.append((replica, failure))
                 self._release()
             if self._stopping or all(self._ended) or any(call is not None for call in self._calls):
@@ -220,7 +221,7 @@ class ReplicaGroup:
             self._wakeup.acquire(timeout=max(0.0, min(self._wake_at - monotonic(), threading.TIMEOUT_MAX)))
             with self._lock:
                 calls = [call for call in self._calls if call is not None]
-                if self._stopping or (all(self._ended) and not calls):  # a thread of a replica may call
+                if self._stopping or (all(self._ended) and not calls):  # other threads of an ended replica may wait
                     return
                 now = monotonic()
                 error = self._obstacle(calls, now)
@@ -236,7 +237,7 @@ class ReplicaGroup:
             if merging:
                 try:
                     self._merge(0, _call)
-                except BaseException:  # Ctrl-C: perhaps the replies are there, but no replica was woken
+                except BaseException:  # Ctrl-C, perhaps after the replies were stored and before a replica was woken
                     with self._lock:
                         self._release()
                         if self._gates[0].locked():
@@ -244,9 +245,9 @@ class ReplicaGroup:
                     raise
 
     def _merge(self, root: int, run: Callable[..., Any]) -> None:
-        """Execute the call that all replicas wait in, store the replies and wake a first replica, ``root``."""
-        calls = [call for call in self._calls if call is not None]  # nothing changes while all wait, except for stops
-        if len(calls) < len(self._calls):
+        """Execute the call in which all replicas wait, store the replies and wake the first replica, ``root``."""
+        calls = [call for call in self._calls if call is not None]
+        if len(calls) < len(self._calls):  # the run was stopped meanwhile; nothing else changes while all wait
             return
         try:
             results = run(calls[0].merge, [call.value for call in calls])
@@ -269,7 +270,7 @@ class ReplicaGroup:
         self._gates[root].release()
 
     def _wake_others(self, replica: int) -> None:
-        """Wake the replica's children in a binary tree. No replica can reach its next call before it has done this."""
+        """Wake a replica's children in the binary tree of replicas, before the replica can make its next call."""
         n = len(self._gates)
         child = 2 * ((replica - self._root) % n) + 1
         if child < n:
@@ -278,7 +279,7 @@ class ReplicaGroup:
                 self._gates[(self._root + child + 1) % n].release()
 
     def _obstacle(self, calls: list[CollectiveCall], now: float) -> ReductionError | None:
-        """Return the error because of which the waiting replicas cannot continue, if there is one."""
+        """Return an error if the waiting replicas cannot continue: their calls cannot match, or a deadline is over."""
         if not calls or self._merging:
             return None
         if any(self._ended):
@@ -289,7 +290,7 @@ class ReplicaGroup:
             return MismatchError.of("the replicas make different calls.", self._states(), remedy)
         late = [call for call in calls if now >= call.deadline]
         if late and len(calls) < len(self._calls):
-            self._timeout_s = min(call.timeout_s or self._timeout_s for call in late)  # ``_join`` waits as long, too
+            self._timeout_s = min(call.timeout_s or self._timeout_s for call in late)  # ``_join`` then waits as long
             remedy = f"CommunicationOptions(timeout_seconds=...) if the others need more than {self._timeout_s:g} s"
             return StalledError.of("replicas waited for others until the timeout.", self._states(), remedy)
         return None
@@ -316,19 +317,19 @@ class ReplicaGroup:
         self._gates[replica].release()
 
     def _release(self) -> None:
-        """Stop all replicas that wait, and each other one at its next call."""
+        """Stop the run: replicas that wait are stopped at once, the others at their next call. The lock is held."""
         self._stopping = True
         for replica, call in enumerate(self._calls):
             if call is not None:
                 self._stop(replica, Stopped())
 
     def _join(self, threads: Sequence[threading.Thread]) -> list[int]:
-        """Wait until all replicas have ended, and return those that have not ended within the timeout."""
+        """Wait until all replicas have ended, at most for the timeout, and return those that have not."""
         deadline = monotonic() + self._timeout_s
         for k, thread in enumerate(threads):
             while not self._ended[k] and (left_s := deadline - monotonic()) > 0:
                 wait_s = min(left_s, threading.TIMEOUT_MAX)
-                # If Ctrl-C interrupts ``Thread.start``, Python may release a lock twice that both threads use. The new
+                # If Ctrl-C interrupts ``Thread.start``, Python may release twice a lock that both threads use. The new
                 # thread may then end, or wait forever, before it reaches ``_run_replica``.
                 try:
                     thread.join(wait_s)

@@ -29,7 +29,7 @@ class ValueContext:
 
 
 def shares(size: int, n: int) -> list[tuple[int, int]]:
-    """Return start and end of each of ``n`` shares. Sizes differ by at most one; the first shares are the larger ones.
+    """Return the start and the end of each of ``n`` shares of ``size`` samples. The larger shares, by one, come first.
 
     >>> shares(5, 3), shares(1, 3)
     ([(0, 2), (2, 4), (4, 5)], [(0, 1), (1, 1), (1, 1)])
@@ -39,7 +39,7 @@ def shares(size: int, n: int) -> list[tuple[int, int]]:
 
 
 def split_tree(batch: Any, axis: int, devices: tuple[str, ...]) -> Any:
-    """Return a tree of each array's shares along an axis, each on its device; see ``MirroredStrategy.split``."""
+    """Return a tree with the ``PerReplica`` of shares of each array; see ``MirroredStrategy.split``."""
     require_cross_replica("split", "split before run(), and pass the shares as arguments")
     if not isinstance(axis, Integral) or isinstance(axis, bool):
         raise ArgumentError.of("axis must be an integer.", shown(axis), "0")
@@ -47,19 +47,22 @@ def split_tree(batch: Any, axis: int, devices: tuple[str, ...]) -> Any:
     arrays = map_leaves(leaves, structure, lambda leaf: _splittable(leaf, axis, devices))
     sizes = {x.shape[axis] for _, x in arrays}
     if len(sizes) > 1:
-        found = ", ".join(f"{path}: {describe(leaf)}" for path, leaf in zip(leaf_paths(structure), leaves, strict=True))
+        listing = ", ".join(
+            f"{path}: {describe(leaf)}" for path, leaf in zip(leaf_paths(structure), leaves, strict=True)
+        )
         problem = f"the arrays of a batch differ in size along axis {axis}."
-        raise MismatchError.of(problem, found, "arrays with the same number of samples")
-    made = []
+        raise MismatchError.of(problem, listing, "arrays with the same number of samples")
+    values = []
     for framework, x in arrays:
-        along = (slice(None),) * (axis % len(x.shape))
-        cut = [x[(*along, slice(*share))] for share in shares(x.shape[axis], len(devices))]
-        components = tuple(framework.to_device(part, device) for part, device in zip(cut, devices, strict=True))
-        made.append(PerReplica.on(components, devices))
-    return unflatten_tree(structure, made)
+        before = (slice(None),) * (axis % len(x.shape))
+        parts = [x[(*before, slice(*share))] for share in shares(x.shape[axis], len(devices))]
+        components = tuple(framework.to_device(part, device) for part, device in zip(parts, devices, strict=True))
+        values.append(PerReplica.on(components, devices))
+    return unflatten_tree(structure, values)
 
 
 def _splittable(leaf: Any, axis: int, devices: tuple[str, ...]) -> tuple[Any, Any]:
+    """Return a leaf's framework and array; raise if the array cannot be split along the axis or put on the devices."""
     framework = framework_of(leaf)
     x = framework.array(leaf)
     if isinstance(x, Sparse):

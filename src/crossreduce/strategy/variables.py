@@ -25,13 +25,15 @@ from .regroup import DistributedVariable, localize, per_replica_on
 from .replica_group import CollectiveCall
 
 _NUMBERS = (bool, int, float, complex)
-# A number of class _NUMBERS[k] can be stored in every dtype of _DTYPES[k] and of the later sets.
+# A number of class _NUMBERS[k] can be stored in every dtype of the sets _DTYPES[k:].
 _DTYPES = ({"bool"}, INTEGERS, FLOATS, COMPLEX)
 
 _WRITING = threading.RLock()  # several threads may run replicas that assign to one variable
 
 
 class _Named(enum.Enum):
+    """An enumeration whose members can be given by their names, in any case."""
+
     @classmethod
     def _missing_(cls, value: object) -> Any:
         if isinstance(value, str) and value.lower() in cls._value2member_map_:
@@ -44,7 +46,7 @@ class _Named(enum.Enum):
 
 
 class VariableSynchronization(_Named):
-    """Whether the components of a variable are aggregated when it is written or when it is read. AUTO: when written.
+    """When the components of a variable are aggregated: when it is written (also ``AUTO``), or when it is read.
 
     >>> VariableSynchronization("On_Read")
     VariableSynchronization.ON_READ
@@ -91,8 +93,8 @@ class _Assignable:
         """Add to the value; see ``assign``. Numbers are added to every element.
 
         Raises:
-          As ``assign``; ContextError for a sync-on-read variable with aggregation sum in the cross-replica context: no
-          single component stores the sum.
+          As ``assign``; ContextError for a sync-on-read variable with aggregation sum in the cross-replica context,
+          since no single component stores the sum.
         """
         return self._assign("assign_add", value)
 
@@ -110,13 +112,14 @@ _OPS = {VariableAggregation.SUM: ReduceOp.SUM, VariableAggregation.MEAN: ReduceO
 class Variable(_Assignable, DistributedVariable):
     """A value that persists between steps, with one component per replica of the strategy in whose scope it is created.
 
-    Mirrored (``ON_WRITE``, the meaning of ``AUTO``): all components are equal. All replicas must assign, and their
-    values are combined by ``aggregation``. Sync-on-read (``ON_READ``): each replica reads and writes its own component,
-    without waiting; in the cross-replica context, reading combines the components by ``aggregation``.
+    A variable is mirrored (``ON_WRITE``, and ``AUTO``) or sync-on-read (``ON_READ``). All components of a mirrored one
+    are equal: all replicas must assign, and their values are combined by ``aggregation``. In a sync-on-read one, each
+    replica reads and writes its own component, without waiting; in the cross-replica context, reading combines the
+    components by ``aggregation``.
 
-    In the cross-replica context, an assigned array goes to all components; in a sync-on-read sum, only to the first
-    one, and the others become 0, so that it is the sum. A ``PerReplica`` is combined first if the variable is mirrored,
-    and assigned component by component if it is not.
+    In the cross-replica context, an assigned array goes to all components. If the variable is a sync-on-read sum, the
+    array goes only to the first component, and the others become 0, so that the array is the sum. A ``PerReplica`` is
+    combined first if the variable is mirrored, and assigned component by component if it is not.
 
     Args:
       initial_value: an array or number, or a function that returns one.
@@ -215,8 +218,8 @@ class Variable(_Assignable, DistributedVariable):
     def value(self) -> Array:
         """Return this replica's component; in the cross-replica context the first one, or (sync-on-read) all combined.
 
-        A component is returned without a copy: a NumPy, JAX or CuPy array does not change at an assignment, but each
-        assignment writes into a torch tensor (``clone()`` it to keep its value).
+        A component is returned without a copy. A NumPy, JAX or CuPy array does not change at an assignment. A torch
+        tensor does, since each assignment writes into it: ``clone()`` it to keep the value.
 
         Raises:
           ArgumentError: a sync-on-read variable without aggregation, read in the cross-replica context.
@@ -318,7 +321,7 @@ class Variable(_Assignable, DistributedVariable):
         return [x.item() for x in combined] if numbers else list(combined)
 
     def _new_component(self, how: str, k: int, value: Any) -> Array:
-        """Return a component's new value, checked."""
+        """Return the value of component ``k`` after an assignment, without storing it; raise if it does not fit."""
         old = self._components[k]
         if how != "assign":
             plain: Any = self._framework.array(old)  # the value without its gradient
@@ -341,15 +344,14 @@ class Variable(_Assignable, DistributedVariable):
         return framework.to_device(x, self._devices[k])
 
     def _put_all(self, how: str, values: Sequence[Any]) -> None:
+        """Assign one value to each component. If one value does not fit, no component is changed."""
         with _WRITING:
-            changed = [
-                self._new_component(how, k, value) for k, value in enumerate(values)
-            ]  # raises before any is changed
-            for k, new in enumerate(changed):
+            components = [self._new_component(how, k, value) for k, value in enumerate(values)]
+            for k, new in enumerate(components):
                 self._store_component(k, new)
 
     def assign_component(self, how: str, k: int, value: Any) -> None:
-        """Assign to the component of replica ``k``; ``how`` is the method for which this is done."""
+        """Assign to the component of replica ``k``. ``how`` is "assign", "assign_add" or "assign_sub"."""
         self._store_component(k, self._new_component(how, k, value))
 
     def _store_component(self, k: int, new: Array) -> None:
@@ -387,12 +389,12 @@ def _can_represent(number: complex, dtype: str) -> bool:
 
 
 def _computing_on(framework: ReplicaFramework, device: str) -> AbstractContextManager[object]:
-    """Return a context for a framework's operators on arrays of one device; CuPy needs it on accelerators."""
+    """Return a context in which a framework's operators compute on one device; CuPy requires it on accelerators."""
     return nullcontext() if device.startswith("cpu:") else framework.thread_modes()(device)
 
 
 def _fill(framework: ReplicaFramework, x: Array, device: str, number: Any) -> Array:
-    """Return an array of the shape, dtype and device of another, filled with a number."""
+    """Return an array filled with a number, of the shape and dtype of ``x``, and on its device."""
     if isinstance(framework, Immutable):
         return x.at[...].set(number)
     filled = framework.clone(framework.array(x))

@@ -37,11 +37,11 @@ __all__ = ["AllReduceCrossDeviceOps", "HierarchicalCopyAllReduce", "ReductionToO
 
 
 class _NoGatherError(UnsupportedError, NotImplementedError):
-    """The error for a gather of ``tf.IndexedSlices``: both crossreduce's class of error and TensorFlow's."""
+    """The error for a gather of ``tf.IndexedSlices``, which can be caught as crossreduce's class and TensorFlow's."""
 
 
 def _public(method: Function) -> Function:
-    """Make a method raise ``ShapesError`` where it raises ``MismatchError``; AutoGraph does not rewrite it."""
+    """Return a method that raises ``ShapesError`` instead of ``MismatchError``, and that AutoGraph does not rewrite."""
 
     @unconverted
     @wraps(method)
@@ -59,7 +59,7 @@ def _public(method: Function) -> Function:
 class _Adapter(tf.distribute.CrossDeviceOps):  # type: ignore[misc]
     """A ``tf.distribute.CrossDeviceOps`` that delegates to an op of crossreduce.
 
-    The public methods are overridden: TensorFlow's do not check ``reduce_op``, fail on an empty batch, and do not
+    It overrides TensorFlow's public methods, since those do not check ``reduce_op``, fail on an empty batch, and do not
     reduce a value of one component. Subclasses override the ``*_implementation`` methods, as with TensorFlow's own ops.
     """
 
@@ -89,7 +89,7 @@ class _Adapter(tf.distribute.CrossDeviceOps):  # type: ignore[misc]
           destinations: a ``tf.distribute.DistributedValues``, tensor, variable or device name; only the devices count.
           options: ``tf.distribute.experimental.CommunicationOptions``, of which only ``bytes_per_pack`` has an effect;
             or ``crossreduce.CommunicationOptions``.
-          experimental_hints: the name of ``options`` in TensorFlow 2.2 and 2.3; only one of them can be given.
+          experimental_hints: the name of ``options`` in TensorFlow 2.2 and 2.3; only one of the two can be given.
         Returns:
           A ``Mirrored`` with one component per destination, in the order of the destinations; for one destination a
           tensor (or ``tf.IndexedSlices``), as TensorFlow's ops return.
@@ -97,8 +97,8 @@ class _Adapter(tf.distribute.CrossDeviceOps):  # type: ignore[misc]
           ArgumentError, MismatchError, DeviceError (ValueErrors), UnsupportedError (a TypeError): as crossreduce's
             op of the same name, before any data is moved. A MismatchError is also a tf.errors.InvalidArgumentError.
         """
-        read = given_options(options, experimental_hints)
-        return self.reduce_implementation(reduce_op, per_replica_value, destinations, read)
+        hints = given_options(options, experimental_hints)
+        return self.reduce_implementation(reduce_op, per_replica_value, destinations, hints)
 
     @_public
     def batch_reduce(
@@ -121,16 +121,16 @@ class _Adapter(tf.distribute.CrossDeviceOps):  # type: ignore[misc]
         Raises:
           As ``reduce``; the message names the pair.
         """
-        read = given_options(options, experimental_hints)
-        return self.batch_reduce_implementation(reduce_op, value_destination_pairs, read)
+        hints = given_options(options, experimental_hints)
+        return self.batch_reduce_implementation(reduce_op, value_destination_pairs, hints)
 
     @_public
     def broadcast(self, tensor: Any, destinations: Any) -> Any:
         """Copy one tensor to all destinations.
 
         Args:
-          tensor: a value that ``tf.convert_to_tensor`` accepts, ``tf.IndexedSlices``, or a ``Mirrored`` (its first
-            component).
+          tensor: a value that ``tf.convert_to_tensor`` accepts, or ``tf.IndexedSlices``. Of a ``Mirrored``, the first
+            component is copied.
           destinations: as for ``reduce``.
         Returns:
           As ``reduce``.
@@ -141,7 +141,7 @@ class _Adapter(tf.distribute.CrossDeviceOps):  # type: ignore[misc]
 
     @_public
     def _gather(self, per_replica_value: Any, destinations: Any, axis: int, options: Any = None) -> Any:
-        # Overrides a private method of TensorFlow, which strategy.gather and all_gather call.
+        # This overrides a private method of TensorFlow that strategy.gather and all_gather call.
         if isinstance(per_replica_value, tf.IndexedSlices):
             problem = "gather does not support IndexedSlices."
             raise _NoGatherError.of(problem, shown(per_replica_value), "tf.convert_to_tensor(value)")
@@ -187,10 +187,10 @@ class ReductionToOneDevice(_Adapter):
     A batch is planned as a whole, unless ``accumulation_fn`` is given.
 
     Args:
-      reduce_to_device: the device to reduce on; ``None``: the first destination.
+      reduce_to_device: the device to reduce on. ``None`` means the first destination.
       accumulation_fn: takes the list of components, all on that device (as vectors, if their rank is unknown), and
-        returns the result that replaces their sum. It is called in the scope of that device. ``None``: combines the
-        components in the order of the replicas.
+        returns the result that replaces their sum. It is called in the scope of that device. With ``None``, the
+        components are combined in the order of the replicas.
     Raises:
       ArgumentError: ``accumulation_fn`` is not callable.
       DeviceError: ``reduce_to_device`` cannot be parsed.
@@ -210,12 +210,12 @@ class AllReduceCrossDeviceOps(_Adapter):
     Args:
       all_reduce_alg: "one_device", "hierarchical_copy", "ring", "halving_doubling", "recursive_doubling", "direct",
         "one_shot", "forest", "auto" or "nccl" (which plans "auto").
-      num_packs: the number of packs into which the tensors of each dtype are joined and cut; 0: no packing.
+      num_packs: the number of packs into which the tensors of each dtype are joined and cut. 0 switches packing off.
       agg_small_grads_max_bytes: without packs, consecutive tensors of one dtype are joined if each has at most this
-        many bytes. 0: none are joined.
+        many bytes. 0 joins none.
       agg_small_grads_max_group: the maximum number of tensors that are joined into one.
-      topology: the links that dense values may use; ``None``: any. Its devices are TensorFlow's ("cuda:0" is GPU:0)
-        or, if none of the names match, are matched by position.
+      topology: the links that dense values may use. ``None`` allows any links. The topology's devices are TensorFlow's
+        ("cuda:0" is GPU:0); if no names match, they are matched by position.
     Raises:
       ArgumentError: an unknown algorithm; a number that is negative or not an integer; an invalid topology.
 
@@ -242,8 +242,10 @@ class HierarchicalCopyAllReduce(AllReduceCrossDeviceOps):
     the number is odd (1.14 to 2.21).
 
     Args:
-      num_packs: the number of trees whose roots rotate, that share the load; 0: one tree per tensor, no packing.
-      topology: the links that data may use, which define the groups; ``None``: any links, and two halves as groups.
+      num_packs: the number of trees that share the load; each has another root. 0 switches packing off: each tensor has
+        one tree.
+      topology: the links that data may use, which define the groups. ``None`` allows any links; the groups are then two
+        halves.
     Raises:
       ArgumentError: ``num_packs`` is negative or not an integer; an invalid topology.
 
@@ -278,7 +280,7 @@ def _read_options(options: Any) -> CommunicationOptions:
 
 
 def _run_on_device_of_arguments(function: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
-    """Return a function of tensors that runs on their device."""
+    """Return the same function of tensors, called in the scope of their device."""
 
     @wraps(function)
     def run(xs: list[Any]) -> Any:

@@ -1,4 +1,4 @@
-"""Values, destinations and devices of ``tf.distribute`` as those of crossreduce, and results as TensorFlow's values."""
+"""Translate values, destinations and devices of ``tf.distribute`` to crossreduce's, and results to TensorFlow's."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ _ARRAYS: Final = (tf.Tensor, tf.Variable, tf.IndexedSlices)
 class Destinations(NamedTuple):
     """The devices of a result.
 
-    ``devices``: a distributed value on these devices, by crossreduce's names. ``places``: TensorFlow's names of them.
-    ``shape``: a tensor with the result's shape, if the value was flattened.
+    ``devices`` is a distributed value on these devices, by crossreduce's names; ``places`` has TensorFlow's names.
+    ``shape`` is a tensor with the result's shape if the value was flattened.
     """
 
     devices: PerReplica | Mirrored
@@ -42,6 +42,7 @@ class Destinations(NamedTuple):
 
 
 def _move_to_place(x: Any, place: str) -> Any:
+    """Return a tensor whose device is unknown on a place, if that is known; other tensors are there already."""
     if not place or x.device:
         return x
     with tf.device(place):
@@ -57,8 +58,9 @@ def _call_on_its_device(x: Any, function: Callable[..., Any], *arguments: Any) -
 def with_rank(value: PerReplica, targets: Destinations) -> tuple[PerReplica, Destinations]:
     """Return a value of known rank, and destinations that restore the shape of its result.
 
-    A tensor of unknown rank (of ``tf.numpy_function``) has the rank of another replica's component. If none is known,
-    all are flattened, once the function that runs has found that their shapes agree.
+    Tensors may have no known rank, for example those of ``tf.numpy_function``. If the rank of another replica's
+    component is known, they get it. If none is known, all are flattened, after a check at run time that their shapes
+    agree.
     """
     if tf.executing_eagerly():
         return value, targets
@@ -66,12 +68,13 @@ def with_rank(value: PerReplica, targets: Destinations) -> tuple[PerReplica, Des
     if None not in ranks:
         return value, targets
     xs = tuple(tf.convert_to_tensor(x) if isinstance(x, tf.Variable) else x for x in value)
-    known = [rank for rank in ranks if rank is not None]
+    known_ranks = [rank for rank in ranks if rank is not None]
     unknown = [isinstance(x, tf.Tensor) and rank is None for x, rank in zip(xs, ranks, strict=True)]
-    if known:
-        rank = [None] * known[0]
+    if known_ranks:
+        rank = [None] * known_ranks[0]
         xs = tuple(
-            _call_on_its_device(x, tf.ensure_shape, rank) if free else x for x, free in zip(xs, unknown, strict=True)
+            _call_on_its_device(x, tf.ensure_shape, rank) if is_unknown else x
+            for x, is_unknown in zip(xs, unknown, strict=True)
         )
         return PerReplica.on(xs, value.devices), targets
     if not all(unknown):
@@ -85,7 +88,7 @@ def with_rank(value: PerReplica, targets: Destinations) -> tuple[PerReplica, Des
 
 
 def translate(value: Any, destinations: Any) -> tuple[PerReplica, Destinations]:
-    """Return TensorFlow's value and destinations as crossreduce's."""
+    """Translate a value of TensorFlow and its destinations, each of which may define devices that the other lacks."""
     value, destinations = _variable(value), _variable(destinations)
     parts = value.values if isinstance(value, tf.distribute.DistributedValues) else (value,)
     if not parts:
@@ -104,7 +107,7 @@ def translate(value: Any, destinations: Any) -> tuple[PerReplica, Destinations]:
 
 
 def read_destinations(destinations: Any, places: _Places) -> Destinations:
-    """Return the devices of destinations, given the places of the value."""
+    """Return the devices of destinations. Unknown ones are those of the value, whose places are ``places``."""
     destinations = _variable(destinations)
     names: _Places = ()
     if isinstance(destinations, tf.distribute.DistributedValues):
@@ -124,8 +127,8 @@ def read_destinations(destinations: Any, places: _Places) -> Destinations:
 def _component_places(places: _Places) -> _Places:
     """Return the place of each component of a distributed value, given the places that the components report.
 
-    If one is unknown (an argument of a ``tf.function``) or occurs twice, and the current strategy has as many devices,
-    the places are these devices, one per replica.
+    If a place is unknown (as of an argument of ``tf.function``) or occurs twice, the places are the devices of the
+    current strategy, provided that it has one for each component.
     """
     if (len(set(places)) < len(places) or "" in places) and tf.distribute.has_strategy():
         devices = tf.distribute.get_strategy().extended.worker_devices
@@ -135,7 +138,7 @@ def _component_places(places: _Places) -> _Places:
 
 
 def _fill_unknown(places: _Places, others: _Places) -> _Places:
-    """Return places with each unknown one replaced by its counterpart in ``others``, if both have the same length."""
+    """Replace each unknown place by the one at the same position in ``others``, if both have the same length."""
     if len(places) != len(others):
         return places
     return tuple(place or other for place, other in zip(places, others, strict=True))
@@ -151,7 +154,7 @@ def _names(places: _Places) -> tuple[str, ...]:
 
 
 def _variable(given: Any) -> Any:
-    """Return the ``tf.Variable`` (which may be mirrored) of a Keras variable; any other value unchanged."""
+    """Return the ``tf.Variable`` inside a Keras variable, which may be mirrored; return any other value unchanged."""
     if isinstance(given, DistributedValues):  # convert_to_tensor would stack its components
         problem = "this is a distributed value of crossreduce, not of tf.distribute."
         remedy = "crossreduce's own op of the same name, or a value that a tf.distribute.Strategy made"
@@ -173,7 +176,7 @@ def _array(value: Any) -> Any:
 
 
 def broadcast_source(tensor: Any) -> Any:
-    """Return the tensor that is to be broadcast."""
+    """Return the tensor that a broadcast copies: the argument itself, or the first component of a ``Mirrored``."""
     tensor = _variable(tensor)
     if not isinstance(tensor, tf.distribute.DistributedValues):
         return _array(tensor)

@@ -1,8 +1,8 @@
 """The CUDA engine: compiled kernels reduce batches in the memory of CUDA devices.
 
 Input: a layout on CUDA devices (and on the host, whose arrays are copied to and from one of them). Output: launches and
-copies, queued on the callers' current streams without waiting. What shares a device's memory is reduced in one launch;
-devices that can read each other's memory do so in their kernels; between others the driver copies. ``fusion.py``,
+copies, queued on the callers' current streams without waiting. Arrays in one device's memory are reduced in one launch.
+If devices can read each other's memory, their kernels do so; otherwise the driver copies. ``fusion.py``,
 ``batching.py`` and ``streams.py`` make the plan, ``native/plan.cpp`` runs it.
 """
 
@@ -26,16 +26,18 @@ from .memory import DeviceMemory, Operands, device_memory
 from .streams import Operations
 
 _IN_GRAPHS: Final[list[Any]] = []
-"""Memory that graphs of several devices use, for the life of the process.
+"""Memory that captured CUDA graphs of several devices use. It is kept for the life of the process.
 
-Each replay writes into it again. torch's memory pool of a graph has only that of the device where the capture began.
+Each replay of a graph writes into it again. torch's memory pool of a graph keeps only the memory of the device where
+the capture began.
 """
 
 
 class _Placed(NamedTuple):
-    """A layout's devices: the driver's number of each, and which sources and destinations are on the host.
+    """The physical devices of a layout.
 
-    ``proxy``: the CUDA device whose memory has copies of those of the host.
+    ``numbers`` has the driver's number of each device. ``host_sources`` and ``host_destinations`` are the positions of
+    those on the host; their arrays are copied to and from the memory of the CUDA device ``proxy``.
     """
 
     numbers: dict[str, int]
@@ -46,7 +48,7 @@ class _Placed(NamedTuple):
 
 @lru_cache(maxsize=1024)
 def _placement(layout: Layout) -> _Placed | None:
-    """Return the physical devices of a layout; ``None``: none is CUDA, or the engine cannot use one."""
+    """Return the physical devices of a layout; ``None`` if none is a CUDA device, or the engine cannot use one."""
     names = {*layout.sources, *layout.destinations, *(name for program in layout.programs for name in program.devices)}
     parsed = {name: parse(name) for name in names}
     if any(device.host or device.kind not in ("cuda", "cpu") for device in parsed.values()):
@@ -78,7 +80,7 @@ def _jax_module() -> Any:
 
 
 def _is_custom_call(layout: Layout) -> bool:
-    """Return whether a layout is of JAX's arrays on one CUDA device, or of those that it traces."""
+    """Return whether a custom call of XLA runs a layout: of JAX arrays that are traced, or on one CUDA device."""
     return layout.framework.name == "jax" and bool(_jax_module().supports(layout))
 
 
@@ -89,7 +91,7 @@ class CudaEngine:
     checks_overlap = False
 
     def supports(self, layout: Layout) -> bool:
-        """Return whether sizes are known, some devices are CUDA, none is elsewhere, and their driver works."""
+        """Return whether sizes are known, devices are CUDA (and perhaps CPU) devices, and the driver works."""
         if not layout.is_sized or layout.mixed or device_memory(layout.framework.name) is None:
             return False
         if _is_custom_call(layout):
@@ -127,7 +129,7 @@ class CudaEngine:
 
 
 class _ByLoop:
-    """The loop engine, for what the kernels cannot do."""
+    """The executable of a layout that the kernels cannot reduce: the loop engine runs it."""
 
     prepared = None
 
@@ -139,7 +141,7 @@ class _ByLoop:
 
 
 class _Planned(NamedTuple):
-    """Operations, their compiled plan, and whether kernels read the memory of other devices where they can."""
+    """Operations and their compiled plan. ``has_peers`` is whether kernels read the memory of other devices."""
 
     operations: Operations
     plan: Any
@@ -176,23 +178,23 @@ class CudaExecutable:
         memory = self._memory
         if self.planned.has_peers and not memory.is_peer_readable():  # for example, CuPy has another allocator now
             self.planned = self._new_plan(False)
-        made, plan, _ = self.planned
+        queued, plan, _ = self.planned
         writable = self._framework.writable_array
         on_host = [{k: writable(row[k], name) for k, name in self._on_host.items()} for row in out or ()]
         fresh = [k for k in range(len(self._devices)) if out is None or k in self._on_host]
         results = memory.allocate_all(self._shapes, self._dtype, [self._devices[k] for k in fresh])
-        given = [{} for _ in self._shapes] if out is None else self._addresses_in(out)
-        for row, addresses in zip(results, given, strict=True):
+        addresses_by_destination = [{} for _ in self._shapes] if out is None else self._addresses_in(out)
+        for row, addresses in zip(results, addresses_by_destination, strict=True):
             addresses.update((k, memory.address(x)) for k, x in zip(fresh, row, strict=True))
-        targets = [[addresses[k] for k in range(len(self._devices))] for addresses in given]
+        targets = [[addresses[k] for k in range(len(self._devices))] for addresses in addresses_by_destination]
         scratch: list[tuple[Any, int]] = [
             memory.scratch(size, device) if size else (None, 0)
-            for size, device in zip(made.scratch, made.devices, strict=True)
+            for size, device in zip(queued.scratch, queued.devices, strict=True)
         ]
-        with memory.queueing(made.devices if made.operations else (), results) as finished:
-            if made.operations:
-                streams = [memory.stream(device) for device in made.devices]
-                if len(streams) > 1 and driver.native().is_capturing(made.devices[0], streams[0]):
+        with memory.queueing(queued.devices if queued.operations else (), results) as finished:
+            if queued.operations:
+                streams = [memory.stream(device) for device in queued.devices]
+                if len(streams) > 1 and driver.native().is_capturing(queued.devices[0], streams[0]):
                     _IN_GRAPHS.append((scratch, results))
                 plan.run(operands.addresses, targets, [[address for _, address in scratch]], [streams])
         if out is not None:
@@ -205,11 +207,11 @@ class CudaExecutable:
         return [[move(x, self._on_host[k]) if k in self._on_host else x for k, x in enumerate(row)] for row in finished]
 
     def _addresses_in(self, out: Sequence[Sequence[Array]]) -> list[dict[int, int]]:
-        """Return for each tensor the addresses of the arrays of ``out`` that are on CUDA devices, by their numbers."""
-        there = {k: device for k, device in enumerate(self._devices) if k not in self._on_host}
-        rows = [[row[k] for k in there] for row in out]
-        listed = self._memory.writable_outputs(rows, list(there.values()))
-        return [dict(zip(there, addresses, strict=True)) for addresses in listed]
+        """Return for each tensor the addresses of its arrays of ``out`` on CUDA devices, by destination."""
+        on_cuda = {k: device for k, device in enumerate(self._devices) if k not in self._on_host}
+        rows = [[row[k] for k in on_cuda] for row in out]
+        address_rows = self._memory.writable_outputs(rows, list(on_cuda.values()))
+        return [dict(zip(on_cuda, addresses, strict=True)) for addresses in address_rows]
 
 
 ENGINE: Final = CudaEngine()

@@ -1,6 +1,6 @@
-"""A layout as batched operations: launches of kernels on CUDA devices, and copies between them.
+"""Compile a layout to batched operations: launches of kernels on CUDA devices, and copies between them.
 
-Input: a ``Layout``, its ``Numbers``, the physical devices and which can read each other's memory. Output:
+Input: a ``Layout``, its ``Numbers``, the physical devices, and which of them can read each other's memory. Output:
 ``Operations``. Steps of different chunks, tensors and pieces that run on one device at the same time become one launch.
 """
 
@@ -20,15 +20,15 @@ from .streams import Copy, Launch, Operation, Operations, Part, Place, StreamOrd
 
 VECTOR_NBYTES: Final = 16
 _PIECE_ELEMENTS: Final = 128  # pieces begin at multiples of it, so that their vectors are aligned
-_ALIGNMENT: Final = 256  # of temporary values
-_PIECE_NBYTES: Final = 1 << 16  # of the smallest piece; assumed: a launch takes as long as to move so much
+_ALIGNMENT: Final = 256  # the alignment of temporary values, in bytes
+_PIECE_NBYTES: Final = 1 << 16  # the size of the smallest piece: a launch is assumed to take as long as moving it
 
 
 class _Range(NamedTuple):
-    """A piece of a chunk: of tensors the elements from start to stop."""
+    """A piece of a chunk, in the order in which pieces are pipelined."""
 
-    segments: tuple[tuple[int, int, int], ...]
-    piece: int
+    segments: tuple[tuple[int, int, int], ...]  # (tensor, start, stop): elements of tensors
+    piece: int  # the number of the piece in its chunk
 
 
 def operations(
@@ -41,11 +41,11 @@ def operations(
     """Return the operations of a layout.
 
     Args:
-      layout: of known sizes.
-      numbers: of the reduction.
+      layout: a layout of known sizes.
+      numbers: how the reduction is computed.
       places: for each device of the layout's programs, the number of its physical device.
-      readable: ``readable[a][b]``: whether kernels on the device ``sorted(set(places.values()))[a]`` can read the
-        memory of that at b.
+      readable: ``readable[a][b]`` is whether kernels on device a can read the memory of device b, where a and b are
+        positions in ``sorted(set(places.values()))``.
       with_out: whether results may be in the memory of inputs.
     """
     devices = tuple(sorted(set(places.values())))
@@ -57,11 +57,11 @@ def operations(
         spans = [(first_tensor + k, span.start, span.start + span.size) for k, span in enumerate(buffer.spans)]
         first_tensor += len(spans)
         for program, base, end in ranges:
-            there = tuple(positions[device] for device in program.devices)
+            chunk_places = tuple(positions[device] for device in program.devices)
             for chunk, low, high in element_ranges(program, end - base):
-                steps = chunk_steps(program.chunks[chunk], there, readable, with_out)
-                most = program.pieces if len(devices) > 1 else 1
-                for part in _pieces(spans, base + low, base + high, most, itemsize(buffer.dtype)):
+                steps = chunk_steps(program.chunks[chunk], chunk_places, readable, with_out)
+                max_pieces = program.pieces if len(devices) > 1 else 1
+                for part in _pieces(spans, base + low, base + high, max_pieces, itemsize(buffer.dtype)):
                     builder.add(program.chunks[chunk], steps, part)
     return builder.finish(devices)
 
@@ -81,12 +81,16 @@ def _pieces(spans: Sequence[tuple[int, int, int]], low: int, high: int, most: in
             yield _Range(segments, piece)
 
 
-class _Making:
-    """A launch or a copy while parts are added to it."""
+class _Draft:
+    """A launch or a copy to which parts can still be added.
+
+    Operations are queued in the order of ``key``. A step has three consecutive keys: in a move, the value is packed if
+    necessary, copied, and unpacked.
+    """
 
     def __init__(self, device: int, key: int) -> None:
         self.device, self.key = device, key
-        self.after: set[_Making] = set()
+        self.after: set[_Draft] = set()
         self.copy: Copy | None = None
         self.kernel: KernelKind | None = None
         self.sources = self.divisor = 0
@@ -94,7 +98,7 @@ class _Making:
         self.parts: list[Part] = []
 
     def add(self, size: int, order: tuple[int, int, int, int], places: tuple[Place, ...], steps: list[int]) -> None:
-        """Add a part, or extend the last one if this one continues it. ``steps``: bytes of a unit of each place."""
+        """Add a part, or extend the last one if this continues it. ``steps`` has the bytes of a unit of each place."""
         number = self.orders.setdefault(order, len(self.orders))
         if self.parts:
             last = self.parts[-1]
@@ -113,15 +117,17 @@ class _Making:
         return Launch(self.device, self.kernel, self.sources, self.divisor, tuple(self.orders), tuple(self.parts))
 
 
-class _Located(NamedTuple):
-    """Where a node is: of each segment its place; and what makes it (``None``: it is an input)."""
+class _Stored(NamedTuple):
+    """Where a node is stored, and the operation that makes it."""
 
-    places: tuple[Place, ...]
-    maker: _Making | None
-    is_whole: bool  # all segments are one range of memory
+    places: tuple[Place, ...]  # one per segment
+    maker: _Draft | None  # None for an input
+    is_whole: bool  # whether all segments are one range of memory
 
 
 class _Builder:
+    """Collects the operations of all chunks. Steps with the same key and kernel on one device share a launch."""
+
     def __init__(
         self,
         layout: Layout,
@@ -136,34 +142,34 @@ class _Builder:
         self._first_result = len(layout.shapes) * self._sources
         self._first_scratch = self._first_result + len(layout.shapes) * self._destinations
         self._scratch: dict[int, int] = {}
-        self._launches: dict[object, _Making] = {}
-        self._made: list[_Making] = []
+        self._launches: dict[object, _Draft] = {}
+        self._drafts: list[_Draft] = []
 
     def add(self, chunk: ChunkProgram, steps: ChunkSteps, part: _Range) -> None:
         """Add the steps of a piece of a chunk."""
-        values: list[_Located] = []
-        makers: list[_Making] = []
+        values: list[_Stored] = []
+        makers: list[_Draft] = []
         dtype = self._numbers.dtype
         for position in range(len(chunk.sources)):
             rows = [(tensor * self._sources + position, start * itemsize(dtype)) for tensor, start, _ in part.segments]
-            values.append(_Located(tuple(rows), None, len(rows) == 1))
+            values.append(_Stored(tuple(rows), None, len(rows) == 1))
         for step in steps.steps:
             after = {makers[k] for k in step.after}
             key = step.level * 3 + part.piece * 3
             if step.kind == "move":
-                made = self._move_value(steps, step, values, part, after, key)
+                stored = self._move_value(steps, step, values, part, after, key)
             else:
-                made = self._kernel(steps, step, values, part, after, key)
-            values.append(made)
-            assert made.maker is not None
-            makers.append(made.maker)
+                stored = self._kernel(steps, step, values, part, after, key)
+            values.append(stored)
+            assert stored.maker is not None
+            makers.append(stored.maker)
 
     def _dtype(self, kind: str) -> str:
         numbers = self._numbers
         return {"input": numbers.dtype, "partial": numbers.accumulator, "final": numbers.result}[kind]
 
     def _targets(self, step: DeviceStep, kind: str, part: _Range) -> list[tuple[Place, ...]]:
-        """Return the places of the results that a step writes, or of new temporary memory."""
+        """Return the places of the results that a step writes; if it writes none, those of new temporary memory."""
         size = itemsize(self._dtype(kind))
         if step.destinations:
             first = self._first_result
@@ -174,7 +180,7 @@ class _Builder:
         return [self._temporary(step.device, size, part)]
 
     def _temporary(self, device: int, size: int, part: _Range) -> tuple[Place, ...]:
-        """Reserve memory for a value. Each segment begins as far from a vector's boundary as that of the inputs."""
+        """Reserve memory for a value. Each segment has the same offset from a vector's boundary as in the inputs."""
         at = -(-self._scratch.get(device, 0) // _ALIGNMENT) * _ALIGNMENT
         vector = max(1, VECTOR_NBYTES // itemsize(self._numbers.dtype))
         places = []
@@ -186,8 +192,9 @@ class _Builder:
         return tuple(places)
 
     def _kernel(
-        self, steps: ChunkSteps, step: DeviceStep, values: list[_Located], part: _Range, after: set[_Making], key: int
-    ) -> _Located:
+        self, steps: ChunkSteps, step: DeviceStep, values: list[_Stored], part: _Range, after: set[_Draft], key: int
+    ) -> _Stored:
+        """Add a step that a kernel runs to the launch of equal kernels, and return the node that it makes."""
         kinds = [steps.kinds[source] for source in step.sources]
         kind, count = steps.kinds[step.node], len(step.sources)
         wide = 0
@@ -211,12 +218,12 @@ class _Builder:
             if maker is not None:
                 launch.after.add(maker)
         launch.after |= after
-        return _Located(targets[0], launch, not step.destinations or len(part.segments) == 1)
+        return _Stored(targets[0], launch, not step.destinations or len(part.segments) == 1)
 
     def _reusable_memory(
-        self, steps: ChunkSteps, step: DeviceStep, values: list[_Located], kind: str
+        self, steps: ChunkSteps, step: DeviceStep, values: list[_Stored], kind: str
     ) -> list[tuple[Place, ...]] | None:
-        """Return the temporary memory of a partial result that only this step reads, which the result may replace."""
+        """Return the temporary memory of a partial result that only this step reads, so that it may write there."""
         for source in step.sources:
             mine = source in steps.read_once and steps.homes[source] == step.device
             if mine and steps.kinds[source] == kind == "partial":
@@ -224,18 +231,19 @@ class _Builder:
         return None
 
     def _move_value(
-        self, steps: ChunkSteps, step: DeviceStep, values: list[_Located], part: _Range, after: set[_Making], key: int
-    ) -> _Located:
+        self, steps: ChunkSteps, step: DeviceStep, values: list[_Stored], part: _Range, after: set[_Draft], key: int
+    ) -> _Stored:
         """Copy a value to another device.
 
-        A device that can read the other one's memory does so in a kernel, which may copy other values, too. Else the
-        driver copies one range of memory; values in several places go by way of temporary memory on both sides.
+        If the device can read the other one's memory, a kernel copies the value, perhaps together with others.
+        Otherwise the driver copies one range of memory. A value in several places is then first packed into temporary
+        memory on its device, and unpacked on the other one.
         """
         (node,) = step.sources
         value, home = values[node], steps.homes[node]
         kind = steps.kinds[step.node]
         size = itemsize(self._dtype(kind))
-        many = len(part.segments) > 1
+        is_segmented = len(part.segments) > 1
         targets = self._targets(step, kind, part)
         before = after | ({value.maker} if value.maker is not None else set())
         if self._readable[step.device][home]:
@@ -246,17 +254,17 @@ class _Builder:
             packed = self._temporary(home, size, part)
             value = self._copy_in_kernel(home, kind, value.places, [packed], part, before, key, True)
             before = after | {value.maker} if value.maker is not None else after
-        direct = targets[0] if not many or not step.destinations else self._temporary(step.device, size, part)
-        moved = _Making(home, key + 1)
+        direct = targets[0] if not is_segmented or not step.destinations else self._temporary(step.device, size, part)
+        moved = _Draft(home, key + 1)
         _, first, last = part.segments[-1]
         nbytes = value.places[-1][1] - value.places[0][1] + (last - first) * size  # including gaps between segments
         moved.copy = Copy(home, step.device, value.places[0], direct[0], nbytes)
         moved.after |= before
-        self._made.append(moved)
+        self._drafts.append(moved)
         rest = targets if direct is not targets[0] else targets[1:]
         if rest:
             return self._copy_in_kernel(step.device, kind, direct, rest, part, {moved}, key + 2, False)
-        return _Located(direct, moved, True)
+        return _Stored(direct, moved, True)
 
     def _copy_in_kernel(
         self,
@@ -265,11 +273,11 @@ class _Builder:
         source: tuple[Place, ...],
         targets: list[tuple[Place, ...]],
         part: _Range,
-        after: set[_Making],
+        after: set[_Draft],
         key: int,
         is_whole: bool,
-    ) -> _Located:
-        """Copy a value by a kernel on a device."""
+    ) -> _Stored:
+        """Add the copy of a value to a launch of the copy kernel on a device, and return where the copy is."""
         kernel = copy_kernel(self._dtype(kind))
         launch = self._launch((key, device, kernel, 1, len(targets), 1), device, key)
         launch.kernel, launch.sources, launch.divisor = kernel, 1, 1
@@ -278,32 +286,32 @@ class _Builder:
             places = tuple(each[k] for each in (source, *targets))
             launch.add((stop - start) * kernel.units, (*Order(), 0), places, nbytes)
         launch.after |= after
-        return _Located(targets[0], launch, is_whole or len(part.segments) == 1)
+        return _Stored(targets[0], launch, is_whole or len(part.segments) == 1)
 
-    def _launch(self, form: object, device: int, key: int) -> _Making:
+    def _launch(self, form: object, device: int, key: int) -> _Draft:
         launch = self._launches.get(form)
         if launch is None:
-            launch = self._launches[form] = _Making(device, key)
-            self._made.append(launch)
+            launch = self._launches[form] = _Draft(device, key)
+            self._drafts.append(launch)
         return launch
 
     def finish(self, devices: tuple[int, ...]) -> Operations:
-        """Order the operations, and let each wait for those of other streams that it needs."""
-        made = sorted(self._made, key=lambda each: each.key)
+        """Return the operations in order, with the waits of each for operations of other streams."""
+        drafts = sorted(self._drafts, key=lambda each: each.key)
         streams: dict[tuple[int, int | None], int] = {(k, None): k for k in range(len(devices))}
-        for each in made:
+        for each in drafts:
             if each.copy is not None:
                 streams.setdefault((each.copy.src, each.copy.dst), len(streams))
         order = StreamOrder(len(streams), len(devices))
-        numbers = {each: k for k, each in enumerate(made)}
-        for each in made:
+        numbers = {each: k for k, each in enumerate(drafts)}
+        for each in drafts:
             copy = each.copy
             stream = streams[copy.src, copy.dst] if copy else each.device
-            order.add([numbers[one] for one in each.after], stream, self._devices_of(each.work()))
+            order.add([numbers[before] for before in each.after], stream, self._devices_of(each.work()))
         order.end()
         waited = {before for needed in order.waits for before in needed} | set(order.ends)
         ordered = tuple(
-            Operation(each.work(), order.streams[k], order.waits[k], k in waited) for k, each in enumerate(made)
+            Operation(each.work(), order.streams[k], order.waits[k], k in waited) for k, each in enumerate(drafts)
         )
         scratch = tuple(self._scratch.get(k, 0) for k in range(len(devices)))
         begins, ends, resumes = (tuple(sorted(each)) for each in (order.begins, order.ends, order.resumes))
@@ -313,12 +321,12 @@ class _Builder:
         """Return the devices whose memory an operation reads or writes."""
         if isinstance(work, Copy):
             return {work.src, work.dst}
-        found = set()
+        devices = set()
         for row in {row for part in work.parts for row, _ in part.places}:
             if row >= self._first_scratch:
-                found.add(row - self._first_scratch)
+                devices.add(row - self._first_scratch)
             elif row >= self._first_result:
-                found.add(self._result_devices[(row - self._first_result) % len(self._result_devices)])
+                devices.add(self._result_devices[(row - self._first_result) % len(self._result_devices)])
             else:
-                found.add(self._source_devices[row % len(self._source_devices)])
-        return found
+                devices.add(self._source_devices[row % len(self._source_devices)])
+        return devices

@@ -1,4 +1,4 @@
-"""The CUDA driver as this process sees it: its devices, and the kernels loaded on them.
+"""The devices that the CUDA driver reports to this process, and the kernels that are loaded on them.
 
 The driver's library is opened at the first call that needs it; nothing here needs CUDA to be installed. The machine
 code of the kernels is in ``kernels.bin``, which scripts/build_cuda_kernels makes.
@@ -36,7 +36,7 @@ def native() -> Any:
 
 @cache
 def unusable() -> str:
-    """Return why no CUDA device can be used, or an empty text.
+    """Return why no CUDA device can be used; an empty text if one can.
 
     Raises:
       ArgumentError: the variable ``CROSSREDUCE_CUDA`` is neither 0 nor 1.
@@ -60,19 +60,19 @@ def _why_missing() -> str:
 
 
 def devices() -> list[str]:
-    """Return a line of text for each device that the driver reports: its name, its capability and its code."""
-    found, names = [], list(_packed()[0])
+    """Return for each device that the driver reports a line of text: name, capability, and which code runs there."""
+    lines, names = [], list(_packed()[0])
     for number in range(native().device_count()):
         try:
-            about = native().describe(number)
-            capability = about["capability"]
+            description = native().describe(number)
+            capability = description["capability"]
             code = chosen_code(capability, names)
         except ReductionError as error:
-            found.append(f"cuda:{number} cannot be used: {' '.join(str(error).split())}")
+            lines.append(f"cuda:{number} cannot be used: {' '.join(str(error).split())}")
         else:
             number_text = f"{capability // 10}.{capability % 10}"
-            found.append(f"cuda:{number} {about['name']}, capability {number_text}, kernels {code}")
-    return found
+            lines.append(f"cuda:{number} {description['name']}, capability {number_text}, kernels {code}")
+    return lines
 
 
 @cache
@@ -95,7 +95,7 @@ def load_kernels(device: int) -> None:
 
 @cache
 def lacks_kernels(device: int) -> str:
-    """Return why a device has no kernels; an empty text: they are loaded, or the driver failed otherwise."""
+    """Return why no kernels fit a device; an empty text if they are loaded, or the driver failed for another reason."""
     try:
         load_kernels(device)
     except BackendError as error:
@@ -112,12 +112,12 @@ def lacks_kernels(device: int) -> str:
 
 @cache
 def _code(capability: int) -> bytes:
-    """Return the machine code, or the PTX, for a capability, such as 90 for 9.0; a zero byte ends it."""
+    """Return the machine code or the PTX for a capability, such as 90 for 9.0, with a zero byte at the end."""
     sizes, rest = _packed()
-    starts, at = {}, 0
+    starts, offset = {}, 0
     for name, size in sizes.items():
-        starts[name] = at
-        at += size
+        starts[name] = offset
+        offset += size
     name = chosen_code(capability, list(sizes))
     return lzma.decompress(rest[starts[name] : starts[name] + sizes[name]]) + b"\0"
 
@@ -130,10 +130,10 @@ def _packed() -> tuple[dict[str, int], bytes]:
 
 
 def chosen_code(capability: int, names: list[str]) -> str:
-    """Return which code runs on devices of a capability: that of the same major version, else PTX.
+    """Return the name of the code that runs on devices of a capability: one of the same major version, or else PTX.
 
     Raises:
-      BackendError: none does.
+      BackendError: none of them runs there.
 
     >>> names = ["sm_80", "sm_90", "compute_90"]
     >>> [chosen_code(capability, names) for capability in (86, 90, 130)]
@@ -155,6 +155,6 @@ def chosen_code(capability: int, names: list[str]) -> str:
 def _error(call: str, device: int, code: int, name: str, text: str) -> DriverError:
     where = "" if device < 0 else f" on cuda:{device}"
     remedy = "the error may come from an earlier operation of this process: run with CUDA_LAUNCH_BLOCKING=1"
-    made = DriverError.of(f"the CUDA driver failed in {call}{where}.", f"{name} ({code}): {text}", remedy)
-    made.call, made.device, made.code = call, device, code
-    return made
+    error = DriverError.of(f"the CUDA driver failed in {call}{where}.", f"{name} ({code}): {text}", remedy)
+    error.call, error.device, error.code = call, device, code
+    return error

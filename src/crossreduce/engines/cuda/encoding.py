@@ -1,4 +1,4 @@
-"""Operations in the form of the compiled module, ``_cuda.Plan``: launches have tables of limited size."""
+"""Convert operations to the form of the compiled ``_cuda.Plan``, in which launches have tables of limited size."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def plan_of(made: Operations) -> Any:
 
 
 def _encode(operation: Operation, devices: tuple[int, ...], waits: tuple[int, ...], event: int) -> list[Any]:
-    """Return an operation as ``_cuda.Plan`` reads it; a launch whose table is too large as several."""
+    """Return an operation in the form of ``_cuda.Plan``. A launch whose table is too large becomes several ones."""
     work = operation.work
     if not isinstance(work, Launch):
         copy = (work.src, work.dst, (work.source, work.target), work.nbytes)
@@ -44,8 +44,8 @@ def split_launch(launch: Launch, accepts_large: bool) -> Sequence[Any]:
     kernel, count = launch.kernel, launch.sources
     results = len(launch.parts[0].places) - count
     part_nbytes = PART_NBYTES + 8 * (count + results)
-    everything = HEADER_NBYTES + ORDER_NBYTES * len(launch.orders) + part_nbytes * len(launch.parts)
-    large = accepts_large and kernel.has_large and everything > SMALL_NBYTES
+    all_nbytes = HEADER_NBYTES + ORDER_NBYTES * len(launch.orders) + part_nbytes * len(launch.parts)
+    large = accepts_large and kernel.has_large and all_nbytes > SMALL_NBYTES
     room = LARGE_NBYTES if large else SMALL_NBYTES
     groups: list[tuple[dict[int, int], list[Any]]] = []
     for part in launch.parts:
@@ -55,7 +55,7 @@ def split_launch(launch: Launch, accepts_large: bool) -> Sequence[Any]:
             orders, parts = {}, []
             groups.append((orders, parts))
         parts.append((part.size, orders.setdefault(part.order, len(orders)), part.places))
-    made = []
+    encoded = []
     for orders, parts in groups:
         masks = [launch.orders[order] for order in orders]
         nbytes = [
@@ -65,19 +65,19 @@ def split_launch(launch: Launch, accepts_large: bool) -> Sequence[Any]:
         ]
         stack = max(stack_depth(mask) for mask in masks)
         name = kernel.name + ("_large" if large else "")
-        made.append(
+        encoded.append(
             (launch.device, name, large, count, results, stack, float(launch.divisor), kernel.kind, kernel.values,
              kernel.units, nbytes, masks, parts)
         )  # fmt: skip
-    return made
+    return encoded
 
 
 def stack_depth(order: tuple[int, int, int, int]) -> int:
     """Return the most values that are on a kernel's stack at once."""
     push, fold, twice, _ = order
-    most = now = 1
+    deepest = depth = 1
     for k in range((push | fold).bit_length()):
-        now += push >> k & 1
-        most = max(most, now)
-        now -= (fold >> k & 1) + (twice >> k & 1)
-    return most
+        depth += push >> k & 1
+        deepest = max(deepest, depth)
+        depth -= (fold >> k & 1) + (twice >> k & 1)
+    return deepest

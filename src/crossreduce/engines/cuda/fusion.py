@@ -1,9 +1,9 @@
-"""A chunk of a program as fused steps of CUDA devices: kernels, and moves of values between the devices.
+"""Compile a chunk of a program to fused steps of CUDA devices: kernels, and moves of values between the devices.
 
 Input: a ``ChunkProgram``, and which devices can read each other's memory. Output: ``DeviceStep``s over numbered nodes,
-the same for every range of elements. Logical devices of one GPU share its memory: copies among them are not needed,
-equal combinations are computed once, and a partial result that is read once, on its own device, is part of its
-reader's kernel. The order of combination never changes.
+the same for every range of elements. Logical devices of one GPU share its memory, so copies among them are not needed,
+and equal combinations are computed once. If a partial result is read only once, on its own device, the kernel that
+reads it also computes it. The order of combination never changes.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class DeviceStep(NamedTuple):
       order: how the sources are combined.
       node: the node that it makes.
       destinations: the positions of the results that it writes; if empty, the node is in temporary memory.
-      final: whether a reduction is the last one.
+      final: whether the value is final: fully reduced, divided and rounded.
       after: steps of this chunk that must end before this one begins, besides those that make its sources.
       level: 0, or one more than the highest level of the steps that must end before.
     """
@@ -54,8 +54,8 @@ class DeviceStep(NamedTuple):
 class ChunkSteps(NamedTuple):
     """The steps of a chunk, in an order in which they can run.
 
-    ``kinds`` and ``homes`` have an entry per node: "input", "partial" or "final", and the device whose memory it is in.
-    The first nodes are the inputs. ``read_once``: the nodes that exactly one step reads.
+    The first nodes are the inputs. For each node, ``kinds`` has "input", "partial" or "final", and ``homes`` the device
+    in whose memory it is. ``read_once`` are the nodes that exactly one step reads.
     """
 
     steps: tuple[DeviceStep, ...]
@@ -71,7 +71,7 @@ def chunk_steps(
     """Return the steps of a chunk.
 
     Args:
-      chunk: of a program.
+      chunk: a chunk of a program.
       places: the number of the physical device of each device of the program.
       readable: ``readable[a][b]``: whether kernels on device a can read the memory of device b.
       with_out: whether results may be in the memory of inputs.
@@ -80,8 +80,10 @@ def chunk_steps(
 
 
 class _Node(NamedTuple):
+    """A value of the program in a device's memory, before combinations are fused."""
+
     device: int
-    operands: tuple[int, ...]  # none: an input
+    operands: tuple[int, ...]  # empty for an input
     final: bool
 
 
@@ -100,19 +102,19 @@ class _Chunk:
         self._nodes = [_Node(places[source], (), self._single) for source in chunk.sources]
         self._wanted: dict[int, tuple[int, ...]] = {}
         self._number(chunk, places)
-        self._made: list[DeviceStep] = []
-        self._maker: dict[int, int] = {}  # for each node in memory, the step that makes it
+        self._steps: list[DeviceStep] = []
+        self._makers: dict[int, int] = {}  # for each node in memory, the step that makes it
         self._readers: dict[int, list[int]] = {}
         self._copies: dict[tuple[int, int], int] = {}  # (node, device): the node that is its copy there
         self._kinds = ["final" if self._single else "input"] * self._inputs
         self._homes = [node.device for node in self._nodes[: self._inputs]]
 
     def _number(self, chunk: ChunkProgram, places: tuple[int, ...]) -> None:
-        """Number the values as nodes: copies within a device are none, and equal combinations are one."""
-        number = list(range(self._inputs))
-        known: dict[tuple[int, tuple[int, ...]], int] = {}
-        origin = list(range(self._inputs))  # the node whose value a node has
-        here = {(k, node.device): k for k, node in enumerate(self._nodes)}  # where values already are
+        """Number the values as nodes. A copy within a device gets no new node; equal combinations get the same one."""
+        number = list(range(self._inputs))  # the node of each value
+        known: dict[tuple[int, tuple[int, ...]], int] = {}  # nodes by device and operands
+        origin = list(range(self._inputs))  # for each node, the node of which it is a copy, or itself
+        here = {(k, node.device): k for k, node in enumerate(self._nodes)}  # nodes by origin and device
         for device, operands, _, final, *_ in chunk.instructions:
             place, read = places[device], tuple(number[operand] for operand in operands)
             if len(read) == 1 and (origin[read[0]], place) in here:
@@ -129,28 +131,29 @@ class _Chunk:
             self._wanted[node] = (*self._wanted.get(node, ()), position)
 
     def steps(self) -> ChunkSteps:
+        """Make the steps for all nodes that a result needs, except for the fused ones."""
         needed = set(self._wanted)
         for node in reversed(range(self._inputs, len(self._nodes))):
             if node in needed:
                 needed.update(self._nodes[node].operands)
         reads = Counter(operand for node in needed for operand in self._nodes[node].operands)
-        joined = self._fused_nodes(needed, reads)
+        fused = self._fused_nodes(needed, reads)
         renamed = dict(enumerate(range(self._inputs)))
         for node in range(self._inputs, len(self._nodes)):
-            if node not in needed or node in joined:
+            if node not in needed or node in fused:
                 continue
             place, operands, final = self._nodes[node]
             targets = self._wanted.get(node, ())
             if len(operands) == 1:
                 renamed[node] = self._move(renamed[operands[0]], place, targets)
                 continue
-            flat = self._flatten(node, joined)
+            flat = self._flatten(node, fused)
             assert flat is not None
             leaves, order = flat
             sources = tuple(self._local_node(renamed[leaf], place) for leaf in leaves)
             while len(sources) > MAX_STEPS and any(self._kinds[source] == "partial" for source in sources):
-                # ``wide`` has bits for MAX_STEPS sources only; the first ones can be combined first, since more than
-                # these are always combined one after another.
+                # ``wide`` has bits for MAX_STEPS sources only. More sources are always combined one after another, so
+                # the first ones can be combined in a step of their own.
                 first = self._step("reduce", place, sources[:MAX_STEPS], Order(), (), False)
                 sources = (first, *sources[MAX_STEPS:])
             renamed[node] = self._step("reduce", place, sources, order, targets, final)
@@ -160,8 +163,8 @@ class _Chunk:
         return self._with_levels()
 
     def _fused_nodes(self, needed: set[int], reads: Counter[int]) -> set[int]:
-        """Return the nodes that become parts of the kernel that reads them."""
-        joined: set[int] = set()
+        """Return the nodes that are fused: the kernel that reads them also computes them."""
+        fused: set[int] = set()
         for node in range(self._inputs, len(self._nodes)):
             place, operands, _ = self._nodes[node]
             if node not in needed or len(operands) < 2:
@@ -172,20 +175,20 @@ class _Chunk:
                     reads[operand] == 1
                     and len(inner.operands) > 1
                     and inner.device == place
-                    and self._flatten(node, joined | {operand}) is not None
+                    and self._flatten(node, fused | {operand}) is not None
                 ):
-                    joined.add(operand)
-        return joined
+                    fused.add(operand)
+        return fused
 
-    def _flatten(self, node: int, joined: set[int]) -> tuple[list[int], Order] | None:
-        """Return the operands of a node, those of joined nodes in place of these; ``None``: no kernel can do it."""
+    def _flatten(self, node: int, fused: set[int]) -> tuple[list[int], Order] | None:
+        """Return a node's operands, in which those of fused nodes replace these; ``None`` if no kernel can do it."""
         leaves: list[int] = []
         bits = [0, 0, 0]
 
         def visit(node: int, depth: int) -> bool:
             for k, operand in enumerate(self._nodes[node].operands):
                 first = len(leaves)
-                if operand not in joined:
+                if operand not in fused:
                     leaves.append(operand)
                     continue
                 if depth + (k > 0) > MAX_DEPTH or not visit(operand, depth + (k > 0)):
@@ -207,7 +210,7 @@ class _Chunk:
         return node if self._readable[place][self._homes[node]] else self._move(node, place, ())
 
     def _move(self, node: int, place: int, targets: tuple[int, ...]) -> int:
-        """Return the copy of a node in a device's memory; make it unless it exists already."""
+        """Return the copy of a node in a device's memory. If it does not exist yet, add the step that makes it."""
         copied = self._copies.get((node, place))
         if copied is None:
             copied = self._step("move", place, (node,), Order(), targets, self._kinds[node] == "final")
@@ -217,14 +220,15 @@ class _Chunk:
     def _step(
         self, kind: str, place: int, sources: tuple[int, ...], order: Order, targets: tuple[int, ...], final: bool
     ) -> int:
+        """Add a step and return the node that it makes."""
         node = len(self._kinds)
         content = "final" if final else self._kinds[sources[0]] if kind != "reduce" else "partial"
         self._kinds.append(content)
         self._homes.append(place)
-        self._maker[node] = len(self._made)
+        self._makers[node] = len(self._steps)
         for source in sources:
-            self._readers.setdefault(source, []).append(len(self._made))
-        self._made.append(DeviceStep(kind, place, sources, order, node, targets, final, (), 0))
+            self._readers.setdefault(source, []).append(len(self._steps))
+        self._steps.append(DeviceStep(kind, place, sources, order, node, targets, final, (), 0))
         return node
 
     def _with_levels(self) -> ChunkSteps:
@@ -232,29 +236,29 @@ class _Chunk:
         if self._with_out:
             self._protect_inputs()
         levels: list[int] = []
-        for step in self._made:
-            before = [self._maker[source] for source in step.sources if source in self._maker]
+        for step in self._steps:
+            before = [self._makers[source] for source in step.sources if source in self._makers]
             levels.append(max((levels[k] + 1 for k in (*before, *step.after)), default=0))
         once = frozenset(node for node, readers in self._readers.items() if len(readers) == 1)
-        steps = tuple(step._replace(level=level) for step, level in zip(self._made, levels, strict=True))
+        steps = tuple(step._replace(level=level) for step, level in zip(self._steps, levels, strict=True))
         return ChunkSteps(steps, tuple(self._kinds), tuple(self._homes), once)
 
     def _protect_inputs(self) -> None:
-        """Let no step write results before all other steps that read inputs of its device have ended."""
+        """Delay each step that writes results until all other steps that read inputs of its device have ended."""
         ancestors: list[set[int]] = []
-        for step in self._made:
-            found: set[int] = set()
+        for step in self._steps:
+            ancestors_of_step: set[int] = set()
             for source in step.sources:
-                if source in self._maker:
-                    found |= ancestors[self._maker[source]] | {self._maker[source]}
-            ancestors.append(found)
-        for k in range(len(self._made)):
-            step = self._made[k]
+                if source in self._makers:
+                    ancestors_of_step |= ancestors[self._makers[source]] | {self._makers[source]}
+            ancestors.append(ancestors_of_step)
+        for k in range(len(self._steps)):
+            step = self._steps[k]
             here = (node for node in range(self._inputs) if self._homes[node] == step.device)
             readers = {reader for node in here for reader in self._readers.get(node, [])}
             if not step.destinations or not readers - ancestors[k] - {k}:
                 continue
-            # The result goes through temporary memory. The last step that reads an input may be a later one.
-            self._made[k] = step._replace(destinations=())
+            # A later step may read an input, so this one writes to temporary memory, and a copy follows all readers.
+            self._steps[k] = step._replace(destinations=())
             self._step("copy", step.device, (step.node,), Order(), step.destinations, True)
-            self._made[-1] = self._made[-1]._replace(after=tuple(sorted(readers)))
+            self._steps[-1] = self._steps[-1]._replace(after=tuple(sorted(readers)))

@@ -8,13 +8,14 @@ from ...ops import COMPLEX, HALVES, INTEGERS, Numbers, ReduceOp
 from ...packing import itemsize
 
 MAX_STEPS: Final = 64
-"""The most sources of a kernel that does not combine them one after another: the bits of ``Order``."""
+"""The maximum number of sources of a kernel with an ``Order``, which has one bit per source. Kernels with more sources
+combine them one after another."""
 
 MAX_DEPTH: Final = 3
-"""The most values on a kernel's stack."""
+"""The maximum number of values on a kernel's stack."""
 
 MAX_ADDRESSES: Final = 480
-"""The most sources and results of a part: its addresses must fit into a small table."""
+"""The maximum number of sources and results of a part, since their addresses must fit into a small table."""
 
 SMALL_NBYTES: Final = 4032
 LARGE_NBYTES: Final = 32760
@@ -36,12 +37,12 @@ class KernelKind(NamedTuple):
     """A kernel and the form of its launches.
 
     Args:
-      name: without ``_large``.
+      name: the kernel's name, without ``_large``.
       has_large: whether the kernel exists for large tables, too.
-      units: of an element; complex numbers have two.
-      nbytes: of a unit of the sources, of sources in the accumulator's dtype, and of the results.
-      kind: the ``ResultKind``.
-      values: how many units a thread has.
+      units: the number of units of an element: two for complex numbers, else one.
+      nbytes: the bytes of a unit of the sources, of sources in the accumulator's dtype, and of the results.
+      kind: the ``ResultKind`` of ``native/reduce.cuh``.
+      values: the number of units that a thread processes.
     """
 
     name: str
@@ -75,8 +76,8 @@ def reduce_kernel(numbers: Numbers, sources: int, wide: bool, final: bool) -> Ke
     """Return the kernel of a combination.
 
     Args:
-      numbers: of the reduction; ``is_supported`` must have accepted it.
-      sources: how many are combined.
+      numbers: how the reduction is computed; ``is_supported`` must have accepted it.
+      sources: the number of sources that are combined.
       wide: whether some of them are partial results, in the accumulator's dtype.
       final: whether the result is the last one, in the result's dtype, instead of a partial result.
     """
@@ -103,5 +104,6 @@ def reduce_kernel(numbers: Numbers, sources: int, wide: bool, final: bool) -> Ke
 
 
 def _variant(name: str, sources: int, units: int, nbytes: tuple[int, int, int]) -> KernelKind:
+    """Return the kernel of a name that is compiled for this number of sources, or else for any number."""
     fixed = name in _FIXED and 2 <= sources <= _MAX_FIXED
     return _kernel_kind(f"{name}_{sources if fixed else 'any'}", name.startswith("sum"), units, nbytes, 0)

@@ -19,10 +19,11 @@ FRAMEWORKS: Final = {"torch": ".torch", "cupy": ".cupy", "jax": ".jax.memory"}
 
 
 class Operands(NamedTuple):
-    """The addresses of contiguous arrays, one row per tensor, and these arrays, with copies of strided ones.
+    """The addresses of contiguous arrays, one row per tensor, and the arrays. Strided arrays have been copied.
 
-    Keep this object until the work that reads the addresses has been queued on the devices' current streams: the
-    allocators of the frameworks reuse freed memory in the order of the streams. ``owners``: what else keeps the memory.
+    Keep this object until the work that reads the addresses has been queued on the devices' current streams, since the
+    allocators of the frameworks reuse freed memory in the order of the streams. ``owners`` are other objects that keep
+    the memory.
     """
 
     addresses: list[list[int]]
@@ -38,7 +39,7 @@ class DeviceMemory(Protocol):
     """
 
     def ordinal(self, index: int) -> int | None:
-        """Return the CUDA driver's number of the framework's device ``cuda:index``; ``None``: it cannot be used."""
+        """Return the CUDA driver's number of the framework's ``cuda:index``; ``None`` if it cannot be used."""
         return index
 
     def operands(self, arrays: Sequence[Sequence[Array]], devices: Sequence[int]) -> Operands | None:
@@ -48,39 +49,39 @@ class DeviceMemory(Protocol):
           arrays: the array k of every row should be on the device ``devices[k]``.
           devices: the numbers of CUDA devices; a number may occur several times.
         Returns:
-          ``None``: an array is on another device, is traced, or has no memory.
+          The operands; ``None`` if an array is on another device, is traced, or has no memory.
         """
 
     def address(self, array: Any) -> int:
         """Return the address of a contiguous array, such as one from ``allocate``."""
 
     def allocate(self, shape: tuple[int, ...], dtype: str, device: int) -> Any:
-        """Return a new contiguous array with any content; where arrays are immutable, memory for ``queueing``."""
+        """Return a new contiguous array with undefined content; if arrays are immutable, memory for ``queueing``."""
 
     def allocate_all(self, shapes: Sequence[tuple[int, ...]], dtype: str, devices: Sequence[int]) -> list[list[Any]]:
-        """Return rows of what ``allocate`` returns: for each shape one for each of the devices."""
+        """Return for each shape a row with one new array per device, as from ``allocate``."""
         return [[self.allocate(shape, dtype, device) for device in devices] for shape in shapes]
 
     def scratch(self, nbytes: int, device: int) -> tuple[Any, int]:
         """Return temporary memory, as an object that owns it, and its address; see ``Operands`` for its lifetime."""
 
     def stream(self, device: int) -> int:
-        """Return the calling thread's current stream of a device, as a ``cudaStream_t``; 0: the default stream."""
+        """Return the calling thread's current stream of a device, as a ``cudaStream_t``; 0 is the default stream."""
 
     def queueing(self, devices: Sequence[int], results: list[list[Any]]) -> AbstractContextManager[list[list[Array]]]:
         """Return a context in which the work that writes results is queued on the current streams of devices.
 
         Args:
-          devices: those whose streams or memory the work uses.
-          results: from ``allocate_all``.
+          devices: the devices whose streams or memory the work uses.
+          results: what ``allocate_all`` returned.
         Returns:
-          A context whose value has the results as arrays when it ends. Then operands, results and temporary memory may
-          be released, whatever has failed.
+          A context. When it ends, its value has the results as arrays, and operands, results and temporary memory may
+          be released, also if an error was raised.
         """
         return nullcontext(results)
 
     def writable_outputs(self, arrays: Sequence[Sequence[Array]], devices: Sequence[int]) -> list[list[int]]:
-        """Return the addresses of a user's arrays, which results will be written into; ``devices`` as for ``operands``.
+        """Return the addresses of a user's arrays, for results; ``devices`` as for ``operands``.
 
         Raises:
           BufferError: an array cannot be written in place.
@@ -95,7 +96,7 @@ class DeviceMemory(Protocol):
 
 @lru_cache(maxsize=16)
 def device_memory(framework: str) -> DeviceMemory | None:
-    """Return a framework's ``DeviceMemory``, importing it on first use; ``None``: it is not in ``FRAMEWORKS``."""
+    """Return a framework's ``DeviceMemory``, importing it on first use; ``None`` if it is not in ``FRAMEWORKS``."""
     if framework not in FRAMEWORKS:
         return None
     memory: DeviceMemory = importlib.import_module(FRAMEWORKS[framework], __package__).MEMORY

@@ -1,4 +1,4 @@
-"""Operations on the streams of CUDA devices, each with its dependencies: plain values that ``native/plan.cpp`` runs.
+"""Operations on the streams of CUDA devices, and their dependencies, as plain values that ``native/plan.cpp`` runs.
 
 Addresses are rows of a table and offsets in bytes. The rows are the sources of each tensor, then the results of each
 tensor, then the temporary memory of each device.
@@ -16,7 +16,11 @@ Place = tuple[int, int]
 
 
 class Part(NamedTuple):
-    """Units of one tensor that a launch processes: the number of its order, and where its sources and results are."""
+    """A range of one tensor that a launch processes.
+
+    ``size`` is the number of its units (see ``KernelKind``), ``order`` an index into ``Launch.orders``, and ``places``
+    has the places of the sources, then those of the results.
+    """
 
     size: int
     order: int
@@ -24,7 +28,11 @@ class Part(NamedTuple):
 
 
 class Launch(NamedTuple):
-    """A kernel on ``device``, with ``sources`` sources in each part. ``orders``: (push, fold, fold_twice, wide)."""
+    """A kernel on ``device``, with ``sources`` sources in each part.
+
+    Each of ``orders`` has the bits of ``fusion.Order`` and, as a fourth number, ``wide``: bit k is whether source k has
+    the accumulator's dtype.
+    """
 
     device: int
     kernel: KernelKind
@@ -45,11 +53,11 @@ class Copy(NamedTuple):
 
 
 BEGIN: Final = -1
-"""In ``Operation.waits``: the work before the call, in the streams of ``Operations.begins``."""
+"""A number in ``Operation.waits``: the work that was queued before the call, in the streams ``Operations.begins``."""
 
 
 class Operation(NamedTuple):
-    """A launch or a copy: its stream, the operations of other streams that it waits for, whether others wait for it."""
+    """A launch or a copy in a stream. ``waits`` are the operations of other streams for which it waits."""
 
     work: Launch | Copy
     stream: int
@@ -58,21 +66,21 @@ class Operation(NamedTuple):
 
 
 class Operations(NamedTuple):
-    """What runs for a layout.
+    """The operations of a layout.
 
     Before an operation touches the memory of a device, the work that was queued in the caller's current stream of that
-    device must have ended; and work that is queued there later begins after the operation. The waits for that go
-    through the first stream: with n streams these are 2 n waits instead of n * n.
+    device must have ended; and work that is queued there later must begin after the operation. So that 2 n waits
+    suffice for n streams instead of n * n, all of them wait for the first stream, which waits for them.
 
     Args:
       devices: all physical devices, by number; the other fields have positions in it.
-      streams: of each the device, and the device to which it copies (``None``: it is a caller's current stream, for
-        kernels; there is one for each of ``devices``).
+      streams: the device of each stream, and the device to which it copies. ``None`` means that it is a caller's
+        current stream, for kernels; there is one for each of ``devices``.
       scratch: bytes of temporary memory per device.
       operations: in an order in which they can run.
-      begins: the streams for which the first one waits before anything.
+      begins: the streams for which the first one waits at the beginning.
       ends: the operations for which the first stream waits at the end.
-      resumes: the streams that wait for the first one after that.
+      resumes: the streams that then wait for the first one.
     """
 
     devices: tuple[int, ...]
@@ -85,18 +93,19 @@ class Operations(NamedTuple):
 
 
 class StreamOrder:
-    """What each stream waits for, as little as is needed.
+    """Determines for what each stream waits, without unnecessary waits.
 
-    For each stream it is known which operations of other streams have ended: ``_ended[a][b]`` is the last one of stream
-    b that has ended before the next operation of stream a begins. Streams with the numbers of devices are the callers'.
+    ``_ended[a][b]`` is the last operation of stream b that is known to have ended before the next operation of stream a
+    begins. The streams with the numbers of devices are the callers' current ones.
     """
 
     def __init__(self, streams: int, devices: int) -> None:
         self._devices = devices
         self._ended: list[dict[int, int]] = [{} for _ in range(streams)]
         self._ended[0][0] = BEGIN
-        self._at: list[dict[int, int]] = []  # the same, after each operation
-        self._touched: list[dict[int, int]] = [{} for _ in range(devices)]  # for each stream its last operation there
+        self._at: list[dict[int, int]] = []  # for each operation, ``_ended`` of its stream once it has ended
+        # For each device, by stream: the last operation that touches the device's memory.
+        self._touched: list[dict[int, int]] = [{} for _ in range(devices)]
         self.streams: list[int] = []
         self.waits: list[tuple[int, ...]] = []
         self.begins: set[int] = set()

@@ -1,8 +1,8 @@
 """The host engine: compiled kernels reduce whole batches in host memory, where the arrays are.
 
 Input: a layout. Output: one kernel, compiled once. All devices of a host share one memory, so a program's copies are
-not needed: only the order of combination remains, and a chain of combinations is one pass over the data. Each
-framework's file in this folder gives access to the memory of its arrays.
+not needed: only the order of combination remains, and a chain of combinations is one pass over the data. The file
+``host_memory.py`` of each framework gives access to the memory of its arrays.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from .prepared import read_tensors
 def array_memory(framework: str) -> ArrayMemory | None:
     """Return a framework's ``ArrayMemory``, importing it on first use.
 
-    ``None``: its arrays are never in host memory ("cupy"), or nowhere ("null").
+    Return ``None`` if its arrays are never in host memory ("cupy"), or have no memory at all ("null").
     """
     if framework not in FRAMEWORKS or framework == "cupy":
         return None
@@ -48,8 +48,8 @@ class HostEngine:
 
     def supports(self, layout: Layout) -> bool:
         """Return whether sizes are known, devices are CPUs, no sparse array was made dense, and arrays have memory."""
-        known = layout.is_sized and layout.on_host and not layout.mixed
-        return known and array_memory(layout.framework.name) is not None
+        fits = layout.is_sized and layout.on_host and not layout.mixed
+        return fits and array_memory(layout.framework.name) is not None
 
     def bind(self, layout: Layout, arrays: Sequence[Sequence[Array]]) -> Any | None:
         """Return buffers or addresses; ``None`` if the kernels cannot read the arrays: see ``ArrayMemory.readable``."""
@@ -109,7 +109,7 @@ def kernel(layout: Layout, numbers: Numbers, results: int) -> Kernel:
     """Return the kernel of a layout that writes the first ``results`` results of each tensor."""
     sizes = tuple(math.prod(shape) for shape in layout.shapes)
     if numbers.exact:
-        # Rounded partial sums would not do, so the programs' order is not used: one fold has all sources.
+        # Partial sums would be rounded, so the programs are not used: one combination has all sources as its operands.
         sources = range(len(layout.sources))
         programs: tuple[FusedProgram, ...] = (FusedProgram(1, ((0, *sources),), (~0,) * results),)
         segments = tuple(Segment(tensor, 0, size, 0) for tensor, size in enumerate(sizes) if size)
@@ -132,10 +132,10 @@ def _programs_and_segments(layout: Layout, results: int) -> tuple[tuple[FusedPro
     """Return the fused programs of a layout, and the segments of its tensors that they compute."""
     programs: dict[FusedProgram, int] = {}
     segments: list[Segment] = []
-    tensors = 0
+    offset = 0
     for buffer, ranges in layout.buffers:
-        spans = [(tensors + k, span.start, span.start + span.size) for k, span in enumerate(buffer.spans) if span.size]
-        tensors += len(buffer.spans)
+        spans = [(offset + k, span.start, span.start + span.size) for k, span in enumerate(buffer.spans) if span.size]
+        offset += len(buffer.spans)
         first = 0  # the first span that ends after the current position
         for program, base, end in ranges:
             for chunk, low, high in element_ranges(program, end - base):

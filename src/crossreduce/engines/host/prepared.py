@@ -2,7 +2,7 @@
 
 Input: the jobs, executables and results of a call that has just taken the path in Python (``pipeline.py``). Output: a
 ``Calls`` object of ``native/calls/calls.cpp``, which recognises later calls with arrays of the same dtypes and sizes.
-It only recognises: whatever differs from the first call takes the path in Python again, which checks and explains.
+It does not validate: a call that differs from all earlier ones takes the path in Python, which checks its arguments.
 """
 
 from __future__ import annotations
@@ -45,20 +45,20 @@ def compiled_module() -> Any:
 
 
 def new_calls() -> Calls | None:
-    """Return an empty object for the prepared calls of one op; ``None``: nothing can be prepared here."""
+    """Return an empty object for the prepared calls of one op; ``None`` if this machine cannot prepare calls."""
     module = None if kernels.instruction_set() == "numpy" else compiled_module()
     return None if module is None else module.Calls()
 
 
 def read_tensors(functions: tuple[Any, ...] | None) -> None:
-    """Let calls in compiled code read and write tensors of torch, by these functions of torch."""
+    """Enable compiled code to read and write tensors of torch, with these functions of torch."""
     module = compiled_module()
     if module is not None and functions is not None:
         module.use_torch(*functions)
 
 
 def _without_calls(_: Calls) -> tuple[Callable[..., Any], tuple[()]]:
-    """Return how ``copyreg`` makes a copy: pickles and deep copies of an op start without prepared calls."""
+    """Return what ``copyreg`` calls to make a copy, so that copies of an op start without prepared calls."""
     return new_calls, ()
 
 
@@ -75,19 +75,19 @@ def prepare(
     """Prepare a call that has just run.
 
     Args:
-      calls: what the call is added to.
+      calls: the object that the call is added to.
       op: the reduction.
-      options: of the call.
+      options: those of the call.
       devices: the sources and the destinations of all values.
       rows: for each tensor its arrays, one per source.
       results: for each tensor its results, one per destination.
       with_out: whether the results were written into given arrays.
-      runs: the executables, which can be prepared, each with the numbers of its tensors.
+      runs: the executables, each with the numbers of its tensors. The ``prepared`` of each must not be ``None``.
     """
     described = []
-    for made, tensors in runs:
-        kernel, streaming, threaded = made.prepared
-        described.append((kernel, made, list(tensors), streaming, threaded))
+    for executable, tensors in runs:
+        kernel, streaming, threaded = executable.prepared
+        described.append((kernel, executable, list(tensors), streaming, threaded))
     sources, destinations = devices
     is_default = sources == destinations == PerReplica(rows[0]).devices
     calls.add(op, options, sources, destinations, is_default, rows, results, with_out, described)

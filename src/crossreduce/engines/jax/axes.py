@@ -33,7 +33,7 @@ class MeshAxes:
         return math.prod(self.sizes)
 
     def vary(self, x: Array) -> Array:
-        """Return ``x``, with a type that varies over these axes (see ``varying``), unless it is unreduced over them."""
+        """Return ``x`` with a type that varies over these axes, except for those over which it is unreduced."""
         missing = tuple(axis for axis in self.names if axis not in varying_axes(x) | unreduced_axes(x))
         return lax.pcast(x, missing, to="varying") if missing else x
 
@@ -44,20 +44,20 @@ class MeshAxes:
 
 def varying_axes(x: Array) -> frozenset[Hashable]:
     """Return the axes over which a value varies, as ``shard_map`` tracks them."""
-    kind = jax.typeof(x)
-    found: frozenset[Hashable] = kind.vma if hasattr(kind, "vma") else kind.manual_axis_type.varying
-    return found
+    aval = jax.typeof(x)
+    axes: frozenset[Hashable] = aval.vma if hasattr(aval, "vma") else aval.manual_axis_type.varying
+    return axes
 
 
 def unreduced_axes(x: Array) -> frozenset[Hashable]:
     """Return the axes over which a value is unreduced: the array is the sum of the devices' parts (explicit meshes)."""
-    kind = getattr(jax.typeof(x), "manual_axis_type", None)
-    found: frozenset[Hashable] = getattr(kind, "unreduced", frozenset())
-    return found
+    axis_type = getattr(jax.typeof(x), "manual_axis_type", None)
+    axes: frozenset[Hashable] = getattr(axis_type, "unreduced", frozenset())
+    return axes
 
 
 def read_axes(axis_name: Any) -> MeshAxes:
-    """Return the axes of a name, or of a tuple or list of names; raise unless they exist here and differ."""
+    """Return the axes that one name, or a tuple or list of names, denotes. Raise unless they exist here and differ."""
     names = tuple(axis_name) if isinstance(axis_name, (tuple, list)) else (axis_name,)
     try:
         if not names or len(set(names)) < len(names):

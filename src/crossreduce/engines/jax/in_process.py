@@ -42,7 +42,7 @@ Reduce = Callable[[Sequence[Array]], Sequence[Array]]
 def supports(numbers: Numbers, axes: MeshAxes) -> bool:
     """Return whether ``reduce`` can reduce arrays over axes here.
 
-    The axes must belong to a mesh, all of whose axes are manual: XLA itself would partition the others.
+    The axes must belong to a mesh, and all axes of the mesh must be manual, since XLA itself partitions other axes.
     """
     kinds = jax.sharding.get_abstract_mesh().axis_types or ()
     manual = all(kind is jax.sharding.AxisType.Manual for kind in kinds)
@@ -58,17 +58,17 @@ def reduce(xs: Sequence[Array], numbers: Numbers, axes: MeshAxes, otherwise: Red
       xs: arrays of one dtype and any shapes; if ``axes.checked``, they vary over the axes.
       numbers: how the arrays are reduced. ``supports`` must have accepted it.
       axes: the axes whose positions are combined, in order.
-      otherwise: used where the program is not lowered for the CPU devices of one process.
+      otherwise: reduces the arrays where the program is not lowered for the CPU devices of one process.
     """
     mesh = jax.sharding.get_abstract_mesh()
     others = tuple(name for name in mesh.axis_names if name in mesh.manual_axes and name not in axes.names)
-    found: list[Array] = _ALL_REDUCE.bind(*xs, numbers=numbers, axes=axes, others=others, otherwise=otherwise)
-    return found
+    results: list[Array] = _ALL_REDUCE.bind(*xs, numbers=numbers, axes=axes, others=others, otherwise=otherwise)
+    return results
 
 
 @lru_cache(maxsize=256)
 def _has_kernel(numbers: Numbers) -> bool:
-    """Return whether the compiled kernels can reduce arrays like this."""
+    """Return whether the compiled kernels can reduce arrays of these dtypes by this op."""
     if kernels.instruction_set() == "numpy":
         return False
     dtypes = numbers.dtype, numbers.accumulator, numbers.result
@@ -83,14 +83,14 @@ def _has_kernel(numbers: Numbers) -> bool:
 
 @lru_cache(maxsize=1)
 def _register() -> bool:
-    """Register the custom call; return whether JAX accepts it."""
+    """Register the custom call with JAX, once, and return whether JAX accepts it."""
     try:
         sizes = kernels.STREAMING_BYTES, kernels.THREADED_BYTES
         handlers = kernels.native().xla_handlers(kernels.instruction_set(), kernels.threads(), *sizes, limit_s())
         jax.ffi.register_ffi_target(_TARGET, handlers, platform="cpu")
     except ArgumentError:
         raise
-    except Exception as error:  # noqa: BLE001 -- of any class: another version of XLA's interface
+    except Exception as error:  # noqa: BLE001 -- another version of XLA's interface may raise any class
         _LOG.info(
             "JAX does not accept the custom call of the kernels (%s); XLA's own all-reduce is used instead", error
         )
@@ -122,12 +122,13 @@ _ALL_REDUCE.multiple_results = True
 
 
 def _abstract_eval(*xs: Any, numbers: Numbers, axes: MeshAxes, **_: Any) -> list[Any]:
+    """Return the types of the results: those of ``psum``, which do not vary over the axes, with another dtype."""
     kinds = jax.make_jaxpr(lambda *values: lax.psum(values, axes.names))(*xs).out_avals if axes.checked else xs
     return [kind.update(dtype=jax.numpy.dtype(numbers.result), weak_type=False) for kind in kinds]
 
 
 def _transpose(cotangents: Sequence[Any], *_: Any, numbers: Numbers, axes: MeshAxes, **params: Any) -> list[Any]:
-    """Return the cotangents of the arrays, as ``psum`` does: if types are checked, all devices have the same ones."""
+    """Return the cotangents of the arrays, as ``psum`` does. If types are checked, all devices have the same ones."""
     nonzero = [k for k, cotangent in enumerate(cotangents) if type(cotangent) is not ad.Zero]
     values = [cotangents[k] for k in nonzero]
     if axes.checked:
@@ -149,12 +150,13 @@ def _lower_to_collectives(ctx: Any, *operands: Any, otherwise: Reduce, **_: Any)
 
 
 def _lower(ctx: Any, *operands: Any, **params: Any) -> Any:
+    """Lower to the custom call, whose operands are the arrays and this device's position."""
     if jax.process_count() > 1 or ctx.module_context.lowering_parameters.for_export:
         return _lower_to_collectives(ctx, *operands, **params)
     numbers, axes = params["numbers"], params["axes"]
-    number = jax.core.ShapedArray((), jax.numpy.dtype("int32"))
-    own = mlir.lower_fun(lambda: lax.axis_index(params["others"] + axes.names), multiple_results=False)(
-        ctx.replace(primitive=None, avals_in=[], avals_out=[number])
+    position_type = jax.core.ShapedArray((), jax.numpy.dtype("int32"))
+    position = mlir.lower_fun(lambda: lax.axis_index(params["others"] + axes.names), multiple_results=False)(
+        ctx.replace(primitive=None, avals_in=[], avals_out=[position_type])
     )
     # Without reshapes, XLA recognizes that a donated argument and a result have the same memory. (pmap reshapes.)
     unshaped = list(map(_value_before_reshapes, operands))
@@ -168,11 +170,14 @@ def _lower(ctx: Any, *operands: Any, **params: Any) -> Any:
     shapes = [tuple(operand.type.shape) for operand in unshaped]
     results = lowering(
         ctx.replace(
-            avals_in=[*(aval.update(shape=shape) for aval, shape in zip(ctx.avals_in, shapes, strict=True)), number],
+            avals_in=[
+                *(aval.update(shape=shape) for aval, shape in zip(ctx.avals_in, shapes, strict=True)),
+                position_type,
+            ],
             avals_out=[aval.update(shape=shape) for aval, shape in zip(ctx.avals_out, shapes, strict=True)],
         ),
         *unshaped,
-        *own,
+        *position,
         op=KERNEL_OPS[numbers.op, numbers.exact],
         accumulator=numbers.accumulator,
         axes=str(axes),
@@ -184,7 +189,7 @@ def _lower(ctx: Any, *operands: Any, **params: Any) -> Any:
 
 
 def _value_before_reshapes(value: Any) -> Any:
-    """Return the value that a value is made of by reshaping it."""
+    """Return the value of which reshapes, if any, have made this one."""
     while not isinstance(value.owner, ir.Block) and value.owner.name == "stablehlo.reshape":
         value = value.owner.operands[0]
     return value
@@ -209,9 +214,9 @@ def _donated_types(module: Any) -> list[Any]:
     """Return the types of the arguments of a program that are donated."""
     for function in module.body.operations:
         if isinstance(function, func.FuncOp) and function.name.value == "main":
-            names = [{one.name for one in ir.DictAttr(attributes)} for attributes in function.arg_attrs]
+            names = [{attribute.name for attribute in ir.DictAttr(attributes)} for attributes in function.arg_attrs]
             marks = {"jax.buffer_donor", "tf.aliasing_output"}
-            return [kind for kind, own in zip(function.type.inputs, names, strict=True) if marks & own]
+            return [kind for kind, marked in zip(function.type.inputs, names, strict=True) if marks & marked]
     return []
 
 

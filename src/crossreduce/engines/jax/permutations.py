@@ -1,10 +1,10 @@
 """Compile a program into permutations and combinations that every device executes alike.
 
 Input: a ``Program`` whose devices are the positions along mesh axes. Output: a ``PermutationProgram`` of plain numbers,
-without arrays. In one permutation a device sends to at most one other device and receives from at most one, so the
-number of a round's permutations is the largest number of devices that any device sends to, or receives from. A row of
-an array holds a value of a chunk. A device's position determines the rows that it reads, so tables list them, with one
-column per device; if all columns are equal, the position is not needed.
+without arrays. In one permutation a device sends to at most one other device and receives from at most one. So a round
+needs as many permutations as the largest number of devices to which one device sends, or from which one receives. A row
+of an array holds a value of a chunk. A device's position determines the rows that it reads, so tables list them, with
+one column per device; if all columns are equal, the position is not needed.
 
 Rows are immutable: each permutation and each combination makes a new block of rows. So copies are free, and XLA does
 not need to protect rows that later rounds read: when rows were updated in place, a ring over 8 CPU devices copied its
@@ -57,8 +57,8 @@ class PermutationProgram(NamedTuple):
 
     Args:
       devices: the number of devices.
-      stacks: the chunks, grouped by share, each one row of the input; the lengths of chunks of equal share differ by at
-        most one element.
+      stacks: the numbers of the chunks, grouped by share; each chunk is one row of its stack. The lengths of chunks
+        with equal shares differ by at most one element.
       by_round: for each round its permutations, independent of each other, and the combinations that follow them.
       results: for each stack the places of its chunks' results.
     """
@@ -103,14 +103,14 @@ def compile_permutations(program: Program) -> PermutationProgram:
 
 
 class _Compiler:
-    """Compiles round after round. It stores each value's place on the devices that made it or received it."""
+    """Compiles the rounds in order, and stores the places of each value on the devices that made or received it."""
 
     def __init__(self, program: Program, stacks: tuple[tuple[int, ...], ...]) -> None:
         self._program = program
         self._devices = [chunk.devices for chunk in program.chunks]  # by chunk: the device of each value
         self._stack = {chunk: stack for stack, chunks in enumerate(stacks) for chunk in chunks}
         self._repeated = list(map(_repeated, program.chunks))
-        self._blocks = [1] * len(stacks)
+        self._blocks = [1] * len(stacks)  # the number of blocks that each stack has so far
         self._places = {  # the (block, row) that stores a value, by chunk, value and device
             (chunk, value, device): (0, row)
             for chunks in stacks
@@ -119,7 +119,7 @@ class _Compiler:
         }
 
     def permute(self, instructions: Sequence[Numbered]) -> tuple[Permutation, ...]:
-        """Return the permutations of a round: they move each operand to the device of its instruction."""
+        """Return the permutations of a round, which move operands to the devices of the instructions that read them."""
         messages: defaultdict[Pair, list[set[tuple[int, int]]]] = defaultdict(lambda: [set() for _ in self._blocks])
         for chunk, _, instruction in instructions:
             for value in instruction.operands:
@@ -195,33 +195,35 @@ class _Compiler:
 
     def results(self, chunks: Sequence[int]) -> Table:
         """Return the places of the results of a stack's chunks."""
-        found: dict[int, list[Place]] = defaultdict(list)
+        places: dict[int, list[Place]] = defaultdict(list)
         for chunk in chunks:
             code = self._program.chunks[chunk]
             for device, value in zip(code.destinations, code.results, strict=True):
-                found[device].append(self._places[chunk, value, device])
-        return self._table(found)
+                places[device].append(self._places[chunk, value, device])
+        return self._table(places)
 
     def _new_block(self, stack: int) -> int:
         self._blocks[stack] += 1
         return self._blocks[stack] - 1
 
     def _table(self, places: dict[int, list[Place]]) -> Table:
-        """Return a column for each device; one without places gets those of the first device that has some."""
+        """Return a column for each device. A device without places gets those of another one, since all must read."""
         first = places[min(places)] if places else []
         return tuple(tuple(places.get(device, first)) for device in range(len(self._program.devices)))
 
 
 def _repeated(chunk: ChunkProgram) -> frozenset[int]:
-    """Return the combinations that several devices compute, each for itself, from values with the same bits."""
+    """Return the combinations that other devices also compute from values with the same bits, each for itself."""
     origin = list(range(len(chunk.sources)))  # for each value: the first value with the same bits
-    same: defaultdict[tuple[int, ...], list[int]] = defaultdict(list)  # combinations by the origins of their operands
+    same_operands: defaultdict[tuple[int, ...], list[int]] = defaultdict(
+        list
+    )  # combinations by the origins of their operands
     for value, instruction in enumerate(chunk.instructions, start=len(chunk.sources)):
         operands = tuple(origin[operand] for operand in instruction.operands)
         if len(operands) > 1:
-            same[operands].append(value)
-        origin.append(same[operands][0] if len(operands) > 1 else operands[0])
-    return frozenset(value for values in same.values() if len(values) > 1 for value in values)
+            same_operands[operands].append(value)
+        origin.append(same_operands[operands][0] if len(operands) > 1 else operands[0])
+    return frozenset(value for values in same_operands.values() if len(values) > 1 for value in values)
 
 
 def matchings(pairs: Sequence[Pair]) -> list[list[Pair]]:
@@ -239,35 +241,35 @@ def matchings(pairs: Sequence[Pair]) -> list[list[Pair]]:
     counts = [Counter(pair[side] for pair in pairs) for side in (0, 1)]
     degree = max(chain(*(count.values() for count in counts)), default=0)
     partner: tuple[dict[Pair, int], dict[Pair, int]] = ({}, {})  # senders', receivers' partners by (device, color)
-    # The colors that each sender and receiver has left, as bits.
-    left = [dict.fromkeys(count, (1 << degree) - 1) for count in counts]
+    # The colors that are free at each sender and each receiver, as bits.
+    free = [dict.fromkeys(count, (1 << degree) - 1) for count in counts]
 
     def paint(pair: Pair, color: int) -> None:
         for side in (0, 1):
             partner[side][pair[side], color] = pair[1 - side]
-            left[side][pair[side]] &= ~(1 << color)
+            free[side][pair[side]] &= ~(1 << color)
 
     def clear(pair: Pair, color: int) -> None:
         for side in (0, 1):
             del partner[side][pair[side], color]
-            left[side][pair[side]] |= 1 << color
+            free[side][pair[side]] |= 1 << color
 
     for src, dst in pairs:
-        both = left[0][src] & left[1][dst]
-        if not both:
+        free_at_both = free[0][src] & free[1][dst]
+        if not free_at_both:
             # Exchange two colors along the path that starts at dst. It cannot reach src, so src's free color becomes
             # free at dst as well.
-            color, other = _lowest(left[0][src]), _lowest(left[1][dst])
-            path, side, device, wanted = [], 1, dst, color
-            while (device, wanted) in partner[side]:
-                mate = partner[side][device, wanted]
-                path.append(((mate, device) if side else (device, mate), wanted))
-                side, device, wanted = 1 - side, mate, other if wanted == color else color
+            color, other = _lowest(free[0][src]), _lowest(free[1][dst])
+            path, side, device, color_now = [], 1, dst, color
+            while (device, color_now) in partner[side]:
+                mate = partner[side][device, color_now]
+                path.append(((mate, device) if side else (device, mate), color_now))
+                side, device, color_now = 1 - side, mate, other if color_now == color else color
             for pair, old in path:
                 clear(pair, old)
             for pair, old in path:
                 paint(pair, other if old == color else color)
-        paint((src, dst), _lowest(both) if both else color)
+        paint((src, dst), _lowest(free_at_both) if free_at_both else color)
     by_color: list[list[Pair]] = [[] for _ in range(degree)]
     for (src, color), dst in partner[0].items():
         by_color[color].append((src, dst))
@@ -288,11 +290,11 @@ def ranges(rows: Sequence[Sequence[int]]) -> list[tuple[tuple[int, ...], int]]:
     >>> ranges([[0, 1, 4], [2, 3, 4]])
     [((0, 2), 2), ((4, 4), 1)]
     """
-    joined: list[tuple[tuple[int, ...], int]] = []
+    found_ranges: list[tuple[tuple[int, ...], int]] = []
     for column in zip(*rows, strict=True):
-        starts, size = joined[-1] if joined else ((), 0)
-        if joined and all(row == start + size for row, start in zip(column, starts, strict=True)):
-            joined[-1] = starts, size + 1
+        starts, size = found_ranges[-1] if found_ranges else ((), 0)
+        if found_ranges and all(row == start + size for row, start in zip(column, starts, strict=True)):
+            found_ranges[-1] = starts, size + 1
         else:
-            joined.append((column, 1))
-    return joined
+            found_ranges.append((column, 1))
+    return found_ranges

@@ -26,8 +26,8 @@ from .axes import MeshAxes
 from .permutations import Pair, Permutation, PermutationProgram, Place, Table, compile_permutations, ranges
 
 _SELECTED: Final = 2
-"""If each device reads consecutive rows of one block, and all devices together read at most this many blocks, each
-selects its rows with ``where``. Otherwise it joins the blocks and cuts its rows out of the joined array."""
+"""The largest number of blocks between which a device selects with ``where``, if each device reads consecutive rows of
+one block. Otherwise each device joins the blocks and cuts its rows out of the joined array."""
 
 
 def run(program: Program, x: Array, op: ReduceOp, axes: MeshAxes) -> Array:
@@ -48,6 +48,7 @@ def run(program: Program, x: Array, op: ReduceOp, axes: MeshAxes) -> Array:
 
 
 def _run(x: Array, *, program: Program, op: ReduceOp, axes: MeshAxes) -> Array:
+    """Run the rounds of a program. Each stack is a list of blocks, to which each operation appends a block of rows."""
     compiled, spans = compile_permutations(program), program.spans(x.size)
     flat, position = x.reshape(-1), lax.axis_index(axes.names)
     stacks = [[_stack(flat, [spans[chunk] for chunk in chunks])] for chunks in compiled.stacks]
@@ -63,7 +64,7 @@ def _run(x: Array, *, program: Program, op: ReduceOp, axes: MeshAxes) -> Array:
 
 
 def _stack(flat: Array, spans: list[tuple[int, int]]) -> Array:
-    """Return ranges of a flat array as a stack: rows of the same length; shorter ranges are padded."""
+    """Return ranges of a flat array as the rows of an array; shorter ranges are padded to the longest one."""
     longest = max(stop - start for start, stop in spans)
     if _is_even(spans):
         return flat[spans[0][0] : spans[-1][1]].reshape(len(spans), longest)
@@ -89,7 +90,7 @@ def _is_even(spans: Sequence[tuple[int, int]]) -> bool:
 
 
 def _permute(stacks: list[list[Array]], permutation: Permutation, axes: MeshAxes, position: Array) -> list[Array]:
-    """Send rows of all stacks in one message per pair, and return the received rows of each stack."""
+    """Send rows of all stacks, joined to one message per pair of devices; return the received rows of each stack."""
     sent = [_take_rows(blocks, table, position) for blocks, table in zip(stacks, permutation.sent, strict=True)]
     flat = sent[0] if len(sent) == 1 else jnp.concatenate([rows.reshape(-1) for rows in sent])
     pairs = permutation.pairs
@@ -104,10 +105,10 @@ def _permute(stacks: list[list[Array]], permutation: Permutation, axes: MeshAxes
 
 
 def _pairs_in_mesh_order(axes: MeshAxes, pairs: tuple[Pair, ...]) -> tuple[Any, tuple[Pair, ...]]:
-    """Return the names of the axes and pairs of positions for ``lax.ppermute``.
+    """Return the arguments of ``lax.ppermute``: the names of the axes and the pairs, as it numbers positions.
 
-    ``lax.ppermute`` numbers positions in the mesh's order of the axes, even if they are listed in another order;
-    ``lax.axis_index`` numbers them in the listed order (JAX 0.10.2).
+    It numbers positions in the mesh's order of the axes, even if the axes are listed in another order, while
+    ``lax.axis_index`` and ``pairs`` number them in the listed order (JAX 0.10.2).
     """
     if len(axes.names) == 1:
         return axes.names[0], pairs
@@ -167,7 +168,10 @@ def _consecutive_places(places: Sequence[Place]) -> tuple[Place, ...]:
 
 
 def _cut_rows(rows: Array, block: int, firsts: Sequence[Place], size: int, position: Array) -> Array:
-    """Return ``size`` rows of a block from this device's first place; unused rows if that place is in another block."""
+    """Return ``size`` consecutive rows of a block, starting at this device's place in ``firsts``.
+
+    If that place is in another block, the caller does not use the rows, so they are those of any device.
+    """
     if size == len(rows):
         return rows
     default = next(row for number, row in firsts if number == block)
@@ -176,15 +180,15 @@ def _cut_rows(rows: Array, block: int, firsts: Sequence[Place], size: int, posit
 
 
 def _own_element(numbers: Sequence[Any], position: Array) -> Any:
-    """Return this device's element of ``numbers``: a constant if all elements are equal."""
+    """Return the element of ``numbers`` at this device's position; if all are equal, a constant."""
     if len(set(numbers)) == 1:
         return numbers[0]
     return lax.dynamic_index_in_dim(jnp.asarray(numbers), position, keepdims=False)
 
 
 # ``verify`` has proved that all devices end with the same values, which shard_map cannot derive. So if shard_map
-# checks types, a program is one primitive of psum's type: its input varies over the axes and its output does not. Its
-# transpose is psum's, too: all devices have the same cotangent, which becomes the cotangent of each device's input.
+# checks types, a program is one primitive with the type of psum: the input varies over the axes and the output does
+# not. The transpose is that of psum, too: all devices have the same cotangent, and it is that of each device's input.
 _ALL_REDUCE: Final = Primitive("crossreduce_all_reduce")
 
 

@@ -57,7 +57,7 @@ def _require(devices: tuple[str, ...]) -> None:
 
 
 class CuPy(NumPy):
-    """The ``Framework`` of CuPy arrays; inherits all functions that are equal in NumPy."""
+    """The ``Framework`` of CuPy arrays. It inherits from ``NumPy`` the functions that are the same for CuPy."""
 
     name = "cupy"
 
@@ -94,11 +94,11 @@ class CuPy(NumPy):
             # CuPy queues the copy on the receiver's stream, and does not make it wait for the sender's.
             receiver = cupy.cuda.get_current_stream()
             receiver.wait_event(computed)
-            made = x.copy()
+            copy = x.copy()
             copied = receiver.record(cupy.cuda.Event(disable_timing=True))
         with here:
-            sender.wait_event(copied)  # the sender's memory may be written, or freed and used again, after the copy
-        return made
+            sender.wait_event(copied)  # only then may the sender's memory be written, or freed and used again
+        return copy
 
     def pack(self, xs: Sequence[Array]) -> Array:
         with xs[0].device:
@@ -154,7 +154,7 @@ class CuPy(NumPy):
             indices = cupy.asnumpy(sparse.indices)
         if indices.size and (indices.min() < 0 or indices.max() >= shape[0]):
             raise index_error(int(indices.min()), int(indices.max()), shape)
-        # CuPy's add.at adds in any order. Here, pass k adds the k-th slice of each row, so that the order is fixed.
+        # CuPy's add.at adds slices in any order. To fix the order, pass k adds the k-th slice of each row.
         order = np.argsort(indices, kind="stable")
         ordered = indices[order].astype(np.int64)
         rank = np.arange(len(ordered)) - np.searchsorted(ordered, ordered)

@@ -1,11 +1,12 @@
 """JAX: eager arrays on JAX's devices, and arrays traced under ``jit``, ``grad`` and ``vmap``.
 
-Each eager function is one dispatch of a compiled program for any number of arrays; results are committed to their
-device. While ``jit`` traces, XLA decides where operations run, so copies between devices are omitted.
+Each eager function dispatches one compiled program for any number of arrays; results are committed to their device.
+While ``jit`` traces, XLA decides where operations run, so copies between devices are omitted.
 
-JAX arrays are immutable, but they can be deleted and donated, which invalidates all arrays on the same buffer. So each
-result of ``engines/loop.py`` has its own buffer. ``engines/host/`` wraps memory as one buffer per array: the arrays of
-one result share that memory, XLA does not write into it, donated or not, and it is freed with the last array.
+JAX arrays are immutable, but they can be deleted and donated, which invalidates all arrays with the same buffer. So
+each result of ``engines/loop.py`` has its own buffer. ``engines/host/`` makes one buffer per array, too, but the arrays
+of one result share memory. XLA does not write into it, not even if an array is donated, and it is freed with the last
+one.
 """
 
 from __future__ import annotations
@@ -60,34 +61,34 @@ def _is_opaque(dtype: Any) -> bool:
 
 @lru_cache(maxsize=1024)
 def _numbers(op: ReduceOp, dtype: str, count: int, x64: bool) -> Numbers:
-    computed = ACCUMULATORS[op, dtype]
-    if computed == "float64" and dtype != "float64" and not x64:
-        computed = "float32"
+    accumulator = ACCUMULATORS[op, dtype]
+    if accumulator == "float64" and dtype != "float64" and not x64:
+        accumulator = "float32"
     result = dtype
     if op is ReduceOp.MEAN and dtype in INTEGERS:
         x = jax.ShapeDtypeStruct((), dtype)
         result = jax.eval_shape(jnp.true_divide, x, x).dtype.name
-    return Numbers(op, dtype, computed, result, count if op is ReduceOp.MEAN else 1)
+    return Numbers(op, dtype, accumulator, result, count if op is ReduceOp.MEAN else 1)
 
 
 @lru_cache(maxsize=1024)
 def place(name: str) -> tuple[Any, SingleDeviceSharding]:
-    """Return the (physical) device of a name, and the sharding of arrays on it."""
+    """Return the physical device of a canonical name, and the sharding of arrays on it."""
     device = parse(name)
-    found: dict[int, Any] = {}
+    devices_by_id: dict[int, Any] = {}
     if not device.host:
         try:
             # JAX's name for "cuda" is "gpu". Devices are found by id, since arrays report the ids of their devices.
-            found = {d.id: d for d in jax.local_devices(backend={"cuda": "gpu"}.get(device.kind, device.kind))}
+            devices_by_id = {d.id: d for d in jax.local_devices(backend={"cuda": "gpu"}.get(device.kind, device.kind))}
         except RuntimeError:  # this platform does not exist here
-            found = {}
-    if device.index in found:
-        return found[device.index], SingleDeviceSharding(found[device.index])
+            devices_by_id = {}
+    if device.index in devices_by_id:
+        return devices_by_id[device.index], SingleDeviceSharding(devices_by_id[device.index])
     here = jax.local_devices()
-    more = 'for more on the CPU, jax.config.update("jax_num_cpu_devices", n) before JAX is first used'
-    if device.kind == "cuda" and not found:
-        more = "for GPUs, JAX with its plug-in: pip install 'jax[cuda12]'"
-    remedy = f"one of JAX's {len(here)} devices here ({here[0].platform}:{here[0].id}, ...), or, {more}"
+    advice = 'for advice on the CPU, jax.config.update("jax_num_cpu_devices", n) before JAX is first used'
+    if device.kind == "cuda" and not devices_by_id:
+        advice = "for GPUs, JAX with its plug-in: pip install 'jax[cuda12]'"
+    remedy = f"one of JAX's {len(here)} devices here ({here[0].platform}:{here[0].id}, ...), or, {advice}"
     raise DeviceError.of("JAX has no such device in this process.", name, remedy)
 
 
@@ -100,7 +101,7 @@ def _require(devices: tuple[str, ...]) -> None:
 
 
 def is_somewhere(x: Array) -> bool:
-    """Return whether a value is an array or a tracer around one, such as one of ``grad`` outside of ``jit``."""
+    """Return whether a value is on a device: an array, or a tracer with one inside, as of ``grad`` outside ``jit``."""
     while isinstance(x, jax.core.Tracer):
         x = getattr(x, "primal", getattr(x, "val", None))
     return isinstance(x, jax.Array)
@@ -116,9 +117,9 @@ def _cast(x: Array, dtype: str) -> Array:
 def _divide_elements(x: Array, divisor: int) -> Array:
     """Return ``x / divisor`` as IEEE 754 defines it, rounded once.
 
-    If all elements have the same divisor ``n``, XLA's CPU compiler replaces ``x / n`` by ``x * (1 / n)``, which differs
-    in one bit for a third of all float32s (n = 3, jaxlib 0.10.2), even if ``n`` is an argument or is behind an
-    ``optimization_barrier``. So the divisor is selected per element: ``n``, or 1 for NaN, which stays NaN.
+    If all elements have the same divisor ``n``, XLA's CPU compiler replaces ``x / n`` by ``x * (1 / n)``, even if ``n``
+    is an argument or is behind an ``optimization_barrier``. For n = 3, this differs in one bit for a third of all
+    float32s (jaxlib 0.10.2). So each element has its own divisor: ``n``, or 1 if the element is NaN, which stays NaN.
     """
     if x.dtype.name in COMPLEX:
         return jax.lax.complex(_divide_elements(x.real, divisor), _divide_elements(x.imag, divisor))
@@ -126,7 +127,7 @@ def _divide_elements(x: Array, divisor: int) -> Array:
 
 
 def finish(numbers: Numbers, x: Array) -> Array:
-    """Return a fully reduced accumulator as a result: divided if it is a mean, and rounded."""
+    """Convert a fully reduced accumulator to a result: divide it if it is a mean, and round it."""
     if numbers.divisor != 1:
         x = _divide_elements(_cast(x, numbers.accumulator), numbers.divisor)
     return _cast(x, numbers.result)
@@ -247,7 +248,7 @@ class Jax(Immutable):
 
     def to_device(self, x: Array, device: str) -> Array:
         if isinstance(x, jax.core.Tracer):
-            # Arrays inside tracers of grad and vmap are on a device, and all operands of an op must be on one device.
+            # A tracer of grad or vmap contains an array on a device, and all operands of an op must be on one device.
             return jax.device_put(x, place(device)[0]) if is_somewhere(x) else x
         there, sharding = place(device)
         # Operations on an array that is not committed would run on the default device.
@@ -259,11 +260,12 @@ class Jax(Immutable):
         return jax.device_put(x, there if plain else sharding)
 
     def pack(self, xs: Sequence[Array]) -> Array:
-        # JAX has no views: a single array keeps its shape until it is cut, since flattening would copy it.
+        # JAX has no views, so flattening would copy: a single array keeps its shape until it is cut.
         return xs[0] if len(xs) == 1 else _PACK(*xs)
 
     def slice(self, flat: Array, start: int, stop: int) -> Array:
-        # The start is an argument, so that chunks of one size share one program; JAX's indices are int32.
+        # The start is an argument of the program, so that chunks of one size share one program. But JAX's indices are
+        # int32, so a start beyond that range is a constant in the program.
         return _PART(flat, start, stop - start) if stop <= _LARGEST_INT32 else _FAR_PART(flat, start, stop)
 
     def combine(self, xs: Sequence[Array], numbers: Numbers, final: bool, donated: int) -> Array:
@@ -309,15 +311,15 @@ class Jax(Immutable):
 
     def accelerators(self) -> tuple[str, ...]:
         devices = jax.local_devices()
-        return tuple(_spelling(device) for device in devices if device.platform != "cpu")
+        return tuple(_canonical_name(device) for device in devices if device.platform != "cpu")
 
     def thread_modes(self) -> ThreadModes:
-        noted = {name: getattr(jax.config, name) for name in _MODES}
+        settings = {name: getattr(jax.config, name) for name in _MODES}
 
         @contextmanager
         def within(_: str) -> Iterator[None]:
             with ExitStack() as stack:
-                for name, value in noted.items():
+                for name, value in settings.items():
                     if getattr(jax.config, name) is not value:
                         stack.enter_context(_MODES[name](value))
                 yield
@@ -347,13 +349,13 @@ class Jax(Immutable):
         return getattr(jnp, ALONG_AXIS[ELEMENTWISE[op]])(x.astype(numbers.accumulator), axis)
 
 
-def _spelling(device: Any) -> str:
+def _canonical_name(device: Any) -> str:
     return f"{'cuda' if device.platform == 'gpu' else device.platform}:{device.id}"
 
 
 @lru_cache(maxsize=1024)
 def cpu_number(sharding: Any) -> int:
-    """Return the number of the CPU device that arrays of this sharding are on, or -1."""
+    """Return the number of the CPU device on which arrays of this sharding are; -1 if they are not on a single one."""
     devices = sharding.device_set
     (device,) = devices if len(devices) == 1 else (None,)
     return device.id if device is not None and device.platform == "cpu" else -1

@@ -34,7 +34,7 @@ class JaxMemory(SharedResults):
                     return None
                 shardings.add(x.sharding)  # much faster than x.device
                 weak = weak and x.weak_type
-            if weak:  # mostly scalars: their sum must be weakly typed, and ``wrap`` makes no such arrays
+            if weak:  # the result must be weakly typed, too, and ``wrap`` makes no such arrays (mostly scalars)
                 return None
         if any(cpu_number(sharding) < 0 for sharding in shardings):
             return None
@@ -49,31 +49,32 @@ class JaxMemory(SharedResults):
         # JAX uses the memory without a copy, since ``kernels.memory`` aligns it to 64 bytes.
         kind = np.dtype(dtype)
         filled = [np.frombuffer(memory, kind).reshape(shape) for (memory,), shape in zip(blanks, shapes, strict=True)]
-        # Arrays that were made while x64 was enabled keep 64-bit dtypes; their results need x64, too.
+        # Arrays that were made while x64 was enabled keep their 64-bit dtypes. To make such results, x64 is needed
+        # again.
         wide = kind.name in _X64 and not jax.config.jax_enable_x64
         with jax.enable_x64(True) if wide else nullcontext():
             return _on_all(filled, devices)
 
 
 def _on_all(xs: list[Any], devices: tuple[str, ...]) -> list[tuple[Array, ...]]:
-    """Return for each NumPy array one JAX array per device; all of these use its memory."""
+    """Return for each NumPy array one JAX array per device. All of these share the NumPy array's memory."""
     replicated = _replicated_sharding(devices)
     if replicated is None:  # several names are logical devices of one physical device
         shardings = [place(device)[1] for device in devices]
-        made = jax.device_put([x for x in xs for _ in devices], shardings * len(xs))
-        return [tuple(made[k : k + len(devices)]) for k in range(0, len(made), len(devices))]
+        arrays = jax.device_put([x for x in xs for _ in devices], shardings * len(xs))
+        return [tuple(arrays[k : k + len(devices)]) for k in range(0, len(arrays), len(devices))]
     # One array on all devices, split into its shards, is much faster to make than one array per device: 160 arrays
     # of 1 KiB on 8 devices take 14 ms instead of 32.
-    found = []
+    rows = []
     for x in jax.device_put(xs, [replicated] * len(xs)):
         here = {shard.device: shard.data for shard in x.addressable_shards}
-        found.append(tuple(here[place(device)[0]] for device in devices))
-    return found
+        rows.append(tuple(here[place(device)[0]] for device in devices))
+    return rows
 
 
 @lru_cache(maxsize=1024)
 def _replicated_sharding(devices: tuple[str, ...]) -> NamedSharding | None:
-    """Return the sharding with a complete copy on each device; ``None`` if two names are one physical device."""
+    """Return the sharding with a complete copy on each device; ``None`` if two names denote one physical device."""
     places = [place(device)[0] for device in devices]
     return None if len(set(places)) < len(places) else NamedSharding(Mesh(np.array(places), ("all",)), PartitionSpec())
 

@@ -1,6 +1,6 @@
 """NumPy: arrays in host memory, which all devices ``cpu:k`` share.
 
-Copies between devices return the same array. Each result gets its own memory when it is unpacked.
+A copy to another device returns the same array. Each result gets its own memory when it is unpacked.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ _UFUNCS: Final[dict[ReduceOp, np.ufunc]] = {op: getattr(np, name) for op, name i
 def _complex_product(a: Array, b: Array, out: Array | None = None) -> Array:
     """Return the product as four real products, each rounded, as the kernels do.
 
-    NumPy's own function may round the same element differently, depending on its position in the array: its vectors
-    use fused operations, its remainders do not. Replicas that compute the same product would get different bits.
+    NumPy's own function uses fused operations for vectors, but not for the elements that remain, so the position of an
+    element in the array affects its rounding. Replicas that compute the same product would get different bits.
     """
     from ...kernels.reference import product  # not at the top: the compiled kernels need no reference
 
@@ -98,8 +98,8 @@ class NumPy:
         return TensorSpec(x.shape, _name(x.dtype))
 
     def uniform(self, values: tuple[Any, ...]) -> TensorSpec | None:
-        found = _uniform(values)
-        return None if found is None else TensorSpec(found[0], _name(found[1]))
+        shape_and_dtype = _uniform(values)
+        return None if shape_and_dtype is None else TensorSpec(shape_and_dtype[0], _name(shape_and_dtype[1]))
 
     def require(self, devices: tuple[str, ...]) -> None:
         require_host(devices, "NumPy")
@@ -219,9 +219,9 @@ class NumPy:
         raise AssertionError(f"{self.name} has no gradients")
 
     def variable_value(self, old: Array | None, x: Array, device: str) -> Array:
-        made = self.clone(x)
-        made.flags.writeable = False  # reads of a variable return this array itself: users must not write into it
-        return made
+        value = self.clone(x)
+        value.flags.writeable = False  # reads of a variable return this array itself: users must not write into it
+        return value
 
     def reduce_axis(self, op: ReduceOp, x: Array, axis: int, numbers: Numbers) -> Array:
         dtype = DTYPES_BY_NAME[numbers.accumulator]

@@ -55,10 +55,10 @@ def _allocate(shape: tuple[int, ...], dtype: np.dtype[Any], count: int) -> list[
 
 @cache
 def large_array_offset() -> int:
-    """Return the offset of NumPy's own large arrays from a cache line, usually 16 bytes.
+    """Return the offset of NumPy's own large arrays from the start of a cache line, usually 16 bytes.
 
-    Results get the same offset, so that one cache line of a result is computed from one line of each source; computed
-    from parts of two lines of each, a reduction takes 1.5 times as long (benchmarks/host_reduction.py).
+    Results get the same offset, so that each cache line of a result is computed from one line of each source. With
+    another offset it is computed from parts of two lines, which takes 1.5 times as long (benchmarks/host_reduction.py).
     """
     return int(np.empty(1 << 20, np.uint8).__array_interface__["data"][0] % 64)
 

@@ -1,11 +1,11 @@
 """TensorFlow: tensors on logical devices, eagerly and inside ``tf.function``.
 
-Each operation runs on the device of its operands, whatever ``tf.device`` scope the caller is in. All operations have
-gradients, so a tape can record a reduction. Most are raw ops, since the Python code of other calls takes most of the
-time of an eager batch of small tensors.
+Each operation runs on the device of its operands; ``tf.device`` scopes of the caller have no effect. All operations
+have gradients, so a tape can record a reduction. Most are raw ops, because in an eager batch of small tensors, the
+Python code of TensorFlow's other functions takes most of the time.
 
-Inside ``tf.function`` the device of an argument is not known: the argument counts as on ``cpu:0``, and TensorFlow's
-placer chooses its device.
+Inside ``tf.function`` the device of an argument is not known. This library then assumes ``cpu:0``, and TensorFlow's
+placer chooses the device.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _in_tensorflow_2: Final = tf.compat.v1.executing_eagerly_outside_functions  # Fa
 # All of these ops propagate NaN.
 _RAW_NAMES: Final = {"minimum": "Minimum", "maximum": "Maximum", "multiply": "Mul"}
 _RAW_NAMES_OF_BOOLS: Final = {"minimum": "LogicalAnd", "maximum": "LogicalOr", "multiply": "LogicalAnd"}
-# AddN adds up to 9 tensors from left to right; of more, it would first add groups of 8. So it is given 9 at most.
+# AddN adds up to 9 tensors from left to right, but more of them in groups of 8. So no call has more than 9.
 _ADDN: Final = 9
 _NAMES: Final[dict[Any, str]] = {tf.as_dtype(name): name for name in DTYPES}
 _DTYPES: Final[dict[str, Any]] = {name: dtype for dtype, name in _NAMES.items()}
@@ -48,11 +48,11 @@ def _numbers(op: ReduceOp, dtype: str, count: int) -> Numbers:
 
 def _logical_devices() -> dict[str, str]:
     """Return TensorFlow's names of the logical devices, by canonical name."""
-    found = {}
+    names = {}
     for device in tf.config.list_logical_devices():
         with contextlib.suppress(DeviceError):  # devices without arrays, such as TPU_SYSTEM
-            found[canonical(device.name)] = device.name
-    return found
+            names[canonical(device.name)] = device.name
+    return names
 
 
 @lru_cache(maxsize=1024)
@@ -89,9 +89,9 @@ def _scope(physical: str) -> str:
 
 @lru_cache(maxsize=4096)
 def _scope_in_graph(physical: str) -> str:
-    """Return the name of a device in a graph of TensorFlow 1, which has no job, or the job and task of a worker.
+    """Return the name of a device in a graph of TensorFlow 1: without a job, or with the job and task of a worker.
 
-    The devices are those of the session that runs the graph.
+    The session that runs the graph has the devices, so it is not checked whether this one exists.
     """
     device = parse(physical)
     job, _, task = device.host.rpartition("-")
@@ -103,15 +103,16 @@ def _scope_in_graph(physical: str) -> str:
 
 
 def _scope_at(x: Array) -> Any:
-    """Return the scope of an array's device; if that is not known, a scope without device (the placer decides)."""
+    """Return the scope of an array's device; if that is not known, a scope in which the placer chooses one."""
     return tf.device(x.device or None)
 
 
 def _scope_beside(x: Array) -> Any:
-    """Return the scope of an array's device; if that is not known, the scope of the device that the placer will choose.
+    """Return the scope of an array's device; if that is not known, of the device that the placer chooses for the array.
 
-    Operations that join many arrays should run there, else each array would be sent by itself. Operations that combine
-    arrays of several devices should not: the graph optimizer merges additions only if no device is prescribed.
+    Operations that join many arrays should run beside them; else each array is sent separately. Operations that combine
+    arrays of several devices use ``_scope_at`` instead, since the graph optimizer merges additions only if no device is
+    prescribed.
     """
     return tf.device(x.device) if x.device else tf.compat.v1.colocate_with(x)
 
@@ -125,8 +126,8 @@ def _constant(sizes: tuple[int, ...]) -> Any:
 def _sizes(*sizes: int) -> Any:
     """Return sizes as an operand of an op.
 
-    Eagerly, converting a list to a tensor takes 40 us, four times as long as the op that needs it, so the tensors are
-    cached. Each graph needs its own constant, so that XLA can read it.
+    Eagerly, the tensors are cached, since converting a list to a tensor takes 40 us, four times as long as the op that
+    reads it. A graph needs its own constant, so that XLA can read it.
     """
     return _constant(sizes) if tf.executing_eagerly() else np.array(sizes, np.int64)
 
@@ -136,7 +137,7 @@ def _cast(x: Array, dtype: Any) -> Array:
 
 
 class ShapesError(MismatchError, tf.errors.InvalidArgumentError):  # type: ignore[misc]
-    """The error for replicas that differ: both crossreduce's class of error and TensorFlow's."""
+    """The error for replicas that differ, which can be caught as crossreduce's class and as TensorFlow's."""
 
     _node_def = _op = None  # TensorFlow's constructor, which is not called, sets these
     _error_code = tf.errors.INVALID_ARGUMENT
@@ -145,7 +146,7 @@ class ShapesError(MismatchError, tf.errors.InvalidArgumentError):  # type: ignor
 
     @property
     def message(self) -> str:
-        """The text, as all errors of TensorFlow have it."""
+        """The text, under the name that all errors of TensorFlow use for it."""
         return Exception.__str__(self)
 
 
@@ -160,9 +161,9 @@ class TensorFlow(Immutable):
         if isinstance(value, IndexedSlices):
             return Sparse("IndexedSlices", self._dense(value.values), self._dense(value.indices), value.dense_shape)
         if isinstance(value, tf.IndexedSlices):
-            # A dense shape that is unknown while tracing becomes None, and the result has no dense shape.
-            known = None if value.dense_shape is None else tf.get_static_value(value.dense_shape)
-            shape = None if known is None else tuple(int(size) for size in known)
+            # If the dense shape is unknown while tracing, the result has none.
+            sizes = None if value.dense_shape is None else tf.get_static_value(value.dense_shape)
+            shape = None if sizes is None else tuple(int(size) for size in sizes)
             return Sparse("tf.IndexedSlices", self._dense(value.values), self._dense(value.indices), shape)
         return self._dense(value)
 
@@ -218,7 +219,7 @@ class TensorFlow(Immutable):
         with _scope_at(xs[0]):
             out = _cast(xs[0], wide)
             if numbers.op in (ReduceOp.SUM, ReduceOp.MEAN):
-                # If operands must be cast, only one of them at a time exists in the wider dtype.
+                # Operands that must be cast are added one by one, so that only one exists in the wider dtype at a time.
                 more = _ADDN - 1 if numbers.accumulator == numbers.dtype else 1
                 for k in range(1, len(xs), more):
                     out = _RAW.AddN(inputs=[out, *(_cast(x, wide) for x in xs[k : k + more])])
@@ -248,15 +249,15 @@ class TensorFlow(Immutable):
             views = [
                 iter(
                     [part]
-                    if len(along) == 1
-                    else _RAW.SplitV(value=part, size_splits=_sizes(*along), axis=0, num_split=len(along))
+                    if len(part_sizes) == 1
+                    else _RAW.SplitV(value=part, size_splits=_sizes(*part_sizes), axis=0, num_split=len(part_sizes))
                 )
-                for part, along in zip(parts, sizes, strict=True)
+                for part, part_sizes in zip(parts, sizes, strict=True)
             ]
             tensors = []
             for shape, pieces in cuts:
-                found = [next(views[part]) for part, _, _ in pieces]
-                x = found[0] if len(found) == 1 else _RAW.ConcatV2(values=found, axis=0)
+                flats = [next(views[part]) for part, _, _ in pieces]
+                x = flats[0] if len(flats) == 1 else _RAW.ConcatV2(values=flats, axis=0)
                 tensors.append(x if len(shape) == 1 else _RAW.Reshape(tensor=x, shape=_sizes(*shape)))
         return tensors
 
@@ -285,9 +286,9 @@ class TensorFlow(Immutable):
     def to_dense(self, sparse: Sparse, shape: tuple[int, ...], dtype: str) -> Array:
         values, indices = _cast(sparse.values, _DTYPES[dtype]), sparse.indices
         if not tf.is_symbolic_tensor(indices) and math.prod(indices.shape):
-            known = indices.numpy()
-            if known.min() < 0 or known.max() >= shape[0]:
-                raise index_error(int(known.min()), int(known.max()), shape)
+            rows = indices.numpy()
+            if rows.min() < 0 or rows.max() >= shape[0]:
+                raise index_error(int(rows.min()), int(rows.max()), shape)
         with _scope_at(values):
             return _RAW.ScatterNd(
                 indices=tf.expand_dims(indices, 1), updates=values, shape=tf.constant(shape, indices.dtype)

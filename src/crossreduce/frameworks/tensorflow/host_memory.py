@@ -31,8 +31,8 @@ class TensorFlowMemory(SharedResults):
         self, blanks: list[list[Any]], shapes: Sequence[tuple[int, ...]], dtype: str, devices: tuple[str, ...]
     ) -> list[tuple[Array, ...]]:
         # ``to_device`` to another logical device of the host copies no memory.
-        made = [_wrap(memory, shape, dtype) for (memory,), shape in zip(blanks, shapes, strict=True)]
-        return [tuple(FRAMEWORK.to_device(x, device) for device in devices) for x in made]
+        tensors = [_wrap(memory, shape, dtype) for (memory,), shape in zip(blanks, shapes, strict=True)]
+        return [tuple(FRAMEWORK.to_device(x, device) for device in devices) for x in tensors]
 
 
 @lru_cache(maxsize=4096)

@@ -133,7 +133,8 @@ class Torch:
     def combine(self, xs: Sequence[Array], numbers: Numbers, final: bool, donated: int) -> Array:
         binary, wide = _BINARY[numbers.op], DTYPES_BY_NAME[numbers.accumulator]
         if wide.is_complex and binary is torch.add:
-            # torch adds a + 1 * b with a complex 1: if one part of b is NaN or inf, the other part of the sum is NaN.
+            # torch adds a + 1 * b with a complex 1. So if one part of b is NaN or inf, both parts of the sum are NaN.
+            # Add real and imaginary parts as real numbers instead.
             part = _NAMES[wide.to_real()]
             real = numbers._replace(dtype=part, accumulator=part, result=part)
             return torch.view_as_complex(self.combine([torch.view_as_real(x) for x in xs], real, final, donated))
@@ -166,7 +167,7 @@ class Torch:
         for _, pieces in cuts:
             for part, start, stop in pieces:
                 sizes[part].append(stop - start)
-        views = [iter(part.split(along)) for part, along in zip(parts, sizes, strict=True)]
+        views = [iter(part.split(part_sizes)) for part, part_sizes in zip(parts, sizes, strict=True)]
         tensors = []
         for shape, pieces in cuts:
             if len(pieces) == 1:
@@ -194,8 +195,7 @@ class Torch:
             rows = rows * shape[axis] + column
         values = values.to(DTYPES_BY_NAME[dtype])
         out = values.new_zeros((math.prod(shape[: len(columns)]), *shape[len(columns) :]))
-        # Use the function that adds in a fixed order: index_put_ runs in parallel on the host, index_add_ does on
-        # accelerators.
+        # The order of additions must be fixed: index_put_ adds in parallel on the host, and index_add_ on accelerators.
         if out.device.type == "cpu":
             out.index_add_(0, rows, values)
         else:
@@ -256,7 +256,7 @@ class Torch:
         @contextmanager
         def within(device: str) -> Iterator[None]:
             place = parse(device)
-            here = place.kind != "cpu" and place.index < _count(place.kind)  # false for devices of other frameworks
+            here = place.kind != "cpu" and place.index < _count(place.kind)  # it is an accelerator of torch
             with ExitStack() as stack:
                 if here and place.kind == "cuda":
                     stack.enter_context(torch.cuda.device(place.index))
@@ -291,8 +291,8 @@ class Torch:
         self, xs: Sequence[Array], results: Sequence[Array], gradient: Callable[[Sequence[Array]], Sequence[Array]]
     ) -> list[Array]:
         # autograd cannot save a result for a later backward if the thread that computed it was in inference mode.
-        usual = [x.clone() if x.is_inference() else x for x in results]
-        return list(_AcrossReplicas.apply(gradient, usual, *xs))
+        saveable = [x.clone() if x.is_inference() else x for x in results]
+        return list(_AcrossReplicas.apply(gradient, saveable, *xs))
 
     def variable_value(self, old: Array | None, x: Array, device: str) -> Array:
         if old is None:
@@ -306,7 +306,7 @@ class Torch:
 
 
 class _AcrossReplicas(torch.autograd.Function):  # type: ignore[misc]
-    """An autograd function: the tensors of one replica give results, which depend on those of all replicas."""
+    """Records, in one replica's graph, results that were computed from the tensors of all replicas."""
 
     @staticmethod
     def forward(ctx: Any, gradient: Any, results: list[Array], *_: Array) -> tuple[Array, ...]:
@@ -335,7 +335,7 @@ def is_frozen(x: Array) -> bool:
 
 
 def has_no_memory(x: Array) -> bool:
-    """Return whether a tensor has elements but no memory: a fake tensor, or a lazily allocated one of zeros."""
+    """Return whether a tensor has elements but no memory, as fake tensors and lazily allocated zeros have not."""
     return bool(x.numel()) and x.data_ptr() == 0
 
 
@@ -343,8 +343,8 @@ def _divide_in_place(x: Array, divisor: int) -> None:
     """Divide and round once, so that the mean of n ones is 1."""
     if x.is_complex():  # torch's complex division rounds several times, and turns inf into NaN
         x = torch.view_as_real(x)
-    # Given a Python number, accelerators multiply by its rounded reciprocal, and 41 * (1 / 41) is not 1 in float32;
-    # given a tensor on the same accelerator, they divide.
+    # If the divisor is a Python number, accelerators multiply by its rounded reciprocal, and 41 * (1 / 41) is not 1 in
+    # float32. If it is a tensor on the same accelerator, they divide.
     x.div_(divisor if x.device.type == "cpu" else x.new_full((), divisor))
 
 

@@ -18,7 +18,7 @@ _MOST_AXES: Final = 64  # the kernels read strided sources of at most this many 
 
 
 class TorchMemory(ArrayMemory):
-    """See ``ArrayMemory``. The kernels get addresses; strided tensors are read where they are."""
+    """See ``ArrayMemory``. The kernels receive addresses, and read strided tensors without a copy."""
 
     shares_results = False
 
@@ -27,10 +27,10 @@ class TorchMemory(ArrayMemory):
             return None
         if any(x.dim() > _MOST_AXES for row in arrays for x in row):
             return None
-        found = [[x.data_ptr() if x.is_contiguous() else _strided_operand(x) for x in row] for row in arrays]
-        if any(0 in row and any(has_no_memory(x) for x in xs) for row, xs in zip(found, arrays, strict=True)):
+        operands = [[x.data_ptr() if x.is_contiguous() else _strided_operand(x) for x in row] for row in arrays]
+        if any(0 in row and any(has_no_memory(x) for x in xs) for row, xs in zip(operands, arrays, strict=True)):
             return None
-        return found
+        return operands
 
     def allocate(self, shapes: Sequence[tuple[int, ...]], dtype: str, count: int) -> list[list[Any]]:
         kind = DTYPES_BY_NAME[dtype]
@@ -56,6 +56,7 @@ class TorchMemory(ArrayMemory):
 
 
 def _strided_operand(x: Array) -> tuple[int, tuple[int, ...], tuple[int, ...]]:
+    """Return a tensor's address, shape, and strides in bytes."""
     size = x.element_size()
     return x.data_ptr(), tuple(x.shape), tuple(step * size for step in x.stride())
 
@@ -71,7 +72,7 @@ MEMORY: Final = TorchMemory()
 
 
 def functions_for_compiled_code() -> tuple[Any, ...] | None:
-    """Return the functions of torch that ``Calls`` uses; ``None``: this torch, before 2.10, lacks one."""
+    """Return the functions of torch that ``Calls`` uses; ``None`` if torch lacks one of them, as before 2.10."""
     exchange = getattr(torch.Tensor, "__dlpack_c_exchange_api__", None)
     # torch.autograd.graph.increment_version only wraps a single tensor in a tuple, and calls this function.
     mark_dirty = torch._C._increment_version

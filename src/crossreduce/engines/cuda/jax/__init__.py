@@ -1,9 +1,9 @@
-"""JAX arrays on one CUDA device: a plan as a custom call of XLA, eagerly and in programs that JAX traces.
+"""Reduce JAX arrays on one CUDA device: XLA runs a plan as a custom call, eagerly and in programs that JAX traces.
 
 Input: a layout on logical devices of one GPU, or of arrays that ``jit`` traces, whose device is not known yet. Output:
 an executable with one primitive of JAX. Where a program is lowered for one CUDA device, the primitive becomes a custom
 call (``native/xla_cuda.cpp``), which runs the plan on XLA's stream. Everywhere else (other platforms, programs for
-several devices, ``jax.export``) and for derivatives it is what the loop engine traces.
+several devices, ``jax.export``), and for derivatives, it becomes the operations that the loop engine traces.
 """
 
 from __future__ import annotations
@@ -49,9 +49,9 @@ def _has_plugin() -> bool:
 
 @lru_cache(maxsize=1024)
 def supports(layout: Layout) -> bool:
-    """Return whether all devices are on one CUDA device, or are those of traced arrays: ``cpu:0``, ``cpu:0#1``, ...
+    """Return whether all devices are logical devices of one CUDA device, or of ``cpu:0``.
 
-    Traced arrays report no device: the platform is known only when the program is lowered.
+    Traced arrays count as on ``cpu:0``, since their platform is known only when the program is lowered.
     """
     names = {*layout.sources, *layout.destinations, *(name for program in layout.programs for name in program.devices)}
     places = {parse(name).physical for name in names}
@@ -59,10 +59,10 @@ def supports(layout: Layout) -> bool:
 
 
 def bind(layout: Layout, arrays: Sequence[Sequence[Array]]) -> Sequence[Sequence[Array]] | None:
-    """Return the arrays themselves; ``None``: the custom call would not do what the loop does with them."""
+    """Return the arrays themselves; ``None`` if the custom call would give other results than the loop engine."""
     dtype = layout.buffers[0].buffer.dtype
     if dtype in _WIDE and not jax.config.jax_enable_x64:
-        return None  # such arrays were made while it was enabled
+        return None  # such arrays were made while x64 was enabled
     flat = [x for row in arrays for x in row]
     traced = [x for x in flat if isinstance(x, jax.core.Tracer)]
     if traced:
@@ -73,12 +73,12 @@ def bind(layout: Layout, arrays: Sequence[Sequence[Array]]) -> Sequence[Sequence
     if layout.on_host and (not traced or any(map(is_somewhere, traced))):
         return None  # arrays on the CPU, perhaps in tracers of grad or vmap
     if any(all(x.weak_type for x in row) for row in arrays):
-        return None  # mostly scalars: their sum must be weakly typed
+        return None  # the result must be weakly typed, too (mostly scalars)
     return arrays
 
 
 def _is_plain(kind: Any) -> bool:
-    """Return whether a traced array is in a device's memory, and on no mesh."""
+    """Return whether a traced array is in a device's memory, and does not belong to a mesh."""
     return kind.memory_space == jax.memory.Space.Device and bool(kind.sharding.mesh.empty)
 
 
@@ -98,14 +98,14 @@ class JaxExecutable:
         self.operations = operations(layout, numbers, dict.fromkeys(names, 0), ((True,),), False)
         loop = LOOP.compile(layout, numbers, False)
 
-        # A separate program: the loop gets only arrays without a device, and does not move them.
+        # The loop is jitted on its own, so that its arrays have no device, and it does not move them.
         def by_loop(*xs: Array) -> list[Array]:
             return [x for row in loop.run(self._rows(xs, len(self._sources)), None) for x in row]
 
         self.by_loop: Any = jax.jit(by_loop)
 
     def __repr__(self) -> str:
-        """Return a short text, for programs that are printed."""
+        """Return a short text, since printed programs contain it."""
         return f"{len(self._sources)} to {len(self._destinations)}"
 
     @staticmethod
@@ -127,11 +127,11 @@ REDUCE.multiple_results = True
 
 
 def _derivative(primals: Any, tangents: Any, *, executable: JaxExecutable) -> tuple[Any, Any]:
-    """Return the results, and the derivatives of the loop."""
-    moving = [k for k, tangent in enumerate(tangents) if type(tangent) is not ad.Zero]
-    by_loop = _with_constants(executable, primals, moving)
-    _, found = jax.jvp(by_loop, [primals[k] for k in moving], [tangents[k] for k in moving])
-    return REDUCE.bind(*primals, executable=executable), found
+    """Return the results of the primitive, and the derivatives of the loop engine's operations."""
+    variable = [k for k, tangent in enumerate(tangents) if type(tangent) is not ad.Zero]
+    by_loop = _with_constants(executable, primals, variable)
+    _, derivatives = jax.jvp(by_loop, [primals[k] for k in variable], [tangents[k] for k in variable])
+    return REDUCE.bind(*primals, executable=executable), derivatives
 
 
 def _transpose(cotangents: Any, *xs: Any, executable: JaxExecutable) -> list[Any]:
@@ -145,7 +145,7 @@ def _transpose(cotangents: Any, *xs: Any, executable: JaxExecutable) -> list[Any
 
 
 def _with_constants(executable: JaxExecutable, xs: Sequence[Any], variable: Sequence[int]) -> Any:
-    """Return the loop as a function of some operands."""
+    """Return the loop engine's operations as a function of the operands at ``variable``; the others are constant."""
 
     def function(*some: Array) -> list[Array]:
         values = dict(zip(variable, some, strict=True))
@@ -167,7 +167,8 @@ def _lower_otherwise(ctx: Any, *operands: Any, executable: JaxExecutable) -> Any
 def lower(ctx: Any, *operands: Any, executable: JaxExecutable) -> Any:
     """Lower the primitive for CUDA."""
     context = ctx.module_context
-    alone = getattr(context.axis_context, "num_devices", 0) == 1  # of a program of jit; of shard_map it has no number
+    # The attribute exists in programs of jit, but not in those of shard_map.
+    alone = getattr(context.axis_context, "num_devices", 0) == 1
     if context.lowering_parameters.for_export or not alone or not _keep(executable.operations, len(operands), ctx):
         return _lower_otherwise(ctx, *operands, executable=executable)
     (scratch,) = executable.operations.scratch
@@ -182,15 +183,15 @@ def lower(ctx: Any, *operands: Any, executable: JaxExecutable) -> Any:
 
 
 def number_of(made: Operations) -> int:
-    """Return the number of operations: the same in all processes, and not that of others."""
+    """Return a number that identifies operations: a hash of them, so that it is the same in all processes."""
     text = repr((made.streams, made.scratch, made.operations))
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 1
 
 
 def _keep(made: Operations, operands: int, ctx: Any) -> bool:
-    """Let the custom call run the operations on any CUDA device of this process; return whether it can.
+    """Give the custom call a plan for each CUDA device of this process; return whether that is possible.
 
-    A program is lowered once for all devices on which it may run.
+    There is one per device because a program is lowered once for all devices on which it may run.
     """
     if not _register():
         return False
@@ -208,10 +209,10 @@ def _keep(made: Operations, operands: int, ctx: Any) -> bool:
 
 @cache
 def _register() -> bool:
-    """Register the custom call; return whether JAX accepts it."""
+    """Register the custom call with JAX, once, and return whether JAX accepts it."""
     try:
         jax.ffi.register_ffi_target(TARGET, native().xla_handler(), platform="CUDA")
-    except Exception as error:  # noqa: BLE001 -- of any class: another version of XLA's interface
+    except Exception as error:  # noqa: BLE001 -- another version of XLA's interface may raise any class
         _LOG.info("JAX does not accept the custom call of the CUDA engine (%s)", error)
         return False
     return True

@@ -5,18 +5,18 @@ the streams that it uses for DLPack. One of them per device is the current strea
 
 - **Inputs**: ``x.__dlpack__(stream=...)`` lets the stream wait until ``x`` is ready, and returns a capsule that keeps
   its memory, even if ``x`` is deleted.
-- **Results and temporary memory**: what a program returns whose custom call does nothing, so it is memory of XLA's
-  allocator with any content. A capsule of each, which is released at once, lets the stream wait for that program, and
-  so for the programs that used the memory before.
-- **The end of a plan**: ``jax.dlpack.from_dlpack`` imports a small array per device after the plan was queued. It
-  records an event for which all users of that array wait, on one of the streams for DLPack, taken in turn; this
-  stream has to wait for the current one before. A program then reads the small array, and returns the memory of the
-  results, which it gets as donated arguments. So all users of a result wait for the plan.
-- **Freed memory**: XLA's allocator gives it to the next program of the compute stream, which does not wait for the
-  current stream, but runs after the program that reads the small array. So inputs and temporary memory are kept until
-  that one is queued, on every device of the plan.
+- **Results and temporary memory**: a program with a custom call that does nothing returns them, so they are memory of
+  XLA's allocator with undefined content. A capsule of each, which is released at once, lets the stream wait for that
+  program, and so for the programs that used the memory before.
+- **The end of a plan**: after the plan was queued, ``jax.dlpack.from_dlpack`` imports a small array per device. It
+  records an event on one of the streams for DLPack, taken in turn, and all users of that array wait for the event; so
+  this stream first has to wait for the current one. A program then reads the small array, and returns the memory of
+  the results, which it receives as donated arguments. So all users of a result wait for the plan.
+- **Freed memory**: XLA's allocator gives it to the next program of the compute stream. That does not wait for the
+  current stream, but it runs after the program that reads the small array. So inputs and temporary memory are kept
+  until the latter is queued on every device of the plan.
 
-All threads use the same stream of a device. It waits only for work queued before, so no call blocks another one for
+All threads use the same stream of a device. It waits only for work queued before, so calls cannot block each other for
 ever. Source: PjRtStreamExecutorClient and LocalDeviceState in xla/pjrt of OpenXLA; DLPack's specification for Python.
 """
 
@@ -51,7 +51,7 @@ with jax.core.eval_context():
 
 
 class _Block(NamedTuple):
-    """The memory of an array. ``capsule``: it keeps the memory of arrays that others may delete."""
+    """The memory of an array. ``capsule`` keeps it if the user may delete the array."""
 
     array: Array
     address: int
@@ -65,9 +65,9 @@ class JaxDeviceMemory(DeviceMemory):
     def ordinal(self, index: int) -> int | None:
         number = _number(framework.place(f"cuda:{index}")[0])
         try:
-            _register()  # JAX is started already: else a handler that it does not accept would keep it from starting
+            _register()  # only now that JAX has started: a handler that it does not accept would prevent its start
             self.stream(number)
-        except Exception as error:  # noqa: BLE001 -- of any class: another runtime, or another version of XLA's interface
+        except Exception as error:  # noqa: BLE001 -- another runtime or version of XLA may raise any class
             _LOG.info("the CUDA engine cannot reduce JAX arrays on several devices: %s", error)
             return None
         return number
@@ -80,16 +80,18 @@ class JaxDeviceMemory(DeviceMemory):
         if not jax.dlpack.is_supported_dtype(dtype) or (dtype.name in _WIDE and not jax.config.jax_enable_x64):
             return None
         if any(all(x.weak_type for x in row) for row in arrays):
-            return None  # mostly scalars: their sum must be weakly typed
+            return None  # the result must be weakly typed, too (mostly scalars)
         names = [f"cuda:{_device(number).id}" for number in devices]
-        here = [[framework.FRAMEWORK.to_device(x, name) for x, name in zip(row, names, strict=True)] for row in arrays]
-        if not all(_is_dense(x) for row in here for x in row):
+        on_devices = [
+            [framework.FRAMEWORK.to_device(x, name) for x, name in zip(row, names, strict=True)] for row in arrays
+        ]
+        if not all(_is_dense(x) for row in on_devices for x in row):
             return None
-        blocks = [[self._exported(x, number) for x, number in zip(row, devices, strict=True)] for row in here]
-        return Operands([[block.address for block in row] for row in blocks], here, blocks)
+        blocks = [[self._exported(x, number) for x, number in zip(row, devices, strict=True)] for row in on_devices]
+        return Operands([[block.address for block in row] for row in blocks], on_devices, blocks)
 
     def _exported(self, x: Array, device: int) -> _Block:
-        """Return an array with its capsule. The current stream waits for the array."""
+        """Return an array's memory with its capsule, and let the current stream wait for the array."""
         if not x.size:
             return _Block(x, 0, device)
         return _Block(x, x.unsafe_buffer_pointer(), device, _capsule(x, self.stream(device)))
@@ -127,7 +129,7 @@ class JaxDeviceMemory(DeviceMemory):
             yield finished
 
     def _pass_on(self, device: int, results: list[list[_Block]], finished: list[list[Array]]) -> None:
-        """Make later programs of XLA on a device wait for the work in the current stream; finish its results."""
+        """Make XLA's later programs on a device wait for the current stream; replace its results in ``finished``."""
         small = _imported(self._exported(_small(device), device))
         places = [
             (j, k)
@@ -151,7 +153,7 @@ class JaxDeviceMemory(DeviceMemory):
 
 
 class _Exported:
-    """What ``from_dlpack`` reads: a block, as the array of another library."""
+    """A block as the array of another library, which ``from_dlpack`` imports."""
 
     def __init__(self, block: _Block) -> None:
         self._block = block
@@ -160,7 +162,7 @@ class _Exported:
         return _KDLCUDA, self._block.device
 
     def __dlpack__(self, *, stream: int) -> Any:
-        """Return the capsule. Work that is queued in the stream later runs after the current stream's."""
+        """Return the capsule, after letting ``stream`` wait for the work in the current stream."""
         device = self._block.device
         if stream != MEMORY.stream(device):
             native().follow(device, stream, MEMORY.stream(device))
@@ -181,9 +183,9 @@ def _is_dense(x: Array) -> bool:
 
 @cache
 def _device(number: int) -> Any:
-    """Return JAX's device that has a number of the CUDA driver."""
-    (found,) = [device for device in _local_devices() if _number(device) == number]
-    return found
+    """Return JAX's device with a number of the CUDA driver."""
+    (device,) = [device for device in _local_devices() if _number(device) == number]
+    return device
 
 
 @cache
@@ -193,18 +195,18 @@ def _register() -> None:
 
 @lru_cache(maxsize=1024)
 def _empty(number: int, shapes: tuple[tuple[int, ...], ...], dtype: str) -> Any:
-    """Return a function that returns new arrays with any content on a device."""
+    """Return a function that returns new arrays with undefined content on a device."""
     kinds = [jax.ShapeDtypeStruct(shape, dtype) for shape in shapes]
     return jax.jit(jax.ffi.ffi_call(EMPTY, kinds), out_shardings=SingleDeviceSharding(_device(number)))
 
 
 @cache
 def _small(number: int) -> Array:
-    """Return an array on a device. It is never freed or written."""
+    """Return the small array of a device that ends plans. It is never freed or written."""
     return jax.device_put(jnp.zeros(1, "uint8"), _device(number))
 
 
-# Access to JAX's devices, which tests replace.
+# Access to JAX's devices and streams; tests replace these functions.
 
 
 def _local_devices() -> list[Any]:
