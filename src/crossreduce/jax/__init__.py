@@ -86,9 +86,8 @@ def all_reduce(
         ``crossreduce.CommunicationOptions``). Only the compiled kernels can do this, on CPU devices of one process.
         They then ignore ``algorithm`` and ``topology``.
     Returns:
-      The same tree. Half types are accumulated in float32, and the mean of integers is a float. With
-      ``check_vma=True`` the results count as replicated (``out_specs=P()``), like those of ``lax.psum``. Numbers become
-      arrays.
+      The same tree. Half types are accumulated in float32, and the mean of integers is a float. Numbers become arrays.
+      With ``check_vma=True`` the results count as replicated (``out_specs=P()``), like those of ``lax.psum``.
     Raises:
       AxisError: an axis does not exist (also a ``NameError``).
       ArgumentError: an unknown op or algorithm, or the topology's size differs from that of the axis.
@@ -214,11 +213,7 @@ class _ReducedLeaf(NamedTuple):
 
 
 def _sum_of_parts(x: Array, op: ReduceOp, axes: MeshAxes) -> Array:
-    """Reduce an array that is unreduced by its type, with XLA's own collective, since no other accepts such arrays.
-
-    Over its unreduced axes, the array is a sum, and each device has a part of it. Over the others it is an ordinary
-    one.
-    """
+    """Reduce an array that is unreduced by its type, with XLA's own collective, since no other accepts such arrays."""
     parts = unreduced_axes(x)
     if op is not ReduceOp.SUM and (op is not ReduceOp.MEAN or not parts <= set(axes.names)):
         over = ", ".join(sorted(map(repr, parts)))
@@ -268,7 +263,6 @@ def _reduce_leaves(xs: list[Array], numbers: Numbers, spec: _ReduceSpec) -> Sequ
     if not numbers.exact and (not _is_free(spec) or not in_process.supports(numbers, spec.axes)):
         return _reduce_by_collectives(xs, numbers, spec)
     _log_plan(spec.axes, "the compiled kernels on CPU devices, elsewhere XLA's own all-reduce")
-    # The in-process reduction itself has gradients of sums and means only.
     is_linear = numbers.op in (ReduceOp.SUM, ReduceOp.MEAN)
     if is_linear or not jnp.issubdtype(xs[0].dtype, jnp.inexact):
         return _reduce_in_process(xs, numbers, spec)
