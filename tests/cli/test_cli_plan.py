@@ -139,6 +139,7 @@ IMPOSSIBLE = [
     ("export dgx-1v . --format msccl", "FILE . is a folder: name a file in it."),
     ("export dgx-1v no/a.svg", "FILE no/a.svg cannot be written: there is no folder /"),
     ("export dgx-1v /dev/null --format trace", "FILE /dev/null cannot be written: it is not a regular"),
+    (f"export dgx-1v {'a' * 250}.svg", ".svg cannot be written: File name too long."),  # with .NAME.HEX.svg, not alone
     ("export dgx-1v a.xml --devices 0,1,4,5 --without-link 0-4 --without-link 1-5",
      "needs a route from cuda:0 to cuda:4, cuda:5, but no link leads out of {cuda:0, cuda:1}."),
 ]  # fmt: skip

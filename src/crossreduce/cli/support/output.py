@@ -65,7 +65,8 @@ def atomic_file(option: str, path: str | Path | None) -> Iterator[Path | None]:
                 os.fsync(file.fileno())
             temporary.replace(target)
     finally:
-        temporary.unlink(missing_ok=True)
+        if os.path.lexists(temporary):  # otherwise its name may be too long, or its file system read-only
+            temporary.unlink(missing_ok=True)
 
 
 def check_folder(option: str, path: Path) -> None:
