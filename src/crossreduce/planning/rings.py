@@ -1,7 +1,7 @@
 """Rings on a topology: each device has a link to the next device of the ring, or a route that passes no other device.
 
 Input: a topology and a request. Output: a schedule of rings that run side by side. Each ring takes the same bandwidth,
-that of the narrowest link of all routes, from every link that it uses. Rings are added until no further one is found.
+that of the narrowest link of all routes, from every link that it uses. Rings are added while one is found, at most 16.
 """
 
 from __future__ import annotations

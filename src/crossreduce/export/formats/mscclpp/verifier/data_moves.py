@@ -3,8 +3,7 @@
 Input: an operation and the ``PlanLayout`` of a message. Output: moves of ranges of memory.
 
 - Data is processed in words of 16 bytes. A packet has 8 bytes of data. Packets are always read from scratch memory,
-even
-  if the operation names another buffer.
+  even if the operation names another buffer.
 - ``put`` uses the buffer of its first source for all sources. ``get`` swaps the offsets of the two GPUs. ``pwsf``
   passes an invalid source offset; the moves use the offset of the plan.
 - In a pipeline, iteration k of an operation processes up to unit_size bytes from byte k * unit_size on. Beyond the end
