@@ -14,7 +14,7 @@ from collections import Counter
 import frameworks
 import paths
 import pytest
-from imports import FILES, PACKAGE, imports, name, tree
+from imports import FILES, imports, name, tree
 
 import crossreduce
 
@@ -299,7 +299,7 @@ def test_the_deliberate_faults_can_be_applied():
     """Each text that scripts/mutate replaces occurs once in its file, and the tests that must notice it exist."""
     for line in (paths.ROOT / "scripts/faults.jsonl").read_text().splitlines():
         fault = json.loads(line)
-        assert (PACKAGE / fault["file"]).read_text().count(fault["old"]) == 1, fault["promise"]
+        assert (paths.ROOT / "src/crossreduce" / fault["file"]).read_text().count(fault["old"]) == 1, fault["promise"]
         named = [word.partition("::")[0] for word in fault["tests"].split() if word.startswith("tests/")]
         assert named, fault["promise"]
         assert all((paths.ROOT / each).exists() for each in named), fault["promise"]

@@ -328,8 +328,6 @@ class Group(dist.ProcessGroup):  # type: ignore[misc]
         failure = connection_error(error)
         return error if failure is None else self.communicator.detector.message_failure(method, peer, failure)
 
-    # ---- helpers --------------------------------------------------------------------------------------------------
-
     def _backend_of(self, device: Any, call: str) -> Any:
         """Return the inner backend for a device.
 

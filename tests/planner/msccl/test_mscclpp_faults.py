@@ -3,7 +3,6 @@
 import dataclasses
 import json
 import tracemalloc
-from contextlib import suppress
 
 import pytest
 from mscclpp_plans import (
@@ -168,6 +167,15 @@ RIGHT = {
 }
 
 
+def is_refused(text):
+    """Return whether the verifier refuses a plan."""
+    try:
+        verify_mscclpp_json(text)
+    except ScheduleError:
+        return True
+    return False
+
+
 @pytest.mark.parametrize("text", RIGHT.values(), ids=RIGHT)
 def test_plans_in_the_styles_of_other_tools(text):
     """Right plans are proved. Without one of its operations, or one of an operation's channels, a plan is refused; only
@@ -181,8 +189,7 @@ def test_plans_in_the_styles_of_other_tools(text):
             name = ops[k]["name"]
         else:
             name = ops.pop(k)["name"]
-        with pytest.raises(ScheduleError) if name != "nop" else suppress(ScheduleError):
-            verify_mscclpp_json(json.dumps(less))
+        assert is_refused(json.dumps(less)) or name == "nop"  # not every nop is needed
 
 
 def test_two_scratch_buffers_are_for_packets():
