@@ -114,7 +114,7 @@ def test_ranks_that_are_behind_are_named(report):
 
 
 def test_ranks_that_are_not_behind(report):
-    """If all ranks made the same call, nobody is behind; one that wrote no dump is suspected. A rank that left is
+    """If all ranks made the same call, no rank is behind; one that wrote no dump is suspected. A rank that left is
     reported, and not suspected: leaving does not count as a call."""
     same = [new_dump(rank, *(history(other, 7, pid=other + 50) for other in range(4))) for rank in range(4)]
     assert "No rank is behind: all ranks reached the same call." in report(*same)

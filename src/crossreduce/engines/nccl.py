@@ -123,7 +123,7 @@ class NcclExecutable:
             sent = dict(zip(self._sources, row, strict=True))
             received = dict(zip(self._destinations, results, strict=True))
             for rank, device in enumerate(self._devices if size else ()):
-                # NCCL requires the root of a broadcast to receive, too: if it is no destination, into what it sends.
+                # NCCL requires the root of a broadcast to receive, too: if need be, into the memory that it sends.
                 target = received.get(device, sent.get(device) if self._function == "ncclBroadcast" else None)
                 yield Call(self._function, rank, (sent.get(device), target, size, *self._trailing))
 
@@ -139,7 +139,7 @@ def _indices(devices: tuple[str, ...]) -> tuple[int, ...]:
 
 
 def _function(sources: tuple[int, ...], destinations: tuple[int, ...]) -> str | None:
-    """Return the name of NCCL's collective between these devices; ``None`` if NCCL has none."""
+    """Return the name of NCCL's collective between these devices; ``None`` if NCCL lacks it."""
     if set(sources) == set(destinations):
         return "ncclAllReduce"
     if len(sources) == 1:

@@ -95,7 +95,7 @@ EXPORTERS: Final = {
 
 
 def format_of(filename: str) -> str | None:
-    """Return the name of the exporter with a file's suffix, in upper or lower case, or ``None`` if there is none.
+    """Return the name of the exporter with a file's suffix, in upper or lower case, or ``None`` if no exporter has it.
 
     >>> format_of("step.trace.json"), format_of("Plan.JSON"), format_of("plan.txt")
     ('trace', 'schedule', None)

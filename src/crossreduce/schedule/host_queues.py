@@ -96,7 +96,7 @@ def queues(schedule: Schedule, operation_s: float | None) -> dict[str, Queue]:
 
 
 def queue_name(device: str) -> str:
-    """Return the name of the queue for a device's operations, "host/kind", or "" for a switch, which has none."""
+    """Return the name of the queue for a device's operations, "host/kind", or "" for a switch, which has no queue."""
     if ":" not in device:
         return ""
     parsed = parse(device)

@@ -361,7 +361,7 @@ class _PermutationMatching:
         return bool(stay) and all(stay)
 
     def _period(self) -> int:
-        """Return the length of the first node's cycle, or 0 as long as it is not closed."""
+        """Return the length of the first node's cycle, or 0 until it is closed."""
         node, length = self.image[self.first], 1
         while node >= 0 and node != self.first:
             node, length = self.image[node], length + 1

@@ -337,7 +337,7 @@ class Collectives(InnerGloo):
         """Call a method of this class for each element of ``results``: the tensor or tensors that the call writes.
 
         ``sources`` are lists of the tensors that the calls read, as a further argument each. Without them, each call
-        reads what it writes.
+        reads the memory that it writes.
         """
         if len(results) < 2:
             self.run_one(method, options, results, *sources)

@@ -148,7 +148,7 @@ def test_messages_name_step_chunk_device_and_contribution(schedule, text):
 
 
 def test_right_schedules_are_accepted():
-    """Steps do not read what their round writes; needless steps are no error; verify returns ``None``."""
+    """Steps do not read what their round writes; needless steps are not an error; verify returns ``None``."""
     for schedule in (
         custom(2, [(0, (0, 1)), (1, (0, 1))]),  # both steps read the original values
         custom(2, [(0, (0, 1)), (1, (1, 0))]),  # the two sums add in different orders

@@ -57,7 +57,7 @@ def test_numa_nodes_are_devices(sys_tree):
 
 
 def test_nodes_that_are_not_devices(sys_tree):
-    """Nodes without CPUs or memory are no devices; distance 255 is no link; numbers may have gaps."""
+    """Nodes without CPUs or memory are not devices; distance 255 is not a link; numbers may have gaps."""
     rows = ["10 20 255 20", "20 10 20 20", "30 20 10 20", "20 20 20 10"]
     sys_tree(rows, cpus=["0-7", "", "8-15", "16-23"], memory=[9, 9, 9, 0], numbers=[0, 2, 8, 9])
     topology = discover()

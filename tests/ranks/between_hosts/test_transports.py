@@ -47,7 +47,7 @@ def test_strangers_and_dead_addresses_do_not_disturb_connections():
         def publish(payload):
             _, port, key = json.loads(payload)
             if rendezvous.rank == 0:
-                # At the rank's port, nobody listens at 127.0.0.4, and a program at 127.0.0.3 does not answer.
+                # At the rank's port, no program listens at 127.0.0.4, and a program at 127.0.0.3 does not answer.
                 wrong, silent = (socket.create_server((f"127.0.0.{k}", port)) for k in (2, 3))
                 threading.Thread(target=answer, args=(wrong,), daemon=True).start()
                 kept.extend((wrong, silent))

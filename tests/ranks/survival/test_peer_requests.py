@@ -208,7 +208,7 @@ def test_a_direct_answer_counts_more_than_a_relayed_one_that_began_before_it(pla
 def test_what_a_relay_cannot_tell(place, relay):
     """Both ends of the connection prove that they know the key of the process, so a relay that connects to another one
     is noticed. If the relay reaches the host of a process, but nothing listens there, the process has ended; not so if
-    it has reached nobody, perhaps since it tried addresses of its own host."""
+    it has reached no other rank, perhaps since it tried addresses of its own host."""
     passed_on, found = relay
     stranger = Peer(place._replace(key="00" * 16), rank=2)
     assert through(passed_on, stranger, place="a secret") is None

@@ -138,7 +138,7 @@ def test_devices_that_do_not_exist(ops, name, framework):
 
 @each_ops
 def test_wrong_reductions_options_and_pairs(ops):
-    """Unknown reductions and options raise an error in every call; so do pairs that are none."""
+    """Unknown reductions and options raise an error in every call; so do invalid pairs."""
     words = r'not a known reduction(.|\n)*"sum", "mean", "avg", "min", "max", "p'
     for wrong in ("average", 3, None, np.add, np.array([1, 2])):
         refused(cr.ArgumentError, words, ops.reduce, wrong, value(), "cpu:0")

@@ -124,7 +124,7 @@ class Interpreter:
 
 
 def fault(text, seed=0, cells=1, root=0):
-    """Return what is wrong after one call of a plan, or ``None``."""
+    """Return the fault after one call of a plan, or ``None``."""
     run = Interpreter(text, cells, root)
     if not run.run(seed):
         return "the plan does not end, or leaves signals"

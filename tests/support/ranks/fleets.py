@@ -14,7 +14,7 @@ class Fleet:
     """Processes that run cases. They are started when they are needed, and again after they have failed.
 
     A subclass has ``_start``, which adds to ``running`` a process for each of ``commands`` and ``environments``, in a
-    process group of its own, with pipes ``stdin`` and ``stdout``. ``log`` is the file for what they write to stderr.
+    process group of its own, with pipes ``stdin`` and ``stdout``. ``log`` is the file for their stderr.
     """
 
     def __init__(self, commands, environments, log):

@@ -49,7 +49,7 @@ def right_result(kind: str, rank: int, offset: int, part: int, ranks: int, root:
 
 
 def difference(value: Contributions | None, due: Contributions, unit: str) -> str | None:
-    """Return what is wrong with a value, in words, or ``None`` if it equals ``due``; ``unit`` names a buffer part."""
+    """Return the fault of a value, in words, or ``None`` if it equals ``due``; ``unit`` names a buffer part."""
     if value is None:
         return "was never written"
     if value.position == -1:
@@ -73,7 +73,7 @@ class SymbolicRun(Protocol):
         """Return the value at the start of a rank's output."""
 
     def fault(self, rank: int) -> str | None:
-        """Return what is wrong with a rank's output at the end, in words, or ``None`` if it is right."""
+        """Return the fault of a rank's output at the end, in words, or ``None`` if it is right."""
 
 
 def prove_results(

@@ -161,7 +161,7 @@ class TensorFlow(Immutable):
         if isinstance(value, IndexedSlices):
             return Sparse("IndexedSlices", self._dense(value.values), self._dense(value.indices), value.dense_shape)
         if isinstance(value, tf.IndexedSlices):
-            # If the dense shape is unknown while tracing, the result has none.
+            # If the dense shape is unknown while tracing, that of the result is unknown, too.
             sizes = None if value.dense_shape is None else tf.get_static_value(value.dense_shape)
             shape = None if sizes is None else tuple(int(size) for size in sizes)
             return Sparse("tf.IndexedSlices", self._dense(value.values), self._dense(value.indices), shape)

@@ -208,7 +208,7 @@ class Registers:
             self._native.swap_word(self._memory, self._register(number, register), before, after)
 
     def _accept(self, number: int, register: int, ballot: int, decision: Decision) -> tuple[int, Decision] | None:
-        """Write a decision into a register if it is not written. Return its decision, or ``None`` if it has none."""
+        """Write a decision into a register if it is not written. Return its decision, or ``None`` if it is empty."""
         self._store(number, register, ballot, decision)
         return self._value(number, register) if self._write(number, register, _ACCEPTED) == _ACCEPTED else None
 

@@ -170,7 +170,7 @@ def _nvlinks(gpus: list[_Gpu], speeds: str) -> dict[tuple[str, str], Link]:
         for entry in (*gpu.element.all("nvlink"), *gpu.element.all("xgmi")):
             if entry.integer("count") < 1:
                 entry.refuse("an entry must have the number of its links.", 'count="2"')
-            # A peer GPU has an entry for the other direction, but a switch or a CPU has none.
+            # A peer GPU has an entry for the other direction, but a switch or a CPU lacks it.
             peer, both_ways = by_bus.get((gpu.cpu.host, entry.bus), ""), False
             if entry.get("tclass").startswith("0x068000"):
                 peer, both_ways = "nvswitch", True

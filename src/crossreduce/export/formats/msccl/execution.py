@@ -204,7 +204,7 @@ class _ThreadblockParser:
             self.program.steps.append(step)
 
     def _fuse(self, number: int, fused: list[RuntimeStep]) -> None:
-        """Give all steps that run as one the count of the last one, as the runtimes do, and note what is wrong."""
+        """Give all steps that run as one the count of the last one, as the runtimes do, and note faults."""
         count = fused[-1].count
         if any(step.count != count for step in fused):
             self._note(number, "the runtimes fuse it with the re before, and use its cnt for all of them")

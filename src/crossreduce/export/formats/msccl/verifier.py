@@ -217,7 +217,7 @@ class _Memory:
         return self.cells[self.key(rank, "o", 0)].value
 
     def fault(self, rank: int) -> str | None:
-        """Return what is wrong with a rank's output at the end, in words, or ``None`` if it is right."""
+        """Return the fault of a rank's output at the end, in words, or ``None`` if it is right."""
         for k in range(self.sizes["o"]):
             key = self.key(rank, "o", k)
             cell = self.cells[key]

@@ -24,7 +24,7 @@ MULTIPROCESSORS: Final = {"V100": 80, "MI250X (one die)": 110, "A100": 108, "H10
 
 
 def broken_limits(plan: MscclppPlan) -> Iterator[str]:
-    """Yield, in words, the limits that a plan exceeds, and what the user must know about running it."""
+    """Yield, in words, the limits that a plan exceeds, and remarks about running it."""
     for rank, gpu in enumerate(plan.gpus):
         for number, block in enumerate(gpu.threadblocks):
             counts = {

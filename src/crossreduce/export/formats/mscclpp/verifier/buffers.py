@@ -54,7 +54,7 @@ class Buffers:
         return self.memory.cells_between((rank, self.user_areas[-1]), start, start + self.layout.output)
 
     def output_fault(self, cell: Cell) -> str | None:
-        """Return what is wrong with a cell of an output at the end of a call, in words, or ``None`` if it is right."""
+        """Return the fault of a cell of an output at the end of a call, in words, or ``None`` if it is right."""
         rank = cell.area[0]
         offset = cell.start - (rank * self.part if self.plan.inplace and self.kind == "reducescatter" else 0)
         due = right_result(self.kind, rank, offset, self.part, self.ranks, self.sources[0])

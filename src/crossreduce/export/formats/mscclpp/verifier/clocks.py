@@ -61,7 +61,7 @@ class BlockClock:
         """Begin a kernel with this clock."""
         self.known = clock
         self.start = clock.visible
-        self.own: dict[int, Clock] = {}  # by thread: what it has learned since the last synchronisation
+        self.own: dict[int, Clock] = {}  # by thread: the clocks that it has received since the last synchronisation
         self.own_bits: dict[int, int] = {}  # by thread: the bit of its actions on channels and semaphores
         self.arrived = NOTHING  # from packets that threads have read
         self.unsynced = 0  # the bits of accesses since the last synchronisation

@@ -74,7 +74,7 @@ class PlanRun:
         return self.buffers.output(rank)[0].value
 
     def fault(self, rank: int) -> str | None:
-        """Return what is wrong with a rank's output after the first call with a wrong output, or ``None``."""
+        """Return the fault of a rank's output after the first call with a wrong output, or ``None``."""
         return self.faults[rank]
 
     def _rank_clock(self, rank: int) -> Clock:
@@ -104,7 +104,7 @@ class PlanRun:
                 semaphore.begin()
 
     def _output_fault(self, rank: int) -> str | None:
-        """Return what is wrong with a rank's output at the end of a call, in words, or ``None`` if it is right."""
+        """Return the fault of a rank's output at the end of a call, in words, or ``None`` if it is right."""
         clock = self._rank_clock(rank)
         for cell in self.buffers.output(rank):
             fault = self.buffers.output_fault(cell)
@@ -124,7 +124,7 @@ class PlanRun:
     def _run_call(self, lists: list[list[PlanInstruction]]) -> None:
         """Run all instructions of a call; ScheduleError for a deadlock."""
         at = [0] * len(lists)  # the position of the next instruction of each threadblock
-        waiting: defaultdict[Hashable, list[int]] = defaultdict(list)  # threadblocks, by what they wait for
+        waiting: defaultdict[Hashable, list[int]] = defaultdict(list)  # threadblocks, by the event for which they wait
         meeting: defaultdict[tuple[int, int], list[int]] = defaultdict(list)  # threadblocks at a barrier
         ready = OrderedDict.fromkeys(range(len(lists)))
         while ready:
@@ -216,7 +216,7 @@ class PlanRun:
             self.blocks[number].known = clock
 
     def _execute(self, number: int, instruction: PlanInstruction, woken: list[Hashable]) -> None:
-        """Run an instruction, and add to ``woken`` what it completes: see ``_awaited``."""
+        """Run an instruction, and add the completed events to ``woken``: see ``_awaited``."""
         block, kind = self.blocks[number], instruction.kind
         text, thread = self._text(number, instruction), instruction.thread
         named = f"{self.buffers.name}, {text}"
