@@ -62,7 +62,8 @@ def test_ranks_are_killed_and_others_join(tmp_path):
     assert ran.stdout.endswith("the curves agree\n")
     report = json.loads((tmp_path / "report.json").read_text())
     assert sorted(event for _, event in report["happened"]) == ["join", "join", "kill", "kill"]
-    assert report["sizes"][0] == report["sizes"][-1] == 4 > min(report["sizes"])
+    assert report["sizes"][0] == report["sizes"][-1] == 4
+    assert len(set(report["sizes"])) > 1
     assert len(report["losses"]) == len(report["sizes"]) == 400
     assert report["losses"] == report["undisturbed"]
     assert report["accuracy"] >= 0.97
