@@ -59,9 +59,7 @@ class _Stage:
     rank: int
     round: int  # of the schedule; -1: an input
     memory: Extent
-    operands: list[Extent] = field(
-        default_factory=list
-    )  # in the order of combination; copies have one, inputs 0
+    operands: list[Extent] = field(default_factory=list)  # in the order of combination; copies have one, inputs 0
     aside: Extent = ("", 0, 0)  # memory for partial sums
     output: Extent | None = None  # for an input that is also a result: the memory to which it must be copied
     receives: list[_Transfer] = field(default_factory=list)
