@@ -51,7 +51,8 @@ def test_devices_that_do_not_exist(jax_):
     """A device that JAX does not have raises a DeviceError; its message explains how to get more, or GPUs."""
     x = jax_.array(np.ones(2))
     for device in ("cpu:99", "cuda:70", "tpu:0", "host1/cpu:1"):
-        remedy = r"(jax\[cuda12\]|jax_num_cpu_devices)" if device == "cuda:70" else "jax_num_cpu_devices"
+        more = r'for more on the CPU, jax\.config\.update\("jax_num_cpu_devices", n\)'
+        remedy = rf"(jax\[cuda12\]|{more})" if device == "cuda:70" else more
         with pytest.raises(cr.DeviceError, match=r"JAX has no such device(.|\n)*" + device + rf"(.|\n)*{remedy}"):
             cr.HierarchicalCopyAllReduce().reduce("sum", x, device)
 

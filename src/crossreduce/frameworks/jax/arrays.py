@@ -85,7 +85,7 @@ def place(name: str) -> tuple[Any, SingleDeviceSharding]:
     if device.index in devices_by_id:
         return devices_by_id[device.index], SingleDeviceSharding(devices_by_id[device.index])
     here = jax.local_devices()
-    advice = 'for advice on the CPU, jax.config.update("jax_num_cpu_devices", n) before JAX is first used'
+    advice = 'for more on the CPU, jax.config.update("jax_num_cpu_devices", n) before JAX is first used'
     if device.kind == "cuda" and not devices_by_id:
         advice = "for GPUs, JAX with its plug-in: pip install 'jax[cuda12]'"
     remedy = f"one of JAX's {len(here)} devices here ({here[0].platform}:{here[0].id}, ...), or, {advice}"
