@@ -53,6 +53,12 @@ def _loaded(name):
         pytest.fail(f"{name} must be installed for the tests: {error}", pytrace=False)
 
 
+@pytest.fixture(scope="session")
+def torch_optimizers():
+    """Import what torch's optimizers need, so that forked ranks do not each import it."""
+    import torch._dynamo  # noqa: F401
+
+
 @pytest.fixture
 def dump_directory(tmp_path, monkeypatch):
     """Return the directory into which ranks write their dumps."""

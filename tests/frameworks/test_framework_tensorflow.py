@@ -4,20 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from frameworks import NAMES, load
+from tensorflow_values import on, tf
 
 import crossreduce as cr
 
-if "tensorflow" not in NAMES:
-    pytest.skip("tensorflow is left out by CROSSREDUCE_TEST_FRAMEWORKS", allow_module_level=True)
-tf = load("tensorflow").tf  # sets up logical devices, once for all tests
-
 HIERARCHICAL = cr.HierarchicalCopyAllReduce()
-
-
-def on(k: int, x: object, dtype: object = None) -> tf.Tensor:
-    with tf.device(f"CPU:{k}"):
-        return tf.identity(tf.constant(x, dtype))
 
 
 def place(x: tf.Tensor) -> str:

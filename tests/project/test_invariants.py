@@ -295,11 +295,18 @@ def test_class_names_are_unique():
     assert {name for name, count in counts.items() if count > 1} == mirrored
 
 
-def test_the_deliberate_faults_can_be_applied():
-    """Each text that scripts/mutate replaces occurs once in its file, and the tests that must notice it exist."""
-    for line in (paths.ROOT / "scripts/faults.jsonl").read_text().splitlines():
+def test_the_deliberate_faults_can_be_applied(tmp_path):
+    """Each text that scripts/mutate replaces occurs once in its file, and the tests that must notice it exist. The
+    changed Python file has no undefined names: an error of that kind would be noticed by any test."""
+    for number, line in enumerate((paths.ROOT / "scripts/faults.jsonl").read_text().splitlines(), start=1):
         fault = json.loads(line)
-        assert (paths.ROOT / "src/crossreduce" / fault["file"]).read_text().count(fault["old"]) == 1, fault["promise"]
+        text = (paths.ROOT / "src/crossreduce" / fault["file"]).read_text()
+        assert text.count(fault["old"]) == 1, fault["promise"]
+        if fault["file"].endswith(".py"):
+            (tmp_path / f"fault_{number}.py").write_text(text.replace(fault["old"], fault["new"]))
         named = [word.partition("::")[0] for word in fault["tests"].split() if word.startswith("tests/")]
         assert named, fault["promise"]
         assert all((paths.ROOT / each).exists() for each in named), fault["promise"]
+    command = [sys.executable, "-m", "ruff", "check", "--isolated", "--no-cache", "--select", "F821", str(tmp_path)]
+    checked = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert checked.returncode == 0, checked.stdout + checked.stderr

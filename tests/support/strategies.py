@@ -35,6 +35,11 @@ shapes = st.one_of(
 )
 
 
+def plan(algorithm, ask):
+    """Return the schedule of a planner for drawn devices, sources and destinations; see ``requests``."""
+    return PLANNERS[algorithm](ask.devices, ask.sources, ask.destinations, packs=ask.packs, first=ask.first)
+
+
 def ops_for(dtype):
     """Return the ops that are defined for a dtype."""
     if dtype == "bool":

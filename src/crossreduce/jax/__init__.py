@@ -77,8 +77,8 @@ def all_reduce(
       topology: the links between the devices: a ``Topology``, a machine's name or a file's path. Its devices are the
         positions along the axis, in order. ``None`` means that all links are equal.
       algorithm: a planner's name. "auto" and "nccl" select the algorithm with the shortest simulated time on the
-        topology. If there is no topology, or its links join all pairs of devices equally, they select the compiled
-        kernels on CPU devices of one process, and elsewhere XLA's own collective ("halving_doubling" for products).
+        topology. Without a topology, or if equal links join all pairs of devices, they select the compiled kernels for
+        CPU devices of one process, and XLA's own collective for other devices ("halving_doubling" for products).
         Without a topology, "hierarchical_copy" over several axes reduces over the last one first.
       num_packs: for "one_device" and "hierarchical_copy", the number of trees that share the buffer, each with another
         root; at most one per device is used.

@@ -33,8 +33,9 @@ class Topology:
       links: at most one for each ordered pair of nodes.
       switches: nodes that store no data: ``Switch``es, or the names of switches that do not reduce.
     Raises:
-      ArgumentError: there is no device, a device or switch is listed twice, a switch has a device's name, a link joins
-        a node with itself or with an unknown node or has no bandwidth, or two links have the same ordered pair.
+      ArgumentError: ``devices`` is empty; a device or switch is listed twice; a device and a switch have the same name;
+        a link connects a node with itself or with an unknown node; the bandwidth of a link is 0; or two links have the
+        same source and destination.
 
     >>> Topology.ring(4)
     Topology(4 devices, 8 links: cpu:0, cpu:1, cpu:2, cpu:3)

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from planned import planned
 from running import run_on
-from strategies import ALGORITHMS, NAMED, names, requests
+from strategies import ALGORITHMS, NAMED, names, plan, requests
 
 from crossreduce import ArgumentError, PlanError, Step, options, verify
 from crossreduce.frameworks.null import NullFramework
@@ -26,10 +26,6 @@ def counts(schedule, size, dtype="float32"):
     flats = [null.zeros((size,), dtype, schedule.devices[source]) for source in schedule.chunks[0].sources]
     run_on(null, schedule, "sum", flats, size, dtype)
     return null.counts
-
-
-def plan(algorithm, ask):
-    return PLANNERS[algorithm](ask.devices, ask.sources, ask.destinations, packs=ask.packs, first=ask.first)
 
 
 def test_every_planner_is_in_the_tables():

@@ -5,18 +5,12 @@ import random
 import tracemalloc
 
 import pytest
+from exports import exported
 from msccl_files import LATE, SWAP, apart, file, fused_ring, one_step, pairwise, two
 from msccl_machine import Machine, fault
-from strategies import names
 
 from crossreduce import ArgumentError, ScheduleError
 from crossreduce.export.formats.msccl.verifier import verify_msccl_xml
-from crossreduce.export.formats.msccl.writer import to_msccl_xml
-from crossreduce.planning import PLANNERS
-
-
-def exported(planner, n, **options):
-    return to_msccl_xml(PLANNERS[planner](names(n), **options))
 
 
 def send(*steps, scratch=1):

@@ -5,7 +5,7 @@ import xml.etree.ElementTree as ET
 
 import pytest
 from budget import count
-from exports import rotated
+from exports import exported, rotated
 from msccl_files import apart, fused_ring, one_step, pairwise
 from msccl_machine import fault
 from strategies import names
@@ -14,11 +14,6 @@ from crossreduce import ScheduleError
 from crossreduce.export.formats.msccl.verifier import verify_msccl_xml
 from crossreduce.export.formats.msccl.writer import to_msccl_xml
 from crossreduce.planning import PLANNERS, one_device
-
-
-def exported(planner, n, **options):
-    return to_msccl_xml(PLANNERS[planner](names(n), **options))
-
 
 BASES = {
     **{f"{planner} 3": exported(planner, 3) for planner in PLANNERS},

@@ -10,7 +10,7 @@ from budget import examples
 from clock_oracle import clocks
 from hypothesis import given
 from hypothesis import strategies as st
-from strategies import ALGORITHMS, algorithms, names, requests
+from strategies import ALGORITHMS, algorithms, names, plan, requests
 
 from crossreduce import ArgumentError, Chunk, Link, PlanError, Route, Schedule, Step, Topology, simulate
 from crossreduce.planning import PLANNERS, ring
@@ -23,10 +23,6 @@ from crossreduce.topology import byte_count
 GB = 10**9
 ONE = Fraction(1)
 MICRO = Fraction(1, 10**6)
-
-
-def plan(algorithm, ask):
-    return PLANNERS[algorithm](ask.devices, ask.sources, ask.destinations, packs=ask.packs, first=ask.first)
 
 
 def near(wanted, rel=1e-9):

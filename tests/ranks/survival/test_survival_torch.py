@@ -20,15 +20,10 @@ from torch_training import Model
 import crossreduce.torch
 from crossreduce import ContextError, PeerLostError
 
+pytestmark = pytest.mark.usefixtures("torch_optimizers")
 BATCH = 12  # samples of a step; 1, 2, 3, 4 ranks have equally many
 STEPS = 6
 DEADLY = 2  # the step in which ranks die
-
-
-@pytest.fixture(scope="module", autouse=True)
-def dynamo():
-    """Import what torch's optimizers need, once for all ranks."""
-    import torch._dynamo  # noqa: F401
 
 
 def batch(step):

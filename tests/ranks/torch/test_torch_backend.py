@@ -10,13 +10,8 @@ import torch_oracle
 import torch_training
 from ranks import ranks
 
+pytestmark = pytest.mark.usefixtures("torch_optimizers")
 COLLECTIVES = torch_checks.CHECKS + torch_group_checks.CHECKS
-
-
-@pytest.fixture(scope="module", autouse=True)
-def dynamo():
-    """Import what torch's optimizers need, once for all ranks."""
-    import torch._dynamo  # noqa: F401
 
 
 @pytest.mark.parametrize(

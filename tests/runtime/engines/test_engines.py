@@ -33,7 +33,7 @@ each_engine = pytest.mark.parametrize("engine", ENGINES)
 def plan(algorithm, ask):
     if algorithm == "forest":
         return planned(algorithm, ask.sources, ask.destinations)
-    return PLANNERS[algorithm](ask.devices, ask.sources, ask.destinations, packs=ask.packs, first=ask.first)
+    return strategies.plan(algorithm, ask)
 
 
 def all_reduce(algorithm, n, packs=1):

@@ -8,6 +8,8 @@ from hypothesis import strategies as st
 from strategies import names
 
 from crossreduce import Chunk, Schedule, Step
+from crossreduce.export.formats.msccl.writer import to_msccl_xml
+from crossreduce.planning import PLANNERS
 
 KINDS = ("all_reduce", "reduce", "broadcast", "reduce_scatter", "all_gather")
 
@@ -124,3 +126,8 @@ def results(made):
             offset = made.output(rank, block).offset
             found.update({(rank, offset + k): block.chunk for k in range(block.size)})
     return found
+
+
+def exported(planner, n, **options):
+    """Return the MSCCL XML file of a planner's schedule for n devices."""
+    return to_msccl_xml(PLANNERS[planner](names(n), **options))

@@ -132,8 +132,8 @@ def plan_options(*without: str) -> Callable[[Callable[..., None]], Callable[...,
 
         @wraps(command)
         def run(machine: str, **values: Any) -> None:
-            request = read_plan_request(machine, **{name: values.pop(name) for name in shared})
-            command(request, **values)
+            options = {name: values.pop(name, default) for name, (_, default) in _OPTIONS.items()}
+            command(read_plan_request(machine, **options), **values)
 
         # typer reads the arguments and options of a command from its signature, so that ``run`` gets the combined one.
         kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
@@ -157,17 +157,17 @@ def read_plan_request(
     machine: str,
     *,
     collective: str,
-    nbytes: str = NBYTES,
-    algorithm: str = "auto",
-    root: str | None = None,
-    packs: int = 1,
-    participants: str | None = None,
-    devices: str | None = None,
-    without_link: list[str] | None = None,
-    hosts: int = 1,
-    in_network: bool = False,
-    costs: str | None = None,
-    operation_us: float | None = None,
+    nbytes: str,
+    algorithm: str,
+    root: str | None,
+    packs: int,
+    participants: str | None,
+    devices: str | None,
+    without_link: list[str] | None,
+    hosts: int,
+    in_network: bool,
+    costs: str | None,
+    operation_us: float | None,
 ) -> PlanRequest:
     """Return the plan request that options with these values state."""
     one_of(COLLECTIVES, "--collective", collective)

@@ -224,7 +224,7 @@ class Agreements:
             contribution = self.registers.contribution(place)
             if rank == self.rank or self._memory.alive(rank):
                 if contribution.number == number:
-                    arrived[str(rank)] = [*contribution[1:]]
+                    arrived[str(rank)] = [contribution.kind, contribution.flag, contribution.progress]
                 elif not self._memory.is_stopped(rank):
                     late.append(rank)
         return {"decided": decided, "arrived": arrived, "late": late}
