@@ -129,6 +129,18 @@ def hidden_groups(_):
     print(json.dumps([len(observer.snapshots()), observer.hidden, observer.problems]))
 
 
+def observed(_):
+    """Print the names and processes of the groups that an observer finds, the rights with which it maps their memory,
+    and whether it releases everything. No other thread of this process opens or closes anything meanwhile."""
+    before, observer = Resources(), Observer()
+    for _ in range(3):
+        observer.search()
+    views = [(view.name, [one.pid for one in view.ranks]) for view in observer.snapshots()]
+    rights = re.findall(r"^\S+ (\S+) .*/memfd:crossreduce", Path("/proc/self/maps").read_text(), re.MULTILINE)
+    observer.close()
+    print(json.dumps([views, sorted({*rights}), Resources() == before]))
+
+
 def test_a_quiet_group(group_of):
     """A group whose ranks do nothing has no straggler. An observer maps the group's memory without the right to write,
     and leaves no descriptor and no mapping. The name of a group may be long, of characters that JSON escapes or that
@@ -136,13 +148,8 @@ def test_a_quiet_group(group_of):
     name = "\N{GRINNING FACE}" * 50 + "\x01" * 50
 
     def watch(pids):
-        before, observer = Resources(), Observer()
-        for _ in range(3):
-            observer.search()
-        names = [view.name for view in observer.snapshots() if {one.pid for one in view.ranks} == {*pids}]
-        rights = re.findall(r"^\S+ (\S+) .*/memfd:crossreduce", Path("/proc/self/maps").read_text(), re.MULTILINE)
-        observer.close()
-        assert (names, set(rights), Resources() == before) == ([name], {"r--s"}, True)
+        views, rights, released = json.loads(forked(observed).out)
+        assert ([view for view, of in views if {*of} == {*pids}], rights, released) == ([name], ["r--s"], True)
         return group_of(name), json.loads(forked(hidden_groups).out if os.getuid() == 0 else "[0, 2, []]")
 
     _, (found, (count, hidden, problems)) = watched(2, quiet, name, watch=watch)
