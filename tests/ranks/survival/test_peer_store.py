@@ -9,8 +9,9 @@ from contextlib import ExitStack
 import pytest
 import torch.distributed as dist
 
+from crossreduce.errors import PeerLostError
 from crossreduce.ranks.connections import listener
-from crossreduce.ranks.connections.listener import MOST_UNKNOWN
+from crossreduce.ranks.connections.listener import MOST_UNKNOWN, Listener
 from crossreduce.ranks.connections.rendezvous import ConnectionStore
 from crossreduce.ranks.connections.store import StoreClient
 from crossreduce.ranks.transports import tcp
@@ -90,6 +91,24 @@ def test_silent_programs_hold_a_limited_number_of_connections(monkeypatch):
             strangers[1].recv(1)
         assert rank.get("known") == b"1"
     served.close()
+
+
+def test_watch_ends_a_wait_for_a_process_that_does_not_answer():
+    """If the process that serves the store was stopped, a request ends as soon as ``watch`` raises an error, not only
+    when the time for an answer has passed."""
+
+    def watch():
+        raise PeerLostError("the rank that serves the store is lost", (0,))
+
+    never = threading.Event()
+    stopped = Listener(KEY, lambda channel: never.wait())
+    store = StoreClient(KEY, "127.0.0.1", stopped.port, watch)
+    store.limit_s = 5.0
+    with pytest.raises(PeerLostError, match="is lost"):
+        store.get("key")
+    store.close()
+    never.set()
+    stopped.close()
 
 
 def test_many_values_are_read_at_once():
