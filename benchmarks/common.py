@@ -43,21 +43,22 @@ def samples(
       rest_s: a pause before each measurement, during which waiting threads of the previous contender go to sleep.
       clock: returns seconds.
     """
-    inners, times = {}, {}
+
+    def seconds(run: Callable[[], object], calls: int) -> float:
+        start = clock()
+        for _ in range(calls):
+            run()
+        return clock() - start
+
+    inners, times = dict.fromkeys(runs, inner), {name: [] for name in runs}
     for name, run in runs.items():
         run()
-        start = clock()
-        if least_s:
-            run()
-        inners[name] = max(inner, int(least_s / (clock() - start)))
-        times[name] = []
+        while least_s and seconds(run, inners[name]) < least_s:
+            inners[name] *= 2
     for _ in range(repeats):
         for name, run in runs.items():
             time.sleep(rest_s)
-            start = clock()
-            for _ in range(inners[name]):
-                run()
-            times[name].append((clock() - start) / inners[name])
+            times[name].append(seconds(run, inners[name]) / inners[name])
     return times
 
 
