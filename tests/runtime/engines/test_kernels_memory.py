@@ -2,12 +2,14 @@
 
 import ctypes
 import os
+import subprocess
 import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 from kernel_cases import run_python
+from paths import NATIVE as NATIVE_SOURCES
 
 from crossreduce import kernels
 from crossreduce.errors import ArgumentError
@@ -363,3 +365,25 @@ def test_files_of_another_form_limit_nothing(tmp_path, text):
     names = [str(tmp_path / name) for name in ("meminfo", "cgroup", "groups")]
     assert NATIVE.available_memory(*names) == UNLIMITED
     assert NATIVE.available_memory(*(f"{name}/missing" for name in names)) == UNLIMITED
+
+
+@linux
+def test_a_large_call_needs_no_memory_in_its_helper_threads(tmp_path):
+    """If there is no memory for the threads that help with a large call, the calling thread does their work. The C
+    library would end a process whose thread cannot allocate a ``thread_local`` variable."""
+    library = tmp_path / "no_memory_in_threads.so"
+    source = NATIVE_SOURCES / "no_memory_in_threads.cpp"
+    subprocess.run(["g++", "-shared", "-fPIC", "-o", str(library), str(source)], check=True)
+    code = """
+import ctypes, os, numpy as np
+import crossreduce as cr
+op, large, small = cr.AllReduceCrossDeviceOps("direct"), np.ones((2, 1 << 22), np.float32), np.ones((2, 8), np.float32)
+for arrays in (small, large):
+    before = len(os.listdir("/proc/self/task"))
+    values, results = cr.PerReplica(list(arrays)), np.zeros_like(arrays)
+    op.reduce("sum", values, values, out=cr.PerReplica(list(results)))
+    ctypes.CDLL(None).refuse()
+print((results == 2).all(), len(os.listdir("/proc/self/task")) - before)
+"""
+    ran = run_python(code, LD_PRELOAD=str(library), OMP_NUM_THREADS="2")
+    assert ran.stdout.split() == ["True", "1"], ran.stderr

@@ -1,6 +1,7 @@
 #include "prepared_calls.hpp"
 
 #include "cuda_api.hpp"
+#include "per_thread.hpp"
 
 PyTypeObject *reduce_op;
 PyObject *ops_by_name, *default_options, *name_threads;
@@ -10,7 +11,7 @@ namespace {
 constexpr size_t MAX_PREPARED = 4096;
 // A thread keeps the memory of a batch of at most this many arrays: about 160 bytes per array.
 constexpr size_t MAX_KEPT_ARRAYS = 1 << 16;
-thread_local std::unique_ptr<Batch> kept;
+const PerThread<std::unique_ptr<Batch>> kept_batches;
 
 // Queue a plan for the arrays of a batch and the results in `batch.targets`. Return false if that fails: with an error
 // set, unless nothing was written (`is_first`) and the path in Python can handle the call.
@@ -115,13 +116,15 @@ void Batch::clear() {
     replicas = destinations = 0, access = nullptr;
 }
 
-BatchLease::BatchLease() : batch(std::move(kept)) {
+BatchLease::BatchLease() {
+    if (auto *kept = kept_batches.get()) batch = std::move(*kept);
     if (batch == nullptr) batch = std::make_unique<Batch>();
 }
 
 BatchLease::~BatchLease() {
     batch->clear(); // this may run Python code, which may make a call
-    if (batch->arrays.capacity() + batch->outs.capacity() <= MAX_KEPT_ARRAYS) kept = std::move(batch);
+    if (batch->arrays.capacity() + batch->outs.capacity() > MAX_KEPT_ARRAYS) return;
+    if (auto *kept = kept_batches.get()) *kept = std::move(batch);
 }
 
 bool append(PyObject *tuple, size_t size, std::vector<PyObject *> &to) {

@@ -45,6 +45,7 @@ struct RankCallsObject {
     PyObject *memory, *acquire, *release; // the SharedMemory, and methods of the lock of its communicator
     uint64_t forks;
     Table *table;
+    std::vector<int64_t> *signature; // of the call that runs; the lock protects it
     int64_t stages; // of the programs in the table
     double slice_s; // see ranks/intra_host/shared_memory.py
 };
@@ -93,7 +94,7 @@ PyObject *run(PyObject *object, PyObject *const *arguments, Py_ssize_t count) {
                 Ref done(PyObject_CallNoArgs(method));
             }
         } release{self.release, self.memory};
-        static thread_local std::vector<int64_t> signature; // no Python code runs while it is used
+        std::vector<int64_t> &signature = *self.signature; // no Python code runs while it is used
         if (!read_signature(arguments[1], arguments[2], arguments[3], view, signature)) return none_or_error();
         const auto found = self.table->find(hash_of(signature));
         if (found == self.table->end() || found->second->signature != signature || !kernel_api->can_begin(self.memory))
@@ -200,6 +201,7 @@ PyObject *calls_new(PyTypeObject *type, PyObject *args, PyObject *) {
     if (!PyArg_ParseTuple(args, "OOd", &memory, &lock, &slice_s)) return nullptr;
     return make_object<RankCallsObject>(type, [&](RankCallsObject &self) {
         self.table = new Table();
+        self.signature = new std::vector<int64_t>();
         self.forks = forks;
         self.slice_s = slice_s;
         self.memory = memory;
@@ -213,6 +215,7 @@ PyObject *calls_new(PyTypeObject *type, PyObject *args, PyObject *) {
 void calls_dealloc(PyObject *object) {
     auto &self = *reinterpret_cast<RankCallsObject *>(object);
     delete self.table;
+    delete self.signature;
     for (PyObject *one : {self.memory, self.acquire, self.release}) Py_XDECREF(one);
     free_object(object);
 }

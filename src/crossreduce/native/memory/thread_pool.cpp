@@ -1,5 +1,7 @@
 #include "thread_pool.hpp"
 
+#include "per_thread.hpp"
+
 #include <algorithm>
 #include <chrono>
 #include <cstdlib>
@@ -18,23 +20,24 @@ pthread_cond_t task_added = PTHREAD_COND_INITIALIZER, helpers_done = PTHREAD_CON
 ParallelTask *tasks = nullptr; // the tasks with shares left, the newest one last
 std::atomic<uint64_t> added{0}; // how many tasks there were
 int started = 0;
-pthread_key_t key;
 struct Scratch {
-    char *memory;
-    size_t nbytes;
+    char *memory = nullptr;
+    size_t nbytes = 0;
+    ~Scratch() { std::free(memory); }
 };
-thread_local Scratch own{nullptr, 0};
+const PerThread<Scratch> scratches;
 
 // Return at least this much memory that belongs to the calling thread, or null.
 char *own_scratch(size_t nbytes) {
-    if (own.nbytes < nbytes) {
+    Scratch *own = scratches.get();
+    if (own == nullptr) return nullptr;
+    if (own->nbytes < nbytes) {
         void *memory = nullptr;
         if (posix_memalign(&memory, 4096, nbytes) != 0) return nullptr;
-        std::free(own.memory);
-        own = {static_cast<char *>(memory), nbytes};
-        pthread_setspecific(key, memory); // freed when the thread ends
+        std::free(own->memory);
+        own->memory = static_cast<char *>(memory), own->nbytes = nbytes;
     }
-    return own.memory;
+    return own->memory;
 }
 
 void before_fork() { pthread_mutex_lock(&lock); }
@@ -48,8 +51,7 @@ void in_child() { // a child has neither the helpers nor the threads that wait f
 }
 // The handlers are registered when the module is loaded, which holds the GIL. If the first run registered them, another
 // thread could fork at that moment without them, and its child would count helpers that it does not have.
-[[maybe_unused]] const int registered =
-    pthread_key_create(&key, std::free) + pthread_atfork(before_fork, after_fork, in_child);
+[[maybe_unused]] const int registered = pthread_atfork(before_fork, after_fork, in_child);
 
 // Sets the default floating-point environment of IEEE 754. Frameworks make some threads flush subnormal numbers, but
 // results must not depend on the thread.
