@@ -385,5 +385,5 @@ for arrays in (small, large):
     ctypes.CDLL(None).refuse()
 print((results == 2).all(), len(os.listdir("/proc/self/task")) - before)
 """
-    ran = run_python(code, LD_PRELOAD=str(library), OMP_NUM_THREADS="2")
+    ran = run_python(code, LD_PRELOAD=str(library), CROSSREDUCE_NUM_THREADS="2")
     assert ran.stdout.split() == ["True", "1"], ran.stderr
