@@ -2,6 +2,7 @@
 
 import contextlib
 import io
+import fcntl
 import json
 import mmap
 import os
@@ -48,8 +49,9 @@ def own(problems):
 def described():
     """Return a descriptor of memory that looks like that of a group of one rank, and its offset of the layout."""
     native = kernels.native()
-    fd = os.memfd_create("crossreduce-test")
+    fd = os.memfd_create("crossreduce-test", os.MFD_ALLOW_SEALING)
     os.ftruncate(fd, native.SharedMemory.nbytes(1, 8192))
+    fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)
     shared = native.SharedMemory(fd, 0, 1, 8192, 0.0, 1)
     shared.describe([7], b'{"name": "one"}')
     with mmap.mmap(fd, 0) as mapped:
@@ -82,6 +84,20 @@ def test_other_memory_is_refused(described, tmp_path):
             kernels.native().Observer(bad)
     os.close(empty)
     os.close(folder)
+    unsealed = os.memfd_create("test", os.MFD_ALLOW_SEALING)
+    os.write(unsealed, os.pread(fd, 1 << 20, 0))
+    with pytest.raises(OSError, match="temporarily unavailable"):  # its owner could truncate it while it is read
+        kernels.native().Observer(unsealed)
+    os.close(unsealed)
+
+
+def test_a_cause_is_not_longer_than_its_memory(described):
+    """The length of an abort's cause in shared memory may be any number; nothing beyond the cause's memory is read."""
+    fd, offset = described
+    aborted = (offset + 16 + 1000 + 63) // 64 * 64  # 1: the group is aborted; then come the cause's length and text
+    os.pwrite(fd, (1).to_bytes(4, "little") + b"\xff" * 4 + b"the cause", aborted)
+    cause = kernels.native().Observer(fd).cause()
+    assert cause.rstrip(b"\0") == b"the cause"
 
 
 def test_a_group_of_another_version_is_reported(described):

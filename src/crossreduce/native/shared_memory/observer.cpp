@@ -5,6 +5,7 @@
 #include <cerrno>
 
 #if defined(__linux__)
+#include <fcntl.h>
 #include <sys/mman.h>
 #include <sys/stat.h>
 #include <unistd.h>
@@ -13,7 +14,7 @@
 namespace {
 
 constexpr uint64_t VERSION_MASK = 0xffffff; // the digits of LAYOUT that are the version
-constexpr uint32_t MOST_RANKS = 100000;
+constexpr uint32_t MOST_RANKS = 4096; // of a host; a snapshot reads a pair of counters for each two of them
 
 // Append to a list an object that is new, or null with an error set; the list becomes null on failure.
 void append(PyObject *&list, PyObject *object) {
@@ -144,8 +145,15 @@ PyObject *counts_of(const SharedMemory &memory, int rank) {
 SharedMemory *SharedMemory::observe(int fd) {
     struct stat found;
     if (fstat(fd, &found) != 0) return nullptr;
-    if (found.st_size < static_cast<off_t>(sizeof(GroupState))) {
+    const int seals = fcntl(fd, F_GET_SEALS);
+    if (seals < 0 || found.st_size < static_cast<off_t>(sizeof(GroupState))) {
         errno = EINVAL;
+        return nullptr;
+    }
+    // The ranks seal the memory before they describe it. An access beyond the end of memory that its owner has truncated
+    // would kill this process.
+    if (!(seals & F_SEAL_SHRINK)) {
+        errno = EAGAIN;
         return nullptr;
     }
     void *start = mmap(nullptr, sizeof(GroupState), PROT_READ, MAP_SHARED, fd, 0);
@@ -156,7 +164,7 @@ SharedMemory *SharedMemory::observe(int fd) {
     munmap(start, sizeof(GroupState));
     const bool known = layout == LAYOUT && ranks >= 1 && ranks <= MOST_RANKS;
     const auto size = known ? static_cast<size_t>(slots_offset(static_cast<int>(ranks))) : 0;
-    if (!known || found.st_size < static_cast<off_t>(size)) { // an access beyond the end would kill the process
+    if (!known || found.st_size < static_cast<off_t>(size)) {
         errno = layout == 0 ? EAGAIN : layout != LAYOUT && (layout ^ LAYOUT) <= VERSION_MASK ? EPROTO : EINVAL;
         return nullptr;
     }

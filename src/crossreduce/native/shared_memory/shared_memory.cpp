@@ -218,7 +218,7 @@ void SharedMemory::abort(const std::string &) {}
 
 std::string SharedMemory::cause() const {
     if (group->aborted.load(std::memory_order_acquire) != 1) return {};
-    return {group->cause, group->cause_length};
+    return {group->cause, std::min<size_t>(group->cause_length, CAUSE_NBYTES)}; // a rank may have written any length
 }
 
 int SharedMemory::aborting_rank() const {
