@@ -29,7 +29,7 @@ from ..ranks.survival.survivors import Reformed
 from ..ranks.transports.gloo import connection_error
 from .collectives import Collectives
 from .connections import close, connect
-from .memory import copy_back_all, readable, tensors_in, writable
+from .memory import copy_back_all, increment_versions, readable, tensors_in, writable
 from .messages import HostMessage
 from .op_queue import REMEDY, Finished, Message, OpQueue, Works, exclude_from_compile, wait_in_backward
 from .profiling import begin_entry, entry, is_profiled
@@ -151,7 +151,7 @@ class Group(dist.ProcessGroup):  # type: ignore[misc]
         tensors, opts = _read(tensors, opts, c10d.ReduceOptions, timeout, op)
         options = [opts.reduceOp, opts.rootRank]
         function = partial(self._collectives.run_one, self._collectives.reduce, options, tensors)
-        return self._run("reduce", (tensors, opts), tensors, function)
+        return self._run("reduce", (tensors, opts), tensors, function, writes=opts.rootRank == self.rank())
 
     def reduce_scatter(self, outputs: Any, inputs: Any, opts: Any = None, timeout: Any = None, op: Any = None) -> Any:
         if isinstance(outputs, torch.Tensor):
@@ -183,7 +183,7 @@ class Group(dist.ProcessGroup):  # type: ignore[misc]
     def broadcast(self, tensors: Any, opts: Any = None, timeout: Any = None, root: int = 0) -> Any:
         tensors, opts = _read(tensors, opts, c10d.BroadcastOptions, timeout, root=root)
         function = partial(self._collectives.run_one, self._collectives.broadcast, [opts.rootRank], tensors)
-        return self._run("broadcast", (tensors, opts), tensors, function)
+        return self._run("broadcast", (tensors, opts), tensors, function, writes=opts.rootRank != self.rank())
 
     def allgather(self, outputs: Any, inputs: Any, opts: Any = None, timeout: Any = None) -> Any:
         if isinstance(inputs, torch.Tensor):
@@ -280,6 +280,8 @@ class Group(dist.ProcessGroup):  # type: ignore[misc]
         self.communicator.links.require(method, peer)
         buffers = [plain(x) for x in tensors]
         self.queue.require_open()  # a forked process would write to its parent's connections
+        if method != "send":
+            increment_versions(tensors)
         self._number = next(self._numbers)
         strided = len(buffers) == 1 and buffers[0].is_cpu and buffers[0].layout is torch.strided
         if self._in_memory is not None and strided and arguments[-1] >= 0:  # for other arguments gloo raises errors
@@ -347,16 +349,27 @@ class Group(dist.ProcessGroup):  # type: ignore[misc]
         self._backend_of(device, call)
 
     def _run(
-        self, inner: str, arguments: Sequence[Any], tensors: Any, function: Callable[[], None], results: Any = None
+        self,
+        inner: str,
+        arguments: Sequence[Any],
+        tensors: Any,
+        function: Callable[[], None],
+        results: Any = None,
+        writes: bool = True,
     ) -> Any:
         """Run ``function`` in the queue and return the work. Its result is ``results``, by default ``tensors``.
+
+        ``writes``: whether this rank's results are written.
 
         If ``tensors`` are not in host memory, the method ``inner`` of the inner backend runs instead, with
         ``arguments``. The last argument is the options. Tensors that wrap others are unwrapped first.
         """
+        written = tensors if results is None else results
+        if writes:
+            increment_versions(written)
         every_tensor = tensors if len(arguments) == 2 else tensors_in(arguments)  # two are ``tensors`` and the options
         if has_wrapper(every_tensor):
-            return self._unwrapped(inner, arguments, tensors if results is None else results)
+            return self._unwrapped(inner, arguments, written)
         self._number = next(self._numbers)
         for tensor in tensors:
             if not tensor.is_cpu:
@@ -370,7 +383,6 @@ class Group(dist.ProcessGroup):  # type: ignore[misc]
             limit = self._settings._timeout
         if limit != self._timeout:
             function = partial(self._with_timeout, limit.total_seconds(), function)
-        written = tensors if results is None else results
         if is_profiled():
             with entry(self, inner, tensors, written):
                 function = begin_entry(inner, function) if opts.asyncOp else function

@@ -6,7 +6,7 @@ Input: CPU tensors. Output: ``ArrayView``.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate, combinations, starmap
 from types import SimpleNamespace
 from typing import Any, Final
@@ -20,6 +20,25 @@ from ..ranks.array_views import ArrayView
 NAMES: Final = {getattr(torch, name): name for name in sorted(DTYPES) if hasattr(torch, name)}
 """The names of the dtypes that can be reduced. Tensors of other dtypes can only be moved, as bytes."""
 _STRIDED: Final = torch.strided
+
+
+def _increment_version_of_each(tensors: Sequence[Any]) -> None:
+    for x in tensors:
+        if not x.is_inference():
+            torch.autograd.graph.increment_version(x)
+
+
+def _version_function() -> Callable[[Sequence[Any]], None]:
+    increment: Callable[[Sequence[Any]], None] = torch._C._increment_version
+    try:
+        increment([])
+    except RuntimeError:  # in torch 2.4, which accepts a single tensor only
+        return _increment_version_of_each
+    return increment
+
+
+increment_versions: Final = _version_function()
+"""Tell autograd that an op writes these tensors, so that a backward pass that needs their old values fails."""
 
 
 def is_plain(tensor: Any) -> bool:

@@ -417,3 +417,61 @@ def forked(c):
     data = torch.utils.data.DataLoader(list(range(20)), batch_size=5, num_workers=1)
     assert sum(int(batch.sum()) for batch in data) == 190
     dist.barrier()
+
+
+@CHECKS.add
+def versions(c):
+    """Autograd notices the tensors that a call writes, in every form of it, and no others. So a backward pass that needs
+    values from before the call raises an error."""
+    x, y, whole, other = torch.ones(4), torch.ones(4), torch.ones(4 * c.size), torch.ones(4 * c.size)
+    rows, columns = ([torch.ones(4) for _ in range(c.size)] for _ in range(2))
+    square, bits, name = torch.ones(4, 4), torch.ones(4, dtype=torch.int32), dist.group.WORLD.group_name
+    is_root, splits = c.rank == 1, [4] * c.size
+    at_root, elsewhere = ([x], []) if is_root else ([], [x])
+
+    def coalesced():
+        with dist._coalescing_manager():
+            dist.all_reduce(x)
+            dist.all_reduce(y)
+
+    calls = [  # a call, the tensors that it writes, those that it only reads
+        (lambda: dist.all_reduce(x), [x], []),
+        (lambda: dist.all_reduce(x, async_op=True).wait(), [x], []),
+        (lambda: dist.all_reduce(square.T), [square], []),
+        (lambda: dist.all_reduce(bits, dist.ReduceOp.BAND), [bits], []),
+        (lambda: dist.all_reduce_coalesced([x, y]), [x, y], []),
+        (coalesced, [x, y], []),
+        (lambda: torch.ops._c10d_functional.all_reduce_(x, "sum", name), [x], []),
+        (lambda: dist.reduce(x, 1), at_root, elsewhere),
+        (lambda: dist.broadcast(x, 1), elsewhere, at_root),
+        (lambda: dist.all_gather(rows, x), rows, [x]),
+        (lambda: dist.all_gather_into_tensor(whole, x), [whole], [x]),
+        (lambda: dist.gather(x, rows if is_root else None, 1), rows if is_root else [], [x]),
+        (lambda: dist.scatter(x, rows if is_root else None, 1), [x], rows),
+        (lambda: dist.reduce_scatter(x, rows), [x], rows),
+        (lambda: dist.reduce_scatter_tensor(x, whole), [x], [whole]),
+        (lambda: dist.all_to_all(rows, columns), rows, columns),
+        (lambda: dist.all_to_all_single(whole, other), [whole], [other]),
+        (lambda: dist.all_to_all_single(whole, other, splits, splits), [whole], [other]),
+    ]
+    if c.rank == 0:
+        calls += [(lambda: dist.send(x, 1), [], [x]), (lambda: dist.isend(x, 1).wait(), [], [x])]
+    if is_root:
+        calls += [(lambda: dist.recv(x, 0), [x], []), (lambda: dist.irecv(x).wait(), [x], [])]
+    for _ in range(3):  # calls may be prepared at first
+        for k, (call, written, read) in enumerate(calls):
+            before = [tensor._version for tensor in written + read]
+            call()
+            after = [tensor._version for tensor in written + read]
+            changed = [new > old for old, new in zip(before, after, strict=True)]
+            assert changed == [True] * len(written) + [False] * len(read), (k, before, after)
+
+    weight = torch.ones(4 * c.size, requires_grad=True)
+    dist.all_gather_into_tensor(whole, torch.ones(4))
+    loss = (weight * whole).sum()
+    dist.all_gather_into_tensor(whole, torch.zeros(4))
+    raises(RuntimeError, "modified by an inplace operation", loss.backward)
+    with torch.inference_mode():
+        untracked = torch.ones(4)
+        dist.all_reduce(untracked)  # has no version
+    assert torch.equal(untracked, torch.full((4,), float(c.size)))
