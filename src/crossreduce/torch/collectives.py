@@ -12,6 +12,7 @@ other ranks may read the inputs while this one writes its results. Results that 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from typing import Any, Final, NoReturn
 
 import torch
@@ -25,7 +26,7 @@ from ..ops import COMPLEX, FLOATS, ReduceOp
 from ..ranks.communicator import Communicator
 from ..ranks.intra_host.instructions import reduction_numbers
 from ..ranks.prepared import call_name, new_calls, prepare
-from .inner_gloo import InnerGloo, name_of
+from .inner_gloo import BITWISE, InnerGloo, name_of
 from .memory import (
     NAMES,
     are_apart,
@@ -33,12 +34,14 @@ from .memory import (
     copy_back_all,
     copy_overlapping,
     equal_parts,
+    form_of,
     is_plain,
     memory,
     raw,
     readable,
     share_memory,
     tensors_in,
+    unsupported_form,
     writable,
 )
 
@@ -54,6 +57,11 @@ _OPS: Final = {
 _OF_BOOLS: Final = {TorchOp.SUM: ReduceOp.MAX, TorchOp.PRODUCT: ReduceOp.MIN}
 
 _STRIDED: Final = torch.strided
+
+# The dtypes of which gloo sums sparse tensors.
+_SUMMED_IN_GLOO: Final = {
+    getattr(torch, name) for name in ("float16", "bfloat16", "float32", "float64", "int8", "uint8", "int32", "int64")
+}
 
 
 class Collectives(InnerGloo):
@@ -78,6 +86,8 @@ class Collectives(InnerGloo):
         name = self._all_reduce
         if prepared_op and self._calls.run(self._communicator, name, prepared_op, 0, tensor, tensor) is tensor:
             return
+        if tensor.layout is not torch.sparse_coo:
+            self._require_dense("all_reduce", tensor)
         plain = tensor.layout is _STRIDED and is_plain(tensor)
         if not plain:
             self._are_apart("all_reduce", [tensor])
@@ -97,6 +107,7 @@ class Collectives(InnerGloo):
     def reduce(self, tensor: Any, kind: Any, root: int, result: Any = None) -> None:
         """Write the reduction of all ranks' ``tensor`` to ``result`` of the root, by default its ``tensor``."""
         result = tensor if result is None else result
+        self._require_dense("reduce", tensor, root=root)
         if root == self._rank:
             self._are_apart("reduce", [result])
         op = self._op("reduce", kind, tensor, root)
@@ -115,6 +126,7 @@ class Collectives(InnerGloo):
             copy_back(result, written)
 
     def reduce_scatter(self, output: Any, inputs: Sequence[Any], kind: Any) -> None:
+        self._require_dense("reduce_scatter", output, *inputs)
         sizes = [x.numel() for x in inputs]
         tensors = [output, *inputs]
         fits = len(inputs) == self._size and sizes[self._rank] == output.numel() and _alike(tensors)
@@ -136,6 +148,7 @@ class Collectives(InnerGloo):
         name = self._reduce_scatter
         if prepared_op and self._calls.run(self._communicator, name, prepared_op, 0, tensor, output) is output:
             return
+        self._require_dense("reduce_scatter", output, tensor)
         fits = tensor.numel() == output.numel() * self._size and output.dtype == tensor.dtype and tensor.is_cpu
         remedy = "an input as large as the outputs of all ranks together"
         self._require(fits, "reduce_scatter", [output, tensor], "elements of the input:", [tensor.numel()], remedy)
@@ -165,18 +178,25 @@ class Collectives(InnerGloo):
     def broadcast(self, tensor: Any, root: int) -> None:
         if self._calls.run(self._communicator, "broadcast", None, root, tensor, tensor) is tensor:
             return
+        self._require_dense("broadcast", tensor, root=root)
         if root != self._rank:
             self._are_apart("broadcast", [tensor])
         self._agree_on_bytes("broadcast", tensor, root)
         plain = readable(tensor)
         array = memory(plain)
-        self._communicator.broadcast(array, root)
+        try:
+            self._communicator.broadcast(array, root)
+        except MismatchError:
+            if root == self._rank and share_memory([tensor]):  # as on the other ranks, which therefore refuse it
+                raise self._overlap_error("broadcast", [tensor]) from None
+            raise
         if plain is tensor and tensor.dtype in NAMES:
             prepare(self._calls, self._communicator, "broadcast", None, root, tensor, array, tensor)
         if root != self._rank:
             copy_back(tensor, plain)
 
     def all_gather(self, results: Sequence[Any], tensor: Any) -> None:
+        self._require_dense("all_gather", tensor, *results)
         sizes = [x.numel() for x in results]
         tensors = [tensor, *results]
         fits = len(results) == self._size and sizes[self._rank] == tensor.numel() and _alike(tensors)
@@ -203,6 +223,7 @@ class Collectives(InnerGloo):
     def all_gather_single(self, output: Any, tensor: Any) -> None:
         if self._calls.run(self._communicator, "all_gather", None, 0, tensor, output) is output:
             return
+        self._require_dense("all_gather", tensor, output)
         fits = output.numel() == tensor.numel() * self._size and output.dtype == tensor.dtype and output.is_cpu
         remedy = "an output as large as the inputs of all ranks together"
         self._require(fits, "all_gather", [tensor, output], "elements of the output:", [output.numel()], remedy)
@@ -240,6 +261,7 @@ class Collectives(InnerGloo):
         copy_back(output, written)
 
     def all_to_all(self, outputs: Sequence[Any], inputs: Sequence[Any]) -> None:
+        self._require_dense("all_to_all", *inputs, *outputs)
         tensors, counts = [*inputs, *outputs] or [torch.empty(0)], [len(inputs), len(outputs)]
         fits = len(outputs) == len(inputs) == self._size and _alike(tensors)
         remedy = "one input and one output per rank"
@@ -262,6 +284,7 @@ class Collectives(InnerGloo):
 
     def all_to_all_single(self, output: Any, tensor: Any, rooms: Sequence[int], sizes: Sequence[int]) -> None:
         """``sizes`` and ``rooms``: the rows that this rank sends to, and receives from, each rank; empty: equal."""
+        self._require_dense("all_to_all", tensor, output)
         fits = self._are_splits(tensor, sizes) and self._are_splits(output, rooms) and output.dtype == tensor.dtype
         fits = fits and tensor.shape[1:].numel() == output.shape[1:].numel() and output.is_cpu
         remedy = "splits that add up to the first dimension, or none if the number of ranks divides it; equal rows"
@@ -371,13 +394,27 @@ class Collectives(InnerGloo):
         if op is not None and name is not None and strided and self._communicator.supports(op, name, self._exact):
             return op
         exact = self._exact and (tensor.is_floating_point() or tensor.is_complex())
-        self._agree(collective, kind.op.name.lower() if op is None else op_text(op, exact), tensor, root)
+        op_name = kind.op.name.lower() if op is None else op_text(op, exact)
+        self._agree(collective, op_name, tensor, root)
         if op is not None and name is not None and strided:
             reduction_numbers(op, name, self._size, self._exact)  # raises an error if the op is not defined
         if exact:
             problem = f"only dense tensors of {', '.join(sorted(FLOATS | COMPLEX))} can be summed exactly."
             raise UnsupportedError.of(problem, f"{collective} of {name_of(tensor)}", "a group without exact=True")
-        return None
+        is_float = tensor.is_floating_point() or tensor.is_complex()
+        if kind.op in BITWISE and name is not None and strided and not is_float:
+            return None
+        if kind.op == TorchOp.SUM and tensor.dtype in _SUMMED_IN_GLOO and not strided:
+            return None
+        problem = f"tensors of {name_of(tensor)} cannot be reduced by {op_name}."
+        remedy = (
+            "tensor.to_dense(), or SUM" if not strided else f"cast to one of {', '.join(sorted(set(NAMES.values())))}"
+        )
+        if kind.op in BITWISE and is_float:
+            remedy = "cast to an integer, or use MIN, MAX or SUM"
+        elif name is not None and strided:
+            remedy = "SUM, AVG, MIN, MAX or PRODUCT of the tensor, scaled before if need be"
+        raise UnsupportedError.of(problem, f"{collective} of {name_of(tensor)}, op {op_name}", remedy)
 
     def _agree_on_bytes(self, collective: str, tensor: Any, root: int | None = None) -> None:
         """Compare the ranks' dtypes if a collective moves a tensor as bytes, since the communicator does not."""
@@ -388,6 +425,7 @@ class Collectives(InnerGloo):
         self._communicator.require_same(call_text(collective, op, root, name_of(tensor), tensor.shape))
 
     def _require_rooted(self, collective: str, tensor: Any, listed: Sequence[Any], root: int) -> None:
+        self._require_dense(collective, tensor, *listed, root=root)
         expected = [tensor.numel()] * self._size if root == self._rank else []
         sizes = [x.numel() for x in listed]
         remedy = "on the root a list of one tensor per rank, each as large as a rank's own one; on other ranks none"
@@ -422,10 +460,37 @@ class Collectives(InnerGloo):
             return True
         if share_memory(results):
             call = call_text(collective, None, None, name_of(results[0]), results[0].shape)
-            self._communicator.require_same(f"{call} with results that share memory")
-            problem = f"elements of the results of this {collective} share memory, so one would overwrite the other."
-            raise ArgumentError.of(problem, f"{call}; {len(results)} results", "results that do not overlap")
+            with suppress(MismatchError):  # on the other ranks, whose results may be apart
+                self._communicator.require_same(f"{call} with results that share memory")
+            raise self._overlap_error(collective, results)
         return False
+
+    def refuse_class(self, collective: str, tensor: Any) -> NoReturn:
+        """Raise an error on all ranks: the class of a tensor does not pass ops on to tensors that have memory."""
+        name = f"{type(tensor).__name__}_{str(tensor.dtype).removeprefix('torch.')}"
+        self._communicator.require_same(call_text(collective, dtype=name))
+        problem = (
+            f"{collective} needs tensors whose values are in their memory, or that pass the op on to such tensors."
+        )
+        raise UnsupportedError.of(problem, f"a {type(tensor).__name__}", "the tensors that it consists of, one by one")
+
+    def _overlap_error(self, collective: str, results: Sequence[Any]) -> ArgumentError:
+        call = call_text(collective, None, None, name_of(results[0]), results[0].shape)
+        problem = f"elements of the results of this {collective} share memory, so one would overwrite the other."
+        return ArgumentError.of(problem, f"{call}; {len(results)} results", "results that do not overlap")
+
+    def _require_dense(self, collective: str, *tensors: Any, root: int | None = None) -> None:
+        """Raise an error on all ranks if the memory of a tensor does not contain its values (see ``form_of``).
+
+        Raises:
+          UnsupportedError: all ranks have such a tensor.
+          MismatchError: only some ranks have one, or they make different calls.
+        """
+        odd = next(filter(form_of, tensors), None)
+        if odd is not None:
+            shape = () if odd.is_nested else odd.shape  # a nested tensor has none
+            self._communicator.require_same(call_text(collective, None, root, name_of(odd), shape))
+            raise unsupported_form(collective, odd)
 
 
 def _take_like(given: Any, tensors: Iterator[Any]) -> Any:

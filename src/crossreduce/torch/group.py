@@ -29,7 +29,7 @@ from ..ranks.survival.survivors import Reformed
 from ..ranks.transports.gloo import connection_error
 from .collectives import Collectives
 from .connections import close, connect
-from .memory import copy_back_all, increment_versions, readable, tensors_in, writable
+from .memory import copy_back_all, form_of, increment_versions, readable, tensors_in, unsupported_form, writable
 from .messages import HostMessage
 from .op_queue import REMEDY, Finished, Message, OpQueue, Works, exclude_from_compile, wait_in_backward
 from .profiling import begin_entry, entry, is_profiled
@@ -40,6 +40,14 @@ _CPU: Final = torch.device("cpu")
 _DRAIN_S: Final = 10.0  # how long a group that is destroyed waits for its pending ops
 _UNSET: Final = timedelta(0)  # a timeout of at most this means that the options have none
 _NAMES_OF_OPS: Final = (dist.ReduceOp, dist.ReduceOp.RedOpType)
+_COLLECTIVES: Final = {  # the public name of a collective, by that of a method
+    **dict.fromkeys(("allreduce", "allreduce_coalesced"), "all_reduce"),
+    **dict.fromkeys(
+        ("allgather", "allgather_coalesced", "_allgather_base", "allgather_into_tensor_coalesced"), "all_gather"
+    ),
+    **dict.fromkeys(("_reduce_scatter_base", "reduce_scatter_tensor_coalesced"), "reduce_scatter"),
+    **dict.fromkeys(("alltoall", "alltoall_base"), "all_to_all"),
+}
 BACKEND: Final = "crossreduce"
 READY: Final[list[Group]] = []  # a finished group, which ``create`` returns next, so that torch enters it in its tables
 
@@ -272,11 +280,16 @@ class Group(dist.ProcessGroup):  # type: ignore[misc]
         and then aborts this group, since gloo would still write to the tensors.
         """
         if has_wrapper(tensors):
-            return self._unwrapped(method, (tensors, *arguments), tensors)
+            if works := call_unwrapped(getattr(self, method), (tensors, *arguments)):
+                return Works(works, tensors)
+            raise unsupported_form(method, tensors[0])
         peer = None if method == "recv_anysource" else arguments[0]
         if peer is not None and not 0 <= peer < self.size():  # gloo would crash
             problem = f"the other rank of a {method} is not a rank of the group."
             raise ArgumentError.of(problem, str(peer), f"0 to {self.size() - 1}")
+        for tensor in tensors:
+            if tensor.is_cpu and form_of(tensor):
+                raise unsupported_form(method, tensor)
         self.communicator.links.require(method, peer)
         buffers = [plain(x) for x in tensors]
         self.queue.require_open()  # a forked process would write to its parent's connections
@@ -395,7 +408,12 @@ class Group(dist.ProcessGroup):  # type: ignore[misc]
 
     def _unwrapped(self, method: str, arguments: Sequence[Any], results: Any) -> Any:
         """Call a method with the tensors that its arguments wrap; return the work of all these calls."""
-        return Works(call_unwrapped(getattr(self, method), arguments), results)
+        works = call_unwrapped(getattr(self, method), arguments)
+        if works:
+            return Works(works, results)
+        wrapper = next(x for x in tensors_in(arguments) if has_wrapper([x]))
+        refuse = partial(self._collectives.refuse_class, _COLLECTIVES.get(method, method), wrapper)
+        return self.queue.run(refuse, results, getattr(arguments[-1], "asyncOp", False))
 
     def _with_timeout(self, seconds: float, function: Callable[[], None]) -> None:
         usual = self.communicator.timeout_s

@@ -13,13 +13,15 @@ from datetime import timedelta
 from typing import Any, Final
 
 import torch
+from torch.distributed import ReduceOp as TorchOp
 
 from ..observe.diagnostics import call_text
 from ..ranks.communicator import Communicator
 from ..ranks.transports.gloo import GlooCollective
-from .memory import NAMES, copy_back, readable, tensors_in
+from .memory import NAMES, copy_back, form_of, raw, readable, tensors_in
 
 _GLOO_WAITS_S: Final = 10.0  # how much longer than the group gloo waits, since its own errors name no rank
+BITWISE: Final = (TorchOp.BAND, TorchOp.BOR, TorchOp.BXOR)
 _RELEASE_S: Final = 1.0  # the longest wait for gloo to release tensors, which takes microseconds
 
 
@@ -50,7 +52,9 @@ class InnerGloo:
     def _reduce_in_gloo(self, collective: str, root: int | None, function: Any, tensor: Any, options: Any) -> None:
         dense = tensor.layout is torch.strided
         plain = readable(tensor) if dense else tensor
-        detached = plain.detach()  # _run_in_gloo counts references, and other code may refer to the tensor itself
+        # Bitwise ops combine bytes. Else a detached tensor: _run_in_gloo counts references, and other code may refer to
+        # the tensor itself.
+        detached = raw(plain) if options.reduceOp.op in BITWISE else plain.detach()
         op = options.reduceOp.op.name.lower()
         text = call_text(collective, op, root, name_of(tensor), tensor.shape)
         self._run_in_gloo(text, function, [detached], options)
@@ -69,9 +73,9 @@ class InnerGloo:
 
 
 def name_of(tensor: Any) -> str:
-    """Return a tensor's dtype, and its layout unless it is strided, as text. Ranks must agree on both."""
-    name = NAMES.get(tensor.dtype) or str(tensor.dtype).removeprefix("torch.")
-    return name if tensor.layout is torch.strided else f"{str(tensor.layout).removeprefix('torch.')}_{name}"
+    """Return a tensor's dtype, and its form if it has one (see ``form_of``), as text. Ranks must agree on both."""
+    name, form = NAMES.get(tensor.dtype) or str(tensor.dtype).removeprefix("torch."), form_of(tensor)
+    return f"{form.replace(' ', '_')}_{name}" if form else name
 
 
 def _references(tensors: Sequence[Any]) -> list[int]:

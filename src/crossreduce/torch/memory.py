@@ -14,12 +14,21 @@ from typing import Any, Final
 import numpy as np
 import torch
 
+from ..errors import UnsupportedError
 from ..ops import DTYPES
 from ..ranks.array_views import ArrayView
 
 NAMES: Final = {getattr(torch, name): name for name in sorted(DTYPES) if hasattr(torch, name)}
 """The names of the dtypes that can be reduced. Tensors of other dtypes can only be moved, as bytes."""
 _STRIDED: Final = torch.strided
+_QUANTIZED: Final = {torch.quint8, torch.qint8, torch.qint32, torch.quint4x2, torch.quint2x4}
+_REMEDIES: Final = {
+    "quantized": "tensor.dequantize(); or tensor.int_repr(), with the scale and the zero point as further tensors",
+    "nested": "tensor.values() and tensor.offsets(), or each of tensor.unbind()",
+    "sparse_coo": "tensor.to_dense(), or tensor.indices() and tensor.values(); all_reduce accepts its SUM",
+    "sparse_csr": "tensor.to_dense(), or tensor.crow_indices(), tensor.col_indices() and tensor.values()",
+    "without memory": "a tensor that has memory, outside of torch.func, before its storage is freed",
+}
 
 
 def _increment_version_of_each(tensors: Sequence[Any]) -> None:
@@ -39,6 +48,30 @@ def _version_function() -> Callable[[Sequence[Any]], None]:
 
 increment_versions: Final = _version_function()
 """Tell autograd that an op writes these tensors, so that a backward pass that needs their old values fails."""
+
+
+def form_of(tensor: Any) -> str:
+    """Return "" if a tensor's values are in its memory, else a word for where they are, such as "sparse_coo"."""
+    if tensor.layout is not _STRIDED:
+        return "nested" if tensor.is_nested else str(tensor.layout).removeprefix("torch.")
+    if tensor.is_nested:
+        return "nested"
+    if tensor.dtype in _QUANTIZED:
+        return "quantized"
+    try:
+        return "without memory" if tensor.is_cpu and tensor.data_ptr() == 0 and tensor.numel() else ""
+    except RuntimeError:  # within torch.func.vmap, for example
+        return "without memory"
+
+
+def unsupported_form(call: str, tensor: Any) -> UnsupportedError:
+    """Return the error for a call with a tensor that has a form (see ``form_of``)."""
+    form = form_of(tensor) or type(tensor).__name__  # a class that wraps others, and does not pass on ops
+    problem = f"{call} needs tensors whose values are in their memory, not {form} ones."
+    if form == "quantized":
+        problem = f"{call} of quantized tensors would move their integers without the scale that gives them a meaning."
+    given = f"a {type(tensor).__name__} of {str(tensor.dtype).removeprefix('torch.')}, {form}"
+    return UnsupportedError.of(problem, given, _REMEDIES.get(form, "tensor.to_dense()"))
 
 
 def is_plain(tensor: Any) -> bool:

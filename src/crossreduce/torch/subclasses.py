@@ -30,12 +30,25 @@ def has_wrapper(tensors: Sequence[Any]) -> bool:
 
 
 def call_unwrapped(function: Callable[..., Any], arguments: Sequence[Any]) -> list[Any]:
-    """Call ``function`` with the tensors that those in ``arguments`` wrap; return the result of each call."""
+    """Call ``function`` with the tensors that those in ``arguments`` wrap; return the result of each call.
+
+    The list is empty if their class does not pass the op on, or raises an error before ``function`` is called.
+    """
     returned: list[Any] = []
     key = next(_KEYS)
-    _CALLS[key] = lambda tensors: returned.append(function(*_replaced(arguments, iter(tensors))))
+    called = False
+
+    def call(tensors: Sequence[Any]) -> None:
+        nonlocal called
+        called = True
+        returned.append(function(*_replaced(arguments, iter(tensors))))
+
+    _CALLS[key] = call
     try:
         torch.ops.crossreduce.unwrap(tensors_in(arguments), key)
+    except Exception:
+        if called:
+            raise
     finally:
         del _CALLS[key]
     return returned

@@ -1,8 +1,8 @@
 """What an observer reads of a group's memory, and how memory that is not that of a group of this version is refused."""
 
 import contextlib
-import io
 import fcntl
+import io
 import json
 import mmap
 import os

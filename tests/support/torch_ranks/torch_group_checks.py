@@ -11,7 +11,20 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from torch_oracle import AVG, DIGESTS, MAX, MIN, SUM, Checks, expect_reduced, given, inputs, raises, record_digest
+from torch_oracle import (
+    AVG,
+    DIGESTS,
+    INTEGERS,
+    MAX,
+    MIN,
+    SUM,
+    Checks,
+    expect_reduced,
+    given,
+    inputs,
+    raises,
+    record_digest,
+)
 
 CHECKS = Checks()
 
@@ -421,7 +434,7 @@ def forked(c):
 
 @CHECKS.add
 def versions(c):
-    """Autograd notices the tensors that a call writes, in every form of it, and no others. So a backward pass that needs
+    """Autograd notices the tensors that a call writes, in every form of it, and no others: a backward pass that needs
     values from before the call raises an error."""
     x, y, whole, other = torch.ones(4), torch.ones(4), torch.ones(4 * c.size), torch.ones(4 * c.size)
     rows, columns = ([torch.ones(4) for _ in range(c.size)] for _ in range(2))
@@ -475,3 +488,98 @@ def versions(c):
         untracked = torch.ones(4)
         dist.all_reduce(untracked)  # has no version
     assert torch.equal(untracked, torch.full((4,), float(c.size)))
+
+
+def odd_tensors():
+    """Return tensors whose values are not in their memory, by a word of the error about them."""
+    matrix = torch.eye(4)
+    freed = torch.ones(4)
+    freed.untyped_storage().resize_(0)
+    return {
+        "quantized": torch.quantize_per_tensor(torch.ones(4), 0.5, 0, torch.quint8),
+        "sparse_coo": matrix.to_sparse(),
+        "sparse_csr": matrix.to_sparse_csr(),
+        "_mkldnn": torch.ones(4).to_mkldnn(),
+        "nested": torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]),
+        "NestedTensor": torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged),
+        "without memory": freed,
+    }
+
+
+@CHECKS.add
+def tensors_without_dense_values(c):
+    """Tensors whose values are not in their memory are refused on all ranks, also if only one rank passes one."""
+    from crossreduce import MismatchError, UnsupportedError
+
+    for word, odd in odd_tensors().items():
+        of_one = [
+            lambda x: dist.broadcast(x, 0),
+            lambda x: dist.reduce(x, 1),
+            lambda x: dist.broadcast(x, 1, async_op=True).wait(),
+            *([] if word == "sparse_coo" else [dist.all_reduce]),
+        ]
+        of_several = [
+            lambda x: dist.all_gather([x] * c.size, x),
+            lambda x: dist.gather(x, [x] * c.size if c.rank == 0 else None),
+            lambda x: dist.scatter(x, [x] * c.size if c.rank == 0 else None),
+            lambda x: dist.all_to_all_single(x, x),
+        ]
+        for call in of_one + of_several:
+            raises(UnsupportedError, word, call, odd)
+        for call in of_one:
+            raises(MismatchError, "rank 2", call, odd if c.rank == 2 else torch.ones(4))
+        if c.rank == 0:
+            raises(UnsupportedError, word, dist.send, odd, 1)
+        if c.rank == 1:
+            raises(UnsupportedError, word, dist.recv, odd, 0)
+
+
+@CHECKS.add
+def reductions_that_are_not_defined(c):
+    """A reduction that neither the library nor gloo defines raises an error with the dtype and the op on all ranks."""
+    from crossreduce import UnsupportedError
+
+    raw = torch.arange(8, dtype=torch.uint8)
+    dtypes = (
+        torch.float8_e4m3fn,
+        torch.float8_e5m2,
+        torch.float8_e8m0fnu,
+        torch.float4_e2m1fn_x2,
+        torch.bits8,
+        torch.uint4,
+    )
+    for dtype in dtypes:
+        name = str(dtype).removeprefix("torch.")
+        for call in (dist.all_reduce, lambda x: dist.reduce(x, 1), lambda x: dist.all_reduce(x, MAX)):
+            error = raises(UnsupportedError, name, call, raw.view(dtype))
+            assert "try:" in str(error)
+        raises(UnsupportedError, name, dist.reduce_scatter_tensor, raw.view(dtype)[:1], raw.view(dtype)[: c.size])
+    raises(UnsupportedError, "float32 cannot be reduced by band", dist.all_reduce, torch.ones(3), dist.ReduceOp.BAND)
+    raises(
+        UnsupportedError, "sparse_coo_float32 cannot be reduced by max", dist.all_reduce, torch.eye(2).to_sparse(), MAX
+    )
+    premultiplied = dist._make_nccl_premul_sum(2.0)
+    raises(UnsupportedError, "premul_sum", dist.all_reduce, torch.ones(3), premultiplied)
+
+
+@CHECKS.add
+def bitwise_reductions(c):
+    """Bitwise reductions of every integer dtype, and of bools, are torch's own."""
+    ops = {"BAND": torch.bitwise_and, "BOR": torch.bitwise_or, "BXOR": torch.bitwise_xor}
+    for dtype in (*INTEGERS, torch.uint16, torch.uint32, torch.uint64, torch.bool):
+        wide = [given(rank, (9,), torch.int64 if dtype is not torch.bool else dtype, 160) for rank in range(c.size)]
+        for name, function in ops.items():
+            x = wide[c.rank].to(dtype, copy=True)
+            dist.all_reduce(x, getattr(dist.ReduceOp, name))
+            assert torch.equal(x, functools.reduce(function, wide).to(dtype)), (dtype, name)
+
+
+@CHECKS.add
+def broadcasts_into_elements_that_share_memory(c):
+    """A broadcast into a tensor whose elements share memory is an ArgumentError on all ranks; from one, it is right."""
+    from crossreduce import ArgumentError
+
+    raises(ArgumentError, "share memory", dist.broadcast, torch.zeros(1).expand(4), 0)
+    x = torch.full((1,), 3.0).expand(4) if c.rank == 0 else torch.zeros(4)
+    dist.broadcast(x, 0)
+    assert torch.equal(x, torch.full((4,), 3.0))
