@@ -154,7 +154,11 @@ class ArrayGroup:
         return result
 
     def all_to_all(self, x: Any, out: Array | None = None) -> Array:
-        """Return an array whose row k is row ``rank`` of rank k's ``x``; both have shape ``(size, ...)``."""
+        """Return an array whose row k is row ``rank`` of rank k's ``x``; both have shape ``(size, ...)``.
+
+        Raises:
+          ArgumentError: ``x`` has another number of rows, or is a list of parts of different shapes.
+        """
         done: Array | None = self._calls.run(self.communicator, "all_to_all", None, 0, x, out)
         if done is not None:
             return done
@@ -223,7 +227,12 @@ def _readable(x: Any, op: ReduceOp | None = None) -> Array:
     if type(x) is not np.ndarray and isinstance(x, np.ma.MaskedArray):
         problem = "masked arrays cannot be reduced."
         raise UnsupportedError.of(problem, shown(x), "fill the masked elements: x.filled(0)")
-    array = np.asarray(x)
+    try:
+        array = np.asarray(x)
+    except ValueError:
+        shapes = [getattr(part, "shape", part) for part in x]
+        problem = "the parts of an array must have the same shape, also those of an all_to_all."
+        raise ArgumentError.of(problem, shown(shapes), "parts padded to one shape, and their sizes in a further array") from None
     if array.dtype.byteorder not in "=|":
         array = array.astype(array.dtype.newbyteorder("="))
     require_dtype(array.dtype.name)

@@ -287,6 +287,9 @@ class Group(dist.ProcessGroup):  # type: ignore[misc]
         if peer is not None and not 0 <= peer < self.size():  # gloo would crash
             problem = f"the other rank of a {method} is not a rank of the group."
             raise ArgumentError.of(problem, str(peer), f"0 to {self.size() - 1}")
+        if peer == self.rank():
+            problem = "a rank cannot send a message to itself, nor receive one from itself."
+            raise ArgumentError.of(problem, f"rank {peer}", "copy the tensor")
         for tensor in tensors:
             if tensor.is_cpu and form_of(tensor):
                 raise unsupported_form(method, tensor)
@@ -324,9 +327,6 @@ class Group(dist.ProcessGroup):  # type: ignore[misc]
     ) -> Any:
         """Return the work of a message of one tensor between ranks of a host. ``buffers``: see ``_start_message``."""
         (tensor,), (buffer,) = tensors, buffers
-        if peer == self.rank():
-            problem = "a rank cannot send a message to itself, nor receive one from itself."
-            raise ArgumentError.of(problem, f"rank {peer}", "copy the tensor")
         nbytes, other = buffer.nbytes, ANY_RANK if peer is None else peer
         if sends:
             number, finish = messages.send(buffer, buffer.data_ptr(), nbytes, other, tag), None

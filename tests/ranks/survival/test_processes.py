@@ -69,7 +69,8 @@ def test_every_collective_of_numpy_arrays(address, hosts):
 
 
 def test_arguments_that_are_refused():
-    """A masked array is refused, also if an array of its shape and dtype was reduced before. A root that is not the
+    """A masked array is refused, also if an array of its shape and dtype was reduced before; so is a list of arrays of
+    different shapes. A root that is not the
     number of a rank is an ArgumentError in every call; NumPy's integers are numbers."""
     x = np.ones((1, 2))
     with processes.join(0, 1) as group:
@@ -77,6 +78,9 @@ def test_arguments_that_are_refused():
             group.all_reduce(np.ones(2))
         with pytest.raises(UnsupportedError, match=r"masked arrays cannot be reduced.*\n.*\n.*filled"):
             group.all_reduce(np.ma.array([1.0, 2.0], mask=[0, 1]))
+        for call in (group.all_to_all, group.all_gather, group.all_reduce):
+            with pytest.raises(ArgumentError, match=r"must have the same shape[\s\S]*\(3,\), \(4,\)[\s\S]*padded"):
+                call([np.ones(3), np.ones(4)])
         calls = (
             lambda root: group.reduce(x, "sum", root),
             lambda root: group.broadcast(x, root),

@@ -583,3 +583,14 @@ def broadcasts_into_elements_that_share_memory(c):
     x = torch.full((1,), 3.0).expand(4) if c.rank == 0 else torch.zeros(4)
     dist.broadcast(x, 0)
     assert torch.equal(x, torch.full((4,), 3.0))
+
+
+@CHECKS.add
+def messages_to_the_own_rank(c):
+    """A rank cannot send a message to itself; the error says so on one host and on several."""
+    from crossreduce import ArgumentError
+
+    group = dist.group.WORLD
+    for send in (group.send, group.recv):
+        raises(ArgumentError, "to itself", send, [torch.ones(1)], c.rank, 0)
+    raises(ValueError, "itself", dist.batch_isend_irecv, [dist.P2POp(dist.isend, torch.ones(1), c.rank)])
