@@ -28,7 +28,7 @@ train --devices 0: --devices must be 1 or more, not 0.
 train --devices nowhere: "nowhere": this device name cannot be parsed.
 train --devices cpu:0,CPU:0: each device may be listed only once
 train --devices 1000000: --devices must be at most 4096 devices, not 1000000.
-train --devices cpu:999999999: the number of a device must be below 4096, unlike that of cpu:999999999.
+train --devices cpu:999999999: the number of a device must be below 4096, but cpu:999999999 is listed.
 train --num-packs -1: --num-packs must be 0 or more, not -1.
 train --epochs 0: --epochs must be 1 or more, not 0.
 train --batch-size 0: --batch-size must be 1 or more, not 0.

@@ -103,7 +103,7 @@ def test_missing_files_and_sizes(crossreduce, printed, tmp_path):
     messages the executor accepts."""
     missing = "cannot be read: No such file or directory."
     assert crossreduce("verify", tmp_path / "no") == (2, "", f"crossreduce: {tmp_path / 'no'} {missing}\n")
-    folder = f"crossreduce: {tmp_path / 'ranks.json'} {missing} A folder must be one of crossreduce bundle.\n"
+    folder = f"crossreduce: {tmp_path / 'ranks.json'} {missing} A folder must be one that crossreduce bundle wrote.\n"
     assert crossreduce("verify", tmp_path) == (2, "", folder)
     (tmp_path / "plan.json").write_text(PLAN)
     sizes = "  sizes: messages whose number of bytes is a multiple of 32"
