@@ -161,7 +161,7 @@ REJECTED = f"""
 --against numpy -g cuda:0-1: --against measures arrays in host memory: list cpu devices only
 --against numpy -o avg -d int: --against does not support means of integers
 --against mpi -d half: MPI does not support float16.
---picture a.svg --keep-memory: --picture, --keep-memory requires peers: add --against {",".join(against.PEERS)}.
+--picture a.svg --keep-memory: --picture, --keep-memory can only be used with peers: add --against jax,tensorflow,torch,
 """
 
 

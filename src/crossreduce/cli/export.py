@@ -150,9 +150,8 @@ def _write_folder(
         assert isinstance(files, dict)
         advance("comparing")
         remarks = exporter.remarks_on(plan, files)
-        text = _report(
-            request.machine, plan, {"remarks": remarks}, _ranks_line(plan, exporter) | remarks, as_json=as_json
-        )
+        lines = _ranks_line(plan, exporter) | remarks
+        text = _report(request.machine, plan, {"remarks": remarks}, lines, as_json=as_json)
         about = json_module.dumps({"ranks": plan.ranks, "nbytes": plan.nbytes}) + "\n"
         write_folder("DIR", folder, files | {f"{plan.collective}_{plan.algorithm}.ranks.json": about.encode()})
     return text

@@ -125,9 +125,8 @@ def _print_tables(title: str, report: dict[str, Any], complete: Topology, topolo
     named = [host for host in report["hosts"] if host]
     about.add_row("devices", f"{len(topology.devices)}: {group_names(topology.devices)}")
     if topology.switches:
-        about.add_row(
-            "switches", f"{len(topology.switches)}: {group_names(switch.name for switch in topology.switches)}"
-        )
+        names = group_names(switch.name for switch in topology.switches)
+        about.add_row("switches", f"{len(topology.switches)}: {names}")
     if reducing:
         about.add_row("combining", f"{len(reducing)}: {group_names(reducing)}")
     about.add_row("links", str(len(topology.links)))

@@ -39,7 +39,7 @@ from .top.group_rates import NOTEWORTHY, percent_text, waiting_sentence
 
 _LEFT_OUT: Final = ("GB/s", "count", "plan", "queue", "median")  # columns that narrow tables lack, in this order
 MOST_PHASES: Final = 1_000_000  # calls and phases in a file for a viewer, which needs about 250 bytes for each
-_MOST_SHOWN: Final = 3  # the most ranks that a row lists as those for which others waited
+_MOST_SHOWN: Final = 3  # the most ranks that a row names as ranks for which others waited
 _MOST_NOTES: Final = 20
 _MOST_ROWS: Final = 100  # of each group, the rows with the most time
 
@@ -127,7 +127,7 @@ def _notes(
 
 
 def _prediction(given: Topology | None) -> Predict:
-    """Return a function that predicts the seconds of a call on ``given``, or on the links measured before the call."""
+    """Return a function that predicts the seconds of a call: on ``given``, or on the links measured before the call."""
 
     @lru_cache(maxsize=4096)
     def simulated_s(hosts: tuple[tuple[int, ...], ...], topology: Topology, text: str, nbytes: int) -> float | None:

@@ -106,13 +106,10 @@ def _prove_files(folder: Path, about: dict[str, Any], advance: Bar) -> list[str]
             raise ArgumentError(f"{path} is not a file of {name}: {error}") from error
         expected = entry | {"collective": about["collective"], "ranks": len(about["ranks"])}
         wrong = [what for what, value in facts.items() if value != expected.get(what)]
-        if wrong or entry["least_bytes"] < least_size[name]:
-            reason = (
-                f"its {wrong[0]} is {facts[wrong[0]]}, unlike in ranks.json"
-                if wrong
-                else "an earlier file is for some of its sizes"
-            )
-            raise _WrongFileError(f"{path} is wrong: {reason}")
+        if wrong:
+            raise _WrongFileError(f"{path} is wrong: its {wrong[0]} is {facts[wrong[0]]}, unlike in ranks.json")
+        if entry["least_bytes"] < least_size[name]:
+            raise _WrongFileError(f"{path} is wrong: an earlier file is for some of its sizes")
         least_size[name] = entry["most_bytes"] + 1 if entry["most_bytes"] else 1 << 64  # 0 means: no largest size
         texts.append(f"{entry['file']}: {proof_text}")
         advance("proving")
@@ -137,9 +134,8 @@ def _read_list(file: Path) -> dict[str, Any]:
         if not isinstance(listed["ranks"], list) or not listed["files"]:
             raise ValueError("it must list ranks and files")  # noqa: TRY301
     except OSError as error:
-        raise ArgumentError(
-            f"{file} cannot be read: {error.strerror}. A folder must be one that crossreduce bundle wrote."
-        ) from error
+        problem = f"{file} cannot be read: {error.strerror}."
+        raise ArgumentError(f"{problem} A folder must be one that crossreduce bundle wrote.") from error
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ArgumentError(f"{file} is not the list of a bundle: {error}.") from error
     return listed

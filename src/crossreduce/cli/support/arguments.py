@@ -141,9 +141,8 @@ def read_costs(text: str | None, machine: str, hosts: int = 1, nics: str | None 
         return Costs()
     if text == "published":
         if machine == "this" or is_path(machine):
-            raise ArgumentError(
-                f"--costs published can only be used with a machine of the library, not with {machine}."
-            )
+            problem = "--costs published can only be used with a machine of the library"
+            raise ArgumentError(f"{problem}, not with {machine}.")
         return Costs.machine(machine, hosts, nics=nics)
     try:
         content = Path(text).read_text("utf-8")

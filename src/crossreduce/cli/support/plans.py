@@ -57,7 +57,6 @@ Granularity = Annotated[
     ),
 ]
 
-
 _OPTIONS: Final[dict[str, tuple[Any, Any]]] = {  # the type and the default of each option, in the order of --help
     "collective": (Collective, "all_reduce"),
     "nbytes": (Nbytes, NBYTES),
