@@ -152,7 +152,7 @@ def test_one_command_writes_the_table_the_json_and_the_chart(printed, measured, 
     assert ("crossreduce's time with exact sums" in picture) == bool(options)
 
 
-REJECTED = f"""
+REJECTED = """
 --against jax,nccl: one of jax, tensorflow, torch, numpy, gloo, mpi, impi, not "nccl"
 --against jax --launch 2: --launch cannot be used with --against
 --against jax --peers gloo --topology dgx-1v: --peers, --topology cannot be used with --against
