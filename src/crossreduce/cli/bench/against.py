@@ -39,7 +39,7 @@ _SHOWN_NBYTES: Final = 20_000  # of a process's output, only the last bytes are 
 
 
 def measure(request: BenchRequest, peers: tuple[str, ...], keep: bool, picture: Path | None) -> int:
-    """Measure crossreduce beside each peer, and return the exit code. ``keep``: also measure with kept memory."""
+    """Measure crossreduce beside each peer, and return the exit code. ``keep``: also in processes that keep memory."""
     request = replace(request, backends=tuple(peer for peer in peers if peer in ranks.PEERS))
     require(request, peers, keep)
     start_time = nccl_tests.now()

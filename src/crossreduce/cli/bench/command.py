@@ -162,7 +162,8 @@ def bench(
 def _chosen_peers(against: str, needs_against: dict[str, bool], excluded: dict[str, bool]) -> tuple[str, ...]:
     """Return the peers of --against, or raise an ``ArgumentError`` if other options do not fit.
 
-    The dicts tell which options are given, of those that require --against and of those that cannot be used with it.
+    ``needs_against`` has options that require --against, ``excluded`` options that cannot be used with it; the values
+    tell whether they are given.
     """
     if not against:
         wrong = ", ".join(option for option, is_given in needs_against.items() if is_given)

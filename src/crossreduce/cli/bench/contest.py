@@ -130,8 +130,8 @@ def in_ranks(request: BenchRequest, peer: str, folder: Path) -> Iterator[dict[st
         backends: dict[str, Backend] = {OURS: TorchBackend(dist.group.WORLD, control)}
         backends[peer] = theirs or TorchBackend(dist.new_group(backend=peer), control)
         gather = backends[OURS].gather
-        patterns = exact.inputs(request.op, request.dtype, n, ranks=True)
-        reduced = exact.result(request.op, patterns, ranks=True)
+        patterns = exact.inputs(request.op, request.dtype, n, True)  # True: for ranks
+        reduced = exact.result(request.op, patterns, True)
         for size, count in request.counts():
             contenders = {
                 name: _rank_contender(backend, request, np.resize(patterns[rank], count), reduced)
@@ -160,7 +160,7 @@ def _rank_contender(backend: Backend, request: BenchRequest, inputs: Any, reduce
 
 
 def main(text: str, peer: str, place: str, *settings: str) -> None:
-    """Measure a peer as the request, JSON text, states, and write times.json into the folder ``place``."""
+    """Measure a peer, and write times.json into the folder ``place``. ``text``: the request as JSON."""
     if "keep" in settings:
         keep_memory()
     # TensorFlow's default on x86, which ``load`` changes: with oneDNN, TensorFlow has an allocator that keeps memory.

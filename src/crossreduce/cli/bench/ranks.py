@@ -34,7 +34,7 @@ from .launch import launch, terminate
 from .request import BenchRequest, Row, Timing
 
 MPIS: Final = ("mpi", "impi")
-"""The peers that are an MPI: the one with the first mpiexec that is found, and Intel MPI."""
+"""The peers that are an MPI: "mpi" is the one whose mpiexec is found first, and "impi" is Intel MPI."""
 PEERS: Final = ("gloo", *MPIS)
 OURS: Final = "crossreduce"
 # torchrun and ``launch`` set these for each rank; a process that has all of them is a rank.

@@ -68,7 +68,7 @@ class Row:
 
     algorithm: str
     size: int
-    count: int  # the elements of a rank: for all_gather and reduce_scatter, of its share
+    count: int  # elements of the buffer; for all_gather and reduce_scatter, of one rank's share
     type: str  # nccl-tests' name of the dtype
     redop: str
     root: int
@@ -83,7 +83,7 @@ class Row:
 
 @dataclass(frozen=True)
 class BenchRequest:
-    """The settings of one run. Those that the ``config`` in nccl-tests' JSON has, too, have its names and units."""
+    """The settings of one run, in bytes. Settings in the ``config`` of nccl-tests' JSON have the same names there."""
 
     framework: str
     collective: str
