@@ -49,6 +49,7 @@ def main(args: Sequence[str] | None = None) -> NoReturn:
 
 
 def _stop(text: str) -> NoReturn:
+    """Print an error and exit with code 2."""
     print(f"crossreduce: {text}", file=sys.stderr)
     sys.exit(2)
 

@@ -133,16 +133,10 @@ def _write_file(
 
 
 def _write_folder(
-    folder: Path,
-    exporter: Exporter,
-    request: PlanRequest,
-    granularity: float,
-    options: dict[str, Any],
-    *,
-    as_json: bool,
+    path: Path, exporter: Exporter, request: PlanRequest, granularity: float, options: dict[str, Any], *, as_json: bool
 ) -> str:
     """Write the files of a folder and a map of ranks to devices, and return what the command prints."""
-    check_folder("DIR", folder)
+    check_folder("DIR", path)
     with progress("planning", 3) as advance:
         plan = request.plan(granularity=granularity)
         advance("exporting")
@@ -153,7 +147,7 @@ def _write_folder(
         lines = _ranks_line(plan, exporter) | remarks
         text = _report(request.machine, plan, {"remarks": remarks}, lines, as_json=as_json)
         about = json_module.dumps({"ranks": plan.ranks, "nbytes": plan.nbytes}) + "\n"
-        write_folder("DIR", folder, files | {f"{plan.collective}_{plan.algorithm}.ranks.json": about.encode()})
+        write_folder("DIR", path, files | {f"{plan.collective}_{plan.algorithm}.ranks.json": about.encode()})
     return text
 
 

@@ -74,6 +74,7 @@ def read_weights(text: str | None, count: int) -> list[Fraction] | None:
 
 
 def _json(request: PlanRequest, together: GroupsPlan) -> dict[str, Any]:
+    """Return the common plan, the rates with separate plans, and the bound on the rates, as a dict for JSON."""
     separate, without_helpers = together.separate, together.separate_without_helpers
     groups = [
         {

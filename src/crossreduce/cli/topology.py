@@ -93,6 +93,7 @@ def _print_machines(*, as_json: bool) -> None:
 
 
 def _report(machine: str, topology: Topology) -> dict[str, Any]:
+    """Return a topology, its islands, and the bound of each collective on it, as a dict for JSON."""
     hosts: defaultdict[str, list[str]] = defaultdict(list)
     for device in topology.devices:
         hosts[parse(device).host].append(device)

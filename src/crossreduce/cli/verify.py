@@ -172,6 +172,7 @@ def _read(file: Path) -> Callable[[], str]:
 
 
 def _msccl_proof(file: Path, text: str) -> Callable[[], str]:
+    """Return a function that proves MSCCL XML and returns what was proved."""
     from ..export.formats.msccl.format import read_msccl_xml
     from ..export.formats.msccl.verifier import verify_msccl_xml
     from ..export.formats.proof import VERIFIABLE
@@ -182,6 +183,7 @@ def _msccl_proof(file: Path, text: str) -> Callable[[], str]:
 
 
 def _mscclpp_proof(file: Path, text: str) -> Callable[[], str]:
+    """Return a function that proves an MSCCL++ plan and returns what was proved."""
     from ..export.formats.mscclpp.format import read_mscclpp_json
     from ..export.formats.mscclpp.verifier import verify_mscclpp_json
     from ..export.formats.proof import VERIFIABLE

@@ -104,6 +104,7 @@ def _line(request: BenchRequest, row: Row) -> str:
 
 
 def _cells(request: BenchRequest, timing: Timing | None) -> list[str]:
+    """Return the cells of one half of a line: times out of place, or times in place if there are any."""
     if timing is None:
         return ["N/A"] * len(_widths(request))
     wrong = "N/A" if timing.nwrong is None else f"{timing.nwrong:g}"
@@ -204,7 +205,7 @@ def ratios(rows: list[Row], peers: dict[str, list[Row]]) -> list[dict[str, Any]]
 
 
 def ratio_lines(ratios_by_size: list[dict[str, Any]]) -> list[str]:
-    """Return the result of ``ratios`` as lines of the footer."""
+    """Return the lines of the footer with the result of ``ratios``."""
 
     def line(size: object, root: str, cells: Iterable[str]) -> str:
         return f"# {size:>10}  {root:>6}  " + "  ".join(f"{cell:>8}" for cell in cells)

@@ -43,11 +43,13 @@ class Timing:
 
     @property
     def busbw(self) -> float:
+        """The bus bandwidth of nccl-tests, which can be compared between collectives and numbers of ranks."""
         return self.algbw * self.busbw_factor
 
     def per_iter(self) -> dict[str, Any]:
         """Return statistics of the times of the calls, with nccl-tests' keys."""
         times, n = np.sort(np.array(self.times_s)) * 1e6, len(self.times_s)
+        # A percentile is the smallest time that at least so many percent of the times do not exceed.
         p95, p99 = (float(times[min(n - 1, (n * percent + 99) // 100 - 1)]) for percent in (95, 99))
         return {
             "min_us": float(times[0]),
@@ -113,6 +115,7 @@ class BenchRequest:
 
     @property
     def transport(self) -> str:
+        """Where the devices are, as the header of the table states it."""
         if self.processes:
             hosts = len({host for _, host in self.processes})
             return f"ranks on {hosts} host{'s' if hosts > 1 else ''}"

@@ -76,11 +76,11 @@ class Incident:
 def diagnose(dumps: Sequence[Dump]) -> Incident:
     """Return the failure of one group from dumps of its ranks. One dump of any rank is enough."""
     newest = {dump.rank: dump for dump in sorted(dumps, key=lambda dump: dump.now_s)}
-    first = min(newest.values(), key=lambda dump: (dump.time, dump.rank))
+    first = min(newest.values(), key=lambda dump: (dump.time, dump.rank))  # of the rank that aborted first
     states = [state for k in range(len(first.hosts)) for state in _states(k, first.hosts[k], newest)]
     by_rank = {state.rank: state for state in sorted(states, key=lambda state: state.rank)}
     states = list(by_rank.values())
-    last = max(state.sequence for state in states)
+    last = max(state.sequence for state in states)  # the number of the last call that any rank made
     text = next(state.text for state in states if state.sequence == last)
     missing = [state.rank for state in states if state.state == "unknown"]
     late = [state.rank for state in states if state.state not in ("unknown", "left") and state.sequence < last]

@@ -101,6 +101,7 @@ def _row(number: int, row: RankRow, state: RankState, axis: Axis, marks: str, bl
 
 
 def _bar(prefix: str, rank: int, bar: CallBar, axis: Axis) -> str:
+    """Return the bar of a call, with a label for screen readers. The first part is the time that the rank waited."""
     begin, end = axis.place(bar.begin_s), axis.place(bar.end_s)
     kind = ("odd" if bar.sequence % 2 else "even") + ("" if bar.ended else " hung")
     text = f"rank {rank}, op {bar.sequence}, {bar.text}: began at {seconds_text(bar.begin_s)}, "

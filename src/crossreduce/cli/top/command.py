@@ -143,12 +143,7 @@ def _keys() -> Iterator[Callable[[float], bool]]:
 
 
 def _page(
-    observer: Observer,
-    views: Sequence[GroupView],
-    rates: Sequence[GroupRates],
-    group: str | None,
-    rows: int,
-    width: int,
+    observer: Observer, views: Sequence[GroupView], rates: Sequence[GroupRates], name: str | None, rows: int, width: int
 ) -> RenderableType:
     """Return the content of the screen: the groups, up to ``rows`` ranks of each, and why memory could not be read."""
     parts: list[RenderableType] = []
@@ -157,7 +152,7 @@ def _page(
         if len(view.ranks) > rows:
             parts.append(Text(f"{len(view.ranks) - rows} more ranks of this group: --once or --json lists them"))
     if not views:
-        named = "" if group is None else f' of the name "{printable(group)}"'
+        named = "" if name is None else f' of the name "{printable(name)}"'
         parts.append(Text(f"No group of ranks{named} runs in your processes on this machine."))
         if observer.hidden:
             parts.append(Text(f"{observer.hidden} processes of other users were not searched.", style="dim"))

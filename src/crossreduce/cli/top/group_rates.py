@@ -88,6 +88,7 @@ def compare(before: GroupView | None, after: GroupView) -> GroupRates:
     # Ranks that have left or died do not wait, and would make the share too small.
     waiting = sum(later.rank != rank and later.state not in ("dead", "left") for later in after.ranks)
     share = min(1.0, caused[rank] / (elapsed * max(waiting, 1)))
+    # If a rank is late because it exchanges data with other hosts, then these hosts are the reason, and not the rank.
     exchanges = {later.rank: each.between_hosts for later, each in zip(after.ranks, rates, strict=True)}
     exchanger = max(exchanges, key=lambda each: exchanges[each])
     if exchanges[exchanger] <= share and exchanges[rank] > share / 2:  # ``rank`` is late since it waits for other hosts
