@@ -158,7 +158,7 @@ def child(code):
 
 
 def test_importing_crossreduce_is_quick_and_loads_no_framework():
-    """``import crossreduce`` loads no framework, tree library or CLI, and takes less than twice as long as asyncio etc."""
+    """``import crossreduce`` loads no framework, tree library or CLI, and takes under twice as long as asyncio etc."""
     heavy = {"optree", "typer", "rich", "sklearn", "matplotlib", "scipy", "pandas", "google"}.union(*PACKAGES.values())
     runs = [json.loads(child(CHILD)) for _ in range(3)]
     for _, modules, loaded in runs:
