@@ -157,7 +157,7 @@ def report_of(
 
 
 def _way(ours: list[float], way: dict[str, Any]) -> dict[str, Any]:
-    """Return a dict about one way of a peer. In each round, its time is divided by ours; ``ratio`` is the median."""
+    """Return the times of a peer's way, and ``ratio``: the median over the rounds of its time divided by ours."""
     ratio = statistics.median(theirs / mine for theirs, mine in zip(way["times_s"], ours, strict=True))
     return {"ratio": ratio, **_summary(way["times_s"]), "one_result": way["one_result"], "wrong": way["nwrong"]}
 

@@ -86,7 +86,7 @@ def quotient(total: NDArray[Any], n: int) -> NDArray[Any]:
 
 
 def wrong(got: NDArray[Any], pattern: NDArray[Any], count: int) -> int:
-    """Return how many of ``count`` elements differ from the repeated ``pattern``. In a wrong shape, all are wrong.
+    """Return how many of ``count`` elements differ from the repeated ``pattern``. If the shape is wrong, all do.
 
     NaN differs from every value. A mean of integers may be a float of any width, all of which hold the pattern exactly.
     """

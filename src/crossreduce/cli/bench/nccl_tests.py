@@ -104,7 +104,7 @@ def _line(request: BenchRequest, row: Row) -> str:
 
 
 def _cells(request: BenchRequest, timing: Timing | None) -> list[str]:
-    """Return the cells of one half of a line: times out of place, or times in place if there are any."""
+    """Return the cells of one half of a line, which has the timing out of place or in place, if there is one."""
     if timing is None:
         return ["N/A"] * len(_widths(request))
     wrong = "N/A" if timing.nwrong is None else f"{timing.nwrong:g}"
@@ -116,7 +116,7 @@ def _cells(request: BenchRequest, timing: Timing | None) -> list[str]:
 
 
 def footer(request: BenchRequest, rows: list[Row]) -> list[str]:
-    """Return the lines after the tables. As in nccl-tests, "values" counts timings with wrong elements."""
+    """Return the lines after the tables. As in nccl-tests, "values" is a number of timings, not of elements."""
     bad = bad_count(rows)
     return [
         f"# Out of bounds values : {bad} {'FAILED' if bad else 'OK'}",

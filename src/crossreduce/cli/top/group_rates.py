@@ -18,16 +18,16 @@ class RankRates(NamedTuple):
 
     calls_per_s: float
     bytes_per_s: float
-    waiting: float  # the share that it waited for ranks of this host
+    waiting: float  # the share of time in which it waited for ranks of this host
     waiting_for: int | None  # the rank of this host for which it waited longest, if any
-    between_hosts: float  # the share that it exchanged data with other hosts, including waits for them
+    between_hosts: float  # the share of time in which it exchanged data with other hosts, including waits for them
 
 
 class Straggler(NamedTuple):
     """The rank for which the other ranks of this host waited longest."""
 
     rank: int
-    share: float  # of the others' time, that they waited; with ``hosts``, of the rank's time, that it exchanged data
+    share: float  # of the others' time: how long they waited; with ``hosts``, of its time: how long it exchanged data
     hosts: bool  # whether the reason is that the rank exchanged data with other hosts
 
 

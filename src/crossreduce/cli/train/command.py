@@ -121,7 +121,7 @@ def _bar(steps: int) -> Iterator[Watch]:
 
 
 def load_digits() -> tuple[NDArray[Any], ...]:
-    """Return the images and labels for training, and those for testing, always the same ones of scikit-learn's digits.
+    """Return images and labels for training, and then for testing. The split of scikit-learn's digits never changes.
 
     Images have the shape ``(k, 64)``, float32 from 0 to 1; labels have the shape ``(k,)``, int64 from 0 to 9.
     """

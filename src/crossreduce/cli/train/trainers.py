@@ -64,11 +64,11 @@ class Trainer:
         hidden = np.maximum(images @ parameters["w1"] + parameters["b1"], 0)
         logits = hidden @ parameters["w2"] + parameters["b2"]
         logits -= logits.max(axis=1, keepdims=True)
-        powers = np.exp(logits)
-        sums = powers.sum(axis=1, keepdims=True)
+        exponentials = np.exp(logits)
+        sums = exponentials.sum(axis=1, keepdims=True)
         rows = np.arange(len(labels))
         loss = np.sum(np.log(sums[:, 0]) - logits[rows, labels])
-        errors = powers / sums
+        errors = exponentials / sums
         errors[rows, labels] -= 1
         hidden_errors = (errors @ parameters["w2"].T) * (hidden > 0)
         first_layer = {"w1": images.T @ hidden_errors, "b1": hidden_errors.sum(0)}
