@@ -81,7 +81,7 @@ class Layout:
 
     @cached_property
     def is_sized(self) -> bool:
-        """Whether the sizes of all tensors are known. A tensor of unknown size, while tracing, has its own layout."""
+        """Whether the sizes of all tensors are known. While tracing, each tensor of unknown size has its own layout."""
         return self.buffers[0].buffer.size is not None
 
     @cached_property
@@ -96,7 +96,10 @@ class Layout:
 
 
 class OverlapError(Exception):
-    """Result ``result`` of tensor ``tensor`` overlaps another result, or an input that is not exactly its memory."""
+    """The memory of result ``result`` of tensor ``tensor`` overlaps that of another result or of an input.
+
+    A result that has exactly the memory of an input of the same tensor is not an error.
+    """
 
     def __init__(self, tensor: int, result: int) -> None:
         super().__init__(tensor, result)
@@ -104,10 +107,10 @@ class OverlapError(Exception):
 
 
 class PreparedRun(NamedTuple):
-    """What compiled code needs to run an executable again."""
+    """The arguments with which compiled code repeats a run of an executable."""
 
     kernel: Any  # a kernel for host memory, or a plan for CUDA devices
-    streaming: bool = False  # whether results are written past the caches
+    streaming: bool = False  # whether results are written with streaming stores, which bypass the caches
     threaded: bool = False  # whether the run is large enough for several threads
 
 
@@ -142,13 +145,13 @@ class Engine(Protocol):
         """Return the hash, since engines are in the keys of caches."""
 
     checks_overlap: bool
-    """Whether executables check ``out`` themselves; else the caller does so before ``run``."""
+    """Whether executables check ``out`` for overlaps. If not, the caller checks it before ``run``."""
 
     def supports(self, layout: Layout) -> bool:
         """Return whether this engine can run layouts with this framework, these devices and these sizes."""
 
     def bind(self, layout: Layout, arrays: Sequence[Sequence[Array]]) -> Any | None:
-        """Return arrays in the form that ``Executable.run`` reads; ``arrays`` has the components of each tensor.
+        """Return ``arrays``, one row of components per tensor, in the form that ``Executable.run`` reads.
 
         Return ``None`` if the engine cannot run these arrays after all, for example because they are traced.
         """

@@ -28,8 +28,8 @@ _OPS: Final = {
     ReduceOp.MAX: nccl_library.MAX,
     ReduceOp.PRODUCT: nccl_library.PRODUCT,
 }
-# Dtypes that NCCL does not have: the dtype in which it reads them, and the number of its elements in one of theirs.
-# (An array of bools contains only the bytes 0 and 1.)
+# For dtypes that NCCL does not have: the dtype as which it reads the array, and how many such elements make up one
+# element of the array. (An array of bools contains only the bytes 0 and 1.)
 _PARTS: Final = {"bool": ("uint8", 1), "complex64": ("float32", 2), "complex128": ("float64", 2)}
 
 
@@ -56,7 +56,6 @@ class NcclEngine:
         return _memory(layout).operands(arrays, _indices(layout.sources))
 
     def compile(self, layout: Layout, numbers: Numbers, with_out: bool) -> NcclExecutable:
-        """Return the executable of a layout that is not refused."""
         return NcclExecutable(layout, numbers)
 
 
@@ -117,13 +116,13 @@ class NcclExecutable:
         return results
 
     def _calls(self, sources: list[list[int]], targets: list[list[int]]) -> Iterator[Call]:
-        """Yield the collectives of each rank: ``None`` instead of an array that NCCL does not read or write there."""
+        """Yield the collectives of all ranks. An address is ``None`` if the rank has no such array."""
         for shape, row, results in zip(self._layout.shapes, sources, targets, strict=True):
             size = math.prod(shape) * self._parts
             sent = dict(zip(self._sources, row, strict=True))
             received = dict(zip(self._destinations, results, strict=True))
             for rank, device in enumerate(self._devices if size else ()):
-                # NCCL requires the root of a broadcast to receive, too: if need be, into the memory that it sends.
+                # NCCL requires the root of a broadcast to receive, too. If it has no result, it receives in place.
                 target = received.get(device, sent.get(device) if self._function == "ncclBroadcast" else None)
                 yield Call(self._function, rank, (sent.get(device), target, size, *self._trailing))
 

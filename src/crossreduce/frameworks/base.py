@@ -21,10 +21,10 @@ Array = Any
 
 
 class Sparse(NamedTuple):
-    """The parts of a sparse array.
+    """A sparse array as dense arrays: ``k`` slices of the array, and the index of each slice.
 
-    ``kind`` names the array's class, so that a result can be returned in the same class. ``indices`` has one row for
-    each of the ``k`` slices: its shape is ``(k,)``, or ``(k, d)`` if the first ``d`` axes are sparse.
+    ``kind`` names the array's class, so that a result can be returned in the same class. ``indices`` has one row per
+    slice: its shape is ``(k,)``, or ``(k, d)`` if the first ``d`` axes are sparse.
     """
 
     kind: str
@@ -34,7 +34,7 @@ class Sparse(NamedTuple):
 
 
 class Immutable:
-    """Mixin for frameworks with immutable arrays: ``out=`` is refused."""
+    """Mixin for frameworks with immutable arrays, which cannot be results of ``out=``."""
 
     immutable: str
     """The first line of the error that ``out=`` raises."""
@@ -123,7 +123,7 @@ class Framework(Protocol):
         """Return a new array that joins arrays on one device along an axis; integer dtypes may be widened."""
 
     def require_alike(self, xs: Sequence[Array], spec: TensorSpec) -> list[Array]:
-        """Add a check to traced arrays of partly unknown shape: that their shapes are equal at run time.
+        """Return traced arrays of partly unknown shape, with a check at run time that their shapes are equal.
 
         Raises:
           UnsupportedError: the framework has no such check.
@@ -148,7 +148,7 @@ class Framework(Protocol):
         """
 
     def memory_range(self, x: Array) -> tuple[int, int, bool]:
-        """Return the addresses of the array's first byte and behind its last byte, and whether it is contiguous."""
+        """Return the addresses of the first byte and of the byte after the last, and whether the array is contiguous."""
 
     def write(self, target: Array, x: Array) -> None:
         """Copy an array of the same shape, dtype and device into ``target``."""

@@ -72,7 +72,7 @@ def all_reduce(
     Args:
       x: a pytree of arrays and numbers. The slices of ``crossreduce.IndexedSlices`` and ``BCOO`` are concatenated
         in the order of the devices.
-      axis_name: the name of an axis, or several names: these axes are reduced as one axis, in row-major order.
+      axis_name: the name of an axis, or several names. Several axes are reduced as one axis, in row-major order.
       op: a ``ReduceOp`` or its name.
       topology: the links between the devices: a ``Topology``, a machine's name or a file's path. Its devices are the
         positions along the axis, in order. ``None`` means that all links are equal.
@@ -91,8 +91,8 @@ def all_reduce(
     Raises:
       AxisError: an axis does not exist (also a ``NameError``).
       ArgumentError: an unknown op or algorithm, or the topology's size differs from that of the axis.
-      UnsupportedError: the op is not defined for a leaf's dtype, or for an unreduced leaf (on explicit meshes), or a
-        leaf is not an array; the message has its path. With ``exact`` also for a product of floats, and where the
+      UnsupportedError: a leaf is not an array, or the op is not defined for its dtype, or for an unreduced leaf (on
+        explicit meshes). The message has the leaf's path. With ``exact``, also for a product of floats, and where the
         kernels cannot run: under ``vmap``, on accelerators, in jobs of several processes, in exported programs.
       PlanError: the algorithm cannot run on the topology.
 
@@ -207,13 +207,13 @@ def _no_exact_sum(given: str) -> UnsupportedError:
 
 
 class _ReducedLeaf(NamedTuple):
-    """Marks a leaf that was reduced before the others, which are grouped."""
+    """Marks a leaf that is reduced already, so that it is not grouped with others."""
 
     array: Array
 
 
 def _sum_of_parts(x: Array, op: ReduceOp, axes: MeshAxes) -> Array:
-    """Reduce an array that is unreduced by its type, with XLA's own collective, since no other accepts such arrays."""
+    """Reduce an array whose type is unreduced: each device has one term of a sum. Only XLA's collective accepts it."""
     parts = unreduced_axes(x)
     if op is not ReduceOp.SUM and (op is not ReduceOp.MEAN or not parts <= set(axes.names)):
         over = ", ".join(sorted(map(repr, parts)))
@@ -234,7 +234,7 @@ def _is_sparse(leaf: Any) -> bool:
 
 
 def _gather_leaf(leaf: Any, op: ReduceOp, axes: MeshAxes) -> Any:
-    """Return a sparse leaf with the slices of all devices, divided if the op is a mean."""
+    """Return a sparse leaf with the slices of all devices, which are divided if the op is a mean."""
     if op not in (ReduceOp.SUM, ReduceOp.MEAN):
         problem = f"the {op.value} of sparse values is not defined."
         raise UnsupportedError.of(problem, shown(leaf), "sum or mean, or dense arrays")
@@ -259,7 +259,7 @@ def _gather(x: Array, axes: MeshAxes) -> Array:
 
 
 def _reduce_leaves(xs: list[Array], numbers: Numbers, spec: _ReduceSpec) -> Sequence[Array]:
-    """Reduce arrays of one dtype, with the compiled kernels if they can and the caller did not choose an algorithm."""
+    """Reduce arrays of one dtype. The compiled kernels do it if they can, unless the caller chose an algorithm."""
     if not numbers.exact and (not _is_free(spec) or not in_process.supports(numbers, spec.axes)):
         return _reduce_by_collectives(xs, numbers, spec)
     _log_plan(spec.axes, "the compiled kernels on CPU devices, elsewhere XLA's own all-reduce")
@@ -272,7 +272,7 @@ def _reduce_leaves(xs: list[Array], numbers: Numbers, spec: _ReduceSpec) -> Sequ
 
 @dataclass(frozen=True)
 class _Collectives:
-    """Reduces arrays by collectives of XLA, on platforms where the kernels cannot. (A hashable function.)"""
+    """A hashable function that reduces arrays by collectives of XLA, for platforms where the kernels cannot run."""
 
     numbers: Numbers
     spec: _ReduceSpec
@@ -292,7 +292,7 @@ _differentiable_reduce_in_process = jax.custom_jvp(_reduce_in_process, nondiff_a
 
 @_differentiable_reduce_in_process.defjvp  # type: ignore[untyped-decorator]
 def _reduce_in_process_jvp(numbers: Numbers, spec: _ReduceSpec, primals: Any, tangents: Any) -> Any:
-    (xs,), (ts,) = primals, tangents
+    (xs,), (ts,) = primals, tangents  # the arrays and their tangents
     ys = _differentiable_reduce_in_process(xs, numbers, spec)
     wide = [[x.astype(numbers.accumulator) for x in group] for group in (xs, ys, ts)]
     results = [_selection_tangent(numbers.op, None, spec.axes, x, y, t) for x, y, t in zip(*wide, strict=True)]
@@ -300,7 +300,7 @@ def _reduce_in_process_jvp(numbers: Numbers, spec: _ReduceSpec, primals: Any, ta
 
 
 def _reduce_by_collectives(xs: list[Array], numbers: Numbers, spec: _ReduceSpec) -> list[Array]:
-    """Reduce arrays of one dtype. A program reduces all of them joined; XLA's collective only has small ones joined."""
+    """Reduce arrays of one dtype. All of them are joined for a program, only small ones for XLA's own collective."""
     program = _program(spec, numbers.op, sum(x.size for x in xs) * itemsize(numbers.accumulator))
     # Along mesh axes that are not Manual, XLA itself partitions arrays, and to join them it would gather them first.
     kinds = jax.sharding.get_abstract_mesh().axis_types or ()
@@ -325,7 +325,7 @@ def _reduce_by_collectives(xs: list[Array], numbers: Numbers, spec: _ReduceSpec)
 
 
 def _is_free(spec: _ReduceSpec) -> bool:
-    """Return whether the choice is free, "auto" on equal links, where no schedule is faster than XLA's collective."""
+    """Return whether the algorithm is "auto" and all links are equal, so no schedule is faster than XLA's collective."""
     return spec.algorithm == "auto" and (spec.topology is None or _is_uniform(spec.topology))
 
 
@@ -418,14 +418,14 @@ _differentiable_selection = jax.custom_jvp(_selection, nondiff_argnums=(1, 2, 3)
 
 @_differentiable_selection.defjvp  # type: ignore[untyped-decorator]
 def _selection_jvp(op: ReduceOp, program: Any, axes: MeshAxes, primals: tuple[Array], tangents: tuple[Array]) -> Any:
-    """Return the result and its tangent. Devices with the same extreme share its gradient, as in ``jnp.max``."""
+    """Return the result and its tangent. Devices that have the same extreme value share its gradient, as in jnp.max."""
     (x,), (t,) = primals, tangents
     y = _differentiable_selection(x, op, program, axes)
     return y, _selection_tangent(op, program, axes, x, y, t)
 
 
 def _selection_tangent(op: ReduceOp, program: Program | None, axes: MeshAxes, x: Array, y: Array, t: Array) -> Array:
-    """Return the tangent of the result ``y`` if that of this device's operand ``x`` is ``t``."""
+    """Return the tangent of the result ``y``; ``t`` is the tangent of this device's operand ``x``."""
     if op is ReduceOp.PRODUCT:  # the sum over the devices of t times the product of the other devices' operands
         xs = lax.all_gather(x, axes.names)
         is_own = (jnp.arange(axes.devices) == lax.axis_index(axes.names)).reshape(-1, *[1] * x.ndim)
@@ -439,11 +439,11 @@ def _flatten_slices(slices: IndexedSlices) -> tuple[tuple[Array, Array], Any]:
 
 
 def _unflatten_slices(dense_shape: Any, parts: Sequence[Any]) -> IndexedSlices:
-    slices = object.__new__(IndexedSlices)  # no checks: JAX also puts objects that are not arrays into trees
+    slices = object.__new__(IndexedSlices)  # without its checks: JAX also puts objects that are not arrays into trees
     slices.values, slices.indices = parts
     slices.dense_shape = dense_shape
     return slices
 
 
-# This makes slices valid arguments and results of jitted functions.
+# Jitted functions can then have IndexedSlices as arguments and results.
 jax.tree_util.register_pytree_node(IndexedSlices, _flatten_slices, _unflatten_slices)

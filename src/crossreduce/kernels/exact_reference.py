@@ -33,6 +33,7 @@ def exact_sum(terms: Sequence[Any], divisor: int, dtype: np.dtype[Any]) -> Any:
     bits = np.array([_round(abs(number), divisor, precision, unit) for number in total], np.uint64)
     bits = np.minimum(bits, np.uint64(infinity))
     negative = (total < 0) | np.logical_and.reduce([x.negative & (x.units == 0) & ~x.infinite & ~x.nan for x in parts])
+    # Whether +inf, or -inf, is among the terms of an element.
     up, down = (np.logical_or.reduce([x.infinite & (x.negative == sign) for x in parts]) for sign in (False, True))
     nan = np.logical_or.reduce([x.nan for x in parts]) | (up & down)
     bits[up | down] = infinity
@@ -43,10 +44,10 @@ def exact_sum(terms: Sequence[Any], divisor: int, dtype: np.dtype[Any]) -> Any:
 
 
 class _Terms(NamedTuple):
-    """Floats as Python's integers: each float is ``units`` times 2 ** ``_UNIT``; infinities and NaN have 0 units."""
+    """Floats as Python's integers: each float is ``units`` times 2 ** ``_UNIT``. Infinities and NaN have 0 units."""
 
     units: Any
-    negative: Any
+    negative: Any  # whether the sign bit is 1
     infinite: Any
     nan: Any
 
@@ -70,7 +71,7 @@ def _round(magnitude: int, divisor: int, precision: int, unit: int) -> int:
 
     If the result is too large for the format, the returned integer is at least that of infinity.
     """
-    # The exponent of the last bit, with which the quotient's integer part has ``precision`` bits, or one less.
+    # The exponent of the result's last bit. With it the quotient has ``precision`` bits before the point, or one less.
     exponent = max(magnitude.bit_length() - divisor.bit_length() + _UNIT - precision + 1, unit)
     if exponent > unit and (magnitude // (divisor << (exponent - _UNIT))).bit_length() < precision:
         exponent -= 1

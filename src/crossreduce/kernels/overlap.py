@@ -12,10 +12,11 @@ def find_overlap(extents: Iterable[tuple[int, int, int, int]]) -> tuple[int, int
     """Return a result that shares memory with another result or with a source.
 
     Args:
-      extents: ``(start, stop, tensor, result)``: the addresses of an array's first byte and of the byte after its
-        last; ``result`` is -1 for a source. A source that is exactly a result of its tensor must be left out.
+      extents: for each array ``(start, stop, tensor, result)``: the address of its first byte, that of the byte after
+        its last, and numbers; ``result`` is -1 for a source. A source that has exactly the memory of a result of its
+        tensor must be left out.
     Returns:
-      ``(tensor, result)``, or ``None`` if no result does. Empty arrays share nothing.
+      The ``(tensor, result)`` of a result that shares memory, or ``None``. Empty arrays share none.
 
     >>> find_overlap([(0, 8, 0, 0), (8, 16, 0, 1), (0, 4, 1, -1)])
     (0, 0)

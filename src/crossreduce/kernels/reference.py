@@ -27,7 +27,7 @@ def _reals(x: Any) -> Any:
 
 
 def _first_nan(ufunc: np.ufunc, a: Any, b: Any) -> Any:
-    """Return ``ufunc(a, b)``, with the payload of the first of two NaNs; NumPy may return the second's."""
+    """Return ``ufunc(a, b)``. Of two NaNs, the result has the payload of ``a``; NumPy may return that of ``b``."""
     out = ufunc(a, b)
     if out.dtype.kind == "f" and (out != out).any():
         out = np.where(a != a, a + a.dtype.type(0), out)  # adding 0 makes a signaling NaN quiet
@@ -59,7 +59,7 @@ _OPS: Final[dict[str, Callable[[Any, Any], Any]]] = {
 
 
 def _convert(x: Any, dtype: np.dtype[Any]) -> Any:
-    """Return ``x`` in another dtype, rounded once; NumPy would round float64 to float32 and then to bfloat16."""
+    """Return ``x`` in another dtype, rounded once. NumPy would round float64 to float32, and then to bfloat16."""
     if x.dtype == np.float64 and dtype.name in ("float16", "bfloat16"):
         single = x.astype(np.float32)
         wide = single.astype(np.float64)
@@ -176,15 +176,16 @@ class ReferenceKernel:
                 value = (_reals(value) / value.real.dtype.type(self._divisor)).view(value.dtype)
             finished[operand] = value if value.dtype == result else _convert(value, result)
             if len(set(result_operands)) > 1:
-                finished[operand] = finished[operand].copy()  # else a view of a source, which a result may overwrite
+                finished[operand] = finished[operand].copy()  # it may be a view of a source that a result overwrites
         for out, operand in zip(outs, result_operands, strict=True):
             out[start:stop] = finished[operand]
 
 
 def _overlap(ins: list[list[Any]], outs: list[list[Any]]) -> tuple[int, int] | None:
-    """Return a result that shares memory with another result, or with a source unless it is exactly that source.
+    """Return the (tensor, result) of a result that shares memory with another result or a source, or ``None``.
 
-    As in the compiled kernels, an array occupies all the memory from its first byte to its last.
+    A result may have exactly the memory of a contiguous source of its tensor. As in the compiled kernels, an array
+    occupies all the memory from its first byte to its last.
     """
     extents: list[tuple[int, int, int, int]] = []  # start, stop, tensor, and the result or -1 (a source)
     for tensor, (sources, results) in enumerate(zip(ins, outs, strict=True)):

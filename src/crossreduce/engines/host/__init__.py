@@ -58,7 +58,6 @@ class HostEngine:
         return memory.readable(arrays)
 
     def compile(self, layout: Layout, numbers: Numbers, with_out: bool) -> HostExecutable:
-        """Return the executable of a layout."""
         return HostExecutable(layout, numbers, with_out)
 
 

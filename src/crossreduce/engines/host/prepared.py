@@ -58,7 +58,7 @@ def read_tensors(functions: tuple[Any, ...] | None) -> None:
 
 
 def _without_calls(_: Calls) -> tuple[Callable[..., Any], tuple[()]]:
-    """Return what ``copyreg`` calls to make a copy, so that copies of an op start without prepared calls."""
+    """Return the function and arguments with which ``copyreg`` makes a copy: an object without prepared calls."""
     return new_calls, ()
 
 
@@ -77,12 +77,12 @@ def prepare(
     Args:
       calls: the object that the call is added to.
       op: the reduction.
-      options: those of the call.
+      options: the ``CommunicationOptions`` of the call.
       devices: the sources and the destinations of all values.
       rows: for each tensor its arrays, one per source.
       results: for each tensor its results, one per destination.
       with_out: whether the results were written into given arrays.
-      runs: the executables, each with the numbers of its tensors. The ``prepared`` of each must not be ``None``.
+      runs: the executables, each with the numbers of its tensors; ``executable.prepared`` must not be ``None``.
     """
     described = []
     for executable, tensors in runs:

@@ -4,8 +4,8 @@ Input: arrays of one dtype, ``Numbers`` and ``MeshAxes``, inside a function that
 The devices meet in the custom call (``native/xla/xla_call.cpp``), and one run of a kernel reduces the arrays of all
 of them, in the order of their positions. Each result has the memory of its operand, unless XLA still needs the operand.
 
-The platform is known only when a program is lowered. So a caller also gives the function that reduces the arrays by
-collectives of XLA. It is lowered on other platforms, in jobs of several processes, and for ``jax.export``.
+The platform is known only when a program is lowered. So a caller also passes a function that reduces the arrays by
+collectives of XLA. That function is lowered on other platforms, in jobs of several processes, and for ``jax.export``.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def reduce(xs: Sequence[Array], numbers: Numbers, axes: MeshAxes, otherwise: Red
 
 @lru_cache(maxsize=256)
 def _has_kernel(numbers: Numbers) -> bool:
-    """Return whether the compiled kernels can reduce arrays of these dtypes by this op."""
+    """Return whether the compiled kernels can reduce arrays of these dtypes by this op, by compiling a small one."""
     if kernels.instruction_set() == "numpy":
         return False
     dtypes = numbers.dtype, numbers.accumulator, numbers.result
@@ -128,10 +128,10 @@ def _abstract_eval(*xs: Any, numbers: Numbers, axes: MeshAxes, **_: Any) -> list
 
 
 def _transpose(cotangents: Sequence[Any], *_: Any, numbers: Numbers, axes: MeshAxes, **params: Any) -> list[Any]:
-    """Return the cotangents of the arrays, as ``psum`` does. If types are checked, all devices have the same ones."""
+    """Return the cotangents of the arrays, as for ``psum``."""
     nonzero = [k for k, cotangent in enumerate(cotangents) if type(cotangent) is not ad.Zero]
     values = [cotangents[k] for k in nonzero]
-    if axes.checked:
+    if axes.checked:  # then all devices have the same cotangents, and need no reduction
         values = [axes.vary(finish(numbers, value)) for value in values]
     else:
         values = _ALL_REDUCE.bind(*values, numbers=numbers, axes=axes, **params)
@@ -158,7 +158,7 @@ def _lower(ctx: Any, *operands: Any, **params: Any) -> Any:
     position = mlir.lower_fun(lambda: lax.axis_index(params["others"] + axes.names), multiple_results=False)(
         ctx.replace(primitive=None, avals_in=[], avals_out=[position_type])
     )
-    # Without reshapes, XLA recognizes that a donated argument and a result have the same memory. (pmap reshapes.)
+    # Without reshapes, as of pmap, XLA recognizes that a donated argument and a result have the same memory.
     unshaped = list(map(_value_before_reshapes, operands))
     same = numbers.dtype == numbers.result
     lowering = jax.ffi.ffi_lowering(
@@ -189,7 +189,7 @@ def _lower(ctx: Any, *operands: Any, **params: Any) -> Any:
 
 
 def _value_before_reshapes(value: Any) -> Any:
-    """Return the value of which reshapes, if any, have made this one."""
+    """Return the value from which reshapes have made this one, or the value itself if no reshape has."""
     while not isinstance(value.owner, ir.Block) and value.owner.name == "stablehlo.reshape":
         value = value.owner.operands[0]
     return value

@@ -215,7 +215,7 @@ class CuPy(NumPy):
 
 
 def _divide_in_place(x: Array, divisor: int) -> None:
-    """Divide and round once. Complex numbers are divided part by part: a complex division rounds more than once."""
+    """Divide in place and round once. So real and imaginary parts are divided separately, unlike in CuPy itself."""
     for part in (x.real, x.imag) if x.dtype.kind == "c" else (x,):
         cupy.true_divide(part, divisor, out=part)
 

@@ -5,8 +5,7 @@ While ``jit`` traces, XLA decides where operations run, so copies between device
 
 JAX arrays are immutable, but they can be deleted and donated, which invalidates all arrays with the same buffer. So
 each result of ``engines/loop.py`` has its own buffer. ``engines/host/`` makes one buffer per array, too, but the arrays
-of one result share memory. XLA does not write into it, not even if an array is donated, and it is freed with the last
-one.
+of one result share memory. XLA does not write into it, not even if an array is donated. The last array frees it.
 """
 
 from __future__ import annotations
@@ -101,7 +100,7 @@ def _require(devices: tuple[str, ...]) -> None:
 
 
 def is_somewhere(x: Array) -> bool:
-    """Return whether a value is on a device: an array, or a tracer with one inside, as of ``grad`` outside ``jit``."""
+    """Return whether a value is an array or a tracer that contains one, such as a tracer of ``grad`` outside ``jit``."""
     while isinstance(x, jax.core.Tracer):
         x = getattr(x, "primal", getattr(x, "val", None))
     return isinstance(x, jax.Array)
@@ -127,7 +126,7 @@ def _divide_elements(x: Array, divisor: int) -> Array:
 
 
 def finish(numbers: Numbers, x: Array) -> Array:
-    """Convert a fully reduced accumulator to a result: divide it if it is a mean, and round it."""
+    """Return a fully reduced array ``x``, divided for a mean, in the dtype of the result."""
     if numbers.divisor != 1:
         x = _divide_elements(_cast(x, numbers.accumulator), numbers.divisor)
     return _cast(x, numbers.result)
@@ -176,7 +175,7 @@ _PACK: Final = jax.jit(_pack_traced)
 _PART: Final = jax.jit(_part_traced, static_argnums=2)
 _FAR_PART: Final = jax.jit(_part_beyond_int32, static_argnums=(1, 2))
 _UNPACK: Final = jax.jit(_unpack_traced, static_argnums=0)
-_OWN: Final = jax.jit(jnp.copy)
+_COPY: Final = jax.jit(jnp.copy)
 _CONCAT: Final = jax.jit(_concat_traced, static_argnums=0)
 _DENSE: Final = jax.jit(_dense_traced, static_argnums=(0, 1))
 
@@ -280,7 +279,7 @@ class Jax(Immutable):
         return list(_UNPACK(cuts, *parts))
 
     def clone(self, x: Array) -> Array:
-        return _OWN(x)
+        return _COPY(x)
 
     def concat(self, xs: Sequence[Array], axis: int) -> Array:
         return _CONCAT(axis, *xs)

@@ -49,8 +49,7 @@ class JaxMemory(SharedResults):
         # JAX uses the memory without a copy, since ``kernels.memory`` aligns it to 64 bytes.
         kind = np.dtype(dtype)
         filled = [np.frombuffer(memory, kind).reshape(shape) for (memory,), shape in zip(blanks, shapes, strict=True)]
-        # Arrays that were made while x64 was enabled keep their 64-bit dtypes. To make such results, x64 is needed
-        # again.
+        # Arrays that were made while x64 was enabled keep their 64-bit dtypes. Making such results needs x64 again.
         wide = kind.name in _X64 and not jax.config.jax_enable_x64
         with jax.enable_x64(True) if wide else nullcontext():
             return _on_all(filled, devices)

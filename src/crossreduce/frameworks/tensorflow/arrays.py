@@ -91,7 +91,7 @@ def _scope(physical: str) -> str:
 def _scope_in_graph(physical: str) -> str:
     """Return the name of a device in a graph of TensorFlow 1: without a job, or with the job and task of a worker.
 
-    The session that runs the graph has the devices, so it is not checked whether this one exists.
+    It is not checked whether the device exists, since only the session that runs the graph has devices.
     """
     device = parse(physical)
     job, _, task = device.host.rpartition("-")
@@ -110,9 +110,9 @@ def _scope_at(x: Array) -> Any:
 def _scope_beside(x: Array) -> Any:
     """Return the scope of an array's device; if that is not known, of the device that the placer chooses for the array.
 
-    Operations that join many arrays should run beside them; else each array is sent separately. Operations that combine
-    arrays of several devices use ``_scope_at`` instead, since the graph optimizer merges additions only if no device is
-    prescribed.
+    Operations that join many arrays must run on the arrays' device, or each array would be sent separately. Operations
+    that combine arrays of several devices use ``_scope_at``, since the graph optimizer merges additions only if no
+    device is prescribed.
     """
     return tf.device(x.device) if x.device else tf.compat.v1.colocate_with(x)
 
@@ -137,7 +137,7 @@ def _cast(x: Array, dtype: Any) -> Array:
 
 
 class ShapesError(MismatchError, tf.errors.InvalidArgumentError):  # type: ignore[misc]
-    """The error for replicas that differ, which can be caught as crossreduce's class and as TensorFlow's."""
+    """A ``MismatchError`` that is also a ``tf.errors.InvalidArgumentError``, so that callers can catch either."""
 
     _node_def = _op = None  # TensorFlow's constructor, which is not called, sets these
     _error_code = tf.errors.INVALID_ARGUMENT

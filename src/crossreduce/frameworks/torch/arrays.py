@@ -306,7 +306,7 @@ class Torch:
 
 
 class _AcrossReplicas(torch.autograd.Function):  # type: ignore[misc]
-    """Records, in one replica's graph, results that were computed from the tensors of all replicas."""
+    """Records, in one replica's autograd graph, results that were computed from the tensors of all replicas."""
 
     @staticmethod
     def forward(ctx: Any, gradient: Any, results: list[Array], *_: Array) -> tuple[Array, ...]:
@@ -319,7 +319,7 @@ class _AcrossReplicas(torch.autograd.Function):  # type: ignore[misc]
 
 
 def is_transformed() -> bool:
-    """Return whether tensors may be tracers: in torch.func, forward_ad, torch.compile, jit.trace or dispatch modes."""
+    """Return whether tensors may be tracers, as in torch.func, forward_ad, torch.compile, jit.trace, dispatch modes."""
     return (
         _interpreter() is not None
         or _dispatch_modes() > 0
@@ -335,7 +335,7 @@ def is_frozen(x: Array) -> bool:
 
 
 def has_no_memory(x: Array) -> bool:
-    """Return whether a tensor has elements but no memory, as fake tensors and lazily allocated zeros have not."""
+    """Return whether a tensor has elements but no memory, such as a fake tensor or lazily allocated zeros."""
     return bool(x.numel()) and x.data_ptr() == 0
 
 

@@ -74,6 +74,6 @@ MEMORY: Final = TorchMemory()
 def functions_for_compiled_code() -> tuple[Any, ...] | None:
     """Return the functions of torch that ``Calls`` uses; ``None`` if torch lacks one of them, as before 2.10."""
     exchange = getattr(torch.Tensor, "__dlpack_c_exchange_api__", None)
-    # torch.autograd.graph.increment_version only wraps a single tensor in a tuple, and calls this function.
+    # This is what torch.autograd.graph.increment_version calls, after it has wrapped a single tensor in a tuple.
     mark_dirty = torch._C._increment_version
     return None if exchange is None else (torch.Tensor, exchange, is_transformed, mark_dirty, torch.empty_like)
