@@ -76,13 +76,13 @@ class NcclExecutable:
         self._layout, self._numbers = layout, numbers
         self._sources, self._destinations = _indices(layout.sources), _indices(layout.destinations)
         self._devices = tuple(sorted({*self._sources, *self._destinations}))
-        averages = numbers.divisor & (numbers.divisor - 1) == 0
+        averages = numbers.divisor & (numbers.divisor - 1) == 0  # a power of two
         self._divides = not averages
         function = _function(self._sources, self._destinations)
         assert function is not None
         self._function = function
         if function == "ncclBroadcast":
-            self._parts = itemsize(numbers.dtype)
+            self._parts = itemsize(numbers.dtype)  # it copies bytes, of any dtype
             # the arguments of each call between the size and the communicator
             self._trailing: tuple[int, ...] = nccl_library.DATA_TYPES["uint8"], self._devices.index(self._sources[0])
             return

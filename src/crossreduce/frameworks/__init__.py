@@ -82,11 +82,8 @@ def framework_of(value: Any) -> Framework:
     own: Framework | None = getattr(value, "crossreduce_framework", None)
     if own is not None:  # an array with its own framework, such as a NullArray
         return own
-    raise ArgumentError.of(
-        "this is not an array.",
-        shown(value),
-        "a NumPy, PyTorch, JAX, TensorFlow or CuPy array, a sparse one, or a number",
-    )
+    remedy = "a NumPy, PyTorch, JAX, TensorFlow or CuPy array, a sparse one, or a number"
+    raise ArgumentError.of("this is not an array.", shown(value), remedy)
 
 
 def _of_type(kind: type) -> Framework | None:

@@ -148,7 +148,7 @@ class Framework(Protocol):
         """
 
     def memory_range(self, x: Array) -> tuple[int, int, bool]:
-        """Return the addresses of the first byte and of the byte after the last, and whether the array is contiguous."""
+        """Return the addresses of the first byte and of the byte after the last, and whether ``x`` is contiguous."""
 
     def write(self, target: Array, x: Array) -> None:
         """Copy an array of the same shape, dtype and device into ``target``."""

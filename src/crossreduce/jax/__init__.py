@@ -126,9 +126,7 @@ def _all_reduce(
         try:
             leaves.append(_gather_leaf(leaf, op, spec.axes) if _is_sparse(leaf) else _dense_leaf(leaf, op, spec.axes))
             if exact and not _is_sparse(leaf):
-                _require_exact_sum(
-                    leaves[-1], FRAMEWORK.numbers(op, leaves[-1].dtype.name, spec.axes.devices), spec.axes
-                )
+                _require_exact_sum(leaves[-1], op, spec.axes)
             if not _is_sparse(leaf) and unreduced_axes(leaves[-1]):
                 leaves[-1] = _ReducedLeaf(_sum_of_parts(leaves[-1], op, spec.axes))
         except ReductionError as error:
@@ -193,9 +191,9 @@ def _dense_leaf(leaf: Any, op: ReduceOp, axes: MeshAxes) -> Array:
     return axes.vary(array) if axes.checked else array
 
 
-def _require_exact_sum(x: Array, numbers: Numbers, axes: MeshAxes) -> None:
-    """Raise if the sum or mean of an array over the axes cannot be exact."""
-    numbers = numbers.exactly()
+def _require_exact_sum(x: Array, op: ReduceOp, axes: MeshAxes) -> None:
+    """Raise an ``UnsupportedError`` if the sum or mean of an array over the axes cannot be exact."""
+    numbers = FRAMEWORK.numbers(op, x.dtype.name, axes.devices).exactly()
     if numbers.exact and axes.devices > 1 and (unreduced_axes(x) or not in_process.supports(numbers, axes)):
         raise _no_exact_sum(f"{jax.typeof(x)} over {axes}")
 
@@ -217,10 +215,9 @@ def _sum_of_parts(x: Array, op: ReduceOp, axes: MeshAxes) -> Array:
     parts = unreduced_axes(x)
     if op is not ReduceOp.SUM and (op is not ReduceOp.MEAN or not parts <= set(axes.names)):
         over = ", ".join(sorted(map(repr, parts)))
-        problem = f"the {op.value} over {axes} needs an array, but each device has only its part of a sum."
-        raise UnsupportedError.of(
-            problem, f"{jax.typeof(x)}, unreduced over {over}", f"add the parts: psum over {over}"
-        )
+        problem = f"the {op.value} over {axes} needs complete arrays, but each device has only its part of a sum."
+        given = f"{jax.typeof(x)}, unreduced over {over}"
+        raise UnsupportedError.of(problem, given, f"add the parts: psum over {over}")
     numbers = FRAMEWORK.numbers(op, x.dtype.name, axes.devices)
     total = x.astype(numbers.accumulator)
     for names in ([a for a in axes.names if a in parts], [a for a in axes.names if a not in parts]):
@@ -245,6 +242,7 @@ def _gather_leaf(leaf: Any, op: ReduceOp, axes: MeshAxes) -> Any:
 
 
 def _gather(x: Array, axes: MeshAxes) -> Array:
+    """Return the arrays of all devices, concatenated in the order of the devices."""
     if not axes.checked:
         return lax.all_gather(x, axes.names, tiled=True)
     # shard_map treats the result of a gather as varying, and that of a sum as replicated. So each device puts its array
@@ -292,7 +290,8 @@ _differentiable_reduce_in_process = jax.custom_jvp(_reduce_in_process, nondiff_a
 
 @_differentiable_reduce_in_process.defjvp  # type: ignore[untyped-decorator]
 def _reduce_in_process_jvp(numbers: Numbers, spec: _ReduceSpec, primals: Any, tangents: Any) -> Any:
-    (xs,), (ts,) = primals, tangents  # the arrays and their tangents
+    """Return the results and their tangents."""
+    (xs,), (ts,) = primals, tangents
     ys = _differentiable_reduce_in_process(xs, numbers, spec)
     wide = [[x.astype(numbers.accumulator) for x in group] for group in (xs, ys, ts)]
     results = [_selection_tangent(numbers.op, None, spec.axes, x, y, t) for x, y, t in zip(*wide, strict=True)]
@@ -325,7 +324,7 @@ def _reduce_by_collectives(xs: list[Array], numbers: Numbers, spec: _ReduceSpec)
 
 
 def _is_free(spec: _ReduceSpec) -> bool:
-    """Return whether the algorithm is "auto" and all links are equal, so no schedule is faster than XLA's collective."""
+    """Return whether the algorithm is "auto" on equal links, where no schedule is faster than XLA's collective."""
     return spec.algorithm == "auto" and (spec.topology is None or _is_uniform(spec.topology))
 
 

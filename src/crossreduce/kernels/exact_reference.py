@@ -31,7 +31,7 @@ def exact_sum(terms: Sequence[Any], divisor: int, dtype: np.dtype[Any]) -> Any:
     sign_bit = 1 << (8 * dtype.itemsize - 1)
     infinity = sign_bit - (1 << (precision - 1))
     bits = np.array([_round(abs(number), divisor, precision, unit) for number in total], np.uint64)
-    bits = np.minimum(bits, np.uint64(infinity))
+    bits = np.minimum(bits, np.uint64(infinity))  # an overflow
     negative = (total < 0) | np.logical_and.reduce([x.negative & (x.units == 0) & ~x.infinite & ~x.nan for x in parts])
     # Whether +inf, or -inf, is among the terms of an element.
     up, down = (np.logical_or.reduce([x.infinite & (x.negative == sign) for x in parts]) for sign in (False, True))
@@ -39,7 +39,7 @@ def exact_sum(terms: Sequence[Any], divisor: int, dtype: np.dtype[Any]) -> Any:
     bits[up | down] = infinity
     negative = np.where(up | down, down, negative)
     bits[negative] |= np.uint64(sign_bit)
-    bits[nan] = infinity | 1 << (precision - 2)
+    bits[nan] = infinity | 1 << (precision - 2)  # a quiet NaN
     return bits.astype(f"u{dtype.itemsize}").view(dtype)
 
 

@@ -147,7 +147,7 @@ class ReferenceKernel:
         _, folds, result_operands = program
         values: dict[int, Any] = {}
 
-        def read(operand: int) -> Any:
+        def read(operand: int) -> Any:  # returns the tile of a source, or the value in a slot
             if operand < 0:
                 return values[operand]
             x = ins[operand]

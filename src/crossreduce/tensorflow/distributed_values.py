@@ -191,5 +191,5 @@ def place_of(x: Any) -> str:
 
 
 def is_reducible(x: Any) -> bool:
-    """Return whether crossreduce supports a tensor's dtype and rank. TensorFlow moves other tensors, such as strings."""
+    """Return whether crossreduce supports a tensor's dtype and rank. TensorFlow moves other tensors, such as text."""
     return x.dtype.name in DTYPES and x.shape.rank is not None

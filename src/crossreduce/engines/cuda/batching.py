@@ -32,11 +32,7 @@ class _Piece(NamedTuple):
 
 
 def operations(
-    layout: Layout,
-    numbers: Numbers,
-    places: dict[str, int],
-    readable: tuple[tuple[bool, ...], ...],
-    with_out: bool,
+    layout: Layout, numbers: Numbers, places: dict[str, int], readable: tuple[tuple[bool, ...], ...], with_out: bool
 ) -> Operations:
     """Return the operations of a layout.
 
@@ -168,6 +164,7 @@ class _Builder:
             makers.append(stored.maker)
 
     def _dtype(self, kind: str) -> str:
+        """Return the dtype of an "input", "partial" or "final" node."""
         numbers = self._numbers
         return {"input": numbers.dtype, "partial": numbers.accumulator, "final": numbers.result}[kind]
 

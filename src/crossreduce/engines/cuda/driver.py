@@ -52,6 +52,7 @@ def unusable() -> str:
 
 
 def _why_missing() -> str:
+    """Return the reason why the driver offers no CUDA device, or an empty string if it offers one."""
     module = native()
     if module is None:
         return "the compiled module was not built: install crossreduce with a C++ compiler"
@@ -148,7 +149,7 @@ def chosen_code(capability: int, names: list[str]) -> str:
     if not fitting:
         problem = "there are no CUDA kernels for this device."
         given = f"compute capability {capability // 10}.{capability % 10}"
-        raise BackendError.of(problem, given, f"a device of {min(numbers.values()) / 10:.1f} or newer")
+        raise BackendError.of(problem, given, f"a device of capability {min(numbers.values()) / 10:.1f} or higher")
     return max(fitting)[2]
 
 

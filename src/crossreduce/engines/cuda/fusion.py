@@ -95,11 +95,7 @@ class _Chunk:
     """Makes the steps of a chunk."""
 
     def __init__(
-        self,
-        chunk: ChunkProgram,
-        places: tuple[int, ...],
-        readable: tuple[tuple[bool, ...], ...],
-        with_out: bool,
+        self, chunk: ChunkProgram, places: tuple[int, ...], readable: tuple[tuple[bool, ...], ...], with_out: bool
     ) -> None:
         self._readable, self._with_out, self._inputs = readable, with_out, len(chunk.sources)
         self._single = self._inputs == 1  # then nothing is combined, and the input is final
@@ -200,7 +196,7 @@ class _Chunk:
                     continue
                 if depth + (k > 0) > MAX_DEPTH or not visit(operand, depth + (k > 0)):
                     return False
-                if k > 0:
+                if k > 0:  # push the operand's first source; after its last source, fold it into the value below
                     last = 1 << (len(leaves) - 1)
                     bits[0] |= 1 << first
                     if bits[1] & last and bits[2] & last:

@@ -109,22 +109,14 @@ def kernel(layout: Layout, numbers: Numbers, results: int) -> Kernel:
     sizes = tuple(math.prod(shape) for shape in layout.shapes)
     if numbers.exact:
         # Partial sums would be rounded, so the programs are not used: one combination has all sources as its operands.
-        sources = range(len(layout.sources))
-        programs: tuple[FusedProgram, ...] = (FusedProgram(1, ((0, *sources),), (~0,) * results),)
+        fold = (0, *range(len(layout.sources)))
+        programs: tuple[FusedProgram, ...] = (FusedProgram(1, (fold,), (~0,) * results),)
         segments = tuple(Segment(tensor, 0, size, 0) for tensor, size in enumerate(sizes) if size)
     else:
         programs, segments = _programs_and_segments(layout, results)
-    dtypes = numbers.dtype, numbers.accumulator, numbers.result
-    return kernels.compile_kernel(
-        KERNEL_OPS[numbers.op, numbers.exact],
-        dtypes,
-        numbers.divisor,
-        len(layout.sources),
-        results,
-        sizes,
-        programs,
-        segments,
-    )
+    op, dtypes = KERNEL_OPS[numbers.op, numbers.exact], (numbers.dtype, numbers.accumulator, numbers.result)
+    sources = len(layout.sources)
+    return kernels.compile_kernel(op, dtypes, numbers.divisor, sources, results, sizes, programs, segments)
 
 
 def _programs_and_segments(layout: Layout, results: int) -> tuple[tuple[FusedProgram, ...], tuple[Segment, ...]]:

@@ -91,9 +91,8 @@ def _register() -> bool:
     except ArgumentError:
         raise
     except Exception as error:  # noqa: BLE001 -- another version of XLA's interface may raise any class
-        _LOG.info(
-            "JAX does not accept the custom call of the kernels (%s); XLA's own all-reduce is used instead", error
-        )
+        text = "JAX does not accept the custom call of the kernels (%s); XLA's own all-reduce is used instead"
+        _LOG.info(text, error)
         return False
     return True
 

@@ -47,6 +47,7 @@ def _place(device: str) -> Any:
 
 @lru_cache(maxsize=1024)
 def _require(devices: tuple[str, ...]) -> None:
+    """Raise a ``DeviceError`` if a device is not a CUDA device of this process."""
     for device in devices:
         place = parse(device)
         if place.host or place.kind != "cuda" or place.index >= _count():
@@ -175,9 +176,8 @@ class CuPy(NumPy):
         else:
             given = shown(value)
         problem = "results need CuPy arrays in C order that are on their destination."
-        raise UnsupportedError.of(
-            problem, given, f"with cupy.cuda.Device({_place(device).id}): cupy.empty(shape, dtype)"
-        )
+        remedy = f"with cupy.cuda.Device({_place(device).id}): cupy.empty(shape, dtype)"
+        raise UnsupportedError.of(problem, given, remedy)
 
     def memory_range(self, x: Array) -> tuple[int, int, bool]:
         low, high = cupy.byte_bounds(x)

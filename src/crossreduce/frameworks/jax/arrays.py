@@ -60,6 +60,7 @@ def _is_opaque(dtype: Any) -> bool:
 
 @lru_cache(maxsize=1024)
 def _numbers(op: ReduceOp, dtype: str, count: int, x64: bool) -> Numbers:
+    """Return how JAX computes an op over ``count`` components. ``x64`` is whether 64-bit dtypes are enabled."""
     accumulator = ACCUMULATORS[op, dtype]
     if accumulator == "float64" and dtype != "float64" and not x64:
         accumulator = "float32"
@@ -93,6 +94,7 @@ def place(name: str) -> tuple[Any, SingleDeviceSharding]:
 
 @lru_cache(maxsize=1024)
 def _require(devices: tuple[str, ...]) -> None:
+    """Raise a ``DeviceError`` if JAX lacks one of these devices."""
     for device in devices:
         # Tracers count as on cpu:0 and its logical devices, even if JAX is configured without CPU devices.
         if parse(device).physical != "cpu:0":
@@ -100,7 +102,7 @@ def _require(devices: tuple[str, ...]) -> None:
 
 
 def is_somewhere(x: Array) -> bool:
-    """Return whether a value is an array or a tracer that contains one, such as a tracer of ``grad`` outside ``jit``."""
+    """Return whether a value is an array or a tracer that contains one, such as one of ``grad`` outside ``jit``."""
     while isinstance(x, jax.core.Tracer):
         x = getattr(x, "primal", getattr(x, "val", None))
     return isinstance(x, jax.Array)
@@ -133,6 +135,7 @@ def finish(numbers: Numbers, x: Array) -> Array:
 
 
 def _combine_traced(numbers: Numbers, final: bool, *xs: Array) -> Array:
+    """Return ``xs`` combined from left to right, see ``Framework.combine``."""
     function = FUNCTIONS[numbers.op]
     total = _cast(xs[0], numbers.accumulator)
     for x in xs[1:]:
@@ -166,6 +169,7 @@ def _concat_traced(axis: int, *xs: Array) -> Array:
 
 
 def _dense_traced(shape: tuple[int, ...], dtype: str, values: Array, indices: Array) -> Array:
+    """Return a dense array, to which each slice in ``values`` is added at its index in ``indices``."""
     return jnp.zeros(shape, dtype).at[indices].add(values.astype(dtype))
 
 
@@ -207,22 +211,17 @@ class Jax(Immutable):
         if isinstance(value, np.ndarray):  # usually the indices of slices
             return jnp.asarray(value)
         if not isinstance(value, jax.Array):
-            raise UnsupportedError.of(
-                "slices and their indices must be arrays of JAX or NumPy.", shown(value), "a jax.Array"
-            )
+            problem = "slices and their indices must be arrays of JAX or NumPy."
+            raise UnsupportedError.of(problem, shown(value), "a jax.Array")
         if _is_opaque(value.dtype):
-            raise UnsupportedError.of(
-                "arrays of PRNG keys cannot be reduced.", shown(value), "jax.random.key_data(value)"
-            )
+            problem = "arrays of PRNG keys cannot be reduced."
+            raise UnsupportedError.of(problem, shown(value), "jax.random.key_data(value)")
         if isinstance(value, jax.core.Tracer):
             return value
         if type(value.sharding) is not SingleDeviceSharding and len(value.devices()) != 1:
             problem = "a replica's array must be on one device, and this one is spread over several."
-            raise DeviceError.of(
-                problem,
-                shown(value.sharding),
-                "[shard.data for shard in x.addressable_shards], one component per replica",
-            )
+            remedy = "[shard.data for shard in x.addressable_shards], one component per replica"
+            raise DeviceError.of(problem, shown(value.sharding), remedy)
         return value
 
     def spec(self, x: Array) -> TensorSpec:
@@ -328,12 +327,9 @@ class Jax(Immutable):
     def is_recorded(self, x: Any) -> bool:
         parts = (x.values, x.indices) if isinstance(x, IndexedSlices) else (x, getattr(x, "data", None))
         if any(isinstance(part, jax.core.Tracer) for part in parts):
-            raise UnsupportedError.of(
-                "a traced value cannot be reduced with values of other replicas' threads.",
-                shown(x),
-                "reduce outside of jit, grad and vmap: the gradients, not the loss; under jax.shard_map, "
-                "crossreduce.jax.all_reduce",
-            )
+            problem = "a traced value cannot be reduced with values of other replicas' threads."
+            remedy = "reduce outside of jit, grad and vmap: the gradients, not the loss; under jax.shard_map, "
+            raise UnsupportedError.of(problem, shown(x), remedy + "crossreduce.jax.all_reduce")
         return False
 
     def differentiable(

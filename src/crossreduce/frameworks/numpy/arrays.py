@@ -89,9 +89,8 @@ class NumPy:
 
     def _plain(self, value: Any) -> Array:
         if isinstance(value, np.ma.MaskedArray):
-            raise UnsupportedError.of(
-                "masked arrays cannot be reduced.", shown(value), "fill the masked elements: value.filled(0)"
-            )
+            remedy = "fill the masked elements: value.filled(0)"
+            raise UnsupportedError.of("masked arrays cannot be reduced.", shown(value), remedy)
         array = np.asarray(value)
         return array if array.dtype.isnative else array.astype(array.dtype.newbyteorder("="))
 

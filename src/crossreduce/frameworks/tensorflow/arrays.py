@@ -40,6 +40,7 @@ _DTYPES: Final[dict[str, Any]] = {name: dtype for dtype, name in _NAMES.items()}
 
 @lru_cache(maxsize=1024)
 def _numbers(op: ReduceOp, dtype: str, count: int) -> Numbers:
+    """Return how TensorFlow computes an op over ``count`` components."""
     result = dtype
     if op is ReduceOp.MEAN and dtype in INTEGERS:  # as in TensorFlow's true division
         result = "float32" if itemsize(dtype) <= 2 else "float64"
@@ -57,6 +58,7 @@ def _logical_devices() -> dict[str, str]:
 
 @lru_cache(maxsize=1024)
 def _require(devices: tuple[str, ...]) -> None:
+    """Raise a ``DeviceError`` if TensorFlow lacks one of these devices."""
     here = _logical_devices()
     for device in devices:
         if parse(device).physical not in here:
@@ -64,6 +66,7 @@ def _require(devices: tuple[str, ...]) -> None:
 
 
 def _absent_device(device: str, here: dict[str, str]) -> DeviceError:
+    """Return the error for a device that is not in ``here``, the result of ``_logical_devices``."""
     return DeviceError.of(
         "TensorFlow has no such logical device.",
         f"{device}; logical devices: {', '.join(here)}",
@@ -315,6 +318,7 @@ def _divide_elements(x: Array, divisor: int) -> Array:
 
 
 def _unsupported_error(value: Any) -> UnsupportedError:
+    """Return the error for a value that cannot be reduced, with the reason and a remedy for its kind."""
     if isinstance(value, tf.Tensor) and value.shape.rank is None:
         problem = "a tensor of unknown rank cannot be reduced; one of known rank and unknown sizes can."
         remedy = "tf.ensure_shape(tensor, [None, None]), with one None per axis; or an input_signature with a rank"

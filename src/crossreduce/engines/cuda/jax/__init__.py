@@ -89,11 +89,8 @@ class JaxExecutable:
 
     def __init__(self, layout: Layout, numbers: Numbers) -> None:
         self._framework, self._sources, self._destinations = layout.framework, layout.sources, layout.destinations
-        self.kinds = [
-            jax.core.ShapedArray(shape, jnp.dtype(numbers.result))
-            for shape in layout.shapes
-            for _ in self._destinations
-        ]
+        dtype = jnp.dtype(numbers.result)
+        self.kinds = [jax.core.ShapedArray(shape, dtype) for shape in layout.shapes for _ in self._destinations]
         names = {*self._sources, *self._destinations, *(name for each in layout.programs for name in each.devices)}
         self.operations = operations(layout, numbers, dict.fromkeys(names, 0), ((True,),), False)
         loop = LOOP.compile(layout, numbers, False)
@@ -173,13 +170,9 @@ def lower(ctx: Any, *operands: Any, executable: JaxExecutable) -> Any:
         return _lower_otherwise(ctx, *operands, executable=executable)
     (scratch,) = executable.operations.scratch
     temporary = [jax.core.ShapedArray((scratch,), jnp.dtype("uint8"))] if scratch else []
-    lowering = jax.ffi.ffi_lowering(TARGET)
-    results = lowering(
-        ctx.replace(avals_out=[*ctx.avals_out, *temporary]),
-        *operands,
-        number=np.int64(number_of(executable.operations)),
-    )
-    return results[: len(ctx.avals_out)]
+    number = np.int64(number_of(executable.operations))
+    with_temporary = ctx.replace(avals_out=[*ctx.avals_out, *temporary])
+    return jax.ffi.ffi_lowering(TARGET)(with_temporary, *operands, number=number)[: len(ctx.avals_out)]
 
 
 def number_of(made: Operations) -> int:

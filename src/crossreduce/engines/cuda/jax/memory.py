@@ -129,7 +129,7 @@ class JaxDeviceMemory(DeviceMemory):
             yield finished
 
     def _pass_on(self, device: int, results: list[list[_Block]], finished: list[list[Array]]) -> None:
-        """Make XLA's later programs on a device wait for the current stream; replace its results in ``finished``."""
+        """Make XLA's later programs on a device wait for the current stream; update its results in ``finished``."""
         small = _imported(self._exported(_small(device), device))
         places = [
             (j, k)
