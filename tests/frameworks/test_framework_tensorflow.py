@@ -150,8 +150,8 @@ def test_gradients(algorithm: str, traced: bool) -> None:
 
 
 def test_gradients_of_other_ops_and_of_variables() -> None:
-    """The gradient of a max is 1 for the largest value, else 0; of a product, the others' product; a tape records the
-    read of a variable, and a Keras variable is read like the one inside."""
+    """The gradient of a max is 1 for the largest value and 0 for others, that of a product the product of the others.
+    A tape records the read of a variable. A Keras variable can be reduced."""
     xs = [on(k, x) for k, x in enumerate((2.0, 5.0, 3.0))]
     halves = [on(k, 1.0, tf.float16) for k in range(3)]
     variables = [tf.Variable(1.0), tf.Variable(3.0)]

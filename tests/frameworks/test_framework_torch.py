@@ -21,7 +21,7 @@ def same(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def assert_own(results: list[torch.Tensor], inputs: list[torch.Tensor]) -> None:
-    """Every result is contiguous, requires no gradient, and has its own storage."""
+    """Assert that each result is contiguous, requires no gradient, and has its own storage of exactly its size."""
     for x in results:
         assert type(x) is torch.Tensor
         assert x.is_contiguous()
@@ -50,14 +50,14 @@ def layouts() -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("kind", layouts())
 def test_layouts(kind: str) -> None:
     """Views with any strides are reduced correctly; results are contiguous, not lazy, and have their own memory."""
-    for n, packs, values in ((1, 1, 1), (3, 0, 1), (3, 1, 2)):
+    for n, packs, batch_size in ((1, 1, 1), (3, 0, 1), (3, 1, 2)):
         xs = [layouts()[kind] for _ in range(n)]
         before = [x.clone() for x in xs]
         value = cr.PerReplica(xs)
-        batch = cr.AllReduceCrossDeviceOps("direct", num_packs=packs).batch_reduce("sum", [(value, value)] * values)
+        batch = cr.AllReduceCrossDeviceOps("direct", num_packs=packs).batch_reduce("sum", [(value, value)] * batch_size)
         results = [x for result in batch for x in result]
         for x in results:
-            assert torch.equal(x, before[0].resolve_conj().resolve_neg() * n), (n, packs, values)
+            assert torch.equal(x, before[0].resolve_conj().resolve_neg() * n), (n, packs, batch_size)
             assert (x.is_conj(), x.is_neg()) == (False, False)
         assert_own(results, xs)
         assert all(torch.equal(x, y) for x, y in zip(xs, before, strict=True))
@@ -178,7 +178,7 @@ def test_slices_of_sparse_tensors_are_concatenated() -> None:
 
 
 def test_indices_of_slices() -> None:
-    """An index outside the dense shape, also a negative one, is an error; slices may be views, and empty."""
+    """An index outside the dense shape is an error, also a negative one. Slices may be views, and may be empty."""
     for index in (-1, 4):
         slices = cr.IndexedSlices(torch.ones(1, 2), torch.tensor([index]), (4, 2))
         with pytest.raises(cr.ArgumentError, match=rf"(?s)outside its dense shape.*from {index} to {index}"):

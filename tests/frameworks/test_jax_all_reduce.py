@@ -20,13 +20,14 @@ jnp, lax = jax.numpy, jax.lax
 
 ALGORITHMS = (*strategies.NAMED, "auto")
 PAIRS = r"source_target_pairs = dense<(\[\[.*?\]\])>"
+# Four devices in a line, and four of which each two have a link, which is slow between the first two.
 LINE = cr.Topology.from_matrix([[int(abs(a - b) == 1) for b in range(4)] for a in range(4)])
 SLOW = cr.Topology.from_matrix([[(a != b) * (1 if a + b == 1 else 9) for b in range(4)] for a in range(4)])
 
 
 @pytest.mark.parametrize(("n", "algorithm"), each([8, 3, 5, 9, 2, 6, 1], ALGORITHMS))
 def test_every_device_gets_every_contribution_once(n, algorithm):
-    """On 1 to 9 devices, every algorithm gives exact sums of (n + 1) ** device on every device; replicated values are
+    """On 1 to 9 devices, every algorithm gives exact sums of (n + 1) ** device on every device. Replicated values are
     added once per device, as by psum."""
     rng = np.random.default_rng(n)
     contributions = np.stack(oracle.contributions(n, "int32", (11,)))
@@ -93,11 +94,11 @@ def test_half_types_round_once_and_nan_propagates(algorithm):
 def test_every_device_has_the_same_nan(algorithm):
     """All devices combine in the same order, so that even the payload of the sum of two different NaNs agrees."""
     n = 4
-    bits = np.uint32(0x7FC00001) + np.arange(n, dtype="uint32")[:, None]
+    bits = np.uint32(0x7FC00001) + np.arange(n, dtype="uint32")[:, None]  # NaNs with another payload on each device
     x = np.repeat(bits, 12, 1).view("float32")
     x[:, :6] = np.where(np.arange(n)[:, None] % 2, 0.0, -0.0)
     run = jax.jit(spread(lambda x: [all_reduce(x, "d", op, algorithm=algorithm) for op in ("sum", "max")], n))
-    for got in run(x):
+    for got in run(x):  # the first 6 elements are zeros of both signs
         assert np.isnan(same_everywhere(got)).tolist() == [False] * 6 + [True] * 6
 
 
@@ -157,8 +158,8 @@ def test_slices_are_concatenated(check):
 
 @pytest.mark.parametrize("algorithm", ["auto", "ring"])
 def test_every_transformation_with_named_axes(algorithm):
-    """all_reduce runs under shard_map without jit, pmap, vmap of another axis, and vmap of the named axis, also if the
-    current mesh has an axis of this name."""
+    """all_reduce runs under shard_map without jit, pmap, vmap of another axis, and vmap of the named axis. The current
+    mesh may have an axis of the same name as that of vmap."""
     x = np.random.default_rng(1).integers(-9, 9, (3, 4)).astype("float32")
 
     def own(x):
@@ -286,17 +287,16 @@ def test_plans_of_several_axes_are_logged(caplog):
     assert re.findall(PAIRS, text)[0] == "[[1, 0], [3, 2], [5, 4]]"
     assert [record.levelname for record in caplog.records] == ["INFO"] * 3
     levels, by_xla, ring = caplog.messages
-    for words in (
-        "new plan: all_reduce hierarchical_copy: 6 devices",
-        "6 permutations",
-        "axes 'hosts', 'devices' of 6",
-    ):
+    head = "new plan: all_reduce hierarchical_copy: 6 devices"
+    for words in (head, "6 permutations", "axes 'hosts', 'devices' of 6"):
         assert words in levels
     assert "XLA's own all-reduce; over axis 'once' of 3" in by_xla
     assert "ring: 3 devices, 3 chunks, 4 rounds, 12 steps, 4 permutations" in ring
 
 
 def rejected(error, match, leaf=1.0, **how):
+    """Assert that a call with the options ``how``, and with ``leaf`` in its tree, raises an error."""
+
     def own(x):
         return all_reduce({"w": [x, leaf]}, how.pop("axis_name", "d"), **how)
 

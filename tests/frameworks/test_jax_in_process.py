@@ -31,7 +31,7 @@ def calls(function, *xs):
 
 
 def test_the_bits_are_those_of_the_kernels():
-    """Over every dtype and op, all devices get the bits that the engine ``host`` computes in the order of positions."""
+    """For every dtype and op, all devices get the bits of the host engine, which combines in the order of positions."""
     rng = np.random.default_rng(0)
     every = {dtype: draw(rng, dtype, (8, 333)) for dtype in DTYPES}
     xs = {op: {d: x for d, x in every.items() if op in strategies.ops_for(d)} for op in strategies.OPS}
@@ -51,11 +51,11 @@ def test_groups_of_positions_meet_separately():
     """Over any axes of a mesh, in any order, each group of positions gets the sum of its own arrays."""
     names, x = ("a", "b", "c"), np.stack(oracle.contributions(8, "int32", (5,))).reshape(2, 2, 2, 5)
     every = [axes for count in (1, 2, 3) for axes in itertools.permutations(names, count)]
-    for check, some in ((True, every[::2]), (False, every[1::2])):
+    for check_vma, some in ((True, every[::2]), (False, every[1::2])):
         run = jax.shard_map(
             lambda x, some=some: [all_reduce(x, axes) for axes in some],
             mesh=mesh((2, 2, 2), names), in_specs=P(*names),
-            out_specs=[P(*(None if name in axes else name for name in names)) for axes in some], check_vma=check,
+            out_specs=[P(*(None if name in axes else name for name in names)) for axes in some], check_vma=check_vma,
         )  # fmt: skip
         assert calls(jax.jit(run), x) == len(some)
         for axes, got in zip(some, jax.jit(run)(x), strict=True):
@@ -89,7 +89,7 @@ def test_a_donated_array_is_reduced_in_place(how):
     results = compiled(xs)
     assert list(map(pointers, results)) == before
     assert all(x.is_deleted() for x in xs)
-    want = 3 if how == "161 leaves" else 24
+    want = 3 if how == "161 leaves" else 24  # the mean or the sum of eight 3s
     assert all((np.asarray(x) == want).all() for x in results)
 
 
@@ -135,7 +135,7 @@ def test_nothing_is_compiled_twice():
 
 
 def test_where_xla_reduces():
-    """Elsewhere the collectives of XLA run: axes that XLA partitions, vmap's, exports, and devices of other kinds."""
+    """XLA's collectives run over axes that XLA partitions or vmap maps, in exports, and on devices of other kinds."""
     from jax import export
 
     x = np.arange(8.0, dtype="float32").reshape(8, 1)
@@ -164,7 +164,7 @@ def test_a_device_that_does_not_arrive_is_named():
     run, every = jax.jit(spread(own, 8, False, P("d"))), jax.jit(spread(lambda x: all_reduce(x, "d"), 8, False))
     x = np.ones((8, 8), "float32")
     settings = kernels.instruction_set(), kernels.threads(), kernels.STREAMING_BYTES, kernels.THREADED_BYTES
-    kernels.native().xla_handlers(*settings, 0.8)
+    kernels.native().xla_handlers(*settings, 0.8)  # seconds that devices wait for each other
     words = r"(?s)axis 'd': position 3, 7 did not arrive within 0.8 s.*given: position 0, 1, 2, 4, 5, 6 arrived, of 8"
     try:
         with pytest.raises(jax.errors.JaxRuntimeError, match=words):
@@ -186,7 +186,7 @@ def test_an_invalid_timeout_is_rejected(monkeypatch):
 
 @pytest.mark.parametrize("threads", [2, *(pytest.param(k, marks=pytest.mark.slow) for k in (1, 8))])
 def test_random_programs_end(threads):
-    """Beside XLA's collectives, with any number of threads and two programs at once, programs end and are right."""
+    """Random programs that also use XLA's collectives end with right results, two at once, on any number of threads."""
     count = budget.count(20, least=2)
     environment = {**os.environ, "NPROC": str(threads), "PJRT_NPROC": str(threads), "JAX_NUM_CPU_DEVICES": "8"}
     command = [sys.executable, str(program("jax_storm.py")), str(threads * 1000), str(count)]

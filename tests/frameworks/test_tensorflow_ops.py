@@ -37,7 +37,7 @@ ALGORITHMS = ("one_device", "hierarchical_copy", "ring", "halving_doubling", "di
 
 @pytest.mark.parametrize(("op", "n", "mode"), each(OPS, [1, 3, 8], MODES))
 def test_reduction_and_broadcast(op, n, mode):
-    """Every op reduces and broadcasts to all kinds of destinations; one device receives a bare tensor (D2, D12)."""
+    """Every op reduces and broadcasts to all kinds of destinations. One device receives a bare tensor (D2, D12)."""
     op = OPS[op]
     first, second = [float((n + 1) ** k % 8191) for k in range(n)], [k + 1.0 for k in range(n)]
     values = [per_replica(first), per_replica(second)]
@@ -102,7 +102,7 @@ def test_indexed_slices(op, reduce_op, mode):
 
 @pytest.mark.parametrize("mode", MODES)
 def test_slices_and_dense_tensors(mode):
-    """A value that is sparse on some replicas and dense on others has a dense result; a component may have no slices,
+    """A value that is sparse on some replicas and dense on others has a dense result. A component may have no slices,
     or no dense_shape."""
     mixed = PerReplica([slices(0, [[1.0, 2.0]], [1]), on(1, np.ones((5, 2), "float32")), slices(2, [[4.0, 4.0]], [1])])
     empty = PerReplica([slices(0, np.zeros((0, 2), "float32"), np.zeros(0, "int32")), slices(1, [[3.0, 4.0]], [2])])
@@ -126,7 +126,7 @@ def test_slices_and_dense_tensors(mode):
     [*((a, "eager", range(1, 10)) for a in ALGORITHMS), *each(ALGORITHMS[:-2], ["function"], [[5], [9], [2]])],
 )
 def test_every_algorithm_on_every_number_of_devices(algorithm, mode, counts):
-    """Every algorithm, with packs and without, is right on 1 to 9 devices; D1: odd numbers lose no contribution."""
+    """Every algorithm is right on 1 to 9 devices, with packs and without. Odd numbers lose no contribution (D1)."""
     rng = np.random.default_rng(0)
     for n in counts:
         op = crt.AllReduceCrossDeviceOps(algorithm, num_packs=n % 4)
@@ -164,7 +164,7 @@ def test_ops_can_be_copied():
 @pytest.mark.parametrize("mode", MODES)
 def test_variables_are_read(mode):
     """A variable of TensorFlow or Keras, mirrored or synchronized on read, has one component per replica, as value and
-    as destination; it is read and never written."""
+    as destination. It is read and never written."""
     strategy = tf.distribute.MirroredStrategy(["CPU:0", "CPU:1", "CPU:2"])
     with strategy.scope():
         mirrored = tf.Variable([2.0, 3.0])
@@ -203,7 +203,7 @@ def test_workers_in_a_graph_of_tensorflow_1():
 
 
 def test_arguments_of_functions_have_no_device():
-    """An argument of a tf.function has no device: results are right, and are on a device only if another value is."""
+    """Arguments of a tf.function have no device. Results are right, and are on devices only if other values are."""
 
     @tf.function
     def plain(*xs):
@@ -236,7 +236,7 @@ def unranked(k, x):
 
 @pytest.mark.parametrize(("op", "shape"), each(["to one", "add_n", "unpacked"], [(), (0, 2), (2, 3, 1)]))
 def test_unknown_ranks_while_tracing(op, shape):
-    """Tensors of unknown rank are reduced whole, as TensorFlow's ops do, in a batch with others, and have gradients."""
+    """Tensors of unknown rank are reduced, also in a batch with others, with right shapes and gradients."""
     op, given = OPS[op], [np.full(shape, 2.0**k) for k in range(3)]
 
     @tf.function(autograph=False)

@@ -71,12 +71,10 @@ class Layout:
 
     @cached_property
     def programs(self) -> tuple[Program, ...]:
-        """The programs of all ranges."""
         return tuple(part.program for lowered in self.buffers for part in lowered.ranges)
 
     @cached_property
     def shapes(self) -> list[tuple[int, ...]]:
-        """The shapes of the tensors."""
         return [span.shape for lowered in self.buffers for span in lowered.buffer.spans]
 
     @cached_property

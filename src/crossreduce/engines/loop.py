@@ -30,7 +30,6 @@ class LoopEngine:
         return True
 
     def bind(self, layout: Layout, arrays: Sequence[Sequence[Array]]) -> Any | None:
-        """Return the arrays themselves."""
         return arrays
 
     def compile(self, layout: Layout, numbers: Numbers, with_out: bool) -> LoopExecutable:

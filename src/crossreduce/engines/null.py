@@ -27,7 +27,6 @@ class NullEngine:
         return isinstance(layout.framework, NullFramework)
 
     def bind(self, layout: Layout, arrays: Sequence[Sequence[Array]]) -> Any | None:
-        """Return the arrays themselves."""
         return arrays
 
     def compile(self, layout: Layout, numbers: Numbers, with_out: bool) -> NullExecutable:

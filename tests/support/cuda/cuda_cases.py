@@ -43,7 +43,7 @@ class Memory(DeviceMemory):
     def __init__(self, fake):
         self.fake, self.devices, self.free, self.peers = fake, {}, {}, True
         self.threads, self.is_quiet = threading.local(), False
-        for device in range(8):  # a framework has made the contexts
+        for device in range(8):  # this makes the contexts, as a framework would have
             fake.memory(1, device)
 
     def stream(self, device):
@@ -53,7 +53,7 @@ class Memory(DeviceMemory):
         return streams[device]
 
     def array(self, size, dtype, device, shift=0):
-        """Return an array of memory that its earlier owner, in the current stream, still writes into."""
+        """Return an array, whose memory its earlier owner, in the current stream, still writes into."""
         kind = np.dtype(dtype)
         nbytes = -(-(size * kind.itemsize + shift + 1) // 512) * 512
         stream = self.stream(device)
@@ -67,7 +67,7 @@ class Memory(DeviceMemory):
         return made
 
     def release_all(self):
-        """Free all arrays: a call has failed."""
+        """Free all arrays, after a call has failed."""
         for device, address, nbytes, stream in self.devices.values():
             self.fake.write(address, bytes(nbytes), stream, device)
             self.free[device, stream, nbytes].append(address)
@@ -140,7 +140,7 @@ class Memory(DeviceMemory):
 
 
 def _on(layout, names, pieces):
-    """Return a layout on devices of other names, with programs of so many pieces."""
+    """Return a layout with other names of devices (``names``: old to new), and programs of ``pieces`` pieces."""
     buffers = []
     for buffer, ranges in layout.buffers:
         found = []
@@ -155,7 +155,11 @@ def _on(layout, names, pieces):
 
 
 class Case:
-    """A layout with its executable and the arrays of a call."""
+    """Layouts with their executables, and calls of them on new arrays.
+
+    ``places`` has the number of each replica's device, and ``destinations`` the positions of replicas (by default all).
+    Options: ``topology``, ``pieces`` of a chunk, and ``result``, the dtype of the results.
+    """
 
     def __init__(self, memory, algorithm, places, op, dtype, sizes, packing, inplace, *, destinations=None, **options):
         topology, result = options.get("topology"), options.get("result")
@@ -183,7 +187,7 @@ class Case:
         self.compile()
 
     def compile(self):
-        """Compile all layouts again."""
+        """Compile all layouts, perhaps again."""
         self.executables = [self.engine.compile(layout, self.numbers, self.inplace) for layout in self.layouts]
 
     def run(self, draw, check=True, finish=True):
@@ -281,7 +285,7 @@ class Case:
         return (np.dtype(np.uint8 if dtype == "bool" else dtype) for dtype in (self.dtype, self.numbers.result))
 
     def _arrays(self, layout, draw):
-        """Return sources, and results in place or ``None``."""
+        """Return the sources, and the arrays for the results; ``None`` instead of the latter if not in place."""
         kind, out_kind = self._kinds()
         sizes = [self.sizes[tensor] for tensor in layout.tensors]
         shift = int(draw.integers(0, 3)) * kind.itemsize
@@ -290,9 +294,8 @@ class Case:
             return sources, None
         same = kind == out_kind and len(self.result_places) == len(self.places)
         if not same:
-            return sources, [
-                [self.memory.array(size, out_kind, place) for place in self.result_places] for size in sizes
-            ]
+            results = [[self.memory.array(size, out_kind, place) for place in self.result_places] for size in sizes]
+            return sources, results
         # A result may be in the memory of any source of its device.
         order = list(range(len(self.places)))
         for place in set(self.places):

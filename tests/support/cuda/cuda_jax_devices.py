@@ -49,7 +49,7 @@ def value_on(devices):
 
 
 def on_host(rows, op, ops, destinations=None):
-    """Return the results on the host: for each tensor one."""
+    """Return the result of each tensor, as the host engine computes it."""
     count = len(rows[0])
     hosts = [f"cpu:0#{k}" if k else "cpu:0" for k in range(count)]
     pairs = []
@@ -60,7 +60,7 @@ def on_host(rows, op, ops, destinations=None):
 
 
 def reduced(xla, devices, rows, op, ops, destinations=None):
-    """Reduce drawn values on devices; return for each tensor its results, and the values read from each."""
+    """Reduce values on devices. Return the results of each tensor, and their contents, which are read later."""
     places = [parse(name).index for name in devices]
     given = [[xla.put(x, place) for x, place in zip(row, places, strict=True)] for row in rows]
     pairs = []
@@ -77,7 +77,7 @@ def is_right(read, right):
 
 
 def check_bits(xla):
-    """All dtypes and ops, algorithms, devices and destinations: the bits of the host engine, in order."""
+    """All dtypes, ops, algorithms, devices and destinations give the bits of the host engine; all work is ordered."""
     for device in range(8):
         assert memory.MEMORY.stream(device) == memory.MEMORY.stream(device)
     draw, count = np.random.default_rng(3), 0
@@ -140,7 +140,7 @@ def real(xla, rows, devices):
 
 
 def check_calls(xla):
-    """Other calls that run in the engine: broadcasts, topologies, arrays on the host or elsewhere."""
+    """Broadcasts, topologies, and arrays on the host or on other devices run in the engine, too."""
     draw, count, four = np.random.default_rng(8), 0, DEVICES["four"]
     x = values(draw, "float32", (1000,))
 
@@ -194,7 +194,7 @@ def check_calls(xla):
 
 
 def check_left(xla):
-    """What the loop engine reduces, as without this engine; and deleted arrays are errors."""
+    """What this engine cannot reduce, the loop engine reduces as usual. Deleted arrays are errors."""
     four, count = DEVICES["four"], 0
     rows = [[np.full((3, 2), 2.0**k, "float32")] for k in range(4)]
     arrays = real(xla, rows, four)
@@ -235,16 +235,11 @@ def check_left(xla):
     return count
 
 
-CHECKS = {
-    "bits": check_bits,
-    "calls": check_calls,
-    "failures": check_failures,
-    "left": check_left,
-}
+CHECKS = {"bits": check_bits, "calls": check_calls, "failures": check_failures, "left": check_left}
 
 
 def main(library, peers, *checks):
-    """Run some checks; print how much each checked."""
+    """Run some checks, and print the number that each returns."""
     xla = start(library, peers)
     gc.freeze()  # what exists now is not garbage; to look at all of JAX in each collection takes long
     with jax.enable_x64(True):

@@ -79,7 +79,7 @@ class Block(memory._Block):
 
 
 class Exported:
-    """What JAX's ``from_dlpack`` gets in the place of an array of the engine: one on a CPU device."""
+    """The array on a CPU device that JAX's ``from_dlpack`` gets instead of an array of the engine."""
 
     def __init__(self, capsule):
         self.capsule = capsule
@@ -137,7 +137,7 @@ class Xla:
             self.called("cuStreamWaitEvent", stream, event, 0)
 
     def own(self, x):
-        """Let the memory of an array be a device's, whose earlier owner still writes into it."""
+        """Let the memory of an array belong to the array's device. Return its address."""
         address = x.unsafe_buffer_pointer()
         if x.nbytes and address not in self.owned:
             self.owned[address] = x
@@ -158,7 +158,7 @@ class Xla:
         if address not in self.probes:
             self.fake.write(address, bytes([77]) * nbytes, self.compute[device], device)
 
-    # ---- what stands in for JAX's functions
+    # ---- replacements of JAX's functions
 
     def empty(self, number, shapes, dtype):
         def made():

@@ -40,7 +40,7 @@ def kernels(text: str) -> dict[str, str]:
 
 
 def resources(cubin: bytes) -> dict[str, dict[str, int]]:
-    """Return for each kernel in a cubin how many registers a thread has, and the bytes of its stack, calls included."""
+    """Return for each kernel in a cubin the registers of a thread, and the bytes of its stack, calls included."""
     (start,) = struct.unpack_from("<Q", cubin, 0x28)
     nbytes, count, names = struct.unpack_from("<HHH", cubin, 0x3A)
     headers = [struct.unpack_from("<IIQQQQIIQQ", cubin, start + k * nbytes) for k in range(count)]

@@ -29,7 +29,7 @@ MANY = ("ring", 66, 2), ("hierarchical_copy", 3, 70), ("one_device", 5, 66)  # r
 
 
 def spread(count):
-    """Return the numbers of so many drawn cases, at most 98: any few of them have most algorithms and devices."""
+    """Return the numbers of ``count`` drawn cases, at most 98. Even a few of them have most algorithms and devices."""
     return [37 * k % 98 for k in range(count)]
 
 
@@ -69,7 +69,7 @@ def check_dropped(memory, count, seed):
 
 
 def check_many(memory, count, seed):
-    """More sources than a kernel's masks have bits: partial results of other devices are combined with inputs.
+    """If there are more sources than bits in a kernel's masks, partial results of other devices and inputs combine.
 
     In the last case a launch has so many parts that its table is split, and another device waits for it.
     """
@@ -90,7 +90,7 @@ def check_many(memory, count, seed):
 
 
 def check_hosts(memory, count, seed):
-    """Replicas in host memory and on devices: arrays of the host are copied to and from a device, also with ``out``."""
+    """If some replicas are in host memory, their arrays are copied to and from a device, also with ``out``."""
     fake = memory.fake
 
     def moved(self, x, name):
@@ -159,7 +159,7 @@ def check_failures(memory, count, seed):
                     case.run(draw)
                 except DriverError as raised:
                     error = raised.with_traceback(None)  # its frames have temporary memory
-                # The call that failed without an error may be that which makes the former context current again.
+                # A failure without an error may be that of the call that makes the former context current again.
                 assert error is None or memory.current() == context, (number, name, n)
                 assert error is not None or name in ("cuCtxSetCurrent", "cuEventCreate"), name  # called less often now
                 if error is not None:
@@ -233,7 +233,7 @@ CHECKS = {
 
 
 def main(library, peers, seed, *checks):
-    """Run some checks; print how much each checked."""
+    """Run some checks, and print the number that each returns."""
     memory = Memory(FakeDriver(library, 8, peers, int(seed)))
     if peers == "full":  # a framework has enabled this already
         assert memory.fake.lib.cuInit(0) == 0
