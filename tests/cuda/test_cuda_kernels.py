@@ -30,7 +30,7 @@ def drawn_batches(library, *dtypes, **environment):
 
 
 def test_the_body_of_every_kernel_gives_the_bits_of_the_reference(library):
-    """Every kernel gives the bits of the reference, in any order and alignment and in place, and writes only results."""
+    """Every kernel gives the bits of the reference, in any order and alignment, in place, and writes only results."""
     counts = drawn_batches(library)
     assert sorted(counts) == sorted({numbers.dtype for numbers in launches.all_numbers()})
     assert len(counts) == 15
