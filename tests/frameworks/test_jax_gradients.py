@@ -78,9 +78,8 @@ def explicitly(function, before, out=None):
     axes = jax.make_mesh((2, 2), ("d", "e"), axis_types=(jax.sharding.AxisType.Explicit,) * 2)
     with jax.set_mesh(axes):
         x = jax.sharding.reshard(jnp.arange(8.0), P(("d", "e")))
-        own = jax.shard_map(
-            lambda x: function(before(x)), in_specs=P(("d", "e")), out_specs=P() if out is None else out
-        )
+        specs = {"in_specs": P(("d", "e")), "out_specs": P() if out is None else out}
+        own = jax.shard_map(lambda x: function(before(x)), **specs)
         return [np.asarray(shard.data).tolist() for shard in jax.jit(own)(x).addressable_shards]
 
 

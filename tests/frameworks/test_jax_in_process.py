@@ -140,9 +140,8 @@ def test_where_xla_reduces():
 
     x = np.arange(8.0, dtype="float32").reshape(8, 1)
     grid = mesh((4, 2), ("d", "auto"))
-    partly = jax.jit(
-        jax.shard_map(lambda x: all_reduce(x, "d"), mesh=grid, in_specs=P("d"), out_specs=P(), axis_names={"d"})
-    )
+    specs = {"in_specs": P("d"), "out_specs": P(), "axis_names": {"d"}}
+    partly = jax.jit(jax.shard_map(lambda x: all_reduce(x, "d"), mesh=grid, **specs))
     assert calls(partly, x) == 0
     assert np.asarray(partly(x)).ravel().tolist() == [12, 16]
     assert calls(jax.jit(jax.vmap(lambda x: all_reduce(x, "v"), axis_name="v")), x) == 0

@@ -172,7 +172,7 @@ def _candidates() -> Iterator[tuple[str, int]]:
         path = Path(folder, "nvidia", "nccl", "lib", SONAME)
         if path.is_file():
             yield str(path), 0
-    yield SONAME, 0
+    yield SONAME, 0  # where the dynamic linker finds it
 
 
 _OPENING: Final = threading.Lock()

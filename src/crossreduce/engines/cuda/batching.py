@@ -197,7 +197,7 @@ class _Builder:
         """Add the step of a kernel to the launch that it shares with equal ones; return where its node is stored."""
         kinds = [steps.kinds[source] for source in step.sources]
         kind, count = steps.kinds[step.node], len(step.sources)
-        wide = 0
+        wide = 0  # bit k: whether source k has the accumulator's dtype
         if step.kind == "copy" and kinds[0] == kind:
             kernel, divisor = copy_kernel(self._dtype(kind)), 1
         else:

@@ -47,7 +47,7 @@ def split_launch(launch: Launch, accepts_large: bool) -> Sequence[Any]:
     all_nbytes = HEADER_NBYTES + ORDER_NBYTES * len(launch.orders) + part_nbytes * len(launch.parts)
     large = accepts_large and kernel.has_large and all_nbytes > SMALL_NBYTES
     room = LARGE_NBYTES if large else SMALL_NBYTES
-    groups: list[tuple[dict[int, int], list[Any]]] = []
+    groups: list[tuple[dict[int, int], list[Any]]] = []  # for each launch the new numbers of its orders, and its parts
     for part in launch.parts:
         orders, parts = groups[-1] if groups else ({}, [])
         needed = len(orders) + (part.order not in orders)

@@ -56,6 +56,7 @@ class KernelKind(NamedTuple):
 
 
 def _kernel_kind(name: str, has_large: bool, units: int, nbytes: tuple[int, int, int], kind: int) -> KernelKind:
+    """Return a kernel. Its threads process 16 bytes of a source, or less if the accumulators need many registers."""
     return KernelKind(name, has_large, units, nbytes, kind, min(16 // nbytes[0], 32 // nbytes[1], 8))
 
 

@@ -54,6 +54,7 @@ class Copy(NamedTuple):
 
 BEGIN: Final = -1
 """In ``Operation.waits`` this stands for the work queued before the call in the first and all ``begins`` streams."""
+_NOTHING: Final = BEGIN - 1  # less than the number of any operation
 
 
 class Operation(NamedTuple):
@@ -117,7 +118,7 @@ class StreamOrder:
         number = len(self.streams)
         ended, needed = self._ended[stream], []
         for before in sorted(after, reverse=True):
-            if self.streams[before] != stream and ended.get(self.streams[before], BEGIN - 1) < before:
+            if self.streams[before] != stream and ended.get(self.streams[before], _NOTHING) < before:
                 needed.append(before)
                 self._join(ended, self._at[before])
         # Devices whose work from before the call may still run: no operation in its stream is known to have ended.
@@ -140,13 +141,13 @@ class StreamOrder:
             missing = {
                 stream: last
                 for stream, last in self._touched[device].items()
-                if self._ended[device].get(stream, BEGIN - 1) < last
+                if self._ended[device].get(stream, _NOTHING) < last
             }
             self._join(needed, missing)
             if missing and device:
                 self.resumes.add(device)
         for stream, last in sorted(needed.items(), key=lambda item: -item[1]):  # a later one often covers earlier ones
-            if stream != 0 and self._ended[0].get(stream, BEGIN - 1) < last:
+            if stream != 0 and self._ended[0].get(stream, _NOTHING) < last:
                 self.ends.add(last)
                 self._join(self._ended[0], self._at[last])
 
@@ -154,4 +155,4 @@ class StreamOrder:
     def _join(into: dict[int, int], other: dict[int, int]) -> None:
         """Add the last operation of each stream in ``other`` to ``into``, unless that has a later one."""
         for stream, last in other.items():
-            into[stream] = max(into.get(stream, BEGIN - 1), last)
+            into[stream] = max(into.get(stream, _NOTHING), last)

@@ -74,7 +74,8 @@ class HostExecutable:
         self._shapes, self._dtype, self._destinations = layout.shapes, numbers.result, layout.destinations
         self._count = 1 if memory.shares_results and not with_out else len(layout.destinations)
         self.kernel = kernel(layout, numbers, self._count)
-        written = layout.nbytes // itemsize(numbers.dtype) * self._count * itemsize(numbers.result)
+        elements = layout.nbytes // itemsize(numbers.dtype)  # of one replica
+        written = elements * self._count * itemsize(numbers.result)
         self.streaming = written >= kernels.STREAMING_BYTES
         self.threaded = written + layout.nbytes * len(layout.sources) >= kernels.THREADED_BYTES
 
@@ -115,8 +116,7 @@ def kernel(layout: Layout, numbers: Numbers, results: int) -> Kernel:
     else:
         programs, segments = _programs_and_segments(layout, results)
     op, dtypes = KERNEL_OPS[numbers.op, numbers.exact], (numbers.dtype, numbers.accumulator, numbers.result)
-    sources = len(layout.sources)
-    return kernels.compile_kernel(op, dtypes, numbers.divisor, sources, results, sizes, programs, segments)
+    return kernels.compile_kernel(op, dtypes, numbers.divisor, len(layout.sources), results, sizes, programs, segments)
 
 
 def _programs_and_segments(layout: Layout, results: int) -> tuple[tuple[FusedProgram, ...], tuple[Segment, ...]]:

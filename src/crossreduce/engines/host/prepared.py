@@ -89,5 +89,5 @@ def prepare(
         kernel, streaming, threaded = executable.prepared
         described.append((kernel, executable, list(tensors), streaming, threaded))
     sources, destinations = devices
-    is_default = sources == destinations == PerReplica(rows[0]).devices
+    is_default = sources == destinations == PerReplica(rows[0]).devices  # as in a call without ``devices``
     calls.add(op, options, sources, destinations, is_default, rows, results, with_out, described)

@@ -154,6 +154,7 @@ def _lower(ctx: Any, *operands: Any, **params: Any) -> Any:
         return _lower_to_collectives(ctx, *operands, **params)
     numbers, axes = params["numbers"], params["axes"]
     position_type = jax.core.ShapedArray((), jax.numpy.dtype("int32"))
+    # The position of this device, in an order in which the devices that are reduced together follow one another.
     position = mlir.lower_fun(lambda: lax.axis_index(params["others"] + axes.names), multiple_results=False)(
         ctx.replace(primitive=None, avals_in=[], avals_out=[position_type])
     )

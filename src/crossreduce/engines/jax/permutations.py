@@ -174,7 +174,7 @@ class _Compiler:
             runs[self._stack[chunk], device, srcs].append(Numbered(chunk, value, instruction))
         # Runs of different devices with equally many operands and rows become one combination.
         groups: defaultdict[tuple[int, int, int, int], dict[int, list[Numbered]]] = defaultdict(dict)
-        seen: Counter[tuple[int, int, int, int]] = Counter()
+        seen: Counter[tuple[int, int, int, int]] = Counter()  # the runs of each kind that each device has so far
         for (stack, device, srcs), run in sorted(runs.items()):
             kind = stack, len(srcs), len(run)
             groups[*kind, seen[*kind, device]][device] = run

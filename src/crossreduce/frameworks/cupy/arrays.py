@@ -158,7 +158,7 @@ class CuPy(NumPy):
         # CuPy's add.at adds slices in any order. To fix the order, pass k adds the k-th slice of each row.
         order = np.argsort(indices, kind="stable")
         ordered = indices[order].astype(np.int64)
-        rank = np.arange(len(ordered)) - np.searchsorted(ordered, ordered)
+        rank = np.arange(len(ordered)) - np.searchsorted(ordered, ordered)  # the number of earlier slices of the row
         with sparse.values.device:
             out = cupy.zeros(shape, DTYPES_BY_NAME[dtype])
             for k in range(rank.max(initial=-1) + 1):

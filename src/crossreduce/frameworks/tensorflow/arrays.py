@@ -331,9 +331,8 @@ def _unsupported_error(value: Any) -> UnsupportedError:
         "RaggedTensor": "value.to_tensor(), or reduce value.flat_values",
     }
     kind = type(value).__name__
-    return UnsupportedError.of(
-        f"a {kind} cannot be reduced.", shown(value), remedies.get(kind, "a tf.Tensor, tf.Variable or tf.IndexedSlices")
-    )
+    remedy = remedies.get(kind, "a tf.Tensor, tf.Variable or tf.IndexedSlices")
+    return UnsupportedError.of(f"a {kind} cannot be reduced.", shown(value), remedy)
 
 
 FRAMEWORK = TensorFlow()

@@ -231,8 +231,8 @@ class Torch:
         return x
 
     def memory_range(self, x: Array) -> tuple[int, int, bool]:
-        reach = sum((n - 1) * step for n, step in zip(x.shape, x.stride(), strict=True)) if x.numel() else -1
-        return x.data_ptr(), x.data_ptr() + (reach + 1) * x.element_size(), bool(x.is_contiguous())
+        last = sum((n - 1) * step for n, step in zip(x.shape, x.stride(), strict=True)) if x.numel() else -1
+        return x.data_ptr(), x.data_ptr() + (last + 1) * x.element_size(), bool(x.is_contiguous())
 
     def write(self, target: Array, x: Array) -> None:
         target.copy_(x)
