@@ -59,10 +59,7 @@ def test_no_access_is_out_of_bounds_or_misaligned(dtypes, tmp_path):
 
 
 def test_conversions_to_halves_are_rounded_correctly(library):
-    """Three million values are rounded correctly: at all middles, subnormals, overflow and NaN.
-
-    scripts/cuda_roundings checks all 2**32 values.
-    """
+    """Values at all middles, subnormals, overflow and NaN are rounded right (scripts/cuda_roundings: all 2**32)."""
     loaded = ctypes.CDLL(str(library))
     for short in roundings.NAMES:
         assert not roundings.wrong_floats(loaded, roundings.notable_bits(short), short)

@@ -294,11 +294,11 @@ def test_plans_of_several_axes_are_logged(caplog):
     assert "ring: 3 devices, 3 chunks, 4 rounds, 12 steps, 4 permutations" in ring
 
 
-def rejected(error, match, leaf=1.0, **how):
+def rejected(error, match, leaf=1.0, axis_name="d", **how):
     """Assert that a call with the options ``how``, and with ``leaf`` in its tree, raises an error."""
 
     def own(x):
-        return all_reduce({"w": [x, leaf]}, how.pop("axis_name", "d"), **how)
+        return all_reduce({"w": [x, leaf]}, axis_name, **how)
 
     with pytest.raises(error, match=match):
         jax.vmap(own, axis_name="d")(np.ones(3, "float32"))

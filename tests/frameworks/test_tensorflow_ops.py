@@ -242,16 +242,16 @@ def test_unknown_ranks_while_tracing(op, shape):
     @tf.function(autograph=False)
     def reduced():
         xs = [unranked(k, x) for k, x in enumerate(given)]
-        part = PerReplica([xs[0], on(1, given[1], "float32"), xs[2]])
+        mixed = PerReplica([xs[0], on(1, given[1], "float32"), xs[2]])  # the second one has a known rank
         fixed = per_replica([1.0, 2.0, 4.0])
         with tf.GradientTape() as tape:
             tape.watch(xs)
-            batch = op.batch_reduce(MEAN, [(PerReplica(xs), PerReplica(xs)), (fixed, fixed), (part, "CPU:1")])
+            batch = op.batch_reduce(MEAN, [(PerReplica(xs), PerReplica(xs)), (fixed, fixed), (mixed, "CPU:1")])
         assert [place(x) for x in (*batch[0].values, batch[2])] == [name(k) for k in (0, 1, 2, 1)]
         return batch[0].values, batch[1].values, batch[2], tape.gradient(batch[0].values[0], xs)
 
-    mean, fixed, part, gradients = reduced()
-    for x in (*mean, part):
+    mean, fixed, mixed, gradients = reduced()
+    for x in (*mean, mixed):
         np.testing.assert_array_equal(x, np.full(shape, 7 / 3, "float32"), strict=True)
     assert [float(x) for x in fixed] == [np.float32(7 / 3)] * 3
     for x in gradients:

@@ -26,7 +26,7 @@ class LoopEngine:
     checks_overlap = False
 
     def supports(self, layout: Layout) -> bool:
-        """Return ``True``: this engine runs everything."""
+        """Return ``True``, since this engine can run any layout."""
         return True
 
     def bind(self, layout: Layout, arrays: Sequence[Sequence[Array]]) -> Any | None:
@@ -113,9 +113,8 @@ def _reduce_buffer(
         outputs = [Output([], False) for _ in program.chunks[0].destinations]
         for program, start, stop in ranges:
             slices = [framework.slice(flat, start, stop) for flat in flats]
-            for output, part in zip(
-                outputs, run_program(program, framework, slices, stop - start, numbers), strict=True
-            ):
+            reduced = run_program(program, framework, slices, stop - start, numbers)
+            for output, part in zip(outputs, reduced, strict=True):
                 output.parts.extend(part.parts)
     del flats  # their memory can be used again while the results are unpacked
     bounds = tuple(

@@ -91,9 +91,9 @@ def all_reduce(
     Raises:
       AxisError: an axis does not exist (also a ``NameError``).
       ArgumentError: an unknown op or algorithm, or the topology's size differs from that of the axis.
-      UnsupportedError: a leaf is not an array, or the op is not defined for its dtype, or for an unreduced leaf (on
-        explicit meshes). The message has the leaf's path. With ``exact``, also for a product of floats, and where the
-        kernels cannot run: under ``vmap``, on accelerators, in jobs of several processes, in exported programs.
+      UnsupportedError: a leaf is not an array, or the op is not defined for it: for its dtype, or because it is
+        unreduced (on explicit meshes). The message has its path. With ``exact``, also for a product of floats, and if
+        the kernels cannot run: under ``vmap``, on accelerators, in jobs of several processes, in exported programs.
       PlanError: the algorithm cannot run on the topology.
 
     Example, with ``P = jax.sharding.PartitionSpec``::

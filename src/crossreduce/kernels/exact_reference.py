@@ -53,11 +53,11 @@ class _Terms(NamedTuple):
 
 
 def _read(x: Any) -> _Terms:
-    """Read the sign, exponent and fraction of each float from its bits."""
+    """Return floats as ``_Terms``, from the signs, exponents and fractions in their bits."""
     precision, unit = _FORMATS[x.dtype.name]
     bits = x.view(f"u{x.itemsize}").astype(np.uint64).astype(np.int64)
     negative = (bits >> (8 * x.itemsize - 1) & 1) == 1
-    largest = (1 << (8 * x.itemsize - precision)) - 1
+    largest = (1 << (8 * x.itemsize - precision)) - 1  # the exponent of infinities and NaN
     exponent, fraction = bits >> (precision - 1) & largest, bits & ((1 << (precision - 1)) - 1)
     finite = exponent != largest
     mantissa = np.where(finite, fraction | (exponent > 0).astype(np.int64) << (precision - 1), 0)

@@ -191,7 +191,10 @@ class Case:
         self.executables = [self.engine.compile(layout, self.numbers, self.inplace) for layout in self.layouts]
 
     def run(self, draw, check=True, finish=True):
-        """Run the layouts once, with the callers' work before and after; return whether all bits were right."""
+        """Run the layouts once, with the callers' work before and after. Return whether all bits were right.
+
+        Without ``check`` the sources are zeros. Without ``finish`` only the streams of this thread are waited for.
+        """
         good = True
         for layout, executable in zip(self.layouts, self.executables, strict=True):
             arrays = self._arrays(layout, draw)
@@ -331,11 +334,12 @@ class Case:
             self.memory.release(x)
 
     def _is_right(self, layout, given, read):
+        """Return whether ``read`` has the bits that the host kernels compute from the sources ``given``."""
         sizes = [self.sizes[tensor] for tensor in layout.tensors]
         kernel = host.kernel(layout, self.numbers, len(self.destinations))
         _, out_kind = self._kinds()
         right = [[np.empty(size, out_kind) for _ in self.destinations] for size in sizes]
-        kernel.run(given, right, 1, False, False)
+        kernel.run(given, right, 1, False, False)  # one thread, no streaming stores, no check for overlaps
         return all(
             cuda_launches.equal(bytes(got), x.tobytes(), self.numbers.result)
             for row, expected in zip(read, right, strict=True)

@@ -154,7 +154,7 @@ def check_calls(xla):
         assert not (report := xla.end()), report[:3]
         count += 1
 
-    def at(array):
+    def at(array):  # counts the CPU devices that stand in for GPUs as CUDA devices
         found = LOCATE(array)
         return found.replace("cpu", "cuda") if isinstance(array, jax.Array) and found != f"cpu:{HOST}" else found
 

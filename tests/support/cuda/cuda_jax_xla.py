@@ -39,7 +39,7 @@ HOST = 8  # of 9 JAX devices, the one that stands in for the host
 
 
 def values(draw, dtype, shape):
-    """Return drawn values: sums of floats depend on their order."""
+    """Return drawn values. Those of floats are such that their sums depend on the order."""
     kind = jax.numpy.dtype(dtype)
     if dtype == "bool":
         return draw.integers(0, 2, shape).astype(bool)
@@ -50,7 +50,7 @@ def values(draw, dtype, shape):
 
 
 def number(device):
-    """Return the driver's number of a JAX device: in general it is not JAX's."""
+    """Return the driver's number of a JAX device. It differs from JAX's own number, as it may on a real machine."""
     return 7 - device.id
 
 

@@ -93,7 +93,7 @@ def check_hosts(memory, count, seed):
     """If some replicas are in host memory, their arrays are copied to and from a device, also with ``out``."""
     fake = memory.fake
 
-    def moved(self, x, name):
+    def moved(self, x, name):  # returns an array's copy on a device, or on the host
         if name.startswith("cuda"):
             device = int(name[5])
             made = memory.array(x.size, x.dtype, device)

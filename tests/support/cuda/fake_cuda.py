@@ -104,7 +104,7 @@ class FakeDriver:
         for name, letters in PARAMETERS.items():
             getattr(self.lib, name).argtypes = [TYPES[letter] for letter in letters]
         size, pointer = ctypes.c_uint64, ctypes.c_void_p
-        for name, result, *arguments in (
+        for name, result, *arguments in (  # functions of fake_cuda.cpp, with the types of their results and parameters
             ("reset", None, ctypes.c_int, ctypes.c_char_p, size),
             ("clear", None),
             ("initialised", None, ctypes.c_int),

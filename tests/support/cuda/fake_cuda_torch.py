@@ -82,11 +82,11 @@ def install(fake: Any = None) -> StandInMemory:
     The driver's library must be loaded already: ``fake_cuda.FakeDriver``, or the stub with ``ctypes.CDLL``.
     """
     memory = StandInMemory(fake)
-    found, framework = values.locate, torch_framework.FRAMEWORK
+    original, framework = values.locate, torch_framework.FRAMEWORK
 
     def locate(x: Any) -> str | None:
         device = memory.device(x) if isinstance(x, torch.Tensor) else -1
-        return f"cuda:{device}" if device >= 0 else found(x)
+        return f"cuda:{device}" if device >= 0 else original(x)
 
     def uniform(tensors: tuple[Any, ...]) -> Any:
         """Return ``None`` for tensors on devices, as torch's framework does."""

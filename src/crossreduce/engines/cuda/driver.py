@@ -114,13 +114,11 @@ def lacks_kernels(device: int) -> str:
 @cache
 def _code(capability: int) -> bytes:
     """Return the machine code or the PTX for a capability, such as 90 for 9.0, with a zero byte at the end."""
-    sizes, rest = _packed()
-    starts, offset = {}, 0
-    for name, size in sizes.items():
-        starts[name] = offset
-        offset += size
-    name = chosen_code(capability, list(sizes))
-    return lzma.decompress(rest[starts[name] : starts[name] + sizes[name]]) + b"\0"
+    sizes, codes = _packed()
+    names = list(sizes)
+    name = chosen_code(capability, names)
+    start = sum(sizes[earlier] for earlier in names[: names.index(name)])
+    return lzma.decompress(codes[start : start + sizes[name]]) + b"\0"
 
 
 def _packed() -> tuple[dict[str, int], bytes]:

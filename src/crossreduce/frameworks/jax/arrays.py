@@ -11,7 +11,7 @@ of one result share memory. XLA does not write into it, not even if an array is 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from functools import lru_cache
 from typing import Any, Final
 
@@ -77,11 +77,9 @@ def place(name: str) -> tuple[Any, SingleDeviceSharding]:
     device = parse(name)
     devices_by_id: dict[int, Any] = {}
     if not device.host:
-        try:
+        with suppress(RuntimeError):  # this platform does not exist here
             # JAX's name for "cuda" is "gpu". Devices are found by id, since arrays report the ids of their devices.
             devices_by_id = {d.id: d for d in jax.local_devices(backend={"cuda": "gpu"}.get(device.kind, device.kind))}
-        except RuntimeError:  # this platform does not exist here
-            devices_by_id = {}
     if device.index in devices_by_id:
         return devices_by_id[device.index], SingleDeviceSharding(devices_by_id[device.index])
     here = jax.local_devices()

@@ -92,7 +92,8 @@ class JaxExecutable:
         dtype = jnp.dtype(numbers.result)
         self.kinds = [jax.core.ShapedArray(shape, dtype) for shape in layout.shapes for _ in self._destinations]
         names = {*self._sources, *self._destinations, *(name for each in layout.programs for name in each.devices)}
-        self.operations = operations(layout, numbers, dict.fromkeys(names, 0), ((True,),), False)
+        places = dict.fromkeys(names, 0)  # one physical device, whose number is known when a program is lowered
+        self.operations = operations(layout, numbers, places, readable=((True,),), with_out=False)
         loop = LOOP.compile(layout, numbers, False)
 
         # The loop is jitted on its own, so that its arrays have no device, and it does not move them.
