@@ -186,7 +186,7 @@ def test_several_axes_of_vmap():
 
     assert both().tolist() == [[15] * 3] * 2
     for how in ({"algorithm": "ring"}, {"op": "product"}):
-        words = r"(?s)no schedule can run over several axes of which one is vmap's.*axes 'a', 'b'"
+        words = r"(?s)no schedule can run over several axes if one belongs to vmap.*axes 'a', 'b'"
         with pytest.raises(cr.UnsupportedError, match=words):
             both(**how)
 

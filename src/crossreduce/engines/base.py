@@ -84,7 +84,7 @@ class Layout:
 
     @cached_property
     def nbytes(self) -> int:
-        """The bytes of one replica's tensors; 0 if their size is unknown."""
+        """The bytes of one replica's tensors, or 0 if their size is unknown."""
         return sum((buffer.size or 0) * itemsize(buffer.dtype) for buffer, _ in self.buffers)
 
     @cached_property
@@ -117,7 +117,7 @@ class Executable(Protocol):
 
     @property
     def prepared(self) -> PreparedRun | None:
-        """How compiled code can repeat a run of this executable; ``None`` if it cannot."""
+        """The arguments with which compiled code repeats a run of this executable, or ``None`` if it cannot."""
 
     def run(self, operands: Any, out: Sequence[Sequence[Array]] | None) -> Sequence[Sequence[Array]]:
         """Reduce arrays.
@@ -155,7 +155,7 @@ class Engine(Protocol):
         """
 
     def compile(self, layout: Layout, numbers: Numbers, with_out: bool) -> Executable:
-        """Return the executable of a layout; callers cache it.
+        """Return the executable of a layout, which callers cache.
 
         Args:
           layout: one that the engine supports.

@@ -46,7 +46,7 @@ class LoopExecutable:
         self._buffers = _buffers_and_positions(layout)
 
     def run(self, operands: Any, out: Sequence[Sequence[Array]] | None) -> Sequence[Sequence[Array]]:
-        """Reduce arrays; results are copied into ``out`` if it was given."""
+        """Reduce arrays. If ``out`` is given, the results are copied into its arrays."""
         results: list[Any] = [None] * len(operands)
         for lowered, positions in self._buffers:
             reduced = _reduce_buffer(lowered, self._framework, [operands[k] for k in positions], self._numbers)

@@ -40,7 +40,7 @@ class NcclEngine:
     checks_overlap = False
 
     def refusal(self, layout: Layout, numbers: Numbers) -> str | None:
-        """Return why NCCL cannot be used for a layout; ``None`` if it can."""
+        """Return why NCCL cannot be used for a layout, or ``None`` if it can."""
         reason = _refusal(layout, numbers)
         if reason is None:
             library = nccl_library.library()
@@ -52,7 +52,7 @@ class NcclEngine:
         return _wrong_devices(layout) is None
 
     def bind(self, layout: Layout, arrays: Sequence[Sequence[Array]]) -> Operands | None:
-        """Return the arrays' addresses; ``None`` if they are traced, or not on their devices."""
+        """Return the arrays' addresses, or ``None`` if they are traced, or not on their devices."""
         return _memory(layout).operands(arrays, _indices(layout.sources))
 
     def compile(self, layout: Layout, numbers: Numbers, with_out: bool) -> NcclExecutable:
@@ -60,7 +60,7 @@ class NcclEngine:
 
 
 class NcclExecutable:
-    """Queues one group of collectives: one per tensor and device. See ``engines.base.Executable``.
+    """Queues collectives, one per tensor and device, as one group. See ``engines.base.Executable``.
 
     NCCL's average multiplies every input by the reciprocal of n, which is exact if n is a power of two. For other n,
     the framework divides the sum, so that the mean of n ones is 1.
@@ -138,7 +138,7 @@ def _indices(devices: tuple[str, ...]) -> tuple[int, ...]:
 
 
 def _function(sources: tuple[int, ...], destinations: tuple[int, ...]) -> str | None:
-    """Return the name of NCCL's collective between these devices; ``None`` if NCCL lacks it."""
+    """Return the name of NCCL's collective between these devices, or ``None`` if NCCL lacks it."""
     if set(sources) == set(destinations):
         return "ncclAllReduce"
     if len(sources) == 1:
@@ -148,14 +148,14 @@ def _function(sources: tuple[int, ...], destinations: tuple[int, ...]) -> str | 
 
 @lru_cache(maxsize=1024)
 def _wrong_devices(layout: Layout) -> str | None:
-    """Return why NCCL cannot be used with a layout's framework and devices; ``None`` if it can."""
+    """Return why NCCL cannot be used with a layout's framework and devices, or ``None`` if it can."""
     devices = [parse(device) for device in {*layout.sources, *layout.destinations}]
     if not all(device.kind == "cuda" and not device.host for device in devices):
         return "not all devices are CUDA devices of this process"
     # XLA has its own communicators. Collectives of several communicators may block each other unless all GPUs run them
     # in the same order.
     if layout.framework.name == "jax" or device_memory(layout.framework.name) is None:
-        return f"this release passes no {layout.framework.name} arrays to NCCL"
+        return f"this release does not pass {layout.framework.name} arrays to NCCL"
     if len(devices) < 2:
         return "there is only one device"
     if len({device.index for device in devices}) < len(devices):
@@ -167,7 +167,7 @@ def _wrong_devices(layout: Layout) -> str | None:
 
 @lru_cache(maxsize=1024)
 def _refusal(layout: Layout, numbers: Numbers) -> str | None:
-    """Return why NCCL cannot be used for a layout and an op; ``None`` if it can, provided that it is installed."""
+    """Return why NCCL cannot be used for a layout and an op, or ``None`` if it can, provided that it is installed."""
     op, dtype = numbers.op, numbers.dtype
     reason = _wrong_devices(layout)
     if reason is not None:

@@ -115,7 +115,7 @@ class Nccl:
                 raise
 
     def close(self) -> None:
-        """Destroy all communicators; later runs make new ones. A forked process does not destroy its parent's."""
+        """Destroy all communicators. Later runs make new ones. A forked process does not destroy its parent's."""
         if self._process == os.getpid():
             with self._lock:
                 while self._communicators:

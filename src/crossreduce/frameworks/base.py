@@ -67,7 +67,7 @@ class Framework(Protocol):
         """
 
     def spec(self, x: Array) -> TensorSpec:
-        """Return shape and dtype; a size that tracing leaves unknown is ``None``."""
+        """Return shape and dtype. A size that tracing leaves unknown is ``None``."""
 
     def uniform(self, values: tuple[Any, ...]) -> TensorSpec | None:
         """Return the common spec of ``values``, if they are plain arrays in host memory that need no conversion.
@@ -107,7 +107,7 @@ class Framework(Protocol):
         """
 
     def finish(self, x: Array, numbers: Numbers) -> Array:
-        """Return ``x`` divided by ``numbers.divisor``, in the dtype ``numbers.result``; this may be ``x`` itself."""
+        """Return ``x`` divided by ``numbers.divisor``, in the dtype ``numbers.result``. It may be ``x`` itself."""
 
     def unpack(self, parts: Sequence[Array], cuts: tuple[Cut, ...], fresh: bool) -> list[Array]:
         """Split a flat buffer's parts into tensors (see ``packing.cuts``). Only immutable tensors may share memory.
@@ -120,7 +120,7 @@ class Framework(Protocol):
         """Return a copy of ``x`` that shares memory with nothing (or ``x``, if its class is immutable)."""
 
     def concat(self, xs: Sequence[Array], axis: int) -> Array:
-        """Return a new array that joins arrays on one device along an axis; integer dtypes may be widened."""
+        """Return a new array that joins arrays on one device along an axis. Integer dtypes may be widened."""
 
     def require_alike(self, xs: Sequence[Array], spec: TensorSpec) -> list[Array]:
         """Return traced arrays of partly unknown shape, with a check at run time that their shapes are equal.
@@ -130,7 +130,7 @@ class Framework(Protocol):
         """
 
     def to_dense(self, sparse: Sparse, shape: tuple[int, ...], dtype: str) -> Array:
-        """Return a new dense array of ``dtype``; slices with the same index are added.
+        """Return a new dense array of ``dtype``. Slices with the same index are added.
 
         Raises:
           ArgumentError: an index is outside the shape. Traced indices are not checked, nor are those of a BCOO, where
@@ -181,10 +181,10 @@ class ReplicaFramework(Framework, Protocol):
     def differentiable(
         self, xs: Sequence[Array], results: Sequence[Array], gradient: Callable[[Sequence[Array]], Sequence[Array]]
     ) -> list[Array]:
-        """Return ``results``, recorded as a function of ``xs``; ``gradient`` maps their gradients to those of xs."""
+        """Return ``results``, recorded as a function of ``xs``. ``gradient`` maps their gradients to those of ``xs``."""
 
     def variable_value(self, old: Array | None, x: Array, device: str) -> Array:
         """Return a variable's array after ``x`` is assigned: a copy of ``x``, or ``old`` with the elements of ``x``."""
 
     def reduce_axis(self, op: ReduceOp, x: Array, axis: int, numbers: Numbers) -> Array:
-        """Return an array reduced along an axis, in the dtype ``numbers.accumulator``; for a mean, the sum."""
+        """Return an array reduced along an axis, in the dtype ``numbers.accumulator``. A mean is only summed."""

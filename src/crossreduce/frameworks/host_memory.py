@@ -52,7 +52,7 @@ class ArrayMemory(Protocol):
         return list(map(tuple, blanks))
 
     def threads(self) -> int | None:
-        """Return the framework's own limit on the number of threads; ``None`` if it sets no limit."""
+        """Return the framework's own limit on the number of threads, or ``None`` if it sets no limit."""
         return None
 
     def mark_dirty(self, outs: Sequence[Sequence[Array]]) -> None:

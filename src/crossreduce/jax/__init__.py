@@ -64,7 +64,7 @@ def all_reduce(
     num_packs: int = 1,
     exact: bool = False,
 ) -> Any:
-    """Reduce a pytree over an axis of the mesh, leaf by leaf; every device receives the result.
+    """Reduce a pytree over an axis of the mesh, leaf by leaf. Every device receives the result.
 
     Call it in place of ``lax.psum``: under ``jax.shard_map``, ``jax.pmap`` or ``jax.vmap`` with a named axis. Small
     leaves of one dtype are joined and reduced by one collective.
@@ -339,7 +339,7 @@ def _program(spec: _ReduceSpec, op: ReduceOp, nbytes: int) -> Program | None:
         algorithm = "halving_doubling"  # jax.lax has no all-reduce of products
     if axes.mapped and len(axes.names) > 1:
         # If one of several axes is vmap's, lax.ppermute silently ignores that axis (JAX 0.10.2).
-        problem = "no schedule can run over several axes of which one is vmap's, only XLA's own all-reduce."
+        problem = "no schedule can run over several axes if one belongs to vmap, but XLA's own all-reduce can."
         given = f"{axes}, op {op.value}, algorithm {spec.algorithm}"
         remedy = 'one axis after the other, or algorithm="auto" without topology (not for products)'
         raise UnsupportedError.of(problem, given, remedy)
@@ -380,7 +380,7 @@ def _is_uniform(topology: Topology) -> bool:
 
 
 def _total(x: Array, op: ReduceOp, program: Program | None, axes: MeshAxes) -> Array:
-    """Return an array reduced over the axes by an op; for a mean, the sum."""
+    """Return an array reduced over the axes by an op. A mean is only summed."""
     if op in (ReduceOp.SUM, ReduceOp.MEAN):
         return _sum(x, program, axes)
     select = _differentiable_selection if jnp.issubdtype(x.dtype, jnp.inexact) else _selection
@@ -424,7 +424,7 @@ def _selection_jvp(op: ReduceOp, program: Any, axes: MeshAxes, primals: tuple[Ar
 
 
 def _selection_tangent(op: ReduceOp, program: Program | None, axes: MeshAxes, x: Array, y: Array, t: Array) -> Array:
-    """Return the tangent of the result ``y``; ``t`` is the tangent of this device's operand ``x``."""
+    """Return the tangent of the result ``y``. ``t`` is the tangent of this device's operand ``x``."""
     if op is ReduceOp.PRODUCT:  # the sum over the devices of t times the product of the other devices' operands
         xs = lax.all_gather(x, axes.names)
         is_own = (jnp.arange(axes.devices) == lax.axis_index(axes.names)).reshape(-1, *[1] * x.ndim)

@@ -152,7 +152,7 @@ def compile_kernel(
 
 
 def memory(nbytes: int) -> Any:
-    """Return new memory with the buffer protocol, aligned to 64 bytes; its content is undefined.
+    """Return new memory with the buffer protocol, aligned to 64 bytes. Its content is undefined.
 
     The compiled module keeps freed memory in a pool, for requests of the same size (see ``memory_usage``).
     """
@@ -290,5 +290,5 @@ def threads() -> int:
 
 
 def _count(text: str) -> int | None:
-    """Return the number of threads that a text denotes; ``None`` if it is not an integer from 1 to 4096."""
+    """Return the number of threads that a text denotes, or ``None`` if it is not an integer from 1 to 4096."""
     return int(text) if re.fullmatch(r"\s*[0-9]{1,8}\s*", text) and 0 < int(text) <= 4096 else None

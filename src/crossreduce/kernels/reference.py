@@ -22,7 +22,7 @@ _Rows = Sequence[Sequence[Any]]  # for each tensor, its sources or its results
 
 
 def _reals(x: Any) -> Any:
-    """Return the real and imaginary parts of complex numbers as one real array; any other array unchanged."""
+    """Return the real and imaginary parts of complex numbers as one real array, and any other array unchanged."""
     return x.view(x.real.dtype)
 
 
@@ -39,7 +39,7 @@ def _sum(a: Any, b: Any) -> Any:
 
 
 def product(a: Any, b: Any) -> Any:
-    """Return the product; a product of complex numbers consists of four real products, each rounded."""
+    """Return the product. A product of complex numbers consists of four real products, each rounded."""
     if a.dtype.kind != "c":
         return _first_nan(np.multiply, a, b)
     out = np.empty(a.shape, a.dtype)
@@ -97,7 +97,7 @@ def _array(operand: Any, dtype: np.dtype[Any], size: int) -> Any:
 
 
 def _exact_sum(terms: list[Any], divisor: int, dtype: np.dtype[Any]) -> Any:
-    """Return exact sums; complex numbers are added by parts."""
+    """Return exact sums. The real and imaginary parts of complex numbers are added separately."""
     part = dtype.type(0).real.dtype
     return exact_sum([_reals(x) for x in terms], divisor, part).view(dtype)
 

@@ -109,7 +109,7 @@ class _Adapter(tf.distribute.CrossDeviceOps):  # type: ignore[misc]
         *,
         experimental_hints: Any = None,
     ) -> list[Any]:
-        """Reduce several values, each to its own destinations; tensors may share packs.
+        """Reduce several values, each to its own destinations. Tensors may share packs.
 
         Args:
           reduce_op: as for ``reduce``.

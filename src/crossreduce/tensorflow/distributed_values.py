@@ -88,7 +88,7 @@ def with_rank(value: PerReplica, targets: Destinations) -> tuple[PerReplica, Des
 
 
 def translate(value: Any, destinations: Any) -> tuple[PerReplica, Destinations]:
-    """Return a value of TensorFlow and its destinations as crossreduce's; each may lack devices that the other has."""
+    """Return a value of TensorFlow and its destinations as crossreduce's. Each may name devices the other lacks."""
     value, destinations = _variable(value), _variable(destinations)
     parts = value.values if isinstance(value, tf.distribute.DistributedValues) else (value,)
     if not parts:
@@ -154,7 +154,7 @@ def _names(places: _Places) -> tuple[str, ...]:
 
 
 def _variable(given: Any) -> Any:
-    """Return the ``tf.Variable`` inside a Keras variable, which may be mirrored; return any other value unchanged."""
+    """Return the ``tf.Variable`` inside a Keras variable, which may be mirrored. Return any other value unchanged."""
     if isinstance(given, DistributedValues):  # convert_to_tensor would stack its components
         problem = "this is a distributed value of crossreduce, not of tf.distribute."
         remedy = "crossreduce's own op of the same name, or a value that a tf.distribute.Strategy made"
@@ -186,7 +186,7 @@ def broadcast_source(tensor: Any) -> Any:
 
 
 def place_of(x: Any) -> str:
-    """Return TensorFlow's name of a tensor's device; "" if TensorFlow does not know it."""
+    """Return TensorFlow's name of a tensor's device, or "" if TensorFlow does not know it."""
     return getattr(x, "device", None) or ""
 
 

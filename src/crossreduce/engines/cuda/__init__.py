@@ -48,7 +48,7 @@ class _Placed(NamedTuple):
 
 @lru_cache(maxsize=1024)
 def _placement(layout: Layout) -> _Placed | None:
-    """Return the physical devices of a layout; ``None`` if no device is a CUDA device, or one cannot be used."""
+    """Return the physical devices of a layout, or ``None`` if no device is a CUDA device, or one cannot be used."""
     names = {*layout.sources, *layout.destinations, *(name for program in layout.programs for name in program.devices)}
     parsed = {name: parse(name) for name in names}
     if any(device.host or device.kind not in ("cuda", "cpu") for device in parsed.values()):
@@ -103,7 +103,7 @@ class CudaEngine:
         return max(numbers) < int(driver.native().device_count()) and not any(map(driver.lacks_kernels, numbers))
 
     def bind(self, layout: Layout, arrays: Sequence[Sequence[Array]]) -> Any | None:
-        """Return addresses, or the arrays of a custom call; ``None`` if the engine cannot run these arrays."""
+        """Return addresses, or the arrays of a custom call, or ``None`` if the engine cannot run these arrays."""
         if _is_custom_call(layout):
             return _jax_module().bind(layout, arrays)
         memory, placed = _memory(layout), _placement(layout)
@@ -180,7 +180,7 @@ class CudaExecutable:
         queued, plan, _ = self.planned
         writable = self._framework.writable_array
         on_host = [{k: writable(row[k], name) for k, name in self._on_host.items()} for row in out or ()]
-        # The destinations that need new arrays: without ``out`` all, else only those on the host.
+        # New arrays are needed for all destinations, or, with ``out``, only for those on the host.
         fresh = [k for k in range(len(self._devices)) if out is None or k in self._on_host]
         results = memory.allocate_all(self._shapes, self._dtype, [self._devices[k] for k in fresh])
         addresses_by_destination = [{} for _ in self._shapes] if out is None else self._addresses_in(out)

@@ -194,7 +194,7 @@ class _Builder:
     def _kernel(
         self, steps: ChunkSteps, step: DeviceStep, values: list[_Stored], piece: _Piece, after: set[_Draft], key: int
     ) -> _Stored:
-        """Add the step of a kernel to the launch that it shares with equal ones; return where its node is stored."""
+        """Add a kernel's step to the launch that it shares with equal steps, and return where its node is stored."""
         kinds = [steps.kinds[source] for source in step.sources]
         kind, count = steps.kinds[step.node], len(step.sources)
         wide = 0  # bit k: whether source k has the accumulator's dtype
@@ -223,7 +223,7 @@ class _Builder:
     def _reusable_memory(
         self, steps: ChunkSteps, step: DeviceStep, values: list[_Stored], kind: str
     ) -> list[tuple[Place, ...]] | None:
-        """Return the temporary memory of a partial result that only this step reads; it may write there."""
+        """Return the temporary memory of a partial result that only this step reads, so that it may write there."""
         for source in step.sources:
             mine = source in steps.read_once and steps.homes[source] == step.device
             if mine and steps.kinds[source] == kind == "partial":

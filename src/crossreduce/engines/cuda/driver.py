@@ -152,7 +152,7 @@ def chosen_code(capability: int, names: list[str]) -> str:
 
 
 def _error(call: str, device: int, code: int, name: str, text: str) -> DriverError:
-    """Return the error for a failed call of the driver, for the compiled module; no device is known if it is -1."""
+    """Return the error for a failed call of the driver. ``device`` is its device, or -1 if that is not known."""
     where = "" if device < 0 else f" on cuda:{device}"
     remedy = "the error may come from an earlier operation of this process: run with CUDA_LAUNCH_BLOCKING=1"
     error = DriverError.of(f"the CUDA driver failed in {call}{where}.", f"{name} ({code}): {text}", remedy)

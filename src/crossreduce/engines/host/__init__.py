@@ -52,7 +52,7 @@ class HostEngine:
         return fits and array_memory(layout.framework.name) is not None
 
     def bind(self, layout: Layout, arrays: Sequence[Sequence[Array]]) -> Any | None:
-        """Return buffers or addresses; ``None`` if the kernels cannot read the arrays: see ``ArrayMemory.readable``."""
+        """Return what ``ArrayMemory.readable`` returns: buffers, addresses, or ``None`` for arrays that have neither."""
         memory = array_memory(layout.framework.name)
         assert memory is not None
         return memory.readable(arrays)

@@ -45,7 +45,7 @@ def compiled_module() -> Any:
 
 
 def new_calls() -> Calls | None:
-    """Return an empty object for the prepared calls of one op; ``None`` if this machine cannot prepare calls."""
+    """Return an empty object for the prepared calls of one op, or ``None`` if this machine cannot prepare calls."""
     module = None if kernels.instruction_set() == "numpy" else compiled_module()
     return None if module is None else module.Calls()
 

@@ -36,7 +36,7 @@ _LOG: Final = logging.getLogger("crossreduce")
 _TARGET: Final = "crossreduce_all_reduce"
 
 Reduce = Callable[[Sequence[Array]], Sequence[Array]]
-"""Reduces arrays by collectives of XLA. It must be hashable: it is a parameter of a primitive."""
+"""Reduces arrays by collectives of XLA. It must be hashable, since it is a parameter of a primitive."""
 
 
 def supports(numbers: Numbers, axes: MeshAxes) -> bool:
@@ -50,7 +50,7 @@ def supports(numbers: Numbers, axes: MeshAxes) -> bool:
 
 
 def reduce(xs: Sequence[Array], numbers: Numbers, axes: MeshAxes, otherwise: Reduce) -> list[Array]:
-    """Reduce arrays; every device receives the results.
+    """Return the reduced arrays, which are the same on every device.
 
     Sums and means are differentiable, like ``lax.psum``; minima, maxima and products are not.
 

@@ -31,7 +31,7 @@ one block. Otherwise each device joins the blocks and cuts its rows out of the j
 
 
 def run(program: Program, x: Array, op: ReduceOp, axes: MeshAxes) -> Array:
-    """Reduce an array as a program defines it; every device receives the result.
+    """Return an array reduced as a program defines it. The result is the same on every device.
 
     Args:
       program: an all-reduce of ``axes.devices`` devices.
@@ -48,7 +48,7 @@ def run(program: Program, x: Array, op: ReduceOp, axes: MeshAxes) -> Array:
 
 
 def _run(x: Array, *, program: Program, op: ReduceOp, axes: MeshAxes) -> Array:
-    """Run the rounds of a program. ``stacks`` has the blocks of each stack; operations append blocks of rows."""
+    """Run the rounds of a program. ``stacks`` has the blocks of each stack, and each operation appends a block."""
     compiled, spans = compile_permutations(program), program.spans(x.size)
     flat, position = x.reshape(-1), lax.axis_index(axes.names)
     stacks = [[_stack(flat, [spans[chunk] for chunk in chunks])] for chunks in compiled.stacks]
@@ -64,7 +64,7 @@ def _run(x: Array, *, program: Program, op: ReduceOp, axes: MeshAxes) -> Array:
 
 
 def _stack(flat: Array, spans: list[tuple[int, int]]) -> Array:
-    """Return ranges of a flat array as the rows of an array; shorter ranges are padded to the longest one."""
+    """Return ranges of a flat array as the rows of an array. Shorter ranges are padded to the longest one."""
     longest = max(stop - start for start, stop in spans)
     if _is_even(spans):
         return flat[spans[0][0] : spans[-1][1]].reshape(len(spans), longest)
@@ -180,7 +180,7 @@ def _cut_rows(rows: Array, block: int, firsts: Sequence[Place], size: int, posit
 
 
 def _own_element(numbers: Sequence[Any], position: Array) -> Any:
-    """Return the element of ``numbers`` at this device's position; if all elements are equal, as a constant."""
+    """Return the element of ``numbers`` at this device's position, as a constant if all elements are equal."""
     if len(set(numbers)) == 1:
         return numbers[0]
     return lax.dynamic_index_in_dim(jnp.asarray(numbers), position, keepdims=False)

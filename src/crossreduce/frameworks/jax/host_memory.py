@@ -73,7 +73,7 @@ def _on_all(xs: list[Any], devices: tuple[str, ...]) -> list[tuple[Array, ...]]:
 
 @lru_cache(maxsize=1024)
 def _replicated_sharding(devices: tuple[str, ...]) -> NamedSharding | None:
-    """Return the sharding with a complete copy on each device; ``None`` if two names denote one physical device."""
+    """Return the sharding with a complete copy on each device, or ``None`` if two names denote one physical device."""
     places = [place(device)[0] for device in devices]
     return None if len(set(places)) < len(places) else NamedSharding(Mesh(np.array(places), ("all",)), PartitionSpec())
 

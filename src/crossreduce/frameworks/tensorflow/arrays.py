@@ -106,12 +106,12 @@ def _scope_in_graph(physical: str) -> str:
 
 
 def _scope_at(x: Array) -> Any:
-    """Return the scope of an array's device; if that is not known, a scope in which the placer chooses one."""
+    """Return the scope of an array's device or, if that is not known, one in which the placer chooses a device."""
     return tf.device(x.device or None)
 
 
 def _scope_beside(x: Array) -> Any:
-    """Return the scope of an array's device; if that is not known, of the device that the placer chooses for the array.
+    """Return the scope of an array's device or, if that is not known, of the device that the placer chooses for it.
 
     Operations that join many arrays must run on the arrays' device, or each array would be sent separately. Operations
     that combine arrays of several devices use ``_scope_at``, since the graph optimizer merges additions only if no
@@ -306,7 +306,7 @@ class TensorFlow(Immutable):
 
 
 def _divide_elements(x: Array, divisor: int) -> Array:
-    """Return ``x / divisor``, rounded once; a multiplication by the reciprocal would round twice."""
+    """Return ``x / divisor``, rounded once. A multiplication by the reciprocal would round twice."""
     if x.dtype.is_complex:  # TensorFlow's complex division rounds several times, and turns inf into NaN
         return tf.complex(_divide_elements(tf.math.real(x), divisor), _divide_elements(tf.math.imag(x), divisor))
     y = tf.constant(divisor, x.dtype)

@@ -61,7 +61,7 @@ def _strided_operand(x: Array) -> tuple[int, tuple[int, ...], tuple[int, ...]]:
 
 
 def _allocate(shape: tuple[int, ...], dtype: Any, count: int) -> list[Any]:
-    """Return new tensors; the large ones use memory from the pool of ``kernels.memory``."""
+    """Return new tensors. Large ones use memory from the pool of ``kernels.memory``."""
     nbytes = math.prod(shape) * dtype.itemsize
     if nbytes < kernels.POOLED_BYTES:
         return [torch.empty(shape, dtype=dtype, device="cpu") for _ in range(count)]
@@ -72,7 +72,7 @@ MEMORY: Final = TorchMemory()
 
 
 def functions_for_compiled_code() -> tuple[Any, ...] | None:
-    """Return the functions of torch that ``Calls`` uses; ``None`` if torch lacks one of them, as before 2.10."""
+    """Return the functions of torch that ``Calls`` uses, or ``None`` if torch lacks one of them, as before 2.10."""
     exchange = getattr(torch.Tensor, "__dlpack_c_exchange_api__", None)
     # This is what torch.autograd.graph.increment_version calls, after it has wrapped a single tensor in a tuple.
     mark_dirty = torch._C._increment_version

@@ -59,7 +59,7 @@ def supports(layout: Layout) -> bool:
 
 
 def bind(layout: Layout, arrays: Sequence[Sequence[Array]]) -> Sequence[Sequence[Array]] | None:
-    """Return the arrays themselves; ``None`` if the custom call would give other results than the loop engine."""
+    """Return the arrays themselves, or ``None`` if the custom call would give other results than the loop engine."""
     dtype = layout.buffers[0].buffer.dtype
     if dtype in _WIDE and not jax.config.jax_enable_x64:
         return None  # such arrays were made while x64 was enabled
