@@ -77,7 +77,7 @@ def reported(driver, words):
 
 
 def test_accesses_are_unordered_unless_a_wait_orders_them(library):
-    """Events, the default stream and the host order the streams of two devices; what nothing orders is reported."""
+    """Events, the default stream and the host order the streams of two devices. What nothing orders is reported."""
     for ordered in (None, "event", "default stream", "host"):
         for seed in range(5):  # the queues run in random allowed orders
             driver = FakeDriver(library, 2, seed=seed)

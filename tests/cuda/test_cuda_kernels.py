@@ -23,7 +23,7 @@ def library():
 
 
 def drawn_batches(library, *dtypes, **environment):
-    """Check drawn batches of all kernels of ``dtypes`` (by default all) in a new process; return how many per dtype."""
+    """Check drawn batches of all kernels of ``dtypes``, by default all, in a new process. Return the number per dtype."""
     done = ran("cuda_launches.py", library, count(300), 1, *dtypes, **environment)
     assert done.returncode == 0, done.stderr[-2000:]
     return {dtype: int(number) for dtype, number in map(str.split, done.stdout.splitlines())}

@@ -88,7 +88,7 @@ def get(cupy):
 
 
 def same(got, want):
-    """Return whether arrays have the same bits; NaNs may differ in sign and payload."""
+    """Return whether arrays have the same bits. NaNs may differ in sign and payload."""
     want = np.asarray(want)
     if (got.dtype, got.shape) != (want.dtype, want.shape):
         return False
@@ -171,7 +171,7 @@ def test_special_values(put, get):
 
 
 def test_layouts_and_logical_devices(cupy, put, get):
-    """Views with any strides, several per GPU, are reduced; several arrays on one GPU are on its logical devices."""
+    """Views with any strides, several per GPU, are reduced. Several arrays on one GPU are on its logical devices."""
     base = np.arange(24.0).reshape(4, 6)
     views = [lambda x: x.T, lambda x: x[::2, ::3], lambda x: x[1:3], lambda x: x[::-1], lambda x: x[2, 3]]
     places = (0, 0, 3, 0, 3)
@@ -265,7 +265,7 @@ def test_sparse(put, get):
 
 
 def test_bad_input(cupy, put, monkeypatch):
-    """Errors name the problem; replicas of CuPy beside those of NumPy are refused."""
+    """Errors name the problem. Replicas of CuPy beside those of NumPy are refused."""
     x = put(np.ones(2), 0)
     foreign = type("csr_matrix", (), {"__module__": "cupyx.scipy.sparse._csr", "shape": (2,)})()
     half = put(np.ones(2, "bfloat16"), 0)
@@ -290,7 +290,7 @@ def test_bad_input(cupy, put, monkeypatch):
 
 
 def test_strategy(cupy, put, get):
-    """Replicas run on their devices and the caller's streams; all calls of the strategy work on every device."""
+    """Replicas run on their devices and the caller's streams. All calls of the strategy work on every device."""
     assert cr.MirroredStrategy().devices == tuple(f"cuda:{k}" for k in range(8))
     strategy, places, n = cr.MirroredStrategy(["cuda:0", "cuda:0#1", "cuda:5"]), [0, 0, 5], 3
     with own_streams(cupy, {0, 5}):
@@ -330,7 +330,7 @@ def test_strategy(cupy, put, get):
 
 
 def test_cupy_is_imported_at_the_first_array_only():
-    """``import crossreduce`` and reductions of NumPy arrays do not import CuPy; ``train`` lists its devices.
+    """``import crossreduce`` and reductions of NumPy arrays do not import CuPy. ``train`` lists its devices.
 
     Where CuPy finds no GPU, it has no accelerators, strategies use the host, and devices raise an error.
     """
@@ -357,7 +357,7 @@ except cr.DeviceError as error:
 
 
 def test_the_command_line(crossreduce, cupy, tmp_path):
-    """``train`` and ``bench`` run with CuPy arrays; ``info`` lists the devices."""
+    """``train`` and ``bench`` run with CuPy arrays. ``info`` lists the devices."""
     options = ("--epochs", 1, "--json", tmp_path / "run.json")
     code, _, error = crossreduce("train", "--framework", "cupy", "--devices", "cuda:0-2", *options)
     assert (code, error) == (0, "")

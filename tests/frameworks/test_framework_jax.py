@@ -202,7 +202,7 @@ def test_bcoo(n_dense, traced, jax, jax_):
 
 
 def test_kinds_that_cannot_be_reduced(jax, jax_):
-    """PRNG keys, batched BCOOs, BCSRs and shapes without values are rejected; the message has a remedy."""
+    """PRNG keys, batched BCOOs, BCSRs and shapes without values are rejected. The message has a remedy."""
     from jax.experimental import sparse
 
     dense = jax_.array(np.eye(3))

@@ -132,7 +132,7 @@ def test_unknown_rank() -> None:
 
 @pytest.mark.parametrize(("algorithm", "traced"), [("ring", False), ("hierarchical_copy", True), ("one_device", True)])
 def test_gradients(algorithm: str, traced: bool) -> None:
-    """The gradient of an all-reduced sum is the all-reduced sum of the gradients; the same holds for means."""
+    """The gradient of an all-reduced sum is the all-reduced sum of the gradients. The same holds for means."""
     ops = cr.AllReduceCrossDeviceOps(algorithm, num_packs=2)
     weights = (1.0, 10.0, 100.0)
 

@@ -49,7 +49,7 @@ def layouts() -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("kind", layouts())
 def test_layouts(kind: str) -> None:
-    """Views with any strides are reduced correctly; results are contiguous, not lazy, and have their own memory."""
+    """Views with any strides are reduced correctly. Results are contiguous, not lazy, and have their own memory."""
     for n, packs, batch_size in ((1, 1, 1), (3, 0, 1), (3, 1, 2)):
         xs = [layouts()[kind] for _ in range(n)]
         before = [x.clone() for x in xs]
@@ -64,7 +64,7 @@ def test_layouts(kind: str) -> None:
 
 
 def test_results_are_plain_and_not_part_of_a_graph() -> None:
-    """Parameters, tensors of an autograd graph and of a subclass are reduced by value; results are plain tensors."""
+    """Parameters, tensors of an autograd graph and of a subclass are reduced by value. Results are plain tensors."""
 
     class Named(torch.Tensor):
         pass
@@ -99,7 +99,7 @@ def test_mean_of_integers_has_the_current_default_dtype() -> None:
 
 
 def test_unsigned_integers_that_torch_cannot_add() -> None:
-    """Reducing dtypes that torch cannot add raises an UnsupportedError; broadcasting them works."""
+    """Reducing dtypes that torch cannot add raises an UnsupportedError. Broadcasting them works."""
     for dtype, op in ((torch.uint16, "sum"), (torch.uint32, "min"), (torch.uint64, "mean")):
         xs = [torch.tensor([1, 2]).to(dtype) for _ in range(2)]
         value = cr.PerReplica(xs)
@@ -153,7 +153,7 @@ def coo(indices: list[list[int]], values: torch.Tensor, shape: tuple[int, ...]) 
 
 
 def test_slices_of_sparse_tensors_are_concatenated() -> None:
-    """Slices are concatenated in the order of the replicas, with duplicates; inputs stay uncoalesced."""
+    """Slices are concatenated in the order of the replicas, with duplicates. Inputs stay uncoalesced."""
     a = coo([[1, 1]], torch.tensor([[1.0, 2.0], [3.0, 4.0]]), (5, 2))
     b = coo([[3]], torch.tensor([[5.0, 6.0]]), (5, 2))
     value = cr.PerReplica([a, b])

@@ -45,7 +45,7 @@ def test_every_device_gets_every_contribution_once(n, algorithm):
 
 @pytest.mark.parametrize("algorithm", ["auto", "ring"])
 def test_every_op_over_every_dtype(algorithm):
-    """Each op is correct over each dtype that it is defined for; means of integers are float32."""
+    """Each op is correct over each dtype that it is defined for. Means of integers are float32."""
     rng = np.random.default_rng(7)
     every = {dtype: draw(rng, dtype, (3, 10)) for dtype in DTYPES}
     xs = {op: {d: x for d, x in every.items() if op in strategies.ops_for(d)} for op in strategies.OPS}
@@ -68,7 +68,7 @@ def test_every_op_over_every_dtype(algorithm):
 
 @pytest.mark.parametrize("algorithm", ["auto", "ring"])
 def test_half_types_round_once_and_nan_propagates(algorithm):
-    """Two 40000s in float16 have the mean 40000; means, minima and maxima of NaN, infinities and -0 are NumPy's."""
+    """Two 40000s in float16 have the mean 40000. Means, minima and maxima of NaN, infinities and -0 are NumPy's."""
     nan, inf = np.nan, np.inf
     xs = np.array([[40000, nan, -inf, 1, -0.0, inf], [40000, 1, 2, nan, 0.0, 3]])
     want = {
@@ -132,7 +132,7 @@ def test_plans_for_any_topology(data):
 
 @pytest.mark.parametrize("check", [True, False])
 def test_slices_are_concatenated(check):
-    """The slices of IndexedSlices and BCOO are concatenated in the order of the devices; a mean divides the values."""
+    """The slices of IndexedSlices and BCOO are concatenated in the order of the devices. A mean divides the values."""
     from jax.experimental.sparse import BCOO
 
     def own(x):
@@ -178,7 +178,7 @@ def test_every_transformation_with_named_axes(algorithm):
 
 
 def test_several_axes_of_vmap():
-    """Over several axes of vmap, XLA's all-reduce runs; a schedule is rejected, since JAX would run it incorrectly."""
+    """Over several axes of vmap, XLA's all-reduce runs. A schedule is rejected, since JAX would run it incorrectly."""
     x = np.arange(6.0, dtype="float32").reshape(2, 3)
 
     def both(**how):
@@ -193,7 +193,7 @@ def test_several_axes_of_vmap():
 
 @pytest.mark.parametrize(("algorithm", "check"), [("ring", False), ("hierarchical_copy", True)])
 def test_meshes_of_several_axes(algorithm, check):
-    """all_reduce runs over one or several axes of a mesh, in any order; results still vary over the other axes."""
+    """all_reduce runs over one or several axes of a mesh, in any order. Results still vary over the other axes."""
     names = ("hosts", "devices", "other")
     x = np.random.default_rng(2).integers(-9, 9, (2, 2, 2, 5)).astype("float32")
 
@@ -216,7 +216,7 @@ def lowered(function, *xs):
 
 
 def collectives(function, n, *xs, check=True):
-    """Count the collectives in the program that XLA compiles for GPUs; on the CPU, the kernels may run instead."""
+    """Count the collectives in the program that XLA compiles for GPUs. On the CPU, the kernels may run instead."""
     text = lowered(spread(function, n, check), *xs)
     found = re.findall(r"stablehlo\.(all_reduce|collective_permute|all_gather|all_to_all|reduce_scatter)", text)
     return {name: found.count(name) for name in set(found)}
@@ -319,7 +319,7 @@ def rejected(error, match, leaf=1.0, axis_name="d", **how):
     }.items(),
 )
 def test_invalid_arguments_are_rejected_while_tracing(words, how):
-    """An error is raised while the function is traced; its message has the argument and a remedy."""
+    """An error is raised while the function is traced. Its message has the argument and a remedy."""
     rejected(ValueError, words, **how)
 
 

@@ -71,7 +71,7 @@ def test_gradients_of_extremes_and_products(op, algorithm, check):
 
 
 def explicitly(function, before, out=None):
-    """Run ``before`` and then ``function`` on each device of an explicit 2 x 2 mesh; return the result of each device.
+    """Run ``before`` and then ``function`` on each device of an explicit 2 x 2 mesh, and return all results.
 
     The arrays of the four devices are [0, 1], [2, 3], [4, 5] and [6, 7].
     """

@@ -174,7 +174,7 @@ def test_a_device_that_does_not_arrive_is_named():
 
 
 def test_an_invalid_timeout_is_rejected(monkeypatch):
-    """CROSSREDUCE_JAX_TIMEOUT must be a positive number; the error shows the value."""
+    """CROSSREDUCE_JAX_TIMEOUT must be a positive number. The error shows the value."""
     for text in ("0", "-1", "soon", "nan", "inf"):
         monkeypatch.setenv("CROSSREDUCE_JAX_TIMEOUT", text)
         with pytest.raises(ArgumentError, match=rf"(?s)CROSSREDUCE_JAX_TIMEOUT must be a positive number.*{text}"):

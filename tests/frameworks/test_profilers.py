@@ -162,7 +162,7 @@ def nvtx_library(tmp_path_factory):
     ],
 )
 def test_nvtx_ranges(nvtx_library, variables, expected):
-    """If ranges are on, each call pushes and pops one, prepared or not, also if it raises; otherwise none does."""
+    """If ranges are on, each call pushes and pops one, prepared or not, also if it raises. Otherwise no call does."""
     ran = run_python(CALLS, LD_LIBRARY_PATH=nvtx_library, **variables)
     assert ran.returncode == 0, ran.stderr
     assert ran.stdout.splitlines() == expected

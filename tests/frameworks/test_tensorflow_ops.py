@@ -79,7 +79,7 @@ def test_batches_over_all_pairs_of_destinations(mode):
 
 @pytest.mark.parametrize(("op", "reduce_op", "mode"), pairs(["to one", "hierarchical"], [SUM, MEAN], MODES))
 def test_indexed_slices(op, reduce_op, mode):
-    """Slices are concatenated in the order of the replicas, with duplicates; a mean divides them."""
+    """Slices are concatenated in the order of the replicas, with duplicates. A mean divides them."""
     op = OPS[op]
     value = PerReplica([slices(0, [[1.0, 2.0]], [1]), slices(1, [[3.0, 4.0], [5.0, 6.0]], [1, 3])])
 
@@ -142,7 +142,7 @@ def test_every_algorithm_on_every_number_of_devices(algorithm, mode, counts):
 
 
 def test_large_tensors_are_not_joined_in_host_memory():
-    """In a tf.function only small tensors are joined into one; each result is right, wherever it is in the batch."""
+    """In a tf.function only small tensors are joined into one. Each result is right, wherever it is in the batch."""
     sizes = [3, 70_000, 0, 5, 20_000, 7]
     given = [[(np.arange(size) % 97) * (k + 1.0) * (j + 1) for k in range(3)] for j, size in enumerate(sizes)]
     values = [per_replica(xs) for xs in given]
@@ -154,7 +154,7 @@ def test_large_tensors_are_not_joined_in_host_memory():
 
 
 def test_ops_can_be_copied():
-    """An op can be copied, as TensorFlow's cluster coordinator copies strategies; the copy reduces in the same way."""
+    """An op can be copied, as TensorFlow's cluster coordinator copies strategies. The copy reduces in the same way."""
     ops = [*OPS.values(), crt.HierarchicalCopyAllReduce(2, cr.Topology.ring(3, 25))]
     value = per_replica([1.0, 2.0, 4.0])
     for op in ops:
@@ -183,7 +183,7 @@ def test_variables_are_read(mode):
 
 
 def test_workers_in_a_graph_of_tensorflow_1():
-    """A graph of TensorFlow 1 may name devices that only its session has; results are on the devices of the value."""
+    """A graph of TensorFlow 1 may name devices that only its session has. Results are on the devices of the value."""
     places = [f"/job:worker/replica:0/task:1/device:CPU:{k}" for k in (0, 9, 300)]
     with tf.Graph().as_default():
         xs = []
@@ -276,7 +276,7 @@ def test_gather():
 
 
 def test_any_tensor_can_be_moved():
-    """Text can be broadcast and gathered, and a Mirrored can be broadcast; None raises an error."""
+    """Text can be broadcast and gathered, and a Mirrored can be broadcast. The value ``None`` is an error."""
     text = per_replica([["a"], ["b"], ["c"]])
     assert SMALL._gather(text, "CPU:1", 0).numpy().tolist() == [b"a", b"b", b"c"]
     copies = SMALL.broadcast(tf.constant("a"), text)

@@ -56,7 +56,7 @@ def test_each_row_has_a_test():
 
 
 def test_p1_p4_p5_p9_p19_classes_and_signatures():
-    """Classes, bases, parameters and defaults are those of the pages; ops for several processes are not offered."""
+    """Classes, bases, parameters and defaults are those of the pages. Ops for several processes are not offered."""
     kinds = {*KINDS, cr.CrossDeviceOps, cr.CollectiveHints, cr.CommunicationOptions}
     methods = {getattr(kind, method) for kind in KINDS for method in ("reduce", "batch_reduce", "broadcast")}
     for each in kinds | methods:

@@ -156,7 +156,7 @@ CLASSES, SAMPLES, FEATURES = 3, 120, 8
 
 
 def trained(strategy, eager=False):
-    """Train with Keras' ``fit`` and return all losses and weights; the embedding's gradients are sparse."""
+    """Train with Keras' ``fit`` and return all losses and weights. The embedding's gradients are sparse."""
     rng = np.random.default_rng(5)
     x = rng.standard_normal((SAMPLES, FEATURES)).astype("float32")
     y = np.argmax(x @ rng.standard_normal((FEATURES, CLASSES)), 1)

@@ -181,7 +181,7 @@ class ReplicaFramework(Framework, Protocol):
     def differentiable(
         self, xs: Sequence[Array], results: Sequence[Array], gradient: Callable[[Sequence[Array]], Sequence[Array]]
     ) -> list[Array]:
-        """Return ``results``, recorded as a function of ``xs``. ``gradient`` maps their gradients to those of ``xs``."""
+        """Return ``results``, recorded as a function of ``xs``. ``gradient`` maps their gradients to those of xs."""
 
     def variable_value(self, old: Array | None, x: Array, device: str) -> Array:
         """Return a variable's array after ``x`` is assigned: a copy of ``x``, or ``old`` with the elements of ``x``."""

@@ -108,7 +108,7 @@ class Memory(DeviceMemory):
         return found
 
     def release(self, x):
-        """Free an array; its next owner, in the same stream, writes into it at once."""
+        """Free an array. Its next owner, in the same stream, writes into it at once."""
         device, address, nbytes, stream = self.devices.pop(x.ctypes.data)
         if not self.is_quiet:
             self.fake.write(address, bytes(nbytes), stream, device)
@@ -215,7 +215,7 @@ class Case:
         return good
 
     def run_captured(self, draw, lib, beside=True):
-        """Capture a run of each layout in a graph, and launch that twice; assert that all bits are right.
+        """Capture a run of each layout in a graph, launch the graph twice, and assert that all bits are right.
 
         ``beside``: meanwhile, another thread runs and captures the same layouts.
         """
@@ -288,7 +288,7 @@ class Case:
         return (np.dtype(np.uint8 if dtype == "bool" else dtype) for dtype in (self.dtype, self.numbers.result))
 
     def _arrays(self, layout, draw):
-        """Return the sources, and the arrays for the results; ``None`` instead of the latter if not in place."""
+        """Return the sources, and the arrays for the results, or ``None`` for the latter if not in place."""
         kind, out_kind = self._kinds()
         sizes = [self.sizes[tensor] for tensor in layout.tensors]
         shift = int(draw.integers(0, 3)) * kind.itemsize
@@ -308,7 +308,7 @@ class Case:
         return sources, [[row[k] for k in order] for row in sources]
 
     def _written(self, arrays, draw, check=True):
-        """Let the callers' streams write drawn values, or zeros, into the sources; return these."""
+        """Let the callers' streams write drawn values, or zeros, into the sources, and return these."""
         kind, _ = self._kinds()
         made = cuda_launches.values if check else lambda draw, dtype, size: np.zeros(size, kind)
         given = [[made(draw, self.dtype, x.size).view(kind) for x in row] for row in arrays[0]]

@@ -25,7 +25,7 @@ def expected(rows, op):
 
 
 def cupy_calls(fake):
-    """Reduce CuPy arrays on 8 devices, and on logical devices of one; return the number of calls."""
+    """Reduce CuPy arrays on 8 devices and on logical devices of one, and return the number of calls."""
     sys.path.insert(0, str(SUPPORT / "standins"))
     import cupy
     from cupy import _machine

@@ -77,7 +77,7 @@ def is_right(read, right):
 
 
 def check_bits(xla):
-    """All dtypes, ops, algorithms, devices and destinations give the bits of the host engine; all work is ordered."""
+    """All dtypes, ops, algorithms, devices and destinations give the bits of the host engine. All work is ordered."""
     for device in range(8):
         assert memory.MEMORY.stream(device) == memory.MEMORY.stream(device)
     draw, count = np.random.default_rng(3), 0
@@ -110,7 +110,7 @@ def check_bits(xla):
 
 
 def check_failures(xla):
-    """A call of the driver that fails raises a ``DriverError``; nothing is unordered, and later calls are right."""
+    """A call of the driver that fails raises a ``DriverError``. Nothing is unordered, and later calls are right."""
     ops, devices, failed = cr.AllReduceCrossDeviceOps("ring"), DEVICES["mixed"], 0
     rows = [[values(np.random.default_rng(6), "float32", (300,)) for _ in devices]]
     right = on_host(rows, "mean", ops)

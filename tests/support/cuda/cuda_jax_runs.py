@@ -158,7 +158,7 @@ def check_eager(gpu):
 
 
 def check_traced(gpu):
-    """Programs of jit run one custom call per reduction, with the same bits; those for several devices run none."""
+    """Programs of jit run one custom call per reduction, with the same bits. Those for several devices run none."""
     with jax.enable_x64(True):
         count = check_bits(gpu, True)
     xs = [jnp.arange(6.0) + k for k in range(3)]

@@ -254,7 +254,7 @@ REAL |= {"from_dlpack": jax.dlpack.from_dlpack, "to_device": framework.Jax.to_de
 
 
 def start(library, peers):
-    """Let JAX's CPU devices be CUDA devices; return their ``Xla``."""
+    """Let JAX's CPU devices be CUDA devices, and return their ``Xla``."""
     Block.xla = xla = Xla(library, peers)
     at = {"cpu": HOST}
     for target, name, new in (

@@ -186,7 +186,7 @@ def values(draw, dtype, size):
 
 
 def equal(got, right, dtype):
-    """Return whether two byte strings have the same bits; all NaNs are equal."""
+    """Return whether two byte strings have the same bits. All NaNs are equal."""
     if got == right:
         return True
     if (dtype not in SHORT and dtype not in COMPLEX) or dtype in INTEGERS or dtype == "bool":
@@ -232,7 +232,7 @@ def check(
     kernel: str | None = None,
     block_of: Callable[[int], np.ndarray] = host_block,
 ) -> None:
-    """Run a drawn batch in a kernel's body and in the reference; raise if a bit or a byte around it differs.
+    """Run a drawn batch in a kernel's body and in the reference, and raise if a bit or a byte around it differs.
 
     ``kernel``: one of ``kernels_of(numbers)``; the default is drawn. ``block_of``: allocates like ``host_block``.
     """

@@ -42,7 +42,7 @@ def rounded(library: Any, values: np.ndarray, short: str) -> np.ndarray:
 
 
 def differences(got: np.ndarray, right: np.ndarray, short: str) -> int:
-    """Return how many bit patterns of a half dtype differ; all NaNs are equal."""
+    """Return how many bit patterns of a half dtype differ. All NaNs are equal."""
     differ = np.flatnonzero(got != right)
     a, b = got[differ] & 0x7FFF, right[differ] & 0x7FFF
     return int((~((a > INFINITE[short]) & (b > INFINITE[short]))).sum())

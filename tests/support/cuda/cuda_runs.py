@@ -181,7 +181,7 @@ def check_failures(memory, count, seed):
 
 
 def check_captures(memory, count, seed):
-    """Capture calls in a graph, which runs again on other values; the callers' streams take part in the capture."""
+    """Capture calls in a graph, which runs again on other values. The callers' streams take part in the capture."""
     fake, captured = memory.fake, 0
     lib = fake.lib
     for number in spread(count):

@@ -65,14 +65,14 @@ def built(stub=False, soname="libcuda.so.1"):
 
 
 def ran(name, *arguments, timeout=550, **environment):
-    """Run a program of the tests in a process of its own; return the finished process."""
+    """Run a program of the tests in a process of its own, and return the finished process."""
     command = [sys.executable, "-W", "ignore", str(program(name)), *map(str, arguments)]
     given = os.environ | {"PYTHONPATH": python_path(PACKAGE.parent)} | environment
     return subprocess.run(command, capture_output=True, text=True, check=False, env=given, timeout=timeout)
 
 
 def printed(name, *arguments):
-    """Run a program of the tests, which must succeed and report nothing; return its output."""
+    """Run a program of the tests, which must succeed and report nothing, and return its output."""
     done = ran(name, *arguments)
     assert done.returncode == 0, done.stderr[-3000:]
     assert not done.stderr, done.stderr[-3000:]
@@ -173,7 +173,7 @@ class FakeDriver:
         return address
 
     def own(self, array, device):
-        """Let the memory of a NumPy array count as a device's; return its address."""
+        """Let the memory of a NumPy array count as a device's, and return its address."""
         self._kept.append(array)
         assert self.lib.fake_own(array.ctypes.data, array.nbytes, device) == 0
         return array.ctypes.data
@@ -200,7 +200,7 @@ class FakeDriver:
             self._checked(self.lib.fake_queue(stream, device, address, data, len(data), True))
 
     def read(self, address, nbytes, stream=None, device=0):
-        """Return the bytes in memory; with a stream, a buffer that an operation in it fills."""
+        """Return the bytes in memory or, with a stream, a buffer that an operation in the stream fills."""
         if stream is None:
             self.host_access(address, nbytes, False)
             return ctypes.string_at(address, nbytes)

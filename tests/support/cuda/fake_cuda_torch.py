@@ -18,7 +18,7 @@ from crossreduce.reduction import pipeline
 
 
 class StandInMemory(torch_memory.TorchDeviceMemory):
-    """torch's ``DeviceMemory``, with tensors in host memory, which the fake driver owns; ``None`` denotes the stub.
+    """torch's ``DeviceMemory``, with tensors in host memory that count as a device's. ``fake=None``: the stub driver.
 
     All tensors stay alive until ``release``, since the fake driver's work runs later than it is queued.
     """
@@ -77,7 +77,7 @@ class StandInMemory(torch_memory.TorchDeviceMemory):
 
 
 def install(fake: Any = None) -> StandInMemory:
-    """Replace torch's devices in this process, for good; return the ``StandInMemory``.
+    """Replace torch's devices in this process, for good, and return the ``StandInMemory``.
 
     The driver's library must be loaded already: ``fake_cuda.FakeDriver``, or the stub with ``ctypes.CDLL``.
     """

@@ -52,7 +52,7 @@ class HostEngine:
         return fits and array_memory(layout.framework.name) is not None
 
     def bind(self, layout: Layout, arrays: Sequence[Sequence[Array]]) -> Any | None:
-        """Return what ``ArrayMemory.readable`` returns: buffers, addresses, or ``None`` for arrays that have neither."""
+        """Return what ``ArrayMemory.readable`` returns: buffers, addresses, or ``None`` for arrays without either."""
         memory = array_memory(layout.framework.name)
         assert memory is not None
         return memory.readable(arrays)

@@ -348,7 +348,7 @@ def _canonical_name(device: Any) -> str:
 
 @lru_cache(maxsize=1024)
 def cpu_number(sharding: Any) -> int:
-    """Return the number of the CPU device on which arrays of this sharding are, or -1 if they are not on exactly one."""
+    """Return the number of the CPU device on which arrays of this sharding are, or -1 if they are not on one device."""
     devices = sharding.device_set
     (device,) = devices if len(devices) == 1 else (None,)
     return device.id if device is not None and device.platform == "cpu" else -1
