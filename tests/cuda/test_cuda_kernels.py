@@ -23,7 +23,7 @@ def library():
 
 
 def drawn_batches(library, *dtypes, **environment):
-    """Check drawn batches of all kernels of ``dtypes``, by default all, in a new process. Return the number per dtype."""
+    """Check drawn batches of all kernels of ``dtypes`` (default: all) in a new process. Return the number per dtype."""
     done = ran("cuda_launches.py", library, count(300), 1, *dtypes, **environment)
     assert done.returncode == 0, done.stderr[-2000:]
     return {dtype: int(number) for dtype, number in map(str.split, done.stdout.splitlines())}
@@ -59,7 +59,7 @@ def test_no_access_is_out_of_bounds_or_misaligned(dtypes, tmp_path):
 
 
 def test_conversions_to_halves_are_rounded_correctly(library):
-    """Values at all middles, subnormals, overflow and NaN are rounded right (scripts/cuda_roundings: all 2**32)."""
+    """Values at all middles, subnormals, overflow and NaN are rounded right. scripts/cuda_roundings checks all values."""
     loaded = ctypes.CDLL(str(library))
     for short in roundings.NAMES:
         assert not roundings.wrong_floats(loaded, roundings.notable_bits(short), short)

@@ -123,7 +123,7 @@ def own_streams(cupy, devices):
 
 
 def test_every_op_and_dtype_gives_the_bits_of_numpy(cupy, put, get):
-    """Each op over each dtype gives NumPy's bits: all algorithms, on 1 to 8 devices, packed or not, on any streams."""
+    """Each op over each dtype gives NumPy's bits, with all algorithms, on 1 to 8 devices, for any packs and streams."""
     rng = np.random.default_rng(0)
     cases = ((1, 0, 0), (2, 1, 2), (3, 3, 0), (3, 0, 2), (8, 2, 8))  # devices, packs, streams
     for number, algorithm in enumerate(ALGORITHMS):
@@ -199,7 +199,7 @@ def test_layouts_and_logical_devices(cupy, put, get):
 
 
 def test_out(cupy, put, get):
-    """Results are written into given arrays, or in place. If one cannot be written, nothing is: an error is raised."""
+    """Results are written into given arrays, or in place. If one cannot be written, none is, and an error is raised."""
     for dtype, shape in (("float16", (5, 3)), ("int64", ())):
         given = [put(np.full(shape, k + 1, dtype), k) for k in range(3)]
         wanted = np.full(shape, 2, "float64" if dtype == "int64" else dtype)

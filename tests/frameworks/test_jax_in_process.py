@@ -105,7 +105,7 @@ def test_other_arguments_are_not_copied_or_written():
     assert (np.asarray(compiled(x, y)[0]) == 8).all()
     assert (np.asarray(x) == 1).all()
     # A value that is used afterwards does not change either.
-    after = jax.jit(spread(lambda x: (x * 2, all_reduce(x * 2, "d"))[::-1], 8, False, (P(), P("d"))))
+    after = jax.jit(spread(lambda x: (x * 2, all_reduce(x * 2, "d"))[::-1], 8, check=False, out=(P(), P("d"))))
     total, own = after(np.ones((8, 4), "float32"))
     assert (total.tolist(), set(np.asarray(own).tolist())) == ([16] * 4, {2})
 
@@ -124,7 +124,7 @@ def test_nothing_is_compiled_twice():
         return inner(x) - inner(3 * x), loop
 
     x = np.arange(1.0, 9, dtype="float32")[:, None].repeat(3, 1)
-    step = jax.jit(spread(own, 8, False))
+    step = jax.jit(spread(own, 8, check=False))
     for _ in range(4):
         difference, loop = step(x)
         assert difference.tolist() == [-72] * 3
@@ -160,7 +160,8 @@ def test_a_device_that_does_not_arrive_is_named():
     def own(x):
         return lax.cond(lax.axis_index("d") % 4 == 3, lambda x: x, lambda x: all_reduce(x, "d"), x)
 
-    run, every = jax.jit(spread(own, 8, False, P("d"))), jax.jit(spread(lambda x: all_reduce(x, "d"), 8, False))
+    run = jax.jit(spread(own, 8, check=False, out=P("d")))
+    every = jax.jit(spread(lambda x: all_reduce(x, "d"), 8, check=False))
     x = np.ones((8, 8), "float32")
     settings = kernels.instruction_set(), kernels.threads(), kernels.STREAMING_BYTES, kernels.THREADED_BYTES
     kernels.native().xla_handlers(*settings, 0.8)  # seconds that devices wait for each other
@@ -211,7 +212,7 @@ def test_exact_sums_have_the_bits_of_rational_arithmetic(jax_):
             for shard in result.addressable_shards:
                 assert np.asarray(shard.data).tobytes() == right.tobytes(), (op, dtype)
     floats = bits["float32"][0]  # the gradient of an exact sum is the exact sum of the devices' gradients
-    summed = spread(lambda x: all_reduce(x, "d", exact=True)[None], 8, False, P("d"))
+    summed = spread(lambda x: all_reduce(x, "d", exact=True)[None], 8, check=False, out=P("d"))
     grad = jax.jit(jax.grad(lambda x: (summed(x) * floats.view("float32")).sum()))(jnp.ones(floats.shape, "float32"))
     assert {np.asarray(row).tobytes() for row in np.asarray(grad)} == {exact_sums(floats, "float32").tobytes()}
 

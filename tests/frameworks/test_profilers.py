@@ -197,6 +197,7 @@ cr.all_reduce([torch.ones(2)] * 2)
 print(json.dumps([*found, len(PROFILERS.found), PROFILERS.unseen, PROFILERS.are_on()]))
 """
     ran = run_python(code)
+    # Before torch is imported there are no profilers. Afterwards there is torch's, which is off. JAX is not imported.
     assert json.loads(ran.stdout) == [0, False, 1, ["jax"], False], ran.stderr
     imported = run_python("import crossreduce, sys; print(*sys.modules)").stdout
     assert "crossreduce.observe.profilers.torch" not in imported

@@ -284,7 +284,7 @@ class Case:
         thread.join()
         assert outcomes == [True, None], self.fake.report()
 
-    def _kinds(self):
+    def _kinds(self):  # the NumPy dtypes of the sources and of the results
         return (np.dtype(np.uint8 if dtype == "bool" else dtype) for dtype in (self.dtype, self.numbers.result))
 
     def _arrays(self, layout, draw):

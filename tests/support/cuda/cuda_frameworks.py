@@ -54,7 +54,7 @@ def cupy_calls(fake):
                 for row, number in zip(results, physical, strict=True):
                     for got, x in zip(row, right, strict=True):
                         assert (got.device.id, got.dtype) == (number, x.dtype)
-                        if algorithm in ("auto", "direct"):
+                        if algorithm in ("auto", "direct"):  # these combine in the order of the host
                             np.testing.assert_array_equal(cupy.asnumpy(got), x, strict=True)
                 calls += 1
     assert not fake.report(), fake.report()[:3]

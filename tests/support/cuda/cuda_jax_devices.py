@@ -212,7 +212,7 @@ def check_left(xla):
         return cr.all_reduce(given, op, devices=four)
 
     scalars = [[jax.device_put(jnp.asarray(1.5), jax.devices()[k])] for k in range(4)]
-    is_left(lambda: over(scalars), 6, True)
+    is_left(lambda: over(scalars), 6, is_weak=True)
     for mode in jax.debug_nans, jax.disable_jit:
         with mode(True):
             is_left(over, 15)

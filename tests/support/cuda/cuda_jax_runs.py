@@ -136,7 +136,7 @@ def check_bits(gpu, is_traced):
 def check_eager(gpu):
     """Eager calls are right, and their results independent, also on another device. The loop engine does the rest."""
     with jax.enable_x64(True):
-        count = check_bits(gpu, False)
+        count = check_bits(gpu, is_traced=False)
     xs = [jax.device_put(np.full(1000, 2.0**k, "float32"), jax.devices()[2]) for k in range(3)]
     gpu.use(2)
     first, second, third = cr.all_reduce(xs, devices=names(3, 2))
@@ -160,7 +160,7 @@ def check_eager(gpu):
 def check_traced(gpu):
     """Programs of jit run one custom call per reduction, with the same bits. Those for several devices run none."""
     with jax.enable_x64(True):
-        count = check_bits(gpu, True)
+        count = check_bits(gpu, is_traced=True)
     xs = [jnp.arange(6.0) + k for k in range(3)]
 
     def program(*xs):

@@ -55,7 +55,7 @@ def number(device):
 
 
 class Capsule:
-    """A capsule of XLA. When that of an input is released, the memory is freed: the input was deleted before."""
+    """A capsule of XLA. When the capsule of an input is released, the memory is freed, as if the input were deleted."""
 
     def __init__(self, xla, x):
         self.xla, self.real, self.address, self.nbytes = xla, x.__dlpack__(), x.unsafe_buffer_pointer(), x.nbytes
@@ -154,7 +154,7 @@ class Xla:
         return x
 
     def free(self, address, nbytes, device):
-        """Let the next owner of memory write into it."""
+        """Free memory: its next owner writes into it at once."""
         if address not in self.probes:
             self.fake.write(address, bytes([77]) * nbytes, self.compute[device], device)
 

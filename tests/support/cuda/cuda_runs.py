@@ -117,7 +117,7 @@ def check_hosts(memory, count, seed):
         assert engine.supports(layout)
         given = [[draw.normal(size=spec.shape).astype("float32") for _ in names] for spec in specs]
         right = [[np.empty(spec.shape, "float32") for _ in destinations] for spec in specs]
-        host.kernel(layout, numbers, len(destinations)).run(given, right, 1, False, False)
+        host.kernel(layout, numbers, len(destinations)).run(given, right, 1, False, False)  # one thread
         with mock.patch.object(type(NUMPY), "to_device", moved):
             at = lambda x, name: moved(NUMPY, x, name) if name.startswith("cuda") else x  # noqa: E731
             arrays = [list(map(at, row, names)) for row in given]

@@ -191,10 +191,10 @@ class FakeDriver:
         self.lib.fake_host_access(address, nbytes, writes)
 
     def write(self, address, data, stream=None, device=0):
-        """Write bytes: the host at once, or an operation of a framework in a stream (0: the device's default one)."""
+        """Write bytes at once as the host or, with a stream, in an operation. Stream 0 is the device's default one."""
         data = bytes(data)
         if stream is None:
-            self.host_access(address, len(data), True)
+            self.host_access(address, len(data), writes=True)
             ctypes.memmove(address, data, len(data))
         else:
             self._checked(self.lib.fake_queue(stream, device, address, data, len(data), True))
@@ -202,7 +202,7 @@ class FakeDriver:
     def read(self, address, nbytes, stream=None, device=0):
         """Return the bytes in memory or, with a stream, a buffer that an operation in the stream fills."""
         if stream is None:
-            self.host_access(address, nbytes, False)
+            self.host_access(address, nbytes, writes=False)
             return ctypes.string_at(address, nbytes)
         into = ctypes.create_string_buffer(nbytes)
         self._kept.append(into)
