@@ -59,7 +59,7 @@ def test_no_access_is_out_of_bounds_or_misaligned(dtypes, tmp_path):
 
 
 def test_conversions_to_halves_are_rounded_correctly(library):
-    """Values at all middles, subnormals, overflow and NaN are rounded right. scripts/cuda_roundings checks all values."""
+    """Values at all middles, subnormals, overflow and NaN are rounded right. scripts/cuda_roundings checks more."""
     loaded = ctypes.CDLL(str(library))
     for short in roundings.NAMES:
         assert not roundings.wrong_floats(loaded, roundings.notable_bits(short), short)

@@ -72,7 +72,7 @@ def _has_kernel(numbers: Numbers) -> bool:
     if kernels.instruction_set() == "numpy":
         return False
     dtypes = numbers.dtype, numbers.accumulator, numbers.result
-    program = FusedProgram(1, ((0, 0, 1),), (~0, ~0))
+    program = FusedProgram(1, ((0, 0, 1),), (~0, ~0))  # combines two sources; the value becomes two results
     try:
         op = KERNEL_OPS[numbers.op, numbers.exact]
         kernels.compile_kernel(op, dtypes, numbers.divisor, 2, 2, (1,), (program,), (Segment(0, 0, 1, 0),))
