@@ -300,7 +300,7 @@ def test_strategy(cupy, put, get):
         given = put(np.full(3, 1.5), 0)
         weights.assign(given)
         with given.device:
-            given += 1  # a variable has copies
+            given += 1  # this does not change the variable, which has copies
         host = np.arange(n * 6.0).reshape(n * 2, 3)
         streams = [cupy.cuda.get_current_stream(place) for place in places]
 

@@ -20,7 +20,7 @@ jnp, lax = jax.numpy, jax.lax
 
 ALGORITHMS = (*strategies.NAMED, "auto")
 PAIRS = r"source_target_pairs = dense<(\[\[.*?\]\])>"
-# Four devices in a line, and four of which each two have a link, which is slow between the first two.
+# LINE links four devices in a line. SLOW links all pairs of four devices, but the link of the first two is slow.
 LINE = cr.Topology.from_matrix([[int(abs(a - b) == 1) for b in range(4)] for a in range(4)])
 SLOW = cr.Topology.from_matrix([[(a != b) * (1 if a + b == 1 else 9) for b in range(4)] for a in range(4)])
 

@@ -172,7 +172,7 @@ def test_variables_are_read(mode):
             1.0, synchronization=tf.VariableSynchronization.ON_READ, aggregation=tf.VariableAggregation.SUM
         )
         keras = tf.keras.Variable([2.0, 3.0], dtype="float32")
-    strategy.run(lambda: on_read.assign_add(1.0))  # then 2, 2, 2; or 2, 1, 1 if only the first has the initial value
+    strategy.run(lambda: on_read.assign_add(1.0))  # to 2, 2, 2, or 2, 1, 1 if only the first had the initial value
     given = [mirrored, on_read, keras, keras.value]
     made = outcomes(mode, lambda: [*SMALL.batch_reduce(SUM, [(x, x) for x in given]), SMALL.broadcast(keras, keras)])
     total = sum(float(x) for x in on_read.values)

@@ -187,7 +187,7 @@ CLOSE = 120 * 2.0**-24 * 4**4
     [
         (3, "hierarchical", False),
         pytest.param(5, "ring on a ring", False, marks=pytest.mark.slow),
-        pytest.param(3, "hierarchical", True, marks=pytest.mark.slow),  # steps that the host engine reduces
+        pytest.param(3, "hierarchical", True, marks=pytest.mark.slow),  # in eager steps the host engine reduces
     ],
 )
 def test_keras_fit_on_n_replicas_is_fit_on_one(n, op, eager):

@@ -21,7 +21,7 @@ def find_overlap(extents: Iterable[tuple[int, int, int, int]]) -> tuple[int, int
     >>> find_overlap([(0, 8, 0, 0), (8, 16, 0, 1), (0, 4, 1, -1)])
     (0, 0)
     """
-    # The array that ends last, and the result that ends last, of those before the current one: (stop, tensor, result).
+    # Of the arrays before the current one, the array and the result that end last, as (stop, tensor, result).
     reached = reached_by_result = (0, 0, -1)
     for start, stop, tensor, result in sorted(extent for extent in extents if extent[1] > extent[0]):
         other = reached if result >= 0 else reached_by_result

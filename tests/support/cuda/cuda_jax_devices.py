@@ -175,7 +175,7 @@ def check_calls(xla):
         assert [x.device.id for x, _ in results] == [HOST, 1, 3, HOST]
         expect([x for row in results for x in row], [np.mean(column, 0) for column in zip(*rows, strict=True)] * 4)
         expect(cr.all_reduce([jnp.ones(9, "float32")] * 4, devices=four), [np.full(9, 4, "float32")] * 4)
-        # The memory of results that are not read is free at once. One that is donated does not change the others.
+        # The memory of results that are not read is free at once. A donated result does not change the others.
         results = cr.all_reduce(elsewhere(), devices=four)
         for each_result in results:
             xla.free(each_result.unsafe_buffer_pointer(), each_result.nbytes, number(each_result.device))

@@ -244,11 +244,11 @@ def check_errors(gpu):
             gpu.fake.clear()
             gpu.ran()
             assert function()[1].tolist() == (2 * np.arange(8.0) + 1).tolist()
-    # A program of another process: its plan is not known here.
+    # A program of another process is an error, since its plan is not known here.
     call = jax.ffi.ffi_call(cuda_jax.TARGET, jax.ShapeDtypeStruct((8,), "float32"))
     for number, pattern in ((np.int64(5), "no plan 5 for cuda:1"), (np.int32(6), "has no number")):
         count += fails(partial(call, here[0], number=number), pattern)
-    # Kernels that cannot be loaded: the loop.
+    # If kernels cannot be loaded, the loop engine runs.
     jax.clear_caches()
     with mock.patch.object(cuda_jax, "load_kernels", side_effect=BackendError("no code")):
         assert cr.all_reduce(here, "max", devices=names(2, 1))[0].tolist() == (np.arange(8.0) + 1).tolist()

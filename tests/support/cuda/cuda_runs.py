@@ -53,7 +53,7 @@ def check_dropped(memory, count, seed):
     for number in spread(count):
         case = drawn(memory, number, seed)
         if all(size == 0 for size in case.sizes) or (case.inplace and len(set(case.places)) < len(case.places)):
-            continue  # a result may be any source of its device, so more waits are needed than these arrays show
+            continue  # the plan also has waits for results that are in the memory of other sources
         draw = np.random.default_rng([seed, number])
         before = fake.count("cuStreamWaitEvent")
         case.run(draw, check=False)
@@ -79,7 +79,7 @@ def check_many(memory, count, seed):
         for dtype in ("float16", "float32")
     ]
     cases.append(("ring", PLACES["two"], "product", "float32", [9] * 70))
-    # No number is so large that the order of the others does not matter.
+    # All numbers are of similar size, so that each sum depends on the order.
     normal = mock.patch.object(cuda_launches, "values", lambda draw, dtype, n: draw.normal(size=n).astype(dtype))
     for number, (algorithm, places, op, dtype, sizes) in enumerate(cases):
         case = Case(memory, algorithm, places, op, dtype, sizes, Packing(), number // 2 == 1)
@@ -161,7 +161,7 @@ def check_failures(memory, count, seed):
                     error = raised.with_traceback(None)  # its frames have temporary memory
                 # A failure without an error may be that of the call that makes the former context current again.
                 assert error is None or memory.current() == context, (number, name, n)
-                assert error is not None or name in ("cuCtxSetCurrent", "cuEventCreate"), name  # called less often now
+                assert error is not None or name in ("cuCtxSetCurrent", "cuEventCreate"), name  # this run may call it less often
                 if error is not None:
                     assert (error.call, error.code) == (name, 719), error
                     assert re.search(r"(?s)CUDA_ERROR_LAUNCH_FAILED.*try:", str(error)), error
@@ -235,7 +235,7 @@ CHECKS = {
 def main(library, peers, seed, *checks):
     """Run some checks, and print the number that each returns."""
     memory = Memory(FakeDriver(library, 8, peers, int(seed)))
-    if peers == "full":  # a framework has enabled this already
+    if peers == "full":  # device 1 can access device 3 already, as if a framework had enabled it
         assert memory.fake.lib.cuInit(0) == 0
         assert all(memory.fake.memory(512, device) for device in (1, 3))
         memory.on(3)

@@ -46,7 +46,7 @@ class TorchDeviceMemory(DeviceMemory):
         return [[x.data_ptr() for x in row] for row in arrays]
 
     def is_peer_readable(self) -> bool:
-        # Memory of the other allocators is mapped for its own device only (torch maps it for a peer at the first copy).
+        # torch maps memory of its other allocators for its own device only, and for a peer at the first copy.
         settings = "".join(os.environ.get(name, "") for name in _ALLOCATOR_VARIABLES).replace(" ", "").lower()
         return torch.cuda.get_allocator_backend() == "native" and "expandable_segments:true" not in settings
 

@@ -188,7 +188,7 @@ def _own_element(numbers: Sequence[Any], position: Array) -> Any:
 
 # ``verify`` has proved that all devices end with the same values, which shard_map cannot derive. So if shard_map
 # checks types, a program is one primitive with the type of psum: the input varies over the axes and the output does
-# not. The transpose is that of psum, too: all devices have the same cotangent, and it is that of each device's input.
+# not. The transpose is that of psum, too: the cotangent, which is the same on all devices, is that of each input.
 _ALL_REDUCE: Final = Primitive("crossreduce_all_reduce")
 
 
