@@ -248,7 +248,7 @@ class Case:
             assert lib.cuStreamEndCapture(streams[0], ctypes.byref(graph)) == 0, self.fake.report()
             assert lib.cuGraphInstantiateWithFlags(ctypes.byref(exec_), graph, 0) == 0
             memory.threads.streams = {}
-            several = len(executable.planned.operations.devices) > 1  # only then does the engine keep the graph's memory
+            several = len(executable.planned.operations.devices) > 1  # then the engine keeps the graph's memory
             for _ in range(2):
                 given = self._written(arrays, draw)
                 self.fake.run()

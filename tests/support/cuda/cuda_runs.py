@@ -161,7 +161,7 @@ def check_failures(memory, count, seed):
                     error = raised.with_traceback(None)  # its frames have temporary memory
                 # A failure without an error may be that of the call that makes the former context current again.
                 assert error is None or memory.current() == context, (number, name, n)
-                assert error is not None or name in ("cuCtxSetCurrent", "cuEventCreate"), name  # this run may call it less often
+                assert error is not None or name in ("cuCtxSetCurrent", "cuEventCreate"), name  # called less often now
                 if error is not None:
                     assert (error.call, error.code) == (name, 719), error
                     assert re.search(r"(?s)CUDA_ERROR_LAUNCH_FAILED.*try:", str(error)), error
