@@ -34,7 +34,7 @@ class Sparse(NamedTuple):
 
 
 class Immutable:
-    """Mixin for frameworks with immutable arrays, which cannot be results of ``out=``."""
+    """Mixin for frameworks with immutable arrays, into which ``out=`` cannot write results."""
 
     immutable: str
     """The first line of the error that ``out=`` raises."""

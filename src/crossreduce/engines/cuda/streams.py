@@ -121,7 +121,7 @@ class StreamOrder:
             if self.streams[before] != stream and ended.get(self.streams[before], _NOTHING) < before:
                 needed.append(before)
                 self._join(ended, self._at[before])
-        # Devices whose work from before the call may still run: no operation in its stream is known to have ended.
+        # Devices whose work from before the call may still run: no operation in their streams is known to have ended.
         foreign = {device for device in touched - {stream} if device not in ended}
         self.begins |= foreign - {0}
         if foreign and 0 not in ended:
