@@ -210,10 +210,10 @@ _keeps = False  # whether the C library keeps freed memory
 def keep_memory(enabled: bool = True) -> bool:
     """Let the C library keep freed memory for later arrays, instead of returning it to the system.
 
-    By default, the C library maps each large array anew, so the system has to clear its pages, which can take longer
-    than the reduction. After this call, the process reuses the memory of freed arrays, also of NumPy, PyTorch and JAX.
-    It then keeps its peak of memory, and more, since free blocks do not always have the right size. All threads that
-    start later share one arena of the allocator, whose blocks can have any size, so call this before JAX computes
+    By default, the C library maps new memory for each large array. So the system has to clear its pages, which can take
+    longer than the reduction. After this call, the process reuses the memory of freed arrays, also of NumPy, PyTorch
+    and JAX. It then keeps its peak of memory, and more, since free blocks do not always have the right size. Threads
+    that start later share one arena of the allocator, whose blocks can have any size, so call this before JAX computes
     anything. crossreduce's own results do not need it (see ``memory_usage``), TensorFlow hardly (docs/host.md).
 
     Args:

@@ -64,7 +64,7 @@ def _convert(x: Any, dtype: np.dtype[Any]) -> Any:
         single = x.astype(np.float32)
         wide = single.astype(np.float64)
         even = (single.view(np.uint32) & 1) == 0
-        # Round to odd: if bits were cut off, the last bit of the float32 is 1, so that the second rounding sees no tie.
+        # Round to odd: if bits were cut off, the last bit of the float32 is 1, so that the second rounding has no tie.
         towards = np.where(wide > x, np.float32(-np.inf), np.float32(np.inf))
         x = np.where((wide != x) & (x == x) & even, np.nextafter(single, towards), single)
     out = x.astype(dtype)
