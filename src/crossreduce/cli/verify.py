@@ -137,7 +137,8 @@ def _read_list(file: Path) -> dict[str, Any]:
         problem = f"{file} cannot be read: {error.strerror}."
         raise ArgumentError(f"{problem} A folder must be one that crossreduce bundle wrote.") from error
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise ArgumentError(f"{file} is not the list of a bundle: {error}.") from error
+        reason = f"{error} is missing" if isinstance(error, KeyError) else str(error)
+        raise ArgumentError(f"{file} is not the list of a bundle: {reason}.") from error
     return listed
 
 
