@@ -125,7 +125,7 @@ def test_one_format_in_a_folder_that_exists(printed, tmp_path, monkeypatch):
         ("a", ["--format", "chakra"], "--format must be one of msccl, mscclpp"),
         ("a", ["--root", "1"], "--root cannot be used with all_reduce"),
         ("no/a", [], "there is no folder"),
-        ("file", [], "not an empty or a new"),
+        ("file", [], "it exists and is not an empty folder"),
     ],
 )
 def test_wrong_options_and_folders(crossreduce, tmp_path, path, options, text):
