@@ -77,12 +77,14 @@ def _timeline(number: int, incident: Incident, line: Timeline) -> Iterator[str]:
     host = None
     marks = "".join(_span("pause", pause.begin, pause.end) for pause in line.axis.pauses)
     marks += f'<span class="abort" style="left:{100 * line.axis.place(0.0):.6g}%"></span>'
-    several = len({row.host for row in line.rows}) > 1
+    names: dict[int, str | None] = {}  # of the hosts
+    for each in line.rows:
+        names.setdefault(each.host, states[each.rank].hostname)
+    several = len(names) > 1
     for row in sorted(line.rows, key=lambda row: (row.host, row.rank)):
         if several and row.host != host:
             host = row.host
-            name = next((states[each.rank].hostname for each in line.rows if each.host == host), None)
-            yield f'<div class="hostline"><span>host {host}: {escape(name or "unknown")}</span></div>'
+            yield f'<div class="hostline"><span>host {host}: {escape(names[host] or "unknown")}</span></div>'
         yield _row(number, row, states[row.rank], line.axis, marks, row.rank in blamed)
     yield '</div></div><div class="info" role="status" aria-live="polite">Select a call to see it here.</div></div>'
 

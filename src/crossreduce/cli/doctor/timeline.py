@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import re
 from bisect import bisect_right
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from datetime import datetime
-from itertools import pairwise
+from itertools import chain, pairwise
 from typing import Final, NamedTuple
 
 from ...observe.flight_recorder import Dump, History
@@ -113,11 +114,11 @@ def _rows(
     calls = {}
     for rank, history in histories.items():
         calls[rank] = [op for op in history.ops if op.started_s <= abort_s and op.text != LEFT]
-    begins: dict[int, list[float]] = {}
-    for ops in calls.values():
-        for op in ops:
-            begins.setdefault(op.sequence, []).append(op.started_s)
-    oldest = {rank: ops[0].sequence if ops else 0 for rank, ops in calls.items()}
+    begun, last_begin = Counter[int](), dict[int, float]()  # by the number of the call
+    for op in chain(*calls.values()):
+        begun[op.sequence] += 1
+        last_begin[op.sequence] = max(op.started_s, last_begin.get(op.sequence, op.started_s))
+    oldest = sorted(ops[0].sequence if ops else 0 for ops in calls.values())
     rows = []
     for rank in host:
         if rank not in histories:
@@ -128,8 +129,8 @@ def _rows(
             ended = op.ended_s is not None and op.ended_s <= abort_s
             end_s = op.ended_s if ended and op.ended_s is not None else abort_s
             # If the oldest recorded call of a rank is a later one, this rank has begun the call, too.
-            began = len(begins[op.sequence]) + sum(first > op.sequence for first in oldest.values())
-            latest = max(begins[op.sequence]) if began >= len(host) or ended else abort_s
+            began = begun[op.sequence] + len(oldest) - bisect_right(oldest, op.sequence)
+            latest = last_begin[op.sequence] if began >= len(host) or ended else abort_s
             waited_s = max(0.0, min(latest, end_s) - op.started_s)
             bars.append(CallBar(op.sequence, op.text, op.started_s + shift, end_s + shift, waited_s, ended))
         rows.append(RankRow(rank, number, tuple(bars)))
