@@ -28,8 +28,8 @@ Pair = tuple[str, str]
 def quick_bound(old: Bound, request: Request) -> Fraction | None:
     """Return a rate in GB/s that no schedule of a request exceeds, without a search; ``None`` if nothing has to move.
 
-    It is the least of two kinds of limits: those by the links of each single device, and the one that the cuts of the
-    old topology's bound prove on the new topology.
+    It is the least of two kinds of limits: for each device, the bandwidth of its own links; and the bound that the cuts
+    of ``old``, a bound on the old topology, prove on the new topology.
     """
     topology, collective = request.topology, request.collective
     assert topology is not None
@@ -55,7 +55,7 @@ def quick_bound(old: Bound, request: Request) -> Fraction | None:
 
 
 def move_request(request: Request, topology: Topology) -> Request:
-    """Return a request on another topology. Lost devices take no part; new ones do if all devices took part before.
+    """Return a request on another topology. It omits lost devices, and has new ones if it had all of the old topology.
 
     Raises:
       ArgumentError: no device takes part any more, or the root is lost.
@@ -90,7 +90,7 @@ def move_request(request: Request, topology: Topology) -> Request:
 
 
 def runs_as_before(schedule: Schedule, before: Request, request: Request) -> bool:
-    """Return whether a schedule of ``before`` also does ``request``, over the same links, and none became slower."""
+    """Return whether a schedule of ``before`` also does ``request``, uses the same links, and none became slower."""
     old, new = before.topology, request.topology
     assert old is not None
     assert new is not None
@@ -120,7 +120,7 @@ def _is_faster(one: Link, other: Link) -> bool:
 
 
 def changes(old: Topology, new: Topology) -> str:
-    """Return what differs between two topologies, as text, which is empty if nothing does.
+    """Return a text about the differences between two topologies, or "" if there are none.
 
     Links of lost or new nodes are not listed.
     """
@@ -147,6 +147,7 @@ def changes(old: Topology, new: Topology) -> str:
 
 def _link_names(pairs: Iterable[Pair]) -> list[str]:
     """Return the names of links. Both directions of a link have one name, that of the first direction."""
+    # A dictionary keeps the last value of a key, so the first direction must come last.
     return list({frozenset(pair): "-".join(pair) for pair in reversed(list(pairs))}.values())[::-1]
 
 
