@@ -68,7 +68,7 @@ def discover(library: str = LIBRARY) -> Discovery:
 
 
 def _call_nvml(library: str) -> Discovery:
-    """Return the wiring of the GPUs, or raise OSError if no GPU was found or NVML fails."""
+    """Return the wiring of the GPUs. OSError: there is no NVML, no GPU was found, or a function of NVML failed."""
     nvml = Nvml(library)
     nvml.call("nvmlInit_v2")
     try:
@@ -78,6 +78,7 @@ def _call_nvml(library: str) -> Discovery:
 
 
 def _discover_gpus(nvml: Any) -> Discovery:
+    """Return the wiring of the GPUs that this process can use, in the order in which CUDA numbers them."""
     count = nvml.call("nvmlDeviceGetCount_v2")
     handles = [nvml.call("nvmlDeviceGetHandleByIndex_v2", k) for k in range(count)]
     gpus = [
@@ -143,7 +144,7 @@ def _wire_gpus(nvml: Any, gpus: Sequence[_VisibleGpu]) -> tuple[Wiring, list[str
 
 
 def _peers(nvml: Any, handle: Any, buses: list[str]) -> tuple[Counter[str], int]:
-    """Return the number of active NVLinks by the peer's PCI bus id ("" for a switch), and the number of inactive."""
+    """Return a GPU's number of active NVLinks by the peer's PCI bus id ("": a switch), and that of inactive ones."""
     peers: Counter[str] = Counter()
     inactive = 0
     for link in range(MAX_LINKS):
@@ -157,7 +158,7 @@ def _peers(nvml: Any, handle: Any, buses: list[str]) -> tuple[Counter[str], int]
 
 
 def _capability(nvml: Any, handle: Any) -> int:
-    """Return a GPU's compute capability times ten; if NVML does not report it, the least with this NVLink version."""
+    """Return a GPU's compute capability times ten, or if it is unknown, the least one with the GPU's NVLink version."""
     major, minor = _query((0, 0), nvml, "nvmlDeviceGetCudaComputeCapability", handle)
     versions = () if major else range(MAX_LINKS)
     reported = (_query(0, nvml, "nvmlDeviceGetNvLinkVersion", handle, link) for link in versions)
@@ -200,7 +201,7 @@ def _query(default: Any, nvml: Any, function: str, *arguments: Any) -> Any:
 
 
 def _numa_wiring(root: Path) -> Wiring:
-    """Return the wiring of the NUMA nodes below a folder of Linux's sysfs; one device if there are none."""
+    """Return the wiring of the NUMA nodes in a folder of Linux's sysfs, or of one device if none can be read."""
     try:
         nodes = sorted(int(path.name[4:]) for path in root.glob("node[0-9]*"))
         distances = [[int(word) for word in (root / f"node{n}" / "distance").read_text("ascii").split()] for n in nodes]

@@ -93,7 +93,7 @@ def _measurement(
     size, root_rank = check_type(int, row["size"]), int(row["root"])
     if timing.get("nwrong") not in (None, 0):
         given = f"{timing['nwrong']:g} wrong elements of {size} bytes"
-        raise ArgumentError.of("results with wrong elements measure no collective.", given, "a run without errors")
+        raise ArgumentError.of("a result with wrong elements cannot be used.", given, "a run without errors")
     if size <= 0:
         return
     if not isinstance(micros, (int, float)) or not 0 < micros < math.inf:
@@ -113,8 +113,8 @@ def _collective(program: str) -> str:
     name = re.sub("_perf(_mpi)?$", "", program.rpartition("/")[2])
     collective = _COLLECTIVES.get(name.replace("_", "").lower())
     if collective is None:
-        problem = "only the five collectives can be predicted."
-        raise ArgumentError.of(problem, f"results of {shown(program)}", ", ".join(_COLLECTIVES.values()))
+        problem = "results of this collective cannot be compared with a prediction."
+        raise ArgumentError.of(problem, shown(program), "results of " + ", ".join(_COLLECTIVES.values()))
     return collective
 
 
@@ -126,12 +126,12 @@ def _devices(report: dict[str, Any], topology: Topology) -> tuple[str, ...]:
     config = report["config"]
     entries = check_type(list, config["devices"] if "devices" in config else report["devices"])
     per_process = int(config["nthreads"]) * int(config["ngpus"])
-    # For each rank, the host's name and the device's number in the report.
+    # For each rank, the host's name and the number of the rank's device, as in the report.
     places = {
         check_type(int, entry["rank"]): (str(entry["hostname"]), check_type(int, entry["device"])) for entry in entries
     }
     if len({(entry["hostname"], entry["pid"]) for entry in entries}) * per_process > len(entries):
-        for entry in entries:
+        for entry in entries:  # the first rank of each process
             for k in range(1, per_process):
                 places.setdefault(entry["rank"] + k, (entry["hostname"], entry["device"] + k))
     if sorted(places) != list(range(len(places))):

@@ -188,7 +188,7 @@ def test_names_of_switches():
         assert topology.link(A, name).dst == name
         assert Topology.from_json(topology.to_json()) == topology
     devices = ["cpu", "gpu", "CUDA", "cpu#3", "host/cpu", "tpu", "cpu:0", "host0/cuda:1"]
-    text = r"(name of a switch must be|cannot have a device's name)[\s\S]*given: "
+    text = r"(a switch's name must be|cannot have a device's name)[\s\S]*given: "
     for name in (*devices, "", " ", "a b", "a:b", "-a", "é", "/a", "a\n"):
         with pytest.raises(ArgumentError, match=text):
             Topology([A], [], [name])
@@ -200,7 +200,7 @@ def test_bad_switches_are_refused():
     for switches, text in (
         (["a", "a"], r"each switch may be listed only once[\s\S]*given: 'a' 2 times"),
         ([("a", 1)], r"Switch\.reduces must be True or False[\s\S]*given: 1"),
-        ([(3, True)], r"the name of a switch must be ASCII letters[\s\S]*given: 3"),
+        ([(3, True)], r"a switch's name must be ASCII letters[\s\S]*given: 3"),
         ([None], rf"{not_a_list}[\s\S]*given: None"),
         ([("a", True, 3)], rf"{not_a_list}[\s\S]*given: \('a', True, 3\)"),
         (3, rf"{not_a_list}[\s\S]*given: 3"),

@@ -52,26 +52,26 @@ def read_json(text: str) -> Wiring:
         raise ArgumentError.of(problem, shown(text), f'text of format "{FORMAT}"') from error
 
 
-def load(text: str, written: str | tuple[str, ...], *parts: str) -> dict[str, Any]:
-    """Return the object in a JSON text of a format in ``written``; ValueError: another format, or a part is missing."""
+def load(text: str, accepted: str | tuple[str, ...], *keys: str) -> dict[str, Any]:
+    """Return the object in a JSON text. ValueError: its "format" is not ``accepted``, or it lacks one of ``keys``."""
     content = json.loads(text)
-    formats = (written,) if isinstance(written, str) else written
+    formats = (accepted,) if isinstance(accepted, str) else accepted
     if not isinstance(content, dict) or content.get("format") not in formats:
         raise ValueError(f'its format is not "{formats[0]}"')
-    if missing := [part for part in parts if part not in content]:
+    if missing := [key for key in keys if key not in content]:
         raise ValueError(f"it lacks {', '.join(missing)}")
     return content
 
 
 def check_type(kind: type[T], value: object) -> T:
-    """Return a value of a JSON text; TypeError unless it has exactly this type, so a bool is not an integer."""
+    """Return a value of a JSON text. TypeError: it does not have exactly this type; a bool is not an int."""
     if type(value) is not kind:
         raise TypeError(f"{value!r} is not of type {kind.__name__}")
     return value
 
 
 def check_list(kind: type[T], values: object) -> tuple[T, ...]:
-    """Return the values of a list in a JSON text; TypeError unless all of them have this type."""
+    """Return the values of a list in a JSON text. TypeError: it is not a list, or a value has another type."""
     return tuple(check_type(kind, value) for value in check_type(list, values))
 
 
