@@ -284,15 +284,11 @@ class _Fit:
         for k, kind in enumerate(self.classes):
             bandwidth, latency_s = self._speeds(kind, values[2 * k], values[2 * k + 1], DIGITS)
             scale = float(kind.latency_s) or SMALL_S
-            inverse = errors.get(2 * k)
-            classes.append(
-                FittedClass(
-                    kind,
-                    len(self.members[kind]),
-                    Estimate(bandwidth, None if inverse is None else float(bandwidth) * inverse / values[2 * k]),
-                    Estimate(latency_s, None if (error := errors.get(2 * k + 1)) is None else error * scale),
-                )
-            )
+            inverse, error = errors.get(2 * k), errors.get(2 * k + 1)
+            bandwidth_error = None if inverse is None else float(bandwidth) * inverse / values[2 * k]
+            fitted_bandwidth = Estimate(bandwidth, bandwidth_error)
+            fitted_latency = Estimate(latency_s, None if error is None else error * scale)
+            classes.append(FittedClass(kind, len(self.members[kind]), fitted_bandwidth, fitted_latency))
         error = errors.get(len(values) - 1)
         overhead = Estimate(round_digits(values[-1] * SMALL_S, DIGITS), None if error is None else error * SMALL_S)
         predicted = self._predicted([*values[:-1], float(overhead.value) / SMALL_S], DIGITS)

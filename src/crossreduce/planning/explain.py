@@ -180,9 +180,8 @@ def limited_by(limit: Bound) -> str:
         src, dst, _ = max(limit.prices, key=lambda priced: priced[2] * widths[priced[:2]])
         more = len(limit.prices) - 1
         others = f" and {more} more" if more else ""
-        return (
-            f"{many(more + 1, 'link')} together, not by cuts: {src} -> {dst} ({_number(widths[src, dst])} GB/s){others}"
-        )
+        together = f"{many(more + 1, 'link')} together, not by cuts"
+        return f"{together}: {src} -> {dst} ({_number(widths[src, dst])} GB/s){others}"
     sides: dict[tuple[str, ...], dict[str, tuple[int, Fraction]]] = {}  # devices -> direction -> (links, their GB/s)
     for devices, direction, links in heaviest_cuts(limit):
         sides.setdefault(devices, {})[direction] = len(links), sum((link.bandwidth for link in links), Fraction(0))

@@ -74,7 +74,7 @@ class Extended:
           var: a variable or another distributed value. A variable's components are passed as ``Component``s, which can
             be read and assigned; those of another value are passed directly.
           fn: receives the component, then the arguments.
-          args: trees. Instead of a distributed value in them, ``fn`` receives the component of the same replica.
+          args: trees. In place of each distributed value in them, ``fn`` receives the component of the same replica.
           kwargs: the same for keyword arguments.
         Returns:
           The results of the calls, regrouped as by ``run``; a ``Component`` counts as ``None``.

@@ -142,9 +142,8 @@ def _devices(report: dict[str, Any], topology: Topology) -> tuple[str, ...]:
     devices = {(parse(device).host, parse(device).index): device for device in topology.devices}
     for host, number in by_rank:
         if (host_of.get(host), number) not in devices:
-            given = (
-                f"device {number} of host {shown(host)}; a topology with {len(hosts)} hosts and {len(devices)} devices"
-            )
+            known = f"{len(hosts)} hosts and {len(devices)} devices"
+            given = f"device {number} of host {shown(host)}; a topology with {known}"
             remedy = "the machine on which it was measured, with --hosts for several"
             raise ArgumentError.of("the report has a device that the topology does not have.", given, remedy)
     return tuple([devices[host_of[host], number] for host, number in by_rank])

@@ -216,7 +216,7 @@ def test_results_are_regrouped_the_same_way_for_any_number_of_replicas(n):
     if n > 1:
         with pytest.raises(cr.MismatchError, match=r"differ in structure.*\n.*replica 1"):
             strategy.run(lambda: None if context().replica_id_in_sync_group else 1.0)
-        words = "must pass or return either the same distributed value, or each an ordinary value"
+        words = "must pass or return the same distributed value, or each one an ordinary value"
         with pytest.raises(cr.ArgumentError, match=words):
             strategy.run(lambda: cr.PerReplica([1.0, 2.0]))
 

@@ -35,15 +35,10 @@ def read_json(text: str) -> Wiring:
             Switch(check_type(str, name), check_type(bool, reduces))
             for name, reduces in check_list(list, read.get("switches", []))
         ]
-        links = [
-            Link(
-                check_type(str, src),
-                check_type(str, dst),
-                _exact("bandwidth", speed),
-                *(_exact("latency", s) for s in latency),
-            )
-            for src, dst, speed, *latency in check_list(list, read["links"])
-        ]
+        links = []
+        for src, dst, speed, *latency in check_list(list, read["links"]):  # the latency may be missing
+            ends = check_type(str, src), check_type(str, dst)
+            links.append(Link(*ends, _exact("bandwidth", speed), *(_exact("latency", s) for s in latency)))
         return Wiring(check_list(str, read["devices"]), tuple(links), tuple(switches))
     except ArgumentError:
         raise
