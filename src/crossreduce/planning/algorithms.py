@@ -67,7 +67,7 @@ def one_device_schedule(request: Request) -> Schedule:
     sources, destinations = request.positions
     roots = destinations if request.root is None else (request.members.index(request.root),)
 
-    def pack_steps(pack: int, _: Iterable[int]) -> RoundSteps:
+    def pack_steps(pack: int, _: Iterable[int]) -> RoundSteps:  # a pack has one chunk
         root = roots[pack % len(roots)]
         if sources != (root,):
             yield 0, Step(0, root, sources)
@@ -189,7 +189,7 @@ def ring_schedule(request: Request) -> Schedule:
 
     def pack_steps(pack: int, chunks: Iterable[int]) -> RoundSteps:
         for chunk in chunks:
-            order = [(chunk + pack + hop) % n for hop in range(n)]
+            order = [(chunk + pack + hop) % n for hop in range(n)]  # of the devices that the chunk reaches
             source_hops = [hop for hop in range(n) if order[hop] in sources]
             start, end = source_hops[0], source_hops[-1]
             for hop in range(start + 1, end + 1):  # the chunk is reduced from the first source to the last
@@ -237,6 +237,7 @@ def halving_doubling_schedule(request: Request) -> Schedule:
     ]
 
     def pack_steps(_: int, chunks: Iterable[int]) -> RoundSteps:
+        """Yield the steps by which paired[k] reduces chunk k, and those by which the destinations receive it."""
         for chunk in chunks:
             for partner, extra in zip(paired, extras, strict=False):
                 yield 0, Step(chunk, partner, (partner, extra))
@@ -252,7 +253,7 @@ def halving_doubling_schedule(request: Request) -> Schedule:
                 continue
             for level in range(levels):
                 near = 1 << level
-                first = (chunk ^ near) & -near
+                first = (chunk ^ near) & -near  # the first of the devices that receive the chunk at this level
                 for i in range(first, first + near):
                     yield after + level, Step(chunk, paired[i], (paired[i ^ near],))
             for dst, src in copies:
@@ -261,12 +262,8 @@ def halving_doubling_schedule(request: Request) -> Schedule:
     # Exchanging neighbouring blocks of 1, 2, 4, ... devices maps the steps of a chunk to those of another chunk, if the
     # devices that are partners of extras are exchanged only with each other.
     blocks = [1 << k for k in reversed(range(levels)) if len(extras) % (2 << k) == 0]
-    exchanges = tuple(
-        SymmetryGenerator(
-            tuple([k ^ block if k < width else width + ((k - width) ^ block) for k in range(len(sources))]), 2
-        )
-        for block in blocks
-    )
+    moves = [[k ^ b if k < width else width + ((k - width) ^ b) for k in range(len(sources))] for b in blocks]
+    exchanges = tuple([SymmetryGenerator(tuple(moved), 2) for moved in moves])
     return _schedule_of_packs(request, width, pack_steps, Symmetry(exchanges, len(sources)), in_order=True)
 
 

@@ -186,9 +186,7 @@ def limited_by(limit: Bound) -> str:
     for devices, direction, links in heaviest_cuts(limit):
         sides.setdefault(devices, {})[direction] = len(links), sum((link.bandwidth for link in links), Fraction(0))
     if len(sides) == len(limit.devices) > 1 and all(len(devices) == 1 for devices in sides):
-        kinds = dict.fromkeys(
-            (links, len(directions)) for directions in sides.values() for links in directions.values()
-        )
+        kinds = dict.fromkeys((links, len(side)) for side in sides.values() for links in side.values())
         words = [
             f"{_number(width)} GB/s by {many(n, 'link')} {'in and out' if directions > 1 else 'one way'}"
             for (n, width), directions in kinds

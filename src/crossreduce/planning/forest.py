@@ -189,6 +189,7 @@ def _packed_forest(neutral: NeutralTopology, request: Request) -> Forest:
 
 
 def _forest_of_shares(request: Request, nodes: list[str], devices: int, shares: list[TreeShare], k: Fraction) -> Forest:
+    """Return the forest of shares whose trees contain positions in ``nodes``, of which ``devices`` are devices."""
     schedule = trees_to_schedule("forest", request, nodes, devices, shares)
     deepest = max((depth(tree) for share in shares for tree in (share.into, share.out) if tree), default=0)
     return Forest(schedule, k, len(shares), deepest)
@@ -230,9 +231,8 @@ def forest_of_trees(
     def tree_of(root: int, parents: Sequence[Parent] | None) -> Tree | None:
         if parents is None:
             return None
-        return Tree(
-            place[root], 1, tuple((place[n], place[up], tuple(place[k] for k in via)) for n, up, via in parents)
-        )
+        in_order = [(place[node], place[up], tuple(place[k] for k in via)) for node, up, via in parents]
+        return Tree(place[root], 1, tuple(in_order))
 
     shares = [
         TreeShare(place[root], weight, tree_of(root, into), tree_of(root, out)) for root, weight, into, out in mixed

@@ -129,6 +129,7 @@ Use = list[list[tuple[int, int]]]
 
 
 def _link_use(schedule: Schedule, topology: Topology) -> Use:
+    """Return the use of links by each chunk; links are numbered in the order of ``carried_chunks``."""
     links = carried_chunks(schedule, topology)
     scale = math.lcm(*(bandwidth.numerator for bandwidth, _ in links))
     use: Use = [[] for _ in schedule.chunks]
@@ -201,6 +202,7 @@ def _find_move(use: Use, busy: list[int], counts: list[int], groups: list[list[i
 
 
 def _set_shares(schedule: Schedule, counts: list[int], units: int) -> Schedule:
+    """Return the schedule in which chunk k has ``counts[k] / units`` of the buffer, without chunks of share 0."""
     kept = [k for k, count in enumerate(counts) if count]
     number = {k: position for position, k in enumerate(kept)}
     chunks = [schedule.chunks[k]._replace(share=Fraction(counts[k], units)) for k in kept]

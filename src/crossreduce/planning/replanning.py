@@ -65,6 +65,7 @@ def move_request(request: Request, topology: Topology) -> Request:
     fixed = {"broadcast": request.sources, "reduce": request.destinations}.get(request.collective, ())  # the root
 
     def devices_now(before: tuple[str, ...]) -> tuple[str, ...]:
+        """Return the sources or destinations on the new topology, given those on the old one."""
         stayed = tuple(device for device in before if device in topology.devices)
         joined = [device for device in topology.devices if device not in old.devices]
         return (*stayed, *joined) if stayed and set(before) == set(old.devices) else stayed

@@ -220,7 +220,7 @@ class ReplicaContext:
             tree = "" if structure.is_leaf() else f" in {shown(structure).rpartition(' (')[0]}"
             return f"all_reduce {op.value} of {arrays}{tree}{' with gradients' * bool(backward)}{_with_hints(hints)}"
 
-        def merge(lists: list[list[Any]]) -> list[Any]:
+        def merge(lists: list[list[Any]]) -> list[Any]:  # the leaves of each replica
             ops, devices = strategy.cross_device_ops, _host_names(lists, strategy.devices)
             return reduce_leaves(lists, structure, op, devices, ops, hints)
 
@@ -260,7 +260,7 @@ class ReplicaContext:
         def description() -> str:
             return f"all_gather along axis {axis} of {', '.join(map(describe, leaves[:3]))}{_with_hints(hints)}"
 
-        def merge(lists: list[list[Any]]) -> list[Any]:
+        def merge(lists: list[list[Any]]) -> list[Any]:  # the leaves of each replica
             def concatenate(components: tuple[Any, ...]) -> tuple[Any, ...]:
                 joined = per_replica_on(strategy.devices, components)
                 return strategy.cross_device_ops.gather(joined, joined, axis, hints).values

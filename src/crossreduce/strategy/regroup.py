@@ -58,6 +58,7 @@ def regroup(trees: list[Any], devices: tuple[str, ...]) -> Any:
 
 
 def _regroup_leaf(components: tuple[Any, ...], devices: tuple[str, ...]) -> Any:
+    """Return the leaf of the tree of ``regroup`` for one leaf of each replica."""
     first = components[0]
     if isinstance(first, (str, bytes)) and all(type(x) is type(first) and x == first for x in components):
         return first
@@ -106,6 +107,7 @@ def local_arguments(
 
 
 def _component(leaf: Any, replica: int, n: int, keep_variables: bool) -> Any:
+    """Return the leaf of the tree of ``localize`` for a leaf."""
     if not isinstance(leaf, DistributedValues) or (keep_variables and isinstance(leaf, DistributedVariable)):
         return leaf
     if len(leaf) != n:

@@ -255,6 +255,7 @@ class Variable(_Assignable, DistributedVariable):
         return here
 
     def _assign(self, how: str, value: Any) -> Self:
+        """Assign in the current context. ``how`` is "assign", "assign_add" or "assign_sub"."""
         here = self._check_context()
         mirrored = self.synchronization is VariableSynchronization.ON_WRITE
         if here is None or here.replica is None:

@@ -81,12 +81,10 @@ def _discover_gpus(nvml: Any) -> Discovery:
     """Return the wiring of the GPUs that this process can use, in the order in which CUDA numbers them."""
     count = nvml.call("nvmlDeviceGetCount_v2")
     handles = [nvml.call("nvmlDeviceGetHandleByIndex_v2", k) for k in range(count)]
-    gpus = [
-        _VisibleGpu(
-            handle, nvml.call("nvmlDeviceGetPciInfo_v3", handle), _query("GPU", nvml, "nvmlDeviceGetName", handle)
-        )
-        for handle in handles
-    ]
+    gpus = []
+    for handle in handles:
+        bus, name = nvml.call("nvmlDeviceGetPciInfo_v3", handle), _query("GPU", nvml, "nvmlDeviceGetName", handle)
+        gpus.append(_VisibleGpu(handle, bus, name))
     if not gpus:
         raise OSError("NVML reports no GPU")
     version = _query("of an unknown version", nvml, "nvmlSystemGetDriverVersion")
@@ -134,6 +132,7 @@ def _wire_gpus(nvml: Any, gpus: Sequence[_VisibleGpu]) -> tuple[Wiring, list[str
         notes.append(f"{len(refused)} of {len(pairs)} pairs of GPUs cannot access each other's memory: {some}")
 
     def near(i: int, j: int) -> str:
+        """Return which part of PCIe joins two GPUs, as an entry of nvidia-smi's table."""
         level = _query(None, nvml, "nvmlDeviceGetTopologyCommonAncestor", gpus[i].handle, gpus[j].handle)
         if level is None:  # GPUs with the same CPUs are at one CPU
             cpus = [_query(k, nvml, "nvmlDeviceGetCpuAffinity", gpus[k].handle) for k in (i, j)]

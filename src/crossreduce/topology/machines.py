@@ -109,6 +109,7 @@ def _find(name: str) -> _Entry:
 
 @lru_cache(maxsize=1)
 def _entries() -> dict[str, _Entry]:
+    """Return the entries of all names and aliases, by ``_key``."""
     return {
         _key(spelling): _Entry(spelling, content, network)
         for content in _contents()
@@ -140,6 +141,7 @@ def _build(content: dict[str, Any], network: dict[str, Any], hosts: int, speeds:
     device_kind, number = content["devices"]
 
     def name(node: int | str, host: int) -> str:
+        """Return the name of a node of one host in the wiring; a network switch belongs to no host."""
         if isinstance(node, int):
             node = f"{device_kind}:{node}"
         return node[1:] if node[0] == "@" else f"host{host}/{node}" if hosts > 1 else node
@@ -150,10 +152,9 @@ def _build(content: dict[str, Any], network: dict[str, Any], hosts: int, speeds:
     per_host |= {node: False for node in _switches(network_wires) if node[0] != "@" and node not in per_host}
     shared = {node: network.get("reduces", False) for node in _switches(network_wires) if node[0] == "@"}
 
-    switches = [
-        Switch(name(node, h), reduces and in_network) for h in range(hosts) for node, reduces in per_host.items()
-    ]
-    switches += [Switch(name(node, 0), reduces and in_network) for node, reduces in shared.items()]
+    nodes = [(name(node, host), reduces) for host in range(hosts) for node, reduces in per_host.items()]
+    nodes += [(name(node, 0), reduces) for node, reduces in shared.items()]
+    switches = [Switch(node, reduces and in_network) for node, reduces in nodes]
     devices = tuple(name(k, host) for host in range(hosts) for k in range(number))
     links: list[Link] = []
     for host in range(hosts):
@@ -186,15 +187,11 @@ def _wires(entries: Iterable[list[Any]]) -> Iterator[_Wire]:
 
 def _nodes_of_text(text: str) -> tuple[int | str, ...]:
     """Return the device numbers in a text such as "0-7/2" or "0,2"; any other text is the name of a switch."""
-    parts = [_RANGE.fullmatch(part) for part in text.split(",")]
+    parts = [_RANGE.fullmatch(part) for part in text.split(",")]  # groups: first number, last number, step
     if not all(parts):
         return (text,)
-    return tuple(
-        number
-        for part in parts
-        if part
-        for number in range(int(part[1]), int(part[2] or part[1]) + 1, int(part[3] or 1))
-    )
+    ranges = [range(int(part[1]), int(part[2] or part[1]) + 1, int(part[3] or 1)) for part in parts if part]
+    return tuple(number for numbers in ranges for number in numbers)
 
 
 def _switches(wires: Iterable[_Wire]) -> list[str]:

@@ -142,9 +142,8 @@ def _gpus(system: _Element, cpus: list[_Cpu]) -> list[_Gpu]:
     """Return the GPUs, sorted by host and number."""
     elements = [(cpu, pci, pci.all("gpu")[0]) for cpu in cpus for pci in _pci_devices(cpu.element) if pci.all("gpu")]
     if not elements:
-        missing = sum(  # the PCI classes of GPUs start like this
-            pci.get("class").startswith(("0x03", "0x12")) for cpu in cpus for pci in _pci_devices(cpu.element)
-        )
+        classes = [pci.get("class") for cpu in cpus for pci in _pci_devices(cpu.element)]
+        missing = sum(name.startswith(("0x03", "0x12")) for name in classes)  # display controllers and accelerators
         system.refuse(f"the file has no <gpu>; {missing} of its PCI devices are GPUs for which NCCL asks the driver.")
     gpus: dict[str, _Gpu] = {}
     for number, (cpu, pci, element) in enumerate(elements):
@@ -220,6 +219,7 @@ def _pcie_links(cpus: list[_Cpu], gpus: list[_Gpu], speeds: str) -> list[Link]:
         return [branch for pci in element.all("pci") for branch in branch_of(pci)]
 
     def branch_of(pci: _Element) -> list[tuple[str, Fraction, str]]:
+        """Return the entry of a GPU or bridge in ``branches``, or [] without GPUs; add the links below it."""
         width, pcie = _width(pci)
         if id(pci) in names:
             return [(names[id(pci)], width, pcie)]

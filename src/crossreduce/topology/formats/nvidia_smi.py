@@ -87,6 +87,7 @@ def read_nvidia_smi(
     members = gpus + [name for name in names if name not in gpus]
 
     def near(i: int, j: int) -> str:
+        """Return which part of PCIe joins two members, or "" if the table does not say so."""
         a, b = rows.get(members[i]), rows.get(members[j])
         cell = a.cells[members[j]] if a else b.cells[members[i]] if b else ""
         if cell.startswith("NV"):  # GPUs with the same CPU affinity are at one CPU
