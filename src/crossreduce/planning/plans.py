@@ -352,7 +352,7 @@ def plan(
             raise ArgumentError.of(problem, "participants with sources or destinations", "participants=[...] alone")
         members = topology.members(participants)
         if root is not None and collective in ("broadcast", "reduce") and topology.node(root) not in members:
-            raise ArgumentError.of("the root must take part.", shown(root), "one of " + ", ".join(members))
+            raise ArgumentError.of("the root must be a participant.", shown(root), "one of " + ", ".join(members))
         sources = None if collective == "broadcast" else members
         destinations = None if collective == "reduce" else members
     source_names, destination_names, reducer = _read_devices(topology, collective, sources, destinations, root)
@@ -403,7 +403,7 @@ def _read_devices(
     copies = collective == "broadcast"  # the root is then the source, otherwise the destination
     which, listed = ("sources", sources) if copies else ("destinations", destinations)
     root_side, others = (source_names, destination_names) if copies else (destination_names, source_names)
-    problem = f"a {collective} must have one root: {which} may list no other device."
+    problem = f"a {collective} must have one root, so {which} may list no other device."
     if root_name is None and listed is not None:
         if len(root_side) > 1:
             remedy = f'{which}=["{root_side[0]}"]' + ("" if copies else ", or an all_reduce")

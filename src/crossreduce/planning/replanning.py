@@ -74,13 +74,13 @@ def move_request(request: Request, topology: Topology) -> Request:
     for root in (*fixed, *([] if request.root is None else [request.root])):
         if root not in topology.devices:
             remedy = f'plan(topology, "{request.collective}", root=...) with another root'
-            raise ArgumentError.of("the root of the plan is lost.", f"{root}; {topology!r}", remedy)
+            raise ArgumentError.of("the root of the plan is not in the topology.", f"{root}; {topology!r}", remedy)
     if fixed:  # no new device becomes a root, even if the root was the only device
         sources, destinations = (fixed, destinations) if request.collective == "broadcast" else (sources, fixed)
     if not sources or not destinations:
         remedy = "a topology with some of the plan's devices, under their names in the plan"
         given = f"plan of {', '.join(request.members[:_MOST_NAMES])}, ...; {topology!r}"
-        raise ArgumentError.of("no device of the plan is left.", given, remedy)
+        raise ArgumentError.of("no device of the plan is in the topology.", given, remedy)
     limits = [
         SharedLimit(speed, tuple(pair for pair in links if pair in topology.by_ends))
         for speed, links in request.costs.shared
