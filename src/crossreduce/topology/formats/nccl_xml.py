@@ -144,9 +144,7 @@ def _gpus(system: _Element, cpus: list[_Cpu]) -> list[_Gpu]:
     if not elements:
         classes = [pci.get("class") for cpu in cpus for pci in _pci_devices(cpu.element)]
         missing = sum(name.startswith(("0x03", "0x12")) for name in classes)  # display controllers and accelerators
-        system.refuse(
-            f"the file has no <gpu>, but {missing} PCI devices that are GPUs, about which NCCL asks the driver."
-        )
+        system.refuse(f"the file has no <gpu>. NCCL asks the driver about {missing} of its PCI devices that are GPUs.")
     gpus: dict[str, _Gpu] = {}
     for number, (cpu, pci, element) in enumerate(elements):
         name = f"{cpu.host}cuda:{element.integer('dev', number)}"
