@@ -140,13 +140,13 @@ def hierarchical_copy_schedule(request: Request, groups: list[list[int]] | None 
 
     def pack_steps(pack: int, _: Iterable[int]) -> RoundSteps:
         root = roots[pack % len(roots)]
-        rank = next(group.index(root) for group in groups if root in group)  # selects the other groups' main devices
+        place = next(group.index(root) for group in groups if root in group)  # selects other groups' main devices
         mains: list[int] = []  # the main devices of the groups that have a source, in the order of the groups
         for group in groups:
             senders = [d for d in group if d in source_set]
             if senders:
-                main = root if root in group else group[rank % len(group)]
-                mains.append(main if main in source_set else senders[rank % len(senders)])
+                main = root if root in group else group[place % len(group)]
+                mains.append(main if main in source_set else senders[place % len(senders)])
                 if senders != [mains[-1]]:
                     yield 0, Step(0, mains[-1], tuple(senders))
         if mains != [root]:

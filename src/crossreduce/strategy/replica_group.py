@@ -180,18 +180,17 @@ class ReplicaGroup:
         del call  # so that the replica can free its arrays
         self._gates[replica].acquire()
         result, error = self._replies[replica]
+        self._replies[replica] = (None, None)
         if error is None:
-            self._replies[replica] = (None, None)
             self._wake_others(replica)
             return result
-        self._replies[replica] = (None, None)
         try:
             raise error
         finally:
-            del error
+            del error  # its traceback refers to this frame: a reference cycle
 
     def _run_replica(self, replica: int, body: Callable[[], Any]) -> None:
-        """Call a replica's function, store its result or failure, and wake the caller if needed: a thread's target."""
+        """Call a replica's function in its thread, store the result or failure, and wake the caller if necessary."""
         failure: BaseException | None = None
         try:
             if not self._stopping:
