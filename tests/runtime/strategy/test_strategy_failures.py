@@ -157,7 +157,7 @@ def test_different_calls_are_listed_at_once(case, late, n):
 
 
 def test_wrong_arguments_of_calls_are_listed():
-    """If a leaf differs between replicas, the error lists it for each replica. Other wrong arguments are errors, too."""
+    """If a leaf differs between replicas, the error lists it for each replica. Other wrong arguments are errors."""
     strategy = cr.MirroredStrategy(3)
     ones = cr.PerReplica([np.ones(2), np.ones(3), np.ones(2)])
     words = r"(?s)leaf tree\['w'\]: .*replica 0 on cpu:0: float64\[2\]; replica 1 on cpu:1: float64\[3\]"

@@ -35,7 +35,7 @@ def test_reduce_and_gather_return_one_array_per_leaf(library, n):
 
 @pytest.mark.parametrize(("library", "n", "total"), pairs(LIBRARIES, COUNTS, [0, 1, 4, 20]), indirect=["library"])
 def test_reduce_along_an_axis_counts_elements(library, n, total):
-    """If shares differ in size along an axis, the mean along it counts all samples, and min and max skip empty shares."""
+    """If shares differ in size along an axis, its mean counts all samples, and min and max skip empty shares."""
     strategy = cr.MirroredStrategy(n)
     batch = np.random.default_rng(total).integers(-9, 10, (total, 2)).astype(np.float32)
     split = strategy.split(library.array(batch))
