@@ -66,11 +66,8 @@ def shape(schedule: Schedule) -> Shape:
 def _trees(schedule: Schedule) -> tuple[list[list[_Tree]], int]:
     """Return the trees of each chunk, and the depth of the deepest tree."""
     names = schedule.devices
-    stored = {
-        (c, source): _Value(source, (), 1 << source, 0)
-        for c, chunk in enumerate(schedule.chunks)
-        for source in chunk.sources
-    }
+    contributed = [(c, source) for c, chunk in enumerate(schedule.chunks) for source in chunk.sources]
+    stored = {(c, source): _Value(source, (), 1 << source, 0) for c, source in contributed}  # by chunk and device
     everyone = [sum(1 << source for source in chunk.sources) for chunk in schedule.chunks]
     complete: list[list[_Value]] = [[] for _ in schedule.chunks]  # the final values, computed at the roots
     depth = 0
@@ -187,10 +184,8 @@ def limited_by(limit: Bound) -> str:
         sides.setdefault(devices, {})[direction] = len(links), sum((link.bandwidth for link in links), Fraction(0))
     if len(sides) == len(limit.devices) > 1 and all(len(devices) == 1 for devices in sides):
         kinds = dict.fromkeys((links, len(side)) for side in sides.values() for links in side.values())
-        words = [
-            f"{_number(width)} GB/s by {many(n, 'link')} {'in and out' if directions > 1 else 'one way'}"
-            for (n, width), directions in kinds
-        ]
+        ways = {1: "one way", 2: "in and out"}
+        words = [f"{_number(width)} GB/s by {many(n, 'link')} {ways[count]}" for (n, width), count in kinds]
         return f"every device's own links: {'; '.join(words)}"
     texts = [_side_text(limit, devices, links) for devices, links in sides.items()]
     more = len(texts) - 2
@@ -246,11 +241,8 @@ def _smaller_side(limit: Bound, cut: Cut) -> tuple[tuple[str, ...], str, tuple[L
     """Return the entry of a cut in ``heaviest_cuts``; its direction is "into" or "out of" the smaller side."""
     inside = tuple(device for device in limit.devices if device in cut.nodes)
     outside = tuple(device for device in limit.devices if device not in cut.nodes)
-    links = tuple(
-        link
-        for link in limit.topology.links
-        if (link.src in cut.nodes) != (link.dst in cut.nodes) and (link.src in cut.nodes) == cut.outward
-    )
+    crossing = [link for link in limit.topology.links if (link.src in cut.nodes) != (link.dst in cut.nodes)]
+    links = tuple(link for link in crossing if (link.src in cut.nodes) == cut.outward)
     devices, into = (outside, cut.outward) if len(outside) <= len(inside) else (inside, not cut.outward)
     return devices, "into" if into else "out of", links
 

@@ -81,12 +81,11 @@ def move_request(request: Request, topology: Topology) -> Request:
         remedy = "a topology with some of the plan's devices, under their names in the plan"
         given = f"plan of {', '.join(request.members[:_MOST_NAMES])}, ...; {topology!r}"
         raise ArgumentError.of("no device of the plan is in the topology.", given, remedy)
-    limits = [
-        SharedLimit(speed, tuple(pair for pair in links if pair in topology.by_ends))
-        for speed, links in request.costs.shared
-        if any(pair in topology.by_ends for pair in links)
+    shared = [
+        (speed, tuple(pair for pair in links if pair in topology.by_ends)) for speed, links in request.costs.shared
     ]
-    costs = replace(request.costs, shared=tuple(limits))
+    limits = tuple(SharedLimit(speed, links) for speed, links in shared if links)
+    costs = replace(request.costs, shared=limits)
     return request._replace(sources=sources, destinations=destinations, topology=topology, costs=costs)
 
 

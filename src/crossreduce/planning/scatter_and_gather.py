@@ -72,14 +72,9 @@ def all_gather(scattered: Schedule) -> Schedule:
             complete[copy.chunk].add(copy.dst)
         rounds.append(copies)
     everyone = tuple(range(len(scattered.devices)))
+    chunks = tuple(Chunk(chunk.share, chunk.destinations, everyone) for chunk in scattered.chunks)
     routes = [route._replace(src=route.dst, dst=route.src, through=route.through[::-1]) for route in scattered.routes]
-    gathered = replace(
-        scattered,
-        collective="all_gather",
-        chunks=tuple(Chunk(chunk.share, chunk.destinations, everyone) for chunk in scattered.chunks),
-        rounds=(),
-        routes=tuple(routes),
-    )
+    gathered = replace(scattered, collective="all_gather", chunks=chunks, rounds=(), routes=tuple(routes))
     return _set_rounds(gathered, rounds)
 
 

@@ -122,10 +122,8 @@ def _wire_gpus(nvml: Any, gpus: Sequence[_VisibleGpu]) -> tuple[Wiring, list[str
                 fast.append(kind(direct).between(device, devices[buses.index(peer)], number, "raw")[0])
             elif not peer:
                 fast += kind(switched).between(device, "nvswitch", number, "raw")
-    pairs = list(combinations(range(len(gpus)), 2))
-    status = {
-        (i, j): _query(0, nvml, "nvmlDeviceGetP2PStatus", gpus[i].handle, gpus[j].handle, _READS) for i, j in pairs
-    }
+    pairs, handles = list(combinations(range(len(gpus)), 2)), [gpu.handle for gpu in gpus]
+    status = {(i, j): _query(0, nvml, "nvmlDeviceGetP2PStatus", handles[i], handles[j], _READS) for i, j in pairs}
     refused = [f"{devices[i]} and {devices[j]}" for (i, j), code in status.items() if code]
     if refused:
         some = ", ".join(refused[:3]) + ", ..." * (len(refused) > 3)
@@ -211,11 +209,8 @@ def _numa_wiring(root: Path) -> Wiring:
     if any(len(row) != len(nodes) for row in distances) or any(distance < 1 for _, _, distance in paths):
         return Wiring(("cpu:0",), ())
     reference = 20 * kind("cpu-zen2").effective
-    links = [
-        Link(f"cpu:{a}", f"cpu:{b}", reference / distance, Fraction(distance, 10**8))
-        for a, b, distance in paths
-        if distance < _UNREACHABLE
-    ]
+    reached = [(f"cpu:{a}", f"cpu:{b}", distance) for a, b, distance in paths if distance < _UNREACHABLE]
+    links = [Link(src, dst, reference / distance, Fraction(distance, 10**8)) for src, dst, distance in reached]
     return Wiring(tuple(f"cpu:{k}" for k in range(max(len(used), 1))), tuple(links))
 
 

@@ -24,13 +24,8 @@ from .topology import Topology
 LARGEST: Final = 64 << 20
 """The greatest number of bytes of a file. With ``-I 1`` a file has the time of every call."""
 
-_COLLECTIVES: Final = {
-    "allreduce": "all_reduce",
-    "allgather": "all_gather",
-    "reducescatter": "reduce_scatter",
-    "broadcast": "broadcast",
-    "reduce": "reduce",
-}
+_NAMES: Final = ("all_reduce", "all_gather", "reduce_scatter", "broadcast", "reduce")
+_COLLECTIVES: Final = {name.replace("_", ""): name for name in _NAMES}  # by the names of nccl-tests
 
 
 class Measurement(NamedTuple):
@@ -69,11 +64,8 @@ def read_measurements(data: bytes, topology: Topology) -> tuple[Measurement, ...
         report = check_type(dict, json.loads(data.decode()))
         devices = _devices(report, topology)
         packs = max(1, check_type(int, report["config"].get("num_packs", 1)))
-        measurements = [
-            result
-            for row in check_type(list, report["results"])
-            for result in _measurement(report, row, devices, packs)
-        ]
+        rows = check_type(list, report["results"])
+        measurements = [result for row in rows for result in _measurement(report, row, devices, packs)]
     except ArgumentError:
         raise
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
@@ -114,7 +106,7 @@ def _collective(program: str) -> str:
     collective = _COLLECTIVES.get(name.replace("_", "").lower())
     if collective is None:
         problem = "results of this collective cannot be compared with a prediction."
-        raise ArgumentError.of(problem, shown(program), "results of " + ", ".join(_COLLECTIVES.values()))
+        raise ArgumentError.of(problem, shown(program), "results of " + ", ".join(_NAMES))
     return collective
 
 

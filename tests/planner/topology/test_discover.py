@@ -25,10 +25,8 @@ def without_driver(library):
 
 @pytest.fixture
 def sys_tree(tmp_path, monkeypatch):
-    """Return a function that writes a folder of NUMA nodes as Linux does. Its arguments have one entry per node.
-
-    The machine has no GPUs.
-    """
+    """Return a function that writes a folder of NUMA nodes as Linux does, on a machine without GPUs. Its arguments have
+    one entry per node."""
     monkeypatch.setattr(module, "Nvml", without_driver)
     monkeypatch.setattr(module, "NODES", tmp_path)
 

@@ -39,9 +39,8 @@ def table(rows, names=None, cores=""):
     """Return a table as nvidia-smi prints it: tabs, a header underlined by escape codes, cores and a legend."""
     names = names or [f"GPU{k}" for k in range(len(rows))]
     header = "\t\x1b[4m" + "\t".join(names) + "\tCPU Affinity\tNUMA Affinity\tGPU NUMA ID\x1b[0m"
-    lines = [
-        f"{name}\t" + "\t".join(row.split()) + f"\t{cores}\t0\t\tN/A" for name, row in zip(names, rows, strict=False)
-    ]
+    cells = ["\t".join(row.split()) for row in rows]
+    lines = [f"{name}\t{row}\t{cores}\t0\t\tN/A" for name, row in zip(names, cells, strict=False)]
     return "\n".join([header, *lines, "", "Legend:", "", "  X    = Self", "  PIX  = at most a single PCIe bridge", ""])
 
 

@@ -111,20 +111,15 @@ def test_every_op_on_every_dtype(isa, numbers):
         check(case, Setup(seed=n, kind=kind, offsets=(1, 8)), case.native(isa))
 
 
+# Ops, and the dtypes of sources, accumulators and results.
 STREAMED = [
-    ("mean", "float16", "float32", "float16"),
-    ("sum", *["complex128"] * 3),
-    ("mean", "int8", "float64", "float32"),
+    ("mean", "float16", "float32", "float16"), ("sum", *["complex128"] * 3), ("mean", "int8", "float64", "float32"),
     ("max", *["bfloat16"] * 3),
-]
+]  # fmt: skip
 ALIGNED = [
-    ("product", *["complex128"] * 3),
-    ("product", *["complex64"] * 3),
-    ("mean", *["float64"] * 3),
-    ("sum", "bfloat16", "float32", "bfloat16"),
-    ("mean", "int8", "float64", "float16"),
-    ("max", *["uint8"] * 3),
-]
+    ("product", *["complex128"] * 3), ("product", *["complex64"] * 3), ("mean", *["float64"] * 3),
+    ("sum", "bfloat16", "float32", "bfloat16"), ("mean", "int8", "float64", "float16"), ("max", *["uint8"] * 3),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("numbers", "isa", "streaming"), pairs(ALIGNED, SETS, [True, False]), ids=joined)

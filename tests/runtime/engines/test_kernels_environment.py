@@ -32,17 +32,10 @@ def test_threads_default_to_the_cpus_of_the_process(cpus, monkeypatch):
 @pytest.mark.parametrize(
     ("own", "openmp", "threads"),
     [
-        ("2", None, 2),
-        ("64", None, 64),
-        (" 3 ", "1", 3),
-        ("4096", "nonsense", 4096),  # OMP_NUM_THREADS is not read
-        (None, "2", 2),
-        (None, "64", 6),
-        (None, "2,8", 2),
-        ("", "", 6),
-        ("", "1", 1),
+        ("2", None, 2), ("64", None, 64), (" 3 ", "1", 3), ("4096", "nonsense", 4096),  # OMP_NUM_THREADS is not read
+        (None, "2", 2), (None, "64", 6), (None, "2,8", 2), ("", "", 6), ("", "1", 1),
     ],
-)
+)  # fmt: skip
 def test_the_environment_sets_the_number_of_threads(cpus, monkeypatch, own, openmp, threads):
     """``CROSSREDUCE_NUM_THREADS`` takes precedence; ``OMP_NUM_THREADS`` can only reduce the number."""
     for name, text in (("CROSSREDUCE_NUM_THREADS", own), ("OMP_NUM_THREADS", openmp)):

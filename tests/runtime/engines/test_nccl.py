@@ -177,16 +177,11 @@ def test_threads_share_communicators(cuda, torch_):
     assert called.count("ncclCommInitAll") == 2  # one for {0, 1, 2} in any order, one for {1, 3}
 
 
-ERRORS = (
-    ("ncclCommInitAll", "cuda:0, cuda:1, cuda:2"),
-    ("ncclGroupStart", "cuda:0, cuda:1, cuda:2"),
-    ("ncclAllReduce", "cuda:1"),
-    ("ncclReduce", "cuda:1"),
-    ("ncclBroadcast", "cuda:1"),
-    ("ncclGroupEnd", "cuda:0, cuda:1, cuda:2"),
-    ("ncclCommGetAsyncError", "cuda:1"),
-    ("state", "cuda:1"),
-)
+ALL, ONE = "cuda:0, cuda:1, cuda:2", "cuda:1"
+ERRORS = (  # the function that fails ("state": an error that NCCL reports later), and the devices in the message
+    ("ncclCommInitAll", ALL), ("ncclGroupStart", ALL), ("ncclAllReduce", ONE), ("ncclReduce", ONE),
+    ("ncclBroadcast", ONE), ("ncclGroupEnd", ALL), ("ncclCommGetAsyncError", ONE), ("state", ONE),
+)  # fmt: skip
 
 
 def test_each_error(cuda, torch_):
@@ -201,7 +196,7 @@ def test_each_error(cuda, torch_):
         to = on(1) if function == "ncclReduce" else on(0, 1, 2)
         if function != "ncclCommInitAll":
             NCCL.reduce("sum", value, to)
-        device = 1 if where == "cuda:1" else 0
+        device = 1 if where == ONE else 0
         cuda.fake.fake_fail(function.encode(), device, 1)  # 1: ncclUnhandledCudaError
         called = "an earlier call" if function == "state" else function
         problem = rf"NCCL failed in {called} on {where}: unhandled cuda error\."

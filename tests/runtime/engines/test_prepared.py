@@ -29,9 +29,8 @@ def arrays(framework, dtype, shape, n, seed):
     """Return n different arrays."""
     draw = np.random.default_rng(seed)
     kind = np.dtype(getattr(ml_dtypes, dtype, dtype))
-    made = [
-        np.asarray(draw.integers(-5, 6, shape) if dtype != "bool" else draw.integers(0, 2, shape)) for _ in range(n)
-    ]
+    low, high = (0, 2) if dtype == "bool" else (-5, 6)
+    made = [np.asarray(draw.integers(low, high, shape)) for _ in range(n)]
     if framework == "numpy":
         return [x.astype(kind).reshape(shape) for x in made]
     torch = pytest.importorskip("torch")

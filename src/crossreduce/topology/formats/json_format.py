@@ -18,12 +18,8 @@ T = TypeVar("T")
 
 def write_json(devices: Iterable[str], switches: Iterable[Switch], links: Iterable[Link]) -> str:
     """Return a topology as JSON text: see ``Topology.to_json``."""
-    content = {
-        "format": FORMAT,
-        "devices": devices,
-        "switches": switches,
-        "links": [[src, dst, str(bandwidth), str(latency)] for src, dst, bandwidth, latency in links],
-    }
+    listed = [[src, dst, str(bandwidth), str(latency)] for src, dst, bandwidth, latency in links]
+    content = {"format": FORMAT, "devices": devices, "switches": switches, "links": listed}
     return json.dumps(content, separators=(",", ":"))
 
 
@@ -31,10 +27,8 @@ def read_json(text: str) -> Wiring:
     """Return the wiring in a JSON text: see ``Topology.from_json``."""
     try:
         read = load(text, FORMAT, "devices", "links")
-        switches = [
-            Switch(check_type(str, name), check_type(bool, reduces))
-            for name, reduces in check_list(list, read.get("switches", []))
-        ]
+        listed = check_list(list, read.get("switches", []))
+        switches = [Switch(check_type(str, name), check_type(bool, reduces)) for name, reduces in listed]
         links = []
         for src, dst, speed, *latency in check_list(list, read["links"]):  # the latency may be missing
             ends = check_type(str, src), check_type(str, dst)
