@@ -44,7 +44,7 @@ def one_device(
       devices: the names of all devices.
       sources: the devices that contribute, in the order in which they are combined; ``None``: all ``devices``.
       destinations: the devices that need the result; ``None``: all.
-      packs: the number of packs, which are equal parts of the buffer, each with its own root.
+      packs: the number of equal parts, called packs, into which the buffer is divided.
       first: the number (from 0) of the destination that is the root of the first pack. The roots of the other packs are
         the destinations after it, in turn.
       root: a device that is the root of every pack; it need not be a source or a destination.
@@ -337,8 +337,8 @@ def direct(
 
     Args, in addition to those of ``one_device`` except ``root``:
       first: the number (from 0) of the owner of the first share of the first pack.
-      owners: the devices that reduce one share each; ``None``: the destinations. A reduce to one root is faster if all
-        devices are owners: they then share the work.
+      owners: the devices that reduce one share each; ``None``: the destinations. If all devices are owners, they share
+        the work of a reduce to one root.
 
     >>> print(direct(["cpu:0", "cpu:1"]))
     all_reduce direct: 2 devices, 2 chunks, 2 rounds, 4 steps
@@ -377,8 +377,8 @@ def one_shot(
     """Return a schedule in which every destination reads the contributions of all sources and combines them.
 
     It has at most one round, but sends the most bytes: every destination receives the whole buffer of every other
-    source. So it suits small buffers, and only if there is a link from every source to every destination. Every element
-    is combined in the order of the sources, so the results have the same bits as those of ``one_device``.
+    source. So it suits only small buffers, and links from every source to every destination. Every element is combined
+    in the order of the sources, so the results have the same bits as those of ``one_device``.
 
     >>> print(one_shot(["cpu:0", "cpu:1"]))
     all_reduce one_shot: 2 devices, 1 chunk, 1 round, 2 steps

@@ -61,7 +61,7 @@ class LinkClass(NamedTuple):
 
 
 class Estimate(NamedTuple):
-    """A fitted number and its standard error, or a number that is not identified: its given value and ``None``."""
+    """A fitted number and its standard error. If it is not identified, it has its given value, and the error is None."""
 
     value: Fraction
     error: float | None
@@ -108,9 +108,10 @@ class Calibration:
         return tuple(texts)
 
     def interval(self, seconds: float) -> tuple[float, float]:
-        """Return the limits within which a call's time probably is; ``seconds`` is predicted for it without overhead.
+        """Return the limits of the likely time of a call. ``seconds`` is its predicted time without overhead.
 
-        They are twice ``rms`` below and above the prediction. If errors are normally distributed, 95 % are within them.
+        They are the prediction with overhead, times 1 - 2 ``rms`` and 1 + 2 ``rms``: 95 % if errors are normally
+        distributed.
         """
         total = seconds + float(self.overhead.value)
         return max(0.0, total * (1 - 2 * self.rms)), total * (1 + 2 * self.rms)

@@ -226,7 +226,7 @@ def busiest_text(limits: tuple[tuple[str, float], ...]) -> str:
 
 
 def heaviest_cuts(limit: Bound) -> list[tuple[tuple[str, ...], str, tuple[Link, ...]]]:
-    """Return the cuts with the greatest weight in a bound: devices of the smaller side, direction, and links of each.
+    """Return the cuts with the greatest weight in a bound, each as (devices on the smaller side, direction, links).
 
     >>> from crossreduce.planning import bound
     >>> from crossreduce import Topology

@@ -131,7 +131,7 @@ def _limit(request: Request) -> Fraction | None:
 
 
 def _bound_arguments(request: Request) -> tuple[str, tuple[str, ...], tuple[tuple[str, Fraction], ...] | None]:
-    """Return the arguments of ``bound_of_members``: collective, members, and the root with its weight 1 or ``None``.
+    """Return the arguments of ``bound_of_members``: the collective, the members, and ((root, 1),) or ``None``.
 
     An all-reduce from a single source is a broadcast, and one to a single destination is a reduce.
     """
@@ -196,7 +196,7 @@ def _forest_of_shares(request: Request, nodes: list[str], devices: int, shares: 
 
 
 def _helped_forest(request: Request) -> Forest | None:
-    """Return the best forest in which each tree may branch at other helpers.
+    """Return the best forest in which every tree has helpers of its own, at which it branches.
 
     Return ``None`` if there are too many helpers, or no such trees.
     """

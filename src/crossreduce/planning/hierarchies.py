@@ -101,7 +101,7 @@ def centre(topology: Topology, sources: tuple[str, ...], destinations: tuple[str
 
 
 def _edges(topology: Topology, members: tuple[str, ...], number: dict[str, int]) -> list[dict[int, _Edge]]:
-    """Return for each member its edges, by the other member. No route passes a third one. ``number`` is by node."""
+    """Return the edges of each member, by the number of the other one. Their routes pass no third member."""
     inside = frozenset(members)
     routes = {
         (a, b): route
@@ -124,7 +124,7 @@ def _edges(topology: Topology, members: tuple[str, ...], number: dict[str, int])
 def _spanning_tree(
     topology: Topology, edges: list[dict[int, _Edge]], start: int, kind: str
 ) -> tuple[Tree, Tree] | None:
-    """Return a tree into the root ``start`` and the same tree out of it, or ``None`` if some members have no edges.
+    """Return a tree into the root ``start`` and the same tree out of it, or ``None`` if no edges reach some members.
 
     The best edge out of the tree is added next; ``kind`` determines which edge is the best.
     """

@@ -26,7 +26,7 @@ from .optimal.bounds.certificate import COLLECTIVES, Bound
 from .requests import Request
 from .schedules import CHOICES, MOST_DEVICES, NAMES, fastest_schedule
 
-LOSS: Final = 0.02  # ``replanned`` tries further algorithms if a plan comes less close to its bound by this part
+LOSS: Final = 0.02  # ``replanned`` accepts a new plan that is at most this part farther from its bound than the old one
 REPORTER: Final = "crossreduce.export.explorer"  # the module whose ``write_report`` writes the files of ``Plan.report``
 
 
@@ -212,9 +212,9 @@ class Plan:
         """Return the plan of the same request on a topology that has changed. The result's ``change`` is the reason.
 
         The schedule is kept if no link that it uses became slower, and either no link became faster or the schedule
-        still reaches the bound. Otherwise this plan's algorithm plans again, and then "forest". The quality of a plan
-        is its time, divided by the least time that its own bound allows. The first new plan for which this ratio is at
-        most 2 % greater than for this plan is returned. If there is none, all algorithms are tried, as by ``plan``.
+        still reaches the bound. Otherwise this plan's algorithm plans again, and then "forest". For each plan, its time
+        is divided by the least time that its own bound allows. The first new plan for which this ratio is at most 2 %
+        greater than for this plan is returned. If there is none, all algorithms are tried, as by ``plan``.
 
         Args:
           topology: as for ``plan``, with the same names of devices and switches as in this plan. Lost devices take no

@@ -55,7 +55,7 @@ def quick_bound(old: Bound, request: Request) -> Fraction | None:
 
 
 def move_request(request: Request, topology: Topology) -> Request:
-    """Return a request on another topology. It omits lost devices, and has new ones if it had all of the old topology.
+    """Return the request on another topology: without lost devices, and with new ones if all old ones took part.
 
     Raises:
       ArgumentError: no device takes part any more, or the root is lost.
