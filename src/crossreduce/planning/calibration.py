@@ -61,7 +61,7 @@ class LinkClass(NamedTuple):
 
 
 class Estimate(NamedTuple):
-    """A fitted number and its standard error. If it is not identified, it has its given value, and the error is None."""
+    """A fitted number and its standard error, or the given number and ``None`` if it is not identified."""
 
     value: Fraction
     error: float | None
@@ -248,7 +248,7 @@ class _Fit:
         return self._first_to_leave_out(vague, effects) if vague else None
 
     def _first_to_leave_out(self, parameters: list[int], effects: dict[int, float]) -> int:
-        """Return one of the parameters: the overhead, else the latency (odd) or bandwidth with the least effect."""
+        """Return the overhead, or else the latency (odd number) with the least effect, or else such a bandwidth."""
         overhead = len(self.given) - 1
         return min(parameters, key=lambda k: (k != overhead, k % 2 == 0, effects[k], k))
 

@@ -75,7 +75,7 @@ def forest(request: Request) -> Forest:
     require_routes(topology, request.sources, request.destinations, request.collective)
     if len(request.sources) > 1 and len(request.destinations) > 1:  # each tree connects all members
         require_routes(topology, members, members, f"{request.collective} by trees")
-    idle = any(device not in members for device in topology.devices)
+    idle = any(device not in members for device in topology.devices)  # there are devices that may help
     sets = _helper_sets(topology, members)
     best = _helped_forest(request) if idle else None
     if best is not None:

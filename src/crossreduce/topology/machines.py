@@ -177,7 +177,7 @@ def _host_wires(content: dict[str, Any]) -> Iterator[_Wire]:
 
 
 def _wires(entries: Iterable[list[Any]]) -> Iterator[_Wire]:
-    """Yield the links that ``links`` entries stand for. If both sides list the same devices, each pair has one."""
+    """Yield the links that ``links`` entries stand for. If both sides are equal, each pair is joined once."""
     for a, b, count, link_kind in entries:
         for x in _nodes_of_text(a):
             for y in _nodes_of_text(b):
