@@ -302,7 +302,7 @@ class MirroredStrategy(Strategy):
 
 
 def get_strategy() -> MirroredStrategy:
-    """Return the current strategy: that of the ``scope`` around this call, or else one of one replica on ``cpu:0``."""
+    """Return the strategy in whose scope the caller is. Outside all scopes, it has one replica, on ``cpu:0``."""
     here = current()
     if here is None:
         return _default_strategy()

@@ -58,7 +58,7 @@ def regroup(trees: list[Any], devices: tuple[str, ...]) -> Any:
 
 
 def _regroup_leaf(components: tuple[Any, ...], devices: tuple[str, ...]) -> Any:
-    """Return the leaf of the tree of ``regroup`` for one leaf of each replica."""
+    """Return the leaf that replaces one leaf of each replica in the tree that ``regroup`` returns."""
     first = components[0]
     if isinstance(first, (str, bytes)) and all(type(x) is type(first) and x == first for x in components):
         return first
@@ -107,7 +107,7 @@ def local_arguments(
 
 
 def _component(leaf: Any, replica: int, n: int, keep_variables: bool) -> Any:
-    """Return the leaf of the tree of ``localize`` for a leaf."""
+    """Return the leaf that replaces a leaf in the tree that ``localize`` returns."""
     if not isinstance(leaf, DistributedValues) or (keep_variables and isinstance(leaf, DistributedVariable)):
         return leaf
     if len(leaf) != n:

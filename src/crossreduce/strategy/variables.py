@@ -217,10 +217,10 @@ class Variable(_Assignable, DistributedVariable):
         )
 
     def value(self) -> Array:
-        """Return this replica's component. In the cross-replica context, return the first one, or all combined.
+        """Return this replica's component, or in the cross-replica context the value of the variable.
 
-        They are combined if the variable is sync-on-read. A component is returned without a copy. A NumPy, JAX or CuPy
-        array does not change at an assignment. Assignments write into a torch tensor: ``clone()`` it to keep the value.
+        This value is the first component or, if the variable is sync-on-read, all components combined. A component is
+        not copied. Assignments write into a torch tensor (``clone()`` it to keep the value), but not into other arrays.
 
         Raises:
           ArgumentError: a sync-on-read variable without aggregation, read in the cross-replica context.
@@ -336,7 +336,7 @@ class Variable(_Assignable, DistributedVariable):
         return self._on_device(value, k)
 
     def _on_device(self, value: Any, k: int) -> Array:
-        """Return an array on a component's device. MismatchError: it does not suit the variable's framework or spec."""
+        """Return an array on a component's device. MismatchError: its framework, shape or dtype differs."""
         framework = framework_of(value)
         x = framework.array(value) if framework is self._framework else None
         if x is None or isinstance(x, Sparse) or framework.spec(x) != self._spec:

@@ -56,7 +56,7 @@ def symmetry_of(topology: Topology, fixed: tuple[str, ...] = ()) -> Symmetry:
 
 
 def extend_to_switches(topology: Topology, moved: Symmetry) -> Symmetry | None:
-    """Return the symmetry that moves devices as ``moved`` does, and switches to suit, or ``None`` if none is found.
+    """Return the symmetry that moves devices as ``moved`` does, and also switches, or ``None`` if none is found.
 
     >>> extend_to_switches(Topology.star(3), Symmetry((SymmetryGenerator((1, 2, 0), 3),), 3))
     Symmetry(generators=(SymmetryGenerator(moves=(1, 2, 0, 3), order=3),), nodes=4)
