@@ -110,15 +110,15 @@ class Calibration:
     def interval(self, seconds: float) -> tuple[float, float]:
         """Return the limits of the likely time of a call. ``seconds`` is its predicted time without overhead.
 
-        They are the prediction with overhead, times 1 - 2 ``rms`` and 1 + 2 ``rms``: 95 % if errors are normally
-        distributed.
+        They are the prediction with overhead, times 1 - 2 ``rms`` and 1 + 2 ``rms``. If the errors are normally
+        distributed, 95 % of the times are within these limits.
         """
         total = seconds + float(self.overhead.value)
         return max(0.0, total * (1 - 2 * self.rms)), total * (1 + 2 * self.rms)
 
 
 def calibrate(topology: Topology, measurements: Iterable[Measurement], assumed: str = ASSUMED) -> Calibration:
-    """Return a topology whose bandwidths and latencies predict measurements best.
+    """Return a calibration: the topology with the bandwidths and latencies that predict the measurements best.
 
     Args:
       topology: the links with the speeds to start from.
@@ -144,7 +144,7 @@ def calibrate(topology: Topology, measurements: Iterable[Measurement], assumed: 
 
 
 class _Fit:
-    """Least squares over a list of parameters: for each class the inverse bandwidth and the latency, then the overhead.
+    """A least-squares fit. Its parameters are the inverse bandwidth and the latency of each class, and the overhead.
 
     So parameter 2 * k is the inverse bandwidth of class k. Parameters are multiples of the given numbers, or of
     ``SMALL_S`` for the overhead and for latencies given as 0. The search starts at ``given``; limits are ``lower``.

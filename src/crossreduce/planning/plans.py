@@ -67,7 +67,7 @@ class Plan:
 
     @property
     def helpers(self) -> tuple[str, ...]:
-        """The devices and switches that take no part, but forward or combine data in steps of the schedule."""
+        """Devices and switches that are no source or destination, but forward or combine data in the schedule's steps."""
         members = {*self.request.sources, *self.request.destinations}
         return tuple(device for device in self.schedule.devices if device not in members)
 
@@ -299,7 +299,7 @@ def plan(
     costs: Costs | None = None,
     granularity: float = 0.0,
 ) -> Plan:
-    """Plan a collective on a topology.
+    """Return a plan of a collective on a topology: the fastest schedule that is found, verified.
 
     Args:
       topology: a ``Topology``, the name of a machine, or the path of a file. Every source needs a route to every

@@ -19,7 +19,7 @@ _MANY_TRANSFERS: Final = 64  # per device; with more, nearly all routes of each 
 
 
 def require_routes(topology: Topology, sources: Sequence[str], destinations: Sequence[str], request: str) -> None:
-    """Raise PlanError unless every source has a route to every destination.
+    """Raise PlanError if a source does not have a route to a destination.
 
     The error names the devices that cannot be reached. ``request`` is its subject, such as "all_reduce".
     """
