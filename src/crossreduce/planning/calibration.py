@@ -146,8 +146,8 @@ def calibrate(topology: Topology, measurements: Iterable[Measurement], assumed: 
 class _Fit:
     """A least-squares fit. Its parameters are the inverse bandwidth and the latency of each class, and the overhead.
 
-    So parameter 2 * k is the inverse bandwidth of class k. Parameters are multiples of the given numbers, or of
-    ``SMALL_S`` for the overhead and for latencies given as 0. The search starts at ``given``; limits are ``lower``.
+    Their numbers are 2 * k and 2 * k + 1 for class k, and the last one. Parameters are multiples of the given numbers,
+    or of ``SMALL_S`` for the overhead and for latencies given as 0. ``given`` has the start, ``lower`` the lower limits.
     """
 
     def __init__(self, topology: Topology, measurements: tuple[Measurement, ...], assumed: str) -> None:

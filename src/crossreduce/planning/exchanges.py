@@ -92,7 +92,7 @@ def _factors(n: int) -> list[tuple[int, ...]]:
 
 
 class _Links:
-    """The hops between members, which are given by number. A hop is the list of links of a route without other members."""
+    """The hops between members, by their numbers. A hop is a route that passes no other member, as a tuple of links."""
 
     def __init__(self, topology: Topology, members: Sequence[str]) -> None:
         self.speeds, inside = topology.speeds, set(members)

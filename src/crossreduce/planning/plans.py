@@ -67,7 +67,7 @@ class Plan:
 
     @property
     def helpers(self) -> tuple[str, ...]:
-        """Devices and switches that are no source or destination, but forward or combine data in the schedule's steps."""
+        """The devices and switches in steps of the schedule that are neither a source nor a destination."""
         members = {*self.request.sources, *self.request.destinations}
         return tuple(device for device in self.schedule.devices if device not in members)
 

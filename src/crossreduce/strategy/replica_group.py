@@ -35,7 +35,7 @@ START_S: Final = 1.0
 
 
 class Stopped(BaseException):
-    """Ends a replica if the run failed elsewhere. It is no ``Exception``, so that handlers in replicas do not catch it."""
+    """Ends a replica if the run failed elsewhere. Handlers in replicas do not catch it: it is not an ``Exception``."""
 
 
 @dataclass(slots=True, eq=False)
