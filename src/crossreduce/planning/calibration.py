@@ -147,7 +147,7 @@ class _Fit:
     """A least-squares fit. Its parameters are the inverse bandwidth and the latency of each class, and the overhead.
 
     Their numbers are 2 * k and 2 * k + 1 for class k, and the last one. Parameters are multiples of the given numbers,
-    or of ``SMALL_S`` for the overhead and for latencies given as 0. ``given`` has the start, ``lower`` the lower limits.
+    or of ``SMALL_S`` for the overhead and for latencies given as 0. ``given`` is the start, ``lower`` the lower limits.
     """
 
     def __init__(self, topology: Topology, measurements: tuple[Measurement, ...], assumed: str) -> None:

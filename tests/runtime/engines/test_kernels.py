@@ -108,7 +108,7 @@ def test_every_op_on_every_dtype(isa, numbers):
     """Every op that is defined for a dtype gives the bits of the reference, also in partial cache lines at the ends."""
     for n, size, kind in ((1, 3, "special"), (2, 333, "special"), (3, 1000, "bytes"), (18, 333, "special")):
         case = reduction(*numbers, n, size, results=2)
-        check(case, Setup(seed=n, kind=kind, offsets=(1, 8)), case.native(isa))
+        check(case, Setup(seed=n, kind=kind, offsets=(1, 8)), case.native(isa))  # arrays at these offsets in turn
 
 
 # Ops, and the dtypes of sources, accumulators and results.

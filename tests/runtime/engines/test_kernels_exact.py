@@ -98,7 +98,7 @@ def test_thousands_of_sums_have_the_bits_of_rational_arithmetic(isa, dtypes, kin
     for seed, n in enumerate((1, 2, 3, 4, 5, 7, 8, 9, 16, 33, 64)):
         size = large_size if n in (2, 3, 5, 8, 9, 64) else (3, 64, 101, 37)[seed % 4]
         terms = terms_of_kind(kind, seed + 50, dtypes[0], n, size)
-        for divisor in {1, n, n + 3} if size < 200 else {1, n}:
+        for divisor in {1, n, n + 3} if size < 200 else {1, n}:  # 1: a sum, n: a mean
             assert_exact(isa, terms, dtypes, divisor)
 
 

@@ -83,10 +83,10 @@ def test_prepared_calls_give_the_results_of_the_first(framework, kind):
             assert equal(ops._calls.reduce(op, second, where, None, None), expected)  # no options, no ``out``
         expected = [in_python(python).reduce(op, value, value) for value in (second, third, second)]
         batch = [(value, value) for value in (second, third, second)]
-        ops.batch_reduce(op, [(first, first)] * 3)
+        ops.batch_reduce(op, [(first, first)] * 3)  # prepares the next call
         assert all(map(equal, ops._calls.batch_reduce(op, batch, None, None), expected))
         outs = [cr.PerReplica(list(map(copied, result.values))) for result in expected[::-1]]
-        ops.batch_reduce(op, batch, out=outs)
+        ops.batch_reduce(op, batch, out=outs)  # prepares a call with ``out``
         found = ops._calls.batch_reduce(op, [batch[1], batch[1], batch[0]], None, outs)
         assert all(a is b for result, out in zip(found, outs, strict=True) for a, b in zip(result, out, strict=True))
         assert all(map(equal, found, [expected[1], expected[1], expected[0]]))
