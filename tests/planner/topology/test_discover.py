@@ -108,7 +108,7 @@ def bus(k):
 
 @pytest.fixture(scope="module")
 def library(tmp_path_factory):
-    """Compile the fake library once; return its path."""
+    """Compile the fake library once, and return its path."""
     library = tmp_path_factory.mktemp("nvml") / "libnvidia-ml.so.1"
     command = ["gcc", "-Wall", "-Wextra", "-Werror", "-shared", "-fPIC", str(SOURCE), "-o", str(library)]
     subprocess.run(command, check=True, timeout=60)
@@ -116,7 +116,7 @@ def library(tmp_path_factory):
 
 
 def described(library, peers, level=lambda i, j: "SYS", sm=(8, 0), pcie=(4, 16), names=None, order=None, version=2):
-    """Describe a machine to the fake library, with one GPU for each entry of ``peers``; return the library.
+    """Describe a machine with one GPU for each entry of ``peers`` to the fake library, and return the library.
 
     ``peers``: for each GPU, the peer of each of its NVLinks: the number of a GPU, "switch", "hidden" (a switch, in a
     virtual machine), "cpu", "other" (a GPU that is not visible), or None for an inactive link. ``level`` returns the
@@ -142,7 +142,7 @@ def described(library, peers, level=lambda i, j: "SYS", sm=(8, 0), pcie=(4, 16),
 
 @pytest.fixture
 def nvml(monkeypatch, tmp_path, library):
-    """Return a function that describes a machine; /sys is empty, and all GPUs are visible."""
+    """Return a function that describes a machine to the fake library. No NUMA nodes are found; all GPUs are visible."""
     monkeypatch.setattr(module, "NODES", tmp_path)
     monkeypatch.setattr(module, "Nvml", lambda name: Nvml(str(library)))
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
@@ -186,7 +186,7 @@ def test_a_workstation_is_found(nvml):
 
 
 def test_a_pcie_machine_is_found(nvml):
-    """PCIe switches and CPUs follow from what joins two GPUs; invalid speeds become the nearest valid ones."""
+    """The tree of PCIe follows from what joins two GPUs. Invalid generations become the nearest one, widths x16."""
     speeds = {(3, 16): "15.75", (4, 8): "15.75", (5, 16): "63", (6, 16): "121", (7, 16): "121", (0, 0): "4"}
     for pcie, gb_per_s in {**speeds, (3, 255): "15.75"}.items():
         nvml([[]] * 8, lambda i, j: "PIX" if i // 2 == j // 2 else "NODE" if i // 4 == j // 4 else "SYS", pcie=pcie)

@@ -161,7 +161,7 @@ def test_cpus():
 
 
 def test_gpus_are_called_by_their_number():
-    """Devices are in the order of ``dev``, not of the file; bus numbers may have any spelling."""
+    """Devices are in the order of ``dev``, not of the file. Bus numbers may have any spelling."""
     # Each of the two GPUs has two NVLinks to the other one.
     links = {k: f'<nvlink target="00000000:{1 - k + 0xAA:X}:00.0" count="2" tclass="0x030200"/>' for k in (0, 1)}
     text = "".join(

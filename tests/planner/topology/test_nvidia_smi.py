@@ -89,7 +89,7 @@ def test_a_switch_with_a_link_down():
 
 
 def test_bridges_in_a_workstation():
-    """Two GPUs with an NVLink bridge between them have PCIe links to the CPU, too; ``pcie`` sets their speed."""
+    """Two GPUs with an NVLink bridge between them have PCIe links to the CPU, too. ``pcie`` sets their speed."""
     rows = ["X NV4 PHB PHB", "NV4 X PHB PHB", "PHB PHB X NV4", "PHB PHB NV4 X"]
     topology = read_nvidia_smi(table(rows), nvlink_gb_per_s=14.0625, pcie="pcie4")
     assert topology == machine("nvlink-pairs-4")

@@ -38,7 +38,7 @@ def routed(draw):
 
 @given(routed(), st.integers(1, 9))
 def test_json_round_trip(schedule, pieces):
-    """A schedule that is written and read is equal in every way; routes are the last part of the JSON, if any."""
+    """A schedule that is written and read is equal in every way. Its routes are the last part of the JSON."""
     schedule = replace(schedule, pieces=pieces)
     text, bare = schedule.to_json(), replace(schedule, routes=()).to_json()
     for again in (Schedule.from_json(text), pickle.loads(pickle.dumps(schedule))):

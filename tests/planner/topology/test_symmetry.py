@@ -81,7 +81,7 @@ def test_uneven_bandwidths_and_weights():
 
 
 def test_a_generated_schedule_does_not_change():
-    """No part of a generated schedule can be assigned or deleted: caches use it as a key."""
+    """No part of a generated schedule can be assigned or deleted, because caches use it as a key."""
     schedule = ring([f"cpu:{k}" for k in range(36)])
     for part in ("base", "symmetry", "nodes", "in_order", "pieces"):
         with pytest.raises(FrozenInstanceError, match=f"cannot assign to field '{part}'"):

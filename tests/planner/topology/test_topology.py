@@ -166,7 +166,7 @@ def pairs(topology):
 
 
 def test_a_switch_is_a_node():
-    """Nodes are the devices, then the switches; a link may join any two of them, and links are sorted in that order."""
+    """Nodes are the devices and then the switches. Links may join any two nodes, and are sorted in this order."""
     topology = Topology([B, A], [("x", A, 1), ("x", "y", 2), (B, "x", 3), (A, B, 4)], ["y", Switch("x", True)])
     assert topology.nodes == (B, A, "y", "x")
     assert topology.devices == (B, A)
@@ -304,7 +304,7 @@ def test_of_equal_routes_the_first_in_order(topology):
 
 
 def test_routes_of_known_machines():
-    """Routes by switches come before routes by devices, also if they have more links; unknown nodes are refused."""
+    """Routes by switches come before routes by devices, also if they have more links. Unknown nodes are refused."""
     star = Topology.star(8, 450)
     assert star.route("CPU:0", "switch") == (A, "switch")
     assert star.route(A, A) == (A,)

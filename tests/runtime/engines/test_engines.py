@@ -63,7 +63,7 @@ def test_results_are_the_oracles(algorithm, ask, pair, size, data):
 
 
 def chance(rng):
-    """Return a random schedule of one chunk; it may be wrong."""
+    """Return a random schedule of one chunk, which may be wrong."""
     n = rng.choice([2, 3, 3, 4])
     everyone = tuple(range(n))
     rounds = [[(0, rng.randrange(n), tuple(rng.sample(everyone, rng.randint(1, n))))] for _ in range(rng.randint(1, 4))]

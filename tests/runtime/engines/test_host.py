@@ -233,7 +233,7 @@ def test_only_host_memory_runs_on_the_kernels():
 
 
 def test_results_do_not_depend_on_threads_or_the_callers_mode(torch_, monkeypatch):
-    """In a thread that flushes subnormals to zero, results are the same for any number of threads; the mode is kept."""
+    """For a caller that flushes subnormals to zero, results and this mode do not change, with any number of threads."""
     torch = torch_.torch
     tiny = torch.tensor([1e-40, -3e-39, 1e-38, 2.0**-149])
     wanted = (2 * tiny.double()).float().view(torch.int32)

@@ -181,7 +181,7 @@ def test_arrays_that_are_still_computed(jax_):
 
 
 def looped(function, *args):
-    """Return the result of a function; assert that it reduced with the engine "loop" only."""
+    """Return the result of a function, and assert that only the engine "loop" reduced."""
     with engine_runs() as runs:
         found = function(*args)
     assert runs

@@ -45,7 +45,7 @@ def joined(value):
 
 
 def test_the_extension_was_built():
-    """The extension is built; without it, these tests would prove nothing about the compiled kernels."""
+    """The extension is built. Without it, these tests would prove nothing about the compiled kernels."""
     assert NATIVE is not None, "the extension must be built for the tests: python setup.py build_ext --inplace"
     assert NATIVE.supported()[-1] == "baseline"
 
@@ -159,7 +159,7 @@ def test_there_are_kernels_for_the_numbers_of_every_framework(framework):
 @examples(10)
 @given(data=st.data())
 def test_reductions_are_right(isa, dtype, data):
-    """Kernels agree with a loop over exact Python numbers: integers to the bit, floats within the rounding error."""
+    """Kernels give the results of exact Python numbers: integers exactly, and floats within the rounding error."""
     n, size = data.draw(st.integers(1, 24)), data.draw(st.integers(0, 90))
     xs = data.draw(strategies.arrays(dtype, (size,), n))
     for op in strategies.ops_for(dtype):
@@ -188,8 +188,8 @@ def test_halves_are_rounded_once(isa, dtype, n, op):
 
 
 def rounded(exact, bits, least, most):
-    """Return a fraction as the nearest number of ``bits`` bits, ties to even, in steps of 2**least or more; an infinity
-    if this number exceeds ``most``."""
+    """Return a fraction rounded to ``bits`` bits (ties to even) and to a multiple of 2**least, or an infinity if the
+    result exceeds ``most``."""
     if exact == 0:
         return 0.0
     exponent = math.floor(math.log2(abs(exact)))

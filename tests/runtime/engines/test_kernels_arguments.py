@@ -17,7 +17,7 @@ GOOD = {
 
 
 def of_dtypes(dtype, accumulator=None, result=None, **others):
-    """Return arguments for a dtype; the accumulator and the result have the same one if none is given."""
+    """Return arguments for a dtype, which the accumulator and the result have, too, if no other one is given."""
     return {"dtype": dtype, "accumulator": accumulator or dtype, "result": result or dtype, **others}
 
 

@@ -37,7 +37,7 @@ def test_threads_default_to_the_cpus_of_the_process(cpus, monkeypatch):
     ],
 )  # fmt: skip
 def test_the_environment_sets_the_number_of_threads(cpus, monkeypatch, own, openmp, threads):
-    """``CROSSREDUCE_NUM_THREADS`` takes precedence; ``OMP_NUM_THREADS`` can only reduce the number."""
+    """``CROSSREDUCE_NUM_THREADS`` takes precedence. ``OMP_NUM_THREADS`` can only reduce the number."""
     for name, text in (("CROSSREDUCE_NUM_THREADS", own), ("OMP_NUM_THREADS", openmp)):
         if text is not None:
             monkeypatch.setenv(name, text)

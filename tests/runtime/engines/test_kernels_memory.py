@@ -76,7 +76,7 @@ def test_freed_memory_is_reused(empty_pool):
 
 
 def printed(code):
-    """Run a program in a new process, which must succeed and write no errors; return the words that it prints."""
+    """Run a program in a new process, which must succeed and write no errors, and return the words that it prints."""
     done = run_python(BEGIN + code)
     assert (done.returncode, done.stderr) == (0, ""), done.stderr
     return done.stdout.split()

@@ -64,7 +64,7 @@ def forked(threads):
 
 
 def run(code):
-    """Run ``BEGIN`` and then ``code`` in a new process, which must succeed; return the words that it prints."""
+    """Run ``BEGIN`` and then ``code`` in a new process, which must succeed, and return the words that it prints."""
     command = [sys.executable, "-c", BEGIN + code]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert (done.returncode, done.stderr) == (0, ""), done.stderr
@@ -169,7 +169,7 @@ print(forked(1), forked(3), native().helpers())
 
 @forks
 def test_a_child_forked_during_a_run_reduces():
-    """A process may fork while other threads run kernels, also by multiprocessing; parent and child can both reduce
+    """A process may fork while other threads run kernels, also by multiprocessing. Parent and child can both reduce
     afterwards."""
     code = """
 import multiprocessing

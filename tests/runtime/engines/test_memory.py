@@ -36,7 +36,7 @@ def peak(run):
     pairs(strategies.ALGORITHMS, [0, 1, 3], ["float32", "float16", "int8"], [1, 20], [False, True]),
 )
 def test_a_batch_needs_only_the_memory_of_its_results(algorithm, packs, dtype, tensors, exact):
-    """For any num_packs, a batch's peak is the size of its results: tensors are read in place, not copied to packs."""
+    """For any num_packs, the peak memory of a batch is that of its results, since tensors are not copied to packs."""
     size = NBYTES // tensors // np.dtype(dtype).itemsize
     values = [cr.PerReplica([np.ones(size, dtype) for _ in range(REPLICAS)]) for _ in range(tensors)]
     ops = cr.AllReduceCrossDeviceOps(algorithm, num_packs=packs)

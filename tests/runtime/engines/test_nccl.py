@@ -40,7 +40,7 @@ def path(tmp_path_factory):
 
 @pytest.fixture
 def cuda(path, monkeypatch, torch_):
-    """Yield the stand-ins; after the test, nothing may have been misused, and no communicator may be left."""
+    """Yield the stand-ins. After the test, assert that nothing was misused and that no communicator is left."""
     memory = fake_nccl.install(monkeypatch, path)
     yield memory
     library = nccl_library.library()
@@ -185,7 +185,7 @@ ERRORS = (  # the function that fails ("state": an error that NCCL reports later
 
 
 def test_each_error(cuda, torch_):
-    """An error names NCCL's function, text and device, and aborts the communicators; the next call works again.
+    """An error names NCCL's function, text and device, and aborts the communicators. The next call works again.
 
     An error that occurs later, inside a communicator, is reported by the next call.
     """

@@ -221,7 +221,7 @@ def test_unusual_ops_and_options():
 
 
 def test_ops_with_prepared_calls_are_copied_and_pickled():
-    """Copies of ops and of their strategies start without prepared calls; a frozen subclass can prepare calls, too."""
+    """Copies of ops and of their strategies start without prepared calls. A frozen subclass can prepare calls, too."""
 
     value = cr.PerReplica([np.ones(3)] * 2)
     for ops in (cr.AllReduceCrossDeviceOps("direct"), cr.ReductionToOneDevice(), Frozen()):
