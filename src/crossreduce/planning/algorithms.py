@@ -124,7 +124,7 @@ def hierarchical_copy(
 
 
 def hierarchical_copy_schedule(request: Request, groups: list[list[int]] | None = None) -> Schedule:
-    """Return the schedule of ``hierarchical_copy`` for a request; ``groups`` has positions among its members."""
+    """Return the schedule of ``hierarchical_copy``. ``groups``: positions of members; by default two halves."""
     sources, destinations = request.positions
     source_set, destination_set = frozenset(sources), frozenset(destinations)
     if groups is None:
@@ -377,8 +377,8 @@ def one_shot(
     """Return a schedule in which every destination reads the contributions of all sources and combines them.
 
     It has at most one round, but sends the most bytes: every destination receives the whole buffer of every other
-    source. So it suits only small buffers, and links from every source to every destination. Every element is combined
-    in the order of the sources, so the results have the same bits as those of ``one_device``.
+    source. So it suits small buffers, if every source has a link to every destination. Every element is combined in the
+    order of the sources, so the results have the same bits as those of ``one_device``.
 
     >>> print(one_shot(["cpu:0", "cpu:1"]))
     all_reduce one_shot: 2 devices, 1 chunk, 1 round, 2 steps
