@@ -28,7 +28,7 @@ train --devices 0: --devices must be 1 or more, not 0.
 train --devices nowhere: "nowhere": this device name cannot be parsed.
 train --devices cpu:0,CPU:0: each device may be listed only once
 train --devices 1000000: --devices must be at most 4096 devices, not 1000000.
-train --devices cpu:999999999: the number of a device must be below 4096, unlike that of cpu:999999999.
+train --devices cpu:999999999: the number of a device must be below 4096, but cpu:999999999 is listed.
 train --num-packs -1: --num-packs must be 0 or more, not -1.
 train --epochs 0: --epochs must be 1 or more, not 0.
 train --batch-size 0: --batch-size must be 1 or more, not 0.
@@ -128,8 +128,9 @@ def test_a_failed_run_does_not_change_files(crossreduce, tmp_path, monkeypatch, 
         path.write_text("earlier")
     monkeypatch.setattr(f"crossreduce.cli.{place}", fail)
     code, out, error = crossreduce(*line.split())
-    assert (code, out) == (130 if isinstance(fault, KeyboardInterrupt) else 2, "")
-    assert code == 2 or error == "crossreduce: interrupted\n"
+    interrupted = isinstance(fault, KeyboardInterrupt)
+    assert (code, out) == (130 if interrupted else 2, "")
+    assert (error == "crossreduce: interrupted\n") == interrupted
     assert sorted(tmp_path.iterdir()) == paths
     assert {path.read_text() for path in paths} == {"earlier"}
 
@@ -171,14 +172,14 @@ def test_a_signal_stops_a_command(tmp_path, name, code):
     [("SIGTERM", 143, True), ("SIGHUP", 129, False), ("SIGINT", 130, True), ("SIGINT", 130, False)],
 )
 def test_an_interruption_is_never_lost(monkeypatch, name, code, in_callback):
-    """A signal still ends the command if it arrives in the callback of a weak reference, whose exceptions Python
-    drops, or in code that catches all exceptions."""
+    """A signal ends the command even if the first exception that it raises is lost: in the callback of a weak
+    reference, whose exceptions Python drops, or in code that catches all exceptions."""
 
-    def app(**_):
+    def command(**_):
         def arrive(_):
             try:
                 os.kill(os.getpid(), signal.Signals[name])
-                [*range(9)]
+                [*range(9)]  # code in which the handler of the signal can run
             finally:
                 print("raised")
 
@@ -196,7 +197,7 @@ def test_an_interruption_is_never_lost(monkeypatch, name, code, in_callback):
         signal.signal(signal.SIGHUP, signal.SIG_DFL)  # nohup and its children ignore it
         main(args)
 
-    monkeypatch.setattr("crossreduce.cli.app.app", app)
+    monkeypatch.setattr("crossreduce.cli.app.app", command)
     ran = forked(run)
     assert (ran.code, ran.out) == (code, "raised\n")
     assert ran.error == ("crossreduce: interrupted\n" if code == 130 else "")
@@ -204,15 +205,14 @@ def test_an_interruption_is_never_lost(monkeypatch, name, code, in_callback):
 
 @pytest.mark.skipif(sys.platform == "win32", reason="a terminal of POSIX")
 def test_a_terminal_has_tables_of_its_width_and_the_pager():
-    """On a terminal of any kind, tables have the width of COLUMNS; ``plan --steps`` starts the user's pager, and
-    ``plan`` does not."""
+    """On a terminal of any kind, tables have the width of COLUMNS. Only ``plan --steps`` starts the user's pager."""
     terminal = ("stdin", "stdout")
     for kind in ("xterm", "dumb"):
         table = forked_command("topology", terminal=terminal, COLUMNS="50", TERM=kind).shown
         assert {len(line) for line in table.splitlines() if line[:1] in "┏┃└"} == {50}
 
     def run(args):
-        importlib.reload(pydoc)  # keeps the pager that it has used
+        importlib.reload(pydoc)  # it remembers the pager of an earlier test
         main(args)
 
     def shown(*args):
@@ -237,8 +237,8 @@ def test_info_lists_frameworks_devices_and_algorithms(crossreduce):
     report = json.loads(crossreduce("info", "--json")[1])
     assert (report["crossreduce"], report["algorithms"]) == (cr.__version__, list(ALGORITHMS))
     assert list(report["frameworks"]) == ["numpy", "torch", "jax", "tensorflow", "cupy"]
-    for name, found in report["frameworks"].items():
-        assert name == "cupy" or (found["error"], found["devices"][:4]) == (None, "cpu:")
+    del report["frameworks"]["cupy"]  # which needs a GPU
+    assert {(found["error"], found["devices"][:4]) for found in report["frameworks"].values()} == {(None, "cpu:")}
 
 
 def test_info_reports_a_broken_framework(tmp_path):
@@ -280,8 +280,8 @@ print(sorted({{"torch", "jax", "tensorflow", "sklearn", "matplotlib", "pynvml"}}
 
 @given(st.data())
 def test_a_node_has_a_name_and_a_number(data):
-    """Every node is found by its number and by its name, every link by numbers and names of both ends, and consecutive
-    devices by a range of numbers or names."""
+    """Every node is found by its number and by its name, and every link by numbers or names of its ends. A range of
+    numbers or names selects consecutive devices."""
     topology = cr.Topology.machine(data.draw(st.sampled_from(["dgx-1v", "pcie-8", "mi100", "ncv4"])))
     link, nodes = data.draw(st.sampled_from(topology.links)), topology.nodes
 

@@ -24,8 +24,9 @@ def request_for(peers, **changed):
     return replace(request, **changed)
 
 
-def found(ours, **ways):
-    """Return what ``contest`` writes for one size; a way is (factor of each time of crossreduce, one result, wrong)."""
+def contenders_of(ours, **ways):
+    """Return the contenders that ``contest`` writes for one size: crossreduce, with the times ``ours``, and ways of a
+    peer, each given as (its times divided by ours, whether devices share one result, wrong elements)."""
     contenders = {"crossreduce": {"times_s": ours, "one_result": False, "nwrong": 0}}
     for name, (factor, one_result, wrong) in ways.items():
         contenders[name] = {"times_s": [factor * t for t in ours], "one_result": one_result, "nwrong": wrong}
@@ -45,22 +46,21 @@ def fake(peer, memory, wrong=0):
     }[peer]
     times = [2e-3, 4e-3, 3e-3] if peer == "gloo" else [1e-5, 3e-5, 2e-5]
     return [
-        {"size": 1024, "contenders": found(times, **small)},
-        {"size": 1 << 20, "contenders": found([1000 * t for t in times], **large)},
+        {"size": 1024, "contenders": contenders_of(times, **small)},
+        {"size": 1 << 20, "contenders": contenders_of([1000 * t for t in times], **large)},
     ]
 
 
 def fake_report(wrong=0):
-    turns = [
-        (peer, memory) for memory in (against.DEFAULT, against.KEPT) for peer in ("gloo", "jax", "tensorflow", "torch")
-    ]
+    peers = ["gloo", "jax", "tensorflow", "torch"]
+    turns = [(peer, memory) for memory in (against.DEFAULT, against.KEPT) for peer in peers]
     measured = [(*turn, fake(*turn, wrong)) for turn in turns if turn != ("gloo", against.KEPT)]
-    return against.report_of(request_for(["gloo", "jax", "tensorflow", "torch"]), measured, "now")
+    return against.report_of(request_for(peers), measured, "now")
 
 
 def test_the_table_has_the_fastest_way_of_each_peer(capsys, monkeypatch):
-    """A column has the ratio of a peer's fastest way; ranks have a time of crossreduce of their own; each size has a
-    second row for kept memory; libraries that are faster, or share one result, or have no way, are named."""
+    """Each peer has a column with the ratio of its fastest way, and each size a second row for kept memory. Peers with
+    ranks have a column of their own for crossreduce. Notes name ways that are faster, share a result or are missing."""
     monkeypatch.setenv("COLUMNS", "80")
     against.show(fake_report())
     lines = capsys.readouterr().out.splitlines()
@@ -79,7 +79,7 @@ def test_the_table_has_the_fastest_way_of_each_peer(capsys, monkeypatch):
 
 
 def test_one_process_computes_exact_sums(monkeypatch):
-    """With ``exact`` the sums of crossreduce are exact. The inputs cancel, so that those of a loop lose the result."""
+    """With ``exact`` the sums of crossreduce are exact. The inputs cancel, so that the sums of a loop are wrong."""
     monkeypatch.setattr(exact, "inputs", lambda *_: [np.full(64, x, "float32") for x in (1e30, 1, -1e30)])
     monkeypatch.setattr(exact, "result", lambda *_: np.ones(64, "float32"))
     request = request_for([], devices=("cpu:0", "cpu:1", "cpu:2"), maximum_bytes=1024, iterations=1)
@@ -89,9 +89,9 @@ def test_one_process_computes_exact_sums(monkeypatch):
 
 
 def test_the_ratio_is_the_median_of_the_rounds():
-    """A ratio is the median over the rounds of both times, which run in turn, and not the ratio of their medians. Wrong
-    elements of all ways are added."""
-    rows = [{"size": 4, "contenders": found([1.0, 2.0, 8.0], way=(1, False, 0))}]
+    """A ratio is the median of the ratios in each round, and not the ratio of the median times. The report has the sum
+    of the wrong elements of all ways."""
+    rows = [{"size": 4, "contenders": contenders_of([1.0, 2.0, 8.0], way=(1, False, 0))}]
     rows[0]["contenders"]["way"]["times_s"] = [3.0, 4.0, 40.0]
     (row,) = against.report_of(request_for(["jax"]), [("jax", "default", rows)], "now")["rows"]
     assert row["peers"]["jax"]["ways"]["way"]["ratio"] == 3.0
@@ -100,8 +100,8 @@ def test_the_ratio_is_the_median_of_the_rounds():
 
 
 def test_the_chart_shows_every_peer_and_size(tmp_path):
-    """The chart has a line per peer and setting, a label per size, and the level of crossreduce; the dark one has other
-    colours. A report of one size is drawn, too."""
+    """The chart has a line per peer and setting of the memory, a label per size, and the level of crossreduce. The dark
+    chart has other colours. A report on one size is drawn, too."""
     report = fake_report()
     labels = {"JAX", "torch", "gloo, 2 ranks", "keep_memory()", "crossreduce = 1", "1 KiB", "1 MiB", "0.5x"}
     labels.add("torch: all devices share one result, so fewer bytes are written.")
@@ -135,7 +135,7 @@ def measured(monkeypatch):
 
 @pytest.mark.parametrize("options", [["--exact"], []])
 def test_one_command_writes_the_table_the_json_and_the_chart(printed, measured, tmp_path, options):
-    """Without sizes, --against measures 1 KiB to 64 MiB; --keep-memory measures frameworks, but not ranks, twice. With
+    """By default, --against measures 1 KiB to 64 MiB. --keep-memory measures frameworks twice, and ranks once. With
     --exact the table, the JSON and the chart say that the sums of crossreduce are exact."""
     paths = ["-J", tmp_path / "a.json", "--picture", tmp_path / "a.svg"]
     out = printed("bench", "--against", "jax,gloo,jax", "--keep-memory", *paths, *options)
@@ -152,7 +152,7 @@ def test_one_command_writes_the_table_the_json_and_the_chart(printed, measured, 
     assert ("crossreduce's time with exact sums" in picture) == bool(options)
 
 
-REJECTED = f"""
+REJECTED = """
 --against jax,nccl: one of jax, tensorflow, torch, numpy, gloo, mpi, impi, not "nccl"
 --against jax --launch 2: --launch cannot be used with --against
 --against jax --peers gloo --topology dgx-1v: --peers, --topology cannot be used with --against
@@ -161,7 +161,7 @@ REJECTED = f"""
 --against numpy -g cuda:0-1: --against measures arrays in host memory: list cpu devices only
 --against numpy -o avg -d int: --against does not support means of integers
 --against mpi -d half: MPI does not support float16.
---picture a.svg --keep-memory: --picture, --keep-memory requires peers: add --against {",".join(against.PEERS)}.
+--picture a.svg --keep-memory: --picture, --keep-memory can only be used with peers: add --against jax,tensorflow,torch,
 """
 
 
@@ -176,7 +176,7 @@ def test_wrong_arguments_are_rejected_before_anything_runs(crossreduce, measured
 
 
 def test_what_is_missing_is_named_before_anything_runs(crossreduce, measured, monkeypatch):
-    """A framework that is not installed, and a C library without settings, are named with the remedy."""
+    """If a framework is not installed, or the C library is not glibc, the error names it and a remedy."""
     monkeypatch.setattr(against, "find_spec", lambda name: None if name == "jax" else True)
     code, out, error = crossreduce("bench", "--against", "numpy,jax")
     assert (code, out, measured) == (2, "", [])
@@ -187,7 +187,7 @@ def test_what_is_missing_is_named_before_anything_runs(crossreduce, measured, mo
 
 
 def test_a_tiny_run(printed, tmp_path):
-    """A framework and gloo are measured in processes, as many ranks as there are devices, and the results are right."""
+    """A framework is measured in one process, and gloo in a rank per device. The report has their ratios."""
     path, line = tmp_path / "a.json", "-b 8 -e 4K -f 512 -n 2 -w 1 -g 2 -d half -J"
     out = printed("bench", "--against", "numpy,gloo", *line.split(), path)
     report = json.loads(path.read_text())
@@ -210,7 +210,7 @@ def test_a_process_that_fails_is_an_error(crossreduce, monkeypatch):
 
 
 def test_every_framework_has_ways_whose_results_are_right(framework):
-    """The own ways of each framework reduce the inputs exactly, for every op that it has and for several dtypes."""
+    """The own ways of each framework give the right results, for every op that the framework has, and two dtypes."""
     supported = dict.fromkeys(["float16", "int32"], 0)
     for dtype, op in itertools.product(supported, ["sum", "product", "min", "max", "mean"]):
         if (dtype, op) != ("int32", "mean"):

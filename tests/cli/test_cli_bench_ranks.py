@@ -53,14 +53,14 @@ class FakeBackend:
 
 @pytest.mark.parametrize(("average", "time_us"), [(0, 4000), (1, 5000), (2, 1000), (3, 10000)])
 def test_times_of_all_ranks_are_combined(average, time_us):
-    """-a 0 to 3 selects rank 0's time, the average, the minimum and the maximum of the ranks' times. Wrong elements of
-    other ranks are counted; the count is ``None`` without a check."""
+    """-a 0 to 3 selects rank 0's time, or the average, minimum or maximum of all ranks' times. Wrong elements of other
+    ranks are counted. Without a check the count is ``None``."""
     for wrong, check in ((0, 1), (5, 1), (5, 0)):
         (row,) = ranks.rows(FakeBackend(wrong), request_for(average=average, check=check), "fake")
         for timing in (row.out_of_place, row.in_place):
             assert timing.time_us == pytest.approx(time_us)
             assert timing.nwrong == (wrong if check else None)
-            assert timing.busbw == pytest.approx(4000 / time_us / 1e3 * 4 / 3)
+            assert timing.busbw == pytest.approx(4000 / time_us / 1e3 * 4 / 3)  # algbw * 2 (n-1)/n
 
 
 # Real ranks: one group of three ranks runs every case over every backend, and rank 0 returns the rows of the results.
@@ -75,7 +75,7 @@ CASES = [
 ]
 
 
-class Faulty(ranks.TorchBackend):
+class Faulty(ranks.TorchBackend):  # an element of rank 1's result is wrong
     def numpy(self, x):
         found = super().numpy(x).copy()
         if self.rank == 1:
@@ -101,8 +101,8 @@ def measured_cases(rendezvous, folder):
 
 
 def test_every_collective_is_right_on_real_ranks(tmp_path):
-    """Every element of every rank's result is right, for each root, in each measured form (out of place, in place). A
-    wrong element of rank 1 is counted once; not for a reduce in which rank 1 is not a root and has no result."""
+    """Every element of every rank's result is right, for each root, out of place and in place. A wrong element of rank
+    1 is counted once, but not in a reduce, in which rank 1 is not a root here and has no result."""
     measured, *_ = forked_ranks(3, measured_cases, str(tmp_path))
     for k, (collective, _, dtype, roots) in enumerate(CASES):
         for backend in ("crossreduce", "gloo", "faulty"):
@@ -136,7 +136,7 @@ def executed(command, **environment):
 
 
 def test_no_gloo_thread_remains_when_a_rank_exits(tmp_path):
-    """Also if a rank of the bench fails, its groups are freed before its interpreter exits."""
+    """No thread of gloo remains when the interpreter of a rank exits, here after an error."""
     request = replace(request_for(size=64, n=1), json=str(tmp_path / "no folder" / "x.json"))
     alone = dict(zip(ranks.VARIABLES, ("0", "1", "127.0.0.1", str(free_port())), strict=True))
     ran = executed([sys.executable, "-c", THREADS_LEFT, request.to_json()], **alone)
@@ -150,8 +150,8 @@ BENCH = ("crossreduce", "bench", "-c", "1", "-n", "3", "-b", "1K", "-e", "64K", 
 
 
 def test_ranks_have_the_table_and_the_json_of_nccl_tests(tmp_path):
-    """The header has the version, the test's name and every rank's process; no row of a table has wrong elements, that
-    of MPI included. The JSON has crossreduce's results, those of the peers, and ratios that agree with both."""
+    """The header has the version, the test's name and every rank's process. There is a table for crossreduce and for
+    each peer, without wrong elements. The JSON has the results of all, and the ratios of their medians."""
     path = tmp_path / "b.json"
     ran = executed([sys.executable, "-m", *BENCH, "--launch", "2", "--peers", "gloo,mpi", "-J", str(path)])
     assert ran.returncode == 0, ran.stderr
@@ -195,8 +195,8 @@ def exact_rank(rendezvous, text, folder):
 
 @pytest.mark.parametrize("is_exact", [True, False])
 def test_ranks_compute_exact_sums(tmp_path, is_exact):
-    """With ``exact`` the sums of crossreduce are exact, whatever CROSSREDUCE_EXACT says; gloo's are as always. The
-    inputs cancel, so that additions in most orders lose the exact sum."""
+    """With ``exact`` the sums of crossreduce are exact, whatever CROSSREDUCE_EXACT says, and gloo's are not. The inputs
+    cancel, so that most orders of rounded additions lose the exact sum."""
     request = replace(request_for(size=400), exact=is_exact, json=str(tmp_path / "bench.json"))
     common = {"CROSSREDUCE_EXACT": str(int(not is_exact)), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     environment = [{**common, "RANK": str(rank), "WORLD_SIZE": "3"} for rank in range(3)]
@@ -212,7 +212,7 @@ def test_ranks_compute_exact_sums(tmp_path, is_exact):
 
 
 def test_the_launched_command_runs_the_request(crossreduce, monkeypatch):
-    """``--launch N`` launches N times the module of ranks with the request, and exits with its exit code."""
+    """``--launch N`` launches N processes of the module ``ranks`` with the request, and exits with their exit code."""
     launched = []
     monkeypatch.setattr(ranks, "launch", lambda *given: launched.append(given) or 7)
     assert crossreduce("bench", "--launch", 3, "-o", "avg", "--exact", "--peers", "gloo") == (7, "", "")
@@ -223,7 +223,7 @@ def test_the_launched_command_runs_the_request(crossreduce, monkeypatch):
 
 
 def test_intel_mpi_is_found_by_its_root(tmp_path, monkeypatch):
-    """The peer impi is the Intel MPI in I_MPI_ROOT, also if another MPI is installed; mpi4py loads its library."""
+    """The peer impi is the Intel MPI in I_MPI_ROOT, even if another MPI is installed. mpi4py loads its library."""
     (tmp_path / "bin").mkdir()
     (tmp_path / "bin" / "impi_info").touch()
     monkeypatch.setenv("I_MPI_ROOT", str(tmp_path))
@@ -248,7 +248,7 @@ def rejected(crossreduce, monkeypatch):
 
 
 def test_wrong_arguments_are_rejected_before_ranks_start(rejected, monkeypatch):
-    """A wrong argument raises an error in this process, before any rank is started; so does --launch in a rank."""
+    """A wrong argument, or --launch in a rank, is an error in this process, before any rank is started."""
     for line, words in {
         "--peers gloo": "--peers requires ranks: add --launch N, or start this command with torchrun.",
         "--launch 0": "--launch must be 1 or more, not 0",
@@ -269,7 +269,7 @@ def test_wrong_arguments_are_rejected_before_ranks_start(rejected, monkeypatch):
 
 @pytest.mark.parametrize("missing", ["mpiexec", "mpi4py"])
 def test_requirements_of_the_peer_mpi_are_named(rejected, monkeypatch, missing):
-    """The error names the missing parts of each peer that cannot run, and the packages to install."""
+    """The error names the missing requirement of each peer that cannot run, and the packages to install."""
     monkeypatch.setattr(ranks.shutil, "which", lambda name, path=None: None if missing == "mpiexec" else "/bin/mpiexec")
     monkeypatch.setattr(ranks, "find_spec", lambda name: None if name == missing else True)
     assert f"needs mpiexec and mpi4py, but {missing} is not installed." in rejected("--launch 2 --peers mpi")

@@ -35,7 +35,7 @@ def report(dump_directory, doctor):
 
 
 def test_the_report_on_a_broken_group(doctor, monkeypatch):
-    """The report on two hosts with one rank behind and one rank without information equals doctor.txt; its table is at
+    """The report on two hosts with one rank behind and one rank without information equals doctor.txt. Its table is at
     most as wide as the terminal, and nothing in it is cut off."""
     code, out, err = doctor(GOLDEN)
     assert (code, err) == (0, "")
@@ -62,7 +62,7 @@ def test_json_has_the_same_facts(doctor):
 
 @pytest.mark.parametrize("content", [None, '{"format": "crossreduce dump", "version": 99}'])
 def test_a_broken_file_is_named_and_the_others_are_read(dump_directory, doctor, content):
-    """One dump among four that is truncated, or of another version, is named in an error; the other three are read."""
+    """If one of four dumps is truncated, or of another version, an error names it, and the other three are read."""
     for rank in range(4):
         path = flight_recorder.write(new_dump(rank, *(history(other, 9 if other == 1 else 10) for other in range(4))))
     path.write_text(content or path.read_text()[:-200])
@@ -97,24 +97,24 @@ def test_reports_on_large_groups_are_short(dump_directory, doctor):
 
 
 def test_ranks_that_are_behind_are_named(report):
-    """Up to 20 ranks that are behind have a sentence each, the others share one. A rank that made no call is behind all
-    others; one that makes the missing call after the others aborted is still behind."""
+    """Up to 20 ranks that are behind have a sentence each, and the others share one. A rank that made no call is
+    behind, and so is a rank that makes the missing call only after the others have aborted."""
     out = report(new_dump(0, *(history(rank, 3 if rank else 4) for rank in range(100)), hosts=(tuple(range(100)),)))
     assert len(re.findall(r"^rank \d+ \(.*\) is behind: ", out, re.MULTILINE)) == 20
     assert "The same, or similar, is true of ranks 21-99." in out
     out = report(new_dump(0, history(0, 1), history(1, 0), hosts=((0, 1),)))
     assert f"is behind: it called neither op 1, {SUM}, nor any op before it." in out
+    waiting, before = [history(rank, 7) for rank in (0, 1)], history(2, 6, ended=6.5)
+    after = History(2, (*before.ops, Op(7, SUM, 54.9, None)))
     dumps = []
-    for rank, now, last in ((0, 40.0, 7), (1, 40.1, 7), (2, 55.0, 7)):
-        known = [history(other, 7 if other < 2 else last if now > 50 else 6, ended=None) for other in range(3)]
-        late = History(2, (*history(2, 6, ended=6.5).ops, *([Op(7, SUM, 54.9, None)] if now > 50 else [])))
-        dumps.append(new_dump(rank, *known[:2], late, hosts=((0, 1, 2),))._replace(now_s=now))
+    for rank, now_s, late in ((0, 40.0, before), (1, 40.1, before), (2, 55.0, after)):
+        dumps.append(new_dump(rank, *waiting, late, hosts=((0, 1, 2),))._replace(now_s=now_s))
     found = r"rank 2 \(.*\) is behind: it finished op 6, .*, 33\.5 s before the group broke; it did not call op 7, .*\."
     assert re.search(found, report(*dumps))
 
 
 def test_ranks_that_are_not_behind(report):
-    """If all ranks made the same call, no rank is behind; one that wrote no dump is suspected. A rank that left is
+    """If all ranks made the same call, no rank is behind, but a rank without a dump is suspected. A rank that left is
     reported, and not suspected: leaving does not count as a call."""
     same = [new_dump(rank, *(history(other, 7, pid=other + 50) for other in range(4))) for rank in range(4)]
     assert "No rank is behind: all ranks reached the same call." in report(*same)
@@ -129,7 +129,7 @@ def test_ranks_that_are_not_behind(report):
 
 
 def test_each_group_is_reported(report):
-    """Dumps of two groups, and of two groups of the same name, in one directory are reported separately. Control
+    """Groups whose dumps are in one directory are reported separately, even if two have the same name. Control
     characters in a dump are not printed, and markup is printed as text."""
     op = Op(1, "\x1b[2Jall_reduce [bold]x[/bold]", 0.0, None)
     named = (("world", "1"), ("world", "2"), ("pair", "1"))

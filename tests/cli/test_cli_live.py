@@ -14,9 +14,9 @@ from crossreduce.cli.train.view import LAST, ROWS, TrainingStep, View, live_view
 
 @pytest.mark.skipif(sys.platform == "win32", reason="no pseudo-terminals")
 def test_the_view_is_drawn_while_training(tmp_path):
-    """On a terminal ``train --live`` draws the view several times; the last one has the last loss and the complete
-    bar. In a pipe it prints a line per epoch, with the mean loss of its samples. The losses are the same in both, and
-    without ``--live``, which prints none of these."""
+    """On a terminal ``train --live`` draws the view several times; the last view has the last loss and the complete
+    bar. In a pipe it prints a line per epoch, with the mean loss of its samples. Without ``--live`` there is neither.
+    The losses are the same in all three cases."""
     ran, reports = {}, {}
     for name, options in (("view", {"terminal": ("stdin", "stdout")}), ("lines", {}), ("plain", {})):
         line = ["train", "--epochs", 4, "--devices", 2, "--json", tmp_path / name, *(["--live"] * (name != "plain"))]
@@ -33,10 +33,9 @@ def test_the_view_is_drawn_while_training(tmp_path):
     shares = re.findall(r"in reductions ([\d.]+) % of the time, ([\d.]+) % of that of the last", view)
     total, last = map(float, shares[-1])
     assert 0 < last < 100
-    # total_s also reads the results
+    # Unlike the steps in the view, total_s includes the time to read the results.
     assert 0 < total == pytest.approx(100 * found["reduction_s"] / found["total_s"], abs=3)
     assert "replicas" in view.rpartition("steps/s")[2]  # the table of results follows
-
     epochs = [line for line in ran["lines"].out.splitlines() if line.startswith("epoch ")]
     for k, (line, loss) in enumerate(zip(epochs, found["epoch_losses"], strict=True)):
         assert re.fullmatch(rf"epoch {k + 1}/4  loss {loss:.4f}  in reductions [\d.]+ %  [\d.]+ steps/s", line)
@@ -45,7 +44,7 @@ def test_the_view_is_drawn_while_training(tmp_path):
 
 
 def test_the_view_has_two_charts():
-    """The chart of the loss falls with the loss; that of the share has the height of the share; both fit the width."""
+    """The columns of the first chart fall with the loss. Those of the second one have the height of the share."""
     view = View("title", 100, 5)
     view.seen = [TrainingStep(k // 20, 64, 4.0 - k / 25, 0.5, 1.0) for k in range(100)]
     console = Console(width=64, record=True, file=io.StringIO())
@@ -60,8 +59,8 @@ def test_the_view_has_two_charts():
 
 
 def test_lines_are_printed_when_an_epoch_is_complete(capsys):
-    """Without a terminal the line of an epoch, with the mean loss of its samples, is printed with its last step or the
-    first step of the next one."""
+    """Without a terminal, the line of an epoch has the mean loss of its samples. It is printed at the first step of the
+    next epoch, or at the end."""
     with live_view("title", 3, 2) as watch:
         watch(TrainingStep(0, 64, 2.0, 0.5, 1.0))
         watch(TrainingStep(0, 192, 1.0, 0.5, 1.0))

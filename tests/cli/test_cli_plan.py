@@ -15,7 +15,6 @@ from crossreduce.planning.explain import shape
 
 DGX = cr.Topology.machine("dgx-1v")
 
-
 PLANS = {
     "dgx-1v": lambda: cr.plan(DGX),
     "dgx-1v --nbytes 8 --algorithm ring": lambda: cr.plan(DGX, nbytes=8, algorithm="ring"),
@@ -44,11 +43,8 @@ def test_a_plan_is_that_of_the_library(printed, line):
     report = json.loads(printed("plan", *line.split(), "--json", "--steps"))
     assert cr.Schedule.from_json(json.dumps(report.pop("schedule"))) == plan.schedule
     assert report == json.loads(printed("plan", *line.split(), "--json"))
-    assert [report[key] for key in ("algorithm", "seconds", "algbw_gb_per_s")] == [
-        plan.algorithm,
-        plan.seconds,
-        plan.algbw,
-    ]
+    assert (report["algorithm"], report["seconds"]) == (plan.algorithm, plan.seconds)
+    assert report["algbw_gb_per_s"] == plan.algbw
     assert report["ratio"] == {"exact": str(plan.ratio), "value": float(plan.ratio)}
     for entry, rate in ((report["rate"], plan.rate), (report["bound"]["algbw"], plan.bound.algbw)):
         assert entry == (None if rate is None else {"exact": str(rate), "gb_per_s": float(rate)})
@@ -73,8 +69,8 @@ def test_a_plan_is_that_of_the_library(printed, line):
     ],
 )
 def test_an_export_is_that_of_the_library(printed, tmp_path, file, options, written):
-    """The file's format is the given one or that of its suffix; the text is the library's."""
-    by_rank = "mscclpp" in options or (file, options) == ("a.xml", "")
+    """A file has the text that the library writes in the format of --format, or else of the file's suffix."""
+    by_rank = "mscclpp" in options or (file, options) == ("a.xml", "")  # MSCCL and MSCCL++ number the ranks
     # Other programs run the plans of these files: they queue no operations.
     plan_options = {"operation_s": 0 if by_rank or "nccl" in options else None, "granularity": 0.02 if by_rank else 0.0}
     plan = cr.plan(DGX, nbytes=4096, algorithm="ring", **plan_options)
@@ -92,7 +88,7 @@ def test_an_export_is_that_of_the_library(printed, tmp_path, file, options, writ
 
 
 def test_a_plan_that_does_not_fit_the_format_is_replaced(printed, crossreduce, tmp_path):
-    """With "auto" the fastest plan that the format can hold is exported and explained; a named algorithm is refused."""
+    """With "auto" the fastest plan that fits the format is exported. A named one that does not fit is an error."""
     file = tmp_path / "a.xml"
     line = ["export", "hgx-h100", file, "--nbytes", "256M", "--format", "nccl-graph"]
     out = printed(*line)
@@ -106,7 +102,7 @@ def test_a_plan_that_does_not_fit_the_format_is_replaced(printed, crossreduce, t
 
 @pytest.mark.parametrize(("name", "start"), [("a.svg", b"<?xml"), ("a.PNG", b"\x89PNG")])
 def test_pictures(printed, tmp_path, name, start):
-    """A picture shows the topology, or the schedule on it; no other file is created."""
+    """``topology --picture`` draws the topology, and ``export`` the schedule. No other file is created."""
     file, part = tmp_path / name, ["dgx-1v", "--devices", "0,1,2,3", "--algorithm", "one_device"]
     for text, line, title in (
         (printed("topology", "dgx-1v"), ["topology", "dgx-1v", "--picture", file], b"8 V100 in a hybrid cube mesh"),
@@ -158,7 +154,7 @@ def test_an_impossible_request_is_rejected(crossreduce, tmp_path, monkeypatch):
 
 
 def test_without_matplotlib_only_the_picture_is_missing(crossreduce, tmp_path, monkeypatch):
-    """Without matplotlib the text and the file come as always, and then one line that names the extra."""
+    """Without matplotlib a command prints its text and writes its other file, and then an error names the extra."""
     line = ["topology", "dgx-1v", "--export", tmp_path / "a.json"]
     _, text, _ = crossreduce(*line)
     data = (tmp_path / "a.json").read_bytes()

@@ -45,7 +45,7 @@ def forget_plans():
     "line", [pytest.param(line, marks=[pytest.mark.slow] * ("against" in line)) for line in COMMANDS]
 )
 def test_bars_are_shown_on_a_terminal_only(line):
-    """With a terminal as standard error the steps are shown there; without one nothing is. The output has no bars."""
+    """Bars are shown if standard error is a terminal, and otherwise not. Standard output never has bars."""
     forget_plans()
     code, out, shown = with_bars(*line.split())
     assert code == 0, shown
@@ -60,8 +60,8 @@ def test_bars_are_shown_on_a_terminal_only(line):
 
 
 def test_bundles_show_their_sizes_and_files(tmp_path):
-    """``bundle`` shows the sizes that are planned, and ``verify`` the files of a folder that are proved; the message
-    about a wrong file is complete and follows the bar, which is removed."""
+    """The bar of ``bundle`` counts the planned sizes, and that of ``verify`` the proved files of a folder. The message
+    about a wrong file is complete, and comes after the bar is removed."""
     forget_plans()
     code, _, shown = with_bars("bundle", "ncv4", tmp_path / "made", "--format", "msccl")
     assert code == 0, shown
@@ -87,7 +87,7 @@ def test_a_table_on_the_same_terminal_is_complete():
 
 
 def test_steps_are_reported_to_the_innermost_watcher():
-    """Without a watcher nothing happens; a watcher is called until its block ends, also by an error."""
+    """Only the innermost watcher is called, until its block ends, even by an error. Without one, nothing happens."""
     report("nobody", 0, 1)
     outer, inner = [], []
     with watched(lambda *step: outer.append(step)):
@@ -103,6 +103,6 @@ def test_steps_are_reported_to_the_innermost_watcher():
 
 @pytest.mark.parametrize("given", ["9" * 21, "999", "\N{SUPERSCRIPT TWO}"])
 def test_descriptors_for_bars_that_are_not_open(given):
-    """Without a usable descriptor of its parent's terminal, a command shows no bar, and does its work."""
+    """If CROSSREDUCE_PROGRESS_FD is not an open descriptor, a command shows no bar, and does its work."""
     ran = forked_command("topology", "ncv4", "--json", CROSSREDUCE_PROGRESS_FD=given)
     assert (json.loads(ran.out)["machine"], ran.error) == ("ncv4", "")

@@ -42,7 +42,7 @@ def asymmetric(n):
 
 
 def test_a_topology_is_a_matrix(printed, tmp_path):
-    """Each cell of the matrix is the bandwidth from the row's node to the column's; the table has the exact bounds."""
+    """Each cell of the matrix is the bandwidth from the row's node to the column's. The table has the exact bounds."""
     path = tmp_path / "a.json"
     for name, topology in (("dgx-1v", DGX), (path, asymmetric(8))):
         path.write_text(topology.to_json())
@@ -120,8 +120,8 @@ def test_the_selection_is_that_of_the_library(printed, line):
 
 
 def test_a_part_of_a_machine_is_shown(printed):
-    """The output for a part of a machine shows the numbers by which the devices were selected. For a disconnected part
-    it has the links and, instead of the bounds, the cut that no link leaves."""
+    """The output for some devices of a machine has the numbers by which they were selected. If these devices are not
+    connected, it has the cut that no link leaves instead of the bounds."""
     out = printed("topology", "dgx-1v", "--devices", "6,2,5")
     assert re.search(r"^ +6 +2 +5\n6 cuda:6 .*\n2 cuda:2 .*\n5 cuda:5 ", out, re.MULTILINE)
     out = printed("topology", "dgx-1v", "--devices", "0,5")
@@ -144,7 +144,7 @@ def test_a_topology_can_be_exported_and_loaded(printed, tmp_path):
 
 
 def test_a_file_and_a_machine_are_distinguished(printed, tmp_path, monkeypatch):
-    """A file needs no suffix, but a machine's name means the machine; a name with a / is always a file. Text in a
+    """A file needs no suffix, but a machine's name means the machine. A name with a / is always a file. Text in a
     file's name that looks like markup or an emoji of rich is printed unchanged."""
     monkeypatch.chdir(tmp_path)
     for name in ("wiring", "dgx-1v"):
@@ -159,7 +159,7 @@ def test_a_file_and_a_machine_are_distinguished(printed, tmp_path, monkeypatch):
 
 
 def test_a_file_is_replaced_atomically(printed, tmp_path):
-    """A reader that opened the earlier file can still read all of it; a symbolic link remains one."""
+    """A reader that opened the earlier file can still read all of it. A symbolic link remains a symbolic link."""
     path, link = tmp_path / "a.bin", tmp_path / "a.svg"
     path.write_text("earlier")
     link.symlink_to(path)

@@ -63,8 +63,8 @@ def page(crossreduce, tmp_path):
 
 
 def test_the_page_on_a_broken_group(page, crossreduce):
-    """The page has the findings, the cause, a row per rank with its last calls, a table, and the stacks; the rank that
-    is behind and the one without information are marked."""
+    """The page has the findings, the cause, a row per rank with its last calls, a table, and the stacks. The rank that
+    is behind and the rank without information are marked."""
     found, text = page(GOLDEN)
     report = crossreduce("doctor", GOLDEN)[1].splitlines()
     assert [item["text"] for item in found.find("li")][:3] == report[1:4]
@@ -78,14 +78,14 @@ def test_the_page_on_a_broken_group(page, crossreduce):
     for bar, seconds in zip(hung, ("30.25", "30.05", "30", "29.9"), strict=True):
         assert "all_reduce sum float32[1024, 3]: began at " in bar["aria-label"]
         assert f", had not ended after {seconds} s, of which it waited " in bar["aria-label"]
-    assert found.find("tr")[4]["text"] == "3alpha4003finished30.75 s16barrierno"
+    assert found.find("tr")[4]["text"] == "3alpha4003finished30.75 s16barrierno"  # the cells of rank 3, joined
     assert [each["text"] for each in found.find("summary")] == ["ranks 0-2: 2 threads", "rank 4: 2 threads"]
     assert "step (/home/someone/train.py:41)" in text
 
 
 def test_the_page_is_complete_and_accessible(page):
-    """The page refers to nothing outside of it, and forbids requests, so it works without a network. Rows are list
-    boxes with names, which the keyboard reaches; calls are options with names; a status announces the selected call."""
+    """The page works without a network: it refers to nothing outside of it. Each rank has a list box with a name, which
+    the keyboard reaches. Each call is an option of it with a label. A status announces the selected call."""
     found, text = page(GOLDEN)
     policy = found.find("meta", **{"http-equiv": "Content-Security-Policy"})[0]["content"]
     assert policy == "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:"
@@ -108,7 +108,7 @@ HOSTILE = '</pre></script><script>alert("1")</script><img src=x onerror=alert(2)
 
 
 def test_texts_of_dumps_are_escaped(page, dump_directory):
-    """Names of groups, descriptions of calls, errors, host names, threads, code and versions cannot add elements."""
+    """Texts in dumps, such as names of groups, errors and lines of code, cannot add elements to the page."""
     ops = (Op(1, HOSTILE, 1.0, 1.5), Op(2, HOSTILE, 2.0, None))
     threads = (Thread(HOSTILE, (Frame(HOSTILE, 3, HOSTILE, HOSTILE),)),)
     texts = {"cause": HOSTILE, "hostname": HOSTILE, "threads": threads, "versions": {HOSTILE: HOSTILE}, "now_s": 5.0}
@@ -127,8 +127,8 @@ def test_texts_of_dumps_are_escaped(page, dump_directory):
 
 
 def test_hundreds_of_ranks(page, dump_directory):
-    """A page of 300 ranks has a row for each, and can show only those that are behind. The bars of a rank follow each
-    other, inside of the time line."""
+    """A page about 300 ranks has a row for each, and a button that shows only ranks that are behind. The bars of a rank
+    are in order, and within the time line."""
     ranks = tuple(range(300))
     histories = [history(rank, 99 if rank == 200 else 100) for rank in ranks]
     for rank in (*ranks[:200], *ranks[201:]):
@@ -142,11 +142,12 @@ def test_hundreds_of_ranks(page, dump_directory):
     assert [bar["id"].partition("o")[0] for bar in bars] == [f"g0r{rank}" for rank in ranks for _ in range(32)]
     lefts = [float(re.match(r"left:([\d.e+-]+)%;width:", bar["style"])[1]) for bar in bars]
     for first in range(0, len(bars), 32):
-        assert [0, *lefts[first : first + 32], 100] == sorted([0, *lefts[first : first + 32], 100])
+        places = [0, *lefts[first : first + 32], 100]
+        assert places == sorted(places)
 
 
 def test_several_groups_and_unreadable_files(crossreduce, tmp_path, dump_directory):
-    """Each broken group has a section, also if UTF-8 cannot write its name; files that cannot be read are listed."""
+    """Each broken group has a section, even if UTF-8 cannot encode its name. Files that cannot be read are listed."""
     for group in ("one", "two\udc80"):
         flight_recorder.write(new_dump(0, history(0, 3), hosts=((0,),), group=group))
     (dump_directory / "rank7.json").write_text("<b>")
@@ -160,7 +161,7 @@ def test_several_groups_and_unreadable_files(crossreduce, tmp_path, dump_directo
 
 
 def test_the_report_is_written_completely_or_not_at_all(crossreduce, tmp_path):
-    """Without a readable dump an existing report stays; a file that cannot be written is refused before the work."""
+    """Without a readable dump, an existing report is not changed. A file that cannot be written is an error."""
     file = tmp_path / "report.html"
     file.write_text("before")
     (tmp_path / "empty").mkdir()
@@ -177,8 +178,8 @@ def dump_of(rank, now_s, time, hosts, *histories):
 
 
 def test_waits_of_a_host():
-    """A rank waits from its begin until the last rank of its host has begun the call; if one has not begun it, until
-    the group broke. Calls that began after that are left out, and so is the mark of a rank that left."""
+    """A rank waits until the last rank of its host has begun the call, or, if one has not, until the group broke.
+    Calls that began after the group broke, and the mark of a rank that left, are left out."""
     calls = {
         0: (Op(1, "a", 10.0, 13.0), Op(2, "b", 14.0, None)),
         1: (Op(1, "a", 12.0, 13.0), Op(2, "b", 15.0, 21.0), Op(3, LEFT, 16.0, None)),
@@ -196,7 +197,7 @@ def test_waits_of_a_host():
 
 
 def test_hosts_are_aligned_by_the_calendar():
-    """Hosts whose clocks began at other times are aligned by the calendar; the dumps of a host narrow the error."""
+    """Hosts are aligned by the calendar times in their dumps. Times with more digits make the error smaller."""
     hosts = ((0, 1), (2,))
     one, two = History(0, (Op(1, "a", 99.0, None),)), History(2, (Op(1, "a", 4999.5, None),))
     dumps = [
@@ -210,4 +211,4 @@ def test_hosts_are_aligned_by_the_calendar():
         assert found.uncertainty_s == pytest.approx(uncertainty_s, abs=1e-6)
         begins = [found.rows[rank].bars[0].begin_s for rank in (0, 2)]
         if time:
-            assert begins == pytest.approx([-1.0, -1.0 + (4999.5 - 5000 + 5.5) - (99 - 100 + 5.25)], abs=1e-5)
+            assert begins == pytest.approx([4.25 - 5.25, 5.0 - 5.25], abs=1e-5)  # the first abort: at 03:04:05.25

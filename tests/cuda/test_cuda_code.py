@@ -57,7 +57,7 @@ def test_a_change_of_the_sources_changes_the_digest(tmp_path):
 
 
 def test_registers_and_stack(code):
-    """At most 64 registers, so that four blocks of 256 threads fit, and no stack, so no spills: read from the ELF."""
+    """A kernel has at most 64 registers, so that four blocks of 256 threads fit, and no stack, and so no spills."""
     for each in (name for name in code if name.startswith("sm_")):
         for name, used in machine_code.resources(code[each]).items():
             assert used["registers"] <= 64, (each, name)
@@ -65,7 +65,7 @@ def test_registers_and_stack(code):
 
 
 def narrow_loads(kernels):
-    """Return the kernels in PTX whose loads are not all wide (16 bytes, or a thread's share) and before any branch."""
+    """Return the kernels in PTX whose loads are not wide (16 bytes, or a thread's share), or not before any branch."""
     found = set()
     for name, body in kernels.items():
         share = 8 if re.search(r"_(u8|i8|bool)_any", name) else 16
@@ -81,7 +81,7 @@ def narrow_loads(kernels):
 
 
 def test_loads_are_wide_and_ahead_of_their_first_use():
-    """Every kernel loads and stores 16 bytes at once, or a thread's share; narrower loads are noticed."""
+    """Every kernel loads and stores 16 bytes at once, or a thread's share. The check itself detects narrower loads."""
     kernels = machine_code.kernels(machine_code.ptx())
     assert narrow_loads(kernels) == set()
     for change in ("ld.global.v2.u32", "ld.global.u32", "bra $done;\n ld.global.v4.u32"):
@@ -89,7 +89,7 @@ def test_loads_are_wide_and_ahead_of_their_first_use():
 
 
 def test_ptx_rounds_each_result_once_to_the_nearest():
-    """No fused multiply-add, approximation, flushed subnormal, or load for memory that does not change."""
+    """PTX has no fused multiply-adds, approximations, flushed subnormals, or loads for memory that does not change."""
     opcodes = set(re.findall(r"^\s+(?:@!?%p\d+ )?([a-z]\w*(?:\.\w+)+)", machine_code.ptx(), re.MULTILINE))
     assert {"add.rn.f32", "mul.rn.f64", "div.rn.f32", "ld.global.v4.u32", "st.global.v4.u32"} <= opcodes
     for opcode in opcodes:

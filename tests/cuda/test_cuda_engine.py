@@ -4,8 +4,8 @@ import pytest
 from budget import count
 from fake_cuda import printed
 
-# Of each check of cuda_runs.py, how often it runs, and how much it reports at least. 49 draws have all combinations of
-# algorithms and devices.
+# For each check of cuda_runs.py, how often it repeats, and the least number that it must report. 49 draws have all
+# combinations of algorithms and devices.
 CHECKS = {
     "many": (3, 3),
     "hosts": (6, 6),
@@ -22,22 +22,21 @@ CHECKS = {
     "peers", ["full", "none", *(pytest.param(x, marks=pytest.mark.slow) for x in ("pairs", "mesh"))]
 )
 def test_every_check(library, peers):
-    """With any peer access all bits are the host's, every wait is needed, failed calls raise and leak nothing, captured
-    calls run again on other values, and threads run executables at once.
+    """With any peer access, all bits are those of the host, no accesses are unordered, and every wait is needed.
 
-    No two accesses are unordered; without any one of the waits, some are.
+    Failed calls raise and leak nothing, captured calls run again on other values, and threads run executables at once.
     """
-    often = {what: each for what, (each, _) in CHECKS.items()}
+    repeats = {what: often for what, (often, _) in CHECKS.items()}
     if peers != "full":
-        often["dropped"] = count(24, 2)  # there are five times as many waits
-    checks = [f"{what}={each}" for what, each in often.items()]
+        repeats["dropped"] = count(24, 2)  # there are five times as many waits
+    checks = [f"{what}={often}" for what, often in repeats.items()]
     reported = dict(line.split() for line in printed("cuda_runs.py", library, peers, 1, *checks).splitlines())
     assert reported.keys() == CHECKS.keys()
     for what, (_, least) in CHECKS.items():
         assert int(reported[what]) >= least, what
 
 
-@pytest.mark.parametrize(("framework", "count"), [("cupy", 60), ("torch", 12)])
-def test_frameworks(library, framework, count):
-    """The public calls use the engine; later calls with torch tensors run in compiled code."""
-    assert printed("cuda_frameworks.py", library, framework) == f"{framework} {count}\n"
+@pytest.mark.parametrize(("framework", "calls"), [("cupy", 60), ("torch", 12)])
+def test_frameworks(library, framework, calls):
+    """The public calls use the engine, and give the host's results. Later calls with torch run in compiled code."""
+    assert printed("cuda_frameworks.py", library, framework) == f"{framework} {calls}\n"

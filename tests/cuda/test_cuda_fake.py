@@ -21,12 +21,12 @@ class Caller:
         self.contexts = [self.give("cuDevicePrimaryCtxRetain", device) for device in range(devices)]
 
     def call(self, name, *arguments, gives=0):
-        """Call a function, which must return a code."""
+        """Call a function, which must return the code ``gives``."""
         code = getattr(self.driver.lib, name)(*arguments)
         assert code == gives, (name, code, self.driver.report())
 
     def give(self, name, *arguments, kind=ctypes.c_void_p):
-        """Call a function whose first parameter is the address of its result; return that."""
+        """Call a function whose first parameter is the address of its result, and return the result."""
         result = kind()
         self.call(name, ctypes.byref(result), *arguments)
         return result.value
@@ -43,7 +43,7 @@ class Caller:
         del kept
 
     def copy(self, to, source, nbytes=4 * SIZE, gives=0, peers=None):
-        """Copy memory on device 0, or from one device to another, and wait for it."""
+        """Copy memory on device 0, or between the two devices ``peers`` (to, from), and wait for the copy."""
         if peers is None:
             self.call("cuMemcpyAsync", to, source, nbytes, self.queue, gives=gives)
         else:
@@ -52,7 +52,7 @@ class Caller:
         self.driver.run()
 
     def freed(self, source, result, pending):
-        """Free memory that a launch still writes, or that a later launch reads."""
+        """Free memory that a launch still writes (``pending``), or that a later launch reads."""
         address = self.give("cuMemAlloc_v2", 4 * SIZE, kind=ctypes.c_uint64)
         self.sum([source], [address])
         if not pending:
@@ -77,7 +77,7 @@ def reported(driver, words):
 
 
 def test_accesses_are_unordered_unless_a_wait_orders_them(library):
-    """Events, the default stream and the host order the streams of two devices; what nothing orders is reported."""
+    """Events, the default stream and the host order the streams of two devices. What nothing orders is reported."""
     for ordered in (None, "event", "default stream", "host"):
         for seed in range(5):  # the queues run in random allowed orders
             driver = FakeDriver(library, 2, seed=seed)
@@ -103,6 +103,7 @@ def test_accesses_are_unordered_unless_a_wait_orders_them(library):
                 assert driver.read(b, 64) == bytes(range(64))
 
 
+# Actions get memory on devices 0, 0, 1 and 2, and pinned memory. The code is that of a synchronisation afterwards.
 @pytest.mark.parametrize(
     ("words", "code", "action"),
     [

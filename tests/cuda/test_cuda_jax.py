@@ -5,9 +5,9 @@ from fake_cuda import printed
 
 
 def test_one_device(library):
-    """Eager calls, programs of jit, their derivatives and errors of the driver are as they must be.
+    """Eager calls and programs of jit give the bits of the host engine, gradients and vmap those of the loop engine.
 
-    All bits are those of the host engine, gradients and vmap those of the loop engine.
+    Failed calls of the driver raise errors.
     """
     found = printed("cuda_jax_runs.py", library, "eager", "traced", "gradients", "errors").split()
     checked = dict(zip(found[::2], map(int, found[1::2]), strict=True))
@@ -15,7 +15,10 @@ def test_one_device(library):
 
 
 def test_executables_of_another_process(library, tmp_path):
-    """They raise an error until their plans are made here, and then run these, in whatever order they were made."""
+    """Executables of another process raise an error until this process has made their plans. Then they run these plans.
+
+    The first run of the program serializes them, the second loads them.
+    """
     for _ in range(2):
         assert printed("cuda_jax_runs.py", library, f"serialized={tmp_path}") == "serialized 3\n"
 
@@ -32,9 +35,9 @@ def test_executables_of_another_process(library, tmp_path):
     ],
 )
 def test_several_devices(library, peers, checks):
-    """All dtypes, ops, algorithms and destinations, with any peer access: the bits of the host engine, in order.
+    """All dtypes, ops, algorithms and destinations give the bits of the host engine. No accesses are unordered.
 
-    Failed calls of the driver raise a ``DriverError``. What the engine cannot do is left to the loop.
+    Failed calls of the driver raise a ``DriverError``. What the engine cannot reduce is left to the loop engine.
     """
     found = printed("cuda_jax_devices.py", library, peers, *checks.split()).split()
     checked = dict(zip(found[::2], map(int, found[1::2]), strict=True))

@@ -23,14 +23,14 @@ def library():
 
 
 def drawn_batches(library, *dtypes, **environment):
-    """Check drawn batches of every kernel of all or some dtypes in a process of its own; return how many of each."""
+    """Check drawn batches of all kernels of ``dtypes`` (default: all) in a new process. Return the number per dtype."""
     done = ran("cuda_launches.py", library, count(300), 1, *dtypes, **environment)
     assert done.returncode == 0, done.stderr[-2000:]
     return {dtype: int(number) for dtype, number in map(str.split, done.stdout.splitlines())}
 
 
 def test_the_body_of_every_kernel_gives_the_bits_of_the_reference(library):
-    """Drawn batches of every kernel: several parts, orders, alignments, in place; only the bytes of results change."""
+    """Every kernel gives the bits of the reference, in any order and alignment, in place, and writes only results."""
     counts = drawn_batches(library)
     assert sorted(counts) == sorted({numbers.dtype for numbers in launches.all_numbers()})
     assert len(counts) == 15
@@ -59,7 +59,7 @@ def test_no_access_is_out_of_bounds_or_misaligned(dtypes, tmp_path):
 
 
 def test_conversions_to_halves_are_rounded_correctly(library):
-    """Three million values at all middles, subnormals, overflow and NaN; scripts/cuda_roundings checks all 2**32."""
+    """Values at all middles, subnormals, overflow and NaN are rounded right. scripts/cuda_roundings checks more."""
     loaded = ctypes.CDLL(str(library))
     for short in roundings.NAMES:
         assert not roundings.wrong_floats(loaded, roundings.notable_bits(short), short)

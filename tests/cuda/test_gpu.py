@@ -33,6 +33,7 @@ def put(framework, xs):
 
 
 def check(framework, result, op, xs, devices, inputs):
+    """Assert that a result is on the devices, is that of the oracle on all of them, and has its own memory."""
     assert type(result) is cr.Mirrored
     assert result.devices == tuple(devices)
     ys = [framework.to_numpy(y) for y in result]
@@ -72,7 +73,7 @@ def test_every_dtype_on_gpu(gpu):
 
 
 def test_sparse_on_gpu(gpu):
-    """On the GPU, slices are concatenated in replica order, or made dense if another replica is dense."""
+    """On the GPU, slices are concatenated in replica order. If another replica is dense, they are made dense."""
     for kind in gpu.kinds:
         parts = [(np.full((k % 3, 2), k, "float32"), np.arange(k % 3)) for k in range(8)]
         given = [gpu.sparse(kind, v, i, (4, 2), 0) for v, i in parts]

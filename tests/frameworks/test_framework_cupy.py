@@ -88,7 +88,7 @@ def get(cupy):
 
 
 def same(got, want):
-    """Return whether arrays have the same bits; NaNs may differ in sign and payload."""
+    """Return whether arrays have the same bits. NaNs may differ in sign and payload."""
     want = np.asarray(want)
     if (got.dtype, got.shape) != (want.dtype, want.shape):
         return False
@@ -123,11 +123,11 @@ def own_streams(cupy, devices):
 
 
 def test_every_op_and_dtype_gives_the_bits_of_numpy(cupy, put, get):
-    """All ops of all dtypes have NumPy's bits, by all algorithms, on 1 to 8 devices, packed or not, on any streams."""
+    """Each op over each dtype gives NumPy's bits, with all algorithms, on 1 to 8 devices, for any packs and streams."""
     rng = np.random.default_rng(0)
     cases = ((1, 0, 0), (2, 1, 2), (3, 3, 0), (3, 0, 2), (8, 2, 8))  # devices, packs, streams
     for number, algorithm in enumerate(ALGORITHMS):
-        for k in (number % 5, (number + 2) % 5):
+        for k in (number % 5, (number + 2) % 5):  # two ops
             op, (n, packs, streams) = OPS[k], cases[(number + k) % len(cases)]
             with own_streams(cupy, range(streams)):
                 kinds = [(d, s) for d in DTYPES if op in ops_for(d) for s in ((), (0,), (5, 3))]
@@ -171,12 +171,12 @@ def test_special_values(put, get):
 
 
 def test_layouts_and_logical_devices(cupy, put, get):
-    """Views with any strides, several per GPU, are reduced; several arrays on one GPU are on its logical devices."""
+    """Views with any strides, several per GPU, are reduced. Several arrays on one GPU are on its logical devices."""
     base = np.arange(24.0).reshape(4, 6)
     views = [lambda x: x.T, lambda x: x[::2, ::3], lambda x: x[1:3], lambda x: x[::-1], lambda x: x[2, 3]]
     places = (0, 0, 3, 0, 3)
     for view in views:
-        given = [view(put(base * 10**k, place)) for k, place in enumerate(places)]
+        given = [view(put(base * 10**k, place)) for k, place in enumerate(places)]  # their sum: base * 11111
         value = cr.PerReplica(given)
         assert value.devices == ("cuda:0", "cuda:0#1", "cuda:3", "cuda:0#2", "cuda:3#1")
         for algorithm in ("ring", "hierarchical_copy", "direct"):
@@ -199,7 +199,7 @@ def test_layouts_and_logical_devices(cupy, put, get):
 
 
 def test_out(cupy, put, get):
-    """Results are written into given arrays or in place; arrays that cannot be written raise an error before."""
+    """Results are written into given arrays, or in place. If one cannot be written, none is, and an error is raised."""
     for dtype, shape in (("float16", (5, 3)), ("int64", ())):
         given = [put(np.full(shape, k + 1, dtype), k) for k in range(3)]
         wanted = np.full(shape, 2, "float64" if dtype == "int64" else dtype)
@@ -232,7 +232,7 @@ def test_out(cupy, put, get):
 
 
 def test_sparse(put, get):
-    """Slices are concatenated in replica order; if a replica is dense, those of a row are added in their order."""
+    """Slices are concatenated in replica order. If a replica is dense, the slices of a row are added in that order."""
     rng = np.random.default_rng(0)
     for dtype in DTYPES[:-1]:
         rows = [rng.integers(0, 4, 9), np.array([], "int64"), np.array([3, 3, 3], "uint64")]
@@ -265,7 +265,7 @@ def test_sparse(put, get):
 
 
 def test_bad_input(cupy, put, monkeypatch):
-    """Errors name the problem; replicas of CuPy beside those of NumPy are refused."""
+    """Errors name the problem. Replicas of CuPy beside those of NumPy are refused."""
     x = put(np.ones(2), 0)
     foreign = type("csr_matrix", (), {"__module__": "cupyx.scipy.sparse._csr", "shape": (2,)})()
     half = put(np.ones(2, "bfloat16"), 0)
@@ -290,7 +290,7 @@ def test_bad_input(cupy, put, monkeypatch):
 
 
 def test_strategy(cupy, put, get):
-    """Replicas run on their devices and the caller's streams; all calls of the strategy work on every device."""
+    """Replicas run on their devices and the caller's streams. All calls of the strategy work on every device."""
     assert cr.MirroredStrategy().devices == tuple(f"cuda:{k}" for k in range(8))
     strategy, places, n = cr.MirroredStrategy(["cuda:0", "cuda:0#1", "cuda:5"]), [0, 0, 5], 3
     with own_streams(cupy, {0, 5}):
@@ -300,7 +300,7 @@ def test_strategy(cupy, put, get):
         given = put(np.full(3, 1.5), 0)
         weights.assign(given)
         with given.device:
-            given += 1  # a variable has copies
+            given += 1  # this does not change the variable, which has copies
         host = np.arange(n * 6.0).reshape(n * 2, 3)
         streams = [cupy.cuda.get_current_stream(place) for place in places]
 
@@ -318,7 +318,7 @@ def test_strategy(cupy, put, get):
         assert [x.device.id for x in shares] == places
         means, rows, before = strategy.run(step, args=(shares,))
         for k, place in enumerate(places):
-            assert same(get(means[k], place), host[::2].mean(0))
+            assert same(get(means[k], place), host[::2].mean(0))  # each replica has two rows, and used the first
             assert same(get(rows[k], place), host)
             assert get(weights[k], place).tolist() == (1.5 - 0.25 * host[::2].sum(0)).tolist()
             assert get(before[k], place).tolist() == [1.5] * 3
@@ -330,7 +330,7 @@ def test_strategy(cupy, put, get):
 
 
 def test_cupy_is_imported_at_the_first_array_only():
-    """``import crossreduce`` and reductions of NumPy arrays do not import CuPy; ``train`` lists its devices.
+    """``import crossreduce`` and reductions of NumPy arrays do not import CuPy. ``train`` lists its devices.
 
     Where CuPy finds no GPU, it has no accelerators, strategies use the host, and devices raise an error.
     """
@@ -357,7 +357,7 @@ except cr.DeviceError as error:
 
 
 def test_the_command_line(crossreduce, cupy, tmp_path):
-    """``train`` and ``bench`` run with CuPy arrays; ``info`` lists the devices."""
+    """``train`` and ``bench`` run with CuPy arrays. ``info`` lists the devices."""
     options = ("--epochs", 1, "--json", tmp_path / "run.json")
     code, _, error = crossreduce("train", "--framework", "cupy", "--devices", "cuda:0-2", *options)
     assert (code, error) == (0, "")

@@ -48,7 +48,7 @@ def test_results_are_committed_where_they_belong(jax, jax_):
 
 
 def test_devices_that_do_not_exist(jax_):
-    """A device that JAX does not have raises a DeviceError; its message explains how to get more, or GPUs."""
+    """A device that JAX does not have raises a DeviceError, which explains how to get more CPU devices, or GPUs."""
     x = jax_.array(np.ones(2))
     for device in ("cpu:99", "cuda:70", "tpu:0", "host1/cpu:1"):
         more = r'for more on the CPU, jax\.config\.update\("jax_num_cpu_devices", n\)'
@@ -143,8 +143,8 @@ def test_float64_arrays_after_x64_was_disabled(jax):
 
 @pytest.mark.parametrize("traced", [False, True])
 def test_gradients(traced, jax, jax_):
-    """If a loss weights the n copies of a mean, each replica's gradient is sum(weights) / n, without jit on the
-    replica's device; vmap can transform a reduction, too."""
+    """If a loss weights the n copies of a mean, each replica's gradient is sum(weights) / n. Without jit, it is on the
+    replica's device. vmap can transform a reduction, too."""
 
     def loss(xs):
         results = cr.all_reduce(xs, "mean", devices=["cpu:0", "cpu:1", "cpu:2"])
@@ -154,7 +154,7 @@ def test_gradients(traced, jax, jax_):
     xs = [np.full(4, float(k)) for k in range(3)]
     grads = jax.jit(jax.grad(loss))(xs) if traced else jax.grad(loss)(jax_.arrays(xs))
     for k, grad in enumerate(grads):
-        assert grad.tolist() == [2.0] * 4
+        assert grad.tolist() == [(1 + 2 + 3) / 3] * 4
         assert traced or grad.devices() == {jax.devices("cpu")[k]}
     stacked = [np.stack([x, 2 * x]) for x in xs]
     total = jax.vmap(lambda *xs: cr.HierarchicalCopyAllReduce().reduce("sum", cr.PerReplica(xs), "cpu:0")[0])(*stacked)
@@ -180,7 +180,7 @@ def bcoo(jax_, k, **more):
 def test_bcoo(n_dense, traced, jax, jax_):
     """The results of BCOOs are BCOOs on the destinations, with the slices in the order of the replicas.
 
-    Indices beyond the shape are ignored as JAX's padding; a BCOO and a dense array have a dense result.
+    Indices beyond the shape are JAX's padding, and ignored. The result of a BCOO and a dense array is dense.
     """
     xs = [bcoo(jax_, k, n_dense=n_dense) for k in (1, 2)]
     assert cr.PerReplica(xs).devices == ("cpu:1", "cpu:2")  # those of the data
@@ -202,7 +202,7 @@ def test_bcoo(n_dense, traced, jax, jax_):
 
 
 def test_kinds_that_cannot_be_reduced(jax, jax_):
-    """PRNG keys, batched BCOOs, BCSRs and shapes without values are rejected; the message has a remedy."""
+    """PRNG keys, batched BCOOs, BCSRs and shapes without values are rejected. The message has a remedy."""
     from jax.experimental import sparse
 
     dense = jax_.array(np.eye(3))

@@ -132,7 +132,7 @@ def test_unknown_rank() -> None:
 
 @pytest.mark.parametrize(("algorithm", "traced"), [("ring", False), ("hierarchical_copy", True), ("one_device", True)])
 def test_gradients(algorithm: str, traced: bool) -> None:
-    """The gradient of an all-reduced sum is the all-reduced sum of the gradients; the same holds for means."""
+    """The gradient of an all-reduced sum is the all-reduced sum of the gradients. The same holds for means."""
     ops = cr.AllReduceCrossDeviceOps(algorithm, num_packs=2)
     weights = (1.0, 10.0, 100.0)
 
@@ -150,8 +150,8 @@ def test_gradients(algorithm: str, traced: bool) -> None:
 
 
 def test_gradients_of_other_ops_and_of_variables() -> None:
-    """The gradient of a max is 1 for the largest value, else 0; of a product, the others' product; a tape records the
-    read of a variable, and a Keras variable is read like the one inside."""
+    """The gradient of a max is 1 for the largest value and 0 for others, that of a product the product of the others.
+    A tape records the read of a variable. A Keras variable can be reduced."""
     xs = [on(k, x) for k, x in enumerate((2.0, 5.0, 3.0))]
     halves = [on(k, 1.0, tf.float16) for k in range(3)]
     variables = [tf.Variable(1.0), tf.Variable(3.0)]

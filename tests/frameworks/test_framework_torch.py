@@ -21,7 +21,7 @@ def same(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def assert_own(results: list[torch.Tensor], inputs: list[torch.Tensor]) -> None:
-    """Every result is contiguous, requires no gradient, and has its own storage."""
+    """Assert that each result is contiguous, requires no gradient, and has its own storage of exactly its size."""
     for x in results:
         assert type(x) is torch.Tensor
         assert x.is_contiguous()
@@ -49,22 +49,22 @@ def layouts() -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("kind", layouts())
 def test_layouts(kind: str) -> None:
-    """Views with any strides are reduced correctly; results are contiguous, not lazy, and have their own memory."""
-    for n, packs, values in ((1, 1, 1), (3, 0, 1), (3, 1, 2)):
+    """Views with any strides are reduced correctly. Results are contiguous, not lazy, and have their own memory."""
+    for n, packs, batch_size in ((1, 1, 1), (3, 0, 1), (3, 1, 2)):
         xs = [layouts()[kind] for _ in range(n)]
         before = [x.clone() for x in xs]
         value = cr.PerReplica(xs)
-        batch = cr.AllReduceCrossDeviceOps("direct", num_packs=packs).batch_reduce("sum", [(value, value)] * values)
+        batch = cr.AllReduceCrossDeviceOps("direct", num_packs=packs).batch_reduce("sum", [(value, value)] * batch_size)
         results = [x for result in batch for x in result]
         for x in results:
-            assert torch.equal(x, before[0].resolve_conj().resolve_neg() * n), (n, packs, values)
+            assert torch.equal(x, before[0].resolve_conj().resolve_neg() * n), (n, packs, batch_size)
             assert (x.is_conj(), x.is_neg()) == (False, False)
         assert_own(results, xs)
         assert all(torch.equal(x, y) for x, y in zip(xs, before, strict=True))
 
 
 def test_results_are_plain_and_not_part_of_a_graph() -> None:
-    """Parameters, tensors of an autograd graph and of a subclass are reduced by value; results are plain tensors."""
+    """Parameters, tensors of an autograd graph and of a subclass are reduced by value. Results are plain tensors."""
 
     class Named(torch.Tensor):
         pass
@@ -99,7 +99,7 @@ def test_mean_of_integers_has_the_current_default_dtype() -> None:
 
 
 def test_unsigned_integers_that_torch_cannot_add() -> None:
-    """Reducing dtypes that torch cannot add raises an UnsupportedError; broadcasting them works."""
+    """Reducing dtypes that torch cannot add raises an UnsupportedError. Broadcasting them works."""
     for dtype, op in ((torch.uint16, "sum"), (torch.uint32, "min"), (torch.uint64, "mean")):
         xs = [torch.tensor([1, 2]).to(dtype) for _ in range(2)]
         value = cr.PerReplica(xs)
@@ -153,7 +153,7 @@ def coo(indices: list[list[int]], values: torch.Tensor, shape: tuple[int, ...]) 
 
 
 def test_slices_of_sparse_tensors_are_concatenated() -> None:
-    """Slices are concatenated in the order of the replicas, with duplicates; inputs stay uncoalesced."""
+    """Slices are concatenated in the order of the replicas, with duplicates. Inputs stay uncoalesced."""
     a = coo([[1, 1]], torch.tensor([[1.0, 2.0], [3.0, 4.0]]), (5, 2))
     b = coo([[3]], torch.tensor([[5.0, 6.0]]), (5, 2))
     value = cr.PerReplica([a, b])
@@ -178,7 +178,7 @@ def test_slices_of_sparse_tensors_are_concatenated() -> None:
 
 
 def test_indices_of_slices() -> None:
-    """An index outside the dense shape, also a negative one, is an error; slices may be views, and empty."""
+    """An index outside the dense shape is an error, also a negative one. Slices may be views, and may be empty."""
     for index in (-1, 4):
         slices = cr.IndexedSlices(torch.ones(1, 2), torch.tensor([index]), (4, 2))
         with pytest.raises(cr.ArgumentError, match=rf"(?s)outside its dense shape.*from {index} to {index}"):

@@ -20,13 +20,14 @@ jnp, lax = jax.numpy, jax.lax
 
 ALGORITHMS = (*strategies.NAMED, "auto")
 PAIRS = r"source_target_pairs = dense<(\[\[.*?\]\])>"
+# LINE links four devices in a line. SLOW links all pairs of four devices, but the link of the first two is slow.
 LINE = cr.Topology.from_matrix([[int(abs(a - b) == 1) for b in range(4)] for a in range(4)])
 SLOW = cr.Topology.from_matrix([[(a != b) * (1 if a + b == 1 else 9) for b in range(4)] for a in range(4)])
 
 
 @pytest.mark.parametrize(("n", "algorithm"), each([8, 3, 5, 9, 2, 6, 1], ALGORITHMS))
 def test_every_device_gets_every_contribution_once(n, algorithm):
-    """On 1 to 9 devices, every algorithm gives exact sums of (n + 1) ** device on every device; replicated values are
+    """On 1 to 9 devices, every algorithm gives exact sums of (n + 1) ** device on every device. Replicated values are
     added once per device, as by psum."""
     rng = np.random.default_rng(n)
     contributions = np.stack(oracle.contributions(n, "int32", (11,)))
@@ -44,7 +45,7 @@ def test_every_device_gets_every_contribution_once(n, algorithm):
 
 @pytest.mark.parametrize("algorithm", ["auto", "ring"])
 def test_every_op_over_every_dtype(algorithm):
-    """Each op is correct over each dtype that it is defined for; means of integers are float32."""
+    """Each op is correct over each dtype that it is defined for. Means of integers are float32."""
     rng = np.random.default_rng(7)
     every = {dtype: draw(rng, dtype, (3, 10)) for dtype in DTYPES}
     xs = {op: {d: x for d, x in every.items() if op in strategies.ops_for(d)} for op in strategies.OPS}
@@ -67,7 +68,7 @@ def test_every_op_over_every_dtype(algorithm):
 
 @pytest.mark.parametrize("algorithm", ["auto", "ring"])
 def test_half_types_round_once_and_nan_propagates(algorithm):
-    """Two 40000s in float16 have the mean 40000; means, minima and maxima of NaN, infinities and -0 are NumPy's."""
+    """Two 40000s in float16 have the mean 40000. Means, minima and maxima of NaN, infinities and -0 are NumPy's."""
     nan, inf = np.nan, np.inf
     xs = np.array([[40000, nan, -inf, 1, -0.0, inf], [40000, 1, 2, nan, 0.0, 3]])
     want = {
@@ -93,11 +94,11 @@ def test_half_types_round_once_and_nan_propagates(algorithm):
 def test_every_device_has_the_same_nan(algorithm):
     """All devices combine in the same order, so that even the payload of the sum of two different NaNs agrees."""
     n = 4
-    bits = np.uint32(0x7FC00001) + np.arange(n, dtype="uint32")[:, None]
+    bits = np.uint32(0x7FC00001) + np.arange(n, dtype="uint32")[:, None]  # NaNs with another payload on each device
     x = np.repeat(bits, 12, 1).view("float32")
     x[:, :6] = np.where(np.arange(n)[:, None] % 2, 0.0, -0.0)
     run = jax.jit(spread(lambda x: [all_reduce(x, "d", op, algorithm=algorithm) for op in ("sum", "max")], n))
-    for got in run(x):
+    for got in run(x):  # the first 6 elements are zeros of both signs
         assert np.isnan(same_everywhere(got)).tolist() == [False] * 6 + [True] * 6
 
 
@@ -131,7 +132,7 @@ def test_plans_for_any_topology(data):
 
 @pytest.mark.parametrize("check", [True, False])
 def test_slices_are_concatenated(check):
-    """The slices of IndexedSlices and BCOO are concatenated in the order of the devices; a mean divides the values."""
+    """The slices of IndexedSlices and BCOO are concatenated in the order of the devices. A mean divides the values."""
     from jax.experimental.sparse import BCOO
 
     def own(x):
@@ -157,8 +158,8 @@ def test_slices_are_concatenated(check):
 
 @pytest.mark.parametrize("algorithm", ["auto", "ring"])
 def test_every_transformation_with_named_axes(algorithm):
-    """all_reduce runs under shard_map without jit, pmap, vmap of another axis, and vmap of the named axis, also if the
-    current mesh has an axis of this name."""
+    """all_reduce runs under shard_map without jit, pmap, vmap of another axis, and vmap of the named axis. The current
+    mesh may have an axis of the same name as that of vmap."""
     x = np.random.default_rng(1).integers(-9, 9, (3, 4)).astype("float32")
 
     def own(x):
@@ -177,7 +178,7 @@ def test_every_transformation_with_named_axes(algorithm):
 
 
 def test_several_axes_of_vmap():
-    """Over several axes of vmap, XLA's all-reduce runs; a schedule is rejected, since JAX would run it incorrectly."""
+    """Over several axes of vmap, XLA's all-reduce runs. A schedule is rejected, since JAX would run it incorrectly."""
     x = np.arange(6.0, dtype="float32").reshape(2, 3)
 
     def both(**how):
@@ -185,14 +186,14 @@ def test_several_axes_of_vmap():
 
     assert both().tolist() == [[15] * 3] * 2
     for how in ({"algorithm": "ring"}, {"op": "product"}):
-        words = r"(?s)no schedule can run over several axes of which one is vmap's.*axes 'a', 'b'"
+        words = r"(?s)no schedule can run over several axes if one belongs to vmap.*axes 'a', 'b'"
         with pytest.raises(cr.UnsupportedError, match=words):
             both(**how)
 
 
 @pytest.mark.parametrize(("algorithm", "check"), [("ring", False), ("hierarchical_copy", True)])
 def test_meshes_of_several_axes(algorithm, check):
-    """all_reduce runs over one or several axes of a mesh, in any order; results still vary over the other axes."""
+    """all_reduce runs over one or several axes of a mesh, in any order. Results still vary over the other axes."""
     names = ("hosts", "devices", "other")
     x = np.random.default_rng(2).integers(-9, 9, (2, 2, 2, 5)).astype("float32")
 
@@ -215,7 +216,7 @@ def lowered(function, *xs):
 
 
 def collectives(function, n, *xs, check=True):
-    """Count the collectives in the program that XLA compiles for GPUs; on the CPU, the kernels may run instead."""
+    """Count the collectives in the program that XLA compiles for GPUs. On the CPU, the kernels may run instead."""
     text = lowered(spread(function, n, check), *xs)
     found = re.findall(r"stablehlo\.(all_reduce|collective_permute|all_gather|all_to_all|reduce_scatter)", text)
     return {name: found.count(name) for name in set(found)}
@@ -286,19 +287,18 @@ def test_plans_of_several_axes_are_logged(caplog):
     assert re.findall(PAIRS, text)[0] == "[[1, 0], [3, 2], [5, 4]]"
     assert [record.levelname for record in caplog.records] == ["INFO"] * 3
     levels, by_xla, ring = caplog.messages
-    for words in (
-        "new plan: all_reduce hierarchical_copy: 6 devices",
-        "6 permutations",
-        "axes 'hosts', 'devices' of 6",
-    ):
+    head = "new plan: all_reduce hierarchical_copy: 6 devices"
+    for words in (head, "6 permutations", "axes 'hosts', 'devices' of 6"):
         assert words in levels
     assert "XLA's own all-reduce; over axis 'once' of 3" in by_xla
     assert "ring: 3 devices, 3 chunks, 4 rounds, 12 steps, 4 permutations" in ring
 
 
-def rejected(error, match, leaf=1.0, **how):
+def rejected(error, match, leaf=1.0, axis_name="d", **how):
+    """Assert that a call with the options ``how``, and with ``leaf`` in its tree, raises an error."""
+
     def own(x):
-        return all_reduce({"w": [x, leaf]}, how.pop("axis_name", "d"), **how)
+        return all_reduce({"w": [x, leaf]}, axis_name, **how)
 
     with pytest.raises(error, match=match):
         jax.vmap(own, axis_name="d")(np.ones(3, "float32"))
@@ -319,7 +319,7 @@ def rejected(error, match, leaf=1.0, **how):
     }.items(),
 )
 def test_invalid_arguments_are_rejected_while_tracing(words, how):
-    """An error is raised while the function is traced; its message has the argument and a remedy."""
+    """An error is raised while the function is traced. Its message has the argument and a remedy."""
     rejected(ValueError, words, **how)
 
 

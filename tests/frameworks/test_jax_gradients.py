@@ -37,7 +37,7 @@ def transformed(kind, reduce):
 def test_gradients_are_those_of_psum(kind, check):
     """Inside shard_map, every transformation gives the same as with lax.psum or lax.pmean, for any check_vma."""
     x = np.random.default_rng(3).standard_normal((3, 2, 3)).astype("float32")
-    alone = kind == "jvp"  # for jvp, the value is the same on all devices
+    is_replicated = kind == "jvp"  # then the value is the same on all devices
 
     def own(x):
         found = []
@@ -46,9 +46,9 @@ def test_gradients_are_those_of_psum(kind, check):
             for algorithm in algorithms:
                 ours = transformed(kind, lambda x, a=algorithm, op=op: all_reduce(x, "d", op, algorithm=a))(x)
                 found.append((ours, right))
-        return found if alone else jax.tree.map(lambda x: x[None], found)
+        return found if is_replicated else jax.tree.map(lambda x: x[None], found)
 
-    for ours, theirs in jax.jit(spread(own, 3, check, P() if alone else P("d")))(x):
+    for ours, theirs in jax.jit(spread(own, 3, check, P() if is_replicated else P("d")))(x):
         scale = np.abs(theirs).max()
         assert scale > 0
         # Both differ from the exact result by fewer than 64 roundings: of a few sums over 3 devices, powers and sines.
@@ -67,21 +67,24 @@ def test_gradients_of_extremes_and_products(op, algorithm, check):
     ours = jax.jit(jax.grad(lambda x: (weights * run(x)).sum()))(x)
     theirs = jax.grad(lambda x: (weights * plain(x, axis=0)).sum())(x)
     np.testing.assert_allclose(np.asarray(ours), np.asarray(theirs), rtol=2.0**-20)
-    assert (x == 0).any(0).sum() > 3
+    assert (x == 0).any(0).sum() > 3  # some products have zero factors
 
 
 def explicitly(function, before, out=None):
-    """Run ``before`` and then ``function`` on each device of an explicit 2 x 2 mesh, on its part of 0 to 7."""
+    """Run ``before`` and then ``function`` on each device of an explicit 2 x 2 mesh, and return all results.
+
+    The arrays of the four devices are [0, 1], [2, 3], [4, 5] and [6, 7].
+    """
     axes = jax.make_mesh((2, 2), ("d", "e"), axis_types=(jax.sharding.AxisType.Explicit,) * 2)
     with jax.set_mesh(axes):
         x = jax.sharding.reshard(jnp.arange(8.0), P(("d", "e")))
-        own = jax.shard_map(
-            lambda x: function(before(x)), in_specs=P(("d", "e")), out_specs=P() if out is None else out
-        )
+        specs = {"in_specs": P(("d", "e")), "out_specs": P() if out is None else out}
+        own = jax.shard_map(lambda x: function(before(x)), **specs)
         return [np.asarray(shard.data).tolist() for shard in jax.jit(own)(x).addressable_shards]
 
 
 def unreduced(*axes):
+    """Return a function that declares an array unreduced over some axes: a part of a sum."""
     return lambda x: lax.pcast(x, axes, to="unreduced")
 
 
@@ -100,6 +103,7 @@ def test_unreduced_arrays(algorithm):
     assert explicitly(ours("e"), before, still) == explicitly(lambda x: lax.psum(x, "e"), before, still)
     twice = explicitly(ours(both), lambda x: lax.psum(unreduced("d")(x), "e"))  # a replicated array counts per device
     assert twice == [[24.0, 32.0]] * 4
+    # In float16 the sum of four 30000s overflows, but not their mean.
     half = explicitly(ours(both, "mean"), lambda x: unreduced("d", "e")((x * 0 + 30000).astype("float16")))
     assert half == [[30000.0] * 2] * 4
     for op, axes in (("max", both), ("min", "d"), ("product", "e"), ("mean", "e")):  # not defined for parts of a sum

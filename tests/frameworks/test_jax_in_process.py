@@ -31,7 +31,7 @@ def calls(function, *xs):
 
 
 def test_the_bits_are_those_of_the_kernels():
-    """Over every dtype and op, all devices get the bits that the engine ``host`` computes in the order of positions."""
+    """For every dtype and op, all devices get the bits of the host engine, which combines in the order of positions."""
     rng = np.random.default_rng(0)
     every = {dtype: draw(rng, dtype, (8, 333)) for dtype in DTYPES}
     xs = {op: {d: x for d, x in every.items() if op in strategies.ops_for(d)} for op in strategies.OPS}
@@ -51,11 +51,11 @@ def test_groups_of_positions_meet_separately():
     """Over any axes of a mesh, in any order, each group of positions gets the sum of its own arrays."""
     names, x = ("a", "b", "c"), np.stack(oracle.contributions(8, "int32", (5,))).reshape(2, 2, 2, 5)
     every = [axes for count in (1, 2, 3) for axes in itertools.permutations(names, count)]
-    for check, some in ((True, every[::2]), (False, every[1::2])):
+    for check_vma, some in ((True, every[::2]), (False, every[1::2])):
         run = jax.shard_map(
             lambda x, some=some: [all_reduce(x, axes) for axes in some],
             mesh=mesh((2, 2, 2), names), in_specs=P(*names),
-            out_specs=[P(*(None if name in axes else name for name in names)) for axes in some], check_vma=check,
+            out_specs=[P(*(None if name in axes else name for name in names)) for axes in some], check_vma=check_vma,
         )  # fmt: skip
         assert calls(jax.jit(run), x) == len(some)
         for axes, got in zip(some, jax.jit(run)(x), strict=True):
@@ -89,7 +89,7 @@ def test_a_donated_array_is_reduced_in_place(how):
     results = compiled(xs)
     assert list(map(pointers, results)) == before
     assert all(x.is_deleted() for x in xs)
-    want = 3 if how == "161 leaves" else 24
+    want = 3 if how == "161 leaves" else 24  # the mean or the sum of eight 3s
     assert all((np.asarray(x) == want).all() for x in results)
 
 
@@ -98,14 +98,14 @@ def test_other_arguments_are_not_copied_or_written():
     over = jax.shard_map(
         lambda x, y: (all_reduce(x, "d"), y + 1), mesh=mesh(8), in_specs=P("d"), out_specs=P("d"), check_vma=False
     )
-    run = jax.jit(over, donate_argnums=1)  # the second argument has another type, so it is not the first one's
+    run = jax.jit(over, donate_argnums=1)  # donated arguments are recognized by their type, which the first lacks
     x, y = jnp.ones((8, 300)), jnp.ones((8, 7), "int32")
     compiled = run.lower(x, y).compile()
     assert not re.search(r" copy\(", compiled.as_text())
     assert (np.asarray(compiled(x, y)[0]) == 8).all()
     assert (np.asarray(x) == 1).all()
     # A value that is used afterwards does not change either.
-    after = jax.jit(spread(lambda x: (x * 2, all_reduce(x * 2, "d"))[::-1], 8, False, (P(), P("d"))))
+    after = jax.jit(spread(lambda x: (x * 2, all_reduce(x * 2, "d"))[::-1], 8, check=False, out=(P(), P("d"))))
     total, own = after(np.ones((8, 4), "float32"))
     assert (total.tolist(), set(np.asarray(own).tolist())) == ([16] * 4, {2})
 
@@ -124,7 +124,7 @@ def test_nothing_is_compiled_twice():
         return inner(x) - inner(3 * x), loop
 
     x = np.arange(1.0, 9, dtype="float32")[:, None].repeat(3, 1)
-    step = jax.jit(spread(own, 8, False))
+    step = jax.jit(spread(own, 8, check=False))
     for _ in range(4):
         difference, loop = step(x)
         assert difference.tolist() == [-72] * 3
@@ -135,16 +135,15 @@ def test_nothing_is_compiled_twice():
 
 
 def test_where_xla_reduces():
-    """Elsewhere the collectives of XLA run: axes that XLA partitions, vmap's, exports, and devices of other kinds."""
+    """XLA's collectives run over axes that XLA partitions or vmap maps, in exports, and on devices of other kinds."""
     from jax import export
 
     x = np.arange(8.0, dtype="float32").reshape(8, 1)
     grid = mesh((4, 2), ("d", "auto"))
-    partly = jax.jit(
-        jax.shard_map(lambda x: all_reduce(x, "d"), mesh=grid, in_specs=P("d"), out_specs=P(), axis_names={"d"})
-    )
+    specs = {"in_specs": P("d"), "out_specs": P(), "axis_names": {"d"}}
+    partly = jax.jit(jax.shard_map(lambda x: all_reduce(x, "d"), mesh=grid, **specs))
     assert calls(partly, x) == 0
-    assert np.asarray(partly(x)).ravel().tolist() == [12, 16]
+    assert np.asarray(partly(x)).ravel().tolist() == [0 + 2 + 4 + 6, 1 + 3 + 5 + 7]
     assert calls(jax.jit(jax.vmap(lambda x: all_reduce(x, "v"), axis_name="v")), x) == 0
     over = jax.jit(spread(lambda x: all_reduce(x, "d"), 8))
     assert calls(over, x) == 1
@@ -161,10 +160,11 @@ def test_a_device_that_does_not_arrive_is_named():
     def own(x):
         return lax.cond(lax.axis_index("d") % 4 == 3, lambda x: x, lambda x: all_reduce(x, "d"), x)
 
-    run, every = jax.jit(spread(own, 8, False, P("d"))), jax.jit(spread(lambda x: all_reduce(x, "d"), 8, False))
+    run = jax.jit(spread(own, 8, check=False, out=P("d")))
+    every = jax.jit(spread(lambda x: all_reduce(x, "d"), 8, check=False))
     x = np.ones((8, 8), "float32")
     settings = kernels.instruction_set(), kernels.threads(), kernels.STREAMING_BYTES, kernels.THREADED_BYTES
-    kernels.native().xla_handlers(*settings, 0.8)
+    kernels.native().xla_handlers(*settings, 0.8)  # seconds that devices wait for each other
     words = r"(?s)axis 'd': position 3, 7 did not arrive within 0.8 s.*given: position 0, 1, 2, 4, 5, 6 arrived, of 8"
     try:
         with pytest.raises(jax.errors.JaxRuntimeError, match=words):
@@ -175,7 +175,7 @@ def test_a_device_that_does_not_arrive_is_named():
 
 
 def test_an_invalid_timeout_is_rejected(monkeypatch):
-    """CROSSREDUCE_JAX_TIMEOUT must be a positive number; the error shows the value."""
+    """CROSSREDUCE_JAX_TIMEOUT must be a positive number. The error shows the value."""
     for text in ("0", "-1", "soon", "nan", "inf"):
         monkeypatch.setenv("CROSSREDUCE_JAX_TIMEOUT", text)
         with pytest.raises(ArgumentError, match=rf"(?s)CROSSREDUCE_JAX_TIMEOUT must be a positive number.*{text}"):
@@ -186,7 +186,7 @@ def test_an_invalid_timeout_is_rejected(monkeypatch):
 
 @pytest.mark.parametrize("threads", [2, *(pytest.param(k, marks=pytest.mark.slow) for k in (1, 8))])
 def test_random_programs_end(threads):
-    """Beside XLA's collectives, with any number of threads and two programs at once, programs end and are right."""
+    """Random programs that also use XLA's collectives end with right results, two at once, on any number of threads."""
     count = budget.count(20, least=2)
     environment = {**os.environ, "NPROC": str(threads), "PJRT_NPROC": str(threads), "JAX_NUM_CPU_DEVICES": "8"}
     command = [sys.executable, str(program("jax_storm.py")), str(threads * 1000), str(count)]
@@ -212,7 +212,7 @@ def test_exact_sums_have_the_bits_of_rational_arithmetic(jax_):
             for shard in result.addressable_shards:
                 assert np.asarray(shard.data).tobytes() == right.tobytes(), (op, dtype)
     floats = bits["float32"][0]  # the gradient of an exact sum is the exact sum of the devices' gradients
-    summed = spread(lambda x: all_reduce(x, "d", exact=True)[None], 8, False, P("d"))
+    summed = spread(lambda x: all_reduce(x, "d", exact=True)[None], 8, check=False, out=P("d"))
     grad = jax.jit(jax.grad(lambda x: (summed(x) * floats.view("float32")).sum()))(jnp.ones(floats.shape, "float32"))
     assert {np.asarray(row).tobytes() for row in np.asarray(grad)} == {exact_sums(floats, "float32").tobytes()}
 

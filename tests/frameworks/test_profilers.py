@@ -162,15 +162,15 @@ def nvtx_library(tmp_path_factory):
     ],
 )
 def test_nvtx_ranges(nvtx_library, variables, expected):
-    """If ranges are on, each call pushes and pops one, prepared or not, also if it raises; otherwise none does."""
+    """If ranges are on, each call pushes and pops one, prepared or not, also if it raises. Otherwise no call does."""
     ran = run_python(CALLS, LD_LIBRARY_PATH=nvtx_library, **variables)
     assert ran.returncode == 0, ran.stderr
     assert ran.stdout.splitlines() == expected
 
 
 def test_nvtx_without_a_library_and_by_nvidias_package():
-    """If ranges are wanted and NVTX is missing, there is one warning, and calls run; a package nvtx is called, but
-    only if ranges are wanted."""
+    """If ranges are wanted and NVTX is missing, calls run, with one warning. The package nvtx is called if it is
+    installed and ranges are wanted."""
     ran = run_python(CALLS, CROSSREDUCE_NVTX="1")
     assert ran.stdout.splitlines() == ["raised"]
     assert ran.stderr.count("NVTX is not installed") == 1
@@ -183,8 +183,8 @@ sys.modules["nvtx"] = SimpleNamespace(push_range=push, pop_range=pop)"""
 
 
 def test_frameworks_that_are_imported_later_are_found():
-    """A profiler is found in the first call after its framework is imported, or at the latest after the next call in
-    Python; no call imports a framework."""
+    """A profiler is found in the first call after its framework is imported, or at the latest after the next call that
+    runs in Python, not in compiled code. No call imports a framework."""
     code = """
 import json, sys
 import numpy as np
@@ -197,8 +197,8 @@ cr.all_reduce([torch.ones(2)] * 2)
 print(json.dumps([*found, len(PROFILERS.found), PROFILERS.unseen, PROFILERS.are_on()]))
 """
     ran = run_python(code)
+    # Before torch is imported there are no profilers. Afterwards there is torch's, which is off. JAX is not imported.
     assert json.loads(ran.stdout) == [0, False, 1, ["jax"], False], ran.stderr
-    assert (
-        "crossreduce.observe.profilers.torch" not in run_python("import crossreduce, sys; print(*sys.modules)").stdout
-    )
+    imported = run_python("import crossreduce, sys; print(*sys.modules)").stdout
+    assert "crossreduce.observe.profilers.torch" not in imported
     assert sys.modules["crossreduce.observe.profilers.torch"] in PROFILERS.found

@@ -37,7 +37,7 @@ ALGORITHMS = ("one_device", "hierarchical_copy", "ring", "halving_doubling", "di
 
 @pytest.mark.parametrize(("op", "n", "mode"), each(OPS, [1, 3, 8], MODES))
 def test_reduction_and_broadcast(op, n, mode):
-    """Every op reduces and broadcasts to all kinds of destinations; one device receives a bare tensor (D2, D12)."""
+    """Every op reduces and broadcasts to all kinds of destinations. One device receives a bare tensor (D2, D12)."""
     op = OPS[op]
     first, second = [float((n + 1) ** k % 8191) for k in range(n)], [k + 1.0 for k in range(n)]
     values = [per_replica(first), per_replica(second)]
@@ -79,7 +79,7 @@ def test_batches_over_all_pairs_of_destinations(mode):
 
 @pytest.mark.parametrize(("op", "reduce_op", "mode"), pairs(["to one", "hierarchical"], [SUM, MEAN], MODES))
 def test_indexed_slices(op, reduce_op, mode):
-    """Slices are concatenated in the order of the replicas, with duplicates; a mean divides them."""
+    """Slices are concatenated in the order of the replicas, with duplicates. A mean divides them."""
     op = OPS[op]
     value = PerReplica([slices(0, [[1.0, 2.0]], [1]), slices(1, [[3.0, 4.0], [5.0, 6.0]], [1, 3])])
 
@@ -102,7 +102,7 @@ def test_indexed_slices(op, reduce_op, mode):
 
 @pytest.mark.parametrize("mode", MODES)
 def test_slices_and_dense_tensors(mode):
-    """A value that is sparse on some replicas and dense on others has a dense result; a component may have no slices,
+    """A value that is sparse on some replicas and dense on others has a dense result. A component may have no slices,
     or no dense_shape."""
     mixed = PerReplica([slices(0, [[1.0, 2.0]], [1]), on(1, np.ones((5, 2), "float32")), slices(2, [[4.0, 4.0]], [1])])
     empty = PerReplica([slices(0, np.zeros((0, 2), "float32"), np.zeros(0, "int32")), slices(1, [[3.0, 4.0]], [2])])
@@ -126,7 +126,7 @@ def test_slices_and_dense_tensors(mode):
     [*((a, "eager", range(1, 10)) for a in ALGORITHMS), *each(ALGORITHMS[:-2], ["function"], [[5], [9], [2]])],
 )
 def test_every_algorithm_on_every_number_of_devices(algorithm, mode, counts):
-    """Every algorithm, with packs and without, is right on 1 to 9 devices; D1: odd numbers lose no contribution."""
+    """Every algorithm is right on 1 to 9 devices, with packs and without. Odd numbers lose no contribution (D1)."""
     rng = np.random.default_rng(0)
     for n in counts:
         op = crt.AllReduceCrossDeviceOps(algorithm, num_packs=n % 4)
@@ -142,7 +142,7 @@ def test_every_algorithm_on_every_number_of_devices(algorithm, mode, counts):
 
 
 def test_large_tensors_are_not_joined_in_host_memory():
-    """In a tf.function only small tensors are joined into one; each result is right, wherever it is in the batch."""
+    """In a tf.function only small tensors are joined into one. Each result is right, wherever it is in the batch."""
     sizes = [3, 70_000, 0, 5, 20_000, 7]
     given = [[(np.arange(size) % 97) * (k + 1.0) * (j + 1) for k in range(3)] for j, size in enumerate(sizes)]
     values = [per_replica(xs) for xs in given]
@@ -154,7 +154,7 @@ def test_large_tensors_are_not_joined_in_host_memory():
 
 
 def test_ops_can_be_copied():
-    """An op can be copied, as TensorFlow's cluster coordinator copies strategies; the copy reduces in the same way."""
+    """An op can be copied, as TensorFlow's cluster coordinator copies strategies. The copy reduces in the same way."""
     ops = [*OPS.values(), crt.HierarchicalCopyAllReduce(2, cr.Topology.ring(3, 25))]
     value = per_replica([1.0, 2.0, 4.0])
     for op in ops:
@@ -164,7 +164,7 @@ def test_ops_can_be_copied():
 @pytest.mark.parametrize("mode", MODES)
 def test_variables_are_read(mode):
     """A variable of TensorFlow or Keras, mirrored or synchronized on read, has one component per replica, as value and
-    as destination; it is read and never written."""
+    as destination. It is read and never written."""
     strategy = tf.distribute.MirroredStrategy(["CPU:0", "CPU:1", "CPU:2"])
     with strategy.scope():
         mirrored = tf.Variable([2.0, 3.0])
@@ -172,7 +172,7 @@ def test_variables_are_read(mode):
             1.0, synchronization=tf.VariableSynchronization.ON_READ, aggregation=tf.VariableAggregation.SUM
         )
         keras = tf.keras.Variable([2.0, 3.0], dtype="float32")
-    strategy.run(lambda: on_read.assign_add(1.0))  # then 2, 2, 2; or 2, 1, 1 if only the first has the initial value
+    strategy.run(lambda: on_read.assign_add(1.0))  # to 2, 2, 2, or 2, 1, 1 if only the first had the initial value
     given = [mirrored, on_read, keras, keras.value]
     made = outcomes(mode, lambda: [*SMALL.batch_reduce(SUM, [(x, x) for x in given]), SMALL.broadcast(keras, keras)])
     total = sum(float(x) for x in on_read.values)
@@ -183,7 +183,7 @@ def test_variables_are_read(mode):
 
 
 def test_workers_in_a_graph_of_tensorflow_1():
-    """A graph of TensorFlow 1 may name devices that only its session has; results are on the devices of the value."""
+    """A graph of TensorFlow 1 may name devices that only its session has. Results are on the devices of the value."""
     places = [f"/job:worker/replica:0/task:1/device:CPU:{k}" for k in (0, 9, 300)]
     with tf.Graph().as_default():
         xs = []
@@ -203,7 +203,7 @@ def test_workers_in_a_graph_of_tensorflow_1():
 
 
 def test_arguments_of_functions_have_no_device():
-    """An argument of a tf.function has no device: results are right, and are on a device only if another value is."""
+    """Arguments of a tf.function have no device. Results are right, and are on devices only if other values are."""
 
     @tf.function
     def plain(*xs):
@@ -236,22 +236,22 @@ def unranked(k, x):
 
 @pytest.mark.parametrize(("op", "shape"), each(["to one", "add_n", "unpacked"], [(), (0, 2), (2, 3, 1)]))
 def test_unknown_ranks_while_tracing(op, shape):
-    """Tensors of unknown rank are reduced whole, as TensorFlow's ops do, in a batch with others, and have gradients."""
+    """Tensors of unknown rank are reduced, also in a batch with others, with right shapes and gradients."""
     op, given = OPS[op], [np.full(shape, 2.0**k) for k in range(3)]
 
     @tf.function(autograph=False)
     def reduced():
         xs = [unranked(k, x) for k, x in enumerate(given)]
-        part = PerReplica([xs[0], on(1, given[1], "float32"), xs[2]])
+        mixed = PerReplica([xs[0], on(1, given[1], "float32"), xs[2]])  # the second one has a known rank
         fixed = per_replica([1.0, 2.0, 4.0])
         with tf.GradientTape() as tape:
             tape.watch(xs)
-            batch = op.batch_reduce(MEAN, [(PerReplica(xs), PerReplica(xs)), (fixed, fixed), (part, "CPU:1")])
+            batch = op.batch_reduce(MEAN, [(PerReplica(xs), PerReplica(xs)), (fixed, fixed), (mixed, "CPU:1")])
         assert [place(x) for x in (*batch[0].values, batch[2])] == [name(k) for k in (0, 1, 2, 1)]
         return batch[0].values, batch[1].values, batch[2], tape.gradient(batch[0].values[0], xs)
 
-    mean, fixed, part, gradients = reduced()
-    for x in (*mean, part):
+    mean, fixed, mixed, gradients = reduced()
+    for x in (*mean, mixed):
         np.testing.assert_array_equal(x, np.full(shape, 7 / 3, "float32"), strict=True)
     assert [float(x) for x in fixed] == [np.float32(7 / 3)] * 3
     for x in gradients:
@@ -276,7 +276,7 @@ def test_gather():
 
 
 def test_any_tensor_can_be_moved():
-    """Text can be broadcast and gathered, and a Mirrored can be broadcast; None raises an error."""
+    """Text can be broadcast and gathered, and a Mirrored can be broadcast. The value ``None`` is an error."""
     text = per_replica([["a"], ["b"], ["c"]])
     assert SMALL._gather(text, "CPU:1", 0).numpy().tolist() == [b"a", b"b", b"c"]
     copies = SMALL.broadcast(tf.constant("a"), text)

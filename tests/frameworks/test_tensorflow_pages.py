@@ -33,7 +33,7 @@ def is_plug_in(op):
 
 
 def value_of(op, xs=(1.0, 2.0, 4.0)):
-    """Return a per-replica value as the op's library has it."""
+    """Return a per-replica value of the op's library, which is TensorFlow or crossreduce."""
     return per_replica(list(xs)) if is_plug_in(op) else cr.PerReplica(list(map(np.float32, xs)))
 
 
@@ -56,7 +56,7 @@ def test_each_row_has_a_test():
 
 
 def test_p1_p4_p5_p9_p19_classes_and_signatures():
-    """Classes, bases, parameters and defaults are those of the pages; ops for several processes are not offered."""
+    """Classes, bases, parameters and defaults are those of the pages. Ops for several processes are not offered."""
     kinds = {*KINDS, cr.CrossDeviceOps, cr.CollectiveHints, cr.CommunicationOptions}
     methods = {getattr(kind, method) for kind in KINDS for method in ("reduce", "batch_reduce", "broadcast")}
     for each in kinds | methods:
@@ -78,7 +78,7 @@ def test_p1_p4_p5_p9_p19_classes_and_signatures():
 
 @pytest.mark.parametrize("module", [cr, crt])
 def test_p2_p3_p6_arguments_of_constructors(module):
-    """A function replaces the sum, and a mean divides its result; "nccl" needs no NCCL (D5); 0 packs are valid."""
+    """``accumulation_fn`` replaces the sum, also that of a mean. "nccl" needs no NCCL (D5). 0 packs are valid."""
     op = module.ReductionToOneDevice(accumulation_fn=lambda xs: xs[0] * xs[1] * xs[2])
     assert first(op.reduce("mean", value_of(op), "cpu:0")) == np.float32(8 / 3)
     large = [np.float16(40000)] * 2
@@ -118,7 +118,7 @@ def test_p7_p8_options(op):
 
 @every_op
 def test_p10_reductions(op):
-    """Five reductions are known by name, others are errors (D9); only the plug-in accepts TensorFlow's."""
+    """Five reductions are known by name, others are errors (D9). Only the plug-in accepts TensorFlow's reductions."""
     value = value_of(op)
     for reduce_op, want in (("sum", 7.0), ("MEAN", 7 / 3), ("min", 1.0), (cr.ReduceOp.MAX, 4.0), ("product", 8.0)):
         assert first(op.reduce(reduce_op, value, value)) == np.float32(want)
@@ -136,9 +136,10 @@ def test_p10_reductions(op):
 
 @every_op
 def test_p11_p12_p14_values_destinations_and_results(op):
-    """Values may be arrays and numbers; destinations, names, tensors and variables, which are not written.
+    """Values may be arrays and numbers. Destinations may be names, tensors and variables, which are not written.
 
-    The plug-in returns a tensor for one device, else TensorFlow's ``Mirrored``; crossreduce always a ``Mirrored``.
+    For one device the plug-in returns a tensor, for several TensorFlow's ``Mirrored``. crossreduce always returns its
+    own ``Mirrored``.
     """
     values = [value_of(op, [3.0]), on(0, 3.0), variable(1, 3.0), np.float32(3.0), 3.0]
     values.append(per_replica([3.0], wrap=Mirrored) if is_plug_in(op) else cr.Mirrored([np.float32(3)]))
@@ -167,7 +168,7 @@ def test_p11_p12_p14_values_destinations_and_results(op):
 
 @every_op
 def test_p13_pairs(op):
-    """Any iterable of pairs is a batch, an empty one too (D8); an invalid element's error has its number."""
+    """Any iterable of pairs is a batch, also an empty one (D8). The error for an invalid pair has its number."""
     value = value_of(op)
     pair = (value, value)
     for pairs in ([pair], (pair,), iter([pair]), zip([value], [value], strict=True), [[value, value]]):
@@ -182,7 +183,7 @@ def test_p13_pairs(op):
 
 
 def test_p15_subclasses():
-    """A subclass as of r2.2 gets the hints in the last place; one without implementations is not an op."""
+    """A subclass with the methods of r2.2 gets the hints as the last argument. Without methods, a call is an error."""
     seen = []
 
     class Own(cr.CrossDeviceOps):
@@ -206,9 +207,9 @@ def test_p15_subclasses():
 
 
 def test_p16_p17_hints_and_communication_options():
-    """``CollectiveHints`` are those of r2.4; ``implementation`` is an algorithm's name in any case.
+    """``CollectiveHints`` are those of r2.4. ``implementation`` is an algorithm's name, in upper or lower case.
 
-    The plug-in accepts TensorFlow's by both names; a timeout of 0 is refused, or ignored if TensorFlow's.
+    The plug-in accepts TensorFlow's options by both names. Their timeout of 0 is ignored; ours must be positive.
     """
     for words, call in (
         ("bytes_per_pack must be a whole number, 0 or more", lambda: cr.CollectiveHints(-1)),
@@ -234,6 +235,7 @@ def test_p18_bytes_per_pack():
 
     def packs(**given):
         function = tf.function(lambda: op.batch_reduce(SUM, [(value, value)], **given)[0].values, autograph=False)
+        # Each pack is added by one AddN.
         return sum(o.type == "AddN" for o in function.get_concrete_function().graph.get_operations())
 
     theirs, ours = tf.distribute.experimental.CommunicationOptions(100), cr.CommunicationOptions(bytes_per_pack=100)

@@ -47,6 +47,7 @@ def distributed(strategy, rows):
     )
 
 
+# A third mode, so that the lists have lengths without a common divisor, and their values are mixed.
 @pytest.mark.parametrize(("op", "n", "mode"), each(OPS, [1, 2, 3, 5, 9], [*MODES, MODES[0]]))
 def test_all_reduce(op, n, mode):
     """``ctx.all_reduce`` gives every replica the sum or mean over all replicas, for any structure of tensors."""
@@ -65,14 +66,14 @@ def test_all_reduce(op, n, mode):
         found = local(strategy, made)
         assert len(found) == n
         assert all(x.shape == np.shape(want) and (x == np.float32(want)).all() for x in found)
-    for made, want in zip(means, wanted, strict=False):
+    for made, want in zip(means, wanted[:2], strict=True):
         assert all((x == np.float32(want) / np.float32(n)).all() for x in local(strategy, made))
 
 
 @pytest.mark.parametrize(("n", "kind", "mode"), pairs([1, 3], ["sum", "mean"], MODES))
 def test_gradients(n, kind, mode):
-    """The gradient of an all-reduced sum is the sum of all replicas' gradients, of a mean their mean, and of an
-    all-gather each replica's part of the sum."""
+    """The gradient of an all-reduced sum is the sum of all replicas' gradients, and that of a mean is their mean. The
+    gradient of an all-gather is the sum of all replicas' gradients of the replica's own part."""
     strategy = strategy_of(n)
     factors = [1.0, 3.0, 8.0, 2.0, 4.0][:n]
 
@@ -112,7 +113,7 @@ def test_gather(n, mode):
 
 @pytest.mark.parametrize("mode", MODES)
 def test_gather_errors(mode):
-    """Shapes that differ in more than the gathered axis raise a ValueError, also while tracing; slices raise, too."""
+    """Shapes that differ in another axis than the gathered one raise a ValueError. A gather of slices is an error."""
     strategy = strategy_of(2)
     for rows in ([np.ones((1, 1)), np.ones((1, 2))], [np.ones(1), np.ones((1, 2))]):
         value = distributed(strategy, rows)
@@ -155,7 +156,7 @@ CLASSES, SAMPLES, FEATURES = 3, 120, 8
 
 
 def trained(strategy, eager=False):
-    """Train with Keras' ``fit`` and return all losses and weights; the embedding's gradients are sparse."""
+    """Train with Keras' ``fit`` and return all losses and weights. The embedding's gradients are sparse."""
     rng = np.random.default_rng(5)
     x = rng.standard_normal((SAMPLES, FEATURES)).astype("float32")
     y = np.argmax(x @ rng.standard_normal((FEATURES, CLASSES)), 1)
@@ -186,7 +187,7 @@ CLOSE = 120 * 2.0**-24 * 4**4
     [
         (3, "hierarchical", False),
         pytest.param(5, "ring on a ring", False, marks=pytest.mark.slow),
-        pytest.param(3, "hierarchical", True, marks=pytest.mark.slow),  # steps that the host engine reduces
+        pytest.param(3, "hierarchical", True, marks=pytest.mark.slow),  # in eager steps the host engine reduces
     ],
 )
 def test_keras_fit_on_n_replicas_is_fit_on_one(n, op, eager):

@@ -22,8 +22,9 @@ FEW = ["ReductionToOneDevice", "unpacked", "3 packs", "ring", "forest"]
 TRACING = ["jax", "tensorflow"]
 
 
-def traced(framework, function, **options):
-    return framework.jax.jit(function) if framework.name == "jax" else framework.tf.function(function, **options)
+def traced(framework, function):
+    """Return the function as one that the framework traces."""
+    return framework.jax.jit(function) if framework.name == "jax" else framework.tf.function(function)
 
 
 @pytest.fixture(scope="session", params=TRACING)
@@ -34,9 +35,9 @@ def tracing(request):
 
 @pytest.mark.parametrize(("ops", "tracing"), each(OPS, TRACING), indirect=["tracing"])
 def test_traced_equals_eager(tracing, ops):
-    """A traced reduction has the result of the eager one (with JAX, its bits), and all replicas have the same bits.
+    """A traced reduction gives the right result, with the same bits on all replicas. With JAX, they are the eager bits.
 
-    TensorFlow's graph optimizer may reorder additions on one device.
+    TensorFlow's graph optimizer may reorder additions on one device, so that the bits differ from the eager ones.
     """
     ops, rng = OPS[ops], np.random.default_rng(0)
     xs = [rng.normal(size=(3, 2)).astype("float32") for _ in range(5)]
@@ -82,7 +83,7 @@ def test_traced_dtypes(tracing):
 
 @pytest.mark.parametrize(("ops", "tracing"), each(FEW, TRACING[::-1]), indirect=["tracing"])
 def test_traced_batches_trees_and_slices(tracing, ops):
-    """A batch of several dtypes, to other devices, a tree, a broadcast, a gather and slices can be traced."""
+    """A function with a batch to several destinations, trees, slices, a broadcast and a gather can be traced."""
     ops, array, number = OPS[ops], tracing.array, tracing.to_numpy
     xs, ns = digits(3, (4,)), small("float32", (), 3)
     rows = [np.array([[1.0, 2.0]], "float32"), np.array([[3.0, 4.0], [5.0, 6.0]], "float32")]
@@ -135,7 +136,7 @@ def test_unknown_sizes_of_tensorflow(tensorflow_, ops):
 
 @pytest.mark.parametrize("compiled", [False, True])
 def test_arrays_on_devices_inside_a_tf_function(tensorflow_, compiled):
-    """In a tf.function, with a device for each replica or compiled by XLA, all results have every contribution."""
+    """In a tf.function, all results have every contribution, with one device per replica and if XLA compiles it."""
     xs = digits(5, (3,))
 
     @tensorflow_.tf.function(jit_compile=compiled)
@@ -149,7 +150,7 @@ def test_arrays_on_devices_inside_a_tf_function(tensorflow_, compiled):
 
 
 def test_shapes_that_differ(tracing, tensorflow_):
-    """Shapes that are known are checked during tracing, with the message of eager calls, and others at run time."""
+    """Known shapes are checked during tracing, with the message of eager calls. Others are checked at run time."""
     with pytest.raises(cr.MismatchError, match="differ in shape or dtype"):
         traced(tracing, lambda *xs: cr.all_reduce(list(xs)))(*(tracing.array(np.zeros(n)) for n in (2, 3)))
     tf, spec = tensorflow_.tf, tensorflow_.tf.TensorSpec

@@ -15,7 +15,6 @@ from paths import ROOT
 README = (ROOT / "README.md").read_text()
 RESULTS = ROOT / "benchmarks" / "results"
 CLIENTS = ROOT / "examples" / "clients"
-
 PICTURES = ROOT / "docs" / "pictures"
 BLOCK = re.compile(r"```python\n(.*?)```\s*```\n(.*?)```", re.DOTALL)
 MARK = "--- next block ---"
@@ -35,7 +34,7 @@ def run_block(args):
 
 @pytest.mark.parametrize("document", DOCUMENTS)
 def test_code_prints_what_the_document_shows(document, tmp_path, monkeypatch):
-    """Each Python block prints the block that follows it; the blocks of a document run in one process of their own.
+    """Each Python block prints the block that follows it. The blocks of a document run one after another in a process.
 
     Blocks for torchrun are tested below.
     """
@@ -60,7 +59,7 @@ def test_code_prints_what_the_document_shows(document, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("document", ["README.md", pytest.param("docs/start/index.md", marks=pytest.mark.slow)])
 def test_torchrun_prints_what_the_document_shows(document, tmp_path):
-    """Run by a document's torchrun command, the Python block before this command prints the text after it."""
+    """The Python block before a torchrun command is its program, and prints the text that follows the command."""
     text = (ROOT / document).read_text()
     ((code, shown),) = [(code, shown) for code, shown in BLOCK.findall(text) if LAUNCH.match(shown)]
     command = LAUNCH.match(shown)
@@ -92,7 +91,7 @@ def benchmark(args):
 
 
 def test_the_pictures_of_the_readme_are_up_to_date(tmp_path):
-    """The README shows the pictures of benchmarks/pictures.py; their texts are those of newly drawn ones."""
+    """The README shows the pictures that benchmarks/pictures.py draws, and their texts are up to date."""
     assert forked(benchmark, "pictures.py", "--folder", tmp_path).code == 0
     drawn = sorted(file.name for file in tmp_path.iterdir())
     assert drawn == sorted(re.findall(r'(?:src|srcset)="docs/pictures/([\w-]+\.svg)"', README))
@@ -124,7 +123,7 @@ def test_command_lines_on_the_frameworks_pages_write_traces(crossreduce, tmp_pat
 
 
 def test_the_page_on_clients_shows_the_programs_that_ran():
-    """Each block of docs/use-it-with.md is in the program that its section links to, up to the indentation;
+    """Each block of docs/use-it-with.md is, up to the indentation, in the program that its section links to.
     scripts/clients ran each program, and in its report the losses of all clients agree with gloo's."""
     unindented = {path.name: re.sub(r"^ +", "", path.read_text(), flags=re.M) for path in CLIENTS.glob("*.py")}
     page = re.sub(r"^ +", "", (ROOT / "docs" / "use-it-with.md").read_text(), flags=re.M)
@@ -154,7 +153,7 @@ def test_ci_runs_readmes_commands():
 
 
 def test_links_have_targets():
-    """Every relative link and picture in the documents names a file; every file of docs/pictures/ is used."""
+    """Every relative link and picture in the documents names a file. Every file of docs/pictures/ is used."""
     documents = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
     assert ROOT / "CONTRIBUTING.md" in documents
     unused = set(PICTURES.iterdir())
@@ -166,7 +165,7 @@ def test_links_have_targets():
 
 
 def test_architecture_is_short_and_lists_what_exists():
-    """ARCHITECTURE.md has at most 2,000 words and 40 terms; the paths that it names exist; it names each folder."""
+    """ARCHITECTURE.md has at most 2,000 words and 40 terms. It names each folder, and only paths that exist."""
     text = (ROOT / "ARCHITECTURE.md").read_text()
     assert len(text.split()) <= 2000
     assert text.partition("## Glossary")[2].count("\n| ") - 1 <= 40

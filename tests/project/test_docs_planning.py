@@ -1,6 +1,6 @@
 """docs/planning.md is correct: its code prints its output and draws its pictures, and its numbers are computed again.
 
-The stored results of benchmarks/planning.py, which the page quotes, are those of the current code.
+The stored results of benchmarks/planning.py, which the page quotes, agree with the current code.
 """
 
 import contextlib
@@ -38,7 +38,7 @@ def texts(picture):
 
 def test_the_code_of_the_page_prints_and_draws_what_the_page_shows(tmp_path):
     """Each Python block prints the text block that follows it, or nothing if none follows. The page shows the pictures
-    that its code draws; the stored pictures have the texts of newly drawn ones."""
+    that its code draws, and the texts of the stored pictures are up to date."""
     blocks, names, printed = CODE.findall(PAGE), {}, []
     for code, _ in blocks:
         out = io.StringIO()
@@ -61,7 +61,7 @@ MESHES = (
 
 
 def table(rows):
-    """Return rows of cells as a table of the page has them."""
+    """Return rows of cells as text, in the notation of the page's tables."""
     return "\n".join("| " + " | ".join(map(str, cells)) + " |" for cells in rows)
 
 
@@ -89,7 +89,7 @@ def parts_rows():
 
 
 def median(found, what):
-    """Return a median ratio in percent as text."""
+    """Return the median of the ratios of ``what`` in a stored result, in percent, as text."""
     middle = found[what]["median"]
     return "-" if middle is None else f"{float(Fraction(middle) * 100):.0f}"
 
@@ -152,7 +152,7 @@ def test_stored_results_are_current(tmp_path):
 
 @pytest.mark.parametrize(("form", "page"), [("msccl", "msccl-files.md"), ("mscclpp", "mscclpp-files.md")])
 def test_rates_of_files(form, page):
-    """The tables of the exported files' rates are the stored results: rows of machines, columns of collectives."""
+    """The table of the exported files' rates, by machine and collective, has the stored results."""
     (head, _, *rows) = (DOCS / page).read_text().partition("| machine, hosts |")[2].partition("\n\n")[0].split("\n")
     shown, kept = set(), set()
     for name, *ratios in (row.strip("| ").split(" | ") for row in rows):

@@ -26,8 +26,8 @@ def run(path, *args):
     [pytest.param(path, marks=[pytest.mark.slow] * (path.stem != "jax_digits"), id=path.stem) for path in EXAMPLES],
 )
 def test_an_example_trains(path):
-    """An example exits with 0, prints the two loss curves, which decrease, and reports that they agree; JAX's on 32
-    devices, of which each pass through the data has few steps."""
+    """An example exits with 0, prints two loss curves, which decrease, and reports that they agree. JAX's runs on 32
+    devices, since a pass through the data then has few steps."""
     ran = run(path, *(["--devices", "32"] if path.stem == "jax_digits" else []))
     assert ran.returncode == 0, ran.stdout + ran.stderr
     curves = [line.split() for line in ran.stdout.splitlines() if re.fullmatch(r" *\d+ +\d+\.\d+ +\d+\.\d+", line)]
@@ -40,8 +40,8 @@ def test_an_example_trains(path):
 
 
 def test_examples_check_their_options(capsys, monkeypatch):
-    """There is an example for Keras under tf.distribute, JAX under shard_map, PyTorch under MirroredStrategy, and one
-    whose ranks die. ``--help`` prints the options; an invalid number of replicas is an error with exit code 2."""
+    """There are examples for JAX, Keras and PyTorch, and one whose ranks die. ``--help`` prints the options. An invalid
+    number of replicas is an error with exit code 2."""
     assert [path.stem for path in EXAMPLES] == ["jax_digits", "keras_digits", "torch_characters"]
     monkeypatch.setenv("KERAS_BACKEND", "tensorflow")
     for path in (*EXAMPLES, ELASTIC):
@@ -55,8 +55,8 @@ def test_examples_check_their_options(capsys, monkeypatch):
 
 @pytest.mark.system
 def test_ranks_are_killed_and_others_join(tmp_path):
-    """Two ranks are killed and two processes join; each step is made once, with the losses of an undisturbed run, in
-    every bit; 97 % of the digits are recognized, and a chart is drawn."""
+    """Two ranks are killed and two processes join. Each step is made once, and its loss has the bits of the loss in an
+    undisturbed run. 97 % of the digits are recognized, and a chart is drawn."""
     ran = run(ELASTIC, "--seed", 1, "--json", tmp_path / "report.json", "--chart", tmp_path / "chart.svg")
     assert ran.returncode == 0, ran.stdout + ran.stderr
     assert ran.stdout.endswith("the curves agree\n")

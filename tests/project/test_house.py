@@ -22,7 +22,7 @@ LIMITS = {"src": 68_990, "tests": 51_400, "benchmarks and scripts": 7_960}  # li
 
 
 def code(folder):
-    """Return the source files of a folder of the checkout, without data and what others have written."""
+    """Return the source files of a folder, without data files and files of other projects."""
     found = (path for path in folder.rglob("*") if path.suffix in SOURCES and not NO_CODE & set(path.parts))
     return sorted(path for path in found if ".min." not in path.name)
 
@@ -68,8 +68,8 @@ def test_no_circle_among_the_parts_of_a_folder():
 
 
 def test_no_circle_among_files():
-    """No files import each other in a circle, imports in functions included. A circle of two or three files, and only
-    that, would be found."""
+    """No files import each other in a circle, imports in functions included. ``circles`` finds circles of two and three
+    files, and nothing else."""
     assert circles(import_graph()) == set()
     graph = {"a": {"b"}, "b": {"a", "c"}, "c": {"d"}, "d": {"e"}, "e": {"c"}, "f": {"a", "f"}}
     assert circles(graph) == {frozenset("ab"), frozenset("cde")}
@@ -93,7 +93,7 @@ def foreign_reads(path):
     """Yield the reads of underscored attributes from objects of another class; those of other modules do not count."""
     nodes = [n for n in ast.walk(tree(path)) if isinstance(n, (ast.Import, ast.ImportFrom))]
     imported = {a.asname or a.name for n in nodes for a in n.names}
-    known = {"self", "cls", *(each.split(".")[0] for each in imported)}
+    known = {"self", "cls", *(each.split(".")[0] for each in imported)}  # self._a is allowed, self.other._a is not
     for part in tree(path).body:
         own = {*defined(part), *TUPLES}
         for node in ast.walk(part):
@@ -135,7 +135,7 @@ print(json.dumps([walk(), walk()]))
 
 @pytest.mark.skipif(native() is None, reason="without the compiled kernels calls take other ways")
 def test_the_walk_of_all_reduce():
-    """The first ``all_reduce`` of trees runs functions of at most 25 files, a later one of 3; the aim is 14 and 3."""
+    """The first ``all_reduce`` of trees runs functions of at most 25 files (the aim is 14), and a later one of 3."""
     ran = subprocess.run([sys.executable, "-c", WALK], capture_output=True, text=True, check=True)
     first, later = json.loads(ran.stdout)
     assert len(first) <= 25, first

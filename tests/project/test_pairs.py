@@ -1,4 +1,4 @@
-"""The covering designs of pairs.py, on which tests of several factors rely."""
+"""The covering designs of pairs.py: the combinations of parameters with which tests of several parameters run."""
 
 import itertools
 
@@ -10,7 +10,7 @@ from pairs import each, pairs
 
 @given(st.lists(st.integers(1, 6), min_size=1, max_size=5))
 def test_designs_contain_every_value_and_pair(lengths):
-    """``pairs`` has every pair of values of two factors, each case once; ``each`` has every value."""
+    """``pairs`` has every pair of values of any two factors, and no case twice. ``each`` has every value."""
     factors = [[(factor, k) for k in range(length)] for factor, length in enumerate(lengths)]
     cases, fewer = pairs(*factors), each(*factors)
     for i, j in itertools.combinations(range(len(factors)), 2):

@@ -28,10 +28,7 @@ MISSING = {
     "win32": {module: LINUX.get(module, ()) + names for module, names in POSIX.items()},
 }
 MODULES_OF_POSIX = ("fcntl", "grp", "pwd", "resource", "termios")
-COMPILED = [
-    f"crossreduce.{each}"
-    for each in ("kernels._native", "frameworks._numpy_arrays", "engines.host._calls", "engines.cuda._cuda")
-]
+COMPILED = ("kernels._native", "frameworks._numpy_arrays", "engines.host._calls", "engines.cuda._cuda")
 
 CHILD = """
 import contextlib, ctypes, importlib, json, sys
@@ -122,8 +119,8 @@ def top_level_imports(module):
 def run(platform, code, loaded=()):
     """Import the package on a platform, with some of the frameworks, then run code.
 
-    Return the imported modules and the printed text. Modules that need another framework are left out; if any other
-    module cannot be imported, the test fails.
+    Return the imported modules and the printed text. Modules that need another framework are left out. The test fails
+    if any other module cannot be imported.
     """
     modules = [f"crossreduce.{name(path)}".removesuffix(".") for path in FILES if path.stem != "__main__"]
     absent = {"torchft"}.union(*(PACKAGES[framework] for framework in set(PACKAGES) - {"numpy", *loaded}))
@@ -133,7 +130,7 @@ def run(platform, code, loaded=()):
         "missing": MISSING[platform],
         "first": sorted(module for module in first if module.split(".")[0] not in {"crossreduce", "mpi4py", *absent}),
         "absent": sorted(absent),
-        "blocked": [*COMPILED, *(MODULES_OF_POSIX if platform == "win32" else ())],
+        "blocked": [*(f"crossreduce.{each}" for each in COMPILED), *(MODULES_OF_POSIX if platform == "win32" else ())],
         "modules": modules,
     }
     command = [sys.executable, "-c", f"{CHILD}\n{code}\nprint(json.dumps([imported, failed]))", json.dumps(given)]

@@ -27,7 +27,7 @@ def test_files_agree_with_the_package():
 
 
 def test_workflows_test_every_supported_version_of_python():
-    """The tests run with every version of Python that wheels are built or tested for; the first is the oldest one."""
+    """The tests run with every version of Python for which wheels are built. The first is the oldest supported one."""
     text = (ROOT / ".github" / "workflows" / "tests.yml").read_text()
     built = re.findall(r"cp3(\d+t?)-", PROJECT["tool"]["cibuildwheel"]["build"])
     assert {f"3.{minor}" for minor in built} <= set(re.findall(r'3\.\d+t?(?=["\]\s,])', text))

@@ -42,8 +42,8 @@ def documents(page):
 
 
 def test_each_page_is_in_one_table_of_contents():
-    """Every page except the first one is in exactly one table of contents, and these list only pages that exist; the
-    section of tutorials lists four."""
+    """Every page except the first one is in exactly one table of contents. Tables list only pages that exist; that of
+    the tutorials lists four."""
     listed = [name for page in PAGES for name in documents(page)]
     assert sorted(listed) == sorted(set(PAGES) - {"index"})
     assert len(listed) > 40
@@ -52,9 +52,8 @@ def test_each_page_is_in_one_table_of_contents():
 
 def test_the_first_sentence_of_a_page_states_its_purpose():
     """A page begins with a heading and then a paragraph of text, whose first sentence is about the page."""
-    about = (
-        r"(?s)# [^\n]+\n\n(This (page|section|site|tutorial)|These (pages|calls|modules|tutorials)) [a-z].{20,}?[.:]\s"
-    )
+    subject = r"(This (page|section|site|tutorial)|These (pages|calls|modules|tutorials))"
+    about = rf"(?s)# [^\n]+\n\n{subject} [a-z].{{20,}}?[.:]\s"
     assert [page for page, text in PAGES.items() if not re.match(about, HEADER.sub("", text))] == []
 
 
@@ -67,8 +66,8 @@ def public(module):
 
 
 def test_the_reference_has_the_public_interface():
-    """The reference documents each public name once, and no other name; the page on errors shows the tree of the
-    docstring of errors.py."""
+    """The reference documents each public name once, and no other name. The page on errors shows the tree of errors in
+    the docstring of errors.py."""
     found = [name for text in PAGES.values() for name in re.findall(r"^\.\. auto\w+:: crossreduce\.(\S+)$", text, re.M)]
     expected = [*crossreduce.__all__, "torchft.ProcessGroupCrossreduce", "mpi.join", "mpi.MpiGroup"]
     expected += ["kernels.instruction_set", "kernels.threads"]
@@ -92,7 +91,7 @@ def test_the_reference_has_every_environment_variable():
 
 
 def sessions():
-    """Return the sessions of pages that consist of commands which can be run here, and the names of their pages."""
+    """Yield each console session, of any page, of which all commands can be run here."""
     for page, text in PAGES.items():
         for number, shown in enumerate(SESSION.findall(text)):
             commands = re.findall(r"^\$ (.*)$", shown, re.M)
@@ -102,7 +101,7 @@ def sessions():
 
 @pytest.mark.parametrize("shown", list(sessions()))
 def test_commands_print_what_pages_show(crossreduce, shown, tmp_path, monkeypatch):
-    """A command prints the text below it, in which ``...`` stands for any text; a file that ``cat`` shows is made."""
+    """A command prints the text below it, in which ``...`` stands for any text. ``cat`` creates the shown file."""
     monkeypatch.chdir(tmp_path)
     for step in re.split(r"^\$ ", shown, flags=re.M)[1:]:
         command, _, output = step.partition("\n")
@@ -116,7 +115,7 @@ def test_commands_print_what_pages_show(crossreduce, shown, tmp_path, monkeypatc
 
 
 def test_kept_results_have_their_date_and_machine(site):
-    """Each kept result has the date, the machine and the versions that the site shows; each chart has its results."""
+    """Each kept result has the date, the machine and the versions that the site shows. The results of charts exist."""
     charts = site("charts")
     for path in sorted(RESULTS.glob("*.json")):
         kept = json.loads(path.read_text())
@@ -141,8 +140,8 @@ FAULTS = {
 
 
 def test_the_check_of_links_finds_faults(site, tmp_path, capsys):
-    """Links without a target, and whatever would be loaded from a network, are faults, also in style sheets; so are
-    links of sources that are not complete addresses. Other links are listed."""
+    """In pages and style sheets, links without a target and files loaded from a network are faults. In sources, links
+    that are not complete addresses are. Other links are listed."""
     links = site("links")
     good = '<a href="other.html#there">x</a><a href="https://example.org/x">y</a><img src="a.png"><p id="here"></p>'
     (tmp_path / "other.html").write_text('<p id="there"></p>')
@@ -160,7 +159,7 @@ def test_the_check_of_links_finds_faults(site, tmp_path, capsys):
 
 
 def test_versions_are_listed_newest_first(site, tmp_path):
-    """The list of versions has each built version with its pages; the first page leads to the newest release."""
+    """The list of versions has each built version with its pages. The first page leads to the newest release."""
     versions = site("versions")
     with pytest.raises(SystemExit, match="contains no built version"):
         versions.main(tmp_path)
@@ -186,7 +185,7 @@ def test_examples_of_the_modules_are_right(site):
 
 def test_the_site_is_built_with_the_tested_versions():
     """The extra "docs" has the frameworks of the extra "test", in the same versions, and pins the tools. The words that
-    the spelling check accepts are sorted, without a word twice."""
+    the spelling check accepts are sorted and unique."""
     frameworks = [each for each in EXTRAS["test"] if re.match(r"(torch|jax|tensorflow)", each)]
     assert set(frameworks) <= set(EXTRAS["docs"])
     assert all("==" in each or each.startswith("crossreduce[") for each in EXTRAS["docs"])

@@ -28,7 +28,7 @@ pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="th
 
 
 def copy(folder):
-    """Copy what a wheel is built from, with one file of C++ in each folder, which only has its own name."""
+    """Copy the sources of a wheel, but only few C++ files, whose code is replaced by a constant: the file's path."""
     folder.mkdir(parents=True)
     ignored = shutil.ignore_patterns("__pycache__", "*.so", "*.egg-info")
     for path in map(ROOT.joinpath, SOURCES):
@@ -60,7 +60,7 @@ def build(folder, **environment):
 
 
 def old_compiler(folder, first=""):
-    """Write the stand-in for a compiler, which runs a command first; return the variables that select it."""
+    """Write the stand-in for a compiler, which first runs the command ``first``. Return variables that select it."""
     compiler = folder / "compiler"
     compiler.write_text(f"#!/bin/sh\n{first}\n{OLD_COMPILER}")
     compiler.chmod(0o755)
@@ -88,7 +88,7 @@ def test_two_builds_give_the_same_wheel(tmp_path):
 
 
 def test_a_wheel_without_compiled_modules_is_for_every_platform(tmp_path):
-    """If nothing can be compiled, the wheel is tagged py3-none-any; its files have the date SOURCE_DATE_EPOCH."""
+    """If nothing can be compiled, the wheel is tagged py3-none-any. Its files have the date SOURCE_DATE_EPOCH."""
     date = int(time.mktime((2001, 2, 3, 4, 5, 6, 0, 0, 0))) - time.timezone
     wheel = build(copy(tmp_path / "folder"), CC="false", CXX="false", SOURCE_DATE_EPOCH=str(date))
     assert wheel.name.endswith("-py3-none-any.whl")

@@ -19,11 +19,11 @@ from weakref import ref
 
 from ..errors import ReductionError
 
-_EXTRA = ("typer", "rich", "sklearn")
+_EXTRA = ("typer", "rich", "sklearn")  # the modules that the extra "cli" installs
 
 
 def main(args: Sequence[str] | None = None) -> NoReturn:
-    """Run the command line with the arguments after ``crossreduce``, by default those of the process, and exit."""
+    """Run a command and exit. ``args`` are the arguments after ``crossreduce``, by default those of this process."""
     with ending_signals():
         try:
             from .app import app
@@ -40,8 +40,8 @@ def main(args: Sequence[str] | None = None) -> NoReturn:
             _stop(f"{error.strerror or error}.  try: another file, or free space on the disk")
         except MemoryError:
             _stop("there is not enough memory for this.  try: smaller sizes or fewer devices")
-        except (KeyboardInterrupt, SystemExit) as ended:  # after Ctrl-C typer exits with 130
-            code = getattr(ended, "code", 130)
+        except (KeyboardInterrupt, SystemExit) as ended:
+            code = getattr(ended, "code", 130)  # KeyboardInterrupt has no code; after Ctrl-C typer exits with 130
             if code == 130:
                 print("crossreduce: interrupted", file=sys.stderr)
             sys.exit(code)
@@ -49,15 +49,16 @@ def main(args: Sequence[str] | None = None) -> NoReturn:
 
 
 def _stop(text: str) -> NoReturn:
+    """Print an error and exit with code 2."""
     print(f"crossreduce: {text}", file=sys.stderr)
     sys.exit(2)
 
 
-# Signals that end a command raise an exception in the main thread. Some code drops exceptions: Python drops them in
-# ``__del__`` and in callbacks of weak references, which every import has, and Cython while it initialises a module.
-# Without a remedy, 1 in 70 runs that were terminated during their imports continued. So a weak reference to the
-# exception reports when the exception is freed. If the block of ``ending_signals`` has not ended by then, a new
-# exception is raised after this time.
+# A signal that ends a command raises an exception in the main thread. The exception may be dropped: by Python in
+# ``__del__`` and in callbacks of weak references, which every import has, and by Cython while it initialises a module.
+# Without a remedy, 1 in 70 commands continued that got SIGTERM during their imports. So a weak reference to the
+# exception has a callback, which runs when the exception is freed. If the block of ``ending_signals`` has not ended by
+# then, the exception was dropped, and a new one is raised after this time.
 _AGAIN_S: Final = 0.01
 
 
@@ -73,43 +74,42 @@ class _Terminated(SystemExit):
 def ending_signals() -> Iterator[None]:
     """Let Ctrl-C raise KeyboardInterrupt in the block, and SIGTERM and SIGHUP SystemExit(128 + the signal's number).
 
-    So blocks and functions that remove temporary files still do so. Outside the main thread, and on Windows, this does
-    nothing.
+    So ``finally`` blocks still remove temporary files. Outside the main thread, and on Windows, this does nothing.
     """
     if threading.current_thread() is not threading.main_thread() or not hasattr(signal, "setitimer"):
         yield
         return
     raised: list[ref[BaseException]] = []
-    former: dict[int, Any] = {}
+    former_handlers: dict[int, Any] = {}
 
-    def replace(number: int, handler: Any) -> None:
-        former.setdefault(number, signal.signal(number, handler))
+    def set_handler(number: int, handler: Any) -> None:
+        former_handlers.setdefault(number, signal.signal(number, handler))
 
     def raise_error(number: int, frame: FrameType | None) -> None:  # noqa: ARG001 - the signature of handlers
         error = _Interrupted() if number == signal.SIGINT else _Terminated(128 + number)
         raised[:] = [ref(error, lambda _: signal.setitimer(signal.ITIMER_REAL, _AGAIN_S))]
-        replace(signal.SIGALRM, lambda _, frame: raise_error(number, frame))
+        set_handler(signal.SIGALRM, lambda _, frame: raise_error(number, frame))
         try:
             raise error
         finally:
             del error  # the traceback refers to this frame, which must not refer to the exception
 
-    def report(dropped: sys.UnraisableHookArgs) -> None:  # of exceptions that Python drops
+    def report_dropped(dropped: sys.UnraisableHookArgs) -> None:  # silent about ours, which are raised again
         if not isinstance(dropped.exc_value, (_Interrupted, _Terminated)):
             hook(dropped)
 
-    hook, sys.unraisablehook = sys.unraisablehook, report
-    replace(signal.SIGTERM, raise_error)
+    hook, sys.unraisablehook = sys.unraisablehook, report_dropped
+    set_handler(signal.SIGTERM, raise_error)
     if signal.getsignal(signal.SIGHUP) == signal.SIG_DFL:  # not under nohup, which disables the signal
-        replace(signal.SIGHUP, raise_error)
+        set_handler(signal.SIGHUP, raise_error)
     if signal.getsignal(signal.SIGINT) == signal.default_int_handler:
-        replace(signal.SIGINT, raise_error)
+        set_handler(signal.SIGINT, raise_error)
     try:
         yield
     finally:
-        raised.clear()
+        raised.clear()  # from now on, no callback starts the timer
         sys.unraisablehook = hook
-        if signal.SIGALRM in former:
+        if signal.SIGALRM in former_handlers:
             signal.setitimer(signal.ITIMER_REAL, 0)
-        for number, handler in former.items():
+        for number, handler in former_handlers.items():
             signal.signal(number, handler)

@@ -50,7 +50,7 @@ MOVED: Final = {
 
 
 class Command(TyperCommand):
-    """A command that answers options of earlier versions with an error that names their new spelling."""
+    """A command that rejects options of earlier versions with an error that names the new spelling."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         for arg in args:

@@ -41,9 +41,9 @@ def bundle(
         one_of(FORMATS, "--format", format)
     collective = request.collective
     if request.root is not None and collective not in ("broadcast", "reduce"):
-        raise ArgumentError(f"--root: a bundle of {collective} has no root: its algorithms choose their own.")
+        raise ArgumentError(f"--root cannot be used with {collective}, whose algorithms choose their own roots.")
     check_new_folder("DIR", folder)
-    part = read_granularity(granularity, TOLERANCE)
+    share = read_granularity(granularity, TOLERANCE)
     request = request.for_one_kernel()
     from ..export.bundle import STAGES
     from ..export.bundle import bundle as bundle_files
@@ -54,7 +54,7 @@ def bundle(
             collective,
             request.root,
             formats=FORMATS if format is None else (format,),
-            granularity=part,
+            granularity=share,
             costs=request.costs,
             machine=request.label,
             advance=advance,

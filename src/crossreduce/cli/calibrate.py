@@ -63,7 +63,7 @@ def calibrate(
 
 
 def fit_links(paths: list[Path], topology: Topology, assumed: str) -> Calibration:
-    """Return the calibration of a topology with the results in files."""
+    """Fit a topology to the results in files. ``assumed``: the algorithm of results that name none."""
     measurements: list[Measurement] = []
     for path in paths:
         try:
@@ -81,7 +81,7 @@ def fit_links(paths: list[Path], topology: Topology, assumed: str) -> Calibratio
 def plan_lines(fit: Calibration, seconds: float) -> dict[str, str]:
     """Return lines, by their labels, about a plan that is predicted to take ``seconds``.
 
-    The first line has the interval of the time that follows from the residuals of the fit.
+    The first line has the interval of the time: plus or minus twice the rms of the fit's residuals.
     """
     low, high = map(duration, fit.interval(seconds))
     overhead = f" with {duration(float(fit.overhead.value))} per call" if fit.overhead.value else ""
@@ -132,7 +132,7 @@ def percent_of(ratio: float) -> str:
 
 
 def calibration_json(fit: Calibration, assumed: str) -> dict[str, Any]:
-    """Return a calibration for JSON."""
+    """Return a calibration as a dict for JSON."""
     return {
         "classes": [
             {
@@ -167,7 +167,7 @@ def calibration_json(fit: Calibration, assumed: str) -> dict[str, Any]:
 
 
 def _cells(given: Any, estimate: Estimate, scale: float) -> tuple[str, str, str]:
-    """Return a given number, the fitted number and the standard error of the fit as text."""
+    """Return three cells: a given number, the fitted number and its standard error, each multiplied by ``scale``."""
     if estimate.error is None:
         return f"{float(given) * scale:.4g}", "as given", ""
     return f"{float(given) * scale:.4g}", f"{float(estimate.value) * scale:.4g}", f"{estimate.error * scale:.2g}"

@@ -50,27 +50,27 @@ def export(
     """
     kind = _format(file, format)
     if rank is not None and kind not in ONE_RANK:
-        raise ArgumentError(f"--rank requires a format of one rank alone: {', '.join(ONE_RANK)}.")
+        raise ArgumentError(f"--rank requires a format that can hold one rank alone: {', '.join(ONE_RANK)}.")
     exporter = EXPORTERS.get(kind)
     by_rank = exporter is not None and exporter.by_rank
     is_folder = exporter is not None and exporter.is_folder
-    part = read_granularity(granularity, TOLERANCE if by_rank and not is_folder else 0.0)
+    share = read_granularity(granularity, TOLERANCE if by_rank and not is_folder else 0.0)
     check_exportable(kind, request.topology, request.collective)
     if exporter is not None and exporter.runs_elsewhere:
         request = request.for_one_kernel()
     if exporter is None:
-        text = _write_drawn(file, kind, request, part, as_json=json)
+        text = _write_drawn(file, kind, request, share, as_json=json)
     else:
         options: dict[str, Any] = {} if rank is None else {"rank": rank}
         write = _write_folder if is_folder else _write_file
-        text = write(file, exporter, request, part, options, as_json=json)
+        text = write(file, exporter, request, share, options, as_json=json)
     print(text)
     if exporter is None and not json:
         print_files(file)
 
 
 def _format(file: Path, given: str | None) -> str:
-    """Return the name of an exporter, or the suffix of a page or a picture."""
+    """Return the name of the exporter for ``given`` (--format) or the file, or the suffix of a page or a picture."""
     if not file.name:
         raise ArgumentError(f"FILE {file} is a folder: name a file in it.")
     if given is not None:
@@ -104,7 +104,7 @@ def _write_file(
 ) -> str:
     """Write a file, and a map of ranks to devices if the format has rank numbers. Return what the command prints."""
     map_file = file.with_name(f"{file.name}.ranks.json") if exporter.by_rank else None
-    facts: dict[str, Any] = {}
+    extra: dict[str, Any] = {}  # more entries of the JSON
     with (
         atomic_file("FILE", file) as target,
         atomic_file("FILE", map_file) as mapped,
@@ -113,36 +113,30 @@ def _write_file(
         assert target is not None
         plan = request.plan(granularity=granularity)
         advance("exporting")
-        if request.algorithm in CHOICES and request.packs == 1:
+        if request.algorithm in CHOICES and request.packs == 1:  # the planner may take another algorithm
             plan, content, refused = fitting(plan, lambda each: exporter.text(each, **options))
         else:
             plan, content, refused = Fitting(plan, exporter.text(plan, **options), "")
         advance("comparing")
         lines = _ranks_line(plan, exporter)
         if refused:
-            lines["format"] = facts["replaced"] = refused
+            lines["format"] = extra["replaced"] = refused
         if mapped is not None:
             multiple = exporter.multiple_of(plan, content)
             about: dict[str, Any] = {"file": file.name, "ranks": plan.ranks, "root": plan.root}
             about |= {f"{exporter.counts}_multiple_of": multiple}
             mapped.write_text(json_module.dumps(about) + "\n", "utf-8")
             lines["sizes"] = sizes_that_fit(multiple, exporter.counts)
-        text = _report(request.machine, plan, facts, lines, as_json=as_json)
+        text = _report(request.machine, plan, extra, lines, as_json=as_json)
         target.write_text(content, "utf-8")
     return text
 
 
 def _write_folder(
-    folder: Path,
-    exporter: Exporter,
-    request: PlanRequest,
-    granularity: float,
-    options: dict[str, Any],
-    *,
-    as_json: bool,
+    path: Path, exporter: Exporter, request: PlanRequest, granularity: float, options: dict[str, Any], *, as_json: bool
 ) -> str:
     """Write the files of a folder and a map of ranks to devices, and return what the command prints."""
-    check_folder("DIR", folder)
+    check_folder("DIR", path)
     with progress("planning", 3) as advance:
         plan = request.plan(granularity=granularity)
         advance("exporting")
@@ -150,21 +144,20 @@ def _write_folder(
         assert isinstance(files, dict)
         advance("comparing")
         remarks = exporter.remarks_on(plan, files)
-        text = _report(
-            request.machine, plan, {"remarks": remarks}, _ranks_line(plan, exporter) | remarks, as_json=as_json
-        )
+        lines = _ranks_line(plan, exporter) | remarks
+        text = _report(request.machine, plan, {"remarks": remarks}, lines, as_json=as_json)
         about = json_module.dumps({"ranks": plan.ranks, "nbytes": plan.nbytes}) + "\n"
-        write_folder("DIR", folder, files | {f"{plan.collective}_{plan.algorithm}.ranks.json": about.encode()})
+        write_folder("DIR", path, files | {f"{plan.collective}_{plan.algorithm}.ranks.json": about.encode()})
     return text
 
 
 def _ranks_line(plan: Plan, exporter: Exporter) -> dict[str, str]:
-    """Return the line with the device of each rank, if the format has rank numbers."""
+    """Return a line, by its label, with the device of each rank; an empty dict if the format has no rank numbers."""
     return (
         {"ranks": ", ".join(f"{rank} {device}" for rank, device in enumerate(plan.ranks))} if exporter.by_rank else {}
     )
 
 
-def _report(machine: str, plan: Plan, facts: dict[str, Any], lines: dict[str, str], *, as_json: bool) -> str:
-    """Return the plan as text, followed by ``lines``, or as JSON, with ``facts`` added."""
-    return json_module.dumps(plan_json(machine, plan) | facts, indent=2) if as_json else plan_text(plan, lines)
+def _report(machine: str, plan: Plan, extra: dict[str, Any], lines: dict[str, str], *, as_json: bool) -> str:
+    """Return the plan as text, followed by ``lines``, or as JSON, with the entries of ``extra``."""
+    return json_module.dumps(plan_json(machine, plan) | extra, indent=2) if as_json else plan_text(plan, lines)

@@ -1,7 +1,7 @@
 """``crossreduce groups``: plan collectives of several groups that run at the same time on shared links.
 
-Input: a machine, and groups of its devices. Output: the rates of the groups as text or JSON, and the loss with separate
-plans.
+Input: a machine, and groups of its devices. Output: the rates of the groups as text or JSON, also those with a separate
+plan for each group.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def read_groups(text: str, topology: Topology) -> tuple[tuple[str, ...], ...]:
 
 
 def read_weights(text: str | None, count: int) -> list[Fraction] | None:
-    """Return the weights in a list with one per group, or ``None`` without a list.
+    """Return the weights in a list, which must have ``count`` of them, or ``None`` without a list.
 
     >>> read_weights("1,2.5", 2)
     [Fraction(1, 1), Fraction(5, 2)]
@@ -69,11 +69,12 @@ def read_weights(text: str | None, count: int) -> list[Fraction] | None:
     if not all(re.fullmatch(r"[0-9]{1,9}(\.[0-9]{1,9})?", part) and Fraction(part) for part in parts):
         raise ArgumentError(f'--weights must be numbers above 0 such as 1,2.5, not "{text}".')
     if len(parts) != count:
-        raise ArgumentError(f"--weights must have one number per group: {len(parts)} numbers, {count} groups.")
+        raise ArgumentError(f"--weights must have one number per group, but there are {len(parts)} for {count} groups.")
     return [Fraction(part) for part in parts]
 
 
 def _json(request: PlanRequest, together: GroupsPlan) -> dict[str, Any]:
+    """Return the common plan, the rates with separate plans, and the bound on the rates, as a dict for JSON."""
     separate, without_helpers = together.separate, together.separate_without_helpers
     groups = [
         {

@@ -29,7 +29,7 @@ from ..options import ALGORITHMS
 from ..topology.discover import discover
 from .support.output import terminal
 
-DISTRIBUTIONS: Final = {
+DISTRIBUTIONS: Final = {  # the names on PyPI of frameworks that have several
     "tensorflow": ("tensorflow", "tensorflow-cpu", "tensorflow-macos", "tensorflow-intel", "tf-nightly"),
     "cupy": ("cupy-cuda12x", "cupy-cuda13x", "cupy-cuda11x", "cupy"),
 }
@@ -60,7 +60,7 @@ def info(json: Annotated[bool, Option("--json", help="Print JSON.")] = False) ->
 
 
 def framework_info(name: str) -> dict[str, Any]:
-    """Return a framework's version, devices and error, each of which may be ``None``."""
+    """Return a framework's version, its devices as text, and its error. Each of them may be ``None``."""
     version = installed_version(name)
     if version is None:
         return {"version": None, "devices": None, "error": f"not installed  try: pip install 'crossreduce[{name}]'"}
@@ -71,12 +71,13 @@ def framework_info(name: str) -> dict[str, Any]:
     except subprocess.TimeoutExpired:
         return {"version": version, "devices": None, "error": f"importing it took more than {TIMEOUT_S} s"}
     lines = (ran.stdout if ran.returncode == 0 else ran.stderr).strip().splitlines()
-    last = lines[-1] if lines else f"importing it ended with exit code {ran.returncode}"
-    return {"version": version, "devices": None if ran.returncode else last, "error": last if ran.returncode else None}
+    result = lines[-1] if lines else f"importing it ended with exit code {ran.returncode}"
+    devices_text, error = (None, result) if ran.returncode else (result, None)
+    return {"version": version, "devices": devices_text, "error": error}
 
 
 def installed_version(name: str) -> str | None:
-    """Return a framework's version without importing it: "unknown" if it has none, ``None`` if it is not installed."""
+    """Return the version of a framework, or "unknown", without importing it; ``None`` if it is not installed."""
     for distribution in DISTRIBUTIONS.get(name, (name,)):
         with suppress(metadata.PackageNotFoundError):
             return metadata.version(distribution)

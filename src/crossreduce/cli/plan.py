@@ -1,7 +1,7 @@
 """``crossreduce plan``: plan a collective on a topology, and compare it with its bound.
 
-Input: a machine, a file or ``this`` machine, a collective, a number of bytes. Output: an explanation or JSON, and the
-steps. ``crossreduce export`` writes the same plan into files.
+Input: a topology, a collective and a number of bytes. Output: an explanation or JSON, on request with the steps of the
+schedule. ``crossreduce export`` writes the same plan into files.
 """
 
 from __future__ import annotations

@@ -56,7 +56,7 @@ def topology(
         selected = devices or without_link or picture or export or nics or in_network
         if selected or (hosts, speeds) != (1, "raw"):
             raise ArgumentError("all options except --json require a machine such as dgx-1v, or a file.")
-        _list(as_json=json)
+        _print_machines(as_json=json)
         return
     check_picture(picture)
     if export is not None and export.suffix.lower() != ".json":
@@ -72,13 +72,13 @@ def topology(
         if json:
             print(json_module.dumps(report, indent=2))
         else:
-            _show(title, report, complete, chosen)
+            _print_tables(title, report, complete, chosen)
         draw("draw_topology", drawing, chosen, title=title)
     if not json:
         print_files(picture)
 
 
-def _list(*, as_json: bool) -> None:
+def _print_machines(*, as_json: bool) -> None:
     machines = [
         {"name": name, "devices": len(Topology.machine(name).devices), "description": description}
         for name, description in machine_names()
@@ -93,18 +93,19 @@ def _list(*, as_json: bool) -> None:
 
 
 def _report(machine: str, topology: Topology) -> dict[str, Any]:
+    """Return a topology, its islands, and the bound of each collective on it, as a dict for JSON."""
     hosts: defaultdict[str, list[str]] = defaultdict(list)
     for device in topology.devices:
         hosts[parse(device).host].append(device)
     bounds: dict[str, Any] = {}
     with progress(COLLECTIVES[0], len(COLLECTIVES)) as advance:
-        for collective, following in zip(COLLECTIVES, (*COLLECTIVES[1:], ""), strict=True):
+        for collective, next_collective in zip(COLLECTIVES, (*COLLECTIVES[1:], ""), strict=True):
             try:
                 bounds[collective] = {**bound_json(bound(topology, collective)), "error": None}
             except PlanError as error:  # some devices have no path between them
                 problem = str(error).partition("\n")[0]
                 bounds[collective] = {"algbw": None, "limited_by": None, "tight_cut": [], "error": problem}
-            advance(following)
+            advance(next_collective)
     return {
         "crossreduce": __version__,
         "machine": machine,
@@ -117,7 +118,7 @@ def _report(machine: str, topology: Topology) -> dict[str, Any]:
     }
 
 
-def _show(title: str, report: dict[str, Any], complete: Topology, topology: Topology) -> None:
+def _print_tables(title: str, report: dict[str, Any], complete: Topology, topology: Topology) -> None:
     console = terminal(highlight=False, markup=False, emoji=False)
     console.print(title)
     about = Table.grid(padding=(0, 2))
@@ -125,9 +126,8 @@ def _show(title: str, report: dict[str, Any], complete: Topology, topology: Topo
     named = [host for host in report["hosts"] if host]
     about.add_row("devices", f"{len(topology.devices)}: {group_names(topology.devices)}")
     if topology.switches:
-        about.add_row(
-            "switches", f"{len(topology.switches)}: {group_names(switch.name for switch in topology.switches)}"
-        )
+        names = group_names(switch.name for switch in topology.switches)
+        about.add_row("switches", f"{len(topology.switches)}: {names}")
     if reducing:
         about.add_row("combining", f"{len(reducing)}: {group_names(reducing)}")
     about.add_row("links", str(len(topology.links)))
@@ -139,6 +139,7 @@ def _show(title: str, report: dict[str, Any], complete: Topology, topology: Topo
     console.print(about)
     console.print()
     numbers = {node: str(number) for number, node in enumerate(complete.nodes)}
+    # The first condition avoids the work for matrices whose columns, of 2 or more characters, are certainly too wide.
     matrix = _matrix(topology, numbers) if 2 * len(topology.nodes) < console.width else []
     fits = bool(matrix) and len(matrix[0]) <= console.width
     console.print("GB/s of each link, from row to column" if fits else "GB/s of each link")
@@ -153,28 +154,30 @@ def _show(title: str, report: dict[str, Any], complete: Topology, topology: Topo
 
 
 def _matrix(topology: Topology, numbers: dict[str, str]) -> list[str]:
-    """Return the lines of a matrix of links, with one row and one column per node; columns are headed by numbers."""
+    """Return the lines of a matrix of links: one row and one column per node, with the node's number as the head."""
     nodes = topology.nodes
     cells = [[_gb_per_s(link.bandwidth) if (link := topology.link(a, b)) else "." for b in nodes] for a in nodes]
     width = max(len(text) for row in [*cells, list(numbers.values())] for text in row)
     names = [f"{numbers[node]:>{len(numbers[nodes[-1]])}} {node}" for node in nodes]
-    first = max(map(len, names))
+    name_width = max(map(len, names))
     rows = [("", [numbers[node] for node in nodes]), *zip(names, cells, strict=True)]
-    return [f"{name:{first}}  " + " ".join(f"{text:>{width}}" for text in row) for name, row in rows]
+    return [f"{name:{name_width}}  " + " ".join(f"{text:>{width}}" for text in row) for name, row in rows]
 
 
 def _list_of_links(topology: Topology, numbers: dict[str, str]) -> list[str]:
-    """Return the links, one line per node; nodes with the same links share a line."""
-    nodes_of_text: defaultdict[str, list[str]] = defaultdict(list)
+    """Return lines with the links of each node. Nodes with the same links share a line."""
+    nodes_by_links: defaultdict[str, list[str]] = defaultdict(list)
     for node in topology.nodes:
         speeds: defaultdict[Fraction, list[str]] = defaultdict(list)
         for link in topology.out_links(node):
             speeds[link.bandwidth].append(link.dst)
-        to = "; ".join(f"{_gb_per_s(speed)} to {group_names(speeds[speed])}" for speed in sorted(speeds, reverse=True))
-        nodes_of_text[to or "nothing"].append(node)
+        links = "; ".join(
+            f"{_gb_per_s(speed)} to {group_names(speeds[speed])}" for speed in sorted(speeds, reverse=True)
+        )
+        nodes_by_links[links or "nothing"].append(node)
     lines = [
-        f"{group_names(numbers[node] for node in nodes)} {group_names(nodes)}: {to}"
-        for to, nodes in nodes_of_text.items()
+        f"{group_names(numbers[node] for node in nodes)} {group_names(nodes)}: {links}"
+        for links, nodes in nodes_by_links.items()
     ]
     more = len(lines) - MAX_LINES
     return lines[:MAX_LINES] + ([f"and {more} more lines; --json lists all links"] if more > 0 else [])

@@ -39,7 +39,7 @@ from .top.group_rates import NOTEWORTHY, percent_text, waiting_sentence
 
 _LEFT_OUT: Final = ("GB/s", "count", "plan", "queue", "median")  # columns that narrow tables lack, in this order
 MOST_PHASES: Final = 1_000_000  # calls and phases in a file for a viewer, which needs about 250 bytes for each
-_MOST_SHOWN: Final = 3  # the most ranks that a row lists as those for which others waited
+_MOST_SHOWN: Final = 3  # the most ranks that a row names as ranks for which others waited
 _MOST_NOTES: Final = 20
 _MOST_ROWS: Final = 100  # of each group, the rows with the most time
 
@@ -76,9 +76,9 @@ def trace(
         advance("writing")
         if file is not None:
             shown = [newest(group, MOST_PHASES // len(groups)) for group in groups]
-            lost = sum(count for _, count in shown)
-            if lost:
-                notes.append(f"{output} has the newest calls only: {lost} older ones are left out.")
+            left_out = sum(count for _, count in shown)
+            if left_out:
+                notes.append(f"{output} has the newest calls only: {left_out} older ones are left out.")
             file.write_text(to_chrome([group for group, _ in shown], shifts, predict, notes), "utf-8")
         if not any(trace.calls for group in groups for trace in group.ranks.values()):
             notes.append("no calls were recorded.")
@@ -86,7 +86,7 @@ def trace(
         predicted = [_predicted_s(group, row, predict) for row in rows for group in groups if group.token == row.token]
         advance("done")
     if json:
-        stragglers = [_straggler_json(own) for own in _by_group(rows)]
+        stragglers = [_straggler_json(group_rows) for group_rows in _by_group(rows)]
         report = {"rows": [*map(_row_json, rows, predicted)], "stragglers": stragglers, "notes": notes}
         print(json_module.dumps(report, indent=2))
         return
@@ -103,12 +103,12 @@ def trace(
 
 
 def _notes(
-    groups: Sequence[GroupTrace], shifts: dict[str, ClockShift], runs: int, run: int, given: Topology | None
+    groups: Sequence[GroupTrace], shifts: dict[str, ClockShift], run_count: int, run: int, given: Topology | None
 ) -> list[str]:
     """Return sentences about missing files, missing predictions, and how well the clocks are aligned."""
     notes = []
-    if runs > 1 and not run:
-        notes.append(f"the directory has {runs} runs; this is the last, and --run 1 is the first.")
+    if run_count > 1 and not run:
+        notes.append(f"the directory has {run_count} runs; this is the last, and --run 1 is the first.")
     for group in groups:
         missing = [rank for host in group.hosts for rank in host if rank not in group.ranks]
         if missing:
@@ -127,10 +127,10 @@ def _notes(
 
 
 def _prediction(given: Topology | None) -> Predict:
-    """Return the function that predicts the seconds of a call; the topology ``given`` takes precedence."""
+    """Return a function that predicts the seconds of a call: on ``given``, or on the links measured before the call."""
 
     @lru_cache(maxsize=4096)
-    def seconds(hosts: tuple[tuple[int, ...], ...], topology: Topology, text: str, nbytes: int) -> float | None:
+    def simulated_s(hosts: tuple[tuple[int, ...], ...], topology: Topology, text: str, nbytes: int) -> float | None:
         match = CALL_TEXT.fullmatch(text)
         if match is None or nbytes == 0:
             return None
@@ -142,7 +142,7 @@ def _prediction(given: Topology | None) -> Predict:
                 numbers = reduction_numbers(ReduceOp(op.removeprefix(EXACT)), dtype, ranks, op.startswith(EXACT))
             widened = partial_itemsize(numbers) > itemsize(numbers.result)
             moved = nbytes // itemsize(dtype) * travelling_itemsize(numbers, collective)
-            rounded = 1 << (moved - 1).bit_length()
+            rounded = 1 << (moved - 1).bit_length()  # ranks plan for these bytes, too
             schedule = host_schedule(topology, hosts, collective, rounded, None if root is None else int(root), widened)
             return float(simulate(schedule, topology, moved).seconds)
         except (ReductionError, ValueError, KeyError):  # such as a topology of other hosts
@@ -157,20 +157,21 @@ def _prediction(given: Topology | None) -> Predict:
                 topology = measured if given is None else given
         if topology is None or {*topology.devices} != {*host_names(len(group.hosts))}:
             return None
-        hosts, local = _local(group)
+        hosts, local = _local_ranks(group)  # plans use these ranks, but texts of calls name the global rank of a root
         text = re.sub(r"root (\d{1,18})\b", lambda match: f"root {local.get(int(match[1]), match[1])}", call.text)
-        return seconds(hosts, topology, text, call.nbytes)
+        return simulated_s(hosts, topology, text, call.nbytes)
 
     return predict
 
 
-def _local(group: GroupTrace) -> tuple[tuple[tuple[int, ...], ...], dict[int, int]]:
-    """Return the hosts' ranks as numbers within the group, from 0, and these numbers by the ranks' global ones."""
+def _local_ranks(group: GroupTrace) -> tuple[tuple[tuple[int, ...], ...], dict[int, int]]:
+    """Return each host's ranks, numbered within the group from 0, and a dict from global ranks to these numbers."""
     local = {rank: k for k, rank in enumerate(sorted(rank for host in group.hosts for rank in host))}
     return tuple(tuple(local[rank] for rank in host) for host in group.hosts), local
 
 
 def _predicted_s(group: GroupTrace, row: SummaryRow, predict: Predict) -> float | None:
+    """Return the predicted seconds of the newest call of a row, if there are any."""
     calls = (call for trace in group.ranks.values() for call in reversed(trace.calls) if call.text == row.text)
     call = next(calls, None)
     return None if call is None else predict(group, call)
@@ -198,7 +199,7 @@ def _by_group(rows: Iterable[SummaryRow]) -> list[list[SummaryRow]]:
 
 
 def _show(rows: Sequence[SummaryRow], predicted: Sequence[float | None]) -> None:
-    """Print for each group who keeps the others waiting, and a table."""
+    """Print for each group the rank for which the others wait, and a table with the predicted seconds of each row."""
     plans = dict(zip(((row.token, row.text) for row in rows), predicted, strict=True))
     console = terminal()
     for group_rows in _by_group(rows):

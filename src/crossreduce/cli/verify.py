@@ -1,6 +1,6 @@
 """``crossreduce verify``: prove that the schedule in a file computes its collective.
 
-Input: MSCCL XML or an MSCCL++ plan (JSON) of any tool, or the JSON of a ``Schedule``. Output: the proved facts, or the
+Input: MSCCL XML or an MSCCL++ plan (JSON) of any tool, or the JSON of a ``Schedule``. Output: what was proved, or the
 fault. No schedule runs.
 """
 
@@ -37,7 +37,7 @@ def verify(
 
     Each result contains each contribution exactly once; MSCCL XML and MSCCL++
     plans are also proved to be free of deadlocks and races. In a folder that
-    crossreduce bundle wrote, all files are proved, and the sizes for which they are.
+    crossreduce bundle wrote, all files are proved and compared with ranks.json.
     The exit code is 1 if a schedule is wrong, and 2 if a file cannot be read or
     verified.
     """
@@ -57,18 +57,18 @@ class _WrongFileError(Exception):
     """A file can be read, but its schedule is wrong."""
 
 
-def _prove_file(file: Path, read: Callable[[], None]) -> str:
-    """Return the proved facts about a file. ``read`` is called after the file was read, before it is proved.
+def _prove_file(file: Path, on_read: Callable[[], None]) -> str:
+    """Prove a file, and return what was proved. ``on_read`` is called when the file was read, before it is proved.
 
     Raises:
-      _WrongFileError: the file is wrong.
+      _WrongFileError: the schedule in the file is wrong.
     """
     try:
         proof = _read(file)
     except ScheduleError as error:
         kinds = "MSCCL XML (<algo>), MSCCL++ plans, and schedules in JSON (crossreduce export MACHINE plan.json)"
         raise ArgumentError(f"{file}: {error}\n  files that can be verified: {kinds}") from error
-    read()
+    on_read()
     try:
         return proof()
     except ScheduleError as error:
@@ -76,14 +76,14 @@ def _prove_file(file: Path, read: Callable[[], None]) -> str:
 
 
 def _prove_bundle(folder: Path) -> str:
-    """Return the proved facts about all files of a bundle, or raise ``_WrongFileError`` if one of them is wrong."""
+    """Prove all files of a bundle, and return what was proved, or raise ``_WrongFileError`` if one of them is wrong."""
     from ..export.bundle import SUFFIXES
 
     about = _read_list(folder / "ranks.json")
     listed = [entry["file"] for entry in about["files"]]
     for path in sorted(path for name in SUFFIXES for path in (folder / name).glob("*")):
         if f"{path.parent.name}/{path.name}" not in listed:
-            problem = f"{path.parent.name}/{path.name} is not in ranks.json; runtimes would read it, too"
+            problem = f"{path.parent.name}/{path.name} is not listed in ranks.json, but runtimes would read it"
             raise ArgumentError(f"{folder}: {problem}.")
     with progress("proving", len(listed)) as advance:
         texts = _prove_files(folder, about, advance)
@@ -91,7 +91,7 @@ def _prove_bundle(folder: Path) -> str:
 
 
 def _prove_files(folder: Path, about: dict[str, Any], advance: Bar) -> list[str]:
-    """Return the proved facts about each file of a bundle."""
+    """Prove each file that ``about``, the content of ranks.json, lists. Return what was proved, one text per file."""
     from ..export.bundle import SUFFIXES, facts_of
 
     texts = []
@@ -106,14 +106,11 @@ def _prove_files(folder: Path, about: dict[str, Any], advance: Bar) -> list[str]
             raise ArgumentError(f"{path} is not a file of {name}: {error}") from error
         expected = entry | {"collective": about["collective"], "ranks": len(about["ranks"])}
         wrong = [what for what, value in facts.items() if value != expected.get(what)]
-        if wrong or entry["least_bytes"] < least_size[name]:
-            reason = (
-                f"its {wrong[0]} is {facts[wrong[0]]}, unlike in ranks.json"
-                if wrong
-                else "another file is for its sizes"
-            )
-            raise _WrongFileError(f"{path} is wrong: {reason}")
-        least_size[name] = entry["most_bytes"] + 1 if entry["most_bytes"] else 1 << 64
+        if wrong:
+            raise _WrongFileError(f"{path} is wrong: its {wrong[0]} is {facts[wrong[0]]}, unlike in ranks.json")
+        if entry["least_bytes"] < least_size[name]:
+            raise _WrongFileError(f"{path} is wrong: an earlier file is for some of its sizes")
+        least_size[name] = entry["most_bytes"] + 1 if entry["most_bytes"] else 1 << 64  # 0 means: no largest size
         texts.append(f"{entry['file']}: {proof_text}")
         advance("proving")
     return texts
@@ -126,7 +123,7 @@ def _read_list(file: Path) -> dict[str, Any]:
     try:
         read = json.loads(file.read_text("utf-8-sig"))
         if read["format"] != FORMAT:
-            raise ValueError(f'its format is not "{FORMAT}"')  # noqa: TRY301 - as the other faults
+            raise ValueError(f'its format is not "{FORMAT}"')  # noqa: TRY301 - caught below
         listed = {key: read[key] for key in ("collective", "ranks", "files")}
         for entry in listed["files"]:
             path = re.fullmatch(r"([a-z]+)/[A-Za-z0-9_.-]+", entry["file"])
@@ -137,16 +134,16 @@ def _read_list(file: Path) -> dict[str, Any]:
         if not isinstance(listed["ranks"], list) or not listed["files"]:
             raise ValueError("it must list ranks and files")  # noqa: TRY301
     except OSError as error:
-        raise ArgumentError(
-            f"{file} cannot be read: {error.strerror}. A folder must be one of crossreduce bundle."
-        ) from error
+        problem = f"{file} cannot be read: {error.strerror}."
+        raise ArgumentError(f"{problem} A folder must be one that crossreduce bundle wrote.") from error
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise ArgumentError(f"{file} is not the list of a bundle: {error}.") from error
+        reason = f"{error} is missing" if isinstance(error, KeyError) else str(error)
+        raise ArgumentError(f"{file} is not the list of a bundle: {reason}.") from error
     return listed
 
 
 def _read(file: Path) -> Callable[[], str]:
-    """Read a file, and return the function that proves it and returns the proved facts, or raises ScheduleError."""
+    """Read a file, and return a function that proves it. That returns what was proved, or raises a ScheduleError."""
     try:
         with file.open("rb") as opened:
             data = opened.read(MAX_NBYTES + 1)
@@ -163,9 +160,9 @@ def _read(file: Path) -> Callable[[], str]:
     if start not in ("<", "{"):
         raise ArgumentError(f"{file} is neither MSCCL XML nor a plan or schedule in JSON.")
     if start == "<":
-        return _msccl(file, text)
+        return _msccl_proof(file, text)
     if is_mscclpp_json(text):
-        return _mscclpp(file, text)
+        return _mscclpp_proof(file, text)
     schedule = Schedule.from_json(text)
 
     def proof_text() -> str:
@@ -175,7 +172,8 @@ def _read(file: Path) -> Callable[[], str]:
     return proof_text
 
 
-def _msccl(file: Path, text: str) -> Callable[[], str]:
+def _msccl_proof(file: Path, text: str) -> Callable[[], str]:
+    """Return a function that proves MSCCL XML and returns what was proved."""
     from ..export.formats.msccl.format import read_msccl_xml
     from ..export.formats.msccl.verifier import verify_msccl_xml
     from ..export.formats.proof import VERIFIABLE
@@ -185,7 +183,8 @@ def _msccl(file: Path, text: str) -> Callable[[], str]:
     return lambda: f"{verify_msccl_xml(text)}\n  sizes: {sizes_that_fit(algo.chunks)}"
 
 
-def _mscclpp(file: Path, text: str) -> Callable[[], str]:
+def _mscclpp_proof(file: Path, text: str) -> Callable[[], str]:
+    """Return a function that proves an MSCCL++ plan and returns what was proved."""
     from ..export.formats.mscclpp.format import read_mscclpp_json
     from ..export.formats.mscclpp.verifier import verify_mscclpp_json
     from ..export.formats.proof import VERIFIABLE

@@ -71,22 +71,20 @@ class Layout:
 
     @cached_property
     def programs(self) -> tuple[Program, ...]:
-        """The programs of all ranges."""
         return tuple(part.program for lowered in self.buffers for part in lowered.ranges)
 
     @cached_property
     def shapes(self) -> list[tuple[int, ...]]:
-        """The shapes of the tensors."""
         return [span.shape for lowered in self.buffers for span in lowered.buffer.spans]
 
     @cached_property
     def is_sized(self) -> bool:
-        """Whether the sizes of all tensors are known. A tensor of unknown size, while tracing, has its own layout."""
+        """Whether the sizes of all tensors are known. While tracing, each tensor of unknown size has its own layout."""
         return self.buffers[0].buffer.size is not None
 
     @cached_property
     def nbytes(self) -> int:
-        """The bytes of one replica's tensors; 0 if their size is unknown."""
+        """The bytes of one replica's tensors, or 0 if their size is unknown."""
         return sum((buffer.size or 0) * itemsize(buffer.dtype) for buffer, _ in self.buffers)
 
     @cached_property
@@ -96,7 +94,10 @@ class Layout:
 
 
 class OverlapError(Exception):
-    """Result ``result`` of tensor ``tensor`` overlaps another result, or an input that is not exactly its memory."""
+    """The memory of result ``result`` of tensor ``tensor`` overlaps that of another result or of an input.
+
+    A result that has exactly the memory of an input of the same tensor is not an error.
+    """
 
     def __init__(self, tensor: int, result: int) -> None:
         super().__init__(tensor, result)
@@ -104,10 +105,10 @@ class OverlapError(Exception):
 
 
 class PreparedRun(NamedTuple):
-    """What compiled code needs to run an executable again."""
+    """The arguments with which compiled code repeats a run of an executable."""
 
     kernel: Any  # a kernel for host memory, or a plan for CUDA devices
-    streaming: bool = False  # whether results are written past the caches
+    streaming: bool = False  # whether results are written with streaming stores, which bypass the caches
     threaded: bool = False  # whether the run is large enough for several threads
 
 
@@ -116,7 +117,7 @@ class Executable(Protocol):
 
     @property
     def prepared(self) -> PreparedRun | None:
-        """How compiled code can repeat a run of this executable; ``None`` if it cannot."""
+        """The arguments with which compiled code repeats a run of this executable, or ``None`` if it cannot."""
 
     def run(self, operands: Any, out: Sequence[Sequence[Array]] | None) -> Sequence[Sequence[Array]]:
         """Reduce arrays.
@@ -142,19 +143,19 @@ class Engine(Protocol):
         """Return the hash, since engines are in the keys of caches."""
 
     checks_overlap: bool
-    """Whether executables check ``out`` themselves; else the caller does so before ``run``."""
+    """Whether executables check ``out`` for overlaps. If not, the caller checks it before ``run``."""
 
     def supports(self, layout: Layout) -> bool:
         """Return whether this engine can run layouts with this framework, these devices and these sizes."""
 
     def bind(self, layout: Layout, arrays: Sequence[Sequence[Array]]) -> Any | None:
-        """Return arrays in the form that ``Executable.run`` reads; ``arrays`` has the components of each tensor.
+        """Return ``arrays``, one row of components per tensor, in the form that ``Executable.run`` reads.
 
         Return ``None`` if the engine cannot run these arrays after all, for example because they are traced.
         """
 
     def compile(self, layout: Layout, numbers: Numbers, with_out: bool) -> Executable:
-        """Return the executable of a layout; callers cache it.
+        """Return the executable of a layout, which callers cache.
 
         Args:
           layout: one that the engine supports.

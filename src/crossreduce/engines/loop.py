@@ -16,7 +16,7 @@ from ..ops import Numbers
 from ..packing import Span, cuts, itemsize
 from .base import Layout, LoweredBuffer
 
-JOINED_BYTES: Final = 16384  # larger tensors in host memory are not packed, since packing them only costs copies
+JOINED_BYTES: Final = 16384  # the size of the largest tensors that are packed in host memory
 
 
 class LoopEngine:
@@ -26,34 +26,32 @@ class LoopEngine:
     checks_overlap = False
 
     def supports(self, layout: Layout) -> bool:
-        """Return ``True``: this engine runs everything."""
+        """Return ``True``, since this engine can run any layout."""
         return True
 
     def bind(self, layout: Layout, arrays: Sequence[Sequence[Array]]) -> Any | None:
-        """Return the arrays themselves."""
         return arrays
 
     def compile(self, layout: Layout, numbers: Numbers, with_out: bool) -> LoopExecutable:
-        """Return the executable of a layout."""
         return LoopExecutable(layout, numbers)
 
 
 class LoopExecutable:
-    """Packs, runs and unpacks buffer after buffer. See ``engines.base.Executable``."""
+    """Packs, reduces and unpacks the buffers one after another. See ``engines.base.Executable``."""
 
     prepared = None
 
     def __init__(self, layout: Layout, numbers: Numbers) -> None:
         self._framework, self._numbers, self._destinations = layout.framework, numbers, layout.destinations
-        self._jobs = _jobs(layout)
+        self._buffers = _buffers_and_positions(layout)
 
     def run(self, operands: Any, out: Sequence[Sequence[Array]] | None) -> Sequence[Sequence[Array]]:
-        """Reduce arrays; results are copied into ``out`` if it was given."""
+        """Reduce arrays. If ``out`` is given, the results are copied into its arrays."""
         results: list[Any] = [None] * len(operands)
-        for lowered, members in self._jobs:
-            reduced = _reduce_buffer(lowered, self._framework, [operands[k] for k in members], self._numbers)
-            for member, components in zip(members, reduced, strict=True):
-                results[member] = components
+        for lowered, positions in self._buffers:
+            reduced = _reduce_buffer(lowered, self._framework, [operands[k] for k in positions], self._numbers)
+            for position, components in zip(positions, reduced, strict=True):
+                results[position] = components
         if out is None:
             return results
         for targets, components in zip(out, results, strict=True):
@@ -62,29 +60,29 @@ class LoopExecutable:
         return out
 
 
-def _jobs(layout: Layout) -> list[tuple[LoweredBuffer, tuple[int, ...]]]:
-    """Return the buffers that are reduced one after another, with the positions of their tensors.
+def _buffers_and_positions(layout: Layout) -> list[tuple[LoweredBuffer, tuple[int, ...]]]:
+    """Return the buffers to reduce, each with the positions of its tensors in the layout.
 
-    In host memory a large tensor has a buffer of its own, since packing it with others only costs copies there. Buffers
-    that are cut into packs or chunks keep their tensors: other cuts would change the order of additions.
+    In host memory each large tensor gets a buffer of its own, since packing it with others only costs copies there.
+    But a buffer that is cut into packs or chunks is not changed, since other cuts would change the order of additions.
     """
-    jobs = []
-    at = 0
+    buffers = []
+    first = 0  # the position of the buffer's first tensor in the layout
     for lowered in layout.buffers:
         buffer, ranges = lowered
         members = range(len(buffer.spans))
         if layout.on_host and layout.is_sized and len(ranges) == 1 and len(ranges[0].program.chunks) == 1:
             small = [span.size * itemsize(buffer.dtype) <= JOINED_BYTES for span in buffer.spans]
-            runs = [[k for k in members if small[k]], *([k] for k in members if not small[k])]
-            jobs += [(_subset(lowered, run), tuple(at + k for k in run)) for run in runs if run]
+            groups = [[k for k in members if small[k]], *([k] for k in members if not small[k])]
+            buffers += [(_subset(lowered, group), tuple(first + k for k in group)) for group in groups if group]
         else:
-            jobs.append((lowered, tuple(at + k for k in members)))
-        at += len(members)
-    return jobs
+            buffers.append((lowered, tuple(first + k for k in members)))
+        first += len(members)
+    return buffers
 
 
 def _subset(lowered: LoweredBuffer, members: Sequence[int]) -> LoweredBuffer:
-    """Return a buffer that has only some tensors of another buffer, without gaps, and the same program."""
+    """Return a buffer of only the tensors ``members`` of a buffer, packed without gaps, with the same program."""
     buffer, (program_range,) = lowered
     spans: list[Span] = []
     size = 0
@@ -97,11 +95,11 @@ def _subset(lowered: LoweredBuffer, members: Sequence[int]) -> LoweredBuffer:
 def _reduce_buffer(
     lowered: LoweredBuffer, framework: Framework, arrays: list[Sequence[Array]], numbers: Numbers
 ) -> list[tuple[Array, ...]]:
-    """Pack, reduce and unpack one buffer; return the results of each tensor, given its components in ``arrays``."""
+    """Pack, reduce and unpack one buffer. Return the results of each tensor; ``arrays`` has its components."""
     buffer, ranges = lowered
     program = ranges[0].program
     names = [program.devices[source] for source in program.chunks[0].sources]
-    if buffer.size is None:
+    if buffer.size is None:  # one tensor of unknown size
         flats = [framework.to_device(x, name) for x, name in zip(arrays[0], names, strict=True)]
         outputs = run_program(program, framework, flats, None, numbers)
         return [tuple(parts[0] if fresh else framework.clone(parts[0]) for parts, fresh in outputs)]
@@ -115,11 +113,10 @@ def _reduce_buffer(
         outputs = [Output([], False) for _ in program.chunks[0].destinations]
         for program, start, stop in ranges:
             slices = [framework.slice(flat, start, stop) for flat in flats]
-            for output, part in zip(
-                outputs, run_program(program, framework, slices, stop - start, numbers), strict=True
-            ):
+            reduced = run_program(program, framework, slices, stop - start, numbers)
+            for output, part in zip(outputs, reduced, strict=True):
                 output.parts.extend(part.parts)
-    del flats
+    del flats  # their memory can be used again while the results are unpacked
     bounds = tuple(
         (base + start, base + stop)
         for program, base, end in ranges
@@ -145,10 +142,9 @@ def run_program(
 ) -> list[Output]:
     """Run a program whose chunks all have the same sources and destinations.
 
-    Chunks do not depend on each other, so one chunk runs to its end before the next begins. So the next chunk uses the
-    memory that this one frees, which may still be in the cache. A framework's ``to_device`` may return the same array
-    where memory is shared, and ``slice`` and ``pack`` may return views; so the engine writes into donated operands
-    only.
+    Chunks run one after another. So each chunk uses the memory that the previous one freed, which may be in the cache.
+    ``to_device`` may return the same array, and ``slice`` and ``pack`` may return views, so donated operands are the
+    only arrays that are written into.
 
     Args:
       flats: one flat array per source, in the order of the program's sources, each on its device.
@@ -156,7 +152,7 @@ def run_program(
     Returns:
       The result of each destination, in order, with one part for each of ``element_ranges``.
     Raises:
-      ScheduleError: the size is unknown and there are several chunks; or chunks differ in sources or destinations.
+      ScheduleError: the size is unknown and there are several chunks, or chunks differ in sources or destinations.
     """
     program.require_uniform()
     _, sources, destinations, _, _ = program.chunks[0]
@@ -184,6 +180,7 @@ def run_program(
                 allocated.add(value)
             else:
                 values[value] = xs[0]
+                # Either a new copy, or the same array as a value that this engine allocated.
                 if xs[0] is not values[operands[0]] or operands[0] in allocated:
                     allocated.add(value)
             for operand in last_uses:
@@ -194,6 +191,7 @@ def run_program(
             parts.append(x)
             fresh.append(len(active) == 1 and result in allocated and id(x) not in seen)
             seen.add(id(x))
+    # If there are several element ranges, ``fresh`` is longer than ``outputs``, and all of it is False.
     return [Output(parts, is_fresh) for parts, is_fresh in zip(outputs, fresh, strict=False)]
 
 

@@ -28,8 +28,8 @@ _OPS: Final = {
     ReduceOp.MAX: nccl_library.MAX,
     ReduceOp.PRODUCT: nccl_library.PRODUCT,
 }
-# Dtypes that NCCL does not have: the dtype in which it reads them, and the number of its elements in one of theirs.
-# (An array of bools contains only the bytes 0 and 1.)
+# For dtypes that NCCL does not have: the dtype as which it reads the array, and how many such elements make up one
+# element of the array. (An array of bools contains only the bytes 0 and 1.)
 _PARTS: Final = {"bool": ("uint8", 1), "complex64": ("float32", 2), "complex128": ("float64", 2)}
 
 
@@ -40,7 +40,7 @@ class NcclEngine:
     checks_overlap = False
 
     def refusal(self, layout: Layout, numbers: Numbers) -> str | None:
-        """Return why NCCL cannot be used for a layout; ``None`` if it can."""
+        """Return why NCCL cannot be used for a layout, or ``None`` if it can."""
         reason = _refusal(layout, numbers)
         if reason is None:
             library = nccl_library.library()
@@ -52,16 +52,15 @@ class NcclEngine:
         return _wrong_devices(layout) is None
 
     def bind(self, layout: Layout, arrays: Sequence[Sequence[Array]]) -> Operands | None:
-        """Return the arrays' addresses; ``None`` if they are traced, or not on their devices."""
+        """Return the arrays' addresses, or ``None`` if they are traced, or not on their devices."""
         return _memory(layout).operands(arrays, _indices(layout.sources))
 
     def compile(self, layout: Layout, numbers: Numbers, with_out: bool) -> NcclExecutable:
-        """Return the executable of a layout that is not refused."""
         return NcclExecutable(layout, numbers)
 
 
 class NcclExecutable:
-    """Queues one group of collectives: one per tensor and device. See ``engines.base.Executable``.
+    """Queues collectives, one per tensor and device, as one group. See ``engines.base.Executable``.
 
     NCCL's average multiplies every input by the reciprocal of n, which is exact if n is a power of two. For other n,
     the framework divides the sum, so that the mean of n ones is 1.
@@ -77,13 +76,13 @@ class NcclExecutable:
         self._layout, self._numbers = layout, numbers
         self._sources, self._destinations = _indices(layout.sources), _indices(layout.destinations)
         self._devices = tuple(sorted({*self._sources, *self._destinations}))
-        averages = numbers.divisor & (numbers.divisor - 1) == 0
+        averages = numbers.divisor & (numbers.divisor - 1) == 0  # a power of two
         self._divides = not averages
         function = _function(self._sources, self._destinations)
         assert function is not None
         self._function = function
         if function == "ncclBroadcast":
-            self._parts = itemsize(numbers.dtype)
+            self._parts = itemsize(numbers.dtype)  # it copies bytes, of any dtype
             # the arguments of each call between the size and the communicator
             self._trailing: tuple[int, ...] = nccl_library.DATA_TYPES["uint8"], self._devices.index(self._sources[0])
             return
@@ -117,13 +116,13 @@ class NcclExecutable:
         return results
 
     def _calls(self, sources: list[list[int]], targets: list[list[int]]) -> Iterator[Call]:
-        """Yield the collectives of each rank: ``None`` instead of an array that NCCL does not read or write there."""
+        """Yield the collectives of all ranks. An address is ``None`` if the rank has no such array."""
         for shape, row, results in zip(self._layout.shapes, sources, targets, strict=True):
             size = math.prod(shape) * self._parts
             sent = dict(zip(self._sources, row, strict=True))
             received = dict(zip(self._destinations, results, strict=True))
             for rank, device in enumerate(self._devices if size else ()):
-                # NCCL requires the root of a broadcast to receive, too: if need be, into the memory that it sends.
+                # NCCL requires the root of a broadcast to receive, too. If it has no result, it receives in place.
                 target = received.get(device, sent.get(device) if self._function == "ncclBroadcast" else None)
                 yield Call(self._function, rank, (sent.get(device), target, size, *self._trailing))
 
@@ -139,7 +138,7 @@ def _indices(devices: tuple[str, ...]) -> tuple[int, ...]:
 
 
 def _function(sources: tuple[int, ...], destinations: tuple[int, ...]) -> str | None:
-    """Return the name of NCCL's collective between these devices; ``None`` if NCCL lacks it."""
+    """Return the name of NCCL's collective between these devices, or ``None`` if NCCL lacks it."""
     if set(sources) == set(destinations):
         return "ncclAllReduce"
     if len(sources) == 1:
@@ -149,14 +148,14 @@ def _function(sources: tuple[int, ...], destinations: tuple[int, ...]) -> str | 
 
 @lru_cache(maxsize=1024)
 def _wrong_devices(layout: Layout) -> str | None:
-    """Return why NCCL cannot be used with a layout's framework and devices; ``None`` if it can."""
+    """Return why NCCL cannot be used with a layout's framework and devices, or ``None`` if it can."""
     devices = [parse(device) for device in {*layout.sources, *layout.destinations}]
     if not all(device.kind == "cuda" and not device.host for device in devices):
         return "not all devices are CUDA devices of this process"
     # XLA has its own communicators. Collectives of several communicators may block each other unless all GPUs run them
     # in the same order.
     if layout.framework.name == "jax" or device_memory(layout.framework.name) is None:
-        return f"this release passes no {layout.framework.name} arrays to NCCL"
+        return f"this release does not pass {layout.framework.name} arrays to NCCL"
     if len(devices) < 2:
         return "there is only one device"
     if len({device.index for device in devices}) < len(devices):
@@ -168,7 +167,7 @@ def _wrong_devices(layout: Layout) -> str | None:
 
 @lru_cache(maxsize=1024)
 def _refusal(layout: Layout, numbers: Numbers) -> str | None:
-    """Return why NCCL cannot be used for a layout and an op; ``None`` if it can, provided that it is installed."""
+    """Return why NCCL cannot be used for a layout and an op, or ``None`` if it can, provided that it is installed."""
     op, dtype = numbers.op, numbers.dtype
     reason = _wrong_devices(layout)
     if reason is not None:

@@ -46,7 +46,7 @@ _SIGNATURES: Final[dict[str, tuple[Any, ...]]] = {
 
 
 class Call(NamedTuple):
-    """A collective of one rank. ``arguments`` are those before the communicator and the stream."""
+    """A call of NCCL's ``function`` for one rank. ``arguments`` precede the communicator and the stream."""
 
     function: str
     rank: int
@@ -115,7 +115,7 @@ class Nccl:
                 raise
 
     def close(self) -> None:
-        """Destroy all communicators; later runs make new ones. A forked process does not destroy its parent's."""
+        """Destroy all communicators. Later runs make new ones. A forked process does not destroy its parent's."""
         if self._process == os.getpid():
             with self._lock:
                 while self._communicators:
@@ -153,7 +153,7 @@ class Nccl:
 
 @cache
 def _open() -> Nccl | str:
-    """Open the first candidate that can be opened; return the reason if there is none, or if it is too old."""
+    """Return the first candidate that can be opened. If none can, or it is too old, return the reason instead."""
     fault = f"{SONAME} cannot be opened"
     for path, mode in _candidates():
         try:
@@ -172,7 +172,7 @@ def _candidates() -> Iterator[tuple[str, int]]:
         path = Path(folder, "nvidia", "nccl", "lib", SONAME)
         if path.is_file():
             yield str(path), 0
-    yield SONAME, 0
+    yield SONAME, 0  # where the dynamic linker finds it
 
 
 _OPENING: Final = threading.Lock()

@@ -27,11 +27,9 @@ class NullEngine:
         return isinstance(layout.framework, NullFramework)
 
     def bind(self, layout: Layout, arrays: Sequence[Sequence[Array]]) -> Any | None:
-        """Return the arrays themselves."""
         return arrays
 
     def compile(self, layout: Layout, numbers: Numbers, with_out: bool) -> NullExecutable:
-        """Return the executable of a layout."""
         return NullExecutable(layout, numbers)
 
 
@@ -44,7 +42,7 @@ class NullExecutable:
         self._layout, self._numbers = layout, numbers
 
     def run(self, operands: Any, out: Sequence[Sequence[Array]] | None) -> Sequence[Sequence[Array]]:
-        """Count what an engine with separate devices would do, and return arrays without elements."""
+        """Count the operations of an engine whose devices share no memory, and return arrays without elements."""
         layout, numbers = self._layout, self._numbers
         assert isinstance(layout.framework, NullFramework)
         for components in operands:
@@ -64,7 +62,7 @@ class NullExecutable:
         ]
 
     def _count(self, code: ChunkProgram, names: tuple[str, ...], size: int) -> None:
-        """Count the operations of one chunk of ``size`` elements; ``names`` are those of the program's devices."""
+        """Count the operations of one chunk of ``size`` elements; ``names`` has the names of the program's devices."""
         numbers, counts = self._numbers, self._layout.framework.counts  # type: ignore[attr-defined]
         dtype_of = {"input": numbers.dtype, "partial": numbers.accumulator, "final": numbers.result}
         places, kinds = code.devices, code.kinds

@@ -1,6 +1,6 @@
 """Array operations of each framework: one file per framework, with the same functions in the same order.
 
-Input: an array, or a framework's name. Output: its ``Framework``. A framework is imported at the first such input, not
+Input: an array, or a framework's name. Output: its ``Framework``, which is imported at the first such input, not
 before. Elsewhere, a framework other than NumPy is imported only by code for this framework (``crossreduce.torch`` and
 other plug-ins, modules in ``engines/`` and ``transports/``), and by the command line.
 """
@@ -82,15 +82,12 @@ def framework_of(value: Any) -> Framework:
     own: Framework | None = getattr(value, "crossreduce_framework", None)
     if own is not None:  # an array with its own framework, such as a NullArray
         return own
-    raise ArgumentError.of(
-        "this is not an array.",
-        shown(value),
-        "a NumPy, PyTorch, JAX, TensorFlow or CuPy array, a sparse one, or a number",
-    )
+    remedy = "a NumPy, PyTorch, JAX, TensorFlow or CuPy array, a sparse one, or a number"
+    raise ArgumentError.of("this is not an array.", shown(value), remedy)
 
 
 def _of_type(kind: type) -> Framework | None:
-    """Return the framework whose package defines a class or one of its bases."""
+    """Return the framework whose package defines a class or one of its bases, or ``None``."""
     if kind in _SCALARS:
         return get("numpy")
     for base in kind.__mro__:

@@ -21,10 +21,10 @@ Array = Any
 
 
 class Sparse(NamedTuple):
-    """The parts of a sparse array.
+    """A sparse array as dense arrays: ``k`` slices of the array, and the index of each slice.
 
-    ``kind`` names the array's class, so that a result can be returned in the same class. ``indices`` has one row for
-    each of the ``k`` slices: its shape is ``(k,)``, or ``(k, d)`` if the first ``d`` axes are sparse.
+    ``kind`` names the array's class, so that a result can be returned in the same class. ``indices`` has one row per
+    slice: its shape is ``(k,)``, or ``(k, d)`` if the first ``d`` axes are sparse.
     """
 
     kind: str
@@ -34,7 +34,7 @@ class Sparse(NamedTuple):
 
 
 class Immutable:
-    """Mixin for frameworks with immutable arrays: ``out=`` is refused."""
+    """Mixin for frameworks with immutable arrays, into which ``out=`` cannot write results."""
 
     immutable: str
     """The first line of the error that ``out=`` raises."""
@@ -67,7 +67,7 @@ class Framework(Protocol):
         """
 
     def spec(self, x: Array) -> TensorSpec:
-        """Return shape and dtype; a size that tracing leaves unknown is ``None``."""
+        """Return shape and dtype. A size that tracing leaves unknown is ``None``."""
 
     def uniform(self, values: tuple[Any, ...]) -> TensorSpec | None:
         """Return the common spec of ``values``, if they are plain arrays in host memory that need no conversion.
@@ -107,7 +107,7 @@ class Framework(Protocol):
         """
 
     def finish(self, x: Array, numbers: Numbers) -> Array:
-        """Return ``x`` divided by ``numbers.divisor``, in the dtype ``numbers.result``; this may be ``x`` itself."""
+        """Return ``x`` divided by ``numbers.divisor``, in the dtype ``numbers.result``. It may be ``x`` itself."""
 
     def unpack(self, parts: Sequence[Array], cuts: tuple[Cut, ...], fresh: bool) -> list[Array]:
         """Split a flat buffer's parts into tensors (see ``packing.cuts``). Only immutable tensors may share memory.
@@ -120,17 +120,17 @@ class Framework(Protocol):
         """Return a copy of ``x`` that shares memory with nothing (or ``x``, if its class is immutable)."""
 
     def concat(self, xs: Sequence[Array], axis: int) -> Array:
-        """Return a new array that joins arrays on one device along an axis; integer dtypes may be widened."""
+        """Return a new array that joins arrays on one device along an axis. Integer dtypes may be widened."""
 
     def require_alike(self, xs: Sequence[Array], spec: TensorSpec) -> list[Array]:
-        """Add a check to traced arrays of partly unknown shape: that their shapes are equal at run time.
+        """Return traced arrays of partly unknown shape, with a check at run time that their shapes are equal.
 
         Raises:
           UnsupportedError: the framework has no such check.
         """
 
     def to_dense(self, sparse: Sparse, shape: tuple[int, ...], dtype: str) -> Array:
-        """Return a new dense array of ``dtype``; slices with the same index are added.
+        """Return a new dense array of ``dtype``. Slices with the same index are added.
 
         Raises:
           ArgumentError: an index is outside the shape. Traced indices are not checked, nor are those of a BCOO, where
@@ -148,7 +148,7 @@ class Framework(Protocol):
         """
 
     def memory_range(self, x: Array) -> tuple[int, int, bool]:
-        """Return the addresses of the array's first byte and behind its last byte, and whether it is contiguous."""
+        """Return the addresses of the first byte and of the byte after the last, and whether ``x`` is contiguous."""
 
     def write(self, target: Array, x: Array) -> None:
         """Copy an array of the same shape, dtype and device into ``target``."""
@@ -181,10 +181,10 @@ class ReplicaFramework(Framework, Protocol):
     def differentiable(
         self, xs: Sequence[Array], results: Sequence[Array], gradient: Callable[[Sequence[Array]], Sequence[Array]]
     ) -> list[Array]:
-        """Return ``results``, recorded as a function of ``xs``; ``gradient`` maps their gradients to those of xs."""
+        """Return ``results``, recorded as a function of ``xs``. ``gradient`` maps their gradients to those of xs."""
 
     def variable_value(self, old: Array | None, x: Array, device: str) -> Array:
         """Return a variable's array after ``x`` is assigned: a copy of ``x``, or ``old`` with the elements of ``x``."""
 
     def reduce_axis(self, op: ReduceOp, x: Array, axis: int, numbers: Numbers) -> Array:
-        """Return an array reduced along an axis, in the dtype ``numbers.accumulator``; for a mean, the sum."""
+        """Return an array reduced along an axis, in the dtype ``numbers.accumulator``. A mean is only summed."""

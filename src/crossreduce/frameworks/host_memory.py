@@ -32,7 +32,7 @@ class ArrayMemory(Protocol):
         """
 
     def allocate(self, shapes: Sequence[tuple[int, ...]], dtype: str, count: int) -> list[list[Any]]:
-        """Return memory for ``count`` results of each shape: new arrays, or buffers of which ``wrap`` makes arrays."""
+        """Return memory for ``count`` results of each shape: new arrays, or buffers that ``wrap`` turns into arrays."""
 
     def writable(self, arrays: Sequence[Sequence[Any]]) -> Sequence[Sequence[Any]]:
         """Return allocated memory in the form that the kernels accept: writable buffers or addresses."""
@@ -48,11 +48,11 @@ class ArrayMemory(Protocol):
     def wrap(
         self, blanks: list[list[Any]], shapes: Sequence[tuple[int, ...]], dtype: str, devices: tuple[str, ...]
     ) -> list[tuple[Array, ...]]:
-        """Return filled memory as arrays: for each tensor one array per device."""
+        """Return arrays of memory that ``allocate`` returned and a kernel filled: per tensor one array per device."""
         return list(map(tuple, blanks))
 
     def threads(self) -> int | None:
-        """Return the framework's own limit of threads on the host; ``None`` if it sets no limit."""
+        """Return the framework's own limit on the number of threads, or ``None`` if it sets no limit."""
         return None
 
     def mark_dirty(self, outs: Sequence[Sequence[Array]]) -> None:

@@ -64,7 +64,7 @@ def all_reduce(
     num_packs: int = 1,
     exact: bool = False,
 ) -> Any:
-    """Reduce a pytree over an axis of the mesh, leaf by leaf; every device receives the result.
+    """Reduce a pytree over an axis of the mesh, leaf by leaf. Every device receives the result.
 
     Call it in place of ``lax.psum``: under ``jax.shard_map``, ``jax.pmap`` or ``jax.vmap`` with a named axis. Small
     leaves of one dtype are joined and reduced by one collective.
@@ -72,7 +72,7 @@ def all_reduce(
     Args:
       x: a pytree of arrays and numbers. The slices of ``crossreduce.IndexedSlices`` and ``BCOO`` are concatenated
         in the order of the devices.
-      axis_name: the name of an axis, or several names: these axes are reduced as one axis, in row-major order.
+      axis_name: the name of an axis, or several names. Several axes are reduced as one axis, in row-major order.
       op: a ``ReduceOp`` or its name.
       topology: the links between the devices: a ``Topology``, a machine's name or a file's path. Its devices are the
         positions along the axis, in order. ``None`` means that all links are equal.
@@ -91,9 +91,9 @@ def all_reduce(
     Raises:
       AxisError: an axis does not exist (also a ``NameError``).
       ArgumentError: an unknown op or algorithm, or the topology's size differs from that of the axis.
-      UnsupportedError: the op is not defined for a leaf's dtype, or for an unreduced leaf (on explicit meshes), or a
-        leaf is not an array; the message has its path. With ``exact`` also for a product of floats, and where the
-        kernels cannot run: under ``vmap``, on accelerators, in jobs of several processes, in exported programs.
+      UnsupportedError: a leaf is not an array, or the op is not defined for it: for its dtype, or because it is
+        unreduced (on explicit meshes). The message has its path. With ``exact``, also for a product of floats, and if
+        the kernels cannot run: under ``vmap``, on accelerators, in jobs of several processes, in exported programs.
       PlanError: the algorithm cannot run on the topology.
 
     Example, with ``P = jax.sharding.PartitionSpec``::
@@ -126,9 +126,7 @@ def _all_reduce(
         try:
             leaves.append(_gather_leaf(leaf, op, spec.axes) if _is_sparse(leaf) else _dense_leaf(leaf, op, spec.axes))
             if exact and not _is_sparse(leaf):
-                _require_exact_sum(
-                    leaves[-1], FRAMEWORK.numbers(op, leaves[-1].dtype.name, spec.axes.devices), spec.axes
-                )
+                _require_exact_sum(leaves[-1], op, spec.axes)
             if not _is_sparse(leaf) and unreduced_axes(leaves[-1]):
                 leaves[-1] = _ReducedLeaf(_sum_of_parts(leaves[-1], op, spec.axes))
         except ReductionError as error:
@@ -193,9 +191,9 @@ def _dense_leaf(leaf: Any, op: ReduceOp, axes: MeshAxes) -> Array:
     return axes.vary(array) if axes.checked else array
 
 
-def _require_exact_sum(x: Array, numbers: Numbers, axes: MeshAxes) -> None:
-    """Raise if the sum or mean of an array over the axes cannot be exact."""
-    numbers = numbers.exactly()
+def _require_exact_sum(x: Array, op: ReduceOp, axes: MeshAxes) -> None:
+    """Raise an ``UnsupportedError`` if the sum or mean of an array over the axes cannot be exact."""
+    numbers = FRAMEWORK.numbers(op, x.dtype.name, axes.devices).exactly()
     if numbers.exact and axes.devices > 1 and (unreduced_axes(x) or not in_process.supports(numbers, axes)):
         raise _no_exact_sum(f"{jax.typeof(x)} over {axes}")
 
@@ -207,20 +205,19 @@ def _no_exact_sum(given: str) -> UnsupportedError:
 
 
 class _ReducedLeaf(NamedTuple):
-    """Marks a leaf that was reduced before the others, which are grouped."""
+    """Marks a leaf that is reduced already, so that it is not grouped with others."""
 
     array: Array
 
 
 def _sum_of_parts(x: Array, op: ReduceOp, axes: MeshAxes) -> Array:
-    """Reduce an array that is unreduced by its type, with XLA's own collective, since no other accepts such arrays."""
+    """Reduce an array whose type is unreduced: each device has one term of a sum. Only XLA's collective accepts it."""
     parts = unreduced_axes(x)
     if op is not ReduceOp.SUM and (op is not ReduceOp.MEAN or not parts <= set(axes.names)):
         over = ", ".join(sorted(map(repr, parts)))
-        problem = f"the {op.value} over {axes} needs an array, but each device has only its part of a sum."
-        raise UnsupportedError.of(
-            problem, f"{jax.typeof(x)}, unreduced over {over}", f"add the parts: psum over {over}"
-        )
+        problem = f"the {op.value} over {axes} needs complete arrays, but each device has only its part of a sum."
+        given = f"{jax.typeof(x)}, unreduced over {over}"
+        raise UnsupportedError.of(problem, given, f"add the parts: psum over {over}")
     numbers = FRAMEWORK.numbers(op, x.dtype.name, axes.devices)
     total = x.astype(numbers.accumulator)
     for names in ([a for a in axes.names if a in parts], [a for a in axes.names if a not in parts]):
@@ -234,7 +231,7 @@ def _is_sparse(leaf: Any) -> bool:
 
 
 def _gather_leaf(leaf: Any, op: ReduceOp, axes: MeshAxes) -> Any:
-    """Return a sparse leaf with the slices of all devices, divided if the op is a mean."""
+    """Return a sparse leaf with the slices of all devices, which are divided if the op is a mean."""
     if op not in (ReduceOp.SUM, ReduceOp.MEAN):
         problem = f"the {op.value} of sparse values is not defined."
         raise UnsupportedError.of(problem, shown(leaf), "sum or mean, or dense arrays")
@@ -245,6 +242,7 @@ def _gather_leaf(leaf: Any, op: ReduceOp, axes: MeshAxes) -> Any:
 
 
 def _gather(x: Array, axes: MeshAxes) -> Array:
+    """Return the arrays of all devices, concatenated in the order of the devices."""
     if not axes.checked:
         return lax.all_gather(x, axes.names, tiled=True)
     # shard_map treats the result of a gather as varying, and that of a sum as replicated. So each device puts its array
@@ -259,7 +257,7 @@ def _gather(x: Array, axes: MeshAxes) -> Array:
 
 
 def _reduce_leaves(xs: list[Array], numbers: Numbers, spec: _ReduceSpec) -> Sequence[Array]:
-    """Reduce arrays of one dtype, with the compiled kernels if they can and the caller did not choose an algorithm."""
+    """Reduce arrays of one dtype. The compiled kernels do it if they can, unless the caller chose an algorithm."""
     if not numbers.exact and (not _is_free(spec) or not in_process.supports(numbers, spec.axes)):
         return _reduce_by_collectives(xs, numbers, spec)
     _log_plan(spec.axes, "the compiled kernels on CPU devices, elsewhere XLA's own all-reduce")
@@ -272,7 +270,7 @@ def _reduce_leaves(xs: list[Array], numbers: Numbers, spec: _ReduceSpec) -> Sequ
 
 @dataclass(frozen=True)
 class _Collectives:
-    """Reduces arrays by collectives of XLA, on platforms where the kernels cannot. (A hashable function.)"""
+    """A hashable function that reduces arrays by collectives of XLA, for platforms where the kernels cannot run."""
 
     numbers: Numbers
     spec: _ReduceSpec
@@ -292,6 +290,7 @@ _differentiable_reduce_in_process = jax.custom_jvp(_reduce_in_process, nondiff_a
 
 @_differentiable_reduce_in_process.defjvp  # type: ignore[untyped-decorator]
 def _reduce_in_process_jvp(numbers: Numbers, spec: _ReduceSpec, primals: Any, tangents: Any) -> Any:
+    """Return the results and their tangents."""
     (xs,), (ts,) = primals, tangents
     ys = _differentiable_reduce_in_process(xs, numbers, spec)
     wide = [[x.astype(numbers.accumulator) for x in group] for group in (xs, ys, ts)]
@@ -300,7 +299,7 @@ def _reduce_in_process_jvp(numbers: Numbers, spec: _ReduceSpec, primals: Any, ta
 
 
 def _reduce_by_collectives(xs: list[Array], numbers: Numbers, spec: _ReduceSpec) -> list[Array]:
-    """Reduce arrays of one dtype. A program reduces all of them joined; XLA's collective only has small ones joined."""
+    """Reduce arrays of one dtype. All of them are joined for a program, only small ones for XLA's own collective."""
     program = _program(spec, numbers.op, sum(x.size for x in xs) * itemsize(numbers.accumulator))
     # Along mesh axes that are not Manual, XLA itself partitions arrays, and to join them it would gather them first.
     kinds = jax.sharding.get_abstract_mesh().axis_types or ()
@@ -325,7 +324,7 @@ def _reduce_by_collectives(xs: list[Array], numbers: Numbers, spec: _ReduceSpec)
 
 
 def _is_free(spec: _ReduceSpec) -> bool:
-    """Return whether the choice is free, "auto" on equal links, where no schedule is faster than XLA's collective."""
+    """Return whether the algorithm is "auto" on equal links, where no schedule is faster than XLA's collective."""
     return spec.algorithm == "auto" and (spec.topology is None or _is_uniform(spec.topology))
 
 
@@ -340,7 +339,7 @@ def _program(spec: _ReduceSpec, op: ReduceOp, nbytes: int) -> Program | None:
         algorithm = "halving_doubling"  # jax.lax has no all-reduce of products
     if axes.mapped and len(axes.names) > 1:
         # If one of several axes is vmap's, lax.ppermute silently ignores that axis (JAX 0.10.2).
-        problem = "no schedule can run over several axes of which one is vmap's, only XLA's own all-reduce."
+        problem = "no schedule can run over several axes if one belongs to vmap, but XLA's own all-reduce can."
         given = f"{axes}, op {op.value}, algorithm {spec.algorithm}"
         remedy = 'one axis after the other, or algorithm="auto" without topology (not for products)'
         raise UnsupportedError.of(problem, given, remedy)
@@ -381,7 +380,7 @@ def _is_uniform(topology: Topology) -> bool:
 
 
 def _total(x: Array, op: ReduceOp, program: Program | None, axes: MeshAxes) -> Array:
-    """Return an array reduced over the axes by an op; for a mean, the sum."""
+    """Return an array reduced over the axes by an op. A mean is only summed."""
     if op in (ReduceOp.SUM, ReduceOp.MEAN):
         return _sum(x, program, axes)
     select = _differentiable_selection if jnp.issubdtype(x.dtype, jnp.inexact) else _selection
@@ -418,14 +417,14 @@ _differentiable_selection = jax.custom_jvp(_selection, nondiff_argnums=(1, 2, 3)
 
 @_differentiable_selection.defjvp  # type: ignore[untyped-decorator]
 def _selection_jvp(op: ReduceOp, program: Any, axes: MeshAxes, primals: tuple[Array], tangents: tuple[Array]) -> Any:
-    """Return the result and its tangent. Devices with the same extreme share its gradient, as in ``jnp.max``."""
+    """Return the result and its tangent. Devices that have the same extreme value share its gradient, as in jnp.max."""
     (x,), (t,) = primals, tangents
     y = _differentiable_selection(x, op, program, axes)
     return y, _selection_tangent(op, program, axes, x, y, t)
 
 
 def _selection_tangent(op: ReduceOp, program: Program | None, axes: MeshAxes, x: Array, y: Array, t: Array) -> Array:
-    """Return the tangent of the result ``y`` if that of this device's operand ``x`` is ``t``."""
+    """Return the tangent of the result ``y``. ``t`` is the tangent of this device's operand ``x``."""
     if op is ReduceOp.PRODUCT:  # the sum over the devices of t times the product of the other devices' operands
         xs = lax.all_gather(x, axes.names)
         is_own = (jnp.arange(axes.devices) == lax.axis_index(axes.names)).reshape(-1, *[1] * x.ndim)
@@ -439,11 +438,11 @@ def _flatten_slices(slices: IndexedSlices) -> tuple[tuple[Array, Array], Any]:
 
 
 def _unflatten_slices(dense_shape: Any, parts: Sequence[Any]) -> IndexedSlices:
-    slices = object.__new__(IndexedSlices)  # no checks: JAX also puts objects that are not arrays into trees
+    slices = object.__new__(IndexedSlices)  # without its checks: JAX also puts objects that are not arrays into trees
     slices.values, slices.indices = parts
     slices.dense_shape = dense_shape
     return slices
 
 
-# This makes slices valid arguments and results of jitted functions.
+# Jitted functions can then have IndexedSlices as arguments and results.
 jax.tree_util.register_pytree_node(IndexedSlices, _flatten_slices, _unflatten_slices)

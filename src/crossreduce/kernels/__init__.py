@@ -2,12 +2,12 @@
 
 Input: fused programs (which operands are combined, in which order), element ranges, and arrays as buffers or
 addresses. Output: filled results. However many steps a program has, a compiled ``Kernel`` reads every source once and
-writes every result once, in units of a cache line or of a tile of at most 4 KiB. Tensors are not packed. This package
-does not use schedules, devices or frameworks.
+writes every result once: it processes one cache line, or one tile of at most 4 KiB, after another. Tensors are not
+packed. This package does not use schedules, devices or frameworks.
 
-The instruction set is chosen once, when it is first needed: ``avx512``, ``avx2`` or ``baseline``. Two
-environment variables override the defaults: ``CROSSREDUCE_KERNELS`` names an instruction set, or ``numpy``;
-``CROSSREDUCE_NUM_THREADS`` sets the number of threads of one reduction.
+The instruction set is chosen once, when it is first needed: ``avx512``, ``avx2`` or ``baseline``. Environment variables
+override the defaults: ``CROSSREDUCE_KERNELS`` names an instruction set, or ``numpy``; ``CROSSREDUCE_NUM_THREADS`` sets
+the number of threads of one reduction.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ _LOG: Final = logging.getLogger("crossreduce")
 _NATIVE: Final[list[Any]] = []  # the compiled module, or None, once `native` has imported it
 _Rows = Sequence[Sequence[Any]]  # for each tensor, its sources or its results
 
-# If all results together have at least this many bytes, they are written with streaming stores, unless in place, since
-# they and their sources do not fit into the cache anyway (32 MiB for 8 cores of an AMD EPYC).
+# Results that together have at least this many bytes are written with streaming stores, except in place, since they and
+# their sources do not fit into the cache anyway (32 MiB for 8 cores of an AMD EPYC).
 STREAMING_BYTES: Final = 1 << 24
 # Results of at least this many bytes use memory from a pool (see ``memory``). Smaller ones come from the framework's
 # allocator; the C library itself reuses blocks below its mmap threshold, 128 KiB at first.
@@ -76,8 +76,8 @@ class Kernel(Protocol):
           results: for each tensor its results, each a writable buffer or an address, in C order.
           threads: the number of threads, the caller's included.
           streaming: whether results are written with streaming stores, which bypass the cache.
-          check_overlap: whether to check first that no result shares memory with another result or with a source,
-            except for exactly a source of the same tensor. If one does, nothing is written.
+          check_overlap: whether to check first that no result shares memory with another result or with a source. A
+            result may have exactly the memory of a source of its tensor. If the check fails, nothing is written.
         Returns:
           ``(tensor, result)`` of a result that shares memory, else ``None``.
         """
@@ -152,7 +152,7 @@ def compile_kernel(
 
 
 def memory(nbytes: int) -> Any:
-    """Return new memory with the buffer protocol, aligned to 64 bytes; its content is undefined.
+    """Return new memory with the buffer protocol, aligned to 64 bytes. Its content is undefined.
 
     The compiled module keeps freed memory in a pool, for requests of the same size (see ``memory_usage``).
     """
@@ -167,7 +167,7 @@ def memory_usage() -> dict[str, int]:
     """Return the bytes of the memory that this process uses for results.
 
     It counts results of at least 128 KiB in NumPy and torch, and all results in JAX and TensorFlow. The memory of freed
-    results is kept for later ones; after 5 seconds without use it is returned to the system.
+    results is kept for later ones. After 5 seconds without use, it is returned to the system.
 
     Returns:
       A dict: ``"live"``, the bytes that results use now; ``"pooled"``, the bytes that are kept; ``"peak"``, the most
@@ -210,19 +210,19 @@ _keeps = False  # whether the C library keeps freed memory
 def keep_memory(enabled: bool = True) -> bool:
     """Let the C library keep freed memory for later arrays, instead of returning it to the system.
 
-    By default, the C library maps each large array anew, so the system has to clear its pages, which can take longer
-    than the reduction. After this call, the process reuses the memory of freed arrays, also of NumPy, PyTorch and JAX.
-    It then keeps its peak of memory, and more, since free blocks do not always have the right size. All threads that
-    start later share one arena of the allocator, whose blocks can have any size, so call this before JAX computes
+    By default, the C library maps new memory for each large array. So the system has to clear its pages, which can take
+    longer than the reduction. After this call, the process reuses the memory of freed arrays, also of NumPy, PyTorch
+    and JAX. It then keeps its peak of memory, and more, since free blocks do not always have the right size. Threads
+    that start later share one arena of the allocator, whose blocks can have any size, so call this before JAX computes
     anything. crossreduce's own results do not need it (see ``memory_usage``), TensorFlow hardly (docs/host.md).
 
     Args:
       enabled: ``False`` returns freed memory to the system, now and from now on. The C library then maps arrays of at
         least 32 MiB, the maximum of its own threshold. Threads that share an arena continue to share it.
     Returns:
-      Whether the C library was told. It is glibc's ``mallopt``; other C libraries (musl, macOS, Windows) have no such
-      settings: there, nothing changes, and the result is ``False``. An allocator that replaces glibc's
-      (``LD_PRELOAD``) ignores the settings.
+      Whether the C library accepted the settings. Only glibc has them (``mallopt``). With other C libraries (musl,
+      macOS, Windows) nothing changes, and the result is ``False``. An allocator that replaces glibc's (``LD_PRELOAD``)
+      ignores the settings.
     Raises:
       ArgumentError: ``enabled`` is not a bool.
 
@@ -290,5 +290,5 @@ def threads() -> int:
 
 
 def _count(text: str) -> int | None:
-    """Return a text as a number of threads; ``None`` if it is not an integer from 1 to 4096."""
+    """Return the number of threads that a text denotes, or ``None`` if it is not an integer from 1 to 4096."""
     return int(text) if re.fullmatch(r"\s*[0-9]{1,8}\s*", text) and 0 < int(text) <= 4096 else None

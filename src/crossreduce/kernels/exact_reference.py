@@ -31,32 +31,33 @@ def exact_sum(terms: Sequence[Any], divisor: int, dtype: np.dtype[Any]) -> Any:
     sign_bit = 1 << (8 * dtype.itemsize - 1)
     infinity = sign_bit - (1 << (precision - 1))
     bits = np.array([_round(abs(number), divisor, precision, unit) for number in total], np.uint64)
-    bits = np.minimum(bits, np.uint64(infinity))
+    bits = np.minimum(bits, np.uint64(infinity))  # an overflow
     negative = (total < 0) | np.logical_and.reduce([x.negative & (x.units == 0) & ~x.infinite & ~x.nan for x in parts])
+    # Whether +inf, or -inf, is among the terms of an element.
     up, down = (np.logical_or.reduce([x.infinite & (x.negative == sign) for x in parts]) for sign in (False, True))
     nan = np.logical_or.reduce([x.nan for x in parts]) | (up & down)
     bits[up | down] = infinity
     negative = np.where(up | down, down, negative)
     bits[negative] |= np.uint64(sign_bit)
-    bits[nan] = infinity | 1 << (precision - 2)
+    bits[nan] = infinity | 1 << (precision - 2)  # a quiet NaN
     return bits.astype(f"u{dtype.itemsize}").view(dtype)
 
 
 class _Terms(NamedTuple):
-    """Floats as Python's integers: each float is ``units`` times 2 ** ``_UNIT``; infinities and NaN have 0 units."""
+    """Floats as Python's integers: each float is ``units`` times 2 ** ``_UNIT``. Infinities and NaN have 0 units."""
 
     units: Any
-    negative: Any
+    negative: Any  # whether the sign bit is 1
     infinite: Any
     nan: Any
 
 
 def _read(x: Any) -> _Terms:
-    """Read the sign, exponent and fraction of each float from its bits."""
+    """Return floats as ``_Terms``, from the signs, exponents and fractions in their bits."""
     precision, unit = _FORMATS[x.dtype.name]
     bits = x.view(f"u{x.itemsize}").astype(np.uint64).astype(np.int64)
     negative = (bits >> (8 * x.itemsize - 1) & 1) == 1
-    largest = (1 << (8 * x.itemsize - precision)) - 1
+    largest = (1 << (8 * x.itemsize - precision)) - 1  # the exponent of infinities and NaN
     exponent, fraction = bits >> (precision - 1) & largest, bits & ((1 << (precision - 1)) - 1)
     finite = exponent != largest
     mantissa = np.where(finite, fraction | (exponent > 0).astype(np.int64) << (precision - 1), 0)
@@ -70,7 +71,7 @@ def _round(magnitude: int, divisor: int, precision: int, unit: int) -> int:
 
     If the result is too large for the format, the returned integer is at least that of infinity.
     """
-    # The exponent of the last bit, with which the quotient's integer part has ``precision`` bits, or one less.
+    # The exponent of the result's last bit. With it the quotient has ``precision`` bits before the point, or one less.
     exponent = max(magnitude.bit_length() - divisor.bit_length() + _UNIT - precision + 1, unit)
     if exponent > unit and (magnitude // (divisor << (exponent - _UNIT))).bit_length() < precision:
         exponent -= 1

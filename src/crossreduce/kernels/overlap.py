@@ -12,15 +12,16 @@ def find_overlap(extents: Iterable[tuple[int, int, int, int]]) -> tuple[int, int
     """Return a result that shares memory with another result or with a source.
 
     Args:
-      extents: ``(start, stop, tensor, result)``: the addresses of an array's first byte and of the byte after its
-        last; ``result`` is -1 for a source. A source that is exactly a result of its tensor must be left out.
+      extents: for each array ``(start, stop, tensor, result)``: the address of its first byte, that of the byte after
+        its last, and numbers; ``result`` is -1 for a source. A source that has exactly the memory of a result of its
+        tensor must be left out.
     Returns:
-      ``(tensor, result)``, or ``None`` if no result does. Empty arrays share nothing.
+      The ``(tensor, result)`` of a result that shares memory, or ``None``. Empty arrays share none.
 
     >>> find_overlap([(0, 8, 0, 0), (8, 16, 0, 1), (0, 4, 1, -1)])
     (0, 0)
     """
-    # The array that ends last, and the result that ends last, of those before the current one: (stop, tensor, result).
+    # Of the arrays before the current one, the array and the result that end last, as (stop, tensor, result).
     reached = reached_by_result = (0, 0, -1)
     for start, stop, tensor, result in sorted(extent for extent in extents if extent[1] > extent[0]):
         other = reached if result >= 0 else reached_by_result

@@ -22,12 +22,12 @@ _Rows = Sequence[Sequence[Any]]  # for each tensor, its sources or its results
 
 
 def _reals(x: Any) -> Any:
-    """Return the real and imaginary parts of complex numbers as one real array; any other array unchanged."""
+    """Return the real and imaginary parts of complex numbers as one real array, and any other array unchanged."""
     return x.view(x.real.dtype)
 
 
 def _first_nan(ufunc: np.ufunc, a: Any, b: Any) -> Any:
-    """Return ``ufunc(a, b)``, with the payload of the first of two NaNs; NumPy may return the second's."""
+    """Return ``ufunc(a, b)``. Of two NaNs, the result has the payload of ``a``; NumPy may return that of ``b``."""
     out = ufunc(a, b)
     if out.dtype.kind == "f" and (out != out).any():
         out = np.where(a != a, a + a.dtype.type(0), out)  # adding 0 makes a signaling NaN quiet
@@ -39,7 +39,7 @@ def _sum(a: Any, b: Any) -> Any:
 
 
 def product(a: Any, b: Any) -> Any:
-    """Return the product; a product of complex numbers consists of four real products, each rounded."""
+    """Return the product. A product of complex numbers consists of four real products, each rounded."""
     if a.dtype.kind != "c":
         return _first_nan(np.multiply, a, b)
     out = np.empty(a.shape, a.dtype)
@@ -59,12 +59,12 @@ _OPS: Final[dict[str, Callable[[Any, Any], Any]]] = {
 
 
 def _convert(x: Any, dtype: np.dtype[Any]) -> Any:
-    """Return ``x`` in another dtype, rounded once; NumPy would round float64 to float32 and then to bfloat16."""
+    """Return ``x`` in another dtype, rounded once. NumPy would round float64 to float32, and then to bfloat16."""
     if x.dtype == np.float64 and dtype.name in ("float16", "bfloat16"):
         single = x.astype(np.float32)
         wide = single.astype(np.float64)
         even = (single.view(np.uint32) & 1) == 0
-        # Round to odd: if bits were cut off, the last bit of the float32 is 1, so that the second rounding sees no tie.
+        # Round to odd: if bits were cut off, the last bit of the float32 is 1, so that the second rounding has no tie.
         towards = np.where(wide > x, np.float32(-np.inf), np.float32(np.inf))
         x = np.where((wide != x) & (x == x) & even, np.nextafter(single, towards), single)
     out = x.astype(dtype)
@@ -97,7 +97,7 @@ def _array(operand: Any, dtype: np.dtype[Any], size: int) -> Any:
 
 
 def _exact_sum(terms: list[Any], divisor: int, dtype: np.dtype[Any]) -> Any:
-    """Return exact sums; complex numbers are added by parts."""
+    """Return exact sums. The real and imaginary parts of complex numbers are added separately."""
     part = dtype.type(0).real.dtype
     return exact_sum([_reals(x) for x in terms], divisor, part).view(dtype)
 
@@ -147,7 +147,7 @@ class ReferenceKernel:
         _, folds, result_operands = program
         values: dict[int, Any] = {}
 
-        def read(operand: int) -> Any:
+        def read(operand: int) -> Any:  # returns the tile of a source, or the value in a slot
             if operand < 0:
                 return values[operand]
             x = ins[operand]
@@ -176,15 +176,16 @@ class ReferenceKernel:
                 value = (_reals(value) / value.real.dtype.type(self._divisor)).view(value.dtype)
             finished[operand] = value if value.dtype == result else _convert(value, result)
             if len(set(result_operands)) > 1:
-                finished[operand] = finished[operand].copy()  # else a view of a source, which a result may overwrite
+                finished[operand] = finished[operand].copy()  # it may be a view of a source that a result overwrites
         for out, operand in zip(outs, result_operands, strict=True):
             out[start:stop] = finished[operand]
 
 
 def _overlap(ins: list[list[Any]], outs: list[list[Any]]) -> tuple[int, int] | None:
-    """Return a result that shares memory with another result, or with a source unless it is exactly that source.
+    """Return the (tensor, result) of a result that shares memory with another result or a source, or ``None``.
 
-    As in the compiled kernels, an array occupies all the memory from its first byte to its last.
+    A result may have exactly the memory of a contiguous source of its tensor. As in the compiled kernels, an array
+    occupies all the memory from its first byte to its last.
     """
     extents: list[tuple[int, int, int, int]] = []  # start, stop, tensor, and the result or -1 (a source)
     for tensor, (sources, results) in enumerate(zip(ins, outs, strict=True)):

@@ -1,8 +1,9 @@
-"""Algorithms that need no topology, since every two devices are linked equally.
+"""Algorithms that need no topology: they assume equal links between all devices.
 
 Input: lists of devices in any spelling; or a ``Request`` with canonical names. Output: a schedule. Each algorithm has a
-public planner, such as ``ring``, and a counterpart for requests, which the registry lists. All public planners have the
-arguments (except ``root``) and errors of ``one_device``. ``first`` has no effect on ``one_shot`` or ``*_doubling``.
+public planner, such as ``ring``, and a function for requests, such as ``ring_schedule``, which the registry lists. All
+public planners have the arguments (except ``root``) and the errors of ``one_device``. ``first`` has no effect on
+``one_shot``, ``halving_doubling`` and ``recursive_doubling``.
 """
 
 from __future__ import annotations
@@ -20,8 +21,8 @@ from ..topology.symmetry import Symmetry, SymmetryGenerator
 from .requests import Request, read_members, read_request
 
 Names = Sequence[str]
-# The steps of one pack, in any order: (number of the round, step). In the steps, the chunks of a pack count from 0.
-Moves = Iterable[tuple[int, Step]]
+# Pairs (number of the round, step) of one pack, in any order. The chunks of each pack are numbered from 0.
+RoundSteps = Iterable[tuple[int, Step]]
 GENERATED_FROM: Final = 32  # with more devices, schedules store a few chunks, and a symmetry that generates the others
 
 
@@ -34,7 +35,7 @@ def one_device(
     first: int = 0,
     root: str | None = None,
 ) -> Schedule:
-    """Plan that one device, the root, combines everything and sends the result to all destinations.
+    """Return a schedule in which one device, the root, combines all data and sends the result to all destinations.
 
     The schedule has at most two rounds and the fewest steps, but all bytes of a pack pass through its root.
     TensorFlow's ``ReductionToOneDevice`` does the same.
@@ -43,14 +44,14 @@ def one_device(
       devices: the names of all devices.
       sources: the devices that contribute, in the order in which they are combined; ``None``: all ``devices``.
       destinations: the devices that need the result; ``None``: all.
-      packs: the number of equal packs of the buffer.
-      first: the number (from 0) of the destination that is the root of the first pack; the next destinations are the
-        roots of further packs.
+      packs: the number of equal parts, called packs, into which the buffer is divided.
+      first: the number (from 0) of the destination that is the root of the first pack. The roots of the other packs are
+        the destinations after it, in turn.
       root: a device that is the root of every pack; it need not be a source or a destination.
     Returns:
       A schedule that ``verify`` accepts.
     Raises:
-      PlanError: there are no devices; a source, destination or root is not one of them; invalid ``packs`` or ``first``.
+      PlanError: ``devices`` is empty; a source, destination or root is not in it; or ``packs`` or ``first`` is invalid.
 
     >>> print(one_device(["cpu:0", "cpu:1", "cpu:2"], destinations=["cpu:1"]))
     reduce one_device: 3 devices, 1 chunk, 1 round, 1 step
@@ -66,7 +67,7 @@ def one_device_schedule(request: Request) -> Schedule:
     sources, destinations = request.positions
     roots = destinations if request.root is None else (request.members.index(request.root),)
 
-    def moves(pack: int, _: Iterable[int]) -> Moves:
+    def pack_steps(pack: int, _: Iterable[int]) -> RoundSteps:  # a pack has one chunk
         root = roots[pack % len(roots)]
         if sources != (root,):
             yield 0, Step(0, root, sources)
@@ -74,7 +75,7 @@ def one_device_schedule(request: Request) -> Schedule:
             if dst != root:
                 yield 1, Step(0, dst, (root,))
 
-    return _schedule_of_packs(request, 1, moves)
+    return _schedule_of_packs(request, 1, pack_steps)
 
 
 def hierarchical_copy(
@@ -86,7 +87,7 @@ def hierarchical_copy(
     first: int = 0,
     groups: Sequence[Names] | None = None,
 ) -> Schedule:
-    """Plan to reduce inside groups of devices, then between the groups, and to copy the result back the same way.
+    """Return a schedule that reduces inside groups of devices, then between the groups, and copies the result back.
 
     Each group has a main device, which reduces the data of the group. The root reduces the data of the main devices.
     Then the root copies the result to the main devices, and these copy it to their groups. This takes at most 4 rounds.
@@ -95,11 +96,11 @@ def hierarchical_copy(
     and root ``i`` has the partner ``i + 4``. If the number of sources is odd, the second half has one source more.
 
     Args, in addition to those of ``one_device`` except ``root``:
-      first: the number of the device that is the root of the first pack, among the sources that are destinations (if
-        there are none, among all sources); the next ones are the roots of further packs.
-      groups: the devices of each group; ``None``: two halves of the sources (and of other destinations).
+      first: the number of the first pack's root in the list of possible roots, which the packs take in turn. These are
+        the sources that are also destinations, or all sources if there are none.
+      groups: the devices of each group; ``None``: two groups, each with half of the sources and of other destinations.
     Raises:
-      PlanError: as ``one_device``; or the groups omit a device, or contain a device twice.
+      PlanError: as ``one_device``; or a device is in no group, or in more than one.
 
     >>> print(hierarchical_copy(["cpu:0", "cpu:1", "cpu:2", "cpu:3"]))
     all_reduce hierarchical_copy: 4 devices, 1 chunk, 4 rounds, 6 steps
@@ -117,16 +118,13 @@ def hierarchical_copy(
     numbers = [[names.index(read_members(names, [name], "a group's member")[0]) for name in group] for group in groups]
     if sorted(number for group in numbers for number in group) != list(range(len(names))):
         given = "; ".join(", ".join(group) for group in groups)
-        remedy = ", ".join(names) + ", each in exactly one group"
-        raise PlanError.of("the groups must have each device once.", given, remedy)
+        remedy = "groups of the devices " + ", ".join(names)
+        raise PlanError.of("each device must be in exactly one group.", given, remedy)
     return hierarchical_copy_schedule(request, numbers)
 
 
 def hierarchical_copy_schedule(request: Request, groups: list[list[int]] | None = None) -> Schedule:
-    """Return the schedule of ``hierarchical_copy`` for a request.
-
-    ``groups`` contains positions among the request's members; ``None``: two halves.
-    """
+    """Return the schedule of ``hierarchical_copy``. ``groups``: positions of members; by default two halves."""
     sources, destinations = request.positions
     source_set, destination_set = frozenset(sources), frozenset(destinations)
     if groups is None:
@@ -140,15 +138,15 @@ def hierarchical_copy_schedule(request: Request, groups: list[list[int]] | None 
         if not any(roots[0] in group for group in groups):
             raise PlanError.of("the root must be a source or a destination.", request.root, "root=None")
 
-    def moves(pack: int, _: Iterable[int]) -> Moves:
+    def pack_steps(pack: int, _: Iterable[int]) -> RoundSteps:
         root = roots[pack % len(roots)]
-        rank = next(group.index(root) for group in groups if root in group)  # other groups' main devices: same index
+        place = next(group.index(root) for group in groups if root in group)  # selects other groups' main devices
         mains: list[int] = []  # the main devices of the groups that have a source, in the order of the groups
         for group in groups:
             senders = [d for d in group if d in source_set]
             if senders:
-                main = root if root in group else group[rank % len(group)]
-                mains.append(main if main in source_set else senders[rank % len(senders)])
+                main = root if root in group else group[place % len(group)]
+                mains.append(main if main in source_set else senders[place % len(senders)])
                 if senders != [mains[-1]]:
                     yield 0, Step(0, mains[-1], tuple(senders))
         if mains != [root]:
@@ -163,17 +161,17 @@ def hierarchical_copy_schedule(request: Request, groups: list[list[int]] | None 
                 if dst != main:
                     yield 3, Step(0, dst, (main,))
 
-    return _schedule_of_packs(request, 1, moves)
+    return _schedule_of_packs(request, 1, pack_steps)
 
 
 def ring(
     devices: Names, sources: Names | None = None, destinations: Names | None = None, *, packs: int = 1, first: int = 0
 ) -> Schedule:
-    """Plan a reduction that travels round the devices in a ring.
+    """Return a schedule in which each chunk is reduced and then distributed on its way round a ring of devices.
 
     Each pack has one chunk per device; ``first`` is the number of the device at which the first pack's first chunk
     starts. Each chunk of a pack starts at a different device, collects the contributions on its way round the ring, and
-    travels on until every destination has the result. In an all-reduce each device sends 2(n-1)/n of the buffer, the
+    is passed on until every destination has the result. In an all-reduce each device sends 2(n-1)/n of the buffer, the
     least of any all-reduce, but it takes 2(n-1) rounds. Only links from a device to the next one are used, so
     ``devices`` is the order of the ring; devices that are neither source nor destination forward data.
 
@@ -189,9 +187,9 @@ def ring_schedule(request: Request) -> Schedule:
     """Return the schedule of ``ring`` for a request."""
     n, (sources, destinations) = len(request.members), map(frozenset, request.positions)
 
-    def moves(pack: int, chunks: Iterable[int]) -> Moves:
+    def pack_steps(pack: int, chunks: Iterable[int]) -> RoundSteps:
         for chunk in chunks:
-            order = [(chunk + pack + hop) % n for hop in range(n)]
+            order = [(chunk + pack + hop) % n for hop in range(n)]  # of the devices that the chunk reaches
             source_hops = [hop for hop in range(n) if order[hop] in sources]
             start, end = source_hops[0], source_hops[-1]
             for hop in range(start + 1, end + 1):  # the chunk is reduced from the first source to the last
@@ -202,18 +200,18 @@ def ring_schedule(request: Request) -> Schedule:
             for hop in range(1, last + 1):
                 yield end + hop - 1, Step(chunk, order[(end + hop) % n], (order[(end + hop - 1) % n],))
 
-    return _schedule_of_packs(request, n, moves, _rotation(n))
+    return _schedule_of_packs(request, n, pack_steps, _rotation(n))
 
 
 def halving_doubling(
     devices: Names, sources: Names | None = None, destinations: Names | None = None, *, packs: int = 1, first: int = 0
 ) -> Schedule:
-    """Plan a reduce-scatter by recursive halving and an all-gather by recursive doubling.
+    """Return the schedule of a reduce-scatter by recursive halving and then an all-gather by recursive doubling.
 
-    On 2**k devices it sends as few bytes as a ring, in 2 k rounds. If the number of sources is not a power of two, each
-    source beyond the largest power first adds its data to that of a partner, and receives the result from the partner
-    at the end, in 2 more rounds. If one of the sources that halve is not a destination, the all-gather is replaced:
-    every destination copies each chunk from the device that reduced it. Sources are paired in the order of ``sources``.
+    On 2**k devices it sends as few bytes as a ring, in 2 k rounds. If the number of sources is not a power of two, only
+    the first 2**k of them exchange data like this. Each other source first adds its data to that of a partner among
+    them, and receives the result from the partner at the end, in 2 more rounds. If one of the 2**k sources is not a
+    destination, there is no all-gather: every destination copies each chunk from the device that reduced it.
 
     >>> len(halving_doubling([f"cpu:{k}" for k in range(8)]).rounds)
     6
@@ -230,7 +228,7 @@ def halving_doubling_schedule(request: Request) -> Schedule:
     width = 1 << (len(sources).bit_length() - 1)
     paired, extras = sources[:width], sources[width:]
     levels = width.bit_length() - 1
-    partner_of = dict(zip(extras, paired, strict=False))
+    partner_of = dict(zip(extras, paired, strict=False))  # the source to whose data an extra source adds its own
     paired_set = frozenset(paired)
     all_gathers = paired_set <= {*destinations}
     copies = [  # (device that is not paired, the paired device from which it copies the result)
@@ -238,7 +236,8 @@ def halving_doubling_schedule(request: Request) -> Schedule:
         for k, dst in enumerate(d for d in destinations if d not in paired_set)
     ]
 
-    def moves(_: int, chunks: Iterable[int]) -> Moves:
+    def pack_steps(_: int, chunks: Iterable[int]) -> RoundSteps:
+        """Yield the steps by which paired[k] reduces chunk k, and those by which the destinations receive it."""
         for chunk in chunks:
             for partner, extra in zip(paired, extras, strict=False):
                 yield 0, Step(chunk, partner, (partner, extra))
@@ -254,7 +253,7 @@ def halving_doubling_schedule(request: Request) -> Schedule:
                 continue
             for level in range(levels):
                 near = 1 << level
-                first = (chunk ^ near) & -near
+                first = (chunk ^ near) & -near  # the first of the devices that receive the chunk at this level
                 for i in range(first, first + near):
                     yield after + level, Step(chunk, paired[i], (paired[i ^ near],))
             for dst, src in copies:
@@ -263,27 +262,21 @@ def halving_doubling_schedule(request: Request) -> Schedule:
     # Exchanging neighbouring blocks of 1, 2, 4, ... devices maps the steps of a chunk to those of another chunk, if the
     # devices that are partners of extras are exchanged only with each other.
     blocks = [1 << k for k in reversed(range(levels)) if len(extras) % (2 << k) == 0]
-    exchanges = tuple(
-        SymmetryGenerator(
-            tuple([k ^ block if k < width else width + ((k - width) ^ block) for k in range(len(sources))]), 2
-        )
-        for block in blocks
-    )
-    return _schedule_of_packs(request, width, moves, Symmetry(exchanges, len(sources)), in_order=True)
+    moves = [[k ^ b if k < width else width + ((k - width) ^ b) for k in range(len(sources))] for b in blocks]
+    exchanges = tuple([SymmetryGenerator(tuple(moved), 2) for moved in moves])
+    return _schedule_of_packs(request, width, pack_steps, Symmetry(exchanges, len(sources)), in_order=True)
 
 
 def recursive_doubling(
     devices: Names, sources: Names | None = None, destinations: Names | None = None, *, packs: int = 1, first: int = 0
 ) -> Schedule:
-    """Plan pairwise exchanges of the whole buffer, at distances 1, 2, 4, ...
+    """Return a schedule of pairwise exchanges of the whole buffer, between devices at the distances 1, 2, 4, ...
 
     An all-reduce on 2**k devices takes k rounds, the fewest if every device sends to one device at a time. In each
-    round every device sends its whole buffer. If the number of sources is not a power of two, each source beyond the
-    largest power first adds its data to that of a partner, and receives the result from the partner at the end, in 2
-    more rounds. Both devices of a pair combine their values in the same order, so every destination receives the same
-    bits. Sources are paired in the order of ``sources``. Destinations that are not sources receive the result at the
-    end, along a binomial tree. Exchanges that no destination needs are left out, so a reduce to one device is a
-    binomial tree, too.
+    round every device sends its whole buffer. If the number of sources is not a power of two, the extra sources have
+    partners, as in ``halving_doubling``. Both devices of a pair combine their values in the same order, so every
+    destination receives the same bits. Destinations that are not sources receive the result at the end, along a
+    binomial tree. Exchanges that no destination needs are left out, so a reduce to one device is a binomial tree, too.
 
     >>> print(recursive_doubling(["cpu:0", "cpu:1"]))
     all_reduce recursive_doubling: 2 devices, 1 chunk, 1 round, 2 steps
@@ -301,7 +294,7 @@ def recursive_doubling_schedule(request: Request) -> Schedule:
     levels = width.bit_length() - 1
     partner_of = dict(zip(extras, paired, strict=False))
 
-    def moves(_: int, __: Iterable[int]) -> Moves:
+    def pack_steps(_: int, __: Iterable[int]) -> RoundSteps:
         for extra, partner in partner_of.items():
             yield 0, Step(0, partner, (partner, extra))
         for level in range(levels):
@@ -322,7 +315,7 @@ def recursive_doubling_schedule(request: Request) -> Schedule:
             complete += [dst for dst, _ in copies]
             copies, after = [], after + 1
 
-    schedule = _schedule_of_packs(request, 1, moves)
+    schedule = _schedule_of_packs(request, 1, pack_steps)
     if set(paired) <= set(destinations):
         return schedule
     return replace(schedule, rounds=tuple(tuple(steps) for steps in live_rounds(schedule)))
@@ -337,15 +330,15 @@ def direct(
     first: int = 0,
     owners: Names | None = None,
 ) -> Schedule:
-    """Plan that every owner reduces one share of the buffer and then sends it to all destinations.
+    """Return a schedule in which every owner reduces one share of the buffer and then sends it to all destinations.
 
     It has at most two rounds, sends as few bytes as a ring, and combines every element in the order of the sources, so
     its results have the same bits as those of ``one_device``. It is fast only if every two devices have a link.
 
     Args, in addition to those of ``one_device`` except ``root``:
       first: the number (from 0) of the owner of the first share of the first pack.
-      owners: the devices that reduce one share each; ``None``: the destinations. With all devices as owners, a reduce
-        to one root is shared by all of them.
+      owners: the devices that reduce one share each; ``None``: the destinations. If all devices are owners, they share
+        the work of a reduce to one root.
 
     >>> print(direct(["cpu:0", "cpu:1"]))
     all_reduce direct: 2 devices, 2 chunks, 2 rounds, 4 steps
@@ -364,7 +357,7 @@ def direct_schedule(request: Request, owners: tuple[str, ...] = ()) -> Schedule:
     sources, destinations = request.positions
     owning = [request.members.index(owner) for owner in owners] or destinations
 
-    def moves(pack: int, chunks: Iterable[int]) -> Moves:
+    def pack_steps(pack: int, chunks: Iterable[int]) -> RoundSteps:
         for chunk in chunks:
             owner = owning[(chunk + pack) % len(owning)]
             if sources != (owner,):
@@ -375,18 +368,17 @@ def direct_schedule(request: Request, owners: tuple[str, ...] = ()) -> Schedule:
 
     in_turn = list(owning) == list(range(len(request.members)))  # otherwise, chunks are not images of the first one
     images = _rotation(len(owning)) if in_turn else None
-    return _schedule_of_packs(request, len(owning), moves, images, in_order=True)
+    return _schedule_of_packs(request, len(owning), pack_steps, images, in_order=True)
 
 
 def one_shot(
     devices: Names, sources: Names | None = None, destinations: Names | None = None, *, packs: int = 1, first: int = 0
 ) -> Schedule:
-    """Plan that every destination reads the contributions of all sources and combines them.
+    """Return a schedule in which every destination reads the contributions of all sources and combines them.
 
-    It has at most one round, but moves the most bytes: every destination receives the whole buffer of every other
-    source. So it suits small buffers. Every element is combined in the order of the sources, so the
-    results have the same bits as those of ``one_device``. It is fast only if there is a link from every source to every
-    destination.
+    It has at most one round, but sends the most bytes: every destination receives the whole buffer of every other
+    source. So it suits small buffers, if every source has a link to every destination. Every element is combined in the
+    order of the sources, so the results have the same bits as those of ``one_device``.
 
     >>> print(one_shot(["cpu:0", "cpu:1"]))
     all_reduce one_shot: 2 devices, 1 chunk, 1 round, 2 steps
@@ -406,16 +398,17 @@ def one_shot_schedule(request: Request) -> Schedule:
 def _schedule_of_packs(
     request: Request,
     chunks: int,
-    moves: Callable[[int, Iterable[int]], Moves],
+    pack_steps: Callable[[int, Iterable[int]], RoundSteps],
     images: Symmetry | None = None,
     *,
     in_order: bool = False,
 ) -> Schedule:
     """Return the schedule of all packs of a request, each with ``chunks`` equal chunks.
 
-    ``moves`` returns the steps of the listed chunks of a pack; the number of the first pack is ``request.first``. If
-    all devices are sources and destinations, the symmetry ``images`` maps the steps of a pack's first chunk to those of
-    the others. It then generates the schedule of many devices. ``in_order`` is that of ``GeneratedSchedule``.
+    ``pack_steps(pack, chunks)`` returns the steps of these chunks of a pack; packs are numbered from ``request.first``.
+    If all devices are sources and destinations, the symmetry ``images`` maps the steps of a pack's first chunk to those
+    of its other chunks. With more than ``GENERATED_FROM`` devices, only the first chunk is then planned, and the
+    schedule is generated by ``images``. ``in_order`` is passed to ``GeneratedSchedule``.
     """
     n = len(request.members)
     everyone = tuple(range(n))
@@ -426,7 +419,7 @@ def _schedule_of_packs(
     count = request.packs * chunks // order
     rounds: defaultdict[int, list[Step]] = defaultdict(list)
     for pack in range(request.packs):
-        for number, (chunk, dst, srcs) in moves(pack + request.first, range(0, chunks, order)):
+        for number, (chunk, dst, srcs) in pack_steps(pack + request.first, range(0, chunks, order)):
             rounds[number].append(Step(pack * chunks + chunk // order, dst, srcs))
     share = Chunk(Fraction(1, count), *request.positions)
     steps = tuple(tuple(rounds[number]) for number in sorted(rounds))

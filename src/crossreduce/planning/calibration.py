@@ -61,7 +61,7 @@ class LinkClass(NamedTuple):
 
 
 class Estimate(NamedTuple):
-    """A fitted number and its standard error, which is ``None`` if the number is not identified and thus as given."""
+    """A fitted number and its standard error, or the given number and ``None`` if it is not identified."""
 
     value: Fraction
     error: float | None
@@ -108,21 +108,22 @@ class Calibration:
         return tuple(texts)
 
     def interval(self, seconds: float) -> tuple[float, float]:
-        """Return the limits of the time of a call that is predicted to take ``seconds`` without overhead.
+        """Return the limits of the likely time of a call. ``seconds`` is its predicted time without overhead.
 
-        They are two root mean squares of the residuals below and above: 95 % if errors are distributed normally.
+        They are the prediction with overhead, times 1 - 2 ``rms`` and 1 + 2 ``rms``. If the errors are normally
+        distributed, 95 % of the times are within these limits.
         """
         total = seconds + float(self.overhead.value)
         return max(0.0, total * (1 - 2 * self.rms)), total * (1 + 2 * self.rms)
 
 
 def calibrate(topology: Topology, measurements: Iterable[Measurement], assumed: str = ASSUMED) -> Calibration:
-    """Return a topology whose bandwidths and latencies predict measurements best.
+    """Return a calibration: the topology with the bandwidths and latencies that predict the measurements best.
 
     Args:
       topology: the links with the speeds to start from.
       measurements: at least two, on devices of the topology.
-      assumed: the algorithm of measurements that name no algorithm of this library.
+      assumed: the algorithm that is taken for measurements that name none, or one that this library does not have.
     Raises:
       ArgumentError: too few measurements, or an unknown algorithm.
       PlanError: an algorithm cannot plan a measured collective.
@@ -138,14 +139,15 @@ def calibrate(topology: Topology, measurements: Iterable[Measurement], assumed: 
     measured = tuple(measurements)
     if len(measured) < 2:
         problem = "a calibration needs at least two results, of different sizes."
-        raise ArgumentError.of(problem, f"{len(measured)} results", "a run over a range of sizes: -b 1K -e 1G -f 4")
+        raise ArgumentError.of(problem, f"{len(measured)} results", "nccl-tests with several sizes: -b 1K -e 1G -f 4")
     return _Fit(topology, measured, assumed).calibration()
 
 
 class _Fit:
-    """Least squares over a list of parameters: for each class the inverse bandwidth and the latency, then the overhead.
+    """A least-squares fit. Its parameters are the inverse bandwidth and the latency of each class, and the overhead.
 
-    Parameters are multiples of the given numbers, or of ``SMALL_S`` for the overhead and for latencies given as 0.
+    Their numbers are 2 * k and 2 * k + 1 for class k, and the last one. Parameters are multiples of the given numbers,
+    or of ``SMALL_S`` for the overhead and for latencies given as 0. ``given`` is the start, ``lower`` the lower limits.
     """
 
     def __init__(self, topology: Topology, measurements: tuple[Measurement, ...], assumed: str) -> None:
@@ -154,7 +156,7 @@ class _Fit:
         for link in topology.links:
             self.members.setdefault(_class_of(link), []).append(link)
         self.classes = sorted(self.members, key=lambda kind: (kind.between_hosts, -kind.bandwidth, kind.latency_s))
-        self.work = [_work(topology, measured, assumed) for measured in measurements]
+        self.schedules = [_planned_schedule(topology, measured, assumed) for measured in measurements]
         self.given = [value for kind in self.classes for value in (1.0, float(bool(kind.latency_s)))] + [0.0]
         self.lower = [value for _ in self.classes for value in (1 / FASTEST, 0.0)] + [0.0]
 
@@ -170,19 +172,19 @@ class _Fit:
             values[left_out] = self.given[left_out]
 
     def _fit_from_several_starts(self, free: list[int], values: list[float]) -> tuple[list[float], Any, Any]:
-        """Return the best result of ``_solve``: from ``values``, and from starts at which other links are slowest."""
+        """Return the best result of ``_solve`` from several starts: ``values``, and some with other slowest links."""
         best = self._solve(free, values)
         speeds = [float(kind.bandwidth) / best[0][2 * k] for k, kind in enumerate(self.classes)]
         for k, kind in enumerate(self.classes):
             if 2 * k in free and abs(best[2][:, free.index(2 * k)]).max() < LEAST_EFFECT:  # no effect on any time
                 start = list(best[0])
-                start[2 * k] = float(kind.bandwidth) / (min(speeds) / 2)
+                start[2 * k] = float(kind.bandwidth) / (min(speeds) / 2)  # half the speed of the slowest class
                 other = self._solve(free, start)
                 best = min(best, other, key=lambda solution: float(solution[1] @ solution[1]))
         return best
 
     def _solve(self, free: list[int], values: list[float]) -> tuple[list[float], Any, Any]:
-        """Return the parameters with the least errors, these relative errors, and their derivatives.
+        """Return the values of all parameters with the least errors, these relative errors, and their derivatives.
 
         The search starts at ``values``. It ends when a step stays in one linear piece, since that step is exact, or
         when a step makes the errors larger.
@@ -233,12 +235,12 @@ class _Fit:
         deviation, columns = _standard_errors(free, errors, columns), columns * scale
         effects = dict(zip(free, np.abs(columns).max(axis=0) if free else [], strict=True))
         unlimited = [k for k in free if values[k] <= self.lower[k] > 0]  # bandwidths that reached ``FASTEST``
-        for reason in ([k for k in free if effects[k] < LEAST_EFFECT], unlimited):
-            if reason:
-                return reason[0]
+        for numbers in ([k for k in free if effects[k] < LEAST_EFFECT], unlimited):
+            if numbers:
+                return numbers[0]
         if len(free) > 1:  # a singular value near 0: some parameters can change together without an effect
-            _, sizes, directions = np.linalg.svd(columns / np.linalg.norm(columns, axis=0), full_matrices=False)
-            if sizes[-1] < 1e-4 * sizes[0]:
+            _, singular, directions = np.linalg.svd(columns / np.linalg.norm(columns, axis=0), full_matrices=False)
+            if singular[-1] < 1e-4 * singular[0]:
                 dependent = [k for k, part in zip(free, directions[-1], strict=True) if abs(part) > 0.1]
                 return self._first_to_leave_out(dependent, effects)
         overhead = len(self.given) - 1
@@ -246,7 +248,7 @@ class _Fit:
         return self._first_to_leave_out(vague, effects) if vague else None
 
     def _first_to_leave_out(self, parameters: list[int], effects: dict[int, float]) -> int:
-        """Return the overhead, or else a latency (odd number), or else a bandwidth, the one with the least effect."""
+        """Return the overhead, or else the latency (odd number) with the least effect, or else such a bandwidth."""
         overhead = len(self.given) - 1
         return min(parameters, key=lambda k: (k != overhead, k % 2 == 0, effects[k], k))
 
@@ -255,7 +257,7 @@ class _Fit:
         topology = self._fitted(values, digits)
         parts: dict[tuple[str, ...], Topology] = {}
         overhead, predicted = values[-1] * SMALL_S, []
-        for (schedule, devices), measured in zip(self.work, self.measurements, strict=True):
+        for (schedule, devices), measured in zip(self.schedules, self.measurements, strict=True):
             if devices not in parts:
                 parts[devices] = topology.part(devices)
             predicted.append(overhead + simulate(schedule, parts[devices], measured.nbytes, operation_s=0).seconds)
@@ -283,15 +285,11 @@ class _Fit:
         for k, kind in enumerate(self.classes):
             bandwidth, latency_s = self._speeds(kind, values[2 * k], values[2 * k + 1], DIGITS)
             scale = float(kind.latency_s) or SMALL_S
-            inverse = errors.get(2 * k)
-            classes.append(
-                FittedClass(
-                    kind,
-                    len(self.members[kind]),
-                    Estimate(bandwidth, None if inverse is None else float(bandwidth) * inverse / values[2 * k]),
-                    Estimate(latency_s, None if (error := errors.get(2 * k + 1)) is None else error * scale),
-                )
-            )
+            inverse, error = errors.get(2 * k), errors.get(2 * k + 1)
+            bandwidth_error = None if inverse is None else float(bandwidth) * inverse / values[2 * k]
+            fitted_bandwidth = Estimate(bandwidth, bandwidth_error)
+            fitted_latency = Estimate(latency_s, None if error is None else error * scale)
+            classes.append(FittedClass(kind, len(self.members[kind]), fitted_bandwidth, fitted_latency))
         error = errors.get(len(values) - 1)
         overhead = Estimate(round_digits(values[-1] * SMALL_S, DIGITS), None if error is None else error * SMALL_S)
         predicted = self._predicted([*values[:-1], float(overhead.value) / SMALL_S], DIGITS)
@@ -300,7 +298,7 @@ class _Fit:
 
 
 def _standard_errors(free: list[int], errors: Any, columns: Any) -> dict[int, float]:
-    """Return the standard errors of the free parameters; they are infinite if there are no more errors than these."""
+    """Return the standard errors of the free parameters. They are infinite without more measurements than these."""
     import numpy as np
 
     if len(errors) <= len(free):
@@ -329,8 +327,8 @@ def _class_of(link: Link) -> LinkClass:
     return LinkClass(link.bandwidth, link.latency_s, hosts[0] != hosts[1])
 
 
-def _work(topology: Topology, measured: Measurement, assumed: str) -> tuple[Schedule, tuple[str, ...]]:
-    """Return the schedule of a measurement, planned with the given speeds, and the devices that were measured."""
+def _planned_schedule(topology: Topology, measured: Measurement, assumed: str) -> tuple[Schedule, tuple[str, ...]]:
+    """Return the schedule of a measurement, planned on the uncalibrated topology, and the devices that it ran on."""
     part, algorithm = topology.part(measured.devices), algorithm_of(measured, assumed)
     collective, root, packs = measured.collective, measured.root, measured.packs
     planned = plan(part, collective, measured.nbytes, algorithm, root=root, packs=packs, operation_s=0.0)

@@ -3,7 +3,7 @@
 Input: a topology and a request. Output: schedules with one round per level. The schedule with a single level is that of
 ``one_shot``; several levels take more rounds and send fewer bytes. With several hosts, the devices of a host exchange
 first. Then each device exchanges with the devices at the same position on the other hosts. With up to ``MOST_SEARCHED``
-devices several ways to form groups are tried.
+devices, several ways to form groups are tried.
 
 Source: Bruck, Ho, Kipnis, Upfal & Weathersby, Efficient algorithms for all-to-all communications in multiport
 message-passing systems, IEEE TPDS 8(11), 1997 (exchanges at any radix).
@@ -53,20 +53,20 @@ def exchanges(topology: Topology, request: Request) -> list[Schedule]:
 
 @lru_cache(maxsize=256)
 def _arrangements(topology: Topology, members: tuple[str, ...]) -> tuple[tuple[Level, ...], ...]:
-    """Return ways to exchange in two or more levels. Within a level, all groups have the same size."""
+    """Return sequences of two or more levels. Within a level, all groups have the same size."""
     hosts: defaultdict[str, list[int]] = defaultdict(list)
     for number, device in enumerate(members):
         hosts[parse(device).host].append(number)
     arrangements: list[tuple[Level, ...]] = []
     equal_hosts = len(hosts) > 1 and len({len(devices) for devices in hosts.values()}) == 1
     if len(hosts) == len(members) > 1 or (not equal_hosts and len(members) > MOST_SEARCHED):
-        return ()
+        return ()  # one device per host, or too many devices for a search
     links = _Links(topology, members)
     if equal_hosts:
         columns = tuple(zip(*hosts.values(), strict=True))  # column k: the k-th device of every host
         size = len(columns)
         for sizes in [(size,), *_factors(size)] if all(map(links.is_joined, columns)) else []:
-            inside = [_best_of(links, devices, sizes) for devices in hosts.values()]  # the levels of each host
+            inside = [_best_of(links, devices, sizes) for devices in hosts.values()]  # the levels within each host
             if all(levels is not None for levels in inside):
                 merged = [sum((levels[k] for levels in inside if levels), ()) for k in range(len(sizes))]
                 arrangements.append((*merged, columns))
@@ -92,7 +92,7 @@ def _factors(n: int) -> list[tuple[int, ...]]:
 
 
 class _Links:
-    """The hops between members, by their numbers. A hop is a route that passes no other member, as a list of links."""
+    """The hops between members, by their numbers. A hop is a route that passes no other member, as a tuple of links."""
 
     def __init__(self, topology: Topology, members: Sequence[str]) -> None:
         self.speeds, inside = topology.speeds, set(members)
@@ -126,9 +126,9 @@ class _Links:
 
 
 def _best_of(links: _Links, devices: Sequence[int], sizes: tuple[int, ...]) -> tuple[Level, ...] | None:
-    """Return the fastest of the tried levels with groups of these sizes, or ``None`` if there are no such groups.
+    """Return the fastest sequence of levels whose groups have these sizes, among the first few of ``_all_levels``.
 
-    The time of a level is that of its busiest link.
+    Its time is the sum over its levels of the busiest link's time. Return ``None`` if the sizes do not fit the devices.
     """
     best: tuple[int, tuple[Level, ...]] | None = None
     if prod(sizes) != len(devices):
@@ -142,10 +142,11 @@ def _best_of(links: _Links, devices: Sequence[int], sizes: tuple[int, ...]) -> t
 
 
 def _all_levels(links: _Links, devices: Group, sizes: tuple[int, ...]) -> Iterator[tuple[Level, ...]]:
-    """Yield ways to exchange in groups of these sizes.
+    """Yield sequences of levels; ``sizes[k]`` is the size of the groups of level k.
 
-    The groups of the first level are rows. A column has one device of each row, and exchanges in the further levels.
-    All columns exchange in the same way, so all devices combine the values in one order and get the same bits.
+    The groups of the first level are called rows. In the later levels, devices exchange only within columns, which have
+    one device of each row. All columns exchange in the same way, so all devices combine the values in one order and get
+    the same bits.
     """
     if len(sizes) == 1:
         if links.is_joined(devices):
@@ -163,7 +164,7 @@ def _all_levels(links: _Links, devices: Group, sizes: tuple[int, ...]) -> Iterat
 
 
 def _shapes(rows: Group, sizes: tuple[int, ...]) -> Iterator[tuple[Level, ...]]:
-    """Yield ways in which the devices of a column exchange in groups of these sizes. A device is named by its row."""
+    """Yield the sequences of levels of one column, for these sizes of groups. Each device is given by its row."""
     if len(sizes) == 1:
         yield ((rows,),)
         return
@@ -177,7 +178,7 @@ def _shapes(rows: Group, sizes: tuple[int, ...]) -> Iterator[tuple[Level, ...]]:
 
 
 def _all_partitions(numbers: Group, size: int) -> Iterator[Level]:
-    """Yield the ways to divide numbers into groups of a size."""
+    """Yield the ways to divide numbers into groups of ``size`` numbers."""
     if not numbers:
         yield ()
         return
@@ -188,7 +189,7 @@ def _all_partitions(numbers: Group, size: int) -> Iterator[Level]:
 
 
 def _partitions(links: _Links, devices: Group, size: int) -> Iterator[Level]:
-    """Yield the ways to divide devices into groups of a size, such that in each group all devices have hops."""
+    """Yield the ways to divide devices into groups of ``size`` devices that all have hops to each other."""
     if not devices:
         yield ()
         return

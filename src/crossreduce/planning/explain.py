@@ -19,7 +19,7 @@ _MOST_NAMES: Final = 8
 _MOST_LETTERS: Final = 160  # of a tree
 _LEAST_BUSY: Final = 0.01  # resources that are busy for a smaller part of the time are not mentioned
 
-# A share of the buffer, the root, and the edges of the tree: child -> parent. Children send to their parents; if
+# A share of the buffer, the name of the root, and the parent of each other node. Children send to their parents; but if
 # nothing is reduced, parents send to their children.
 _Tree = tuple[Fraction, str, dict[str, str]]
 
@@ -27,9 +27,9 @@ _Tree = tuple[Fraction, str, dict[str, str]]
 class Shape(NamedTuple):
     """The trees of a schedule."""
 
-    k: Fraction  # the average number of unit trees per root; a unit is the largest part that divides all chunks
+    k: Fraction  # the average number of unit trees per root; a unit is the largest share that divides all shares
     roots: tuple[str, ...]  # the devices that compute the final values of chunks; if nothing is reduced, the sources
-    depth: int  # the most hops from a device to the root of a chunk, or back
+    depth: int  # the greatest number of hops from a device to the root of a chunk, or back
     trees: tuple[_Tree, ...]  # one for each chunk and each of the chunk's roots
 
 
@@ -66,13 +66,10 @@ def shape(schedule: Schedule) -> Shape:
 def _trees(schedule: Schedule) -> tuple[list[list[_Tree]], int]:
     """Return the trees of each chunk, and the depth of the deepest tree."""
     names = schedule.devices
-    stored = {
-        (c, source): _Value(source, (), 1 << source, 0)
-        for c, chunk in enumerate(schedule.chunks)
-        for source in chunk.sources
-    }
+    contributed = [(c, source) for c, chunk in enumerate(schedule.chunks) for source in chunk.sources]
+    stored = {(c, source): _Value(source, (), 1 << source, 0) for c, source in contributed}  # by chunk and device
     everyone = [sum(1 << source for source in chunk.sources) for chunk in schedule.chunks]
-    complete: list[list[_Value]] = [[] for _ in schedule.chunks]
+    complete: list[list[_Value]] = [[] for _ in schedule.chunks]  # the final values, computed at the roots
     depth = 0
     for steps in schedule.rounds:
         computed = {}
@@ -100,7 +97,7 @@ def _trees(schedule: Schedule) -> tuple[list[list[_Tree]], int]:
 
 
 def _images(schedule: GeneratedSchedule, trees: list[list[_Tree]]) -> list[list[_Tree]]:
-    """Return the trees of all chunks of a generated schedule, given those of the base's chunks."""
+    """Return the trees of all chunks of a generated schedule; ``trees`` are those of its base's chunks."""
     order, names = schedule.symmetry.order, schedule.devices
     images = [  # for each element of the symmetry, the device to which it maps each device
         {name: names[k] for name, k in zip(names, moves, strict=False)} for moves in schedule.symmetry.elements()
@@ -137,7 +134,7 @@ def tree_text(root: str, parents: dict[str, str]) -> str:
     for child, parent in parents.items():
         children.setdefault(parent, []).append(child)
     parts: list[str] = []
-    stack = [(root, True)]  # texts, the next one last; and whether the text is a node, whose children follow it
+    stack = [(root, True)]  # texts still to write, the next one last; True: the text is a node, then come its children
     while stack:
         text, is_node = stack.pop()
         parts.append(text)
@@ -154,7 +151,7 @@ def _device_order(name: str) -> tuple[str, ...]:
 
 
 def tree_lines(plan_shape: Shape) -> list[str]:
-    """Return a line with the share and the tree for each of the first 16 different trees, and the number of others."""
+    """Return one line for each of the first 16 different trees, with its share, and one with the number of others."""
     shares: dict[tuple[str, frozenset[tuple[str, str]]], Fraction] = {}  # by root and edges
     for share, root, parents in plan_shape.trees:
         tree = root, frozenset(parents.items())
@@ -167,7 +164,7 @@ def tree_lines(plan_shape: Shape) -> list[str]:
 
 
 def limited_by(limit: Bound) -> str:
-    """Return a text about the links that limit a bound.
+    """Return a text about the links that limit a bound: links with prices, or those of the heaviest cuts.
 
     >>> from crossreduce.planning import bound
     >>> from crossreduce import Topology
@@ -180,20 +177,15 @@ def limited_by(limit: Bound) -> str:
         src, dst, _ = max(limit.prices, key=lambda priced: priced[2] * widths[priced[:2]])
         more = len(limit.prices) - 1
         others = f" and {more} more" if more else ""
-        return (
-            f"{many(more + 1, 'link')} together, not by cuts: {src} -> {dst} ({_number(widths[src, dst])} GB/s){others}"
-        )
+        together = f"{many(more + 1, 'link')} together, not by cuts"
+        return f"{together}: {src} -> {dst} ({_number(widths[src, dst])} GB/s){others}"
     sides: dict[tuple[str, ...], dict[str, tuple[int, Fraction]]] = {}  # devices -> direction -> (links, their GB/s)
     for devices, direction, links in heaviest_cuts(limit):
         sides.setdefault(devices, {})[direction] = len(links), sum((link.bandwidth for link in links), Fraction(0))
     if len(sides) == len(limit.devices) > 1 and all(len(devices) == 1 for devices in sides):
-        kinds = dict.fromkeys(
-            (links, len(directions)) for directions in sides.values() for links in directions.values()
-        )
-        words = [
-            f"{_number(width)} GB/s by {many(n, 'link')} {'in and out' if directions > 1 else 'one way'}"
-            for (n, width), directions in kinds
-        ]
+        kinds = dict.fromkeys((links, len(side)) for side in sides.values() for links in side.values())
+        ways = {1: "one way", 2: "in and out"}
+        words = [f"{_number(width)} GB/s by {many(n, 'link')} {ways[count]}" for (n, width), count in kinds]
         return f"every device's own links: {'; '.join(words)}"
     texts = [_side_text(limit, devices, links) for devices, links in sides.items()]
     more = len(texts) - 2
@@ -201,12 +193,12 @@ def limited_by(limit: Bound) -> str:
 
 
 def helped_by(helpers: tuple[str, ...], rate: Fraction, least: Bound | None) -> str:
-    """Return a text about devices that take no part but help.
+    """Return a text about helpers: devices that contribute and need no data, but forward and combine it.
 
     Args:
-      helpers: the devices.
+      helpers: the names of the devices.
       rate: the rate of the plan with the helpers, in GB/s.
-      least: the bound without the helpers; ``None``: some devices cannot be reached.
+      least: the bound without the helpers; ``None``: some devices cannot be reached without them.
 
     >>> helped_by(("cuda:6", "cuda:7"), Fraction(224), None)
     'cuda:6, cuda:7 forward and combine; without them some devices cannot be reached'
@@ -218,7 +210,9 @@ def helped_by(helpers: tuple[str, ...], rate: Fraction, least: Bound | None) -> 
 
 
 def busiest_text(limits: tuple[tuple[str, float], ...]) -> str:
-    """Return a text about the first limit of each kind, such as links or hosts; ``limits`` are sorted by busy time.
+    """Return a text about the busiest resource of each kind, such as links or operations of hosts.
+
+    ``limits`` contains, for each resource, its name and the part of the time in which it is busy, the greatest first.
 
     >>> busiest_text((("the link a -> b", 0.5), ("the link b -> a", 0.25), ("the operations of the host", 0.125)))
     'the link a -> b, 50 % of the time; the operations of the host, 12.5 %'
@@ -232,7 +226,7 @@ def busiest_text(limits: tuple[tuple[str, float], ...]) -> str:
 
 
 def heaviest_cuts(limit: Bound) -> list[tuple[tuple[str, ...], str, tuple[Link, ...]]]:
-    """Return the cuts with the greatest weight in a bound: the devices on the smaller side, the direction, the links.
+    """Return the cuts with the greatest weight in a bound, each as (devices on the smaller side, direction, links).
 
     >>> from crossreduce.planning import bound
     >>> from crossreduce import Topology
@@ -244,14 +238,11 @@ def heaviest_cuts(limit: Bound) -> list[tuple[tuple[str, ...], str, tuple[Link, 
 
 
 def _smaller_side(limit: Bound, cut: Cut) -> tuple[tuple[str, ...], str, tuple[Link, ...]]:
-    """Return an entry of ``heaviest_cuts``; the direction is "into" or "out of" the smaller side."""
+    """Return the entry of a cut in ``heaviest_cuts``; its direction is "into" or "out of" the smaller side."""
     inside = tuple(device for device in limit.devices if device in cut.nodes)
     outside = tuple(device for device in limit.devices if device not in cut.nodes)
-    links = tuple(
-        link
-        for link in limit.topology.links
-        if (link.src in cut.nodes) != (link.dst in cut.nodes) and (link.src in cut.nodes) == cut.outward
-    )
+    crossing = [link for link in limit.topology.links if (link.src in cut.nodes) != (link.dst in cut.nodes)]
+    links = tuple(link for link in crossing if (link.src in cut.nodes) == cut.outward)
     devices, into = (outside, cut.outward) if len(outside) <= len(inside) else (inside, not cut.outward)
     return devices, "into" if into else "out of", links
 

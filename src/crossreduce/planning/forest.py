@@ -1,9 +1,9 @@
 """``forest``: trees that together reach the bound or nearly do, each with a share of the buffer.
 
 Input: a request. Output: a ``Forest``: a schedule whose fluid rate is that of the bound or slightly less. Broadcasts
-and all-gathers use trees out of their roots. Reduces and reduce-scatters use trees into their roots, which are trees
-out of the roots on the reversed links. An all-reduce has both for each root; a linear program divides the bandwidths
-between the two. Trees may also branch at helpers: switches that reduce or multicast, and devices that take no part.
+and all-gathers use trees out of their roots. Reduces and reduce-scatters use trees into their roots, which are found as
+trees out of the roots on reversed links. An all-reduce has both for each root; a linear program divides the bandwidths
+between the two. Trees may also branch at helpers: switches that reduce or multicast, and devices that are not members.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Forest(NamedTuple):
 
 
 def forest_schedules(request: Request) -> list[Schedule]:
-    """Return a list with the forest's schedule of a request; without a topology, that on a full mesh of equal links."""
+    """Return a list of one schedule, by ``forest``. Without a topology, it is planned on a full mesh of equal links."""
     if request.topology is None:
         members = request.members
         links = [Link(a, b, Fraction(1)) for a in members for b in members if a != b]
@@ -56,11 +56,11 @@ def forest_schedules(request: Request) -> list[Schedule]:
 
 @lru_cache(maxsize=512)
 def forest(request: Request) -> Forest:
-    """Plan trees that together reach the rate of the bound or nearly do: see "Limits" in docs/planning.md.
+    """Return trees that together reach the rate of the bound or nearly do: see "Limits" in docs/planning.md.
 
-    "all_reduce", "reduce" and "broadcast" have one buffer from all sources to all destinations; "reduce_scatter" and
-    "all_gather" have a part of it on each device. Devices that take no part forward data; they also reduce or copy it
-    if that makes the trees faster.
+    In an all-reduce, reduce or broadcast, each tree connects all sources and destinations. In a reduce-scatter or
+    all-gather, each device is the root of its part of the buffer. Devices that are not members forward data; they also
+    reduce or copy it if that makes the trees faster.
 
     Raises:
       PlanError: no route leads to a destination (or source, if there are several of both); the error names the cut.
@@ -75,7 +75,7 @@ def forest(request: Request) -> Forest:
     require_routes(topology, request.sources, request.destinations, request.collective)
     if len(request.sources) > 1 and len(request.destinations) > 1:  # each tree connects all members
         require_routes(topology, members, members, f"{request.collective} by trees")
-    idle = any(device not in members for device in topology.devices)
+    idle = any(device not in members for device in topology.devices)  # there are devices that may help
     sets = _helper_sets(topology, members)
     best = _helped_forest(request) if idle else None
     if best is not None:
@@ -83,7 +83,7 @@ def forest(request: Request) -> Forest:
     else:
         best, best_rate = _best_symmetric_forest(request, sets if not idle else [()])
     if best is not None and (len(members) > _MOST_PACKED or best_rate >= (_limit(request) or 0) * (1 - TOLERANCE)):
-        return best  # beside helpers, data passes other devices in steps of their own, so that any engine can run them
+        return best  # if it has helpers, idle devices forward data in explicit steps, which any engine can run
     limit = _limit(request) if len(sets) > 1 else None
     if limit is not None and request.collective != "all_reduce":
         limit *= 1 - TOLERANCE  # few trees without helpers are better than a little more bandwidth
@@ -102,7 +102,7 @@ def forest(request: Request) -> Forest:
 
 
 def _best_symmetric_forest(request: Request, sets: list[tuple[str, ...]]) -> tuple[Forest | None, Fraction]:
-    """Return the best symmetric forest with one of the sets of helpers and its rate, or ``None`` and -1."""
+    """Return the fastest symmetric forest with one of the sets of helpers, and its rate, or ``None`` and -1."""
     collective, _, roots = _bound_arguments(request)
     best, best_rate = None, Fraction(-1)
     for helpers in sets:
@@ -131,7 +131,7 @@ def _limit(request: Request) -> Fraction | None:
 
 
 def _bound_arguments(request: Request) -> tuple[str, tuple[str, ...], tuple[tuple[str, Fraction], ...] | None]:
-    """Return the arguments of ``bound_of_members`` for a request: the collective, the members, and the root.
+    """Return the arguments of ``bound_of_members``: the collective, the members, and ((root, 1),) or ``None``.
 
     An all-reduce from a single source is a broadcast, and one to a single destination is a reduce.
     """
@@ -143,9 +143,9 @@ def _bound_arguments(request: Request) -> tuple[str, tuple[str, ...], tuple[tupl
 
 
 def _helper_sets(topology: Topology, members: tuple[str, ...]) -> list[tuple[str, ...]]:
-    """Return the sets of other nodes to try as helpers: first the empty set, then the nodes with the most bandwidth.
+    """Return the sets of helpers to try: first the empty set, then the nodes with the most bandwidth.
 
-    Each further set adds the nodes with the next lower bandwidth. Every tree passes through all nodes of the set. So a
+    Each later set adds the nodes with the next lower bandwidth. Every tree passes through all nodes of the set. So a
     switch with a high bandwidth inside a machine makes the trees faster, and one with a low bandwidth between machines
     makes them slower.
     """
@@ -189,13 +189,14 @@ def _packed_forest(neutral: NeutralTopology, request: Request) -> Forest:
 
 
 def _forest_of_shares(request: Request, nodes: list[str], devices: int, shares: list[TreeShare], k: Fraction) -> Forest:
+    """Return the forest of shares whose trees contain positions in ``nodes``, of which ``devices`` are devices."""
     schedule = trees_to_schedule("forest", request, nodes, devices, shares)
     deepest = max((depth(tree) for share in shares for tree in (share.into, share.out) if tree), default=0)
     return Forest(schedule, k, len(shares), deepest)
 
 
 def _helped_forest(request: Request) -> Forest | None:
-    """Return the best forest in which each tree branches at the helpers that suit it.
+    """Return the best forest in which every tree has helpers of its own, at which it branches.
 
     Return ``None`` if there are too many helpers, or no such trees.
     """
@@ -211,13 +212,13 @@ def _helped_forest(request: Request) -> Forest | None:
 def forest_of_trees(
     request: Request, names: Sequence[str], joints: Sequence[int], mixed: Sequence[MixedTree]
 ) -> Forest:
-    """Return the forest of a mixture's trees.
+    """Return the forest that consists of the trees ``mixed``.
 
     Args:
       request: its members are the first devices of the schedule; the helpers that some tree uses follow.
       names: the names of the nodes. ``joints`` and ``mixed`` contain positions in them.
-      joints: the nodes that can combine or copy.
-      mixed: at least one tree.
+      joints: the nodes that can combine or copy, so that trees may branch there.
+      mixed: one or more trees.
     """
     edges = [edge for tree in mixed for parents in (tree.into, tree.out) for edge in parents or ()]
     used = {tree.root for tree in mixed} | {node for node, _, _ in edges}
@@ -230,9 +231,8 @@ def forest_of_trees(
     def tree_of(root: int, parents: Sequence[Parent] | None) -> Tree | None:
         if parents is None:
             return None
-        return Tree(
-            place[root], 1, tuple((place[n], place[up], tuple(place[k] for k in via)) for n, up, via in parents)
-        )
+        in_order = [(place[node], place[up], tuple(place[k] for k in via)) for node, up, via in parents]
+        return Tree(place[root], 1, tuple(in_order))
 
     shares = [
         TreeShare(place[root], weight, tree_of(root, into), tree_of(root, out)) for root, weight, into, out in mixed
@@ -243,7 +243,7 @@ def forest_of_trees(
 
 
 def _all_reduce_shares(topology: Topology, links: dict[Pair, Fraction]) -> tuple[list[TreeShare], Fraction]:
-    """Return the shares of an all-reduce, each with a tree into a root and a tree out of the same root, and k."""
+    """Return the shares of an all-reduce, and k. Each share has a tree into a root and one out of the same root."""
     best = optimum(topology)
     if best.reached <= 0:  # no exact solution was found: use half of every link to reduce, half to broadcast
         half = {pair: bandwidth / 2 for pair, bandwidth in links.items()}

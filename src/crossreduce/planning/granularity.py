@@ -1,17 +1,17 @@
-"""Shares of the buffer that are multiples of 1/2, 1/4, 1/8, ...: exported plans then fit the sizes that users have.
+"""Round the chunks' shares of the buffer to multiples of 1/2**m, so that exported plans fit most message sizes.
 
 Input: a schedule, whose shares may be any fractions, and its topology. Output: the same schedule with rounded shares.
-Their common denominator is the smallest power of two that costs at most a given part of the rate. If no power of two
-does, the output is the schedule itself.
+Their common denominator is the smallest power of two that costs at most a given part of the rate. If there is no such
+power of two, the output is the schedule itself.
 
 The number of equal chunks in a file is the least common denominator of the shares. If the number of elements is not a
 multiple of it, RCCL ignores the file (msccl_lifecycle.cc), and MSCCL++ raises an error (checkMessageSize in
 execution_plan.cc). Users' sizes are mostly multiples of a power of two.
 
-For a given denominator, a share consists of units of 1 / denominator. Every share is rounded down. The remaining units
-are then given one by one to the chunk that raises the load of the busiest link least. Finally units are moved between
-chunks as long as the busiest link becomes less busy. This is a heuristic: a result is taken only if its rate, computed
-exactly, is within the tolerance.
+For each denominator that is tried, a share consists of units of 1 / denominator. Every share is rounded down. Then the
+remaining units are added one by one, each to the chunk that raises the load of the busiest link least. Finally units
+are moved between chunks as long as the busiest link becomes less busy. This is a heuristic: a result is taken only if
+its rate, computed exactly, is within the tolerance.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def is_power_of_two(number: int) -> bool:
 
 
 def sizes_that_fit(units: int, what: str = "elements") -> str:
-    """Return as text which messages a file fits: those whose number of ``what`` is a multiple of ``units``.
+    """Return a text about the messages for which a file can be used. Their number of ``what`` is a multiple of units.
 
     >>> sizes_that_fit(64, "bytes"), sizes_that_fit(1)
     ('messages whose number of bytes is a multiple of 64', 'messages of any size')
@@ -63,14 +63,14 @@ def round_shares(
 
     Args:
       schedule: a schedule of one of the five collectives.
-      topology: where it runs.
+      topology: the topology on which it runs.
       tolerance: the part of the rate that may be lost, from 0 to 1.
-      nbytes: a size of the buffer; its simulated rate must also be within the tolerance. With 0, no size is simulated.
-        If the schedule has one piece, only the simulation counts, since links then do not work all the time.
+      nbytes: a size of the buffer for which the simulated rate must be within the tolerance, too; 0: no size. If the
+        schedule has one piece, only the simulation counts, since its links are idle part of the time.
       costs: the costs in the simulation.
     Returns:
       The schedule with rounded shares and without the chunks whose share becomes 0. The schedule itself is returned if
-      its shares are such multiples already, or if no such m is found up to ``MOST_UNITS``.
+      its shares are such multiples already, or if no 2**m up to ``MOST_UNITS`` is within the tolerance.
 
     >>> from crossreduce import Topology
     >>> from crossreduce.planning import ring
@@ -110,7 +110,7 @@ def round_shares(
 
 
 def _groups(schedule: Schedule) -> list[list[int]]:
-    """Return groups of chunks; all groups must have the same total share.
+    """Return groups of chunks. The rounded shares of each group must have the same sum.
 
     If each rank owns a part of the buffer, as in a reduce-scatter, a group contains the chunks of a rank. Otherwise
     there is one group of all chunks.
@@ -123,12 +123,13 @@ def _groups(schedule: Schedule) -> list[list[int]]:
     return [list(everyone)]
 
 
-# For each chunk, the links that it uses, and the load of each by one unit of the chunk, in a common unit of time. Loads
-# are integers, so that equal ones compare as equal.
+# For each chunk and each link that it uses, the number of the link, and its load by one unit of the chunk. A load is a
+# time in a common unit, as an integer, so that equal ones compare as equal.
 Use = list[list[tuple[int, int]]]
 
 
 def _link_use(schedule: Schedule, topology: Topology) -> Use:
+    """Return the use of links by each chunk; links are numbered in the order of ``carried_chunks``."""
     links = carried_chunks(schedule, topology)
     scale = math.lcm(*(bandwidth.numerator for bandwidth, _ in links))
     use: Use = [[] for _ in schedule.chunks]
@@ -139,7 +140,7 @@ def _link_use(schedule: Schedule, topology: Topology) -> Use:
 
 
 def _least_load_units(use: Use, shares: list[Fraction], groups: list[list[int]], units: int) -> list[int]:
-    """Return the number of units of each chunk, by the heuristic for the least load of the busiest link."""
+    """Return the number of units of each chunk, by the heuristic that the module's docstring describes."""
     counts = [math.floor(share * units) for share in shares]
     busy = [0] * (1 + max(link for links in use for link, _ in links))
     for links, count in zip(use, counts, strict=True):
@@ -150,7 +151,7 @@ def _least_load_units(use: Use, shares: list[Fraction], groups: list[list[int]],
             best = min(group, key=lambda k: (_load_with_unit(busy, use[k], top), counts[k] - shares[k] * units, k))
             counts[best] += 1
             _add_load(busy, use[best], 1)
-    for _ in range(len(shares)):
+    for _ in range(len(shares)):  # limits the time of the heuristic
         move = _find_move(use, busy, counts, groups)
         if move is None:
             break
@@ -161,7 +162,7 @@ def _least_load_units(use: Use, shares: list[Fraction], groups: list[list[int]],
 
 
 def _nearest_units(shares: list[Fraction], groups: list[list[int]], units: int) -> list[int]:
-    """Return the number of units of each chunk if the chunks that lose most by rounding down get another one."""
+    """Return the number of units of each chunk, rounded down, or up for the chunks that would lose most by that."""
     counts = [math.floor(share * units) for share in shares]
     for group in groups:
         missing = units // len(groups) - sum(counts[k] for k in group)
@@ -181,7 +182,7 @@ def _load_with_unit(busy: list[int], links: list[tuple[int, int]], top: int) -> 
 
 
 def _find_move(use: Use, busy: list[int], counts: list[int], groups: list[list[int]]) -> tuple[int, int] | None:
-    """Return two chunks of a group; if a unit moves from the first to the second, the busiest link becomes less busy.
+    """Return two chunks of a group: a unit moved from the first one to the second one makes the busiest link less busy.
 
     Return ``None`` if there are no such chunks.
     """
@@ -201,6 +202,7 @@ def _find_move(use: Use, busy: list[int], counts: list[int], groups: list[list[i
 
 
 def _set_shares(schedule: Schedule, counts: list[int], units: int) -> Schedule:
+    """Return the schedule in which chunk k has ``counts[k] / units`` of the buffer, without chunks of share 0."""
     kept = [k for k, count in enumerate(counts) if count]
     number = {k: position for position, k in enumerate(kept)}
     chunks = [schedule.chunks[k]._replace(share=Fraction(counts[k], units)) for k in kept]

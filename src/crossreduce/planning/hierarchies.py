@@ -33,11 +33,11 @@ class _Edge(NamedTuple):
 
 
 def hierarchies(topology: Topology, request: Request) -> list[Schedule]:
-    """Return the schedules of a request by ``hierarchical_copy``; which is the fastest depends on the buffer's bytes.
+    """Return candidate schedules of "hierarchical_copy" for a request. Which one is the fastest depends on its bytes.
 
-    They are ``one_device``; two halves as groups, as in TensorFlow; the islands of the topology as groups, such as the
-    hosts of a cluster; and spanning trees of the links: see ``tree_schedules``. If the request has a root, only the
-    first and the last kind are possible, and only the first one if the root is neither a source nor a destination.
+    The groups are: all devices (``one_device``); two halves, as in TensorFlow; or the islands of the topology, such as
+    the hosts of a cluster. The other candidates are spanning trees of the links: see ``tree_schedules``. If the request
+    has a root, only ``one_device`` and trees are tried, and no trees if the root is neither a source nor a destination.
     """
     root = request.root
     schedules = [one_device_schedule(request)]
@@ -82,10 +82,10 @@ def tree_schedules(topology: Topology, request: Request) -> list[Schedule]:
 
 
 def centre(topology: Topology, sources: tuple[str, ...], destinations: tuple[str, ...]) -> str | None:
-    """Return the device in the middle: the one for which the longest way to another device and back has fewest links.
+    """Return the central device: its longest route to another device and back has the fewest links.
 
-    Only sources that are destinations qualify; of equal ones, the first is returned. Return ``None`` if no device
-    qualifies, or if there are more than ``MOST_DEVICES`` devices.
+    It is a source and a destination, and the first one of several equal ones. Return ``None`` if there is no such
+    device, or if there are more than ``MOST_DEVICES`` devices.
     """
     members = {*sources, *destinations}
     if len(members) > MOST_DEVICES:
@@ -101,7 +101,7 @@ def centre(topology: Topology, sources: tuple[str, ...], destinations: tuple[str
 
 
 def _edges(topology: Topology, members: tuple[str, ...], number: dict[str, int]) -> list[dict[int, _Edge]]:
-    """Return for each member the edges to others whose routes pass no further member. ``number`` numbers all nodes."""
+    """Return the edges of each member, by the number of the other one. Their routes pass no third member."""
     inside = frozenset(members)
     routes = {
         (a, b): route
@@ -124,9 +124,9 @@ def _edges(topology: Topology, members: tuple[str, ...], number: dict[str, int])
 def _spanning_tree(
     topology: Topology, edges: list[dict[int, _Edge]], start: int, kind: str
 ) -> tuple[Tree, Tree] | None:
-    """Return a tree into a root and the same tree out of it, or ``None`` if it cannot contain all members.
+    """Return a tree into the root ``start`` and the same tree out of it, or ``None`` if no edges reach some members.
 
-    The best edge out of the tree, by the kind of the tree, is added first.
+    The best edge out of the tree is added next; ``kind`` determines which edge is the best.
     """
     speeds, load_aware = topology.speeds, kind == "load_aware"
     # Speeds are multiplied by ``scale``: their division by 1 to len(edges) uses of a link then has no remainder.
@@ -134,12 +134,12 @@ def _spanning_tree(
     load: defaultdict[tuple[str, str], int] = defaultdict(int)  # how often the tree uses each link
     depth = {start: 0}
 
-    def key(a: int, b: int) -> tuple[int, int]:
+    def key(a: int, b: int) -> tuple[int, int]:  # the best edge has the least key
         links = edges[a][b].links
         speed = min(speeds[pair] * scale // (1 + load[pair]) if load_aware else speeds[pair] for pair in links)
         return (depth[a], -speed) if kind == "shortest" else (-speed, depth[a])
 
-    queue: list[tuple[tuple[int, int], int, int]] = []  # edges out of the tree: key, member of the tree, new member
+    queue: list[tuple[tuple[int, int], int, int]] = []  # a heap of edges: key, member of the tree, new member
 
     def queue_edges(a: int) -> None:
         for b in edges[a]:

@@ -26,7 +26,7 @@ from .optimal.bounds.certificate import COLLECTIVES, Bound
 from .requests import Request
 from .schedules import CHOICES, MOST_DEVICES, NAMES, fastest_schedule
 
-LOSS: Final = 0.02  # after a change, a plan by one algorithm may be farther from the least time by this part
+LOSS: Final = 0.02  # ``replanned`` accepts a new plan that is at most this part farther from its bound than the old one
 REPORTER: Final = "crossreduce.export.explorer"  # the module whose ``write_report`` writes the files of ``Plan.report``
 
 
@@ -67,7 +67,7 @@ class Plan:
 
     @property
     def helpers(self) -> tuple[str, ...]:
-        """The devices and switches that take no part, but forward or combine data in steps of the schedule."""
+        """The devices and switches in steps of the schedule that are neither a source nor a destination."""
         members = {*self.request.sources, *self.request.destinations}
         return tuple(device for device in self.schedule.devices if device not in members)
 
@@ -152,7 +152,7 @@ class Plan:
             f"  bits      {self._reproducibility}",
             f"  shares of the buffer, each with its tree, written as device(devices that {relation})",
             *text.tree_lines(trees),
-            f"  other algorithms, for the same request{self._without}",
+            f"  other algorithms, for the same request{self._ignored_arguments}",
         ]
         for name, (seconds, rate) in self.others().items():
             part = f"{float(rate):8.2f} GB/s when large, {text.percent(rate / most)} of the bound" if rate else ""
@@ -162,7 +162,7 @@ class Plan:
 
     @property
     def _way_to_run(self) -> str:
-        """Text that tells the user how to run the plan."""
+        """A text about how to run the plan."""
         if self.collective in ("all_reduce", "reduce", "broadcast") and not self.helpers:
             name = "auto" if self.request.algorithm in CHOICES else self.request.algorithm
             return f'AllReduceCrossDeviceOps("{name}", topology=...) plans and runs it for arrays'
@@ -170,24 +170,24 @@ class Plan:
 
     @property
     def _reproducibility(self) -> str:
-        """Text that tells which runs give the same bits (see docs/explanation/exactness.md)."""
+        """A text about the runs that give the same bits (see docs/explanation/exactness.md)."""
         if self.collective in ("broadcast", "all_gather"):
             return "those of the source"
         return "the same in every run of this plan; with exact=True also for other plans and orders"
 
     @property
-    def _without(self) -> str:
-        """The parts of the request that ``others`` ignores, as text; empty if there are none."""
+    def _ignored_arguments(self) -> str:
+        """A text about the arguments that ``others`` ignores, or "" if the request has none of them."""
         given = {"packs": self.request.packs != 1, "root": self.request.root is not None}
         ignored = " and ".join(name for name, is_given in given.items() if is_given)
         return f" without its {ignored}" if ignored else ""
 
     def others(self) -> dict[str, tuple[float, Fraction | None]]:
-        """Return seconds and GB/s of other schedules, for comparison. They ignore the request's ``packs`` and ``root``.
+        """Return the seconds and GB/s of some other plans of the request, by algorithm, for comparison.
 
-        These are "ring", "one_device", and for an all-reduce TensorFlow's hierarchical copy with a tree per device. On
-        many devices they are "direct", "hierarchical_copy" with one tree, and "one_device". An algorithm that cannot
-        plan the request is omitted.
+        The algorithms are "ring", "one_device", and for an all-reduce TensorFlow's hierarchical copy with a tree per
+        device. On many devices they are "direct", "hierarchical_copy" with one tree, and "one_device". Algorithms that
+        cannot plan the request are omitted. The request's ``packs`` and ``root`` are ignored.
         """
         return {name: (other.seconds, other.rate) for name, other in self.comparisons.items()}
 
@@ -209,12 +209,12 @@ class Plan:
         return plans
 
     def replanned(self, topology: TopologyLike) -> Plan:
-        """Return the plan of the same request on a topology that has changed; ``change`` is the reason.
+        """Return the plan of the same request on a topology that has changed. The result's ``change`` is the reason.
 
-        The schedule is kept if no link that it uses became slower, and either no link became faster or it still reaches
-        the bound. Otherwise this plan's algorithm plans again, and then "forest". For this plan and each new one, the
-        time is divided by the least time that the plan's own bound allows. The first new plan for which this ratio is
-        at most 2 % greater than for this plan is returned. Otherwise all algorithms are tried, as by ``plan``.
+        The schedule is kept if no link that it uses became slower, and either no link became faster or the schedule
+        still reaches the bound. Otherwise this plan's algorithm plans again, and then "forest". For each plan, its time
+        is divided by the least time that its own bound allows. The first new plan for which this ratio is at most 2 %
+        greater than for this plan is returned. If there is none, all algorithms are tried, as by ``plan``.
 
         Args:
           topology: as for ``plan``, with the same names of devices and switches as in this plan. Lost devices take no
@@ -240,7 +240,7 @@ class Plan:
         for name in dict.fromkeys([self.algorithm, "forest"]) if request.algorithm in CHOICES else ():
             with suppress(PlanError):  # the algorithm cannot plan it
                 new = replace(plan_request(request._replace(algorithm=name)), request=request)
-                # The search for a bound may take longer than all else. "forest" has done it, and its result is cached.
+                # Searching a bound may take longer than all else. "forest" has searched it, and the result is cached.
                 most = new.bound.algbw if name == "forest" else quick_bound(self.bound, request)
                 # Proportional to a plan's time divided by the least time that its bound allows.
                 new_excess = new.seconds * float(most or 0)
@@ -269,8 +269,8 @@ class Plan:
 def plan_request(request: Request) -> Plan:
     """Return the plan of a checked request; the same request costs one lookup.
 
-    The schedule's devices have the order of the request's sources, or of its destinations if these are more. A root is
-    thus at its place among the others. Exported files number the ranks in this order.
+    The schedule's devices have the order of the request's sources, or of its destinations if there are more of these.
+    So a root keeps its place among the other devices. Exported files number the ranks in this order.
     """
     topology = request.topology
     assert topology is not None
@@ -299,22 +299,22 @@ def plan(
     costs: Costs | None = None,
     granularity: float = 0.0,
 ) -> Plan:
-    """Plan a collective on a topology.
+    """Return a plan of a collective on a topology: the fastest schedule that is found, verified.
 
     Args:
-      topology: any in which data can get from every source to every destination: a ``Topology``, the name of a machine
-        or the path of a file.
+      topology: a ``Topology``, the name of a machine, or the path of a file. Every source needs a route to every
+        destination.
       collective: "all_reduce", "reduce", "broadcast", "reduce_scatter" or "all_gather".
-      nbytes: the size of the whole buffer: of one replica's, for an all-reduce; of all parts together, for an
-        all-gather. 0 is valid and takes no time; "64M" is 64 MiB.
+      nbytes: the bytes of the whole buffer. In an all-reduce this is the buffer of one replica, in an all-gather all
+        parts together. 0 is valid and takes no time; "64M" is 64 MiB.
       algorithm: the name of an algorithm, or "auto" (or "nccl"): the fastest one in simulation.
       sources: the devices that contribute, by name or number; ``None``: all (the root, for a broadcast).
       destinations: the devices that need the result; ``None``: all (the root, for a reduce). Other devices can forward
         data. A reduce-scatter or all-gather has the same sources and destinations: list either.
       root: the root of a reduce or broadcast; ``None``: its listed destination or source, or if none is listed, the
         device with the greatest bound. For an all-reduce by one_device or hierarchical_copy: the device that reduces.
-      participants: the devices that take part; short for the same ``sources`` and ``destinations``. The others help:
-        they forward data, and combine it where that makes the plan faster.
+      participants: the devices that are both ``sources`` and ``destinations``, instead of these two arguments. Other
+        devices are helpers: they forward data, and combine it where that makes the plan faster.
       packs: for one_device and hierarchical_copy: the number of trees that share the buffer; roots rotate unless given.
       operation_s: short for ``costs=Costs(operation_s=...)``: the seconds in which a host queues one operation;
         ``None``: 2e-6 on CUDA devices, else 0. Set it to 0 if operations are not queued one by one, as in exported
@@ -326,7 +326,7 @@ def plan(
     Returns:
       A plan whose schedule is verified; the same request costs one lookup.
     Raises:
-      ArgumentError: an unknown name, an invalid number, a root that is not a device, arguments that contradict others.
+      ArgumentError: a name is unknown, a number is invalid, the root is not a device, or arguments contradict others.
       PlanError: a destination cannot be reached (the error names the cut), or the algorithm cannot do the collective.
       OSError: the file of the topology cannot be read.
 
@@ -348,11 +348,11 @@ def plan(
     size = byte_count(nbytes)
     if participants is not None:
         if sources is not None or destinations is not None:
-            problem = "participants are both the sources and the destinations, so neither can be given with them."
+            problem = "participants stands for sources and destinations, so neither can be given with it."
             raise ArgumentError.of(problem, "participants with sources or destinations", "participants=[...] alone")
         members = topology.members(participants)
         if root is not None and collective in ("broadcast", "reduce") and topology.node(root) not in members:
-            raise ArgumentError.of("the root must take part.", shown(root), "one of " + ", ".join(members))
+            raise ArgumentError.of("the root must be a participant.", shown(root), "one of " + ", ".join(members))
         sources = None if collective == "broadcast" else members
         destinations = None if collective == "reduce" else members
     source_names, destination_names, reducer = _read_devices(topology, collective, sources, destinations, root)
@@ -361,7 +361,7 @@ def plan(
 
 
 def part_of_rate(given: object) -> float:
-    """Return the argument ``granularity`` of ``plan`` as a float; ArgumentError if it is not a number from 0 to 1."""
+    """Return the argument ``granularity`` of ``plan`` as a float. ArgumentError: it is not a number from 0 to 1."""
     if isinstance(given, (int, float)) and not isinstance(given, bool) and 0 <= given <= 1:
         return float(given)
     problem = "granularity must be the part of the rate that rounded shares may cost, from 0 to 1."
@@ -375,9 +375,9 @@ def _read_devices(
     destinations: Iterable[str | int] | None,
     root: str | int | None,
 ) -> tuple[tuple[str, ...], tuple[str, ...], str | None]:
-    """Return canonical names: the sources, the destinations, and for an all-reduce the given root, else ``None``.
+    """Return the canonical names of the sources, of the destinations, and of the root of an all-reduce, if given.
 
-    The root of a broadcast or reduce is the only source or destination.
+    The last one is ``None`` for other collectives; the root of a broadcast or reduce is its only source or destination.
     """
     source_names = topology.devices if sources is None else topology.members(sources)
     destination_names = topology.devices if destinations is None else topology.members(destinations)
@@ -403,7 +403,7 @@ def _read_devices(
     copies = collective == "broadcast"  # the root is then the source, otherwise the destination
     which, listed = ("sources", sources) if copies else ("destinations", destinations)
     root_side, others = (source_names, destination_names) if copies else (destination_names, source_names)
-    problem = f"a {collective} must have one root: {which} may list no other device."
+    problem = f"a {collective} must have one root, so {which} may list no other device."
     if root_name is None and listed is not None:
         if len(root_side) > 1:
             remedy = f'{which}=["{root_side[0]}"]' + ("" if copies else ", or an all_reduce")
@@ -421,8 +421,8 @@ def _read_devices(
 def _request_bound(topology: Topology, sources: tuple[str, ...], destinations: tuple[str, ...]) -> Bound:
     """Return the bound of an all-reduce from some devices to others.
 
-    For different sets of devices, it is the least bound of the reduces to each single destination and the broadcasts
-    from each single source. If such sets overlap, perhaps no plan reaches this bound.
+    If the sources and the destinations differ, it is the least bound of the reduces to each single destination and the
+    broadcasts from each single source. If they differ but overlap, perhaps no plan reaches this bound.
     """
     if set(sources) == set(destinations):
         return bound_of_members(topology, "all_reduce", sources)

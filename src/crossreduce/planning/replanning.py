@@ -28,8 +28,8 @@ Pair = tuple[str, str]
 def quick_bound(old: Bound, request: Request) -> Fraction | None:
     """Return a rate in GB/s that no schedule of a request exceeds, without a search; ``None`` if nothing has to move.
 
-    It is the least of two kinds of limits: those by the links of each single device, and the one that the cuts of the
-    old topology's bound prove on the new topology.
+    It is the least of two kinds of limits: for each device, the bandwidth of its own links; and the bound that the cuts
+    of ``old``, a bound on the old topology, prove on the new topology.
     """
     topology, collective = request.topology, request.collective
     assert topology is not None
@@ -55,7 +55,7 @@ def quick_bound(old: Bound, request: Request) -> Fraction | None:
 
 
 def move_request(request: Request, topology: Topology) -> Request:
-    """Return a request on another topology. Lost devices take no part; new ones do if all devices took part before.
+    """Return the request on another topology: without lost devices, and with new ones if all old ones took part.
 
     Raises:
       ArgumentError: no device takes part any more, or the root is lost.
@@ -65,6 +65,7 @@ def move_request(request: Request, topology: Topology) -> Request:
     fixed = {"broadcast": request.sources, "reduce": request.destinations}.get(request.collective, ())  # the root
 
     def devices_now(before: tuple[str, ...]) -> tuple[str, ...]:
+        """Return the sources or destinations on the new topology, given those on the old one."""
         stayed = tuple(device for device in before if device in topology.devices)
         joined = [device for device in topology.devices if device not in old.devices]
         return (*stayed, *joined) if stayed and set(before) == set(old.devices) else stayed
@@ -73,24 +74,23 @@ def move_request(request: Request, topology: Topology) -> Request:
     for root in (*fixed, *([] if request.root is None else [request.root])):
         if root not in topology.devices:
             remedy = f'plan(topology, "{request.collective}", root=...) with another root'
-            raise ArgumentError.of("the root of the plan is lost.", f"{root}; {topology!r}", remedy)
+            raise ArgumentError.of("the root of the plan is not in the topology.", f"{root}; {topology!r}", remedy)
     if fixed:  # no new device becomes a root, even if the root was the only device
         sources, destinations = (fixed, destinations) if request.collective == "broadcast" else (sources, fixed)
     if not sources or not destinations:
         remedy = "a topology with some of the plan's devices, under their names in the plan"
         given = f"plan of {', '.join(request.members[:_MOST_NAMES])}, ...; {topology!r}"
-        raise ArgumentError.of("no device of the plan is left.", given, remedy)
-    limits = [
-        SharedLimit(speed, tuple(pair for pair in links if pair in topology.by_ends))
-        for speed, links in request.costs.shared
-        if any(pair in topology.by_ends for pair in links)
+        raise ArgumentError.of("no device of the plan is in the topology.", given, remedy)
+    shared = [
+        (speed, tuple(pair for pair in links if pair in topology.by_ends)) for speed, links in request.costs.shared
     ]
-    costs = replace(request.costs, shared=tuple(limits))
+    limits = tuple(SharedLimit(speed, links) for speed, links in shared if links)
+    costs = replace(request.costs, shared=limits)
     return request._replace(sources=sources, destinations=destinations, topology=topology, costs=costs)
 
 
 def runs_as_before(schedule: Schedule, before: Request, request: Request) -> bool:
-    """Return whether a schedule of ``before`` also does ``request``, over the same links, and none became slower."""
+    """Return whether a schedule of ``before`` also does ``request``, uses the same links, and none became slower."""
     old, new = before.topology, request.topology
     assert old is not None
     assert new is not None
@@ -120,7 +120,7 @@ def _is_faster(one: Link, other: Link) -> bool:
 
 
 def changes(old: Topology, new: Topology) -> str:
-    """Return what differs between two topologies, as text, which is empty if nothing does.
+    """Return a text about the differences between two topologies, or "" if there are none.
 
     Links of lost or new nodes are not listed.
     """
@@ -147,6 +147,7 @@ def changes(old: Topology, new: Topology) -> str:
 
 def _link_names(pairs: Iterable[Pair]) -> list[str]:
     """Return the names of links. Both directions of a link have one name, that of the first direction."""
+    # A dictionary keeps the last value of a key, so the first direction must come last.
     return list({frozenset(pair): "-".join(pair) for pair in reversed(list(pairs))}.values())[::-1]
 
 

@@ -1,6 +1,6 @@
 """``Request``, which contains all arguments of planning.
 
-Input: canonical names, or the arguments of a public planner. Output: a request, and the positions of its devices.
+Input: canonical names, or the arguments of a public planner for lists of devices. Output: a request.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from ..schedule import Costs
 from ..topology import Topology
 from ..values import read_devices
 
-NO_MORE = Costs()
+NO_MORE = Costs()  # no costs besides the time of the links
 
 
 class Request(NamedTuple):
@@ -26,7 +26,7 @@ class Request(NamedTuple):
     topology: Topology | None = None  # the links that may be used; None: every two devices are linked equally
     nbytes: int = 0  # the size of one replica's buffer; for an all-gather, the size of all parts together
     packs: int = 1  # the number of equal packs of the buffer, each with its own root, if the algorithm has roots
-    first: int = 0  # the number of the first pack's root, owner or start among the devices that can have this function
+    first: int = 0  # the number of the first pack's root, owner or start among the devices that can have this role
     root: str | None = None  # the root of all packs; None: roots rotate over the devices
     devices: tuple[str, ...] = ()  # the devices of the schedule; (): sources, then other destinations, then the root
     costs: Costs = NO_MORE  # what a simulation counts besides the links
@@ -79,9 +79,9 @@ def read_request(
 
 
 def read_members(names: tuple[str, ...], chosen: Sequence[str] | None, what: str) -> tuple[str, ...]:
-    """Return the canonical names of chosen devices, which must be among ``names``.
+    """Return the canonical names of the chosen devices, or all ``names`` if ``chosen`` is ``None``.
 
-    ``None`` chooses all. ``what`` is the subject of the errors, such as "the sources".
+    PlanError: a device is not among ``names``. ``what`` is the subject of the errors, such as "the sources".
     """
     if chosen is None:
         return names

@@ -1,7 +1,7 @@
 """Rings on a topology: each device has a link to the next device of the ring, or a route that passes no other device.
 
 Input: a topology and a request. Output: a schedule of rings that run side by side. Each ring takes the same bandwidth,
-that of the narrowest link of all routes, from every link that it uses. Rings are added while one is found, at most 16.
+that of the narrowest link of all routes, from every link that it uses. Rings are added until no more is found, or 16.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from .requests import Request
 
 # The search for one ring stops after so many steps: finding a Hamiltonian cycle is NP-complete (Karp 1972).
 _MOST_STEPS: Final = 5_000
-_MOST_RINGS: Final = 16  # of one schedule, even if the links have bandwidth for more
+_MOST_RINGS: Final = 16  # of one schedule, even if the links have enough bandwidth for more
 _MOST_CHUNKS: Final = 512  # of all rings together; a ring of n devices has n chunks
 
 Pair = tuple[str, str]
 
 
 def parallel_rings(topology: Topology, request: Request) -> Schedule:
-    """Return a schedule of rings that share the links of a topology, each with an equal share of the buffer."""
+    """Return a schedule of rings that run at the same time, each with an equal share of the buffer."""
     devices, (sources, destinations) = request.members, request.positions
     chunks: list[Chunk] = []
     rounds: list[list[Step]] = []
@@ -42,7 +42,7 @@ def parallel_rings(topology: Topology, request: Request) -> Schedule:
 
 @lru_cache(maxsize=256)
 def ring_orders(topology: Topology, devices: tuple[str, ...]) -> tuple[tuple[str, ...], ...]:
-    """Return one or more orders of devices, for rings that share the links.
+    """Return one or more rings that share the links of a topology, each as the order of its devices.
 
     If no ring is found, ``devices`` itself is the only order. A route to the next device may then pass other devices.
 
@@ -82,8 +82,8 @@ def _find_ring(
 ) -> tuple[str, ...] | None:
     """Return a ring that starts at the first device, or ``None`` if none is found.
 
-    Each link of the ring must have ``unit`` of the bandwidth in ``left``. The search is depth first. It tries wide
-    routes first, and of equally wide ones that to the next device in the given order.
+    ``routes`` has the links of each hop. Each link of the ring must have ``unit`` of the bandwidth in ``left``. The
+    search is depth first. It tries wide routes first. Of equally wide ones, it tries that to the next device first.
     """
     if len(devices) == 1:
         return None

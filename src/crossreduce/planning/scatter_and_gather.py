@@ -14,7 +14,7 @@ def reduce_scatter(schedule: Schedule) -> Schedule:
     """Return the reduce-scatter that consists of the steps of an all-reduce which bring each chunk to its owner.
 
     Every device owns the same number of chunks. The owner of a chunk is the device on which it is first complete, if
-    that gives every device the same number; otherwise each device owns consecutive chunks. Chunks are sorted by owners.
+    every device then has the same number. Otherwise each device owns consecutive chunks. Chunks are sorted by owners.
 
     >>> from crossreduce.planning import direct
     >>> print(reduce_scatter(direct(["cpu:0", "cpu:1"])))
@@ -31,7 +31,7 @@ def reduce_scatter(schedule: Schedule) -> Schedule:
 
 
 def _scatter(schedule: Schedule, owners: list[int]) -> Schedule:
-    """Return the steps that bring each chunk to its owner; chunks are sorted by owners."""
+    """Return the reduce-scatter with the steps that bring each chunk to its owner. Chunks are sorted by owners."""
     n, count = len(schedule.devices), len(schedule.chunks)
     order = sorted(range(count), key=lambda chunk: owners[chunk])
     place = {chunk: k for k, chunk in enumerate(order)}
@@ -48,7 +48,7 @@ def _scatter(schedule: Schedule, owners: list[int]) -> Schedule:
 
 
 def _generated_scatter(schedule: GeneratedSchedule) -> GeneratedSchedule | None:
-    """Return the reduce-scatter that the base of an all-reduce generates.
+    """Return the generated reduce-scatter whose base is derived from the base of an all-reduce.
 
     Return ``None`` if its devices would own different numbers of chunks.
     """
@@ -72,20 +72,14 @@ def all_gather(scattered: Schedule) -> Schedule:
             complete[copy.chunk].add(copy.dst)
         rounds.append(copies)
     everyone = tuple(range(len(scattered.devices)))
-    gathered = replace(
-        scattered,
-        collective="all_gather",
-        chunks=tuple(Chunk(chunk.share, chunk.destinations, everyone) for chunk in scattered.chunks),
-        rounds=(),
-        routes=tuple(
-            route._replace(src=route.dst, dst=route.src, through=route.through[::-1]) for route in scattered.routes
-        ),
-    )
+    chunks = tuple(Chunk(chunk.share, chunk.destinations, everyone) for chunk in scattered.chunks)
+    routes = [route._replace(src=route.dst, dst=route.src, through=route.through[::-1]) for route in scattered.routes]
+    gathered = replace(scattered, collective="all_gather", chunks=chunks, rounds=(), routes=tuple(routes))
     return _set_rounds(gathered, rounds)
 
 
 def _set_rounds(schedule: Schedule, rounds: list[list[Step]]) -> Schedule:
-    """Return a schedule with other rounds, without empty ones, and only with the routes that these rounds use."""
+    """Return the schedule with these rounds, except empty ones, and only the routes that they use."""
     assert all(route.round is None for route in schedule.routes), "trees use the same routes in both directions"
     used = {(chunk, src, dst) for steps in rounds for chunk, dst, srcs in steps for src in srcs}
     kept = tuple(route for route in schedule.routes if route[:3] in used)

@@ -19,15 +19,15 @@ _MANY_TRANSFERS: Final = 64  # per device; with more, nearly all routes of each 
 
 
 def require_routes(topology: Topology, sources: Sequence[str], destinations: Sequence[str], request: str) -> None:
-    """Raise PlanError unless every source has a route to every destination.
+    """Raise PlanError if a source does not have a route to a destination.
 
     The error names the devices that cannot be reached. ``request`` is its subject, such as "all_reduce".
     """
     everyone = {*sources, *destinations}
-    if sources and reachable_nodes(topology, sources[0]) >= everyone <= reachable_nodes(
-        topology, sources[0], backwards=True
-    ):
-        return
+    if sources and everyone <= reachable_nodes(topology, sources[0]):
+        back = reachable_nodes(topology, sources[0], backwards=True)
+        if everyone <= back:  # then every device has a route to every other one, through the first source
+            return
     for source in sources:
         reached = reachable_nodes(topology, source)
         missed = [device for device in destinations if device not in reached]
@@ -58,9 +58,9 @@ def reachable_nodes(topology: Topology, start: str, *, backwards: bool = False) 
 def add_routes(schedule: Schedule, topology: Topology) -> Schedule:
     """Return the schedule with an explicit route for each transfer between devices without a direct link.
 
-    In a generated schedule, the images of a transfer then take the images of its route. Each search finds all routes
-    from one device (on the reversed topology, all routes to it). So a route is searched from that end which has more
-    transfers: fewer searches are then necessary than from every source. If a schedule needs so many routes that this
+    In a generated schedule, the images of a transfer then take the images of its route. One search finds all routes
+    from a device, or on the reversed topology all routes to it. So the route of a transfer is searched from that end
+    which has more transfers, because fewer searches are then necessary. If a schedule needs so many routes that this
     saves nothing, the schedule is returned unchanged.
     """
     base = schedule.base if isinstance(schedule, GeneratedSchedule) else schedule
@@ -115,8 +115,8 @@ def neutral_topology(
 ) -> NeutralTopology:
     """Return a topology with neutral names and without latencies.
 
-    In it, members and helpers are devices, which all may reduce. The other nodes are switches, which only forward; but
-    if ``helpers`` is ``None``, switches for original devices and reducing switches reduce.
+    Its devices are the members and the helpers, which all may reduce. The other nodes are switches, which only forward.
+    But if ``helpers`` is ``None``, those switches reduce that are devices or reducing switches of ``topology``.
     """
     device_nodes = (*members, *(helpers or ()))
     reducing: set[str] = set()

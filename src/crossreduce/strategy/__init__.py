@@ -1,10 +1,9 @@
 """``MirroredStrategy``: n replicas of a function, one thread per replica, that reduce together.
 
-Files, each importing only the ones before it: ``replica_group.py``: threads, waiting and failures; ``regroup.py``: n
-trees into one tree of per-replica values, and back; ``base.py``: a strategy's devices and ops; ``contexts.py``: the
-current context, and a replica's view of its strategy; ``splitting.py``, ``variables.py`` and ``extended.py``: parts of
-a strategy; ``mirrored.py``: the strategy, and the default one outside all strategies. Frameworks are used only
-through the protocols of ``frameworks``.
+``replica_group.py`` runs the threads. ``regroup.py`` combines n trees into one tree of per-replica values, and splits
+it again. ``base.py`` has a strategy's devices and ops. ``contexts.py`` has the current context, and a replica's view of
+its strategy. ``splitting.py``, ``variables.py`` and ``extended.py`` are parts of the strategy in ``mirrored.py``. Each
+file imports only files that are listed before it, and uses frameworks only through the protocols of ``frameworks``.
 """
 
 from .contexts import ReplicaContext, has_strategy, in_cross_replica_context

@@ -41,7 +41,7 @@ class Strategy:
         return self._ops
 
     def local_results(self, value: Any) -> tuple[Any, ...]:
-        """Return a distributed value's components, in the order of the replicas; for another value, a tuple of it.
+        """Return a tuple of a distributed value's components, in the order of the replicas, or of another value alone.
 
         >>> from crossreduce import MirroredStrategy
         >>> MirroredStrategy(2).local_results(5)

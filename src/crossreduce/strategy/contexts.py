@@ -43,7 +43,7 @@ _CURRENT: ContextVar[Current | None] = ContextVar("crossreduce_current", default
 
 
 def current() -> Current | None:
-    """Return the context in which this is called; ``None`` outside all strategies."""
+    """Return the context of this call, or ``None`` outside all strategies."""
     return _CURRENT.get()
 
 
@@ -73,7 +73,7 @@ def in_cross_replica_context() -> bool:
 def cross_replica_context(strategy: Strategy, name: str, remedy: str) -> Iterator[None]:
     """Enter a strategy's cross-replica context while its method ``name`` runs.
 
-    ``remedy`` is the advice of the error inside a replica: what to call there instead.
+    ``remedy`` tells in the error what to call instead inside a replica.
 
     Raises:
       ContextError: inside a replica, or inside another strategy's scope.
@@ -89,7 +89,7 @@ def cross_replica_context(strategy: Strategy, name: str, remedy: str) -> Iterato
 
 
 def require_cross_replica(name: str, remedy: str) -> None:
-    """Raise if the method ``name`` is called inside a replica; ``remedy``: what to call there instead."""
+    """Raise ContextError if the method ``name`` is called inside a replica. ``remedy``: what to call there instead."""
     here = current()
     if here is not None and here.replica is not None:
         k = here.replica.replica_id_in_sync_group
@@ -163,7 +163,7 @@ class ReplicaContext:
         return (self._strategy.devices[self._replica],)
 
     def all_reduce(self, reduce_op: ReduceOp | str, value: Any, options: CommunicationOptions | None = None) -> Any:
-        """Reduce a tree with those of the other replicas, which must call this as well; return this replica's result.
+        """Return this replica's tree reduced with those of the other replicas, which must make the same call.
 
         All leaves are reduced in one ``batch_reduce`` of the strategy's ops. If a torch tensor requires a gradient, its
         result does, too. The gradient of a sum is the sum of the replicas' gradients, and that of a mean is their mean,
@@ -171,18 +171,17 @@ class ReplicaContext:
 
         Args:
           reduce_op: a ``ReduceOp`` or its name, the same on all replicas.
-          value: a tree, as for ``crossreduce.all_reduce``. Of a distributed value in it, this replica's component is
-            used.
-          options: hints for this call, the same on all replicas. ``timeout_seconds`` is how long to wait for the
-            others.
+          value: a tree, as for ``crossreduce.all_reduce``. This replica's component of a distributed value is used.
+          options: hints for this call, the same on all replicas. ``timeout_seconds`` limits the wait for the others.
         Returns:
           The tree with its leaves reduced. Each leaf stays on its device, and numbers become arrays without axes.
         Raises:
           MismatchError: the replicas make different calls; the message lists them.
           StalledError: other replicas did not call within the timeout.
           ContextError: this is not the context of the calling replica.
-          ArgumentError, UnsupportedError: as ``crossreduce.all_reduce``; also for traced values, TensorFlow's tensors,
-            and tensors that require gradients, if the op is min, max or product or replicas share an accelerator.
+          ArgumentError, UnsupportedError: as ``crossreduce.all_reduce``; also for traced values and TensorFlow's
+            tensors; and for tensors that require gradients if ``reduce_op`` is min, max or product, or if replicas
+            share an accelerator.
         """
         self._require_current("all_reduce")
         if isinstance(value, (str, ReduceOp)):
@@ -192,10 +191,11 @@ class ReplicaContext:
         hints = read_options(options)
         leaves, structure = self._flatten(value)
         results = self._all_reduce(op, leaves, structure, hints)
-        return results[0] if leaves and leaves[0] is value else unflatten_tree(structure, results)
+        is_leaf = bool(leaves) and leaves[0] is value
+        return results[0] if is_leaf else unflatten_tree(structure, results)
 
     def _flatten(self, value: Any) -> tuple[list[Any], Any]:
-        """Flatten a tree after each distributed value has been replaced by this replica's component."""
+        """Return the leaves and the structure of a tree, with this replica's components of distributed values."""
         if _is_numpy(value):
             return [value], _single_leaf()
         leaves, structure = flatten_tree(value)
@@ -205,8 +205,8 @@ class ReplicaContext:
         return leaves, structure
 
     def _all_reduce(self, op: ReduceOp, leaves: list[Any], structure: Any, hints: CommunicationOptions) -> list[Any]:
-        """Reduce a tree's leaves. Backward passes call this directly, possibly in a thread of the framework."""
-        recorded, in_caller = _gradient_facts(leaves, structure)
+        """Return a tree's leaves, reduced. Backward passes call this directly, possibly in a framework's thread."""
+        recorded, in_caller = _gradient_recording(leaves, structure)
         backward = [k for k, has_gradient in enumerate(recorded) if has_gradient]
         if backward and op not in (ReduceOp.SUM, ReduceOp.MEAN):
             problem = f"an all-reduce by {op.value} has no gradient."
@@ -220,7 +220,7 @@ class ReplicaContext:
             tree = "" if structure.is_leaf() else f" in {shown(structure).rpartition(' (')[0]}"
             return f"all_reduce {op.value} of {arrays}{tree}{' with gradients' * bool(backward)}{_with_hints(hints)}"
 
-        def merge(lists: list[list[Any]]) -> list[Any]:
+        def merge(lists: list[list[Any]]) -> list[Any]:  # the leaves of each replica
             ops, devices = strategy.cross_device_ops, _host_names(lists, strategy.devices)
             return reduce_leaves(lists, structure, op, devices, ops, hints)
 
@@ -242,9 +242,8 @@ class ReplicaContext:
         """Concatenate a tree's arrays with those of the other replicas along an axis, in the order of the replicas.
 
         Args:
-          value: a tree of arrays, whose sizes along ``axis`` may differ between replicas. For the gradient of a torch
-            tensor in it, the replicas' gradients of the result are summed; the tensor's gradient is its own part of
-            this sum.
+          value: a tree of arrays, whose sizes along ``axis`` may differ between replicas. A torch tensor's gradient is
+            that part of the sum of the replicas' gradients which belongs to this tensor.
           axis: from ``-ndim`` to ``ndim - 1``.
           options: as for ``all_reduce``.
         Returns:
@@ -255,20 +254,20 @@ class ReplicaContext:
         self._require_current("all_gather")
         hints = read_options(options)
         leaves, structure = self._flatten(value)
-        recorded, in_caller = _gradient_facts(leaves, structure)
+        recorded, in_caller = _gradient_recording(leaves, structure)
         strategy = self._strategy
 
         def description() -> str:
             return f"all_gather along axis {axis} of {', '.join(map(describe, leaves[:3]))}{_with_hints(hints)}"
 
-        def merge(lists: list[list[Any]]) -> list[Any]:
+        def merge(lists: list[list[Any]]) -> list[Any]:  # the leaves of each replica
             def concatenate(components: tuple[Any, ...]) -> tuple[Any, ...]:
                 joined = per_replica_on(strategy.devices, components)
                 return strategy.cross_device_ops.gather(joined, joined, axis, hints).values
 
-            columns = map_leaves(zip(*lists, strict=True), structure, concatenate)
+            gathered = map_leaves(zip(*lists, strict=True), structure, concatenate)  # by leaf, then by replica
             sizes = [[x.shape[axis] if has else 0 for x, has in zip(own, recorded, strict=True)] for own in lists]
-            return [([column[k] for column in columns], sizes) for k in range(len(lists))]
+            return [([components[k] for components in gathered], sizes) for k in range(len(lists))]
 
         key = ("all_gather", int(axis) if isinstance(axis, Integral) else repr(axis), structure, hints, recorded)
         call = CollectiveCall(key, description, leaves, merge, hints.timeout_seconds, in_caller)
@@ -335,7 +334,7 @@ class ReplicaContext:
         return self.rendezvous(call)
 
     def rendezvous(self, call: CollectiveCall) -> Any:
-        """Make a call together with all replicas, in the cross-replica context; return this replica's result."""
+        """Make a call together with all replicas, in the cross-replica context, and return this replica's result."""
         if self._group is not None:
             return self._group.rendezvous(self._replica, call)
         with enter(Current(self._strategy, None)):
@@ -351,9 +350,12 @@ class ReplicaContext:
             raise ContextError.of(problem, given, "get_replica_context() inside the function that run() calls")
 
 
-def _gradient_facts(leaves: list[Any], structure: Any) -> tuple[tuple[bool, ...], bool]:
-    """Return for each leaf whether its framework records operations on it for a gradient, and one flag for all leaves:
-    whether only the caller of ``run`` can reduce them, because one of their frameworks has settings per thread."""
+def _gradient_recording(leaves: list[Any], structure: Any) -> tuple[tuple[bool, ...], bool]:
+    """Return for each leaf whether its framework records operations on it for a gradient, and ``in_caller``.
+
+    ``in_caller`` is whether only the thread that called ``run`` can reduce the leaves. This is so if one of their
+    frameworks has settings per thread.
+    """
     if all(map(_is_numpy, leaves)):
         return (False,) * len(leaves), False
     settings = False
@@ -369,7 +371,7 @@ def _gradient_facts(leaves: list[Any], structure: Any) -> tuple[tuple[bool, ...]
 
 
 def _is_numpy(value: Any) -> bool:
-    """Return whether a value's type is known to be a NumPy array or a number: a leaf without a gradient."""
+    """Return whether a value is a NumPy array or a number, so that it is a leaf without a gradient."""
     framework = KNOWN.get(type(value))
     return framework is not None and framework.name == "numpy"
 
@@ -381,14 +383,14 @@ def _single_leaf() -> Any:
 
 
 def _code(function: Callable[..., Any]) -> object:
-    """Return a key that is equal for functions from the same source lines, such as each replica's own lambda."""
+    """Return a key that is equal for functions from the same code, such as the lambdas that replicas create."""
     function = getattr(function, "func", function)  # the function of a functools.partial
     default = function if isinstance(function, BuiltinFunctionType) else type(function)
     return getattr(function, "__code__", default)
 
 
 def _require_own_accelerators(devices: tuple[str, ...]) -> None:
-    """Raise if replicas share an accelerator: torch runs their backward passes in one thread, which would block."""
+    """Raise UnsupportedError if replicas share an accelerator: torch would block, with one thread for all of them."""
     places = [parse(name) for name in devices]
     shared = [str(place) for place in places if place.logical and place.kind != "cpu"]
     if shared:
@@ -402,7 +404,7 @@ def _with_hints(hints: CommunicationOptions) -> str:
 
 
 def _host_names(lists: list[list[Any]], devices: tuple[str, ...]) -> tuple[str, ...] | None:
-    """Return ``devices`` if they are in host memory, but are not cpu:0, cpu:1, ..., as arrays imply; else ``None``."""
+    """Return ``devices`` if they are all in host memory but not called cpu:0, cpu:1, ...; otherwise ``None``."""
     if devices == host_devices(len(devices)) or any(locate(x) != "cpu" for own in lists for x in own):
         return None
     return devices if all(name.startswith("cpu:") for name in devices) else None

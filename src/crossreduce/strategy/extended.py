@@ -74,7 +74,7 @@ class Extended:
           var: a variable or another distributed value. A variable's components are passed as ``Component``s, which can
             be read and assigned; those of another value are passed directly.
           fn: receives the component, then the arguments.
-          args: trees. Instead of a distributed value in them, ``fn`` receives the component of the same replica.
+          args: trees. In place of each distributed value in them, ``fn`` receives the component of the same replica.
           kwargs: the same for keyword arguments.
         Returns:
           The results of the calls, regrouped as by ``run``; a ``Component`` counts as ``None``.
@@ -97,7 +97,7 @@ class Extended:
         with cross_replica_context(self._strategy, "update", remedy):
             if not isinstance(var, DistributedValues) or len(var) != n:
                 problem = f"var must be a variable or another distributed value with {n} components, one per replica."
-                raise ArgumentError.of(problem, shown(var), "Variable(...) in scope()")
+                raise ArgumentError.of(problem, shown(var), "a Variable that was created in strategy.scope()")
             for k in range(n):
                 component = Component(var, k) if isinstance(var, Variable) else var[k]
                 positional, named = local_arguments(args, kwargs, k, n, keep_variables=False)

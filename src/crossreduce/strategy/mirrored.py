@@ -48,9 +48,9 @@ class MirroredStrategy(Strategy):
     lock entirely.)
 
     Args:
-      devices: one name per replica, or the number of replicas in host memory. ``None`` means all accelerators that the
-        first of PyTorch, JAX and CuPy reports which is imported and has any; without accelerators, there is one replica
-        on ``cpu:0``.
+      devices: one name per replica, or the number of replicas in host memory. ``None`` means all accelerators of the
+        first of PyTorch, JAX and CuPy that is imported and reports any. Without accelerators, there is one replica on
+        ``cpu:0``.
       cross_device_ops: how to reduce. ``None`` means ``AllReduceCrossDeviceOps("auto")``.
     Raises:
       UnsupportedError: ``cross_device_ops`` is a class, or not a ``CrossDeviceOps``.
@@ -75,11 +75,9 @@ class MirroredStrategy(Strategy):
         else:
             names = host_devices(count("devices", devices, '4, or ["cpu:0", "cpu:1"]'))
         if not names:
-            raise ArgumentError.of(
-                "a strategy needs at least one device.", shown(devices), "devices=4, or devices=None"
-            )
-        # Imported here, not in a replica's thread: a process that is forked during an import can never import the
-        # module.
+            problem = "a strategy needs at least one device."
+            raise ArgumentError.of(problem, shown(devices), "devices=4, or devices=None")
+        # Imported before replicas have threads: a process that is forked during an import can never import the module.
         import optree  # noqa: F401
 
         super().__init__(names, check_ops(cross_device_ops))
@@ -92,7 +90,7 @@ class MirroredStrategy(Strategy):
 
     @contextmanager
     def scope(self) -> Iterator[MirroredStrategy]:
-        """Enter the cross-replica context; variables created inside belong to this strategy.
+        """Enter the cross-replica context. Variables created inside belong to this strategy.
 
         Raises:
           ContextError: inside a replica, or inside another strategy's scope.
@@ -110,22 +108,21 @@ class MirroredStrategy(Strategy):
         """Call a function on all replicas, one thread per replica, and return the results of all.
 
         Threads start with the caller's context variables and the frameworks' modes (``torch.no_grad``, autocast,
-        ``jax.enable_x64``, CuPy's current streams), and have ended when this returns. Replicas that wait for each other
-        do not poll.
+        ``jax.enable_x64``, CuPy's current streams). They have ended when this method returns. Waiting replicas sleep.
 
         Args:
           fn: the function; inside it, ``get_replica_context()`` returns the replica's context.
-          args: trees. Instead of a distributed value in them, each replica receives its own component. Variables and
+          args: trees. In place of each distributed value in them, a replica receives its own component. Variables and
             other values are passed unchanged.
           kwargs: the same for keyword arguments.
-          options: only ``timeout_seconds`` is used. It is how long replicas wait for others, and how long this call
+          options: only ``timeout_seconds`` is used. It limits how long replicas wait for others, and how long this call
             waits, after an error, for replicas that are still computing. ``None`` means 600.
         Returns:
           A tree of the structure that ``fn`` returned, with a ``PerReplica`` for each leaf, also for one replica. None,
           strings and variables are kept if all replicas returned the same one.
         Raises:
-          The exception of the first replica that fails, with its number in a note. The others are stopped: those
-          that wait, at once; those that compute, at their next call of the context.
+          The exception of the first replica that fails, with its number in a note. Other replicas are stopped at once
+          if they wait, and otherwise at their next call of the context.
           MismatchError: replicas make different calls, or return trees of different structure.
           StalledError: a replica keeps others waiting beyond the timeout.
           ContextError: inside a replica, or inside another strategy's scope.
@@ -265,7 +262,7 @@ class MirroredStrategy(Strategy):
         return regroup(copies, self._devices)
 
     def _reduce_single(self, op: ReduceOp, value: Any) -> Any:
-        """Reduce a value that is the same on all replicas."""
+        """Return the reduction of a single array over all replicas, where it counts as the same on each."""
         check_array(value)
         zero = isinstance(value, (int, float, complex)) and value == 0
         if op in (ReduceOp.SUM, ReduceOp.PRODUCT) and self.num_replicas_in_sync > 1 and not zero:
@@ -274,7 +271,7 @@ class MirroredStrategy(Strategy):
         return framework_of(value).array(value) if isinstance(value, (int, float, complex)) else value
 
     def _reduce_axis(self, op: ReduceOp, leaf: Any, axis: int) -> Array:
-        """Reduce a value over the replicas and an axis: first each component along the axis, then the results."""
+        """Return a value reduced over the replicas and an axis: each component along the axis, then the results."""
         value = per_replica(leaf)
         framework = replica_framework(value[0])
         arrays: list[Any] = [framework_of(x).array(x) for x in value]
@@ -305,7 +302,7 @@ class MirroredStrategy(Strategy):
 
 
 def get_strategy() -> MirroredStrategy:
-    """Return the strategy in whose scope the caller is; outside all scopes, a strategy of one replica on ``cpu:0``."""
+    """Return the strategy in whose scope the caller is. Outside all scopes, it has one replica, on ``cpu:0``."""
     here = current()
     if here is None:
         return _default_strategy()
@@ -314,7 +311,7 @@ def get_strategy() -> MirroredStrategy:
 
 
 def get_replica_context() -> ReplicaContext | None:
-    """Return the context of the replica that makes this call; ``None`` in the cross-replica context.
+    """Return the context of the replica that makes this call, or ``None`` in the cross-replica context.
 
     Outside all strategies it is the context of a single replica, so code for replicas runs there, too.
 
@@ -357,7 +354,7 @@ def _run_replica(context: ReplicaContext, modes: list[ThreadModes], fn: Any, arg
 
 
 def _to_device(leaf: Any, device: str) -> Any:
-    """Return an array or a module on a device; other values, and modules for a CPU, are returned unchanged."""
+    """Return an array or a module on a device. Other values, and modules if it is a CPU, are returned unchanged."""
     if isinstance(leaf, DistributedVariable):
         raise ArgumentError.of("a variable cannot be replicated again.", repr(leaf), "pass it to run() unchanged")
     try:

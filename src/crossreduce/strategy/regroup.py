@@ -24,9 +24,9 @@ class DistributedVariable(DistributedValues):
 def per_replica_on(devices: tuple[str, ...], components: Sequence[Any]) -> PerReplica:
     """Return a ``PerReplica`` of the replicas' components. ``devices`` are those of the replicas.
 
-    The value is on the devices that the frameworks report, with two exceptions, in which it is on ``devices``: a
-    component has no single device (such as a module), or ``devices`` are in host memory and all components report "cpu"
-    without an index (as arrays of NumPy and PyTorch do).
+    Usually, the value is on the devices that the frameworks report. It is on ``devices`` in two cases: a component has
+    no single device (such as a module), or ``devices`` are in host memory and all components report "cpu" without an
+    index (as arrays of NumPy and PyTorch do).
     """
     reported = [_location(x) for x in components]
     on_replicas = None in reported or (set(reported) == {"cpu"} and all(parse(name).kind == "cpu" for name in devices))
@@ -34,7 +34,7 @@ def per_replica_on(devices: tuple[str, ...], components: Sequence[Any]) -> PerRe
 
 
 def _location(x: Any) -> str | None:
-    """Return an array's device; ``None`` if it is not an array, or reports no single device."""
+    """Return an array's device, or ``None`` if ``x`` is not an array or reports no single device."""
     try:
         framework_of(x)
         return locate(x)
@@ -50,7 +50,7 @@ def regroup(trees: list[Any], devices: tuple[str, ...]) -> Any:
 
     Raises:
       MismatchError: the trees differ in structure.
-      ArgumentError: distributed values that differ.
+      ArgumentError: a leaf is a distributed value, but not the same one in all trees.
     """
     rows, structure = flatten_trees(trees)
     leaves = (_regroup_leaf(components, devices) for components in zip(*rows, strict=True))
@@ -58,13 +58,14 @@ def regroup(trees: list[Any], devices: tuple[str, ...]) -> Any:
 
 
 def _regroup_leaf(components: tuple[Any, ...], devices: tuple[str, ...]) -> Any:
+    """Return the leaf that replaces one leaf of each replica in the tree that ``regroup`` returns."""
     first = components[0]
     if isinstance(first, (str, bytes)) and all(type(x) is type(first) and x == first for x in components):
         return first
     if any(isinstance(x, DistributedValues) for x in components):
         if all(x is first for x in components):
             return first
-        problem = "replicas must pass or return either the same distributed value, or each an ordinary value."
+        problem = "either all replicas must pass or return the same distributed value, or each one an ordinary value."
         given = "; ".join(f"replica {k}: {shown(x, 40)}" for k, x in enumerate(components))
         raise ArgumentError.of(problem, given, "the component of the distributed value that belongs to the replica")
     return per_replica_on(devices, components)
@@ -82,7 +83,7 @@ def localize(tree: Any, replica: int, n: int, *, keep_variables: bool = True) ->
 
 
 def check_arguments(args: Any, kwargs: Any) -> None:
-    """Raise if a function's arguments are not a tuple (or list) and a dict."""
+    """Raise ArgumentError if ``args`` is not a tuple or list, or ``kwargs`` is neither a dict nor ``None``."""
     if not isinstance(args, (tuple, list)) or not (kwargs is None or isinstance(kwargs, Mapping)):
         given = f"args {shown(args)}, kwargs {shown(kwargs)}"
         raise ArgumentError.of("args must be a tuple, and kwargs a dict.", given, 'args=(x,), kwargs={"name": y}')
@@ -106,6 +107,7 @@ def local_arguments(
 
 
 def _component(leaf: Any, replica: int, n: int, keep_variables: bool) -> Any:
+    """Return the leaf that replaces a leaf in the tree that ``localize`` returns."""
     if not isinstance(leaf, DistributedValues) or (keep_variables and isinstance(leaf, DistributedVariable)):
         return leaf
     if len(leaf) != n:
@@ -116,7 +118,7 @@ def _component(leaf: Any, replica: int, n: int, keep_variables: bool) -> Any:
 
 
 def map_tree(tree: Any, function: Callable[[Any], Any]) -> Any:
-    """Return the tree of a function's results for the leaves; if no leaf changes, return ``tree`` itself.
+    """Return the tree in which each leaf is replaced by a function's result for it; ``tree`` itself if none changes.
 
     Raises:
       ArgumentError: the tree contains itself.

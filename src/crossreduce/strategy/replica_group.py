@@ -35,7 +35,7 @@ START_S: Final = 1.0
 
 
 class Stopped(BaseException):
-    """Ends a replica if the run failed elsewhere. Not an ``Exception``, so handlers in replicas do not catch it."""
+    """Ends a replica if the run failed elsewhere. Handlers in replicas do not catch it: it is not an ``Exception``."""
 
 
 @dataclass(slots=True, eq=False)
@@ -115,7 +115,7 @@ class ReplicaGroup:
             left = self._join(threads)
         except BaseException as error:  # usually Ctrl-C; or a thread that cannot be started
             with self._lock:
-                self._release()
+                self._stop_all()
                 for k, thread in enumerate(threads):
                     self._ended[k] |= thread.ident is None
             self._note_left_running(error, self._join(threads))
@@ -142,7 +142,7 @@ class ReplicaGroup:
         return error
 
     def rendezvous(self, replica: int, call: CollectiveCall) -> Any:
-        """Wait, in a replica's thread, until all replicas have called; return this replica's result."""
+        """Wait, in a replica's thread, until all replicas have made this call, and return this replica's result."""
         if os.getpid() != self._process:  # no thread of this process would ever wake it
             problem = "a collective call was made in a forked process, which does not contain the other replicas."
             given = f"{call.description()} in a child process of replica {replica} on {self._devices[replica]}"
@@ -180,18 +180,17 @@ class ReplicaGroup:
         del call  # so that the replica can free its arrays
         self._gates[replica].acquire()
         result, error = self._replies[replica]
+        self._replies[replica] = (None, None)
         if error is None:
-            self._replies[replica] = (None, None)
             self._wake_others(replica)
             return result
-        self._replies[replica] = (None, None)
         try:
             raise error
         finally:
-            del error
+            del error  # its traceback refers to this frame: a reference cycle
 
     def _run_replica(self, replica: int, body: Callable[[], Any]) -> None:
-        """Call a replica's function in its thread; store the result or the failure, and wake the caller if needed."""
+        """Call a replica's function in its thread, store the result or failure, and wake the caller if necessary."""
         failure: BaseException | None = None
         try:
             if not self._stopping:
@@ -205,13 +204,13 @@ class ReplicaGroup:
             if failure is not None:
                 if all(failure is not other for _, other in self._failures):  # ``_fail`` has stored its error
                     self._failures.append((replica, failure))
-                self._release()
+                self._stop_all()
             if self._stopping or all(self._ended) or any(call is not None for call in self._calls):
                 self._wake()
         failure = None  # its traceback refers to this frame: a reference cycle
 
     def _wake(self) -> None:
-        """Wake the caller; the lock is held."""
+        """Wake the thread that called ``run``. The lock is held."""
         if self._wakeup.locked():
             self._wakeup.release()
 
@@ -239,7 +238,7 @@ class ReplicaGroup:
                     self._merge(0, _call)
                 except BaseException:  # Ctrl-C, perhaps after the replies were stored and before a replica was woken
                     with self._lock:
-                        self._release()
+                        self._stop_all()
                         if self._gates[0].locked():
                             self._gates[0].release()
                     raise
@@ -279,7 +278,7 @@ class ReplicaGroup:
                 self._gates[(self._root + child + 1) % n].release()
 
     def _obstacle(self, calls: list[CollectiveCall], now: float) -> ReductionError | None:
-        """Return an error if the waiting replicas cannot continue: their calls cannot match, or a deadline is over."""
+        """Return an error if the waiting replicas cannot continue, because of different calls or a missed deadline."""
         if not calls or self._merging:
             return None
         if any(self._ended):
@@ -296,7 +295,7 @@ class ReplicaGroup:
         return None
 
     def _states(self) -> str:
-        """Return what each replica is doing, in words."""
+        """Return a text about what each replica is doing."""
         states = []
         for k, (call, ended) in enumerate(zip(self._calls, self._ended, strict=True)):
             waits = "is still computing" if call is None else f"waits in {call.description()}"
@@ -307,24 +306,24 @@ class ReplicaGroup:
         """End the run with an error. The first replica that waits raises it, so that the traceback shows the call."""
         replica = next(k for k, call in enumerate(self._calls) if call is not None)
         self._failures.append((replica, error))
-        self._stop(replica, error)
-        self._release()
+        self._stop_replica(replica, error)
+        self._stop_all()
 
-    def _stop(self, replica: int, error: BaseException) -> None:
+    def _stop_replica(self, replica: int, error: BaseException) -> None:
         """Wake a replica that waits, and raise an error there. It wakes no others."""
         self._calls[replica] = None
         self._replies[replica] = (None, error)
         self._gates[replica].release()
 
-    def _release(self) -> None:
-        """Stop the run: replicas that wait are stopped at once, the others at their next call. The lock is held."""
+    def _stop_all(self) -> None:
+        """Stop replicas that wait at once, and the others at their next call. The caller holds the lock."""
         self._stopping = True
         for replica, call in enumerate(self._calls):
             if call is not None:
-                self._stop(replica, Stopped())
+                self._stop_replica(replica, Stopped())
 
     def _join(self, threads: Sequence[threading.Thread]) -> list[int]:
-        """Wait until all replicas have ended, at most for the timeout, and return those that have not."""
+        """Wait for all replicas to end, at most for the timeout, and return the numbers of those that still run."""
         deadline = monotonic() + self._timeout_s
         for k, thread in enumerate(threads):
             while not self._ended[k] and (left_s := deadline - monotonic()) > 0:
@@ -355,7 +354,7 @@ def _call(function: Callable[..., Any], argument: Any) -> Any:
 
 
 def _text(error: BaseException) -> str:
-    """Return an exception's type and text; only the type if its ``__str__`` raises."""
+    """Return an exception's type and text, or only the type if ``__str__`` raises an error."""
     try:
         return f"{type(error).__name__}: {error}"
     except Exception:  # noqa: BLE001

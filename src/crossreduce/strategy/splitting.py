@@ -29,7 +29,7 @@ class ValueContext:
 
 
 def shares(size: int, n: int) -> list[tuple[int, int]]:
-    """Return the start and the end of each of ``n`` shares of ``size`` samples. The larger shares, by one, come first.
+    """Return the start and the end of each of ``n`` shares of ``size`` samples. Larger shares come first.
 
     >>> shares(5, 3), shares(1, 3)
     ([(0, 2), (2, 4), (4, 5)], [(0, 1), (1, 1), (1, 1)])
@@ -39,7 +39,7 @@ def shares(size: int, n: int) -> list[tuple[int, int]]:
 
 
 def split_tree(batch: Any, axis: int, devices: tuple[str, ...]) -> Any:
-    """Return a tree with the ``PerReplica`` of shares of each array; see ``MirroredStrategy.split``."""
+    """Return a tree with a ``PerReplica`` of shares in place of each array; see ``MirroredStrategy.split``."""
     require_cross_replica("split", "split before run(), and pass the shares as arguments")
     if not isinstance(axis, Integral) or isinstance(axis, bool):
         raise ArgumentError.of("axis must be an integer.", shown(axis), "0")
@@ -47,9 +47,8 @@ def split_tree(batch: Any, axis: int, devices: tuple[str, ...]) -> Any:
     arrays = map_leaves(leaves, structure, lambda leaf: _splittable(leaf, axis, devices))
     sizes = {x.shape[axis] for _, x in arrays}
     if len(sizes) > 1:
-        listing = ", ".join(
-            f"{path}: {describe(leaf)}" for path, leaf in zip(leaf_paths(structure), leaves, strict=True)
-        )
+        by_path = zip(leaf_paths(structure), leaves, strict=True)
+        listing = ", ".join(f"{path}: {describe(leaf)}" for path, leaf in by_path)
         problem = f"the arrays of a batch differ in size along axis {axis}."
         raise MismatchError.of(problem, listing, "arrays with the same number of samples")
     values = []
@@ -62,18 +61,15 @@ def split_tree(batch: Any, axis: int, devices: tuple[str, ...]) -> Any:
 
 
 def _splittable(leaf: Any, axis: int, devices: tuple[str, ...]) -> tuple[Any, Any]:
-    """Return a leaf's framework and array; raise if the array cannot be split along the axis or put on the devices."""
+    """Return a leaf's framework and its array. Raise an error if it cannot be split along ``axis`` or be on devices."""
     framework = framework_of(leaf)
     x = framework.array(leaf)
     if isinstance(x, Sparse):
         raise UnsupportedError.of("sparse arrays cannot be split.", describe(leaf), "dense arrays")
     if not -len(x.shape) <= axis < len(x.shape):
         problem = f"the array has no axis {axis}, so it cannot be split."
-        raise ArgumentError.of(
-            problem,
-            describe(leaf),
-            "an axis of the array; or run(fn, args=(x,)) without split(), if all replicas need x",
-        )
+        remedy = "an axis of the array; or run(fn, args=(x,)) without split(), if all replicas need x"
+        raise ArgumentError.of(problem, describe(leaf), remedy)
     framework.require(devices)
     return framework, x
 

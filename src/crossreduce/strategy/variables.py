@@ -1,4 +1,4 @@
-"""Variables: one component per replica, kept equal (mirrored), or aggregated when they are read (sync-on-read).
+"""Variables with one component per replica: kept equal (mirrored), or aggregated when they are read (sync-on-read).
 
 Input: assignments in replicas or in the cross-replica context. Output: the current value. An assignment replaces
 NumPy and JAX arrays, which are read-only, and CuPy arrays, so arrays that were read before do not change. Torch tensors
@@ -25,7 +25,7 @@ from .regroup import DistributedVariable, localize, per_replica_on
 from .replica_group import CollectiveCall
 
 _NUMBERS = (bool, int, float, complex)
-# A number of class _NUMBERS[k] can be stored in every dtype of the sets _DTYPES[k:].
+# A number of the class _NUMBERS[k] can be stored in every dtype in _DTYPES[k] and in the later sets.
 _DTYPES = ({"bool"}, INTEGERS, FLOATS, COMPLEX)
 
 _WRITING = threading.RLock()  # several threads may run replicas that assign to one variable
@@ -46,7 +46,7 @@ class _Named(enum.Enum):
 
 
 class VariableSynchronization(_Named):
-    """When the components of a variable are aggregated: when it is written (also ``AUTO``), or when it is read.
+    """When a variable's components are aggregated: when it is written (also with ``AUTO``), or when it is read.
 
     >>> VariableSynchronization("On_Read")
     VariableSynchronization.ON_READ
@@ -162,9 +162,10 @@ class Variable(_Assignable, DistributedVariable):
         if not isinstance(value, DistributedValues):
             check_array(value)
         self._strategy = None if here is None else here.strategy
-        self._devices = device_names(value) if here is None and not isinstance(value, _NUMBERS) else ("cpu:0",)
         if here is not None:
             self._devices = here.strategy.devices
+        else:
+            self._devices = ("cpu:0",) if isinstance(value, _NUMBERS) else device_names(value)
         copies = list(self._ops.broadcast(value, Mirrored.on(self._devices, self._devices)))
         self._framework = replica_framework(copies[0])
         first = self._framework.array(copies[0])
@@ -216,10 +217,10 @@ class Variable(_Assignable, DistributedVariable):
         )
 
     def value(self) -> Array:
-        """Return this replica's component; in the cross-replica context the first one, or (sync-on-read) all combined.
+        """Return this replica's component, or in the cross-replica context the value of the variable.
 
-        A component is returned without a copy. A NumPy, JAX or CuPy array does not change at an assignment. A torch
-        tensor does, since each assignment writes into it: ``clone()`` it to keep the value.
+        This value is the first component or, if the variable is sync-on-read, all components combined. A component is
+        not copied. Assignments write into a torch tensor (``clone()`` it to keep the value), but not into other arrays.
 
         Raises:
           ArgumentError: a sync-on-read variable without aggregation, read in the cross-replica context.
@@ -245,7 +246,7 @@ class Variable(_Assignable, DistributedVariable):
         return check_ops(None) if self._strategy is None else self._strategy.cross_device_ops
 
     def _check_context(self) -> Current | None:
-        """Return the current context; raise if it belongs to a strategy that does not own the variable."""
+        """Return the current context. ContextError: it belongs to a strategy that does not own the variable."""
         here = current()
         if here is not None and self._strategy is not None and here.strategy is not self._strategy:
             problem = "a variable is used inside a strategy that does not own it."
@@ -254,6 +255,7 @@ class Variable(_Assignable, DistributedVariable):
         return here
 
     def _assign(self, how: str, value: Any) -> Self:
+        """Assign in the current context. ``how`` is "assign", "assign_add" or "assign_sub"."""
         here = self._check_context()
         mirrored = self.synchronization is VariableSynchronization.ON_WRITE
         if here is None or here.replica is None:
@@ -277,7 +279,7 @@ class Variable(_Assignable, DistributedVariable):
         return self
 
     def _assign_all(self, how: str, value: Any, mirrored: bool) -> None:
-        """Assign in the cross-replica context."""
+        """Assign in the cross-replica context, to all components: see ``Variable``."""
         n = len(self._components)
         if isinstance(value, Variable):
             value = value.value()
@@ -308,7 +310,7 @@ class Variable(_Assignable, DistributedVariable):
             raise ArgumentError.of(problem, assignment, remedy)
 
     def _combine(self, values: Sequence[Any]) -> list[Any]:
-        """Return the replicas' values combined by the aggregation, once for each replica."""
+        """Return a list with the values of the replicas combined by ``aggregation``, once for each replica."""
         if self._aggregation is VariableAggregation.NONE:
             problem = "a sync-on-read variable without aggregation cannot be read outside of replicas."
             remedy = 'strategy.local_results(variable), or aggregation="sum"'
@@ -321,7 +323,7 @@ class Variable(_Assignable, DistributedVariable):
         return [x.item() for x in combined] if numbers else list(combined)
 
     def _new_component(self, how: str, k: int, value: Any) -> Array:
-        """Return the value of component ``k`` after an assignment, without storing it; raise if it does not fit."""
+        """Return the value of component ``k`` after an assignment, without storing it. An invalid value is an error."""
         old = self._components[k]
         if how != "assign":
             plain: Any = self._framework.array(old)  # the value without its gradient
@@ -334,7 +336,7 @@ class Variable(_Assignable, DistributedVariable):
         return self._on_device(value, k)
 
     def _on_device(self, value: Any, k: int) -> Array:
-        """Return an array on a component's device; raise if its framework, shape or dtype is not the variable's."""
+        """Return an array on a component's device. MismatchError: its framework, shape or dtype differs."""
         framework = framework_of(value)
         x = framework.array(value) if framework is self._framework else None
         if x is None or isinstance(x, Sparse) or framework.spec(x) != self._spec:

@@ -37,7 +37,7 @@ __all__ = ["AllReduceCrossDeviceOps", "HierarchicalCopyAllReduce", "ReductionToO
 
 
 class _NoGatherError(UnsupportedError, NotImplementedError):
-    """The error for a gather of ``tf.IndexedSlices``, which can be caught as crossreduce's class and TensorFlow's."""
+    """The error for a gather of ``tf.IndexedSlices``. It is also the NotImplementedError that TensorFlow raises."""
 
 
 def _public(method: Function) -> Function:
@@ -109,7 +109,7 @@ class _Adapter(tf.distribute.CrossDeviceOps):  # type: ignore[misc]
         *,
         experimental_hints: Any = None,
     ) -> list[Any]:
-        """Reduce several values, each to its own destinations; tensors may share packs.
+        """Reduce several values, each to its own destinations. Tensors may share packs.
 
         Args:
           reduce_op: as for ``reduce``.
@@ -264,7 +264,7 @@ class HierarchicalCopyAllReduce(AllReduceCrossDeviceOps):
 
 
 def _read_op(reduce_op: Any) -> ReduceOp:
-    """Return TensorFlow's reduction as a ``ReduceOp``; raise if it is unknown."""
+    """Return a reduction of TensorFlow, or of crossreduce, as a ``ReduceOp``. Raise if it is unknown."""
     return read_op(reduce_op.value if isinstance(reduce_op, tf.distribute.ReduceOp) else reduce_op)
 
 
@@ -280,7 +280,7 @@ def _read_options(options: Any) -> CommunicationOptions:
 
 
 def _run_on_device_of_arguments(function: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
-    """Return the same function of tensors, called in the scope of their device."""
+    """Return a function that calls ``function`` in the scope of the device of its first tensor."""
 
     @wraps(function)
     def run(xs: list[Any]) -> Any:

@@ -42,7 +42,7 @@ class Destinations(NamedTuple):
 
 
 def _move_to_place(x: Any, place: str) -> Any:
-    """Return a tensor whose device is unknown on a place, if that is known; other tensors are there already."""
+    """Return a copy of a tensor on ``place`` if only the tensor's device is unknown, otherwise the tensor itself."""
     if not place or x.device:
         return x
     with tf.device(place):
@@ -58,9 +58,9 @@ def _call_on_its_device(x: Any, function: Callable[..., Any], *arguments: Any) -
 def with_rank(value: PerReplica, targets: Destinations) -> tuple[PerReplica, Destinations]:
     """Return a value of known rank, and destinations that restore the shape of its result.
 
-    Tensors may have no known rank, for example those of ``tf.numpy_function``. If the rank of another replica's
-    component is known, they get it. If none is known, all are flattened, after a check at run time that their shapes
-    agree.
+    Tensors may have no known rank, for example those of ``tf.numpy_function``. They get the rank of another replica's
+    component if that is known. If no rank is known, all tensors are flattened, after a check at run time that their
+    shapes are equal.
     """
     if tf.executing_eagerly():
         return value, targets
@@ -88,7 +88,7 @@ def with_rank(value: PerReplica, targets: Destinations) -> tuple[PerReplica, Des
 
 
 def translate(value: Any, destinations: Any) -> tuple[PerReplica, Destinations]:
-    """Translate a value of TensorFlow and its destinations, each of which may define devices that the other lacks."""
+    """Return a value of TensorFlow and its destinations as crossreduce's. Each may name devices the other lacks."""
     value, destinations = _variable(value), _variable(destinations)
     parts = value.values if isinstance(value, tf.distribute.DistributedValues) else (value,)
     if not parts:
@@ -107,7 +107,7 @@ def translate(value: Any, destinations: Any) -> tuple[PerReplica, Destinations]:
 
 
 def read_destinations(destinations: Any, places: _Places) -> Destinations:
-    """Return the devices of destinations. Unknown ones are those of the value, whose places are ``places``."""
+    """Return the devices of destinations. Unknown devices are taken from ``places``, the places of the value."""
     destinations = _variable(destinations)
     names: _Places = ()
     if isinstance(destinations, tf.distribute.DistributedValues):
@@ -148,13 +148,13 @@ def _fill_unknown(places: _Places, others: _Places) -> _Places:
 def _names(places: _Places) -> tuple[str, ...]:
     """Return crossreduce's names of places.
 
-    An unknown place counts as ``cpu:0``: ``to_device`` sets no device for it, so TensorFlow chooses one.
+    An unknown place counts as ``cpu:0``. ``to_device`` sets no device for it, so TensorFlow chooses one.
     """
     return default_devices([canonical(place) if place else None for place in places])
 
 
 def _variable(given: Any) -> Any:
-    """Return the ``tf.Variable`` inside a Keras variable, which may be mirrored; return any other value unchanged."""
+    """Return the ``tf.Variable`` inside a Keras variable, which may be mirrored. Return any other value unchanged."""
     if isinstance(given, DistributedValues):  # convert_to_tensor would stack its components
         problem = "this is a distributed value of crossreduce, not of tf.distribute."
         remedy = "crossreduce's own op of the same name, or a value that a tf.distribute.Strategy made"
@@ -164,7 +164,7 @@ def _variable(given: Any) -> Any:
 
 
 def _array(value: Any) -> Any:
-    """Return a tensor, variable or slices unchanged, and convert any other value to a tensor."""
+    """Return a value as a tensor. Tensors, variables and ``tf.IndexedSlices`` are returned unchanged."""
     if isinstance(value, (*_ARRAYS, tf.SparseTensor, tf.RaggedTensor)):  # the framework rejects the last two
         return value
     try:
@@ -186,10 +186,10 @@ def broadcast_source(tensor: Any) -> Any:
 
 
 def place_of(x: Any) -> str:
-    """Return TensorFlow's name of a tensor's device; "" if TensorFlow does not know it."""
+    """Return TensorFlow's name of a tensor's device, or "" if TensorFlow does not know it."""
     return getattr(x, "device", None) or ""
 
 
 def is_reducible(x: Any) -> bool:
-    """Return whether a tensor's dtype and rank are supported. TensorFlow moves other tensors, such as text, itself."""
+    """Return whether crossreduce supports a tensor's dtype and rank. TensorFlow moves other tensors, such as text."""
     return x.dtype.name in DTYPES and x.shape.rank is not None

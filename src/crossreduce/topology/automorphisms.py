@@ -1,11 +1,11 @@
-"""Finds symmetries of a topology: permutations of its nodes that keep every link, its bandwidth and its latency.
+"""Find symmetries of a topology: permutations of its nodes that keep every link, its bandwidth and its latency.
 
 Colour refinement divides the nodes into cells: nodes of different cells have different links. Then one device is moved
 to another one, and refinement runs on the topology and on its image side by side. Where cells still have several nodes,
 these are matched by guesses that suit machines: cycles of equal length over neighbouring numbers, or no moves at all.
 The next refinement detects a guess that contradicts the links. Permutations that are found are verified exactly. So a
 wrong guess, or a collision of hashes, can lose a symmetry but never yields a wrong one. Only permutations that commute
-with all earlier ones are kept. An irregular topology may have none.
+with all earlier ones are kept. An irregular topology may have no symmetry except the identity.
 
 Source: McKay & Piperno, Practical graph isomorphism II, J. Symbolic Computation 60, 2014 (refinement and
 individualisation).
@@ -32,7 +32,7 @@ _SEED: Final = 0x9E3779B97F4A7C15
 
 @lru_cache(maxsize=64)
 def symmetry_of(topology: Topology, fixed: tuple[str, ...] = ()) -> Symmetry:
-    """Return symmetries of a topology that leave the ``fixed`` nodes in their places.
+    """Return a symmetry of a topology that leaves the ``fixed`` nodes in their places and has few orbits of devices.
 
     >>> square = symmetry_of(Topology.torus(4, 4))
     >>> square.order, set(square.orbits)
@@ -56,7 +56,7 @@ def symmetry_of(topology: Topology, fixed: tuple[str, ...] = ()) -> Symmetry:
 
 
 def extend_to_switches(topology: Topology, moved: Symmetry) -> Symmetry | None:
-    """Return the symmetry that moves devices as ``moved`` does, and switches to match, or ``None`` if none is found.
+    """Return the symmetry that moves devices as ``moved`` does, and also switches, or ``None`` if none is found.
 
     >>> extend_to_switches(Topology.star(3), Symmetry((SymmetryGenerator((1, 2, 0), 3),), 3))
     Symmetry(generators=(SymmetryGenerator(moves=(1, 2, 0, 3), order=3),), nodes=4)
@@ -73,7 +73,7 @@ def extend_to_switches(topology: Topology, moved: Symmetry) -> Symmetry | None:
 
 
 def _greedy(search: _PermutationSearch, topology: Topology, sign: int, *, greatest_order: bool) -> Symmetry:
-    """Return a symmetry that is built generator by generator: see ``_PermutationSearch.generator``."""
+    """Return a symmetry to which generators are added while one is found: see ``_PermutationSearch.generator``."""
     generators: list[SymmetryGenerator] = []
     cells = search.cells(search.start)
     devices = len(topology.devices)
@@ -94,7 +94,7 @@ def _greedy(search: _PermutationSearch, topology: Topology, sign: int, *, greate
 
 
 class _PermutationSearch:
-    """Searches permutations of the nodes of one topology."""
+    """Searches for permutations of the nodes of one topology."""
 
     def __init__(self, topology: Topology, fixed: tuple[str, ...]) -> None:
         import numpy as np
@@ -122,7 +122,7 @@ class _PermutationSearch:
         self.start = refined[0]
 
     def refine(self, pair: Any) -> Any:
-        """Return two colourings, refined until all nodes of a colour have the same links to nodes of each colour.
+        """Return the two colourings ``pair``, refined until nodes of one colour have the same links to each colour.
 
         The result is ``None`` if a colour has different numbers of nodes in the two colourings.
         """
@@ -245,7 +245,7 @@ class _PermutationMatching:
                 return False
 
     def match(self, pairs: Iterable[tuple[int, int]]) -> bool:
-        """Record pairs (node, image) and all that follows from them. If they conflict, record none and return False."""
+        """Record pairs (node, image) and all that follow from them. If they conflict, record none and return False."""
         self.tries += 1
         if self.tries > _MOST_TRIES:
             return False
@@ -306,7 +306,7 @@ class _PermutationMatching:
         return np.flatnonzero(self.pair[0] == colour).tolist(), np.flatnonzero(self.pair[1] == colour).tolist()
 
     def all_guesses(self, like: Sequence[int] = ()) -> list[tuple[int, int]]:
-        """Return the first guesses for all cells with several nodes, or for those of the size and kind of ``like``."""
+        """Return the first guess for each cell with several nodes, or for each of the size and kind of ``like``."""
         kinds, guesses = self.search.start, list[tuple[int, int]]()
         of_image = {int(self.pair[1][ys[0]]): ys for ys in self.search.cells(self.pair[1])}
         for xs in self.search.cells(self.pair[0]):
@@ -355,7 +355,7 @@ class _PermutationMatching:
             yield [(x, y)]
 
     def _stays(self, node: int) -> bool:
-        """Return whether nodes of the same kind as this one have images, and all of these stay in their places."""
+        """Return whether some nodes of this node's kind have images already, and all of them are their own images."""
         kind = self.search.start[node]
         stay = [self.image[x] == x for x in range(self.search.n) if self.search.start[x] == kind and self.image[x] >= 0]
         return bool(stay) and all(stay)
@@ -375,7 +375,7 @@ class _PermutationMatching:
 
 
 def _order(moves: Sequence[int]) -> int:
-    """Return the order of a permutation: applied so many times, it is the identity."""
+    """Return the order of a permutation: the least number of times after which it is the identity."""
     seen = [False] * len(moves)
     order = 1
     for first in range(len(moves)):

@@ -68,7 +68,7 @@ def discover(library: str = LIBRARY) -> Discovery:
 
 
 def _call_nvml(library: str) -> Discovery:
-    """Return the wiring of the GPUs, or raise OSError if no GPU was found or NVML fails."""
+    """Return the wiring of the GPUs. OSError: there is no NVML, no GPU was found, or a function of NVML failed."""
     nvml = Nvml(library)
     nvml.call("nvmlInit_v2")
     try:
@@ -78,14 +78,13 @@ def _call_nvml(library: str) -> Discovery:
 
 
 def _discover_gpus(nvml: Any) -> Discovery:
+    """Return the wiring of the GPUs that this process can use, in the order in which CUDA numbers them."""
     count = nvml.call("nvmlDeviceGetCount_v2")
     handles = [nvml.call("nvmlDeviceGetHandleByIndex_v2", k) for k in range(count)]
-    gpus = [
-        _VisibleGpu(
-            handle, nvml.call("nvmlDeviceGetPciInfo_v3", handle), _query("GPU", nvml, "nvmlDeviceGetName", handle)
-        )
-        for handle in handles
-    ]
+    gpus = []
+    for handle in handles:
+        bus, name = nvml.call("nvmlDeviceGetPciInfo_v3", handle), _query("GPU", nvml, "nvmlDeviceGetName", handle)
+        gpus.append(_VisibleGpu(handle, bus, name))
     if not gpus:
         raise OSError("NVML reports no GPU")
     version = _query("of an unknown version", nvml, "nvmlSystemGetDriverVersion")
@@ -123,16 +122,15 @@ def _wire_gpus(nvml: Any, gpus: Sequence[_VisibleGpu]) -> tuple[Wiring, list[str
                 fast.append(kind(direct).between(device, devices[buses.index(peer)], number, "raw")[0])
             elif not peer:
                 fast += kind(switched).between(device, "nvswitch", number, "raw")
-    pairs = list(combinations(range(len(gpus)), 2))
-    status = {
-        (i, j): _query(0, nvml, "nvmlDeviceGetP2PStatus", gpus[i].handle, gpus[j].handle, _READS) for i, j in pairs
-    }
+    pairs, handles = list(combinations(range(len(gpus)), 2)), [gpu.handle for gpu in gpus]
+    status = {(i, j): _query(0, nvml, "nvmlDeviceGetP2PStatus", handles[i], handles[j], _READS) for i, j in pairs}
     refused = [f"{devices[i]} and {devices[j]}" for (i, j), code in status.items() if code]
     if refused:
         some = ", ".join(refused[:3]) + ", ..." * (len(refused) > 3)
         notes.append(f"{len(refused)} of {len(pairs)} pairs of GPUs cannot access each other's memory: {some}")
 
     def near(i: int, j: int) -> str:
+        """Return which part of PCIe joins two GPUs, as an entry of nvidia-smi's table."""
         level = _query(None, nvml, "nvmlDeviceGetTopologyCommonAncestor", gpus[i].handle, gpus[j].handle)
         if level is None:  # GPUs with the same CPUs are at one CPU
             cpus = [_query(k, nvml, "nvmlDeviceGetCpuAffinity", gpus[k].handle) for k in (i, j)]
@@ -143,7 +141,7 @@ def _wire_gpus(nvml: Any, gpus: Sequence[_VisibleGpu]) -> tuple[Wiring, list[str
 
 
 def _peers(nvml: Any, handle: Any, buses: list[str]) -> tuple[Counter[str], int]:
-    """Return the number of active NVLinks by the peer's PCI bus id ("" for a switch), and the number of inactive."""
+    """Return a GPU's number of active NVLinks by the peer's PCI bus id ("": a switch), and that of inactive ones."""
     peers: Counter[str] = Counter()
     inactive = 0
     for link in range(MAX_LINKS):
@@ -157,7 +155,7 @@ def _peers(nvml: Any, handle: Any, buses: list[str]) -> tuple[Counter[str], int]
 
 
 def _capability(nvml: Any, handle: Any) -> int:
-    """Return a GPU's compute capability times ten; if NVML does not report it, the least with this NVLink version."""
+    """Return a GPU's compute capability times ten, or if it is unknown, the least one with the GPU's NVLink version."""
     major, minor = _query((0, 0), nvml, "nvmlDeviceGetCudaComputeCapability", handle)
     versions = () if major else range(MAX_LINKS)
     reported = (_query(0, nvml, "nvmlDeviceGetNvLinkVersion", handle, link) for link in versions)
@@ -200,7 +198,7 @@ def _query(default: Any, nvml: Any, function: str, *arguments: Any) -> Any:
 
 
 def _numa_wiring(root: Path) -> Wiring:
-    """Return the wiring of the NUMA nodes below a folder of Linux's sysfs; one device if there are none."""
+    """Return the wiring of the NUMA nodes in a folder of Linux's sysfs, or of one device if none can be read."""
     try:
         nodes = sorted(int(path.name[4:]) for path in root.glob("node[0-9]*"))
         distances = [[int(word) for word in (root / f"node{n}" / "distance").read_text("ascii").split()] for n in nodes]
@@ -211,11 +209,8 @@ def _numa_wiring(root: Path) -> Wiring:
     if any(len(row) != len(nodes) for row in distances) or any(distance < 1 for _, _, distance in paths):
         return Wiring(("cpu:0",), ())
     reference = 20 * kind("cpu-zen2").effective
-    links = [
-        Link(f"cpu:{a}", f"cpu:{b}", reference / distance, Fraction(distance, 10**8))
-        for a, b, distance in paths
-        if distance < _UNREACHABLE
-    ]
+    reached = [(f"cpu:{a}", f"cpu:{b}", distance) for a, b, distance in paths if distance < _UNREACHABLE]
+    links = [Link(src, dst, reference / distance, Fraction(distance, 10**8)) for src, dst, distance in reached]
     return Wiring(tuple(f"cpu:{k}" for k in range(max(len(used), 1))), tuple(links))
 
 

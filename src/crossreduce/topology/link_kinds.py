@@ -74,7 +74,7 @@ _NVLINK: Final = (
 
 
 def check_speeds(speeds: object) -> None:
-    """Raise ArgumentError unless ``speeds`` is "raw" or "effective"."""
+    """Raise ArgumentError if ``speeds`` is neither "raw" nor "effective"."""
     if not isinstance(speeds, str) or speeds not in SPEEDS:
         remedy = '"raw" for bounds, "effective" for predictions'
         raise ArgumentError.of("speeds must be raw or effective.", shown(speeds), remedy)

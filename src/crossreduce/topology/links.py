@@ -55,7 +55,7 @@ def exact(what: str, value: object) -> Fraction:
     >>> exact("bandwidth", 0.1)
     Fraction(1, 10)
     """
-    number = Fraction(-1)
+    number = Fraction(-1)  # other values are refused like a negative number
     if isinstance(value, Rational) and not isinstance(value, bool):
         number = Fraction(int(value.numerator), int(value.denominator))
     elif isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value):
@@ -73,7 +73,7 @@ def both_ways(a: str, b: str, bandwidth: Fraction, latency_s: Fraction) -> tuple
 
 
 def read_switches(given: Iterable[Switch | str]) -> tuple[Switch, ...]:
-    """Return the switches in a list of ``Switch``es and names; ArgumentError if one is invalid or listed twice."""
+    """Return the switches in a list of ``Switch``es and names. ArgumentError: one is invalid or listed twice."""
     entry: Any = given
     switches = []
     try:
@@ -87,7 +87,7 @@ def read_switches(given: Iterable[Switch | str]) -> tuple[Switch, ...]:
     count = Counter(switch.name for switch in switches if isinstance(switch.name, str))
     for name, reduces in switches:
         if not isinstance(name, str) or not _SWITCH.fullmatch(name):
-            problem = "the name of a switch must be ASCII letters, digits, . _ / # -, the first a letter or digit."
+            problem = "a switch's name must be ASCII letters, digits, . _ / # -, and start with a letter or digit."
             raise ArgumentError.of(problem, shown(name), '"nvswitch", "host0/nic3"')
         if _is_device(name):
             raise ArgumentError.of("a switch cannot have a device's name.", shown(name), '"nvswitch", "host0/nic3"')

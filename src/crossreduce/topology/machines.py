@@ -1,14 +1,14 @@
-"""Machines as data: common multi-GPU machines, one or several of them, from the files in data/.
+"""Common multi-GPU machines, one or several of them, read from the files in data/.
 
-Input: a name and the number of hosts. Output: a ``Wiring``. A file has a name, a description and some of these:
+Input: a name and the number of hosts. Output: a ``Wiring``. A file has a name, a description and some of these keys:
 
 - ``devices``: their kind and number.
 - ``links``: entries ``[a, b, number, kind]``. In both directions, ``number`` links of a kind of data/links.json join
-  each node of ``a`` with each node of ``b``. Nodes are a switch or devices: ``"0-7"``, ``"0,2"``, or every second
-  device, ``"0-7/2"``.
+  each node of ``a`` with each node of ``b``. Each of them is the name of a switch, or the numbers of devices, such as
+  ``"0-7"``, ``"0,2"`` or, for every second device, ``"0-7/2"``.
 - ``matrix``: a kind, and the number of links between every two devices. ``torus``: a kind, and the shape of the grid.
 - ``networks``: the networks that join several hosts, by name; the first is the default. All hosts share a switch whose
-  name starts with ``@``; every host has a switch of any other name. ``*`` stands for the number of the device.
+  name starts with ``@``; each host has its own switch of any other name. ``*`` stands for the number of the device.
 - ``reduces``, of the machine or of a network: whether its switches can combine and multicast.
 - ``memory_gb_per_s``: the bandwidth of a device's memory, which limits reductions.
 - ``aliases``: other names, each with the network that it implies, or null. ``sources``: where the entries are from.
@@ -95,7 +95,7 @@ def _contents() -> tuple[dict[str, Any], ...]:
 
 
 def _find(name: str) -> _Entry:
-    """Return the machine of a name or alias; the error lists similar names."""
+    """Return the entry of a name or alias. If there is none, an ArgumentError lists similar names."""
     entries = _entries()
     wanted = _key(name) if isinstance(name, str) else ""
     if wanted in entries:
@@ -109,6 +109,7 @@ def _find(name: str) -> _Entry:
 
 @lru_cache(maxsize=1)
 def _entries() -> dict[str, _Entry]:
+    """Return the entries of all names and aliases, by ``_key``."""
     return {
         _key(spelling): _Entry(spelling, content, network)
         for content in _contents()
@@ -121,7 +122,7 @@ def _key(name: str) -> str:
 
 
 def _network(content: dict[str, Any], hosts: int, nics: str | None) -> dict[str, Any]:
-    """Return the data of the network that joins the hosts; it is empty for a single host."""
+    """Return the data of the network that joins the hosts: that named ``nics``, or the first; {} for a single host."""
     networks: dict[str, Any] = content.get("networks", {})
     if nics is not None and (not isinstance(nics, str) or nics not in networks):
         remedy = " or ".join(f'"{name}"' for name in networks) or "omit nics: this machine has no network"
@@ -136,23 +137,24 @@ def _network(content: dict[str, Any], hosts: int, nics: str | None) -> dict[str,
 
 
 def _build(content: dict[str, Any], network: dict[str, Any], hosts: int, speeds: str, in_network: bool) -> Wiring:
+    """Return the wiring of ``hosts`` equal machines, from the data of the machine and of their network."""
     device_kind, number = content["devices"]
 
     def name(node: int | str, host: int) -> str:
+        """Return the name of a node of one host in the wiring; a network switch belongs to no host."""
         if isinstance(node, int):
             node = f"{device_kind}:{node}"
         return node[1:] if node[0] == "@" else f"host{host}/{node}" if hosts > 1 else node
 
     host_wires, network_wires = list(_host_wires(content)), list(_wires(network.get("links", ())))
-    # Whether each switch can combine, of the switches that exist once per host, and of those that all hosts share.
+    # By switch, whether it can combine: first the switches that each host has, then those that all hosts share.
     per_host = dict.fromkeys(_switches(host_wires), content.get("reduces", False))
     per_host |= {node: False for node in _switches(network_wires) if node[0] != "@" and node not in per_host}
     shared = {node: network.get("reduces", False) for node in _switches(network_wires) if node[0] == "@"}
 
-    switches = [
-        Switch(name(node, h), reduces and in_network) for h in range(hosts) for node, reduces in per_host.items()
-    ]
-    switches += [Switch(name(node, 0), reduces and in_network) for node, reduces in shared.items()]
+    nodes = [(name(node, host), reduces) for host in range(hosts) for node, reduces in per_host.items()]
+    nodes += [(name(node, 0), reduces) for node, reduces in shared.items()]
+    switches = [Switch(node, reduces and in_network) for node, reduces in nodes]
     devices = tuple(name(k, host) for host in range(hosts) for k in range(number))
     links: list[Link] = []
     for host in range(hosts):
@@ -169,13 +171,13 @@ def _host_wires(content: dict[str, Any]) -> Iterator[_Wire]:
     for link_kind, shape in content.get("torus", {}).items():
         for link in grid(shape, 1, 0, wraps=True).links:
             a, b = parse(link.src).index, parse(link.dst).index
-            if a < b:
+            if a < b:  # a wire stands for both directions
                 yield _Wire(a, b, 1, link_kind)
     yield from _wires(content.get("links", ()))
 
 
 def _wires(entries: Iterable[list[Any]]) -> Iterator[_Wire]:
-    """Yield the links of ``links`` entries; if both sides list the same devices, each pair once."""
+    """Yield the links that ``links`` entries stand for. If both sides are equal, each pair is joined once."""
     for a, b, count, link_kind in entries:
         for x in _nodes_of_text(a):
             for y in _nodes_of_text(b):
@@ -185,15 +187,11 @@ def _wires(entries: Iterable[list[Any]]) -> Iterator[_Wire]:
 
 def _nodes_of_text(text: str) -> tuple[int | str, ...]:
     """Return the device numbers in a text such as "0-7/2" or "0,2"; any other text is the name of a switch."""
-    parts = [_RANGE.fullmatch(part) for part in text.split(",")]
+    parts = [_RANGE.fullmatch(part) for part in text.split(",")]  # groups: first number, last number, step
     if not all(parts):
         return (text,)
-    return tuple(
-        number
-        for part in parts
-        if part
-        for number in range(int(part[1]), int(part[2] or part[1]) + 1, int(part[3] or 1))
-    )
+    ranges = [range(int(part[1]), int(part[2] or part[1]) + 1, int(part[3] or 1)) for part in parts if part]
+    return tuple(number for numbers in ranges for number in numbers)
 
 
 def _switches(wires: Iterable[_Wire]) -> list[str]:

@@ -24,13 +24,8 @@ from .topology import Topology
 LARGEST: Final = 64 << 20
 """The greatest number of bytes of a file. With ``-I 1`` a file has the time of every call."""
 
-_COLLECTIVES: Final = {
-    "allreduce": "all_reduce",
-    "allgather": "all_gather",
-    "reducescatter": "reduce_scatter",
-    "broadcast": "broadcast",
-    "reduce": "reduce",
-}
+_NAMES: Final = ("all_reduce", "all_gather", "reduce_scatter", "broadcast", "reduce")
+_COLLECTIVES: Final = {name.replace("_", ""): name for name in _NAMES}  # by the names of nccl-tests
 
 
 class Measurement(NamedTuple):
@@ -69,11 +64,8 @@ def read_measurements(data: bytes, topology: Topology) -> tuple[Measurement, ...
         report = check_type(dict, json.loads(data.decode()))
         devices = _devices(report, topology)
         packs = max(1, check_type(int, report["config"].get("num_packs", 1)))
-        measurements = [
-            result
-            for row in check_type(list, report["results"])
-            for result in _measurement(report, row, devices, packs)
-        ]
+        rows = check_type(list, report["results"])
+        measurements = [result for row in rows for result in _measurement(report, row, devices, packs)]
     except ArgumentError:
         raise
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
@@ -93,7 +85,7 @@ def _measurement(
     size, root_rank = check_type(int, row["size"]), int(row["root"])
     if timing.get("nwrong") not in (None, 0):
         given = f"{timing['nwrong']:g} wrong elements of {size} bytes"
-        raise ArgumentError.of("results with wrong elements measure no collective.", given, "a run without errors")
+        raise ArgumentError.of("a result with wrong elements cannot be used.", given, "a run without errors")
     if size <= 0:
         return
     if not isinstance(micros, (int, float)) or not 0 < micros < math.inf:
@@ -113,8 +105,8 @@ def _collective(program: str) -> str:
     name = re.sub("_perf(_mpi)?$", "", program.rpartition("/")[2])
     collective = _COLLECTIVES.get(name.replace("_", "").lower())
     if collective is None:
-        problem = "only the five collectives can be predicted."
-        raise ArgumentError.of(problem, f"results of {shown(program)}", ", ".join(_COLLECTIVES.values()))
+        problem = "results of this collective cannot be compared with a prediction."
+        raise ArgumentError.of(problem, shown(program), "results of " + ", ".join(_NAMES))
     return collective
 
 
@@ -126,12 +118,12 @@ def _devices(report: dict[str, Any], topology: Topology) -> tuple[str, ...]:
     config = report["config"]
     entries = check_type(list, config["devices"] if "devices" in config else report["devices"])
     per_process = int(config["nthreads"]) * int(config["ngpus"])
-    # For each rank, the host's name and the device's number in the report.
+    # For each rank, the host's name and the number of the rank's device, as in the report.
     places = {
         check_type(int, entry["rank"]): (str(entry["hostname"]), check_type(int, entry["device"])) for entry in entries
     }
     if len({(entry["hostname"], entry["pid"]) for entry in entries}) * per_process > len(entries):
-        for entry in entries:
+        for entry in entries:  # the first rank of each process
             for k in range(1, per_process):
                 places.setdefault(entry["rank"] + k, (entry["hostname"], entry["device"] + k))
     if sorted(places) != list(range(len(places))):
@@ -142,9 +134,8 @@ def _devices(report: dict[str, Any], topology: Topology) -> tuple[str, ...]:
     devices = {(parse(device).host, parse(device).index): device for device in topology.devices}
     for host, number in by_rank:
         if (host_of.get(host), number) not in devices:
-            given = (
-                f"device {number} of host {shown(host)}; a topology with {len(hosts)} hosts and {len(devices)} devices"
-            )
+            known = f"{len(hosts)} hosts and {len(devices)} devices"
+            given = f"device {number} of host {shown(host)}; a topology with {known}"
             remedy = "the machine on which it was measured, with --hosts for several"
             raise ArgumentError.of("the report has a device that the topology does not have.", given, remedy)
     return tuple([devices[host_of[host], number] for host, number in by_rank])

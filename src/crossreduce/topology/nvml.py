@@ -113,6 +113,7 @@ class Nvml:
 
 
 def _value(result: Any) -> Any:
+    """Return the result that NVML wrote to a variable of ``ctypes``, as a str or an int."""
     if isinstance(result, _Pci):
         return _text(result.busId).lower()
     if isinstance(result, _Mask):

@@ -24,7 +24,10 @@ class RoutesFrom:
         order: Mapping[str, int],
         speeds: Mapping[tuple[str, str], int],
     ) -> None:
-        """Prepare the search; the first ``devices`` nodes are devices, and ``neighbours`` are the links out of each."""
+        """Prepare the search from ``src``. The first ``devices`` of ``nodes`` are devices, and the others switches.
+
+        By node, ``neighbours`` has the links out of it, and ``order`` its position in ``nodes``.
+        """
         self.src, self.nodes, self.devices = src, nodes, devices
         self.neighbours, self.order, self.speeds = neighbours, order, speeds
         self.routes: dict[str, tuple[str, ...]] = {}
@@ -59,12 +62,12 @@ class RoutesFrom:
 
 
 def groups(items: Iterable[T], pairs: Iterable[tuple[T, T]]) -> list[list[T]]:
-    """Return the connected groups of items: those that pairs join directly or through others. Items keep their order.
+    """Return the groups of items that pairs connect, directly or through other items. Items keep their order.
 
     >>> groups("abcd", [("d", "b")])
     [['a'], ['b', 'd'], ['c']]
     """
-    leader = {item: item for item in items}
+    leader = {item: item for item in items}  # another item of the group, or for one item of each group itself
 
     def find(item: T) -> T:
         while leader[item] != item:

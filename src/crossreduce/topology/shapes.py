@@ -93,6 +93,7 @@ def _two_way_wiring(
 
 
 def _names(devices: int | Iterable[str]) -> tuple[str, ...]:
+    """Return the canonical names of listed devices, or for a number of devices "cpu:0", "cpu:1", ..."""
     if isinstance(devices, int) and not isinstance(devices, bool):
         if devices < 1:
             raise ArgumentError.of("a topology needs at least one device.", shown(devices), "1 or more")

@@ -39,7 +39,7 @@ class Symmetry:
     nodes: int
 
     def problem(self) -> str:
-        """Return why these are not commuting permutations of the nodes with the given orders, or "" if they are."""
+        """Return a text about an invalid generator, or "" if all are permutations with their orders and commute."""
         for k, (moves, order) in enumerate(self.generators):
             if not all(isinstance(number, int) for number in (*moves, order)):
                 return f"generator {k} has numbers that are not integers"
@@ -54,7 +54,7 @@ class Symmetry:
 
     @property
     def order(self) -> int:
-        """The number of products of powers of the generators."""
+        """The number of elements of the group: the product of the generators' orders."""
         return prod(generator.order for generator in self.generators)
 
     @cached_property
@@ -68,7 +68,7 @@ class Symmetry:
         return Counter(self.orbits)
 
     def renumbered(self, before: Sequence[str], after: Sequence[str]) -> Symmetry:
-        """Return the same permutations for another numbering of the nodes: from positions in ``before`` to ``after``.
+        """Return the same permutations for another numbering: nodes are numbered as in ``after``, not ``before``.
 
         >>> Symmetry((SymmetryGenerator((1, 0, 2), 2),), 3).renumbered("abc", "cab").generators[0].moves
         (0, 2, 1)
@@ -93,7 +93,7 @@ class Symmetry:
 
     def image(self, element: int, node: int) -> int:
         """Return the image of a node under one element of the group, numbered as in ``images``."""
-        return self._turn(element, node, 1)
+        return self._apply(element, node, 1)
 
     def origin(self, element: int, node: int) -> int:
         """Return the node that one element of the group moves to ``node``.
@@ -102,9 +102,9 @@ class Symmetry:
         >>> turn.image(3, 2), turn.origin(3, 1)
         (1, 2)
         """
-        return self._turn(element, node, -1)
+        return self._apply(element, node, -1)
 
-    def _turn(self, element: int, node: int, direction: int) -> int:
+    def _apply(self, element: int, node: int, direction: int) -> int:
         """Return the image (direction 1) or the origin (-1) of a node under an element of the group."""
         for order, cycles in self._cycles:
             element, exponent = divmod(element, order)
@@ -179,7 +179,7 @@ def compose(first: Sequence[int], then: Sequence[int]) -> tuple[int, ...]:
 
 
 def power(moves: Sequence[int], times: int) -> tuple[int, ...]:
-    """Return the permutation that applies ``moves`` so many times."""
+    """Return the permutation that applies ``moves`` as often as ``times`` says."""
     result, square = tuple(range(len(moves))), tuple(moves)
     while times:
         if times & 1:

@@ -83,7 +83,7 @@ class Topology:
 
     @classmethod
     def unchecked(cls, devices: tuple[str, ...], links: Iterable[Link], switches: tuple[Switch, ...] = ()) -> Topology:
-        """Return a topology of valid parts with canonical names; nothing is checked."""
+        """Return a topology of valid devices, links and switches with canonical names. Nothing is checked."""
         topology = object.__new__(cls)
         topology.__dict__.update(devices=devices, switches=switches)
         topology.__dict__["links"] = topology._sorted(links)
@@ -241,7 +241,7 @@ class Topology:
         return self.part(self.members(devices))
 
     def part(self, devices: tuple[str, ...]) -> Topology:
-        """Return what ``subset`` returns, given canonical names, without checks."""
+        """Return the same as ``subset`` for canonical names, without checks."""
         kept = {*devices, *(switch.name for switch in self.switches)}
         links = (link for link in self.links if link.src in kept and link.dst in kept)
         return Topology.unchecked(devices, links, self.switches)
@@ -253,7 +253,8 @@ class Topology:
           ArgumentError: there are no devices, one is listed twice, or one is not a device of the topology.
         """
         is_list = isinstance(devices, Iterable) and not isinstance(devices, str)
-        names = read_devices(map(self.node, devices) if is_list else devices)  # type: ignore[arg-type] # raises
+        # ``read_devices`` raises the error for an argument that is not a list.
+        names = read_devices(map(self.node, devices) if is_list else devices)  # type: ignore[arg-type]
         self._require(names)
         if not names:
             raise ArgumentError.of("at least one device must be named.", shown(devices), f'["{self.devices[0]}"]')

@@ -1,4 +1,4 @@
-"""Arguments that callers give in one of several forms: a topology, and a number of bytes."""
+"""Read arguments that callers give in one of several forms: a topology, and a number of bytes."""
 
 from __future__ import annotations
 

@@ -214,7 +214,7 @@ def test_bad_roots_and_groups_are_refused():
     with pytest.raises(PlanError, match="the owners must be at least one device"):
         direct(names(3), owners=[])
     for groups in ([names(2)], [names(3), names(1)], [["cpu:0", "cpu:0"], ["cpu:1", "cpu:2"]], []):
-        with pytest.raises(PlanError, match="the groups must have each device once"):
+        with pytest.raises(PlanError, match="each device must be in exactly one group"):
             hierarchical_copy(names(3), groups=groups)
     with pytest.raises(PlanError, match="a group's member must be among the devices"):
         hierarchical_copy(names(3), groups=[names(3), ["cpu:5"]])

@@ -99,7 +99,7 @@ def test_the_command_line(small, printed, crossreduce, tmp_path):
     written = {str(path.relative_to(folder)): path.read_text() for path in folder.rglob("*") if path.is_file()}
     assert written == small.files
     code, _, error = crossreduce("bundle", "ncv4", folder)
-    assert (code, "it is not an empty or a new folder" in error) == (2, True)
+    assert (code, "it exists and is not an empty folder" in error) == (2, True)
     assert {str(path.relative_to(folder)): path.read_text() for path in folder.rglob("*") if path.is_file()} == written
     assert [path.name for path in tmp_path.iterdir()] == ["made"]
     for path in folder.rglob("*.json"):
@@ -123,9 +123,9 @@ def test_one_format_in_a_folder_that_exists(printed, tmp_path, monkeypatch):
     [
         ("a", ["--nbytes", "1M"], "No such option: --nbytes"),
         ("a", ["--format", "chakra"], "--format must be one of msccl, mscclpp"),
-        ("a", ["--root", "1"], "--root: a bundle of all_reduce has no root"),
+        ("a", ["--root", "1"], "--root cannot be used with all_reduce"),
         ("no/a", [], "there is no folder"),
-        ("file", [], "not an empty or a new"),
+        ("file", [], "it exists and is not an empty folder"),
     ],
 )
 def test_wrong_options_and_folders(crossreduce, tmp_path, path, options, text):
@@ -163,12 +163,12 @@ XML, JSON = "msccl/all_reduce_0.xml", "mscclpp/all_reduce_0.json"
 DAMAGE = [
     (edit(XML, lambda text: text.replace('minBytes="0"', 'minBytes="8"')), 1, "its least_bytes is 8, unlike in ranks"),
     (edit(XML, lambda text: text.replace('type="rrc"', 'type="r"', 1)), 1, "all_reduce_0.xml is wrong"),
-    (listed(lambda about: about["files"].insert(0, about["files"].pop(1))), 1, "another file is for its sizes"),
+    (listed(lambda about: about["files"].insert(0, about["files"].pop(1))), 1, "is for some of its sizes"),
     (entry(elements_multiple_of=3), 1, "its elements_multiple_of is"),
     (listed(lambda about: about.update(collective="broadcast")), 1, "its collective is all_reduce, unlike"),
-    (lambda folder: (folder / "msccl" / "notes.txt").write_text(""), 2, "notes.txt is not in ranks.json; runtimes"),
+    (lambda folder: (folder / "msccl" / "notes.txt").write_text(""), 2, "notes.txt is not listed in ranks.json"),
     (lambda folder: (folder / JSON).unlink(), 2, "No such file"),
-    (edit("ranks.json", lambda _: "{}"), 2, "is not the list of a bundle"),
+    (edit("ranks.json", lambda _: "{}"), 2, "is not the list of a bundle: 'format' is missing"),
     (entry(format="mscclpp"), 2, "which is not a file of its format"),
     (entry(file="../all_reduce_0.xml"), 2, "which is not a file of its"),
     (listed(lambda about: about.update(files=[])), 2, "it must list ranks and files"),

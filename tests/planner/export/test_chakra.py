@@ -275,7 +275,7 @@ def test_the_command_writes_the_trace_of_one_rank(printed, tmp_path):
 @pytest.mark.parametrize(
     ("target", "options", "words"),
     [
-        ("x.xml", ["--rank", "0"], "--rank requires a format of one rank alone: chakra, trace."),
+        ("x.xml", ["--rank", "0"], "--rank requires a format that can hold one rank alone: chakra, trace."),
         ("x", ["--rank", "8", "--format", "chakra"], "a rank must be the number of a device"),
         ("file", ["--format", "chakra"], "it is not a folder, and this format consists of several files."),
         ("none/there", ["--format", "chakra"], "cannot be written: there is no folder"),

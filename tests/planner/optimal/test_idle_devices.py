@@ -203,7 +203,7 @@ def test_participants_are_sources_and_destinations():
     assert cr.plan(box, "broadcast", participants=[1, 2]).request.destinations == ("cuda:1", "cuda:2")
     with pytest.raises(ArgumentError, match="neither can be given"):
         cr.plan(box, participants=range(4), sources=range(4))
-    with pytest.raises(ArgumentError, match="root must take part"):
+    with pytest.raises(ArgumentError, match="root must be a participant"):
         cr.plan(box, "broadcast", root=7, participants=range(4))
     with pytest.raises(ArgumentError, match="at least one device"):
         cr.plan(box, participants=[])

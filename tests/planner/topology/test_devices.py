@@ -54,7 +54,7 @@ INVALID = [
 
 
 def test_invalid_names_are_rejected():
-    """An invalid name or another object raises a DeviceError with it, its type and the spellings."""
+    """An invalid name or another object raises a DeviceError that shows it, its type and the valid spellings."""
     others = [None, 3, 0, 1.5, b"cpu:0", ("cpu", 0), object, ["cpu:0"], {"cpu": 0}, {"cpu:0"}, bytearray(b"cpu:0")]
     for wrong in (*INVALID, *others):
         problem = r"a device's name must not be empty\." if wrong == "" else r"this device name cannot be parsed\."
@@ -116,7 +116,8 @@ class Tracer:
 
 
 def test_locate_reads_the_device_of_each_framework():
-    """locate reads ``x.device``, a JAX device or a number's "cpu"; arrays on several devices are refused."""
+    """locate returns ``x.device``, also if it is JAX's, "cpu" for a number, and None for an object without a device. It
+    refuses an array on several devices."""
     for text in ("cpu", "/job:localhost/replica:0/task:0/device:CPU:1"):
         assert locate(Placed(text)) == text
     assert canonical(locate(Placed(JaxDevice()))) == "cuda:3"
@@ -139,5 +140,5 @@ def test_locate_reads_the_device_of_each_framework():
     ],
 )
 def test_default_devices(places, wanted):
-    """Each array gets a device of its own: the one that it is on, or a further logical device of that."""
+    """Each array gets a device of its own: the one that it is on, or if it is taken, another logical device of it."""
     assert default_devices(places) == wanted

@@ -25,7 +25,8 @@ def without_driver(library):
 
 @pytest.fixture
 def sys_tree(tmp_path, monkeypatch):
-    """Return a function that writes a tree of NUMA nodes as Linux does, without GPUs."""
+    """Return a function that writes a folder of NUMA nodes as Linux does, on a machine without GPUs. Its arguments have
+    one entry per node."""
     monkeypatch.setattr(module, "Nvml", without_driver)
     monkeypatch.setattr(module, "NODES", tmp_path)
 
@@ -46,7 +47,7 @@ def sys_tree(tmp_path, monkeypatch):
 
 
 def test_numa_nodes_are_devices(sys_tree):
-    """NUMA nodes are devices, speeds follow from distances, and the nodes of a socket are an island."""
+    """NUMA nodes are devices, speeds and latencies follow from distances, and the nodes of a socket are an island."""
     sys_tree([" ".join("10" if i == j else "20" if i // 4 == j // 4 else "32" for j in range(8)) for i in range(8)])
     topology = discover()
     assert topology.devices == tuple(f"cpu:{k}" for k in range(8))
@@ -57,7 +58,7 @@ def test_numa_nodes_are_devices(sys_tree):
 
 
 def test_nodes_that_are_not_devices(sys_tree):
-    """Nodes without CPUs or memory are not devices; distance 255 is not a link; numbers may have gaps."""
+    """Nodes without CPUs or memory are not devices. Distance 255 means no link. Numbers of nodes may have gaps."""
     rows = ["10 20 255 20", "20 10 20 20", "30 20 10 20", "20 20 20 10"]
     sys_tree(rows, cpus=["0-7", "", "8-15", "16-23"], memory=[9, 9, 9, 0], numbers=[0, 2, 8, 9])
     topology = discover()
@@ -107,7 +108,7 @@ def bus(k):
 
 @pytest.fixture(scope="module")
 def library(tmp_path_factory):
-    """Compile the fake library once; return its path."""
+    """Compile the fake library once, and return its path."""
     library = tmp_path_factory.mktemp("nvml") / "libnvidia-ml.so.1"
     command = ["gcc", "-Wall", "-Wextra", "-Werror", "-shared", "-fPIC", str(SOURCE), "-o", str(library)]
     subprocess.run(command, check=True, timeout=60)
@@ -115,7 +116,7 @@ def library(tmp_path_factory):
 
 
 def described(library, peers, level=lambda i, j: "SYS", sm=(8, 0), pcie=(4, 16), names=None, order=None, version=2):
-    """Describe a machine to the fake library, with one GPU for each entry of ``peers``; return the library.
+    """Describe a machine with one GPU for each entry of ``peers`` to the fake library, and return the library.
 
     ``peers``: for each GPU, the peer of each of its NVLinks: the number of a GPU, "switch", "hidden" (a switch, in a
     virtual machine), "cpu", "other" (a GPU that is not visible), or None for an inactive link. ``level`` returns the
@@ -141,7 +142,7 @@ def described(library, peers, level=lambda i, j: "SYS", sm=(8, 0), pcie=(4, 16),
 
 @pytest.fixture
 def nvml(monkeypatch, tmp_path, library):
-    """Return a function that describes a machine; /sys is empty, and all GPUs are visible."""
+    """Return a function that describes a machine to the fake library. No NUMA nodes are found; all GPUs are visible."""
     monkeypatch.setattr(module, "NODES", tmp_path)
     monkeypatch.setattr(module, "Nvml", lambda name: Nvml(str(library)))
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
@@ -150,7 +151,7 @@ def nvml(monkeypatch, tmp_path, library):
 
 
 def bricks(name, one):
-    """Return for each GPU of a machine the number of the peer of each of its NVLinks, each of ``one`` GB/s."""
+    """Return for each GPU of a machine the peers of its NVLinks, which have ``one`` GB/s each."""
     out = [machine(name).out_links(f"cuda:{k}") for k in range(8)]
     return [[int(link.dst[5:]) for link in links for _ in range(int(link.bandwidth / one))] for links in out]
 
@@ -177,7 +178,7 @@ def test_nvswitches_are_found(nvml, name, n, links, sm):
 
 
 def test_a_workstation_is_found(nvml):
-    """GPUs that NVLink joins in pairs have PCIe links, too; inactive and foreign links are left out."""
+    """GPUs that NVLink joins in pairs have PCIe links, too. Inactive NVLinks and those to other nodes are left out."""
     nvml([[k ^ 1] * 4 for k in range(4)], lambda i, j: "PHB", sm=(8, 6))
     assert discover() == machine("nvlink-pairs-4")
     nvml([[1, None, "cpu", "other"], [0, None, "cpu", "other"]])
@@ -185,7 +186,7 @@ def test_a_workstation_is_found(nvml):
 
 
 def test_a_pcie_machine_is_found(nvml):
-    """PCIe switches and CPUs follow from what joins two GPUs; invalid speeds become the nearest valid ones."""
+    """The tree of PCIe follows from what joins two GPUs. Invalid generations become the nearest one, widths x16."""
     speeds = {(3, 16): "15.75", (4, 8): "15.75", (5, 16): "63", (6, 16): "121", (7, 16): "121", (0, 0): "4"}
     for pcie, gb_per_s in {**speeds, (3, 255): "15.75"}.items():
         nvml([[]] * 8, lambda i, j: "PIX" if i // 2 == j // 2 else "NODE" if i // 4 == j // 4 else "SYS", pcie=pcie)
@@ -195,7 +196,7 @@ def test_a_pcie_machine_is_found(nvml):
         assert topology.link("cuda:0", "pcie0").bandwidth == Fraction(gb_per_s), pcie
 
 
-VISIBLE = {
+VISIBLE = {  # values of CUDA_VISIBLE_DEVICES, and the numbers of the GPUs that they select, or None
     "2,0": [2, 0], "3": [3], " 1 , 2 ": [1, 2], "1,9,2": [1], "1,-1,2": [1], "1,1": None, "2,1,2,3": None,
     "GPU-33,GPU-00-uuid": [3, 0], "GPU-99": None, "GPU-": None, "": None, "-1": None, "NoDevFiles": None,
     "2,MIG-1234": [2],
@@ -203,9 +204,9 @@ VISIBLE = {
 
 
 def test_cuda_visible_devices(nvml, monkeypatch):
-    """Devices are the GPUs that CUDA_VISIBLE_DEVICES selects, numbered as CUDA does; cpu:0 if none."""
+    """Devices are the GPUs that CUDA_VISIBLE_DEVICES selects, in its order. If it selects none, cpu:0 is found."""
     nvml([[1, 3], [0, 2, 2], [1, 1, 3, 3, 3], [0, 2, 2, 2]])
-    links = {(0, 1): 1, (0, 3): 1, (1, 2): 2, (2, 3): 3}
+    links = {(0, 1): 1, (0, 3): 1, (1, 2): 2, (2, 3): 3}  # the number of NVLinks of each pair of GPUs
     for value, selected in VISIBLE.items():
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", value)
         topology = discover()
@@ -219,18 +220,18 @@ def test_cuda_visible_devices(nvml, monkeypatch):
             assert (link.bandwidth if link else 0) == 25 * number, value
 
 
-# Without a function of NEEDED no GPU is found; without one of SPARE the topology of this test is the same.
+# Without a function in NEEDED, no GPU is found. Without one in USED, the topology is another one. All others are spare.
 NEEDED = {"nvmlInit_v2", "nvmlDeviceGetCount_v2", "nvmlDeviceGetHandleByIndex_v2", "nvmlDeviceGetPciInfo_v3"}
 USED = {"nvmlDeviceGetCudaComputeCapability", "nvmlDeviceGetNvLinkState", "nvmlDeviceGetNvLinkRemotePciInfo_v2"}
 USED |= {"nvmlDeviceGetMaxPcieLinkGeneration"}
 
 
 def test_a_driver_that_refuses(nvml):
-    """A refused function leaves the GPUs, unless it is in NEEDED, which a note names."""
+    """GPUs are found although a function fails, unless the function is in NEEDED. Then a note names the function."""
     fake = nvml([[1, 1], [0, 0], []], lambda i, j: "PHB", version=1)
     whole = discover()
     for name in _FUNCTIONS:
-        fake.fake_failure(name.encode(), 15)
+        fake.fake_failure(name.encode(), 15)  # NVML_ERROR_GPU_IS_LOST
         topology, notes = discover(), module.discover().notes
         assert topology.devices == (NOTHING if name in NEEDED else whole).devices
         assert (topology == whole) == (name not in NEEDED | USED), name
@@ -240,7 +241,8 @@ def test_a_driver_that_refuses(nvml):
 
 
 def test_gpus_without_nvlink_over_two_cpus(nvml):
-    """GPUs of two NUMA nodes have a tree of PCIe; a note lists pairs without peer-to-peer access."""
+    """GPUs of two NUMA nodes have a tree of PCIe, also if NVML reports only the CPUs near each GPU. A note lists pairs
+    without peer-to-peer access."""
     fake = nvml([[]] * 4, lambda i, j: "NODE" if i // 2 == j // 2 else "SYS", pcie=(3, 16))
     found = discover()
     assert found.route("cuda:0", "cuda:1") == ("cuda:0", "cpu0", "cuda:1")
@@ -248,14 +250,15 @@ def test_gpus_without_nvlink_over_two_cpus(nvml):
     assert {link.bandwidth for link in found.links if "cuda" in link.src} == {machine("pcie-8").links[0].bandwidth}
     for k in range(4):
         fake.fake_cpus(k, ctypes.c_ulong(1 << 63 if k < 2 else 3))
-    fake.fake_failure(b"nvmlDeviceGetTopologyCommonAncestor", 3)
+    fake.fake_failure(b"nvmlDeviceGetTopologyCommonAncestor", 3)  # NVML_ERROR_NOT_SUPPORTED
     assert discover() == found
     fake.fake_pair(0, 3, LEVELS["SYS"], 1)
     assert module.discover().notes[1:] == ("1 of 6 pairs of GPUs cannot access each other's memory: cuda:0 and cuda:3",)
 
 
 def test_one_gpu_and_failed_links(nvml):
-    """One GPU has no links; a failed NVLink is missing and counted; versions replace capabilities."""
+    """One GPU has no links. Failed NVLinks are left out, and a note has their number. If the compute capability is not
+    known, the version of NVLink gives the speed."""
     nvml([])
     assert discover() == NOTHING
     nvml([[]])
@@ -270,16 +273,16 @@ def test_one_gpu_and_failed_links(nvml):
     assert module.discover().notes[1:] == counted
     fake.fake_failure(b"nvmlDeviceGetCudaComputeCapability", 3)
     assert discover() == machine("dgx-1v").without_link(0, 3)
-    one = bricks("dgx-1v", 25)
-    one[0][one[0].index(4)] = one[4][one[4].index(0)] = None
-    nvml(one, sm=(7, 0))
+    peers = bricks("dgx-1v", 25)
+    peers[0][peers[0].index(4)] = peers[4][peers[4].index(0)] = None  # one of the two NVLinks of this pair fails
+    nvml(peers, sm=(7, 0))
     assert (discover().link(0, 4).bandwidth, machine("dgx-1v").link(0, 4).bandwidth) == (25, 50)
     nvml([["switch"] * 36] * 2, sm=(10, 0))
     assert discover().link("cuda:0", "nvswitch").bandwidth == 36 * 50
 
 
 def test_the_order_of_cuda(nvml, monkeypatch):
-    """GPUs have the order of the PCI bus; a note tells if CUDA's order may differ."""
+    """GPUs have the order of the PCI bus. A note says so if CUDA's order may differ, or if no GPU is selected."""
     chain = [[1], [0, 2, 2], [1, 1]]
     nvml(chain)
     expected = discover()
@@ -297,7 +300,7 @@ def test_the_order_of_cuda(nvml, monkeypatch):
 
 
 def test_parts_of_gpus(nvml, monkeypatch):
-    """A process can use one part (MIG) of a GPU; GPUs with parts are left out beside others."""
+    """A process can use only one part (MIG) of a GPU, or all GPUs that are not divided into parts."""
     fake = nvml([[1, 2], [0, 2], [0, 1]])
     whole = discover()
     fake.fake_mig(1, 1)

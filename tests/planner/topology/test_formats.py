@@ -22,7 +22,7 @@ FILES = {
 
 @pytest.mark.parametrize("name", FILES)
 def test_load(name, tmp_path):
-    """The content of a file determines its format, not its name; a path may be a str or a Path."""
+    """The content of a file, not its name, determines its format. A path may be a str or a Path."""
     data, topology = FILES[name]
     path = tmp_path / name
     path.write_bytes(data)
@@ -62,7 +62,7 @@ def test_invalid_files(data, words, tmp_path):
 
 
 def test_paths_that_cannot_be_read(tmp_path):
-    """An invalid path raises an ArgumentError; a missing file, or a folder, an OSError."""
+    """An invalid path raises an ArgumentError. A missing file or a folder raises an OSError."""
     for path in (None, 3.5, b"topology.xml", ["topology.xml"], "a\0b"):
         with pytest.raises(ArgumentError, match="this is not a path"):
             load(path)

@@ -34,7 +34,7 @@ def test_a_file_says_what_it_must(file):
 
 
 def test_a_kind_of_link_is_never_quicker_in_use_than_built():
-    """Effective speeds are at most the specified ones; every kind has a source and a latency."""
+    """Effective speeds are at most the specified ones. Every kind of link has a source and a latency."""
     needed = {"raw", "effective", "latency_us", "source"}
     for name, entry in KINDS.items():
         assert needed <= set(entry) <= needed | {"messages_per_s"}, name
@@ -44,7 +44,7 @@ def test_a_kind_of_link_is_never_quicker_in_use_than_built():
 
 
 def test_names_are_unambiguous():
-    """Published machines are in the library, by any spelling; no two names or aliases are alike."""
+    """Well-known machines are in the library, under any spelling. Names and aliases differ in more than spelling."""
     wanted = "dgx-1p dgx-1v p3.16xlarge ndv2 dgx-2 dgx-a100 ndv4 p4d p4de hgx-h100 ndv5 hgx-h200 hgx-b200 gb200-nvl72"
     wanted += " mi250 mi300x mi100 pcie-8 nvlink-pairs-4 ncv4 epyc-numa-4 epyc-numa-8 tpu-v4"
     assert all(machine(name).devices for name in wanted.split())
@@ -58,7 +58,8 @@ def test_names_are_unambiguous():
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_machine_is_whole(name):
-    """Links are equal both ways, have latencies, join all devices; effective speeds are below raw; JSON is kept."""
+    """The links of a machine are equal in both directions, have latencies, and join all devices. Effective speeds are
+    at most the raw ones. The machine can be written as JSON and read again."""
     kind, number = FILES[f"{name}.json"]["devices"]
     raw = machine(name)
     for topology in (raw, machine(name, speeds="effective")):
@@ -78,13 +79,13 @@ NETWORKS = [(name, network) for name in NAMES for network in FILES[f"{name}.json
 
 @pytest.mark.parametrize(("name", "nics"), NETWORKS)
 def test_hosts_are_joined(name, nics):
-    """Every network joins all hosts; each host has the links of a machine of one host, and the hosts are equal."""
+    """Every network joins all hosts. Each host has the links of a single machine, and all hosts have equal links."""
     one, three = machine(name), machine(name, 3, nics=nics)
     assert three.devices == tuple(f"host{h}/{device}" for h in range(3) for device in one.devices)
     assert is_connected(three.devices, three.links)
     for link, h in itertools.product(one.links, range(3)):
         assert three.link(f"host{h}/{link.src}", f"host{h}/{link.dst}")[2:] == link[2:]
-    first, *others = [
+    first, *others = [  # for each host, the ends of the links out of its nodes, without the name of the host
         {tuple(part.replace(f"host{h}/", "") for part in link[:2]) for link in three.links if f"host{h}/" in link.src}
         for h in range(3)
     ]
@@ -92,7 +93,7 @@ def test_hosts_are_joined(name, nics):
 
 
 def test_speeds():
-    """Raw speeds are the specified ones; effective speeds are NCCL's or RCCL's constant times the number of links."""
+    """Raw speeds are as specified. Effective speeds are the constant of NCCL or RCCL times the number of links."""
     for name, speeds, src, dst, gb_per_s in (
         ("dgx-1v", "effective", "cuda:0", "cuda:3", 40),
         ("hgx-h100", "effective", "cuda:3", "nvswitch", Fraction("370.8")),
@@ -108,7 +109,7 @@ def test_speeds():
 
 
 def test_network_cards():
-    """A shared network card is a switch of its host; that of one device is a link to its network or rail."""
+    """A card that devices share is a switch of its host. The card of one device is a link to its network or rail."""
     for name, nics, card, switch, shared_by in (
         ("dgx-1v", None, Fraction("12.5"), "ib", 2),
         ("p3.16xlarge", None, Fraction("3.125"), "net", 8),
@@ -131,7 +132,7 @@ def test_network_cards():
 
 
 def test_in_network():
-    """With in_network, NVSwitches since H100 and InfiniBand switches reduce, and nothing else does."""
+    """With in_network, NVSwitches of H100 and later and InfiniBand switches reduce, and no others."""
 
     def able(name, hosts=1, **options):
         return {switch.name for switch in machine(name, hosts, in_network=True, **options).switches if switch.reduces}

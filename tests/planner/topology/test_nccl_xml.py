@@ -59,7 +59,7 @@ def counts(topology, one):
 
 
 @pytest.mark.parametrize(
-    ("name", "tag", "chip", "one", "effective"),
+    ("name", "tag", "chip", "raw", "effective"),  # the last two: GB/s of one link
     [
         ("dgx-1p", "nvlink", 'sm="60"', 20, 18),
         ("dgx-1v", "nvlink", 'sm="70"', 25, 20),
@@ -68,11 +68,11 @@ def counts(topology, one):
         ("mi300x", "xgmi", 'sm="94" gcn="gfx942"', 64, 48),
     ],
 )
-def test_a_mesh(name, tag, chip, one, effective):
-    """GPUs that NVLink or xGMI joins give the machine of the library, without PCIe, at the requested speeds."""
+def test_a_mesh(name, tag, chip, raw, effective):
+    """The XML of GPUs that NVLink or xGMI joins gives the library's machine, without PCIe, at the requested speeds."""
     there = machine(name)
     n = len(there.devices)
-    peers = counts(there, one)
+    peers = counts(there, raw)
     text = system(
         *("".join(gpu(k, entries(peers[k], tag), chip) for k in half) for half in (range(n // 2), range(n // 2, n))),
         version=2 if tag == "xgmi" else 1,
@@ -91,7 +91,7 @@ def test_nvswitches(name, sm, count):
 
 
 def test_a_pcie_machine():
-    """Without NVLink the topology has PCIe switches and CPUs, with NCCL's speed between CPUs."""
+    """Without NVLink, the topology has PCIe switches and CPUs. The speed between CPUs is the one that NCCL assumes."""
     halves = [pci(91, gpu(0) + gpu(1)) + pci(92, gpu(2) + gpu(3)), pci(93, gpu(4) + gpu(5)) + pci(94, gpu(6) + gpu(7))]
     text = system(*halves).replace('sm="70"', 'sm="61"')
     topology, same = read_nccl_xml(text, speeds="effective"), machine("pcie-8", speeds="effective")
@@ -104,14 +104,14 @@ def test_a_pcie_machine():
 
 
 def test_nvlink_bridges_on_pcie():
-    """If NVLink joins GPUs in pairs only, they have PCIe links, too."""
+    """If NVLink joins GPUs only in pairs, the topology has PCIe links, too."""
     bridge = ({1: 4}, {0: 4}, {3: 4}, {2: 4})
     cards = (gpu(k, entries(bridge[k]), 'sm="86"', speed="16.0 GT/s PCIe") for k in range(4))
     assert read_nccl_xml(system("".join(cards))) == machine("nvlink-pairs-4")
 
 
 def test_bridges_of_one_branch_are_part_of_the_link():
-    """A bridge above a single GPU is not a switch: the least width of the path counts."""
+    """A bridge above a single GPU is not a switch but a part of the GPU's link, whose narrowest part counts."""
     nic = pci(80, '<nic><net name="mlx5_0" dev="0" speed="200000"/></nic>', more='class="0x020700"')
     narrow = pci(90, pci(91, gpu(0, width=16), width=4) + nic)
     text = system(narrow + gpu(1) + "<nic><net/></nic>").replace('sm="70"', 'sm="61"')
@@ -161,7 +161,8 @@ def test_cpus():
 
 
 def test_gpus_are_called_by_their_number():
-    """Devices are in the order of ``dev``, not of the file; bus numbers may have any spelling."""
+    """Devices are in the order of ``dev``, not of the file. Bus numbers may have any spelling."""
+    # Each of the two GPUs has two NVLinks to the other one.
     links = {k: f'<nvlink target="00000000:{1 - k + 0xAA:X}:00.0" count="2" tclass="0x030200"/>' for k in (0, 1)}
     text = "".join(
         f'<pci busid="0000:{k + 0xAA:x}:00.0"><gpu dev="{7 - k}" sm="70">{links[k]}</gpu></pci>' for k in (0, 1)
@@ -170,14 +171,14 @@ def test_gpus_are_called_by_their_number():
 
 
 def test_a_gpu_that_is_not_in_the_file():
-    """Links to a GPU outside the job that wrote the file are left out; a machine with one GPU has no links."""
+    """Links to a GPU that is not in the file are left out. A machine with one GPU has no links."""
     text = system("".join(gpu(k, entries({j: 1 for j in range(4) if j != k})) for k in range(3)))
     assert read_nccl_xml(text) == Topology.full_mesh(["cuda:0", "cuda:1", "cuda:2"], 25, Fraction(7, 10**7))
     assert read_nccl_xml(system(gpu(0))) == Topology(("cuda:0",), ())
 
 
 def test_several_hosts_in_one_file():
-    """In a file of several hosts names start with the host, and only NVSwitches join them."""
+    """In a file of several hosts, all names start with the host except those of NVSwitches, which alone join hosts."""
     link = '<nvlink target="fffffff:ffff:ff" count="18" tclass="0x068000"/>'
     cpu = '<cpu numaid="{}" host_hash="0x{}" arch="arm64">{}</cpu>'
     inside = "".join(gpu(k, link, 'sm="100"') for k in range(4))
@@ -192,7 +193,7 @@ def test_several_hosts_in_one_file():
 
 
 def test_comments():
-    """Comments are skipped, also the malformed ones at the start of RCCL's files; line numbers do not change."""
+    """Comments are skipped, also malformed ones like those at the start of RCCL's files. Errors keep line numbers."""
     text = "<!------\n - (c) <gpu> & more\n------->\n" + system(gpu(0) + "<!-- a - b -- c -->")
     assert read_nccl_xml(text).devices == ("cuda:0",)
     with pytest.raises(ArgumentError, match="line 8"):
@@ -201,7 +202,7 @@ def test_comments():
 
 WITHOUT_GPU = system(f'<pci busid="{bus(1)}" class="0x030200" link_speed="16 GT/s" link_width="16"/>')
 COUNT = '<nvlink target="0000:11:00.0" {} tclass="0x03"/>'
-PAIR_OF = [gpu(k, chip='sm="61"') for k in (0, 1)]
+PAIR = [gpu(k, chip='sm="61"') for k in (0, 1)]
 
 
 def refuse(text, words):
@@ -221,8 +222,8 @@ def refuse(text, words):
             ["links of cuda:0 lead to itself", "line 3", 'count="12"', "NCCL_TOPO_DUMP_FILE"],
         ),
         (system(gpu(0, chip='sm="90"') + gpu(1, chip='sm="90"')), ["joined by NVLink or xGMI", 'sm="90"', "line 3"]),
-        (system(PAIR_OF[0] + PAIR_OF[1].replace("class", 'device="0x20b0" class')), ["joined by NVLink", 'dev="1"']),
-        (system(*PAIR_OF, about=""), ["the link between CPUs", 'numaid="0"']),
+        (system(PAIR[0] + PAIR[1].replace("class", 'device="0x20b0" class')), ["joined by NVLink", 'dev="1"']),
+        (system(*PAIR, about=""), ["the link between CPUs", 'numaid="0"']),
         (system(gpu(0, entries({1: 1}), "") + gpu(1)), ["a GPU must have its model"]),
         *(
             (system(gpu(0, COUNT.format(count)) + gpu(1)), ["the number of its links"])
@@ -258,7 +259,7 @@ TYPES = [
 
 
 def test_hostile_xml():
-    """Entities, and excessive depth, length and numbers, are refused at once."""
+    """Files with entities, or with too much depth, length, tags or CPUs, are refused before they are evaluated."""
     for text in TYPES:
         refuse(text, ["a document type is not allowed", "line 1"])
     hwloc = '<?xml version="1.0"?>\n<!DOCTYPE topology SYSTEM "hwloc2.dtd">\n<topology/>'

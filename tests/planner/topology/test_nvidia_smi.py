@@ -39,9 +39,8 @@ def table(rows, names=None, cores=""):
     """Return a table as nvidia-smi prints it: tabs, a header underlined by escape codes, cores and a legend."""
     names = names or [f"GPU{k}" for k in range(len(rows))]
     header = "\t\x1b[4m" + "\t".join(names) + "\tCPU Affinity\tNUMA Affinity\tGPU NUMA ID\x1b[0m"
-    lines = [
-        f"{name}\t" + "\t".join(row.split()) + f"\t{cores}\t0\t\tN/A" for name, row in zip(names, rows, strict=False)
-    ]
+    cells = ["\t".join(row.split()) for row in rows]
+    lines = [f"{name}\t{row}\t{cores}\t0\t\tN/A" for name, row in zip(names, cells, strict=False)]
     return "\n".join([header, *lines, "", "Legend:", "", "  X    = Self", "  PIX  = at most a single PCIe bridge", ""])
 
 
@@ -68,8 +67,8 @@ def test_more_links_than_a_gpu_has_are_a_switch(name, n, links, gb_per_s):
 
 
 def test_links_that_a_gpu_can_have_are_its_own():
-    """If a row has no more NVLinks than a GPU can have, they join pairs of GPUs, else GPUs and a switch."""
-    for n, links, most, direct in (
+    """NVLinks join pairs of GPUs if no row has more than a GPU can have. Otherwise they join GPUs and a switch."""
+    for n, links, most, direct in (  # n GPUs, with entries "NV{links}", of which each can have ``most`` NVLinks
         (4, 6, 18, True),  # HGX H100 with four GPUs
         (4, 6, 6, False),  # four GPUs of a DGX-2
         (2, 12, 18, True),  # an NVLink bridge, or two GPUs of an HGX A100: the tables are equal
@@ -85,11 +84,12 @@ def test_a_switch_with_a_link_down():
     """A GPU with some inactive links has as many links to the switch as its row states."""
     rows = [" ".join("X" if i == j else "NV11" if 3 in (i, j) else "NV12" for j in range(8)) for i in range(8)]
     topology = read_nvidia_smi(table(rows))
-    assert [topology.link(device, "nvswitch").bandwidth for device in topology.devices] == [300] * 3 + [275] + [300] * 4
+    bandwidths = [topology.link(device, "nvswitch").bandwidth for device in topology.devices]
+    assert bandwidths == [12 * 25] * 3 + [11 * 25] + [12 * 25] * 4
 
 
 def test_bridges_in_a_workstation():
-    """Two GPUs with an NVLink bridge between them have PCIe links to the CPU, too; ``pcie`` sets their speed."""
+    """Two GPUs with an NVLink bridge between them have PCIe links to the CPU, too. ``pcie`` sets their speed."""
     rows = ["X NV4 PHB PHB", "NV4 X PHB PHB", "PHB PHB X NV4", "PHB PHB NV4 X"]
     topology = read_nvidia_smi(table(rows), nvlink_gb_per_s=14.0625, pcie="pcie4")
     assert topology == machine("nvlink-pairs-4")
@@ -111,7 +111,7 @@ def test_the_tree_of_pcie():
     assert topology.route("cuda:2", "cuda:4") == ("cuda:2", "pcie1", "pcie2", "cpu0", "cuda:4")
     assert topology.route("cuda:4", "cuda:5") == ("cuda:4", "cpu0", "cpu1", "cuda:5")
     assert topology.link("cpu0", "cpu1").bandwidth == 10
-    assert {link.bandwidth for link in topology.links} == {10, Fraction("15.75")}
+    assert {link.bandwidth for link in topology.links} == {10, Fraction("15.75")}  # the latter is PCIe 3 x16
     assert len(topology.links) == 2 * (len(topology.nodes) - 1), "a tree"
 
 
@@ -127,7 +127,7 @@ def test_cards_tell_which_gpus_share_a_switch():
 
 
 def test_cores_tell_which_gpus_share_a_cpu():
-    """GPUs of an NVLink pair have one CPU if their cores are the same, else two."""
+    """GPUs of an NVLink pair are at the same CPU if they have the same CPU affinity, and otherwise at two CPUs."""
     rows = ["X NV2 SYS SYS", "NV2 X SYS SYS", "SYS SYS X NV2", "SYS SYS NV2 X"]
     text = table(rows, cores="{}")
     one = read_nvidia_smi(text.format("0-7", "0-7", "8-15", "8-15"))
@@ -172,7 +172,7 @@ def test_invalid_tables(text, words):
 
 
 def test_invalid_options():
-    """A speed, a number of links or a kind of PCIe that is not one raises an ArgumentError that shows it."""
+    """An invalid speed, number of links or kind of PCIe raises an ArgumentError that shows it."""
     for options, text in (
         *(({"nvlink_gb_per_s": wrong}, "GB/s above 0") for wrong in (0, math.nan, math.inf, "25", True)),
         *(({"nvlinks_per_gpu": wrong}, "number of links") for wrong in (0, True, 4.0)),

@@ -24,9 +24,9 @@ nodes = st.sampled_from(["nvswitch", "host0/nic3", "spine#1", "cpu:7"])
 @st.composite
 def routed(draw):
     """Draw a planner's schedule with routes for some of its chunks."""
-    ask = draw(requests(st.integers(2, 6), most_packs=3))
-    planner = PLANNERS[draw(algorithms)]
-    schedule = planner(ask.devices, ask.sources, ask.destinations, packs=ask.packs, first=ask.first)
+    request = draw(requests(st.integers(2, 6), most_packs=3))
+    planner, (devices, sources, destinations) = PLANNERS[draw(algorithms)], request[:3]
+    schedule = planner(devices, sources, destinations, packs=request.packs, first=request.first)
     n = len(schedule.devices)
     ends = st.tuples(st.integers(0, n - 1), st.integers(0, n - 1)).filter(lambda pair: pair[0] != pair[1])
     when = st.none() | st.integers(0, max(0, len(schedule.rounds) - 1)) if schedule.rounds else st.none()
@@ -38,7 +38,7 @@ def routed(draw):
 
 @given(routed(), st.integers(1, 9))
 def test_json_round_trip(schedule, pieces):
-    """A schedule that is written and read is equal in every way; routes are the last part of the JSON, if any."""
+    """A schedule that is written and read is equal in every way. Its routes are the last part of the JSON."""
     schedule = replace(schedule, pieces=pieces)
     text, bare = schedule.to_json(), replace(schedule, routes=()).to_json()
     for again in (Schedule.from_json(text), pickle.loads(pickle.dumps(schedule))):
@@ -83,17 +83,21 @@ MALFORMED = "this text is not a schedule in JSON|a route is malformed|only one r
 
 @pytest.mark.parametrize("routes", ROUTES, ids=json.dumps)
 def test_malformed_routes_are_refused(routes):
-    """Malformed routes in a text raise a ScheduleError, never an error of Python's own; so does a truncated text."""
+    """Malformed routes in a text raise a ScheduleError, never an error of Python's own."""
     with pytest.raises(ScheduleError, match=MALFORMED):
         Schedule.from_json(json.dumps(json.loads(BARE.to_json()) | {"routes": routes}))
+
+
+def test_truncated_texts_are_refused():
+    """A truncated text of a schedule with routes raises a ScheduleError."""
     text = ROUTED.to_json()
-    for end in range(len(text)) if routes is None else ():
+    for end in range(len(text)):
         with pytest.raises(ScheduleError, match="this text is not a schedule in JSON"):
             Schedule.from_json(text[:end])
 
 
 def test_malformed_routes_cannot_be_made():
-    """A Route of wrong ends, nodes or numbers, or a second one for a transfer, raises a ScheduleError."""
+    """A Route with an invalid field, or a second Route of the same transfer, raises a ScheduleError."""
     twice, malformed = "a chunk can have only one route between two devices in a round", "a route is malformed"
     for routes, text in (
         ((Route(1, 0, 1, ("x",)),), rf"{malformed}[\s\S]*chunk=1[\s\S]*device numbers from 0 to 1"),
@@ -107,9 +111,10 @@ def test_malformed_routes_cannot_be_made():
 
 
 def test_a_round_may_have_its_own_route():
-    """A route with a round applies to that round, one without to all others; directions differ."""
+    """A route with a round applies to that round, and one without a round to all other rounds. Neither applies to the
+    opposite direction or to another chunk."""
     schedule = ring(names(3))
-    once, ever = Route(0, 1, 2, ("a",), 2), Route(0, 1, 2, ("b", "c"))
+    once, ever = Route(0, 1, 2, ("a",), round=2), Route(0, 1, 2, ("b", "c"))  # of chunk 0, from device 1 to 2
     both = replace(schedule, routes=(once, ever))
     assert [both.through(r, 0, 1, 2) for r in range(4)] == [("b", "c"), ("b", "c"), ("a",), ("b", "c")]
     assert both.through(2, 0, 2, 1) is both.through(2, 1, 1, 2) is None
@@ -119,7 +124,8 @@ def test_a_round_may_have_its_own_route():
 
 
 def test_routes_count_for_equality():
-    """Schedules are equal only if their routes are, in the same order. Lists become tuples. The text omits routes."""
+    """Schedules are equal only if they have equal routes in the same order. Routes given as lists become tuples. The
+    str of a schedule omits its routes."""
     assert ROUTED != BARE
     assert replace(BARE, routes=(FORTH, BACK)) != ROUTED
     assert replace(ROUTED, routes=()) == BARE

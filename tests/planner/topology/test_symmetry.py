@@ -31,7 +31,8 @@ def test_a_bound_is_of_the_topology_that_was_given(collective):
         found = bound(star, collective, devices=members)
         # Trees with a helper as root are better than symmetric trees, and prices of links prove their rate.
         by_prices = collective == "all_reduce" and len(members) < len(star.devices)
-        assert (found.symmetry is None, bool(found.prices)) == (by_prices, by_prices)
+        assert (found.symmetry is None) == by_prices
+        assert bool(found.prices) == by_prices
         assert (found.topology, found.devices) == (star, members)
         if collective != "broadcast":
             assert found.roots == tuple((device, 1) for device in members)
@@ -49,7 +50,7 @@ def test_a_bound_is_of_the_topology_that_was_given(collective):
     ],
 )
 def test_a_forged_symmetry_is_refused(forge, message):
-    """A certificate whose symmetry is not a permutation of its order is refused with a PlanError."""
+    """A certificate whose symmetry has an invalid permutation or order is refused with a PlanError."""
     certificate = bound(MACHINE, "all_reduce")
     turn, *others = certificate.symmetry.generators
     symmetry = Symmetry((SymmetryGenerator(*forge(*turn)), *others), certificate.symmetry.nodes)
@@ -69,7 +70,7 @@ def test_large_orders_are_refused():
 
 
 def test_uneven_bandwidths_and_weights():
-    """Numbers whose ratio floating point cannot represent give the bound that devices without symmetry have."""
+    """Bounds are exact for bandwidths or weights that differ by many orders of magnitude."""
     found = plan(chords(Fraction(1, 10**9), Fraction(10**9)), "all_gather", algorithm="forest")
     assert found.bound.algbw == found.rate == Fraction("9/625000000")
     found.bound.check()
@@ -80,7 +81,7 @@ def test_uneven_bandwidths_and_weights():
 
 
 def test_a_generated_schedule_does_not_change():
-    """No part of a generated schedule can be assigned or deleted: caches use it as a key."""
+    """No part of a generated schedule can be assigned or deleted, because caches use it as a key."""
     schedule = ring([f"cpu:{k}" for k in range(36)])
     for part in ("base", "symmetry", "nodes", "in_order", "pieces"):
         with pytest.raises(FrozenInstanceError, match=f"cannot assign to field '{part}'"):
@@ -90,7 +91,7 @@ def test_a_generated_schedule_does_not_change():
 
 
 def test_the_shares_of_links():
-    """What a generated schedule does to each single link is what its explicit form does."""
+    """A generated schedule uses the same share of each link as its explicit form."""
     for collective in ("all_reduce", "all_gather", "broadcast"):
         schedule = plan(MACHINE, collective, algorithm="forest").schedule
         assert link_shares(schedule, MACHINE) == link_shares(schedule.explicit, MACHINE)
@@ -112,7 +113,7 @@ def test_a_plan_is_kept_unless_a_link_that_it_uses_became_slower():
 
 
 def test_a_change_of_a_switch_is_named():
-    """The reason of a new plan names a switch that reduces now, or that no longer does."""
+    """The reason of a new plan names a switch that can reduce now, or that no longer can."""
     star = Topology.star(4)
     able = star.with_switches(reducing=True)
     assert plan(star).replanned(able).change.endswith("since switch is now able to reduce")

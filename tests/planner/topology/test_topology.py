@@ -18,7 +18,7 @@ from strategies import device_counts, names
 
 from crossreduce import ArgumentError, DeviceError, Link, Switch, Topology
 
-matrices = st.integers(1, 7).flatmap(
+matrices = st.integers(1, 7).flatmap(  # square, with 0 on the diagonal
     lambda n: st.lists(
         st.lists(st.sampled_from([0, 0, 1, 10, 0.5]), min_size=n, max_size=n), min_size=n, max_size=n
     ).map(lambda rows: [[0 if i == j else entry for j, entry in enumerate(row)] for i, row in enumerate(rows)])
@@ -27,17 +27,18 @@ matrices = st.integers(1, 7).flatmap(
 
 @given(matrices)
 def test_from_matrix_has_a_link_for_each_entry(rows):
-    """Row src, column dst, GB/s: an entry above 0 is a link of exactly that bandwidth, 0 is not a link."""
+    """The entry in row src and column dst is exactly the bandwidth of a link in GB/s, or 0 if there is no link."""
     topology = Topology.from_matrix(rows)
     assert topology.devices == names(len(rows))
     assert all(link == topology.link(*link[:2]) for link in topology.links)
     for i, j in product(range(len(rows)), repeat=2):
         link = topology.link(f"cpu:{i}", f"cpu:{j}")
-        assert (None if link is None else link.bandwidth) == (Fraction(rows[i][j]) or None)
+        assert (link is None) == (rows[i][j] == 0)
+        assert link is None or link.bandwidth == Fraction(rows[i][j])
 
 
 def test_from_matrix_takes_any_numbers():
-    """Fractions are exact, floats the decimals that they print; NumPy arrays are matrices, too."""
+    """Fractions are taken exactly, and floats as the decimals that they print. A NumPy array can be the matrix."""
     topology = Topology.from_matrix([[0, Fraction(1, 3)], [0.1, 0]], ["GPU:0", "/gpu:1"])
     assert topology.link("cuda:0", "cuda:1") == Link("cuda:0", "cuda:1", Fraction(1, 3), Fraction(0))
     assert topology.link("cuda:1", "cuda:0").bandwidth == Fraction(1, 10)
@@ -47,13 +48,13 @@ def test_from_matrix_takes_any_numbers():
 
 @given(device_counts)
 def test_ring_and_full_mesh(n):
-    """A ring links neighbours, a full mesh every ordered pair; all links have one latency, 0 by default."""
-    pairs, order = set(permutations(names(n), 2)), names(n).index
-    neighbours = {(a, b) for a, b in pairs if (order(a) - order(b)) % n in (1, n - 1)}
+    """A ring links neighbours, and a full mesh every ordered pair. All links have the same latency, by default 0."""
+    pairs, number = set(permutations(names(n), 2)), names(n).index
+    neighbours = {(a, b) for a, b in pairs if (number(a) - number(b)) % n in (1, n - 1)}
     for make, wanted in ((Topology.ring, neighbours), (Topology.full_mesh, pairs)):
-        for latency in ((), (1e-6,)):
-            due = {Link(*pair, Fraction(5, 2), Fraction(len(latency), 10**6)) for pair in wanted}
-            assert set(make(n, 2.5, *latency).links) == due
+        for arguments, latency_s in (((), Fraction(0)), ((1e-6,), MICRO)):
+            due = {Link(*pair, Fraction(5, 2), latency_s) for pair in wanted}
+            assert set(make(n, 2.5, *arguments).links) == due
     matrix = [[0 if a == b else 5 for b in range(n)] for a in range(n)]
     assert Topology.from_matrix(matrix, None, 1e-6) == Topology.full_mesh(n, 5, 1e-6)
     assert Topology.ring(n, 5) == Topology.ring(names(n), Fraction(5)) == Topology.torus(n, gb_per_s=5)
@@ -65,7 +66,8 @@ def test_islands_are_joined_by_the_fastest_links(rows):
     fastest = max(max(row) for row in rows)
     count, labels = connected_components(csr_array(np.array(rows) == (fastest or -1)), directed=False)
     due = [tuple(f"cpu:{k}" for k in np.flatnonzero(labels == label)) for label in range(count)]
-    assert Topology.from_matrix(rows).islands == tuple(sorted(due, key=lambda island: int(island[0][4:])))
+    by_number = sorted(due, key=lambda island: int(island[0].removeprefix("cpu:")))
+    assert Topology.from_matrix(rows).islands == tuple(by_number)
 
 
 A, B, C = names(3)
@@ -122,11 +124,12 @@ def test_invalid_names_are_device_errors():
 
 
 def test_spellings_and_repr():
-    """Order and spelling do not matter; a repr counts links; latencies are exact through subset() and renamed()."""
+    """The order of links and the spelling of names do not count for equality; speeds and the order of devices do. The
+    repr counts devices and links. subset() and renamed() keep latencies exactly."""
     forward = Topology((A, B, C), (Link(A, B, 1), Link(B, C, 2.0), Link(C, A, Fraction(3))))
     assert forward == Topology(["CPU:0", B, C], [Link(C, A, 3), Link("CPU:1", C, 2), Link(A, B, 1)])
     assert forward.link("CPU:0", "/cpu:1") == Link(A, B, Fraction(1), Fraction(0))
-    for changed in (Link(C, A, 4), Link(C, A, 3, Fraction(1, 10**6))):
+    for changed in (Link(C, A, 4), Link(C, A, 3, MICRO)):
         assert forward != Topology((A, B, C), (*forward.links[:2], changed))
     assert forward != Topology((A, C, B), forward.links)
     assert repr(Topology.full_mesh(3)) == "Topology(3 devices, 6 links: cpu:0, cpu:1, cpu:2)"
@@ -163,7 +166,7 @@ def pairs(topology):
 
 
 def test_a_switch_is_a_node():
-    """Nodes are the devices, then the switches; a link may join any two of them, and links are sorted in that order."""
+    """Nodes are the devices and then the switches. Links may join any two nodes, and are sorted in this order."""
     topology = Topology([B, A], [("x", A, 1), ("x", "y", 2), (B, "x", 3), (A, B, 4)], ["y", Switch("x", True)])
     assert topology.nodes == (B, A, "y", "x")
     assert topology.devices == (B, A)
@@ -181,14 +184,14 @@ def test_a_switch_is_a_node():
 
 
 def test_names_of_switches():
-    """A switch's name has letters, digits and . _ / # -, and is not changed; others are refused."""
+    """A switch's name consists of letters, digits and . _ / # -, and is not changed. Other names are refused."""
     for name in ("nvswitch", "host0/nic3", "0", "a.b_c-d#1", "plx/0/1", "cpu0", "cpu/1", "X"):
         topology = Topology([A], [(A, name, 1)], [name])
         assert topology.switches == (Switch(name),)
         assert topology.link(A, name).dst == name
         assert Topology.from_json(topology.to_json()) == topology
     devices = ["cpu", "gpu", "CUDA", "cpu#3", "host/cpu", "tpu", "cpu:0", "host0/cuda:1"]
-    text = r"(name of a switch must be|cannot have a device's name)[\s\S]*given: "
+    text = r"(a switch's name must be|cannot have a device's name)[\s\S]*given: "
     for name in (*devices, "", " ", "a b", "a:b", "-a", "é", "/a", "a\n"):
         with pytest.raises(ArgumentError, match=text):
             Topology([A], [], [name])
@@ -200,7 +203,7 @@ def test_bad_switches_are_refused():
     for switches, text in (
         (["a", "a"], r"each switch may be listed only once[\s\S]*given: 'a' 2 times"),
         ([("a", 1)], r"Switch\.reduces must be True or False[\s\S]*given: 1"),
-        ([(3, True)], r"the name of a switch must be ASCII letters[\s\S]*given: 3"),
+        ([(3, True)], r"a switch's name must be ASCII letters[\s\S]*given: 3"),
         ([None], rf"{not_a_list}[\s\S]*given: None"),
         ([("a", True, 3)], rf"{not_a_list}[\s\S]*given: \('a', True, 3\)"),
         (3, rf"{not_a_list}[\s\S]*given: 3"),
@@ -215,10 +218,10 @@ def test_bad_switches_are_refused():
 
 @given(topologies(), st.data(), st.booleans())
 def test_other_topologies_keep_the_rest(topology, data, reducing):
-    """subset, without_link, with_switches and renamed change what they say, and nothing else."""
+    """subset, without_link, with_switches and renamed return a topology with only this change; the old one is kept."""
     before = topology.to_json()
     chosen = data.draw(st.lists(st.sampled_from(topology.devices), min_size=1, unique=True))
-    part = topology.subset(name.upper() for name in chosen)
+    part = topology.subset(name.upper() for name in chosen)  # names in any spelling
     assert (part.devices, part.switches) == (tuple(chosen), topology.switches)
     kept = {*chosen, *(switch.name for switch in topology.switches)}
     assert pairs(part) == {pair: speed for pair, speed in pairs(topology).items() if set(pair) <= kept}
@@ -231,9 +234,9 @@ def test_other_topologies_keep_the_rest(topology, data, reducing):
     assert other.switches == tuple(Switch(switch.name, reducing) for switch in topology.switches)
     assert (other.devices, other.links) == (topology.devices, topology.links)
     gpus = tuple(f"host/cuda:{k}" for k in range(len(topology.devices)))
-    to = dict(zip(topology.devices, gpus, strict=True))
+    gpu_of = dict(zip(topology.devices, gpus, strict=True))
     new = topology.renamed(gpus)
-    assert pairs(new) == {(to.get(a, a), to.get(b, b)): speed for (a, b), speed in pairs(topology).items()}
+    assert pairs(new) == {(gpu_of.get(a, a), gpu_of.get(b, b)): speed for (a, b), speed in pairs(topology).items()}
     assert (new.devices, new.switches) == (gpus, topology.switches)
     assert new.renamed(topology.devices) == topology
     assert topology.to_json() == before
@@ -275,7 +278,8 @@ def rank(topology, nodes):
 @examples(150)
 @given(topologies(most_devices=3, most_switches=3), st.randoms())
 def test_route_is_the_best_of_all_routes(topology, random):
-    """A route passes the fewest devices, then links, then has most bandwidth; else it is ``None``."""
+    """A route passes the fewest devices; of these routes it has the fewest links, and of those the most bandwidth. It
+    is the same for any order of links and calls. If there is no route, the result is ``None``."""
     links, ends = list(topology.links), list(product(topology.nodes, repeat=2))
     routes = {pair: topology.route(*pair) for pair in ends}
     random.shuffle(links)
@@ -300,7 +304,7 @@ def test_of_equal_routes_the_first_in_order(topology):
 
 
 def test_routes_of_known_machines():
-    """Routes by switches come before routes by devices, also if they have more links; unknown nodes are refused."""
+    """Routes by switches come before routes by devices, also if they have more links. Unknown nodes are refused."""
     star = Topology.star(8, 450)
     assert star.route("CPU:0", "switch") == (A, "switch")
     assert star.route(A, A) == (A,)
@@ -330,15 +334,16 @@ def test_mesh(rows, columns):
 
 @given(st.lists(st.integers(1, 4), min_size=1, max_size=3))
 def test_torus(shape):
-    """A torus links neighbours along each dimension; of two devices there is one link per direction."""
+    """A torus links neighbours along each dimension, and its ends; two devices have one link in each direction."""
     speeds = tuple(10 + k for k in range(len(shape)))  # the first speed is that of the last dimension
     topology = Topology.torus(*shape, gb_per_s=speeds)
     cells = list(product(*map(range, shape)))
     wanted = {}
     for a, b in permutations(range(len(cells)), 2):
-        apart = [k for k in range(len(shape)) if cells[a][k] != cells[b][k]]
-        if len(apart) == 1 and (cells[a][apart[0]] - cells[b][apart[0]]) % shape[apart[0]] in (1, shape[apart[0]] - 1):
-            wanted[f"cpu:{a}", f"cpu:{b}"] = speeds[len(shape) - 1 - apart[0]]
+        differing = [k for k in range(len(shape)) if cells[a][k] != cells[b][k]]
+        k = differing[0]
+        if len(differing) == 1 and (cells[a][k] - cells[b][k]) % shape[k] in (1, shape[k] - 1):
+            wanted[f"cpu:{a}", f"cpu:{b}"] = speeds[len(shape) - 1 - k]
     assert topology.devices == names(len(cells))
     assert pairs(topology) == wanted
 
@@ -388,7 +393,7 @@ def test_json_round_trip(topology):
 
 
 def test_json_is_this_text():
-    """The format is fixed: a text that is written today can be read by every later version."""
+    """The format is fixed: the text of a topology never changes, so every later version can read it."""
     topology = Topology([A, B], [Link(A, "x", Fraction(64, 3), MICRO), Link("x", B, 25)], [Switch("x", True)])
     text = (
         '{"format":"crossreduce.topology/1","devices":["cpu:0","cpu:1"],"switches":[["x",true]],'
@@ -399,7 +404,7 @@ def test_json_is_this_text():
 
 
 def test_json_written_by_people():
-    """Numbers may be decimals; latency and switches may be left out; device names need not be canonical."""
+    """Numbers may be decimals. Latencies and switches may be missing. Device names need not be canonical."""
     text = """{"format": "crossreduce.topology/1", "devices": ["GPU:0", "cuda:1"],
                "links": [["cuda:0", "cuda:1", 25], ["cuda:1", "cuda:0", "12.5", 1e-6]], "made by": "a person"}"""
     wanted = Topology(["cuda:0", "cuda:1"], [("cuda:0", "cuda:1", 25), ("cuda:1", "cuda:0", 12.5, 1e-6)])

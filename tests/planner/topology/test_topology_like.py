@@ -15,19 +15,19 @@ GPUS = DGX.devices
 
 
 def ways_to_give_it(folder):
-    """Return each way to give a DGX-1; the folder must be the current one."""
+    """Return names and paths that stand for a DGX-1. Its files are written to ``folder``, the current folder."""
     for name in ("box.json", "box"):
         (folder / name).write_text(DGX.to_json())
     return "dgx-1v", "DGX-1", folder / "box.json", f"{folder}/box.json", "box"
 
 
 def test_every_function_takes_it(tmp_path, monkeypatch):
-    """Planning, bounds, simulation, exports and pictures give the same with a name or path as with the topology."""
+    """Planning, bounds, simulation, exports and pictures accept a name or path in place of the topology."""
     monkeypatch.chdir(tmp_path)
     for given in ways_to_give_it(tmp_path):
         assert topology_of(given) == DGX
         assert cr.plan(given, "broadcast", "1M") == cr.plan(DGX, "broadcast", 1 << 20)
-    assert cr.bound(given, "all_reduce") == cr.bound(DGX, "all_reduce")
+    assert cr.bound(given, "all_reduce") == cr.bound(DGX, "all_reduce")  # the last way, a file called "box"
     schedule = cr.plan(DGX, algorithm="ring").schedule
     assert cr.simulate(schedule, given, "64M") == cr.simulate(schedule, DGX, 1 << 26)
     assert to_chrome_trace(schedule, given, "64K") == to_chrome_trace(schedule, DGX, 1 << 16)
@@ -39,24 +39,24 @@ def test_every_function_takes_it(tmp_path, monkeypatch):
 
 
 def test_every_op_takes_it(tmp_path):
-    """Ops, those for TensorFlow and ``crossreduce.jax.all_reduce`` plan on a topology that is given by name or path."""
+    """Ops (also for TensorFlow) and ``crossreduce.jax.all_reduce`` accept a name or path in place of a topology."""
     import jax
 
     import crossreduce.jax
     import crossreduce.tensorflow as crt
 
-    given, _, path, *_ = ways_to_give_it(tmp_path)
-    value = cr.PerReplica([np.full(3, 2.0**k) for k in range(8)])
-    for op in (cr.AllReduceCrossDeviceOps("forest", topology=given), cr.HierarchicalCopyAllReduce(topology=path)):
+    name, _, path, *_ = ways_to_give_it(tmp_path)
+    value = cr.PerReplica([np.full(3, 2.0**k) for k in range(8)])  # the sum is 255
+    for op in (cr.AllReduceCrossDeviceOps("forest", topology=name), cr.HierarchicalCopyAllReduce(topology=path)):
         assert repr(DGX) in repr(op)
         assert op.reduce("sum", value, value)[7].tolist() == [255.0] * 3
     assert repr(DGX) in repr(crt.HierarchicalCopyAllReduce(topology=path))
-    reduced = jax.vmap(lambda x: crossreduce.jax.all_reduce(x, "i", "sum", given), axis_name="i")(2.0 ** np.arange(8))
+    reduced = jax.vmap(lambda x: crossreduce.jax.all_reduce(x, "i", "sum", name), axis_name="i")(2.0 ** np.arange(8))
     assert reduced.tolist() == [255.0] * 8
 
 
 def test_what_gives_no_topology(tmp_path):
-    """Other objects, unknown machines and missing files raise errors that help; "this" is this machine."""
+    """Other objects, unknown machines and missing files raise errors with a remedy or name. "this" is this machine."""
     assert topology_of("this") == Topology.discover()
     for wrong in (None, 3, b"dgx-1v", ["dgx-1v"], DGX.links, Topology):
         with pytest.raises(ArgumentError, match=r"this is not a topology\.\n  given: [\s\S]*name of a machine"):
@@ -83,7 +83,7 @@ def test_devices_by_number():
 
 @pytest.mark.parametrize("wrong", [8, -1, True, 1.0, b"0", ["cuda:0"]])
 def test_numbers_of_no_device(wrong):
-    """A number that is not that of a device, or another object, raises a DeviceError with the valid numbers."""
+    """A number that no device has, or an object of another type, raises a DeviceError with the valid numbers."""
     calls = [lambda: DGX.subset([0, wrong]), lambda: DGX.without_link(0, wrong)]
     calls += [lambda: cr.plan(DGX, sources=[0, wrong]), lambda: cr.plan(DGX, "reduce", root=wrong)]
     for call in calls:
@@ -94,7 +94,7 @@ def test_numbers_of_no_device(wrong):
 
 
 def test_a_plan_says_how_to_run_it():
-    """``explain`` names the op that runs such plans; the collectives without one are for other tools."""
+    """``explain`` names the op that runs the plan. If no op runs the collective, it says to export the plan."""
     for collective in ("all_reduce", "reduce", "broadcast"):
         plan = cr.plan(DGX, collective, algorithm="one_device")
         assert 'to run    AllReduceCrossDeviceOps("one_device", topology=...) plans and runs' in plan.explain()

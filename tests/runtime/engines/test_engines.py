@@ -1,4 +1,4 @@
-"""The engines: each computes what the oracle computes, for any schedule, and runs nothing that was not verified."""
+"""The engines: each gives the results of the oracle for any schedule, and runs no schedule that verify rejects."""
 
 import random
 from fractions import Fraction
@@ -43,8 +43,8 @@ def all_reduce(algorithm, n, packs=1):
 @given(named, requests(most_packs=4), op_and_dtype(), sizes, st.data())
 @examples(250)
 def test_results_are_the_oracles(algorithm, ask, pair, size, data):
-    """For any plan, op, dtype and size, each engine gives each destination the oracle's result, integers to the bit;
-    all engines give the same bits, since the lowered program fixes the order of combination. A second run does, too."""
+    """For any plan, op, dtype and size, each engine gives each destination the oracle's result, integers exactly. All
+    engines, and a second run, give the same bits, since the lowered program fixes the order of combination."""
     op, dtype = pair
     schedule = plan(algorithm, ask)
     xs = data.draw(arrays(dtype, (size,), len(ask.sources)))
@@ -63,7 +63,7 @@ def test_results_are_the_oracles(algorithm, ask, pair, size, data):
 
 
 def chance(rng):
-    """Return a random schedule of one chunk; it may be wrong."""
+    """Return a random schedule of one chunk, which may be wrong."""
     n = rng.choice([2, 3, 3, 4])
     everyone = tuple(range(n))
     rounds = [[(0, rng.randrange(n), tuple(rng.sample(everyone, rng.randint(1, n))))] for _ in range(rng.randint(1, 4))]
@@ -83,7 +83,7 @@ def chance(rng):
 @each_engine
 @pytest.mark.parametrize("dtype", ["int64", "float16"])
 def test_any_right_schedule_gives_the_right_sum(engine, dtype):
-    """Not only planned schedules: any steps that verify accepts give exact sums and do not write the inputs.
+    """Random schedules that verify accepts give exact sums, too, and do not write the inputs.
 
     No engine reuses the memory of an intermediate value that a later step reads.
     """
@@ -119,7 +119,7 @@ REDUCTIONS = ("sum", "mean", "min", "max", "product")
 
 @each_engine
 def test_nan_and_inf_propagate(engine):
-    """A NaN of any one device is in the result; infinities follow the rules of arithmetic."""
+    """If one device has a NaN, the result is NaN. Infinities follow the rules of arithmetic."""
     for algorithm, special, dtype, op in pairs(NAMED, SPECIALS, strategies.FLOATS, REDUCTIONS):
         xs = with_specials(dtype, 5, special)
         with np.errstate(invalid="ignore"):
@@ -139,9 +139,9 @@ def test_results_are_written_into_out(engine):
 
 
 def custom(chunks, *rounds):
-    return Schedule(
-        "all_reduce", "custom", names(2), chunks, tuple(tuple(Step(*step) for step in steps) for steps in rounds)
-    )
+    """Return a schedule on two devices. Each round is a list of steps (chunk, dst, srcs)."""
+    steps = tuple(tuple(Step(*step) for step in steps) for steps in rounds)
+    return Schedule("all_reduce", "custom", names(2), chunks, steps)
 
 
 WHOLE = (Chunk(Fraction(1), (0, 1), (0, 1)),)
@@ -180,6 +180,7 @@ def test_wrong_schedules_are_refused_before_anything_runs(engine):
 
 
 def layout_of(framework, xs, mixed=False, size=4, devices=None):
+    """Return the arguments of ``select`` for an all-reduce of one tensor; ``mixed``: of sparse and dense arrays."""
     devices = devices or names(2)
     program = lower(planned("one_device", devices, devices))
     buffer = Buffer("float32", size, (Span(0, 0, size or 0, (size or 0,)),), 1, 0)
@@ -188,8 +189,8 @@ def layout_of(framework, xs, mixed=False, size=4, devices=None):
 
 
 def test_the_engine_of_a_layout():
-    """NumPy arrays in host memory run on the engine "host", which reads the arrays themselves; "loop" runs mixed sparse
-    and dense values, unknown sizes, and devices outside this host's memory; "null" runs null arrays."""
+    """NumPy arrays in host memory are reduced by the engine "host", without copies. "loop" reduces values with sparse
+    and dense arrays, arrays of unknown size, and those outside this host's memory. "null" reduces null arrays."""
     xs, null = [np.ones(4, "float32") for _ in range(2)], NullFramework()
     for change, name in (
         ({}, "host"),
@@ -238,7 +239,7 @@ def test_a_new_engine_runs_whole_calls():
 
 @each_engine
 def test_overlapping_out_is_refused_for_every_engine(engine):
-    """Arrays of ``out`` that share memory are refused before any write, whether or not the engine checks for it; the
+    """Arrays of ``out`` that share memory are refused before any write, also if the engine does not check for them. The
     host engine's kernel finds them itself."""
     block = np.zeros(4)
     with only(engine):
@@ -283,7 +284,8 @@ def test_the_loop_runs_a_frameworks_own_operations():
     """The engine "loop" copies and adds by calls of the framework, which the null framework counts."""
     null = NullFramework()
     run_on(null, all_reduce("one_device", 3), "sum", [null.zeros((5,), "float32", d) for d in names(3)], 5, "float32")
-    assert (null.counts.copies, null.counts.additions) == (4, 10)
+    assert null.counts.copies == 4  # two arrays to the root, and the result back
+    assert null.counts.additions == 2 * 5  # of two arrays of 5 elements
 
 
 def test_the_loop_adds_the_parts_of_complex_numbers_separately(framework):
@@ -300,7 +302,7 @@ def test_the_loop_adds_the_parts_of_complex_numbers_separately(framework):
 
 
 def test_the_loop_propagates_nan_and_inf_in_every_framework(framework):
-    """In the engine "loop" every framework's operations give NaN for NaN and follow arithmetic for infinities."""
+    """In the engine "loop", the operations of every framework propagate NaN and treat infinities as arithmetic does."""
     schedule = all_reduce("direct", 3)
     for op, special in product(REDUCTIONS, SPECIALS):
         xs = with_specials("float32", 3, special)

@@ -26,7 +26,7 @@ def arrays(seed, size):
 
 
 def reduces_trees(seed):
-    """Reduces trees whose type optree does not know, of sizes that need new plans, and of one size that does not."""
+    """Reduces trees of a new type, with arrays of a size that needs a new plan, and of a size that does not."""
 
     @dataclasses.dataclass
     class Gradients:
@@ -43,9 +43,8 @@ def packs(seed):
     """Packs several tensors."""
     made = [arrays(seed + size, size) for size in (3, 1000, 70)]
     values = [cr.PerReplica(xs) for xs, _ in made]
-    for (_, total), result in zip(
-        made, PACKING.batch_reduce("sum", list(zip(values, values, strict=True))), strict=True
-    ):
+    results = PACKING.batch_reduce("sum", list(zip(values, values, strict=True)))
+    for (_, total), result in zip(made, results, strict=True):
         assert all((x == total).all() for x in result.values)
 
 

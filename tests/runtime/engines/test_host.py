@@ -37,10 +37,10 @@ def on_kernels(name):
 
 
 def equal(a, b, op):
-    """Return whether two results have the same bits, with one exception.
+    """Return whether two results have the same bits, except that the minimum or maximum of 0 and -0 may be either.
 
-    0 and -0 are equal, so either is the minimum of both: the kernels keep the first, and NumPy keeps it for halves and
-    returns the second of wider floats, as the processor's own minimum does.
+    The kernels return the first of both. NumPy does so for halves, but returns the second of wider floats, as the
+    processor's own minimum does.
     """
     if a.dtype != b.dtype or a.shape != b.shape:
         return False
@@ -49,7 +49,7 @@ def equal(a, b, op):
 
 @st.composite
 def batches(draw, most=9, rows=4):
-    """Draw an op and a batch: arrays, their devices, and the destinations; rows often have the same devices."""
+    """Draw an op and a batch: arrays and the request for them in each row. Often rows have the same request."""
     op = draw(strategies.ops)
     asks = draw(st.lists(strategies.requests(st.integers(1, most), most_packs=4), min_size=1, max_size=2))
     batch = []
@@ -109,7 +109,7 @@ def test_kernels_give_the_bits_of_the_loop_on_topologies(data, packing, algorith
     ("algorithm", "pair"), each(strategies.NAMED, [("sum", "float32"), ("product", "complex64"), ("mean", "float16")])
 )
 def test_17_devices(algorithm, pair):
-    """With 17 sources, too many for one pass, the kernels give the bits of the loop engine ("forest" has only 5)."""
+    """With 17 sources, too many for one pass, the kernels give the bits of the loop engine. "forest" gets only 5."""
     n, (op, dtype) = 5 if algorithm == "forest" else 17, pair
     rng, ask = np.random.default_rng(17), strategies.DeviceRequest(*[strategies.names(n)] * 3, 0, 0)
     scales = [2.0**k for k in range(-n // 2, n // 2 + 1)][:n]
@@ -142,17 +142,16 @@ def test_segments_cover_each_element_once(drawn):
         assert {specs[tensor].dtype for tensor in layout.tensors} == {dtype}
         numbers = get("numpy").numbers(ReduceOp.MAX, dtype, len(sources))
         with mock.patch.object(kernels, "compile_kernel", lambda *args: args):
-            made_of = kernel(layout, numbers, len(to))
-        _, _, _, count, results, sizes, programs, segments = made_of
+            _, _, _, count, results, sizes, programs, segments = kernel(layout, numbers, len(to))
         assert (count, results) == (len(sources), len(to))
         assert sizes == tuple(int(np.prod(shape)) for shape in layout.shapes)
         assert len(set(programs)) == len(programs)
-        made = [[None] * size for size in sizes]
+        covered_by = [[None] * size for size in sizes]  # for each element, the number of its segment's program
         for tensor, start, stop, number in segments:
             assert start < stop
-            assert made[tensor][start:stop] == [None] * (stop - start)
-            made[tensor][start:stop] = [number] * (stop - start)
-        tensors = iter(made)
+            assert covered_by[tensor][start:stop] == [None] * (stop - start)
+            covered_by[tensor][start:stop] = [number] * (stop - start)
+        tensors = iter(covered_by)
         for buffer, ranges in layout.buffers:
             flat = list(itertools.chain.from_iterable(next(tensors) for _ in buffer.spans))
             due = []
@@ -166,14 +165,14 @@ def test_segments_cover_each_element_once(drawn):
 
 
 def test_a_batch_is_one_run():
-    """However many tensors and buffers there are, the kernels run once for each (dtype, sources, destinations)."""
+    """For any number of tensors and buffers, the kernels run once for each (dtype, sources, destinations)."""
     values = [PerReplica([np.full(k % 7, 1.0) for _ in range(4)]) for k in range(160)]
     mixed = [PerReplica([np.full(3, 1, dtype) for _ in range(2)]) for dtype in ("int8", "float32", "int8", "bool")]
     ops = cr.AllReduceCrossDeviceOps("hierarchical_copy", num_packs=0)
     for op, batch, count in (
         ("sum", [(value, value) for value in values], 1),
-        ("max", [(value, value) for value in mixed], 3),
-        ("sum", [(value, "cpu:1" if k % 2 else value) for k, value in enumerate(values)], 2),
+        ("max", [(value, value) for value in mixed], 3),  # dtypes
+        ("sum", [(value, "cpu:1" if k % 2 else value) for k, value in enumerate(values)], 2),  # lists of destinations
     ):
         with engine_runs() as runs:
             results = ops.batch_reduce(op, batch)
@@ -192,7 +191,7 @@ def executable(size, n, op="sum", dtype="float32"):
     ("size", "limit", "threads"), [(1 << 19, None, 6), (1 << 19, 4, 4), (1 << 19, 64, 6), (9, 4, 1)]
 )
 def test_the_number_of_threads(monkeypatch, size, limit, threads):
-    """The number of threads is the lesser of the framework's and the environment's limit; small arrays get one."""
+    """The number of threads is the lesser of the framework's ``limit`` and the environment's, 6. Small arrays get 1."""
     monkeypatch.setenv("CROSSREDUCE_NUM_THREADS", "6")
     made = executable(size, 2)
     made.kernel = mock.Mock()
@@ -202,7 +201,7 @@ def test_the_number_of_threads(monkeypatch, size, limit, threads):
 
 
 def test_large_arrays_use_threads_and_streaming_stores(torch_):
-    """Kernels use threads if they move 1 MiB, and streaming stores if they write 4 MiB; torch limits the threads."""
+    """Kernels use threads if they move 1 MiB, and streaming stores if they write 4 MiB. torch limits the threads."""
 
     def settings_of(*args):
         made = executable(*args)
@@ -234,7 +233,7 @@ def test_only_host_memory_runs_on_the_kernels():
 
 
 def test_results_do_not_depend_on_threads_or_the_callers_mode(torch_, monkeypatch):
-    """A thread that flushes subnormals to zero gets the same results, and keeps its mode, however many threads work."""
+    """For a caller that flushes subnormals to zero, results and this mode do not change, with any number of threads."""
     torch = torch_.torch
     tiny = torch.tensor([1e-40, -3e-39, 1e-38, 2.0**-149])
     wanted = (2 * tiny.double()).float().view(torch.int32)

@@ -92,8 +92,10 @@ def test_large_results_wrap_the_kernels_memory(framework):
             result = OPS.reduce(op, value, value)
         assert len(made) == (3 if framework.mutable else 1)
         places = [address(framework, y) for y in result]
-        assert all(at in block and at + LARGE - 1 in block for at, block in zip(places, itertools.cycle(made))), dtype
-        assert LARGE <= len(made[0]) < LARGE + 64
+        for at, block in zip(places, itertools.cycle(made)):  # immutable results share the only block
+            assert at in block, dtype
+            assert at + LARGE - 1 in block, dtype
+        assert LARGE <= len(made[0]) < LARGE + 64  # up to 63 bytes more for alignment
         assert live(framework) - before == len(made) * len(made[0])
         last = result[2]
         del result
@@ -103,7 +105,7 @@ def test_large_results_wrap_the_kernels_memory(framework):
 
 
 def test_results_outlive_everything_else(framework):
-    """A result keeps its memory while it is referenced, whatever else was freed and reduced since."""
+    """A result keeps its memory and its numbers while it is referenced, whatever is freed and reduced meanwhile."""
     gc.collect()
     before = live(framework)
     held = {}
@@ -112,7 +114,7 @@ def test_results_outlive_everything_else(framework):
         value = put(framework, [np.full(shape, k, np_dtype(dtype)) for k in (1, 2, 3)])
         held[dtype, shape] = OPS.reduce(op, value, value)[1], due
         value = put(framework, [np.full(shape, 0, np_dtype(dtype))] * 3)
-        OPS.reduce("product", value, value)  # into the memory that was freed
+        OPS.reduce("product", value, value)  # into memory that was freed
     del value
     gc.collect()
     for (dtype, shape), (y, due) in held.items():
@@ -126,8 +128,8 @@ def test_results_outlive_everything_else(framework):
 
 
 def test_small_results_are_the_frameworks_own(framework):
-    """Results below the pool's threshold come from the framework's own allocator, if its arrays can be written: one for
-    each device; where arrays are immutable, all devices share the memory of one result."""
+    """Results below the pool's threshold come from the framework's own allocator, one for each device. But if the
+    framework's arrays are immutable, all devices share one result in the pool's memory."""
     value = put(framework, [np.ones(LARGE // 4 - 1, "float32")] * 2)
     with blocks() as made:
         result = OPS.reduce("sum", value, on_devices(strategies.names(4)))
@@ -155,10 +157,10 @@ def test_jax_arrays_of_another_layout(jax_):
 
 @pytest.mark.parametrize("size", [5, LARGE])
 def test_arrays_may_be_deleted_and_donated(jax_, size):
-    """Results do not depend on their inputs, nor on each other: an input or a result that is deleted, or overwritten
-    after it was donated, changes no result and no later reduction."""
-    overwritten = jax_.jax.jit(lambda x: x - 9, donate_argnums=0)
-    value = put(jax_, [np.full(size, k, "float32") for k in (1, 2, 3)])
+    """If an input or a result is deleted, or is donated and then overwritten, no other result and no later reduction
+    changes."""
+    overwritten = jax_.jax.jit(lambda x: x - 9, donate_argnums=0)  # writes into its argument
+    value = put(jax_, [np.full(size, k, "float32") for k in (1, 2, 3)])  # the sum is 6, the mean 2
     result, copies = OPS.reduce("sum", value, value), OPS.broadcast(value[0], on_devices(strategies.names(2)))
     assert (jax_.to_numpy(overwritten(result[0])) == -3).all()
     assert all((jax_.to_numpy(y) == 2).all() for y in OPS.reduce("mean", value, value))
@@ -179,7 +181,7 @@ def test_arrays_that_are_still_computed(jax_):
 
 
 def looped(function, *args):
-    """Return the result of a function; assert that it reduced with the engine "loop" only."""
+    """Return the result of a function, and assert that only the engine "loop" reduced."""
     with engine_runs() as runs:
         found = function(*args)
     assert runs
@@ -188,8 +190,8 @@ def looped(function, *args):
 
 
 def test_tensorflows_gradients_and_graphs(tensorflow_):
-    """Gradients of both modes flow through the engine "loop", which also traces graphs; without recording, and in a
-    py_function inside a graph, kernels run."""
+    """If a GradientTape or ForwardAccumulator records operations, or a graph is traced, the engine "loop" runs and the
+    gradients are right. While recording is stopped, and in a py_function inside a graph, kernels run."""
     tf = tensorflow_.tf
     x, y = tensorflow_.array(np.arange(3.0), 0), tensorflow_.array(np.ones(3), 1)
     with tf.GradientTape() as tape:
@@ -209,7 +211,7 @@ def test_tensorflows_gradients_and_graphs(tensorflow_):
 
 
 def test_torch_transformations_and_modes(torch_):
-    """The engine "loop" runs under vmap, dispatch modes and for fake tensors; kernels under torch function modes."""
+    """The engine "loop" runs under vmap, dispatch modes and for fake tensors. Under function modes, kernels run."""
     torch = torch_.torch
     from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
     from torch.overrides import TorchFunctionMode
@@ -244,7 +246,7 @@ def test_torch_transformations_and_modes(torch_):
 
 @pytest.mark.filterwarnings("ignore:Accessing the data pointer of FakeTensor")
 def test_tensors_without_memory(torch_):
-    """Tensors without memory (lazy zeros, fake tensors) are reduced by the engine "loop", and are rejected as out."""
+    """Tensors without memory (lazy zeros, fake tensors) can be reduced, but not be arrays of ``out``."""
     torch = torch_.torch
     from torch._subclasses.fake_tensor import FakeTensorMode
 

@@ -35,6 +35,8 @@ from crossreduce.kernels import FusedProgram, Segment
 from crossreduce.ops import INTEGERS
 
 every_set = pytest.mark.parametrize("isa", SETS)
+# The last arguments of ``run``: the number of threads, whether streaming stores are used, whether overlaps are found.
+PLAIN, CHECKED = (1, False, False), (1, False, True)
 
 
 def joined(value):
@@ -43,7 +45,7 @@ def joined(value):
 
 
 def test_the_extension_was_built():
-    """The extension is built; without it, these tests would prove nothing about the compiled kernels."""
+    """The extension is built. Without it, these tests would prove nothing about the compiled kernels."""
     assert NATIVE is not None, "the extension must be built for the tests: python setup.py build_ext --inplace"
     assert NATIVE.supported()[-1] == "baseline"
 
@@ -57,8 +59,8 @@ def test_compiled_kernels_give_the_bits_of_the_reference(isa, case, setup):
 
 
 FLOAT32 = "float32", "float32", "float32"
-SWAP = FusedProgram(0, (), (1, 0))
-TWO_VALUES = FusedProgram(2, ((0, 0, 1), (1, 1, ~0)), (~0, ~1))
+SWAP = FusedProgram(0, (), (1, 0))  # result 0 is source 1, and result 1 is source 0
+TWO_VALUES = FusedProgram(2, ((0, 0, 1), (1, 1, ~0)), (~0, ~1))  # x0 + x1, and x1 + (x0 + x1)
 SWAPPED = Case("sum", ("float64",) * 3, 1, 2, 2, (100,), (SWAP,), (Segment(0, 0, 100, 0),))
 SEPARATE = Case("sum", FLOAT32, 1, 2, 2, (100,), (TWO_VALUES,), (Segment(0, 0, 100, 0),))
 
@@ -69,7 +71,7 @@ SEPARATE = Case("sum", FLOAT32, 1, 2, 2, (100,), (TWO_VALUES,), (Segment(0, 0, 1
 @example(case=SWAPPED, setup=Setup(in_place=((0, 0), (1, 1))))
 @example(case=SEPARATE, setup=Setup(in_place=((1, 1),)))
 def test_a_result_may_be_a_source_of_its_tensor(isa, case, setup):
-    """Results that overwrite sources have the bits of separate results, in the compiled kernels and in NumPy."""
+    """Results that overwrite sources have the same bits as separate results, in the compiled kernels and in NumPy."""
     in_place = tuple((r, s) for r, s in setup.in_place if s < case.sources and r < case.results)
     if storage(case.dtypes[0]).itemsize != storage(case.dtypes[2]).itemsize:
         in_place = ()  # the elements of results and sources differ in size
@@ -79,13 +81,13 @@ def test_a_result_may_be_a_source_of_its_tensor(isa, case, setup):
 
 @every_set
 def test_results_may_be_different_values_in_any_order(isa):
-    """Each result is the value that its program names: a source, or the value of any fold, not only the last."""
+    """Each result is the value that the program names for it: a source, or the value of any fold."""
     a, b = np.arange(100, dtype="float32"), np.arange(100, 200, dtype="float32")
     values = {0: a, 1: b, ~0: a + b, ~1: b + (a + b)}
     for wanted, divisor in pairs([(~1, ~0), (~0, ~1), (0, ~1), (~1, 0), (0, ~0), (1, 0)], [1, 3]):
         case = SEPARATE._replace(divisor=divisor, programs=(TWO_VALUES._replace(results=wanted),))
         outs = [np.zeros(100, "float32") for _ in wanted]
-        case.native(isa).run([[a, b]], [outs], 1, False, False)
+        case.native(isa).run([[a, b]], [outs], *PLAIN)
         for out, name in zip(outs, wanted, strict=True):
             assert (out == values[name] / np.float32(divisor)).all(), (wanted, divisor)
 
@@ -106,28 +108,23 @@ def test_every_op_on_every_dtype(isa, numbers):
     """Every op that is defined for a dtype gives the bits of the reference, also in partial cache lines at the ends."""
     for n, size, kind in ((1, 3, "special"), (2, 333, "special"), (3, 1000, "bytes"), (18, 333, "special")):
         case = reduction(*numbers, n, size, results=2)
-        check(case, Setup(seed=n, kind=kind, offsets=(1, 8)), case.native(isa))
+        check(case, Setup(seed=n, kind=kind, offsets=(1, 8)), case.native(isa))  # arrays at these offsets in turn
 
 
+# Ops, and the dtypes of sources, accumulators and results.
 STREAMED = [
-    ("mean", "float16", "float32", "float16"),
-    ("sum", *["complex128"] * 3),
-    ("mean", "int8", "float64", "float32"),
+    ("mean", "float16", "float32", "float16"), ("sum", *["complex128"] * 3), ("mean", "int8", "float64", "float32"),
     ("max", *["bfloat16"] * 3),
-]
+]  # fmt: skip
 ALIGNED = [
-    ("product", *["complex128"] * 3),
-    ("product", *["complex64"] * 3),
-    ("mean", *["float64"] * 3),
-    ("sum", "bfloat16", "float32", "bfloat16"),
-    ("mean", "int8", "float64", "float16"),
-    ("max", *["uint8"] * 3),
-]
+    ("product", *["complex128"] * 3), ("product", *["complex64"] * 3), ("mean", *["float64"] * 3),
+    ("sum", "bfloat16", "float32", "bfloat16"), ("mean", "int8", "float64", "float16"), ("max", *["uint8"] * 3),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("numbers", "isa", "streaming"), pairs(ALIGNED, SETS, [True, False]), ids=joined)
 def test_every_alignment(isa, numbers, streaming):
-    """Results may have any offset in a cache line, and sources any other, with and without streaming stores."""
+    """Sources and results may have any offsets in a cache line, with and without streaming stores."""
     size = 17_000 // oracle.dtype_of(numbers[1]).itemsize  # enough lines for streaming stores
     case = reduction(*numbers, 2, size, results=2)._replace(segments=(Segment(0, 1, size, 0),))
     for offset in range(65):
@@ -162,7 +159,7 @@ def test_there_are_kernels_for_the_numbers_of_every_framework(framework):
 @examples(10)
 @given(data=st.data())
 def test_reductions_are_right(isa, dtype, data):
-    """Kernels agree with a loop over exact Python numbers: integers to the bit, floats within the rounding error."""
+    """Kernels give the results of exact Python numbers: integers exactly, and floats within the rounding error."""
     n, size = data.draw(st.integers(1, 24)), data.draw(st.integers(0, 90))
     xs = data.draw(strategies.arrays(dtype, (size,), n))
     for op in strategies.ops_for(dtype):
@@ -183,16 +180,16 @@ def test_halves_are_rounded_once(isa, dtype, n, op):
     exact = sum(x.astype("float64") for x in xs) / (n if op == "mean" else 1)
     out = np.zeros(layers.size, np.uint16)
     kernel = reduction(op, dtype, "float32", dtype, n, layers.size).native(isa)
-    kernel.run([[x.view(np.uint16) for x in xs]], [[out]], 1, False, False)
+    kernel.run([[x.view(np.uint16) for x in xs]], [[out]], *PLAIN)
     bits, least = {"float16": (10, -14), "bfloat16": (7, -126)}[dtype]
     unit = np.exp2(np.maximum(np.floor(np.log2(np.maximum(np.abs(exact), 1e-300))), least) - bits)
-    off = np.abs(out.view(oracle.dtype_of(dtype)).astype("float64") - exact) / unit
-    assert 0.45 < off.max() <= 0.51, "at most 0.45: data that needs no rounding proves nothing"
+    error = np.abs(out.view(oracle.dtype_of(dtype)).astype("float64") - exact) / unit
+    assert 0.45 < error.max() <= 0.51, "at most 0.45: data that needs no rounding proves nothing"
 
 
 def rounded(exact, bits, least, most):
-    """Return a fraction as the nearest number of ``bits`` bits, ties to even, in steps of 2**least or more; an infinity
-    if this number exceeds ``most``."""
+    """Return a fraction rounded to ``bits`` bits (ties to even) and to a multiple of 2**least, or an infinity if the
+    result exceeds ``most``."""
     if exact == 0:
         return 0.0
     exponent = math.floor(math.log2(abs(exact)))
@@ -224,7 +221,7 @@ def test_the_mean_of_integers_is_a_correctly_rounded_half(isa, dtype, half, data
     xs = rng.choice(np.array([first, *others], dtype), (n, 45))
     xs[1:, ::2] = first  # in every other column all sources but the first are equal
     out = np.zeros(45, storage(half))
-    reduction("mean", dtype, "float64", half, n, 45).native(isa).run([list(xs)], [[out]], 1, False, False)
+    reduction("mean", dtype, "float64", half, n, 45).native(isa).run([list(xs)], [[out]], *PLAIN)
     exact = [Fraction(sum(column), n) for column in xs.T.tolist()]
     assert out.view(oracle.dtype_of(half)).astype("float64").tolist() == [rounded(x, *HALVES[half]) for x in exact]
 
@@ -236,7 +233,7 @@ def test_a_mean_next_to_a_tie_is_rounded_once(isa, tie):
     xs = np.full((1000, 45), number, "int32")
     xs[0] += 1
     out = np.zeros(45, storage(half))
-    reduction("mean", "int32", "float64", half, 1000, 45).native(isa).run([list(xs)], [[out]], 1, False, False)
+    reduction("mean", "int32", "float64", half, 1000, 45).native(isa).run([list(xs)], [[out]], *PLAIN)
     right = rounded(Fraction(1000 * number + 1, 1000), *HALVES[half])
     assert (out.view(oracle.dtype_of(half)).astype("float64") == right).all()
 
@@ -246,22 +243,22 @@ def test_sources_with_three_strided_axes(isa):
     """The elements of a source are read in C order, whatever the strides of its axes are."""
     x = np.arange(480, dtype="float32").reshape(6, 8, 10)[::2, ::2, ::2]
     out = np.zeros(60, "float32")
-    reduction("sum", *["float32"] * 3, 2, 60).native(isa).run([[x, x]], [[out]], 1, False, False)
+    reduction("sum", *["float32"] * 3, 2, 60).native(isa).run([[x, x]], [[out]], *PLAIN)
     assert (out == 2 * x.reshape(-1)).all()
 
 
 @pytest.mark.parametrize(("dtype", "isa", "op"), pairs(strategies.FLOATS, SETS, ["min", "max"]))
 def test_nan_propagates_and_the_first_of_equal_numbers_is_returned(isa, dtype, op):
-    """The minimum or maximum is NaN if any operand is; of 0 and -0 it is the first."""
+    """The minimum or maximum is NaN if any operand is NaN. Of 0 and -0, it is the first one."""
     made = oracle.dtype_of(dtype)
     columns = [(np.nan, 1), (1, np.nan), (0.0, -0.0), (-0.0, 0.0), (np.inf, np.nan), (-np.inf, 3), (2, np.inf)] * 5
     xs = [np.array(column, made) for column in zip(*columns, strict=True)]
     out = np.zeros(len(columns), storage(dtype))
     case = reduction(op, dtype, dtype, dtype, 2, len(columns))
-    case.native(isa).run([[x.view(storage(dtype)) for x in xs]], [[out]], 1, False, False)
+    case.native(isa).run([[x.view(storage(dtype)) for x in xs]], [[out]], *PLAIN)
     for got, (a, b) in zip(out.view(made).astype(float).tolist(), columns, strict=True):
-        if a != a or b != b:
-            assert got != got
+        if math.isnan(a) or math.isnan(b):
+            assert math.isnan(got)
         elif a == b:
             assert (got, math.copysign(1, got)) == (a, math.copysign(1, a))
         else:
@@ -300,10 +297,10 @@ def crowded(draw):
 @examples(150)
 @given(drawn=crowded())
 def test_overlapping_results_are_found(drawn):
-    """A run returns (tensor, result) of a result that shares memory with another result, or with a source that it does
-    not exactly replace, and writes nothing. A strided source counts as all memory from its first byte to its last."""
+    """If a result shares memory with another result, or with a source that it does not exactly replace, a run writes
+    nothing and returns (tensor, result). A strided source counts as all memory from its first byte to its last."""
     case, rows, outs, memory = drawn
-    exact, roughly = set(), set()
+    exact, roughly = set(), set()  # results that share bytes, and those whose ranges of bytes overlap
     for t, r in itertools.product(range(len(outs)), range(case.results)):
         out = outs[t][r]
         others = [x for k, row in enumerate(outs) for j, x in enumerate(row) if (k, j) != (t, r)]
@@ -317,7 +314,7 @@ def test_overlapping_results_are_found(drawn):
     results = [[x.ctypes.data for x in row] for row in outs]
     for kernel in (case.native(SETS[-1]), case.reference()):
         before = memory.tobytes()
-        found = kernel.run(sources, results, 1, False, True)
+        found = kernel.run(sources, results, *CHECKED)
         if found is None:
             assert not exact
         else:
@@ -326,14 +323,13 @@ def test_overlapping_results_are_found(drawn):
 
 
 def test_arrays_overlap_if_they_share_a_byte():
-    """Adjacent arrays do not overlap; arrays that share one byte do, in the compiled kernels and in NumPy."""
+    """Adjacent arrays do not overlap. Arrays that share one byte do, in the compiled kernels and in NumPy."""
     case = reduction("sum", "int8", "int8", "int8", 1, 32)
     base = (memory := np.zeros(100, "int8")).ctypes.data
     for kernel in (case.native(SETS[0]), case.reference()):
-        for first in (0, 32):
-            for shared, found in ((0, None), (1, (0, 0))):
-                source, result = base + first, base + 32 - first + (shared if first else -shared)
-                assert kernel.run([[source]], [[result]], 1, False, True) == found
+        # The offsets of the source and of the result, which have 32 bytes each, and what is found.
+        for source, result, found in ((0, 32, None), (0, 31, (0, 0)), (32, 0, None), (32, 1, (0, 0))):
+            assert kernel.run([[base + source]], [[base + result]], *CHECKED) == found
     assert not memory.any()
 
 
@@ -342,4 +338,4 @@ def test_a_result_in_the_gaps_of_a_source_is_reported():
     whole = np.zeros((10, 100), "float32")
     case = reduction("sum", *FLOAT32, 1, 20)
     for kernel in (case.native(SETS[0]), case.reference()):
-        assert kernel.run([[whole[:, :2]]], [[whole.reshape(-1)[310:330]]], 1, False, True) == (0, 0)
+        assert kernel.run([[whole[:, :2]]], [[whole.reshape(-1)[310:330]]], *CHECKED) == (0, 0)

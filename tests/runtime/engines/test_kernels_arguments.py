@@ -17,7 +17,7 @@ GOOD = {
 
 
 def of_dtypes(dtype, accumulator=None, result=None, **others):
-    """Return arguments for a dtype; the accumulator and the result have the same one if none is given."""
+    """Return arguments for a dtype, which the accumulator and the result have, too, if no other one is given."""
     return {"dtype": dtype, "accumulator": accumulator or dtype, "result": result or dtype, **others}
 
 
@@ -82,6 +82,7 @@ MALFORMED = {
     "segment that ends before it starts": (SEGMENT, {"segments": ((0, 4, 3, 0),)}),
 }
 ERRORS = ValueError, TypeError, OverflowError, BufferError
+PLAIN = 1, False, False  # the last arguments of ``run``: one thread, no streaming stores, no search for overlaps
 
 
 # The same code checks the arguments for every instruction set, so each fault is tested on one set.
@@ -95,7 +96,7 @@ def test_malformed_kernels_are_refused(isa, name):
 
 
 def test_an_unknown_instruction_set_is_refused():
-    """The name of the instruction set is checked, and the error lists the given names."""
+    """An unknown instruction set is an error that lists the given names. So is a call with only an instruction set."""
     with pytest.raises(ValueError, match=rf"{DTYPES} among sse9, sum, float32, float32, float32"):
         NATIVE.Kernel("sse9", *GOOD.values())
     with pytest.raises(TypeError, match="takes exactly 11 arguments"):
@@ -142,10 +143,7 @@ OPERANDS = {
     "more axes than strides": (SHAPE, lambda a, out: ([[a, (a.ctypes.data, (2, 4), (4,))]], [[out]])),
     "a shape of another size": (SHAPE, lambda a, out: ([[a, (a.ctypes.data, (2, 3), (12, 4))]], [[out]])),
     "a negative shape": (SHAPE, lambda a, out: ([[a, (a.ctypes.data, (-2, -4), (16, 4))]], [[out]])),
-    "a size of 8 modulo 2**64": (
-        SHAPE,
-        lambda a, out: ([[a, (a.ctypes.data, (3, (2**64 + 8) // 3), (0, 0))]], [[out]]),
-    ),
+    "a size of 2**64 + 8": (SHAPE, lambda a, out: ([[a, (a.ctypes.data, (3, (2**64 + 8) // 3), (0, 0))]], [[out]])),
     "a stride beyond all memory": (SHAPE, lambda a, out: ([[a, (a.ctypes.data, (8,), (2**61,))]], [[out]])),
     "too many axes": (SHAPE, lambda a, out: ([[a, (a.ctypes.data, (8, *[1] * 64), (4, *[4] * 64))]], [[out]])),
     "text in a shape": ("as an integer", lambda a, out: ([[a, (a.ctypes.data, ("8",), (4,))]], [[out]])),
@@ -159,7 +157,7 @@ def test_malformed_operands_are_refused_and_nothing_is_written(isa, name):
     out = np.full(8, 7, "float32")
     fault, operands = OPERANDS[name]
     with pytest.raises(ERRORS, match=fault):
-        NATIVE.Kernel(isa, *GOOD.values()).run(*operands(X.copy(), out), 1, False, False)
+        NATIVE.Kernel(isa, *GOOD.values()).run(*operands(X.copy(), out), *PLAIN)
     assert out.tolist() == [7.0] * 8
 
 
@@ -186,7 +184,8 @@ def layouts(draw, nbytes):
 @examples(300)
 @given(data=st.data())
 def test_buffers_are_read_in_full_or_refused(isa, data):
-    """A kernel copies buffers of its size and item size, and bytes, whatever their layout; all others raise."""
+    """A source may have any layout if it has the item size of the kernel, or be contiguous bytes. A result must also be
+    contiguous and writable. Other buffers, and those of another size, raise before anything is written."""
     nbytes, dtype = data.draw(st.sampled_from([32, 9600])), data.draw(ITEMS)
     source, out = data.draw(layouts(nbytes)), data.draw(layouts(nbytes))
     itemsize, before = np.dtype(dtype).itemsize, out.tobytes()
@@ -196,17 +195,17 @@ def test_buffers_are_read_in_full_or_refused(isa, data):
     plain = [x.flags.c_contiguous for x in (source, out)]
     fits = [x.itemsize == itemsize or (x.itemsize == 1 and c) for x, c in zip((source, out), plain, strict=True)]
     if source.nbytes == out.nbytes == nbytes and all(fits) and plain[1] and out.flags.writeable:
-        kernel.run([[source]], [[out]], 1, False, False)
+        kernel.run([[source]], [[out]], *PLAIN)
         assert out.tobytes() == source.tobytes()
         return
     with pytest.raises((ValueError, BufferError), match=r"size of an array|contiguous|read-only"):
-        kernel.run([[source]], [[out]], 1, False, False)
+        kernel.run([[source]], [[out]], *PLAIN)
     assert out.tobytes() == before
 
 
 def test_unusual_arguments_do_not_end_the_process():
-    """A number of threads that is not a positive 32-bit integer raises (0 would cause a division by zero), and so does
-    a length for which there is not enough memory."""
+    """A number of threads that is not a positive 32-bit integer raises an error (0 would cause a division by zero). So
+    does a sequence that is too long for the memory."""
     code = f"""
 import numpy as np
 from crossreduce.kernels import native

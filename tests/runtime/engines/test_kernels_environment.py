@@ -32,19 +32,12 @@ def test_threads_default_to_the_cpus_of_the_process(cpus, monkeypatch):
 @pytest.mark.parametrize(
     ("own", "openmp", "threads"),
     [
-        ("2", None, 2),
-        ("64", None, 64),
-        (" 3 ", "1", 3),
-        ("4096", "nonsense", 4096),  # OMP_NUM_THREADS is not read
-        (None, "2", 2),
-        (None, "64", 6),
-        (None, "2,8", 2),
-        ("", "", 6),
-        ("", "1", 1),
+        ("2", None, 2), ("64", None, 64), (" 3 ", "1", 3), ("4096", "nonsense", 4096),  # OMP_NUM_THREADS is not read
+        (None, "2", 2), (None, "64", 6), (None, "2,8", 2), ("", "", 6), ("", "1", 1),
     ],
-)
+)  # fmt: skip
 def test_the_environment_sets_the_number_of_threads(cpus, monkeypatch, own, openmp, threads):
-    """``CROSSREDUCE_NUM_THREADS`` takes precedence; ``OMP_NUM_THREADS`` can only reduce the number."""
+    """``CROSSREDUCE_NUM_THREADS`` takes precedence. ``OMP_NUM_THREADS`` can only reduce the number."""
     for name, text in (("CROSSREDUCE_NUM_THREADS", own), ("OMP_NUM_THREADS", openmp)):
         if text is not None:
             monkeypatch.setenv(name, text)
@@ -53,7 +46,7 @@ def test_the_environment_sets_the_number_of_threads(cpus, monkeypatch, own, open
 
 @pytest.mark.parametrize("text", ["0", "-1", "two", "1.5", " ", "4097", "9" * 30, "9" * 5000, "²", "٣"])
 def test_an_invalid_number_of_threads_is_an_error(cpus, monkeypatch, text):
-    """The message names the variable and the accepted values; an invalid ``OMP_NUM_THREADS`` is ignored."""
+    """The error names the variable and the accepted values. An invalid ``OMP_NUM_THREADS`` is ignored."""
     name = "CROSSREDUCE_NUM_THREADS"
     monkeypatch.setenv(name, text)
     with pytest.raises(ArgumentError, match=rf"{name} must be an integer from 1 to 4096[\s\S]*try:   {name}=4"):
@@ -73,19 +66,20 @@ def fresh(monkeypatch):
 
 
 def module_of_a_kernel():
-    """Return the name of the module of a new kernel, which computes a mean, into memory of the library."""
+    """Return the name of the module of a new kernel, after it has computed a mean into memory of the library."""
     case = reduction("mean", "float16", "float32", "float16", 2, 3)
     kernel = kernels.compile_kernel(*case)
     memory = kernels.memory(6)
     assert np.frombuffer(memory, np.uint8).ctypes.data % 64 == 0
-    assert kernel.run([[np.float16([1, 2, 40000]), np.float16([3, 4, 40000])]], [[memory]], 2, True, True) is None
+    sources = [np.float16([1, 2, 40000]), np.float16([3, 4, 40000])]
+    assert kernel.run([sources], [[memory]], 2, True, True) is None  # 2 threads, streaming stores, finds overlaps
     assert np.frombuffer(memory, "float16").tolist() == [2, 3, 40000]
     return type(kernel).__module__
 
 
 @pytest.mark.parametrize("name", ["", *SETS, "numpy"])
 def test_the_environment_names_the_instruction_set(fresh, caplog, name):
-    """Each supported instruction set can be selected, and NumPy; the default is the first one. Nothing is logged."""
+    """Each supported instruction set, and NumPy, can be selected. The default is the first set. Nothing is logged."""
     fresh.setenv("CROSSREDUCE_KERNELS", name)
     with caplog.at_level(logging.DEBUG, "crossreduce"):
         assert kernels.instruction_set() == (name or SETS[0])

@@ -23,6 +23,7 @@ CONVERTED = [*((dtype, dtype) for dtype in DTYPES), *(("float64", dtype) for dty
 
 
 every_set = pytest.mark.parametrize("isa", SETS)
+PLAIN = 1, False, False  # the last arguments of ``run``: one thread, no streaming stores, no search for overlaps
 
 
 def named(value):
@@ -49,12 +50,12 @@ def assert_exact(isa, terms, dtypes, divisor=1, right=None):
     case = exact_case(dtypes, divisor, *terms.shape)
     out = np.zeros(terms.shape[1], UNSIGNED[result])
     kernel = case.reference() if isa == "numpy" else case.native(isa)
-    kernel.run([[stored(row, source) for row in terms]], [[stored(out, result)]], 1, False, False)
+    kernel.run([[stored(row, source) for row in terms]], [[stored(out, result)]], *PLAIN)
     assert_same(out, reference_sums(terms, source, divisor, result) if right is None else right, terms)
 
 
 def assert_same(got, right, terms):
-    """Compare bits; the message has the first element that differs."""
+    """Assert that all bits are equal. The message shows the first element that differs."""
     wrong = np.flatnonzero(got != right)
     if wrong.size:
         at = wrong[0]
@@ -65,7 +66,7 @@ def assert_same(got, right, terms):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_the_oracle_rounds_as_the_formats_do(dtype):
-    """With one term the oracle returns the term; with two, what NumPy computes from numbers that it adds exactly."""
+    """The oracle returns a single term unchanged, and for two terms the same bits as NumPy's addition."""
     kind = np.dtype(getattr(ml_dtypes, dtype) if dtype == "bfloat16" else dtype)
     bits = np.unique(np.random.default_rng(0).integers(0, 2 ** (8 * kind.itemsize), 500, "u8", endpoint=False))
     numbers = bits.astype(UNSIGNED[dtype]).view(kind)
@@ -91,20 +92,20 @@ def terms_of_kind(kind, seed, dtype, n, size):
     ids=named,
 )
 def test_thousands_of_sums_have_the_bits_of_rational_arithmetic(isa, dtypes, kind):
-    """Sums and quotients of every kind of data are rounded once, for any number of terms, as the reference in fixed
-    point rounds them."""
+    """Sums and quotients of every kind of data have the bits of the reference in fixed point, which rounds once, for
+    any number of terms."""
     large_size = 10_000 if isinstance(kind, str) else 4_000
     for seed, n in enumerate((1, 2, 3, 4, 5, 7, 8, 9, 16, 33, 64)):
         size = large_size if n in (2, 3, 5, 8, 9, 64) else (3, 64, 101, 37)[seed % 4]
         terms = terms_of_kind(kind, seed + 50, dtypes[0], n, size)
-        for divisor in {1, n, n + 3} if size < 200 else {1, n}:
+        for divisor in {1, n, n + 3} if size < 200 else {1, n}:  # 1: a sum, n: a mean
             assert_exact(isa, terms, dtypes, divisor)
 
 
 @every_set
 @pytest.mark.parametrize(("dtype", "digits"), [("float32", 53), ("bfloat16", 53), ("bfloat16", 24)])
 def test_the_certificate_of_exact_partial_sums_is_not_too_generous(isa, dtype, digits):
-    """Next to the largest spread of exponents with which all partial sums have ``digits`` bits, sums are still right.
+    """Sums are right at, and next to, the largest spread of exponents with which partial sums have ``digits`` bits.
 
     Six terms add up to a tie. The last two differ by the unit of the smaller one, which breaks the tie; but a sum of
     all terms in order loses that unit, because it has one bit more than ``digits``.
@@ -127,8 +128,8 @@ def test_the_certificate_of_exact_partial_sums_is_not_too_generous(isa, dtype, d
 
 @every_set
 def test_quotients_next_to_ties(isa):
-    """Quotients of a bfloat16 that are as near to a point between two bfloat16s as any, without being equal to it, are
-    right: s / n differs from m by 1 / n, for an odd number m of 9 bits. Also subnormal quotients are rounded once."""
+    """Quotients of bfloat16s are right if they are as near as possible to a tie (the middle of two bfloat16s) without
+    being equal to it: s / n differs from an odd number m of 9 bits by 1 / n. Subnormal quotients are right, too."""
     draw, found = np.random.default_rng(0), []
     m = np.arange(257, 512, 2)
     for k in range(9, 26):
@@ -146,8 +147,8 @@ def test_quotients_next_to_ties(isa):
 
 @every_set
 def test_quotients_of_float16_next_to_ties(isa):
-    """Quotients that are equal to a point between two float16s, or differ from it by very little, are right: a sum that
-    is a multiple of the divisor, or next to one, of up to 28 bits."""
+    """Quotients are right if they are equal to a tie (the middle of two float16s), or differ very little from it: the
+    sum has up to 28 bits and is a multiple of the divisor, or next to one."""
     middles = np.arange(2049, 4096, 2)  # odd numbers of 12 bits
     for n, shift, step in itertools.product((1, 3, 7, 1023, 2047, 4095, 8191), range(6), (-1, 0, 1)):
         sums = (middles * n << shift) + step
@@ -172,8 +173,8 @@ def test_float16_next_to_the_limit_of_sums_in_integers(isa):
 
 @every_set
 def test_something_tiny_breaks_a_tie(isa):
-    """The mean of float64 is rounded up to float32 next to a tie, even if a third of the smallest number underflows;
-    half of the smallest bfloat16 and something tiny are rounded up, although a float32 cannot hold the tiny part."""
+    """A result is rounded up if it exceeds a tie by a tiny number, even if a third of the number underflows in float64,
+    or if float32 cannot represent the number."""
     for dtype, divisor, numbers, right in (
         ("float32", 3, [3 + 3 * 2.0**-24, 2.0**-1074, 0.0], np.float32(1 + 2.0**-23).view("u4")),
         ("bfloat16", 1, [2.0**-134, 2.0**-170], 1),
@@ -184,8 +185,8 @@ def test_something_tiny_breaks_a_tie(isa):
 
 @pytest.mark.parametrize("dtypes", CONVERTED, ids=named)
 def test_the_references_have_the_bits_of_rational_arithmetic(dtypes):
-    """The compiled reference in fixed point, which is used for many elements, gives the bits of fractions; the kernels
-    in NumPy give those of the reference."""
+    """The compiled reference in fixed point, with which other tests compare, gives the bits of exact fractions. So do
+    the kernels in NumPy."""
     source, result = dtypes
     for seed, (kind, n) in enumerate(itertools.product(MANY, (1, 2, 7, 33))):
         terms = terms_of_kind(kind, seed, source, n, 10)
@@ -208,7 +209,7 @@ EVERY = [*CONVERTED, ("complex64", "complex64"), ("complex128", "complex128")]
     mean=st.booleans(),
 )
 def test_arrays_of_any_layout(isa, dtypes, setup, n, results, sizes, mean):
-    """Arrays may have any layout and alignment, results may be sources; no byte outside the results is written."""
+    """Arrays may have any layout and alignment, and results may be sources. Only bytes of the results are written."""
     case = exact_case(dtypes, n if mean else 1, n, 0, results)
     in_place = tuple((r, s) for r, s in setup.in_place if s < n and r < results and dtypes[0] == dtypes[1])
     segments = tuple(Segment(k, size // 5, size, 0) for k, size in enumerate(sizes))
@@ -218,7 +219,7 @@ def test_arrays_of_any_layout(isa, dtypes, setup, n, results, sizes, mean):
 
 @pytest.mark.parametrize(("dtype", "isa"), pairs([*DTYPES, "complex64"], SETS))
 def test_large_arrays_and_threads(isa, dtype):
-    """Several threads and streamed cache lines leave no gap, whatever the offset of the arrays in a cache line."""
+    """Several threads with streaming stores write every element, for any offsets of the arrays in a cache line."""
     case = exact_case((dtype, dtype), 3, 3, 20_007, results=3)._replace(segments=(Segment(0, 5, 20_000, 0),))
     for offsets in ((0,), (16, 64, 16), (1, 3)):
         check(case, Setup(kind="numbers", offsets=offsets, threads=3, streaming=True), case.native(isa))

@@ -57,8 +57,8 @@ def test_memory_of_an_invalid_size_is_refused():
 
 
 def test_freed_memory_is_reused(empty_pool):
-    """The next request of the same size receives the memory that was freed last; a request of another size does not. A
-    view keeps its memory. ``empty_cache`` frees all pooled memory and no memory in use."""
+    """The next request of the same size receives the memory that was freed last. A request of another size does not.
+    Memory in use is kept, also by ``empty_cache``, which frees all pooled memory."""
     array = np.frombuffer(kernels.memory(123_457), np.uint8)
     array[:] = 3
     blocks = [kernels.memory(123_457) for _ in range(4)]
@@ -78,7 +78,7 @@ def test_freed_memory_is_reused(empty_pool):
 
 
 def printed(code):
-    """Run a program in a new process, which must succeed and write no errors; return the words that it prints."""
+    """Run a program in a new process, which must succeed and write no errors, and return the words that it prints."""
     done = run_python(BEGIN + code)
     assert (done.returncode, done.stderr) == (0, ""), done.stderr
     return done.stdout.split()
@@ -144,7 +144,7 @@ def test_pooled_memory_and_memory_in_use_never_exceed_the_peak():
 @pytest.fixture
 def empty_pool():
     """Empty the pool, and let it grow without a limit."""
-    NATIVE.trim_pool(10.0, UNLIMITED)
+    NATIVE.trim_pool(10.0, UNLIMITED)  # as if 10 seconds had passed, and as much memory was available
     yield
     NATIVE.trim_pool(10.0, UNLIMITED)
 
@@ -159,17 +159,17 @@ def five_mib(empty_pool):
 
 @linux
 def test_what_the_pool_keeps(five_mib):
-    """Blocks that were not used for 5 seconds go back to the system. The pool is limited to half of what would be left
-    without it, and shrinks when less is left; a freed block that it has no room for is returned at once."""
+    """Blocks that were not used for 5 seconds go back to the system. The pool keeps at most half of the memory that the
+    system would have available without it. A freed block for which it has no room goes back at once."""
     NATIVE.trim_pool(3.0, UNLIMITED)
-    NATIVE.trim_pool(0.0, 6 * MIB)  # without the pool, 11 MiB would be left
+    NATIVE.trim_pool(0.0, 6 * MIB)  # without the pool, 11 MiB would be available
     assert pooled() == 5 * MIB
-    used = kernels.memory(2 * MIB)  # leaves 9 MiB without the pool, so it may keep 4 MiB
+    used = kernels.memory(2 * MIB)  # without the pool, 9 MiB would be available, so it may keep 4 MiB
     assert pooled() == 2 * MIB
     NATIVE.trim_pool(0.0, 2 * MIB)
-    assert pooled() == 2 * MIB  # 4 MiB would be left
+    assert pooled() == 2 * MIB  # 4 MiB would be available
     del used
-    assert pooled() == 2 * MIB  # 6 MiB would be left: not enough for 2 + 2 MiB
+    assert pooled() == 2 * MIB  # 6 MiB would be available: not enough for 2 + 2 MiB
     NATIVE.trim_pool(0.0, 0)
     assert pooled() == MIB
     NATIVE.trim_pool(5.0, UNLIMITED)
@@ -198,8 +198,8 @@ print(kernels.memory_usage()["pooled"])
 @pytest.mark.slow
 @linux
 def test_results_that_were_dropped_leave_no_memory():
-    """A process that does nothing returns the memory of freed results, small and large, after 5 to 7 seconds; so does
-    its forked child."""
+    """An idle process, and its forked child, return the memory of freed results, small and large, after about 5
+    seconds."""
     # The C library keeps freed blocks for the process once it has freed a larger one that it had mapped.
     code = """
 child = os.fork()
@@ -219,8 +219,8 @@ if child:
 
 @linux
 def test_a_forked_child_starts_with_an_empty_pool():
-    """A child has neither the blocks of its parent's pool nor its thread; it fills a pool of its own, with a thread of
-    its own. The thread handles no signals, and a process whose pool is full ends at once."""
+    """A child has neither the pooled blocks nor the pool's thread of its parent. It starts its own thread when it frees
+    blocks. The thread handles no signals, and a process whose pool is full ends at once."""
     code = """
 use([8 * MIB] * 8)
 assert kernels.memory_usage()["pooled"] == 64 * MIB
@@ -241,7 +241,7 @@ for task in os.listdir("/proc/self/task"):
 
 
 def test_threads_and_forks_share_the_pool():
-    """Threads allocate and free without the interpreter's help while the pool is trimmed and the process forks."""
+    """Threads can allocate and free memory while the pool is trimmed and the process forks."""
     code = """
 from concurrent.futures import ThreadPoolExecutor
 over = threading.Event()
@@ -272,8 +272,8 @@ with ThreadPoolExecutor(3) as pool:
 
 @pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "gnu_get_libc_version"), reason="the C library is not glibc")
 def test_the_c_library_keeps_freed_memory_until_it_is_told_otherwise():
-    """After ``keep_memory`` freed arrays, those of threads included, stay resident and are reused without page faults;
-    ``empty_cache`` returns them, and ``keep_memory(False)`` restores the return of freed arrays."""
+    """After ``keep_memory()``, freed arrays (also those of threads) stay resident and are reused without page faults.
+    ``empty_cache`` returns them to the system. After ``keep_memory(False)``, freed arrays are returned again."""
     code = """
 import ctypes, resource
 import crossreduce as cr
@@ -308,7 +308,7 @@ print(resident() - start < 10, faults() > 50_000)
 
 
 def test_other_c_libraries_are_told_nothing(monkeypatch):
-    """Where the C library is not glibc, ``keep_memory`` returns False; an argument that is not a bool is an error."""
+    """If the C library is not glibc, ``keep_memory`` returns False. An argument that is not a bool is an error."""
 
     def windows(name):
         raise TypeError("bad argument type for built-in operation")
@@ -323,7 +323,7 @@ def test_other_c_libraries_are_told_nothing(monkeypatch):
 
 @linux
 def test_the_available_memory_is_that_of_this_machine():
-    """It is more than nothing, and not more than the machine has."""
+    """The available memory is above 1 MiB and at most the memory of the machine."""
     assert MIB < kernels.available_memory() <= os.sysconf("SC_PAGESIZE") * os.sysconf("SC_PHYS_PAGES")
 
 

@@ -64,10 +64,9 @@ def forked(threads):
 
 
 def run(code):
-    """Run ``BEGIN`` and then ``code`` in a new process, which must succeed; return the words that it prints."""
-    done = subprocess.run(
-        [sys.executable, "-c", BEGIN + code], capture_output=True, text=True, timeout=120, check=False
-    )
+    """Run ``BEGIN`` and then ``code`` in a new process, which must succeed, and return the words that it prints."""
+    command = [sys.executable, "-c", BEGIN + code]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert (done.returncode, done.stderr) == (0, ""), done.stderr
     return done.stdout.split()
 
@@ -80,7 +79,7 @@ def sum_kernel(size, n, dtype):
 
 
 def test_eight_threads_reduce_at_once():
-    """Callers with different numbers of threads share the pool, and their results do not mix."""
+    """Callers that ask for different numbers of threads share the pool of threads, and each gets its own results."""
     callers, size, n = 8, 150_001, 4
     kernel = sum_kernel(size, n, "int64")
     together = threading.Barrier(callers)
@@ -92,7 +91,8 @@ def test_eight_threads_reduce_at_once():
         for turn in range(12):
             out = outs[turn % 4]
             out[:] = 0
-            assert kernel.run([xs], [[out]], 1 + (number + turn) % 5, turn % 2 == 0, True) is None
+            threads, streaming = 1 + (number + turn) % 5, turn % 2 == 0
+            assert kernel.run([xs], [[out]], threads, streaming, True) is None  # True: overlaps are found
             assert (out == right).all(), f"caller {number}, turn {turn}"
 
     with ThreadPoolExecutor(callers) as pool:
@@ -132,8 +132,8 @@ def test_a_long_run_releases_the_interpreter_lock():
 
 
 def test_the_pool_starts_no_more_threads_than_requested():
-    """The caller is one of the threads; helpers are started when they are first needed, and serve all callers. A small
-    batch is divided into few shares of work or one, so it starts few threads or none."""
+    """The caller is one of the threads. The others, the helpers, are started when they are first needed, and serve all
+    callers. A small batch is divided into few shares of work, or only one, so it starts few helpers or none."""
     code = """
 counts = [native().helpers()]
 for threads in (1, 2, 3, 2, 1):
@@ -169,7 +169,7 @@ print(forked(1), forked(3), native().helpers())
 
 @forks
 def test_a_child_forked_during_a_run_reduces():
-    """A process may fork while other threads run kernels, also by multiprocessing; parent and child can both reduce
+    """A process may fork while other threads run kernels, also by multiprocessing. Parent and child can both reduce
     afterwards."""
     code = """
 import multiprocessing
@@ -199,7 +199,7 @@ reduce(3)
 
 @linux
 def test_signals_do_not_reach_the_pool():
-    """Helpers block signals, so that the program's threads handle Ctrl-C; those keep their signal masks."""
+    """Helpers block signals, so that the program's own threads handle Ctrl-C. These threads keep their signal masks."""
     code = """
 def masks():
     found = {}

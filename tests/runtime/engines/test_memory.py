@@ -36,7 +36,7 @@ def peak(run):
     pairs(strategies.ALGORITHMS, [0, 1, 3], ["float32", "float16", "int8"], [1, 20], [False, True]),
 )
 def test_a_batch_needs_only_the_memory_of_its_results(algorithm, packs, dtype, tensors, exact):
-    """For any num_packs, a batch's peak is the size of its results: tensors are read in place, not copied to packs."""
+    """For any num_packs, the peak memory of a batch is that of its results, since tensors are not copied to packs."""
     size = NBYTES // tensors // np.dtype(dtype).itemsize
     values = [cr.PerReplica([np.ones(size, dtype) for _ in range(REPLICAS)]) for _ in range(tensors)]
     ops = cr.AllReduceCrossDeviceOps(algorithm, num_packs=packs)
@@ -48,7 +48,7 @@ def test_a_batch_needs_only_the_memory_of_its_results(algorithm, packs, dtype, t
 
 @pytest.mark.parametrize("op", ["sum", "mean", "max"])
 def test_a_loop_with_out_allocates_nothing_after_its_first_step(op):
-    """Results that are written into given arrays, or in place, need no memory of their size."""
+    """After its first step, a loop that writes its results into ``out``, or in place, allocates no arrays."""
     size = NBYTES // 4
     values = [cr.PerReplica([np.ones(size, "float32") for _ in range(REPLICAS)]) for _ in range(5)]
     outs = [cr.PerReplica([np.empty(size, "float32") for _ in range(REPLICAS)]) for _ in range(5)]
@@ -72,7 +72,7 @@ def test_the_memory_of_freed_results_is_reused():
         result = ops.reduce("sum", value, value)
         addresses.add(frozenset(x.__array_interface__["data"][0] for x in result))
         grown = kernels.memory_usage()["live"] - before
-        assert 0 <= grown - REPLICAS * NBYTES <= REPLICAS * 64  # for NumPy's alignment
+        assert 0 <= grown - REPLICAS * NBYTES <= REPLICAS * 64  # each result may need 64 bytes more to be aligned
         del result
         usage = kernels.memory_usage()
         assert usage["pooled"] >= REPLICAS * NBYTES

@@ -40,7 +40,7 @@ def path(tmp_path_factory):
 
 @pytest.fixture
 def cuda(path, monkeypatch, torch_):
-    """Yield the stand-ins; after the test, nothing may have been misused, and no communicator may be left."""
+    """Yield the stand-ins. After the test, assert that nothing was misused and that no communicator is left."""
     memory = fake_nccl.install(monkeypatch, path)
     yield memory
     library = nccl_library.library()
@@ -56,18 +56,17 @@ def names(devices):
 
 def put(cuda, torch_, xs, devices, called=None):
     """Return NumPy arrays as a value on CUDA devices; ``called``: other names of its devices."""
-    return cr.PerReplica(
-        [cuda.put(torch_.array(x, 0), k) for x, k in zip(xs, devices, strict=True)], called or names(devices)
-    )
+    placed = [cuda.put(torch_.array(x, 0), k) for x, k in zip(xs, devices, strict=True)]
+    return cr.PerReplica(placed, called or names(devices))
 
 
 def collective(cuda):
-    """Return the collective that ran since the last such question, or ``None``."""
+    """Return the first collective of NCCL that ran since the last call of this function, or ``None``."""
     return next((name for name in cuda.called() if name in ("ncclAllReduce", "ncclReduce", "ncclBroadcast")), None)
 
 
 def by_nccl(op, dtype):
-    """Return whether NCCL computes an op as the contract of this library says."""
+    """Return whether NCCL computes an op of a dtype as this library defines it."""
     if dtype in HALVES or dtype in ("int16", "uint16"):
         return False
     if op in ("min", "max"):
@@ -76,7 +75,7 @@ def by_nccl(op, dtype):
 
 
 def test_every_op_and_dtype(cuda, torch_):
-    """On 2, 3 and 8 devices every op of every dtype equals the oracle: by NCCL where it follows the contract."""
+    """On 2, 3 and 8 devices, every op of every dtype equals the oracle. NCCL runs if it computes the op as defined."""
     ran = 0
     for devices, dtype, op in product([(0, 1), (5, 2, 3), (7, 6, 5, 4, 3, 2, 1, 0)], DTYPES, OPS):
         if not defined(op, dtype):
@@ -103,7 +102,8 @@ def test_contributions_all_arrive_once(cuda, torch_):
 
 
 def test_batches_are_one_group(cuda, torch_):
-    """A batch of one dtype is one group, also with strided arrays, ``out`` and in place; results are those of out."""
+    """A batch of one dtype is one group of NCCL, also with strided arrays, with ``out`` and in place. With ``out``,
+    the results are its arrays."""
     devices = (2, 0, 1)
     for dtype, op, where in product(["float32", "int64", "complex64"], ["sum", "mean"], ["new", "out", "in place"]):
         rows = [small(dtype, shape, 3, seed) for seed, shape in enumerate([(4, 3), (0, 2), (), (50,)])]
@@ -123,8 +123,9 @@ def test_batches_are_one_group(cuda, torch_):
         versions = [] if out is None else [x._version for value in out for x in value]
         found = NCCL.batch_reduce(op, [(value, value) for value in values], out=out)
         called = cuda.called()
-        expected = 0 if (op, dtype) == ("mean", "int64") else 1
-        assert (called.count("ncclGroupStart"), called.count("ncclAllReduce")) == (expected, 9 * expected)
+        groups = 0 if (op, dtype) == ("mean", "int64") else 1  # NCCL would compute this mean in integers
+        assert called.count("ncclGroupStart") == groups
+        assert called.count("ncclAllReduce") == groups * 3 * 3  # for the 3 tensors that are not empty, on 3 devices
         for xs, value, result, given in zip(rows, values, found, out or [None] * 4, strict=True):
             check(torch_, result, op, xs, names(devices), value if where != "in place" else ())
             assert given is None or all(x is y for x, y in zip(result, given, strict=True))
@@ -134,9 +135,11 @@ def test_batches_are_one_group(cuda, torch_):
 
 
 def test_means_are_divided(cuda, torch_):
-    """The mean of n equal numbers is that number; of two float16 40000s too, which NCCL would not compute so."""
+    """The mean of n equal numbers is that number, also for float16 40000s, whose sum NCCL could not store. The minimum
+    and the maximum of NaN and a number are NaN."""
     for n, dtype in product((2, 3, 5, 7, 8), ("float16", "float32", "float64")):
-        xs = [np.full(64, 40000, dtype) * np.arange(1, 65, dtype=dtype) ** (dtype != "float16")] * n
+        factors = 1 if dtype == "float16" else np.arange(1, 65, dtype=dtype)
+        xs = [np.full(64, 40000, dtype) * factors] * n
         value = put(cuda, torch_, xs, tuple(range(n)))
         for y in NCCL.reduce("mean", value, value):
             assert torch_.to_numpy(y).tobytes() == xs[0].tobytes()
@@ -147,7 +150,7 @@ def test_means_are_divided(cuda, torch_):
 
 
 def test_broadcasts(cuda, torch_):
-    """One array is copied by NCCL, whatever its dtype, to devices with or without its own; results are copies."""
+    """A value of one array is broadcast by NCCL, for every dtype, also to devices that do not include its own."""
     for dtype, destinations in product(DTYPES, [(1, 0, 2), (2, 3), tuple(range(8))]):
         xs, op = small(dtype, (5, 2), 1), "max" if dtype == "bool" else "sum"
         value = put(cuda, torch_, xs, (1,))
@@ -170,24 +173,19 @@ def test_threads_share_communicators(cuda, torch_):
     with ThreadPoolExecutor(6) as pool:
         list(pool.map(work, range(6)))
     called = cuda.called()
-    assert called.count("ncclAllReduce") == 10 * (3 * 2 + 3 * 2 + 2 * 2)
+    assert called.count("ncclAllReduce") == 10 * (3 * 2 + 3 * 2 + 2 * 2)  # two threads for each list of devices
     assert called.count("ncclCommInitAll") == 2  # one for {0, 1, 2} in any order, one for {1, 3}
 
 
-ERRORS = (
-    ("ncclCommInitAll", "cuda:0, cuda:1, cuda:2"),
-    ("ncclGroupStart", "cuda:0, cuda:1, cuda:2"),
-    ("ncclAllReduce", "cuda:1"),
-    ("ncclReduce", "cuda:1"),
-    ("ncclBroadcast", "cuda:1"),
-    ("ncclGroupEnd", "cuda:0, cuda:1, cuda:2"),
-    ("ncclCommGetAsyncError", "cuda:1"),
-    ("state", "cuda:1"),
-)
+ALL, ONE = "cuda:0, cuda:1, cuda:2", "cuda:1"
+ERRORS = (  # the function that fails ("state": an error that NCCL reports later), and the devices in the message
+    ("ncclCommInitAll", ALL), ("ncclGroupStart", ALL), ("ncclAllReduce", ONE), ("ncclReduce", ONE),
+    ("ncclBroadcast", ONE), ("ncclGroupEnd", ALL), ("ncclCommGetAsyncError", ONE), ("state", ONE),
+)  # fmt: skip
 
 
 def test_each_error(cuda, torch_):
-    """An error names NCCL's function, text and device, and aborts the communicators; the next call works again.
+    """An error names NCCL's function, text and device, and aborts the communicators. The next call works again.
 
     An error that occurs later, inside a communicator, is reported by the next call.
     """
@@ -198,12 +196,11 @@ def test_each_error(cuda, torch_):
         to = on(1) if function == "ncclReduce" else on(0, 1, 2)
         if function != "ncclCommInitAll":
             NCCL.reduce("sum", value, to)
-        at = 1 if where == "cuda:1" else 0
-        cuda.fake.fake_fail(function.encode(), at, 1)
+        device = 1 if where == ONE else 0
+        cuda.fake.fake_fail(function.encode(), device, 1)  # 1: ncclUnhandledCudaError
         called = "an earlier call" if function == "state" else function
-        pattern = (
-            rf"^NCCL failed in {called} on {where}: unhandled cuda error\.\n  given: ncclResult_t 1\n  try:   NCCL_"
-        )
+        problem = rf"NCCL failed in {called} on {where}: unhandled cuda error\."
+        pattern = rf"^{problem}\n  given: ncclResult_t 1\n  try:   NCCL_"
         with pytest.raises(cr.BackendError, match=pattern):
             NCCL.reduce("sum", value, to)
         assert cuda.fake.fake_live() == 0, function
@@ -214,7 +211,7 @@ def test_each_error(cuda, torch_):
 
 
 def test_each_reason_is_logged_once(cuda, torch_, caplog, monkeypatch):
-    """Where NCCL cannot be used, the result is that of a plan, and one line at INFO names the reason."""
+    """If NCCL cannot be used, a plan gives the result, and the reason is logged at INFO, only once."""
 
     def run(op="sum", dtype="float32", devices=(0, 1, 2), to=None, logical=None, ops=NCCL, moved=False):
         xs = small(dtype, (6,), len(devices))
@@ -264,7 +261,7 @@ def test_each_reason_is_logged_once(cuda, torch_, caplog, monkeypatch):
 
 
 def test_arrays_in_host_memory_and_chosen_algorithms(cuda, torch_):
-    """On host memory "nccl" runs the kernels as before; ``implementation`` chooses NCCL, or another algorithm."""
+    """In host memory, "nccl" runs the kernels. ``CommunicationOptions.implementation`` chooses the algorithm."""
     xs = small("float32", (5,), 3)
     with engine_runs() as runs:
         for value in (cr.PerReplica(xs), cr.PerReplica([torch.tensor(x) for x in xs])):
@@ -305,12 +302,14 @@ os.wait()
 
 
 def test_the_library_is_found_and_its_communicators_are_destroyed_at_exit(path, tmp_path):
-    """The copy in the process is used first, then that of a wheel; a process destroys the communicators it made."""
+    """NCCL is taken from the process, or else from a wheel. A process destroys the communicators that it made, but a
+    forked child does not."""
     mapped = fake_nccl.built(tmp_path, "-Wl,-soname,libnccl.so.2")
     paths = os.environ.get("PYTHONPATH", "")
     with_wheel = os.environ | {"PYTHONPATH": f"{path.parents[3]}{os.pathsep}{paths}"}
     command = [sys.executable, "-c", CHILD, mapped]
     ran = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60, env=with_wheel)
+    # The version and 2 live communicators. At exit the child has 2, of which it destroyed 0, and the parent 0 and 2.
     assert ran.stdout.split("\n") == ["2.28.0 2", "2 0", "0 2", ""]
     code = "from crossreduce.engines.nccl_library import library; print(getattr(library(), 'version', library()))"
     for environment, printed in ((with_wheel, r"2\.27\.3"), (os.environ, "libnccl.so.2 cannot be opened: .*")):
@@ -319,7 +318,7 @@ def test_the_library_is_found_and_its_communicators_are_destroyed_at_exit(path, 
 
 
 def test_the_stand_in_reports_misuse(cuda, torch_):
-    """The stand-in for NCCL finds every misuse that the other tests rely on it to find."""
+    """The stand-in for NCCL reports every misuse that other tests rely on it to report."""
     a, b = (cuda.put(torch.ones(4), k) for k in (0, 1))
     library, streams = nccl_library.library(), (4096, 8192)
 

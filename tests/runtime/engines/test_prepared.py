@@ -1,4 +1,4 @@
-"""Calls that were made before run in compiled code: the same results, and only where nothing has changed."""
+"""Prepared calls: a call like an earlier one runs in compiled code, and gives the same results as in Python."""
 
 import copy
 import dataclasses
@@ -29,9 +29,8 @@ def arrays(framework, dtype, shape, n, seed):
     """Return n different arrays."""
     draw = np.random.default_rng(seed)
     kind = np.dtype(getattr(ml_dtypes, dtype, dtype))
-    made = [
-        np.asarray(draw.integers(-5, 6, shape) if dtype != "bool" else draw.integers(0, 2, shape)) for _ in range(n)
-    ]
+    low, high = (0, 2) if dtype == "bool" else (-5, 6)
+    made = [np.asarray(draw.integers(low, high, shape)) for _ in range(n)]
     if framework == "numpy":
         return [x.astype(kind).reshape(shape) for x in made]
     torch = pytest.importorskip("torch")
@@ -68,8 +67,8 @@ def cases():
     "kind", [partial(cr.AllReduceCrossDeviceOps, "ring", 2), partial(cr.ReductionToOneDevice, "cpu:1")]
 )
 def test_prepared_calls_give_the_results_of_the_first(framework, kind):
-    """A later call with other arrays of the same kind runs in compiled code and gives what the path in Python gives:
-    reduce and batch_reduce, into new arrays, given ones and in place, to all devices and to some."""
+    """A later call with other arrays of the same kind runs in compiled code, and gives the results of the Python code.
+    This holds for reduce, batch_reduce and all_reduce, into new arrays, given ones and in place, to any devices."""
     for dtype, op, shape, n in cases():
         first, second, third = (cr.PerReplica(arrays(framework, dtype, shape, n, seed)) for seed in (1, 2, 3))
         ops, python = kind(), kind()
@@ -81,17 +80,17 @@ def test_prepared_calls_give_the_results_of_the_first(framework, kind):
             ops.reduce(op, first, first if to is None else to)
             where = second if to is None else to
             expected = in_python(python).reduce(op, second, where)
-            assert equal(ops._calls.reduce(op, second, where, None, None), expected)
+            assert equal(ops._calls.reduce(op, second, where, None, None), expected)  # no options, no ``out``
         expected = [in_python(python).reduce(op, value, value) for value in (second, third, second)]
         batch = [(value, value) for value in (second, third, second)]
-        ops.batch_reduce(op, [(first, first)] * 3)
+        ops.batch_reduce(op, [(first, first)] * 3)  # prepares the next call
         assert all(map(equal, ops._calls.batch_reduce(op, batch, None, None), expected))
         outs = [cr.PerReplica(list(map(copied, result.values))) for result in expected[::-1]]
-        ops.batch_reduce(op, batch, out=outs)
+        ops.batch_reduce(op, batch, out=outs)  # prepares a call with ``out``
         found = ops._calls.batch_reduce(op, [batch[1], batch[1], batch[0]], None, outs)
         assert all(a is b for result, out in zip(found, outs, strict=True) for a, b in zip(result, out, strict=True))
         assert all(map(equal, found, [expected[1], expected[1], expected[0]]))
-        if bits(expected[0][0])[1] == bits(second[0])[1]:
+        if bits(expected[0][0])[1] == bits(second[0])[1]:  # results have the dtype of the sources: reduce in place
             rows = [[x, y] for x, y in zip(map(copied, second), map(copied, third), strict=True)]
             cr.all_reduce([[x, x] for x in first], op, cross_device_ops=ops)
             rows = ops._calls.all_reduce(cr.ReduceOp(op), rows, second.devices, None, None)
@@ -110,7 +109,7 @@ def in_python(ops):
 
 
 def test_only_what_was_prepared_is_recognised(torch_):
-    """Whatever differs from the first call takes the path in Python, which gives the right result or the error."""
+    """A call that differs from the prepared ones takes the path in Python, which gives the right result or an error."""
     torch, ops = torch_.torch, cr.AllReduceCrossDeviceOps("direct")
     x, y = np.arange(12.0).reshape(3, 4), np.ones((3, 4))
     value, out = cr.PerReplica([x, y]), cr.PerReplica([np.empty((3, 4)), np.empty((3, 4))])
@@ -183,7 +182,7 @@ def test_only_what_was_prepared_is_recognised(torch_):
 
 
 def test_calls_without_devices_differ_by_their_replicas():
-    """Lists of the same array, for 2 to 5 replicas and again: their sums, by other prepared calls."""
+    """Calls with different numbers of replicas use different prepared calls, and each gives the right sums."""
     ops = cr.AllReduceCrossDeviceOps("direct")
     for _ in range(3):
         for replicas in (2, 5, 3):
@@ -203,8 +202,8 @@ class Frozen(cr.ReductionToOneDevice):
 
 
 def test_unusual_ops_and_options():
-    """A subclass that replaces a method that reduces is always called; options without a hash are not prepared; a
-    frozen subclass can prepare calls."""
+    """A subclass's own method that reduces is called every time. Options without a hash are not prepared. A frozen
+    subclass can prepare calls."""
     calls, value = [], cr.PerReplica([np.ones(3)] * 2)
 
     class Watched(cr.AllReduceCrossDeviceOps):
@@ -222,7 +221,7 @@ def test_unusual_ops_and_options():
 
 
 def test_ops_with_prepared_calls_are_copied_and_pickled():
-    """Copies of ops and of their strategies start without prepared calls; a frozen subclass can prepare calls, too."""
+    """Copies of ops and of their strategies start without prepared calls. A frozen subclass can prepare calls, too."""
 
     value = cr.PerReplica([np.ones(3)] * 2)
     for ops in (cr.AllReduceCrossDeviceOps("direct"), cr.ReductionToOneDevice(), Frozen()):
@@ -237,7 +236,7 @@ def test_ops_with_prepared_calls_are_copied_and_pickled():
 
 
 def test_an_error_of_a_prepared_call_writes_nothing(monkeypatch):
-    """If the number of threads is invalid, a prepared call raises the same error as the first one would."""
+    """If the number of threads is invalid, a prepared call raises the error of a first call, and writes nothing."""
     value = cr.PerReplica([np.ones(1 << 20, "float32") for _ in range(2)])
     ops = cr.AllReduceCrossDeviceOps("direct")
     ops.reduce("sum", value, value, out=value)
@@ -273,7 +272,7 @@ def test_threads_that_prepare_and_run_calls():
 
 
 def test_prepared_calls_keep_nothing():
-    """Neither arrays nor results are kept, and references are balanced."""
+    """Prepared calls keep no arrays and no results, and leave reference counts unchanged."""
     ops, xs = cr.AllReduceCrossDeviceOps("direct"), [np.ones(100) for _ in range(3)]
     value, out = cr.PerReplica(xs), cr.PerReplica([np.empty(100) for _ in range(3)])
     wrong = cr.PerReplica([np.ones(100), np.ones(100), np.ones(101)[1:][::-1]])
@@ -322,14 +321,14 @@ def test_one_overlap_among_many_arrays_is_found():
             result = cr.all_reduce(rows, "sum", out=out)
             assert all((x == 2).all() for row in result for x in row)
         (k, at), other = places[7], rng.integers(count)
-        out[1][other] = areas[k][at + 11 : at + 23]
+        out[1][other] = areas[k][at + 11 : at + 23]  # shares the last byte of out[0][7]
         with pytest.raises(cr.ReductionError, match="memory"):
             cr.all_reduce(rows, "sum", out=out)
 
 
 @pytest.mark.parametrize("name", ["numpy", "torch"])
 def test_one_array_per_replica_needs_no_list(name, request, monkeypatch):
-    """all_reduce of bare arrays runs in compiled code, too, and returns or writes into arrays, not lists."""
+    """A repeated all_reduce of bare arrays, not lists, runs in compiled code. Its results are bare arrays, too."""
     library = request.getfixturevalue(f"{name}_")
     xs = library.arrays([np.arange(5.0) + k for k in range(3)])
     out = library.arrays([np.zeros(5) for _ in range(3)])

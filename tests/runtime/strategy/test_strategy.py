@@ -12,13 +12,13 @@ import crossreduce as cr
 
 context = cr.get_replica_context
 pytestmark = pytest.mark.usefixtures("no_thread_stays")
-LOOP = []
+LOOP = []  # contains itself
 LOOP.append(LOOP)
 
 
 @pytest.mark.parametrize("n", [1, 3, 8])
 def test_all_reduce_in_replicas_gives_each_the_reduction(library, n):
-    """Each replica gets the reduction on its device, in new memory; inputs are not written."""
+    """Each replica gets the reduction on its device, in new memory. Inputs are not written."""
     xs = digits(n, (2, 3))
     strategy, given = cr.MirroredStrategy(n), value(library, xs)
     for op in ("sum", "max", "min"):
@@ -41,7 +41,7 @@ class Spy(cr.HierarchicalCopyAllReduce):
 
 @pytest.mark.parametrize("devices", [cpus(0), cpus(5, 3), cpus(*range(8))], ids=len)
 def test_a_tree_is_reduced_in_one_batch(devices):
-    """A tree is reduced by one batch_reduce under the strategy's device names, so that a topology applies."""
+    """The leaves of a tree are reduced in one batch, under the names of the strategy's devices, as a topology needs."""
     ops, n = Spy(topology=cr.Topology.ring(cpus(*range(8)), 10)), len(devices)
     ops.calls = []
     strategy = cr.MirroredStrategy(devices, ops)
@@ -51,7 +51,7 @@ def test_a_tree_is_reduced_in_one_batch(devices):
         return context().all_reduce(cr.ReduceOp.SUM, {"b": (x, 2 * x), "a": [1.5]})
 
     result = strategy.run(step, args=(cr.PerReplica(xs, devices),))
-    assert ops.calls == [[devices] * 3]
+    assert ops.calls == [[devices] * 3]  # one batch of the three leaves
     assert sorted(result) == ["a", "b"]
     for k in range(n):
         oracle.check(result["b"][1][k], "sum", [2 * x for x in xs])
@@ -92,7 +92,8 @@ def test_outside_a_strategy_there_is_one_replica():
 
 
 def test_scope_is_the_cross_replica_context():
-    """Scope has no replica context; scopes of one strategy nest, and end with the block, also after errors."""
+    """In a scope there is no replica context. Scopes of one strategy can be nested, but not those of two strategies. A
+    scope ends with its block, also after an error."""
     strategy, other = cr.MirroredStrategy(2), cr.MirroredStrategy(3)
     words = "inside another strategy's scope"
     with strategy.scope() as entered:
@@ -165,7 +166,8 @@ def test_merge_call_runs_once_for_all_replicas(library, n):
 
 
 def test_each_replica_receives_its_components():
-    """A replica gets its component of distributed arguments and variables; the rest is unchanged."""
+    """A replica receives its component in place of each distributed value; other arguments are unchanged. all_reduce
+    uses the replica's components, also of variables."""
     strategy = cr.MirroredStrategy(3)
     log, given = [], {"x": [cr.PerReplica([np.full(2, k) for k in range(3)]), 5], "y": None}
 
@@ -192,13 +194,13 @@ class Output:
     name: str
 
 
-class Odd:
+class WithUnknownDevice:
     device = "an unknown place"
 
 
 @pytest.mark.parametrize("n", [1, 2, 4])
 def test_results_are_regrouped_the_same_way_for_any_number_of_replicas(n):
-    """Leaves become PerReplica, also for one replica; None and equal strings are kept; structures must agree."""
+    """Leaves become PerReplica, also for one replica. None, equal strings and variables are kept."""
     strategy, marker = cr.MirroredStrategy(n), object()
     made = strategy.run(lambda: (Output(np.float32(1), "a"), None, "same", 3, marker, True))
     assert (type(made[0]), type(made[0].loss), made[0].name) == (Output, cr.PerReplica, "a")
@@ -206,23 +208,28 @@ def test_results_are_regrouped_the_same_way_for_any_number_of_replicas(n):
     for leaf, wanted in zip(made[3:], (3, marker, True), strict=True):
         assert type(leaf) is cr.PerReplica
         assert leaf.values == (wanted,) * n
-    odd = strategy.run(Odd)
-    assert (odd.devices, {type(x) for x in odd}) == (strategy.devices, {Odd})
-    names = strategy.run(lambda: f"replica {context().replica_id_in_sync_group}")
-    assert list(names) == [f"replica {k}" for k in range(n)] if n > 1 else names == "replica 0"
+    unknown = strategy.run(WithUnknownDevice)
+    assert (unknown.devices, {type(x) for x in unknown}) == (strategy.devices, {WithUnknownDevice})
     with strategy.scope():
         variable = cr.Variable(1.0)
     assert strategy.run(lambda: variable) is variable
-    if n > 1:
-        with pytest.raises(cr.MismatchError, match=r"differ in structure.*\n.*replica 1"):
-            strategy.run(lambda: None if context().replica_id_in_sync_group else 1.0)
-        words = "must pass or return either the same distributed value, or each an ordinary value"
-        with pytest.raises(cr.ArgumentError, match=words):
-            strategy.run(lambda: cr.PerReplica([1.0, 2.0]))
+
+
+@pytest.mark.parametrize("n", [2, 4])
+def test_results_that_differ_between_replicas(n):
+    """Different strings become a PerReplica. Different structures or different distributed values are errors."""
+    strategy = cr.MirroredStrategy(n)
+    names = strategy.run(lambda: f"replica {context().replica_id_in_sync_group}")
+    assert names.values == tuple(f"replica {k}" for k in range(n))
+    with pytest.raises(cr.MismatchError, match=r"differ in structure.*\n.*replica 1"):
+        strategy.run(lambda: None if context().replica_id_in_sync_group else 1.0)
+    words = "must pass or return the same distributed value, or each one an ordinary value"
+    with pytest.raises(cr.ArgumentError, match=words):
+        strategy.run(lambda: cr.PerReplica([1.0, 2.0]))
 
 
 def test_devices():
-    """Devices are a count or names; by default those of an accelerator, or, as in TensorFlow, one replica on cpu:0."""
+    """Devices may be a number. The default without accelerators is one replica on cpu:0, as in TensorFlow."""
     import torch
 
     if not torch.cuda.is_available():
@@ -256,13 +263,13 @@ WRONG = [
 
 @pytest.mark.parametrize(("words", "call", "args"), WRONG)
 def test_wrong_arguments(words, call, args):
-    """Invalid devices, functions that are not callable, invalid args, kwargs, options or trees are ArgumentErrors."""
+    """Invalid devices, functions, args, kwargs, options or trees raise an ArgumentError that names the problem."""
     with pytest.raises(cr.ArgumentError, match=words):
         call(*args)
 
 
 def test_tensorflow_is_referred_to_its_own_strategy(tensorflow_):
-    """The error for TensorFlow's tensors in replicas names tf.distribute and crossreduce.tensorflow."""
+    """For TensorFlow's tensors in replicas or variables, an error names the classes to use. reduce accepts them."""
     x = cr.PerReplica(tensorflow_.arrays([np.ones(2), np.ones(2)]))
     with pytest.raises(cr.UnsupportedError, match=r"tf\.distribute\.MirroredStrategy.*crossreduce\.tensorflow"):
         STRATEGY.run(lambda v: context().all_reduce("sum", v), args=(x,))

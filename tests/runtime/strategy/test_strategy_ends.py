@@ -50,11 +50,13 @@ def test_a_replica_that_does_not_call_is_named_after_the_timeout(of_the_call):
 
 @pytest.mark.parametrize("seconds", [0.3, 1e10, float("inf")])
 def test_only_waiting_counts_for_the_timeout(seconds):
-    """Neither computing nor several calls together time out; a timeout may be infinite."""
+    """Only the wait in a single call counts for the timeout, neither computing nor the sum of waits. The timeout may be
+    infinite."""
     barrier = threading.Barrier(2, timeout=20)
     options = cr.CommunicationOptions(timeout_seconds=seconds)
 
     def step():
+        # With the short timeout, one pause exceeds it, and so do the other three together.
         for pause in (0.4, 0.12, 0.12, 0.12) if seconds < 1 else (0.05 * number(),):
             time.sleep(pause)
             barrier.wait()  # so that no replica waits long in the call
@@ -65,7 +67,7 @@ def test_only_waiting_counts_for_the_timeout(seconds):
 
 
 def test_a_replica_makes_one_call_at_a_time():
-    """Two threads of one replica cannot call at the same time; the second call raises a ContextError."""
+    """If two threads of one replica make a call at the same time, the second call raises a ContextError."""
     calls, begun = [], threading.Event()
 
     def second(here):
@@ -104,7 +106,7 @@ def test_a_thread_that_outlives_its_replica_never_waits_forever():
 
 
 class Observing(cr.AllReduceCrossDeviceOps):
-    """Records in which thread and context a batch is reduced."""
+    """Records for each batch whether the main thread reduces it, the value of ``marker``, and the replica's context."""
 
     def batch_reduce(self, *args, **named):
         self.seen.append((threading.current_thread() is threading.main_thread(), self.marker.get(), context()))
@@ -112,7 +114,8 @@ class Observing(cr.AllReduceCrossDeviceOps):
 
 
 def test_the_context_of_the_caller():
-    """Replicas have copies of the caller's context, errstate included, and reduce in it; merges are in its thread."""
+    """Replicas have copies of the caller's context variables, NumPy's errstate included. Batches are reduced with the
+    caller's own variables. Functions of merge_call run in the caller's thread."""
     ops = Observing()
     ops.seen, ops.marker = [], contextvars.ContextVar("marker", default="none")
 
@@ -157,7 +160,7 @@ def test_an_interrupt_before_the_replicas_are_woken_ends_them(monkeypatch):
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
 @pytest.mark.filterwarnings("ignore")  # Python and JAX warn of forks in processes with threads
 def test_a_call_in_a_forked_process_is_an_error():
-    """In a child process of a replica a call of the context raises an error: no thread there could run it."""
+    """A call of the context in a forked child process of a replica raises an error, since it would wait forever."""
 
     def step():
         if number() == 0:
@@ -177,7 +180,7 @@ def test_a_call_in_a_forked_process_is_an_error():
 
 
 def test_arrays_and_objects_are_freed():
-    """Inputs are freed after an all_reduce; objects of a failed step are freed at once."""
+    """Inputs can be freed after an all_reduce. Objects of a failed step are freed at once, without the collector."""
     alive, refs = [], []
 
     def step():
@@ -242,7 +245,7 @@ cr.MirroredStrategy(2).run(lambda: 1)
 
 
 def test_what_replicas_import():
-    """The tree library is imported before replicas run, torch and JAX only if they are used."""
+    """The tree library is imported in the main thread, and torch and JAX only if they are used."""
     ran = subprocess.run([sys.executable, "-c", IMPORTS], capture_output=True, text=True, check=True)
     assert ran.stdout == "True\n[]\n"
 
@@ -295,7 +298,8 @@ def refused(thread):
 
 @pytest.mark.parametrize(("kind", "error"), [(interrupted, KeyboardInterrupt), (refused, RuntimeError)])
 def test_the_exceptions_of_a_start(monkeypatch, kind, error):
-    """The handler's exception replaces the RuntimeError that follows from it; the system's own is raised."""
+    """If Ctrl-C interrupts the start of a thread, KeyboardInterrupt is raised, not the RuntimeError that follows from
+    it. If the system cannot start the thread, its RuntimeError is raised."""
     monkeypatch.setattr(threading.Thread, "start", kind)
     words = "the signal" if error is KeyboardInterrupt else "can't start new thread"
     with pytest.raises(error, match=words):
@@ -335,7 +339,7 @@ assert strategy.run(lambda: 1).values == (1,) * 8
 @pytest.mark.skipif(not hasattr(signal, "setitimer"), reason="this platform has no interval timers")
 @pytest.mark.parametrize("interrupts", ["100", pytest.param("2000", marks=pytest.mark.system)])
 def test_a_storm_of_interrupts_raises_nothing_else(interrupts):
-    """Of runs of 8 replicas that are interrupted at random moments, none raises another exception."""
+    """Runs of 8 replicas that are interrupted at random moments raise KeyboardInterrupt and no other exception."""
     command = [sys.executable, "-c", STORM, interrupts]
     done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")

@@ -57,7 +57,8 @@ def test_an_exception_keeps_its_traceback_and_names_the_replica(error, n):
 
 @pytest.mark.parametrize("wait", [reduce_(), MERGE, gather(1, 0)], ids=["all_reduce", "merge_call", "all_gather"])
 def test_other_replicas_end_at_their_next_call(wait):
-    """When one replica fails, those that wait in a call, or make one later, end, although they handle exceptions."""
+    """If one replica fails, the others end in the call in which they wait, or at their next call. They cannot handle
+    this as an ``Exception``, and each later call ends them again."""
     ended, failing, begun = [], threading.Event(), threading.Barrier(4)
 
     def step():
@@ -92,11 +93,11 @@ class BrokenError(Exception):
 
 
 def test_the_first_failure_is_raised_and_the_others_are_named():
-    """Of several failures the first by time is raised; notes name the others, also one that cannot be printed."""
+    """Of several failures, the earliest one is raised. Notes name the others, also one that cannot be printed."""
 
     def step():
         k = context().all_reduce("sum", 0) + number()
-        time.sleep((0.16, 0.0, 0.08, 0.24)[k])
+        time.sleep((0.16, 0.0, 0.08, 0.24)[k])  # replicas 1, 2, 0 and 3 fail, in this order
         raise (ValueError, KeyError, OwnError, BrokenError)[k](f"text {k}")
 
     with pytest.raises(KeyError) as caught:
@@ -156,7 +157,7 @@ def test_different_calls_are_listed_at_once(case, late, n):
 
 
 def test_wrong_arguments_of_calls_are_listed():
-    """Leaves that differ are listed for each replica; other invalid arguments are errors, too."""
+    """If a leaf differs between replicas, the error lists it for each replica. Other wrong arguments are errors."""
     strategy = cr.MirroredStrategy(3)
     ones = cr.PerReplica([np.ones(2), np.ones(3), np.ones(2)])
     words = r"(?s)leaf tree\['w'\]: .*replica 0 on cpu:0: float64\[2\]; replica 1 on cpu:1: float64\[3\]"
@@ -178,7 +179,8 @@ def test_wrong_arguments_of_calls_are_listed():
 
 
 def test_an_error_of_merge_call_is_raised_at_the_call():
-    """The caller gets an exception of merge_call's function, with its and the call's traceback; all replicas end."""
+    """The caller gets the exception that merge_call's function raised. Its traceback shows the call and the function.
+    All replicas end."""
     continued = []
 
     def failing_merge(strategy):
@@ -225,7 +227,8 @@ def test_a_context_is_used_only_in_its_replica():
 
 
 def test_merge_call_accepts_functions_made_per_replica():
-    """Functions that replicas create from the same source lines, partials and methods included, count as equal."""
+    """Replicas may each pass a function of their own to merge_call if all are made by the same code, such as lambdas,
+    partials and methods."""
 
     class Method:
         def call(self, strategy, x=0):

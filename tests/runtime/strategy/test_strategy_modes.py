@@ -20,7 +20,7 @@ def leaves(n, shape=(3,)):
 
 @pytest.mark.parametrize(("n", "op"), [(1, "mean"), (3, "sum"), (4, "mean")])
 def test_gradients_are_those_of_the_sum_of_all_losses(torch_, n, op):
-    """Gradients are those of the sum of all losses, also through all_gather."""
+    """Gradients through all_reduce and all_gather are those of the sum of all replicas' losses."""
     scale = [torch.tensor([k + 1.0, 2.0, -k], dtype=torch.float64) for k in range(n)]
     xs, ys = leaves(n), leaves(n, ())
     rows = [torch.arange(2.0 * (k + 1), dtype=torch.float64).reshape(k + 1, 2).requires_grad_() for k in range(n)]
@@ -36,6 +36,8 @@ def test_gradients_are_those_of_the_sum_of_all_losses(torch_, n, op):
     got = cr.MirroredStrategy(n).run(step, args=tuple(map(cr.PerReplica, (xs, ys, scale, rows))))
     over = n if op == "mean" else 1  # n is a power of two if the op divides, so all results are exact
     total, count, weights = sum(x.detach() ** 2 for x in xs) / over, sum(y.item() for y in ys) / over, sum(scale)
+    # The sum of the losses is (total * weights).sum() * count for all_reduce, and n * (n + 1) / 2 times the sum of all
+    # squares for all_gather.
     for x, own, x_grad, y_grad, own_grad in zip(xs, rows, *got, strict=True):
         assert x_grad.tolist() == (2 * x * weights * count / over).tolist()
         assert y_grad.item() == (total * weights).sum() / over
@@ -43,7 +45,7 @@ def test_gradients_are_those_of_the_sum_of_all_losses(torch_, n, op):
 
 
 def test_gradients_are_never_lost_silently(torch_):
-    """all_reduce and backward raise an error where they have no gradient."""
+    """all_reduce and backward raise an error if they cannot compute the gradient."""
     xs = cr.PerReplica(leaves(2))
     sparse = cr.PerReplica([torch.eye(2).to_sparse().requires_grad_() for _ in range(2)])
     slices = cr.IndexedSlices(torch.ones(1, 2, requires_grad=True), torch.tensor([0]), (2, 2))
@@ -74,7 +76,7 @@ def test_gradients_are_never_lost_silently(torch_):
 
 
 def test_replicas_inherit_torch_modes(torch_):
-    """Replicas have the caller's grad mode, inference mode, autocast and default device."""
+    """Replicas start with the caller's grad mode, inference mode, autocast and default device."""
 
     def modes():
         autocast = torch.is_autocast_enabled("cpu") and torch.get_autocast_dtype("cpu")
@@ -105,7 +107,7 @@ def test_replicas_inherit_torch_modes(torch_):
 
 
 def test_replicas_inherit_jax_settings(jax_):
-    """Replicas have the JAX settings of the calling thread."""
+    """Replicas start with the JAX settings of the calling thread."""
     import jax
     import jax.numpy as jnp
 
@@ -121,7 +123,7 @@ def test_replicas_inherit_jax_settings(jax_):
 
 
 def test_traced_jax_values_are_refused(jax_):
-    """Inside jax.jit and jax.grad all_reduce raises an error; outside, it reduces gradients that they computed."""
+    """Inside jax.jit and jax.grad, all_reduce raises an error. Outside, it reduces gradients that they computed."""
     import jax
 
     xs = cr.PerReplica(jax_.arrays([np.full(2, 1.0), np.full(2, 3.0)]))
@@ -162,7 +164,7 @@ def test_devices_of_another_framework_do_not_affect_torch(torch_, kind):
 
 @pytest.mark.gpu
 def test_replicas_on_one_gpu(torch_):
-    """Replicas can be logical devices of one GPU; results stay there, gradients through all_reduce are refused."""
+    """Replicas can be logical devices of one GPU. Results stay there. Gradients through all_reduce are refused."""
     assert cr.MirroredStrategy().devices == tuple(f"cuda:{k}" for k in range(torch.cuda.device_count()))
     strategy = cr.MirroredStrategy(["cuda:0", "cuda:0#1", "cuda:0#2"])
     model = strategy.replicate(torch.nn.Linear(3, 1))

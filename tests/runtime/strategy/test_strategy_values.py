@@ -18,7 +18,8 @@ pytestmark = pytest.mark.usefixtures("no_thread_stays")
 
 @pytest.mark.parametrize("n", COUNTS)
 def test_reduce_and_gather_return_one_array_per_leaf(library, n):
-    """reduce and gather of a result of run return one array per leaf, on the first replica's device."""
+    """For a tree that ``run`` returned, reduce and gather return one array per leaf, on the first replica's device.
+    all_gather gives every replica the gathered array."""
     strategy = cr.MirroredStrategy(n)
     xs = digits(n, (3,))
     tree = strategy.run(lambda x: {"x": x, "n": 2}, args=(value(library, xs),))
@@ -34,7 +35,7 @@ def test_reduce_and_gather_return_one_array_per_leaf(library, n):
 
 @pytest.mark.parametrize(("library", "n", "total"), pairs(LIBRARIES, COUNTS, [0, 1, 4, 20]), indirect=["library"])
 def test_reduce_along_an_axis_counts_elements(library, n, total):
-    """Along an axis of uneven shares the mean counts all samples, and min and max skip empty shares."""
+    """If shares differ in size along an axis, its mean counts all samples, and min and max skip empty shares."""
     strategy = cr.MirroredStrategy(n)
     batch = np.random.default_rng(total).integers(-9, 10, (total, 2)).astype(np.float32)
     split = strategy.split(library.array(batch))
@@ -53,7 +54,8 @@ def test_reduce_along_an_axis_counts_elements(library, n, total):
 
 
 def test_reduce_along_an_axis_accumulates_like_other_reductions(library):
-    """Along an axis, too, half types are rounded once, the mean of integers is a float, and components must agree."""
+    """Along an axis, too, half types are rounded only once, and the mean of integers is a float. Components that differ
+    in more than their size along the axis raise a MismatchError."""
     strategy = cr.MirroredStrategy(3)
     halves = value(library, [np.full(2, 40000, np.float16)] * 3)
     got = library.to_numpy(strategy.reduce("mean", halves, axis=0))
@@ -68,7 +70,8 @@ def test_reduce_along_an_axis_accumulates_like_other_reductions(library):
 
 
 def test_reduce_of_a_single_array():
-    """A single array is its own mean, min and max; its sum raises an error, unless it is 0 or there is one replica."""
+    """A single array is its own mean, min and max. Its sum is defined only if it is 0 or there is one replica. Invalid
+    ops and axes raise errors, and a note names the argument ``axis`` if components differ in size."""
     x = np.array([1.0, 2.0])
     strategy = cr.MirroredStrategy(3)
     for op in ("mean", "min", "max"):
@@ -89,7 +92,8 @@ def test_reduce_of_a_single_array():
 
 @pytest.mark.parametrize(("library", "n", "size"), pairs(LIBRARIES, COUNTS, [0, 2, 7, 24]), indirect=["library"])
 def test_shares_tile_the_batch(library, n, size):
-    """Shares are consecutive parts of the batch; they differ by at most one sample, and each is on its device."""
+    """Shares are consecutive parts of the batch, and the first ones are larger by at most one sample. Each share is on
+    its replica's device."""
     strategy = cr.MirroredStrategy(n)
     batch = np.arange(size * 3).reshape(size, 3)
     tree = strategy.split({"x": library.array(batch), "y": (library.array(batch[:, 0]),)})
@@ -120,7 +124,7 @@ def test_wrong_batches():
 
 
 def test_a_dataset_is_split_batch_by_batch():
-    """distribute_dataset splits each batch when it is reached, on every pass, uneven last batches included."""
+    """distribute_dataset splits each batch when the iteration reaches it, in every pass, also a smaller last batch."""
     strategy = cr.MirroredStrategy(3)
     data = np.arange(10)
     batches = [data[k : k + 4] for k in range(0, 10, 4)]
@@ -141,7 +145,8 @@ class Node:
 
 
 def test_values_of_each_replica(library):
-    """distribute_values_from_function calls a function for each replica; replicate copies objects to each device."""
+    """distribute_values_from_function calls a function for each replica. replicate returns a copy of a tree for each
+    replica, on its device, with the references between the tree's objects."""
     strategy = cr.MirroredStrategy(3)
 
     def make(here):
@@ -171,7 +176,8 @@ def test_values_of_each_replica(library):
 
 
 def test_extended_reduces_and_broadcasts(library):
-    """extended reduces to any destinations and updates per replica; local_results returns components."""
+    """extended reduces and broadcasts to any destinations, and ``update`` calls a function for each component.
+    local_results returns the components."""
     n = 3
     strategy = cr.MirroredStrategy(n)
     xs = digits(n, (2,))

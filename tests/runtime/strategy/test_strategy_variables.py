@@ -12,6 +12,7 @@ import crossreduce as cr
 
 COUNTS = (1, 2, 5)
 context = cr.get_replica_context
+# The methods that assign, and what each makes of the old value and its argument.
 HOW = {"assign": lambda old, x: x, "assign_add": lambda old, x: old + x, "assign_sub": lambda old, x: old - x}
 
 
@@ -26,7 +27,7 @@ def components(library, var):
 
 @pytest.mark.parametrize("n", COUNTS)
 def test_mirrored_variables_stay_equal(library, n):
-    """Replicas' assignments to a mirrored variable are combined, and all components become bitwise equal."""
+    """The values that replicas assign to a mirrored variable are combined, and all components become equal."""
     strategy = cr.MirroredStrategy(n)
     start, xs = np.arange(4.0), [x.astype(float) for x in digits(n, (4,))]
     for aggregation, how in each(["sum", "mean", "only_first_replica"], HOW):
@@ -47,7 +48,8 @@ def test_mirrored_variables_stay_equal(library, n):
 
 @pytest.mark.parametrize("n", [1, 3])
 def test_mirrored_variables_are_assigned_to_all_in_the_cross_replica_context(library, n):
-    """In the cross-replica context an array goes to all components; a PerReplica is combined first."""
+    """In the cross-replica context, an array or number is assigned to all components. A PerReplica is combined first,
+    but a Mirrored is not."""
     strategy = cr.MirroredStrategy(n)
     xs = digits(n, (2,))
     start = library.array(np.zeros(2, np.int64))
@@ -66,7 +68,7 @@ def test_mirrored_variables_are_assigned_to_all_in_the_cross_replica_context(lib
 
 @pytest.mark.parametrize("n", [1, 3])
 def test_a_mirrored_variable_without_aggregation_cannot_be_assigned_in_a_replica(n):
-    """Without aggregation a replica's assignment raises an error, since copies could differ; also for one replica."""
+    """A replica's assignment to a mirrored variable without aggregation is an error, also if there is one replica."""
     strategy = cr.MirroredStrategy(n)
     var = variable(strategy, np.zeros(2), name="w")
     words = r"(?s)variable without aggregation.*assign_add of Variable\(w: float64\[2\].*aggregation="
@@ -81,7 +83,7 @@ def test_a_mirrored_variable_without_aggregation_cannot_be_assigned_in_a_replica
 
 @pytest.mark.parametrize("n", COUNTS)
 def test_each_replica_has_its_component_of_a_sync_on_read_variable(library, n):
-    """A replica has its component of a sync-on-read variable; reads elsewhere aggregate."""
+    """A replica reads and writes only its component of a sync-on-read variable. Reads elsewhere aggregate them."""
     strategy = cr.MirroredStrategy(n)
     xs = [x.astype(float) for x in digits(n, (2,))]
     made = {
@@ -112,7 +114,8 @@ def test_each_replica_has_its_component_of_a_sync_on_read_variable(library, n):
 
 @pytest.mark.parametrize("n", COUNTS)
 def test_sync_on_read_variables_are_assigned_in_the_cross_replica_context(library, n):
-    """A sum reads as the value assigned to it; assign_add to one of several replicas is an error, as in TensorFlow."""
+    """In the cross-replica context, a sync-on-read sum has the value that was assigned to it. assign_add is an error
+    for a sum of several replicas, as in TensorFlow."""
     strategy, seven = cr.MirroredStrategy(n), library.array(np.full(2, 7))
     total, mean = (
         variable(strategy, library.array(np.ones(2, dtype)), synchronization="on_read", aggregation=how)
@@ -128,7 +131,8 @@ def test_sync_on_read_variables_are_assigned_in_the_cross_replica_context(librar
 
 
 def test_values_that_were_read_do_not_change(library):
-    """Assignments replace NumPy and JAX components, and write into torch components, never into the initial value."""
+    """Assignments replace the components in NumPy and JAX, and write into them in torch. Neither the initial value nor
+    an assigned array shares memory with the variable."""
     strategy = cr.MirroredStrategy(2)
     start = library.array(np.zeros(3))
     var = variable(strategy, start, aggregation="mean")
@@ -137,7 +141,7 @@ def test_values_that_were_read_do_not_change(library):
     assert library.to_numpy(start).tolist() == [0, 0, 0]
     in_place = library.name == "torch"
     assert all(a is b for a, b in zip(before, var.values, strict=True)) == in_place
-    assert [library.to_numpy(x).tolist() for x in before] == [[1.0 * in_place] * 3] * 2
+    assert [library.to_numpy(x).tolist() for x in before] == [[1.0 if in_place else 0.0] * 3] * 2
     if library.name == "numpy":
         with pytest.raises(ValueError, match="read-only"):
             var.value()[0] = 5
@@ -158,7 +162,7 @@ def test_runs_in_several_threads_keep_a_variable_consistent():
 
 
 def test_update_runs_for_each_component(library):
-    """extended.update calls the function for each component in order, with that replica's arguments."""
+    """extended.update calls the function for each component, in order, with the arguments of the same replica."""
     strategy = cr.MirroredStrategy(3)
     var = variable(strategy, library.array(np.ones(2)))
     grads = value(library, [np.full(2, float(k)) for k in range(3)])
@@ -181,7 +185,8 @@ def test_update_runs_for_each_component(library):
 
 
 def test_numbers_shapes_and_dtypes(library):
-    """A variable keeps its framework, shape and dtype; numbers that keep the dtype can be added and assigned."""
+    """A variable keeps its framework, shape and dtype. Numbers can be added, and assigned to a variable without axes,
+    if its dtype can represent them."""
     strategy = cr.MirroredStrategy(2)
     scalar = variable(strategy, library.array(np.float32(1)), aggregation="mean")
     vector = variable(strategy, library.array(np.ones(2, np.float32)), name="v")
@@ -209,7 +214,7 @@ def test_numbers_shapes_and_dtypes(library):
 
 
 def test_a_variable_reads_as_a_numpy_array(library):
-    """np.asarray gives the value in the current context; ``copy=False`` refuses a cast."""
+    """np.asarray returns the value that the variable has in the current context. ``copy=False`` refuses a cast."""
     strategy = cr.MirroredStrategy(2)
     var = variable(strategy, library.array(np.arange(3.0)))
     assert np.array(var, dtype=np.float32).dtype == np.float32
@@ -229,7 +234,7 @@ def test_a_variable_reads_as_a_numpy_array(library):
 
 
 def test_arguments():
-    """Synchronization and aggregation are members or their names in any case; errors list the valid names."""
+    """Synchronization and aggregation may be given by name, in any case. Errors list the valid names."""
     var = cr.Variable(1.0, "x", cr.VariableSynchronization.AUTO, "Only_First_Replica")
     assert var.synchronization is cr.VariableSynchronization.ON_WRITE
     assert var.aggregation is cr.VariableAggregation.ONLY_FIRST_REPLICA
@@ -249,7 +254,8 @@ def test_arguments():
 
 
 def test_variables_belong_to_a_strategy():
-    """A variable is created outside replicas and used with its own strategy; without one it has one component."""
+    """A variable cannot be created in a replica, nor used with another strategy than its own. A variable without a
+    strategy has one component, which replicas can read."""
     first, second = cr.MirroredStrategy(2), cr.MirroredStrategy(2)
     var, alone = variable(first, 1.0, aggregation="sum"), cr.Variable(np.ones(2), aggregation="sum")
     for words, strategy, call in (

@@ -15,11 +15,11 @@ A, B = np.zeros(3, "float32"), np.ones(3, "float32")
 
 @each_kind
 def test_components_and_devices_are_stored(kind):
-    """A value stores the given objects and canonical names; it is read-only and can be pickled."""
+    """A value stores the given objects and the canonical names of devices. It is read-only and can be pickled."""
     for given_ in ([A, B], (A, B), (x for x in (A, B))):
         value = kind(given_)
         assert isinstance(value.values, tuple)
-        assert [x is y for x, y in zip(value, (A, B), strict=True)] == [True, True]
+        assert all(x is y for x, y in zip(value, (A, B), strict=True))
         assert (value[1] is B, value[-2] is A, len(value)) == (True, True, 2)
     assert kind([A, B, A]).devices == ("cpu:0", "cpu:1", "cpu:2")
     assert kind([A, B], ["/device:CPU:1", "GPU:0"]).devices == ("cpu:1", "cuda:0")
@@ -36,7 +36,7 @@ def test_components_and_devices_are_stored(kind):
 
 @each_kind
 def test_wrong_components_and_devices(kind):
-    """Components are a list of arrays that is not empty; devices are as many different names."""
+    """Components that are no list, or an empty one, are refused. So are devices that are not one name per component."""
     for empty in ([], (), iter([])):
         with pytest.raises(ArgumentError, match=f"{kind.__name__} needs at least one component"):
             kind(empty)
@@ -59,7 +59,7 @@ def test_wrong_components_and_devices(kind):
 
 
 def test_repr_of_a_value(tensorflow_):
-    """A repr shows each component's device, dtype and shape, for any object; unknown sizes are question marks."""
+    """A repr shows the device, dtype and shape of each component, or any other object. An unknown size is a ?."""
     assert repr(PerReplica([A, np.float64(2)])) == "PerReplica(\n  cpu:0: float32[3],\n  cpu:1: float64[]\n)"
     assert repr(Mirrored([np.zeros((2, 0), "int8")], ["cuda:1"])) == "Mirrored(\n  cuda:1: int8[2, 0]\n)"
     assert repr(PerReplica([tensorflow_.tf.ones(2)])) == "PerReplica(\n  cpu:0: float32[2]\n)"
@@ -71,7 +71,7 @@ def test_repr_of_a_value(tensorflow_):
 
 
 def test_slices_are_stored_by_reference():
-    """IndexedSlices store the given arrays, lists as NumPy arrays; the repr shows the specs."""
+    """IndexedSlices store the given arrays; lists become NumPy arrays. The repr shows dtypes and shapes."""
     values, indices = np.ones((2, 3), "float32"), np.array([4, 4])
     slices = IndexedSlices(values, indices, [5, 3])
     assert (slices.values is values, slices.indices is indices) == (True, True)
@@ -86,7 +86,7 @@ def test_slices_are_stored_by_reference():
 
 
 def test_slices_must_agree():
-    """There is one index per slice; the dense shape has the sizes of the values; the error has both shapes."""
+    """There must be one index per slice, and the dense shape must have the sizes of a slice. Errors show the shapes."""
     for values, indices in (((2, 3), (3,)), ((2,), (1,)), ((), (0,)), ((2, 2), (2, 1)), ((1,), ()), ((0, 3), (1,))):
         shapes = re.escape(f"values of shape {values}, indices of shape {indices}")
         with pytest.raises(ArgumentError, match=rf"must have one index per slice[\s\S]*{shapes}"):

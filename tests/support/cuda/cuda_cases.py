@@ -43,7 +43,7 @@ class Memory(DeviceMemory):
     def __init__(self, fake):
         self.fake, self.devices, self.free, self.peers = fake, {}, {}, True
         self.threads, self.is_quiet = threading.local(), False
-        for device in range(8):  # a framework has made the contexts
+        for device in range(8):  # this makes the contexts, as a framework would have
             fake.memory(1, device)
 
     def stream(self, device):
@@ -53,7 +53,7 @@ class Memory(DeviceMemory):
         return streams[device]
 
     def array(self, size, dtype, device, shift=0):
-        """Return an array of memory that its earlier owner, in the current stream, still writes into."""
+        """Return an array, whose memory its earlier owner, in the current stream, still writes into."""
         kind = np.dtype(dtype)
         nbytes = -(-(size * kind.itemsize + shift + 1) // 512) * 512
         stream = self.stream(device)
@@ -67,7 +67,7 @@ class Memory(DeviceMemory):
         return made
 
     def release_all(self):
-        """Free all arrays: a call has failed."""
+        """Free all arrays, after a call has failed."""
         for device, address, nbytes, stream in self.devices.values():
             self.fake.write(address, bytes(nbytes), stream, device)
             self.free[device, stream, nbytes].append(address)
@@ -108,7 +108,7 @@ class Memory(DeviceMemory):
         return found
 
     def release(self, x):
-        """Free an array; its next owner, in the same stream, writes into it at once."""
+        """Free an array. Its next owner, in the same stream, writes into it at once."""
         device, address, nbytes, stream = self.devices.pop(x.ctypes.data)
         if not self.is_quiet:
             self.fake.write(address, bytes(nbytes), stream, device)
@@ -140,7 +140,7 @@ class Memory(DeviceMemory):
 
 
 def _on(layout, names, pieces):
-    """Return a layout on devices of other names, with programs of so many pieces."""
+    """Return a layout with other names of devices (``names``: old to new), and programs of ``pieces`` pieces."""
     buffers = []
     for buffer, ranges in layout.buffers:
         found = []
@@ -155,7 +155,11 @@ def _on(layout, names, pieces):
 
 
 class Case:
-    """A layout with its executable and the arrays of a call."""
+    """Layouts with their executables, and calls of them on new arrays.
+
+    ``places`` has the number of each replica's device, and ``destinations`` the positions of replicas (by default all).
+    Options: ``topology``, ``pieces`` of a chunk, and ``result``, the dtype of the results.
+    """
 
     def __init__(self, memory, algorithm, places, op, dtype, sizes, packing, inplace, *, destinations=None, **options):
         topology, result = options.get("topology"), options.get("result")
@@ -183,11 +187,14 @@ class Case:
         self.compile()
 
     def compile(self):
-        """Compile all layouts again."""
+        """Compile all layouts, perhaps again."""
         self.executables = [self.engine.compile(layout, self.numbers, self.inplace) for layout in self.layouts]
 
     def run(self, draw, check=True, finish=True):
-        """Run the layouts once, with the callers' work before and after; return whether all bits were right."""
+        """Run the layouts once, with the callers' work before and after. Return whether all bits were right.
+
+        Without ``check`` the sources are zeros. Without ``finish`` only the streams of this thread are waited for.
+        """
         good = True
         for layout, executable in zip(self.layouts, self.executables, strict=True):
             arrays = self._arrays(layout, draw)
@@ -208,7 +215,7 @@ class Case:
         return good
 
     def run_captured(self, draw, lib, beside=True):
-        """Capture a run of each layout in a graph, and launch that twice; assert that all bits are right.
+        """Capture a run of each layout in a graph, launch the graph twice, and assert that all bits are right.
 
         ``beside``: meanwhile, another thread runs and captures the same layouts.
         """
@@ -241,7 +248,7 @@ class Case:
             assert lib.cuStreamEndCapture(streams[0], ctypes.byref(graph)) == 0, self.fake.report()
             assert lib.cuGraphInstantiateWithFlags(ctypes.byref(exec_), graph, 0) == 0
             memory.threads.streams = {}
-            several = len(executable.planned.operations.devices) > 1  # a graph's pool has the memory of one device
+            several = len(executable.planned.operations.devices) > 1  # then the engine keeps the graph's memory
             for _ in range(2):
                 given = self._written(arrays, draw)
                 self.fake.run()
@@ -277,11 +284,11 @@ class Case:
         thread.join()
         assert outcomes == [True, None], self.fake.report()
 
-    def _kinds(self):
+    def _kinds(self):  # the NumPy dtypes of the sources and of the results
         return (np.dtype(np.uint8 if dtype == "bool" else dtype) for dtype in (self.dtype, self.numbers.result))
 
     def _arrays(self, layout, draw):
-        """Return sources, and results in place or ``None``."""
+        """Return the sources, and the arrays for the results, or ``None`` for the latter if not in place."""
         kind, out_kind = self._kinds()
         sizes = [self.sizes[tensor] for tensor in layout.tensors]
         shift = int(draw.integers(0, 3)) * kind.itemsize
@@ -290,9 +297,8 @@ class Case:
             return sources, None
         same = kind == out_kind and len(self.result_places) == len(self.places)
         if not same:
-            return sources, [
-                [self.memory.array(size, out_kind, place) for place in self.result_places] for size in sizes
-            ]
+            results = [[self.memory.array(size, out_kind, place) for place in self.result_places] for size in sizes]
+            return sources, results
         # A result may be in the memory of any source of its device.
         order = list(range(len(self.places)))
         for place in set(self.places):
@@ -302,7 +308,7 @@ class Case:
         return sources, [[row[k] for k in order] for row in sources]
 
     def _written(self, arrays, draw, check=True):
-        """Let the callers' streams write drawn values, or zeros, into the sources; return these."""
+        """Let the callers' streams write drawn values, or zeros, into the sources, and return these."""
         kind, _ = self._kinds()
         made = cuda_launches.values if check else lambda draw, dtype, size: np.zeros(size, kind)
         given = [[made(draw, self.dtype, x.size).view(kind) for x in row] for row in arrays[0]]
@@ -328,11 +334,12 @@ class Case:
             self.memory.release(x)
 
     def _is_right(self, layout, given, read):
+        """Return whether ``read`` has the bits that the host kernels compute from the sources ``given``."""
         sizes = [self.sizes[tensor] for tensor in layout.tensors]
         kernel = host.kernel(layout, self.numbers, len(self.destinations))
         _, out_kind = self._kinds()
         right = [[np.empty(size, out_kind) for _ in self.destinations] for size in sizes]
-        kernel.run(given, right, 1, False, False)
+        kernel.run(given, right, 1, False, False)  # one thread, no streaming stores, no check for overlaps
         return all(
             cuda_launches.equal(bytes(got), x.tobytes(), self.numbers.result)
             for row, expected in zip(read, right, strict=True)

@@ -20,12 +20,12 @@ LOGICAL = [f"cuda:0#{k}" if k else "cuda:0" for k in range(8)]
 
 
 def expected(rows, op):
-    """Return what NumPy arrays on the host give: for each tensor the result."""
+    """Return the result of each tensor, as NumPy arrays on the host give it."""
     return [x[0] for x in zip(*[list(each) for each in cr.all_reduce(rows, op)], strict=True)]
 
 
 def cupy_calls(fake):
-    """Reduce CuPy arrays on 8 devices, and on logical devices of one; return the number of calls."""
+    """Reduce CuPy arrays on 8 devices and on logical devices of one, and return the number of calls."""
     sys.path.insert(0, str(SUPPORT / "standins"))
     import cupy
     from cupy import _machine
@@ -47,14 +47,14 @@ def cupy_calls(fake):
                     arrays.append([cupy.asarray(x) for x in row])
             right = expected(rows, op)
             for algorithm in ("auto", "direct", "hierarchical_copy", "ring"):
-                op_ = cr.AllReduceCrossDeviceOps(algorithm)
+                ops = cr.AllReduceCrossDeviceOps(algorithm)
                 with mock.patch.object(loop, "_reduce_buffer", side_effect=AssertionError("the loop engine ran")):
-                    results = cr.all_reduce(arrays, op, devices=devices, cross_device_ops=op_)
+                    results = cr.all_reduce(arrays, op, devices=devices, cross_device_ops=ops)
                 fake.run()
                 for row, number in zip(results, physical, strict=True):
                     for got, x in zip(row, right, strict=True):
                         assert (got.device.id, got.dtype) == (number, x.dtype)
-                        if algorithm in ("auto", "direct"):
+                        if algorithm in ("auto", "direct"):  # these combine in the order of the host
                             np.testing.assert_array_equal(cupy.asnumpy(got), x, strict=True)
                 calls += 1
     assert not fake.report(), fake.report()[:3]
@@ -70,7 +70,7 @@ def torch_calls(fake):
     from crossreduce.engines.host import prepared
 
     prepared.compiled_module().use_device_type(1)  # the CPU's
-    assert fake.lib.fake_own(1 << 12, (1 << 47) - (1 << 13), 0) == 0
+    assert fake.lib.fake_own(1 << 12, (1 << 47) - (1 << 13), 0) == 0  # all memory of this process is that of cuda:0
     memory = install()
     draw = np.random.default_rng(1)
     calls = 0

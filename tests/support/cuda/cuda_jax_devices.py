@@ -49,7 +49,7 @@ def value_on(devices):
 
 
 def on_host(rows, op, ops, destinations=None):
-    """Return the results on the host: for each tensor one."""
+    """Return the result of each tensor, as the host engine computes it."""
     count = len(rows[0])
     hosts = [f"cpu:0#{k}" if k else "cpu:0" for k in range(count)]
     pairs = []
@@ -60,7 +60,7 @@ def on_host(rows, op, ops, destinations=None):
 
 
 def reduced(xla, devices, rows, op, ops, destinations=None):
-    """Reduce drawn values on devices; return for each tensor its results, and the values read from each."""
+    """Reduce values on devices. Return the results of each tensor, and their contents, which are read later."""
     places = [parse(name).index for name in devices]
     given = [[xla.put(x, place) for x, place in zip(row, places, strict=True)] for row in rows]
     pairs = []
@@ -77,7 +77,7 @@ def is_right(read, right):
 
 
 def check_bits(xla):
-    """All dtypes and ops, algorithms, devices and destinations: the bits of the host engine, in order."""
+    """All dtypes, ops, algorithms, devices and destinations give the bits of the host engine. All work is ordered."""
     for device in range(8):
         assert memory.MEMORY.stream(device) == memory.MEMORY.stream(device)
     draw, count = np.random.default_rng(3), 0
@@ -110,7 +110,7 @@ def check_bits(xla):
 
 
 def check_failures(xla):
-    """A call of the driver that fails raises a ``DriverError``; nothing is unordered, and later calls are right."""
+    """A call of the driver that fails raises a ``DriverError``. Nothing is unordered, and later calls are right."""
     ops, devices, failed = cr.AllReduceCrossDeviceOps("ring"), DEVICES["mixed"], 0
     rows = [[values(np.random.default_rng(6), "float32", (300,)) for _ in devices]]
     right = on_host(rows, "mean", ops)
@@ -140,7 +140,7 @@ def real(xla, rows, devices):
 
 
 def check_calls(xla):
-    """Other calls that run in the engine: broadcasts, topologies, arrays on the host or elsewhere."""
+    """Broadcasts, topologies, and arrays on the host or on other devices run in the engine, too."""
     draw, count, four = np.random.default_rng(8), 0, DEVICES["four"]
     x = values(draw, "float32", (1000,))
 
@@ -154,7 +154,7 @@ def check_calls(xla):
         assert not (report := xla.end()), report[:3]
         count += 1
 
-    def at(array):
+    def at(array):  # counts the CPU devices that stand in for GPUs as CUDA devices
         found = LOCATE(array)
         return found.replace("cpu", "cuda") if isinstance(array, jax.Array) and found != f"cpu:{HOST}" else found
 
@@ -175,7 +175,7 @@ def check_calls(xla):
         assert [x.device.id for x, _ in results] == [HOST, 1, 3, HOST]
         expect([x for row in results for x in row], [np.mean(column, 0) for column in zip(*rows, strict=True)] * 4)
         expect(cr.all_reduce([jnp.ones(9, "float32")] * 4, devices=four), [np.full(9, 4, "float32")] * 4)
-        # The memory of results that are not read is free at once. One that is donated does not change the others.
+        # The memory of results that are not read is free at once. A donated result does not change the others.
         results = cr.all_reduce(elsewhere(), devices=four)
         for each_result in results:
             xla.free(each_result.unsafe_buffer_pointer(), each_result.nbytes, number(each_result.device))
@@ -194,7 +194,7 @@ def check_calls(xla):
 
 
 def check_left(xla):
-    """What the loop engine reduces, as without this engine; and deleted arrays are errors."""
+    """What this engine cannot reduce, the loop engine reduces as usual. Deleted arrays are errors."""
     four, count = DEVICES["four"], 0
     rows = [[np.full((3, 2), 2.0**k, "float32")] for k in range(4)]
     arrays = real(xla, rows, four)
@@ -212,7 +212,7 @@ def check_left(xla):
         return cr.all_reduce(given, op, devices=four)
 
     scalars = [[jax.device_put(jnp.asarray(1.5), jax.devices()[k])] for k in range(4)]
-    is_left(lambda: over(scalars), 6, True)
+    is_left(lambda: over(scalars), 6, is_weak=True)
     for mode in jax.debug_nans, jax.disable_jit:
         with mode(True):
             is_left(over, 15)
@@ -235,16 +235,11 @@ def check_left(xla):
     return count
 
 
-CHECKS = {
-    "bits": check_bits,
-    "calls": check_calls,
-    "failures": check_failures,
-    "left": check_left,
-}
+CHECKS = {"bits": check_bits, "calls": check_calls, "failures": check_failures, "left": check_left}
 
 
 def main(library, peers, *checks):
-    """Run some checks; print how much each checked."""
+    """Run some checks, and print the number that each returns."""
     xla = start(library, peers)
     gc.freeze()  # what exists now is not garbage; to look at all of JAX in each collection takes long
     with jax.enable_x64(True):

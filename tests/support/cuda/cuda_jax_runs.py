@@ -2,8 +2,8 @@
 
 The custom call that is made for CUDA is registered for the CPU as well. XLA's CPU devices have no stream, so the call
 gets a device and a stream of the fake driver, and a hook lets the driver own the buffers of a call while it runs. Each
-check asks whether the call ran and the driver reported nothing. Run as a program, in a process of its own since the
-engine keeps its contexts: python cuda_jax_runs.py LIBRARY CHECK ...
+check asserts that the call ran and the driver reported nothing, and returns the number of its cases. Run as a program,
+in a process of its own since the engine keeps its contexts: python cuda_jax_runs.py LIBRARY CHECK ...
 """
 
 from __future__ import annotations
@@ -38,6 +38,7 @@ from crossreduce.engines.cuda import jax as cuda_jax
 from crossreduce.errors import BackendError
 
 FRAMEWORK = frameworks.get("jax")
+# The bytes of an element of each dtype, by XLA's number of the dtype.
 SIZES = {1: 1, 2: 1, 3: 2, 4: 4, 5: 8, 6: 1, 7: 2, 8: 4, 9: 8, 10: 2, 11: 4, 12: 8, 15: 8, 16: 2, 18: 16}
 
 
@@ -59,7 +60,7 @@ class Gpu:
         self.device = device
         driver.native().use_stream(device, self.streams[device], self.hook)
 
-    def hook(self, buffers, begins):
+    def hook(self, buffers, begins):  # ``begins``: whether a call begins, or else has ended
         memory = {address: size * SIZES[dtype] for address, dtype, size in buffers if size}
         if begins:
             self.lock.acquire()
@@ -73,7 +74,7 @@ class Gpu:
             self.lock.release()
 
     def ran(self):
-        """Return how many calls ran since the last question; nothing was reported."""
+        """Return how many calls ran since the last ``ran``. Assert that the driver reported nothing."""
         assert not self.fake.report(), self.fake.report()[:3]
         count, self.runs = self.runs, 0
         return count
@@ -105,7 +106,7 @@ def same(results, right):
 
 
 def check_bits(gpu, is_traced):
-    """All dtypes and ops, numbers of replicas and algorithms, batches and destinations: the bits of the host engine."""
+    """All dtypes, ops, numbers of replicas, algorithms, batches and destinations give the bits of the host engine."""
     draw = np.random.default_rng(7)
     cases = [(*case, count, SHAPES if count == 3 else [(257,)]) for case, count in each(CASES, [2, 3, 5, 9])]
     cases += [("bfloat16", "sum", "ring", 16, [(5000,)]), ("float32", "sum", "ring", 70, [(40,)])]
@@ -133,9 +134,9 @@ def check_bits(gpu, is_traced):
 
 
 def check_eager(gpu):
-    """Eager calls. Results are independent, also on another device; what the engine leaves to the loop still works."""
+    """Eager calls are right, and their results independent, also on another device. The loop engine does the rest."""
     with jax.enable_x64(True):
-        count = check_bits(gpu, False)
+        count = check_bits(gpu, is_traced=False)
     xs = [jax.device_put(np.full(1000, 2.0**k, "float32"), jax.devices()[2]) for k in range(3)]
     gpu.use(2)
     first, second, third = cr.all_reduce(xs, devices=names(3, 2))
@@ -157,9 +158,9 @@ def check_eager(gpu):
 
 
 def check_traced(gpu):
-    """Programs of jit: the same bits in one call, inside larger programs, and not in a program for several devices."""
+    """Programs of jit run one custom call per reduction, with the same bits. Those for several devices run none."""
     with jax.enable_x64(True):
-        count = check_bits(gpu, True)
+        count = check_bits(gpu, is_traced=True)
     xs = [jnp.arange(6.0) + k for k in range(3)]
 
     def program(*xs):
@@ -186,7 +187,7 @@ def check_traced(gpu):
 
 
 def check_gradients(gpu):
-    """Derivatives and vmap give what the loop gives, and the forward pass is the custom call."""
+    """Derivatives and vmap give the results of the loop engine, and the forward pass is the custom call."""
     draw = np.random.default_rng(3)
     xs = [jnp.asarray(draw.standard_normal((4, 3)), "float32") for _ in range(3)]
     weights = jnp.asarray(draw.standard_normal((3, 4, 3)), "float32")
@@ -215,7 +216,7 @@ def check_gradients(gpu):
 
 
 def fails(function, pattern):
-    """Return whether a call raises an error with a text."""
+    """Return whether a call raises an error whose text has a pattern."""
     try:
         jax.block_until_ready(function())
     except (jax.errors.JaxRuntimeError, ValueError) as error:
@@ -233,25 +234,21 @@ def check_errors(gpu):
     here = [jax.device_put(x, jax.devices()[1]) for x in xs]
     eager = lambda: cr.all_reduce(here, devices=names(2, 1))  # noqa: E731
     program = jax.jit(lambda *xs: cr.all_reduce(list(xs)))
-    count = 0
+    count, calls = 0, {"cuLaunchKernel": " on cuda:1", "cuCtxGetCurrent": "", "cuCtxSetCurrent": " on cuda:1"}
     for function in (eager, lambda: program(*here)):
         jax.block_until_ready(function())
-        for name, where in (
-            ("cuLaunchKernel", " on cuda:1"),
-            ("cuCtxGetCurrent", ""),
-            ("cuCtxSetCurrent", " on cuda:1"),
-        ):
+        for name, where in calls.items():
             pattern = rf"{name}{where}\.\n  given: CUDA_ERROR_LAUNCH_FAILED \(719\)"
             gpu.fake.fail(name, 1, 719)
             count += fails(function, pattern)
             gpu.fake.clear()
             gpu.ran()
             assert function()[1].tolist() == (2 * np.arange(8.0) + 1).tolist()
-    # A program of another process: its plan is not known here.
+    # A program of another process is an error, since its plan is not known here.
     call = jax.ffi.ffi_call(cuda_jax.TARGET, jax.ShapeDtypeStruct((8,), "float32"))
     for number, pattern in ((np.int64(5), "no plan 5 for cuda:1"), (np.int32(6), "has no number")):
         count += fails(partial(call, here[0], number=number), pattern)
-    # Kernels that cannot be loaded: the loop.
+    # If kernels cannot be loaded, the loop engine runs.
     jax.clear_caches()
     with mock.patch.object(cuda_jax, "load_kernels", side_effect=BackendError("no code")):
         assert cr.all_reduce(here, "max", devices=names(2, 1))[0].tolist() == (np.arange(8.0) + 1).tolist()
@@ -260,7 +257,10 @@ def check_errors(gpu):
 
 
 def check_serialized(gpu, folder):
-    """Executables that another process has serialized run the right plans, whatever was compiled here in what order."""
+    """Executables that another process has serialized run the right plans, in whatever order these were made here.
+
+    If the folder is empty, the executables are only serialized into it.
+    """
     xs = [jnp.arange(64.0) ** k for k in range(5)]
     ops = ["sum", "mean", "max"]
     programs = {op: jax.jit(lambda *xs, op=op: cr.all_reduce(list(xs), op)) for op in ops}
@@ -294,7 +294,7 @@ CHECKS = {
 
 
 def main(library, *checks):
-    """Run some checks; print how much each checked."""
+    """Run some checks, and print the number that each returns."""
     with gpus(library) as gpu:
         for what, *more in (each.split("=") for each in checks):
             gpu.use(0)

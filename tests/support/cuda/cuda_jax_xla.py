@@ -39,7 +39,7 @@ HOST = 8  # of 9 JAX devices, the one that stands in for the host
 
 
 def values(draw, dtype, shape):
-    """Return drawn values: sums of floats depend on their order."""
+    """Return drawn values. Those of floats are such that their sums depend on the order."""
     kind = jax.numpy.dtype(dtype)
     if dtype == "bool":
         return draw.integers(0, 2, shape).astype(bool)
@@ -50,12 +50,12 @@ def values(draw, dtype, shape):
 
 
 def number(device):
-    """Return the driver's number of a JAX device: in general it is not JAX's."""
+    """Return the driver's number of a JAX device. It differs from JAX's own number, as it may on a real machine."""
     return 7 - device.id
 
 
 class Capsule:
-    """A capsule of XLA. When that of an input is released, the memory is freed: the input was deleted before."""
+    """A capsule of XLA. When the capsule of an input is released, the memory is freed, as if the input were deleted."""
 
     def __init__(self, xla, x):
         self.xla, self.real, self.address, self.nbytes = xla, x.__dlpack__(), x.unsafe_buffer_pointer(), x.nbytes
@@ -79,7 +79,7 @@ class Block(memory._Block):
 
 
 class Exported:
-    """What JAX's ``from_dlpack`` gets in the place of an array of the engine: one on a CPU device."""
+    """The array on a CPU device that JAX's ``from_dlpack`` gets instead of an array of the engine."""
 
     def __init__(self, capsule):
         self.capsule = capsule
@@ -137,7 +137,7 @@ class Xla:
             self.called("cuStreamWaitEvent", stream, event, 0)
 
     def own(self, x):
-        """Let the memory of an array be a device's, whose earlier owner still writes into it."""
+        """Let the memory of an array belong to the array's device. Return its address."""
         address = x.unsafe_buffer_pointer()
         if x.nbytes and address not in self.owned:
             self.owned[address] = x
@@ -154,11 +154,11 @@ class Xla:
         return x
 
     def free(self, address, nbytes, device):
-        """Let the next owner of memory write into it."""
+        """Free memory: its next owner writes into it at once."""
         if address not in self.probes:
             self.fake.write(address, bytes([77]) * nbytes, self.compute[device], device)
 
-    # ---- what stands in for JAX's functions
+    # ---- replacements of JAX's functions
 
     def empty(self, number, shapes, dtype):
         def made():
@@ -254,7 +254,7 @@ REAL |= {"from_dlpack": jax.dlpack.from_dlpack, "to_device": framework.Jax.to_de
 
 
 def start(library, peers):
-    """Let JAX's CPU devices be CUDA devices; return their ``Xla``."""
+    """Let JAX's CPU devices be CUDA devices, and return their ``Xla``."""
     Block.xla = xla = Xla(library, peers)
     at = {"cpu": HOST}
     for target, name, new in (

@@ -1,8 +1,8 @@
 """Batches for the CUDA kernels' body on the host: draws launches, runs them, and compares them with the reference.
 
-Run as a program, it checks so many batches of each dtype, or of some:
+Run as a program, it checks a number of batches of each of some dtypes, by default of all:
 cuda_launches.py LIBRARY BATCHES SEED [DTYPE ...].
-In a process with AddressSanitizer, an access of even one byte after a source or result is an error of its.
+In a process with AddressSanitizer, an access of even one byte beside a source or result is an error.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Numbers(NamedTuple):
 
 
 def all_numbers():
-    """Return the numbers of every kernel."""
+    """Yield the ``Numbers`` that the kernels support."""
     halves = {"float16", "bfloat16"}
     for dtype in sorted(SHORT):
         for op in ("sum", "product", "min", "max"):
@@ -58,7 +58,7 @@ def all_numbers():
 
 
 def kernel_name(numbers):
-    """Return the name of the kernel of some numbers, and how many units an element has."""
+    """Return the name of the kernel for ``Numbers``, without its suffix, and how many units an element has."""
     op, dtype, *_ = numbers
     if dtype in COMPLEX:
         part = "f32" if dtype == "complex64" else "f64"
@@ -72,7 +72,7 @@ def kernel_name(numbers):
 
 
 class Tensor(NamedTuple):
-    """A part: its size in elements, the number of its order, and the addresses of its sources and results."""
+    """A part of a launch: its elements, the number of its order, and the addresses of its sources and results."""
 
     size: int
     order: int
@@ -81,7 +81,7 @@ class Tensor(NamedTuple):
 
 
 def head_of(addresses, sizes, size):
-    """Return how many units precede the first at which all addresses are multiples of a vector, or None."""
+    """Return how many units precede the first one at which all addresses are aligned to a vector, or ``None``."""
     for head in range(VECTOR):
         if all((at + head * nbytes) % VECTOR == 0 for at, nbytes in zip(addresses, sizes, strict=True)):
             return head if head < size else None
@@ -89,9 +89,9 @@ def head_of(addresses, sizes, size):
 
 
 def packed(tensors, orders, divisor, units, nbytes, kind=0, room=SMALL):
-    """Return the parameters of a launch. ``nbytes``: of a unit of sources, values and results.
+    """Return the parameters of a launch. ``nbytes``: the bytes of a unit of sources, accumulators and results.
 
-    ``units``: how many an element has; ``kind``: of the results; ``room``: the bytes of the parameters.
+    ``units``: the units of an element. ``kind``: the kind of the results. ``room``: the bytes of the parameters.
     """
     source_nbytes, value_nbytes, result_nbytes = nbytes
     count = min(VECTOR // source_nbytes, 32 // value_nbytes, 8)
@@ -119,7 +119,7 @@ def packed(tensors, orders, divisor, units, nbytes, kind=0, room=SMALL):
 
 
 def depth(order):
-    """Return the most values that are on the stack at once."""
+    """Return the largest number of values that are on the stack at once."""
     push, fold, twice, _ = order
     most = now = 1
     for k in range(MAX_STEPS):
@@ -167,7 +167,7 @@ def drawn_order(draw, sources):
 
 
 def values(draw, dtype, size):
-    """Return an array of a dtype: any bytes, or numbers near to each other, or special ones."""
+    """Return an array of random bytes, of numbers of similar size, or of special values such as NaN."""
     if dtype == "bool":
         return draw.integers(0, 2, size).astype(np.uint8)
     kind = np.dtype(dtype)
@@ -186,7 +186,7 @@ def values(draw, dtype, size):
 
 
 def equal(got, right, dtype):
-    """Return whether two byte strings have the same bits; NaN is NaN."""
+    """Return whether two byte strings have the same bits. All NaNs are equal."""
     if got == right:
         return True
     if (dtype not in SHORT and dtype not in COMPLEX) or dtype in INTEGERS or dtype == "bool":
@@ -198,7 +198,7 @@ def equal(got, right, dtype):
 
 
 def kernels_of(numbers):
-    """Return the names of all kernels that compute some numbers."""
+    """Return the names of all kernels for ``Numbers``."""
     name, _ = kernel_name(numbers)
     mixed = [f"{name}_mixed"] if numbers.dtype in ("float16", "bfloat16") and numbers.op in ("sum", "product") else []
     if numbers.op == "mean" or numbers.dtype != numbers.result:
@@ -216,7 +216,7 @@ def host_block(nbytes: int) -> np.ndarray:
 
 
 def protect(memory: Iterable[tuple[np.ndarray, np.ndarray]], action: str) -> None:
-    """Let AddressSanitizer, where it is, "poison" the bytes around the parts of blocks, or "unpoison" them again."""
+    """Let AddressSanitizer, if it is loaded, "poison" or "unpoison" the bytes of each block around its part."""
     change = getattr(THIS_PROCESS, f"__asan_{action}_memory_region", None)
     for block, part in memory if change else ():
         begin, end = block.ctypes.data, block.ctypes.data + block.nbytes
@@ -232,7 +232,7 @@ def check(
     kernel: str | None = None,
     block_of: Callable[[int], np.ndarray] = host_block,
 ) -> None:
-    """Run a drawn batch in a kernel's body and in the reference; raise if a bit or a byte around it differs.
+    """Run a drawn batch in a kernel's body and in the reference, and raise if a bit or a byte around it differs.
 
     ``kernel``: one of ``kernels_of(numbers)``; the default is drawn. ``block_of``: allocates like ``host_block``.
     """
@@ -317,7 +317,7 @@ def check(
 
 
 def check_each(library: Any, batches: int, seed: int, dtypes: Iterable[str] = ()) -> dict[str, int]:
-    """Check at least so many drawn batches of each dtype, or of some, evenly over ops and kernels; return how many."""
+    """Check at least ``batches`` batches of each dtype, evenly over ops and kernels. Return the number per dtype."""
     every, checked = list(all_numbers()), {}
     for dtype in dtypes or sorted({numbers.dtype for numbers in every}):
         pairs = [(numbers, kernel) for numbers in every if numbers.dtype == dtype for kernel in kernels_of(numbers)]

@@ -40,7 +40,8 @@ def kernels(text: str) -> dict[str, str]:
 
 
 def resources(cubin: bytes) -> dict[str, dict[str, int]]:
-    """Return for each kernel in a cubin how many registers a thread has, and the bytes of its stack, calls included."""
+    """Return for each kernel in a cubin the registers of a thread, and the bytes of its stack, calls included."""
+    # The ELF header has the offset, size and number of the section headers, and the number of the section of names.
     (start,) = struct.unpack_from("<Q", cubin, 0x28)
     nbytes, count, names = struct.unpack_from("<HHH", cubin, 0x3A)
     headers = [struct.unpack_from("<IIQQQQIIQQ", cubin, start + k * nbytes) for k in range(count)]

@@ -21,7 +21,7 @@ NAMES = {"f16": "float16", "bf16": "bfloat16"}
 
 @functools.cache
 def magnitudes(short: str) -> np.ndarray:
-    """Return the float64 values of a half dtype's bit patterns, up to infinity as if the exponents had no end."""
+    """Return the float64 values of a half dtype's bit patterns from 0 to infinity, which counts as a power of 2."""
     bits = np.arange(INFINITE[short] + 1, dtype=np.uint16)
     numbers = bits.view(NAMES[short]).astype(np.float64)
     numbers[-1] = 2.0 ** (16 if short == "f16" else 128)
@@ -42,7 +42,7 @@ def rounded(library: Any, values: np.ndarray, short: str) -> np.ndarray:
 
 
 def differences(got: np.ndarray, right: np.ndarray, short: str) -> int:
-    """Return how many bit patterns of a half dtype differ; NaN is NaN."""
+    """Return how many bit patterns of a half dtype differ. All NaNs are equal."""
     differ = np.flatnonzero(got != right)
     a, b = got[differ] & 0x7FFF, right[differ] & 0x7FFF
     return int((~((a > INFINITE[short]) & (b > INFINITE[short]))).sum())
@@ -58,7 +58,7 @@ def wrong_floats(library: Any, bits: np.ndarray, short: str) -> int:
 
 @functools.cache
 def notable_bits(short: str) -> np.ndarray:
-    """Return bit patterns of float32: five at every middle, and others at zero, infinity and NaNs; both signs."""
+    """Return bit patterns of float32 of both signs: five around every middle, others at zero, infinity and NaNs."""
     numbers = magnitudes(short)
     middle = ((numbers[:-1] + numbers[1:]) / 2).astype(np.float32).view(np.uint32)
     at = middle.astype(np.int64)[:, None] + np.arange(-2, 3)
@@ -69,9 +69,9 @@ def notable_bits(short: str) -> np.ndarray:
 
 
 def wrong_doubles(library: Any, short: str) -> int:
-    """Return how many float64 values are rounded wrongly: halfway between two neighbours of a half, and beside it.
+    """Return how many float64 values are rounded wrongly, of those at and beside the middles of all neighbours.
 
-    All pairs of neighbours are checked, so that a value that is rounded twice, through float32, is found.
+    So a value that is rounded twice, through float32, is found.
     """
     numbers, bits = magnitudes(short), np.arange(INFINITE[short] + 1, dtype=np.uint16)
     middle = (numbers[:-1] + numbers[1:]) / 2

@@ -29,7 +29,7 @@ MANY = ("ring", 66, 2), ("hierarchical_copy", 3, 70), ("one_device", 5, 66)  # r
 
 
 def spread(count):
-    """Return the numbers of so many drawn cases, at most 98: any few of them have most algorithms and devices."""
+    """Return the numbers of ``count`` drawn cases, at most 98. Even a few of them have most algorithms and devices."""
     return [37 * k % 98 for k in range(count)]
 
 
@@ -53,7 +53,7 @@ def check_dropped(memory, count, seed):
     for number in spread(count):
         case = drawn(memory, number, seed)
         if all(size == 0 for size in case.sizes) or (case.inplace and len(set(case.places)) < len(case.places)):
-            continue  # a result may be any source of its device, so more waits are needed than these arrays show
+            continue  # the plan also has waits for results that are in the memory of other sources
         draw = np.random.default_rng([seed, number])
         before = fake.count("cuStreamWaitEvent")
         case.run(draw, check=False)
@@ -69,7 +69,7 @@ def check_dropped(memory, count, seed):
 
 
 def check_many(memory, count, seed):
-    """More sources than a kernel's masks have bits: partial results of other devices are combined with inputs.
+    """If there are more sources than bits in a kernel's masks, partial results of other devices and inputs combine.
 
     In the last case a launch has so many parts that its table is split, and another device waits for it.
     """
@@ -79,7 +79,7 @@ def check_many(memory, count, seed):
         for dtype in ("float16", "float32")
     ]
     cases.append(("ring", PLACES["two"], "product", "float32", [9] * 70))
-    # No number is so large that the order of the others does not matter.
+    # All numbers are of similar size, so that each sum depends on the order.
     normal = mock.patch.object(cuda_launches, "values", lambda draw, dtype, n: draw.normal(size=n).astype(dtype))
     for number, (algorithm, places, op, dtype, sizes) in enumerate(cases):
         case = Case(memory, algorithm, places, op, dtype, sizes, Packing(), number // 2 == 1)
@@ -90,10 +90,10 @@ def check_many(memory, count, seed):
 
 
 def check_hosts(memory, count, seed):
-    """Replicas in host memory and on devices: arrays of the host are copied to and from a device, also with ``out``."""
+    """If some replicas are in host memory, their arrays are copied to and from a device, also with ``out``."""
     fake = memory.fake
 
-    def moved(self, x, name):
+    def moved(self, x, name):  # returns an array's copy on a device, or on the host
         if name.startswith("cuda"):
             device = int(name[5])
             made = memory.array(x.size, x.dtype, device)
@@ -117,7 +117,7 @@ def check_hosts(memory, count, seed):
         assert engine.supports(layout)
         given = [[draw.normal(size=spec.shape).astype("float32") for _ in names] for spec in specs]
         right = [[np.empty(spec.shape, "float32") for _ in destinations] for spec in specs]
-        host.kernel(layout, numbers, len(destinations)).run(given, right, 1, False, False)
+        host.kernel(layout, numbers, len(destinations)).run(given, right, 1, False, False)  # one thread
         with mock.patch.object(type(NUMPY), "to_device", moved):
             at = lambda x, name: moved(NUMPY, x, name) if name.startswith("cuda") else x  # noqa: E731
             arrays = [list(map(at, row, names)) for row in given]
@@ -159,7 +159,7 @@ def check_failures(memory, count, seed):
                     case.run(draw)
                 except DriverError as raised:
                     error = raised.with_traceback(None)  # its frames have temporary memory
-                # The call that failed without an error may be that which makes the former context current again.
+                # A failure without an error may be that of the call that makes the former context current again.
                 assert error is None or memory.current() == context, (number, name, n)
                 assert error is not None or name in ("cuCtxSetCurrent", "cuEventCreate"), name  # called less often now
                 if error is not None:
@@ -181,7 +181,7 @@ def check_failures(memory, count, seed):
 
 
 def check_captures(memory, count, seed):
-    """Capture calls in a graph, which runs again on other values; the callers' streams take part in the capture."""
+    """Capture calls in a graph, which runs again on other values. The callers' streams take part in the capture."""
     fake, captured = memory.fake, 0
     lib = fake.lib
     for number in spread(count):
@@ -233,9 +233,9 @@ CHECKS = {
 
 
 def main(library, peers, seed, *checks):
-    """Run some checks; print how much each checked."""
+    """Run some checks, and print the number that each returns."""
     memory = Memory(FakeDriver(library, 8, peers, int(seed)))
-    if peers == "full":  # a framework has enabled this already
+    if peers == "full":  # device 1 can access device 3 already, as if a framework had enabled it
         assert memory.fake.lib.cuInit(0) == 0
         assert all(memory.fake.memory(512, device) for device in (1, 3))
         memory.on(3)

@@ -2,9 +2,8 @@
 
 ``built`` compiles a ``libcuda.so.1``. ``FakeDriver`` loads it, so that a later ``dlopen("libcuda.so.1")`` in this
 process finds it, and starts with a number of devices. Work is queued and runs in random allowed orders. The report has
-a line for every mistake of the callers, and for accesses that are not ordered: every access that conflicts with an
-earlier one is reported with it, except that of two earlier ones of which one is ordered after the other, only the later
-one is kept.
+a line for every mistake of the callers, and for every access that conflicts with an earlier one without being ordered
+after it. Of two earlier accesses, one ordered after the other, only the later one is compared.
 """
 
 from __future__ import annotations
@@ -52,10 +51,10 @@ def host_bodies():
 
 
 def built(stub=False, soname="libcuda.so.1"):
-    """Return the path of the library; it is compiled only if that of the same sources is not kept.
+    """Return the path of the driver's library. It is compiled only if none of the same sources is kept.
 
-    ``soname``: a process that has loaded a library of this name uses it as the CUDA driver if it is libcuda.so.1.
-    ``stub``: one whose calls do nothing and succeed, to measure the cost of the engine on the host.
+    ``soname``: the library's name. A process that has loaded a library named libcuda.so.1 uses it as the CUDA driver.
+    ``stub``: return a driver whose calls do nothing and succeed, to measure the cost of the engine on the host.
     """
     name = "stub_cuda.cpp" if stub else "fake_cuda.cpp"
     included = [*NATIVE.glob("fake_*.hpp"), *KERNELS.iterdir()]
@@ -66,14 +65,14 @@ def built(stub=False, soname="libcuda.so.1"):
 
 
 def ran(name, *arguments, timeout=550, **environment):
-    """Run a program of the tests in a process of its own; return the finished process."""
+    """Run a program of the tests in a process of its own, and return the finished process."""
     command = [sys.executable, "-W", "ignore", str(program(name)), *map(str, arguments)]
     given = os.environ | {"PYTHONPATH": python_path(PACKAGE.parent)} | environment
     return subprocess.run(command, capture_output=True, text=True, check=False, env=given, timeout=timeout)
 
 
 def printed(name, *arguments):
-    """Run a program of the tests, which must succeed and report nothing; return its output."""
+    """Run a program of the tests, which must succeed and report nothing, and return its output."""
     done = ran(name, *arguments)
     assert done.returncode == 0, done.stderr[-3000:]
     assert not done.stderr, done.stderr[-3000:]
@@ -81,13 +80,13 @@ def printed(name, *arguments):
 
 
 def peer_matrix(peers, devices):
-    """Return which devices access which: the rows given, or "full", "pairs", "mesh" (a DGX-1's) or "none"."""
+    """Return for each device a row of 0s and 1s: whether it accesses each device. ``peers``: rows, or a kind's name."""
     if not isinstance(peers, str):
         return [[int(bool(each)) for each in row] for row in peers]
     access = {
         "full": lambda a, b: True,
         "pairs": lambda a, b: a // 2 == b // 2,
-        "mesh": lambda a, b: str(b) in CUBE_MESH[a],
+        "mesh": lambda a, b: str(b) in CUBE_MESH[a],  # a DGX-1
         "none": lambda a, b: False,
     }[peers]
     return [[int(a != b and access(a, b)) for b in range(devices)] for a in range(devices)]
@@ -105,7 +104,7 @@ class FakeDriver:
         for name, letters in PARAMETERS.items():
             getattr(self.lib, name).argtypes = [TYPES[letter] for letter in letters]
         size, pointer = ctypes.c_uint64, ctypes.c_void_p
-        for name, result, *arguments in (
+        for name, result, *arguments in (  # functions of fake_cuda.cpp, with the types of their results and parameters
             ("reset", None, ctypes.c_int, ctypes.c_char_p, size),
             ("clear", None),
             ("initialised", None, ctypes.c_int),
@@ -139,7 +138,7 @@ class FakeDriver:
         self.lib.fake_clear()
 
     def fail(self, name, n, code):
-        """Let the n-th call of a function from now on (1: the next one) fail with a code and do nothing."""
+        """Let the n-th call of a function from now on fail with a code and do nothing. The next call is the first."""
         self.lib.fake_fail(name.encode(), n, code)
 
     def drop(self, name, n):
@@ -159,7 +158,7 @@ class FakeDriver:
         return self.lib.fake_operations().decode().splitlines()
 
     def live(self):
-        """Return what the driver's callers made and did not release, as a dictionary of numbers."""
+        """Return how many objects of each kind the driver's callers made and did not release, by the kind's name."""
         lines = self.lib.fake_live().decode().splitlines()
         return {what: int(count) for what, count in (line.split(": ") for line in lines)}
 
@@ -174,7 +173,7 @@ class FakeDriver:
         return address
 
     def own(self, array, device):
-        """Let the memory of a NumPy array count as a device's; return its address."""
+        """Let the memory of a NumPy array count as a device's, and return its address."""
         self._kept.append(array)
         assert self.lib.fake_own(array.ctypes.data, array.nbytes, device) == 0
         return array.ctypes.data
@@ -192,18 +191,18 @@ class FakeDriver:
         self.lib.fake_host_access(address, nbytes, writes)
 
     def write(self, address, data, stream=None, device=0):
-        """Write bytes: the host at once, or an operation of a framework in a stream (0: the device's default one)."""
+        """Write bytes at once as the host or, with a stream, in an operation. Stream 0 is the device's default one."""
         data = bytes(data)
         if stream is None:
-            self.host_access(address, len(data), True)
+            self.host_access(address, len(data), writes=True)
             ctypes.memmove(address, data, len(data))
         else:
             self._checked(self.lib.fake_queue(stream, device, address, data, len(data), True))
 
     def read(self, address, nbytes, stream=None, device=0):
-        """Return the bytes in memory; with a stream, a buffer that an operation in it fills."""
+        """Return the bytes in memory or, with a stream, a buffer that an operation in the stream fills."""
         if stream is None:
-            self.host_access(address, nbytes, False)
+            self.host_access(address, nbytes, writes=False)
             return ctypes.string_at(address, nbytes)
         into = ctypes.create_string_buffer(nbytes)
         self._kept.append(into)

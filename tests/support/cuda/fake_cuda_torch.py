@@ -1,6 +1,7 @@
 """Host tensors of torch as tensors on CUDA devices, for the CUDA engine on the fake or the stub driver.
 
-The engine, the pipeline and torch's ``Framework`` are the library's own; only what asks torch for a device is replaced.
+The engine, the pipeline and torch's ``Framework`` are the library's own. Only functions that ask torch for a device are
+replaced.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from crossreduce.reduction import pipeline
 
 
 class StandInMemory(torch_memory.TorchDeviceMemory):
-    """torch's ``DeviceMemory``, with tensors in host memory, which the fake driver (``None``: the stub) owns.
+    """torch's ``DeviceMemory``, with tensors in host memory that count as a device's. ``fake=None``: the stub driver.
 
     All tensors stay alive until ``release``, since the fake driver's work runs later than it is queued.
     """
@@ -46,7 +47,7 @@ class StandInMemory(torch_memory.TorchDeviceMemory):
         self.devices.clear()
 
     def device(self, x: torch.Tensor) -> int:
-        """Return the number of a tensor's device; -1: it is in host memory."""
+        """Return the number of a tensor's device, or -1 if it is in host memory."""
         return self.devices.get(x.untyped_storage().data_ptr(), -1)
 
     def operands(self, arrays: Any, devices: Any) -> Any:
@@ -76,16 +77,16 @@ class StandInMemory(torch_memory.TorchDeviceMemory):
 
 
 def install(fake: Any = None) -> StandInMemory:
-    """Replace torch's devices in this process, for good; return the ``StandInMemory``.
+    """Replace torch's devices in this process, for good, and return the ``StandInMemory``.
 
     The driver's library must be loaded already: ``fake_cuda.FakeDriver``, or the stub with ``ctypes.CDLL``.
     """
     memory = StandInMemory(fake)
-    found, framework = values.locate, torch_framework.FRAMEWORK
+    original, framework = values.locate, torch_framework.FRAMEWORK
 
     def locate(x: Any) -> str | None:
         device = memory.device(x) if isinstance(x, torch.Tensor) else -1
-        return f"cuda:{device}" if device >= 0 else found(x)
+        return f"cuda:{device}" if device >= 0 else original(x)
 
     def uniform(tensors: tuple[Any, ...]) -> Any:
         """Return ``None`` for tensors on devices, as torch's framework does."""

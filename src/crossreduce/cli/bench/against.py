@@ -39,7 +39,7 @@ _SHOWN_NBYTES: Final = 20_000  # of a process's output, only the last bytes are 
 
 
 def measure(request: BenchRequest, peers: tuple[str, ...], keep: bool, picture: Path | None) -> int:
-    """Measure crossreduce beside each peer. With ``keep``, measure peers without ranks with kept memory, too."""
+    """Measure crossreduce beside each peer, and return the exit code. ``keep``: also in processes that keep memory."""
     request = replace(request, backends=tuple(peer for peer in peers if peer in ranks.PEERS))
     require(request, peers, keep)
     start_time = nccl_tests.now()
@@ -48,9 +48,9 @@ def measure(request: BenchRequest, peers: tuple[str, ...], keep: bool, picture: 
         texts = [f"measuring {peer}{', kept memory' if memory == KEPT else ''}" for peer, memory in turns]
         with atomic_json("--json", request.json) as write, progress(texts[0], len(turns)) as advance:
             measured = []
-            for (peer, memory), following in zip(turns, [*texts[1:], ""], strict=True):
+            for (peer, memory), next_text in zip(turns, [*texts[1:], ""], strict=True):
                 measured.append((peer, memory, contest(request, peer, memory)))
-                advance(following)
+                advance(next_text)
             report = report_of(request, measured, start_time)
             write(report)
         show(report)
@@ -61,7 +61,7 @@ def measure(request: BenchRequest, peers: tuple[str, ...], keep: bool, picture: 
 
 
 def require(request: BenchRequest, peers: Iterable[str], keep: bool) -> None:
-    """Raise unless all peers are installed and support the devices, the op and the dtype."""
+    """Raise an error if a peer is not installed, or does not support the devices, the op or the dtype."""
     if any(parse(device).kind != "cpu" for device in request.devices):
         raise ArgumentError("--against measures arrays in host memory: list cpu devices only, as in --devices 8.")
     if keep and kernels.glibc() is None:
@@ -79,7 +79,7 @@ def require(request: BenchRequest, peers: Iterable[str], keep: bool) -> None:
 
 
 def contest(request: BenchRequest, peer: str, memory: str) -> list[dict[str, Any]]:
-    """Measure a peer in new processes, and return the rows of ``contest``."""
+    """Measure a peer in new processes, and return the rows that the module ``contest`` writes."""
     module, text, count = f"{__package__}.contest", request.to_json(), len(request.devices)
     with tempfile.TemporaryDirectory() as folder:
         args = [text, peer, folder, *(["keep"] if memory == KEPT else [])]
@@ -96,7 +96,7 @@ def contest(request: BenchRequest, peer: str, memory: str) -> list[dict[str, Any
 
 
 def _run(command: list[str], environment: dict[str, str] | None = None) -> int:
-    """Run a command and return its exit code. If it fails, the end of its output is shown."""
+    """Run a command and return its exit code. If it fails, write the end of its output to standard error."""
     with ExitStack() as stack:
         output = stack.enter_context(tempfile.TemporaryFile())
         running = subprocess.Popen(
@@ -113,7 +113,7 @@ def _run(command: list[str], environment: dict[str, str] | None = None) -> int:
 def report_of(
     request: BenchRequest, measured: list[tuple[str, str, list[dict[str, Any]]]], start_time: str
 ) -> dict[str, Any]:
-    """Return the run as a dict, from the rows of ``contest`` for each peer and setting of the memory."""
+    """Return the run as a dict. ``measured`` has each peer, its setting of the memory, and its rows of ``contest``."""
     rows: dict[tuple[int, str], dict[str, Any]] = {}
     our_times: dict[tuple[int, str, bool], list[float]] = {}  # by size, setting of the memory, and whether in ranks
     wrong = 0
@@ -157,7 +157,7 @@ def report_of(
 
 
 def _way(ours: list[float], way: dict[str, Any]) -> dict[str, Any]:
-    """Return the times of a peer's way, and the median over the rounds of their ratios to the times of crossreduce."""
+    """Return the times of a peer's way, and ``ratio``: the median over the rounds of its time divided by ours."""
     ratio = statistics.median(theirs / mine for theirs, mine in zip(way["times_s"], ours, strict=True))
     return {"ratio": ratio, **_summary(way["times_s"]), "one_result": way["one_result"], "wrong": way["nwrong"]}
 
@@ -199,7 +199,7 @@ def show(report: dict[str, Any]) -> None:
 
 
 def _time(summary: dict[str, float] | None) -> str:
-    """Return the time of crossreduce as a cell."""
+    """Return the median time of crossreduce as a cell."""
     return "" if summary is None else duration(summary["median_s"])
 
 

@@ -13,7 +13,7 @@ from ...export.pictures.figure import new_figure
 from ...planning.explain import size
 from .ranks import PEERS as RANK_PEERS
 
-DEFAULT, KEPT = "default", "kept"  # the settings of the memory of a row
+DEFAULT, KEPT = "default", "kept"  # whether the processes of a row kept freed memory
 
 
 class _Theme(NamedTuple):
@@ -67,9 +67,9 @@ def fastest_ways(report: dict[str, Any]) -> list[FastestWay]:
 
 
 def draw_ratios(report: dict[str, Any], path: str | os.PathLike[str], *, dark: bool = False) -> None:
-    """Draw the time of each peer's fastest way as a multiple of crossreduce's time over the size, on logarithmic axes.
+    """Draw a line per peer: the time of its fastest way as a multiple of crossreduce's time, over the size.
 
-    Dashed lines stand for ranks, and dotted lines for processes that keep freed memory.
+    Both axes are logarithmic. Dashed lines stand for ranks, and dotted lines for processes that keep freed memory.
 
     Args:
       report: the content of the file of ``crossreduce bench --against --json``.
@@ -80,12 +80,8 @@ def draw_ratios(report: dict[str, Any], path: str | os.PathLike[str], *, dark: b
       BackendError: matplotlib is not installed.
       OSError: the file cannot be written.
     """
-    theme, config, machine, fastest = (
-        _DARK if dark else _LIGHT,
-        report["config"],
-        report["machine"],
-        fastest_ways(report),
-    )
+    theme = _DARK if dark else _LIGHT
+    config, machine, fastest = report["config"], report["machine"], fastest_ways(report)
     devices, ratios = config["devices"], [1.0, *(each.ratio for each in fastest)]
     sizes = sorted({row["size"] for row in report["rows"]})
     peers = list(dict.fromkeys(peer for row in report["rows"] for peer in row["peers"]))
@@ -124,7 +120,7 @@ def draw_ratios(report: dict[str, Any], path: str | os.PathLike[str], *, dark: b
         axes.set_xscale("log", base=2)
         axes.set_yscale("log")
         axes.set_ylim(low, high)
-        labelled = sizes[:: math.ceil(len(sizes) / 11)]
+        labelled = sizes[:: math.ceil(len(sizes) / 11)]  # at most 11 sizes
         axes.set_xticks(labelled, [size(nbytes) for nbytes in labelled])
         ticks = [k * 10.0**power for power in range(-6, 7) for k in (1, 2, 5) if low <= k * 10.0**power <= high]
         axes.set_yticks(ticks, [f"{tick:g}x" for tick in ticks])

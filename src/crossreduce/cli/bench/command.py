@@ -93,10 +93,10 @@ def bench(
         "--collective": collective != "all_reduce",
         "--algorithm": len(read_algorithms("--algorithm", algorithm)) > 1,
     }
-    needing = {"--picture": picture is not None, "--keep-memory": keep_memory}
-    opponents = _chosen_peers(against, needing, excluded)
+    needs_against = {"--picture": picture is not None, "--keep-memory": keep_memory}
+    opponents = _chosen_peers(against, needs_against, excluded)
     check_picture(picture)
-    defaults = ("1K", "64M", 4, 10) if against else ("32M", "32M", 1, 1)
+    defaults = ("1K", "64M", 4, 10) if against else ("32M", "32M", 1, 1)  # first and last size, factor, warm-up calls
     minbytes, maxbytes = minbytes or defaults[0], maxbytes or defaults[1]
     stepfactor = defaults[2] if stepfactor is None else stepfactor
     warmup_iters = defaults[3] if warmup_iters is None else warmup_iters
@@ -118,7 +118,7 @@ def bench(
     one_of(dict.fromkeys([*TYPES, *SPELLINGS]), "--datatype", datatype)
     one_of(dict.fromkeys([*OPS, *OPS.values()]), "--op", op)
     nccl_type = SPELLINGS.get(datatype, datatype)
-    op = {long: short for short, long in OPS.items()}.get(op, op)
+    op = {numpy_name: name for name, numpy_name in OPS.items()}.get(op, op)
     one_of(COLLECTIVES if in_ranks else in_process.COLLECTIVES, "--collective", collective)
     one_of("0123", "--average", str(average))
     at_least(0, "--num-packs", num_packs)
@@ -159,16 +159,16 @@ def bench(
     raise Exit(code)
 
 
-def _chosen_peers(against: str, needing: dict[str, bool], excluded: dict[str, bool]) -> tuple[str, ...]:
-    """Return the peers of --against.
+def _chosen_peers(against: str, needs_against: dict[str, bool], excluded: dict[str, bool]) -> tuple[str, ...]:
+    """Return the peers of --against, or raise an ``ArgumentError`` if other options do not fit.
 
-    Raises:
-      ArgumentError: a peer is unknown, or an option is given that needs --against, or that it excludes.
+    ``needs_against`` has options that require --against, ``excluded`` options that cannot be used with it; the values
+    tell whether they are given.
     """
     if not against:
-        wrong = ", ".join(option for option, is_given in needing.items() if is_given)
+        wrong = ", ".join(option for option, is_given in needs_against.items() if is_given)
         if wrong:
-            raise ArgumentError(f"{wrong} requires peers: add --against {','.join(contests.PEERS)}.")
+            raise ArgumentError(f"{wrong} can only be used with peers: add --against {','.join(contests.PEERS)}.")
         return ()
     wrong = ", ".join(option for option, is_given in excluded.items() if is_given)
     if wrong:
@@ -181,7 +181,7 @@ def _chosen_peers(against: str, needing: dict[str, bool], excluded: dict[str, bo
 def _rank_count(
     launch: int | None, devices: str | None, algorithm: str, num_packs: int, framework: str, topology: str | None
 ) -> int:
-    """Return the number of ranks, and raise if an option is given that applies to the devices of one process only."""
+    """Return the number of ranks. Raise an error if an option is given that only applies to devices of one process."""
     if launch is not None and ranks.is_rank():
         raise ArgumentError("--launch cannot be used in a process that is already a rank: omit it under torchrun.")
     options = {
@@ -202,7 +202,7 @@ def _rank_count(
 
 
 def _rename_devices(topology: Topology, names: tuple[str, ...]) -> Topology:
-    """Return the topology if it has devices of these names; else the part of its first ones, renamed to them."""
+    """Return the topology if it has all these devices. Otherwise rename its first devices, and leave out the others."""
     if set(names) <= set(topology.devices):
         return topology
     if len(names) > len(topology.devices):
@@ -211,7 +211,7 @@ def _rename_devices(topology: Topology, names: tuple[str, ...]) -> Topology:
 
 
 def _roots(text: str, collective: str, n: int) -> tuple[int, ...]:
-    """Return the ranks to measure as root; (-1,) for collectives without a root."""
+    """Return the ranks to measure as root, or (-1,) for a collective without a root."""
     if collective not in ("reduce", "broadcast"):
         return (-1,)
     if text in ("all", "-1"):

@@ -1,8 +1,8 @@
 """A process of ``crossreduce bench --against``: it times crossreduce and one peer in turn.
 
-``python -m crossreduce.cli.bench.contest REQUEST PEER FOLDER [keep]`` writes FOLDER/times.json: for each size the
-contenders, crossreduce first. JAX, TensorFlow, torch and numpy run in one process; gloo and mpi in ranks, which
-``launch`` and mpiexec start. With ``keep`` the C library keeps freed memory.
+``python -m crossreduce.cli.bench.contest REQUEST PEER FOLDER [keep]`` writes FOLDER/times.json: for each size the times
+of crossreduce and of the peer. REQUEST is JSON. JAX, TensorFlow, torch and numpy run in one process, the others in
+ranks, which ``launch`` or mpiexec starts. With ``keep`` the C library keeps freed memory.
 """
 
 from __future__ import annotations
@@ -45,26 +45,26 @@ class Contender(NamedTuple):
 
 
 def times(
-    contenders: dict[str, Contender], request: BenchRequest, agree: Callable[[Any], list[Any]] = lambda value: [value]
+    contenders: dict[str, Contender], request: BenchRequest, gather: Callable[[Any], list[Any]] = lambda value: [value]
 ) -> dict[str, list[float]]:
-    """Return for each contender the seconds of a call in each round. The contenders run in turn, after a warm-up.
+    """Return, for each contender, the seconds of a call in each round. In a round, each contender is timed once.
 
-    ``agree`` returns the values of all ranks. Their times are combined according to ``request.average``.
+    ``gather`` returns the values of all ranks. Their times are combined according to ``request.average``.
     """
     calls, seconds = {}, {}
     for name, contender in contenders.items():
-        warm = _seconds(contender.run, max(1, request.warmup_iters))
-        calls[name] = agree(max(1, min(2000, int(LEAST_S / warm))))[0]
+        warm_up_s = _seconds_per_call(contender.run, max(1, request.warmup_iters))
+        calls[name] = gather(max(1, min(2000, int(LEAST_S / warm_up_s))))[0]  # rank 0's number, for all ranks
         seconds[name] = list[float]()
     for _ in range(request.iterations):
         for name, contender in contenders.items():
             time.sleep(REST_S)
-            agree(None)  # a barrier
-            seconds[name].append(combine_times(request, agree(_seconds(contender.run, calls[name]))))
+            gather(None)  # a barrier
+            seconds[name].append(combine_times(request, gather(_seconds_per_call(contender.run, calls[name]))))
     return seconds
 
 
-def _seconds(run: Callable[[], object], calls: int) -> float:
+def _seconds_per_call(run: Callable[[], object], calls: int) -> float:
     before = time.perf_counter()
     for _ in range(calls):
         run()
@@ -83,7 +83,7 @@ def row(size: int, contenders: dict[str, Contender], measured: dict[str, list[fl
 
 
 def in_process(request: BenchRequest, peer: str) -> Iterator[dict[str, Any]]:
-    """Yield the rows of a framework's own ways, beside crossreduce for arrays of ``request.framework``."""
+    """Yield a row per size: the times of a peer's own ways, and of crossreduce on arrays of ``request.framework``."""
     theirs, ours = load(peer, request.devices), load(request.framework, request.devices)
     ops = AllReduceCrossDeviceOps(request.algorithms[0], request.num_packs)
     op, devices, options = request.op, request.devices, request.options
@@ -116,21 +116,21 @@ def in_process(request: BenchRequest, peer: str) -> Iterator[dict[str, Any]]:
 
 
 def in_ranks(request: BenchRequest, peer: str, folder: Path) -> Iterator[dict[str, Any]]:
-    """Yield, on rank 0, the rows of a library of ranks beside crossreduce's backend of torch.distributed, in place."""
+    """Yield a row per size, on rank 0 only: the in-place times of crossreduce's torch backend and of a peer's ranks."""
     import torch.distributed as dist
 
     from ...torch import Options
 
     theirs: Backend | None = MpiBackend() if peer in MPIS else None
     rank = int(os.environ["RANK"]) if theirs is None else theirs.rank
-    n, meeting = len(request.devices), f"file://{folder}/rendezvous"
-    dist.init_process_group(OURS, init_method=meeting, rank=rank, world_size=n, pg_options=Options(request.exact))
+    n, rendezvous = len(request.devices), f"file://{folder}/rendezvous"
+    dist.init_process_group(OURS, init_method=rendezvous, rank=rank, world_size=n, pg_options=Options(request.exact))
     try:
         control = dist.new_group(backend="gloo")
         backends: dict[str, Backend] = {OURS: TorchBackend(dist.group.WORLD, control)}
         backends[peer] = theirs or TorchBackend(dist.new_group(backend=peer), control)
         gather = backends[OURS].gather
-        patterns = exact.inputs(request.op, request.dtype, n, True)
+        patterns = exact.inputs(request.op, request.dtype, n, True)  # True: for ranks
         reduced = exact.result(request.op, patterns, True)
         for size, count in request.counts():
             contenders = {
@@ -146,10 +146,10 @@ def in_ranks(request: BenchRequest, peer: str, folder: Path) -> Iterator[dict[st
 
 
 def _rank_contender(backend: Backend, request: BenchRequest, inputs: Any, reduced: Any) -> Contender:
-    """Return a backend's all-reduce of this rank's array."""
+    """Return the all-reduce in place of this rank's array ``inputs``. ``reduced``: the pattern of the right result."""
 
     def call(x: Any) -> Callable[[], None]:
-        return backend.call("all_reduce", request.op, x, x, 0, True)
+        return backend.call("all_reduce", request.op, x, x, root=0, in_place=True)
 
     def wrong() -> int:
         source = backend.array(inputs)
@@ -160,7 +160,7 @@ def _rank_contender(backend: Backend, request: BenchRequest, inputs: Any, reduce
 
 
 def main(text: str, peer: str, place: str, *settings: str) -> None:
-    """Measure, and write the file."""
+    """Measure a peer, and write times.json into the folder ``place``. ``text``: the request as JSON."""
     if "keep" in settings:
         keep_memory()
     # TensorFlow's default on x86, which ``load`` changes: with oneDNN, TensorFlow has an allocator that keeps memory.

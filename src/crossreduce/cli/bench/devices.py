@@ -44,7 +44,7 @@ def measure(request: BenchRequest, topology: Topology | None, topology_name: str
 
 
 def _measure(trainer: Trainer, request: BenchRequest, ops: AllReduceCrossDeviceOps) -> Measure:
-    """Return the function that times the calls of one algorithm and checks a result."""
+    """Return the function that times the calls of one algorithm and counts the wrong elements of a result."""
     devices, collective, op, options = request.devices, request.collective, request.op, request.options
 
     def prepare(
@@ -77,7 +77,8 @@ def _measure(trainer: Trainer, request: BenchRequest, ops: AllReduceCrossDeviceO
         if not request.validation:
             return times, None
         if in_place:  # the calls above overwrote their inputs: check another call, on new inputs
-            result = prepare(patterns, count, root, True)[1]()
+            _, check = prepare(patterns, count, root, in_place=True)
+            result = check()
         expected = patterns[root] if collective == "broadcast" else reduced
         return times, sum(exact.wrong(trainer.get(x), expected, count) for x in result)
 

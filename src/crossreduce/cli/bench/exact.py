@@ -27,16 +27,16 @@ _EXACT: Final = {"bfloat16": 2**8, "float16": 2**11, "float32": 2**24, "float64"
 def inputs(op: str, dtype: str, n: int, ranks: bool = False) -> list[NDArray[Any]]:
     """Return one array of ``PERIOD`` elements of an integer or floating-point dtype for each of ``n`` devices.
 
-    ``ranks`` tells whether the devices are ranks. The mean of integers over ranks is that of NCCL: the sum wraps
-    around, and the quotient is truncated towards zero. In one process it is the true mean, a float.
+    ``ranks`` tells whether the devices are ranks. Ranks compute means of integers as NCCL does: the sum wraps around,
+    and the quotient is truncated towards zero. In one process, the mean of integers is exact, a float.
     """
     rng = np.random.default_rng([n, len(op)])
     kind = np.dtype(dtype)
-    if op == "mean" and not (ranks and dtype not in _EXACT):
-        middle = rng.integers(_SPREAD + 1, 24, PERIOD)
-        away = rng.integers(-_SPREAD, _SPREAD + 1, (n // 2, PERIOD))
-        pairs = [middle + sign * x for x in away for sign in (1, -1)]
-        return [x.astype(kind) for x in [*pairs, middle][:n]]
+    if op == "mean" and (not ranks or dtype in _EXACT):
+        means = rng.integers(_SPREAD + 1, 24, PERIOD)
+        differences = rng.integers(-_SPREAD, _SPREAD + 1, (n // 2, PERIOD))
+        pairs = [means + sign * x for x in differences for sign in (1, -1)]
+        return [x.astype(kind) for x in [*pairs, means][:n]]
     if dtype not in _EXACT:
         bounds = np.iinfo(kind)
         values = [rng.integers(bounds.min, bounds.max, PERIOD, dtype=kind.type, endpoint=True) for _ in range(n)]
@@ -46,8 +46,8 @@ def inputs(op: str, dtype: str, n: int, ranks: bool = False) -> list[NDArray[Any
         return [
             (sign * (rng.integers(1, 3, PERIOD) if k < _DOUBLINGS else 1)).astype(kind) for k, sign in enumerate(signs)
         ]
-    top = max(1, _EXACT[dtype] // n)
-    return [rng.integers(-top, top, PERIOD, endpoint=True).astype(kind) for _ in range(n)]
+    bound = max(1, _EXACT[dtype] // n)  # so that all sums of n values are exact
+    return [rng.integers(-bound, bound, PERIOD, endpoint=True).astype(kind) for _ in range(n)]
 
 
 def result(op: str, arrays: list[NDArray[Any]], ranks: bool = False) -> NDArray[Any]:
@@ -86,9 +86,9 @@ def quotient(total: NDArray[Any], n: int) -> NDArray[Any]:
 
 
 def wrong(got: NDArray[Any], pattern: NDArray[Any], count: int) -> int:
-    """Return how many of ``count`` elements differ from the repeated pattern: all, if the shape is wrong. NaN differs.
+    """Return how many of ``count`` elements differ from the repeated ``pattern``. If the shape is wrong, all do.
 
-    A mean of integers may be a float of any width. The values of the pattern are exact in all of them.
+    NaN differs from every value. A mean of integers may be a float of any width, all of which hold the pattern exactly.
     """
     if got.shape != (count,):
         return max(count, 1)

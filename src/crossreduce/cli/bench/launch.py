@@ -27,11 +27,11 @@ _SHOWN_NBYTES: Final = 20_000  # of a rank's standard error, only the last bytes
 
 
 def launch(command: list[str], count: int) -> int:
-    """Run a command ``count`` times in parallel, as the ranks of one group, wait for them, and return the exit code.
+    """Run a command in ``count`` processes, as the ranks of one group, wait for them, and return the exit code.
 
-    The exit code is 0, or that of the first rank that failed, or 1 if a signal terminated this rank. Rank 0 writes to
-    the standard output of this process. At the end, the standard error of the first rank that failed, or of rank 0, is
-    shown. All ranks have ended when ``launch`` returns or raises, even after Ctrl-C.
+    The exit code is that of the first rank that failed, 1 if a signal terminated this rank, or 0 if none failed. Rank 0
+    writes to the standard output of this process. At the end, the standard error of the first rank that failed, or
+    else of rank 0, is shown. All ranks have ended when ``launch`` returns or raises, even after Ctrl-C.
     """
     with ExitStack() as stack:
         # This socket is bound but does not listen: no other process gets the port, and rank 0, which also sets
@@ -45,15 +45,15 @@ def launch(command: list[str], count: int) -> int:
         outputs: list[IO[bytes]] = []
         ranks: list[subprocess.Popen[bytes]] = []
         stack.callback(terminate, ranks)
-        bars: list[int] = []  # rank 0 draws its progress on the terminal of this process
+        terminal_fds: list[int] = []  # rank 0 draws its progress bars on the terminal of this process
         if os.name == "posix" and sys.stderr.isatty():
-            bars = [os.dup(sys.stderr.fileno())]
-            stack.callback(os.close, bars[0])
+            terminal_fds = [os.dup(sys.stderr.fileno())]
+            stack.callback(os.close, terminal_fds[0])
         for rank in range(count):
             outputs.append(stack.enter_context(tempfile.TemporaryFile()))
             stdout = None if rank == 0 else outputs[rank]
             variables = {**inherited, "RANK": str(rank), "LOCAL_RANK": str(rank)}
-            fds = bars if rank == 0 else []
+            fds = terminal_fds if rank == 0 else []
             if fds:
                 variables[PROGRESS_FD] = str(fds[0])
             ranks.append(
@@ -76,7 +76,7 @@ def launch(command: list[str], count: int) -> int:
         code = ranks[failed].returncode
         how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
         if code != 1 or shown:  # code 1 without output: a checked element is wrong, as the table shows
-            sys.stderr.write(f"{shown}{'' if not shown or shown.endswith(chr(10)) else chr(10)}")
+            sys.stderr.write(shown if not shown or shown.endswith("\n") else f"{shown}\n")
             others = "; the other ranks were terminated" if len(ranks) > 1 else ""
             sys.stderr.write(f"crossreduce: rank {failed} {how}{others}.\n")
         return max(1, code)
@@ -97,7 +97,7 @@ def terminate(processes: Sequence[subprocess.Popen[Any]], timeout_s: float = _TE
 
 
 def _first_failed(ranks: list[subprocess.Popen[bytes]]) -> int | None:
-    """Wait until a rank fails, and return it, or ``None`` after all ranks have succeeded."""
+    """Wait until a rank fails or all have succeeded. Return the rank that failed, or ``None``."""
     while True:
         codes = [rank.poll() for rank in ranks]
         failed = next((rank for rank, code in enumerate(codes) if code), None)

@@ -26,12 +26,12 @@ from .request import BenchRequest, Row, Timing
 def header(request: BenchRequest) -> list[str]:
     """Return the lines before the tables."""
     step = f"{request.step_factor}(factor)" if request.step_factor > 1 else f"{request.step_bytes}(bytes)"
-    driven = 1 if request.processes else len(request.devices)  # the number of devices per process
+    gpus = 1 if request.processes else len(request.devices)  # the devices of each process
     lines = [
         f"# crossreduce version {__version__} framework={request.framework}-{request.framework_version} "
         f"transport={request.transport}",
         f"# Collective test starting: {request.collective}_perf",
-        f"# nThread 1 nGpus {driven} minBytes {request.minimum_bytes} maxBytes {request.maximum_bytes} step: {step} "
+        f"# nThread 1 nGpus {gpus} minBytes {request.minimum_bytes} maxBytes {request.maximum_bytes} step: {step} "
         f"warmup iters: {request.warmup_iters} iters: {request.iterations} agg iters: 1 "
         f"validation: {request.validation} graph: 0 unalign: 0",
     ]
@@ -51,7 +51,7 @@ def header(request: BenchRequest) -> list[str]:
 
 
 def devices(request: BenchRequest) -> list[dict[str, Any]]:
-    """Return a dict per device, with nccl-tests' keys; ``device_hex`` is this library's name of the device."""
+    """Return a dict per device, with the keys of nccl-tests. ``device_hex`` is this library's name of the device."""
     places = request.processes or [(os.getpid(), socket.gethostname())] * len(request.devices)
     host = "host memory" if request.processes else "host memory (in-process emulation)"
     return [
@@ -69,43 +69,42 @@ def devices(request: BenchRequest) -> list[dict[str, Any]]:
 
 
 def print_table(request: BenchRequest, name: str, rows: Iterable[Row]) -> list[Row]:
-    """Print the table of one algorithm or backend, each row when it is measured, and return the rows."""
+    """Print the table of one algorithm or backend, each row as soon as it is measured, and return the rows."""
     print_lines(_table_header(request, name))
-    rows_of_size = []
+    measured = []
     with progress(f"measuring {name}", len(list(request.sizes())) * len(request.roots), quiet=True) as bar:
         for row in rows:
             with bar.hide():
                 print_lines([_line(request, row)])
-            rows_of_size.append(row)
+            measured.append(row)
             bar(f"measuring {name}")
-    return rows_of_size
+    return measured
 
 
 def _table_header(request: BenchRequest, algorithm: str) -> list[str]:
-    sub = ["time", "algbw", "busbw", "#wrong"], ["(us)", "(GB/s)", "(GB/s)", ""]
+    titles, units = ["time", "algbw", "busbw", "#wrong"], ["(us)", "(GB/s)", "(GB/s)", ""]
     if request.per_iter_timing:
-        sub = [*sub[0], "i_min", "i_max", "i_p99", "i_cv%"], [*sub[1], "(us)", "(us)", "(us)", "(%)"]
+        titles, units = [*titles, "i_min", "i_max", "i_p99", "i_cv%"], [*units, "(us)", "(us)", "(us)", "(%)"]
         over = "              out-of-place (+ per-iteration)                                in-place (+ per-iteration)"
     else:
         over = "           out-of-place                       in-place          "
-    names, units = ("  ".join(f"{x:>{w}}" for x, w in zip(s * 2, _widths(request) * 2, strict=True)) for s in sub)
     return [
         "#",
         f"# Backend: {algorithm}" if request.processes else f"# Algorithm: {algorithm}, packs: {request.num_packs}",
         "#",
         "#" + " " * 51 + over,
-        f"# {'size':>10}  {'count':>12}  {'type':>8}  {'redop':>6}  {'root':>6}  {names} ",
-        f"# {'(B)':>10}  {'(elements)':>12}  {'':8}  {'':6}  {'':6}  {units} ",
+        f"# {'size':>10}  {'count':>12}  {'type':>8}  {'redop':>6}  {'root':>6}  {_aligned(request, titles * 2)} ",
+        f"# {'(B)':>10}  {'(elements)':>12}  {'':8}  {'':6}  {'':6}  {_aligned(request, units * 2)} ",
     ]
 
 
 def _line(request: BenchRequest, row: Row) -> str:
     cells = [cell for timing in (row.out_of_place, row.in_place) for cell in _cells(request, timing)]
-    text = "  ".join(f"{x:>{w}}" for x, w in zip(cells, _widths(request) * 2, strict=True))
-    return f"{row.size:12}  {row.count:12}  {row.type:>8}  {row.redop:>6}  {row.root:6}  {text}"
+    return f"{row.size:12}  {row.count:12}  {row.type:>8}  {row.redop:>6}  {row.root:6}  {_aligned(request, cells)}"
 
 
 def _cells(request: BenchRequest, timing: Timing | None) -> list[str]:
+    """Return the cells of one half of a line, which has the timing out of place or in place, if there is one."""
     if timing is None:
         return ["N/A"] * len(_widths(request))
     wrong = "N/A" if timing.nwrong is None else f"{timing.nwrong:g}"
@@ -117,18 +116,18 @@ def _cells(request: BenchRequest, timing: Timing | None) -> list[str]:
 
 
 def footer(request: BenchRequest, rows: list[Row]) -> list[str]:
-    """Return the lines after the tables. Like nccl-tests, they count the timings with wrong elements."""
+    """Return the lines after the tables. As in nccl-tests, "values" is a number of timings, not of elements."""
     bad = bad_count(rows)
     return [
         f"# Out of bounds values : {bad} {'FAILED' if bad else 'OK'}",
-        f"# Avg bus bandwidth    : {_average(rows):g} ",
+        f"# Avg bus bandwidth    : {_average_busbw(rows):g} ",
         "#",
         f"# Collective test concluded: {request.collective}_perf",
     ]
 
 
 def report(request: BenchRequest, rows: list[Row], start_time: str) -> dict[str, Any]:
-    """Return the run as a dict with the keys of nccl-tests, which has booleans as strings, and keys of this library."""
+    """Return the run as a dict: the keys of nccl-tests, whose booleans are strings, and keys of this library."""
     step = "step_factor" if request.step_factor > 1 else "step_bytes"
     return {
         "version": 2,  # the version of this layout: nccl-tests' JSON_FILE_VERSION
@@ -165,7 +164,7 @@ def report(request: BenchRequest, rows: list[Row], start_time: str) -> dict[str,
         "devices": devices(request),
         "results": results(request, rows),
         "out_of_bounds": {"count": bad_count(rows), "okay": str(bad_count(rows) == 0).lower()},
-        "average_bus_bandwidth": {"bandwidth": _average(rows), "okay": "unchecked"},
+        "average_bus_bandwidth": {"bandwidth": _average_busbw(rows), "okay": "unchecked"},
         "errors": [],
         "end_time": now(),
     }
@@ -180,9 +179,9 @@ def results(request: BenchRequest, rows: list[Row]) -> list[dict[str, Any]]:
             "type": row.type,
             "redop": row.redop,
             "root": str(row.root),
-            "out_of_place": _timing(row.out_of_place),
+            "out_of_place": _timing_json(row.out_of_place),
             "out_of_place_per_iter": row.out_of_place.per_iter(),
-            "in_place": None if row.in_place is None else _timing(row.in_place),
+            "in_place": None if row.in_place is None else _timing_json(row.in_place),
             **({} if row.in_place is None else {"in_place_per_iter": row.in_place.per_iter()}),
             "actual_iterations": len(row.out_of_place.times_s),
             "experiment_name": f"{request.collective}_perf",
@@ -193,7 +192,7 @@ def results(request: BenchRequest, rows: list[Row]) -> list[dict[str, Any]]:
 
 
 def ratios(rows: list[Row], peers: dict[str, list[Row]]) -> list[dict[str, Any]]:
-    """Return for each row the ratios of the peers' median times to the row's; in-place times are preferred."""
+    """Return, for each row, each peer's median time divided by the row's. In-place times are used if there are any."""
 
     def median(row: Row) -> float:
         return float(np.median((row.in_place or row.out_of_place).times_s))
@@ -206,7 +205,7 @@ def ratios(rows: list[Row], peers: dict[str, list[Row]]) -> list[dict[str, Any]]
 
 
 def ratio_lines(ratios_by_size: list[dict[str, Any]]) -> list[str]:
-    """Return the result of ``ratios`` as lines of the footer."""
+    """Return the lines of the footer with the result of ``ratios``."""
 
     def line(size: object, root: str, cells: Iterable[str]) -> str:
         return f"# {size:>10}  {root:>6}  " + "  ".join(f"{cell:>8}" for cell in cells)
@@ -226,7 +225,7 @@ def now() -> str:
     return time.strftime("%Y-%m-%d %H:%M:%S")
 
 
-def _timing(timing: Timing) -> dict[str, Any]:
+def _timing_json(timing: Timing) -> dict[str, Any]:
     return {"time": timing.time_us, "alg_bw": timing.algbw, "bus_bw": timing.busbw, "nwrong": timing.nwrong}
 
 
@@ -235,9 +234,13 @@ def bad_count(rows: list[Row]) -> int:
     return sum(1 for row in rows for timing in row.timings if timing.nwrong)
 
 
-def _average(rows: list[Row]) -> float:
+def _average_busbw(rows: list[Row]) -> float:
     busbws = [timing.busbw for row in rows for timing in row.timings]
     return math.fsum(busbws) / len(busbws)
+
+
+def _aligned(request: BenchRequest, cells: list[str]) -> str:
+    return "  ".join(f"{cell:>{width}}" for cell, width in zip(cells, _widths(request) * 2, strict=True))
 
 
 def _widths(request: BenchRequest) -> list[int]:

@@ -34,16 +34,15 @@ from .launch import launch, terminate
 from .request import BenchRequest, Row, Timing
 
 MPIS: Final = ("mpi", "impi")
-"""The peers that are an MPI: the one with the first mpiexec that is found, and Intel MPI."""
+"""The peers that are an MPI: "mpi" is the one whose mpiexec is found first, and "impi" is Intel MPI."""
 PEERS: Final = ("gloo", *MPIS)
 OURS: Final = "crossreduce"
 # torchrun and ``launch`` set these for each rank; a process that has all of them is a rank.
 VARIABLES: Final = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-# The reported times and how they are computed, by the value of nccl-tests' option -a.
+# What a reported time is, and how the times of all ranks are combined to it, by the value of nccl-tests' option -a.
 _TIMES: Final = ("of rank 0", "average of the ranks", "minimum of the ranks", "maximum of the ranks")
 _COMBINED: Final = (lambda x: x[0], lambda x: sum(x) / len(x), min, max)
 _MPI_TYPES: Final = ("float32", "float64", "int8", "uint8", "int16", "uint16", "int32", "uint32", "int64", "uint64")
-
 
 Call = Callable[[], None]
 
@@ -55,18 +54,19 @@ class Backend(Protocol):
     size: int
 
     def array(self, x: NDArray[Any]) -> Any:
-        """Return a copy of an array, in the library's type."""
+        """Return a copy of an array as an array of the library."""
 
     def numpy(self, x: Any) -> NDArray[Any]:
-        """Return the elements of one of the library's arrays."""
+        """Return an array of the library as a NumPy array."""
 
     def gather(self, value: Any) -> list[Any]:
-        """Return every rank's value, on every rank."""
+        """Return the values of all ranks, on every rank."""
 
     def call(self, collective: str, op: str, source: Any, result: Any, root: int, in_place: bool) -> Call:
         """Return a function that runs a collective on this rank's ``source``.
 
-        ``root`` is only for reduce and broadcast. Calls in place, and broadcasts, write the result to ``source``.
+        ``root`` is only for reduce and broadcast. Calls in place, and broadcasts, write the result to ``source``, and
+        others to ``result``.
         """
 
 
@@ -102,7 +102,7 @@ class TorchBackend:
         divides = op == "mean" and dist.get_backend(group) == "gloo"  # gloo does not support AVG
         names = {"sum": "SUM", "product": "PRODUCT", "min": "MIN", "max": "MAX", "mean": "SUM" if divides else "AVG"}
         reduce_op = getattr(dist.ReduceOp, names[op])
-        into = source if in_place else result
+        target = source if in_place else result
 
         def run() -> None:
             if collective == "broadcast":
@@ -115,11 +115,11 @@ class TorchBackend:
                 if not in_place:  # PyTorch reduces in place: a program that needs its inputs has to copy them
                     result.copy_(source)
                 if collective == "all_reduce":
-                    dist.all_reduce(into, reduce_op, group=group)
+                    dist.all_reduce(target, reduce_op, group=group)
                 else:
-                    dist.reduce(into, root, reduce_op, group=group)
+                    dist.reduce(target, root, reduce_op, group=group)
             if divides:
-                into.div_(size, rounding_mode=None if into.is_floating_point() else "trunc")
+                target.div_(size, rounding_mode=None if target.is_floating_point() else "trunc")
 
         return run
 
@@ -144,9 +144,8 @@ class MpiBackend:
     def call(self, collective: str, op: str, source: Any, result: Any, root: int, in_place: bool) -> Call:
         mpi, world, size = self._mpi, self._world, self.size
         mpi_op = {"sum": mpi.SUM, "mean": mpi.SUM, "product": mpi.PROD, "min": mpi.MIN, "max": mpi.MAX}[op]
-
-        into, here = source if in_place else result, collective != "reduce" or self.rank == root
-        send_buffer = mpi.IN_PLACE if in_place and here else source
+        target, has_result = source if in_place else result, collective != "reduce" or self.rank == root
+        send_buffer = mpi.IN_PLACE if in_place and has_result else source
 
         def run() -> None:
             if collective == "broadcast":
@@ -156,17 +155,17 @@ class MpiBackend:
             elif collective == "reduce_scatter":
                 world.Reduce_scatter_block(source, result, mpi_op)
             elif collective == "all_reduce":
-                world.Allreduce(send_buffer, into, mpi_op)
+                world.Allreduce(send_buffer, target, mpi_op)
             else:
-                world.Reduce(send_buffer, into if here else None, mpi_op, root)
-            if op == "mean" and here:  # MPI does not define an average, so divide the sum
-                np.divide(into, size, out=into)
+                world.Reduce(send_buffer, target if has_result else None, mpi_op, root)
+            if op == "mean" and has_result:  # MPI does not define an average, so divide the sum
+                np.divide(target, size, out=target)
 
         return run
 
 
 def combine_times(request: BenchRequest, seconds: list[float]) -> float:
-    """Return one time for those of all ranks, such as their average: see ``request.average``."""
+    """Combine the times of all ranks into one, such as their average, as ``request.average`` states."""
     return _COMBINED[request.average](seconds)
 
 
@@ -186,11 +185,11 @@ def measure(request: BenchRequest, count: int | None) -> int:
 
 
 def require(request: BenchRequest, option: str) -> None:
-    """Raise unless all backends of a request are installed and support its op and dtype; ``option`` is for errors."""
+    """Raise an error, which names ``option``, if a backend is not installed or does not support the op or the dtype."""
     if find_spec("torch") is None:
         raise BackendError.of("ranks need PyTorch, which is not installed.", remedy="pip install torch")
     mpis = [peer for peer in request.backends if peer in MPIS]
-    absent = [(peer, name) for peer in mpis if (name := _absent(peer))]
+    absent = [(peer, name) for peer in mpis if (name := _missing_requirement(peer))]
     if absent:
         needs = {
             "mpi": "mpiexec and mpi4py",
@@ -211,15 +210,15 @@ def require(request: BenchRequest, option: str) -> None:
             raise UnsupportedError.of(problem, f"-d {request.dtype}", f"{option} without {peer}, or -d float")
 
 
-def _absent(peer: str) -> str | None:
-    """Return the missing requirement of an MPI peer, or ``None``."""
+def _missing_requirement(peer: str) -> str | None:
+    """Return the program or package that an MPI peer requires and that is not installed, or ``None``."""
     if launcher(peer) is None:
         return "mpiexec" if peer == "mpi" else "Intel MPI"
     return "mpi4py" if find_spec("mpi4py") is None else None
 
 
 def launcher(peer: str) -> tuple[str, dict[str, str]] | None:
-    """Return the path of an MPI's mpiexec, and environment variables by which mpi4py finds this MPI, or ``None``."""
+    """Return the path of an MPI's mpiexec, and variables by which mpi4py finds this MPI; ``None`` if there is none."""
     here = Path(sys.executable).parent
     if peer == "mpi":  # on PATH, or where PyPI's Open MPI installs it
         path = shutil.which("mpiexec") or shutil.which("mpiexec", path=str(here))
@@ -235,7 +234,7 @@ def launcher(peer: str) -> tuple[str, dict[str, str]] | None:
 
 
 def rows(backend: Backend, request: BenchRequest, name: str) -> Iterator[Row]:
-    """Measure every size and root. All ranks return all rows, with times combined according to ``request.average``."""
+    """Measure every size and root. Each rank yields the same rows: times combined according to ``request.average``."""
     collective, size = request.collective, backend.size
 
     def measure(
@@ -263,10 +262,10 @@ def rows(backend: Backend, request: BenchRequest, name: str) -> Iterator[Row]:
         if request.validation:
             if in_place:  # each call above overwrote its inputs: check a call on new inputs
                 source = backend.array(inputs)
-                backend.call(collective, request.op, source, result, root, True)()
-            written = source if in_place or collective == "broadcast" else result
-            checked = collective != "reduce" or backend.rank == root
-            nwrong = exact.wrong(backend.numpy(written), expected, expected.size) if checked else 0
+                backend.call(collective, request.op, source, result, root, in_place=True)()
+            output = source if in_place or collective == "broadcast" else result
+            has_result = collective != "reduce" or backend.rank == root
+            nwrong = exact.wrong(backend.numpy(output), expected, expected.size) if has_result else 0
         measured = backend.gather((times, nwrong))
         calls = zip(*(seconds for seconds, _ in measured), strict=True)  # the seconds of all ranks, for each call
         times = [combine_times(request, list(seconds)) for seconds in calls]
@@ -299,13 +298,13 @@ def run(request: BenchRequest) -> int:
 
 
 def _measure(request: BenchRequest, dist: Any) -> int:
-    """Measure, print on rank 0, and return the exit code."""
+    """Measure crossreduce and the peers, print the tables on rank 0, and return the exit code."""
     control = dist.new_group(backend="gloo")
     processes = TorchBackend(control, control).gather((os.getpid(), socket.gethostname()))
     request = replace(request, processes=tuple(processes))
     if dist.get_rank() != 0:
         for name, backend in _backends(request, dist, control):
-            for _ in rows(backend, request, name):
+            for _ in rows(backend, request, name):  # takes part in the measurements
                 pass
         return 0
     start_time = nccl_tests.now()

@@ -24,12 +24,12 @@ from . import exact
 
 @dataclass(frozen=True)
 class Timing:
-    """The times of calls of one size, out of place or in place. ``nwrong`` is ``None`` if elements were not checked."""
+    """The times of calls of one size, all out of place or all in place."""
 
     size: int
-    times_s: Sequence[float]
-    nwrong: int | None
-    busbw_factor: float
+    times_s: Sequence[float]  # of each call
+    nwrong: int | None  # the number of wrong elements; None if they were not checked
+    busbw_factor: float  # busbw / algbw, as defined in nccl-tests' doc/PERFORMANCE.md
 
     @property
     def time_us(self) -> float:
@@ -43,11 +43,13 @@ class Timing:
 
     @property
     def busbw(self) -> float:
+        """The bus bandwidth of nccl-tests, which can be compared between collectives and numbers of ranks."""
         return self.algbw * self.busbw_factor
 
     def per_iter(self) -> dict[str, Any]:
         """Return statistics of the times of the calls, with nccl-tests' keys."""
         times, n = np.sort(np.array(self.times_s)) * 1e6, len(self.times_s)
+        # A percentile is the smallest time that at least so many percent of the times do not exceed.
         p95, p99 = (float(times[min(n - 1, (n * percent + 99) // 100 - 1)]) for percent in (95, 99))
         return {
             "min_us": float(times[0]),
@@ -68,8 +70,8 @@ class Row:
 
     algorithm: str
     size: int
-    count: int
-    type: str
+    count: int  # elements of the buffer; for all_gather and reduce_scatter, of one rank's share
+    type: str  # nccl-tests' name of the dtype
     redop: str
     root: int
     out_of_place: Timing
@@ -83,7 +85,7 @@ class Row:
 
 @dataclass(frozen=True)
 class BenchRequest:
-    """The settings of one run; sizes in bytes. Those in nccl-tests' JSON ``config`` have the same names there."""
+    """The settings of one run, in bytes. Settings in the ``config`` of nccl-tests' JSON have the same names there."""
 
     framework: str
     collective: str
@@ -101,7 +103,7 @@ class BenchRequest:
     step_factor: int
     warmup_iters: int
     iterations: int
-    validation: int
+    validation: int  # 0 if elements are not checked
     per_iter_timing: bool
     json: str | None = None  # the file for the report
     args: tuple[str, ...] = ()  # the command line, for the report
@@ -113,6 +115,7 @@ class BenchRequest:
 
     @property
     def transport(self) -> str:
+        """Where the devices are, as the header of the table states it."""
         if self.processes:
             hosts = len({host for _, host in self.processes})
             return f"ranks on {hosts} host{'s' if hosts > 1 else ''}"
@@ -125,7 +128,7 @@ class BenchRequest:
         return CommunicationOptions(exact=True) if self.exact else None
 
     def require_exact(self) -> None:
-        """Raise an error unless the collective, the op, the dtype and the devices allow exact sums."""
+        """Raise an error if the collective, the op, the dtype or the devices do not allow exact sums."""
         if self.redop == "none":
             problem = f"--exact cannot be used with {self.collective}, which adds nothing: omit --exact."
             raise ArgumentError(problem)
@@ -145,7 +148,7 @@ class BenchRequest:
 
     @classmethod
     def from_json(cls, text: str) -> BenchRequest:
-        """Return the request of ``to_json``'s text."""
+        """Return the request that ``to_json`` wrote."""
         fields: dict[str, Any] = {k: tuple(x) if isinstance(x, list) else x for k, x in json.loads(text).items()}
         return cls(**fields)
 
@@ -157,7 +160,7 @@ class BenchRequest:
             nbytes = nbytes * self.step_factor if self.step_factor > 1 else nbytes + self.step_bytes
 
     def counts(self) -> Iterator[tuple[int, int]]:
-        """Yield each size in bytes, rounded as by ``rows``, and its number of elements."""
+        """Yield each size in bytes, rounded as in ``rows``, and the number of elements of the complete buffer."""
         n, itemsize = len(self.devices), np.dtype(self.dtype).itemsize
         least = n if self.collective in ("all_gather", "reduce_scatter") else 1
         for nbytes in self.sizes():
@@ -165,7 +168,7 @@ class BenchRequest:
             yield count * itemsize, count
 
     def rows(self, name: str, measure: Measure) -> Iterator[Row]:
-        """Yield the measurements of the algorithm or backend ``name``, by size and root, with the inputs of ``exact``.
+        """Measure the algorithm or backend ``name`` on the inputs of ``exact``, and yield a row per size and root.
 
         As in nccl-tests, sizes are rounded down to a number of elements that the ranks can share equally, but not to 0.
         """
@@ -177,14 +180,15 @@ class BenchRequest:
         # In one process the mean of integers is a float, which an array of integers cannot store.
         fits = in_ranks or self.op != "mean" or patterns[0].dtype.kind not in "iu"
         writable = fits and self.framework in ("numpy", "torch", "cupy") and self.collective in ("all_reduce", "reduce")
-        # busbw / algbw, as defined in nccl-tests' doc/PERFORMANCE.md
-        factor = (n - 1) / n if shared else 2 * ((n - 1) / n) if self.collective == "all_reduce" else 1.0
+        busbw_factor = (n - 1) / n if shared else 2 * ((n - 1) / n) if self.collective == "all_reduce" else 1.0
         for size, count in self.counts():
             for root in self.roots:
-                out_of_place = Timing(size, *measure(patterns, reduced, count, root, False), factor)
-                in_place = Timing(size, *measure(patterns, reduced, count, root, True), factor) if writable else None
-                shown = count // n if shared else count
-                yield Row(name, size, shown, self.nccl_type, self.redop, root, out_of_place, in_place)
+                out_of_place = Timing(size, *measure(patterns, reduced, count, root, False), busbw_factor)
+                in_place = None
+                if writable:
+                    in_place = Timing(size, *measure(patterns, reduced, count, root, True), busbw_factor)
+                row_count = count // n if shared else count
+                yield Row(name, size, row_count, self.nccl_type, self.redop, root, out_of_place, in_place)
 
 
 # Runs a collective. Arguments: the patterns of the inputs, the pattern of their reduction, the number of elements in

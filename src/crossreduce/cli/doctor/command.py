@@ -53,26 +53,26 @@ def doctor(
         facts = {"incidents": [asdict(each) for each in incidents], "problems": list(dumps_read.problems)}
         print(json_module.dumps(facts, indent=2))
     else:
-        for each in incidents:
-            _show(each)
+        for incident in incidents:
+            _show(incident)
         for problem in dumps_read.problems:
             print("crossreduce:", "\n".join(map(printable, problem.splitlines())), file=sys.stderr)
     if not incidents:
         raise Exit(1)
 
 
-def _show(each: Incident) -> None:
+def _show(incident: Incident) -> None:
     """Print one incident as text and a table."""
-    title = f'Group "{each.group}", {each.about}'
-    print_lines(map(printable, [title, *each.findings, "The ranks raised:", *each.raised.splitlines()]))
+    title = f'Group "{incident.group}", {incident.about}'
+    print_lines(map(printable, [title, *incident.findings, "The ranks raised:", *incident.raised.splitlines()]))
     table = Table()  # only columns with long texts may become narrower; their texts are folded and never cut off
     for name, long in (("rank", False), ("host, pid", True), ("op", False), ("state", False), ("dump", False)):
         table.add_column(name, no_wrap=not long, overflow="fold")
     table.add_column("call, stack", overflow="fold")
-    blamed = {*each.behind, *each.missing}
-    first = chain(sorted(blamed), each.without_dump, (state.rank for state in each.ranks))
-    listed = set(islice(dict.fromkeys(first), _MAX_ROWS))
-    for state in (state for state in each.ranks if state.rank in listed):
+    blamed = {*incident.behind, *incident.missing}
+    by_priority = chain(sorted(blamed), incident.without_dump, (state.rank for state in incident.ranks))
+    listed = set(islice(dict.fromkeys(by_priority), _MAX_ROWS))
+    for state in (state for state in incident.ranks if state.rank in listed):
         process = f"{state.hostname or '-'}\n{state.pid or '-'}"
         elapsed = "" if state.seconds is None else f"\n{state.seconds:.1f} s"
         dumped, called = "yes" if state.dumped else "no", "\n".join([state.text or "-", *state.stack])
@@ -80,7 +80,6 @@ def _show(each: Incident) -> None:
         style = "bold red" if state.rank in blamed else ""
         table.add_row(*(Text("\n".join(map(printable, cell.split("\n")))) for cell in cells), style=style)
     terminal().print(table)
-    if len(each.ranks) > len(listed):
-        print(
-            f"{len(each.ranks) - len(listed)} of {len(each.ranks)} ranks are not in the table; --json has all of them."
-        )
+    count = len(incident.ranks)
+    if count > len(listed):
+        print(f"{count - len(listed)} of {count} ranks are not in the table; --json has all of them.")

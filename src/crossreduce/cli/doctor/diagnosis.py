@@ -20,11 +20,9 @@ from ...observe.liveness import LEFT
 from .timeline import host_histories
 
 _MAX_FRAMES: Final = 3
-_FRACTION: Final = re.compile(r"(?<=:\d\d)\.\d+")  # of a second
-_MAX_FINDINGS: Final = 20  # ranks that have separate sentences
-_UNKNOWN: Final = "which no rank's dump describes."
-_NO_DUMP_BECAUSE: Final = ": it was stopped, busy or dead"
-# The cause if Ctrl-C ended a wait for a message. This is the only source, since histories contain no messages.
+_FRACTION: Final = re.compile(r"(?<=:\d\d)\.\d+")  # the fraction of a second in a time
+_MAX_FINDINGS: Final = 20  # the most ranks that get a sentence each
+# The error if Ctrl-C ended a wait for a message. Only the error names this rank, since histories have no messages.
 _INTERRUPTED: Final = re.compile(r"rank ([0-9]{1,9}) was interrupted while it waited for a message ")
 # Frames of crossreduce.ranks, observe and torch, and of torch.distributed: shown only if a stack has no others.
 _INTERNAL: Final = re.compile(r"[/\\](crossreduce[/\\](ranks|observe|torch)|torch[/\\]distributed)[/\\]")
@@ -78,23 +76,23 @@ class Incident:
 def diagnose(dumps: Sequence[Dump]) -> Incident:
     """Return the failure of one group from dumps of its ranks. One dump of any rank is enough."""
     newest = {dump.rank: dump for dump in sorted(dumps, key=lambda dump: dump.now_s)}
-    first = min(newest.values(), key=lambda dump: (dump.time, dump.rank))
+    first = min(newest.values(), key=lambda dump: (dump.time, dump.rank))  # of the rank that aborted first
     states = [state for k in range(len(first.hosts)) for state in _states(k, first.hosts[k], newest)]
     by_rank = {state.rank: state for state in sorted(states, key=lambda state: state.rank)}
     states = list(by_rank.values())
-    last = max(state.sequence for state in states)
+    last = max(state.sequence for state in states)  # the number of the last call that any rank made
     text = next(state.text for state in states if state.sequence == last)
     missing = [state.rank for state in states if state.state == "unknown"]
     late = [state.rank for state in states if state.state not in ("unknown", "left") and state.sequence < last]
-    waited = _INTERRUPTED.match(first.cause)
-    interrupted = [rank for rank in by_rank if waited and rank == int(waited[1])]
+    match = _INTERRUPTED.match(first.cause)
+    interrupted = [rank for rank in by_rank if match and rank == int(match[1])]
     behind = interrupted or [state.rank for state in states if state.state == "left"] + late
     if not behind:  # no rank is known to be behind: suspect those that are still in the last call and wrote no dump
         in_last = [state for state in states if state.sequence == last and state.state == "running"]
         behind = [state.rank for state in in_last if not state.dumped]
-    ended = re.search(" (died|left|was interrupted|were interrupted) ", first.cause.split("\n")[0])
+    explained = re.search(" (died|left|was interrupted|were interrupted) ", first.cause.split("\n")[0])
     behind.sort()
-    because = "" if ended else _NO_DUMP_BECAUSE
+    because = "" if explained else ": it was stopped, busy or dead"
     findings = [_finding(by_rank[rank], last, text, because, bool(interrupted)) for rank in behind[:_MAX_FINDINGS]]
     if behind[_MAX_FINDINGS:]:
         findings.append(f"The same, or similar, is true of {rank_list(behind[_MAX_FINDINGS:])}.")
@@ -110,7 +108,7 @@ def diagnose(dumps: Sequence[Dump]) -> Incident:
     if others:
         findings.append(f"{rank_list(others)} had not called op {last}, {text}.")
     if missing:
-        findings.append(f"Nothing is known about {rank_list(missing)}, {_UNKNOWN}")
+        findings.append(f"Nothing is known about {rank_list(missing)}, which no rank's dump describes.")
     if not behind and not missing:
         findings.append("No rank is behind: all ranks reached the same call.")
     return Incident(
@@ -126,7 +124,7 @@ def diagnose(dumps: Sequence[Dump]) -> Incident:
 
 
 def _states(number: int, host: Sequence[int], dumps: dict[int, Dump]) -> Iterator[RankState]:
-    """Yield the states of a host's ranks when its first rank aborted, from the rank's dump or the latest other dump."""
+    """Yield the state of each rank of a host at the host's first abort, from its own dump or the latest other dump."""
     host_dumps = [dumps[rank] for rank in host if rank in dumps]
     now_s, histories = host_histories(host, dumps)
     latest = max(host_dumps, key=lambda dump: dump.now_s, default=None)
@@ -140,7 +138,7 @@ def _states(number: int, host: Sequence[int], dumps: dict[int, Dump]) -> Iterato
 def _state(
     rank: int, host: int, hostname: str | None, own: Dump | None, recorded: History | None, now_s: float
 ) -> RankState:
-    """Return a rank's state at a time, from the dump and the history of the rank, if there are any."""
+    """Return a rank's state at ``now_s``, from the rank's dump ``own`` and the calls that a dump recorded, if any."""
     history = recorded or History(rank, ())
     before = [op for op in history.ops if op.started_s <= now_s]
     op = max(before, key=_sequence, default=None)
@@ -201,7 +199,7 @@ def _finding(state: RankState, last: int, text: str, because: str, in_message: b
 
 
 def _stack(threads: tuple[Thread, ...]) -> tuple[str, ...]:
-    """Return the main thread's innermost functions, from the inside out, without internal ones if there are others."""
+    """Return the innermost functions of the main thread, the innermost first, without internal ones if others exist."""
     frames = list(threads[0].stack) if threads else []
     external = [frame for frame in frames if not _INTERNAL.search(frame.file)]
     shown = reversed((external or frames)[-_MAX_FRAMES:])

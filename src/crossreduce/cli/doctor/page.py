@@ -1,7 +1,7 @@
 """The page of ``crossreduce doctor --report``: one HTML file without any request to a network.
 
-Input: the incidents that ``doctor`` found, and their dumps. Output: HTML. All texts from dumps are escaped, since users
-choose the names of groups and the descriptions of calls.
+Input: the incidents that ``doctor`` found, and their dumps. Output: HTML; each private function returns or yields some.
+All texts from dumps are escaped, since users choose the names of groups and the descriptions of calls.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from .style import SCRIPT, STYLE
 from .timeline import Axis, CallBar, RankRow, Timeline, seconds_text, timeline
 
 _TICKS: Final = 5  # the number of intervals between ticks
-_FINE: Final = 8  # the number of intervals into which finer ticks divide each of them when the line is zoomed
+_FINE: Final = 8  # the number of intervals into which finer ticks divide each interval when the user zooms in
 _POLICY: Final = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:"
 
 
@@ -77,12 +77,14 @@ def _timeline(number: int, incident: Incident, line: Timeline) -> Iterator[str]:
     host = None
     marks = "".join(_span("pause", pause.begin, pause.end) for pause in line.axis.pauses)
     marks += f'<span class="abort" style="left:{100 * line.axis.place(0.0):.6g}%"></span>'
-    several = len({row.host for row in line.rows}) > 1
+    names: dict[int, str | None] = {}  # of the hosts
+    for each in line.rows:
+        names.setdefault(each.host, states[each.rank].hostname)
+    several = len(names) > 1
     for row in sorted(line.rows, key=lambda row: (row.host, row.rank)):
         if several and row.host != host:
             host = row.host
-            name = next((states[each.rank].hostname for each in line.rows if each.host == host), None)
-            yield f'<div class="hostline"><span>host {host}: {escape(name or "unknown")}</span></div>'
+            yield f'<div class="hostline"><span>host {host}: {escape(names[host] or "unknown")}</span></div>'
         yield _row(number, row, states[row.rank], line.axis, marks, row.rank in blamed)
     yield '</div></div><div class="info" role="status" aria-live="polite">Select a call to see it here.</div></div>'
 
@@ -101,6 +103,7 @@ def _row(number: int, row: RankRow, state: RankState, axis: Axis, marks: str, bl
 
 
 def _bar(prefix: str, rank: int, bar: CallBar, axis: Axis) -> str:
+    """Return the bar of a call, with a label for screen readers. The first part is the time that the rank waited."""
     begin, end = axis.place(bar.begin_s), axis.place(bar.end_s)
     kind = ("odd" if bar.sequence % 2 else "even") + ("" if bar.ended else " hung")
     text = f"rank {rank}, op {bar.sequence}, {bar.text}: began at {seconds_text(bar.begin_s)}, "

@@ -8,17 +8,18 @@ from __future__ import annotations
 
 import re
 from bisect import bisect_right
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from datetime import datetime
-from itertools import pairwise
+from itertools import chain, pairwise
 from typing import Final, NamedTuple
 
 from ...observe.flight_recorder import Dump, History
 from ...observe.liveness import LEFT
 
 _TIME: Final = re.compile(r"(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d)(\.\d{1,6})?([+-]\d{4})?")
-_SHORTENED: Final = 0.3  # the length of a shortened pause, as a part of the sum of all gaps that are not shortened
-_MOST_BREAKS: Final = 12
+_SHORTENED: Final = 0.3  # the length of a shortened pause, as a share of the sum of all gaps that are not shortened
+_MOST_PAUSES: Final = 12  # the most pauses that are shortened
 
 
 class CallBar(NamedTuple):
@@ -91,18 +92,18 @@ def timeline(dumps: Sequence[Dump]) -> Timeline:
     newest = {dump.rank: dump for dump in sorted(dumps, key=lambda dump: dump.now_s)}
     hosts = dumps[0].hosts
     offsets = {k: _offset([newest[rank] for rank in host if rank in newest]) for k, host in enumerate(hosts)}
-    known = {k: offset for k, offset in offsets.items() if offset is not None}
-    aborts = {k: host_histories(hosts[k], newest)[0] for k in known}
-    several = len(known) > 1
+    known_offsets = {k: offset for k, offset in offsets.items() if offset is not None}
+    aborts = {k: host_histories(hosts[k], newest)[0] for k in known_offsets}
+    several = len(known_offsets) > 1
     # On one host the monotonic clock is enough; the calendar may even have been set while the group ran.
-    origin = min(aborts[k] + (known[k][0] if several else 0.0) for k in known)
+    origin = min(aborts[k] + (known_offsets[k][0] if several else 0.0) for k in known_offsets)
     rows = []
     for k, host in enumerate(hosts):
         abort_s, histories = host_histories(host, newest)
-        shift = (known[k][0] if several and k in known else 0.0) - origin
+        shift = (known_offsets[k][0] if several and k in known_offsets else 0.0) - origin
         rows += _rows(k, host, histories, abort_s, shift)
     bars = [bar for row in rows for bar in row.bars or ()]
-    uncertainty_s = max(known[k][1] for k in known) if several else None
+    uncertainty_s = max(error for _, error in known_offsets.values()) if several else None
     return Timeline(tuple(sorted(rows)), _axis(bars), uncertainty_s)
 
 
@@ -113,11 +114,11 @@ def _rows(
     calls = {}
     for rank, history in histories.items():
         calls[rank] = [op for op in history.ops if op.started_s <= abort_s and op.text != LEFT]
-    begins: dict[int, list[float]] = {}
-    for ops in calls.values():
-        for op in ops:
-            begins.setdefault(op.sequence, []).append(op.started_s)
-    oldest = {rank: ops[0].sequence if ops else 0 for rank, ops in calls.items()}
+    begun, last_begin = Counter[int](), dict[int, float]()  # by the number of the call
+    for op in chain(*calls.values()):
+        begun[op.sequence] += 1
+        last_begin[op.sequence] = max(op.started_s, last_begin.get(op.sequence, op.started_s))
+    oldest = sorted(ops[0].sequence if ops else 0 for ops in calls.values())
     rows = []
     for rank in host:
         if rank not in histories:
@@ -128,8 +129,8 @@ def _rows(
             ended = op.ended_s is not None and op.ended_s <= abort_s
             end_s = op.ended_s if ended and op.ended_s is not None else abort_s
             # If the oldest recorded call of a rank is a later one, this rank has begun the call, too.
-            began = len(begins[op.sequence]) + sum(first > op.sequence for first in oldest.values())
-            latest = max(begins[op.sequence]) if began >= len(host) or ended else abort_s
+            began = begun[op.sequence] + len(oldest) - bisect_right(oldest, op.sequence)
+            latest = last_begin[op.sequence] if began >= len(host) or ended else abort_s
             waited_s = max(0.0, min(latest, end_s) - op.started_s)
             bars.append(CallBar(op.sequence, op.text, op.started_s + shift, end_s + shift, waited_s, ended))
         rows.append(RankRow(rank, number, tuple(bars)))
@@ -137,7 +138,7 @@ def _rows(
 
 
 def _offset(dumps: Sequence[Dump]) -> tuple[float, float] | None:
-    """Return the seconds to add to a host's monotonic clock for calendar time, and their greatest error."""
+    """Return the seconds from a host's monotonic clock to calendar time, and their greatest error, if it has dumps."""
     low, high = -float("inf"), float("inf")
     for dump in dumps:
         match = _TIME.fullmatch(dump.time)
@@ -150,7 +151,7 @@ def _offset(dumps: Sequence[Dump]) -> tuple[float, float] | None:
             continue
         fraction = match[2] or "."
         seconds += float(f"0{fraction}0")
-        step = 10.0 ** -(len(fraction) - 1)  # the text is rounded down
+        step = 10.0 ** -(len(fraction) - 1)  # the true time is up to one step later: the text is rounded down
         low, high = max(low, seconds - dump.now_s), min(high, seconds + step - dump.now_s)
     if low == -float("inf"):
         return (0.0, float("inf")) if dumps else None
@@ -158,14 +159,17 @@ def _offset(dumps: Sequence[Dump]) -> tuple[float, float] | None:
 
 
 def _axis(bars: Sequence[CallBar]) -> Axis:
-    """Return an axis for bars. Gaps between events that exceed the sum of all shorter gaps are shortened."""
+    """Return an axis for bars on which long gaps between events are shortened.
+
+    A gap is long if it exceeds the sum of all gaps that are not. At most half of them, and ``_MOST_PAUSES``, are long.
+    """
     times = sorted({time for bar in bars for time in (bar.begin_s, bar.begin_s + bar.waited_s, bar.end_s)} | {0.0})
     if len(times) < 2:
         times = [times[0] - 1.0, times[0]]
     gaps = [after - before for before, after in pairwise(times)]
     limit, total = float("inf"), 0.0
     for k, gap in enumerate(sorted(gaps)):
-        if 2 * k >= len(gaps) and gap > total > 0 and len(gaps) - k <= _MOST_BREAKS:
+        if 2 * k >= len(gaps) and gap > total > 0 and len(gaps) - k <= _MOST_PAUSES:
             limit = gap
             break
         total += gap

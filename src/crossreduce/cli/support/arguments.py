@@ -1,6 +1,6 @@
-"""Values of command-line options.
+"""Read and check the values of command-line options.
 
-Input: the text or number of one option. Output: its value, or an ``ArgumentError``.
+Input: the text or number of one option. Output: its value, or an ``ArgumentError`` that names the option ``option``.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _RANGE: Final = re.compile(r"(?P<name>.*[:#])?(?P<first>[0-9]{1,9})-(?P<last>[0-
 
 
 def at_least(least: int, option: str, value: int) -> int:
-    """Return ``value`` if it is not below ``least``.
+    """Return ``value``, or raise an ``ArgumentError`` if it is less than ``least``.
 
     >>> at_least(1, "--epochs", 3)
     3
@@ -38,7 +38,7 @@ def at_least(least: int, option: str, value: int) -> int:
 
 
 def one_of(choices: Iterable[str], option: str, value: str) -> str:
-    """Return ``value`` if it is one of the choices."""
+    """Return ``value``, or raise an ``ArgumentError`` if it is not one of the choices."""
     choices = list(choices)
     if value not in choices:
         raise ArgumentError(f'{option} must be one of {", ".join(choices)}, not "{value}".')
@@ -46,7 +46,7 @@ def one_of(choices: Iterable[str], option: str, value: str) -> str:
 
 
 def split_list(text: str) -> list[str]:
-    """Return the parts of a list of numbers and names, with ranges expanded.
+    """Split a list of numbers and names at its commas, and expand ranges.
 
     >>> split_list("0-2, cuda:0-1,nvswitch")
     ['0', '1', '2', 'cuda:0', 'cuda:1', 'nvswitch']
@@ -57,7 +57,7 @@ def split_list(text: str) -> list[str]:
         numbers = range(int(match["first"]), int(match["last"]) + 1) if match else range(0)
         if match and 0 < len(numbers) <= MAX_DEVICES:
             parts += [f"{match['name'] or ''}{number}" for number in numbers]
-        else:
+        else:  # a number, a name, or an empty or too long range, which the caller rejects
             parts.append(part)
     return parts
 
@@ -65,7 +65,7 @@ def split_list(text: str) -> list[str]:
 def read_device_list(
     option: str, text: str, numbered: Callable[[int], tuple[str, ...]] = host_devices
 ) -> tuple[str, ...]:
-    """Return the devices in a list. A number n stands for ``numbered(n)``, by default n devices in host memory.
+    """Return the devices in a list. A number n alone stands for ``numbered(n)``, by default n devices in host memory.
 
     >>> read_device_list("--devices", "2"), read_device_list("--devices", "cpu:1,GPU:0-1")
     (('cpu:0', 'cpu:1'), ('cpu:1', 'cuda:0', 'cuda:1'))
@@ -82,12 +82,12 @@ def read_device_list(
         raise ArgumentError(f'{option} must be a number, or names as in cpu:0-2,cuda:0, not "{text}": {why}') from error
     for name in names:
         if parse(name).index >= MAX_DEVICES:
-            raise ArgumentError(f"{option}: the number of a device must be below {MAX_DEVICES}, unlike that of {name}.")
+            raise ArgumentError(f"{option}: the number of a device must be below {MAX_DEVICES}, but {name} is listed.")
     return names
 
 
 def read_algorithms(option: str, text: str) -> list[str]:
-    """Return the algorithms in a list. "all" stands for every algorithm except auto and nccl, which select another one.
+    """Return the algorithms in a list. "all" stands for all except auto and nccl, which select one of the others.
 
     >>> read_algorithms("--algorithm", "ring, forest")
     ['ring', 'forest']
@@ -97,7 +97,7 @@ def read_algorithms(option: str, text: str) -> list[str]:
 
 
 def read_nbytes(option: str, text: str) -> int:
-    """Return a number of bytes; K, M and G are powers of 1024, as in nccl-tests.
+    """Return the number of bytes that a text states. K, M and G are powers of 1024, as in nccl-tests.
 
     >>> read_nbytes("-e", "128M")
     134217728
@@ -111,7 +111,7 @@ def read_nbytes(option: str, text: str) -> int:
 def read_machine(
     text: str, hosts: int = 1, speeds: str = "raw", nics: str | None = None, in_network: bool = False
 ) -> Topology:
-    """Return the topology of a machine of the library, a file, or ``this`` machine, as ``cr.plan`` does.
+    """Return the topology that ``text`` names: a machine of the library, a file, or this machine if it is "this".
 
     >>> read_machine("DGX-1")
     Topology(8 devices, 32 links: cuda:0, cuda:1, cuda:2, cuda:3, cuda:4, cuda:5, cuda:6, cuda:7)
@@ -130,7 +130,9 @@ def read_machine(
 
 
 def read_costs(text: str | None, machine: str, hosts: int = 1, nics: str | None = None) -> Costs:
-    """Return the costs in a file, or with the text "published" those of a machine of the library.
+    """Return the costs in a file, or the published costs of ``machine`` if the text is "published".
+
+    If the option is not given (``None``), return the default costs.
 
     >>> read_costs("published", "hgx-h100").reduction_gb_per_s
     3350.0
@@ -139,9 +141,8 @@ def read_costs(text: str | None, machine: str, hosts: int = 1, nics: str | None 
         return Costs()
     if text == "published":
         if machine == "this" or is_path(machine):
-            raise ArgumentError(
-                f"--costs published can only be used with a machine of the library, not with {machine}."
-            )
+            problem = "--costs published can only be used with a machine of the library"
+            raise ArgumentError(f"{problem}, not with {machine}.")
         return Costs.machine(machine, hosts, nics=nics)
     try:
         content = Path(text).read_text("utf-8")
@@ -168,13 +169,13 @@ def read_node(option: str, text: str, topology: Topology) -> str:
         with suppress(ArgumentError):  # canonical() raises if this is not a device's name
             if canonical(name) in topology.nodes:
                 return canonical(name)
-    known, last = ", ".join(ranges(topology.nodes)), len(topology.nodes) - 1
-    known = known if len(known) <= 120 else known[:117] + "..."
-    raise ArgumentError(f'{option}: "{name}" is not one of the numbers 0 to {last} or the names {known}.')
+    names, last = ", ".join(ranges(topology.nodes)), len(topology.nodes) - 1
+    names = names if len(names) <= 120 else names[:117] + "..."
+    raise ArgumentError(f'{option}: "{name}" is not one of the numbers 0 to {last} or the names {names}.')
 
 
 def read_subset(option: str, text: str, topology: Topology) -> tuple[str, ...]:
-    """Return devices of a topology from a list of numbers, names and ranges; each device may appear only once.
+    """Return the devices that a list of numbers, names and ranges selects. Each device may appear only once.
 
     >>> read_subset("--devices", "0-1,cpu:3", Topology.ring(4))
     ('cpu:0', 'cpu:1', 'cpu:3')
@@ -189,7 +190,7 @@ def read_subset(option: str, text: str, topology: Topology) -> tuple[str, ...]:
 
 
 def read_link(option: str, text: str, topology: Topology) -> tuple[str, str]:
-    """Return the two ends of a link that is given by numbers, as "0-3", or by names, as "cuda:0,nvswitch".
+    """Return the two ends of a link. The text has their numbers, as "0-3", or their names, as "cuda:0,nvswitch".
 
     >>> read_link("--without-link", "0-3", Topology.ring(4)), read_link("--without-link", "1,cpu:2", Topology.ring(4))
     (('cpu:0', 'cpu:3'), ('cpu:1', 'cpu:2'))

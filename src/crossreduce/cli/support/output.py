@@ -1,6 +1,7 @@
 """Output of the commands: files that are replaced atomically, rates in JSON, and the terminal.
 
-A file is replaced by one ``rename``, so a reader never sees a part of it, even if the command is interrupted.
+A file is replaced by one ``rename``, so a reader never sees a part of it, even if the command is interrupted. Errors
+about a file name the option ``option`` that gave its path.
 """
 
 from __future__ import annotations
@@ -28,8 +29,8 @@ from ...planning.explain import limited_by
 from ...progress import watched
 
 PROGRESS_FD: Final = "CROSSREDUCE_PROGRESS_FD"
-"""The environment variable with the descriptor of the parent process's terminal, on which a child draws its bars."""
-_NUMBERED: Final = re.compile(r"(.*?)(0|[1-9][0-9]{0,8})")
+"""An environment variable: the file descriptor of the terminal on which a child process draws its progress bars."""
+_NUMBERED: Final = re.compile(r"(.*?)(0|[1-9][0-9]{0,8})")  # any text, then a number without leading zeros
 
 
 @contextmanager
@@ -58,19 +59,19 @@ def atomic_file(option: str, path: str | Path | None) -> Iterator[Path | None]:
             raise ArgumentError(f"{option} {path} cannot be written: {error.strerror}.") from error
         yield temporary
         if temporary.stat().st_size:
-            mask = os.umask(0o022)
+            mask = os.umask(0o022)  # the mask can only be read by setting it
             os.umask(mask)
             temporary.chmod(0o666 & ~mask)
             with temporary.open("r+b") as file:
                 os.fsync(file.fileno())
             temporary.replace(target)
     finally:
-        if os.path.lexists(temporary):  # otherwise its name may be too long, or its file system read-only
+        if os.path.lexists(temporary):  # else unlink could fail: a name that is too long, a read-only file system
             temporary.unlink(missing_ok=True)
 
 
 def check_folder(option: str, path: Path) -> None:
-    """Raise an ArgumentError unless files can be written into this folder, or it can be created."""
+    """Raise an ArgumentError if this folder is write-protected, or neither exists nor can be created."""
     if path.is_dir():
         problem = None if os.access(path, os.W_OK | os.X_OK) else "it is write-protected"
     elif path.exists():
@@ -92,7 +93,7 @@ def write_folder(option: str, path: Path, files: dict[str, bytes]) -> None:
 
 @contextmanager
 def atomic_json(option: str, path: str | Path | None) -> Iterator[Callable[[dict[str, Any]], None]]:
-    """Check that a file can be written, and yield a function that writes JSON into it. Without a path, do nothing."""
+    """Check that a file can be written, and yield a function that writes JSON into it (or nothing, without a path)."""
     with atomic_file(option, path) as file:
 
         def write(report: dict[str, Any]) -> None:
@@ -103,13 +104,13 @@ def atomic_json(option: str, path: str | Path | None) -> Iterator[Callable[[dict
 
 
 def check_new_folder(option: str, path: Path) -> Path:
-    """Return the real path of a folder that can be created or is empty. Raise an ArgumentError if it is neither."""
+    """Return the real path of a folder. Raise an ArgumentError if it is not empty, or cannot be created or written."""
     target = Path(os.path.realpath(path))
     problem = None
     if not target.parent.is_dir():
         problem = f"there is no folder {target.parent}"
-    elif target.exists() and not (target.is_dir() and not any(target.iterdir())):
-        problem = "it is not an empty or a new folder"
+    elif target.exists() and (not target.is_dir() or any(target.iterdir())):
+        problem = "it exists and is not an empty folder"
     elif not os.access(target.parent, os.W_OK | os.X_OK):
         problem = f"the folder {target.parent} is write-protected"
     elif target.exists() and not os.access(target, os.W_OK | os.X_OK):
@@ -120,7 +121,7 @@ def check_new_folder(option: str, path: Path) -> Path:
 
 
 def write_new_folder(option: str, path: Path, files: dict[str, str]) -> None:
-    """Write all files, given by path, into a new or empty folder; after an error, none of them is left."""
+    """Write texts, by relative path, into the files of a new or empty folder. After an error, none of them is left."""
     target = check_new_folder(option, path)
     moved: list[Path] = []
     try:
@@ -132,14 +133,14 @@ def write_new_folder(option: str, path: Path, files: dict[str, str]) -> None:
             if not target.exists():
                 new_folder.replace(target)
                 return
-            for part in sorted(new_folder.iterdir()):  # an existing folder stays: it may be the current one of a shell
-                moved.append(target / part.name)
-                part.replace(moved[-1])
+            for entry in sorted(new_folder.iterdir()):  # an existing folder stays: a shell may have changed into it
+                moved.append(target / entry.name)
+                entry.replace(moved[-1])
     except (OSError, UnicodeEncodeError) as error:
-        for part in moved:
-            shutil.rmtree(part, ignore_errors=True)
-            part.unlink(missing_ok=True)
-        reason = error.strerror if isinstance(error, OSError) else "its texts have characters that UTF-8 cannot write"
+        for entry in moved:  # folders, or files
+            shutil.rmtree(entry, ignore_errors=True)
+            entry.unlink(missing_ok=True)
+        reason = error.strerror if isinstance(error, OSError) else "a text has a character that UTF-8 cannot encode"
         raise ArgumentError(f"{option} {path} cannot be written: {reason}.") from error
 
 
@@ -153,7 +154,7 @@ def rate_json(value: Fraction | None) -> dict[str, Any] | None:
 
 
 def bound_json(limit: Bound) -> dict[str, Any]:
-    """Return a bound for JSON."""
+    """Return a bound as a dict for JSON."""
     return {
         "algbw": rate_json(limit.algbw),
         "limited_by": "nothing has to move" if limit.algbw is None else limited_by(limit),
@@ -162,13 +163,13 @@ def bound_json(limit: Bound) -> dict[str, Any]:
 
 
 class Bar:
-    """A progress bar on standard error, or nothing if that is not a terminal. Calling it advances it by one step."""
+    """A progress bar on standard error, which is drawn only on a terminal. A call advances it by one step."""
 
     def __init__(self, progress: Progress, description: str, total: int) -> None:
         self._progress = progress
         self._task = progress.add_task(description, total=total)
         self._detail = progress.add_task("", total=1, visible=False)
-        self._part = ""
+        self._last_detail = ""
 
     def __call__(self, text: str) -> None:
         """Advance the bar by one step, and change its text."""
@@ -177,15 +178,15 @@ class Bar:
         self._progress.refresh()
 
     def detail(self, text: str, done: int, total: int) -> None:
-        """Show the steps of a part in a second line, until it is complete."""
+        """Show the progress within one step in a second line, until ``done`` reaches ``total``."""
         self._progress.update(self._detail, description=text, completed=done, total=total, visible=done < total)
-        if text != self._part and self._progress.live.auto_refresh:  # a short part is shown, too
+        if text != self._last_detail and self._progress.live.auto_refresh:  # also shows work that ends at once
             self._progress.refresh()
-        self._part = text
+        self._last_detail = text
 
     @contextmanager
     def hide(self) -> Iterator[None]:
-        """Remove the bar for the time of the block, in which lines can be printed."""
+        """Remove the bar during the block, so that the block can print lines."""
         if self._progress.disable:
             yield
             return
@@ -253,7 +254,7 @@ def terminal(**options: Any) -> Console:
 
 
 def short_size(nbytes: int) -> str:
-    """Return a number of bytes as text of three digits; ``planning.explain.size`` is exact, and may be longer.
+    """Return a number of bytes as text, rounded to about three digits. (``planning.explain.size`` does not round.)
 
     >>> short_size(32), short_size(5_600_008), short_size(1 << 20), short_size(1_047_000)
     ('32 bytes', '5.34 MiB', '1 MiB', '1022 KiB')
@@ -274,7 +275,7 @@ def print_paged(text: str) -> None:
 
 
 def draw(function: str, file: Path | None, *args: Any, **options: Any) -> None:
-    """Draw a picture with a function of ``export.pictures``; without a file do nothing."""
+    """Draw a picture with the named function of ``export.pictures``. Without a file do nothing."""
     if file is None:
         return
     from ...export import pictures
@@ -313,7 +314,7 @@ def group_names(names: Iterable[str]) -> str:
 
 
 def ranges(names: Iterable[str]) -> list[str]:
-    """Return the ranges of consecutive numbers in names, each in full, as ``--devices`` accepts them.
+    """Return names in the form that ``--devices`` accepts: consecutive numbers are ranges, each with its prefix.
 
     >>> ranges(["cuda:0", "cuda:1", "cuda:2", "cuda:5", "nvswitch"])
     ['cuda:0-2', 'cuda:5', 'nvswitch']
@@ -322,7 +323,7 @@ def ranges(names: Iterable[str]) -> list[str]:
 
 
 def _groups(names: Iterable[str]) -> list[tuple[str, list[str]]]:
-    """Return each prefix or name with its ranges of numbers as text."""
+    """Return each prefix with its ranges of numbers as text. A name without a number is a prefix without ranges."""
     groups: list[tuple[str, list[list[int]]]] = []  # ranges: [first, last] or [number]
     for name in names:
         match = _NUMBERED.fullmatch(name)
@@ -334,7 +335,7 @@ def _groups(names: Iterable[str]) -> list[tuple[str, list[str]]]:
             groups.append((text, []))
         runs = groups[-1][1]
         if runs and runs[-1][-1] == number - 1:
-            runs[-1][1:] = [number]
+            runs[-1][1:] = [number]  # the new end of the range
         else:
             runs.append([number])
     return [(text, ["-".join(map(str, run)) for run in runs]) for text, runs in groups]

@@ -1,7 +1,7 @@
 """Options that describe one plan, the same in every command that plans, and the plan that they describe.
 
-Input: a command, and the names of options that it lacks. Output: the command with these options, which gets a
-``PlanRequest``; its plan as text or JSON.
+Input: a command, and the names of options that it does not have. Output: the command with all others, which gets a
+``PlanRequest``; the plan of a request, as text or JSON.
 """
 
 from __future__ import annotations
@@ -57,7 +57,6 @@ Granularity = Annotated[
     ),
 ]
 
-
 _OPTIONS: Final[dict[str, tuple[Any, Any]]] = {  # the type and the default of each option, in the order of --help
     "collective": (Collective, "all_reduce"),
     "nbytes": (Nbytes, NBYTES),
@@ -81,7 +80,7 @@ class PlanRequest(NamedTuple):
     hosts: int
     devices: str | None
     without_link: list[str] | None
-    complete: Topology  # before devices and links were removed: numbers of devices are positions in it
+    complete: Topology  # before devices and links were removed; the number of a device is its position here
     topology: Topology
     collective: str
     nbytes: int
@@ -98,15 +97,15 @@ class PlanRequest(NamedTuple):
         return label + ("" if self.topology == self.complete else ", with changes (only a part)")
 
     def part_of(self, complete: Topology) -> Topology:
-        """Return the part of a topology that ``--devices`` and ``--without-link`` leave."""
+        """Return a topology without the devices and links that ``--devices`` and ``--without-link`` remove."""
         return select(complete, self.devices, self.without_link)
 
     def for_one_kernel(self) -> PlanRequest:
-        """Return the request for a plan that runs as one kernel: queuing operations then costs no time by default."""
+        """Return the request for a plan that runs as one kernel: queuing operations costs nothing by default."""
         return self if self.costs.operation_s is not None else self._replace(costs=replace(self.costs, operation_s=0))
 
     def plan(self, *, granularity: float = 0.0, costs: Costs | None = None) -> Plan:
-        """Return the plan for the request, with ``costs`` instead of the costs of the request if they are given."""
+        """Return the plan for the request. ``costs`` replaces the costs of the request."""
         return library_plan(
             self.topology,
             self.collective,
@@ -127,7 +126,7 @@ def plan_options(*without: str) -> Callable[[Callable[..., None]], Callable[...,
     come before the last option of the command, ``--json``.
     """
 
-    def decorated(command: Callable[..., None]) -> Callable[..., None]:
+    def decorate(command: Callable[..., None]) -> Callable[..., None]:
         shared = {name: option for name, option in _OPTIONS.items() if name not in without}
 
         @wraps(command)
@@ -135,7 +134,7 @@ def plan_options(*without: str) -> Callable[[Callable[..., None]], Callable[...,
             options = {name: values.pop(name, default) for name, (_, default) in _OPTIONS.items()}
             command(read_plan_request(machine, **options), **values)
 
-        # typer reads the arguments and options of a command from its signature, so that ``run`` gets the combined one.
+        # typer reads the arguments and options of a command from its signature, so ``run`` gets the combined one.
         kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
         types = get_type_hints(command, include_extras=True)
         _request, *command_parameters, json_option = (
@@ -150,7 +149,7 @@ def plan_options(*without: str) -> Callable[[Callable[..., None]], Callable[...,
         run.__annotations__ = {each.name: each.annotation for each in parameters}
         return run
 
-    return decorated
+    return decorate
 
 
 def read_plan_request(
@@ -169,7 +168,7 @@ def read_plan_request(
     costs: str | None,
     operation_us: float | None,
 ) -> PlanRequest:
-    """Return the plan request that options with these values state."""
+    """Check the values of the options, and return the request that they describe."""
     one_of(COLLECTIVES, "--collective", collective)
     one_of(ALGORITHMS, "--algorithm", algorithm)
     if operation_us is not None and not 0 <= operation_us <= 1e6:
@@ -180,30 +179,30 @@ def read_plan_request(
         raise ArgumentError(f"--packs must be {MOST_PACKS} or less, not {packs}.")
     complete = read_machine(machine, hosts, in_network=in_network)
     topology = select(complete, devices, without_link)
-    main = None if root is None else read_node("--root", root, complete)
+    root_node = None if root is None else read_node("--root", root, complete)
     members = None if participants is None else read_subset("--participants", participants, topology)
-    stated = read_costs(costs, machine, hosts)
+    all_costs = read_costs(costs, machine, hosts)
     if operation_us is not None:
-        stated = replace(stated, operation_s=operation_us / 1e6)
+        all_costs = replace(all_costs, operation_s=operation_us / 1e6)
     return PlanRequest(
-        machine,
-        hosts,
-        devices,
-        without_link,
-        complete,
-        topology,
-        collective,
-        size,
-        algorithm,
-        main,
-        members,
-        packs,
-        stated,
+        machine=machine,
+        hosts=hosts,
+        devices=devices,
+        without_link=without_link,
+        complete=complete,
+        topology=topology,
+        collective=collective,
+        nbytes=size,
+        algorithm=algorithm,
+        root=root_node,
+        participants=members,
+        packs=packs,
+        costs=all_costs,
     )
 
 
 def read_granularity(percent: float | None, default: float) -> float:
-    """Return a granularity, given in percent, as a part of the rate, or the default if none is given.
+    """Return the granularity as a share of the rate: ``percent`` / 100, or ``default`` if ``percent`` is ``None``.
 
     >>> read_granularity(5, 0.02), read_granularity(None, 0.02)
     (0.05, 0.02)
@@ -217,7 +216,7 @@ def read_granularity(percent: float | None, default: float) -> float:
 
 
 def plan_json(machine: str, plan: Plan, *, with_steps: bool = False) -> dict[str, Any]:
-    """Return the facts of a plan for JSON."""
+    """Return the properties of a plan as a dict for JSON, on request with its schedule."""
     schedule, trees = plan.schedule, shape(plan.schedule)
     report = {
         "crossreduce": __version__,
@@ -248,5 +247,5 @@ def plan_json(machine: str, plan: Plan, *, with_steps: bool = False) -> dict[str
 
 
 def plan_text(plan: Plan, lines: dict[str, str]) -> str:
-    """Return the explanation of a plan, followed by further lines with labels."""
+    """Return the explanation of a plan, followed by ``lines``, a dict from labels to texts."""
     return plan.explain() + "".join(f"\n  {label:<10}{line}" for label, line in lines.items())

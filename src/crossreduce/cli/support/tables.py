@@ -1,6 +1,6 @@
-"""Tables that fit the terminal: texts are folded between words or shortened, columns are left out, numbers stay whole.
+"""Tables that fit the terminal. Long texts are wrapped or cut, and columns are left out; numbers are never changed.
 
-Input: columns as texts. Output: a rich table with fixed widths, so that rich does not break words.
+Input: columns of texts. Output: a rich table with fixed widths, so that rich does not break words.
 """
 
 from __future__ import annotations
@@ -21,23 +21,23 @@ class TableColumn(NamedTuple):
     title: str
     cells: Sequence[str]  # without control characters
     left: bool = False  # whether cells are aligned left
-    fold: str = ""  # the separator at which a text may be broken: " " or ", "
-    shortest: int = 0  # the width to which a text may be cut, with an ellipsis at its end; 0: it is never cut
+    fold: str = ""  # the separator at which a text may be wrapped: " " or ", "
+    shortest: int = 0  # the least width to which a text may be cut, an ellipsis included; 0 if texts are never cut
 
     @property
     def widest(self) -> int:
-        """The width without any change."""
+        """The width at which no text is wrapped or cut."""
         return max(map(cell_len, (self.title, *self.cells)))
 
     @property
     def least(self) -> int:
-        """The smallest width."""
-        cells = [part for cell in self.cells for part in (_parts(cell, self.fold) if self.fold else [cell])]
+        """The smallest width to which texts may be wrapped or cut."""
+        cells = [part for cell in self.cells for part in (_unbreakable(cell, self.fold) if self.fold else [cell])]
         widths = [*map(cell_len, self.title.split(" ")), *map(cell_len, cells)]
         return min(max(widths), max(self.shortest, cell_len(self.title))) if self.shortest else max(widths)
 
     def lines(self, text: str, width: int, fold: str | None = None) -> str:
-        """Return a cell or the title, broken or cut to lines of this width.
+        """Return a cell or the title, cut to this width or wrapped into lines of it at ``fold``.
 
         >>> print(TableColumn("", ()).lines("rank 1 90 %, rank 0 10 %", 14, ", "))
         rank 1 90 %,
@@ -46,11 +46,11 @@ class TableColumn(NamedTuple):
         'broadcast root 0 float32[…'
         """
         if self.shortest and cell_len(text) > width:
-            cut = set_cell_size(text, width - 1)
+            cut = set_cell_size(text, width - 1)  # a number is left out rather than cut
             return (cut.rstrip("0123456789") if text[len(cut)].isdigit() else cut) + "…"
         lines: list[str] = []
         fold = self.fold if fold is None else fold
-        for part in _parts(text, fold) if fold else [text]:
+        for part in _unbreakable(text, fold) if fold else [text]:
             if lines and cell_len(f"{lines[-1]} {part}") <= width:
                 lines[-1] += f" {part}"
             else:
@@ -66,7 +66,7 @@ def can_fit(columns: Sequence[TableColumn], width: int, space: int = 1) -> bool:
 def columns_that_fit(
     columns: Sequence[TableColumn], titles: Sequence[str], width: int, space: int = 1
 ) -> list[TableColumn]:
-    """Return columns that fit: those with the ``titles`` are left out, in this order, until the remaining ones fit.
+    """Leave out columns with the ``titles``, one by one, until the table fits into ``width``, and return the others.
 
     ``space`` is the number of spaces at each side of a cell.
     """
@@ -80,8 +80,8 @@ def columns_that_fit(
 def fitted_table(columns: Sequence[TableColumn], width: int, styles: Mapping[int, str] | None = None) -> Table:
     """Return a table that is at most ``width`` wide, if its columns can be so narrow.
 
-    The first columns get the remaining width. If the columns do not fit otherwise, cells have no spaces at their sides.
-    ``styles`` has the styles of some rows, by number.
+    Width beyond the least widths goes to the first columns. Cells have no spaces at their sides if the table does not
+    fit with them. ``styles``: rich's styles of some rows, by the number of the row.
     """
     space = next((space for space in _SPACES if can_fit(columns, width, space)), _SPACES[-1])
     table = Table(padding=(0, space), expand=False)
@@ -99,11 +99,11 @@ def fitted_table(columns: Sequence[TableColumn], width: int, styles: Mapping[int
 
 
 def _frame(columns: int, space: int) -> int:
-    """Return the width of all lines and spaces between cells."""
+    """Return the total width of the vertical lines and of the spaces beside cells."""
     return columns * (2 * space + 1) + 1
 
 
-def _parts(text: str, fold: str) -> list[str]:
-    """Return the parts of a text that must not be broken; a comma stays at the end of its part."""
+def _unbreakable(text: str, fold: str) -> list[str]:
+    """Split a text at ``fold`` into parts that must not be broken. A comma stays at the end of its part."""
     parts = text.split(fold)
     return [part + fold.rstrip() for part in parts[:-1]] + parts[-1:]

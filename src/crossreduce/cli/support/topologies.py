@@ -28,7 +28,7 @@ PICTURE_SUFFIXES: Final = (".svg", ".png")
 
 
 def select(complete: Topology, devices: str | None, without_link: list[str] | None) -> Topology:
-    """Return the part of a topology that remains after ``--without-link`` and ``--devices``."""
+    """Return a topology without the links of ``--without-link``, and with only the devices of ``--devices``."""
     topology = complete
     for text in without_link or ():
         topology = topology.without_link(*read_link("--without-link", text, complete))
@@ -38,6 +38,6 @@ def select(complete: Topology, devices: str | None, without_link: list[str] | No
 
 
 def check_picture(path: Path | None) -> None:
-    """Raise if the path of a picture does not end in .svg or .png."""
+    """Raise an error if the path of a picture does not end in .svg or .png."""
     if path is not None and path.suffix.lower() not in PICTURE_SUFFIXES:
         raise ArgumentError(f"--picture must be a .svg or .png file, not {path}.")

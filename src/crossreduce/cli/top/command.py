@@ -29,12 +29,13 @@ from .group_rates import GroupRates, compare, percent_text, state_words
 
 _LEAST_INTERVAL_S: Final = 0.1
 _MOST_INTERVAL_S: Final = 3600.0
-_MOST_ROWS: Final = 1000  # in a table that is printed, and not shown live
-_LEAST_ROWS: Final = 3  # that each group has on a terminal with too few lines for all ranks
-_LINES_BESIDE: Final = 8  # that each group has besides the rows: text, the frame and head of the table, a note
+_MOST_ROWS: Final = 1000  # the most rows of a table that is printed, and not shown live
+_LEAST_ROWS: Final = 3  # the rows of each group if the terminal has too few lines for all ranks
+_LINES_BESIDE: Final = 8  # the lines of a group besides the rows: text, the frame and head of the table, a note
 _SHORTEST_CALL: Final = 16  # the fewest characters of a call that a narrow table shows
-_LEFT_OUT: Final = (("pid", "call"), ("op", "calls/s", "between hosts", "GB/s"))  # by narrow tables, in this order
-_BAD: Final = ("dead", "stopped")
+# The columns that narrow tables leave out, one after another. Before the second tuple, states are shortened.
+_LEFT_OUT: Final = (("pid", "call"), ("op", "calls/s", "between hosts", "GB/s"))
+_BAD: Final = ("dead", "stopped")  # states of ranks, as are these:
 _ENDED: Final = ("dead", "left")
 
 
@@ -71,7 +72,7 @@ def top(
 
 def _print_once(observer: Observer, interval: float, group: str | None, json: bool) -> None:
     updates = _updates(observer, interval, group, _sleep)
-    next(updates)
+    next(updates)  # the first update has no rates
     views, rates = next(updates)
     if json:
         print(json_module.dumps(_report(observer, views, rates)))
@@ -98,7 +99,7 @@ def _show_live(observer: Observer, interval: float, group: str | None) -> None:
 def _updates(
     observer: Observer, interval: float, group: str | None, wait: Callable[[float], bool]
 ) -> Iterator[tuple[list[GroupView], list[GroupRates]]]:
-    """Yield the groups and their rates now and after each interval, until ``wait`` returns True."""
+    """Yield the groups and their rates, now and after each interval, until ``wait(interval)`` returns True."""
     before: dict[tuple[int, int], GroupView] = {}
     while True:
         observer.search()
@@ -116,7 +117,7 @@ def _sleep(seconds: float) -> bool:
 
 @contextmanager
 def _keys() -> Iterator[Callable[[float], bool]]:
-    """Yield a function that waits up to some seconds for the key q, and returns whether it was pressed."""
+    """Yield a function that waits for the key q, up to a number of seconds, and returns whether it was pressed."""
     if not sys.stdin.isatty():
         yield _sleep
         return
@@ -124,13 +125,13 @@ def _keys() -> Iterator[Callable[[float], bool]]:
     import tty
 
     number = sys.stdin.fileno()
-    before = termios.tcgetattr(number)
+    settings = termios.tcgetattr(number)
 
     def wait_for_key(seconds: float) -> bool:
         deadline = time.monotonic() + seconds
         while (remaining := deadline - time.monotonic()) > 0:
             ready = select.select([number], [], [], remaining)[0]
-            if ready and os.read(number, 1) in (b"q", b"Q", b""):  # nothing: the terminal was closed
+            if ready and os.read(number, 1) in (b"q", b"Q", b""):  # b"": the terminal was closed
                 return True
         return False
 
@@ -138,25 +139,20 @@ def _keys() -> Iterator[Callable[[float], bool]]:
         tty.setcbreak(number)
         yield wait_for_key
     finally:
-        termios.tcsetattr(number, termios.TCSADRAIN, before)
+        termios.tcsetattr(number, termios.TCSADRAIN, settings)
 
 
 def _page(
-    observer: Observer,
-    views: Sequence[GroupView],
-    rates: Sequence[GroupRates],
-    group: str | None,
-    rows: int,
-    width: int,
+    observer: Observer, views: Sequence[GroupView], rates: Sequence[GroupRates], name: str | None, rows: int, width: int
 ) -> RenderableType:
-    """Return the content of the screen: all groups, and the problems of memory that could not be read."""
+    """Return the content of the screen: the groups, up to ``rows`` ranks of each, and why memory could not be read."""
     parts: list[RenderableType] = []
     for view, rate in zip(views, rates, strict=True):
         parts += [*_head(view, rate), _table(view, rate, rows, width)]
         if len(view.ranks) > rows:
             parts.append(Text(f"{len(view.ranks) - rows} more ranks of this group: --once or --json lists them"))
     if not views:
-        named = "" if group is None else f' of the name "{printable(group)}"'
+        named = "" if name is None else f' of the name "{printable(name)}"'
         parts.append(Text(f"No group of ranks{named} runs in your processes on this machine."))
         if observer.hidden:
             parts.append(Text(f"{observer.hidden} processes of other users were not searched.", style="dim"))
@@ -165,12 +161,12 @@ def _page(
 
 
 def _head(view: GroupView, rates: GroupRates) -> Iterator[Text]:
-    """Yield the lines above a group's table: name, size and last op, and then the cause, the end or the straggler."""
-    here = f"{len(view.ranks)} rank{'' if len(view.ranks) == 1 else 's'}"
+    """Yield the two lines above a group's table: its name, size and last op; and what is wrong, or the straggler."""
+    size = f"{len(view.ranks)} rank{'' if len(view.ranks) == 1 else 's'}"
     if view.hosts > 1:
-        here = f"{len(view.ranks)} of {view.size} ranks are on this host, one of {view.hosts}"
+        size = f"{len(view.ranks)} of {view.size} ranks are on this host, one of {view.hosts}"
     last = max((one.op.sequence for one in view.ranks if one.op), default=0)
-    yield Text(printable(f'group "{view.name}", {here}, op {last}'), style="bold")
+    yield Text(printable(f'group "{view.name}", {size}, op {last}'), style="bold")
     ended = "all ranks have ended" if all(one.state in _ENDED for one in view.ranks) else ""
     if view.cause is not None:
         cause = f"broken: {view.cause.splitlines()[0]}"
@@ -193,28 +189,26 @@ def _table(view: GroupView, rates: GroupRates, rows: int, width: int) -> Table:
     if len(pairs) > rows:
         pairs.sort(key=lambda pair: (pair[0].rank != straggler, pair[0].state not in _BAD, pair[0].rank))
     ranks = [one for one, _ in pairs[:rows]]
-    counted = [rate for _, rate in pairs[:rows]]
+    rank_rates = [rate for _, rate in pairs[:rows]]
+    calls = ["-" if one.op is None else printable(one.op.text) for one in ranks]
     columns = [
         TableColumn("rank", [str(one.rank) for one in ranks]),
         TableColumn("pid", ["-" if one.pid is None else str(one.pid) for one in ranks]),
         TableColumn("state", [state_words(one) for one in ranks], left=True),
         TableColumn("op", ["-" if one.op is None else str(one.op.sequence) for one in ranks]),
+        TableColumn("call", calls, left=True, shortest=_SHORTEST_CALL),
+        TableColumn("calls/s", [f"{rate.calls_per_s:,.1f}" if rate else "-" for rate in rank_rates]),
+        TableColumn("GB/s", [f"{rate.bytes_per_s / 1e9:.3f}" if rate else "-" for rate in rank_rates]),
+        TableColumn("waiting", [percent_text(rate.waiting) if rate else "-" for rate in rank_rates]),
         TableColumn(
-            "call", ["-" if one.op is None else printable(one.op.text) for one in ranks], True, "", _SHORTEST_CALL
-        ),
-        TableColumn("calls/s", [f"{rate.calls_per_s:,.1f}" if rate else "-" for rate in counted]),
-        TableColumn("GB/s", [f"{rate.bytes_per_s / 1e9:.3f}" if rate else "-" for rate in counted]),
-        TableColumn("waiting", [percent_text(rate.waiting) if rate else "-" for rate in counted]),
-        TableColumn(
-            "for", [str(rate.waiting_for) if rate and rate.waiting_for is not None else "-" for rate in counted]
+            "for", [str(rate.waiting_for) if rate and rate.waiting_for is not None else "-" for rate in rank_rates]
         ),
     ]
     if view.hosts > 1:
-        columns.append(
-            TableColumn("between hosts", [percent_text(rate.between_hosts) if rate else "-" for rate in counted])
-        )
+        shares = [percent_text(rate.between_hosts) if rate else "-" for rate in rank_rates]
+        columns.append(TableColumn("between hosts", shares))
     columns = columns_that_fit(columns, _LEFT_OUT[0], width)
-    if not can_fit(columns, width):  # the column "for" names the rank for which another one waits
+    if not can_fit(columns, width):  # states may lose "waits for rank 1": the column "for" names the rank, too
         brief = TableColumn("state", [one.state for one in ranks], left=True)
         columns = columns_that_fit([brief if each.title == "state" else each for each in columns], _LEFT_OUT[1], width)
     styles = {
@@ -226,7 +220,7 @@ def _table(view: GroupView, rates: GroupRates, rows: int, width: int) -> Table:
 
 
 def _report(observer: Observer, views: Sequence[GroupView], rates: Sequence[GroupRates]) -> dict[str, Any]:
-    """Return an update for JSON."""
+    """Return one update as a dict for JSON."""
     groups = []
     for view, rate in zip(views, rates, strict=True):
         ranks = []

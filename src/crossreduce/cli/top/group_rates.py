@@ -18,17 +18,17 @@ class RankRates(NamedTuple):
 
     calls_per_s: float
     bytes_per_s: float
-    waiting: float  # the share in which it waited for ranks of this host
+    waiting: float  # the share of time in which it waited for ranks of this host
     waiting_for: int | None  # the rank of this host for which it waited longest, if any
-    between_hosts: float  # the share of exchanges with other hosts, including waits for them
+    between_hosts: float  # the share of time in which it exchanged data with other hosts, including waits for them
 
 
 class Straggler(NamedTuple):
     """The rank for which the other ranks of this host waited longest."""
 
     rank: int
-    share: float  # of the time of the others; or with ``hosts``, of the rank's time in exchanges with other hosts
-    hosts: bool  # whether other hosts are the reason
+    share: float  # of the others' time: how long they waited; with ``hosts``, of its time: how long it exchanged data
+    hosts: bool  # whether the reason is that the rank exchanged data with other hosts
 
 
 class GroupRates(NamedTuple):
@@ -64,7 +64,7 @@ def percent_text(share: float) -> str:
 
 
 def waiting_sentence(rank: int | None, share: float) -> str:
-    """Return a sentence about the rank for which the others wait during a share of their time, if any."""
+    """Return a sentence that names the rank for which the others wait, and for which share of their time, if any."""
     if rank is None:
         return f"no rank keeps the others waiting for {percent_text(NOTEWORTHY)} of their time"
     return f"rank {rank} keeps the others waiting: {percent_text(share)} of their time"
@@ -73,7 +73,7 @@ def waiting_sentence(rank: int | None, share: float) -> str:
 def compare(before: GroupView | None, after: GroupView) -> GroupRates:
     """Return the rates between two snapshots of a group; ``before`` is ``None`` for a new group.
 
-    A group whose ranks differ from those before counts as new, too.
+    A group whose ranks have changed since ``before`` counts as new, too.
     """
     elapsed = 0.0 if before is None else after.now_s - before.now_s
     if before is None or elapsed <= 0 or [view.rank for view in before.ranks] != [view.rank for view in after.ranks]:
@@ -88,12 +88,13 @@ def compare(before: GroupView | None, after: GroupView) -> GroupRates:
     # Ranks that have left or died do not wait, and would make the share too small.
     waiting = sum(later.rank != rank and later.state not in ("dead", "left") for later in after.ranks)
     share = min(1.0, caused[rank] / (elapsed * max(waiting, 1)))
+    # If a rank is late because it exchanges data with other hosts, then these hosts are the reason, and not the rank.
     exchanges = {later.rank: each.between_hosts for later, each in zip(after.ranks, rates, strict=True)}
-    leader = max(exchanges, key=lambda each: exchanges[each])
-    if exchanges[leader] <= share and exchanges[rank] > share / 2:  # it is late since it waits for other hosts
-        leader = rank
-    hosts = exchanges[leader] > (share / 2 if leader == rank else share)
-    straggler = Straggler(leader, exchanges[leader], True) if hosts else Straggler(rank, share, False)
+    exchanger = max(exchanges, key=lambda each: exchanges[each])
+    if exchanges[exchanger] <= share and exchanges[rank] > share / 2:  # ``rank`` is late since it waits for other hosts
+        exchanger = rank
+    hosts = exchanges[exchanger] > (share / 2 if exchanger == rank else share)
+    straggler = Straggler(exchanger, exchanges[exchanger], True) if hosts else Straggler(rank, share, False)
     return GroupRates(rates, straggler if straggler.share >= NOTEWORTHY else None)
 
 
@@ -110,7 +111,7 @@ def _rank_rates(before: RankView, after: RankView, elapsed: float) -> RankRates:
 
 
 def _waits(before: RankView, after: RankView) -> dict[int, float]:
-    """Return the seconds between two snapshots that a rank waited for each other rank."""
+    """Return the seconds that a rank waited for each other rank between two snapshots."""
     return {
         other: wait.seconds - (before.waits[other].seconds if other in before.waits else 0.0)
         for other, wait in after.waits.items()
@@ -118,5 +119,5 @@ def _waits(before: RankView, after: RankView) -> dict[int, float]:
 
 
 def state_words(view: RankView) -> str:
-    """Return the state of a rank in words, with the ranks for which it waits now."""
+    """Return the state of a rank as text, or the ranks for which it waits now."""
     return f"waits for {rank_list(view.late)}" if view.late else view.state

@@ -121,7 +121,7 @@ def _bar(steps: int) -> Iterator[Watch]:
 
 
 def load_digits() -> tuple[NDArray[Any], ...]:
-    """Return images and labels for training, then those for testing: scikit-learn's digits, always split the same way.
+    """Return images and labels for training, and then for testing. The split of scikit-learn's digits never changes.
 
     Images have the shape ``(k, 64)``, float32 from 0 to 1; labels have the shape ``(k,)``, int64 from 0 to 9.
     """
@@ -149,7 +149,7 @@ def initial(seed: int) -> Parameters:
 
 
 def batches(count: int, size: int, epochs: int, seed: int) -> Iterator[tuple[int, NDArray[Any]]]:
-    """Yield each step's epoch and the indices of its samples; an epoch's last batch may be smaller.
+    """Yield the epoch of each step, and the indices of its samples. The last batch of an epoch may be smaller.
 
     >>> [(epoch, len(batch)) for epoch, batch in batches(5, 3, 2, seed=0)]
     [(0, 3), (0, 2), (1, 3), (1, 2)]
@@ -171,16 +171,16 @@ def fit(
     order: list[tuple[int, NDArray[Any]]],
     watch: Watch,
 ) -> Run:
-    """Train on the batches of ``order``, in this order, call ``watch`` after each step, and return the run.
+    """Train from the parameters ``first``, call ``watch`` after each step, and return the run.
 
-    The reported seconds do not include those of ``watch``.
+    ``order`` has the epoch and the samples of each step. The reported seconds do not include those of ``watch``.
     """
     zero = {k: 0 * x for k, x in first.items()}
     states: list[tuple[Tree, ...]] = [  # the parameters and the velocity of each replica
         tuple({k: trainer.put(x, device) for k, x in tree.items()} for tree in (first, zero)) for device in devices
     ]
     losses: list[float] = []
-    sums = [0.0] * (order[-1][0] + 1)
+    epoch_sums = [0.0] * (order[-1][0] + 1)
     reduction_s, watching_s, began = 0.0, 0.0, time.perf_counter()
     step_began = began
     for epoch, batch in order:
@@ -194,23 +194,23 @@ def fit(
         before = time.perf_counter()
         totals = all_reduce(grads, "sum", devices=devices, cross_device_ops=ops)
         trainer.wait(x for tree in totals for x in tree.values())
-        own_s = time.perf_counter() - before
-        reduction_s += own_s
+        step_reduction_s = time.perf_counter() - before
+        reduction_s += step_reduction_s
         states = [trainer.update(p, v, total, len(batch)) for (p, v), total in zip(states, totals, strict=True)]
         loss = math.fsum(float(trainer.get(loss)) for loss, _ in pairs)
         losses.append(loss / len(batch))
-        sums[epoch] += loss
+        epoch_sums[epoch] += loss
         step_ended = time.perf_counter()
-        watch(TrainingStep(epoch, len(batch), losses[-1], own_s, step_ended - step_began))
+        watch(TrainingStep(epoch, len(batch), losses[-1], step_reduction_s, step_ended - step_began))
         step_began = time.perf_counter()
         watching_s += step_began - step_ended
     replicas = [{k: trainer.get(x) for k, x in own.items()} for own, _ in states]
     total_s = time.perf_counter() - began - watching_s
-    return Run(losses, [loss / len(labels) for loss in sums], reduction_s, total_s, replicas)
+    return Run(losses, [loss / len(labels) for loss in epoch_sums], reduction_s, total_s, replicas)
 
 
 def bytes_moved(first: Parameters, devices: tuple[str, ...], ops: AllReduceCrossDeviceOps) -> int:
-    """Return how many bytes one step's reduction moves between devices, as counted by ``NullFramework``."""
+    """Return how many bytes the reduction of one step moves between devices. ``NullFramework`` counts them."""
     null = NullFramework()
     trees = [{k: null.zeros(x.shape, x.dtype.name, device) for k, x in first.items()} for device in devices]
     all_reduce(trees, "sum", devices=devices, cross_device_ops=ops)

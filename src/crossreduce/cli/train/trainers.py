@@ -25,12 +25,12 @@ Tree = dict[str, Array]
 Gradient = Callable[[Tree, Array, Array], tuple[Array, Tree]]
 Update = Callable[[Tree, Tree, Tree, int], tuple[Tree, Tree]]
 
-RATE: Final = 0.1
+RATE: Final = 0.1  # the learning rate
 MOMENTUM: Final = 0.9
 
 
 class OwnWay(NamedTuple):
-    """A way to all-reduce with a framework's own functions."""
+    """A way to all-reduce arrays with a framework's own functions, without crossreduce."""
 
     run: Callable[[], Iterable[Array]]  # returns the results when they are computed
     one_result: bool = False  # whether the devices' results share memory, so that fewer bytes are written
@@ -64,14 +64,15 @@ class Trainer:
         hidden = np.maximum(images @ parameters["w1"] + parameters["b1"], 0)
         logits = hidden @ parameters["w2"] + parameters["b2"]
         logits -= logits.max(axis=1, keepdims=True)
-        chances = np.exp(logits)
-        sums = chances.sum(axis=1, keepdims=True)
+        exponentials = np.exp(logits)
+        sums = exponentials.sum(axis=1, keepdims=True)
         rows = np.arange(len(labels))
         loss = np.sum(np.log(sums[:, 0]) - logits[rows, labels])
-        errors = chances / sums
+        errors = exponentials / sums
         errors[rows, labels] -= 1
-        back = (errors @ parameters["w2"].T) * (hidden > 0)
-        return loss, {"w1": images.T @ back, "b1": back.sum(0), "w2": hidden.T @ errors, "b2": errors.sum(0)}
+        hidden_errors = (errors @ parameters["w2"].T) * (hidden > 0)
+        first_layer = {"w1": images.T @ hidden_errors, "b1": hidden_errors.sum(0)}
+        return loss, first_layer | {"w2": hidden.T @ errors, "b2": errors.sum(0)}
 
     def update(self, parameters: Tree, velocity: Tree, total: Tree, size: int) -> tuple[Tree, Tree]:
         """Return the parameters and the velocity after one step of SGD with momentum.
@@ -82,10 +83,10 @@ class Trainer:
         return {name: parameters[name] - RATE * velocity[name] for name in parameters}, velocity
 
     def own_ways(self, op: str, xs: list[Array], devices: tuple[str, ...]) -> dict[str, OwnWay]:
-        """Return the usual ways, by name, to all-reduce one array per device without crossreduce.
+        """Return the usual ways, by name, to all-reduce ``xs``, one array per device, without crossreduce.
 
         ``op`` is sum, product, min, max or mean; the mean of integers is not supported. The dict is empty if the
-        framework has no way for this op.
+        framework cannot all-reduce with this op.
         """
         functions = {"product": np.multiply, "min": np.minimum, "max": np.maximum}
 
@@ -141,7 +142,7 @@ class TorchTrainer(Trainer):
     def own_ways(self, op: str, xs: list[Array], devices: tuple[str, ...]) -> dict[str, OwnWay]:
         torch = self._torch
         combine = {"product": torch.mul, "min": torch.minimum, "max": torch.maximum}.get(op, torch.add)
-        typed = {"dtype": xs[0].dtype} if op in ("sum", "product") else {}  # torch sums int8 in int64 otherwise
+        typed = {"dtype": xs[0].dtype} if op in ("sum", "product") else {}  # by default torch sums int8 in int64
         reduce = getattr(torch, {"product": "prod", "min": "amin", "max": "amax"}.get(op, op))
 
         def loop() -> list[Array]:
@@ -179,8 +180,8 @@ class JaxTrainer(Trainer):
 
     def _loss(self, parameters: Tree, images: Array, labels: Array) -> Array:
         hidden = self._jax.nn.relu(images @ parameters["w1"] + parameters["b1"])
-        chances = self._jax.nn.log_softmax(hidden @ parameters["w2"] + parameters["b2"])
-        return -self._jax.numpy.take_along_axis(chances, labels[:, None], axis=1).sum()
+        logs = self._jax.nn.log_softmax(hidden @ parameters["w2"] + parameters["b2"])  # of probabilities
+        return -self._jax.numpy.take_along_axis(logs, labels[:, None], axis=1).sum()
 
     def gradient(self, parameters: Tree, images: Array, labels: Array) -> tuple[Array, Tree]:
         return self._gradient(parameters, images, labels)
@@ -255,12 +256,12 @@ class TensorFlowTrainer(Trainer):
             return {}
         value, reduce_op = values.PerReplica(xs), getattr(self._tf.distribute.ReduceOp, op.upper())
 
-        def eager(ops: Any) -> Callable[[], Iterable[Array]]:
+        def reduction(ops: Any) -> Callable[[], Iterable[Array]]:
             return lambda: ops.reduce(reduce_op, value, value).values
 
         distribute, ways = self._tf.distribute, {}
         for ops in (distribute.HierarchicalCopyAllReduce(1), distribute.ReductionToOneDevice()):
-            name, run = type(ops).__name__, eager(ops)
+            name, run = type(ops).__name__, reduction(ops)
             ways[name] = OwnWay(run, one_result=True)  # on CPUs, copies between devices share memory
             ways[f"{name} in tf.function"] = OwnWay(self._tf.function(run, autograph=False), one_result=True)
         return ways
@@ -318,7 +319,7 @@ def load(name: str, devices: tuple[str, ...]) -> Trainer:
 
 
 def numbered_devices(name: str, count: int) -> tuple[str, ...]:
-    """Return ``count`` devices for a framework: in host memory, or for CuPy its GPUs, with logical devices if needed.
+    """Return ``count`` devices for a framework: in host memory, or, for CuPy, GPUs, which may have logical devices.
 
     Raises:
       BackendError: CuPy is not installed.
@@ -359,13 +360,13 @@ def available_devices(name: str) -> str:
 
 
 def _quiet() -> None:
-    """Disable TensorFlow's log messages by variables that it reads at import, unless the user has set them."""
+    """Disable TensorFlow's log messages by environment variables, unless the user has set them."""
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
     os.environ.setdefault("TF_ENABLE_ONEDNN_OPTS", "0")  # with oneDNN, TensorFlow 2.21 logs regardless of the level
 
 
 def _cpus(devices: tuple[str, ...]) -> int:
-    """Return the least number of CPU devices with which all of these CPU devices exist; at least 1."""
+    """Return how many CPU devices a framework must create so that all of these exist; at least 1."""
     return 1 + max((parse(device).index for device in devices if parse(device).kind == "cpu"), default=0)
 
 

@@ -21,8 +21,8 @@ from rich.text import Text
 
 from ..support.output import print_lines, terminal
 
-ROWS: Final = 6  # of a chart
-LAST: Final = 20  # steps
+ROWS: Final = 6  # the height of a chart
+LAST: Final = 20  # the view has the share of reductions in all steps, and in this number of last ones
 DRAWS_PER_S: Final = 8.0  # the view is drawn between two steps, at most this often
 _BLOCKS: Final = " ▁▂▃▄▅▆▇█"
 _LETTERS: Final = "    #####"  # for terminals without these characters
@@ -42,7 +42,7 @@ Watch = Callable[[TrainingStep], None]
 
 
 class View:
-    """The steps so far, and their display."""
+    """The completed steps, and texts about them."""
 
     def __init__(self, title: str, steps: int, epochs: int, blocks: str = _BLOCKS) -> None:
         self.title, self.steps, self.epochs, self.blocks = title, steps, epochs, blocks
@@ -53,8 +53,8 @@ class View:
         if not self.seen:
             return Panel(Text("the first step is running"), title=self.title, title_align="left", width=width + 4)
         last = self.seen[-1]
-        shares = [share(part) for part in _parts(self.seen, width)]
-        losses = [mean_loss(part) for part in _parts(self.seen, width)]
+        shares = [share(part) for part in _split_evenly(self.seen, width)]
+        losses = [mean_loss(part) for part in _split_evenly(self.seen, width)]
         bar = Table.grid(padding=(0, 1))
         count = f"step {len(self.seen):,} of {self.steps:,}, epoch {last.epoch + 1} of {self.epochs}"
         bar.add_row(ProgressBar(self.steps, len(self.seen), width=24), count)
@@ -110,20 +110,20 @@ def highest(values: Sequence[float]) -> float:
 
 
 def chart(values: Sequence[float], top: float, blocks: str = _BLOCKS, rows: int = ROWS) -> list[str]:
-    """Return lines of blocks, one column per value, from 0 to ``top``. Values that are not finite have no block.
+    """Return the lines of a chart: a column of blocks per value, empty if it is not finite; full height is ``top``.
 
     >>> chart([0.0, 1.0, 2.0, 4.0], 4.0, rows=2)
     ['   █', ' ▄██']
     """
-    heights = [min(1.0, max(0.0, value / top)) * rows * 8 if math.isfinite(value) else 0.0 for value in values]
+    eighths = [min(1.0, max(0.0, value / top)) * rows * 8 if math.isfinite(value) else 0.0 for value in values]
     return [
-        "".join(blocks[round(min(8.0, max(0.0, height - 8 * row)))] for height in heights)
+        "".join(blocks[round(min(8.0, max(0.0, height - 8 * row)))] for height in eighths)
         for row in reversed(range(rows))
     ]
 
 
-def _parts(steps: Sequence[TrainingStep], count: int) -> list[Sequence[TrainingStep]]:
-    """Return the steps, divided into at most ``count`` parts of about equal length."""
+def _split_evenly(steps: Sequence[TrainingStep], count: int) -> list[Sequence[TrainingStep]]:
+    """Divide the steps into at most ``count`` parts of about equal length."""
     count = min(count, len(steps))
     ends = [len(steps) * k // count for k in range(count + 1)]
     return [steps[start:end] for start, end in pairwise(ends)]
@@ -131,7 +131,7 @@ def _parts(steps: Sequence[TrainingStep], count: int) -> list[Sequence[TrainingS
 
 @contextmanager
 def live_view(title: str, steps: int, epochs: int) -> Iterator[Watch]:
-    """Yield the function to call after each step. On a terminal it draws the view; otherwise it prints lines of epochs.
+    """Yield the function to call after each step. On a terminal it draws the view; otherwise it prints each epoch.
 
     The thread that trains draws the view between two steps, so that drawing does not disturb measured reductions. The
     view stays on the terminal at the end.

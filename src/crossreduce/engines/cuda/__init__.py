@@ -36,8 +36,8 @@ the capture began.
 class _Placed(NamedTuple):
     """The physical devices of a layout.
 
-    ``numbers`` has the driver's number of each device. ``host_sources`` and ``host_destinations`` are the positions of
-    those on the host; their arrays are copied to and from the memory of the CUDA device ``proxy``.
+    ``numbers`` has the driver's number of each device, by name. ``host_sources`` and ``host_destinations`` are the
+    positions of the sources and destinations on the host, whose arrays are copied to and from the device ``proxy``.
     """
 
     numbers: dict[str, int]
@@ -48,7 +48,7 @@ class _Placed(NamedTuple):
 
 @lru_cache(maxsize=1024)
 def _placement(layout: Layout) -> _Placed | None:
-    """Return the physical devices of a layout; ``None`` if none is a CUDA device, or the engine cannot use one."""
+    """Return the physical devices of a layout, or ``None`` if no device is a CUDA device, or one cannot be used."""
     names = {*layout.sources, *layout.destinations, *(name for program in layout.programs for name in program.devices)}
     parsed = {name: parse(name) for name in names}
     if any(device.host or device.kind not in ("cuda", "cpu") for device in parsed.values()):
@@ -80,7 +80,7 @@ def _jax_module() -> Any:
 
 
 def _is_custom_call(layout: Layout) -> bool:
-    """Return whether a custom call of XLA runs a layout: of JAX arrays that are traced, or on one CUDA device."""
+    """Return whether XLA runs a layout by a custom call, as for JAX arrays that are traced or on one CUDA device."""
     return layout.framework.name == "jax" and bool(_jax_module().supports(layout))
 
 
@@ -103,7 +103,7 @@ class CudaEngine:
         return max(numbers) < int(driver.native().device_count()) and not any(map(driver.lacks_kernels, numbers))
 
     def bind(self, layout: Layout, arrays: Sequence[Sequence[Array]]) -> Any | None:
-        """Return addresses, or the arrays of a custom call; ``None`` if the engine cannot run these arrays."""
+        """Return addresses, or the arrays of a custom call, or ``None`` if the engine cannot run these arrays."""
         if _is_custom_call(layout):
             return _jax_module().bind(layout, arrays)
         memory, placed = _memory(layout), _placement(layout)
@@ -116,7 +116,6 @@ class CudaEngine:
         return memory.operands(arrays, [placed.numbers[name] for name in layout.sources])
 
     def compile(self, layout: Layout, numbers: Numbers, with_out: bool) -> Executable:
-        """Return the executable of a layout."""
         converts = numbers.divisor != 1 or numbers.result != numbers.dtype
         too_many = len(layout.sources) + len(layout.destinations) > MAX_ADDRESSES
         unsupported = not is_supported(numbers) or too_many or (len(layout.sources) == 1 and converts)
@@ -149,7 +148,7 @@ class _Planned(NamedTuple):
 
 
 class CudaExecutable:
-    """The operations of a layout. See ``engines.base.Executable``."""
+    """Queues the operations of a layout on streams. See ``engines.base.Executable``."""
 
     def __init__(self, layout: Layout, numbers: Numbers, with_out: bool) -> None:
         memory, placed = _memory(layout), _placement(layout)
@@ -163,7 +162,7 @@ class CudaExecutable:
             driver.load_kernels(number)
         enable = driver.native().enable_peer
 
-        def plan(has_peers: bool) -> _Planned:
+        def plan(has_peers: bool) -> _Planned:  # ``has_peers``: kernels may read the memory of other devices
             readable = tuple(tuple(a == b or (has_peers and enable(a, b)) for b in physical) for a in physical)
             planned = operations(layout, numbers, placed.numbers, readable, with_out)
             return _Planned(planned, plan_of(planned), has_peers)
@@ -181,6 +180,7 @@ class CudaExecutable:
         queued, plan, _ = self.planned
         writable = self._framework.writable_array
         on_host = [{k: writable(row[k], name) for k, name in self._on_host.items()} for row in out or ()]
+        # New arrays are needed for all destinations, or, with ``out``, only for those on the host.
         fresh = [k for k in range(len(self._devices)) if out is None or k in self._on_host]
         results = memory.allocate_all(self._shapes, self._dtype, [self._devices[k] for k in fresh])
         addresses_by_destination = [{} for _ in self._shapes] if out is None else self._addresses_in(out)

@@ -24,19 +24,15 @@ _ALIGNMENT: Final = 256  # the alignment of temporary values, in bytes
 _PIECE_NBYTES: Final = 1 << 16  # the size of the smallest piece: a launch is assumed to take as long as moving it
 
 
-class _Range(NamedTuple):
-    """A piece of a chunk, in the order in which pieces are pipelined."""
+class _Piece(NamedTuple):
+    """A piece of a chunk. The pieces of a chunk are pipelined in the order of their numbers."""
 
     segments: tuple[tuple[int, int, int], ...]  # (tensor, start, stop): elements of tensors
-    piece: int  # the number of the piece in its chunk
+    number: int  # in its chunk
 
 
 def operations(
-    layout: Layout,
-    numbers: Numbers,
-    places: dict[str, int],
-    readable: tuple[tuple[bool, ...], ...],
-    with_out: bool,
+    layout: Layout, numbers: Numbers, places: dict[str, int], readable: tuple[tuple[bool, ...], ...], with_out: bool
 ) -> Operations:
     """Return the operations of a layout.
 
@@ -61,31 +57,34 @@ def operations(
             for chunk, low, high in element_ranges(program, end - base):
                 steps = chunk_steps(program.chunks[chunk], chunk_places, readable, with_out)
                 max_pieces = program.pieces if len(devices) > 1 else 1
-                for part in _pieces(spans, base + low, base + high, max_pieces, itemsize(buffer.dtype)):
-                    builder.add(program.chunks[chunk], steps, part)
+                for piece in _pieces(spans, base + low, base + high, max_pieces, itemsize(buffer.dtype)):
+                    builder.add(program.chunks[chunk], steps, piece)
     return builder.finish(devices)
 
 
-def _pieces(spans: Sequence[tuple[int, int, int]], low: int, high: int, most: int, size: int) -> Iterator[_Range]:
-    """Cut elements low to high of a buffer into at most ``most`` pieces, and these into segments of tensors."""
+def _pieces(spans: Sequence[tuple[int, int, int]], low: int, high: int, most: int, size: int) -> Iterator[_Piece]:
+    """Cut elements ``low`` to ``high`` of a buffer into at most ``most`` pieces, and these into segments of tensors.
+
+    ``spans`` has the (tensor, start, stop) of each tensor in the buffer, and ``size`` the bytes of an element.
+    """
     count = max(1, min(most, (high - low) * size // _PIECE_NBYTES))
     cuts = [low + (high - low) * k // count for k in range(count + 1)]
     cuts[1:-1] = [cut - cut % _PIECE_ELEMENTS for cut in cuts[1:-1]]
-    for piece, (start, stop) in enumerate(pairwise(cuts)):
+    for number, (start, stop) in enumerate(pairwise(cuts)):
         segments = tuple(
             (tensor, max(start, begin) - begin, min(stop, end) - begin)
             for tensor, begin, end in spans
             if begin < stop and start < end and begin < end
         )
         if segments:
-            yield _Range(segments, piece)
+            yield _Piece(segments, number)
 
 
 class _Draft:
     """A launch or a copy to which parts can still be added.
 
-    Operations are queued in the order of ``key``. A step has three consecutive keys: in a move, the value is packed if
-    necessary, copied, and unpacked.
+    Operations are queued in the order of ``key``. A step has three consecutive keys: a move packs the value if
+    necessary, copies it, and unpacks it.
     """
 
     def __init__(self, device: int, key: int) -> None:
@@ -98,7 +97,7 @@ class _Draft:
         self.parts: list[Part] = []
 
     def add(self, size: int, order: tuple[int, int, int, int], places: tuple[Place, ...], steps: list[int]) -> None:
-        """Add a part, or extend the last one if this continues it. ``steps`` has the bytes of a unit of each place."""
+        """Add a part, or extend the last one if the new one follows it. ``steps``: a unit's bytes at each place."""
         number = self.orders.setdefault(order, len(self.orders))
         if self.parts:
             last = self.parts[-1]
@@ -145,46 +144,47 @@ class _Builder:
         self._launches: dict[object, _Draft] = {}
         self._drafts: list[_Draft] = []
 
-    def add(self, chunk: ChunkProgram, steps: ChunkSteps, part: _Range) -> None:
+    def add(self, chunk: ChunkProgram, steps: ChunkSteps, piece: _Piece) -> None:
         """Add the steps of a piece of a chunk."""
         values: list[_Stored] = []
         makers: list[_Draft] = []
         dtype = self._numbers.dtype
         for position in range(len(chunk.sources)):
-            rows = [(tensor * self._sources + position, start * itemsize(dtype)) for tensor, start, _ in part.segments]
+            rows = [(tensor * self._sources + position, start * itemsize(dtype)) for tensor, start, _ in piece.segments]
             values.append(_Stored(tuple(rows), None, len(rows) == 1))
         for step in steps.steps:
             after = {makers[k] for k in step.after}
-            key = step.level * 3 + part.piece * 3
+            key = step.level * 3 + piece.number * 3
             if step.kind == "move":
-                stored = self._move_value(steps, step, values, part, after, key)
+                stored = self._move_value(steps, step, values, piece, after, key)
             else:
-                stored = self._kernel(steps, step, values, part, after, key)
+                stored = self._kernel(steps, step, values, piece, after, key)
             values.append(stored)
             assert stored.maker is not None
             makers.append(stored.maker)
 
     def _dtype(self, kind: str) -> str:
+        """Return the dtype of an "input", "partial" or "final" node."""
         numbers = self._numbers
         return {"input": numbers.dtype, "partial": numbers.accumulator, "final": numbers.result}[kind]
 
-    def _targets(self, step: DeviceStep, kind: str, part: _Range) -> list[tuple[Place, ...]]:
-        """Return the places of the results that a step writes; if it writes none, those of new temporary memory."""
+    def _targets(self, step: DeviceStep, kind: str, piece: _Piece) -> list[tuple[Place, ...]]:
+        """Return the places of each result that a step writes; if it writes none, those of new temporary memory."""
         size = itemsize(self._dtype(kind))
         if step.destinations:
             first = self._first_result
             return [
-                tuple((first + tensor * self._destinations + k, start * size) for tensor, start, _ in part.segments)
+                tuple((first + tensor * self._destinations + k, start * size) for tensor, start, _ in piece.segments)
                 for k in step.destinations
             ]
-        return [self._temporary(step.device, size, part)]
+        return [self._temporary(step.device, size, piece)]
 
-    def _temporary(self, device: int, size: int, part: _Range) -> tuple[Place, ...]:
-        """Reserve memory for a value. Each segment has the same offset from a vector's boundary as in the inputs."""
+    def _temporary(self, device: int, size: int, piece: _Piece) -> tuple[Place, ...]:
+        """Reserve temporary memory for a value, in which each segment is aligned to vectors as in the inputs."""
         at = -(-self._scratch.get(device, 0) // _ALIGNMENT) * _ALIGNMENT
         vector = max(1, VECTOR_NBYTES // itemsize(self._numbers.dtype))
         places = []
-        for _, start, stop in part.segments:
+        for _, start, stop in piece.segments:
             at = -(-at // (vector * size)) * vector * size + start % vector * size
             places.append((self._first_scratch + device, at))
             at += (stop - start) * size
@@ -192,12 +192,12 @@ class _Builder:
         return tuple(places)
 
     def _kernel(
-        self, steps: ChunkSteps, step: DeviceStep, values: list[_Stored], part: _Range, after: set[_Draft], key: int
+        self, steps: ChunkSteps, step: DeviceStep, values: list[_Stored], piece: _Piece, after: set[_Draft], key: int
     ) -> _Stored:
-        """Add a step that a kernel runs to the launch of equal kernels, and return the node that it makes."""
+        """Add a kernel's step to the launch that it shares with equal steps, and return where its node is stored."""
         kinds = [steps.kinds[source] for source in step.sources]
         kind, count = steps.kinds[step.node], len(step.sources)
-        wide = 0
+        wide = 0  # bit k: whether source k has the accumulator's dtype
         if step.kind == "copy" and kinds[0] == kind:
             kernel, divisor = copy_kernel(self._dtype(kind)), 1
         else:
@@ -206,11 +206,11 @@ class _Builder:
             kernel = reduce_kernel(self._numbers, count, bool(wide), kind == "final")
             divisor = self._numbers.divisor if kind == "final" else 1
         reads = [values[source].places for source in step.sources]
-        targets = self._reusable_memory(steps, step, values, kind) or self._targets(step, kind, part)
+        targets = self._reusable_memory(steps, step, values, kind) or self._targets(step, kind, piece)
         launch = self._launch((key, step.device, kernel, count, len(targets), divisor), step.device, key)
         launch.kernel, launch.sources, launch.divisor = kernel, count, divisor
         nbytes = [kernel.nbytes[wide >> k & 1] for k in range(count)] + [kernel.nbytes[2]] * len(targets)
-        for k, (_, start, stop) in enumerate(part.segments):
+        for k, (_, start, stop) in enumerate(piece.segments):
             places = tuple(each[k] for each in (*reads, *targets))
             launch.add((stop - start) * kernel.units, (*step.order, wide), places, nbytes)
         for source in step.sources:
@@ -218,7 +218,7 @@ class _Builder:
             if maker is not None:
                 launch.after.add(maker)
         launch.after |= after
-        return _Stored(targets[0], launch, not step.destinations or len(part.segments) == 1)
+        return _Stored(targets[0], launch, not step.destinations or len(piece.segments) == 1)
 
     def _reusable_memory(
         self, steps: ChunkSteps, step: DeviceStep, values: list[_Stored], kind: str
@@ -231,9 +231,9 @@ class _Builder:
         return None
 
     def _move_value(
-        self, steps: ChunkSteps, step: DeviceStep, values: list[_Stored], part: _Range, after: set[_Draft], key: int
+        self, steps: ChunkSteps, step: DeviceStep, values: list[_Stored], piece: _Piece, after: set[_Draft], key: int
     ) -> _Stored:
-        """Copy a value to another device.
+        """Add the copy of a value to another device, and return where the copy is stored.
 
         If the device can read the other one's memory, a kernel copies the value, perhaps together with others.
         Otherwise the driver copies one range of memory. A value in several places is then first packed into temporary
@@ -243,27 +243,27 @@ class _Builder:
         value, home = values[node], steps.homes[node]
         kind = steps.kinds[step.node]
         size = itemsize(self._dtype(kind))
-        is_segmented = len(part.segments) > 1
-        targets = self._targets(step, kind, part)
+        is_segmented = len(piece.segments) > 1
+        targets = self._targets(step, kind, piece)
         before = after | ({value.maker} if value.maker is not None else set())
         if self._readable[step.device][home]:
             return self._copy_in_kernel(
-                step.device, kind, value.places, targets, part, before, key, not step.destinations
+                step.device, kind, value.places, targets, piece, before, key, not step.destinations
             )
         if not value.is_whole:
-            packed = self._temporary(home, size, part)
-            value = self._copy_in_kernel(home, kind, value.places, [packed], part, before, key, True)
+            packed = self._temporary(home, size, piece)
+            value = self._copy_in_kernel(home, kind, value.places, [packed], piece, before, key, True)
             before = after | {value.maker} if value.maker is not None else after
-        direct = targets[0] if not is_segmented or not step.destinations else self._temporary(step.device, size, part)
+        direct = targets[0] if not is_segmented or not step.destinations else self._temporary(step.device, size, piece)
         moved = _Draft(home, key + 1)
-        _, first, last = part.segments[-1]
+        _, first, last = piece.segments[-1]
         nbytes = value.places[-1][1] - value.places[0][1] + (last - first) * size  # including gaps between segments
         moved.copy = Copy(home, step.device, value.places[0], direct[0], nbytes)
         moved.after |= before
         self._drafts.append(moved)
         rest = targets if direct is not targets[0] else targets[1:]
         if rest:
-            return self._copy_in_kernel(step.device, kind, direct, rest, part, {moved}, key + 2, False)
+            return self._copy_in_kernel(step.device, kind, direct, rest, piece, {moved}, key + 2, False)
         return _Stored(direct, moved, True)
 
     def _copy_in_kernel(
@@ -272,7 +272,7 @@ class _Builder:
         kind: str,
         source: tuple[Place, ...],
         targets: list[tuple[Place, ...]],
-        part: _Range,
+        piece: _Piece,
         after: set[_Draft],
         key: int,
         is_whole: bool,
@@ -282,13 +282,13 @@ class _Builder:
         launch = self._launch((key, device, kernel, 1, len(targets), 1), device, key)
         launch.kernel, launch.sources, launch.divisor = kernel, 1, 1
         nbytes = [kernel.nbytes[0]] * (1 + len(targets))
-        for k, (_, start, stop) in enumerate(part.segments):
+        for k, (_, start, stop) in enumerate(piece.segments):
             places = tuple(each[k] for each in (source, *targets))
             launch.add((stop - start) * kernel.units, (*Order(), 0), places, nbytes)
         launch.after |= after
-        return _Stored(targets[0], launch, is_whole or len(part.segments) == 1)
+        return _Stored(targets[0], launch, is_whole or len(piece.segments) == 1)
 
-    def _launch(self, form: object, device: int, key: int) -> _Draft:
+    def _launch(self, form: object, device: int, key: int) -> _Draft:  # steps of the same ``form`` share a launch
         launch = self._launches.get(form)
         if launch is None:
             launch = self._launches[form] = _Draft(device, key)

@@ -36,7 +36,7 @@ def native() -> Any:
 
 @cache
 def unusable() -> str:
-    """Return why no CUDA device can be used; an empty text if one can.
+    """Return the reason why no CUDA device can be used, or an empty string if one can be used.
 
     Raises:
       ArgumentError: the variable ``CROSSREDUCE_CUDA`` is neither 0 nor 1.
@@ -52,6 +52,7 @@ def unusable() -> str:
 
 
 def _why_missing() -> str:
+    """Return the reason why the driver offers no CUDA device, or an empty string if it offers one."""
     module = native()
     if module is None:
         return "the compiled module was not built: install crossreduce with a C++ compiler"
@@ -60,7 +61,7 @@ def _why_missing() -> str:
 
 
 def devices() -> list[str]:
-    """Return for each device that the driver reports a line of text: name, capability, and which code runs there."""
+    """Return one line of text per device of the driver: its name, its capability, and the code that runs on it."""
     lines, names = [], list(_packed()[0])
     for number in range(native().device_count()):
         try:
@@ -77,7 +78,7 @@ def devices() -> list[str]:
 
 @cache
 def accepts_large_tables(device: int) -> bool:
-    """Return whether the parameters of a kernel may have 32 KiB."""
+    """Return whether the parameters of a kernel on a device may have 32 KiB."""
     return bool(native().describe(device)["driver"] >= _LARGE_TABLES)
 
 
@@ -95,13 +96,13 @@ def load_kernels(device: int) -> None:
 
 @cache
 def lacks_kernels(device: int) -> str:
-    """Return why no kernels fit a device; an empty text if they are loaded, or the driver failed for another reason."""
+    """Return the reason why no kernels run on a device, or an empty string if they may."""
     try:
         load_kernels(device)
     except BackendError as error:
         why = str(error)
     except DriverError as error:
-        why = str(error) if error.code in _NO_CODE else ""
+        why = str(error) if error.code in _NO_CODE else ""  # other failures are raised when the kernels are used
     else:
         why = ""
     if why:
@@ -113,27 +114,25 @@ def lacks_kernels(device: int) -> str:
 @cache
 def _code(capability: int) -> bytes:
     """Return the machine code or the PTX for a capability, such as 90 for 9.0, with a zero byte at the end."""
-    sizes, rest = _packed()
-    starts, offset = {}, 0
-    for name, size in sizes.items():
-        starts[name] = offset
-        offset += size
-    name = chosen_code(capability, list(sizes))
-    return lzma.decompress(rest[starts[name] : starts[name] + sizes[name]]) + b"\0"
+    sizes, codes = _packed()
+    names = list(sizes)
+    name = chosen_code(capability, names)
+    start = sum(sizes[earlier] for earlier in names[: names.index(name)])
+    return lzma.decompress(codes[start : start + sizes[name]]) + b"\0"
 
 
 def _packed() -> tuple[dict[str, int], bytes]:
-    """Return the compressed sizes of all codes, by name, and these codes."""
+    """Return the size of each compressed code, by name, and the codes, one after another in the same order."""
     data = (resources.files(__package__) / "kernels.bin").read_bytes()
     first, rest = data.split(b"\n", 1)
     return json.loads(first)["code"], rest
 
 
 def chosen_code(capability: int, names: list[str]) -> str:
-    """Return the name of the code that runs on devices of a capability: one of the same major version, or else PTX.
+    """Return the name of the code for a capability: machine code of the same major version, or else PTX.
 
     Raises:
-      BackendError: none of them runs there.
+      BackendError: no code runs on such devices.
 
     >>> names = ["sm_80", "sm_90", "compute_90"]
     >>> [chosen_code(capability, names) for capability in (86, 90, 130)]
@@ -148,11 +147,12 @@ def chosen_code(capability: int, names: list[str]) -> str:
     if not fitting:
         problem = "there are no CUDA kernels for this device."
         given = f"compute capability {capability // 10}.{capability % 10}"
-        raise BackendError.of(problem, given, f"a device of {min(numbers.values()) / 10:.1f} or newer")
+        raise BackendError.of(problem, given, f"a device of capability {min(numbers.values()) / 10:.1f} or higher")
     return max(fitting)[2]
 
 
 def _error(call: str, device: int, code: int, name: str, text: str) -> DriverError:
+    """Return the error for a failed call of the driver. ``device`` is its device, or -1 if that is not known."""
     where = "" if device < 0 else f" on cuda:{device}"
     remedy = "the error may come from an earlier operation of this process: run with CUDA_LAUNCH_BLOCKING=1"
     error = DriverError.of(f"the CUDA driver failed in {call}{where}.", f"{name} ({code}): {text}", remedy)

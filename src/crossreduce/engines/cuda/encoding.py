@@ -11,8 +11,8 @@ from .streams import BEGIN, Launch, Operation, Operations
 
 
 def plan_of(made: Operations) -> Any:
-    """Return the compiled form of operations."""
-    events: dict[int, int] = {}
+    """Return the ``_cuda.Plan`` of operations."""
+    events: dict[int, int] = {}  # the number of the event that each operation records when it ends
     for number, operation in enumerate(made.operations):
         if operation.is_waited_for:
             events[number] = len(events)
@@ -47,7 +47,7 @@ def split_launch(launch: Launch, accepts_large: bool) -> Sequence[Any]:
     all_nbytes = HEADER_NBYTES + ORDER_NBYTES * len(launch.orders) + part_nbytes * len(launch.parts)
     large = accepts_large and kernel.has_large and all_nbytes > SMALL_NBYTES
     room = LARGE_NBYTES if large else SMALL_NBYTES
-    groups: list[tuple[dict[int, int], list[Any]]] = []
+    groups: list[tuple[dict[int, int], list[Any]]] = []  # for each launch the new numbers of its orders, and its parts
     for part in launch.parts:
         orders, parts = groups[-1] if groups else ({}, [])
         needed = len(orders) + (part.order not in orders)
@@ -73,7 +73,7 @@ def split_launch(launch: Launch, accepts_large: bool) -> Sequence[Any]:
 
 
 def stack_depth(order: tuple[int, int, int, int]) -> int:
-    """Return the most values that are on a kernel's stack at once."""
+    """Return the largest number of values that are on a kernel's stack at once."""
     push, fold, twice, _ = order
     deepest = depth = 1
     for k in range((push | fold).bit_length()):

@@ -1,9 +1,9 @@
-"""Compile a chunk of a program to fused steps of CUDA devices: kernels, and moves of values between the devices.
+"""Compile a chunk of a program to steps of CUDA devices: fused kernels, and copies of values between the devices.
 
-Input: a ``ChunkProgram``, and which devices can read each other's memory. Output: ``DeviceStep``s over numbered nodes,
-the same for every range of elements. Logical devices of one GPU share its memory, so copies among them are not needed,
-and equal combinations are computed once. If a partial result is read only once, on its own device, the kernel that
-reads it also computes it. The order of combination never changes.
+Input: a ``ChunkProgram``, and which devices can read each other's memory. Output: ``DeviceStep``s, the same for every
+range of elements. A node is a value in the memory of one device. Logical devices of one GPU share its memory, so copies
+among them are not needed, and equal combinations are computed once. If a partial result is read only once, on its own
+device, the kernel that reads it also computes it. The order of combination never changes.
 """
 
 from __future__ import annotations
@@ -17,7 +17,11 @@ from .kernels import MAX_DEPTH, MAX_STEPS
 
 
 class Order(NamedTuple):
-    """How a kernel combines its sources: the bits of ``Order`` in ``native/reduce.cuh``, except ``wide``."""
+    """How a kernel combines its sources, with a stack of values. Bit k of each field belongs to source k.
+
+    ``push``: the source becomes the top of the stack, instead of being combined into the top. ``fold``: after the
+    source, the two uppermost values are combined; ``fold_twice``: once more. (``Order`` of ``native/reduce.cuh``.)
+    """
 
     push: int = 0
     fold: int = 0
@@ -25,7 +29,7 @@ class Order(NamedTuple):
 
 
 class DeviceStep(NamedTuple):
-    """Makes one value.
+    """A step that makes one node.
 
     Args:
       kind: "reduce": a kernel on ``device`` combines the sources; "copy": a kernel on ``device`` copies one source;
@@ -33,9 +37,9 @@ class DeviceStep(NamedTuple):
       device: the number of the physical device.
       sources: the nodes that it reads, in order.
       order: how the sources are combined.
-      node: the node that it makes.
+      node: the number of the node that it makes.
       destinations: the positions of the results that it writes; if empty, the node is in temporary memory.
-      final: whether the value is final: fully reduced, divided and rounded.
+      final: whether the node is fully reduced, divided and rounded.
       after: steps of this chunk that must end before this one begins, besides those that make its sources.
       level: 0, or one more than the highest level of the steps that must end before.
     """
@@ -73,8 +77,8 @@ def chunk_steps(
     Args:
       chunk: a chunk of a program.
       places: the number of the physical device of each device of the program.
-      readable: ``readable[a][b]``: whether kernels on device a can read the memory of device b.
-      with_out: whether results may be in the memory of inputs.
+      readable: ``readable[a][b]`` is whether kernels on device a can read the memory of device b.
+      with_out: whether results are written into the caller's arrays, which may be the inputs.
     """
     return _Chunk(chunk, places, readable, with_out).steps()
 
@@ -88,19 +92,15 @@ class _Node(NamedTuple):
 
 
 class _Chunk:
-    """The state while the steps of a chunk are made."""
+    """Makes the steps of a chunk."""
 
     def __init__(
-        self,
-        chunk: ChunkProgram,
-        places: tuple[int, ...],
-        readable: tuple[tuple[bool, ...], ...],
-        with_out: bool,
+        self, chunk: ChunkProgram, places: tuple[int, ...], readable: tuple[tuple[bool, ...], ...], with_out: bool
     ) -> None:
         self._readable, self._with_out, self._inputs = readable, with_out, len(chunk.sources)
-        self._single = self._inputs == 1
+        self._single = self._inputs == 1  # then nothing is combined, and the input is final
         self._nodes = [_Node(places[source], (), self._single) for source in chunk.sources]
-        self._wanted: dict[int, tuple[int, ...]] = {}
+        self._wanted: dict[int, tuple[int, ...]] = {}  # for some nodes, the positions of their results
         self._number(chunk, places)
         self._steps: list[DeviceStep] = []
         self._makers: dict[int, int] = {}  # for each node in memory, the step that makes it
@@ -110,7 +110,7 @@ class _Chunk:
         self._homes = [node.device for node in self._nodes[: self._inputs]]
 
     def _number(self, chunk: ChunkProgram, places: tuple[int, ...]) -> None:
-        """Number the values as nodes. A copy within a device gets no new node; equal combinations get the same one."""
+        """Make a node of each value. Copies within a device share a node, and so do equal combinations on a device."""
         number = list(range(self._inputs))  # the node of each value
         known: dict[tuple[int, tuple[int, ...]], int] = {}  # nodes by device and operands
         origin = list(range(self._inputs))  # for each node, the node of which it is a copy, or itself
@@ -181,11 +181,14 @@ class _Chunk:
         return fused
 
     def _flatten(self, node: int, fused: set[int]) -> tuple[list[int], Order] | None:
-        """Return a node's operands, in which those of fused nodes replace these; ``None`` if no kernel can do it."""
-        leaves: list[int] = []
-        bits = [0, 0, 0]
+        """Return a node's operands, with each fused node replaced by its own operands, and their order.
 
-        def visit(node: int, depth: int) -> bool:
+        Return ``None`` if no kernel can combine them in this order.
+        """
+        leaves: list[int] = []
+        bits = [0, 0, 0]  # the fields of ``Order``
+
+        def visit(node: int, depth: int) -> bool:  # returns whether the stack suffices; ``depth`` is its values so far
             for k, operand in enumerate(self._nodes[node].operands):
                 first = len(leaves)
                 if operand not in fused:
@@ -193,7 +196,7 @@ class _Chunk:
                     continue
                 if depth + (k > 0) > MAX_DEPTH or not visit(operand, depth + (k > 0)):
                     return False
-                if k > 0:
+                if k > 0:  # push the operand's first source; after its last source, fold it into the value below
                     last = 1 << (len(leaves) - 1)
                     bits[0] |= 1 << first
                     if bits[1] & last and bits[2] & last:
@@ -206,7 +209,7 @@ class _Chunk:
         return leaves, Order(*bits)
 
     def _local_node(self, node: int, place: int) -> int:
-        """Return a node that kernels on a device can read."""
+        """Return the node if kernels on a device can read it, otherwise its copy on that device."""
         return node if self._readable[place][self._homes[node]] else self._move(node, place, ())
 
     def _move(self, node: int, place: int, targets: tuple[int, ...]) -> int:

@@ -22,11 +22,13 @@ LARGE_NBYTES: Final = 32760
 HEADER_NBYTES: Final = 32
 ORDER_NBYTES: Final = 32
 PART_NBYTES: Final = 16
-"""The sizes of the parameters of a launch, and of their components (``native/reduce.cuh``)."""
+"""The maximum bytes of a launch's parameters with a small or a large table, and the bytes of a header, an order and a
+part in them (``native/reduce.cuh``)."""
 
 _SHORT: Final = {"float16": "f16", "bfloat16": "bf16", "float32": "f32", "float64": "f64", "bool": "bool"} | {
     name: name.replace("uint", "u").replace("int", "i") for name in INTEGERS
 }
+# These kernels are also compiled for each number of sources from 2 to _MAX_FIXED.
 _MAX_FIXED: Final = 8
 _FIXED: Final = frozenset({"sum_f16", "sum_bf16", "sum_f32", "sum_f64"})
 _RESULT_KINDS: Final = {"float64": 0, "float32": 2, "float16": 3, "bfloat16": 4}
@@ -34,12 +36,12 @@ _ACCUMULATOR: Final = 1
 
 
 class KernelKind(NamedTuple):
-    """A kernel and the form of its launches.
+    """A kernel, and the sizes of the numbers that it reads and writes.
 
     Args:
       name: the kernel's name, without ``_large``.
-      has_large: whether the kernel exists for large tables, too.
-      units: the number of units of an element: two for complex numbers, else one.
+      has_large: whether the kernel also exists as ``_large``, for large tables.
+      units: the number of units of an element. A unit is a real number: a complex number has two.
       nbytes: the bytes of a unit of the sources, of sources in the accumulator's dtype, and of the results.
       kind: the ``ResultKind`` of ``native/reduce.cuh``.
       values: the number of units that a thread processes.
@@ -54,6 +56,7 @@ class KernelKind(NamedTuple):
 
 
 def _kernel_kind(name: str, has_large: bool, units: int, nbytes: tuple[int, int, int], kind: int) -> KernelKind:
+    """Return a kernel. Its threads process 16 bytes of a source, or less if the accumulators need many registers."""
     return KernelKind(name, has_large, units, nbytes, kind, min(16 // nbytes[0], 32 // nbytes[1], 8))
 
 
@@ -61,6 +64,7 @@ def copy_kernel(dtype: str) -> KernelKind:
     """Return the kernel that copies one source to all results, without a change of any bit."""
     size = itemsize(dtype)
     units, unit = (2, 8) if size == 16 else (1, size)
+    # The sum of a single unsigned integer is a copy of its bits.
     return _kernel_kind(f"sum_u{8 * unit}_any", True, units, (unit, unit, unit), 0)
 
 
@@ -73,7 +77,7 @@ def is_supported(numbers: Numbers) -> bool:
 
 
 def reduce_kernel(numbers: Numbers, sources: int, wide: bool, final: bool) -> KernelKind:
-    """Return the kernel of a combination.
+    """Return the kernel that combines sources by an op.
 
     Args:
       numbers: how the reduction is computed; ``is_supported`` must have accepted it.
@@ -96,7 +100,7 @@ def reduce_kernel(numbers: Numbers, sources: int, wide: bool, final: bool) -> Ke
         return _variant("max_bool" if verb == "max" else "min_bool", sources, 1, nbytes)
     short = _SHORT[dtype]
     if dtype in INTEGERS and verb in ("sum", "product"):
-        short = short.replace("i", "u")
+        short = short.replace("i", "u")  # sums and products of signed and unsigned integers have the same bits
     name = f"{verb}_{short}"
     if numbers.accumulator != dtype and (wide or not final):
         return _kernel_kind(f"{name}_mixed", False, 1, nbytes, 0 if final else _ACCUMULATOR)
@@ -104,6 +108,6 @@ def reduce_kernel(numbers: Numbers, sources: int, wide: bool, final: bool) -> Ke
 
 
 def _variant(name: str, sources: int, units: int, nbytes: tuple[int, int, int]) -> KernelKind:
-    """Return the kernel of a name that is compiled for this number of sources, or else for any number."""
+    """Return the kernel ``name``, compiled for exactly this number of sources if possible, otherwise for any number."""
     fixed = name in _FIXED and 2 <= sources <= _MAX_FIXED
     return _kernel_kind(f"{name}_{sources if fixed else 'any'}", name.startswith("sum"), units, nbytes, 0)

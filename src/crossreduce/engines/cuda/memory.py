@@ -19,7 +19,7 @@ FRAMEWORKS: Final = {"torch": ".torch", "cupy": ".cupy", "jax": ".jax.memory"}
 
 
 class Operands(NamedTuple):
-    """The addresses of contiguous arrays, one row per tensor, and the arrays. Strided arrays have been copied.
+    """The addresses of contiguous arrays, one row per tensor, and these arrays. Strided arrays have been copied.
 
     Keep this object until the work that reads the addresses has been queued on the devices' current streams, since the
     allocators of the frameworks reuse freed memory in the order of the streams. ``owners`` are other objects that keep
@@ -39,31 +39,31 @@ class DeviceMemory(Protocol):
     """
 
     def ordinal(self, index: int) -> int | None:
-        """Return the CUDA driver's number of the framework's ``cuda:index``; ``None`` if it cannot be used."""
+        """Return the CUDA driver's number of the framework's ``cuda:index``, or ``None`` if it cannot be used."""
         return index
 
     def operands(self, arrays: Sequence[Sequence[Array]], devices: Sequence[int]) -> Operands | None:
-        """Return the addresses of arrays; strided arrays are copied first.
+        """Return the addresses of arrays. Strided arrays are copied first.
 
         Args:
           arrays: the array k of every row should be on the device ``devices[k]``.
           devices: the numbers of CUDA devices; a number may occur several times.
         Returns:
-          The operands; ``None`` if an array is on another device, is traced, or has no memory.
+          The operands, or ``None`` if an array is on another device, is traced, or has no memory.
         """
 
     def address(self, array: Any) -> int:
         """Return the address of a contiguous array, such as one from ``allocate``."""
 
     def allocate(self, shape: tuple[int, ...], dtype: str, device: int) -> Any:
-        """Return a new contiguous array with undefined content; if arrays are immutable, memory for ``queueing``."""
+        """Return a new contiguous array with undefined content. If arrays are immutable, return memory for one."""
 
     def allocate_all(self, shapes: Sequence[tuple[int, ...]], dtype: str, devices: Sequence[int]) -> list[list[Any]]:
         """Return for each shape a row with one new array per device, as from ``allocate``."""
         return [[self.allocate(shape, dtype, device) for device in devices] for shape in shapes]
 
     def scratch(self, nbytes: int, device: int) -> tuple[Any, int]:
-        """Return temporary memory, as an object that owns it, and its address; see ``Operands`` for its lifetime."""
+        """Return an object that owns temporary memory, and the address. See ``Operands`` for the lifetime."""
 
     def stream(self, device: int) -> int:
         """Return the calling thread's current stream of a device, as a ``cudaStream_t``; 0 is the default stream."""
@@ -81,7 +81,7 @@ class DeviceMemory(Protocol):
         return nullcontext(results)
 
     def writable_outputs(self, arrays: Sequence[Sequence[Array]], devices: Sequence[int]) -> list[list[int]]:
-        """Return the addresses of a user's arrays, for results; ``devices`` as for ``operands``.
+        """Return the addresses of a user's arrays, into which results are written. ``devices``: as for ``operands``.
 
         Raises:
           BufferError: an array cannot be written in place.
@@ -96,7 +96,7 @@ class DeviceMemory(Protocol):
 
 @lru_cache(maxsize=16)
 def device_memory(framework: str) -> DeviceMemory | None:
-    """Return a framework's ``DeviceMemory``, importing it on first use; ``None`` if it is not in ``FRAMEWORKS``."""
+    """Return a framework's ``DeviceMemory``, importing it on first use, or ``None`` if it is not in ``FRAMEWORKS``."""
     if framework not in FRAMEWORKS:
         return None
     memory: DeviceMemory = importlib.import_module(FRAMEWORKS[framework], __package__).MEMORY

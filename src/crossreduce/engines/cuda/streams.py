@@ -1,7 +1,7 @@
 """Operations on the streams of CUDA devices, and their dependencies, as plain values that ``native/plan.cpp`` runs.
 
-Addresses are rows of a table and offsets in bytes. The rows are the sources of each tensor, then the results of each
-tensor, then the temporary memory of each device.
+An address is a row of a table of arrays, and an offset in bytes. The rows are the sources of each tensor, then the
+results of each tensor, then the temporary memory of each device.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ Place = tuple[int, int]
 class Part(NamedTuple):
     """A range of one tensor that a launch processes.
 
-    ``size`` is the number of its units (see ``KernelKind``), ``order`` an index into ``Launch.orders``, and ``places``
-    has the places of the sources, then those of the results.
+    ``size`` is the number of units in the range (see ``KernelKind``), and ``order`` an index into ``Launch.orders``.
+    ``places`` has the places of the sources, then those of the results.
     """
 
     size: int
@@ -28,9 +28,9 @@ class Part(NamedTuple):
 
 
 class Launch(NamedTuple):
-    """A kernel on ``device``, with ``sources`` sources in each part.
+    """A launch of a kernel on ``device``, which combines ``sources`` sources in each part.
 
-    Each of ``orders`` has the bits of ``fusion.Order`` and, as a fourth number, ``wide``: bit k is whether source k has
+    Each of ``orders`` has the bits of ``fusion.Order`` and, as a fourth number, ``wide``: bit k is set if source k has
     the accumulator's dtype.
     """
 
@@ -43,7 +43,7 @@ class Launch(NamedTuple):
 
 
 class Copy(NamedTuple):
-    """Bytes that the driver copies from the memory of ``src`` to that of ``dst``."""
+    """A copy of ``nbytes`` bytes, made by the driver, from the memory of device ``src`` to that of device ``dst``."""
 
     src: int
     dst: int
@@ -53,11 +53,12 @@ class Copy(NamedTuple):
 
 
 BEGIN: Final = -1
-"""A number in ``Operation.waits``: the work that was queued before the call, in the streams ``Operations.begins``."""
+"""In ``Operation.waits`` this stands for the work queued before the call in the first and all ``begins`` streams."""
+_NOTHING: Final = BEGIN - 1  # less than the number of any operation
 
 
 class Operation(NamedTuple):
-    """A launch or a copy in a stream. ``waits`` are the operations of other streams for which it waits."""
+    """A launch or a copy in a stream. ``waits`` has the operations of other streams that must end before it begins."""
 
     work: Launch | Copy
     stream: int
@@ -69,13 +70,13 @@ class Operations(NamedTuple):
     """The operations of a layout.
 
     Before an operation touches the memory of a device, the work that was queued in the caller's current stream of that
-    device must have ended; and work that is queued there later must begin after the operation. So that 2 n waits
-    suffice for n streams instead of n * n, all of them wait for the first stream, which waits for them.
+    device must have ended. Work that is queued there later must begin after the operation. The first stream waits for
+    all other streams, and they wait for it: these are 2 n waits for n streams, instead of n * n.
 
     Args:
-      devices: all physical devices, by number; the other fields have positions in it.
-      streams: the device of each stream, and the device to which it copies. ``None`` means that it is a caller's
-        current stream, for kernels; there is one for each of ``devices``.
+      devices: the numbers of all physical devices. The other fields denote a device by its position in ``devices``.
+      streams: the device of each stream, and the device to which it copies, or ``None`` for a caller's current stream,
+        which runs kernels. The callers' streams come first, one for each of ``devices``.
       scratch: bytes of temporary memory per device.
       operations: in an order in which they can run.
       begins: the streams for which the first one waits at the beginning.
@@ -93,7 +94,7 @@ class Operations(NamedTuple):
 
 
 class StreamOrder:
-    """Determines for what each stream waits, without unnecessary waits.
+    """Determines the waits of operations for those of other streams, without unnecessary waits.
 
     ``_ended[a][b]`` is the last operation of stream b that is known to have ended before the next operation of stream a
     begins. The streams with the numbers of devices are the callers' current ones.
@@ -113,14 +114,14 @@ class StreamOrder:
         self.resumes: set[int] = set()
 
     def add(self, after: Iterable[int], stream: int, touched: set[int]) -> None:
-        """Add an operation, which begins after some earlier ones and touches the memory of some devices."""
+        """Add an operation that begins after the operations ``after`` and uses the memory of devices ``touched``."""
         number = len(self.streams)
         ended, needed = self._ended[stream], []
         for before in sorted(after, reverse=True):
-            if self.streams[before] != stream and ended.get(self.streams[before], BEGIN - 1) < before:
+            if self.streams[before] != stream and ended.get(self.streams[before], _NOTHING) < before:
                 needed.append(before)
                 self._join(ended, self._at[before])
-        # When an operation in a caller's stream has ended, all work queued there before has ended.
+        # Devices whose work from before the call may still run: no operation in their streams is known to have ended.
         foreign = {device for device in touched - {stream} if device not in ended}
         self.begins |= foreign - {0}
         if foreign and 0 not in ended:
@@ -140,17 +141,18 @@ class StreamOrder:
             missing = {
                 stream: last
                 for stream, last in self._touched[device].items()
-                if self._ended[device].get(stream, BEGIN - 1) < last
+                if self._ended[device].get(stream, _NOTHING) < last
             }
             self._join(needed, missing)
             if missing and device:
                 self.resumes.add(device)
-        for stream, last in sorted(needed.items(), key=lambda item: -item[1]):
-            if stream != 0 and self._ended[0].get(stream, BEGIN - 1) < last:
+        for stream, last in sorted(needed.items(), key=lambda item: -item[1]):  # a later one often covers earlier ones
+            if stream != 0 and self._ended[0].get(stream, _NOTHING) < last:
                 self.ends.add(last)
                 self._join(self._ended[0], self._at[last])
 
     @staticmethod
     def _join(into: dict[int, int], other: dict[int, int]) -> None:
+        """Add the last operation of each stream in ``other`` to ``into``, unless that has a later one."""
         for stream, last in other.items():
-            into[stream] = max(into.get(stream, BEGIN - 1), last)
+            into[stream] = max(into.get(stream, _NOTHING), last)

@@ -13,7 +13,7 @@ from ...frameworks.torch.arrays import DTYPES_BY_NAME, has_no_memory, is_frozen,
 from ..host import array_memory
 from .memory import DeviceMemory, Operands
 
-_SETTINGS: Final = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # newer and older versions of torch
+_ALLOCATOR_VARIABLES: Final = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # in newer and older versions of torch
 
 
 class TorchDeviceMemory(DeviceMemory):
@@ -46,8 +46,8 @@ class TorchDeviceMemory(DeviceMemory):
         return [[x.data_ptr() for x in row] for row in arrays]
 
     def is_peer_readable(self) -> bool:
-        # Memory of the other allocators is mapped for its own device only (torch maps it for a peer at the first copy).
-        settings = "".join(os.environ.get(name, "") for name in _SETTINGS).replace(" ", "").lower()
+        # torch maps memory of its other allocators for its own device only, and for a peer at the first copy.
+        settings = "".join(os.environ.get(name, "") for name in _ALLOCATOR_VARIABLES).replace(" ", "").lower()
         return torch.cuda.get_allocator_backend() == "native" and "expandable_segments:true" not in settings
 
     def mark_dirty(self, outs: Sequence[Sequence[Array]]) -> None:
@@ -61,4 +61,4 @@ def _are_on(arrays: Sequence[Sequence[Array]], devices: Sequence[int]) -> bool:
 
 
 MEMORY: Final = TorchDeviceMemory()
-array_memory("torch")  # lets prepared calls read tensors
+array_memory("torch")  # called for its effect: the compiled code of prepared calls can then read tensors

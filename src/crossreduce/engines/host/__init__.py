@@ -52,13 +52,12 @@ class HostEngine:
         return fits and array_memory(layout.framework.name) is not None
 
     def bind(self, layout: Layout, arrays: Sequence[Sequence[Array]]) -> Any | None:
-        """Return buffers or addresses; ``None`` if the kernels cannot read the arrays: see ``ArrayMemory.readable``."""
+        """Return what ``ArrayMemory.readable`` returns: buffers, addresses, or ``None`` for arrays without either."""
         memory = array_memory(layout.framework.name)
         assert memory is not None
         return memory.readable(arrays)
 
     def compile(self, layout: Layout, numbers: Numbers, with_out: bool) -> HostExecutable:
-        """Return the executable of a layout."""
         return HostExecutable(layout, numbers, with_out)
 
 
@@ -75,7 +74,8 @@ class HostExecutable:
         self._shapes, self._dtype, self._destinations = layout.shapes, numbers.result, layout.destinations
         self._count = 1 if memory.shares_results and not with_out else len(layout.destinations)
         self.kernel = kernel(layout, numbers, self._count)
-        written = layout.nbytes // itemsize(numbers.dtype) * self._count * itemsize(numbers.result)
+        elements = layout.nbytes // itemsize(numbers.dtype)  # of one replica
+        written = elements * self._count * itemsize(numbers.result)
         self.streaming = written >= kernels.STREAMING_BYTES
         self.threaded = written + layout.nbytes * len(layout.sources) >= kernels.THREADED_BYTES
 
@@ -110,22 +110,13 @@ def kernel(layout: Layout, numbers: Numbers, results: int) -> Kernel:
     sizes = tuple(math.prod(shape) for shape in layout.shapes)
     if numbers.exact:
         # Partial sums would be rounded, so the programs are not used: one combination has all sources as its operands.
-        sources = range(len(layout.sources))
-        programs: tuple[FusedProgram, ...] = (FusedProgram(1, ((0, *sources),), (~0,) * results),)
+        fold = (0, *range(len(layout.sources)))
+        programs: tuple[FusedProgram, ...] = (FusedProgram(1, (fold,), (~0,) * results),)
         segments = tuple(Segment(tensor, 0, size, 0) for tensor, size in enumerate(sizes) if size)
     else:
         programs, segments = _programs_and_segments(layout, results)
-    dtypes = numbers.dtype, numbers.accumulator, numbers.result
-    return kernels.compile_kernel(
-        KERNEL_OPS[numbers.op, numbers.exact],
-        dtypes,
-        numbers.divisor,
-        len(layout.sources),
-        results,
-        sizes,
-        programs,
-        segments,
-    )
+    op, dtypes = KERNEL_OPS[numbers.op, numbers.exact], (numbers.dtype, numbers.accumulator, numbers.result)
+    return kernels.compile_kernel(op, dtypes, numbers.divisor, len(layout.sources), results, sizes, programs, segments)
 
 
 def _programs_and_segments(layout: Layout, results: int) -> tuple[tuple[FusedProgram, ...], tuple[Segment, ...]]:

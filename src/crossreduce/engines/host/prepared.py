@@ -45,7 +45,7 @@ def compiled_module() -> Any:
 
 
 def new_calls() -> Calls | None:
-    """Return an empty object for the prepared calls of one op; ``None`` if this machine cannot prepare calls."""
+    """Return an empty object for the prepared calls of one op, or ``None`` if this machine cannot prepare calls."""
     module = None if kernels.instruction_set() == "numpy" else compiled_module()
     return None if module is None else module.Calls()
 
@@ -58,7 +58,7 @@ def read_tensors(functions: tuple[Any, ...] | None) -> None:
 
 
 def _without_calls(_: Calls) -> tuple[Callable[..., Any], tuple[()]]:
-    """Return what ``copyreg`` calls to make a copy, so that copies of an op start without prepared calls."""
+    """Return the function and arguments with which ``copyreg`` makes a copy: an object without prepared calls."""
     return new_calls, ()
 
 
@@ -77,17 +77,17 @@ def prepare(
     Args:
       calls: the object that the call is added to.
       op: the reduction.
-      options: those of the call.
+      options: the ``CommunicationOptions`` of the call.
       devices: the sources and the destinations of all values.
       rows: for each tensor its arrays, one per source.
       results: for each tensor its results, one per destination.
       with_out: whether the results were written into given arrays.
-      runs: the executables, each with the numbers of its tensors. The ``prepared`` of each must not be ``None``.
+      runs: the executables, each with the numbers of its tensors; ``executable.prepared`` must not be ``None``.
     """
     described = []
     for executable, tensors in runs:
         kernel, streaming, threaded = executable.prepared
         described.append((kernel, executable, list(tensors), streaming, threaded))
     sources, destinations = devices
-    is_default = sources == destinations == PerReplica(rows[0]).devices
+    is_default = sources == destinations == PerReplica(rows[0]).devices  # as in a call without ``devices``
     calls.add(op, options, sources, destinations, is_default, rows, results, with_out, described)

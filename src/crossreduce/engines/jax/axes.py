@@ -57,7 +57,12 @@ def unreduced_axes(x: Array) -> frozenset[Hashable]:
 
 
 def read_axes(axis_name: Any) -> MeshAxes:
-    """Return the axes that one name, or a tuple or list of names, denotes. Raise unless they exist here and differ."""
+    """Return the axes with one name, or with the names in a tuple or list.
+
+    Raises:
+      ArgumentError: there is no name, or a name occurs twice.
+      AxisError: an axis does not exist here.
+    """
     names = tuple(axis_name) if isinstance(axis_name, (tuple, list)) else (axis_name,)
     try:
         if not names or len(set(names)) < len(names):

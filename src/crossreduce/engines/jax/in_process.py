@@ -4,8 +4,8 @@ Input: arrays of one dtype, ``Numbers`` and ``MeshAxes``, inside a function that
 The devices meet in the custom call (``native/xla/xla_call.cpp``), and one run of a kernel reduces the arrays of all
 of them, in the order of their positions. Each result has the memory of its operand, unless XLA still needs the operand.
 
-The platform is known only when a program is lowered. So a caller also gives the function that reduces the arrays by
-collectives of XLA. It is lowered on other platforms, in jobs of several processes, and for ``jax.export``.
+The platform is known only when a program is lowered. So a caller also passes a function that reduces the arrays by
+collectives of XLA. That function is lowered on other platforms, in jobs of several processes, and for ``jax.export``.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _LOG: Final = logging.getLogger("crossreduce")
 _TARGET: Final = "crossreduce_all_reduce"
 
 Reduce = Callable[[Sequence[Array]], Sequence[Array]]
-"""Reduces arrays by collectives of XLA. It must be hashable: it is a parameter of a primitive."""
+"""Reduces arrays by collectives of XLA. It must be hashable, since it is a parameter of a primitive."""
 
 
 def supports(numbers: Numbers, axes: MeshAxes) -> bool:
@@ -50,7 +50,7 @@ def supports(numbers: Numbers, axes: MeshAxes) -> bool:
 
 
 def reduce(xs: Sequence[Array], numbers: Numbers, axes: MeshAxes, otherwise: Reduce) -> list[Array]:
-    """Reduce arrays; every device receives the results.
+    """Return the reduced arrays, which are the same on every device.
 
     Sums and means are differentiable, like ``lax.psum``; minima, maxima and products are not.
 
@@ -68,11 +68,11 @@ def reduce(xs: Sequence[Array], numbers: Numbers, axes: MeshAxes, otherwise: Red
 
 @lru_cache(maxsize=256)
 def _has_kernel(numbers: Numbers) -> bool:
-    """Return whether the compiled kernels can reduce arrays of these dtypes by this op."""
+    """Return whether the compiled kernels can reduce arrays of these dtypes by this op, by compiling a small one."""
     if kernels.instruction_set() == "numpy":
         return False
     dtypes = numbers.dtype, numbers.accumulator, numbers.result
-    program = FusedProgram(1, ((0, 0, 1),), (~0, ~0))
+    program = FusedProgram(1, ((0, 0, 1),), (~0, ~0))  # combines two sources; the value becomes two results
     try:
         op = KERNEL_OPS[numbers.op, numbers.exact]
         kernels.compile_kernel(op, dtypes, numbers.divisor, 2, 2, (1,), (program,), (Segment(0, 0, 1, 0),))
@@ -91,9 +91,8 @@ def _register() -> bool:
     except ArgumentError:
         raise
     except Exception as error:  # noqa: BLE001 -- another version of XLA's interface may raise any class
-        _LOG.info(
-            "JAX does not accept the custom call of the kernels (%s); XLA's own all-reduce is used instead", error
-        )
+        text = "JAX does not accept the custom call of the kernels (%s); XLA's own all-reduce is used instead"
+        _LOG.info(text, error)
         return False
     return True
 
@@ -128,10 +127,10 @@ def _abstract_eval(*xs: Any, numbers: Numbers, axes: MeshAxes, **_: Any) -> list
 
 
 def _transpose(cotangents: Sequence[Any], *_: Any, numbers: Numbers, axes: MeshAxes, **params: Any) -> list[Any]:
-    """Return the cotangents of the arrays, as ``psum`` does. If types are checked, all devices have the same ones."""
+    """Return the cotangents of the arrays, as for ``psum``."""
     nonzero = [k for k, cotangent in enumerate(cotangents) if type(cotangent) is not ad.Zero]
     values = [cotangents[k] for k in nonzero]
-    if axes.checked:
+    if axes.checked:  # then all devices have the same cotangents, and need no reduction
         values = [axes.vary(finish(numbers, value)) for value in values]
     else:
         values = _ALL_REDUCE.bind(*values, numbers=numbers, axes=axes, **params)
@@ -155,10 +154,11 @@ def _lower(ctx: Any, *operands: Any, **params: Any) -> Any:
         return _lower_to_collectives(ctx, *operands, **params)
     numbers, axes = params["numbers"], params["axes"]
     position_type = jax.core.ShapedArray((), jax.numpy.dtype("int32"))
+    # The position of this device, in an order in which the devices that are reduced together follow one another.
     position = mlir.lower_fun(lambda: lax.axis_index(params["others"] + axes.names), multiple_results=False)(
         ctx.replace(primitive=None, avals_in=[], avals_out=[position_type])
     )
-    # Without reshapes, XLA recognizes that a donated argument and a result have the same memory. (pmap reshapes.)
+    # Without reshapes, as of pmap, XLA recognizes that a donated argument and a result have the same memory.
     unshaped = list(map(_value_before_reshapes, operands))
     same = numbers.dtype == numbers.result
     lowering = jax.ffi.ffi_lowering(
@@ -189,7 +189,7 @@ def _lower(ctx: Any, *operands: Any, **params: Any) -> Any:
 
 
 def _value_before_reshapes(value: Any) -> Any:
-    """Return the value of which reshapes, if any, have made this one."""
+    """Return the value from which reshapes have made this one, or the value itself if no reshape has."""
     while not isinstance(value.owner, ir.Block) and value.owner.name == "stablehlo.reshape":
         value = value.owner.operands[0]
     return value

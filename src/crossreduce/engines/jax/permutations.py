@@ -1,7 +1,7 @@
 """Compile a program into permutations and combinations that every device executes alike.
 
 Input: a ``Program`` whose devices are the positions along mesh axes. Output: a ``PermutationProgram`` of plain numbers,
-without arrays. In one permutation a device sends to at most one other device and receives from at most one. So a round
+without arrays. In one permutation each device sends to at most one device and receives from at most one. So a round
 needs as many permutations as the largest number of devices to which one device sends, or from which one receives. A row
 of an array holds a value of a chunk. A device's position determines the rows that it reads, so tables list them, with
 one column per device; if all columns are equal, the position is not needed.
@@ -166,14 +166,15 @@ class _Compiler:
                 continue
             swapped = len(operands) == 2 and self._devices[chunk][operands[1]] != device
             if swapped and value not in self._repeated[chunk]:
-                # a + b is b + a, except for the payload of NaN. With the device's own value last, all devices' tables
-                # are alike, so no device selects between blocks: halving_doubling accesses 7 % less memory.
+                # a + b is b + a, except for the payload of NaN, on which devices that repeat a combination must agree.
+                # With the device's own value last, all devices' tables are alike, so no device selects between blocks:
+                # halving_doubling accesses 7 % less memory.
                 instruction = instruction._replace(operands=operands[::-1])
             srcs = tuple(self._devices[chunk][operand] for operand in instruction.operands)
             runs[self._stack[chunk], device, srcs].append(Numbered(chunk, value, instruction))
         # Runs of different devices with equally many operands and rows become one combination.
         groups: defaultdict[tuple[int, int, int, int], dict[int, list[Numbered]]] = defaultdict(dict)
-        seen: Counter[tuple[int, int, int, int]] = Counter()
+        seen: Counter[tuple[int, int, int, int]] = Counter()  # the runs of each kind that each device has so far
         for (stack, device, srcs), run in sorted(runs.items()):
             kind = stack, len(srcs), len(run)
             groups[*kind, seen[*kind, device]][device] = run
@@ -213,11 +214,9 @@ class _Compiler:
 
 
 def _repeated(chunk: ChunkProgram) -> frozenset[int]:
-    """Return the combinations that other devices also compute from values with the same bits, each for itself."""
+    """Return the combinations that several devices compute, each for itself, from operands with the same bits."""
     origin = list(range(len(chunk.sources)))  # for each value: the first value with the same bits
-    same_operands: defaultdict[tuple[int, ...], list[int]] = defaultdict(
-        list
-    )  # combinations by the origins of their operands
+    same_operands: defaultdict[tuple[int, ...], list[int]] = defaultdict(list)  # combinations by operands' origins
     for value, instruction in enumerate(chunk.instructions, start=len(chunk.sources)):
         operands = tuple(origin[operand] for operand in instruction.operands)
         if len(operands) > 1:
@@ -240,7 +239,7 @@ def matchings(pairs: Sequence[Pair]) -> list[list[Pair]]:
     """
     counts = [Counter(pair[side] for pair in pairs) for side in (0, 1)]
     degree = max(chain(*(count.values() for count in counts)), default=0)
-    partner: tuple[dict[Pair, int], dict[Pair, int]] = ({}, {})  # senders', receivers' partners by (device, color)
+    partner: tuple[dict[Pair, int], dict[Pair, int]] = ({}, {})  # of senders and of receivers, by (device, color)
     # The colors that are free at each sender and each receiver, as bits.
     free = [dict.fromkeys(count, (1 << degree) - 1) for count in counts]
 
@@ -282,7 +281,7 @@ def _lowest(bits: int) -> int:
 
 
 def ranges(rows: Sequence[Sequence[int]]) -> list[tuple[tuple[int, ...], int]]:
-    """Split row numbers, one sequence per device, into ranges of consecutive rows, of equal length on all devices.
+    """Split row numbers, one sequence per device, into ranges of consecutive rows that are equally long on all devices.
 
     Returns:
       For each range its start on each device, and its length.

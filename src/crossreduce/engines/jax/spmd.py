@@ -31,7 +31,7 @@ one block. Otherwise each device joins the blocks and cuts its rows out of the j
 
 
 def run(program: Program, x: Array, op: ReduceOp, axes: MeshAxes) -> Array:
-    """Reduce an array as a program defines it; every device receives the result.
+    """Return an array reduced as a program defines it. The result is the same on every device.
 
     Args:
       program: an all-reduce of ``axes.devices`` devices.
@@ -48,7 +48,7 @@ def run(program: Program, x: Array, op: ReduceOp, axes: MeshAxes) -> Array:
 
 
 def _run(x: Array, *, program: Program, op: ReduceOp, axes: MeshAxes) -> Array:
-    """Run the rounds of a program. Each stack is a list of blocks, to which each operation appends a block of rows."""
+    """Run the rounds of a program. ``stacks`` has the blocks of each stack, and each operation appends a block."""
     compiled, spans = compile_permutations(program), program.spans(x.size)
     flat, position = x.reshape(-1), lax.axis_index(axes.names)
     stacks = [[_stack(flat, [spans[chunk] for chunk in chunks])] for chunks in compiled.stacks]
@@ -64,7 +64,7 @@ def _run(x: Array, *, program: Program, op: ReduceOp, axes: MeshAxes) -> Array:
 
 
 def _stack(flat: Array, spans: list[tuple[int, int]]) -> Array:
-    """Return ranges of a flat array as the rows of an array; shorter ranges are padded to the longest one."""
+    """Return ranges of a flat array as the rows of an array. Shorter ranges are padded to the longest one."""
     longest = max(stop - start for start, stop in spans)
     if _is_even(spans):
         return flat[spans[0][0] : spans[-1][1]].reshape(len(spans), longest)
@@ -90,7 +90,7 @@ def _is_even(spans: Sequence[tuple[int, int]]) -> bool:
 
 
 def _permute(stacks: list[list[Array]], permutation: Permutation, axes: MeshAxes, position: Array) -> list[Array]:
-    """Send rows of all stacks, joined to one message per pair of devices; return the received rows of each stack."""
+    """Send rows of all stacks, joined to one message per pair of devices. Return the received rows of each stack."""
     sent = [_take_rows(blocks, table, position) for blocks, table in zip(stacks, permutation.sent, strict=True)]
     flat = sent[0] if len(sent) == 1 else jnp.concatenate([rows.reshape(-1) for rows in sent])
     pairs = permutation.pairs
@@ -105,9 +105,9 @@ def _permute(stacks: list[list[Array]], permutation: Permutation, axes: MeshAxes
 
 
 def _pairs_in_mesh_order(axes: MeshAxes, pairs: tuple[Pair, ...]) -> tuple[Any, tuple[Pair, ...]]:
-    """Return the arguments of ``lax.ppermute``: the names of the axes and the pairs, as it numbers positions.
+    """Return the arguments of ``lax.ppermute``: the names of the axes, and the pairs with positions in its numbering.
 
-    It numbers positions in the mesh's order of the axes, even if the axes are listed in another order, while
+    ``lax.ppermute`` numbers positions in the mesh's order of the axes, even if the axes are listed in another order.
     ``lax.axis_index`` and ``pairs`` number them in the listed order (JAX 0.10.2).
     """
     if len(axes.names) == 1:
@@ -180,7 +180,7 @@ def _cut_rows(rows: Array, block: int, firsts: Sequence[Place], size: int, posit
 
 
 def _own_element(numbers: Sequence[Any], position: Array) -> Any:
-    """Return the element of ``numbers`` at this device's position; if all are equal, a constant."""
+    """Return the element of ``numbers`` at this device's position, as a constant if all elements are equal."""
     if len(set(numbers)) == 1:
         return numbers[0]
     return lax.dynamic_index_in_dim(jnp.asarray(numbers), position, keepdims=False)
@@ -188,7 +188,7 @@ def _own_element(numbers: Sequence[Any], position: Array) -> Any:
 
 # ``verify`` has proved that all devices end with the same values, which shard_map cannot derive. So if shard_map
 # checks types, a program is one primitive with the type of psum: the input varies over the axes and the output does
-# not. The transpose is that of psum, too: all devices have the same cotangent, and it is that of each device's input.
+# not. The transpose is that of psum, too: the cotangent, which is the same on all devices, is that of each input.
 _ALL_REDUCE: Final = Primitive("crossreduce_all_reduce")
 
 

@@ -47,6 +47,7 @@ def _place(device: str) -> Any:
 
 @lru_cache(maxsize=1024)
 def _require(devices: tuple[str, ...]) -> None:
+    """Raise a ``DeviceError`` if a device is not a CUDA device of this process."""
     for device in devices:
         place = parse(device)
         if place.host or place.kind != "cuda" or place.index >= _count():
@@ -157,7 +158,7 @@ class CuPy(NumPy):
         # CuPy's add.at adds slices in any order. To fix the order, pass k adds the k-th slice of each row.
         order = np.argsort(indices, kind="stable")
         ordered = indices[order].astype(np.int64)
-        rank = np.arange(len(ordered)) - np.searchsorted(ordered, ordered)
+        rank = np.arange(len(ordered)) - np.searchsorted(ordered, ordered)  # the number of earlier slices of the row
         with sparse.values.device:
             out = cupy.zeros(shape, DTYPES_BY_NAME[dtype])
             for k in range(rank.max(initial=-1) + 1):
@@ -175,9 +176,8 @@ class CuPy(NumPy):
         else:
             given = shown(value)
         problem = "results need CuPy arrays in C order that are on their destination."
-        raise UnsupportedError.of(
-            problem, given, f"with cupy.cuda.Device({_place(device).id}): cupy.empty(shape, dtype)"
-        )
+        remedy = f"with cupy.cuda.Device({_place(device).id}): cupy.empty(shape, dtype)"
+        raise UnsupportedError.of(problem, given, remedy)
 
     def memory_range(self, x: Array) -> tuple[int, int, bool]:
         low, high = cupy.byte_bounds(x)
@@ -215,7 +215,7 @@ class CuPy(NumPy):
 
 
 def _divide_in_place(x: Array, divisor: int) -> None:
-    """Divide and round once. Complex numbers are divided part by part: a complex division rounds more than once."""
+    """Divide in place and round once. So real and imaginary parts are divided separately, unlike in CuPy itself."""
     for part in (x.real, x.imag) if x.dtype.kind == "c" else (x,):
         cupy.true_divide(part, divisor, out=part)
 

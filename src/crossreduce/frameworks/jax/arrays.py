@@ -5,14 +5,13 @@ While ``jit`` traces, XLA decides where operations run, so copies between device
 
 JAX arrays are immutable, but they can be deleted and donated, which invalidates all arrays with the same buffer. So
 each result of ``engines/loop.py`` has its own buffer. ``engines/host/`` makes one buffer per array, too, but the arrays
-of one result share memory. XLA does not write into it, not even if an array is donated, and it is freed with the last
-one.
+of one result share memory. XLA does not write into it, not even if an array is donated. The last array frees it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from functools import lru_cache
 from typing import Any, Final
 
@@ -61,6 +60,7 @@ def _is_opaque(dtype: Any) -> bool:
 
 @lru_cache(maxsize=1024)
 def _numbers(op: ReduceOp, dtype: str, count: int, x64: bool) -> Numbers:
+    """Return how JAX computes an op over ``count`` components. ``x64`` is whether 64-bit dtypes are enabled."""
     accumulator = ACCUMULATORS[op, dtype]
     if accumulator == "float64" and dtype != "float64" and not x64:
         accumulator = "float32"
@@ -77,11 +77,9 @@ def place(name: str) -> tuple[Any, SingleDeviceSharding]:
     device = parse(name)
     devices_by_id: dict[int, Any] = {}
     if not device.host:
-        try:
+        with suppress(RuntimeError):  # this platform does not exist here
             # JAX's name for "cuda" is "gpu". Devices are found by id, since arrays report the ids of their devices.
             devices_by_id = {d.id: d for d in jax.local_devices(backend={"cuda": "gpu"}.get(device.kind, device.kind))}
-        except RuntimeError:  # this platform does not exist here
-            devices_by_id = {}
     if device.index in devices_by_id:
         return devices_by_id[device.index], SingleDeviceSharding(devices_by_id[device.index])
     here = jax.local_devices()
@@ -94,6 +92,7 @@ def place(name: str) -> tuple[Any, SingleDeviceSharding]:
 
 @lru_cache(maxsize=1024)
 def _require(devices: tuple[str, ...]) -> None:
+    """Raise a ``DeviceError`` if JAX lacks one of these devices."""
     for device in devices:
         # Tracers count as on cpu:0 and its logical devices, even if JAX is configured without CPU devices.
         if parse(device).physical != "cpu:0":
@@ -101,7 +100,7 @@ def _require(devices: tuple[str, ...]) -> None:
 
 
 def is_somewhere(x: Array) -> bool:
-    """Return whether a value is on a device: an array, or a tracer with one inside, as of ``grad`` outside ``jit``."""
+    """Return whether a value is an array or a tracer that contains one, such as one of ``grad`` outside ``jit``."""
     while isinstance(x, jax.core.Tracer):
         x = getattr(x, "primal", getattr(x, "val", None))
     return isinstance(x, jax.Array)
@@ -127,13 +126,14 @@ def _divide_elements(x: Array, divisor: int) -> Array:
 
 
 def finish(numbers: Numbers, x: Array) -> Array:
-    """Convert a fully reduced accumulator to a result: divide it if it is a mean, and round it."""
+    """Return a fully reduced array ``x``, divided for a mean, in the dtype of the result."""
     if numbers.divisor != 1:
         x = _divide_elements(_cast(x, numbers.accumulator), numbers.divisor)
     return _cast(x, numbers.result)
 
 
 def _combine_traced(numbers: Numbers, final: bool, *xs: Array) -> Array:
+    """Return ``xs`` combined from left to right, see ``Framework.combine``."""
     function = FUNCTIONS[numbers.op]
     total = _cast(xs[0], numbers.accumulator)
     for x in xs[1:]:
@@ -167,6 +167,7 @@ def _concat_traced(axis: int, *xs: Array) -> Array:
 
 
 def _dense_traced(shape: tuple[int, ...], dtype: str, values: Array, indices: Array) -> Array:
+    """Return a dense array, to which each slice in ``values`` is added at its index in ``indices``."""
     return jnp.zeros(shape, dtype).at[indices].add(values.astype(dtype))
 
 
@@ -176,7 +177,7 @@ _PACK: Final = jax.jit(_pack_traced)
 _PART: Final = jax.jit(_part_traced, static_argnums=2)
 _FAR_PART: Final = jax.jit(_part_beyond_int32, static_argnums=(1, 2))
 _UNPACK: Final = jax.jit(_unpack_traced, static_argnums=0)
-_OWN: Final = jax.jit(jnp.copy)
+_COPY: Final = jax.jit(jnp.copy)
 _CONCAT: Final = jax.jit(_concat_traced, static_argnums=0)
 _DENSE: Final = jax.jit(_dense_traced, static_argnums=(0, 1))
 
@@ -208,22 +209,17 @@ class Jax(Immutable):
         if isinstance(value, np.ndarray):  # usually the indices of slices
             return jnp.asarray(value)
         if not isinstance(value, jax.Array):
-            raise UnsupportedError.of(
-                "slices and their indices must be arrays of JAX or NumPy.", shown(value), "a jax.Array"
-            )
+            problem = "slices and their indices must be arrays of JAX or NumPy."
+            raise UnsupportedError.of(problem, shown(value), "a jax.Array")
         if _is_opaque(value.dtype):
-            raise UnsupportedError.of(
-                "arrays of PRNG keys cannot be reduced.", shown(value), "jax.random.key_data(value)"
-            )
+            problem = "arrays of PRNG keys cannot be reduced."
+            raise UnsupportedError.of(problem, shown(value), "jax.random.key_data(value)")
         if isinstance(value, jax.core.Tracer):
             return value
         if type(value.sharding) is not SingleDeviceSharding and len(value.devices()) != 1:
             problem = "a replica's array must be on one device, and this one is spread over several."
-            raise DeviceError.of(
-                problem,
-                shown(value.sharding),
-                "[shard.data for shard in x.addressable_shards], one component per replica",
-            )
+            remedy = "[shard.data for shard in x.addressable_shards], one component per replica"
+            raise DeviceError.of(problem, shown(value.sharding), remedy)
         return value
 
     def spec(self, x: Array) -> TensorSpec:
@@ -280,7 +276,7 @@ class Jax(Immutable):
         return list(_UNPACK(cuts, *parts))
 
     def clone(self, x: Array) -> Array:
-        return _OWN(x)
+        return _COPY(x)
 
     def concat(self, xs: Sequence[Array], axis: int) -> Array:
         return _CONCAT(axis, *xs)
@@ -329,12 +325,9 @@ class Jax(Immutable):
     def is_recorded(self, x: Any) -> bool:
         parts = (x.values, x.indices) if isinstance(x, IndexedSlices) else (x, getattr(x, "data", None))
         if any(isinstance(part, jax.core.Tracer) for part in parts):
-            raise UnsupportedError.of(
-                "a traced value cannot be reduced with values of other replicas' threads.",
-                shown(x),
-                "reduce outside of jit, grad and vmap: the gradients, not the loss; under jax.shard_map, "
-                "crossreduce.jax.all_reduce",
-            )
+            problem = "a traced value cannot be reduced with values of other replicas' threads."
+            remedy = "reduce outside of jit, grad and vmap: the gradients, not the loss; under jax.shard_map, "
+            raise UnsupportedError.of(problem, shown(x), remedy + "crossreduce.jax.all_reduce")
         return False
 
     def differentiable(
@@ -355,7 +348,7 @@ def _canonical_name(device: Any) -> str:
 
 @lru_cache(maxsize=1024)
 def cpu_number(sharding: Any) -> int:
-    """Return the number of the CPU device on which arrays of this sharding are; -1 if they are not on a single one."""
+    """Return the number of the CPU device on which arrays of this sharding are, or -1 if they are not on one device."""
     devices = sharding.device_set
     (device,) = devices if len(devices) == 1 else (None,)
     return device.id if device is not None and device.platform == "cpu" else -1

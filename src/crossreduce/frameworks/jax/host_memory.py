@@ -49,8 +49,7 @@ class JaxMemory(SharedResults):
         # JAX uses the memory without a copy, since ``kernels.memory`` aligns it to 64 bytes.
         kind = np.dtype(dtype)
         filled = [np.frombuffer(memory, kind).reshape(shape) for (memory,), shape in zip(blanks, shapes, strict=True)]
-        # Arrays that were made while x64 was enabled keep their 64-bit dtypes. To make such results, x64 is needed
-        # again.
+        # Arrays that were made while x64 was enabled keep their 64-bit dtypes. Making such results needs x64 again.
         wide = kind.name in _X64 and not jax.config.jax_enable_x64
         with jax.enable_x64(True) if wide else nullcontext():
             return _on_all(filled, devices)
@@ -74,7 +73,7 @@ def _on_all(xs: list[Any], devices: tuple[str, ...]) -> list[tuple[Array, ...]]:
 
 @lru_cache(maxsize=1024)
 def _replicated_sharding(devices: tuple[str, ...]) -> NamedSharding | None:
-    """Return the sharding with a complete copy on each device; ``None`` if two names denote one physical device."""
+    """Return the sharding with a complete copy on each device, or ``None`` if two names denote one physical device."""
     places = [place(device)[0] for device in devices]
     return None if len(set(places)) < len(places) else NamedSharding(Mesh(np.array(places), ("all",)), PartitionSpec())
 

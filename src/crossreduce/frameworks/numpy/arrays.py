@@ -45,14 +45,14 @@ def _name(dtype: np.dtype[Any]) -> str:
 
 @lru_cache(maxsize=1024)
 def numbers_of(op: ReduceOp, dtype: str, count: int) -> Numbers:
-    """Return how NumPy and CuPy compute an op. Their true division of any integers gives float64."""
+    """Return how NumPy and CuPy compute an op over ``count`` components. A mean of integers is a float64."""
     result = "float64" if op is ReduceOp.MEAN and dtype in INTEGERS else dtype
     return Numbers(op, dtype, ACCUMULATORS[op, dtype], result, count if op is ReduceOp.MEAN else 1)
 
 
 @lru_cache(maxsize=1024)
 def require_host(devices: tuple[str, ...], framework: str) -> None:
-    """Raise unless every device is host memory of this process."""
+    """Raise a ``DeviceError`` if a device is not a CPU device of this host."""
     for device in devices:
         if not device.startswith("cpu:"):
             problem = f"{framework} arrays can only be on CPU devices of this host."
@@ -60,6 +60,7 @@ def require_host(devices: tuple[str, ...], framework: str) -> None:
 
 
 def _uniform_in_python(values: tuple[Any, ...]) -> tuple[tuple[int, ...], np.dtype[Any]] | None:
+    """Return the common shape and dtype of arrays, for ``Framework.uniform``."""
     first = values[0]
     if type(first) is not np.ndarray or not first.dtype.isnative:
         return None
@@ -88,9 +89,8 @@ class NumPy:
 
     def _plain(self, value: Any) -> Array:
         if isinstance(value, np.ma.MaskedArray):
-            raise UnsupportedError.of(
-                "masked arrays cannot be reduced.", shown(value), "fill the masked elements: value.filled(0)"
-            )
+            remedy = "fill the masked elements: value.filled(0)"
+            raise UnsupportedError.of("masked arrays cannot be reduced.", shown(value), remedy)
         array = np.asarray(value)
         return array if array.dtype.isnative else array.astype(array.dtype.newbyteorder("="))
 
@@ -242,7 +242,7 @@ def _no_float_warnings() -> np.errstate:
 
 
 def _divide(x: Array, divisor: int) -> None:
-    """Divide in place. Complex numbers are divided part by part: NumPy's complex division rounds more than once."""
+    """Divide in place and round once. So real and imaginary parts are divided separately, unlike in NumPy itself."""
     parts = (x.real, x.imag) if x.dtype.kind == "c" else (x,)
     for part in parts:
         np.true_divide(part, divisor, out=part)

@@ -46,6 +46,7 @@ class NumPyMemory(ArrayMemory):
 
 
 def _allocate(shape: tuple[int, ...], dtype: np.dtype[Any], count: int) -> list[Any]:
+    """Return new arrays. Large ones use memory from the pool of ``kernels.memory``."""
     nbytes = math.prod(shape) * dtype.itemsize
     if nbytes < kernels.POOLED_BYTES:
         return _empty(shape, dtype, count)

@@ -40,6 +40,7 @@ _DTYPES: Final[dict[str, Any]] = {name: dtype for dtype, name in _NAMES.items()}
 
 @lru_cache(maxsize=1024)
 def _numbers(op: ReduceOp, dtype: str, count: int) -> Numbers:
+    """Return how TensorFlow computes an op over ``count`` components."""
     result = dtype
     if op is ReduceOp.MEAN and dtype in INTEGERS:  # as in TensorFlow's true division
         result = "float32" if itemsize(dtype) <= 2 else "float64"
@@ -57,6 +58,7 @@ def _logical_devices() -> dict[str, str]:
 
 @lru_cache(maxsize=1024)
 def _require(devices: tuple[str, ...]) -> None:
+    """Raise a ``DeviceError`` if TensorFlow lacks one of these devices."""
     here = _logical_devices()
     for device in devices:
         if parse(device).physical not in here:
@@ -64,6 +66,7 @@ def _require(devices: tuple[str, ...]) -> None:
 
 
 def _absent_device(device: str, here: dict[str, str]) -> DeviceError:
+    """Return the error for a device that is not in ``here``, the result of ``_logical_devices``."""
     return DeviceError.of(
         "TensorFlow has no such logical device.",
         f"{device}; logical devices: {', '.join(here)}",
@@ -91,7 +94,7 @@ def _scope(physical: str) -> str:
 def _scope_in_graph(physical: str) -> str:
     """Return the name of a device in a graph of TensorFlow 1: without a job, or with the job and task of a worker.
 
-    The session that runs the graph has the devices, so it is not checked whether this one exists.
+    It is not checked whether the device exists, since only the session that runs the graph has devices.
     """
     device = parse(physical)
     job, _, task = device.host.rpartition("-")
@@ -103,16 +106,16 @@ def _scope_in_graph(physical: str) -> str:
 
 
 def _scope_at(x: Array) -> Any:
-    """Return the scope of an array's device; if that is not known, a scope in which the placer chooses one."""
+    """Return the scope of an array's device or, if that is not known, one in which the placer chooses a device."""
     return tf.device(x.device or None)
 
 
 def _scope_beside(x: Array) -> Any:
-    """Return the scope of an array's device; if that is not known, of the device that the placer chooses for the array.
+    """Return the scope of an array's device or, if that is not known, of the device that the placer chooses for it.
 
-    Operations that join many arrays should run beside them; else each array is sent separately. Operations that combine
-    arrays of several devices use ``_scope_at`` instead, since the graph optimizer merges additions only if no device is
-    prescribed.
+    Operations that join many arrays must run on the arrays' device, or each array would be sent separately. Operations
+    that combine arrays of several devices use ``_scope_at``, since the graph optimizer merges additions only if no
+    device is prescribed.
     """
     return tf.device(x.device) if x.device else tf.compat.v1.colocate_with(x)
 
@@ -137,7 +140,7 @@ def _cast(x: Array, dtype: Any) -> Array:
 
 
 class ShapesError(MismatchError, tf.errors.InvalidArgumentError):  # type: ignore[misc]
-    """The error for replicas that differ, which can be caught as crossreduce's class and as TensorFlow's."""
+    """A ``MismatchError`` that is also a ``tf.errors.InvalidArgumentError``, so that callers can catch either."""
 
     _node_def = _op = None  # TensorFlow's constructor, which is not called, sets these
     _error_code = tf.errors.INVALID_ARGUMENT
@@ -303,7 +306,7 @@ class TensorFlow(Immutable):
 
 
 def _divide_elements(x: Array, divisor: int) -> Array:
-    """Return ``x / divisor``, rounded once; a multiplication by the reciprocal would round twice."""
+    """Return ``x / divisor``, rounded once. A multiplication by the reciprocal would round twice."""
     if x.dtype.is_complex:  # TensorFlow's complex division rounds several times, and turns inf into NaN
         return tf.complex(_divide_elements(tf.math.real(x), divisor), _divide_elements(tf.math.imag(x), divisor))
     y = tf.constant(divisor, x.dtype)
@@ -315,6 +318,7 @@ def _divide_elements(x: Array, divisor: int) -> Array:
 
 
 def _unsupported_error(value: Any) -> UnsupportedError:
+    """Return the error for a value that cannot be reduced, with the reason and a remedy for its kind."""
     if isinstance(value, tf.Tensor) and value.shape.rank is None:
         problem = "a tensor of unknown rank cannot be reduced; one of known rank and unknown sizes can."
         remedy = "tf.ensure_shape(tensor, [None, None]), with one None per axis; or an input_signature with a rank"
@@ -327,9 +331,8 @@ def _unsupported_error(value: Any) -> UnsupportedError:
         "RaggedTensor": "value.to_tensor(), or reduce value.flat_values",
     }
     kind = type(value).__name__
-    return UnsupportedError.of(
-        f"a {kind} cannot be reduced.", shown(value), remedies.get(kind, "a tf.Tensor, tf.Variable or tf.IndexedSlices")
-    )
+    remedy = remedies.get(kind, "a tf.Tensor, tf.Variable or tf.IndexedSlices")
+    return UnsupportedError.of(f"a {kind} cannot be reduced.", shown(value), remedy)
 
 
 FRAMEWORK = TensorFlow()

@@ -33,12 +33,13 @@ _dispatch_modes: Final = torch._C._len_torch_dispatch_stack
 _is_jit_tracing: Final = torch._C._is_tracing
 _forward_ad: Final = torch.autograd.forward_ad
 # torch can store and copy these dtypes, but has no kernels for their sums, minima and maxima.
-_INERT: Final = frozenset({"uint16", "uint32", "uint64"})
+_WITHOUT_KERNELS: Final = frozenset({"uint16", "uint32", "uint64"})
 
 
 @lru_cache(maxsize=1024)
 def _numbers(op: ReduceOp, dtype: str, count: int, default: Any) -> Numbers:
-    if dtype in _INERT:
+    """Return how torch computes an op over ``count`` components. ``default`` is torch's default dtype."""
+    if dtype in _WITHOUT_KERNELS:
         remedy = "cast to a signed integer that is wide enough, such as torch.int64"
         raise UnsupportedError.of(f"PyTorch cannot compute with {dtype}.", f"op {op.value}, dtype {dtype}", remedy)
     result = _NAMES[default] if op is ReduceOp.MEAN and dtype in INTEGERS else dtype
@@ -59,6 +60,7 @@ def _count(kind: str) -> int:
 
 @lru_cache(maxsize=1024)
 def _require(devices: tuple[str, ...]) -> None:
+    """Raise a ``DeviceError`` if torch lacks one of these devices."""
     for device in devices:
         place = parse(device)
         if place.host or (place.kind != "cpu" and place.index >= _count(place.kind)):
@@ -229,8 +231,8 @@ class Torch:
         return x
 
     def memory_range(self, x: Array) -> tuple[int, int, bool]:
-        reach = sum((n - 1) * step for n, step in zip(x.shape, x.stride(), strict=True)) if x.numel() else -1
-        return x.data_ptr(), x.data_ptr() + (reach + 1) * x.element_size(), bool(x.is_contiguous())
+        last = sum((n - 1) * step for n, step in zip(x.shape, x.stride(), strict=True)) if x.numel() else -1
+        return x.data_ptr(), x.data_ptr() + (last + 1) * x.element_size(), bool(x.is_contiguous())
 
     def write(self, target: Array, x: Array) -> None:
         target.copy_(x)
@@ -239,11 +241,8 @@ class Torch:
         return tuple(f"{kind}:{index}" for kind in _KINDS for index in range(_count(kind)))
 
     def thread_modes(self) -> ThreadModes:
-        inference, grad, default = (
-            torch.is_inference_mode_enabled(),
-            torch.is_grad_enabled(),
-            torch.get_default_device(),
-        )
+        inference, grad = torch.is_inference_mode_enabled(), torch.is_grad_enabled()
+        default = torch.get_default_device()
         casts = [
             (kind, torch.get_autocast_dtype(kind), torch.is_autocast_cache_enabled())
             for kind in ("cpu", "cuda", "xpu")  # not mps, which torch 2.4's autocast functions reject
@@ -282,9 +281,8 @@ class Torch:
             return bool(x.requires_grad)
         parts = (x.values, x.indices) if isinstance(x, IndexedSlices) else (x,)
         if any(isinstance(part, torch.Tensor) and part.requires_grad for part in parts):
-            raise UnsupportedError.of(
-                "an all-reduce of sparse values has no gradient.", shown(x), "tensor.detach(), or dense values"
-            )
+            problem = "an all-reduce of sparse values has no gradient."
+            raise UnsupportedError.of(problem, shown(x), "tensor.detach(), or dense values")
         return False
 
     def differentiable(
@@ -306,7 +304,7 @@ class Torch:
 
 
 class _AcrossReplicas(torch.autograd.Function):  # type: ignore[misc]
-    """Records, in one replica's graph, results that were computed from the tensors of all replicas."""
+    """Records, in one replica's autograd graph, results that were computed from the tensors of all replicas."""
 
     @staticmethod
     def forward(ctx: Any, gradient: Any, results: list[Array], *_: Array) -> tuple[Array, ...]:
@@ -319,7 +317,7 @@ class _AcrossReplicas(torch.autograd.Function):  # type: ignore[misc]
 
 
 def is_transformed() -> bool:
-    """Return whether tensors may be tracers: in torch.func, forward_ad, torch.compile, jit.trace or dispatch modes."""
+    """Return whether tensors may be tracers, as in torch.func, forward_ad, torch.compile, jit.trace, dispatch modes."""
     return (
         _interpreter() is not None
         or _dispatch_modes() > 0
@@ -335,7 +333,7 @@ def is_frozen(x: Array) -> bool:
 
 
 def has_no_memory(x: Array) -> bool:
-    """Return whether a tensor has elements but no memory, as fake tensors and lazily allocated zeros have not."""
+    """Return whether a tensor has elements but no memory, such as a fake tensor or lazily allocated zeros."""
     return bool(x.numel()) and x.data_ptr() == 0
 
 
@@ -349,6 +347,7 @@ def _divide_in_place(x: Array, divisor: int) -> None:
 
 
 def _unsupported_error(value: Any) -> UnsupportedError:
+    """Return the error for a value that cannot be reduced, with the reason and a remedy for its kind."""
     if not isinstance(value, torch.Tensor):
         return UnsupportedError.of("this is not a tensor that can be reduced.", shown(value), "a torch.Tensor")
     # repr(value) may need elements that do not exist.
@@ -356,19 +355,16 @@ def _unsupported_error(value: Any) -> UnsupportedError:
     if is_lazy(value):
         return UnsupportedError.of("a lazy parameter has no elements yet.", given, "run the module once")
     if value.is_meta:
-        return UnsupportedError.of(
-            "meta tensors have no elements.", given, "module.to_empty(device=...), and then load the values"
-        )
+        remedy = "module.to_empty(device=...), and then load the values"
+        return UnsupportedError.of("meta tensors have no elements.", given, remedy)
     if value.is_quantized:
         return UnsupportedError.of("quantized tensors cannot be reduced.", given, "tensor.dequantize()")
     if value.is_nested:
-        return UnsupportedError.of(
-            "nested tensors cannot be reduced.", given, "reduce each of tensor.unbind(), or tensor.values()"
-        )
+        remedy = "reduce each of tensor.unbind(), or tensor.values()"
+        return UnsupportedError.of("nested tensors cannot be reduced.", given, remedy)
     if hasattr(value, "full_tensor"):
-        return UnsupportedError.of(
-            "a DTensor is spread over several devices.", given, "tensor.to_local() or tensor.full_tensor()"
-        )
+        remedy = "tensor.to_local() or tensor.full_tensor()"
+        return UnsupportedError.of("a DTensor is spread over several devices.", given, remedy)
     if value.layout is not torch.strided:
         remedy = "tensor.to_dense()" if "sparse" not in str(value.layout) else "tensor.to_sparse_coo() or .to_dense()"
         return UnsupportedError.of(f"tensors of layout {value.layout} cannot be reduced.", given, remedy)

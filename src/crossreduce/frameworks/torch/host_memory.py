@@ -40,9 +40,8 @@ class TorchMemory(ArrayMemory):
         return [[x.data_ptr() for x in row] for row in arrays]
 
     def writable_outputs(self, arrays: Sequence[Sequence[Array]]) -> Sequence[Sequence[Any]]:
-        if not all(x.is_cpu and x.is_contiguous() for row in arrays for x in row) or any(
-            map(is_frozen, chain(*arrays))
-        ):
+        xs = list(chain(*arrays))
+        if not all(x.is_cpu and x.is_contiguous() for x in xs) or any(map(is_frozen, xs)):
             raise BufferError("a tensor cannot be written into")
         return [[x.data_ptr() for x in row] for row in arrays]
 
@@ -62,6 +61,7 @@ def _strided_operand(x: Array) -> tuple[int, tuple[int, ...], tuple[int, ...]]:
 
 
 def _allocate(shape: tuple[int, ...], dtype: Any, count: int) -> list[Any]:
+    """Return new tensors. Large ones use memory from the pool of ``kernels.memory``."""
     nbytes = math.prod(shape) * dtype.itemsize
     if nbytes < kernels.POOLED_BYTES:
         return [torch.empty(shape, dtype=dtype, device="cpu") for _ in range(count)]
@@ -72,8 +72,8 @@ MEMORY: Final = TorchMemory()
 
 
 def functions_for_compiled_code() -> tuple[Any, ...] | None:
-    """Return the functions of torch that ``Calls`` uses; ``None`` if torch lacks one of them, as before 2.10."""
+    """Return the functions of torch that ``Calls`` uses, or ``None`` if torch lacks one of them, as before 2.10."""
     exchange = getattr(torch.Tensor, "__dlpack_c_exchange_api__", None)
-    # torch.autograd.graph.increment_version only wraps a single tensor in a tuple, and calls this function.
+    # This is what torch.autograd.graph.increment_version calls, after it has wrapped a single tensor in a tuple.
     mark_dirty = torch._C._increment_version
     return None if exchange is None else (torch.Tensor, exchange, is_transformed, mark_dirty, torch.empty_like)

@@ -16,7 +16,7 @@ _FORMATS: Final = f"JSON of {FORMAT}, NCCL's topology XML, or the text of nvidia
 
 
 def read_file(path: Any) -> bytes:
-    """Return at most ``LARGEST`` + 1 bytes of a file; ArgumentError if this is not a path, OSError if it fails."""
+    """Return at most ``LARGEST`` + 1 bytes of a file. ArgumentError: ``path`` is not a path. OSError: reading fails."""
     try:
         with Path(path).open("rb") as file:
             return file.read(LARGEST + 1)
@@ -27,8 +27,8 @@ def read_file(path: Any) -> bytes:
 def parse(data: bytes) -> Wiring:
     """Return the wiring in a file: JSON, NCCL's topology XML, or the text of ``nvidia-smi topo -m``.
 
-    The table of nvidia-smi has no speeds. Each NVLink gets 25 GB/s, as on V100, A100 and H100, and PCIe is taken as
-    PCIe 3. For other links use ``Topology(*read_nvidia_smi(text, ...))``. If the format is unknown, or the data are
+    The table of nvidia-smi has no speeds. Each NVLink gets 25 GB/s, as on V100, A100 and H100, and PCIe links are taken
+    as PCIe 3. For other speeds use ``Topology(*read_nvidia_smi(text, ...))``. If the format is unknown, or the data are
     malformed or truncated, an ArgumentError is raised.
     """
     if len(data) > LARGEST:

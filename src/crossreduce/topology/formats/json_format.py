@@ -18,12 +18,8 @@ T = TypeVar("T")
 
 def write_json(devices: Iterable[str], switches: Iterable[Switch], links: Iterable[Link]) -> str:
     """Return a topology as JSON text: see ``Topology.to_json``."""
-    content = {
-        "format": FORMAT,
-        "devices": devices,
-        "switches": switches,
-        "links": [[src, dst, str(bandwidth), str(latency)] for src, dst, bandwidth, latency in links],
-    }
+    listed = [[src, dst, str(bandwidth), str(latency)] for src, dst, bandwidth, latency in links]
+    content = {"format": FORMAT, "devices": devices, "switches": switches, "links": listed}
     return json.dumps(content, separators=(",", ":"))
 
 
@@ -31,19 +27,12 @@ def read_json(text: str) -> Wiring:
     """Return the wiring in a JSON text: see ``Topology.from_json``."""
     try:
         read = load(text, FORMAT, "devices", "links")
-        switches = [
-            Switch(check_type(str, name), check_type(bool, reduces))
-            for name, reduces in check_list(list, read.get("switches", []))
-        ]
-        links = [
-            Link(
-                check_type(str, src),
-                check_type(str, dst),
-                _exact("bandwidth", speed),
-                *(_exact("latency", s) for s in latency),
-            )
-            for src, dst, speed, *latency in check_list(list, read["links"])
-        ]
+        listed = check_list(list, read.get("switches", []))
+        switches = [Switch(check_type(str, name), check_type(bool, reduces)) for name, reduces in listed]
+        links = []
+        for src, dst, speed, *latency in check_list(list, read["links"]):  # the latency may be missing
+            ends = check_type(str, src), check_type(str, dst)
+            links.append(Link(*ends, _exact("bandwidth", speed), *(_exact("latency", s) for s in latency)))
         return Wiring(check_list(str, read["devices"]), tuple(links), tuple(switches))
     except ArgumentError:
         raise
@@ -52,26 +41,26 @@ def read_json(text: str) -> Wiring:
         raise ArgumentError.of(problem, shown(text), f'text of format "{FORMAT}"') from error
 
 
-def load(text: str, written: str | tuple[str, ...], *parts: str) -> dict[str, Any]:
-    """Return the object in a JSON text of a format in ``written``; ValueError: another format, or a part is missing."""
+def load(text: str, accepted: str | tuple[str, ...], *keys: str) -> dict[str, Any]:
+    """Return the object in a JSON text. ValueError: its "format" is not ``accepted``, or it lacks one of ``keys``."""
     content = json.loads(text)
-    formats = (written,) if isinstance(written, str) else written
+    formats = (accepted,) if isinstance(accepted, str) else accepted
     if not isinstance(content, dict) or content.get("format") not in formats:
         raise ValueError(f'its format is not "{formats[0]}"')
-    if missing := [part for part in parts if part not in content]:
+    if missing := [key for key in keys if key not in content]:
         raise ValueError(f"it lacks {', '.join(missing)}")
     return content
 
 
 def check_type(kind: type[T], value: object) -> T:
-    """Return a value of a JSON text; TypeError unless it has exactly this type, so a bool is not an integer."""
+    """Return a value of a JSON text. TypeError: it does not have exactly this type; a bool is not an int."""
     if type(value) is not kind:
         raise TypeError(f"{value!r} is not of type {kind.__name__}")
     return value
 
 
 def check_list(kind: type[T], values: object) -> tuple[T, ...]:
-    """Return the values of a list in a JSON text; TypeError unless all of them have this type."""
+    """Return the values of a list in a JSON text. TypeError: it is not a list, or a value has another type."""
     return tuple(check_type(kind, value) for value in check_type(list, values))
 
 

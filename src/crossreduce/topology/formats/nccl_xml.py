@@ -1,7 +1,7 @@
 """The topology that NCCL or RCCL writes: the XML of NCCL_TOPO_DUMP_FILE.
 
-Input: the text of the file. Output: a ``Wiring`` of its GPUs. Their ``dev`` is their number: ``cuda:0`` and so on. A
-document type, and with it any entity, is refused, and so is text that is too long or too deeply nested.
+Input: the text of the file. Output: a ``Wiring`` of its GPUs. The GPU whose ``dev`` is 0 is ``cuda:0``, and so on. Text
+with a document type, which could define entities, is refused, and so is text that is too long or too deeply nested.
 
 ``<nvlink>`` and ``<xgmi>`` entries join GPUs. Each stands for a number of links, whose kind follows from the GPU's
 ``sm`` or ``gcn``. All NVLinks to devices of the PCI class of an NVSwitch lead to one switch, ``nvswitch``. The wiring
@@ -142,10 +142,9 @@ def _gpus(system: _Element, cpus: list[_Cpu]) -> list[_Gpu]:
     """Return the GPUs, sorted by host and number."""
     elements = [(cpu, pci, pci.all("gpu")[0]) for cpu in cpus for pci in _pci_devices(cpu.element) if pci.all("gpu")]
     if not elements:
-        missing = sum(
-            pci.get("class").startswith(("0x03", "0x12")) for cpu in cpus for pci in _pci_devices(cpu.element)
-        )
-        system.refuse(f"the file has no <gpu>; {missing} of its PCI devices are GPUs for which NCCL asks the driver.")
+        classes = [pci.get("class") for cpu in cpus for pci in _pci_devices(cpu.element)]
+        missing = sum(name.startswith(("0x03", "0x12")) for name in classes)  # display controllers and accelerators
+        system.refuse(f"the file has no <gpu>. NCCL asks the driver about {missing} of its PCI devices that are GPUs.")
     gpus: dict[str, _Gpu] = {}
     for number, (cpu, pci, element) in enumerate(elements):
         name = f"{cpu.host}cuda:{element.integer('dev', number)}"
@@ -213,13 +212,14 @@ def _pcie_links(cpus: list[_Cpu], gpus: list[_Gpu], speeds: str) -> list[Link]:
     """Return the links of PCIe, and those between the CPUs that have GPUs."""
     names = {id(gpu.pci): gpu.name for gpu in gpus}
     links: list[Link] = []
-    used: list[_Cpu] = []
+    with_gpus: list[_Cpu] = []
 
     # The nodes directly below a CPU or bridge, each with the width and kind of the link to it.
     def branches(element: _Element) -> list[tuple[str, Fraction, str]]:
         return [branch for pci in element.all("pci") for branch in branch_of(pci)]
 
     def branch_of(pci: _Element) -> list[tuple[str, Fraction, str]]:
+        """Return the entry of a GPU or bridge in ``branches``, or [] without GPUs; add the links below it."""
         width, pcie = _width(pci)
         if id(pci) in names:
             return [(names[id(pci)], width, pcie)]
@@ -236,17 +236,17 @@ def _pcie_links(cpus: list[_Cpu], gpus: list[_Gpu], speeds: str) -> list[Link]:
             links.extend(kind(pcie).between(node, name, width, speeds))
 
     for cpu in cpus:
-        host = cpu.host
+        host = cpu.host  # for ``branch_of``
         if below := branches(cpu.element):
             connect(cpu.name, below)
-            used.append(cpu)
-    pairs = [(a, b) for a in used for b in used if a is not b and a.host == b.host]
+            with_gpus.append(cpu)
+    pairs = [(a, b) for a in with_gpus for b in with_gpus if a is not b and a.host == b.host]
     links += [kind(_cpu_link_kind(a.element)).between(a.name, b.name, 1, "effective")[0] for a, b in pairs]
     return links
 
 
 def _width(pci: _Element) -> tuple[Fraction, str]:
-    """Return the number of PCIe lanes of a device divided by 16, and the kind of PCIe."""
+    """Return the width of a device's PCIe link, as its lanes divided by 16, and its kind."""
     lanes = pci.integer("link_width")
     rate = re.match(r"([0-9]+(?:\.5)?)(?:\.0)? gt/s", pci.get("link_speed"))
     return Fraction(lanes if 1 <= lanes <= 32 else 16, 16), _PCIE.get(rate[1] if rate else "", "pcie3")

@@ -31,6 +31,7 @@ _COLOURS: Final = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
 _GPU: Final = re.compile(r"GPU[0-9]{1,4}")
 _NAME: Final = re.compile(r"[A-Za-z]\w*[0-9]")  # the name of a GPU or NIC: mlx5_0, NIC0
 _CELL: Final = re.compile(r"X|NV[0-9]{1,3}|PIX|PXB|PHB|NODE|SYS|SOC")  # SOC is what SYS was called until 2017
+# The levels of the PCIe tree, lowest first: the kind of their nodes, and the entries of GPUs below one such node.
 _NEAR: Final = (("pcie", {"PIX"}), ("pcie", {"PIX", "PXB"}), ("cpu", {"PIX", "PXB", "PHB", "NODE"}))
 _SHOW: Final = "the complete output of nvidia-smi topo -m, from the line with GPU0"
 
@@ -86,6 +87,7 @@ def read_nvidia_smi(
     members = gpus + [name for name in names if name not in gpus]
 
     def near(i: int, j: int) -> str:
+        """Return which part of PCIe joins two members, or "" if the table does not say so."""
         a, b = rows.get(members[i]), rows.get(members[j])
         cell = a.cells[members[j]] if a else b.cells[members[i]] if b else ""
         if cell.startswith("NV"):  # GPUs with the same CPU affinity are at one CPU
@@ -121,6 +123,7 @@ def _pcie_links(
     count = {"pcie": 0, "cpu": 0}
 
     def join(switch: str, group: Iterable[int]) -> None:
+        """Add a node of the kind ``switch`` above the highest nodes of some GPUs."""
         below = dict.fromkeys(top[k] for k in group)
         name = f"{switch}{count[switch]}"
         count[switch] += 1
@@ -146,7 +149,7 @@ def _pcie_links(
 
 
 def _nvlinks(devices: Sequence[str], number: Callable[[int, int], int], speed: Fraction, most: int) -> list[Link]:
-    """Return the NVLinks of each group of joined devices; they lead to a switch if a row's sum exceeds ``most``."""
+    """Return the NVLinks between devices, or to a switch for each group in which a row's sum exceeds ``most``."""
     links: list[Link] = []
     switches = 0
     pairs = [pair for pair in combinations(range(len(devices)), 2) if number(*pair)]
@@ -194,7 +197,8 @@ def _table(text: str) -> tuple[list[str], dict[str, _Row]]:
             _refuse(start + 1, lines[start], f"the table does not have a row of {name}.")
     for a, row in rows.items():
         for b, cell in row.cells.items():
-            other, words = rows[b].cells[a] if b in rows else cell, lines[row.line - 1]
+            words = lines[row.line - 1]
+            other = rows[b].cells[a] if b in rows else cell  # network cards may have no rows
             if other != cell:
                 _refuse(row.line, words, f"the entries of {a} and {b} differ: {cell} and, in the row of {b}, {other}.")
             if (cell == "X") != (a == b):

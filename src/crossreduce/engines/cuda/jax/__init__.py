@@ -59,7 +59,7 @@ def supports(layout: Layout) -> bool:
 
 
 def bind(layout: Layout, arrays: Sequence[Sequence[Array]]) -> Sequence[Sequence[Array]] | None:
-    """Return the arrays themselves; ``None`` if the custom call would give other results than the loop engine."""
+    """Return the arrays themselves, or ``None`` if the custom call would give other results than the loop engine."""
     dtype = layout.buffers[0].buffer.dtype
     if dtype in _WIDE and not jax.config.jax_enable_x64:
         return None  # such arrays were made while x64 was enabled
@@ -89,13 +89,11 @@ class JaxExecutable:
 
     def __init__(self, layout: Layout, numbers: Numbers) -> None:
         self._framework, self._sources, self._destinations = layout.framework, layout.sources, layout.destinations
-        self.kinds = [
-            jax.core.ShapedArray(shape, jnp.dtype(numbers.result))
-            for shape in layout.shapes
-            for _ in self._destinations
-        ]
+        dtype = jnp.dtype(numbers.result)
+        self.kinds = [jax.core.ShapedArray(shape, dtype) for shape in layout.shapes for _ in self._destinations]
         names = {*self._sources, *self._destinations, *(name for each in layout.programs for name in each.devices)}
-        self.operations = operations(layout, numbers, dict.fromkeys(names, 0), ((True,),), False)
+        places = dict.fromkeys(names, 0)  # one physical device, whose number is known when a program is lowered
+        self.operations = operations(layout, numbers, places, readable=((True,),), with_out=False)
         loop = LOOP.compile(layout, numbers, False)
 
         # The loop is jitted on its own, so that its arrays have no device, and it does not move them.
@@ -109,11 +107,10 @@ class JaxExecutable:
         return f"{len(self._sources)} to {len(self._destinations)}"
 
     @staticmethod
-    def _rows(xs: Sequence[Array], count: int) -> list[list[Array]]:
+    def _rows(xs: Sequence[Array], count: int) -> list[list[Array]]:  # cuts ``xs`` into rows of ``count`` arrays
         return [list(xs[k : k + count]) for k in range(0, len(xs), count)]
 
     def run(self, operands: Sequence[Sequence[Array]], out: Sequence[Sequence[Array]] | None) -> list[list[Array]]:
-        """Reduce arrays."""
         assert out is None, "JAX arrays are immutable"
         move = self._framework.to_device
         flat = [move(x, name) for row in operands for x, name in zip(row, self._sources, strict=True)]
@@ -135,6 +132,7 @@ def _derivative(primals: Any, tangents: Any, *, executable: JaxExecutable) -> tu
 
 
 def _transpose(cotangents: Any, *xs: Any, executable: JaxExecutable) -> list[Any]:
+    """Return the cotangents of the operands that are undefined in ``xs``; ``None`` for the others."""
     linear = [k for k, x in enumerate(xs) if ad.is_undefined_primal(x)]
     kinds = [jax.ShapeDtypeStruct(xs[k].aval.shape, xs[k].aval.dtype) for k in linear]
     transposed = jax.linear_transpose(_with_constants(executable, xs, linear), *kinds)
@@ -165,7 +163,7 @@ def _lower_otherwise(ctx: Any, *operands: Any, executable: JaxExecutable) -> Any
 
 
 def lower(ctx: Any, *operands: Any, executable: JaxExecutable) -> Any:
-    """Lower the primitive for CUDA."""
+    """Lower the primitive for CUDA: to the custom call, or, if that cannot run, to the loop engine's operations."""
     context = ctx.module_context
     # The attribute exists in programs of jit, but not in those of shard_map.
     alone = getattr(context.axis_context, "num_devices", 0) == 1
@@ -173,25 +171,21 @@ def lower(ctx: Any, *operands: Any, executable: JaxExecutable) -> Any:
         return _lower_otherwise(ctx, *operands, executable=executable)
     (scratch,) = executable.operations.scratch
     temporary = [jax.core.ShapedArray((scratch,), jnp.dtype("uint8"))] if scratch else []
-    lowering = jax.ffi.ffi_lowering(TARGET)
-    results = lowering(
-        ctx.replace(avals_out=[*ctx.avals_out, *temporary]),
-        *operands,
-        number=np.int64(number_of(executable.operations)),
-    )
-    return results[: len(ctx.avals_out)]
+    number = np.int64(number_of(executable.operations))
+    with_temporary = ctx.replace(avals_out=[*ctx.avals_out, *temporary])
+    return jax.ffi.ffi_lowering(TARGET)(with_temporary, *operands, number=number)[: len(ctx.avals_out)]
 
 
 def number_of(made: Operations) -> int:
     """Return a number that identifies operations: a hash of them, so that it is the same in all processes."""
     text = repr((made.streams, made.scratch, made.operations))
-    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 1
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 1  # 63 bits: an int64 is signed
 
 
 def _keep(made: Operations, operands: int, ctx: Any) -> bool:
-    """Give the custom call a plan for each CUDA device of this process; return whether that is possible.
+    """Register a plan for the custom call on each CUDA device of this process, and return whether that succeeded.
 
-    There is one per device because a program is lowered once for all devices on which it may run.
+    Each device needs a plan, because a program is lowered once for all devices on which it may run.
     """
     if not _register():
         return False

@@ -103,7 +103,7 @@ class JaxDeviceMemory(DeviceMemory):
         return self.allocate_all([shape], dtype, [device])[0][0]
 
     def allocate_all(self, shapes: Sequence[tuple[int, ...]], dtype: str, devices: Sequence[int]) -> list[list[Any]]:
-        fresh = {
+        fresh = {  # by device, its new arrays for all its positions in ``devices``, made by one program
             number: iter(_empty(number, tuple(shapes) * devices.count(number), dtype)())
             for number in sorted({*devices})
         }
@@ -129,7 +129,7 @@ class JaxDeviceMemory(DeviceMemory):
             yield finished
 
     def _pass_on(self, device: int, results: list[list[_Block]], finished: list[list[Array]]) -> None:
-        """Make XLA's later programs on a device wait for the current stream; replace its results in ``finished``."""
+        """Make XLA's later programs on a device wait for the current stream; update its results in ``finished``."""
         small = _imported(self._exported(_small(device), device))
         places = [
             (j, k)
