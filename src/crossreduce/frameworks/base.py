@@ -2,7 +2,7 @@
 
 Arrays are of the framework's own type; ``Array`` is ``Any`` because the frameworks have no common type. Only three
 functions write into an array that they receive: ``combine`` into the donated one, ``write`` into its target, and
-``variable_value`` into the old value. Sizes are Python ints, so everything here also traces under ``jax.jit`` and
+``variable_values`` into the old value. Sizes are Python ints, so everything here also traces under ``jax.jit`` and
 ``tf.function``. Kernels access the arrays' memory by ``host_memory.py`` instead.
 """
 
@@ -183,8 +183,11 @@ class ReplicaFramework(Framework, Protocol):
     ) -> list[Array]:
         """Return ``results``, recorded as a function of ``xs``. ``gradient`` maps their gradients to those of xs."""
 
-    def variable_value(self, old: Array | None, x: Array, device: str) -> Array:
-        """Return a variable's array after ``x`` is assigned: a copy of ``x``, or ``old`` with the elements of ``x``."""
+    def variable_values(self, olds: Sequence[Array] | None, xs: Sequence[Array], devices: Sequence[str]) -> list[Array]:
+        """Return a variable's arrays after ``xs`` are assigned: copies of them, or ``olds`` with their elements.
+
+        The new values may share memory with the old ones.
+        """
 
     def reduce_axis(self, op: ReduceOp, x: Array, axis: int, numbers: Numbers) -> Array:
         """Return an array reduced along an axis, in the dtype ``numbers.accumulator``. A mean is only summed."""

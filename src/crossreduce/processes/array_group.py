@@ -232,7 +232,9 @@ def _readable(x: Any, op: ReduceOp | None = None) -> Array:
     except ValueError:
         shapes = [getattr(part, "shape", part) for part in x]
         problem = "the parts of an array must have the same shape, also those of an all_to_all."
-        raise ArgumentError.of(problem, shown(shapes), "parts padded to one shape, and their sizes in a further array") from None
+        raise ArgumentError.of(
+            problem, shown(shapes), "parts padded to one shape, and their sizes in a further array"
+        ) from None
     if array.dtype.byteorder not in "=|":
         array = array.astype(array.dtype.newbyteorder("="))
     require_dtype(array.dtype.name)

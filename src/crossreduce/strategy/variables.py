@@ -171,9 +171,7 @@ class Variable(_Assignable, DistributedVariable):
         first = self._framework.array(copies[0])
         if isinstance(first, Sparse):
             raise UnsupportedError.of("a variable must be dense.", shown(value), "a dense array")
-        self._components = [
-            self._framework.variable_value(None, x, device) for x, device in zip(copies, self._devices, strict=True)
-        ]
+        self._components = self._framework.variable_values(None, copies, self._devices)
         self._spec = self._framework.spec(first)
         if self._aggregation is VariableAggregation.MEAN and self._spec.dtype in INTEGERS | {"bool"}:
             problem = "the mean of integers is a float, which an integer variable cannot store."
@@ -349,15 +347,13 @@ class Variable(_Assignable, DistributedVariable):
         """Assign one value to each component. If one value does not fit, no component is changed."""
         with _WRITING:
             components = [self._new_component(how, k, value) for k, value in enumerate(values)]
-            for k, new in enumerate(components):
-                self._store_component(k, new)
+            self._components[:] = self._framework.variable_values(self._components, components, self._devices)
 
     def assign_component(self, how: str, k: int, value: Any) -> None:
         """Assign to the component of replica ``k``. ``how`` is "assign", "assign_add" or "assign_sub"."""
-        self._store_component(k, self._new_component(how, k, value))
-
-    def _store_component(self, k: int, new: Array) -> None:
-        self._components[k] = self._framework.variable_value(self._components[k], new, self._devices[k])
+        one = slice(k, k + 1)
+        new = [self._new_component(how, k, value)]
+        self._components[one] = self._framework.variable_values(self._components[one], new, self._devices[one])
 
 
 class Component(_Assignable):

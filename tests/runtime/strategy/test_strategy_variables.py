@@ -82,6 +82,28 @@ def test_a_mirrored_variable_without_aggregation_cannot_be_assigned_in_a_replica
 
 
 @pytest.mark.parametrize("n", COUNTS)
+def test_values_that_are_components_of_the_variable_itself(library, n):
+    """An assigned value may be another component of the variable, or a view of one: it is read before anything is
+    written, in every method that assigns, and in both contexts."""
+    strategy = cr.MirroredStrategy(n)
+    start = [np.arange(4.0).reshape(2, 2) + 10 * k for k in range(n)]
+    for how, combined in HOW.items():
+        var = variable(strategy, library.array(start[0]), synchronization="on_read")
+        rotated = [start[(k + 1) % n] for k in range(n)]
+        var.assign(value(library, start))
+        getattr(var, how)(cr.PerReplica([var[(k + 1) % n] for k in range(n)]))
+        assert components(library, var) == [combined(a, b).tolist() for a, b in zip(start, rotated, strict=True)], how
+        var.assign(value(library, start))
+        getattr(var, how)(
+            cr.PerReplica([x.T if library.name != "tensorflow" else library.array(library.to_numpy(x).T) for x in var])
+        )
+        assert components(library, var) == [combined(x, x.T).tolist() for x in start], how
+        var.assign(value(library, start))
+        strategy.run(lambda var=var, how=how: getattr(var, how)(var.value()[::1]))
+        assert components(library, var) == [combined(x, x).tolist() for x in start], how
+
+
+@pytest.mark.parametrize("n", COUNTS)
 def test_each_replica_has_its_component_of_a_sync_on_read_variable(library, n):
     """A replica reads and writes only its component of a sync-on-read variable. Reads elsewhere aggregate them."""
     strategy = cr.MirroredStrategy(n)

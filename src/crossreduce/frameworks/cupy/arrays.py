@@ -205,8 +205,8 @@ class CuPy(NumPy):
 
         return within
 
-    def variable_value(self, old: Array | None, x: Array, device: str) -> Array:
-        return self.clone(x)
+    def variable_values(self, olds: Sequence[Array] | None, xs: Sequence[Array], devices: Sequence[str]) -> list[Array]:
+        return [self.clone(x) for x in xs]
 
     def reduce_axis(self, op: ReduceOp, x: Array, axis: int, numbers: Numbers) -> Array:
         dtype, reduce = DTYPES_BY_NAME[numbers.accumulator], getattr(cupy, ALONG_AXIS[ELEMENTWISE[op]])

@@ -335,8 +335,8 @@ class Jax(Immutable):
     ) -> list[Array]:
         raise AssertionError("JAX records only traced values")
 
-    def variable_value(self, old: Array | None, x: Array, device: str) -> Array:
-        return self.clone(x)
+    def variable_values(self, olds: Sequence[Array] | None, xs: Sequence[Array], devices: Sequence[str]) -> list[Array]:
+        return [self.clone(x) for x in xs]
 
     def reduce_axis(self, op: ReduceOp, x: Array, axis: int, numbers: Numbers) -> Array:
         return getattr(jnp, ALONG_AXIS[ELEMENTWISE[op]])(x.astype(numbers.accumulator), axis)

@@ -218,10 +218,11 @@ class NumPy:
     ) -> list[Array]:
         raise AssertionError(f"{self.name} has no gradients")
 
-    def variable_value(self, old: Array | None, x: Array, device: str) -> Array:
-        value = self.clone(x)
-        value.flags.writeable = False  # reads of a variable return this array itself: users must not write into it
-        return value
+    def variable_values(self, olds: Sequence[Array] | None, xs: Sequence[Array], devices: Sequence[str]) -> list[Array]:
+        values = [self.clone(x) for x in xs]
+        for value in values:  # reads of a variable return these arrays themselves: users must not write into them
+            value.flags.writeable = False
+        return values
 
     def reduce_axis(self, op: ReduceOp, x: Array, axis: int, numbers: Numbers) -> Array:
         dtype = DTYPES_BY_NAME[numbers.accumulator]

@@ -292,11 +292,18 @@ class Torch:
         saveable = [x.clone() if x.is_inference() else x for x in results]
         return list(_AcrossReplicas.apply(gradient, saveable, *xs))
 
-    def variable_value(self, old: Array | None, x: Array, device: str) -> Array:
-        if old is None:
-            return self.clone(x)
-        self.write(self.writable_array(old, device), x)  # keep the old tensor, since an optimizer may refer to it
-        return old
+    def variable_values(self, olds: Sequence[Array] | None, xs: Sequence[Array], devices: Sequence[str]) -> list[Array]:
+        if olds is None:
+            return [self.clone(x) for x in xs]
+        targets = list(
+            map(self.writable_array, olds, devices)
+        )  # keep the tensors, since an optimizer may refer to them
+        written = {target.untyped_storage().data_ptr() for target in targets}
+        # A value may be another component, or a view of one, which is written before the value is read.
+        values = [self.clone(x) if x.untyped_storage().data_ptr() in written else x for x in xs]
+        for target, value in zip(targets, values, strict=True):
+            self.write(target, value)
+        return list(olds)
 
     def reduce_axis(self, op: ReduceOp, x: Array, axis: int, numbers: Numbers) -> Array:
         dtype = DTYPES_BY_NAME[numbers.accumulator]
