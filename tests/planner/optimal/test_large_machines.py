@@ -226,7 +226,7 @@ def test_forged_certificates_are_refused():
         ({"topology": topology.without_link("host0/cuda:3", "rail3")}, r"must map its topology to itself"),
         ({"cuts": tuple(cut._replace(weight=cut.weight / 2) for cut in true.cuts)}, r"total weight of at least 1"),
         ({"algbw": true.algbw * Fraction(99, 100)}, r"does not prove the bound"),
-        (some, r"devices with the same part"),
+        (some, r"devices with the same data and role"),
     ):
         with pytest.raises(PlanError, match=text):
             replace(true, **changes).check()

@@ -12,11 +12,11 @@ from planning_oracle import DIRECTED, SYMMETRIC, WHOLE, wirings
 
 from crossreduce import Topology
 from crossreduce.planning.optimal.bounds.steiner import CheapestTrees
-from crossreduce.planning.optimal.bounds.steiner_heuristic import NearTrees
+from crossreduce.planning.optimal.bounds.steiner_heuristic import HeuristicTrees
 from crossreduce.planning.optimal.bounds.tree_prices import (
     _lower_bounds,
     cheapest_prices,
-    joints_of,
+    branch_nodes_of,
     least_price,
     price_of_buffer,
 )
@@ -39,33 +39,36 @@ def test_prices_of_trees(wiring, count, drawn):
     """Two different algorithms find the same price of the cheapest tree, and the tree has this price; cheap trees for
     many devices are valid and not cheaper, and the price that is proved for many devices is not higher."""
     topology = Topology(*wiring)
-    ends, joints = topology.devices[:count], joints_of(topology)
+    ends, branch_nodes = topology.devices[:count], branch_nodes_of(topology)
     number = {node: k for k, node in enumerate(topology.nodes)}
     arcs = [(number[link.src], number[link.dst]) for link in topology.links]
     prices = [drawn.randint(1, 9) for _ in arcs]
     priced = [(link.src, link.dst, Fraction(price)) for link, price in zip(topology.links, prices, strict=True)]
-    exact, price = cheapest_prices(priced, ends, set(joints)), dict(zip(arcs, prices, strict=True))
-    number_ends, number_joints = [number[end] for end in ends], [number[joint] for joint in joints]
-    best, near = (kind(len(number), arcs, number_ends, number_joints) for kind in (CheapestTrees, NearTrees))
+    exact, price = cheapest_prices(priced, ends, set(branch_nodes)), dict(zip(arcs, prices, strict=True))
+    number_ends, number_branch_nodes = (
+        [number[end] for end in ends],
+        [number[branch_node] for branch_node in branch_nodes],
+    )
+    best, near = (kind(len(number), arcs, number_ends, number_branch_nodes) for kind in (CheapestTrees, HeuristicTrees))
     best.price(prices)
     near.price([float(price) for price in prices])
-    for joint in joints:
-        root = number[joint]
-        if joint not in exact:
+    for branch_node in branch_nodes:
+        root = number[branch_node]
+        if branch_node not in exact:
             assert best.cost(root) == near.cost(root) == float("inf")
             continue
-        assert best.cost(root) == check_tree(best, root, {*number_ends}, price) == exact[joint]
-        assert exact[joint] <= check_tree(near, root, {*number_ends}, price) <= near.cost(root)
+        assert best.cost(root) == check_tree(best, root, {*number_ends}, price) == exact[branch_node]
+        assert exact[branch_node] <= check_tree(near, root, {*number_ends}, price) <= near.cost(root)
     free = [(src, dst, drawn.randint(0, 5)) for src, dst, _ in priced]
-    exact, low = cheapest_prices(free, ends, set(joints)), _lower_bounds(free, ends, joints, joints)
-    assert low.keys() == exact.keys() & set(joints)
+    exact, low = cheapest_prices(free, ends, set(branch_nodes)), _lower_bounds(free, ends, branch_nodes, branch_nodes)
+    assert low.keys() == exact.keys() & set(branch_nodes)
     assert all(low[root] <= exact[root] and bool(low[root]) == bool(exact[root]) for root in low)
 
 
 def test_cheap_trees_of_a_line():
     """The nearest node is joined to the tree, not to the root: a line is joined by all of its links, once."""
     line = [(k, k + 1) for k in range(13)] + [(k + 1, k) for k in range(13)]
-    trees = NearTrees(14, line, range(14), range(14))
+    trees = HeuristicTrees(14, line, range(14), range(14))
     trees.price([1.0] * 26)
     assert [trees.cost(root) for root in range(14)] == [13.0] * 14
 

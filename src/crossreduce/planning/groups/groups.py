@@ -24,7 +24,7 @@ from ..forest import forest_of_trees
 from ..optimal.bound import bound_of_members
 from ..optimal.bounds.certificate import COLLECTIVES
 from ..optimal.bounds.demand import too_uneven
-from ..optimal.bounds.tree_prices import joints_of
+from ..optimal.bounds.tree_prices import branch_nodes_of
 from ..plans import Plan, plan_request
 from ..topologies import require_routes
 from .groups_bound import GroupNeed, GroupsBound
@@ -285,8 +285,8 @@ def _plan_checked_groups(
             schedules.append(plan_request(request._replace(topology=part)).schedule)
             used.append({})
             continue
-        joints = [topology.nodes.index(joint) for joint in joints_of(topology)]
-        schedule = forest_of_trees(request, topology.nodes, joints, trees).schedule
+        branch_nodes = [topology.nodes.index(branch_node) for branch_node in branch_nodes_of(topology)]
+        schedule = forest_of_trees(request, topology.nodes, branch_nodes, trees).schedule
         verify(schedule)
         schedules.append(schedule)
         used.append({pair: share * rate for pair, share in link_shares(schedule, topology).items()})

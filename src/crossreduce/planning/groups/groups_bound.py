@@ -25,7 +25,7 @@ from ...errors import PlanError, shown
 from ...topology import Topology
 from ..optimal.bounds.certificate import COLLECTIVES
 from ..optimal.bounds.steiner import MANY, few_enough
-from ..optimal.bounds.tree_prices import Priced, joints_of, price_of_buffer
+from ..optimal.bounds.tree_prices import Priced, branch_nodes_of, price_of_buffer
 
 
 class GroupNeed(NamedTuple):
@@ -137,6 +137,6 @@ class GroupsBound:
         """Return the price of the cheapest trees of a group, or, for many members, a lower limit of this price."""
         if len(group.members) == 1:
             return Fraction(0)
-        joints = joints_of(self.topology)
-        exact = few_enough(len(group.members), len(joints), MANY)
-        return price_of_buffer(priced, joints, group.collective, group.members, group.roots, exact=exact)
+        branch_nodes = branch_nodes_of(self.topology)
+        exact = few_enough(len(group.members), len(branch_nodes), MANY)
+        return price_of_buffer(priced, branch_nodes, group.collective, group.members, group.roots, exact=exact)

@@ -14,7 +14,7 @@ from typing import Final, NamedTuple
 from ...topology import Topology
 from ..optimal.bounds.column_generation import ProvedRate, TreeProgram
 from ..optimal.bounds.demand import Demand, MixedTree, demands_of
-from ..optimal.bounds.tree_prices import joints_of
+from ..optimal.bounds.tree_prices import branch_nodes_of
 from .groups_bound import GroupNeed, GroupsBound, RateLevel
 
 _NEAR: Final = Fraction(1, 10**8)  # the relative error of rates in floating point
@@ -41,19 +41,19 @@ def shared_links(topology: Topology, groups: tuple[GroupNeed, ...]) -> SharedLin
     """
     number = {node: k for k, node in enumerate(topology.nodes)}
     links = {(number[src], number[dst]): bandwidth for src, dst, bandwidth, _ in topology.links}
-    joints = tuple(number[joint] for joint in joints_of(topology))
+    branch_nodes = tuple(number[branch_node] for branch_node in branch_nodes_of(topology))
     demands: list[Demand] = []
     group_demands: list[range] = []  # the numbers of each group's demands
     for group in groups:
         start = len(demands)
         if len(group.members) > 1:
             roots = None if group.collective == "all_reduce" else {number[root]: part for root, part in group.roots}
-            parts = demands_of(group.collective, tuple(number[device] for device in group.members), roots, joints)
+            parts = demands_of(group.collective, tuple(number[device] for device in group.members), roots, branch_nodes)
             demands += [part._replace(weight=part.weight * group.weight) for part in parts]
         group_demands.append(range(start, len(demands)))
     if not demands:
         return SharedLinks(((),) * len(groups), GroupsBound(topology, groups, ()))
-    program = TreeProgram(len(number), links, joints, demands)
+    program = TreeProgram(len(number), links, branch_nodes, demands)
     fixed: dict[int, Fraction] = {}  # by the number of the demand
     proofs: list[tuple[ProvedRate, Fraction, tuple[int, ...]]] = []  # of each level: the proof, the rate, the groups
     while len(fixed) < len(demands):

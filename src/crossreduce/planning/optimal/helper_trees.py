@@ -17,10 +17,12 @@ from ..topologies import NeutralTopology, neutral_topology, reachable_nodes
 from .bounds.column_generation import Mixture, best_mixture
 from .bounds.demand import demands_of, too_uneven
 from .bounds.steiner import FEW, few_enough
-from .bounds.tree_prices import joints_of
+from .bounds.tree_prices import branch_nodes_of
 from .symmetric.orbit_forest import symmetric_bound, symmetric_forest
 
-_MOST_JOINTS: Final = 256  # with more nodes that can combine, trees of many members are not searched: it takes minutes
+_MOST_BRANCH_NODES: Final = (
+    256  # with more nodes that can combine, trees of many members are not searched: it takes minutes
+)
 
 
 class HelperTrees(NamedTuple):
@@ -58,9 +60,9 @@ def best_helper_trees(
     helpers = tuple(node for node in others if node in after & before)
     parts = {members.index(root): weight for root, weight in roots or zip(members, repeat(Fraction(1))) if weight}
     uneven = too_uneven(parts.values()) or too_uneven([link.bandwidth for link in topology.links])
-    joints = len(joints_of(topology))
-    exact = few_enough(len(members), joints)
-    if not exact and (collective != "all_reduce" or roots is not None or joints > _MOST_JOINTS):
+    branch_nodes = len(branch_nodes_of(topology))
+    exact = few_enough(len(members), branch_nodes)
+    if not exact and (collective != "all_reduce" or roots is not None or branch_nodes > _MOST_BRANCH_NODES):
         return None
     if not helpers or len(members) == 1 or uneven or (not exact and _symmetry_suffices(topology, members)):
         return None
