@@ -73,9 +73,9 @@ def replace_switches(
     """Return capacities in which arcs between neighbours replace each switch. The trees of all roots still fit.
 
     ``roots`` is the number of trees of each root, and ``groups`` the number of each device's group. At each switch, the
-    capacities in and out must be equal. First, the capacity of a switch is shared evenly between pairs of neighbours. If
-    the switch joins several groups, only pairs of different groups get shares, and if this fails, all pairs. Even shares
-    fail if the trees then do not fit, or if capacities in and out become unequal at another switch. If they fail,
+    capacities in and out must be equal. First, the capacity of a switch is shared evenly between pairs of neighbours:
+    only between pairs of different groups if the switch joins several, and between all pairs if this fails. It fails if
+    the trees then do not fit, or if capacities in and out become unequal at another switch. If all even shares fail,
     ``_split_off`` replaces one pair of arcs (in and out) after the other.
     """
     for switch in switches:
@@ -139,7 +139,7 @@ def _even_shares(
 
 
 def _bypass(capacities: Capacities, u: int, switch: int, t: int, amount: int) -> None:
-    """Replace ``amount`` of the capacity from u through a switch to t by an arc. If u is t, only remove the capacity."""
+    """Replace ``amount`` of the capacity from u through a switch to t by an arc. If u is t, only remove it."""
     if not amount:
         return
     into, out = capacities.take((u, switch), amount), capacities.take((switch, t), amount)
