@@ -261,10 +261,7 @@ def _weight(given: object) -> Fraction:
 
 
 def _root(topology: Topology, collective: str, members: tuple[str, ...], root: str | int | None) -> str | None:
-    """Return the canonical name of a group's root, or ``None`` if the collective has no root.
-
-    If no root is given, return the device with the greatest bound.
-    """
+    """Return the name of a group's root (by default the device with the greatest bound), or ``None`` if it has none."""
     if collective not in ("broadcast", "reduce"):
         if root is not None:
             raise ArgumentError.of(f"{collective} has no root.", f"root {shown(root)}", "None in roots")
@@ -316,10 +313,7 @@ def _used_part(topology: Topology, members: tuple[str, ...], used: dict[Pair, Fr
 def _divide_limits(
     limits: tuple[SharedLimit, ...], used: list[dict[Pair, Fraction]], k: int
 ) -> tuple[SharedLimit, ...]:
-    """Return the part of each shared limit for group ``k``, in proportion to the group's load on the limit's links.
-
-    ``used`` is the bandwidth that each group uses of each link.
-    """
+    """Return the part of each shared limit for group ``k``, in proportion to the group's load on the limit's links."""
     divided = []
     for limit in limits:
         amounts = [sum((links.get(pair, Fraction(0)) for pair in limit.links), Fraction(0)) for links in used]

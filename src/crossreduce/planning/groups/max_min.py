@@ -2,9 +2,8 @@
 
 The least rate / weight of a group is as great as possible, then the next one, and so on. Input: a topology, and the
 needs of groups. Output: the trees of each group, which together fit the links, and a ``GroupsBound``. At each level, a
-linear program (``column_generation.py``) finds the greatest common rate / weight of the groups that are not fixed, while
-fixed groups keep their rates. Groups whose trees have a price above 0 are then fixed at this rate. Only rates are fixed: the
-trees of all groups may change at each level.
+linear program (``column_generation.py``) finds the greatest common rate / weight of all groups that are not fixed. Then
+groups whose trees have a price above 0 are fixed: they keep this rate, but their trees may change at later levels.
 """
 
 from __future__ import annotations
@@ -22,6 +21,8 @@ _NEAR: Final = Fraction(1, 10**8)  # the relative error of rates in floating poi
 _PARTS: Final = 1 << 30  # rates that are not proved are rounded to denominators of at most _PARTS
 _LEAST_PAID: Final = Fraction(1, 10**6)  # groups whose trees have a lower price, perhaps by rounding, are fixed later
 _ZERO: Final = Fraction(0)
+
+_LevelProof = tuple[ProvedRate, Fraction, tuple[int, ...]]  # (proof, planned rate / weight, groups fixed at the level)
 
 
 class SharedLinks(NamedTuple):
@@ -57,7 +58,7 @@ def shared_links(topology: Topology, groups: tuple[GroupNeed, ...]) -> SharedLin
         return SharedLinks(((),) * len(groups), GroupsBound(topology, groups, ()))
     program = TreeProgram(len(number), links, branch_nodes, demands)
     fixed: dict[int, Fraction] = {}  # by the number of the demand: its fixed rate in GB/s
-    proofs: list[tuple[ProvedRate, Fraction, tuple[int, ...]]] = []  # by level: (proof, rate / weight, fixed groups)
+    proofs: list[_LevelProof] = []
     while len(fixed) < len(demands):
         float_rate = program.solve(fixed)
         assert float_rate is not None, "every group is connected"
@@ -84,11 +85,7 @@ def shared_links(topology: Topology, groups: tuple[GroupNeed, ...]) -> SharedLin
 
 
 def _levels(
-    topology: Topology,
-    demands: list[Demand],
-    group_demands: list[range],
-    proofs: list[tuple[ProvedRate, Fraction, tuple[int, ...]]],
-    factor: Fraction,
+    topology: Topology, demands: list[Demand], group_demands: list[range], proofs: list[_LevelProof], factor: Fraction
 ) -> tuple[RateLevel, ...]:
     """Return the levels of a certificate for rates that are ``factor`` times those in ``proofs``."""
     levels = []

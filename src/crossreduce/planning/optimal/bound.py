@@ -25,6 +25,7 @@ _MOST_NODES: Final = 24
 _ROUNDING: Final = Fraction(1, 10**6)  # the relative error of rates of rounded trees
 
 Roots = str | int | Mapping[str, int | Fraction] | Mapping[int, int | Fraction] | None
+RootWeights = tuple[tuple[str, Fraction], ...]  # (canonical name of a root, its weight)
 
 
 def bound(
@@ -57,9 +58,7 @@ def bound(
     return bound_of_members(topology, collective, members, _read_roots(topology, members, collective, root))
 
 
-def _read_roots(
-    topology: Topology, members: tuple[str, ...], collective: str, root: Roots
-) -> tuple[tuple[str, Fraction], ...] | None:
+def _read_roots(topology: Topology, members: tuple[str, ...], collective: str, root: Roots) -> RootWeights | None:
     """Return the roots for ``bound_of_members``: (canonical name, weight) in the order of the members, or ``None``."""
     if root is None:
         return None
@@ -86,7 +85,7 @@ def _read_roots(
 
 @lru_cache(maxsize=4096)
 def bound_of_members(
-    topology: Topology, collective: str, members: tuple[str, ...], roots: tuple[tuple[str, Fraction], ...] | None = None
+    topology: Topology, collective: str, members: tuple[str, ...], roots: RootWeights | None = None
 ) -> Bound:
     """Return the bound of a collective among some devices, which are given by canonical names.
 
@@ -114,7 +113,7 @@ def bound_of_members(
 
 
 def _bound_by_trees(
-    topology: Topology, collective: str, members: tuple[str, ...], roots: tuple[tuple[str, Fraction], ...] | None
+    topology: Topology, collective: str, members: tuple[str, ...], roots: RootWeights | None
 ) -> tuple[Bound | None, bool]:
     """Return the bound that the prices of links prove for trees with helpers, and whether trees reach this bound.
 
@@ -128,36 +127,27 @@ def _bound_by_trees(
     if best is None:
         return None, False
     names, links = best.neutral.names, best.neutral.topology.links
-    prices = tuple(
-        (names[link.src], names[link.dst], price)
-        for link, price in zip(links, best.mixture.prices, strict=True)
-        if price
-    )
+    priced = zip(links, best.mixture.prices, strict=True)
+    prices = tuple((names[link.src], names[link.dst], price) for link, price in priced if price)
     parts = roots or tuple((device, Fraction(1)) for device in members)
     proved = Bound(topology, collective, members, parts, best.mixture.most, (), prices=prices)
     return proved, best.mixture.rate >= best.mixture.most * (1 - _ROUNDING)
 
 
-def _bound_by_cuts(
-    topology: Topology, collective: str, members: tuple[str, ...], parts: tuple[tuple[str, Fraction], ...]
-) -> Bound:
+def _bound_by_cuts(topology: Topology, collective: str, members: tuple[str, ...], parts: RootWeights) -> Bound:
     """Return the lowest bound that cuts prove."""
     if collective == "all_reduce":
         from .bounds.linear_program import optimum
 
         neutral, names = neutral_topology(topology, members)
         best = optimum(neutral)
-        cuts = tuple(
-            Cut(frozenset(names[node] for node in nodes), weight, outward) for nodes, weight, outward in best.cuts
-        )
+        cuts = tuple(Cut(frozenset(names[k] for k in nodes), weight, outward) for nodes, weight, outward in best.cuts)
         potentials = tuple((names[switch], down, up) for switch, down, up in best.potentials)
         return Bound(topology, collective, members, parts, best.rate, cuts, potentials)
     return _one_way_bound(topology, collective, members, parts)
 
 
-def _one_way_bound(
-    topology: Topology, collective: str, members: tuple[str, ...], parts: tuple[tuple[str, Fraction], ...]
-) -> Bound:
+def _one_way_bound(topology: Topology, collective: str, members: tuple[str, ...], parts: RootWeights) -> Bound:
     """Return the bound of a collective other than all-reduce, which the tightest cut or a linear program proves.
 
     If all switches that only forward have as much bandwidth in as out, the tightest cut gives the exact rate.

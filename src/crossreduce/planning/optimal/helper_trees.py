@@ -48,9 +48,7 @@ def best_helper_trees(
     >>> half.mixture.rate / 64, half.mixture.rate == half.mixture.most  # links have 64 GB/s
     (Fraction(6, 1), True)
     """
-    members = tuple(
-        device for device in topology.devices if device in members
-    )  # in one order, so that the proof does not depend on it
+    members = tuple(device for device in topology.devices if device in members)  # the proof then needs no other order
     others = [device for device in topology.devices if device not in members]
     others += [switch.name for switch in topology.switches if switch.reduces]
     # A helper can be reached from a member, and can reach a member, perhaps another one: in a broadcast or reduce, two

@@ -22,10 +22,10 @@ from itertools import cycle, islice, pairwise, product
 from math import isfinite, lcm
 from typing import Final, NamedTuple
 
-from .demand import Arc, Demand, MixedTree
+from .demand import Demand, MixedTree
 from .linear_program import DENOMINATORS
 from .solver import Row, Rows, common_unit, refine, solve
-from .steiner import MANY, CheapestTrees, few_enough
+from .steiner import MANY, Arc, CheapestTrees, few_enough
 from .steiner_heuristic import HeuristicTrees
 from .tree_prices import least_price
 
@@ -55,6 +55,8 @@ _MOST_PARTS: Final = 1 << 40
 _LEAST_PRICE: Final = 1e-7
 
 _Links = Mapping[Arc, Fraction]  # the bandwidths by (src, dst)
+# (factor, trees of each demand): trees that fit the bandwidths and reach factor x the wanted rates of the demands
+_ScaledTrees = tuple[Fraction, list[list[MixedTree]]]
 
 
 class Mixture(NamedTuple):
@@ -120,10 +122,7 @@ class _Column(NamedTuple):
 
 
 class TreeProgram:
-    """The linear program of some demands: their links and the trees found so far.
-
-    ``solve`` can be called several times, with different fixed rates.
-    """
+    """The linear program of some demands and the trees found so far. It can be solved with different fixed rates."""
 
     def __init__(
         self, n: int, links: _Links, branch_nodes: Sequence[int], demands: Sequence[Demand], exact_up_to: int = MANY
@@ -199,14 +198,14 @@ class TreeProgram:
         total = sum(max(0.0, price) * float(width) for price, width in zip(prices, self.widths, strict=True))
         return [max(0.0, price) / total for price in prices]
 
-    def mixture(self, wanted: Sequence[Fraction]) -> tuple[Fraction, list[list[MixedTree]]]:
-        """Return (factor, trees of each demand): exact trees of the last solution that reach factor x the wanted rates.
+    def mixture(self, wanted: Sequence[Fraction]) -> _ScaledTrees:
+        """Return trees of the last solution with exact weights, scaled to the bandwidths.
 
         The rates of the last solution must be in proportion to the wanted rates, except for rounding errors.
         """
         columns = list(self.columns)[: len(self.weights)]
         unit = float(self.largest * self.scale)
-        best: tuple[Fraction, list[list[MixedTree]]] = Fraction(0), []
+        best: _ScaledTrees = Fraction(0), []
         for most in DENOMINATORS:
             weights = [Fraction(weight * unit).limit_denominator(most) for weight in self.weights]
             rounded = self._fit_weights(columns, weights, wanted)
@@ -214,20 +213,18 @@ class TreeProgram:
                 best = rounded
         return best
 
-    def even_mixture(self, wanted: Sequence[Fraction]) -> tuple[Fraction, list[list[MixedTree]]]:
+    def even_mixture(self, wanted: Sequence[Fraction]) -> _ScaledTrees:
         """Return the result of ``mixture``, but with all weights of trees as multiples of one number per demand."""
         columns = list(self.columns)[: len(self.weights)]
         return self._fit_weights(columns, [Fraction(round(weight * _PARTS)) for weight in self.weights], wanted)
 
-    def exact_mixture(
-        self, rates: Sequence[Fraction], *, quick: bool = False
-    ) -> tuple[Fraction, list[list[MixedTree]]]:
+    def exact_mixture(self, rates: Sequence[Fraction], *, quick: bool = False) -> _ScaledTrees:
         """Return the result of ``mixture`` with weights from iterative refinement, which takes more time.
 
         If ``quick``, only weights of few bits are tried. For many nodes, weights of more bits take minutes.
         """
         used = [column for column, weight in zip(self.columns, self.weights, strict=False) if weight > 0]
-        best: tuple[Fraction, list[list[MixedTree]]] = Fraction(0), []
+        best: _ScaledTrees = Fraction(0), []
         tries = product((used, list(self.columns)), _MORE_BITS)
         for columns, bits in islice(tries, 1) if quick else tries:
             solution = refine(self.program(columns, [rate / self.largest for rate in rates], {}), 2 * bits + 8)
@@ -284,17 +281,14 @@ class TreeProgram:
         return [listed.get(uses, column) for uses, column in diverse.items()]
 
     def _next_roots(self, k: int, prices: Sequence[float]) -> Iterable[int]:
-        """Return the root of each tree that a round adds to a demand in ``heuristic``. Roots may occur repeatedly.
-
-        There are no roots if the demand has no tree. The next round begins with other roots.
-        """
+        """Return the root of each tree that a round adds to a demand in ``heuristic``. No roots: it has no tree."""
         for key in self._keys(k):
             self.trees[key].price(prices)
         if k not in self.roots:
             self.roots[k] = deque(root for root in self.demands[k].roots if isfinite(self._cost(k, root)))
         roots = self.roots[k]
         count = max(min(len(roots), _MOST_ROOTS), _TREES_OF_ROUND // len(self.heuristic))
-        roots.rotate(-count)
+        roots.rotate(-count)  # the next round begins with other roots
         chosen: Iterable[int] = list(roots)[:count]
         if not self.paired:  # otherwise, any node of a tree can be its root
             chosen = sorted(chosen, key=lambda root: self._cost(k, root))[:_MOST_ROOTS]
@@ -377,13 +371,11 @@ class TreeProgram:
         values = [float(value) for value in solution.values]
         return values[0] * float(self.largest), values[1:], prices
 
-    def _fit_weights(
-        self, columns: Sequence[_Column], weights: Sequence[Fraction], wanted: Sequence[Fraction]
-    ) -> tuple[Fraction, list[list[MixedTree]]]:
-        """Return (factor, trees of each demand): trees that fit the bandwidths and reach factor x the wanted rates.
+    def _fit_weights(self, columns: list[_Column], weights: list[Fraction], wanted: Sequence[Fraction]) -> _ScaledTrees:
+        """Return the trees of some columns with their weights, scaled to the bandwidths.
 
-        The given weights are scaled twice: first those of each demand to its wanted rate, then all of them by one
-        factor, so that the fullest link is just full.
+        First, the weights of each demand are scaled to its wanted rate. Then all weights are scaled by one factor, so
+        that the fullest link is just full.
         """
         sums = [Fraction(0)] * len(self.demands)
         for column, weight in zip(columns, weights, strict=True):

@@ -90,10 +90,8 @@ class CutProgram:
         # For each link, the variables that share its bandwidth.
         self.sharing = list(zip(*(usage.columns for usage in self.usages), strict=True))
         if self.paired:
-            back = {arc: self.rates + k for k, arc in enumerate(self.arcs)}
-            self.sharing = [
-                (column, back[dst, src]) for (column,), (src, dst) in zip(self.sharing, self.arcs, strict=True)
-            ]
+            column_of = dict(zip(self.arcs, columns[0], strict=True))
+            self.sharing = [(column_of[src, dst], column_of[dst, src]) for src, dst in self.arcs]
         # The rate of an all-reduce whose reduce-scatter uses half of each link and its all-gather the other half. It is
         # the optimum on most machines if all of their devices take part. It is 0 unless the program is paired.
         self.simple = Fraction(0)
@@ -157,10 +155,8 @@ class CutProgram:
             upper.append(([*inside, *across], [*inside.values()] + [-1] * len(across)))
         limits = [Fraction(0)] * len(upper)
         # The sum of the variables that share a link <= its bandwidth.
-        shared = {
-            tuple(sorted(columns)): Fraction(min(width, most), unit)
-            for columns, width in zip(self.sharing, self.width, strict=True)
-        }
+        links = zip(self.sharing, self.width, strict=True)
+        shared = {tuple(sorted(columns)): Fraction(min(width, most), unit) for columns, width in links}
         upper += [(columns, [1] * len(columns)) for columns in shared]
         equal: list[Row] = []
         for node, usage in self.balances():  # the flow into the node == the flow out of it
@@ -210,10 +206,8 @@ class CutProgram:
 
     def fits(self, values: Sequence[Fraction]) -> bool:
         """Return whether a solution meets all constraints except the cuts."""
-        within = all(
-            sum(values[c] for c in columns) <= Fraction(width, self.scale)
-            for columns, width in zip(self.sharing, self.width, strict=True)
-        )
+        links = zip(self.sharing, self.width, strict=True)
+        within = all(sum(values[c] for c in columns) <= Fraction(width, self.scale) for columns, width in links)
         return within and all(
             not sum(values[c] * ((d == node) - (s == node)) for c, (s, d) in zip(usage.columns, self.arcs, strict=True))
             for node, usage in self.balances()

@@ -37,8 +37,7 @@ def tightest_cut(
     }
     weight_scale = lcm(*(weight.denominator for weight in weights.values()))
     starts = {numbers[device]: int(weight * weight_scale) for device, weight in weights.items() if weight}
-    total = sum(starts.values())
-    source = len(numbers)
+    total, source = sum(starts.values()), len(numbers)  # source: an additional node, which feeds the roots
     entering = [0] * source
     for (_, dst), capacity in arcs.items():
         entering[dst] += capacity

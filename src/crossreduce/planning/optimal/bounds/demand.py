@@ -13,8 +13,6 @@ from .steiner import Parent
 
 _MOST_UNEVEN: Final = 1_000_000  # the largest bandwidth or weight divided by the smallest one
 
-Arc = tuple[int, int]
-
 
 class Demand(NamedTuple):
     """A demand for trees that reduce from all sources to a root, copy from it to all destinations, or do both."""

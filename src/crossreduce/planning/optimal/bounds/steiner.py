@@ -20,6 +20,7 @@ from typing import Any, Final
 FEW: Final = 1 << 19
 MANY: Final = 1 << 24
 
+Arc = tuple[int, int]
 Through = tuple[int, ...]  # the nodes that data passes between a node of a tree and its parent
 Parent = tuple[int, int, Through]  # (node, its parent, the nodes passed on the way from the parent to the node)
 
@@ -45,9 +46,7 @@ class CheapestTrees:
     (6.0, [(2, 0, (3,)), (1, 0, (3,))])
     """
 
-    def __init__(
-        self, n: int, arcs: Sequence[tuple[int, int]], terminals: Sequence[int], branch_nodes: Sequence[int]
-    ) -> None:
+    def __init__(self, n: int, arcs: Sequence[Arc], terminals: Sequence[int], branch_nodes: Sequence[int]) -> None:
         """Prepare for a graph of the nodes 0 to n - 1; every terminal is a branch node."""
         self._n, self._arcs, self._branch_nodes = n, arcs, list(branch_nodes)
         self._at = {node: k for k, node in enumerate(self._branch_nodes)}  # by branch node: its index in all arrays
@@ -97,11 +96,8 @@ class CheapestTrees:
         for node in reversed(parent):
             if node in needed:
                 needed.add(parent[node])
-        return [
-            (self._branch_nodes[node], self._branch_nodes[above], self._route(above, node))
-            for node, above in parent.items()
-            if node in needed and node != start
-        ]
+        kept = [(parent[node], node) for node in parent if node in needed and node != start]
+        return [(self._branch_nodes[b], self._branch_nodes[a], self._route(a, b)) for a, b in kept]
 
     def _hops(self, prices: Sequence[float]) -> Any:
         """Return the prices of all hops: ``[a, b]`` is that of the cheapest path that passes no third branch node."""

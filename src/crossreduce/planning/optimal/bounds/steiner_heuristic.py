@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from heapq import heappop, heappush
 from math import inf
 
-from .steiner import Parent
+from .steiner import Arc, Parent
 
 
 class HeuristicTrees:
@@ -26,9 +26,7 @@ class HeuristicTrees:
     (4.0, [(3, 0, ()), (1, 3, ()), (2, 3, ())])
     """
 
-    def __init__(
-        self, n: int, arcs: Sequence[tuple[int, int]], terminals: Sequence[int], branch_nodes: Sequence[int]
-    ) -> None:
+    def __init__(self, n: int, arcs: Sequence[Arc], terminals: Sequence[int], branch_nodes: Sequence[int]) -> None:
         """Prepare for a graph of the nodes 0 to n - 1; every terminal is a branch node."""
         self._terminals, self._branch_nodes = frozenset(terminals), frozenset(branch_nodes)
         self._leaving: list[list[tuple[int, int]]] = [[] for _ in range(n)]  # by node, links out of it: (to, number)

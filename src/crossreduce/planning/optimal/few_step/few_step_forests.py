@@ -81,9 +81,8 @@ def faster_forest(request: Request, best: Pieces) -> Pieces:
     if least is None:
         return best
     rate = _bound(topology, members, task)
-    limits = _Limits(
-        task, least, rate, request.nbytes / (rate * 1e9), *_latencies(topology, members), _queueing(request)
-    )
+    transfer = request.nbytes / (rate * 1e9)
+    limits = _Limits(task, least, rate, transfer, *_latencies(topology, members), _queueing(request))
     delay = max(limits.hop, limits.queued / _QUEUE)
     far = limits.transfer > FAR * delay > 0
     long = far if limits.queued else limits.transfer > LONG * delay > 0
@@ -189,10 +188,7 @@ def _receiving_steps(task: _Task, more: int, least: int, many: bool) -> float:
 
 
 def _cannot_help(rates: list[float], left: int, nbytes: int, goal: float) -> bool:
-    """Return whether ``left`` more steps cannot reach the goal (in seconds), even if each adds as much as the last one.
-
-    ``rates`` are the rates of the forests so far, in GB/s.
-    """
+    """Return whether ``left`` more steps cannot reach the goal (seconds) if each adds as many GB/s as the last one."""
     return len(rates) > 1 and (rates[-1] + left * (rates[-1] - rates[-2])) * goal * 1e9 < nbytes
 
 
@@ -249,10 +245,7 @@ def _forest(request: Request, task: _Task, steps: int, many: bool) -> Schedule |
 
 
 def _neutral_view(request: Request, task: _Task) -> tuple[dict[str, str], Topology]:
-    """Return the neutral topology of a request and the original names of its nodes.
-
-    The topology is reversed if the task has only trees into the roots.
-    """
+    """Return a request's neutral topology, reversed for trees into roots only, after the original names of its nodes."""
     assert request.topology is not None
     neutral = neutral_topology(request.topology, request.members, ())
     return neutral.names, neutral.topology.reversed() if task.backwards else neutral.topology

@@ -39,11 +39,7 @@ _ROUNDS_PER_STEP: Final = 6  # additional rounds for each step with a single roo
 REFINED: Final = 0.95  # mostly, the later programs reduce the time of the first one at most by this factor
 _STEEP: Final = 8.0  # how fast prices grow with the load of a link, in the first rounds
 _MOST_PROGRAMS: Final = 6  # 3 if trees are not the cheapest
-_MIXES: Final = (
-    1.0,
-    0.6,
-    0.3,
-)  # the weight of the dual in the mean of it and the best prices, at which trees are searched
+_MIXES: Final = (1.0, 0.6, 0.3)  # trees are searched at means of the dual, with these weights, and the best prices
 _LEAST: Final = 1e-9  # smaller amounts are rounding errors of a solution
 # Amounts are rounded to integer numbers of equal units, few of them, since each column becomes a chunk of the schedule.
 # The columns of a group have a fixed part of the buffer together: those of a root, or all if any roots are allowed.
@@ -74,7 +70,7 @@ class Shares(NamedTuple):
     limit: float  # with up to ``MOST_EXACT`` devices, no solution takes less time
 
 
-class _FirstSolution(NamedTuple):
+class _State(NamedTuple):
     """The state of a search after the first linear program."""
 
     columns: dict[Column, Any]  # by column: its load on each link in each row, for an amount of 1
@@ -126,9 +122,7 @@ def expected_time(
 
 
 @lru_cache(maxsize=64)
-def _first_solution(
-    topology: Topology, roots: int | None, steps: int, many: bool, paired: bool
-) -> _FirstSolution | None:
+def _first_solution(topology: Topology, roots: int | None, steps: int, many: bool, paired: bool) -> _State | None:
     """Return the state of a search after its first program. The search begins with the trees used with fewer steps."""
     fewer = _first_solution(topology, roots, steps - 1 - paired, many, paired) if steps > 1 + paired else None
     return _Search(topology, roots, steps, many, paired).begin(fewer.used if fewer else [])
@@ -160,7 +154,7 @@ class _Search:
             number = {(link.src, link.dst): k for k, link in enumerate(topology.links)}
             self.back = np.array([number[link.dst, link.src] for link in topology.links])
 
-    def begin(self, known: list[Column]) -> _FirstSolution | None:
+    def begin(self, known: list[Column]) -> _State | None:
         """Return the state after the first program, or ``None`` if it fails. Begin with the ``known`` columns."""
         import numpy as np
 
@@ -188,9 +182,9 @@ class _Search:
         if solution is None:
             return None
         used = [column for column, amount in zip(self.columns, solution[1], strict=True) if amount > _LEAST]
-        return _FirstSolution(self.columns, used, self.limit, self.best, solution, solution[0] / self.scale)
+        return _State(self.columns, used, self.limit, self.best, solution, solution[0] / self.scale)
 
-    def shares(self, first: _FirstSolution) -> Shares:
+    def shares(self, first: _State) -> Shares:
         """Return the shares of the last solution, after adding columns and solving the program several times."""
         self.columns = dict(first.columns)
         self.limit, self.best, solution = first.limit, first.best, first.solution
@@ -306,11 +300,8 @@ class _Search:
 
 
 def _reverse_prices(costs: list[Any]) -> list[Any]:
-    """Return the prices for trees into a root, which are found backwards: the steps and the hops are reversed.
-
-    Steps that share an array in ``costs`` also share one in the result, so that equal steps are recognised.
-    """
-    reverse: dict[int, Any] = {}
+    """Return the prices for trees into a root, which are found backwards: the steps and the hops are reversed."""
+    reverse: dict[int, Any] = {}  # by id: steps that share an array in ``costs`` also share one in the result
     return [reverse.setdefault(id(cost), cost.T.copy()) for cost in reversed(costs)]
 
 

@@ -172,10 +172,8 @@ class _Program:
         for outward in self.directions:
             first = self.first[outward]
             widths = [round(values[first + orbit] * scale) for orbit in range(len(quotient.sizes))]
-            capacities = {
-                (arc if outward else arc[::-1]): widths[orbit]
-                for arc, orbit in zip(quotient.arcs, quotient.orbit, strict=True)
-            }
+            arcs = quotient.arcs if outward else [(dst, src) for src, dst in quotient.arcs]
+            capacities = {arc: widths[orbit] for arc, orbit in zip(arcs, quotient.orbit, strict=True)}
             fed = 0
             for device in range(quotient.n):
                 root = quotient.symmetry.orbits[device]

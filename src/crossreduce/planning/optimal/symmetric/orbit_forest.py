@@ -114,9 +114,8 @@ def symmetric_forest(
     if collective != "all_reduce":
         parts = dict(roots or ((device, Fraction(1)) for device in members))
         total = sum(parts.values(), Fraction(0))
-        weights = {
-            root: parts.get(topology.nodes[root], Fraction(0)) * symmetry.sizes[root] / total for root in quotient.roots
-        }
+        nodes, sizes = topology.nodes, symmetry.sizes
+        weights = {root: parts.get(nodes[root], Fraction(0)) * sizes[root] / total for root in quotient.roots}
     tree_nodes = len(members) + len(helpers)
     rate, trees = best_trees(quotient, collective, weights, limit, tree_nodes)
     shares = [_tree_share(tree) for tree in trees]
@@ -146,10 +145,8 @@ def symmetric_direct(request: Request) -> GeneratedSchedule | None:
     owners = sorted({orbit for orbit in symmetry.orbits if orbit < n})  # one device of each orbit
     owner_names = tuple(topology.devices[owner] for owner in owners)
     base = direct_schedule(request._replace(devices=topology.devices), owner_names)
-    chunks = tuple(
-        chunk._replace(share=Fraction(symmetry.sizes[owner], n))
-        for chunk, owner in zip(base.chunks, owners, strict=True)
-    )
+    shares = [Fraction(symmetry.sizes[owner], n) for owner in owners]
+    chunks = tuple(chunk._replace(share=share) for chunk, share in zip(base.chunks, shares, strict=True))
     return GeneratedSchedule(replace(base, chunks=chunks), symmetry, topology.nodes, in_order=True)
 
 

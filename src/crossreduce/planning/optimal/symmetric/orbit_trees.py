@@ -125,10 +125,7 @@ class _TreeSearch:
         return columns
 
     def single_tree(self, columns: list[_TreeColumn], limit: Fraction) -> OrbitTree | None:
-        """Return a tree that reaches the bound with no other trees than its images, or ``None``.
-
-        Trees whose root has few images are preferred.
-        """
+        """Return a tree that reaches the bound alone with its images, or ``None``. Prefer roots with few images."""
         if len(self.roots) > 1 and self.weights is not None:
             return None
         quotient = self.quotient
@@ -139,10 +136,7 @@ class _TreeSearch:
         return None
 
     def grow_tree(self, root: int, costs: Sequence[int], *, outward: bool) -> tuple[Parent, ...]:
-        """Return a cheap tree out of (or into) a root, at the cost of one link of each orbit.
-
-        Of equally cheap routes, those that begin nearest to the root are taken.
-        """
+        """Return a cheap tree out of (or into) a root. Of equally cheap routes, take those that begin near the root."""
         n, neighbours = self.tree_nodes, self.neighbours[outward]
         count = len(neighbours)
         joined = [False] * count
@@ -186,7 +180,8 @@ class _TreeSearch:
         """Return the linear program. Variable 0 is the total rate, and variable k + 1 the rate of column k."""
         quotient = self.quotient
         by_orbit: list[tuple[list[int], list[Fraction]]] = [([], []) for _ in quotient.sizes]
-        for k, column in enumerate(columns, start=1):
+        numbered = list(enumerate(columns, start=1))
+        for k, column in numbered:
             for orbit, count in column.used:
                 by_orbit[orbit][0].append(k)
                 by_orbit[orbit][1].append(Fraction(count, quotient.sizes[orbit]))
@@ -194,10 +189,7 @@ class _TreeSearch:
         limits = [width / self.largest for width in quotient.width]
         needs: list[tuple[Fraction, list[int]]] = [(Fraction(1), list(range(1, len(columns) + 1)))]
         if self.weights is not None:
-            needs = [
-                (self.weights[root], [k for k, column in enumerate(columns, start=1) if column.root == root])
-                for root in self.roots
-            ]
+            needs = [(self.weights[root], [k for k, tree in numbered if tree.root == root]) for root in self.roots]
         for part, trees in needs:
             upper.append(([0, *trees], [part] + [-1] * len(trees)))
             limits.append(Fraction(0))

@@ -15,9 +15,9 @@ from ....topology import Link, Topology
 from ..bounds.cuts import cuts_suffice, tightest_cut
 from ..bounds.linear_program import optimum
 from ..bounds.solver import common_unit
-from ..bounds.steiner import Through
+from ..bounds.steiner import Arc, Through
 from .packing import Batch, pack_trees
-from .switches import Arc, Capacities, all_reached, replace_switches
+from .switches import Capacities, all_reached, replace_switches
 from .tree_schedule import Tree
 
 # If at most this many trees per root, on average, reach the bound exactly, they are used. If more are necessary, fewer

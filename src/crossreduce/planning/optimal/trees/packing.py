@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from ....progress import report
 from ..bounds.cuts import Network
-from .switches import Arc
+from ..bounds.steiner import Arc
 
 Batch = tuple[int, int, list[Arc]]  # equal trees: the root, the number of trees, and the arcs from the root outwards
 
@@ -30,8 +30,7 @@ def pack_trees(
     if simple is not None:
         return simple
     left = dict(capacities)
-    waiting: list[Batch] = [(root, units, []) for root, units in roots.items() if units]
-    waiting.reverse()
+    waiting: list[Batch] = [(root, units, []) for root, units in reversed(roots.items()) if units]
     done: list[Batch] = []
     packed, to_pack = 0, sum(units for _, units, _ in waiting) * (n - 1)  # numbers of edges of trees, for the progress
     while waiting:
@@ -58,17 +57,12 @@ def pack_trees(
 
 
 def _all_at_once(capacities: dict[Arc, int], roots: dict[int, int], n: int) -> list[Batch] | None:
-    """Return batches that grow together, level by level, over the widest arcs. ``None`` if a tree cannot grow further.
-
-    This is fast, since it computes no flows.
-    """
+    """Return batches that grow together, level by level, over the widest arcs, or ``None`` if a tree gets stuck."""
     left = dict(capacities)
     into: list[list[int]] = [[] for _ in range(n)]
     for src, dst in left:
         into[dst].append(src)
-    trees: list[tuple[int, int, list[Arc], dict[int, int]]] = [
-        (root, units, [], {root: 0}) for root, units in roots.items() if units
-    ]
+    trees = [(root, units, list[Arc](), {root: 0}) for root, units in roots.items() if units]  # {node: level}
     for level in range(n):
         before = sum(len(depth) for *_, depth in trees)
         for root, units, arcs, depth in trees:
@@ -112,11 +106,8 @@ class _Remaining:
             del self.left[arc]
         self.limits = [(nodes, most - units * (arc[1] in nodes and arc[0] not in nodes)) for nodes, most in self.limits]
 
-    def choose(self, depth: dict[int, int], units: int) -> tuple[Arc, int]:
-        """Return the next arc of a batch of ``units`` trees, and the number of these trees that can use it.
-
-        ``depth`` has the level of each node that the trees have reached.
-        """
+    def choose(self, depth: dict[int, int], units: int) -> tuple[Arc, int]:  # depth: the level of each reached node
+        """Return the next arc of a batch of ``units`` trees, and the number of these trees that can use it."""
         arcs = [arc for arc in self.left if arc[0] in depth and arc[1] not in depth]
         arcs.sort(key=lambda arc: (depth[arc[0]], -self.left[arc], arc))
         best, most = arcs[0], 0

@@ -13,9 +13,7 @@ from collections.abc import Callable, Iterable, Sequence
 from operator import ne
 
 from ..bounds.cuts import Network
-from ..bounds.steiner import Through
-
-Arc = tuple[int, int]
+from ..bounds.steiner import Arc, Through
 
 
 class Capacities(dict[Arc, dict[Through, int]]):
@@ -99,7 +97,7 @@ def replace_switches(
                 capacities = tried
                 break
         else:
-            capacities = _split_off(capacities, switch, entering, leaving, roots, devices, n)
+            capacities = _split_off(capacities, switch, sorted({*entering, *leaving}), roots, devices, n)
     return capacities
 
 
@@ -156,19 +154,12 @@ def _bypass(capacities: Capacities, u: int, switch: int, t: int, amount: int) ->
 
 
 def _split_off(
-    capacities: Capacities,
-    switch: int,
-    entering: dict[int, int],
-    leaving: dict[int, int],
-    roots: dict[int, int],
-    devices: Sequence[int],
-    n: int,
+    capacities: Capacities, switch: int, ends: list[int], roots: dict[int, int], devices: Sequence[int], n: int
 ) -> Capacities:
-    """Return the capacities after replacing pairs of arcs, into and out of a switch, by direct arcs.
+    """Return capacities in which direct arcs between ``ends`` replace pairs of arcs, into and out of a switch.
 
     Each pair is replaced with the largest amount for which the trees of all roots still fit.
     """
-    ends = sorted({*entering, *leaving})
     needed = sum(roots.values())
     for offset in (*range(1, len(ends)), 0):
         for k, u in enumerate(ends):
