@@ -27,10 +27,8 @@ def explain_groups(
     needs, rates = bound.groups, bound.rates
     weights = [group.weight for group in needs]
     collectives = ", ".join(dict.fromkeys(group.collective for group in needs))
-    lines = [
-        f"{collectives} of {many(len(needs), 'group')} at the same time on "
-        f"{many(len(bound.topology.devices), 'device')}, which share the links"
-    ]
+    title = f"{collectives} of {many(len(needs), 'group')} at the same time on "
+    lines = [title + f"{many(len(bound.topology.devices), 'device')}, which share the links"]
     levels = bound.levels
     if not levels:
         return f"{lines[0]}: no data has to move."

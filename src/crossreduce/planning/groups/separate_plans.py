@@ -52,10 +52,8 @@ def separate_plans(
 
 def losses(rates: Sequence[Fraction | None], separate: Sequence[Fraction | None]) -> tuple[Fraction, ...]:
     """Return the part of the rate that each group loses with separate plans. It is below 0 if the group gains."""
-    return tuple(
-        Fraction(0) if rate is None or separate_rate is None else 1 - separate_rate / rate
-        for rate, separate_rate in zip(rates, separate, strict=True)
-    )
+    pairs = zip(rates, separate, strict=True)
+    return tuple(Fraction(0) if rate is None or other is None else 1 - other / rate for rate, other in pairs)
 
 
 def request_of(group: GroupNeed, topology: Topology, nbytes: int) -> Request:

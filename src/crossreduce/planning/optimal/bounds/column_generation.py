@@ -295,7 +295,7 @@ class TreeProgram:
         return islice(cycle(chosen), count)
 
     def _cost(self, k: int, root: int) -> float:
-        """Return the price of the found tree of a demand with a root, or infinity if there is none."""
+        """Return the price of the tree that is found for a demand and a root, or infinity if there is none."""
         return (2 if self.paired else 1) * sum(self.trees[key].cost(root) for key in self._keys(k))
 
     def _prune(self) -> None:

@@ -94,7 +94,7 @@ def _exact_solution(program: CutProgram) -> _Exact:
 
 
 def _solve(program: CutProgram) -> tuple[Solution, list[NodeCut]]:
-    """Return a solution and its cuts. Add violated cuts until there are none, or the rate is only ``program.simple``."""
+    """Return a solution and its cuts. Add cuts until none is violated, or until the rate is only ``program.simple``."""
     cuts = program.first_cuts()
     for _ in range(_MOST_ROUNDS):
         solution = solve(program.rows(cuts, program.largest, program.largest))

@@ -179,7 +179,7 @@ def _least_s(steps: int, hop: float, transfer: float, queued: float, busy: float
 
 
 def _receiving_steps(task: _Task, more: int, least: int, many: bool) -> float:
-    """Return in how many of ``least + more`` steps a device receives data. It is an estimate, measured on machines."""
+    """Return an estimate of the number of steps, of ``least + more``, in which a device receives data (measured)."""
     if task.roots == -1:
         return 0.85 * (least + more)
     if task.paired:
@@ -245,7 +245,7 @@ def _forest(request: Request, task: _Task, steps: int, many: bool) -> Schedule |
 
 
 def _neutral_view(request: Request, task: _Task) -> tuple[dict[str, str], Topology]:
-    """Return a request's neutral topology, reversed for trees into roots only, after the original names of its nodes."""
+    """Return the original names of nodes of the neutral topology, and this topology, reversed for trees into roots."""
     assert request.topology is not None
     neutral = neutral_topology(request.topology, request.members, ())
     return neutral.names, neutral.topology.reversed() if task.backwards else neutral.topology

@@ -149,7 +149,7 @@ class _Search:
         self.limit, self.best = 0.0, np.zeros(0)  # the greatest lower limit of the time, and the prices that prove it
         self.width = np.tile(self.hops.bandwidth, (self.rows, 1))
         self.exact = self.hops.n <= MOST_EXACT
-        self.scale = float(self.hops.fastest) / (2 if self.mirrored and not many else 1)
+        self.scale = float(self.hops.fastest) / (2 if self.mirrored and not many else 1)  # divides times, for 1 GB
         if self.mirrored:
             number = {(link.src, link.dst): k for k, link in enumerate(topology.links)}
             self.back = np.array([number[link.dst, link.src] for link in topology.links])
@@ -204,8 +204,8 @@ class _Search:
     def _add_cheapest(self, prices: Any, paid: list[float] | None = None) -> list[Column] | None:
         """Add the cheapest column of each root at the given prices, and return these columns.
 
-        If ``paid`` is given, only columns that cost less than the price of their group in it are added. Return ``None``
-        if no root reaches all devices, or if one does not, but has a fixed part of the buffer.
+        ``paid`` is the price of a column by group: only cheaper columns are added. Return ``None`` if no root reaches
+        all devices, or if a root with a fixed part of the buffer does not.
         """
         both_prices = prices + prices[:, self.back] if self.mirrored and self.many else prices
         row_costs, row_routes = self.hops.costs(both_prices)
@@ -216,14 +216,14 @@ class _Search:
         least, columns = [], []
         for k, root in enumerate(self.roots):
             start, price = 0, out.price(root, 0)
-            if into is not None:  # the best step in which the tree out of the root begins
+            if into is not None:  # find the best step in which the tree out of the root begins
                 both = ((into.price(root, self.steps - s) + out.price(root, s), s) for s in range(self.steps + 1))
                 price, start = min(both)
             least.append(price)
             if price == math.inf or (paid is not None and price >= paid[min(k, self.groups - 1)] * (1 - 1e-7)):
                 continue
-            reduced = () if into is None else self._edges(into, root, self.steps - start, routes, backwards=True)
-            columns.append(Column(root, reduced, self._edges(out, root, start, routes)))
+            into_edges = () if into is None else self._edges(into, root, self.steps - start, routes, backwards=True)
+            columns.append(Column(root, into_edges, self._edges(out, root, start, routes)))
             self._add(columns[-1])
         if min(least) == math.inf or (self.groups > 1 and max(least) == math.inf):
             return None
@@ -235,6 +235,7 @@ class _Search:
     def _edges(
         self, trees: Trees, root: int, start: int, routes: list[Any], *, backwards: bool = False
     ) -> tuple[Edge, ...]:
+        """Return the hops of a tree with their routes. ``backwards``: the tree was found at ``_reverse_prices``."""
         edges = []
         for step, u, v in trees.edges(root, start):
             edge = (self.steps - 1 - step, v, u) if backwards else (step, u, v)
@@ -242,16 +243,14 @@ class _Search:
         return tuple(sorted(edges))
 
     def _add(self, column: Column) -> None:
+        """Add a column with its loads, if it is new."""
         import numpy as np
 
         if column in self.columns:
             return
         links = self.hops.links
-        used = [
-            link if self.many else step * links + link
-            for step, _, _, route in (*column.into, *column.out)
-            for link in self.hops.routes[route]
-        ]
+        uses = ((step, link) for step, _, _, route in (*column.into, *column.out) for link in self.hops.routes[route])
+        used = [link if self.many else step * links + link for step, link in uses]
         load = np.bincount(used, minlength=self.rows * links).reshape(self.rows, links).astype(float)
         if self.mirrored and self.many:
             load += load[:, self.back]
@@ -265,7 +264,7 @@ class _Search:
         import numpy as np
         from scipy.optimize import linprog
 
-        count, parts = len(self.columns), self.groups
+        count, parts = len(self.columns), self.groups  # the variables are the amounts, then the times of the rows
         links = np.arange(self.rows * self.hops.links)
         loads = np.zeros((links.size, count + self.rows))
         loads[:, :count] = np.array([load.ravel() for load in self.columns.values()]).T
@@ -321,7 +320,7 @@ def round_to_units(amounts: Any, loads: Any, group: Any, exact: float) -> tuple[
     exact_units = int(fine.sum()) // len(groups)
     loss = 0.0 if exact_units <= _UNITS[-1] else _LOSS  # few units are enough for the exact amounts: lose nothing
     enough = [units for units in _UNITS if units * len(groups) * _COLUMNS_PER_UNIT >= len(amounts)]
-    for units in (*(units for units in enough if units < exact_units), 0):
+    for units in (*(units for units in enough if units < exact_units), 0):  # 0: take the units of ``fine``
         counts = _distribute_units(amounts, loads, groups, units) if units else fine
         total_units = int(counts.sum())
         time = float((counts[:, None, None] * loads).sum(axis=0).max(axis=1).sum()) / total_units
