@@ -15,8 +15,8 @@ from crossreduce.planning.optimal.bounds.steiner import CheapestTrees
 from crossreduce.planning.optimal.bounds.steiner_heuristic import HeuristicTrees
 from crossreduce.planning.optimal.bounds.tree_prices import (
     _lower_bounds,
-    cheapest_prices,
     branch_nodes_of,
+    cheapest_prices,
     least_price,
     price_of_buffer,
 )

@@ -127,7 +127,7 @@ class _Program:
             if not inside.isdisjoint(quotient.roots):
                 near = {quotient.arcs[k][1] for node in inside for k in quotient.leaving[node]}
                 inside |= {s for s in near if all(quotient.arcs[k][1] in inside for k in quotient.leaving[s])}
-                sets.append(frozenset(inside))
+                sets.append(frozenset(inside))  # with the switches all of whose links lead into it
         sets += [everyone - nodes for nodes in sets]
         devices = frozenset(range(quotient.n))
         return {OrbitCut(nodes, outward): None for outward in self.directions for nodes in sets if not devices <= nodes}

@@ -156,7 +156,7 @@ class _TreeSearch:
                 joined[node] = True
                 missing -= 1
                 if node != root:
-                    path = [node]
+                    path = [node]  # backwards, to the tree
                     while path[-1] >= n or len(path) == 1:
                         path.append(before[path[-1]])
                     through = tuple(path[-2:0:-1])
@@ -190,7 +190,7 @@ class _TreeSearch:
         needs: list[tuple[Fraction, list[int]]] = [(Fraction(1), list(range(1, len(columns) + 1)))]
         if self.weights is not None:
             needs = [(self.weights[root], [k for k, tree in numbered if tree.root == root]) for root in self.roots]
-        for part, trees in needs:
+        for part, trees in needs:  # the sum of the rates of these trees must be at least part x the total rate
             upper.append(([0, *trees], [part] + [-1] * len(trees)))
             limits.append(Fraction(0))
         return Rows(len(columns) + 1, 1, upper, limits, [])
@@ -225,7 +225,7 @@ class _TreeSearch:
         Return ``None`` if an orbit of roots has no tree.
         """
         weights = {-1: Fraction(1)} if self.weights is None else {root: self.weights[root] for root in self.roots}
-        root_of = {k: -1 if self.weights is None else columns[k].root for k in rates}
+        root_of = {k: -1 if self.weights is None else columns[k].root for k in rates}  # -1: any root
         totals = dict.fromkeys(weights, Fraction(0))
         for k, rate in rates.items():
             totals[root_of[k]] += rate
