@@ -144,10 +144,7 @@ TABLE = [
 
 @pytest.mark.parametrize("row", TABLE, ids=[f"{row[0]}-{row[1]}" for row in TABLE])
 def test_bounds_of_machines(row):
-    """Bounds of machines are those of ForestColl's published search.
-
-    Without switches that reduce, the bound of an all-reduce is half of that of an all-gather.
-    """
+    """Bounds of machines are those that ForestColl's search has published; for an all-reduce, half of an all-gather."""
     name, hosts, options, gather, single, in_network = row
     topology = Topology.machine(name, hosts, **options)
     wanted = dict(zip(COLLECTIVES, (Fraction(gather) / 2, single, single, gather, gather), strict=True))
@@ -213,10 +210,7 @@ def test_members_may_have_others_between_them():
         ((DGX_1V, "all_gather", {"cuda:0": 1}), "all_gather has no root"),
         ((DGX_1V, "broadcast", "cuda:8"), r"root must be a device that takes part.*\n.*cuda:8"),
         ((DGX_1V, "broadcast", "cuda:0", ["cuda:1", "cuda:2"]), "root must be a device that takes part"),
-        *(
-            ((DGX_1V, "reduce", {"cuda:0": wrong}), "must be an int or a Fraction, 0 or more")
-            for wrong in (-1, 0.5, True)
-        ),
+        *(((DGX_1V, "reduce", {"cuda:0": wrong}), "an int or a Fraction, 0 or more") for wrong in (-1, 0.5, True)),
         ((DGX_1V, "reduce", {"cuda:0": 0}), "at least one root must have more than 0 bytes"),
         ((DGX_1V, "reduce", {}), "at least one root must have more than 0 bytes"),
         ((DGX_1V, "all_reduce", None, ["cuda:9"]), "no such device"),

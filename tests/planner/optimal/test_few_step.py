@@ -68,9 +68,8 @@ def test_the_program_over_all_trees(topology, steps, kind, many):
     for k, (_, tree) in enumerate(columns):
         for v, (step, u) in tree.items():
             loads[(0 if many else step) * len(listed) + listed.index((u, v)), k] += 1
-    for row in range(rows):
-        for k, pair in enumerate(listed):
-            loads[row * len(listed) + k, len(columns) + row] = -pairs[pair]
+    for row, (k, pair) in itertools.product(range(rows), enumerate(listed)):
+        loads[row * len(listed) + k, len(columns) + row] = -pairs[pair]
     groups = [[root] for root in roots] if kind == "all" else [list(roots)]
     sums = np.array([[root in group for root, _ in columns] + [0] * rows for group in groups], dtype=float)
     solved = linprog(

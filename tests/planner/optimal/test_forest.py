@@ -207,9 +207,8 @@ def test_any_sources_and_destinations(ask):
 def test_no_way_back_from_destinations_to_sources(links, destinations):
     """An all-reduce to several destinations needs routes back from them to its sources; to one, it needs none."""
     topology = Topology([f"cpu:{k}" for k in range(4)], [(f"cpu:{a}", f"cpu:{b}", 1) for a, b in links.split()])
-    with pytest.raises(
-        PlanError, match=r"all_reduce by trees needs a route from cpu:\d to .*, but no link leads out of {"
-    ):
+    words = r"all_reduce by trees needs a route from cpu:\d to .*, but no link leads out of {"
+    with pytest.raises(PlanError, match=words):
         forest(topology, "all_reduce", ("cpu:0", "cpu:1"), destinations)
     for destination in destinations:
         check_right(forest(topology, "all_reduce", ("cpu:0", "cpu:1"), (destination,)), topology)

@@ -58,9 +58,8 @@ def check(plan):
         verify(one.schedule)
         assert one.rate == rate
         assert {*one.request.sources, *one.request.destinations} == set(group)
-        assert {source for chunk in one.schedule.chunks for source in chunk.sources} == {
-            one.schedule.devices.index(device) for device in one.request.sources
-        }
+        positions = {one.schedule.devices.index(device) for device in one.request.sources}
+        assert {source for chunk in one.schedule.chunks for source in chunk.sources} == positions
     for separate in (plan.separate, plan.separate_without_helpers):
         if separate is not None:
             assert in_order(separate.rates, plan.weights) <= in_order(plan.rates, plan.weights)
@@ -93,8 +92,8 @@ def test_meshes_of_machines(name):
 def test_two_links_and_three_groups(weights, rates, levels):
     """The rates and levels of three groups on LINE are the max-min rates that were computed on paper.
 
-    Group 2 uses both links, and shares the first with group 0 and the second with group 1. The first link has 10 GB/s in
-    each direction, so groups 0 and 2 have 10 GB/s together. Group 1 has the rest of the 30 GB/s of the second link.
+    Group 2 uses both links. It shares the first with group 0, and the second with group 1. The first link has 10 GB/s
+    in each direction, so groups 0 and 2 have 10 GB/s together. Group 1 has the rest of the second link's 30 GB/s.
     """
     plan = cr.plan_groups(LINE, [(0, 1), (1, 2), (0, 2)], weights)
     check(plan)
@@ -281,7 +280,7 @@ def test_groups_of_many_members():
 
 
 def test_links_that_share_a_limit():
-    """Groups divide a limit that links share in proportion to their loads on these links. The parts sum to the limit."""
+    """Groups divide a limit that links share in proportion to their loads on the links. Its parts sum to the limit."""
     machine = Topology.machine("hgx-h100", 2)
     topology = machine.subset([f"host{h}/cuda:{k}" for h in (0, 1) for k in (0, 1)])
     groups = cr.mesh_groups(topology.devices, (2, 2))

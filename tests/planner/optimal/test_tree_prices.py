@@ -74,10 +74,7 @@ def test_cheap_trees_of_a_line():
 
 
 def test_equal_directions_have_one_price():
-    """If links cost the same in both directions, the proved price of many members is that of the best root.
-
-    It counts twice, for a tree into the root and one out of it, and is not above the exact price.
-    """
+    """If links cost the same in both directions, the greatest limit of a root counts twice (into and out of it)."""
     topology = Topology.machine("dgx-1v")
     drawn = random.Random(3)
     for _ in range(20):
