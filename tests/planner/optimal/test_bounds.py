@@ -31,7 +31,6 @@ def line(*speeds, back=False):
 
 
 def outward(collective):
-    """Return whether data moves out of the roots."""
     return collective in ("broadcast", "all_gather")
 
 

@@ -380,7 +380,7 @@ def test_groups_of_a_mesh():
         "04", "15", "26", "37", "02", "13", "46", "57", "01", "23", "45", "67"))  # fmt: skip
     assert cr.mesh_groups(names, [8]) == (tuple(names),)
     assert cr.mesh_groups(names, (8, 1))[1:] == tuple((name,) for name in names)
-    for shape, text in (((2, 3), "one place for each device"), ((), "integers above 0"), ((0,), "above 0"),
+    for shape, text in (((2, 3), "product of a mesh's sizes"), ((), "integers above 0"), ((0,), "above 0"),
                         ((True, 8), "above 0"), ((2.0, 4), "above 0")):  # fmt: skip
         with pytest.raises(ArgumentError, match=text):
             cr.mesh_groups(names, shape)
@@ -419,7 +419,7 @@ def test_the_command_line(printed, crossreduce):
         (("0-3;4-9",), "not one of the numbers 0 to 7"),
         (("0-3;3,3",), "only once"),
         (("2y4",), "not one of the numbers"),
-        (("2x5",), "one place for each device"),
+        (("2x5",), "product of a mesh's sizes"),
         (("2x4", "--weights", "1,2"), "2 numbers, 6 groups"),
         (("0-3;4-7", "--weights", "1,0"), "numbers above 0"),
     ):

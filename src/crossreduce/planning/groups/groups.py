@@ -139,8 +139,9 @@ def mesh_groups(devices: Sequence[str], shape: Sequence[int]) -> tuple[tuple[str
     if not sizes or any(not isinstance(size, int) or isinstance(size, bool) or size < 1 for size in sizes):
         raise ArgumentError.of("a mesh needs sizes that are integers above 0.", shown(shape), "(2, 4)")
     if prod(sizes) != len(devices):
-        given = f"{' x '.join(map(str, sizes))} = {prod(sizes)} places, {len(devices)} devices"
-        raise ArgumentError.of("a mesh must have one place for each device.", given, "sizes with this product")
+        given = f"{' x '.join(map(str, sizes))} = {prod(sizes)}, {len(devices)} devices"
+        remedy = f"sizes with the product {len(devices)}"
+        raise ArgumentError.of("the product of a mesh's sizes must be its number of devices.", given, remedy)
     groups = []
     for axis, size in enumerate(sizes):
         stride = prod(sizes[axis + 1 :])
@@ -205,7 +206,7 @@ def plan_groups(
     costs = costs_of(costs, operation_s)
     costs.require_links(topology)
     if too_uneven([link.bandwidth for link in topology.links]):
-        problem = "groups cannot be planned where bandwidths differ by a factor of more than a million."
+        problem = "groups cannot be planned if bandwidths differ by a factor of more than a million."
         raise PlanError.of(problem, repr(topology), "a topology without the slowest links")
     needs = []
     for k, (group, name, root, weight) in enumerate(zip(members, names, root_list, exact, strict=True)):

@@ -98,11 +98,11 @@ class GroupsBound:
             if group.collective not in COLLECTIVES:
                 problem = "no collective has this name."
             elif not group.members or not set(group.members) <= set(self.topology.devices):
-                problem = "a group needs devices, all of them in the topology."
+                problem = "a group must have one or more devices, all of them in the topology."
             elif len(set(group.members)) < len(group.members):
                 problem = "a group must list each device once."
             elif (group.root in group.members) != rooted or (group.root is None) == rooted:
-                problem = "the root of a broadcast or reduce must be in its group; other collectives have no root."
+                problem = "the root of a broadcast or reduce must be in its group, and other collectives have no root."
             elif not isinstance(group.weight, (int, Fraction)) or group.weight <= 0:
                 problem = "a weight must be an int or a Fraction above 0."
             if problem:
@@ -118,7 +118,7 @@ class GroupsBound:
             raise PlanError.of("the numbers of a certificate must be ints or Fractions.", shown(inexact[0]))
         wrong = [pair for pair, price in prices.items() if pair not in links or price < 0]
         if wrong or len(prices) < len(level.prices):
-            problem = "prices must be 0 or more, one for each link of the topology."
+            problem = "prices must be 0 or more, and each link of the topology may have one price."
             raise PlanError.of(problem, shown(wrong or level.prices))
         if not level.groups or any(k in fixed or not 0 <= k < len(self.groups) for k in level.groups):
             problem = "a level must fix one or more groups that no earlier level has fixed."

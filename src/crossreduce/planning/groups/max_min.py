@@ -21,7 +21,6 @@ _NEAR: Final = Fraction(1, 10**8)  # the relative error of rates in floating poi
 _PARTS: Final = 1 << 30  # rates that are not proved are rounded to denominators of at most _PARTS
 _LEAST_PAID: Final = Fraction(1, 10**6)  # groups whose trees have a lower price, perhaps by rounding, are fixed later
 _ZERO: Final = Fraction(0)
-
 _LevelProof = tuple[ProvedRate, Fraction, tuple[int, ...]]  # (proof, planned rate / weight, groups fixed at the level)
 
 

@@ -36,10 +36,10 @@ def best_helper_trees(
 ) -> HelperTrees | None:
     """Return the best trees among some devices, which may branch at any helpers, or ``None``.
 
-    ``None`` is returned if there is no helper, if there are too many nodes, or if no trees were found; and if
-    bandwidths or weights differ very much, since the program is solved in floating point. Among many members, only
-    all-reduces are planned, and only if trees by symmetry do not reach their bound. Other collectives give ``None``,
-    since helpers that combine make them hardly faster.
+    ``None`` is returned if there is no helper, if there are too many nodes, or if no trees were found. It is also
+    returned if bandwidths or weights differ very much, since the program is solved in floating point. Among many
+    members, only all-reduces are planned, if trees by symmetry do not reach their bound. Helpers that combine make
+    other collectives hardly faster.
 
     ``roots`` are the roots and their weights, except for an all-reduce. ``None``: all members, with equal weights. The
     rate is that of all roots together.
@@ -48,7 +48,7 @@ def best_helper_trees(
     >>> half.mixture.rate / 64, half.mixture.rate == half.mixture.most  # links have 64 GB/s
     (Fraction(6, 1), True)
     """
-    members = tuple(device for device in topology.devices if device in members)  # the proof then needs no other order
+    members = tuple(device for device in topology.devices if device in members)  # in one order for all requests
     others = [device for device in topology.devices if device not in members]
     others += [switch.name for switch in topology.switches if switch.reduces]
     # A helper can be reached from a member, and can reach a member, perhaps another one: in a broadcast or reduce, two

@@ -81,7 +81,7 @@ class Bound:
             raise PlanError.of("no collective has this name.", shown(self.collective), remedy)
         unknown = sorted(set(self.devices) - set(self.topology.devices))
         if unknown or not self.devices:
-            raise PlanError.of("a bound needs devices, all of them in its topology.", shown(unknown or self.devices))
+            raise PlanError.of("a bound must have devices, all in its topology.", shown(unknown or self.devices))
         inexact = [number for number in numbers if not isinstance(number, (int, Fraction))]
         if inexact:
             raise PlanError.of("the numbers of a certificate must be ints or Fractions.", shown(inexact[0]))
@@ -178,12 +178,13 @@ class Bound:
     def _proved_by_prices(self) -> Fraction:
         """Return the rate that the prices of the links prove."""
         if self.cuts or self.potentials or self.symmetry:
-            raise PlanError.of("a certificate must have cuts or prices, not both.", f"{len(self.cuts)} cuts")
+            given = f"{len(self.cuts)} cuts, {len(self.prices)} prices"
+            raise PlanError.of("a certificate must have cuts or prices, not both.", given)
         links = {(src, dst): bandwidth for src, dst, bandwidth, _ in self.topology.links}
         prices = {(src, dst): price for src, dst, price in self.prices}
         wrong = [pair for pair, price in prices.items() if pair not in links or price < 0]
         if wrong or len(prices) < len(self.prices):
-            problem = "prices must be 0 or more, one for each link of the topology."
+            problem = "prices must be 0 or more, and each link of the topology may have one price."
             raise PlanError.of(problem, shown(wrong or self.prices))
         self._check_roots()
         if not any(weight for _, weight in self.roots):
@@ -193,7 +194,7 @@ class Bound:
         exact = few_enough(len(self.devices), len(branch_nodes))
         cost = price_of_buffer(priced, branch_nodes, self.collective, self.devices, self.roots, exact=exact)
         if cost <= 0:
-            raise PlanError.of("the prices prove nothing: trees that join the devices cost 0.", shown(self.prices))
+            raise PlanError.of("trees that join the devices cost 0, so the prices prove nothing.", shown(self.prices))
         return sum((links[src, dst] * price for src, dst, price in self.prices), Fraction(0)) / cost
 
     def _check_roots(self) -> None:
@@ -208,5 +209,5 @@ class Bound:
             raise PlanError.of(f"the cuts of {self.collective} must have outward={outwards}.", shown(self.cuts))
         wrong = [switch for switch, *pair in self.potentials if pair[outwards]]
         if wrong:
-            problem = f"potentials of {self.collective} must be 0 in the direction that it does not use."
+            problem = f"potentials of {self.collective} must be 0 in the direction in which it moves no data."
             raise PlanError.of(problem, ", ".join(wrong))

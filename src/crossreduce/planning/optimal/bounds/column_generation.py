@@ -153,10 +153,9 @@ class TreeProgram:
                 if (outward, ends) not in self.trees:
                     kind = CheapestTrees if few_enough(len(ends), len(branch_nodes), exact_up_to) else HeuristicTrees
                     self.trees[outward, ends] = kind(n, self.links if outward else back, ends, branch_nodes)
-        # The numbers of the demands whose trees a heuristic finds.
-        self.heuristic = {
-            k for k in range(len(demands)) if any(isinstance(self.trees[key], HeuristicTrees) for key in self._keys(k))
-        }
+        # The numbers of the demands for which a heuristic finds the trees.
+        searches = [[self.trees[key] for key in self._keys(k)] for k in range(len(demands))]
+        self.heuristic = {k for k, used in enumerate(searches) if any(isinstance(s, HeuristicTrees) for s in used)}
 
     def solve(self, fixed: Mapping[int, Fraction]) -> float | None:
         """Return the greatest rate of a demand of weight 1, or ``None`` if a demand cannot be met.

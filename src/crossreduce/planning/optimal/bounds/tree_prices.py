@@ -134,20 +134,20 @@ def _lower_bounds(
     over hops whose remaining price is 0. While the root is outside, each tree must enter this set, so it costs at least
     the price of the cheapest hop into the set. This price is added to the limit and subtracted from all these hops.
     """
-    place = {node: k for k, node in enumerate(branch_nodes)}
-    hops = _hops(priced, place)
+    position = {node: k for k, node in enumerate(branch_nodes)}
+    hops = _hops(priced, position)
     limits = {}
     for root in roots:
         left, total = [dict(prices) for prices in hops], 0  # the remaining prices of the hops, and the limit
-        for end in sorted(place[end] for end in ends):  # in the order of the branch nodes
+        for end in sorted(position[end] for end in ends):  # in the order of the branch nodes
             inside, queue = {end}, [end]
             while True:
-                while queue and place[root] not in inside:
+                while queue and position[root] not in inside:
                     for src, price in left[queue.pop()].items():
                         if not price and src not in inside:
                             inside.add(src)
                             queue.append(src)
-                if place[root] in inside:
+                if position[root] in inside:
                     break
                 into = [(dst, src) for dst in inside for src in left[dst] if src not in inside]
                 if not into:  # the root cannot reach this end
@@ -159,23 +159,23 @@ def _lower_bounds(
                     if not left[dst][src]:
                         inside.add(src)
                         queue.append(src)
-            if place[root] not in inside:
+            if position[root] not in inside:
                 break
         else:
             limits[root] = total
     return limits
 
 
-def _hops(priced: Priced, place: dict[Any, int]) -> list[dict[int, Any]]:
+def _hops(priced: Priced, position: dict[Any, int]) -> list[dict[int, Any]]:
     """Return, for each branch node, the hops into it: by branch node, the price of the cheapest path from there.
 
-    Such a path passes no third branch node. ``place`` numbers the branch nodes.
+    Such a path passes no third branch node. ``position`` is the number of each branch node.
     """
     entering: dict[Any, list[tuple[Any, Any]]] = {}
     for src, dst, price in priced:
         entering.setdefault(dst, []).append((src, price))
     hops: list[dict[int, Any]] = []
-    for end in place:
+    for end in position:
         order = 0  # equal prices are taken in the order in which they were found
         queue, done, prices = [(0, order, end)], set[Any](), dict[int, Any]()
         while queue:
@@ -183,8 +183,8 @@ def _hops(priced: Priced, place: dict[Any, int]) -> list[dict[int, Any]]:
             if node in done:
                 continue
             done.add(node)
-            if node != end and node in place:
-                prices[place[node]] = cost
+            if node != end and node in position:
+                prices[position[node]] = cost
                 continue
             for src, price in entering.get(node, ()):
                 if src not in done:

@@ -30,7 +30,7 @@ def pack_trees(
     if simple is not None:
         return simple
     left = dict(capacities)
-    waiting: list[Batch] = [(root, units, []) for root, units in reversed(roots.items()) if units]
+    waiting: list[Batch] = [(root, units, []) for root, units in reversed(roots.items()) if units]  # a stack
     done: list[Batch] = []
     packed, to_pack = 0, sum(units for _, units, _ in waiting) * (n - 1)  # numbers of edges of trees, for the progress
     while waiting:
