@@ -7,9 +7,9 @@ Rates are better if the least rate / weight of a group is greater; if it is equa
 certificate has levels. At each level, the groups of earlier levels keep the rates that were fixed there. The prices of
 the links then prove a limit of the rate / weight of all other groups. Let c be the price of a group's cheapest trees,
 per unit of the group's rate. If each fixed group has its rate r, and each other group has t times its weight w, then
-the sum of all r c and t w c is at most the sum of bandwidth x price. The greatest such t is ``most``. If ``rate`` is
-equal, a group whose trees cost more than 0 can only have a greater rate if another group has a smaller one. So these
-groups are fixed at this level.
+the sum of all r c and t w c is at most the sum of bandwidth x price. The greatest such t is ``most``. If ``rate``
+equals ``most``, a group whose trees cost more than 0 can only have a greater rate if another group has a smaller one.
+So these groups are fixed at this level.
 
 Source: Radunović & Le Boudec, A unified framework for max-min and min-max fairness with applications, IEEE/ACM
 Transactions on Networking 15(5), 2007 (levels).
@@ -38,7 +38,7 @@ class GroupNeed(NamedTuple):
 
     @property
     def roots(self) -> tuple[tuple[str, Fraction], ...]:
-        """(root, amount of data that starts or ends at it), with equal amounts."""
+        """The roots, each as (root, amount of data that starts or ends at it). All amounts are equal."""
         return tuple((root, Fraction(1)) for root in (self.members if self.root is None else (self.root,)))
 
 

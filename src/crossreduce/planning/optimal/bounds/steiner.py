@@ -135,8 +135,8 @@ class CheapestTrees:
     def _combine(self) -> None:
         """Compute the price of the cheapest tree from each branch node to each set of terminals.
 
-        A set is a number whose bit k stands for terminal k. ``_cost[set][node]`` is the price of any tree, and
-        ``_joined[set][node]`` that of a tree that branches at the node, or consists of the node only.
+        A set is a number whose bit k stands for terminal k. ``_cost[set][node]`` is the least price of any tree,
+        and ``_joined[set][node]`` that of a tree that branches at the node, or consists of the node only.
         """
         import numpy as np
 

@@ -20,7 +20,7 @@ class HeuristicTrees:
     """The search for a cheap tree out of each possible root, in a time that does not grow exponentially.
 
     >>> arcs = [(0, 3), (3, 1), (3, 2), (0, 1)]
-    >>> trees = NearTrees(4, arcs, [0, 1, 2], [0, 1, 2, 3])
+    >>> trees = HeuristicTrees(4, arcs, [0, 1, 2], [0, 1, 2, 3])
     >>> trees.price([2.0, 1.0, 1.0, 3.5])
     >>> trees.cost(0), trees.parents(0)
     (4.0, [(3, 0, ()), (1, 3, ()), (2, 3, ())])
