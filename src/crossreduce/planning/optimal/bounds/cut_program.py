@@ -142,7 +142,7 @@ class CutProgram:
         return min(self.scale / tightest_cut(self.topology, roots, outward=outward)[1] for outward in directions)
 
     def rows(self, cuts: Iterable[NodeCut], unit: int, most: int) -> Rows:
-        """Return the program with the constraints of some cuts. Bandwidths are at most ``most``, in units of ``unit``."""
+        """Return the program with the constraints of some cuts. Bandwidths are at most ``most``, over ``unit``."""
         upper: list[Row] = []
         for cut in cuts:  # the sum of the rates of the roots inside <= the bandwidth across the cut
             usage = self.usages[cut.usage]
