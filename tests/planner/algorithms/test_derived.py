@@ -27,9 +27,7 @@ def owners(schedule, end):
 def check_parts(schedule, collective, members):
     """Check that a reduce-scatter leaves part i of the sum on device i, or that an all-gather copies it from there."""
     n = len(members)
-    single, several = (
-        (2, 1) if collective == "reduce_scatter" else (1, 2)
-    )  # fields of a chunk: 1 sources, 2 destinations
+    single, several = (2, 1) if collective == "reduce_scatter" else (1, 2)  # 1: sources, 2: destinations
     assert schedule.collective == collective
     assert schedule.devices[:n] == tuple(members)
     at = Fraction(0)  # where a chunk begins, as a part of the buffer

@@ -114,9 +114,9 @@ show(box.without_link("cuda:0", "cuda:2").links)
 
 def test_every_process_has_equal_plans():
     """Schedules, certificates and plans of groups are byte-identical in other processes, with any hash seed."""
-    line = [sys.executable, "-c", REQUESTS]
+    command = [sys.executable, "-c", REQUESTS]
     running = [
-        subprocess.Popen(line, env={**os.environ, "PYTHONHASHSEED": seed}, stdout=subprocess.PIPE, text=True)
+        subprocess.Popen(command, env={**os.environ, "PYTHONHASHSEED": seed}, stdout=subprocess.PIPE, text=True)
         for seed in ("0", "4242")
     ]
     first, second = (process.communicate()[0].splitlines() for process in running)

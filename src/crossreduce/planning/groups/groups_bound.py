@@ -92,6 +92,7 @@ class GroupsBound:
             raise PlanError.of("each group of two or more devices must have a level.", f"without one: {shown(missing)}")
 
     def _check_groups(self) -> None:
+        """Raise PlanError if a group is invalid."""
         for group in self.groups:
             rooted = group.collective in ("broadcast", "reduce")
             problem = ""

@@ -243,6 +243,7 @@ class _Search:
         return tuple(sorted(edges))
 
     def _add(self, column: Column) -> None:
+        """Add a column with its loads, if it is new."""
         import numpy as np
 
         if column in self.columns:
