@@ -76,7 +76,7 @@ class GroupsPlan:
 
     @cached_property
     def separate_without_helpers(self) -> SeparatePlans | None:
-        """The same, but without helpers. ``None`` if the devices of some group are not connected without helpers."""
+        """The same as ``separate``, but without helpers. ``None`` if some groups are not connected without them."""
         return separate_plans(self.topology, self.bound.groups, self._sizes, helpers=False)
 
     @property

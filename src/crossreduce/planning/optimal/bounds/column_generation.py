@@ -280,7 +280,7 @@ class TreeProgram:
         return [listed.get(uses, column) for uses, column in diverse.items()]
 
     def _next_roots(self, k: int, prices: Sequence[float]) -> Iterable[int]:
-        """Return the root of each tree that a round adds to a demand in ``heuristic``. No roots: it has no tree."""
+        """Return the root of each tree that a round adds to a demand in ``heuristic``, or none if it has no tree."""
         for key in self._keys(k):
             self.trees[key].price(prices)
         if k not in self.roots:

@@ -142,7 +142,7 @@ class CutProgram:
         return min(self.scale / tightest_cut(self.topology, roots, outward=outward)[1] for outward in directions)
 
     def rows(self, cuts: Iterable[NodeCut], unit: int, most: int) -> Rows:
-        """Return the program with the constraints of some cuts. Bandwidths are at most ``most``, over ``unit``."""
+        """Return the program with the constraints of some cuts. Bandwidths: at most ``most``, divided by ``unit``."""
         upper: list[Row] = []
         for cut in cuts:  # the sum of the rates of the roots inside <= the bandwidth across the cut
             usage = self.usages[cut.usage]
@@ -170,7 +170,7 @@ class CutProgram:
         return [(node, usage) for node in self.plain for usage in self.usages]
 
     def nearly_violated(self, values: Sequence[float]) -> list[NodeCut]:
-        """Return minimum cuts from the roots to devices that a float solution violates, despite rounding."""
+        """Return minimum cuts from the roots to devices that a float solution violates by more than rounding errors."""
         integers = [round(value * _PARTS) for value in values]
         cuts: dict[NodeCut, None] = {}
         for k, usage in enumerate(self.usages):

@@ -167,9 +167,9 @@ def _lower_bounds(
 
 
 def _hops(priced: Priced, position: dict[Any, int]) -> list[dict[int, Any]]:
-    """Return, for each branch node, the hops into it: by branch node, the price of the cheapest path from there.
+    """Return, for each branch node, the prices of the hops into it from other branch nodes, by their ``position``.
 
-    Such a path passes no third branch node. ``position`` is the number of each branch node.
+    A hop is the cheapest path that passes no third branch node.
     """
     entering: dict[Any, list[tuple[Any, Any]]] = {}
     for src, dst, price in priced:

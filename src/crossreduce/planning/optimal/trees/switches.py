@@ -113,7 +113,7 @@ def _even_shares(
     left_in, left_out = dict(entering), dict(leaving)
     shares: dict[Arc, int] = {}
 
-    def share(u: int, t: int, amount: int) -> None:
+    def share(u: int, t: int, amount: int) -> None:  # at most what is left at both ends
         amount = min(amount, left_in[u], left_out[t])
         if amount > 0:
             shares[u, t] = shares.get((u, t), 0) + amount
