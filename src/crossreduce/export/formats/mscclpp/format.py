@@ -1,4 +1,4 @@
-"""Read MSCCL++ execution plans (JSON): the parts of a plan as values.
+"""Read MSCCL++ execution plans (JSON).
 
 Input: the text of a plan of any tool, for MSCCL++'s executor. Output: a ``MscclppPlan``, or ScheduleError.
 ``limits.py`` lists the executor's limits that a plan exceeds; ``verifier.py`` proves what the operations compute.
@@ -48,7 +48,7 @@ ON_PORTS: Final = frozenset({"put", "pws", "pwsf", "ppkt", "rppkt"})  # operatio
 ON_CHANNELS: Final = frozenset({"signal", "wait", "flush", "rlxsignal", "rlxwait"})
 OTHERS: Final = ON_CHANNELS | {"nop", "barrier", "sem_acquire", "sem_release", "pipeline"}
 
-# Larger texts are refused before they take gigabytes or minutes. These are the greatest numbers in a text.
+# The largest texts that are read: larger ones would take gigabytes or minutes.
 LONGEST_TEXT: Final = 1 << 26
 MOST_OBJECTS: Final = 1 << 20
 MOST_LISTS: Final = 1 << 21
@@ -58,7 +58,7 @@ MOST_GPUS: Final = 1 << 12
 
 
 class ChunkSpan(NamedTuple):
-    """Chunks that an operation reads or writes, in a local buffer or in buffers of other GPUs."""
+    """Neighbouring chunks that an operation reads or writes, in a local buffer or in buffers of other GPUs."""
 
     kind: str  # "l" for a local buffer, "r" for a remote buffer, "w" for a switch channel
     buffer: str  # "i", "o" or "s" for a local buffer, otherwise ""
@@ -76,7 +76,7 @@ class PlanOperation(NamedTuple):
     srcs: tuple[ChunkSpan, ...] = ()
     dsts: tuple[ChunkSpan, ...] = ()
     group: tuple[int, int] = (0, 1)  # (k, n): it processes the k-th of n parts of its chunks
-    barrier: tuple[int, int] = (-1, 0)  # the number of the barrier, and of threadblocks that meet there
+    barrier: tuple[int, int] = (-1, 0)  # the number that names the barrier, and how many threadblocks wait there
     semaphores: tuple[int, ...] = ()
     reduce_op: str = "sum"  # the executor does not read it
     unit: int = 0  # for a pipeline, the bytes of an iteration
@@ -85,7 +85,7 @@ class PlanOperation(NamedTuple):
 
 
 class PlanThreadblock(NamedTuple):
-    """A threadblock. Channels and buffers are numbers in the lists of the GPU, by the type of channel."""
+    """A threadblock. For each type of channel, it has positions in the GPU's lists of channels and remote buffers."""
 
     operations: tuple[PlanOperation, ...]
     channels: dict[str, tuple[int, ...]]
@@ -166,7 +166,7 @@ def read_mscclpp_json(text: str) -> MscclppPlan:
     gpus = tuple(_gpu(child, number, len(children)) for number, child in enumerate(children))
     least, most = top.number("min_message_size", default=0), top.number("max_message_size", default=LARGEST)
     if least > most:
-        raise top.error("no message fits.", f"min_message_size={least}, max_message_size={most}")
+        raise top.error("the sizes exclude all messages.", f"min_message_size={least}, max_message_size={most}")
     return MscclppPlan(
         name,
         collective,
@@ -183,6 +183,7 @@ def read_mscclpp_json(text: str) -> MscclppPlan:
 
 
 def _gpu(fields: Fields, rank: int, ranks: int) -> PlanGpu:
+    """Return GPU number ``rank`` of ``ranks`` GPUs."""
     if fields.number("id") != rank:
         raise fields.error("GPUs must be listed in the order of their ids.", f"id={fields.number('id')}", f"id={rank}")
     sizes = [fields.number(f"{which}_chunks", most=MOST_CHUNKS) for which in ("input", "output", "scratch")]
@@ -204,9 +205,8 @@ def _gpu(fields: Fields, rank: int, ranks: int) -> PlanGpu:
         target = child.number("rank", most=ranks - 1)
         access = tuple(str(kind) for kind in child.items("access_channel_types"))
         buffers.append(RemoteBuffer(target, child.one_of("type", BUFFERS), access))
-    initial = tuple(
-        s.number("init_value", most=1 << 20) for s in fields.children("semaphores", "semaphore", default=[])
-    )
+    semaphores = fields.children("semaphores", "semaphore", default=[])
+    initial = tuple(semaphore.number("init_value", most=1 << 20) for semaphore in semaphores)
     gpu = PlanGpu(sizes[0], sizes[1], sizes[2], channels, tuple(switches), tuple(buffers), initial, ())
     blocks = fields.children("threadblocks", "tb")
     return gpu._replace(threadblocks=tuple(_threadblock(child, k, gpu) for k, child in enumerate(blocks)))
@@ -236,6 +236,7 @@ def _threadblock(fields: Fields, number: int, gpu: PlanGpu) -> PlanThreadblock:
 
 
 def _operation(fields: Fields, gpu: PlanGpu, block: PlanThreadblock, *, inner: bool = False) -> PlanOperation:
+    """Return an operation of a threadblock. ``inner`` operations are those in a pipeline."""
     name = fields.text("name")
     if name not in OPERATIONS and name not in OTHERS:
         raise fields.error("unknown operation.", shown(name), "one of " + ", ".join(sorted({*OPERATIONS, *OTHERS})))
@@ -298,6 +299,7 @@ def _add_spans(operation: PlanOperation, fields: Fields, block: PlanThreadblock)
 
 
 def _span(fields: Fields, kind: str, block: PlanThreadblock) -> ChunkSpan:
+    """Return the chunks of one source or destination. ``kind`` is the operation's type of channel."""
     first, size = fields.number("index", most=MOST_CHUNKS), fields.number("size", most=MOST_CHUNKS)
     if "switch_channel_id" in fields.content:
         switches = len(block.channels["switch"])

@@ -1,7 +1,7 @@
 """Run the operations of an MSCCL++ plan on symbolic memory, several calls in a row, for messages of one size.
 
-Input: a ``MscclppPlan``, the bytes of a chunk, and the ranks whose input may be read. Output: ScheduleError for a
-deadlock, race, unpaired signal or read of memory that was never written; and the faults of each rank's output.
+Input: a ``MscclppPlan``, the bytes of a chunk, and the ranks whose input may be read. Output: the fault of each rank's
+output. A ScheduleError is raised for a deadlock, a race, an unpaired signal, and a read of memory without a value.
 
 One execution is run, call by call. Two accesses to the same bytes race if one of them writes and they are not ordered
 (see ``clocks.py``). Without races, and since signals and semaphores only count, every execution gives the same result.
@@ -31,11 +31,11 @@ from .memory import Cell, Piece
 from .pairing import check_pairs, direction
 from .synchronisation import Channel, Semaphore
 
-_MOST_WAITS = 8  # of a deadlock, in a message
+_MOST_WAITS = 8  # that the error for a deadlock lists
 
 
 class PlanRun:
-    """Several calls of a plan; ``flushes`` tells whether the operation ``flush`` waits (see ``verifier.py``)."""
+    """Several calls of a plan. ``flushes``: whether the operation ``flush`` waits. In the executor it does not."""
 
     def __init__(self, plan: MscclppPlan, chunk: int, sources: range, *, flushes: bool = True) -> None:
         self.plan, self.flushes = plan, flushes
@@ -85,7 +85,7 @@ class PlanRun:
         return clock
 
     def _begin(self, rank: int) -> None:
-        """Let the user of a GPU write the input of a call, and begin the call's kernel."""
+        """Let the user of a GPU read the last output and write the next input, and begin the kernel of the call."""
         clock = self._rank_clock(rank)
         user = AccessRecord(next(self.bits), -1, one_thread(-1), f"the user of gpu {rank} between two calls")
         for name in self.buffers.user_areas:
@@ -122,7 +122,7 @@ class PlanRun:
     # ---- one call: which instruction runs next
 
     def _run_call(self, lists: list[list[PlanInstruction]]) -> None:
-        """Run all instructions of a call; ScheduleError for a deadlock."""
+        """Run all instructions of a call. Raise a ScheduleError if there is a deadlock."""
         at = [0] * len(lists)  # the position of the next instruction of each threadblock
         waiting: defaultdict[Hashable, list[int]] = defaultdict(list)  # threadblocks, by the event for which they wait
         meeting: defaultdict[tuple[int, int], list[int]] = defaultdict(list)  # threadblocks at a barrier
@@ -195,13 +195,12 @@ class PlanRun:
         return f"gpu {rank}, tb {block}, {instruction.operation}"
 
     def channel(self, instruction: PlanInstruction) -> Channel:
-        """Return the direction of a channel that an instruction uses."""
+        """Return the channel direction in which an instruction signals or waits."""
         end = direction(instruction)
         if end not in self.channels:
             kind, src, dst, number = end
-            self.channels[end] = Channel(
-                f"{kind} channel {number} from gpu {src} to gpu {dst}", kind == "port", self.notes
-            )
+            name = f"{kind} channel {number} from gpu {src} to gpu {dst}"
+            self.channels[end] = Channel(name, kind == "port", self.notes)
         return self.channels[end]
 
     # ---- what an instruction does
@@ -245,8 +244,8 @@ class PlanRun:
 class _MoveRun:
     """A move that the threads of a threadblock make, or that a port channel makes after it was posted.
 
-    The packets of an element arrive only after the accesses to this element in all operands. So each piece of a move
-    that writes packets has a separate bit, which its packets pass on.
+    When packets with an element have arrived, the accesses to this element in all operands are over. So each piece of a
+    move that writes packets has a separate bit, which its packets pass on.
     """
 
     def __init__(self, run: PlanRun, block: BlockClock, instruction: PlanInstruction, text: str) -> None:
@@ -317,6 +316,7 @@ class _MoveRun:
         if cell.packets == self.buffers.call and not cell.received:
             text = f"writes {self.buffers.describe(cell)}, whose packets of this call may not have been read."
             raise self._error(f"a race. It {text}")
+        # Packets that were read had arrived, so their writer has ended.
         if cell.writer is not None and not cell.received and not self._is_after(cell.writer, known.visible, record):
             raise self._race("writes", cell, cell.writer, "writes")
 
