@@ -35,10 +35,7 @@ class Contributions(NamedTuple):
 
 
 def right_result(kind: str, rank: int, offset: int, part: int, ranks: int, root: int) -> Contributions:
-    """Return the value that a collective must leave at ``offset`` in the output of a rank.
-
-    ``part`` is the size of one rank's part of the buffer, in the units of ``offset``. ``ranks`` is the number of ranks.
-    """
+    """Return the value that must be at ``offset`` of a rank's output. ``part``: the size of a rank's buffer part."""
     everyone = (1 << ranks) - 1
     if kind in REDUCING:
         return Contributions(rank * part + offset if kind == "reducescatter" else offset, everyone)
@@ -107,10 +104,7 @@ def prove_results(
 
 
 def check_request(name: str, kind: str, ranks: int, root: int | None, what: str) -> None:
-    """Raise an error unless this kind of collective can be verified and the root is valid for it.
-
-    ``name`` is the name of the file in errors, and ``what`` is "file" or "plan".
-    """
+    """Raise an error unless this kind of collective can be verified and may have this root. ``what``: file or plan."""
     if kind not in VERIFIABLE:
         problem = f"{name}: collectives of this kind cannot be verified."
         raise ScheduleError.of(problem, shown(kind), f"a {what} for " + ", ".join(sorted(VERIFIABLE)))

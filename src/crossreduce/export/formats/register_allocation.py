@@ -85,6 +85,7 @@ class MemoryPlacement:
         return value is None or not self._pending_reads[b, value]
 
     def _put(self, rank: int, b: int, value: int, location: Location) -> Location:
+        """Record that a value is stored at a location, and return the location."""
         self.locations[b, value] = location
         self._stored[rank, b, self.memory(rank, location)] = value
         return location

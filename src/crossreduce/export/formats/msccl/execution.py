@@ -107,10 +107,7 @@ class MscclProgram:
         return ScheduleError(f"{self.name}, {step}: {text}")
 
     def _signal(self, step: RuntimeStep, block: int, number: int, parser: _ThreadblockParser | None) -> int:
-        """Return the step whose signal satisfies a dependency of ``step`` on step ``number`` of threadblock ``block``.
-
-        ``parser`` is the parser of this threadblock, or ``None`` if the threadblock does not exist.
-        """
+        """Return the step whose signal satisfies a dependency on step ``number`` of the threadblock of ``parser``."""
         if parser is None:
             raise self.error(step, f"waits for tb {block}, which gpu {step.gpu} does not have.")
         position = bisect_left(parser.signals, (number, 0))  # the counters increase
@@ -270,10 +267,7 @@ class Execution:
         return next((target for target in self.program.steps[number].waits if not self.done[target]), -1)
 
     def _transmit(self, number: int) -> bool:
-        """Receive and send as many parts of a step's message as possible. Return whether the step is then done.
-
-        Parts can be received once they have been sent, and sent while there are free slots.
-        """
+        """Move the parts of a step's message that have arrived and have a free slot. Return whether it is then done."""
         steps = self.program.steps
         step = steps[number]
         parts = -(-step.count // self.per_slot)

@@ -248,6 +248,7 @@ def _order_by_id(elements: list[_XmlElement], what: str, count: int | None, at: 
 
 
 def _read_gpu(element: _XmlElement, algo: str, ranks: int) -> Gpu:
+    """Return the content of a ``gpu`` element. ``algo`` is the place of its parent, in words."""
     at = f"{algo}, gpu {element.attributes['id']}"
     sizes = {buffer: element.number(f"{buffer}_chunks", at) for buffer in BUFFERS}
     blocks = []
@@ -263,6 +264,7 @@ def _read_gpu(element: _XmlElement, algo: str, ranks: int) -> Gpu:
 
 
 def _read_step(element: _XmlElement, number: int, block: str, send: int, recv: int) -> XmlStep:
+    """Return the content of a ``step`` element. ``block`` is the place of its threadblock, in words."""
     at = f"{block}, step {number}"
     if element.number("s", at) != number:
         given = f's="{element.attributes["s"]}"'

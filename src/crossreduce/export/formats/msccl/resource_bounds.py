@@ -47,10 +47,7 @@ def least_broken(collective: Collective, limits: Sequence[Runtime]) -> str:
 
 
 def _messages(part: DeviceProgram, blocks: Counter[int]) -> tuple[Counter[int], Counter[int]]:
-    """Return how many messages a rank sends to each other rank, and how many it receives from each.
-
-    ``blocks`` has the number of blocks of each chunk, each of which needs a message.
-    """
+    """Return how many messages a rank sends to each rank, and how many it receives from each: one for each block."""
     sent, received = Counter[int](), Counter[int]()
     for stage in part.stages:
         for messages, counts in ((stage.sends, sent), (stage.receives, received)):

@@ -196,6 +196,7 @@ class _Memory:
         return cell.value
 
     def _write(self, number: int, key: Key, value: Contributions, done: int) -> None:
+        """Store a value that step ``number`` writes. ``done`` has the bits of the steps that precede this access."""
         cell = self.cells[key]
         if cell.writer >= 0 and not done >> cell.writer & 1:
             raise self._race(number, "writes", key, cell.writer, "writes")
@@ -206,6 +207,7 @@ class _Memory:
         cell.readers.clear()
 
     def _race(self, number: int, does: str, key: Key, other: int, did: str) -> ScheduleError:
+        """Return the error for an access ("reads" or "writes") of a step that races with one of step ``other``."""
         step, far = self.program.steps[number], self.program.steps[other]
         earlier = f"tb {far.block}, step {far.number} ({far.xml.type}) {did}"
         text = f"a race. It {does} {self._describe(key)}, which {earlier}, and the two are not ordered."

@@ -78,10 +78,7 @@ class _Copy(NamedTuple):
 
 
 class XmlWriter:
-    """The threadblocks of all GPUs. Operations are added in the order of the rounds.
-
-    ``most`` is the largest number of threadblocks of a GPU, which limits those for copies.
-    """
+    """The threadblocks of all GPUs (up to ``most`` each, if possible). Operations are added in the order of rounds."""
 
     def __init__(self, arrangement: Arrangement, most: int, *, inplace: bool, outofplace: bool) -> None:
         self.arrangement, self.collective = arrangement, arrangement.collective

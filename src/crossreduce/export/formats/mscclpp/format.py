@@ -213,6 +213,7 @@ def _gpu(fields: Fields, rank: int, ranks: int) -> PlanGpu:
 
 
 def _threadblock(fields: Fields, number: int, gpu: PlanGpu) -> PlanThreadblock:
+    """Return threadblock ``number`` of a GPU. ``gpu`` is complete except for its threadblocks."""
     if fields.number("id") != number:
         given = f"id={fields.number('id')}"
         raise fields.error("threadblocks must be listed in the order of their ids.", given, f"id={number}")

@@ -134,6 +134,7 @@ class MoveMaker:
         return remote.rank, remote.buffer
 
     def _local(self, op: PlanOperation, span: ChunkSpan, offset: int, scale: int = 1) -> Range:
+        """Return where the bytes of a span of local memory start. ``scale`` is 2 for packets."""
         return self.layout.local(self.rank, span.buffer, self._start(op, span, offset, scale), scale)
 
     def _remote(self, op: PlanOperation, span: ChunkSpan, offset: int, scale: int = 1) -> Range:
@@ -141,6 +142,7 @@ class MoveMaker:
         return self.layout.remote(self.rank, *self._target(op, span), start, scale)
 
     def _switch(self, op: PlanOperation, span: ChunkSpan, offset: int) -> tuple[Range, ...]:
+        """Return where the bytes of a switch channel's span start, one range for each GPU of the channel."""
         buffer, ranks = self.gpu.switches[self.block.channels["switch"][span.number]]
         start = self._start(op, span, offset)
         return tuple(self.layout.remote(self.rank, rank, buffer, start) for rank in ranks)

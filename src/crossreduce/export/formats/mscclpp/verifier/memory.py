@@ -41,10 +41,9 @@ Piece = tuple[tuple[Cell, ...], tuple[Cell, ...]]  # a fraction of a move: a cel
 
 
 class Cells:
-    """All cells, and for each move its pieces. A piece has one cell of each source and of each destination."""
+    """All cells, and for each move its pieces. ``areas`` has the ends of areas, and positions where they are divided."""
 
     def __init__(self, name: str, moves: list[Move], areas: dict[Area, tuple[int, ...]]) -> None:
-        """Divide areas into cells. ``areas`` has, by area, its ends and the positions at which it must be divided."""
         self.cuts = {area: sorted(set(positions)) for area, positions in areas.items()}
         self._known = {area: set(positions) for area, positions in self.cuts.items()}
         self.name = name

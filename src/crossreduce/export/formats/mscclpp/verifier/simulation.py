@@ -115,11 +115,10 @@ class PlanRun:
         return None
 
     def _late_write(self, cell: Cell, writer: AccessRecord, clock: Clock) -> ScheduleError:
+        """Return an error about a write that may not be visible when its call ends."""
         error = self.buffers.late_access(writer.text, "writes", cell)
         hint = " (relaxed signals do not make data visible)" if clock.ended >> writer.bit & 1 else ""
         return ScheduleError(f"{str(error).removesuffix('.')}{hint}.")
-
-    # ---- one call: which instruction runs next
 
     def _run_call(self, lists: list[list[PlanInstruction]]) -> None:
         """Run all instructions of a call. Raise a ScheduleError if there is a deadlock."""
@@ -180,6 +179,7 @@ class PlanRun:
         return None
 
     def _wait_text(self, number: int, instruction: PlanInstruction) -> str:
+        """Return in words what an instruction of threadblock ``number`` waits for."""
         where = self._text(number, instruction)
         if instruction.kind == "wait":
             return f"{where} waits for a signal on {self.channel(instruction).name}"
@@ -202,8 +202,6 @@ class PlanRun:
             name = f"{kind} channel {number} from gpu {src} to gpu {dst}"
             self.channels[end] = Channel(name, kind == "port", self.notes)
         return self.channels[end]
-
-    # ---- what an instruction does
 
     def _meet(self, numbers: list[int]) -> None:
         """Let threadblocks of a GPU wait for each other."""
@@ -299,6 +297,7 @@ class _MoveRun:
         return AccessRecord(bit, self.block.number, (step, place.start % (step * self.threads)), self.text)
 
     def _check_read(self, cell: Cell, record: AccessRecord) -> None:
+        """Raise a ScheduleError unless the cell has data that is visible to the reading threads."""
         if cell.value is None:
             raise self._error(f"reads {self.buffers.describe(cell)}, which was never written.")
         if cell.packets and len(self.move.srcs) > 1:
@@ -310,6 +309,7 @@ class _MoveRun:
             raise self._race("reads", cell, cell.writer, "writes")
 
     def _check_write(self, cell: Cell, record: AccessRecord, known: Clock) -> None:
+        """Raise a ScheduleError unless ``known``, the clock of the writing threads, has all accesses to the cell."""
         for reader in cell.readers:
             if not self._is_after(reader, known.ended, record):
                 raise self._race("writes", cell, reader, "reads")
@@ -326,12 +326,10 @@ class _MoveRun:
         return self.block.is_after(earlier, known, record.threads)
 
     def _race(self, does: str, cell: Cell, other: AccessRecord, did: str) -> ScheduleError:
+        """Return the error for an access ("reads" or "writes") that races with another one."""
         text = f"It {does} {self.buffers.describe(cell)}, which {other.text} {did}, and the two are not ordered"
-        return self._error(f"a race. {text}{self._hint(other, did)}.")
-
-    def _hint(self, other: AccessRecord, did: str) -> str:
         relaxed = did == "writes" and self.clock.ended >> other.bit & 1
-        return " (relaxed signals do not make data visible)" if relaxed else ""
+        return self._error(f"a race. {text}{' (relaxed signals do not make data visible)' if relaxed else ''}.")
 
     def _error(self, text: str) -> ScheduleError:
         return ScheduleError(f"{self.buffers.name}, {self.text}: {text}")

@@ -133,12 +133,9 @@ class _BlockEvents:
         self.touched[rank, b] = len(self.events[rank]) - 1
 
     def _put(self, b: int, value: int, pair: Pair, target: Location, *, fresh: bool) -> None:
-        """Put a value into memory of another rank, once that rank has signalled that the memory may be written.
-
-        ``fresh`` memory was not used before in this call, so it may be written once the call has begun.
-        """
+        """Put a value into memory of another rank, once that rank has signalled that the memory may be written."""
         src, dst = pair
-        needed = 0 if fresh else self.touched.get((dst, b), 0)
+        needed = 0 if fresh else self.touched.get((dst, b), 0)  # fresh memory is free when the receiver's call begins
         if self.cleared.get(pair, -1) < needed:
             last = self.events[dst][needed]
             last.signals.append(_Event("signal", last.time, pair, data=False))
@@ -242,6 +239,7 @@ class _BlockWriter:
             self.block.reduce([self._local_extent(src) for src in first.srcs], dst, dst)
 
     def _put(self, events: list[_Event]) -> None:
+        """Write puts through channels of one kind as one operation."""
         kind = self.ends[events[0].pair].kind  # of the channels of all events: see ``_joins``
         targets = [Target(kind, event.pair[1], self._extent(event.pair[1], event.dst)) for event in events]
         srcs = [self._local_extent(event.srcs[0]) for event in events]
@@ -263,14 +261,9 @@ class _BlockWriter:
 
 
 def add_blocks(collective: Collective, gpus: list[GpuPlan], hosts: Hosts, threadblocks: int, *, inplace: bool) -> None:
-    """Add threadblocks for all blocks of a collective.
+    """Add threadblocks for all blocks of a collective to ``gpus``, which has an empty plan for each rank.
 
-    Args:
-      collective: the collective.
-      gpus: an empty plan for each rank.
-      hosts: the kinds of channels.
-      threadblocks: the largest number of threadblocks per GPU, over which the blocks are spread.
-      inplace: for calls whose input and output are the same memory.
+    ``threadblocks`` is the largest number of threadblocks per GPU. The blocks are spread evenly over them.
     """
     numbers = range(len(collective.blocks))
     count = min(len(numbers), threadblocks)

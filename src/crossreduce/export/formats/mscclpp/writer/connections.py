@@ -109,7 +109,7 @@ class ThreadblockPlan:
         self.channels: dict[str, list[int]] = {kind: [] for kind in KINDS}
         self.buffers: dict[str, list[int]] = {kind: [] for kind in KINDS[:2]}
         # The next three describe the operations since the threads were last synchronised.
-        self.unread = False  # whether there was a wait, whose data has not been read
+        self.unread = False  # whether there was a wait
         self.dirty = ""  # the name of the last operation on data
         self.threads: dict[tuple[str, LocalEnd], int] = {}  # the thread that signalled or waited on each channel
 
@@ -145,10 +145,8 @@ class ThreadblockPlan:
         for group in _groups(moves, MOST_AT_ONCE):
             if self.unread or self.dirty:
                 self.sync()
-            spans = {
-                "src_buff": [_span(src) for src, *_ in group],
-                "dst_buff": [self._remote(to) for _, to, _ in group],
-            }
+            srcs, dsts = [_span(src) for src, _, _ in group], [self._remote(target) for _, target, _ in group]
+            spans = {"src_buff": srcs, "dst_buff": dsts}
             ids = [self._channel(end) for _, _, end in group]
             self.ops.append({"name": name, **spans, "channel_type": "port", "channel_ids": ids})
 
@@ -171,6 +169,7 @@ class ThreadblockPlan:
             self._reduce(remaining if k == 0 else [dst], dst, group)
 
     def _reduce(self, srcs: Sequence[Extent], dst: Extent, targets: Sequence[Target]) -> None:
+        """Add one operation that stores the sum of its sources, or a single source, locally and at the targets."""
         name = "res" if targets else "re" if len(srcs) > 1 else "copy"
         self._access(name)
         spans = {"src_buff": [_span(src) for src in srcs], "dst_buff": [_span(dst), *map(self._remote, targets)]}
@@ -197,7 +196,7 @@ class ThreadblockPlan:
         self.threads = {}
         yield
         inner, self.ops = self.ops, outer
-        self.unread, self.dirty = True, "pipeline"  # lets a nop follow
+        self.unread, self.dirty = True, "pipeline"  # so that a nop follows
         if inner:
             context = {"unit_size": unit, "num_chunks": chunks}
             self.ops.append({"name": "pipeline", "iter_context": context, "ops": inner})

@@ -24,6 +24,7 @@ from collections.abc import Iterable
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from itertools import groupby, product
+from operator import attrgetter
 from typing import Final
 
 from ...collective import Block, Collective, Location
@@ -72,11 +73,6 @@ class _Stage:
         return self.memory if self.output is None else self.output
 
 
-def round_of(stage: _Stage) -> int:
-    """Return the round of a stage: a key for sorting and grouping."""
-    return stage.round
-
-
 @dataclass(eq=False)
 class _Segment:
     """Stages on one rank that run in one pipeline. Their blocks have the same size."""
@@ -95,6 +91,7 @@ class _Segment:
 
     @property
     def only_waits(self) -> bool:
+        """Whether no stage has anything to do but to wait for a copied value."""
         return all(not stage.sends and len(stage.operands) == 1 and not stage.output for stage in self.stages)
 
 
@@ -225,9 +222,7 @@ def add_pipelines(
     """Add threadblocks with pipelines for all blocks of a collective. Return whether a GPU's stages had to share them.
 
     Args:
-      collective: the collective.
       gpus: an empty plan for each rank.
-      hosts: the kinds of channels.
       unit_of: for each size of a block (in units), the bytes of its pieces, or 0 for a block that is not cut.
       most: the largest number of threadblocks per GPU. Stages share threadblocks if there would be more.
       inplace: for calls whose input and output are the same memory.
@@ -253,10 +248,7 @@ def add_pipelines(
 
 
 def _worker_with_room(workers: list[_Worker], segment: _Segment) -> _Worker | None:
-    """Return a threadblock for a segment that only waits, or ``None``.
-
-    The threadblock must only wait, too, and have enough channels for the waits of both.
-    """
+    """Return a threadblock that only waits and has channels left for a segment that only waits, too, or ``None``."""
     if not segment.only_waits:
         return None
     for worker in workers:
@@ -302,6 +294,7 @@ def _may_merge(workers: list[_Worker], *, same_round: bool) -> bool:
 
 
 def _join_workers(workers: list[_Worker]) -> _Worker:
+    """Return one threadblock with one pipeline for the stages of several threadblocks."""
     if len(workers) == 1:
         return workers[0]
     return _Worker(workers[0].rank, [_Segment(workers[0].size, [s for worker in workers for s in worker.stages])])
@@ -337,7 +330,8 @@ def _threadblock(gpu: GpuPlan, worker: _Worker, unit_of: dict[int, int]) -> Thre
             block.sync()
         unit = unit_of[segment.size]
         with block.pipeline(unit, segment.size) if unit else nullcontext():
-            for _, together in groupby(sorted(segment.stages, key=round_of), key=round_of):
+            by_round = attrgetter("round")
+            for _, together in groupby(sorted(segment.stages, key=by_round), key=by_round):
                 _add_stages(block, list(together))
     arrived = _unique(transfer.dst_end for transfer in receives if transfer.acknowledged)
     if arrived:
