@@ -181,7 +181,7 @@ class _Memory:
         size = min(self.sizes.get(span.buffer, gpu.sizes["s"]), gpu.sizes[span.buffer])
         if span.offset < 0 or span.offset + step.count > size:
             chunks = f"chunks {span.offset} to {span.offset + step.count - 1} of the {BUFFERS[span.buffer]} buffer"
-            raise self.program.error(step, f"{chunks}, which has {size}.")
+            raise self.program.error(step, f"accesses {chunks}, which has {size} chunks.")
         return [self.key(step.gpu, span.buffer, span.offset + k) for k in range(step.count)]
 
     def _read(self, number: int, key: Key, done: int) -> Contributions:

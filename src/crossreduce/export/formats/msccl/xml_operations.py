@@ -145,6 +145,7 @@ class XmlWriter:
         for value, instruction, ops in listed:
             channel, after = 0, forwards.get((block.chunk, value))
             for k, op in enumerate(ops):
+                # A local operation runs in the threadblock of the message before it.
                 channel = channel if op.sent is None else self.arrangement.channel(b, op.sent, value)
                 send, kind = -1, op.type
                 if after is not None and k + 1 == len(ops):

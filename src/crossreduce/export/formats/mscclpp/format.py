@@ -245,7 +245,7 @@ def _operation(fields: Fields, gpu: PlanGpu, block: PlanThreadblock, *, inner: b
     kind = fields.one_of("channel_type", CHANNELS) if "channel_type" in fields.content else "none"
     operation = PlanOperation(name, kind)
     if name in ON_CHANNELS and kind not in ("memory", "port"):
-        raise fields.error("it needs memory or port channels.", f"channel_type {kind}")
+        raise fields.error("the operation needs memory or port channels.", f"channel_type {kind}")
     if name == "flush" and kind != "port":
         raise fields.error("only port channels are flushed.", f"channel_type {kind}")
     if name in ON_CHANNELS or (name in OPERATIONS and kind == "port"):
@@ -279,9 +279,9 @@ def _add_spans(operation: PlanOperation, fields: Fields, block: PlanThreadblock)
     """Return the operation with its sources and destinations, which must match the operation's patterns."""
     name, kind, patterns = operation.name, operation.channel_type, OPERATIONS[operation.name]
     if kind == "port" and name not in ON_PORTS:
-        raise fields.error("it does not exist for port channels.", "channel_type port", "channel_type memory")
+        raise fields.error("port channels do not have this operation.", "channel_type port", "channel_type memory")
     if kind not in ("memory", "port") and "r" in "".join(patterns):
-        raise fields.error("it needs memory or port channels.", f"channel_type {kind}")
+        raise fields.error("the operation needs memory or port channels.", f"channel_type {kind}")
     spans = []
     for key, pattern in zip(("src_buff", "dst_buff"), patterns, strict=True):
         found = tuple(_span(child, kind, block) for child in fields.children(key, key))
@@ -292,7 +292,8 @@ def _add_spans(operation: PlanOperation, fields: Fields, block: PlanThreadblock)
         spans.append(found)
     srcs, dsts = spans
     if name in PAIRED and len(srcs) != len(dsts):
-        raise fields.error("there must be one source for each destination.", f"{len(srcs)} and {len(dsts)}")
+        given = f"{len(srcs)} sources, {len(dsts)} destinations"
+        raise fields.error("there must be one source for each destination.", given)
     if kind == "port" and len(operation.channels) < len(dsts):
         given = f"{len(operation.channels)} channels, {len(dsts)} destinations"
         raise fields.error("there must be one channel for each destination.", given)

@@ -41,7 +41,7 @@ Piece = tuple[tuple[Cell, ...], tuple[Cell, ...]]  # a fraction of a move: a cel
 
 
 class Cells:
-    """All cells, and for each move its pieces. ``areas`` has the ends of areas, and positions where they are divided."""
+    """All cells, and for each move its pieces. ``areas`` has the ends of areas and positions where they are divided."""
 
     def __init__(self, name: str, moves: list[Move], areas: dict[Area, tuple[int, ...]]) -> None:
         self.cuts = {area: sorted(set(positions)) for area, positions in areas.items()}

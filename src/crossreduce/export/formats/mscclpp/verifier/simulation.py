@@ -123,14 +123,13 @@ class PlanRun:
     def _run_call(self, lists: list[list[PlanInstruction]]) -> None:
         """Run all instructions of a call. Raise a ScheduleError if there is a deadlock."""
         at = [0] * len(lists)  # the position of the next instruction of each threadblock
-        waiting: defaultdict[Hashable, list[int]] = defaultdict(list)  # threadblocks, by the event for which they wait
-        meeting: defaultdict[tuple[int, int], list[int]] = defaultdict(list)  # threadblocks at a barrier
-        ready = OrderedDict.fromkeys(range(len(lists)))
+        waiting: defaultdict[Hashable, list[int]] = defaultdict(list)  # threadblocks, by what they wait for
+        meeting: defaultdict[tuple[int, int], list[int]] = defaultdict(list)  # threadblocks that wait at a barrier
+        ready = OrderedDict.fromkeys(range(len(lists)))  # threadblocks whose next instruction may be able to run
         while ready:
             number, _ = ready.popitem(last=False)
             while at[number] < len(lists[number]):
                 instruction = lists[number][at[number]]
-                woken: list[Hashable] = []
                 if instruction.kind == "barrier":
                     key = self.places[number][0], instruction.number
                     meeting[key].append(number)
@@ -146,10 +145,11 @@ class PlanRun:
                 if missing is not None:
                     waiting[missing].append(number)
                     break
-                self._execute(number, instruction, woken)
+                completed: list[Hashable] = []
+                self._execute(number, instruction, completed)
                 at[number] += 1
-                for key_ in woken:
-                    ready.update(dict.fromkeys(waiting.pop(key_, ())))
+                for event in completed:
+                    ready.update(dict.fromkeys(waiting.pop(event, ())))
         stuck = [number for number, listed in enumerate(lists) if at[number] < len(listed)]
         if stuck:
             texts = [self._wait_text(number, lists[number][at[number]]) for number in stuck[:_MOST_WAITS]]
@@ -212,28 +212,28 @@ class PlanRun:
         for number in numbers:
             self.blocks[number].known = clock
 
-    def _execute(self, number: int, instruction: PlanInstruction, woken: list[Hashable]) -> None:
-        """Run an instruction, and add the completed events to ``woken``: see ``_awaited``."""
+    def _execute(self, number: int, instruction: PlanInstruction, completed: list[Hashable]) -> None:
+        """Run an instruction, and add to ``completed`` what other threadblocks may wait for: see ``_awaited``."""
         block, kind = self.blocks[number], instruction.kind
         text, thread = self._text(number, instruction), instruction.thread
         named = f"{self.buffers.name}, {text}"
         if kind == "sync":
             block.sync()
         elif kind in ("move", "post"):
-            _MoveRun(self, block, instruction, text).run(woken)
+            _MoveRun(self, block, instruction, text).run(completed)
         elif kind in ("acquire", "release"):
             key = self.places[number][0], instruction.number
             if kind == "acquire":
                 self.semaphores[key].acquire(block, thread, named)
             else:
                 self.semaphores[key].release(block, thread, text)
-                woken.append(key)
+                completed.append(key)
         elif kind in ("flush", "complete"):
             if self.flushes or kind == "complete":
                 self.channel(instruction).flush(block, thread)
         elif kind == "signal":
             self.channel(instruction).signal(block, thread, named, relaxed=instruction.relaxed)
-            woken.append(direction(instruction))
+            completed.append(direction(instruction))
         else:
             assert kind == "wait"
             self.channel(instruction).wait(block, thread, named, relaxed=instruction.relaxed)
@@ -261,8 +261,8 @@ class _MoveRun:
             self.clock = block.known
             block.unsynced |= mask
 
-    def run(self, woken: list[Hashable]) -> None:
-        """Read, combine and write all pieces."""
+    def run(self, completed: list[Hashable]) -> None:
+        """Read, combine and write all pieces. Add cells with new packets to ``completed``."""
         arrived = NOTHING
         for bit, (sources, targets) in zip(self.bits, self.pieces, strict=True):
             value, packets, got = None, 0, NOTHING
@@ -285,7 +285,7 @@ class _MoveRun:
                 cell.packets = self.buffers.call if place.scale == 2 else packets
                 if cell.packets:
                     cell.sent = Clock(known.ended | 1 << bit, self.block.start)
-                    woken.append(cell)
+                    completed.append(cell)
         if not self.is_post:
             self.block.arrived = self.block.arrived.union(arrived)
 

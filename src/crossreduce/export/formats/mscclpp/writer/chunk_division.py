@@ -54,7 +54,7 @@ def even_parts(collective: Collective, parts: Sequence[int], most: int, *, pipel
         counts = {chunk: 1 << (parts[chunk] - 1).bit_length() for chunk in sizes}
         if len(set(counts.values())) == 1 and needed(counts) <= most:
             return tuple(counts.get(chunk, 1) for chunk in range(len(parts)))
-    for factor in FINER:
+    for factor in FINER:  # 1 - 1e-9: so that rounding errors do not add parts
         counts = {chunk: math.ceil(size / (longest / factor) * (1 - 1e-9)) for chunk, size in sizes.items()}
         if needed(counts) > most:
             break
