@@ -197,9 +197,8 @@ def test_there_must_be_such_a_rank():
 def test_closed_forms(monkeypatch):
     """A ring in one piece takes 2(n - 1) (latency + time of 1/n of the buffer on a link).
 
-    A direct all-gather through a switch, without packets, takes the time of the buffer plus two latencies: the n - 1
-    messages of a rank follow each other on its link, and the last one takes one more message's time behind the switch.
-    """
+    A direct all-gather through a switch, without packets, takes two latencies and the time of the buffer on a link: the
+    n - 1 messages of a rank follow each other on its link, and the last one is then forwarded by the switch."""
     for n in (2, 3, 8):
         topology = cr.Topology.ring(n, 25, LATENCY_S)
         files = to_chakra(ring(topology.devices), topology, n * 1_000_000)
@@ -214,8 +213,7 @@ def test_closed_forms(monkeypatch):
 
 
 # Two plans take longer. A broadcast by "direct" on a ring sends pieces through other devices, and the links idle
-# while the last packets of a tick are forwarded. A broadcast by "ring" through a switch is planned with more pieces
-# than ``MOST_NODES`` allows.
+# while the last packets of a tick are forwarded. One by "ring" through a switch needs more nodes than ``MOST_NODES``.
 DIFFERENT = {("ring", "broadcast", "direct"), ("star", "broadcast", "ring")}
 NETWORKS = (("ring", 64, 256), ("ring", 450, 1024), ("mesh", 450, 256), ("star", 450, 256))
 DEFAULT = set(pairs(NETWORKS, exports.KINDS, ALGORITHMS))

@@ -31,10 +31,8 @@ def exact_limits(text):
     gpus = read_msccl_xml(text).gpus
     blocks = max(len(gpu.threadblocks) for gpu in gpus)
     steps = max(len(block.steps) for gpu in gpus for block in gpu.threadblocks)
-    elements = max(
-        1 + len(gpus) + len(gpu.threadblocks) + sum(len(block.steps) for block in gpu.threadblocks) for gpu in gpus
-    )
-    return Runtime("runtime", 128, blocks, steps, elements)
+    own = max(len(gpu.threadblocks) + sum(len(block.steps) for block in gpu.threadblocks) for gpu in gpus)
+    return Runtime("runtime", channels=128, threadblocks=blocks, steps=steps, elements=1 + len(gpus) + own)
 
 
 def check_least(schedule, text):

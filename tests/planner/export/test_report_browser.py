@@ -175,7 +175,7 @@ def test_the_slider_shows_another_time(driver, shown):
 
 
 def test_playing_and_keys(driver, shown):
-    """Space plays and pauses, and the comma and the period step. F does nothing without hosts. Play stops at the end."""
+    """Space plays and pauses, and the comma and the period step. F does nothing without hosts. It stops at the end."""
     shown(8)
     driver.execute_script("document.activeElement.blur()")
     press(driver, " ")

@@ -80,11 +80,7 @@ def test_the_clock(monkeypatch):
     assert algbw(text, found.schedule, topology) < 0.7 * found.algbw
 
 
-RUN = [
-    *each(["ncv4"], [1], KINDS, [True, False]),
-    ("ncv4", 2, "all_reduce", False),
-    ("ncv4", 2, "broadcast", True),
-]
+RUN = [*each(["ncv4"], [1], KINDS, [True, False]), ("ncv4", 2, "all_reduce", False), ("ncv4", 2, "broadcast", True)]
 RUN += [
     pytest.param("ncv4", 2, *case, marks=pytest.mark.slow)
     for case in (("reduce", True), ("reduce_scatter", True), ("all_gather", False))

@@ -53,11 +53,10 @@ class Runtime:
     required: tuple[str, ...] = ("name", "outofplace", "minBytes", "maxBytes")  # the attributes of <algo> that it needs
 
 
-# The limits are, in this order: MAXCHANNELS (in nccl's device.h), MSCCL_MAX_NUM_THREAD_BLOCKS and MSCCL_MAX_NUM_STEPS
-# (msccl_struct.h; earlier versions had more), and MAX_NODES (msccl_parser.h). MAX_NODES limits the elements that count
-# for one GPU: the algo, each gpu, and the GPU's own threadblocks and steps. The limits of microsoft/msccl are in its
-# src/include/msccl.h. Its parser (mscclGetAlgoFromXMLAndSetAlgo in src/graph/topo.cc) requires only the name. How many
-# elements it reads is not known.
+# The limits are MAXCHANNELS (nccl's device.h), MSCCL_MAX_NUM_THREAD_BLOCKS and MSCCL_MAX_NUM_STEPS (msccl_struct.h;
+# earlier versions had more), and MAX_NODES (msccl_parser.h). It limits the elements that count for one GPU: the algo,
+# each gpu, and the GPU's own threadblocks and steps. The limits of microsoft/msccl are in its src/include/msccl.h; that
+# of elements is not known. Its parser (mscclGetAlgoFromXMLAndSetAlgo in src/graph/topo.cc) requires only the name.
 RUNTIMES: Final = {
     "msccl": Runtime("msccl-executor-nccl", 32, 1024, 64, 32768),
     "rccl": Runtime("RCCL", 128, 64, 64, 4096),

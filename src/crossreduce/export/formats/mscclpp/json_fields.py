@@ -12,10 +12,7 @@ LARGEST: Final = 2**64 - 1
 
 
 class Fields:
-    """A JSON object with typed access to its fields. ``at`` is its place in the file, in words, for errors.
-
-    A field that is missing has the value ``default``. Without a default, a ScheduleError is raised.
-    """
+    """A JSON object with typed access to its fields. ``at`` is its place in the file, in words, for errors."""
 
     def __init__(self, content: Any, at: str) -> None:
         self.content, self.at = content, at
@@ -26,6 +23,7 @@ class Fields:
         return ScheduleError.of(f"{self.at}: {problem}", given, remedy)
 
     def value(self, key: str, default: Any = None) -> Any:
+        """Return a field, or ``default`` if it is missing. Without a default, raise a ScheduleError."""
         if key in self.content:
             return self.content[key]
         if default is None:

@@ -97,10 +97,8 @@ class Cells:
         return True
 
     def _pieces(self, move: Move) -> list[Piece]:
-        lists = []  # for each operand, its cells
-        for area, start, scale in move.srcs + move.dsts:
-            first, last = (bisect_left(self.cuts[area], p) for p in (start, start + scale * move.size))
-            lists.append(self.cells[area][first:last])
+        operands = move.srcs + move.dsts
+        lists = [self.cells_between(area, start, start + scale * move.size) for area, start, scale in operands]
         sources = len(move.srcs)
         return [(cells[:sources], cells[sources:]) for cells in zip(*lists, strict=True)]
 

@@ -9,8 +9,7 @@ that its call has begun, since the memory may still belong to an earlier call.
 
 Events are created in one order, in which each signal precedes the waits for it. So no threadblocks wait for each other
 in a cycle, provided that all of them run at the same time. Within a round and block, puts of operands come first, then
-copies, then combinations. If the old value in the memory of a copy still has to be read, as when two devices swap their
-values, the copy is put into scratch memory.
+copies, then combinations. A copy is put into scratch memory if the value that it would overwrite still has to be read.
 """
 
 from __future__ import annotations
@@ -100,7 +99,8 @@ class _BlockEvents:
                     landed[operand, device] = self.placement.fresh(device, b)
                     self._put(b, operand, (devices[operand], device), landed[operand, device], fresh=True)
         self.time += 1
-        ranks = self.collective.ranks  # each rank begins with the next one, so that not all send to the same one first
+        ranks = self.collective.ranks
+        # Each rank sends to the next rank first, so that not all ranks send to the same one at the same time.
         for value, (device, (operand,), *_) in sorted(
             copies, key=lambda entry: (entry[1].device - devices[entry[1].operands[0]]) % ranks
         ):
@@ -120,7 +120,7 @@ class _BlockEvents:
             self._sum(device, b, inputs, aside, self.placement.store(device, b, value))
 
     def _sum(self, rank: int, b: int, inputs: list[Location], aside: Location, target: Location) -> None:
-        """Sum the inputs in the listed order with as few operations as possible; ``aside`` is for partial sums."""
+        """Sum the inputs in the listed order with as few operations as possible. ``aside`` stores partial sums."""
         while len(inputs) > MOST_BUFFERS:
             self._local(rank, b, "re", inputs[:MOST_BUFFERS], aside)
             inputs = [aside, *inputs[MOST_BUFFERS:]]
@@ -135,7 +135,8 @@ class _BlockEvents:
     def _put(self, b: int, value: int, pair: Pair, target: Location, *, fresh: bool) -> None:
         """Put a value into memory of another rank, once that rank has signalled that the memory may be written."""
         src, dst = pair
-        needed = 0 if fresh else self.touched.get((dst, b), 0)  # fresh memory is free when the receiver's call begins
+        # The receiver's event after which the memory is free. Fresh memory is free when the receiver's call begins.
+        needed = 0 if fresh else self.touched.get((dst, b), 0)
         if self.cleared.get(pair, -1) < needed:
             last = self.events[dst][needed]
             last.signals.append(_Event("signal", last.time, pair, data=False))
@@ -192,11 +193,7 @@ def _channels(orders: list[list[_Event]]) -> dict[Pair, int]:
 
 
 class _BlockWriter:
-    """Writes the events of one threadblock. Adjacent puts, signals or waits become one operation if possible.
-
-    ``ends`` has the channel of the puts of each pair, and ``bases`` the start of each rank's scratch memory for these
-    events in the scratch buffer of all threadblocks.
-    """
+    """Writes the events of one threadblock. Adjacent puts, signals or waits become one operation if possible."""
 
     def __init__(
         self, gpu: GpuPlan, events: list[_Event], ends: dict[Pair, LocalEnd], bases: list[int], *, inplace: bool
@@ -277,7 +274,7 @@ def add_blocks(collective: Collective, gpus: list[GpuPlan], hosts: Hosts, thread
             if (low, high, which) not in shared:
                 shared[low, high, which] = connect(gpus, low, high, hosts.kind(low, high))
             ends[low][src, dst], ends[high][src, dst] = shared[low, high, which]
-        bases = [gpu.scratch for gpu in gpus]
+        bases = [gpu.scratch for gpu in gpus]  # where these blocks' scratch memory starts, by rank
         for gpu in gpus:
             block = _BlockWriter(gpu, orders[gpu.rank], ends[gpu.rank], bases, inplace=inplace).block
             gpu.threadblocks += [block] if block.ops else []

@@ -13,8 +13,7 @@ belong to an earlier call. A port channel reads its source later. So if no resul
 signals at the end that the data has arrived. (``flush`` would do this, but in MSCCL++ it does nothing.)
 
 In place, the result overwrites a rank's input. This is right only if the result depends on all values that are made
-from this input. Otherwise, as in a one-shot all-reduce, the stages are not separable, and ``blocks.py`` exports the
-schedule.
+from this input. Otherwise, as in a one-shot all-reduce, ``blocks.py`` exports the schedule.
 """
 
 from __future__ import annotations

@@ -75,8 +75,7 @@ def to_mscclpp_json(
       threads: the number of threads per threadblock. By default it is 1024, or 512 or 256 if the larger number of
         threadblocks then gives each pipeline its own, or divides the data more evenly.
       min_bytes: the smallest message that the plan is for.
-      max_bytes: the largest message that the plan is for. It is lowered if a pipeline would need more than 65535
-        iterations.
+      max_bytes: the largest message that the plan is for. It is lowered if pipelines would need over 65535 iterations.
     Raises:
       PlanError: the schedule is not such a collective, or a threadblock needs more operations or peers than the
         executor allows.
