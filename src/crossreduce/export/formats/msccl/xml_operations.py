@@ -179,7 +179,7 @@ class XmlWriter:
             after = (*before, *after)
         else:  # add up the operands before the local one in ``aside``
             is_separate = placement.memory(device, total) != placement.memory(device, target)
-            aside = target if is_separate else placement.spare(device, b)
+            aside = target if is_separate else placement.scratch_for(device, b)
             for k, operand in enumerate(before):
                 yield receive(operand, aside if k else None, aside)
             src, total = (aside, target) if total == target else (total, aside)  # adds one of both sums to the other
