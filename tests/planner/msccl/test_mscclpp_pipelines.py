@@ -124,8 +124,7 @@ def test_long_messages_have_too_many_pieces():
 
 
 def test_hosts_are_joined_by_port_channels():
-    """GPUs of different hosts use port channels, and GPUs of one host use memory channels. No plan needs a flush, which
-    does nothing."""
+    """GPUs of one host use memory channels, and other GPUs port channels. No plan needs a flush, which does nothing."""
     topology = Topology.machine("ncv4", 2)  # 4 GPUs per host
 
     def kind(a, b):

@@ -70,7 +70,7 @@ class Collective:
         return Location("o", block.offset - rank * self.outputs if self.kind == "reducescatter" else block.offset)
 
     def in_place(self, rank: int, location: Location) -> Location:
-        """Return the location in the larger of input and output that is the same memory in calls in place.
+        """Return the location in the larger buffer, input or output, that is the same memory in calls in place.
 
         >>> from crossreduce.planning import ring
         >>> collective(ring(["cpu:0", "cpu:1"])).in_place(1, Location("o", 1))
@@ -132,7 +132,7 @@ def collective(schedule: Schedule) -> Collective:
 
 
 def _kind(schedule: Schedule, chunks: list[Chunk]) -> tuple[str, int | None]:
-    """Return the kind and the root (or ``None``) of a schedule's collective, given its chunks of a share above 0."""
+    """Return the kind of a collective and its root, or ``None``. ``chunks`` are those with a share above 0."""
     everyone = tuple(range(len(schedule.devices)))
     sources = {tuple(sorted(chunk.sources)) for chunk in chunks}
     destinations = {tuple(sorted(chunk.destinations)) for chunk in chunks}

@@ -210,10 +210,10 @@ def ends_with_a_receive(places: Sequence[int], instruction: Instruction) -> bool
 def _paths(
     all_messages: list[tuple[MessageKey, Connection]], forwards: dict[tuple[int, int], int]
 ) -> Iterator[list[tuple[MessageKey, Connection]]]:
-    """Yield the paths. A path ends before it would return to a rank; then its entry in ``forwards`` is deleted.
+    """Yield the paths, each as its messages with their connections. A path ends before it would return to a rank.
 
     A rank that replaces a value by the result must wait until the value is sent. If the same path brought the result
-    back, its two messages would wait for each other.
+    back, its two messages would wait for each other. Where a path ends for this reason, ``forwards`` loses an entry.
     """
     connection_of = dict(all_messages)
     last = {}  # by (chunk, value): the message that completes the value

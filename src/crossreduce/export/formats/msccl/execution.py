@@ -59,7 +59,6 @@ class RuntimeStep:
 
     @property
     def threadblock(self) -> ThreadblockId:
-        """The GPU and threadblock."""
         return self.gpu, self.block
 
     def __str__(self) -> str:
@@ -117,7 +116,7 @@ class MscclProgram:
         raise self.error(step, f"waits for tb {block}, step {number}, but {reason}.")
 
     def _connect(self) -> None:
-        """Pair each connection's sends with its receives, in order."""
+        """Pair each connection's sends with its receives, in order. Raise a ScheduleError if they do not match."""
         # For each connection and each end ("send", "recv"): the threadblock at this end, and its steps.
         connections: defaultdict[Connection, dict[str, tuple[int, list[int]]]] = defaultdict(dict)
         for (g, t), run in self.blocks.items():
@@ -267,7 +266,7 @@ class Execution:
         return next((target for target in self.program.steps[number].waits if not self.done[target]), -1)
 
     def _transmit(self, number: int) -> bool:
-        """Move the parts of a step's message that have arrived and have a free slot. Return whether it is then done."""
+        """Receive and send the parts of a step's message that can be moved now. Return whether the step is done."""
         steps = self.program.steps
         step = steps[number]
         parts = -(-step.count // self.per_slot)
@@ -286,7 +285,7 @@ class Execution:
         return self.passed[number] == parts
 
     def _wait_cycle(self) -> str:
-        """Return threadblocks that wait for each other in a cycle, in words."""
+        """Return a description of threadblocks that wait for each other in a cycle."""
         steps = self.program.steps
         blocks = self.program.blocks
         threadblock = next(key for key, run in blocks.items() if self.current[key] < run.stop)

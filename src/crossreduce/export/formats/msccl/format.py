@@ -109,7 +109,7 @@ class Algo(NamedTuple):
 
 
 def units_of_xml(text: str) -> int:
-    """Return the number of chunks of a file, which must divide the number of elements of a message."""
+    """Return the number of chunks of a file. The number of elements of a message must be a multiple of it."""
     return read_msccl_xml(text).chunks
 
 

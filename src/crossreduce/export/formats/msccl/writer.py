@@ -194,7 +194,7 @@ class _File:
         return None
 
     def _fitting(self, build: Build, pieces: int) -> str | None:
-        """Return the text of an arrangement with as many pieces as the limits allow, or ``None`` if 1 is too many."""
+        """Return the text of an arrangement with as many pieces as the limits allow, or ``None`` if they allow none."""
         trial = min(2, pieces)  # shows how many steps a piece takes, and whether the other limits hold
         arrangement = build(trial)
         if trial > 1 and too_large(arrangement.messages, 0):  # each step sends at most one
@@ -230,7 +230,7 @@ class _File:
 
 
 def _plain_arrangements(collective: Collective, channels: int | None) -> Iterator[Build]:
-    """Yield arrangements without pieces: with the given number of channels, or with increasing numbers."""
+    """Yield arrangements without pieces for this number of channels, or by default for increasing numbers."""
     blocks = sum(len(split(block, LARGEST_COUNT)) for block in collective.blocks)
     for count in CHANNELS if channels is None else (channels,):
         if count > max(1, blocks) and channels is None:

@@ -279,7 +279,7 @@ class XmlWriter:
 
 
 def _append_copy(copies: list[_Copy], new: _Copy) -> None:
-    """Append a copy, or extend the last copy by it if both copy inputs (which wait for nothing) and are adjacent."""
+    """Append a copy. If it and the last copy are adjacent copies of inputs, which wait for nothing, join them."""
     if copies and new.is_input and copies[-1].is_input:
         _, (buffer, start), (dst_buffer, dst_start), count = copies[-1]
         is_next = new[1:3] == ((buffer, start + count), (dst_buffer, dst_start + count))
@@ -290,7 +290,7 @@ def _append_copy(copies: list[_Copy], new: _Copy) -> None:
 
 
 def _lines(op: _XmlOp, waits: list[tuple[int, int]]) -> list[str]:
-    """Return an operation's elements: a ``nop`` for each (threadblock, step) to wait for but the last, then its own."""
+    """Return the lines of an operation: a ``nop`` for each (threadblock, step) of ``waits`` but the last, and its own."""
     nop = "nop", Location("i", -1), Location("o", -1), 0, False
     elements = [nop] * (len(waits) - 1) + [(op.type, op.src, op.dst, op.size, op.signals)]
     numbers = range(op.number - len(waits) + 1, op.number + 1)

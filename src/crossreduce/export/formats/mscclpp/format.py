@@ -114,8 +114,6 @@ class PlanGpu(NamedTuple):
 
 
 class MscclppPlan(NamedTuple):
-    """An execution plan."""
-
     name: str
     collective: str
     protocol: str

@@ -55,7 +55,7 @@ class Fields:
         return value
 
     def numbers(self, key: str, count: int, what: str) -> tuple[int, ...]:
-        """Return a list of numbers from 0 to ``count`` - 1. ``what`` is the name of what they number, for errors."""
+        """Return a list of numbers from 0 to ``count`` - 1. Errors call the things with these numbers ``what``."""
         values = self.items(key)
         if not all(isinstance(n, int) and not isinstance(n, bool) and 0 <= n < count for n in values):
             raise self.error(f"{key} must be numbers of {what}, of which there are {count}.", shown(values))

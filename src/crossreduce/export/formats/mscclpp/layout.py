@@ -44,7 +44,7 @@ class Range(NamedTuple):
 
 
 class PlanLayout:
-    """The memory of a plan whose chunks have ``chunk`` bytes; ``half`` (0 or 1) is the half of two scratch buffers."""
+    """The memory of a plan whose chunks have ``chunk`` bytes. ``half``: which of two scratch buffers is used, 0 or 1."""
 
     def __init__(self, plan: MscclppPlan, chunk: int, half: int = 0) -> None:
         self.plan, self.chunk = plan, chunk
@@ -112,7 +112,7 @@ class PlanLayout:
         return rank, "io" if self.plan.inplace and buffer in "io" else buffer
 
     def _own_part(self, rank: int, buffer: str) -> int:
-        """Return the offset of a rank's part if ``buffer``, in place, is a part of the other buffer; otherwise 0."""
+        """Return the offset of a rank's part in the larger buffer if, in place, ``buffer`` is this part, or 0."""
         parts = {"allgather": ("i", self.input), "reducescatter": ("o", self.output)}
         smaller, size = parts.get(self.plan.collective, ("", 0))
         return rank * size if self.plan.inplace and buffer == smaller else 0

@@ -62,7 +62,7 @@ def resident(threads: int) -> int:
 
 
 def _residency(plan: MscclppPlan) -> Iterator[str]:
-    """Yield a note if GPUs of some types cannot run all threadblocks at the same time, as the plan needs it."""
+    """Yield a note with the types of GPUs that cannot run all threadblocks of the plan at the same time."""
     most, each = max(len(gpu.threadblocks) for gpu in plan.gpus), resident(plan.threads)
     few = [f"{name}: {count}" for name, count in MULTIPROCESSORS.items() if count * each < most]
     if few:

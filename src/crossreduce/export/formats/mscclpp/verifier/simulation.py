@@ -57,7 +57,7 @@ class PlanRun:
         }
 
     def run(self) -> PlanRun:
-        """Run the calls."""
+        """Run the calls, and return this run."""
         for call in range(1, 2 + len(self.lists)):  # with two scratch buffers, calls 1 and 3 use the same buffer
             self.buffers.call = call
             for rank in range(len(self.plan.gpus)):

@@ -50,7 +50,7 @@ class Channel:
         block.extend(thread, Clock(clock.ended, start) if relaxed or sent_relaxed else clock)
 
     def post(self, block: BlockClock, thread: int, text: str, bits: int) -> Clock:
-        """Post a transfer, for which ``bits`` stand, to a port channel, and return the clock at its start."""
+        """Post a transfer to a port channel, and return the clock at its start. ``bits`` stand for its accesses."""
         clock = self.collect(block, thread)
         self.posts.append((block.record(thread, text), clock.union(Clock(bits, bits))))
         return clock

@@ -154,7 +154,7 @@ def _without_flushes(plan: MscclppPlan, chunk: int, root: int | None) -> list[st
 
 
 def _proved_with_reuse(plan: MscclppPlan, largest: int, root: int | None, notes: list[str]) -> list[int]:
-    """Prove a plan for chunks longer than their share of the scratch buffer. Return their size, or add a note."""
+    """Prove a plan for chunks longer than their share of scratch memory. Return their size, or add a note."""
     chunk = reuse_chunk(plan)
     if chunk is None or chunk <= largest:
         return []

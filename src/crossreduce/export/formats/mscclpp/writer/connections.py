@@ -58,7 +58,7 @@ class GpuPlan:
         return "s", self.scratch - size, size
 
     def content(self, inputs: int, outputs: int) -> dict[str, Any]:
-        """Return the GPU in the plan's form."""
+        """Return the GPU as a JSON object of the plan."""
         channels: list[dict[str, Any]] = [
             {"channel_type": kind, "connected_to": peers} for kind, peers in self.peers.items() if peers
         ]
@@ -88,7 +88,7 @@ class Hosts:
 
 
 def connect(gpus: list[GpuPlan], a: int, b: int, kind: str) -> tuple[LocalEnd, LocalEnd]:
-    """Add a channel between two ranks; return its ends at ``a`` and at ``b``."""
+    """Add a channel between two ranks, and return its ends at ``a`` and at ``b``."""
     ends = LocalEnd(kind, len(gpus[a].peers[kind])), LocalEnd(kind, len(gpus[b].peers[kind]))
     gpus[a].peers[kind].append(b)
     gpus[b].peers[kind].append(a)
@@ -227,7 +227,7 @@ class ThreadblockPlan:
         return {"buffer_id": position(self.buffers[target.kind], number), "index": first, "size": size}
 
     def content(self, number: int) -> dict[str, Any]:
-        """Return the threadblock in the plan's form."""
+        """Return the threadblock as a JSON object of the plan."""
         return {
             "id": number,
             "ops": self.ops,

@@ -47,7 +47,7 @@ class _Transfer:
     src: _Stage
     dst: _Stage
     to: Extent
-    kind: str
+    kind: str  # of the channel: "memory" or "port"
     acknowledged: bool  # whether the receiver signals at the end that the value has arrived
     src_end: LocalEnd = _NO_END  # of the channel between the two threadblocks
     dst_end: LocalEnd = _NO_END
@@ -318,7 +318,7 @@ def _connect(gpus: list[GpuPlan], workers: list[_Worker]) -> None:
 
 
 def _threadblock(gpu: GpuPlan, worker: _Worker, unit_of: dict[int, int]) -> ThreadblockPlan:
-    """Return the operations of a threadblock."""
+    """Return a threadblock with the operations of a worker."""
     block = ThreadblockPlan(gpu)
     sends = [transfer for stage in worker.stages for transfer in stage.sends]
     receives = [transfer for stage in worker.stages for transfer in stage.receives]
