@@ -127,7 +127,7 @@ def test_alike_devices_have_equally_many_messages():
     """``alike`` has one device of each group of devices that send, receive and combine equally often in each stage, and
     the size of the group."""
 
-    def counts(part):
+    def counts(part):  # of sends, receives and combinations, for each stage of a device's program
         return [(len(stage.sends), len(stage.receives), len(stage.combinations)) for stage in part.stages]
 
     for schedule in schedules():

@@ -104,7 +104,7 @@ def prove_results(
 
 
 def check_request(name: str, kind: str, ranks: int, root: int | None, what: str) -> None:
-    """Raise an error unless collectives of this ``kind`` can be verified and have such a root. ``what``: file or plan."""
+    """Raise an error unless collectives of this kind can be verified and have such a root. ``what``: file or plan."""
     if kind not in VERIFIABLE:
         problem = f"{name}: collectives of this kind cannot be verified."
         raise ScheduleError.of(problem, shown(kind), f"a {what} for " + ", ".join(sorted(VERIFIABLE)))

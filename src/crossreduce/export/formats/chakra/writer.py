@@ -222,7 +222,8 @@ class _RankWriter:
                     else:
                         message.received.append(node)
         for link, packets in sent.items():
-            behind = len(messages[packets[-1][0]].links) - 1  # how many packets may still be on later links
+            last_message = messages[packets[-1][0]]
+            behind = len(last_message.links) - 1  # how many packets may still be on later links
             # dict() keeps the last packet of each message.
             self.passed[link] = tuple(dict(packets[: max(1, len(packets) - behind)]).values())
         arrived = {(message.piece, message.value): message for message in messages if message.dst == self.rank}

@@ -140,11 +140,11 @@ class MscclProgram:
                 if [*ends] == [end]:
                     problem = f"no threadblock of {missing} gpu {gpu} on channel {channel}."
                     raise ScheduleError(f"{self.name}, gpu {gpu}, tb {ends[end][0]}: {problem}")
-            (t, out), (u, into) = ends["send"], ends["recv"]
-            if len(out) != len(into):
-                sends = f"gpu {src}, tb {t}: sends {len(out)} times to gpu {dst} on channel {channel}"
-                raise ScheduleError(f"{self.name}, {sends}, where tb {u} receives {len(into)} times.")
-            for send, recv in zip(out, into, strict=True):
+            (t, sends), (u, receives) = ends["send"], ends["recv"]
+            if len(sends) != len(receives):
+                text = f"gpu {src}, tb {t}: sends {len(sends)} times to gpu {dst} on channel {channel}"
+                raise ScheduleError(f"{self.name}, {text}, where tb {u} receives {len(receives)} times.")
+            for send, recv in zip(sends, receives, strict=True):
                 sent, received = self.steps[send], self.steps[recv]
                 if sent.count != received.count:
                     text = f"sends {sent.count} chunks, but {received} receives {received.count} chunks."

@@ -290,7 +290,7 @@ def _append_copy(copies: list[_Copy], new: _Copy) -> None:
 
 
 def _lines(op: _XmlOp, waits: list[tuple[int, int]]) -> list[str]:
-    """Return the lines of an operation: a ``nop`` for each (threadblock, step) of ``waits`` but the last, and its own."""
+    """Return an operation's lines: a ``nop`` for each (threadblock, step) in ``waits`` but the last, and its step."""
     nop = "nop", Location("i", -1), Location("o", -1), 0, False
     elements = [nop] * (len(waits) - 1) + [(op.type, op.src, op.dst, op.size, op.signals)]
     numbers = range(op.number - len(waits) + 1, op.number + 1)

@@ -142,8 +142,8 @@ def read_mscclpp_json(text: str) -> MscclppPlan:
     """
     if not isinstance(text, str):
         raise ScheduleError.of("an MSCCL++ plan must be a str.", shown(text), "the content of a .json file")
-    counts = {"{": MOST_OBJECTS, "[": MOST_LISTS, ",": MOST_COMMAS}
-    for sign, most in counts.items():
+    most_signs = {"{": MOST_OBJECTS, "[": MOST_LISTS, ",": MOST_COMMAS}
+    for sign, most in most_signs.items():
         if len(text) > LONGEST_TEXT or text.count(sign) > most:
             given = f"{len(text)} characters, {text.count(sign)} of them '{sign}'"
             limit = f"up to {LONGEST_TEXT} characters, {most} '{sign}'"

@@ -44,7 +44,7 @@ class Range(NamedTuple):
 
 
 class PlanLayout:
-    """The memory of a plan whose chunks have ``chunk`` bytes. ``half``: which of two scratch buffers is used, 0 or 1."""
+    """The memory of a plan whose chunks have ``chunk`` bytes. ``half`` (0, 1): which of two scratch buffers is used."""
 
     def __init__(self, plan: MscclppPlan, chunk: int, half: int = 0) -> None:
         self.plan, self.chunk = plan, chunk

@@ -67,7 +67,6 @@ class BlockClock:
         self.bit = next(self.bits)
 
     def sync(self) -> None:
-        """Synchronise the threads."""
         for clock in (*self.own.values(), self.arrived, Clock(self.unsynced, self.unsynced)):
             self.known = self.known.union(clock)
         self.own, self.own_bits, self.arrived, self.unsynced = {}, {}, NOTHING, 0

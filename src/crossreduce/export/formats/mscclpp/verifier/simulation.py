@@ -270,7 +270,7 @@ class _MoveRun:
                 record = self._record(place, bit)
                 if place.scale == 1:
                     self._check_read(cell, record)
-                    packets = cell.packets if len(sources) == 1 else 0
+                    packets = cell.packets if len(sources) == 1 else 0  # a copy of packets has their flags
                 if cell.packets:
                     cell.received, got = True, got.union(cell.sent)
                 cell.readers.append(record)
@@ -290,7 +290,7 @@ class _MoveRun:
             self.block.arrived = self.block.arrived.union(arrived)
 
     def _record(self, place: Range, bit: int) -> AccessRecord:
-        """Return the record of the accesses of a piece to a range."""
+        """Return the record of a piece's accesses to a range. Thread k accesses the words k, k + ``threads``, ..."""
         if self.is_post:
             return AccessRecord(bit, -1, one_thread(-1), self.text)
         step = self.move.word * place.scale

@@ -262,14 +262,16 @@ def _merge_workers(workers: list[_Worker], most: int) -> list[_Worker]:
     """Merge threadblocks until there are at most ``most``, if possible. Only blocks of the same size are merged.
 
     Every threadblock processes a piece of each block in the order of the rounds, so no threadblocks wait for each other
-    in a cycle. Pipelines of the same round are merged first, since they work on the same piece at the same time.
+    in a cycle. Pipelines of the same round are merged first, since they work on the same piece at the same time. A
+    threadblock gets as few pipelines as possible.
     """
     for same_round, most_merged in product((True, False), range(2, MOST_CHANNELS + 1)):
         groups: list[list[_Worker]] = []
         for worker in sorted(workers, key=lambda worker: _merging_order(worker, same_round=same_round)):
             merged = [*groups[-1], worker] if groups else []
             fits = 0 < len(merged) <= most_merged and _may_merge(merged, same_round=same_round)
-            if fits and len(workers) - sum(len(group) - 1 for group in groups) > most:
+            count = len(workers) - sum(len(group) - 1 for group in groups)  # if nothing else is merged
+            if fits and count > most:
                 groups[-1].append(worker)
             else:
                 groups.append([worker])
