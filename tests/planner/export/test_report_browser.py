@@ -150,8 +150,8 @@ def test_the_table_of_links(driver, shown):
 
 
 def test_the_slider_shows_another_time(driver, shown):
-    """The slider changes the time, the drawing, the progress of all plans, and its text for screen readers. With the
-    switch "run on", its end is the end of the slowest plan."""
+    """The slider changes the time, the drawing, the progress of all plans, and its text for screen readers. If "run
+    until the slowest plan ends" is checked, the slider reaches this end."""
     plan = shown(8)
     at(driver, 1000)
     idle = picture(driver)  # at the end of the plan

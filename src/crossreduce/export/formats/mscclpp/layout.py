@@ -183,7 +183,7 @@ def typical_chunks(plan: MscclppPlan) -> list[int]:
         raise ScheduleError.of(f"plan {quoted_name(plan.name)}: no message has a valid size.", given)
     operations = list(all_operations(plan))
     parts = math.lcm(*{operation.group[1] for operation in operations})
-    # The smallest chunk, a multiple of the parts larger than it, and the next size after each of them.
+    # The smallest chunk, a chunk with 3 more steps for each part, and the next larger size of both.
     chunks = [least, least + step, least + 3 * parts * step, least + (3 * parts + 1) * step]
     for unit, chunk_count in sorted({(op.unit, op.chunks) for op in operations if op.unit and op.chunks}):
         start = least - least % unit if least > unit else 0

@@ -35,7 +35,7 @@ class _Event:
     kind: str  # "put", "signal", "wait", "re", "copy" or, before all others, "begin"
     time: int  # an event depends only on events of earlier times, and on those of its time that were created before it
     pair: Pair = (-1, -1)  # the pair of this put, or of the put that this signal or wait belongs to
-    data: bool = True  # for a signal or wait: whether it reports the arrival of a put, and does not permit the put
+    data: bool = True  # for a signal or wait: True if it reports the arrival of a put, False if it permits a put
     last: bool = False  # for a signal: whether it comes after all other work of the rank
     since: int = -1  # for a wait: the time of the event after which the other rank signals
     srcs: tuple[Extent, ...] = ()  # the memory that it reads

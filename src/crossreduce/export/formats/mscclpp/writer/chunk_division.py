@@ -19,7 +19,7 @@ from ...collective import Block, Collective
 
 UNEVEN: Final = 0.12  # the greatest ``_unevenness`` of blocks that counts as even
 FINER: Final = (1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # factors that are tried for the number of parts that the links need
-FEW: Final = 4  # up to so many threadblocks per GPU are doubled, since links are idle while few threadblocks wait
+FEW: Final = 4  # if a GPU has at most so many threadblocks, parts are doubled, so that links are busy while some wait
 LEAST_UNITS: Final = 6  # in a part of an inexact division, so that parts differ by at most a sixth
 
 
