@@ -59,9 +59,9 @@ def test_invalid_costs(name, values, text):
 
 
 def test_invalid_json():
-    """Text of another format, with unknown parts or with invalid numbers is refused."""
+    """Text of another format, with unknown keys or with invalid numbers is refused."""
     for parts, words in (
-        (', "speed": 3', "it has an unknown part, speed"),
+        (', "speed": 3', "it has an unknown key, speed"),
         (', "shared": [[3, [["a"]]]]', "shared must list tuples"),
         (', "messages_per_s": -3', "messages_per_s must be a number above 0"),
     ):
