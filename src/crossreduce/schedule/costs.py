@@ -186,4 +186,4 @@ def _positive(what: str, value: object) -> float:
     if isinstance(value, (int, float)) and not isinstance(value, bool) and _LEAST <= value <= _MOST:
         return float(value)
     problem = f"{what} must be a number above 0, from {_LEAST:g} to {_MOST:g}."
-    raise ArgumentError.of(problem, shown(value), "None: not counted")
+    raise ArgumentError.of(problem, shown(value), "another number, or omit it if it must not be counted")
