@@ -108,7 +108,7 @@ def cuts(spans: tuple[Span, ...], bounds: tuple[tuple[int, int], ...]) -> tuple[
     for span in spans:
         stop = span.start + span.size
         pieces = []
-        part = bisect_right(ends, span.start)
+        part = bisect_right(ends, span.start)  # the first part that ends after the start of the tensor
         while part < len(bounds) and bounds[part][0] < stop:
             low, high = bounds[part]
             if low < high:

@@ -51,19 +51,19 @@ class IndexedSlices:
         # NumPy would make an empty list an array of float64.
         self.indices = _array(indices, "int64" if isinstance(indices, (list, tuple)) and not indices else None)
         self.dense_shape = None if dense_shape is None else _shape(dense_shape)
-        rows, count = tuple(self.values.shape), tuple(self.indices.shape)
-        if len(rows) < 1 or len(count) != 1 or (None not in (rows[0], count[0]) and rows[0] != count[0]):
+        sizes, count = tuple(self.values.shape), tuple(self.indices.shape)  # a size is None if tracing does not know it
+        if len(sizes) < 1 or len(count) != 1 or (None not in (sizes[0], count[0]) and sizes[0] != count[0]):
             problem = "IndexedSlices must have one index per slice."
-            given = f"values of shape {rows}, indices of shape {count}"
+            given = f"values of shape {sizes}, indices of shape {count}"
             raise ArgumentError.of(problem, given, "values of shape (k, ...) and indices of shape (k,)")
         if "int" not in str(self.indices.dtype):
             problem = "the indices of slices must be integers."
             raise ArgumentError.of(problem, describe(self.indices), "int64 or int32 indices")
         shape = self.dense_shape
-        if shape is not None and (len(shape) != len(rows) or shape[1:] != rows[1:]) and None not in rows[1:]:
+        if shape is not None and (len(shape) != len(sizes) or shape[1:] != sizes[1:]) and None not in sizes[1:]:
             problem = "dense_shape does not agree with the slices."
-            given = f"values of shape {rows}, dense_shape {shape}"
-            wanted = ", ".join(["rows", *map(str, rows[1:])]) + "," * (len(rows) == 1)
+            given = f"values of shape {sizes}, dense_shape {shape}"
+            wanted = ", ".join(["rows", *map(str, sizes[1:])]) + "," * (len(sizes) == 1)
             raise ArgumentError.of(problem, given, f"({wanted})")
 
     @property
@@ -221,9 +221,8 @@ def locate(array: object) -> str | None:
         return f"{getattr(device, 'platform', 'cuda')}:{device.id}"
     if hasattr(device, "device_set"):
         problem = "a replica's array must be on one device, and this one is spread over several."
-        raise DeviceError.of(
-            problem, shown(device), "[shard.data for shard in x.addressable_shards], one component per replica"
-        )
+        remedy = "[shard.data for shard in x.addressable_shards], one component per replica"
+        raise DeviceError.of(problem, shown(device), remedy)
     return str(device) or None
 
 

@@ -118,7 +118,7 @@ def bundle(
     if not files:
         problem = "no plan of this collective fits the limits of the formats."
         raise PlanError.of(problem, "; ".join(left_out), "fewer devices, another collective, other --format")
-    sample = next(window.plan for written in windows.values() for window in written)
+    sample = next(window.plan for written in windows.values() for window in written)  # all have the same root and ranks
     about = {
         "format": FORMAT,
         "machine": machine,

@@ -214,9 +214,8 @@ class CrossDeviceOps:
             with entry("broadcast", "", [tensor]):
                 return CrossDeviceOps.broadcast(self, tensor, destinations)
         if isinstance(tensor, DistributedValues):
-            raise ArgumentError.of(
-                "broadcast requires a single array.", shown(tensor), "one of its components, such as value[0]"
-            )
+            remedy = "one of its components, such as value[0]"
+            raise ArgumentError.of("broadcast requires a single array.", shown(tensor), remedy)
         framework = check_array(tensor)
         devices = device_names(destinations)
         framework.require(devices)
@@ -224,11 +223,7 @@ class CrossDeviceOps:
 
     @unconverted
     def gather(
-        self,
-        per_replica_value: Any,
-        destinations: Any,
-        axis: int,
-        options: CommunicationOptions | None = None,
+        self, per_replica_value: Any, destinations: Any, axis: int, options: CommunicationOptions | None = None
     ) -> Mirrored:
         """Concatenate the components along an axis in replica order, and put the result on all destinations.
 
@@ -294,12 +289,9 @@ class CrossDeviceOps:
         options: CommunicationOptions,
     ) -> Mirrored:
         """Reduce one validated value; subclasses must implement it."""
-        raise NotImplementedError(
-            message(
-                f"{type(self).__name__} does not implement reduce_implementation.",
-                remedy="implement it, or use ReductionToOneDevice or HierarchicalCopyAllReduce",
-            )
-        )
+        problem = f"{type(self).__name__} does not implement reduce_implementation."
+        remedy = "implement it, or use ReductionToOneDevice or HierarchicalCopyAllReduce"
+        raise NotImplementedError(message(problem, remedy=remedy))
 
     def batch_reduce_implementation(
         self, reduce_op: ReduceOp, value_destination_pairs: list[Pair], options: CommunicationOptions

@@ -279,9 +279,8 @@ def _run(layout: Layout, jobs: Sequence[Job], with_out: bool) -> tuple[Executabl
     if not engine.checks_overlap:
         check_overlap(jobs)
     try:
-        return executable, executable.run(
-            operands, [value.facts.out.values for value, _ in jobs if value.facts.out is not None]
-        )
+        outs = [value.facts.out.values for value, _ in jobs if value.facts.out is not None]
+        return executable, executable.run(operands, outs)
     except OverlapError as overlap:
         raise name_pair(overlap_error(overlap.result), layout.tensors[overlap.tensor], len(jobs)) from None
     except (BufferError, ValueError):
@@ -307,12 +306,7 @@ def _sparse_copy(framework: Framework, x: Sparse, device: str) -> Any:
     return framework.rebuild_sparse(x._replace(values=values, indices=indices))
 
 
-def broadcast_array(
-    tensor: Any,
-    destinations: tuple[str, ...],
-    algorithm: str,
-    topology: Topology | None,
-) -> Mirrored:
+def broadcast_array(tensor: Any, destinations: tuple[str, ...], algorithm: str, topology: Topology | None) -> Mirrored:
     """Copy one array to all destinations along a schedule whose only source is the array's device."""
     framework = framework_of(tensor)
     x = framework.array(tensor)

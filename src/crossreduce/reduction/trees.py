@@ -74,11 +74,8 @@ def all_reduce(
     if PROFILERS.are_on() and is_outermost():
         with entry("all_reduce", op, trees):
             return all_reduce(trees, op, devices=devices, cross_device_ops=cross_device_ops, options=options, out=out)
-    if (
-        isinstance(trees, (str, bytes, dict, DistributedValues))
-        or hasattr(trees, "shape")
-        or not isinstance(trees, Iterable)
-    ):
+    is_one_tree = isinstance(trees, (str, bytes, dict, DistributedValues)) or hasattr(trees, "shape")
+    if is_one_tree or not isinstance(trees, Iterable):
         remedy = "[tree, tree]: one tree per replica, as in all_reduce([tree, tree], op)"
         remedy = "list(value)" if isinstance(trees, DistributedValues) else remedy
         raise ArgumentError.of("trees must be a list of one tree per replica.", shown(trees), remedy)

@@ -168,8 +168,8 @@ class _Arrays:
         self.round_of_read = np.array([read.round for read in reads])
         self.operand = np.array([read.operand + 1 for read in reads])
         self.resource = np.array([k for group in uses for k in group], dtype=np.intp)
-        self.count = np.array([len(group) for group in uses])
-        self.use_start = np.concatenate([[0], np.cumsum(self.count)])
+        self.count = np.array([len(group) for group in uses])  # the number of resources of each read
+        self.use_start = np.concatenate([[0], np.cumsum(self.count)])  # for each read, its first one in ``resource``
         step_of_read = np.array([read.step for read in reads])
         self.read_start = np.concatenate([np.flatnonzero(np.diff(step_of_read, prepend=-1)), [len(reads)]])
         self.round_of_step = self.round_of_read[self.read_start[:-1]]
@@ -203,7 +203,7 @@ class _ActiveReads:
         first_step = step_bounds[first]
         reads, steps = slice(self.first, read_bounds[last + 1]), slice(first_step, step_bounds[last + 1])
         first_use, end_of_uses = arrays.use_start[reads.start], arrays.use_start[reads.stop]
-        self.rows = np.arange(first_step + 1, steps.stop + 1)  # of the steps in ``_Run.ready``
+        self.rows = np.arange(first_step + 1, steps.stop + 1)  # the rows of these steps in ``_Run.ready``
         self.operand, self.latency, self.queue = arrays.operand[reads], arrays.latency[reads], arrays.queue[reads]
         self.round_of_read, self.round_of_step = arrays.round_of_read[reads], arrays.round_of_step[steps]
         self.resource, self.count = arrays.resource[first_use:end_of_uses], arrays.count[reads]

@@ -138,7 +138,7 @@ def both_directions(
     16
     """
     chosen = [pair for pair in topology_of(topology).by_ends if between_hosts(*pair)] if kinds is None else list(kinds)
-    one_direction = {frozenset(pair): pair for pair in chosen}
+    one_direction = {frozenset(pair): pair for pair in chosen}  # both directions have the same key
     return tuple(SharedLimit(gb_per_s, ((src, dst), (dst, src))) for src, dst in one_direction.values())
 
 

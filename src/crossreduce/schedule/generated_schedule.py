@@ -66,7 +66,7 @@ class GeneratedSchedule(Schedule):
             known = {*self.nodes}
             unknown = {node for route in base.routes for node in route.through if node not in known}
             if unknown:
-                problem = f"routes pass {shown(sorted(unknown))}, which the symmetry does not move"
+                problem = f"routes pass {shown(sorted(unknown))}, which are not among the nodes"
         if problem:
             raise ScheduleError.of(f"this symmetry does not suit the schedule: {problem}.", shown(symmetry))
 
@@ -266,6 +266,7 @@ def rotations(orders: Sequence[int], count: int) -> Symmetry:
     generators, stride = [], count
     for order in orders:
         stride //= order
+        # The coordinate of device k in this dimension, k // stride % order, increases by 1.
         moves = tuple(k + ((k // stride + 1) % order - k // stride % order) * stride for k in range(count))
         if order > 1:
             generators.append(SymmetryGenerator(moves, order))

@@ -154,8 +154,8 @@ def _boxes(extents: dict[str, Place]) -> list[Box]:
     The network is in the middle. ``extents`` has the width and height of each box, by its name.
     """
     hosts = [name for name in extents if name != "network"]
-    wide = max(extents[name][0] for name in hosts) + _GAP
-    high = max(extents[name][1] for name in hosts) + _GAP
+    wide = max(extents[name][0] for name in hosts) + _GAP  # from a column to the next one
+    high = max(extents[name][1] for name in hosts) + _GAP  # from a row to the next one
     width = wide - _GAP
     net = extents.get("network")
     n = len(hosts)

@@ -170,7 +170,7 @@ def _grid(count: int, size: tuple[float, float], titles: list[str]) -> _Grid:
     best: tuple[float, _Grid] | None = None
     for columns in range(span, count + span**2 + 1):
         rows = max(span, math.ceil((count + span**2) / columns))
-        room = _SPACE[0] / columns, _SPACE[1] / rows - 0.5
+        room = _SPACE[0] / columns, _SPACE[1] / rows - 0.5  # of a map; its title has 0.5 inches
         scale = min(1.0, room[0] / size[0], room[1] / size[1])
         width = max(columns * max(size[0] * scale, 1.9), 5.4)
         heads = ["\n".join(textwrap.wrap(title, max(12, int(width / columns / 0.08)))) for title in titles]
@@ -178,7 +178,7 @@ def _grid(count: int, size: tuple[float, float], titles: list[str]) -> _Grid:
         large = min(1.4, span * width / columns / size[0], (span * cell - 0.4) / size[1]) if span > 1 else scale
         right = columns - span if span > 1 else columns  # the map of the use of links is at the right, or the last one
         cells = [(k, row) for row in range(rows) for k in range(columns) if k < right or row >= span]
-        filled = (count * scale**2 + large**2) * size[0] * size[1] / (width * rows * cell)
+        filled = (count * scale**2 + large**2) * size[0] * size[1] / (width * rows * cell)  # the maps' part of the area
         grid = _Grid(columns, span, cells, heads, scale, large, cell, width, rows * cell)
         if best is None or filled * scale > best[0]:
             best = filled * scale, grid

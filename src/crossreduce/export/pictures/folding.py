@@ -117,5 +117,5 @@ def _alike(a: str, b: str, links: dict[str, dict[tuple[str, bool], Fraction]]) -
     """Return whether two devices have the same links to all other nodes, and equal links to each other."""
     if len(links[a]) != len(links[b]):
         return False
-    swapped = {a: b, b: a}
+    swapped = {a: b, b: a}  # a's link to b must equal b's link to a
     return all(links[b].get((swapped.get(node, node), out)) == speed for (node, out), speed in links[a].items())

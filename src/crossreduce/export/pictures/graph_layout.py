@@ -67,7 +67,7 @@ class GraphLayout:
         a, b = a - side * left, b - side * left
         if frozenset((src, dst)) not in self.bent:
             return [a, b]
-        top = (a + b) / 2 + left * (0.8 if self.order[src] < self.order[dst] else -0.8)
+        top = (a + b) / 2 + left * (0.8 if self.order[src] < self.order[dst] else -0.8)  # of a quadratic Bezier curve
         return [(1 - t) ** 2 * a + 2 * t * (1 - t) * top + t * t * b for t in (k / 16 for k in range(17))]
 
     def arrow(self, src: str, dst: str, side: float = 0.0) -> list[complex]:
@@ -123,11 +123,8 @@ def graph_layout(topology: Topology, labels: dict[str, str] | None = None) -> Gr
         return GraphLayout(_circle(topology.devices, switches, near, labels), labels=labels)
     if len(hosts) > 1:
         return _hosts(hosts, switches_of(topology, hosts), near)
-    if (
-        len(topology.devices) > BAR_FROM
-        and len(switches) == 1
-        and all(near[device] == {*switches} for device in topology.devices)
-    ):
+    is_star = len(switches) == 1 and all(near[device] == {*switches} for device in topology.devices)
+    if is_star and len(topology.devices) > BAR_FROM:
         return _bar(topology.devices, switches[0])
     shape = None if switches else _grid(topology.devices, near)
     if shape is not None:

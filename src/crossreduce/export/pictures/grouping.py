@@ -249,6 +249,7 @@ def _isomorphic(a: Graph, colours_a: dict[str, int], b: Graph, colours_b: dict[s
         if not tried:
             return False
         used.discard(images.pop(order[len(images) - 1]))
+    # All nodes and links of ``a`` are mapped, so the graphs are equal if ``b`` has no others.
     return len(a) == len(b) and sum(map(len, a.values())) == sum(map(len, b.values()))
 
 
