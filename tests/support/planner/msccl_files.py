@@ -4,8 +4,8 @@
 def file(coll, chunks, *gpus, **attributes):
     """Return an MSCCL file. A GPU is (scratch chunks, *threadblocks), a threadblock (send, recv, channel, *steps).
 
-    A step is a line such as "rrc i0 o0 2 <1.3 !": type, source, destination, count; "<1.3": it waits for step 3 of
-    threadblock 1; "!": other steps wait for it.
+    A step is a text such as "rrc i0 o0 2 <1.3 !": type, source, destination and count. "<1.3" means that it waits for
+    step 3 of threadblock 1, and "!" that other steps wait for it.
     """
     sizes = {"allgather": (chunks // len(gpus), chunks), "reducescatter": (chunks, chunks // len(gpus))}
     inputs, outputs = sizes.get(coll, (chunks, chunks))
@@ -30,7 +30,7 @@ def file(coll, chunks, *gpus, **attributes):
 
 
 def fused_ring(n, **attributes):
-    """Return NCCL's own ring: one threadblock per GPU, which forwards the messages that it receives."""
+    """Return NCCL's own ring. It has one threadblock per GPU, which forwards the messages that it receives."""
     gpus = []
     for g in range(n):
         order = [(g - k) % n for k in range(n)]
@@ -97,7 +97,7 @@ def pairwise(n):
 def two(first, second, coll="allreduce", chunks=1, **attributes):
     """Return a file for two GPUs, each given as (scratch chunks, steps of threadblock 0, of threadblock 1, ...).
 
-    Threadblock 0 has the other GPU as both of its peers, further threadblocks have no peer.
+    Threadblock 0 sends to the other GPU and receives from it. The other threadblocks have no peer.
     """
     gpus = [
         (scratch, *((1 - g, 1 - g, 0, *steps) if not t else (-1, -1, 0, *steps) for t, steps in enumerate(blocks)))

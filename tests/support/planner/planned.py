@@ -15,7 +15,9 @@ def planned(
     root: str | None = None,
 ) -> Schedule:
     """Return the schedule of an all-reduce between devices that are all linked equally."""
-    return schedule_for(Request("all_reduce", sources, destinations, algorithm, None, 0, packs, first, root))
+    return schedule_for(
+        Request("all_reduce", sources, destinations, algorithm, topology=None, packs=packs, first=first, root=root)
+    )
 
 
 def planned_for(
