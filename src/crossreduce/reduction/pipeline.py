@@ -178,18 +178,11 @@ def layouts(
         ranges = _plan(framework, algorithm, sources, destinations, buffer, topology, root)
         key = buffer.dtype if buffer.size is not None else len(by_dtype)  # unknown size: a layout of its own
         by_dtype.setdefault(key, []).append(LoweredBuffer(buffer, ranges))
-    return tuple(
-        Layout(
-            framework,
-            tuple(span.tensor for buffer, _ in buffers for span in buffer.spans),
-            tuple(buffers),
-            sources,
-            destinations,
-            mixed,
-            algorithm == "nccl",
-        )
-        for buffers in by_dtype.values()
-    )
+    made, is_nccl = [], algorithm == "nccl"
+    for buffers in by_dtype.values():
+        tensors = tuple(span.tensor for buffer, _ in buffers for span in buffer.spans)
+        made.append(Layout(framework, tensors, tuple(buffers), sources, destinations, mixed, prefers_nccl=is_nccl))
+    return tuple(made)
 
 
 def _plan(

@@ -180,9 +180,8 @@ def mscclpp_seconds(text, topology, nbytes, schedule=None):
     signals, requests, peers, numbered = Counter(), defaultdict(deque), {}, Counter()
     for rank, gpu in enumerate(gpus):
         for kind in ("memory", "port"):
-            for k, peer in enumerate(
-                p for c in gpu["channels"] if c["channel_type"] == kind for p in c["connected_to"]
-            ):
+            connected = [p for c in gpu["channels"] if c["channel_type"] == kind for p in c["connected_to"]]
+            for k, peer in enumerate(connected):
                 peers[rank, kind, k] = peer, numbered[rank, kind, peer]
                 numbered[rank, kind, peer] += 1
     ends = {(rank, kind, *pair): (rank, kind, k) for (rank, kind, k), pair in peers.items()}

@@ -15,6 +15,7 @@ def plan(collective, sizes, *gpus, **fields):
     and a threadblock is a text of operations that are separated by "; ": see ``operations``."""
     ranks = len(gpus)
     semaphores, switch = fields.pop("semaphores", []), fields.pop("switch", "")
+    everyone = [{"size": 1, "ranks": list(range(ranks))}]
     made = {"name": "custom", "collective": collective, "protocol": "Simple", "inplace": False}
     made["gpus"] = [
         {
@@ -25,14 +26,7 @@ def plan(collective, sizes, *gpus, **fields):
             "threadblocks": [block(t, ops.split("; "), g, ranks, switch) for t, ops in enumerate(blocks)],
             "channels": [
                 *({"channel_type": kind, "connected_to": others(g, ranks)} for kind in ("memory", "port")),
-                *(
-                    {
-                        "channel_type": "switch",
-                        "buffer_type": b,
-                        "rank_groups": [{"size": 1, "ranks": list(range(ranks))}],
-                    }
-                    for b in switch
-                ),
+                *({"channel_type": "switch", "buffer_type": b, "rank_groups": everyone} for b in switch),
             ],
             "remote_buffers": [
                 {"rank": r, "type": b, "access_channel_types": ["memory", "port"]}
@@ -132,17 +126,10 @@ def alike(collective, sizes, n, scratch, *blocks, **fields):
 def packets(n, **fields):
     """Return an all-reduce by packets. All pairs of GPUs exchange their inputs, and each GPU adds them."""
     fields = {"protocol": "LL", "use_double_scratch_buffer": True} | fields
-    reads = " ".join(f"s{p}" for p in range(n))
-    gpus = [
-        (
-            n,
-            all_ranks("ppkt i0 > {p}.s{g}", n, g)
-            + "; repkt i0 "
-            + reads.replace(f"s{g}", "").replace("  ", " ")
-            + " > o0",
-        )
-        for g in range(n)
-    ]
+    gpus = []
+    for g in range(n):
+        received = " ".join(f"s{p}" for p in others(g, n))
+        gpus.append((n, all_ranks("ppkt i0 > {p}.s{g}", n, g) + f"; repkt i0 {received} > o0"))
     return plan("allreduce", (1, 1), *gpus, **fields)
 
 

@@ -72,12 +72,10 @@ class Interpreter:
             """Return the addresses of a source or destination: a list for each rank that has it."""
             start, count = entry["index"] * self.cells + offset, min(entry["size"] * self.cells - offset, unit)
             if "switch_channel_id" in entry:
-                switch = [c for c in self.gpus[rank]["channels"] if c["channel_type"] == "switch"][
-                    entry["switch_channel_id"]
-                ]
-                return [
-                    self.places(r, switch["buffer_type"], start, count, rank) for r in switch["rank_groups"][0]["ranks"]
-                ]
+                switches = [c for c in self.gpus[rank]["channels"] if c["channel_type"] == "switch"]
+                switch = switches[entry["switch_channel_id"]]
+                ranks = switch["rank_groups"][0]["ranks"]
+                return [self.places(r, switch["buffer_type"], start, count, rank) for r in ranks]
             if "buffer_id" in entry:
                 target = self.gpus[rank]["remote_buffers"][buffers[kind][entry["buffer_id"]]]
                 return [self.places(target["rank"], target["type"], start, count, rank)]

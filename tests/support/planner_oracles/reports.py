@@ -11,7 +11,7 @@ VOID = {"meta", "input", "br", "link", "img"}
 
 
 class Page(HTMLParser):
-    """The elements of a page: every start tag with its attributes, the scripts, and the text of each element by id."""
+    """The elements of a page: every start tag with its attributes, the scripts, and each element's text by its id."""
 
     def __init__(self, text):
         super().__init__(convert_charrefs=True)
@@ -54,13 +54,16 @@ class Page(HTMLParser):
 
     @property
     def hashes(self):
-        """The hash of each script that runs, as in a content security policy."""
+        """The hash of each script that runs, in the form of a content security policy."""
         run = [text for attributes, text in self.scripts if "type" not in attributes]
         return [f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'" for text in run]
 
 
 def explained(text):
-    """Return the parts of ``Plan.explain``'s text: head, facts by label, trees with shares, and rows of the others."""
+    """Return the parts of the text of ``Plan.explain``.
+
+    Returns the head, the facts by label, (share, tree) for each tree, and for each other plan, by name, its columns.
+    """
     head, *lines = text.splitlines()
     facts = {
         match[1].strip(): match[2]

@@ -19,7 +19,11 @@ def mesh(shape, names=("d",)):
 
 
 def spread(function, n, check=True, out=None, names=("d",), over=None):
-    """Return a function that runs ``function`` on each of ``n`` devices, on its row of the stacked arguments."""
+    """Return a function that runs ``function`` on each of ``n`` devices, on its row of the stacked arguments.
+
+    ``n`` is a number, or the shape of a mesh with axes ``names``. Rows are spread over the axes ``over``, by default
+    all. ``out`` and ``check`` are ``out_specs`` and ``check_vma`` of ``shard_map``; by default, results are replicated.
+    """
     over = P(over or names)
 
     def own(*xs):
@@ -30,7 +34,7 @@ def spread(function, n, check=True, out=None, names=("d",), over=None):
 
 
 def same_everywhere(x):
-    """Check that an array has the same bits on all devices, and return one device's copy."""
+    """Return one device's copy of an array, after checking that it has the same bits on all devices."""
     shards = [np.asarray(shard.data) for shard in x.addressable_shards]
     assert len({shard.tobytes() for shard in shards}) == 1
     return shards[0]
