@@ -133,7 +133,8 @@ def encoded(error: ReductionError, limit: int = 2040) -> bytes:
     >>> decoded(encoded(PeerLostError("rank 3 died.", [3])))
     PeerLostError('rank 3 died.')
     """
-    kind = next(kind.__name__ for kind in type(error).__mro__ if kind.__module__ == __name__)  # others cannot decode
+    # ``decoded`` knows only classes of this module, so another class is replaced by its base class here.
+    kind = next(kind.__name__ for kind in type(error).__mro__ if kind.__module__ == __name__)
     ranks, text = list(getattr(error, "ranks", ())), str(error)
     while len(data := json.dumps([kind, ranks, text]).encode()) > limit:
         ranks, text = ranks[:64], text[: max(0, len(text) - 64)]

@@ -69,7 +69,7 @@ class GeneratedProgram(Program):
     @cached_property
     def ends(self) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
         """The sources and destinations of every chunk, or ``None`` if chunks differ in them."""
-        ends = self.base.ends
+        ends = self.base.ends  # the images have the same ends if the symmetry keeps both lists
         return ends if ends is not None and all(map(self.schedule.keeps, ends)) else None
 
     def fused(self, chunk: int, results: int | None = None) -> FusedProgram:
@@ -260,7 +260,7 @@ class _SortedBase(_Base):
 
     def fused(self, moves: Sequence[int], results: int | None) -> FusedProgram:
         rounds, values = self._rounds
-        number = [*self._positions(moves), *[0] * len(self.chunk.instructions)]
+        number = [*self._positions(moves), *[0] * len(self.chunk.instructions)]  # of each value, in the image
         distinct: dict[tuple[int, ...], int] = {}
         for combinations in rounds:
             devices = [moves[made.device] for made in combinations]

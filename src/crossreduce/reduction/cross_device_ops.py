@@ -262,7 +262,7 @@ class CrossDeviceOps:
         options: CommunicationOptions | None,
         out: Any,
     ) -> list[list[Any]] | None:
-        """Reduce one list of arrays per replica in compiled code, or return ``None`` if it has no such earlier call.
+        """Reduce one list of arrays per replica in compiled code, or return ``None`` if no such call was made before.
 
         ``rows`` and ``out`` may contain any trees, but only lists of arrays are recognized. ``out`` may be ``None``.
         ``devices`` has one name per replica; if it is ``None``, the results stay on the devices of the arrays.

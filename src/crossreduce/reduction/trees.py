@@ -143,19 +143,14 @@ def reduce_leaves(
     return [list(row) for row in zip(*(result.values for result in reduced), strict=True)] or [[] for _ in rows]
 
 
-def _list_outs(out: Any, replicas: int) -> list[Any]:
-    """Return ``out`` as a list of one tree per replica."""
-    given = list(out) if isinstance(out, Iterable) and not isinstance(out, (str, bytes, dict)) else []
-    if hasattr(out, "shape") or len(given) != replicas:
-        got = f"a {type(out).__name__} of {len(given)}" if given and not hasattr(out, "shape") else shown(out)
-        remedy = f"a list of {replicas} tree{'s' if replicas > 1 else ''}"
-        raise ArgumentError.of("out must be a list of one tree per replica.", got, remedy)
-    return given
-
-
 def _flat_targets(out: Any, replicas: int, structure: Any) -> list[list[Any]]:
     """Return for each replica the leaves of its tree in ``out``."""
-    leaves, out_structure = flatten_trees(_list_outs(out, replicas))
+    trees = list(out) if isinstance(out, Iterable) and not isinstance(out, (str, bytes, dict)) else []
+    if hasattr(out, "shape") or len(trees) != replicas:
+        given = f"a {type(out).__name__} of {len(trees)}" if trees and not hasattr(out, "shape") else shown(out)
+        remedy = f"a list of {replicas} tree{'s' if replicas > 1 else ''}"
+        raise ArgumentError.of("out must be a list of one tree per replica.", given, remedy)
+    leaves, out_structure = flatten_trees(trees)
     if out_structure != structure:
         of_replicas, of_out = _outline([out_structure, structure], 1), _outline([structure, out_structure], 1)
         outlines = f"replicas: {of_replicas}; out: {of_out}"

@@ -71,7 +71,7 @@ class GeneratedSchedule(Schedule):
             raise ScheduleError.of(f"this symmetry does not suit the schedule: {problem}.", shown(symmetry))
 
     def _fill(self, base: Schedule, symmetry: Symmetry, nodes: tuple[str, ...], in_order: bool) -> None:
-        """Set the fields without checks; the dataclass is frozen, so plain assignments would raise."""
+        """Set the fields without checks. The dataclass is frozen, so plain assignments would raise an error."""
         self.__dict__.update(
             base=base, symmetry=symmetry, nodes=nodes, in_order=in_order, collective=base.collective,
             algorithm=base.algorithm, devices=base.devices, pieces=base.pieces,

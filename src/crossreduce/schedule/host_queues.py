@@ -54,7 +54,7 @@ def _queued_operations(schedule: Schedule) -> dict[str, tuple[QueuedOperation, .
 def operation_count(schedule: Schedule) -> int:
     """Return the number of operations in all ticks. With p pieces, round r is in progress in ticks r to r + p - 1."""
     pieces = schedule.pieces
-    return sum(  # the ticks in the union of these ranges, which may overlap, over the rounds of an operation
+    return sum(  # an operation runs in each tick in which any of its rounds is in progress; these ranges may overlap
         operation.number * (pieces + sum(min(after - r, pieces) for r, after in pairwise(operation.rounds)))
         for operations in queued_operations(schedule).values()
         for operation in operations

@@ -114,7 +114,7 @@ def orbits_of(schedule: GeneratedSchedule, topology: Topology, costs: Costs) -> 
     link_orbits = symmetry.links(topology)
     if link_orbits is None:
         return None
-    least, counts = link_orbits
+    least, counts = link_orbits  # for each link, the link that stands for its orbit; the sizes of orbits
     pairs = [(link.src, link.dst) for link in topology.links]
     number = {name: k for k, name in enumerate(names)}
     limits = [(limit.gb_per_s, frozenset(limit.links)) for limit in costs.shared]

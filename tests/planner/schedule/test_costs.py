@@ -157,7 +157,7 @@ def test_links_very_far_apart():
 
 
 def test_very_fast_links_have_a_limited_number_of_channels():
-    """Files for links of any speed are made at once, with at most ``MOST_PARTS`` parts of each chunk."""
+    """Files for very fast links have at most ``MOST_PARTS`` parts of each chunk. A negative size is refused."""
     mesh = cr.Topology.full_mesh(["cuda:0", "cuda:1"], 10**6)
     schedule = cr.plan(mesh, "all_reduce", 1 << 20, "direct").schedule
     assert max(parts_of_chunks(schedule, mesh)) == MOST_PARTS

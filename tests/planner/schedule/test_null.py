@@ -19,10 +19,8 @@ WIDTH = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8, "int8": 1, "in
 
 
 def by_steps(schedule, size, width, after, final):
-    """Return the ``Counts`` of a schedule's steps for a buffer of ``size`` elements.
-
-    An element has ``width`` bytes in an input, ``after`` bytes in a partial sum, and ``final`` bytes in the full sum.
-    """
+    """Return the ``Counts`` of a schedule's steps for a buffer of ``size`` elements. An element has ``width`` bytes in
+    an input, ``after`` bytes in a partial sum, and ``final`` bytes in the full sum."""
     spans = [(start, stop) for start, stop in schedule.spans(size)]
     if size == 0:  # an empty buffer passes through chunk 0, and the other chunks are skipped
         spans = [(0, 0)] + [None] * (len(spans) - 1)

@@ -178,6 +178,7 @@ def mscclpp_seconds(text, topology, nbytes, schedule=None):
     gpus = plan["gpus"]
     chunk = nbytes / gpus[0]["output_chunks" if plan["collective"] == "allgather" else "input_chunks"]
     signals, requests, peers, numbered = Counter(), defaultdict(deque), {}, Counter()
+    # ``peers``: for (rank, kind, number of a channel) its peer, and how many earlier channels have the same peer.
     for rank, gpu in enumerate(gpus):
         for kind in ("memory", "port"):
             connected = [p for c in gpu["channels"] if c["channel_type"] == kind for p in c["connected_to"]]
@@ -188,6 +189,8 @@ def mscclpp_seconds(text, topology, nbytes, schedule=None):
     moving = Counter()  # by sender: slices that have not left their last link
 
     def move(sender, dst, size):
+        """Send a slice, and return when it has left the first link."""
+
         def done():
             moving[sender] -= 1
             clock.wake(("moved", sender))
@@ -196,6 +199,8 @@ def mscclpp_seconds(text, topology, nbytes, schedule=None):
         return clock.transfer(sender[0], dst, size, done)
 
     def signal(sender, end):
+        """Signal through a channel when all slices of the sender have arrived."""
+
         def deliver(other):
             signals[other] += 1
             clock.wake(other)
@@ -206,6 +211,7 @@ def mscclpp_seconds(text, topology, nbytes, schedule=None):
         clock.at(clock.now + clock.delay(end[0], peer), deliver, ends[peer, end[1], end[0], which])
 
     def port(end):
+        """Make the requested transfers and signals of a port channel, one after the other."""
         while True:
             while requests[end]:
                 dst, size = requests[end].popleft()
@@ -216,6 +222,7 @@ def mscclpp_seconds(text, topology, nbytes, schedule=None):
             yield "port", end
 
     def switch(rank, size):
+        """Run a part of a ``glres`` of a rank, and return when it is done."""
         (node,) = {dst for src, dst in clock.bandwidth if src == clock.devices[rank]}
         pairs = [pair for device in clock.devices for pair in ((device, node), (node, device))]
         return max(clock.occupy(pair, size * (2 if clock.devices[rank] in pair else 1)) for pair in pairs)

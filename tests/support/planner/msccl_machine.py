@@ -91,11 +91,15 @@ class Machine:
         top = ET.fromstring(text)
         self.coll, self.n = top.get("coll"), int(top.get("ngpus"))
         self.chunks, self.inplace, self.root, self.slots = int(top.get("nchunksperloop")), inplace, root, slots
-        self.part = self.chunks // self.n
+        self.part = self.chunks // self.n  # the number of chunks of one rank in an all-gather or reduce-scatter
         self.combine, self.loops = combine, loops
         self.value = value or (lambda rank, chunk: hash((rank, chunk, self.chunks)))
+        # By GPU, the chunks of each buffer; by threadblock, its transmissions; by threadblock and end, the connection.
         self.limits, self.programs, self.owner = {}, {}, {}
-        ends = {"send": {}, "recv": {}}
+        ends = {
+            "send": {},
+            "recv": {},
+        }  # for each end, the threadblock of each connection (source, destination, channel)
         for gpu in top:
             g = int(gpu.get("id"))
             self.limits[g] = {b: int(gpu.get(f"{b}_chunks")) for b in "ios"}
@@ -124,11 +128,11 @@ class Machine:
             for chunk in range(self.part if self.coll == "allgather" else self.chunks):
                 for loop in range(loops if self.coll != "broadcast" or rank == root else 0):
                     self.memory[self.address(rank, "i", chunk, loop)] = self.number(rank, chunk, loop)
-        self.queues = defaultdict(deque)
-        self.at = dict.fromkeys(self.programs, 0)
-        self.flags = dict.fromkeys(self.programs, (-1, -1))
-        self.passed = dict.fromkeys(self.programs, 0)
-        self.loaded = {}
+        self.queues = defaultdict(deque)  # the messages in each connection
+        self.at = dict.fromkeys(self.programs, 0)  # the index of each threadblock's next transmission
+        self.flags = dict.fromkeys(self.programs, (-1, -1))  # the last flag of each threadblock: (slice, number)
+        self.passed = dict.fromkeys(self.programs, 0)  # how many chunks the next transmission has moved
+        self.loaded = {}  # by threadblock, its own data for the next transmission, after the event "load"
 
     def number(self, rank, chunk, loop):
         """Return the number in a chunk of a rank's input, in a slice."""
@@ -146,10 +150,7 @@ class Machine:
         return gpu, "io", chunk, loop
 
     def cells(self, place, span, offset=None):
-        """Return the addresses of the chunks of a threadblock's next transmission at ``span``, (buffer, offset).
-
-        The argument ``offset`` replaces that of ``span``.
-        """
+        """Return the addresses of the next transmission's chunks at ``span``, (buffer, offset), or at ``offset``."""
         gpu, (buffer, start) = place[0], span
         start = start if offset is None else offset
         now = self.programs[place][self.at[place]]

@@ -5,14 +5,11 @@ from __future__ import annotations
 from crossreduce import Schedule, Topology
 from crossreduce.planning import Request, schedule_for
 
+Devices = tuple[str, ...]
+
 
 def planned(
-    algorithm: str,
-    sources: tuple[str, ...],
-    destinations: tuple[str, ...],
-    packs: int = 1,
-    first: int = 0,
-    root: str | None = None,
+    algorithm: str, sources: Devices, destinations: Devices, packs: int = 1, first: int = 0, root: str | None = None
 ) -> Schedule:
     """Return the schedule of an all-reduce between devices that are all linked equally."""
     return schedule_for(
@@ -23,8 +20,8 @@ def planned(
 def planned_for(
     topology: Topology,
     algorithm: str,
-    sources: tuple[str, ...],
-    destinations: tuple[str, ...],
+    sources: Devices,
+    destinations: Devices,
     nbytes: int,
     packs: int = 1,
     first: int = 0,

@@ -79,6 +79,7 @@ def all_trees(
     edges: dict[str, list[tuple[str, tuple[int, ...]]]] = {node: [] for node in able}  # by head: (tail, links)
 
     def extend(tail: str, nodes: tuple[str, ...], links: tuple[int, ...]) -> None:
+        """Add all edges from ``tail`` that begin with the path ``nodes``, which uses ``links``."""
         for a, b in pairs:
             if a == nodes[-1] and b in able and b != tail:
                 edges[b].append((tail, (*links, where[a, b])))

@@ -60,10 +60,8 @@ class Page(HTMLParser):
 
 
 def explained(text):
-    """Return the parts of the text of ``Plan.explain``.
-
-    Returns the head, the facts by label, (share, tree) for each tree, and for each other plan, by name, its columns.
-    """
+    """Return the parts of a text of ``Plan.explain``: the head, the facts by label, (share, tree) for each tree, and
+    the columns of each other plan by its name."""
     head, *lines = text.splitlines()
     facts = {
         match[1].strip(): match[2]

@@ -15,10 +15,8 @@ def on_devices(names):
 
 @contextlib.contextmanager
 def engine_runs():
-    """Yield a list to which each run of a kernel adds "host", and each buffer of the engine "loop" adds "loop".
-
-    Calls are not prepared, since compiled code would not be recorded.
-    """
+    """Yield a list to which each run of a kernel adds "host", and each buffer of the engine "loop" adds "loop". No call
+    is prepared, since calls in compiled code would not be recorded."""
     runs = []
 
     def recorded(name, function):

@@ -12,8 +12,8 @@ class Bits:
     def __init__(self, rng, dtype, terms, size):
         self.exponent_bits, self.stored = FORMATS[dtype]
         self.rng, self.shape = rng, (terms, size)
-        self.top = (1 << self.exponent_bits) - 1
-        self.middle = self.top // 2
+        self.top = (1 << self.exponent_bits) - 1  # the exponent of infinities and NaNs
+        self.middle = self.top // 2  # the exponent of 1.0
 
     def below(self, limit):
         """Return random numbers from 0 to ``limit - 1``."""

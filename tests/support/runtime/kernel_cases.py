@@ -316,7 +316,7 @@ def contents(case, made):
             array = view(part, dtype)
             numbers = np.array(array)
             if dtype == "bfloat16":
-                numbers[numbers & 0x7FFF > 0x7F80] = 0x7FC0  # the bits of all NaNs, and those of one of them
+                numbers[numbers & 0x7FFF > 0x7F80] = 0x7FC0  # all NaNs become the same NaN
             elif dtype in (*strategies.FLOATS, *strategies.COMPLEX):
                 parts = numbers.view(f"f{numbers.itemsize // (1 + (dtype in strategies.COMPLEX))}")
                 parts[parts != parts] = np.nan

@@ -128,10 +128,8 @@ def tolerance(arrays: Sequence[Any], depth: int, dtype: str, op: str = "sum") ->
 
 
 def check(got: Any, op: str, arrays: Sequence[Any], depth: int | None = None, result: str | None = None) -> None:
-    """Assert that ``got`` is the reduction of ``arrays``: integers exactly, floats within ``tolerance``.
-
-    ``depth`` is the largest number of additions of an element, by default those of a sum from left to right.
-    """
+    """Assert that ``got`` is the reduction of ``arrays``: integers exactly, floats within ``tolerance``. ``depth`` is
+    the largest number of additions that an element passes, by default those of a sum from left to right."""
     wanted = reduce(op, arrays, result)
     got = np.asarray(got)
     assert got.shape == wanted.shape, f"shape {got.shape}, wanted {wanted.shape}"

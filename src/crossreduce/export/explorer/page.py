@@ -70,7 +70,8 @@ def _page(content: dict[str, Any]) -> str:
     """Return the page that shows a model."""
     packed = zlib.compress(json.dumps(content, separators=(",", ":")).encode(), 9)
     scripts = [_asset(name) for name in _SCRIPTS]
-    hashes = " ".join(f"'sha256-{_sha256(script)}'" for script in scripts)
+    digests = [base64.b64encode(hashlib.sha256(script.encode()).digest()).decode() for script in scripts]
+    hashes = " ".join(f"'sha256-{digest}'" for digest in digests)
     policy = f"default-src 'none'; script-src {hashes}; style-src 'unsafe-inline'; base-uri 'none'; form-action 'none'"
     parts = {
         "policy": policy,
@@ -85,10 +86,6 @@ def _page(content: dict[str, Any]) -> str:
         assert f"<!--{name}-->" in text, name
         text = text.replace(f"<!--{name}-->", value)
     return text
-
-
-def _sha256(script: str) -> str:
-    return base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
 
 
 @lru_cache(maxsize=32)
