@@ -75,7 +75,7 @@ class Costs:
 
     @classmethod
     def machine(cls, name: str, hosts: int = 1, *, nics: str | None = None) -> Costs:
-        """Return the published costs of a machine of the library; its data file has their sources.
+        """Return the published costs of a machine of the library. The machine's data file has their sources.
 
         >>> Costs.machine("hgx-h100").reduction_gb_per_s
         3350.0

@@ -17,19 +17,12 @@ import pytest
 from planned import planned_for
 from random_schedules import random_schedule
 from strategies import ALGORITHMS, names
+from test_verify import custom
 
 from crossreduce import Chunk, Route, Schedule, ScheduleError, Step, Topology
 from crossreduce.lowering import element_ranges, fuse, lower
 from crossreduce.planning import PLANNERS, direct, one_device, ring
 from crossreduce.planning.scatter_and_gather import all_gather, reduce_scatter
-
-
-def custom(n, *rounds, sources=None, destinations=None):
-    """Return a schedule of one chunk; steps are ``(dst, srcs)``."""
-    everyone = tuple(range(n))
-    chunk = Chunk(Fraction(1), sources or everyone, destinations or everyone)
-    steps = tuple(tuple(Step(0, dst, srcs) for dst, srcs in steps) for steps in rounds)
-    return Schedule("all_reduce", "custom", names(n), (chunk,), steps)
 
 
 @functools.cache

@@ -70,7 +70,7 @@ def test_random_schedules_of_one_chunk():
 
 
 def custom(n, *rounds, sources=None, destinations=None):
-    """Return a schedule of one chunk; steps are ``(dst, srcs)``."""
+    """Return a schedule of one chunk. Each round is a list of steps ``(dst, srcs)``."""
     everyone = tuple(range(n))
     chunk = Chunk(Fraction(1), sources or everyone, destinations or everyone)
     steps = tuple(tuple(Step(0, *step) for step in steps) for steps in rounds)

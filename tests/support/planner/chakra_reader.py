@@ -115,6 +115,7 @@ def _run(program, traces, sizes, values, rng):
                 ready.append(follower)
 
     def receive(rank, chunk, value, piece, size, number):
+        """Receive a message. When all bytes of its piece are there, store the piece in all copies of the value."""
         bytes_in[rank, chunk, value, piece] += size
         if bytes_in[rank, chunk, value, piece] >= sizes[chunk, piece]:
             arrived[rank, chunk, value, piece] = number

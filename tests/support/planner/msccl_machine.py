@@ -96,10 +96,7 @@ class Machine:
         self.value = value or (lambda rank, chunk: hash((rank, chunk, self.chunks)))
         # By GPU, the chunks of each buffer; by threadblock, its transmissions; by threadblock and end, the connection.
         self.limits, self.programs, self.owner = {}, {}, {}
-        ends = {
-            "send": {},
-            "recv": {},
-        }  # for each end, the threadblock of each connection (source, destination, channel)
+        ends = {"send": {}, "recv": {}}  # the threadblock at each end of each connection (source, destination, channel)
         for gpu in top:
             g = int(gpu.get("id"))
             self.limits[g] = {b: int(gpu.get(f"{b}_chunks")) for b in "ios"}

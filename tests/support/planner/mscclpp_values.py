@@ -102,7 +102,7 @@ class Interpreter:
             self.memory.update(dict.fromkeys((places[k] for places in dsts), total))
 
     def ends(self, rank, kind, number):
-        """Return the name of the direction from a rank's end of a channel, and of the opposite one."""
+        """Return the keys in ``signals`` of the two directions of a rank's channel: from this rank, and to it."""
         peers = [p for c in self.gpus[rank]["channels"] if c["channel_type"] == kind for p in c["connected_to"]]
         which, peer = peers[:number].count(peers[number]), peers[number]
         return (kind, rank, peer, which), (kind, peer, rank, which)

@@ -29,7 +29,7 @@ def theirs(xs, axes, op):
 
 
 def step(kind, reduce, v, other, axes, op, mesh):
-    """Apply one random operation to a value."""
+    """Apply an operation to the value ``v``: our ``all_reduce`` of one value, or of two, or an operation of XLA."""
     n, first = math.prod(mesh.shape[axis] for axis in axes), axes[0]
     if kind == "ours":
         return reduce(v, axes, op) / n

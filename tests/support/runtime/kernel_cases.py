@@ -78,7 +78,7 @@ def reduction(op, dtype, wide, narrow, n, size, results=1):
 
 @st.composite
 def programs(draw, sources, results):
-    """Draw a program that reads a slot only after it is written."""
+    """Draw a program that reads a slot only after it is written. Operand k >= 0 is source k, and ~k is slot k."""
     slots = draw(st.integers(0, 4))
     written: list[int] = []
     folds = []

@@ -125,8 +125,8 @@ def _inner(topology: Topology, members: list[str] | tuple[str, ...]) -> tuple[di
 
 
 def _rings(devices: tuple[str, ...]) -> dict[str, Place]:
-    """Return positions of many devices around their switches on several rings; the first devices are outermost."""
-    rings = math.ceil(len(devices) / 64)
+    """Return positions of many devices around their switches on several rings. The first devices are outermost."""
+    rings = math.ceil(len(devices) / 64)  # a ring has room for about 64 devices
     per_ring = math.ceil(len(devices) / rings)
     positions = {}
     for k, device in enumerate(devices):

@@ -107,6 +107,7 @@ def _cycle(used: frozenset[_Hop]) -> tuple[int, ...]:
 
 
 def _kind(form: _Form) -> str:
+    """Return "ring", or "tree" if the hops form a tree with one root, or "exchange"."""
     edges = {frozenset(hop[:2]) for hop in form.used}
     nodes = form.roots.union(*edges)
     return "ring" if form.cycle else "tree" if len(edges) == len(nodes) - 1 and len(form.roots) == 1 else "exchange"
