@@ -62,7 +62,7 @@ class Numbers(NamedTuple):
     accumulator: str  # the dtype of partial results
     result: str  # the dtype of the result
     divisor: int  # the number of components for a mean, otherwise 1
-    exact: bool = False  # whether the result is the real sum or mean, rounded once; then the accumulator is not used
+    exact: bool = False  # whether the result is the real sum or mean, rounded once, without using the accumulator
 
     def exactly(self) -> Numbers:
         """Return the same reduction with ``exact=True``.

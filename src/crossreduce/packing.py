@@ -72,7 +72,7 @@ def itemsize(dtype: str) -> int:
 
 @lru_cache(maxsize=1024)
 def layout(specs: tuple[TensorSpec, ...], packing: Packing) -> tuple[Buffer, ...]:
-    """Return the buffers of a batch; each tensor is in exactly one.
+    """Return the buffers of a batch. Each tensor is in exactly one of them.
 
     Raises:
       ArgumentError: more than ``MOST_PACKS`` packs would result.

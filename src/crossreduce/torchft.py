@@ -51,6 +51,6 @@ class ProcessGroupCrossreduce(ProcessGroupWrapper):  # type: ignore[misc]
         return "torchft-crossreduce"
 
     def _create_pg(self, store: Any, rank: int, world_size: int) -> Group:
-        """Make the group of the current replica groups; torchft calls this."""
+        """Make the group of the current replica groups. torchft calls this method."""
         self._aborted = None
         return Group(store, rank, world_size, self._timeout, "torchft")

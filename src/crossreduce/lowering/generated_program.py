@@ -56,7 +56,7 @@ class GeneratedProgram(Program):
         return self.schedule.through(r, chunk, src, dst)
 
     def moves(self, r: int, chunk: int, src: int, dst: int) -> bool:
-        """Return whether the program has this transfer of the schedule; it omits those that no destination needs."""
+        """Return whether the program has this transfer of the schedule. It omits those that no destination needs."""
         element, number = self.schedule.numbering[chunk]
         return self.base.moves(r, number, *(self.schedule.symmetry.origin(element, node) for node in (src, dst)))
 

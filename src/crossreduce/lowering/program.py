@@ -134,7 +134,7 @@ class Program:
         return [ChunkEvents(chunk) for chunk in self.chunks]
 
     def part(self, device: int) -> DeviceProgram:
-        """Compute the program of one device; ``on`` caches it."""
+        """Compute the program of one device. ``on`` caches the results of this method."""
         parts = [PartInChunk(events, device, lambda other: other) for events in self.chunk_events]
         return device_program(self.round_count, parts)
 

@@ -115,7 +115,7 @@ class HierarchicalCopyAllReduce(AllReduceCrossDeviceOps):
 
 
 class NcclAllReduce(AllReduceCrossDeviceOps):
-    """Reduces with NCCL if it can be used; otherwise it plans "auto" and logs the reason once, at INFO.
+    """Reduces with NCCL if NCCL can be used. Otherwise it plans "auto" and logs the reason once, at INFO.
 
     NCCL reduces torch tensors if each is on a different GPU of this process: see docs/algorithms.md. If the call's
     options have an ``implementation`` other than "auto" and "nccl", that algorithm is used instead. If NCCL fails, the

@@ -288,7 +288,7 @@ class CrossDeviceOps:
         destinations: tuple[str, ...],
         options: CommunicationOptions,
     ) -> Mirrored:
-        """Reduce one validated value; subclasses must implement it."""
+        """Reduce one validated value. Subclasses must implement this method."""
         problem = f"{type(self).__name__} does not implement reduce_implementation."
         remedy = "implement it, or use ReductionToOneDevice or HierarchicalCopyAllReduce"
         raise NotImplementedError(message(problem, remedy=remedy))
@@ -296,20 +296,20 @@ class CrossDeviceOps:
     def batch_reduce_implementation(
         self, reduce_op: ReduceOp, value_destination_pairs: list[Pair], options: CommunicationOptions
     ) -> list[Mirrored]:
-        """Reduce validated values; by default one after another."""
+        """Reduce validated values. By default, ``reduce_implementation`` reduces one after another."""
         return [
             self.reduce_implementation(reduce_op, value, destinations, options)
             for value, destinations in value_destination_pairs
         ]
 
     def broadcast_implementation(self, tensor: Any, destinations: tuple[str, ...]) -> Mirrored:
-        """Copy an array to all destinations; by default directly to each."""
+        """Copy an array to all destinations. By default, it is copied directly to each destination."""
         return broadcast_array(tensor, destinations, "one_device", None)
 
     def gather_implementation(
         self, per_replica_value: PerReplica, destinations: tuple[str, ...], axis: int, options: CommunicationOptions
     ) -> Mirrored:
-        """Concatenate validated components along a non-negative axis; by default on the first destination."""
+        """Concatenate validated components along a non-negative axis. By default, the first destination does this."""
         value = check_value(None, per_replica_value, axis=axis)
         framework, main = value.facts.framework, destinations[0]
         joined = framework.concat([framework.to_device(x, main) for x in value.facts.arrays], axis)

@@ -1,4 +1,4 @@
-"""Argument validation of the cross-device ops, before anything is reduced; ``outputs.py`` checks ``out``.
+"""Argument validation of the cross-device ops, before anything is reduced. Only ``out`` is checked by ``outputs.py``.
 
 Input: the caller's arguments. Output: ``Checked`` values and canonical device names, or an error that states the given
 value and a remedy.
@@ -55,7 +55,7 @@ class Checked(PerReplica):
 
     @classmethod
     def from_facts(cls, values: tuple[Any, ...], devices: tuple[str, ...], facts: ValueFacts) -> Checked:
-        """Return a validated value made of valid parts; nothing is checked."""
+        """Return a validated value that has these parts, which must be valid: nothing is checked."""
         value = cls.__new__(cls)
         _store_values(value, values)
         _store_devices(value, devices)

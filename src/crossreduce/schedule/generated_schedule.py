@@ -111,7 +111,7 @@ class GeneratedSchedule(Schedule):
         return other
 
     def ordered_by(self, names: Sequence[str]) -> GeneratedSchedule:
-        """Return the same schedule with its devices in the order of ``names``; see ``Schedule.ordered_by``."""
+        """Return the same schedule with its devices in the order of ``names``: see ``Schedule.ordered_by``."""
         base = self.base.ordered_by(names)
         if base.devices == self.devices:
             return self

@@ -234,7 +234,7 @@ class Schedule:
         return len(self.chunks)
 
     def to_json(self) -> str:
-        """Return the schedule as JSON text; equal schedules give the same bytes."""
+        """Return the schedule as JSON text. Equal schedules have the same text."""
         return json.dumps(self._json, separators=(",", ":"))
 
     @property

@@ -44,7 +44,7 @@ from .traffic import shares_of_links, traffic
 # The least bytes of a piece. Smaller ones would save little time: any link in links.json carries 1.5 KB in its latency.
 LEAST_PIECE: Final = 1024
 
-# The greatest number of pieces p; more would save little time: apart from latencies, R rounds take at most
+# The greatest number of pieces p. More would save little time: apart from latencies, R rounds take at most
 # 1 + (R - 1) / p times as long as the busiest link needs for all its data.
 MOST_PIECES: Final = 1 << 16
 
@@ -63,7 +63,7 @@ class Simulation:
     seconds: float  # from the start of the first transfer to the end of the last one
     busy: dict[Pair, float]  # for each used link, by (src, dst), the seconds that it needs for its data
     bytes: dict[Pair, int]  # for each used link, the bytes that it carries, if chunks are cut between elements
-    ticks: tuple[float, ...]  # by how many seconds each tick extends the time; in tick t piece j does round t - j
+    ticks: tuple[float, ...]  # by how many seconds each tick extends the time (in tick t piece j does round t - j)
     operations: int = 0  # queued operations: one per tick, device and number of operands
     # (name, fraction of the time in which it is busy) of each resource and each host's queue, the busiest first.
     limits: tuple[tuple[str, float], ...] = ()

@@ -99,7 +99,7 @@ def operation(text, g, ranks):
 
 
 def span(text, g, ranks):
-    """Return a range of chunks: "1.s0+2" is chunks 0 and 1 of rank 1's scratch memory; "w" is a switch's memory."""
+    """Return a range of chunks. "1.s0+2" is chunks 0 and 1 of rank 1's scratch memory, and "w" is a switch's memory."""
     rank, buffer, index, size = SPAN.fullmatch(text).groups()
     place = {"index": int(index), "size": int(size or 1)}
     if buffer == "w":

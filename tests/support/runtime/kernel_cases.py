@@ -243,7 +243,7 @@ class Batch(NamedTuple):
 
 
 def batch(case, setup):
-    """Return the ``Batch`` of a case and a setup; the same arguments give equal batches."""
+    """Return the ``Batch`` of a case and a setup. The same arguments give equal batches."""
     rng = np.random.default_rng(setup.seed)
     dtype, _, result = case.dtypes
     kind = storage(result)

@@ -17,7 +17,7 @@ from crossreduce.packing import Buffer, Span
 sys.modules["crossreduce.engines.recording"] = recording  # so that the library finds this engine of the tests
 
 ENGINES = ("host", "loop")
-"""Every engine that computes on NumPy arrays; "recording" of the tests runs programs like "loop"."""
+"""Every engine that computes on NumPy arrays, except "recording" of the tests, which runs programs like "loop"."""
 
 
 def run_on(framework, schedule, op, flats, size, dtype):

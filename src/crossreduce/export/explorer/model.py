@@ -25,7 +25,7 @@ PARTS: Final = 240  # the number of parts of the duration for which the use of l
 SIZES: Final = tuple(1 << power for power in range(10, 31, 2))  # 1 KiB to 1 GiB
 _MANY: Final = 128  # with more devices, a plan for another size can take half a minute, so fewer sizes are planned
 
-_IDLE: Final = 1e-6  # percent; less is a rounding error
+_IDLE: Final = 1e-6  # percent of use; less than this is a rounding error
 
 Advance = Callable[[str], None]
 

@@ -1,4 +1,4 @@
-"""Positions of nodes and hosts in the plan explorer, in pixels at full size; y grows downwards.
+"""Positions of nodes and hosts in the plan explorer, in pixels at full size. The y axis points downwards.
 
 Input: a ``Topology``. Output: a ``Map``. One host has the positions of ``graph_layout``. With several hosts, each host
 is a box with its nodes inside, and the switches that belong to no host are a box in the middle. When a reader folds a

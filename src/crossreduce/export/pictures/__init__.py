@@ -170,7 +170,7 @@ def _grid(count: int, size: tuple[float, float], titles: list[str]) -> _Grid:
     best: tuple[float, _Grid] | None = None
     for columns in range(span, count + span**2 + 1):
         rows = max(span, math.ceil((count + span**2) / columns))
-        room = _SPACE[0] / columns, _SPACE[1] / rows - 0.5  # of a map; its title has 0.5 inches
+        room = _SPACE[0] / columns, _SPACE[1] / rows - 0.5  # for a map in a cell, below a title of 0.5 inches
         scale = min(1.0, room[0] / size[0], room[1] / size[1])
         width = max(columns * max(size[0] * scale, 1.9), 5.4)
         heads = ["\n".join(textwrap.wrap(title, max(12, int(width / columns / 0.08)))) for title in titles]

@@ -254,6 +254,7 @@ def _isomorphic(a: Graph, colours_a: dict[str, int], b: Graph, colours_b: dict[s
 
 
 def _breadth_first(graph: Graph) -> list[str]:
+    """Return all nodes in breadth-first order, one connected part of the graph after the other."""
     order: dict[str, None] = {}
     for start in graph:
         front = [] if start in order else [start]
