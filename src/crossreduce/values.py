@@ -282,6 +282,7 @@ def _shape(sizes: Iterable[int]) -> tuple[int, ...]:
 
 
 def _array(value: Any, dtype: str | None = None) -> Any:
+    """Return an array unchanged, and a list or number as a NumPy array of ``dtype``."""
     if hasattr(value, "shape"):
         return value
     import numpy  # only lists need NumPy, so it is imported here

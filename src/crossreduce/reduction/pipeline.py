@@ -137,7 +137,7 @@ def reduce_to_one(
     for number, (_, destinations) in enumerate(jobs):
         by_root.setdefault(root or destinations[0], []).append(number)
     results: list[Any] = [None] * len(jobs)
-    calls = calls if len(by_root) == 1 else None
+    calls = calls if len(by_root) == 1 else None  # only a call with one root can be prepared
     for device, numbers in by_root.items():
         members = [jobs[number] for number in numbers]
         reduced = reduce_batch(members, Packing(), "one_device", None, device, calls, options)

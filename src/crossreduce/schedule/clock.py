@@ -166,7 +166,7 @@ class _Arrays:
         uses = [[0, *(k + 1 for k, _ in read.uses)] for read in reads]
         self.latency = np.array([read.latency_s for read in reads])
         self.round_of_read = np.array([read.round for read in reads])
-        self.operand = np.array([read.operand + 1 for read in reads])
+        self.operand = np.array([read.operand + 1 for read in reads])  # the row in ``_Run.ready``, 0 for inputs
         self.resource = np.array([k for group in uses for k in group], dtype=np.intp)
         self.count = np.array([len(group) for group in uses])  # the number of resources of each read
         self.use_start = np.concatenate([[0], np.cumsum(self.count)])  # for each read, its first one in ``resource``

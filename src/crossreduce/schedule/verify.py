@@ -91,6 +91,7 @@ def _is_right(schedule: Schedule) -> bool:
 
 
 def _initial_cells(schedule: Schedule) -> _Cells:
+    """Return the inputs: each source of a chunk stores its own contribution."""
     return {(c, s): _Contributions(1 << s, 0, None) for c, chunk in enumerate(schedule.chunks) for s in chunk.sources}
 
 

@@ -100,7 +100,7 @@ def test_views_of_planned_schedules(algorithm):
     """Views of generated programs are those of programs with all chunks, also if another device is the first root."""
     for n in (34, 40):  # planners generate schedules for more than 32 devices
         check(PLANNERS[algorithm](names(n)))
-    if algorithm == "halving_doubling":  # no exchange of blocks moves an odd number of extras
+    if algorithm == "halving_doubling":  # an odd number of devices beyond a power of two has no symmetry
         assert not isinstance(halving_doubling(names(33)), GeneratedSchedule)
     else:
         check(PLANNERS[algorithm](names(33), first=17))

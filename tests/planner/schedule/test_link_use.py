@@ -24,7 +24,7 @@ def test_against_single_transfers(name):
     plan = cr.plan(machine, nbytes=nbytes, algorithm=algorithm)
     schedule, topology, costs = plan.schedule, plan.topology, plan.request.costs
     due, count = {}, {}
-    moments = np.linspace(0, plan.seconds, 65)
+    moments = np.linspace(0, plan.seconds, 64 + 1)  # the ends of 64 equal parts
     for move in timeline(schedule, topology, nbytes, costs=costs):
         size = float(schedule.chunks[move.chunk].share) * nbytes / schedule.pieces
         start = move.start + move.latency_s
@@ -43,7 +43,7 @@ def test_against_single_transfers(name):
             due_at_moments = due[pair][:: 64 // parts]
             assert np.abs(use.carried - due_at_moments).max() <= piece + nbytes * 1e-6
             assert (np.diff(use.carried) >= 0).all()
-    nothing = link_use(schedule, topology, 0, 0.0, 10, costs)
+    nothing = link_use(schedule, topology, nbytes=0, seconds=0.0, parts=10, costs=costs)
     assert all(use.carried == (0,) * 11 for use in nothing.values())
 
 

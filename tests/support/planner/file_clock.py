@@ -228,6 +228,7 @@ def mscclpp_seconds(text, topology, nbytes, schedule=None):
         return max(clock.occupy(pair, size * (2 if clock.devices[rank] in pair else 1)) for pair in pairs)
 
     def operation(sender, channels, buffers, op, offset=0, unit=math.inf):
+        """Run an operation of a threadblock: in a pipeline, only the bytes from ``offset`` to ``offset + unit``."""
         rank, name, kind = sender[0], op["name"], op.get("channel_type", "none")
         used = [(rank, kind, channels[kind][k]) for k in op.get("channel_ids", ())]
         size = lambda span: min(span["size"] * chunk - offset, unit)  # noqa: E731

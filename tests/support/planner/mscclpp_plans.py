@@ -45,6 +45,7 @@ def others(g, ranks):
 
 
 def block(number, ops, g, ranks, switch):
+    """Return threadblock ``number`` of GPU ``g``, which may use all channels and buffers of the GPU."""
     buffers = list(range(3 * (ranks - 1)))
     kinds = ("memory", "port")
     ids = list(range(ranks - 1))

@@ -91,6 +91,7 @@ def stages(plan: Plan) -> int:
 
 
 def _sizes_of(plan: Plan) -> tuple[int, ...]:
+    """Return the sizes for which all algorithms are planned."""
     return SIZES if len(plan.request.members) <= _MANY else SIZES[::2]
 
 

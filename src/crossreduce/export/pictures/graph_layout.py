@@ -183,7 +183,7 @@ def _on_grid(devices: Sequence[str], near: dict[str, set[str]], shape: tuple[int
 def _circle(
     devices: Sequence[str], switches: Sequence[str], near: dict[str, set[str]], labels: dict[str, str] | None = None
 ) -> dict[str, complex]:
-    """Place devices on a circle, clockwise from the top, and switches inside, those far from devices innermost."""
+    """Place devices on a circle, clockwise from the top, and switches on inner circles, the farthest ones innermost."""
     widest = 2 * max(half_width(name) for name in labels.values()) + 0.1 if labels else 0.0
     levels = _levels(devices, switches, near)
     radii: list[float] = []
