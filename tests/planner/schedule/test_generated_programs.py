@@ -107,8 +107,7 @@ def test_views_of_planned_schedules(algorithm):
 
 
 def test_views_of_other_schedules():
-    """Views are also the same for schedules with routes through switches, copies of copies, equal combinations, and
-    swaps of values."""
+    """Views are also the same with routes through switches, copies of copies, equal combinations and swapped values."""
     assert len(forest().devices) == 64
     assert forest().base.routes
     for schedule in (forest(), *small()):
@@ -116,8 +115,7 @@ def test_views_of_other_schedules():
 
 
 def test_images_are_made_when_they_are_read():
-    """Fused programs, parts of devices and spans are computed without all rounds, transfers and routes. Chunks are made
-    when they are read."""
+    """Fused programs, parts of devices and spans need only the chunks of the base. Other chunks are made when read."""
     program = lower(ring(names(1024)))
     assert len(program.base.chunks) == 1
     assert len(program.chunks) == 1024

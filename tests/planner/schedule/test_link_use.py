@@ -40,8 +40,7 @@ def test_against_single_transfers(name):
             assert use.transfers == count[pair]
             assert use.carried[0] == 0
             assert use.carried[-1] == pytest.approx(plan.simulation.bytes[pair], abs=max(4, nbytes * 1e-7))
-            due_at_moments = due[pair][:: 64 // parts]
-            assert np.abs(use.carried - due_at_moments).max() <= piece + nbytes * 1e-6
+            assert np.abs(use.carried - due[pair][:: 64 // parts]).max() <= piece + nbytes * 1e-6
             assert (np.diff(use.carried) >= 0).all()
     nothing = link_use(schedule, topology, nbytes=0, seconds=0.0, parts=10, costs=costs)
     assert all(use.carried == (0,) * 11 for use in nothing.values())

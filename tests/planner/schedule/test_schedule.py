@@ -26,7 +26,6 @@ def pair(**changes):
 
 GOOD = json.loads(pair().to_json())
 
-
 # For each key of the JSON text, values that are not allowed.
 WRONG = {
     "format": ["crossreduce.schedule/2", None],

@@ -71,8 +71,7 @@ def test_a_ring_takes_its_closed_form(latency, speed, share):
 
 
 def test_what_waits_for_what():
-    """A transfer waits for its operand and for earlier transfers on its links. A network card limits the messages per
-    second between hosts."""
+    """A transfer waits for its operand, for earlier transfers on its links, and for messages of its network card."""
     relay = Topology(names(3), [Link("cpu:0", "cpu:1", 1), Link("cpu:1", "cpu:2", 4)])
     assert simulate(chain(3), relay, GB).seconds == near(1 + Fraction(1, 4))  # 1 GB at 1 GB/s, and then at 4 GB/s
     bus = Topology(names(2), [Link("cpu:0", "bus", 1), Link("bus", "cpu:1", 1)], ["bus"])
@@ -96,9 +95,8 @@ def test_any_schedule_agrees_with_an_exact_oracle(data, algorithm, ask, pieces):
     due = clocks(schedule, topology, nbytes, itemsize)
     done = simulate(schedule, topology, nbytes, itemsize)
     assert {pair: moved for pair, moved in done.bytes.items() if moved} == +due.carried  # + drops counts of 0
-    assert {pair: seconds for pair, seconds in done.busy.items() if seconds} == {
-        pair: near(seconds) for pair, seconds in due.busy.items() if seconds
-    }
+    due_busy = {pair: near(seconds) for pair, seconds in due.busy.items() if seconds}
+    assert {pair: seconds for pair, seconds in done.busy.items() if seconds} == due_busy
     assert done.bytes.keys() == done.busy.keys()
     assert done.seconds == pytest.approx(float(due.seconds), rel=1e-9)
     assert due.seconds <= sum(due.ticks)

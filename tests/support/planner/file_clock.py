@@ -26,8 +26,7 @@ from msccl_machine import RECEIVING, SENDING, transmissions
 
 from crossreduce.lowering import lower
 
-SLICE = 1 << 16  # bytes
-PART, LEAST_HALF, SLOTS, PACKETS = 1 << 21, 1 << 15, 4, 8  # of MSCCL XML: see above
+SLICE, PART, LEAST_HALF, SLOTS, PACKETS = 1 << 16, 1 << 21, 1 << 15, 4, 8  # bytes, bytes, bytes, halves, packets
 
 
 class StuckError(Exception):

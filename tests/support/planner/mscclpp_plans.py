@@ -8,6 +8,7 @@ import json
 import re
 
 SPAN = re.compile(r"(?:(\d+)\.)?([iosw])(\d+)(?:\+(\d+))?")
+KINDS = ("memory", "port")
 
 
 def plan(collective, sizes, *gpus, **fields):
@@ -25,13 +26,11 @@ def plan(collective, sizes, *gpus, **fields):
             "scratch_chunks": scratch,
             "threadblocks": [block(t, ops.split("; "), g, ranks, switch) for t, ops in enumerate(blocks)],
             "channels": [
-                *({"channel_type": kind, "connected_to": others(g, ranks)} for kind in ("memory", "port")),
+                *({"channel_type": kind, "connected_to": others(g, ranks)} for kind in KINDS),
                 *({"channel_type": "switch", "buffer_type": b, "rank_groups": everyone} for b in switch),
             ],
             "remote_buffers": [
-                {"rank": r, "type": b, "access_channel_types": ["memory", "port"]}
-                for r in others(g, ranks)
-                for b in "ios"
+                {"rank": r, "type": b, "access_channel_types": KINDS} for r in others(g, ranks) for b in "ios"
             ],
             "semaphores": [{"init_value": value} for value in semaphores],
         }
@@ -47,16 +46,15 @@ def others(g, ranks):
 def block(number, ops, g, ranks, switch):
     """Return threadblock ``number`` of GPU ``g``, which may use all channels and buffers of the GPU."""
     buffers = list(range(3 * (ranks - 1)))
-    kinds = ("memory", "port")
     ids = list(range(ranks - 1))
     return {
         "id": number,
         "ops": [op for text in ops for op in operations(text, g, ranks)],
         "channels": [
-            *({"channel_type": kind, "channel_ids": ids} for kind in kinds),
+            *({"channel_type": kind, "channel_ids": ids} for kind in KINDS),
             {"channel_type": "switch", "channel_ids": list(range(len(switch)))},
         ],
-        "remote_buffer_refs": [{"access_channel_type": kind, "remote_buffer_ids": buffers} for kind in kinds],
+        "remote_buffer_refs": [{"access_channel_type": kind, "remote_buffer_ids": buffers} for kind in KINDS],
     }
 
 

@@ -24,8 +24,7 @@ def accepted(schedule):
 def agree(schedule):
     """Return whether verify accepts a schedule, and check that it does so if and only if the interpreter does."""
     is_accepted, right = accepted(schedule), oracle.right(schedule)
-    verb = "accepts" if is_accepted else "refuses"
-    assert is_accepted == right, f"verify {verb} a schedule whose sums are {'right' if right else 'wrong'}:\n{schedule}"
+    assert is_accepted == right, f"verify accepts it: {is_accepted}; its sums are right: {right}\n{schedule}"
     return is_accepted
 
 

@@ -12,9 +12,8 @@ def planned(
     algorithm: str, sources: Devices, destinations: Devices, packs: int = 1, first: int = 0, root: str | None = None
 ) -> Schedule:
     """Return the schedule of an all-reduce between devices that are all linked equally."""
-    return schedule_for(
-        Request("all_reduce", sources, destinations, algorithm, topology=None, packs=packs, first=first, root=root)
-    )
+    request = Request("all_reduce", sources, destinations, algorithm, packs=packs, first=first, root=root)
+    return schedule_for(request)
 
 
 def planned_for(

@@ -63,14 +63,10 @@ def explained(text):
     """Return the parts of a text of ``Plan.explain``: the head, the facts by label, (share, tree) for each tree, and
     the columns of each other plan by its name."""
     head, *lines = text.splitlines()
-    facts = {
-        match[1].strip(): match[2]
-        for match in (re.fullmatch(r"  (\w[\w ]{0,9}) (\S.*)", line) for line in lines)
-        if match
-    }
-    trees = [
-        match.groups() for match in (re.fullmatch(r" {1,8}(\d+(?:/\d+)?) (\w.*)", line) for line in lines) if match
-    ]
+    fact, tree = r"  (\w[\w ]{0,9}) (\S.*)", r" {1,8}(\d+(?:/\d+)?) (\w.*)"
     row = r"    (.+?) +(\S+ \w+) \((\S+) x\) +(\S+) GB/s when large, (\S+) % of the bound"
-    others = {match[1]: match.groups()[1:] for match in (re.fullmatch(row, line) for line in lines) if match}
-    return head, facts, trees, others
+    facts, trees, others = (
+        [match for line in lines if (match := re.fullmatch(kind, line))] for kind in (fact, tree, row)
+    )
+    facts = {match[1].strip(): match[2] for match in facts}
+    return head, facts, [match.groups() for match in trees], {match[1]: match.groups()[1:] for match in others}

@@ -15,8 +15,7 @@ def on_devices(names):
 
 @contextlib.contextmanager
 def engine_runs():
-    """Yield a list to which each run of a kernel adds "host", and each buffer of the engine "loop" adds "loop". No call
-    is prepared, since calls in compiled code would not be recorded."""
+    """Yield a list that gets "host" for each run of a kernel and "loop" for each buffer. Calls are not prepared."""
     runs = []
 
     def recorded(name, function):

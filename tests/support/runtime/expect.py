@@ -87,7 +87,5 @@ def check(framework, result, op, xs, devices, inputs=()):
 
 def unchanged(framework, arrays, xs):
     """Return whether arrays of the framework still have the elements ``xs``."""
-    return all(
-        framework.to_numpy(array).tobytes() == np.ascontiguousarray(x).tobytes()
-        for array, x in zip(arrays, xs, strict=True)
-    )
+    pairs = zip(arrays, xs, strict=True)
+    return all(framework.to_numpy(array).tobytes() == np.ascontiguousarray(x).tobytes() for array, x in pairs)

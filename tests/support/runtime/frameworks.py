@@ -46,12 +46,11 @@ class Framework:
         """Return arrays of the framework, the k-th on the k-th device."""
         return [self.array(x, k) for k, x in enumerate(xs)]
 
-    def indexed(self, values, indices, shape, k):
-        return cr.IndexedSlices(self.array(values, k), self.array(indices, k), shape)
-
     def sparse(self, kind, values, indices, shape, k=0):
-        assert kind == "IndexedSlices"
-        return self.indexed(values, indices, shape, k)
+        """Return a sparse array of a kind in ``kinds``, on the k-th device."""
+        if kind == "IndexedSlices":
+            return cr.IndexedSlices(self.array(values, k), self.array(indices, k), shape)
+        return self.own_sparse(values, indices, shape, k)
 
     def parts(self, x):
         """Return the ``Parts`` of a sparse array."""
@@ -127,9 +126,7 @@ class Torch(Framework):
             return False
         return a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr()
 
-    def sparse(self, kind, values, indices, shape, k=0):
-        if kind == "IndexedSlices":
-            return self.indexed(values, indices, shape, k)
+    def own_sparse(self, values, indices, shape, k):
         rows = np.atleast_2d(np.asarray(indices).T)  # of shape (number of indexed axes, number of slices)
         return self.torch.sparse_coo_tensor(self.array(rows), self.array(values), tuple(shape), check_invariants=False)
 
@@ -173,9 +170,7 @@ class Jax(Framework):
         (device,) = x.devices()
         return f"{device.platform}:{device.id}"
 
-    def sparse(self, kind, values, indices, shape, k=0):
-        if kind == "IndexedSlices":
-            return self.indexed(values, indices, shape, k)
+    def own_sparse(self, values, indices, shape, k):
         rows = np.asarray(indices)
         rows = rows[:, None] if rows.ndim == 1 else rows
         return self.bcoo((self.array(values, k), self.array(rows, k)), shape=tuple(shape))
@@ -217,9 +212,7 @@ class TensorFlow(Framework):
     def device_of(self, x):
         return "cpu:" + x.device.rpartition("CPU:")[2]
 
-    def sparse(self, kind, values, indices, shape, k=0):
-        if kind == "IndexedSlices":
-            return self.indexed(values, indices, shape, k)
+    def own_sparse(self, values, indices, shape, k):
         dense_shape = None if shape is None else self.array(np.array(shape, np.int64), k)
         return self.tf.IndexedSlices(self.array(values, k), self.array(indices, k), dense_shape)
 

@@ -19,11 +19,8 @@ def mesh(shape, names=("d",)):
 
 
 def spread(function, n, check=True, out=None, names=("d",), over=None):
-    """Return a function that runs ``function`` on each of ``n`` devices, on its row of the stacked arguments.
-
-    ``n`` is a number, or the shape of a mesh with axes ``names``. Rows are spread over the axes ``over``, by default
-    all. ``out`` and ``check`` are ``out_specs`` and ``check_vma`` of ``shard_map``; by default, results are replicated.
-    """
+    """Return a function that runs ``function`` on each of ``n`` devices (or of a mesh of shape ``n`` with axes
+    ``names``), on its row of the arguments. ``over`` names the axes over which the rows are spread, by default all."""
     over = P(over or names)
 
     def own(*xs):

@@ -14,9 +14,8 @@ HALVES = ("float16", "bfloat16")
 # u, the unit roundoff: half the distance from 1 to the next number.
 ROUNDOFF = {"float16": 2.0**-11, "bfloat16": 2.0**-8, "float32": 2.0**-24, "float64": 2.0**-53}
 ROUNDOFF |= {"complex64": 2.0**-24, "complex128": 2.0**-53}
-# The smallest positive number.
 SMALLEST = {"float16": 2.0**-24, "bfloat16": 2.0**-133, "float32": 2.0**-149, "float64": 2.0**-1074}
-SMALLEST |= {"complex64": 2.0**-149, "complex128": 2.0**-1074}
+SMALLEST |= {"complex64": 2.0**-149, "complex128": 2.0**-1074}  # the smallest positive number of each dtype
 
 
 def dtype_of(name: str) -> np.dtype[Any]:
