@@ -31,11 +31,11 @@ class ProcessGroupCrossreduce(ProcessGroupWrapper):  # type: ignore[misc]
     _aborted: Exception | None = None
 
     def errored(self) -> Exception | None:
-        """Return the error for which the group has to be made again, or ``None`` if it is intact."""
+        """Return the error because of which the group must be made again, or ``None`` if the group is intact."""
         return self._aborted if self._pg is None else self._pg.communicator.failure
 
     def abort(self, errored: bool = True) -> None:
-        """Leave the group at once, so that pending calls fail on all ranks; ``errored`` reports this if it is true."""
+        """Leave the group at once, so that pending calls fail on all ranks. If ``errored``, store an error for it."""
         if errored:
             self._aborted = self.errored() or ContextError.of("the process group was aborted.", remedy="reconfigure it")
         super().abort(errored=errored)
@@ -47,10 +47,10 @@ class ProcessGroupCrossreduce(ProcessGroupWrapper):  # type: ignore[misc]
         super().shutdown()
 
     def getBackendName(self) -> str:  # noqa: N802 - torch's name
-        """Return the name under which ``register`` registers the group."""
+        """Return the name under which torchft's ``register`` registers the group."""
         return "torchft-crossreduce"
 
     def _create_pg(self, store: Any, rank: int, world_size: int) -> Group:
-        """Make the group of the current replica groups; torchft calls this."""
+        """Make the group of the current replica groups. torchft calls this method."""
         self._aborted = None
         return Group(store, rank, world_size, self._timeout, "torchft")
