@@ -1,6 +1,6 @@
-"""``Membership``: the ranks of a group, their hosts, and the data that each of them has sent to all others.
+"""``Membership``: the ranks of a group, their hosts, and the ``PeerInfo`` that each of them has sent to all others.
 
-These are plain values, which never change. ``failure_detector`` finds ranks that have failed since.
+These are plain values, which never change. ``failure_detector`` finds ranks that fail later.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Membership:
 
     @property
     def token(self) -> str:
-        """The text that names the group to other processes."""
+        """The text that identifies the group to other processes."""
         return self.peers[0].token
 
     @property
