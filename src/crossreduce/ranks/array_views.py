@@ -25,7 +25,7 @@ class ArrayView(NamedTuple):
 
 
 def require_alike(first: ArrayView | None = None, *others: ArrayView, count: int | None = None) -> None:
-    """Raise an error if the arrays differ in size or dtype, or if ``others`` does not have ``count`` arrays."""
+    """Raise an error if arrays differ in size or dtype, or if ``others`` are not ``count`` arrays if this is given."""
     if count is not None and len(others) != count:
         raise ArgumentError.of("there must be one array per rank.", f"{len(others)} arrays for {count} ranks")
     assert first is not None, "a group has at least one rank"

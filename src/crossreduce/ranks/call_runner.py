@@ -43,7 +43,7 @@ class CallRunner:
         self._members, self._memory, self._rendezvous = members, memory, rendezvous
         self._engine, self._detector, self._abort = engine, detector, abort
         self._stages = StageRunner(memory, detector)
-        self._caller: int | None = None  # the thread that is in a call in Python; see ``is_calling``
+        self._caller: int | None = None  # the thread that is in a call in Python
         self._pid = os.getpid()
 
     def run(
@@ -63,10 +63,9 @@ class CallRunner:
           inner: see ``OneHostEngine.run``.
           release: called at the end, while ``lock`` is held, if a signal handler has closed the group meanwhile.
         """
-        thread = threading.get_ident()
-        self._require_usable(thread)  # before the lock, which is never released if it was held during a fork
+        self.require_usable()  # before the lock, which is never released if it was held during a fork
         with self.lock:
-            self._caller = thread
+            self._caller = threading.get_ident()
             try:
                 self._require_intact()
                 executable = self.executables.get(key) or self.executables.add(key, compiled())
@@ -104,28 +103,26 @@ class CallRunner:
     def close(self) -> bool:
         """Refuse later calls. Return whether a signal handler calls this while its thread is in a call."""
         self.closed = True
-        return self._is_calling(threading.get_ident())
+        return self._is_in_call()
 
     def is_usable(self) -> bool:
         """Return whether the group is open and belongs to this process."""
         return not self.closed and os.getpid() == self._pid
 
     def require_usable(self) -> None:
-        """Raise a ``ContextError`` if this thread may make no call now: see ``Communicator``."""
-        self._require_usable(threading.get_ident())
-
-    def _is_calling(self, thread: int) -> bool:
-        return thread in (self._caller, self._memory.native.caller())
-
-    def _require_usable(self, thread: int) -> None:
+        """Raise a ``ContextError`` if this thread must not make a call now: see ``Communicator``."""
         name = self._members.name
         if os.getpid() != self._pid:
             problem = f'group "{name}" belongs to process {self._pid}, from which this process was forked.'
             raise ContextError.of(problem, f"process {os.getpid()}", "make the group after the fork, or use spawn")
-        if self._is_calling(thread):
+        if self._is_in_call():
             problem = f'this thread is already in a call of group "{name}".'
             raise ContextError.of(problem, "a call in a signal handler", "only close() or abort() in a handler")
         self._require_open()  # before ``run`` takes the lock, for which a handler during close() would wait forever
+
+    def _is_in_call(self) -> bool:
+        """Return whether this thread is in a call, which then was interrupted by a signal handler."""
+        return threading.get_ident() in (self._caller, self._memory.native.caller())
 
     def _require_open(self) -> None:
         if self.closed:
@@ -141,7 +138,7 @@ class CallRunner:
             self._abort.raise_cause()
 
     def _finish(self, run: Callable[[], bool]) -> None:
-        """Execute a call by ``run``, which returns whether all ranks made the same call; raise its public error."""
+        """Execute a call by ``run``, which returns whether all ranks made the same call. Raise public errors."""
         failed = False
         calls: dict[int, CallSignature] = {}
         try:

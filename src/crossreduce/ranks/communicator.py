@@ -179,11 +179,7 @@ class Communicator:
         self.require_same("barrier")
 
     def require_same(self, text: str) -> None:
-        """Check that all ranks pass the same text. No data is reduced or copied.
-
-        Raises:
-          MismatchError: the texts differ.
-        """
+        """Raise a ``MismatchError`` if the ranks pass different texts. No data is reduced or copied."""
         self.calls.run(
             text,
             lambda: self._engine.compile("", 0, copy_numbers("uint8"), None, encoded_text(text)),  # "": no collective
@@ -313,8 +309,7 @@ class Communicator:
     def stats(self) -> Stats:
         """Return statistics of this rank's calls in the group so far, or until it was closed. Any thread may call this.
 
-        Raises:
-          ContextError: this process was forked from the rank's.
+        In a process that was forked from the rank's process, raise a ``ContextError``.
         """
         return self.statistics.read()
 

@@ -54,8 +54,8 @@ def measure(communicator: Communicator, seconds: float = 1.0) -> Topology:
     arrives within 10 s has no link any more: see ``Communicator.check_links``.
 
     Args:
-      communicator: the group's communicator.
-      seconds: about how long it may take in all. Slow links take longer, since a minimum of bytes must be sent.
+      communicator: of the group whose links are measured.
+      seconds: about how long this may take in all. Slow links take longer, since a minimum of bytes must be sent.
     Returns:
       A device for each rank, in order, named after its host ("host1/cpu:2"). The ranks of a host are joined by a switch
       with the bandwidth of the host's memory, hosts by links with the measured speeds. It is the same on all ranks.

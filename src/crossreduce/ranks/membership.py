@@ -192,7 +192,7 @@ def _shared_memory(rendezvous: Rendezvous, global_ranks: tuple[int, ...]) -> tup
     size = rendezvous.size
 
     def turns(ranks: int) -> int:
-        return PAIR_TURNS if ranks == size == 2 else 1
+        return PAIR_TURNS if ranks == size == 2 else 1  # see ``RankMemory``
 
     def slot_nbytes(ranks: int) -> int:
         return SLOT_BYTES + 2 * (turns(ranks) - 1) * TURN_BYTES

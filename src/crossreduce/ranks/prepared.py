@@ -70,8 +70,7 @@ def prepare(
     """Prepare a call that has just run.
 
     Args:
-      calls: the prepared calls of the group, to which this one is added.
-      communicator: the group.
+      calls: the prepared calls of the communicator's group, to which this one is added.
       collective: "all_reduce", "broadcast", "all_gather", "reduce_scatter" or "all_to_all".
       op: the reduction, or ``None`` if arrays are copied.
       root: the root of a broadcast.

@@ -1,8 +1,7 @@
 """``Ballot``: one attempt of one host to make a decision final, by Paxos between the hosts. No I/O, no clock.
 
 Input: the answers of hosts. Output: the next request to them, and whether the decision is final. A host answers from
-its ``Registers``, so the answer does not depend on which of its ranks gives it.
-Source: L. Lamport, "Paxos Made Simple" (2001).
+its ``Registers``, whichever of its ranks is asked. Source: L. Lamport, "Paxos Made Simple" (2001).
 """
 
 from __future__ import annotations

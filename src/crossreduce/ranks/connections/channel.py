@@ -27,7 +27,7 @@ _CONNECTS, _LISTENS = b"connects", b"listens"
 
 
 class AuthenticatedChannel:
-    """Messages over a connection. At a time, one thread may send and one may receive.
+    """Messages over a connection. Only one thread at a time may send, and only one may receive.
 
     ``numbers``: the random number of the process that connects, then that of the process that listens. ``own`` and
     ``other``: the roles of this process and of the other one, ``_CONNECTS`` or ``_LISTENS``.
@@ -75,6 +75,7 @@ class AuthenticatedChannel:
         return secrets.compare_digest(proof, self._proof(self._other, self._received, body))
 
     def _proof(self, sender: bytes, position: int, body: bytes) -> bytes:
+        """Return a proof that the process with the role ``sender`` knows the key and has sent ``body``."""
         about = sender + position.to_bytes(8, "little")
         return blake2b(about + body, key=self._key, digest_size=_DIGEST).digest()
 

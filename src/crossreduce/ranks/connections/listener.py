@@ -60,6 +60,7 @@ class Listener:
         start_new_thread(self._accept, ())  # no Thread, whose end Python would await when it exits
 
     def _accept(self) -> None:
+        """Start a thread for each connection, until the listener is closed."""
         while True:
             try:
                 connection, _ = self._socket.accept()

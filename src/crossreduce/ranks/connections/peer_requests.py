@@ -43,11 +43,7 @@ class Place(NamedTuple):
 
     @classmethod
     def read(cls, given: Sequence[Json]) -> Place:
-        """Return a place that was sent as JSON.
-
-        Raises:
-          TypeError, ValueError: this is not a place.
-        """
+        """Return a place that was sent as JSON. Raise a ``TypeError`` or a ``ValueError`` if this is not a place."""
         addresses, port, key = given
         if not isinstance(addresses, (list, tuple)) or not all(isinstance(each, str) for each in addresses):
             raise TypeError("the addresses are not texts")
@@ -59,7 +55,7 @@ class Place(NamedTuple):
 class Successor(NamedTuple):
     """The group that has replaced an earlier one: its token, and the agreement that has formed it.
 
-    ``number``: the number of that agreement. ``decision``: the result of its ``Registers.decision``.
+    ``number``: the number of that agreement. ``decision``: the result of ``Registers.decision`` for it.
     """
 
     token: str
@@ -105,10 +101,8 @@ _onward: Final[weakref.WeakSet[socket.socket]] = weakref.WeakSet()  # connection
 def listen(address: str = "") -> Place:
     """Listen until ``unregister`` ends the last group of this process at that address. Return the process's place.
 
-    ``address``, here and below: the address of this host at which to listen. "" means all its addresses.
-
-    Raises:
-      OSError: this process cannot listen.
+    ``address``, here and below: the address of this host at which to listen. "" means all its addresses. If this
+    process cannot listen there, an ``OSError`` is raised.
     """
     with _lock:
         if address not in _open:
@@ -285,8 +279,7 @@ class Peer:
     def connection(self, token: str, port: int, timeout_s: float, relays: Collection[int] = ()) -> socket.socket:
         """Return a connection to another port of the process: through its relay if this is one of ``relays``.
 
-        Raises:
-          OSError: no connection was made in time.
+        Raise an ``OSError`` if no connection is made in time.
         """
         relay = self.relay
         if relay is None or relay.rank not in relays:

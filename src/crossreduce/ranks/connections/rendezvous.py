@@ -59,11 +59,7 @@ class StoreRendezvous:
         self._answered: dict[int, bool] = {}  # for each rank that answered the roll call, whether its wait timed out
 
     def all_gather(self, payload: bytes) -> list[bytes]:
-        """Return the payloads of all ranks; see ``Rendezvous``.
-
-        Raises:
-          PeerLostError: the store cannot be reached.
-        """
+        """Return the payloads of all ranks; see ``Rendezvous``. If the store is lost, raise a ``PeerLostError``."""
         if self._failure is not None:  # the store may have ended since
             raise self._failure
         self._calls += 1
@@ -131,7 +127,7 @@ class StoreRendezvous:
     def _confirm_read(self, reader: int, readers: Iterable[int]) -> None:
         """Record that ``reader`` has read the reason of an abort. Wait ``read_s`` seconds for ``readers`` to read it.
 
-        The wait ends early, without an error, if ``watch`` raises one: then others notice the failure without the store.
+        The wait ends early, without an error, if ``watch`` raises one: the others then need no store to detect it.
         """
         keys, deadline = [f"read/{rank}" for rank in readers], time.monotonic() + self.read_s
         self._query(_QUERY_S, lambda: self._store.set(f"read/{reader}", b"."))
@@ -152,6 +148,7 @@ class StoreRendezvous:
         return self._known_cause(_CAUSE_S)
 
     def _known_cause(self, limit_s: float | None = None) -> bytes | None:
+        """Return the stored reason of an abort, or ``None``. For ``limit_s`` see ``_query``."""
         stored = self._query(limit_s, lambda: self._store.get(_CAUSE) if self._store.check([_CAUSE]) else None)
         return None if stored is None or bytes(stored) == MET else bytes(stored)
 
@@ -308,13 +305,13 @@ class ConnectionStore:
         return lost
 
     def _publish_stalled(self, overdue: Sequence[int]) -> None:
+        """Publish the ranks to which this one gets no connection, and the ranks that it has given up."""
         self._store.set(f"stalled {self._rank}", json.dumps([list(overdue), self._given_up]).encode())
 
     def any_of_all(self, value: bool, size: int) -> bool:
         """Return whether ``value`` is true on any of the group's ``size`` ranks, once all have called this.
 
-        Raises:
-          ConnectionError: ``cancelled`` was set before.
+        Raise a ``ConnectionError`` if ``cancelled`` is set before.
         """
         if value:
             self._store.add("true", 1)
@@ -333,11 +330,7 @@ def interfaces() -> list[str]:
 
 
 def wait(store: Any, keys: Sequence[str], cancelled: threading.Event) -> None:
-    """Wait until a store has values at all keys.
-
-    Raises:
-      ConnectionError: ``cancelled`` was set before.
-    """
+    """Wait until a store has values at all keys. Raise a ``ConnectionError`` if ``cancelled`` is set before."""
     pause = PAUSES_S[0]
     while not store.check(keys):
         if cancelled.wait(pause):

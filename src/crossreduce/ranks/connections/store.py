@@ -131,11 +131,7 @@ class _Store:
         return bool(self._run("check", keys))
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
-        """Wait until all keys have values.
-
-        Raises:
-          RuntimeError: the time has passed.
-        """
+        """Wait until all keys have values. Raise a ``RuntimeError`` if this takes longer than ``timeout``."""
         limit_s = (timeout or self.timeout).total_seconds()
         deadline = time.monotonic() + limit_s
         while not self._run("wait", keys):
@@ -217,6 +213,7 @@ class StoreClient(_Store):
             raise RuntimeError(f"{kind}: the rank that serves the store does not answer: {error}") from None
 
     def _open(self, connection: socket.socket) -> AuthenticatedChannel:
+        """Return a channel over a new connection. If this fails, close the connection."""
         deadline = time.monotonic() + self.limit_s
         try:
             return open_channel(connection, self._key, deadline, lambda: self._wait_for_answer(connection))
@@ -225,6 +222,7 @@ class StoreClient(_Store):
             raise
 
     def _wait_for_answer(self, connection: socket.socket) -> None:
+        """Wait until an answer begins to arrive, and call ``watch`` meanwhile. After ``limit_s``, raise an error."""
         deadline, arrived = time.monotonic() + self.limit_s, select.poll()
         arrived.register(connection, select.POLLIN)
         while not arrived.poll(_WATCH_S * 1e3):

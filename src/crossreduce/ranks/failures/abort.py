@@ -36,11 +36,7 @@ class GroupAbort:
 
     @property
     def cause(self) -> ReductionError | None:
-        """The error with which the group was aborted, or ``None`` if it was not aborted.
-
-        Raises:
-          ValueError: the memory is closed.
-        """
+        """The error with which the group was aborted, or ``None``. If the memory is closed, raise a ``ValueError``."""
         return self.error or self._memory.abort_cause()
 
     def publish(self, error: ReductionError) -> None:

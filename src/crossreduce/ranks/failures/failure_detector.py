@@ -195,7 +195,7 @@ class FailureDetector:
             time.sleep(0.01)
         missing = [rank for rank in sorted(suspects) if rank not in answers]
         if not missing:
-            problem = f"{self._during()} failed, although all ranks are alive. {UNUSABLE}"
+            problem = f"{self._communication()} failed, although all ranks are alive. {UNUSABLE}"
             remedy = f"check the network between the hosts; {DOCTOR} DIR shows what each rank did last"
             return (CollectiveTimeout if timed_out else PeerLostError)(message(problem, str(error), remedy))
         absent = [rank for rank in missing if not rendezvous.has_left(rank)]
@@ -212,7 +212,7 @@ class FailureDetector:
             return self._late_error([owner]) if timed_out else self.lost([owner], "died or left")
         if isinstance(error, PeerDisconnected):
             return self.lost([error.rank], "died")
-        problem = f"{self._during()} failed, and the rendezvous cannot be reached. {UNUSABLE}"
+        problem = f"{self._communication()} failed, and the rendezvous cannot be reached. {UNUSABLE}"
         kind = CollectiveTimeout if timed_out else PeerLostError
         return kind(message(problem, "", f"check the network; {DOCTOR} DIR shows what each rank did last"))
 
@@ -247,6 +247,7 @@ class FailureDetector:
         return ContextError.of(problem, str(error), "wait for messages first")
 
     def _message_failure(self, call: str, peer: int | None, error: OSError) -> ReductionError:
+        """Return the error of ``message_failure``. ``call``: the words for the send or receive."""
         members = self._members
         own, cause = members.own, self._memory.abort_cause()
         if cause is None and self._several_hosts:
@@ -258,7 +259,7 @@ class FailureDetector:
         rank = None if peer is None else members.global_ranks[peer]
         given, ranks = [str(error)], [] if rank is None else [rank]
         if peer is not None:
-            given.insert(0, f"rank {rank}: {self._process(peer)}")
+            given.insert(0, f"rank {rank}: {self._process_text(peer)}")
         where = f'{call}, of group "{members.name}"'
         if isinstance(error, TimeoutError):
             problem = f"{where}, did not complete within its timeout. {diagnostics.NO_MESSAGES}"
@@ -303,7 +304,7 @@ class FailureDetector:
 
     def lost(self, ranks: Sequence[int], how: str) -> PeerLostError:
         """Return the error for ranks that were lost during the current call. For ``how`` see ``lost_text``."""
-        processes = {self._members.global_ranks[rank]: self._process(rank) for rank in ranks}
+        processes = {self._members.global_ranks[rank]: self._process_text(rank) for rank in ranks}
         return PeerLostError(diagnostics.lost_text(processes, self.current_call(), self._members.name, how), processes)
 
     def interrupted_message(self) -> PeerLostError:
@@ -311,7 +312,7 @@ class FailureDetector:
         own, name = self._members.own, self._members.name
         problem = f'rank {own} was interrupted while it waited for a message of group "{name}". {UNUSABLE}'
         remedy = f"read the last output of rank {own}; {DOCTOR} DIR shows the last calls of each rank"
-        return PeerLostError(message(problem, self._process(self._members.rank), remedy), [own])
+        return PeerLostError(message(problem, self._process_text(self._members.rank), remedy), [own])
 
     def current_call(self) -> CallSignature:
         """Return the last call that this rank began."""
@@ -322,10 +323,10 @@ class FailureDetector:
         text = diagnostics.timeout_text(self.timeout_s, self.current_call(), late, self._members.name)
         return CollectiveTimeout(text, late)
 
-    def _during(self) -> str:
+    def _communication(self) -> str:
         return f'the communication in {self.current_call().words}, of group "{self._members.name}",'
 
-    def _process(self, rank: int) -> str:
+    def _process_text(self, rank: int) -> str:
         peer = self._members.peers[rank]
         return f"pid {peer.pid} on host {peer.hostname}"
 

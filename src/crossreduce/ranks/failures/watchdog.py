@@ -39,7 +39,7 @@ class WatchedTransport:
         self._watchdog = _WATCHDOG  # a reference: ``close`` may run when Python has cleared this module
         self._key = self._watchdog.add(self._check)
 
-    def _check(self) -> None:
+    def _check(self) -> None:  # a method: the watchdog references its object weakly
         self._check_wait(self.wait)
 
     def send(self, address: int, nbytes: int, dst: int, tag: int) -> PendingMessage:

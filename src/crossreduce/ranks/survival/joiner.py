@@ -1,4 +1,4 @@
-"""``Joiner``: a process that becomes a rank of a group that exists.
+"""``Joiner``: a process that becomes a rank of an existing group.
 
 Input: an invitation, which names a rank of the group. Output: the group, once its ranks call ``grow``.
 """
@@ -22,8 +22,8 @@ from .formation import PAUSE_S, Group, GroupKind, Settings, connect_store
 from .survivors import FORMED, Reformed
 
 _KNOCK_S: Final = 0.3  # between two requests to let this process join
-_FORMING_S: Final = 10.0  # how long forming the group may take after the time for which this process waits for ``grow``
-_INVITING: Final = 8  # the number of ranks that an invitation names, besides the one that makes it
+_FORMING_S: Final = 10.0  # how much longer than the wait for ``grow`` it may take to form the group
+_INVITING: Final = 8  # the number of ranks that an invitation names, besides the rank that makes it
 
 
 def invitation(group: Communicator, kind: str) -> str:
@@ -43,7 +43,7 @@ def join(invited: str, kind: GroupKind[Group], timeout_s: float) -> Group:
     """Wait until the ranks of a group call ``grow``, and form it together with them.
 
     Raises:
-      ArgumentError: this is not an invitation, or it is one to a group of another kind.
+      ArgumentError: the text is not an invitation, or it is an invitation to a group of another kind.
       CollectiveTimeout: the ranks did not call ``grow`` in time.
       PeerLostError: no rank of the group can be reached any more.
     """
@@ -63,10 +63,10 @@ def join(invited: str, kind: GroupKind[Group], timeout_s: float) -> Group:
 
 
 def _read(invited: str) -> tuple[str, str, list[Place]]:
-    """Return the kind and the token of the group of an invitation, and places of some of its ranks.
+    """Return the kind of the group to which a text invites, its token, and the places of some of its ranks.
 
     Raises:
-      TypeError, ValueError, RecursionError: this is not an invitation.
+      TypeError, ValueError, RecursionError: the text is not an invitation.
     """
     name, token, places = json.loads(invited)
     if not isinstance(name, str) or not isinstance(token, str) or not places:
@@ -75,7 +75,7 @@ def _read(invited: str) -> tuple[str, str, list[Place]]:
 
 
 class Joiner(Generic[Group]):
-    """A process that wants to join a group of which it knows some ranks."""
+    """A process that wants to join the group ``group``, a token, some of whose ranks listen at ``places``."""
 
     def __init__(self, group: str, places: Sequence[Place], kind: GroupKind[Group]) -> None:
         self._group, self._places, self._kind = group, list(places), kind
@@ -91,6 +91,7 @@ class Joiner(Generic[Group]):
         peer_requests.unregister(self._token, address=self._listen_at)
 
     def _answer(self, request: dict[str, Json]) -> dict[str, Json]:
+        """Answer a request of a rank of the group: an offer to form a group, or a check of this process."""
         if request["what"] == "admit":
             self._offer = request
         return {"ready": True}
@@ -119,7 +120,7 @@ class Joiner(Generic[Group]):
         raise CollectiveTimeout(message(problem, f"waited {timeout_s:g} s", remedy))
 
     def _knock(self) -> None:
-        """Ask the known ranks of the group, one after another, to let this process join, until one has noted it.
+        """Ask the known ranks of the group, one after another, to let this process join, until one of them answers.
 
         Raises:
           PeerLostError: all of them have ended or left the group.
@@ -133,7 +134,7 @@ class Joiner(Generic[Group]):
                 continue
             if answer is None or "unknown" in answer:  # its process has ended, or it has left the group
                 ended += 1
-            elif "moved" in answer:  # it is in a new group that has replaced the one known here
+            elif "moved" in answer:  # the rank is in a new group, which has replaced the one known here
                 self._group = answer["moved"]
                 return self._knock()
             else:
@@ -145,23 +146,27 @@ class Joiner(Generic[Group]):
         return None
 
     def _form(self, offer: dict[str, Json], deadline: float) -> Group:
+        """Return the group of an offer, formed with its other ranks. ``GroupFormation._admit`` makes offers."""
         members = [Peer(Place.read(place)) for place in offer["members"]]
         leader = members[0]
 
         def watch() -> None:
             if self._decision(offer, members) is False:
-                raise PeerLostError(message("the ranks of the group have given up to form it.", "", "wait"))
+                raise PeerLostError(message("the ranks of the group stopped forming it.", "", "wait"))
             if time.monotonic() > deadline:
                 raise CollectiveTimeout(message("the group was not formed in time.", "", "a longer timeout"))
 
-        watch()  # finds an address of the lowest rank
+        watch()  # its requests find the address at which the lowest rank can be reached
         if not leader.known:
             raise PeerLostError(message("the rank that serves the store does not answer.", "", "wait"))
         store = connect_store(self._kind, leader, offer["token"], offer["port"], watch)
         return self._kind.new_group(store, offer["rank"], offer["size"], Settings(*offer["settings"]), Origin(watch))
 
     def _decision(self, offer: dict[str, Json], members: Sequence[Peer], group: Group | None = None) -> bool | None:
-        """Return whether the ranks have formed the group of an offer, or ``None`` if they have not decided yet."""
+        """Return whether the ranks have decided that the group of an offer is formed; ``None``: not decided yet.
+
+        ``group``: the group, if this process has formed it. Its token tells it from a later group of the ranks.
+        """
         request = {"what": "result", "number": offer["number"]}
         unreached = 0
         for peer in members:
