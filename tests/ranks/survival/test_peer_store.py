@@ -75,17 +75,16 @@ def test_a_program_that_sends_nothing_is_dropped(monkeypatch):
 
 
 def test_silent_programs_hold_a_limited_number_of_connections(monkeypatch):
-    """If more than ``MOST_UNKNOWN`` programs, plus one for each rank, have sent no request, a store closes the oldest of
+    """If more than ``MOST_UNKNOWN`` programs, plus one per rank, have sent no request, a store closes the oldest of
     their connections. The connections of ranks stay open."""
     monkeypatch.setattr(listener, "UNKNOWN_S", 60)
     served = StoreClient(b"key", ranks=3)
-    rank = StoreClient(b"key", "127.0.0.1", served.port)
+    address = "127.0.0.1", served.port
+    rank = StoreClient(b"key", *address)
     rank.set("known", b"1")
     with ExitStack() as stack:
-        number = MOST_UNKNOWN + 3 + 1
-        strangers = [
-            stack.enter_context(socket.create_connection(("127.0.0.1", served.port), 5)) for _ in range(number)
-        ]
+        number = MOST_UNKNOWN + 3 + 1  # one too many
+        strangers = [stack.enter_context(socket.create_connection(address, 5)) for _ in range(number)]
         assert strangers[0].recv(1) == b""
         strangers[1].settimeout(0.2)
         with pytest.raises(TimeoutError, match="timed out"):

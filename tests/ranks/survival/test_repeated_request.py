@@ -107,7 +107,7 @@ def test_relays_are_asked_in_turn(begun):
 
 
 def test_a_relay_that_reports_the_end_of_a_process_is_asked_for_the_others(begun):
-    """If a relay reports that a process has ended, it is asked for the other processes of the host until one answers."""
+    """If a relay reports that a process has ended, it is asked for other processes of the host until one answers."""
     behaviour = {"a through r": (0.01, Ended), "b through r": (0.01, Ended), "f through r": SOON}
     simulated, inquiry = begun(lambda name, *_: behaviour.get(name, NEVER), {1: "abcdef"}, relays="r")
     assert read_until(simulated, inquiry, 1) == [(1, 0.44)]

@@ -29,7 +29,7 @@ def place_of(kind, folder):
 
 
 def shrinks_to_one(rendezvous, kind, place):
-    """Shrink the group while its rank 0 dies again and again. ``total`` is 10 times the sum of the ranks' numbers."""
+    """Shrink the group after its rank 0 has died, again and again. ``total`` is the sum of 10 * (rank + 1)."""
     group = kind(rendezvous, place)
     for _ in range(rendezvous.size - 1):
         if group.rank == 0:
