@@ -78,11 +78,8 @@ def small_pieces():
 
 
 def overlapping(rendezvous):
-    """Make each call twice with a result that overlaps the input. The second call may run in compiled code.
-
-    Input and result are views of one block, whose starts differ by ``offset``. The result is compared with that of a
-    call on copies, and the rest of the block must not change.
-    """
+    """Make each call twice with a result that overlaps the input. The second call may run in compiled code. Input and
+    result are views of ``block``, which must then equal ``due``, made by a call on copies."""
     small_pieces()
     group = array_group(joined(rendezvous))
     n, me, size = group.size, group.rank, 60

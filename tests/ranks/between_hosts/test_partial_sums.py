@@ -75,7 +75,7 @@ def rounded(dtype, parts, divisor):
     ("kind", "dtype", "isa"), pairs(KINDS, UNSIGNED, SETS), ids=lambda value: getattr(value, "__name__", value)
 )
 def test_sums_of_partial_sums_have_the_bits_of_rational_arithmetic(kind, dtype, isa):
-    """For any distribution of the terms to hosts, and any order in which these combine them, the sum is rounded once."""
+    """However the terms are distributed to hosts, and in any order of combining them, each sum is rounded once."""
     draw = random.Random(repr((kind.__name__, dtype, isa)))
     with mock.patch.object(kernels, "instruction_set", return_value=isa):
         for size in SIZES:

@@ -68,8 +68,8 @@ def test_strangers_and_dead_addresses_do_not_disturb_connections():
 
 
 def test_a_rank_that_is_not_reached_is_named():
-    """If rank 1 does not connect, the others time out with an error that names it. Rank 2, which connects to rank 1, also
-    names the addresses that it has tried."""
+    """If rank 1 does not connect, the others time out with an error that names it. Only rank 2, which connects to rank
+    1, has tried addresses, and names them."""
 
     def rank(rendezvous):
         if rendezvous.rank == 1:
