@@ -138,11 +138,8 @@ def evaluated(schedule, inputs, numbers, size):
     """Return the right result of each host, or ``None``. NumPy executes the schedule on whole arrays."""
     accumulator, result = oracle.dtype_of(numbers.accumulator), oracle.dtype_of(numbers.result)
     step = {"sum": np.add, "product": np.multiply, "min": np.minimum, "max": np.maximum}[numbers.op.value]
-    cells = {
-        (c, s): inputs[s][slice(*schedule.spans(size)[c])]
-        for c, chunk in enumerate(schedule.chunks)
-        for s in chunk.sources
-    }
+    spans = [slice(*span) for span in schedule.spans(size)]
+    cells = {(c, s): inputs[s][spans[c]] for c, chunk in enumerate(schedule.chunks) for s in chunk.sources}
     contained = {cell: {cell[1]} for cell in cells}  # the hosts whose contributions a value contains
     for steps in schedule.rounds:
         before, contained_before = dict(cells), dict(contained)

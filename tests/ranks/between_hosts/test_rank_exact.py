@@ -120,8 +120,7 @@ def long_lists(rendezvous):
 
 
 def test_further_terms_that_are_not_read_before_they_are_expected():
-    """A list of further terms arrives, also if it has more than 1 MiB and so blocks a TCP connection until it is
-    expected."""
+    """A list of further terms arrives, also if its size, over 1 MiB, blocks a TCP connection until it is expected."""
     due = right(wide, "bfloat16", 5, 700_000, 1)
     found = ranks(5, long_lists, environment=on(*"aaaab"))  # sums of the four ranks have further terms, one rank none
     assert max(longest for _, longest in found) > 1 << 20
@@ -158,6 +157,5 @@ def numpy_group(rendezvous):
 
 
 def test_numpy_arrays():
-    """Exact calls of NumPy ranks give exact results, also as prepared calls, and between default calls on the same
-    arrays."""
+    """Exact calls of NumPy ranks are exact, also if they are prepared, or follow default calls on the same arrays."""
     ranks(3, numpy_group)

@@ -123,8 +123,7 @@ def test_a_silent_host_is_waited_for_once(monkeypatch, late_s, silent_from_s):
 
 
 def test_a_host_that_answers_late_takes_part(monkeypatch):
-    """A slow host becomes a member: its reply to the first request, after 1.9 s, counts although later requests have
-    been sent."""
+    """A slow host becomes a member: its reply after 1.9 s to the first request counts, although others were sent."""
     case = Answering(monkeypatch, voting)
     case.simulated.behaviour = lambda host, request, now: (
         1.9 if host == 2 and now < 1 else 0.001,
@@ -188,8 +187,7 @@ def test_nobody_waits_for_a_silent_host_after_the_decision(monkeypatch):
 
 
 def test_a_host_that_is_told_is_waited_for(monkeypatch):
-    """A speaker returns only when the other hosts, here after 0.8 s, have stored the decision. If it ended before, they
-    could decide something else."""
+    """A speaker waits until other hosts have stored the decision: if it ended before, they could decide otherwise."""
     case = Answering(monkeypatch, voting)
     case.simulated.behaviour = lambda host, request, now: (
         0.8 if request["what"] == "decided" else 0.001,

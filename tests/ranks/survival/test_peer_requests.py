@@ -102,8 +102,7 @@ def test_nothing_is_sent_to_a_program_that_does_not_know_the_key(place, answer):
 
 
 def test_requests_that_were_recorded_are_not_executed_again():
-    """If all bytes that a rank has sent are sent to the store again, on another connection, no value changes, and the
-    store counts a wrong proof."""
+    """If the bytes that a rank has sent are sent to the store again, no value changes, and a wrong proof is counted."""
     served = StoreClient(b"key")
     sent = bytearray()
     with socket.create_server(("127.0.0.1", 0)) as between:
@@ -135,8 +134,7 @@ def test_requests_that_were_recorded_are_not_executed_again():
 
 
 def test_a_proof_belongs_to_one_message():
-    """The proof of a message is wrong at another position of the connection, in the other direction, for another text
-    and in another connection."""
+    """A proof is wrong at another position, in the other direction, for another text, and in another connection."""
     channels = [AuthenticatedChannel(None, b"key", b"1", own=b"here", other=b"there") for _ in range(2)]
     other = AuthenticatedChannel(None, b"key", b"1", own=b"there", other=b"here")
     first, second = (channels[0].next_proof(b"text") for _ in range(2))
@@ -221,8 +219,7 @@ def test_what_a_relay_cannot_tell(place, relay):
 
 
 def test_the_end_of_a_relay_is_not_the_end_of_the_process(place, relay):
-    """If a relay has ended, the process counts as silent, not as ended: otherwise two groups could continue. The relay
-    is not used again."""
+    """If a relay has ended, the process counts as silent and not as ended, or two groups could continue."""
     target, relaying = Peer(place, rank=2), relay[0]
     assert through(relaying, target) == {"heard": "join"}
     relaying.place = relaying.place._replace(port=closed_port())

@@ -94,8 +94,7 @@ def test_silent_programs_hold_a_limited_number_of_connections(monkeypatch):
 
 
 def test_watch_ends_a_wait_for_a_process_that_does_not_answer():
-    """If the process that serves the store was stopped, a request ends with the error of ``watch``, before the time
-    for an answer has passed."""
+    """If the process that serves the store does not answer, a request ends as soon as ``watch`` raises an error."""
 
     def watch():
         raise PeerLostError("the rank that serves the store is lost", (0,))

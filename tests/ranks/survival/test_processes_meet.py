@@ -46,16 +46,9 @@ def test_ranks_find_each_other_by_the_variables_of_launchers(address):
     """Programs that a launcher starts with RANK and the other variables need no arguments, and load no framework."""
     host, port = address.split(":")
     variables = {"WORLD_SIZE": "3", "MASTER_ADDR": host, "MASTER_PORT": port, "CROSSREDUCE_KEY": "a secret"}
-    started = [
-        subprocess.Popen(
-            [sys.executable, "-c", PROGRAM],
-            env={**os.environ, **variables, "RANK": str(rank)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in range(3)
-    ]
+    command, environment = [sys.executable, "-c", PROGRAM], {**os.environ, **variables}
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    started = [subprocess.Popen(command, env={**environment, "RANK": str(rank)}, **pipes) for rank in range(3)]
     output = [process.communicate(timeout=60)[0] for process in started]
     assert output == [f"{rank} 3 6\n" for rank in range(3)]
 
@@ -251,11 +244,8 @@ def test_ranks_with_another_key_are_refused(address, monkeypatch):
     takes precedence over the environment variable."""
     monkeypatch.setattr(meeting, "_REFUSED_S", 0.3)
     monkeypatch.setenv("CROSSREDUCE_KEY", "of the environment")
-    calls = [
-        lambda: processes.join(0, 2, address, key="of rank 0", timeout_s=3),
-        lambda: processes.join(1, 2, address, timeout_s=3),
-    ]
-    first, second = at_once(calls)
+    join_0 = partial(processes.join, 0, 2, address, key="of rank 0", timeout_s=3)
+    first, second = at_once([join_0, partial(processes.join, 1, 2, address, timeout_s=3)])
     assert isinstance(first, CollectiveTimeout)
     assert first.ranks == (1,)
     assert re.search(r"try:.*the same key on all ranks: \d+ connections to this rank did not prove", str(first))
