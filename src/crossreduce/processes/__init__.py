@@ -58,7 +58,7 @@ def join(
     """
     timeout_s = seconds(timeout_s)
     if not isinstance(name, str):
-        raise ArgumentError.of("name must be a text.", shown(name), 'name="world"')
+        raise ArgumentError.of("name must be a str.", shown(name), 'name="world"')
     store, own, count, listen_at = meet(rank, size, address, key, timeout_s)
     return make_group(store, own, count, Settings(timeout_s, name, listen_at=listen_at))
 

@@ -109,7 +109,7 @@ def meeting_place(address: Any, size: int) -> tuple[str, int, str]:
 def _digest(key: Any) -> bytes:
     """Return the key of the store, a hash of the secret text ``key``."""
     if not isinstance(key, str):
-        raise ArgumentError.of("key must be a text.", type(key).__name__, "the same secret text on all ranks")
+        raise ArgumentError.of("key must be a str.", type(key).__name__, "the same secret text on all ranks")
     return blake2b(key.encode(errors="surrogatepass"), digest_size=16, person=b"crossreduce key").digest()
 
 
@@ -142,15 +142,16 @@ def _connect(key: bytes, host: str, port: int, rank: int, timeout_s: float) -> S
                 if isinstance(failure, OSError):
                     problem = f"rank {rank} did not reach rank 0 at {host}:{port} within {timeout_s:g} s."
                     remedy = "start all ranks; the address of rank 0's host; a longer timeout; read the last output of "
-                    remedy += "rank 0; join_invited, if the other ranks have continued without a rank that is restarted"
+                    remedy += "rank 0; join_invited, if the other ranks have continued and this rank was restarted"
                 else:
-                    problem = f"what listens at {host}:{port} did not answer rank {rank} within {timeout_s:g} s."
+                    program = f"the program that listens at {host}:{port}"
+                    problem = f"{program} did not answer rank {rank} within {timeout_s:g} s."
                     remedy = "a port at which no other program listens; a longer timeout; rank 0 may also be stopped"
                 raise CollectiveTimeout(message(problem, str(failure), remedy), [0])
         else:
             refused_at = refused_at or now
             if now > refused_at + min(_REFUSED_S, timeout_s):
-                problem = f"what listens at {host}:{port} does not accept rank {rank}."
+                problem = f"the program that listens at {host}:{port} does not accept rank {rank}."
                 remedy = "the same key on all ranks; a port at which no other program listens"
                 raise ArgumentError.of(problem, str(failure), remedy)
         time.sleep(pause)

@@ -55,5 +55,5 @@ def require_root(rank: int, size: int, root: int, passed: bool | None = None) ->
         raise ArgumentError.of(problem, str(root), f"0 to {size - 1}")
     if passed is not None and passed != (rank == root):
         who, given = ("only the root may", "passed") if passed else ("the root must", "did not pass")
-        problem = f"{who} pass the result of a reduce, the results of a gather, the sources of a scatter."
+        problem = f"{who} pass the result of a reduce, the results of a gather or the sources of a scatter."
         raise ArgumentError.of(problem, f"rank {rank} {given} this argument; the root is rank {root}")

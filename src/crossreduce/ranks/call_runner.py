@@ -117,7 +117,7 @@ class CallRunner:
             raise ContextError.of(problem, f"process {os.getpid()}", "make the group after the fork, or use spawn")
         if self._is_in_call():
             problem = f'this thread is already in a call of group "{name}".'
-            raise ContextError.of(problem, "a call in a signal handler", "only close() or abort() in a handler")
+            raise ContextError.of(problem, "a call in a signal handler", "call only close() or abort() in a handler")
         self._require_open()  # before ``run`` takes the lock, for which a handler during close() would wait forever
 
     def _is_in_call(self) -> bool:

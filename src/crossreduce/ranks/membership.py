@@ -215,7 +215,7 @@ def _shared_memory(rendezvous: Rendezvous, global_ranks: tuple[int, ...]) -> tup
 
 def _require_transport(members: Membership, transport: Transport | None) -> None:
     if len(members.hosts) > 1 and transport is None:
-        given = f"hosts of ranks {', '.join(map(str, members.global_hosts()))}"
+        given = f"hosts with the ranks {', '.join(map(str, members.global_hosts()))}"
         remedy = "transport=TcpTransport(...) or MpiTransport(...)"
         raise ArgumentError.of("ranks on several hosts need a transport between them.", given, remedy)
 

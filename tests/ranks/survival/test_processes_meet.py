@@ -89,9 +89,9 @@ def test_invalid_arguments_and_variables(monkeypatch, arguments, variables, mess
 def test_invalid_options():
     """An invalid key, timeout or name is an ArgumentError, whose text does not contain the key."""
     for options, message in (
-        ({"key": b"a secret"}, r"key must be a text.*\n.*bytes"),
+        ({"key": b"a secret"}, r"key must be a str.*\n.*bytes"),
         ({"timeout_s": "10"}, "timeout_s must be a number"),
-        ({"name": 5}, r"name must be a text.*\n.*5"),
+        ({"name": 5}, r"name must be a str.*\n.*5"),
     ):
         with pytest.raises(ArgumentError, match=message) as caught:
             processes.join(0, 1, **options)
@@ -217,7 +217,7 @@ def test_a_port_at_which_another_program_listens(monkeypatch):
         port = listener.getsockname()[1]
         with pytest.raises(ArgumentError, match=rf"rank 0 cannot listen at port {port}\.\n.*in use"):
             processes.join(0, 2, f"127.0.0.1:{port}")
-        silent = rf"what listens at 127.0.0.1:{port} did not answer rank 1"
+        silent = rf"the program that listens at 127.0.0.1:{port} did not answer rank 1"
         with pytest.raises(CollectiveTimeout, match=silent) as caught:
             processes.join(1, 2, f"127.0.0.1:{port}", timeout_s=0.5)
         assert caught.value.ranks == (0,)
@@ -289,7 +289,7 @@ def test_invitations_that_cannot_be_used():
         text = group.invitation()
     with pytest.raises(ContextError, match='group "world" is closed'):
         group.invitation()
-    with pytest.raises(ArgumentError, match=f"not an invitation.*\n.*a text of {len(text) - 5} characters") as caught:
+    with pytest.raises(ArgumentError, match=f"not an invitation.*\n.*a str of {len(text) - 5} characters") as caught:
         processes.join_invited(text[:-5])
     assert text[-40:-5] not in str(caught.value)
     damaged = [7, "[" * 100_000, '["NumPy ranks", "token", []]', f'["NumPy ranks", 7, [{PLACE}]]']

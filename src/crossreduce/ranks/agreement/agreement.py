@@ -270,11 +270,11 @@ class Agreements:
     def no_quorum(self, electors: Sequence[int], timeout_s: float) -> ExcludedError:
         """Return the error if this rank reaches too few ranks."""
         own = self._global_ranks[self.rank]
-        problem = f'rank {own} cannot reach enough ranks of group "{self._name}" to continue: the others may do so.'
+        problem = f'rank {own} cannot reach enough ranks of group "{self._name}" to continue. The others may continue.'
         hosts = Counter(self._host_of[rank] for rank in electors)
         given = f"waited {timeout_s:g} s; this host has {hosts[self.own_host]} of the {len(electors)} ranks"
-        remedy = "it needs hosts with more than half of the ranks, or half of them and the lowest rank, "
-        remedy += "unless the other ranks have ended"
+        remedy = "check the network: a rank must reach hosts with more than half of the ranks, or with half of them "
+        remedy += "and the lowest rank, unless the other ranks have ended"
         return ExcludedError.of(problem, given, remedy)
 
 

@@ -46,7 +46,7 @@ class Place(NamedTuple):
         """Return a place that was sent as JSON. Raise a ``TypeError`` or a ``ValueError`` if this is not a place."""
         addresses, port, key = given
         if not isinstance(addresses, (list, tuple)) or not all(isinstance(each, str) for each in addresses):
-            raise TypeError("the addresses are not texts")
+            raise TypeError("the addresses are not a list of str")
         if type(port) is not int or not 0 < port < 1 << 16 or len(bytes.fromhex(key)) != _DIGEST:
             raise ValueError("the port or the key is not valid")
         return cls(tuple(addresses), port, bytes.fromhex(key).hex())

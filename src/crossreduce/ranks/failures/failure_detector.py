@@ -244,7 +244,7 @@ class FailureDetector:
         with suppress(ValueError, OSError):  # raised by the memory if this rank closes the group at the same time
             return self._message_failure(call, peer, error)
         problem = f'group "{self._members.name}" was closed during {call}.'
-        return ContextError.of(problem, str(error), "wait for messages first")
+        return ContextError.of(problem, str(error), "wait for all messages before the group is closed")
 
     def _message_failure(self, call: str, peer: int | None, error: OSError) -> ReductionError:
         """Return the error of ``message_failure``. ``call``: the words for the send or receive."""
@@ -271,7 +271,7 @@ class FailureDetector:
         if peer is None:
             problem = f"a connection was lost during {where}. {diagnostics.NO_MESSAGES}"
             return PeerLostError(message(problem, "; ".join(given), "read the last output of all ranks"))
-        problem = f"rank {rank} {self._end_of(peer)}; rank {own} was in {where}. They can exchange no more messages."
+        problem = f"rank {rank} {self._end_of(peer)}; rank {own} was in {where}. They cannot exchange more messages."
         return PeerLostError(message(problem, "; ".join(given), f"read the last output of rank {rank}"), ranks)
 
     def _end_of(self, rank: int) -> str:

@@ -54,7 +54,7 @@ class StageRunner:
                 self._detector.require_alive(self.memory.host)
                 time.sleep(0.01)
             problem = "this rank can no longer read the memory of another rank's process (process_vm_readv)."
-            remedy = "ranks that do not change their user or their rights while the group is used"
+            remedy = "do not change the user or the rights of a rank while the group is used"
             raise ReductionError.of(problem, f"rank {self.memory.host[self.memory.place]}", remedy)
         if outcome == NO_MEMORY:
             raise MemoryError("the kernels could not allocate working memory")

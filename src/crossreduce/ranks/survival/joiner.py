@@ -50,7 +50,7 @@ def join(invited: str, kind: GroupKind[Group], timeout_s: float) -> Group:
     try:
         name, token, places = _read(invited)
     except (TypeError, ValueError, RecursionError) as error:  # the text may have keys, so the error does not show it
-        given = f"a text of {len(invited)} characters" if isinstance(invited, str) else type(invited).__name__
+        given = f"a str of {len(invited)} characters" if isinstance(invited, str) else type(invited).__name__
         raise ArgumentError.of("this is not an invitation.", given, "what invitation() returned") from error
     if name != kind.name:
         problem = "this is an invitation to a group of another kind."

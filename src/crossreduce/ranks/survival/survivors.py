@@ -166,7 +166,7 @@ def _reform(group: Communicator, kind: int, form: Form[Group], timeout_s: float)
     for _ in range(_TRIES):
         decision = group.decide(kind, True, timeout_s)
         if decision.kind != kind:
-            problem = f'other ranks of group "{group.name}" shrink it. {UNUSABLE}'
+            problem = f'other ranks of group "{group.name}" have called shrink. {UNUSABLE}'
             raise PeerLostError(message(problem, "a call of grow on this rank", "call shrink"))
         if not decision.flag:  # other ranks have called something else, and get an error
             continue
@@ -193,9 +193,9 @@ def _reform(group: Communicator, kind: int, form: Form[Group], timeout_s: float)
             new_group.close()
     if failure is not None:
         raise failure
-    problem = f'the ranks of group "{group.name}" do not form it again together.'
-    remedy = "the same calls of agree, shrink, grow on all ranks"
-    raise ContextError.of(problem, "other ranks call something else", remedy)
+    problem = f'group "{group.name}" was not formed again, since its ranks made different calls.'
+    remedy = "the same calls of agree, shrink and grow on all ranks"
+    raise ContextError.of(problem, f"{_TRIES} attempts", remedy)
 
 
 class _Watch:

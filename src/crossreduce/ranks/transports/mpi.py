@@ -238,7 +238,7 @@ class MpiMessage:
             if tests_after_leaving > _TESTS_AFTER_LEAVING:  # a message that the peer had sent would have arrived by now
                 raise ConnectionResetError(f"rank {self._peer} has left the group")
             if now > began + timeout_s:
-                raise TimeoutError(f"the message did not arrive, or was not taken, within {timeout_s:g} s")
+                raise TimeoutError(f"the message was not sent or received within {timeout_s:g} s")
             time.sleep(pause)
             pause = min(pause * 1.5, _LONGEST_S)
         if self._failure is not None:
