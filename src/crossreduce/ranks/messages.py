@@ -135,6 +135,7 @@ class Messages:
         return None
 
     def _own_failure(self) -> OSError | None:
+        """Return why this rank can exchange no message with any rank, or ``None``."""
         if self._communicator.memory.abort_cause() is not None:
             return ConnectionError("the group was aborted")
         return ConnectionAbortedError("this rank closed its connections") if self._timed_out else None

@@ -30,10 +30,7 @@ class RankCalls(Protocol):
     def run(
         self, communicator: Communicator, collective: str, op: ReduceOp | str | None, root: int, x: Any, out: Any, /
     ) -> Any:
-        """Run a prepared call and return its result, or return ``None`` if no such call was prepared.
-
-        Errors are those of ``communicator``.
-        """
+        """Run a prepared call. Return its result, or ``None`` if it was not prepared. Errors are the communicator's."""
 
     def add(self, *call: Any) -> None:
         """Add a prepared call. For its arguments see ``rank_calls.cpp``."""

@@ -26,7 +26,7 @@ _RETRY_S: Final = 0.02  # from the last reply to asking again, if all processes 
 _RELAY_S: Final = 0.4  # how long a host may take to answer before it is asked through other hosts, too
 
 
-class _Host:
+class _Question:
     """The latest question to a host, sent to several of its processes. ``is_open``: whether no process has answered."""
 
     def __init__(self, processes: Sequence[Peer], number: int, now: float) -> None:
@@ -63,7 +63,7 @@ class RepeatedRequest:
         # No SimpleQueue: in CPython 3.11 its ``get`` waits forever if the remaining time has become negative.
         self._replies = Queue[tuple[int, int, Peer, Peer | None, dict[str, Json] | None, float]]()
         self._read_at = now = time.monotonic()
-        self._hosts = {host: _Host(each, 0, now) for host, each in processes.items()}
+        self._hosts = {host: _Question(each, 0, now) for host, each in processes.items()}
         self.found: dict[int, dict[str, Json] | None] = {}
         self.answered_at = dict.fromkeys(processes, now)  # the start, until a host has answered
 
@@ -111,7 +111,7 @@ class RepeatedRequest:
             if not asked.is_open:
                 if self._again_s is None or self.found[host] is None or now < self.answered_at[host] + self._again_s:
                     continue
-                asked = self._hosts[host] = _Host(self._processes[host], asked.number + 1, now)
+                asked = self._hosts[host] = _Question(self._processes[host], asked.number + 1, now)
             if now >= asked.relay_due:
                 self._ask_through_relays(host, asked, now)
             if now < asked.due:
@@ -130,7 +130,7 @@ class RepeatedRequest:
                     asked.missing += 1
                     start_new_thread(self._reply, (host, asked.number, process, None, now))
 
-    def _ask_through_relays(self, host: int, asked: _Host, now: float) -> None:
+    def _ask_through_relays(self, host: int, asked: _Question, now: float) -> None:
         """Ask processes of a host that does not answer. Each of these requests passes through a relay."""
         if not self._replies.empty():  # this process was delayed: the host may have replied
             return

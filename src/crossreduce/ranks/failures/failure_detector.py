@@ -69,7 +69,7 @@ class FailureDetector:
         if gone := [rank for rank in missing if not memory.alive(rank)]:
             still_missing = memory.missing()  # a rank may meanwhile have arrived, completed the call and left
             self.require_alive([rank for rank in gone if rank in still_missing])
-        self._require_no_cause(timer)
+        self._raise_remote_cause(timer)
         # If all missing ranks wait for another host, they can name the rank at fault, so they get more time.
         remote = self._several_hosts and all(
             is_waiting_for_hosts(memory, rank) and not is_stopped(members.peers[rank].pid) for rank in missing
@@ -93,7 +93,7 @@ class FailureDetector:
             raise self.lost(gone, "left" if left else "died")
 
     def warn_of_remote_wait(self, wait: RemoteWait | None) -> None:
-        """Warn once per ``wait`` if it takes long. The waiting thread, which is in compiled code, cannot do this."""
+        """Warn once per ``wait`` if it takes long. The thread that waits for the message cannot do this itself."""
         if wait is None or wait is self._warned_of:
             return
         waited_s = time.monotonic() - wait.since_s
@@ -133,7 +133,7 @@ class FailureDetector:
         if self._is_aborted():
             raise GroupAborted
         self.require_alive(self._members.host)
-        self._require_no_cause(timer)
+        self._raise_remote_cause(timer)
         if waited_s > self.timeout_s:
             raise InnerFailure(f"it took more than {self.timeout_s:g} s", timed_out=True)
         if not timer.is_warning_due():
@@ -145,7 +145,7 @@ class FailureDetector:
         elif self._several_hosts:
             self._warn(diagnostics.remote_stall_text(waited_s, call, [members.own], None, members.name))
 
-    def _require_no_cause(self, timer: WaitTimer) -> None:
+    def _raise_remote_cause(self, timer: WaitTimer) -> None:
         """Raise the error with which another host has aborted the group, if one has."""
         if self._several_hosts and (cause := timer.query(self._rendezvous.abort_cause)) is not None:
             raise decoded(cause)
