@@ -301,7 +301,7 @@ def test_invitations_that_cannot_be_used():
     assert other != text
     with pytest.raises(ArgumentError, match=r"of another kind.*\n.*a group of torch"):
         processes.join_invited(other)
-    with pytest.raises(PeerLostError, match="no rank of the group is left"):
+    with pytest.raises(PeerLostError, match="all ranks of the group that this process knows have ended, or have left"):
         processes.join_invited(text, timeout_s=5)
 
 

@@ -29,13 +29,12 @@ _INVITING: Final = 8  # the number of ranks that an invitation names, besides th
 def invitation(group: Communicator, kind: str) -> str:
     """Return a text with which a process can join a group. It contains keys of ranks, so it must be kept secret.
 
-    ``kind``: the name of the group's ``GroupKind``.
-
-    Raises:
-      ContextError: the group is closed, or belongs to another process.
+    ``kind``: the name of the group's ``GroupKind``. If the group is closed, or belongs to another process, a
+    ``ContextError`` is raised.
     """
     group.require_usable()
-    ranks = [group.rank, *(rank for rank in range(0, group.size, -(-group.size // _INVITING)) if rank != group.rank)]
+    step = -(-group.size // _INVITING)  # rounded up: at most ``_INVITING`` ranks, at equal distances
+    ranks = [group.rank, *(rank for rank in range(0, group.size, step) if rank != group.rank)]
     return json.dumps([kind, group.token, [group.agreements.place_of(rank) for rank in ranks]])
 
 
@@ -65,8 +64,7 @@ def join(invited: str, kind: GroupKind[Group], timeout_s: float) -> Group:
 def _read(invited: str) -> tuple[str, str, list[Place]]:
     """Return the kind of the group to which a text invites, its token, and the places of some of its ranks.
 
-    Raises:
-      TypeError, ValueError, RecursionError: the text is not an invitation.
+    Raise a ``TypeError``, ``ValueError`` or ``RecursionError`` if the text is not an invitation.
     """
     name, token, places = json.loads(invited)
     if not isinstance(name, str) or not isinstance(token, str) or not places:
@@ -75,7 +73,7 @@ def _read(invited: str) -> tuple[str, str, list[Place]]:
 
 
 class Joiner(Generic[Group]):
-    """A process that wants to join the group ``group``, a token, some of whose ranks listen at ``places``."""
+    """A process that wants to join the group with the token ``group``. Some ranks of the group listen at ``places``."""
 
     def __init__(self, group: str, places: Sequence[Place], kind: GroupKind[Group]) -> None:
         self._group, self._places, self._kind = group, list(places), kind
@@ -97,7 +95,7 @@ class Joiner(Generic[Group]):
         return {"ready": True}
 
     def join(self, timeout_s: float) -> Group:
-        """Wait for a group, and form it together with its ranks."""
+        """Wait until the ranks let this process join, and return the group that it has formed together with them."""
         deadline = time.monotonic() + timeout_s
         while time.monotonic() < deadline:
             self._knock()
@@ -111,7 +109,7 @@ class Joiner(Generic[Group]):
                 group = self._form(offer, deadline + _FORMING_S)
             except ReductionError:  # a rank was lost meanwhile; the others may form another group
                 continue
-            if self._is_valid(offer, group, deadline + _FORMING_S):
+            if self._is_formed(offer, group, deadline + _FORMING_S):
                 group.reformed = Reformed((), 0)
                 return group
             group.close()
@@ -141,8 +139,8 @@ class Joiner(Generic[Group]):
                 self._places = [Place.read(each) for each in answer["members"]]
                 return None
         if ended == len(self._places):
-            problem = "no rank of the group is left that this process knows."
-            raise PeerLostError(message(problem, f"{ended} ranks have ended", "a new invitation"))
+            problem = "all ranks of the group that this process knows have ended, or have left the group."
+            raise PeerLostError(message(problem, f"{ended} ranks", "a new invitation"))
         return None
 
     def _form(self, offer: dict[str, Json], deadline: float) -> Group:
@@ -163,9 +161,9 @@ class Joiner(Generic[Group]):
         return self._kind.new_group(store, offer["rank"], offer["size"], Settings(*offer["settings"]), Origin(watch))
 
     def _decision(self, offer: dict[str, Json], members: Sequence[Peer], group: Group | None = None) -> bool | None:
-        """Return whether the ranks have decided that the group of an offer is formed; ``None``: not decided yet.
+        """Return whether the ranks have formed the group of an offer, or ``None`` if they have not decided this yet.
 
-        ``group``: the group, if this process has formed it. Its token tells it from a later group of the ranks.
+        ``group``: the group, if this process has formed it. Its token distinguishes it from later groups of the ranks.
         """
         request = {"what": "result", "number": offer["number"]}
         unreached = 0
@@ -185,7 +183,7 @@ class Joiner(Generic[Group]):
                 return None
         return False if unreached == len(members) else None
 
-    def _is_valid(self, offer: dict[str, Json], group: Group, deadline: float) -> bool:
+    def _is_formed(self, offer: dict[str, Json], group: Group, deadline: float) -> bool:
         """Wait until the ranks have decided whether the group is formed, and return their decision."""
         members = [Peer(Place.read(place)) for place in offer["members"]]
         while time.monotonic() < deadline:
