@@ -33,7 +33,7 @@ def table(rendezvous):
     for op, dtype, size in (("sum", "float32", 40_001), ("mean", "bfloat16", 3)):
         check_rows(comm, ReduceOp(op), dtype, size)
     comm.barrier()
-    for is_watched in (count > 1, False):
+    for is_watched in (count > 1, False):  # before and after the group is closed
         assert ("crossreduce watchdog" in {thread.name for thread in threading.enumerate()}) == is_watched
         comm.close()
     return comm.hosts

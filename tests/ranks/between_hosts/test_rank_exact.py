@@ -41,7 +41,7 @@ def right(kind, dtype, n, size, divisor):
     return np.resize(exact_sums(terms_of(kind, size, dtype, n, min(size, LARGE)), dtype, divisor), size)
 
 
-CASES = [
+CASES = [  # kind, dtype, size, op, whether complex
     (kind, [*UNSIGNED][number % 4], size, ("sum", "mean")[number // 2 % 2], number % 3 == 0)
     for number, (kind, size) in enumerate(
         [*((kind, (1, 60, 3001)[k % 3]) for k, kind in enumerate(KINDS)), (narrow, 200_002), (wide, 150_000)]

@@ -93,7 +93,8 @@ def test_a_vote_does_not_wait_for_hosts_beyond_a_quorum(monkeypatch, phases):
     statuses = case.group.inquiry([1, 2], (0, 1, 2), {"what": "status"})
     statuses.read()
     assert case.speaker._vote(DECISION, statuses)
-    assert case.asked[2:] == [*((phase, host) for phase in phases for host in (1, 2)), ("decided", 1)]
+    after_status = case.asked[2:]
+    assert after_status == [*((phase, host) for phase in phases for host in (1, 2)), ("decided", 1)]
     assert case.registers.decided == [DECISION]
     assert case.simulated.now < 0.1
     alone = Answering(monkeypatch, lambda *_: None)

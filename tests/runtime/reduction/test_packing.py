@@ -46,13 +46,13 @@ def test_each_tensor_is_in_one_buffer(batch, packing, algorithm, n):
         schedule = PLANNERS[algorithm](names(n), packs=buffer.packs)
         per_pack = len(schedule.chunks) // buffer.packs
         spans = schedule.spans(buffer.size)
-        packs = [spans[p * per_pack + per_pack - 1][1] - spans[p * per_pack][0] for p in range(buffer.packs)]
-        size = itemsize(buffer.dtype)
-        assert size == oracle.dtype_of(buffer.dtype).itemsize
-        assert max(packs) * size <= max(nbytes, size) or not nbytes
-        assert max(packs) - min(packs) <= 1
-        assert sum(packs) == buffer.size
-        needed = math.ceil(buffer.size / max(1, nbytes // size)) if nbytes else 1
+        pack_sizes = [spans[p * per_pack + per_pack - 1][1] - spans[p * per_pack][0] for p in range(buffer.packs)]
+        item = itemsize(buffer.dtype)
+        assert item == oracle.dtype_of(buffer.dtype).itemsize
+        assert max(pack_sizes) * item <= max(nbytes, item) or not nbytes
+        assert max(pack_sizes) - min(pack_sizes) <= 1
+        assert sum(pack_sizes) == buffer.size
+        needed = math.ceil(buffer.size / max(1, nbytes // item)) if nbytes else 1
         assert buffer.packs == max(1, min(buffer.size, max(num_packs, needed)))
 
 

@@ -78,12 +78,11 @@ def test_bytes_are_those_of_the_plan(algorithm):
     result = AllReduceCrossDeviceOps(algorithm, topology=DGX).reduce("sum", value, value)
     assert [(x.shape, x.device) for x in result] == [((size,), device) for device in DGX.devices]
     made = cr.plan(DGX, nbytes=4 * size, algorithm=algorithm)
-    over = Counter()
+    over_links = Counter()
     for (src, dst), nbytes in null.counts.bytes.items():
-        over.update(dict.fromkeys(itertools.pairwise(DGX.route(src, dst)), 0))
-        for pair in itertools.pairwise(DGX.route(src, dst)):
-            over[pair] += nbytes
-    assert +over == +Counter(simulate(made.schedule, DGX, 4 * size, itemsize=4).bytes)
+        for link in itertools.pairwise(DGX.route(src, dst)):
+            over_links[link] += nbytes
+    assert +over_links == +Counter(simulate(made.schedule, DGX, 4 * size, itemsize=4).bytes)
 
 
 @pytest.mark.parametrize(

@@ -272,6 +272,7 @@ class Peer:
     def _ask_at(
         self, connection: socket.socket, token: str, request: dict[str, Json], deadline: float
     ) -> dict[str, Json]:
+        """Send a request over a connection, and return the answer."""
         channel = open_channel(connection, bytes.fromhex(self.place.key), deadline)
         channel.send({"group": token, **request})
         return channel.receive(deadline)

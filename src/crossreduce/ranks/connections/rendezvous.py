@@ -116,7 +116,7 @@ class StoreRendezvous:
         return True
 
     def _raise_cause(self) -> None:
-        """If a rank has published the reason of an abort, wait until the ranks that are left have read it; raise it."""
+        """If a rank has published the reason of an abort, wait until the ranks left have read it, and raise it."""
         if (cause := self._known_cause()) is None:
             return
         self._failure = error = decoded(cause)
@@ -125,9 +125,9 @@ class StoreRendezvous:
         raise error
 
     def _confirm_read(self, reader: int, readers: Iterable[int]) -> None:
-        """Record that ``reader`` has read the reason of an abort. Wait ``read_s`` seconds for ``readers`` to read it.
+        """Record that ``reader`` has read the reason of an abort. Wait up to ``read_s`` seconds until ``readers`` have.
 
-        The wait ends early, without an error, if ``watch`` raises one: the others then need no store to detect it.
+        The wait ends early, without an error, if ``watch`` raises: others then detect the failure without the store.
         """
         keys, deadline = [f"read/{rank}" for rank in readers], time.monotonic() + self.read_s
         self._query(_QUERY_S, lambda: self._store.set(f"read/{reader}", b"."))
