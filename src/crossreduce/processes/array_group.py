@@ -72,7 +72,7 @@ class ArrayGroup:
     def reduce(
         self, x: Any, op: ReduceOp | str = "sum", root: int = 0, out: Array | None = None, *, exact: bool = False
     ) -> Array | None:
-        """Return the reduction on rank ``root`` and ``None`` on all others; see ``all_reduce``."""
+        """Return the reduction on rank ``root`` and ``None`` on all others. See ``all_reduce``."""
         op, exact, root = read_op(op), _flag(exact), _root(root)
         source = _readable(x, op)
         if self.rank != root:
@@ -111,7 +111,7 @@ class ArrayGroup:
     def reduce_scatter(
         self, x: Any, op: ReduceOp | str = "sum", out: Array | None = None, *, exact: bool = False
     ) -> Array:
-        """Return this rank's row of the reduction. ``x`` has shape ``(size, ...)``; see ``all_reduce``."""
+        """Return this rank's row of the reduction. ``x`` has shape ``(size, ...)``. See ``all_reduce``."""
         exact = _flag(exact)
         name = call_name("reduce_scatter", exact)
         done: Array | None = self._calls.run(self.communicator, name, op, 0, x, out)

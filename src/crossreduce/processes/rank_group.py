@@ -144,7 +144,7 @@ class RankGroup(ArrayGroup):
         return groups[-1], result
 
     def grow(self, timeout_s: float = SHRINK_S) -> RankGroup | None:
-        """Admit the processes that have called ``join_invited``; all ranks call it together.
+        """Admit the processes that have called ``join_invited``. All ranks call this together.
 
         The new group has the ranks of this one first, in their order, and then the new ones. This group is closed. The
         new ranks have no state yet: if this returns a group, all its ranks must broadcast the state from rank 0.

@@ -253,7 +253,7 @@ class Communicator:
             raise failures[0]
 
     def plan_on(self, topology: Topology) -> bool:
-        """Plan later calls between hosts on the links of ``topology`` (see ``measurement``); all ranks call it.
+        """Plan later calls between hosts on the links of ``topology`` (see ``measurement``). All ranks call this.
 
         If the links are nearly those on which calls are planned already, plans and compiled calls are kept.
 
@@ -282,7 +282,7 @@ class Communicator:
 
     @property
     def timeout_s(self) -> float:
-        """How long a call waits for other ranks; it may be changed between calls."""
+        """How long a call waits for other ranks, in seconds. It may be changed between calls."""
         return self.detector.timeout_s
 
     @timeout_s.setter
@@ -296,7 +296,7 @@ class Communicator:
 
     @property
     def peers_of_hosts(self) -> tuple[int, ...]:
-        """The ranks, one of each host, with which this rank exchanges messages; empty if there are none."""
+        """The ranks, one of each host, with which this rank exchanges messages. It may have none."""
         return self._engine.peers
 
     @property

@@ -143,7 +143,7 @@ class _Probe:
         ctypes.memset(self.at, 1, 2 * _MAX_BYTES)
 
     def pair(self, other: int, seconds: float) -> None:
-        """Measure the latency to another host and the bandwidth from it; both hosts make this call."""
+        """Measure the latency to another host and the bandwidth from it. Both hosts make this call."""
         first = self.host < other
         one_way_s = []
         for _ in range(_PINGS):

@@ -128,7 +128,7 @@ class JoinedHost:
         self.memory.close()
 
     def connect(self, rendezvous: Rendezvous, connect: Connect, timeout_s: float) -> Transport:
-        """Return the transport that ``connect`` returns; all ranks call this together.
+        """Return the transport that ``connect`` returns. All ranks call this together.
 
         ``connect`` may block, so it runs in a thread. Meanwhile, the ranks exchange their states at the rendezvous. So
         if a rank dies, the rendezvous of the others times out with an error that names that rank.

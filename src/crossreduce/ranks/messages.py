@@ -114,7 +114,7 @@ class Messages:
         raise self._public_error(method, peer, failure or ConnectionError("another wait for this message has failed"))
 
     def forget(self, number: int) -> None:
-        """Free the result of a message as soon as it is complete."""
+        """Free the result of a message when the message is complete."""
         with suppress(ValueError):  # the group was closed just now
             self._native.forget(number)
 

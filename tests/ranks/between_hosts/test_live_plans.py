@@ -1,4 +1,4 @@
-"""Groups on several hosts, some of which have no link to each other; and plans that depend on the measured links."""
+"""Groups on several hosts, some of which have no link to each other, and plans that depend on the measured links."""
 
 import itertools
 import random

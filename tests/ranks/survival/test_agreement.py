@@ -231,7 +231,7 @@ def test_ranks_are_lost_as_their_host_answers(monkeypatch, answer, lost):
 
 
 def test_a_process_that_does_not_answer_when_it_joins_is_waited_for_once(monkeypatch):
-    """Once a joining process does not answer, here "b", no joining process is asked again; every check raises."""
+    """If a joining process, here "b", does not answer, none is asked again. Every check raises an error."""
     asked, old = [], SimpleNamespace(agreements=None)
     monkeypatch.setattr(formation, "is_answering", lambda peer, token: asked.append(token) or token == "a")
     made = GroupFormation(old, None, Settings(10.0, "world"), 10.0, grows=True)

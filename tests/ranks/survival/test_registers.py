@@ -40,7 +40,7 @@ ONE, OTHER = decision(0, 1, progress=1), decision(2, kind=3, flag=False, progres
 
 def test_electors_follow_from_the_decision_before():
     """A host answers requests of an agreement only if it has the same decision of the previous agreement as the asking
-    host. If it has none, it stores the decision of the asking host, unless it has ruled out that ballot."""
+    host. If it has no decision, it stores that of the asking host, unless it has ruled out that ballot."""
     host = made()
     assert host.follows(1, None)
     assert not host.follows(2, None)
@@ -99,7 +99,7 @@ def test_a_slot_is_not_reused_under_a_reader():
     writer.accept(1, 0, decision(0, progress=1))
 
     class Interrupted:
-        """Loads words; after the first one, another process stores a new value, but has not accepted it yet."""
+        """Loads words. After the first word, another process stores a new value, but has not accepted it yet."""
 
         first = True
 

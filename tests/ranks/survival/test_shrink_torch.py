@@ -17,7 +17,7 @@ from crossreduce.torch import elastic
 
 
 def begin(rendezvous, folder):
-    """Make the default group; return this rank's number."""
+    """Make the default group. Return this rank's number."""
     Torch(rendezvous, folder)
     return rendezvous.rank
 

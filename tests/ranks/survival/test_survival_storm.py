@@ -120,7 +120,7 @@ def storm(case, shared, disturb=lambda: None):
         wait_until(lambda: not go_on(pids) and all(state(pid) in "ZX" for pid in pids), "processes do not end")
 
     def go_on(pids):
-        """Continue the processes that are stopped; one may then stop again, in the call in which it was to fail."""
+        """Continue the processes that are stopped. One may then stop again, in the call in which it was to fail."""
         stopped = [victim for victim in victims if state(pids[victim]) == "T"]
         for victim in stopped:
             os.kill(pids[victim], signal.SIGCONT)

@@ -266,7 +266,7 @@ def lives(rendezvous, case, members, folder):
     ],
 )
 def test_survivors_go_on(tmp_path, case, processes, killed, joining):
-    """Each case passes in all processes that it does not kill; the other processes die."""
+    """Each case passes in all processes that it does not kill. The other processes die."""
     found = ranks(processes, lives, case, processes - joining, tmp_path, timeout_s=150, check=False)
     for number, one in enumerate(found):
         assert isinstance(one, Died) if number in killed else one is None, getattr(one, "__notes__", one)

@@ -18,7 +18,7 @@ OPS = [ONE, cr.HierarchicalCopyAllReduce(), cr.AllReduceCrossDeviceOps("ring"), 
 
 
 def label(x):
-    """Return a test's id for an op; other values keep pytest's own."""
+    """Return the id of an op in tests. Other values keep the ids of pytest."""
     return type(x).__name__ if isinstance(x, cr.CrossDeviceOps) else None
 
 

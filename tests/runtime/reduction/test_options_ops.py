@@ -55,7 +55,7 @@ def test_valid_and_invalid_options(kind):
 
 
 def test_names_of_algorithms():
-    """The name of an algorithm may be in any mix of cases. An unknown name is an error; TensorFlow ignores it."""
+    """The name of an algorithm may be in any mix of cases. An unknown name is an error. TensorFlow ignores it."""
     for name in ALGORITHMS:
         assert CommunicationOptions(implementation=name.upper()).implementation == algorithm_name(name) == name
     read = [algorithm_name, lambda name: CommunicationOptions(implementation=name), cr.AllReduceCrossDeviceOps]

@@ -43,7 +43,7 @@ class Frozen:
 
 @dataclasses.dataclass
 class Derived:
-    """A dataclass with a field that ``__init__`` does not take, and an argument of ``__init__`` that is no field."""
+    """A dataclass with a field that __init__ does not take, and an argument of __init__ that is not a field."""
 
     x: Any
     twice: Any = dataclasses.field(init=False)

@@ -253,7 +253,7 @@ class Agreements:
                 peer.relay = None
 
     def relays(self, host: int, electors: Sequence[int]) -> list[Peer]:
-        """Return the electors on third hosts, through which a host may be reached; first, one of each third host."""
+        """Return the electors on third hosts, through which a host may be reached. One of each host comes first."""
         if host == self.own_host:
             return []
         others = [ranks for k, ranks in enumerate(self.hosts) if k not in (self.own_host, host)]

@@ -102,7 +102,7 @@ def open_channel(
 
 
 def accept_channel(connection: socket.socket, key: bytes, deadline: float) -> AuthenticatedChannel:
-    """Return a channel over a connection that another program has made; for errors see ``open_channel``."""
+    """Return a channel over a connection that another program has made. For errors see ``open_channel``."""
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     other, own = _read(connection, _NONCE, deadline), secrets.token_bytes(_NONCE)
     channel = AuthenticatedChannel(connection, key, other + own, _LISTENS, _CONNECTS)

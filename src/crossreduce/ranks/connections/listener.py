@@ -85,7 +85,7 @@ class Listener:
                 self._end(connection)
 
     def _drop(self) -> None:
-        """Shut down the oldest connection of a program without a proof; then its thread closes it."""
+        """Shut down the oldest connection of a program without a proof. Then its thread closes it."""
         with self._lock, suppress(StopIteration, OSError):
             oldest = next(iter(self._unknown))
             del self._unknown[oldest]

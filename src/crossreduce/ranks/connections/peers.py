@@ -68,7 +68,7 @@ class Membership:
 
 
 def rail_peers(hosts: tuple[tuple[int, ...], ...], rank: int) -> tuple[int, ...]:
-    """Return the rail leaders, one of each host, among which ``rank`` exchanges data; empty if it is not a leader.
+    """Return the rail leaders, one of each host, among which ``rank`` exchanges data. If it is not a leader, return ().
 
     >>> rail_peers(((0, 1), (2, 3, 4)), 3), rail_peers(((0, 1), (2, 3, 4)), 4)
     ((1, 3), ())

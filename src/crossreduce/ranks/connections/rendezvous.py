@@ -59,7 +59,7 @@ class StoreRendezvous:
         self._answered: dict[int, bool] = {}  # for each rank that answered the roll call, whether its wait timed out
 
     def all_gather(self, payload: bytes) -> list[bytes]:
-        """Return the payloads of all ranks; see ``Rendezvous``. If the store is lost, raise a ``PeerLostError``."""
+        """Return the payloads of all ranks. See ``Rendezvous``. If the store is lost, raise a ``PeerLostError``."""
         if self._failure is not None:  # the store may have ended since
             raise self._failure
         self._calls += 1

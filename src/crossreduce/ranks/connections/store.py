@@ -111,7 +111,7 @@ class _Store:
         return int(self._run("add", [key], amount)[0])
 
     def compare_set(self, key: str, expected: bytes, desired: bytes) -> bytes:
-        """Store ``desired`` if the value is ``expected`` (empty: no value), and return the value that is then stored.
+        """Store ``desired`` if the value is ``expected`` ("" for no value), and return the value that is then stored.
 
         As a ``TCPStore`` does, return ``expected`` if the key has no value.
         """
@@ -119,7 +119,7 @@ class _Store:
         return expected if stored is None else str(stored).encode(_TEXT)
 
     def delete_key(self, key: str) -> bool:
-        """Delete a value; return whether there was one."""
+        """Delete a value. Return whether there was one."""
         return bool(self._run("delete", [key]))
 
     def num_keys(self) -> int:
@@ -192,7 +192,7 @@ class StoreClient(_Store):
         self._end()
 
     def _run(self, what: str, keys: Sequence[str], given: Json = None) -> Json:
-        """Execute an operation, in this process or in the one that serves the store; see ``_Table.run``."""
+        """Execute an operation, in this process or in the one that serves the store. See ``_Table.run``."""
         if self._connection is None:
             return self._table.run(what, keys, given)
         try:

@@ -129,7 +129,7 @@ class FailureDetector:
             raise
 
     def _check_inner(self, timer: WaitTimer, waited_s: float) -> None:
-        """Raise an error if another library's collective must end; see ``wait_for_inner``. Warn of a long wait."""
+        """Raise an error if another library's collective must end. See ``wait_for_inner``. Warn of a long wait."""
         if self._is_aborted():
             raise GroupAborted
         self.require_alive(self._members.host)

@@ -55,7 +55,7 @@ class WatchedTransport:
         self._transport.abort()
 
     def close(self) -> None:
-        """Stop calling ``check``; the transport stays open."""
+        """Stop calling ``check``. The transport stays open."""
         self._watchdog.remove(self._key)
 
 

@@ -69,7 +69,7 @@ def agree(group: Communicator, flag: bool, timeout_s: float | None = None) -> bo
 
 
 def shrink(group: Communicator, form: Form[Group], timeout_s: float) -> tuple[Group, Reformed]:
-    """Form a new group of the remaining ranks; all of them call this together. ``group`` cannot be used any more.
+    """Form a new group of the remaining ranks. All of them call this together. ``group`` cannot be used any more.
 
     Args:
       group: the earlier group. Its calls on other ranks fail as soon as one rank calls this. The caller closes it.

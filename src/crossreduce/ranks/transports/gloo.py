@@ -71,7 +71,7 @@ def lazy_options(timeout: timedelta, interfaces: Sequence[str]) -> Any:
 
 
 class GlooCollective:
-    """A collective that gloo runs; see ``base.RunningCollective``."""
+    """A collective that gloo runs. See ``base.RunningCollective``."""
 
     _work: Any = None
 
@@ -81,7 +81,7 @@ class GlooCollective:
         return self
 
     def release(self) -> None:
-        """Release the work, which references tensors; an error may still reference this object."""
+        """Release the work, which references tensors. An error may still reference this object."""
         self._work = None
 
     def is_completed(self) -> bool:

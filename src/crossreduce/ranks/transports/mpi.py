@@ -69,7 +69,7 @@ class MpiRendezvous:
         return [payloads[rank] for rank in range(self.size)]
 
     def publish_abort(self, cause: bytes) -> bytes:
-        """Send the reason of an abort to all other ranks, unless there is an earlier one; return the valid reason."""
+        """Send the reason of an abort to all other ranks, unless there is an earlier one. Return the valid reason."""
         first = self.abort_cause()
         if first is None:
             self._cause = first = cause
@@ -119,7 +119,7 @@ class MpiTransport:
     """
 
     def __init__(self, comm: Any, abort_cause: Callable[[], bytes | None] = lambda: None) -> None:
-        """``comm``: a duplicate that no other code uses. ``abort_cause``: see ``base.Rendezvous``; waits call it."""
+        """``comm``: a duplicate that no other code uses. ``abort_cause``: see ``base.Rendezvous``. Waits call it."""
         from mpi4py import MPI
 
         self.abort_cause = abort_cause

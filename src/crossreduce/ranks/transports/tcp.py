@@ -194,7 +194,7 @@ def loopback(host: str) -> str:
 
 
 def _source_for(target: str) -> str | None:
-    """Return the address from which this host would send to ``target``; nothing is sent."""
+    """Return the address from which this host would send to ``target``. Nothing is sent."""
     family = socket.AF_INET6 if ":" in target else socket.AF_INET
     with contextlib.suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as query:
         query.connect((target, 9))  # any port: this only selects the route
@@ -309,7 +309,7 @@ class _Meeting:
         self._continue(sock)
 
     def _continue(self, sock: socket.socket) -> None:
-        """Continue a handshake; close the connection if it fails."""
+        """Continue a handshake. Close the connection if it fails."""
         with contextlib.suppress(KeyError):
             self._selector.unregister(sock)
         try:
@@ -329,7 +329,7 @@ class _Meeting:
         sock.close()
 
     def _connecting(self, sock: socket.socket, peer: int, target: tuple[str, int]) -> Iterator[int]:
-        """Execute the connecting rank's handshake; see ``_open``."""
+        """Execute the connecting rank's handshake, and yield the events to wait for."""
         with contextlib.suppress(BlockingIOError):
             sock.connect(target)
         yield selectors.EVENT_WRITE
@@ -347,7 +347,7 @@ class _Meeting:
         del self._due[peer]
 
     def _accepted(self, sock: socket.socket) -> Iterator[int]:
-        """Execute the listening rank's handshake; see ``_open``."""
+        """Execute the listening rank's handshake, and yield the events to wait for."""
         hello = b""
         while len(hello) < _HELLO.size:
             yield selectors.EVENT_READ
