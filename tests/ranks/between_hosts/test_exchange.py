@@ -101,7 +101,7 @@ def run_pieces(made, program, sizes, put, others, transport, dtype):
         if stage < len(sizes):
             put(stage)
         if stage == 0:
-            take_first([made], exchange_digests(b"call", first_data([made]), others, transport, 7, 20))
+            take_first([made], exchange_digests(b"call", first_data([made]), others, transport, tag=7, timeout_s=20))
         run_stage([made], stage)
         piece = stage - program.delay  # the piece whose result is complete
         if piece >= 0:
@@ -120,7 +120,7 @@ def exchange(schedule, inputs, numbers, sizes, shared=None):
     def host(k):
         eager = len(sizes) == 1 and sizes[0] < 64  # the rounds of larger pieces have messages of their own
         program = exchange_program(lower(schedule), k, peers, sizes, numbers, eager)
-        made = Exchange(program, shared.at(k), 7, 20)
+        made = Exchange(program, shared.at(k), tag=7, timeout_s=20)
 
         def put(stage):
             if inputs[k] is not None:
@@ -248,7 +248,7 @@ def test_a_host_that_is_gone_or_late_is_named():
         (shared, 20, PeerDisconnected, "rank 5: connection closed"),
         (ThreadTransport(), 0.05, PeerTimeout, "rank 5"),
     ):
-        made = Exchange(program, transport.at(0), 7, timeout_s)
+        made = Exchange(program, transport.at(0), tag=7, timeout_s=timeout_s)
         with pytest.raises(kind, match=text) as error:
             [run_stage([made], stage) for stage in range(9)]
         assert error.value.rank == 5
@@ -263,10 +263,10 @@ def test_hosts_whose_digests_differ_detect_it(count, is_line):
     for digests in ([b"a"] * count, [bytes([k]) for k in range(count)], *different):
         shared = ThreadTransport()
 
-        def host(k, digests=digests, shared=shared):
+        def host(k, digests=digests, shared=shared):  # its rank is 4 + k
             near = [4 + other for other in range(count) if other != k and (not is_line or abs(other - k) == 1)]
-            data = {rank: bytes([k, rank]) * k for rank in near}
-            return exchange_digests(digests[k], data, near, shared.at(4 + k), 3, 10, count - 1 if is_line else 1)
+            data, diameter = {rank: bytes([k, rank]) * k for rank in near}, count - 1 if is_line else 1
+            return exchange_digests(digests[k], data, near, shared.at(4 + k), 3, 10, diameter)
 
         for k, found in enumerate(together(count, host)):
             assert (found is not None) == (len(set(digests)) == 1), (digests, k)
