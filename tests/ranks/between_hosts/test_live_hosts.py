@@ -18,7 +18,6 @@ import crossreduce.torch
 
 MIB = 1 << 20
 NEWNET = 0x40000000  # CLONE_NEWNET of setns
-
 pytestmark = [
     pytest.mark.system,
     pytest.mark.skipif(namespaces.available() is not None, reason=f"network namespaces: {namespaces.available()}"),

@@ -48,7 +48,8 @@ def wait_until(true, what, limit_s=LIMIT_S):
 
 
 def drawn(seed, folder):
-    """Return a random storm: sizes, times, and what happens to each victim ("where": the call in which it fails)."""
+    """Return a random storm. Each of its "failures" says who fails, how, and in which call ("where"): after how many
+    such calls ("skip"), function calls ("after") and seconds ("delay_s")."""
     draw = random.Random(seed)
     size, joiners = draw.randint(2, 6), draw.choice([0, 0, 1, 2])
     victims = draw.sample(range(size), draw.randint(1, min(3, size - 1)))
@@ -85,7 +86,7 @@ def storm(case, shared, disturb=lambda: None):
         except AssertionError as error:
             for pid in pids:
                 if not is_down(pid):
-                    os.kill(pid, signal.SIGQUIT)
+                    os.kill(pid, signal.SIGQUIT)  # the process writes the stacks of its threads
             time.sleep(0.5)
             texts = [f"{path.name}:\n{path.read_text()}" for path in sorted(folder.glob("output*"))]
             for pid in pids:
