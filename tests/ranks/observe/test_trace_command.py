@@ -204,7 +204,7 @@ def test_many_shapes(tmp_path, trace):
     unknown = len(group.ranks[0].calls) - len(texts)
     assert len(set(texts)) == len(texts) > 1000
     assert unknown > 500
-    assert f'the texts of {unknown} calls had no room, so they are "?"' in "".join(notes)
+    assert f'there was no room for the texts of {unknown} calls, which are shown as "?"' in "".join(notes)
     code, out, _ = trace(tmp_path)
     assert code == 0
     assert "more rows" in out

@@ -30,7 +30,7 @@ from ..intra_host.programs import LINE
 from ..transports.base import PendingMessage, Transport
 
 EAGER_BYTES: Final = 1 << 14
-"""If a leader's stripes have at most this many bytes, the messages that compare the calls carry the first round, too."""
+"""If a leader's stripes have at most this many bytes, the messages that compare the calls also carry round 0."""
 _EARLY: Final = 0.9  # no rank gives up this rank before this fraction of a check's limit; below 1, since clocks differ
 _LATE: Final = 3  # a rank that begins a check more than this many limits after this rank may have made another call
 _PAUSES_S: Final = (0.01, 0.1)  # between two queries whether all ranks have begun a check, first and longest

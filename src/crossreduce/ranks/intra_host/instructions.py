@@ -17,8 +17,8 @@ from ...packing import itemsize
 
 PEER_BUFFER: Final = 1 << 20
 READABLE_BUFFERS: Final = 64
-"""Region ``PEER_BUFFER + READABLE_BUFFERS r + k`` is buffer k < ``READABLE_BUFFERS`` of rank r's caller, as in the native
-shared_memory.hpp. Such a region can only be copied."""
+"""Region ``PEER_BUFFER + READABLE_BUFFERS r + k`` is buffer k < ``READABLE_BUFFERS`` of rank r's caller. It can only be
+copied. The native shared_memory.hpp has the same constants."""
 
 
 class BufferReference(NamedTuple):

@@ -26,16 +26,16 @@ from ...packing import itemsize
 from .instructions import ArrayPlaces, BufferReference, RankInstruction, join_contiguous, pipeline
 
 # The maximum bytes that a rank contributes to a piece. Measured for 2, 4 and 8 ranks on 2 cores: 128 KiB takes 1.6 to
-# 2.9 times as long, and 2 MiB up to 1.3 times. While the ranks also compute (DDP on 8 ranks), 512 KiB takes 1.2 times as
-# long, since all ranks must be scheduled for each piece.
+# 2.9 times as long, and 2 MiB up to 1.3 times. While the ranks also compute (DDP on 8 ranks), 512 KiB takes 1.2 times
+# as long, since all ranks must be scheduled for each piece.
 PIECE_BYTES: Final = 1 << 20
 # The size of each rank's slot. Ops with even and odd numbers use one half each, so that an op can begin while other
 # ranks still read the results of the previous one. A half has room for two pieces, which the programs of ``one_host``
 # need, and for rounding. Schedules with more intermediate values get smaller pieces.
 SLOT_BYTES: Final = 2 * (2 * PIECE_BYTES + (1 << 18))
 # In a group of two ranks, ops use this many start offsets in their half of each slot in turn, TURN_BYTES apart (as in
-# the native shared_memory.hpp). So a rank writes to lines that have left the other rank's first-level cache: all-reduces
-# of 16 and 32 KiB take 0.7 to 0.8 of the time. With 4 and 8 ranks they would take 1.0 to 1.1.
+# the native shared_memory.hpp). So a rank writes to cache lines that have left the other rank's first-level cache:
+# all-reduces of 16 and 32 KiB take 0.7 to 0.8 of the time. With 4 and 8 ranks they would take 1.0 to 1.1.
 PAIR_TURNS: Final = 4
 TURN_BYTES: Final = 1 << 15
 # Ranks write results of at least this many bytes with streaming stores. All ranks of a host share its cache and write

@@ -90,9 +90,7 @@ class RankMemory:
         """
         if self._registers is None:
             problem = "the ranks of this group cannot agree after a failure: too many could not share memory."
-            raise UnsupportedError.of(
-                problem, remedy="the remedy in the warning that was logged when the group started"
-            )
+            raise UnsupportedError.of(problem, remedy="the remedy in the warning logged when the group started")
         return self._registers
 
     def can_read_all(self) -> bool:
