@@ -28,7 +28,7 @@ _LOCK_S: Final = 5.0  # how long `start` and `stop` wait for a call of a group t
 
 
 class TracedGroup(Protocol):
-    """The attributes of ``Communicator`` that this module uses. ``traced``: the trace file, or ``None`` if there is none."""
+    """The attributes of ``Communicator`` that this module uses."""
 
     lock: threading.Lock
     memory: Any  # a ``RankMemory``
@@ -38,7 +38,7 @@ class TracedGroup(Protocol):
     hosts: tuple[tuple[int, ...], ...]
     global_ranks: tuple[int, ...]
     peers: tuple[Any, ...]  # of type ``PeerInfo``
-    traced: Path | None
+    traced: Path | None  # the trace file, or ``None`` if the group is not traced
 
     @property
     def host_topology(self) -> Topology | None:
