@@ -35,7 +35,7 @@ class ProcessGroupCrossreduce(ProcessGroupWrapper):  # type: ignore[misc]
         return self._aborted if self._pg is None else self._pg.communicator.failure
 
     def abort(self, errored: bool = True) -> None:
-        """Leave the group at once, so pending calls fail on all ranks. If ``errored`` is true, ``errored()`` shows it."""
+        """Leave the group at once, so that pending calls fail on all ranks. If ``errored``, ``errored()`` tells so."""
         if errored:
             self._aborted = self.errored() or ContextError.of("the process group was aborted.", remedy="reconfigure it")
         super().abort(errored=errored)

@@ -210,10 +210,7 @@ def _directory(dump: Dump) -> Path:
 
 
 def _publish(temporary: Path, directory: Path, rank: int) -> Path:
-    """Give a complete file the first free name, and return its path.
-
-    This uses a hard link, since a rename could replace an existing file.
-    """
+    """Give a complete file the first free name, by a hard link, as a rename could replace a file. Return its path."""
     k = 0
     while True:
         k += 1
@@ -272,8 +269,7 @@ def _threads() -> tuple[Thread, ...]:
     main = threading.main_thread().ident
     frames = sorted(sys._current_frames().items(), key=lambda item: (item[0] != main, item[0]))
     threads = []
-    # The list contains this function's own frame: a reference cycle that would keep the group's memory alive. So each
-    # frame is removed from it.
+    # This function's own frame is in the list, a cycle that would keep the group's memory alive. So empty the list.
     while frames:
         ident, frame = frames.pop(0)
         stack = (Frame(x.filename, x.lineno or 0, x.name, x.line or "") for x in traceback.extract_stack(frame))

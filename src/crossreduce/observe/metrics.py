@@ -2,8 +2,7 @@
 
 Input: CROSSREDUCE_METRICS, a folder or a file name that ends with ``.prom``, and counters. Output: one file per group
 and rank. One thread of the process replaces the files every ``EVERY_S`` seconds. When a group ends, its file is
-replaced a last time. A file that cannot be written causes one warning. The thread only reads counters, so no call waits
-for it.
+replaced a last time. A file that cannot be written causes one warning. No call waits for the thread.
 """
 
 from __future__ import annotations

@@ -47,8 +47,7 @@ class RankView(NamedTuple):
 class GroupView(NamedTuple):
     """The ranks of a group on this host. ``cause``: the error that broke the group, or ``None`` if it can be used.
 
-    ``now_s``: the time of the snapshot by ``time.monotonic``. ``key``: device and inode of the memory, which also
-    identify groups with the same name.
+    ``now_s``: the time of the snapshot by ``time.monotonic``. ``key``: device and inode of the group's memory.
     """
 
     key: tuple[int, int]
@@ -152,10 +151,7 @@ def _description(text: bytes) -> dict[str, Any]:
 
 
 def _descriptors() -> tuple[dict[tuple[int, int], Path], int]:
-    """Return for each group's memory a link in ``/proc``, and the number of processes that cannot be searched.
-
-    Memory is identified by device and inode.
-    """
+    """Return links to groups' memory by (device, inode), and the number of processes that cannot be searched."""
     links: dict[tuple[int, int], Path] = {}
     hidden = 0
     for process in Path("/proc").iterdir():
@@ -214,14 +210,7 @@ def _group(key: tuple[int, int], watched: _Watched) -> GroupView:
         waits = {numbers[k]: wait for k, wait in counts.waits.items()}
         views.append(RankView(number, pid, state, op, late if state == "waiting" else (), total, waits))
     cause = native.cause()
-    return GroupView(
-        key,
-        str(about.get("name")),
-        str(about.get("token")),
-        str(about.get("version")),
-        int(about.get("size", len(ranks))),
-        int(about.get("hosts", 1)),
-        time.monotonic(),
-        str(decoded(cause)) if cause else None,
-        tuple(views),
-    )
+    error = str(decoded(cause)) if cause else None
+    name, token, made_by = (str(about.get(field)) for field in ("name", "token", "version"))
+    size, hosts = int(about.get("size", len(ranks))), int(about.get("hosts", 1))
+    return GroupView(key, name, token, made_by, size, hosts, time.monotonic(), error, tuple(views))

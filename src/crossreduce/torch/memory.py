@@ -151,12 +151,13 @@ def _as_arrays(tensors: Sequence[Any]) -> list[Any]:
         starts.sort()
         while starts:
             step = starts[1] - starts[0] if len(starts) > 1 else 0
+            # The first ``count`` tensors are at equal distances.
             count = next((k for k, start in enumerate(starts) if start != starts[0] + k * step), len(starts))
             steps = (step, *(stride * itemsize for stride in strides))
-            kept = slice(1 if count == 1 else 0, None)  # both NumPy and torch have at most 64 dimensions
-            where: dict[str, Any] = {"shape": (count, *shape)[kept], "strides": steps[kept], "version": 3}
-            where["data"] = starts[0], True
-            arrays.append(np.asarray(SimpleNamespace(__array_interface__={**where, "typestr": f"|V{itemsize}"})))
+            kept = slice(1 if count == 1 else 0, None)  # no dimension more than needed: NumPy and torch support 64
+            interface = {"shape": (count, *shape)[kept], "strides": steps[kept], "typestr": f"|V{itemsize}"}
+            interface |= {"data": (starts[0], True), "version": 3}
+            arrays.append(np.asarray(SimpleNamespace(__array_interface__=interface)))
             del starts[:count]
     return arrays
 

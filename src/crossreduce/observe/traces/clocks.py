@@ -5,9 +5,8 @@ Input: the groups of a run. Output: for each clock the nanoseconds to add to its
 Processes of one host share a clock. In a group on several hosts, each call begins with messages by which the leader
 ranks of all hosts compare their calls. A message cannot arrive before it is sent, so this phase does not end on one
 host before it begins on another host. So each call gives an upper and a lower limit of the difference of two clocks, as
-in Cristian's algorithm. The middle between the tightest limits is used. The limits are close to each other if each of
-the two hosts is late in some calls. If clocks drift, the limits may contradict each other. Then the error is half of
-the gap between them.
+in Cristian's algorithm. The middle between the tightest limits is used. They are close to each other if each of the two
+hosts is late in some calls. If clocks drift, they may contradict each other. Then the error is half of their distance.
 
 Source: F. Cristian, Probabilistic clock synchronization, Distributed Computing 3, 1989.
 """

@@ -79,16 +79,13 @@ def _row(
     own = [call.end_ns - call.begin_ns - _wait_ns(call) for call in completed if call.end_ns is not None]
     queues = [call.begin_ns - call.queued_ns for call in all_calls if call.queued_ns is not None]
     blamed: Counter[int] = Counter()
-    for ranks in calls:
-        for rank, call in ranks.items():
-            for part in call.parts:
-                blamed.update(_blame(group, rank, part, ranks, add))
-    waited = sum(map(_wait_ns, all_calls))
     spent: Counter[int] = Counter()
     for ranks in calls:
         for rank, call in ranks.items():
             spent[rank] += call.last_ns - call.begin_ns
-    total = spent.total()
+            for part in call.parts:
+                blamed.update(_blame(group, rank, part, ranks, add))
+    waited, total = sum(map(_wait_ns, all_calls)), spent.total()
     return SummaryRow(
         group=group.name,
         token=group.token,
@@ -134,7 +131,7 @@ def _blame(
         return {} if latest is None else {latest: part.end_ns - part.begin_ns}
     if part.phase is not Phase.WAIT or part.waited_for is None:
         return {}
-    late, left = part.waited_for, part.end_ns - part.begin_ns
+    late, remaining = part.waited_for, part.end_ns - part.begin_ns
     blamed: dict[int, int] = {}
     if late in ranks:
         shift = add[late] - add[rank]  # from the clock of the late rank to that of the waiting rank
@@ -142,12 +139,12 @@ def _blame(
             if other.phase in _DELAYED:
                 end, begin = min(part.end_ns, other.end_ns + shift), max(part.begin_ns, other.begin_ns + shift)
                 overlap = max(0, end - begin)
-                left -= overlap
+                remaining -= overlap
                 latest = _latest(group, late, ranks, add) if other.phase is Phase.AGREE else None
                 if latest is not None and overlap:
                     blamed[latest] = blamed.get(latest, 0) + overlap
-    if left > 0:
-        blamed[late] = blamed.get(late, 0) + left
+    if remaining > 0:
+        blamed[late] = blamed.get(late, 0) + remaining
     return blamed
 
 

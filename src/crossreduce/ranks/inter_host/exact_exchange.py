@@ -46,7 +46,7 @@ class ExactExchange(Exchange):
         width = itemsize(self._program.numbers.accumulator)
         overflows = [bytearray() for _ in range(chunks)]
         for size, addresses, offset in terms:
-            begin = (offset - self._program.partial_at(piece)) // width
+            begin = (offset - self._program.partial_at(piece)) // width  # number of the first element in the piece
             for chunk, (start, stop) in enumerate(self._program.spans[piece]):
                 first, end = max(start, begin), min(stop, begin + size)
                 if first < end:

@@ -242,7 +242,7 @@ class Exchange:
         combine.run([[base + places[value][0] for value in operands]], [[base + places[result][0]]], 1, False, False)
 
     def _wait(self, messages: list[tuple[PendingMessage, int]]) -> None:
-        while messages:
+        while messages:  # after an error the list still has the message that failed, and the later ones
             wait_for(*messages[0], self._timeout_s)
             del messages[0]
 

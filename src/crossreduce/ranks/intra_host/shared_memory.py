@@ -53,7 +53,7 @@ class RankMemory:
       spin_s: how long this rank spins before it yields its CPU to other processes; 0 if ranks share a CPU.
       turns: the number of start offsets that ops use in turn; see ``programs.PAIR_TURNS``.
 
-    ``native`` and ``mailboxes`` are compiled objects. ``mailboxes`` are for messages between two ranks (see
+    ``native`` and ``mailboxes`` are compiled objects; the mailboxes are for messages between two ranks (see
     ``messages``). ``registers`` are for agreements (see ``agreement``).
     """
 
@@ -187,10 +187,9 @@ class RankMemory:
         return holder is not None and is_stopped(holder)
 
     def record_leaving(self) -> None:
-        """Record that this rank leaves the group on purpose."""
+        """Record, as the text of an op, that this rank leaves the group on purpose."""
         if not self.native.cause():
             with suppress(ValueError):  # raised if an interrupted op of this rank has not ended
-                # The text of this op tells other ranks that this rank has left.
                 self.native.begin(kernels.native().RankProgram([[], []]), (), LEFT, 0, 0.0)
 
     def abort(self, error: ReductionError) -> None:
