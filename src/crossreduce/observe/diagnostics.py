@@ -93,18 +93,18 @@ def mismatch_text(calls: Mapping[int, CallSignature], name: str) -> str:
     # Sorting is stable: equally frequent calls stay in the order of their lowest ranks.
     ordered = sorted(ranks_of, key=lambda call: -len(ranks_of[call]))
     usual, others = ordered[0], ordered[1:]
-    few = [rank for call in others for rank in ranks_of[call]]
+    differing = [rank for call in others for rank in ranks_of[call]]
     aspects = list(dict.fromkeys(aspect for call in others for aspect in _aspects(usual, call)))
     numbers_differ = len({call.sequence for call in ranks_of}) > 1
     listed = [*others[: _MAX_CALLS - 1], usual]
     shown = [f"{rank_list(ranks_of[call])}: {call.words if numbers_differ else call.text}" for call in listed]
     if len(others) >= _MAX_CALLS:
         shown.insert(-1, f"and {len(others) - _MAX_CALLS + 1} other calls")
-    verb = "differs" if len(few) == 1 else "differ"
+    verb = "differs" if len(differing) == 1 else "differ"
     where = f'of group "{name}"' if numbers_differ else f'at op {usual.sequence} of group "{name}"'
     remedy = next((_REMEDIES[x] for x in aspects if x in _REMEDIES), f"the same {' and '.join(aspects)}")
     return message(
-        f"{rank_list(few)} {verb} from {rank_list(ranks_of[usual])} in {' and '.join(aspects)} {where}.",
+        f"{rank_list(differing)} {verb} from {rank_list(ranks_of[usual])} in {' and '.join(aspects)} {where}.",
         "; ".join(shown),
         f"{remedy} on all ranks; nothing was reduced, and the group can still be used",
     )

@@ -337,7 +337,7 @@ def _hosts(text: str) -> tuple[tuple[tuple[int, ...], ...], frozenset[int]]:
         hosts.append(tuple(ranks))
     all_ranks = frozenset(rank for host in hosts for rank in host)
     if len(all_ranks) < count:
-        raise ValueError('its "hosts" has a rank twice')
+        raise ValueError('its "hosts" contains a rank twice')
     return tuple(hosts), all_ranks
 
 

@@ -146,7 +146,7 @@ def _description(text: bytes) -> dict[str, Any]:
     except RecursionError:
         about = None
     if not isinstance(about, dict) or not all(type(about.get(key, 1)) is int for key in ("size", "hosts")):
-        raise ValueError("not the text of a rank")
+        raise ValueError("no rank has written it")
     return about
 
 
@@ -185,6 +185,7 @@ def _memories(process: Path) -> list[tuple[tuple[int, int], Path]]:
 
 
 def _group(key: tuple[int, int], watched: _Watched) -> GroupView:
+    """Return a snapshot of a group."""
     fd, native, about = watched
     ranks = native.ranks()
     numbers = [rank for rank, *_ in ranks]

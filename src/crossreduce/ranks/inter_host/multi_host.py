@@ -129,9 +129,9 @@ class MultiHostEngine:
         if self.lost:
             between = forward_through_devices(between, self.topology or equal_links(len(self.hosts), self.lost))
         crossing = nbytes * crossing_arrays(len(self.hosts), parts)
-        # Pieces are smaller if there are more rounds: then more pieces are under way when the last one begins. Measured
-        # for 32 MiB on 2 cores with pieces of 1, 1/2 and 1/4 MiB. 2 hosts of 4 ranks: 1.08, 1.065 and 1.055 times the
-        # link's time at 1 Gbit/s; 94, 89 and 126 ms at 10 Gbit/s. 3 hosts of 2 ranks with one slow link, in 4 rounds:
+        # Smaller pieces for more rounds, since more pieces are then under way when the last one begins. Measured for
+        # 32 MiB on 2 cores with pieces of 1, 1/2 and 1/4 MiB: 2 hosts of 4 ranks take 1.08, 1.065 and 1.055 times the
+        # link's time at 1 Gbit/s, and 94, 89 and 126 ms at 10 Gbit/s; 3 hosts of 2 ranks with a slow link, in 4 rounds,
         # 1.20, 1.135 and 1.10 times the bound.
         most = min(PIECE_BYTES // max(2, between.round_count), crossing * self._fitting_size(collective, numbers, root))
         # A stage of an exact reduction takes longer. Measured on 2 hosts of 4 ranks, 2 cores, 256 KiB to 4 MiB at
@@ -276,7 +276,7 @@ class MultiHostEngine:
     ) -> bool:
         """Run a call; see ``OneHostEngine.run``."""
         self.digest = executable.digest
-        exchanges = self._exchanges = tuple(self._exchange(program, timeout_s) for program in executable.exchanges)
+        exchanges = self._exchanges = tuple(self._new_exchange(program, timeout_s) for program in executable.exchanges)
         addresses = (*addresses, *(exchange.base for exchange in exchanges))
         same_here = runner.begin(executable.program, addresses, executable.text, 2)
         same = same_here
@@ -348,7 +348,7 @@ class MultiHostEngine:
         if delivered:
             self.memory.native.trace(TracePhase.COPY_OUT, stage)
 
-    def _exchange(self, program: ExchangeProgram, timeout_s: float) -> Exchange:
+    def _new_exchange(self, program: ExchangeProgram, timeout_s: float) -> Exchange:
         if program.numbers.exact:
             return ExactExchange(program, self.transport, TAG, timeout_s, sum(map(len, self.hosts)))
         return Exchange(program, self.transport, TAG, timeout_s)

@@ -100,8 +100,8 @@ class RankAnalysis:
     def __init__(self, program: Program, numbers: Numbers, arrays: int) -> None:
         self.program, self.numbers, self.arrays = program, numbers, arrays
         rounds = sorted({instruction.round for chunk in program.chunks for instruction in chunk.instructions})
-        phase = {r: 1 + k for k, r in enumerate(rounds)}
-        self.phases = max(2, 1 + len(rounds))
+        phase = {r: 1 + k for k, r in enumerate(rounds)}  # the phase of each round
+        self.phases = max(2, 1 + len(rounds))  # at least 2, with one barrier, at which the calls are compared
         self.values = [_chunk_values(chunk, phase, numbers) for chunk in program.chunks]
         slots: list[dict[tuple[int, int], list[tuple[int, int]]]] = [{} for _ in program.devices]
         for c, values in enumerate(self.values):
