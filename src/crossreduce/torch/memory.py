@@ -155,12 +155,8 @@ def _as_arrays(tensors: Sequence[Any]) -> list[Any]:
             count = next((k for k, start in enumerate(starts) if start != starts[0] + k * step), len(starts))
             steps = (step, *(stride * itemsize for stride in strides))
             kept = slice(1 if count == 1 else 0, None)  # no dimension more than needed: NumPy and torch support 64
-            interface: dict[str, Any] = {
-                "shape": (count, *shape)[kept],
-                "strides": steps[kept],
-                "typestr": f"|V{itemsize}",
-            }
-            interface |= {"data": (starts[0], True), "version": 3}
+            interface: dict[str, Any] = {"shape": (count, *shape)[kept], "strides": steps[kept], "version": 3}
+            interface |= {"data": (starts[0], True), "typestr": f"|V{itemsize}"}
             arrays.append(np.asarray(SimpleNamespace(__array_interface__=interface)))
             del starts[:count]
     return arrays
