@@ -46,7 +46,7 @@ def test_the_call_of_most_ranks_counts_as_correct():
 
 
 def test_texts_stay_short_on_many_ranks():
-    """Of 512 different calls, or of 500 ranks that are not consecutive, a text lists only a few, and the number of all."""
+    """Of 512 different calls, or of 500 ranks that are not consecutive, a text lists only a few, and their number."""
     text = mismatch_text(calls_of(*(call_text("all_reduce", "sum", None, "float32", (k,)) for k in range(512))), "a")
     assert len(text) < 1000
     assert "and 504 other calls" in text
@@ -58,8 +58,8 @@ def test_texts_stay_short_on_many_ranks():
 
 
 def test_late_and_lost_ranks_are_named():
-    """The warning and the timeout name the late ranks, their last calls, and the call of the others. The text about lost
-    ranks names their processes and hosts, and how they were lost."""
+    """The warning and the timeout name the late ranks, their last calls, and the call of the others. The text about
+    lost ranks names their processes and hosts, and how they were lost."""
     late = {3: CallSignature(16, "barrier"), 5: CallSignature(17, SUM), 6: None, 7: CallSignature(0, "")}
     call = CallSignature(17, SUM)
     warning, end = stall_text(5, call, late, "world"), timeout_text(30, call, late, "world")

@@ -187,8 +187,8 @@ def slow_to_write(rendezvous, is_killed):
 
 
 def test_a_rank_that_is_slow_to_write_the_abort_reason():
-    """If a rank aborts the group, all ranks wait until it has written the reason, and raise it. If the rank dies before,
-    their errors name the dead rank."""
+    """If a rank aborts the group, all ranks wait until it has written the reason, and raise it. If the rank dies
+    before, their errors name the dead rank."""
     assert ranks(3, slow_to_write, False) == ["the reason"] * 3
     first, second, died = ranks(3, slow_to_write, True, check=False)
     assert isinstance(died, Died)

@@ -111,7 +111,7 @@ def calls_in_python(rendezvous):
 
 
 def test_a_call_that_differs_from_the_prepared_one_takes_the_path_in_python():
-    """Calls with other layouts, byte orders, overlaps, results or invalid arguments, and means of integers, run there."""
+    """Calls with other layouts, byte orders, overlaps, results or invalid arguments, and means of integers, do so."""
     ranks(2, calls_in_python)
 
 
