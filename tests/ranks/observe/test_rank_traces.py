@@ -262,11 +262,8 @@ def test_the_functions_trace_the_calls_between_them(tmp_path):
     their group was made."""
     ranks(2, by_function, tmp_path)
     (groups,) = read_directory(tmp_path).runs
-    texts = {group.name: [call.text for call in group.ranks[1].calls] for group in groups}
-    assert texts == {
-        "world": ["all_reduce sum int64[5]", "all_reduce sum int64[11]"],
-        "later": ["all_reduce sum int64[7]"],
-    }
+    arrays = {group.name: [call.text.split()[-1] for call in group.ranks[1].calls] for group in groups}
+    assert arrays == {"world": ["int64[5]", "int64[11]"], "later": ["int64[7]"]}
     assert len([*tmp_path.glob("rank1.*.2.trace")]) == 2
 
 

@@ -174,12 +174,8 @@ def test_bad_directories(of_two, tmp_path, trace):
     """A missing folder, and a folder without traces, are errors. A trace without calls causes a note."""
     (tmp_path / "empty").mkdir()
     (tmp_path / f"rank0.{'a' * 16}.trace").write_bytes(b"nonsense" * 100)
-    problems = (
-        ("missing", "cannot be read"),
-        ("empty", "has no trace that can be read"),
-        ("", "not a trace of crossred"),
-    )
-    for folder, problem in problems:
+    problems = {"missing": "cannot be read", "empty": "has no trace that can be read", "": "not a trace of crossred"}
+    for folder, problem in problems.items():
         code, _, err = trace(tmp_path / folder)
         assert (code, problem in err) == (2, True)
     for path in copied(of_two, tmp_path / "uncalled"):

@@ -1,6 +1,7 @@
 """Messages between ranks of one host: order, tags, sizes, dtypes, threads, and ranks that compute, end or are late."""
 
 import gc
+import itertools
 import os
 import random
 import signal
@@ -54,12 +55,8 @@ def exchanges(rendezvous, store, reads):
     rank, size, draw = rendezvous.rank, rendezvous.size, random.Random(rendezvous.rank)
     others, count = [peer for peer in range(size) if peer != rank], 30
     # The messages of each pair and tag are begun in their order. The order is random otherwise, also that of waits.
-    queues = [
-        [(peer, k, sends) for k in range(tag, count, TAGS)]
-        for peer in others
-        for tag in range(TAGS)
-        for sends in (True, False)
-    ]
+    kinds = itertools.product(others, range(TAGS), (True, False))
+    queues = [[(peer, k, sends) for k in range(tag, count, TAGS)] for peer, tag, sends in kinds]
     works = []
     while queues := [each for each in queues if each]:
         peer, k, sends = draw.choice(queues).pop(0)

@@ -28,13 +28,9 @@ from crossreduce.errors import encoded
 
 TIMEOUT_S = 3.0
 STOPPED_S = 1.5  # the timeout if a rank is stopped inside a collective
-FAILURES = {  # the signals that make a rank fail; for SIGUSR1 see ``begin``
-    "kill": signal.SIGKILL,
-    "stop": signal.SIGSTOP,
-    "term": signal.SIGTERM,
-    "exit": signal.SIGUSR1,
-    "exception": signal.SIGUSR1,
-}
+# The signals that make a rank fail. For SIGUSR1 see ``begin``.
+FAILURES = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP, "term": signal.SIGTERM}
+FAILURES |= {"exit": signal.SIGUSR1, "exception": signal.SIGUSR1}
 SIZES = (1, 300, 20_000, 600_000)
 SYSTEM = pytest.mark.system
 

@@ -153,13 +153,9 @@ def _group(contents: list[TraceContent], topologies: list[tuple[int, Topology]])
     """Return the trace of a group from the contents of its files, which are sorted by rank and time."""
     ranks: dict[int, RankTrace] = {}
     for content in contents:
-        facts = content.facts
-        calls = _calls(content)
-        earlier = ranks.get(facts.rank)
-        if earlier is not None:  # tracing was stopped and started again
-            calls, clocks = (*earlier.calls, *calls), (earlier.clocks[0], content.clocks[1])
-        else:
-            clocks = content.clocks
+        facts, calls, clocks = content.facts, _calls(content), content.clocks
+        if (earlier := ranks.get(facts.rank)) is not None:  # tracing was stopped and started again
+            calls, clocks = (*earlier.calls, *calls), (earlier.clocks[0], clocks[1])
         ranks[facts.rank] = RankTrace(facts, calls, clocks)
     first = contents[0].facts
     return GroupTrace(first.group, first.token, first.hosts, ranks, tuple(topologies))

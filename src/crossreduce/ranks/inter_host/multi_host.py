@@ -235,17 +235,11 @@ class MultiHostEngine:
         ends = {"up": (inputs_at, partials), "local": (inputs_at, outputs_at), "down": (results, outputs_at)}
         compiled, slot_ends = {}, (LINE,) * len(self.ranks)  # the bytes in use of each rank's slot
         kinds = [kind for kind in programs._fields if getattr(programs, kind) is not None]
+        place = self.ranks.index(self.rank)
         for kind, analysis in zip(kinds, programs.analyses(numbers), strict=True):
-            inputs, outputs = ([place(*array) for array in getattr(programs, kind).arrays] for place in ends[kind])
-            compiled[kind] = RankCompiler(
-                analysis,
-                self.ranks.index(self.rank),
-                sizes,
-                inputs,
-                outputs,
-                streaming=streaming and kind != "up",
-                bases=slot_ends,
-            )
+            inputs, outputs = ([at(*array) for array in getattr(programs, kind).arrays] for at in ends[kind])
+            streams = streaming and kind != "up"
+            compiled[kind] = RankCompiler(analysis, place, sizes, inputs, outputs, streaming=streams, bases=slot_ends)
             slot_ends = compiled[kind].ends
         assert max(slot_ends) <= SLOT_BYTES // 2, "a piece does not fit into a slot"
         first_stages = {"up": 0, "local": _LOCAL_DELAY}
