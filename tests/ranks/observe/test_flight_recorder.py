@@ -89,9 +89,8 @@ def test_an_older_dump_is_kept(dump_directory, caplog):
 
 @pytest.mark.parametrize(("chosen", "limit"), [(True, "_MOST_DUMPS"), (False, "_MOST_BYTES")])
 def test_old_dumps_of_ended_processes_are_deleted(tmp_path, monkeypatch, chosen, limit):
-    """When a rank writes a dump, the oldest dumps of its rank number are deleted, until the limit of their number or
-    bytes is met. Directories that become empty are deleted, too. Dumps of running processes, other ranks and other
-    hosts, and other files, are kept."""
+    """When a rank writes a dump, the oldest dumps of its rank number, and empty directories, are deleted until a limit
+    is met. Dumps of running processes, other ranks and other hosts, and other files, are kept."""
     monkeypatch.setenv("CROSSREDUCE_DUMP_DIR", str(tmp_path / "crossreduce-mine") if chosen else "")
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     process = subprocess.Popen(["true"])
@@ -111,9 +110,8 @@ def test_old_dumps_of_ended_processes_are_deleted(tmp_path, monkeypatch, chosen,
         os.utime(kept[-1], (0, 0))
     old = [written(4 + k) for k in range(5)]
     size = old[0].stat().st_size
-    # Either limit has room for three dumps: the newest one and two old ones.
     monkeypatch.setattr(flight_recorder, limit, 3 if limit == "_MOST_DUMPS" else 3 * size + 1000)
-    newest = written(10)
+    newest = written(10)  # either limit has room for it and for two of the old dumps
     assert all(path.exists() for path in [newest, *old[-2:], *kept])
     assert not any(path.exists() for path in old[:-2])
     assert len({path.parent for path in old[:-2]}) == (1 if chosen else 3)
@@ -156,8 +154,7 @@ def test_a_rank_killed_while_it_writes_leaves_no_partial_dump(dump_directory, mo
     link, linked = Path.hardlink_to, []
 
     def checked_link(path, temporary):
-        content = json.loads(temporary.read_text())  # it is complete
-        linked.append((content["rank"], path.exists()))
+        linked.append((json.loads(temporary.read_text())["rank"], path.exists()))  # fails if the JSON is incomplete
         link(path, temporary)
 
     monkeypatch.setattr(Path, "hardlink_to", checked_link)

@@ -48,8 +48,7 @@ jax.distributed.shutdown()
 @pytest.mark.slow
 @pytest.mark.usefixtures("jax_")
 def test_two_processes_reduce_over_two_levels(tmp_path):
-    """Two processes with two devices each compute sums and means by psum (the default), on a linear topology and by
-    four algorithms. They also compute sums over the processes only."""
+    """Two processes with two devices each compute sums and means by psum, on a linear topology, and by algorithms."""
     port, outputs, workers = free_port(), [Path(tmp_path, f"{number}.txt") for number in range(2)], []
     for number, output in enumerate(outputs):
         with output.open("w") as file:

@@ -31,8 +31,8 @@ def test_a_trace_has_each_call_of_each_rank(of_two):
     """The files of two ranks contain all calls, prepared or not, with numbers, texts, bytes and outcomes."""
     group, notes = only_group(of_two)
     assert (group.name, group.hosts, sorted(group.ranks), notes) == ("world", ((0, 1),), [0, 1], ())
-    numbers, nbytes, outcomes = range(1, 8), [32] * 3 + [5_600_008] * 2 + [None, 5_600_008], [0] * 7
-    due = [*zip(numbers, CALLS, nbytes, outcomes, strict=True)]
+    nbytes = [32] * 3 + [5_600_008] * 2 + [None, 5_600_008]
+    due = [*zip(range(1, 8), CALLS, nbytes, [0] * 7, strict=True)]
     for rank, found in group.ranks.items():
         assert [(call.number, call.text, call.nbytes, call.outcome) for call in found.calls] == due
         assert (found.facts.rank, found.facts.group) == (rank, "world")
@@ -41,9 +41,8 @@ def test_a_trace_has_each_call_of_each_rank(of_two):
 
 
 def test_phases_are_those_of_the_program(of_two):
-    """The phases of a small all-reduce are copy in and reduce, those of a broadcast copy in on the root and copy out
-    elsewhere, and those of a barrier only waits. The phases of a call follow each other without a gap, in the order of
-    stages. Calls do not overlap. No rank waits for itself."""
+    """A small all-reduce copies in and reduces, a broadcast copies in on the root and out elsewhere, and a barrier only
+    waits. A call's phases follow each other without a gap, in the order of stages. No rank waits for itself."""
     group, _ = only_group(of_two)
     for rank, found in group.ranks.items():
         kinds = [[part.phase for part in call.parts if part.phase in WORK] for call in found.calls]
@@ -258,8 +257,7 @@ def by_function(rendezvous, folder):
 
 
 def test_the_functions_trace_the_calls_between_them(tmp_path):
-    """The calls in the ``with`` block of ``recording``, and between ``start`` and ``stop``, are traced, no matter when
-    their group was made."""
+    """Calls in a ``recording`` block, and between ``start`` and ``stop``, are traced, also those of older groups."""
     ranks(2, by_function, tmp_path)
     (groups,) = read_directory(tmp_path).runs
     arrays = {group.name: [call.text.split()[-1] for call in group.ranks[1].calls] for group in groups}

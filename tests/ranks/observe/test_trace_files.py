@@ -51,8 +51,7 @@ def test_malformed_files_are_notes(of_two, tmp_path):
 
 
 def test_corrupt_sizes_need_no_memory(of_two, tmp_path):
-    """A header with too many records causes a note or an error, and arrays of impossible size are ignored. Neither
-    needs much memory."""
+    """Headers with too many records, and arrays of impossible size, cause notes or errors, and need little memory."""
     first, second = copied(of_two, tmp_path / "bad")
     data, whole = bytearray(second.read_bytes()), len(rows_of(second)[0])
     for capacity, count in ((1 << 28, 1 << 28), (1 << 36, 1 << 62)):

@@ -62,7 +62,6 @@ def test_a_name_in_the_environment_splits_a_host():
 
 
 def of_another_version(rendezvous):
-    """Make a group in which rank 2 has another version, and return the text of the error."""
     if rendezvous.rank == 2:  # its messages and its memory have another form, too
         bootstrap.version = lambda: "9.9"
         bootstrap._HostInfo = lambda version, *_: (version, {"form": "another"})

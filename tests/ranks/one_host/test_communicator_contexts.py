@@ -84,8 +84,7 @@ def forking(rendezvous):
 
 
 def test_forked_children_do_not_affect_the_group():
-    """A child that was forked during a call cannot use its parent's group, but may close or drop it. The parent can
-    still use it."""
+    """A child forked during a call cannot use its parent's group, but may close or drop it without an effect on it."""
     assert ranks(2, forking) == [[0] * 5] * 2
 
 
@@ -184,14 +183,12 @@ def misused(rendezvous):
 
 
 def test_wrong_arguments_raise_on_the_calling_rank():
-    """A call with wrong arguments raises an error on its rank, and does not count as a call. Calls of a closed group
-    raise errors, too."""
+    """A call with wrong arguments raises an error on its rank, and does not count. So does a call of a closed group."""
     ranks(2, misused)
 
 
 def handled(rendezvous, inside):
-    """Call the method ``inside`` in a signal handler during a barrier of rank 0. Return the outcome of the barrier, the
-    errors in the handler, and the descriptor of the memory."""
+    """Call ``inside`` in a signal handler, during a barrier of rank 0. Return outcome, errors, and a descriptor."""
     comm, seen, outcome = member(rendezvous, 10), [], "done"
 
     def handler(*_):

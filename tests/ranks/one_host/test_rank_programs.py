@@ -264,11 +264,10 @@ def test_pieces_of_ranks_that_only_wait_are_small():
     """Three or more ranks that do not compute while an op runs use pieces of 128 KiB, or 256 KiB if they only copy
     data. Other groups, and calls with very large arrays, use pieces of 1 MiB."""
     sums = numbers("float32")
-    # ``combined``, ``copied``: the pieces of an all-reduce and of a broadcast of 4 MiB.
-    for ranks, overlapping, combined, copied in ((3, False, 32, 16), (3, True, 4, 4), (2, False, 4, 4)):
+    for ranks, overlapping, sum_pieces, copy_pieces in ((3, False, 32, 16), (3, True, 4, 4), (2, False, 4, 4)):
         engine = one_host.OneHostEngine(0, ranks, overlapping=overlapping)
-        assert engine.compile("all_reduce", 1 << 20, sums, None, b"").stages == combined + 2
-        assert engine.compile("broadcast", 1 << 20, sums, 0, b"").stages == copied + 1
+        assert engine.compile("all_reduce", 1 << 20, sums, None, b"").stages == sum_pieces + 2  # 4 MiB
+        assert engine.compile("broadcast", 1 << 20, sums, 0, b"").stages == copy_pieces + 1
     large = one_host.OneHostEngine(0, 8, overlapping=False).compile("all_reduce", 1 << 28, sums, None, b"")
     assert large.stages == (1 << 30) // programs.PIECE_BYTES + 2
 

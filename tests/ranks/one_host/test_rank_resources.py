@@ -112,7 +112,6 @@ def unfinished(rendezvous, several_hosts):
 
 @pytest.mark.parametrize("hosts", [("a", "a"), ("a", "b")])
 def test_a_communicator_that_cannot_be_made_keeps_nothing(hosts):
-    """If the constructor fails, the transport that it has connected is closed. The listener for requests of peers stays
-    open for the other groups of the process."""
+    """If the constructor fails, its transport is closed. The listener of the process stays open for other groups."""
     environment = [{"CROSSREDUCE_HOST": host} for host in hosts]
     assert ranks(2, unfinished, len(set(hosts)) > 1, environment=environment) == [(1, 0)] * 2

@@ -122,8 +122,7 @@ def test_malformed_memory_arguments_raise(fd, tmp_path):
 
 
 def test_malformed_calls_raise_and_do_not_count(pair):
-    """A call that cannot run raises an error and is not counted: the next correct call has number 1. Calls of closed
-    memory raise errors, too."""
+    """Invalid calls, and calls of closed memory, raise errors and do not count: the next correct call has number 1."""
     one, other = pair
     memory = (ctypes.c_int64 * 8)()
     good = ctypes.addressof(memory)

@@ -84,8 +84,7 @@ def test_checking_continues_after_an_error(monkeypatch):
 
 
 def test_one_thread_serves_all_transports():
-    """One thread calls the checks of all transports of a process until the last one is closed. A forked process has a
-    thread of its own."""
+    """One thread per process calls the checks of all transports until the last is closed, also after a fork."""
     first, *others = checkers = [Checker() for _ in range(3)]
     (thread,) = threads()
     for checker in checkers:

@@ -34,6 +34,5 @@ def test_all_checks_pass_on_every_rank(tmp_path, checks, hosts):
         assert digests == found[0][1]
         if checks is COLLECTIVES:
             assert len(digests) > 50
-            # (Python threads, threads, descriptors) at first and at the end; a thread that frees memory may end late.
-            assert all(map(operator.le, counts[2], counts[0]))
-            assert counts[2][0] == 1
+            assert all(map(operator.le, counts[2], counts[0]))  # a thread that frees memory may end some seconds later
+            assert counts[2][0] == 1  # Python threads

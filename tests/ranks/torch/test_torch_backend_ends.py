@@ -126,7 +126,6 @@ def interrupted_in_recv(me):
 
 
 def model_of(hooked=False):
-    """Return a DDP model. ``hooked``: whether it uses the hook of crossreduce."""
     torch.manual_seed(1)
     model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(50, 50), bucket_cap_mb=0.001)
     if hooked:

@@ -47,7 +47,6 @@ def store_at(place, rank, size, timeout_s):
 
 
 def begin(rendezvous, place, timeout_s=TIMEOUT_S):
-    """Make the default group."""
     rank, size = rendezvous.rank, rendezvous.size
     store, timeout = store_at(place, rank, size, timeout_s), timedelta(seconds=timeout_s)
     dist.init_process_group("crossreduce", store=store, rank=rank, world_size=size, timeout=timeout)

@@ -26,8 +26,7 @@ def ours(found):
 
 
 def entries(rank, size, folder):
-    """Each call has an entry with its shapes, dtype and group, nested in the range that calls it. If the profiler is
-    off, there are no entries."""
+    """While a profiler is on, each call has an entry with shapes, dtype and group, nested in the range around it."""
     x, parts = torch.ones(6, 5, dtype=torch.float64), [torch.zeros(6, 5, dtype=torch.float64) for _ in range(size)]
     dist.all_reduce(x)  # the first call of a group, without a profiler
     with profiler() as found, record_function("mine"):

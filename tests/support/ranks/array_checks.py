@@ -18,7 +18,6 @@ def part(rank, shape, dtype):
 
 
 def same(a, b):
-    """Check that two arrays have the same type, shape, dtype and bits."""
     assert isinstance(a, np.ndarray), type(a)
     assert a.shape == b.shape, (a.shape, b.shape)
     assert a.dtype == b.dtype, (a.dtype, b.dtype)

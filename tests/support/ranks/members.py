@@ -85,7 +85,6 @@ class Resources:
 
 
 def _links():
-    """Yield the targets of this process's descriptors, without numbers of pipes and sockets."""
     for entry in Path("/proc/self/fd").iterdir():
         with contextlib.suppress(OSError):  # the descriptor of the directory itself
             link = str(entry.readlink())

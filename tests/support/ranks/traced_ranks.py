@@ -87,7 +87,6 @@ def in_threads(rendezvous):
 
 
 def copied(folder, target):
-    """Copy a folder with traces, and return the paths of the copies."""
     target.mkdir()
     for path in folder.iterdir():
         (target / path.name).write_bytes(path.read_bytes())

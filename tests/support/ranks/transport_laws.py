@@ -12,7 +12,6 @@ from crossreduce.errors import PeerLostError, encoded
 
 
 def content(src, dst, tag, number, nbytes):
-    """Return the bytes of a message, the same on both ranks."""
     return np.random.default_rng([src, dst, tag, number]).integers(0, 256, nbytes).astype(np.uint8)
 
 

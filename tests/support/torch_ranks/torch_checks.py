@@ -128,8 +128,7 @@ def coalesced_calls(c):
 
 @CHECKS.add
 def splits_of_all_to_all(c):
-    """Equal splits may be passed by one rank and omitted by others. Numbers of rows that do not match are an error on
-    all ranks."""
+    """A rank may pass equal splits that others omit. Numbers of rows that do not match are an error on all ranks."""
     n = c.size
     splits = [[1] * n] * 2 if c.rank == 0 else []
     moved = torch.empty(n)

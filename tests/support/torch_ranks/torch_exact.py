@@ -29,7 +29,6 @@ def inputs(c, dtype):
 
 
 def expect(x, bits, dtype):
-    """Check that a tensor has these bits."""
     got = x.detach().contiguous().view(STORED[dtype]).numpy().view(bits.dtype)
     assert (got.ravel() == bits).all(), dtype
 
