@@ -77,7 +77,7 @@ def planned_text(text: str, digest: bytes) -> str:
 def mismatch_text(calls: Mapping[int, CallSignature], name: str) -> str:
     """Return the text of the ``MismatchError`` that all ranks of a group raise.
 
-    The call that most ranks made is taken for the correct one. Among equally frequent calls this is the call with the
+    The call that most ranks made is taken for the correct one. Among equally frequent calls this is the call of the
     lowest rank. ``calls``: the call of each rank of the group, of which at least two differ; the same on all ranks.
 
     >>> few, many = CallSignature(17, "all_reduce sum float32[10]"), CallSignature(17, "all_reduce sum float32[12]")

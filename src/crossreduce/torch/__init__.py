@@ -7,8 +7,8 @@ Importing this registers the backend::
 
 If the library is installed, PyTorch 2.5 and later register the backend themselves when torch is imported.
 
-Input: calls of ``torch.distributed``. Output: reductions through memory that the ranks of a host share, and through
-gloo between hosts. For replicas in one process use ``crossreduce.all_reduce``.
+Input: calls of ``torch.distributed``. Output: collectives in memory that the ranks of a host share, and over TCP
+between hosts. For replicas in one process use ``crossreduce.all_reduce``.
 """
 
 from __future__ import annotations

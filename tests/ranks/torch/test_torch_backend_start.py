@@ -39,7 +39,7 @@ def place(request, tmp_path):
 
 
 def store_at(place, rank, size, timeout_s):
-    """Return the store at a place. If the port is negative, rank 0 runs it, and it waits for all ranks (like env://)."""
+    """Return the store at a place. If the port is negative, rank 0 runs it, and waits for all ranks (like env://)."""
     if isinstance(place, str):
         return dist.FileStore(place, size)
     timeout, own = timedelta(seconds=timeout_s), place < 0 and rank == 0

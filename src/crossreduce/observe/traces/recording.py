@@ -231,7 +231,7 @@ if hasattr(os, "register_at_fork"):
 
 
 def _warn_once(about: str, text: str, remedy: str) -> None:
-    """Log a warning, unless this process has logged one about the same file, directory or variable."""
+    """Log a warning if this process has not logged one about the same file, directory or variable."""
     if about not in _WARNED:
         _WARNED.add(about)
         _LOG.warning("%s", message(text, remedy=remedy))

@@ -83,7 +83,7 @@ def _lag(pieces: int) -> int:
 
 
 def delay(program: Program, pieces: int) -> int:
-    """Return how many stages after its first one a piece is complete; at least 1."""
+    """Return the number of stages from a piece's first stage to its completion, at least 1."""
     return max(1, _lag(pieces) * program.round_count - 1)
 
 
@@ -112,7 +112,7 @@ def exchange_program(
 
 @lru_cache(maxsize=4096)
 def _piece_memory(part: DeviceProgram, program: Program, size: int, numbers: Numbers, has_results: bool) -> PieceMemory:
-    """Return the layout: partial result, results (unless the partial result ``has_results`` already), other values."""
+    """Return where the values are: the partial result, then results (none if ``has_results``), then other values."""
     spans = program.spans(size)
     partial, result, header = partial_itemsize(numbers), itemsize(numbers.result), header_nbytes(numbers)
     kept = set() if has_results else {value for value in part.results if value >= 0}

@@ -111,7 +111,7 @@ class OneHostEngine:
         self._small_pieces = ranks > 2 and not overlapping
 
     def compile(self, collective: str, size: int, numbers: Numbers, root: int | None, text: bytes) -> RankExecutable:
-        """Return the executable of a call; callers cache it.
+        """Return the executable of a call, which callers cache.
 
         ``collective`` is the name of a method of ``Communicator``, or "" if the ranks only compare their calls.
         ``text`` describes the call. ``size`` counts the elements of each array.

@@ -147,7 +147,7 @@ def bootstrap(
 
 
 def _require_same_version(versions: dict[int, str]) -> None:
-    """Raise ``MismatchError`` unless all ranks have the same version of crossreduce."""
+    """Raise ``MismatchError`` if the ranks have different versions of crossreduce."""
     ranks_of: dict[str, list[int]] = {}
     for rank, each in versions.items():
         ranks_of.setdefault(each, []).append(rank)
@@ -158,7 +158,7 @@ def _require_same_version(versions: dict[int, str]) -> None:
 
 
 def _identity() -> list[str]:
-    """Return the identifiers that are equal on ranks that may share memory; empty if they cannot be read."""
+    """Return the identifiers that are equal on ranks that may share memory, or none if they cannot be read."""
     try:
         system = [_BOOT.read_text().strip(), str(_NETWORK.stat().st_ino), str(os.getuid())]
     except OSError as error:

@@ -66,7 +66,7 @@ def travelling_itemsize(numbers: Numbers, collective: str) -> int:
 
 
 def header_nbytes(numbers: Numbers) -> int:
-    """Return the bytes of the header of a partial result; only those of exact reductions have one."""
+    """Return the bytes before the elements of a partial result: a header in exact reductions, otherwise none."""
     return HEADER if numbers.exact else 0
 
 

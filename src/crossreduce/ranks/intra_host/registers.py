@@ -138,7 +138,7 @@ class Registers:
             return max((self._value(number, each) for each in accepted), default=None)
 
     def accept(self, number: int, ballot: int, decision: Decision) -> Decision | None:
-        """Return the decision that this host accepted first in a ballot, by default this one, or ``None`` if ruled out.
+        """Accept a decision if this ballot has none yet. Return the ballot's decision, or ``None`` if it is ruled out.
 
         Raises:
           Overtaken: the group is at a later agreement.

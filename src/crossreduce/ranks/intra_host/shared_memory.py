@@ -133,7 +133,7 @@ class RankMemory:
         return int(self.native.address(self.host.index(rank)))
 
     def ops(self, rank: int) -> list[tuple[int, str, float, float | None]]:
-        """Return (number, text, begin, end) of a rank's last calls; times of ``time.monotonic``, no end: ``None``."""
+        """Return (number, text, begin, end) of a rank's last calls. Times are monotonic; the end may be ``None``."""
         return list(self.native.ops(self.host.index(rank)))
 
     def completed(self) -> int:
@@ -265,7 +265,7 @@ class WaitTimer:
         return is_due
 
     def query(self, function: Callable[[], bytes | None], every_s: float = 0.25) -> bytes | None:
-        """Return the result of ``function``, but call it at most once in ``every_s`` seconds; else return ``None``."""
+        """Call ``function`` at most once in ``every_s`` seconds. Return its result, or ``None`` if it is not called."""
         if time.monotonic() < self._queried + every_s:
             return None
         self._queried = time.monotonic()
