@@ -298,9 +298,8 @@ def versions() -> dict[str, str]:
 def _plain(value: Any) -> Any:
     """Return a value for JSON: named tuples become dictionaries, calls lines of text, and tuples lists."""
     if isinstance(value, Op):
-        return (
-            f"{value.sequence} {value.started_s!r} {'-' if value.ended_s is None else repr(value.ended_s)} {value.text}"
-        )
+        ended = "-" if value.ended_s is None else repr(value.ended_s)
+        return f"{value.sequence} {value.started_s!r} {ended} {value.text}"
     if hasattr(value, "_asdict"):
         return {name: _plain(field) for name, field in value._asdict().items()}
     return [_plain(item) for item in value] if isinstance(value, (tuple, list)) else value

@@ -124,10 +124,8 @@ def test_runs_in_one_directory_are_apart(of_two, tmp_path, trace):
     assert any("2 runs" in note for note in report["notes"])
     first = json.loads(trace(tmp_path / "runs", "--json", "--run", "1")[1])
     assert {row["text"] for row in first["rows"]} == {*CALLS}
-    for folder, run, has, valid in (
-        (tmp_path / "runs", 3, "2 runs", "--run 1 to 2"),
-        (of_two, 2, "1 run", "--run 1\n"),
-    ):
+    cases = (tmp_path / "runs", 3, "2 runs", "--run 1 to 2"), (of_two, 2, "1 run", "--run 1\n")
+    for folder, run, has, valid in cases:
         code, _, err = trace(folder, "--run", run)
         assert (code, f"has {has}." in err, valid in err) == (2, True, True)
 
@@ -140,9 +138,8 @@ def test_predictions_are_those_of_the_schedule(of_hosts, tmp_path, trace):
     events = read_events((tmp_path / "out.json").read_text())
     plans = [event for event in events if event.get("cat") == "plan"]
     assert [event["args"]["op"] for event in plans] == [10] * 5  # the call after ``plan_on``, on 5 ranks
-    links, slow = (
-        Topology.full_mesh(["host0/cpu:0", "host1/cpu:0"], gb_per_s=speed, latency_s=1e-5) for speed in (2, 1)
-    )
+    names = ["host0/cpu:0", "host1/cpu:0"]
+    links, slow = (Topology.full_mesh(names, gb_per_s=speed, latency_s=1e-5) for speed in (2, 1))
     schedule = host_schedule(links, ((0, 1, 2), (3, 4)), "all_reduce", 1 << 19, None)
     seconds = simulate(schedule, links, 400_000).seconds
     assert {event["dur"] for event in plans} == {round(seconds * 1e6, 3)}

@@ -48,10 +48,8 @@ class Op(NamedTuple):
 @contextlib.contextmanager
 def limits(piece, small=one_host.SMALL_BYTES, slot=programs.SLOT_BYTES):
     """Set the bytes of a piece, of a small array and of a slot, so that few elements make many pieces."""
-    with (
-        mock.patch.multiple(programs, PIECE_BYTES=piece, SLOT_BYTES=slot),
-        mock.patch.object(one_host, "SMALL_BYTES", small),
-    ):
+    pieces_and_slots = mock.patch.multiple(programs, PIECE_BYTES=piece, SLOT_BYTES=slot)
+    with pieces_and_slots, mock.patch.object(one_host, "SMALL_BYTES", small):
         yield
 
 

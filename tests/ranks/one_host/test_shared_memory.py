@@ -24,9 +24,8 @@ from crossreduce.ranks.intra_host.shared_memory import (
 
 SLOT = 1 << 14
 native = kernels.native()
-pytestmark = pytest.mark.skipif(
-    native is None or not hasattr(os, "memfd_create"), reason="shared memory needs the compiled kernels, and Linux"
-)
+is_supported = native is not None and hasattr(os, "memfd_create")
+pytestmark = pytest.mark.skipif(not is_supported, reason="shared memory needs the compiled kernels, and Linux")
 
 
 def kernel(sources=1, results=1, size=8, dtype="int64"):

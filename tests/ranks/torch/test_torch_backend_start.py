@@ -219,9 +219,8 @@ def test_errors_of_subgroups_have_the_numbers_of_the_world(place):
         begin(rendezvous, place)
         if rendezvous.rank != 1:
             return None
-        with pytest.raises(
-            CollectiveTimeout, match=r"^rank 2 did not reach the rendezvous.*\n.*rank 1 waited"
-        ) as error:
+        text = r"^rank 2 did not reach the rendezvous.*\n.*rank 1 waited"
+        with pytest.raises(CollectiveTimeout, match=text) as error:
             dist.new_group([1, 2], timeout=timedelta(seconds=1))
         return error.value.ranks
 

@@ -78,7 +78,6 @@ del kept
 @pytest.mark.parametrize("state", ["open", "closed"])
 def test_a_group_that_python_releases_last(state):
     """If a group still exists when Python clears its modules, it is released without any output."""
-    ran = subprocess.run(
-        [sys.executable, "-c", ENDS_LAST, state], capture_output=True, text=True, timeout=60, check=False
-    )
+    command = [sys.executable, "-c", ENDS_LAST, state]
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert (ran.returncode, ran.stdout, ran.stderr) == (0, "", "")

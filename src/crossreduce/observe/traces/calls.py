@@ -76,7 +76,7 @@ class TracedCall(NamedTuple):
 
 
 class RankTrace(NamedTuple):
-    """The calls of one rank, and readings of its clocks when its first file began and when its last file ended."""
+    """The calls of one rank, and two readings of its clocks: at the start of the first file, and later."""
 
     facts: Facts
     calls: tuple[TracedCall, ...]

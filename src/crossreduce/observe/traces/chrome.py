@@ -140,10 +140,8 @@ class _EventWriter:
         start = max(begin, min(end, part.end_ns + shift) - 1)
         stop = max(part.end_ns + shift - 1, part.begin_ns + shift, start)
         source, target = rows[part.waited_for]["phases"], rows[rank]["phases"]
-        times = self._us(start), self._us(stop)
-        self.events += source.arrow(
-            "arrives last", "wait", self._arrows, times[0], target, times[1], {"op": call.number}
-        )
+        begin_us, end_us, details = self._us(start), self._us(stop), {"op": call.number}
+        self.events += source.arrow("arrives last", "wait", self._arrows, begin_us, target, end_us, details)
 
 
 def _work(calls: Sequence[TracedCall]) -> list[tuple[int, int]]:

@@ -109,7 +109,7 @@ class Facts(NamedTuple):
 class TraceContent(NamedTuple):
     """The content of a file. ``texts``: the texts of calls. ``notes``: descriptions of what is missing in the file.
 
-    ``records``: buffers of whole records, oldest first. ``clocks``: the first and the last reading.
+    ``records``: buffers of whole records, oldest first. ``clocks``: a reading at the start, and a later one.
     """
 
     facts: Facts

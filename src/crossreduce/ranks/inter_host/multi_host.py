@@ -116,9 +116,8 @@ class MultiHostEngine:
     def compile(self, collective: str, size: int, numbers: Numbers, root: int | None, text: bytes) -> RankExecutable:
         """Return the executable of a call. If ``size`` is 0, no data moves, and the ranks only compare their calls."""
         if size == 0:
-            return RankExecutable(
-                native_program([[]] * 3, *kind_and_bytes(text, collective)), 3, text, _digest(text, "")
-            )
+            program = native_program([[]] * 3, *kind_and_bytes(text, collective))
+            return RankExecutable(program, 3, text, _digest(text, ""))
         nbytes = travelling_itemsize(numbers, collective)
         parts = host_parts(self.hosts, collective, root)
         arrays = sum(len(part.arrays) for part in parts)
@@ -153,9 +152,8 @@ class MultiHostEngine:
         phases, deliveries, folds = self._local_parts(collective, sizes, numbers, root, exchanges, depth)
         stages = pipeline(len(sizes), phases, depth)
         digest = _digest(text, f"{schedule.to_json()} {sizes}")
-        program = native_program(
-            stages, *kind_and_bytes(text, collective, numbers.dtype, size, sum(map(len, self.hosts)))
-        )
+        counted = kind_and_bytes(text, collective, numbers.dtype, size, sum(map(len, self.hosts)))
+        program = native_program(stages, *counted)
         return RankExecutable(program, len(stages), text, digest, tuple(exchanges.values()), deliveries, folds=folds)
 
     def _fitting_size(self, collective: str, numbers: Numbers, root: int | None) -> int:
