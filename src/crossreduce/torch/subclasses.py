@@ -1,8 +1,8 @@
 """Calls with tensors that wrap other tensors, such as ``AsyncCollectiveTensor`` of functional collectives.
 
-Input: a function and its arguments. Output: the results of its calls. A wrapper has no memory of its own. torch's
-dispatcher passes an op to the class of the wrapper. This class calls the op with the wrapped tensors, once or several
-times. So the function is called through an op, ``crossreduce::unwrap``.
+Input: a function and its arguments. Output: the results of its calls. A wrapper has no memory of its own, so the
+function is called through an op, ``crossreduce::unwrap``: torch's dispatcher passes it to the class of the wrapper,
+which calls the op with the wrapped tensors, once or several times.
 """
 
 from __future__ import annotations

@@ -197,7 +197,6 @@ def test_a_rank_that_is_slow_to_write_the_abort_reason():
 
 
 def leaves_after_its_last_call(rendezvous):
-    """Let rank 1 arrive and leave, while rank 0 has a list of missing ranks that still contains rank 1."""
     comm = member(rendezvous)
     summed(comm)
     missing = comm.memory.missing

@@ -64,7 +64,6 @@ def every_collective(rendezvous):
 
 
 def every_collective_without_reading_peers(rendezvous):
-    """Run ``every_collective`` while rank 1 may not read the memory of other processes."""
     can_read_all = mock.Mock(return_value=rendezvous.rank != 1)
     reading = mock.patch.object(shared_memory.RankMemory, "can_read_all", can_read_all)
     with reading, mock.patch.object(one_host, "peer_stages", None):

@@ -90,8 +90,7 @@ class Request(NamedTuple):
 
 
 class Rank(NamedTuple):
-    """A living rank. ``number``: its agreement, or 0 if it has not arrived. ``pending``: for each host the answer that
-    it has not read yet, or ``IDLE``."""
+    """A living rank. ``number``: its agreement, 0 before any. ``pending``: each host's unread answer, or ``IDLE``."""
 
     number: int
     round: int
@@ -100,8 +99,8 @@ class Rank(NamedTuple):
 
 
 class State(NamedTuple):
-    """A state. ``memories``, ``requests``: numbers of the hosts' memories, and a bit set of numbers of requests, in the
-    tables of ``Model``. ``ranks``: ``None`` if ended. ``ballots``, ``crashes``: how many may still occur."""
+    """A state. ``memories``: numbers in ``Model``'s table. ``requests``: a bit set of such numbers. ``ranks``: ``None``
+    if a rank has ended. ``ballots``, ``crashes``: how many may still occur."""
 
     memories: tuple[int, ...]
     ranks: tuple[Rank | None, ...]

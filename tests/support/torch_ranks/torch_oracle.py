@@ -99,8 +99,7 @@ class Checks(list):
 def run(rendezvous, checks, folder):
     """Run checks in a group of all ranks. Then make, use and destroy groups three times.
 
-    Return the errors of failed checks, the digests, and three counts after each of these times: of Python threads, of
-    threads, and of descriptors.
+    Return the errors of failed checks, the digests, and after each time [Python threads, threads, descriptors].
     """
     torch.set_num_threads(1)  # a forked process has no other threads of torch's pool
     warnings.simplefilter("ignore")  # torch's warnings about functions that have newer names
