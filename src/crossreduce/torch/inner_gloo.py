@@ -48,6 +48,7 @@ class InnerGloo:
                 time.sleep(0)  # lets gloo's thread use the interpreter
 
     def _reduce_in_gloo(self, collective: str, root: int | None, function: Any, tensor: Any, options: Any) -> None:
+        """Replace a dense or sparse tensor by its reduction, which ``function`` of gloo executes."""
         dense = tensor.layout is torch.strided
         plain = readable(tensor) if dense else tensor
         detached = plain.detach()  # _run_in_gloo counts references, and other code may refer to the tensor itself
@@ -61,6 +62,7 @@ class InnerGloo:
                 tensor.copy_(detached)
 
     def _options(self, kind: Any, **fields: Any) -> Any:
+        """Return options of gloo of the class ``kind``, with a timeout and these fields."""
         options = kind()
         options.timeout = timedelta(seconds=self._communicator.timeout_s + _GLOO_WAITS_S)
         for name, value in fields.items():

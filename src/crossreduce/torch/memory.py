@@ -151,7 +151,6 @@ def _as_arrays(tensors: Sequence[Any]) -> list[Any]:
         starts.sort()
         while starts:
             step = starts[1] - starts[0] if len(starts) > 1 else 0
-            # The first ``count`` tensors are at equal distances.
             count = next((k for k, start in enumerate(starts) if start != starts[0] + k * step), len(starts))
             steps = (step, *(stride * itemsize for stride in strides))
             kept = slice(1 if count == 1 else 0, None)  # no dimension more than needed: NumPy and torch support 64

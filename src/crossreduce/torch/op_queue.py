@@ -280,6 +280,7 @@ class OpQueue:
         return Finished(tensors)
 
     def _put(self, function: Callable[[], None], tensors: Sequence[Any]) -> Queued:
+        """Put an op into the queue, start the queue's thread if there is none, and return the op's work."""
         work = Queued(function, tensors, self)
         with self._lock:
             self.require_open()

@@ -114,7 +114,6 @@ def test_a_rank_that_drops_its_group_leaves_it():
 
 
 def short_of_addresses(rendezvous):
-    """Make a group while rank 1 can map only 4 MiB more. Return the error, and whether resources were released."""
     before = Resources()
     if rendezvous.rank == 1:
         pages = int(Path("/proc/self/statm").read_text().split()[0])

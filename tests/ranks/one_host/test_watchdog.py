@@ -26,7 +26,6 @@ class Checker:
             raise ZeroDivisionError
 
     def next_check(self):
-        """Wait until the thread makes a check."""
         self.checked.clear()
         assert self.checked.wait(10)
 

@@ -40,7 +40,6 @@ def test_ranks_that_import_only_torch_find_the_backend(tmp_path):
     command = [sys.executable, "setup.py", "-q", "egg_info", "--egg-base", tmp_path]
     subprocess.run(command, cwd=ROOT, check=True, timeout=100, capture_output=True)
     path = os.pathsep.join([str(tmp_path), str(Path(crossreduce.__file__).parents[1])])
-    # With "0" torch does not load backends, so that the rank can check which modules this imports.
-    variables = [{"PYTHONPATH": path, "TORCH_DEVICE_BACKEND_AUTOLOAD": switch} for switch in "01"]
+    variables = [{"PYTHONPATH": path, "TORCH_DEVICE_BACKEND_AUTOLOAD": switch} for switch in "01"]  # off, on
     ranks = torch_running.start(["-c", RANK, tmp_path / "store"], 2, variables.__getitem__)
     assert torch_running.finish(ranks, 100) == [(0, "3.0\n")] * 2

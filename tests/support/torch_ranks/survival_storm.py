@@ -41,12 +41,11 @@ class Process:
     """A process of the storm. ``kind``: the class of its group, in ``kinds_of_groups``. ``case``: see the storms."""
 
     def __init__(self, number, kind, case, shared):
-        self.kind, self.group = kind, None
-        self.number, self.case, self.shared = number, case, shared
+        self.number, self.kind, self.case, self.shared, self.group = number, kind, case, shared, None
         self.folder = Path(case["folder"])
         self.step_number = self.total = 0
-        self.known = number < case["size"]  # whether this process knows the state; processes that join do not
-        self.ends = False  # whether the last step has run
+        # Whether this process knows the state (processes that join do not), and whether the last step has run.
+        self.known, self.ends = number < case["size"], False
         self.synchronise = False
         self.records = []
         self.failures = [each for each in case["failures"] if each["who"] == number]

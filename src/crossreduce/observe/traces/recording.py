@@ -138,6 +138,7 @@ def _change(group: TracedGroup, settings: _Settings | None) -> None:
 
 
 def _open(group: TracedGroup, settings: _Settings) -> None:
+    """Begin a file for a group. If that fails, log a warning."""
     rank = group.global_ranks[group.rank]
     own = group.peers[group.rank]
     hosts = tuple(tuple(group.global_ranks[each] for each in host) for host in group.hosts)
@@ -192,6 +193,7 @@ def _from_environment() -> _Settings | None:
 
 
 def _limit(nbytes: int | str) -> int:
+    """Return the limit of a file in bytes. Raise ``ArgumentError`` if it is invalid."""
     if isinstance(nbytes, str):
         if len(nbytes) > _MOST_TEXT:  # ``int`` fails for several thousand digits
             raise ArgumentError.of("nbytes is too long.", f"{len(nbytes)} characters", '"64M"')

@@ -76,6 +76,7 @@ class ExactExchange(Exchange):
                     del self._overflow[key]
 
     def _finish(self, piece: int, r: int) -> None:
+        """Wait for each block of round ``r`` of a piece, receive its overflow terms, and combine the values."""
         received = self._receives[piece, r]
         for value, host in self._program.part.stages[r].receives:
             if not self._program.pieces[piece].places[value][1]:
@@ -100,6 +101,7 @@ class ExactExchange(Exchange):
             wait_for(pending, rank, self._timeout_s)
 
     def _combine(self, piece: int, combination: Combination) -> None:
+        """Add the operands' partial sums. If the result is final, round it, otherwise store its overflow terms."""
         result, operands, final = combination
         blocks = [self._block(piece, value) for value in operands]
         overflow = b"".join(self._overflow.get((piece, value), b"") for value in operands)

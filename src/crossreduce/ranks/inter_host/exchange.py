@@ -233,6 +233,7 @@ class Exchange:
                 self._combine(piece, combination)
 
     def _combine(self, piece: int, combination: Combination) -> None:
+        """Combine values in the memory of a piece. Only a final result is divided and rounded to the result's dtype."""
         result, operands, final = combination
         base, places = self._places(piece)
         numbers = self._program.numbers._replace(dtype=self._program.numbers.accumulator)

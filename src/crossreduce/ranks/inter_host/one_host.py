@@ -32,8 +32,7 @@ SMALL_BYTES: Final = 1 << 13
 SMALL_BYTES_OF_2_RANKS: Final = 1 << 15
 """Up to this many bytes, each rank that needs the result of an all-reduce or reduce reduces everything itself.
 
-Measured, as the time over that with one share per rank: 2 ranks 0.83 for 16 and 32 KiB, 1.0 from 64 KiB on; 4 ranks
-1.05 for 8 KiB."""
+Measured, relative to one share per rank: 2 ranks 0.83 for 16 and 32 KiB, 1.0 from 64 KiB on; 4 ranks 1.05 for 8 KiB."""
 
 BLOCKING_PIECE_BYTES: Final = {"all_reduce": 1 << 17, "reduce": 1 << 17, "reduce_scatter": 1 << 17}
 COPIED_PIECE_BYTES: Final = 1 << 18

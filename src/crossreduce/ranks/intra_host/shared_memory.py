@@ -1,8 +1,7 @@
 """``RankMemory``: the memory that the ranks of one host share, with barriers, liveness and the abort reason.
 
 Input: a file descriptor of the memory, which all of these ranks have, and compiled rank programs. Output: executed
-programs, or the outcome (see ``DONE``) that ended a call early. The kernels move the data. For waits see
-``stage_runner``.
+programs, or the outcome (see ``DONE``) that ended a call early. The kernels move the data; ``stage_runner`` waits.
 
 Each rank holds a record lock on its own byte of the memory's file. The operating system releases the lock when the
 process ends for any reason, so other ranks can detect this.
