@@ -315,7 +315,7 @@ class Group(dist.ProcessGroup):  # type: ignore[misc]
         nbytes, other = buffer.nbytes, ANY_RANK if peer is None else peer
         if sends:
             number, finish = messages.send(buffer, buffer.data_ptr(), nbytes, other, tag), None
-            if not number:  # it is complete
+            if not number:  # the message is complete
                 return Finished(buffers)
         else:
             number = messages.receive(buffer, buffer.data_ptr(), nbytes, other, tag)

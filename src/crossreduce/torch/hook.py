@@ -77,7 +77,7 @@ class HookState:
 
         def function() -> None:
             value = tensor()
-            tensors.append(value[0] if isinstance(value, (list, tuple)) else value)  # some hooks return a list of one
+            tensors.append(value[0] if isinstance(value, (list, tuple)) else value)  # some hooks return a list with it
             if not tensors[0].is_cpu:
                 problem = "this hook reduces only gradients in host memory."
                 remedy = "DDP's own reduction, through NCCL, for gradients on GPUs"

@@ -43,7 +43,7 @@ class HostMessage(Finished):
             limit_s = timeout.total_seconds() if timeout else 0.0
             self._advance(limit_s if limit_s > 0 else self._settings._timeout.total_seconds())
         if self._error is not None:
-            raise copy.copy(self._error)  # else a cycle: a raised error refers to its frames, and they to this work
+            raise copy.copy(self._error)  # a copy avoids a cycle: raised errors refer to frames, and these to this work
         return True
 
     def is_completed(self) -> bool:

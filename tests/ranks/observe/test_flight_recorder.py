@@ -186,7 +186,7 @@ def test_a_broken_file_is_a_problem(dump_directory):
     ("now_s", None), pytest.param("now_s", 10**400, id="now_s-huge"), ("now_s", math.nan), ("now_s", -math.inf),
 ])  # fmt: skip
 def test_a_malformed_field_is_a_problem(dump_directory, field, value):
-    """Any malformed field of a file is reported as one problem; no exception is raised."""
+    """A malformed field of a file is reported as one problem, and no exception is raised."""
     path = flight_recorder.write(new_dump(0, history(0, 1)))
     path.write_text(json.dumps(json.loads(path.read_text()) | {field: value}))
     dumps, (problem,) = flight_recorder.read(dump_directory)

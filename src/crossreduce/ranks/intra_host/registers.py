@@ -24,7 +24,7 @@ from typing import Any, Final, NamedTuple
 
 from ... import kernels
 
-ROUNDS: Final = 16  # of an agreement; in each round every host has one ballot
+ROUNDS: Final = 16  # the most rounds of an agreement; in each round every host has one ballot
 _RING: Final = 4  # agreements in memory at the same time; a rank that arrives at number k has left all earlier ones
 _UNSET, _NOTHING, _ACCEPTED = range(3)  # the states of a register
 _STATE_BITS, _PLACE_BITS = 2, 22  # a register's word: number of the agreement, place of the rank with the value, state

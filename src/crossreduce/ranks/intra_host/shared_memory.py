@@ -218,7 +218,7 @@ class RankMemory:
 
     def __del__(self) -> None:
         """Close the descriptor. The native object unmaps the memory, except in a forked process."""
-        if getattr(self, "fd", -1) >= 0 and os is not None:  # Python sets it to None when it ends
+        if getattr(self, "fd", -1) >= 0 and os is not None:  # Python sets ``os`` to None when it ends
             os.close(self.fd)
 
 
