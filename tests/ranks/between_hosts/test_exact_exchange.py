@@ -91,5 +91,5 @@ def test_an_impossible_number_of_further_terms_is_refused(count):
         return post(key, kind, address, nbytes)
 
     shared.post = corrupting
-    with pytest.raises(PeerDisconnected, match="further terms of 10 partial sums of 4 ranks"):
+    with pytest.raises(PeerDisconnected, match="overflow terms for 10 partial sums of 4 ranks"):
         exchange(planned("direct", names, names), terms, "float32", ReduceOp.SUM, (20, 20), shared)

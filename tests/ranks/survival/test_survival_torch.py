@@ -185,7 +185,7 @@ def subgroups(*_):
     made = crossreduce.torch.shrink()
     assert made is dist.group.WORLD
     assert made.reformed == ((0, 2), 1)  # the ranks that are left, and the first all-reduce
-    advice = "make it again: shrink, grow and destroy_process_group end all earlier groups"
+    advice = "create the group again: shrink, grow and destroy_process_group end all earlier groups"
     for group in (pair, world):
         raises(ValueError, advice, dist.all_reduce, x, group=group)  # torch's own error, which shows the group
         raises(ContextError, advice, group.allreduce, [x])
