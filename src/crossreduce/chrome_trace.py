@@ -25,11 +25,11 @@ class TraceRow(NamedTuple):
     tid: int
 
     def process_names(self, name: str) -> list[Event]:
-        """Return the events that name the row's process, and sort it by its number."""
+        """Return the events that name the row's process and place it, by its number, among the processes."""
         return self._names("process", name, self.pid)
 
     def thread_names(self, name: str, position: int) -> list[Event]:
-        """Return the events that name the row, and place it at a position among the rows of its process."""
+        """Return the events that name the row and set its position among the rows of its process."""
         return self._names("thread", name, position)
 
     def slice(
@@ -75,6 +75,6 @@ class TraceRow(NamedTuple):
 
 
 def trace_json(events: Iterable[Event], other: dict[str, Any]) -> str:
-    """Return the text of a file with the events; ``other`` is data that a viewer shows about the whole trace."""
+    """Return the text of a trace file with the events. ``other`` is data about the whole trace, which viewers show."""
     content = {"traceEvents": list(events), "displayTimeUnit": "ns", "otherData": other}
     return json.dumps(content, separators=(",", ":"))

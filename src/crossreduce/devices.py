@@ -73,7 +73,7 @@ def _parse(name: str) -> Device:
     if place is None or place[1].lower() not in KINDS:
         raise _unreadable(name)
     prefix = parts[:-1]
-    if prefix and prefix[0] == "":
+    if prefix and prefix[0] == "":  # the name begins with "/", as TensorFlow's names do
         host = _tensorflow_host(name, prefix[1:])
     elif not prefix:
         host = ""
@@ -94,7 +94,7 @@ def canonical(name: str) -> str:
 
 
 def _tensorflow_host(name: str, parts: list[str]) -> str:
-    """Return the host of TensorFlow's fields, such as "job:worker" and "task:1"; ``name`` is for errors."""
+    """Return the host that fields of TensorFlow name: "job:worker", "task:1" are "worker-1". Errors show ``name``."""
     fields: dict[str, str] = {}
     for part in parts:
         key, colon, value = part.partition(":")

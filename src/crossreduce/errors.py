@@ -4,14 +4,14 @@
     ├── ArgumentError      (ValueError)   an argument is invalid: a value, a name, a count, a destination
     │   ├── AxisError      (NameError)    a JAX program has no axis with this name
     │   ├── DeviceError                   a device's name cannot be parsed, or the device does not exist here
-    │   └── MismatchError                 arrays, trees, or calls of replicas or ranks, are not alike
+    │   └── MismatchError                 arrays, trees, or calls of replicas or ranks differ, but must be equal
     ├── UnsupportedError   (TypeError)    an operation is not defined for this kind of argument
     ├── PlanError          (ValueError)   a schedule, its simulation or its export is not possible
     ├── ScheduleError      (ValueError)   a schedule does not compute its collective, or is malformed
     ├── ContextError       (RuntimeError) a call in the wrong replica context, thread or process, or of a closed group
     ├── StalledError       (TimeoutError) replicas waited too long for other replicas
-    ├── CollectiveTimeout  (TimeoutError, RuntimeError) ranks waited too long for other ranks; .ranks: which
-    ├── PeerLostError      (ConnectionError, RuntimeError) ranks died, left or were interrupted; .ranks: which
+    ├── CollectiveTimeout  (TimeoutError, RuntimeError) ranks waited too long for other ranks, listed in .ranks
+    ├── PeerLostError      (ConnectionError, RuntimeError) ranks, listed in .ranks, died, left or were interrupted
     ├── ExcludedError      (RuntimeError) the other ranks of a group have continued, or may continue, without this one
     ├── DriverError        (RuntimeError) a call of the CUDA driver failed; .call, .device, .code
     └── BackendError       (ImportError)  a framework, library or feature that does not exist here
@@ -38,7 +38,7 @@ class ReductionError(Exception):
         return cls(message(problem, given, remedy))
 
     def prefix(self, where: str, pair: int | None = None) -> None:
-        """Store the pair, and write ``where`` in front of the text; the prefix of an earlier pair is removed."""
+        """Put ``where`` in front of the text, in place of the prefix of an earlier pair, and store ``pair``."""
         text = str(self).removeprefix(f"pair {self.pair}: ")
         self.args = (f"{where}: {text}" if where else text,)
         self.pair = pair
@@ -97,11 +97,14 @@ class _RanksError(ReductionError, RuntimeError):  # torch's backends raise Runti
 
 
 class CollectiveTimeout(_RanksError, TimeoutError):  # noqa: N818 - a timeout is an error
-    """``ranks``, if known, were late. The group cannot be used any more, except after torch's ``wait(timeout)``."""
+    """Ranks waited too long for those in ``ranks``, which is empty if they are unknown.
+
+    The group cannot be used any more, except after torch's ``wait(timeout)``.
+    """
 
 
 class PeerLostError(_RanksError, ConnectionError):
-    """``ranks`` died, left or were interrupted while others needed them; their group cannot be used any more."""
+    """The ranks in ``ranks`` died, left or were interrupted while others needed them. The group is no longer usable."""
 
 
 class ExcludedError(ReductionError, RuntimeError):
@@ -125,11 +128,12 @@ class BackendError(ReductionError, ImportError):
 
 
 def encoded(error: ReductionError, limit: int = 2040) -> bytes:
-    """Return an error as at most ``limit`` bytes for other processes; long texts and lists of ranks are cut.
+    """Return an error as at most ``limit`` bytes for other processes. Long texts and lists of ranks are cut.
 
     >>> decoded(encoded(PeerLostError("rank 3 died.", [3])))
     PeerLostError('rank 3 died.')
     """
+    # ``decoded`` knows only classes of this module, so another class is replaced by its base class here.
     kind = next(kind.__name__ for kind in type(error).__mro__ if kind.__module__ == __name__)
     ranks, text = list(getattr(error, "ranks", ())), str(error)
     while len(data := json.dumps([kind, ranks, text]).encode()) > limit:
@@ -161,7 +165,7 @@ def message(problem: str, given: str = "", remedy: str = "") -> str:
 
 
 def rank_list(ranks: Iterable[int]) -> str:
-    """Return ranks as text; three or more consecutive ranks become a range.
+    """Return ranks as text. Three or more consecutive ranks become a range, and a long list is cut.
 
     >>> rank_list([2]), rank_list([6, 0, 1, 2, 3]), rank_list([0, 1])
     ('rank 2', 'ranks 0-3, 6', 'ranks 0, 1')

@@ -16,7 +16,7 @@ from .ranks.transports.mpi import MpiRendezvous, MpiTransport
 
 
 def join(comm: Any = None, *, timeout_s: float = 300.0, name: str = "world") -> MpiGroup:
-    """Make a group of all ranks of an MPI communicator. All of them call it.
+    """Make a group of all ranks of an MPI communicator. All of them must call this function.
 
     Args:
       comm: mpi4py's communicator, by default ``COMM_WORLD``. It is duplicated, so other messages do not interfere.
@@ -56,8 +56,8 @@ class MpiGroup(ArrayGroup):
     """The ranks of an MPI communicator that joined. For the collectives see ``crossreduce.processes.RankGroup``.
 
     All ranks make the same calls in the same order; each call returns with this rank's result. ``with`` or ``close``
-    leaves the group. It has no ``shrink``: when a process dies, MPI ends all processes of the job, or no call of MPI is
-    defined any more. Ranks that must continue without others use ``crossreduce.processes``.
+    leaves the group. It has no ``shrink``: when a process dies, MPI ends all processes of the job, or leaves all later
+    calls of MPI undefined. Ranks that must continue without others use ``crossreduce.processes``.
 
     ``rank`` is this process's number, from 0; ``size`` is the number of ranks; ``hosts`` has the ranks of each host,
     which share memory.

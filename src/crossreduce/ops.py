@@ -61,8 +61,8 @@ class Numbers(NamedTuple):
     dtype: str  # of the components
     accumulator: str  # the dtype of partial results
     result: str  # the dtype of the result
-    divisor: int  # of a mean, else 1
-    exact: bool = False  # whether the result is the real sum or mean, rounded once; then the accumulator is not used
+    divisor: int  # the number of components for a mean, otherwise 1
+    exact: bool = False  # whether the result is the real sum or mean, rounded once, without using the accumulator
 
     def exactly(self) -> Numbers:
         """Return the same reduction with ``exact=True``.
@@ -75,9 +75,10 @@ class Numbers(NamedTuple):
         """
         given = f"op {self.op.value}, dtype {self.dtype}, exact=True"
         if self.dtype in INTEGERS and self.op is ReduceOp.MEAN:
-            bits = int(self.dtype.lstrip("uint")) + (self.divisor - 1).bit_length()
+            bits = int(self.dtype.lstrip("uint")) + (self.divisor - 1).bit_length()  # of the largest sum
             if bits > _MANTISSA_BITS[self.accumulator]:
-                problem = f"the mean of {self.divisor} {self.dtype} is not exact: it accumulates in {self.accumulator}."
+                values = f"{self.divisor} {self.dtype} values"
+                problem = f"the mean of {values} is not exact, because it accumulates in {self.accumulator}."
                 raise UnsupportedError.of(problem, given, "the sum, divided by the caller; or exact=False")
         if self.dtype not in FLOATS | COMPLEX or self.op in (ReduceOp.MIN, ReduceOp.MAX):
             return self
@@ -92,7 +93,7 @@ KERNEL_OPS: Final = {
     for op in ReduceOp
     for exact in (False, True)
 }
-"""The kernels' name of an op, by the op and whether it is exact. A mean is a sum that is divided at the end."""
+"""For each op, and whether it is exact, its name in the kernels. A mean is a sum that is divided at the end."""
 
 ELEMENTWISE: Final = {
     ReduceOp.SUM: "add",
@@ -111,7 +112,7 @@ ALONG_AXIS: Final = {"add": "sum", "minimum": "amin", "maximum": "amax", "multip
 
 
 def copy_numbers(dtype: str) -> Numbers:
-    """Return the ``Numbers`` of a copy."""
+    """Return the ``Numbers`` of a copy, which is the sum of one component."""
     return Numbers(ReduceOp.SUM, dtype, dtype, dtype, 1)
 
 
@@ -123,7 +124,7 @@ def require_dtype(dtype: str) -> None:
 
 
 class _Accumulators(dict[tuple[ReduceOp, str], str]):
-    """The values of ``ACCUMULATORS``. A missing pair raises an error that states why it is not defined."""
+    """The class of ``ACCUMULATORS``. A missing pair raises an error that states why it is not defined."""
 
     def __missing__(self, key: tuple[ReduceOp, str]) -> str:
         op, dtype = key

@@ -18,7 +18,7 @@ ALGORITHMS: Final = NAMES
 
 
 def count(name: str, value: object, remedy: str) -> int:
-    """Return ``value`` as a non-negative int, or raise an ``ArgumentError`` with the name of the argument."""
+    """Return ``value`` as a non-negative int, or raise an ``ArgumentError``. ``name`` is the argument's name."""
     try:
         number = operator.index(value)  # type: ignore[arg-type]
     except TypeError:
@@ -42,8 +42,8 @@ class CommunicationOptions:
     Args:
       bytes_per_pack: the largest size of a pack, in bytes of one replica. Tensors are joined and cut into such packs.
         With 0, the ``num_packs`` of the op applies instead.
-      timeout_seconds: the longest time that replicas of a ``MirroredStrategy`` wait for each other. The default is 600
-        s for ``run``, and the timeout of ``run`` for a call inside it. Other reductions do not use it.
+      timeout_seconds: the longest time that replicas of a ``MirroredStrategy`` wait for each other. ``run`` has 600 s
+        by default, and calls inside ``run`` have its timeout. Other reductions do not use this option.
       implementation: the algorithm for ops with the algorithm "auto" or "nccl"; other ops ignore it.
       exact: whether sums and means of floats are correctly rounded: the result is the real sum or mean of the
         components, rounded once, to nearest even. It is the same for every order of the replicas, algorithm, packing
@@ -77,7 +77,7 @@ class CommunicationOptions:
 
 @dataclass(frozen=True)
 class CollectiveHints(CommunicationOptions):
-    """The older form of ``CommunicationOptions``, without its last two fields. It is accepted everywhere instead of it.
+    """The older form of ``CommunicationOptions``, without the last two fields. All calls accept both classes.
 
     >>> CollectiveHints(bytes_per_pack=1024)
     CollectiveHints(bytes_per_pack=1024, timeout_seconds=None)

@@ -35,8 +35,8 @@ class Packing(NamedTuple):
 
     num_packs: int = 0
     bytes_per_pack: int = 0
-    small_bytes: int = 0
-    small_group: int = 0
+    small_bytes: int = 0  # agg_small_grads_max_bytes
+    small_group: int = 0  # agg_small_grads_max_group
 
 
 class Span(NamedTuple):
@@ -52,7 +52,7 @@ class Buffer(NamedTuple):
     """A flat buffer of one dtype. A tensor whose shape tracing leaves unknown has its own buffer, which is not cut."""
 
     dtype: str
-    size: int | None  # in elements; None: unknown while tracing
+    size: int | None  # in elements, or None if it is unknown while tracing
     spans: tuple[Span, ...]
     packs: int  # the number of packs that the buffer is cut into
     first: int  # the replica that is the root of the first pack; the next packs have the next replicas
@@ -72,7 +72,7 @@ def itemsize(dtype: str) -> int:
 
 @lru_cache(maxsize=1024)
 def layout(specs: tuple[TensorSpec, ...], packing: Packing) -> tuple[Buffer, ...]:
-    """Return the buffers of a batch; each tensor is in exactly one.
+    """Return the buffers of a batch. Each tensor is in exactly one of them.
 
     Raises:
       ArgumentError: more than ``MOST_PACKS`` packs would result.
@@ -91,11 +91,11 @@ def layout(specs: tuple[TensorSpec, ...], packing: Packing) -> tuple[Buffer, ...
 
 @lru_cache(maxsize=4096)
 def cuts(spans: tuple[Span, ...], bounds: tuple[tuple[int, int], ...]) -> tuple[Cut, ...]:
-    """Return how to assemble each tensor of a buffer from the buffer's parts.
+    """Return how to assemble each tensor of a buffer from consecutive parts of the buffer.
 
     Args:
       spans: the tensors of one buffer.
-      bounds: the elements ``(start, stop)`` of the buffer that each part contains, in order.
+      bounds: for each part, the range of elements ``(start, stop)`` of the buffer that it contains.
     Returns:
       For each tensor its shape and its pieces ``(part, start, stop)``, in elements of the part. An empty tensor is an
       empty piece of the first part.
@@ -108,7 +108,7 @@ def cuts(spans: tuple[Span, ...], bounds: tuple[tuple[int, int], ...]) -> tuple[
     for span in spans:
         stop = span.start + span.size
         pieces = []
-        part = bisect_right(ends, span.start)
+        part = bisect_right(ends, span.start)  # the first part that ends after the start of the tensor
         while part < len(bounds) and bounds[part][0] < stop:
             low, high = bounds[part]
             if low < high:
@@ -155,7 +155,7 @@ def _buffer(specs: tuple[TensorSpec, ...], tensors: list[int], packing: Packing,
     packs = packing.num_packs
     if packing.bytes_per_pack:
         fitting = max(1, packing.bytes_per_pack // itemsize(dtype))
-        packs = max(packs, -(-start // fitting))
+        packs = max(packs, -(-start // fitting))  # rounded up
     packs = max(1, min(packs, start))
     if packs > MOST_PACKS:
         problem = f"{start} elements of {dtype} would be cut into {packs} packs; {MOST_PACKS} is the most."

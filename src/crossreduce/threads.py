@@ -7,7 +7,7 @@ import threading
 
 
 def start_thread(thread: threading.Thread) -> None:
-    """Start a thread; if a signal handler raises an exception meanwhile, such as ``KeyboardInterrupt``, raise it.
+    """Start a thread. If a signal handler raises meanwhile, for example ``KeyboardInterrupt``, raise that exception.
 
     ``Thread.start`` waits for a condition. If a handler raises while the condition has released its lock, Python raises
     "RuntimeError: release unlocked lock" in its place, with the handler's exception as context. In both cases the
@@ -16,7 +16,7 @@ def start_thread(thread: threading.Thread) -> None:
     Raises:
       RuntimeError: the system cannot start the thread.
     """
-    handled = sys.exception()
+    handled = sys.exception()  # of the caller; it would also be the context of an error that is raised here
     interrupt: BaseException | None = None
     try:
         thread.start()

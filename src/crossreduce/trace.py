@@ -18,7 +18,7 @@ __all__ = ["recording", "start", "stop"]
 
 @contextmanager
 def recording(directory: str | os.PathLike[str], nbytes: int | str = DEFAULT_NBYTES) -> Iterator[None]:
-    """Record the collectives of the enclosed code; for the arguments and errors see ``start``."""
+    """Record the collectives of the enclosed code. For the arguments and errors see ``start``."""
     start(directory, nbytes)
     try:
         yield

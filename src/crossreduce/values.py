@@ -48,22 +48,23 @@ class IndexedSlices:
     @unconverted
     def __init__(self, values: Any, indices: Any, dense_shape: Iterable[int] | None = None) -> None:
         self.values = _array(values)
+        # NumPy would make an empty list an array of float64.
         self.indices = _array(indices, "int64" if isinstance(indices, (list, tuple)) and not indices else None)
         self.dense_shape = None if dense_shape is None else _shape(dense_shape)
-        rows, count = tuple(self.values.shape), tuple(self.indices.shape)
-        if len(rows) < 1 or len(count) != 1 or (None not in (rows[0], count[0]) and rows[0] != count[0]):
+        sizes, count = tuple(self.values.shape), tuple(self.indices.shape)  # a size is None if tracing does not know it
+        if len(sizes) < 1 or len(count) != 1 or (None not in (sizes[0], count[0]) and sizes[0] != count[0]):
             problem = "IndexedSlices must have one index per slice."
-            given = f"values of shape {rows}, indices of shape {count}"
+            given = f"values of shape {sizes}, indices of shape {count}"
             raise ArgumentError.of(problem, given, "values of shape (k, ...) and indices of shape (k,)")
         if "int" not in str(self.indices.dtype):
-            raise ArgumentError.of(
-                "the indices of slices must be integers.", describe(self.indices), "int64 or int32 indices"
-            )
+            problem = "the indices of slices must be integers."
+            raise ArgumentError.of(problem, describe(self.indices), "int64 or int32 indices")
         shape = self.dense_shape
-        if shape is not None and (len(shape) != len(rows) or shape[1:] != rows[1:]) and None not in rows[1:]:
+        if shape is not None and (len(shape) != len(sizes) or shape[1:] != sizes[1:]) and None not in sizes[1:]:
             problem = "dense_shape does not agree with the slices."
-            given = f"values of shape {rows}, dense_shape {shape}"
-            raise ArgumentError.of(problem, given, f"(rows, {', '.join(map(str, rows[1:]))})".replace(", )", ",)"))
+            given = f"values of shape {sizes}, dense_shape {shape}"
+            wanted = ", ".join(["rows", *map(str, sizes[1:])]) + "," * (len(sizes) == 1)
+            raise ArgumentError.of(problem, given, f"({wanted})")
 
     @property
     def device(self) -> Any:
@@ -88,9 +89,8 @@ class DistributedValues:
     def __init__(self, values: Iterable[Any], devices: Iterable[str] | None = None) -> None:
         kind = type(self).__name__
         if isinstance(values, (str, bytes, dict)) or hasattr(values, "shape") or not isinstance(values, Iterable):
-            raise ArgumentError.of(
-                f"{kind} requires a list of one array per replica.", shown(values), f"{kind}([a, b, ...])"
-            )
+            problem = f"{kind} requires a list of one array per replica."
+            raise ArgumentError.of(problem, shown(values), f"{kind}([a, b, ...])")
         self._values = tuple(values)
         for number, value in enumerate(self._values):
             if value is None or isinstance(value, (list, tuple, dict, set, str, bytes, DistributedValues)):
@@ -109,7 +109,7 @@ class DistributedValues:
 
     @classmethod
     def on(cls, values: tuple[Any, ...], devices: tuple[str, ...]) -> Self:
-        """Return a distributed value without checking its parts."""
+        """Return a distributed value. Its components and canonical device names are not checked."""
         value = cls.__new__(cls)
         value._values = values
         value._devices = devices
@@ -221,9 +221,8 @@ def locate(array: object) -> str | None:
         return f"{getattr(device, 'platform', 'cuda')}:{device.id}"
     if hasattr(device, "device_set"):
         problem = "a replica's array must be on one device, and this one is spread over several."
-        raise DeviceError.of(
-            problem, shown(device), "[shard.data for shard in x.addressable_shards], one component per replica"
-        )
+        remedy = "[shard.data for shard in x.addressable_shards], one component per replica"
+        raise DeviceError.of(problem, shown(device), remedy)
     return str(device) or None
 
 
@@ -234,7 +233,7 @@ def host_devices(n: int) -> tuple[str, ...]:
 
 
 def default_devices(places: list[str | None]) -> tuple[str, ...]:
-    """Return a different device name for each of several arrays, given the device that each array reports.
+    """Return a different device name for each array. ``places`` has the device that each array reports.
 
     Array number k is on ``cpu:k`` if it reports host memory (``"cpu"``). Arrays on the same accelerator get different
     logical devices on it, so that one GPU can emulate several. An array without a device counts as on ``cpu:0``.
@@ -275,7 +274,7 @@ def _shape(sizes: Iterable[int]) -> tuple[int, ...]:
     try:
         shape = tuple(operator.index(size) for size in sizes)
     except TypeError:
-        shape = (-1,)
+        shape = (-1,)  # refused below
     if min(shape, default=0) < 0:
         problem = "dense_shape must be a tuple of whole numbers, each 0 or more."
         raise ArgumentError.of(problem, shown(sizes), "a tuple such as (5, 2)")
@@ -283,6 +282,7 @@ def _shape(sizes: Iterable[int]) -> tuple[int, ...]:
 
 
 def _array(value: Any, dtype: str | None = None) -> Any:
+    """Return an array unchanged, and a list or number as a NumPy array of ``dtype``."""
     if hasattr(value, "shape"):
         return value
     import numpy  # only lists need NumPy, so it is imported here

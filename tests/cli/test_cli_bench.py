@@ -190,7 +190,7 @@ def test_what_cannot_be_exact_is_rejected_before_anything_is_measured(bench):
     on_gpus = "exact sums are computed only in host memory.\n  given: --exact on cuda:0, cuda:1"
     for line, words in {
         "-o prod": "a product cannot be exact",
-        "-o avg -d int64": "the mean of 8 int64 is not exact",
+        "-o avg -d int64": "the mean of 8 int64 values is not exact",
         "--collective broadcast": "--exact cannot be used with broadcast, which adds nothing: omit --exact.",
         "--framework torch -g cuda:0-1": on_gpus,
         "--against numpy -o prod": "a product cannot be exact",

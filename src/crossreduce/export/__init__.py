@@ -1,7 +1,7 @@
 """Exporters: plans in the formats of other tools.
 
-``EXPORTERS`` is the registry of formats; ``crossreduce export`` offers exactly these. A new exporter is a
-file in this folder and one line here. ``pictures.py`` is not in the registry, since it writes its files itself.
+``EXPORTERS`` is the registry of formats, and ``crossreduce export`` offers exactly these. A new exporter is a file in
+``formats/`` and one line here. ``pictures/`` and ``explorer/`` are not in the registry, since they write their files.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from ..planning import Plan
 
 
 class Exporter(NamedTuple):
-    """A format. Functions are given as ``module:name``, and the module is imported when the function is called."""
+    """A format. Functions are stated as ``module:name``, and the module is imported when the function is called."""
 
     function: str  # returns the text of a file, or the contents of a folder's files
     arguments: tuple[str, ...]  # the attributes of a plan that the function takes
@@ -46,12 +46,15 @@ class Exporter(NamedTuple):
         return content
 
     def multiple_of(self, plan: Plan, text: str) -> int:
-        """Return the number that must divide the size of a message, in the unit ``counts``, if it uses this file."""
+        """Return the number of which the size of each message must be a multiple, in the unit ``counts``.
+
+        ``text`` is the exported file of ``plan``.
+        """
         multiple: int = resolve_name(self.multiple)(text) if self.multiple else plan.schedule.units
         return multiple
 
     def remarks_on(self, plan: Plan, files: dict[str, bytes]) -> dict[str, str]:
-        """Return lines about a folder's files, by the label of each line."""
+        """Return remarks on the files of an exported folder, by the label of each remark."""
         remarks: dict[str, str] = resolve_name(self.remarks)(plan, files)
         return remarks
 

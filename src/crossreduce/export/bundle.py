@@ -32,11 +32,11 @@ from .formats.mscclpp.layout import unit_bytes
 
 SIZES: Final = tuple(1 << power for power in range(10, 31))  # the bytes for which plans are compared
 STAGES: Final = len(SIZES)  # how often ``bundle`` calls ``advance``
-MOST_OCTAVES: Final = 3  # the most powers of two in a range whose plan has pieces
+MOST_OCTAVES: Final = 3  # a range whose plan has several pieces contains at most this number of powers of two
 _STEP: Final = 64  # ranges begin at multiples of this number of bytes
 FORMAT: Final = "crossreduce.bundle/1"
 ONE_KERNEL: Final = Costs(operation_s=0)  # an exported plan runs as one kernel, so no operations are queued
-NO_LIMIT: Final = 2**64 - 1  # in MSCCL++'s files
+NO_LIMIT: Final = 2**64 - 1  # the largest size in MSCCL++'s files without a limit
 SUFFIXES: Final = {"msccl": "xml", "mscclpp": "json"}
 
 
@@ -44,7 +44,7 @@ class Window(NamedTuple):
     """A range of sizes, including both ends, and the plan for it."""
 
     least_bytes: int
-    most_bytes: int  # 0: no limit
+    most_bytes: int  # 0 stands for no limit
     plan: Plan
 
 
@@ -70,11 +70,11 @@ def bundle(
     """Return the files for all sizes of a collective: see ``crossreduce bundle``.
 
     Args:
-      topology: rank k is its k-th device.
+      topology: the machine. Rank k is device k of it.
       collective: "all_reduce", "reduce", "broadcast", "reduce_scatter" or "all_gather".
       root: the root of a reduce or broadcast. The formats do not store it, so files are only for calls with this root.
       formats: "msccl", "mscclpp" or both.
-      granularity: see ``plan``. A new range begins where the plan would exceed the best time by more than this part.
+      granularity: see ``plan``. A new range begins if the plan would exceed the best time by more than this fraction.
       costs: see ``plan``.
       machine: the name of the topology in the README.
       advance: called with a text after each of ``STAGES`` sizes is planned.
@@ -94,14 +94,16 @@ def bundle(
         try:
             check_exportable(name, topology, collective)
         except PlanError as error:
-            left_out.append(f"all sizes, {name}: {str(error).partition(chr(10))[0]}")
+            reason = str(error).partition("\n")[0]
+            left_out.append(f"all sizes, {name}: {reason}")
             continue
-        planned = planned or _windows(topology, collective, root, granularity, costs, advance)
+        planned = planned or _windows(topology, collective, root, granularity, costs, advance)  # once for all formats
         for window in planned:
             try:
                 fit = fitting(window.plan, partial(_text, name, window, len(written)))
             except PlanError as error:
-                left_out.append(f"{name}, {_range(window)}: {str(error).partition(chr(10))[0]}")
+                reason = str(error).partition("\n")[0]
+                left_out.append(f"{name}, {_range(window)}: {reason}")
                 continue
             window, text = window._replace(plan=fit.plan), fit.text
             facts = facts_of(name, text)
@@ -116,7 +118,7 @@ def bundle(
     if not files:
         problem = "no plan of this collective fits the limits of the formats."
         raise PlanError.of(problem, "; ".join(left_out), "fewer devices, another collective, other --format")
-    sample = next(window.plan for written in windows.values() for window in written)
+    sample = next(window.plan for written in windows.values() for window in written)  # all have the same root and ranks
     about = {
         "format": FORMAT,
         "machine": machine,
@@ -147,21 +149,21 @@ def _windows(
 ) -> list[Window]:
     """Return the ranges of sizes, each with a plan.
 
-    At the powers of two in a range, its plan exceeds the best time by at most the part ``tolerance``. Neighbouring
-    ranges meet where their plans are equally fast. The number of pieces in a file of MSCCL does not depend on the size
-    of the message, so ranges with pieces are short.
+    At the powers of two in a range, its plan exceeds the best time by at most the fraction ``tolerance``. Neighbouring
+    ranges meet where their plans are equally fast. In an MSCCL file, the number of pieces is the same for all sizes of
+    messages, so ranges of plans with pieces are short.
     """
     plans = []
     for nbytes in SIZES:
         plans.append(plan(topology, collective, nbytes, root=root, costs=costs, granularity=tolerance))
         advance(f"planned {size(nbytes)}")
-    starts = [0]  # for each range, the first plan in it, which the whole range uses
+    starts = [0]  # for each range, the index of its first size; the whole range uses the plan for that size
     for k, best in enumerate(plans):
         current = pipelined(plans[starts[-1]].schedule, topology, SIZES[k], costs=costs)
         is_wide = current.schedule.pieces > 1 and k - starts[-1] >= MOST_OCTAVES
         if current.seconds > best.seconds * (1 + tolerance) or is_wide:
             starts.append(k)
-    least = [0]
+    least = [0]  # for each range, its least size in bytes
     for before, after in pairwise(starts):
         least.append(_crossing(plans[before], plans[after], SIZES[after] // 2, SIZES[after]))
     windows = []
@@ -176,9 +178,9 @@ def _windows(
 
 
 def _crossing(before: Plan, after: Plan, low: int, high: int) -> int:
-    """Return the size, with an error of 1/64, from which on the second plan is as fast as the first one.
+    """Return the size in bytes from which on the second plan is at least as fast as the first, with an error of 1/64.
 
-    The result is above ``low`` and at most ``high``. At ``high``, the second plan is faster.
+    The result is above ``low`` and at most ``high``, where the second plan is faster.
     """
 
     def seconds(compared: Plan, nbytes: int) -> float:
@@ -194,21 +196,20 @@ def _crossing(before: Plan, after: Plan, low: int, high: int) -> int:
 
 
 def _text(name: str, window: Window, number: int, window_plan: Plan) -> str:
-    """Return the text of a window's file in a format, or raise PlanError if no message can use it."""
+    """Return the text of a window's file in format ``name``. Raise PlanError if no size in the window can use it."""
     most = window.most_bytes or (0 if name == "msccl" else NO_LIMIT)
     title = f"{window_plan.collective}_{window_plan.algorithm}_{number}"
     text = EXPORTERS[name].text(window_plan, name=title, min_bytes=window.least_bytes, max_bytes=most)
     multiple = EXPORTERS[name].multiple_of(window_plan, text)
     if window.most_bytes and window.most_bytes // multiple * multiple < max(window.least_bytes, 1):
-        problem = (
-            f"the sizes of the file are multiples of {multiple} {EXPORTERS[name].counts}, none of them in its range."
-        )
-        raise PlanError.of(problem, _range(window), "a greater granularity")
+        sizes = f"multiples of {multiple} {EXPORTERS[name].counts}"
+        problem = f"the file would be only for sizes that are {sizes}, none of them in its range."
+        raise PlanError.of(problem, _range(window), "a greater granularity, which makes the ranges wider")
     return text
 
 
 def facts_of(name: str, text: str) -> dict[str, Any]:
-    """Return what a file of a format states that ``ranks.json`` also states. ``most_bytes`` is 0 if there is no limit.
+    """Return the fields of ``ranks.json`` that a file of a format also states. ``most_bytes`` is 0 without a limit.
 
     Raises:
       ScheduleError: the text is not of the format.
@@ -280,7 +281,7 @@ def _readme(
 ) -> str:
     """Return the README: how to use the files, for which ranks and sizes, and the sizes without a file.
 
-    ``fits`` describes for each file the sizes within its range that can use it.
+    ``fits`` has for each file a description of the sizes within its range that can use it.
     """
     lines = [f"# {collective} on {machine}", ""]
     lines += [f"{len(sample.ranks)} ranks. The files have no names of devices: rank k must be this device.", ""]

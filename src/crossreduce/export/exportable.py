@@ -39,8 +39,5 @@ def check_exportable(format_name: str, topology: Topology, collective: str) -> N
     reason = reasons.get(format_name)
     if reason is not None:
         problem = f"{format_name} files cannot hold in-network plans: {reason}"
-        raise PlanError.of(
-            problem,
-            f"reducing switches {', '.join(reducing)}",
-            "plain switches: plan without --in-network (in_network=True)",
-        )
+        given = f"reducing switches {', '.join(reducing)}"
+        raise PlanError.of(problem, given, "plain switches: plan without --in-network (in_network=True)")

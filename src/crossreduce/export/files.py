@@ -9,7 +9,7 @@ from pathlib import Path
 
 
 def writable_target(path: str | os.PathLike[str]) -> Path:
-    """Return the file that a path leads to, without symbolic links; FileNotFoundError if its folder does not exist."""
+    """Return a path with all symbolic links resolved. Raise FileNotFoundError if its folder does not exist."""
     target = Path(os.path.realpath(path))
     if not target.parent.is_dir():
         raise FileNotFoundError(errno.ENOENT, "There is no such folder", str(target.parent))

@@ -20,13 +20,13 @@ class Fitting(NamedTuple):
 
 
 def fitting(best: Plan, write: Callable[[Plan], str]) -> Fitting:
-    """Return a plan and its text, or, if ``write`` refuses it, the fastest plan by another algorithm that it accepts.
+    """Return ``best`` and its text, or the fastest plan for the same request that fits the format.
 
-    The other plans are for the same request. Algorithms that cannot plan it are left out, and so are those that
-    ``"auto"`` does not try for this number of devices.
+    ``write`` returns the text of a plan, or raises PlanError if the plan does not fit. The other plans have other
+    algorithms, except for algorithms that ``"auto"`` does not try for this number of devices.
 
     Raises:
-      PlanError: no plan can be written. This is the error of ``best``.
+      PlanError: no plan fits. This is the error for ``best``.
 
     >>> from crossreduce import Topology, plan
     >>> from crossreduce.export import EXPORTERS
@@ -39,17 +39,17 @@ def fitting(best: Plan, write: Callable[[Plan], str]) -> Fitting:
     try:
         return Fitting(best, write(best), "")
     except PlanError as error:
-        first = error
+        refusal = error
     others: dict[object, Plan] = {}
     for algorithm, entry in REGISTRY.items():
         if entry.most_devices is None or len(best.request.members) <= entry.most_devices:
-            with suppress(PlanError):
+            with suppress(PlanError):  # the algorithm cannot plan this request
                 other = plan_request(best.request._replace(algorithm=algorithm))
                 others.setdefault(other.schedule, other)
     others.pop(best.schedule, None)
     for other in sorted(others.values(), key=lambda other: other.seconds):
-        with suppress(PlanError):
+        with suppress(PlanError):  # this plan does not fit either
             faster = " is faster, but" if best.seconds < other.seconds * (1 - 1e-9) else ""
-            reason = str(first).partition("\n")[0]
+            reason = str(refusal).partition("\n")[0]
             return Fitting(other, write(other), f"the plan of {best.algorithm}{faster} does not fit: {reason}")
-    raise first
+    raise refusal

@@ -2,7 +2,7 @@
 
 Input: a ``Schedule``. Output: a ``Program`` in static single assignment: each chunk has numbered values, and each
 instruction makes one value on one device. Instructions that no destination needs are removed. Combinations that produce
-the fully reduced chunk are marked as final, and so is the last use of every value.
+the fully reduced chunk are marked as final. The last use of every value is marked, too.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ def lower(schedule: Schedule) -> Program:
     if isinstance(schedule, GeneratedSchedule):  # verify has proved its base
         return GeneratedProgram(schedule, lower(schedule.base))
     reads: list[list[Read]] = [[] for _ in schedule.chunks]
-    # For each chunk, the value that each device stores now.
+    # For each chunk, the number of the value that each device stores now.
     current = [{source: k for k, source in enumerate(chunk.sources)} for chunk in schedule.chunks]
-    count = [len(chunk.sources) for chunk in schedule.chunks]  # of the values so far
+    count = [len(chunk.sources) for chunk in schedule.chunks]  # the number of values of each chunk so far
     for r, steps in enumerate(live_rounds(schedule)):
         for chunk, dst, srcs in steps:
             values = current[chunk]

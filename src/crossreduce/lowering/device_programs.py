@@ -17,7 +17,7 @@ class LocalValue(NamedTuple):
 
 
 class Combination(NamedTuple):
-    """Local value ``made`` is the combination of the local values ``operands``, in order; see ``Instruction.final``."""
+    """Makes local value ``made`` from the local values ``operands``, in this order; see ``Instruction.final``."""
 
     made: int
     operands: tuple[int, ...]
@@ -27,8 +27,8 @@ class Combination(NamedTuple):
 class DeviceStage(NamedTuple):
     """The part of one device in a round: send, receive, then combine.
 
-    Sends and receives are ``(local value, other device)``. Two devices list the messages between them in the same
-    order. A value that is sent is complete when the round begins. A combination waits for its received operands.
+    Sends and receives are ``(number of the local value, other device)``. Two devices list the messages between them in
+    the same order. A value that is sent is complete when the round begins. A combination waits for received operands.
     """
 
     sends: tuple[tuple[int, int], ...]
@@ -60,19 +60,19 @@ class Operand(NamedTuple):
 
 
 class Event(NamedTuple):
-    """The part of one device in an instruction: the device makes the value, or sends operands to the one that does."""
+    """The part of one device in an instruction: it makes the value, or sends operands to the device that makes it."""
 
     round: int
     device: int  # that makes the value
     value: int
-    operands: tuple[Operand, ...]  # all, if this device makes the value; otherwise those that it sends
+    operands: tuple[Operand, ...]  # all operands if this device makes the value, otherwise those that it sends
     final: bool
 
 
 class ChunkEvents:
     """The events of each device in one chunk, in the order of the instructions, and the chunk's inputs and results.
 
-    They are computed once per chunk. So the program of a device takes time only for instructions that involve it.
+    They are computed once per chunk. So making the program of a device visits only instructions that involve it.
     """
 
     def __init__(self, chunk: ChunkProgram) -> None:
@@ -90,7 +90,7 @@ class ChunkEvents:
 
 
 class PartInChunk(NamedTuple):
-    """The part of a device in one chunk: the events of ``origin`` in ``events``, with all devices renumbered."""
+    """The part of a device in one chunk: the events of device ``origin``, after all devices are renumbered."""
 
     events: ChunkEvents
     origin: int
@@ -104,7 +104,7 @@ def device_program(round_count: int, parts: Iterable[PartInChunk], in_order: boo
 
     Args:
       round_count: the number of rounds of the program.
-      parts: the parts of the device, one for each chunk.
+      parts: the parts of the device, one for each chunk, in the order of the chunks.
       in_order: whether the instructions of a round, and the operands of each, are sorted by the new device numbers.
     """
     values: list[LocalValue] = []

@@ -11,10 +11,9 @@ from .program import Program
 
 @lru_cache(maxsize=256)
 def forward_through_devices(program: Program, topology: Topology) -> Program:
-    """Return the program in which no route between two devices passes through a third device.
+    """Return the same program for devices that send messages only over direct links or through switches.
 
-    Devices on a route receive the value and send it on, each in a separate round. This is for engines that cannot route
-    messages.
+    Devices on a route receive the value and send it on, each in a separate round.
 
     >>> from crossreduce.lowering import lower
     >>> from crossreduce.planning import one_shot
@@ -39,21 +38,20 @@ def forward_through_devices(program: Program, topology: Topology) -> Program:
     ]
     if not any(extra_rounds):
         return program
-    starts = [r + sum(extra_rounds[:r]) for r in range(program.round_count)]
+    starts = [r + sum(extra_rounds[:r]) for r in range(program.round_count)]  # for each round, its first new round
     chunks = []
     for c, chunk in enumerate(program.chunks):
         inputs, places = len(chunk.sources), chunk.devices
         numbered = list(range(inputs))  # for each value of the chunk, its number in the new chunk
         read: list[Read] = []
-        copies: dict[tuple[int, int], tuple[int, int]] = {}  # by value and device: the copy there, and its round
-
+        copies: dict[tuple[int, int], tuple[int, int]] = {}  # by value and device: the number of the copy, its round
         for instruction in chunk.instructions:
             operands, r = [], instruction.round
             for operand in instruction.operands:
                 value = numbered[operand]
                 for hop, device in enumerate(between(c, places[operand], instruction.device, r)):
                     copy = copies.get((operand, device))
-                    if copy is None or copy[1] > starts[r] + hop:
+                    if copy is None or copy[1] > starts[r] + hop:  # there is no copy, or only one of a later round
                         copy = copies[operand, device] = inputs + len(read), starts[r] + hop
                         read.append((starts[r] + hop, device, (value,)))
                     value = copy[0]

@@ -14,8 +14,8 @@ from .instructions import ChunkProgram
 def fuse(chunk: ChunkProgram, results: int | None = None) -> FusedProgram:
     """Return the fused program that makes the results of all destinations of a chunk, or of the first ``results``.
 
-    Copies are removed. Equal combinations are computed once. A combination that is read only once, as the first operand
-    of another, becomes part of that one. The order of combination does not change, so the results keep the same bits.
+    Copies are removed. Equal combinations are computed once. A combination that is read only once, as first operand of
+    another one, is merged into the other one. The order of combination does not change, so results keep the same bits.
 
     >>> from crossreduce.lowering import lower
     >>> from crossreduce.planning import direct, hierarchical_copy
@@ -47,7 +47,10 @@ def distinct_combinations(chunk: ChunkProgram) -> tuple[tuple[tuple[int, ...], .
 
 
 def fold_combinations(inputs: int, combinations: Sequence[tuple[int, ...]], wanted: Sequence[int]) -> FusedProgram:
-    """Return the fused program whose results are the values ``wanted``, numbered as ``distinct_combinations`` does."""
+    """Return the fused program of some combinations.
+
+    ``wanted`` lists the values that are results. Values are numbered as in ``distinct_combinations``.
+    """
     folds = {fold: list(read) for fold, read in enumerate(combinations, start=inputs)}
     needed = set(wanted)
     for value in reversed(folds):
@@ -55,16 +58,16 @@ def fold_combinations(inputs: int, combinations: Sequence[tuple[int, ...]], want
             needed.update(folds[value])
     folds = {fold: read for fold, read in folds.items() if fold in needed}
     reads = Counter([*wanted, *(operand for read in folds.values() for operand in read)])
-    joined = set()
+    merged = set()
     for read in folds.values():
         if read[0] in folds and reads[read[0]] == 1:
-            joined.add(read[0])
+            merged.add(read[0])
             read[:1] = folds[read[0]]
-    return _assign_slots({fold: read for fold, read in folds.items() if fold not in joined}, wanted)
+    return _assign_slots({fold: read for fold, read in folds.items() if fold not in merged}, wanted)
 
 
 def _assign_slots(folds: dict[int, list[int]], results: Sequence[int]) -> FusedProgram:
-    """Return the program with a slot for each value; a slot is used again after the last read of its value.
+    """Return the fused program of ``folds``, the operands of each value. A slot is reused after its value's last read.
 
     In the program, an operand or result k >= 0 is input k, and ~k is slot k.
     """

@@ -1,7 +1,7 @@
 """``GeneratedProgram``: the program of a ``GeneratedSchedule``, stored as a few chunks and the symmetry.
 
 It offers everything that a ``Program`` with all chunks offers. The fused program of a chunk and the program of a device
-are computed from the stored chunks by renumbering. That of a device takes time only for the messages of this device.
+are computed from the stored chunks by renumbering. The time for a device grows only with this device's messages.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class GeneratedProgram(Program):
         return self.schedule.through(r, chunk, src, dst)
 
     def moves(self, r: int, chunk: int, src: int, dst: int) -> bool:
-        """Return whether the program has this transfer of the schedule; it omits those that no destination needs."""
+        """Return whether the program has this transfer of the schedule. It omits those that no destination needs."""
         element, number = self.schedule.numbering[chunk]
         return self.base.moves(r, number, *(self.schedule.symmetry.origin(element, node) for node in (src, dst)))
 
@@ -69,11 +69,11 @@ class GeneratedProgram(Program):
     @cached_property
     def ends(self) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
         """The sources and destinations of every chunk, or ``None`` if chunks differ in them."""
-        ends = self.base.ends
+        ends = self.base.ends  # the images have the same ends if the symmetry keeps both lists
         return ends if ends is not None and all(map(self.schedule.keeps, ends)) else None
 
     def fused(self, chunk: int, results: int | None = None) -> FusedProgram:
-        """Return how devices that share memory compute a chunk's results: see ``fusion.fuse``."""
+        """Return the fused program of a chunk, as ``fusion.fuse`` does. It is cached."""
         return _fused(self, chunk, results)
 
     def _fused(self, chunk: int, results: int | None) -> FusedProgram:
@@ -81,24 +81,26 @@ class GeneratedProgram(Program):
         return self._bases[number].fused(self._elements[element], results)
 
     def image(self, number: int) -> ChunkProgram:
-        """Return one chunk; ``chunks`` keeps those that were read."""
+        """Compute one chunk. ``chunks`` caches the results."""
         element, chunk = self.schedule.numbering[number]
         return self._bases[chunk].image(self._elements[element], self.shares[number])
 
     @property
     def alike(self) -> dict[int, int]:
-        """The sizes of groups of devices whose programs differ only in device numbers, by one device of each group."""
+        """For one device of each group of devices whose programs differ only in device numbers, the group's size."""
         count = len(self.devices)
         return {orbit: size for orbit, size in self.schedule.symmetry.sizes.items() if orbit < count}
 
     @cached_property
     def _elements(self) -> list[tuple[int, ...]]:
+        """The elements of the symmetry group, each as the position to which it moves every node."""
         return list(self.schedule.symmetry.elements())
 
     @cached_property
     def _bases(self) -> list[_Base]:
         kind = _SortedBase if self.schedule.in_order else _Base
-        kept = {devices: self.schedule.keeps(devices) for chunk in self.base.chunks for devices in chunk[1:3]}
+        lists = {devices for chunk in self.base.chunks for devices in (chunk.sources, chunk.destinations)}
+        kept = {devices: self.schedule.keeps(devices) for devices in lists}
         folded: dict[Any, FusedProgram] = {}
         return [kind(chunk, kept[chunk.sources], kept[chunk.destinations], folded) for chunk in self.base.chunks]
 
@@ -142,7 +144,9 @@ class _Images(Sequence[ChunkProgram]):
 
 
 class _Base:
-    """A chunk of the base. Its images have the instructions in the same order.
+    """A chunk of the base, for making its images, which have its instructions in the same order.
+
+    Its methods take an element of the symmetry group as ``moves``, which has the new position of each device.
 
     Args:
       chunk: the chunk's program.
@@ -161,7 +165,7 @@ class _Base:
 
     @cached_property
     def _combined(self) -> tuple[tuple[tuple[int, ...], ...], list[int]]:
-        """The distinct combinations, and for each destination the number of its result among inputs and these."""
+        """The distinct combinations, and the number of each destination's result: see ``distinct_combinations``."""
         combinations, number = distinct_combinations(self.chunk)
         return combinations, [number[result] for result in self.chunk.results]
 
@@ -171,7 +175,7 @@ class _Base:
         wanted = self._by_destination(moves, values)[:results]
         distinct = tuple(sorted({*wanted}))
         program = self._shared(combinations, distinct)
-        image = [*self._positions(moves), *range(-program.slots, 0)]  # slots keep their numbers
+        image = [*self._positions(moves), *range(-program.slots, 0)]  # image[~k] is ~k: slots keep their numbers
         folds = tuple([(fold[0], *[image[operand] for operand in fold[1:]]) for fold in program.folds])
         operand = {value: image[result] for value, result in zip(distinct, program.results, strict=True)}
         if len(distinct) == 1:  # as in an all-reduce, without a look-up for each destination
@@ -186,7 +190,7 @@ class _Base:
         return self._folded[key]
 
     def image(self, moves: Sequence[int], share: Fraction) -> ChunkProgram:
-        """Return the image of the chunk under an element of the group, given as the new position of each device."""
+        """Return the image of the chunk under an element of the group, with this share."""
         _, sources, destinations, _, results = self.chunk
         if self._source_at is None:
             sources = tuple([moves[k] for k in sources])
@@ -197,11 +201,11 @@ class _Base:
         return ChunkProgram(share, sources, destinations, self._instructions(moves, number), image_results)
 
     def _numbers(self, moves: Sequence[int]) -> list[int]:
-        """Return the number in an image of each value of the chunk."""
+        """Return the number that each value of the chunk has in an image."""
         return [*self._positions(moves), *range(self.inputs, self.inputs + len(self.chunk.instructions))]
 
     def _instructions(self, moves: Sequence[int], number: list[int]) -> tuple[Instruction, ...]:
-        """Return the instructions of an image whose values have these numbers."""
+        """Return the instructions of an image. ``number`` has the new number of each value."""
         instructions = []
         for device, operands, r, final, last_uses, donated in self.chunk.instructions:
             read, last = tuple([number[k] for k in operands]), tuple([number[k] for k in last_uses])
@@ -209,7 +213,7 @@ class _Base:
         return tuple(instructions)
 
     def _positions(self, moves: Sequence[int]) -> list[int]:
-        """Return the number in an image of each input."""
+        """Return the number that each input has in an image."""
         number = self._source_at
         return list(range(self.inputs)) if number is None else [number[moves[source]] for source in self.chunk.sources]
 
@@ -224,7 +228,7 @@ class _Base:
 
 
 class _MadeValue(NamedTuple):
-    """A combination of a chunk; operands that are copies are replaced by the originals."""
+    """A combination of a chunk. Operands that are copies are replaced by the originals."""
 
     device: int
     value: int
@@ -235,13 +239,13 @@ class _MadeValue(NamedTuple):
 class _SortedBase(_Base):
     """A chunk of the base whose images have the instructions of a round, and the operands of each, sorted by device.
 
-    So an image can have other combinations than the chunk, in another order. Most images have the same ones, and share
-    a fused program.
+    So an image can have other combinations than the chunk, in another order. Most images have the same combinations,
+    and share a fused program.
     """
 
     @cached_property
     def _rounds(self) -> tuple[list[list[_MadeValue]], list[int]]:
-        """The combinations of each round, and the value of each result; copies are replaced by the originals."""
+        """The combinations of each round, and the value of each result. Copies are replaced by the originals."""
         origin, places = list(range(self.inputs)), self.chunk.devices
         rounds: dict[int, list[_MadeValue]] = {}
         for value, (device, operands, r, *_) in enumerate(self.chunk.instructions, start=self.inputs):
@@ -256,7 +260,7 @@ class _SortedBase(_Base):
 
     def fused(self, moves: Sequence[int], results: int | None) -> FusedProgram:
         rounds, values = self._rounds
-        number = [*self._positions(moves), *[0] * len(self.chunk.instructions)]
+        number = [*self._positions(moves), *[0] * len(self.chunk.instructions)]  # of each value, in the image
         distinct: dict[tuple[int, ...], int] = {}
         for combinations in rounds:
             devices = [moves[made.device] for made in combinations]

@@ -16,9 +16,9 @@ class Instruction(NamedTuple):
       round: the schedule's round.
       final: whether the combination contains every contribution once. Means are divided and rounded only there.
       last_uses: the operands that no later instruction reads and that are not results.
-      donated: the position, 0 or 1, of an operand whose memory the result may take over, or -1. Such an operand is a
-        combination that is not final, or a copy of one. No later instruction reads it, or a value that may share its
-        memory.
+      donated: the position, 0 or 1, of an operand whose memory the result may take over, or -1 if there is none. Such
+        an operand is a combination that is not final, or a copy of one. No later instruction reads the operand or a
+        value that may share its memory.
     """
 
     device: int
@@ -32,7 +32,7 @@ class Instruction(NamedTuple):
 class ChunkProgram(NamedTuple):
     """The instructions of one chunk.
 
-    Value k is the input of ``sources[k]``; instruction k makes value ``len(sources) + k``.
+    Value k is the input of ``sources[k]``, and instruction k makes value ``len(sources) + k``.
     """
 
     share: Fraction  # the chunk's fraction of the buffer
@@ -48,9 +48,9 @@ class ChunkProgram(NamedTuple):
 
     @property
     def kinds(self) -> tuple[str, ...]:
-        """The kind of each value, and so its dtype: "input", "partial" (an accumulator) or "final" (fully reduced).
+        """The kind of each value: "input", "partial" (in the accumulator's dtype) or "final" (fully reduced).
 
-        A copy has the kind of its operand. If a chunk has one input only, that input is "final".
+        A copy has the kind of its operand. If a chunk has only one input, the input is "final".
         """
         kinds = ["final" if len(self.sources) == 1 else "input"] * len(self.sources)
         for _, operands, _, final, *_ in self.instructions:
@@ -70,15 +70,15 @@ Read = tuple[int, int, tuple[int, ...]]  # the round and the device of an instru
 
 
 def finish_instructions(inputs: int, read: Sequence[Read], results: Iterable[int]) -> tuple[Instruction, ...]:
-    """Return the instructions of a chunk with final flags and liveness, given its number of inputs.
+    """Return the instructions of a chunk with ``inputs`` inputs, with final flags and liveness.
 
     The chunk must come from a verified schedule: then a value is final if it has as many contributions as inputs exist.
     """
     kept = {*results}
-    contributions = [1] * inputs  # for each value, their number
+    contributions = [1] * inputs  # for each value, the number of contributions that it contains
     # A copy may share memory with its operand: ``origin`` is the input or combination that each value is or copies.
     origin = list(range(inputs))
-    last_read: dict[int, int] = {}  # for each value, the last value that is computed from it
+    last_read: dict[int, int] = {}  # for each value, the last value that an instruction computes from it
     last_read_origin: dict[int, int] = {}  # the same for each origin and all its copies
     for value, (_, _, operands) in enumerate(read, start=inputs):
         for operand in operands:
@@ -97,7 +97,7 @@ def finish_instructions(inputs: int, read: Sequence[Read], results: Iterable[int
             continue
         last_uses = tuple([v for v in dict.fromkeys(operands) if last_read[v] == value and v not in kept])
         donated = -1
-        for k, operand in enumerate(operands[:2]):  # inputs or partial sums, never results, and all differ
+        for k, operand in enumerate(operands[:2]):  # distinct inputs or partial sums, never results
             start = origin[operand]
             if start >= inputs and last_read_origin[start] == value:
                 donated = k

@@ -23,12 +23,12 @@ from .instructions import ChunkProgram, Numbered
 
 
 class Transfer(NamedTuple):
-    """A value of a chunk that moves from ``src`` to ``dst``."""
+    """A value of a chunk that moves from device ``src`` to device ``dst``."""
 
     chunk: int
     src: int
     dst: int
-    through: tuple[str, ...] | None  # the nodes that the schedule routes it through; None: the topology's own route
+    through: tuple[str, ...] | None  # the nodes that the schedule routes it through, or None for the topology's route
     final: bool  # whether the value is fully reduced
 
 
@@ -36,8 +36,8 @@ class Transfer(NamedTuple):
 class Program:
     """A verified schedule in static single assignment.
 
-    ``devices`` are canonical names, numbered by their position; ``pieces`` is the number of pipelined pieces per chunk.
-    Both, and the collective, the algorithm and the routes, are those of the schedule.
+    ``devices`` are canonical names. A device's number is its position there. ``pieces`` is the number of pipelined
+    pieces per chunk. Both, and the collective, the algorithm and the routes, are those of the schedule.
 
     >>> from crossreduce.lowering import lower
     >>> from crossreduce.planning import one_device
@@ -81,7 +81,7 @@ class Program:
 
     @cached_property
     def _through(self) -> dict[tuple[int, int, int, int | None], tuple[str, ...]]:
-        """The nodes that each route passes, by chunk, source, destination and round; see ``Route``."""
+        """The nodes that each route passes, by chunk, source, destination and round: see ``Route``."""
         return {(route.chunk, route.src, route.dst, route.round): route.through for route in self.routes}
 
     def through(self, r: int, chunk: int, src: int, dst: int) -> tuple[str, ...] | None:
@@ -95,7 +95,7 @@ class Program:
         return frozenset((r, move.chunk, move.src, move.dst) for r, transfers in rounds for move in transfers)
 
     def moves(self, r: int, chunk: int, src: int, dst: int) -> bool:
-        """Return whether the program has this transfer of the schedule; it omits those that no destination needs."""
+        """Return whether the program has this transfer of the schedule. It omits those that no destination needs."""
         return (r, chunk, src, dst) in self._moved
 
     @cached_property
@@ -105,11 +105,11 @@ class Program:
         return ends.pop() if len(ends) == 1 else None
 
     def fused(self, chunk: int, results: int | None = None) -> FusedProgram:
-        """Return how devices that share memory compute a chunk's results: see ``fusion.fuse``."""
+        """Return the fused program of a chunk, for devices that share memory: see ``fusion.fuse``."""
         return fuse(self.chunks[chunk], results)
 
     def on(self, device: int) -> DeviceProgram:
-        """Return the part of one device, for engines whose devices exchange messages.
+        """Return the part of one device in the program, for engines whose devices exchange messages.
 
         Every read of another device's value is a message, as in the simulation.
 
@@ -125,7 +125,7 @@ class Program:
 
     @property
     def alike(self) -> dict[int, int]:
-        """The sizes of groups of devices whose programs differ only in device numbers, by one device of each group."""
+        """For one device of each group of devices whose programs differ only in device numbers, the group's size."""
         return dict.fromkeys(range(len(self.devices)), 1)
 
     @cached_property
@@ -134,7 +134,7 @@ class Program:
         return [ChunkEvents(chunk) for chunk in self.chunks]
 
     def part(self, device: int) -> DeviceProgram:
-        """Compute the program of one device; ``on`` caches it."""
+        """Compute the program of one device. ``on`` caches the results of this method."""
         parts = [PartInChunk(events, device, lambda other: other) for events in self.chunk_events]
         return device_program(self.round_count, parts)
 
@@ -173,9 +173,9 @@ def _on(program: Program, device: int) -> DeviceProgram:
 
 @lru_cache(maxsize=4096)
 def element_ranges(program: Program, size: int) -> tuple[tuple[int, int, int], ...]:
-    """Return the chunks that have elements in a buffer of ``size``, as ``(chunk, start, stop)``.
+    """Return ``(chunk, start, stop)`` for each chunk that has elements in a buffer of ``size`` elements.
 
-    An empty buffer passes through one chunk, so that its result gets the right dtype.
+    An empty buffer passes through chunk 0, so that its result gets the right dtype.
 
     >>> from crossreduce.lowering import lower
     >>> from crossreduce.planning import direct
@@ -188,9 +188,9 @@ def element_ranges(program: Program, size: int) -> tuple[tuple[int, int, int], .
 
 @lru_cache(maxsize=4096)
 def part_of(program: Program, sources: tuple[int, ...], destinations: tuple[int, ...]) -> Program:
-    """Return the program of only the chunks with these sources and destinations; their shares then add up to 1.
+    """Return the program of only the chunks with these sources and destinations.
 
-    The rounds keep their numbers.
+    Their shares are scaled to add up to 1. The rounds keep their numbers.
 
     >>> from crossreduce.lowering import lower
     >>> from crossreduce.planning import plan

@@ -1,7 +1,7 @@
 """Counters of a rank's collectives: calls, bytes, seconds, and the waits for each other rank.
 
-Input: what the compiled ``SharedMemory`` and ``Observer`` count. Output: ``Stats``, and its text in the OpenMetrics
-format. The compiled code only adds; a counter never decreases while its group exists.
+Input: the counters of the native ``SharedMemory`` or ``Observer``. Output: ``Stats``, and its text in the OpenMetrics
+format. A counter never decreases while its group exists.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from ..ops import OF_ALL_RANKS
 from ..packing import itemsize
 
 KINDS: Final = (
-    "other",  # the ranks only compare something, or measure
+    "other",  # calls in which the ranks only compare something or measure links
     "all_reduce",
     "reduce",
     "broadcast",
@@ -24,18 +24,18 @@ KINDS: Final = (
     "all_to_all",
     "barrier",
 )
-"""The names of collectives. The compiled code counts calls by their positions here."""
+"""The names of collectives. The native code counts calls by positions in this tuple."""
 
-_INNER: Final = "inner "  # begins the text of a call that another library executes
+_INNER: Final = "inner "  # the prefix of the text of a call that another library executes
 
 
 class CollectiveStats(NamedTuple):
     """The completed calls of one collective by one rank.
 
-    ``nbytes`` counts arrays as nccl-tests does: one rank's array of an all-reduce, a reduce or a broadcast, but the
-    arrays of all ranks together of other collectives. Calls that another library executes count no bytes.
-    ``waiting_s``: how long the rank waited for other ranks of its host. ``between_hosts_s``: how long it exchanged data
-    with other hosts, or waited for them. Both include failed and running calls, which ``seconds`` does not contain.
+    ``nbytes`` counts arrays like nccl-tests: of an all-reduce, a reduce or a broadcast the array of one rank, and of
+    other collectives the arrays of all ranks. Calls that another library executes count no bytes. ``waiting_s``: how
+    long the rank waited for other ranks of its host. ``between_hosts_s``: how long it exchanged data with other hosts,
+    or waited for them. Both include failed and running calls; ``seconds`` does not.
     """
 
     calls: int = 0
@@ -46,17 +46,17 @@ class CollectiveStats(NamedTuple):
 
 
 class WaitStats(NamedTuple):
-    """The waits of a rank for another rank: at how many barriers the other one was last, and how long they took."""
+    """The waits of a rank for another rank: the number of barriers at which the other rank was last, and their time."""
 
     barriers: int = 0
     seconds: float = 0.0
 
 
 class Stats(NamedTuple):
-    """The completed calls and the waits of one rank since its group was made.
+    """The completed calls and the waits of one rank since its group was formed.
 
-    ``collectives``: the collectives that were called, by name. ``waits``: the waits for other ranks, by their numbers.
-    The rank with the most seconds of waits is the straggler.
+    ``collectives``: the collectives that were called, by name. ``waits``: the waits for other ranks, by rank. The rank
+    with the most seconds of waits is the straggler.
 
     >>> calls = {"all_reduce": CollectiveStats(10, 4000, 2.0, 0.5), "barrier": CollectiveStats(1, 0, 0.5, 0.25)}
     >>> stats = Stats("world", 0, 2, calls, {1: WaitStats(9, 0.75)})
@@ -77,13 +77,13 @@ class Stats(NamedTuple):
 
     @property
     def total(self) -> CollectiveStats:
-        """The sums over all collectives."""
+        """The sums of each counter over all collectives."""
         return total_of(self.collectives)
 
     def openmetrics(self, run: str = "") -> str:
         """Return the counters as text in the OpenMetrics format, which Prometheus reads.
 
-        ``run``: a further label, unless it is empty. It separates programs that run at the same time.
+        ``run``: the value of one more label, or empty. It separates programs that run at the same time.
         """
         return openmetrics([self], run)
 
@@ -98,7 +98,7 @@ class Stats(NamedTuple):
 
 
 def total_of(collectives: Mapping[str, CollectiveStats]) -> CollectiveStats:
-    """Return the sums over all collectives."""
+    """Return the sums of each counter over all collectives."""
     return CollectiveStats(*map(sum, zip(CollectiveStats(), *collectives.values(), strict=True)))
 
 
@@ -112,14 +112,14 @@ def _words(stats: CollectiveStats) -> str:
 def kind_and_bytes(
     text: bytes, collective: str = "", dtype: str = "", size: int = 0, ranks: int = 1
 ) -> tuple[int, int]:
-    """Return the kind and the bytes by which a call is counted.
+    """Return how the native code counts a call: its kind, a position in ``KINDS``, and its bytes.
 
     Args:
       text: the call's description.
-      collective: the collective's name; empty if the call moves nothing, or if another library executes it.
+      collective: the collective's name. It is empty if the call moves nothing, or if another library executes it.
       dtype: the arrays' dtype.
       size: the elements of each rank's array.
-      ranks: the number of the group's ranks.
+      ranks: the number of ranks of the group.
 
     >>> kind_and_bytes(b"all_gather float32[10]", "all_gather", "float32", 10, ranks=3), kind_and_bytes(b"barrier")
     ((4, 120), (9, 0))
@@ -134,17 +134,14 @@ def kind_and_bytes(
 
 
 class RankCounts(NamedTuple):
-    """The counters of one rank: ``collectives`` by name, and ``waits`` for other ranks by their places.
-
-    A place is a rank's position among the ranks of its host.
-    """
+    """The counters of one rank: ``collectives`` by name, ``waits`` by the position of the other rank on the host."""
 
     collectives: dict[str, CollectiveStats]
     waits: dict[int, WaitStats]
 
 
 def rank_counts(native: tuple[Sequence[tuple[int, ...]], Sequence[tuple[int, int]]]) -> RankCounts:
-    """Return the counters of a rank from the result of the compiled ``counts``, in nanoseconds."""
+    """Return the counters of a rank from the result of the native ``counts``, whose times are in nanoseconds."""
     kinds, waits = native
     collectives = {
         name: CollectiveStats(calls, nbytes, *(ns * 1e-9 for ns in times))
@@ -157,6 +154,7 @@ def rank_counts(native: tuple[Sequence[tuple[int, ...]], Sequence[tuple[int, int
 
 
 _Values = Callable[[Any], float]
+# Metrics: name, unit, help text, and a function from ``CollectiveStats`` or ``WaitStats`` to the value.
 _BY_COLLECTIVE: Final[tuple[tuple[str, str, str, _Values], ...]] = (
     ("crossreduce_calls", "", "Completed collectives.", lambda each: each.calls),
     ("crossreduce_bytes", "bytes", "Bytes of the arrays of completed collectives.", lambda each: each.nbytes),
@@ -178,8 +176,8 @@ _BY_STRAGGLER: Final[tuple[tuple[str, str, str, _Values], ...]] = (
 def openmetrics(every: Iterable[Stats], run: str = "") -> str:
     """Return the counters of some ranks as text in the OpenMetrics format.
 
-    The labels are ``group``, ``rank``, ``run`` unless it is empty, and ``collective``. Waits have the label
-    ``straggler``, a rank, instead of ``collective``. Source: OpenMetrics 1.0
+    The labels are ``group``, ``rank``, ``collective`` and, if it is not empty, ``run``. Waits have the label
+    ``straggler`` (the other rank) instead of ``collective``. Source: OpenMetrics 1.0
     (https://prometheus.io/docs/specs/om/open_metrics_spec/).
 
     >>> print(Stats("world", 0, 2, {"barrier": CollectiveStats(3)}, {}).openmetrics().split("# TYPE")[1].strip())

@@ -1,6 +1,6 @@
-"""The texts of warnings and errors about ranks whose calls differ, or that are missing.
+"""The texts of warnings and errors about ranks that are missing or whose calls differ.
 
-Input: what each rank called: a sequence number and a text such as ``all_reduce sum float32[1024, 3]``. Output: texts.
+Input: the sequence number and the text of each rank's call, such as ``all_reduce sum float32[1024, 3]``. Output: texts.
 They do not depend on the rank that produces them, so all ranks can raise the same error.
 """
 
@@ -36,7 +36,7 @@ class CallSignature(NamedTuple):
 
     @property
     def words(self) -> str:
-        """The call as errors show it."""
+        """The call as shown in errors."""
         return f"op {self.sequence}, {self.text}"
 
 
@@ -57,7 +57,7 @@ def call_text(
 
 
 def op_text(op: ReduceOp, exact: bool) -> str:
-    """Return the name of an op in the descriptions of calls.
+    """Return the name by which call descriptions show an op.
 
     >>> op_text(ReduceOp.MEAN, exact=True)
     'exact_mean'
@@ -66,7 +66,7 @@ def op_text(op: ReduceOp, exact: bool) -> str:
 
 
 def planned_text(text: str, digest: bytes) -> str:
-    """Return the description of a call together with a digest of how it is planned.
+    """Return the description of a call, followed by a digest of its plan.
 
     >>> planned_text("broadcast root 2 int8[7]", bytes(16))
     'broadcast root 2 int8[7] planned as 0000000000000000'
@@ -77,8 +77,8 @@ def planned_text(text: str, digest: bytes) -> str:
 def mismatch_text(calls: Mapping[int, CallSignature], name: str) -> str:
     """Return the text of the ``MismatchError`` that all ranks of a group raise.
 
-    The call that most ranks made counts as the correct one. If several are equally frequent, the lowest rank's counts.
-    ``calls``: the call of each rank of the group; at least two differ. All ranks pass the same ``calls``.
+    The call that most ranks made is taken for the correct one. Among equally frequent calls this is the call of the
+    lowest rank. ``calls``: the call of each rank of the group, of which at least two differ; the same on all ranks.
 
     >>> few, many = CallSignature(17, "all_reduce sum float32[10]"), CallSignature(17, "all_reduce sum float32[12]")
     >>> print(mismatch_text({0: many, 1: many, 2: few, 3: many}, "world"))
@@ -93,18 +93,18 @@ def mismatch_text(calls: Mapping[int, CallSignature], name: str) -> str:
     # Sorting is stable: equally frequent calls stay in the order of their lowest ranks.
     ordered = sorted(ranks_of, key=lambda call: -len(ranks_of[call]))
     usual, others = ordered[0], ordered[1:]
-    few = [rank for call in others for rank in ranks_of[call]]
+    differing = [rank for call in others for rank in ranks_of[call]]
     aspects = list(dict.fromkeys(aspect for call in others for aspect in _aspects(usual, call)))
-    counted = len({call.sequence for call in ranks_of}) > 1
+    numbers_differ = len({call.sequence for call in ranks_of}) > 1
     listed = [*others[: _MAX_CALLS - 1], usual]
-    shown = [f"{rank_list(ranks_of[call])}: {call.words if counted else call.text}" for call in listed]
+    shown = [f"{rank_list(ranks_of[call])}: {call.words if numbers_differ else call.text}" for call in listed]
     if len(others) >= _MAX_CALLS:
         shown.insert(-1, f"and {len(others) - _MAX_CALLS + 1} other calls")
-    verb = "differs" if len(few) == 1 else "differ"
-    where = f'of group "{name}"' if counted else f'at op {usual.sequence} of group "{name}"'
+    verb = "differs" if len(differing) == 1 else "differ"
+    where = f'of group "{name}"' if numbers_differ else f'at op {usual.sequence} of group "{name}"'
     remedy = next((_REMEDIES[x] for x in aspects if x in _REMEDIES), f"the same {' and '.join(aspects)}")
     return message(
-        f"{rank_list(few)} {verb} from {rank_list(ranks_of[usual])} in {' and '.join(aspects)} {where}.",
+        f"{rank_list(differing)} {verb} from {rank_list(ranks_of[usual])} in {' and '.join(aspects)} {where}.",
         "; ".join(shown),
         f"{remedy} on all ranks; nothing was reduced, and the group can still be used",
     )
@@ -128,7 +128,7 @@ def stall_text(waited_s: float, call: CallSignature, late: Mapping[int, CallSign
 def remote_stall_text(waited_s: float, call: CallSignature, ranks: Iterable[int], peer: int | None, name: str) -> str:
     """Return the warning that is logged while ``ranks`` of this host wait for another host.
 
-    ``peer``: the rank there whose message they wait for, if it is known.
+    ``peer``: the rank of the other host whose message they wait for, if it is known.
 
     >>> print(remote_stall_text(5, CallSignature(17, "barrier"), [0, 1], None, "world"))
     waited 5 s for another host in op 17, barrier, of group "world".
@@ -143,7 +143,7 @@ def remote_stall_text(waited_s: float, call: CallSignature, ranks: Iterable[int]
 
 
 def timeout_text(timeout_s: float, call: CallSignature, late: Mapping[int, CallSignature | None], name: str) -> str:
-    """Return the text of a ``CollectiveTimeout``; arguments as for ``stall_text``.
+    """Return the text of a ``CollectiveTimeout``. For ``call``, ``late`` and ``name`` see ``stall_text``.
 
     >>> call = CallSignature(17, "barrier")
     >>> print(timeout_text(0.5, call, {0: call, 2: None}, "world"))  # doctest: +ELLIPSIS
@@ -160,10 +160,9 @@ def timeout_text(timeout_s: float, call: CallSignature, late: Mapping[int, CallS
 
 
 def lost_text(ranks: Mapping[int, str], call: CallSignature, name: str, how: str = "died") -> str:
-    """Return the text of a ``PeerLostError``, for the current ``call`` of the other ranks.
+    """Return the text of a ``PeerLostError``. ``call``: the current call of the other ranks; its text is empty if none.
 
     ``ranks``: for each lost rank its process and host. ``how``: "died", "left", "died or left" or "was interrupted".
-    The text of ``call`` is empty if there was no call.
 
     >>> print(lost_text({3: "pid 4711 on host a"}, CallSignature(17, "barrier"), "world"))  # doctest: +ELLIPSIS
     rank 3 died during op 17, barrier, of group "world". The group cannot be used again: call shrink, or ...
@@ -203,11 +202,11 @@ def _aspects(usual: CallSignature, call: CallSignature) -> list[str]:
         return [_COUNT] if call.text == usual.text else [_COUNT, _CALL]
     if _PLANNED in usual.text and usual.text.partition(_PLANNED)[0] == call.text.partition(_PLANNED)[0]:
         return [_PLAN]
-    parts, other_parts = _CALL_TEXT.fullmatch(usual.text), _CALL_TEXT.fullmatch(call.text)
-    if parts is None or other_parts is None or parts["collective"] != other_parts["collective"]:
+    match, other_match = _CALL_TEXT.fullmatch(usual.text), _CALL_TEXT.fullmatch(call.text)
+    if match is None or other_match is None or match["collective"] != other_match["collective"]:
         return [_CALL]
-    aspects = [aspect for aspect in ("op", "root") if parts[aspect] != other_parts[aspect]]
-    arrays, other_arrays = _ARRAY.findall(parts["arrays"]), _ARRAY.findall(other_parts["arrays"])
+    aspects = [aspect for aspect in ("op", "root") if match[aspect] != other_match[aspect]]
+    arrays, other_arrays = _ARRAY.findall(match["arrays"]), _ARRAY.findall(other_match["arrays"])
     if len(arrays) != len(other_arrays):
         return [*aspects, "number of tensors"]
     for k, aspect in enumerate(("dtype", "shape")):
@@ -217,7 +216,7 @@ def _aspects(usual: CallSignature, call: CallSignature) -> list[str]:
 
 
 def _late_text(call: CallSignature, late: Mapping[int, CallSignature | None]) -> str:
-    """Return a text about how far missing ranks are; ranks with the same last call are listed together."""
+    """Return a text with the last call of each missing rank. Ranks with the same last call are listed together."""
     ranks_of: dict[CallSignature | None, list[int]] = {}
     for rank in sorted(late):
         ranks_of.setdefault(late[rank], []).append(rank)

@@ -1,8 +1,8 @@
 """Flight recorder: files with the last calls of each rank, written when a group breaks, for ``crossreduce doctor``.
 
-Input: the last calls of all ranks of a host, which shared memory records. Output: ``DIR/rank<r>.json``, written
-completely or not at all, and readable by this user only. The files contain no environment variables, which may be
-secret, and stacks without the values of variables.
+Input: the last calls of all ranks of a host, from shared memory. Output: ``DIR/rank<r>.json``, which only this user can
+read, written completely or not at all. The files contain neither environment variables nor the values of variables in
+stacks, since these may be secret.
 """
 
 from __future__ import annotations
@@ -34,28 +34,28 @@ from ..errors import message
 _LOG: Final = logging.getLogger("crossreduce")
 _FORMAT: Final = "crossreduce dump"
 _VERSION: Final = 2
-_LARGEST: Final = 1 << 26  # bytes; a dump of 64 ranks has less than 1 MiB
+_LARGEST: Final = 1 << 26  # the maximum bytes of a dump; a dump of 64 ranks has less than 1 MiB
 _MOST_RANKS: Final = 1 << 20
 _RUN: Final = re.compile(r"(0|[1-9][0-9]{0,8})(?:-([1-9][0-9]{0,8}))?")
-_MOST_DUMPS: Final = 10  # dumps of one rank number that are kept after their processes have ended
-_MOST_BYTES: Final = 1 << 24  # the size of these dumps together
+_MOST_DUMPS: Final = 10  # for each rank number, this many dumps are kept after their processes have ended
+_MOST_BYTES: Final = 1 << 24  # the maximum total bytes of these dumps
 _DAY_S: Final = 86_400.0
 _HEAD: Final = re.compile(rf'{{\n "format": "{_FORMAT}",\n[^\0]*?\n "hostname": (".*"),\n "pid": ([0-9]+),\n')
 _FILE: Final = re.compile(r"rank\d{1,9}(\.\d{1,9})?\.json")
 
 
 class Op(NamedTuple):
-    """A collective that a rank called. Seconds are those of ``time.monotonic``, which all processes of a host share."""
+    """A collective that a rank called. Times are from ``time.monotonic``, which all processes of a host share."""
 
     sequence: int
     text: str
     started_s: float
     ended_s: float | None
-    """``None`` if it has not ended."""
+    """``None`` if the collective has not ended."""
 
 
 class History(NamedTuple):
-    """The last calls of one rank, the oldest first."""
+    """The last calls of one rank, oldest first."""
 
     rank: int
     ops: tuple[Op, ...]
@@ -72,7 +72,7 @@ class Frame(NamedTuple):
 
 
 class Thread(NamedTuple):
-    """A thread's name and its stack, the innermost function last."""
+    """A thread's name, and its stack with the innermost function last."""
 
     name: str
     stack: tuple[Frame, ...]
@@ -81,8 +81,8 @@ class Thread(NamedTuple):
 class Dump(NamedTuple):
     """The content of one rank's file. ``cause``: the text of the error that broke the group.
 
-    ``token`` differs between groups of the same name. ``time`` is the calendar time of the dump, and ``now_s`` the same
-    time on the clock of ``Op``. A file has the ``histories`` of all ranks of its host; ``read`` returns fewer.
+    ``token`` differs between groups with the same name. ``time``: the calendar time of the dump. ``now_s``: the same
+    time on the clock of ``Op``. A file contains the ``histories`` of all ranks of its host; ``read`` returns fewer.
     """
 
     group: str
@@ -101,7 +101,7 @@ class Dump(NamedTuple):
 
 
 class Found(NamedTuple):
-    """The dumps of a directory, in the order of group, token and rank, and descriptions of unreadable files."""
+    """The dumps of a directory, sorted by group, token and rank, and descriptions of unreadable files."""
 
     dumps: tuple[Dump, ...]
     problems: tuple[str, ...]
@@ -110,7 +110,7 @@ class Found(NamedTuple):
 def new_dump(
     group: str, token: str, rank: int, hosts: Sequence[Sequence[int]], cause: str, histories: Iterable[History]
 ) -> Dump:
-    """Return the dump of this process in its current state; for the arguments see ``Dump``."""
+    """Return a dump with the current state of this process. For the arguments see ``Dump``."""
     return Dump(
         group=group,
         token=token,
@@ -129,11 +129,11 @@ def new_dump(
 
 
 def write(dump: Dump) -> Path | None:
-    """Write a dump and return its file; if that is not possible, log a warning and return ``None``.
+    """Write a dump and return its path. If that fails, log a warning and return ``None``.
 
-    The directory is CROSSREDUCE_DUMP_DIR. By default, it is in the system's temporary directory, only this user can
-    read it, and the group's ranks of this host share it, unless its name was taken. An existing file is kept, and the
-    new one is numbered. Then old dumps of this rank number are deleted (see ``_remove_old``).
+    The directory is CROSSREDUCE_DUMP_DIR, or else a directory in the system's temporary directory that only this user
+    can read. The group's ranks of this host share it if its name was free. An existing file is kept, and the new one
+    gets a number. Then old dumps of this rank number are deleted (see ``_remove_old``).
     """
     try:
         directory = _directory(dump)
@@ -158,10 +158,10 @@ def write(dump: Dump) -> Path | None:
 
 
 def read(directory: Path) -> Found:
-    """Return all dumps of a directory; this never raises, and describes unreadable files in ``problems``.
+    """Return all dumps of a directory. Unreadable files are described in ``problems``, and no error is raised.
 
-    Each dump has the history of its own rank. If a rank has no dump, the newest dump that describes it has its history,
-    too. All other histories are left out, since reading them would take minutes for thousands of ranks.
+    Each dump contains the history of its own rank. The history of a rank without a dump is in the newest dump that
+    describes this rank. All other histories are left out, since reading them would take minutes for thousands of ranks.
     """
     entries: list[tuple[Dump, Path, tuple[int, ...]]] = []
     problems = []
@@ -203,14 +203,14 @@ def _directory(dump: Dump) -> Path:
     try:
         path.mkdir(mode=0o700)
     except FileExistsError:
-        # Another rank created it; or another user, who could then read or redirect the files.
+        # Another rank has created it, or another user, who could then read or redirect the files.
         if not _is_private(path):
             path = Path(tempfile.mkdtemp(prefix=f"crossreduce-{readable}-"))
     return path
 
 
 def _publish(temporary: Path, directory: Path, rank: int) -> Path:
-    """Give a complete file the first free name; a hard link, unlike a rename, never replaces an existing file."""
+    """Give a complete file the first free name, by a hard link, as a rename could replace a file. Return its path."""
     k = 0
     while True:
         k += 1
@@ -227,10 +227,10 @@ def _publish(temporary: Path, directory: Path, rank: int) -> Path:
 
 
 def _remove_old(newest: Path) -> None:
-    """Delete the oldest dumps of the rank number of ``newest`` whose processes have ended.
+    """Delete the oldest dumps with the rank number of ``newest`` whose processes have ended.
 
-    These are dumps in CROSSREDUCE_DUMP_DIR or, by default, in all directories of this user beside that of ``newest``.
-    The newest ones are kept: up to ``_MOST_DUMPS``, of up to ``_MOST_BYTES`` together.
+    The newest dumps are kept: at most ``_MOST_DUMPS`` with at most ``_MOST_BYTES`` together. Dumps are searched in
+    CROSSREDUCE_DUMP_DIR or, by default, in all directories of this user beside that of ``newest``.
     """
     chosen, rank = bool(os.environ.get("CROSSREDUCE_DUMP_DIR")), newest.name.partition(".")[0]
     folders = [newest.parent] if chosen else [x for x in newest.parent.parent.glob("crossreduce-*") if _is_private(x)]
@@ -241,12 +241,12 @@ def _remove_old(newest: Path) -> None:
         if (count > _MOST_DUMPS or nbytes > _MOST_BYTES) and _has_ended(path, status.st_mtime):
             path.unlink(missing_ok=True)
             if not chosen:
-                with suppress(OSError):  # it has other files
+                with suppress(OSError):  # raised if the directory has other files
                     path.parent.rmdir()
 
 
 def _has_ended(path: Path, written: float) -> bool:
-    """Return whether a file is a dump of a process that has ended, or, on another host, was written a day ago."""
+    """Return whether a file is a dump of a process that has ended; on another host, whether it is older than a day."""
     with path.open(encoding="utf-8", errors="replace") as file:
         head = _HEAD.match(file.read(1 << 16))
     if head is None:
@@ -257,19 +257,19 @@ def _has_ended(path: Path, written: float) -> bool:
 
 
 def _is_private(path: Path) -> bool:
-    """Return whether this is a directory, and not a link, of this user that no other user can read."""
+    """Return whether this is a directory of this user, and not a link, that no other user can read."""
     status = path.lstat()
     own = getattr(os, "getuid", lambda: status.st_uid)()  # Windows has no numeric user ids
     return stat.S_ISDIR(status.st_mode) and status.st_uid == own and not status.st_mode & 0o077
 
 
 def _threads() -> tuple[Thread, ...]:
-    """Return the stacks of all threads of this process, the main thread's first."""
+    """Return the stacks of all threads of this process. The main thread comes first."""
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     main = threading.main_thread().ident
     frames = sorted(sys._current_frames().items(), key=lambda item: (item[0] != main, item[0]))
     threads = []
-    # The list contains this function's own frame, a cycle that would keep the group's memory alive. So it is emptied.
+    # This function's own frame is in the list, a cycle that would keep the group's memory alive. So empty the list.
     while frames:
         ident, frame = frames.pop(0)
         stack = (Frame(x.filename, x.lineno or 0, x.name, x.line or "") for x in traceback.extract_stack(frame))
@@ -287,7 +287,7 @@ def version() -> str:
 
 
 def versions() -> dict[str, str]:
-    """Return the versions of Python, the platform and crossreduce, and of NumPy, torch and mpi4py if imported."""
+    """Return the versions of Python, the platform, crossreduce and, if they are imported, NumPy, torch and mpi4py."""
     packages = {"python": platform.python_version(), "platform": platform.platform(), "crossreduce": version()}
     for name in ("numpy", "torch", "mpi4py"):
         if name in sys.modules:
@@ -296,18 +296,17 @@ def versions() -> dict[str, str]:
 
 
 def _plain(value: Any) -> Any:
-    """Return named tuples as dictionaries, calls as lines of text and tuples as lists, for JSON."""
+    """Return a value for JSON: named tuples become dictionaries, calls lines of text, and tuples lists."""
     if isinstance(value, Op):
-        return (
-            f"{value.sequence} {value.started_s!r} {'-' if value.ended_s is None else repr(value.ended_s)} {value.text}"
-        )
+        ended = "-" if value.ended_s is None else repr(value.ended_s)
+        return f"{value.sequence} {value.started_s!r} {ended} {value.text}"
     if hasattr(value, "_asdict"):
         return {name: _plain(field) for name, field in value._asdict().items()}
     return [_plain(item) for item in value] if isinstance(value, (tuple, list)) else value
 
 
 def _hosts_text(hosts: Sequence[Sequence[int]]) -> str:
-    """Return the ranks of hosts as a short text. Reading 20,000 single numbers would take a millisecond.
+    """Return the ranks of hosts as a short text with ranges; reading 20,000 single numbers would take a millisecond.
 
     >>> _hosts_text([(0, 1, 2, 7), (4, 5)]), _hosts("0-2,7;4-5")[0]
     ('0-2,7;4-5', ((0, 1, 2, 7), (4, 5)))
@@ -337,7 +336,7 @@ def _hosts(text: str) -> tuple[tuple[tuple[int, ...], ...], frozenset[int]]:
         hosts.append(tuple(ranks))
     all_ranks = frozenset(rank for host in hosts for rank in host)
     if len(all_ranks) < count:
-        raise ValueError('its "hosts" has a rank twice')
+        raise ValueError('its "hosts" contains a rank twice')
     return tuple(hosts), all_ranks
 
 
@@ -353,9 +352,9 @@ def _content(path: Path) -> Any:
 
 
 def _parsed_dump(content: Any, others: Set[int] = frozenset()) -> tuple[Dump, tuple[int, ...]]:
-    """Return a dump from parsed JSON, and the ranks that it describes; raise ``ValueError`` if it is not a dump.
+    """Return a dump from parsed JSON, and the ranks that it describes. Raise ``ValueError`` if it is not a dump.
 
-    The dump has the histories of its own rank and of ``others``.
+    The returned dump contains only the histories of its own rank and of ``others``.
     """
     if not isinstance(content, dict) or content.get("format") != _FORMAT:
         raise ValueError("it is not a dump of crossreduce")
@@ -383,9 +382,9 @@ def _malformed_error(name: str) -> ValueError:
 
 @cache
 def _reader(kind: Any, name: str) -> Callable[[Any], Any]:
-    """Return a function that turns parsed JSON into a value of the type ``kind``.
+    """Return a function that converts parsed JSON to the type ``kind``.
 
-    It raises a ``ValueError``, which names the field ``name``, if the JSON does not have this type.
+    If the JSON does not have this type, the function raises a ``ValueError`` about the field ``name``.
     """
     form, parts = get_origin(kind), get_args(kind)
     if form is UnionType:  # ``int | None``
@@ -404,7 +403,7 @@ def _reader(kind: Any, name: str) -> Callable[[Any], Any]:
 
         def structure(value: Any) -> Any:
             _require(value, type(value) is dict, name)
-            if kind is Frame:  # most values of a dump are in frames, so check all types of a frame at once
+            if kind is Frame:  # fast path: most values of a dump are in frames
                 values = [*map(value.get, types)]
                 if [*map(type, values)] == kinds and values[1] >= 0:
                     return Frame._make(values)
@@ -412,7 +411,7 @@ def _reader(kind: Any, name: str) -> Callable[[Any], Any]:
 
         return structure
     if kind is float:
-        # NaN is not below 1e15 either; JSON may contain numbers that a float cannot represent.
+        # The limit refuses NaN and integers that are too large for a float, which JSON may contain.
         return lambda value: float(_require(value, type(value) in (int, float) and abs(value) < 1e15, name))
     if kind is int:
         return lambda value: _require(value, type(value) is int and value >= 0, name)
@@ -427,7 +426,7 @@ def _require(value: Any, is_valid: bool, name: str) -> Any:
 
 
 def _read_op(line: Any, name: str) -> Op:
-    """Return a call from a line of the form of ``_plain``."""
+    """Return a call from a line of text, as written by ``_plain``."""
     try:
         sequence, started, ended, text = line.split(" ", 3)
         op = Op(int(sequence), text, float(started), None if ended == "-" else float(ended))

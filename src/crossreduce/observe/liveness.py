@@ -1,6 +1,6 @@
-"""Finds out whether the process of a rank runs, was stopped, or has ended, from its lock on the group's memory.
+"""Finds out from a rank's lock on the group's memory whether its process runs, was stopped, or has ended.
 
-Input: the memory's file descriptor and a rank's position among those of its host. Output: a process, or its state.
+Input: the memory's file descriptor, and a rank's position among the ranks of its host. Output: a process, or its state.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ _LOCK: Final = "hhqqi4x"  # struct flock: type, whence, start, length, pid
 
 
 def lock_holder(fd: int, place: int) -> int | None:
-    """Return the process that holds a rank's lock, or ``None`` if no process but this one does.
+    """Return the id of the other process that holds a rank's lock, or ``None`` if no other process holds it.
 
-    The system releases the lock when the process ends. ``fd``: the memory, which may be open for reading only.
+    The system releases the lock when the process ends. ``fd``: a descriptor of the memory, which may be read-only.
     ``place``: the rank's position among the ranks of its host.
     """
     query = struct.pack(_LOCK, fcntl.F_WRLCK, os.SEEK_SET, place, 1, 0)
@@ -30,7 +30,7 @@ def lock_holder(fd: int, place: int) -> int | None:
 
 
 def is_stopped(pid: int) -> bool:
-    """Return whether a process exists but was stopped by a signal, as far as the system can tell."""
+    """Return whether a process was stopped by a signal. The result is ``False`` if its state cannot be read."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "Tt"
     except (OSError, IndexError):

@@ -1,8 +1,8 @@
 """Files with the counters of this process's groups, for the textfile collector of Prometheus's node_exporter.
 
-Input: CROSSREDUCE_METRICS, a folder or a name that ends with ``.prom``, and counters. Output: one file per group and
-rank. One thread of the process replaces the files every ``EVERY_S`` seconds. The end of the group replaces its file a
-last time. A file that cannot be written causes one warning. The thread only reads counters, so no call waits for it.
+Input: CROSSREDUCE_METRICS, a folder or a file name that ends with ``.prom``, and counters. Output: one file per group
+and rank. One thread of the process replaces the files every ``EVERY_S`` seconds. When a group ends, its file is
+replaced a last time. A file that cannot be written causes one warning. No call waits for the thread.
 """
 
 from __future__ import annotations
@@ -26,34 +26,34 @@ _LOG: Final = logging.getLogger("crossreduce")
 EVERY_S: Final = 5.0
 VARIABLE: Final = "CROSSREDUCE_METRICS"
 _SUFFIX: Final = ".prom"
-_NAME_BYTES: Final = 80  # the most bytes of a group's name in the name of its file
-_OLD_S: Final = 60.0  # a temporary file of this age belongs to a rank that was killed
-_CLOSE_S: Final = 1.0  # how long the end of a group waits for the thread, if the file system hangs
+_NAME_BYTES: Final = 80  # the maximum bytes of a group's name in the name of its file
+_OLD_S: Final = 60.0  # an older temporary file belongs to a rank that was killed
+_CLOSE_S: Final = 1.0  # how long ``close`` waits for the thread, if the file system hangs
 writers: Final = PeriodicChecks("crossreduce metrics", EVERY_S, f"this process writes no files for {VARIABLE}")
 
 
 class MetricsFile:
-    """The file of one rank of one group; ``run`` becomes a label of its counters, unless it is empty."""
+    """The file of one rank of one group. ``run`` becomes a label of its counters if it is not empty."""
 
     def __init__(self, path: Path, run: str = "") -> None:
         self.path = path
         self._run = run
-        self._lock = threading.Lock()  # held while the file is replaced, from the reading of the counters on
+        self._lock = threading.Lock()  # held while counters are read and the file is replaced
         self._ending = self._closed = False
         self._warned = False
 
     def write(self, stats: Callable[[], Stats]) -> None:
-        """Replace the file, unless it is closed."""
+        """Replace the file if it is not closed."""
         with self._lock:
             if self._closed:
                 return
             self._replace(stats())
-            if self._ending:  # ``close`` may have given up waiting for this call
+            if self._ending:  # ``close`` was called meanwhile, and may have given up waiting for the lock
                 self._replace(stats())
                 self._closed = True
 
     def close(self, stats: Callable[[], Stats]) -> None:
-        """Replace the file a last time. If another thread hangs in ``write``, that thread does this when it can."""
+        """Replace the file a last time. If another thread hangs in ``write``, that thread does so later."""
         self._ending = True
         if self._lock.acquire(timeout=_CLOSE_S):
             try:
@@ -64,7 +64,7 @@ class MetricsFile:
                 self._lock.release()
 
     def _replace(self, stats: Stats) -> None:
-        # The collector reads only *.prom. The name is random, and "x" follows no link.
+        # The collector ignores this name, which does not end with .prom. Mode "x" does not follow a link of this name.
         temporary = self.path.with_name(f".{self.path.name}.{secrets.token_hex(8)}")
         try:
             with temporary.open("x", encoding="utf-8", errors="replace") as file:
@@ -86,7 +86,7 @@ class MetricsFile:
 
 
 def metrics_file(group: str, rank: int) -> MetricsFile | None:
-    """Return the file of a rank, and make its folder; return ``None`` if CROSSREDUCE_METRICS is not set or unusable."""
+    """Return the file of a rank, and create its folder. Return ``None`` if CROSSREDUCE_METRICS is empty or unusable."""
     chosen = os.environ.get(VARIABLE)
     if not chosen:
         return None
@@ -104,7 +104,7 @@ def metrics_file(group: str, rank: int) -> MetricsFile | None:
 
 
 def name_in_files(group: str) -> str:
-    """Return a group's name as a part of a file's name. It differs between groups.
+    """Return the part of a file's name that stands for a group; it is different for groups with different names.
 
     >>> name_in_files("world"), name_in_files("a/b"), name_in_files("a b")
     ('world', 'a_b-c14cddc0', 'a_b-c8687a08')

@@ -1,8 +1,8 @@
-"""Reads the groups of this machine from outside: another program, which is not a rank, watches them.
+"""Reads the groups of this machine from a program that is not a rank.
 
-Input: the processes of this user in ``/proc``. Each rank has its group's memory open, so that a link in
-``/proc/PID/fd`` leads to it. Output: snapshots. The memory is opened and mapped for reading only, and no lock is taken,
-so a group cannot notice its observers. Its ranks may end at any time.
+Input: the processes of this user in ``/proc``. Each rank has its group's memory open, so there is a link to it in
+``/proc/PID/fd``. Output: snapshots. The memory is opened and mapped for reading only, and no lock is taken, so
+observers do not affect a group. Its ranks may end at any time.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from .flight_recorder import Op, version
 from .liveness import LEFT, is_stopped, lock_holder
 
 _LINK: Final = "/memfd:crossreduce"
-_UNDESCRIBED: Final = errno.EAGAIN  # the ranks are still making the group
-_OTHER_LAYOUT: Final = (errno.EPROTO, errno.EINVAL)
+_UNDESCRIBED: Final = errno.EAGAIN  # the ranks are still forming the group
+_OTHER_LAYOUT: Final = (errno.EPROTO, errno.EINVAL)  # the memory is of another version
 
 
 class RankView(NamedTuple):
@@ -45,9 +45,9 @@ class RankView(NamedTuple):
 
 
 class GroupView(NamedTuple):
-    """The ranks of a group on this host. ``cause`` is the error that broke the group, or ``None`` if it can be used.
+    """The ranks of a group on this host. ``cause``: the error that broke the group, or ``None`` if it can be used.
 
-    ``now_s``: the time of the snapshot by ``time.monotonic``. ``key`` differs between groups of the same name.
+    ``now_s``: the time of the snapshot by ``time.monotonic``. ``key``: device and inode of the group's memory.
     """
 
     key: tuple[int, int]
@@ -63,20 +63,20 @@ class GroupView(NamedTuple):
 
 class _Watched(NamedTuple):
     fd: int
-    native: Any
-    about: dict[str, Any]
+    native: Any  # a native ``Observer``
+    about: dict[str, Any]  # what the ranks wrote with ``RankMemory.describe``
 
 
 class Observer:
-    """Finds the groups of this machine's processes, and takes snapshots of them; ``close`` releases everything.
+    """Finds the groups of this machine's processes, and returns snapshots of them.
 
     ``problems`` describes memory that cannot be read. ``hidden`` counts processes of other users, which are not
-    searched. The groups of this process are left out: it would lose its own locks on their memory when it closes the
-    memory here, and the other ranks would regard it as dead.
+    searched. The groups of this process are left out: when it closed their memory here, it would also lose its locks as
+    a rank, and the other ranks would regard it as dead.
     """
 
     def __init__(self) -> None:
-        """Raise ``BackendError`` if there can be no groups on this system."""
+        """Raise ``BackendError`` if this system does not support groups."""
         if kernels.native() is None or not Path("/proc/self/fd").is_dir():
             problem = "groups of ranks can be watched only on Linux, with the compiled kernels."
             raise BackendError.of(problem, remedy="crossreduce top on the machine and in the environment of the ranks")
@@ -85,7 +85,7 @@ class Observer:
         self._watched: dict[tuple[int, int], _Watched] = {}
 
     def search(self) -> None:
-        """Look for new groups, and forget groups whose memory no process of this user has open any more."""
+        """Add new groups, and remove groups whose memory no process of this user has open any more."""
         links, self.hidden = _descriptors()
         own = {key for key, _ in _memories(Path("/proc/self"))}
         problems = []
@@ -99,7 +99,7 @@ class Observer:
         self.problems = tuple(sorted(problems))
 
     def snapshots(self) -> list[GroupView]:
-        """Return the current state of each group, by name and age."""
+        """Return the current state of each group, sorted by name."""
         views = [_group(key, watched) for key, watched in self._watched.items()]
         return sorted(views, key=lambda view: (view.name, view.key))
 
@@ -109,7 +109,7 @@ class Observer:
             self._forget(key)
 
     def _attach(self, key: tuple[int, int], link: Path) -> str | None:
-        """Open the memory behind a link in ``/proc``; return why it cannot be read, or ``None``."""
+        """Open the memory of a link in ``/proc``. Return why it cannot be read, or ``None`` if that is no problem."""
         fd = -1
         try:
             fd = os.open(link, os.O_RDONLY | os.O_CLOEXEC)
@@ -118,7 +118,7 @@ class Observer:
                 return None
             native = kernels.native().Observer(fd)
             self._watched[key] = _Watched(fd, native, _description(native.about()))
-            fd = -1
+            fd = -1  # do not close it below
         except ValueError as error:
             return f"a group of process {link.parts[2]} has a malformed description, and cannot be shown: {error}"
         except OSError as error:
@@ -140,18 +140,18 @@ class Observer:
 
 
 def _description(text: bytes) -> dict[str, Any]:
-    """Return the description of a group from its JSON; raise a ``ValueError`` if it is not that of a rank."""
+    """Return the description of a group from its JSON. Raise a ``ValueError`` if it was not written by a rank."""
     try:
         about = json.loads(text)
     except RecursionError:
         about = None
     if not isinstance(about, dict) or not all(type(about.get(key, 1)) is int for key in ("size", "hosts")):
-        raise ValueError("not the text of a rank")
+        raise ValueError("no rank has written it")
     return about
 
 
 def _descriptors() -> tuple[dict[tuple[int, int], Path], int]:
-    """Return a link in ``/proc`` for each group's memory, and the number of processes that cannot be searched."""
+    """Return links to groups' memory by (device, inode), and the number of processes that cannot be searched."""
     links: dict[tuple[int, int], Path] = {}
     hidden = 0
     for process in Path("/proc").iterdir():
@@ -165,7 +165,7 @@ def _descriptors() -> tuple[dict[tuple[int, int], Path], int]:
 
 
 def _memories(process: Path) -> list[tuple[tuple[int, int], Path]]:
-    """Return the device and inode of each group's memory that a process has open, and its link.
+    """Return (device, inode) and a link for each group's memory that a process has open.
 
     Raises:
       PermissionError: the process belongs to another user.
@@ -179,17 +179,18 @@ def _memories(process: Path) -> list[tuple[tuple[int, int], Path]]:
                     memories.append(((status.st_dev, status.st_ino), link))
     except PermissionError:
         raise
-    except OSError:  # it has ended
+    except OSError:  # the process has ended
         pass
     return memories
 
 
 def _group(key: tuple[int, int], watched: _Watched) -> GroupView:
+    """Return a snapshot of a group."""
     fd, native, about = watched
     ranks = native.ranks()
     numbers = [rank for rank, *_ in ranks]
     pids = [lock_holder(fd, place) for place in range(len(ranks))]
-    # Calls are read before the arrivals of other ranks, so that no rank seems to wait for one that is ahead of it.
+    # Calls are read before the arrivals of other ranks, so that no rank seems to wait for a rank that is ahead of it.
     ops = [[Op(*op) for op in native.ops(place)] for place in range(len(ranks))]
     arrivals = [arrived for _, _, arrived, _ in native.ranks()]
     views = []
@@ -210,14 +211,7 @@ def _group(key: tuple[int, int], watched: _Watched) -> GroupView:
         waits = {numbers[k]: wait for k, wait in counts.waits.items()}
         views.append(RankView(number, pid, state, op, late if state == "waiting" else (), total, waits))
     cause = native.cause()
-    return GroupView(
-        key,
-        str(about.get("name")),
-        str(about.get("token")),
-        str(about.get("version")),
-        int(about.get("size", len(ranks))),
-        int(about.get("hosts", 1)),
-        time.monotonic(),
-        str(decoded(cause)) if cause else None,
-        tuple(views),
-    )
+    error = str(decoded(cause)) if cause else None
+    name, token, made_by = (str(about.get(field)) for field in ("name", "token", "version"))
+    size, hosts = int(about.get("size", len(ranks))), int(about.get("hosts", 1))
+    return GroupView(key, name, token, made_by, size, hosts, time.monotonic(), error, tuple(views))

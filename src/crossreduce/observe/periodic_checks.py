@@ -20,7 +20,7 @@ _LOG: Final = logging.getLogger("crossreduce")
 
 
 class PeriodicChecks:
-    """A thread of this process that calls functions every ``every_s`` seconds, as long as there are functions.
+    """A thread of this process that calls the added functions every ``every_s`` seconds. It ends if there are none.
 
     ``name``: the name of the thread. ``lost``: the warning if the system cannot start the thread.
     """
@@ -33,12 +33,12 @@ class PeriodicChecks:
         self._forget()
 
     def _forget(self) -> None:
-        """Start without functions or thread. A forked process has neither the groups nor the thread of its parent."""
-        # A signal handler, or a finalizer, may close a transport while its thread adds or removes another one.
+        """Remove all functions and the thread. A forked process has neither the groups nor the thread of its parent."""
+        # Reentrant: a signal handler or finalizer may close a transport while its thread adds or removes another one.
         self._lock = threading.RLock()
         self._checks: dict[int, WeakMethod[Callable[[], None]]] = {}
         self._thread: threading.Thread | None = None
-        self._closed = threading.Event()  # of the current thread
+        self._closed = threading.Event()  # set to end the current thread
 
     def add(self, check: Callable[[], None]) -> int:
         """Call ``check`` until ``remove`` is called with the returned key, or its object is garbage collected."""
@@ -52,16 +52,16 @@ class PeriodicChecks:
                 try:
                     start_thread(self._thread)
                 except BaseException as error:
-                    self._closed.set()  # if it has started, it ends at once
+                    self._closed.set()  # if the thread has started, it ends at once
                     self._thread = None
                     if not isinstance(error, RuntimeError):
                         raise
-                    # The other ranks already expect this one, so it continues.
+                    # Continue without the thread, since the other ranks already expect this rank.
                     _LOG.warning("%s: %s", self._lost, error)
             return key
 
     def remove(self, key: int) -> None:
-        """Stop calling a check. After the last check the thread ends."""
+        """Remove the check with this key. When no check is left, the thread ends."""
         with self._lock:
             self._checks.pop(key, None)
             thread = None if self._checks else self._end()
@@ -70,7 +70,7 @@ class PeriodicChecks:
             thread.join(1)
 
     def _end(self) -> threading.Thread | None:
-        """Make the thread end soon, and return it; the caller holds the lock."""
+        """Make the thread end soon, and return it. The caller must hold the lock."""
         thread, self._thread = self._thread, None
         self._closed.set()
         return thread
@@ -89,4 +89,4 @@ class PeriodicChecks:
                     check()
                 except Exception:  # noqa: BLE001 - such as an error of a log handler; report it and continue
                     threading.excepthook(threading.ExceptHookArgs((*sys.exc_info(), threading.current_thread())))
-                del check  # it would keep its object alive
+                del check  # it would keep its object alive until the next check

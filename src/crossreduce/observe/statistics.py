@@ -29,20 +29,20 @@ class Statistics:
     def __init__(self, group: str, rank: int, size: int, host: tuple[int, ...], counts: Callable[[], Any]) -> None:
         self._group, self._rank, self._size, self._host, self._counts = group, rank, size, host, counts
         self._pid = os.getpid()
-        self._final: Stats | None = None  # the statistics when the group was closed
+        self._final: Stats | None = None  # the statistics at the time when the group was closed
         self._file = metrics.metrics_file(group, rank)
         self._writer = None if self._file is None else metrics.writers.add(self._write)
 
     def read(self) -> Stats:
-        """Return what the rank has done so far, or until ``close``.
+        """Return the rank's statistics until now, or until ``close``.
 
         Raises:
-          ContextError: this process was forked from the rank's.
+          ContextError: this process was forked from the rank's process.
         """
         if os.getpid() != self._pid:
             problem = f'group "{self._group}" belongs to process {self._pid}, from which this process was forked.'
             raise ContextError.of(problem, f"process {os.getpid()}", "call stats() in the rank's process")
-        with suppress(ValueError):  # another thread has closed the memory, and stored the final statistics before
+        with suppress(ValueError):  # raised if another thread has closed the memory, after it set ``_final``
             if self._final is None:
                 counts = rank_counts(self._counts())
                 waits = {self._host[place]: wait for place, wait in counts.waits.items()}
@@ -51,7 +51,7 @@ class Statistics:
         return self._final
 
     def close(self) -> None:
-        """Keep the final statistics, and write the file a last time; called before the memory is closed."""
+        """Store the final statistics, and write the file a last time. Call this before the memory is closed."""
         self._final = self.read()
         if self._writer is not None and self._file is not None:
             metrics.writers.remove(self._writer)

@@ -1,8 +1,8 @@
 """Collectives of NumPy arrays among processes started by any launcher, which can continue when some of them die.
 
-Input: a rank, the number of ranks, and an address at which rank 0 listens: from the launcher's environment, or as
+Input: a rank, the number of ranks, and an address at which rank 0 listens, from the launcher's environment or as
 arguments. Output: a ``RankGroup``. It needs neither PyTorch nor MPI. The ranks of a host reduce through shared memory,
-hosts exchange data over TCP. For programs under ``mpiexec`` see ``mpi.py``.
+and hosts exchange data over TCP. For programs under ``mpiexec`` see ``mpi.py``.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def join(
     timeout_s: float = 300.0,
     name: str = "world",
 ) -> RankGroup:
-    """Make a group of processes. All of them call it.
+    """Make a group of processes, and return it. All of the processes call this.
 
     Missing arguments are read from the environment, where ``torchrun`` and other launchers set them: ``RANK``,
     ``WORLD_SIZE``, ``MASTER_ADDR`` and ``MASTER_PORT``. If torchrun serves a store of its own at that port, the next
@@ -40,13 +40,13 @@ def join(
       address: where rank 0 listens, as "HOST:PORT". If ``size`` is 1, it only determines whether processes of other
         hosts can join later; without an address they cannot.
       key: a secret text, the same on all ranks; by default, the environment variable ``CROSSREDUCE_KEY``. Each message
-        to the address and each answer then has a proof that the sender knows the key. Without a key any program that
+        to the address, and each answer, then proves that its sender knows the key. Without a key any program that
         reaches the address can take part. Nothing is encrypted; see docs/processes.md.
-      timeout_s: how long this, and then every call, waits for other ranks, in seconds.
+      timeout_s: how long this call, and every later call of the group, waits for other ranks, in seconds.
       name: the group's name in messages.
     Raises:
-      ArgumentError: an argument or variable is missing or invalid, two processes have the same rank, rank 0 cannot
-        listen at the address, or another program, or a rank with another key, answers there.
+      ArgumentError: an argument or variable is missing or invalid; two processes have the same rank; rank 0 cannot
+        listen at the address; another program, or a rank with another key, answers there.
       MismatchError: processes differ in ``size``, or in their version of crossreduce.
       CollectiveTimeout: some ranks did not arrive in time.
       BackendError: the compiled kernels are missing, or this system is not Linux.
@@ -58,23 +58,23 @@ def join(
     """
     timeout_s = seconds(timeout_s)
     if not isinstance(name, str):
-        raise ArgumentError.of("name must be a text.", shown(name), 'name="world"')
+        raise ArgumentError.of("name must be a str.", shown(name), 'name="world"')
     store, own, count, listen_at = meet(rank, size, address, key, timeout_s)
     return make_group(store, own, count, Settings(timeout_s, name, listen_at=listen_at))
 
 
 def join_invited(invitation: str, timeout_s: float = 60.0) -> RankGroup:
-    """Join the group of an ``RankGroup.invitation`` when its ranks next call ``grow``.
+    """Join the group to which ``invitation`` invites, when its ranks next call ``grow``.
 
     Args:
-      invitation: the text that ``invitation`` returned on any rank of the group.
-      timeout_s: how long this waits for ``grow``, in seconds. If the ranks have called it by then, forming the group
-        may take 10 s more.
+      invitation: the text that ``RankGroup.invitation`` returned on any rank of the group.
+      timeout_s: how long this waits for ``grow``, in seconds. If the ranks have called ``grow`` by then, forming the
+        group may take 10 s more.
     Returns:
-      The group, with this process as one of the last ranks. Its first call belongs together with the first call that
-      the other ranks make in the new group.
+      The group, with this process as one of the last ranks. The first call of this process matches the first call of
+      the other ranks in the new group.
     Raises:
-      ArgumentError: this is not an invitation to a group of this module, or ``timeout_s`` is not a number.
+      ArgumentError: the text is not an invitation to a group of this module, or ``timeout_s`` is not a number.
       CollectiveTimeout: the ranks did not call ``grow`` in time.
       PeerLostError: no rank of the group can be reached any more.
     """

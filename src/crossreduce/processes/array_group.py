@@ -1,6 +1,6 @@
 """``ArrayGroup``: the collectives of NumPy arrays in a group of ranks.
 
-Input: a ``Communicator``, and arrays. Output: arrays. ``mpi.py`` and ``processes.py`` make the groups.
+Input: a ``Communicator``, and arrays. Output: arrays. ``mpi.py`` and ``rank_group.py`` make the groups.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Array = np.ndarray[Any, Any]
 
 
 class ArrayGroup:
-    """The ranks that joined. All make the same calls in the same order; each call returns with this rank's result.
+    """The ranks that joined. All make the same calls in the same order. Each call returns this rank's result.
 
     Arrays may have any shape and layout; results are new arrays in C order, or ``out``, which may be the input array.
     Dtypes are those of the library, bfloat16 of ml_dtypes included. ``with`` or ``close`` leaves the group.
@@ -65,21 +65,21 @@ class ArrayGroup:
         op = read_op(op)
         source = _readable(x, op)
         source, result = _with_result(source, source.shape, out)
-        self.communicator.all_reduce(op, _memory(source), _memory(result), exact)
-        self._prepare("all_reduce", op, None, x, source, _memory(source), result, exact)
+        self.communicator.all_reduce(op, _view(source), _view(result), exact)
+        self._prepare("all_reduce", op, None, x, source, _view(source), result, exact)
         return result
 
     def reduce(
         self, x: Any, op: ReduceOp | str = "sum", root: int = 0, out: Array | None = None, *, exact: bool = False
     ) -> Array | None:
-        """Return the reduction on rank ``root`` and ``None`` on all others; see ``all_reduce``."""
+        """Return the reduction on rank ``root`` and ``None`` on all others. See ``all_reduce``."""
         op, exact, root = read_op(op), _flag(exact), _root(root)
         source = _readable(x, op)
         if self.rank != root:
-            self.communicator.reduce(op, _memory(source), None, root, exact)
+            self.communicator.reduce(op, _view(source), None, root, exact)
             return None
         source, result = _with_result(source, source.shape, out)
-        self.communicator.reduce(op, _memory(source), _memory(result), root, exact)
+        self.communicator.reduce(op, _view(source), _view(result), root, exact)
         return result
 
     def broadcast(self, x: Any, root: int = 0, out: Array | None = None) -> Array:
@@ -90,7 +90,7 @@ class ArrayGroup:
             return done
         source = _readable(x)
         source, result = _with_result(source, source.shape, out)
-        array = _memory(source if self.rank == root else result)
+        array = _view(source if self.rank == root else result)
         self.communicator.broadcast(array, root)
         if self.rank == root and result is not source:
             np.copyto(result, source)
@@ -104,14 +104,14 @@ class ArrayGroup:
             return done
         source = _readable(x)
         source, result = _with_result(source, (self.size, *source.shape), out)
-        self.communicator.all_gather(_memory(source), _rows(result))
-        self._prepare("all_gather", None, None, x, source, _memory(source), result)
+        self.communicator.all_gather(_view(source), _row_views(result))
+        self._prepare("all_gather", None, None, x, source, _view(source), result)
         return result
 
     def reduce_scatter(
         self, x: Any, op: ReduceOp | str = "sum", out: Array | None = None, *, exact: bool = False
     ) -> Array:
-        """Return this rank's row of the reduction. ``x`` has shape ``(size, ...)``; see ``all_reduce``."""
+        """Return this rank's row of the reduction. ``x`` has shape ``(size, ...)``. See ``all_reduce``."""
         exact = _flag(exact)
         name = call_name("reduce_scatter", exact)
         done: Array | None = self._calls.run(self.communicator, name, op, 0, x, out)
@@ -120,8 +120,8 @@ class ArrayGroup:
         op = read_op(op)
         source = self._require_rows(_readable(x, op))
         source, result = _with_result(source, source.shape[1:], out)
-        self.communicator.reduce_scatter(op, _rows(source), _memory(result), exact)
-        self._prepare("reduce_scatter", op, None, x, source, _memory(result), result, exact)
+        self.communicator.reduce_scatter(op, _row_views(source), _view(result), exact)
+        self._prepare("reduce_scatter", op, None, x, source, _view(result), result, exact)
         return result
 
     def gather(self, x: Any, root: int = 0, out: Array | None = None) -> Array | None:
@@ -130,7 +130,7 @@ class ArrayGroup:
         result = None
         if self.rank == root:
             source, result = _with_result(source, (self.size, *source.shape), out)
-        self.communicator.gather(_memory(source), None if result is None else _rows(result), root)
+        self.communicator.gather(_view(source), None if result is None else _row_views(result), root)
         return result
 
     def scatter(self, x: Any, out: Array, root: int = 0) -> Array:
@@ -150,11 +150,11 @@ class ArrayGroup:
                 remedy = f"x of {result.dtype} and shape {(self.size, *result.shape)}"
                 raise ArgumentError.of("each row of x must have the shape and dtype of out.", sizes, remedy)
             source, _ = _with_result(source, result.shape, result)
-        self.communicator.scatter(None if source is None else _rows(source), _memory(result), root)
+        self.communicator.scatter(None if source is None else _row_views(source), _view(result), root)
         return result
 
     def all_to_all(self, x: Any, out: Array | None = None) -> Array:
-        """Return an array whose row k is row ``rank`` of rank k's ``x``; both have shape ``(size, ...)``.
+        """Return an array whose row k is row ``rank`` of ``x`` on rank k. Both arrays have shape ``(size, ...)``.
 
         Raises:
           ArgumentError: ``x`` has another number of rows, or is a list of parts of different shapes.
@@ -166,8 +166,8 @@ class ArrayGroup:
         source, result = _with_result(source, source.shape, out)
         if np.may_share_memory(source, result):  # a row would be written before it is read
             source = source.copy()
-        self.communicator.all_to_all(_rows(source), _rows(result))
-        self._prepare("all_to_all", None, None, x, source, _memory(source[0, ...]), result)
+        self.communicator.all_to_all(_row_views(source), _row_views(result))
+        self._prepare("all_to_all", None, None, x, source, _view(source[0, ...]), result)
         return result
 
     def barrier(self) -> None:
@@ -175,11 +175,11 @@ class ArrayGroup:
         self.communicator.barrier()
 
     def measure_topology(self, seconds: float = 1.0) -> Topology:
-        """Measure the links between hosts, plan on them from now on, and return them: see ``ranks.measurement``."""
+        """Measure the links between hosts, use them in all later plans, and return them. See ``ranks.measurement``."""
         return measure(self.communicator, seconds)
 
     def stats(self) -> Stats:
-        """Return this rank's calls so far: bytes, seconds, and how long it waited for which rank.
+        """Return statistics of this rank's calls so far: bytes, seconds, and how long it waited for which rank.
 
         >>> print(group.stats())  # doctest: +SKIP
         group "world", rank 0 of 8: 120 calls, 480000 bytes, 0.310 s, waited 0.120 s
@@ -244,9 +244,9 @@ def _readable(x: Any, op: ReduceOp | None = None) -> Array:
 
 
 def _with_result(source: Array, shape: tuple[int, ...], out: Array | None) -> tuple[Array, Array]:
-    """Return the input and the array for a result; the input is copied if the result overlaps it.
+    """Return the input and the array for a result of shape ``shape``. The input is copied if the result overlaps it.
 
-    Both may be exactly the same memory, since each element is read before it is written.
+    Input and result may be exactly the same memory, since each element is read before it is written.
     """
     if out is None:
         return source, np.empty(shape, source.dtype)
@@ -277,9 +277,9 @@ def _flag(exact: Any) -> bool:
     return exact if isinstance(exact, bool) else CommunicationOptions(exact=exact).exact
 
 
-def _memory(array: Array) -> ArrayView:
+def _view(array: Array) -> ArrayView:
     return ArrayView(array.ctypes.data, array.size, array.dtype.name, array.shape)
 
 
-def _rows(array: Array) -> list[ArrayView]:
-    return [_memory(array[k, ...]) for k in range(len(array))]
+def _row_views(array: Array) -> list[ArrayView]:
+    return [_view(array[k, ...]) for k in range(len(array))]

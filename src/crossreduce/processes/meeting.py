@@ -19,9 +19,9 @@ from ..ranks.connections.rendezvous import MET, StoreRendezvous, lost_store_erro
 from ..ranks.connections.store import LIMIT_S, StoreClient, StorePart
 from ..ranks.transports.tcp import loopback
 
-_ANSWER_S: Final = 1.0  # rank 0 may take this long to answer, even if the timeout is shorter
+_ANSWER_S: Final = 1.0  # how long rank 0 may take to answer, even if the timeout is shorter
 _PAUSES_S: Final = (0.01, 0.5)  # between two attempts to reach rank 0, first and longest
-_REFUSED_S: Final = 3.0  # how long another program may answer at the address; it may be an earlier job that ends
+_REFUSED_S: Final = 3.0  # how long another program may answer at the address, such as an earlier job that is ending
 _LATE_S: Final = 5.0  # how long rank 0 waits for the others to read why they cannot meet
 _MOST_RANKS: Final = 1 << 16
 _OTHER_KEY: Final = "the same key on all ranks: {} connections to this rank did not prove that they know it"
@@ -30,7 +30,7 @@ _OTHER_KEY: Final = "the same key on all ranks: {} connections to this rank did 
 def meet(
     rank: int | None, size: int | None, address: str | None, key: str | None, timeout_s: float
 ) -> tuple[StoreClient, int, int, str]:
-    """Return the store at which all ranks have met, this rank, the number of ranks, and the address where all listen.
+    """Return the store at which all ranks have met, this rank, the number of ranks, and the address where they listen.
 
     For arguments and errors see ``join``.
     """
@@ -40,7 +40,7 @@ def meet(
         raise ArgumentError.of(problem, f"rank {own}, size {count}")
     secret = _digest(os.environ.get("CROSSREDUCE_KEY", "") if key is None else key)
     host, port, listen_at = meeting_place(address, count)
-    kernels.native()  # it loads a file, and programs that connect from now on may have this process open many
+    kernels.native()  # loads a file now: later, programs that connect may use up the open files of this process
     store = _serve(secret, host, port, count) if own == 0 else _connect(secret, host, port, own, timeout_s)
     try:
         _meet(store, own, count, timeout_s)
@@ -57,6 +57,7 @@ def meet(
 
 
 def _number(given: Any, what: str, variable: str) -> int:
+    """Return the argument ``what`` as an integer. If ``given`` is ``None``, read an environment variable."""
     value: Any = os.environ.get(variable) if given is None else given
     if isinstance(value, bool):
         raise ArgumentError.of(f"{what} must be an integer.", shown(value))
@@ -71,6 +72,7 @@ def _number(given: Any, what: str, variable: str) -> int:
 
 
 def _rank_0_address(address: Any) -> tuple[str, int]:
+    """Return the host and port at which rank 0 listens. ``address``: the argument of ``join``."""
     given, port_offset = address, 0
     if address is None:
         host, port = (os.environ.get(variable) for variable in ("MASTER_ADDR", "MASTER_PORT"))
@@ -94,7 +96,7 @@ def _is_host(text: str) -> bool:
 
 
 def meeting_place(address: Any, size: int) -> tuple[str, int, str]:
-    """Return the host and the port at which rank 0 listens, and the address at which all ranks listen; empty: all."""
+    """Return the host and port at which rank 0 listens, and the address at which all ranks listen ("" for all)."""
     if size > 1:
         host, port = _rank_0_address(address)
         return host, port, loopback(host)
@@ -105,9 +107,9 @@ def meeting_place(address: Any, size: int) -> tuple[str, int, str]:
 
 
 def _digest(key: Any) -> bytes:
-    """Return the key of the store for a secret text."""
+    """Return the key of the store, a hash of the secret text ``key``."""
     if not isinstance(key, str):
-        raise ArgumentError.of("key must be a text.", type(key).__name__, "the same secret text on all ranks")
+        raise ArgumentError.of("key must be a str.", type(key).__name__, "the same secret text on all ranks")
     return blake2b(key.encode(errors="surrogatepass"), digest_size=16, person=b"crossreduce key").digest()
 
 
@@ -120,13 +122,14 @@ def _serve(key: bytes, host: str, port: int, size: int) -> StoreClient:
 
 
 def _connect(key: bytes, host: str, port: int, rank: int, timeout_s: float) -> StoreClient:
+    """Return a connection to the store of rank 0. Repeat failed attempts, since rank 0 may start later."""
     began, pause, refused_at = time.monotonic(), _PAUSES_S[0], 0.0
     while True:
         store: StoreClient | None = None
         try:
             store = StoreClient(key, host, port)
             store.limit_s = min(LIMIT_S, max(_ANSWER_S, began + timeout_s - time.monotonic()))
-            store.num_keys()
+            store.num_keys()  # any request: the first one opens the channel
         except (OSError, RuntimeError) as error:
             now, failure = time.monotonic(), error
             if store is not None:
@@ -139,15 +142,16 @@ def _connect(key: bytes, host: str, port: int, rank: int, timeout_s: float) -> S
                 if isinstance(failure, OSError):
                     problem = f"rank {rank} did not reach rank 0 at {host}:{port} within {timeout_s:g} s."
                     remedy = "start all ranks; the address of rank 0's host; a longer timeout; read the last output of "
-                    remedy += "rank 0; join_invited, if the other ranks have continued without a rank that is restarted"
+                    remedy += "rank 0; join_invited, if the other ranks have continued and this rank was restarted"
                 else:
-                    problem = f"what listens at {host}:{port} did not answer rank {rank} within {timeout_s:g} s."
-                    remedy = "a port at which no other program listens; or rank 0 is stopped; a longer timeout"
+                    program = f"the program that listens at {host}:{port}"
+                    problem = f"{program} did not answer rank {rank} within {timeout_s:g} s."
+                    remedy = "a port at which no other program listens; a longer timeout; rank 0 may also be stopped"
                 raise CollectiveTimeout(message(problem, str(failure), remedy), [0])
         else:
             refused_at = refused_at or now
             if now > refused_at + min(_REFUSED_S, timeout_s):
-                problem = f"what listens at {host}:{port} does not accept rank {rank}."
+                problem = f"the program that listens at {host}:{port} does not accept rank {rank}."
                 remedy = "the same key on all ranks; a port at which no other program listens"
                 raise ArgumentError.of(problem, str(failure), remedy)
         time.sleep(pause)
@@ -155,32 +159,31 @@ def _connect(key: bytes, host: str, port: int, rank: int, timeout_s: float) -> S
 
 
 def _meet(store: StoreClient, rank: int, size: int, timeout_s: float) -> None:
-    """Wait for all ranks, and check that each rank joins once, with the same size.
+    """Wait for all ranks, and check that each rank joins once, and that all have the same size.
 
-    A process that comes after all ranks have met cannot end their group. If they cannot meet, rank 0 keeps the store
-    for some seconds, so that later ranks get the reason, too.
+    A process that comes after all ranks have met cannot end their group. If the ranks cannot meet, rank 0 keeps the
+    store for some seconds, so that later ranks read the reason, too.
     """
     rendezvous = StoreRendezvous(StorePart(store, "meet/"), rank, size, timeout_s)
     if rank == 0:
         rendezvous.read_s = _LATE_S
     with lost_store_errors("rank 0, which runs it,", [0]):
         own, claims = secrets.token_hex(8).encode(), StorePart(store, "rank/")
-        first = claims.compare_set("size", b"", f"{size} {rank}".encode()).decode()  # of the first rank
+        first = claims.compare_set("size", b"", f"{size} {rank}".encode()).decode()  # stored by the first rank
         is_first = claims.compare_set(str(rank), b"", own) == own
     error: ReductionError | None = None
-    if (other := first.split())[0] != str(size):
-        problem = f"the size is {size} on rank {rank} and {other[0]} on rank {other[1]}."
+    other_size, other_rank = first.split()
+    if other_size != str(size):
+        problem = f"the size is {size} on rank {rank} and {other_size} on rank {other_rank}."
         error = MismatchError.of(problem, remedy="the same size, or WORLD_SIZE, on all ranks")
     elif not is_first:
         problem = f"two processes have joined as rank {rank}."
-        error = ArgumentError.of(
-            problem, remedy="a number of its own for each rank; an address of its own for each job"
-        )
+        error = ArgumentError.of(problem, remedy="a different number for each rank; a different address for each job")
     if error is not None:
         if rendezvous.publish_abort(encoded(error)) == MET:
-            remedy = "join_invited, which a process calls that is restarted; an address of its own for each job"
+            remedy = "join_invited in a process that was restarted; a different address for each job"
             raise type(error).of(problem, "the group at this address is complete", remedy)
-        with suppress(ReductionError):  # it waits until others have read the error
+        with suppress(ReductionError):  # this raises the published error, but first waits until others have read it
             rendezvous.all_gather(b"")
         raise error
     rendezvous.meet()

@@ -27,15 +27,15 @@ Result = TypeVar("Result")
 
 
 class RankGroup(ArrayGroup):
-    """The processes that joined. All make the same calls in the same order; each returns with this rank's result.
+    """The processes that joined. All make the same calls in the same order. Each call returns this rank's result.
 
     Arrays may have any shape and layout; results are new arrays in C order, or ``out``, which may be the input array.
     Dtypes are those of the library, bfloat16 of ml_dtypes included. ``with`` or ``close`` leaves the group.
 
     ``rank`` is this process's number, from 0; ``size`` is the number of ranks; ``hosts`` has the ranks of each host,
-    which share memory. ``reformed`` is ``None`` unless ``shrink`` or ``grow`` has formed the group. Then it has the
-    ranks that were in the earlier group, by their numbers there, and how many calls have succeeded there on all of
-    them. In a process that has joined by ``join_invited`` it is ``Reformed((), 0)``.
+    which share memory. ``reformed`` is ``None`` unless ``shrink`` or ``grow`` has formed the group. Then its
+    ``members`` are the ranks that were in the earlier group, by their numbers there, and ``completed`` is the number of
+    calls that succeeded there on all of them. After ``join_invited`` it is ``Reformed((), 0)``.
 
     If a rank dies, calls of the others raise a ``PeerLostError``. They continue with ``shrink`` or ``committed``. One
     thread at a time calls ``agree``, ``shrink``, ``committed`` or ``grow``; a second one gets a ``ContextError``.
@@ -53,7 +53,7 @@ class RankGroup(ArrayGroup):
         self._store.close()
 
     def agree(self, flag: bool, timeout_s: float | None = None) -> bool:
-        """Return whether ``flag`` is true on all ranks. All ranks that survive this call get the same answer.
+        """Return whether ``flag`` is true on all ranks. All ranks that survive this call get the same result.
 
         All ranks call it together, also after a call of the group has failed. Ranks that have died do not count.
 
@@ -70,16 +70,16 @@ class RankGroup(ArrayGroup):
             return survivors.agree(self.communicator, bool(flag), limit_s)
 
     def shrink(self, timeout_s: float = SHRINK_S) -> RankGroup:
-        """Form a group of the remaining ranks, after a ``PeerLostError`` or ``CollectiveTimeout``; close this group.
+        """Form a group of the remaining ranks, after a ``PeerLostError`` or ``CollectiveTimeout``. Close this group.
 
         All remaining ranks call it. As soon as one rank calls it, the current calls of this group on other ranks fail.
         The new group has ranks 0, 1, ... in the order of the earlier ones. Data that a lost rank had not sent is lost:
         repeat the step that failed.
 
         Args:
-          timeout_s: how long ranks that are alive are waited for, in seconds. Ranks that are later, or are stopped, are
-            excluded for good: pass more if ranks may compute for longer before they call this. Ranks that have ended
-            are not waited for.
+          timeout_s: how long this waits for ranks that are alive, in seconds. Ranks that are later, or are stopped, are
+            excluded for good. So pass more if ranks may compute for longer before they call this. This does not wait
+            for ranks that have ended.
         Returns:
           The new group, with ``reformed``.
         Raises:
@@ -100,7 +100,7 @@ class RankGroup(ArrayGroup):
         *,
         timeout_s: float | None = None,
     ) -> tuple[RankGroup, Result]:
-        """Run a step until it has succeeded on all remaining ranks; return their group, and the step's result.
+        """Run a step until it has succeeded on all remaining ranks. Return their group, and the result of the step.
 
         If ranks are lost, the others shrink the group and repeat the step in the new one. So ``step`` must not change
         anything that a repetition needs. Code after this call runs on all ranks or on none::
@@ -111,19 +111,18 @@ class RankGroup(ArrayGroup):
         Args:
           step: called with the group, on all ranks; it raises ``PeerLostError`` or ``CollectiveTimeout`` if ranks are
             lost.
-          changed: called with the new group before the step is repeated, to divide the work again. If ranks are lost in
-            it, the others shrink the group and call it again.
-          timeout_s: as for ``shrink``, after a step that has failed. The default is 10 s longer than the timeout of the
-            group, but 10 s after a ``CollectiveTimeout``, which has already waited for late ranks. A rank whose step
-            has succeeded always waits as ``agree`` does by default.
+          changed: called with the new group before the step is repeated, to divide the work again. If ranks are lost
+            while it runs, the others shrink the group and call it again.
+          timeout_s: how long to wait for other ranks after a step that has failed, as for ``shrink``. The default is
+            10 s after a ``CollectiveTimeout``, which has already waited for late ranks, and otherwise the timeout of
+            the group plus 10 s. A rank whose step has succeeded always waits as ``agree`` does by default.
         Returns:
-          The group in which the step has succeeded, which is this one unless ranks were lost, and the result of
-          ``step`` there.
+          The group in which the step has succeeded, and its result there. The group is this one if no rank was lost.
         Raises:
           ArgumentError, ExcludedError: as for ``shrink``.
           MismatchError: ``step`` has raised it, as on all ranks. The group can still be used.
-          Exception: what ``step`` raises, if it is another error. This rank then leaves the group, and the others
-            continue without it.
+          Exception: any other error that ``step`` raises. This rank then leaves the group, and the others continue
+            without it.
         """
         limit_s, groups = None if timeout_s is None else seconds(timeout_s), [self]
         shrink_s = self.communicator.timeout_s + SHRINK_S if limit_s is None else limit_s
@@ -145,7 +144,7 @@ class RankGroup(ArrayGroup):
         return groups[-1], result
 
     def grow(self, timeout_s: float = SHRINK_S) -> RankGroup | None:
-        """Admit the processes that have called ``join_invited``; all ranks call it together.
+        """Admit the processes that have called ``join_invited``. All ranks call this together.
 
         The new group has the ranks of this one first, in their order, and then the new ones. This group is closed. The
         new ranks have no state yet: if this returns a group, all its ranks must broadcast the state from rank 0.
@@ -154,7 +153,7 @@ class RankGroup(ArrayGroup):
           timeout_s: as for ``shrink``.
         Returns:
           The new group, with ``reformed``. If no process waits, this is ``None`` on all ranks, and this group does not
-          change. If one of its ranks was excluded or has ended, its next call then fails with a ``PeerLostError``.
+          change. If a rank of this group was excluded or has ended, the next call then fails with a ``PeerLostError``.
         Raises:
           ArgumentError: ``timeout_s`` is not a number.
           ContextError: this group is closed.
@@ -168,7 +167,7 @@ class RankGroup(ArrayGroup):
             return None if group is None else self._continue_in(group, reformed)
 
     def invitation(self) -> str:
-        """Return a text with which a new process can ``join_invited`` this group. Pass it on secretly: it has keys.
+        """Return a text with which a new process can join this group by ``join_invited``. Keep it secret: it has keys.
 
         It names this rank and a few others. It stays valid when the group shrinks or grows, as long as any of these
         processes is in the group. If the group met at "localhost", only processes of this host can join.
@@ -190,6 +189,7 @@ class RankGroup(ArrayGroup):
             self._agreeing.release()
 
     def _leave(self, error: BaseException) -> None:
+        """Leave the group because a step has raised ``error``, if this is necessary."""
         if survivors.must_leave(self.communicator, error):
             self.communicator.abort()
 
@@ -199,7 +199,7 @@ class RankGroup(ArrayGroup):
         return GroupFormation(group, KIND, settings, timeout_s, grows=grows)
 
     def _continue_in(self, group: RankGroup, reformed: Reformed) -> RankGroup:
-        """Close this group, whose ranks continue in ``group``, and return ``group``."""
+        """Close this group, and return ``group``, in which its ranks continue."""
         group.reformed = reformed
         self.communicator.succeed(group.communicator.token)
         self.close()

@@ -1,6 +1,6 @@
-"""``ArrayView``: an array of a call, as the collectives of ranks see it, and the text that describes a call.
+"""``ArrayView``: the address, size and dtype of an array that is passed to a collective of ranks.
 
-Input: arrays of NumPy or a framework. Output: addresses and sizes. The memory is the caller's.
+Input: arrays of NumPy or a framework. Output: addresses and sizes, and checks of them. The memory is the caller's.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class ArrayView(NamedTuple):
 
 
 def require_alike(first: ArrayView | None = None, *others: ArrayView, count: int | None = None) -> None:
-    """Raise unless all arrays have the same size and dtype, and ``others`` has ``count`` arrays if this is given."""
+    """Raise an error if arrays differ in size or dtype, or if ``others`` are not ``count`` arrays if this is given."""
     if count is not None and len(others) != count:
         raise ArgumentError.of("there must be one array per rank.", f"{len(others)} arrays for {count} ranks")
     assert first is not None, "a group has at least one rank"
@@ -36,24 +36,24 @@ def require_alike(first: ArrayView | None = None, *others: ArrayView, count: int
 
 
 def encoded_text(text: str) -> bytes:
-    """Return a call's description as at most ``MAX_TEXT_BYTES`` bytes; a hash replaces the end of a longer one."""
+    """Return the description of a call in UTF-8. If it exceeds ``MAX_TEXT_BYTES`` bytes, a hash replaces its end."""
     encoded = text.encode()
     if len(encoded) <= MAX_TEXT_BYTES:
         return encoded
-    start = encoded[: MAX_TEXT_BYTES - 20].decode(errors="ignore").encode()
+    start = encoded[: MAX_TEXT_BYTES - 20].decode(errors="ignore").encode()  # does not end in a part of a character
     return start + b"... " + blake2b(encoded, digest_size=8).hexdigest().encode()
 
 
-def require_root(rank: int, size: int, root: int, has_all: bool | None = None) -> None:
-    """Raise ``ArgumentError`` unless the root is one of the ``size`` ranks of the group.
+def require_root(rank: int, size: int, root: int, passed: bool | None = None) -> None:
+    """Raise an ``ArgumentError`` if the root is not one of the ``size`` ranks, or if ``passed`` is wrong.
 
-    ``has_all``: whether this rank passed the argument that only the root must pass, such as the result of a reduce.
-    If it is ``None``, only the root's number is checked.
+    ``passed``: whether this rank passed the argument that the root must pass, and no other rank, such as the result of
+    a reduce. It is ``None`` if the collective has no such argument.
     """
     if not 0 <= root < size:
         problem = "the root is not a rank of the group."
         raise ArgumentError.of(problem, str(root), f"0 to {size - 1}")
-    if has_all is not None and has_all != (rank == root):
-        who, given = ("only the root may", "passed") if has_all else ("the root must", "did not pass")
-        problem = f"{who} pass the result of a reduce, the results of a gather, the sources of a scatter."
-        raise ArgumentError.of(problem, f"rank {rank} {given} it; the root is rank {root}")
+    if passed is not None and passed != (rank == root):
+        who, given = ("only the root may", "passed") if passed else ("the root must", "did not pass")
+        problem = f"{who} pass the result of a reduce, the results of a gather or the sources of a scatter."
+        raise ArgumentError.of(problem, f"rank {rank} {given} this argument; the root is rank {root}")

@@ -1,7 +1,7 @@
 """``CallRunner``: runs the calls of one rank, one after the other, by the engine of its group.
 
-Input: a call's key, and a function that compiles it. Output: an executed call, or the same error on every rank. A call
-that fails, or that an exception ends in the middle, aborts the group.
+Input: the key of a call, and a function that compiles it. Output: an executed call, or the same error on every rank.
+The group is aborted if a call fails, or is interrupted by an exception.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from .transports.base import Rendezvous
 
 
 class CallRunner:
-    """Runs calls. ``lock`` is held during each. ``closed``: whether all further calls raise a ``ContextError``."""
+    """Runs calls. ``lock`` is held during each call. ``closed``: whether all later calls raise a ``ContextError``."""
 
     def __init__(
         self,
@@ -43,7 +43,7 @@ class CallRunner:
         self._members, self._memory, self._rendezvous = members, memory, rendezvous
         self._engine, self._detector, self._abort = engine, detector, abort
         self._stages = StageRunner(memory, detector)
-        self._caller: int | None = None  # the thread that is in a call in Python; see ``is_calling``
+        self._caller: int | None = None  # the thread that is in a call in Python
         self._pid = os.getpid()
 
     def run(
@@ -57,16 +57,15 @@ class CallRunner:
         """Run a call.
 
         Args:
-          key: describes the call.
-          compiled: returns the executable, if ``key`` is not cached.
-          addresses: the caller's buffers.
+          key: the key of the call's executable in the cache.
+          compiled: compiles the call; it is called if ``key`` is not cached.
+          addresses: the addresses of the caller's buffers.
           inner: see ``OneHostEngine.run``.
-          release: called at the end, with the lock, if a signal handler has closed the group meanwhile.
+          release: called at the end, while ``lock`` is held, if a signal handler has closed the group meanwhile.
         """
-        thread = threading.get_ident()
-        self._require_usable(thread)  # before the lock, which is never released if it was held during a fork
+        self.require_usable()  # before the lock, which is never released if it was held during a fork
         with self.lock:
-            self._caller = thread
+            self._caller = threading.get_ident()
             try:
                 self._require_intact()
                 executable = self.executables.get(key) or self.executables.add(key, compiled())
@@ -78,11 +77,11 @@ class CallRunner:
                     release()
 
     def resume(self, executable: RankExecutable, outcome: int) -> None:
-        """Complete a call that compiled code has begun with the lock, and that stopped with ``outcome``."""
+        """Complete a prepared call, which stopped with ``outcome`` in compiled code. The caller holds ``lock``."""
         self._finish(lambda: self._stages.complete(outcome, executable.stages))
 
     def abandon(self) -> None:
-        """Abort the group because an exception has ended a call in the middle."""
+        """Abort the group because an exception has interrupted a call."""
         self._abort.publish(self._detector.lost([self._members.rank], "was interrupted"))
 
     @contextmanager
@@ -93,57 +92,53 @@ class CallRunner:
         except ReductionError:  # raised by a call of this group, which has aborted it if necessary
             raise
         except (ConnectionError, TimeoutError) as error:
-            self._abort.publish(
-                self._detector.roll_call(error)
-                if isinstance(error, PeerError)
-                else self._detector.remote_failure(error)
-            )
+            detector = self._detector
+            failure = detector.roll_call(error) if isinstance(error, PeerError) else detector.remote_failure(error)
+            self._abort.publish(failure)
             self._abort.raise_cause()
         except BaseException:  # Ctrl-C: other hosts' messages would be written to memory that is about to be freed
             self.abandon()
             raise
 
     def close(self) -> bool:
-        """Refuse further calls; return whether this thread is in one, which a signal handler has interrupted."""
+        """Refuse later calls. Return whether a signal handler calls this while its thread is in a call."""
         self.closed = True
-        return self._is_calling(threading.get_ident())
+        return self._is_in_call()
 
     def is_usable(self) -> bool:
         """Return whether the group is open and belongs to this process."""
         return not self.closed and os.getpid() == self._pid
 
     def require_usable(self) -> None:
-        """Raise a ``ContextError`` if this thread may make no call now: see ``Communicator``."""
-        self._require_usable(threading.get_ident())
-
-    def _is_calling(self, thread: int) -> bool:
-        return thread in (self._caller, self._memory.native.caller())
-
-    def _require_usable(self, thread: int) -> None:
+        """Raise a ``ContextError`` if this thread must not make a call now: see ``Communicator``."""
         name = self._members.name
         if os.getpid() != self._pid:
             problem = f'group "{name}" belongs to process {self._pid}, from which this process was forked.'
             raise ContextError.of(problem, f"process {os.getpid()}", "make the group after the fork, or use spawn")
-        if self._is_calling(thread):
+        if self._is_in_call():
             problem = f'this thread is already in a call of group "{name}".'
-            raise ContextError.of(problem, "a call in a signal handler", "only close() or abort() in a handler")
+            raise ContextError.of(problem, "a call in a signal handler", "call only close() or abort() in a handler")
         self._require_open()  # before ``run`` takes the lock, for which a handler during close() would wait forever
+
+    def _is_in_call(self) -> bool:
+        """Return whether this thread is in a call, which then was interrupted by a signal handler."""
+        return threading.get_ident() in (self._caller, self._memory.native.caller())
 
     def _require_open(self) -> None:
         if self.closed:
             raise ContextError.of(f'group "{self._members.name}" is closed.', remedy="make a new group")
 
     def _require_intact(self) -> None:
-        """Raise if the group is closed or broken; if an interrupted call did not abort it, abort it and raise."""
+        """Raise an error if the group is closed or aborted. If a call was interrupted, abort the group first."""
         self._require_open()
         if self._abort.error is not None:
             raise copy_error(self._abort.error)
-        if self._memory.running or self._engine.has_unfinished_exchange:  # it was not aborted: Ctrl-C came twice
+        if self._memory.running or self._engine.has_unfinished_exchange:  # a second Ctrl-C prevented the abort
             self.abandon()
             self._abort.raise_cause()
 
     def _finish(self, run: Callable[[], bool]) -> None:
-        """Run a call. ``run`` returns whether all ranks made the same call."""
+        """Execute a call by ``run``, which returns whether all ranks made the same call. Raise public errors."""
         failed = False
         calls: dict[int, CallSignature] = {}
         try:
@@ -154,19 +149,20 @@ class CallRunner:
         except (InnerFailure, PeerError, ReductionError) as error:
             self._abort.publish(error if isinstance(error, ReductionError) else self._detector.roll_call(error))
             if error.__cause__ is not None or not isinstance(error, (CollectiveTimeout, PeerLostError)):
-                self._abort.raise_cause()  # the traceback shows ``error`` first, which has further facts
+                self._abort.raise_cause()  # in the handler, so that the traceback shows ``error``, too: it says more
             failed = True
         except BaseException:  # Ctrl-C, or what a signal handler raised
             if self._memory.running or isinstance(self._engine, MultiHostEngine):
                 self.abandon()
             raise
-        if failed:  # outside of the handlers: in them, the traceback would first show an error without further facts
+        if failed:  # outside of the handlers, so that the traceback does not show an internal error, too
             self._abort.raise_cause()
         if calls:
             named = {self._members.global_ranks[rank]: call for rank, call in calls.items()}
             raise MismatchError(mismatch_text(named, self._members.name))
 
     def _calls_of_all(self) -> dict[int, CallSignature]:
+        """Return the current call of each rank of the group."""
         if isinstance(self._engine, MultiHostEngine):
             own = [*self._detector.current_call(), self._engine.digest.hex()]
             calls = [json.loads(call) for call in self._rendezvous.all_gather(json.dumps(own).encode())]

@@ -44,19 +44,19 @@ class Communicator:
     Calls block, release Python's global lock, and react to signals; calls of several threads run one after another. All
     ranks must make the same calls in the same order; this is checked before any result is written.
 
-    ``lock`` is held during each call. The communicator has parts, none of which refers to it: the shared ``memory``,
+    ``lock`` is held during each call. These attributes do not refer to the communicator: the shared ``memory``,
     ``agreements``, the ``links`` between hosts, the failure ``detector``, ``statistics`` and ``calls``.
 
     Args:
       rendezvous: where the ranks meet.
       transport: carries messages between hosts; it may be ``None`` if all ranks are on one host. It may be a function
-        that connects a transport. All ranks call it when all have arrived. Its arguments are an event, which is set
-        when it should give up, and the ranks of each host. The communicator closes the transport that it returns.
+        that returns a connected transport. It is called when all ranks have arrived. Its arguments are an event, which
+        is set when it should give up, and the ranks of each host. The communicator closes this transport.
       name: the group's name in messages.
       timeout_s: how long a call waits for other ranks, in seconds.
-      global_ranks: the ranks' numbers in messages and errors, such as those in a larger group; ``None``: 0, 1, ...
+      global_ranks: the ranks' numbers in messages and errors, such as those in a larger group. The default is 0, 1, ...
       overlapping: whether ranks may compute while an op runs, as under DDP; the same on all ranks.
-      listen_at: the address of this host at which this rank answers requests of others; empty: all addresses.
+      listen_at: the address of this host at which this rank answers requests of others. "" means all addresses.
     Raises, on all ranks if one has the fault:
       ArgumentError: CROSSREDUCE_NUM_THREADS is invalid, or ranks on several hosts have no transport.
       BackendError: the compiled kernels are missing, or this system is not Linux.
@@ -88,9 +88,9 @@ class Communicator:
             self.name, self.rank, self.size, self.global_ranks = name, members.rank, members.size, members.global_ranks
             self.hosts, self.host, self.peers = members.hosts, members.host, members.peers
             self.token = members.token  # names the group to other processes
-            self.successor: peer_requests.Successor | None = None  # the later form of this group
+            self.successor: peer_requests.Successor | None = None  # the group that has replaced this one
             self.traced: Path | None = None  # the file to which the calls are written
-            self.plan_digest = ""  # of the plans on measured links, the same on all ranks
+            self.plan_digest = ""  # a hash of the plans on measured links, the same on all ranks
             self.transport = connected
             self._engine: OneHostEngine | MultiHostEngine
             self.detector = FailureDetector(members, self.memory, rendezvous, connected, timeout_s)
@@ -121,7 +121,7 @@ class Communicator:
     # The collectives
 
     def all_reduce(self, op: ReduceOp, source: ArrayView, result: ArrayView, exact: bool = False) -> None:
-        """Combine ``source`` of all ranks into ``result`` on every rank; both may be the same memory.
+        """Combine ``source`` of all ranks into ``result`` on every rank. Source and result may be the same memory.
 
         ``exact``, here and in the other reductions: see ``instructions.reduction_numbers``.
         """
@@ -170,7 +170,7 @@ class Communicator:
 
     def all_to_all(self, sources: Sequence[ArrayView], results: Sequence[ArrayView]) -> None:
         """Copy ``sources[k]`` of rank i to ``results[i]`` of rank k. No source may overlap a result."""
-        require_alike(*sources[:1], *sources, count=self.size)
+        require_alike(*sources[:1], *sources, count=self.size)  # not ``sources[0]``, since there may be no sources
         require_alike(*sources[:1], *results, count=self.size)
         self._collective("all_to_all", None, sources[0], tuple(x.address for x in (*sources, *results)), None)
 
@@ -179,21 +179,17 @@ class Communicator:
         self.require_same("barrier")
 
     def require_same(self, text: str) -> None:
-        """Check that all ranks pass the same text, and move nothing.
-
-        Raises:
-          MismatchError: the texts differ.
-        """
+        """Raise a ``MismatchError`` if the ranks pass different texts. No data is reduced or copied."""
         self.calls.run(
             text,
-            lambda: self._engine.compile("", 0, copy_numbers("uint8"), None, encoded_text(text)),
+            lambda: self._engine.compile("", 0, copy_numbers("uint8"), None, encoded_text(text)),  # "": no collective
             (),
             None,
             self._release,
         )
 
     def check_links(self, text: str) -> None:
-        """Check that all ranks pass the same text, and find links between hosts that are lost since the last check.
+        """Check that all ranks pass the same text, and find links between hosts that were lost since the last check.
 
         A link is lost if a message has not arrived over it within 10 s, or less if the timeout is short, although all
         ranks are in this call. Later calls are then planned without it. Only the library's own connections are checked.
@@ -221,7 +217,7 @@ class Communicator:
     def delegate(self, text: str, start: Callable[[], RunningCollective]) -> None:
         """Let another library execute a collective, and return when it has done so on all ranks.
 
-        If it fails on a rank, this group is aborted, with the same error on all ranks. There are two exceptions: a
+        If it fails on a rank, the group is aborted, and all ranks raise the same error. There are two exceptions: a
         ``RuntimeError``, ``TypeError`` or ``ValueError`` of ``start``, and an error of the library that is not a
         ``ConnectionError``. Such an error is raised at the end, and the group can still be used.
 
@@ -257,7 +253,7 @@ class Communicator:
             raise failures[0]
 
     def plan_on(self, topology: Topology) -> bool:
-        """Plan later calls between hosts on the links of ``topology`` (see ``measurement``); all ranks call it.
+        """Plan later calls between hosts on the links of ``topology`` (see ``measurement``). All ranks call this.
 
         If the links are nearly those on which calls are planned already, plans and compiled calls are kept.
 
@@ -286,7 +282,7 @@ class Communicator:
 
     @property
     def timeout_s(self) -> float:
-        """How long a call waits for other ranks; it may be changed between calls."""
+        """How long a call waits for other ranks, in seconds. It may be changed between calls."""
         return self.detector.timeout_s
 
     @timeout_s.setter
@@ -300,7 +296,7 @@ class Communicator:
 
     @property
     def peers_of_hosts(self) -> tuple[int, ...]:
-        """The ranks, one of each host, with which this rank exchanges messages; empty if there are none."""
+        """The ranks, one of each host, with which this rank exchanges messages. It may have none."""
         return self._engine.peers
 
     @property
@@ -311,10 +307,9 @@ class Communicator:
         return None
 
     def stats(self) -> Stats:
-        """Return what this rank has done in the group so far, or until it was closed. Any thread may call this.
+        """Return statistics of this rank's calls in the group so far, or until it was closed. Any thread may call this.
 
-        Raises:
-          ContextError: this process was forked from the rank's.
+        In a process that was forked from the rank's process, raise a ``ContextError``.
         """
         return self.statistics.read()
 
@@ -328,7 +323,7 @@ class Communicator:
     # How the group ends
 
     def decide(self, kind: int, flag: bool, timeout_s: float) -> Decision:
-        """Agree with the other ranks on which of them are left (see ``Agreements``); if that fails, leave the group.
+        """Agree with the other ranks on which of them are left. If this fails, leave the group. See ``Agreements``.
 
         Raises:
           ContextError: the group is closed, or belongs to another process.
@@ -346,11 +341,11 @@ class Communicator:
         self.calls.require_usable()
 
     def succeed(self, token: str) -> None:
-        """Note that this rank continues in the group ``token``, which the ranks' latest agreement has formed."""
+        """Record that this rank continues in the group ``token``, which the ranks' latest agreement has formed."""
         self.successor = peer_requests.Successor(token, self.agreements.number, self.agreements.last)
 
     def give_up(self, error: ReductionError) -> None:
-        """Abort the group for the reason ``error``, unless it was aborted before; current calls fail on all ranks.
+        """Abort the group with ``error``, unless it was aborted before. Current calls fail on all ranks.
 
         Raises:
           ContextError: the group is closed, or belongs to another process.
@@ -361,13 +356,13 @@ class Communicator:
         self._abort_transport()
 
     def interrupt(self) -> None:
-        """Abort the group because another operation of its transport was interrupted; that operation fails soon."""
+        """Abort the group because this rank was interrupted while it waited for a message. All messages fail soon."""
         if self.calls.is_usable():
             self._abort.publish(self.detector.interrupted_message())
             self._abort_transport()
 
     def abort(self) -> None:
-        """Leave the group at once; current calls, and all other uses of the transport, fail on all ranks."""
+        """Leave the group at once. Current calls and all other messages of the transport fail on all ranks."""
         if self.calls.is_usable():
             self._abort.publish(self.detector.lost([self.rank], "left"))
             self._abort_transport()
@@ -391,7 +386,7 @@ class Communicator:
             pass
 
     def _abort_transport(self) -> None:
-        """Make all operations of the transport fail, even on one host: others may use it."""
+        """Make all messages of the transport fail, also in a group on one host, whose caller may use the transport."""
         if self.transport is not None:
             self.transport.abort()
 
@@ -419,7 +414,7 @@ class Communicator:
         root: int | None,
         exact: bool = False,
     ) -> None:
-        """Run a collective on arrays of ``array``'s size and dtype; ``op`` is ``None`` if they are only copied."""
+        """Run a collective on arrays with the size and dtype of ``array``. ``op``: ``None`` if they are only copied."""
 
         def compiled() -> RankExecutable:
             numbers = copy_numbers(array.dtype) if op is None else reduction_numbers(op, array.dtype, self.size, exact)
@@ -431,11 +426,11 @@ class Communicator:
     def executable(
         self, name: str, op: ReduceOp | None, array: ArrayView, root: int | None, exact: bool
     ) -> RankExecutable | None:
-        """Return the executable of a collective that was called with such an array, or ``None`` if it was forgotten."""
+        """Return the executable of a collective that was called with such an array, or ``None`` if it is not cached."""
         return self.calls.executables.get((name, op, array.dtype, array.shape, root, exact))
 
     def resume(self, executable: RankExecutable, outcome: int) -> None:
-        """Complete a call that compiled code has begun with the lock, and that stopped with ``outcome``."""
+        """Complete a prepared call, which stopped with ``outcome`` in compiled code. The caller holds ``lock``."""
         try:
             self.calls.resume(executable, outcome)
         finally:

@@ -1,9 +1,9 @@
 """Measures how fast the links between hosts are, over the transport that the ranks use.
 
-Input: a communicator. Output: the same ``Topology`` on all ranks; the group's reductions are planned on its links
-between hosts from then on. The first rank of each host measures these: pairs of hosts one after the other (pairs
-without a common host at the same time), each direction by itself; then all hosts at once, which shows whether a host's
-links share one cable. Numbers are rounded to three digits.
+Input: a communicator. Output: the same ``Topology`` on all ranks. Later reductions of the group are planned on its
+links between hosts. The first rank of each host measures these links. First, each pair of hosts measures each direction
+by itself; pairs without a common host run at the same time. Then all hosts send at once, which shows whether the links
+of a host share one cable. Numbers are rounded to three digits.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _STREAMS: Final = 5  # per link; the median counts, since other work may slow on
 _LONG_S: Final = 2.0  # if the first stream takes longer (less than 4 Mbit/s), its speed counts, and no other is sent
 _ALL_AT_ONCE: Final = 3  # repeats of streams between all hosts; the median counts
 _MAX_BYTES: Final = 1 << 25  # the most bytes of a stream, and of what a host receives at once
-_SHARED: Final = 0.75  # a host's links share a cable if all at once have less than this part of their single speeds
+_SHARED: Final = 0.75  # a host's links share a cable if, all at once, they reach less than this part of single speeds
 _COPIED_BYTES: Final = 1 << 22  # copied to measure the bandwidth of memory
 _LOCAL_LATENCY_S: Final = 1e-6  # assumed, not measured: between the ranks of a host
 
@@ -41,9 +41,9 @@ _LOCAL_LATENCY_S: Final = 1e-6  # assumed, not measured: between the ranks of a 
 class Speeds(NamedTuple):
     """Measured speeds. Bandwidths are in GB/s."""
 
-    gb_per_s: tuple[tuple[float, ...], ...]  # row src, column dst, each link measured by itself; 0: no link exists
+    gb_per_s: tuple[tuple[float, ...], ...]  # row src, column dst, each link measured by itself; 0 if there is no link
     latency_s: tuple[tuple[float, ...], ...]  # row src, column dst, one way
-    cables: tuple[float, ...]  # for each host the bandwidth of the cable that its links share; 0: they share none
+    cables: tuple[float, ...]  # for each host the bandwidth of the cable that its links share; 0 if they share none
     memory: tuple[float, ...]  # for each host the bandwidth of a copy by one of its ranks while all of them copy
 
 
@@ -54,8 +54,8 @@ def measure(communicator: Communicator, seconds: float = 1.0) -> Topology:
     arrives within 10 s has no link any more: see ``Communicator.check_links``.
 
     Args:
-      communicator: the group's communicator.
-      seconds: about how long it may take in all. Slow links take longer, since a minimum of bytes must be sent.
+      communicator: of the group whose links are measured.
+      seconds: about how long this may take in all. Slow links take longer, since a minimum of bytes must be sent.
     Returns:
       A device for each rank, in order, named after its host ("host1/cpu:2"). The ranks of a host are joined by a switch
       with the bandwidth of the host's memory, hosts by links with the measured speeds. It is the same on all ranks.
@@ -75,10 +75,10 @@ def measure(communicator: Communicator, seconds: float = 1.0) -> Topology:
         assert communicator.transport is not None
         leaders = [ranks[0] for ranks in hosts]
         probe = _Probe(communicator.transport, leaders, own_host, communicator.timeout_s) if rank in leaders else None
-        turns = _pairings(count)
-        each_s = seconds / (2 * len(turns) + 1)
+        rounds = _pairings(count)
+        each_s = seconds / (2 * len(rounds) + 1)
         with communicator.calls.aborting():
-            for pairs in turns:
+            for pairs in rounds:
                 other = next((b if a == own_host else a for a, b in pairs if own_host in (a, b)), None)
                 if probe is not None and other is not None and (own_host, other) in communicator.links:
                     probe.pair(other, each_s)
@@ -87,7 +87,7 @@ def measure(communicator: Communicator, seconds: float = 1.0) -> Topology:
             measured |= {"in": probe.bandwidth, "latency": probe.latency}
     speeds = _gather_speeds(communicator, measured)
     if count > 2:
-        received = []  # what ``_Probe.all_at_once`` has returned
+        received = []  # results of ``_Probe.all_at_once``
         with communicator.calls.aborting():
             for _ in range(_ALL_AT_ONCE):
                 received.append(probe.all_at_once(speeds.gb_per_s, each_s / _ALL_AT_ONCE) if probe else (0.0, 0.0))
@@ -101,34 +101,34 @@ def measure(communicator: Communicator, seconds: float = 1.0) -> Topology:
 
 
 def _memory_bandwidth() -> float:
-    """Return how many GB/s this rank copies while all ranks of its host do."""
+    """Return the bandwidth in GB/s at which this rank copies memory while all ranks of its host do so."""
     memory = kernels.memory(2 * _COPIED_BYTES)
     at = ctypes.addressof(ctypes.c_char.from_buffer(memory))
     ctypes.memset(at, 1, 2 * _COPIED_BYTES)
-    taken = []
+    times_s = []
     for _ in range(5):
         began = time.perf_counter()
         ctypes.memmove(at + _COPIED_BYTES, at, _COPIED_BYTES)
-        taken.append(time.perf_counter() - began)
-    return _COPIED_BYTES / median(taken) / 1e9
+        times_s.append(time.perf_counter() - began)
+    return _COPIED_BYTES / median(times_s) / 1e9
 
 
 def _pairings(count: int) -> list[list[tuple[int, int]]]:
-    """Return turns of pairs: every two hosts are a pair in one turn, and no host is in two pairs of a turn.
+    """Return rounds, each a list of pairs of hosts. Every two hosts meet in one round, and each once per round.
 
-    This is the circle method for round-robin tournaments. With an odd number of hosts, -1 is the pause of one.
+    This is the circle method for round-robin tournaments. In an odd number of hosts, the one paired with -1 pauses.
 
     >>> _pairings(3)
     [[(1, 2)], [(0, 2)], [(0, 1)]]
     """
     seats = [*range(count), *([-1] if count % 2 else [])]
-    turns = []
+    rounds = []
     for _ in range(len(seats) - 1):
         half = len(seats) // 2
         pairs = [(min(pair), max(pair)) for pair in zip(seats[:half], reversed(seats[half:]), strict=True)]
-        turns.append(sorted(pair for pair in pairs if pair[0] >= 0))
+        rounds.append(sorted(pair for pair in pairs if pair[0] >= 0))
         seats[1:] = [seats[-1], *seats[1:-1]]
-    return turns
+    return rounds
 
 
 class _Probe:
@@ -143,15 +143,15 @@ class _Probe:
         ctypes.memset(self.at, 1, 2 * _MAX_BYTES)
 
     def pair(self, other: int, seconds: float) -> None:
-        """Measure the latency to another host and the bandwidth from it; both hosts make this call."""
+        """Measure the latency to another host and the bandwidth from it. Both hosts make this call."""
         first = self.host < other
-        taken = []
+        one_way_s = []
         for _ in range(_PINGS):
             began = time.perf_counter()
             for sending in (first, not first):
                 self._wait(self._send(other, 8) if sending else self._receive(other, 8), other)
-            taken.append((time.perf_counter() - began) / 2)
-        self.latency[other] = median(taken[1:])
+            one_way_s.append((time.perf_counter() - began) / 2)
+        self.latency[other] = median(one_way_s[1:])
         # One host streams to the other, and then back. The speed of a short first stream determines how many bytes fit
         # into ``seconds``; the receiver computes this number, and tells it to the sender.
         for sending in (first, not first):
@@ -175,9 +175,9 @@ class _Probe:
                 self.bandwidth[other] = median(streams or [rough])
 
     def all_at_once(self, gb_per_s: Sequence[Sequence[float]], seconds: float) -> tuple[float, float]:
-        """Receive from all other hosts, which send at the same time.
+        """Receive from all other hosts, which send at the same time. All hosts make this call.
 
-        Returns the part of their single speeds that the links have then, and how many GB/s they carry together.
+        Returns the speed of the links to this host as a part of their single speeds, and their joint speed in GB/s.
         """
         room = _MAX_BYTES // len(self.peers)
 
@@ -190,19 +190,19 @@ class _Probe:
         outgoing = [(self._send(other, nbytes(self.host, other)), other) for other in others]
         for message in incoming:
             self._wait(*message)
-        taken = time.perf_counter() - began
+        taken_s = time.perf_counter() - began
         for message in outgoing:
             self._wait(*message)
         received = {other: nbytes(other, self.host) for other in others}
-        alone_s = max(size / gb_per_s[other][self.host] / 1e9 for other, size in received.items())
-        return alone_s / taken, sum(received.values()) / taken / 1e9
+        expected_s = max(size / gb_per_s[other][self.host] / 1e9 for other, size in received.items())
+        return expected_s / taken_s, sum(received.values()) / taken_s / 1e9
 
     def _stream_out(self, other: int, nbytes: int) -> None:
         for pending in [self._send(other, nbytes // _MESSAGES) for _ in range(_MESSAGES)]:
             self._wait(pending, other)
 
     def _stream_in(self, other: int, nbytes: int) -> float:
-        """Return the GB/s of a stream of messages after its first two, whose time contains the start of the stream."""
+        """Return the GB/s of a stream of messages. The first two do not count: their time contains its start."""
         size = nbytes // _MESSAGES
         arrivals = []
         for pending in [self._receive(other, size, k * size) for k in range(_MESSAGES)]:
@@ -221,7 +221,7 @@ class _Probe:
 
 
 def _gather_speeds(communicator: Communicator, measured: dict[str, object]) -> Speeds:
-    """Return the measured speeds of all ranks; the same on every rank, since all parse the same texts."""
+    """Return the measured speeds of all ranks. ``measured``: what this rank has measured. All ranks call this."""
     of_ranks = [json.loads(text) for text in communicator.rendezvous.all_gather(json.dumps(measured).encode())]
     hosts = communicator.hosts
     count = len(hosts)
@@ -242,7 +242,7 @@ def _cables(speeds: Speeds, received: Sequence[tuple[float, float]]) -> tuple[fl
     cables = []
     for dst, (share, together) in enumerate(received):
         singly = [row[dst] for row in speeds.gb_per_s]
-        # A burst may make a link look faster than its cable, which is impossible. Then the link's number counts.
+        # A link cannot be faster than its cable, but may seem so because of a burst. Then the link's speed counts.
         cables.append(_three_digits(max(together, *singly)) if share < _SHARED else 0.0)
     return tuple(cables)
 
@@ -252,7 +252,7 @@ def _three_digits(number: float) -> float:
 
 
 def host_topology(speeds: Speeds) -> Topology:
-    """Return the topology of hosts: the links between them, behind a cable if all links of a host share one.
+    """Return a topology with hosts as devices. If the links of a host share a cable, they pass through its switches.
 
     >>> mesh = Speeds(((0, 1), (2, 0)), ((0, 1e-4), (1e-4, 0)), (0, 0), (10, 10))
     >>> host_topology(mesh).link("host1/cpu:0", "host0/cpu:0").bandwidth
@@ -263,7 +263,7 @@ def host_topology(speeds: Speeds) -> Topology:
 
 
 def rank_topology(speeds: Speeds, hosts: Sequence[Sequence[int]]) -> Topology:
-    """Return the topology of all ranks: a switch joins the ranks of a host, and measured links join the hosts."""
+    """Return a topology with ranks as devices. The ranks of a host are linked to its switch, switches to each other."""
     switches = [f"host{k}" for k in range(len(hosts))]
     devices = {rank: f"host{k}/cpu:{place}" for k, ranks in enumerate(hosts) for place, rank in enumerate(ranks)}
     memory = [
@@ -282,9 +282,9 @@ def _topology(
     switches: Sequence[str] = (),
     local: Sequence[Link] = (),
 ) -> Topology:
-    """Return a topology with measured links between the nodes ``hosts``, and ``local`` links inside hosts.
+    """Return a topology of ``devices`` with measured links between the nodes ``hosts``, and ``local`` links in hosts.
 
-    A cable is two switches, one for each direction, since only the host can forward data that it has received.
+    A cable consists of two switches, one for each direction, since only the host can forward data that it has received.
     """
     shared = [bool(speed) for speed in speeds.cables]
     outs, ins = ([f"host{k}.{way}" if shared[k] else host for k, host in enumerate(hosts)] for way in ("out", "in"))

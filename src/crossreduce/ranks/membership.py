@@ -1,7 +1,7 @@
 """``join``: a rank finds the other ranks of a new group, shares memory on its host, and connects to other hosts.
 
-Input: a rendezvous, and a transport between hosts. Output: the parts of a ``Communicator``, or the same error on every
-rank. A rank that fails here keeps nothing.
+Input: a rendezvous, and a transport between hosts. Output: the resources of a ``Communicator``, or the same error on
+every rank. A rank that fails here releases all of them.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ from .transports.tcp import TcpTransport
 
 ALIVE_S: Final = 0.25  # how often a rank reports that it is alive while its transport connects
 CANCEL_S: Final = 0.3  # the longest wait for the end of a transport's cancelled attempt to connect
-_CONNECTED, _CONNECTING = "connected", "connecting"
+_CONNECTED, _CONNECTING = "connected", "connecting"  # states of a rank; see ``JoinedHost.connect``
 
 Connect: TypeAlias = Callable[[threading.Event, Hosts], Transport]
 
@@ -59,9 +59,9 @@ def join(
     global_ranks: Sequence[int] | None,
     listen_at: str,
 ) -> tuple[JoinedHost, Transport | None]:
-    """Join a group, and return its members, and the transport if there is one; all ranks call this together.
+    """Join a group. Return this rank's ``JoinedHost``, and its connected transport if there is one.
 
-    For arguments and errors see ``Communicator``.
+    All ranks call this together. For arguments and errors see ``Communicator``.
     """
     numbers = tuple(global_ranks or range(rendezvous.size))
     own = numbers[rendezvous.rank]
@@ -71,7 +71,7 @@ def join(
         connected = host.connect(rendezvous, transport, timeout_s) if callable(transport) else transport
         _require_transport(host.members, connected)
     except Exception as error:
-        failure = shared_failure(rendezvous, error, who, alone=host is None)  # later checks fail on all ranks
+        failure = shared_failure(rendezvous, error, who, alone=host is None)  # later errors are those of all ranks
         if host is not None:
             host.leave()
         if str(failure) == str(error):
@@ -90,7 +90,7 @@ def join(
 class JoinedHost:
     """A rank that shares memory with the other ranks of its host and answers requests of all ranks.
 
-    ``reads_peers``: whether each rank may read the memory of the others' processes.
+    ``reads_peers``: whether every rank can read the memory of the processes of all other ranks.
     """
 
     def __init__(self, rendezvous: Rendezvous, global_ranks: tuple[int, ...], name: str, listen_at: str) -> None:
@@ -128,11 +128,10 @@ class JoinedHost:
         self.memory.close()
 
     def connect(self, rendezvous: Rendezvous, connect: Connect, timeout_s: float) -> Transport:
-        """Return the transport that ``connect`` returns; all ranks call this together.
+        """Return the transport that ``connect`` returns. All ranks call this together.
 
-        ``connect`` may block, so it runs in a thread. Meanwhile, the ranks tell each other at the rendezvous that they
-        are alive. So if a rank dies, the others do not wait for ``connect``, but for the timeout of the rendezvous,
-        which names that rank.
+        ``connect`` may block, so it runs in a thread. Meanwhile, the ranks exchange their states at the rendezvous. So
+        if a rank dies, the rendezvous of the others times out with an error that names that rank.
         """
         results: Queue[Transport | Exception] = Queue()
         cancelled, deadline, hosts = threading.Event(), time.monotonic() + timeout_s, self.members.hosts
@@ -153,7 +152,8 @@ class JoinedHost:
                 if result is None:
                     with suppress(Empty):
                         result = results.get(timeout=ALIVE_S)
-                state = _CONNECTING  # or: connected, and the ranks without a connection; or the text of an error
+                # A state is "connecting", or "connected" and the ranks without a connection, or the text of an error.
+                state = _CONNECTING
                 if result is not None:
                     unreached = result.unreached if isinstance(result, TcpTransport) else ()
                     state = " ".join([_CONNECTED, *map(str, unreached)])
@@ -176,7 +176,7 @@ class JoinedHost:
                     return result
         finally:
             cancelled.set()
-            if result is None:  # wait, since a thread that returns to Python while the process exits would abort it
+            if result is None:  # wait: a thread that returns to Python while the process exits would abort the process
                 with suppress(Empty):
                     results.get(timeout=CANCEL_S)
 
@@ -192,7 +192,7 @@ def _shared_memory(rendezvous: Rendezvous, global_ranks: tuple[int, ...]) -> tup
     size = rendezvous.size
 
     def turns(ranks: int) -> int:
-        return PAIR_TURNS if ranks == size == 2 else 1
+        return PAIR_TURNS if ranks == size == 2 else 1  # see ``RankMemory``
 
     def slot_nbytes(ranks: int) -> int:
         return SLOT_BYTES + 2 * (turns(ranks) - 1) * TURN_BYTES
@@ -215,7 +215,7 @@ def _shared_memory(rendezvous: Rendezvous, global_ranks: tuple[int, ...]) -> tup
 
 def _require_transport(members: Membership, transport: Transport | None) -> None:
     if len(members.hosts) > 1 and transport is None:
-        given = f"hosts of ranks {', '.join(map(str, members.global_hosts()))}"
+        given = f"hosts with the ranks {', '.join(map(str, members.global_hosts()))}"
         remedy = "transport=TcpTransport(...) or MpiTransport(...)"
         raise ArgumentError.of("ranks on several hosts need a transport between them.", given, remedy)
 

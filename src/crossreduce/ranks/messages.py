@@ -17,7 +17,7 @@ from .intra_host.shared_memory import SLICE_S
 
 ANY_RANK: Final = -1
 _WAITING: Final = -1  # what the compiled ``wait`` returns
-_OPEN: Final = 0  # the mood of a rank whose messages are valid
+_OPEN: Final = 0  # the ``mood`` of a rank whose messages are valid, as it has not called ``give_up``
 
 
 class Messages:
@@ -37,8 +37,9 @@ class Messages:
     def send(self, owner: Any, address: int, nbytes: int, dst: int, tag: int) -> int:
         """Begin to send memory, and return the message's number, or 0 if it is complete.
 
-        ``owner`` is referenced while the memory is needed.
+        ``owner``: the object that owns the memory. It is referenced while the memory is needed.
         """
+        # The check of the other rank takes long compared with a message, so it is repeated only after ``SLICE_S``.
         if self._timed_out or time.monotonic() > self._checked[dst] + SLICE_S:
             failure = self._failure(dst)
             if failure is not None:
@@ -49,9 +50,9 @@ class Messages:
             raise self._public_error("send", dst, ConnectionError(str(error))) from None
 
     def receive(self, owner: Any, address: int, nbytes: int, src: int, tag: int) -> int:
-        """Begin to receive from a rank, or from ``ANY_RANK``; otherwise like ``send``.
+        """Begin to receive from a rank, or from ``ANY_RANK``. For the other arguments and the result see ``send``.
 
-        A rank that has ended may have sent the message before.
+        The other rank is not checked, since a rank that has ended may have sent the message before.
         """
         try:
             failure = self._own_failure()
@@ -62,21 +63,23 @@ class Messages:
         raise self._public_error("recv", src, failure)
 
     def wait(self, number: int, method: str, peer: int, nbytes: int, timeout_s: float) -> int | None:
-        """Return the other rank when the message is complete. If ``timeout_s`` is 0, return ``None`` if it is not yet.
+        """Wait until a message is complete, and return the other rank.
 
-        After an error the message's memory is not written any more, and its data is not received.
+        If ``timeout_s`` is 0, return ``None`` if the message is not complete yet. After an error the message's memory
+        is not written any more, and its data is not received.
 
         Args:
           number: the message's number, which ``send`` or ``receive`` returned.
           method: "send" or "recv".
           peer: the other rank, or ``ANY_RANK``.
           nbytes: the size of the memory.
-          timeout_s: if it is not 0, a message that takes longer fails, and so do all later messages of this rank.
+          timeout_s: 0, or the time after which the message fails. Then all later messages of this rank fail, too.
         Raises:
           MismatchError: the message has another size.
           PeerLostError, CollectiveTimeout: the other rank has ended, or is late.
         """
-        # ``outcome``: the other rank; ``_WAITING``; (sender, bytes) after an error; ``None`` if the message is unknown.
+        # ``outcome``: the other rank; ``_WAITING``; (sender, bytes) of a message of another size, or (``ANY_RANK``, 0)
+        # of one that another thread has withdrawn; ``None`` if the message is unknown.
         began, slice_s, failure = time.monotonic(), min(SLICE_S, timeout_s), None
         try:
             while (outcome := self._native.wait(number, 0.0 if failure else slice_s)) == _WAITING:
@@ -92,17 +95,15 @@ class Messages:
                     return None
         except BaseException as error:
             if isinstance(error, (ValueError, OSError)) and self._communicator.memory.fd < 0:
-                raise self._public_error(method, peer, ConnectionError(str(error))) from None
+                raise self._public_error(method, peer, ConnectionError(str(error))) from None  # closed just now
             self._interrupt(number)  # Ctrl-C, or what a signal handler raised
             raise
         if isinstance(outcome, int) and outcome != _WAITING:
             return outcome
         if isinstance(outcome, tuple) and outcome[0] != ANY_RANK:
             source, sent_nbytes = outcome
-            name = self._communicator.name
-            problem = (
-                f'rank {self._communicator.global_ranks[source]} of group "{name}" sent a message of another size.'
-            )
+            sender = f'rank {self._communicator.global_ranks[source]} of group "{self._communicator.name}"'
+            problem = f"{sender} sent a message of another size."
             given = f"a message of {sent_nbytes} bytes for a tensor of {nbytes} bytes"
             raise MismatchError.of(problem, given, "a tensor of the size that was sent")
         if isinstance(failure, TimeoutError):
@@ -113,17 +114,18 @@ class Messages:
         raise self._public_error(method, peer, failure or ConnectionError("another wait for this message has failed"))
 
     def forget(self, number: int) -> None:
-        """Free the result of a message as soon as it is complete."""
+        """Free the result of a message when the message is complete."""
         with suppress(ValueError):  # the group was closed just now
             self._native.forget(number)
 
     def _withdraw(self, number: int) -> None:
+        """End a message that has failed."""
         with suppress(ValueError):  # the group was closed just now
             if not self._native.withdraw(number) and self._communicator.memory.abort_cause() is not None:
-                self._native.give_up()  # the other rank may not have noticed the abort
+                self._native.give_up()  # the other rank may still read the memory, if it has not noticed the abort
 
     def _failure(self, peer: int) -> OSError | None:
-        """Return why no message can be exchanged with a rank any more, or ``None``."""
+        """Return why no message can be exchanged with a rank any more, or ``None`` if messages can be exchanged."""
         failure = self._own_failure()
         if failure is not None:
             return failure
@@ -133,6 +135,7 @@ class Messages:
         return None
 
     def _own_failure(self) -> OSError | None:
+        """Return why this rank can exchange no message with any rank, or ``None``."""
         if self._communicator.memory.abort_cause() is not None:
             return ConnectionError("the group was aborted")
         return ConnectionAbortedError("this rank closed its connections") if self._timed_out else None

@@ -20,7 +20,7 @@ _EXACT: Final = {name: sys.intern(f"exact_{name}") for name in ("all_reduce", "r
 
 
 def call_name(collective: str, exact: bool) -> str:
-    """Return the name of a collective in prepared calls. It is always the same object, so that it is found quickly."""
+    """Return the name of a collective in prepared calls: always the same string object, which is found quickly."""
     return _EXACT[collective] if exact else collective
 
 
@@ -30,13 +30,13 @@ class RankCalls(Protocol):
     def run(
         self, communicator: Communicator, collective: str, op: ReduceOp | str | None, root: int, x: Any, out: Any, /
     ) -> Any:
-        """Return the result, or ``None`` if no such call was prepared. Errors are those of ``communicator``."""
+        """Run a prepared call. Return its result, or ``None`` if it was not prepared. Errors are the communicator's."""
 
     def add(self, *call: Any) -> None:
-        """Add a call; see ``rank_calls.cpp``."""
+        """Add a prepared call. For its arguments see ``rank_calls.cpp``."""
 
 
-class _NoCalls:
+class _NoCalls:  # no call is ever prepared
     def run(self, *_: Any) -> None:
         return None
 
@@ -67,8 +67,7 @@ def prepare(
     """Prepare a call that has just run.
 
     Args:
-      calls: the prepared calls of the group, to which this one is added.
-      communicator: the group.
+      calls: the prepared calls of the communicator's group, to which this one is added.
       collective: "all_reduce", "broadcast", "all_gather", "reduce_scatter" or "all_to_all".
       op: the reduction, or ``None`` if arrays are copied.
       root: the root of a broadcast.
@@ -82,7 +81,7 @@ def prepare(
     size, nbytes, result_nbytes = communicator.size, x.nbytes, result.nbytes
     # Where each buffer of the call begins: (False, offset in x) or (True, offset in the result), in bytes.
     at_input, at_result = [(False, 0)], [(True, 0)]
-    places = {
+    buffers = {
         "all_reduce": at_input + at_result,
         "broadcast": at_input if root == communicator.rank else at_result,
         "all_gather": at_input + [(True, k * nbytes) for k in range(size)],
@@ -93,8 +92,8 @@ def prepare(
         executable = communicator.executable(collective, op, array, root, exact)
         if executable is not None:
             in_place = collective in ("all_reduce", "broadcast")  # whether x may be the result
-            copied = collective == "broadcast" and places is at_input  # whether x is copied to the result, on the root
+            copied = collective == "broadcast" and buffers is at_input  # whether x is copied to the result, on the root
             calls.add(
                 *(call_name(collective, exact), op, root or 0, x, result.shape, x.itemsize, executable),
-                *(executable.program, executable.cost, executable.text, places, in_place, copied),
+                *(executable.program, executable.cost, executable.text, buffers, in_place, copied),
             )

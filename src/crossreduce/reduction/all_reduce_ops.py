@@ -52,17 +52,16 @@ class AllReduceCrossDeviceOps(BatchReducingOps):
     ) -> None:
         self._algorithm = algorithm_name(all_reduce_alg)
         self._packing = Packing(
-            count("num_packs", num_packs, "0 switches packing off"),
-            0,
-            count("agg_small_grads_max_bytes", agg_small_grads_max_bytes, "0 joins no small tensors"),
-            count("agg_small_grads_max_group", agg_small_grads_max_group, "10"),
+            num_packs=count("num_packs", num_packs, "0 switches packing off"),
+            small_bytes=count("agg_small_grads_max_bytes", agg_small_grads_max_bytes, "0 joins no small tensors"),
+            small_group=count("agg_small_grads_max_group", agg_small_grads_max_group, "10"),
         )
         self._topology = None if topology is None else topology_of(topology)
 
     def __repr__(self) -> str:
-        named = "" if type(self) in (HierarchicalCopyAllReduce, NcclAllReduce) else f"{self._algorithm!r}, "
-        wiring = "" if self._topology is None else f", topology={self._topology!r}"
-        return f"{type(self).__name__}({named}num_packs={self._packing.num_packs}{wiring})"
+        algorithm = "" if type(self) in (HierarchicalCopyAllReduce, NcclAllReduce) else f"{self._algorithm!r}, "
+        topology = "" if self._topology is None else f", topology={self._topology!r}"
+        return f"{type(self).__name__}({algorithm}num_packs={self._packing.num_packs}{topology})"
 
     def batch_reduce_implementation(
         self, reduce_op: ReduceOp, value_destination_pairs: list[Pair], options: CommunicationOptions
@@ -77,7 +76,7 @@ class AllReduceCrossDeviceOps(BatchReducingOps):
         return broadcast_array(tensor, destinations, self._planner(DEFAULT), self._topology)
 
     def _planner(self, options: CommunicationOptions) -> str:
-        """Return the algorithm of a call. An op with "auto" or "nccl" uses that of the options unless it is "auto"."""
+        """Return the algorithm of a call. For an op with "auto" or "nccl", the options may name another algorithm."""
         chosen = options.implementation if self._algorithm in ("auto", "nccl") else self._algorithm
         if chosen == "auto":
             chosen = self._algorithm
@@ -94,8 +93,8 @@ class HierarchicalCopyAllReduce(AllReduceCrossDeviceOps):
     """Reduces inside groups of devices, then between the groups, and copies back the same way.
 
     It works for any number of devices, including odd ones. With a topology, the groups follow from its links, and the
-    simulated time is never above that of ``one_device``; without a topology, the groups are two halves of the devices
-    (``crossreduce.planning.hierarchical_copy``).
+    simulated time is never above that of ``one_device``. Without a topology, the groups are two halves of the devices.
+    See ``crossreduce.planning.hierarchical_copy``.
 
     Args:
       num_packs: the number of trees that share the load; each has another root. 0 switches packing off: each tensor has
@@ -116,11 +115,11 @@ class HierarchicalCopyAllReduce(AllReduceCrossDeviceOps):
 
 
 class NcclAllReduce(AllReduceCrossDeviceOps):
-    """Reduces with NCCL if it can be used; otherwise it plans "auto" and logs the reason once, at INFO.
+    """Reduces with NCCL if NCCL can be used. Otherwise it plans "auto" and logs the reason once, at INFO.
 
-    NCCL reduces torch tensors that are each on another GPU of this process: see docs/algorithms.md. If the call's
-    options have another ``implementation`` than "auto" and "nccl", that one is used instead. If NCCL fails, the call
-    raises a ``BackendError``, and the content of ``out`` is undefined.
+    NCCL reduces torch tensors if each is on a different GPU of this process: see docs/algorithms.md. If the call's
+    options have an ``implementation`` other than "auto" and "nccl", that algorithm is used instead. If NCCL fails, the
+    call raises a ``BackendError``, and the content of ``out`` is undefined.
 
     Args:
       num_packs: as for ``AllReduceCrossDeviceOps``; NCCL ignores it.

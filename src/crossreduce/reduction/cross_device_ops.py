@@ -46,12 +46,12 @@ Pair = tuple[PerReplica, tuple[str, ...]]
 class CrossDeviceOps:
     """The base class of all cross-device ops: it validates arguments and calls the implementations.
 
-    A custom subclass implements ``reduce_implementation``, and may implement ``batch_reduce_implementation`` (by
-    default one ``reduce_implementation`` after another), ``broadcast_implementation`` and ``gather_implementation`` (by
-    default copies). They receive validated arguments: a ``ReduceOp``, ``PerReplica`` values, destinations as a tuple of
-    canonical device names, and ``CommunicationOptions``. They return a ``Mirrored`` on those destinations (a list of
-    them, for a batch). The kind and the devices of the returned values are checked; that they have
-    the right shape and share no memory is the responsibility of the subclass.
+    A custom subclass implements ``reduce_implementation``. It may implement ``batch_reduce_implementation``, which
+    calls ``reduce_implementation`` for each value by default, and ``broadcast_implementation`` and
+    ``gather_implementation``, which copy by default. They receive validated arguments: a ``ReduceOp``, ``PerReplica``
+    values, destinations as a tuple of canonical device names, and ``CommunicationOptions``. They return a ``Mirrored``
+    on those destinations; for a batch, a list with one per pair. The type and the devices of returned values are
+    checked. The subclass must ensure that they have the right shape and share no memory.
 
     >>> class First(CrossDeviceOps):
     ...     def reduce_implementation(self, reduce_op, per_replica_value, destinations, options):
@@ -62,7 +62,7 @@ class CrossDeviceOps:
     array([1., 1.])
     """
 
-    _calls: Calls | None = None  # earlier calls: the same call, made again, runs in compiled code
+    _calls: Calls | None = None  # earlier calls; when one of them is repeated, it runs in compiled code
 
     @unconverted
     def reduce(
@@ -80,12 +80,12 @@ class CrossDeviceOps:
         Args:
           reduce_op: a ``ReduceOp`` or its name.
           per_replica_value: ``PerReplica`` or ``Mirrored``; a single array is the value of one replica.
-          destinations: distributed values (their devices), a device's name, or an array, variable or parameter (its
-            device). They only name devices: arrays among them are not written.
+          destinations: a device's name; or distributed values, an array, a variable or a parameter, which stand for
+            their devices and are not written.
           options: hints for this call.
-          out: arrays to write the result into, one per destination, in their order: arrays of NumPy, CuPy or
-            torch with the result's shape and dtype, writable and contiguous in C order. They may be the value's own
-            components (in place); otherwise they must not share memory with each other or with the inputs.
+          out: arrays to write the result into, one per destination, in the order of the destinations. They are arrays
+            of NumPy, CuPy or torch with the result's shape and dtype, writable and contiguous in C order. They may be
+            the value's own components (in place); otherwise they must not share memory with each other or with inputs.
           experimental_hints: the older name of ``options``; only one of them can be given.
         Returns:
           The result, one component per destination, in the order of the destinations. If ``out`` is given, these are
@@ -107,6 +107,7 @@ class CrossDeviceOps:
         array([4., 6.])
         """
         if PROFILERS.are_on() and is_outermost():
+            # not self.reduce: a subclass may have replaced it by a method that calls this one
             call = partial(CrossDeviceOps.reduce, self, out=out, experimental_hints=experimental_hints)
             with entry("reduce", reduce_op, per_replica_value):
                 return call(reduce_op, per_replica_value, destinations, options)
@@ -116,7 +117,7 @@ class CrossDeviceOps:
                 return cast("Mirrored", prepared)
         op = read_op(reduce_op)
         hints = read_options(options, experimental_hints)
-        value = check_value(op, per_replica(per_replica_value)).with_out(None)
+        value = check_value(op, per_replica(per_replica_value)).with_out(None)  # not the ``out`` of an earlier call
         devices = device_names(destinations)
         value.facts.framework.require(devices)
         if out is None:
@@ -138,7 +139,7 @@ class CrossDeviceOps:
         out: Iterable[DistributedValues] | None = None,
         experimental_hints: CommunicationOptions | None = None,
     ) -> list[Mirrored]:
-        """Reduce several values, each to its own destinations; several tensors may be reduced together.
+        """Reduce several values, each to its own destinations. An implementation may reduce several tensors together.
 
         Args:
           reduce_op: a ``ReduceOp`` or its name.
@@ -158,7 +159,7 @@ class CrossDeviceOps:
         array([4., 6.])
         """
         if PROFILERS.are_on() and is_outermost():
-            if hasattr(value_destination_pairs, "__next__"):  # an iterator
+            if hasattr(value_destination_pairs, "__next__"):  # an iterator, which can be read only once
                 value_destination_pairs = list(value_destination_pairs)
             call = partial(CrossDeviceOps.batch_reduce, self, out=out, experimental_hints=experimental_hints)
             with entry("batch_reduce", reduce_op, by_replica(value_destination_pairs)):
@@ -213,9 +214,8 @@ class CrossDeviceOps:
             with entry("broadcast", "", [tensor]):
                 return CrossDeviceOps.broadcast(self, tensor, destinations)
         if isinstance(tensor, DistributedValues):
-            raise ArgumentError.of(
-                "broadcast requires a single array.", shown(tensor), "one of its components, such as value[0]"
-            )
+            remedy = "one of its components, such as value[0]"
+            raise ArgumentError.of("broadcast requires a single array.", shown(tensor), remedy)
         framework = check_array(tensor)
         devices = device_names(destinations)
         framework.require(devices)
@@ -223,13 +223,9 @@ class CrossDeviceOps:
 
     @unconverted
     def gather(
-        self,
-        per_replica_value: Any,
-        destinations: Any,
-        axis: int,
-        options: CommunicationOptions | None = None,
+        self, per_replica_value: Any, destinations: Any, axis: int, options: CommunicationOptions | None = None
     ) -> Mirrored:
-        """Concatenate the components along an axis, in the order of the replicas, and put that on all destinations.
+        """Concatenate the components along an axis in replica order, and put the result on all destinations.
 
         Args:
           per_replica_value: as for ``reduce``; components may differ in size along ``axis``. Sparse components are
@@ -266,9 +262,9 @@ class CrossDeviceOps:
         options: CommunicationOptions | None,
         out: Any,
     ) -> list[list[Any]] | None:
-        """Reduce lists of arrays, one per replica, if such a call was made before; otherwise return ``None``.
+        """Reduce one list of arrays per replica in compiled code, or return ``None`` if no such call was made before.
 
-        ``rows`` and ``out`` may contain any trees, and ``out`` may be ``None``: only lists of arrays are recognized.
+        ``rows`` and ``out`` may contain any trees, but only lists of arrays are recognized. ``out`` may be ``None``.
         ``devices`` has one name per replica; if it is ``None``, the results stay on the devices of the arrays.
         """
         if self._calls is None:
@@ -276,11 +272,11 @@ class CrossDeviceOps:
         return self._calls.all_reduce(op, rows, devices, options, out)
 
     def _writes_out(self, jobs: list[Job]) -> bool:
-        """Return whether the implementation writes into ``out`` itself; otherwise its results are copied there.
+        """Return whether the implementation writes into ``out`` itself. If not, its results are copied there.
 
         A custom implementation does not receive ``out``, since it may read a value again after it has reduced it.
-        Errors in ``out`` must be found before anything is written: this method checks ``out`` if its answer is False,
-        and otherwise ``reduce_batch`` does.
+        Errors in ``out`` must be found before anything is written. So this method checks ``out`` before it returns
+        False; if it returns True, ``reduce_batch`` checks ``out``.
         """
         check_overlap(jobs)
         return False
@@ -292,31 +288,28 @@ class CrossDeviceOps:
         destinations: tuple[str, ...],
         options: CommunicationOptions,
     ) -> Mirrored:
-        """Reduce one validated value; subclasses must implement it."""
-        raise NotImplementedError(
-            message(
-                f"{type(self).__name__} does not implement reduce_implementation.",
-                remedy="implement it, or use ReductionToOneDevice or HierarchicalCopyAllReduce",
-            )
-        )
+        """Reduce one validated value. Subclasses must implement this method."""
+        problem = f"{type(self).__name__} does not implement reduce_implementation."
+        remedy = "implement it, or use ReductionToOneDevice or HierarchicalCopyAllReduce"
+        raise NotImplementedError(message(problem, remedy=remedy))
 
     def batch_reduce_implementation(
         self, reduce_op: ReduceOp, value_destination_pairs: list[Pair], options: CommunicationOptions
     ) -> list[Mirrored]:
-        """Reduce validated values; by default one after another."""
+        """Reduce validated values. By default, ``reduce_implementation`` reduces one after another."""
         return [
             self.reduce_implementation(reduce_op, value, destinations, options)
             for value, destinations in value_destination_pairs
         ]
 
     def broadcast_implementation(self, tensor: Any, destinations: tuple[str, ...]) -> Mirrored:
-        """Copy an array to all destinations; by default directly to each."""
+        """Copy an array to all destinations. By default, it is copied directly to each destination."""
         return broadcast_array(tensor, destinations, "one_device", None)
 
     def gather_implementation(
         self, per_replica_value: PerReplica, destinations: tuple[str, ...], axis: int, options: CommunicationOptions
     ) -> Mirrored:
-        """Concatenate validated components along a non-negative axis; by default on the first destination."""
+        """Concatenate validated components along a non-negative axis. By default, the first destination does this."""
         value = check_value(None, per_replica_value, axis=axis)
         framework, main = value.facts.framework, destinations[0]
         joined = framework.concat([framework.to_device(x, main) for x in value.facts.arrays], axis)
@@ -329,13 +322,13 @@ class BatchReducingOps(CrossDeviceOps):
     own_class: ClassVar[type[BatchReducingOps]]  # the class of this library whose methods reduce
 
     def _is_own(self) -> bool:
-        """Return whether all methods that reduce are those of ``own_class``, so no subclass has replaced one."""
+        """Return whether no subclass has replaced a method of ``own_class`` that reduces."""
         kind, own = type(self), self.own_class
         names = ("batch_reduce", "reduce_implementation", "batch_reduce_implementation", "_planner")
         return kind is own or all(getattr(kind, name, None) is getattr(own, name, None) for name in names)
 
     def _prepared_calls(self) -> Calls | None:
-        """Return the store of prepared calls; ``None`` if a subclass replaces a method, which it would bypass."""
+        """Return the store of prepared calls, or ``None`` if they would bypass a method that a subclass replaces."""
         if self._calls is None and self._is_own():
             object.__setattr__(self, "_calls", new_calls())  # a subclass may be a frozen dataclass
         return self._calls
@@ -380,9 +373,8 @@ class ReductionToOneDevice(BatchReducingOps):
     ) -> None:
         self._root = None if reduce_to_device is None else canonical(reduce_to_device)
         if accumulation_fn is not None and not callable(accumulation_fn):
-            raise ArgumentError.of(
-                "accumulation_fn must be a function of a list of arrays.", shown(accumulation_fn), "sum"
-            )
+            problem = "accumulation_fn must be a function of a list of arrays."
+            raise ArgumentError.of(problem, shown(accumulation_fn), "sum")
         self._accumulate = accumulation_fn
 
     def __repr__(self) -> str:
@@ -414,7 +406,7 @@ class ReductionToOneDevice(BatchReducingOps):
         return self._is_own()
 
     def _reduce_by_function(self, op: ReduceOp, job: Job) -> Mirrored:
-        """Reduce one value with the caller's function."""
+        """Reduce one value with the caller's function, which gets copies, since it may change them."""
         assert self._accumulate is not None
         value, destinations = job[0].facts, job[1]
         framework, root = value.framework, self._root or destinations[0]
@@ -429,7 +421,7 @@ class ReductionToOneDevice(BatchReducingOps):
             raise MismatchError.of(problem, given, f"an array like {value.spec}")
         dtype = framework.spec(total).dtype
         numbers = framework.numbers(op, dtype, len(value.arrays))
-        # A dtype that only the function introduced decides the result's dtype.
+        # If the function changed the dtype, the new one decides the result's dtype.
         result = value.numbers.result if dtype in (value.spec.dtype, value.numbers.accumulator) else numbers.result
         finished = framework.finish(total, numbers._replace(result=result))
         return broadcast_array(finished, destinations, "one_device", None)

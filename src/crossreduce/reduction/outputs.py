@@ -19,7 +19,7 @@ Job = tuple[Checked, tuple[str, ...]]  # a validated value and the devices of it
 
 
 def check_outs(out: Any, size: int) -> list[DistributedValues]:
-    """Return the ``out`` of each pair of a batch.
+    """Return the ``out`` of a batch as a list with one element for each of its ``size`` pairs.
 
     Raises:
       ArgumentError: ``out`` is not a list of one ``PerReplica`` or ``Mirrored`` per pair.
@@ -40,8 +40,8 @@ def check_out(out: Any, value: Checked, destinations: tuple[str, ...]) -> Distri
 
     Raises:
       ArgumentError: ``out`` is not a distributed value, or its devices are not the destinations.
-      MismatchError: its components differ from the result in framework, shape or dtype.
-      UnsupportedError: they cannot be written into, or the result is sparse.
+      MismatchError: the components of ``out`` differ from the result in framework, shape or dtype.
+      UnsupportedError: a component of ``out`` cannot be written into, or the result is sparse.
     """
     facts = value.facts
     if facts.sparse:
@@ -80,7 +80,7 @@ def check_overlap(jobs: Sequence[Job]) -> None:
       UnsupportedError: an array cannot be written into.
       ArgumentError: an array shares memory.
     """
-    extents: list[tuple[int, int, int, int]] = []  # (start, stop, pair, number of the array of out; -1: an input)
+    extents: list[tuple[int, int, int, int]] = []  # (start, stop, pair, number of the array of out or -1 for an input)
     for pair, (value, destinations) in enumerate(jobs):
         facts = value.facts
         if facts.out is None:
@@ -97,6 +97,7 @@ def check_overlap(jobs: Sequence[Job]) -> None:
             originals = [framework.array(x) for x in value.values]
             arrays += [part for x in originals if isinstance(x, Sparse) for part in (x.values, x.indices)]
         inputs = [framework.memory_range(x) for x in arrays]
+        # An input that is exactly an array of out may share its memory, so it is left out.
         extents.extend((start, stop, pair, -1) for start, stop, dense in inputs if (start, stop, dense) not in results)
     overlap = find_overlap(extents)
     if overlap is not None:
@@ -119,7 +120,7 @@ def name_pair(error: ReductionError, pair: int, pairs: int) -> ReductionError:
 
 
 def write_results(results: list[Mirrored], jobs: list[Job]) -> list[Mirrored]:
-    """Copy results into the arrays of ``out`` unless they are these arrays already, and return ``out``'s arrays.
+    """Copy results into the arrays of ``out``, except for results that already are these arrays, and return ``out``.
 
     Raises:
       MismatchError: a result has another framework, shape or dtype than its array of ``out``.

@@ -56,48 +56,52 @@ def reduce_batch(
 ) -> list[Mirrored]:
     """Reduce a batch: values with the same sources and destinations are packed and planned together.
 
-    The whole batch is planned before any of it runs, so a batch that cannot be planned moves nothing. On the device
-    ``root``, the algorithm ``one_device`` reduces and sparse values are concatenated. If ``root`` is ``None``, the
-    first rotates its roots, and the second uses the first destination. If ``calls`` is given, the call is added to it
-    if compiled code can repeat it; then the other arguments must follow from ``options``.
+    The whole batch is planned before any of it runs, so a batch that cannot be planned moves nothing.
 
+    Args:
+      jobs: the values, with the devices that need their results.
+      packing: how tensors are joined and cut.
+      algorithm: the algorithm's name.
+      topology: the links that may be used; ``None`` allows any.
+      root: the device on which ``one_device`` reduces and sparse values are concatenated. If it is ``None``,
+        ``one_device`` rotates its roots, and sparse values are concatenated on their first destination.
+      calls: if compiled code can repeat this call, it is added here. The other arguments must follow from ``options``.
+      options: the options of the call.
     Raises:
       PlanError: the topology has no route for some of the data.
     """
     if options.exact:
         jobs = _exact_jobs(jobs)
-    PROFILERS.look_again()  # not in compiled code: a framework's first call is always here
+    PROFILERS.look_again()  # compiled code need not do this: the first call of a framework always takes this path
     routes: dict[tuple[Framework, tuple[str, ...], tuple[str, ...], bool], list[int]] = {}
     last_route: Any = None
     for number, (value, destinations) in enumerate(jobs):
         facts = value.facts
         if not facts.sparse:
             route = facts.framework, value.devices, destinations, facts.mixed
-            if route != last_route:  # saves a lookup: most pairs have the route of the pair before
+            if route != last_route:  # saves a lookup: most pairs have the same route as the previous one
                 last_route, members = route, routes.setdefault(route, [])
             members.append(number)
     runs: list[tuple[Layout, list[int]]] = []
     for (framework, sources, destinations, mixed), members in routes.items():
         specs = tuple(jobs[number][0].facts.spec for number in members)
         planned = layouts(framework, algorithm, sources, destinations, specs, packing, topology, root, mixed)
-        runs.extend((each, [members[tensor] for tensor in each.tensors]) for each in planned)
-    outs = [value.facts.out for value, _ in jobs]
-    with_out = bool(jobs) and all(
-        out is not None and out.devices == job[1] for out, job in zip(outs, jobs, strict=True)
-    )
+        runs.extend((run_layout, [members[tensor] for tensor in run_layout.tensors]) for run_layout in planned)
+    outs = [(value.facts.out, destinations) for value, destinations in jobs]
+    with_out = bool(jobs) and all(out is not None and out.devices == destinations for out, destinations in outs)
     if len(runs) > 1:
         if with_out:
             check_overlap(jobs)  # check the batch as a whole: each engine receives only a part of it
         kernels.threads()  # raises before the first run if CROSSREDUCE_NUM_THREADS is invalid
-        for each, numbers in runs:
+        for run_layout, numbers in runs:
             if jobs[numbers[0]][0].facts.numbers.exact:  # also raise before the first run if no engine can add exactly
-                select(each, [jobs[number][0].facts.arrays for number in numbers], exact=True)
+                select(run_layout, [jobs[number][0].facts.arrays for number in numbers], exact=True)
     results: list[Any] = [
         _reduce_sparse(value.facts, destinations, root) if value.facts.sparse else None for value, destinations in jobs
     ]
     executables: list[tuple[Any, list[int]]] = []
-    for each, numbers in runs:
-        executable, reduced = _run(each, [jobs[number] for number in numbers], with_out)
+    for run_layout, numbers in runs:
+        executable, reduced = _run(run_layout, [jobs[number] for number in numbers], with_out)
         executables.append((executable, numbers))
         for number, components in zip(numbers, reduced, strict=True):
             results[number] = Mirrored.on(tuple(components), jobs[number][1])
@@ -111,7 +115,7 @@ def reduce_batch(
 
 
 def _is_preparable(jobs: Sequence[Job], with_out: bool, executables: Sequence[tuple[Any, Any]]) -> bool:
-    """Return whether ``Calls`` can recognise a batch that has one framework and the same devices for all values."""
+    """Return whether ``Calls`` can repeat a batch in which all values have the same framework and devices."""
     return all(executable.prepared is not None for executable, _ in executables) and all(
         not facts.sparse
         and (facts.out is not None) is with_out
@@ -126,14 +130,14 @@ def _is_preparable(jobs: Sequence[Job], with_out: bool, executables: Sequence[tu
 def reduce_to_one(
     jobs: Sequence[Job], root: str | None, calls: Calls | None = None, options: CommunicationOptions = DEFAULT
 ) -> list[Mirrored]:
-    """Reduce each value on ``root``, or on the value's first destination if that is ``None``. See ``reduce_batch``."""
+    """Reduce each value on ``root``, or on its first destination if ``root`` is ``None``. See ``reduce_batch``."""
     if options.exact:
         jobs = _exact_jobs(jobs)
     by_root: dict[str, list[int]] = {}
     for number, (_, destinations) in enumerate(jobs):
         by_root.setdefault(root or destinations[0], []).append(number)
     results: list[Any] = [None] * len(jobs)
-    calls = calls if len(by_root) == 1 else None
+    calls = calls if len(by_root) == 1 else None  # only a call with one root can be prepared
     for device, numbers in by_root.items():
         members = [jobs[number] for number in numbers]
         reduced = reduce_batch(members, Packing(), "one_device", None, device, calls, options)
@@ -143,7 +147,7 @@ def reduce_to_one(
 
 
 def _exact_jobs(jobs: Sequence[Job]) -> list[Job]:
-    """Return jobs whose values are reduced exactly; raise if an op has no exact form."""
+    """Return the same jobs with values that are reduced exactly. Raise if a reduction cannot be exact."""
     exact_jobs: list[Job] = []
     for number, (value, destinations) in enumerate(jobs):
         try:
@@ -165,24 +169,20 @@ def layouts(
     root: str | None,
     mixed: bool = False,
 ) -> tuple[Layout, ...]:
-    """Lay out, plan and lower tensors with the same sources and destinations; see ``reduce_batch``."""
+    """Return layouts, with lowered programs, of tensors that have the same sources and destinations.
+
+    ``mixed``: see ``ValueFacts``. For the other arguments see ``reduce_batch``.
+    """
     by_dtype: dict[object, list[LoweredBuffer]] = {}
     for buffer in layout(specs, packing):
         ranges = _plan(framework, algorithm, sources, destinations, buffer, topology, root)
         key = buffer.dtype if buffer.size is not None else len(by_dtype)  # unknown size: a layout of its own
         by_dtype.setdefault(key, []).append(LoweredBuffer(buffer, ranges))
-    return tuple(
-        Layout(
-            framework,
-            tuple(span.tensor for buffer, _ in buffers for span in buffer.spans),
-            tuple(buffers),
-            sources,
-            destinations,
-            mixed,
-            algorithm == "nccl",
-        )
-        for buffers in by_dtype.values()
-    )
+    made, is_nccl = [], algorithm == "nccl"
+    for buffers in by_dtype.values():
+        tensors = tuple(span.tensor for buffer, _ in buffers for span in buffer.spans)
+        made.append(Layout(framework, tensors, tuple(buffers), sources, destinations, mixed, prefers_nccl=is_nccl))
+    return tuple(made)
 
 
 def _plan(
@@ -194,11 +194,11 @@ def _plan(
     topology: Topology | None,
     root: str | None,
 ) -> tuple[ProgramRange, ...]:
-    """Plan and lower one buffer.
+    """Return the lowered programs for one buffer, each with the range of elements that it reduces.
 
     Unless ``root`` is given, the root rotates from pack to pack, starting with device ``buffer.first``. A schedule
-    covers one pack per device, or a single pack if it has no root. Further packs use the same schedule again, so a plan
-    does not grow with the number of packs.
+    covers one pack per device, or a single pack if its algorithm has no root. The next packs use the same schedule
+    again, so a plan does not grow with the number of packs.
     """
     device_count = len({*sources, *destinations})
     first = buffer.first % device_count
@@ -225,7 +225,7 @@ def _plan(
 
 
 def select(layout: Layout, arrays: Sequence[Sequence[Array]], exact: bool = False) -> tuple[Engine, Any]:
-    """Return the first engine that can run a layout with these arrays, and the arrays in the form that it reads.
+    """Return the first engine that can run a layout with these arrays, and the arrays in the form that engine reads.
 
     Raises:
       UnsupportedError: the sums must be exact, and no engine can add these arrays exactly.
@@ -272,9 +272,8 @@ def _run(layout: Layout, jobs: Sequence[Job], with_out: bool) -> tuple[Executabl
     if not engine.checks_overlap:
         check_overlap(jobs)
     try:
-        return executable, executable.run(
-            operands, [value.facts.out.values for value, _ in jobs if value.facts.out is not None]
-        )
+        outs = [value.facts.out.values for value, _ in jobs if value.facts.out is not None]
+        return executable, executable.run(operands, outs)
     except OverlapError as overlap:
         raise name_pair(overlap_error(overlap.result), layout.tensors[overlap.tensor], len(jobs)) from None
     except (BufferError, ValueError):
@@ -300,12 +299,7 @@ def _sparse_copy(framework: Framework, x: Sparse, device: str) -> Any:
     return framework.rebuild_sparse(x._replace(values=values, indices=indices))
 
 
-def broadcast_array(
-    tensor: Any,
-    destinations: tuple[str, ...],
-    algorithm: str,
-    topology: Topology | None,
-) -> Mirrored:
+def broadcast_array(tensor: Any, destinations: tuple[str, ...], algorithm: str, topology: Topology | None) -> Mirrored:
     """Copy one array to all destinations along a schedule whose only source is the array's device."""
     framework = framework_of(tensor)
     x = framework.array(tensor)

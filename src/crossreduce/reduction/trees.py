@@ -38,7 +38,7 @@ def all_reduce(
     options: CommunicationOptions | None = None,
     out: Sequence[Any] | None = None,
 ) -> list[Any]:
-    """Reduce n pytrees, one per replica, leaf by leaf, and return the result for every replica.
+    """Reduce n pytrees, one per replica, leaf by leaf. Return one reduced tree per replica.
 
     Args:
       trees: a list with one tree per replica: an array, or dicts, lists, tuples, named tuples, dataclasses and other
@@ -52,12 +52,12 @@ def all_reduce(
       out: n trees of the same structure; the results are written into their leaves (see ``CrossDeviceOps.reduce``).
         With the inputs themselves as ``out`` the reduction is in place.
     Returns:
-      n trees of the same structure, with the leaves of ``out`` if it is given. Leaf k of tree i is the reduction of
-      leaf k of all trees, on the device of tree i's leaf, or ``devices[i]``; all n have the same bits. Without ``out``,
-      results share memory only if their arrays are immutable. Numbers become 0-d NumPy arrays.
+      n trees of the same structure. Leaf k of tree i is the reduction of leaf k of all trees, on ``devices[i]``, or by
+      default on the device of leaf k of input i. All n trees have the same bits. Their leaves are those of ``out`` if
+      it is given. Otherwise, they share memory only if arrays are immutable. Numbers become 0-d NumPy arrays.
     Raises:
-      MismatchError: trees of different structure, or leaves that differ in shape, dtype or framework; the leaf's path
-        and all replicas are named.
+      MismatchError: trees of different structure, or leaves that differ in shape, dtype or framework. The message has
+        the leaf's path and all replicas.
       ArgumentError: ``trees`` is empty, a leaf is not an array, or another argument is invalid.
       UnsupportedError: the op is not defined for a leaf's dtype; ``cross_device_ops`` is not a ``CrossDeviceOps``.
 
@@ -74,11 +74,8 @@ def all_reduce(
     if PROFILERS.are_on() and is_outermost():
         with entry("all_reduce", op, trees):
             return all_reduce(trees, op, devices=devices, cross_device_ops=cross_device_ops, options=options, out=out)
-    if (
-        isinstance(trees, (str, bytes, dict, DistributedValues))
-        or hasattr(trees, "shape")
-        or not isinstance(trees, Iterable)
-    ):
+    is_one_tree = isinstance(trees, (str, bytes, dict, DistributedValues)) or hasattr(trees, "shape")
+    if is_one_tree or not isinstance(trees, Iterable):
         remedy = "[tree, tree]: one tree per replica, as in all_reduce([tree, tree], op)"
         remedy = "list(value)" if isinstance(trees, DistributedValues) else remedy
         raise ArgumentError.of("trees must be a list of one tree per replica.", shown(trees), remedy)
@@ -89,12 +86,11 @@ def all_reduce(
         raise ArgumentError.of("trees must contain at least one replica's tree.", shown(trees), "[tree, tree]")
     names = None if devices is None else read_devices(devices)
     if names is not None and len(names) != len(tree_list):
-        raise ArgumentError.of(
-            "devices must have one name per replica.", f"{len(tree_list)} trees; {', '.join(names)}", "devices=None"
-        )
+        given = f"{len(tree_list)} trees; {', '.join(names)}"
+        raise ArgumentError.of("devices must have one name per replica.", given, "devices=None")
     rows, out_rows = tree_list, out
-    single = type(tree_list[0]) is not list  # the trees may be single arrays, which are looked up as lists of one array
-    if single:
+    single = type(tree_list[0]) is not list
+    if single:  # each tree may be a single array: look it up as a list of one array
         rows, out_rows = [[tree] for tree in tree_list], [[tree] for tree in out] if type(out) is list else out
     reduced = ops.reduce_prepared(op, rows, names, options, out_rows)
     if reduced is not None:
@@ -115,8 +111,8 @@ def reduce_leaves(
 ) -> list[list[Any]]:
     """Reduce the leaves of trees, leaf by leaf, and return each replica's reduced leaves. Errors name the leaf.
 
-    ``rows`` has the leaves of one replica's tree in each row, as ``flatten_trees`` returns them. ``out`` has the same
-    form: the arrays that the results are written into.
+    Each row of ``rows`` has the leaves of one replica's tree, as ``flatten_trees`` returns them. ``out`` has rows of
+    the same lengths: the arrays that the results are written into.
     """
     prepared = ops.reduce_prepared(op, rows, devices, options, out)
     if prepared is not None:
@@ -143,26 +139,21 @@ def reduce_leaves(
         if error.pair is not None:  # replace the pair's number by the leaf's path
             name_leaf(error, structure, error.pair)
         raise
+    # zip() of no leaves would have no rows, rather than an empty row per replica.
     return [list(row) for row in zip(*(result.values for result in reduced), strict=True)] or [[] for _ in rows]
 
 
-def _list_outs(out: Any, replicas: int) -> list[Any]:
-    """Return ``out`` as a list of one tree per replica."""
-    given = list(out) if isinstance(out, Iterable) and not isinstance(out, (str, bytes, dict)) else []
-    if hasattr(out, "shape") or len(given) != replicas:
-        got = f"a {type(out).__name__} of {len(given)}" if given and not hasattr(out, "shape") else shown(out)
-        remedy = f"a list of {replicas} tree{'s' if replicas > 1 else ''}"
-        raise ArgumentError.of("out must be a list of one tree per replica.", got, remedy)
-    return given
-
-
 def _flat_targets(out: Any, replicas: int, structure: Any) -> list[list[Any]]:
-    """Return for each replica the leaves of its tree of ``out``."""
-    leaves, out_structure = flatten_trees(_list_outs(out, replicas))
+    """Return for each replica the leaves of its tree in ``out``."""
+    trees = list(out) if isinstance(out, Iterable) and not isinstance(out, (str, bytes, dict)) else []
+    if hasattr(out, "shape") or len(trees) != replicas:
+        given = f"a {type(out).__name__} of {len(trees)}" if trees and not hasattr(out, "shape") else shown(out)
+        remedy = f"a list of {replicas} tree{'s' if replicas > 1 else ''}"
+        raise ArgumentError.of("out must be a list of one tree per replica.", given, remedy)
+    leaves, out_structure = flatten_trees(trees)
     if out_structure != structure:
-        outlines = (
-            f"replicas: {_outline([out_structure, structure], 1)}; out: {_outline([structure, out_structure], 1)}"
-        )
+        of_replicas, of_out = _outline([out_structure, structure], 1), _outline([structure, out_structure], 1)
+        outlines = f"replicas: {of_replicas}; out: {of_out}"
         remedy = "trees of the same keys, lengths and types"
         raise MismatchError.of("the trees of out differ in structure from those of the replicas.", outlines, remedy)
     return leaves
@@ -185,7 +176,7 @@ def check_ops(ops: object) -> CrossDeviceOps:
 
 
 def flatten_trees(trees: list[Any]) -> tuple[list[list[Any]], Any]:
-    """Return the leaves of each tree, and the common structure."""
+    """Return the leaves of each tree, and the structure of all trees. Raise ``MismatchError`` if structures differ."""
     flat = [flatten_tree(tree) for tree in trees]
     structures = [structure for _, structure in flat]
     if any(structure != structures[0] for structure in structures):
@@ -196,7 +187,7 @@ def flatten_trees(trees: list[Any]) -> tuple[list[list[Any]], Any]:
 
 
 def flatten_tree(tree: Any) -> tuple[list[Any], Any]:
-    """Flatten a tree. A dataclass that optree treats as a leaf is registered, and the tree is flattened again.
+    """Return the leaves and the structure of a tree. Dataclasses that optree treats as leaves are registered first.
 
     Raises:
       ArgumentError: the tree contains itself, or is too deep.
@@ -219,21 +210,21 @@ def flatten_tree(tree: Any) -> tuple[list[Any], Any]:
 
 
 def leaf_paths(structure: Any) -> list[str]:
-    """Return the path of each leaf as a Python expression: ``tree['w'][0]``."""
+    """Return the path of each leaf as a Python expression, such as ``tree['w'][0]``."""
     return [accessor.codify("tree") for accessor in structure.accessors()]
 
 
 def name_leaf(error: ReductionError, structure: Any, number: int) -> None:
-    """Add a leaf's path to an error, unless the tree is a single array."""
+    """Put the path of leaf ``number`` in front of an error's text, unless the tree is a single array."""
     path = leaf_paths(structure)[number]
     error.prefix("" if path == "tree" else f"leaf {path}")
 
 
 def _outline(structures: list[Any], replica: int) -> str:
-    """Describe a replica's tree, for an error, by what differs from another one: from that of replica 0, or 1 for 0.
+    """Return a text for an error that describes a replica's tree: the number of leaves, and which another tree lacks.
 
-    Returns the number of leaves and the paths of those that the other tree lacks. If both have the same paths, they
-    differ in the types of nodes, so the structure itself is returned.
+    The other tree is that of replica 0; for replica 0, it is that of replica 1. If both have the same paths, they
+    differ in the types of nodes, so the text is the structure itself.
     """
     paths, others = leaf_paths(structures[replica]), set(leaf_paths(structures[int(replica == 0)]))
     only_here = [path for path in paths if path not in others]

@@ -1,4 +1,4 @@
-"""Argument validation of the cross-device ops, before anything is reduced; ``outputs.py`` checks ``out``.
+"""Argument validation of the cross-device ops, before anything is reduced. Only ``out`` is checked by ``outputs.py``.
 
 Input: the caller's arguments. Output: ``Checked`` values and canonical device names, or an error that states the given
 value and a remedy.
@@ -24,7 +24,7 @@ class ValueFacts(NamedTuple):
     """What the validation of a value has found.
 
     Args:
-      op: the reduction that the value was validated for; ``None``: it is gathered or broadcast.
+      op: the reduction that the value was validated for, or ``None`` for a gather or broadcast.
       framework: the framework of the components.
       arrays: the components as the framework computes with them: all of them sparse, or all dense. A value that is
         sparse on only some replicas has been made dense.
@@ -55,7 +55,7 @@ class Checked(PerReplica):
 
     @classmethod
     def from_facts(cls, values: tuple[Any, ...], devices: tuple[str, ...], facts: ValueFacts) -> Checked:
-        """Return a validated value made of valid parts; nothing is checked."""
+        """Return a validated value that has these parts, which must be valid: nothing is checked."""
         value = cls.__new__(cls)
         _store_values(value, values)
         _store_devices(value, devices)
@@ -95,10 +95,10 @@ _store_facts = vars(Checked)["facts"].__set__
 
 
 def read_op(op: object) -> ReduceOp:
-    """Return a ``ReduceOp``, given itself or its name.
+    """Return the ``ReduceOp`` that ``op`` is or names.
 
     Raises:
-      ArgumentError: it is neither.
+      ArgumentError: ``op`` is neither a ``ReduceOp`` nor the name of one.
     """
     if isinstance(op, (ReduceOp, str)):
         return ReduceOp(op)
@@ -106,10 +106,10 @@ def read_op(op: object) -> ReduceOp:
 
 
 def seconds(timeout_s: Any) -> float:
-    """Return a timeout as a number.
+    """Return a timeout as a float.
 
     Raises:
-      ArgumentError: it is not a number of seconds, or is negative.
+      ArgumentError: ``timeout_s`` is not a number, or is negative.
     """
     with contextlib.suppress(OverflowError):  # an integer that is too large for a float
         if isinstance(timeout_s, Real) and not isinstance(timeout_s, bool) and float(timeout_s) >= 0:
@@ -118,10 +118,10 @@ def seconds(timeout_s: Any) -> float:
 
 
 def given_options(options: object, experimental_hints: object) -> object:
-    """Return the options of a call, which may have been given by their older name.
+    """Return the options of a call from the argument ``options`` or from the one with the older name.
 
     Raises:
-      ArgumentError: they were given by both names.
+      ArgumentError: both arguments were given.
     """
     if options is not None and experimental_hints is not None:
         problem = "options and its older name experimental_hints cannot both be given."
@@ -131,38 +131,37 @@ def given_options(options: object, experimental_hints: object) -> object:
 
 
 def read_options(options: object, experimental_hints: object = None) -> CommunicationOptions:
-    """Return the options of a call; the default for ``None``.
+    """Return the options of a call, or the default options if neither argument is given.
 
     Raises:
-      ArgumentError: they are not ``CommunicationOptions``, or were given by both names.
+      ArgumentError: the options are not ``CommunicationOptions``, or both arguments were given.
     """
     options = given_options(options, experimental_hints)
     if options is None:
         return DEFAULT
     if isinstance(options, CommunicationOptions):
         return options
-    raise ArgumentError.of(
-        "options must be CommunicationOptions.", shown(options), "CommunicationOptions(bytes_per_pack=...)"
-    )
+    remedy = "CommunicationOptions(bytes_per_pack=...)"
+    raise ArgumentError.of("options must be CommunicationOptions.", shown(options), remedy)
 
 
 def per_replica(value: Any) -> PerReplica:
     """Return a distributed value as a ``PerReplica``, and a single array or number as the value of one replica.
 
     Raises:
-      ArgumentError: it is anything else, including a list of arrays; UnsupportedError: it is a class.
+      ArgumentError: ``value`` is anything else, including a list of arrays.
+      UnsupportedError: ``value`` is a class.
     """
     if isinstance(value, PerReplica):
         return value
     if isinstance(value, DistributedValues):
         return PerReplica.on(value.values, value.devices)
     if isinstance(value, (list, tuple, dict, str, bytes)) or value is None:
-        raise ArgumentError.of(
-            "a value to reduce must be a PerReplica or an array.", shown(value), "PerReplica([a, b, ...])"
-        )
+        problem = "a value to reduce must be a PerReplica or an array."
+        raise ArgumentError.of(problem, shown(value), "PerReplica([a, b, ...])")
     if isinstance(value, type):
         raise UnsupportedError.of("a class was given instead of a value.", shown(value), "an instance of it")
-    framework_of(value)
+    framework_of(value)  # raises for a value that is not an array
     return PerReplica([value])
 
 
@@ -170,7 +169,7 @@ def device_names(destinations: Any) -> tuple[str, ...]:
     """Return the devices of a ``destinations`` argument.
 
     Raises:
-      ArgumentError: it is not a distributed value, device name, array, variable or parameter.
+      ArgumentError: the argument is not a distributed value, device name, array, variable or parameter.
     """
     if isinstance(destinations, DistributedValues):
         return destinations.devices
@@ -189,8 +188,8 @@ def check_array(value: Any) -> Framework:
     """Return the framework of one array, dense or sparse.
 
     Raises:
-      ArgumentError: it is not an array.
-      UnsupportedError: a kind of array or a dtype that this library does not support.
+      ArgumentError: ``value`` is not an array.
+      UnsupportedError: this library does not support the kind of array or its dtype.
     """
     framework = framework_of(value)
     x = framework.array(value)
@@ -199,29 +198,27 @@ def check_array(value: Any) -> Framework:
 
 
 def check_pairs(pairs: Any) -> list[tuple[Any, Any]]:
-    """Return the pairs of value and destinations as a list.
+    """Return ``pairs`` as a list of pairs of a value and its destinations.
 
     Raises:
       ArgumentError: ``pairs`` is not iterable, or an element is not a pair.
     """
     if not isinstance(pairs, Iterable) or isinstance(pairs, (str, bytes, dict, DistributedValues)):
-        raise ArgumentError.of(
-            "value_destination_pairs must be pairs of value and destinations.", shown(pairs), "[(value, value)]"
-        )
+        problem = "value_destination_pairs must be pairs of value and destinations."
+        raise ArgumentError.of(problem, shown(pairs), "[(value, value)]")
     pair_list = list(pairs)
     for number, pair in enumerate(pair_list):
         if not isinstance(pair, (tuple, list)) or len(pair) != 2:
-            raise ArgumentError.of(
-                f"element {number} of value_destination_pairs is not a pair.", shown(pair), "(value, destinations)"
-            )
+            problem = f"element {number} of value_destination_pairs is not a pair."
+            raise ArgumentError.of(problem, shown(pair), "(value, destinations)")
     return pair_list
 
 
 def uniform_value(op: ReduceOp, values: tuple[Any, ...], devices: tuple[str, ...] | None) -> Checked | None:
-    """Return plain arrays of one shape and dtype in host memory as a validated value; ``None``: use ``check_value``.
+    """Return ``values`` as a validated value if they are plain arrays of one shape and dtype in host memory.
 
-    This is a fast path for the most common arguments. If ``devices`` is ``None``, the value is on the devices that
-    ``PerReplica`` assigns to arrays in host memory.
+    This is a fast path for the most common arguments. For other values it returns ``None``, and the caller uses
+    ``check_value``. If ``devices`` is ``None``, array k is on ``cpu:k``, as in ``PerReplica``.
     """
     framework = KNOWN.get(type(values[0]))
     spec = None if framework is None else framework.uniform(values)
@@ -239,10 +236,10 @@ def check_value(op: ReduceOp | None, value: PerReplica, axis: int | None = None)
 
     Args:
       op: the reduction; ``None`` for a gather.
-      value: the value; one that was validated for this op before is returned unchanged.
+      value: the value. If it was already validated for this op, it is returned unchanged.
       axis: for a gather, the axis along which components may differ in size.
     Raises:
-      MismatchError: components of different framework, dtype or shape; all of them are named.
+      MismatchError: components differ in framework, dtype or shape. The message lists all of them.
       UnsupportedError: ``op`` is not defined for the dtype, or not for sparse values.
       ArgumentError: a component is not an array, or the axis does not exist.
     """
@@ -283,10 +280,10 @@ def check_value(op: ReduceOp | None, value: PerReplica, axis: int | None = None)
 
 
 def check_result(result: Any, destinations: tuple[str, ...], method: str) -> Mirrored:
-    """Return what a custom implementation returned, if it is a ``Mirrored`` on the destinations.
+    """Return ``result`` if it is a ``Mirrored`` on the destinations. ``method`` is the custom method that returned it.
 
     Raises:
-      UnsupportedError: it returned another value.
+      UnsupportedError: ``result`` is another value.
     """
     if isinstance(result, Mirrored) and result.devices == destinations:
         return result
@@ -296,10 +293,10 @@ def check_result(result: Any, destinations: tuple[str, ...], method: str) -> Mir
 
 
 def check_results(results: Any, destinations: list[tuple[str, ...]], ops: str) -> list[Mirrored]:
-    """Return what a batch implementation of class ``ops`` returned, if it is a list of one ``Mirrored`` per pair.
+    """Return ``results``, which a batch implementation of class ``ops`` returned, if they are valid.
 
     Raises:
-      UnsupportedError: it returned another value.
+      UnsupportedError: ``results`` is not a list of one ``Mirrored`` per pair on the pair's destinations.
     """
     if not isinstance(results, list) or len(results) != len(destinations):
         problem = f"{ops}.batch_reduce_implementation must return a list of one Mirrored per pair."
@@ -314,7 +311,7 @@ def check_results(results: Any, destinations: list[tuple[str, ...]], ops: str) -
 
 
 def _common_spec(specs: list[TensorSpec]) -> TensorSpec | None:
-    """Return the spec that several specs agree on, or ``None``; an unknown size agrees with any."""
+    """Return the spec on which several specs agree, or ``None`` if they differ. An unknown size agrees with any."""
     if len({(spec.dtype, len(spec.shape)) for spec in specs}) > 1:
         return None
     sizes: list[int | None] = []
@@ -327,7 +324,7 @@ def _common_spec(specs: list[TensorSpec]) -> TensorSpec | None:
 
 
 def _dense(framework: Framework, x: Array | Sparse, spec: TensorSpec, dtype: str) -> Array:
-    """Return a component as a dense array; slices of a sparse one are added in ``dtype``."""
+    """Return a component as a dense array. ``dtype``: in which the slices of a sparse component are added."""
     if not isinstance(x, Sparse):
         return x
     shape = tuple(size for size in spec.shape if size is not None)
@@ -339,7 +336,10 @@ def _dense(framework: Framework, x: Array | Sparse, spec: TensorSpec, dtype: str
 
 
 def _sparse_spec(op: ReduceOp, value: PerReplica, framework: Framework, arrays: list[Any]) -> TensorSpec:
-    """Check that components, some or all sparse, agree. Return their common spec; if all are sparse, their slices'."""
+    """Check that components, of which some or all are sparse, agree.
+
+    Returns their common spec, or the spec of their slices if all components are sparse.
+    """
     if op not in (ReduceOp.SUM, ReduceOp.MEAN):
         problem = "sparse values can only be reduced by sum or mean."
         sparse_at = next(k for k, x in enumerate(arrays) if isinstance(x, Sparse))
@@ -349,7 +349,7 @@ def _sparse_spec(op: ReduceOp, value: PerReplica, framework: Framework, arrays: 
     specs = [_dense_spec(framework, x) for x in arrays]
     spec = _common_spec(specs)
     if spec is None or len({(x.kind, len(x.indices.shape), *x.indices.shape[1:]) for x in sparse}) > 1:
-        kinds = [
+        kinds = [  # indices of shape (k,) have one sparse axis, and those of shape (k, m) have m
             f"{x.kind}, sparse axes: {(*x.indices.shape, 1)[1]}" if isinstance(x, Sparse) else "dense" for x in arrays
         ]
         formats = [f"{spec}, {kind}" for spec, kind in zip(specs, kinds, strict=True)]
@@ -360,7 +360,7 @@ def _sparse_spec(op: ReduceOp, value: PerReplica, framework: Framework, arrays: 
 
 
 def _dense_spec(framework: Framework, x: Array | Sparse) -> TensorSpec:
-    """Return the spec that a component has when it is dense. Sizes that a sparse one does not store are ``None``."""
+    """Return the spec of a component in dense form. Sizes that a sparse component does not store are ``None``."""
     if not isinstance(x, Sparse):
         return framework.spec(x)
     slices = framework.spec(x.values)
@@ -371,7 +371,7 @@ def _dense_spec(framework: Framework, x: Array | Sparse) -> TensorSpec:
 
 
 def _gather_facts(value: PerReplica, framework: Framework, arrays: list[Any], axis: Any) -> ValueFacts:
-    """Return the facts of a gather: check that components can be concatenated along an axis; make sparse ones dense."""
+    """Check that components can be concatenated along an axis, and make sparse ones dense. Return what was found."""
     specs = [_dense_spec(framework, x) for x in arrays]
     for spec in specs:
         require_dtype(spec.dtype)
@@ -401,7 +401,7 @@ def _gather_facts(value: PerReplica, framework: Framework, arrays: list[Any], ax
 def _mismatch(
     value: PerReplica, problem: str, properties: Iterable[object], same: str = "framework, dtype and shape"
 ) -> MismatchError:
-    """Return the error that lists the property in which replicas differ; ``same``: what must be equal."""
+    """Return the error that lists the property in which replicas differ. ``same``: all properties that must agree."""
     listing = "; ".join(
         f"replica {number} on {device}: {text}"
         for number, (device, text) in enumerate(zip(value.devices, properties, strict=True))

@@ -1,4 +1,4 @@
-"""Schedules: who sends what to whom, in which order, the proof of the result, and the predicted time."""
+"""Schedules: which device sends what to which device, in which order; their proof and their predicted time."""
 
 from .costs import Costs, SharedLimit, both_directions, costs_of, seconds_of
 from .generated_schedule import GeneratedSchedule

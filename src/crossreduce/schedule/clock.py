@@ -1,9 +1,9 @@
 """The event-driven clock: a read starts when its operand is there and all its resources are free.
 
-Piece j of a schedule does round r in tick t = r + j. A resource serves its reads tick by tick, in the order of the
-ticks. In a tick, a read has a fixed part of each of its resources: the part that lets all reads of the tick on its
-busiest resource end together, if they start together. So a read takes the latency of its route, plus the longest time
-that one of its resources needs for all reads of this tick. It waits only for its own operand, and for the reads of
+``traffic.py`` defines reads and resources. Piece j of a schedule does round r in tick t = r + j. A resource serves its
+reads tick by tick. In a tick, a read has a fixed fraction of each of its resources, with which all reads of the tick on
+its busiest resource end together if they start together. So a read takes the latency of its route, plus the longest
+time that one of its resources needs for all reads of this tick. It waits only for its own operand, and for the reads of
 earlier ticks on the same resources. A resource is occupied until all its reads of the tick have arrived, latency
 included, as in Hockney's model.
 
@@ -37,23 +37,23 @@ _MOST_PLAIN: Final = 1_500
 class Served(NamedTuple):
     """Reads that are served in one tick, or once in each of several equal ticks."""
 
-    first: int  # the number of the first read; the others follow it
+    first: int  # the number of the first read; the others have the next numbers
     start: Any  # for each read the second at which it starts in the first of these ticks, as an array
-    end: Any  # for each read the second at which it ends in the last of them
+    end: Any  # for each read the second at which it ends in the last of these ticks, as an array
     ticks: int
 
 
 class EventClock:
     """The event-driven times of a schedule, for a number of bytes.
 
-    NumPy runs the reads of a tick together. For few reads, or without NumPy, plain Python does, with the same results.
+    NumPy computes all reads of a tick at once. For few reads, or without NumPy, plain Python computes the same times.
     """
 
     def __init__(self, loads: Loads, nbytes: int) -> None:
         self.loads, self.nbytes, self.rounds = loads, nbytes, loads.rounds
 
     def run(self, pieces: int) -> list[tuple[float, int]]:
-        """Return by how many seconds each tick extends the time, as (seconds, number of equal ticks)."""
+        """Return (seconds by which a tick extends the total time, number of such ticks) for all ticks, in order."""
         if self._is_small(pieces):
             ends = [0.0, *(end for *_, end in self._plain_ticks(pieces))]
             return [(after - before, 1) for before, after in pairwise(ends)]
@@ -74,7 +74,7 @@ class EventClock:
                 yield t, k, start, end
 
     def served(self, pieces: int) -> Iterator[Served]:
-        """Yield the reads of all ticks, with many equal ticks at once. Unlike ``intervals``, this needs NumPy."""
+        """Yield the reads of all ticks, where one ``Served`` may stand for many equal ticks. This needs NumPy."""
         return (served for *_, served in _Run(_arrays(self.loads), self.nbytes, pieces).equal_ticks())
 
     def _is_small(self, pieces: int) -> bool:
@@ -87,7 +87,7 @@ class EventClock:
         reads, first = loads.traffic.reads, [0] * (rounds + 1)
         for read in reads:
             first[read.round + 1] += 1
-        first = list(accumulate(first))
+        first = list(accumulate(first))  # for each round, the number of its first read
         queues = list(loads.queues.values())
         queueing = [loads.queued(queue, min(pieces, rounds)) for queue in queues]
         queue_of_step = [
@@ -95,7 +95,7 @@ class EventClock:
         ]
         queued = [0.0] * len(queues)  # when each host has queued the operations of all ticks up to this one
         free = [0.0] * len(loads.per_message)  # when each resource has served the reads of the earlier ticks
-        ready: dict[tuple[int, int], float] = {}  # by step and piece
+        ready: dict[tuple[int, int], float] = {}  # by step and piece, when the value that the step makes is ready
         time = 0.0
         for t in range(rounds + pieces - 1):
             window = _window(t, rounds, pieces)
@@ -129,14 +129,14 @@ class EventClock:
 
 
 def _window(t: int, rounds: int, pieces: int) -> int:
-    """Return the number of the window (see ``Loads``) of tick t; that with all rounds occurs in several ticks."""
+    """Return the number of the window of tick t (see ``Loads``). The window with all rounds occurs in several ticks."""
     return t if t < rounds else max(rounds - 1, t - max(0, pieces - rounds))
 
 
 @lru_cache(maxsize=1)
 def _has_numpy() -> bool:
     try:
-        import numpy  # noqa: F401 - only whether it is installed
+        import numpy  # noqa: F401 - checks only whether it is installed
     except ImportError:
         return False
     return True
@@ -162,18 +162,18 @@ class _Arrays:
                 self.transfers[r + 1, k], self.messages[r + 1, k] = transfer, message
         self.transfers, self.messages = self.transfers.cumsum(axis=0), self.messages.cumsum(axis=0)
         reads = traffic.reads
-        # Resource 0 is a dummy: it is always free and without load. Reads on their own device use only this.
+        # Resource 0 is a dummy that is always free and has no load. Reads on their own device use only this one.
         uses = [[0, *(k + 1 for k, _ in read.uses)] for read in reads]
         self.latency = np.array([read.latency_s for read in reads])
         self.round_of_read = np.array([read.round for read in reads])
-        self.operand = np.array([read.operand + 1 for read in reads])
+        self.operand = np.array([read.operand + 1 for read in reads])  # the row in ``_Run.ready``, 0 for inputs
         self.resource = np.array([k for group in uses for k in group], dtype=np.intp)
-        self.count = np.array([len(group) for group in uses])
-        self.use_start = np.concatenate([[0], np.cumsum(self.count)])
+        self.count = np.array([len(group) for group in uses])  # the number of resources of each read
+        self.use_start = np.concatenate([[0], np.cumsum(self.count)])  # for each read, its first one in ``resource``
         step_of_read = np.array([read.step for read in reads])
         self.read_start = np.concatenate([np.flatnonzero(np.diff(step_of_read, prepend=-1)), [len(reads)]])
         self.round_of_step = self.round_of_read[self.read_start[:-1]]
-        self.queue = np.zeros(len(reads), dtype=np.intp)
+        self.queue = np.zeros(len(reads), dtype=np.intp)  # 0 stands for reads without a queued operation
         for number, queue in enumerate(loads.queues.values(), start=1):
             is_queued = [traffic.hosts[read.step] in queue.steps for read in reads]
             self.queue[np.array(is_queued)] = number
@@ -185,15 +185,15 @@ class _Arrays:
 
     @cached_property
     def bounds(self) -> tuple[Any, Any]:
-        """The numbers of the first read and of the first step of each round; the last entry is the end."""
+        """The numbers of the first read and of the first step of each round, each followed by the total number."""
         import numpy as np
 
         rounds = np.arange(self.rounds + 1)
         return np.searchsorted(self.round_of_read, rounds), np.searchsorted(self.round_of_step, rounds)
 
 
-class _Part:
-    """The reads of neighbouring rounds, which are in progress at the same time."""
+class _ActiveReads:
+    """The reads of rounds ``first`` to ``last``, which are in progress at the same time."""
 
     def __init__(self, arrays: _Arrays, first: int, last: int, nbytes: float) -> None:
         import numpy as np
@@ -203,7 +203,7 @@ class _Part:
         first_step = step_bounds[first]
         reads, steps = slice(self.first, read_bounds[last + 1]), slice(first_step, step_bounds[last + 1])
         first_use, end_of_uses = arrays.use_start[reads.start], arrays.use_start[reads.stop]
-        self.rows = np.arange(first_step + 1, steps.stop + 1)  # of the steps in ``_Run.ready``
+        self.rows = np.arange(first_step + 1, steps.stop + 1)  # the rows of these steps in ``_Run.ready``
         self.operand, self.latency, self.queue = arrays.operand[reads], arrays.latency[reads], arrays.queue[reads]
         self.round_of_read, self.round_of_step = arrays.round_of_read[reads], arrays.round_of_step[steps]
         self.resource, self.count = arrays.resource[first_use:end_of_uses], arrays.count[reads]
@@ -233,48 +233,48 @@ class _Run:
         self.queued = np.zeros(1 + len(queued))
 
     def tick_lengths(self) -> list[tuple[float, int]]:
-        """Run all ticks, see ``EventClock.run``."""
+        """Run all ticks, and return their seconds: see ``EventClock.run``."""
         return [(seconds, count) for seconds, count, _ in self.equal_ticks()]
 
     def equal_ticks(self) -> Iterator[tuple[float, int, Served]]:
-        """Run all ticks. Yield one or several equal ones at once: the seconds of one, their number, and the reads."""
+        """Run all ticks. Yield (seconds of one tick, number of equal ticks, their reads) for one or several ticks."""
         rounds, pieces = self.rounds, self.pieces
-        t, part, rounds_of_part = 0, None, (-1, -1)
+        t, active, active_rounds = 0, None, (-1, -1)
         steady = _Steady(self)
         while t < rounds + pieces - 1:
             in_progress = max(0, t - pieces + 1), min(t, rounds - 1)
-            if in_progress != rounds_of_part:
-                part, rounds_of_part = _Part(self.arrays, *in_progress, self.nbytes), in_progress
-            assert part is not None
+            if in_progress != active_rounds:
+                active, active_rounds = _ActiveReads(self.arrays, *in_progress, self.nbytes), in_progress
+            assert active is not None
             before = self.end
-            self.tick(part, t)
-            yield self.end - before, 1, Served(part.first, self.start, self.ends, 1)
+            self.tick(active, t)
+            yield self.end - before, 1, Served(active.first, self.start, self.ends, 1)
             t += 1
             if rounds <= t < pieces - 1:
-                ahead = min(steady.ticks_ahead(part), pieces - 1 - t)
+                ahead = min(steady.ticks_ahead(active), pieces - 1 - t)
                 if ahead > 0:
                     start, end = steady.times(ahead)
-                    yield steady.jump(ahead), ahead, Served(part.first, start, end, ahead)
+                    yield steady.jump(ahead), ahead, Served(active.first, start, end, ahead)
                     t += ahead
 
-    def tick(self, part: _Part, t: int) -> None:
+    def tick(self, active: _ActiveReads, t: int) -> None:
         """Run the reads of tick t."""
         import numpy as np
 
         self.queued = self.queued + self.queueing[_window(t, self.rounds, self.pieces)]
-        if not len(part.operand):
-            self.start = self.ends = part.latency
+        if not len(active.operand):
+            self.start = self.ends = active.latency
             return
-        self.operand_ready = self.ready[part.operand, (t - part.round_of_read) % self.width]
-        self.resource_free = self.free[part.resource]
-        self.start = np.maximum(self.operand_ready, np.maximum.reduceat(self.resource_free, part.use_start))
-        self.served = self.start + part.seconds
-        self.in_queue = self.queued[part.queue]
-        self.ends = np.maximum(self.served, self.in_queue) + part.latency
-        np.maximum.at(self.free, part.resource, np.repeat(self.ends, part.count))
+        self.operand_ready = self.ready[active.operand, (t - active.round_of_read) % self.width]
+        self.resource_free = self.free[active.resource]
+        self.start = np.maximum(self.operand_ready, np.maximum.reduceat(self.resource_free, active.use_start))
+        self.served = self.start + active.seconds
+        self.in_queue = self.queued[active.queue]
+        self.ends = np.maximum(self.served, self.in_queue) + active.latency
+        np.maximum.at(self.free, active.resource, np.repeat(self.ends, active.count))
         self.free[0] = 0.0
-        self.made = np.maximum.reduceat(self.ends, part.read_start)
-        self.ready[part.rows, (t - part.round_of_step) % self.width] = self.made
+        self.made = np.maximum.reduceat(self.ends, active.read_start)
+        self.ready[active.rows, (t - active.round_of_step) % self.width] = self.made
         self.end = max(self.end, float(self.made.max()))
 
 
@@ -283,22 +283,22 @@ class _Times(NamedTuple):
 
     operand: Any  # for each read: when its operand is ready
     resource: Any  # for each use of a resource by a read: when the resource is free
-    start: Any  # for each read: the maximum of the two
+    start: Any  # for each read: the maximum of ``operand`` and all its ``resource`` entries
     served: Any  # for each read: when its resources have served it
     in_queue: Any  # for each read: when its operation is queued
-    ends: Any  # for each read: the maximum of the two, plus the latency
+    ends: Any  # for each read: the maximum of ``served`` and ``in_queue``, plus the latency
     made: Any  # for each step: the maximum of ``ends`` over its reads
     end: Any  # one number, the maximum of all ``made``
-    free: Any  # for each resource
-    queued: Any  # for each queue
+    free: Any  # for each resource: when it has served the reads of all ticks so far
+    queued: Any  # for each queue: when the operations of all ticks so far are queued
 
 
 class _Steady:
     """Finds ticks in which every time grows by a constant, and runs many of them at once.
 
-    From the first tick on in which all rounds are in progress, each tick applies the same maxima and sums. Once each
-    time has grown by its own constant for R ticks, this continues until another argument of some maximum becomes the
-    greatest. The number of ticks until then follows from the differences and the growth.
+    While all rounds are in progress, each tick applies the same maxima and sums. Once each time has grown by its own
+    constant for R ticks, it continues to do so until another argument of some maximum becomes the greatest. The number
+    of ticks until then follows from the differences between arguments and from their growth.
     """
 
     def __init__(self, run: _Run) -> None:
@@ -307,7 +307,7 @@ class _Steady:
         self.growth: _Times | None = None
         self.equal_growths = 0  # how many ticks in succession had the same growth as the tick before
 
-    def ticks_ahead(self, part: _Part) -> int:
+    def ticks_ahead(self, active: _ActiveReads) -> int:
         """Return for how many ticks, after the one that has just run, all times keep their constant growth."""
         import numpy as np
 
@@ -326,12 +326,11 @@ class _Steady:
         self.equal_growths = self.equal_growths + 1 if same else 0
         if self.equal_growths < run.rounds + 1:
             return 0
-        read_of_use = np.repeat(np.arange(len(part.count)), part.count)
-        step_of_read = np.repeat(
-            np.arange(len(part.read_start)), np.diff(np.append(part.read_start, len(part.operand)))
-        )
-        before_latency = now.ends - part.latency
-        maxima = [  # for each maximum and argument: the result, its growth, the argument, and that one's growth
+        read_of_use = np.repeat(np.arange(len(active.count)), active.count)
+        reads_of_step = np.diff(np.append(active.read_start, len(active.operand)))
+        step_of_read = np.repeat(np.arange(len(active.read_start)), reads_of_step)
+        before_latency = now.ends - active.latency
+        maxima = [  # for each maximum and argument: the result, its growth, the argument, and the argument's growth
             (now.start, growth.start, now.operand, growth.operand),
             (now.start[read_of_use], growth.start[read_of_use], now.resource, growth.resource),
             (now.made[step_of_read], growth.made[step_of_read], now.ends, growth.ends),

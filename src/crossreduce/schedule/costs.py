@@ -20,7 +20,7 @@ FORMAT: Final = "crossreduce.costs/1"
 # The seconds in which a host queues one operation of a CUDA device. Assumed, and not measured on any GPU.
 OPERATION_S: Final = 2e-6
 
-_LEAST, _MOST = 1e-12, 1e18  # limits of bandwidths and rates; beyond them, computed times would not be finite
+_LEAST, _MOST = 1e-12, 1e18  # limits of bandwidths and rates, so that computed times are finite
 
 Pair = tuple[str, str]
 
@@ -41,8 +41,8 @@ class Costs:
         devices and for 0 for other devices.
       reduction_gb_per_s: the GB/s with which a device reads operands and writes results while it combines values.
         Combining k values of b bytes moves (k + 1) b bytes.
-      messages_per_s: the transfers that a link between two hosts (a network card) carries per second.
-      shared: bandwidths that several links share: ``SharedLimit``s or tuples of the same fields.
+      messages_per_s: the largest number of transfers per second over a link between two hosts (a network card).
+      shared: bandwidths that several links share, as ``SharedLimit``s or tuples of the same fields.
     Raises:
       ArgumentError: ``operation_s`` is not from 0 to 1, another number is not positive, or a shared limit has no links.
 
@@ -75,7 +75,7 @@ class Costs:
 
     @classmethod
     def machine(cls, name: str, hosts: int = 1, *, nics: str | None = None) -> Costs:
-        """Return the published costs of a machine of the library; its data file has their sources.
+        """Return the published costs of a machine of the library. The machine's data file has their sources.
 
         >>> Costs.machine("hgx-h100").reduction_gb_per_s
         3350.0
@@ -92,22 +92,22 @@ class Costs:
 
     @classmethod
     def from_json(cls, text: str) -> Costs:
-        """Read costs back from ``to_json``'s text; parts may be missing.
+        """Read costs back from the text of ``to_json``, in which keys may be missing.
 
         Raises:
-          ArgumentError: the text is not such JSON.
+          ArgumentError: the text is not JSON of this format, or a value is invalid.
         """
         try:
             read = load(text, FORMAT)
             unknown = sorted(read.keys() - {"format", *cls.__dataclass_fields__})
             if unknown:
-                raise ValueError(f"it has an unknown part, {unknown[0]}")  # noqa: TRY301 - as load's errors
-            parts: dict[str, Any] = {name: read[name] for name in cls.__dataclass_fields__ if name in read}
-            parts["shared"] = tuple(
+                raise ValueError(f"it has an unknown key, {unknown[0]}")  # noqa: TRY301 - as load's errors
+            fields: dict[str, Any] = {name: read[name] for name in cls.__dataclass_fields__ if name in read}
+            fields["shared"] = tuple(
                 (speed, tuple(check_list(str, check_type(list, pair)) for pair in check_type(list, links)))
                 for speed, links in check_list(list, read.get("shared", []))
             )
-            return cls(**parts)
+            return cls(**fields)
         except ArgumentError:
             raise
         except (ValueError, TypeError, AttributeError, RecursionError) as error:
@@ -129,16 +129,16 @@ def both_directions(
     """Return for each link between hosts (a network card) a limit that it shares with the link in the other direction.
 
     Args:
-      topology: as for ``plan``.
+      topology: a ``Topology``, a machine's name or a file's path.
       gb_per_s: the bandwidth that the two directions share.
-      kinds: the links, by (src, dst), instead of all links between hosts.
+      kinds: (src, dst) of each link, instead of all links between hosts. One direction of a pair suffices.
 
     >>> from crossreduce import Topology
     >>> len(both_directions(Topology.machine("hgx-h100", 2), 60))
     16
     """
     chosen = [pair for pair in topology_of(topology).by_ends if between_hosts(*pair)] if kinds is None else list(kinds)
-    one_direction = {frozenset(pair): pair for pair in chosen}
+    one_direction = {frozenset(pair): pair for pair in chosen}  # both directions have the same key
     return tuple(SharedLimit(gb_per_s, ((src, dst), (dst, src))) for src, dst in one_direction.values())
 
 
@@ -155,7 +155,7 @@ def seconds_of(given: object) -> float | None:
     """Return ``given`` if it is a valid ``operation_s``: a number of seconds from 0 to 1, or ``None``.
 
     Raises:
-      ArgumentError: it is anything else.
+      ArgumentError: ``given`` is anything else.
     """
     if given is None or (isinstance(given, (int, float)) and not isinstance(given, bool) and 0 <= given <= 1):
         return given
@@ -164,7 +164,7 @@ def seconds_of(given: object) -> float | None:
 
 
 def costs_of(costs: object, operation_s: object = None) -> Costs:
-    """Return the ``Costs`` of a call with these two arguments, of which either may be ``None``.
+    """Return the ``Costs`` of a call: ``costs``, if given, with ``operation_s``, if given.
 
     Raises:
       ArgumentError: ``costs`` is not ``Costs``, or both arguments state ``operation_s``.
@@ -186,4 +186,4 @@ def _positive(what: str, value: object) -> float:
     if isinstance(value, (int, float)) and not isinstance(value, bool) and _LEAST <= value <= _MOST:
         return float(value)
     problem = f"{what} must be a number above 0, from {_LEAST:g} to {_MOST:g}."
-    raise ArgumentError.of(problem, shown(value), "None: not counted")
+    raise ArgumentError.of(problem, shown(value), "another number, or omit it if it must not be counted")

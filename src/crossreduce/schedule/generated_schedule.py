@@ -1,9 +1,9 @@
 """``GeneratedSchedule``: a schedule of many chunks, stored as a few of them and a symmetry.
 
-A schedule for n devices has about n chunks with n steps each. On a symmetric machine, most chunks are images of a few:
-the same steps, with every device and switch moved by a permutation that changes no link. This class stores those few,
-the base, and the permutations that generate the others. So memory grows with n instead of n**2, and so does the time of
-the proof and of the simulation. All chunks and steps are listed only when they are read.
+A schedule for n devices has about n chunks with n steps each. On a symmetric machine, most chunks are images of a few
+others: the same steps, with every device and switch moved by a permutation that changes no link. This class stores the
+few others (the base) and the permutations that generate the images. So memory and the times of the proof and of the
+simulation grow with n instead of n**2. All chunks and steps are listed only when they are read.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class GeneratedSchedule(Schedule):
     """The images of a few chunks under a symmetry, as one schedule.
 
     Args:
-      base: the stored chunks and their steps. Each stands for ``symmetry.order`` chunks with equal parts of its share.
+      base: the stored chunks and their steps. Each chunk stands for ``symmetry.order`` images with equal shares.
       symmetry: commuting permutations of the positions in ``nodes``. They move devices only to devices.
       nodes: the devices of the base, in order, and then the switches that its routes pass.
       in_order: whether the steps of a chunk in a round, and the operands of each, are sorted by device. If not, they
@@ -66,12 +66,12 @@ class GeneratedSchedule(Schedule):
             known = {*self.nodes}
             unknown = {node for route in base.routes for node in route.through if node not in known}
             if unknown:
-                problem = f"routes pass {shown(sorted(unknown))}, which the symmetry does not move"
+                problem = f"routes pass {shown(sorted(unknown))}, which are not among the nodes"
         if problem:
             raise ScheduleError.of(f"this symmetry does not suit the schedule: {problem}.", shown(symmetry))
 
     def _fill(self, base: Schedule, symmetry: Symmetry, nodes: tuple[str, ...], in_order: bool) -> None:
-        """Set the fields without checks; the dataclass is frozen, so plain assignments would raise."""
+        """Set the fields without checks. The dataclass is frozen, so plain assignments would raise an error."""
         self.__dict__.update(
             base=base, symmetry=symmetry, nodes=nodes, in_order=in_order, collective=base.collective,
             algorithm=base.algorithm, devices=base.devices, pieces=base.pieces,
@@ -111,7 +111,7 @@ class GeneratedSchedule(Schedule):
         return other
 
     def ordered_by(self, names: Sequence[str]) -> GeneratedSchedule:
-        """Return the same schedule with its devices in the order of ``names``; see ``Schedule.ordered_by``."""
+        """Return the same schedule with its devices in the order of ``names``: see ``Schedule.ordered_by``."""
         base = self.base.ordered_by(names)
         if base.devices == self.devices:
             return self
@@ -142,18 +142,18 @@ class GeneratedSchedule(Schedule):
 
     @property
     def units(self) -> int:
-        """The number of equal parts of the buffer of which all shares are multiples."""
+        """The least n such that all shares are multiples of 1/n of the buffer."""
         return lcm(*((chunk.share / self.symmetry.order).denominator for chunk in self.base.chunks if chunk.share))
 
     @cached_property
     def numbering(self) -> tuple[tuple[int, int], ...]:
-        """For each chunk (element, base chunk): it is the image of this base chunk under this element of the group.
+        """For each chunk (element of the group, base chunk) by number: the chunk is the image of this base chunk.
 
         The chunks of an all-gather are in the order of their sources, and those of a reduce-scatter in the order of
-        their destinations, like the parts of the buffer. In other collectives, all images of a base chunk are together.
+        their destinations, as in the buffer. In other collectives, all images of a base chunk are neighbours.
         """
         pairs = [(element, chunk) for chunk in range(len(self.base.chunks)) for element in range(self.symmetry.order)]
-        field = {"all_gather": 1, "reduce_scatter": 2}.get(self.collective)  # of Chunk
+        field = {"all_gather": 1, "reduce_scatter": 2}.get(self.collective)  # Chunk.sources or Chunk.destinations
         if field is not None:
             owners = [list(self.symmetry.images(chunk[field][0])) for chunk in self.base.chunks]  # type: ignore[index]
             pairs.sort(key=lambda pair: owners[pair[1]][pair[0]])
@@ -163,10 +163,10 @@ class GeneratedSchedule(Schedule):
     def chunks(self) -> tuple[Chunk, ...]:
         """All chunks."""
         order = self.symmetry.order
-        ends = {tuple(ends) for chunk in self.base.chunks for ends in chunk[1:]}
-        fixed = {devices for devices in ends if self.keeps(devices)}
+        lists = {tuple(devices) for chunk in self.base.chunks for devices in (chunk.sources, chunk.destinations)}
+        fixed = {devices for devices in lists if self.keeps(devices)}
         images = [
-            {devices: devices if devices in fixed else tuple([moves[k] for k in devices]) for devices in ends}
+            {devices: devices if devices in fixed else tuple([moves[k] for k in devices]) for devices in lists}
             for moves in self.symmetry.elements()
         ]
         return tuple(
@@ -176,7 +176,7 @@ class GeneratedSchedule(Schedule):
         )
 
     def keeps(self, devices: tuple[int, ...]) -> bool:
-        """Return whether the symmetry moves each of these devices to one of them."""
+        """Return whether the symmetry moves each of these devices to a device in the same list."""
         inside = {*devices}
         return all(moves[k] in inside for moves, _ in self.symmetry.generators for k in devices)
 
@@ -206,7 +206,7 @@ class GeneratedSchedule(Schedule):
         return {name: k for k, name in enumerate(self.nodes)}
 
     def through(self, r: int, chunk: int, src: int, dst: int) -> tuple[str, ...] | None:
-        """Return what ``Schedule.through`` returns, without listing all routes."""
+        """Return the same as ``Schedule.through``, without listing all routes."""
         if not self.base.routes:
             return None
         element, number = self.numbering[chunk]
@@ -241,7 +241,7 @@ class GeneratedSchedule(Schedule):
 
     @staticmethod
     def read(base: Schedule, given: Any) -> Schedule:
-        """Return the schedule of a base and of the "symmetry" object of its JSON text."""
+        """Return the schedule of a base and of ``given``, the object "symmetry" of a schedule's JSON text."""
         names = check_list(str, given["nodes"])
         generators = [
             SymmetryGenerator(check_list(int, moves), check_type(int, order)) for moves, order in given["generators"]
@@ -256,7 +256,9 @@ Schedule.generated = GeneratedSchedule.read
 
 
 def rotations(orders: Sequence[int], count: int) -> Symmetry:
-    """Return the cyclic shifts of a grid of ``count`` devices in each dimension; the last dimension varies fastest.
+    """Return the symmetry of a grid of ``count`` devices: its cyclic shifts in each dimension.
+
+    ``orders`` has the size of each dimension. The last dimension varies fastest.
 
     >>> [generator.moves for generator in rotations([2, 2], 4).generators]
     [(2, 3, 0, 1), (1, 0, 3, 2)]
@@ -264,6 +266,7 @@ def rotations(orders: Sequence[int], count: int) -> Symmetry:
     generators, stride = [], count
     for order in orders:
         stride //= order
+        # The coordinate of device k in this dimension, k // stride % order, increases by 1.
         moves = tuple(k + ((k // stride + 1) % order - k // stride % order) * stride for k in range(count))
         if order > 1:
             generators.append(SymmetryGenerator(moves, order))

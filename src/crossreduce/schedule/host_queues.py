@@ -17,17 +17,17 @@ from .schedule import Schedule, live_rounds
 
 
 class QueuedOperation(NamedTuple):
-    """Equal operations: each runs once in every tick in which one of ``rounds`` is in progress.
+    """Equal operations. Each runs once in every tick in which one of ``rounds`` is in progress.
 
     One operation covers all combinations of a device in the tick that have the same number of operands.
     """
 
     rounds: tuple[int, ...]
-    number: int  # of equal operations on devices of the same host and kind
+    number: int  # the number of these operations, which are on devices of the same host and kind
 
 
 def queued_operations(schedule: Schedule) -> dict[str, tuple[QueuedOperation, ...]]:
-    """Return the operations of a schedule by the name of their queue: see ``queue_name``."""
+    """Return the operations of a schedule, by the name of the queue (see ``queue_name``)."""
     return _queued_operations(schedule.cut_into(1))
 
 
@@ -52,9 +52,9 @@ def _queued_operations(schedule: Schedule) -> dict[str, tuple[QueuedOperation, .
 
 
 def operation_count(schedule: Schedule) -> int:
-    """Return the number of operations in all ticks; with p pieces, round r is in progress in ticks r to r + p - 1."""
+    """Return the number of operations in all ticks. With p pieces, round r is in progress in ticks r to r + p - 1."""
     pieces = schedule.pieces
-    return sum(
+    return sum(  # an operation runs in each tick in which any of its rounds is in progress; these ranges may overlap
         operation.number * (pieces + sum(min(after - r, pieces) for r, after in pairwise(operation.rounds)))
         for operations in queued_operations(schedule).values()
         for operation in operations
@@ -71,7 +71,7 @@ class Queue(NamedTuple):
 def queues(schedule: Schedule, operation_s: float | None) -> dict[str, Queue]:
     """Return the queue of each host whose operations cost time, by the host's name.
 
-    For a generated schedule, one queue stands for all hosts with the same operations, and has the name of the first.
+    For a generated schedule, one queue stands for all hosts with the same operations, under the first host's name.
     """
     by_host: defaultdict[str, list[tuple[str, QueuedOperation, float]]] = defaultdict(list)
     if not operation_s and not (operation_s is None and any("cuda:" in device for device in schedule.devices)):

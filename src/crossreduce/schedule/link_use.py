@@ -3,8 +3,8 @@
 Input: a ``Schedule``, a ``Topology``, bytes, ``Costs``. Output: one list of numbers per link. The moments divide the
 simulated time into equal parts, so the size of the result does not depend on the number of transfers.
 
-In the simulation a transfer takes a fixed part of its links from the end of its latency to its end, so its bytes are
-spread evenly over this time. Ticks that the clock runs at once are spread evenly too.
+In the simulation a transfer has a fixed part of its links' bandwidths from the end of its latency to its end, so its
+bytes are spread evenly over this time. Equal ticks that the clock computes at once are spread evenly too.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def link_use(
       topology: the topology on which it is simulated.
       nbytes: the bytes of the whole buffer.
       seconds: the simulated duration, ``Simulation.seconds``.
-      parts: the number of equal parts of the duration; their ends are ``parts + 1`` moments.
+      parts: the number of equal parts of the duration, which have ``parts + 1`` moments as ends.
       costs: the costs of the simulation.
     Raises:
       PlanError: the topology has no route for a transfer.
@@ -52,7 +52,7 @@ def link_use(
     loads = loads_of(schedule.cut_into(1), topology, costs)
     traffic = loads.traffic
     pairs, pieces = list(traffic.links), schedule.pieces
-    # In a generated schedule, each link of an orbit carries an equal part of all transfers over the orbit.
+    # In a generated schedule, each link of an orbit carries an equal number of all transfers over the orbit.
     order = traffic.orbits.order if traffic.orbits else 1
     counts = {
         pair: pieces * sum(map(len, by_round.values())) * order // traffic.copies(pair)
@@ -91,5 +91,5 @@ def link_use(
 
 
 def _use_of_all_links(used: dict[Pair, LinkUse], traffic: Traffic) -> dict[Pair, LinkUse]:
-    """Return the use of every link, given that of the links that stand for orbits: see ``Traffic``."""
+    """Return the use of every link, given the use of the links that stand for orbits: see ``Traffic``."""
     return {pair: used[listed] for pair, listed in traffic.used.items()}

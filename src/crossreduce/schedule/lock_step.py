@@ -1,4 +1,4 @@
-"""The lock-step clock: a closed form for the time of a schedule in p pieces, at any p after one pass over its reads.
+"""The lock-step clock: a closed form for the time of a schedule in p pieces. One pass over the reads serves all p.
 
 In tick t piece j does round t - j, so up to p rounds are in progress at once, and R rounds take R + p - 1 ticks. A tick
 takes the longest latency of its reads (added up along each route), and then the longer of two times: the time that the
@@ -43,7 +43,7 @@ class Loads:
 
     @cached_property
     def different(self) -> list[dict[int, Load]]:
-        """The loads of the resources by round, without repetition: many links always have the same load."""
+        """The different loads by round. Many resources, such as links, have the same load in every round."""
         loads = {tuple((r, (a, b)) for r, (a, b) in load.items()) for load in self.by_round if load}
         return [dict(load) for load in sorted(loads)]
 
@@ -101,9 +101,9 @@ class LockStep:
         self.loads, self.nbytes, self.rounds = loads, nbytes, loads.rounds
 
     def ticks(self, pieces: int) -> list[float]:
-        """Return the seconds of the ticks, without the repetition of tick R - 1.
+        """Return the seconds of the ticks, where tick R - 1, in which all rounds are in progress, is listed once.
 
-        If p exceeds R, this tick, in which all rounds are in progress, occurs p - R more times.
+        If p exceeds R, this tick occurs p - R more times.
         """
         latencies, loads, queued = self.loads.windows(min(pieces, self.rounds))
         nbytes = self.nbytes / pieces
@@ -116,11 +116,11 @@ class LockStep:
         return math.fsum([*ticks, max(0, pieces - self.rounds) * ticks[self.rounds - 1]])
 
     def candidates(self, most: int) -> list[int]:
-        """Return numbers of pieces from 1 to ``most``. One of them probably takes the least time.
+        """Return numbers of pieces from 1 to ``most``, one of which probably takes the least time.
 
-        For p >= R the time is a + b p + c / p. It is least at p = sqrt(c / b), or at a p with which a host in some tick
-        queues operations for as long as the busiest resource serves reads. Below R, the numbers 1 to 32 and powers of
-        two are candidates.
+        For p >= R the time is a + b p + c / p. It is least at p = sqrt(c / b), or at a p for which a host queues
+        operations in some tick for as long as the busiest resource serves reads. Below R, the numbers 1 to 32 and
+        powers of two are candidates.
         """
         rounds = self.rounds
         tried = {1, rounds, most, *range(2, min(rounds, 33)), *(1 << k for k in range(rounds.bit_length()))}

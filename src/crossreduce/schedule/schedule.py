@@ -27,9 +27,9 @@ GENERATED_FORMAT: Final = "crossreduce.schedule/2"  # with a symmetry that gener
 class Chunk(NamedTuple):
     """A share of the flat buffer, the devices that contribute to it and the devices that need its result.
 
-    Devices are numbers: positions in the schedule's ``devices``. The five collectives differ only here: an
-    all-reduce has several devices in both lists, a broadcast one source, a reduce one destination, a reduce-scatter
-    one destination per chunk, an all-gather one source per chunk.
+    Devices are numbers: positions in the schedule's ``devices``. The five collectives differ only in these two lists:
+    an all-reduce has several devices in both, a broadcast one source, a reduce one destination, a reduce-scatter one
+    destination per chunk, an all-gather one source per chunk.
     """
 
     share: Fraction
@@ -40,8 +40,8 @@ class Chunk(NamedTuple):
 class Step(NamedTuple):
     """Device ``dst`` replaces its value of a chunk by the combination of the values of ``srcs``.
 
-    With one source this is a copy. Several values are combined in the listed order; the old value of ``dst`` is one
-    of them only if ``dst`` is listed. All values are read as the previous round left them.
+    With one source this is a copy. Several values are combined in the listed order. The old value of ``dst`` is
+    included only if ``srcs`` has ``dst``. All values are read as the previous round left them.
     """
 
     chunk: int
@@ -56,7 +56,7 @@ class Route(NamedTuple):
     src: int
     dst: int
     through: tuple[str, ...]
-    round: int | None = None  # None: for all rounds without a route of their own
+    round: int | None = None  # or None for all rounds without a route of their own
 
 
 Round = tuple[Step, ...]
@@ -169,7 +169,7 @@ class Schedule:
         return self.collective, self.algorithm, self.devices, self.chunks, self.rounds, self.pieces, self.routes
 
     def cut_into(self, pieces: int) -> Schedule:
-        """Return the same schedule with another number of pieces; both share the tuples of steps."""
+        """Return the same schedule with another number of pieces. Both schedules share the tuples of steps."""
         if pieces < 1:
             raise ScheduleError.of("pieces must be at least 1.", shown(pieces), "pieces=1")
         other = object.__new__(Schedule)
@@ -179,7 +179,7 @@ class Schedule:
         return other
 
     def ordered_by(self, names: Sequence[str]) -> Schedule:
-        """Return the same schedule with its devices in the order of ``names``; devices that it does not list follow.
+        """Return the same schedule with its devices in the order of ``names``. Devices without a name there follow.
 
         >>> from crossreduce.planning import one_device
         >>> one_device(["cpu:2", "cpu:0", "cpu:1"]).ordered_by(["cpu:0", "cpu:1", "cpu:2"]).devices
@@ -215,7 +215,7 @@ class Schedule:
 
     @property
     def units(self) -> int:
-        """The number of equal parts of the buffer of which all shares are multiples."""
+        """The least n such that all shares are multiples of 1/n of the buffer."""
         return math.lcm(*(chunk.share.denominator for chunk in self.chunks if chunk.share))
 
     @property
@@ -234,7 +234,7 @@ class Schedule:
         return len(self.chunks)
 
     def to_json(self) -> str:
-        """Return the schedule as JSON text; equal schedules give the same bytes."""
+        """Return the schedule as JSON text. Equal schedules have the same text."""
         return json.dumps(self._json, separators=(",", ":"))
 
     @property
@@ -323,15 +323,15 @@ def spans(shares: Iterable[Fraction], size: int) -> tuple[tuple[int, int], ...]:
 
 
 def live_rounds(schedule: Schedule) -> list[list[Step]]:
-    """Return for each round the steps on which the result of some destination depends; a round may have none.
+    """Return for each round the steps on which the result of some destination depends.
 
-    Steps that copy a device's value to itself are left out, too.
+    Other steps, and steps that copy a device's value to itself, are left out, so a round may be empty.
 
     >>> from crossreduce.planning import direct
     >>> [len(steps) for steps in live_rounds(direct(["cpu:0", "cpu:1"]))]
     [2, 2]
     """
-    live = [{*chunk.destinations} for chunk in schedule.chunks]  # for each chunk, devices whose value a result needs
+    live = [{*chunk.destinations} for chunk in schedule.chunks]  # for each chunk, devices whose value is needed later
     rounds = []
     for steps in reversed(schedule.rounds):
         kept = [step for step in steps if step.dst in live[step.chunk] and step.srcs != (step.dst,)]
@@ -347,7 +347,7 @@ _ROUTE: Final = "Route(chunk, src, dst, names of the nodes between them[, round]
 
 
 def _freeze(step: Step) -> Step:
-    """Return a step as a ``Step`` without lists."""
+    """Return a step as a ``Step`` with a tuple of operands, so that it cannot change."""
     if type(step) is Step and type(step[2]) is tuple:
         return step
     chunk, dst, srcs = step
@@ -355,7 +355,7 @@ def _freeze(step: Step) -> Step:
 
 
 def _are_positions(numbers: Iterable[int], n: int) -> bool:
-    """Return whether ``numbers`` is not empty, and lists positions of n devices without repetition."""
+    """Return whether ``numbers`` is not empty, and has only different numbers from 0 to n - 1."""
     positions = tuple(numbers)
     return bool(positions) and len(set(positions)) == len(positions) and all(0 <= k < n for k in positions)
 

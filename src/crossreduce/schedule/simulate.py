@@ -44,7 +44,7 @@ from .traffic import shares_of_links, traffic
 # The least bytes of a piece. Smaller ones would save little time: any link in links.json carries 1.5 KB in its latency.
 LEAST_PIECE: Final = 1024
 
-# The greatest number of pieces p; more would save little time: apart from latencies, R rounds take at most
+# The greatest number of pieces p. More would save little time: apart from latencies, R rounds take at most
 # 1 + (R - 1) / p times as long as the busiest link needs for all its data.
 MOST_PIECES: Final = 1 << 16
 
@@ -62,10 +62,10 @@ class Simulation:
 
     seconds: float  # from the start of the first transfer to the end of the last one
     busy: dict[Pair, float]  # for each used link, by (src, dst), the seconds that it needs for its data
-    bytes: dict[Pair, int]  # for each of these links, the bytes that it carries, in whole elements; see ``simulate``
-    ticks: tuple[float, ...]  # by how many seconds each tick extends the time; in tick t piece j does round t - j
+    bytes: dict[Pair, int]  # for each used link, the bytes that it carries, if chunks are cut between elements
+    ticks: tuple[float, ...]  # by how many seconds each tick extends the time (in tick t piece j does round t - j)
     operations: int = 0  # queued operations: one per tick, device and number of operands
-    # The name of each resource or host that limits the speed, and its busy part of the time; the busiest first.
+    # (name, fraction of the time in which it is busy) of each resource and each host's queue, the busiest first.
     limits: tuple[tuple[str, float], ...] = ()
 
 
@@ -128,7 +128,7 @@ def simulate(
 
 
 class Pieces(NamedTuple):
-    """A schedule in the number of pieces that suits a number of bytes, and its time."""
+    """A schedule with the number of pieces that was chosen for a number of bytes, and its time."""
 
     schedule: Schedule
     seconds: float
@@ -139,9 +139,9 @@ def pipelined(
 ) -> Pieces:
     """Return the schedule cut into the number of pieces that takes the least time for ``nbytes`` bytes, and that time.
 
-    The search starts at the best number for the lock-step clock. Where this clock is not exact, the event-driven clock
-    then tries other numbers as long as the time becomes less: with at least as many pieces as rounds, the time is a
-    convex function of their number. If operations are queued, the result may take up to ``LONGER`` times the least time
+    The search starts at the best number for the lock-step clock. If this clock is not exact, other numbers are tried
+    with the event-driven clock as long as the time decreases: with at least as many pieces as rounds, the time is a
+    convex function of the number. If operations are queued, the result may take up to ``LONGER`` times the least time
     in return for fewer pieces. Pieces of an average chunk have at least ``LEAST_PIECE`` bytes if the chunk is cut.
 
     >>> from crossreduce.planning import one_device
@@ -156,11 +156,11 @@ def pipelined(
 def fastest_of(
     schedules: Iterable[Schedule], topology: Topology, nbytes: int, *, costs: Costs, known: Pieces | None = None
 ) -> Pieces:
-    """Return the fastest of some schedules and ``known``, each in the number of pieces that suits it.
+    """Return the fastest of some schedules and of ``known``, a result for another schedule. Each is cut into pieces.
 
     The lock-step clock ranks the schedules. A schedule is not simulated if its busiest device or resource, or its
-    longest chain of latencies, shows that it is no faster than the best one so far. If several are equally fast,
-    ``known`` is returned, or else the one that ranks first.
+    longest chain of latencies, shows that it is no faster than the best one so far. Among equally fast schedules,
+    ``known`` is preferred, and then the one that ranks first.
 
     Raises:
       PlanError: the topology lacks a route for a transfer of each schedule.
@@ -199,7 +199,7 @@ def fastest_of(
 
 
 def _least_seconds(schedule: Schedule, topology: Topology, nbytes: int) -> float:
-    """Return a lower bound of the time: the most seconds in which a device can just send, or receive, its data."""
+    """Return a lower bound of the time: the seconds in which the busiest device can send, or receive, its data."""
     if isinstance(schedule, GeneratedSchedule):
         return 0.0  # its steps would first have to be listed
     sent, received = [0.0] * len(schedule.devices), [0.0] * len(schedule.devices)
@@ -254,7 +254,7 @@ class _Timing:
 
     @cached_property
     def most(self) -> int:
-        """The greatest number of pieces that is allowed."""
+        """The largest allowed number of pieces."""
         return max(1, min(self.nbytes // self.schedule.chunk_count // LEAST_PIECE, MOST_PIECES))
 
     def seconds(self, pieces: int) -> float:
@@ -311,9 +311,10 @@ class _Timing:
         return self._fewest_pieces(self._fastest_pieces([best, *range(low, high + 1)]))
 
     def _fewest_pieces(self, best: int) -> int:
-        """Return the least tried number from ``best / 2`` to ``best`` that takes at most ``LONGER`` times as long."""
+        """Return the least of some numbers from ``best / 2`` to ``best`` whose time is near the least time."""
         longest = LONGER * self.seconds(best)
         tried = sorted({math.ceil(best * k / 32) for k in range(16, 33)})
+        # a binary search, since the time decreases up to ``best``
         return tried[bisect_left(tried, True, key=lambda pieces: self.seconds(pieces) <= longest)]
 
     def _fastest_pieces(self, tried: Iterable[int]) -> int:

@@ -43,9 +43,9 @@ def timeline(
     costs: Costs | None = None,
     node: str | None = None,
 ) -> Iterator[TimedTransfer]:
-    """Yield all transfers with their simulated times, tick by tick; see ``simulate`` for other arguments and errors.
+    """Yield all transfers with their simulated times, tick by tick. For other arguments and errors see ``simulate``.
 
-    With ``node``, only transfers whose route has this device or switch are made; the others then cost no time.
+    With ``node``, only transfers whose route has this device or switch are computed.
 
     >>> from crossreduce.planning import ring
     >>> from crossreduce.topology import Topology
@@ -75,7 +75,7 @@ _Moved = tuple[int, str, str, tuple[Pair, ...]]  # a chunk, its source and desti
 
 
 class _ReadImages:
-    """The images of the reads in a generated schedule's base, or only those images whose route has a given node."""
+    """The images of the reads in a generated schedule's base. With ``node``, only images whose route has that node."""
 
     def __init__(self, schedule: GeneratedSchedule, node: str | None) -> None:
         self.schedule, self.node = schedule, node

@@ -34,7 +34,7 @@ class Read(NamedTuple):
     src: int  # the devices, by number; equal if the operand is on the step's own device
     dst: int
     step: int  # the number of the step in the schedule
-    operand: int  # the number of the step that made the value; -1: it is an input
+    operand: int  # the number of the step that made the value, or -1 if it is an input
     round: int
     chunk: int
     latency_s: float  # of all links of its route
@@ -43,7 +43,7 @@ class Read(NamedTuple):
 
 
 class Resource(NamedTuple):
-    """A limit of reads. Carrying b bytes once takes ``seconds_per_byte`` b + ``seconds_per_message``."""
+    """What limits the speed of reads. A read of b bytes takes b * ``seconds_per_byte`` + ``seconds_per_message``."""
 
     name: str  # for readers
     seconds_per_byte: float
@@ -87,18 +87,18 @@ class Orbits(NamedTuple):
     order: int  # the number of elements of the group
     link: dict[Pair, Pair]  # for each link the one that stands for its orbit
     sizes: dict[Pair, int]  # for each link that stands for an orbit, the number of links in the orbit
-    limit: list[int]  # for each shared limit the one that stands for its orbit
+    limit: list[int]  # for each shared limit, the number of the limit that stands for its orbit
     limit_sizes: list[int]  # for each shared limit, the number of limits in its orbit
     device: dict[str, str]  # for each device or switch the one that stands for its orbit
-    device_sizes: dict[str, int]  # like ``sizes``
+    device_sizes: dict[str, int]  # for each device or switch that stands for an orbit, the size of the orbit
 
 
 @lru_cache(maxsize=256)
 def orbits_of(schedule: GeneratedSchedule, topology: Topology, costs: Costs) -> Orbits | None:
-    """Return the orbits of links under a schedule's symmetry, or ``None`` if the topology or the costs do not have it.
+    """Return the orbits of links under a schedule's symmetry, or ``None`` if topology or costs lack this symmetry.
 
     The result is also ``None`` if a transfer takes the topology's own route over several links. Among equally good
-    routes the topology chooses by names, so the routes of images need not be the images of the route.
+    routes the topology chooses by names, so the image of such a route need not be the route of the image.
     """
     names, symmetry, base = topology.nodes, schedule.symmetry, schedule.base
     if {*names} != {*schedule.nodes}:
@@ -114,7 +114,7 @@ def orbits_of(schedule: GeneratedSchedule, topology: Topology, costs: Costs) -> 
     link_orbits = symmetry.links(topology)
     if link_orbits is None:
         return None
-    least, counts = link_orbits
+    least, counts = link_orbits  # for each link, the link that stands for its orbit; the sizes of orbits
     pairs = [(link.src, link.dst) for link in topology.links]
     number = {name: k for k, name in enumerate(names)}
     limits = [(limit.gb_per_s, frozenset(limit.links)) for limit in costs.shared]
@@ -232,14 +232,14 @@ class _Resources:
                 self.shared[pair].append(k)
 
     def number(self, key: object, resource: Resource) -> int:
-        """Return the number of the resource with this key; the first call for a key lists ``resource``."""
+        """Return the number of the resource with this key. The first call for a key adds ``resource``."""
         if key not in self.numbers:
             self.numbers[key] = len(self.listed)
             self.listed.append(resource)
         return self.numbers[key]
 
     def path(self, src: str, dst: str, through: tuple[str, ...] | None) -> _Path:
-        """Return the path of a route; its links are replaced by those that stand for their orbits."""
+        """Return the path of a route. Its links are replaced by the links that stand for their orbits."""
         pairs, latency = _route(self.topology, src, dst, through)
         if self.orbits is not None:
             pairs = tuple(self.orbits.link[pair] for pair in pairs)
@@ -247,9 +247,9 @@ class _Resources:
         return _Path(pairs, latency, uses, tuple(self.links.setdefault(pair, {}) for pair in pairs))
 
     def uses(self, pair: Pair) -> list[tuple[int, float]]:
-        """Return the resources of a link, each with how often it carries each byte that the link carries.
+        """Return (number, how often it carries each byte that the link carries) for each resource of a link.
 
-        Each read of the base stands for one read in each image, and the images divide the link's orbit evenly.
+        Each read of the base stands for one read in each image, and these are spread evenly over the link's orbit.
         """
         if pair in self.of_link:
             return self.of_link[pair]
@@ -274,7 +274,7 @@ class _Resources:
         return uses
 
     def combining(self, device: str, operands: int) -> tuple[tuple[int, float], ...]:
-        """Return how an operand uses the memory of a device that combines: operands are read, the result is written."""
+        """Return the use of a device's memory per operand. A combination reads all operands and writes the result."""
         speed = self.costs.reduction_gb_per_s
         if speed is None or operands < 2:
             return ()
@@ -287,9 +287,9 @@ class _Resources:
 
 
 def fluid_rate(schedule: Schedule, topology: Topology) -> Fraction | None:
-    """Return the exact rate in GB/s that a schedule approaches as its buffer grows, which its busiest link determines.
+    """Return the exact rate in GB/s that a schedule approaches as its buffer grows, or ``None`` if no data moves.
 
-    If no data moves, the result is ``None``.
+    The busiest link determines the rate.
 
     >>> from crossreduce.planning import ring
     >>> fluid_rate(ring(["cpu:0", "cpu:1", "cpu:2", "cpu:3"]), Topology.ring(4, gb_per_s=25))
@@ -311,7 +311,7 @@ def fluid_rate(schedule: Schedule, topology: Topology) -> Fraction | None:
 
 
 def link_shares(schedule: Schedule, topology: Topology) -> dict[Pair, Fraction]:
-    """Return for each link that is used the part of the buffer that it carries; this can exceed 1.
+    """Return for each used link the data that it carries, as a fraction of the buffer, which can exceed 1.
 
     >>> from crossreduce.planning import one_device
     >>> topology = Topology.star(3, gb_per_s=25)
@@ -322,7 +322,7 @@ def link_shares(schedule: Schedule, topology: Topology) -> dict[Pair, Fraction]:
 
 
 def shares_of_links(schedule: Schedule, flows: Traffic) -> dict[Pair, Fraction]:
-    """Return what ``link_shares`` does, given the traffic of the schedule."""
+    """Return the same as ``link_shares``, given the traffic of the schedule."""
     chunks = counted_chunks(schedule, flows)
     shares = {
         pair: sum((chunks[chunk].share for carried in by_round.values() for chunk in carried), Fraction(0))
@@ -332,15 +332,15 @@ def shares_of_links(schedule: Schedule, flows: Traffic) -> dict[Pair, Fraction]:
 
 
 def counted_chunks(schedule: Schedule, flows: Traffic) -> tuple[Chunk, ...]:
-    """Return the chunks that the traffic of a schedule numbers.
+    """Return the chunks to which the chunk numbers in the traffic of a schedule refer.
 
-    These are all, or those of the ``base`` of a generated schedule if the topology has its symmetry.
+    These are all chunks, or only those of a generated schedule's ``base`` if the topology has the symmetry.
     """
     return schedule.base.chunks if isinstance(schedule, GeneratedSchedule) and flows.orbits else schedule.chunks
 
 
 def carried_chunks(schedule: Schedule, topology: Topology) -> list[tuple[Fraction, Counter[int]]]:
-    """Return for each link that is used its bandwidth in GB/s, and how often it carries each chunk.
+    """Return (bandwidth in GB/s, how often the link carries each chunk) for each used link.
 
     >>> from crossreduce.planning import one_device
     >>> topology = Topology.star(2, gb_per_s=25)
@@ -357,7 +357,7 @@ def carried_chunks(schedule: Schedule, topology: Topology) -> list[tuple[Fractio
 
 
 def route_links(topology: Topology, src: str, dst: str, through: tuple[str, ...] | None = None) -> tuple[Pair, ...]:
-    """Return the links of a route as (src, dst); without ``through``, it is the topology's own route.
+    """Return the links of a route as (src, dst). Without ``through``, this is the topology's own route.
 
     Raises:
       PlanError: a node or a link of the route does not exist.

@@ -65,8 +65,8 @@ def verify(schedule: Schedule) -> None:
 def _is_right(schedule: Schedule) -> bool:
     """Return whether every destination gets every contribution once, and no step has a fault, even a harmless one.
 
-    This is ``_evaluate`` without the data that only error texts need, in half of the time. The answer may be false for
-    a valid schedule: a value that no destination needs may contain a contribution twice.
+    This does the same as ``_evaluate`` in half of the time, without the data for error texts. The result may be False
+    for a valid schedule: a value that no destination needs may contain a contribution twice.
     """
     cells = [{source: 1 << source for source in chunk.sources} for chunk in schedule.chunks]
     for steps in schedule.rounds:
@@ -91,6 +91,7 @@ def _is_right(schedule: Schedule) -> bool:
 
 
 def _initial_cells(schedule: Schedule) -> _Cells:
+    """Return the inputs: each source of a chunk stores its own contribution."""
     return {(c, s): _Contributions(1 << s, 0, None) for c, chunk in enumerate(schedule.chunks) for s in chunk.sources}
 
 
@@ -125,7 +126,10 @@ def _evaluate(schedule: Schedule, cells: _Cells) -> Iterator[_Evaluated]:
 
 
 def _explain(schedule: Schedule, c: int, dst: int, everyone: int) -> str:
-    """Return the error text for a wrong value of chunk c at ``dst``; it names a contribution and the step at fault."""
+    """Return the error text for a wrong value of chunk c at ``dst``, with a contribution and the step at fault.
+
+    ``everyone`` is the bit set of all sources of the chunk.
+    """
     cells = _initial_cells(schedule)
     history = {where: (step, written, read) for where, step, written, read in _evaluate(schedule, cells)}
     device = schedule.devices[dst]
@@ -139,7 +143,7 @@ def _explain(schedule: Schedule, c: int, dst: int, everyone: int) -> str:
         r, s = value.made_by
         origin = f"made by round {r}, step {s} ({schedule.describe(history[r, s][0])})"
     if value.twice:
-        source = (value.twice & -value.twice).bit_length() - 1
+        source = (value.twice & -value.twice).bit_length() - 1  # the first one in the bit set
         while True:  # search for the step that added it twice: none of its operands has it twice
             assert value.made_by is not None
             r, s = value.made_by
@@ -153,7 +157,7 @@ def _explain(schedule: Schedule, c: int, dst: int, everyone: int) -> str:
             value = earlier
     missing = everyone & ~value.once  # cannot be 0: the value is wrong, but contains nothing twice
     source = (missing & -missing).bit_length() - 1
-    # The value is stale if the contribution reaches a device that it was read from, or dst itself, after this reading.
+    # The value is stale if the contribution reaches dst, or a device that dst read from, after dst has read.
     inputs = {dst} if value.made_by is None else set(history[value.made_by][0].srcs) | {dst}
     since = (-1, -1) if value.made_by is None else value.made_by
     for (r, s), (step, written, _) in history.items():

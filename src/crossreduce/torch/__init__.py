@@ -7,8 +7,8 @@ Importing this registers the backend::
 
 If the library is installed, PyTorch 2.5 and later register the backend themselves when torch is imported.
 
-Input: calls of ``torch.distributed``. Output: reductions through memory that the ranks of a host share, and through
-gloo between hosts. For replicas in one process use ``crossreduce.all_reduce``.
+Input: calls of ``torch.distributed``. Output: collectives in memory that the ranks of a host share, and over TCP
+between hosts. For replicas in one process use ``crossreduce.all_reduce``.
 """
 
 from __future__ import annotations
@@ -58,15 +58,15 @@ NAME: Final = BACKEND
 
 
 def measure_topology(group: Any = None, seconds: float = 1.0) -> Topology:
-    """Measure the links between a group's hosts and plan the group's reductions on them from now on.
+    """Measure the links between a group's hosts, and plan the group's reductions on the measured links from now on.
 
-    All ranks of the group call it together, while no other program uses the network.
+    All ranks of the group must call it together, while no other program uses the network.
 
     Args:
-      group: a process group of this backend, or a ``HookState``; ``None``: the default group.
-      seconds: about how long it may take.
+      group: a process group of this backend, or a ``HookState``; by default the default group.
+      seconds: about how long the measurement may take.
     Returns:
-      A device for each rank ("host1/cpu:2") and the links between them, the same on all ranks; ``cr.plan`` accepts it.
+      A topology for ``cr.plan``, the same on all ranks: a device for each rank ("host1/cpu:2"), and the links.
     Raises:
       ArgumentError: no default group exists, the group has another backend, or ``seconds`` is not above 0.
       PeerLostError, CollectiveTimeout: as for every call of the group.
@@ -78,12 +78,12 @@ def measure_topology(group: Any = None, seconds: float = 1.0) -> Topology:
 
 
 def stats(group: Any = None) -> Stats:
-    """Return this rank's collectives so far: bytes, seconds, and how long it waited for which rank.
+    """Return the statistics of this rank: its calls, their bytes and seconds, and how long it waited for which rank.
 
-    It counts neither messages nor collectives of NCCL. Ranks may call it at different times.
+    Messages and collectives of NCCL are not counted. Ranks may call this at different times.
 
     Args:
-      group: a process group of this backend, or a ``HookState``; ``None``: the default group.
+      group: a process group of this backend, or a ``HookState``; by default the default group.
     Raises:
       ArgumentError: no default group exists, or the group has another backend.
     """

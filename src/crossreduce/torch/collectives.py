@@ -2,11 +2,11 @@
 
 Input: tensors, as ``torch.distributed`` passes them. Output: calls of a ``Communicator``, or of gloo for reductions
 that the communicator does not support, and for all-to-alls of unequal parts. Tensors that are not contiguous are
-copied; dtypes that cannot be reduced are moved as bytes. All functions block.
+copied. Tensors whose dtypes cannot be reduced are moved as bytes. All functions block.
 
-An input that overlaps a result is copied first, unless the call is in place: the input, or its part for this rank, is
-exactly the result, or the result's part from this rank. In all-to-alls an overlapping input is always copied, since
-other ranks may read the inputs while this one writes its results. Results that share memory are an error on all ranks.
+An input that overlaps a result is copied first, except in calls in place. In these, the input (or its part for this
+rank) has the same memory as the result (or its part from this rank). All-to-alls copy every overlapping input, since
+other ranks may read inputs while this rank writes its results. If results share memory, all ranks raise an error.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ _OPS: Final = {
     TorchOp.PRODUCT: ReduceOp.PRODUCT,
 }
 
-# The ops that compute sums and products of bools as torch does with NCCL.
+# The ops that give the same sums and products of bools as torch with NCCL.
 _OF_BOOLS: Final = {TorchOp.SUM: ReduceOp.MAX, TorchOp.PRODUCT: ReduceOp.MIN}
 
 _STRIDED: Final = torch.strided
@@ -105,7 +105,7 @@ class Collectives(InnerGloo):
             prepare(self._calls, self._communicator, "all_reduce", op, None, tensor, array, tensor, self._exact)
 
     def reduce(self, tensor: Any, kind: Any, root: int, result: Any = None) -> None:
-        """Write the reduction of all ranks' ``tensor`` to ``result`` of the root, by default its ``tensor``."""
+        """Write the reduction of all ranks' ``tensor`` to the root's ``result``, which is by default ``tensor``."""
         result = tensor if result is None else result
         self._require_dense("reduce", tensor, root=root)
         if root == self._rank:
@@ -168,6 +168,7 @@ class Collectives(InnerGloo):
             prepare(self._calls, self._communicator, "reduce_scatter", op, None, tensor, array, output, self._exact)
 
     def _reduce_each(self, inputs: Any, output: Any, kind: Any) -> None:
+        """Execute a reduce-scatter as one reduction to each rank."""
         result = torch.empty(output.shape, dtype=output.dtype)  # later inputs may overlap the output
         for root, tensor in enumerate(inputs):
             self.reduce(tensor, kind, root, result)
@@ -204,7 +205,7 @@ class Collectives(InnerGloo):
         self._require(fits, "all_gather", tensors, "elements of the outputs:", sizes, remedy)
         apart = self._are_apart("all_gather", results, [tensor])
         if len(set(sizes)) > 1:
-            # Every rank's list has all sizes.
+            # Shorter inputs are padded. Each rank's list of results shows the sizes of all inputs.
             self._communicator.require_same(f"all_gather {name_of(tensor)} of sizes {sizes}")
             padded = tensor.new_zeros(max(sizes))
             padded[: tensor.numel()] = tensor.detach().reshape(-1)
@@ -283,13 +284,13 @@ class Collectives(InnerGloo):
         copy_back_all(outputs, written)
 
     def all_to_all_single(self, output: Any, tensor: Any, rooms: Sequence[int], sizes: Sequence[int]) -> None:
-        """``sizes`` and ``rooms``: the rows that this rank sends to, and receives from, each rank; empty: equal."""
+        """``sizes``: the rows that this rank sends to each rank. ``rooms``: the rows to receive. Empty: all equal."""
         self._require_dense("all_to_all", tensor, output)
         fits = self._are_splits(tensor, sizes) and self._are_splits(output, rooms) and output.dtype == tensor.dtype
         fits = fits and tensor.shape[1:].numel() == output.shape[1:].numel() and output.is_cpu
         remedy = "splits that add up to the first dimension, or none if the number of ranks divides it; equal rows"
         splits = [list(output.shape), list(rooms), list(sizes)]
-        what = "the output's shape, its splits and those of the input:"
+        what = "the output's shape, the output's splits and the input's splits:"
         self._require(fits, "all_to_all", [tensor, output], what, splits, remedy)
         apart = self._are_apart("all_to_all", [output], [tensor])
         rooms = list(rooms) or [output.shape[0] // self._size] * self._size
@@ -306,7 +307,7 @@ class Collectives(InnerGloo):
         copy_back(output, written)
 
     def _exchange(self, result: Any, source: Any, rooms: Sequence[int], sizes: Sequence[int]) -> None:
-        """Execute an all-to-all of unequal numbers of rows in gloo, as bytes."""
+        """Execute an all-to-all of unequal numbers of rows in gloo, as bytes. For ``rooms`` see above."""
         width = source.shape[1:].numel() * source.element_size()
         splits = ([width * rows for rows in rooms], [width * rows for rows in sizes])
         options = self._options(c10d.AllToAllOptions)
@@ -319,10 +320,10 @@ class Collectives(InnerGloo):
         return len(splits) == self._size and sum(splits) == tensor.shape[0] and min(splits) >= 0
 
     def _are_even(self, sizes: Sequence[int], rooms: Sequence[int], tensor: Any, unit: str) -> bool:
-        """Return whether all ranks exchange parts of one size, which a rank cannot tell from its own sizes.
+        """Return whether all ranks send and receive parts of the same size. The ranks exchange their sizes for this.
 
         Raises:
-          MismatchError: a rank sends more or less than the receiver expects; raised on all ranks.
+          MismatchError: a rank sends more or less than the receiver expects. All ranks raise it.
         """
         self._communicator.require_same(f"all_to_all {name_of(tensor)}")
         own = torch.tensor([*sizes, *rooms])
@@ -337,10 +338,10 @@ class Collectives(InnerGloo):
     # ---- helpers --------------------------------------------------------------------------------------------------
 
     def run_one(self, method: Callable[..., None], options: Sequence[Any], *lists: Sequence[Any]) -> None:
-        """Call a method of this class for the only element of each of ``lists``.
+        """Call a method of this class with the only element of each of ``lists``, and ``options``.
 
         Raises:
-          ArgumentError: the length of a list is not 1; raised on all ranks. gloo would reduce all its tensors together.
+          ArgumentError: the length of a list is not 1. All ranks raise it, as gloo would reduce a list to one tensor.
         """
         elements: list[Any] = []
         for each in lists:
@@ -359,8 +360,7 @@ class Collectives(InnerGloo):
     def run_each(self, method: Callable[..., None], options: Sequence[Any], results: Any, *sources: Any) -> None:
         """Call a method of this class for each element of ``results``: the tensor or tensors that the call writes.
 
-        ``sources`` are lists of the tensors that the calls read, as a further argument each. Without them, each call
-        reads the memory that it writes.
+        ``sources``: lists with the tensors that each call reads. If there are none, calls read the tensors they write.
         """
         if len(results) < 2:
             self.run_one(method, options, results, *sources)
@@ -368,14 +368,14 @@ class Collectives(InnerGloo):
         if not sources:
             results = self._without_repeats(method.__name__, results)
         written, read = tensors_in(results), tensors_in(sources)
-        if not self._are_apart(method.__name__, written, read):  # no call may overwrite what a later one reads
+        if not self._are_apart(method.__name__, written, read):  # no call may overwrite tensors that a later call reads
             copies = iter(copy_overlapping(read, written))
             sources = tuple([_take_like(x, copies) for x in each] for each in sources)
         for tensors in zip(results, *sources, strict=True):
             method(*tensors, *options)
 
     def _without_repeats(self, collective: str, tensors: Sequence[Any]) -> Sequence[Any]:
-        """Return each tensor once. If a tensor is listed repeatedly, all ranks must repeat the same ones."""
+        """Return the tensors without repetitions. All ranks must repeat tensors at the same places of the list."""
         first: dict[int, int] = {}
         order = [first.setdefault(id(x), k) for k, x in enumerate(tensors)]
         if len(first) < len(order):
@@ -417,7 +417,7 @@ class Collectives(InnerGloo):
         raise UnsupportedError.of(problem, f"{collective} of {name_of(tensor)}, op {op_name}", remedy)
 
     def _agree_on_bytes(self, collective: str, tensor: Any, root: int | None = None) -> None:
-        """Compare the ranks' dtypes if a collective moves a tensor as bytes, since the communicator does not."""
+        """Compare the ranks' dtypes if a tensor is moved as bytes; then the communicator does not compare them."""
         if tensor.dtype not in NAMES:
             self._agree(collective, None, tensor, root)
 
@@ -428,16 +428,17 @@ class Collectives(InnerGloo):
         self._require_dense(collective, tensor, *listed, root=root)
         expected = [tensor.numel()] * self._size if root == self._rank else []
         sizes = [x.numel() for x in listed]
-        remedy = "on the root a list of one tensor per rank, each as large as a rank's own one; on other ranks none"
+        remedy = "on the root a list of one tensor per rank, each as large as a rank's own tensor; on other ranks none"
         tensors, what = [tensor, *listed], "elements of the tensors in the list:"
         self._require(sizes == expected and _alike(tensors), collective, tensors, what, sizes, remedy)
 
     def _require(
         self, fits: bool, collective: str, tensors: Sequence[Any], what: str, sizes: Sequence[Any], remedy: str
     ) -> None:
-        """Unless ``fits``, raise a ``MismatchError`` on all ranks if their tensors differ, else an ``ArgumentError``.
+        """Raise an error if the arguments of a collective do not fit (``fits`` is false).
 
-        The text of the call describes the first of ``tensors``, and ``what`` describes ``sizes``.
+        If the calls of the ranks differ, all ranks raise a ``MismatchError``. Otherwise this rank raises an
+        ``ArgumentError``. The first of ``tensors`` is shown in the text of the call. ``what`` is a label of ``sizes``.
         """
         if fits:
             return
@@ -454,7 +455,8 @@ class Collectives(InnerGloo):
         """Return whether no result can overlap a source.
 
         Raises:
-          ArgumentError: results share memory. All ranks raise it, or a ``MismatchError`` if they share it on some only.
+          ArgumentError: results share memory on all ranks.
+          MismatchError: results share memory on some ranks only. All ranks raise it.
         """
         if are_apart([*results, *sources]):
             return True
@@ -476,7 +478,7 @@ class Collectives(InnerGloo):
 
     def _overlap_error(self, collective: str, results: Sequence[Any]) -> ArgumentError:
         call = call_text(collective, None, None, name_of(results[0]), results[0].shape)
-        problem = f"elements of the results of this {collective} share memory, so one would overwrite the other."
+        problem = f"elements of the results of this {collective} share memory, so they would overwrite each other."
         return ArgumentError.of(problem, f"{call}; {len(results)} results", "results that do not overlap")
 
     def _require_dense(self, collective: str, *tensors: Any, root: int | None = None) -> None:

@@ -1,6 +1,6 @@
-"""Connects the ranks of a process group, and ends it: the communicator, gloo, and the threads of its queues.
+"""Connects the ranks of a process group by a communicator and by gloo, and ends the group with its threads.
 
-Input: a store at which the ranks meet. Output: a ``Communicator`` and a ``ProcessGroupGloo`` of the same ranks.
+Input: a store for the rendezvous. Output: a ``Communicator`` and a ``ProcessGroupGloo`` of the same ranks.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from .op_queue import OpQueue
 from .options import is_exact
 from .rendezvous import CancellableStore, TorchRendezvous
 
-_LEAVE_S: Final = 1.0  # how long a group that is garbage collected, or whose process ends, waits for its pending ops
+_LEAVE_S: Final = 1.0  # how long ``close`` waits for pending ops, when a group is garbage collected or a process ends
 
 
 def connect(
@@ -35,13 +35,13 @@ def connect(
     options: Any,
     origin: Origin = NEW,
 ) -> tuple[Any, Communicator, bool]:
-    """Connect a group that meets at ``store``; return gloo's process group, the communicator, and whether it is exact.
+    """Connect the ranks of a group. Return gloo's process group, the communicator, and whether the group is exact.
 
-    Ranks of different hosts exchange data over connections of their own, not gloo's; no other code of
-    ``crossreduce.torch`` chooses a transport. gloo connects after the ranks have met, since it would wait for a missing
-    rank 5 times as long, and could not name it. If some ranks cannot connect to each other, gloo connects two ranks
-    only when they exchange their first message. ``global_ranks``: the ranks' numbers in the world, for errors; empty if
-    the group is the world. ``options``: see ``is_exact``; if they are invalid on one rank, all ranks raise its error.
+    Ranks of different hosts exchange data over TCP connections of their own, not over gloo's. gloo connects after the
+    rendezvous of the ranks, since it would wait for a missing rank 5 times as long, and could not name it. If some
+    ranks cannot connect to each other, gloo connects two ranks only when they exchange their first message.
+    ``global_ranks``: the ranks' numbers in the world, for errors; empty if the group is the world. ``options``: see
+    ``is_exact``; if they are invalid on one rank, all ranks raise its error.
     """
     seconds, gloo = timeout.total_seconds(), []
 
@@ -69,7 +69,7 @@ def connect(
 
 def close(queue: OpQueue, communicator: Communicator, messages: OpQueue | None = None) -> None:
     """End a group that is no longer used, and its pending ops. In a forked process this does nothing."""
-    if messages is not None and not messages.is_forked and not messages.close(0):  # the main thread still waits
+    if messages is not None and not messages.is_forked and not messages.close(0):  # a message is still waited for
         communicator.interrupt()
         messages.close(_LEAVE_S)
     if not queue.is_forked and queue.close(_LEAVE_S):

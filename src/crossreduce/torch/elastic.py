@@ -1,7 +1,7 @@
 """``shrink``, ``grow``, ``join`` and ``agree``: process groups that continue when ranks are lost, or admit new ones.
 
-Input: the default group, or another one of this backend. Output: a new group that replaces it, with a store that one of
-its ranks serves, and ``Reformed``. ``ranks.survival.survivors`` implements the protocol. This module makes the torch
+Input: the default group, or another group of this backend. Output: a new group that replaces it, whose store one of its
+ranks serves, and ``Reformed``. ``ranks.survival.survivors`` implements the protocol. This module creates torch's
 groups, and updates torch's own tables of groups.
 """
 
@@ -32,17 +32,17 @@ Result = TypeVar("Result")
 def agree(flag: bool, group: Any = None, timeout_s: float | None = None) -> bool:
     """Return whether ``flag`` is true on all ranks of a group. All ranks that survive this call get the same answer.
 
-    All ranks call it together, also after an op of the group has failed. Ranks that have died do not count. See
-    ``committed`` for training steps.
+    All ranks must call it together. They may do so after an op of the group has failed. Ranks that have died do not
+    count. For training steps see ``committed``.
 
     Args:
       flag: this rank's vote.
-      group: a process group of this backend; ``None``: the default group.
+      group: a process group of this backend; by default the default group.
       timeout_s: as for ``shrink``. The default is 10 s longer than the timeout of the group, since a rank may call this
         after an op that timed out.
     Raises:
       ArgumentError: no default group exists, the group has another backend, or ``timeout_s`` is not a number.
-      ExcludedError: the other ranks have gone on without this one, or it reaches too few of them.
+      ExcludedError: the other ranks have continued without this rank, or it reaches too few of them.
     """
     group = group_of(group)
     limit_s = group.timeout.total_seconds() + SHRINK_S if timeout_s is None else seconds(timeout_s)
@@ -65,19 +65,19 @@ def committed(
         optimizer.step()
 
     Args:
-      step: called on all ranks; it raises ``PeerLostError`` or ``CollectiveTimeout`` if ranks are lost.
-      changed: called with the result of ``shrink`` before the step is repeated, such as to make
-        ``DistributedDataParallel`` again. If ranks are lost in it, the others shrink the group and call it again.
-      timeout_s: as for ``shrink``, after a step that has failed. The default is 10 s longer than the timeout of the
-        group, but 10 s after a ``CollectiveTimeout``, which has already waited for late ranks. A rank whose step has
-        succeeded always waits as ``agree`` does by default.
+      step: called on all ranks. It raises ``PeerLostError`` or ``CollectiveTimeout`` if ranks are lost.
+      changed: called with the result of ``shrink`` before the step is repeated, for example to create
+        ``DistributedDataParallel`` again. If ranks are lost during this call, the others shrink the group and call it
+        again.
+      timeout_s: as for ``shrink``, on ranks whose step has failed. The default is 10 s longer than the timeout of the
+        group; it is only 10 s after a ``CollectiveTimeout``, which has already waited for late ranks. A rank whose step
+        has succeeded always waits for the default time of ``agree``.
     Returns:
-      What ``step`` returned.
+      The result of ``step``.
     Raises:
       ArgumentError, ExcludedError: as for ``shrink``.
-      MismatchError: ``step`` has raised it, as on all ranks. The group can still be used.
-      Exception: what ``step`` raises, if it is another error. This rank then leaves the group, and the others continue
-        without it.
+      MismatchError: ``step`` has raised it on all ranks. The group can still be used.
+      Exception: ``step`` has raised another error. This rank then leaves the group, and the others continue without it.
     """
     limit_s, results = None if timeout_s is None else seconds(timeout_s), list[Reformed]()
 
@@ -102,24 +102,23 @@ def committed(
 def shrink(group: Any = None, timeout_s: float = SHRINK_S) -> Group:
     """Form a group of the remaining ranks of a group, after a ``PeerLostError`` or ``CollectiveTimeout``.
 
-    All remaining ranks call it. As soon as one rank calls it, the current calls of the group on other ranks fail. The
-    new group has ranks 0, 1, ... in the order of the earlier ones. Data that a lost rank had not sent is lost: repeat
-    the step that failed. If the earlier group was the default group, the new one becomes the default group:
-    ``dist.get_rank()`` and ``dist.get_world_size()`` change, groups made from the earlier one are closed, and
-    ``DistributedDataParallel`` and device meshes have to be made again.
+    All remaining ranks must call it. As soon as one rank calls it, the current calls of the group on other ranks fail.
+    The new ranks 0, 1, ... have the order of the earlier ranks. Data that a lost rank had not sent is lost, so repeat
+    the step that failed. If the earlier group was the default group, the new group becomes the default group. Then
+    ``dist.get_rank()`` and ``dist.get_world_size()`` change, groups created from the earlier group are closed, and
+    ``DistributedDataParallel`` and device meshes must be created again.
 
     Args:
-      group: a process group of this backend, also one whose ops fail; ``None``: the default group.
-      timeout_s: how long ranks that are alive are waited for, in seconds. Ranks that are later, or are stopped, are
-        excluded for good: pass more if ranks may compute for longer before they call this. Ranks that have ended are
-        not waited for.
+      group: a process group of this backend, also one whose ops fail; by default the default group.
+      timeout_s: how many seconds to wait for ranks that are alive. Ranks that are later or stopped are excluded for
+        good. So pass more if ranks may compute for longer before they call this.
     Returns:
-      The new group. Its ``reformed`` has the ``members``, by their ranks in the earlier group, and ``completed``: how
-      many ops of the earlier group have succeeded on all of them.
+      The new group. Its ``reformed.members`` are the remaining ranks, as numbered in the earlier group. Its
+      ``reformed.completed`` is the number of ops of the earlier group that have succeeded on all of them.
     Raises:
       ArgumentError: no default group exists, the group has another backend, or ``timeout_s`` is not a number.
-      ExcludedError: the others have gone on without this rank, or it reaches too few of them. It must reach hosts with
-        more than half of the ranks, or with half of them and the lowest rank, unless all others have ended.
+      ExcludedError: the others have continued without this rank, or it reaches too few of them. If not all others have
+        ended, it must reach hosts with more than half of the ranks, or with half of them and the lowest rank.
     """
     old, limit_s = group_of(group), seconds(timeout_s)
     if old is dist.group.WORLD:
@@ -130,20 +129,19 @@ def shrink(group: Any = None, timeout_s: float = SHRINK_S) -> Group:
 
 
 def grow(timeout_s: float = SHRINK_S) -> Group | None:
-    """Admit the processes that have called ``join`` to the default group; all its ranks call it together.
+    """Admit the processes that have called ``join`` to the default group. All its ranks must call it together.
 
-    The new group has the ranks of the earlier one first, in their order, and then the new ones. It becomes the default
-    group, as with ``shrink``. The new ranks have no state yet: broadcast the parameters and the state of the optimizer
-    from rank 0.
+    In the new group, the ranks of the earlier group come first, in their order. It becomes the default group, as with
+    ``shrink``. The new ranks have no state yet: broadcast the parameters and the state of the optimizer from rank 0.
 
     Args:
       timeout_s: as for ``shrink``.
     Returns:
-      The new group. If no process waits, this is ``None`` on all ranks, and the group does not change. If one of its
-      ranks was excluded or has ended, the group's next op then fails with a ``PeerLostError``.
+      The new group, or ``None`` on all ranks if no process wants to join. Then the group does not change. If one of its
+      ranks was excluded or has ended, the next op of the group fails with a ``PeerLostError``.
     Raises:
       ArgumentError: no default group exists, it has another backend, or ``timeout_s`` is not a number.
-      ExcludedError: the others have gone on without this rank, or it reaches too few of them.
+      ExcludedError: the others have continued without this rank, or it reaches too few of them.
       ReductionError: the new group could not be formed.
     """
     old, limit_s = group_of(None), seconds(timeout_s)
@@ -152,10 +150,10 @@ def grow(timeout_s: float = SHRINK_S) -> Group | None:
 
 
 def invitation(group: Any = None) -> str:
-    """Return a text with which a new process can ``join`` a group. Pass it on secretly: it has keys.
+    """Return a text with which a new process can ``join`` a group. Keep it secret, since it contains keys.
 
-    It names this rank and a few others. It stays valid when the group shrinks or grows, as long as any of these
-    processes is in the group.
+    It contains the addresses of this rank and a few others. It stays valid when the group shrinks or grows, as long as
+    any of these processes is in the group.
 
     Raises:
       ArgumentError: no default group exists, or the group has another backend.
@@ -165,24 +163,24 @@ def invitation(group: Any = None) -> str:
 
 
 def join(invited: str, timeout_s: float = 60.0) -> Group:
-    """Join the group of an ``invitation`` when its ranks next call ``grow``; the group becomes the default group.
+    """Join the group of an ``invitation`` when its ranks next call ``grow``. It becomes the default group.
 
     Args:
       invited: the text that ``invitation`` returned on any rank of the group.
-      timeout_s: how long this waits for ``grow``, in seconds. If the ranks have called it by then, forming the group
-        may take 10 s more.
+      timeout_s: how many seconds to wait for ``grow``. If the ranks have called it by then, forming the group may take
+        10 s more.
     Returns:
       The group, with this process as one of the last ranks.
     Raises:
-      ArgumentError: this is not an invitation, this process has a default group already, or ``timeout_s`` is not a
-        number.
+      ArgumentError: ``invited`` is not an invitation, this process already has a default group, or ``timeout_s`` is
+        not a number.
       CollectiveTimeout: the ranks did not call ``grow`` in time.
       PeerLostError: no rank of the group can be reached any more.
     """
     limit_s = seconds(timeout_s)
     if dist.is_initialized():
         remedy = "torch.distributed.destroy_process_group() first"
-        raise ArgumentError.of("this process is in a default group already.", shown(dist.group.WORLD), remedy)
+        raise ArgumentError.of("this process already has a default group.", shown(dist.group.WORLD), remedy)
     group = joiner.join(invited, _kind(), limit_s)
     _install(group)
     return group
@@ -193,18 +191,19 @@ def _kind() -> GroupKind[Group]:
 
 
 def _formation(old: Group, timeout_s: float, *, grows: bool) -> GroupFormation[Group]:
-    """Return the formation of a group of ranks of ``old``, and of processes that want to join if ``grows``."""
+    """Return the formation of a group of ranks of ``old`` and, if ``grows``, of processes that want to join."""
     settings = Settings(old.timeout.total_seconds(), old.communicator.name, old.exact)
     return GroupFormation(old.communicator, _kind(), settings, timeout_s, grows=grows)
 
 
 def make_group(store: PeerStore, rank: int, size: int, settings: Settings, origin: Origin) -> Group:
-    """Return a group whose ranks meet at ``store``."""
+    """Return a new group whose ranks use ``store`` for the rendezvous."""
     timeout = timedelta(seconds=settings.timeout_s)
     store.set_timeout(timeout)
     part = dist.PrefixStore("formed/", store)
     group = Group(part, rank, size, timeout, settings.name, options=Options(settings.exact), origin=origin)
-    group.base_store, store.watch = store, NEW.watch  # ``origin.watch`` refers to the earlier group
+    # ``origin.watch`` checks the earlier group while the new one is formed. From now on it must not be called.
+    group.base_store, store.watch = store, NEW.watch
     assert isinstance(group.communicator.rendezvous, StoreRendezvous)
     group.communicator.rendezvous.watch = NEW.watch
     return group
@@ -226,7 +225,7 @@ def group_of(group: Any) -> Group:
 
 
 def _end_calls(error: ReductionError) -> None:
-    """Make the calls of all groups of this process fail on all ranks, since other ranks may wait there for this one."""
+    """Make the calls of all groups of this process fail on all ranks. Other ranks may wait for this rank there."""
     tables: Any = dist.distributed_c10d
     for group in list(tables._world.pg_map):
         if isinstance(group, Group):
@@ -234,7 +233,7 @@ def _end_calls(error: ReductionError) -> None:
 
 
 def _leave(error: BaseException) -> None:
-    """Leave all groups if ``survivors.must_leave`` requires it after an error of a step of ``committed``."""
+    """Leave all groups after ``error`` of a step of ``committed``, if ``survivors.must_leave`` requires it."""
     tables: Any = dist.distributed_c10d
     with suppress(ReductionError):  # the step has destroyed the default group
         if survivors.must_leave(group_of(None).communicator, error):
@@ -244,7 +243,7 @@ def _leave(error: BaseException) -> None:
 
 
 def _replaced(old: Group, new: Group, reformed: Reformed) -> Group:
-    """Destroy a group, enter ``new`` into torch's tables in its place, and return ``new``."""
+    """Replace the group ``old`` by ``new`` in torch's tables, destroy ``old``, and return ``new``."""
     new.reformed = reformed
     old.communicator.succeed(new.communicator.token)
     if old is dist.group.WORLD:
@@ -266,7 +265,7 @@ def _replaced(old: Group, new: Group, reformed: Reformed) -> Group:
 
 def _install(group: Group) -> None:
     """Make a group the default group."""
-    # torch's excepthook prints the earlier rank, so restore the hook that torch has replaced.
+    # torch's excepthook would print the earlier rank, so restore the hook that torch has replaced.
     if getattr(sys.excepthook, "__qualname__", "").startswith("init_process_group."):
         names = sys.excepthook.__code__.co_freevars
         cells = dict(zip(names, sys.excepthook.__closure__ or (), strict=True))

@@ -1,8 +1,8 @@
-"""The process group that ``dist.init_process_group("crossreduce")`` makes.
+"""The process group that ``dist.init_process_group("crossreduce")`` creates.
 
 Input: calls of ``torch.distributed``, from Python and, through its trampolines, from C++ (DDP, functional collectives).
-Output: ops for a queue, which runs them in the order of the calls. Tensors that are not in host memory, and messages
-in a group on several hosts, are passed on to an inner backend: gloo for the CPU, NCCL for CUDA.
+Output: ops for a queue, which runs them in the order of the calls. An inner backend (gloo for the CPU, NCCL for CUDA)
+executes calls with tensors that are not in host memory, and messages in a group on several hosts.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from .subclasses import call_unwrapped, has_wrapper
 
 _CPU: Final = torch.device("cpu")
 _DRAIN_S: Final = 10.0  # how long a group that is destroyed waits for its pending ops
-_UNSET: Final = timedelta(0)  # a timeout of at most this means that the options have none
+_UNSET: Final = timedelta(0)  # a timeout of at most this means that the options have no timeout
 _NAMES_OF_OPS: Final = (dist.ReduceOp, dist.ReduceOp.RedOpType)
 _COLLECTIVES: Final = {  # the public name of a collective, by that of a method
     **dict.fromkeys(("allreduce", "allreduce_coalesced"), "all_reduce"),
@@ -49,20 +49,20 @@ _COLLECTIVES: Final = {  # the public name of a collective, by that of a method
     **dict.fromkeys(("alltoall", "alltoall_base"), "all_to_all"),
 }
 BACKEND: Final = "crossreduce"
-READY: Final[list[Group]] = []  # a finished group, which ``create`` returns next, so that torch enters it in its tables
+READY: Final[list[Group]] = []  # an existing group that ``create`` returns next, so that torch adds it to its tables
 
 
 def create(options: Any, backend_options: Any = None) -> Group:
-    """Make a group, for ``dist.Backend.register_backend``; all its ranks call it together."""
+    """Create a group, for ``dist.Backend.register_backend``. All its ranks must call it together."""
     if READY:
         return READY.pop()
-    global_ranks = list(options.global_ranks_in_group)  # an empty list: all ranks
+    global_ranks = list(options.global_ranks_in_group)  # empty if it has all ranks
     rank, size, timeout = options.group_rank, options.group_size, options.timeout
     return Group(options.store, rank, size, timeout, options.group_id, global_ranks, backend_options)
 
 
 class Group(dist.ProcessGroup):  # type: ignore[misc]
-    """A process group that reduces CPU tensors in memory that the ranks of a host share, and with gloo across hosts."""
+    """A process group that reduces CPU tensors in the shared memory of a host's ranks, and over TCP between hosts."""
 
     reformed: Reformed | None = None
     """If the group was formed from an earlier one: its ranks there, and how many ops have succeeded on all of them."""
@@ -80,12 +80,12 @@ class Group(dist.ProcessGroup):  # type: ignore[misc]
         options: Any = None,
         origin: Origin = NEW,
     ) -> None:
-        """Connect the ranks, which meet at ``store``. ``timeout`` applies to every op and to this call.
+        """Connect the ranks at a rendezvous in ``store``. ``timeout`` applies to every op and to this call.
 
         ``options``: the group's ``pg_options``; see ``Options``. ``origin``: see ``Origin``.
         """
         super().__init__(rank, size)
-        # A group may have the name of a destroyed one, and so the same keys in the store. The prefix makes them unique.
+        # A group may have the name, and so the store's keys, of a destroyed group. The prefix makes the keys unique.
         with lost_store_errors(store):
             store = dist.PrefixStore(f"{store.add(f'turn {rank}', 1)}/", store)
         gloo, self.communicator, self.exact = connect(store, rank, size, timeout, name, global_ranks, options, origin)
@@ -102,10 +102,10 @@ class Group(dist.ProcessGroup):  # type: ignore[misc]
         self._timeout, self._settings = timeout, gloo.options
         self._collectives = Collectives(self.communicator, gloo, self.exact)
         self._timeout_lock = threading.RLock()
-        self._numbers, self._number = itertools.count(1), 0  # of calls
+        self._numbers, self._number = itertools.count(1), 0  # the numbers of next and latest call
         self.queue = OpQueue(name, inline=True, communicator=self.communicator)
-        self._messages = OpQueue(f"{name} messages", inline=False)  # waits for gloo's on behalf of the main thread
-        # A receive from any rank could not be withdrawn from gloo, so with several hosts gloo carries all messages.
+        self._messages = OpQueue(f"{name} messages", inline=False)  # waits for gloo's messages, see ``Message``
+        # With several hosts gloo carries all messages: a receive from any rank could not be withdrawn from gloo.
         self._in_memory = Messages(self.communicator) if len(self.communicator.hosts) == 1 else None
         self._end = weakref.finalize(self, close, self.queue, self.communicator, self._messages)
 
@@ -113,7 +113,7 @@ class Group(dist.ProcessGroup):  # type: ignore[misc]
         return BACKEND
 
     def __repr__(self) -> str:
-        """Return a text with the group's name, which torch shows in errors about a group that is not in its tables."""
+        """Return a text for torch's errors about a group that is not in its tables."""
         return f'<crossreduce group "{self.queue.name}"{f" was destroyed: {REMEDY}" if self.queue.is_closed else ""}>'
 
     @property
@@ -139,7 +139,7 @@ class Group(dist.ProcessGroup):  # type: ignore[misc]
             self._end()
 
     def abort(self) -> None:
-        """End the group; pending ops fail."""
+        """End the group. Pending ops fail."""
         self.communicator.abort()
         self._end()
 
@@ -179,11 +179,11 @@ class Group(dist.ProcessGroup):  # type: ignore[misc]
         return self._run("reduce_scatter_tensor_coalesced", (outputs, inputs, opts), outputs, function)
 
     def _one(self, method: str, options: Sequence[Any], *lists: Any) -> Callable[[], None]:
-        """Return a function for the queue that runs a collective on the only element of each list."""
+        """Return a function for the queue that calls a collective with the only element of each list."""
         return partial(self._collectives.run_one, getattr(self._collectives, method), options, *lists)
 
     def _each(self, method: str, options: Sequence[Any], *lists: Any) -> Callable[[], None]:
-        """Return a function for the queue that runs a collective on the k-th elements of the lists, for each k."""
+        """Return a function for the queue that calls a collective, for each k, with the k-th element of each list."""
         return partial(self._collectives.run_each, getattr(self._collectives, method), options, *lists)
 
     # ---- moves ----------------------------------------------------------------------------------------------------
@@ -249,7 +249,7 @@ class Group(dist.ProcessGroup):  # type: ignore[misc]
         return self._run("barrier", (opts,), [], self.communicator.barrier)
 
     def split_group(self, *_: Any, **__: Any) -> Any:
-        """Raise an error: torch's own implementation, in C++, would recurse without end."""
+        """Raise an ``UnsupportedError``, since torch's own implementation, in C++, would recurse without end."""
         problem = "groups of this backend cannot be split."
         raise UnsupportedError.of(problem, f'group "{self.group_name}"', "dist.new_group, which all ranks call")
 
@@ -267,24 +267,24 @@ class Group(dist.ProcessGroup):  # type: ignore[misc]
         return self._message("recv_anysource", writable, tensors, tag)
 
     def _message(self, method: str, plain: Callable[[Any], Any], tensors: Sequence[Any], *arguments: int) -> Any:
-        """Return the work of a method that sends or receives ``tensors``; see ``_start_message``."""
+        """Start a send or receive, with an entry in the profiler if it is on. Return its work."""
         if not is_profiled():
             return self._start_message(method, plain, tensors, *arguments)
         with entry(self, method, tensors if method == "send" else [], [] if method == "send" else tensors):
             return self._start_message(method, plain, tensors, *arguments)
 
     def _start_message(self, method: str, plain: Callable[[Any], Any], tensors: Sequence[Any], *arguments: int) -> Any:
-        """Return the work of a method that sends or receives ``tensors``, in memory or by the inner backend.
+        """Start a send or receive and return its work.
 
-        ``plain`` returns for each tensor the contiguous one that is sent or received. Ctrl-C ends a wait for the work,
-        and then aborts this group, since gloo would still write to the tensors.
+        Ranks of one host use shared memory, otherwise the inner backend is used. ``plain`` returns a contiguous tensor
+        to send from or receive into. Ctrl-C during ``wait`` aborts the group, as gloo may still write to the tensors.
         """
         if has_wrapper(tensors):
             if works := call_unwrapped(getattr(self, method), (tensors, *arguments)):
                 return Works(works, tensors)
             raise unsupported_form(method, tensors[0])
         peer = None if method == "recv_anysource" else arguments[0]
-        if peer is not None and not 0 <= peer < self.size():  # gloo would crash
+        if peer is not None and not 0 <= peer < self.size():  # would crash gloo
             problem = f"the other rank of a {method} is not a rank of the group."
             raise ArgumentError.of(problem, str(peer), f"0 to {self.size() - 1}")
         if peer == self.rank():
@@ -295,12 +295,12 @@ class Group(dist.ProcessGroup):  # type: ignore[misc]
                 raise unsupported_form(method, tensor)
         self.communicator.links.require(method, peer)
         buffers = [plain(x) for x in tensors]
-        self.queue.require_open()  # a forked process would write to its parent's connections
+        self.queue.require_open()  # else a forked process would write to its parent's connections
         if method != "send":
             increment_versions(tensors)
         self._number = next(self._numbers)
         strided = len(buffers) == 1 and buffers[0].is_cpu and buffers[0].layout is torch.strided
-        if self._in_memory is not None and strided and arguments[-1] >= 0:  # for other arguments gloo raises errors
+        if self._in_memory is not None and strided and arguments[-1] >= 0:  # gloo raises errors for others
             return self._message_in_memory(self._in_memory, tensors, buffers, peer, arguments[-1], method == "send")
         inner = self._backend_of(tensors[0].device, method.removesuffix("_anysource"))
         if not tensors[0].is_cpu:
@@ -325,12 +325,12 @@ class Group(dist.ProcessGroup):  # type: ignore[misc]
         tag: int,
         sends: bool,
     ) -> Any:
-        """Return the work of a message of one tensor between ranks of a host. ``buffers``: see ``_start_message``."""
+        """Start a message of one tensor between ranks of a host, and return its work. ``buffers``: see above."""
         (tensor,), (buffer,) = tensors, buffers
         nbytes, other = buffer.nbytes, ANY_RANK if peer is None else peer
         if sends:
             number, finish = messages.send(buffer, buffer.data_ptr(), nbytes, other, tag), None
-            if not number:
+            if not number:  # the message is complete
                 return Finished(buffers)
         else:
             number = messages.receive(buffer, buffer.data_ptr(), nbytes, other, tag)
@@ -339,7 +339,7 @@ class Group(dist.ProcessGroup):  # type: ignore[misc]
         return HostMessage(messages, message, tensors, finish, self.queue.require_open, self._settings)
 
     def _public_error(self, method: str, peer: int | None, error: RuntimeError) -> Exception:
-        """Return the error to raise for an error of gloo: the same one, unless it is about connections."""
+        """Return the error to raise for an error of gloo: another error if it is about connections, or else itself."""
         failure = connection_error(error)
         return error if failure is None else self.communicator.detector.message_failure(method, peer, failure)
 
@@ -375,7 +375,7 @@ class Group(dist.ProcessGroup):  # type: ignore[misc]
         ``writes``: whether this rank's results are written.
 
         If ``tensors`` are not in host memory, the method ``inner`` of the inner backend runs instead, with
-        ``arguments``. The last argument is the options. Tensors that wrap others are unwrapped first.
+        ``arguments``, of which the last one is the options. Tensors that wrap other tensors are unwrapped first.
         """
         written = tensors if results is None else results
         if writes:
@@ -407,7 +407,7 @@ class Group(dist.ProcessGroup):  # type: ignore[misc]
         return work
 
     def _unwrapped(self, method: str, arguments: Sequence[Any], results: Any) -> Any:
-        """Call a method with the tensors that its arguments wrap; return the work of all these calls."""
+        """Call a method with the tensors that are wrapped in its arguments. Return the work of all these calls."""
         works = call_unwrapped(getattr(self, method), arguments)
         if works:
             return Works(works, results)
@@ -427,7 +427,7 @@ class Group(dist.ProcessGroup):  # type: ignore[misc]
 
 exclude_from_compile(Group)
 
-# The names of these methods before torch 2.13.
+# The names by which torch before 2.13 calls these methods.
 Group._allgather_base = Group.all_gather_single
 Group.allgather_into_tensor_coalesced = Group.all_gather_single_coalesced
 Group._reduce_scatter_base = Group.reduce_scatter_single
@@ -436,10 +436,10 @@ Group.alltoall_base = Group.all_to_all_single
 
 
 def find_group(group: Any, *others: type) -> Any:
-    """Return ``group``, by default torch's default group. It must be of this backend, or of a class in ``others``.
+    """Return ``group``, or torch's default group if it is ``None``. ``others``: classes that are also allowed.
 
     Raises:
-      ArgumentError: no default group exists, or this is something else, such as a group of another backend.
+      ArgumentError: no default group exists, or ``group`` is neither of this backend nor of a class in ``others``.
     """
     group = dist.group.WORLD if group is None else group
     if group is None:
@@ -452,7 +452,7 @@ def find_group(group: Any, *others: type) -> Any:
 
 
 def _read(tensors: Any, opts: Any, kind: Any, timeout: Any = None, op: Any = None, root: int = 0) -> tuple[Any, Any]:
-    """Return a list of tensors and options of class ``kind``, from any arguments that torch's process groups accept."""
+    """Return a list of tensors, and options of class ``kind``, from any arguments that torch's groups accept."""
     if isinstance(tensors, torch.Tensor):
         tensors = [tensors]
     if type(opts) is kind:

@@ -1,6 +1,6 @@
-"""A communication hook for ``DistributedDataParallel``: crossreduce reduces its gradients in a group of any backend.
+"""A communication hook for ``DistributedDataParallel`` (DDP): crossreduce reduces the gradients of any group.
 
-Input: DDP's buckets of gradients. Output: futures of their means. The group's backend executes all its other calls.
+Input: DDP's buckets of gradients. Output: futures of their means. The group's own backend executes its other calls.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _STATES: Final[weakref.WeakKeyDictionary[Any, HookState]] = weakref.WeakKeyDicti
 
 
 class HookState:
-    """The state of ``all_reduce_hook``: the ranks' shared memory, and an earlier hook."""
+    """The state of ``all_reduce_hook``: the connections of the ranks and, if there is one, an earlier hook."""
 
     def __init__(
         self,
@@ -38,12 +38,12 @@ class HookState:
         timeout: timedelta = timedelta(minutes=30),
         exact: bool | None = None,
     ) -> None:
-        """Connect the ranks; all ranks of the group call it together.
+        """Connect the ranks. All ranks of the group must call it together.
 
         Args:
-          group: DDP's process group, of any backend; ``None``: the default group.
-          before: an earlier hook, called as ``before(before_state, bucket)``. The value of its future is reduced. It
-            may change a bucket, observe it, or reduce it over another group.
+          group: DDP's process group, of any backend; by default the default group.
+          before: an earlier hook, called as ``before(before_state, bucket)``. It returns a future, whose value is
+            reduced. The hook may change a bucket, observe it, or reduce it over another group.
           before_state: the first argument of ``before``.
           timeout: the longest wait for the other ranks, in this call and in each reduction.
           exact: whether means are exact, as in ``Options``. By default, the environment variable ``CROSSREDUCE_EXACT``
@@ -71,13 +71,13 @@ class HookState:
     def mean(self, tensor: Callable[[], Any]) -> Any:
         """Queue an op that calls ``tensor``, and replaces the returned tensor by its mean over all ranks.
 
-        Means are computed in the order of these calls. Returns the work, whose result is a list with the tensor.
+        Means are computed in the order of these calls. Return the work, whose result is a list with the tensor.
         """
         tensors: list[Any] = []
 
         def function() -> None:
             value = tensor()
-            tensors.append(value[0] if isinstance(value, (list, tuple)) else value)  # some hooks return a list of one
+            tensors.append(value[0] if isinstance(value, (list, tuple)) else value)  # some hooks return a list with it
             if not tensors[0].is_cpu:
                 problem = "this hook reduces only gradients in host memory."
                 remedy = "DDP's own reduction, through NCCL, for gradients on GPUs"
@@ -97,7 +97,7 @@ def all_reduce_hook(state: Any, bucket: Any) -> Any:
     ``ddp.register_comm_hook(crossreduce.torch.HookState(), crossreduce.torch.all_reduce_hook)``
 
     Args:
-      state: a ``HookState``. For a process group, or ``None``, the default group, a state is made and cached.
+      state: a ``HookState``, or a process group (``None``: the default group), for which a state is made and cached.
       bucket: DDP's bucket.
     Returns:
       A future of the bucket's tensor.
@@ -115,7 +115,7 @@ def all_reduce_hook(state: Any, bucket: Any) -> Any:
     return work.get_future().then(lambda done: done.value()[0])
 
 
-# DDP compares annotations with classes; in this file they would be strings.
+# DDP compares annotations with classes. The annotations above are strings (see the import from __future__).
 all_reduce_hook.__annotations__ = {
     "state": object,
     "bucket": dist.GradBucket,

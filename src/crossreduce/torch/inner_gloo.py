@@ -20,7 +20,7 @@ from ..ranks.communicator import Communicator
 from ..ranks.transports.gloo import GlooCollective
 from .memory import NAMES, copy_back, form_of, raw, readable, tensors_in
 
-_GLOO_WAITS_S: Final = 10.0  # how much longer than the group gloo waits, since its own errors name no rank
+_GLOO_WAITS_S: Final = 10.0  # gloo's timeout is this much longer than the group's, since gloo's errors name no rank
 BITWISE: Final = (TorchOp.BAND, TorchOp.BOR, TorchOp.BXOR)
 _RELEASE_S: Final = 1.0  # the longest wait for gloo to release tensors, which takes microseconds
 
@@ -34,8 +34,8 @@ class InnerGloo:
     def _run_in_gloo(self, text: str, start: Callable[..., Any], *arguments: Any) -> None:
         """Run an op of gloo until all ranks have completed it, and gloo has released its tensors.
 
-        A thread of gloo releases them some time after completion, and needs the interpreter for it. If the interpreter
-        ends before that, the process aborts (https://github.com/pytorch/pytorch/issues/190489).
+        A thread of gloo releases the tensors some time after completion, and needs the interpreter for it. If the
+        interpreter ends before, the process aborts (https://github.com/pytorch/pytorch/issues/190489).
 
         ``text`` describes the call. All ranks raise the same error, even if only one of them fails.
         """
@@ -50,6 +50,7 @@ class InnerGloo:
                 time.sleep(0)  # lets gloo's thread use the interpreter
 
     def _reduce_in_gloo(self, collective: str, root: int | None, function: Any, tensor: Any, options: Any) -> None:
+        """Replace a dense or sparse tensor by its reduction, which ``function`` of gloo executes."""
         dense = tensor.layout is torch.strided
         plain = readable(tensor) if dense else tensor
         # Bitwise ops combine bytes. Else a detached tensor: _run_in_gloo counts references, and other code may refer to
@@ -65,6 +66,7 @@ class InnerGloo:
                 tensor.copy_(detached)
 
     def _options(self, kind: Any, **fields: Any) -> Any:
+        """Return options of gloo of the class ``kind``, with a timeout and these fields."""
         options = kind()
         options.timeout = timedelta(seconds=self._communicator.timeout_s + _GLOO_WAITS_S)
         for name, value in fields.items():
@@ -81,7 +83,7 @@ def name_of(tensor: Any) -> str:
 def _references(tensors: Sequence[Any]) -> list[int]:
     """Return the number of references to each tensor, from Python and from C++.
 
-    In torch 2.13 C++ releases its own reference first, then Python's, for which it needs the interpreter. Earlier
-    versions (torch 2.8) need the interpreter to release a tensor that only C++ references.
+    In torch 2.13, C++ code releases its own reference first, and then that of Python, for which it needs the
+    interpreter. Earlier versions (torch 2.8) need the interpreter to release a tensor that only C++ code references.
     """
     return [sys.getrefcount(x) + x._use_count() for x in tensors]

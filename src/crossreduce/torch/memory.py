@@ -75,7 +75,7 @@ def unsupported_form(call: str, tensor: Any) -> UnsupportedError:
 
 
 def is_plain(tensor: Any) -> bool:
-    """Return whether the memory contains the elements in C order, without pending conjugation or negation."""
+    """Return whether a tensor is plain: its elements are in C order, and no conjugation or negation is pending."""
     return tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
 
 
@@ -88,20 +88,20 @@ def memory(tensor: Any) -> ArrayView:
 
 
 def raw(tensor: Any) -> Any:
-    """Return a plain tensor's memory as bytes, since gloo supports few dtypes."""
+    """Return the memory of a plain tensor as a tensor of bytes, for gloo, which supports few dtypes."""
     line = tensor.detach().as_strided((tensor.numel(),), (1,))  # a plain tensor of one element may have other strides
     return line.view(torch.uint8)
 
 
 def tensors_in(given: Any) -> list[Any]:
-    """Return the tensors in nested lists. (While the interpreter shuts down, optree does not recognize lists.)"""
+    """Return the tensors in nested lists, also while the interpreter shuts down, when torch's pytrees fail."""
     if isinstance(given, (list, tuple)):
         return [tensor for each in given for tensor in tensors_in(each)]
     return [given] if isinstance(given, torch.Tensor) else []
 
 
 def equal_parts(tensor: Any, n: int) -> list[ArrayView]:
-    """Return n equal consecutive parts of a plain tensor."""
+    """Return the memory of ``n`` equal consecutive parts of a plain tensor."""
     whole = memory(tensor)
     size = whole.size // n
     step = tensor.numel() * tensor.element_size() // n
@@ -109,17 +109,17 @@ def equal_parts(tensor: Any, n: int) -> list[ArrayView]:
 
 
 def readable(tensor: Any) -> Any:
-    """Return the tensor itself if it is plain, else a plain copy."""
+    """Return the tensor itself if it is plain, or else a plain copy."""
     return tensor if is_plain(tensor) else tensor.detach().resolve_conj().resolve_neg().contiguous()
 
 
 def writable(tensor: Any) -> Any:
-    """Return the tensor itself if it is plain, else an uninitialized one of its shape, for ``copy_back``."""
+    """Return the tensor itself if it is plain, or else an uninitialized tensor of its shape, for ``copy_back``."""
     return tensor if is_plain(tensor) else torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
 
 
 def copy_back(tensor: Any, written: Any) -> None:
-    """Copy ``written``, which ``writable`` returned for the tensor, to the tensor itself."""
+    """Copy ``written``, which ``writable`` has returned for ``tensor``, into ``tensor``."""
     if written is not tensor:
         tensor.detach().copy_(written)
 
@@ -131,7 +131,7 @@ def copy_back_all(tensors: Sequence[Any], written: Sequence[Any]) -> None:
 
 
 def are_apart(tensors: Sequence[Any]) -> bool:
-    """Return whether all tensors are contiguous and none overlaps another; this takes about 0.5 us per tensor."""
+    """Return whether all tensors are contiguous and none overlaps another one. It takes about 0.5 us per tensor."""
     extents = []
     for x in tensors:
         if x.layout is not _STRIDED or not x.is_contiguous():
@@ -153,9 +153,9 @@ def share_memory(tensors: Sequence[Any]) -> bool:
 def copy_overlapping(
     sources: Sequence[Any], results: Sequence[Any], same: Mapping[int, int] | None = None
 ) -> list[Any]:
-    """Return the sources; those that may overlap a result are replaced by copies.
+    """Return the sources, but a copy of each source that may overlap a result.
 
-    ``same``: source k is not copied if it begins at the address ``same[k]``, so that the call is in place.
+    ``same``: source k is not copied if it begins at the address ``same[k]``: then the call is in place.
     """
     extents = sorted(map(_extent, results))
     starts = [start for start, _ in extents]
@@ -170,7 +170,7 @@ def copy_overlapping(
 
 
 def _disjoint(extents: list[tuple[int, int]]) -> bool:
-    """Return whether no extent overlaps another one; empty extents overlap nothing. This sorts the list."""
+    """Return whether no extent overlaps another one. Empty extents do not overlap. The list is sorted in place."""
     end = 0
     extents.sort()
     for start, stop in extents:
@@ -182,7 +182,7 @@ def _disjoint(extents: list[tuple[int, int]]) -> bool:
 
 
 def _extent(tensor: Any) -> tuple[int, int]:
-    """Return the addresses of a tensor's first byte and of the byte after its last one; (0, 0) for a sparse tensor."""
+    """Return the addresses of a tensor's first byte and of the byte after its last one, or (0, 0) if it is sparse."""
     if tensor.layout is not _STRIDED:
         return 0, 0
     start, steps = tensor.data_ptr(), zip(tensor.shape, tensor.stride(), strict=True)
@@ -191,7 +191,7 @@ def _extent(tensor: Any) -> tuple[int, int]:
 
 
 def _as_arrays(tensors: Sequence[Any]) -> list[Any]:
-    """Return the memory of strided tensors, of any dtype, as arrays of NumPy that must not be read.
+    """Return the memory of strided tensors, of any dtype, as NumPy arrays, whose elements must not be read.
 
     Tensors of one shape at equal distances, such as the columns of a matrix, become one array with one more dimension.
     """
@@ -205,15 +205,17 @@ def _as_arrays(tensors: Sequence[Any]) -> list[Any]:
             step = starts[1] - starts[0] if len(starts) > 1 else 0
             count = next((k for k, start in enumerate(starts) if start != starts[0] + k * step), len(starts))
             steps = (step, *(stride * itemsize for stride in strides))
-            kept = slice(1 if count == 1 else 0, None)  # both NumPy and torch have at most 64 dimensions
-            where: dict[str, Any] = {"shape": (count, *shape)[kept], "strides": steps[kept], "version": 3}
-            where["data"] = starts[0], True
-            arrays.append(np.asarray(SimpleNamespace(__array_interface__={**where, "typestr": f"|V{itemsize}"})))
+            kept = slice(1 if count == 1 else 0, None)  # no dimension more than needed: NumPy and torch support 64
+            interface: dict[str, Any] = {"shape": (count, *shape)[kept], "strides": steps[kept], "version": 3}
+            interface |= {"data": (starts[0], True), "typestr": f"|V{itemsize}"}
+            arrays.append(np.asarray(SimpleNamespace(__array_interface__=interface)))
             del starts[:count]
     return arrays
 
 
 def _overlaps_itself(array: Any) -> bool:
-    """Return whether two elements share memory. Pairs at 0 before the first dimension in which they differ suffice."""
+    """Return whether any two elements of an array share memory."""
+    # Shifting both elements of a pair changes nothing. So it suffices to check pairs with index 0 before the first
+    # dimension in which they differ, one of which also has index 0 in this dimension.
     rows = [array[(0,) * k] for k in range(array.ndim)]
     return any(len(each) > 1 and np.shares_memory(each[:1], each[1:]) for each in rows)

@@ -14,10 +14,10 @@ from .op_queue import Finished, exclude_from_compile
 
 
 class HostMessage(Finished):
-    """The work of a message that may be incomplete, and a callback for its completion.
+    """The work of a message that may be incomplete. ``finish`` is called when it has completed without an error.
 
-    ``require_open`` raises if this process was forked from the one that began the message. ``settings``: the group's
-    options of gloo, whose ``_timeout`` is the default of ``wait``.
+    ``require_open`` raises an error if this process was forked from the one that began the message. ``settings``: the
+    group's options of gloo, whose ``_timeout`` is the default timeout of ``wait``.
     """
 
     _finished, _source = False, -1
@@ -32,18 +32,18 @@ class HostMessage(Finished):
         require_open: Callable[[], None],
         settings: Any,
     ) -> None:
-        """``message``: its number, "send" or "recv", the other rank, and its bytes; see ``Messages.wait``."""
+        """``message``: (number, "send" or "recv", other rank, bytes); see ``Messages.wait``."""
         super().__init__(tensors)
         self._messages, self._message, self._finish = messages, message, finish
         self._require_open, self._settings = require_open, settings
-        self._finishing = threading.RLock()  # a signal handler may wait while its thread finishes
+        self._finishing = threading.RLock()  # reentrant: a signal handler may call ``wait`` while its thread holds it
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         if not self._finished:
             limit_s = timeout.total_seconds() if timeout else 0.0
             self._advance(limit_s if limit_s > 0 else self._settings._timeout.total_seconds())
         if self._error is not None:
-            raise copy.copy(self._error)  # a raised error refers to the caller's frame, which refers to this work
+            raise copy.copy(self._error)  # a copy avoids a cycle: raised errors refer to frames, and these to this work
         return True
 
     def is_completed(self) -> bool:
@@ -61,12 +61,12 @@ class HostMessage(Finished):
         return self._source
 
     def _advance(self, limit_s: float) -> None:
-        """Wait for the message; if ``limit_s`` is 0, only find out whether it is complete."""
+        """Wait for the message. If ``limit_s`` is 0, only check whether it is complete."""
         source: int | None = -1
         error: Exception | None = None
         try:
             self._require_open()
-        except (ReductionError, RuntimeError) as closed:  # in a forked process, no thread releases the lock below
+        except (ReductionError, RuntimeError) as closed:  # a forked process must not acquire the lock below
             if not self._finished:
                 self._error, self._finished = closed.with_traceback(None), True
             return
@@ -87,7 +87,7 @@ class HostMessage(Finished):
             self._messages.forget(self._message[0])
 
     def __del__(self) -> None:
-        """Let the message complete without this work."""
+        """Release this work. The message continues without it."""
         try:
             if not self._finished:
                 self._require_open()

@@ -1,7 +1,7 @@
 """Executes the ops of one group in the order of their calls.
 
-Input: functions to call. Output: ``torch.distributed.Work``. With ``inline``, a synchronous call runs in the caller's
-thread if no other op is pending. All other calls run in one thread of the group. This module implements no collective.
+Input: functions to call. Output: ``torch.distributed.Work``. In an ``inline`` queue, a synchronous call runs in the
+caller's thread if no other op is pending. All other calls run in one thread of the group.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from ..errors import CollectiveTimeout, ContextError, ReductionError
 from ..ranks.communicator import Communicator
 from ..threads import start_thread
 
-REMEDY: Final = "make it again: shrink, grow and destroy_process_group end all earlier groups"
-_WAIT_S: Final = 0.5  # the longest wait before a signal is handled that the system did not deliver during a wait
+REMEDY: Final = "create the group again: shrink, grow and destroy_process_group end all earlier groups"
+_WAIT_S: Final = 0.5  # the longest delay of a signal that arrives just before a wait, see ``Queued.wait``
 
 
 class Finished(dist.Work):  # type: ignore[misc]
-    """The work of an op that has run. Subclasses override ``wait`` and others, since their op may be pending."""
+    """The work of an op that has run. In subclasses the op may be pending, so they override ``wait`` and others."""
 
     def __init__(self, tensors: Sequence[Any]) -> None:
         super().__init__()
@@ -63,9 +63,10 @@ class Finished(dist.Work):  # type: ignore[misc]
 
 
 class Message(Finished):
-    """The work of sending or receiving in gloo. The first ``wait`` calls ``finish`` at the end.
+    """The work of sending or receiving in gloo. The first ``wait`` calls ``finish`` when gloo has completed it.
 
-    Signals do not end gloo's waits. So a thread waits instead of the main thread, which alone handles signals.
+    Signals do not end gloo's waits, and only the main thread handles signals. So if the main thread waits, another
+    thread waits in gloo.
     """
 
     def __init__(
@@ -77,10 +78,8 @@ class Message(Finished):
         interrupt: Callable[[], None],
         public_error: Callable[[RuntimeError], Exception],
     ) -> None:
-        """``waits``: runs waits for the main thread. ``interrupt``: makes all waits fail if one is interrupted.
-
-        ``public_error`` returns the error to raise for an error of gloo.
-        """
+        """``waits``: the queue whose thread waits in gloo. ``interrupt``: called if a signal ends a wait; must end all
+        waits in gloo. ``public_error``: returns the error to raise for an error of gloo."""
         super().__init__(tensors)
         self._work, self._finish, self._waits, self._interrupt = work, finish, waits, interrupt
         self._public_error, self._finished = public_error, False
@@ -104,13 +103,13 @@ class Message(Finished):
             raise self._public_error(error) from None
 
     def _wait_elsewhere(self, wait: Callable[[], None]) -> None:
-        """Wait in the thread of ``waits``, so that signals can end this method."""
+        """Call ``wait`` in the thread of the queue ``waits``, so that signals can end this method."""
         waiting: Any = None
         try:
             waiting = self._waits.run(wait, [], asynchronous=True)
             waiting.wait()
         except BaseException:
-            if waiting is None or not waiting.is_completed():  # Ctrl-C, or what a signal handler raised
+            if waiting is None or not waiting.is_completed():  # Ctrl-C, or an error of a signal handler
                 self._interrupt()
             raise
 
@@ -125,7 +124,7 @@ class Message(Finished):
 
 
 class Works(Finished):
-    """Several works as one, whose result is ``tensors``."""
+    """The work of several works together. Its result is ``tensors``."""
 
     def __init__(self, works: Sequence[Any], tensors: Sequence[Any]) -> None:
         super().__init__(tensors)
@@ -155,7 +154,8 @@ class Queued(Finished):
         self._ops = ops
         self._since_ns = 0 if ops.communicator is None or ops.communicator.traced is None else time.monotonic_ns()
         self._error: BaseException | None = None
-        self._running = threading.Lock()  # held until the op has run; Ctrl-C ends a wait for a lock, not for a future
+        # Held until the op has run. A lock, since Ctrl-C ends a wait for a lock, but not a wait for a future.
+        self._running = threading.Lock()
         self._running.acquire()
         self._future: Any = None
         self._future_lock = threading.Lock()
@@ -180,7 +180,7 @@ class Queued(Finished):
                 self._complete_future()
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Wait until the op has run, and raise its error. Without a timeout above 0 the group's timeout applies.
+        """Wait until the op has run, and raise its error. If ``timeout`` is not above 0, wait without a limit.
 
         Raises:
           CollectiveTimeout: ``timeout`` has passed. The op continues.
@@ -188,7 +188,7 @@ class Queued(Finished):
         self._ops.run_until(self)
         limit = timeout.total_seconds() if timeout else 0
         deadline = time.monotonic() + limit if limit > 0 else math.inf
-        # A signal that comes just before a wait for a lock does not end it, so each wait is short.
+        # A signal that arrives just before a wait for a lock does not end the wait, so each wait is short.
         while not self._running.acquire(timeout=min(_WAIT_S, max(0.0, deadline - time.monotonic()))):
             if time.monotonic() >= deadline:
                 problem = "the op did not complete within the timeout of this wait."
@@ -198,7 +198,7 @@ class Queued(Finished):
             try:
                 raise self._error
             finally:
-                del self  # the error refers to this frame, so it would refer to itself
+                del self  # breaks a cycle: this op refers to the error, and the error to this frame
         return True
 
     def is_completed(self) -> bool:
@@ -230,7 +230,7 @@ class Queued(Finished):
 def exclude_from_compile(*classes: type) -> None:
     """Make torch.compile skip the methods of classes.
 
-    C++ code such as DDP's reducer calls them while a compiled model runs, and torch.compile would trace them.
+    C++ code such as DDP's reducer calls these methods while a compiled model runs. torch.compile must not trace them.
     """
     frames: Any = torch._C._dynamo.eval_frame
     if not hasattr(frames, "set_code_exec_strategy"):  # torch is older than 2.8
@@ -249,27 +249,27 @@ class OpQueue:
     """Runs ops one after another, in the order of their calls."""
 
     def __init__(self, name: str, inline: bool, communicator: Communicator | None = None) -> None:
-        """Make a queue for the group ``name``. ``inline``: a synchronous op may run in the caller's thread.
+        """Make a queue for the group ``name``. ``inline``: whether a synchronous op may run in the caller's thread.
 
-        ``communicator``: its trace records how long ops wait in the queue; ``None``: the ops are not collectives.
+        ``communicator``: its trace records how long ops wait in the queue. It is ``None`` if ops are not collectives.
         """
         self.name, self.communicator = name, communicator
         self._inline = inline
-        self._refusal: str | None = None
+        self._refusal: str | None = None  # why new ops are refused
         self._lock = threading.Lock()
         self._pending = 0  # ops of the queue's thread that wait or run
         self._queue: queue.SimpleQueue[Queued | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
-        # Thread.join is not used: if Ctrl-C ends it, Python 3.11 regards the thread as ended, although it still runs.
+        # Not Thread.join: if Ctrl-C ends it, Python 3.11 regards the thread as ended, although it still runs.
         self._ended = threading.Event()
         _QUEUES.add(self)
 
     def run(self, function: Callable[[], None], tensors: Sequence[Any], asynchronous: bool) -> dist.Work:
-        """Run ``function`` and return its work; if ``asynchronous``, the queue's thread runs it and this does not wait.
+        """Run ``function`` and return its work. If ``asynchronous``, return at once: the queue's thread runs it.
 
         Raises:
           ContextError: see ``require_open``.
-          Exception: what ``function`` raises, unless it is asynchronous.
+          Exception: the error of ``function``, if it is not asynchronous.
         """
         if asynchronous:
             return self._put(function, tensors)
@@ -280,6 +280,7 @@ class OpQueue:
         return Finished(tensors)
 
     def _put(self, function: Callable[[], None], tensors: Sequence[Any]) -> Queued:
+        """Put an op into the queue, start the queue's thread if there is none, and return the op's work."""
         work = Queued(function, tensors, self)
         with self._lock:
             self.require_open()
@@ -290,16 +291,16 @@ class OpQueue:
         return work
 
     def _start(self) -> None:
-        """Start the queue's thread; the caller holds the lock."""
+        """Start the queue's thread. The caller must hold the lock."""
         self._thread = threading.Thread(target=self._run_all, name=f"crossreduce {self.name}", daemon=True)
         try:
             start_thread(self._thread)
         except BaseException:
-            self._thread = None  # if it has started, it ends at once; the next op starts another one
+            self._thread = None  # if this thread has started, it ends at once; the next op starts another thread
             raise
 
     def require_open(self) -> None:
-        """Raise ``ContextError`` if the group was destroyed, or belongs to the process this one was forked from."""
+        """Raise ``ContextError`` if the group was destroyed, or if this process was forked from the group's process."""
         if self._refusal is not None:
             raise ContextError.of(self._refusal, f'group "{self.name}"', REMEDY)
 
@@ -316,7 +317,7 @@ class OpQueue:
 
     def _run_all(self) -> None:
         with self._lock:
-            if threading.current_thread() is not self._thread:  # see ``_start``
+            if threading.current_thread() is not self._thread:  # ``_start`` has failed
                 return
         while self.run_next():
             pass
@@ -325,7 +326,7 @@ class OpQueue:
     def run_until(self, work: Queued) -> None:
         """If this is the queue's own thread, run all ops up to ``work``.
 
-        This thread runs the callbacks of futures. If a callback waits for another op, no other thread would run it.
+        The queue's thread also runs the callbacks of futures. If a callback waits for an op, no other thread runs it.
         """
         if threading.current_thread() is self._thread:
             while not work.is_completed():
@@ -338,11 +339,11 @@ class OpQueue:
 
     @property
     def is_forked(self) -> bool:
-        """Whether this process was forked from the one that the group belongs to."""
+        """Whether this process was forked from the group's process."""
         return self._refusal == _FORKED
 
     def close(self, drain_s: float) -> bool:
-        """Refuse new ops; return whether the queue's thread ends within ``drain_s`` s, or is the calling thread."""
+        """Refuse new ops. Return whether all pending ops end within ``drain_s`` s, or this is the queue's thread."""
         with self._lock:
             if self._refusal is None:
                 self._refusal = "this process group was destroyed."
@@ -359,10 +360,10 @@ class OpQueue:
 
 
 def wait_in_backward(work: Any) -> None:
-    """Wait for work at the end of the current backward pass, in the thread that called it.
+    """Wait for work at the end of the current backward pass, in the thread that called ``backward``.
 
-    DDP, in C++, would wait for a future, which Ctrl-C does not end and which loses the class of an error. A callback
-    that is queued here runs before the one that DDP queues after its last bucket.
+    Otherwise DDP, in C++, would wait for a future: Ctrl-C does not end this wait, and it loses the class of an error.
+    The callback that is queued here runs before the one that DDP queues after its last bucket.
     """
     torch.autograd.Variable._execution_engine.queue_callback(work.wait)
 
@@ -373,7 +374,7 @@ _QUEUES: Final[weakref.WeakSet[OpQueue]] = weakref.WeakSet()
 
 def _after_fork() -> None:
     if _QUEUES:
-        gc.freeze()  # a child that collects its parent's groups would be aborted by gloo's destructor
+        gc.freeze()  # if a child collected its parent's groups, gloo's destructor would abort it
     for ops in list(_QUEUES):
         ops.disable_after_fork()
 

@@ -13,7 +13,7 @@ from torch._C import _distributed_c10d as c10d
 from ..errors import ArgumentError, shown
 from ..options import CommunicationOptions
 
-# Options of torch's own backends; their common class was ProcessGroup.Options before torch 2.6.
+# The common class of options of torch's own backends. Before torch 2.6 it was ProcessGroup.Options.
 _OTHERS: Final = tuple(each.Options for each in (c10d.Backend, c10d.ProcessGroup) if hasattr(each, "Options"))
 
 
@@ -21,9 +21,9 @@ class Options:
     """Options of a process group, for ``pg_options`` of ``init_process_group`` and ``new_group``.
 
     Args:
-      exact: whether sums and means of floats are the exact real numbers, rounded once, to nearest even: the same bits
-        for every order of the ranks and any number of hosts. Products of floats are refused. All ranks must pass the
-        same value. Without ``pg_options``, the environment variable ``CROSSREDUCE_EXACT`` decides.
+      exact: whether sums and means of floats are computed exactly, and then rounded once, to nearest even. They have
+        the same bits for every order of the ranks and any number of hosts. Products of floats are refused. All ranks
+        must pass the same value. Without ``pg_options``, the environment variable ``CROSSREDUCE_EXACT`` decides.
     Raises:
       ArgumentError: ``exact`` is not a bool.
 
@@ -44,7 +44,7 @@ def is_exact(options: Any) -> bool:
     Options of other backends, as in "cpu:crossreduce,cuda:nccl", are ignored.
 
     Raises:
-      ArgumentError: ``options`` are not options, or ``CROSSREDUCE_EXACT`` is neither 0 nor 1.
+      ArgumentError: ``options`` are not options of a process group, or ``CROSSREDUCE_EXACT`` is neither 0 nor 1.
     """
     if isinstance(options, Options):
         return options.exact

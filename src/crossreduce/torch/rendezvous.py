@@ -1,4 +1,4 @@
-"""A rendezvous at a ``torch.distributed`` store.
+"""A rendezvous that uses a ``torch.distributed`` store.
 
 Input: the store of a process group. Output: see ``ranks.connections.rendezvous``.
 """
@@ -25,7 +25,7 @@ from .peer_store import PeerStore
 
 
 class TorchRendezvous(StoreRendezvous):
-    """A rendezvous of ``size`` ranks at keys of a store that no other code uses."""
+    """A rendezvous of ``size`` ranks. It uses keys of a store that no other code uses."""
 
     def __init__(
         self,
@@ -36,7 +36,7 @@ class TorchRendezvous(StoreRendezvous):
         global_ranks: Sequence[int] = (),
         watch: Callable[[], None] = lambda: None,
     ) -> None:
-        """Use ``store`` (a ``PrefixStore`` of its own); for the other arguments see ``StoreRendezvous``."""
+        """``store``: a ``PrefixStore`` of its own. For the other arguments see ``StoreRendezvous``."""
         with lost_store_errors(store):
             own, self._connection = _with_own_connection(store, timeout_s)
         super().__init__(own, rank, size, timeout_s, global_ranks, watch)
@@ -44,7 +44,7 @@ class TorchRendezvous(StoreRendezvous):
         self.owner = numbers.index(0) if _owner(store) == 0 and 0 in numbers else None
 
     def _have_arrived(self, keys: list[str]) -> bool:
-        """Return whether values are there; a ``PeerStore`` waits for them for a moment."""
+        """Return whether the store has values for all keys. A ``PeerStore`` waits a moment for them."""
         if isinstance(self._connection, PeerStore):
             return super()._have_arrived(keys)
         return bool(self._store.check(keys))
@@ -57,13 +57,12 @@ class TorchRendezvous(StoreRendezvous):
 
 
 def _with_own_connection(store: Any, timeout_s: float) -> tuple[Any, int | PeerStore | None]:
-    """Return a store with the same data and, if possible, a connection of its own; and the connection's descriptor.
+    """Return a store with the same data, if possible with a connection of its own, and the connection's descriptor.
 
-    The reason is that calls on one connection run one after another, and a user's call may take minutes. If the store
-    has ended, this raises in less than ``timeout_s`` seconds: torch tries to connect for up to 3 times the timeout of
-    the store. Later calls take at most ``timeout_s`` and at most ``LIMIT_S`` seconds, although torch would wait without
-    limit for a store whose host does not answer: no call waits for other ranks in the store. A ``PeerStore`` needs none
-    of this, and is returned itself.
+    Calls on one connection run one after another, and a user's call may take minutes. If the store has ended, this
+    function raises an error in less than ``timeout_s`` seconds. Calls of the returned store take at most ``timeout_s``
+    and at most ``LIMIT_S`` seconds, even if the store's host does not answer. This suffices, since no call waits for
+    other ranks in the store. A ``PeerStore`` needs none of this: the function returns it twice, unchanged.
     """
     if not hasattr(store, "clone"):
         return store, None
@@ -71,10 +70,11 @@ def _with_own_connection(store: Any, timeout_s: float) -> tuple[Any, int | PeerS
         return store, base
     timeout, earlier_sockets = store.timeout, _sockets()
     try:
+        # ``clone`` tries to connect for up to 3 times the timeout of the store.
         store.set_timeout(min(timeout, timedelta(seconds=timeout_s / 4)))
         own = store.clone()
     except RuntimeError as error:
-        if "pure virtual" in str(error):  # a store that is written in Python
+        if "pure virtual" in str(error):  # a store that is written in Python cannot be cloned
             return store, None
         raise
     finally:
@@ -90,17 +90,17 @@ def _with_own_connection(store: Any, timeout_s: float) -> tuple[Any, int | PeerS
 
 
 def _sockets() -> dict[str, int]:
-    """Return the descriptors of this process's sockets, by their names in /proc; empty if there is no /proc."""
+    """Return the descriptors of this process's sockets, by their names in /proc. Without /proc there are none."""
     links = {}
     with contextlib.suppress(OSError):
         for entry in Path("/proc/self/fd").iterdir():
-            with contextlib.suppress(OSError):  # it was closed in the meantime, such as that of the directory
+            with contextlib.suppress(OSError):  # a descriptor that was closed meanwhile, such as the directory's
                 links[str(entry.readlink())] = int(entry.name)
     return {link: descriptor for link, descriptor in links.items() if link.startswith("socket:")}
 
 
 def _limit_waits(connection: int | PeerStore | None, seconds: float) -> None:
-    """Let each wait for data of a connection fail after some seconds."""
+    """Set the time limit of each wait for data of a connection: a ``PeerStore`` or the descriptor of a socket."""
     if isinstance(connection, PeerStore):
         connection.limit_s = seconds
     elif connection is not None:
@@ -116,7 +116,7 @@ def _base(store: Any) -> Any:
 
 
 def _owner(store: Any) -> int | None:
-    """Return 0 if rank 0 of the world probably runs the store, or ``None`` if another process or none does."""
+    """Return 0 if rank 0 of the world probably runs the store, or else ``None``."""
     base = _base(store)
     served = isinstance(base, PeerStore) or (isinstance(base, dist.TCPStore) and not _has_launcher())
     return 0 if served else None
@@ -143,7 +143,7 @@ class CancellableStore(dist.Store):  # type: ignore[misc]
         return bytes(self._store.get(key))
 
     def wait(self, keys: Sequence[str], _timeout: Any = None) -> None:
-        """Return when all values are there; the timeout is that of the caller who cancels."""
+        """Wait until the store has all values. There is no timeout here: the caller sets ``cancelled``."""
         rendezvous.wait(self._store, keys, self._cancelled)
 
 

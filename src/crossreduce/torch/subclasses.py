@@ -1,7 +1,8 @@
 """Calls with tensors that wrap other tensors, such as ``AsyncCollectiveTensor`` of functional collectives.
 
-Input: a function and its arguments. Output: the works of its calls. Such a tensor has no memory of its own: torch's
-dispatcher passes an op to its class, which calls the op with the wrapped tensors, once or several times.
+Input: a function and its arguments. Output: the results of its calls. A wrapper has no memory of its own, so the
+function is called through an op, ``crossreduce::unwrap``: torch's dispatcher passes it to the class of the wrapper,
+which calls the op with the wrapped tensors, once or several times.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import torch
 from .memory import tensors_in
 
 _PLAIN: Final = frozenset({torch.Tensor, torch.nn.Parameter})
-_CALLS: Final[dict[int, Callable[[Sequence[Any]], None]]] = {}
+_CALLS: Final[dict[int, Callable[[Sequence[Any]], None]]] = {}  # running calls; an op can only pass on their keys
 _KEYS: Final = count()
 _LIBRARY: Final = torch.library.Library("crossreduce", "DEF")
 _LIBRARY.define("unwrap(Tensor(a!)[] tensors, int key) -> ()")
@@ -23,14 +24,14 @@ _LIBRARY.impl("unwrap", lambda tensors, key: _CALLS[key](tensors), "CompositeExp
 
 
 def has_wrapper(tensors: Sequence[Any]) -> bool:
-    """Return whether any of the tensors wraps others, so that its class handles ops."""
+    """Return whether any of the tensors wraps other tensors, so that its class handles ops."""
     if _PLAIN.issuperset(map(type, tensors)):
         return False
     return any(torch._C._dispatch_keys(tensor).has(torch._C.DispatchKey.Python) for tensor in tensors)
 
 
 def call_unwrapped(function: Callable[..., Any], arguments: Sequence[Any]) -> list[Any]:
-    """Call ``function`` with the tensors that those in ``arguments`` wrap; return the result of each call.
+    """Call ``function`` with the tensors that are wrapped in ``arguments``. Return the result of each call.
 
     The list is empty if their class does not pass the op on, or raises an error before ``function`` is called.
     """
@@ -55,7 +56,7 @@ def call_unwrapped(function: Callable[..., Any], arguments: Sequence[Any]) -> li
 
 
 def _replaced(given: Any, tensors: Iterator[Any]) -> Any:
-    """Return ``given`` with its tensors replaced by ``tensors``, in their order."""
+    """Return nested lists like ``given``, but with the next of ``tensors`` in place of each tensor."""
     if isinstance(given, (list, tuple)):
         return [_replaced(each, tensors) for each in given]
     return next(tensors) if isinstance(given, torch.Tensor) else given

@@ -31,7 +31,7 @@ WITHIN, BETWEEN = HOSTS.devices[:2], ("host0/cuda:0", "host1/cuda:0")
 
 
 def star(rng, noise, *, overhead_s=12e-6, collectives=("all_reduce", "all_gather"), sizes=SIZES):
-    """Return measurements on the star, whose links in truth have 380 GB/s and 2 us."""
+    """Return measurements on STAR as if its links had 380 GB/s and 2 us. ``noise`` is the relative error."""
     return [
         Measurement(collective, size, seconds * (1 + rng.gauss(0, noise)), STAR.devices)
         for collective in collectives
@@ -41,7 +41,7 @@ def star(rng, noise, *, overhead_s=12e-6, collectives=("all_reduce", "all_gather
 
 
 def pairs(rng, noise, devices, gb_per_s, latency_s, overhead_s=0.0):
-    """Return measurements on two devices that have a link."""
+    """Return measurements on two devices that have a link. ``noise`` is the relative error."""
     return [
         Measurement(collective, size, (overhead_s + seconds) * (1 + rng.gauss(0, noise)), devices)
         for collective in ("all_reduce", "all_gather")
@@ -52,7 +52,7 @@ def pairs(rng, noise, devices, gb_per_s, latency_s, overhead_s=0.0):
 
 @pytest.mark.parametrize("factor", [1, Fraction(1, 100)])
 def test_exact_times_give_the_exact_speeds(factor):
-    """Times without noise give the bandwidth, latency and overhead of which they were computed."""
+    """Times without noise give exactly the bandwidth, latency and overhead from which they were computed."""
     measured = [one._replace(seconds=one.seconds * float(factor)) for one in star(random.Random(0), 0.0)]
     found = calibrate(STAR, measured)
     (one,) = found.classes
@@ -66,16 +66,15 @@ def test_exact_times_give_the_exact_speeds(factor):
 
 
 def test_what_results_do_not_identify():
-    """A parameter that results do not identify keeps its given value, has no standard error, and is named."""
-    # Two results identify one parameter, the bandwidth, since a standard error needs one result more.
-    found = calibrate(
-        STAR, star(random.Random(0), 0.01, sizes=[1 << 28, 1 << 30], collectives=["all_reduce"], overhead_s=0)
-    )
+    """A parameter that the results do not identify keeps its given value, has no standard error, and is named."""
+    # Two results identify one parameter, the bandwidth, since its standard error needs one more result.
+    two = star(random.Random(0), 0.01, sizes=[1 << 28, 1 << 30], collectives=["all_reduce"], overhead_s=0)
+    found = calibrate(STAR, two)
     (one,) = found.classes
     assert (one.latency.error, found.overhead.error) == (None, None)
     assert float(one.bandwidth.value) == pytest.approx(380, rel=0.03)
     assert one.bandwidth.error > 0
-    # Bytes cause 99 % of all times of large sizes, latencies 99 % of those of small ones.
+    # Bandwidth causes 99 % of the times of large sizes, and latency 99 % of the times of small ones.
     found = calibrate(STAR, star(random.Random(0), 0.01, sizes=[1 << 32, 3 << 31, 1 << 33]))
     (one,) = found.classes
     assert (one.latency, found.overhead) == ((STAR.links[0].latency_s, None), (0, None))
@@ -84,14 +83,14 @@ def test_what_results_do_not_identify():
     (one,) = calibrate(STAR, star(random.Random(0), 0.01, sizes=[8, 64, 512])).classes
     assert one.bandwidth == (450, None)
     assert abs(float(one.latency.value) - 2e-6) < 4 * one.latency.error
-    # One collective cannot separate the overhead from latencies: then latencies have the whole constant time.
+    # One collective cannot separate the overhead from latencies. Then the constant time is attributed to latencies.
     found = calibrate(STAR, star(random.Random(0), 0.01, collectives=["all_reduce"]))
     assert found.overhead == (0, None)
     assert float(found.classes[0].latency.value) == pytest.approx(2e-6 + 12e-6 / 28, rel=0.02)
 
 
 def test_links_within_and_between_hosts():
-    """Results of one and of two hosts identify both classes of links; links that no result uses are named."""
+    """Results on one host and on two identify both classes of links. Links that no result uses are named."""
     rng = random.Random(0)
     measured = pairs(rng, 0.02, WITHIN, 120, 2e-6) + pairs(rng, 0.02, BETWEEN, 20, 9e-6)
     within, between = calibrate(HOSTS, measured).classes
@@ -103,7 +102,7 @@ def test_links_within_and_between_hosts():
     found = calibrate(HOSTS, pairs(rng, 0.01, WITHIN, 120, 2e-6))
     within, between = found.classes
     assert within.bandwidth.error is not None
-    assert between[2:] == ((25, None), (Fraction(3, 10**6), None))
+    assert between[2:] == ((25, None), (Fraction(3, 10**6), None))  # the given values, without standard errors
     assert found.assumed == ("bandwidth and latency of links of 25 GB/s between hosts",)
     assert {link[2:] for link in found.topology.links if link.src[:5] != link.dst[:5]} == {(25, Fraction(3, 10**6))}
 
@@ -117,7 +116,7 @@ def test_links_within_and_between_hosts():
     st.fractions(Fraction(1, 4), Fraction(4)),
 )
 def test_simulated_times_give_the_speeds_of_the_simulation(shape, n, algorithm, faster, slower):
-    """Times that the library simulates with other speeds give these speeds, if there is one class of links."""
+    """Times that are simulated with other speeds give these speeds, if all links are of one class."""
     make = {"ring": Topology.ring, "mesh": Topology.full_mesh, "star": Topology.star}[shape]
     given, truth = make(n, 25, 1e-6), make(n, 25 * faster, Fraction(slower, 10**6))
     measured = [
@@ -142,7 +141,7 @@ def test_simulated_times_give_the_speeds_of_the_simulation(shape, n, algorithm, 
     ],
 )
 def test_calibrations_that_are_not_possible(measured, assumed, words):
-    """Too few measurements and unknown algorithms are errors."""
+    """Too few measurements and an unknown algorithm are errors."""
     with pytest.raises(ArgumentError, match=words):
         calibrate(STAR, measured, assumed)
 
@@ -151,7 +150,7 @@ ROWS = [(4096, 20.5), (1 << 20, 40.25)]
 
 
 def test_a_report_of_nccl_tests():
-    """A report of one process with eight GPUs has out-of-place times in microseconds, and names no algorithm."""
+    """From a report of eight GPUs, the out-of-place times (in microseconds) are read, without an algorithm."""
     h100 = Topology.machine("hgx-h100")
     found = read_measurements(report("./build/all_reduce_perf", ROWS), h100)
     assert found == tuple(Measurement("all_reduce", size, micros / 1e6, h100.devices) for size, micros in ROWS)
@@ -159,7 +158,7 @@ def test_a_report_of_nccl_tests():
 
 @pytest.mark.parametrize(("processes", "gpus"), [(2, 8), (4, 4), (16, 1)])
 def test_ranks_on_two_hosts(processes, gpus):
-    """Ranks of a process follow each other on the devices of its host; the hosts are the topology's first ones."""
+    """The ranks of a process are consecutive devices of its host, and the hosts are the first ones of the topology."""
     two = Topology.machine("hgx-h100", hosts=2)
     for hosts in (1, 2):
         data = report("/opt/all_gather_perf", ROWS, processes=processes * hosts // 2, gpus=gpus, hosts=hosts)
@@ -167,7 +166,7 @@ def test_ranks_on_two_hosts(processes, gpus):
 
 
 def edited(**parts):
-    """Return a report in which parts are replaced; ``row`` replaces parts of the first result."""
+    """Return a report with replaced entries: in ``row`` of the first result, in ``config``, or at the top level."""
     content = json.loads(report("all_reduce_perf", ROWS, gpus=2))
     content["results"][0] |= parts.pop("row", {})
     content["config"] |= parts.pop("config", {})
@@ -175,7 +174,10 @@ def edited(**parts):
 
 
 def test_what_else_reports_can_have():
-    """In-place times replace missing ones; results of no bytes are skipped; roots, names and CPU times are read."""
+    """In-place times replace missing out-of-place times, and results of 0 bytes are skipped.
+
+    Names of experiments, roots, CPU times, algorithms and packs are read.
+    """
     pair = Topology.ring(["cuda:0", "cuda:1"])
     first = read_measurements(edited(row={"out_of_place": None}), pair)[0]
     assert first.seconds == pytest.approx(61.5e-6)
@@ -205,27 +207,25 @@ def test_what_else_reports_can_have():
     ],
 )
 def test_bad_reports(data, words):
-    """A file that is not a report, or one without usable results, raises an ArgumentError that says why."""
+    """A file that is not a report, or a report without usable results, raises an ArgumentError with the reason."""
     with pytest.raises(ArgumentError, match=words):
         read_measurements(data, Topology.ring(["cuda:0", "cuda:1"]))
 
 
 @pytest.fixture
 def files(tmp_path):
-    """Return the files of an all-reduce and an all-gather on eight GPUs, and of an all-reduce on two hosts."""
+    """Return the files of reports of an all-reduce and of an all-gather on eight GPUs."""
     rng, paths = random.Random(11), []
     for collective in ("all_reduce", "all_gather"):
-        rows = [
-            (size, 1e6 * (12e-6 + star_seconds(collective, 8, size, 380, 2e-6)) * (1 + rng.gauss(0, 0.02)))
-            for size in SIZES
-        ]
+        exact = [(size, 1e6 * (12e-6 + star_seconds(collective, 8, size, 380, 2e-6))) for size in SIZES]
+        rows = [(size, micros * (1 + rng.gauss(0, 0.02))) for size, micros in exact]
         paths.append(tmp_path / f"{collective}.json")
         paths[-1].write_bytes(report(f"./build/{collective}_perf", rows))
     return paths
 
 
 def test_topology_uses_the_fitted_speeds(printed, files, tmp_path):
-    """``calibrate`` prints the fit, and writes the fitted topology."""
+    """``calibrate`` prints the fitted speeds and the residuals, and writes the fitted topology."""
     line = ["calibrate", "hgx-h100", *files]
     h100 = Topology.machine("hgx-h100")
     measured = [one for file in files for one in read_measurements(file.read_bytes(), h100)]
@@ -247,7 +247,7 @@ def test_topology_uses_the_fitted_speeds(printed, files, tmp_path):
 
 
 def test_plan_says_how_sure_it_is(printed, files):
-    """``calibrate`` plans with the fitted speeds, and prints the interval and the unidentified parameters."""
+    """``calibrate`` plans with the fitted speeds. It prints an interval for the time, and parameters without a fit."""
     line = ["calibrate", "hgx-h100", *files, "--hosts", 2, "--nbytes", "256M", "--operation-us", 0]
     line += ["--algorithm", "ring"]
     two = Topology.machine("hgx-h100", hosts=2)
@@ -262,9 +262,8 @@ def test_plan_says_how_sure_it_is(printed, files):
     overhead = f"{float(found.overhead.value) * 1e6:.2f} us per call"
     how = f"+- {200 * found.rms:.2g} %, twice the rms of 22 results"
     assert last[0] == f"  measured  {low * 1e3:.2f} ms to {high * 1e3:.2f} ms with {overhead} ({how})"
-    assert last[1] == (
-        "  assumed   bandwidth and latency of links of 50 GB/s between hosts: not identified by the results"
-    )
+    assumed = "bandwidth and latency of links of 50 GB/s between hosts: not identified by the results"
+    assert last[1] == f"  assumed   {assumed}"
     content = json.loads(printed(*line, "--json"))
     assert content["measured"]["seconds"] == [low, high]
     assert content["measured"]["not_identified"] == list(found.assumed)
@@ -272,7 +271,7 @@ def test_plan_says_how_sure_it_is(printed, files):
 
 
 def test_results_of_our_own_benchmark(printed, tmp_path):
-    """Reports of ``crossreduce bench --json`` are read; each result has the algorithm that its row names."""
+    """Reports of ``crossreduce bench --json`` are read, with the algorithm of each result."""
     code = "import sys; from crossreduce.cli import main; main(sys.argv[1:])"
     file, ring = tmp_path / "ours.json", tmp_path / "ring.json"
     options = ["-b", "1K", "-e", "64K", "-f", "8", "-g", "4", "-n", "3", "-A", "ring,direct", "--json", file]
@@ -299,7 +298,7 @@ def test_results_of_our_own_benchmark(printed, tmp_path):
     ],
 )
 def test_wrong_command_lines(crossreduce, tmp_path, monkeypatch, line, words):
-    """A missing or wrong file is an error that names the option and the file."""
+    """A missing or invalid file or option is an error that names it."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "BAD").write_text("<xml/>")
     code, out, error = crossreduce(*line.split())

@@ -1,5 +1,4 @@
-"""Reduce-scatters and all-gathers derived from all-reduces: the i-th device has part i, without needless
-transfers."""
+"""Reduce-scatters and all-gathers derived from all-reduces: device i has part i, without unneeded transfers."""
 
 from collections import Counter
 from dataclasses import replace
@@ -22,39 +21,36 @@ MIB = 1 << 20
 
 def owners(schedule, end):
     """Return the device of each chunk: its only destination (end 2), or its only source (end 1)."""
-    found = [chunk[end] for chunk in schedule.chunks]
-    assert all(len(one) == 1 for one in found)
-    return [device for (device,) in found]
+    return [device for (device,) in (chunk[end] for chunk in schedule.chunks)]
 
 
 def check_parts(schedule, collective, members):
     """Check that a reduce-scatter leaves part i of the sum on device i, or that an all-gather copies it from there."""
     n = len(members)
-    mine, others = (2, 1) if collective == "reduce_scatter" else (1, 2)
+    single, several = (2, 1) if collective == "reduce_scatter" else (1, 2)  # 1: sources, 2: destinations
     assert schedule.collective == collective
     assert schedule.devices[:n] == tuple(members)
-    at = Fraction(0)
-    for owner, chunk in zip(owners(schedule, mine), schedule.chunks, strict=True):
+    at = Fraction(0)  # where a chunk begins, as a part of the buffer
+    for owner, chunk in zip(owners(schedule, single), schedule.chunks, strict=True):
         assert Fraction(owner, n) <= at
         at += chunk.share
         assert at <= Fraction(owner + 1, n)
-        assert set(chunk[others]) == set(range(n))
+        assert set(chunk[several]) == set(range(n))
     assert at == 1
     verify(schedule)
     assert oracle.right(schedule)
 
 
 def moves(schedule):
-    """Count the transfers of each chunk from each device to each other one."""
-    return Counter(
-        (chunk, src, dst) for steps in schedule.rounds for chunk, dst, srcs in steps for src in set(srcs) - {dst}
-    )
+    """Return the number of transfers by (chunk, src, dst)."""
+    steps = [step for steps in schedule.rounds for step in steps]
+    return Counter((chunk, src, dst) for chunk, dst, srcs in steps for src in set(srcs) - {dst})
 
 
 @examples(80)
 @given(st.data(), st.integers(2, 7), st.sampled_from([*NAMED, "auto"]), st.booleans())
 def test_some_devices_of_any_topology(data, n, algorithm, both_ways):
-    """For some devices of any topology, in any order, part i is on the i-th of them."""
+    """If some devices of a topology take part, in any order, part i is on the i-th of them."""
     topology = data.draw(wired(names(n), both_ways=both_ways))
     members = data.draw(st.lists(st.sampled_from(topology.devices), min_size=1, unique=True))
     for collective in ("reduce_scatter", "all_gather"):
@@ -70,7 +66,7 @@ TREES = [name for name in NAMED if name not in PAIRED]
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_an_all_gather_reverses_a_reduce_scatter(algorithm):
-    """An all-gather takes as long as a reduce-scatter on the reversed links."""
+    """An all-gather takes as long as a reduce-scatter on the reversed links, and moves the same bytes backwards."""
     there = [("cpu:0", "a", 25), ("cpu:1", "a", 12), ("cpu:2", "b", 25), ("cpu:3", "b", 3), ("a", "b", 10)]
     back = [(dst, src, gb_per_s * 2 + 1) for src, dst, gb_per_s in there]
     uneven = Topology(names(4), [Link(*link, 1e-6) for link in there + back], ["a", "b"])
@@ -80,16 +76,18 @@ def test_an_all_gather_reverses_a_reduce_scatter(algorithm):
         scatter = cr.plan(topology.reversed(), "reduce_scatter", 5 * MIB, algorithm)
         assert gather.seconds == pytest.approx(scatter.seconds, rel=1e-9)
         assert gather.bound.algbw == scatter.bound.algbw
-        over = simulate(gather.schedule, topology, MIB).bytes
-        assert {(b, a): count for (a, b), count in over.items()} == simulate(
-            scatter.schedule, topology.reversed(), MIB
-        ).bytes
+        gathered = simulate(gather.schedule, topology, MIB).bytes
+        scattered = simulate(scatter.schedule, topology.reversed(), MIB).bytes
+        assert {(b, a): count for (a, b), count in gathered.items()} == scattered
 
 
 @examples(100)
 @given(algorithms, st.integers(1, 9), st.integers(0, 9))
 def test_the_steps_that_are_kept_of_an_all_reduce(algorithm, n, first):
-    """A reduce-scatter keeps the steps that bring a chunk to its owner; an all-gather reverses its transfers."""
+    """A reduce-scatter has only the transfers of an all-reduce that bring a chunk to its owner.
+
+    An all-gather has the reversed transfers, except those that are not needed.
+    """
     whole = PLANNERS[algorithm](names(n), packs=n, first=first)
     scattered = reduce_scatter(whole)
     check_parts(scattered, "reduce_scatter", names(n))
@@ -112,7 +110,7 @@ def test_the_steps_that_are_kept_of_an_all_reduce(algorithm, n, first):
 
 
 def test_owners_of_chunks():
-    """Devices own the chunks that they complete, without copies; if one completes all, each has as many of them."""
+    """A device owns the chunks that it completes, without copies. If one completes all, all own equally many."""
     for planner in PLANNERS.values():
         scattered = reduce_scatter(planner(names(8), packs=8))
         assert all(len(step.srcs) > 1 for steps in scattered.rounds for step in steps)

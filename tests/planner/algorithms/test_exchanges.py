@@ -1,4 +1,7 @@
-"""All-reduces by exchanges in levels: their rounds, their order of combination, and their place in auto."""
+"""All-reduces by exchanges in levels: their rounds, and the order in which contributions are combined.
+
+In each level, every device reads the values of all devices of its group. A level is a round.
+"""
 
 from math import prod
 
@@ -15,13 +18,13 @@ from crossreduce.schedule import pipelined
 FREE = cr.Costs(operation_s=0)
 
 
-def levels_of(topology, members=None):
-    members = topology.devices if members is None else members
-    return exchanges(topology, Request("all_reduce", members, members, "one_shot", topology))
+def levels_of(topology):
+    """Return the schedules of exchanges for an all-reduce of all devices."""
+    return exchanges(topology, Request("all_reduce", topology.devices, topology.devices, "one_shot", topology))
 
 
 def contributions(schedule):
-    """Return, for each device, the operands in the order in which they are combined, from the rounds alone."""
+    """Return, for each device, the sources in the order in which its result combines them."""
     state = {device: (device,) for device in range(len(schedule.devices))}
     for steps in schedule.rounds:
         state |= {dst: sum((state[src] for src in srcs), ()) for _, dst, srcs in steps}
@@ -32,7 +35,7 @@ def contributions(schedule):
     ("machine", "hosts"), [("dgx-1v", 2), ("mi300x", 1), ("hgx-h100", 3), ("ncv4", 2), ("mi250", 1)]
 )
 def test_each_device_receives_each_contribution_once(machine, hosts):
-    """All devices combine all contributions once and in one order, so that all receive the same bits."""
+    """All devices combine each contribution once and in the same order, so that all results have the same bits."""
     topology = cr.Topology.machine(machine, hosts)
     for schedule in levels_of(topology):
         cr.verify(schedule)
@@ -43,7 +46,7 @@ def test_each_device_receives_each_contribution_once(machine, hosts):
 
 @pytest.mark.parametrize("hosts", [2, 3])
 def test_hosts_exchange_last(hosts):
-    """With hosts, the first levels stay inside hosts, and in the last one each device reads its counterparts."""
+    """In schedules of several levels, devices read from their own host, and in the last level from all hosts."""
     topology = cr.Topology.machine("hgx-h100", hosts)
     several = [schedule for schedule in levels_of(topology) if schedule.round_count > 1]
     assert any(schedule.round_count == 2 for schedule in several)
@@ -57,16 +60,16 @@ def test_hosts_exchange_last(hosts):
 @examples(25)
 @given(st.integers(2, 8), st.integers(0, 10))
 def test_the_groups_of_a_full_mesh(n, micros):
-    """On a full mesh there is one schedule for each way to write n as a product, of the factors' sizes."""
+    """On a full mesh, the group sizes of all levels have the product n. They differ between schedules."""
     found = levels_of(cr.Topology.full_mesh(n, 25, micros * 1e-6))
     sizes = [tuple(len(steps[0].srcs) for steps in schedule.rounds) for schedule in found]
     assert len(set(sizes)) == len(sizes)
     assert all(prod(size) == n for size in sizes)
-    assert sizes[0] == (n,)
+    assert sizes[0] == (n,)  # the first schedule has one level
 
 
 def test_two_levels_win_between_hosts():
-    """On two hosts, two levels beat one for 256 KiB, and one_shot by name returns the faster one."""
+    """On two hosts, two levels are faster than one for 256 KiB, and "one_shot" returns the fastest schedule."""
     topology = cr.Topology.machine("hgx-h100", 2)
     times = {schedule.round_count: pipelined(schedule, topology, 1 << 18, costs=FREE).seconds
              for schedule in levels_of(topology)}  # fmt: skip
@@ -75,7 +78,7 @@ def test_two_levels_win_between_hosts():
 
 
 def test_requests_with_idle_devices_have_one_level():
-    """If some members are not both sources and destinations, only the schedule with one level is made."""
+    """If not all devices are both sources and destinations, there is only the schedule with one level."""
     box = cr.Topology.machine("dgx-1v")
     request = Request("all_reduce", box.devices[:4], box.devices[2:6], "one_shot", box)
     assert [schedule.round_count for schedule in exchanges(box, request)] == [1]

@@ -1,4 +1,4 @@
-"""``explain``: every number in the text about a plan is computed again from the schedule."""
+"""``explain``: every number in the text about a plan is compared with one that is computed from the schedule."""
 
 import math
 import re
@@ -39,8 +39,10 @@ each_plan = pytest.mark.parametrize("name", PLANS)
 
 
 def trees(schedule):
-    """Return (share, root, {child: parent}) for each chunk and each root, a device that completes the chunk's sum; the
-    root of a chunk that is only copied is its source."""
+    """Return (share, root, {child: parent}) for each tree of a chunk. A root is a device that completes the sum.
+
+    The root of a chunk that is only copied is its source.
+    """
     found = []
     for c, chunk in enumerate(schedule.chunks):
         cells = {s: ({s}, frozenset()) for s in chunk.sources}  # device: (contributions, transfers that moved them)
@@ -67,7 +69,7 @@ def hops(parents, device):
 
 
 def read(text):
-    """Return (root, {child: parent}) of a tree that is written in brackets."""
+    """Return (root, {child: parent}) of a tree in text, in which the children of a device follow it in brackets."""
     stack, parents, before, root = [], {}, None, None
     for word in re.findall(r"[^\s()]+|[()]", text):
         if word == "(":
@@ -88,7 +90,7 @@ def read(text):
 
 @each_plan
 def test_the_numbers(name):
-    """The request, the shape of the schedule, the time and the rates are the schedule's; the bound is exact."""
+    """The text has the request, the shape of the schedule, its time and rates, and the exact bound."""
     made = PLANS[name]()
     schedule, limit = made.schedule, made.bound
     devices = {device for chunk in schedule.chunks for device in (*chunk.sources, *chunk.destinations)}
@@ -129,7 +131,7 @@ def test_the_numbers(name):
 
 @each_plan
 def test_the_trees(name):
-    """Each of up to 16 lines has a tree and the share of its chunks; the number of omitted trees is stated."""
+    """Each of up to 16 lines shows a tree and the share of its chunks. The number of omitted trees is stated."""
     made = PLANS[name]()
     schedule = made.schedule
     wanted = {}
@@ -142,11 +144,10 @@ def test_the_trees(name):
     assert (f"\n         and {more} more\n" in made.explain()) == (more > 0)
     for part, text in shown:
         share = Fraction(part)
-        if text.endswith(" ..."):  # cut off: it must match one of the trees with this beginning and share
-            begins = [
-                tree for tree in wanted if tree_text(tree[0], dict(tree[1])).startswith(text.removesuffix(" ..."))
-            ]
-            tree = next(tree for tree in begins if wanted[tree] == share)
+        if text.endswith(" ..."):  # cut off: a tree must have this beginning and share
+            start = text.removesuffix(" ...")
+            candidates = [tree for tree in wanted if tree_text(tree[0], dict(tree[1])).startswith(start)]
+            tree = next(tree for tree in candidates if wanted[tree] == share)
         else:
             root, parents = read(text)
             tree = root, tuple(sorted(parents.items()))
@@ -159,24 +160,24 @@ def test_the_others(name):
     """The text has the times, rates and ratios of "ring", "one_device" and, for an all-reduce, TensorFlow's trees."""
     made = PLANS[name]()
     chunk, devices = made.schedule.chunks[0], made.schedule.devices
-    sources, takes = ([devices[k] for k in end] for end in (chunk.sources, chunk.destinations))
+    sources, destinations = ([devices[k] for k in end] for end in (chunk.sources, chunk.destinations))
     if made.collective in ("reduce_scatter", "all_gather"):
-        sources = takes = [device for device in devices if device in made.bound.devices]
-    due = {}
+        sources = destinations = [device for device in devices if device in made.bound.devices]
+    wanted = {}  # by algorithm: (seconds, rate)
     if made.collective == "all_reduce":
-        halves = hierarchical_copy(sources, packs=len(sources))
-        seconds = simulate(halves, made.topology, made.nbytes).seconds
-        due["TensorFlow's trees"] = seconds, fluid_rate(halves, made.topology)
+        tensorflow = hierarchical_copy(sources, packs=len(sources))
+        seconds = simulate(tensorflow, made.topology, made.nbytes).seconds
+        wanted["TensorFlow's trees"] = seconds, fluid_rate(tensorflow, made.topology)
     for algorithm in ("ring", "one_device"):
-        other = cr.plan(made.topology, made.collective, made.nbytes, algorithm, sources, takes)
-        due[algorithm] = other.seconds, other.rate
-    assert made.others() == due
+        other = cr.plan(made.topology, made.collective, made.nbytes, algorithm, sources, destinations)
+        wanted[algorithm] = other.seconds, other.rate
+    assert made.others() == wanted
     text = made.explain().splitlines()
     head = "  other algorithms, for the same request" + (" without its packs" if made.request.packs > 1 else "")
     assert head in text
     found = explained(made.explain())[3]
-    assert list(found) == list(due)
-    for (time, times, rate, part), (seconds, fluid) in zip(found.values(), due.values(), strict=True):
+    assert list(found) == list(wanted)
+    for (time, times, rate, part), (seconds, fluid) in zip(found.values(), wanted.values(), strict=True):
         assert time == duration(seconds)
         assert float(times) == pytest.approx(seconds / made.seconds, abs=5.1e-3)
         assert float(rate) == pytest.approx(float(fluid), abs=5.1e-3)
@@ -184,7 +185,7 @@ def test_the_others(name):
 
 
 def test_tensorflows_plan_on_a_dgx_1v():
-    """TensorFlow's trees reach 50 of 600/7 GB/s on a DGX-1V; comparisons ignore packs and root."""
+    """On a DGX-1V, TensorFlow's trees reach 50 of 600/7 GB/s. Comparisons ignore packs and root of the request."""
     made = cr.plan(DGX, nbytes=GIB)
     seconds, rate = made.others()["TensorFlow's trees"]
     assert rate == 50
@@ -199,7 +200,7 @@ def test_tensorflows_plan_on_a_dgx_1v():
 
 
 def test_hosts_are_named_by_their_cards():
-    """The text about a cut around a host names the host and counts its network cards."""
+    """The text about a cut around a host names the host, and has the number and the speed of its NICs."""
     assert limited_by(cr.bound(H100S, "broadcast", "host0/cuda:3")) == "the 8 NICs into host1 (400 GB/s)"
     assert limited_by(cr.bound(H100S, "reduce", "host0/cuda:3")) == "the 8 NICs out of host1 (400 GB/s)"
     sixteen = Topology.machine("hgx-h100", hosts=16)
@@ -211,7 +212,7 @@ def test_hosts_are_named_by_their_cards():
 
 
 def test_cuts_around_devices_are_named():
-    """The text about a cut has its links, their direction, the devices that they lead to, and their GB/s."""
+    """The text about a cut has the direction of its links, the devices inside, and the sum of the bandwidths."""
     links = [("cpu:0", "cpu:1", 9), ("cpu:1", "cpu:2", 3), ("cpu:2", "cpu:3", 9)]
     line = Topology(names(4), [Link(*ends, width) for a, b, width in links for ends in ((a, b), (b, a))])
     assert limited_by(cr.bound(line, "broadcast", "cpu:0")) == "the link into {cpu:2, cpu:3} (3 GB/s)"
@@ -231,14 +232,14 @@ def test_cuts_around_devices_are_named():
     ],
 )
 def test_equal_devices_are_named_together(topology, words, width):
-    """If all devices are equal, the text has each one's links; their bandwidth times n / (2 (n - 1)) is the bound."""
+    """If all devices are equal, the text describes the links of each one. Their bandwidth gives the bound."""
     limit, n = cr.bound(topology, "all_reduce"), len(topology.devices)
     assert limited_by(limit) == f"every device's own links: {words}"
     assert limit.algbw == Fraction(n * width, 2 * (n - 1))
 
 
 def test_one_line_if_no_data_has_to_move():
-    """With one device, or without bytes, the text is one line."""
+    """With one device, or with 0 bytes, the text is one line."""
     alone = "all_reduce of 8 bytes by one_device on 1 device: no data has to move."
     assert cr.plan(Topology.full_mesh(1), nbytes=8).explain() == alone
     assert cr.plan(DGX, "reduce", MIB, sources=["cuda:3"], root="cuda:3").explain().endswith("no data has to move.")
@@ -248,7 +249,7 @@ def test_one_line_if_no_data_has_to_move():
 
 @st.composite
 def requested(draw):
-    """Draw a topology, sources and destinations."""
+    """Draw (topology, sources, destinations)."""
     topology = draw(st.integers(1, 6).flatmap(lambda n: wired(names(n))))
     some = st.lists(st.sampled_from(topology.devices), min_size=1, unique=True)
     return topology, draw(some), draw(some)
@@ -270,7 +271,7 @@ def test_any_plan_can_be_explained(ask, algorithm, nbytes):
 
 @pytest.mark.parametrize("collective", ["reduce", "broadcast"])
 def test_plans_on_links_in_one_direction_can_be_explained(collective):
-    """An algorithm that has no route is left out of the comparison."""
+    """An algorithm that would need a missing route is left out of the comparison."""
     links = [Link("cpu:1", "cpu:0", 5, 1e-6), Link("cpu:1", "cpu:2", 5, 1e-6)]
     links = links if collective == "broadcast" else [link._replace(src=link.dst, dst=link.src) for link in links]
     made = cr.plan(Topology(names(3), links), collective, MIB, root="cpu:1")
@@ -279,7 +280,7 @@ def test_plans_on_links_in_one_direction_can_be_explained(collective):
 
 
 def test_numbers_in_words():
-    """Bytes are in the largest unit that divides them, times in the largest of s, ms or us that they reach."""
+    """Bytes are printed in the largest unit that divides them, and times in s, ms or us, with a number of 1 or more."""
     sizes = {0: "0 bytes", 1023: "1023 bytes", 1024: "1 KiB", 1536: "1536 bytes", 3 << 20: "3 MiB", 1 << 30: "1 GiB"}
     for nbytes, text in (sizes | {(1 << 30) + 1024: "1048577 KiB", 5 << 40: "5120 GiB"}).items():
         assert size(nbytes) == text
@@ -289,7 +290,7 @@ def test_numbers_in_words():
 
 @given(st.fractions(0, 1))
 def test_percents_are_rounded_down(ratio):
-    """A percentage is less than 0.01 below 100 times the ratio, never above it, and 100 only for a ratio of 1."""
+    """Percentages are rounded down to 0.01 %. So 100 % is only printed for a ratio of 1."""
     number = Fraction(percent(ratio).removesuffix(" %"))
     assert 0 <= ratio * 100 - number < Fraction(1, 100)
     assert (number == 100) == (ratio == 1)

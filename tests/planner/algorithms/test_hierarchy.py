@@ -21,9 +21,9 @@ MIB, GIB = 1 << 20, 1 << 30
 
 
 def edges(schedule, c):
-    """Return the edges of a chunk's tree into its root, and of the tree out of it, as (child, parent) pairs."""
+    """Return the (child, parent) edges of a chunk's tree into its root, and those of its tree out of the root."""
     everyone = set(schedule.chunks[c].sources)
-    cells, up, down = {s: {s} for s in everyone}, [], []
+    cells, up, down = {s: {s} for s in everyone}, [], []  # cells: the contributions that each device has
     for steps in schedule.rounds:
         mine = [step for step in steps if step.chunk == c]
         for _, dst, srcs in mine:
@@ -51,7 +51,7 @@ def hierarchies(topology, sources=None, destinations=None, packs=1, first=0, roo
 @examples(80)
 @given(st.data(), st.integers(2, 7), st.integers(1, 4), st.integers(0, 9))
 def test_a_pack_is_one_tree_in_both_directions(data, n, packs, first):
-    """Sums of a pack move along a spanning tree to its root, copies back; the roots rotate."""
+    """The sums of a pack move along a spanning tree to its root, and copies move back along it. The roots rotate."""
     topology = data.draw(wired(names(n)))
     for schedule in hierarchies(topology, packs=packs, first=first):
         verify(schedule)
@@ -61,29 +61,29 @@ def test_a_pack_is_one_tree_in_both_directions(data, n, packs, first):
         for pack in range(packs):
             up, down = edges(schedule, pack)
             assert len(up) == len(set(up)) == n - 1
-            assert {child for child, _ in up} == set(range(n)) - {(first + pack) % n}
+            assert {child for child, _ in up} == set(range(n)) - {(first + pack) % n}  # all devices but the root
             assert sorted(up) == sorted(down)
 
 
 @examples(60)
 @given(st.data(), st.integers(2, 6), st.integers(1, 3), st.sampled_from([1, 3 * MIB]))
 def test_a_root_is_that_of_every_pack(data, n, packs, nbytes):
-    """A given root is that of every tree; the fastest candidate is taken; one_device's schedule is one of them."""
+    """A given root is the root of every tree. The plan is the fastest candidate, and one_device is a candidate."""
     topology = data.draw(wired(names(n)))
     root = data.draw(st.sampled_from([None, *topology.devices]))
     found = hierarchies(topology, packs=packs, root=root)
     assert one_device(names(n), packs=packs, root=root).rounds in [schedule.rounds for schedule in found]
     for schedule in found:
         roots = [root_of(schedule, pack) for pack in range(packs)]
-        due = [pack % n if root is None else names(n).index(root) for pack in range(packs)]
-        assert roots == due or (packs == 1 and root is None)
+        wanted = [pack % n if root is None else names(n).index(root) for pack in range(packs)]
+        assert roots == wanted or (packs == 1 and root is None)  # a single pack may have any root
     made = cr.plan(topology, nbytes=nbytes, algorithm="hierarchical_copy", root=root, packs=packs)
     assert replace(made.schedule, pieces=1) in found
     assert made.seconds == min(pipelined(schedule, topology, nbytes)[1] for schedule in found)
 
 
 def crossings(topology, schedule, label):
-    """Return for each pack how many edges of its tree join devices of different labels."""
+    """Return for each pack how many edges of its tree into the root join devices of different labels."""
     found = []
     for pack in range(len(schedule.chunks)):
         up, _ = edges(schedule, pack)
@@ -91,7 +91,7 @@ def crossings(topology, schedule, label):
     return found
 
 
-ISLANDS = {
+ISLANDS = {  # groups of devices that fast links join
     "unequal": [[0, 1, 2], [3], [4, 5, 6, 7]],
     "woven": [[0, 2, 4], [1, 3, 5]],
     "pairs": [[0, 1], [2, 3], [4, 5], [6, 7]],
@@ -100,7 +100,7 @@ ISLANDS = {
 
 @pytest.mark.parametrize("name", ISLANDS)
 def test_slow_links_are_used_once_per_island(name):
-    """Trees for 1 GiB have one edge fewer between islands of fast links than there are islands."""
+    """Trees for 1 GiB have the least number of edges between islands: one fewer than there are islands."""
     groups = ISLANDS[name]
     label = {f"cpu:{k}": number for number, group in enumerate(groups) for k in group}
     n = len(label)
@@ -118,8 +118,8 @@ def test_slow_links_are_used_once_per_island(name):
 
 
 def test_islands_of_the_members():
-    """A request's devices are grouped by island (devices joined by fast links); islands without any are left out."""
-    label = [k // 3 for k in range(9)]
+    """The devices of a request are grouped by island. Islands without devices of the request are left out."""
+    label = [k // 3 for k in range(9)]  # three islands of three devices
     cells = [[0 if i == j else 50 if label[i] == label[j] else 1 for j in range(9)] for i in range(9)]
     topology = Topology.from_matrix(cells)
     some = tuple(f"cpu:{k}" for k in (0, 2, 3, 5))
@@ -131,16 +131,17 @@ def test_islands_of_the_members():
 
 @pytest.mark.parametrize("n", range(3, 18))
 def test_hierarchical_copy_has_tensorflows_four_stages(n):
-    """The rounds sum the halves, sum the mains, copy to the other main, and copy inside the halves.
+    """The four rounds of a pack are those of TensorFlow 2.21, with a main device in each half of the devices.
 
-    As in TensorFlow 2.21, the root of pack i is device i; for even n the other main is n / 2 devices further.
+    They sum each half on its main, add the sums on one main (the root), copy the result to the other main, and copy it
+    inside the halves. The root of pack i is device i. For even n, the other main is n / 2 devices further.
     """
     schedule = hierarchical_copy(names(n), packs=n)
     near, far = set(range(n // 2)), set(range(n // 2, n))
     assert len(schedule.rounds) == 4
     for pack in range(n):
         sums, across, back, copies = ([step for step in steps if step.chunk == pack] for steps in schedule.rounds)
-        (total,), (root,) = across, {step.dst for step in across}
+        (total,), (root,) = across, {step.dst for step in across}  # total: the step that adds the two sums
         assert {frozenset(step.srcs) for step in sums} == {frozenset(half) for half in (near, far) if len(half) > 1}
         (copy,) = back
         assert copy.srcs == (root,)
@@ -148,23 +149,17 @@ def test_hierarchical_copy_has_tensorflows_four_stages(n):
         mains = {root, copy.dst}
         assert root == pack
         assert n % 2 or copy.dst == (pack + n // 2) % n
-        assert {(*step.srcs, step.dst) for step in copies} == {
-            (main, d) for main in mains for d in (near if main in near else far) - {main}
-        }
+        half = {main: near if main in near else far for main in mains}
+        assert {(*step.srcs, step.dst) for step in copies} == {(main, d) for main in mains for d in half[main] - {main}}
 
 
 @given(st.integers(1, 17), st.integers(0, 40), st.data())
 def test_hierarchical_copy_with_groups(n, first, data):
-    """With groups, each group is summed on one of its members, and only these exchange data between groups."""
+    """With groups, each group is summed on one of its members. Only these members exchange data between groups."""
     labels = data.draw(st.lists(st.integers(0, 4), min_size=n, max_size=n))
     groups = [[f"cpu:{d}" for d in range(n) if labels[d] == label] for label in sorted(set(labels))]
     schedule = hierarchical_copy(names(n), first=first, groups=groups)
     assert oracle.right(schedule)
-    crossing = {
-        frozenset({src, step.dst})
-        for steps in schedule.rounds
-        for step in steps
-        for src in step.srcs
-        if labels[src] != labels[step.dst]
-    }
+    reads = [(src, step.dst) for steps in schedule.rounds for step in steps for src in step.srcs]
+    crossing = {frozenset(pair) for pair in reads if len({labels[device] for device in pair}) > 1}
     assert len(crossing) == len(groups) - 1  # the groups' main devices form a star

@@ -1,4 +1,4 @@
-"""``plan``: every collective by every algorithm is right, simulated and within its bound; invalid requests."""
+"""``plan``: every collective by every algorithm is correct, simulated and within its bound; invalid requests."""
 
 import heapq
 import itertools
@@ -71,24 +71,22 @@ def distances(topology, start):
 
 
 def ends(made, collective):
-    """Return the names of the sources and destinations of all chunks, in order."""
+    """Return (sources, destinations) of a plan's schedule, as tuples of names in order."""
     schedule = made.schedule
-    sources, destinations = (
-        {tuple(schedule.devices[k] for k in chunk[end]) for chunk in schedule.chunks} for end in (1, 2)
-    )
-    if collective == "all_gather":
-        sources = {tuple(device for (device,) in sorted(sources, key=lambda one: schedule.devices.index(one[0])))}
-    if collective == "reduce_scatter":
-        order = sorted(destinations, key=lambda one: schedule.devices.index(one[0]))
-        destinations = {tuple(device for (device,) in order)}
-    return (*sources, *destinations)
+    found = []
+    for end, divided in ((1, "all_gather"), (2, "reduce_scatter")):
+        positions = sorted({chunk[end] for chunk in schedule.chunks})
+        if collective == divided:  # each chunk has one device at this end
+            positions = [tuple(k for (k,) in positions)]
+        found += [tuple(schedule.devices[k] for k in numbers) for numbers in positions]
+    return tuple(found)
 
 
 def check(made, topology, collective, nbytes, sources, destinations):
-    """Check a plan's schedule, devices, links, simulated time and bound, and that its numbers agree with each other."""
+    """Check a plan: its schedule, devices, links, simulated time and bound, and that its numbers fit together."""
     schedule, limit = made.schedule, made.bound
     verify(schedule)
-    assert live_rounds(schedule) == [list(steps) for steps in schedule.rounds]
+    assert live_rounds(schedule) == [list(steps) for steps in schedule.rounds]  # each step has an effect
     assert (made.topology, made.collective, made.nbytes) == (topology, collective, nbytes)
     assert schedule.collective == collective
     assert made.algorithm == schedule.algorithm
@@ -111,7 +109,7 @@ def check(made, topology, collective, nbytes, sources, destinations):
 
 
 def whole(topology, collective, root):
-    """Return the sources and destinations if all devices take part."""
+    """Return (sources, destinations) of a collective of all devices."""
     everyone = topology.devices
     return ((root,) if collective == "broadcast" else everyone, (root,) if collective == "reduce" else everyone)
 
@@ -121,7 +119,7 @@ def whole(topology, collective, root):
     [(name, COLLECTIVES[(k + more) % 5]) for k, name in enumerate(TOPOLOGIES) for more in (0, 2)],
 )
 def test_every_algorithm(name, collective):
-    """On every topology every algorithm plans a collective, and "auto" is the fastest for every size."""
+    """On every topology, each algorithm returns a correct plan of a collective, and "auto" is the fastest of them."""
     topology = TOPOLOGIES[name]
     root = topology.devices[-1] if collective in ("reduce", "broadcast") else None
     for nbytes in (0, 3 * MIB) if name in ("one", "mesh", "two hosts") else (3 * MIB,):
@@ -136,22 +134,22 @@ def test_every_algorithm(name, collective):
 
 
 def test_the_bound_of_different_sources_and_destinations():
-    """The bound is the least bandwidth of links that separate a destination from a source."""
+    """The bound of any sources and destinations is the least bandwidth of links that separate two of them."""
     lopsided = TOPOLOGIES["lopsided"]  # cpu:3 can receive 7 GB/s and send 3 GB/s
-    for sources, destinations, due in (
+    for sources, destinations, least_bandwidth in (
         (["cpu:0", "cpu:1"], ["cpu:0", "cpu:3"], 7),
         (["cpu:0", "cpu:3"], ["cpu:0", "cpu:1"], 3),
         (["cpu:0", "cpu:1"], ["cpu:1"], 25),
         (["cpu:0"], ["cpu:0", "cpu:1", "cpu:2"], 10),
     ):
         made = cr.plan(lopsided, "all_reduce", MIB, sources=sources, destinations=destinations)
-        assert made.bound.algbw == due
+        assert made.bound.algbw == least_bandwidth
         made.bound.check()
 
 
 @st.composite
 def drawn_requests(draw, both_ways):
-    """Draw a topology, a collective, and valid sources, destinations and roots."""
+    """Draw (topology, collective, arguments of ``plan``, sources, destinations)."""
     topology = draw(wired(names(draw(st.integers(1, 6))), both_ways=both_ways))
     if draw(st.booleans()):
         topology = topology.with_switches(reducing=True)
@@ -166,32 +164,34 @@ def drawn_requests(draw, both_ways):
         "reduce_scatter": {"sources": sources},
         "all_gather": {"destinations": destinations},
     }[collective]
-    gives = {"broadcast": (root,), "all_gather": destinations}.get(collective, sources)
-    takes = {"reduce": (root,), "reduce_scatter": sources}.get(collective, destinations)
-    return topology, collective, given, gives, takes
+    all_sources = {"broadcast": (root,), "all_gather": destinations}.get(collective, sources)
+    all_destinations = {"reduce": (root,), "reduce_scatter": sources}.get(collective, destinations)
+    return topology, collective, given, all_sources, all_destinations
 
 
 @examples(60)
 @given(st.booleans().flatmap(drawn_requests), st.sampled_from([0, 1, 1000, 10 * MIB]))
 def test_some_devices_of_any_topology(ask, nbytes):
-    """Any devices can be sources and destinations, "auto" is at least as fast as every algorithm, and the bound is that
-    of these devices."""
-    topology, collective, given, gives, takes = ask
+    """Any devices can be sources and destinations. "auto" is at least as fast as every algorithm.
+
+    The bound is that of the devices that take part.
+    """
+    topology, collective, given, sources, destinations = ask
     best = cr.plan(topology, collective, nbytes, **given)
-    check(best, topology, collective, nbytes, gives, takes)
-    members = max(gives, takes, key=len)
-    if {*gives, *takes} == {*members} and (collective != "all_reduce" or {*gives} == {*takes}):
+    check(best, topology, collective, nbytes, sources, destinations)
+    members = max(sources, destinations, key=len)
+    if {*sources, *destinations} == {*members} and (collective != "all_reduce" or {*sources} == {*destinations}):
         assert best.bound.algbw == cr.bound(topology, collective, given.get("root"), members).algbw
     for algorithm in NAMED:
         made = cr.plan(topology, collective, nbytes, algorithm, **given)
-        check(made, topology, collective, nbytes, gives, takes)
+        check(made, topology, collective, nbytes, sources, destinations)
         assert best.seconds <= made.seconds
 
 
 def test_the_root_of_a_reduce_or_broadcast_is_the_best():
-    """A root that is not given has the greatest bound; the only source or destination is a root."""
+    """If no root is given, it is the only source (or destination), or else the device with the greatest bound."""
     for topology in (TOPOLOGIES["grid"], TOPOLOGIES["lopsided"], DGX):
-        for collective, end in (("reduce", 1), ("broadcast", 0)):
+        for collective, end in (("reduce", 1), ("broadcast", 0)):  # the position of the root in ``ends``
             made = cr.plan(topology, collective, MIB)
             (root,) = ends(made, collective)[end]
             best = max(cr.bound(topology, collective, device).algbw for device in topology.devices)
@@ -211,21 +211,24 @@ BY_WAY = pytest.mark.xfail(strict=True, reason="one_device copies through the fi
     [pytest.param(name, marks=[BY_WAY] if name == "one_device" else []) for name in NAMED if name != "direct"],
 )
 def test_a_broadcast_sends_nothing_back(algorithm):
-    """Nothing is sent to a broadcast's root, and others receive the buffer once ("direct" divides it first)."""
+    """In a broadcast, nothing is sent to the root, and each other device receives each chunk once.
+
+    This is not true of "direct", in which the root first divides the buffer among the devices.
+    """
     for topology in (DGX, TOPOLOGIES["star"], TOPOLOGIES["grid"]):
         root, n = topology.devices[-1], len(topology.devices)
         schedule = cr.plan(topology, "broadcast", MIB, algorithm, root=root).schedule
-        got = dict.fromkeys(schedule.devices, 0)
+        received = dict.fromkeys(schedule.devices, 0)  # numbers of chunks
         for _, dst, _ in itertools.chain(*schedule.rounds):
-            got[schedule.devices[dst]] += 1
-        assert got.pop(root) == 0
-        assert set(got.values()) == {len(schedule.chunks)}
-        assert len(got) == n - 1
+            received[schedule.devices[dst]] += 1
+        assert received.pop(root) == 0
+        assert set(received.values()) == {len(schedule.chunks)}
+        assert len(received) == n - 1
 
 
 @pytest.mark.parametrize("collective", COLLECTIVES)
 def test_nodes_that_do_not_take_part_may_be_unreachable(collective):
-    """Devices and switches that do not take part, and that have no links, do not matter."""
+    """Devices and switches without links do not change a plan if they do not take part."""
     mesh = Topology.full_mesh(3, 25, MICRO)
     topology = Topology((*mesh.devices, "cpu:9"), mesh.links, ("lost",))
     part = {"broadcast": {"root": "cpu:0", "destinations": names(3)}, "reduce": {"sources": names(3), "root": "cpu:0"}}
@@ -242,7 +245,7 @@ SLOW = ("gb200-nvl72", "tpu-v4", "hgx-h200", "hgx-b200")
     "name", [pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW)) for name, _ in machine_names()]
 )
 def test_auto_is_the_fastest_on_every_machine(name):
-    """ "auto" is the fastest algorithm, near the latency for 8 bytes, and near the bound for 1 GiB."""
+    """ "auto" is the fastest algorithm. Its time is near the latency for 8 bytes, and near the bound for 1 GiB."""
     topology = Topology.machine(name)
     for nbytes in (KIB, GIB):
         seconds = {algorithm: cr.plan(topology, nbytes=nbytes, algorithm=algorithm).seconds for algorithm in NAMED}
@@ -260,16 +263,16 @@ def test_auto_is_the_fastest_on_every_machine(name):
 
 
 def test_a_plan_prints_its_head_and_its_time():
-    """A plan prints as one line: the schedule's head, its bytes, its microseconds."""
+    """A plan prints as one line: the head of its schedule, its bytes and its time in microseconds."""
     made = cr.plan(TOPOLOGIES["ring"], nbytes=5 * 10**6, algorithm="ring")
     assert str(made) == f"{made.schedule.head}; 5000000 bytes in {made.seconds * 1e6:.1f} us"
-    # two rings of 5 chunks each: 2 (5 - 1) rounds of 1 us and 500 kB over 25 GB/s
+    # Two rings of 5 chunks each have 2 (5 - 1) rounds, each with 1 us and 500 kB over 25 GB/s.
     assert made.seconds == pytest.approx(8 * (1e-6 + 5e5 / 25e9), rel=1e-12)
     assert (made.rate, made.ratio) == (Fraction(125, 4), 1)
 
 
 def test_results_cannot_be_changed():
-    """No part of a plan or a simulation can be assigned; callers cannot change cached results."""
+    """Fields of results cannot be assigned. A caller that changes a returned dictionary does not change the cache."""
     made = cr.plan(DGX, nbytes=MIB)
     done = simulate(made.schedule, DGX, 300)
     done.bytes.clear()  # changes this result, not the cached one
@@ -334,10 +337,10 @@ HALVES = Topology(names(4), [Link(*pair, 1) for half in (names(4)[:2], names(4)[
 
 @pytest.mark.parametrize("collective", COLLECTIVES)
 def test_unreachable_devices_cannot_be_planned(collective):
-    """The error names the collective, a device, those that it cannot reach, and the cut between them."""
-    src, dst, inside = (
-        ("cpu:2", "cpu:0", "cpu:2, cpu:3") if collective == "reduce" else ("cpu:0", "cpu:2, cpu:3", "cpu:0, cpu:1")
-    )
+    """The error names the collective, a device, the devices that it cannot reach, and the cut between them."""
+    src, dst, inside = "cpu:0", "cpu:2, cpu:3", "cpu:0, cpu:1"
+    if collective == "reduce":
+        src, dst, inside = "cpu:2", "cpu:0", "cpu:2, cpu:3"
     root = "cpu:0" if collective in ("reduce", "broadcast") else None
     for algorithm in (*NAMED, "auto"):
         with pytest.raises(PlanError) as caught:

@@ -19,26 +19,22 @@ from crossreduce.planning.optimal.few_step import few_step_forests
 
 @pytest.fixture
 def fresh():
-    """A topology on which nothing has been planned yet."""
+    """A topology on which nothing has been planned yet: its links have a new speed in each test."""
     fresh.speed = getattr(fresh, "speed", 1000) + 1
     return Topology.ring(6, fresh.speed, MICRO)
 
 
 def test_a_repeated_request_is_one_lookup(fresh, monkeypatch):
-    """The same request, in any spelling, gives the same plan, and nothing is planned, verified or simulated again."""
+    """The same request, however it is written, returns the same object without planning or simulating again."""
     made = {name: cr.plan(fresh, "all_reduce", MIB, name) for name in (*NAMED, "auto")}
     before = plans.plan_request.cache_info()
 
     def never(*_):
         pytest.fail("this must be looked up")
 
-    for module, name in (
-        (plans, "fastest_schedule"),
-        (plans, "simulate"),
-        (schedules, "candidates"),
-        (schedules, "fastest_of"),
-    ):
-        monkeypatch.setattr(module, name, never)
+    for module, functions in ((plans, ("fastest_schedule", "simulate")), (schedules, ("candidates", "fastest_of"))):
+        for function in functions:
+            monkeypatch.setattr(module, function, never)
     for name, plan in made.items():
         assert cr.plan(fresh, "all_reduce", MIB, name) is plan
         spelled = [f"/device:CPU:{k}" for k in range(6)]
@@ -49,7 +45,7 @@ def test_a_repeated_request_is_one_lookup(fresh, monkeypatch):
 
 
 def test_another_size_only_needs_another_number_of_pieces(fresh, monkeypatch):
-    """Schedules are planned and verified once for all sizes."""
+    """A plan for another size uses the cached schedules: none is planned or verified again."""
     first = cr.plan(fresh, "all_reduce", MIB)
     monkeypatch.setattr(schedules, "verify", lambda _: pytest.fail("this was verified already"))
     monkeypatch.setattr(schedules, "_schedules", lambda _: pytest.fail("this was planned already"))
@@ -58,38 +54,35 @@ def test_another_size_only_needs_another_number_of_pieces(fresh, monkeypatch):
 
 
 def test_everything_planned_is_verified(fresh, monkeypatch):
-    """Every schedule of a plan was verified."""
+    """The schedule of every plan has been verified."""
     seen = []
     for module in (schedules, few_step_forests):
-        monkeypatch.setattr(
-            module, "verify", lambda schedule: seen.append((schedule.collective, schedule.algorithm, schedule.chunks))
-        )
+        monkeypatch.setattr(module, "verify", lambda s: seen.append((s.collective, s.algorithm, s.chunks)))
     for collective, algorithm in itertools.product(COLLECTIVES, NAMED):
         schedule = cr.plan(fresh, collective, MIB, algorithm).schedule
         assert (collective, algorithm, schedule.chunks) in seen
 
 
 def test_threads_have_equal_plans(fresh):
-    """Threads that plan the same requests at the same time receive the same plans as one thread alone."""
+    """Threads that plan the same requests at the same time, in different orders, receive the plans of one thread."""
     requests = [(c, a, n) for c in COLLECTIVES for a in (*NAMED, "auto") for n in (8, MIB)]
     box = Topology.from_json(DGX.renamed(names(8)).to_json())  # a new topology, without cached routes
     start = threading.Barrier(8)
 
+    def planned(some):
+        return {(c, a, n): [cr.plan(t, c, n, a).schedule.to_json() for t in (fresh, box)] for c, a, n in some}
+
     def work(number):
         start.wait()
-        mine = requests[number * 7 % len(requests) :] + requests[: number * 7 % len(requests)]
-        return {
-            request: [cr.plan(t, request[0], request[2], request[1]).schedule.to_json() for t in (fresh, box)]
-            for request in mine
-        }
+        first = number * 7 % len(requests)
+        return planned(requests[first:] + requests[:first])
 
     with ThreadPoolExecutor(8) as pool:
         results = list(pool.map(work, range(8)))
     assert all(result == results[0] for result in results)
     for cache in (plans.plan_request, schedules.fastest_schedule, schedules.candidates, few_step_forests._forest):
         cache.cache_clear()
-    alone = {r: [cr.plan(t, r[0], r[2], r[1]).schedule.to_json() for t in (fresh, box)] for r in requests}
-    assert results[0] == alone
+    assert results[0] == planned(requests)
 
 
 REQUESTS = """
@@ -121,16 +114,12 @@ show(box.without_link("cuda:0", "cuda:2").links)
 
 def test_every_process_has_equal_plans():
     """Schedules, certificates and plans of groups are byte-identical in other processes, with any hash seed."""
+    command = [sys.executable, "-c", REQUESTS]
     running = [
-        subprocess.Popen(
-            [sys.executable, "-c", REQUESTS],
-            env={**os.environ, "PYTHONHASHSEED": seed},
-            stdout=subprocess.PIPE,
-            text=True,
-        )
+        subprocess.Popen(command, env={**os.environ, "PYTHONHASHSEED": seed}, stdout=subprocess.PIPE, text=True)
         for seed in ("0", "4242")
     ]
     first, second = (process.communicate()[0].splitlines() for process in running)
     assert all(process.returncode == 0 for process in running)
     assert first == second
-    assert len({*first}) > 60
+    assert len({*first}) > 60  # the requests have different results

@@ -21,7 +21,7 @@ from crossreduce.schedule import live_rounds
 
 
 def counts(schedule, size, dtype="float32"):
-    """Run a sum of ``size`` elements per device on the null framework, and return its counts."""
+    """Return the counts of the null framework after a sum of ``size`` elements per device."""
     null = NullFramework()
     flats = [null.zeros((size,), dtype, schedule.devices[source]) for source in schedule.chunks[0].sources]
     run_on(null, schedule, "sum", flats, size, dtype)
@@ -29,7 +29,7 @@ def counts(schedule, size, dtype="float32"):
 
 
 def test_every_planner_is_in_the_tables():
-    """The tables of these tests and ``NAMES`` have the registry's names, in its order."""
+    """The tables of these tests, ``PLANNERS`` and ``NAMES`` have the names of the registry, in its order."""
     assert tuple(PLANNERS) == ALGORITHMS
     assert tuple(REGISTRY) == NAMED
     assert (*NAMED, "nccl", "auto") == NAMES == options.ALGORITHMS
@@ -40,7 +40,7 @@ def test_every_planner_is_in_the_tables():
 @examples(60)
 @given(ask=requests(most_packs=5))
 def test_every_request_gives_a_right_schedule(algorithm, ask):
-    """For any request the schedule is right and cached, and all destinations receive the same bits."""
+    """For any request the schedule is correct and cached, and all destinations receive the same bits."""
     schedule = plan(algorithm, ask)
     assert schedule == plan(algorithm, ask)
     request = (algorithm, ask.sources, ask.destinations, ask.packs, ask.first)
@@ -66,26 +66,27 @@ def test_every_request_gives_a_right_schedule(algorithm, ask):
 @pytest.mark.parametrize("algorithm", ["one_device", "hierarchical_copy"])
 @pytest.mark.parametrize("n", range(2, 10))
 def test_roots_rotate(algorithm, n):
-    """Over n packs each device is the root once; ``first`` is the first root."""
+    """The root of pack p is device first + p (mod n), so over n packs each device is the root once."""
     for first in (0, 1, n + 2):
         schedule = PLANNERS[algorithm](names(n), packs=n, first=first)
         roots = []
         for chunk in range(n):
-            copied = {
-                step.dst for steps in schedule.rounds for step in steps if step.chunk == chunk and len(step.srcs) == 1
-            }
-            roots += set(range(n)) - copied
+            of_chunk = [step for steps in schedule.rounds for step in steps if step.chunk == chunk]
+            roots += set(range(n)) - {step.dst for step in of_chunk if len(step.srcs) == 1}  # only the root gets none
         assert roots == [(first + pack) % n for pack in range(n)]
 
 
 def power(n):
-    """Return the greatest power of two that is at most n, and its logarithm."""
+    """Return the greatest power of two that is at most n, and its logarithm to base 2."""
     return 1 << (n.bit_length() - 1), n.bit_length() - 1
 
 
 def doubling_bytes(n, nbytes, halving):
-    """Return the bytes of each pair in halving_doubling or recursive_doubling: pairs at the distances 1, 2, 4, ...
-    exchange the halves of halves or everything; devices beyond a power of two exchange their buffers with a partner."""
+    """Return the bytes by (src, dst) in halving_doubling, or recursive_doubling if not ``halving``.
+
+    Devices at the distances 1, 2, 4, ... exchange parts that halve each time, or the complete buffer. Devices beyond a
+    power of two exchange their buffers with a partner.
+    """
     width, log = power(n)
     sent = {(i, i ^ 1 << level): nbytes * (1 << level) * 2 // width if halving else nbytes
             for i in range(width) for level in range(log)}  # fmt: skip
@@ -94,10 +95,11 @@ def doubling_bytes(n, nbytes, halving):
 
 
 def star_bytes(n, nbytes):
+    """Return the bytes by (src, dst) if all devices exchange their buffers with device 0."""
     return {pair[::way]: nbytes for k in range(1, n) for pair in [(0, k)] for way in (1, -1)}
 
 
-# Of an algorithm on n devices: its rounds, its bytes per pair of devices, and its additions per element. Sizes are
+# By algorithm, functions of the number of devices: rounds, bytes by (src, dst), and additions per element. Sizes are
 # multiples of 12 n and of powers of two up to n.
 COSTS = {
     "ring": (
@@ -131,7 +133,7 @@ COSTS = {
 
 @pytest.mark.parametrize("algorithm", COSTS)
 def test_costs(algorithm):
-    """On 2 to 17 devices an algorithm takes its published rounds, bytes over each pair of devices, and additions."""
+    """On 2 to 17 devices an algorithm has the published numbers of rounds, bytes per pair of devices and additions."""
     rounds_of, bytes_of, additions_of = COSTS[algorithm]
     for n in range(2, 18):
         schedule = PLANNERS[algorithm](names(n))
@@ -143,11 +145,10 @@ def test_costs(algorithm):
 
 
 def expressions(schedule):
-    """Return for each chunk and device a number of its expression: equal values in one order have one number."""
+    """Return, by chunk and device, a number for the value. Sums of the same operands in the same order are equal."""
     numbers = {}
-    cells = {
-        (c, s): numbers.setdefault((c, s), len(numbers)) for c, ch in enumerate(schedule.chunks) for s in ch.sources
-    }
+    inputs = [(c, source) for c, chunk in enumerate(schedule.chunks) for source in chunk.sources]
+    cells = {key: numbers.setdefault(key, len(numbers)) for key in inputs}
     for steps in schedule.rounds:
         made = {}
         for chunk, dst, srcs in steps:
@@ -159,7 +160,7 @@ def expressions(schedule):
 
 @given(requests(most_packs=3), st.data())
 def test_direct_with_owners(ask, data):
-    """Of n owners, number (first + p + s) mod n reduces share s of pack p and sends it to the destinations."""
+    """With n owners, owner (first + p + s) mod n reduces share s of pack p and sends it to the destinations."""
     owners = data.draw(st.lists(st.sampled_from(ask.devices), min_size=1, unique=True))
     schedule = direct(
         ask.devices, ask.sources, ask.destinations, packs=ask.packs, first=ask.first, owners=[d.upper() for d in owners]
@@ -199,14 +200,14 @@ BAD = [
 
 @pytest.mark.parametrize(("changes", "error", "text"), BAD)
 def test_bad_requests_are_refused(changes, error, text):
-    """An impossible request raises an error that states the problem."""
+    """An invalid request raises an error that states the problem."""
     for planner in PLANNERS.values():
         with pytest.raises(error, match=text):
             planner(**({"devices": names(3)} | changes))
 
 
 def test_bad_roots_and_groups_are_refused():
-    """A root or an owner that is not a device, and groups that miss a device or name one twice, are PlanErrors."""
+    """A root or owner that is not a device, and groups that lack a device or list one twice, raise a PlanError."""
     with pytest.raises(PlanError, match=r"the root must be among the devices[\s\S]*cpu:9"):
         one_device(names(3), root="cpu:9")
     with pytest.raises(PlanError, match=r"the owners must be among the devices[\s\S]*cpu:7"):
@@ -221,7 +222,7 @@ def test_bad_roots_and_groups_are_refused():
 
 
 def test_a_given_root_reduces():
-    """A request's root is that of each algorithm that has one; without a topology it must take part."""
+    """An algorithm with roots reduces on the root of the request, which must take part if there is no topology."""
     members = names(4)
     for name in ("one_device", "hierarchical_copy"):
         schedule = schedule_for(Request("all_reduce", members, members, name, root=members[3], packs=2))

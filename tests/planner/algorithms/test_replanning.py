@@ -21,7 +21,7 @@ LINE = Topology.mesh(1, 3)
 
 
 def with_speed(topology, src, dst, factor):
-    """Return a topology with another bandwidth of the links between two nodes."""
+    """Return a topology in which the bandwidth of the links between two nodes is multiplied by a factor."""
     ends = {topology.node(src), topology.node(dst)}
     links = [
         link._replace(bandwidth=link.bandwidth * Fraction(factor)) if {link.src, link.dst} == ends else link
@@ -36,23 +36,23 @@ def never(*_):
 
 def test_a_plan_that_uses_nothing_worse_is_kept(monkeypatch):
     """If a link is lost that the schedule does not use, the schedule is kept, and nothing is planned or searched."""
-    ring = cr.plan(DGX, nbytes=MIB, algorithm="hierarchical_copy")
-    used = {frozenset(pair) for pair in traffic(ring.schedule, DGX).links}
+    plan = cr.plan(DGX, nbytes=MIB, algorithm="hierarchical_copy")
+    used = {frozenset(pair) for pair in traffic(plan.schedule, DGX).links}
     unused = next(link for link in DGX.links if {link.src, link.dst} not in used)
     monkeypatch.setattr(plans, "fastest_schedule", never)
     monkeypatch.setattr(schedules, "candidates", never)
-    kept = ring.replanned(DGX.without_link(unused.src, unused.dst))
-    assert kept.schedule is ring.schedule
-    assert kept.seconds == ring.seconds
+    kept = plan.replanned(DGX.without_link(unused.src, unused.dst))
+    assert kept.schedule is plan.schedule
+    assert kept.seconds == plan.seconds
     assert kept.topology == DGX.without_link(unused.src, unused.dst)
     assert kept.change == f"kept, although {unused.src}-{unused.dst} is lost"
-    same = ring.replanned(DGX)
-    assert same == ring
+    same = plan.replanned(DGX)
+    assert same == plan
     assert same.change == "kept: nothing changed"
 
 
 def test_a_plan_that_uses_something_worse_is_made_again():
-    """A lost or slower link is not used as before; explain tells why."""
+    """If a link or device of the schedule is lost or slower, the request is planned again, and explain states why."""
     plan = cr.plan(DGX, nbytes=256 * MIB)
     for now, what in (
         (DGX.without_link(0, 3), "cuda:0-cuda:3 is lost"),
@@ -71,7 +71,7 @@ def test_a_plan_that_uses_something_worse_is_made_again():
 
 
 def test_a_plan_is_not_kept_if_another_one_may_be_faster():
-    """A schedule whose links are unchanged is kept beside faster links only if it still reaches the bound."""
+    """If a link becomes faster, a schedule is only kept if it still reaches the bound."""
     slow = with_speed(MESH, 0, 3, "1/10")
     before = cr.plan(slow, nbytes=1 << 30)
     again = before.replanned(MESH)
@@ -80,14 +80,14 @@ def test_a_plan_is_not_kept_if_another_one_may_be_faster():
     assert again.seconds < before.seconds / 1.15
     ends = [("cpu:0", "cpu:1", 1), ("cpu:1", "cpu:0", 1), ("cpu:1", "cpu:2", 9), ("cpu:2", "cpu:1", 9)]
     line = Topology(["cpu:0", "cpu:1", "cpu:2"], ends)
-    limited = cr.plan(line, nbytes=MIB)  # by the first link
+    limited = cr.plan(line, nbytes=MIB)  # the first link limits its rate
     kept = limited.replanned(with_speed(line, 1, 2, 2))
     assert kept.change == "kept, although cpu:1-cpu:2 is faster"
     assert kept.ratio == 1
 
 
 def test_devices_that_join_take_part():
-    """New devices take part if all devices did; in a plan for some of them they do not."""
+    """New devices take part if all devices took part before, and otherwise do not."""
     three = MESH.without_node(3)
     assert cr.plan(three).replanned(MESH).request.sources == MESH.devices
     assert cr.plan(three).replanned(MESH).change.endswith("since cpu:3 is new")
@@ -98,8 +98,10 @@ def test_devices_that_join_take_part():
 
 
 def test_only_what_is_left_takes_part():
-    """Lost devices are neither sources nor destinations; a lost switch takes its links with it; limits that links share
-    lose the missing links."""
+    """Lost devices are neither sources nor destinations. The links of a lost switch are lost, too.
+
+    Limits that links share apply to the remaining links.
+    """
     two = Topology.machine("ndv2", hosts=2)
     left = two.without_node("host0/nic0")
     assert left.links == tuple(link for link in two.links if "host0/nic0" not in (link.src, link.dst))
@@ -129,13 +131,13 @@ def test_only_what_is_left_takes_part():
     ],
 )
 def test_what_cannot_be_planned_again_raises(make, kind, text):
-    """A lost root, no device that is left, a missing route or an unknown node raise an error that states it."""
+    """Replanning raises an error if the root is lost, no device is left, a route is missing or a node is unknown."""
     with pytest.raises(kind, match=text):
         make()
 
 
 def test_a_long_list_of_changes_is_shortened():
-    """At most three changes of a kind are named, once for both directions."""
+    """At most three changes of a kind are named. A change in both directions of a link is named once."""
     assert changes(DGX, DGX.without_node(7).without_node(6)) == "cuda:6, cuda:7 are lost"
     half = Topology(DGX.devices, [link._replace(bandwidth=link.bandwidth / 2) for link in DGX.links])
     assert changes(DGX, half) == "cuda:0-cuda:1, cuda:0-cuda:2, cuda:1-cuda:2 and 13 others are slower"
@@ -143,7 +145,7 @@ def test_a_long_list_of_changes_is_shortened():
 
 @st.composite
 def changed(draw):
-    """Draw a topology and a changed one with the same devices."""
+    """Draw two topologies with the same devices and different links."""
     n = draw(st.integers(2, 5))
     speeds = st.sampled_from([1, 2, 3, 10])
     rows = [[0 if a == b else draw(speeds) for b in range(n)] for a in range(n)]
@@ -156,9 +158,9 @@ def changed(draw):
 @examples(40)
 @given(changed(), st.sampled_from(COLLECTIVES), st.sampled_from((*NAMED, "auto")), st.sampled_from((8, 64 * MIB)))
 def test_a_plan_that_was_made_again_is_right(pair, collective, algorithm, nbytes):
-    """On any change, the new plan is verified, runs on the new topology, and no bound that is found quickly is too low.
+    """After any change of links, the new plan is verified, and has the simulated time on the new topology.
 
-    If the old schedule is kept, it takes no longer than before. ``plan`` is at most 3 % faster.
+    If the old schedule is kept, it takes no longer than before. The bound of ``quick_bound`` is not too low.
     """
     old, new = pair
     root = "cpu:0" if collective in ("broadcast", "reduce") else None

@@ -1,5 +1,4 @@
-"""Rings on a topology: each visits every device over existing links, the links have bandwidth for all rings together,
-and the schedule sends its data along them."""
+"""Rings on a topology: each visits every device over existing links, and the links fit all rings together."""
 
 import itertools
 from collections import Counter
@@ -25,11 +24,12 @@ def rings(topology, sources, destinations=None, packs=1, first=0):
 
 
 def hops(order):
+    """Return the pairs of neighbours in a ring."""
     return list(zip(order, (*order[1:], order[0]), strict=True))
 
 
 def is_ring(topology, order):
-    """Return whether the route of each hop exists and passes no other device of the order."""
+    """Return whether each hop of an order of devices has a route that passes no other device of the order."""
     routes = [topology.route(a, b) for a, b in hops(order)]
     return len(order) > 1 and all(route and not set(route[1:-1]) & set(order) for route in routes)
 
@@ -40,7 +40,10 @@ def used(topology, found):
 
 
 def check(topology, found, members):
-    """Check that orders list each member once, are rings, and fit the links together; else the order is as given."""
+    """Check that the orders list each member once, are rings, and together fit the links.
+
+    If the first order is not a ring, it must be the only one, with the members as they were given.
+    """
     assert found
     assert all(sorted(order) == sorted(members) for order in found)
     if not is_ring(topology, found[0]):
@@ -52,14 +55,14 @@ def check(topology, found, members):
     inside = set(members)
     free = [route for route in routes if route and not inside & {*route[1:-1]}]
     pairs = {pair for route in free for pair in itertools.pairwise(route)}
-    unit = min(width[pair] for pair in pairs)
+    unit = min(width[pair] for pair in pairs)  # the bandwidth of a ring
     assert all(times * unit <= width[pair] for pair, times in used(topology, found).items())
 
 
 @examples(150)
 @given(st.data(), st.integers(1, 6), st.booleans())
 def test_rings_are_found_if_there_are_any(data, n, both_ways):
-    """ring_orders returns rings that fit on the links together, or, if no ring fits, the devices in their order."""
+    """``ring_orders`` returns rings that together fit the links, or, if no ring fits, the devices in their order."""
     topology = data.draw(wired(names(n), both_ways=both_ways))
     members = tuple(data.draw(st.lists(st.sampled_from(topology.devices), min_size=1, unique=True)))
     found = ring_orders(topology, members)
@@ -78,14 +81,14 @@ def test_rings_are_found_if_there_are_any(data, n, both_ways):
 
 @pytest.mark.parametrize("name", [name for name, _ in machine_names()])
 def test_rings_of_the_machines(name):
-    """Every machine has a ring, and the rings that are found fit on the links together."""
+    """Every machine has a ring, and the rings that are found together fit the links."""
     topology = Topology.machine(name)
     found = ring_orders(topology, topology.devices)
     assert is_ring(topology, found[0])
     check(topology, found, topology.devices)
 
 
-COUNTS = [
+COUNTS = [  # (topology, number of rings)
     (Topology.ring(5), 2),  # one in each direction
     (Topology.ring(2), 1),
     (Topology.full_mesh(5), 4),  # the rings use all 20 links
@@ -100,14 +103,14 @@ COUNTS = [
 
 @pytest.mark.parametrize(("topology", "count"), COUNTS, ids=[repr(topology)[:50] for topology, _ in COUNTS])
 def test_the_number_of_rings(topology, count):
-    """All rings that fit together are found, on topologies for which their number is known."""
+    """On topologies whose number of rings is known, all rings that fit together are found."""
     found = ring_orders(topology, topology.devices)
     assert len(found) == count
     assert is_ring(topology, found[0])
 
 
 def test_wide_links_are_taken_first():
-    """The first ring uses no narrow link if the wide ones make a ring."""
+    """If the widest links make a ring, it is the first ring."""
     wide = [Link(f"cpu:{k}", f"cpu:{(k + 2) % 5}", 10) for k in range(5)]
     narrow = [Link(f"cpu:{k}", f"cpu:{(k + 1) % 5}", 3) for k in range(5)]
     first = ring_orders(Topology(names(5), wide + narrow), names(5))[0]
@@ -116,7 +119,7 @@ def test_wide_links_are_taken_first():
 
 @pytest.mark.parametrize("topology", [Topology.mesh(1, 4), Topology.mesh(3, 3), Topology.star(["cpu:7"])], ids=repr)
 def test_topologies_without_a_ring(topology):
-    """A line, a grid of 3 x 3 and a single device have no ring: the order is that of the devices."""
+    """A line, a grid of 3 x 3 and a single device have no ring: the devices are taken in their order."""
     assert ring_orders(topology, topology.devices) == (topology.devices,)
     schedule = rings(topology, topology.devices)
     verify(schedule)
@@ -124,13 +127,10 @@ def test_topologies_without_a_ring(topology):
     simulate(schedule, topology, 1000)  # every hop has a route
 
 
-# The schedule.
-
-
 @examples(80)
 @given(st.data(), st.integers(1, 6), st.integers(1, 3), st.integers(0, 9))
 def test_the_schedule_of_rings(data, n, packs, first):
-    """Each ring has an equal share, in chunks that devices send only to the next one; the result is right."""
+    """All rings have equal shares, each device sends only to the next one of the ring, and the sums are correct."""
     topology = data.draw(wired(names(n)))
     some = st.lists(st.sampled_from(topology.devices), min_size=1, unique=True).map(tuple) | st.just(topology.devices)
     sources, destinations = data.draw(some), data.draw(some)
@@ -140,7 +140,7 @@ def test_the_schedule_of_rings(data, n, packs, first):
     assert oracle.right(schedule)
     assert schedule.devices == members
     found = ring_orders(topology, members)
-    each = packs * len(members)
+    each = packs * len(members)  # the chunks of a ring
     assert [chunk.share for chunk in schedule.chunks] == [Fraction(1, len(found) * each)] * (len(found) * each)
     for steps in schedule.rounds:
         for chunk, dst, srcs in steps:

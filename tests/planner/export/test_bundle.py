@@ -1,8 +1,7 @@
-"""Bundles: files of a collective for all sizes, their ranges, their proof, and requests that are refused."""
+"""Bundles: the files of a collective for all sizes, the ranges of sizes, their proof, and invalid requests."""
 
 import json
 import math
-from contextlib import nullcontext
 from itertools import pairwise
 
 import pytest
@@ -33,8 +32,8 @@ def small():
 
 
 def test_each_size_has_one_file(small):
-    """The ranges of a format begin at 0, have no end, and each begins one byte after the one before it ends; each file
-    has the sizes of its range. MSCCL's files write 0 for no limit, MSCCL++'s the greatest number."""
+    """The ranges of a format cover all sizes from 0 on without gaps. Each file stores the limits of its range. For no
+    limit, MSCCL's files have 0, and MSCCL++'s files the greatest number."""
     entries = json.loads(small.files["ranks.json"])["files"]
     assert small.files.keys() == {"README.md", "ranks.json", *(entry["file"] for entry in entries)}
     for name, windows in small.windows.items():
@@ -56,7 +55,8 @@ def test_each_size_has_one_file(small):
     [("ncv4", "all_reduce", None), pytest.param("dgx-1v", "broadcast", "cuda:7", marks=pytest.mark.slow)],
 )
 def test_the_plan_of_each_range_is_fast_at_all_its_sizes(monkeypatch, machine, collective, root):
-    """At each power of two in its range, a plan takes at most 2 % longer than the best plan, both without queues."""
+    """At each power of two in its range, a plan takes at most 2 % longer than the best plan for this size. The costs of
+    operation queues are left out."""
     monkeypatch.setattr(bundles, "SIZES", SIZES)
     topology = cr.Topology.machine(machine)
     made = bundle(topology, collective, root, formats=["msccl"])
@@ -72,7 +72,8 @@ def test_the_plan_of_each_range_is_fast_at_all_its_sizes(monkeypatch, machine, c
 
 
 def test_ranks_are_in_the_order_of_the_topology():
-    """Rank k is the k-th device, whatever the root is; the README and ranks.json have the map and the root."""
+    """Rank k is the k-th device of the topology, also if another one is the root. The README and ranks.json list the
+    devices of the ranks, and the root."""
     made = bundle(NCV4, "broadcast", "cuda:2", formats=["msccl"], machine="my machine")
     about = json.loads(made.files["ranks.json"])
     assert (about["machine"], about["root"]) == ("my machine", "cuda:2")
@@ -90,8 +91,8 @@ def test_a_request_without_any_file_is_refused():
 
 
 def test_the_command_line(small, printed, crossreduce, tmp_path):
-    """``bundle`` writes the same files each time into a new folder, and never adds to a folder with files. ``verify``
-    proves the files, also if an editor has added a byte order mark to them."""
+    """``bundle`` writes the files of the function ``bundle`` into a new folder, and refuses a folder with files.
+    ``verify`` proves the files, also if an editor has added a byte order mark to them."""
     folder = tmp_path / "made"
     text = printed("bundle", "ncv4", folder)
     assert f"all_reduce on ncv4: {len(list(folder.glob('*/*')))} files in {folder}" in text
@@ -108,7 +109,7 @@ def test_the_command_line(small, printed, crossreduce, tmp_path):
 
 
 def test_one_format_in_a_folder_that_exists(printed, tmp_path, monkeypatch):
-    """``--format`` chooses one format, ``--json`` prints the list of ``ranks.json``; an empty folder is used."""
+    """``--format`` chooses one format, and ``--json`` prints the list of ``ranks.json``. An empty folder may exist."""
     folder = tmp_path / "here"
     folder.mkdir()
     monkeypatch.chdir(folder)
@@ -139,12 +140,12 @@ def test_wrong_options_and_folders(crossreduce, tmp_path, path, options, text):
 
 
 def edit(path, change):
-    """Return a function that replaces the text of a file by what ``change`` returns."""
+    """Return a function of a folder that replaces the text of a file in it by ``change(text)``."""
     return lambda folder: (folder / path).write_text(change((folder / path).read_text()))
 
 
 def listed(change):
-    """Return a function that changes the content of ranks.json."""
+    """Return a function of a folder that lets ``change`` modify the content of ranks.json."""
 
     def changed(text):
         about = json.loads(text)
@@ -155,11 +156,12 @@ def listed(change):
 
 
 def entry(**changes):
-    """Return a function that changes the first entry of ranks.json."""
+    """Return a function of a folder that changes the first file's entry in ranks.json."""
     return listed(lambda about: about["files"][0].update(changes))
 
 
 XML, JSON = "msccl/all_reduce_0.xml", "mscclpp/all_reduce_0.json"
+# (damage, exit code of verify, words of the error): 1 for files that are wrong, 2 for a folder that is not a bundle.
 DAMAGE = [
     (edit(XML, lambda text: text.replace('minBytes="0"', 'minBytes="8"')), 1, "its least_bytes is 8, unlike in ranks"),
     (edit(XML, lambda text: text.replace('type="rrc"', 'type="r"', 1)), 1, "all_reduce_0.xml is wrong"),
@@ -178,7 +180,7 @@ DAMAGE = [
 
 @pytest.mark.parametrize(("damage", "code", "text"), DAMAGE)
 def test_damaged_bundles_are_refused(small, crossreduce, tmp_path, damage, code, text):
-    """``verify`` finds wrong files, ranges that differ from the list or overlap, and files that do not belong."""
+    """``verify`` finds wrong files, ranges that overlap or differ from the list, and files that the list lacks."""
     for path, content in small.files.items():
         (tmp_path / path).parent.mkdir(exist_ok=True)
         (tmp_path / path).write_text(content)
@@ -188,7 +190,7 @@ def test_damaged_bundles_are_refused(small, crossreduce, tmp_path, damage, code,
 
 
 def test_hosts(monkeypatch):
-    """Files for several hosts are proved, in MSCCL++ with port channels."""
+    """The MSCCL++ files of a bundle for two hosts, which use port channels, are right."""
     monkeypatch.setattr(bundles, "SIZES", SIZES[::20])
     made = bundle(cr.Topology.machine("ncv4", 2), formats=["mscclpp"])
     for path, text in made.files.items():
@@ -197,9 +199,12 @@ def test_hosts(monkeypatch):
 
 
 def test_each_file_fits_messages_of_its_range(small):
-    """A file that no message of its range fits, since all are shorter than the file's chunks, is not written."""
+    """A file is not written if all messages of its range are shorter than the number of bytes that the file needs."""
     window = small.windows["mscclpp"][0]
-    for most, refused in ((8, True), (1 << 20, False)):
-        narrow = window._replace(least_bytes=0, most_bytes=most)
-        with pytest.raises(cr.PlanError, match="none of them in its range") if refused else nullcontext():
-            bundles._text("mscclpp", narrow, 0, window.plan)
+
+    def write(most_bytes):
+        bundles._text("mscclpp", window._replace(least_bytes=0, most_bytes=most_bytes), 0, window.plan)
+
+    write(1 << 20)
+    with pytest.raises(cr.PlanError, match="none of them in its range"):
+        write(8)

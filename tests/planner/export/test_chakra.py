@@ -30,8 +30,8 @@ ALGORITHMS = ("auto", "ring", "direct", "forest")
 
 
 def test_a_file_has_the_fields_that_feeders_read():
-    """A file is GlobalMetadata, then Nodes, with the numbers and types of fields that ASTRA-sim's feeders read: those
-    of Chakra's et_def.proto. A rank receives, adds and sends the result."""
+    """The fields of a file have the numbers and types that ASTRA-sim's feeders read, those of Chakra's et_def.proto. In
+    an all-reduce on one device, the rank of this device receives, adds and sends the result."""
     pair = cr.Topology.ring(2, 25, LATENCY_S)
     files = to_chakra(one_device(pair.devices), pair, 1000)
     assert list(files) == ["all_reduce_one_device.0.et", "all_reduce_one_device.1.et"]
@@ -51,8 +51,8 @@ def test_a_file_has_the_fields_that_feeders_read():
 
 
 def test_decoding():
-    """``decode`` returns the nodes and texts that ``encode`` wrote. Traces of other tools may have other integer types;
-    control dependencies count like data dependencies. Bytes that are not a complete trace raise an ArgumentError."""
+    """``decode`` returns the nodes and texts that ``encode`` wrote. It reads other integer types, and control
+    dependencies, in traces of other tools. Bytes that are not a complete trace raise an ArgumentError."""
     nodes = [
         TraceNode(0, RECEIVE, "in", (), 3, 1, 1 << 40, 7),
         TraceNode(1, COMP, "add", (0,), duration_micros=5),
@@ -71,7 +71,7 @@ def test_decoding():
 
 
 def test_without_protobuf(crossreduce, tmp_path, monkeypatch):
-    """Without protobuf, an export raises a BackendError that names the extra; the command creates no folder."""
+    """Without protobuf, an export raises a BackendError that names the extra, and the command creates no folder."""
     monkeypatch.setitem(sys.modules, "google.protobuf", None)
     chakra_format._classes.cache_clear()
     pair = cr.Topology.ring(2)
@@ -88,8 +88,8 @@ def test_without_protobuf(crossreduce, tmp_path, monkeypatch):
     exports.synchronous(), st.sampled_from([1, 2, 3]), st.integers(0, 40), st.sampled_from(sorted(SHAPES)), st.data()
 )
 def test_traces_move_each_transfer_once_and_compute_the_collective(schedule, pieces, nbytes, shape, data):
-    """For any schedule, pieces, size and topology: each transfer is sent once per piece, and any order of nodes that
-    the dependencies allow computes the collective."""
+    """A trace sends each transfer once per piece. Any order of nodes that the dependencies allow computes the
+    collective. The replay on links comes to its end."""
     schedule = schedule.cut_into(pieces)
     topology = SHAPES[shape](schedule.devices, 25, LATENCY_S)
     rng = random.Random(data.draw(st.integers(0, 2**32)))
@@ -100,7 +100,7 @@ def test_traces_move_each_transfer_once_and_compute_the_collective(schedule, pie
 
 
 def test_routes_of_a_schedule_are_stored():
-    """A send node names its route if, and only if, it is not the topology's own, and the replay takes it."""
+    """A send node stores its route if this is not the topology's own route. The replay then uses the stored route."""
     topology = cr.Topology(
         ["cpu:0", "cpu:1"],
         [("cpu:0", node, 25, 1e-6) for node in "ab"] + [(node, "cpu:1", 25, 1e-6) for node in "ab"],
@@ -108,12 +108,12 @@ def test_routes_of_a_schedule_are_stored():
     )
     assert topology.route("cpu:0", "cpu:1")[1] == "a"
     chunk = cr.Chunk(1, (0,), (1,))
-    for node, stored in (("a", None), ("b", ("b",))):
-        route = ((0, 0, 1, (node,)),)
+    for switch, stored in (("a", None), ("b", ("b",))):
+        route = ((0, 0, 1, (switch,)),)
         schedule = cr.Schedule("broadcast", "custom", ("cpu:0", "cpu:1"), (chunk,), ((cr.Step(0, 1, (0,)),),), 1, route)
         files = to_chakra(schedule, topology, 1000)
-        sends = [one for one in chakra_format.decode(files["broadcast_custom.0.et"]).nodes if one.kind == SEND]
-        assert {one.through for one in sends} == {stored}
+        sends = [node for node in chakra_format.decode(files["broadcast_custom.0.et"]).nodes if node.kind == SEND]
+        assert {send.through for send in sends} == {stored}
     for slow, gb_per_s in (("a", 25), ("b", 1)):  # now ``files`` go through b
         links = [link._replace(bandwidth=1) if slow in link[:2] else link for link in topology.links]
         seconds = replay(files.values(), cr.Topology(topology.devices, links, ["a", "b"]))
@@ -121,8 +121,8 @@ def test_routes_of_a_schedule_are_stored():
 
 
 def test_special_schedules():
-    """A trace without messages has one computation, since ASTRA-sim rejects traces without nodes; it takes no time. A
-    plan in which a switch combines raises a PlanError, since a rank of a trace is a device."""
+    """A trace without messages has one computation that takes no time, since ASTRA-sim rejects traces without nodes. A
+    plan in which a switch combines raises a PlanError, since only devices can be ranks of a trace."""
     four = cr.Topology.ring(4)
     files = to_chakra(ring(four.devices), four, 0)
     for data in files.values():
@@ -139,7 +139,8 @@ def test_special_schedules():
     [(100_000, (51, 16)), (7000, (26, 16)), (1000, (4, 16)), (120, (1, 4)), (30, (1, 1)), (1, (1, 1))],
 )
 def test_the_number_of_nodes_is_limited(monkeypatch, limit, parts):
-    """Fewer pieces, and then fewer packets, keep the nodes below the limit where that is possible."""
+    """Fewer pieces, and then fewer packets, keep the number of nodes below the limit, but 28 nodes are always needed.
+    ``parts`` is (pieces per chunk, packets per piece)."""
     star = cr.Topology.star(8, 450, LATENCY_S)
     plan = cr.plan(star, "reduce", "256M", "forest")
     monkeypatch.setattr(writer, "MOST_NODES", limit)
@@ -162,7 +163,8 @@ def test_the_number_of_nodes_is_limited(monkeypatch, limit, parts):
     ],
 )
 def test_the_trace_of_a_rank_is_that_of_all_ranks(collective, algorithm, is_generated):
-    """The trace of a rank alone is the file of this rank among all, and among those of the schedule with all steps."""
+    """The trace of one rank alone equals its file among those of all ranks. A generated schedule has the same traces as
+    the schedule with all steps."""
     hosts = cr.Topology.machine("hgx-h100", hosts=5)
     plan = cr.plan(hosts, collective, 40_000_003, algorithm, operation_s=0)
     assert isinstance(plan.schedule, GeneratedSchedule) == is_generated
@@ -175,7 +177,7 @@ def test_the_trace_of_a_rank_is_that_of_all_ranks(collective, algorithm, is_gene
 
 
 def test_the_trace_of_a_rank_lists_no_other_steps():
-    """For one of 128 ranks no chunks, rounds or routes but those of the base are made."""
+    """The trace of one of 128 ranks is made without listing the chunks, rounds and routes of the generated schedule."""
     hosts = cr.Topology.machine("hgx-h100", hosts=16)
     plan = cr.plan(hosts, nbytes="1G", algorithm="forest")
     (data,) = to_chakra(plan.schedule, hosts, plan.nbytes, rank=100).values()
@@ -193,11 +195,10 @@ def test_there_must_be_such_a_rank():
 
 
 def test_closed_forms(monkeypatch):
-    """A ring in one piece takes 2(n - 1) times a latency and the time of 1/n of the buffer.
+    """A ring in one piece takes 2(n - 1) (latency + time of 1/n of the buffer on a link).
 
-    A direct all-gather of whole messages through a switch keeps all links busy, since ranks send to different ranks
-    first: the n - 1 messages of a rank follow each other on its link and, one message later, on those to the other
-    ranks."""
+    A direct all-gather through a switch, without packets, takes two latencies and the time of the buffer on a link: the
+    n - 1 messages of a rank follow each other on its link, and the last one is then forwarded by the switch."""
     for n in (2, 3, 8):
         topology = cr.Topology.ring(n, 25, LATENCY_S)
         files = to_chakra(ring(topology.devices), topology, n * 1_000_000)
@@ -212,7 +213,7 @@ def test_closed_forms(monkeypatch):
 
 
 # Two plans take longer. A broadcast by "direct" on a ring sends pieces through other devices, and the links idle
-# while the last packets of a tick are forwarded. One by "ring" through a switch has more pieces than ``MOST_NODES``.
+# while the last packets of a tick are forwarded. One by "ring" through a switch needs more nodes than ``MOST_NODES``.
 DIFFERENT = {("ring", "broadcast", "direct"), ("star", "broadcast", "ring")}
 NETWORKS = (("ring", 64, 256), ("ring", 450, 1024), ("mesh", 450, 256), ("star", 450, 256))
 DEFAULT = set(pairs(NETWORKS, exports.KINDS, ALGORITHMS))
@@ -225,8 +226,8 @@ CASES = [
 
 @pytest.mark.parametrize(("network", "collective", "algorithm"), CASES)
 def test_plans_take_as_long_on_fifo_links(network, collective, algorithm):
-    """On eight devices in a ring, a full mesh and around a switch, large plans take on FIFO links the time that is
-    predicted, within 2 %."""
+    """The replay of a large plan on FIFO links takes the predicted time within 2 %, for eight devices in a ring, in a
+    full mesh, and around a switch."""
     shape, gb_per_s, mib = network
     topology = SHAPES[shape](8, gb_per_s, LATENCY_S)
     plan = cr.plan(topology, collective, mib << 20, algorithm)
@@ -258,7 +259,7 @@ def test_the_command_writes_a_folder(printed, tmp_path):
 
 
 def test_the_command_writes_the_trace_of_one_rank(printed, tmp_path):
-    """With ``--rank`` there is the trace of this rank only; other formats of one rank, too."""
+    """With ``--rank``, only the trace of this rank is written, also in the format "trace"."""
     line = ["export", "dgx-1v", "--nbytes", "64M", "--algorithm", "ring", "--rank", "3"]
     out = printed(*line, tmp_path / "traces", "--format", "chakra")
     plan = cr.plan("dgx-1v", "all_reduce", "64M", "ring", operation_s=0)
@@ -282,8 +283,8 @@ def test_the_command_writes_the_trace_of_one_rank(printed, tmp_path):
     ],
 )
 def test_the_rank_and_the_folder_must_suit_the_format(crossreduce, tmp_path, target, options, words):
-    """``--rank`` is refused for formats whose files are for all ranks, and for a wrong number; a target that is a file,
-    or whose parent does not exist, is refused. Nothing is written."""
+    """``--rank`` is refused if the format has no files of single ranks, or if there is no such rank. A target is
+    refused if it is a file or its parent does not exist. Nothing is written."""
     (tmp_path / "file").write_text("mine")
     code, out, error = crossreduce("export", "dgx-1v", tmp_path / target, *options)
     assert (code != 0, out) == (True, "")

@@ -1,4 +1,4 @@
-"""The registry of exporters, with which ``crossreduce export`` writes: the table CHECKS tests each format."""
+"""The registry of exporters, which ``crossreduce export`` uses. The table CHECKS has a check of each format."""
 
 import json
 import random
@@ -45,7 +45,8 @@ def check_schedule(plan, text):
 
 def check_trace(plan, text):
     transfers = [event for event in json.loads(text)["traceEvents"] if event.get("cat") == "transfer"]
-    assert sum(event["args"]["bytes"] for event in transfers) == pytest.approx(2 * 3 * plan.nbytes)
+    sent_in_ring = 2 * (len(GPUS) - 1) * plan.nbytes
+    assert sum(event["args"]["bytes"] for event in transfers) == pytest.approx(sent_in_ring)
 
 
 # A new exporter adds one row: a function that raises unless the text, or the dict of files, is right for the plan.
@@ -61,19 +62,19 @@ CHECKS = {
 
 @pytest.mark.parametrize("name", EXPORTERS)
 def test_the_text_is_right_for_the_plan(name):
-    """Every exporter writes text that is right for a plan, and equal text for equal plans; all but that of schedules
-    refuse a schedule that ``verify`` rejects."""
+    """Every exporter writes text that is right for a plan, and equal text for equal plans. A schedule that ``verify``
+    rejects is refused by every exporter but that of schedules."""
     plan = cr.plan(TOPOLOGY, nbytes=4096, algorithm="ring")
     text = EXPORTERS[name].write(plan)
     CHECKS[name](plan, text)
     assert EXPORTERS[name].write(replace(plan, schedule=cr.Schedule.from_json(plan.schedule.to_json()))) == text
-    wrong = replace(plan, schedule=replace(plan.schedule, rounds=plan.schedule.rounds[:-1]))
+    wrong = replace(plan, schedule=replace(plan.schedule, rounds=plan.schedule.rounds[:-1]))  # without the last round
     with pytest.raises(cr.ScheduleError, match="stale chunk 0") if name != "schedule" else nullcontext():
         EXPORTERS[name].write(wrong)
 
 
 def test_suffixes_determine_the_format():
-    """Each suffix, in lower or upper case, belongs to one exporter; the longest suffix that fits a file counts."""
+    """Each suffix, in lower or upper case, belongs to one exporter. Of the suffixes of a file, the longest counts."""
     suffixes = {exporter.suffix: name for name, exporter in EXPORTERS.items() if exporter.suffix}
     assert len(suffixes) == sum(bool(exporter.suffix) for exporter in EXPORTERS.values())
     for suffix, name in suffixes.items():
@@ -82,7 +83,8 @@ def test_suffixes_determine_the_format():
 
 
 def test_a_plan_that_does_not_fit_is_replaced():
-    """The fastest plan that a format can hold is written, and the reason is given; other plans are not changed."""
+    """If a format cannot hold the best plan, ``fitting`` tries others, the fastest first. It returns the first one that
+    fits, with its text and the reason. A plan that fits is not replaced."""
     star = cr.Topology.star(24, 450, 1e-6)
     best = cr.plan(star, "all_reduce", "16 MiB", operation_s=0, granularity=0.02)
     tried = []
@@ -103,8 +105,8 @@ def test_a_plan_that_does_not_fit_is_replaced():
 
 
 def test_a_replacement_is_for_the_same_request():
-    """Algorithms that cannot use the root of the request, or its devices, do not replace a plan. If no algorithm's plan
-    can be written, the error is that of the fastest plan."""
+    """A replacement has the root and the devices of the request. If no algorithm's plan can be written, the error is
+    that of the fastest plan."""
     for options in ({"root": 2}, {"sources": GPUS[:3], "destinations": GPUS[:3]}):
         best = cr.plan(TOPOLOGY, "all_reduce", "1 MiB", **options)
 

@@ -18,26 +18,22 @@ from crossreduce.export.pictures.folding import fold_topology
 
 
 def test_a_topology_shows_its_nodes_and_speeds(tmp_path):
-    """The picture has the name of every device and switch; its legend has the number of links of each bandwidth."""
+    """The picture has the name of every device and switch. Its legend has the number of links of each bandwidth."""
     draw_topology(PART, tmp_path / "part.svg")
     assert words(tmp_path / "part.svg") == [*GPUS, "5 devices, 12 links", "50 GB/s each way: 3", "25 GB/s each way: 3"]
     draw_topology(two_hosts(), tmp_path / "hosts.svg", title="Two hosts")
-    found = Counter(words(tmp_path / "hosts.svg"))
-    assert found == Counter(
-        ["cuda:0", "cuda:1", "nvswitch", "nic", "a"] * 1
-        + ["cuda:0", "cuda:1", "nvswitch", "nic", "b"] * 1
-        + ["leaf", "Two hosts", "450 GB/s each way: 4", "50 GB/s each way: 6"]
-    )
+    hosts = [name for host in "ab" for name in ("cuda:0", "cuda:1", "nvswitch", "nic", host)]
+    other = ["leaf", "Two hosts", "450 GB/s each way: 4", "50 GB/s each way: 6"]
+    assert Counter(words(tmp_path / "hosts.svg")) == Counter(hosts + other)
 
 
 def test_the_legend(tmp_path):
-    """The legend counts links without a reverse link of the same bandwidth as one way. For more than six bandwidths it
-    has ranges, and every link is in one of them. The larger of two bandwidths has the thicker line, in a darker colour.
-    """
+    """The legend counts a link as "one way" if its reverse link has another bandwidth. More than six bandwidths are
+    grouped into ranges that contain all links. The larger of two bandwidths has a thicker and darker line."""
     links = [("cpu:0", "cpu:1", 10), ("cpu:1", "cpu:0", 20), ("cpu:1", "cpu:2", 10), *both_ways(("cpu:0", "cpu:2", 5))]
     draw_topology(Topology(names(3), links), tmp_path / "a.svg")
     assert words(tmp_path / "a.svg")[4:] == ["20 GB/s one way: 1", "10 GB/s one way: 2", "5 GB/s each way: 1"]
-    matrix = [[0 if i == j else 5 + 3 * i + 7.5 * j for j in range(6)] for i in range(6)]
+    matrix = [[0 if i == j else 5 + 3 * i + 7.5 * j for j in range(6)] for i in range(6)]  # 30 links
     draw_topology(Topology.from_matrix(matrix), tmp_path / "a.svg")
     ranges = [word for word in words(tmp_path / "a.svg") if "GB/s" in word]
     assert 2 <= len(ranges) <= 6
@@ -77,11 +73,11 @@ def test_grids_are_drawn_as_grids(tmp_path):
         assert [y for _, y in found] == sorted(y for _, y in found)
         lines = re.findall(r'<path d="([^z"]*)" clip-path', (tmp_path / "a.svg").read_text())
         assert len(lines) == len(topology.links) / 2
-        assert sum(line.count("L") > 1 for line in lines) == bent
+        assert sum(line.count("L") > 1 for line in lines) == bent  # a curve consists of several short lines
 
 
 def test_other_topologies_are_drawn_on_a_circle(tmp_path):
-    """Devices without a grid are drawn on a circle; the switch of a star is in its middle."""
+    """Devices that do not form a grid are drawn on a circle. The switch of a star is in the middle of the circle."""
     for topology in (PART, Topology.ring(6), Topology.star(24)):
         found = places(topology, tmp_path / "a.svg")
         n = len(topology.devices)
@@ -103,7 +99,8 @@ def test_other_topologies_are_drawn_on_a_circle(tmp_path):
     ids=["4 hosts", "8 hosts", "96", "star", "mesh"],
 )
 def test_large_topologies_are_folded(tmp_path, topology, boxes, note):
-    """A box stands for a host, or for devices with the same links; its links have the bandwidth of all of theirs."""
+    """A box stands for a host, or for devices with the same links. A link between two boxes has the total bandwidth of
+    the links between their devices."""
     draw_topology(topology, tmp_path / "a.svg")
     found = words(tmp_path / "a.svg")
     assert (note in found) == bool(note)
@@ -119,7 +116,7 @@ def test_large_topologies_are_folded(tmp_path, topology, boxes, note):
 
 
 def test_devices_with_other_links_are_not_folded_together():
-    """A ring of 100 devices is not folded; a device with one slower link has a box of its own."""
+    """A ring of 100 devices is not folded, and a device with one slower link is not in the box of its neighbours."""
     assert fold_topology(Topology.ring(100)).topology == Topology.ring(100)
     star = Topology.star(200, 10)
     slower = [link._replace(bandwidth=Fraction(5)) if link.src == "cpu:20" else link for link in star.links]

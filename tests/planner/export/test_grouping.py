@@ -1,4 +1,4 @@
-"""Groups of trees: each shape of tree once, whatever its root, its direction or the names of its devices."""
+"""Groups of trees: trees of one shape are one group, whatever their roots, directions and names of devices."""
 
 from dataclasses import replace
 from fractions import Fraction
@@ -48,21 +48,22 @@ def test_trees_of_one_shape_are_one_group(schedule, topology, expected):
 
 
 def test_speeds_and_latencies_are_part_of_a_shape():
-    """Trees of the same form are apart if their links have other bandwidths or latencies."""
+    """Trees whose links have different bandwidths or latencies are in different groups."""
     schedule = one_device(names(3), packs=3)
     assert titles(schedule, Topology.full_mesh(3)) == ["3 x 1/3 = the whole buffer"]
     links = {(link.src, link.dst): link for link in Topology.full_mesh(3, 10).links}
 
-    def apart(**changes):
+    def titles_with(**changes):
+        """Return the titles if the links between cpu:0 and cpu:1 are changed."""
         changed = [link._replace(**changes) if {"cpu:0", "cpu:1"} == {*ends} else link for ends, link in links.items()]
         return titles(schedule, Topology(names(3), changed))
 
-    assert apart(bandwidth=Fraction(20)) == ["2 x 1/3 = 2/3 of the buffer", "1/3 of the buffer"]
-    assert apart(latency_s=Fraction(1, 10**6)) == ["2 x 1/3 = 2/3 of the buffer", "1/3 of the buffer"]
+    assert titles_with(bandwidth=Fraction(20)) == ["2 x 1/3 = 2/3 of the buffer", "1/3 of the buffer"]
+    assert titles_with(latency_s=Fraction(1, 10**6)) == ["2 x 1/3 = 2/3 of the buffer", "1/3 of the buffer"]
 
 
 def test_shares_and_representatives():
-    """The title of trees with different shares has the sum. The representative is the first tree of the largest."""
+    """The title of a group whose trees have different shares has the sum. Its representative has the largest share."""
     schedule = one_device(names(3), packs=3)
     shares = (Fraction(1, 6), Fraction(1, 2), Fraction(1, 3))
     chunks = tuple(chunk._replace(share=share) for chunk, share in zip(schedule.chunks, shares, strict=True))
@@ -73,12 +74,12 @@ def test_shares_and_representatives():
 
 @pytest.mark.parametrize(("algorithm", "topology"), each(PLANNERS, [Topology.star(6), Topology.mesh(2, 3)]), ids=str)
 def test_groups_are_a_partition(algorithm, topology):
-    """Each chunk is in one tree of one group, shares add up, and each transfer is counted on the links of its route."""
+    """Each chunk is in one tree of one group, shares add up to 1, and the links of trees are links of the topology."""
     schedule = PLANNERS[algorithm](topology.devices)
     groups = tree_groups(schedule, topology)
     assert sorted(chunk for group in groups for chunk in group.chunks) == list(range(len(schedule.chunks)))
     assert sum(group.share for group in groups) == 1
     for tree in (tree for group in groups for tree in group.trees):
         assert tree.share == sum(schedule.chunks[chunk].share for chunk in tree.chunks)
-        assert {ends for src, dst, _ in tree.links for ends in [(src, dst)]} <= topology.by_ends.keys()
+        assert {(src, dst) for src, dst, _ in tree.links} <= topology.by_ends.keys()
     assert groups == tree_groups(schedule, topology)

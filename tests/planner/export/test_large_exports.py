@@ -1,4 +1,4 @@
-"""Exports of large machines: plans that a format cannot hold are refused at once; views of one rank list no others."""
+"""Exports of large machines: plans that a format cannot hold are refused at once, and one rank is exported alone."""
 
 import itertools
 from collections import Counter
@@ -27,30 +27,28 @@ MACHINE = Topology.machine("hgx-h100", 5)
 
 
 def exact_limits(text):
-    """Return a runtime whose limits are what a file needs."""
+    """Return a runtime whose limits are exactly what a file needs."""
     gpus = read_msccl_xml(text).gpus
     blocks = max(len(gpu.threadblocks) for gpu in gpus)
     steps = max(len(block.steps) for gpu in gpus for block in gpu.threadblocks)
-    elements = max(
-        1 + len(gpus) + len(gpu.threadblocks) + sum(len(block.steps) for block in gpu.threadblocks) for gpu in gpus
-    )
-    return Runtime("runtime", 128, blocks, steps, elements)
+    own = max(len(gpu.threadblocks) + sum(len(block.steps) for block in gpu.threadblocks) for gpu in gpus)
+    return Runtime("runtime", channels=128, threadblocks=blocks, steps=steps, elements=1 + len(gpus) + own)
 
 
 def check_least(schedule, text):
-    runtime = exact_limits(text)
-    assert least_broken(collective(schedule), [runtime]) == ""
+    """Check that ``least_broken`` does not refuse a schedule for a runtime whose limits are those of its file."""
+    assert least_broken(collective(schedule), [exact_limits(text)]) == ""
 
 
 @examples(40)
 @given(exports.synchronous())
 def test_what_a_file_needs_at_least_is_not_more_than_it_has(schedule):
-    """No limit that a file keeps is reported as broken by every file."""
+    """``least_broken`` refuses no schedule for a runtime whose limits are just large enough for its file."""
     check_least(schedule, to_msccl_xml(schedule))
 
 
 def test_plans_need_at_least_what_is_counted():
-    """The same for plans with pieces and parts, and for generated schedules, of which one rank per orbit is counted."""
+    """The same holds for plans with pieces and parts, and for generated schedules, of which few ranks are counted."""
     topology = Topology.machine("hgx-h100")
     for kind in ("all_reduce", "broadcast", "all_gather"):
         schedule = cr.plan(topology, kind, "64M", operation_s=0).schedule
@@ -70,7 +68,7 @@ def test_plans_need_at_least_what_is_counted():
     ],
 )
 def test_plans_that_no_msccl_file_can_hold(schedule, words):
-    """The error has the limit, the rank, and a number that the rank needs at least."""
+    """The error has the limit, the rank that exceeds it, and the least number that the rank needs."""
     with pytest.raises(PlanError, match=words):
         to_msccl_xml(schedule)
 
@@ -84,7 +82,7 @@ def test_plans_that_no_msccl_file_can_hold(schedule, words):
     ],
 )
 def test_plans_of_256_devices_are_refused_at_once(write, algorithm, words):
-    """A plan with too many peers is refused before its steps are listed."""
+    """A plan that does not fit is refused before the steps of its generated schedule are listed."""
     hosts = Topology.machine("hgx-h100", 32)
     plan = cr.plan(hosts, nbytes="1G", algorithm=algorithm)
     with pytest.raises(PlanError, match=words):
@@ -94,7 +92,8 @@ def test_plans_of_256_devices_are_refused_at_once(write, algorithm, words):
 
 
 def test_the_receivers_of_a_value_on_one_host_and_on_others_count_apart():
-    """Ten receivers on the root's host and ten on others fit the 16 channels of each type; 17 senders do not."""
+    """A threadblock has 16 channels of each type. They suffice for ten receivers on the root's host and ten on another
+    one, but not for 17 senders on one host."""
     devices = [f"host{host}/cuda:{k}" for host in (0, 1) for k in range(11)][:-1]
     assert to_mscclpp_json(one_device(devices, ["host0/cuda:0"], devices))
     with pytest.raises(PlanError, match="16 channels per threadblock, but cuda:0 needs at least 17"):
@@ -109,24 +108,26 @@ def schedules():
 
 
 def test_routes_and_transfers_are_those_of_all_chunks():
-    """``through`` and ``moves`` of one transfer return what the lists of the schedule with all steps have."""
+    """For one transfer, ``through`` and ``moves`` of a generated schedule return the same as those of the schedule with
+    all steps."""
     for schedule in schedules():
         program, listed = lower(schedule), lower(schedule.explicit)
         for r, sent in enumerate(listed.transfers):
-            for one in sent[:: max(1, len(sent) // 200)]:
-                ends = r, one.chunk, one.src, one.dst
-                assert program.through(*ends) == listed.through(*ends) == one.through
-                assert schedule.through(*ends) == one.through
-                assert program.moves(*ends)
-                assert listed.moves(*ends)
-                turned = r, one.chunk, one.dst, one.src
-                assert program.moves(*turned) == listed.moves(*turned)
+            for one in sent[:: max(1, len(sent) // 200)]:  # about 200 transfers of each round
+                transfer = r, one.chunk, one.src, one.dst
+                assert program.through(*transfer) == listed.through(*transfer) == one.through
+                assert schedule.through(*transfer) == one.through
+                assert program.moves(*transfer)
+                assert listed.moves(*transfer)
+                reverse = r, one.chunk, one.dst, one.src
+                assert program.moves(*reverse) == listed.moves(*reverse)
 
 
 def test_alike_devices_have_equally_many_messages():
-    """``alike`` has one device of each group; the devices of a group have equal numbers of sends and receives."""
+    """``alike`` has one device of each group of devices that send, receive and combine equally often in each stage, and
+    the size of the group."""
 
-    def counts(part):
+    def counts(part):  # of sends, receives and combinations, for each stage of a device's program
         return [(len(stage.sends), len(stage.receives), len(stage.combinations)) for stage in part.stages]
 
     for schedule in schedules():
@@ -145,7 +146,8 @@ def test_alike_devices_have_equally_many_messages():
     [("all_reduce", None), ("all_reduce", "host0/cuda:3"), ("broadcast", "host2/nvswitch"), ("broadcast", "rail5")],
 )
 def test_the_times_of_transfers_are_those_of_all_steps(kind, node):
-    """The transfers of a generated schedule, or those whose route has one node, have the times of all its steps."""
+    """``timeline`` gives the transfers of a generated schedule the same times as those of the schedule with all steps.
+    With ``node=``, it returns those whose route has this node."""
     schedule = cr.plan(MACHINE, kind, "40M", "forest").schedule.cut_into(3)
     assert isinstance(schedule, GeneratedSchedule)
     costs = Costs(operation_s=1e-6, messages_per_s=1e6)
@@ -158,11 +160,11 @@ def test_the_times_of_transfers_are_those_of_all_steps(kind, node):
     assert len(found) >= 48
     assert [move[:6] for move in found] == [move[:6] for move in due]
     for move, other in zip(found, due, strict=True):
-        assert move[6:] == pytest.approx(other[6:], rel=1e-9)
+        assert move[6:] == pytest.approx(other[6:], rel=1e-9)  # the times
 
 
 def test_rings_of_generated_schedules():
-    """The rings of a generated schedule are those of all its chunks, also if the symmetry moves a ring to another."""
+    """The rings of a generated schedule are those of all its chunks, also if the symmetry maps one ring to another."""
     everyone, order = tuple(range(4)), (0, 1, 3, 2)
     steps = [Step(0, b, (a, b)) for a, b in itertools.pairwise(order)]
     steps += [Step(0, b, (a,)) for a, b in itertools.pairwise((order[-1], *order[:-1]))]

@@ -1,4 +1,4 @@
-"""Exports to NCCL graph files: rings, their channels and speeds; other schedules are refused with the reason."""
+"""Exports to NCCL graph files: rings, their channels and speeds. Other schedules are refused with the reason."""
 
 import xml.etree.ElementTree as ET
 from dataclasses import replace
@@ -12,8 +12,6 @@ from hypothesis import strategies as st
 from crossreduce import ArgumentError, Chunk, PlanError, Route, Schedule, ScheduleError, Step, Topology
 from crossreduce.export.formats.nccl_graph import rings, to_nccl_graph_xml
 from crossreduce.planning import PLANNERS, direct, one_device, ring
-
-SWITCHES = (("slow", 10), ("fast", 40))
 
 
 def gpus(n):
@@ -50,7 +48,7 @@ def around(cycle, chunk):
 
 
 def circling(n, cycles, shares=None):
-    """Return an all-reduce with one chunk per ring."""
+    """Return an all-reduce with one chunk per ring. By default the chunks have equal shares."""
     everyone = tuple(range(n))
     shares = shares or [Fraction(1, len(cycles))] * len(cycles)
     chunks = tuple(Chunk(Fraction(part), everyone, everyone) for part in shares)
@@ -60,8 +58,8 @@ def circling(n, cycles, shares=None):
 
 @given(st.integers(2, 9), st.data())
 def test_rings_become_channels(n, data):
-    """``rings`` returns the rings along which chunks travel, wherever they start, and their shares. Each channel is a
-    ring of the plan, and the number of channels of a ring is proportional to its share."""
+    """``rings`` returns the rings along which chunks travel, each from device 0 on, with the sum of their shares. Each
+    channel is one of these rings, and the number of channels of a ring is proportional to its share."""
     cycles = data.draw(st.lists(st.permutations(range(n)), min_size=1, max_size=3))
     parts = data.draw(st.lists(st.integers(1, 3), min_size=len(cycles), max_size=len(cycles)))
     copies = data.draw(st.integers(1, 3))
@@ -82,7 +80,7 @@ def test_rings_become_channels(n, data):
 
 def test_the_ring_planner_is_one_ring():
     """The planner's ring is one channel, in the order of the devices, for all-reduce, broadcast and reduce. The file
-    has the numbers of the GPUs, not of the ranks, in a form that all versions of NCCL read alike."""
+    has the numbers of the GPUs, and not those of the ranks."""
     for n, packs in ((2, 1), (3, 3), (8, 1)):
         for ends in ({}, {"sources": ["cuda:0"]}, {"destinations": ["cuda:1"]}):
             _, channels = read(to_nccl_graph_xml(ring(gpus(n), packs=packs, **ends), gb_per_s=20))
@@ -97,23 +95,23 @@ def speed(*args, **options):
 
 
 def test_the_speed_is_the_share_of_the_busiest_link():
-    """The speed of a channel is the bandwidth of its busiest link, divided by the number of channels on it."""
-    both = circling(4, [(0, 1, 2, 3), (3, 2, 1, 0)])
-    one_way = circling(4, [(0, 1, 2, 3), (1, 2, 3, 0)])
+    """The bandwidth of each link is divided by the number of channels on it. The least result is a channel's speed."""
+    both = circling(4, [(0, 1, 2, 3), (3, 2, 1, 0)])  # two rings in opposite directions
+    same = circling(4, [(0, 1, 2, 3), (1, 2, 3, 0)])  # the same ring twice, so one channel
     wiring = Topology.ring(gpus(4), gb_per_s=24)
     assert (speed(both, wiring), speed(both, wiring, copies=3)) == ("24", "8")
-    assert read(to_nccl_graph_xml(one_way, wiring))[0].get("nchannels") == "1"
-    assert speed(both, Topology.star(gpus(4), gb_per_s=90)) == "45"
+    assert read(to_nccl_graph_xml(same, wiring))[0].get("nchannels") == "1"
+    assert speed(both, Topology.star(gpus(4), gb_per_s=90)) == "45"  # both rings use each link to the switch
     slow = Topology.from_matrix([[0, 20, 0], [0, 0, 10], [40, 0, 0]], gpus(3))
     assert speed(ring(gpus(3)), slow) == "10"
 
 
 def test_the_schedules_routes_are_followed():
     """If a schedule has a route between two devices, the speed is that of the route."""
-    names = gpus(2)
-    topology = Topology(names, both_ways(*((a, s, v) for a in names for s, v in SWITCHES)), [s for s, _ in SWITCHES])
-    schedule = ring(names)
-    assert speed(schedule, topology) == "40"
+    names, switches = gpus(2), {"slow": 10, "fast": 40}
+    links = both_ways(*((gpu, switch, gb_per_s) for gpu in names for switch, gb_per_s in switches.items()))
+    topology, schedule = Topology(names, links, list(switches)), ring(names)
+    assert speed(schedule, topology) == "40"  # the topology's route is the fast one
     routes = tuple(Route(c, src, 1 - src, ("slow",)) for c in (0, 1) for src in (0, 1))
     assert speed(replace(schedule, routes=routes), topology) == "10"
 
@@ -145,14 +143,14 @@ def test_other_schedules_are_refused(schedule, text):
         ({"gb_per_s": 1, "topology": Topology.ring(gpus(3))}, "give either topology or gb_per_s"),
         ({"gb_per_s": 0}, "speed of a channel must be above 0"),
         ({"gb_per_s": float("nan")}, "speed of a channel must be above 0"),
-        ({"gb_per_s": 1, "path": "nvlink"}, "no kind of connection between GPUs has this name"),
+        ({"gb_per_s": 1, "path": "nvlink"}, "unknown path between GPUs(.|\n)*one of NVL, NVB"),
         ({"gb_per_s": 1, "copies": 0}, "at least 1"),
     ],
 )
 def test_bad_arguments(options, text):
-    """The error states the rule that the arguments break."""
+    """The error states the rule that the arguments break, or the link that the topology lacks."""
     with pytest.raises(ArgumentError, match=text):
         to_nccl_graph_xml(ring(gpus(3)), **options)
-    apart = Topology.from_matrix([[0, 1, 0], [0, 0, 0], [1, 0, 0]], gpus(3))
+    without_link = Topology.from_matrix([[0, 1, 0], [0, 0, 0], [1, 0, 0]], gpus(3))
     with pytest.raises(PlanError, match="the topology has no route from cuda:1 to cuda:2"):
-        to_nccl_graph_xml(ring(gpus(3)), apart)
+        to_nccl_graph_xml(ring(gpus(3)), without_link)

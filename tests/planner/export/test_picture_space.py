@@ -1,4 +1,4 @@
-"""Pictures use their space: ink in every part of the canvas, names that can be read, and no text over another."""
+"""Pictures use their space: every part of the canvas has ink, texts are large enough, and no text covers another."""
 
 from itertools import combinations
 
@@ -63,16 +63,16 @@ def texts(figure):
 
 
 def test_the_canvas_is_filled_with_texts_that_can_be_read(drawn):
-    """Ink reaches to the borders, and no part of a grid of 3 x 3 parts is empty. All texts are inside the canvas and at
-    least 3.3 points high, and no text overlaps another."""
+    """Ink reaches almost to the borders, and no field of a grid of 3 x 3 is empty. All texts are inside the canvas and
+    at least 3.3 points high, and no text overlaps another."""
     figure, ink = drawn
-    rows, columns = np.nonzero(ink.max(axis=1) > 40)[0], np.nonzero(ink.max(axis=0) > 40)[0]
+    rows, columns = np.nonzero(ink.max(axis=1) > 40)[0], np.nonzero(ink.max(axis=0) > 40)[0]  # those with ink
     high, wide = ink.shape
     assert rows[-1] - rows[0] > 0.9 * high - 20
     assert columns[-1] - columns[0] > 0.8 * wide - 30
     for row in np.array_split(ink, 3):
-        for part in np.array_split(row, 3, axis=1):
-            assert (part > 40).mean() > 0.002, "a part of the canvas is empty"
+        for field in np.array_split(row, 3, axis=1):
+            assert (field > 40).mean() > 0.002, "a field of the canvas is empty"
     found = texts(figure)
     for text, box in found:
         assert text.get_fontsize() >= 3.3, text.get_text()

@@ -1,4 +1,4 @@
-"""Pictures: SVG and PNG files of nodes, links and trees, with the same bytes each time, written atomically."""
+"""Pictures: SVG and PNG files of nodes, links and trees. Each time they have the same bytes. Writing is atomic."""
 
 import os
 import subprocess
@@ -12,16 +12,7 @@ import pytest
 from drawings import BLUE, GPUS, ORANGE, PART, SVG, panels, words
 from strategies import names
 
-from crossreduce import (
-    ArgumentError,
-    BackendError,
-    Chunk,
-    PlanError,
-    Schedule,
-    ScheduleError,
-    Step,
-    Topology,
-)  # fmt: skip
+from crossreduce import ArgumentError, BackendError, Chunk, PlanError, Schedule, ScheduleError, Step, Topology
 from crossreduce.export import EXPORTERS
 from crossreduce.export.pictures import PANELS, draw_schedule, draw_topology
 from crossreduce.planning import hierarchical_copy, one_device, ring
@@ -30,8 +21,8 @@ RING = Topology.ring(GPUS, 25)
 
 
 def test_the_suffix_chooses_the_kind(tmp_path, monkeypatch):
-    """A path that ends in .svg becomes an SVG file, .png a PNG file; no other file is left in the folder. Any other
-    path raises an ArgumentError that shows it."""
+    """A path that ends in .svg becomes an SVG file, and one that ends in .png a PNG file. No other file is left in the
+    folder. Any other path raises an ArgumentError that shows it."""
     monkeypatch.chdir(tmp_path)
     for draw in (lambda path: draw_topology(PART, path), lambda path: draw_schedule(ring(GPUS), RING, str(path))):
         draw(tmp_path / "a.picture.svg")
@@ -56,8 +47,8 @@ def drawn(schedule, topology, path):
 
 
 def test_a_schedule_shows_each_tree(tmp_path):
-    """A tree's panel has its share, its root in black, a blue arrow for each transfer to the root, and an orange one
-    for each transfer from the root. The trees of TensorFlow have one shape."""
+    """A tree's panel has its share, its root (white text on black), a blue arrow for each transfer to the root, and an
+    orange arrow for each transfer from the root. TensorFlow's eight trees have one shape, so they have one panel."""
     (tree,), use = drawn(hierarchical_copy(names(8), packs=8), Topology.full_mesh(8, 25), tmp_path / "a.svg")
     assert tree.words == ["8 x 1/8 = the whole buffer", *map(str, range(8))]
     assert tree.white == ["0"]
@@ -75,25 +66,25 @@ def test_a_schedule_shows_each_tree(tmp_path):
     ("schedule", "topology", "roots", "heads"),
     [
         (ring(names(5)), Topology.ring(5), [4], (4, 4)),
-        (one_device(names(5)), Topology.star(5), [0], (5, 5)),  # blue: 4 links to the switch, 1 to the root
+        (one_device(names(5)), Topology.star(5), [0], (5, 5)),  # blue: 4 links to the switch, and 1 to the root
         (one_device(names(5), destinations=["cpu:3"]), Topology.full_mesh(5), [3], (4, 0)),
         (one_device(names(5), ["cpu:2"], names(4)[3:]), Topology.full_mesh(5), [2], (0, 1)),
     ],
     ids=["ring", "star", "reduce", "broadcast"],
 )
 def test_roots_and_directions(tmp_path, schedule, topology, roots, heads):
-    """A tree's root is the device that produces the result. A link that carries contributions to the root has a blue
-    arrow, a link that carries the result an orange one."""
+    """A tree's root is the device that produces the result. A link that carries contributions has a blue arrow, and a
+    link that carries the result has an orange one. ``heads``: the numbers of blue and orange arrows."""
     trees, _ = drawn(schedule, topology, tmp_path / "a.svg")
     assert [tree.white for tree in trees] == [[str(root)] for root in roots]
     assert [(tree.heads[BLUE], tree.heads[ORANGE]) for tree in trees] == [heads] * len(roots)
 
 
 def test_many_trees_are_counted(tmp_path):
-    """The first PANELS shapes are drawn, and the other trees are counted with their share."""
+    """The first PANELS shapes of trees are drawn. A text has the number and share of the other trees."""
     for count, more in ((PANELS + 4, ["and 4 more trees, 2/9 of the buffer"]), (PANELS, [])):
         chunks = tuple(Chunk(Fraction(1, count), (0,), (k + 1,)) for k in range(count))
-        steps = tuple(Step(k, k + 1, (0,)) for k in range(count))  # paths of different lengths
+        steps = tuple(Step(k, k + 1, (0,)) for k in range(count))  # paths of different lengths, so different shapes
         schedule = Schedule("broadcast", "custom", names(count + 1), chunks, (steps,))
         trees, _ = drawn(schedule, Topology.mesh(1, count + 1), tmp_path / "a.svg")
         assert len(trees) == PANELS == 14
@@ -123,7 +114,7 @@ def test_titles_are_plain_text(tmp_path):
 
 
 def test_invalid_arguments_are_refused(tmp_path):
-    """Invalid topologies and schedules, and schedules without a route, are refused before a file is written; the old
+    """Invalid topologies and schedules, and schedules without a route, are refused before a file is written, so the old
     picture stays."""
     path = tmp_path / "a.svg"
     path.write_text("old")
@@ -143,8 +134,8 @@ def test_invalid_arguments_are_refused(tmp_path):
 
 @pytest.mark.parametrize("suffix", ["svg", "png"])
 def test_files_are_replaced_atomically(tmp_path, monkeypatch, suffix):
-    """If drawing or writing fails, the old file stays, and no part of a new one is left. A picture is written to the
-    target of a symbolic link, with the default permissions of a new file."""
+    """If drawing or writing fails, the old file stays, and no part of a new file is left. If the path is a symbolic
+    link, its target is written, with the default permissions of a new file."""
     path = tmp_path / f"a.{suffix}"
     path.write_text("old")
 
@@ -214,8 +205,8 @@ assert "matplotlib.pyplot" not in sys.modules
 
 
 def test_the_same_bytes_each_time(tmp_path):
-    """The same plan gives the same pictures, and the same file of each format, in processes with different hash seeds;
-    pyplot is never imported."""
+    """The same plan gives the same pictures, and the same file of each format, in processes with different hash seeds.
+    matplotlib is imported when a picture is drawn, and pyplot never."""
     seen = []
     for seed in ("0", "1"):
         (tmp_path / seed).mkdir()

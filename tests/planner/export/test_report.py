@@ -1,4 +1,4 @@
-"""The plan explorer's page: its numbers are those of the plan, it requests nothing, and a failure writes nothing."""
+"""The plan explorer's page has the numbers of the plan and requests nothing. A failure writes nothing."""
 
 import hashlib
 import importlib
@@ -8,6 +8,7 @@ from collections import Counter
 from fractions import Fraction
 from itertools import combinations
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 from paths import ROOT
@@ -38,7 +39,7 @@ PLANS = {
 
 @pytest.fixture(scope="module", params=PLANS)
 def made(request):
-    """Return each plan and its page in turn."""
+    """Return each plan in turn, with the text of its page."""
     plan = PLANS[request.param]()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(models, "SIZES", (1 << 10, 1 << 20))
@@ -51,7 +52,7 @@ def page(made):
 
 
 def test_the_numbers_are_those_of_explain(made, page):
-    """The page has the head, the facts, the trees and the comparison of ``explain``, and the whole text."""
+    """The page has the heading, the facts, the trees and the comparison of ``explain``, and its whole text."""
     plan, _ = made
     shown = page.model
     head, facts, trees, others = explained(plan.explain())
@@ -66,7 +67,7 @@ def test_the_numbers_are_those_of_explain(made, page):
         row["name"]: (row["duration"], row["times"].removesuffix(" x"), row["rate"].split()[0], row["ratio"].split()[0])
         for row in rest
     }
-    same = {other for other in others if plan.comparisons[other].schedule == plan.schedule}
+    same = {other for other in others if plan.comparisons[other].schedule == plan.schedule}  # these have no row
     assert rows == {other: row for other, row in others.items() if other not in same}
     assert len(others) >= 2
     listed = Counter()
@@ -75,17 +76,17 @@ def test_the_numbers_are_those_of_explain(made, page):
             listed[route["title"]] += Fraction(route["share"])
     if any("→" in title for title in listed):
         assert plan.algorithm == "ring"
-    elif plan.algorithm not in ("one_shot",):
+    elif plan.algorithm != "one_shot":
         assert trees
-        for share, tree in trees:
-            match = [
-                title for title in listed if title == tree or (tree.endswith(" ...") and title.startswith(tree[:-4]))
-            ]
+        for share, tree in trees:  # ``explain`` shortens the titles of large trees by " ..."
+            cut, start = tree.endswith(" ..."), tree.removesuffix(" ...")
+            match = [title for title in listed if (title.startswith(start) if cut else title == tree)]
             assert sum(listed[title] for title in match) == Fraction(share), tree
 
 
 def test_the_use_of_links_adds_up(made, page):
-    """Each link has the bytes, busy share and transfers of the simulation, and its curve adds up to its bytes."""
+    """Each link has the bytes, the busy share and the number of transfers of the simulation. Its curve, the percentage
+    of its bandwidth in each part of the time, adds up to its bytes."""
     plan, _ = made
     shown = page.model
     compared = [plan, *(other for other in plan.comparisons.values() if other.schedule != plan.schedule)]
@@ -111,8 +112,8 @@ def test_the_use_of_links_adds_up(made, page):
 
 
 def test_trees_and_cuts(made, page):
-    """The routes of a plan have the whole buffer and use the links that the simulation uses. Each tight cut has the
-    links that cross it; the weights of the bound's proof name the same devices."""
+    """The shares of a plan's routes add up to 1, and the routes use the links that the simulation uses. The page shows
+    the cuts with the greatest weight in the bound's proof, and the links that cross each of them."""
     plan, _ = made
     row = page.model["plans"][0]
     routes = [route for group in row["groups"] for route in group["routes"]]
@@ -136,8 +137,8 @@ def test_trees_and_cuts(made, page):
 
 
 def test_identical_rings_are_one_entry(monkeypatch):
-    """The 48 chunks of a ring plan on a DGX-1V are six rings with 8 chunks each; every ring has all 8 devices. Beyond a
-    number of links only the first routes are listed, and beyond a number of steps none."""
+    """The 48 chunks of a ring plan on a DGX-1V are six rings of all 8 devices, with 8 chunks each. If they have too
+    many links, only the first rings are listed. If the schedule has too many steps, no rings are listed."""
     plan = cr.plan("dgx-1v", nbytes="64M", algorithm="ring")
     (group,) = groups(plan)
     assert (group.title, group.number, group.share) == ("6 rings of 8 devices", 6, 1)
@@ -154,8 +155,8 @@ def test_identical_rings_are_one_entry(monkeypatch):
 
 
 def test_the_page_is_valid_and_asks_for_nothing(made, page):
-    """Elements are closed, ids unique, and controls have names; no attribute or style names an address, and the policy
-    forbids every request and allows only the scripts in the page."""
+    """Ids are unique, and controls have names. No attribute or style has an address. The policy forbids every request,
+    and allows only the nine scripts in the page. (``Page`` checks that elements are closed.)"""
     _, text = made
     assert text.startswith('<!DOCTYPE html>\n<html lang="en">')
     ids = [attributes["id"] for _, attributes in page.tags if "id" in attributes]
@@ -192,27 +193,27 @@ def test_the_stages_are_counted():
 
 
 def test_detail_is_reduced_until_the_page_fits(monkeypatch):
-    """A page that is too large gets fewer parts of the time, then no trees; if this is not enough, an error."""
+    """A page that is too large has fewer parts of the time, and at last no trees. If it is still too large, there is an
+    error."""
     plan = cr.plan(PART, nbytes="1M")
-    full = len(report_html(plan).encode())
-    assert full < 700_000
-    parts = []
-    limit = full
+    limit = len(report_html(plan).encode())
+    assert limit < 700_000
+    details = []  # (parts of the time, whether there are trees), with ever lower limits
     for _ in range(4):
         monkeypatch.setattr(pages, "MOST_BYTES", limit)
         text = report_html(plan)
         shown = Page(text).model
-        parts.append((shown["parts"], bool(shown["plans"][0]["groups"])))
+        details.append((shown["parts"], bool(shown["plans"][0]["groups"])))
         assert len(text.encode()) <= limit
         limit = len(text.encode()) - 1
-    assert parts == [(240, True), (120, True), (60, True), (60, False)]
+    assert details == [(240, True), (120, True), (60, True), (60, False)]
     monkeypatch.setattr(pages, "MOST_BYTES", 1000)
     with pytest.raises(ArgumentError, match=r"the report of this plan would have more than 1000 bytes"):
         report_html(plan)
 
 
 def test_invalid_paths(tmp_path):
-    """An invalid path is an error before the plan is traced, and writes nothing; only plans have reports."""
+    """An invalid path raises an error, and nothing is written. Only plans have reports."""
     (tmp_path / "folder.html").mkdir()
     plan = cr.plan(PART, nbytes="1M")
     for path, error, match in (
@@ -229,8 +230,8 @@ def test_invalid_paths(tmp_path):
 
 
 def test_a_failure_keeps_the_old_file(tmp_path, monkeypatch):
-    """If the page cannot be made or written, the old file stays, and nothing else is left. Equal plans have equal
-    pages, without a date."""
+    """If the page cannot be made or written, the old file stays, and no other file is left. Equal plans have equal
+    pages."""
     path = tmp_path / "plan.html"
     path.write_text("old")
     plan = cr.plan(PART, nbytes="1M")
@@ -239,7 +240,7 @@ def test_a_failure_keeps_the_old_file(tmp_path, monkeypatch):
         with pytest.raises(ArgumentError, match="more than 1000 bytes"):
             plan.report(path)
         patch.undo()
-        patch.setattr("pathlib.Path.replace", lambda *_: (_ for _ in ()).throw(OSError("disk full")))
+        patch.setattr("pathlib.Path.replace", Mock(side_effect=OSError("disk full")))
         with pytest.raises(OSError, match="disk full"):
             plan.report(path)
     assert path.read_text() == "old"
@@ -250,7 +251,7 @@ def test_a_failure_keeps_the_old_file(tmp_path, monkeypatch):
 
 
 def test_the_command_writes_the_same_page(printed, crossreduce, tmp_path):
-    """``crossreduce export FILE.html`` prints the explanation and writes the page; a wrong name is an error at once."""
+    """``crossreduce export FILE.html`` prints the explanation and writes the page. An invalid name is an error."""
     path = tmp_path / "plan.html"
     plan = cr.plan("dgx-1v", nbytes="4M")
     out = printed("export", "dgx-1v", path, "--nbytes", "4M")
@@ -269,7 +270,8 @@ def test_the_command_writes_the_same_page(printed, crossreduce, tmp_path):
 
 @pytest.mark.parametrize("hosts", [1, 2, 9, 32])
 def test_positions(hosts):
-    """No two nodes or boxes overlap, every node of a host is inside its box, and the picture is not too long."""
+    """No two nodes or boxes overlap, every node of a host is inside the host's box, and the picture of several hosts is
+    at most about 2.2 times as wide as high."""
     topology = Topology.machine("hgx-h100", hosts)
     found = places(topology)
     assert [node.name for node in found.nodes] == list(topology.nodes)
@@ -293,7 +295,7 @@ def test_positions(hosts):
 
 
 def test_the_documentation(printed, tmp_path, monkeypatch, capsys):
-    """The code and the command of docs/plan-explorer.md write one page; the document's numbers are the code's."""
+    """The code and the command of docs/plan-explorer.md write the same page. Its numbers are those of the code."""
     text = (ROOT / "docs" / "plan-explorer.md").read_text()
     monkeypatch.chdir(tmp_path)
     ((code, shown),) = re.findall(r"```python\n(.*?)```\n\n```\n(.*?)```", text, re.DOTALL)
@@ -304,7 +306,7 @@ def test_the_documentation(printed, tmp_path, monkeypatch, capsys):
     Path("plan.html").unlink()
     printed(*command.split())
     assert Path("plan.html").read_text() == page
-    flat = " ".join(text.split())
+    flat = " ".join(text.split())  # without line breaks
     assert [int(part) for part in re.findall(r"1/(\d+)", flat)] == list(dict.fromkeys(d.parts for d in pages._DETAILS))
     assert pages.MOST_BYTES == 1_000_000
     for library, version in re.findall(r"(Cytoscape.js|uPlot) (\d+\.\d+)", flat):
@@ -329,7 +331,8 @@ def test_the_libraries_are_unchanged():
 
 
 def test_the_gallery(tmp_path, monkeypatch):
-    """The gallery of the documentation has ten different plans, and writes a picture and a page of each."""
+    """The gallery of the documentation has ten plans with different names and titles. It writes a picture and a page of
+    each plan, here of one of them."""
     monkeypatch.syspath_prepend(str(ROOT / "docs" / "site"))
     gallery = importlib.import_module("gallery")
     entries = gallery.GALLERY

@@ -31,7 +31,7 @@ PLANS = {
 
 @pytest.fixture(scope="module")
 def report(tmp_path_factory):
-    """Return a function that returns the plan for some devices and the path of its page; each is written once."""
+    """Return a function that returns the plan for some devices, and the path of its page, which is written once."""
     made = {}
 
     def write(devices):
@@ -46,7 +46,7 @@ def report(tmp_path_factory):
 
 @pytest.fixture
 def shown(driver, report):
-    """Return a function that opens the page of a plan and returns the plan; at the end no error may be logged."""
+    """Return a function that opens the page of a plan and returns the plan. At the end, the browser has no errors."""
     prefer(driver, "light")
 
     def open_page(devices, width=1280, height=1000):
@@ -110,8 +110,8 @@ def press(driver, *keys):
 
 @pytest.mark.parametrize("devices", [5, 16])
 def test_pages_open_from_disk_and_show_the_numbers_of_explain(driver, shown, devices):
-    """A page opens without an error, requests nothing, and its policy forbids scripts to request anything. The facts,
-    the plans and the text that a reader sees are those of ``explain``."""
+    """A page opens without an error and requests nothing, and its policy forbids scripts to request anything. The
+    facts, the table of plans and the text are those of ``explain``."""
     plan = shown(devices)
     at(driver, 420)
     assert driver.execute_script("return performance.getEntriesByType('resource').length") == 0
@@ -150,7 +150,8 @@ def test_the_table_of_links(driver, shown):
 
 
 def test_the_slider_shows_another_time(driver, shown):
-    """The slider changes the time, the drawing, the plans' bars and its text for screen readers."""
+    """The slider changes the time, the drawing, the progress of all plans, and its text for screen readers. If "run
+    until the slowest plan ends" is checked, the slider reaches this end."""
     plan = shown(8)
     at(driver, 1000)
     idle = picture(driver)  # at the end of the plan
@@ -174,7 +175,7 @@ def test_the_slider_shows_another_time(driver, shown):
 
 
 def test_playing_and_keys(driver, shown):
-    """Space plays and pauses, the comma and the period step, F does nothing without hosts."""
+    """Space plays and pauses, and the comma and the period step. F does nothing without hosts. It stops at the end."""
     shown(8)
     driver.execute_script("document.activeElement.blur()")
     press(driver, " ")
@@ -202,7 +203,7 @@ return [box.left + (p.x + q.x) / 2, box.top + (p.y + q.y) / 2].map(Math.round)""
 
 
 def test_pointing_at_a_link(driver, shown):
-    """The tip of a link has its bytes, busy share and transfers; a click shows them in the table and a chart."""
+    """The tip of a link has its bytes, busy share and transfers. A click shows them in a table and in a chart."""
     from selenium.webdriver import ActionChains
 
     plan = shown(8)
@@ -222,7 +223,7 @@ def test_pointing_at_a_link(driver, shown):
 
 
 def test_isolating_a_ring(driver, shown):
-    """A click on a ring draws only its links; a second click and Escape draw all again."""
+    """A click on a ring draws only its links. A second click, or Escape, draws all links again."""
     shown(8)
     at(driver, 420)
     everything = picture(driver)
@@ -244,7 +245,7 @@ def test_isolating_a_ring(driver, shown):
 
 
 def test_the_tight_cut(driver, shown):
-    """The tight cut of the part of a DGX-1V is GPU 6 with its two links, in both directions; C hides it."""
+    """The tight cut of five GPUs of a DGX-1V is GPU 6, with its two links in both directions. C hides and shows it."""
     plan = shown(5)
     code = "return explorer.wirings[0].painter.lanes.filter((l) => l.tight).flatMap((l) => l.links)"
     tight = driver.execute_script(code)
@@ -261,12 +262,13 @@ def test_the_tight_cut(driver, shown):
 
 
 def test_folding_hosts(driver, shown):
-    """Hosts fold by a key, by the button, by a click and by Enter; a folded host has one line to the network."""
+    """Hosts are folded and unfolded by a key, by the button, by a click and by Enter. A folded host has one line to the
+    network."""
     shown(16)
     nodes = "return explorer.wirings[0].cy.nodes().length"
     assert driver.execute_script(nodes) == 16 + 2 + 8 + 3  # devices, NVSwitches, rails, and the boxes
     press(driver, "f")
-    assert driver.execute_script(nodes) == 3
+    assert driver.execute_script(nodes) == 3  # two hosts and the network
     lines = driver.execute_script("return explorer.wirings[0].edges.map((e) => e.there.length + e.back.length)")
     assert lines == [16, 16]
     assert text(driver, "#fold") == "Unfold hosts"
@@ -277,7 +279,7 @@ def test_folding_hosts(driver, shown):
     from selenium.webdriver import ActionChains
 
     ActionChains(driver).click().perform()
-    assert wait(lambda: driver.execute_script(nodes) == 3 + 8 + 1)
+    assert wait(lambda: driver.execute_script(nodes) == 3 + 8 + 1)  # also the devices and the NVSwitch of host0
     assert text(driver, "#status") == "host0 is unfolded."
     focus(driver, ".graph")
     press(driver, "h", "h", ENTER)  # the second host
@@ -287,7 +289,7 @@ def test_folding_hosts(driver, shown):
 
 
 def test_links_by_keyboard(driver, shown):
-    """Arrow keys in the wiring and in the map of links select links, and say their numbers."""
+    """Arrow keys in the wiring and in the map of links select links. The status line has the link's numbers."""
     plan = shown(5)
     focus(driver, ".graph")
     press(driver, RIGHT)
@@ -305,7 +307,8 @@ def test_links_by_keyboard(driver, shown):
 
 
 def test_another_plan_and_one_beside_it(driver, shown):
-    """Another plan can be shown, and one beside it, on the same clock; no plan is offered beside itself."""
+    """The explorer can show another plan, or two plans side by side with one time slider. The list of second plans
+    omits the plan that is shown."""
     plan = shown(8)
     names = ["ring", "TensorFlow's trees", "one_device"]
     other = plan.comparisons[names[1]]
@@ -318,7 +321,7 @@ def test_another_plan_and_one_beside_it(driver, shown):
     enter(driver, "beside", "change", "1")
     due = [f"{name}: {duration(each.seconds)}" for name, each in zip(names, (plan, other), strict=False)]
     assert texts(driver, ".caption") == due
-    assert text(driver, "#now").endswith(f"of {duration(other.seconds)}")
+    assert text(driver, "#now").endswith(f"of {duration(other.seconds)}")  # the end of the longer plan
     at(driver, 1000)
     parts = driver.execute_script("return explorer.wirings.map((w) => w.painter.part)")
     assert parts == [models.PARTS, models.PARTS]
@@ -329,11 +332,11 @@ def test_another_plan_and_one_beside_it(driver, shown):
 
 
 def test_the_sizes(driver, shown):
-    """The table by size has the fastest algorithm of each size and its time as planned, also in the algorithm's column.
+    """The table by size has the fastest plan of each size, and for each algorithm the time of the plan "by name".
 
-    Other cells have the time with the algorithm's name. On a DGX-1V, a variant of a forest is the fastest at 4 MiB, so
-    that cell has both times."""
-    plan, found = shown(8), set()
+    The fastest plan's time is also in the column of its algorithm. This cell has both times if the fastest plan is a
+    variant that the name does not give, such as of a forest at 4 MiB on a DGX-1V."""
+    plan, found = shown(8), set()  # found: whether both times of a cell are equal
     rows = driver.execute_script(
         "return [...document.querySelectorAll('#sizes tbody tr')].map((r) => [...r.cells].map((c) => c.textContent))"
     )
@@ -347,7 +350,8 @@ def test_the_sizes(driver, shown):
             assert cell == fastest + ("" if fastest == by_name else f"by name {by_name}")
             found.add(fastest == by_name)
     assert found == {True, False}
-    assert driver.execute_script("return [...document.querySelectorAll('td.best:not(:nth-child(2))')].length") == 11
+    marked = "return [...document.querySelectorAll('td.best:not(:nth-child(2))')].length"  # in algorithms' columns
+    assert driver.execute_script(marked) == len(models.SIZES)
     drawn = driver.execute_script("return [explorer.sizes.chart.series[1].label, explorer.sizes.chart.data[1]]")
     assert drawn == ["auto", [best.seconds for best in bests]]
 
@@ -360,7 +364,7 @@ def luminance(colour):
 
 
 def test_colours(driver, shown):
-    """Light and dark differ, texts have the contrast that WCAG 2 requires (4.5), and the drawing follows a change."""
+    """The page and its drawing follow the browser's light or dark scheme. Texts have WCAG 2's least contrast, 4.5."""
     shown(8)
     at(driver, 420)
     light = picture(driver)
@@ -379,7 +383,7 @@ def test_colours(driver, shown):
 
 @pytest.mark.parametrize(("devices", "width"), [(8, 400), (16, 1280)])
 def test_widths(driver, shown, devices, width):
-    """At 400 and at 1280 pixels nothing is wider than the window, and every control has a name and is visible."""
+    """In windows of 400 and 1280 pixels, nothing is wider than the window. Every control is inside and has a name."""
     shown(devices, width, 900)
     at(driver, 420)
     assert driver.execute_script("return document.documentElement.scrollWidth") <= width

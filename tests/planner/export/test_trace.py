@@ -1,4 +1,4 @@
-"""to_chrome_trace: the events of a trace are the transfers of a simulation, at its times."""
+"""``to_chrome_trace`` writes the transfers of a simulation as events, with the times of the simulation."""
 
 import json
 from collections import Counter, defaultdict
@@ -23,7 +23,7 @@ MICRO = Fraction(1, 10**6)
 
 
 def read(*args, **options):
-    """Return a trace's transfers (with the link of each), ticks, and other data."""
+    """Return a trace's transfers (with the link and the end of each), its ticks, and its other data."""
     content = json.loads(to_chrome_trace(*args, **options))
     events = content["traceEvents"]
     process = {event["pid"]: event["args"]["name"] for event in events if event["name"] == "process_name"}
@@ -49,9 +49,9 @@ def runs(draw):
 @examples(100)
 @given(runs(), st.integers(0, 10**9))
 def test_events_have_the_times_of_the_simulation(run, nbytes):
-    """The ticks are those of the simulation. Each piece of a transfer has one event per link. The
-    transfers over a link take its busy time in total, do not overlap, and are inside the times of ``timeline``, after
-    the latency of the route. None ends after the simulation."""
+    """The ticks are those of the simulation. Each piece of a transfer has one event per link. The events of a link last
+    as long as its busy time in total, and do not overlap. Each is within the time that ``timeline`` gives its transfer,
+    after the latency of the route. None ends after the simulation."""
     schedule, topology = run
     done = simulate(schedule, topology, nbytes)
     transfers, ticks, other = read(schedule, topology, nbytes)
@@ -69,9 +69,9 @@ def test_events_have_the_times_of_the_simulation(run, nbytes):
         for pair in move.links:
             moved[pair, move.round, move.piece, move.chunk, move.src, move.dst].append(move)
     for transfer in transfers:
-        facts = transfer["args"]
+        args = transfer["args"]
         chunk = int(transfer["name"].removeprefix("chunk "))
-        (move,) = moved[transfer["link"], facts["round"], facts["piece"], chunk, facts["from"], facts["to"]]
+        (move,) = moved[transfer["link"], args["round"], args["piece"], chunk, args["from"], args["to"]]
         slack = 1e-9 * 1e6 * move.end + 2e-6
         assert transfer["ts"] >= 1e6 * (move.start + move.latency_s) - slack
         assert transfer["end"] <= 1e6 * move.end + slack
@@ -87,12 +87,13 @@ def test_events_have_the_times_of_the_simulation(run, nbytes):
 
 
 def test_a_pipeline_of_two_pieces():
-    """In a chain of two links, the second piece is on the first link while the first piece is on the second link."""
+    """In a chain of two links, the second piece is on the first link while the first piece is on the second link. A
+    piece takes 4 us on the first link (latency 1 us), and 2 us on the second one (latency 2 us)."""
     devices, steps = names(3), ((Step(0, 1, (0,)),), (Step(0, 2, (1,)),))
     chain = Schedule("broadcast", "chain", devices, (Chunk(Fraction(1), (0,), (0, 1, 2)),), steps, 2)
     topology = Topology(devices, [("cpu:0", "cpu:1", 1, MICRO), ("cpu:1", "cpu:2", 2, 2 * MICRO)])
     transfers, ticks, _ = read(chain, topology, 8000)
-    times = [(one["link"][0], one["args"]["piece"], one["ts"], one["dur"]) for one in transfers]
+    times = [(one["link"][0], one["args"]["piece"], one["ts"], one["dur"]) for one in transfers]  # in us
     assert times == [("cpu:0", 0, 1, 4), ("cpu:0", 1, 6, 4), ("cpu:1", 0, 7, 2), ("cpu:1", 1, 12, 2)]
     assert [(tick["name"], tick["ts"], tick["dur"], tick["args"]["rounds"]) for tick in ticks] == [
         ("tick 0", 0, 5, "0 to 0"), ("tick 1", 5, 5, "0 to 1"), ("tick 2", 10, 4, "1 to 1"),
@@ -100,12 +101,12 @@ def test_a_pipeline_of_two_pieces():
 
 
 def test_links_and_routes():
-    """Seven devices send to one device through a switch, whose link carries the transfers one after the other. The
-    transfers of a chunk with a route through a switch use that switch's links."""
+    """If seven devices send to one device through a switch, the last link carries the transfers one after the other. A
+    transfer for which the schedule has a route through a switch uses the links of this switch."""
     topology = Topology.star(8, 1)
     transfers, _, _ = read(one_device(topology.devices, destinations=["cpu:0"]), topology, 1000)
     last = [one for one in transfers if one["link"] == ("switch", "cpu:0")]
-    due = [(k, k + 1, f"cpu:{k + 1}") for k in range(7)]
+    due = [(k, k + 1, f"cpu:{k + 1}") for k in range(7)]  # start, end (each takes 1 us), sender
     assert [(one["ts"], one["end"], one["args"]["from"]) for one in last] == due
     links = [("cpu:0", "cpu:1", 1), ("cpu:1", "cpu:0", 1), ("cpu:0", "bus", 1), ("bus", "cpu:1", 1)]
     routed = replace(direct(names(2)), routes=(Route(1, 0, 1, ("bus",), 0),))
@@ -115,7 +116,7 @@ def test_links_and_routes():
 
 
 def test_it_is_the_trace_event_format():
-    """The text is one object with a list of events, each with the fields that its ``ph`` requires. Rows are sorted in
+    """The text is one object with a list of events, each with the fields that its type (``ph``) requires. Rows are in
     the order of the topology's nodes."""
     topology = Topology.star(3, 25, MICRO)
     content = json.loads(to_chrome_trace(replace(ring(topology.devices), pieces=2), topology, 3000))
@@ -125,8 +126,8 @@ def test_it_is_the_trace_event_format():
         assert {"ph", "name", "pid", "tid", "args"} <= event.keys()
         assert event["ph"] == "M" or (event["ph"] == "X" and min(event["ts"], event["dur"]) >= 0)
     rows = {event["tid"]: event["pid"] for event in events}
-    assert len(rows) == 1 + 6
-    assert not set(rows) & (set(rows.values()) - {1})
+    assert len(rows) == 1 + 6  # the ticks, and the links
+    assert not set(rows) & (set(rows.values()) - {1})  # no number is that of a row and of a group of rows
     named = {event["pid"]: event["args"]["name"] for event in events if event["name"] == "process_name"}
     order = {event["pid"]: event["args"]["sort_index"] for event in events if event["name"] == "process_sort_index"}
     nodes = ["schedule", *(f"{node} sends" for node in topology.nodes)]
@@ -136,26 +137,26 @@ def test_it_is_the_trace_event_format():
 
 
 def test_only_the_first_pieces_are_shown(monkeypatch):
-    """If there are too many pieces, all transfers of the first pieces are shown; the other pieces are counted. EVENTS
-    transfers need less than 45 MB."""
+    """If there are too many transfers, only those of the first pieces are shown, and the number of the other pieces is
+    stored. EVENTS transfers need less than 45 MB."""
     topology = Topology.ring(4, 25, MICRO)
     schedule = replace(ring(topology.devices), pieces=50)
     every, ticks, other = read(schedule, topology, 10**6)
-    assert len(every) == 24 * 50
+    assert len(every) == 24 * 50  # 24 transfers per piece
     assert other["pieces_left_out"] == 0
     text = to_chrome_trace(schedule, topology, 10**6)
     assert text.count('"cat":"transfer"') / len(text) > trace.EVENTS / 45e6
-    monkeypatch.setattr(trace, "EVENTS", 24 * 7 + 23)
+    monkeypatch.setattr(trace, "EVENTS", 24 * 7 + 23)  # enough for 7 pieces
     some, fewer, other = read(schedule, topology, 10**6)
     assert some == [transfer for transfer in every if transfer["args"]["piece"] < 7]
-    assert fewer == ticks[: 6 + 7 - 1]
+    assert fewer == ticks[: 6 + 7 - 1]  # of 6 rounds
     assert (other["pieces"], other["pieces_left_out"]) == (50, 43)
     assert other["seconds"] == simulate(schedule, topology, 10**6).seconds
 
 
 def test_transfers_that_are_not_shown():
-    """Without bytes or rounds a trace has no transfers. A chunk with share 0, and a transfer that no result depends on,
-    have no events."""
+    """A trace without bytes or rounds has no transfers. Transfers of a chunk with share 0, and transfers that no result
+    depends on, have no events."""
     still = Schedule("broadcast", "none", names(2), (Chunk(Fraction(1), (0,), (0,)),), ())
     for schedule, nbytes in ((ring(names(3)), 0), (ring(names(1)), 100), (still, 100)):
         transfers, ticks, other = read(schedule, Topology.ring(schedule.devices), nbytes)
@@ -183,7 +184,7 @@ def test_invalid_arguments_are_refused():
 
 @pytest.mark.parametrize(("algorithm", "collective"), [("direct", "all_reduce"), ("forest", "broadcast")])
 def test_the_trace_of_a_rank_has_the_events_of_its_links(algorithm, collective):
-    """The events of one rank are those of the links into and out of its device in the trace of all steps."""
+    """The trace of one rank has the events of the links into and out of its device, as in the trace of all ranks."""
     hosts = Topology.machine("hgx-h100", hosts=5)
     plan = cr.plan(hosts, collective, "40M", algorithm)
     assert isinstance(plan.schedule, GeneratedSchedule)

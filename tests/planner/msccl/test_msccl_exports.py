@@ -26,25 +26,30 @@ from crossreduce.planning import PLANNERS, direct, one_device, ring
 
 
 class Msccl(NamedTuple):
-    """How the tests write, prove and run MSCCL XML; one slot per connection must be enough."""
+    """How the tests write, prove and run MSCCL XML. One slot per connection must be enough."""
 
     def write(self, schedule, *args, inplace=True, **options):
         return to_msccl_xml(schedule, *args, inplace=inplace, outofplace=not inplace, **options)
 
     def proved(self, text, root=None):
+        """Prove a file, and return its collective and root."""
         report = verify_msccl_xml(text, root=root, slots=1)
         return report.coll, report.root
 
     def fault(self, text, seed, tries, root=None):
+        """Return the fault of a file in random executions, or ``None``."""
         return msccl_machine.fault(text, seed, tries, root=root or 0, slots=1)
 
     def results(self, text, root):
         """Return a function that returns the expression at a unit of a rank's output."""
-        machine = msccl_machine.Machine(text, True, root=root, value=lambda rank, _: f"{rank}", combine=expression)
+        machine = msccl_machine.Machine(
+            text, inplace=True, root=root, value=lambda rank, _: f"{rank}", combine=expression
+        )
         machine.run(random.Random(0))
         return lambda rank, unit: machine.memory[machine.address(rank, "o", unit)]
 
     def sizes(self, text):
+        """Return the pairs of the numbers of chunks of a GPU's input and output."""
         return {tuple(int(gpu.get(f"{buffer}_chunks")) for buffer in "io") for gpu in ET.fromstring(text)}
 
     def written(self, text):
@@ -54,7 +59,7 @@ class Msccl(NamedTuple):
 
 
 class Mscclpp(NamedTuple):
-    """The same for MSCCL++ plans."""
+    """The same functions for MSCCL++ plans."""
 
     def write(self, schedule, *args, inplace=True, **options):
         return to_mscclpp_json(schedule, *args, inplace=inplace, **options)
@@ -65,10 +70,10 @@ class Mscclpp(NamedTuple):
         return report.collective, report.root
 
     def fault(self, text, seed, tries, root=None):
-        return mscclpp_values.fault(text, seed, 1 + seed % 3, root)
+        return mscclpp_values.fault(text, seed, cells=1 + seed % 3, root=root)
 
     def results(self, text, root):
-        made = mscclpp_values.Interpreter(text, 1, root, value=lambda rank, _: f"{rank}", combine=expression)
+        made = mscclpp_values.Interpreter(text, cells=1, root=root, value=lambda rank, _: f"{rank}", combine=expression)
         assert made.run()
         return lambda rank, unit: made.output(rank)[unit]
 
@@ -87,7 +92,8 @@ each_format = pytest.mark.parametrize("form", FORMATS.values(), ids=FORMATS)
 
 
 def check(form, schedule, *args, seed=0, tries=2, **options):
-    """Check that a schedule's file is proved, right in random executions, and has the listed order of operands."""
+    """Check that a schedule's file is proved and right in random executions. A file in place, of one piece and without
+    a topology, must also combine operands in the listed order."""
     made = collective(schedule)
     text = form.write(schedule, *args, **options)
     assert form.proved(text, made.root) == (schedule.collective.replace("_", ""), made.root)
@@ -101,7 +107,8 @@ def check(form, schedule, *args, seed=0, tries=2, **options):
 @given(formats, algorithms, requests(st.integers(2, 6), most_packs=3), st.booleans(), st.integers(0, 99))
 @examples(100)
 def test_the_five_collectives_are_exported(form, algorithm, ask, inplace, seed):
-    """A planner's schedule from all devices to all or one, or from one to all, is exported; any other is refused."""
+    """A planner's schedule from all devices to all, from all to one or from one to all is exported. Any other schedule
+    is refused."""
     schedule = PLANNERS[algorithm](ask.devices, ask.sources, ask.destinations, packs=ask.packs, first=ask.first)
     n = len(ask.devices)
     if {len(ask.sources), len(ask.destinations)} in ({n}, {n, 1}):
@@ -114,33 +121,31 @@ def test_the_five_collectives_are_exported(form, algorithm, ask, inplace, seed):
 @given(formats, synchronous(), st.integers(1, 4), st.booleans(), st.integers(0, 99))
 @examples(250)
 def test_a_round_reads_the_values_of_the_round_before(form, schedule, spread, inplace, seed):
-    """Files of any shares and orders are right, also if steps read what the same round replaces, on 1 to 4 channels.
-
-    Messages of several chunks do not fit into a connection's one slot, yet must not wait for each other in a cycle.
-    """
+    """Files on 1 to 4 channels are right for any shares and orders, also if steps read what the same round replaces.
+    Messages that do not fit into a connection's one slot do not wait for each other in a cycle."""
     options = {"channels": spread} if form is FORMATS["msccl"] else {"threadblocks": spread}
     check(form, schedule, seed=seed, tries=4, inplace=inplace, **options)
 
 
 @pytest.mark.parametrize(("form", "planner"), pairs(FORMATS.values(), ALGORITHMS), ids=str)
 def test_planners_of_more_devices(form, planner):
-    """Each planner's all-reduce of 7 or 8 devices is right, in the listed order of operands; equal schedules give equal
-    text."""
+    """Each planner's all-reduce of 7 or 8 devices is right, and combines operands in the listed order. Equal schedules
+    give equal text."""
     schedule = PLANNERS[planner](names(7 if form is FORMATS["msccl"] else 8))
     check(form, schedule, tries=1)
     assert form.write(schedule) == form.write(Schedule.from_json(schedule.to_json()))
 
 
 def test_more_operands_than_an_operation_has():
-    """A sum of more operands than one operation adds keeps the listed order."""
+    """A sum of 14 operands, of which one operation adds 10, keeps the listed order."""
     check(FORMATS["mscclpp"], one_device(names(14), root="cpu:12"), tries=1)
 
 
 @each_format
 def test_chunks_are_placed_in_the_parts_of_their_owners(form):
-    """Rank k owns the k-th part of the buffer, and its chunks are placed there, in any order of the schedule."""
+    """Rank k owns the k-th part of the buffer. Its chunks are placed there, whatever their order in the schedule."""
     for kind in ("reduce_scatter", "all_gather"):
-        schedule = rotated(kind)
+        schedule = rotated(kind)  # three ranks; chunks 0 and 3 belong to rank 1, chunk 1 to rank 2, chunk 2 to rank 0
         placed = [(block.chunk, block.offset) for block in collective(schedule).blocks]
         assert placed == [(0, 2), (1, 4), (2, 0), (3, 3)]
         assert form.sizes(form.write(schedule)) == {(6, 2) if kind == "reduce_scatter" else (2, 6)}
@@ -150,7 +155,8 @@ def test_chunks_are_placed_in_the_parts_of_their_owners(form):
 
 @each_format
 def test_needless_steps_are_left_out(form):
-    """Steps that no result depends on are not in the file: copies to the same device, unread sums, empty chunks."""
+    """Steps that no result depends on are not in the file: copies to the same device, sums that are not read, and steps
+    of empty chunks."""
     both = (0, 1)
     chunks = (Chunk(Fraction(1), both, both), Chunk(Fraction(0), both, both))
     rounds = (
@@ -175,11 +181,10 @@ def test_inputs_stay_unchanged(form):
 
 @each_format
 def test_schedules_that_no_format_can_hold(form):
-    """A schedule that ``verify`` rejects, and parts of different sizes, are refused with the reason."""
+    """A schedule that ``verify`` rejects, unequal parts of ranks, and other collectives are refused with the reason."""
     both = (0, 1)
-    (lost, small, large) = (
-        Chunk(Fraction(*part), both, to) for part, to in (((1,), both), ((1, 3), (0,)), ((2, 3), (1,)))
-    )
+    lost = Chunk(Fraction(1), both, both)  # the step below leaves its result on one device only
+    small, large = Chunk(Fraction(1, 3), both, (0,)), Chunk(Fraction(2, 3), both, (1,))
     with pytest.raises(ScheduleError, match="lost"):
         form.write(Schedule("all_reduce", "custom", names(2), (lost,), ((Step(0, 0, both),),)))
     uneven = Schedule("reduce_scatter", "custom", names(2), (small, large), ((Step(0, 0, both), Step(1, 1, both)),))

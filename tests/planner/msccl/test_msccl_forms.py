@@ -35,20 +35,21 @@ HEAD = "name proto nchannels nchunksperloop ngpus coll inplace outofplace minByt
 @given(algorithms, st.integers(2, 5), st.integers(1, 3))
 @examples(20)
 def test_the_runtimes_can_read_the_text(algorithm, n, packs):
-    """The text has one element per line, all ten attributes of ``<algo>``, and no prolog, tabs, escapes or comments."""
+    """The text has one element per line, all ten attributes of ``<algo>``, and no prolog, tabs, escapes or comments.
+    Only steps have no children, and all steps have the same number of attributes."""
     text = to_msccl_xml(PLANNERS[algorithm](names(n), packs=packs), min_bytes=1024, max_bytes=1 << 20, proto="LL")
     lines = [LINE.fullmatch(line) for line in text.splitlines()]
     assert all(lines)
     algo = dict(re.findall(r'(\w+)="([^"]*)"', lines[0][3]))
     assert list(algo) == HEAD.split()
     assert (algo["proto"], algo["minBytes"], algo["maxBytes"]) == ("LL", "1024", "1048576")
-    assert {line[2] for line in lines if line[4]} <= {"step"}
+    assert {line[2] for line in lines if line[4]} <= {"step"}  # line[4]: the "/" of an element without children
     assert len({line[3].count("=") for line in lines if line[2] == "step"}) == 1
 
 
 def test_the_number_of_channels():
-    """Chunks are spread over more channels if a threadblock would otherwise have more than 64 steps, or over as many as
-    ``channels`` says; no two threadblocks of a GPU have the same channel and peers."""
+    """By default, chunks are spread over so many channels that no threadblock has more than 64 steps. ``channels`` sets
+    the number. No two threadblocks of a GPU have the same channel and peers."""
     for packs, channels in ((1, 1), (4, 1), (5, 2)):
         algo = read_msccl_xml(to_msccl_xml(ring(names(8), packs=packs)))
         assert algo.channels == channels
@@ -62,11 +63,11 @@ def test_the_number_of_channels():
 
 
 def test_large_blocks_are_split():
-    """A chunk of more than 71 units, the equal parts of the buffer, is moved by several steps of at most 71 units."""
-    text = to_msccl_xml(shares("199/201", "2/201"))
+    """A chunk of more than 71 units (equal parts of the buffer) is moved by several steps of at most 71 units."""
+    text = to_msccl_xml(shares("199/201", "2/201"))  # chunks of 199 units and of 2 units
     counts = [step.chunks for block in read_msccl_xml(text).gpus[0].threadblocks for step in block.steps]
     assert counts == [71, 71, 57, 2] * 2
-    assert fault(text, 0, 2, slots=1) is None
+    assert fault(text, seed=0, tries=2, slots=1) is None
 
 
 @pytest.mark.parametrize(
@@ -99,8 +100,8 @@ def test_the_limits_and_arguments_of_msccl(schedule, options, text):
 
 
 def test_names_and_runtimes():
-    """Only the limits of the given runtime must hold. A given name is used unchanged; in the default name, "_" replaces
-    characters that are not letters or digits."""
+    """Only the limits of the given runtime must hold. A given name is used unchanged. In the default name, "_" replaces
+    characters that the runtimes cannot read."""
     schedule = direct(names(24))
     with pytest.raises(PlanError, match=r'RCCL has 64 threadblocks(.*\n)+.*runtime="msccl"'):
         to_msccl_xml(schedule, channels=2)
@@ -113,7 +114,7 @@ def test_names_and_runtimes():
 
 
 def test_exchanges_put_before_they_wait():
-    """In an exchange every device puts its own value before it waits for other values, so the puts overlap."""
+    """In an exchange every device puts its own value before it waits for other values, so that the puts overlap."""
     for schedule in (recursive_doubling(names(2)), one_shot(names(5))):
         for gpu in json.loads(to_mscclpp_json(schedule))["gpus"]:
             ops = [op["name"] for op in gpu["threadblocks"][0]["ops"] if op["name"] != "nop"]
@@ -131,7 +132,7 @@ def test_arguments_are_in_the_plan():
         "min_message_size": 1 << 10, "max_message_size": 1 << 20,
     }  # fmt: skip
     assert json.loads(to_mscclpp_json(ring(names(2))))["name"] == "allreduce_ring_2"
-    for number, count in ((None, 12), (5, 5), (80, 12)):  # by default each chunk has its own threadblock
+    for number, count in ((None, 12), (5, 5), (80, 12)):  # each of 12 chunks has a threadblock, if they are not limited
         content = json.loads(to_mscclpp_json(ring(names(4), packs=3), threadblocks=number))
         assert [len(gpu["threadblocks"]) for gpu in content["gpus"]] == [count] * 4
 
@@ -143,7 +144,7 @@ def test_arguments_are_in_the_plan():
         (direct(names(18)), {}, "16 channels per threadblock, but cpu:0 needs at least 17"),
         (ring(names(2)), {"threadblocks": 0}, "threadblocks, the number per GPU, must be 1 to 320"),
         (ring(names(2)), {"threadblocks": 81, "threads": 1024}, "must be 1 to 80"),
-        (ring(names(2)), {"threads": 100}, "32, 64"),
+        (ring(names(2)), {"threads": 100}, "threads must be a multiple of 32 up to 1024"),
         (ring(names(2)), {"min_bytes": 2, "max_bytes": 1}, "0 <= min_bytes <= max_bytes"),
     ],
 )

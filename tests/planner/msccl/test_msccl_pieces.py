@@ -1,5 +1,5 @@
-"""MSCCL XML of plans with pieces and fast links: the files are right in any order of events, over several slices of a
-message, and a clock of the files reaches the rate of the plan."""
+"""MSCCL XML of plans with pieces and fast links: the files are right in any order of events and over several slices of
+a message, and they reach the rate of the plan on a simulated clock."""
 
 import itertools
 from dataclasses import replace
@@ -43,21 +43,21 @@ def test_files_with_pieces_are_right(schedule, pieces, inplace, seed):
     text = to_msccl_xml(replace(schedule, pieces=pieces), inplace=inplace, outofplace=not inplace)
     root = collective(schedule).root or 0
     assert verify_msccl_xml(text, slots=1).notes[:1] in ((), verify_msccl_xml(text).notes[:1])
-    assert fault(text, seed, 2, root=root, slots=1) is None
-    assert fault(text, seed, 1, root=root, slots=1, loops=3) is None
+    assert fault(text, seed, tries=2, root=root, slots=1) is None
+    assert fault(text, seed, tries=1, root=root, slots=1, loops=3) is None  # three slices
 
 
 @given(synchronous(), st.integers(1, 3), st.sampled_from([10, 60, 150]), st.booleans(), st.integers(0, 99))
 @examples(12)
 def test_files_of_fast_links_are_right(schedule, pieces, gb_per_s, inplace, seed):
-    """On fast links chunks have parts on channels of their own, and the file is as right as without a topology."""
+    """The file of a schedule for fast links, on which chunks have parts with separate channels, is right."""
     wiring = Topology.full_mesh(schedule.devices, gb_per_s)
     text = to_msccl_xml(replace(schedule, pieces=pieces), wiring, LARGE, inplace=inplace, outofplace=not inplace)
-    assert fault(text, seed, 2, root=collective(schedule).root or 0, slots=1, loops=2) is None
+    assert fault(text, seed, tries=2, root=collective(schedule).root or 0, slots=1, loops=2) is None
 
 
 def chain(collective, pieces):
-    """Return a broadcast or reduce along a chain of four devices."""
+    """Return a broadcast or reduce from end to end of a chain of four devices."""
     if collective == "broadcast":
         chunk, rounds = Chunk(Fraction(1), (0,), (0, 1, 2, 3)), tuple((Step(0, k + 1, (k,)),) for k in range(3))
     else:
@@ -66,8 +66,8 @@ def chain(collective, pieces):
 
 
 def test_a_path_of_messages_is_forwarded_in_one_step():
-    """Ranks between the ends of a path receive and send in one step per piece, in a threadblock of their own. Out of
-    place, a partial sum that its rank only forwards is stored nowhere."""
+    """Ranks between the ends of a path receive and send in one step per piece, in one threadblock. Out of place, a
+    partial sum that a rank only forwards is not stored."""
     for kind, steps in (("broadcast", "s rcs rcs r"), ("reduce", "rrc rrs rrs s")):
         types = types_of(to_msccl_xml(chain(kind, 8), outofplace=False))
         assert types == {(rank, 0): [step] * 8 for rank, step in enumerate(steps.split())}
@@ -82,16 +82,16 @@ def test_pieces_are_as_many_as_a_threadblock_has_steps_for():
 
 
 def test_links_that_are_faster_than_a_channel_get_several():
-    """Each channel carries at most 24 GB/s of the planned rate; 150 GB/s are 8 equal parts on 8 channels."""
+    """There are so many channels that each carries at most 24 GB/s. Parts are equal, so 150 GB/s need 8 channels."""
     for gb_per_s, channels in ((12, 1), (24, 1), (48, 2), (150, 8)):
         text = to_msccl_xml(direct(names(2)), Topology.full_mesh(names(2), gb_per_s))
         assert read_msccl_xml(text).channels == channels, gb_per_s
 
 
 def test_a_step_of_several_units_is_divided_if_it_is_large():
-    """Without planned pieces, parts of several units and more than 1 MiB are divided, if the size is known."""
+    """Without planned pieces, a part of several units is divided if it is known to have more than 1 MiB."""
     schedule = shares("43/64", "21/64")
-    for nbytes, steps in ((None, 2), (1 << 20, 2), (64 << 20, 43)):
+    for nbytes, steps in ((None, 2), (1 << 20, 2), (64 << 20, 43)):  # 43 pieces of 1 MiB
         text = to_msccl_xml(schedule, Topology.full_mesh(names(2), 12), nbytes)
         assert max(map(len, types_of(text).values())) == steps, nbytes
 
@@ -108,8 +108,8 @@ DEFAULT = [*zip(MACHINES, KINDS, strict=True), (("pcie-8", 1), "reduce")]
     ],
 )
 def test_files_reach_the_rate_of_their_plans(machine, kind):
-    """On the clock of file_clock.py a file of 256 MiB reaches 97 % of its plan's predicted rate; the file of a
-    reduce on ``pcie-8`` reaches 95 %, since its threadblocks have steps for 32 of 122 pieces."""
+    """On the clock of file_clock.py, a file for 256 MiB reaches 97 % of the predicted rate of its plan. The file of a
+    reduce on ``pcie-8`` reaches 95 %, since its threadblocks have steps for only 32 of 122 pieces."""
     wiring = Topology.machine(*machine)
     made = plan(wiring, kind, LARGE, costs=KERNEL, granularity=0.02)
     text = to_msccl_xml(made.schedule, made.topology, LARGE)
@@ -118,8 +118,8 @@ def test_files_reach_the_rate_of_their_plans(machine, kind):
 
 
 def test_files_without_pieces_are_slower():
-    """The clock shows what pieces are for: without them the steps of a forest run one after the other. A message takes
-    its bytes by the bandwidth, plus the latency."""
+    """On the clock, a file of a forest without pieces takes over 1.8 times as long as planned, since its steps run one
+    after the other. A single message takes its bytes divided by the bandwidth, plus the latency."""
     wiring = Topology.machine("epyc-numa-8")
     made = plan(wiring, "all_reduce", LARGE, costs=KERNEL, granularity=0.02)
     slow = to_msccl_xml(replace(made.schedule, pieces=1))
@@ -130,7 +130,7 @@ def test_files_without_pieces_are_slower():
 
 
 def test_a_message_must_be_a_multiple_of_the_units_of_the_file():
-    """With pieces a file has more units than the plan has shares; the exporter returns the number of the file."""
+    """With pieces, a file has more units than the schedule. ``multiple_of`` returns the number of units of the file."""
     made = plan(Topology.machine("ncv4"), "broadcast", LARGE, costs=KERNEL)
     text = EXPORTERS["msccl"].write(made)
     assert EXPORTERS["msccl"].multiple_of(made, text) == read_msccl_xml(text).chunks > made.schedule.units

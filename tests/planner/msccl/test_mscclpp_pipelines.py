@@ -1,5 +1,5 @@
-"""MSCCL++ plans with pipelines, port channels and switch channels: proved, run by an interpreter, and timed by a clock
-of exported files, ``file_clock.py``, which shares no code with the library."""
+"""MSCCL++ plans with pipelines, port channels and switch channels are proved, run by an interpreter, and timed by
+``file_clock.py``, a simulation of exported files that shares no code with the library."""
 
 import json
 from fractions import Fraction
@@ -25,7 +25,7 @@ from crossreduce.schedule import Costs
 SIZE = 256 << 20
 FREE = Costs(operation_s=0)
 
-# Machines, numbers of hosts and collectives whose files are timed here. docs/mscclpp-files.md has the others.
+# (machine, hosts, collective) of the files that are timed here. docs/mscclpp-files.md has the others.
 TIMED = [
     *(("ncv4", 2, kind) for kind in ("all_reduce", "all_gather")),
     ("nvlink-pairs-4", 1, "reduce_scatter"),
@@ -47,7 +47,7 @@ def operations(text):
 
 
 def small(schedule, **options):
-    """Export a schedule in 3 pieces, of 16 bytes per unit, as the interpreter runs it for messages of 48 per unit."""
+    """Export a schedule in 3 pieces of 16 bytes per unit of the buffer, for messages that the interpreter can run."""
     return to_mscclpp_json(schedule.cut_into(3), nbytes=3 * 16 * collective(schedule).units, **options)
 
 
@@ -61,8 +61,8 @@ def test_files_reach_the_planned_rate(machine, hosts, kind):
 
 
 def test_the_clock(monkeypatch):
-    """The clock shows the loss of a schedule whose pieces are not exported, and refuses plans that wait forever. A copy
-    along two links takes 2 (bytes / bandwidth + latency), with many pieces half of it."""
+    """A copy along two links takes 2 (bytes / bandwidth + latency), and about half of it with many pieces. The clock
+    refuses plans that wait forever. A broadcast without its pieces reaches less than 70 % of the planned rate."""
     line = Topology.from_matrix([[0, 10, 0], [10, 0, 10], [0, 10, 0]], latency_s=Fraction(1, 10**6))
     schedule = plan(line, "broadcast", SIZE, "forest", root=0, costs=FREE).schedule
     whole = mscclpp_seconds(to_mscclpp_json(schedule.cut_into(1)), line, 1 << 24)
@@ -73,18 +73,14 @@ def test_the_clock(monkeypatch):
     del content["gpus"][0]["threadblocks"][0]["ops"][-1]
     with pytest.raises(StuckError, match="threadblocks wait"):
         mscclpp_seconds(json.dumps(content), line, 1 << 24)
-    monkeypatch.setattr(writer, "LONG_BLOCK", 1 << 60)
+    monkeypatch.setattr(writer, "LONG_BLOCK", 1 << 60)  # so that the writer adds no pieces itself
     topology = Topology.machine("dgx-1v")
     found = planned(topology, "broadcast")
     text = to_mscclpp_json(found.schedule.cut_into(1), topology, SIZE)
     assert algbw(text, found.schedule, topology) < 0.7 * found.algbw
 
 
-RUN = [
-    *each(["ncv4"], [1], KINDS, [True, False]),
-    ("ncv4", 2, "all_reduce", False),
-    ("ncv4", 2, "broadcast", True),
-]
+RUN = [*each(["ncv4"], [1], KINDS, [True, False]), ("ncv4", 2, "all_reduce", False), ("ncv4", 2, "broadcast", True)]
 RUN += [
     pytest.param("ncv4", 2, *case, marks=pytest.mark.slow)
     for case in (("reduce", True), ("reduce_scatter", True), ("all_gather", False))
@@ -93,7 +89,7 @@ RUN += [
 
 @pytest.mark.parametrize(("machine", "hosts", "kind", "inplace"), RUN)
 def test_pipelines_are_right(machine, hosts, kind, inplace):
-    """Plans with pipelines are proved, without notes, and right for one and more pieces, in many orders."""
+    """Plans with pipelines are proved without notes, and are right for messages of one and of three pieces."""
     topology = Topology.machine(machine, hosts)
     schedule = planned(topology, kind).schedule
     text = to_mscclpp_json(schedule, topology, SIZE, inplace=inplace)
@@ -101,11 +97,11 @@ def test_pipelines_are_right(machine, hosts, kind, inplace):
     assert [note for note in verify_mscclpp_json(text).notes if "does not store a root" not in note] == []
     root = collective(schedule).root or 0
     for cells in (1, 3) if hosts == 1 else (3,):
-        assert fault(small(schedule, inplace=inplace), cells, cells, root) is None
+        assert fault(small(schedule, inplace=inplace), seed=cells, cells=cells, root=root) is None
 
 
 def test_pieces_have_the_planned_bytes():
-    """A pipeline's unit is a piece of its block: the planned number of pieces, for the planned number of bytes."""
+    """For the planned message size, a pipeline has the planned number of pieces, except for rounding to 16 bytes."""
     topology = Topology.machine("dgx-1v")
     found = planned(topology, "broadcast")
     for op in operations(to_mscclpp_json(found.schedule, nbytes=SIZE)):
@@ -118,7 +114,7 @@ def test_pieces_have_the_planned_bytes():
 
 
 def test_long_messages_have_too_many_pieces():
-    """The executor counts iterations with 16 bits, so the largest message is limited."""
+    """The executor counts iterations with 16 bits, so a plan of 128 KiB per piece has a largest message."""
     schedule = ring(names(2)).cut_into(4)
     text = to_mscclpp_json(schedule, nbytes=1 << 20)
     assert json.loads(text)["max_message_size"] == 65535 * (1 << 17) * 2
@@ -128,22 +124,25 @@ def test_long_messages_have_too_many_pieces():
 
 
 def test_hosts_are_joined_by_port_channels():
-    """GPUs of different hosts use port channels, others memory channels; no plan needs a flush, which does nothing."""
-    topology = Topology.machine("ncv4", 2)
+    """GPUs of one host use memory channels, and other GPUs port channels. No plan needs a flush, which does nothing."""
+    topology = Topology.machine("ncv4", 2)  # 4 GPUs per host
+
+    def kind(a, b):
+        return "memory" if a // 4 == b // 4 else "port"
+
     for schedule, inplace in ((planned(topology, "all_gather").schedule, True), (ring(topology.devices), False)):
         text = to_mscclpp_json(schedule, inplace=inplace)
         for rank, gpu in enumerate(json.loads(text)["gpus"]):
             for channel in gpu["channels"]:
-                same = {rank // 4 == peer // 4 for peer in channel["connected_to"]}
-                assert same == {channel["channel_type"] == "memory"}
+                assert {kind(rank, peer) for peer in channel["connected_to"]} == {channel["channel_type"]}
             for remote in gpu["remote_buffers"]:
-                assert remote["access_channel_types"] == ["memory" if rank // 4 == remote["rank"] // 4 else "port"]
+                assert remote["access_channel_types"] == [kind(rank, remote["rank"])]
         assert "flush" not in {op["name"] for op in operations(text)}
         assert verify_mscclpp_json(text).notes == ()
 
 
 def test_schedules_whose_inputs_are_read_late_have_no_pipelines():
-    """In place, a one-shot result could overwrite an input that other GPUs still need, so it is exported by blocks."""
+    """In place, a one-shot result could overwrite an input that other GPUs still need, so it has no pipelines."""
     schedule = one_shot(names(3)).cut_into(3)
     for inplace in (True, False):
         text = to_mscclpp_json(schedule, inplace=inplace)
@@ -152,20 +151,19 @@ def test_schedules_whose_inputs_are_read_late_have_no_pipelines():
 
 
 def test_threadblocks_are_shared_if_there_are_too_many():
-    """Pipelines share threadblocks up to the number that threadblocks= allows."""
+    """If a GPU would have more threadblocks than threadblocks= allows, pipelines share threadblocks."""
     topology = Topology.machine("ncv4")
     schedule = planned(topology, "all_reduce").schedule
-    free = json.loads(small(schedule))
-    most = max(len(gpu["threadblocks"]) for gpu in free["gpus"])
+    most = max(len(gpu["threadblocks"]) for gpu in json.loads(small(schedule))["gpus"])
     text = small(schedule, threadblocks=most - 3)
     assert max(len(gpu["threadblocks"]) for gpu in json.loads(text)["gpus"]) == most - 3
     assert verify_mscclpp_json(text).notes == ()
-    assert fault(text, 0, 4) is None
+    assert fault(text, seed=0, cells=4) is None
 
 
 def test_more_threadblocks_have_fewer_threads():
-    """All threadblocks of a GPU must run at the same time, so a plan of more than 80 has 512 threads in each, or 256. A
-    plan of fewer has 1024, also if its blocks differ in size whatever their number, as on nvlink-pairs-4."""
+    """Only 80 threadblocks of 1024 threads per GPU run at the same time, so a plan of more has 512 threads in each. A
+    plan has 1024 threads if more threadblocks would not divide its data more evenly, as on nvlink-pairs-4."""
     uneven, wide = Topology.machine("nvlink-pairs-4"), Topology.machine("dgx-1p", 2)
     for schedule, topology, threads in (
         (plan(uneven, "all_reduce", SIZE, costs=FREE, granularity=0.02).schedule, uneven, 1024),
@@ -179,8 +177,8 @@ def test_more_threadblocks_have_fewer_threads():
 
 
 def test_the_number_of_parts_of_a_chunk():
-    """Each chunk has at least as many parts as its channels need, and parts cover the buffer without gaps. Where a GPU
-    would have up to 4 threadblocks, each chunk has two parts, so that links are busy while one waits."""
+    """Each chunk has at least as many parts as its links need, and parts cover the buffer without gaps. If a GPU would
+    have up to 4 threadblocks with pipelines, each chunk has two parts, so that links are busy while one part waits."""
     for machine in ("hgx-h100", "dgx-1v"):
         topology = Topology.machine(machine)
         for kind in KINDS:
@@ -198,8 +196,8 @@ def test_the_number_of_parts_of_a_chunk():
 
 @pytest.mark.parametrize("inplace", [True, False])
 def test_in_network_plans_use_switch_channels(inplace):
-    """An all-reduce through one switch is proved and right. It takes 1 + 1/n times the buffer's time on n GPUs' links,
-    since a GPU also reads its own data through the switch; on 8 GPUs that is no slower than the plan's trees."""
+    """An all-reduce through one switch is proved and right. It moves 1 + 1/n times the buffer over each link of n GPUs,
+    since a GPU also reads its own data through the switch. On 8 GPUs it reaches 97 % of the planned rate."""
     for topology in (
         Topology.star(["cuda:0", "cuda:1", "cuda:2"], 25, 1e-6).with_switches(reducing=True),
         Topology.machine("hgx-h100", in_network=True),
@@ -210,15 +208,15 @@ def test_in_network_plans_use_switch_channels(inplace):
         text = to_mscclpp_json(found.schedule, topology, SIZE, inplace=inplace)
         assert "glres" in {op["name"] for op in operations(text)}
         assert [note for note in verify_mscclpp_json(text).notes if "NVLink switches" not in note] == []
-        assert len(topology.devices) > 3 or fault(text, 0, 2) is None
         n, link = len(topology.devices), float(topology.links[0].bandwidth)
+        assert n == 8 or fault(text, seed=0, cells=2) is None
         reached = algbw(text, ring(topology.devices), topology)
         assert reached == pytest.approx(link / (1 + 1 / n), rel=0.01)
-        assert n < 8 or reached >= 0.97 * found.algbw
+        assert n == 3 or reached >= 0.97 * found.algbw
 
 
 def test_formats_that_cannot_hold_in_network_plans_are_refused():
-    """The error comes before planning, and states the reason."""
+    """``check_exportable`` raises the error before planning, with the reason. A broadcast does not use the switch."""
     star = Topology.star(names(4)).with_switches(reducing=True)
     for name, topology, text in (
         ("msccl", star, "MSCCL XML has no operation in switches"),
@@ -227,7 +225,7 @@ def test_formats_that_cannot_hold_in_network_plans_are_refused():
     ):
         with pytest.raises(PlanError, match=text):
             check_exportable(name, topology, "all_reduce")
-        check_exportable(name, topology, "broadcast")  # it does not use switches
+        check_exportable(name, topology, "broadcast")
         check_exportable("trace", topology, "all_reduce")
     two = Topology.machine("hgx-h100", 2, in_network=True)
     with pytest.raises(PlanError, match="MSCCL\\+\\+ cannot hold this plan: its switch channels join GPUs of one host"):

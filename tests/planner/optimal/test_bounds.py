@@ -36,7 +36,7 @@ def outward(collective):
 
 @st.composite
 def requests(draw, kinds=(*ANY, LOOSE), speeds=WHOLE + ODD + WILD):
-    """Draw a topology, a one-way collective, its roots (None, one, or several with bytes) and the members."""
+    """Draw (topology, one-way collective, roots, members). The roots are ``None``, a device, or bytes by device."""
     topology = Topology(*draw(wirings(kinds, speeds, reducing=(False, True))))
     collective = draw(st.sampled_from(ONE_WAY))
     members = draw(st.one_of(st.none(), st.lists(st.sampled_from(topology.devices), min_size=2, unique=True)))
@@ -44,9 +44,8 @@ def requests(draw, kinds=(*ANY, LOOSE), speeds=WHOLE + ODD + WILD):
     if collective in ("broadcast", "reduce"):
         device = st.sampled_from(tuple(members or topology.devices))
         bytes_ = st.one_of(st.integers(1, 9), st.sampled_from([Fraction(1, 3), Fraction(7, 10), 10**15]))
-        roots = draw(
-            st.one_of(device, st.dictionaries(device, bytes_, min_size=1), st.dictionaries(device, st.just(1)))
-        )
+        several = st.dictionaries(device, bytes_, min_size=1)
+        roots = draw(st.one_of(device, several, st.dictionaries(device, st.just(1))))
         assume(roots)
     return topology, collective, roots, members
 
@@ -58,7 +57,7 @@ def even(topology):
 
 
 def weights(topology, roots, members):
-    """Return the bytes of each root."""
+    """Return the bytes of each root. ``roots`` are those of a request; without roots, all members have 1 byte."""
     if roots is None:
         return dict.fromkeys(members or topology.devices, ONE)
     return {roots: ONE} if isinstance(roots, str) else {root: Fraction(weight) for root, weight in roots.items()}
@@ -67,14 +66,17 @@ def weights(topology, roots, members):
 @examples(300)
 @given(requests())
 def test_one_way_bounds_are_what_every_cut_gives(ask):
-    """The bound is the least rate that a cut allows, or less at uneven switches; 0 is an error."""
+    """The bound of a one-way collective is the least rate that a cut allows.
+
+    It may be lower if a switch has different bandwidths in and out. If the rate is 0, an error names the cut.
+    """
     topology, collective, roots, members = ask
-    given_, needed = weights(topology, roots, members), members or topology.devices
-    wanted = planning_oracle.cut_bound(topology, given_, outward(collective), needed)
+    bytes_by_root, needed = weights(topology, roots, members), members or topology.devices
+    wanted = planning_oracle.cut_bound(topology, bytes_by_root, outward(collective), needed)
     if not wanted:
         with pytest.raises(PlanError, match="needs a route from") as caught:
             bound(topology, collective, roots, members)
-        check_names_a_cut(topology, needed, given_, collective, str(caught.value))
+        check_names_a_cut(topology, needed, bytes_by_root, collective, str(caught.value))
         return
     found = bound(topology, collective, roots, members)
     assert isinstance(found.algbw, Fraction)
@@ -86,16 +88,16 @@ def test_one_way_bounds_are_what_every_cut_gives(ask):
     (cut,) = found.cuts
     assert found.tight_cut == cut.nodes
     assert not set(needed) <= cut.nodes
-    inside = sum(weight for root, weight in given_.items() if root in cut.nodes)
-    assert sum(given_.values()) * planning_oracle.width(topology, cut.nodes, cut.outward) / inside == wanted
+    inside = sum(weight for root, weight in bytes_by_root.items() if root in cut.nodes)
+    assert sum(bytes_by_root.values()) * planning_oracle.width(topology, cut.nodes, cut.outward) / inside == wanted
 
 
 def check_names_a_cut(topology, needed, roots, collective, text):
-    """Check that a message names a device, the nodes that it can reach, and the destinations that it cannot."""
+    """Check that an error names a source, the nodes that it can reach, and the destinations that it cannot reach."""
     src, beyond, inside = re.search(r"from (\S+) to (.*), but no link leads out of {(.*)}", text).groups()
     inside, beyond = set(inside.split(", ")), set(beyond.split(", "))
     reached = planning_oracle.reachable(topology, src)
-    assert inside in (reached, reached & set(topology.devices))
+    assert inside in (reached, reached & set(topology.devices))  # with or without switches
     destinations = set(roots) if collective == "reduce" else set(needed)
     assert beyond == destinations - inside
     assert beyond
@@ -115,8 +117,8 @@ def test_without_a_root_the_best_is_taken(wiring, collective):
 
 
 TABLE = [
-    # machine, hosts, options, and the bounds of: all-gather and reduce-scatter; broadcast and reduce; all-reduce if
-    # switches can reduce
+    # (machine, hosts, options, bound of all-gather and reduce-scatter, bound of broadcast and reduce, bound of
+    # all-reduce if switches can reduce)
     ("dgx-1p", 1, {}, Fraction(640, 7), 80, Fraction(320, 7)),
     ("dgx-1v", 1, {}, Fraction(1200, 7), 150, Fraction(600, 7)),
     ("pcie-8", 1, {"speeds": "effective"}, Fraction(96, 7), 10, 10),
@@ -141,7 +143,7 @@ TABLE = [
 
 @pytest.mark.parametrize("row", TABLE, ids=[f"{row[0]}-{row[1]}" for row in TABLE])
 def test_bounds_of_machines(row):
-    """Bounds of machines are those of ForestColl's published search; an all-reduce has half, or more by switches."""
+    """Bounds of machines are those that ForestColl's search has published; for an all-reduce, half of an all-gather."""
     name, hosts, options, gather, single, in_network = row
     topology = Topology.machine(name, hosts, **options)
     wanted = dict(zip(COLLECTIVES, (Fraction(gather) / 2, single, single, gather, gather), strict=True))
@@ -154,11 +156,11 @@ def test_bounds_of_machines(row):
         assert found.algbw == in_network
         found.check()
     else:
-        assert len(found.tight_cut.intersection(topology.devices)) % 8 == 0
+        assert len(found.tight_cut.intersection(topology.devices)) % 8 == 0  # the cut is around complete hosts
 
 
 @pytest.mark.parametrize(
-    ("topology", "rates"),
+    ("topology", "rates"),  # in the order of COLLECTIVES
     [
         (Topology.ring(2, 5), (5, 5, 5, 10, 10)),
         (Topology.ring(7, 3), (Fraction(7, 2), 6, 6, 7, 7)),
@@ -167,22 +169,18 @@ def test_bounds_of_machines(row):
         (Topology.mesh(4, 4), (Fraction(8, 5), 2, 2, Fraction(32, 15), Fraction(32, 15))),
         (line(3, 2, back=True), (2, 2, 2, Fraction(3), Fraction(3))),
         # A ring of one-way links: each reduction and each broadcast uses all links but one.
-        (
-            Topology(
-                ["cpu:0", "cpu:1", "cpu:2"], [("cpu:0", "cpu:1", 4), ("cpu:1", "cpu:2", 4), ("cpu:2", "cpu:0", 4)]
-            ),
-            (Fraction(3), 4, 4, 6, 6),
-        ),
+        (Topology(["cpu:0", "cpu:1", "cpu:2"],
+                  [("cpu:0", "cpu:1", 4), ("cpu:1", "cpu:2", 4), ("cpu:2", "cpu:0", 4)]), (Fraction(3), 4, 4, 6, 6)),
     ],
-)
+)  # fmt: skip
 def test_bounds_by_hand(topology, rates):
-    """Small wirings have the bounds that can be computed on paper."""
+    """Bounds of small topologies are those that were computed on paper."""
     for collective, rate in zip(COLLECTIVES, rates, strict=True):
         assert bound(topology, collective).algbw == rate, collective
 
 
 def test_one_device_has_no_bound():
-    """If no data has to move, the rate is unlimited and needs no proof."""
+    """If one device takes part, the rate is unlimited (``None``), and the certificate is empty."""
     for collective in COLLECTIVES:
         for devices, topology in ((None, Topology(["cpu:0"], [])), (["cuda:3"], DGX_1V)):
             found = bound(topology, collective, devices=devices)
@@ -199,7 +197,7 @@ def test_members_may_have_others_between_them():
     star = Topology(["cpu:0", "cpu:1", "cpu:2", "cpu:3"],
                     [link for k in "123" for link in (("cpu:0", f"cpu:{k}", 6), (f"cpu:{k}", "cpu:0", 6))])  # fmt: skip
     assert bound(star, "all_reduce", devices=["cpu:1", "cpu:2", "cpu:3"]).algbw == 6  # cpu:0 combines data, like NVLS
-    assert bound(Topology.star(3, 6), "all_reduce").algbw == Fraction(9, 2)
+    assert bound(Topology.star(3, 6), "all_reduce").algbw == Fraction(9, 2)  # with a switch that only forwards
 
 
 @pytest.mark.parametrize(
@@ -211,10 +209,7 @@ def test_members_may_have_others_between_them():
         ((DGX_1V, "all_gather", {"cuda:0": 1}), "all_gather has no root"),
         ((DGX_1V, "broadcast", "cuda:8"), r"root must be a device that takes part.*\n.*cuda:8"),
         ((DGX_1V, "broadcast", "cuda:0", ["cuda:1", "cuda:2"]), "root must be a device that takes part"),
-        *(
-            ((DGX_1V, "reduce", {"cuda:0": wrong}), "must be an int or a Fraction, 0 or more")
-            for wrong in (-1, 0.5, True)
-        ),
+        *(((DGX_1V, "reduce", {"cuda:0": wrong}), "an int or a Fraction, 0 or more") for wrong in (-1, 0.5, True)),
         ((DGX_1V, "reduce", {"cuda:0": 0}), "at least one root must have more than 0 bytes"),
         ((DGX_1V, "reduce", {}), "at least one root must have more than 0 bytes"),
         ((DGX_1V, "all_reduce", None, ["cuda:9"]), "no such device"),
@@ -222,13 +217,13 @@ def test_members_may_have_others_between_them():
     ],
 )
 def test_invalid_requests(arguments, words):
-    """An invalid argument raises an ArgumentError that shows it."""
+    """An invalid argument of ``bound`` raises an ArgumentError."""
     with pytest.raises(ArgumentError, match=words):
         bound(*arguments)
 
 
 def proved(claim):
-    """Return the proved rate that the error of check states, -1 if it states none; None if check accepts the claim."""
+    """Return ``None`` if ``check`` accepts a bound, else the proved rate in its error, or -1 if that has no rate."""
     try:
         claim.check()
     except PlanError as error:
@@ -239,9 +234,9 @@ def proved(claim):
 
 @st.composite
 def forgeries(draw):
-    """Draw a bound with another certificate: changed cuts, weights and potentials."""
+    """Draw a bound whose certificate has changed cuts, weights and potentials."""
     topology = Topology(*draw(wirings(ANY, WHOLE, most_devices=4, reducing=(False, True))))
-    collective = draw(st.sampled_from(COLLECTIVES + COLLECTIVES[:1] * 3))
+    collective = draw(st.sampled_from(COLLECTIVES + COLLECTIVES[:1] * 3))  # all-reduces more often
     root = draw(st.sampled_from(topology.devices)) if collective in ("broadcast", "reduce") else None
     real = bound(topology, collective, root)
     nodes = st.sets(st.sampled_from(topology.nodes), min_size=1).map(frozenset)
@@ -266,7 +261,7 @@ def forgeries(draw):
 @examples(240, suppress_health_check=[HealthCheck.filter_too_much])
 @given(forgeries())
 def test_no_certificate_proves_a_false_bound(forged):
-    """check accepts no rate below that of the best trees, whatever changes, at uneven switches too."""
+    """``check`` accepts no bound below the rate of the best trees, however its certificate is changed."""
     claimed = proved(forged)
     if claimed is not None:  # the certificate was rejected: claim the rate that it proves, if any
         assume(claimed >= 0)
@@ -279,7 +274,7 @@ def test_no_certificate_proves_a_false_bound(forged):
 
 @given(wirings(ANY, WHOLE + ODD, reducing=(False, True)), st.sampled_from(COLLECTIVES), st.integers(1, 10**12))
 def test_a_changed_rate_is_refused(wiring, collective, part):
-    """check refuses a certificate whose rate was changed, even slightly."""
+    """``check`` refuses a certificate whose rate was changed, even slightly."""
     real = bound(Topology(*wiring), collective)
     for factor in (1 + Fraction(1, part), 1 - Fraction(1, part), Fraction(2)):
         with pytest.raises(PlanError, match=r"does not prove the bound|given: .* claimed, .* proved"):
@@ -313,7 +308,7 @@ LOPSIDED_STAR = Topology(
     ],
 )  # fmt: skip
 def test_a_broken_certificate_is_refused(change, words):
-    """check refuses missing cuts, changed weights, cuts of all devices, and wrong potentials."""
+    """``check`` refuses missing cuts, changed weights, cuts of all devices, and wrong potentials."""
     real = bound(LOPSIDED_STAR, "all_reduce")
     real.check()
     with pytest.raises(PlanError, match=words):
@@ -321,7 +316,7 @@ def test_a_broken_certificate_is_refused(change, words):
 
 
 def test_a_certificate_applies_to_one_topology():
-    """check refuses a certificate for a topology with wider links, and for another collective."""
+    """``check`` refuses a certificate for a topology with wider links, and for another collective."""
     for collective in COLLECTIVES:
         real = bound(DGX_1V, collective)
         wide = Topology(real.topology.devices, [link._replace(bandwidth=link.bandwidth * 2) for link in DGX_1V.links])
@@ -333,7 +328,7 @@ def test_a_certificate_applies_to_one_topology():
 
 @pytest.mark.parametrize("collective", ONE_WAY)
 def test_cuts_that_prove_nothing_are_refused(collective):
-    """check refuses a cut in the wrong direction, no cut, and a cut that contains no root."""
+    """``check`` refuses a cut in the wrong direction, no cut, and a cut that contains no root."""
     real = bound(line(3, 2, back=True), collective, "cpu:0" if collective in ("broadcast", "reduce") else None)
     root, right = frozenset({"cpu:0"}), outward(collective)
     for cuts, words in (
@@ -345,7 +340,7 @@ def test_cuts_that_prove_nothing_are_refused(collective):
             replace(real, cuts=cuts).check()
 
 
-# The cut of a broadcast from cpu:0 has 1 GB/s, but s can send to cpu:1 and cpu:2 only data that it receives.
+# In a broadcast from cpu:0, each cut allows 1 GB/s. But s receives 1 GB/s, so it sends half of it to each device.
 FAN_OUT = Topology(
     ["cpu:0", "cpu:1", "cpu:2"],
     [("cpu:0", "s", 1), ("s", "cpu:1", 1), ("s", "cpu:2", 1), ("cpu:1", "cpu:0", 1), ("cpu:2", "cpu:0", 1)],

@@ -20,11 +20,11 @@ from crossreduce.planning.topologies import neutral_topology
 from crossreduce.schedule import Pieces, fluid_rate, simulate
 
 MICRO = Fraction(1, 10**6)
-LOSS = 1 + tree_program._LOSS + 1e-6
+LOSS = 1 + tree_program._LOSS + 1e-6  # the factor by which rounding to units may increase the time
 
 
 def timed_trees(pairs, n, root, steps):
-    """Yield all trees out of a root whose hops have steps: for each other device its step and sender."""
+    """Yield all trees out of a root in so many steps. A tree is, by receiver, (step, sender)."""
     others = [v for v in range(n) if v != root]
     choices = [[(step, u) for step in range(steps) for u in range(n) if (u, v) in pairs] for v in others]
     for chosen in itertools.product(*choices):
@@ -35,7 +35,7 @@ def timed_trees(pairs, n, root, steps):
 
 @st.composite
 def meshes(draw, most=4):
-    """Draw a topology of a few devices, linked so that every device reaches every other."""
+    """Draw a topology of a few devices: a ring in both directions, and some more links."""
     n = draw(st.integers(2, most))
     speeds = st.sampled_from([1, 2, 5, 50])
     pairs = {(k, (k + 1) % n) for k in range(n)} | {((k + 1) % n, k) for k in range(n)}
@@ -49,26 +49,27 @@ def meshes(draw, most=4):
 @examples(40)
 @given(meshes(), st.integers(1, 3), st.sampled_from(["root", "all", "free"]), st.booleans())
 def test_the_program_over_all_trees(topology, steps, kind, many):
-    """The time is at most the stated gap and loss above the optimum over all trees, and the limit is below it."""
+    """The time exceeds the optimum over all trees by at most GAP and LOSS. The proved limit is at most the optimum."""
     n = len(topology.devices)
     pairs = {(int(link.src[4:]), int(link.dst[4:])): float(link.bandwidth) for link in topology.links}
     roots = [0] if kind == "root" else range(n)
     columns = [(root, tree) for root in roots for tree in timed_trees(pairs, n, root, steps)]
-    given = {"root": 0, "all": -1, "free": None}[kind]
-    found = share_among_trees(neutral_topology(topology, topology.devices).topology, given, steps, many=many)
-    rooted = {root for root, _ in columns}
-    if not columns or (kind == "all" and len(rooted) < n):
+    roots_argument = {"root": 0, "all": -1, "free": None}[kind]
+    neutral = neutral_topology(topology, topology.devices).topology
+    found = share_among_trees(neutral, roots_argument, steps, many=many)
+    roots_with_trees = {root for root, _ in columns}
+    if not columns or (kind == "all" and len(roots_with_trees) < n):
         assert found is None
         return
+    # The linear program over all trees: the load of each link in each step is at most its bandwidth x the step's time.
     rows = 1 if many else steps
     listed = sorted(pairs)
     loads = np.zeros((rows * len(listed), len(columns) + rows))
     for k, (_, tree) in enumerate(columns):
         for v, (step, u) in tree.items():
             loads[(0 if many else step) * len(listed) + listed.index((u, v)), k] += 1
-    for row in range(rows):
-        for k, pair in enumerate(listed):
-            loads[row * len(listed) + k, len(columns) + row] = -pairs[pair]
+    for row, (k, pair) in itertools.product(range(rows), enumerate(listed)):
+        loads[row * len(listed) + k, len(columns) + row] = -pairs[pair]
     groups = [[root] for root in roots] if kind == "all" else [list(roots)]
     sums = np.array([[root in group for root, _ in columns] + [0] * rows for group in groups], dtype=float)
     solved = linprog(
@@ -85,11 +86,11 @@ DGX = Topology.machine("dgx-1v")
 
 @pytest.mark.parametrize("collective", COLLECTIVES)
 def test_plans_are_as_fast_as_those_of_sccl(collective):
-    """From 1 KiB to 1 GiB, plans of a DGX-1V take at most 1.02 times as long as the best of SCCL's published ones."""
+    """From 1 KiB to 1 GiB, plans of a DGX-1V take at most 1.02 times as long as the best published plan of SCCL."""
     for power in range(10, 31):
         nbytes = 1 << power
         part = nbytes / 8 if collective in ("all_gather", "reduce_scatter") else nbytes
-        published = min(s * ALPHA + r / c * part / BRICK for c, s, r in SCCL[collective])
+        published = min(s * ALPHA + r / c * part / BRICK for c, s, r in SCCL[collective])  # chunks, steps, rounds
         found = cr.plan(DGX, collective, nbytes, operation_s=0)
         assert found.seconds <= 1.02 * published, (nbytes, found.seconds / published)
 
@@ -97,7 +98,7 @@ def test_plans_are_as_fast_as_those_of_sccl(collective):
 @examples(25)
 @given(meshes(5), st.sampled_from(COLLECTIVES), st.integers(10, 24), st.integers(0, 4))
 def test_forests_of_few_steps_are_valid(topology, collective, power, root):
-    """A forest of few steps is right, has the promised time, and is never slower."""
+    """``faster_forest`` returns a correct schedule with its simulated time, which is at most that of the given one."""
     devices = topology.devices
     rooted = (devices[root % len(devices)],)
     sources = rooted if collective == "broadcast" else devices

@@ -1,4 +1,4 @@
-"""Forests: they are right and as fast as the bound, on any wiring, known machines, and for any request."""
+"""Forests: they are correct and as fast as the bound, on any topology, known machines, and for any request."""
 
 from collections import Counter
 from fractions import Fraction
@@ -19,7 +19,7 @@ from crossreduce.schedule import fluid_rate
 
 COLLECTIVES = ("all_reduce", "reduce", "broadcast", "reduce_scatter", "all_gather")
 CLOSE = 1 - TOLERANCE
-# The phases without shrinking, for tests that fail after a long time: each try to shrink would take as long.
+# The phases of Hypothesis without shrinking, for slow tests: each attempt to shrink would take as long as the test.
 UNSHRUNK = (Phase.explicit, Phase.reuse, Phase.generate)
 
 
@@ -43,7 +43,7 @@ def limit(topology, collective, root=None):
 
 
 def check_right(found, topology):
-    """Check that a forest verifies, sums right, counts its trees, and has routes without loops; return its rate."""
+    """Check that a forest verifies, sums correctly, counts its trees and has routes without loops. Return its rate."""
     schedule = found.schedule
     verify(schedule)
     assert oracle.right(schedule)
@@ -57,7 +57,7 @@ def check_right(found, topology):
 
 
 def check_close(found, topology, wanted):
-    """Check that the rate is the wanted one, or little less with few trees. Return whether it is the wanted one."""
+    """Check that the rate is the wanted one, or CLOSE to it with few trees. Return whether it is the wanted one."""
     rate = check_right(found, topology)
     assert rate <= wanted
     if rate < wanted:
@@ -68,7 +68,7 @@ def check_close(found, topology, wanted):
 
 @st.composite
 def requested(draw):
-    """Draw a topology and a request: some sources and some destinations; other devices may forward and reduce."""
+    """Draw (topology, collective, sources, destinations). Other devices may forward and reduce."""
     topology = Topology(*draw(wirings((SYMMETRIC, DIRECTED, LOOSE), WHOLE, reducing=(False, False, True))))
     collective = draw(st.sampled_from(COLLECTIVES))
     some = st.lists(st.sampled_from(topology.devices), min_size=1, unique=True).map(tuple)
@@ -88,7 +88,7 @@ def joined(topology, sources, destinations):
 
 
 def test_forests_reach_the_bound():
-    """All collectives reach the bound, nearly always exactly, also at switches with other bandwidths in than out."""
+    """Forests come close to the bound, 97 % of them exactly, also at switches with different bandwidths in and out."""
     counts = Counter()
 
     @examples(120)
@@ -107,7 +107,7 @@ def test_forests_reach_the_bound():
 @examples(40, phases=UNSHRUNK)
 @given(wirings((SYMMETRIC, DIRECTED, LOPSIDED), DECIMAL))
 def test_decimal_bandwidths(wiring):
-    """With decimal bandwidths of large ratios, as measured, all collectives reach their bounds."""
+    """All collectives come close to their bounds if bandwidths are decimals of very different sizes."""
     topology = Topology(*wiring)
     for collective in COLLECTIVES:
         check_close(forest_of_all(topology, collective), topology, limit(topology, collective))
@@ -116,16 +116,16 @@ def test_decimal_bandwidths(wiring):
 @examples(40)
 @given(wirings((SYMMETRIC, DIRECTED), WHOLE + ODD), st.sampled_from([Fraction(1, 1000), 3, 2**20]))
 def test_plans_do_not_depend_on_units_and_names(wiring, factor):
-    """The same wiring in other units has the same plan; if devices are renamed, only the names in the plan change."""
+    """The same links in other units give the same plan. If devices are renamed, only the names in the plan change."""
     topology = Topology(*wiring)
     links = [link._replace(bandwidth=link.bandwidth * factor) for link in topology.links]
     scaled = Topology(topology.devices, links, topology.switches)
     for collective in ("all_gather", "broadcast"):
         assert forest_of_all(scaled, collective) == forest_of_all(topology, collective)
         names = [f"host{k}/cuda:{k}" for k in range(len(topology.devices))]
-        one, two = (forest_of_all(each, collective).schedule for each in (topology, topology.renamed(names)))
-        assert (one.chunks, one.rounds) == (two.chunks, two.rounds)
-        assert two.devices[: len(names)] == tuple(names)
+        found, renamed = (forest_of_all(each, collective).schedule for each in (topology, topology.renamed(names)))
+        assert (renamed.chunks, renamed.rounds) == (found.chunks, found.rounds)
+        assert renamed.devices[: len(names)] == tuple(names)
 
 
 MACHINES = [
@@ -137,7 +137,7 @@ MACHINES = [
 
 @pytest.mark.parametrize(("name", "options"), MACHINES, ids=[f"{name}-{o.get('hosts', 1)}" for name, o in MACHINES])
 def test_forests_of_machines(name, options):
-    """On these complete machines all five collectives reach the bound exactly."""
+    """On all devices of these machines, all five collectives reach the bound exactly."""
     topology = Topology.machine(name, **options)
     for collective in COLLECTIVES:
         assert check_close(forest_of_all(topology, collective), topology, limit(topology, collective)), collective
@@ -149,13 +149,13 @@ def test_switches_in_the_network_reduce(name, rate, depth):
     topology = Topology.machine(name, in_network=True)
     found = forest_of_all(topology, "all_reduce")
     assert check_right(found, topology) == rate
-    # The root is a device, two hops from the others; on a large machine, whose tree is found by symmetry, the switch.
+    # The root is a device, two hops from the others. On a large machine, a tree found by symmetry begins at the switch.
     assert (found.trees, found.depth) == (1, depth)
     assert found.schedule.devices == (*topology.devices, "nvswitch")
 
 
 def test_machines_are_planned_with_k_trees():
-    """k, the number of trees and the depth on some machines are those of ForestColl's paper."""
+    """k, the number of trees and (for k = 1) the depth of an all-gather are those of ForestColl's paper."""
     for name, k, trees in (("dgx-1v", 6, 16), ("dgx-2", 1, 16), ("mi300x", 1, 8), ("mi250", 3, 24)):
         found = forest_of_all(Topology.machine(name), "all_gather")
         assert (found.k, found.trees) == (k, trees)
@@ -163,6 +163,7 @@ def test_machines_are_planned_with_k_trees():
 
 
 def check_request(topology, collective, sources, destinations):
+    """Check the forest of a request: its devices, sums and rate, or the error if there is no route."""
     if not joined(topology, sources, destinations):
         with pytest.raises(PlanError, match=r"needs a route from \S+ to .*, but no link leads out of {"):
             forest(topology, collective, sources, destinations)
@@ -178,9 +179,8 @@ def check_request(topology, collective, sources, destinations):
     assert schedule.devices[: len(members)] == members
     assert all(node in topology.nodes for node in schedule.devices)
     for chunk in schedule.chunks:
-        gives, takes = ([schedule.devices[k] for k in part] for part in chunk[1:])
-        assert collective == "all_gather" or tuple(gives) == sources
-        assert collective == "reduce_scatter" or tuple(takes) == destinations
+        assert collective == "all_gather" or tuple(schedule.devices[k] for k in chunk.sources) == sources
+        assert collective == "reduce_scatter" or tuple(schedule.devices[k] for k in chunk.destinations) == destinations
     if collective in ("reduce_scatter", "all_gather"):
         wanted = bound(topology, collective, devices=members).algbw
     else:
@@ -194,8 +194,10 @@ def check_request(topology, collective, sources, destinations):
 @examples(250)
 @given(requested())
 def test_any_sources_and_destinations(ask):
-    """Forests give the right sums for any sources and destinations; if a source cannot reach a destination, the error
-    names both, and other unreachable devices do not matter."""
+    """Forests give the correct sums for any sources and destinations.
+
+    If a source cannot reach a destination, the error names both. Other unreachable devices do not matter.
+    """
     check_request(*ask)
 
 
@@ -203,11 +205,10 @@ def test_any_sources_and_destinations(ask):
     ("links", "destinations"), [("02 03 12 13", ("cpu:2", "cpu:3")), ("01 10 12 23 32", ("cpu:1", "cpu:2", "cpu:3"))]
 )
 def test_no_way_back_from_destinations_to_sources(links, destinations):
-    """An all-reduce to several destinations needs ways back from them to its sources."""
+    """An all-reduce to several destinations needs routes back from them to its sources; to one, it needs none."""
     topology = Topology([f"cpu:{k}" for k in range(4)], [(f"cpu:{a}", f"cpu:{b}", 1) for a, b in links.split()])
-    with pytest.raises(
-        PlanError, match=r"all_reduce by trees needs a route from cpu:\d to .*, but no link leads out of {"
-    ):
+    words = r"all_reduce by trees needs a route from cpu:\d to .*, but no link leads out of {"
+    with pytest.raises(PlanError, match=words):
         forest(topology, "all_reduce", ("cpu:0", "cpu:1"), destinations)
     for destination in destinations:
         check_right(forest(topology, "all_reduce", ("cpu:0", "cpu:1"), (destination,)), topology)
@@ -231,7 +232,7 @@ def test_bounds_are_the_best_rate_of_any_trees(wiring, collective):
 @examples(80)
 @given(wirings((LOPSIDED, DIRECTED, SYMMETRIC), WHOLE, 4, reducing=(True, True, False)), st.sampled_from(ONE_WAY))
 def test_trees_branch_at_switches_that_multicast(wiring, collective):
-    """Forests have the rate of the best trees that branch at devices and at switches that reduce."""
+    """Forests come close to the rate of the best trees that branch at devices and at switches that reduce."""
     topology = Topology(*wiring)
     rate = check_right(forest_of_all(topology, collective), topology)
     best = best_rate(topology, collective, topology.devices)
@@ -240,7 +241,7 @@ def test_trees_branch_at_switches_that_multicast(wiring, collective):
     assert rate <= bound(topology, collective, root).algbw
 
 
-# cpu:1 and cpu:2 are behind the hub s, which has 2 GB/s in; a link of 1 GB/s leads round it.
+# The switch s receives 2 GB/s from cpu:0, for cpu:1 and cpu:2. A link of 1 GB/s leads directly to cpu:1.
 BYPASS = [
     ("cpu:0", "s", 2), ("s", "cpu:1", 2), ("s", "cpu:2", 3), ("cpu:0", "cpu:1", 1), ("cpu:1", "cpu:2", 1),
     ("cpu:1", "cpu:0", 5), ("cpu:2", "cpu:0", 5),
@@ -252,8 +253,8 @@ def test_some_trees_branch_at_a_switch_and_others_do_not(collective):
     """If a switch has too little bandwidth for all trees, only some of them branch there."""
     topology = Topology(["cpu:0", "cpu:1", "cpu:2"], BYPASS, [("s", True)])
     topology = topology.reversed() if collective == "reduce" else topology
-    # Trees of 2 GB/s in all branch at the hub, and one of 1 GB/s goes round it.
+    # Trees of 2 GB/s together branch at the switch, and a tree of 1 GB/s uses the direct link.
     assert check_right(forest_of_all(topology, collective), topology) == bound(topology, collective, "cpu:0").algbw == 3
-    # Where the hub sends no byte to two devices, 4 GB/s in all lead to cpu:1 and cpu:2: 2 to each.
+    # Without multicast, cpu:1 and cpu:2 receive at most 4 GB/s, 2 each: 2 from the switch and 1 over each other link.
     plain = topology.with_switches(reducing=False)
     assert check_right(forest_of_all(plain, collective), plain) == bound(plain, collective, "cpu:0").algbw == 2

@@ -1,6 +1,6 @@
-"""The linear program of the best all-reduce: its rate is reached and proved exactly, for numbers of any size.
+"""The linear program of cuts: its rate is reached and proved exactly, for numbers of any size.
 
-``test_forest`` compares it with the best of all trees.
+``test_forest`` compares this rate with that of the best of all trees.
 """
 
 from fractions import Fraction
@@ -17,7 +17,7 @@ from crossreduce.planning.optimal.bounds.linear_program import optimum
 ANY = (SYMMETRIC, DIRECTED, LOPSIDED)
 
 
-# Bandwidths that are the exact values of the floats 0.1, 0.3 and 12.5: 0.1 + 0.1 + 0.1 is 0.3 + 3e-17.
+# Bandwidths that are the exact values of floats. The sum of three times 0.1 is not 0.3, but 0.3 + 3e-17.
 NEARLY = Wiring(
     ("cpu:0", "cpu:1", "cpu:2"),
     (("cpu:0", "cpu:1", Fraction(0.1)), ("cpu:1", "cpu:0", Fraction(0.1)), ("cpu:2", "cpu:0", Fraction(0.3)),
@@ -27,7 +27,7 @@ NEARLY = Wiring(
 
 
 def check_exact(topology):
-    """Check that the solution and the proof have the same rate, so both are optimal."""
+    """Check that the solution and the proof of an all-reduce have the same rate, so that both are optimal."""
     found, limit = optimum(topology), bound(topology, "all_reduce")
     limit.check()
     assert found.reached == found.rate == limit.algbw
@@ -65,15 +65,15 @@ DISCARDED = Wiring(
 )  # fmt: skip
 
 
-@example(both_ways("0-1 1/8, 0-2 1/10, 0-3 5000, 2-4 1/8"))  # the result is 7/60 instead of 1/10
-@example(both_ways("0-1 1/8, 0-2 1/10, 0-3 5000, 1-4 1/8"))  # the rate is 1/10, but the solution reaches only 1/16
+@example(both_ways("0-1 1/8, 0-2 1/10, 0-3 5000, 2-4 1/8"))  # an error once gave the rate 7/60, not 1/10
+@example(both_ways("0-1 1/8, 0-2 1/10, 0-3 5000, 1-4 1/8"))  # the rate is 1/10; a solution once reached 1/16
 @example(STOPPED)
 @example(NEARLY)
 @example(DISCARDED)
 @examples(100)
 @given(wirings(ANY, DECIMAL, reducing=(False, True)) | wirings(ANY, BINARY + WILD, reducing=(False, True)))
 def test_bandwidths_of_many_digits(wiring):
-    """The rate is exact for decimals, for the values of floats, and for bandwidths far apart (a factor of 1e19)."""
+    """The rate is exact for decimals, for the exact values of floats, and for bandwidths that differ by 1e19."""
     check_exact(Topology(*wiring))
 
 
@@ -83,7 +83,7 @@ BYTES = st.one_of(st.integers(1, 9), st.sampled_from([Fraction(1, 3), Fraction(7
 @examples(80)
 @given(wirings((LOPSIDED,), WHOLE + ODD), st.data())
 def test_broadcasts_of_weighted_roots(wiring, data):
-    """The rate of broadcasts of weighted roots is reached and proved."""
+    """The rate of broadcasts from roots with weights is reached and proved, and is at most that of every cut."""
     topology = Topology(*wiring)
     weights = data.draw(st.dictionaries(st.sampled_from(range(len(topology.devices))), BYTES, min_size=1))
     named = {topology.devices[k]: weight for k, weight in weights.items()}

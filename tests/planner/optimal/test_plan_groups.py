@@ -1,4 +1,4 @@
-"""Plans of several groups on shared links: their rates are the best ones, are proved, and are reached together."""
+"""Plans of several groups on shared links: the rates are max-min fair, proved, and reached at the same time."""
 
 import json
 from collections import Counter
@@ -31,7 +31,7 @@ def mesh(topology, *shape):
     return topology, cr.mesh_groups(topology.devices, shape)
 
 
-MACHINES = {
+MACHINES = {  # (topology, groups, rates that occur)
     "dgx-1v 2 x TP4": (Topology.machine("dgx-1v"), [range(4), range(4, 8)], {75}),
     "dgx-1v 2 x 4": (*mesh(Topology.machine("dgx-1v"), 2, 4), {Fraction(75, 2), Fraction(200, 3)}),
     "mi300x 2 x 4": (*mesh(Topology.machine("mi300x"), 2, 4), {Fraction(2560, 19)}),
@@ -44,7 +44,7 @@ BOX = Topology.machine("mi300x").subset(range(6))
 
 
 def check(plan):
-    """Check the schedules, the proof, that all groups together fit the links, and that no separate plans are better."""
+    """Check schedules and proof, that all groups together fit the links, and that separate plans are not better."""
     plan.check()
     width = {(link.src, link.dst): link.bandwidth for link in plan.topology.links}
     used = Counter()  # the GB/s that each link carries while all groups run at their rates
@@ -53,27 +53,26 @@ def check(plan):
             used[pair] += share * rate
     assert all(load <= width[pair] for pair, load in used.items())
     moving = [rate for rate in plan.rates if rate is not None]
-    assert not moving or max(load / width[pair] for pair, load in used.items()) == 1  # else all could be faster
+    assert not moving or max(load / width[pair] for pair, load in used.items()) == 1  # otherwise all could be faster
     for one, rate, group in zip(plan.plans, plan.rates, plan.groups, strict=True):
         verify(one.schedule)
         assert one.rate == rate
         assert {*one.request.sources, *one.request.destinations} == set(group)
-        assert {source for chunk in one.schedule.chunks for source in chunk.sources} == {
-            one.schedule.devices.index(device) for device in one.request.sources
-        }
+        positions = {one.schedule.devices.index(device) for device in one.request.sources}
+        assert {source for chunk in one.schedule.chunks for source in chunk.sources} == positions
     for separate in (plan.separate, plan.separate_without_helpers):
         if separate is not None:
             assert in_order(separate.rates, plan.weights) <= in_order(plan.rates, plan.weights)
 
 
 def in_order(rates, weights):
-    """Return rates / weights from the least to the greatest: the order in which plans are compared."""
+    """Return all rates / weights, sorted. A plan is better if its list is greater in lexicographic order."""
     return sorted(rate / weight for rate, weight in zip(rates, weights, strict=True) if rate is not None)
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW)) for name in MACHINES])
 def test_meshes_of_machines(name):
-    """Groups of common jobs: the rates are known, exactly proved and reached together."""
+    """Groups of common jobs have the known rates, which are proved exactly and reached at the same time."""
     topology, groups, rates = MACHINES[name]
     plan = cr.plan_groups(topology, groups)
     check(plan)
@@ -91,10 +90,10 @@ def test_meshes_of_machines(name):
     ],
 )
 def test_two_links_and_three_groups(weights, rates, levels):
-    """A group over both links shares each with a group of its own: max-min rates, computed on paper.
+    """The rates and levels of three groups on LINE are the max-min rates that were computed on paper.
 
-    The first link has 10 GB/s each way, so the groups that use it get 10 in all; the rest of the second one's 30 is
-    left to the group that uses it alone.
+    Group 2 uses both links. It shares the first with group 0, and the second with group 1. The first link has 10 GB/s
+    in each direction, so groups 0 and 2 have 10 GB/s together. Group 1 has the rest of the second link's 30 GB/s.
     """
     plan = cr.plan_groups(LINE, [(0, 1), (1, 2), (0, 2)], weights)
     check(plan)
@@ -103,7 +102,7 @@ def test_two_links_and_three_groups(weights, rates, levels):
 
 
 def test_rates_are_fixed_and_not_trees():
-    """The first two groups reach 10 GB/s by either of two ways; that which blocks the third group is not kept."""
+    """A level fixes rates, not trees: two groups move off the links that a third group needs at a later level."""
     links = [("cpu:0", "cpu:1", 10), ("cpu:0", "cpu:2", 40), ("cpu:2", "cpu:1", 10), ("cpu:2", "cpu:3", 20)]
     both = Topology([f"cpu:{k}" for k in range(4)], [*links, *((b, a, width) for a, b, width in links)])
     plan = cr.plan_groups(both, [(0, 1), (0, 1), (2, 3)], [1, 1, 1])
@@ -118,7 +117,7 @@ def test_rates_are_fixed_and_not_trees():
 
 @pytest.mark.parametrize(("wide", "weights"), [(10**4, (1000, 1, 1000)), (10**6, (1, 1000, 30))])
 def test_uneven_links_and_weights(wide, weights):
-    """Rates that differ by a factor of millions are exact, too."""
+    """Rates are also exact if they differ by a factor of millions."""
     links = [("cpu:0", "cpu:1", wide), ("cpu:1", "cpu:0", wide), ("cpu:1", "cpu:2", 1), ("cpu:2", "cpu:1", 1)]
     plan = cr.plan_groups(Topology(LINE.devices, links), [(0, 1), (0, 2), (1, 2)], weights)
     check(plan)
@@ -129,7 +128,7 @@ def test_uneven_links_and_weights(wide, weights):
 
 @st.composite
 def several(draw, topology):
-    """Draw groups of a topology's devices, with collectives, roots and weights."""
+    """Draw groups of a topology's devices, each as (collective, members, root, weight)."""
     groups = []
     for _ in range(draw(st.integers(1, 3))):
         members = draw(st.lists(st.sampled_from(topology.devices), min_size=1, max_size=3, unique=True))
@@ -147,7 +146,7 @@ def planned(topology, groups):
 @examples(40)
 @given(st.data())
 def test_rates_are_those_of_all_trees(data):
-    """The rates are the optimum of programs over all possible trees of all groups, and are reached together."""
+    """The rates are the optimum of linear programs over all possible trees of all groups, and are reached together."""
     topology = Topology(*data.draw(wirings((DIRECTED, SYMMETRIC), WHOLE, 4, 1, (True, False))))
     groups = data.draw(several(topology))
     plan = planned(topology, groups)
@@ -162,7 +161,7 @@ def test_rates_are_those_of_all_trees(data):
 @examples(25)
 @given(wirings((DIRECTED, SYMMETRIC), WHOLE, 5, 1, (True, False)), st.data())
 def test_one_group_has_the_rate_of_its_bound(wiring, data):
-    """A single group is planned as ``plan`` plans it, whatever its weight is."""
+    """A single group has the rate of its bound, for any weight."""
     topology = Topology(*wiring)
     members = data.draw(st.lists(st.sampled_from(topology.devices), min_size=2, unique=True))
     collective = data.draw(st.sampled_from(COLLECTIVES))
@@ -171,12 +170,12 @@ def test_one_group_has_the_rate_of_its_bound(wiring, data):
     check(plan)
     limit = cr.bound(topology, collective, plan.plans[0].root, members)
     if len(members) < len(topology.devices) or not topology.switches:
-        assert plan.rates[0] == limit.algbw  # where switches reduce, a bound counts cuts only
+        assert plan.rates[0] == limit.algbw  # otherwise, only cuts prove the bound, which may be higher
     assert plan.plans[0].ratio == 1
 
 
 def test_rates_of_separate_plans():
-    """Max-min rates of plans with fixed shares of links, computed on paper; each weight counts."""
+    """``shared_rates`` returns the max-min rates that were computed on paper, with and without weights."""
     a, b, c = ("0", "1"), ("1", "2"), ("2", "3")
     widths = {a: Fraction(10), b: Fraction(20), c: Fraction(9)}
     one, two = Fraction(1), Fraction(2)
@@ -189,7 +188,7 @@ def test_rates_of_separate_plans():
 
 
 def test_losses_compare_with_the_plans_of_each_group():
-    """``separate`` has the plans that ``plan`` makes, and their rates while all run."""
+    """``separate`` has the plans that ``plan`` makes for each group, and their rates while all groups run."""
     plan = cr.plan_groups("dgx-1v", [range(4), range(4, 8)])
     alone = cr.plan("dgx-1v", participants=range(4), algorithm="forest")
     assert plan.separate.plans[0].schedule.rounds == alone.schedule.rounds
@@ -211,7 +210,7 @@ def two_levels():
 
 
 def test_forged_certificates_are_refused(two_levels):
-    """Prices prove the rates that they prove, and no others."""
+    """``check`` refuses a certificate with a changed rate, price, level or group."""
     bound = two_levels.bound
     first, second = bound.levels
     src, dst, price = first.prices[0]
@@ -252,7 +251,7 @@ def test_forged_certificates_are_refused(two_levels):
 
 
 def test_plans_that_do_not_fit_are_refused(two_levels):
-    """``check`` of a plan compares rates, links, schedules and the topology with the proof."""
+    """``check`` of a plan refuses other rates, fuller links, a wrong schedule, and a proof for another topology."""
     plans = two_levels.plans
     wide = plans[0].request._replace(topology=LINE)
     narrow = Topology(LINE.devices, [link._replace(bandwidth=link.bandwidth / 2) for link in LINE.links])
@@ -272,7 +271,7 @@ def test_plans_that_do_not_fit_are_refused(two_levels):
 
 
 def test_groups_of_many_members():
-    """Groups that are too large for exact trees have the rates that are proved."""
+    """Groups with too many members to find the cheapest trees also reach the proved rates."""
     topology, groups = Topology.mesh(2, 7), [range(13), range(1, 14)]
     assert not few_enough(len(groups[0]), len(topology.devices), MANY)
     plan = cr.plan_groups(topology, groups)
@@ -281,7 +280,7 @@ def test_groups_of_many_members():
 
 
 def test_links_that_share_a_limit():
-    """Groups divide a limit of several links in proportion to their loads; all parts are the limit."""
+    """Groups divide a limit that links share in proportion to their loads on the links. Its parts sum to the limit."""
     machine = Topology.machine("hgx-h100", 2)
     topology = machine.subset([f"host{h}/cuda:{k}" for h in (0, 1) for k in (0, 1)])
     groups = cr.mesh_groups(topology.devices, (2, 2))
@@ -291,8 +290,8 @@ def test_links_that_share_a_limit():
     assert limited.rates == free.rates
     total = sum(limit.gb_per_s for one in limited.plans for limit in one.request.costs.shared)
     assert total == pytest.approx(60 * len(shared))
-    assert limited.seconds[0] > free.seconds[0] * 1.5  # 50 GB/s each way need 100
-    assert limited.seconds[2] == free.seconds[2]
+    assert limited.seconds[0] > free.seconds[0] * 1.5  # 50 GB/s in each direction need 100, and the limit is 60
+    assert limited.seconds[2] == free.seconds[2]  # a group within a host does not use these links
     pair = Topology.full_mesh(2, gb_per_s=10)
     half = [(12, [("cpu:0", "cpu:1"), ("cpu:1", "cpu:0")])]
     twice = cr.plan_groups(pair, [(0, 1), (0, 1)], [1, 3], costs=Costs(shared=half))
@@ -302,7 +301,7 @@ def test_links_that_share_a_limit():
 
 
 def test_sizes_and_collectives_of_groups():
-    """Each group may have a collective, a root and a number of bytes of its own; a lone device moves nothing."""
+    """Each group may have its own collective, root and number of bytes. In a group of one device nothing moves."""
     plan = cr.plan_groups(
         BOX, [range(2), (3, 2, 4), [5]], [1, 2, 1], collective=["all_gather", "broadcast", "reduce"],
         nbytes=["1M", 1 << 20, 0], roots=[None, "cuda:2", 5],
@@ -323,7 +322,7 @@ def test_sizes_and_collectives_of_groups():
 
 
 def test_the_same_request_is_planned_once():
-    """A plan is a value: the same request returns the same object, whatever the spelling of devices is."""
+    """A repeated request returns the same object, also if devices, weights or sizes are written differently."""
     first = cr.plan_groups("dgx-1v", [range(4), range(4, 8)])
     names = [[f"cuda:{k}" for k in range(4)], [f"GPU:{k}" for k in range(4, 8)]]
     assert cr.plan_groups(Topology.machine("dgx-1v"), names, (1, 1.0), nbytes="64M") is first
@@ -357,14 +356,14 @@ UNEVEN = Topology(["cpu:0", "cpu:1"], [("cpu:0", "cpu:1", 10**7), ("cpu:1", "cpu
     ],
 )
 def test_invalid_arguments(groups, others, text, monkeypatch):
-    """An invalid argument is reported with the number of its group, before anything is planned."""
-    monkeypatch.setattr("crossreduce.planning.groups.groups.shared_links", None)
+    """An invalid argument is reported before anything is planned. An error about one group states its number."""
+    monkeypatch.setattr("crossreduce.planning.groups.groups.shared_links", None)  # a call would fail
     with pytest.raises(ArgumentError, match=text):
         cr.plan_groups(LINE, groups, **others)
 
 
 def test_groups_that_cannot_be_planned():
-    """An unreachable device or bandwidths that differ too much are reported before anything is planned."""
+    """An unreachable device, bandwidths that differ too much, and an unknown machine are errors."""
     with pytest.raises(PlanError, match=r"^group 1: all_reduce needs a route from cpu:2"):
         cr.plan_groups(APART, [(0, 1), (1, 2)])
     assert cr.plan_groups(APART, [(0, 1), (1, 2)], collective="broadcast", roots=[0, 1]).rates == (1, 1)
@@ -375,20 +374,20 @@ def test_groups_that_cannot_be_planned():
 
 
 def test_groups_of_a_mesh():
-    """The groups of a dimension are the lines along it, as in PyTorch's DeviceMesh; sizes must fit the devices."""
+    """The groups of a dimension are the lines along it, as in PyTorch's DeviceMesh. Sizes must fit the devices."""
     names = [str(k) for k in range(8)]
     assert cr.mesh_groups(names, (2, 2, 2)) == tuple(tuple(line) for line in (
         "04", "15", "26", "37", "02", "13", "46", "57", "01", "23", "45", "67"))  # fmt: skip
     assert cr.mesh_groups(names, [8]) == (tuple(names),)
     assert cr.mesh_groups(names, (8, 1))[1:] == tuple((name,) for name in names)
-    for shape, text in (((2, 3), "one place for each device"), ((), "integers above 0"), ((0,), "above 0"),
+    for shape, text in (((2, 3), "product of a mesh's sizes"), ((), "integers above 0"), ((0,), "above 0"),
                         ((True, 8), "above 0"), ((2.0, 4), "above 0")):  # fmt: skip
         with pytest.raises(ArgumentError, match=text):
             cr.mesh_groups(names, shape)
 
 
 def test_the_text_shows_rates_and_losses():
-    """``explain`` has the levels, each group, and what separate plans lose."""
+    """``explain`` shows the levels, each group, and the loss with separate plans."""
     plan = cr.plan_groups("dgx-1v", [range(4), range(4, 8)], weights=[1, 3])
     lines = plan.explain().splitlines()
     assert lines[0] == "all_reduce of 2 groups at the same time on 8 devices, which share the links"
@@ -399,14 +398,14 @@ def test_the_text_shows_rates_and_losses():
     assert "at least 27.08 GB/s x weight, not 36.11: a loss of 25 %" in lines[4]
     assert lines[7].split()[:8] == ["0", "cuda:0", "cuda:1", "cuda:2", "cuda:3", "41.67", "108.33", "27.08"]
     assert "cuda:7 x 3" in lines[8]
-    many = cr.plan_groups(Topology.full_mesh(2), [(0, 1)] * 40)  # 32 are listed
+    many = cr.plan_groups(Topology.full_mesh(2), [(0, 1)] * 40)  # 32 groups are listed
     assert "and 8 more" in many.explain()
     apart = cr.plan_groups("dgx-1v", [(0, 5), (1, 4)]).explain()
     assert "some groups are not connected" in apart
 
 
 def test_the_command_line(printed, crossreduce):
-    """``groups`` plans listed groups and meshes, as text or JSON; invalid options are errors."""
+    """The command ``groups`` plans listed groups and meshes, as text or JSON. Invalid options are errors."""
     text = printed("groups", "dgx-1v", "0-3;4-7")
     assert "level     75.00 GB/s (75): groups 0, 1" in text
     found = json.loads(printed("groups", "hgx-h100", "2x8", "--hosts", "2", "--json"))
@@ -420,7 +419,7 @@ def test_the_command_line(printed, crossreduce):
         (("0-3;4-9",), "not one of the numbers 0 to 7"),
         (("0-3;3,3",), "only once"),
         (("2y4",), "not one of the numbers"),
-        (("2x5",), "one place for each device"),
+        (("2x5",), "product of a mesh's sizes"),
         (("2x4", "--weights", "1,2"), "2 numbers, 6 groups"),
         (("0-3;4-7", "--weights", "1,0"), "numbers above 0"),
     ):

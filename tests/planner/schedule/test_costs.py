@@ -1,4 +1,4 @@
-"""``Costs``: what simulations count besides links; how users state it, and what a plan says about it."""
+"""``Costs``: what simulations count besides links, how users state it, and how plans explain it."""
 
 import itertools
 import json
@@ -49,31 +49,34 @@ def test_json_keeps_all_costs(operation_s, reduction, messages, shared):
     ],
 )
 def test_invalid_costs(name, values, text):
-    """Numbers that are not positive or not finite, and limits without links, are refused wherever costs are given."""
+    """Numbers that are not positive or not finite, and limits without links, are refused. ``plan`` and ``simulate``,
+    which also have an argument ``operation_s``, refuse the same values of it."""
     for value in values:
         with pytest.raises(cr.ArgumentError, match=text):
             cr.Costs(**{name: value})
-        for use in (cr.plan, lambda _, **cost: cr.simulate(PAIR, MESH, 8, **cost)) if name == "operation_s" else ():
+        if name == "operation_s":
             with pytest.raises(cr.ArgumentError, match=text):
-                use("dgx-1v", operation_s=value)
+                cr.plan("dgx-1v", operation_s=value)
+            with pytest.raises(cr.ArgumentError, match=text):
+                cr.simulate(PAIR, MESH, 8, operation_s=value)
 
 
 def test_invalid_json():
-    """Text of another format, with unknown parts or with invalid numbers is refused."""
-    for parts, words in (
-        (', "speed": 3', "it has an unknown part, speed"),
+    """Text of another format, with unknown keys or with invalid numbers is refused."""
+    for keys, words in (
+        (', "speed": 3', "it has an unknown key, speed"),
         (', "shared": [[3, [["a"]]]]', "shared must list tuples"),
         (', "messages_per_s": -3', "messages_per_s must be a number above 0"),
     ):
         with pytest.raises(cr.ArgumentError, match=words):
-            cr.Costs.from_json(f'{{"format": "crossreduce.costs/1"{parts}}}')
+            cr.Costs.from_json(f'{{"format": "crossreduce.costs/1"{keys}}}')
     for text in ("", "[]", "{}", '{"format": "crossreduce.costs/2"}'):
         with pytest.raises(cr.ArgumentError, match="this text does not have costs in JSON"):
             cr.Costs.from_json(text)
 
 
 def test_links_must_exist():
-    """A shared limit must name links of the topology."""
+    """A shared limit must name links of the topology. ``costs`` must be ``Costs``, and ``operation_s`` stated once."""
     costs = cr.Costs(shared=[(25, [("cpu:0", "cpu:9")])])
     with pytest.raises(cr.ArgumentError, match="a shared limit must name links of the topology"):
         cr.plan(cr.Topology.ring(4), costs=costs)
@@ -85,7 +88,7 @@ def test_links_must_exist():
 
 
 def test_each_machine_has_published_costs_or_none():
-    """Each machine's costs can be read; those of several hosts have the message rate of their network cards."""
+    """The costs of each machine can be read. Only those of several hosts have the message rate of network cards."""
     for name, _ in machine_names():
         one = cr.Costs.machine(name)
         assert one.messages_per_s is None
@@ -98,7 +101,7 @@ def test_each_machine_has_published_costs_or_none():
 
 
 def test_the_explanation_says_what_binds():
-    """The line "busiest" begins with the limit that is busy longest; costs make no plan faster."""
+    """The line "busiest" of an explanation begins with the limit that is busy longest. Costs make no plan faster."""
     free = cr.plan(H100, "all_reduce", 1 << 22, costs=cr.Costs(operation_s=0)).seconds
     for costs, text in (
         (cr.Costs(operation_s=0), "the link"),
@@ -114,7 +117,7 @@ def test_the_explanation_says_what_binds():
 
 
 def test_the_command_line(printed, crossreduce, tmp_path):
-    """``--costs`` reads a file, or the published costs of a machine; --operation-us is added to either."""
+    """``--costs`` reads a file, or the published costs of a machine. ``--operation-us`` is added to the costs."""
     path, bad, topology = tmp_path / "costs.json", tmp_path / "bad.json", tmp_path / "ring.json"
     path.write_text(cr.Costs(reduction_gb_per_s=20).to_json())
     bad.write_bytes(b"\xff")
@@ -122,7 +125,7 @@ def test_the_command_line(printed, crossreduce, tmp_path):
     line = ("plan", "dgx-1v", "--json", "--nbytes", "1M", "--costs")
     for costs, options in (
         (cr.Costs(reduction_gb_per_s=20), (path,)),
-        (cr.Costs(0, 20), (path, "--operation-us", 0)),
+        (cr.Costs(operation_s=0, reduction_gb_per_s=20), (path, "--operation-us", 0)),
         (cr.Costs.machine("dgx-1v"), ("published",)),
     ):
         report = json.loads(printed(*line, *options))
@@ -139,7 +142,7 @@ def test_the_command_line(printed, crossreduce, tmp_path):
 
 @pytest.mark.parametrize("collective", ["all_reduce", "broadcast"])
 def test_queues_on_links_without_latency(collective):
-    """On a chain of CUDA devices whose links have no latency, plans have at most as many pieces as are allowed."""
+    """On a chain of CUDA devices whose links have no latency, the number of pieces is bounded."""
     for gb_per_s, nbytes in ((0.1, 1 << 36), (1, 1 << 30), (25, 1 << 36), (25, 1 << 20)):
         chain = cr.Topology.mesh(1, 3, gb_per_s).renamed([f"cuda:{k}" for k in range(3)])
         assert 1 <= cr.plan(chain, collective, nbytes).schedule.pieces <= 1 << 20
@@ -149,12 +152,12 @@ def test_links_very_far_apart():
     """If bandwidths are too far apart for the linear program of few-step forests, the other plans remain."""
     names = [f"cpu:{k}" for k in range(3)]
     pairs = itertools.permutations(range(3), 2)
-    links = [(names[a], names[b], 1e-5 if (a + b) % 2 else 1e5, 1e-6) for a, b in pairs]
+    links = [(names[a], names[b], 1e-5 if (a + b) % 2 else 1e5, 1e-6) for a, b in pairs]  # 1e-5 or 1e5 GB/s
     cr.verify(cr.plan(cr.Topology(names, links), "all_reduce", 1000).schedule)
 
 
 def test_very_fast_links_have_a_limited_number_of_channels():
-    """Files for links of any speed are made at once, with at most ``MOST_PARTS`` parts of each chunk."""
+    """Files for very fast links have at most ``MOST_PARTS`` parts of each chunk. A negative size is refused."""
     mesh = cr.Topology.full_mesh(["cuda:0", "cuda:1"], 10**6)
     schedule = cr.plan(mesh, "all_reduce", 1 << 20, "direct").schedule
     assert max(parts_of_chunks(schedule, mesh)) == MOST_PARTS

@@ -1,7 +1,7 @@
-"""Programs of generated schedules: their views, made from a few chunks, are those of the program with all chunks.
+"""Programs of generated schedules offer the same views, made from a few chunks, as programs with all chunks.
 
-The schedules are those of the planners that generate them, forests of eight hosts with NVSwitches, and random ones that
-``oracle.right`` finds right, whose images copy copies, combine equal values twice and swap values within a round.
+The schedules come from planners that generate them, from a forest for eight hosts with NVSwitches, and from a random
+generator, if ``oracle.right`` finds them right: they copy copies, combine equal values and swap values within a round.
 """
 
 import functools
@@ -76,7 +76,7 @@ def small():
 
 
 def check(schedule):
-    """Each view of a generated schedule's program is that of the program of all its chunks and steps."""
+    """Assert that each view of a generated schedule's program equals that of the program of all chunks and steps."""
     program, explicit = lower(schedule), lower(schedule.explicit)
     assert isinstance(program, GeneratedProgram)
     assert type(explicit) is Program
@@ -97,17 +97,17 @@ def check(schedule):
 
 @pytest.mark.parametrize("algorithm", PLANNERS)
 def test_views_of_planned_schedules(algorithm):
-    """Views of generated programs are those of all chunks, also if the first chunk starts elsewhere."""
-    for n in (34, 40):
+    """Views of generated programs are those of programs with all chunks, also if another device is the first root."""
+    for n in (34, 40):  # planners generate schedules for more than 32 devices
         check(PLANNERS[algorithm](names(n)))
-    if algorithm == "halving_doubling":  # no exchange of blocks moves an odd number of extras
+    if algorithm == "halving_doubling":  # an odd number of devices beyond a power of two has no symmetry
         assert not isinstance(halving_doubling(names(33)), GeneratedSchedule)
     else:
         check(PLANNERS[algorithm](names(33), first=17))
 
 
 def test_views_of_other_schedules():
-    """So they are with routes through switches, copies of copies, equal combinations, and swaps."""
+    """Views are also the same with routes through switches, copies of copies, equal combinations and swapped values."""
     assert len(forest().devices) == 64
     assert forest().base.routes
     for schedule in (forest(), *small()):
@@ -115,12 +115,12 @@ def test_views_of_other_schedules():
 
 
 def test_images_are_made_when_they_are_read():
-    """The fused program of a chunk and the part of a device make no chunk but those of the base."""
+    """Fused programs, parts of devices and spans need only the chunks of the base. Other chunks are made when read."""
     program = lower(ring(names(1024)))
     assert len(program.base.chunks) == 1
     assert len(program.chunks) == 1024
     assert program.fused(5) == program.fused(5)
-    assert program.on(7).results == tuple(part for part in program.on(7).results if part >= 0)
+    assert all(value >= 0 for value in program.on(7).results)  # each chunk has a result on the device
     program.require_uniform()
     assert program.spans(1 << 20)[-1] == ((1 << 20) - 1024, 1 << 20)
     assert not {"by_round", "transfers", "routes"} & {*vars(program)}
@@ -130,7 +130,7 @@ def test_images_are_made_when_they_are_read():
 
 
 def test_a_wrong_base_is_not_lowered():
-    """``lower`` raises the error of ``verify`` for a wrong base, each time; unknown devices are refused."""
+    """``lower`` raises the error of ``verify`` for a wrong base, each time. ``on`` refuses unknown device numbers."""
     chunk = Chunk(Fraction(1), (0, 1), (0, 1))
     base = Schedule("all_reduce", "custom", names(2), (chunk,), ((Step(0, 0, (0, 1)),),))
     wrong = GeneratedSchedule(base, rotations([2], 2), base.devices)
@@ -144,18 +144,19 @@ def test_a_wrong_base_is_not_lowered():
 
 @pytest.mark.parametrize(("engine", "algorithm", "n"), pairs(ENGINES, PLANNERS, (34, 36, 64)))
 def test_engines_give_the_same_bits(engine, algorithm, n):
-    """Each engine gives the bits of the program with all chunks, for sizes with and without elements in each chunk."""
+    """Each engine returns the same bits as for the schedule with all chunks, also if some chunks have no elements."""
     schedule = PLANNERS[algorithm](names(n))
     rng = np.random.default_rng(n)
     for size, dtype in ((1, "float32"), (n - 3, "float16"), (513, "float32")):
         xs = [rng.standard_normal(size).astype(dtype) for _ in range(n)]
-        reduced, due = (run_engine(engine, each, "sum", xs) for each in (schedule, schedule.explicit))
+        reduced, due = (run_engine(engine, form, "sum", xs) for form in (schedule, schedule.explicit))
         assert [x.tobytes() for x in reduced] == [x.tobytes() for x in due]
         assert len(reduced) == n
 
 
 def test_derived_collectives_are_those_of_all_chunks():
-    """Reduce-scatters and all-gathers of a base are those of all chunks, from which uneven ones come."""
+    """A reduce-scatter or all-gather that is derived from a generated schedule equals the one derived from all chunks.
+    If some devices have no chunk, it is always derived from all chunks."""
     for schedule in (ring(names(40), first=1), direct(names(33)), halving_doubling(names(64))):
         scattered, due = reduce_scatter(schedule), reduce_scatter(schedule.explicit)
         assert isinstance(scattered, GeneratedSchedule)
@@ -174,14 +175,14 @@ def test_derived_collectives_are_those_of_all_chunks():
 
 @pytest.mark.parametrize("algorithm", ["ring", "halving_doubling"])
 def test_exports_are_those_of_all_chunks(algorithm):
-    """Exporters, pictures and the permutations of JAX programs give the same for the schedule with all chunks."""
+    """Exporters, pictures and the permutations of JAX programs are the same as for the schedule with all chunks."""
     devices = [f"cuda:{k}" for k in range(36)]
     mesh = Topology.full_mesh(devices, 25, 1e-6)
     schedule, exports = PLANNERS[algorithm](devices), []
-    for each in (schedule, schedule.explicit):
-        made = collective_of(each)
-        texts = [to_chrome_trace(each, mesh, "1M"), trees_of(each, mesh), made.kind, made.root, made.units, made.blocks]
-        texts += [rings(each), to_msccl_xml(each)] if algorithm == "ring" else []
-        exports.append([*texts, compile_permutations(lower(each))])
+    for form in (schedule, schedule.explicit):
+        made = collective_of(form)
+        values = [to_chrome_trace(form, mesh, "1M"), trees_of(form, mesh)]
+        values += [made.kind, made.root, made.units, made.blocks, compile_permutations(lower(form))]
+        exports.append(values + ([rings(form), to_msccl_xml(form)] if algorithm == "ring" else []))
     assert isinstance(schedule, GeneratedSchedule)
     assert exports[0] == exports[1]

@@ -5,6 +5,7 @@ finds by running them: custom steps in any order, with copies of copies, needles
 that several steps read.
 """
 
+import dataclasses
 import functools
 import itertools
 import random
@@ -16,19 +17,12 @@ import pytest
 from planned import planned_for
 from random_schedules import random_schedule
 from strategies import ALGORITHMS, names
+from test_verify import custom
 
 from crossreduce import Chunk, Route, Schedule, ScheduleError, Step, Topology
 from crossreduce.lowering import element_ranges, fuse, lower
 from crossreduce.planning import PLANNERS, direct, one_device, ring
 from crossreduce.planning.scatter_and_gather import all_gather, reduce_scatter
-
-
-def custom(n, *rounds, sources=None, destinations=None):
-    """Return a schedule of one chunk; steps are ``(dst, srcs)``."""
-    everyone = tuple(range(n))
-    chunk = Chunk(Fraction(1), sources or everyone, destinations or everyone)
-    steps = tuple(tuple(Step(0, dst, srcs) for dst, srcs in steps) for steps in rounds)
-    return Schedule("all_reduce", "custom", names(n), (chunk,), steps)
 
 
 @functools.cache
@@ -71,7 +65,7 @@ def values(chunk):
 
 
 def test_instructions_compute_every_destinations_sum():
-    """A destination's value has every source once, and was made there or is its own input; others are needed."""
+    """Each destination's result contains every source once, and is on this device. Each made value is used."""
     for name, schedule, program in programs():
         assert [chunk[:3] for chunk in program.chunks] == list(schedule.chunks), name
     for name, chunk in chunks():
@@ -82,20 +76,22 @@ def test_instructions_compute_every_destinations_sum():
 
 
 def test_final_instructions_complete_the_sum():
-    """Final instructions combine into the full sum, once per result; kinds tell what values contain."""
+    """An instruction is final if and only if it combines operands into the full sum. Each result depends on exactly one
+    final instruction. ``kinds`` marks every value as input, partial or final."""
     for name, chunk in chunks():
         inputs, numbers = contributions(chunk), values(chunk)
-        passed = [0] * len(inputs)
+        final_count = [0] * len(inputs)  # for each value, the number of final instructions that it depends on
         for value, i in enumerate(chunk.instructions, start=len(inputs)):
             assert i.final == (len(i.operands) > 1 and numbers[value] == sum(inputs)), name
-            passed.append(i.final + sum(passed[operand] for operand in i.operands))
-        assert all(passed[result] == (len(inputs) > 1) for result in chunk.results), name
+            final_count.append(i.final + sum(final_count[operand] for operand in i.operands))
+        due = 1 if len(inputs) > 1 else 0  # a single input is the result
+        assert all(final_count[result] == due for result in chunk.results), name
         kinds = ["final" if x == sum(inputs) else "input" if x in inputs else "partial" for x in numbers]
         assert list(chunk.kinds) == kinds, name
 
 
 def test_last_uses_are_the_last_readers():
-    """``last_uses`` lists each operand once, at the last instruction that reads it, unless a destination keeps it."""
+    """``last_uses`` lists each operand once, at the last instruction that reads it. It lists no results."""
     for name, chunk in chunks():
         due = {}
         for k, i in enumerate(chunk.instructions):
@@ -159,20 +155,22 @@ def fused_expressions(program):
 
 
 def test_fused_programs_compute_equal_values_once():
-    """Equal combinations are computed once, chains are one fold, different orders are kept."""
+    """Equal combinations are computed once, and a chain of combinations becomes one fold. Combinations of the same
+    values in different orders stay separate."""
     for n in (2, 4, 8):
         assert len(fuse(lower(PLANNERS["one_shot"](names(n))).chunks[0]).folds) == 1
         doubling = fuse(lower(PLANNERS["recursive_doubling"](names(n))).chunks[0])
-        assert sum(len(operands) - 1 for _, *operands in doubling.folds) == n - 1
-    assert fuse(lower(ring(names(4))).chunks[0]) == (1, ((0, 0, 1, 2, 3),), (-1, -1, -1, -1))
-    mine, yours, copied = Step(0, 3, (0, 1, 2)), Step(0, 4, (2, 1, 0)), Step(0, 5, (4,))
+        assert sum(len(operands) - 1 for _, *operands in doubling.folds) == n - 1  # the number of additions
+    ring_of_4 = fuse(lower(ring(names(4))).chunks[0])
+    assert ring_of_4 == (1, ((0, 0, 1, 2, 3),), (~0, ~0, ~0, ~0))  # ~0: each result is slot 0
+    forwards, backwards, copied = Step(0, 3, (0, 1, 2)), Step(0, 4, (2, 1, 0)), Step(0, 5, (4,))
     chunk = Chunk(Fraction(1), (0, 1, 2), (3, 4, 5))
-    schedule = Schedule("reduce", "custom", names(6), (chunk,), ((mine, yours), (copied,)))
-    assert fuse(lower(schedule).chunks[0]) == (2, ((0, 0, 1, 2), (1, 2, 1, 0)), (-1, -2, -2))
+    schedule = Schedule("reduce", "custom", names(6), (chunk,), ((forwards, backwards), (copied,)))
+    assert fuse(lower(schedule).chunks[0]) == (2, ((0, 0, 1, 2), (1, 2, 1, 0)), (~0, ~1, ~1))
 
 
 def check_minimal(chunk):
-    """A fused program computes its chunk's expressions in order, with no needless value or fold."""
+    """Assert that a fused program computes its chunk's expressions in order, with no needless value or fold."""
     made, due = fuse(chunk), expressions(chunk)
     for count in (None, *range(1, len(due))):
         assert fused_expressions(fuse(chunk, count)) == due[:count]
@@ -196,14 +194,14 @@ def test_fused_programs_of_planners_are_minimal():
 
 
 def run_messages(program):
-    """Run devices' programs, in another order at each stage; return what destinations keep, by chunk and device."""
+    """Run the programs of all devices, in another order at each stage. Return the results by chunk and device."""
     everything = [program.on(device) for device in range(len(program.devices))]
     memories = [{} for _ in everything]
     for c, chunk in enumerate(program.chunks):
         for source, x in zip(chunk.sources, contributions(chunk), strict=True):
             memories[source][c] = x
     for r in range(program.round_count):
-        wires = defaultdict(deque)
+        wires = defaultdict(deque)  # the messages between two devices, in order
         order = random.Random(r).sample(range(len(everything)), len(everything))
         for device in order:
             stage, memory = everything[device].stages[r], memories[device]
@@ -236,7 +234,7 @@ def test_devices_that_exchange_messages_get_every_sum():
 
 
 def test_transfers_are_the_reads_of_other_devices():
-    """Each operand on another device is one transfer, final if it carries a full sum."""
+    """Each operand on another device is one transfer, which is final if it carries a full sum."""
     for name, _, program in programs():
         due = Counter()
         for c, chunk in enumerate(program.chunks):
@@ -250,18 +248,18 @@ def test_transfers_are_the_reads_of_other_devices():
 
 
 def test_routes_and_pieces_survive():
-    """A program keeps the number of pieces, and each transfer its route: that for its round, or that for all rounds."""
+    """A program keeps the number of pieces. Each transfer keeps its route for its round, or else for all rounds."""
     schedule = one_device(names(3)).cut_into(7)
-    general, own = Route(0, 1, 0, ("switch",)), Route(0, 0, 1, ("other",), 1)
-    routed = Schedule(*schedule._parts[:5], 7, (general, own, Route(0, 0, 1, ("unused",), 0)))
-    program = lower(routed)
+    for_all_rounds, for_round_1 = Route(0, 1, 0, ("switch",)), Route(0, 0, 1, ("other",), 1)
+    unused = Route(0, 0, 1, ("unused",), 0)  # round 0 has no transfer from device 0 to device 1
+    program = lower(dataclasses.replace(schedule, routes=(for_all_rounds, for_round_1, unused)))
     assert program.pieces == 7
     through = {(t.src, t.dst): t.through for transfers in program.transfers for t in transfers}
     assert through == {(1, 0): ("switch",), (2, 0): None, (0, 1): ("other",), (0, 2): None}
 
 
 def test_element_ranges_tile_the_buffer():
-    """The ranges of a buffer follow each other and cover it; none is empty, unless the buffer is."""
+    """The ranges of a buffer follow each other and cover the buffer. None is empty, unless the buffer is empty."""
     for name, schedule, program in programs():
         for size in (1, 2, 5, 40):
             ranges = element_ranges(program, size)
@@ -271,7 +269,8 @@ def test_element_ranges_tile_the_buffer():
 
 
 def test_wrong_schedules_are_not_lowered():
-    """``lower`` raises the error of ``verify``, each time; equal schedules have one program."""
+    """``lower`` raises the error of ``verify``, each time. Equal schedules have one program. ``require_uniform``
+    refuses a program whose chunks have different destinations."""
     wrong = custom(2, [(0, (0, 1))])
     for _ in range(2):
         with pytest.raises(ScheduleError, match="contribution of device cpu:0 is lost"):

@@ -1,4 +1,4 @@
-"""The null engine and framework count the cost of a schedule: the counts are those of its own steps and spans."""
+"""The null engine and framework count the copies, additions and bytes of a schedule, as its steps and spans imply."""
 
 from collections import Counter
 
@@ -19,11 +19,13 @@ WIDTH = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8, "int8": 1, "in
 
 
 def by_steps(schedule, size, width, after, final):
-    """Count by steps; an element has ``width`` bytes, ``after`` in a partial sum, and ``final`` in the full sum."""
+    """Return the ``Counts`` of a schedule's steps for a buffer of ``size`` elements. An element has ``width`` bytes in
+    an input, ``after`` bytes in a partial sum, and ``final`` bytes in the full sum."""
     spans = [(start, stop) for start, stop in schedule.spans(size)]
-    if size == 0:  # an empty buffer passes through one chunk
+    if size == 0:  # an empty buffer passes through chunk 0, and the other chunks are skipped
         spans = [(0, 0)] + [None] * (len(spans) - 1)
     base = len(schedule.devices) + 1
+    # By chunk and device: which contributions the value contains, as a number, and the bytes of an element.
     held = {(c, s): (base**s, width) for c, chunk in enumerate(schedule.chunks) for s in chunk.sources}
     copies, additions, nbytes = 0, 0, Counter()
     for steps in schedule.rounds:
@@ -49,7 +51,7 @@ def by_steps(schedule, size, width, after, final):
 @examples(300)
 @given(named, requests(most_packs=4), ops, st.sampled_from(sorted(WIDTH)), st.integers(0, 60))
 def test_counts_are_those_of_the_steps(algorithm, ask, op, dtype, size):
-    """The engine "null" and ``run_on`` count copies, additions and bytes as the steps and dtypes say."""
+    """The engine "null" and ``run_on`` count the copies, additions and bytes that follow from steps and dtypes."""
     if algorithm == "forest":
         schedule = planned(algorithm, ask.sources, ask.destinations)
     else:
@@ -58,10 +60,12 @@ def test_counts_are_those_of_the_steps(algorithm, ask, op, dtype, size):
     run_engine("null", schedule, op, [null.zeros((size,), dtype, source) for source in ask.sources], null)
     flats = [looped.zeros((size,), dtype, source) for source in ask.sources]
     run_on(looped, schedule, op, flats, size, dtype)
-    half, mean = dtype in ("float16", "bfloat16"), op == "mean"
-    after = 4 if half and op not in ("min", "max") else 8 if mean and dtype in INTEGERS else WIDTH[dtype]
-    final = 8 if mean and dtype in INTEGERS else WIDTH[dtype]
-    width = final if len(ask.sources) == 1 else WIDTH[dtype]
+    after = final = WIDTH[dtype]
+    if dtype in ("float16", "bfloat16") and op not in ("min", "max"):
+        after = 4  # accumulated in float32
+    elif op == "mean" and dtype in INTEGERS:
+        after = final = 8  # float64
+    width = final if len(ask.sources) == 1 else WIDTH[dtype]  # a single input is the result
     wanted = by_steps(schedule, size, width, after, final)
     assert null.counts == wanted
     assert looped.counts == wanted
@@ -80,7 +84,7 @@ def test_results_have_shape_dtype_and_device(algorithm):
 
 @given(st.sampled_from([*FLOATS, *INTEGERS]), st.integers(0, 9))
 def test_a_copy_counts_its_bytes(dtype, size):
-    """A copy to another device counts once, with its bytes; values that are not null arrays are refused."""
+    """A copy to another device is counted once, with its bytes. Values that are not null arrays are refused."""
     null, other = NullFramework(), NullFramework()
     x = null.zeros((size, 2), dtype, "cpu:0")
     assert null.to_device(x, "cpu:0") is x
@@ -94,11 +98,12 @@ def test_a_copy_counts_its_bytes(dtype, size):
 
 
 def test_sparse_values_are_counted_too():
-    """Slices are concatenated on one device: the bytes of the values and of the indices are counted."""
+    """Slices are concatenated on one device, and the bytes of their values and indices are counted."""
     null = NullFramework()
     places = [(k + 1, f"cuda:{k}") for k in range(3)]
     parts = [(null.zeros((n, 4), "float32", device), null.zeros((n,), "int32", device)) for n, device in places]
     value = PerReplica([IndexedSlices(*part) for part in parts])
     (result,) = AllReduceCrossDeviceOps("ring").reduce("sum", value, "cuda:0")
     assert (result.values.shape, result.indices.shape) == ((6, 4), (6,))
-    assert null.counts.bytes == {("cuda:1", "cuda:0"): 2 * (16 + 4), ("cuda:2", "cuda:0"): 3 * (16 + 4)}
+    row = 4 * itemsize("float32") + itemsize("int32")  # the bytes of a slice and its index
+    assert null.counts.bytes == {("cuda:1", "cuda:0"): 2 * row, ("cuda:2", "cuda:0"): 3 * row}

@@ -22,7 +22,7 @@ from crossreduce.schedule.costs import OPERATION_S
 from crossreduce.schedule.simulate import LONGER
 
 NBYTES = 256 << 20
-# For plans of 256 MiB: pieces, operations, and GB/s with and without the cost of operations.
+# Plans of 256 MiB: machine, algorithm, collective, pieces, operations, GB/s with and without the cost of operations.
 PLANS = """
     dgx-1v    forest  all_reduce      41 1333  79.62  79.72
     dgx-1v    forest  all_gather      44  373 161.24 161.24
@@ -44,15 +44,15 @@ def launches(schedule):
 
 
 def test_plans_of_cuda_devices():
-    """Plans of CUDA devices have these pieces, operations and rates; ``operation_s=0`` leaves the cost out."""
+    """Plans of CUDA devices have these pieces, operations and rates. ``operation_s=0`` makes operations free."""
     for machine, algorithm, collective, *row in map(str.split, PLANS.split("\n")[1:]):
         made = cr.plan(machine, collective, NBYTES, algorithm)
         free = cr.plan(machine, collective, NBYTES, algorithm, operation_s=0)
         done = simulate(made.schedule, machine, NBYTES)
-        again = simulate(made.schedule, machine, NBYTES, operation_s=0)
+        without_cost = simulate(made.schedule, machine, NBYTES, operation_s=0)
         assert done.seconds == made.seconds
-        assert (done.bytes, done.operations) == (again.bytes, again.operations)
-        rates = f"{made.algbw:.2f} {NBYTES / again.seconds / 1e9:.2f}"
+        assert (done.bytes, done.operations) == (without_cost.bytes, without_cost.operations)
+        rates = f"{made.algbw:.2f} {NBYTES / without_cost.seconds / 1e9:.2f}"
         assert f"{made.schedule.pieces} {done.operations} {rates}".split() == row, (machine, collective)
         assert done.operations == sum(sum(tick.values()) for tick in launches(made.schedule))
         assert free.seconds == simulate(free.schedule, machine, NBYTES, operation_s=0).seconds
@@ -62,13 +62,14 @@ def test_plans_of_cuda_devices():
 @examples(60)
 @given(st.data(), algorithms, requests(st.integers(1, 6), most_packs=3), st.integers(1, 9))
 def test_any_schedule_agrees_with_the_oracle(data, algorithm, ask, pieces):
-    """Hosts queue operations without a pause; transfers wait for them; only CUDA's have a default cost."""
+    """Hosts queue operations without a pause, and transfers wait for their operations. By default, only operations of
+    CUDA devices cost time."""
     places = [data.draw(st.sampled_from([f"cuda:{k}", f"a/cuda:{k}", f"b/cuda:{k}", f"cpu:{k}"])) for k in range(6)]
-    to = dict(zip(names(6), places, strict=True))
+    new_name = dict(zip(names(6), places, strict=True))
     base = data.draw(wired(ask.devices))
-    topology = base.renamed([to[device] for device in base.devices])
+    topology = base.renamed([new_name[device] for device in base.devices])
     schedule = plan(algorithm, ask)
-    schedule = replace(schedule, devices=tuple(to[device] for device in schedule.devices), pieces=pieces)
+    schedule = replace(schedule, devices=tuple(new_name[device] for device in schedule.devices), pieces=pieces)
     nbytes = data.draw(st.integers(1, 10**9))
     for given_s in (None, 0, 1e-3):
 
@@ -93,8 +94,9 @@ def test_any_schedule_agrees_with_the_oracle(data, algorithm, ask, pieces):
 
 
 def test_the_pieces_suit_the_cost():
-    """No other number of pieces is much faster; costlier operations are fewer; those of CPUs cost nothing."""
-    topology, fewer = Topology.machine("dgx-1v"), 10**9
+    """No other number of pieces is much faster than the chosen one. Plans have fewer operations if these cost more.
+    Operations of CPUs cost nothing."""
+    topology, most_operations = Topology.machine("dgx-1v"), 10**9
     schedule = cr.plan(topology, nbytes=NBYTES, algorithm="forest", operation_s=0).schedule
     for cost in (1e-7, 2e-6, 1e-4):
         best, seconds = pipelined(schedule, topology, NBYTES, cost)
@@ -103,8 +105,8 @@ def test_the_pieces_suit_the_cost():
         around = [max(1, round(best.pieces * factor)) for factor in (0.5, 0.8, 0.9, 1.1, 1.25, 2)]
         tried = [simulate(schedule.cut_into(p), topology, NBYTES, operation_s=cost).seconds for p in (1, 9, *around)]
         assert seconds <= min(tried) * (LONGER + 1e-3)
-        assert done.operations <= fewer
-        fewer = done.operations
+        assert done.operations <= most_operations
+        most_operations = done.operations
     cpus = Topology.machine("dgx-1v").renamed(names(8))
     plan_of_cpus = cr.plan(cpus, nbytes=NBYTES, algorithm="forest")
     assert plan_of_cpus.schedule.pieces == 115

@@ -26,8 +26,7 @@ def pair(**changes):
 
 GOOD = json.loads(pair().to_json())
 
-
-# Values that are not allowed for a part of the text.
+# For each key of the JSON text, values that are not allowed.
 WRONG = {
     "format": ["crossreduce.schedule/2", None],
     "collective": [None],
@@ -49,7 +48,7 @@ MALFORMED = "not a schedule in JSON|is malformed|cover the buffer|pieces must be
 
 
 def test_malformed_json_raises_schedule_error():
-    """Text that is not a schedule raises a ScheduleError, never an error of Python's own."""
+    """Text that is not a schedule in JSON raises a ScheduleError, and not an error of Python's own."""
     text = pair().to_json()
     texts = ["", "{", "[]", "null", "3", '"text"', "true", "{}", "nonsense", text[:-1], text * 2, "[" * 100_000]
     texts += [json.dumps({key: value for key, value in GOOD.items() if key != name}) for name in GOOD]
@@ -60,7 +59,7 @@ def test_malformed_json_raises_schedule_error():
 
 
 def test_faults_in_json_are_stated():
-    """The error states the expected format or the parts that the text lacks, or that the argument is not a str."""
+    """The error states the expected format, or the keys that the text lacks, or that the argument is not text."""
     for text, words in (
         ("{}", r'its format is not "crossreduce.schedule/1"\.'),
         ("[1]", r'its format is not "crossreduce.schedule/1"\.'),
@@ -96,7 +95,7 @@ def test_malformed_schedules_are_refused(changes, text):
 
 
 def test_schedules_copy_lists():
-    """Lists are copied into tuples: a schedule does not change after it was verified, and can be a cache key."""
+    """A schedule copies lists into tuples, so it never changes after it is made, and can be a cache key."""
     rounds = [[Step(0, 0, [0, 1])], [Step(0, 1, [0])]]
     schedule = pair(devices=list(names(2)), chunks=[Chunk(Fraction(1), [0, 1], [0, 1])], rounds=rounds)
     before = schedule.to_json()
@@ -149,8 +148,8 @@ print(read == made, [hash(a) == hash(b) for a, b in zip(read, made)])
 
 
 def test_unpickled_values_are_equal_cache_keys():
-    """A schedule and a topology unpickled in another process equal those made there, and have the same hashes."""
+    """A schedule and a topology that another process unpickles equal those made there, and have the same hashes."""
     made = ring(names(3)), Topology.ring(3)
-    assert len({*made}) == 2  # they have been hashed, like cache keys
+    assert len({*made}) == 2  # this hashes both, as a cache does, before they are pickled
     ran = run_python(PICKLE, pickle.dumps(made).hex(), PYTHONHASHSEED="2")
     assert ran.stdout.strip() == "True [True, True]", ran.stderr

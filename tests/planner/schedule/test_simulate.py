@@ -60,7 +60,7 @@ def chain(n, pieces=1):
 @pytest.mark.parametrize(("latency", "speed", "share"), [(0, 25, 1000), (MICRO, 450, 1), (Fraction(1, 3), 1, 10**6)])
 def test_a_ring_takes_its_closed_form(latency, speed, share):
     """An all-reduce of M bytes on a ring of n devices takes 2 (n-1) (a + M / n / b), where a is the latency and b the
-    bandwidth of a link; each link that it uses carries 2 (n-1) M / n bytes."""
+    bandwidth of a link. Each used link carries 2 (n-1) M / n bytes. (``share`` is M / n, and ``speed`` is in GB/s.)"""
     for n in (2, 5):
         topology = Topology.ring(n, speed, latency)
         done = simulate(ring(topology.devices), topology, n * share)
@@ -71,39 +71,37 @@ def test_a_ring_takes_its_closed_form(latency, speed, share):
 
 
 def test_what_waits_for_what():
-    """Transfers wait for operands, for earlier ones on their links, and for the messages of a network card."""
+    """A transfer waits for its operand, for earlier transfers on its links, and for messages of its network card."""
     relay = Topology(names(3), [Link("cpu:0", "cpu:1", 1), Link("cpu:1", "cpu:2", 4)])
-    assert simulate(chain(3), relay, GB).seconds == near(1 + Fraction(1, 4))
+    assert simulate(chain(3), relay, GB).seconds == near(1 + Fraction(1, 4))  # 1 GB at 1 GB/s, and then at 4 GB/s
     bus = Topology(names(2), [Link("cpu:0", "bus", 1), Link("bus", "cpu:1", 1)], ["bus"])
-    two = (Chunk(Fraction(1, 2), (0,), (0, 1)),) * 2
-    turns = Schedule("broadcast", "turns", names(2), two, ((Step(0, 1, (0,)),), (Step(1, 1, (0,)),)))
-    assert simulate(turns, bus, GB).seconds == near(1)
+    halves = (Chunk(Fraction(1, 2), (0,), (0, 1)),) * 2
+    turns = Schedule("broadcast", "turns", names(2), halves, ((Step(0, 1, (0,)),), (Step(1, 1, (0,)),)))
+    assert simulate(turns, bus, GB).seconds == near(1)  # the second half waits until the first one has left the link
     hosts = ("a/cpu:0", "b/cpu:0")
-    done = simulate(
-        replace(chain(2), devices=hosts), Topology(hosts, [Link(*hosts, 1)]), 1000, costs=Costs(messages_per_s=1000)
-    )
-    assert done.seconds == near(Fraction(1, 1000))
+    between, costs = replace(chain(2), devices=hosts), Costs(messages_per_s=1000)
+    done = simulate(between, Topology(hosts, [Link(*hosts, 1)]), 1000, costs=costs)
+    assert done.seconds == near(Fraction(1, 1000))  # the time of one message; the bytes take only 1 us
 
 
 @examples(120)
 @given(st.data(), algorithms, requests(st.integers(1, 6), most_packs=3), st.integers(1, 9) | st.just(70))
 def test_any_schedule_agrees_with_an_exact_oracle(data, algorithm, ask, pieces):
-    """Bytes, seconds, ticks and busy times are the oracle's; the lock-step clock is never faster."""
+    """Bytes, seconds, ticks and busy times are those of the oracle. The lock-step clock predicts no shorter time."""
     topology = data.draw(wired(ask.devices))
     schedule = replace(plan(algorithm, ask), pieces=pieces)
     itemsize = data.draw(st.sampled_from([1, 2, 4, 8]))
     nbytes = itemsize * data.draw(st.integers(0, 10) | st.integers(0, 10**9))
     due = clocks(schedule, topology, nbytes, itemsize)
     done = simulate(schedule, topology, nbytes, itemsize)
-    assert {pair: moved for pair, moved in done.bytes.items() if moved} == +due.carried
-    assert {pair: seconds for pair, seconds in done.busy.items() if seconds} == {
-        pair: near(seconds) for pair, seconds in due.busy.items() if seconds
-    }
+    assert {pair: moved for pair, moved in done.bytes.items() if moved} == +due.carried  # + drops counts of 0
+    due_busy = {pair: near(seconds) for pair, seconds in due.busy.items() if seconds}
+    assert {pair: seconds for pair, seconds in done.busy.items() if seconds} == due_busy
     assert done.bytes.keys() == done.busy.keys()
     assert done.seconds == pytest.approx(float(due.seconds), rel=1e-9)
     assert due.seconds <= sum(due.ticks)
-    late = list(accumulate(done.ticks))
-    assert late == [pytest.approx(float(end), rel=1e-9, abs=done.seconds * 1e-9) for end in due.ends]
+    tick_ends = list(accumulate(done.ticks))
+    assert tick_ends == [pytest.approx(float(end), rel=1e-9, abs=done.seconds * 1e-9) for end in due.ends]
     if nbytes and schedule.rounds:
         lock_step = LockStep(Loads(traffic(schedule, topology), {}), nbytes)
         assert lock_step.total(pieces) == pytest.approx(float(sum(due.ticks)), rel=1e-9)
@@ -112,24 +110,25 @@ def test_any_schedule_agrees_with_an_exact_oracle(data, algorithm, ask, pieces):
 @examples(100)
 @given(st.data(), algorithms, requests(st.integers(2, 6), most_packs=3), st.integers(1, 9) | st.just(40))
 def test_further_costs_agree_with_the_oracle(data, algorithm, ask, pieces):
-    """Reductions, messages and shared limits count as in the oracle, and make nothing faster."""
+    """Reductions, messages and shared limits take the time that they take in the oracle, and make nothing faster."""
     base = data.draw(wired(ask.devices))
     topology = base.renamed([f"{data.draw(st.sampled_from('ab'))}/cpu:{k}" for k in range(len(base.devices))])
-    to = dict(zip(base.devices, topology.devices, strict=True))
+    new_name = dict(zip(base.devices, topology.devices, strict=True))
     bare = plan(algorithm, ask)
-    schedule = replace(bare, devices=tuple(to[device] for device in bare.devices), pieces=pieces)
+    schedule = replace(bare, devices=tuple(new_name[device] for device in bare.devices), pieces=pieces)
     nbytes = data.draw(st.integers(1, 10**9))
     links = st.lists(st.sampled_from([link[:2] for link in topology.links]), min_size=1, unique=True)
-    costs = {"shared": data.draw(st.lists(st.tuples(st.sampled_from([1, 30]), links)))}
+    shared = data.draw(st.lists(st.tuples(st.sampled_from([1, 30]), links)))  # (GB/s, links)
     reduction, messages = data.draw(st.sampled_from([None, 2, 900])), data.draw(st.sampled_from([None, 1e3, 2e6]))
-    due = clocks(schedule, topology, nbytes, reduction=reduction, messages=messages, **costs)
-    done = simulate(schedule, topology, nbytes, costs=Costs(None, reduction, messages, **costs))
+    due = clocks(schedule, topology, nbytes, reduction=reduction, messages=messages, shared=shared)
+    costs = Costs(reduction_gb_per_s=reduction, messages_per_s=messages, shared=shared)
+    done = simulate(schedule, topology, nbytes, costs=costs)
     assert done.seconds == pytest.approx(float(due.seconds), rel=1e-9)
     assert done.seconds * (1 + 1e-12) >= simulate(schedule, topology, nbytes).seconds
     assert due.seconds <= sum(due.ticks)
-    parts = [part for _, part in done.limits]
-    assert max(parts, default=0) <= 1 + 1e-9
-    assert parts == sorted(parts, reverse=True)
+    busy_fractions = [fraction for _, fraction in done.limits]
+    assert max(busy_fractions, default=0) <= 1 + 1e-9
+    assert busy_fractions == sorted(busy_fractions, reverse=True)
     for (src, dst), seconds in done.busy.items():
         assert dict(done.limits)[f"the link {src} -> {dst}"] == near(seconds / done.seconds if done.seconds else 0)
 
@@ -137,17 +136,17 @@ def test_further_costs_agree_with_the_oracle(data, algorithm, ask, pieces):
 @examples(60)
 @given(st.data(), algorithms, requests(st.integers(2, 6), most_packs=3))
 def test_routes_through_named_switches(data, algorithm, ask):
-    """A transfer uses its own route, for its round or for all, else that of the topology."""
+    """A transfer uses the schedule's route for its round, or else for all rounds, or else the topology's route."""
     base = data.draw(wired(ask.devices, most_switches=0))
-    spare = [Link(*ends, 3, MICRO) for device in ask.devices for ends in ((device, "spare"), ("spare", device))]
-    topology = Topology(ask.devices, [*base.links, *spare], ["spare"])
+    star = [Link(*ends, 3, MICRO) for device in ask.devices for ends in ((device, "hub"), ("hub", device))]
+    topology = Topology(ask.devices, [*base.links, *star], ["hub"])
     bare = plan(algorithm, ask)
     moves = {
         (c, src, dst, r) for r, steps in enumerate(bare.rounds) for c, dst, srcs in steps for src in srcs if src != dst
     }
-    moves |= {(*move[:3], None) for move in moves}
+    moves |= {(*move[:3], None) for move in moves}  # None stands for all rounds
     chosen = data.draw(st.lists(st.sampled_from(sorted(moves, key=str)), unique=True)) if moves else []
-    schedule = replace(bare, routes=tuple(Route(*move[:3], ("spare",), move[3]) for move in chosen), pieces=2)
+    schedule = replace(bare, routes=tuple(Route(*move[:3], ("hub",), move[3]) for move in chosen), pieces=2)
     due, done = clocks(schedule, topology, 5000), simulate(schedule, topology, 5000)
     assert done.bytes == due.carried
     assert done.seconds == pytest.approx(float(due.seconds), rel=1e-9)
@@ -156,22 +155,22 @@ def test_routes_through_named_switches(data, algorithm, ask):
 @examples(100)
 @given(st.data(), requests(st.integers(2, 5), most_packs=3), st.integers(1, 10**8), st.sampled_from([0, 2e-6]))
 def test_the_fastest_schedule_is_found_without_running_all(data, ask, nbytes, operation_s):
-    """The fastest of some schedules takes the least of their times, whichever of them are excluded by limits."""
+    """``fastest_of`` finds the least time of all schedules, although lower bounds exclude some without a simulation."""
     topology = data.draw(wired(ask.devices))
     costs = Costs(operation_s=operation_s)
     schedules = [plan(algorithm, ask) for algorithm in data.draw(st.permutations(ALGORITHMS))]
-    each = [pipelined(schedule, topology, nbytes, costs=costs).seconds for schedule in schedules]
-    assert fastest_of(schedules, topology, nbytes, costs=costs).seconds == near(min(each), rel=1e-12)
+    times = [pipelined(schedule, topology, nbytes, costs=costs).seconds for schedule in schedules]
+    assert fastest_of(schedules, topology, nbytes, costs=costs).seconds == near(min(times), rel=1e-12)
 
 
 @examples(60)
 @given(st.data(), algorithms, requests(st.integers(1, 6), most_packs=3))
 def test_the_fluid_rate_is_the_limit_of_many_pieces(data, algorithm, ask):
-    """R rounds in p pieces take at most 1 + (R - 1) / p times as long as at the fluid rate."""
-    latent = data.draw(wired(ask.devices))
-    topology = Topology(latent.devices, [link._replace(latency_s=0) for link in latent.links], latent.switches)
-    schedule = replace(plan(algorithm, ask), pieces=1000)
-    rate, nbytes = fluid_rate(schedule, topology), 840 * len(schedule.chunks)
+    """Without latencies, R rounds in p pieces take at most 1 + (R - 1) / p times as long as at the fluid rate."""
+    drawn, pieces = data.draw(wired(ask.devices)), 1000
+    topology = Topology(drawn.devices, [link._replace(latency_s=0) for link in drawn.links], drawn.switches)
+    schedule = replace(plan(algorithm, ask), pieces=pieces)
+    rate, nbytes = fluid_rate(schedule, topology), 840 * len(schedule.chunks)  # chunks are whole numbers of bytes
     done = simulate(schedule, topology, nbytes)
     if not done.bytes:
         assert rate is None
@@ -180,11 +179,11 @@ def test_the_fluid_rate_is_the_limit_of_many_pieces(data, algorithm, ask):
     assert Fraction(nbytes) / rate == max(moved / topology.link(*pair).bandwidth for pair, moved in done.bytes.items())
     reached = nbytes / done.seconds / GB
     assert reached <= float(rate) * (1 + 1e-12)
-    assert reached * (1 + (len(schedule.rounds) - 1) / 1000) * (1 + 1e-12) >= float(rate)
+    assert reached * (1 + (len(schedule.rounds) - 1) / pieces) * (1 + 1e-12) >= float(rate)
 
 
 def test_what_takes_no_time():
-    """No rounds, steps inside a device, and no bytes take no time."""
+    """A schedule takes no time if it has no rounds, if its steps stay on one device, or for a buffer of 0 bytes."""
     for rounds in ((), ((Step(0, 0, (0,)),),)):
         schedule = Schedule("broadcast", "idle", names(1), (Chunk(ONE, (0,), (0,)),), rounds, 5)
         done = simulate(schedule, Topology.ring(4), 10**6)
@@ -203,16 +202,16 @@ PAIR = chain(2)
 
 
 def test_bytes_are_a_whole_number():
-    """A number of bytes that is negative or not an integer, or other text, raises an ArgumentError that shows it; so
-    does an item size that is not an integer above 0, or of which the bytes are not a multiple. In text, K, M and G are
-    powers of 1024, as on the command line."""
+    """A number of bytes must be an integer that is not negative, or text such as "64M", in which K, M and G are powers
+    of 1024. An item size must be an integer above 0 that divides the bytes. The errors show wrong values."""
     texts = ("", "M", "-1", "1T", "8x", "1e6", "2147483648G")
     for nbytes in (-1, True, False, 1.0, 1e6, None, [8], math.nan, Fraction(8), *texts):
         for use in (simulate, pipelined):
             with pytest.raises(ArgumentError, match=r"nbytes must be an integer[\s\S]*given: nbytes="):
                 use(PAIR, Topology.ring(2), nbytes)
     for itemsize in (0, -4, 3, 16, True, 4.0, None):
-        fault = "nbytes must be a multiple of" if itemsize in (3, 16) else "itemsize must be an integer from 1 to"
+        is_possible = type(itemsize) is int and itemsize > 0
+        fault = "nbytes must be a multiple of" if is_possible else "itemsize must be an integer from 1 to"
         with pytest.raises(ArgumentError, match=rf"{fault}[\s\S]*given: .*itemsize="):
             simulate(PAIR, Topology.ring(2), 8, itemsize)
     for text, nbytes in (("8", 8), (" 1.5k", 1536), ("64M", 1 << 26), ("1GiB", 1 << 30), ("2 KB", 2048)):
@@ -221,7 +220,7 @@ def test_bytes_are_a_whole_number():
 
 
 def test_a_schedule_and_a_topology():
-    """Anything but a schedule, and anything that does not give a topology, raises an ArgumentError."""
+    """``simulate`` raises an ArgumentError if its arguments are not a schedule and something that names a topology."""
     for wrong in (None, "ring", 3, ring, []):
         with pytest.raises(ArgumentError, match=r"simulate needs a Schedule\."):
             simulate(wrong, Topology.ring(2), 8)
@@ -230,7 +229,8 @@ def test_a_schedule_and_a_topology():
 
 
 def test_a_missing_route_is_named():
-    """A transfer without a path raises a PlanError with its devices, its route's switches or its source's links."""
+    """A transfer without a route raises a PlanError that names its devices, and an unknown or unlinked node of the
+    schedule's route or the links out of its source."""
     alone = Topology(names(3), [Link("cpu:0", "cpu:2", 1), Link("cpu:1", "cpu:0", 1)])
     with pytest.raises(PlanError, match=r"no route from cpu:0 to cpu:1\.[\s\S]*links out of cpu:0: cpu:2"):
         simulate(PAIR, alone, 8)
@@ -258,7 +258,7 @@ def test_a_chain_is_cut_into_the_best_number_of_pieces(n, latency, speed, nbytes
 
 @given(algorithms, st.integers(1, 6), st.integers(0, 10**6), st.integers(1, 4))
 def test_no_piece_is_too_small(algorithm, n, nbytes, packs):
-    """Pieces of an average chunk have at least LEAST_PIECE bytes; given pieces have no effect."""
+    """Pieces of an average chunk have at least LEAST_PIECE bytes. The pieces of the argument have no effect."""
     schedule = PLANNERS[algorithm](names(n), packs=packs)
     best, seconds = pipelined(replace(schedule, pieces=77), Topology.full_mesh(n), nbytes)
     assert (best, seconds) == pipelined(schedule, Topology.full_mesh(n), nbytes)

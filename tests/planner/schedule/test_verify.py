@@ -37,19 +37,19 @@ def planned(algorithm, n):
 @pytest.mark.parametrize("mutate", MUTATIONS, ids=lambda mutate: mutate.__name__)
 def test_mutants_are_accepted_if_and_only_if_their_sums_are_right(mutate):
     """verify accepts a mutated schedule if and only if running it on the oracle's data gives the right sums."""
-    answers = []
+    accepted = []
     for algorithm, n in itertools.product(ALGORITHMS, (2, 3, 4, 5, 9)):
         for number, schedule in enumerate(planned(algorithm, n)):
             assert agree(schedule)
             if schedule.rounds:
-                answers.append(agree(mutated(schedule, mutate, random.Random(f"{algorithm} {n} {number}"))))
-    assert len(answers) >= 120
+                accepted.append(agree(mutated(schedule, mutate, random.Random(f"{algorithm} {n} {number}"))))
+    assert len(accepted) >= 120
     if mutate is repeat_in_round:
-        assert not any(answers)  # two steps of a round write the same chunk on the same device
+        assert not any(accepted)  # two steps of a round write the same chunk on the same device
     elif mutate is permute_srcs:
-        assert all(answers)  # the sum is the same in any order
+        assert all(accepted)  # the sum is the same in any order
     else:
-        assert not all(answers)
+        assert not all(accepted)
 
 
 def test_random_schedules_of_one_chunk():
@@ -66,17 +66,18 @@ def test_random_schedules_of_one_chunk():
         )
         ends = (tuple(rng.sample(range(n), rng.randint(1, n))) for _ in range(2))
         accepted_count += agree(Schedule("reduce", "random", names(n), (Chunk(Fraction(1), *ends),), rounds))
-    assert accepted_count > 20_000 * SHARE / 40
+    assert accepted_count > 20_000 * SHARE / 40  # at least one in 40 is right
 
 
 def custom(n, *rounds, sources=None, destinations=None):
-    """Return a schedule of one chunk; steps are ``(dst, srcs)``."""
+    """Return a schedule of one chunk. Each round is a list of steps ``(dst, srcs)``."""
     everyone = tuple(range(n))
     chunk = Chunk(Fraction(1), sources or everyone, destinations or everyone)
     steps = tuple(tuple(Step(0, *step) for step in steps) for steps in rounds)
     return Schedule("all_reduce", "custom", names(n), (chunk,), steps)
 
 
+# Parts of the expected messages, as regular expressions.
 FIRST, ADDS = r"round 0, step 0 \(chunk 0: cpu:0 <- cpu:0 \+ cpu:1\)", r"\(chunk 0: cpu:0 <- cpu:0 \+ cpu:1\) adds the"
 MESSAGES = [
     # Doubled: the contribution of device 1 is added in round 0 and again in round 1.
@@ -148,7 +149,7 @@ def test_messages_name_step_chunk_device_and_contribution(schedule, text):
 
 
 def test_right_schedules_are_accepted():
-    """Steps do not read what their round writes; needless steps are not an error; verify returns ``None``."""
+    """verify accepts schedules whose steps read what the round before left. Needless steps are not an error."""
     for schedule in (
         custom(2, [(0, (0, 1)), (1, (0, 1))]),  # both steps read the original values
         custom(2, [(0, (0, 1)), (1, (1, 0))]),  # the two sums add in different orders

@@ -1,4 +1,4 @@
-"""The exchange of exact partial sums between hosts, for any verified schedule, pieces, and data."""
+"""The exchange of exact partial sums between hosts, for verified schedules, and any pieces and data."""
 
 import ctypes
 
@@ -20,14 +20,14 @@ RANKS = 2  # of each host
 
 
 def exchange(schedule, terms, dtype, op, sizes, shared):
-    """Run an exchange with one thread per host, each of which has ``RANKS`` rows of the terms; return the results."""
+    """Run an exchange with one thread per host, and return the results. Each host has ``RANKS`` rows of the terms."""
     count = len(schedule.devices)
     numbers = reduction_numbers(op, dtype, count * RANKS, exact=True)
     starts = np.cumsum([0, *sizes])
 
     def host(k):
         program = exchange_program(lower(schedule), k, tuple(range(count)), sizes, numbers, len(sizes) == 1)
-        made = ExactExchange(program, shared.at(k), 7, 20, count * RANKS)
+        made = ExactExchange(program, shared.at(k), tag=7, timeout_s=20, ranks=count * RANKS)
         rows = [np.ascontiguousarray(row) for row in terms[k * RANKS : (k + 1) * RANKS]]
 
         def put(stage):
@@ -44,7 +44,7 @@ def exchange(schedule, terms, dtype, op, sizes, shared):
 
 @pytest.mark.parametrize("schedule", REDUCTIONS)
 def test_every_schedule_gives_the_bits_of_rational_arithmetic(schedule):
-    """For any schedule, number and size of pieces, empty chunks included, and data, the results are rounded once."""
+    """For any schedule, data, and number and size of pieces, with empty chunks, too, the results are rounded once."""
     count = len(schedule.devices)
     for number, sizes in enumerate(((64,), (1,), (3, 4, 3, 4, 4, 4, 4), (101, 100), (2, 1, 0, 1, 2))):
         dtype = [*UNSIGNED][number % 4]
@@ -60,37 +60,36 @@ def test_every_schedule_gives_the_bits_of_rational_arithmetic(schedule):
 
 @pytest.mark.parametrize(("dtype", "limit"), [("float32", 2), ("float64", 3), ("bfloat16", 3), ("float16", 3)])
 def test_the_bytes_between_hosts(dtype, limit):
-    """Ordinary data is one message of a fixed size, which adds less than ``limit`` times the bytes of the array; wide
-    data adds further messages of 16 bytes per term."""
+    """A host sends ordinary data in messages of a fixed size, in all at most ``limit`` times the bytes of the array.
+    Data with a wide range of exponents adds messages with 16 bytes per further term."""
     names = ("cpu:0", "cpu:1")
     for kind in (narrow, wide):
         terms, shared = terms_of(kind, 1, dtype, 2 * RANKS, 4000), ThreadTransport()
         exchange(planned("direct", names, names), terms, dtype, ReduceOp.SUM, (1000,) * 4, shared)
-        first = [size for src, _, size in shared.messages if src == 0]
+        sent = [size for src, _, size in shared.messages if src == 0]
+        # The digest; for each of 4 pieces a header and partial sums of 500 elements, and 500 results.
         fixed = [len(b"call"), *[64 + 500 * 8 * (2 if dtype == "float64" else 1), 500 * terms.itemsize] * 4]
         if kind is narrow:
-            assert sorted(first) == sorted(fixed)
-            assert sum(first) <= limit * terms[0].nbytes + len(b"call")
-        else:  # the sums of two float64s fit into two, and those of float16s into one
-            further = sum(first) - sum(fixed)
+            assert sorted(sent) == sorted(fixed)
+            assert sum(sent) <= limit * terms[0].nbytes + len(b"call")
+        else:  # the sum of two float64s fits into two doubles, and that of float16s into one
+            further = sum(sent) - sum(fixed)
             assert further % 16 == 0
             assert (further > 0) == (dtype in ("float32", "bfloat16"))
 
 
 @pytest.mark.parametrize("count", [-1, 1 << 40, 10 * 52 + 1])
 def test_an_impossible_number_of_further_terms_is_refused(count):
-    """No memory is allocated for more further terms than the elements can have."""
-    names, shared = ("cpu:0", "cpu:1"), ThreadTransport()
+    """If a message announces more further terms than its elements can have, or a negative number, it is refused."""
+    names, terms, shared = ("cpu:0", "cpu:1"), np.ones((4, 20), "float32"), ThreadTransport()
     post = shared.post
 
     def corrupting(key, kind, address, nbytes):
         assert kind or key[-1] != FURTHER_TAG
-        if kind == 0 and nbytes > 64:
+        if kind == 0 and nbytes > 64:  # a send of partial sums, whose header begins with the number of further terms
             ctypes.c_int64.from_address(address).value = count
         return post(key, kind, address, nbytes)
 
     shared.post = corrupting
-    with pytest.raises(PeerDisconnected, match="further terms of 10 partial sums of 4 ranks"):
-        exchange(
-            planned("direct", names, names), np.ones((4, 20), "float32"), "float32", ReduceOp.SUM, (20, 20), shared
-        )
+    with pytest.raises(PeerDisconnected, match="overflow terms for 10 partial sums of 4 ranks"):
+        exchange(planned("direct", names, names), terms, "float32", ReduceOp.SUM, (20, 20), shared)

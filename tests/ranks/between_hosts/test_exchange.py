@@ -1,4 +1,4 @@
-"""The exchange between hosts, for any verified schedule, any number of pieces and any delay of messages."""
+"""The exchange between hosts, for verified schedules, any number of pieces and any delay of messages."""
 
 import ctypes
 import random
@@ -31,7 +31,7 @@ SUM = Numbers(ReduceOp.SUM, "float32", "float32", "float32", 1)
 
 
 class ThreadTransport:
-    """Transports between threads that stand for hosts; each message is delayed for up to ``most_s`` seconds."""
+    """Transports between threads that stand for hosts. Each message is delayed for up to ``most_s`` seconds."""
 
     def __init__(self, seed=0, most_s=0.0):
         self.lock, self.draw, self.most_s = threading.Lock(), random.Random(seed), most_s
@@ -41,7 +41,7 @@ class ThreadTransport:
         return _Endpoint(self, rank)
 
     def post(self, key, kind, address, nbytes):
-        """Add a message that is sent (``kind`` 0) or expected (1), and complete those for which both are known."""
+        """Add a send (``kind`` 0) or a receive (``kind`` 1), and copy the messages for which both are there."""
         event = threading.Event()
         with self.lock:
             sent, wanted = self.waiting[key]
@@ -86,7 +86,7 @@ class _Message:
 
 
 def together(count, function, timeout_s=30):
-    """Run ``function(k)`` in threads and return the results; raise the first error."""
+    """Call ``function(k)`` in ``count`` threads, and return the results or raise the first error."""
     pool = ThreadPoolExecutor(count)
     try:
         return list(pool.map(function, range(count), timeout=timeout_s))
@@ -95,24 +95,24 @@ def together(count, function, timeout_s=30):
 
 
 def run_pieces(made, program, sizes, put, others, transport, dtype):
-    """Run an exchange of pieces on one host, and close it; return the result. ``put(stage)`` provides a piece."""
+    """Run the exchange ``made`` on one host, close it, and return the result. ``put(stage)`` provides a piece."""
     starts, out = np.cumsum([0, *sizes]), np.zeros(sum(sizes), dtype)
     for stage in range(len(sizes) + program.delay):
         if stage < len(sizes):
             put(stage)
         if stage == 0:
-            take_first([made], exchange_digests(b"call", first_data([made]), others, transport, 7, 20))
+            take_first([made], exchange_digests(b"call", first_data([made]), others, transport, tag=7, timeout_s=20))
         run_stage([made], stage)
-        done = stage - program.delay
-        if done >= 0:
-            to = out.ctypes.data + int(starts[done]) * out.itemsize
-            ctypes.memmove(to, made.base + program.results_at(done), sizes[done] * out.itemsize)
+        piece = stage - program.delay  # the piece whose result is complete
+        if piece >= 0:
+            to = out.ctypes.data + int(starts[piece]) * out.itemsize
+            ctypes.memmove(to, made.base + program.results_at(piece), sizes[piece] * out.itemsize)
     made.close()
     return out
 
 
 def exchange(schedule, inputs, numbers, sizes, shared=None):
-    """Run an exchange with one thread per host; return each host's result, ``None`` for hosts that need none."""
+    """Run an exchange with one thread per host. Return the result of each host, or ``None`` if it needs none."""
     shared = shared or ThreadTransport()
     peers = tuple(range(len(schedule.devices)))
     starts = np.cumsum([0, *sizes])
@@ -120,7 +120,7 @@ def exchange(schedule, inputs, numbers, sizes, shared=None):
     def host(k):
         eager = len(sizes) == 1 and sizes[0] < 64  # the rounds of larger pieces have messages of their own
         program = exchange_program(lower(schedule), k, peers, sizes, numbers, eager)
-        made = Exchange(program, shared.at(k), 7, 20)
+        made = Exchange(program, shared.at(k), tag=7, timeout_s=20)
 
         def put(stage):
             if inputs[k] is not None:
@@ -135,22 +135,19 @@ def exchange(schedule, inputs, numbers, sizes, shared=None):
 
 
 def evaluated(schedule, inputs, numbers, size):
-    """Return the results that each host should have, computed by NumPy round by round on whole arrays."""
+    """Return the right result of each host, or ``None``. NumPy executes the schedule on whole arrays."""
     accumulator, result = oracle.dtype_of(numbers.accumulator), oracle.dtype_of(numbers.result)
     step = {"sum": np.add, "product": np.multiply, "min": np.minimum, "max": np.maximum}[numbers.op.value]
-    cells = {
-        (c, s): inputs[s][slice(*schedule.spans(size)[c])]
-        for c, chunk in enumerate(schedule.chunks)
-        for s in chunk.sources
-    }
-    contained = {cell: {cell[1]} for cell in cells}
+    spans = [slice(*span) for span in schedule.spans(size)]
+    cells = {(c, s): inputs[s][spans[c]] for c, chunk in enumerate(schedule.chunks) for s in chunk.sources}
+    contained = {cell: {cell[1]} for cell in cells}  # the hosts whose contributions a value contains
     for steps in schedule.rounds:
-        before, known = dict(cells), dict(contained)
+        before, contained_before = dict(cells), dict(contained)
         for c, dst, srcs in steps:
             value = before[c, srcs[0]]
             for src in srcs[1:]:
                 value = step(value, before[c, src])
-            contained[c, dst] = set().union(*(known[c, src] for src in srcs))
+            contained[c, dst] = set().union(*(contained_before[c, src] for src in srcs))
             if len(srcs) > 1 and contained[c, dst] == set(schedule.chunks[c].sources):
                 value = (value / accumulator.type(numbers.divisor) if numbers.divisor != 1 else value).astype(result)
             cells[c, dst] = value
@@ -163,7 +160,7 @@ def evaluated(schedule, inputs, numbers, size):
 
 
 def evaluated_pieces(schedule, inputs, numbers, sizes):
-    """Return the same for an array that is exchanged in pieces."""
+    """Return the right results, as ``evaluated``, for arrays that are exchanged in pieces."""
     ends = np.cumsum(sizes)
     spans = [slice(end - size, end) for end, size in zip(ends, sizes, strict=True)]
     pieces = [
@@ -191,7 +188,7 @@ ALL = list(schedules())
 
 @pytest.mark.parametrize("schedule", ALL)
 def test_every_schedule_gives_the_bits_of_its_steps(schedule):
-    """For any number and size of pieces, empty chunks included, results equal NumPy's evaluation of the schedule."""
+    """For any number and size of pieces, with empty chunks, too, results equal NumPy's evaluation of the schedule."""
     draw = np.random.default_rng(5)
     count, sources = len(schedule.devices), schedule.chunks[0].sources
     for sizes in ((64,), (1,), (0,), (3, 4, 3, 4, 4, 4, 4), (101, 100), (2, 1, 0, 1, 2)):
@@ -204,7 +201,7 @@ def test_every_schedule_gives_the_bits_of_its_steps(schedule):
 
 @pytest.mark.parametrize("algorithm", ["direct", "ring", "one_device"])
 def test_partial_results_keep_the_accumulator_and_are_rounded_once(algorithm):
-    """Partial results are sent in the accumulator's dtype; only final values are divided and rounded."""
+    """Partial results have the accumulator's dtype. Only final values are divided and rounded."""
     names, draw = tuple(f"cpu:{k}" for k in range(3)), np.random.default_rng(9)
     schedule = planned(algorithm, names, names)
     for op, accumulator, result, divisor in (
@@ -229,17 +226,17 @@ def test_partial_results_keep_the_accumulator_and_are_rounded_once(algorithm):
 
 
 def test_hosts_send_only_the_bytes_of_the_schedule():
-    """Each of two hosts sends the least possible, the bytes of one array; final values have the result's dtype. The
-    exchange uses the memory of a few pieces for an array of any number of pieces."""
+    """Each of two hosts sends the least possible number of bytes: half an array of partial results, and half an array
+    of results, in the dtype of the results. The memory of the exchange does not depend on the number of pieces."""
     names = ("cpu:0", "cpu:1")
     schedule = planned("direct", names, names)
-    for result, nbytes in (("float32", 4), ("bfloat16", 3)):
+    for result, nbytes in (("float32", 4), ("bfloat16", 3)):  # bytes per element, the mean of both halves
         shared, numbers = ThreadTransport(), Numbers(ReduceOp.SUM, "float32", "float32", result, 1)
         exchange(schedule, [np.arange(1000, dtype="float32")] * 2, numbers, (250,) * 4, shared)
         for host in range(2):
             assert sum(size for src, _, size in shared.messages if src == host) == len(b"call") + 1000 * nbytes
     few, many = (exchange_program(lower(schedule), 0, (0, 1), (1000,) * count, SUM).nbytes for count in (10, 1000))
-    assert few == many <= 5 * 2.6 * 4000
+    assert few == many <= 5 * 2.6 * 4000  # a piece has 4000 bytes
 
 
 def test_a_host_that_is_gone_or_late_is_named():
@@ -251,7 +248,7 @@ def test_a_host_that_is_gone_or_late_is_named():
         (shared, 20, PeerDisconnected, "rank 5: connection closed"),
         (ThreadTransport(), 0.05, PeerTimeout, "rank 5"),
     ):
-        made = Exchange(program, transport.at(0), 7, timeout_s)
+        made = Exchange(program, transport.at(0), tag=7, timeout_s=timeout_s)
         with pytest.raises(kind, match=text) as error:
             [run_stage([made], stage) for stage in range(9)]
         assert error.value.rank == 5
@@ -260,16 +257,16 @@ def test_a_host_that_is_gone_or_late_is_named():
 @pytest.mark.parametrize("is_line", [False, True])
 @pytest.mark.parametrize("count", [3, 5])
 def test_hosts_whose_digests_differ_detect_it(count, is_line):
-    """If any host's digest differs, every host detects it, on hosts in a line after as many rounds as the line has
-    links; else each host gets the data of those to which it has a link."""
-    different = [[b"ab"[k == odd :][:1] for k in range(count)] for odd in range(count)]
+    """If the digest of any host differs, every host detects it. Hosts in a line need as many rounds as the line has
+    links. If all digests are equal, each host gets the data of the hosts to which it has a link."""
+    different = [[b"b" if k == odd else b"a" for k in range(count)] for odd in range(count)]
     for digests in ([b"a"] * count, [bytes([k]) for k in range(count)], *different):
         shared = ThreadTransport()
 
-        def host(k, digests=digests, shared=shared):
+        def host(k, digests=digests, shared=shared):  # its rank is 4 + k
             near = [4 + other for other in range(count) if other != k and (not is_line or abs(other - k) == 1)]
-            data = {rank: bytes([k, rank]) * k for rank in near}
-            return exchange_digests(digests[k], data, near, shared.at(4 + k), 3, 10, count - 1 if is_line else 1)
+            data, diameter = {rank: bytes([k, rank]) * k for rank in near}, count - 1 if is_line else 1
+            return exchange_digests(digests[k], data, near, shared.at(4 + k), 3, 10, diameter)
 
         for k, found in enumerate(together(count, host)):
             assert (found is not None) == (len(set(digests)) == 1), (digests, k)
@@ -278,7 +275,7 @@ def test_hosts_whose_digests_differ_detect_it(count, is_line):
 
 
 def test_pieces_cover_the_array_within_their_limits():
-    """Pieces cover the array and keep to the size limit; if there are more than 3, the first and the last are small.
+    """Pieces cover the array and keep to the size limit. If there are more than 3, the first and the last are small.
     Only an empty array has an empty piece."""
     draw = random.Random(3)
     for _ in range(300):

@@ -18,7 +18,6 @@ import crossreduce.torch
 
 MIB = 1 << 20
 NEWNET = 0x40000000  # CLONE_NEWNET of setns
-
 pytestmark = [
     pytest.mark.system,
     pytest.mark.skipif(namespaces.available() is not None, reason=f"network namespaces: {namespaces.available()}"),
@@ -34,15 +33,15 @@ def require_sum(rank, size, nbytes):
 
 
 def sent(host):
-    """Return the bytes, headers included, that this process's host has sent to each other host."""
+    """Return the bytes, with headers, that this process's host has sent to each other host. Keys: (host, other)."""
     lines = [line.split() for line in Path("/proc/self/net/dev").read_text().splitlines()]
     counts = {name: int(found[8]) for name, *found in lines if name.startswith("link")}
     return {(host, other): counts[f"link{other - (other > host)}:"] for other in range(4) if other != host}
 
 
 def on_host(rendezvous, bed):
-    """Make a group on the host of a rank, reduce, measure the links, and reduce on them; return what all ranks agree
-    on, the bytes that were sent before and after the last sum, and the warnings."""
+    """Join the group on the host of a rank, reduce, measure the links, and reduce again. Return the values that must be
+    the same on all ranks, the bytes that were sent before and after the last sum, and the warnings."""
     me, size, warned = rendezvous.rank, rendezvous.size, Warnings()
     host = me // 2
     with Path(f"/proc/{bed.holders[host].pid}/ns/net").open() as namespace:
@@ -68,10 +67,9 @@ def on_host(rendezvous, bed):
 
 
 def test_plans_avoid_a_slow_and_a_lost_link():
-    """Of four hosts with two ranks each, two have a slow link and two cannot connect. Sums are right, before and after
+    """Of four hosts with two ranks each, two have a slow link and two cannot connect. Sums are right before and after
     the measurement. All ranks have the same plan, which sends nothing over the lost link and little over the slow one.
-    benchmarks/live_replan.py measures how close the plan is to the bound; here, it must only be faster than plans for
-    equal links can be."""
+    It reaches 40 % of the bound, which no plan for equal links can; benchmarks/live_replan.py measures this better."""
     with namespaces.hosts(4, rate="200mbit", slower={(0, 2): "20mbit"}) as bed:
         bed.lose(1, 3, both=False)  # host 3 connects to host 1, which cannot answer
         found = ranks(8, on_host, bed, timeout_s=120)
@@ -84,8 +82,8 @@ def test_plans_avoid_a_slow_and_a_lost_link():
         link = topology.link(f"host{a}", f"host{b}")
         assert (link is None) == ({a, b} == {1, 3})
         if link is not None:
-            due = 20 if {a, b} == {0, 2} else 200
-            assert 0.4 * due < float(link.bandwidth) * 8000 < 2.5 * due, (a, b)
+            due_mbit = 20 if {a, b} == {0, 2} else 200
+            assert 0.4 * due_mbit < float(link.bandwidth) * 8000 < 2.5 * due_mbit, (a, b)
     before, after = ({pair: count for one in found for pair, count in one[1][k].items()} for k in (0, 1))
     assert max(after[1, 3], after[3, 1]) < 20_000  # only attempts to connect
     # The links but the slow one carry 2.9 MiB of the sum of 4 MiB in each direction, the slow one a tenth of that.

@@ -1,4 +1,4 @@
-"""Groups on several hosts of which some have no link to each other, and plans that change with the measured links."""
+"""Groups on several hosts, some of which have no link to each other, and plans that depend on the measured links."""
 
 import itertools
 import random
@@ -29,9 +29,9 @@ EVERY = (*COLLECTIVES, "gather", "scatter", "all_to_all")
 
 
 def contributions(program):
-    """Return for each chunk the set of inputs in each destination's result, following the instructions of each round.
+    """Return for each chunk the destinations, each with the set of the inputs that its result contains.
 
-    A value that is read must have been made in an earlier round, and contributions must not occur twice.
+    Check that each operand was made in an earlier round, and that no contribution occurs twice.
     """
     found = []
     for chunk in program.chunks:
@@ -47,8 +47,8 @@ def contributions(program):
 
 
 def test_forwarded_programs_use_only_links():
-    """Whatever hosts have no link to each other, every collective moves data over links only, each value is passed on
-    after it was received, and each result has every contribution once."""
+    """If random pairs of hosts have no link, every collective moves data only over links, forwards a value only after
+    it was received, and gives results that have every contribution once."""
     draw = random.Random(1)
     for case in range(24):
         count = draw.randint(3, 6)
@@ -68,11 +68,11 @@ def test_forwarded_programs_use_only_links():
         assert contributions(made) == contributions(program)
         for chunk, old in zip(made.chunks, program.chunks, strict=True):
             assert any(x.final for x in chunk.instructions) == any(x.final for x in old.instructions)
-        assert lost or made is program
+        assert lost or made is program  # without lost links, nothing changes
 
 
 def without(rendezvous, lost, timeout_s=20.0):
-    """Join a group in which some pairs of ranks have no connection."""
+    """Join a group in which the pairs of ranks ``lost`` have no connection."""
     meeting = type(rendezvous)(rendezvous.path, rendezvous.rank, rendezvous.size, f"addresses of {rendezvous.name}")
 
     def reached(cancelled, _):
@@ -114,8 +114,8 @@ def every_collective(rendezvous, lost, measured):
     ],
 )
 def test_every_collective_without_some_links(names, lost, pairs, measured):
-    """If some hosts could not connect, every collective is correct, also on measured links. Calls that differ
-    raise, and so do calls that need all connections. One rank warns, and names the hosts."""
+    """If the ranks ``lost`` could not connect, so that the hosts ``pairs`` have no link, every collective is correct,
+    also on measured links. Calls that differ or that need all connections raise errors. One rank warns of the hosts."""
     draw_parts(len(names), CASES[::3])
     found = ranks(len(names), every_collective, lost, measured, environment=on(*names), timeout_s=120)
     ((warning,), *others) = (texts for _, texts, _ in found)
@@ -134,14 +134,15 @@ def test_every_collective_without_some_links(names, lost, pairs, measured):
 
 
 def stalls(rendezvous, lost, late, patience_s):
-    """Connect while some pairs get no answer; return the ranks that were not reached, and the seconds it took."""
+    """Connect while the pair ``lost`` gets no answer and rank ``late`` pauses. Return the ranks that were not reached,
+    and the seconds it took."""
     tcp._RETRY_S = 0.05
     me, payloads, published = rendezvous.rank, [], {}
-    tried = tcp._Meeting._try
+    try_to_connect = tcp._Meeting._try
 
     def unanswered(meeting, peer, target):
         if {me, peer} != lost:
-            tried(meeting, peer, target)
+            try_to_connect(meeting, peer, target)
 
     def stalled(missing):
         rendezvous.query("put", [("stalled", me)], list(missing))
@@ -164,8 +165,8 @@ def stalls(rendezvous, lost, late, patience_s):
 
 
 def test_a_pair_that_gets_no_answer_is_given_up():
-    """Two ranks give each other up if neither reaches the other for some time, and keep all other connections. A rank
-    that was stopped while others connect is not given up, however long they wait."""
+    """Two ranks give each other up if neither reaches the other for ``patience_s``, and keep all other connections. A
+    rank that pauses while others connect is not given up, also after six times as long."""
     found = ranks(3, stalls, {0, 2}, None, 0.5)
     assert [one for one, _ in found] == [[2], [], [0]]
     assert all(took > 0.5 for _, took in (found[0], found[2]))
@@ -174,7 +175,7 @@ def test_a_pair_that_gets_no_answer_is_given_up():
 
 
 def silence(comm, silent):
-    """Let no message arrive from the first rank of each pair at the second one."""
+    """Drop the messages from the first rank of each pair in ``silent`` to the second one."""
     real = comm.transport.send
 
     def send(address, nbytes, dst, tag):
@@ -184,7 +185,7 @@ def silence(comm, silent):
 
 
 def checks(rendezvous, apart, silent, late, patience_s):
-    """Check the links twice. Some pairs of ranks have no connection; messages of other pairs do not arrive."""
+    """Check the links twice. Ranks ``apart`` have no connection, and messages of ranks ``silent`` do not arrive."""
     host_links.PATIENCE_S = patience_s
     comm = without(rendezvous, apart)
     silence(comm, silent)
@@ -205,24 +206,24 @@ def checks(rendezvous, apart, silent, late, patience_s):
     ("hosts", "apart", "silent", "late", "patience_s"),
     [
         ("abc", [], [(0, 2)], None, 0.4),
-        # Data passes through other hosts: one that first waits in vain for two links sends further messages late.
+        # Data passes through other hosts. A host that first waits in vain for two links forwards data late.
         ("abcde", [(1, 3)], [(2, 0), (4, 0)], None, 1.0),
-        # A rank that waits for a late rank, of its own host or of another one, cannot send its next message, although
-        # a host that its links join has begun the check.
+        # A rank that waits for a late rank, of its own host or of another host, cannot send its next message, although
+        # other hosts have begun the check.
         ("aabbcc", [], [], 5, 1.0),
         ("abc", [(0, 2)], [], 2, 1.0),
     ],
     ids=["lost_links", "hosts_that_give_up_others", "late_ranks_of_a_host", "late_ranks"],
 )
 def test_a_check_finds_lost_links(hosts, apart, silent, late, patience_s):
-    """A check gives up a link over which no message arrives, in one direction or both, and no other link, such as those
-    of ranks that are late or make another call. Later calls use other links."""
+    """A check gives up a link over which no message arrives in one direction, but no link of ranks that are late or
+    make another call. Later calls use the other links."""
     lost = tuple(sorted({tuple(sorted(pair)) for pair in (*apart, *silent)}))
     assert ranks(len(hosts), checks, apart, silent, late, patience_s, environment=on(*hosts)) == [lost] * len(hosts)
 
 
 def no_route_left(rendezvous):
-    """Join twice: the first time host 2 has no connection, the second time it loses all links later."""
+    """Join twice. The first time, host 2 has no connection. The second time, it loses all links later."""
     host_links.PATIENCE_S = 0.4
     with pytest.raises(ReductionError, match="could not connect to each other") as error:
         without(rendezvous, [(0, 2), (1, 2)])
@@ -238,8 +239,8 @@ def no_route_left(rendezvous):
 
 
 def test_a_host_that_has_lost_all_links():
-    """If a host has no connection to any other, all ranks raise the same error, which names the pairs of hosts; if it
-    has lost all links, a check raises an error that names them on all ranks, also in later calls."""
+    """If a host can connect to no other host, all ranks raise the same error, which names the pairs of hosts. If a host
+    has lost all its links later, a check raises such an error on all ranks, and again in later calls."""
     found = ranks(3, no_route_left, environment=on(*"abc"))
     assert found[0] == found[1] == found[2]
     text, *later = found[0]
@@ -249,7 +250,7 @@ def test_a_host_that_has_lost_all_links():
 
 
 def mesh(speeds, latency_s=1e-4):
-    """Return a topology of hosts with the GB/s of each pair; 0: no link."""
+    """Return a topology of hosts. ``speeds``: GB/s of pairs of hosts, or 0 for no link. Other pairs have 1 GB/s."""
     count = max(b for _, b in speeds) + 1
     rows = [[speeds.get((min(a, b), max(a, b)), 1) if a != b else 0 for b in range(count)] for a in range(count)]
     return Topology.from_matrix(rows, host_names(count), latency_s=latency_s)
@@ -270,7 +271,7 @@ def replans(rendezvous):
 
 
 def test_nearly_the_same_links_keep_compiled_calls():
-    """Another measurement with nearly the same speeds keeps the plan and the compiled calls; other speeds replace them.
+    """Another measurement with nearly the same speeds keeps the plan and the compiled calls. Other speeds replace them.
     All ranks have the digest of the same plan."""
     found = ranks(3, replans, environment=on(*"abc"))
     assert found[0] == found[1] == found[2]
@@ -304,8 +305,8 @@ def plans_differ(rendezvous):
 
 
 def test_ranks_with_different_plans_raise_the_same_error():
-    """If the ranks' topologies or plans differ, all raise an error that names the plan as the cause, and nothing is
-    written; the group can still be used."""
+    """If the topologies or plans of ranks differ, all ranks raise an error that names the plan as the cause. Nothing
+    is written, and the group can still be used."""
     found = ranks(3, plans_differ, environment=on(*"abc"))
     assert found[0] == found[1] == found[2]
     first, second = found[0]
@@ -317,8 +318,8 @@ def test_ranks_with_different_plans_raise_the_same_error():
 
 
 def test_a_plan_avoids_a_slow_link():
-    """With one lost and one slow link among four hosts, the plan of a large all-reduce sends nothing over the lost one
-    and little over the slow one, and reaches at least 90 % of the bound."""
+    """With a lost and a slow link among four hosts, the plan of a large all-reduce sends nothing over the lost link and
+    little over the slow one, and reaches at least 90 % of the bound."""
     speeds = {(0, 1): 0.025, (0, 3): 0.025, (1, 2): 0.025, (2, 3): 0.025, (0, 2): 0.0025, (1, 3): 0}
     topology = mesh(speeds)
     hosts = tuple((2 * k, 2 * k + 1) for k in range(4))

@@ -27,8 +27,8 @@ def measured(rendezvous, seconds):
 
 
 def test_all_ranks_return_the_same_topology():
-    """The measured topology is the same on all ranks, has devices in the order of the ranks, and can be planned on.
-    Ranks of one host measure no links between hosts; one switch joins them."""
+    """The measured topology is the same on all ranks, and can be used in plans. Its devices are in the order of the
+    ranks, and its speeds have three digits. Ranks of a single host get a topology with one switch."""
     (topology,) = set(ranks(5, measured, 0.2, environment=on(*"abcba")))
     assert topology.devices == ("host0/cpu:0", "host1/cpu:0", "host2/cpu:0", "host1/cpu:1", "host0/cpu:1")
     for link in topology.links:
@@ -42,21 +42,21 @@ def test_all_ranks_return_the_same_topology():
 
 
 def test_every_two_hosts_are_paired_once():
-    """Every two hosts are a pair in exactly one turn, and no host is in two pairs of a turn."""
+    """Every two hosts are a pair in exactly one round, and no host is in two pairs of a round."""
     for count in range(2, 9):
-        turns = measurement._pairings(count)
-        assert sorted(chain(*turns)) == [*combinations(range(count), 2)]
-        for turn in turns:
-            hosts = [host for pair in turn for host in pair]
+        rounds = measurement._pairings(count)
+        assert sorted(chain(*rounds)) == [*combinations(range(count), 2)]
+        for pairs in rounds:
+            hosts = [host for pair in pairs for host in pair]
             assert len(hosts) == len(set(hosts))
 
 
 def test_a_host_that_receives_less_from_all_has_one_cable():
-    """If a host receives much less from all hosts at once than the sum of its links, they share a cable, which is at
-    least as fast as the fastest of them."""
-    apart = ((0, 1, 1), (1, 0, 1), (1, 1, 0))
-    late = ((0, 1e-4, 1e-4),) * 3
-    speeds = Speeds(apart, late, (0, 0, 0), (10, 10, 10))
+    """If the links to a host, all at once, have much less than their single speeds, they share a cable. It is at least
+    as fast as the fastest of them. Its switches forward data only to the host, or from it."""
+    gb_per_s = ((0, 1, 1), (1, 0, 1), (1, 1, 0))
+    latency_s = ((0, 1e-4, 1e-4),) * 3
+    speeds = Speeds(gb_per_s, latency_s, cables=(0, 0, 0), memory=(10, 10, 10))
     assert measurement._cables(speeds, [(0.95, 1.9), (0.52, 1.04), (0.2, 0.4)]) == (0.0, 1.04, 1.0)
     topology = host_topology(speeds._replace(cables=(0.0, 1.04, 1.0)))
     assert topology.devices == ("host0/cpu:0", "host1/cpu:0", "host2/cpu:0")
@@ -72,7 +72,7 @@ def test_a_host_that_receives_less_from_all_has_one_cable():
 
 
 def test_a_link_has_the_speed_of_its_own_direction():
-    """A link has the bandwidth that its receiver measured; a latency is the mean of both directions."""
+    """A link has the bandwidth that its receiver measured. Its latency is the mean of both directions."""
     first = {"memory": 9.0, "in": [0, 0.12345], "latency": [0, 1e-4]}
     second = {"memory": 5.0, "in": [0.5, 0], "latency": [3e-4, 0]}
     payloads = [json.dumps(one).encode() for one in (first, second, {"memory": 7.0})]
@@ -97,7 +97,7 @@ def for_different_times(rendezvous):
 
 
 def test_ranks_must_measure_for_the_same_time():
-    """If one rank measures for another time, which would give messages of different sizes, all ranks raise."""
+    """If a rank passes another number of seconds, all ranks raise an error: their messages would differ in size."""
     (text,) = set(ranks(3, for_different_times, environment=on(*"abc")))
     assert "rank 2 differs from ranks 0, 1" in text
 
@@ -123,5 +123,5 @@ def interrupted(rendezvous):
 
 
 def test_an_interrupt_during_a_measurement_aborts_the_group():
-    """After Ctrl-C during a measurement the transport is closed, and all ranks raise before the timeout."""
+    """After Ctrl-C during a measurement, the transport is closed, and all ranks raise an error before the timeout."""
     assert ranks(3, interrupted, environment=on(*"abb"), timeout_s=15) == [(1,)] * 3

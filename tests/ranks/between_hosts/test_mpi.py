@@ -58,8 +58,8 @@ def launched(n, *argv, timeout_s=120):
     [(3, "aba"), *(pytest.param(*case, marks=pytest.mark.slow) for case in ((3, "aaa"), (8, "aaabbbbb")))],
 )
 def test_every_collective_of_numpy_arrays(n, hosts):
-    """Every collective, dtype and shape gives NumPy's results, on one host and on several simulated ones. MPI obeys the
-    laws of transports. Ranks that make no call or leave are named."""
+    """Under MPI, every collective, dtype and shape gives NumPy's results, on one host and on several simulated hosts.
+    The MPI transport obeys the laws of transports. Errors name ranks that make no call or have left."""
     status, output = launched(n, str(program("mpi_program.py")), hosts)
     assert status == 0, output
     assert output.count("passed") == n * len(LAWS), output
@@ -68,7 +68,7 @@ def test_every_collective_of_numpy_arrays(n, hosts):
 
 
 def small_pieces():
-    """Let small arrays have many pieces in this process."""
+    """Make pieces so small in this process that small arrays have many."""
     for module in (programs, one_host, multi_host):
         module.PIECE_BYTES = 16
     one_host.SMALL_BYTES = one_host.SMALL_BYTES_OF_2_RANKS = multi_host.SMALLEST_PIECE = 16
@@ -78,12 +78,13 @@ def small_pieces():
 
 
 def overlapping(rendezvous):
-    """Make each call twice with a result that overlaps the input: the second one may run in compiled code."""
+    """Make each call twice with a result that overlaps the input. The second call may run in compiled code. Input and
+    result are views of ``block``, which must then equal ``due``, made by a call on copies."""
     small_pieces()
     group = array_group(joined(rendezvous))
     n, me, size = group.size, group.rank, 60
     calls = {"all_reduce": (1, 1), "broadcast": (1, 1), "all_gather": (1, n), "reduce_scatter": (n, 1)}
-    calls |= {"reduce": (1, 1), "gather": (1, n), "scatter": (n, 1), "all_to_all": (n, n)}
+    calls |= {"reduce": (1, 1), "gather": (1, n), "scatter": (n, 1), "all_to_all": (n, n)}  # rows of input and result
     for (name, rows), offset in itertools.product(calls.items(), (-61, -7, 0, 3, 60, 400)):
         options = {"root": n - 1} if name in ("reduce", "broadcast", "gather", "scatter") else {}
         for turn in range(2):
@@ -110,7 +111,7 @@ def overlapping(rendezvous):
 
 @pytest.mark.parametrize("hosts", ["aa", "aba"])
 def test_results_that_overlap_inputs(hosts):
-    """Each collective of overlapping NumPy arrays gives the same results as on copies."""
+    """Each collective gives the same results if NumPy arrays of input and result overlap as if they do not."""
     ranks(len(hosts), overlapping, environment=on(*hosts))
 
 

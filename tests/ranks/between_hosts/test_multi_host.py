@@ -25,7 +25,7 @@ def table(rendezvous):
     """Check all cases, and return the hosts."""
     comm = joined(rendezvous)
     check_cases(comm, CASES)
-    # On links of different speeds, hosts forward what others send, and messages of several parts share a connection.
+    # On links of different speeds, hosts forward the data of others, and several arrays share a connection.
     count = len(comm.hosts)
     speeds = [[0 if a == b else 1 if {a, b} == {0, 2} else 5 for b in range(count)] for a in range(count)]
     if count > 1:
@@ -33,7 +33,7 @@ def table(rendezvous):
     for op, dtype, size in (("sum", "float32", 40_001), ("mean", "bfloat16", 3)):
         check_rows(comm, ReduceOp(op), dtype, size)
     comm.barrier()
-    for is_watched in (count > 1, False):
+    for is_watched in (count > 1, False):  # before and after the group is closed
         assert ("crossreduce watchdog" in {thread.name for thread in threading.enumerate()}) == is_watched
         comm.close()
     return comm.hosts
@@ -50,13 +50,13 @@ def table(rendezvous):
     ],
 )
 def test_every_collective(names, hosts):
-    """Every collective, with any op, dtype and size, in place or not, is correct."""
+    """Every collective, with any op, dtype and size, in place or not, is correct on ``hosts``, the ranks of each."""
     draw_parts(len(names), CASES)
     assert set(ranks(len(names), table, environment=on(*names), timeout_s=90)) == {hosts}
 
 
 def disagreeing(rendezvous):
-    """Make calls that differ between ranks; return the texts of the errors, and the result of a correct call."""
+    """Make calls that differ between ranks. Return the texts of the errors, and the result of a correct call."""
     comm = joined(rendezvous)
     me, texts = comm.rank, []
     x = np.arange(50_000, dtype="float32") + me
@@ -66,7 +66,7 @@ def disagreeing(rendezvous):
         return comm.all_reduce(op, memory(x[:size]), memory(out[:size]))
 
     calls = [
-        # The calls differ in the op (twice: also within a host), the size, the collective, or the text of ``agree``.
+        # The calls differ in the op (twice: also within a host), the size, the collective, a text, or the collective.
         lambda: reduce(ReduceOp.SUM if me < 2 else ReduceOp.MAX),
         lambda: reduce(ReduceOp.MAX if me == 1 else ReduceOp.SUM),
         lambda: reduce(size=10_000 + me),
@@ -87,7 +87,7 @@ def disagreeing(rendezvous):
 
 def test_ranks_whose_calls_differ_raise_the_same_error_before_anything_is_written():
     """If calls differ, within a host or between hosts, all ranks raise the same error, which names the ranks that
-    differ; the group can still be used."""
+    differ. Nothing is written, and the group can still be used."""
     found = ranks(5, disagreeing, environment=on(*"aaabb"))
     texts = found[0][0]
     named = ["ranks 2-4", "ranks 0, 1"], ["rank 1 "], ["float32[10000]", "float32[10004]"], ["rank 4 "]
@@ -99,7 +99,7 @@ def test_ranks_whose_calls_differ_raise_the_same_error_before_anything_is_writte
 
 
 def until_lost(rendezvous, victim, how, timeout_s, raised):
-    """Reduce repeatedly until one rank kills or stops itself. Return the error."""
+    """Reduce repeatedly until rank ``victim`` kills or stops itself. Return the class of the error and its ranks."""
     comm = joined(rendezvous, timeout_s)
     x, out = np.ones(1_000_000, "float32"), np.empty(1_000_000, "float32")
     try:
@@ -130,8 +130,8 @@ def until_lost(rendezvous, victim, how, timeout_s, raised):
     ids=["dies", "stops"],
 )
 def test_a_lost_rank_is_named_on_all_hosts(names, victim, how, timeout_s, kind):
-    """If a leader, another rank, or the only rank of a host dies, all other ranks soon name it in their errors; if it
-    hangs, after the timeout."""
+    """If a leader, another rank, or the only rank of a host dies, all other ranks soon raise errors that name it. If it
+    hangs, they do so after the timeout."""
     with starter(len(names) - 1) as raised:
 
         def end(pids):
@@ -151,7 +151,7 @@ def last_sum(comm):
 
 
 def waiting(rendezvous):
-    """Delay rank 2; return the warnings of this rank."""
+    """Delay rank 2. Return the warnings of this rank."""
     comm = joined(rendezvous)
     comm.detector.warn_s = 0.6
     warned = Warnings()
@@ -162,17 +162,18 @@ def waiting(rendezvous):
 
 
 def test_a_late_host_is_not_blamed_on_the_rank_that_waits_for_it():
-    """A rank that waits for a leader, which waits for another host, warns of the other host and not of the leader."""
-    (itself,), (warning,), _ = ranks(3, waiting, environment=on(*"aab"))
-    assert "s for another host in op 1, all_reduce sum int64[10]" in warning
-    assert "rank 0 exchanges messages with other hosts and waits for them" in warning
-    assert itself.startswith("rank 0: waited ")
-    assert " s for another host in op 1, all_reduce sum int64[10]" in itself
-    assert "waits for them: for rank 2, which may itself wait for other ranks of its host" in itself
+    """If a leader waits for another host, it warns of a rank of that host. A rank of the leader's host, which waits for
+    the leader, warns of the other host, too, and not of the leader."""
+    (of_leader,), (of_other,), _ = ranks(3, waiting, environment=on(*"aab"))
+    assert "s for another host in op 1, all_reduce sum int64[10]" in of_other
+    assert "rank 0 exchanges messages with other hosts and waits for them" in of_other
+    assert of_leader.startswith("rank 0: waited ")
+    assert " s for another host in op 1, all_reduce sum int64[10]" in of_leader
+    assert "waits for them: for rank 2, which may itself wait for other ranks of its host" in of_leader
 
 
 def next_op(rendezvous):
-    """Let the leaders' last messages of op 1 take longer than the timeout; return the result of op 1."""
+    """Make the leaders' last messages of op 1 take longer than the timeout. Return the result of op 1."""
     comm = joined(rendezvous, 1.0)
     close = Exchange.close
 
@@ -192,13 +193,13 @@ def next_op(rendezvous):
 
 
 def test_a_rank_that_is_an_op_ahead_does_not_blame_its_leader():
-    """A rank whose part of an op is done waits in the next op for its leader, which still exchanges messages, and
-    leaves it to the leader to name the rank at fault."""
+    """A rank that waits in op 2 for its leader, which still exchanges messages of op 1, does not time out before the
+    leader, since only the leader can name a rank at fault. Here the messages are late, and then both ops succeed."""
     assert ranks(3, next_op, environment=on(*"abb")) == [7, 2, 4]
 
 
 def interrupted_close(rendezvous):
-    """Close while Ctrl-C ends the wait for the watchdog thread; return the remaining resources."""
+    """Close while Ctrl-C ends the wait for the watchdog thread. Return the remaining memory files and mappings."""
     before = Resources()
     comm = joined(rendezvous)
     comm.barrier()
@@ -223,13 +224,13 @@ def counted(rendezvous):
     for name, call in every_call(comm, 100_000).items():
         sent.clear()
         call()
-        counts[name] = sum(size for size in sent if size > 16)
+        counts[name] = sum(size for size in sent if size > 16)  # smaller messages are digests
     comm.close()
     return counts
 
 
 def test_each_byte_crosses_a_link_once():
-    """The transport carries partial results of a host, not of its ranks, and each array once."""
+    """The transport carries one partial result per host, and not one per rank, and each array once."""
     # In arrays, for two hosts of two ranks: each host sends its partial result of an all-reduce once, those of the
     # other's two arrays of a reduce-scatter, its own two arrays of an all-gather, and four of an all-to-all.
     due = {"all_reduce": 2, "reduce": 1, "broadcast": 1, "all_gather": 4, "reduce_scatter": 4, "all_to_all": 8}
@@ -258,6 +259,6 @@ def interrupted_twice(rendezvous):
 
 
 def test_an_op_that_two_interrupts_ended_is_not_followed_by_another():
-    """If Ctrl-C ends the end of an op, and another one its abort, the next call aborts the group: memory of messages
-    that are still being sent must not be used again."""
+    """If one Ctrl-C interrupts the end of an op, and another one the abort of the group, the next call aborts the
+    group: the memory of messages that are still being sent must not be used again."""
     ranks(2, interrupted_twice, environment=on("a", "b"))

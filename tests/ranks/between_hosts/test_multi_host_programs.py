@@ -1,4 +1,4 @@
-"""The programs of ranks on several hosts, without processes: a sum of the partial results replaces the exchange."""
+"""The programs of ranks on several hosts, executed in this process. A plain sum replaces the exchange between hosts."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def stages_as_lists(stages, kind=0, nbytes=0):
 
 @pytest.fixture(autouse=True)
 def small_pieces(monkeypatch):
-    """Make pieces small, so that small arrays have many, and keep stages as lists of instructions."""
+    """Make pieces so small that small arrays have many, and keep stages as lists of instructions."""
     monkeypatch.setattr(multi_host, "SMALLEST_PIECE", 1 << 9)
     monkeypatch.setattr(multi_host, "PIECE_BYTES", 1 << 11)
     monkeypatch.setattr(programs, "SLOT_BYTES", 1 << 14)
@@ -36,7 +36,8 @@ def small_pieces(monkeypatch):
 
 
 def compiled(ranks, collective, size, numbers, root, topology=None, hosts=None):
-    """Return the plan of each of ``ranks``, those of each host, on a topology of the hosts if it was measured."""
+    """Return the plans of ``ranks``, some ranks of each host; by default, ``hosts`` has no others. ``topology``: of the
+    hosts, if their links were measured."""
     plans, hosts = {}, hosts or ranks
     for host, some in zip(hosts, ranks, strict=True):
         for rank in some:
@@ -47,13 +48,16 @@ def compiled(ranks, collective, size, numbers, root, topology=None, hosts=None):
 
 
 def exchanges_of(hosts, collective, root, host):
-    """Return, for each part in which a host takes part, the part and the number of its exchange."""
+    """Return the numbers of a host's exchanges. The keys are the parts of the collective that they carry out."""
     parts = [part for part in host_parts(hosts, collective, root) if part.crosses]
     return {part: k for k, part in enumerate(one for one in parts if host in {*one.sources, *one.destinations})}
 
 
 def exchanged(plans, hosts, leader, parts, piece, numbers, memories):
-    """Write the results of a piece into the memory of a leader of each host, as the exchanges between hosts do."""
+    """Write the results of a piece into the memory of a leader of each host, as the exchanges between hosts do.
+
+    ``leader``: its place on each host. ``parts``: for each host the result of ``exchanges_of``.
+    """
     wide, narrow = oracle.dtype_of(numbers.accumulator), oracle.dtype_of(numbers.result)
 
     def place(host, part, at, dtype):
@@ -133,8 +137,8 @@ HOSTS = (
 
 @pytest.mark.parametrize("hosts", HOSTS, ids=str)
 def test_calls_over_hosts_give_the_results_of_the_oracle_without_races(hosts):
-    """For any hosts, root, size and dtype, the local programs around the exchanges give the oracle's results, write
-    nothing else, and no two ranks access the same bytes of a slot between two barriers if one of them writes."""
+    """For any hosts, root, size and dtype, the local programs before and after the exchanges give the oracle's results,
+    and write nothing else. Between two barriers, no rank accesses bytes of a slot that another rank writes."""
     ranks = sum(map(len, hosts))
     for collective in COLLECTIVES:
         roots = (0, ranks - 1) if collective in ROOTED else (None,)
@@ -148,8 +152,8 @@ def test_calls_over_hosts_give_the_results_of_the_oracle_without_races(hosts):
 
 
 def test_pieces_fit_into_slots_of_real_size(monkeypatch):
-    """With the real limits the pieces of large arrays fit into slots, which the compiler asserts, for several numbers
-    of leaders and ranks."""
+    """With the real limits, the pieces of large arrays fit into slots, for several numbers of leaders and ranks. The
+    compiler itself asserts that they fit."""
     monkeypatch.undo()
     monkeypatch.setattr(multi_host, "native_program", stages_as_lists)
     for counts in ((1, 1), (1, 8), (2, 7, 3)):
@@ -168,9 +172,9 @@ def test_pieces_fit_into_slots_of_real_size(monkeypatch):
     ("collective", "size", "travelling"), [("all_reduce", 1 << 19, 6), ("reduce_scatter", 21_845, 8)]
 )
 def test_exact_reductions_are_planned_for_the_bytes_that_travel(monkeypatch, collective, size, travelling):
-    """On measured links, an exact reduction of float32 has the plan and the pieces of a default one with as many bytes
-    on the links, and not those of one with as many elements: partial sums are float64, and results are float32. Its
-    first and last pieces are twice as large."""
+    """On measured links, an exact reduction of float32 has the plan and the pieces of a default reduction with as many
+    bytes on the links, and not of one with as many elements. ``travelling``: its bytes per element, since partial sums
+    are float64 and results are float32. Its least piece has as many elements, so it has twice the bytes."""
     monkeypatch.undo()
     monkeypatch.setattr(multi_host, "native_program", stages_as_lists)
     hosts = ((0,), (1,), (2,))

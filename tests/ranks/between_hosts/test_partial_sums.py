@@ -1,4 +1,7 @@
-"""Partial sums of exact reductions: doubles and further terms whose sum is exactly that of the terms."""
+"""Partial sums of exact reductions have exactly the sum of their terms.
+
+A block has one or two doubles per element. Doubles that do not fit into it are in a list of "further" terms.
+"""
 
 import random
 from fractions import Fraction
@@ -27,7 +30,7 @@ SIZES = (1, 67, 300)
 
 
 class Partial:
-    """The partial sums of some rows of terms; ``of`` combines those of others."""
+    """The partial sums of some rows of terms: ``block`` and ``further``. ``of`` combines partial sums."""
 
     def __init__(self, dtype, size):
         self.pair, self.size = is_pair(dtype), size
@@ -37,7 +40,7 @@ class Partial:
 
     @classmethod
     def of_rows(cls, dtype, rows, cut=None):
-        """Return the sums of rows; ``cut``: elements before and after it are added by two calls."""
+        """Return the sums of rows. If ``cut`` is given, one call adds the elements before it, and another the rest."""
         made = cls(dtype, rows.shape[1])
         cut = made.size if cut is None else cut
         for first, size in ((0, cut), (cut, made.size - cut)):
@@ -53,14 +56,14 @@ class Partial:
         return made
 
     def terms(self, element):
-        """Return the numbers that an element consists of."""
+        """Return the doubles whose sum is an element."""
         high = self.memory[HEADER // 8 :].reshape(1 + self.pair, self.size)[:, element]
         listed = np.frombuffer(self.further, FURTHER)
         return [*high, *listed["term"][listed["element"] == element]]
 
 
 def rounded(dtype, parts, divisor):
-    """Return the bits of the rounded sums of partial sums."""
+    """Return the bits of the sums of partial sums, divided and rounded."""
     out = np.zeros(parts[0].size, UNSIGNED[dtype])
     numbers = Numbers(ReduceOp.SUM, dtype, "float64", dtype, divisor, exact=True)
     further = b"".join(part.further for part in parts)
@@ -72,7 +75,7 @@ def rounded(dtype, parts, divisor):
     ("kind", "dtype", "isa"), pairs(KINDS, UNSIGNED, SETS), ids=lambda value: getattr(value, "__name__", value)
 )
 def test_sums_of_partial_sums_have_the_bits_of_rational_arithmetic(kind, dtype, isa):
-    """However the terms are distributed to hosts, and in whatever order hosts combine them, the sum is rounded once."""
+    """However the terms are distributed to hosts, and in any order of combining them, each sum is rounded once."""
     draw = random.Random(repr((kind.__name__, dtype, isa)))
     with mock.patch.object(kernels, "instruction_set", return_value=isa):
         for size in SIZES:
@@ -95,8 +98,8 @@ def test_sums_of_partial_sums_have_the_bits_of_rational_arithmetic(kind, dtype, 
 
 @pytest.mark.parametrize("dtype", UNSIGNED)
 def test_partial_sums_are_exact(dtype):
-    """The numbers of each element add up to exactly the sum of its terms, and are no more than the bound. Sums of terms
-    of similar exponents need one float64, or two for float64."""
+    """The doubles of each element add up to exactly the sum of its terms. The number of further terms has a bound, and
+    is 0 if the terms have similar exponents (kind ``narrow``)."""
     for kind in KINDS:
         terms = terms_of(kind, 3, dtype, 6, 64)
         part = Partial.of_rows(dtype, terms)
@@ -108,16 +111,17 @@ def test_partial_sums_are_exact(dtype):
 
 
 def test_infinite_partial_sums_are_no_overflow():
-    """The sum of the largest float64s on one host does not become infinite if another host's terms cancel it."""
+    """A partial sum beyond the largest float64 is not infinite: only the result is, if no terms of another host cancel
+    it and the divisor does not bring it back into the range."""
     most = np.array([[np.finfo(np.float64).max]] * 3)
     parts = [Partial.of_rows("float64", most), Partial.of_rows("float64", -most[:2])]
-    assert rounded("float64", parts, 1).view("float64") == most[0]
-    assert np.isinf(rounded("float64", parts[:1], 1).view("float64"))
-    assert rounded("float64", parts[:1], 3).view("float64") == most[0]
+    assert rounded("float64", parts, divisor=1).view("float64") == most[0]
+    assert np.isinf(rounded("float64", parts[:1], divisor=1).view("float64"))
+    assert rounded("float64", parts[:1], divisor=3).view("float64") == most[0]
 
 
 def test_further_terms_of_elements_that_do_not_exist_are_refused():
-    """A list that refers to an element outside of the array, or ends within a term, is an error."""
+    """A list of further terms with an element outside of the array, or with a part of a term, is an error."""
     part = Partial.of_rows("float32", np.ones((2, 4), "float32"))
     numbers = Numbers(ReduceOp.SUM, "float32", "float64", "float32", 1, exact=True)
     out = np.zeros(4, "float32")

@@ -23,13 +23,13 @@ LARGE = 997  # the elements of which large arrays are repetitions
 
 
 def view(bits, dtype):
-    """Return bits as an array of a dtype; complex numbers have two elements."""
+    """Return the view of an array of bits as an array of ``dtype``. A complex number has two elements of bits."""
     size = bits.size // (2 if dtype.startswith("complex") else 1)
     return ArrayView(bits.ctypes.data, size, dtype, (size,))
 
 
 def inputs(kind, dtype, n, size, seed):
-    """Return the terms of n ranks, in an order that depends on the seed, with repetitions in large arrays."""
+    """Return the terms of n ranks, in an order that depends on the seed. Large arrays repeat ``LARGE`` elements."""
     terms = terms_of(kind, size, dtype, n, min(size, LARGE))
     order = random.Random(seed).sample(range(n), n)
     return [np.ascontiguousarray(np.resize(terms[k], size)) for k in order]
@@ -37,11 +37,11 @@ def inputs(kind, dtype, n, size, seed):
 
 @lru_cache
 def right(kind, dtype, n, size, divisor):
-    """Return the bits of the exact sum of these terms."""
+    """Return the bits of the exact sum of the terms of ``inputs``, divided and rounded once."""
     return np.resize(exact_sums(terms_of(kind, size, dtype, n, min(size, LARGE)), dtype, divisor), size)
 
 
-CASES = [
+CASES = [  # kind, dtype, size, op, whether complex
     (kind, [*UNSIGNED][number % 4], size, ("sum", "mean")[number // 2 % 2], number % 3 == 0)
     for number, (kind, size) in enumerate(
         [*((kind, (1, 60, 3001)[k % 3]) for k, kind in enumerate(KINDS)), (narrow, 200_002), (wide, 150_000)]
@@ -50,10 +50,10 @@ CASES = [
 
 
 def table(rendezvous, seed, lost=()):
-    """Run all cases with every reduction, and return the names of those with wrong bits."""
+    """Run all cases with every reduction, and return the names of cases with wrong bits."""
     comm = without(rendezvous, lost, 30.0)
     wrong = every_case(comm, seed)
-    if len(comm.hosts) > 2 and not lost:  # trees in which hosts combine the partial sums of others
+    if len(comm.hosts) > 2 and not lost:  # plans on such links have trees in which hosts combine others' partial sums
         speeds = [[0 if a == b else 1 if {a, b} == {0, 2} else 5 for b in range(3)] for a in range(3)]
         comm.plan_on(Topology.from_matrix(speeds, host_names(3), latency_s=1e-4))
         wrong += every_case(comm, seed)
@@ -94,12 +94,13 @@ LAYOUTS = ["aaa", "abab", "abc", *(pytest.param(names, marks=pytest.mark.slow) f
 
 @pytest.mark.parametrize("names", LAYOUTS)
 def test_results_have_the_bits_of_rational_arithmetic(names):
-    """For any number of ranks on a host and of hosts, and any order of the ranks, every reduction gives the exact
-    result, rounded once; also if partial sums and their further terms are passed on by other hosts."""
-    for kind, dtype, size, op, _ in CASES:  # before the ranks are forked, so that each need not compute it
+    """For any hosts, and any order of the ranks, every reduction gives the exact result, rounded once, also if a host
+    without a direct link receives partial sums and their further terms through another host."""
+    for kind, dtype, size, op, _ in CASES:  # cached before the ranks are forked, so that they need not compute it
         right(kind, dtype, len(names), size, len(names) if op == "mean" else 1)
-    for lost in [(), ((0, 2),)] if names == "abc" else [()]:
-        for wrong in ranks(len(names), table, sum(map(ord, names)), lost, environment=on(*names), timeout_s=120):
+    seed, without_link = sum(map(ord, names)), ((0, 2),)
+    for lost in [(), without_link] if names == "abc" else [()]:
+        for wrong in ranks(len(names), table, seed, lost, environment=on(*names), timeout_s=120):
             assert not wrong, wrong
 
 
@@ -119,16 +120,16 @@ def long_lists(rendezvous):
 
 
 def test_further_terms_that_are_not_read_before_they_are_expected():
-    """A list of more than 1 MiB, which blocks a TCP connection until its receive is posted, arrives."""
+    """A list of further terms arrives, also if its size, over 1 MiB, blocks a TCP connection until it is expected."""
     due = right(wide, "bfloat16", 5, 700_000, 1)
-    found = ranks(5, long_lists, environment=on(*"aaaab"))  # the sum of four terms needs several further ones, one none
+    found = ranks(5, long_lists, environment=on(*"aaaab"))  # sums of the four ranks have further terms, one rank none
     assert max(longest for _, longest in found) > 1 << 20
     for got, _ in found:
         assert (got == due).all()
 
 
 def numpy_group(rendezvous):
-    """Reduce NumPy arrays exactly and by default, more than once; compare the bits."""
+    """Reduce NumPy arrays, exactly and by default, several times. Compare the bits of the exact results."""
     group, counter = group_of(rendezvous)
     n, me = group.size, group.rank
     for dtype in ("float32", "float64"):
@@ -156,5 +157,5 @@ def numpy_group(rendezvous):
 
 
 def test_numpy_arrays():
-    """Under MPI each call can be exact, also if it is prepared; the same arrays are also reduced by default."""
+    """Exact calls of NumPy ranks are exact, also if they are prepared, or follow default calls on the same arrays."""
     ranks(3, numpy_group)

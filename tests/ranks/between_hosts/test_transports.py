@@ -1,4 +1,4 @@
-"""The library's own connections: they obey the laws of ``transport_laws``, whatever other programs connect to them."""
+"""The library's own connections obey the laws of ``transport_laws``, also if other programs connect to their ports."""
 
 import contextlib
 import json
@@ -20,7 +20,7 @@ from crossreduce.ranks.transports.tcp import TcpTransport, connect
 
 
 def test_connections_of_the_library_obey_the_laws():
-    """Messages are ordered and unchanged, waits time out, and aborts end waits (``test_mpi``: also under MPI)."""
+    """Messages are ordered and unchanged, waits time out, and aborts end waits. ``test_mpi`` checks this for MPI."""
 
     def rank(rendezvous, law):
         transport = TcpTransport(connected(rendezvous))
@@ -34,12 +34,13 @@ def test_connections_of_the_library_obey_the_laws():
 
 
 def test_strangers_and_dead_addresses_do_not_disturb_connections():
-    """A rank finds the address that works, and programs that connect to its port meanwhile are ignored."""
+    """If only the last of a rank's addresses works, the others connect to it. The rank ignores programs that connect to
+    its port and send nothing, HTTP or wrong proofs."""
 
     def rank(rendezvous):
         payloads, kept = [], []
 
-        def answer(wrong):
+        def answer_wrongly(wrong):
             for other in [wrong.accept()[0] for _ in range(2)]:
                 other.sendall(b"x" * 16)
                 kept.append(other)
@@ -49,7 +50,7 @@ def test_strangers_and_dead_addresses_do_not_disturb_connections():
             if rendezvous.rank == 0:
                 # At the rank's port, no program listens at 127.0.0.4, and a program at 127.0.0.3 does not answer.
                 wrong, silent = (socket.create_server((f"127.0.0.{k}", port)) for k in (2, 3))
-                threading.Thread(target=answer, args=(wrong,), daemon=True).start()
+                threading.Thread(target=answer_wrongly, args=(wrong,), daemon=True).start()
                 kept.extend((wrong, silent))
                 for guess in (b"",) * 100 + (b"GET / HTTP/1.0\r\n\r\n", b"\1\0\0\0" + bytes(16), b"x" * 20):
                     kept.append(socket.create_connection(("127.0.0.1", port)))
@@ -67,7 +68,8 @@ def test_strangers_and_dead_addresses_do_not_disturb_connections():
 
 
 def test_a_rank_that_is_not_reached_is_named():
-    """If a rank never connects, the others time out with an error that has its number and the tried addresses."""
+    """If rank 1 does not connect, the others time out with an error that names it. Only rank 2, which connects to rank
+    1, has tried addresses, and names them."""
 
     def rank(rendezvous):
         if rendezvous.rank == 1:
@@ -84,7 +86,7 @@ def test_a_rank_that_is_not_reached_is_named():
 
 
 def test_a_forked_process_does_not_keep_connections_open():
-    """The death of a rank is noticed at once, although a process that it forked, such as a data loader's, lives on."""
+    """The end of a rank's connections is noticed at once, although a process that the rank has forked lives on."""
 
     def rank(rendezvous):
         transport = TcpTransport(connected(rendezvous))
@@ -109,14 +111,15 @@ def test_a_forked_process_does_not_keep_connections_open():
 
 @pytest.mark.parametrize("reset", [False, True])
 def test_a_lost_connection_is_noticed_behind_a_large_message(reset):
-    """A wait fails at once if its connection ends while a large message of another tag, not expected yet, blocks it."""
+    """A wait fails at once if its connection ends while a large message with another tag, which no receive expects yet,
+    blocks the connection. The wait does not spin."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         near = socket.create_connection(listener.getsockname())
         far, _ = listener.accept()
     transport, memory = TcpTransport({1: near}), np.zeros(8, np.uint8)
     pending = transport.receive(memory.ctypes.data, 8, 1, 1)
-    far.sendall(struct.pack("<QQ", 0, 2 << 20) + bytes(1000))
-    if reset:
+    far.sendall(struct.pack("<QQ", 0, 2 << 20) + bytes(1000))  # tag 0, 2 MiB, of which only 1000 bytes are sent
+    if reset:  # ``close`` then sends RST in place of FIN
         far.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
     threading.Timer(0.2, far.close).start()
     used = time.process_time()

@@ -1,4 +1,4 @@
-"""Traces that several files of tests read, and the command that shows them."""
+"""Fixtures for tests of traces: recorded traces, and the command that shows them."""
 
 import pytest
 from traced_ranks import TWO_HOSTS, across_hosts, some_calls, traced
@@ -20,7 +20,7 @@ def of_two(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def of_hosts(tmp_path_factory):
-    """Return the folder with the trace of ``across_hosts``, with ranks 0 to 2 on one host, 3 and 4 on another."""
+    """Return the folder with the trace of ``across_hosts``: ranks 0 to 2 on one host, ranks 3 and 4 on another."""
     folder = tmp_path_factory.mktemp("hosts")
     traced(5, across_hosts, folder, environment=TWO_HOSTS)
     return folder

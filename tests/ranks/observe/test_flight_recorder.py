@@ -1,4 +1,4 @@
-"""The flight recorder: dumps that ranks write when their group breaks, and that are read back."""
+"""The flight recorder writes dumps when a group breaks, and reads them back."""
 
 import itertools
 import json
@@ -18,7 +18,7 @@ from crossreduce.observe import flight_recorder
 
 
 def test_a_written_dump_is_read_back(dump_directory):
-    """A dump of 32 ops of each of 4 ranks is read back unchanged; only its user can read it; no other file is left."""
+    """A dump with 32 ops of each of 4 ranks is read back unchanged. Only its user can read it. It is the only file."""
     dump = new_dump(2, *(history(rank, 100 + rank, pid=10 + rank) for rank in range(4)))
     path = flight_recorder.write(dump)
     assert path == dump_directory / "rank2.json"
@@ -30,10 +30,10 @@ def test_a_written_dump_is_read_back(dump_directory):
 
 
 def test_any_hosts_are_read_back(dump_directory):
-    """Hosts of any ranks, in any order, are written and read back unchanged."""
+    """Any division of ranks among hosts, in any order, is written and read back unchanged."""
     rng, ranks, dumps = random.Random(0), list(range(60)), []
     for number in range(4):
-        ends = sorted(rng.sample(range(1, 60), 20)) if number % 2 else []
+        ends = sorted(rng.sample(range(1, 60), 20)) if number % 2 else []  # 21 hosts, or one
         hosts = tuple(tuple(ranks[a:b]) for a, b in itertools.pairwise([0, *ends, 60]))
         dumps.append(new_dump(number, history(number, 1), hosts=hosts, token=str(number)))
         flight_recorder.write(dumps[-1])
@@ -42,8 +42,9 @@ def test_any_hosts_are_read_back(dump_directory):
 
 
 def test_the_histories_of_ranks_without_a_dump_are_in_the_newest_dump_of_their_host(dump_directory):
-    """A dump that is read has its own rank's history; a host's newest one also has those of ranks that wrote none."""
-    for rank, now in ((0, 50.0), (1, 60.0), (4, 70.0)):
+    """A dump that is read contains its own rank's history. The newest dump of a host also contains the histories of the
+    ranks of this host that have written no dump."""
+    for rank, now in ((0, 50.0), (1, 60.0), (4, 70.0)):  # ranks 2, 3 and 5 write none
         host = range(4) if rank < 4 else range(4, 6)
         dump = new_dump(rank, *(history(other, 9) for other in host), hosts=((0, 1, 2, 3), (4, 5)))
         flight_recorder.write(dump._replace(now_s=now))
@@ -52,15 +53,15 @@ def test_the_histories_of_ranks_without_a_dump_are_in_the_newest_dump_of_their_h
 
 
 def test_stacks_of_all_threads_are_written_but_no_values(dump_directory, monkeypatch):
-    """A dump contains each thread's stack, by function and line, but no environment and no values of variables."""
+    """A dump contains the functions on each thread's stack, but no environment variables and no values of variables."""
     monkeypatch.setenv("A_SECRET", "hunter2hunter2")
     begun, stop = threading.Event(), threading.Event()
 
-    def stands_here(password):
+    def waits_here(password):
         begun.set()
         stop.wait(30)
 
-    thread = threading.Thread(target=stands_here, args=("tiger5" * 2,), name="the waiting one")
+    thread = threading.Thread(target=waits_here, args=("tiger5" * 2,), name="the waiting one")
     thread.start()
     assert begun.wait(10)
     dump = new_dump(0, history(0, 1), hosts=((0,),))
@@ -68,7 +69,7 @@ def test_stacks_of_all_threads_are_written_but_no_values(dump_directory, monkeyp
     thread.join()
     stacks = {each.name: [frame.function for frame in each.stack] for each in dump.threads}
     assert dump.threads[0].name == "MainThread"
-    assert "stands_here" in stacks["the waiting one"]
+    assert "waits_here" in stacks["the waiting one"]
     content = flight_recorder.write(dump).read_text()
     assert "hunter2" not in content
     assert "tiger5tiger5" not in content
@@ -76,7 +77,7 @@ def test_stacks_of_all_threads_are_written_but_no_values(dump_directory, monkeyp
 
 
 def test_an_older_dump_is_kept(dump_directory, caplog):
-    """A second dump of a rank gets a number, the first is unchanged, and a warning is logged."""
+    """The file of a rank's second dump gets a number, the first file is unchanged, and a warning is logged."""
     first, second = new_dump(0, history(0, 5), token="1"), new_dump(0, history(0, 9), token="2")
     before = flight_recorder.write(first).read_bytes()
     with caplog.at_level("WARNING", logger="crossreduce"):
@@ -88,8 +89,8 @@ def test_an_older_dump_is_kept(dump_directory, caplog):
 
 @pytest.mark.parametrize(("chosen", "limit"), [(True, "_MOST_DUMPS"), (False, "_MOST_BYTES")])
 def test_old_dumps_of_ended_processes_are_deleted(tmp_path, monkeypatch, chosen, limit):
-    """When a rank writes a dump, the oldest of its rank number are deleted, with directories that become empty, until 3
-    or few enough bytes remain; those of running processes, other ranks and other hosts, and other files, are kept."""
+    """When a rank writes a dump, the oldest dumps of its rank number, and empty directories, are deleted until a limit
+    is met. Dumps of running processes, other ranks and other hosts, and other files, are kept."""
     monkeypatch.setenv("CROSSREDUCE_DUMP_DIR", str(tmp_path / "crossreduce-mine") if chosen else "")
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     process = subprocess.Popen(["true"])
@@ -110,7 +111,7 @@ def test_old_dumps_of_ended_processes_are_deleted(tmp_path, monkeypatch, chosen,
     old = [written(4 + k) for k in range(5)]
     size = old[0].stat().st_size
     monkeypatch.setattr(flight_recorder, limit, 3 if limit == "_MOST_DUMPS" else 3 * size + 1000)
-    newest = written(10)
+    newest = written(10)  # either limit has room for it and for two of the old dumps
     assert all(path.exists() for path in [newest, *old[-2:], *kept])
     assert not any(path.exists() for path in old[:-2])
     assert len({path.parent for path in old[:-2]}) == (1 if chosen else 3)
@@ -120,8 +121,8 @@ def test_old_dumps_of_ended_processes_are_deleted(tmp_path, monkeypatch, chosen,
 
 
 def test_ranks_share_a_directory_of_their_own(tmp_path, monkeypatch):
-    """Without CROSSREDUCE_DUMP_DIR the ranks of a group share a new directory that only their user can read. If its
-    name is taken by a link, or by a directory open to others, another one is created."""
+    """Without CROSSREDUCE_DUMP_DIR the ranks of a group share a new directory that only their user can read. If a link,
+    or a directory that others can access, has its name, another directory is created."""
     monkeypatch.delenv("CROSSREDUCE_DUMP_DIR", raising=False)
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     paths = [flight_recorder.write(new_dump(rank, history(rank, 3), group="a/../b c")) for rank in range(3)]
@@ -149,21 +150,21 @@ def test_a_dump_that_cannot_be_written_raises_nothing(tmp_path, monkeypatch, cap
 
 
 def test_a_rank_killed_while_it_writes_leaves_no_partial_dump(dump_directory, monkeypatch):
-    """A file gets the name of a dump when it is complete."""
+    """A file gets the name of a dump only when it is complete."""
     link, linked = Path.hardlink_to, []
 
-    def named(path, temporary):
-        linked.append((json.loads(temporary.read_text())["rank"], path.exists()))
+    def checked_link(path, temporary):
+        linked.append((json.loads(temporary.read_text())["rank"], path.exists()))  # fails if the JSON is incomplete
         link(path, temporary)
 
-    monkeypatch.setattr(Path, "hardlink_to", named)
+    monkeypatch.setattr(Path, "hardlink_to", checked_link)
     assert flight_recorder.write(new_dump(0, history(0, 3))) == dump_directory / "rank0.json"
     assert linked == [(0, False)]
 
 
 def test_a_broken_file_is_a_problem(dump_directory):
-    """A file that is empty, cut short, deep, of another version or no dump is reported as one problem; the other dumps
-    are read."""
+    """A file that is empty, truncated, deeply nested, of another version or not a dump is reported as one problem. The
+    other dumps are read."""
     dump = new_dump(0, history(0, 3))
     flight_recorder.write(dump)
     begin = '{"format": "crossreduce dump", "version": '
@@ -185,7 +186,7 @@ def test_a_broken_file_is_a_problem(dump_directory):
     ("now_s", None), pytest.param("now_s", 10**400, id="now_s-huge"), ("now_s", math.nan), ("now_s", -math.inf),
 ])  # fmt: skip
 def test_a_malformed_field_is_a_problem(dump_directory, field, value):
-    """Any malformed field of a file is reported as one problem; no exception is raised."""
+    """A malformed field of a file is reported as one problem, and no exception is raised."""
     path = flight_recorder.write(new_dump(0, history(0, 1)))
     path.write_text(json.dumps(json.loads(path.read_text()) | {field: value}))
     dumps, (problem,) = flight_recorder.read(dump_directory)

@@ -37,9 +37,9 @@ def own(x):
 run = jax.jit(jax.shard_map(own, mesh=mesh, in_specs=P(axes), out_specs=(P(), P("devices"))))
 found, across = run(x)
 for how, results in zip(cases, found, strict=True):
-    for result, due in zip(results, (156, 39), strict=True):
+    for result, due in zip(results, (156, 39), strict=True):  # sum and mean of 1, 5, 25 and 125
         assert all((np.asarray(shard.data) == due).all() for shard in result.addressable_shards), how
-for shard in across.addressable_shards:
+for shard in across.addressable_shards:  # the sums of 1 + 25 and of 5 + 125
     assert (np.asarray(shard.data) == [[26], [130]][shard.index[0].start]).all(), shard
 jax.distributed.shutdown()
 """
@@ -48,7 +48,7 @@ jax.distributed.shutdown()
 @pytest.mark.slow
 @pytest.mark.usefixtures("jax_")
 def test_two_processes_reduce_over_two_levels(tmp_path):
-    """Two processes of two devices compute sums and means by psum, by four algorithms and on a linear topology."""
+    """Two processes with two devices each compute sums and means by psum, on a linear topology, and by algorithms."""
     port, outputs, workers = free_port(), [Path(tmp_path, f"{number}.txt") for number in range(2)], []
     for number, output in enumerate(outputs):
         with output.open("w") as file:

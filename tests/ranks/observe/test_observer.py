@@ -1,4 +1,4 @@
-"""What an observer reads of a group's memory, and how memory that is not that of a group of this version is refused."""
+"""An observer reads a group's memory, and refuses memory that does not belong to a group of this version."""
 
 import contextlib
 import fcntl
@@ -16,7 +16,7 @@ from crossreduce.observe.observer import Observer
 
 
 def observed(fd, look):
-    """Return what a function returns in another process, which closes the descriptor of the group's memory."""
+    """Call ``look`` in another process, after closing ``fd`` there, and return its result."""
 
     def rank(_):
         os.close(fd)
@@ -26,7 +26,7 @@ def observed(fd, look):
 
 
 def groups():
-    """Return the names and ranks of the groups that this process sees, and the observer's problems."""
+    """Return the names and ranks of all groups, as an observer in this process reads them, and its problems."""
     observer = Observer()
     observer.search()
     return [(view.name, [one.rank for one in view.ranks]) for view in observer.snapshots()], [*observer.problems]
@@ -40,14 +40,17 @@ def top(*args):
 
 
 def own(problems):
-    """Return the problem with the group of this process; tests that run at the same time have groups, too."""
+    """Return the problem with the group of this process. (Tests that run at the same time have groups, too.)"""
     (problem,) = (one for one in problems if f" {os.getpid()} " in one)
     return problem
 
 
+CURRENT_LAYOUT = 0x6372726564000001  # the number of this version's layout
+
+
 @pytest.fixture
 def described():
-    """Return a descriptor of memory that looks like that of a group of one rank, and its offset of the layout."""
+    """Return a descriptor of memory like that of a group of one rank, and the offset of its layout number."""
     native = kernels.native()
     fd = os.memfd_create("crossreduce-test", os.MFD_ALLOW_SEALING)
     os.ftruncate(fd, native.SharedMemory.nbytes(1, 8192))
@@ -55,7 +58,7 @@ def described():
     shared = native.SharedMemory(fd, 0, 1, 8192, 0.0, 1)
     shared.describe([7], b'{"name": "one"}')
     with mmap.mmap(fd, 0) as mapped:
-        offset = mapped.find((0x6372726564000001).to_bytes(8, "little"))
+        offset = mapped.find(CURRENT_LAYOUT.to_bytes(8, "little"))
     assert offset > 0
     yield fd, offset
     shared.close()
@@ -63,19 +66,18 @@ def described():
 
 
 def test_other_memory_is_refused(described, tmp_path):
-    """Memory of another layout, with impossible fields or too small is refused before anything else is read; and so are
-    descriptors that are closed, too small or not memory."""
+    """Memory of another layout, or with an impossible number of ranks, is refused before anything else is read. So are
+    descriptors that are closed, too small or not of memory."""
     fd, offset = described
-    current = 0x6372726564000001
-    for layout, count, error in (
+    for layout, rank_count, error in (
         (0, 1, "temporarily unavailable"),  # not described yet
-        (current + 1, 1, "Protocol error"),  # another version
-        (0x1234, 1, "Invalid argument"),  # something else
-        (current, 0, "Invalid argument"),
-        (current, 2000, "Invalid argument"),  # more ranks than the memory has room for
-        (current, 2**32 - 1, "Invalid argument"),
+        (CURRENT_LAYOUT + 1, 1, "Protocol error"),  # another version
+        (0x1234, 1, "Invalid argument"),  # not memory of a group
+        (CURRENT_LAYOUT, 0, "Invalid argument"),
+        (CURRENT_LAYOUT, 2000, "Invalid argument"),  # more ranks than the memory has room for
+        (CURRENT_LAYOUT, 2**32 - 1, "Invalid argument"),
     ):
-        os.pwrite(fd, layout.to_bytes(8, "little") + count.to_bytes(4, "little"), offset)
+        os.pwrite(fd, layout.to_bytes(8, "little") + rank_count.to_bytes(4, "little"), offset)
         with pytest.raises(OSError, match=error):
             kernels.native().Observer(fd)
     empty, folder = os.memfd_create("test"), os.open(tmp_path, os.O_RDONLY)
@@ -101,31 +103,31 @@ def test_a_cause_is_not_longer_than_its_memory(described):
 
 
 def test_a_group_of_another_version_is_reported(described):
-    """The view says which process has a group of another version, and what to do."""
+    """``crossreduce top`` reports which process has a group of another version, and what to do."""
     fd, offset = described
-    os.pwrite(fd, bytes([9]), offset)
+    os.pwrite(fd, bytes([9]), offset)  # another layout number
     problem = own(json.loads(observed(fd, lambda: top("--json")))["problems"])
     assert f"a group of process {os.getpid()} has memory of another version" in problem
     assert "try: crossreduce top in the environment of that process" in " ".join(observed(fd, top).split())
 
 
 def test_a_malformed_description_is_reported(described):
-    """A description that no rank has written is reported as such, and not as another version's."""
+    """A description that no rank can have written is reported as malformed, and not as memory of another version."""
     fd, offset = described
     for text in (b'{"name": "on', b"[" * 1000, b"[]", b'{"size": "2"}', b"\xff\xfe", b"1e999"):
         os.pwrite(fd, len(text).to_bytes(4, "little") + text, offset + 12)
         problem = own(observed(fd, groups)[1])
-        assert problem.startswith(
-            f"a group of process {os.getpid()} has a malformed description, and cannot be shown: "
-        )
+        begin = f"a group of process {os.getpid()} has a malformed description, and cannot be shown: "
+        assert problem.startswith(begin)
 
 
 def test_impossible_numbers_of_ops_and_ranks(described):
-    """Whatever numbers the memory has, the view ends and shows the group."""
+    """If the memory contains impossible numbers, a snapshot still ends, and shows the group."""
     fd, offset = described
-    second_line = (offset + 16 + 1000 + 63) // 64 * 64 + 64  # of the rank's state: it begins with the op's number
+    # The second cache line of the rank's state begins with the number of its op.
+    second_line = (offset + 16 + 1000 + 63) // 64 * 64 + 64
     os.pwrite(fd, (2**64 - 1).to_bytes(8, "little"), second_line)
-    os.pwrite(fd, (-5).to_bytes(8, "little", signed=True), second_line + 24)
+    os.pwrite(fd, (-5).to_bytes(8, "little", signed=True), second_line + 24)  # the rank's number
     name = f"impossible {os.getpid()}"
     text = json.dumps({"name": name}).encode()
     os.pwrite(fd, len(text).to_bytes(4, "little") + text, offset + 12)

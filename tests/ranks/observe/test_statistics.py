@@ -20,20 +20,20 @@ from crossreduce.observe.counters import KINDS, CollectiveStats, Stats, WaitStat
 
 
 def parsed(text):
-    """Return the samples of an OpenMetrics text: values by name and labels."""
+    """Return the samples of an OpenMetrics text: a dictionary from (name, *labels) to values."""
     families = list(parse_new(text))
     assert all(family.type == "counter" for family in families)
     return {(one.name, *sorted(one.labels.items())): one.value for family in families for one in family.samples}
 
 
 def every_collective(rendezvous):
-    """Call each collective another number of times, and return the statistics."""
+    """Call collective number k of ``every_call`` k times, and return the statistics."""
     comm = member(rendezvous)
     assert comm.stats() == Stats("world", comm.rank, comm.size, {}, {})
     for number, call in enumerate(every_call(comm, 100).values(), 1):
         for _ in range(number):
             call()
-    comm.require_same("barriers of another kind")
+    comm.require_same("barriers of another kind")  # counted as "other"
     with pytest.raises(MismatchError, match="differ"):
         summed(comm, 1 + comm.rank)
     found = comm.stats()
@@ -43,7 +43,7 @@ def every_collective(rendezvous):
 
 
 def test_calls_and_bytes_of_each_collective():
-    """Every collective is counted by its name, with the bytes of nccl-tests; calls that fail are not counted."""
+    """Every collective is counted by its name, with bytes as in nccl-tests. Calls that fail are not counted."""
     array = 400
     due = {"all_reduce": (1, array), "reduce": (2, array), "broadcast": (3, array), "all_gather": (4, 3 * array)}
     due |= {"reduce_scatter": (5, 3 * array), "gather": (6, 3 * array), "scatter": (7, 3 * array)}
@@ -54,6 +54,7 @@ def test_calls_and_bytes_of_each_collective():
         assert (stats.group, stats.rank, stats.size) == ("world", rank, 3)
         assert {name: one[:2] for name, one in stats.collectives.items()} == due
         assert stats.total.calls == sum(calls for calls, _ in due.values())
+        # ``all_reduce`` is left out, since the failed call counts in its waits only.
         assert all(0 <= one.waiting_s <= one.seconds for name, one in stats.collectives.items() if name != "all_reduce")
         assert stats.total.between_hosts_s == 0
         # The waits for other ranks are those of the collectives, and no rank waits for itself.
@@ -73,7 +74,7 @@ def slow_rank(rendezvous, pause, calls):
 
 
 def test_the_rank_that_others_wait_for():
-    """The time for which the others waited for a slow rank is counted for it, and it was the last at each call."""
+    """The other ranks count their waits for a slow rank with the number of this rank: their time and barriers."""
     pause, calls = 0.02, 10
     first, (slow, took), third = ranks(3, slow_rank, pause, calls)
     assert slow.total.seconds < took - 0.9 * pause * calls
@@ -93,13 +94,13 @@ def prepared(rendezvous):
 
 
 def test_prepared_calls_are_counted():
-    """Calls that run without Python are counted as others are."""
+    """Prepared calls, which run without Python code, are counted like other calls."""
     for collectives in ranks(2, prepared):
         assert {name: one[:2] for name, one in collectives.items()} == {"all_reduce": (8, 64_000)}
 
 
 def while_waiting(rendezvous):
-    """Read the statistics in another thread, while the main thread waits for rank 1; return the readings."""
+    """Read the statistics of rank 0 in another thread, while its main thread waits for rank 1. Return the readings."""
     comm = member(rendezvous)
     comm.barrier()
     readings = []
@@ -121,7 +122,7 @@ def while_waiting(rendezvous):
 
 
 def test_reading_during_a_call():
-    """Statistics can be read while a call waits: the wait is counted while it lasts, and no counter decreases."""
+    """Statistics can be read while a call waits. The wait is counted before it ends, and no counter decreases."""
     readings, _ = ranks(2, while_waiting)
     for before, after in pairwise(stats.total for stats in readings):
         assert all(x <= y for x, y in zip(before, after, strict=True))
@@ -137,17 +138,17 @@ def two_hosts(rendezvous):
 
 
 def test_the_exchange_between_hosts():
-    """On several hosts, leaders count the time of the exchange with other hosts; waits name ranks of the own host."""
+    """On several hosts, leaders count the time of the exchange with other hosts. Waits name only ranks of the host."""
     found = ranks(4, two_hosts, environment=on(*"aabb"))
     for rank, stats in enumerate(found):
         assert stats.collectives["all_reduce"][:2] == (3, 240_000)
-        assert set(stats.waits) <= {rank ^ 1}
-    assert found[0].total.between_hosts_s > 0.08  # it waited for rank 3's host
+        assert set(stats.waits) <= {rank ^ 1}  # the other rank of the host
+    assert found[0].total.between_hosts_s > 0.08  # rank 0 waited for the host of rank 3, which is late
     assert found[2].waits[3].seconds > 0.08
 
 
 def test_openmetrics_of_any_name():
-    """Names are escaped as the format requires, and the text is one that parsers of both formats accept."""
+    """Any group names are escaped in the OpenMetrics text, which parsers of OpenMetrics and Prometheus accept."""
     calls = {"all_reduce": CollectiveStats(3, 1200, 0.5, 0.25, 0.125), "barrier": CollectiveStats(1, 0, 1e-9)}
     for name in ("world", 'a "quoted" one', "back\\slash", "two\nlines", "ümläut", "a{b}=c,d"):
         text = Stats(name, 5, 8, calls, {2: WaitStats(4, 1.5)}).openmetrics()
@@ -158,8 +159,8 @@ def test_openmetrics_of_any_name():
         where = ("group", name), ("rank", "5"), ("straggler", "2")
         assert samples["crossreduce_straggler_barriers_total", *where] == 4
         assert samples["crossreduce_straggler_seconds_total", *where] == 1.5
-        assert len(samples) == 2 * 5 + 2
-        old = [one for family in parse_old(text) for one in family.samples]  # that of node_exporter
+        assert len(samples) == 2 * 5 + 2  # 5 of each collective, 2 of the straggler
+        old = [one for family in parse_old(text) for one in family.samples]  # the format of node_exporter
         assert {(one.name, *sorted(one.labels.items())): one.value for one in old} == samples
 
 
@@ -178,8 +179,8 @@ def with_metrics(rendezvous, folder):
 
 
 def test_metrics_files(tmp_path, monkeypatch):
-    """Each rank replaces its file while it runs, and a last time when the group is closed; a reader never sees a part
-    of it, and no counter decreases. The thread ends with the group."""
+    """Each rank replaces its file while it runs, and a last time when the group is closed. A reader never sees an
+    incomplete file, and no counter decreases. The thread ends with the group."""
     folder = tmp_path / "new"
     monkeypatch.setenv("CROSSREDUCE_METRICS", str(folder / "run.prom"))
     for rank, (seen, last, warnings, same) in enumerate(ranks(2, with_metrics, folder)):
@@ -198,8 +199,8 @@ def counted(calls):
 
 @pytest.mark.parametrize("hangs", [False, True])
 def test_the_last_file_has_the_final_counters(tmp_path, hangs):
-    """If a group ends while the thread writes older counters, the file finally has the last ones, and later
-    writes do not change it. The end of the group does not wait for a file system that hangs."""
+    """If a group ends while the thread writes older counters, the file finally contains the last counters. Later writes
+    do not change it. The end of the group does not wait for a file system that hangs."""
     file, reading, resume = metrics.MetricsFile(tmp_path / "one.prom"), threading.Event(), threading.Event()
 
     def stats():
@@ -222,7 +223,7 @@ def test_the_last_file_has_the_final_counters(tmp_path, hangs):
 
 
 def test_temporary_files(tmp_path, monkeypatch):
-    """Temporary names cannot be guessed, and links are not followed; those of killed ranks are removed."""
+    """Old temporary files of a killed rank are removed. New ones have random names, and do not follow a link."""
     monkeypatch.setenv("CROSSREDUCE_METRICS", str(tmp_path))
     victim = tmp_path / "victim"
     victim.write_text("precious")
@@ -245,8 +246,8 @@ def test_temporary_files(tmp_path, monkeypatch):
 
 
 def test_files_of_different_groups(tmp_path, monkeypatch):
-    """Groups of different names have different files, whatever the names; and so have programs that run at the same
-    time, whose series differ by a label, too."""
+    """Groups with different names have different files. So do programs that run at the same time and have different
+    names in CROSSREDUCE_METRICS. The label ``run`` of their counters is different, too."""
     names = ["a/b", "a b", "a_b", "g" * 80, "g" * 81, "g" * 82, "\u4e16" * 80, "\u4e16" * 81, "a\ud800", "a\ud801", ""]
     for run in ("one.prom", "two.prom"):
         monkeypatch.setenv("CROSSREDUCE_METRICS", str(tmp_path / run))
@@ -288,7 +289,7 @@ def test_metrics_that_cannot_be_written(tmp_path, monkeypatch, kind):
 
 
 def stuck_writer(rendezvous):
-    """Let the thread that writes files block forever, and make calls meanwhile."""
+    """Make calls while the thread that writes files hangs."""
     hangs = threading.Event()
     metrics.writers._every_s = 0.02
     metrics.MetricsFile.write = lambda *_: (hangs.set(), threading.Event().wait())

@@ -19,7 +19,7 @@ from crossreduce.ranks.inter_host.two_level import host_schedule
 
 
 def test_the_merged_trace_is_valid(of_two, trace, tmp_path):
-    """``-o`` writes events that the strict reader accepts: each call, its phases, and an arrow for each wait."""
+    """``-o`` writes events that a strict reader accepts: each call, its phases, and an arrow for each wait."""
     code, out, err = trace(of_two, "-o", tmp_path / "trace.json")
     assert (code, err, "14 calls of 2 ranks" in out) == (0, "", True)
     events = read_events((tmp_path / "trace.json").read_text())
@@ -36,25 +36,26 @@ def test_the_merged_trace_is_valid(of_two, trace, tmp_path):
     phases = [event for event in events if event.get("cat") == "phase"]
     assert len(phases) == sum(len(call.parts) for each in group.ranks.values() for call in each.calls)
     waits = [event for event in phases if event["name"].startswith("wait for rank")]
-    assert len([event for event in events if event["ph"] == "f"]) == len(waits) > 2
+    arrow_ends = [event for event in events if event["ph"] == "f"]
+    assert len(arrow_ends) == len(waits) > 2
     names = [event["args"]["name"] for event in events if event["name"] == "process_name"]
     assert [name[:14] for name in names] == ['"world" rank 0', '"world" rank 1']
 
 
 def test_a_large_trace_is_cut_for_the_viewer(of_two, trace, tmp_path, monkeypatch):
-    """If there are too many phases, ``-o`` writes the newest calls of all ranks, and a note says so."""
+    """If there are too many phases, ``-o`` writes only the newest calls of all ranks, and a note says so."""
     monkeypatch.setattr(sys.modules["crossreduce.cli.trace"], "MOST_PHASES", 60)
     code, out, err = trace(of_two, "-o", tmp_path / "trace.json")
     events = read_events((tmp_path / "trace.json").read_text())
     numbers = sorted(event["args"]["op"] for event in events if event.get("cat") == "call")
-    assert numbers == sorted(2 * [*range(numbers[0], 8)])
+    assert numbers == sorted(2 * [*range(numbers[0], 8)])  # of 2 ranks, up to the last call, number 7
     assert 1 < numbers[0] <= 7
     assert f"{numbers[0] - 1} older ones are left out" in err
     assert (code, f"{len(numbers)} calls" in out) == (0, True)
 
 
 def test_the_table(of_two, trace):
-    """Without ``-o`` the straggler is named, and there is a table with a row for each text; ``--json`` has the same."""
+    """Without ``-o`` the command prints the straggler, and a table with a row for each text. ``--json`` prints both."""
     code, out, err = trace(of_two)
     assert (code, err) == (0, "")
     assert re.search(r"^rank 1 keeps the others waiting: \d\d % of their time in collectives$", out, re.MULTILINE)
@@ -78,8 +79,8 @@ def row_of(text, calls=12_345, queue=None, waited_for=((1, 0.9), (0, 0.06), (2, 
 
 @pytest.mark.parametrize("queue", [None, 0.0123])
 def test_a_narrow_table_has_whole_words(monkeypatch, capsys, queue):
-    """At every width all words and numbers of the table are whole, and calls are broken at spaces; columns of queues
-    and plans are there only if they have content."""
+    """At every width the words and numbers of the table are complete, and lines break only at spaces. Columns of queues
+    and plans are shown only if they have content, and only in wide tables."""
     texts = ["all_reduce sum float32[100000]", "reduce_scatter sum bfloat16[1024]", "barrier"]
     rows = [row_of(text, queue=queue) for text in texts]
     for width in (60, 80, 100, 200):
@@ -100,8 +101,8 @@ def test_a_narrow_table_has_whole_words(monkeypatch, capsys, queue):
 
 
 def test_the_straggler_of_a_trace(monkeypatch, capsys):
-    """The share is that of the other ranks' time in all calls of the group; long calls count more than short ones. If
-    waits are short, no rank is named."""
+    """The straggler is the rank for which others waited longest in all calls of the group, with the fraction of their
+    time. Long calls count more than short ones. If waits are short, no rank is named."""
     waits = row_of("a", waiting=0.5, waited_for=((1, 0.9), (0, 0.1)))  # 10 s of all ranks, 5 s of them waiting
     assert straggler([waits]) == (1, pytest.approx(4.5 / 9))
     short = row_of("b", waiting=0.9, waited_for=((2, 1.0),), rank_seconds=((0, 1.0), (1, 1.0), (2, 0.1), (3, 1.0)))
@@ -114,8 +115,8 @@ def test_the_straggler_of_a_trace(monkeypatch, capsys):
 
 
 def test_runs_in_one_directory_are_apart(of_two, tmp_path, trace):
-    """Files of two runs are two runs, by their processes; the command shows the last one, or the one of ``--run``, if
-    there is one with this number."""
+    """The files of two runs in one directory stay apart, since their processes differ. The command shows the last run,
+    or the run with the number ``--run``. If there is no such run, it is an error."""
     copied(of_two, tmp_path / "runs")
     traced(2, in_threads, tmp_path / "runs")
     report = json.loads(trace(tmp_path / "runs", "--json")[1])
@@ -123,25 +124,22 @@ def test_runs_in_one_directory_are_apart(of_two, tmp_path, trace):
     assert any("2 runs" in note for note in report["notes"])
     first = json.loads(trace(tmp_path / "runs", "--json", "--run", "1")[1])
     assert {row["text"] for row in first["rows"]} == {*CALLS}
-    for folder, run, has, valid in (
-        (tmp_path / "runs", 3, "2 runs", "--run 1 to 2"),
-        (of_two, 2, "1 run", "--run 1\n"),
-    ):
+    cases = (tmp_path / "runs", 3, "2 runs", "--run 1 to 2"), (of_two, 2, "1 run", "--run 1\n")
+    for folder, run, has, valid in cases:
         code, _, err = trace(folder, "--run", run)
         assert (code, f"has {has}." in err, valid in err) == (2, True, True)
 
 
 def test_predictions_are_those_of_the_schedule(of_hosts, tmp_path, trace):
-    """Calls on measured links have the simulated seconds of the hosts' schedule beside them; the others have none,
-    unless ``--topology`` gives the links."""
+    """The prediction of a call on measured links is the simulated time of the hosts' schedule. Calls before the
+    measurement have a prediction only if ``--topology`` gives the links."""
     code, _, err = trace(of_hosts, "-o", tmp_path / "out.json")
     assert code == 0, err
     events = read_events((tmp_path / "out.json").read_text())
     plans = [event for event in events if event.get("cat") == "plan"]
-    assert [event["args"]["op"] for event in plans] == [10] * 5
-    links, slow = (
-        Topology.full_mesh(["host0/cpu:0", "host1/cpu:0"], gb_per_s=speed, latency_s=1e-5) for speed in (2, 1)
-    )
+    assert [event["args"]["op"] for event in plans] == [10] * 5  # the call after ``plan_on``, on 5 ranks
+    names = ["host0/cpu:0", "host1/cpu:0"]
+    links, slow = (Topology.full_mesh(names, gb_per_s=speed, latency_s=1e-5) for speed in (2, 1))
     schedule = host_schedule(links, ((0, 1, 2), (3, 4)), "all_reduce", 1 << 19, None)
     seconds = simulate(schedule, links, 400_000).seconds
     assert {event["dur"] for event in plans} == {round(seconds * 1e6, 3)}
@@ -153,8 +151,8 @@ def test_predictions_are_those_of_the_schedule(of_hosts, tmp_path, trace):
 
 
 def test_predictions_of_exact_sums_are_for_the_bytes_that_travel():
-    """The prediction of an exact float32 all-reduce is that of a default one with 1.5 times the bytes, as partial sums
-    are float64 and results float32; maxima and integers are sent unchanged."""
+    """An exact float32 all-reduce has the prediction of a usual one with 1.5 times the elements, since it sends partial
+    sums as float64 and results as float32. Maxima and integers are sent unchanged."""
     links = Topology.full_mesh(["host0/cpu:0", "host1/cpu:0", "host2/cpu:0"], gb_per_s=2, latency_s=1e-5)
     group, predict = trace_calls.GroupTrace("world", "token", ((0, 1), (2,), (3,)), {}, ()), _prediction(links)
 
@@ -170,20 +168,16 @@ def test_predictions_of_exact_sums_are_for_the_bytes_that_travel():
 
 
 def test_bad_directories(of_two, tmp_path, trace):
-    """A missing folder, and one without traces, are errors that say what to do; a trace without calls is a note."""
+    """A missing folder, and a folder without traces, are errors. A trace without calls causes a note."""
     (tmp_path / "empty").mkdir()
     (tmp_path / f"rank0.{'a' * 16}.trace").write_bytes(b"nonsense" * 100)
-    problems = (
-        ("missing", "cannot be read"),
-        ("empty", "has no trace that can be read"),
-        ("", "not a trace of crossred"),
-    )
-    for folder, problem in problems:
+    problems = {"missing": "cannot be read", "empty": "has no trace that can be read", "": "not a trace of crossred"}
+    for folder, problem in problems.items():
         code, _, err = trace(tmp_path / folder)
         assert (code, problem in err) == (2, True)
     for path in copied(of_two, tmp_path / "uncalled"):
         data = bytearray(path.read_bytes())
-        struct.pack_into("=Q", data, 48, 0)
+        struct.pack_into("=Q", data, 48, 0)  # the number of records
         path.write_bytes(data)
     code, out, err = trace(tmp_path / "uncalled")
     assert (code, out, "no calls were recorded" in err) == (0, "", True)
@@ -197,14 +191,15 @@ def of_many_shapes(rendezvous, shapes):
 
 
 def test_many_shapes(tmp_path, trace):
-    """The calls of thousands of shapes have texts; without room for them, a note says so. The table has a limit."""
+    """More than a thousand different texts of calls are stored. If there is no room for a text, a note says so. The
+    table has a limited number of rows."""
     traced(1, of_many_shapes, tmp_path, 3000, environment=[{"CROSSREDUCE_TRACE_BYTES": "512K"}])
     group, notes = only_group(tmp_path)
     texts = [call.text for call in group.ranks[0].calls if call.text != "?"]
     unknown = len(group.ranks[0].calls) - len(texts)
     assert len(set(texts)) == len(texts) > 1000
     assert unknown > 500
-    assert f'the texts of {unknown} calls had no room, so they are "?"' in "".join(notes)
+    assert f'there was no room for the texts of {unknown} calls, which are shown as "?"' in "".join(notes)
     code, out, _ = trace(tmp_path)
     assert code == 0
     assert "more rows" in out

@@ -1,4 +1,4 @@
-"""Readers of traces: malformed and truncated files, and the clocks of several hosts."""
+"""Reading traces: malformed and truncated files, and the clocks of several hosts."""
 
 import os
 import struct
@@ -23,12 +23,12 @@ def rows_of(path):
 
 
 def test_a_truncated_file_is_read_to_its_end(of_two, tmp_path, trace):
-    """Of a truncated file the records before the cut are read, and a note says how many are missing."""
+    """The records before the cut of a truncated file are read, and a note says how many are missing."""
     first, second = copied(of_two, tmp_path / "cut")
     whole, _ = rows_of(first)
-    first.write_bytes(first.read_bytes()[: -32 * 10 - 5])
+    first.write_bytes(first.read_bytes()[: -RECORD.size * 10 - 5])  # within the eleventh last record
     assert rows_of(first) == (whole[:-11], (f"it is truncated: 11 of {len(whole)} records are missing",))
-    second.write_bytes(second.read_bytes()[:4100])
+    second.write_bytes(second.read_bytes()[:4100])  # within the texts
     code, _, err = trace(tmp_path / "cut", "-o", tmp_path / "o.json")
     assert code == 0
     assert "truncated before its first record" in err
@@ -37,11 +37,11 @@ def test_a_truncated_file_is_read_to_its_end(of_two, tmp_path, trace):
 
 
 def test_malformed_files_are_notes(of_two, tmp_path):
-    """Random bytes in a header or in records raise nothing else than the documented errors."""
+    """A file with random bytes in its header or records is read, or left out with a note. No error is raised."""
     draw = np.random.default_rng(0)
     _, second = copied(of_two, tmp_path / "bad")
     data = second.read_bytes()
-    for _ in range(200):
+    for _ in range(200):  # half of the positions are in the header
         bad = bytearray(data)
         at = int(draw.integers(8, 400)) if draw.integers(2) else int(draw.integers(8, len(bad)))
         bad[at : at + 8] = draw.bytes(8)
@@ -51,7 +51,7 @@ def test_malformed_files_are_notes(of_two, tmp_path):
 
 
 def test_corrupt_sizes_need_no_memory(of_two, tmp_path):
-    """Numbers of records that the file does not have, and calls of impossible size, are notes or ignored."""
+    """Headers with too many records, and arrays of impossible size, cause notes or errors, and need little memory."""
     first, second = copied(of_two, tmp_path / "bad")
     data, whole = bytearray(second.read_bytes()), len(rows_of(second)[0])
     for capacity, count in ((1 << 28, 1 << 28), (1 << 36, 1 << 62)):
@@ -70,7 +70,7 @@ def test_corrupt_sizes_need_no_memory(of_two, tmp_path):
         with pytest.raises(ValueError, match="header is malformed"):
             read_trace(second)
     os.truncate(first, 0)
-    os.truncate(first, 40 << 30)
+    os.truncate(first, 40 << 30)  # 40 GiB of zeros
     with pytest.raises(ValueError, match="not a trace"):
         read_trace(first)
     for digits in (1, 18, 19, 4000, 5000):
@@ -78,8 +78,8 @@ def test_corrupt_sizes_need_no_memory(of_two, tmp_path):
         assert nbytes == (36 if digits == 1 else None)
 
 
-def with_facts(data, **fields):
-    """Replace facts in the header of a file."""
+def replace_facts(data, **fields):
+    """Replace fields of the JSON in the header of a file's ``data``."""
     (length,) = struct.unpack_from("=Q", data, 8)
     facts = Facts.decode(bytes(data[112 : 112 + length]))._replace(**fields).encode()
     assert len(facts) <= struct.unpack_from("=Q", data, 16)[0] - 112
@@ -88,21 +88,21 @@ def with_facts(data, **fields):
 
 
 def test_processes_of_containers_are_apart(of_two, tmp_path):
-    """Two runs whose processes have equal pids, as in containers, are two runs."""
+    """Two runs stay apart if their processes have equal pids, as in containers."""
     for path in copied(of_two, tmp_path / "both"):
         data, token = bytearray(path.read_bytes()), path.name.split(".")[1]
-        with_facts(data, token="ab", process="1f")
+        replace_facts(data, token="ab", process="1f")
         path.with_name(path.name.replace(token, "ab")).write_bytes(data)
     assert [len(run) for run in read_directory(tmp_path / "both").runs] == [1, 1]
 
 
 def shifted(folder, target, clock, add_ns, ranks_):
-    """Copy a trace; the files of some ranks get another clock, to whose times nanoseconds are added."""
+    """Copy a trace. In the files of ``ranks_``, name another clock, and add nanoseconds to all times."""
     for path in copied(folder, target):
         if path.suffix == ".trace" and int(path.name[4 : path.name.index(".")]) in ranks_:
             data = bytearray(path.read_bytes())
             _, _, records_at, _, _, count, _, *clocks = struct.unpack_from("=6Qq6q", data, 8)
-            with_facts(data, clock=clock)
+            replace_facts(data, clock=clock)
             clocks[0] += add_ns
             clocks[3] += add_ns
             struct.pack_into("=6q", data, 64, *clocks)
@@ -115,7 +115,7 @@ def shifted(folder, target, clock, add_ns, ranks_):
 
 
 def test_clocks_of_hosts_are_aligned(of_hosts, tmp_path, trace):
-    """If the clock of the second host differs, the calls' messages give the difference within the stated error."""
+    """If the second host has another clock, the difference is computed from the calls within the stated error."""
     add = 123_456_789_012
     group, _ = only_group(shifted(of_hosts, tmp_path / "shifted", "another", add, (3, 4)))
     shifts = align([group])
@@ -129,10 +129,11 @@ def test_clocks_of_hosts_are_aligned(of_hosts, tmp_path, trace):
 
 
 def test_the_tightest_limits_count(of_hosts):
-    """Of several calls, the one in which a host was late limits the difference from one side, and so does the other."""
+    """The call in which one host was late gives an upper limit of the clocks' difference, and the call in which the
+    other host was late gives a lower limit. The middle of the tightest limits is used."""
     group, _ = only_group(of_hosts)
     ranks = {}
-    # The clock of rank 3 is 1000 behind, and messages take 10: rank 3 is late in the first call, rank 0 in the second.
+    # The clock of rank 3 is 1000 ns behind. Messages take 10 ns. Rank 3 is late in call 1, and rank 0 in call 2.
     for rank, clock, spans in ((0, "one", [(0, 510), (2000, 2015)]), (3, "two", [(-500, -485), (600, 1010)])):
         found = group.ranks[rank]
         calls = tuple(
@@ -154,19 +155,19 @@ def test_without_common_calls_the_calendar_is_used(of_hosts, tmp_path):
 
 
 def test_phases_between_hosts(of_hosts):
-    """Leaders compare each call with the other hosts and exchange data; other ranks only wait for their host. Ranks
-    that wait for a leader which waits for another host blame a rank of the other host."""
+    """Leaders compare each call with the other hosts and exchange data. Other ranks only wait for ranks of their host.
+    If a rank waits for a leader that waits for another host, the wait counts for a rank of the other host."""
     group, _ = only_group(of_hosts)
     assert group.hosts == ((0, 1, 2), (3, 4))
     for rank, found in group.ranks.items():
         assert len(found.calls) == 10
         own = {0, 1, 2} if rank < 3 else {3, 4}
         for call in found.calls:
-            kinds, leader = [part.phase for part in call.parts], rank != 2
+            kinds, is_leader = [part.phase for part in call.parts], rank != 2
             compares = call.text.startswith("links between hosts planned as ")  # plan_on, which moves no data
             assert compares == (call.number == 9)
-            assert kinds.count(Phase.AGREE) == leader
-            assert (Phase.BETWEEN_HOSTS in kinds) == (leader and not compares)
+            assert kinds.count(Phase.AGREE) == is_leader
+            assert (Phase.BETWEEN_HOSTS in kinds) == (is_leader and not compares)
             assert {part.waited_for for part in call.parts if part.phase is Phase.WAIT} <= own - {rank}
             ends = [call.begin_ns, *(part.end_ns for part in call.parts)]
             assert [part.begin_ns for part in call.parts] == ends[:-1]

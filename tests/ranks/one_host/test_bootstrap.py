@@ -1,4 +1,4 @@
-"""Bootstrap: ranks find out which of them share a host, share memory, and leave nothing behind."""
+"""Bootstrap: ranks find out which of them share a host, and share memory."""
 
 import fcntl
 import os
@@ -25,8 +25,8 @@ def bytes_for(count, _hosts):
 
 
 def numbered(rendezvous):
-    """Share memory, check that only its user can open it, that it has no name and cannot change its size, write this
-    rank's number into it, and return the hosts and the numbers of all ranks of this host."""
+    """Share memory, write this rank's number into it, and return the hosts, and the numbers of all ranks of this host.
+    Check that only the user can open the memory, that it has no name, and that its size cannot be changed."""
     before, files = set(Path("/proc/self/fd").iterdir()), sorted(Path("/dev/shm").glob("*crossreduce*"))
     found = bootstrap.bootstrap(rendezvous, bytes_for)
     here = next(host for host in found.hosts if rendezvous.rank in host)
@@ -49,7 +49,7 @@ def numbered(rendezvous):
 
 
 def test_ranks_of_one_machine_share_its_memory():
-    """The ranks of one machine are one host; all can read what each writes (``numbered`` checks the memory)."""
+    """The ranks of one machine are one host. All ranks can read what each of them writes."""
     assert ranks(4, numbered) == [(((0, 1, 2, 3),), [1000, 1001, 1002, 1003])] * 4
 
 
@@ -72,14 +72,14 @@ def of_another_version(rendezvous):
 
 
 def test_versions_are_compared_first():
-    """Ranks of different versions raise one error, which lists the ranks of each version by their global numbers."""
+    """If ranks have different versions, all raise the same error, which lists the global ranks of each version."""
     (text,) = set(ranks(4, of_another_version))
     assert f"given: ranks 10, 11, 14: {flight_recorder.version()}; rank 12: 9.9" in text
     assert text.startswith("the ranks have different versions")
 
 
 def broken(rendezvous, failing, problem):
-    """Share memory while a function fails once on some ranks."""
+    """Share memory, while the function ``problem`` fails once on the ranks ``failing``."""
     if rendezvous.rank in failing:
         real = getattr(bootstrap, problem)
         calls = []
@@ -98,8 +98,8 @@ def broken(rendezvous, failing, problem):
     ("failing", "problem"), [({0}, "_memory"), ({0}, "_send"), ({2}, "_receive_memory"), ({1, 2}, "_receive_memory")]
 )
 def test_a_host_whose_ranks_cannot_all_share_memory_is_split(failing, problem):
-    """If a rank cannot make, send or receive its host's memory, each rank of the host is treated as a separate host;
-    the ranks of another host still share their memory."""
+    """If a rank cannot allocate, send or receive its host's memory, each rank of this host becomes a host of its own.
+    The ranks of another host still share memory."""
     found = ranks(5, broken, failing, problem, environment=on(*"aaabb"))
     assert {hosts for hosts, _ in found} == {((0,), (1,), (2,), (3, 4))}
     assert [read for _, read in found] == [[1000], [1001], [1002], [1003, 1004], [1003, 1004]]
@@ -111,14 +111,14 @@ def changed(rendezvous, name, value):
 
 
 def test_memory_is_sent_in_batches():
-    """Each rank of a host gets the memory if there are more ranks than a rank can send messages to at once."""
+    """Each rank of a host gets the memory, also if there are more ranks than one batch of messages."""
     found = ranks(7, changed, "_MESSAGES", 2, environment=on(*"aaabaaa"))
     assert {hosts for hosts, _ in found} == {((0, 1, 2, 4, 5, 6), (3,))}
     assert [read for _, read in found[:3]] == [[1000, 1001, 1002, 1004, 1005, 1006]] * 3
 
 
 def test_a_rank_whose_host_cannot_be_identified_is_its_own_host():
-    """If the system does not report its identifiers, each rank is treated as a separate host and gets memory."""
+    """If the identifiers of the system cannot be read, each rank becomes a host of its own and gets memory."""
     found = ranks(2, changed, "_BOOT", Path("/proc/missing"))
     assert found == [(((0,), (1,)), [1000 + rank]) for rank in range(2)]
 
@@ -137,14 +137,14 @@ def without_memory(rendezvous):
 
 
 def test_a_lack_of_memory_is_an_error():
-    """If there is not even enough memory for one rank, each rank raises and leaves no file open. A rank that is alone
-    on its host and cannot allocate memory raises; the other hosts share their memory."""
+    """If there is not enough memory even for one rank, each rank raises an error and leaves no file open. If only one
+    host lacks memory, its rank raises an error, and the ranks of other hosts share memory."""
     ranks(3, without_memory, environment=on(*"aab"))
 
 
 @pytest.fixture
 def sockets():
-    """A sender, a receiver of its messages, the receiver's name, and a socket of another program."""
+    """Yield a sender, a receiver of its messages, the receiver's name, and a socket like that of another program."""
     with (
         bootstrap._sender(name := bootstrap._new_name()) as sender,
         socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as receiver,
@@ -154,8 +154,8 @@ def sockets():
 
 
 def test_only_the_sender_can_send_to_a_receiver(sockets):
-    """Linux refuses messages of other sockets to a sender and to a receiver, so they can neither block nor fill them,
-    nor plant descriptors that are slow to close."""
+    """Linux refuses messages of other sockets to a sender and to a receiver. So other programs cannot fill or block
+    them, or send descriptors that are slow to close."""
     sender, receiver, name, stranger = sockets
     with pytest.raises(BrokenPipeError, match="Broken pipe"):
         stranger.sendto(b"rubbish", sender.getsockname())
@@ -177,7 +177,7 @@ def test_only_the_sender_can_send_to_a_receiver(sockets):
 
 @pytest.mark.parametrize(("user", "nbytes", "text"), [(54321, 4096, "process of user"), (os.getuid(), 4097, "4097")])
 def test_memory_of_another_user_or_of_a_wrong_size_is_not_used(sockets, monkeypatch, user, nbytes, text):
-    """Received memory is used only if a process of this rank's user sent it and it is large enough."""
+    """Received memory is used only if a process of this rank's user has sent it, and if it is large enough."""
     sender, receiver, name, _ = sockets
     with os.fdopen(bootstrap._memory(4096)) as memory:
         before = sorted(Path("/proc/self/fd").iterdir())
@@ -189,8 +189,8 @@ def test_memory_of_another_user_or_of_a_wrong_size_is_not_used(sockets, monkeypa
 
 
 def test_hosts_are_in_the_order_of_their_lowest_ranks():
-    """Hosts partition the ranks; their ranks ascend, and they are in the order of their lowest ranks. Ranks of another
-    user are on another host."""
+    """Each rank is on one host. The ranks of a host ascend, and hosts are sorted by their lowest ranks. Ranks of
+    different users are on different hosts."""
     assert bootstrap._identity()[2] == str(os.getuid())
     found = bootstrap._hosts([bootstrap._HostInfo("1", ["boot", "net", user], "", []) for user in "01"], ["", ""])
     assert found == ((0,), (1,))

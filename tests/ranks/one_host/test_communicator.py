@@ -1,4 +1,4 @@
-"""Collectives of the ranks of one host: the same bits in every run, ends of pieces, and wake-ups.
+"""Collectives of the ranks of one host: the same bits in every run, ends of shares and pieces, and wake-ups.
 
 ``test_multi_host`` compares all collectives with the oracle, also on one host.
 """
@@ -19,7 +19,7 @@ from crossreduce.ranks.intra_host.programs import PIECE_BYTES
 
 
 def delayed(rendezvous):
-    """Compare sums that depend on the order of the terms with those in the order of the ranks."""
+    """Check that sums whose bits depend on the order of the terms have the bits of the order of the ranks."""
     comm, delays = member(rendezvous), random.Random(rendezvous.rank)
     for size in (100, 70_000, PIECE_BYTES // 4 + 9) * 3:
         draw = np.random.default_rng(size)
@@ -32,18 +32,18 @@ def delayed(rendezvous):
 
 
 def test_bits_do_not_depend_on_arrival_order():
-    """Delays of ranks do not change a bit: every result on every rank is the sum in the order of the ranks."""
+    """Random delays of ranks change no bit: each result on each rank is the sum in the order of the ranks."""
     ranks(4, delayed)
 
 
 def edges(rendezvous):
-    """Reduce arrays of sizes around the limits of small arrays, shares and pieces, with data that shows every error."""
+    """Reduce arrays whose sizes are near the limits of small arrays, shares and pieces; the data shows every error."""
     comm = member(rendezvous)
     n, me = comm.size, comm.rank
     wanted = sum((n + 1) ** r for r in range(n))
-    middles = (SMALL_BYTES // 8, 8 * n, PIECE_BYTES // 8, 3 * PIECE_BYTES // 8)
+    limits = (SMALL_BYTES // 8, 8 * n, PIECE_BYTES // 8, 3 * PIECE_BYTES // 8)
     larger_than_a_slot = (20 << 20) // 8 + 1
-    for size in [*(middle + k for middle in middles for k in (-1, 0, 1)), larger_than_a_slot]:
+    for size in [*(limit + k for limit in limits for k in (-1, 0, 1)), larger_than_a_slot]:
         x = np.full(size, (n + 1) ** me, np.int64) + (n * np.arange(size) if me == 0 else 0)
         out = poisoned(size, "int64")
         comm.all_reduce(ReduceOp.SUM, memory(x), memory(out))
@@ -57,18 +57,18 @@ def edges(rendezvous):
         comm.all_reduce(ReduceOp.SUM, *views)
         assert (out.copy().view(np.int64) == n * np.arange(5000) + n * (n - 1) // 2).all(), shift
         out[:] = x[:] = 0
-        assert not block.any()
+        assert not block.any(), "bytes beside the arrays were written"
     comm.close()
 
 
 def test_edges_of_pieces_and_unaligned_memory():
-    """No element is lost, doubled or misplaced at the ends of shares and pieces, in arrays larger than slots, or in
-    unaligned memory."""
+    """No element is lost, doubled or misplaced: at the ends of shares and pieces, in arrays that are larger than slots,
+    and in unaligned memory."""
     ranks(3, edges)
 
 
 def unsliced(rendezvous):
-    """Make many calls without the timer that ends waits: a rank that is not woken sleeps for longer than the test."""
+    """Make many calls with waits of up to 1e5 s: a rank that is not woken sleeps for longer than the test."""
     shared_memory.SLICE_S = 1e5
     comm = member(rendezvous)
     draw = random.Random(comm.rank)
@@ -83,5 +83,5 @@ def unsliced(rendezvous):
 
 @pytest.mark.parametrize("n", [2, 6])
 def test_no_wake_up_is_lost(n):
-    """The last rank to arrive wakes the sleeping ranks; no timer is needed."""
+    """The last rank that arrives at a barrier wakes all sleeping ranks. They do not depend on a timer."""
     ranks(n, unsliced, timeout_s=40)

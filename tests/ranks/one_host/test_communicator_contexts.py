@@ -30,8 +30,8 @@ from crossreduce.ranks.intra_host import shared_memory
 
 
 def crowd(rendezvous):
-    """Run three threads per rank, each with its own group, started in opposite orders on odd and even ranks; and two
-    threads that share a group, whose equal calls may run in any order."""
+    """Run three threads per rank with a group each, which odd and even ranks start in opposite orders. Also run two
+    threads that make equal calls of a shared group."""
 
     def own_group(name):
         comm = member(rendezvous, name=name)
@@ -49,12 +49,12 @@ def crowd(rendezvous):
 
 
 def test_several_groups_and_threads_at_once():
-    """Groups are independent of each other, made and used in any order; calls of one group run one after another."""
+    """Groups can be made and used in different orders on the ranks. The calls of one group run one after another."""
     ranks(3, crowd)
 
 
 def forking(rendezvous):
-    """Fork children during calls; the children use, drop or close the group."""
+    """Fork children during calls, which use, drop or close the group. Return their exit statuses."""
     comm, statuses = member(rendezvous), []
     thread = threading.Thread(target=lambda: [summed(comm, 300_000) for _ in range(25)])
     thread.start()
@@ -84,7 +84,7 @@ def forking(rendezvous):
 
 
 def test_forked_children_do_not_affect_the_group():
-    """A child forked during a call cannot use its parent's group, can close and drop it, and the parent continues."""
+    """A child forked during a call cannot use its parent's group, but may close or drop it without an effect on it."""
     assert ranks(2, forking) == [[0] * 5] * 2
 
 
@@ -104,8 +104,8 @@ def dropped(rendezvous):
 
 
 def test_a_rank_that_drops_its_group_leaves_it():
-    """A rank that drops a group without closing it releases all resources at once, without the garbage collector, and
-    the other ranks get an error."""
+    """If a rank drops a group without closing it, all resources are released at once, without the garbage collector.
+    The other ranks get an error that names the rank."""
     found = ranks(3, dropped)
     assert all(before == after for _, before, after in found), found
     for (text, lost), *_ in found[1:]:
@@ -127,7 +127,7 @@ def short_of_addresses(rendezvous):
 
 
 def test_a_rank_that_cannot_map_the_memory_delays_no_other_rank():
-    """If a limit prevents a rank from mapping the memory, all ranks raise the same error and keep no resources."""
+    """If a rank cannot map the shared memory, all ranks raise the same error at once and keep no resources."""
     ((text, is_released),) = set(ranks(3, short_of_addresses))
     assert text.startswith("rank 1: the memory of the host cannot be mapped.\n  given: [Errno 12] Cannot allocate")
     assert is_released
@@ -144,7 +144,7 @@ def two_in_one(rendezvous):
 
 
 def test_two_ranks_in_one_process_are_refused():
-    """Ranks must be processes; threads cannot be ranks of one group."""
+    """Two threads of one process cannot be ranks of the same group."""
     assert ranks(1, two_in_one) == [[True, True]]
 
 
@@ -182,12 +182,12 @@ def misused(rendezvous):
 
 
 def test_wrong_arguments_raise_on_the_calling_rank():
-    """A call with wrong arguments raises and does not count as a call; a closed group raises, too."""
+    """A call with wrong arguments raises an error on its rank, and does not count. So does a call of a closed group."""
     ranks(2, misused)
 
 
 def handled(rendezvous, inside):
-    """Call the method named ``inside`` in a signal handler that interrupts a call of rank 0."""
+    """Call ``inside`` in a signal handler, during a barrier of rank 0. Return outcome, errors, and a descriptor."""
     comm, seen, outcome = member(rendezvous, 10), [], "done"
 
     def handler(*_):
@@ -211,16 +211,17 @@ def handled(rendezvous, inside):
 
 
 def test_a_signal_handler_during_a_call():
-    """A collective in the handler raises, and the interrupted call continues; close or abort in the handler ends the
-    interrupted call on all ranks."""
+    """A collective in a signal handler raises an error, and the interrupted call continues. ``close`` or ``abort`` in
+    the handler ends the interrupted call on all ranks."""
     for inside in ("barrier", "close", "abort"):
-        (outcome, seen, fd), (other, *_) = ranks(2, handled, inside)
-        assert (fd, other) == (-1, outcome)
+        (outcome, errors, fd), (other_outcome, *_) = ranks(2, handled, inside)
+        assert (fd, other_outcome) == (-1, outcome)
         if inside == "barrier":
-            assert ["this thread is already in a call" in text for text in seen] == [True]
+            (error,) = errors
+            assert "this thread is already in a call" in error
             assert outcome == "done"
         else:
-            assert seen == []
+            assert errors == []
             assert outcome.startswith("rank 0 left during op 1, barrier")
 
 
@@ -233,7 +234,7 @@ def spin_times(rendezvous, cpus):
 
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="this system gives the tests one CPU")
 def test_ranks_spin_only_if_each_has_a_cpu():
-    """Ranks that a launcher bound to one CPU each spin while they wait; two that share a CPU do not."""
+    """Ranks that are bound to a CPU each spin while they wait. Two ranks that share a CPU do not."""
     first, second, *_ = sorted(os.sched_getaffinity(0))
     assert ranks(2, spin_times, (first, second)) == [[shared_memory.SPIN_S]] * 2
     assert ranks(2, spin_times, (first, first)) == [[0.0]] * 2

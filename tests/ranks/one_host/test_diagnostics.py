@@ -1,4 +1,4 @@
-"""The texts about ranks whose calls differ, or that are late or lost, name the ranks and what each of them called."""
+"""The texts about ranks that are late or lost, or whose calls differ, name these ranks and their calls."""
 
 import copy
 import pickle
@@ -26,8 +26,8 @@ def calls_of(*texts, sequence=17):
 
 
 def test_the_call_of_most_ranks_counts_as_correct():
-    """The text says that the fewer ranks differ from the others; of equal groups, the one without the lowest rank.
-    Each of several other calls is there, with its ranks. The order of the calls in the mapping does not matter."""
+    """The text states that the minority of ranks differs from the majority; if they are equally many, the lowest rank
+    counts as one of the majority. It lists each call with its ranks. The order of the mapping does not matter."""
     assert mismatch_text(calls_of("barrier", SUM, SUM), "a").startswith("rank 0 differs from ranks 1, 2")
     text = mismatch_text(calls_of(SUM, SUM, SUM, sequence=18) | {2: CallSignature(17, SUM)}, "world")
     assert text.startswith('rank 2 differs from ranks 0, 1 in the number of calls of group "world"')
@@ -41,11 +41,12 @@ def test_the_call_of_most_ranks_counts_as_correct():
     for other in ("", "a user's text: [1, 2]", "send 3 (tag 4)", "x" * 500):  # texts that cannot be parsed
         assert "in the call" in mismatch_text(calls_of(SUM, SUM, other), "a")
     calls = calls_of(SUM, "barrier", DIFFERENCES["op"], SUM, "barrier")
-    assert len({mismatch_text(dict(sorted(calls.items(), key=lambda x: x[0] * k % 5)), "a") for k in range(1, 5)}) == 1
+    orders = [dict(sorted(calls.items(), key=lambda item: item[0] * k % 5)) for k in range(1, 5)]
+    assert len({mismatch_text(each, "a") for each in orders}) == 1
 
 
 def test_texts_stay_short_on_many_ranks():
-    """Of 512 different calls, or 500 ranks that are not consecutive, only a few are listed, and all are counted."""
+    """Of 512 different calls, or of 500 ranks that are not consecutive, a text lists only a few, and their number."""
     text = mismatch_text(calls_of(*(call_text("all_reduce", "sum", None, "float32", (k,)) for k in range(512))), "a")
     assert len(text) < 1000
     assert "and 504 other calls" in text
@@ -57,8 +58,8 @@ def test_texts_stay_short_on_many_ranks():
 
 
 def test_late_and_lost_ranks_are_named():
-    """The warning and the timeout name the late ranks, their last calls, and the call of the others; the text about
-    lost ranks names each with its process and host, and how it was lost."""
+    """The warning and the timeout name the late ranks, their last calls, and the call of the others. The text about
+    lost ranks names their processes and hosts, and how they were lost."""
     late = {3: CallSignature(16, "barrier"), 5: CallSignature(17, SUM), 6: None, 7: CallSignature(0, "")}
     call = CallSignature(17, SUM)
     warning, end = stall_text(5, call, late, "world"), timeout_text(30, call, late, "world")
@@ -80,7 +81,7 @@ def test_late_and_lost_ranks_are_named():
     ("kind", "builtin"), [(cr.PeerLostError, ConnectionError), (cr.CollectiveTimeout, TimeoutError)]
 )
 def test_errors_keep_their_ranks(kind, builtin):
-    """An error about ranks has built-in base classes, among them the RuntimeError of torch's backends, and keeps its
+    """An error about ranks has built-in base classes, such as RuntimeError, which torch's backends raise. It keeps its
     ranks when it is pickled, copied or prefixed."""
     error = kind("rank 3 died", [3, 4])
     assert all(isinstance(error, base) for base in (builtin, RuntimeError, cr.ReductionError))

@@ -1,4 +1,4 @@
-"""Ranks of one host that die or stop: the ranks that errors name, warnings, timeouts, and dumps."""
+"""Ranks of one host die or stop: errors that name them, warnings, timeouts, and dumps."""
 
 import json
 import mmap
@@ -23,17 +23,17 @@ pytestmark = pytest.mark.usefixtures("dump_directory")
 
 
 def until_lost(rendezvous, started, seed):
-    """Make random calls, the same on all ranks, until one fails; some of them are long."""
+    """Make random calls, the same on all ranks, until one fails. Return the error's text and ranks."""
     comm, draw = member(rendezvous, 5), random.Random(seed)
     sizes = [16 << 20] if seed % 3 == 0 else [10, 5000, 300_000, 4_000_000]
     started.ready()
     try:
         while True:
             x = np.ones(draw.choice(sizes), np.float32)
-            what = draw.randrange(4)
-            if what == 0:
+            kind = draw.randrange(4)
+            if kind == 0:
                 comm.broadcast(memory(x), draw.randrange(comm.size))
-            elif what == 1:
+            elif kind == 1:
                 comm.barrier()
             else:
                 comm.all_reduce(ReduceOp.SUM, memory(x), memory(x))
@@ -47,8 +47,8 @@ def until_lost(rendezvous, started, seed):
 
 @pytest.mark.parametrize("seeds", [range(4), pytest.param(range(4, 30), marks=pytest.mark.system)])
 def test_a_killed_rank_is_named(seeds):
-    """Whenever a rank is killed, all others raise the same PeerLostError before the timeout, which names it; their next
-    call raises it again."""
+    """At whatever moment a rank is killed, all others raise the same PeerLostError before the timeout. It names the
+    killed rank. Their next call raises it again."""
     for seed in seeds:
         draw = random.Random(seed)
         n = draw.choice([2, 3, 4])
@@ -83,8 +83,8 @@ def dies_between(rendezvous, when):
 
 
 def test_before_the_first_call_and_after_the_last():
-    """A rank that dies before its first call is named, even if its child lives; one that dies after the last call
-    affects no other rank."""
+    """If a rank dies before its first call, errors name it, even if a child of it still runs. If a rank dies after the
+    last call, no other rank is affected."""
     first, _, third = ranks(3, dies_between, "before", check=False)
     assert [(type(each), each.ranks) for each in (first, third)] == [(PeerLostError, (1,))] * 2
     first, _, third = ranks(3, dies_between, "after", check=False)
@@ -92,7 +92,7 @@ def test_before_the_first_call_and_after_the_last():
 
 
 def stopped(rendezvous, started):
-    """Sum until a call times out; return the error's text and ranks, and the warnings."""
+    """Make calls until one times out. Return the error's text and ranks, and the warnings."""
     comm, kept = member(rendezvous, 1.5), Warnings()
     comm.detector.warn_s = 0.3
     for _ in range(3):
@@ -105,13 +105,13 @@ def stopped(rendezvous, started):
         shown = traceback.format_exc()
         with pytest.raises(CollectiveTimeout, match=re.escape(str(error))):
             comm.barrier()
-        assert shown.count("Traceback (most recent call last)") == 1, "an internal exception is before it"
+        assert shown.count("Traceback (most recent call last)") == 1, "the traceback shows an internal exception, too"
         return str(error), error.ranks, kept.texts
 
 
 def test_a_rank_that_stops_beyond_the_timeout(dump_directory):
-    """If a rank stops for longer than the timeout, all others warn, and raise a CollectiveTimeout, which name it, and
-    write dumps of all ranks' last calls; the rank raises the same when it continues."""
+    """If a rank stops for longer than the timeout, all others log a warning and raise a CollectiveTimeout, which both
+    name the rank. They write dumps of all ranks' last calls. When the rank continues, it raises the same error."""
     with starter(4) as started:
 
         def pause(pids):
@@ -142,7 +142,7 @@ def test_a_rank_that_stops_beyond_the_timeout(dump_directory):
 
 
 def slow(rendezvous):
-    """Make a call of many stages, of which rank 1 executes a few hundred at a time, with pauses."""
+    """Make a call of more than 800 stages. Rank 1 pauses after each 200 stages, for more than the timeout in all."""
     programs.PIECE_BYTES = 1 << 11
     comm = member(rendezvous)
     summed(comm, 2 << 20 >> 3)  # compiles the program, which takes a while
@@ -151,9 +151,9 @@ def slow(rendezvous):
 
     def slowly(program, addresses, text, until):
         begin(program, addresses, text, 200)
-        for part in (400, 600, 800, until):
+        for stage in (400, 600, 800, until):
             time.sleep(0.3)
-            outcome = comm.memory.advance(part)
+            outcome = comm.memory.advance(stage)
         return outcome
 
     if comm.rank == 1:
@@ -168,7 +168,7 @@ def test_a_call_that_progresses_does_not_time_out():
 
 
 def slow_to_write(rendezvous, is_killed):
-    """Let rank 2 begin to write the reason of an abort, and complete it late, or be killed before."""
+    """Let rank 2 begin to write the reason of an abort. Then it completes the reason late, or is killed before."""
     comm = member(rendezvous, 8)
     if comm.rank == 2:
         with mmap.mmap(comm.memory.fd, 0) as mapped:
@@ -187,8 +187,8 @@ def slow_to_write(rendezvous, is_killed):
 
 
 def test_a_rank_that_is_slow_to_write_the_abort_reason():
-    """When a rank aborts the group, all ranks wait for its reason while it lives, and raise the reason. If it dies
-    before it has written the reason, the errors name it."""
+    """If a rank aborts the group, all ranks wait until it has written the reason, and raise it. If the rank dies
+    before, their errors name the dead rank."""
     assert ranks(3, slow_to_write, False) == ["the reason"] * 3
     first, second, died = ranks(3, slow_to_write, True, check=False)
     assert isinstance(died, Died)
@@ -201,13 +201,13 @@ def leaves_after_its_last_call(rendezvous):
     summed(comm)
     missing = comm.memory.missing
 
-    def slow():
+    def slow_missing():
         found = missing()
         time.sleep(0.5)
         return found
 
     if comm.rank == 0:
-        comm.memory.missing = slow
+        comm.memory.missing = slow_missing
     else:
         time.sleep(0.3)
     summed(comm)
@@ -215,5 +215,5 @@ def leaves_after_its_last_call(rendezvous):
 
 
 def test_a_rank_that_leaves_after_a_call_is_not_lost_in_it():
-    """A rank that arrives and leaves while another one looks for missing ranks has not missed the call."""
+    """If a rank arrives and leaves while another rank looks for missing ranks, the call succeeds."""
     ranks(2, leaves_after_its_last_call)

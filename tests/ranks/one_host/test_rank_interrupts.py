@@ -17,13 +17,14 @@ from crossreduce.ranks.intra_host import shared_memory
 
 
 def interrupted(rendezvous, started, state):
+    """Call a barrier. Rank 1 is interrupted in it ("waiting") or before it ("between"). Return the error."""
     before, comm = Resources(), None
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(3))
     try:
         comm = member(rendezvous, 60)
         started.ready()
         if state == "waiting" and comm.rank == 0:
-            time.sleep(0.6)  # meanwhile the others wait in the barrier, where rank 1 is interrupted
+            time.sleep(0.6)  # meanwhile the others wait in the barrier
         if state == "between" and comm.rank == 1:
             time.sleep(5)
         comm.barrier()
@@ -38,8 +39,8 @@ def interrupted(rendezvous, started, state):
 
 @pytest.mark.parametrize(("state", "number"), [("waiting", signal.SIGINT), ("between", signal.SIGTERM)])
 def test_an_interrupted_rank_releases_everything(state, number):
-    """Ctrl-C or SIGTERM in or between calls makes a rank leave, and ends the calls of the others, before the
-    timeout; all of them release their threads, descriptors, mappings and files."""
+    """Ctrl-C or SIGTERM in or between calls makes a rank leave, and ends the others' calls before the timeout. All of
+    them release their threads, descriptors, mappings and files."""
     with starter(3) as started:
 
         def interrupt(pids):
@@ -71,7 +72,7 @@ def interrupted_at_the_rendezvous(rendezvous):
 
 
 def test_an_interrupt_during_the_bootstrap():
-    """If a rank is interrupted during the bootstrap, the other ranks raise at once, and all release everything."""
+    """If a rank is interrupted during the bootstrap, the others raise errors at once, and all release everything."""
     assert ranks(3, interrupted_at_the_rendezvous) == ["PeerLostError", "KeyboardInterrupt", "PeerLostError"]
 
 
@@ -80,7 +81,7 @@ class Alarm(Exception):  # noqa: N818
 
 
 def alarmed(rendezvous):
-    """Make many groups; interrupt rank 0 of each at a random moment; after most interruptions rank 0 calls again."""
+    """Make 20 groups, and interrupt rank 0 of each at a random moment. After most interrupts rank 0 calls again."""
     shared_memory.SLICE_S = 1e-6  # so that calls spend most of their time in Python
     outcomes, rung = [], []
     delays = random.Random(rendezvous.rank)
@@ -99,7 +100,7 @@ def alarmed(rendezvous):
             with contextlib.suppress(Alarm):
                 if comm.rank == 0:
                     signal.setitimer(signal.ITIMER_REAL, delay)
-                while not rung:  # Python ignores exceptions in callbacks of weak references, and so an alarm there
+                while not rung:  # repeat, since Python ignores an alarm in a callback of a weak reference
                     time.sleep(delays.random() * pause_s * comm.rank)
                     summed(comm, size)
             outcome = ("alarm", comm.memory.running)
@@ -113,8 +114,8 @@ def alarmed(rendezvous):
 
 
 def test_interrupts_at_any_moment():
-    """At any moment of a call, an interrupt leads neither to a deadlock nor to a wrong result: the group either breaks
-    with an error that names the interrupted rank, or can still be used."""
+    """After an interrupt at any moment of a call, the group either breaks with an error that names the interrupted
+    rank, or can still be used. There is neither a deadlock nor a wrong result."""
     first, *others = ranks(3, alarmed)
     between = ("alarm", False)
     assert set(first) <= {("alarm", True), between, ("rank 0 was interrupted", 0)}

@@ -1,4 +1,4 @@
-"""Calls of the ranks of one host that differ: the error names the ranks; nothing is written."""
+"""Calls that differ between the ranks of one host: the error names the ranks, and nothing is written."""
 
 import numpy as np
 import pytest
@@ -11,7 +11,7 @@ from crossreduce.ranks.intra_host.programs import PIECE_BYTES
 
 
 def all_reduce(op="sum", dtype="float32", shape=(10,), exact=False):
-    """Return a function that makes a call of a communicator and returns its inputs and results, as ``call`` does."""
+    """Return a function of a communicator, which returns (a function that makes the call, its inputs, its results)."""
 
     def of(comm):
         x, out = np.zeros(shape, dtype), poisoned(int(np.prod(shape)), dtype)
@@ -22,7 +22,7 @@ def all_reduce(op="sum", dtype="float32", shape=(10,), exact=False):
 
 
 def call(name, argument=None):
-    """The same of other collectives; ``argument``: the root, or the text of ``require_same``."""
+    """Return the same for another method. ``argument``: the root, or the text of ``require_same``."""
 
     def of(comm):
         xs, outs = ([make(10, "float32") for _ in range(comm.size)] for make in (np.zeros, poisoned))
@@ -38,8 +38,8 @@ def call(name, argument=None):
     return of
 
 
-P = PIECE_BYTES // 4
-# The call of most ranks, the call of one rank, what differs in the words of the error, and texts of both calls.
+P = PIECE_BYTES // 4  # float32 elements of a piece
+# The call of most ranks, the call of one rank, what differs according to the error, and parts of both calls' texts.
 MISMATCHES = [
     (all_reduce(), all_reduce(shape=(12,)), "shape", "float32[10]", "float32[12]"),
     (all_reduce(shape=(2, 3)), all_reduce(shape=(3, 2)), "shape", "float32[2, 3]", "float32[3, 2]"),
@@ -82,13 +82,13 @@ def disagreeing(rendezvous):
 
 @pytest.mark.parametrize("n", [2, 3])
 def test_calls_that_differ(n):
-    """If one rank makes another call after 100 correct ones, all ranks raise the same text, which names the rank, what
-    differs and both calls; no result is written, and the group can still be used."""
+    """If one rank makes another call after 100 correct calls, all ranks raise an error with the same text. It names the
+    rank, what differs and both calls. No result is written, and the group can still be used."""
     found = ranks(n, disagreeing)
     assert all(texts == found[0] for texts in found)
     for k, (text, (_, _, what, one, other)) in enumerate(zip(found[0], MISMATCHES, strict=True)):
         odd, usual = k % n, f"ranks {', '.join(str(r) for r in range(n) if r != k % n)}"
-        if n == 2:  # of two calls, that of rank 0 counts as correct
+        if n == 2:  # of two different calls, that of rank 0 counts as correct
             odd, usual, one, other = (1, "rank 0", *((one, other) if odd else (other, one)))
         head, calls = text.splitlines()[:2]
         assert head.startswith(f"rank {odd} differs from {usual} in {what} at op "), text
@@ -113,7 +113,7 @@ def all_different(rendezvous):
 
 
 def test_all_ranks_differ():
-    """If no two calls are equal, that of rank 0 counts as correct, and all are shown."""
+    """If no two calls are equal, the call of rank 0 counts as correct. The error shows all calls."""
     (text,) = set(ranks(4, all_different))
     assert text.startswith("ranks 1-3 differ from rank 0 in shape")
     assert all(f"uint8[{k + 5}]" in text for k in range(4))
@@ -134,8 +134,8 @@ def skipping(rendezvous):
 
 
 def test_a_skipped_call_is_named():
-    """After a rank skipped a call, each further call raises on all ranks, and the error has the call's number; when the
-    rank has left, the errors of the others name it."""
+    """After a rank has skipped a call, each later call raises an error on all ranks, which contains the call's number.
+    After this rank has left, the errors of the others name it."""
     (*both, last), own, again = ranks(3, skipping)
     assert again == [*both, last]
     assert own == both

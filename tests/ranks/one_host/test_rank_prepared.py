@@ -1,4 +1,4 @@
-"""Collectives that were called before run in compiled code: the same results and errors, if nothing has changed."""
+"""Prepared calls: a call that repeats an earlier one runs in native code, with the same results and errors."""
 
 import os
 import signal
@@ -21,7 +21,7 @@ from crossreduce.ranks.intra_host import shared_memory
 
 
 class Counted:
-    """Passes calls on to the compiled ones, and counts those that were prepared."""
+    """Wraps the native table of prepared calls, and counts the calls that it executes."""
 
     def __init__(self, calls):
         self.calls, self.hits, self.add = calls, 0, calls.add
@@ -33,7 +33,7 @@ class Counted:
 
 
 def group_of(rendezvous):
-    """Return a group of NumPy arrays without an MPI, and the counter of its prepared calls."""
+    """Return a group for NumPy arrays, and the counter of its prepared calls."""
     group = array_group(member(rendezvous))
     assert group._calls is not prepared.NO_CALLS
     group._calls = Counted(group._calls)
@@ -41,7 +41,7 @@ def group_of(rendezvous):
 
 
 def prepared_group(rendezvous, size, calls=2):
-    """Return a group, and an array whose all-reduce was called some times: all but the first in compiled code."""
+    """Return a group, and an array whose all-reduce was called ``calls`` times, the first time in Python."""
     group, counter = group_of(rendezvous)
     x = np.ones(size, np.float32)
     for _ in range(calls):
@@ -51,7 +51,7 @@ def prepared_group(rendezvous, size, calls=2):
 
 
 def every_collective(rendezvous):
-    """Make each call three times, of which the first takes the path in Python."""
+    """Make each call three times. Only the first one runs in Python."""
     group, counter = group_of(rendezvous)
     rows = ("float32", ()), (ml_dtypes.bfloat16, (0,)), ("int64", (3, 5)), ("bool", (40_001,)), ("float32", (40_001,))
     for dtype, row in rows:
@@ -59,35 +59,33 @@ def every_collective(rendezvous):
             before = counter.hits
             check(group, row, dtype)
             prepared_calls = 3 * (2 if dtype == "bool" else 3) + 5  # three of each reduction
-            assert counter.hits - before == prepared_calls or not turn, (dtype, row, turn)
+            assert turn == 0 or counter.hits - before == prepared_calls, (dtype, row, turn)
     group.close()
 
 
 def every_collective_without_reading_peers(rendezvous):
     can_read_all = mock.Mock(return_value=rendezvous.rank != 1)
-    with (
-        mock.patch.object(shared_memory.RankMemory, "can_read_all", can_read_all),
-        mock.patch.object(one_host, "peer_stages", None),
-    ):
+    reading = mock.patch.object(shared_memory.RankMemory, "can_read_all", can_read_all)
+    with reading, mock.patch.object(one_host, "peer_stages", None):
         every_collective(rendezvous)
     can_read_all.assert_called_once()
 
 
 def test_every_prepared_collective_gives_the_result_of_the_first_call():
-    """The prepared collectives give NumPy's results, and run in compiled code from the second call on; also if one of
-    two ranks may not read the memory of the other's process: then both use the shared memory."""
+    """Every collective gives NumPy's results, and runs in native code from the second call on. If one of two ranks may
+    not read the memory of the other's process, both use the shared memory."""
     for n in (1, 2, 3):
         ranks(n, every_collective)
     ranks(2, every_collective_without_reading_peers)
 
 
-def what_is_not_prepared(rendezvous):
+def calls_in_python(rendezvous):
     group, counter = group_of(rendezvous)
     n, x = group.size, np.ones((4, 6), np.float32)
     for _ in range(2):
         group.all_reduce(x)
     hits = counter.hits
-    for given in (np.asfortranarray(x), x.astype(">f4"), x.tolist()) * 2:  # another layout or byte order, no array
+    for given in (np.asfortranarray(x), x.astype(">f4"), x.tolist()) * 2:  # other layout, other byte order, a list
         assert (group.all_reduce(given) == n).all()
     for _ in range(2):
         both = np.ones((8, 6), np.float32)
@@ -110,8 +108,8 @@ def what_is_not_prepared(rendezvous):
 
 
 def test_a_call_that_differs_from_the_prepared_one_takes_the_path_in_python():
-    """Other layouts, byte orders, overlaps and results, invalid arguments, and means of integers, take that path."""
-    ranks(2, what_is_not_prepared)
+    """Calls with other layouts, byte orders, overlaps, results or invalid arguments, and means of integers, do so."""
+    ranks(2, calls_in_python)
 
 
 def mismatches(rendezvous):
@@ -132,7 +130,7 @@ def mismatches(rendezvous):
 
 
 def test_prepared_calls_that_differ_between_ranks_write_nothing():
-    """Ranks whose prepared calls differ raise a MismatchError, write nothing, and can still use the group."""
+    """If the prepared calls of ranks differ, all raise a MismatchError, write nothing, and can still use the group."""
     ranks(2, mismatches)
 
 
@@ -148,13 +146,13 @@ def lost(rendezvous):
 
 
 def test_a_rank_that_dies_during_prepared_calls_is_named():
-    """The others raise PeerLostError with the rank, in the prepared call and in every later one."""
+    """The other ranks raise a PeerLostError that names the rank, in the prepared call and in every later call."""
     first, died, third = ranks(3, lost, check=False)
     assert (type(died), first) == (Died, third)
 
 
 def killed_after_its_part(rendezvous):
-    """Rank 0 stops while it reads; rank 1, which has read, is killed at the last barrier; then rank 0 continues."""
+    """Stop rank 0 while it reads, kill rank 1, which has read, at the last barrier, and then let rank 0 continue."""
     group, _ = group_of(rendezvous)
     big = np.ones((2, 1 << 24), np.float32)
     pids = group.communicator.peers
@@ -175,7 +173,7 @@ def killed_after_its_part(rendezvous):
 
 
 def test_a_rank_that_dies_while_its_memory_is_read():
-    """The other rank either has the right result, or raises PeerLostError that names the rank."""
+    """The other rank either returns the right result, or raises a PeerLostError that names the rank."""
     first, died = ranks(2, killed_after_its_part, check=False)
     assert isinstance(died, Died)
     assert first in (True, (1,))
@@ -196,7 +194,7 @@ def interrupted(rendezvous, delay_s):
 
 
 def test_ctrl_c_ends_the_wait_in_a_prepared_call():
-    """Ctrl-C ends a prepared call that waits in compiled code, and the group is aborted on all ranks."""
+    """Ctrl-C ends a prepared call that waits in native code, and aborts the group on all ranks."""
     for delay_s in (0.02, 0.3):  # before and after the first time that the wait returns to Python
         ranks(3, interrupted, delay_s)
 
@@ -228,13 +226,13 @@ def handled(rendezvous):
 
 
 def test_signal_handlers_during_a_prepared_call():
-    """A handler that calls the group gets a ContextError, and one that closes it ends the call."""
+    """A signal handler that calls the group gets a ContextError. A handler that closes the group ends the call."""
     ranks(2, handled)
 
 
 def other_threads(rendezvous):
     group, x = prepared_group(rendezvous, 64)
-    if group.rank == 0:  # a thread waits in compiled code, while the main thread makes the next call
+    if group.rank == 0:  # a thread waits in native code, while the main thread makes the next call
         with ThreadPoolExecutor() as pool:
             pool.submit(group.all_reduce, x)
             time.sleep(0.1)
@@ -258,5 +256,5 @@ def other_threads(rendezvous):
 
 
 def test_prepared_calls_of_threads_forked_processes_and_closed_groups():
-    """A call of another thread waits for the one that runs; a forked process and a closed group raise ContextError."""
+    """A call waits for the call of another thread. In a forked process or of a closed group it raises ContextError."""
     ranks(2, other_threads)

@@ -1,5 +1,5 @@
-"""The rank compiler without processes: the instructions of all ranks run on plain arrays, in any order that the
-barriers allow."""
+"""The rank compiler, tested without processes: a ``Machine`` runs the instructions of all ranks on plain arrays, in any
+order that the barriers allow."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ from crossreduce.ranks.intra_host.programs import analyze, boundary, rank_stages
 ROOTED = ("reduce", "broadcast", "gather", "scatter")
 COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", *ROOTED)
 DTYPES = ("uint8", "int16", "float32", "int64", "float64", "complex128")
-POISON = 113
+POISON = 113  # each byte of a result before an op
 
 
 class Op(NamedTuple):
     """A collective of ``size`` elements per buffer.
 
-    ``algorithm``: the planner of an all-reduce or reduce; ``None``: the one that groups use.
+    ``algorithm``: the planner of an all-reduce or reduce, or ``None`` for the one that groups use.
     """
 
     collective: str
@@ -48,10 +48,8 @@ class Op(NamedTuple):
 @contextlib.contextmanager
 def limits(piece, small=one_host.SMALL_BYTES, slot=programs.SLOT_BYTES):
     """Set the bytes of a piece, of a small array and of a slot, so that few elements make many pieces."""
-    with (
-        mock.patch.multiple(programs, PIECE_BYTES=piece, SLOT_BYTES=slot),
-        mock.patch.object(one_host, "SMALL_BYTES", small),
-    ):
+    pieces_and_slots = mock.patch.multiple(programs, PIECE_BYTES=piece, SLOT_BYTES=slot)
+    with pieces_and_slots, mock.patch.object(one_host, "SMALL_BYTES", small):
         yield
 
 
@@ -61,6 +59,7 @@ def numbers(dtype, op=ReduceOp.SUM, ranks=1):
 
 @functools.cache
 def scheduled(algorithm, ranks, root):
+    """Return the program of an all-reduce, or of a reduce to ``root``, that a planner makes."""
     names = rank_names(ranks)
     schedule = planned(algorithm, names, names if root is None else (names[root],))
     assert schedule.devices == names, "devices are ranks"
@@ -81,8 +80,8 @@ def compiled(op, ranks):
 
 
 def inputs(op, ranks, draw, divisor=1):
-    """Return the buffers of every rank before an op, in the order in which ``Communicator`` passes them, and after it;
-    this uses no schedule."""
+    """Return the buffers of every rank before and after an op, in the order in which ``Communicator`` passes them. The
+    results are computed without a schedule."""
     dtype = oracle.dtype_of(op.dtype)
 
     def random():
@@ -93,7 +92,7 @@ def inputs(op, ranks, draw, divisor=1):
         return draw.integers(0, 256, op.size * dtype.itemsize).astype(np.uint8).view(dtype)
 
     arrays = collective_arrays(op.collective, ranks, op.root)
-    before = [{} for _ in range(ranks)]  # by the numbers of the buffers
+    before = [{} for _ in range(ranks)]  # for each rank its buffers by their numbers
     for array in arrays:
         for rank in array.sources:
             before[rank].setdefault(array.input, random())
@@ -102,14 +101,14 @@ def inputs(op, ranks, draw, divisor=1):
             before[rank].setdefault(array.output, blank)
     after = [{number: buffer.copy() for number, buffer in buffers.items()} for buffers in before]
     for array in arrays:
-        result = functools.reduce(np.add, [before[rank][array.input] for rank in array.sources])  # in this order
+        result = functools.reduce(np.add, [before[rank][array.input] for rank in array.sources])  # in order of ranks
         for rank in array.destinations:
             after[rank][array.output] = result.copy() if divisor == 1 else (result / divisor).astype(dtype)
     return tuple([[each[number] for number in sorted(each)] for each in buffers] for buffers in (before, after))
 
 
 def races(spans):
-    """Return pairs of spans, (region, start, stop, rank, written), of two ranks that overlap; one is written."""
+    """Yield pairs of overlapping spans (region, start, stop, rank, written) of two ranks; at least one is written."""
     spans = sorted(spans)
     for k, (region, _, stop, rank, written) in enumerate(spans):
         for other in spans[k + 1 :]:
@@ -134,8 +133,8 @@ class Machine:
     """Runs instructions of the ranks of one host on plain arrays, and records which bytes of slots they access.
 
     Args:
-      slots: of shape ``(ranks, 2, bytes)``; ops of even and odd number use one half each.
-      memories: for each op, for each rank its buffers as bytes.
+      slots: of shape ``(ranks, 2, bytes)``. Ops with even and odd numbers use one half each.
+      memories: ``memories[op][rank]`` lists the rank's buffers as bytes.
     """
 
     def __init__(self, slots, memories):
@@ -160,7 +159,7 @@ class Machine:
         for place in instruction.results:
             at(place, instruction.numbers.result, written=True)[:] = value
         to_caller = all(place.region < 0 for place in instruction.results)
-        assert not instruction.streaming or to_caller, "a streaming store into a slot, which others read at once"
+        assert not instruction.streaming or to_caller, "a streaming store into a slot, which others read soon"
 
     def barrier(self):
         """Raise if two ranks accessed the same bytes since the last barrier, and one of them wrote."""
@@ -170,15 +169,15 @@ class Machine:
 
 
 def run(ops, ranks, draw, in_place=False):
-    """Run ops one after the other on all ranks and compare all memory with the oracle's.
+    """Run ops one after the other on all ranks, and compare all memory with the oracle's.
 
-    Ranks are synchronized only by the barrier after each stage of an op but its last. So the last stage of an op and
-    the first stage of the next are one stretch of time, in which ranks may run in any order.
+    There is a barrier after each stage of an op except the last one. So the last stage of an op and the first stage of
+    the next one are in the same stretch: a period between two barriers, in which ranks may run in any order.
     """
-    memories, wanted, stretches = [], [], []
+    memories, wanted, stretches = [], [], []  # ``stretches[k][rank]``: (op, instruction) between two barriers
     for number, op in enumerate(ops):
         before, after = inputs(op, ranks, draw)
-        if in_place and op.collective == "all_reduce":
+        if in_place and op.collective == "all_reduce":  # buffer 1, the result, is also the input
             for buffers, results in zip(before, after, strict=True):
                 buffers[1], results[0] = buffers[0], results[1]
         memories.append([[b.view(np.uint8) if b.size else np.zeros(0, np.uint8) for b in bs] for bs in before])
@@ -187,7 +186,7 @@ def run(ops, ranks, draw, in_place=False):
         (count,) = {len(each) for each in stages}
         assert count >= 2, "the ranks pass no barrier"
         for stage in range(count):
-            if stage or not number:
+            if stage or not number:  # else the stage belongs to the stretch of the previous op's last stage
                 stretches.append([[] for _ in range(ranks)])
             for rank in range(ranks):
                 stretches[-1][rank] += [(number, instruction) for instruction in stages[rank][stage]]
@@ -206,8 +205,8 @@ def run(ops, ranks, draw, in_place=False):
 @examples(150)
 @given(st.data())
 def test_successive_ops_give_the_results_of_the_oracle_without_races(data):
-    """One to three ops of any kinds in a row give the oracle's bits on every rank and write nothing else; no byte of a
-    slot is written by one rank while another may read or write it."""
+    """One to three successive ops of any kinds give the oracle's bits on every rank, and write nothing else. No rank
+    writes a byte of a slot while another rank may read or write it."""
     ranks = data.draw(st.integers(1, 9), "ranks")
     ops = []
     for _ in range(data.draw(st.integers(1, 3), "ops")):
@@ -229,43 +228,44 @@ GENERAL = ("ring", "halving_doubling", "recursive_doubling", "hierarchical_copy"
 
 @pytest.mark.parametrize("algorithm", GENERAL)
 def test_the_compiler_runs_every_schedule(algorithm):
-    """Schedules with partial results, forwarding and many rounds give the oracle's results, in pieces, in place, with
-    slots that have room only for small pieces, and also where inputs and partial results have different dtypes."""
+    """Schedules with partial results, forwarding and many rounds give the oracle's results. They run in several pieces,
+    in place, with small slots, and with partial results that are wider than the inputs (of half types)."""
     draw = np.random.default_rng(7)
     for ranks in (1, 2, 3, 4, 5, 7, 8) if algorithm != "forest" else (2, 3, 4, 6):
-        for dtype, in_place in (("float16", ranks % 2 == 0), (("int64", "bfloat16")[ranks % 2], ranks % 2 == 1)):
+        odd = ranks % 2 == 1
+        for dtype, in_place in (("float16", not odd), ("bfloat16" if odd else "int64", odd)):
             ops = [Op("all_reduce", size, dtype, None, algorithm) for size in (0, 1, 33, 1000, 2300)]
             ops.append(Op("reduce", 1000, dtype, ranks - 1, algorithm))
-            with limits(1 << 12, 0, 1 << 15):
+            with limits(piece=1 << 12, small=0, slot=1 << 15):
                 run(ops, ranks, draw, in_place)
 
 
 def test_means_are_divided_once_where_they_are_final():
-    """Only the instruction that makes the fully reduced chunk divides and rounds."""
-    for algorithm, copies in (("ring", 1), ("direct", 1), ("recursive_doubling", 4)):
+    """Only the instruction that produces the fully reduced chunk divides and rounds."""
+    for algorithm, producers in (("ring", 1), ("direct", 1), ("recursive_doubling", 4)):  # ranks that produce a chunk
         program, mean = scheduled(algorithm, 4, None).program, numbers("float16", ReduceOp.MEAN, 4)
         stages = [stage for rank in range(4) for stage in rank_stages(program, [0], [1], 64, mean, rank)]
         divided = [i for stage in stages for i in stage if i.numbers.divisor == 4]
         assert all(i.numbers.result == "float16" and len(i.operands) > 1 for i in divided)
-        assert sum(i.size for i in divided) == 64 * copies
+        assert sum(i.size for i in divided) == 64 * producers
 
 
 def test_only_mixed_combinations_widen_inputs():
-    """Inputs of a half type are not converted, unless they are combined with partial results, which are wider."""
+    """Inputs of a half type are widened only if an instruction combines them with partial results, which are wider."""
     for algorithm, wide in (("direct", False), ("one_shot", False), ("ring", True), ("hierarchical_copy", False)):
         program = scheduled(algorithm, 4, None).program
-        first = rank_stages(program, [0], [1], 640, numbers("float16"), 1)[0]
-        assert {i.numbers.result for i in first} == {"float32" if wide else "float16"}, algorithm
+        first_stage = rank_stages(program, [0], [1], 640, numbers("float16"), 1)[0]  # copies inputs to the slot
+        assert {i.numbers.result for i in first_stage} == {"float32" if wide else "float16"}, algorithm
 
 
 def test_pieces_of_ranks_that_only_wait_are_small():
-    """Three or more ranks that do not compute while an op runs use pieces of 128 KiB, and 256 KiB where data is only
-    copied; others, and very large arrays, use pieces of 1 MiB."""
+    """Three or more ranks that do not compute while an op runs use pieces of 128 KiB, or 256 KiB if they only copy
+    data. Other groups, and calls with very large arrays, use pieces of 1 MiB."""
     sums = numbers("float32")
-    for ranks, overlapping, combined, copied in ((3, False, 32, 16), (3, True, 4, 4), (2, False, 4, 4)):
+    for ranks, overlapping, sum_pieces, copy_pieces in ((3, False, 32, 16), (3, True, 4, 4), (2, False, 4, 4)):
         engine = one_host.OneHostEngine(0, ranks, overlapping=overlapping)
-        assert engine.compile("all_reduce", 1 << 20, sums, None, b"").stages == combined + 2
-        assert engine.compile("broadcast", 1 << 20, sums, 0, b"").stages == copied + 1
+        assert engine.compile("all_reduce", 1 << 20, sums, None, b"").stages == sum_pieces + 2  # 4 MiB
+        assert engine.compile("broadcast", 1 << 20, sums, 0, b"").stages == copy_pieces + 1
     large = one_host.OneHostEngine(0, 8, overlapping=False).compile("all_reduce", 1 << 28, sums, None, b"")
     assert large.stages == (1 << 30) // programs.PIECE_BYTES + 2
 
@@ -273,8 +273,8 @@ def test_pieces_of_ranks_that_only_wait_are_small():
 @examples(100)
 @given(st.data())
 def test_slots_are_large_enough(data):
-    """No instruction reaches beyond half of a slot, for any collective and schedule, for up to 300 ranks
-    (40 in an all-to-all or with a named algorithm)."""
+    """No instruction accesses bytes after its half of a slot, for any collective and schedule, for up to 300 ranks (40
+    in an all-to-all or with a named algorithm)."""
     collective = data.draw(st.sampled_from(COLLECTIVES), "collective")
     algorithm = data.draw(st.sampled_from([None, None, *PLANNERS]), "algorithm") if collective == "all_reduce" else None
     many = 40 if collective == "all_to_all" or algorithm else 300
@@ -298,7 +298,7 @@ def test_slots_are_large_enough(data):
 
 @given(st.integers(0, 5000), st.integers(1, 300), st.sampled_from([1, 2, 4, 8, 16]))
 def test_shares_begin_at_lines(size, count, nbytes):
-    """Shares cover all elements in order, begin at multiples of a cache line, and differ by two lines at most."""
+    """Shares cover all elements in order, begin at multiples of a cache line, and differ by at most two lines."""
     ends, line = [boundary(k, count, size, nbytes) for k in range(count + 1)], 64 // nbytes
     assert (ends[0], ends[-1]) == (0, size)
     assert all(end % line == 0 or end == size for end in ends)
@@ -308,11 +308,12 @@ def test_shares_begin_at_lines(size, count, nbytes):
 
 @pytest.mark.parametrize("n", [1, 2, 3, 8])
 def test_the_least_stages_and_bytes(n):
-    """An all-reduce or reduce of p pieces takes p + 2 stages, a one-round collective, or a single rank, p + 1; only a
-    result that others need is copied a second time. One instruction on each side of a rank's own share copies its input
-    into its slot."""
+    """An all-reduce or reduce of p pieces takes p + 2 stages. Other collectives, and all calls of a single rank, take
+    p + 1. Only results that other ranks need are copied twice. In an all-reduce, a rank copies its input before and
+    after its own share into its slot, by one instruction each."""
     size, nbytes = 1 << 20, 1 << 22
     pieces = nbytes // programs.PIECE_BYTES
+    # ``moved``: the bytes that all instructions read and write, as a multiple of the bytes of an array.
     for collective, stages, moved in (
         # Each rank copies the others' shares of its input, combines its own share of all inputs, copies that to its
         # slot, and copies the results of the others.
@@ -330,11 +331,11 @@ def test_the_least_stages_and_bytes(n):
         assert 4 * accesses == pytest.approx(moved * nbytes, rel=1e-3)
     assert {len(each) for each in compiled(Op("all_reduce", 256, "float32"), n)} == {2}
     for rank, stages in enumerate(compiled(Op("all_reduce", 1 << 15, "float32"), n)):
-        assert n == 1 or len(stages[0]) == (1 if rank in (0, n - 1) else 2)
+        assert n == 1 or len(stages[0]) == (1 if rank in (0, n - 1) else 2)  # the first and last share are at an end
 
 
 def test_streaming_stores_bypass_the_cache_only_for_large_results_of_the_caller():
-    """Streaming stores are for large copies into the caller's memory, not for slots, which other ranks read soon."""
+    """Only large copies into the caller's memory use streaming stores. Slots do not, as other ranks read them soon."""
     for collective in ("all_reduce", "all_gather"):
         for size, streaming in ((1 << 10, False), (1 << 20, True)):
             instructions = [i for stage in compiled(Op(collective, size, "float32"), 2)[0] for i in stage]

@@ -22,7 +22,7 @@ def soak(rendezvous):
     comm = member(rendezvous)
     draw, stages = random.Random(3), []
     sizes = [draw.randrange(1, 5000) for _ in range(500)]
-    sizes[::50] = range(PIECE_BYTES, PIECE_BYTES + 10)  # these run programs of more stages than short ones
+    sizes[::50] = range(PIECE_BYTES, PIECE_BYTES + 10)  # long arrays, whose programs have many stages
 
     def reductions(count):
         for k in range(count):
@@ -38,8 +38,8 @@ def soak(rendezvous):
 
 
 def test_many_reductions_leak_nothing():
-    """1,500 reductions of 500 shapes change the memory of a rank by less than 1 %, and no other resource. The cache of
-    executables is limited by the number of their stages."""
+    """1,500 reductions of 500 shapes change the memory of a rank by less than 1 %, and no other resource. The cached
+    executables have at most ``CACHED_STAGES`` stages."""
     for before, after, same, highest in ranks(2, soak, timeout_s=120):
         assert same
         assert abs(after - before) < before / 100, (before, after)
@@ -64,8 +64,8 @@ def many_groups(rendezvous):
 
 
 def test_many_groups_leave_nothing():
-    """30 groups, made and closed, leave no descriptor, mapping or thread; memory grows by less than 2 % or 1 MiB. A
-    group on one host has no thread of its own."""
+    """After 30 groups were made and closed, no descriptor, mapping or thread remains, and memory has grown by less than
+    2 % or 1 MiB. A group on one host has no thread of its own."""
     for same, before, after in ranks(2, many_groups, timeout_s=120):
         assert same
         assert after - before < max(before / 50, 1 << 20), (before, after)
@@ -83,7 +83,7 @@ def dropped(rendezvous, several_hosts):
 
 @pytest.mark.parametrize("hosts", [("a", "a"), ("a", "b")])
 def test_a_communicator_is_freed_with_its_last_reference(hosts):
-    """A communicator is not in a reference cycle, so its transport's connections close with its last reference."""
+    """A communicator is not part of a reference cycle. So its last reference frees it and its connections."""
     environment = [{"CROSSREDUCE_HOST": host} for host in hosts]
     assert ranks(2, dropped, len(set(hosts)) > 1, environment=environment) == [True, True]
 
@@ -99,7 +99,7 @@ def unfinished(rendezvous, several_hosts):
         raise MemoryError
 
     communicator.Statistics = fail
-    peer_requests.listen()  # as another group of this process that is being made
+    peer_requests.listen()  # like another group of this process that is being formed
     before = len(list(Path("/proc/self/fd").iterdir()))
     try:
         Communicator(rendezvous, connect if several_hosts else None, name="world", timeout_s=20.0)
@@ -112,6 +112,6 @@ def unfinished(rendezvous, several_hosts):
 
 @pytest.mark.parametrize("hosts", [("a", "a"), ("a", "b")])
 def test_a_communicator_that_cannot_be_made_keeps_nothing(hosts):
-    """It closes the transport that it connected, and leaves the listener to the other groups of the process."""
+    """If the constructor fails, its transport is closed. The listener of the process stays open for other groups."""
     environment = [{"CROSSREDUCE_HOST": host} for host in hosts]
     assert ranks(2, unfinished, len(set(hosts)) > 1, environment=environment) == [(1, 0)] * 2

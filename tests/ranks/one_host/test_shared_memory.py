@@ -1,5 +1,5 @@
-"""The compiled rank programs and shared memory: argument checks, barriers, aborts, the record of each rank's last ops,
-and the texts with which ranks compare their calls."""
+"""The native rank programs and shared memory: argument checks, barriers, copies between processes, and the encoding of
+errors and of the texts by which ranks compare their calls."""
 
 import ctypes
 import math
@@ -24,18 +24,16 @@ from crossreduce.ranks.intra_host.shared_memory import (
 
 SLOT = 1 << 14
 native = kernels.native()
-pytestmark = pytest.mark.skipif(
-    native is None or not hasattr(os, "memfd_create"), reason="shared memory needs the compiled kernels, and Linux"
-)
+is_supported = native is not None and hasattr(os, "memfd_create")
+pytestmark = pytest.mark.skipif(not is_supported, reason="shared memory needs the compiled kernels, and Linux")
 
 
 def kernel(sources=1, results=1, size=8, dtype="int64"):
-    program = FusedProgram(
-        sources > 1, ((0, *range(sources)),) if sources > 1 else (), ((~0 if sources > 1 else 0),) * results
-    )
-    return kernels.compile_kernel(
-        "sum", (dtype, dtype, dtype), 1, sources, results, (size,), (program,), (Segment(0, 0, size, 0),)
-    )
+    """Return a kernel that writes the sum of its sources, or a copy of the only one, to each result."""
+    sums = FusedProgram(1, ((0, *range(sources)),), (~0,) * results)
+    program = sums if sources > 1 else FusedProgram(0, (), (0,) * results)
+    segments = (Segment(0, 0, size, 0),)
+    return kernels.compile_kernel("sum", (dtype,) * 3, 1, sources, results, (size,), (program,), segments)
 
 
 def copy(source, result, size=8):
@@ -63,30 +61,33 @@ def pair(fd):
 
 
 def test_ops_begin_at_places_in_turn():
-    """Ops use the halves of the slots in turn, and in each half the places; they have the room from the last place."""
+    """Successive ops use the halves of the slots in turn, and in each half the ``turns`` start offsets in turn. An op
+    may use only as many bytes as there are after the last of these offsets."""
     turns, slot = 3, 2 * 4 * TURN_BYTES
     fd = os.memfd_create("test")
     os.ftruncate(fd, native.SharedMemory.nbytes(2, slot))
     one, other = (native.SharedMemory(fd, rank, 2, slot, 0.0, 1, turns) for rank in (0, 1))
     os.close(fd)
-    start, room, places = one.address(0), slot // 2 - (turns - 1) * TURN_BYTES, []
+    start, room, offsets = one.address(0), slot // 2 - (turns - 1) * TURN_BYTES, []
     for _ in range(12):
         assert one.begin(nothing(), (), "a", 2, 0.0) == WAITING
         assert other.begin(nothing(), (), "a", 2, 1.0) == one.advance(2, 1.0) == DONE
-        places.append(one.address(0) - start)
-    assert places == [number % 2 * slot // 2 + number // 2 % turns * TURN_BYTES for number in range(1, 13)]
-    beyond, given = native.RankProgram([[copy((~0, 0), (0, room - 56))], []]), (ctypes.c_int64 * 8)()
-    raises(ValueError, one.begin, beyond, (ctypes.addressof(given),), "a", 2, 0.0)
+        offsets.append(one.address(0) - start)
+    assert offsets == [number % 2 * slot // 2 + number // 2 % turns * TURN_BYTES for number in range(1, 13)]
+    beyond = native.RankProgram([[copy((~0, 0), (0, room - 56))], []])  # writes 64 bytes
+    source = (ctypes.c_int64 * 8)()
+    raises(ValueError, one.begin, beyond, (ctypes.addressof(source),), "a", 2, 0.0)
 
 
 def raises(kinds, call, *args):
+    """Check that a call raises an error of one of ``kinds``, with a text."""
     with pytest.raises(kinds, match=r"\w"):
         call(*args)
 
 
 def test_malformed_programs_raise():
-    """RankProgram raises an error for stages that are not at least two lists of valid instructions, for kernels with
-    several tensors, and for instructions that write or combine buffers of other ranks."""
+    """RankProgram raises an error if its stages are not at least two lists of valid instructions, if a kernel has
+    several tensors, or if an instruction writes or combines buffers of other ranks' callers."""
     one, good = kernel(), ((0, 0),)
     wrong = [None, 5, [], [[]], [[], 5], *([[each], []] for each in (5, (), (1, (), (), False), (one, good, good)))]
     operands = [(), None, ((0, 0), (0, 0)), ((0,),), ((0, 0, 0),), ((0, -8),), ((0, 1 << 60),), ((1 << 70, 0),)]
@@ -101,8 +102,8 @@ def test_malformed_programs_raise():
 
 
 def test_malformed_memory_arguments_raise(fd, tmp_path):
-    """Invalid ranks, numbers of ranks, slots, spin times, threads and turns raise before memory is mapped. A descriptor
-    that is closed, too small or not memory raises OSError; if it were mapped, an access would kill the process."""
+    """Invalid ranks, numbers of ranks, slots, spin times, threads and turns raise errors before memory is mapped. A
+    descriptor that is closed, too small or not of memory raises OSError: an access would kill the process."""
     good = {"rank": 0, "ranks": 2, "slot": SLOT, "spin_s": 0.0, "threads": 1, "turns": 1}
     native.SharedMemory(fd, *good.values()).close()
     wrong = {"rank": (2, -1, "0"), "ranks": (0, -3, 10**6, 2**40), "slot": (SLOT + 1, SLOT + 4096, -SLOT, 1 << 62)}
@@ -120,11 +121,11 @@ def test_malformed_memory_arguments_raise(fd, tmp_path):
 
 
 def test_malformed_calls_raise_and_do_not_count(pair):
-    """A call that cannot run, or of closed memory, raises and is not counted: the next correct call has number 1."""
+    """Invalid calls, and calls of closed memory, raise errors and do not count: the next correct call has number 1."""
     one, other = pair
     memory = (ctypes.c_int64 * 8)()
     good = ctypes.addressof(memory)
-    beyond = (0, SLOT // 2 - 63), (2, 0), (PEER_BUFFER + 2 * READABLE_BUFFERS, 0)  # the slot, the ranks, their buffers
+    beyond = (0, SLOT // 2 - 63), (2, 0), (PEER_BUFFER + 2 * READABLE_BUFFERS, 0)  # no such bytes, slot and rank
     two = native.RankProgram([[copy((~1, 0), (~0, 0))], []])
     wrong = [(program, (), "a", 2, 0.0) for program in (None, kernel(), int)]
     wrong += [(native.RankProgram([[copy(place, (~0, 0))], []]), (good,), "a", 2, 0.0) for place in beyond]
@@ -156,8 +157,8 @@ def test_malformed_calls_raise_and_do_not_count(pair):
 
 
 def test_a_rank_that_ends_right_after_its_arrival_has_arrived(pair):
-    """If a rank is killed or stopped right after it arrived at a barrier, before it wakes the others, they continue
-    nevertheless, and wait for it at the next barrier."""
+    """If a rank is killed or stopped right after its arrival at a barrier, before it wakes the others, they continue
+    nevertheless. They wait for this rank only at the next barrier."""
     one, other = pair
     assert one.begin(nothing(3), (), "a", 3, 0.0) == WAITING
     assert other.begin(nothing(3), (), "a", 2, 1.0) == DONE  # the last rank arrives, and continues
@@ -167,8 +168,8 @@ def test_a_rank_that_ends_right_after_its_arrival_has_arrived(pair):
 
 
 def test_copies_from_the_memory_of_another_process(pair):
-    """A rank copies from the buffer 0 of another rank's caller, which does not use it itself; if the address is not
-    readable, the op stops with an outcome of its own."""
+    """A rank copies from buffer 0 of another rank's caller. If the address is not readable, the outcome of the op is
+    ``UNREADABLE``."""
     one, other = pair
     assert one.can_read(1)
     source, result = (ctypes.c_int64 * 8)(*range(8)), (ctypes.c_int64 * 8)()
@@ -182,15 +183,15 @@ def test_copies_from_the_memory_of_another_process(pair):
 
 
 def test_a_rank_that_never_waits_returns_after_its_slice(fd):
-    """An op returns after its slice of time even if it waits for no other rank, so that signals are handled."""
+    """``advance`` returns after its slice of time even if no rank is waited for, so that Python can handle signals."""
     alone = native.SharedMemory(fd, 0, 1, SLOT, 0.0, 1)
     assert alone.begin(nothing(100), (), "a", 100, 0.0) == WAITING
     assert [alone.advance(100, 0.0) for _ in range(99)] == [WAITING] * 98 + [DONE]
 
 
 def test_errors_and_texts_are_encoded():
-    """A decoded error equals the encoded one; a text or a list of ranks that is too long is cut. A call's text that is
-    too long is cut, and ends in a hash of the whole text, so that texts that differ at the end still differ."""
+    """A decoded error equals the encoded one. Texts and lists of ranks that are too long are cut. If a call's text is
+    too long, it is cut and ends in a hash of the whole text. So texts that differ only at the end still differ."""
     for error in (CollectiveTimeout("late: ü", [3, 1]), PeerLostError('rank 3 "died"\n  given: x', [3])):
         found = decoded(encoded(error))
         assert (type(found), str(found), found.ranks) == (type(error), str(error), error.ranks)
@@ -205,10 +206,10 @@ def test_errors_and_texts_are_encoded():
 
 
 def test_memory_without_room_for_the_registers_of_all_hosts():
-    """If more ranks than expected are alone on a host, other ranks have no registers: agreements are refused."""
-    fd = os.memfd_create("registers")
-    os.ftruncate(fd, RankMemory.nbytes(1, SLOT, 20, 8))
-    enough, more = (RankMemory(os.dup(fd), (0,), 0, SLOT, 20, hosts, 0.0) for hosts in (8, 9))
+    """If the group has more hosts than the memory was sized for, there are no registers, and agreements are refused."""
+    fd, size = os.memfd_create("registers"), 20  # ranks of the group
+    os.ftruncate(fd, RankMemory.nbytes(1, SLOT, size, 8))
+    enough, more = (RankMemory(os.dup(fd), (0,), 0, SLOT, size, hosts, 0.0) for hosts in (8, 9))
     assert enough.registers.decision(1) is None
     with pytest.raises(UnsupportedError, match="too many could not share memory"):
         _ = more.registers

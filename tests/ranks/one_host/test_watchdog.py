@@ -1,4 +1,4 @@
-"""The transport that records which other rank this rank waits for, and its thread."""
+"""``WatchedTransport``, which records for which rank this rank waits, and the watchdog thread that checks the waits."""
 
 import gc
 import threading
@@ -12,7 +12,7 @@ from crossreduce.ranks.failures.watchdog import WatchedTransport
 
 
 class Checker:
-    """A watched transport, of which only the checks matter; ``fails``: the first check raises."""
+    """A watched transport that records its checks. ``fails``: whether the first check raises an error."""
 
     def __init__(self, fails=False):
         self.checked, self.fails = threading.Event(), fails
@@ -36,7 +36,7 @@ def threads():
 
 @pytest.fixture(autouse=True)
 def _no_threads(monkeypatch):
-    """Check that no test leaves a thread; let the thread call the checks often."""
+    """Let the thread call the checks often, and check that no test leaves a thread."""
     monkeypatch.setattr(watchdog._WATCHDOG, "_every_s", 0.02)
     assert not threads()
     yield
@@ -44,7 +44,7 @@ def _no_threads(monkeypatch):
 
 
 def test_a_wait_is_recorded_until_it_ends():
-    """The rank that a wait is for is recorded until the wait ends, here with an error."""
+    """``wait.rank`` is the rank that is waited for, until the wait ends (here with an error)."""
     transport, recorded = mock.Mock(), []
     watched = WatchedTransport(transport, lambda _: None)
 
@@ -61,7 +61,7 @@ def test_a_wait_is_recorded_until_it_ends():
 
 
 def test_the_thread_does_not_keep_the_checked_object_alive():
-    """The watchdog's thread also ends when the object that it checks is garbage collected without a close."""
+    """If the checked object is garbage collected without a ``close``, the watchdog's thread ends."""
     checker = Checker()
     checker.next_check()
     (thread,) = threads()
@@ -72,7 +72,7 @@ def test_the_thread_does_not_keep_the_checked_object_alive():
 
 
 def test_checking_continues_after_an_error(monkeypatch):
-    """An error in a check, such as a log handler's, is reported like any thread's error, and the next check follows."""
+    """An error in a check, such as a log handler's, is reported by ``threading.excepthook``, and checks continue."""
     reported = []
     monkeypatch.setattr(threading, "excepthook", lambda error: reported.append((error.exc_type, error.thread.name)))
     checker = Checker(fails=True)
@@ -83,7 +83,7 @@ def test_checking_continues_after_an_error(monkeypatch):
 
 
 def test_one_thread_serves_all_transports():
-    """One thread calls the checks of all transports of a process, also of a forked one, until the last is closed."""
+    """One thread per process calls the checks of all transports until the last is closed, also after a fork."""
     first, *others = checkers = [Checker() for _ in range(3)]
     (thread,) = threads()
     for checker in checkers:

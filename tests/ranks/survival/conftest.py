@@ -6,7 +6,7 @@ from free_port import free_port
 
 @pytest.fixture(autouse=True)
 def environment(monkeypatch):
-    """Forget what a launcher of the tests has set."""
+    """Remove the variables that a launcher of the tests has set."""
     names = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "CROSSREDUCE_KEY", "TORCHELASTIC_USE_AGENT_STORE")
     for name in names:
         monkeypatch.delenv(name, raising=False)

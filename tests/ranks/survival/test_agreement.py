@@ -1,4 +1,4 @@
-"""What ranks do while a host does not answer: a vote needs a quorum only, and no question waits for long."""
+"""What ranks do while a host does not answer. A ballot needs only a quorum, and no request waits for long."""
 
 from functools import partial
 from types import SimpleNamespace
@@ -43,7 +43,8 @@ class Registers:
 
 
 class Answering:
-    """A rank of host 0 of three hosts with a rank each. The other hosts answer as ``behaviour(host, request, now)``."""
+    """The speaker of host 0 of three hosts with a rank each, in simulated time. ``behaviour(host, request, now)`` is
+    the answer of another host after 1 ms, or ``None`` if it does not answer. ``asked``: (request, host) in order."""
 
     def __init__(self, monkeypatch, behaviour):
         self.asked, self.behaviour = [], behaviour
@@ -56,7 +57,7 @@ class Answering:
             relays=lambda *_: [],
         )  # fmt: skip
         self.group.inquiry = partial(Agreements.inquiry, self.group)
-        self.speaker = _Speaker(self.group, 1, (0, 1, 2), 10.0)
+        self.speaker = _Speaker(self.group, number=1, electors=(0, 1, 2), timeout_s=10.0)
 
     def _answer(self, host, request, now):
         self.asked.append((request["what"], host))
@@ -64,7 +65,7 @@ class Answering:
         return (9.0, None) if answer is None else (0.001, answer)
 
     def speak_until(self, until):
-        """Speak until a decision or a time; return whether there is a decision."""
+        """Speak until there is a decision or a time is reached. Return whether there is a decision."""
         while self.simulated.now < until:
             if self.speaker.speak():
                 return True
@@ -73,12 +74,12 @@ class Answering:
 
 
 def arrived(*ranks, late=()):
-    """Return the status of a host."""
+    """Return the status of a host with these arrived and late ranks. 1, True, 5 are kind, flag and progress."""
     return {"decided": None, "late": [*late], "arrived": {str(rank): [1, True, 5] for rank in ranks}}
 
 
 def voting(host, request, now):
-    """All hosts have arrived, and agree to everything."""
+    """Return the answer of a host whose rank has arrived, and that accepts every ballot."""
     answers = {"status": arrived(host), "promise": {"accepted": None}, "decided": {}}
     return {"accepted": request["decision"]} if request["what"] == "accept" else answers[request["what"]]
 
@@ -88,11 +89,12 @@ def test_a_vote_does_not_wait_for_hosts_beyond_a_quorum(monkeypatch, phases):
     """Of three hosts with a rank each, one does not answer: the others decide without waiting for it. A host that has
     most ranks decides alone."""
     case = Answering(monkeypatch, lambda host, request, now: None if host == 2 else voting(host, request, now))
-    case.speaker._round = len(phases) - 1
+    case.speaker._round = len(phases) - 1  # the first ballot needs no promises
     statuses = case.group.inquiry([1, 2], (0, 1, 2), {"what": "status"})
     statuses.read()
     assert case.speaker._vote(DECISION, statuses)
-    assert case.asked[2:] == [*((phase, host) for phase in phases for host in (1, 2)), ("decided", 1)]
+    after_status = case.asked[2:]
+    assert after_status == [*((phase, host) for phase in phases for host in (1, 2)), ("decided", 1)]
     assert case.registers.decided == [DECISION]
     assert case.simulated.now < 0.1
     alone = Answering(monkeypatch, lambda *_: None)
@@ -104,8 +106,8 @@ def test_a_vote_does_not_wait_for_hosts_beyond_a_quorum(monkeypatch, phases):
 @pytest.mark.parametrize("late_s", [0.0, 1.0, 3.0])
 @pytest.mark.parametrize("silent_from_s", [0.0, 0.7])
 def test_a_silent_host_is_waited_for_once(monkeypatch, late_s, silent_from_s):
-    """A host that does not answer delays a decision by a fixed time after its last answer, whether or not ranks of
-    another host are late meanwhile. Its ranks are not members, although they had arrived."""
+    """A host that does not answer delays a decision until ``SILENT_S`` after its last answer, whether or not a rank of
+    another host is late meanwhile. The rank of the silent host is not a member, although it had arrived."""
 
     def behaviour(host, request, now):
         if host == 2 and now >= silent_from_s:
@@ -122,7 +124,7 @@ def test_a_silent_host_is_waited_for_once(monkeypatch, late_s, silent_from_s):
 
 
 def test_a_host_that_answers_late_takes_part(monkeypatch):
-    """The answer to the first question counts although it comes after others were asked."""
+    """A slow host becomes a member: its reply after 1.9 s to the first request counts, although others were sent."""
     case = Answering(monkeypatch, voting)
     case.simulated.behaviour = lambda host, request, now: (
         1.9 if host == 2 and now < 1 else 0.001,
@@ -133,16 +135,17 @@ def test_a_host_that_answers_late_takes_part(monkeypatch):
 
 
 def test_a_speaker_that_begins_after_the_timeout_asks_first(monkeypatch):
-    """It takes the place of a rank that ended at the end of the timeout. Ranks of other hosts that have arrived are
-    members, although their hosts have not answered it yet."""
+    """A speaker may begin after the timeout, in place of a rank that ended then. It asks the other hosts before it
+    decides, so their ranks that have arrived are members."""
     case = Answering(monkeypatch, voting)
-    case.simulated.now = 10.05
+    case.simulated.now = 10.05  # the timeout is 10 s
     assert case.speak_until(12)
     assert case.registers.decided == [DECISION._replace(members=(0, 1, 2))]
 
 
 def test_hosts_that_answer_again_after_the_timeout_are_members(monkeypatch):
-    """All links fail before a vote, and work again after the timeout: earlier answers of other hosts are too old."""
+    """All links fail before a ballot, and work again after the timeout. The earlier answers of other hosts are too old,
+    so the speaker waits for new ones, and their ranks are members."""
     arrives_s, fails_s, works_s = 8.2, 8.23, 10.4
 
     def behaviour(host, request, now):
@@ -157,7 +160,8 @@ def test_hosts_that_answer_again_after_the_timeout_are_members(monkeypatch):
 
 
 def test_ranks_of_the_host_that_are_late_are_looked_at_rarely(monkeypatch):
-    """Each look reads files of the system, while the late ranks compute. One that arrives is noticed at once."""
+    """While a rank of this host is late, its status is read rarely, since this reads files of the system. When the rank
+    arrives, it is noticed within 20 ms."""
     case, arrives_s = Answering(monkeypatch, voting), 1.0
     looks = []
 
@@ -173,7 +177,7 @@ def test_ranks_of_the_host_that_are_late_are_looked_at_rarely(monkeypatch):
 
 
 def test_nobody_waits_for_a_silent_host_after_the_decision(monkeypatch):
-    """A rank that waits for the answers to a vote notices that the speaker of another host has decided."""
+    """A speaker that waits for answers to a ballot stops when this host gets the decision of another host's speaker."""
     case = Answering(
         monkeypatch, lambda host, request, now: voting(host, request, now) if request["what"] == "status" else None
     )
@@ -184,7 +188,7 @@ def test_nobody_waits_for_a_silent_host_after_the_decision(monkeypatch):
 
 
 def test_a_host_that_is_told_is_waited_for(monkeypatch):
-    """If this process ended before another host is told the decision, that host could decide something else."""
+    """A speaker waits until other hosts have stored the decision: if it ended before, they could decide otherwise."""
     case = Answering(monkeypatch, voting)
     case.simulated.behaviour = lambda host, request, now: (
         0.8 if request["what"] == "decided" else 0.001,
@@ -195,7 +199,7 @@ def test_a_host_that_is_told_is_waited_for(monkeypatch):
 
 
 def test_ranks_of_a_silent_host_are_lost(monkeypatch):
-    """A host that falls silent outside of agreements is lost after a fixed time. No rank waits for it."""
+    """The rank of a host that does not answer, here from 1 s on, is lost after ``SILENT_S``."""
     case = Answering(monkeypatch, lambda host, request, now: None if host == 2 and now > 1 else arrived(late=[host]))
     case.group.status = lambda *_: arrived(late=[0])
     watch, lost_at = Watch(case.group, (0, 1, 2)), None
@@ -213,12 +217,12 @@ def test_ranks_of_a_silent_host_are_lost(monkeypatch):
         (arrived(1), []),
         (arrived(late=[1]), []),
         (arrived(), [1]),  # it has ended, or is stopped
-        ({"late": [], "arrived": {"1": [1, False, 5]}}, [1]),  # it has failed
+        ({"late": [], "arrived": {"1": [1, False, 5]}}, [1]),  # it has arrived with the flag false
         ({"moved": "another group"}, [1]),
     ],
 )
 def test_ranks_are_lost_as_their_host_answers(monkeypatch, answer, lost):
-    """A rank that can still take part is not lost."""
+    """A rank is lost if its host answers that the rank has ended, is stopped, has failed, or has left the group."""
     case = Answering(monkeypatch, lambda *_: answer)
     watch = Watch(case.group, (0, 1))
     assert watch.lost() == []
@@ -227,7 +231,7 @@ def test_ranks_are_lost_as_their_host_answers(monkeypatch, answer, lost):
 
 
 def test_a_process_that_does_not_answer_when_it_joins_is_waited_for_once(monkeypatch):
-    """The rank that has found this out does not ask it, or another one, again while it tells the others."""
+    """If a joining process, here "b", does not answer, none is asked again. Every check raises an error."""
     asked, old = [], SimpleNamespace(agreements=None)
     monkeypatch.setattr(formation, "is_answering", lambda peer, token: asked.append(token) or token == "a")
     made = GroupFormation(old, None, Settings(10.0, "world"), 10.0, grows=True)
@@ -240,7 +244,7 @@ def test_a_process_that_does_not_answer_when_it_joins_is_waited_for_once(monkeyp
 
 
 class SilentStore:
-    """A store whose host does not answer. ``limits_s``: how long each question would have waited."""
+    """A store whose host does not answer. ``limits_s``: how long each request would have waited."""
 
     def __init__(self):
         self.limit_s, self.limits_s = 10.0, []
@@ -254,9 +258,9 @@ class SilentStore:
 
 
 def test_reading_the_reason_of_an_abort_does_not_wait_long_for_a_silent_store():
-    """A rank that would wait for 10 s would be excluded by the others, although its host is not lost."""
+    """``leave`` waits for 1 s for a silent store. After the store's 10 s the others would have excluded the rank."""
     store = SilentStore()
-    StoreRendezvous(store, 3, 5, 300.0).leave(3, [1, 3])
+    StoreRendezvous(store, rank=3, size=5, timeout_s=300.0).leave(reader=3, readers=[1, 3])
     assert store.limits_s == [1.0]
 
 
@@ -270,19 +274,19 @@ def test_reading_the_reason_of_an_abort_does_not_wait_long_for_a_silent_store():
     ],
 )
 def test_the_store_of_a_lost_rank_is_not_asked(error, owner, lost):
-    """An error with the global number of the rank that serves the store says that the store is lost, too."""
-    assert names_owner(error, owner, (4, 5)) is lost
+    """A ``PeerLostError`` with the global number of the rank that serves the store says that the store is lost."""
+    assert names_owner(error, owner, global_ranks=(4, 5)) is lost
 
 
 class Relaying:
-    """A rank of host 1 of three hosts with two ranks each, in simulated time; all processes answer."""
+    """Rank 2, on host 1 of three hosts with two ranks each, in simulated time. All processes answer."""
 
     def __init__(self, monkeypatch, addresses=("10.0.0.9", "127.0.0.1")):
         self.simulated = SimulatedHosts(monkeypatch, lambda *_: (0.001, {}))
         hosts = ((0, 1), (2, 3), (4, 5))
         place = Place(addresses, 1, "")
         peers = [PeerInfo(0, "", "token", place) for _ in range(6)]
-        self.decided = 7, Decision((0, 1, 2, 4, 5), 1, True, 3)
+        self.decided = 7, Decision((0, 1, 2, 4, 5), 1, True, 3)  # in ballot 7; rank 3 is not a member
         registers = SimpleNamespace(
             arrive=lambda _: None, decision=lambda number: self.decided if number else None, follows=lambda *_: True
         )
@@ -308,7 +312,8 @@ def test_relays_are_members_of_third_hosts(monkeypatch):
 
 
 def test_a_relay_connects_to_members_of_other_hosts_only(monkeypatch):
-    """It uses the address at which it has reached the host; before that, none that is an address of its own host."""
+    """A relay connects to the address at which it has reached a host. Before that, it tries all but loopback addresses.
+    It does not connect to ranks of its own host, to invalid ranks, or after it is no longer a member."""
     relaying = Relaying(monkeypatch)
     assert relaying.connect(4) == {"addresses": ["10.0.0.9"], "known": False}
     relaying.group.peer(4).known = "10.0.0.4"
@@ -321,7 +326,8 @@ def test_a_relay_connects_to_members_of_other_hosts_only(monkeypatch):
 
 
 def test_a_relay_tells_the_decision_to_hosts_behind_it(monkeypatch):
-    """Another rank may reach them only through this process, which may end as soon as it knows the decision."""
+    """A relay sends a decision to the hosts to which it has relayed connections since the last decision. They may be
+    reachable only through this process, which may end after the decision."""
     relaying, told = Relaying(monkeypatch), []
 
     def recorded(hosts, electors, request, again_s=None):
@@ -340,7 +346,8 @@ def test_a_relay_tells_the_decision_to_hosts_behind_it(monkeypatch):
 
 
 def test_a_rank_is_beyond_a_link_if_it_answers_only_through_a_relay(monkeypatch):
-    """A direct answer a short time ago, of any rank of its host, shows that the link is only slow."""
+    """A rank is beyond a lost link if it has a relay, and no rank of its host has answered directly for 1 s. A newer
+    direct answer shows that the link is only slow."""
     relaying = Relaying(monkeypatch)
     group, reach = relaying.group, Reach(relaying.group, range(6))
     reach._inquiry = SimpleNamespace(read=lambda: None)

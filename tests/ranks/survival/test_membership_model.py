@@ -1,4 +1,4 @@
-"""The model check of agreements among ranks that may die; ``membership_model.py`` has the model and the properties.
+"""The model check of agreements among ranks that may die. ``membership_model.py`` has the model and the properties.
 
 The deliberate faults in ``scripts/faults.jsonl`` show that a protocol without one of its rules violates a property.
 """
@@ -14,14 +14,14 @@ from membership_model import SCENARIOS, Model, Scenario, rounds
     "name", [pytest.param(name, marks=[pytest.mark.slow] * (SCENARIOS[name][1] > 17_000)) for name in SCENARIOS]
 )
 def test_all_runs_have_the_properties(name):
-    """Every state that a scenario can reach has the properties of ``membership_model``."""
+    """Every state that a scenario can reach has the properties of ``membership_model``. ``states``: their number."""
     scenario, states = SCENARIOS[name]
     assert Model(scenario).check() == states
 
 
 @pytest.mark.parametrize("hosts", [(4,), (2, 2), (3, 1), (1, 1), (1, 1, 1), (2, 1, 1), (1, 1, 1, 1)], ids=str)
 def test_random_runs_have_the_properties(hosts):
-    """Long runs with many ballots, two agreements, late ranks and ends of any ranks have the properties, too."""
+    """Long random runs with many ballots, two agreements, and late or dying ranks have the properties, too."""
     size = sum(hosts)
     events = {"most": 9, "crashes": size - 1, "late": (size - 1,), "numbers": 2, "proposals": "any"}
     Model(Scenario(hosts, rounds(range(size), 3), **events)).wander(Random(0), walks=count(150), length=120)

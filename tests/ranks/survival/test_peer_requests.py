@@ -1,4 +1,4 @@
-"""What a process answers for a group that it has left, and that other programs on the network do not block it."""
+"""What a process answers for a group that it has left. Other programs on the network cannot block it. Relays."""
 
 import os
 import select
@@ -24,7 +24,7 @@ DECIDED = 6, Decision((0, 2), 1, True, 17)
 
 @pytest.fixture
 def place():
-    """Return where this process listens; it has left the groups "first" and "second", and is in "third"."""
+    """Return where this process listens. It has left the groups "first" and "second", and is in "third"."""
     listening = [peer_requests.listen() for _ in range(3)]
     for token in ("first", "second", "third"):
         peer_requests.register(token, lambda request: {"heard": request["what"]})
@@ -35,9 +35,9 @@ def place():
 
 
 def test_what_a_process_answers_for_a_group_that_it_has_left(place):
-    """Ranks of other hosts that request the status, and joining processes that request the result, receive the
-    decision in the form in which a rank of the group would return it, however often the process has moved since. Other
-    requests are told the token of the latest group; those to a group that it never left are answered there."""
+    """A request for the status or the result of the agreement that replaced the group is answered with its decision.
+    The answer to other requests to the group is the token of the latest group. Requests to the current group are
+    answered there, and those to a group in which the process never was are answered "unknown"."""
     for what in ("result", "status"):
         assert read_decided(Peer(place).ask("first", {"what": what, "number": 4})["decided"]) == DECIDED
     assert Peer(place).ask("first", {"what": "status", "number": 3}) == {"moved": "third"}
@@ -47,8 +47,8 @@ def test_what_a_process_answers_for_a_group_that_it_has_left(place):
 
 
 def test_silent_programs_do_not_delay_a_request(place, monkeypatch):
-    """If many programs hold connections and send nothing, a request of a rank is answered at once: the process closes
-    the oldest ones."""
+    """If many programs hold connections and send nothing, a request of a rank is answered at once, and the oldest
+    connections of such programs are closed."""
     monkeypatch.setattr(listener, "UNKNOWN_S", 60)
     with ExitStack() as stack:
         number = 3 * listener.MOST_UNKNOWN
@@ -60,8 +60,7 @@ def test_silent_programs_do_not_delay_a_request(place, monkeypatch):
 
 
 def test_a_program_that_sends_slowly_is_not_waited_for(place, monkeypatch):
-    """A program that connects has a limited time to prove that it knows the key, also if it sends a byte again and
-    again."""
+    """A program that connects has a limited time to prove that it knows the key, also if it keeps sending bytes."""
     monkeypatch.setattr(listener, "UNKNOWN_S", 0.5)
     with socket.create_connection(("127.0.0.1", place.port), 0.1) as stranger:
         deadline = time.monotonic() + 5
@@ -76,8 +75,8 @@ def test_a_program_that_sends_slowly_is_not_waited_for(place, monkeypatch):
 
 @pytest.mark.parametrize("answer", ["random", "reflected", "recorded"])
 def test_nothing_is_sent_to_a_program_that_does_not_know_the_key(place, answer):
-    """A program that listens where a process has ended gets no request, such as one with the key of a process that
-    joins, also if it returns the received bytes, or has recorded the proof of the process."""
+    """No request is sent to a program that listens in place of an ended process: it gets 16 random bytes, and after its
+    wrong proof 16 zeros. Its proof is random, or consists of the received bytes, or was recorded from the process."""
     number = bytes(16)
     with socket.create_connection(("127.0.0.1", place.port), 5) as recorder:
         recorder.sendall(number)
@@ -103,8 +102,7 @@ def test_nothing_is_sent_to_a_program_that_does_not_know_the_key(place, answer):
 
 
 def test_requests_that_were_recorded_are_not_executed_again():
-    """If all that a rank has sent is sent to the store once more, on another connection, nothing changes; the store
-    counts that as a wrong proof."""
+    """If the bytes that a rank has sent are sent to the store again, no value changes, and a wrong proof is counted."""
     served = StoreClient(b"key")
     sent = bytearray()
     with socket.create_server(("127.0.0.1", 0)) as between:
@@ -136,10 +134,9 @@ def test_requests_that_were_recorded_are_not_executed_again():
 
 
 def test_a_proof_belongs_to_one_message():
-    """The proof of a message is wrong at another position of the connection, in the other direction, for another text
-    and in another connection."""
-    channels = [AuthenticatedChannel(None, b"key", b"1", b"here", b"there") for _ in range(2)]
-    other = AuthenticatedChannel(None, b"key", b"1", b"there", b"here")
+    """A proof is wrong at another position, in the other direction, for another text, and in another connection."""
+    channels = [AuthenticatedChannel(None, b"key", b"1", own=b"here", other=b"there") for _ in range(2)]
+    other = AuthenticatedChannel(None, b"key", b"1", own=b"there", other=b"here")
     first, second = (channels[0].next_proof(b"text") for _ in range(2))
     assert first != second
     assert [other.is_next(proof, b"text") for proof in (first, first, second)] == [True, False, False]
@@ -149,7 +146,7 @@ def test_a_proof_belongs_to_one_message():
 
 
 def test_the_rank_that_serves_the_store_of_a_new_group_is_waited_for_as_long_as_the_caller_says(place):
-    """The timeout of shrink applies to each rank, although that of the group may be much longer."""
+    """The timeout of shrink limits the wait for the store of the new group, also if the group's timeout is longer."""
     agreements = SimpleNamespace(relays=lambda *_: [], host_of=lambda rank: 0)
     old = SimpleNamespace(token="third", agreements=agreements)
     formation = GroupFormation(old, None, Settings(300, "world"), 0.2, grows=False)
@@ -162,16 +159,16 @@ def test_the_rank_that_serves_the_store_of_a_new_group_is_waited_for_as_long_as_
 
 @pytest.fixture
 def relay():
-    """Return a process at 127.0.0.2 that passes on connections, and where it connects to."""
+    """Return a process at 127.0.0.2 that is a relay, and the addresses to which it connects, which tests may change."""
     listening, found = peer_requests.listen("127.0.0.2"), {"addresses": ["127.0.0.1"], "known": True}
     peer_requests.register("third", lambda _: found, "127.0.0.2")
-    yield Peer(listening, "127.0.0.2", 1), found
+    yield Peer(listening, "127.0.0.2", rank=1), found
     peer_requests.unregister("third", address="127.0.0.2")
 
 
 def through(relay, target, **content):
-    """Ask a process through a relay; return its answer."""
-    return target.ask_through(relay, "third", {"what": "join", **content}, 5, time.monotonic())
+    """Return the answer of a process that is asked through a relay."""
+    return target.ask_through(relay, "third", {"what": "join", **content}, timeout_s=5, since=time.monotonic())
 
 
 def closed_port():
@@ -181,7 +178,7 @@ def closed_port():
 
 
 def test_a_process_answers_through_a_relay(place, relay):
-    """The relay is noted, until the process answers directly again."""
+    """The relay through which a process has answered is stored until the process answers directly."""
     target = Peer(place, rank=2)
     assert through(relay[0], target) == {"heard": "join"}
     assert target.relay is relay[0]
@@ -191,7 +188,7 @@ def test_a_process_answers_through_a_relay(place, relay):
 
 
 def test_a_direct_answer_counts_more_than_a_relayed_one_that_began_before_it(place, relay, monkeypatch):
-    """If a link is only slow, both answers come; the later one does not make the process seem to be beyond a link."""
+    """If a link is only slow, both a direct and a relayed answer arrive. Then no relay is stored."""
     target, answer, direct = Peer(place, rank=2), Peer._ask_at, []
 
     def late(peer, *arguments):
@@ -206,40 +203,40 @@ def test_a_direct_answer_counts_more_than_a_relayed_one_that_began_before_it(pla
 
 
 def test_what_a_relay_cannot_tell(place, relay):
-    """Both ends of the connection prove that they know the key of the process, so a relay that connects to another one
-    is noticed. If the relay reaches the host of a process, but nothing listens there, the process has ended; not so if
-    it has reached no other rank, perhaps since it tried addresses of its own host."""
-    passed_on, found = relay
+    """Both ends of a connection prove that they know the key of the process, so a wrong process gets no request. If a
+    relay reports that nothing listens on the host of a process, the process has ended. If the relay cannot connect, or
+    does not know whether its addresses belong to that host, the process has not answered."""
+    relaying, found = relay
     stranger = Peer(place._replace(key="00" * 16), rank=2)
-    assert through(passed_on, stranger, place="a secret") is None
+    assert through(relaying, stranger, place="a secret") is None
     assert stranger.relay is None
     target = Peer(place._replace(port=closed_port()), rank=2)
     with pytest.raises(Ended, match="nothing listens"):
-        through(passed_on, target)
+        through(relaying, target)
     for address, known in (("no address", True), ("127.0.0.1", False)):
         found |= {"addresses": [address], "known": known}
-        assert through(passed_on, target) is None
+        assert through(relaying, target) is None
 
 
 def test_the_end_of_a_relay_is_not_the_end_of_the_process(place, relay):
-    """The process may be alive: if it were taken for ended, two groups could continue. The relay is not used again."""
-    target, passed_on = Peer(place, rank=2), relay[0]
-    assert through(passed_on, target) == {"heard": "join"}
-    passed_on.place = passed_on.place._replace(port=closed_port())
-    passed_on.known = "127.0.0.1"
-    assert through(passed_on, target) is None
+    """If a relay has ended, the process counts as silent and not as ended, or two groups could continue."""
+    target, relaying = Peer(place, rank=2), relay[0]
+    assert through(relaying, target) == {"heard": "join"}
+    relaying.place = relaying.place._replace(port=closed_port())
+    relaying.known = "127.0.0.1"
+    assert through(relaying, target) is None
     assert target.relay is None
 
 
 def test_a_store_is_reached_through_a_relay(place, relay):
-    """Values of several messages arrive; when the store ends, so does the connection."""
+    """A value that needs several reads of the relay arrives. When the store ends, the connection ends, too."""
     key = bytes(range(16))
     store = StoreClient(key, serve_at="127.0.0.1")
     target = Peer(place, rank=2)
     target.relay = relay[0]
     with pytest.raises(ConnectionError, match="not reached directly"):
-        target.connection("third", store.port, 5, (2,))  # the relay is no member
-    client = StoreClient(key, connection=target.connection("third", store.port, 5, (1,)), port=store.port)
+        target.connection("third", store.port, 5, relays=(2,))  # the relay is rank 1
+    client = StoreClient(key, connection=target.connection("third", store.port, 5, relays=(1,)), port=store.port)
     value = bytes(range(256)) * 400
     client.set("large", value)
     assert client.get("large") == value

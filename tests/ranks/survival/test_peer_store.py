@@ -1,4 +1,4 @@
-"""The store that a rank serves to others, the connections to it, and what ranks publish there about connections."""
+"""The store that a rank serves to others, the connections to it, and how ranks give up connections by means of it."""
 
 import os
 import socket
@@ -22,7 +22,7 @@ KEY = b"of the tests    "
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork")
 def test_a_forked_child_does_not_end_the_store_of_its_parent():
-    """If a forked process deletes the store, as at its exit, the parent's connections and server keep running."""
+    """If a forked process deletes its copy of the store, the parent's connections and server keep running."""
     served = PeerStore(KEY)
     connected = PeerStore(KEY, "127.0.0.1", served.port)
     connected.set("first", b"1")
@@ -37,21 +37,22 @@ def test_a_forked_child_does_not_end_the_store_of_its_parent():
 
 
 def test_compare_set_returns_the_value_as_a_tcp_store_does():
-    """If a key has no value and one was expected, the expected one is returned, and nothing is stored."""
+    """``compare_set`` of a PeerStore and of torch's TCPStore return the same values. If a key has no value although one
+    was expected, they return the expected value and store nothing."""
     stores = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False), PeerStore(KEY)
     for store in (dist.PrefixStore("prefix", each) for each in stores):
         found = [store.compare_set("key", *pair) for pair in (("a", "b"), ("", "c"), ("d", "e"), ("c", "f"))]
-        assert found == [b"a", b"c", b"c", b"f"], store
+        assert found == [b"a", b"c", b"c", b"f"], store  # for each pair: expected, desired
 
 
 def test_a_value_that_is_deleted_while_it_is_read_is_waited_for(monkeypatch):
-    """``get`` returns a value that was stored, also if one is deleted between the wait for it and the query."""
+    """If a value is deleted after ``get`` has waited for it, but before it is read, ``get`` waits for the next one."""
     store, later = PeerStore(KEY), iter([b"2"])
     wait = store.wait
 
     def wait_and_delete(keys):
         wait(keys)
-        for value in later:
+        for value in later:  # only at the first call
             store.delete_key("key")
             threading.Timer(0.05, store.set, ("key", value)).start()
 
@@ -62,7 +63,7 @@ def test_a_value_that_is_deleted_while_it_is_read_is_waited_for(monkeypatch):
 
 
 def test_a_program_that_sends_nothing_is_dropped(monkeypatch):
-    """A program that connects to a store has a limited time for its first request; a rank's connection stays open."""
+    """The connection of a program that sends no request for some time is closed. A rank's connection stays open."""
     monkeypatch.setattr(listener, "UNKNOWN_S", 0.3)
     served = StoreClient(b"key")
     rank = StoreClient(b"key", "127.0.0.1", served.port)
@@ -74,17 +75,16 @@ def test_a_program_that_sends_nothing_is_dropped(monkeypatch):
 
 
 def test_silent_programs_hold_a_limited_number_of_connections(monkeypatch):
-    """A store closes the oldest connections of programs that have sent no request when there are many; those of ranks
-    stay open. So such programs cannot use up the files that the process may open."""
+    """If more than ``MOST_UNKNOWN`` programs, plus one per rank, have sent no request, a store closes the oldest of
+    their connections. The connections of ranks stay open."""
     monkeypatch.setattr(listener, "UNKNOWN_S", 60)
     served = StoreClient(b"key", ranks=3)
-    rank = StoreClient(b"key", "127.0.0.1", served.port)
+    address = "127.0.0.1", served.port
+    rank = StoreClient(b"key", *address)
     rank.set("known", b"1")
     with ExitStack() as stack:
-        number = MOST_UNKNOWN + 3 + 1
-        strangers = [
-            stack.enter_context(socket.create_connection(("127.0.0.1", served.port), 5)) for _ in range(number)
-        ]
+        number = MOST_UNKNOWN + 3 + 1  # one too many
+        strangers = [stack.enter_context(socket.create_connection(address, 5)) for _ in range(number)]
         assert strangers[0].recv(1) == b""
         strangers[1].settimeout(0.2)
         with pytest.raises(TimeoutError, match="timed out"):
@@ -94,8 +94,7 @@ def test_silent_programs_hold_a_limited_number_of_connections(monkeypatch):
 
 
 def test_watch_ends_a_wait_for_a_process_that_does_not_answer():
-    """If the process that serves the store was stopped, a request ends as soon as ``watch`` raises an error, not only
-    when the time for an answer has passed."""
+    """If the process that serves the store does not answer, a request ends as soon as ``watch`` raises an error."""
 
     def watch():
         raise PeerLostError("the rank that serves the store is lost", (0,))
@@ -112,7 +111,7 @@ def test_watch_ends_a_wait_for_a_process_that_does_not_answer():
 
 
 def test_many_values_are_read_at_once():
-    """The values of many ranks are more than one message may have; all of them are returned."""
+    """``multi_get`` returns all values, also if they do not fit into one message."""
     served = StoreClient(b"key")
     other = StoreClient(b"key", "127.0.0.1", served.port)
     keys = [str(number) for number in range(600)]
@@ -124,8 +123,8 @@ def test_many_values_are_read_at_once():
 
 
 def test_a_rank_gives_up_only_ranks_that_also_miss_it():
-    """A rank gives up those that it misses and that have published that they miss it; a rank that has published
-    nothing is late."""
+    """Two ranks give each other up if both have published that they have no connection to the other. ``stalled`` takes
+    the ranks without a connection, and returns those to give up."""
     store, cancelled = dist.HashStore(), threading.Event()
     first, second, third = (ConnectionStore(store, rank, cancelled) for rank in range(3))
     assert first.stalled([1, 2]) == []
@@ -136,8 +135,8 @@ def test_a_rank_gives_up_only_ranks_that_also_miss_it():
 
 
 def test_only_ranks_beyond_a_lost_link_are_given_up_soon():
-    """Among ranks of an earlier group, those that answer only through a third host are given up at once, if both miss
-    each other; others after the usual time, since their connections may only be slow."""
+    """Two ranks of an earlier group that answer each other only through a third host give each other up at once. Other
+    ranks do so after the usual time, since their connections may only be slow."""
     store, cancelled, beyond = dist.HashStore(), threading.Event(), {(0, 2), (2, 0)}
     made = [
         ConnectionStore(store, rank, cancelled, "", lambda peer, rank=rank: (rank, peer) in beyond) for rank in range(3)
@@ -147,14 +146,14 @@ def test_only_ranks_beyond_a_lost_link_are_given_up_soon():
     assert made[2].stalled([0, 1]) == [0]
     assert made[0].stalled([1, 2]) == [2]
     for one in made:
-        one._began -= tcp.PATIENCE_S
+        one._began -= tcp.PATIENCE_S  # as if the usual time had passed
     assert made[1].stalled([0, 2]) == []
     assert made[2].stalled([0, 1]) == [0, 1]
 
 
 def test_a_rank_that_was_given_up_learns_it_later():
-    """A rank that still misses others does not withdraw that it has given up one; that one may look much later, when it
-    would not give up the other one by itself."""
+    """A rank that another rank has given up gives up this rank, too, also if it notices this much later. The other rank
+    still publishes this, although it has gone on to wait for further ranks."""
     store, cancelled, beyond = dist.HashStore(), threading.Event(), True
     first = ConnectionStore(store, 0, cancelled, "", lambda peer: peer == 1)
     second = ConnectionStore(store, 1, cancelled, "", lambda _: beyond)
@@ -167,7 +166,7 @@ def test_a_rank_that_was_given_up_learns_it_later():
 
 @pytest.mark.parametrize("values", [(False, False, False), (False, True, False)])
 def test_all_ranks_know_whether_one_has_no_connection(values):
-    """``any_of_all`` returns on all ranks, when all have called it, whether it is true on one; or it is cancelled."""
+    """When all ranks have called ``any_of_all``, it returns on each whether a value is true. ``cancelled`` ends it."""
     store, cancelled = dist.HashStore(), threading.Event()
     ranks_of = [ConnectionStore(store, rank, cancelled) for rank in range(3)]
     with ThreadPoolExecutor(3) as pool:

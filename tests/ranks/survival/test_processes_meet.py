@@ -1,4 +1,4 @@
-"""How ranks of crossreduce.processes meet: launchers, arguments, ranks that are missing, late or twice, and keys."""
+"""How ranks of crossreduce.processes meet: launchers, arguments, keys, and missing, late or duplicate ranks."""
 
 import os
 import re
@@ -29,8 +29,6 @@ from crossreduce.ranks.survival.formation import GroupKind
 from crossreduce.torch import elastic
 
 LONG_S = 1800.0
-
-
 PROGRAM = """
 import sys
 import numpy as np
@@ -45,19 +43,12 @@ assert not {"torch", "mpi4py", "jax"} & {*sys.modules}
 
 
 def test_ranks_find_each_other_by_the_variables_of_launchers(address):
-    """Programs that a launcher started with RANK and the other variables need no argument, and load no framework."""
+    """Programs that a launcher starts with RANK and the other variables need no arguments, and load no framework."""
     host, port = address.split(":")
     variables = {"WORLD_SIZE": "3", "MASTER_ADDR": host, "MASTER_PORT": port, "CROSSREDUCE_KEY": "a secret"}
-    started = [
-        subprocess.Popen(
-            [sys.executable, "-c", PROGRAM],
-            env={**os.environ, **variables, "RANK": str(rank)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in range(3)
-    ]
+    command, environment = [sys.executable, "-c", PROGRAM], {**os.environ, **variables}
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    started = [subprocess.Popen(command, env={**environment, "RANK": str(rank)}, **pipes) for rank in range(3)]
     output = [process.communicate(timeout=60)[0] for process in started]
     assert output == [f"{rank} 3 6\n" for rank in range(3)]
 
@@ -88,7 +79,7 @@ def test_ranks_find_each_other_by_the_variables_of_launchers(address):
     ],
 )
 def test_invalid_arguments_and_variables(monkeypatch, arguments, variables, message):
-    """A missing or invalid argument is named, with the given value and a remedy, before any wait."""
+    """A missing or invalid argument raises an error that names it, its value and a remedy."""
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(ArgumentError, match=message):
@@ -96,16 +87,16 @@ def test_invalid_arguments_and_variables(monkeypatch, arguments, variables, mess
 
 
 def test_invalid_options():
-    """A key that is not a text and a timeout that is not a number are errors; the key is not shown."""
+    """An invalid key, timeout or name is an ArgumentError, whose text does not contain the key."""
     for options, message in (
-        ({"key": b"a secret"}, r"key must be a text.*\n.*bytes"),
+        ({"key": b"a secret"}, r"key must be a str.*\n.*bytes"),
         ({"timeout_s": "10"}, "timeout_s must be a number"),
-        ({"name": 5}, r"name must be a text.*\n.*5"),
+        ({"name": 5}, r"name must be a str.*\n.*5"),
     ):
         with pytest.raises(ArgumentError, match=message) as caught:
             processes.join(0, 1, **options)
         assert "a secret" not in str(caught.value)
-    processes.join(0, 1, key="\ud800").close()  # of an environment variable that is not UTF-8
+    processes.join(0, 1, key="\ud800").close()  # as in an environment variable that is not UTF-8
 
 
 def at_once(functions):
@@ -115,12 +106,12 @@ def at_once(functions):
 
 
 def meets(address, *numbers, timeout_s=600.0):
-    """Let processes, here threads, join with these ranks and sizes at the same time; return their errors."""
+    """Let threads, as processes, join at the same time. ``numbers``: their ranks and sizes. Return their errors."""
     return at_once([lambda pair=pair: processes.join(*pair, address, timeout_s=timeout_s) for pair in numbers])
 
 
 def test_sizes_that_differ(address):
-    """If ranks have different sizes, all of them raise the same error at once, which names two of them."""
+    """If ranks have different sizes, all of them raise a MismatchError at once. It names two sizes and their ranks."""
     errors = meets(address, (0, 3), (1, 3), (2, 4))
     assert {type(error) for error in errors} == {MismatchError}
     for error in errors:
@@ -128,8 +119,8 @@ def test_sizes_that_differ(address):
 
 
 def test_a_rank_that_is_there_twice(address):
-    """If two processes have the same rank, all that are waiting raise an error at once, which names it; so does a rank
-    that comes later."""
+    """If two processes have the same rank, all waiting processes raise an error that names this rank at once. A process
+    that comes later raises it, too."""
     raised = threading.Event()
 
     def join(rank):
@@ -146,7 +137,7 @@ def test_a_rank_that_is_there_twice(address):
 
 
 class Interrupted(StorePart):
-    """A part of a store in which another process does something before each ``compare_set`` of this one."""
+    """A part of a store that calls ``before``, in place of another process, before each ``compare_set``."""
 
     def compare_set(self, *arguments):
         self.before()
@@ -154,8 +145,8 @@ class Interrupted(StorePart):
 
 
 def test_ranks_meet_either_all_or_not_at_all():
-    """If an error is published when all ranks have come, but not all of them have seen that, all raise it. If one of
-    them has seen it, none does."""
+    """When all ranks have come, an error may be published. If no rank has noticed before that all have come, all ranks
+    raise the error. If one has noticed it, none raises the error."""
     for fails in (True, False):
         served = StoreClient(b"key")
         parts = [Interrupted(served, "meet/") for _ in range(2)]
@@ -164,7 +155,7 @@ def test_ranks_meet_either_all_or_not_at_all():
         error = ArgumentError("two processes have joined as rank 1.")
         parts[0].before = partial(third.publish_abort, encoded(error)) if fails else lambda: None
         parts[1].before = lambda: None
-        parts[1].set("1/1", b".")  # the second one has come
+        parts[1].set("1/1", b".")  # the second rank has come
         if fails:
             for rendezvous in (first, second):
                 with pytest.raises(ArgumentError, match="two processes"):
@@ -196,12 +187,12 @@ def late(rendezvous, address, folder):
 
 
 def test_a_process_that_comes_too_late_does_not_end_the_group(address, tmp_path):
-    """A process that joins as a rank of a group that was made already gets an error, and the group continues."""
+    """A process that joins as a rank of a complete group gets an error, and the group continues."""
     assert ranks(3, late, address, tmp_path) == [30, 30, None]
 
 
 def test_missing_ranks_are_named(address):
-    """Ranks that do not come are named after the timeout, by the ranks that are there."""
+    """After the timeout, the waiting ranks raise a CollectiveTimeout that names the ranks that have not come."""
     for error in meets(address, (0, 4), (2, 4), timeout_s=1):
         assert isinstance(error, CollectiveTimeout), error
         assert error.ranks == (1, 3)
@@ -210,7 +201,7 @@ def test_missing_ranks_are_named(address):
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "no-such-host.invalid"])
 def test_an_address_at_which_nothing_listens(host):
-    """If rank 0 does not start, or its host has no address, the error after the timeout shows the address and why."""
+    """If rank 0 does not start, or its host has no address, the error after the timeout has the address and why."""
     port = free_port()
     with pytest.raises(CollectiveTimeout, match=f"rank 1 did not reach rank 0 at {host}:{port} within 0.5 s") as caught:
         processes.join(1, 2, f"{host}:{port}", timeout_s=0.5)
@@ -219,14 +210,14 @@ def test_an_address_at_which_nothing_listens(host):
 
 
 def test_a_port_at_which_another_program_listens(monkeypatch):
-    """Rank 0 raises an error if its port is taken, and other ranks one if a program answers that is not rank 0, or
-    sends nothing: it does not prolong the timeout."""
+    """Rank 0 raises an error if its port is taken. Other ranks raise a CollectiveTimeout if the program that listens
+    there sends nothing, and an ArgumentError if it answers wrongly."""
     monkeypatch.setattr(meeting, "_REFUSED_S", 0.3)
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
         with pytest.raises(ArgumentError, match=rf"rank 0 cannot listen at port {port}\.\n.*in use"):
             processes.join(0, 2, f"127.0.0.1:{port}")
-        silent = rf"what listens at 127.0.0.1:{port} did not answer rank 1"
+        silent = rf"the program that listens at 127.0.0.1:{port} did not answer rank 1"
         with pytest.raises(CollectiveTimeout, match=silent) as caught:
             processes.join(1, 2, f"127.0.0.1:{port}", timeout_s=0.5)
         assert caught.value.ranks == (0,)
@@ -249,15 +240,12 @@ def with_key(rendezvous, address):
 
 
 def test_ranks_with_another_key_are_refused(address, monkeypatch):
-    """A rank without the key of rank 0 can neither join nor read or change what the ranks have stored. A key that is
-    given is used instead of that of the environment."""
+    """A rank with another key than rank 0 gets an error, and the error of rank 0 mentions the key. The argument ``key``
+    takes precedence over the environment variable."""
     monkeypatch.setattr(meeting, "_REFUSED_S", 0.3)
     monkeypatch.setenv("CROSSREDUCE_KEY", "of the environment")
-    calls = [
-        lambda: processes.join(0, 2, address, key="of rank 0", timeout_s=3),
-        lambda: processes.join(1, 2, address, timeout_s=3),
-    ]
-    first, second = at_once(calls)
+    join_0 = partial(processes.join, 0, 2, address, key="of rank 0", timeout_s=3)
+    first, second = at_once([join_0, partial(processes.join, 1, 2, address, timeout_s=3)])
     assert isinstance(first, CollectiveTimeout)
     assert first.ranks == (1,)
     assert re.search(r"try:.*the same key on all ranks: \d+ connections to this rank did not prove", str(first))
@@ -275,7 +263,7 @@ def loses_the_first(rendezvous, address):
 
 
 def test_rank_0_dies_while_others_wait_for_it(address):
-    """If rank 0 dies before all ranks have come, those that are there raise a PeerLostError that names it, at once."""
+    """If rank 0 dies before all ranks have come, the waiting ranks raise a PeerLostError that names it at once."""
     lost, *found = ranks(3, loses_the_first, address, check=False)
     assert isinstance(lost, Died)
     assert found == [(0,), (0,)]
@@ -295,13 +283,13 @@ DAMAGED_PLACES = [
 
 
 def test_invitations_that_cannot_be_used():
-    """An invitation of a group of torch, and a damaged text, whatever is wrong in it, raise an ArgumentError without
-    the keys in it. A closed group makes no invitation."""
+    """An invitation to a group of torch, and a text with any damage, raise an ArgumentError that does not contain the
+    keys. A closed group makes no invitation, and its earlier ones raise a PeerLostError."""
     with processes.join(0, 1) as group:
         text = group.invitation()
     with pytest.raises(ContextError, match='group "world" is closed'):
         group.invitation()
-    with pytest.raises(ArgumentError, match=f"not an invitation.*\n.*a text of {len(text) - 5} characters") as caught:
+    with pytest.raises(ArgumentError, match=f"not an invitation.*\n.*a str of {len(text) - 5} characters") as caught:
         processes.join_invited(text[:-5])
     assert text[-40:-5] not in str(caught.value)
     damaged = [7, "[" * 100_000, '["NumPy ranks", "token", []]', f'["NumPy ranks", 7, [{PLACE}]]']
@@ -313,7 +301,7 @@ def test_invitations_that_cannot_be_used():
     assert other != text
     with pytest.raises(ArgumentError, match=r"of another kind.*\n.*a group of torch"):
         processes.join_invited(other)
-    with pytest.raises(PeerLostError, match="no rank of the group is left"):
+    with pytest.raises(PeerLostError, match="all ranks of the group that this process knows have ended, or have left"):
         processes.join_invited(text, timeout_s=5)
 
 
@@ -342,13 +330,13 @@ def forms_slowly(rendezvous, address, folder):
 
 
 def test_a_process_that_joins_waits_for_a_limited_time(address, tmp_path):
-    """join_invited returns after its timeout and the time for forming the group, whatever the timeout of the group is.
-    The ranks then continue without that process."""
+    """join_invited raises an error after its timeout and the time for forming the group, although the timeout of the
+    group is longer. The ranks then continue without that process."""
     assert ranks(2, forms_slowly, address, tmp_path) == [(None, 10), None]
 
 
 def test_processes_that_do_not_ask_again_are_forgotten(monkeypatch):
-    """A rank keeps no list of all processes that have ever wanted to join."""
+    """A rank forgets the request of a process to join if the process does not repeat it in time."""
     monkeypatch.setattr(agreement, "JOINER_S", 0.05)
     with processes.join(0, 1) as group:
         agreements = group.communicator.agreements

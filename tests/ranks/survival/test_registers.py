@@ -1,4 +1,4 @@
-"""Registers and ballots: a written value stays, whichever threads and processes write at the same time."""
+"""Registers and ballots. The first value of a register stays, also if threads and processes write simultaneously."""
 
 import itertools
 import mmap
@@ -22,7 +22,7 @@ MANY = 200
 
 
 def made(ranks=2, size=None, hosts=2, memory=None, place=0):
-    """Return registers in new memory, or in one that is given."""
+    """Return the registers of a host in new memory, or in ``memory``. Arguments as for ``Registers``."""
     size = size or ranks * hosts
     memory = bytearray(Registers.nbytes(ranks, size, hosts)) if memory is None else memory
     return Registers(memory, place, ranks, size, hosts)
@@ -39,23 +39,24 @@ ONE, OTHER = decision(0, 1, progress=1), decision(2, kind=3, flag=False, progres
 
 
 def test_electors_follow_from_the_decision_before():
-    """A host answers requests of an agreement if it has, or is told now, the same decision of the one before."""
+    """A host answers requests of an agreement only if it has the same decision of the previous agreement as the asking
+    host. If it has no decision, it stores that of the asking host, unless it has ruled out that ballot."""
     host = made()
     assert host.follows(1, None)
     assert not host.follows(2, None)
-    assert host.follows(2, (3, ONE))
+    assert host.follows(2, (3, ONE))  # ballot 3, which is one of host 1 of the two hosts
     assert host.decision(1) == (3, ONE)
     assert host.follows(2, (4, ONE))
     assert not host.follows(2, (4, OTHER))
     ruled_out = made()
-    ruled_out.promise(1, 0, {1})
+    ruled_out.promise(1, 0, ended={1})  # rules out all ballots of host 1
     assert not ruled_out.follows(2, (3, ONE))
     assert ruled_out.follows(2, (2, ONE))
 
 
 def test_agreements_that_follow_each_other_share_memory():
-    """Twenty agreements in a row keep no ballot, contribution or decision of an earlier one, but a host still has the
-    decisions of the three before."""
+    """Twenty agreements in a row share memory: none finds a ballot or decision of an earlier one in its registers. A
+    host keeps the decisions of the last three agreements."""
     host = made()
     for number in range(1, 21):
         assert host.decision(number) is None
@@ -63,21 +64,21 @@ def test_agreements_that_follow_each_other_share_memory():
             wanted = decision(number % 4, progress=100 * number + ballot)
             assert host.accept(number, ballot, wanted) == wanted
         assert host.promise(number, host.ballots) == (host.ballots - 1, wanted)
-        for known in range(max(1, number - 3), number):
-            assert host.decision(known) == (1, decision(progress=known))
+        for earlier in range(max(1, number - 3), number):
+            assert host.decision(earlier) == (1, decision(progress=earlier))
         assert host.decide(number, 1, decision(progress=number))
         assert host.decision(number) == (1, decision(progress=number))
 
 
 def test_a_rank_that_is_left_behind_is_told():
-    """A rank of an agreement whose memory a later one uses gets ``Overtaken``, and changes nothing."""
-    host, late = 9, 5
+    """Calls for an agreement whose memory a later one uses raise ``Overtaken``, and change nothing."""
+    current, late = 9, 5  # agreements that share memory
     memory = bytearray(Registers.nbytes(2, 4, 2))
     registers = made(memory=memory)
     for ballot in range(registers.ballots):
-        registers.accept(host, ballot, ONE)
-    registers.decide(host, 0, ONE)
-    registers.decide(host, 1, ONE)
+        registers.accept(current, ballot, ONE)
+    registers.decide(current, 0, ONE)
+    registers.decide(current, 1, ONE)
     before = bytes(memory)
     for call, *arguments in (
         (registers.promise, late, 1),
@@ -92,13 +93,13 @@ def test_a_rank_that_is_left_behind_is_told():
 
 
 def test_a_slot_is_not_reused_under_a_reader():
-    """A rank that reads an old decision while another one writes a new one to the same place gets ``Overtaken``."""
+    """A rank that reads an old decision while another rank writes a new one to its memory gets ``Overtaken``."""
     memory = bytearray(Registers.nbytes(1, 1, 1))
     reader, writer = made(1, 1, 1, memory), made(1, 1, 1, memory)
     writer.accept(1, 0, decision(0, progress=1))
 
     class Interrupted:
-        """Loads words; after the first one, another process stores a new value, but has not accepted it yet."""
+        """Loads words. After the first word, another process stores a new value, but has not accepted it yet."""
 
         first = True
 
@@ -116,7 +117,7 @@ def test_a_slot_is_not_reused_under_a_reader():
 
 @pytest.mark.parametrize("size", [1, 64, 65, MANY])
 def test_decisions_of_any_size(size):
-    """A decision of any ranks of a group of up to 200 is returned as it was given."""
+    """A decision with any members of a group of up to 200 ranks is returned unchanged."""
     host = made(size, size, 1, place=size - 1)
     chosen = random.Random(size)
     for ballot in range(8):
@@ -128,11 +129,11 @@ def test_decisions_of_any_size(size):
 
 @pytest.mark.parametrize("hosts", [1, 3, MANY])
 def test_every_ballot_has_a_register_of_its_own(hosts):
-    """With up to 200 hosts, each of which has ballots in 16 rounds, no register is used twice."""
+    """With up to 200 hosts, each of which has ballots in 16 rounds, no two ballots share a register."""
     host = made(1, hosts, hosts)
     assert host.ballots == 16 * hosts
     used = {host._register(number, register) for number in range(1, 5) for register in range(host._final + 1)}
-    assert used == set(range(host._position(0)))
+    assert used == set(range(host._position(0)))  # one word for each register
     assert host.accept(1, host.ballots - 1, decision(0)) == decision(0)
     assert host.decide(1, host.ballots - 1, decision(0))
     assert host.promise(2, host.ballots, set(range(hosts))) is None
@@ -140,7 +141,7 @@ def test_every_ballot_has_a_register_of_its_own(hosts):
 
 @pytest.mark.parametrize("ranks", [1, 7, MANY])
 def test_contributions_of_all_ranks(ranks):
-    """Each rank's contribution is that of its last arrival; before the first one its number is 0."""
+    """A rank's contribution is that of its last arrival. Before the first arrival its number is 0."""
     memory = bytearray(Registers.nbytes(ranks, ranks, 1))
     hosts = [made(ranks, ranks, 1, memory, place) for place in range(ranks)]
     assert {hosts[0].contribution(place) for place in range(ranks)} == {Contribution(0, 0, False, 0)}
@@ -152,7 +153,8 @@ def test_contributions_of_all_ranks(ranks):
 
 
 def test_a_decision_follows_from_contributions():
-    """Its flag is true if all are and all kinds are equal; its kind is the greatest one, and its progress the least."""
+    """The flag of a decision is true if all flags are true and all kinds are equal. Its kind is the greatest kind, and
+    its progress is the least progress."""
     given = {3: Contribution(1, 2, True, 9), 1: Contribution(1, 2, True, 7)}
     assert Decision.of(given) == Decision((1, 3), 2, True, 7)
     assert Decision.of(given | {0: Contribution(1, 2, False, 8)}) == Decision((0, 1, 3), 2, False, 7)
@@ -165,17 +167,18 @@ CALLS = st.tuples(st.sampled_from(["promise", "accept", "decide"]), st.integers(
 @examples(1500)
 @given(st.lists(CALLS, max_size=12))
 def test_registers_are_a_map_that_is_written_once(calls):
-    """Any calls give the results of a dict that has the first value of each ballot and of each host that decides."""
+    """Any calls return the results of a model: a dict with the first value of each ballot and of the decision of each
+    host, where ``None`` means ruled out."""
     host, written, final = made(hosts=3), {}, []
-    for call, ballot, ended, flag in calls:
+    for call, ballot, ended_host, flag in calls:
         given = decision(progress=ballot + 10 * flag)
         if call == "promise":
-            proof = {ended} if ended < 3 else set()
-            ruled_out = {key for key in range(host.ballots) if key < ballot or key % 3 in proof}
-            ruled_out |= {("host", each) for each in proof}
+            ended = {ended_host} if ended_host < 3 else set()
+            ruled_out = {key for key in range(host.ballots) if key < ballot or key % 3 in ended}
+            ruled_out |= {("host", each) for each in ended}
             found = [written.setdefault(key, None) for key in ruled_out]
             wanted = max((each for each in found if each is not None), default=None)
-            assert host.promise(1, ballot, proof) == wanted
+            assert host.promise(1, ballot, ended) == wanted
         elif call == "accept":
             first = written.setdefault(ballot, (ballot, given))
             assert host.accept(1, ballot, given) == (first and first[1])
@@ -188,7 +191,7 @@ def test_registers_are_a_map_that_is_written_once(calls):
 
 @given(st.integers(0, 2), st.sets(st.integers(0, 2)), st.integers(0, 5), st.integers(0, 5), st.integers(0, 40))
 def test_a_call_that_breaks_off_is_a_shorter_one(accepted, ended, first, ballot, writes):
-    """A rank that ends within a promise leaves what a whole promise finds and completes, with the same result."""
+    """If a rank ends in the middle of a promise, a second promise completes it, with the same result and registers."""
 
     class EndsError(Exception):
         pass
@@ -225,18 +228,18 @@ def test_a_call_that_breaks_off_is_a_shorter_one(accepted, ended, first, ballot,
 
 
 def written_by(writer, ranks, number):
-    """Return the decision that a writer of a rank wants."""
+    """Return the decision that a writer wants in an agreement. It names the writer, and so shows torn values."""
     return Decision((writer % ranks,), writer, writer % 2 == 0, 1000 * number + writer)
 
 
 def write_at_random(host, writer, ranks, agreements):
-    """Write as one of several threads of a rank until some agreements are decided; return the calls with results."""
+    """Write as one of several threads of a rank until some agreements are decided. Return the calls with results."""
     chosen, seen, number = random.Random(writer), [], 1
     while number <= agreements:
         ballot = chosen.randrange(8 * ranks)
         try:
             if chosen.random() < 0.2:
-                ended = frozenset({chosen.randrange(3)} if chosen.random() < 0.2 else ())  # never 3: it can decide
+                ended = frozenset({chosen.randrange(3)} if chosen.random() < 0.2 else ())  # never host 3, so it decides
                 ballot //= 2
                 seen.append(("promise", number, ballot, ended, host.promise(number, ballot, ended)))
             else:
@@ -254,7 +257,8 @@ def write_at_random(host, writer, ranks, agreements):
 
 
 def check_seen(seen, ranks):
-    """Check what writers have seen: registers that are written once, and whole decisions."""
+    """Check the results of all writers: each register has one value, decisions are whole, and a promise reports the
+    values that were accepted in earlier ballots."""
     results = {}
     for call, number, ballot, ended, result in seen:
         results.setdefault((call, number, ballot, ended), set()).add(result)
@@ -272,8 +276,8 @@ def check_seen(seen, ranks):
 
 
 def test_threads_and_processes_that_write_at_the_same_time():
-    """Processes that write as ranks of one host at the same time, with two threads each that run for microseconds at a
-    time, see one value of each register."""
+    """Four processes, the ranks of one host, write at the same time with two threads each, which alternate every
+    microsecond. All of them read the same value of each register."""
     ranks = 4
     memory, pipes = mmap.mmap(-1, Registers.nbytes(ranks, ranks, 4)), []
     for place in range(ranks):
@@ -301,17 +305,15 @@ def test_threads_and_processes_that_write_at_the_same_time():
 
 # Ballots
 
-THREE = {0: 2, 1: 1, 2: 1}
-
-
+THREE = {0: 2, 1: 1, 2: 1}  # three hosts, with the number of ranks of each
 HOSTS = st.sets(st.integers(0, 5))
 
 
 @examples(1500)
 @given(st.dictionaries(st.integers(0, 5), st.integers(1, 4), min_size=1), HOSTS, HOSTS, HOSTS)
 def test_two_quorums_have_a_host_in_common(weights, some, others, ended):
-    """Of two quorums that count all hosts, one has a host of the other; all hosts are a quorum, no hosts are not.
-    Without ended hosts, all others are a quorum, and nothing less is."""
+    """Two quorums have a host in common. All hosts are a quorum, and no hosts are not. If ended hosts do not count, all
+    other hosts are a quorum, and fewer are not."""
     some, others = some & weights.keys(), others & weights.keys()
     if has_quorum(weights, some) and has_quorum(weights, others):
         assert some & others
@@ -323,7 +325,8 @@ def test_two_quorums_have_a_host_in_common(weights, some, others, ended):
         assert has_quorum(weights, some, ended) == (weights.keys() - ended <= some)
 
 
-# Number of the ballot, own host, ranks of each host, ended hosts; then each answer with what the ballot is afterwards.
+# (Number of the ballot, own host, ranks of each host, ended hosts), the state at first, answers with the state after
+# each of them, and the decision at the end.
 BALLOTS = {
     "ballot 0 of the only host is final when that host has accepted it": (
         (0, 0, {0: 4}, ()), "accepting", [("accepted", 0, ONE, "final")], ONE,
@@ -375,7 +378,7 @@ BALLOTS = {
 
 @pytest.mark.parametrize("rule", BALLOTS)
 def test_ballots(rule):
-    """A ballot is accepted, final or refused after each answer as the rule says, and has the decision that counts."""
+    """Each rule of ``BALLOTS`` holds: after each answer the ballot has the right state, and at the end the decision."""
     (number, own, weights, ended), begins, answers, chosen = BALLOTS[rule]
     ballot = Ballot(number, own, ONE, weights, ended)
 
@@ -390,7 +393,7 @@ def test_ballots(rule):
 
 
 def test_a_ballot_asks_its_own_host_first():
-    """An answer of another host before the one of the own host is an error of the caller."""
+    """The caller must ask the own host first: an earlier answer of another host fails an assertion."""
     with pytest.raises(AssertionError, match="host own promises first"):
         Ballot(4, 1, ONE, THREE).promised(0, None)
     with pytest.raises(AssertionError, match="one decision"):

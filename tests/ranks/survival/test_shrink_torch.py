@@ -17,7 +17,7 @@ from crossreduce.torch import elastic
 
 
 def begin(rendezvous, folder):
-    """Make the default group; return this rank's number."""
+    """Make the default group. Return this rank's number."""
     Torch(rendezvous, folder)
     return rendezvous.rank
 
@@ -57,7 +57,7 @@ def shrinks_a_part(rendezvous, folder):
 
 
 def test_a_sub_group_shrinks(tmp_path):
-    """shrink of a sub-group does not change the default group; its ranks keep their numbers in the world."""
+    """shrink of a sub-group does not change the default group. The ranks keep their numbers in the default group."""
     found = ranks(4, shrinks_a_part, tmp_path, check=False)
     assert isinstance(found.pop(2), Died)
     assert found == [None, 60, 60], found
@@ -83,7 +83,7 @@ def pending(rendezvous, folder):
 
 
 def test_ops_that_are_pending_in_shrink_fail(tmp_path):
-    """Asynchronous ops that another rank's death leaves pending fail when a rank calls shrink, or before."""
+    """Asynchronous ops that wait for a dead rank fail when a rank calls shrink, or before."""
     found = ranks(3, pending, tmp_path, check=False)
     assert isinstance(found.pop(1), Died)
     assert found == [(2, 2, 30)] * 2, found
@@ -92,7 +92,7 @@ def test_ops_that_are_pending_in_shrink_fail(tmp_path):
 def calls_differ(rendezvous, folder):
     rank = begin(rendezvous, folder)
     if rank == 0:
-        with pytest.raises(PeerLostError, match=r"other ranks of group .* shrink it"):
+        with pytest.raises(PeerLostError, match=r"other ranks of group .* have called shrink"):
             crt.grow()
     elif rank == 1:
         assert crt.agree(True) is False
@@ -101,15 +101,15 @@ def calls_differ(rendezvous, folder):
 
 
 def test_ranks_that_call_different_things(tmp_path):
-    """If one rank calls shrink while others call agree and grow, these are told, and the group shrinks when they call
-    shrink, too."""
+    """If one rank calls shrink while others call agree and grow, agree returns False and grow raises an error. The
+    group shrinks when these ranks call shrink, too."""
     assert ranks(3, calls_differ, tmp_path) == [(3, 60)] * 3
 
 
 def differs_for_good(rendezvous, folder):
     rank = begin(rendezvous, folder)
     if rank == 0:
-        with pytest.raises(ContextError, match="do not form it again together"):
+        with pytest.raises(ContextError, match="was not formed again, since its ranks made different calls"):
             crt.shrink()
         return
     for _ in range(30):
@@ -120,6 +120,7 @@ def differs_for_good(rendezvous, folder):
 
 
 def crt_size():
+    """Return the number of ranks that are left."""
     return len(dist.group.WORLD.communicator.agreements.electors)
 
 
@@ -166,8 +167,8 @@ def stopped_before_grow(rendezvous, folder):
 
 
 def test_a_rank_that_is_excluded_by_grow_is_not_waited_for(tmp_path):
-    """If no process joins, grow keeps the group. If it has excluded a rank, the next op fails at once: the timeout of
-    this group is 30 minutes."""
+    """If no process joins, grow keeps the group. If it has excluded a rank, here a stopped one, the next op fails at
+    once, and not after the timeout of the group, which is 30 minutes."""
 
     def go_on(pids):
         wait_until(lambda: finished(tmp_path, 0, 1))
@@ -185,7 +186,7 @@ def grow_often(rendezvous, folder):
 
 def test_calls_of_grow_leave_nothing_behind(tmp_path):
     """A rank that calls grow again and again while no process joins keeps only data of the last call."""
-    assert ranks(2, grow_often, tmp_path) == [1, 0]
+    assert ranks(2, grow_often, tmp_path) == [1, 0]  # only rank 0 publishes data
 
 
 def forked_child(rendezvous, folder):
@@ -207,7 +208,7 @@ def forked_child(rendezvous, folder):
 
 
 def test_a_child_of_a_dead_rank_delays_nobody(tmp_path):
-    """If a rank dies whose forked child lives on, the others notice its death, and need no answer of the child."""
+    """If a rank dies and its forked child lives on, the others notice the death, and do not wait for the child."""
     found = ranks(3, forked_child, tmp_path, check=False)
     assert isinstance(found.pop(0), Died)
     assert found == [(2, 30)] * 2, found
@@ -220,7 +221,7 @@ def stopped_leader(rendezvous, folder, name):
         die()
     with pytest.raises(PeerLostError, match="rank 2 died"):
         total()
-    if rank == 0:  # it has decided with the others, and is stopped before it serves the store, or after that
+    if rank == 0:  # it decides with the others, and is stopped when it calls ``name``
         continues = getattr(elastic, name)
 
         def stop(*arguments, **options):
@@ -238,8 +239,8 @@ def stopped_leader(rendezvous, folder, name):
 
 @pytest.mark.parametrize("name", ["PeerStore", "make_group", "Options"])
 def test_a_leader_that_is_stopped_while_the_group_is_formed(tmp_path, name):
-    """If the rank that serves the new group's store is stopped before or after the others have its address, the others
-    form the group without it. When it continues, it is excluded."""
+    """If the rank that serves the new group's store is stopped, before it serves the store or later, the others form
+    the group without it. When it continues, it is excluded."""
 
     def go_on(pids):
         wait_until(lambda: finished(tmp_path, 1, 3))

@@ -1,4 +1,4 @@
-"""shrink, grow, join, agree and committed in groups of torch and of NumPy arrays: what both kinds promise."""
+"""shrink, grow, join, agree and committed: what groups of torch and groups of NumPy arrays have in common."""
 
 import gc
 import os
@@ -29,6 +29,7 @@ def place_of(kind, folder):
 
 
 def shrinks_to_one(rendezvous, kind, place):
+    """Shrink the group after its rank 0 has died, again and again. ``total`` is the sum of 10 * (rank + 1)."""
     group = kind(rendezvous, place)
     for _ in range(rendezvous.size - 1):
         if group.rank == 0:
@@ -43,7 +44,7 @@ def shrinks_to_one(rendezvous, kind, place):
 
 @KINDS
 def test_a_group_shrinks_again_and_again(tmp_path, kind):
-    """Ranks die one after the other, each time the first one, until one is left, which can shrink again."""
+    """Rank 0 dies and the others shrink the group, again and again. The last rank can shrink without a loss, too."""
     *_, last = ranks(4, shrinks_to_one, kind, place_of(kind, tmp_path), check=False)
     assert last == (1, ((0,), 0), 10, True, False), last
 
@@ -79,9 +80,9 @@ def fails(rendezvous, kind, place, folder, in_step):
 @KINDS
 @pytest.mark.parametrize(("in_step", "result"), [(True, 30), (False, 60)])
 def test_another_error_of_a_step_ends_only_the_rank_that_raises_it(tmp_path, kind, in_step, result):
-    """An error that is not about ranks is passed on. The others continue at once, also those that wait in a sub-group,
-    although the process of the rank that raised it has not ended: they repeat the step that it did not complete, or
-    count the one that it did."""
+    """``committed`` raises an error of the program, and this rank leaves the group, although its process lives on. The
+    others continue at once, also those that wait in a sub-group. They repeat the step if the error came before its
+    collective; otherwise the step has succeeded on them, with the contribution of the failed rank."""
     assert ranks(3, fails, kind, place_of(kind, tmp_path), tmp_path, in_step) == [result, None, result]
 
 
@@ -113,8 +114,8 @@ def late(rendezvous, kind, place, folder, how):
 
 @pytest.mark.parametrize(("kind", "how"), [(Torch, "late"), (Numpy, "stopped")])
 def test_a_late_rank_is_excluded_and_joins_again(tmp_path, kind, how):
-    """A rank that is alive, but too late in shrink, never gets into that group; as a new rank it can join. One that is
-    stopped is not waited for."""
+    """A rank that is too late in shrink is excluded from the new group, and can join it later as a new rank. The others
+    do not wait for a stopped rank: they continue although the timeout is 30 s and the rank continues only later."""
 
     def go_on(pids):
         wait_until((tmp_path / "invitation").exists)
@@ -136,10 +137,10 @@ def on_hosts(rendezvous, kind, place):
 
 @KINDS
 def test_a_host_is_lost(tmp_path, kind):
-    """If all ranks of a host die, the one that serves the store included, those of the other hosts continue."""
+    """If all ranks of a host die, also the rank that serves the store, the ranks of the other hosts continue."""
     environment = [{"CROSSREDUCE_HOST": host} for host in "aabbc"]
     found = ranks(5, on_hosts, kind, place_of(kind, tmp_path), environment=environment, check=False)
-    assert found[2:] == [((2, 3, 4), 60, 2)] * 3, found
+    assert found[2:] == [((2, 3, 4), 60, 2)] * 3, found  # members, total, hosts
 
 
 def invalid_timeouts(rendezvous, kind, place):
@@ -156,7 +157,7 @@ def invalid_timeouts(rendezvous, kind, place):
 
 @KINDS
 def test_timeouts_that_are_not_seconds(tmp_path, kind):
-    """A timeout that is not a number of seconds is an error of the caller, before anything happens to the group."""
+    """A timeout that is not a number of seconds is an ArgumentError, and the group can still be used afterwards."""
     assert ranks(2, invalid_timeouts, kind, place_of(kind, tmp_path)) == [30, 30]
 
 
@@ -164,7 +165,8 @@ CYCLES = count(40)  # of shrink and grow
 
 
 def soak(rendezvous, kind, place):
-    """Shrink and grow again and again: the last rank leaves, and joins as a new one."""
+    """Shrink and grow again and again: the last rank leaves, and joins as a new one. Return the resources that differ
+    from those in the middle, with both values, and the relative growth of the memory."""
     group = kind(rendezvous, place)
     everyone, leaves = 10 * sum(range(1, rendezvous.size + 1)), rendezvous.rank == rendezvous.size - 1
     for cycle in range(CYCLES):

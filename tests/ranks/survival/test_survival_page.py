@@ -1,4 +1,4 @@
-"""The programs on the page "When a rank dies" do what the page says, if a rank is killed."""
+"""The programs on the page "When a rank dies" continue, as the page says, when a rank is killed."""
 
 import os
 import re
@@ -16,7 +16,7 @@ from paths import ROOT
 from torch_running import finish, start
 
 PAGE = (ROOT / "docs" / "how-to" / "when-a-rank-dies.md").read_text()
-SECONDS = 200  # on a machine with other work
+SECONDS = 200  # the limit of a test, on a machine with other work
 
 
 def program_of(heading, folder):
@@ -27,7 +27,7 @@ def program_of(heading, folder):
 
 
 def killed_at_first(program, address):
-    """Run a program on three ranks, kill rank 0 in its first step, and return what the others have ended with."""
+    """Run a program on three ranks, kill rank 0 in its first step, and return the output of the others."""
     running = start(["-u", program], 3, lambda rank: address)
     deadline = time.monotonic() + SECONDS
     first = running[0].stdout.readline()
@@ -45,11 +45,11 @@ def killed_at_first(program, address):
 
 
 def killed_with_its_agent(agents, outputs, victim):
-    """Kill an agent of torchrun and its rank when all ranks have begun; wait until the others have finished."""
+    """Kill an agent of torchrun and its rank when all ranks have begun. Wait until the others have finished."""
     deadline = time.monotonic() + SECONDS
 
-    def wait_for(text, some):
-        while not all(text in outputs[node].read_text() for node in some):
+    def wait_for(text, nodes):
+        while not all(text in outputs[node].read_text() for node in nodes):
             assert time.monotonic() < deadline, [each.read_text() for each in outputs]
             time.sleep(0.05)
 
@@ -70,7 +70,7 @@ def new_address():
 
 @pytest.mark.system
 def test_the_program_of_the_page_goes_on(tmp_path):
-    """Of three ranks, rank 0 is killed, which also serves the store. The others continue, to the same loss as alone."""
+    """Of three ranks, rank 0, which serves the store, is killed. The others reach the loss of one process alone."""
     program, address = program_of("A loop that continues", tmp_path), new_address()
     others = killed_at_first(program, address)
     alone = finish(start([program], 1, lambda rank: address), SECONDS)
@@ -83,8 +83,8 @@ def test_the_program_of_the_page_goes_on(tmp_path):
 @pytest.mark.system
 @pytest.mark.parametrize(("rendezvous", "victim"), [("static", 0), ("c10d", 2)])
 def test_the_program_goes_on_under_torchrun(tmp_path, rendezvous, victim):
-    """Three agents of torchrun run a rank each, and one of them is killed with its rank; with static rendezvous the
-    first one, which runs the store. The other ranks continue, and their agents do not end them."""
+    """Three agents of torchrun run a rank each, and one agent is killed with its rank. With static rendezvous this is
+    the first agent, which runs the store. The other ranks continue, and their agents do not end them."""
     program, port, agents = program_of("A loop that continues", tmp_path), str(free_port()), []
     outputs = [tmp_path / f"output{node}" for node in range(3)]
     try:
@@ -113,9 +113,9 @@ def test_the_program_goes_on_under_torchrun(tmp_path, rendezvous, victim):
 
 
 def test_the_numpy_program_of_the_page_goes_on(tmp_path):
-    """Of three NumPy ranks, rank 0 is killed, at whose address they met. The others continue to the right weights."""
+    """Of three NumPy ranks, rank 0, at whose address they met, is killed. The others reach the right weights."""
     for text in killed_at_first(program_of("NumPy, without PyTorch", tmp_path), new_address()):
-        assert re.search(r"^step 1800, 2 ranks: [\d.]+e-1\d$", text, re.MULTILINE), text
+        assert re.search(r"^step 1800, 2 ranks: [\d.]+e-1\d$", text, re.MULTILINE), text  # the error of the weights
 
 
 @pytest.mark.system

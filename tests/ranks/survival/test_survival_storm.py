@@ -1,4 +1,4 @@
-"""Random failures of ranks of the torch backend, and of NumPy ranks, after which the others continue.
+"""Storms: random failures of ranks of the torch backend, and of NumPy ranks, after which the others continue.
 
 The default set has one storm of each kind.
 """
@@ -26,13 +26,13 @@ KINDS = pytest.mark.parametrize("kind", [Numpy, pytest.param(Torch, marks=pytest
 
 
 def seeds(full, default):
-    """Return the seeds of a test that draws ``full`` storms with the full budget; one of them is in the default set."""
+    """Return the seeds of a test with ``full`` storms in the full budget. Seed ``default`` is in the default set."""
     marks = [[] if seed == default else [pytest.mark.system] for seed in range(count(full, default + 1))]
     return pytest.mark.parametrize("seed", [pytest.param(seed, marks=each) for seed, each in enumerate(marks)])
 
 
 def state(pid):
-    """Return the state of a process as the system shows it."""
+    """Return the letter for the state of a process in /proc: "T" is stopped, "Z" and "X" have ended."""
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
 
 
@@ -48,7 +48,8 @@ def wait_until(true, what, limit_s=LIMIT_S):
 
 
 def drawn(seed, folder):
-    """Return a random storm."""
+    """Return a random storm. Each of its "failures" says who fails, how, and in which call ("where"): after how many
+    such calls ("skip"), function calls ("after") and seconds ("delay_s")."""
     draw = random.Random(seed)
     size, joiners = draw.randint(2, 6), draw.choice([0, 0, 1, 2])
     victims = draw.sample(range(size), draw.randint(1, min(3, size - 1)))
@@ -72,7 +73,7 @@ def drawn(seed, folder):
 
 
 def storm(case, shared, disturb=lambda: None):
-    """Return a function that lets the processes of a storm fail; ``disturb`` is called at the same time."""
+    """Return a function of the processes' pids that calls ``disturb`` and makes the victims of a storm fail."""
     draw = random.Random(case["seed"])
     size, folder = case["size"], Path(case["folder"])
     total = size + case["joiners"]
@@ -85,7 +86,7 @@ def storm(case, shared, disturb=lambda: None):
         except AssertionError as error:
             for pid in pids:
                 if not is_down(pid):
-                    os.kill(pid, signal.SIGQUIT)
+                    os.kill(pid, signal.SIGQUIT)  # the process writes the stacks of its threads
             time.sleep(0.5)
             texts = [f"{path.name}:\n{path.read_text()}" for path in sorted(folder.glob("output*"))]
             for pid in pids:
@@ -116,11 +117,11 @@ def storm(case, shared, disturb=lambda: None):
         )
         if go_on(pids):
             time.sleep(0.2)
-        shared[MOST] = 1
+        shared[MOST] = 1  # ends the storm
         wait_until(lambda: not go_on(pids) and all(state(pid) in "ZX" for pid in pids), "processes do not end")
 
     def go_on(pids):
-        """Continue the processes that are stopped; one may then stop again, in the call in which it was to fail."""
+        """Continue the processes that are stopped. One may then stop again, in the call in which it was to fail."""
         stopped = [victim for victim in victims if state(pids[victim]) == "T"]
         for victim in stopped:
             os.kill(pids[victim], signal.SIGCONT)
@@ -130,7 +131,8 @@ def storm(case, shared, disturb=lambda: None):
 
 
 def check(case, found):
-    """Require that all survivors have continued, with the same results."""
+    """Check that all survivors have continued, with the same results in each step. A record is the number of a step,
+    the processes that took part (a bit mask), and the total of the masks so far."""
     note = json.dumps(case)
     victims = {each["who"]: each["how"] for each in case["failures"]}
     ends = {"exit": (SystemExit, Failure), "exception": (SystemExit, Failure), "kill": Died}
@@ -158,7 +160,7 @@ def check(case, found):
 
 
 def run(kind, case, disturb=lambda: None):
-    """Run a storm, and require that all survivors have continued."""
+    """Run a storm, and check that all survivors have continued."""
     shared, total = shared_counters(), case["size"] + case["joiners"]
     environment = [{"GLOO_SOCKET_IFNAME": "link0"} if case["namespaces"] else {}] * total
     begun = storm(case, shared, disturb)
@@ -169,14 +171,14 @@ def run(kind, case, disturb=lambda: None):
 @KINDS
 @seeds(60, 0)
 def test_the_others_go_on(tmp_path, kind, seed):
-    """Whichever ranks die, stop or raise, wherever: the others continue with the same results on all of them, none of
-    them hangs, and a rank that was stopped is excluded, or still in the group."""
+    """If random ranks die, stop or raise errors at random places, the others continue with the same results, and none
+    hangs. A rank that was stopped is excluded, or still in the group."""
     run(kind, drawn(seed, tmp_path))
 
 
 @pytest.fixture(scope="module")
 def bed(request):
-    """Return some hosts, and mend their links at the end."""
+    """Return simulated hosts, each a network namespace. The parameter is their number."""
     if reason := namespaces.available():
         pytest.skip(f"network namespaces: {reason}")
     with namespaces.hosts(request.param) as hosts:
@@ -185,7 +187,7 @@ def bed(request):
 
 @pytest.fixture(autouse=True)
 def mended(request):
-    """Mend the links between the hosts of a test."""
+    """Restore the links between the hosts after a test."""
     yield
     if "bed" in request.fixturenames:
         hosts = request.getfixturevalue("bed")
@@ -195,13 +197,13 @@ def mended(request):
 
 
 def hosts(least):
-    """Return the parameter ``bed`` of a test: so many hosts, or one more."""
+    """Return the parametrization of ``bed`` of a test that needs ``least`` hosts: so many, or one more."""
     more = pytest.param(least + 1, marks=pytest.mark.system)
     return pytest.mark.parametrize("bed", [least, more], indirect=True, scope="module")
 
 
 def drawn_on_hosts(seed, folder, bed):
-    """Return a random storm on hosts: ranks or all ranks of a host are lost, or a host's links are cut."""
+    """Return a random storm on hosts: some ranks are lost, or all ranks of a host, or the links of a host are cut."""
     draw = random.Random(seed)
     count = len(bed.addresses)
     hosts = [host for host in range(count) for _ in range(draw.randint(1, 2))]
@@ -220,7 +222,7 @@ def drawn_on_hosts(seed, folder, bed):
         excluded = [rank for rank in range(size) if (rank in behind) != has_quorum]
     for victim in victims:
         alone = all(hosts[rank] != hosts[victim] or rank in victims for rank in range(size) if rank != victim)
-        # Of a host whose ranks are all stopped nothing is known.
+        # Ranks on other hosts cannot tell whether a host whose ranks are all stopped still lives.
         how = draw.choice(["kill", "exit", "exception", "kill" if alone else "stop"])
         where = draw.choice(["any", "any", "shrink", "agree"] if failures else ["any", "any", "agree"])
         failures.append({"who": victim, "where": where, "how": how, "skip": draw.randrange(10) * (where == "agree")})
@@ -232,7 +234,7 @@ def drawn_on_hosts(seed, folder, bed):
 
 
 def on_hosts(seed, folder, bed, hosts, failures):
-    """Return a storm of ranks on these hosts, none of which joins or is excluded."""
+    """Return a storm of ranks on these hosts. No process joins or is excluded. ``hosts``: the host of each rank."""
     case = {"seed": seed, "folder": str(folder), "size": len(hosts), "joiners": 0, "failures": failures}
     case |= {"join_after_s": 0, "timeout_s": 2, "wait_s": 10, "excluded": [], "hosts": hosts, "cut": None}
     case |= {"slow": False, "address": bed.addresses[hosts[0]], "port": 29700 + seed}
@@ -243,8 +245,8 @@ def on_hosts(seed, folder, bed, hosts, failures):
 @KINDS
 @seeds(30, 2)
 def test_the_others_go_on_on_several_hosts(tmp_path, bed, kind, seed):
-    """Whichever ranks or hosts are lost: the others continue. If a host loses its links, the part with the majority of
-    the ranks, or half of them with the lowest one, continues, and the other part raises ExcludedError.
+    """If random ranks or a random host are lost, the others continue. If a host loses its links, the side with most
+    ranks, or with half of them and the lowest rank, continues, and the other side raises ExcludedError.
 
     A host that was lost comes back by an invitation.
     """
@@ -264,7 +266,7 @@ def test_the_others_go_on_on_several_hosts(tmp_path, bed, kind, seed):
 
 
 def lost_link(seed, folder, bed, hosts, pair, victims):
-    """Return a storm in which the hosts ``pair`` lose the link between them, and victims are killed a moment later."""
+    """Return a storm in which the hosts ``pair`` lose their link, and ``victims`` are killed 0.1 s later."""
     failures = [{"who": each, "where": "any", "how": "kill", "skip": 0, "after": 0, "delay_s": 0.1} for each in victims]
     # Ranks beyond the link notice the end of a rank only after the timeout of 2 s, so wait_s is greater.
     return on_hosts(seed, folder, bed, hosts, failures) | {"cut": pair}
@@ -274,7 +276,8 @@ def lost_link(seed, folder, bed, hosts, pair, victims):
 @KINDS
 @seeds(10, 0)
 def test_nobody_is_excluded_for_a_lost_link(tmp_path, bed, kind, seed):
-    """If two hosts lose the link between them, all ranks continue, over other hosts, except one that is killed then."""
+    """If two hosts lose the link between them, all ranks continue, except one that may be killed then: the two hosts
+    reach each other through other hosts."""
     draw, count = random.Random(seed), len(bed.addresses)
     hosts = [host for host in range(count) for _ in range(draw.randint(1, 2))]
     pair = draw.sample(range(count), 2)
@@ -287,8 +290,8 @@ def test_nobody_is_excluded_for_a_lost_link(tmp_path, bed, kind, seed):
 @hosts(3)
 @KINDS
 def test_two_parts_never_go_on_without_the_host_between_them(tmp_path, bed, kind):
-    """If the only third host is lost as well, the hosts cannot tell whether the other one lives: the part with a quorum
-    continues, the other one does not. With four hosts another path exists, and both continue."""
+    """If two hosts lose the link between them, and also the only host between them, the side with a quorum continues,
+    and the other side is excluded. With a fourth host another path exists, and all ranks left continue."""
     count, pair = len(bed.addresses), (0, 2)
     case = lost_link(90, tmp_path, bed, [0, 0, 1, 2, 3][: count + 1], pair, [2])
     case["excluded"] = [3] if count == 3 else []

@@ -1,7 +1,7 @@
 """Training continues in the same processes after ranks have died: DDP, FSDP2, and groups of some ranks.
 
-The oracle of the training cases is one process that trains on whole batches. The ranks split each batch evenly, so it
-does not matter for the oracle how many they are. All numbers are float64, so that rounding differences are tiny.
+The oracle of the training cases is one process that trains on whole batches. The ranks split each batch evenly, so the
+oracle does not depend on the number of ranks. All numbers are float64, so that rounding differences are tiny.
 """
 
 import time
@@ -21,7 +21,7 @@ import crossreduce.torch
 from crossreduce import ContextError, PeerLostError
 
 pytestmark = pytest.mark.usefixtures("torch_optimizers")
-BATCH = 12  # samples of a step; 1, 2, 3, 4 ranks have equally many
+BATCH = 12  # samples of a step, which 1, 2, 3 or 4 ranks can split evenly
 STEPS = 6
 DEADLY = 2  # the step in which ranks die
 
@@ -32,7 +32,7 @@ def batch(step):
 
 
 def mean_loss(model, step):
-    """Return the mean loss of this rank's share of a batch; the mean over the ranks is that of the batch."""
+    """Return the mean loss of this rank's share of a batch. The mean over the ranks is the mean loss of the batch."""
     x, y = (each[dist.get_rank() :: dist.get_world_size()] for each in batch(step))
     return ((model(x) - y) ** 2).mean()
 
@@ -62,13 +62,13 @@ def expect_trained(parameters):
 
 
 def die_in_backward(model, killed):
-    """Let some ranks die in the middle of the backward pass."""
+    """Make the ranks ``killed`` die in the middle of the next backward pass."""
     if dist.get_rank() in killed:
         model.second.register_full_backward_hook(lambda *_: die())
 
 
 class Ddp:
-    """DistributedDataParallel: made again, with the same model and optimizer, when the group has changed."""
+    """Training by DistributedDataParallel. ``renew`` wraps the same model again when the group has changed."""
 
     def __init__(self):
         self.model = Model()
@@ -87,7 +87,7 @@ class Ddp:
 
 
 class Hsdp(Ddp):
-    """FSDP2 with replicas of ``shards`` ranks. The state of a replica that is left is sharded over all ranks."""
+    """Training by FSDP2 with replicas of ``shards`` ranks. ``renew`` shards the state again, over all ranks left."""
 
     shards = 2
 
@@ -114,13 +114,13 @@ class Hsdp(Ddp):
 
     @staticmethod
     def share(whole, parts):
-        """Return the shards of a tensor; the last ones may be empty."""
+        """Return a tensor's shards, one per rank of a replica. The last ones may be empty."""
         found = list(whole.chunk(parts))
         return found + [whole[:0]] * (parts - len(found))
 
     def renew(self):
-        """Let for each shard a rank that has it send it to all, and shard the model again."""
-        held = [None] * dist.get_world_size()
+        """Broadcast each shard from a rank that has it, and shard the whole model again."""
+        held = [None] * dist.get_world_size()  # the number of the shard of each rank
         dist.all_gather_object(held, self.part)
         assert {*held} == {*range(self.parts)}, "a whole replica is left"
         fresh = Model()
@@ -133,7 +133,7 @@ class Hsdp(Ddp):
             return torch.cat(parts)
 
         momentum = []
-        sharded = self.optimizer.param_groups[0]["params"]  # those of the model may be whole in the failed step
+        sharded = self.optimizer.param_groups[0]["params"]  # the failed step may have left unsharded ones in the model
         for p, new in zip(sharded, fresh.parameters(), strict=True):
             state = self.optimizer.state[p]
             new.data.copy_(whole(p.detach(), new.detach()))
@@ -145,7 +145,7 @@ class Hsdp(Ddp):
 
 
 def train(kind, killed):
-    """Train; some ranks die in the backward pass of one step, and the others repeat that step."""
+    """Train. The ranks ``killed`` die in the backward pass of one step, and the others repeat that step."""
     trainer, changes = kind(), []
 
     def changed(reformed):
@@ -163,18 +163,18 @@ def train(kind, killed):
 
 
 def ddp(*_):
-    """Two of four ranks die at once under DDP: rank 0, and with it the store of the rendezvous, and another one."""
+    """Two of four ranks die at once under DDP. One of them is rank 0, which serves the store of the rendezvous."""
     train(Ddp, (0, 2))
 
 
 def hsdp(*_):
-    """A rank of the second of two replicas of FSDP2 dies; its neighbour and the other replica form three shards."""
+    """A rank of the second of two FSDP2 replicas dies. The three ranks left shard the state of the first replica."""
     train(Hsdp, (3,))
 
 
 def subgroups(*_):
-    """shrink makes a default group, and tells which ops have succeeded everywhere. Groups that were made before are
-    closed, with an error that says so; new ones can be made."""
+    """shrink makes a default group. ``reformed`` has its ranks and the number of ops that succeeded on all of them.
+    Earlier groups are closed, and their calls raise errors that say so. New groups can be made."""
     pair, world = dist.new_group([0, 2]), dist.group.WORLD
     x = torch.ones(5)
     dist.all_reduce(x)
@@ -184,15 +184,15 @@ def subgroups(*_):
     raises(PeerLostError, "call shrink, or restart", dist.all_reduce, x)
     made = crossreduce.torch.shrink()
     assert made is dist.group.WORLD
-    assert made.reformed == ((0, 2), 1)
-    advice = "make it again: shrink, grow and destroy_process_group end all earlier groups"
+    assert made.reformed == ((0, 2), 1)  # the ranks that are left, and the first all-reduce
+    advice = "create the group again: shrink, grow and destroy_process_group end all earlier groups"
     for group in (pair, world):
         raises(ValueError, advice, dist.all_reduce, x, group=group)  # torch's own error, which shows the group
         raises(ContextError, advice, group.allreduce, [x])
         raises(ContextError, advice, crossreduce.torch.shrink, group)
         raises(ContextError, advice, crossreduce.torch.agree, True, group)
         raises(ContextError, advice, crossreduce.torch.invitation, group)
-    again = dist.new_group([0, 1])  # in the new numbers
+    again = dist.new_group([0, 1])  # the new numbers of ranks 0 and 2
     x = torch.ones(5)
     dist.all_reduce(x, group=again)
     assert x.tolist() == [2.0] * 5
@@ -201,7 +201,8 @@ def subgroups(*_):
 
 
 def waits_in_a_subgroup(*_):
-    """Ranks that wait in a sub-group for one that has noticed the loss in another group continue with it, at once."""
+    """Rank 1 dies. Rank 0 notices it in a sub-group with rank 1, rank 2 waits for rank 0 in another sub-group, and rank
+    3 for rank 2 in a third one. All three continue at once."""
     members = [0, 1], [0, 2], [2, 3]
     pairs = [dist.new_group(each) for each in members]
     begun = time.monotonic()
@@ -221,7 +222,7 @@ def waits_in_a_subgroup(*_):
 
 
 def both_at_once(number, folder):
-    """One call of grow removes a dead rank and admits a new process; the dead one is rank 0, which has invited it."""
+    """One call of grow removes a dead rank and admits a new process. The dead rank, rank 0, made the invitation."""
     invited = folder / "invitation"
     if number == 3:
         wait_until(invited.exists)
@@ -242,9 +243,9 @@ def both_at_once(number, folder):
 
 
 def lives(rendezvous, case, members, folder):
-    """Run a case in one process; the first ``members`` of them are the ranks of a group."""
+    """Run a case in one process. The first ``members`` processes are the ranks of a group."""
     torch.set_num_threads(1)
-    warnings.simplefilter("ignore")  # of torch, for functions that have newer names
+    warnings.simplefilter("ignore")  # torch warns of functions that have newer names
     number, timeout = rendezvous.rank, timedelta(seconds=30)
     if number < members:
         where = f"file://{folder}/store"
@@ -265,7 +266,7 @@ def lives(rendezvous, case, members, folder):
     ],
 )
 def test_survivors_go_on(tmp_path, case, processes, killed, joining):
-    """Each case passes in all processes that it does not kill."""
+    """Each case passes in all processes that it does not kill. The other processes die."""
     found = ranks(processes, lives, case, processes - joining, tmp_path, timeout_s=150, check=False)
     for number, one in enumerate(found):
         assert isinstance(one, Died) if number in killed else one is None, getattr(one, "__notes__", one)

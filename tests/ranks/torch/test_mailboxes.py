@@ -1,4 +1,4 @@
-"""The compiled mailboxes: messages that wait, are withdrawn, or come to closed mailboxes."""
+"""The native mailboxes: messages that wait, are withdrawn, or are sent to closed mailboxes."""
 
 import ctypes
 import os
@@ -11,7 +11,7 @@ from crossreduce import kernels
 
 
 class Memory:
-    """Memory of so many bytes, all of one value."""
+    """Memory of ``nbytes`` bytes with the value ``fill``."""
 
     def __init__(self, nbytes, fill):
         self.buffer = (ctypes.c_char * nbytes).from_buffer(bytearray([fill]) * nbytes)
@@ -23,7 +23,7 @@ class Memory:
 
 
 def finished(*ends):
-    """Let mailboxes make progress until a message of each has ended; return how the first one has."""
+    """Call ``wait`` for each (mailboxes, message number) until all have ended. Return the outcome of the first one."""
     deadline, outcomes = time.monotonic() + 10, [-1] * len(ends)
     while -1 in outcomes:
         assert time.monotonic() < deadline
@@ -35,9 +35,9 @@ def finished(*ends):
 
 @pytest.mark.parametrize("reads", [True, False])
 def test_a_withdrawn_message_is_not_written(reads):
-    """A receive that is withdrawn, at any time, is not written any more, and its message, if it was not matched yet, is
-    for the next receive; nor is a send that the other rank cannot read. Memory is referenced until then. Closed
-    mailboxes refuse everything, and tell the other rank."""
+    """The memory of a withdrawn receive is not written any more, and is released. If its message was not matched yet,
+    the next receive gets it. A withdrawn send is not written to a rank that cannot read the sender's memory. Closed
+    mailboxes refuse all calls, and the other rank can see that they are closed."""
     native, large, small = kernels.native(), 300_000, 1000
     fd = os.memfd_create("test")
     os.ftruncate(fd, native.Mailboxes.nbytes(2))
@@ -54,7 +54,7 @@ def test_a_withdrawn_message_is_not_written(reads):
         assert old.buffer.raw == bytes([1]) * nbytes
         del old
         assert alive() is None
-    # Withdrawn after its message was matched; with parts, after some of them were written.
+    # A receive that is withdrawn after its message was matched, or, without reads, partly written.
     old, data, new = Memory(large, 1), Memory(large, 3), Memory(small, 2)
     number, sent = second.receive(0, 6, *old.arguments), first.send(1, 6, *data.arguments)
     if not reads:
@@ -62,14 +62,14 @@ def test_a_withdrawn_message_is_not_written(reads):
             first.wait(sent, 0.0)
     second.withdraw(number)
     seen, receive = old.buffer.raw, second.receive(0, 6, *new.arguments)
-    if reads:  # the offer was not read yet, so the next receive gets it
+    if reads:  # the message was not read yet, so the next receive gets it
         assert finished((second, receive), (first, sent)) == (0, large)
     else:
         deadline = time.monotonic() + 10
         while first.wait(sent, 0.01) == -1:
             second.wait(receive, 0.01)
             assert time.monotonic() < deadline
-        # A withdrawn send is not written to the other rank any more, if that one cannot read it.
+        # A withdrawn send is not written to a rank that cannot read the sender's memory.
         got = Memory(large, 1)
         sent = first.send(1, 8, *data.arguments)
         assert first.withdraw(sent) is False

@@ -1,4 +1,4 @@
-"""Processes that import only torch find the backend, by the entry point of the installed distribution."""
+"""Processes that import only torch find the backend through the entry point of the installed package."""
 
 import os
 import subprocess
@@ -34,12 +34,12 @@ print(x.item())
 
 
 def test_ranks_that_import_only_torch_find_the_backend(tmp_path):
-    """A rank that does not import crossreduce makes a group by its name; a later import registers nothing again. The
-    entry point adds one module to those of ``import torch``, and none of the package, NumPy or the kernels."""
+    """A rank can make a group by the backend's name without importing crossreduce. A later import registers nothing
+    again. The entry point imports only one small module, and not the package, NumPy or the kernels."""
     # setuptools installs the metadata of the entry point with the package.
     command = [sys.executable, "setup.py", "-q", "egg_info", "--egg-base", tmp_path]
     subprocess.run(command, cwd=ROOT, check=True, timeout=100, capture_output=True)
     path = os.pathsep.join([str(tmp_path), str(Path(crossreduce.__file__).parents[1])])
-    variables = [{"PYTHONPATH": path, "TORCH_DEVICE_BACKEND_AUTOLOAD": switch} for switch in "01"]
+    variables = [{"PYTHONPATH": path, "TORCH_DEVICE_BACKEND_AUTOLOAD": switch} for switch in "01"]  # off, on
     ranks = torch_running.start(["-c", RANK, tmp_path / "store"], 2, variables.__getitem__)
     assert torch_running.finish(ranks, 100) == [(0, "3.0\n")] * 2

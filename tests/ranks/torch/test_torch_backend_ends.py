@@ -1,6 +1,6 @@
-"""What ranks raise when others end, are late, interrupted or killed: in collectives, gloo, messages and DDP's backward.
+"""The errors of ranks when others end, are late, interrupted or killed: in collectives, gloo, messages and DDP.
 
-A scene is a function that every rank runs to its end, unless it is killed.
+A scene is a function that every rank executes. A rank that is not killed must reach its end.
 """
 
 import os
@@ -28,7 +28,7 @@ from crossreduce.torch.op_queue import Finished
 
 
 class Rank:
-    """A rank of a scene: its number, the number of all ranks, and a folder for files."""
+    """A rank of a scene: its number, the number of ranks, and a folder for files."""
 
     def __init__(self, rendezvous, folder):
         self.rank, self.size, self.folder = rendezvous.rank, rendezvous.size, folder
@@ -59,7 +59,7 @@ def interrupt_soon(seconds=0.5):
 
 
 def unfinished_in_gloo(me):
-    """Groups of rank 0 end while gloo waits for ranks that do not execute the op: the op fails, and the thread ends."""
+    """If groups of rank 0 end while gloo waits for other ranks in an op, the op fails, and the queue's thread ends."""
     me.begin()
     groups = [dist.new_group() for _ in range(2)]
     for group in groups if me.rank else []:  # the other ranks make the call, but do not take part in gloo's
@@ -78,7 +78,7 @@ def unfinished_in_gloo(me):
 
 
 def destroyed_with_a_pending_op(me):
-    """Rank 0 destroys its group while an op waits for late ranks: it waits for them once, and then the op fails."""
+    """If rank 0 destroys its group while an op waits for late ranks, it first waits ``_DRAIN_S``. Then the op fails."""
     me.begin()
     if me.rank:
         me.stay(0)
@@ -93,7 +93,7 @@ def destroyed_with_a_pending_op(me):
 
 
 def interrupted(me):
-    """Rank 0 is interrupted while it waits for the others; their next call then raises ConnectionError."""
+    """Rank 0 is interrupted while it waits for the others. Their next call then raises a ConnectionError."""
     me.begin(300)
     if me.rank == 0:
         interrupt_soon()
@@ -104,8 +104,8 @@ def interrupted(me):
 
 
 def interrupted_in_recv(me):
-    """Rank 0 is interrupted while it waits for a message; its and the others' next calls name it, and the directory of
-    the dumps, in which the doctor finds the reason."""
+    """Rank 0 is interrupted while it waits for a message. The errors of the next calls on all ranks name rank 0 and the
+    directory of the dumps. From these dumps ``diagnose`` finds the reason."""
     dumps = os.environ["CROSSREDUCE_DUMP_DIR"] = f"{me.folder}/dumps"
     me.begin(300)
     x = torch.ones(3)
@@ -134,7 +134,7 @@ def model_of(hooked=False):
 
 
 def interrupted_in_backward(me):
-    """Rank 0 is interrupted while DDP waits for gradients; its backward() raises KeyboardInterrupt."""
+    """Rank 0 is interrupted while DDP waits for gradients. Its ``backward`` raises KeyboardInterrupt."""
     me.begin(300)
     model = model_of()
     if me.rank == 0:
@@ -145,7 +145,7 @@ def interrupted_in_backward(me):
 
 
 def killed_in_backward(me, backend="crossreduce"):
-    """Rank 1 is killed; the others' backward() raises PeerLostError."""
+    """Rank 1 is killed. ``backward`` raises a PeerLostError on the others."""
     me.begin(300, backend)
     model = model_of(backend == "gloo")
     for _ in range(3):
@@ -159,12 +159,12 @@ def killed_in_backward(me, backend="crossreduce"):
 
 
 def killed_in_hook(me):
-    """Rank 1 is killed while DDP on gloo uses the hook; the others' backward() raises PeerLostError."""
+    """Rank 1 is killed while DDP on gloo uses the hook. ``backward`` raises a PeerLostError on the others."""
     killed_in_backward(me, "gloo")
 
 
 def late(me):
-    """Rank 1 makes no further call; the others raise after the timeout of one wait, of their call, or of the group."""
+    """Rank 1 makes no more calls. The others raise errors after the timeout of the call, the group or one wait."""
     me.begin(2)
     short, groups = timedelta(seconds=0.4), [dist.new_group(timeout=timedelta(seconds=300)) for _ in range(4)]
     dist.distributed_c10d._set_pg_timeout(short, groups[1])
@@ -189,7 +189,7 @@ def late(me):
 
 
 def composed(me):
-    """Use the backend for the CPU together with another one for CUDA, and make a further group."""
+    """A group with this backend for the CPU and another one for CUDA works, and so does a second group."""
     me.begin(backend="cpu:crossreduce,cuda:nccl")
     group = dist.new_group()
     dist.barrier(group=group)
@@ -202,14 +202,15 @@ SCENES += [interrupted_in_recv, killed_in_backward, pytest.param(killed_in_hook,
 
 @pytest.mark.parametrize("scene", SCENES)
 def test_scene(tmp_path, scene):
-    """Every rank runs a scene to its end, except rank 1 if the scene kills it."""
+    """Every rank reaches the end of the scene, except rank 1 if the scene kills it."""
     killed = 1 if scene in (killed_in_backward, killed_in_hook) else None
     for rank, one in enumerate(ranks(3, plays, scene, tmp_path, check=False)):
-        assert isinstance(one, Died) if rank == killed else one == "ended", getattr(one, "__notes__", one)
+        as_expected = isinstance(one, Died) if rank == killed else one == "ended"
+        assert as_expected, getattr(one, "__notes__", one)
 
 
 def test_debug_detail(tmp_path):
-    """Ranks with TORCH_DISTRIBUTED_DEBUG=DETAIL, which torch reads when it is imported, run and end as without it."""
+    """Ranks with TORCH_DISTRIBUTED_DEBUG=DETAIL run and end without an error. (torch reads it when it is imported.)"""
     environment = {"TORCH_DISTRIBUTED_DEBUG": "DETAIL"}
     program = ["-u", HERE / "torch_exits.py", "itself", "kept", tmp_path / "store"]
     outputs = finish(start(program, 2, lambda rank: environment), 60)

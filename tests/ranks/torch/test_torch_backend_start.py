@@ -1,4 +1,4 @@
-"""Groups of the torch backend that cannot be made: all ranks raise one error in time, which names the rank at fault."""
+"""If a group of the torch backend cannot be formed, all ranks soon raise an error that names the faulty rank."""
 
 import os
 import random
@@ -27,7 +27,7 @@ TIMEOUT_S = 2.0
 
 @pytest.fixture
 def place(request, tmp_path):
-    """Return where ranks meet: a file, or a port at which the test's process runs a store, or rank 0."""
+    """Yield the place of a store: a file, the port of a store in the test's process, or a negative port (rank 0)."""
     if request.param == "file":
         yield str(tmp_path / "store")
         return
@@ -39,7 +39,7 @@ def place(request, tmp_path):
 
 
 def store_at(place, rank, size, timeout_s):
-    """Return the store of a place. A negative port: rank 0 runs it, and it waits for all ranks (as with ``env://``)."""
+    """Return the store at a place. If the port is negative, rank 0 runs it, and waits for all ranks (like env://)."""
     if isinstance(place, str):
         return dist.FileStore(place, size)
     timeout, own = timedelta(seconds=timeout_s), place < 0 and rank == 0
@@ -53,7 +53,7 @@ def begin(rendezvous, place, timeout_s=TIMEOUT_S):
 
 
 def failure(rendezvous, place, before=None, timeout_s=TIMEOUT_S):
-    """Begin, after ``before(rank)``; return the error's class, text and ranks, and the moments of begin and error."""
+    """Call ``before(rank)``, make the default group, and return the error's class, text and ranks, and two moments."""
     if before is not None:
         before(rendezvous.rank)
     begun = Moment()
@@ -65,7 +65,7 @@ def failure(rendezvous, place, before=None, timeout_s=TIMEOUT_S):
 
 
 def same(found):
-    """Return the error that all ranks that did not die raised, or fail."""
+    """Return the class, text and ranks of the error that all surviving ranks have raised. Fail if they differ."""
     errors = [one[:3] for one in found if not isinstance(one, Died)]
     assert len(set(errors)) == 1, found
     assert errors[0] is not None
@@ -96,7 +96,7 @@ class PublishingStore(dist.Store):
 
 
 def dies_when_published(rank):
-    """Let rank 1 die when it has published its address, to which the other ranks then connect."""
+    """Let rank 1 die when gloo has published its address, to which the other ranks then connect."""
     real = dist.ProcessGroupGloo
     if rank == 1:
         dist.ProcessGroupGloo = lambda store, *args, **options: real(PublishingStore(store), *args, **options)
@@ -108,8 +108,8 @@ def dies_when_published(rank):
     indirect=["place"],
 )
 def test_a_rank_that_dies_while_the_group_is_made(place, before, hosts):
-    """If a rank dies before it joins or while gloo connects the ranks, all others raise the same CollectiveTimeout
-    within a second of the timeout; it names that rank."""
+    """If a rank dies before it joins, or while gloo connects the ranks, all others raise the same CollectiveTimeout.
+    They do so soon after the timeout, and it names that rank."""
     environment = [{"CROSSREDUCE_HOST": host} for host in hosts]
     found = ranks(3, failure, place, before, environment=environment, check=False)
     assert isinstance(found[1], Died)
@@ -137,8 +137,8 @@ def killed_at_random(rendezvous, started, place, pauses):
 @pytest.mark.parametrize("seed", range(count(5, least=1)))
 @pytest.mark.parametrize("place", ["tcp", "tcp of rank 0"], indirect=True)
 def test_a_rank_that_is_killed_at_a_random_moment_is_named(place, seed):
-    """Whenever a rank is killed while a group is made, all others raise an error that names it within a second of the
-    timeout."""
+    """At whatever moment a rank is killed while a group is formed or used, all others raise an error that names it, at
+    the latest soon after the timeout."""
     draw = random.Random(f"{seed} {place}")
     n, killed = draw.randint(2, 4), []
     victim, pauses = draw.randrange(n), [draw.random() * 0.05 for _ in range(n)]
@@ -177,7 +177,8 @@ class Store(dist.Store):
 
 
 def test_a_store_that_is_written_in_python():
-    """A store without a second connection, such as a user's own, is used directly."""
+    """A store that cannot be cloned, such as one written in Python, works: the rendezvous uses it directly, without a
+    second connection."""
     store, found = Store({}), [None, None]
 
     def meet(rank):
@@ -194,14 +195,14 @@ def test_the_rank_that_runs_the_store_is_named(place):
     """If rank 0 runs the store and dies, all others raise a PeerLostError that names it."""
 
     def before(rank):
-        real = TorchRendezvous.all_gather
+        all_gather = TorchRendezvous.all_gather
 
-        def dying(self, payload):
+        def dying_all_gather(self, payload):
             if self._calls == 2 and rank == 0:
                 os.kill(os.getpid(), signal.SIGKILL)
-            return real(self, payload)
+            return all_gather(self, payload)
 
-        TorchRendezvous.all_gather = dying
+        TorchRendezvous.all_gather = dying_all_gather
 
     found = ranks(3, failure, place, before, check=False)
     for rank in (1, 2):
@@ -212,15 +213,14 @@ def test_the_rank_that_runs_the_store_is_named(place):
 
 @pytest.mark.parametrize("place", ["file"], indirect=True)
 def test_errors_of_subgroups_have_the_numbers_of_the_world(place):
-    """A rank that does not join a group of some ranks is named by its number in the world."""
+    """Errors about a group of some ranks name a missing rank by its number in the world, not by that in the group."""
 
     def run(rendezvous):
         begin(rendezvous, place)
         if rendezvous.rank != 1:
             return None
-        with pytest.raises(
-            CollectiveTimeout, match=r"^rank 2 did not reach the rendezvous.*\n.*rank 1 waited"
-        ) as error:
+        text = r"^rank 2 did not reach the rendezvous.*\n.*rank 1 waited"
+        with pytest.raises(CollectiveTimeout, match=text) as error:
             dist.new_group([1, 2], timeout=timedelta(seconds=1))
         return error.value.ranks
 
@@ -278,8 +278,8 @@ FAULTS = [
     ids=[cause.__name__ for cause, *_ in FAULTS],
 )
 def test_a_fault_of_one_rank_is_raised_on_all(place, cause, kind, start):
-    """If one rank cannot join, all ranks raise the same error long before the timeout, with the reason and the rank;
-    also if that rank runs the store and then ends, or allocates the memory of its host, or another rank comes later."""
+    """If one rank cannot join, all ranks raise the same error, with the reason and the rank, long before the timeout,
+    even if that rank runs the store and then ends, if it must allocate its host's memory, or if others come later."""
 
     def before(rank):
         time.sleep(0.3 * rank)
@@ -307,7 +307,7 @@ def interrupted_in_gloo(rendezvous, place):
 
 @pytest.mark.parametrize("place", ["tcp"], indirect=True)
 def test_an_interrupt_while_gloo_connects(place):
-    """Ctrl-C ends the wait for gloo at once on its rank, and all others raise a PeerLostError that names it."""
+    """Ctrl-C ends a rank's wait for gloo's connections at once. All others raise a PeerLostError that names it."""
     found = ranks(3, interrupted_in_gloo, place)
     assert [kind for kind, _ in found] == [PeerLostError, KeyboardInterrupt, PeerLostError]
     assert found[0][1] == found[2][1]

@@ -1,6 +1,7 @@
 """Messages between ranks of one host: order, tags, sizes, dtypes, threads, and ranks that compute, end or are late."""
 
 import gc
+import itertools
 import os
 import random
 import signal
@@ -27,7 +28,7 @@ TAGS = 3
 
 
 def join(rendezvous, store, reads=True, timeout_s=30):
-    """Make the group of all ranks; ``reads``: whether large messages are read from the sender's process."""
+    """Make the group of all ranks. ``reads``: whether receivers read large messages from the sender's process."""
     shared_memory.READS_PEERS = reads
     torch.set_num_threads(1)  # a forked process has no other threads of torch's pool
     rank, size, timeout = rendezvous.rank, rendezvous.size, timedelta(seconds=timeout_s)
@@ -36,7 +37,7 @@ def join(rendezvous, store, reads=True, timeout_s=30):
 
 
 def message(src, dst, number):
-    """Return message ``number`` from one rank to another: the same content on both, of any dtype, size and strides."""
+    """Return message ``number`` from one rank to another, the same on both, with any dtype, size and strides."""
     draw = random.Random(src * 1000 + dst * 100 + number)
     size, dtype = draw.choice(SIZES), draw.choice(DTYPES)
     made = torch.arange(2 * size).mul(7 + number).add(31 * src + dst).remainder(251).to(dtype).reshape(2, size)
@@ -44,7 +45,7 @@ def message(src, dst, number):
 
 
 def like(tensor, draw):
-    """Return a tensor for a message, which may have other strides."""
+    """Return a tensor that can receive a message like ``tensor``. It may have other strides."""
     made = torch.zeros(tensor.shape, dtype=tensor.dtype)
     return torch.zeros((*tensor.shape, 2), dtype=tensor.dtype)[..., 0] if draw.random() < 0.4 else made
 
@@ -53,13 +54,9 @@ def exchanges(rendezvous, store, reads):
     group = join(rendezvous, store, reads)
     rank, size, draw = rendezvous.rank, rendezvous.size, random.Random(rendezvous.rank)
     others, count = [peer for peer in range(size) if peer != rank], 30
-    # Each pair's messages of one tag are begun in their order, everything else in any order, and waited for in any.
-    queues = [
-        [(peer, k, sends) for k in range(tag, count, TAGS)]
-        for peer in others
-        for tag in range(TAGS)
-        for sends in (True, False)
-    ]
+    # The messages of each pair and tag are begun in their order. The order is random otherwise, also that of waits.
+    kinds = itertools.product(others, range(TAGS), (True, False))
+    queues = [[(peer, k, sends) for k in range(tag, count, TAGS)] for peer, tag, sends in kinds]
     works = []
     while queues := [each for each in queues if each]:
         peer, k, sends = draw.choice(queues).pop(0)
@@ -76,7 +73,7 @@ def exchanges(rendezvous, store, reads):
         assert work.is_success()
         assert got is None or torch.equal(got, want)
 
-    # Blocking calls of one thread per pair and direction, beside messages that any rank may receive.
+    # Blocking calls in one thread per pair and direction, at the same time as receives from any rank.
     def send_all(peer):
         for k in range(count):
             dist.send(message(rank, peer, k), peer, tag=10)
@@ -114,8 +111,8 @@ def exchanges(rendezvous, store, reads):
 
 @pytest.mark.parametrize("reads", [True, False])
 def test_messages_are_received_in_order_by_tag_and_source(tmp_path, reads):
-    """Messages of each pair and tag are received in their order, of any size, dtype and strides, by any thread, whether
-    ranks may read each other's memory or not; others in any order."""
+    """The messages of each pair of ranks and tag are received in their order; others may be received in any order. They
+    may have any size, dtype and strides, in any thread, whether or not ranks may read each other's memory."""
     ranks(3, exchanges, tmp_path / "store", reads, timeout_s=100)
 
 
@@ -126,7 +123,7 @@ def without_waits(rendezvous, store):
         shared_memory.READS_PEERS = reads
         group = dist.new_group()
         big, got = torch.full((1 << 20,), 2.0 + rank), torch.zeros(1 << 20)
-        # A receive has begun, and its rank is in a collective, or computes: the send completes.
+        # A send completes while the receiver, which has begun its receive, is in a collective.
         if rank:
             work = dist.irecv(got, 0, group)
             dist.barrier(group)
@@ -154,7 +151,7 @@ def without_waits(rendezvous, store):
         while not all([work.is_completed() for work in works]):  # noqa: C419 - each of them makes progress
             assert time.monotonic() < deadline
         assert torch.equal(got, torch.full_like(got, 2.0 + other))
-        # A message arrives although its work was dropped, and its memory is released afterwards.
+        # A message arrives even if its work was dropped. Then its memory is released.
         dropped = torch.full((1 << 20,), 5.0 + rank)
         alive = weakref.ref(dropped)
         dist.isend(dropped, other, group)
@@ -175,8 +172,8 @@ def without_waits(rendezvous, store):
 
 
 def test_messages_need_no_wait_of_the_other_rank(tmp_path):
-    """A message completes although the other rank computes or is in a collective, once it has begun its part; polling
-    is enough; and a send completes although its work was dropped."""
+    """When both ranks have begun a message, it completes although the other rank is in a collective or only polls. A
+    send completes even if its work was dropped."""
     ranks(2, without_waits, tmp_path / "store", timeout_s=60)
 
 
@@ -226,8 +223,8 @@ def refused(rendezvous, store):
 
 
 def test_messages_that_cannot_be_received_raise(tmp_path):
-    """A message of another size raises a MismatchError, is dropped, and the next one is received; messages to oneself
-    and of several tensors raise; pending messages of a destroyed group fail."""
+    """A message of another size than the tensor raises a MismatchError and is dropped; the next message is received.
+    Messages to oneself and of several tensors raise errors. Pending messages of a destroyed group fail."""
     ranks(2, refused, tmp_path / "store", timeout_s=60)
 
 
@@ -246,7 +243,7 @@ def ends(rendezvous, store, reads):
         try:
             dist.recv(got, 1)
         except PeerLostError as error:
-            assert error.ranks == (1,)  # noqa: PT017 - it may also arrive
+            assert error.ranks == (1,)  # noqa: PT017 - instead of an error, the message may arrive
             break
         assert torch.equal(got, x)
         got.zero_()
@@ -268,8 +265,8 @@ def ends(rendezvous, store, reads):
 
 
 def test_a_death_loses_only_messages_that_were_not_read(tmp_path):
-    """A small message that was sent arrives although its sender has died since; other messages of that rank, and to it,
-    raise a PeerLostError that names it; and the others' messages are not affected."""
+    """A small message arrives even if its sender has died after sending it. Other messages from and to that rank raise
+    a PeerLostError that names it. Messages between other ranks are not affected."""
     for reads in (True, False):
         found = ranks(3, ends, tmp_path / f"store{reads}", reads, timeout_s=60, check=False)
         assert [found[0], found[2]] == ["done"] * 2, found
@@ -278,7 +275,7 @@ def test_a_death_loses_only_messages_that_were_not_read(tmp_path):
 def full_rings(rendezvous, store):
     rank = rendezvous.rank
     join(rendezvous, store)
-    for size in (1 << 20, 100):  # of the tensor that receives
+    for size in (1 << 20, 100):  # of the receiver's tensor; the message has 1 << 20 elements
         for stays in (True, False):
             group = dist.new_group()
             if rank == 0:
@@ -287,7 +284,7 @@ def full_rings(rendezvous, store):
                 assert work.wait()
             else:
                 time.sleep(0.2)
-                for _ in range(16):  # they fill the ring, which leaves no room for the reply that the message was read
+                for _ in range(16):  # fill the ring, so that it has no room for the reply that the message was read
                     dist.send(torch.ones(4064, dtype=torch.uint8), 0, group)
                 got = torch.zeros(size)
                 with nullcontext() if size == 1 << 20 else pytest.raises(MismatchError, match="bytes"):
@@ -300,8 +297,8 @@ def full_rings(rendezvous, store):
 
 
 def test_a_full_ring_does_not_hold_back_the_end_of_a_message(tmp_path):
-    """A rank whose ring to the sender is full receives a message, or a message of another size, and is then in a
-    collective or leaves: the send completes."""
+    """A send completes even if the receiver's ring to the sender is full, and the receiver then is in a collective or
+    leaves. This holds for messages of the right and of another size."""
     ranks(2, full_rings, tmp_path / "store", timeout_s=20)
 
 
@@ -328,7 +325,7 @@ def modified(rendezvous, store, reads):
         dist.barrier()
         begun = time.monotonic()
         if rank:
-            # The compiled receive, without the checks of the group, must not use the offer either.
+            # The native receive, which does not check the group, must not read the failed message either.
             native = group._in_memory._native
             number = native.receive(0, 0, got.data_ptr(), got.nbytes, got)
             assert native.wait(number, 0.3) == -1
@@ -346,8 +343,8 @@ def modified(rendezvous, store, reads):
 
 
 def test_a_tensor_is_not_received_after_its_send_failed(tmp_path):
-    """After Ctrl-C or a timeout the caller changes the tensor that it sent: a receive that begins now raises a
-    PeerLostError; and all receives of the sender fail at once, also those from any rank."""
+    """If a send ended by Ctrl-C or a timeout, so that its caller may change the tensor, a receive that begins later
+    raises a PeerLostError. All receives of the sender, also those from any rank, fail at once."""
     for reads in (True, False):
         ranks(2, modified, tmp_path / f"store{reads}", reads, timeout_s=20)
 
@@ -367,7 +364,7 @@ def releases(rendezvous, store):
             del wrong
             assert alive() is None
     received = dist.irecv(torch.zeros(1), other, tag=5)
-    # A process that is forked while a thread finishes the message.
+    # Fork a process while a thread holds the lock under which a message is finished.
     dist.send(torch.ones(1), other, tag=5)
     held, over = threading.Event(), threading.Event()
 
@@ -398,5 +395,6 @@ def releases(rendezvous, store):
 
 
 def test_tensors_of_ended_messages_are_released(tmp_path):
-    """Of messages of another size; and a forked process does not wait for its parent's threads."""
+    """After a message of another size, the receiver's tensor is released. In a forked process, ``wait`` raises an error
+    instead of waiting for a lock of the parent's threads."""
     ranks(2, releases, tmp_path / "store", timeout_s=20)

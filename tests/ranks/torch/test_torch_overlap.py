@@ -1,4 +1,4 @@
-"""Collectives of torch tensors that overlap, in every form, compared with an oracle on copies."""
+"""Collectives of torch tensors that overlap, in all forms, compared with an oracle that uses copies."""
 
 import os
 
@@ -21,7 +21,7 @@ HOSTS = ["AA", "AAB", *(pytest.param(hosts, marks=pytest.mark.slow) for hosts in
 
 
 class ForkedFleet(Fleet):
-    """A fleet of processes that have imported torch when they are forked."""
+    """A fleet of processes that are forked from a process that has imported torch, which is fast."""
 
     def _start(self):
         for command, environment in zip(self.commands, self.environments, strict=True):
@@ -30,7 +30,7 @@ class ForkedFleet(Fleet):
 
 @pytest.fixture(scope="module", params=HOSTS)
 def ranks(request, tmp_path_factory):
-    """Start a group of ranks on one host, or on two simulated ones; return its ``Fleet`` and its size."""
+    """Start a group of ranks on one host or on two simulated hosts. Yield its ``Fleet`` and its size."""
     folder, n = tmp_path_factory.mktemp("ranks"), len(request.param)
     environments = [
         {"RANK": str(rank), "WORLD_SIZE": str(n), "OMP_NUM_THREADS": "1", "CROSSREDUCE_HOST": request.param[rank]}
@@ -46,14 +46,15 @@ def ranks(request, tmp_path_factory):
 @examples(600)
 @given(data=st.data())
 def test_every_overlap_gives_right_values_or_an_error_on_all_ranks(ranks, data):
-    """Each collective gives the same as on copies; if results share memory, all ranks raise before any writes."""
+    """Each collective gives the same results as with copies. If results share memory, all ranks raise an error, and
+    nothing is written."""
     fleet, n = ranks
     case = data.draw(cases(n, FORMS))
     check(case, fleet.run(case))
 
 
 def exchanged_in_place(rendezvous, store):
-    """Exchange rows of several sizes in place, in both forms."""
+    """Execute all-to-alls in place with rows of several sizes, of single tensors and of lists."""
     torch.set_num_threads(1)  # a forked process has no other threads of torch's pool
     rank, n = rendezvous.rank, rendezvous.size
     dist.init_process_group("crossreduce", f"file://{store}", rank=rank, world_size=n)
@@ -70,7 +71,7 @@ def exchanged_in_place(rendezvous, store):
 
 @pytest.mark.parametrize("n", [2, 3])
 def test_large_all_to_alls_in_place(tmp_path, n):
-    """Ranks that read each other's memory do not read a row into which its rank has already written a result."""
+    """In an all-to-all in place, no rank reads a row of another rank that already contains a result."""
     forked(n, exchanged_in_place, tmp_path / "store")
 
 
@@ -80,13 +81,14 @@ DIMENSIONS = st.lists(st.tuples(st.integers(0, 4), st.integers(0, 20)), max_size
 
 @given(st.lists(st.tuples(STARTS, DIMENSIONS), max_size=5), st.randoms())
 def test_shared_memory_is_found_exactly(drawn, order):
-    """share_memory is true if and only if two elements have the same position, whatever the strides."""
+    """``share_memory`` is true if and only if two elements have the same position in memory, for any strides. If
+    ``are_apart`` is true, no elements have."""
     views = [(at, [size for size, _ in each], [stride for _, stride in each]) for ats, each in drawn for at in ats]
     order.shuffle(views)
     base = torch.zeros(300, dtype=torch.float16)
     tensors = [torch.as_strided(base, shape, strides, offset) for offset, shape, strides in views]
-    at = places(views)
-    shared = len(np.unique(at)) < len(at)
+    positions = places(views)
+    shared = len(np.unique(positions)) < len(positions)
     assert memory.share_memory(tensors) == shared
     if memory.are_apart(tensors):
         assert not shared
@@ -95,7 +97,7 @@ def test_shared_memory_is_found_exactly(drawn, order):
 
 @pytest.mark.parametrize("count", [16, 1024])
 def test_columns_of_one_tensor_are_compared_at_once(count, monkeypatch):
-    """Whether columns of one tensor share memory is found in at most 12 comparisons, however many columns there are."""
+    """For any number of columns of one tensor, three calls of ``share_memory`` make at most 12 comparisons in NumPy."""
     compared, real = [], np.shares_memory
     monkeypatch.setattr(np, "shares_memory", lambda *pair: compared.append(pair) or real(*pair))
     whole = torch.zeros(8, count)
@@ -106,11 +108,11 @@ def test_columns_of_one_tensor_are_compared_at_once(count, monkeypatch):
 
 
 class Recorder:
-    """A communicator of one of several ranks that records the addresses of its calls, and does nothing."""
+    """A communicator of one rank that only records the addresses of the arrays in its calls."""
 
     def __init__(self, rank, size):
         self.rank, self.size, self.used = rank, size, []
-        self.hosts = ((0,), tuple(range(1, size)))  # of several hosts no call is prepared
+        self.hosts = ((0,), tuple(range(1, size)))  # with several hosts no call is prepared
 
     def supports(self, *_):
         return True
@@ -120,21 +122,19 @@ class Recorder:
 
     def __getattr__(self, name):
         def record(*arguments):
-            given = [
-                each for argument in arguments for each in (argument if isinstance(argument, list) else [argument])
-            ]
-            self.used.append([each.address for each in given if isinstance(each, memory.ArrayView)])
+            lists = [argument if isinstance(argument, list) else [argument] for argument in arguments]
+            self.used.append([each.address for one in lists for each in one if isinstance(each, memory.ArrayView)])
 
         return record
 
 
 def test_own_parts_are_not_copied():
-    """Inputs are copied only if they overlap results otherwise than in place, or as the rank's own part."""
+    """Inputs that overlap results are copied, except if the input is the result, or this rank's part of it."""
     recorder = Recorder(1, 3)
     collectives, kind = Collectives(recorder, None), dist.AllreduceOptions().reduceOp
     x = torch.zeros(3, 4)
     rows = list(x)
-    at = [row.data_ptr() for row in rows]
+    at = [row.data_ptr() for row in rows]  # row 1 is the part of rank 1
     collectives.all_reduce(x, kind)
     collectives.all_gather(rows, rows[1])
     collectives.all_gather_single(x, rows[1])
@@ -145,7 +145,7 @@ def test_own_parts_are_not_copied():
     own_first, own_last = [at[1], *at], [*at, at[1]]
     assert recorder.used == [at[:1] * 2, own_first, own_first, own_last, own_last, own_first, own_last]
     recorder.used.clear()
-    collectives.all_gather_single(x, rows[0])
+    collectives.all_gather_single(x, rows[0])  # not in place: row 0 is the part of rank 0
     collectives.reduce_scatter(rows[0], rows, kind)
     gathered, reduced = recorder.used
     assert gathered[1:] == at

@@ -1,4 +1,4 @@
-"""Entries of calls in torch.profiler: names, nesting, shapes, dtypes, facts about the group, durations, errors."""
+"""Entries of calls in torch.profiler: names, nesting, shapes, dtypes, details of the group, durations, errors."""
 
 import json
 import time
@@ -21,11 +21,12 @@ def profiler():
 
 
 def ours(found):
+    """Return the entries of this library in a profile."""
     return [event for event in found.events() if event.name.startswith("crossreduce:")]
 
 
 def entries(rank, size, folder):
-    """Each call has an entry with its shapes, dtype and group, inside of the range that calls it; none if it is off."""
+    """While a profiler is on, each call has an entry with shapes, dtype and group, nested in the range around it."""
     x, parts = torch.ones(6, 5, dtype=torch.float64), [torch.zeros(6, 5, dtype=torch.float64) for _ in range(size)]
     dist.all_reduce(x)  # the first call of a group, without a profiler
     with profiler() as found, record_function("mine"):
@@ -44,9 +45,8 @@ def entries(rank, size, folder):
     made = ours(found)
     assert [event.name for event in made] == [f"crossreduce:{name}" for name in names]
     assert {event.cpu_parent.name for event in made} == {"mine"}
-    assert [event.input_shapes for event in made if event.name != "crossreduce:barrier"] == [[[6, 5]]] * (
-        len(names) - 1
-    )
+    shapes = [event.input_shapes for event in made if event.name != "crossreduce:barrier"]
+    assert shapes == [[[6, 5]]] * (len(names) - 1)
     found.export_chrome_trace(str(folder / f"{rank}.json"))
     events = json.loads((folder / f"{rank}.json").read_text())["traceEvents"]
     facts = [event["args"] for event in events if event.get("name", "").startswith("crossreduce:")]
@@ -61,7 +61,7 @@ def entries(rank, size, folder):
 
 
 def lasting(rank, size):
-    """An asynchronous call has a second entry, which ends when the op has run, whichever thread runs it."""
+    """An asynchronous call has a second entry, which ends when the op has run in the queue's thread."""
     x = torch.ones(100)
     with profiler() as found, record_function("mine"):
         dist.barrier()
@@ -70,18 +70,18 @@ def lasting(rank, size):
         work = dist.all_reduce(x, async_op=True)
         work.wait()
         assert x[0].item() == size
-    start, whole = sorted(ours(found)[1:], key=lambda event: event.is_async)  # without that of the barrier
+    start, whole = sorted(ours(found)[1:], key=lambda event: event.is_async)  # the first entry is the barrier's
     assert (start.name, whole.name) == ("crossreduce:all_reduce",) * 2
     assert (start.cpu_parent.name, start.is_async, whole.is_async) == ("mine", False, True)
     assert start.input_shapes == [[100]]
-    if rank == 0:  # waits for rank 1
+    if rank == 0:  # it waits for rank 1
         assert whole.time_range.elapsed_us() >= 0.5 * SLOW_S * 1e6
     assert start.time_range.start <= whole.time_range.start
     assert whole.time_range.end >= start.time_range.end
 
 
 def failing(rank):
-    """A call that raises, at once or in ``wait``, has its entries, and the next profile is not disturbed."""
+    """A call that raises an error, at once or in ``wait``, has its entries, and does not affect the next profile."""
     with profiler() as found:
         with pytest.raises(MismatchError, match="all_reduce"):
             dist.all_reduce(torch.ones(10 + rank))
@@ -118,5 +118,5 @@ def profiled(rendezvous, folder):
 
 
 def test_calls_have_entries(tmp_path):
-    """Synchronous, asynchronous and failed calls and those of DDP have the entries that the functions above check."""
+    """Synchronous, asynchronous and failed calls, and calls of DDP, have the entries that the functions above check."""
     ranks(3, profiled, tmp_path)

@@ -1,4 +1,4 @@
-"""Ranks of the torch backend that fail: inside a collective, while others wait for a message, and at random."""
+"""Ranks of the torch backend fail: inside a collective, while others wait for a message, and at random moments."""
 
 import itertools
 import json
@@ -28,19 +28,15 @@ from crossreduce.errors import encoded
 
 TIMEOUT_S = 3.0
 STOPPED_S = 1.5  # the timeout if a rank is stopped inside a collective
-FAILURES = {
-    "kill": signal.SIGKILL,
-    "stop": signal.SIGSTOP,
-    "term": signal.SIGTERM,
-    "exit": signal.SIGUSR1,
-    "exception": signal.SIGUSR1,
-}
+# The signals that make a rank fail. For SIGUSR1 see ``begin``.
+FAILURES = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP, "term": signal.SIGTERM}
+FAILURES |= {"exit": signal.SIGUSR1, "exception": signal.SIGUSR1}
 SIZES = (1, 300, 20_000, 600_000)
 SYSTEM = pytest.mark.system
 
 
 def begin(rendezvous, where, how, timeout_s):
-    """Make the default group; ``how`` this rank fails on the signal SIGUSR1."""
+    """Make the default group. On SIGUSR1 this rank will exit (``how`` is "exit") or raise an error."""
 
     def fail(*_):
         if how == "exit":
@@ -49,13 +45,13 @@ def begin(rendezvous, where, how, timeout_s):
 
     signal.signal(signal.SIGUSR1, fail)
     torch.set_num_threads(1)
-    warnings.simplefilter("ignore")  # of torch, for functions that have newer names
+    warnings.simplefilter("ignore")  # torch's warnings about functions that have newer names
     rank, size, timeout = rendezvous.rank, rendezvous.size, timedelta(seconds=timeout_s)
     dist.init_process_group("crossreduce", where, rank=rank, world_size=size, timeout=timeout)
 
 
 def kill_when_raised(folder, victim, others):
-    """Return a function that kills a rank that was stopped, when the others have raised their errors."""
+    """Return a function that kills the stopped rank ``victim`` when the others have raised their errors."""
 
     def kill(pids):
         wait_until(lambda: all((folder / f"raised{rank}").exists() for rank in others))
@@ -65,7 +61,8 @@ def kill_when_raised(folder, victim, others):
 
 
 def fails_inside(rendezvous, folder, how, carrier):
-    """Make a collective; rank 2, alone on its host, fails inside it. Return the error, and how long it took."""
+    """Make a collective in which rank 2, alone on its host, fails. Return class, text and ranks of the error, and the
+    seconds until it was raised. ``carrier``: "gloo" or "crossreduce", which executes the collective."""
     rank, size = rendezvous.rank, rendezvous.size
     begin(rendezvous, f"file://{folder}/store", how, STOPPED_S if how == "stop" else 20)
     group = dist.group.WORLD
@@ -105,8 +102,8 @@ QUICK = ("kill", "crossreduce"), ("stop", "crossreduce"), ("kill", "gloo")
     ],
 )
 def test_a_rank_that_fails_inside_a_collective_is_named(tmp_path, how, carrier):
-    """However a rank fails inside a collective between hosts, and whatever carries it, all others raise the same error,
-    which names the rank; after its death within a second, after a stop within a second of the timeout.
+    """If a rank fails inside a collective between hosts, in any way and with any carrier, all others raise the same
+    error, which names the rank. After its death they do so at once, and after a stop soon after the timeout.
 
     A process that exits by itself, or by an exception, dies some time later.
     """
@@ -125,7 +122,8 @@ def test_a_rank_that_fails_inside_a_collective_is_named(tmp_path, how, carrier):
 
 
 def leaves(rendezvous, place, victim):
-    """Make a collective; one rank destroys its group instead. Return the ranks of the error, and its first words."""
+    """Make two all-reduces. The rank ``victim`` destroys its group before the second one. Return the ranks of the
+    error, and how it states that the rank was lost."""
     rank, size = rendezvous.rank, rendezvous.size
     dist.init_process_group("crossreduce", place, rank=rank, world_size=size, timeout=timedelta(seconds=20))
     x = torch.ones(10)
@@ -143,8 +141,8 @@ def leaves(rendezvous, place, victim):
     ("store", "victim"), [("tcp", 0), *(pytest.param("file", each, marks=SYSTEM) for each in (0, 2))]
 )
 def test_a_rank_that_leaves_is_not_said_to_have_died(tmp_path, store, victim):
-    """If a rank destroys its group while others wait for it, the ranks of all hosts raise that it left, even if the
-    store ends with it."""
+    """If a rank destroys its group while others wait for it, the errors on all hosts state that it left, even if the
+    store has ended with it."""
     place = f"file://{tmp_path}/store" if store == "file" else f"tcp://127.0.0.1:{free_port()}"
     environment = [{"CROSSREDUCE_HOST": host} for host in "aab"]
     found = ranks(3, leaves, place, victim, environment=environment)
@@ -196,8 +194,8 @@ def lost_in_a_message(rendezvous, store, how):
     + [pytest.param(how, "aaa", marks=SYSTEM) for how in ("late", "leave")],
 )
 def test_a_message_to_or_from_a_lost_rank_names_it(tmp_path, hosts, how):
-    """send, recv, isend and irecv raise a PeerLostError that names the other rank if it was lost, by its number in the
-    world, and a CollectiveTimeout if it is late. Code that catches gloo's RuntimeError catches both."""
+    """If the other rank was lost, send, recv, isend and irecv raise a PeerLostError with its number in the world. If it
+    is late, they raise a CollectiveTimeout. Both are RuntimeErrors, like gloo's errors."""
     environment = [{"CROSSREDUCE_HOST": host} for host in hosts]
     _, found, _ = ranks(3, lost_in_a_message, tmp_path / "store", how, environment=environment, check=False)
     if how == "late":
@@ -243,7 +241,7 @@ def random_call(draw, rank, n):
 
 
 def storm(rendezvous, folder, case):
-    """Make random collectives until another rank is lost; return the error."""
+    """Make random collectives until another rank is lost. Return the error's class, text and ranks, and its time."""
     rank, n = rendezvous.rank, rendezvous.size
     if case["namespaces"]:
         enter(case["namespaces"][rank // 2])
@@ -261,10 +259,10 @@ def storm(rendezvous, folder, case):
 
 @pytest.mark.parametrize("seed", [pytest.param(k, marks=[SYSTEM] * (k > 0)) for k in range(count(40))])
 def test_a_lost_rank_is_named_by_all(tmp_path, seed):
-    """Whichever rank is lost, whenever and however, in any collective, on one host or several: all others raise the
-    same error in time, which names that rank and no other.
+    """If any rank is lost at any moment, in any way and collective, on one host or several, all others soon raise the
+    same error. It names that rank and no other one.
 
-    If the lost rank ran the store, each host may name another call in its text, or the timeout as the cause.
+    If the lost rank ran the store, the texts of different hosts may name different calls, or the timeout as the cause.
     """
     draw = random.Random(seed)
     how = list(FAILURES)[seed % len(FAILURES)]
@@ -302,8 +300,8 @@ def test_a_lost_rank_is_named_by_all(tmp_path, seed):
 @pytest.mark.skipif(namespaces.available() is not None, reason=f"network namespaces: {namespaces.available()}")
 @pytest.mark.parametrize("store", ["file", "tcp"])
 def test_a_link_that_fails(tmp_path, store):
-    """If the link between two hosts fails, all ranks raise a CollectiveTimeout soon after the timeout. If all reach the
-    store, they raise the same one, which names no rank; if not, each host names ranks of the other one."""
+    """If the link between two hosts fails, all ranks raise a CollectiveTimeout soon after the timeout. If all of them
+    reach the store, their errors are equal and name no rank. If not, the errors name ranks of the other host."""
     failed_at = []
     with namespaces.hosts(2) as bed:
         where = f"file://{tmp_path}/store" if store == "file" else f"tcp://{bed.addresses[0]}:{free_port()}"

@@ -1,4 +1,4 @@
-"""Traces of process groups of ``torch.distributed``: the time in the queue, and calls that gloo executes."""
+"""Traces of process groups of ``torch.distributed`` contain the time in the queue, and calls that gloo executes."""
 
 import time
 from datetime import timedelta
@@ -16,7 +16,7 @@ LATE_S = 0.1
 
 
 def calls(rendezvous, store):
-    """Queue three all-reduces, of which rank 0 delays the first; then make calls one by one, in two groups."""
+    """Queue three all-reduces, of which rank 0 delays the first. Then make single calls, in two groups."""
     torch.set_num_threads(1)
     rank, size = rendezvous.rank, rendezvous.size
     dist.init_process_group("crossreduce", f"file://{store}", rank=rank, world_size=size, timeout=timedelta(seconds=30))
@@ -33,8 +33,8 @@ def calls(rendezvous, store):
 
 
 def test_ops_wait_in_the_queue(tmp_path, crossreduce):
-    """An asynchronous call has the time from the call until it began; behind a late one it is at least as long as the
-    delay. A synchronous call has no such time. gloo's work is a phase of its own."""
+    """The trace of an asynchronous call contains its time in the queue, which includes the delay of an earlier call. A
+    synchronous call has no such time. In a call that gloo executes, gloo's work is a phase of its own."""
     ranks(2, calls, str(tmp_path / "store"), environment=[{"CROSSREDUCE_TRACE": str(tmp_path / "trace")}] * 2)
     (groups,) = read_directory(tmp_path / "trace").runs
     world = next(group for group in groups if len(group.ranks[0].calls) > 2)

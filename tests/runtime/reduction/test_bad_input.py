@@ -1,4 +1,4 @@
-"""Invalid arguments and values: each is rejected before anything is reduced, with a message that states what to do."""
+"""Invalid arguments and values raise errors, with a remedy, before anything is reduced."""
 
 import importlib
 import subprocess
@@ -18,7 +18,7 @@ OPS = [ONE, cr.HierarchicalCopyAllReduce(), cr.AllReduceCrossDeviceOps("ring"), 
 
 
 def label(x):
-    """Return a test's id for an op; other values keep pytest's own."""
+    """Return the id of an op in tests. Other values keep the ids of pytest."""
     return type(x).__name__ if isinstance(x, cr.CrossDeviceOps) else None
 
 
@@ -76,15 +76,15 @@ UNUSUAL_ARRAYS = [
 
 @pytest.mark.parametrize(("framework", "make", "words"), NOT_ARRAYS + UNUSUAL_ARRAYS, indirect=["framework"])
 def test_objects_of_the_frameworks(framework, make, words):
-    """Objects that are not arrays, and nested, meta, ragged, text and key arrays are refused with their name."""
+    """Objects that are not arrays, and nested, meta, ragged, text and key arrays, raise errors that name their kind."""
     thing = make(importlib.import_module(framework.name))
     refused(cr.ReductionError, words, summed, ONE, thing, ["cpu:0", "cpu:1"])
-    if any(make is known for _, known, _ in NOT_ARRAYS):
+    if any(make is of_table for _, of_table, _ in NOT_ARRAYS):
         refused(cr.ArgumentError, DESTINATIONS, ONE.reduce, "sum", value(), thing)
 
 
 def test_invalid_arguments_of_ops():
-    """Wrong devices, topologies, functions and counts of ops raise an error with valid ones."""
+    """Invalid devices, topologies, functions and counts of ops raise an error with valid examples."""
     for wrong, words in (("", r"name must not be empty(.|\n)*a name such as"), ("cpu:0:1", r"parsed(.|\n)*cuda:0#2")):
         for ops in OPS:
             refused(cr.DeviceError, words, ops.reduce, "sum", value(), wrong)
@@ -104,7 +104,7 @@ def test_invalid_arguments_of_ops():
         ):
             words = rf"{name} must be a whole number, 0 or more(.|\n)*given: "
             refused(cr.ArgumentError, words, make, *args)
-    # Packs are counted before they create gigabytes of schedules.
+    # The number of packs is checked before schedules are made, which would need gigabytes.
     x, options = cr.PerReplica([np.zeros(100_000, "float32")] * 2), cr.CommunicationOptions(bytes_per_pack=1)
     words = r"cut into 100000 packs; 10000 is the most(.|\n)*bytes_per_pack of 0 or at least 40$"
     refused(cr.ArgumentError, words, cr.HierarchicalCopyAllReduce().reduce, "sum", x, x, options)
@@ -125,7 +125,7 @@ MISSING += [(name, "cpu:99") for name in NAMES if name in ("jax", "tensorflow")]
     ("framework", "name", "ops"), [(*case, ops) for case, ops in each(MISSING, OPS)], indirect=["framework"], ids=label
 )
 def test_devices_that_do_not_exist(ops, name, framework):
-    """A device that the framework does not have raises an error with its name."""
+    """A device that the framework does not have raises an error with the name of the device."""
     xs = cr.PerReplica(framework.arrays([np.zeros(2, "float32")] * 2))
     words = canonical(name)
     refused(cr.DeviceError, words, ops.reduce, "sum", xs, name)
@@ -138,7 +138,7 @@ def test_devices_that_do_not_exist(ops, name, framework):
 
 @each_ops
 def test_wrong_reductions_options_and_pairs(ops):
-    """Unknown reductions and options raise an error in every call; so do invalid pairs."""
+    """Unknown reductions, invalid options and invalid pairs raise an error in every call."""
     words = r'not a known reduction(.|\n)*"sum", "mean", "avg", "min", "max", "p'
     for wrong in ("average", 3, None, np.add, np.array([1, 2])):
         refused(cr.ArgumentError, words, ops.reduce, wrong, value(), "cpu:0")
@@ -160,7 +160,7 @@ def test_wrong_reductions_options_and_pairs(ops):
 
 @ops_and_framework
 def test_wrong_arguments_of_broadcast_and_gather(ops, framework):
-    """Broadcast takes one array; gather takes an axis that all have, and components that agree in the others."""
+    """Broadcast requires one array. Gather requires an axis that all components have, and equal sizes in all others."""
     words = r"broadcast requires a single array(.|\n)*value\[0\]"
     refused(cr.ArgumentError, words, ops.broadcast, value(), "cpu:0")
     for wrong in ([1.0], None, "x", (np.zeros(2),), np.ndarray):
@@ -179,7 +179,7 @@ def test_wrong_arguments_of_broadcast_and_gather(ops, framework):
 
 
 def test_cross_device_ops():
-    """cross_device_ops is an instance, else an UnsupportedError is raised; ops that are falsy are used (D17)."""
+    """``cross_device_ops`` must be an instance, or an UnsupportedError is raised. Ops that are falsy are used (D17)."""
     for wrong in (cr.HierarchicalCopyAllReduce, "ring", 3, object(), False, []):
         remedy = r"HierarchicalCopyAllReduce\(\)" if isinstance(wrong, type) else r'AllReduceCrossDeviceOps\("ring"\)'
         words = rf"cross_device_ops must be an instance(.|\n)*{remedy}"
@@ -194,7 +194,7 @@ def test_cross_device_ops():
 
 
 def test_invalid_lists_of_trees():
-    """all_reduce needs a list with at least one tree, and one device per tree if devices are given."""
+    """``all_reduce`` requires at least one tree in a list, and one device per tree if devices are given."""
     for wrong in ({"a": 1}, "ab", 3, None, value()):
         remedy = r"list\(value\)" if isinstance(wrong, cr.PerReplica) else r"\[tree, tree\]: one tree per replica"
         words = f"trees must be a list of one tree per replica.*\n.*\n.*{remedy}"
@@ -210,7 +210,7 @@ def test_invalid_lists_of_trees():
 
 @ops_and_framework
 def test_one_invalid_value_stops_the_batch(ops, framework):
-    """The error has the number of the pair; no input changes. Exceptions of the caller's generator pass."""
+    """An invalid value raises an error with the number of its pair. The exception of a generator is not changed."""
     xs = [np.arange(3, dtype="float32") + k for k in range(2)]
     good, wrong = framework.arrays(xs), framework.arrays([np.zeros(3, "float32"), np.zeros(4, "float32")])
     pairs = [(cr.PerReplica(good), "cpu:0")] * 2 + [(cr.PerReplica(wrong), "cpu:0")]
@@ -238,7 +238,7 @@ print(cr.all_reduce([{"a": np.ones(2)}, {"a": np.ones(2)}], "sum")[1]["a"].tolis
 
 
 def test_frameworks_that_are_not_installed():
-    """A missing framework raises an ImportError with its name and extra; an unknown name lists the known ones."""
+    """A missing framework raises an ImportError with its name and extra. An unknown name is an ArgumentError."""
     done = subprocess.run([sys.executable, "-c", MISSING_FRAMEWORKS], capture_output=True, text=True, check=True)
     *lines, reduced = done.stdout.splitlines()
     for name, line in zip(("torch",) * 2 + ("jax",) * 2 + ("tensorflow",) * 2, lines, strict=True):
@@ -261,7 +261,7 @@ DIFFERENT = [
 
 @pytest.mark.parametrize(("specs", "framework"), pairs(DIFFERENT, NAMES), indirect=["framework"])
 def test_replicas_of_different_shape_or_dtype(specs, framework):
-    """Replicas of different shape or dtype raise an error that lists all, also if sizes agree (D3)."""
+    """Replicas of different shape or dtype raise an error that lists all of them, also if the sizes agree (D3)."""
     xs = framework.arrays([np.zeros(*spec) for spec in specs])
     for ops in OPS:
         text = refused(cr.MismatchError, "differ in shape or dtype", ops.reduce, "mean", cr.PerReplica(xs), "cpu:0")
@@ -281,7 +281,7 @@ def test_replicas_of_different_frameworks(accelerated, numpy_):
 
 @each_ops
 def test_values_and_components_of_a_wrong_type(ops):
-    """Only arrays and PerReplica are values, only arrays and numbers are components; masked arrays are refused."""
+    """Values must be arrays or PerReplica, and components must be arrays or numbers. Masked arrays are errors."""
     for wrong in ([np.zeros(2), np.zeros(2)], (np.zeros(2),), {"a": np.zeros(2)}, None, "x", b"x"):
         refused(cr.ArgumentError, "must be a PerReplica or an array", ops.reduce, "sum", wrong, "cpu:0")
         words = "pair 1: a value to reduce must be a PerReplica or an array"
@@ -310,7 +310,7 @@ UNSUPPORTED = [
 
 @each_ops
 def test_dtypes_that_are_not_supported(ops):
-    """Text, objects, dates, records and wide floats raise a TypeError that lists the supported dtypes."""
+    """Arrays of text, objects, dates, records and long doubles raise a TypeError that lists the supported dtypes."""
     words = r"cannot be reduced(.|\n)*cast to one of bfloat16, bool"
     for op, x in each(["sum", "mean", "min", "max", "product"], UNSUPPORTED):
         y, given = np.atleast_1d(np.asarray(x)), cr.PerReplica([x, x])
@@ -321,7 +321,7 @@ def test_dtypes_that_are_not_supported(ops):
 
 
 def test_wrong_indices_of_slices(framework):
-    """Indices are integers; one beyond the dense shape raises an error with its pair or leaf."""
+    """Indices of slices must be integers. An index outside of the dense shape raises an error with the pair or leaf."""
     one = np.ones((1, 2), "float32")
     for wrong in ([0.5], [True], [1j]):
         words = "the indices of slices must be integers"
@@ -338,7 +338,7 @@ def test_wrong_indices_of_slices(framework):
 
 
 def test_sparse_replicas(framework):
-    """Sparse values can only be added; components that differ raise an error that lists each."""
+    """Sparse values can only be added. Components that differ raise an error that lists all of them."""
     for kind in framework.kinds:
         xs = [framework.sparse(kind, np.ones((1, 2), "float32"), np.array([k]), (3, 2), k) for k in range(2)]
         for ops, op in each(OPS, ("min", "max", "product")):

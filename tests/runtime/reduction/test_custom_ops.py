@@ -12,7 +12,7 @@ from crossreduce import CommunicationOptions, Mirrored, PerReplica, ReduceOp
 
 
 class Spy(cr.CrossDeviceOps):
-    """Records the arguments of its implementations."""
+    """Records the arguments of its implementations in ``calls``."""
 
     def __init__(self):
         self.calls = []
@@ -35,7 +35,7 @@ class Spy(cr.CrossDeviceOps):
 
 
 def test_reduce_calls_the_implementation(framework):
-    """reduce_implementation receives a ReduceOp, a PerReplica, a tuple of canonical names and options."""
+    """``reduce_implementation`` receives a ReduceOp, an immutable PerReplica, canonical device names and options."""
     xs = digits(2, (3,))
     spy, value_ = Spy(), value(framework, xs)
     result = spy.reduce("Mean", value_, "/device:CPU:1")
@@ -56,7 +56,7 @@ def test_reduce_calls_the_implementation(framework):
 
 
 def test_the_other_implementations_are_called(numpy_):
-    """The implementations of batches, broadcasts and gathers receive validated arguments; an axis is not negative."""
+    """The implementations of batches, broadcasts and gathers receive validated arguments, and no negative axis."""
     spy, value, x = Spy(), PerReplica(numpy_.arrays(digits(2, (3,)))), np.ones((2, 3))
     results = spy.batch_reduce("max", iter([(value, "cpu:7"), (1.5, value)]))
     name, op, pairs, options = spy.calls[0]
@@ -125,7 +125,7 @@ def test_wrong_returns(wrong):
 
 @pytest.mark.parametrize("wrong", [None, (), [], "ab", [1, 2]])
 def test_wrong_returns_of_batches(wrong):
-    """If that of a batch does not return a list of one Mirrored per pair, an UnsupportedError names it."""
+    """If ``batch_reduce_implementation`` does not return one Mirrored per pair, an UnsupportedError names it."""
     ops = type("Custom", (cr.CrossDeviceOps,), {"batch_reduce_implementation": lambda *_: wrong})()
     words = "Custom.batch_reduce_implementation must return a list of one Mirrored per pair"
     with pytest.raises(cr.UnsupportedError, match=words):
@@ -133,7 +133,7 @@ def test_wrong_returns_of_batches(wrong):
 
 
 def test_the_base_class_does_not_reduce():
-    """CrossDeviceOps itself can broadcast; it reduces only empty batches: its error recommends a subclass."""
+    """CrossDeviceOps itself can broadcast, but reduces only empty batches. Its error recommends a subclass."""
     value, ops = PerReplica([np.ones(2), np.ones(2)]), cr.CrossDeviceOps()
     words = r"CrossDeviceOps does not implement reduce_implementation(.|\n)*ReductionToOneDevice"
     for call in (lambda: ops.reduce("sum", value, value), lambda: ops.batch_reduce("sum", [(value, value)])):
@@ -162,7 +162,7 @@ def test_exceptions_of_custom_code_are_not_changed(error):
 
 
 def test_accumulation_fn_replaces_the_sum(framework):
-    """accumulation_fn receives the arrays on one device, in order; a mean divides what it returns."""
+    """``accumulation_fn`` receives the arrays on one device, in order. For a mean, its result is divided."""
     xs, received = small("float32", (3, 2), 3), []
     given = value(framework, xs)
 
@@ -183,7 +183,7 @@ def test_accumulation_fn_replaces_the_sum(framework):
 
 
 def test_accumulation_fn_may_write_into_its_arguments(framework):
-    """A function that writes into its arguments, keeps them or returns one of them does not change an input."""
+    """An ``accumulation_fn`` may write into its arguments, keep them or return one of them: no input changes."""
     xs, kept = small("float32", (4,), 3), []
 
     def in_place(arrays):
@@ -207,12 +207,10 @@ def test_accumulation_fn_may_write_into_its_arguments(framework):
 
 
 def test_wrong_uses_of_accumulation_fn(framework):
-    """What the function returns must be an array like its arguments, and the op a sum or mean."""
+    """``accumulation_fn`` must return an array like its arguments, and the op must be a sum or mean."""
     given = value(framework, small("float32", (4,), 2))
-    shape = r"one array of the components' shape(.|\n)*float32\[4\]"
-    cases = [
-        (framework.array(np.zeros(size, "float32")), cr.MismatchError, shape) for size in ((2,), (), (4, 1), (1, 4))
-    ]
+    words, shapes = r"one array of the components' shape(.|\n)*float32\[4\]", ((2,), (), (4, 1), (1, 4))
+    cases = [(framework.array(np.zeros(shape, "float32")), cr.MismatchError, words) for shape in shapes]
     cases += [(wrong, cr.ArgumentError, "this is not an array") for wrong in (None, [], "x")]
     if framework.name != "numpy":
         words = rf"an array of the same framework as its arguments(.|\n)*a {framework.name} array"

@@ -1,4 +1,4 @@
-"""Unusual arrays: for every memory layout, they are read correctly and never written."""
+"""Unusual arrays of every memory layout are read correctly and never written."""
 
 import numpy as np
 import pytest
@@ -22,7 +22,7 @@ OPS = {
 
 
 def check_forms(framework, ops, forms):
-    """Assert that kernels reduce arrays of any form like their elements in C order (``forms``)."""
+    """Check that kernels reduce arrays of any layout correctly. ``forms``: names, arrays, and copies in C order."""
     for name, x, plain in forms:
         given, xs = [x, framework.array(plain + plain), x], [plain, plain + plain, plain]
         value = cr.PerReplica(given, cpus(0, 1, 2))
@@ -46,7 +46,7 @@ def is_plain(y):
 
 
 def numpy_forms(x, tmp_path):
-    """Yield names and arrays of many memory layouts, made of an array of shape (3, 10)."""
+    """Yield names and arrays of many memory layouts, made from an array of shape (3, 10)."""
     yield "transposed", np.ascontiguousarray(x.T).T
     yield "sliced", np.repeat(x, 2, 1)[:, ::2]
     yield "reversed", x[::-1, ::-1]
@@ -69,20 +69,20 @@ def numpy_forms(x, tmp_path):
 
 @pytest.mark.parametrize(("dtype", "ops"), each(["float32", "float16", "int64", "complex64", "bfloat16"], OPS))
 def test_numpy_arrays_of_any_form(numpy_, tmp_path, dtype, ops):
-    """Arrays of any layout and byte order are reduced, strided ones in place; results are contiguous and native."""
+    """Arrays of any layout and byte order are reduced, strided ones without a copy, to contiguous native arrays."""
     x = (np.arange(30).reshape(3, 10) - 11).astype(np_dtype(dtype))
     forms = [(name, y, np.array(y, x.dtype, order="C")) for name, y in numpy_forms(x, tmp_path)]
     check_forms(numpy_, OPS[ops], forms)
     assert all(np.asarray(y).astype(x.dtype).tobytes() == plain.tobytes() for _, y, plain in forms)
     transposed = np.ascontiguousarray(x.T).T
-    operands = array_memory("numpy").readable([[transposed, x[::-1]]])[0]
+    operands = array_memory("numpy").readable([[transposed, x[::-1]]])[0]  # what the kernels read
     starts = [item[0] if isinstance(item, tuple) else item.ctypes.data for item in operands]
     assert starts == [transposed.ctypes.data, x[::-1].ctypes.data]
 
 
 @pytest.mark.parametrize(("dtype", "ops"), each([*DTYPES, "uint16", "uint32", "uint64"], OPS))
 def test_scalars(numpy_, ops, dtype):
-    """NumPy scalars, 0-d arrays and Python numbers, zeros included (D7), are arrays of shape ()."""
+    """NumPy scalars, 0-d arrays and Python numbers, also zeros (D7), are reduced as arrays of shape ()."""
     xs, ops = small(dtype, (), 3), OPS[ops]
     kinds = [xs, [x[()] for x in xs]]
     if dtype in ("bool", "int64", "float64", "complex128"):
@@ -97,7 +97,7 @@ def test_scalars(numpy_, ops, dtype):
 
 
 def torch_forms(torch, x):
-    """Yield names and tensors of many layouts and kinds, made of a tensor of shape (3, 10)."""
+    """Yield names and tensors of many layouts and kinds, made from a tensor of shape (3, 10)."""
     yield "transposed", x.t().contiguous().t()
     yield "sliced", x.repeat_interleave(2, 1)[:, ::2]
     yield "expanded", x[:1].expand(x.shape)
@@ -121,7 +121,7 @@ def torch_forms(torch, x):
 
 @pytest.mark.parametrize(("dtype", "ops"), each(["float32", "bfloat16", "int32", "complex64"], OPS))
 def test_torch_tensors_of_any_form(torch_, dtype, ops):
-    """Tensors of any layout or lazy form are reduced like contiguous ones; no result requires a gradient."""
+    """Tensors of any layout or lazy form are reduced, strided ones without a copy. No result requires a gradient."""
     torch = torch_.torch
     x = torch_.array((np.arange(30).reshape(3, 10) - 11).astype(np_dtype(dtype)))
 
@@ -139,7 +139,7 @@ def test_torch_tensors_of_any_form(torch_, dtype, ops):
 
 
 def test_bools_with_unusual_bytes():
-    """A bool whose byte is neither 0 nor 1 is true, and the bytes of the result are 0 and 1."""
+    """A bool whose byte is not 0 counts as true, and the bytes of the result are 0 or 1."""
     a, b = np.uint8([2, 1, 0, 2] * 20).view(bool), np.uint8([1, 2, 2, 0] * 20).view(bool)
     for op in ("min", "max", "product"):
         for result in cr.all_reduce([a, b], op):
@@ -147,7 +147,7 @@ def test_bools_with_unusual_bytes():
 
 
 def test_numpys_error_state_has_no_effect():
-    """Overflow gives infinity and underflow 0, also when the caller has set NumPy to raise on them."""
+    """Overflow gives infinity and underflow gives 0, also if the caller has set NumPy to raise errors for them."""
     with np.errstate(all="raise"):
         tiny = cr.all_reduce([np.float32([1e-30, 3e38])] * 2, "product")[0]
         half = cr.all_reduce([np.float16([6e-8, 65504])] * 3, "mean")[0]
@@ -156,7 +156,7 @@ def test_numpys_error_state_has_no_effect():
 
 
 def test_the_oracle_rejects_wrong_results(numpy_):
-    """The oracle rejects a lost contribution, an error of 0.001, a wrong dtype, shape or device, and shared memory."""
+    """``check`` fails for a lost contribution, an error of 0.001, a wrong dtype, shape or device, and shared memory."""
     xs = small("float32", (3,), 3, 7)
     right = np.sum(xs, axis=0)
     shared = right.copy()

@@ -19,7 +19,7 @@ FEW_SHAPES = st.sampled_from([(), (0,), (5,), (3, 2)])
 
 
 class Row(NamedTuple):
-    """A value, the devices of its result, and the components that ``out`` overwrites (``None``: new ones)."""
+    """A value, the devices of its result, and for each of these the component that ``out`` overwrites, if any."""
 
     xs: list[np.ndarray[Any, Any]]
     ask: strategies.DeviceRequest
@@ -58,7 +58,7 @@ def put(framework, arrays, row):
 
 
 def test_any_batch(framework):
-    """Any batch gives the oracle's results and writes no input; ``out`` receives the same bits."""
+    """Any batch gives the results of the oracle and writes no input. ``out`` receives the same bits."""
 
     @examples(framework.examples)
     @given(calls(framework))
@@ -82,7 +82,7 @@ def test_any_batch(framework):
 
 
 def check_out(arrays, call, pairs, wanted):
-    """Assert that out, with new arrays or in place, receives the same bits, and that no other byte changes."""
+    """Check that ``out``, with new arrays or in place, receives the same bits, and that no other byte changes."""
     op, rows, ops, options = call
     outs = []
     for (v, _), row in zip(pairs, rows, strict=True):
@@ -112,7 +112,7 @@ def check_out(arrays, call, pairs, wanted):
     st.integers(0, 99),
 )
 def test_all_frameworks_agree(numpy_, torch_, jax_, tensorflow_, dtype, op, algorithm, n, seed):
-    """One schedule gives the same bits in all frameworks: floats and integers, under sum, min, max and product."""
+    """One schedule gives the same bits in all frameworks, for floats and integers, and sum, min, max and product."""
     rng = np.random.default_rng(seed)
     xs = [(rng.normal(size=5) * 100).astype(oracle.dtype_of(dtype)) for _ in range(n)]
     bits = set()

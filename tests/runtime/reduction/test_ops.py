@@ -24,7 +24,7 @@ REDUCTIONS = ("sum", "mean", "min", "max", "product")
 
 
 def table(**factors):
-    """Parametrize a test over frameworks and further factors in pairs, each case with one op in turn."""
+    """Parametrize a test over all pairs of values of ``framework`` and the factors. The cases use the ops in turn."""
     cases = [(*case, ops) for case, ops in each(pairs(NAMES, *factors.values()), OPS)]
     rows = [pytest.param(*case[:-1], OPS[case[-1]], id="-".join(map(str, case)).replace(" ", "")) for case in cases]
     return pytest.mark.parametrize(("framework", *factors, "ops"), rows, indirect=["framework"])
@@ -35,7 +35,7 @@ DESTINATIONS = [(1,), (2, 0, 1), (16, 0), (0,), (6, 2), (4, 2, 3, 1, 0)]
 
 @table(n=(1, 2, 3, 5, 8, 17))
 def test_every_contribution_counts_once(framework, n, ops):
-    """No contribution is lost, doubled or misplaced on any devices; a result can be reduced again."""
+    """No contribution is lost, doubled or misplaced on any destinations. A result can be reduced again."""
     xs = digits(n, (5,))
     given = value(framework, xs)
     batch = [(given, on(*to)) for to in (range(n), *DESTINATIONS[n % 3 :: 3])]
@@ -54,7 +54,7 @@ SHAPES = [(3, 2), (), (0,), (1,), (2, 0, 3), (2, 3, 1), (1000,)]
 
 @table(case=[*each(DTYPES, SHAPES), *each(["float32", "int32"], SHAPES[1:])])
 def test_every_dtype_and_shape(framework, ops, case):
-    """Every reduction keeps shape and dtype, and equals the oracle; an undefined one is refused with a remedy."""
+    """Every reduction equals the oracle in values, shape and dtype. An undefined one raises an error with a remedy."""
     dtype, shape = case
     xs = small(dtype, shape, 4)
     given = value(framework, xs)
@@ -70,7 +70,7 @@ def test_every_dtype_and_shape(framework, ops, case):
 
 
 def test_destinations(framework):
-    """A device has many spellings; an array means its device; arrays on one device are several replicas."""
+    """A device may be spelled in many ways. An array means its device. Arrays on one device are several replicas."""
     xs = digits(2, (3,))
     given = value(framework, xs)
     for name in ("CPU:1", "/cpu:1", "device:cpu:1", "/job:localhost/replica:0/task:0/device:CPU:1", "cpu:1#0"):
@@ -94,7 +94,7 @@ def test_destinations(framework):
 
 @table()
 def test_batches(framework, ops):
-    """A batch may be any iterable of pairs, of several dtypes and shapes, with a value twice; its order is kept."""
+    """A batch is any iterable of pairs, of several dtypes and shapes, with a value twice. Results keep the order."""
     kinds = [("float32", (3,), 3), ("int32", (), 1), ("complex64", (2,), 2), ("float32", (0,), 3), ("float32", (3,), 3)]
     rows = [small(*kind) for kind in kinds]
     values = [value(framework, xs) for xs in rows[:4]]
@@ -107,7 +107,7 @@ def test_batches(framework, ops):
 
 @table()
 def test_zeros_and_denormals(framework, ops):
-    """Negative zeros keep their sign; denormals are added exactly, also where a framework's own sums flush them."""
+    """Negative zeros keep their sign. Denormals are added exactly, also where a framework's own sums flush them."""
     for n in (1, 2, 3, 5):
         given = value(framework, [np.full(3, -0.0, "float32")] * n)
         for op in ("sum", "mean", "min", "max"):
@@ -119,7 +119,7 @@ def test_zeros_and_denormals(framework, ops):
 
 @table(dtype=["float16", "bfloat16"])
 def test_halves_are_rounded_once(framework, ops, dtype):
-    """Half types accumulate in float32: 2048 + 1 + 1 + ... counts every 1; means of large numbers do not overflow."""
+    """Half types accumulate in float32: 2048 + 1 + 1 + ... counts every 1. Means of large numbers do not overflow."""
     kind, big = oracle.dtype_of(dtype), 2048 if dtype == "float16" else 256  # above it, only even integers
     given = value(framework, [np.full(2, number, kind) for number in (big, 1, 1, 1, 1, 1, 1, 1, 1)])
     for op, wanted in (("sum", big + 8), ("mean", (big + 8) / 9)):
@@ -134,7 +134,7 @@ def test_halves_are_rounded_once(framework, ops, dtype):
 
 @table(dtype=["float32", "bfloat16", "int8", "bool", "complex64"])
 def test_broadcast_and_gather(framework, ops, dtype):
-    """Broadcast copies the bits to every destination, in order; gather concatenates in the order of the replicas."""
+    """Broadcast copies the bits to every destination. Gather concatenates in the order of the replicas."""
     bits = np.array([0x7FC12345, 0x80000000, 0x00000001, 0xFF800000], "uint32").view("float32")  # NaN, -0, denormal
     rows = [((2, 3), 0, (0, 1, 2)), ((), 1, (2, 1)), ((0,), 0, (3,)), ((5,), 2, (2,)), (None, 1, (3, 1, 0))]
     for shape, at, to in rows:
@@ -157,7 +157,7 @@ def test_broadcast_and_gather(framework, ops, dtype):
 
 
 def test_plans_are_logged(capsys, caplog, framework):
-    """At INFO each plan is logged once; options.implementation decides for open ops only. Nothing is printed."""
+    """At INFO, each plan is logged once. ``options.implementation`` is used by ops without an own algorithm."""
     xs, options = digits(2, (3,)), cr.CommunicationOptions(implementation="RING")
     given = value(framework, xs)
     pipeline.log_once.cache_clear()

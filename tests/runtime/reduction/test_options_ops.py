@@ -1,4 +1,4 @@
-"""Reduction ops and their accumulators, and the options of a call."""
+"""Names of reduction ops and algorithms, and the options of a call."""
 
 import dataclasses
 import itertools
@@ -15,7 +15,7 @@ from crossreduce.options import ALGORITHMS, algorithm_name
 
 
 def test_names_of_ops():
-    """A name in any mix of cases, the names in torch and NCCL, and the member itself give the same member."""
+    """A name in any mix of cases, the names of torch and NCCL, and the member itself all give the same member."""
     for name in OPS:
         member = ReduceOp[name.upper()]
         for form in (name, name.upper(), name.title(), name.title().swapcase(), member):
@@ -30,7 +30,7 @@ def test_names_of_ops():
 
 @pytest.mark.parametrize("wrong", ["", "summ", " sum", "ReduceOp.SUM", "SUM\n", 0, None, True, b"sum", ["sum"], max])
 def test_unknown_ops_are_errors(wrong):
-    """An object that is not an op or its name raises an error that shows the object and lists all names of ops."""
+    """An object that is neither an op nor a name raises an error that shows the object and lists all names."""
     given = re.escape(f"given: {' '.join(repr(wrong).split())}")
     listed = '"sum", "mean", "avg", "min", "max", "product", "prod"'
     words = rf"^this is not a known reduction\.\n  {given} .*\n  try:   one of {listed}, or a ReduceOp$"
@@ -40,7 +40,7 @@ def test_unknown_ops_are_errors(wrong):
 
 @pytest.mark.parametrize("kind", [CommunicationOptions, CollectiveHints])
 def test_valid_and_invalid_options(kind):
-    """bytes_per_pack is an integer, 0 or more; a timeout is a positive number or None; others are errors."""
+    """``bytes_per_pack`` must be an integer of at least 0, ``timeout_seconds`` a positive number or ``None``."""
     for nbytes in (0, 1, 1 << 40, np.int64(7), np.uint8(3)):
         stored = kind(bytes_per_pack=nbytes).bytes_per_pack
         assert (stored, type(stored)) == (nbytes, int)
@@ -55,7 +55,7 @@ def test_valid_and_invalid_options(kind):
 
 
 def test_names_of_algorithms():
-    """The name of an algorithm may be in any case; an unknown one is an error (TensorFlow takes hierarchical copy)."""
+    """The name of an algorithm may be in any mix of cases. An unknown name is an error. TensorFlow ignores it."""
     for name in ALGORITHMS:
         assert CommunicationOptions(implementation=name.upper()).implementation == algorithm_name(name) == name
     read = [algorithm_name, lambda name: CommunicationOptions(implementation=name), cr.AllReduceCrossDeviceOps]
@@ -65,7 +65,7 @@ def test_names_of_algorithms():
 
 
 def test_options_are_immutable_values():
-    """Equal options have the same hash and cannot be changed; CollectiveHints are options, too."""
+    """Options are immutable, and equal options have the same hash. ``CollectiveHints`` are options, too."""
     a, b = CommunicationOptions(1024, 2.0, "ring"), CommunicationOptions(1024, 2.0, "RING")
     assert a == b
     assert hash(a) == hash(b)

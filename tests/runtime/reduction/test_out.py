@@ -1,4 +1,4 @@
-"""``out=``: results are written into the given arrays. Errors: test_out_errors.py; any batch: test_laws.py."""
+"""``out=``: results are written into the given arrays. See also test_out_errors.py and, for any batch, test_laws.py."""
 
 from typing import Any, NamedTuple
 
@@ -15,7 +15,7 @@ OPS = cr.AllReduceCrossDeviceOps()
 
 
 def test_other_kinds_of_inputs_and_out(arrays):
-    """out may be on other devices, inputs strided, repeated, numbers or partly sparse."""
+    """``out`` may be on a device without a replica. Inputs may be strided, repeated, numbers, or partly sparse."""
     out = Mirrored([arrays.blank((6,), "float64")], ["cpu:7"])
     result = cr.ReductionToOneDevice().reduce("mean", arrays.value(two()), "cpu:7", out=out)
     assert result[0] is out[0]
@@ -47,7 +47,7 @@ class Layer(NamedTuple):
 
 @pytest.mark.parametrize("in_place", [False, True])
 def test_trees_into_trees(arrays, in_place):
-    """Each leaf's result is written into the same leaf of out; results are new trees with out's leaves."""
+    """The result of each leaf is written into the same leaf of ``out``. Results are new trees with these leaves."""
 
     def tree(k):
         w, b, step = (arrays.put(np.full(shape, k, kind)) for shape, kind in (((2, 3), "f4"), ((), "f4"), (1, "i4")))
@@ -77,7 +77,7 @@ class CallsBatchReduce(cr.CrossDeviceOps):
 
 
 class Twice(cr.AllReduceCrossDeviceOps):
-    """Reduces everything twice, as a retry would: it does not receive out, so inputs have not changed."""
+    """Reduces everything twice, as a retry would. This is right, since the first reduction does not write ``out``."""
 
     def batch_reduce_implementation(self, *args):
         super().batch_reduce_implementation(*args)
@@ -90,7 +90,7 @@ class Twice(cr.AllReduceCrossDeviceOps):
     indirect=["writable"],
 )
 def test_results_of_a_subclass_are_written_into_out(arrays, kind, in_place):
-    """Results of custom implementations and of accumulation_fn are written into out, also in place."""
+    """Results of custom implementations and of ``accumulation_fn`` are written into ``out``, also in place."""
     values = [arrays.value(two(k)) for k in (1.0, 10.0, 100.0, 1000.0, 2000.0)]
     outs = values if in_place else [arrays.blanks(2, (6,)) for _ in values]
     results = [kind().reduce("sum", values[0], values[0], out=outs[0])]
@@ -104,7 +104,7 @@ def test_results_of_a_subclass_are_written_into_out(arrays, kind, in_place):
 
 
 def test_a_function_that_returns_another_dtype(arrays):
-    """If the dtype of accumulation_fn's result is not that of out, a MismatchError is raised and nothing is written."""
+    """If ``accumulation_fn`` returns another dtype than ``out`` has, a MismatchError is raised, and nothing written."""
     wide = (lambda x: x.astype("float64")) if arrays.framework.name == "numpy" else (lambda x: x.double())
     value, out = arrays.value([np.ones(5, "float32")] * 2), arrays.blanks(2, (5,), "float32")
     ops = cr.ReductionToOneDevice(accumulation_fn=lambda xs: wide(added(xs)))
@@ -112,7 +112,7 @@ def test_a_function_that_returns_another_dtype(arrays):
 
 
 def test_parameters_in_and_out(torch_):
-    """Parameters can be inputs and out: the results are the given parameters, which still require gradients."""
+    """Parameters can be inputs and ``out``. The results are these parameters, which still require gradients."""
     torch = torch_.torch
     weights = [torch.nn.Parameter(torch.full((3,), k)) for k in (1.0, 3.0)]
     results = cr.all_reduce([{"w": w} for w in weights], "mean", out=[{"w": w} for w in weights])
@@ -128,7 +128,7 @@ def test_parameters_in_and_out(torch_):
     ("ops", "size"), [(OPS, 3), (OPS, 100_000), (cr.ReductionToOneDevice(accumulation_fn=added), 3), (Adding(), 3)]
 )
 def test_a_write_increments_the_version(torch_, ops, size):
-    """A write invalidates what autograd saved; a call that raises does not."""
+    """A write into ``out`` invalidates the tensors that autograd has saved. A call that raises an error does not."""
     torch = torch_.torch
     w = torch.ones(size, requires_grad=True)
     saved = w * 2
@@ -144,7 +144,7 @@ def test_a_write_increments_the_version(torch_, ops, size):
 
 
 def test_views_and_inference_tensors(torch_):
-    """Lazy views, and inference tensors outside that mode, are refused as out."""
+    """Lazy views (conjugated or negated), and inference tensors outside of that mode, raise errors as ``out``."""
     torch, arrays = torch_.torch, Arrays(torch_)
     x = arrays.put(np.array([1 + 2j, 3 + 4j]))
     for view, dtype, words in (

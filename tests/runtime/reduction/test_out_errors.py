@@ -1,4 +1,4 @@
-"""Errors in ``out=``: each is found before anything is written. Correct calls: test_out.py."""
+"""Invalid values of ``out=`` raise errors before anything is written. test_out.py has the valid calls."""
 
 import numpy as np
 import pytest
@@ -10,8 +10,6 @@ import crossreduce as cr
 from crossreduce import ArgumentError, MismatchError, PerReplica, UnsupportedError
 
 OPS = cr.AllReduceCrossDeviceOps()
-
-
 EACH = "out must be a PerReplica or Mirrored on the destinations, in their order"
 PAIRS = "out must have one PerReplica or Mirrored for each pair"
 TREES = "out must be a list of one tree per replica"
@@ -35,7 +33,7 @@ WRONG = {
 
 @pytest.mark.parametrize("name", WRONG)
 def test_an_invalid_out(arrays, name):
-    """An invalid out raises an error with the given object and a remedy, and with its pair in a batch."""
+    """An invalid out raises an error with the given object and a remedy. In a batch, the error names the pair."""
     make, error, words = WRONG[name]
     value, good = arrays.value(two()), arrays.value(two())
     pairs = [(good, good), (value, value)]
@@ -49,7 +47,7 @@ def test_an_invalid_out(arrays, name):
 
 
 def test_wrong_trees(arrays):
-    """out needs one tree per replica, of the same structure; errors have the path of the leaf."""
+    """out must have one tree per replica, with the same structure. An error about a leaf has its path."""
     trees = [{"a": arrays.put(x), "b": arrays.put(x)} for x in two()]
     a, b = arrays.blank((6,), "float64"), arrays.blank((6,), "float64")
     for out in ([], trees[:1], [*trees, trees[0]], trees[0], a, "ab", 3):
@@ -74,7 +72,7 @@ def test_wrong_trees(arrays):
 
 
 def test_sparse_values_have_no_out(arrays):
-    """out cannot be given for a sparse result, since its number of slices depends on the inputs."""
+    """out raises an error for a sparse result, since the number of slices of the result depends on the inputs."""
     slices = [cr.IndexedSlices(arrays.put(np.ones((2, 3))), arrays.put(np.array([0, 2])), (4, 3)) for _ in range(2)]
     value, out = PerReplica(slices), arrays.blanks(2, (4, 3))
     dense = arrays.value(two())
@@ -90,7 +88,7 @@ def test_sparse_values_have_no_out(arrays):
 
 @pytest.mark.parametrize(("name", "library"), [("jax", "JAX arrays"), ("tensorflow", "TensorFlow's tensors")])
 def test_immutable_arrays(request, arrays, name, library):
-    """Arrays of JAX and TensorFlow are rejected as out, and nothing of the batch is reduced."""
+    """Arrays of JAX and TensorFlow, which are immutable, raise an error as out, and no value of a batch is reduced."""
     final = request.getfixturevalue(f"{name}_")
     words = f"{library} cannot be written into"
     value, good = PerReplica(final.arrays(two())), arrays.value(two())
@@ -105,7 +103,7 @@ def test_immutable_arrays(request, arrays, name, library):
 
 
 def test_arrays_of_another_framework(numpy_, torch_):
-    """A torch tensor is rejected as out for a NumPy result, and vice versa, although they could share memory."""
+    """A torch tensor as out of a NumPy result is an error, and vice versa, although they could share memory."""
     ours, theirs = Arrays(numpy_), Arrays(torch_)
     value, other = ours.value(two()), theirs.value(two())
     for a, b in ((value, other), (other, value)):
@@ -127,13 +125,13 @@ OPS_BY_PATH = {
 
 
 def partly_sparse(arrays, value):
-    """Return a value whose first component is sparse, with slices in the same memory; the engine "loop" reduces it."""
+    """Return ``value`` with a sparse first component, whose slices have the same memory. The "loop" engine is used."""
     rows = arrays.put(np.arange(len(value[0])))
     return PerReplica([cr.IndexedSlices(value[0], rows, tuple(value[0].shape)), *value.values[1:]], value.devices)
 
 
 def wrong_pairs(a):
-    """Return, by name, pairs of a value and an out that has an unsupported layout or shares memory."""
+    """Return batches by name: lists of pairs of a value and an out with an unsupported layout or with shared memory."""
     first, second, out, block = a.value(two()), a.value(two(10)), a.blanks(2, (6,)), a.put(np.arange(7.0))
     matrix, locked = a.blank((3, 2), "float64"), np.zeros(6)
     locked.flags.writeable = False
@@ -159,7 +157,7 @@ CASES = [
 
 @pytest.mark.parametrize(("name", "path", "writable"), CASES, indirect=["writable"])
 def test_out_is_checked_before_anything_is_written(arrays, name, path):
-    """Unsupported layouts and shared memory of out are errors before the first write, on every path."""
+    """Unsupported layouts and shared memory of out raise errors before the first write, in every implementation."""
     rows = wrong_pairs(arrays)[name]
     if path == "several dtypes":
         integers = arrays.value([np.int32([1, 2]), np.int32([3, 4])])

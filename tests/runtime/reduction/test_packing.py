@@ -1,4 +1,4 @@
-"""Packing: every tensor is in exactly one flat buffer."""
+"""Packing of tensors into flat buffers, and of buffers into packs."""
 
 import math
 from itertools import pairwise
@@ -28,7 +28,7 @@ def f32(*sizes):
 @examples(300)
 @given(specs | few, packings(), algorithms, st.integers(1, 5))
 def test_each_tensor_is_in_one_buffer(batch, packing, algorithm, n):
-    """Each tensor is in one buffer of its dtype, without gaps and in order; packs keep the limits."""
+    """Each tensor is in one buffer of its dtype, without gaps and in order. The packs of a buffer keep the limits."""
     num_packs, nbytes, *_ = packing
     buffers = layout(batch, packing)
     assert sorted(span.tensor for buffer in buffers for span in buffer.spans) == list(range(len(batch)))
@@ -46,13 +46,13 @@ def test_each_tensor_is_in_one_buffer(batch, packing, algorithm, n):
         schedule = PLANNERS[algorithm](names(n), packs=buffer.packs)
         per_pack = len(schedule.chunks) // buffer.packs
         spans = schedule.spans(buffer.size)
-        packs = [spans[p * per_pack + per_pack - 1][1] - spans[p * per_pack][0] for p in range(buffer.packs)]
-        size = itemsize(buffer.dtype)
-        assert size == oracle.dtype_of(buffer.dtype).itemsize
-        assert max(packs) * size <= max(nbytes, size) or not nbytes
-        assert max(packs) - min(packs) <= 1
-        assert sum(packs) == buffer.size
-        needed = math.ceil(buffer.size / max(1, nbytes // size)) if nbytes else 1
+        pack_sizes = [spans[p * per_pack + per_pack - 1][1] - spans[p * per_pack][0] for p in range(buffer.packs)]
+        item = itemsize(buffer.dtype)
+        assert item == oracle.dtype_of(buffer.dtype).itemsize
+        assert max(pack_sizes) * item <= max(nbytes, item) or not nbytes
+        assert max(pack_sizes) - min(pack_sizes) <= 1
+        assert sum(pack_sizes) == buffer.size
+        needed = math.ceil(buffer.size / max(1, nbytes // item)) if nbytes else 1
         assert buffer.packs == max(1, min(buffer.size, max(num_packs, needed)))
 
 
@@ -73,12 +73,15 @@ def test_each_tensor_is_in_one_buffer(batch, packing, algorithm, n):
     ],
 )
 def test_small_tensors_are_joined(batch, packing, wanted):
-    """Without packs, neighbours of at most small_bytes bytes each share a buffer, at most small_group of them."""
+    """Without packs, up to small_group neighbouring tensors of at most small_bytes bytes each share a buffer.
+
+    The fields of Packing: num_packs, bytes_per_pack, small_bytes, small_group. ``wanted``: the elements of each buffer.
+    """
     assert [buffer.size for buffer in layout(f32(*batch), packing)] == wanted
 
 
 def test_joined_tensors_have_one_dtype():
-    """f32 f32 i32 f32 f32 is joined to three buffers. The dtype may be any, which is not so in TensorFlow."""
+    """f32 f32 i32 f32 f32 is joined to three buffers. Other dtypes are joined, too, unlike in TensorFlow."""
     batch = (*f32(1, 1), TensorSpec((1,), "int32"), *f32(1, 1))
     buffers = layout(batch, Packing(0, 0, 40, 10))
     assert [(b.dtype, b.size) for b in buffers] == [("float32", 2), ("int32", 1), ("float32", 2)]
@@ -90,7 +93,7 @@ def test_joined_tensors_have_one_dtype():
     ("algorithm", "most"), [("hierarchical_copy", 4), ("ring", 1), ("direct", 1), ("one_device", 4)]
 )
 def test_a_plan_does_not_grow_with_the_number_of_packs(monkeypatch, algorithm, most):
-    """For any number of packs, a schedule has at most one tree per root, and every pack keeps the limit of bytes."""
+    """No schedule has more than ``most`` packs. More packs, here 101 of at most 40 bytes, take several schedules."""
     packs, schedule_for = [], pipeline.schedule_for
 
     def requested(request):

@@ -22,7 +22,7 @@ kinds_table = pytest.mark.parametrize(("framework", "kind"), KINDS, indirect=["f
 
 
 def rows(*lengths, dtype="float32", seed=0):
-    """Return random values and indices for each replica; indices may repeat within a replica and between replicas."""
+    """Return random values and indices for each replica. Indices may repeat within a replica and between replicas."""
     rng = np.random.default_rng(seed)
     return [
         (rng.integers(-9, 10, (length, SHAPE[1])).astype(np_dtype(dtype)), rng.integers(0, SHAPE[0], length))
@@ -35,7 +35,7 @@ def put(framework, kind, parts, shape=SHAPE):
 
 
 def check_sparse(framework, kind, result, parts, devices, *, mean=False, inputs=()):
-    """Assert that a sparse result has the slices of all replicas, in their order, and the kind of the inputs."""
+    """Check that a sparse result has the slices of all replicas, in their order, and the kind of the inputs."""
     check_places(framework, result, devices)
     values = np.concatenate([v for v, _ in parts])
     indices = np.concatenate([i for _, i in parts])
@@ -57,7 +57,7 @@ def check_sparse(framework, kind, result, parts, devices, *, mean=False, inputs=
     indirect=["framework"],
 )
 def test_slices_are_concatenated(framework, dtype, kind, ops):
-    """The sum has the slices of all replicas, in order, and the dense shape; a mean is rounded once."""
+    """A sum has the slices of all replicas, in order, and the same dense shape. In a mean, each is divided once."""
     parts = rows(2, 0, 3, dtype=dtype)
     given = put(framework, kind, parts)
     for op, to in (("sum", (0, 1, 2)), ("mean", (3, 0))):
@@ -72,7 +72,7 @@ def test_slices_are_concatenated(framework, dtype, kind, ops):
 
 
 def test_different_index_dtypes_and_dense_shapes(framework):
-    """Index dtypes may differ, and dense_shape may be missing unless slices must be made dense."""
+    """Index dtypes may differ. ``dense_shape`` may be missing, except in a gather, which makes slices dense."""
     parts = rows(2, 1, 3)
     for kinds in (("int32", "int64", "int32"), ("int64", "uint64", "int64"))[: 2 if framework.name == "numpy" else 1]:
         cast = [(v, i.astype(kind)) for (v, i), kind in zip(parts, kinds, strict=True)]
@@ -89,13 +89,8 @@ def test_different_index_dtypes_and_dense_shapes(framework):
         assert {y.dense_shape for y in result} == {wanted}
     first, full = framework.sparse("IndexedSlices", *parts[0], None, 0), np.ones(SHAPE, "float32")
     value = cr.PerReplica([first, framework.array(full, 1)])
-    check(
-        framework,
-        cr.ReductionToOneDevice().reduce("sum", value, value),
-        "sum",
-        [framework.dense(first, SHAPE), full],
-        cpus(0, 1),
-    )
+    result = cr.ReductionToOneDevice().reduce("sum", value, value)
+    check(framework, result, "sum", [framework.dense(first, SHAPE), full], cpus(0, 1))
     with pytest.raises(cr.ArgumentError, match="a sparse array without dense_shape cannot be made dense"):
         cr.CrossDeviceOps().gather(cr.PerReplica([first]), "cpu:0", 0)
 
@@ -120,7 +115,7 @@ def test_sparse_and_dense_replicas_give_a_dense_result(framework, kind, ops, op,
 
 @kinds_table
 def test_sparse_and_dense_values_in_one_batch(framework, kind):
-    """A batch, or the leaves of trees, may be sparse and dense; results have the order of the pairs."""
+    """A batch, or the leaves of trees, may be sparse and dense. Results have the order of the pairs or leaves."""
     sparse, other, xs = rows(2, 1, 3), rows(1, 1, 1, seed=5), digits(3, (4,))
     values = [put(framework, kind, sparse), framework.arrays(xs), put(framework, "IndexedSlices", other)]
     batch = [(cr.PerReplica(value, cpus(0, 1, 2)), on(2, 0)) for value in values]
@@ -135,7 +130,7 @@ def test_sparse_and_dense_values_in_one_batch(framework, kind):
 
 @kinds_table
 def test_one_sparse_array_and_gathers(framework, kind):
-    """A sparse array may be a value, a destination and broadcast; gather makes it dense."""
+    """A sparse array may be a value and a destination, and may be broadcast. Gather makes it dense."""
     (x,) = put(framework, kind, rows(3))
     for ops in OPS.values():
         check_sparse(framework, kind, ops.reduce("mean", x, x), rows(3), cpus(0), mean=True, inputs=[x])
@@ -150,7 +145,7 @@ def test_one_sparse_array_and_gathers(framework, kind):
 
 @pytest.mark.parametrize(("framework", "kind"), [("torch", "coo"), ("jax", "bcoo")], indirect=["framework"])
 def test_arrays_that_are_sparse_in_any_axes(framework, kind):
-    """torch's COO arrays, coalesced or not, and JAX's BCOO may be sparse in all axes or in the first ones."""
+    """COO arrays of torch, coalesced or not, and BCOO arrays of JAX may be sparse in all axes or only in the first."""
     rng = np.random.default_rng(0)
     for axes, shape in ((1, (6, 2, 3)), (3, (4, 3, 2))):
         xs = []
@@ -174,7 +169,7 @@ def test_arrays_that_are_sparse_in_any_axes(framework, kind):
 
 
 def test_padded_bcoo(jax_):
-    """A BCOO that JAX padded (with indices beyond the shape) keeps its value, also in a value with dense components."""
+    """A BCOO that JAX padded, with indices beyond the shape, is added correctly, also to a dense component."""
     x = jax_.sparse("bcoo", np.float32([1, 2, 0, 0]), np.array([0, 2, 4, 4]), (4,))
     y = jax_.sparse("bcoo", np.float32([3, 0, 0]), np.array([1, 4, 4]), (4,), 1)
     value = cr.PerReplica([x, y], cpus(0, 1))

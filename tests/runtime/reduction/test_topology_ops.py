@@ -1,4 +1,4 @@
-"""Ops with a topology: results equal the oracle's for all topologies, and the planned schedule is the one that runs."""
+"""Ops with a topology: results equal those of the oracle on all topologies, and the planned schedule is executed."""
 
 import itertools
 from collections import Counter
@@ -26,7 +26,7 @@ MACHINES = [name for name, _ in machine_names() if name not in ("tpu-v4", "gb200
 
 
 def check_sum(ops, n, size=37):
-    """Assert that the ops add ``n`` NumPy arrays, each counted once, on all devices and on one, and broadcast one."""
+    """Check that ``ops`` reduce ``n`` NumPy arrays to all devices and to one, counting each once, and broadcast one."""
     xs = expect.digits(n, (size,))
     value = PerReplica([x.copy() for x in xs])
     due = sum(xs)
@@ -40,7 +40,7 @@ def check_sum(ops, n, size=37):
 
 @pytest.mark.parametrize(("machine", "algorithm"), each(MACHINES, ["hierarchical_copy", "ring", "forest", "auto"]))
 def test_machines_are_matched_by_position(machine, algorithm):
-    """If the topology has other device names than the value, its i-th device is that of the i-th replica."""
+    """If the topology has other device names than the value, its i-th device is the device of the i-th replica."""
     topology = Topology.machine(machine)
     for n, packs in ((2, 3), (len(topology.devices), 1)):
         check_sum(AllReduceCrossDeviceOps(algorithm, packs, topology=topology), n)
@@ -56,7 +56,7 @@ def test_machines_are_matched_by_position(machine, algorithm):
     st.booleans(),
 )
 def test_results_equal_the_oracle_on_any_topology(data, n, algorithm, packs, op, both_ways):
-    """On any connected topology, with devices in any order, results equal the oracle's."""
+    """On any connected topology, with devices in any order, results equal those of the oracle."""
     topology = data.draw(wired(names(n), both_ways=both_ways))
     topology = topology.renamed(data.draw(st.permutations(names(n))))
     dtype = data.draw(st.sampled_from(["int64", "float32"]))
@@ -72,25 +72,24 @@ def test_results_equal_the_oracle_on_any_topology(data, n, algorithm, packs, op,
 
 @pytest.mark.parametrize("algorithm", [*NAMED, "auto"])
 def test_bytes_are_those_of_the_plan(algorithm):
-    """An op moves the same bytes over each link as the schedule of cr.plan for that size."""
+    """An op moves the same bytes over each link as the schedule of ``cr.plan`` for the same size."""
     null, size = NullFramework(), 48 * 1024
     value = PerReplica([null.zeros((size,), "float32", device) for device in DGX.devices])
     result = AllReduceCrossDeviceOps(algorithm, topology=DGX).reduce("sum", value, value)
     assert [(x.shape, x.device) for x in result] == [((size,), device) for device in DGX.devices]
     made = cr.plan(DGX, nbytes=4 * size, algorithm=algorithm)
-    over = Counter()
+    over_links = Counter()
     for (src, dst), nbytes in null.counts.bytes.items():
-        over.update(dict.fromkeys(itertools.pairwise(DGX.route(src, dst)), 0))
-        for pair in itertools.pairwise(DGX.route(src, dst)):
-            over[pair] += nbytes
-    assert +over == +Counter(simulate(made.schedule, DGX, 4 * size, itemsize=4).bytes)
+        for link in itertools.pairwise(DGX.route(src, dst)):
+            over_links[link] += nbytes
+    assert +over_links == +Counter(simulate(made.schedule, DGX, 4 * size, itemsize=4).bytes)
 
 
 @pytest.mark.parametrize(
     ("algorithm", "framework"), each(["hierarchical_copy", "forest", "auto", "ring"], NAMES), indirect=["framework"]
 )
 def test_batches_of_each_framework(algorithm, framework):
-    """Batches of any framework, packed or not, dense and sparse, are reduced on a topology."""
+    """Batches with dense and sparse values of any framework, packed or not, are reduced correctly on a topology."""
     for n, packs in ((8, 2), (5, 0)):
         dense = [expect.small(*kind, n) for kind in (("float32", (6, 5)), ("int32", ()), ("float16", (0,)))]
         rows = [framework.sparse("IndexedSlices", np.full((1, 2), 2.0**k), np.array([k % 3]), (3, 2)) for k in range(n)]
@@ -110,7 +109,7 @@ HUB = Topology([*(f"cuda:{k}" for k in range(4)), "cuda:9"], [Link(*pair, 5) for
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_devices_and_switches_without_a_replica(algorithm):
-    """Devices without a replica and switches only forward; without a route nothing is moved."""
+    """Switches and devices without a replica only forward data. If there is no route, nothing is moved."""
     check_sum(AllReduceCrossDeviceOps(algorithm, topology=STAR.with_switches(reducing=True)), 6)
     if algorithm != "forest":
         check_sum(AllReduceCrossDeviceOps(algorithm, topology=HUB), 4, size=1 << 12)
@@ -131,7 +130,7 @@ def test_devices_and_switches_without_a_replica(algorithm):
     strict=True, reason="forest reduces on a device without a replica, which does not exist under the topology's name"
 )
 def test_forest_on_a_hub_without_a_replica():
-    """If the only connection between the replicas is a device without a replica, forest, too, must not reduce on it."""
+    """If a device without a replica is the only connection between the replicas, "forest" must not reduce on it."""
     check_sum(AllReduceCrossDeviceOps("forest", topology=HUB), 4, size=1 << 12)
 
 
@@ -143,7 +142,7 @@ def test_forest_on_a_hub_without_a_replica():
     ],
 )
 def test_devices_that_the_topology_does_not_have(topology, devices, words):
-    """If the topology has only some of a value's devices, or fewer devices than the value, a PlanError is raised."""
+    """If the topology lacks devices of a value, or has fewer devices than the value, a PlanError is raised."""
     value = PerReplica([np.ones(3)] * len(devices), devices)
     with pytest.raises(cr.PlanError, match=words):
         AllReduceCrossDeviceOps("ring", topology=topology).reduce("sum", value, value)

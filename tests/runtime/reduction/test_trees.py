@@ -1,4 +1,4 @@
-"""all_reduce: pytrees in, pytrees out."""
+"""``all_reduce`` of pytrees: one tree per replica, and one result per replica with the same structure."""
 
 import collections
 import dataclasses
@@ -63,7 +63,7 @@ class Child(Layer):
 
 
 def numbers(tree):
-    """Return the leaves of a tree as lists, in order, for all kinds of nodes."""
+    """Return the leaves of a tree, each as a list, in the order of the tree. This knows all kinds of nodes."""
     if dataclasses.is_dataclass(tree):
         return numbers([getattr(tree, field.name) for field in dataclasses.fields(tree)])
     if isinstance(tree, dict):
@@ -86,7 +86,7 @@ MAKERS = [
 
 @pytest.mark.parametrize(("make", "ops"), each(MAKERS, CLASSES))
 def test_every_kind_of_tree(make, ops):
-    """Each replica gets a new tree of the same nodes with reduced leaves; the inputs do not change."""
+    """Each replica gets a new tree of the same kinds of nodes with reduced leaves. The inputs do not change."""
     xs = digits(3, (2,))
     trees, wanted = [make(x) for x in xs], make(np.sum(xs, axis=0))
     before = [numbers(tree) for tree in trees]
@@ -101,11 +101,11 @@ def test_every_kind_of_tree(make, ops):
 
 
 def test_dataclasses():
-    """All fields are leaves, __init__ does not run again, frozen stays frozen, and no container is shared."""
+    """All fields are leaves, ``__init__`` does not run again, frozen stays frozen, and results share no container."""
     xs = digits(3, (2,))
     total = np.sum(xs, axis=0)
     trees = [Derived(x) for x in xs]
-    trees[0].twice = xs[0] * 0
+    trees[0].twice = xs[0] * 0  # ``__init__`` would set 2 * x
     assert trees[0].norm == xs[0].sum()
     for result in cr.all_reduce(trees):
         assert (result.x.tolist(), result.twice.tolist()) == (total.tolist(), (2 * (total - xs[0])).tolist())
@@ -119,7 +119,7 @@ def test_dataclasses():
 
 
 def test_lists_of_trees():
-    """Trees may be in any iterable and without leaves; dicts are matched by key; a tree in itself is refused."""
+    """Trees may be in any iterable and have no leaves. Dicts are matched by key. A tree in itself is an error."""
     a, b = digits(2, (3,))
     results = cr.all_reduce([{"x": a, "y": 2 * a, "z": {"q": a}}, {"z": {"q": b}, "y": 2 * b, "x": b}])
     assert [numbers(result) for result in results] == [[x.tolist() for x in (a + b, 2 * (a + b), a + b)]] * 2
@@ -141,7 +141,7 @@ def test_lists_of_trees():
     ("op", "framework"), each([*cr.ReduceOp, "SUM", "Mean", "mIn"], NAMES), indirect=["framework"], ids=str
 )
 def test_leaves_stay_on_their_devices(framework, op):
-    """A leaf's result is on the leaf's device, or, with ``devices``, on the replica's."""
+    """The result of a leaf is on the device of the leaf, or, with ``devices``, on the device of the replica."""
     name = op.value if isinstance(op, cr.ReduceOp) else op.lower()
     leaves = {"w": small("float32", (3, 2), 4), "b": small("float32", (), 4, 1), "e": small("float32", (0,), 4)}
     trees = [{key: framework.array(xs[k], k) for key, xs in leaves.items()} for k in range(4)]
@@ -156,7 +156,7 @@ def test_leaves_stay_on_their_devices(framework, op):
 
 
 def test_mixed_frameworks_in_one_tree(numpy_, torch_, jax_, tensorflow_):
-    """Leaves may be of several frameworks or numbers; a named tuple of torch is a node."""
+    """The leaves of a tree may be arrays of several frameworks, and numbers. A named tuple of torch is a node."""
     frameworks = {"n": numpy_, "t": torch_, "j": jax_, "f": tensorflow_}
     xs = digits(3, (4,))
     trees = [{key: f.array(xs[k], k) for key, f in frameworks.items()} | {"s": float(k)} for k in range(3)]
@@ -178,7 +178,7 @@ def test_mixed_frameworks_in_one_tree(numpy_, torch_, jax_, tensorflow_):
 
 
 def test_different_structures():
-    """Trees of different structure raise an error that shows each replica and the leaves that only it has."""
+    """Trees of different structure raise an error that shows, for each replica, the leaves that only its tree has."""
     one = np.ones(1)
     for trees in (
         [{"a": one}, {"b": one}],
@@ -211,7 +211,7 @@ GOOD = np.ones(2)
     ],
 )
 def test_errors_contain_the_path_of_the_leaf(wrong, error, words):
-    """An error about a leaf starts with the leaf's path in the tree, not with its number in the batch."""
+    """An error about a leaf starts with the path of the leaf in the tree, and not with its number in the batch."""
     for ops in CLASSES:
         for trees, path in (
             ([{"z": GOOD, "a": [GOOD, {"w": x}], "b": GOOD} for x in wrong], r"leaf tree\['a'\]\[1\]\['w'\]: "),
@@ -228,7 +228,7 @@ def reduced(kind, start):
 
 
 def test_many_threads_may_register_one_new_dataclass():
-    """When many threads reduce instances of a new dataclass at the same time, all get their results."""
+    """If many threads reduce instances of a new dataclass at the same time, all get the right results."""
     with ThreadPoolExecutor(8) as pool:
         for number in range(20):
             kind, start = dataclasses.make_dataclass(f"New{number}", ["x"]), threading.Barrier(8)

@@ -1,4 +1,4 @@
-"""Runs Chakra traces in any order that their dependencies allow, and replays them on links that are FIFOs."""
+"""Runs Chakra traces in random orders that their dependencies allow, and replays them on links that are FIFOs."""
 
 import re
 from collections import Counter, defaultdict, deque
@@ -8,13 +8,13 @@ from file_clock import Clock
 from crossreduce.export.formats.chakra.format import decode
 from crossreduce.lowering import lower
 
-COMP, SEND, RECEIVE = 4, 5, 6
-WITHIN = 0.02  # the greatest difference between predictions and replays, for which large plans are tested
+COMP, SEND, RECEIVE = 4, 5, 6  # kinds of nodes in Chakra's schema
+WITHIN = 0.02  # the greatest relative difference between predictions and replays of large plans
 WHAT = re.compile(r"(send|receive|combine|join) chunk (\d+) round (\d+) piece (\d+)")
 
 
 def what(program, rank, node):
-    """Return a node's verb, chunk, piece, and value: the one that it moves or makes, in the numbers of the program."""
+    """Return (verb, chunk, piece, number of the value that it moves or makes in the program) for a node."""
     verb, *numbers = WHAT.match(node.name).groups()
     c, r, piece = map(int, numbers)
     chunk = program.chunks[c]
@@ -30,7 +30,7 @@ def what(program, rank, node):
 
 
 def pieces_of(schedule, nbytes, pieces):
-    """Return the bytes of each (chunk, piece)."""
+    """Return the bytes of each piece, by (chunk, piece)."""
     ends = [0]
     for chunk in schedule.chunks:
         ends.append(ends[-1] + chunk.share)
@@ -43,9 +43,9 @@ def pieces_of(schedule, nbytes, pieces):
 
 
 def check(schedule, nbytes, files, rng, pieces=None):
-    """Raise unless the traces move each transfer of the program once per piece, and compute the collective.
+    """Assert that the traces move each transfer of the program once per piece, and compute the collective.
 
-    The nodes run in a random order that respects their dependencies; the input of source k is (n + 1)**k.
+    The nodes run in a random order that respects their dependencies. The input of source k is (n + 1)**k.
     """
     program, n = lower(schedule), len(schedule.devices)
     traces = [decode(data) for data in files]
@@ -53,7 +53,7 @@ def check(schedule, nbytes, files, rng, pieces=None):
     pieces = schedule.pieces if pieces is None else pieces
     sizes = pieces_of(schedule, nbytes, pieces)
     _check_transfers(program, traces, sizes)
-    values = [{} for _ in range(n)]  # by rank: the number of each (chunk, value, piece)
+    values = [{} for _ in range(n)]  # for each rank, the content of each (chunk, value, piece)
     for c, chunk in enumerate(program.chunks):
         for k, source in enumerate(chunk.sources):
             values[source] |= {(c, k, j): (n + 1) ** source for j in range(pieces)}
@@ -65,6 +65,7 @@ def check(schedule, nbytes, files, rng, pieces=None):
 
 
 def _check_transfers(program, traces, sizes):
+    """Assert that sends and receives match, and that together they are the transfers of the program."""
     moved, sent, received = Counter(), Counter(), Counter()
     for rank, trace in enumerate(traces):
         ids = [node.id for node in trace.nodes]
@@ -86,13 +87,14 @@ def _check_transfers(program, traces, sizes):
             for operand in made.operands:
                 src = chunk.devices[operand]
                 if src != made.device:
-                    for (cc, j), size in sizes.items():
-                        if cc == c and size:
+                    for (sized_chunk, j), size in sizes.items():
+                        if sized_chunk == c and size:
                             expected[src, made.device, c, operand, j] += size
     assert moved == expected
 
 
 def _run(program, traces, sizes, values, rng):
+    """Run all nodes in a random order, and store what they receive and compute in ``values``."""
     waiting = {(rank, node.id): set(node.deps) for rank, trace in enumerate(traces) for node in trace.nodes}
     nodes = {(rank, node.id): node for rank, trace in enumerate(traces) for node in trace.nodes}
     followers = defaultdict(list)
@@ -113,6 +115,7 @@ def _run(program, traces, sizes, values, rng):
                 ready.append(follower)
 
     def receive(rank, chunk, value, piece, size, number):
+        """Receive a message. When all bytes of its piece are there, store the piece in all copies of the value."""
         bytes_in[rank, chunk, value, piece] += size
         if bytes_in[rank, chunk, value, piece] >= sizes[chunk, piece]:
             arrived[rank, chunk, value, piece] = number
@@ -142,7 +145,7 @@ def _run(program, traces, sizes, values, rng):
         if node.name != "nothing to do":
             verb, chunk, piece, value = what(program, rank, node)
             if node.kind == SEND:
-                number = values[rank][chunk, value, piece]  # KeyError: the value is not there yet
+                number = values[rank][chunk, value, piece]  # raises KeyError if the rank does not store it yet
                 flying.append((key, at, (chunk, value, piece, node.size, number)))
                 continue
             if verb == "combine":
@@ -158,12 +161,12 @@ def _run(program, traces, sizes, values, rng):
 
 
 def replay(traces, topology, devices=None):
-    """Return the seconds that traces take on links that are FIFOs; a trace is a file's bytes, or its nodes.
+    """Return the seconds that traces take on links that are FIFOs. A trace is the bytes of a file, or its nodes.
 
     Links behave as in the analytical network of ASTRA-sim that models congestion: a link is busy for the time of a
     message's bytes, and the message arrives one latency later. Switches and devices on a route receive it completely
     before they forward it. A send or receive is complete when the message has arrived, a computation after its
-    duration. A rank starts the nodes that wait for nothing in the order of their numbers.
+    duration. A rank starts nodes without unfinished dependencies in the order of their numbers.
 
     Source: github.com/astra-sim/astra-network-analytical, congestion_aware/network/Link.cc, Chunk.cc, and
     common/NetworkFunction.cc; github.com/mlcommons/chakra, src/feeder/et_feeder.h (the order of nodes).
@@ -171,6 +174,7 @@ def replay(traces, topology, devices=None):
     traces = [decode(trace).nodes if isinstance(trace, bytes) else trace for trace in traces]
     clock, devices = Clock(topology), devices or topology.devices
     nodes = {(rank, node.id): node for rank, listed in enumerate(traces) for node in listed}
+    # What each node still waits for: its dependencies, and the message if it receives one.
     left = {at: len(set(node.deps)) + (node.kind == RECEIVE) for at, node in nodes.items()}
     followers, receives = defaultdict(list), defaultdict(deque)
     for at, node in nodes.items():

@@ -22,12 +22,12 @@ class Clocks(NamedTuple):
 
 
 def between_hosts(pair):
-    """Return whether a link leads out of a host, by the part of the names before the slash."""
+    """Return whether a link leads out of a host. A node's host is the part of its name before the last slash."""
     return len({node.rpartition("/")[0] for node in pair}) == 2
 
 
 def routes(schedule, topology, r, chunk, src, dst):
-    """Return the links of a transfer; routes for one round have precedence."""
+    """Return the links of a transfer. The schedule's route for its round is preferred to its route for all rounds."""
     a, b = schedule.devices[src], schedule.devices[dst]
     named = [route for route in schedule.routes if route[:3] == (chunk, src, dst) and route.round in (None, r)]
     named.sort(key=lambda route: route.round is None)
@@ -38,15 +38,15 @@ def clocks(schedule, topology, nbytes, itemsize=1, *, queues=(), reduction=None,
     """Return the times and bytes of a schedule.
 
     Args:
-      queues: for each tick, a Counter of the seconds in which each host queues its operations; and ``queue_of``, which
-        returns the host that queues a step's operation, or None.
-      reduction: GB/s with which a device combines.
-      messages: transfers per second of a link between hosts.
-      shared: (GB/s, links) of limits that links share.
+      queues: a pair. First, for each tick, a Counter of the seconds in which each host queues its operations. Second, a
+        function that returns the host that queues a step's operation, or None.
+      reduction: the GB/s with which a device combines values.
+      messages: the transfers per second of a link between hosts.
+      shared: (GB/s, links) of each limit that links share.
     """
     width = {(link.src, link.dst): link.bandwidth * GB for link in topology.links}
     delay = {(link.src, link.dst): link.latency_s for link in topology.links}
-    whole = [(stop - start) * itemsize for start, stop in schedule.spans(nbytes // itemsize)]
+    whole = [(stop - start) * itemsize for start, stop in schedule.spans(nbytes // itemsize)]  # the bytes of each chunk
     carried, busy, ticks, ends = Counter(), Counter(), [], []
     by_tick, queue_of = queues or ([], lambda step: None)
     ready, free, queued = {}, defaultdict(Fraction), Counter()

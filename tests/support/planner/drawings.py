@@ -1,4 +1,4 @@
-"""Functions that parse the SVG pictures drawn by tests, and topologies to draw."""
+"""Functions that parse the SVG pictures that tests draw, and topologies to draw."""
 
 import re
 import xml.etree.ElementTree as ElementTree
@@ -10,7 +10,7 @@ from crossreduce import Topology
 SVG = "{http://www.w3.org/2000/svg}"
 BLUE, ORANGE = "#2166ac", "#e08214"
 GPUS = tuple(f"cuda:{k}" for k in range(5))
-# Five devices; some pairs of them have links, of two speeds as in a DGX-1V.
+# Five devices of which some pairs have links, of 25 or 50 GB/s as in a DGX-1V.
 PART = Topology.from_matrix(
     [[0, 50, 25, 50, 0], [50, 0, 25, 0, 25], [25, 25, 0, 0, 0], [50, 0, 0, 0, 50], [0, 25, 0, 50, 0]], GPUS
 )
@@ -32,7 +32,7 @@ def two_hosts():
 
 
 def texts(path):
-    """Return the words of an SVG in the order of drawing, with their positions."""
+    """Return (text, (x, y)) for each text of an SVG, in the order of drawing."""
     found = []
     for element in ElementTree.parse(path).iter(f"{SVG}text"):
         style = element.get("transform", "") + f" translate({element.get('x', 0)} {element.get('y', 0)})"
@@ -63,7 +63,7 @@ def panels(path):
 
 
 class Panel(NamedTuple):
-    """A panel: its words, the words drawn in white, and how many arrow heads of each colour it has."""
+    """The texts of a panel, the texts that are white, and the number of its arrow heads by colour."""
 
     words: list
     white: list

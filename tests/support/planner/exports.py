@@ -16,35 +16,35 @@ KINDS = ("all_reduce", "reduce", "broadcast", "reduce_scatter", "all_gather")
 
 @st.composite
 def synchronous(draw, kinds=KINDS):
-    """Draw a schedule whose rounds have many steps per chunk; some read a device that another step of the round writes.
+    """Draw a schedule whose rounds have many steps per chunk, some of which read what other steps of the round replace.
 
-    Thus devices swap values, rotate them in circles, exchange and add them, and pass a value on in the round that
-    replaces it. Some steps are needless. Shares can be uneven where NCCL's collective allows it.
+    So devices swap values, rotate them in circles, exchange and add them, and pass a value on in the round that
+    replaces it. Some steps are needless. Shares may differ if NCCL's collective allows it.
     """
     kind = draw(st.sampled_from(kinds))
     n = draw(st.integers(2, 5))
     rng = random.Random(draw(st.integers(0, 2**32)))
     everyone = tuple(range(n))
     root = rng.randrange(n)
-    owned = kind in ("reduce_scatter", "all_gather")
-    parts = [1] * n if owned else draw(st.lists(st.integers(1, 4), min_size=1, max_size=3))
-    chunks, columns = [], []
-    for c, part in enumerate(parts):
+    owned = kind in ("reduce_scatter", "all_gather")  # each device owns one chunk
+    weights = [1] * n if owned else draw(st.lists(st.integers(1, 4), min_size=1, max_size=3))
+    chunks, rounds_by_chunk = [], []
+    for c, weight in enumerate(weights):
         owner = c if owned else root
         sources = (owner,) if kind in ("broadcast", "all_gather") else everyone
         destinations = (owner,) if kind in ("reduce", "reduce_scatter") else everyone
-        chunks.append(Chunk(Fraction(part, sum(parts)), sources, destinations))
-        columns.append(rounds_of_a_chunk(rng, c, n, chunks[-1]))
+        chunks.append(Chunk(Fraction(weight, sum(weights)), sources, destinations))
+        rounds_by_chunk.append(rounds_of_a_chunk(rng, c, n, chunks[-1]))
     rounds = []
-    for r in range(max(map(len, columns))):
-        steps = [step for column in columns if r < len(column) for step in column[r]]
+    for r in range(max(map(len, rounds_by_chunk))):
+        steps = [step for of_chunk in rounds_by_chunk if r < len(of_chunk) for step in of_chunk[r]]
         rounds.append(tuple(rng.sample(steps, len(steps))))
     return Schedule(kind, "drawn", tuple(f"cuda:{k}" for k in everyone), tuple(chunks), tuple(rounds))
 
 
 def rounds_of_a_chunk(rng, c, n, chunk):
     """Return random synchronous rounds of one chunk that end with the result on each destination."""
-    cells = {source: frozenset([source]) for source in chunk.sources}
+    cells = {source: frozenset([source]) for source in chunk.sources}  # by device: the contributions in its value
     rounds = []
     for _ in range(rng.randint(0, 4)):
         steps, made = [], {}
@@ -68,18 +68,21 @@ def rounds_of_a_chunk(rng, c, n, chunk):
 
 
 def cover(rng, cells, sources):
-    """Return devices, in random order, whose values together have each contribution once, or ``None`` if none do."""
+    """Return devices, in random order, whose values together have each contribution once, or ``None``."""
     found = [
         devices
         for size in range(1, len(cells) + 1)
         for devices in combinations(sorted(cells), size)
         if sorted(source for device in devices for source in cells[device]) == sorted(sources)
     ]
-    return tuple(rng.sample(devices := rng.choice(found), len(devices))) if found else None
+    if not found:
+        return None
+    chosen = rng.choice(found)
+    return tuple(rng.sample(chosen, len(chosen)))
 
 
 def shares(*parts):
-    """Return an all-reduce of two devices by one_device, in chunks of the given shares."""
+    """Return an all-reduce of two devices by one_device, with chunks of these shares."""
     chunks = tuple(Chunk(Fraction(part), (0, 1), (0, 1)) for part in parts)
     numbers = range(len(parts))
     rounds = (tuple(Step(c, 0, (0, 1)) for c in numbers), tuple(Step(c, 1, (0,)) for c in numbers))
@@ -87,7 +90,7 @@ def shares(*parts):
 
 
 def rotated(which):
-    """Return a reduce-scatter or all-gather of three devices whose chunks are not in the order of their owners."""
+    """Return a reduce-scatter or all-gather of three devices. Its chunks are not in the order of their owners."""
     everyone = (0, 1, 2)
     owners = (1, 2, 0, 1)
     shares = (Fraction(1, 6), Fraction(1, 3), Fraction(1, 3), Fraction(1, 6))
@@ -101,7 +104,7 @@ def rotated(which):
 
 
 def expression(a, b):
-    """Combine two sums in a way that distinguishes (a + b) + c from a + (b + c), but not a + b from b + a."""
+    """Return the expression a + b. It differs for (a + b) + c and a + (b + c), but not for a + b and b + a."""
     return ("+", *sorted((a, b), key=repr))
 
 
@@ -119,7 +122,7 @@ def expressions(schedule):
 
 
 def results(made):
-    """Return the chunk whose result a ``Collective`` must put into each place, by (rank, unit of its output)."""
+    """Return the chunk whose result a ``Collective`` must put into each unit of an output, by (rank, unit)."""
     found = {}
     for block in made.blocks:
         for rank in made.program.chunks[block.chunk].destinations:

@@ -1,9 +1,9 @@
 """A clock of MSCCL XML files and MSCCL++ plans: how long an exported file takes on a topology.
 
-It shares no code with the exporters. Each threadblock runs its operations in order; rank k is the k-th device. Data
+It shares no code with the exporters. Each threadblock runs its operations in order. Rank k is the k-th device. Data
 moves over all links of a route, in slices, so that transfers that share a link share its bandwidth. A link serves
-slices in the order of their requests; the next link of a route starts when the first one does, and ends no earlier. A
-threadblock continues when its data has left the first link. Local operations take no time.
+slices in the order of their requests. The next link of a route starts when the previous one starts, and ends no
+earlier than it. A threadblock continues when its data has left the first link. Local operations take no time.
 
 MSCCL XML (github.com/Azure/msccl-executor-nccl, src/device/msccl_kernel.cu, prims_simple.h): a chunk of the buffer is
 divided into parts of at most 2 MiB; for each, a threadblock runs all its steps. A step's messages have at most 2 MiB,
@@ -12,7 +12,7 @@ in two halves of at least 32 KiB, sent in eight packets; a connection holds four
 MSCCL++: a threadblock signals when its data has left the last link, and the signal arrives the latency of the route
 later. A port channel makes its transfers itself, one after the other.
 
-Files do not state routes: where a schedule has several between two devices, slices are distributed in proportion.
+Files do not state routes. If a schedule has several routes between two devices, slices are divided in proportion.
 """
 
 import heapq
@@ -26,7 +26,7 @@ from msccl_machine import RECEIVING, SENDING, transmissions
 
 from crossreduce.lowering import lower
 
-SLICE, PART, LEAST_HALF, SLOTS, PACKETS = 1 << 16, 1 << 21, 1 << 15, 4, 8
+SLICE, PART, LEAST_HALF, SLOTS, PACKETS = 1 << 16, 1 << 21, 1 << 15, 4, 8  # bytes, bytes, bytes, halves, packets
 
 
 class StuckError(Exception):
@@ -34,14 +34,14 @@ class StuckError(Exception):
 
 
 class Clock:
-    """Runs threads, which yield the time at which they continue, or a key for whose ``wake`` they wait."""
+    """Runs threads. A thread yields the time at which it continues, or a key, to wait for ``wake`` with this key."""
 
     def __init__(self, topology, schedule=None):
         self.devices, self.topology = topology.devices, topology
         self.bandwidth = {(link.src, link.dst): float(link.bandwidth) * 1e9 for link in topology.links}
         self.latency = {(link.src, link.dst): float(link.latency_s) for link in topology.links}
         self.free, self.events, self.asleep, self.now, self.number = Counter(), [], defaultdict(list), 0.0, 0
-        self.routes = defaultdict(Counter)  # by ends: the share of the buffer that takes each route
+        self.routes = defaultdict(Counter)  # by source and destination: the share of the buffer that takes each route
         for sent in lower(schedule).transfers if schedule else ():
             for chunk, src, dst, through, _ in sent:
                 a, b = schedule.devices[src], schedule.devices[dst]
@@ -50,7 +50,7 @@ class Clock:
         self.moved = Counter()
 
     def route(self, src, dst, nbytes):
-        """Return the route that is behind its part of the bytes so far."""
+        """Return the links of the route that has carried the least of the bytes that are due to it so far."""
         routes = self.routes[src, dst] or {self.topology.route(self.devices[src], self.devices[dst]): 1}
         nodes = min(routes, key=lambda nodes: self.moved[src, dst, nodes] / routes[nodes])
         self.moved[src, dst, nodes] += nbytes
@@ -89,15 +89,16 @@ class Clock:
         return self.now
 
     def occupy(self, pair, nbytes):
-        """Let bytes request a link now; return when they have left it."""
+        """Send bytes over a link from now on, or when it is free. Return when they have left it."""
         self.free[pair] = max(self.now, self.free[pair]) + nbytes / self.bandwidth[pair]
         return self.free[pair]
 
     def transfer(self, src, dst, nbytes, done):
-        """Return when bytes have left the first link; ``done`` is called when they have left the last one."""
+        """Return when bytes have left the first link. ``done`` is called when they have left the last link."""
         return self.hop(self.route(src, dst, nbytes), nbytes, 0.0, done)
 
     def hop(self, route, nbytes, before, done):
+        """Send bytes over the first link of a route. ``before`` is when they have left the link before it."""
         start, left = max(self.now, self.free[route[0]]), self.occupy(route[0], nbytes)
         end = max(left, before)
         if route[1:]:
@@ -120,6 +121,7 @@ def msccl_seconds(text, topology, nbytes, schedule=None):
     flags, arrived, received, sent = {}, Counter(), Counter(), Counter()
 
     def halves(count, part):
+        """Yield the bytes of each half of the messages that move ``count`` chunks of a part."""
         size = min(PART, chunk - part * PART)
         most = max(1, int(PART // size))
         for first in range(0, count, most):
@@ -168,24 +170,26 @@ def msccl_seconds(text, topology, nbytes, schedule=None):
 def mscclpp_seconds(text, topology, nbytes, schedule=None):
     """Return the seconds of one call of an MSCCL++ plan.
 
-    A ``glres`` reads from all devices and writes to all of them through their switch: each device sends its bytes and
-    receives the sum, and the device that runs it also receives the sum of the reads and sends it to the switch.
+    A ``glres`` reads from all devices and writes to all of them through their switch. Each device sends its bytes and
+    receives the sum. The device that runs the ``glres`` also receives the sum of the reads and sends it to the switch.
     """
     plan, clock = json.loads(text), Clock(topology, schedule)
     gpus = plan["gpus"]
     chunk = nbytes / gpus[0]["output_chunks" if plan["collective"] == "allgather" else "input_chunks"]
     signals, requests, peers, numbered = Counter(), defaultdict(deque), {}, Counter()
+    # ``peers``: for (rank, kind, number of a channel) its peer, and how many earlier channels have the same peer.
     for rank, gpu in enumerate(gpus):
         for kind in ("memory", "port"):
-            for k, peer in enumerate(
-                p for c in gpu["channels"] if c["channel_type"] == kind for p in c["connected_to"]
-            ):
+            connected = [p for c in gpu["channels"] if c["channel_type"] == kind for p in c["connected_to"]]
+            for k, peer in enumerate(connected):
                 peers[rank, kind, k] = peer, numbered[rank, kind, peer]
                 numbered[rank, kind, peer] += 1
     ends = {(rank, kind, *pair): (rank, kind, k) for (rank, kind, k), pair in peers.items()}
     moving = Counter()  # by sender: slices that have not left their last link
 
     def move(sender, dst, size):
+        """Send a slice, and return when it has left the first link."""
+
         def done():
             moving[sender] -= 1
             clock.wake(("moved", sender))
@@ -194,6 +198,8 @@ def mscclpp_seconds(text, topology, nbytes, schedule=None):
         return clock.transfer(sender[0], dst, size, done)
 
     def signal(sender, end):
+        """Signal through a channel when all slices of the sender have arrived."""
+
         def deliver(other):
             signals[other] += 1
             clock.wake(other)
@@ -204,6 +210,7 @@ def mscclpp_seconds(text, topology, nbytes, schedule=None):
         clock.at(clock.now + clock.delay(end[0], peer), deliver, ends[peer, end[1], end[0], which])
 
     def port(end):
+        """Make the requested transfers and signals of a port channel, one after the other."""
         while True:
             while requests[end]:
                 dst, size = requests[end].popleft()
@@ -214,11 +221,13 @@ def mscclpp_seconds(text, topology, nbytes, schedule=None):
             yield "port", end
 
     def switch(rank, size):
+        """Run a part of a ``glres`` of a rank, and return when it is done."""
         (node,) = {dst for src, dst in clock.bandwidth if src == clock.devices[rank]}
         pairs = [pair for device in clock.devices for pair in ((device, node), (node, device))]
         return max(clock.occupy(pair, size * (2 if clock.devices[rank] in pair else 1)) for pair in pairs)
 
     def operation(sender, channels, buffers, op, offset=0, unit=math.inf):
+        """Run an operation of a threadblock: in a pipeline, only the bytes from ``offset`` to ``offset + unit``."""
         rank, name, kind = sender[0], op["name"], op.get("channel_type", "none")
         used = [(rank, kind, channels[kind][k]) for k in op.get("channel_ids", ())]
         size = lambda span: min(span["size"] * chunk - offset, unit)  # noqa: E731

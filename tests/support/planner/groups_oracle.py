@@ -1,7 +1,7 @@
 """Reference rates of several groups on shared links: linear programs over all possible trees.
 
-Input: a topology, of which only plain numbers are read, and the collectives of groups. Output: the rates of which the
-least is greatest, then the next, and so on. Nothing here imports crossreduce.
+Input: a topology, of which only plain numbers are read, and the collectives of groups. Output: the max-min fair rates:
+the least rate is as large as possible, then the second least, and so on. Nothing here imports crossreduce.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class Group(NamedTuple):
 
 
 def _shares(topology: Any, group: Group) -> tuple[list[str], float | None]:
-    """Return the roots of a group's trees, and the part of the data of each; ``None``: any root may have any part."""
+    """Return the roots of a group's trees, and each root's fraction of the data, or ``None`` if it may be any."""
     if group.collective == "all_reduce":
         able = [*topology.devices, *(switch.name for switch in topology.switches if switch.reduces)]
         return able, None
@@ -31,7 +31,7 @@ def _shares(topology: Any, group: Group) -> tuple[list[str], float | None]:
 
 
 def best_rate(topology: Any, collective: str, members: tuple[str, ...]) -> float:
-    """Return the rate of the best trees of one collective; the root of a broadcast or reduce is the first member."""
+    """Return the rate of the best trees of one collective. The root of a broadcast or reduce is the first member."""
     root = members[0] if collective in ("broadcast", "reduce") else None
     return best_rates(topology, [Group(collective, members, root, 1.0)])[0]
 
@@ -70,9 +70,9 @@ class _Rates:
                 self.equal[r, c] = value
 
     def most(self, raised: Sequence[int], least: Sequence[float]) -> float:
-        """Return the greatest rate / weight that all of some groups can have; ``least``: the others keep these rates.
+        """Return the greatest rate / weight that all groups in ``raised`` can have at the same time.
 
-        ``raised`` groups also keep at least their entry of ``least``.
+        Every group g, also each in ``raised``, keeps at least the rate ``least[g]``.
         """
         cost = np.zeros(self.columns + 1)
         cost[-1] = -1.0
@@ -80,9 +80,8 @@ class _Rates:
         for r, g in enumerate(raised):
             above[r, g], above[r, -1] = -1.0, self.groups[g].weight
         within = np.hstack([self.within, np.zeros((len(self.limits), 1))])
-        bounds = [(rate / self.scale * (1 - 1e-9), None) for rate in least] + [(0, None)] * (
-            self.columns + 1 - len(least)
-        )
+        bounds = [(rate / self.scale * (1 - 1e-9), None) for rate in least]
+        bounds += [(0, None)] * (self.columns + 1 - len(least))
         solved = linprog(
             cost,
             A_ub=np.vstack([within, above]),

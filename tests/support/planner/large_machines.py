@@ -9,7 +9,7 @@ from crossreduce.topology import Link
 
 
 def half_empty(hosts: int) -> Topology:
-    """Return H100 boxes, one of which has only four of its eight devices."""
+    """Return a machine of H100 hosts, in which host 1 has only four of its eight devices."""
     full = Topology.machine("hgx-h100", hosts)
     return full.subset([device for device in full.devices if device not in [f"host1/cuda:{k}" for k in range(4, 8)]])
 
@@ -32,10 +32,12 @@ def fat_tree(k: int) -> Topology:
 
 
 def dragonfly(groups: int, routers: int, each: int) -> Topology:
-    """Return groups of routers that are all joined, and a link between every two groups (Kim et al., ISCA 2008)."""
+    """Return a dragonfly (Kim et al., ISCA 2008): each router has ``each`` devices, the routers of a group are all
+    linked, and so is one router of each group with one router of each other group."""
     speeds: dict[tuple[str, str], int] = {}
 
     def join(a: str, b: str) -> None:
+        """Add a link of 25 GB/s in both directions. Several links between the same nodes add up."""
         for pair in ((a, b), (b, a)):
             speeds[pair] = speeds.get(pair, 0) + 25
 

@@ -4,8 +4,8 @@
 def file(coll, chunks, *gpus, **attributes):
     """Return an MSCCL file. A GPU is (scratch chunks, *threadblocks), a threadblock (send, recv, channel, *steps).
 
-    A step is a line such as "rrc i0 o0 2 <1.3 !": type, source, destination, count; "<1.3": it waits for step 3 of
-    threadblock 1; "!": other steps wait for it.
+    A step is a text such as "rrc i0 o0 2 <1.3 !": type, source, destination and count. "<1.3" means that it waits for
+    step 3 of threadblock 1, and "!" that other steps wait for it.
     """
     sizes = {"allgather": (chunks // len(gpus), chunks), "reducescatter": (chunks, chunks // len(gpus))}
     inputs, outputs = sizes.get(coll, (chunks, chunks))
@@ -30,7 +30,7 @@ def file(coll, chunks, *gpus, **attributes):
 
 
 def fused_ring(n, **attributes):
-    """Return NCCL's own ring: one threadblock per GPU, which forwards the messages that it receives."""
+    """Return NCCL's own ring. It has one threadblock per GPU, which forwards the messages that it receives."""
     gpus = []
     for g in range(n):
         order = [(g - k) % n for k in range(n)]
@@ -54,14 +54,12 @@ def one_step(n, **attributes):
         peers = [p for p in range(n) if p != g]
         blocks = []
         for t in range(n):
-            own = [t] if t == n - 1 else []  # the last threadblock only adds
-            steps = []
-            if not own:
-                steps += [f"s i0 s0 {n} !", f"r i0 s{t * n} {n} !"]
+            only_adds = t == n - 1
+            steps = [] if only_adds else [f"s i0 s0 {n} !", f"r i0 s{t * n} {n} !"]
             waits = [f"{u}.{k}" for u in range(n - 1) for k in (0, 1) if u != t]
             steps += [f"nop i-1 o-1 0 <{wait}" for wait in waits[:-1]]
             steps += [f"re s{u * n + t} i{t} 1" + (f" <{waits[-1]}" if u == 0 and waits else "") for u in range(n - 1)]
-            peer = -1 if own else peers[t]
+            peer = -1 if only_adds else peers[t]
             blocks.append((peer, peer, 0, *steps))
         gpus.append(((n - 1) * n, *blocks))
     return file("allreduce", n, *gpus, proto="LL", **attributes)
@@ -69,35 +67,24 @@ def one_step(n, **attributes):
 
 def apart():
     """Return an exchange of two GPUs with separate threadblocks for sends, receives and additions."""
-    gpus = [
-        (
-            2,
-            (1 - g, -1, 0, "s i0 s0 2 !"),
-            (-1, 1 - g, 0, "r i0 s0 2 !"),
-            (-1, -1, 0, "nop i-1 o-1 0 <0.0", "re s0 i0 2 <1.0"),
-        )
-        for g in range(2)
-    ]
+    adder = (-1, -1, 0, "nop i-1 o-1 0 <0.0", "re s0 i0 2 <1.0")
+    gpus = [(2, (1 - g, -1, 0, "s i0 s0 2 !"), (-1, 1 - g, 0, "r i0 s0 2 !"), adder) for g in range(2)]
     return file("allreduce", 2, *gpus)
 
 
 def pairwise(n):
     """Return an all-to-all: each GPU sends its chunk p to rank p."""
-    gpus = [
-        (
-            0,
-            (-1, -1, 0, f"cpy i{g} o{g} 1"),
-            *((p, p, 0, f"s i{p} o{g} 1", f"r i{p} o{p} 1") for p in range(n) if p != g),
-        )
-        for g in range(n)
-    ]
+    gpus = []
+    for g in range(n):
+        exchanges = [(p, p, 0, f"s i{p} o{g} 1", f"r i{p} o{p} 1") for p in range(n) if p != g]
+        gpus.append((0, (-1, -1, 0, f"cpy i{g} o{g} 1"), *exchanges))
     return file("alltoall", n, *gpus, inplace=0, outofplace=1)
 
 
 def two(first, second, coll="allreduce", chunks=1, **attributes):
     """Return a file for two GPUs, each given as (scratch chunks, steps of threadblock 0, of threadblock 1, ...).
 
-    Threadblock 0 has the other GPU as both of its peers, further threadblocks have no peer.
+    Threadblock 0 sends to the other GPU and receives from it. The other threadblocks have no peer.
     """
     gpus = [
         (scratch, *((1 - g, 1 - g, 0, *steps) if not t else (-1, -1, 0, *steps) for t, steps in enumerate(blocks)))

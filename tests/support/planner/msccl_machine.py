@@ -31,7 +31,7 @@ class Transmission:
         self.waits = waits
         self.adds = [self.src[1]]  # the source offsets of this step and of the ``re`` steps fused with it
         self.flag = None
-        self.loop = 0  # the slice of the message that it moves
+        self.loop = 0  # the number of the slice of the message that this transmission moves
 
     def in_loop(self, loop):
         """Return the same transmission for another slice."""
@@ -41,7 +41,10 @@ class Transmission:
 
 
 def transmissions(block):
-    """Return a threadblock's transmissions, as the runtimes' parsers do."""
+    """Return a threadblock's transmissions, as the runtimes' parsers do.
+
+    Several ``re`` steps in succession with one destination, a ``chain``, become one transmission.
+    """
     made, waits, chain, reductions, counter = [], [], None, 0, 0
     for step in block:
         if int(step.get("depid")) >= 0:
@@ -76,23 +79,24 @@ class Machine:
     Args:
       text: the file.
       inplace: input and output are the same memory.
-      root: of a reduce or broadcast.
-      slots: how many chunks a connection holds that were sent and not yet received.
-      value: returns the number in a chunk of a rank's input, by rank and chunk.
-      combine: combines the numbers of two chunks.
-      loops: into how many slices a long message is divided. Each threadblock runs all its steps for one slice after the
-        other and waits for no other threadblock in between. Slices have memory and dependencies of their own.
+      root: the root of a reduce or broadcast.
+      slots: the number of chunks that a connection can hold: sent, but not yet received.
+      value: a function of rank and chunk that returns the number in this chunk of the rank's input.
+      combine: a function that combines the numbers of two chunks.
+      loops: the number of slices into which a long message is divided. A threadblock runs all its steps for one slice
+        after the other, without waiting for other threadblocks in between. Slices have separate memory and flags.
     """
 
     def __init__(self, text, inplace, *, root=0, slots=10**9, value=None, combine=lambda a, b: a + b, loops=1):
         top = ET.fromstring(text)
         self.coll, self.n = top.get("coll"), int(top.get("ngpus"))
         self.chunks, self.inplace, self.root, self.slots = int(top.get("nchunksperloop")), inplace, root, slots
-        self.part = self.chunks // self.n
+        self.part = self.chunks // self.n  # the number of chunks of one rank in an all-gather or reduce-scatter
         self.combine, self.loops = combine, loops
         self.value = value or (lambda rank, chunk: hash((rank, chunk, self.chunks)))
+        # By GPU, the chunks of each buffer; by threadblock, its transmissions; by threadblock and end, the connection.
         self.limits, self.programs, self.owner = {}, {}, {}
-        ends = {"send": {}, "recv": {}}
+        ends = {"send": {}, "recv": {}}  # the threadblock at each end of each connection (source, destination, channel)
         for gpu in top:
             g = int(gpu.get("id"))
             self.limits[g] = {b: int(gpu.get(f"{b}_chunks")) for b in "ios"}
@@ -105,11 +109,11 @@ class Machine:
                     if peer >= 0:
                         key = (g, peer, channel) if end == "send" else (peer, g, channel)
                         if key in ends[end] or channel >= int(top.get("nchannels")):
-                            raise RunError("a connection's end belongs to one threadblock")
+                            raise RunError("two threadblocks use one end of a connection, or a channel is undeclared")
                         ends[end][key] = place
                         self.owner[place, end] = key
         if set(ends["send"]) != set(ends["recv"]):
-            raise RunError("a connection has one end")
+            raise RunError("a connection has only one end")
         for place, program in self.programs.items():
             for end, types in (("send", SENDING), ("recv", RECEIVING)):
                 if (place, end) not in self.owner and any(now.type in types for now in program):
@@ -121,17 +125,18 @@ class Machine:
             for chunk in range(self.part if self.coll == "allgather" else self.chunks):
                 for loop in range(loops if self.coll != "broadcast" or rank == root else 0):
                     self.memory[self.address(rank, "i", chunk, loop)] = self.number(rank, chunk, loop)
-        self.queues = defaultdict(deque)
-        self.at = dict.fromkeys(self.programs, 0)
-        self.flags = dict.fromkeys(self.programs, (-1, -1))
-        self.passed = dict.fromkeys(self.programs, 0)
-        self.loaded = {}
+        self.queues = defaultdict(deque)  # the messages in each connection
+        self.at = dict.fromkeys(self.programs, 0)  # the index of each threadblock's next transmission
+        self.flags = dict.fromkeys(self.programs, (-1, -1))  # the last flag of each threadblock: (slice, number)
+        self.passed = dict.fromkeys(self.programs, 0)  # how many chunks the next transmission has moved
+        self.loaded = {}  # by threadblock, its own data for the next transmission, after the event "load"
 
     def number(self, rank, chunk, loop):
         """Return the number in a chunk of a rank's input, in a slice."""
         return self.value(rank, chunk + loop * self.chunks)
 
     def address(self, gpu, buffer, chunk, loop=0):
+        """Return the key in ``memory`` of a chunk. In place, input and output are one buffer, "io"."""
         if not self.inplace or buffer == "s":
             return gpu, buffer, chunk, loop
         shift = gpu * self.part
@@ -142,7 +147,7 @@ class Machine:
         return gpu, "io", chunk, loop
 
     def cells(self, place, span, offset=None):
-        """Return the addresses of a transmission's chunks at ``span``, (buffer, offset); ``offset`` replaces span's."""
+        """Return the addresses of the next transmission's chunks at ``span``, (buffer, offset), or at ``offset``."""
         gpu, (buffer, start) = place[0], span
         start = start if offset is None else offset
         now = self.programs[place][self.at[place]]
@@ -162,7 +167,7 @@ class Machine:
         return self.memory[cell]
 
     def ready(self, place):
-        """Return whether a threadblock's transmission may begin."""
+        """Return whether a threadblock's next transmission exists and may begin."""
         if self.at[place] == len(self.programs[place]):
             return False
         now = self.programs[place][self.at[place]]
@@ -175,7 +180,7 @@ class Machine:
         return True
 
     def events(self, place):
-        """Return a threadblock's possible events: load its own data, transmit a chunk, or run a local step."""
+        """Return a threadblock's possible events: "load" its own data, "go" (transmit a chunk), or a "local" step."""
         if not self.ready(place):
             return []
         now = self.programs[place][self.at[place]]
@@ -237,9 +242,9 @@ class Machine:
         self.loaded.pop(place, None)
 
     def run(self, rng, held=()):
-        """Run events, in an order that ``rng`` chooses, until none is possible; transmissions in ``held`` never run.
+        """Run events, in an order that ``rng`` chooses, until none is possible. Transmissions in ``held`` never run.
 
-        Half of the orders are random; in the other half the threadblocks have fixed priorities.
+        Half of the orders are random. In the other half the threadblocks have fixed priorities.
         """
         rank = {place: rng.random() for place in self.programs}
         fair = rng.random() < 0.5
@@ -256,7 +261,7 @@ class Machine:
             self.do(*chosen)
 
     def check(self):
-        """Raise unless all transmissions are done, all messages were received and every output is right."""
+        """Raise RunError unless all transmissions are done, all messages are received and every output is right."""
         for place, program in self.programs.items():
             if self.at[place] < len(program):
                 raise RunError("stuck")
@@ -270,7 +275,7 @@ class Machine:
                         raise RunError(f"rank {rank}, chunk {chunk}, slice {loop}")
 
     def expected(self, rank, chunk, loop):
-        """Return the right result in a chunk of a rank's output; ``None`` if any value is right there."""
+        """Return the right result in a chunk of a rank's output, or ``None`` if any value is right there."""
         everyone = range(self.n)
         if self.coll == "allreduce" or (self.coll == "reduce" and rank == self.root):
             return sum(self.number(r, chunk, loop) for r in everyone)
@@ -286,10 +291,10 @@ class Machine:
 
 
 def modes(text):
-    """Return the calls that a file is for: True for in place, False for out of place."""
+    """Return a list of the modes that a file supports: True for calls in place, False for calls out of place."""
     top = ET.fromstring(text)
     inplace = top.get("inplace") == "1"
-    outofplace = top.get("outofplace", "01"[not inplace]) == "1"
+    outofplace = top.get("outofplace", "0" if inplace else "1") == "1"
     return [True] * inplace + [False] * outofplace
 
 

@@ -8,13 +8,15 @@ import json
 import re
 
 SPAN = re.compile(r"(?:(\d+)\.)?([iosw])(\d+)(?:\+(\d+))?")
+KINDS = ("memory", "port")
 
 
 def plan(collective, sizes, *gpus, **fields):
-    """Return a plan. ``sizes``: chunks of input and output. A GPU is (scratch chunks, *threadblocks), a threadblock a
-    list of operations: see ``operation``."""
+    """Return a plan. ``sizes`` are the chunks of the input and of the output. A GPU is (scratch chunks, *threadblocks),
+    and a threadblock is a text of operations that are separated by "; ": see ``operations``."""
     ranks = len(gpus)
     semaphores, switch = fields.pop("semaphores", []), fields.pop("switch", "")
+    everyone = [{"size": 1, "ranks": list(range(ranks))}]
     made = {"name": "custom", "collective": collective, "protocol": "Simple", "inplace": False}
     made["gpus"] = [
         {
@@ -24,20 +26,11 @@ def plan(collective, sizes, *gpus, **fields):
             "scratch_chunks": scratch,
             "threadblocks": [block(t, ops.split("; "), g, ranks, switch) for t, ops in enumerate(blocks)],
             "channels": [
-                *({"channel_type": kind, "connected_to": others(g, ranks)} for kind in ("memory", "port")),
-                *(
-                    {
-                        "channel_type": "switch",
-                        "buffer_type": b,
-                        "rank_groups": [{"size": 1, "ranks": list(range(ranks))}],
-                    }
-                    for b in switch
-                ),
+                *({"channel_type": kind, "connected_to": others(g, ranks)} for kind in KINDS),
+                *({"channel_type": "switch", "buffer_type": b, "rank_groups": everyone} for b in switch),
             ],
             "remote_buffers": [
-                {"rank": r, "type": b, "access_channel_types": ["memory", "port"]}
-                for r in others(g, ranks)
-                for b in "ios"
+                {"rank": r, "type": b, "access_channel_types": KINDS} for r in others(g, ranks) for b in "ios"
             ],
             "semaphores": [{"init_value": value} for value in semaphores],
         }
@@ -51,22 +44,22 @@ def others(g, ranks):
 
 
 def block(number, ops, g, ranks, switch):
+    """Return threadblock ``number`` of GPU ``g``, which may use all channels and buffers of the GPU."""
     buffers = list(range(3 * (ranks - 1)))
-    kinds = ("memory", "port")
     ids = list(range(ranks - 1))
     return {
         "id": number,
         "ops": [op for text in ops for op in operations(text, g, ranks)],
         "channels": [
-            *({"channel_type": kind, "channel_ids": ids} for kind in kinds),
+            *({"channel_type": kind, "channel_ids": ids} for kind in KINDS),
             {"channel_type": "switch", "channel_ids": list(range(len(switch)))},
         ],
-        "remote_buffer_refs": [{"access_channel_type": kind, "remote_buffer_ids": buffers} for kind in kinds],
+        "remote_buffer_refs": [{"access_channel_type": kind, "remote_buffer_ids": buffers} for kind in KINDS],
     }
 
 
 def operations(text, g, ranks):
-    """Return the operations of a text: "pipeline 32 1 [nop, put i0 > 1.o0]" or one that ``operation`` reads."""
+    """Return the operations of a text: a pipeline "pipeline 32 1 [nop, put i0 > 1.o0]", or one ``operation``."""
     found = re.fullmatch(r"pipeline (\d+) (\d+) \[(.*)\]", text)
     if found is None:
         return [operation(text, g, ranks)] if text else []
@@ -78,7 +71,7 @@ def operations(text, g, ranks):
 def operation(text, g, ranks):
     """Return an operation, such as "put i0 i1+2 > 1.s0 2.s0", "signal 0 1" (ranks), "barrier 0 2" or "sem_acquire 0".
 
-    "@" before its name: on port channels; "/1.4": part 1 of 4.
+    "@" before its name means that it uses port channels. "/1.4" means that it does part 1 of 4. See ``span``.
     """
     words = text.split()
     port, name = words[0].startswith("@"), words[0].removeprefix("@")
@@ -105,6 +98,7 @@ def operation(text, g, ranks):
 
 
 def span(text, g, ranks):
+    """Return a range of chunks. "1.s0+2" is chunks 0 and 1 of rank 1's scratch memory, and "w" is a switch's memory."""
     rank, buffer, index, size = SPAN.fullmatch(text).groups()
     place = {"index": int(index), "size": int(size or 1)}
     if buffer == "w":
@@ -115,7 +109,7 @@ def span(text, g, ranks):
 
 
 def all_ranks(text, n, g):
-    """Replace "{p}" in each ";"-separated operation by each other rank in turn, "{g}" by the own one, "{P}" by all."""
+    """Replace "{p}" in each ";"-separated operation by each other rank in turn, "{P}" by all others, "{g}" by ``g``."""
     made = []
     for part in text.split("; "):
         part = part.replace("{g}", str(g)).replace("{P}", " ".join(map(str, others(g, n))))
@@ -124,32 +118,25 @@ def all_ranks(text, n, g):
 
 
 def alike(collective, sizes, n, scratch, *blocks, **fields):
-    """Return a plan whose GPUs all run the same texts, see ``all_ranks``."""
+    """Return a plan whose GPUs all run the same texts, in which ``all_ranks`` replaces the ranks."""
     return plan(collective, sizes, *((scratch, *(all_ranks(b, n, g) for b in blocks)) for g in range(n)), **fields)
 
 
 def packets(n, **fields):
-    """Return an all-reduce by packets: all pairs exchange their inputs; the sums are made locally."""
+    """Return an all-reduce by packets. All pairs of GPUs exchange their inputs, and each GPU adds them."""
     fields = {"protocol": "LL", "use_double_scratch_buffer": True} | fields
-    reads = " ".join(f"s{p}" for p in range(n))
-    gpus = [
-        (
-            n,
-            all_ranks("ppkt i0 > {p}.s{g}", n, g)
-            + "; repkt i0 "
-            + reads.replace(f"s{g}", "").replace("  ", " ")
-            + " > o0",
-        )
-        for g in range(n)
-    ]
+    gpus = []
+    for g in range(n):
+        received = " ".join(f"s{p}" for p in others(g, n))
+        gpus.append((n, all_ranks("ppkt i0 > {p}.s{g}", n, g) + f"; repkt i0 {received} > o0"))
     return plan("allreduce", (1, 1), *gpus, **fields)
 
 
 def packets_scattered(n, apart=False, **fields):
     """Return an all-reduce by packets in the style of MSCCL++'s allreduce_pkt: reduce-scatter, then all-gather.
 
-    ``apart``: one threadblock sends, one adds and sends sums, one unpacks them. The last one overwrites the input that
-    the first one sends: the packets show that this was read.
+    With ``apart``, one threadblock sends, one adds and sends sums, and one unpacks them. The last one overwrites the
+    input that the first one sends. It may do so, since the packets that it waits for show that the input was read.
     """
     fields = {"protocol": "LL", "use_double_scratch_buffer": True, "inplace": True} | fields
     gpus = []
@@ -175,14 +162,14 @@ def packets_by_ports(n=2, **fields):
 
 
 def exchanged(n, **fields):
-    """Return an all-reduce with reads of other GPUs: begin, read and add, end."""
+    """Return an all-reduce in which each GPU reads and adds the inputs of all others. Signals mark begin and end."""
     text = "rlxsignal {P}; rlxwait {P}; nop; rre i0 REMOTE > o0; nop; signal {P}; wait {P}"
     gpus = [(0, all_ranks(text, n, g).replace("REMOTE", " ".join(f"{p}.i0" for p in others(g, n)))) for g in range(n)]
     return plan("allreduce", (1, 1), *gpus, **fields)
 
 
 def gathered_by_ports(n, put="@put PUTS; @signal {P}", end="@flush {P}", **fields):
-    """Return an all-gather on port channels, which ends when the GPU's own puts are over."""
+    """Return an all-gather on port channels. On each GPU it ends when the GPU's own puts are done."""
     text = f"@signal {{P}}; @wait {{P}}; nop; {put}; copy i0 > o{{g}}; @wait {{P}}; {end}; nop"
     gpus = []
     for g in range(n):
@@ -192,7 +179,7 @@ def gathered_by_ports(n, put="@put PUTS; @signal {P}", end="@flush {P}", **field
 
 
 def pipelined(n=2, unit=64, **fields):
-    """Return an all-reduce of two GPUs: one threadblock puts units into scratch memory, another one adds them."""
+    """Return an all-reduce of two GPUs. One threadblock puts units into scratch memory, and another one adds them."""
     put = "signal {p}; wait {p}; pipeline UNIT 1 [put i0 > {p}.s0, nop, signal {p}]".replace("UNIT", str(unit))
     add = "pipeline UNIT 1 [wait {p}, nop, re i0 s0 > o0, nop]".replace("UNIT", str(unit))
     # Both threadblocks use the channel: one waits before the other one's waits, ordered by the semaphore.
@@ -210,7 +197,7 @@ def met(n=2, **fields):
 
 
 def switched(n, **fields):
-    """Return an all-reduce in place through the switch: each GPU reduces and stores one chunk."""
+    """Return an all-reduce in place through the switch. Each GPU reduces and stores one chunk."""
     text = "rlxsignal {P}; rlxwait {P}; nop; glres 0.w{g} > 0.w{g}; nop; signal {P}; wait {P}"
     return alike("allreduce", (n, n), n, 0, text, switch="i", inplace=True, **fields)
 

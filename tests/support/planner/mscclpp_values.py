@@ -1,7 +1,7 @@
 """An interpreter of the MSCCL++ plans that the exporter writes: it runs their operations on values, in random orders.
 
 It shares no code with the library, and does not search for races: ``verify_mscclpp_json`` proves that the accesses of a
-plan are ordered, so one order of its threadblocks gives the result of all. A value is that of a cell of 16 bytes.
+plan are ordered, so all orders of its threadblocks give the same result. Each cell of 16 bytes has one value.
 """
 
 import json
@@ -12,7 +12,7 @@ BUFFERS = {"i": "input_chunks", "o": "output_chunks", "s": "scratch_chunks"}
 
 
 class Interpreter:
-    """One call of a plan whose chunks have ``cells`` cells; ``value`` returns the input of a rank at a cell."""
+    """One call of a plan whose chunks have ``cells`` cells. ``value(rank, cell)`` returns the input."""
 
     def __init__(self, text, cells=1, root=0, *, value=None, combine=int.__add__):
         self.plan, self.cells, self.root, self.combine = json.loads(text), cells, root or 0, combine
@@ -25,7 +25,7 @@ class Interpreter:
                     self.memory[place] = self.value(rank, k)
 
     def places(self, rank, buffer, start, count, part=None):
-        """Return the addresses of cells; in place, ``part`` is the rank whose part of the larger buffer is meant."""
+        """Return the addresses of cells. In place, they are in the part of the larger buffer of rank ``part``."""
         if self.plan["inplace"] and buffer != "s":
             if (self.coll, buffer) in (("allgather", "i"), ("reducescatter", "o")):
                 start += (rank if part is None else part) * self.gpus[rank][BUFFERS[buffer]] * self.cells
@@ -33,7 +33,7 @@ class Interpreter:
         return [(rank, buffer, start + k) for k in range(count)]
 
     def run(self, seed=0):
-        """Run all threadblocks; return whether all of them end and no signal is left."""
+        """Run all threadblocks in a random order. Return whether all of them end and no signal is left."""
         rng, waiting = random.Random(seed), []
         running = [self.threadblock(r, block) for r, gpu in enumerate(self.gpus) for block in gpu["threadblocks"]]
         while running:
@@ -47,13 +47,14 @@ class Interpreter:
         return not waiting and not any(self.signals.values())
 
     def threadblock(self, rank, block):
+        """Run a threadblock. Yield "moved" after each operation, and "waits" while a signal is missing."""
         channels = {used["channel_type"]: used["channel_ids"] for used in block["channels"]}
         buffers = {used["access_channel_type"]: used["remote_buffer_ids"] for used in block["remote_buffer_refs"]}
         for op in block["ops"]:
             unit = op["iter_context"]["unit_size"] // 16 if op["name"] == "pipeline" else 0
             for k in range(-(-op["iter_context"]["num_chunks"] * self.cells // unit) if unit else 1):
-                for each in op["ops"] if unit else [op]:
-                    yield from self.operation(rank, channels, buffers, each, k * unit, unit or 1 << 32)
+                for inner in op["ops"] if unit else [op]:
+                    yield from self.operation(rank, channels, buffers, inner, k * unit, unit or 1 << 32)
 
     def operation(self, rank, channels, buffers, op, offset, unit):
         name, kind = op["name"], op.get("channel_type", "none")
@@ -68,14 +69,13 @@ class Interpreter:
             return
 
         def span(entry):
+            """Return the addresses of a source or destination: a list for each rank that has it."""
             start, count = entry["index"] * self.cells + offset, min(entry["size"] * self.cells - offset, unit)
             if "switch_channel_id" in entry:
-                switch = [c for c in self.gpus[rank]["channels"] if c["channel_type"] == "switch"][
-                    entry["switch_channel_id"]
-                ]
-                return [
-                    self.places(r, switch["buffer_type"], start, count, rank) for r in switch["rank_groups"][0]["ranks"]
-                ]
+                switches = [c for c in self.gpus[rank]["channels"] if c["channel_type"] == "switch"]
+                switch = switches[entry["switch_channel_id"]]
+                ranks = switch["rank_groups"][0]["ranks"]
+                return [self.places(r, switch["buffer_type"], start, count, rank) for r in ranks]
             if "buffer_id" in entry:
                 target = self.gpus[rank]["remote_buffers"][buffers[kind][entry["buffer_id"]]]
                 return [self.places(target["rank"], target["type"], start, count, rank)]
@@ -94,6 +94,7 @@ class Interpreter:
         yield "moved"
 
     def move(self, srcs, dsts):
+        """Combine cell k of all sources, for each k, and write the result into cell k of all destinations."""
         for k, (first, *others) in enumerate(zip(*srcs, strict=True)):
             total = self.memory[first]
             for place in others:
@@ -101,7 +102,7 @@ class Interpreter:
             self.memory.update(dict.fromkeys((places[k] for places in dsts), total))
 
     def ends(self, rank, kind, number):
-        """Return the name of the direction from a rank's end of a channel, and of the opposite one."""
+        """Return the keys in ``signals`` of the two directions of a rank's channel: from this rank, and to it."""
         peers = [p for c in self.gpus[rank]["channels"] if c["channel_type"] == kind for p in c["connected_to"]]
         which, peer = peers[:number].count(peers[number]), peers[number]
         return (kind, rank, peer, which), (kind, peer, rank, which)
@@ -124,7 +125,7 @@ class Interpreter:
 
 
 def fault(text, seed=0, cells=1, root=0):
-    """Return the fault after one call of a plan, or ``None``."""
+    """Return the fault of one call of a plan as text, or ``None``."""
     run = Interpreter(text, cells, root)
     if not run.run(seed):
         return "the plan does not end, or leaves signals"
@@ -135,7 +136,7 @@ def fault(text, seed=0, cells=1, root=0):
 
 
 def operations(content):
-    """Return (list, position) of each operation of a plan, those of pipelines included."""
+    """Return (list that contains it, position) of each operation of a plan, also of operations in pipelines."""
     blocks = [block["ops"] for gpu in content["gpus"] for block in gpu["threadblocks"]]
     lists = [ops for block in blocks for ops in (block, *(op["ops"] for op in block if op["name"] == "pipeline"))]
     return [(ops, k) for ops in lists for k in range(len(ops))]

@@ -11,7 +11,7 @@ from crossreduce import Schedule, ScheduleError, verify
 
 
 def accepted(schedule):
-    """Return whether verify accepts a schedule; its error must name chunk, device and contribution."""
+    """Return whether verify accepts a schedule. Check that an error names a chunk, a device and a contribution."""
     text = ""
     try:
         verify(schedule)
@@ -22,10 +22,10 @@ def accepted(schedule):
 
 
 def agree(schedule):
-    """Return whether verify accepts a schedule, and check that this agrees with the interpreter."""
-    answer, right = accepted(schedule), oracle.right(schedule)
-    assert answer == right, f"verify {'accepts' if answer else 'refuses'}, but the sums are {right}:\n{schedule}"
-    return answer
+    """Return whether verify accepts a schedule, and check that it does so if and only if the interpreter does."""
+    is_accepted, right = accepted(schedule), oracle.right(schedule)
+    assert is_accepted == right, f"verify accepts it: {is_accepted}; its sums are right: {right}\n{schedule}"
+    return is_accepted
 
 
 def mutated(schedule, mutate, rng):
@@ -37,12 +37,13 @@ def mutated(schedule, mutate, rng):
 
 
 def pick(rng, rounds):
+    """Return a random step as (round, position in the round)."""
     r = rng.choice([r for r, steps in enumerate(rounds) if steps])
     return r, rng.randrange(len(rounds[r]))
 
 
 def replace_srcs(rng, rounds, change):
-    """Change the list of sources of one step."""
+    """Call ``change`` with the list of sources of one step, and store the changed list."""
     r, s = pick(rng, rounds)
     srcs = list(rounds[r][s].srcs)
     change(srcs)

@@ -4,9 +4,9 @@ import json
 
 
 def report(program, rows, *, processes=1, gpus=8, hosts=1, name=""):
-    """Return the bytes of a report: ``rows`` are (bytes, microseconds).
+    """Return the bytes of a report with ``rows`` of (bytes, microseconds).
 
-    One device per process is listed, as nccl-tests does; processes are spread over the hosts.
+    One device per process is listed, as nccl-tests does. Processes are spread evenly over the hosts.
     """
     devices = [
         {
@@ -45,12 +45,12 @@ def report(program, rows, *, processes=1, gpus=8, hosts=1, name=""):
     return json.dumps(content).encode()
 
 
-# The hops of a ring of n devices by collective; in each, a device sends 1/n of the buffer.
+# The hops of a ring of n devices, by collective. In each hop, a device sends 1/n of the buffer.
 HOPS = {"all_reduce": lambda n: 2 * (n - 1), "all_gather": lambda n: n - 1, "reduce_scatter": lambda n: n - 1}
 
 
 def star_seconds(collective, n, nbytes, gb_per_s, latency_s):
-    """Return the time of a ring through a switch: each hop has two links, and its bytes pass both at the same time."""
+    """Return the time of a ring through a switch. Each hop has two links, and its bytes pass both at the same time."""
     return HOPS[collective](n) * (2 * latency_s + nbytes / n / (gb_per_s * 1e9))
 
 

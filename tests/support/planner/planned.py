@@ -5,24 +5,22 @@ from __future__ import annotations
 from crossreduce import Schedule, Topology
 from crossreduce.planning import Request, schedule_for
 
+Devices = tuple[str, ...]
+
 
 def planned(
-    algorithm: str,
-    sources: tuple[str, ...],
-    destinations: tuple[str, ...],
-    packs: int = 1,
-    first: int = 0,
-    root: str | None = None,
+    algorithm: str, sources: Devices, destinations: Devices, packs: int = 1, first: int = 0, root: str | None = None
 ) -> Schedule:
     """Return the schedule of an all-reduce between devices that are all linked equally."""
-    return schedule_for(Request("all_reduce", sources, destinations, algorithm, None, 0, packs, first, root))
+    request = Request("all_reduce", sources, destinations, algorithm, packs=packs, first=first, root=root)
+    return schedule_for(request)
 
 
 def planned_for(
     topology: Topology,
     algorithm: str,
-    sources: tuple[str, ...],
-    destinations: tuple[str, ...],
+    sources: Devices,
+    destinations: Devices,
     nbytes: int,
     packs: int = 1,
     first: int = 0,

@@ -8,7 +8,7 @@ from crossreduce import Chunk, Schedule, Step
 
 
 def random_schedule(rng):
-    """Return a random schedule of 4 or 6 devices and 1 or 2 chunks, in one of three collectives; it may be wrong."""
+    """Return a random schedule of 4 or 6 devices and 1 or 2 chunks, for one of three collectives. It may be wrong."""
     n = rng.choice([4, 6])
     everyone = tuple(range(n))
     kind = rng.choice(["all_reduce", "all_reduce", "all_reduce", "reduce_scatter", "all_gather"])
@@ -20,7 +20,7 @@ def random_schedule(rng):
         if kind == "all_reduce" and rng.random() < 0.3:
             destinations = tuple(rng.sample(everyone, rng.randint(1, n)))
         chunks.append(Chunk(Fraction(1, count), sources, destinations))
-        chain, at = rng.sample(everyone, n), 0
+        chain, at = rng.sample(everyone, n), 0  # ``at`` is the round of the next step
         if kind == "all_gather":
             chain = [root]
         for k in range(1, len(chain)):  # collect along a chain of devices

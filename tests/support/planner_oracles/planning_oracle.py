@@ -1,7 +1,7 @@
-"""Reference results for planning, by slow methods: all cuts, all trees.
+"""Reference results for planning, by slow methods that list all cuts or all trees.
 
-Input: topologies and schedules, of which only plain numbers are read. Output: bounds, cuts, rates; and wirings that
-hypothesis draws, for making topologies. Nothing here imports crossreduce.
+Input: topologies and schedules, of which only plain numbers are read. Output: bounds, cuts and rates, and random
+wirings, which tests turn into topologies. Nothing here imports crossreduce.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ WILD = (1, Fraction(1, 10**9), Fraction(1, 3), 2**31 - 1, 2**31, 10**10 + 19)
 
 
 def subsets(nodes: Sequence[Any]) -> Iterator[frozenset[Any]]:
-    """Yield every set of the nodes."""
+    """Yield every subset of the nodes."""
     for bits in range(1 << len(nodes)):
         yield frozenset(node for k, node in enumerate(nodes) if bits >> k & 1)
 
 
 def width(topology: Any, inside: frozenset[str], outward: bool = True) -> Fraction:
-    """Return the bandwidth of the links that leave a set of nodes, or of those that enter it."""
+    """Return the bandwidth of all links that leave a set of nodes, or that enter it if ``outward`` is false."""
     ends = ((link.src, link.dst) if outward else (link.dst, link.src) for link in topology.links)
     bandwidths = (link.bandwidth for link in topology.links)
     crossing = (b for (tail, head), b in zip(ends, bandwidths, strict=True) if tail in inside and head not in inside)
@@ -40,7 +40,7 @@ def width(topology: Any, inside: frozenset[str], outward: bool = True) -> Fracti
 
 
 def reachable(topology: Any, source: str) -> set[str]:
-    """Return the devices and switches to which there is a route from a device, itself included."""
+    """Return the device ``source`` and all devices and switches to which it has a route."""
     reached, waiting = {source}, [source]
     while waiting:
         new = {link.dst for link in topology.out_links(waiting.pop())} - reached
@@ -52,9 +52,9 @@ def reachable(topology: Any, source: str) -> set[str]:
 def cut_bound(
     topology: Any, weights: Mapping[str, Fraction], outward: bool, members: Iterable[str] | None = None
 ) -> Fraction:
-    """Return the least w(all) B(S) / w(S) over all sets S of nodes that lack a member; 0 if no link crosses such a set.
+    """Return the least w(all) B(S) / w(S) over all sets S of nodes that have weight and lack a member.
 
-    w(S) are the weights of the roots in S, B(S) is the bandwidth of the links out of S, or into it.
+    w(S) is the sum of ``weights``, which are by root, in S. B(S) is the bandwidth of the links out of S, or into it.
     """
     needed = set(topology.devices if members is None else members)
     whole = sum(weights.values(), Fraction(0))
@@ -69,9 +69,9 @@ def cut_bound(
 def all_trees(
     topology: Any, roots: Iterable[str], outward: bool, members: Iterable[str]
 ) -> dict[tuple[str, tuple[int, ...]], None]:
-    """Return all trees out of (or into) roots that reach all members: the root, and how often each link is used.
+    """Return all trees out of (or into) roots that reach all members, as keys (root, number of uses of each link).
 
-    If they are too many, hypothesis draws another example.
+    If there are too many trees, hypothesis draws another example.
     """
     pairs = [(link.src, link.dst) if outward else (link.dst, link.src) for link in topology.links]
     where = {pair: k for k, pair in enumerate(pairs)}
@@ -79,6 +79,7 @@ def all_trees(
     edges: dict[str, list[tuple[str, tuple[int, ...]]]] = {node: [] for node in able}  # by head: (tail, links)
 
     def extend(tail: str, nodes: tuple[str, ...], links: tuple[int, ...]) -> None:
+        """Add all edges from ``tail`` that begin with the path ``nodes``, which uses ``links``."""
         for a, b in pairs:
             if a == nodes[-1] and b in able and b != tail:
                 edges[b].append((tail, (*links, where[a, b])))
@@ -95,9 +96,8 @@ def all_trees(
                 continue
             others = [node for node in able if node in nodes and node != root]
             choices = [[edge for edge in edges[node] if edge[0] in nodes] for node in others]
-            if prod(map(len, choices)) > 20_000:
-                assume(False)
-            for parents in product(*choices):
+            assume(prod(map(len, choices)) <= 20_000)
+            for parents in product(*choices):  # for each other node, the edge from its parent
                 up = {node: tail for node, (tail, _) in zip(others, parents, strict=True)}
                 reached = {root}
                 for _ in others:
@@ -109,7 +109,7 @@ def all_trees(
 
 
 def carried_shares(schedule: Any) -> Iterator[tuple[tuple[str, str], Fraction]]:
-    """Yield each link that a transfer passes, with the share of its chunk; by default the link between its devices."""
+    """Yield each link that a transfer passes, with the share of its chunk. Without a route, it is the direct link."""
     routes = {(chunk, src, dst, r): through for chunk, src, dst, through, r in schedule.routes}
     for r, steps in enumerate(schedule.rounds):
         for chunk, dst, srcs in steps:
@@ -130,7 +130,7 @@ class Wiring(NamedTuple):
 
 
 def both_ways(text: str) -> Wiring:
-    """Return a wiring by its links, such as "0-1 1/8, 1-s 5000": digits are devices, letters are plain switches."""
+    """Return the wiring of a text such as "0-1 1/8, 1-s 5000": links, of which digits are devices, letters switches."""
     links: list[tuple[str, str, Fraction]] = []
     for link in text.split(", "):
         pair, width = link.split()
@@ -158,8 +158,8 @@ def wirings(
     Args:
       kinds: "symmetric": connected, links equal in both directions. "directed": connected, links differ in the two
         directions, but the rates into and out of a switch are equal. "lopsided": these differ, too. "loose": any links.
-      speeds: the bandwidths; several on one link add up.
-      reducing: whether a switch may reduce.
+      speeds: bandwidths to draw from. Several links between the same nodes add up.
+      reducing: values to draw from, for each switch: whether it can reduce.
     """
     kind = draw(st.sampled_from(kinds))
     devices = tuple(f"cpu:{k}" for k in range(draw(st.integers(2, most_devices))))
@@ -182,8 +182,9 @@ def wirings(
             else:
                 add((a, b))
                 add((b, a))
-    for a, b, c in draw(st.lists(st.permutations(nodes + ["s9"] * (len(nodes) < 3)).map(lambda o: o[:3]), max_size=8)):
-        if "s9" in (a, b):
+    candidates = nodes + ["none"] * (len(nodes) < 3)  # at least three, so that a, b and c exist
+    for a, b, c in draw(st.lists(st.permutations(candidates).map(lambda order: order[:3]), max_size=8)):
+        if "none" in (a, b):
             continue
         if kind == SYMMETRIC:
             add((a, b), (b, a))

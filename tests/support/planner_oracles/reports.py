@@ -11,7 +11,7 @@ VOID = {"meta", "input", "br", "link", "img"}
 
 
 class Page(HTMLParser):
-    """The elements of a page: every start tag with its attributes, the scripts, and the text of each element by id."""
+    """The elements of a page: every start tag with its attributes, the scripts, and each element's text by its id."""
 
     def __init__(self, text):
         super().__init__(convert_charrefs=True)
@@ -54,22 +54,19 @@ class Page(HTMLParser):
 
     @property
     def hashes(self):
-        """The hash of each script that runs, as in a content security policy."""
+        """The hash of each script that runs, in the form of a content security policy."""
         run = [text for attributes, text in self.scripts if "type" not in attributes]
         return [f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'" for text in run]
 
 
 def explained(text):
-    """Return the parts of ``Plan.explain``'s text: head, facts by label, trees with shares, and rows of the others."""
+    """Return the parts of a text of ``Plan.explain``: the head, the facts by label, (share, tree) for each tree, and
+    the columns of each other plan by its name."""
     head, *lines = text.splitlines()
-    facts = {
-        match[1].strip(): match[2]
-        for match in (re.fullmatch(r"  (\w[\w ]{0,9}) (\S.*)", line) for line in lines)
-        if match
-    }
-    trees = [
-        match.groups() for match in (re.fullmatch(r" {1,8}(\d+(?:/\d+)?) (\w.*)", line) for line in lines) if match
-    ]
+    fact, tree = r"  (\w[\w ]{0,9}) (\S.*)", r" {1,8}(\d+(?:/\d+)?) (\w.*)"
     row = r"    (.+?) +(\S+ \w+) \((\S+) x\) +(\S+) GB/s when large, (\S+) % of the bound"
-    others = {match[1]: match.groups()[1:] for match in (re.fullmatch(row, line) for line in lines) if match}
-    return head, facts, trees, others
+    facts, trees, others = (
+        [match for line in lines if (match := re.fullmatch(kind, line))] for kind in (fact, tree, row)
+    )
+    facts = {match[1].strip(): match[2] for match in facts}
+    return head, facts, [match.groups() for match in trees], {match[1]: match.groups()[1:] for match in others}

@@ -15,12 +15,12 @@ ALLOWED = {
     "f": {"ph", "name", "cat", "id", "pid", "tid", "ts", "args", "bp"},
 }
 METADATA = {"process_name", "process_sort_index", "thread_name", "thread_sort_index"}
-CLOSE_US = 2e-3  # times are whole nanoseconds, as floats
+CLOSE_US = 2e-3  # times that differ by less are equal: they are rounded to nanoseconds
 
 
 def read_events(text):
-    """Return the events of a file, after checking them: fields and their types, rows with names, slices that do not
-    overlap partly, pairs of asynchronous events, arrows that begin and end inside of slices, order of time."""
+    """Return the events of a file after checking them: fields have the right types, rows have names, slices of a row
+    are nested or apart, asynchronous events are pairs, arrows begin and end within slices, and times are in order."""
     content = json.loads(text)
     assert set(content) <= {"traceEvents", "displayTimeUnit", "otherData"}
     assert content["displayTimeUnit"] in ("ms", "ns")

@@ -1,4 +1,4 @@
-"""Checks of every collective of an ``ArrayGroup``, which all its ranks call: all results are those of NumPy."""
+"""Checks of every collective of an ``ArrayGroup``, which all its ranks call: results are compared with NumPy's."""
 
 import math
 
@@ -12,7 +12,7 @@ DTYPES = ["float32", "float64", "float16", ml_dtypes.bfloat16, "int8", "int64", 
 
 
 def part(rank, shape, dtype):
-    """Return small integers of a dtype; bools and unsigned ones are not negative."""
+    """Return the input of a rank: small integers of a dtype."""
     least, most = {"b": (0, 2), "u": (0, 4)}.get(np.dtype(dtype).kind, (-3, 4))
     return np.random.default_rng(rank).integers(least, most, shape).astype(dtype)
 
@@ -30,8 +30,8 @@ def raises(kind, text, call):
 
 
 def check(group, shape, dtype):
-    """Compare the collectives of arrays of a shape and a dtype with NumPy. The inputs are small integers: all bits are
-    compared, except of complex products."""
+    """Compare the collectives of arrays of a shape and a dtype with NumPy. The inputs are small integers, so all bits
+    are compared, except those of complex products."""
     me, n = group.rank, group.size
     every = [part(k, shape, dtype) for k in range(n)]
     tables = [np.stack([part(100 * k + j, shape, dtype) for j in range(n)]) for k in range(n)]
@@ -75,7 +75,7 @@ def check(group, shape, dtype):
 
 
 def every_collective(group):
-    """Compare the collectives with NumPy, and call them with invalid arguments; the group can still be used."""
+    """Compare the collectives with NumPy. Then call them with invalid arguments, after which the group still works."""
     me, n = group.rank, group.size
     for dtype in DTYPES:
         check(group, (3, 4, 5), dtype)
@@ -88,10 +88,10 @@ def every_collective(group):
     same(group.all_reduce(grid.T), n * grid.T)
     same(group.all_reduce(grid.astype(">f8")), n * grid)
     same(group.all_reduce([1, 2]), np.array([n, 2 * n]))
-    # Exact sums are rounded once, as by math.fsum (test_rank_exact has the other reductions and data).
+    # Exact sums are rounded once, like math.fsum (test_rank_exact tests the other reductions and data).
     every = [np.random.default_rng(k).standard_normal(500) * 10.0 ** np.arange(-250, 250) for k in range(n)]
     same(group.all_reduce(every[me], exact=True), np.array([math.fsum(column) for column in np.transpose(every)]))
-    # If out overlaps the input, no element is written before it is read (test_mpi has the other collectives).
+    # If out overlaps the input, no element is written before it is read (test_mpi tests the other collectives).
     long = np.arange(3_000_001.0)
     for src, dst in ((slice(None, -1), slice(1, None)), (slice(1, None), slice(None, -1))):
         moved = long.copy()

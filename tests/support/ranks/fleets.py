@@ -1,6 +1,6 @@
-"""Processes that stay and run one case after another, for hypothesis.
+"""Processes that run many cases of hypothesis, one after another.
 
-A process reads cases from stdin and writes outcomes to stdout, each a line of JSON. ``null`` ends it.
+A process reads cases from stdin and writes outcomes to stdout. Each is a line of JSON. The case ``null`` ends it.
 """
 
 import contextlib
@@ -13,8 +13,8 @@ import threading
 class Fleet:
     """Processes that run cases. They are started when they are needed, and again after they have failed.
 
-    A subclass has ``_start``, which adds to ``running`` a process for each of ``commands`` and ``environments``, in a
-    process group of its own, with pipes ``stdin`` and ``stdout``. ``log`` is the file for their stderr.
+    The method ``_start`` of a subclass must append to ``running`` a process for each of ``commands`` and
+    ``environments``, in a process group of its own, with pipes ``stdin`` and ``stdout``. ``log``: their stderr.
     """
 
     def __init__(self, commands, environments, log):
@@ -22,7 +22,7 @@ class Fleet:
         self.running = []
 
     def run(self, case, timeout_s=60):
-        """Return the outcome of a case from each process; if it fails or takes too long, end all processes."""
+        """Return the outcome of a case from each process. If the case fails or takes too long, end all processes."""
         alarm = threading.Timer(timeout_s, self._kill)
         try:
             if not self.running:

@@ -7,7 +7,7 @@ SUM = "all_reduce sum float32[10]"
 
 
 def history(rank: int, last: int, ended: float | None = None, pid: int | None = None) -> History:
-    """Return a rank's history: up to 31 finished calls, then call ``last``, still running if ``ended`` is ``None``."""
+    """Return a rank's history: up to 31 ended calls, then call ``last``, which is running if ``ended`` is ``None``."""
     ops = [Op(k, SUM, k + 0.25, k + 0.5) for k in range(max(1, last - 31), last)]
     return History(rank, (*ops, Op(last, SUM, last + 0.25, ended)) if last else (), pid)
 

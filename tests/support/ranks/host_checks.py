@@ -1,4 +1,4 @@
-"""Groups on several simulated hosts, for tests: their inputs, and comparisons of results with NumPy."""
+"""Helpers for tests of groups on several simulated hosts: inputs, and comparisons of results with NumPy."""
 
 import functools
 
@@ -17,13 +17,14 @@ def on(*names):
 
 
 def joined(rendezvous, timeout_s=20.0):
+    """Return this rank's communicator, which exchanges data between hosts over sockets."""
     return Communicator(rendezvous, SocketTransport(rendezvous), name="world", timeout_s=timeout_s)
 
 
 @functools.cache
 def parts(n, size, dtype, seed=0):
-    """Return the arrays of all ranks, which must not be changed: integers, whose sums are exact in any order; those of
-    integer dtypes are made of powers of n + 1, whose sums show lost and doubled contributions."""
+    """Return the arrays of all ranks, which must not be changed. They contain integers, whose sums are exact in any
+    order. In integer dtypes these are based on powers of n + 1, whose sums show lost and doubled contributions."""
     draw = np.random.default_rng(seed + size)
     if dtype.startswith("int"):
         return [((n + 1) ** k * draw.integers(1, 2, size) + np.arange(size) % 3).astype(dtype) for k in range(n)]
@@ -35,12 +36,12 @@ def parts(n, size, dtype, seed=0):
 
 
 def reduced(inputs, op, dtype):
-    """Return NumPy's reduction: the exact one of ``parts``, divided and rounded once."""
+    """Return the exact reduction of arrays of ``parts`` by NumPy, divided and rounded once."""
     kind = dtype if dtype.startswith("int") else "complex128" if "complex" in dtype else "float64"
     wide = np.array([x.astype(kind) for x in inputs])
     if op == "mean":
         due = wide.sum(axis=0, dtype=kind) / len(inputs)
-        due = np.trunc(due) if dtype.startswith("int") else due  # of the wrapped sum
+        due = np.trunc(due) if dtype.startswith("int") else due
     else:
         due = {"sum": np.add, "max": np.maximum, "min": np.minimum, "product": np.multiply}[op].reduce(wide, dtype=kind)
     return due.astype(inputs[0].dtype)
@@ -62,7 +63,7 @@ CASES = [
 
 
 def draw_parts(n, cases):
-    """Draw the arrays of all ranks before the ranks are forked, so that each need not draw them."""
+    """Draw the arrays of all ranks into the cache before the ranks are forked, so that ranks need not draw them."""
     for _, dtype, size in cases:
         parts(n, size, dtype)
         for k in range(n):
@@ -70,7 +71,7 @@ def draw_parts(n, cases):
 
 
 def check_cases(comm, cases):
-    """Compare the bits of the collectives with NumPy's."""
+    """Compare the bits of all collectives with NumPy's, for (op, dtype, size) in ``cases``."""
     n, me = comm.size, comm.rank
     for name, dtype, size in cases:
         op, every = ReduceOp(name), parts(n, size, dtype)
@@ -93,7 +94,7 @@ def check_cases(comm, cases):
 
 
 def check_rows(comm, op, dtype, size):
-    """Compare the collectives with an array per rank, also in place, with NumPy. Row k of rank i is ``every[i][k]``."""
+    """Compare the collectives that take one array per rank with NumPy, also in place. Rank i passes ``every[i]``."""
     n, me = comm.size, comm.rank
     every = list(zip(*(parts(n, size, dtype, 100 + k) for k in range(n)), strict=True))
     own = every[me][me]

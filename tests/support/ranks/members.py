@@ -1,4 +1,4 @@
-"""Groups on one host, for tests: communicators, arrays as memory, random arrays, and the resources of a process."""
+"""Helpers for tests of groups on one host: communicators, arrays as memory, warnings, and resources of a process."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from crossreduce.ranks.communicator import ArrayView, Communicator
 
 
 def memory(array):
-    """Return an array's memory; the caller must keep the array alive."""
+    """Return the memory of an array, which the caller must keep alive."""
     assert array.flags.c_contiguous
     return ArrayView(array.ctypes.data, array.size, array.dtype.name, array.shape)
 
@@ -30,19 +30,19 @@ def memories(arrays):
 
 
 def member(rendezvous, timeout_s=20.0, name="world"):
-    """Join a group whose ranks are all on this host."""
+    """Return this rank's communicator in a group whose ranks are all on this host."""
     if name != "world":
         rendezvous = SocketRendezvous(rendezvous.path, rendezvous.rank, rendezvous.size, name)
     return Communicator(rendezvous, None, name=name, timeout_s=timeout_s)
 
 
 def array_group(comm):
-    """Return a group of NumPy arrays on a communicator. On one host most of its calls run in compiled code."""
+    """Return a group for NumPy arrays that uses a communicator. On one host most of its calls run in native code."""
     return mpi.MpiGroup(comm, SimpleNamespace(close=lambda _: None))
 
 
 def poisoned(size, dtype):
-    """Return memory with bytes that no reduction produces by chance."""
+    """Return an array of bytes that no reduction produces by chance."""
     made = oracle.dtype_of(dtype)
     return np.full(size * made.itemsize, 0x5B, np.uint8).view(made)
 
@@ -53,7 +53,7 @@ def untouched(array):
 
 
 class Warnings(logging.Handler):
-    """A log handler that collects the texts of the library's warnings in this process after its creation."""
+    """A log handler that collects the texts of the library's later warnings in this process."""
 
     def __init__(self):
         super().__init__(logging.WARNING)
@@ -93,13 +93,13 @@ def _links():
 
 
 def resident_bytes():
-    """Return the bytes of private memory of this process."""
+    """Return the bytes of this process's private memory."""
     pages = Path("/proc/self/statm").read_text().split()
     return (int(pages[1]) - int(pages[2])) * os.sysconf("SC_PAGE_SIZE")
 
 
 class Starter:
-    """Notifies the test's process when all ranks have joined, so that its signals arrive during their calls."""
+    """Lets the test's process wait until all ranks have joined, so that its signals arrive during their calls."""
 
     def __init__(self, n):
         self.n, self.joined = n, multiprocessing.get_context("fork").Semaphore(0)
@@ -118,14 +118,14 @@ def starter(n):
 
 
 def summed(comm, size=1000):
-    """Make one all-reduce and assert that its result is correct."""
+    """Make one all-reduce, and check its result."""
     x = np.full(size, comm.rank + 1, np.int64)
     comm.all_reduce(ReduceOp.SUM, memory(x), memory(x))
     assert (x == comm.size * (comm.size + 1) // 2).all()
 
 
 def every_call(comm, size):
-    """Return a call of each collective, on float32 arrays of ``size`` elements and with root 0, by its name."""
+    """Return for each collective's name a function that calls it, on ``size`` float32 elements and with root 0."""
     x, rows, others, root = np.ones(size, np.float32), *np.ones((2, comm.size, size), np.float32), comm.rank == 0
     return {
         "all_reduce": lambda: comm.all_reduce(ReduceOp.SUM, memory(x), memory(others[0])),

@@ -1,21 +1,21 @@
 """A model of agreements on the surviving ranks: all runs of a small group, with crashes and with lost or late messages.
 
-``Model(scenario).check()`` visits every state that a scenario can reach. It raises ``Violation``, with the shortest run
-that leads there, for the first state that breaks a property. The registers, ballots and quorums are the library's; each
+``Model(scenario).check()`` visits every state that a scenario can reach. If a state violates a property, it raises
+``Violation`` with the shortest run to this state. The registers, ballots and quorums are those of the library. Each
 call is computed once for each content of a host's memory. The driver, the network and the failures are a model:
 
-- A message is never deleted: it may be received late, several times, after later ones, or never (lost, or a partition).
-- An answer stays with the leader that waits for it, also when the host that sent it has ended.
+- A message is never deleted: it may be received late, repeatedly, out of order, or never (if it is lost).
+- An answer stays with the leader that waits for it, even after the host that sent it has ended.
 - A leader that proposes ranks has seen their arrivals at some time before. They may have ended since.
-- A rank ends between any two steps. A host has ended when all its electors have.
-- A leader's steps on its own host happen at once with the event that causes them; others cannot tell.
-- Calls are not divided: a rank that ends within one leaves what a shorter call leaves (``test_registers.py``).
+- A rank may end between any two steps. A host has ended when all its electors have ended.
+- A leader's steps on its own host happen in one step with the event that causes them. Others cannot observe this.
+- Calls are not divided: a rank that ends within a call has the same effect as a shorter call (``test_registers.py``).
 
 Properties of every state:
 
-- agreement: hosts with living ranks know one decision of each agreement.
-- validity: its members are electors that have arrived, and the rest follows from their contributions.
-- one group: of two living ranks with decisions of which they are members, one decision has both.
+- agreement: all hosts with living ranks that know the decision of an agreement know the same decision.
+- validity: the members of a decision are electors that have arrived, and its other fields follow from their inputs.
+- one group: if two living ranks are members of their decisions, at least one of these decisions contains both ranks.
 - progress: if the hosts of a quorum reach each other from now on, and no more ranks end, they decide, and agree with
   all others. One more ballot, in a round of its own, checks this from every state.
 """
@@ -35,7 +35,7 @@ from crossreduce.ranks.intra_host import registers as registers_file
 from crossreduce.ranks.intra_host.registers import Contribution, Decision, Overtaken, Registers
 
 MOVED = "moved"  # the answer of a host that does not take part
-IDLE = -1  # instead of a ballot or an answer
+IDLE = -1  # no ballot, or no answer
 
 
 class Scenario(NamedTuple):
@@ -43,14 +43,14 @@ class Scenario(NamedTuple):
 
     Args:
       hosts: the number of ranks on each host.
-      ballots: (rank, round) of the ballots that may start, each once for an agreement, in any order of the ranks.
-      most: how many ballots start in a run, at most.
-      crashes: how many ranks end, at most; with ``power``, how many hosts.
-      late: ranks that arrive in the course of the run. All others have arrived before.
-      numbers: of agreements.
+      ballots: (rank, round) of the ballots that may start, each once per agreement, in any order of the ranks.
+      most: the maximum number of ballots that start in a run.
+      crashes: the maximum number of ranks (with ``power``: of hosts) that end.
+      late: ranks that arrive during the run. All others have arrived before.
+      numbers: the number of agreements.
       power: whether all ranks of a host end at the same time.
-      proposals: of which ranks a leader proposes a decision. "all": that have arrived; "own": of its host; "some":
-        either of these, those that live, or itself only; "any": of any that have arrived, itself included.
+      proposals: the ranks for which a leader proposes a decision. "all": all that have arrived. "own": those of its
+        host. "some": one of these two, those that live, or itself only. "any": itself and any that have arrived.
     """
 
     hosts: tuple[int, ...]
@@ -69,16 +69,16 @@ class Scenario(NamedTuple):
 
 
 def rounds(ranks: Iterable[int], count: int) -> tuple[tuple[int, int], ...]:
-    """Return ballots: of each of these ranks in so many rounds."""
+    """Return the ballots (rank, round) of these ranks in ``count`` rounds."""
     return tuple((rank, round_) for round_ in range(count) for rank in ranks)
 
 
 class Violation(Exception):  # noqa: N818 - not an error of the model
-    """A property does not hold; the text has the steps."""
+    """A property does not hold. The text lists the steps to this state."""
 
 
 class Request(NamedTuple):
-    """What a leader asks other hosts. ``content``: ended hosts, or a decision."""
+    """A leader's request to other hosts: "promise", "accept" or "told". ``content``: ended hosts, or a decision."""
 
     what: str
     number: int
@@ -90,7 +90,7 @@ class Request(NamedTuple):
 
 
 class Rank(NamedTuple):
-    """A living rank. ``number``: of its agreement; 0: it has not arrived. ``pending``: answers that it has not read."""
+    """A living rank. ``number``: its agreement, 0 before any. ``pending``: each host's unread answer, or ``IDLE``."""
 
     number: int
     round: int
@@ -99,7 +99,8 @@ class Rank(NamedTuple):
 
 
 class State(NamedTuple):
-    """A state: the memory of each host, the ranks (``None``: ended), the requests so far, and the remaining events."""
+    """A state. ``memories``: numbers in ``Model``'s table. ``requests``: a bit set of such numbers. ``ranks``: ``None``
+    if a rank has ended. ``ballots``, ``crashes``: how many may still occur."""
 
     memories: tuple[int, ...]
     ranks: tuple[Rank | None, ...]
@@ -109,7 +110,7 @@ class State(NamedTuple):
 
 
 class Table(dict):
-    """Numbers of values, in the order in which they are seen first; ``seen`` has them back."""
+    """Gives values numbers, in the order of their first look-up. ``seen[number]`` is the value with a number."""
 
     def __init__(self):
         self.seen = []
@@ -133,14 +134,14 @@ class Model:
         self._memories, self._requests, self._answers, self._ballots = Table(), Table(), Table(), Table()
         self._ballot_of: list[Ballot] = []
         self._calls: dict[Any, tuple[int, Any]] = {}
-        self._checked: set[Any] = set()  # states, as far as properties depend on them
-        self._agreed: set[Any] = set()  # the same for the properties of known decisions
+        self._checked: set[Any] = set()  # the parts of states on which properties depend, if checked
+        self._agreed: set[Any] = set()  # the same for properties of known decisions
         self._views: dict[tuple[int, int], Any] = {}
 
     # The search
 
     def check(self) -> int:
-        """Return the number of states that can be reached; raise ``Violation`` if one has not all properties."""
+        """Return the number of states that can be reached. Raise ``Violation`` if a property does not hold in one."""
         with patch.object(registers_file, "ROUNDS", self.scenario.rounds + 1):  # the last one is for ``_progress``
             first = self._first()
             came_from: dict[State, tuple[State, str] | None] = {first: None}
@@ -165,7 +166,7 @@ class Model:
             return len(came_from)
 
     def wander(self, random: Random, walks: int, length: int) -> None:
-        """Take random steps from the first state, several times; raise ``Violation`` as ``check`` does."""
+        """Take ``length`` random steps from the first state, ``walks`` times. Raise ``Violation`` like ``check``."""
         with patch.object(registers_file, "ROUNDS", self.scenario.rounds + 1):
             for _ in range(walks):
                 state, taken = self._first(), []
@@ -190,7 +191,7 @@ class Model:
     # Steps
 
     def _steps(self, state: State) -> Iterator[tuple[str, State]]:
-        """Return the steps that are possible, with the states after them."""
+        """Yield each possible step, with the state after it."""
         for rank, living in enumerate(state.ranks):
             if living is None:
                 continue
@@ -232,11 +233,11 @@ class Model:
         return state._replace(ranks=_put(state.ranks, rank, Rank(number, 0, IDLE, self._idle)))
 
     def contribution(self, rank: int, number: int) -> Contribution:
-        """Return what a rank brings to an agreement: something that tells it from all others."""
+        """Return the input of a rank to an agreement, which differs from all other inputs."""
         return Contribution(number, 0, rank % 2 == 0, 10 * number + rank)
 
     def _starts(self, state: State, rank: int) -> Iterator[tuple[str, State]]:
-        """A rank starts a ballot, for which it has seen some of those that have arrived, and some hosts that ended."""
+        """Yield the ballots that a rank can start. It may have noticed some of the arrivals and of the ended hosts."""
         living, own = state.ranks[rank], self.host_of[rank]
         rounds = [round_ for leader, round_ in self.scenario.ballots if leader == rank and round_ >= living.round]
         if not state.ballots or not rounds:
@@ -245,7 +246,7 @@ class Model:
         electors = self.electors(previous)
         given = self._contributions(state.memories, living.number, {*electors, rank})
         weights, ended = self._weights(state, electors)
-        proofs = {frozenset(), ended}  # the ended hosts that the leader may have noticed
+        proofs = {frozenset(), ended}  # the leader may have noticed no or all ended hosts
         for members, proof, round_ in product(self._proposals(state, rank, set(given)), proofs, rounds):
             decision = Decision.of({each: given[each] for each in members})
             ballot = Ballot(round_ * len(self.hosts) + own, own, decision, weights, proof)
@@ -254,7 +255,7 @@ class Model:
             yield step, self._advanced(state, rank, round_ + 1, ballot, previous, begins=True)
 
     def _previous(self, state: State, rank: int) -> tuple[int, Decision] | None:
-        """Return the decision of the agreement before that of a rank, as the rank's host knows it."""
+        """Return the decision of the agreement before the current one of a rank, if its host knows it."""
         number = state.ranks[rank].number - 1
         return self._known(state.memories, self.host_of[rank], number) if number > 0 else None
 
@@ -283,9 +284,9 @@ class Model:
         return {frozenset(arrived), frozenset(living), frozenset(own), frozenset({rank})}
 
     def _advanced(self, state: State, rank: int, round_: int, ballot: Ballot, previous, *, begins: bool) -> State:
-        """Do what a leader does at once after an event of its ballot, on its own host; ask the others.
+        """Return the state after a leader has reacted to an event: it acts on its own host, and sends requests.
 
-        ``begins``: a phase of the ballot has begun with this event.
+        ``begins``: whether a phase of its ballot has begun with this event.
         """
         living, own = state.ranks[rank], self.host_of[rank]
         number, memory, requests, asks = living.number, state.memories[own], state.requests, []
@@ -314,7 +315,7 @@ class Model:
         )
 
     def _executions(self, state: State, bit: int) -> Iterator[tuple[str, State]]:
-        """A host receives a request and answers it."""
+        """Yield the steps in which a host receives a request and answers it."""
         request = self._requests.seen[bit]
         for host in self.hosts:  # the leader has executed it on its own host
             if host == self.host_of[request.leader] or not self._living(state.ranks, host, request.electors):
@@ -346,7 +347,7 @@ class Model:
         return self._calls[key]
 
     def _read(self, state: State, rank: int, host: int) -> State:
-        """A leader reads the answer of a host."""
+        """Return the state after a leader has read the answer of a host."""
         living = state.ranks[rank]
         answer = self._answers.seen[living.pending[host]]
         ballot = copy.copy(self._ballot_of[living.ballot])
@@ -364,7 +365,7 @@ class Model:
     # The library
 
     def _call(self, host: int, memory: int, name: str, *args: Any, place: int = 0) -> tuple[int, Any]:
-        """Return the memory of a host after a call of its registers, and the result."""
+        """Return the memory of a host after a call of its registers, and the result of the call."""
         key = host, memory, name, args, place
         found = self._calls.get(key)
         if found is None:
@@ -434,7 +435,7 @@ class Model:
         self._agreed.add(key)
 
     def _view(self, host: int, memory: int) -> tuple[tuple[Decision | None, ...], tuple[int, ...]]:
-        """Return the decisions that a host knows, from number 1 at place 1, and at which agreement its ranks are."""
+        """Return the decisions that a host knows (``[number]`` is that of an agreement), and its ranks' agreements."""
         if (host, memory) not in self._views:
             memories = {host: memory}
             known = [self._known(memories, host, number) for number in range(1, self.scenario.numbers + 1)]
@@ -450,13 +451,13 @@ class Model:
             raise Violation(f"validity: number {number} has the decision {decision}")
 
     def _progress(self, state: State) -> None:
-        """Let hosts that are a quorum finish their work, one after the other, without failures."""
+        """Check progress: the hosts of any quorum can finish their work, one after the other, without failures."""
         living = [host for host in self.hosts if self._living(state.ranks, host, range(self.size))]
         for reachable in chain(*(combinations(living, count) for count in range(1, len(living) + 1))):
             self._settled(state, reachable, 1)
 
     def _settled(self, state: State, reachable: tuple[int, ...], number: int) -> None:
-        """Raise ``Violation`` unless hosts that reach each other finish an agreement, and the later ones."""
+        """Check that hosts that reach each other can finish agreement ``number`` and the later ones."""
         for host in reachable:
             if self._view(host, state.memories[host])[0][number] is not None:
                 continue
@@ -470,7 +471,7 @@ class Model:
             self._settled(state, reachable, number + 1)
 
     def _completed(self, state: State, reachable, number: int, rank: int, previous, electors) -> State:
-        """A rank finishes an agreement with the hosts that it reaches: it is told the decision, or makes one."""
+        """Return the state after a rank has got the decision from hosts that it reaches, or has made one with them."""
         own = self.host_of[rank]
         for host in reachable:
             found = self._known(state.memories, host, number)
@@ -510,11 +511,11 @@ class Model:
 
 
 def _put(values: tuple, place: int, value: Any) -> tuple:
-    """Return values with another one at a place."""
+    """Return a copy of ``values`` with ``value`` at a place."""
     return (*values[:place], value, *values[place + 1 :])
 
 
-# Scenarios of the tests, with the number of states: a change that makes the model search less changes it.
+# Scenarios of the tests, with the number of their states, which shows whether the model still searches all of them.
 SCENARIOS: dict[str, tuple[Scenario, int]] = {
     "4": (Scenario((4,), rounds(range(4), 2), most=2, crashes=2, late=(1, 3)), 1016),
     "1+1": (Scenario((1, 1), rounds((0, 1), 2), most=3, crashes=1, late=(1,)), 4197),

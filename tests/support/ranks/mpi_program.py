@@ -50,7 +50,7 @@ if n > 1:
 
 
 def without(absent, timeout_s, leaves):
-    """Let some ranks make no call, or leave the group; return the error of the others."""
+    """Let the ranks ``absent`` leave the group (``leaves``) or make no call. Return the error of the other ranks."""
     error, group = None, mpi.join(timeout_s=timeout_s)
     group.barrier()
     if me not in absent:

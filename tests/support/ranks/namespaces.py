@@ -1,8 +1,8 @@
-"""Several simulated hosts on one machine: network namespaces, joined by links of a given bandwidth.
+"""Several simulated hosts on one machine: network namespaces, joined by links with a given bandwidth.
 
-Every two hosts have their own link: a veth pair with a token bucket (``tc tbf``) at both ends. Each
-namespace is anonymous and exists as long as its ``cat`` process, which reads from a pipe of this process. So when this
-process ends, even if it is killed, namespaces, links and addresses are removed. This requires root and all of NEEDED.
+Every two hosts have their own link: a veth pair with a token bucket (``tc tbf``) at both ends. Each namespace is
+anonymous and exists as long as its ``cat`` process, which reads from a pipe of this process. So when this process ends,
+even if it is killed, namespaces, links and addresses are removed. This requires root and the programs in NEEDED.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ PATHS = os.environ.get("PATH", "") + ":/usr/sbin:/sbin"
 
 @functools.cache
 def available():
-    """Return why hosts cannot be simulated here, or ``None``."""
+    """Return why hosts cannot be simulated here, or ``None`` if they can."""
     if sys.platform != "linux":
         return "network namespaces exist only on Linux"
     missing = [name for name in NEEDED if shutil.which(name, path=PATHS) is None]
@@ -40,7 +40,7 @@ def available():
 
 
 class Bed:
-    """Running hosts. ``addresses``: one per host. ``interface``: the name of an interface that every host has."""
+    """Running simulated hosts. ``addresses``: of each host. ``interface``: an interface name that every host has."""
 
     def __init__(self, count, rate, mtu, slower):
         self.holders, self.processes, self.lock = [], [], threading.Lock()
@@ -74,9 +74,9 @@ class Bed:
         return _call([*self._inside(host), *argv])
 
     def run(self, host, argv, env=None, **options):
-        """Start a process on a host and return its ``Popen``; closing the hosts, or the end of this thread, kills it.
+        """Start a process on a host, and return its ``Popen``. ``close``, or the end of this thread, kills it.
 
-        ``env``: further variables of the environment. ``options``: of ``Popen``.
+        ``env``: additional variables of the environment. ``options``: options of ``Popen``.
         """
         around = {**os.environ, "PATH": PATHS, "GLOO_SOCKET_IFNAME": self.interface, **(env or {})}
         command = [*self._inside(host), "setpriv", "--pdeathsig", "KILL", *argv]
@@ -86,27 +86,27 @@ class Bed:
         return process
 
     def lose(self, a, b, both=True):
-        """Remove the route from host ``a`` to host ``b``, and back if ``both``; each may still reach all others.
+        """Remove the route from host ``a`` to host ``b`` and, if ``both``, the way back. Other routes stay.
 
-        Without a route, a connection fails at once; if only the way back is missing, no answer comes.
+        Without a route, a connection fails at once. If only the way back is missing, there is no answer.
         """
         for host, there in ((a, b), (b, a))[: 1 + both]:
             self._do(host, ["ip", "route", "replace", "unreachable", self.addresses[there] + "/32"])
 
     def isolate(self, host):
-        """Take all links of a host down; packets of the others to it are then lost, without an answer."""
+        """Take all links of a host down. Packets of other hosts to it are then lost, without an answer."""
         for k in range(len(self.addresses) - 1):
             self._do(host, ["ip", "link", "set", f"link{k}", "down"])
 
     def mend(self, a, b):
-        """Undo ``lose`` and ``isolate`` for two hosts."""
+        """Undo ``lose`` and ``isolate`` for the link between two hosts."""
         for host, there in ((a, b), (b, a)):
             self._do(host, ["ip", "link", "set", f"link{there - (there > host)}", "up"])
             route = [self.addresses[there] + "/32", "dev", f"link{there - (there > host)}", "src", self.addresses[host]]
             self._do(host, ["ip", "route", "replace", *route])
 
     def change_rate(self, a, b, rate):
-        """Give the link between two hosts another rate, in both directions."""
+        """Change the rate of the link between two hosts, in both directions."""
         for host, there in ((a, b), (b, a)):
             name = f"link{there - (there > host)}"
             self._do(host, ["tc", "qdisc", "replace", "dev", name, "root", "tbf", *self._bucket(rate)])
@@ -131,11 +131,11 @@ class Bed:
 
 
 def _namespace():
-    """Return a process with a new namespace."""
+    """Return a process that keeps a new namespace alive."""
     command, pipe = ["unshare", "--net", "sh", "-c", "echo up; exec cat"], subprocess.PIPE
     pipes = {"stdin": pipe, "stdout": pipe, "stderr": pipe}
     holder = subprocess.Popen(command, **pipes, start_new_session=True, env={**os.environ, "PATH": PATHS})
-    if holder.stdout.readline() != b"up\n":  # printed inside, so that no link is added before the namespace exists
+    if holder.stdout.readline() != b"up\n":  # then the namespace exists, and links can be added
         raise RuntimeError(f"no network namespace: {holder.stderr.read().decode().strip()}")
     return holder
 
@@ -153,12 +153,12 @@ def hosts(count, rate="1gbit", mtu=1500, slower=None):
     """Make ``count`` hosts, yield their ``Bed``, and remove them in any case.
 
     Args:
-      rate: of each link, in each direction, in the notation of ``tc``. It includes Ethernet headers: at an MTU of 1500,
-        TCP carries 1448 bytes in 1514.
-      mtu: of all links.
-      slower: links with another rate, by the numbers of two hosts: ``{(0, 2): "200mbit"}``.
+      rate: the rate of each link in each direction, in the notation of ``tc``. It includes Ethernet headers: at an MTU
+        of 1500, TCP carries 1448 bytes in 1514.
+      mtu: the MTU of all links.
+      slower: the rates of slower links, by the numbers of two hosts: ``{(0, 2): "200mbit"}``.
     Raises:
-      RuntimeError: the system does not allow it (see ``available``).
+      RuntimeError: the system cannot simulate hosts (see ``available``).
     """
     bed = Bed(count, rate, mtu, slower or {})
     atexit.register(bed.close)

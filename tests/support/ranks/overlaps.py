@@ -1,11 +1,11 @@
 """Collectives on overlapping arrays: hypothesis draws them, and an oracle computes the expected results on copies.
 
 A case is a JSON value. On each rank all arrays are views of one buffer, whose content depends only on the rank. A view
-is ``[offset, shape, strides]``, in elements. ``ops`` are the collectives of a coalesced call, or a single one:
+is ``[offset, shape, strides]``, in elements. ``ops`` lists the collectives of a coalesced call, or a single collective.
 ``reads`` and ``writes`` are the views of each rank, and rank ``src`` sends ``sizes[src][dst]`` elements to ``dst``.
-``repeats``: for each rank whether the tensor of the second op is that of the first.
-``outcome_of`` runs a case on a rank. If elements of a rank's results share memory, every rank must raise an
-``ArgumentError``, and no buffer may change; else every buffer must be the oracle's.
+``repeats``: for each rank whether the second op has the same tensor as the first. ``outcome_of`` runs a case on a rank.
+If results share memory on some rank, every rank must raise an ``ArgumentError``, and no buffer may change. Otherwise
+every buffer must be equal to the oracle's.
 """
 
 import math
@@ -14,7 +14,7 @@ import numpy as np
 from hypothesis import strategies as st
 
 REDUCTIONS = {"sum": np.add, "max": np.maximum, "band": np.bitwise_and}
-DTYPES = {"int32": "int32", "uint8": "uint8", "float64": "float64", "float8": "uint8"}  # float8: moved, as bytes
+DTYPES = {"int32": "int32", "uint8": "uint8", "float64": "float64", "float8": "uint8"}  # float8 is only moved, as bytes
 REDUCING = ("all_reduce", "reduce", "reduce_scatter")
 ROOTED = ("reduce", "broadcast", "gather", "scatter")
 # The forms of each collective of torch: "list" has a tensor per rank, "single" one tensor for all, and the others
@@ -40,7 +40,7 @@ def buffer(case, rank):
 
 
 def places(views):
-    """Return the positions in the buffer of all elements of views, in their order."""
+    """Return the positions of the elements of all views in the buffer, in the order of the views and elements."""
     found = [np.zeros(0, np.int64)]
     for offset, shape, strides in views:
         at = np.full((), offset)
@@ -77,7 +77,7 @@ def expected(case, rank):
 
 
 def check(case, outcomes):
-    """Check the outcomes of all ranks, which ``outcome_of`` returned."""
+    """Check the outcomes that ``outcome_of`` has returned on all ranks."""
     errors = {outcome["error"] for outcome in outcomes}
     if is_shared(case):
         assert len(errors) == 1, errors
@@ -90,7 +90,7 @@ def check(case, outcomes):
 
 
 def outcome_of(call, made):
-    """Run a call and return its outcome. ``made``: the rank's buffer, as an array of NumPy."""
+    """Run a call and return its outcome. ``made``: the rank's buffer as a NumPy array."""
     from crossreduce import ArgumentError
 
     error = None
@@ -106,7 +106,7 @@ def outcome_of(call, made):
 
 @st.composite
 def cases(draw, ranks, forms):
-    """Return a case. ``forms``: for each collective its forms;"""
+    """Draw a case. ``forms``: the forms of each collective, such as ``FORMS``."""
     name, form = draw(st.sampled_from([(name, form) for name in sorted(forms) for form in forms[name]]))
     dtypes = [each for each in DTYPES if each != "float8" or name not in REDUCING]
     dtype = draw(st.sampled_from(dtypes))
@@ -138,7 +138,7 @@ def _sizes(draw, name, form, ranks):
 
 
 def _draw_views(draw, case, rank):
-    """Draw what a rank reads and writes in each op: first all results, most of them apart, then the inputs."""
+    """Draw the views that a rank reads and writes in each op: first all results, mostly disjoint, then the inputs."""
     name, length, is_root = case["collective"], case["length"], rank == case["root"]
     written = [_shapes(case, op["sizes"], rank, True) for op in case["ops"]]
     views = iter(_results(draw, [shape for shapes in written for shape in shapes], length))
@@ -156,7 +156,7 @@ def _draw_views(draw, case, rank):
 
 
 def _shapes(case, sizes, rank, written):
-    """Return the shapes of the arrays of an op that a rank reads or writes. ``wide``: those of even size have rows."""
+    """Return the shapes of the arrays that a rank writes or reads in an op. ``wide``: even sizes get 2 columns."""
     name, form = case["collective"], case["form"]
     if written:
         each, elements = name in ("all_gather", "gather", "all_to_all"), [row[rank] for row in sizes]
@@ -171,7 +171,7 @@ def _shapes(case, sizes, rank, written):
 
 
 def _results(draw, shapes, length):
-    """Return a view for each shape."""
+    """Draw a view for each shape: disjoint views, columns of one matrix, or any views."""
     sizes = [math.prod(shape) for shape in shapes]
     layout = draw(st.sampled_from(["apart", "apart", "apart", "columns", "any"]))
     if layout == "any":
@@ -187,7 +187,7 @@ def _results(draw, shapes, length):
 
 
 def _near(draw, shape, results, length):
-    """Return a view that often overlaps a result, or is exactly a part of one, or has one as its part."""
+    """Draw a view that often overlaps a result, is a part of a result, or contains a result."""
     size = math.prod(shape)
     if not results or not draw(st.integers(0, 2)):
         return _view(draw, shape, length)
@@ -198,7 +198,7 @@ def _near(draw, shape, results, length):
 
 
 def _view(draw, shape, length):
-    """Return any view: in C order, with gaps, with elements that share memory, or transposed."""
+    """Draw a view: in C order, with gaps, with elements that share memory, or transposed."""
     strides = _strides(shape)
     factor = draw(st.sampled_from([1, 1, 2, 3, 0]))
     transposed = _strides(shape[::-1])[::-1]

@@ -1,7 +1,7 @@
-"""Ranks for tests: forked processes with a store in the test's process as rendezvous, and a transport of plain sockets.
+"""Ranks for tests: forked processes, a rendezvous at a store in the test's process, and a transport over sockets.
 
-It imports no framework, and of crossreduce only what unpickling a result or an exception needs. Every run has a time
-limit, after which its remaining processes are killed by their process numbers.
+This module imports no framework, and of crossreduce only what is needed to unpickle a result or an exception. Every run
+has a time limit, after which its remaining processes are killed by their process numbers.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from crossreduce.errors import CollectiveTimeout, decoded
 
 
 class Store:
-    """A table that processes write and wait for, behind a socket in the file system, so that processes of other network
-    namespaces can reach it, too."""
+    """A table of values that processes write and wait for. They reach it through a socket in the file system, also from
+    other network namespaces."""
 
     def __init__(self):
         self.folder = tempfile.mkdtemp(prefix="ranks-")
@@ -35,7 +35,7 @@ class Store:
         self.thread = threading.Thread(target=self._serve, name="store", daemon=True)
 
     def start(self):
-        """Start to answer requests. Call this only after the ranks were forked: a fork beside threads may deadlock."""
+        """Start to answer requests. Call this after the ranks were forked: a fork of several threads may deadlock."""
         self.thread.start()
 
     def _serve(self):
@@ -75,7 +75,7 @@ class Store:
 
 
 class SocketRendezvous:
-    """A ``Rendezvous`` at a ``Store``. Groups with different names are independent of each other."""
+    """A ``Rendezvous`` that uses a ``Store``. Groups with different names are independent of each other."""
 
     def __init__(self, path, rank, size, name="all", timeout_s=20.0):
         self.path, self.rank, self.size, self.name, self.timeout_s = path, rank, size, name, timeout_s
@@ -141,7 +141,7 @@ class SocketRendezvous:
 
 
 def connected(rendezvous, cancelled=None, **options):
-    """Return a socket for each other rank; all ranks call this together. ``options``: of ``tcp.connect``."""
+    """Return a socket for each other rank. All ranks must call this together. ``options``: those of ``tcp.connect``."""
     from crossreduce.ranks.transports import tcp
 
     payloads = []
@@ -154,7 +154,7 @@ def connected(rendezvous, cancelled=None, **options):
 
 
 class SocketTransport:
-    """A user's own ``Transport``, which the library does not know; the messages are carried by its sockets."""
+    """A custom ``Transport``, which the library does not know. It sends messages over sockets of the library."""
 
     def __init__(self, rendezvous, address="127.0.0.1"):
         from crossreduce.ranks.transports.tcp import TcpTransport
@@ -178,12 +178,12 @@ class Died:
 
 
 def ranks(n, function, *args, timeout_s=60.0, environment=None, check=True, begun=None):
-    """Run ``function(rendezvous, *args)`` in n forked processes and return what each returned, in order.
+    """Run ``function(rendezvous, *args)`` in n forked processes, and return their results, in the order of the ranks.
 
     Args:
       timeout_s: after this time the remaining processes are killed, and the test fails.
-      environment: for each rank, variables to set in its environment.
-      check: raise if a rank raised or died; ``False``: its exception, or a ``Died``, is its result.
+      environment: for each rank the variables to set in its environment.
+      check: whether to raise an error if a rank raised one or died. Otherwise its result is the exception or ``Died``.
       begun: called in a thread with the list of process numbers when all processes run.
     """
     store, threads = Store(), ThreadPoolExecutor(1)
@@ -236,7 +236,7 @@ def ranks(n, function, *args, timeout_s=60.0, environment=None, check=True, begu
 
 
 class Moment:
-    """A point in time, with the times for which the ranks' processes have waited for a CPU until then."""
+    """A point in time, with the time for which each rank's process has waited for a CPU until then."""
 
     def __init__(self):
         """Record the current time, either in the test's process or in a rank."""
@@ -250,9 +250,9 @@ class Moment:
                         self.waits[pid] += int(schedule.read_text().split()[1]) / 1e9
 
     def seconds_since(self, earlier):
-        """Return the seconds since another moment, less the sum of the ranks' times of waiting for a CPU.
+        """Return the seconds since another moment, without the time for which the ranks waited for a CPU.
 
-        If each rank has a CPU of its own, this is the elapsed time. The work of other programs does not count.
+        If each rank has a CPU of its own, this is the elapsed time. Otherwise waits for busy CPUs do not count.
         """
         waited = sum(max(0.0, total - earlier.waits.get(pid, total)) for pid, total in self.waits.items())
         return self.time - earlier.time - waited
@@ -262,10 +262,10 @@ _IN_RANK = False
 
 
 def _child(store, rank, n, function, args, writer, environment):
-    """Run one rank, and end without the exit handlers of the test's process."""
+    """Run one rank, and end this process without the exit handlers of the test's process."""
     global _IN_RANK
     _IN_RANK = True
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored if the tests run in the background of a shell
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell in the background ignores it
     try:
         os.environ.update(environment)
         store.listener.close()

@@ -1,4 +1,4 @@
-"""Hosts that answer requests in simulated time, in place of processes, threads and the clock."""
+"""Simulated hosts, which answer requests in simulated time: without processes, threads and the clock."""
 
 import heapq
 import itertools
@@ -11,10 +11,10 @@ from crossreduce.ranks.connections.peer_requests import Ended
 
 
 class SimulatedHosts:
-    """Replaces the clock, the threads and the queues of agreements. ``now`` is the time.
+    """Replaces the clock, the threads and the queues of agreements. ``now``: the simulated time.
 
     ``behaviour(process, request, now)`` returns how long a process takes to answer, and its answer: ``None`` if it does
-    not answer, ``Ended`` if it has ended. ``asked`` has the time and the process of each request.
+    not answer, or ``Ended`` if it has ended. ``asked``: the time and the process of each request.
     """
 
     def __init__(self, monkeypatch, behaviour):
@@ -38,7 +38,7 @@ class SimulatedHosts:
         self.now = began
 
     def process(self, name):
-        """Return a process to ask. Its name is followed by that of the relay, if it is asked through one."""
+        """Return a simulated process. In ``asked`` a relay is shown after its name, as in "a through b"."""
 
         def ask(token, request, timeout_s, called=name):
             self.asked.append((round(self.now, 3), called))
@@ -63,7 +63,7 @@ class SimulatedHosts:
 
 
 class Queue:
-    """A queue into which threads put items at later times of the simulation."""
+    """A queue whose items are put at later times of the simulation."""
 
     def __init__(self):
         self._items, self._order = [], itertools.count()

@@ -1,4 +1,4 @@
-"""Runs of ranks whose calls are traced, and the traces that they leave."""
+"""Runs ranks whose calls are traced, and reads the traces."""
 
 import threading
 import time
@@ -30,13 +30,14 @@ def traced(n, function, folder, *args, environment=None, **options):
 
 
 def only_group(folder):
+    """Return the only group of the traces in a folder, and the notes about the files."""
     found = read_directory(folder)
     ((group,),) = found.runs
     return group, found.notes
 
 
 def some_calls(rendezvous):
-    """Make 3 small and 2 large all-reduces, most of them in compiled code; rank 1 is late for the last one."""
+    """Make the calls ``CALLS``, most of them prepared (in native code). Rank 1 is late for the last call."""
     group = array_group(member(rendezvous))
     for _ in range(3):
         group.all_reduce(np.ones(8, np.float32))
@@ -51,7 +52,7 @@ def some_calls(rendezvous):
 
 
 def across_hosts(rendezvous):
-    """Make calls of various sizes between hosts; another rank is late each time."""
+    """Make calls of various sizes between hosts. In each call another rank is late. ``plan_on`` is call 9."""
     comm = joined(rendezvous)
 
     def call(size):
@@ -68,7 +69,7 @@ def across_hosts(rendezvous):
 
 
 def in_threads(rendezvous):
-    """Make calls of two groups in a thread each, and of one of them in a third one."""
+    """Make calls of two groups at the same time, in a thread each. Then make calls of the first in a third thread."""
     groups = member(rendezvous), member(rendezvous, name="second")
 
     def run(group, count):
@@ -85,8 +86,8 @@ def in_threads(rendezvous):
         group.close()
 
 
-def copied(of_two, target):
+def copied(folder, target):
     target.mkdir()
-    for path in of_two.iterdir():
+    for path in folder.iterdir():
         (target / path.name).write_bytes(path.read_bytes())
     return sorted(target.iterdir())

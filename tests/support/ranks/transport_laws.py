@@ -1,4 +1,4 @@
-"""The laws of ``ranks.transports.base.Transport``, which every transport must obey; all ranks of a group run each."""
+"""The laws that every ``ranks.transports.base.Transport`` must obey. All ranks of a group run each law."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SIZES = (1, 0, 7, 1 << 16, 3 << 20, 64)
 
 
 def messages_arrive_in_order(transport, rendezvous):
-    """Messages of one tag between two ranks arrive in order and unchanged, beside those of other tags and ranks."""
+    """Messages with the same tag between two ranks arrive in order and unchanged, mixed with other messages."""
     me, others = rendezvous.rank, [rank for rank in range(rendezvous.size) if rank != rendezvous.rank]
     messages = [*itertools.product(others, (5, 0), enumerate(SIZES))]
     for steps in (("send", "receive"), ("receive", "send")):
@@ -41,7 +41,7 @@ def messages_arrive_in_order(transport, rendezvous):
 
 
 def raises(kind, call, *args):
-    """Check that a call raises, without pytest, since mpiexec runs these laws, too; return the error."""
+    """Check that a call raises an error, and return it. (This does not use pytest, as mpiexec runs these laws, too.)"""
     try:
         call(*args)
     except kind as error:
@@ -50,7 +50,7 @@ def raises(kind, call, *args):
 
 
 def a_message_that_is_not_sent_times_out(transport, rendezvous):
-    """Waiting for a message that no rank sends raises TimeoutError after the timeout."""
+    """A wait for a message that no rank sends raises TimeoutError after the timeout."""
     if rendezvous.rank == 0:
         buffer = np.zeros(100, np.uint8)
         raises(TimeoutError, transport.receive(buffer.ctypes.data, 100, 1, 0).wait, 0.3)
@@ -59,7 +59,7 @@ def a_message_that_is_not_sent_times_out(transport, rendezvous):
 
 
 def an_abort_ends_waits(transport, rendezvous):
-    """An abort in another thread soon ends this rank's waits; later messages fail; a second abort does not raise."""
+    """An abort in another thread soon ends this rank's waits. Later messages fail. A second abort has no effect."""
     if rendezvous.rank == 0:
         buffer = np.zeros(100, np.uint8)
         threading.Timer(0.2, transport.abort).start()
@@ -71,8 +71,8 @@ def an_abort_ends_waits(transport, rendezvous):
 
 
 def an_abort_is_noticed_by_other_ranks(transport, rendezvous):
-    """If a rank publishes a reason and aborts, ranks that wait for its messages get a ConnectionError soon, and the
-    rendezvous raises the reason on all ranks."""
+    """If a rank publishes a reason and aborts, waits for its messages soon raise a ConnectionError on other ranks, and
+    the rendezvous raises the reason on all ranks."""
     reason = encoded(PeerLostError("the reason", [0]))
     if rendezvous.rank == 0:
         time.sleep(0.2)

@@ -1,4 +1,4 @@
-"""Record which engine runs during a call, and make destinations from device names."""
+"""Record which engines run in a block of code, and make destinations from device names."""
 
 import contextlib
 from unittest import mock
@@ -15,7 +15,7 @@ def on_devices(names):
 
 @contextlib.contextmanager
 def engine_runs():
-    """Yield a list of "host" for each run of a kernel and "loop" for each buffer; calls are not prepared."""
+    """Yield a list that gets "host" for each run of a kernel and "loop" for each buffer. Calls are not prepared."""
     runs = []
 
     def recorded(name, function):

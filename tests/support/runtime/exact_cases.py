@@ -1,4 +1,4 @@
-"""Terms for exact sums, as rows of bits: kinds of data on which a sum in floating point is often wrong."""
+"""Terms for exact sums, as rows of bits, of kinds for which a sum in floating point is often wrong."""
 
 import numpy as np
 from exact_oracle import FORMATS, exact_sum
@@ -12,21 +12,21 @@ class Bits:
     def __init__(self, rng, dtype, terms, size):
         self.exponent_bits, self.stored = FORMATS[dtype]
         self.rng, self.shape = rng, (terms, size)
-        self.top = (1 << self.exponent_bits) - 1
-        self.middle = self.top // 2
+        self.top = (1 << self.exponent_bits) - 1  # the exponent of infinities and NaNs
+        self.middle = self.top // 2  # the exponent of 1.0
 
     def below(self, limit):
         """Return random numbers from 0 to ``limit - 1``."""
         return self.rng.integers(0, limit, self.shape, dtype=np.uint64, endpoint=False)
 
     def mantissas(self, sparse=False):
-        """Return random mantissas; ``sparse``: with few bits that are 1."""
+        """Return random mantissas, of which few bits are 1 if ``sparse``."""
         limit = 1 << self.stored
         found = self.below(limit)
         return found & self.below(limit) & self.below(limit) & self.below(limit) if sparse else found
 
     def made(self, exponents, mantissas):
-        """Return terms of random signs."""
+        """Return terms with these exponents and mantissas, and random signs."""
         signs = self.below(2) << np.uint64(self.exponent_bits + self.stored)
         return signs | exponents << np.uint64(self.stored) | mantissas
 
@@ -37,7 +37,7 @@ class Bits:
 
 
 def plain(name, low, count, sparse=False):
-    """Return a kind of terms: random mantissas, and ``count`` exponents of finite numbers from ``low(bits)`` on."""
+    """Return a kind of terms with random mantissas, and with finite exponents, the ``count`` from ``low(bits)`` on."""
 
     def kind(bits):
         return bits.made(bits.exponents(low(bits), count), bits.mantissas(sparse))
@@ -46,8 +46,8 @@ def plain(name, low, count, sparse=False):
     return kind
 
 
-# Most sums of similar exponents are exact in float64, of near ones just no longer. Sums of mantissas with few bits are
-# often exactly between two numbers. Partial sums of large numbers overflow.
+# Most float64 sums of narrow terms are exact, and most sums of near terms are just no longer exact. Sums of ties, whose
+# mantissas have few bits, are often exactly between two numbers. Partial sums of large terms overflow.
 narrow = plain("narrow", lambda bits: bits.middle, 3)
 near = plain("near", lambda bits: bits.middle - 20, 38)
 wide = plain("wide", lambda bits: 0, 1 << 11)
@@ -57,7 +57,7 @@ large = plain("large", lambda bits: bits.top - 3, 3)
 
 
 def cancelling(bits):
-    """Pairs of opposite numbers, of which a few differ in the last bit, in random order."""
+    """Return pairs of opposite numbers, of which a few differ in the last bit, in random order."""
     terms = bits.made(bits.exponents(bits.middle - 30, 60), bits.mantissas())
     half = len(terms) // 2
     sign = np.uint64(1 << (bits.exponent_bits + bits.stored))
@@ -66,20 +66,20 @@ def cancelling(bits):
 
 
 def zeros(bits):
-    """Zeros of both signs among numbers."""
+    """Return zeros of both signs among other numbers."""
     kept = bits.below(3) == 0
     return bits.made(np.where(kept, np.uint64(bits.middle), np.uint64(0)), np.where(kept, bits.mantissas(), 0))
 
 
 def negative_zeros(bits):
-    """Negative zeros, some elements with one zero that is positive."""
+    """Return negative zeros. Every third column has one positive zero."""
     terms = np.full(bits.shape, 1 << (bits.exponent_bits + bits.stored), np.uint64)
     terms[0, ::3] = 0
     return terms
 
 
 def special(bits):
-    """Infinities and NaNs among numbers, of which some overflow."""
+    """Return infinities and NaNs among other numbers, whose partial sums may overflow."""
     terms = np.where(bits.below(2) == 0, narrow(bits), large(bits))
     kinds = bits.below(30)
     sign = np.uint64(1 << (bits.exponent_bits + bits.stored))
@@ -88,7 +88,7 @@ def special(bits):
 
 
 def edges(bits):
-    """One and its neighbours, and the smallest and the largest numbers: ties that tiny numbers break."""
+    """Return one, its neighbours, and the smallest and largest numbers. Tiny numbers break ties of others."""
     one = bits.middle << bits.stored
     few = [0, 1, 2, 1 << bits.stored, one - 2, one - 1, one, one + 1, one + 2, (bits.top << bits.stored) - 1]
     signs = bits.below(2) << np.uint64(bits.exponent_bits + bits.stored)
@@ -96,7 +96,7 @@ def edges(bits):
 
 
 def broken_ties(bits):
-    """Powers of two at the distances of one, two and more mantissas: ties that much smaller numbers break."""
+    """Return powers of two that are one, two or more mantissas apart. Much smaller numbers break ties of others."""
     precision, middle = bits.stored + 1, bits.middle
     steps = [k * precision + d for k in range(-1, 5) for d in (0, 1)]
     few = np.array([middle - step for step in steps if 0 < middle - step < bits.top], np.uint64)
@@ -104,7 +104,7 @@ def broken_ties(bits):
 
 
 def any_bits(bits):
-    """Any bits."""
+    """Return terms of any bits."""
     return bits.made(bits.below(bits.top + 1), bits.mantissas())
 
 
@@ -118,6 +118,6 @@ def terms_of(kind, seed, dtype, terms, size):
 
 
 def exact_sums(terms, dtype, divisor=1, result=None):
-    """Return the exact sums of the columns, in the storage of the result's dtype."""
+    """Return the exact sum of each column, in the storage of the result's dtype: see ``exact_sum``."""
     columns = [exact_sum(column, dtype, divisor, result) for column in terms.T]
     return np.array(columns, UNSIGNED[result or dtype])

@@ -4,11 +4,11 @@ import math
 from fractions import Fraction
 
 FORMATS = {"float16": (5, 10), "bfloat16": (8, 7), "float32": (8, 23), "float64": (11, 52)}
-"""For each dtype, the bits of its exponent and those of its mantissa that are stored."""
+"""For each dtype, (number of bits of the exponent, number of stored bits of the mantissa)."""
 
 
 def decoded(bits, dtype):
-    """Return the number that some bits are: a ``Fraction``, or a float that is infinite or NaN."""
+    """Return the number that ``bits`` encode: a ``Fraction``, or a float that is infinite or NaN."""
     exponent_bits, stored = FORMATS[dtype]
     sign = -1 if bits >> (exponent_bits + stored) else 1
     exponent, mantissa = bits >> stored & ((1 << exponent_bits) - 1), bits & ((1 << stored) - 1)
@@ -20,7 +20,7 @@ def decoded(bits, dtype):
 
 
 def nearest(number, dtype):
-    """Return the bits of the float that is nearest to a positive ``Fraction``; of two, the one whose last bit is 0."""
+    """Return the bits of the float that is nearest to a positive ``Fraction``. Ties are rounded to even."""
     exponent_bits, stored = FORMATS[dtype]
     bias = (1 << (exponent_bits - 1)) - 1
     exponent = max(number.numerator.bit_length() - number.denominator.bit_length() - 1, 1 - bias)
@@ -32,12 +32,12 @@ def nearest(number, dtype):
 
 
 def exact_sum(terms, dtype, divisor=1, result=None):
-    """Return the bits of the sum of terms, given as bits, divided by an integer."""
+    """Return the bits of the exact sum of ``terms`` (given as bits) over ``divisor``, rounded once to ``result``."""
     exponent_bits, stored = FORMATS[result or dtype]
     sign = 1 << (exponent_bits + stored)
     infinity = ((1 << exponent_bits) - 1) << stored
     numbers = [decoded(int(bits), dtype) for bits in terms]
-    special = {str(x) for x in numbers if isinstance(x, float)}
+    special = {str(x) for x in numbers if isinstance(x, float)}  # some of "inf", "-inf" and "nan"
     if "nan" in special or len(special) > 1:
         return infinity | 1 << (stored - 1)
     if special:

@@ -1,4 +1,4 @@
-"""Exact sums of arrays of bits in fixed point, and random terms, from ``exact_reference.cpp``: fast for millions."""
+"""Random terms, and their exact sums in fixed point, from ``exact_reference.cpp``, which is fast for millions."""
 
 import ctypes
 import functools
@@ -30,7 +30,7 @@ def _addresses(arrays):
 
 
 def random_terms(dtype, kind, seed, terms, size):
-    """Return rows of random terms, as bits."""
+    """Return rows of random terms, as bits. ``kind`` is one of ``KINDS``."""
     rows = np.empty((terms, size), UNSIGNED[dtype])
     numbers = FORMATS.index(dtype), KINDS.index(kind), ctypes.c_uint64(seed)
     library().random_terms(*numbers, _addresses(rows), ctypes.c_size_t(terms), ctypes.c_size_t(size))
@@ -38,7 +38,7 @@ def random_terms(dtype, kind, seed, terms, size):
 
 
 def reference_sums(terms, dtype, divisor=1, result=None):
-    """Return the exact sums of the columns of some rows of terms, divided by an integer, as bits."""
+    """Return the exact sum of each column of ``terms``, divided by ``divisor``, as bits."""
     n, size = terms.shape
     out = np.empty(size, UNSIGNED[result or dtype])
     formats = FORMATS.index(dtype), FORMATS.index(result or dtype)

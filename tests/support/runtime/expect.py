@@ -1,4 +1,4 @@
-"""Data, and assertions that every result must pass; the correct values are those of oracle.py."""
+"""Data, and assertions that every result must pass. ``oracle.py`` computes the correct values."""
 
 import itertools
 
@@ -38,7 +38,7 @@ def small(dtype, shape, n, seed=0):
 
 def digits(n, shape):
     """Return n int64 arrays whose sum shows how often each device contributed to each element."""
-    # One digit per device: base 16 fits into int64 up to 15 devices; base 8 takes 51 bits for 17, the most in tests.
+    # One digit per device. Base 16 fits into int64 for 15 devices, and base 8 (51 bits) for 17, the most in tests.
     base = min(n + 1, 8 if n > 15 else 16)
     size = int(np.prod(shape))
     position = np.arange(1, size + 1, dtype=np.int64).reshape(shape)
@@ -46,7 +46,7 @@ def digits(n, shape):
 
 
 def result_dtype(framework, op, dtype):
-    """Return the dtype of a result: that of the components; for the mean of integers, that of true division."""
+    """Return the dtype of a result: the dtype of true division for the mean of integers, else ``dtype``."""
     return framework.mean_dtype(dtype) if op == "mean" and "int" in dtype else dtype
 
 
@@ -61,7 +61,7 @@ def check_places(framework, result, devices):
 
 
 def check_memory(framework, result, inputs):
-    """Assert that a result's components share no memory with each other or an input, if the arrays are mutable."""
+    """Assert that the components of a result share no memory with each other or an input, if arrays are mutable."""
     if not framework.mutable:
         return
     own = [framework.memory(component) for component in result]
@@ -73,7 +73,7 @@ def check_memory(framework, result, inputs):
 
 
 def check(framework, result, op, xs, devices, inputs=()):
-    """Assert that a dense result has the correct values, dtype, shape, devices, equal replicas and its own memory."""
+    """Assert that a dense result has the correct values, dtype, shape and devices, equal bits, and its own memory."""
     check_places(framework, result, devices)
     ys = [framework.to_numpy(y) for y in result]
     wanted = result_dtype(framework, op, xs[0].dtype.name)
@@ -86,8 +86,6 @@ def check(framework, result, op, xs, devices, inputs=()):
 
 
 def unchanged(framework, arrays, xs):
-    """Return whether arrays still have their original elements."""
-    return all(
-        framework.to_numpy(array).tobytes() == np.ascontiguousarray(x).tobytes()
-        for array, x in zip(arrays, xs, strict=True)
-    )
+    """Return whether arrays of the framework still have the elements ``xs``."""
+    pairs = zip(arrays, xs, strict=True)
+    return all(framework.to_numpy(array).tobytes() == np.ascontiguousarray(x).tobytes() for array, x in pairs)

@@ -1,4 +1,4 @@
-"""Tensors of torch in host memory as if on CUDA devices, and ``fake_nccl.c``, which reports every misuse of NCCL."""
+"""Pretends that torch's tensors in host memory are on CUDA devices. ``fake_nccl.c`` reports every misuse of NCCL."""
 
 import ctypes
 import subprocess
@@ -18,7 +18,7 @@ SOURCE = NATIVE / "fake_nccl.c"
 
 
 def built(folder, *flags):
-    """Compile the stand-in for NCCL; return its path."""
+    """Compile the stand-in for NCCL, and return its path."""
     path = folder / "nvidia" / "nccl" / "lib" / "libnccl.so.2"
     path.parent.mkdir(parents=True)
     warnings = ("-Wall", "-Wextra", "-Werror")
@@ -38,14 +38,14 @@ class HostMemory(torch_memory.TorchDeviceMemory):
         self.kept = []
 
     def put(self, x, device):
-        """Note that a tensor is on a device, and return it."""
+        """Record that a tensor is on a device, and return the tensor."""
         storage = x.untyped_storage()
         self.fake.fake_own(storage.data_ptr(), storage.nbytes(), device)
         self.kept.append(x)
         return x
 
     def device(self, x):
-        """Return the number of a tensor's device; -1: it is in host memory."""
+        """Return the number of a tensor's device, or -1 if it is in host memory."""
         return self.fake.fake_owner(x.data_ptr(), 1)
 
     def are_on(self, arrays, devices):
@@ -75,7 +75,7 @@ class HostMemory(torch_memory.TorchDeviceMemory):
 
 
 def install(monkeypatch, path):
-    """Replace NCCL and torch's devices; return the ``HostMemory``."""
+    """Replace NCCL and torch's devices by stand-ins, and return the ``HostMemory``."""
     memory = HostMemory(path)
     memory.fake.fake_reset()
     monkeypatch.setattr(torch_framework, "_place", lambda device: torch.device("cpu"))

@@ -1,4 +1,4 @@
-"""One interface to the four frameworks for tests: arrays on the k-th device, and as NumPy arrays."""
+"""One interface to the four frameworks for tests: it makes arrays on the k-th device, and returns them to NumPy."""
 
 import functools
 import importlib
@@ -7,6 +7,8 @@ from collections import namedtuple
 
 import numpy as np
 from oracle import dtype_of as np_dtype
+
+import crossreduce as cr
 
 # Leave a framework out only on a machine that lacks it, such as one with a GPU but without TensorFlow.
 NAMES = tuple(os.environ.get("CROSSREDUCE_TEST_FRAMEWORKS", "numpy,torch,jax,tensorflow").split(","))
@@ -33,7 +35,7 @@ class Framework:
     """The operations that tests require from a framework."""
 
     name: str
-    examples: int  # that hypothesis draws for a test: few where TensorFlow or JAX's compilation is slow
+    examples: int  # how many hypothesis draws for a test: few if TensorFlow or JAX's compilation is slow
     mutable: bool  # whether arrays can be written
     kinds: tuple[str, ...]  # kinds of sparse arrays; "IndexedSlices" is the class of crossreduce
 
@@ -44,18 +46,14 @@ class Framework:
         """Return arrays of the framework, the k-th on the k-th device."""
         return [self.array(x, k) for k, x in enumerate(xs)]
 
-    def indexed(self, values, indices, shape, k):
-        import crossreduce as cr
-
-        return cr.IndexedSlices(self.array(values, k), self.array(indices, k), shape)
-
     def sparse(self, kind, values, indices, shape, k=0):
-        assert kind == "IndexedSlices"
-        return self.indexed(values, indices, shape, k)
+        """Return a sparse array of a kind in ``kinds``, on the k-th device."""
+        if kind == "IndexedSlices":
+            return cr.IndexedSlices(self.array(values, k), self.array(indices, k), shape)
+        return self.own_sparse(values, indices, shape, k)
 
     def parts(self, x):
-        import crossreduce as cr
-
+        """Return the ``Parts`` of a sparse array."""
         assert type(x) is cr.IndexedSlices
         return Parts("IndexedSlices", self.to_numpy(x.values), self.to_numpy(x.indices))
 
@@ -71,12 +69,11 @@ class Framework:
         return (self.array(np.ones(1, np_dtype(dtype))) / 2).dtype.name
 
     def shares(self, a, b):
-        return False  # of immutable arrays; sharing them has no effect
+        """Return whether two arrays share memory. It does not matter for immutable arrays."""
+        return False
 
     def memory(self, x):
         """Return the arrays that a result consists of."""
-        import crossreduce as cr
-
         return [x.values, x.indices] if isinstance(x, cr.IndexedSlices) else [x]
 
 
@@ -129,9 +126,7 @@ class Torch(Framework):
             return False
         return a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr()
 
-    def sparse(self, kind, values, indices, shape, k=0):
-        if kind == "IndexedSlices":
-            return self.indexed(values, indices, shape, k)
+    def own_sparse(self, values, indices, shape, k):
         rows = np.atleast_2d(np.asarray(indices).T)  # of shape (number of indexed axes, number of slices)
         return self.torch.sparse_coo_tensor(self.array(rows), self.array(values), tuple(shape), check_invariants=False)
 
@@ -175,9 +170,7 @@ class Jax(Framework):
         (device,) = x.devices()
         return f"{device.platform}:{device.id}"
 
-    def sparse(self, kind, values, indices, shape, k=0):
-        if kind == "IndexedSlices":
-            return self.indexed(values, indices, shape, k)
+    def own_sparse(self, values, indices, shape, k):
         rows = np.asarray(indices)
         rows = rows[:, None] if rows.ndim == 1 else rows
         return self.bcoo((self.array(values, k), self.array(rows, k)), shape=tuple(shape))
@@ -202,7 +195,7 @@ class TensorFlow(Framework):
 
         cpu = tf.config.list_physical_devices("CPU")[0]
         tf.config.set_logical_device_configuration(cpu, [tf.config.LogicalDeviceConfiguration()] * DEVICES)
-        tf.config.list_logical_devices()  # from now on the devices cannot be changed, by a command in this process say
+        tf.config.list_logical_devices()  # fixes the devices, so that no other code of this process can change them
         tf.get_logger().setLevel("ERROR")
         self.tf = tf
 
@@ -219,9 +212,7 @@ class TensorFlow(Framework):
     def device_of(self, x):
         return "cpu:" + x.device.rpartition("CPU:")[2]
 
-    def sparse(self, kind, values, indices, shape, k=0):
-        if kind == "IndexedSlices":
-            return self.indexed(values, indices, shape, k)
+    def own_sparse(self, values, indices, shape, k):
         dense_shape = None if shape is None else self.array(np.array(shape, np.int64), k)
         return self.tf.IndexedSlices(self.array(values, k), self.array(indices, k), dense_shape)
 

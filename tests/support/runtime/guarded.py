@@ -1,4 +1,4 @@
-"""Arrays of NumPy and torch for tests of ``out=``, with guard bytes around each, so that writes beside it are found."""
+"""Arrays of NumPy and torch for tests of ``out=``. Guard bytes around each array detect writes beside the array."""
 
 import numpy as np
 import oracle
@@ -33,7 +33,7 @@ class Arrays:
         return torch.from_numpy(block)[GUARD : GUARD + x.nbytes].view(getattr(torch, x.dtype.name)).reshape(x.shape)
 
     def blank(self, shape, dtype):
-        """Return an array filled with poison bytes; one of bools with ``True``."""
+        """Return an array filled with poison bytes, or with ``True`` if its dtype is bool."""
         kind = oracle.dtype_of(dtype)
         size = int(np.prod(shape)) * kind.itemsize
         poison = np.full(size, POISON, np.uint8) if dtype != "bool" else np.ones(size, np.uint8)
@@ -69,7 +69,7 @@ class Adding(cr.CrossDeviceOps):
 
 
 def refused(arrays, error, words, function, *args, **kwargs):
-    """Assert that a call raises an error with these words and changes no byte."""
+    """Assert that a call raises an error with these words, a given value and a remedy, and changes no byte."""
     before = arrays.contents()
     with pytest.raises(error, match=words) as raised:
         function(*args, **kwargs)

@@ -19,7 +19,8 @@ def mesh(shape, names=("d",)):
 
 
 def spread(function, n, check=True, out=None, names=("d",), over=None):
-    """Return a function that runs ``function`` on each of ``n`` devices, on its row of the stacked arguments."""
+    """Return a function that runs ``function`` on each of ``n`` devices (or of a mesh of shape ``n`` with axes
+    ``names``), on its row of the arguments. ``over`` names the axes over which the rows are spread, by default all."""
     over = P(over or names)
 
     def own(*xs):
@@ -30,7 +31,7 @@ def spread(function, n, check=True, out=None, names=("d",), over=None):
 
 
 def same_everywhere(x):
-    """Check that an array has the same bits on all devices, and return one device's copy."""
+    """Return one device's copy of an array, after checking that it has the same bits on all devices."""
     shards = [np.asarray(shard.data) for shard in x.addressable_shards]
     assert len({shard.tobytes() for shard in shards}) == 1
     return shards[0]

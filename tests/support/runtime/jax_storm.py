@@ -1,6 +1,6 @@
 """``python jax_storm.py FIRST COUNT`` runs random JAX programs of ``crossreduce.jax.all_reduce`` in two threads.
 
-It fails if one hangs, differs between two runs, or differs from the same program with XLA's collectives.
+It fails if a program hangs, if two runs differ, or if the result differs from that of XLA's collectives.
 """
 
 import faulthandler
@@ -23,12 +23,13 @@ KINDS = ("ours", "ours", "ours", "two", "psum", "ppermute", "scan")
 
 
 def theirs(xs, axes, op):
+    """Reduce as ``all_reduce``, with XLA's collectives."""
     reduce = {"sum": lax.psum, "mean": lax.pmean, "max": lax.pmax}[op]
     return jax.tree.map(lambda x: reduce(x, axes), xs)
 
 
 def step(kind, reduce, v, other, axes, op, mesh):
-    """Apply one random operation to a value."""
+    """Apply an operation to the value ``v``: our ``all_reduce`` of one value, or of two, or an operation of XLA."""
     n, first = math.prod(mesh.shape[axis] for axis in axes), axes[0]
     if kind == "ours":
         return reduce(v, axes, op) / n
@@ -46,7 +47,7 @@ def step(kind, reduce, v, other, axes, op, mesh):
 
 
 def program(seed, reduce):
-    """Return a jitted program and its argument. Three values are independent of each other, unless steps mix them."""
+    """Return a jitted program of six random steps on three values, which may depend on each other, and its argument."""
     rng = random.Random(seed)
     shape = rng.choice([(8,), (4, 2), (2, 4), (2, 2, 2)])
     names = ("a", "b", "c")[: len(shape)]
@@ -69,6 +70,7 @@ def program(seed, reduce):
 
 
 def check(seed):
+    """Assert that the program of a seed is deterministic, and close to the same program with XLA's collectives."""
     run, x = program(seed, all_reduce)
     first, second = (np.asarray(run(x)) for _ in range(2))
     assert first.tobytes() == second.tobytes(), f"program {seed} is not deterministic"

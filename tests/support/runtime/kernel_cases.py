@@ -21,8 +21,8 @@ NATIVE = kernels.native()
 # Without the C++ extension one instruction set remains, so that tests of kernels fail instead of being skipped.
 SETS = tuple(NATIVE.supported()) if NATIVE else ("baseline",)
 
-# Whether the payloads of NaNs may differ: with another compiler than GCC, on another processor than x86-64, and where
-# scripts/sanitize sets the variable, since instrumented code chooses others.
+# Whether the payloads of NaNs may differ: with a compiler other than GCC, on a processor other than x86-64, or if
+# scripts/sanitize sets the variable, since instrumented code chooses other payloads.
 ANY_PAYLOAD = os.environ.get("CROSSREDUCE_TEST_NAN_PAYLOADS") == "any" or not getattr(NATIVE, "FIRST_PAYLOAD", True)
 
 GUARD = 64  # bytes before and after a result that must not change
@@ -40,7 +40,7 @@ SAME = tuple(
     for dtype in strategies.DTYPES
     for op in strategies.ops_for(dtype)
 )
-# The same and means of integers that are floats, which a framework without float64 accumulates in float32.
+# These, and means of integers whose results are floats. A framework without float64 accumulates them in float32.
 NUMBERS = SAME + tuple(
     ("mean", *dtypes) for dtypes in itertools.product(strategies.INTEGERS, ("float64", "float32"), strategies.FLOATS)
 )
@@ -69,7 +69,7 @@ class Case(NamedTuple):
 
 
 def reduction(op, dtype, wide, narrow, n, size, results=1):
-    """Return the case that combines ``n`` sources of one tensor, left to right."""
+    """Return the case that combines ``n`` sources of one tensor, left to right, in dtype ``wide``, into ``narrow``."""
     divisor = n if op == "mean" else 1
     program = FusedProgram(1, ((0, *range(n)),), (~0,) * results)
     kernel_op = "sum" if op == "mean" else op
@@ -78,7 +78,7 @@ def reduction(op, dtype, wide, narrow, n, size, results=1):
 
 @st.composite
 def programs(draw, sources, results):
-    """Draw a program that reads a slot only after it is written."""
+    """Draw a program that reads a slot only after it is written. Operand k >= 0 is source k, and ~k is slot k."""
     slots = draw(st.integers(0, 4))
     written: list[int] = []
     folds = []
@@ -95,7 +95,7 @@ def programs(draw, sources, results):
 
 @st.composite
 def cases(draw):
-    """Draw a ``Case``: 1 to 3 tensors, some cut into segments with gaps; each segment has one of 1 to 3 programs."""
+    """Draw a ``Case`` of 1 to 3 tensors, some cut into segments with gaps. Each segment has one of 1 to 3 programs."""
     name, *dtypes = draw(st.sampled_from(NUMBERS))
     sources = draw(st.one_of(st.integers(1, 5), st.integers(1, 40)))
     results = draw(st.one_of(st.integers(1, 4), st.integers(1, 40)))
@@ -118,12 +118,12 @@ def cases(draw):
 
 
 def storage(dtype):
-    """Return the dtype of the buffers that hold a dtype's elements: the buffer protocol has no bfloat16."""
+    """Return the dtype of buffers with elements of a dtype, which differs for bfloat16: buffers do not support it."""
     return np.dtype(np.uint16) if dtype == "bfloat16" else oracle.dtype_of(dtype)
 
 
 def block(nbytes, offset=0):
-    """Return new poisoned memory, and ``nbytes`` of it that start ``offset`` bytes after a multiple of 64."""
+    """Return new poisoned memory, and a part of ``nbytes`` that begins ``offset`` bytes after a multiple of 64."""
     whole = np.full(nbytes + offset + 2 * GUARD + 64, POISON, np.uint8)
     whole = whole[-whole.ctypes.data % 64 :][: GUARD + offset + nbytes + GUARD]
     return whole, whole[GUARD + offset :][:nbytes]
@@ -140,8 +140,8 @@ def specials(dtype):
     nbytes = oracle.dtype_of(dtype).itemsize
     bits, sign = FORMATS[dtype][1], 1 << (8 * nbytes - 1)
     infinite = sign - (1 << bits)
-    one = infinite // 2 - infinite // 2 % (1 << bits)
-    quiet = infinite | 1 << (bits - 1)
+    one = infinite // 2 - infinite // 2 % (1 << bits)  # the bits of 1.0
+    quiet = infinite | 1 << (bits - 1)  # a quiet NaN
     finite = [0, 1, 2, (1 << bits) - 1, 1 << bits, one - 1, one, one + 1, one + 2, infinite - 1]
     nans = [infinite + 1, quiet - 1, quiet, quiet + 1, sign - 1, quiet | 5 << (bits - 4), infinite | 3 << (bits - 4)]
     positive = [*finite, infinite, *nans]
@@ -170,7 +170,7 @@ CONTIGUOUS = LAYOUTS[:3]
 
 
 def laid_out(rng, data, layout, offset):
-    """Return an array of the dtype and size of ``data`` in a layout, perhaps with elements reordered or repeated."""
+    """Return an array of the dtype and size of ``data`` in a layout. Elements may be reordered or repeated."""
     if layout in CONTIGUOUS:
         array = view(block(data.nbytes, offset)[1], data.dtype.name)
         array[...] = data
@@ -191,7 +191,7 @@ def laid_out(rng, data, layout, offset):
 
 
 def operand(array, layout, as_tuple):
-    """Return the operand of ``Kernel.run`` for an array."""
+    """Return an array in a form that ``Kernel.run`` accepts: bytes, address, (address, shape, strides) or array."""
     if layout == "bytes":
         return memoryview(array).cast("B") if array.size else b""
     if layout == "address":
@@ -205,11 +205,11 @@ class Setup(NamedTuple):
     """The content of a batch, its layout in memory, and the arguments of the run."""
 
     seed: int = 0
-    kind: str = "numbers"
-    layouts: tuple[str, ...] = ("array",)
-    tuples: bool = False
-    offsets: tuple[int, ...] = (0,)
-    in_place: tuple[tuple[int, int], ...] = ()  # each (result, source) with the same memory
+    kind: str = "numbers"  # see ``elements``
+    layouts: tuple[str, ...] = ("array",)  # of the sources, in turn
+    tuples: bool = False  # see ``operand``
+    offsets: tuple[int, ...] = (0,)  # of the memory of sources and results, in turn: see ``block``
+    in_place: tuple[tuple[int, int], ...] = ()  # (result, source) pairs that have the same memory
     threads: int = 1
     streaming: bool = False
     check_overlap: bool = False
@@ -217,8 +217,8 @@ class Setup(NamedTuple):
 
 def setups(layouts=LAYOUTS, in_place=False):
     """Return a strategy that draws a ``Setup``."""
-    couples = st.tuples(st.integers(0, 3), st.integers(0, 6))
-    some = st.lists(couples, min_size=1, max_size=3, unique_by=(lambda pair: pair[0], lambda pair: pair[1]))
+    pair = st.tuples(st.integers(0, 3), st.integers(0, 6))
+    pairs = st.lists(pair, min_size=1, max_size=3, unique_by=(lambda pair: pair[0], lambda pair: pair[1]))
     return st.builds(
         Setup,
         seed=st.integers(0, 2**32 - 1),
@@ -226,7 +226,7 @@ def setups(layouts=LAYOUTS, in_place=False):
         layouts=st.lists(st.sampled_from(layouts), min_size=1, max_size=3).map(tuple),
         tuples=st.booleans(),
         offsets=st.lists(st.integers(0, 64), min_size=1, max_size=5).map(tuple),
-        in_place=some.map(tuple) if in_place else st.just(()),
+        in_place=pairs.map(tuple) if in_place else st.just(()),
         threads=st.integers(1, 3),
         streaming=st.booleans(),
         check_overlap=st.booleans(),
@@ -243,7 +243,7 @@ class Batch(NamedTuple):
 
 
 def batch(case, setup):
-    """Return the ``Batch`` of a case and a setup; the same arguments give equal batches."""
+    """Return the ``Batch`` of a case and a setup. The same arguments give equal batches."""
     rng = np.random.default_rng(setup.seed)
     dtype, _, result = case.dtypes
     kind = storage(result)
@@ -297,26 +297,26 @@ def copies(case, made):
 
 
 def expected(case, setup):
-    """Return the bytes of each result and around it after the kernel in NumPy has run on copies of the sources."""
+    """Return what ``contents`` returns after the kernel in NumPy has run on copies of the sources."""
     made = batch(case, setup)
     results = case.dtypes[2]
     outs = [np.array(view(part, results)) for _, part in made.blocks]
     rows = [outs[k : k + case.results] for k in range(0, len(outs), case.results)]
-    case.reference().run(copies(case, made), rows, 1, False, False)
+    case.reference().run(copies(case, made), rows, threads=1, streaming=False, check_overlap=False)
     for (_, part), out in zip(made.blocks, outs, strict=True):
         part[...] = out.view(np.uint8)
     return contents(case, made)
 
 
 def contents(case, made):
-    """Return the bytes of each result and around it; NaNs whose payload the compiler may choose are made equal."""
+    """Return the bytes of each result and around it. NaNs whose payload the compiler may choose are made equal."""
     dtype = case.dtypes[2]
     if ANY_PAYLOAD or (case.op == "product" and dtype in strategies.COMPLEX):
         for _, part in made.blocks:
             array = view(part, dtype)
             numbers = np.array(array)
             if dtype == "bfloat16":
-                numbers[numbers & 0x7FFF > 0x7F80] = 0x7FC0
+                numbers[numbers & 0x7FFF > 0x7F80] = 0x7FC0  # all NaNs become the same NaN
             elif dtype in (*strategies.FLOATS, *strategies.COMPLEX):
                 parts = numbers.view(f"f{numbers.itemsize // (1 + (dtype in strategies.COMPLEX))}")
                 parts[parts != parts] = np.nan
@@ -334,7 +334,7 @@ def check(case, setup, kernel):
 
 
 def run_python(code, **environment):
-    """Run a program in a new process, whose only ``CROSSREDUCE_*`` environment variables are the given ones."""
+    """Run a program in a new process. Of ``CROSSREDUCE_*`` variables, its environment has only ``environment``."""
     kept = {name: text for name, text in os.environ.items() if not name.startswith("CROSSREDUCE_")}
     return subprocess.run(
         [sys.executable, "-c", code],

@@ -1,4 +1,4 @@
-"""The correct results in plain Python loops: of reductions, their rounding errors, and of schedules."""
+"""Correct results of reductions and schedules, and bounds of rounding errors, in plain Python loops."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ HALVES = ("float16", "bfloat16")
 ROUNDOFF = {"float16": 2.0**-11, "bfloat16": 2.0**-8, "float32": 2.0**-24, "float64": 2.0**-53}
 ROUNDOFF |= {"complex64": 2.0**-24, "complex128": 2.0**-53}
 SMALLEST = {"float16": 2.0**-24, "bfloat16": 2.0**-133, "float32": 2.0**-149, "float64": 2.0**-1074}
-SMALLEST |= {"complex64": 2.0**-149, "complex128": 2.0**-1074}
+SMALLEST |= {"complex64": 2.0**-149, "complex128": 2.0**-1074}  # the smallest positive number of each dtype
 
 
 def dtype_of(name: str) -> np.dtype[Any]:
@@ -29,11 +29,12 @@ def name_of(array: np.ndarray[Any, Any]) -> str:
 
 
 def reduce(op: str, arrays: Sequence[Any], result: str | None = None) -> np.ndarray[Any, Any]:
-    """Reduce arrays of one shape and dtype, element by element, to NumPy's dtype of the result or a given one.
+    """Reduce arrays of one shape and dtype, element by element. ``result`` is the result's dtype, by default NumPy's.
 
     Finite real numbers are combined exactly (as fractions) and then rounded, to float64 and to the result's dtype;
     complex products are computed in complex128. Integer sums and products wrap around as in two's complement. The mean
-    of integers is their true mean; as an integer it is NCCL's: the wrapped sum is divided and truncated towards zero.
+    of integers is their true mean. If the result is an integer, it is NCCL's mean: the wrapped sum is divided and
+    truncated towards zero.
     """
     arrays = [np.asarray(array) for array in arrays]
     dtype = name_of(arrays[0])
@@ -101,9 +102,9 @@ def tolerance(arrays: Sequence[Any], depth: int, dtype: str, op: str = "sum") ->
     """Return for each element the largest error of a correct result, compared with ``reduce``.
 
     The bound is derived, not chosen. The error of a sum whose numbers pass at most ``depth`` additions is at most
-    depth*u/(1 - depth*u) * sum|x| (Higham, The accuracy of floating point summation, SISC 1993); that of a product is
-    at most the same factor times its own size. In addition the division of a mean, the rounding to a half type and the
-    rounding of the oracle each add an error of one u of the result. Integers, bools, min and max: 0.
+    depth*u/(1 - depth*u) * sum|x| (Higham, The accuracy of floating point summation, SISC 1993). The error of a product
+    is at most the same factor times the product. In addition the division of a mean, the rounding to a half type and
+    the rounding of the oracle each add an error of one u of the result. For integers, bools, min and max it is 0.
     """
     arrays = [np.asarray(array) for array in arrays]
     zero = np.zeros(arrays[0].shape)
@@ -115,8 +116,8 @@ def tolerance(arrays: Sequence[Any], depth: int, dtype: str, op: str = "sum") ->
     wide = [np.abs(array.astype("complex128" if array.dtype.kind == "c" else "float64")) for array in arrays]
     with np.errstate(all="ignore"):
         size = zero + (1.0 if op == "product" else 0.0)
-        for part in wide:
-            size = size * part if op == "product" else size + part
+        for magnitudes in wide:
+            size = size * magnitudes if op == "product" else size + magnitudes
         if op == "mean":
             size = size / len(arrays)
         exact = np.abs(reduce(op, arrays, dtype).astype("complex128" if "complex" in dtype else "float64"))
@@ -126,7 +127,8 @@ def tolerance(arrays: Sequence[Any], depth: int, dtype: str, op: str = "sum") ->
 
 
 def check(got: Any, op: str, arrays: Sequence[Any], depth: int | None = None, result: str | None = None) -> None:
-    """Assert that ``got`` is the reduction of ``arrays``, integers exactly, floats within ``tolerance``."""
+    """Assert that ``got`` is the reduction of ``arrays``: integers exactly, floats within ``tolerance``. ``depth`` is
+    the largest number of additions that an element passes, by default those of a sum from left to right."""
     wanted = reduce(op, arrays, result)
     got = np.asarray(got)
     assert got.shape == wanted.shape, f"shape {got.shape}, wanted {wanted.shape}"
@@ -143,7 +145,7 @@ def check(got: Any, op: str, arrays: Sequence[Any], depth: int | None = None, re
 
 
 def contributions(n: int, dtype: str = "int64", shape: tuple[int, ...] = ()) -> list[np.ndarray[Any, Any]]:
-    """Return one array per device, filled with ``(n + 1) ** device``: the sum's digits count the contributions."""
+    """Return one array per device, filled with ``(n + 1) ** device``. The digits of a sum count the contributions."""
     made = dtype_of(dtype)
     most = sum((n + 1) ** device for device in range(n))
     room = np.iinfo(made).max if made.kind in "iu" else int(2 / ROUNDOFF[dtype]) // 2
@@ -151,7 +153,7 @@ def contributions(n: int, dtype: str = "int64", shape: tuple[int, ...] = ()) -> 
     return [np.full(shape, (n + 1) ** device, made) for device in range(n)]
 
 
-Cells = dict[tuple[int, int], int]
+Cells = dict[tuple[int, int], int]  # values by (chunk, device)
 
 
 class WrongStepError(Exception):
@@ -159,13 +161,13 @@ class WrongStepError(Exception):
 
 
 def base_of(schedule: Any) -> int:
-    """Return a number that is above the count of every contribution in every value, so that no two sums are equal."""
+    """Return a base that is above the count of every contribution in every value, so that digits of sums are counts."""
     most = (max((len(srcs) for _, _, srcs in steps), default=1) for steps in schedule.rounds)
     return max(len(schedule.devices), math.prod(most)) + 1
 
 
 def run(schedule: Any) -> Cells:
-    """Run a schedule's steps on the base to the power of the device; return the values of each (chunk, device).
+    """Run a schedule's steps, where the input of device d is ``base_of(schedule)**d``, and return the final values.
 
     Every step of a round reads the values that the previous round left. Only plain numbers of the schedule are read:
     chunks of (share, sources, destinations), rounds of (chunk, dst, srcs).

@@ -1,4 +1,4 @@
-"""An engine of the tests' own: it runs programs of NumPy arrays like the engine "loop" and records its runs."""
+"""An engine only for tests. It runs programs on NumPy arrays like the engine "loop", and records its runs."""
 
 import numpy as np
 

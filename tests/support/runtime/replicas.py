@@ -1,4 +1,4 @@
-"""What the tests of failing replicas share: an error of their own, the number of the replica, the notes of an error."""
+"""Helpers of tests of failing replicas: an error class, the number of a replica, the notes of an error."""
 
 import crossreduce as cr
 

@@ -1,4 +1,4 @@
-"""Run a schedule on arrays without the rest of the library: with the function of the engine ``loop``, or any engine."""
+"""Run a schedule on arrays without the rest of the library, with the engine ``loop`` or any other engine."""
 
 import sys
 from contextlib import contextmanager
@@ -17,11 +17,11 @@ from crossreduce.packing import Buffer, Span
 sys.modules["crossreduce.engines.recording"] = recording  # so that the library finds this engine of the tests
 
 ENGINES = ("host", "loop")
-"""Every engine that computes on NumPy arrays; "recording" of the tests runs programs like "loop"."""
+"""Every engine that computes on NumPy arrays, except "recording" of the tests, which runs programs like "loop"."""
 
 
 def run_on(framework, schedule, op, flats, size, dtype):
-    """Run the engine ``loop`` on one flat array per source (``size`` ``None``: of any shape)."""
+    """Run the engine ``loop`` on one flat array per source. If ``size`` is ``None``, arrays may have any shape."""
     numbers = framework.numbers(ReduceOp(op), dtype, len(flats))
     return run_program(lower(schedule), framework, flats, size, numbers)
 
@@ -32,13 +32,13 @@ def run(schedule, op, xs, size):
 
 
 def run_engine(engine, schedule, op, xs, framework=None, out=None):
-    """Run an engine on one tensor of any shape, one array per source; return each destination's array."""
+    """Run an engine on one tensor of any shape, with one array per source. Return each destination's array."""
     framework = framework or get("numpy")
     spec = framework.spec(xs[0])
     program, size = lower(schedule), xs[0].size
     chunk = program.chunks[0]
-    sources, destinations = (tuple(program.devices[k] for k in part) for part in (chunk.sources, chunk.destinations))
-    buffer = Buffer(spec.dtype, size, (Span(0, 0, size, spec.shape),), 1, 0)
+    sources, destinations = (tuple(program.devices[k] for k in ends) for ends in (chunk.sources, chunk.destinations))
+    buffer = Buffer(spec.dtype, size, (Span(tensor=0, start=0, size=size, shape=spec.shape),), packs=1, first=0)
     lowered = LoweredBuffer(buffer, (ProgramRange(program, 0, size),))
     layout = Layout(framework, (0,), (lowered,), sources, destinations)
     chosen = engine_named(engine)

@@ -31,7 +31,7 @@ def name(k):
 
 
 def place(x):
-    """Return the full name of a tensor's device; inside functions TensorFlow shortens names."""
+    """Return the full name of a tensor's device. Inside functions, TensorFlow shortens names."""
     return name(x.device.rpartition("/device:CPU:")[2]) if x.device else ""
 
 
@@ -41,11 +41,12 @@ def on(k, x, dtype=None):
 
 
 def per_replica(xs, first=0, wrap=PerReplica):
+    """Return a distributed value of class ``wrap`` whose component k is on CPU ``first + k``."""
     return wrap([on(first + k, x) for k, x in enumerate(xs)])
 
 
 def outcome(result):
-    """Return a result's kind, its components' devices and the components."""
+    """Return ("mirrored" or "bare", the devices of the components, the components) of a result."""
     if isinstance(result, tf.distribute.DistributedValues):
         assert type(result) is Mirrored
         return "mirrored", [place(x) for x in result.values], list(result.values)
@@ -54,7 +55,7 @@ def outcome(result):
 
 
 def outcomes(mode, call):
-    """Run a function that returns a list of results, eagerly or traced; return its outcomes with NumPy arrays."""
+    """Run a function that returns a list of results, eagerly or traced. Return the ``outcome``s with NumPy arrays."""
     seen = []
 
     def body():
@@ -77,7 +78,7 @@ def slices(k, values, indices, shape=(5, 2)):
 
 
 def destinations_of(n):
-    """Return, for each kind of destinations: the argument, whether the result is one bare tensor, and its devices."""
+    """Return (argument, whether the result is one bare tensor, its devices) for each kind of destinations."""
     strategy = tf.distribute.MirroredStrategy([f"CPU:{k}" for k in range(n)])
     with strategy.scope():
         shared = tf.Variable(1.0)

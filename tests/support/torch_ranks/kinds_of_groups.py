@@ -1,4 +1,4 @@
-"""Groups of torch.distributed and of crossreduce.processes with the same methods, for tests of what both promise."""
+"""Groups of torch.distributed and of crossreduce.processes with the same methods, for tests that apply to both."""
 
 import os
 import signal
@@ -18,12 +18,12 @@ LONG_S = 1800.0
 
 
 class Torch:
-    """The default group of ``torch.distributed``; the ranks meet at a folder, or at an address."""
+    """The default group of ``torch.distributed``. The rendezvous is in a folder, or at an address."""
 
-    places = dict.fromkeys(("agree", "shrink", "grow", "join"), elastic)  # what a storm may let fail, and where it is
+    places = dict.fromkeys(("agree", "shrink", "grow", "join"), elastic)  # where a storm may let ranks fail
 
     def __init__(self, rendezvous, folder, timeout_s=LONG_S):
-        """Make the group of all ranks, or none without a rendezvous."""
+        """Make the group of all ranks. Without a rendezvous, make no group."""
         torch.set_num_threads(1)
         if rendezvous is not None:
             rank, size = rendezvous.rank, rendezvous.size
@@ -84,12 +84,12 @@ class Torch:
 
 
 class Numpy:
-    """A group of ``crossreduce.processes``; the ranks meet at ``where``, an address."""
+    """A group of ``crossreduce.processes``. The rendezvous is at the address ``where``."""
 
     places = dict.fromkeys(("agree", "shrink", "grow"), processes.RankGroup) | {"join_invited": processes}
 
     def __init__(self, rendezvous, where, timeout_s=LONG_S):
-        """Make the group of all ranks, or none without a rendezvous."""
+        """Make the group of all ranks. Without a rendezvous, make no group."""
         self.group = rendezvous and processes.join(rendezvous.rank, rendezvous.size, where, timeout_s=timeout_s)
 
     rank = property(lambda self: self.group.rank)
@@ -162,7 +162,7 @@ def die():
 
 
 def lose(group):
-    """Make calls until one fails because ranks were lost, and return these."""
+    """Make calls until one fails because ranks were lost. Return these ranks."""
     while True:
         try:
             group.total()
@@ -170,6 +170,6 @@ def lose(group):
             return error.ranks
 
 
-def wait_until(true):
-    while not true():
+def wait_until(condition):
+    while not condition():
         time.sleep(0.01)

@@ -1,7 +1,7 @@
-"""One process of a survival storm: it trains with others, while ranks die, stop, leave by an error, and join.
+"""One process of a survival storm: processes train together while some die, stop, leave by an error, or join.
 
-A step adds a number of each process, so its result tells which ranks took part. All processes count their steps, and
-keep the committed values.
+A step sums a different bit of each process, so its result shows which processes took part. All processes count their
+steps and record the committed results.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from types import SimpleNamespace
 
 from crossreduce.errors import CollectiveTimeout, ExcludedError, PeerLostError
 
-MOST = 16  # processes
+MOST = 16  # the maximum number of processes
 SIZES = (1, 300, 20_000, 400_000)
 GROW_EVERY = 6  # steps
 FAILURES = ("kill", "stop", "exit", "exception")
@@ -29,23 +29,23 @@ _NEWNET = 0x40000000  # CLONE_NEWNET
 
 
 class Failure(BaseException):
-    """A failure of the program, at any place: no code of the library may take it for an error of its own."""
+    """A failure of the program at any place. The library must not treat it as one of its own errors."""
 
 
 def shared_counters():
-    """Return memory that all processes share: how many steps each has committed, and at MOST whether the storm ends."""
+    """Return shared memory: for each process its number of committed steps, and at MOST whether the storm ends."""
     return memoryview(mmap.mmap(-1, 8 * (MOST + 1))).cast("q")
 
 
 class Process:
-    """A process of the storm, in a group of one of the ``kinds_of_groups``; see ``lives``."""
+    """A process of the storm. ``kind``: the class of its group, in ``kinds_of_groups``. ``case``: see the storms."""
 
     def __init__(self, number, kind, case, shared):
-        self.kind, self.group = kind, None
-        self.number, self.case, self.shared = number, case, shared
+        self.number, self.kind, self.case, self.shared, self.group = number, kind, case, shared, None
         self.folder = Path(case["folder"])
         self.step_number = self.total = 0
-        self.known, self.ends = number < case["size"], False  # whether the state is known; whether the last step ran
+        # Whether this process knows the state (processes that join do not), and whether the last step has run.
+        self.known, self.ends = number < case["size"], False
         self.synchronise = False
         self.records = []
         self.failures = [each for each in case["failures"] if each["who"] == number]
@@ -53,7 +53,7 @@ class Process:
             setattr(place, name, self.wrapped(name.split("_")[0], getattr(place, name)))
 
     def wrapped(self, what, function):
-        """Return ``function``, in which this process perhaps fails."""
+        """Return ``function``, in which this process fails if one of its failures is due there."""
 
         def call(*arguments, **options):
             failure = next((each for each in self.failures if each["where"] == what), None)
@@ -66,14 +66,14 @@ class Process:
             try:
                 return function(*arguments, **options)
             finally:
-                if sys.getprofile() is not None:  # it has not failed yet
+                if sys.getprofile() is not None:  # the function has ended before the failure
                     sys.setprofile(None)
                     fail(failure["how"])
 
         return call
 
     def fail_after(self, failure):
-        """Let this process fail when functions of the library have called others so often as ``failure`` has it."""
+        """Let this process fail after ``failure["after"]`` calls and returns in functions of the library."""
         left = failure["after"]
 
         def count(frame, event, function):
@@ -110,7 +110,7 @@ class Process:
         raise ExcludedError("the storm has ended before this process has joined")
 
     def step(self):
-        """Make random collectives; return the ranks that took part, as bits, and whether the storm ends."""
+        """Make random collectives. Return a bit set of the processes that took part, and whether the storm ends."""
         if self.synchronise:
             known, self.step_number, self.total = self.group.broadcast([self.known, self.step_number, self.total])
             assert known, "the lowest rank has no state"
@@ -130,7 +130,7 @@ class Process:
                 self.synchronise = True
 
     def run(self):
-        """Train until the end; return what this process has committed, and how it ended."""
+        """Train until the end. Return the committed results of this process, and how it ended."""
         end = "done"
         try:
             self.begin()
@@ -156,7 +156,7 @@ def fail_on_signal():
 
 
 def enter(namespace):
-    """Let this process see the network of another process."""
+    """Move this process into the network namespace of another process."""
     with Path(f"/proc/{namespace}/ns/net").open() as opened:
         libc = ctypes.CDLL(None, use_errno=True)
         if libc.setns(opened.fileno(), _NEWNET):
@@ -164,7 +164,7 @@ def enter(namespace):
 
 
 def lives(rendezvous, kind, case, shared):
-    """One process of a storm. The signal SIGQUIT makes it write where its threads are."""
+    """Run one process of a storm. On SIGQUIT it writes the stacks of its threads."""
     fail_on_signal()
     output = Path(case["folder"], f"output{rendezvous.rank}")
     with output.open("w") as opened:

@@ -28,7 +28,7 @@ CHECKS = Checks()
 
 @CHECKS.add
 def all_reduce_every_op_dtype_and_shape(c):
-    """all_reduce gives all ranks the same bits, which are the oracle's result up to rounding errors."""
+    """all_reduce gives all ranks the same bits, which equal the oracle's result up to rounding errors."""
     ops = SUM, AVG, MIN, MAX, PRODUCT
     cases = [(op, dtype) for op in ops for dtype in (*FLOATS, *INTEGERS)]
     cases += [(op, dtype) for op in (SUM, AVG) for dtype in COMPLEX]
@@ -50,7 +50,7 @@ def all_reduce_every_op_dtype_and_shape(c):
 
 @CHECKS.add
 def forms_of_tensors(c):
-    """Tensors of another memory format, lazily conjugated, or that require gradients are reduced like others."""
+    """Tensors with another memory format, a lazy conjugation, or gradients are reduced like others."""
     images = inputs(c, (2, 3, 4, 5), torch.float32, 6)
     x = images[c.rank].to(memory_format=torch.channels_last)
     dist.all_reduce(x)
@@ -69,9 +69,9 @@ def forms_of_tensors(c):
 
 @CHECKS.add
 def every_collective_of_every_dtype(c):
-    """Each collective gives the right values of each dtype, also of those that cannot be reduced.
+    """Each collective gives the right values for each dtype, also for dtypes that cannot be reduced.
 
-    Forms, sizes, strides and overlaps are drawn in test_torch_overlap.py.
+    For other forms, sizes, strides and overlaps see test_torch_overlap.py.
     """
     n = c.size
     for salt, dtype in enumerate([*FLOATS, *INTEGERS, *COMPLEX, torch.bool, torch.float8_e4m3fn]):
@@ -111,7 +111,7 @@ def expect_same(got, wanted):
 
 @CHECKS.add
 def coalesced_calls(c):
-    """Blocks that coalesce calls run all of them."""
+    """All calls in a block of ``_coalescing_manager`` are executed."""
     xs, outs = (inputs(c, (2 * c.size, 3), torch.float32, 51), [torch.empty(2, 3), torch.empty(3, 2).T])
     gathered = [torch.empty(c.size * 3), torch.empty(c.size * 2)]
     with dist.distributed_c10d._coalescing_manager():
@@ -128,7 +128,7 @@ def coalesced_calls(c):
 
 @CHECKS.add
 def splits_of_all_to_all(c):
-    """Only one rank may pass equal splits explicitly; numbers of rows that do not match raise on all ranks."""
+    """A rank may pass equal splits that others omit. Numbers of rows that do not match are an error on all ranks."""
     n = c.size
     splits = [[1] * n] * 2 if c.rank == 0 else []
     moved = torch.empty(n)
@@ -141,7 +141,7 @@ def splits_of_all_to_all(c):
 
 @CHECKS.add
 def messages_between_two_ranks(c):
-    """Messages between two ranks arrive, with tags and from any source: in memory, or between hosts with gloo."""
+    """Messages between two ranks arrive, with tags and from any source, in memory and between hosts (by gloo)."""
     after, before = (c.rank + 1) % c.size, (c.rank - 1) % c.size
     sent, got = given(c.rank, (100,), torch.float32, 110), torch.empty(100)
     works = [dist.isend(sent, after, tag=4), dist.irecv(got, before, tag=4)]

@@ -1,4 +1,4 @@
-"""Checks of test_torch_backend.py: exact sums of tensors. The oracle is rational arithmetic."""
+"""Checks of test_torch_backend.py: exact sums of tensors, compared with rational arithmetic."""
 
 import os
 
@@ -23,6 +23,7 @@ def tensor(bits, dtype):
 
 
 def inputs(c, dtype):
+    """Return the tensors of all ranks, and their bits."""
     terms = terms_of(wide, 5, dtype, c.size, SIZE)
     return [tensor(row, dtype) for row in terms], terms
 
@@ -33,7 +34,7 @@ def expect(x, bits, dtype):
 
 
 def reduced(c, group):
-    """Check every reduction of a group, twice: the second call may be prepared."""
+    """Check every reduction of a group, twice, since the second call may be prepared."""
     for dtype in UNSIGNED:
         every, terms = inputs(c, dtype)
         total, mean = exact_sums(terms, dtype), exact_sums(terms, dtype, c.size)
@@ -60,7 +61,7 @@ def reduced(c, group):
 
 @CHECKS.add
 def groups_with_options(c):
-    """``pg_options`` of new_group make the sums of that group exact, whatever the environment says."""
+    """``pg_options`` of new_group decide whether its sums are exact. Without them, CROSSREDUCE_EXACT decides."""
     assert "CROSSREDUCE_EXACT" not in os.environ
     reduced(c, dist.new_group(pg_options=Options(exact=True)))
     every, terms = inputs(c, "float32")
@@ -80,7 +81,7 @@ def groups_with_options(c):
 
 @CHECKS.add
 def what_is_refused(c):
-    """Products, and sums that gloo would compute, raise the same error on all ranks; the group can still be used."""
+    """Products of floats, and sums that gloo would compute, raise an error on all ranks. Other calls still work."""
     group = dist.new_group(pg_options=Options(exact=True))
     x = torch.ones(4)
     raises(cr.UnsupportedError, "a product cannot be exact", lambda: dist.all_reduce(x, dist.ReduceOp.PRODUCT, group))
@@ -97,8 +98,8 @@ def what_is_refused(c):
 
 @CHECKS.add
 def ranks_with_different_options(c):
-    """If only some ranks' options are exact, sums and products of floats raise an error that names them, and nothing is
-    reduced; sums of integers are exact anyway."""
+    """If only some ranks have exact=True, sums and products of floats raise an error that names these ranks, and
+    nothing is reduced. Sums of integers work, since they are always exact."""
     group, x = dist.new_group(pg_options=Options(exact=c.rank == 0)), torch.full((3,), float(c.rank))
     for call, text in (
         (lambda: dist.all_reduce(x, group=group), "all_reduce {}sum float32[3]"),
@@ -114,7 +115,7 @@ def ranks_with_different_options(c):
 
 @CHECKS.add
 def the_hook_of_ddp(c):
-    """DDP's hook averages gradients exactly: they are the mean of all ranks' gradients, rounded once."""
+    """With the exact hook, DDP's gradients are the exact mean of all ranks' gradients, rounded once."""
     every, terms = inputs(c, "float32")
     due = exact_sums(terms, "float32", c.size)
     for exact, value in ((True, "0"), (None, "1")):

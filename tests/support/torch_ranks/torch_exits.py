@@ -1,6 +1,6 @@
 """Ranks that end in different ways: ``python torch_exits.py LAUNCHER ENDING STORE``. See test_torch_exits.py.
 
-LAUNCHER is "itself", if another program starts a process for each rank, or "spawn" or "fork".
+LAUNCHER is "itself" if another program starts a process for each rank. Otherwise it is "spawn" or "fork".
 """
 
 import os
@@ -43,7 +43,7 @@ def run(rank, size, ending, store):
 
 
 def during_gloo(rank):
-    """End while gloo waits for a late rank; exit with 3 if gloo refers to the tensor of an op that has completed."""
+    """End while gloo waits for a late rank. Exit with 3 if gloo still refers to the tensor of a completed op."""
 
     def watched(self, text, run, tensors, options):
         before = sys.getrefcount(tensors[0])

@@ -1,4 +1,4 @@
-"""Checks of crossreduce.torch: asynchronous calls, gloo as inner backend, errors, groups, and torch's other tools."""
+"""Checks of crossreduce.torch: asynchronous calls, gloo as inner backend, errors, groups, and other tools of torch."""
 
 import functools
 import gc
@@ -31,7 +31,7 @@ CHECKS = Checks()
 
 @CHECKS.add
 def asynchronous_calls(c):
-    """Asynchronous calls run in order, and a synchronous call runs after them."""
+    """Asynchronous calls run in their order, and a later synchronous call runs after them."""
     x = given(c.rank, (1000,), torch.float64, 120)
     y = x.clone()
     works = [dist.all_reduce(y, async_op=True) for _ in range(20)]
@@ -56,7 +56,7 @@ def asynchronous_calls(c):
 
 @CHECKS.add
 def ops_in_callbacks(c):
-    """A callback of a future may call ops, and may wait for them although it runs in the queue's thread."""
+    """A callback of a future, which runs in the queue's thread, may call ops and wait for them."""
     waits = (lambda y: dist.all_reduce(y), lambda y: dist.all_reduce(y, async_op=True).wait())
     for wait in (*waits, lambda y: dist.all_reduce(y, async_op=True).get_future().wait()):
         x, y = (given(c.rank, (200_000,), torch.float32, 125), given(c.rank, (9,), torch.float32, 126))
@@ -67,11 +67,11 @@ def ops_in_callbacks(c):
 
 @CHECKS.add
 def inner_backend(c):
-    """gloo executes sparse and bitwise reductions, which crossreduce does not support, and no other collective."""
+    """gloo executes only sparse and bitwise reductions, which crossreduce does not support."""
     collectives, rows = dist.group.WORLD._collectives, torch.ones(c.size, 5)
     gloo, collectives._gloo = collectives._gloo, None
     try:
-        for x in (rows, rows.to(torch.complex64), rows.to(torch.float8_e5m2)):  # the last is moved as bytes
+        for x in (rows, rows.to(torch.complex64), rows.to(torch.float8_e5m2)):  # the last one is moved as bytes
             own, listed = x[0].clone(), list(x) if c.rank == 1 else None
             dist.broadcast(own, 1)
             dist.all_gather_into_tensor(x, own)
@@ -106,7 +106,7 @@ def inner_backend(c):
 
 @CHECKS.add
 def sparse_leaf(c):
-    """A sparse tensor that requires gradients, coalesced or not, is reduced like others."""
+    """A sparse tensor that requires gradients is reduced like others, whether or not it is coalesced."""
     every = [torch.sparse_coo_tensor([[0, 0, rank + 1]], given(rank, (3,)), (c.size + 1,)) for rank in range(c.size)]
     for tensor in (every[c.rank].clone(), every[c.rank].coalesce()):
         leaf = tensor.requires_grad_()
@@ -117,7 +117,7 @@ def sparse_leaf(c):
 
 @CHECKS.add
 def sequence_numbers(c):
-    """The sequence number of a group counts its collectives and messages, as that of a gloo group does."""
+    """The sequence number of a group counts its collectives and messages, like that of a gloo group."""
     ours, gloo = dist.new_group(), dist.new_group(backend="gloo")
 
     def messages(group):
@@ -146,7 +146,7 @@ def sequence_numbers(c):
 
 @CHECKS.add
 def unsupported_calls(c):
-    """Unsupported calls raise on all ranks, and the group can still be used."""
+    """Unsupported calls raise errors on all ranks, and the group can still be used."""
     raises(TypeError, "mean of bools", dist.all_reduce, torch.ones(3, dtype=torch.bool), AVG)
     raises(ValueError, "do not match in number or size", dist.all_gather_into_tensor, torch.empty(5), torch.empty(7))
     raises(ValueError, "do not match in number or size", dist.all_gather, [torch.empty(5)], torch.empty(5))
@@ -162,7 +162,7 @@ def unsupported_calls(c):
 
 @CHECKS.add
 def failed_ops_release_their_tensors(c):
-    """When nothing else refers to the tensor of a failed op, it is released without the garbage collector."""
+    """After an op has failed, its tensor is in no reference cycle: it is released without the garbage collector."""
     gc.disable()
     try:
         for asynchronous in (False, True):
@@ -171,11 +171,11 @@ def failed_ops_release_their_tensors(c):
             try:
                 work = dist.all_reduce(tensor, async_op=asynchronous)
                 work.wait()
-            except ValueError:  # not raises(): its frame would keep the error
+            except ValueError:  # not by ``raises``, whose frame would refer to the error
                 failed = True
             assert failed
             del tensor
-            work, deadline = None, time.monotonic() + 5  # the queue's thread may still be about to release it
+            work, deadline = None, time.monotonic() + 5  # the queue's thread may release it a little later
             while released() is not None:
                 assert time.monotonic() < deadline
                 time.sleep(0.01)
@@ -185,7 +185,7 @@ def failed_ops_release_their_tensors(c):
 
 @CHECKS.add
 def tensors_that_wrap_others(c):
-    """Calls use the tensors that a subclass wraps, such as the pending result of a functional collective."""
+    """Calls use the tensors inside a wrapper, such as the pending result of a functional collective."""
     import torch.distributed._functional_collectives as functional
     from torch.testing._internal.two_tensor import TwoTensor
 
@@ -209,9 +209,9 @@ def tensors_that_wrap_others(c):
 
 @CHECKS.add
 def lists_of_tensors(c):
-    """A call that is not coalesced takes one tensor per rank; other numbers are an error before anything is written.
+    """A call that is not coalesced takes one tensor per rank. Other numbers are an error, and nothing is written.
 
-    gloo would reduce all tensors of all ranks together, and gather all of them.
+    (gloo would reduce, or gather, all tensors of all ranks together.)
     """
     group, x, y = dist.group.WORLD, torch.ones(3), torch.ones(3)
     pairs, rows = [x, y], [torch.zeros(3) for _ in range(c.size)]
@@ -233,7 +233,7 @@ def lists_of_tensors(c):
 
 @CHECKS.add
 def tensors_on_other_devices(c):
-    """Tensors on a device that no backend of the group serves raise on all ranks, and the group can still be used."""
+    """Tensors on a device for which the group has no backend are an error on all ranks. The group still works."""
     far, near, text = (torch.empty(c.size, device="meta"), torch.empty(c.size), "no backend for meta tensors")
     for call, *arguments in (
         (dist.all_reduce, far),
@@ -245,7 +245,7 @@ def tensors_on_other_devices(c):
         assert "the group serves cpu\n" in words
         assert '"cpu:crossreduce,cuda:nccl"' in words
     raises(TypeError, text, dist.all_reduce(far, async_op=True).wait)
-    for call, *arguments in (  # these crashed: the memory of a meta tensor is at the address 0
+    for call, *arguments in (  # must not access the memory of a meta tensor, which is at the address 0
         (dist.all_gather_into_tensor, torch.empty(c.size**2, device="meta"), near),
         (dist.reduce_scatter_tensor, torch.empty(1), far),
         (dist.all_to_all_single, far, near),
@@ -280,7 +280,7 @@ def mismatch(c):
 
 @CHECKS.add
 def subgroups(c):
-    """Groups of some ranks, of another backend, and several groups in threads at once are independent."""
+    """Groups of some ranks, groups of another backend, and several groups that are used in threads are independent."""
     pair = dist.new_group([0, c.size - 1])
     alone = dist.new_group([1])
     plain = dist.new_group(backend="gloo")
@@ -312,7 +312,7 @@ def subgroups(c):
         list(pool.map(work, range(3)))
     for group in groups:
         dist.destroy_process_group(group)
-    for _ in range(3):  # the groups of all rounds have the same name
+    for _ in range(3):  # the groups in all iterations have the same name
         ranks = [0, 1] if c.rank < 2 else list(range(2, c.size))
         group = dist.new_group(ranks, use_local_synchronization=True)
         x = given(c.rank, (5,), torch.float64, 155)
@@ -344,7 +344,7 @@ def methods_of_the_group(c):
 
 @CHECKS.add
 def functional_collectives(c):
-    """Functional collectives, which C++ calls, and a device mesh run on the backend."""
+    """Functional collectives, which C++ code calls, and a device mesh use the backend."""
     import torch.distributed._functional_collectives as functional
 
     xs = inputs(c, (4, 6), torch.float32, 180)
@@ -375,7 +375,7 @@ def functional_collectives(c):
 
 @CHECKS.add
 def topology(c):
-    """measure_topology returns the same devices and links on all ranks, and reductions are planned on them."""
+    """measure_topology returns the same topology on all ranks. Later reductions on it work, and so does ``plan``."""
     import crossreduce
     from crossreduce.torch import measure_topology
 
@@ -393,7 +393,7 @@ def topology(c):
 
 @CHECKS.add
 def statistics(c):
-    """stats counts the collectives of a group, and its bytes; a new group begins at 0."""
+    """stats counts the collectives of a group and their bytes. A new group begins at 0."""
     from crossreduce.torch import stats
 
     group, x = dist.new_group(), torch.ones(1000, dtype=torch.float64)
@@ -414,7 +414,7 @@ def statistics(c):
 
 @CHECKS.add
 def forked(c):
-    """A process forked from a rank, such as a worker of DataLoader, cannot use the group, and does not affect it."""
+    """A forked process, such as a worker of DataLoader, cannot use the group of its parent, and does not affect it."""
     pid = os.fork()
     if not pid:
         try:

@@ -1,6 +1,6 @@
-"""What checks of crossreduce.torch share: inputs from seeds, an oracle in double precision, and the function of a rank.
+"""Helpers for checks of crossreduce.torch: inputs from seeds, an oracle, and the function that runs checks on a rank.
 
-The oracle makes the inputs of all ranks itself and reduces them with plain torch, without communication.
+The oracle makes the inputs of all ranks itself and reduces them with plain torch, in double precision.
 """
 
 import gc
@@ -37,7 +37,7 @@ def given(rank, shape, dtype=torch.float32, salt=0):
 
 
 def expect_reduced(got, op, xs):
-    """Check a reduction: integers exactly, others within the rounding errors (Higham, SISC 1993)."""
+    """Check a reduction: integers exactly, and floats within the bound of rounding errors (Higham, SISC 1993)."""
     dtype = xs[0].dtype
     assert got.dtype == dtype
     assert got.shape == xs[0].shape, (got.shape, xs[0].shape)
@@ -89,7 +89,7 @@ def inputs(c, *args):
 
 
 class Checks(list):
-    """Functions of a rank's context, each of which is one test."""
+    """A list of checks: functions of a rank's context, which has ``rank`` and ``size``."""
 
     def add(self, function):
         self.append(function)
@@ -97,12 +97,12 @@ class Checks(list):
 
 
 def run(rendezvous, checks, folder):
-    """Run checks, each a function of this rank's context, in a group of all ranks; then make more groups.
+    """Run checks in a group of all ranks. Then make, use and destroy groups three times.
 
-    Return the errors of failed checks, the digests, and how many threads and descriptors there are after each group.
+    Return the errors of failed checks, the digests, and after each time [Python threads, threads, descriptors].
     """
     torch.set_num_threads(1)  # a forked process has no other threads of torch's pool
-    warnings.simplefilter("ignore")  # of torch, for functions that have newer names
+    warnings.simplefilter("ignore")  # torch's warnings about functions that have newer names
     rank, size = rendezvous.rank, rendezvous.size
 
     def begin(number):

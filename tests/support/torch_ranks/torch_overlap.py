@@ -1,4 +1,4 @@
-"""The program of each rank in test_torch_overlap.py: runs the cases that it reads, and writes their outcomes."""
+"""The program of each rank in test_torch_overlap.py. It reads cases, runs them, and writes their outcomes."""
 
 import json
 import os
@@ -11,7 +11,7 @@ from overlaps import buffer, outcome_of
 
 from crossreduce.ranks.intra_host import programs
 
-programs.PIECE_BYTES = 16  # before other modules read it: small arrays have many pieces
+programs.PIECE_BYTES = 16  # small arrays then have many pieces; set it before other modules import it
 
 from crossreduce.ranks.inter_host import multi_host, one_host  # noqa: E402
 from crossreduce.ranks.intra_host import peer_memory  # noqa: E402

@@ -1,4 +1,4 @@
-"""Starts the ranks of the tests of ``crossreduce.torch`` as programs, and ends them with the test."""
+"""Starts programs as ranks, for tests of ``crossreduce.torch``, and ends them at the end of the test."""
 
 import contextlib
 import functools
@@ -15,10 +15,10 @@ HERE = Path(__file__).parent
 
 
 def start(argv, n, environment=None):
-    """Start n ranks of a Python program; return their processes.
+    """Start n ranks of a Python program, and return their processes.
 
-    A program whose path is the first of ``argv`` is forked from a process that has imported torch (``Forked``); options
-    of the interpreter need one of their own.
+    If ``argv`` begins with a path, the ranks are forked from a process that has imported torch (``Forked``). If it
+    begins with an option of the interpreter, each rank gets an interpreter of its own.
     """
     running = []
     for rank in range(n):
@@ -36,7 +36,7 @@ def start(argv, n, environment=None):
 
 @functools.cache
 def server():
-    """Start the process from which ranks are forked; it ends when this process does."""
+    """Start the process from which ranks are forked. It ends with this process."""
     env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONFAULTHANDLER": "1"}
     command = [sys.executable, "-u", str(HERE / "torch_server.py")]
     return subprocess.Popen(command, env=env, cwd=HERE, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
@@ -49,7 +49,7 @@ def asked(**request):
 
 
 class Forked:
-    """A rank that the server has forked, with those methods of ``Popen`` that tests call."""
+    """A rank that the server has forked, with the methods of ``Popen`` that tests use."""
 
     returncode = None
 
@@ -69,7 +69,7 @@ class Forked:
         os.kill(self.pid, number)
 
     def communicate(self, timeout=600):
-        """Return what the rank has written, when it has ended, and delete the file that has it."""
+        """Wait until the rank has ended, return its output, and delete the file with the output."""
         if self.poll(timeout) is None:
             raise subprocess.TimeoutExpired("rank", timeout)
         text = Path(self._output).read_text()
@@ -78,7 +78,7 @@ class Forked:
 
 
 class Piped(Forked):
-    """A rank with pipes ``stdin`` and ``stdout``, whose errors go to a file."""
+    """A rank with pipes ``stdin`` and ``stdout``. Its stderr is the file ``errors``."""
 
     def __init__(self, argv, env, errors):
         with tempfile.TemporaryDirectory() as folder:
@@ -95,7 +95,7 @@ class Piped(Forked):
 
 
 def finish(running, timeout_s):
-    """Return the exit status and output of each rank; kill ranks after ``timeout_s``, and their children at the end."""
+    """Return the exit status and output of each rank. Kill late ranks after ``timeout_s``, and at the end children."""
     deadline, outputs = time.monotonic() + timeout_s, []
     try:
         for process in running:

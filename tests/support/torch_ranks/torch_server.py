@@ -1,8 +1,8 @@
-"""Forks programs of ranks that import torch, so that many ranks need one import of torch only; see ``torch_running``.
+"""Forks programs of ranks that need torch, so that torch is imported only once for many ranks; see ``torch_running``.
 
-Each line of the input is a JSON object: ``{"argv", "env", "cwd", "files"}`` starts a program, and the answer is its
-process number; ``{"wait", "seconds"}`` waits for one that was started, and the answer is its exit status or ``null``. A
-program runs as ``__main__`` and ends as any interpreter does.
+Each line of the input is a request, a JSON object. ``{"argv", "env", "cwd", "files"}`` starts a program; the answer is
+its process number. ``{"wait", "seconds"}`` waits for a started program; the answer is its exit status, or ``null`` if
+it is still running. A program runs as ``__main__`` and ends like any interpreter.
 """
 
 import gc
@@ -23,7 +23,7 @@ STATUSES = {}
 
 
 def start(argv, env, cwd, files):
-    """Fork a process that runs a program, and return its number, or ``None`` in that process."""
+    """Fork a process for a program. Return the process number, or ``None`` in the new process."""
     pid = os.fork()
     os.setpgid(pid, 0)
     if pid:
@@ -42,7 +42,7 @@ def start(argv, env, cwd, files):
 
 
 def wait(pid, seconds):
-    """Return the status of a process that ends within a time, as ``subprocess`` returns it, or ``None``."""
+    """Return the exit status of a process like ``subprocess``, or ``None`` if it does not end in time."""
     deadline = time.monotonic() + seconds
     while pid not in STATUSES:
         ended, status = os.waitpid(pid, os.WNOHANG)
@@ -56,7 +56,7 @@ def wait(pid, seconds):
 
 
 def serve():
-    """Answer requests until the input ends; return the program of a forked process."""
+    """Answer requests until the input ends. In a forked process, return the path of its program."""
     for line in sys.stdin:
         request = json.loads(line)
         if "wait" in request:
@@ -68,6 +68,6 @@ def serve():
 
 
 gc.collect()
-gc.freeze()  # else each program would visit the objects of torch at its end
+gc.freeze()  # so that programs do not visit the objects of torch when they end
 if program := serve():
     runpy.run_path(program, run_name="__main__")

@@ -1,6 +1,6 @@
 """Checks of test_torch_backend.py: training with torch's tools for several processes.
 
-The oracle of most checks is the same model on all ranks' samples in one process, in float64, so that rounding
+Most checks compare with the same model, trained on all ranks' samples in one process. It is float64, so that rounding
 differences are tiny.
 """
 
@@ -36,7 +36,7 @@ def loss_of(model, rank, step):
 
 
 def trained(model, ranks, steps=3, optimizer=None):
-    """Train on the samples of some ranks, and return the gradients of the last step."""
+    """Train on the samples of ``ranks``, and return the gradients of the last step."""
     optimizer = optimizer or torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
     for step in range(steps):
         optimizer.zero_grad()
@@ -53,7 +53,7 @@ def expect_close(got, want):
 
 @CHECKS.add
 def ddp(c):
-    """DistributedDataParallel gives in each mode the gradients and the weights of training in one process."""
+    """In each mode, DistributedDataParallel gives the same gradients and weights as training in one process."""
     for options in (
         {},
         {"static_graph": True},
@@ -65,7 +65,7 @@ def ddp(c):
         want = trained(alone, range(c.size))
         model = Model(unused)
         if c.rank:
-            for p in model.parameters():  # DDP replaces them by those of rank 0
+            for p in model.parameters():  # DDP replaces them by the parameters of rank 0
                 p.data.normal_()
         replica = DistributedDataParallel(model, **options)
         got = trained(replica, [c.rank])
@@ -77,7 +77,7 @@ def ddp(c):
 
 @CHECKS.add
 def ddp_accumulates_and_joins(c):
-    """no_sync accumulates gradients on each rank; join supports ranks with fewer batches."""
+    """With no_sync, gradients are accumulated on each rank. With join, ranks may have fewer batches than others."""
     model, alone = Model(), Model()
     replica = DistributedDataParallel(model)
     with replica.no_sync():
@@ -94,7 +94,7 @@ def ddp_accumulates_and_joins(c):
 
 @CHECKS.add
 def hook(c):
-    """all_reduce_hook reduces the gradients of DDP on gloo, with every kind of state, and inside a hook of torch."""
+    """all_reduce_hook reduces the gradients of DDP on gloo, with each kind of state, and inside a hook of torch."""
     from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_wrapper
 
     gloo = dist.new_group(backend="gloo")
@@ -117,7 +117,7 @@ def hook(c):
 
 @CHECKS.add
 def hook_that_reduces_in_callbacks(c):
-    """torch's PowerSGD hook works, although callbacks of its futures call collectives and wait for them."""
+    """torch's PowerSGD hook works. It calls collectives, and waits for them, in callbacks of futures."""
     from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 
     model = torch.nn.Linear(40, 40)
@@ -134,7 +134,7 @@ def hook_that_reduces_in_callbacks(c):
 
 @CHECKS.add
 def hook_after_another(c):
-    """A HookState's hook ``before`` runs first, and the value of its future is reduced."""
+    """The hook ``before`` of a HookState runs first, and the value of its future is reduced."""
     gloo = dist.new_group(backend="gloo")
     seen = []
 
@@ -158,7 +158,7 @@ def hook_after_another(c):
 
 @CHECKS.add
 def fully_sharded(c):
-    """FSDP2 on the CPU trains a model like one process."""
+    """FSDP2 on the CPU gives the same gradients and weights as training in one process."""
     from torch.distributed.fsdp import fully_shard
 
     alone, model = Model(), Model()
@@ -173,7 +173,7 @@ def fully_sharded(c):
 
 @CHECKS.add
 def zero_redundancy(c):
-    """ZeroRedundancyOptimizer shards the optimizer's state over the ranks and gives one process's weights."""
+    """ZeroRedundancyOptimizer, which shards the optimizer's state, gives the weights of training in one process."""
     from torch.distributed.optim import ZeroRedundancyOptimizer
 
     alone, model = Model(), Model()
@@ -188,7 +188,7 @@ def zero_redundancy(c):
 
 @CHECKS.add
 def compiled_replica(c):
-    """A model under DDP and torch.compile gets the gradients of the same model in one process, up to rounding."""
+    """With DDP and torch.compile, a model gets the same gradients as in one process, up to rounding."""
     alone, model = Model().float(), Model().float()
     replica = torch.compile(DistributedDataParallel(model), backend="aot_eager")
     for step in range(3):
@@ -203,7 +203,7 @@ def compiled_replica(c):
 
 @CHECKS.add
 def differentiable(c):
-    """The differentiable all_reduce of torch.distributed.nn runs on the backend, and so does its gradient."""
+    """The differentiable all_reduce of torch.distributed.nn works on the backend, and so does its gradient."""
     from torch.distributed.nn.functional import all_reduce
 
     x = given(c.rank, (5,), torch.float64).requires_grad_()
@@ -214,10 +214,10 @@ def differentiable(c):
 
 @CHECKS.add
 def mismatch_in_ddp(c):
-    """backward() raises a MismatchError if ranks' calls of DDP differ, although C++ makes and awaits these calls."""
+    """``backward`` raises a MismatchError if the calls of DDP, which C++ code makes, differ between ranks."""
     from crossreduce import MismatchError
 
-    class Odd(torch.autograd.Function):
+    class ExtraCall(torch.autograd.Function):
         @staticmethod
         def forward(ctx, x):
             return x.clone()
@@ -231,7 +231,7 @@ def mismatch_in_ddp(c):
     model = Model()
     replica = DistributedDataParallel(model)
     x = given(c.rank, (6, 7), torch.float64)
-    raises(MismatchError, "rank 1", lambda: Odd.apply(replica(x)).sum().backward())
+    raises(MismatchError, "rank 1", lambda: ExtraCall.apply(replica(x)).sum().backward())
     if c.rank != 1:
         raises(MismatchError, "rank 1", dist.barrier)
     dist.barrier()

@@ -1,9 +1,8 @@
 """The plan explorer: a plan as one HTML file that any browser shows without a network.
 
 Input: a ``Plan`` and a path. Output: a file of at most 1 MB. ``positions.py`` places the nodes, ``trees.py`` groups
-trees and rings, ``model.py`` all values that the page shows, ``page.py`` puts them, the styles and the scripts of
-``assets/`` into one text. Cytoscape.js draws the wiring and uPlot the charts; both are in ``assets/`` with their
-licenses.
+trees and rings, ``model.py`` collects all values that the page shows, and ``page.py`` joins them with the styles and
+scripts of ``assets/``. Cytoscape.js draws the wiring and uPlot the charts; both are in ``assets/`` with their licenses.
 """
 
 from .page import report_html, stages, write_report

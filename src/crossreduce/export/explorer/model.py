@@ -25,7 +25,7 @@ PARTS: Final = 240  # the number of parts of the duration for which the use of l
 SIZES: Final = tuple(1 << power for power in range(10, 31, 2))  # 1 KiB to 1 GiB
 _MANY: Final = 128  # with more devices, a plan for another size can take half a minute, so fewer sizes are planned
 
-_IDLE: Final = 1e-6  # percent; less is a rounding error
+_IDLE: Final = 1e-6  # percent of use; less than this is a rounding error
 
 Advance = Callable[[str], None]
 
@@ -38,7 +38,7 @@ class Detail(NamedTuple):
 
 
 def model(plan: Plan, detail: Detail, advance: Advance) -> dict[str, Any]:
-    """Return what the page shows about a plan.
+    """Return a dictionary of all values that the page shows about a plan.
 
     Args:
       plan: the plan.
@@ -47,7 +47,7 @@ def model(plan: Plan, detail: Detail, advance: Advance) -> dict[str, Any]:
     """
     advance("explaining")
     text = plan.explain()
-    head, *rest = text.splitlines()
+    head, *rest = text.splitlines()  # in the rest, a fact has a label in columns 2 to 11, and then its text
     facts = [[line[2:12].strip(), line[12:].strip()] for line in rest if line[2:3].strip() and line.startswith("  ")]
     topology, where = plan.topology, places(plan.topology)
     number = {node.name: k for k, node in enumerate(where.nodes)}
@@ -56,12 +56,12 @@ def model(plan: Plan, detail: Detail, advance: Advance) -> dict[str, Any]:
         for link in topology.links
     ]
     link_number = {(link.src, link.dst): k for k, link in enumerate(topology.links)}
-    moves = plan.rate is not None and plan.nbytes > 0
+    has_data = plan.rate is not None and plan.nbytes > 0
     others = [(name, other) for name, other in plan.comparisons.items() if other.schedule != plan.schedule]
     plans = []
-    for name, each in [(plan.algorithm, plan), *others] if moves else []:
+    for name, shown_plan in [(plan.algorithm, plan), *others] if has_data else []:
         advance(f"tracing {name}")
-        plans.append(_plan(name, each, plan, link_number, detail))
+        plans.append(_plan(name, shown_plan, plan, link_number, detail))
     return {
         "head": head,
         "text": text,
@@ -76,9 +76,9 @@ def model(plan: Plan, detail: Detail, advance: Advance) -> dict[str, Any]:
         "symbol": round(where.size),
         "links": links,
         "parts": detail.parts,
-        "cuts": _cuts(plan, number, link_number) if moves else [],
+        "cuts": _cuts(plan, number, link_number) if has_data else [],
         "plans": plans,
-        "sizes": _sizes(plan, advance) if moves else None,
+        "sizes": _sizes(plan, advance) if has_data else None,
     }
 
 
@@ -91,14 +91,15 @@ def stages(plan: Plan) -> int:
 
 
 def _sizes_of(plan: Plan) -> tuple[int, ...]:
+    """Return the sizes for which all algorithms are planned."""
     return SIZES if len(plan.request.members) <= _MANY else SIZES[::2]
 
 
 def _plan(name: str, plan: Plan, best: Plan, link_number: dict[tuple[str, str], int], detail: Detail) -> dict[str, Any]:
-    """Return the values of one plan. The use of each link over time is in percent of its bandwidth."""
+    """Return the values of one plan. ``best`` is the plan of the page, with which others are compared."""
     costs, topology, simulation = plan.request.costs, plan.topology, plan.simulation
     use = link_use(plan.schedule, topology, plan.nbytes, plan.seconds, detail.parts, costs)
-    curves: dict[tuple[int, ...], int] = {}  # many links have the same curve
+    curves: dict[tuple[int, ...], int] = {}  # the numbers of curves, since many links have the same one
     links = {}
     for pair, used in use.items():
         link = topology.link(*pair)
@@ -110,13 +111,12 @@ def _plan(name: str, plan: Plan, best: Plan, link_number: dict[tuple[str, str], 
         ]  # fmt: skip
     total = [sum(moment) for moment in zip(*(used.carried for used in use.values()), strict=True)]
     rate, bound = plan.rate, best.bound.algbw
-    related = plan is not best
     return {
         "name": name,
         "algorithm": plan.algorithm,
         "seconds": plan.seconds,
         "duration": duration(plan.seconds),
-        "times": f"{plan.seconds / best.seconds:.2f} x" if related and best.seconds else "",
+        "times": f"{plan.seconds / best.seconds:.2f} x" if plan is not best and best.seconds else "",
         "rate": f"{float(rate):.2f} GB/s when large" if rate else "",
         "ratio": f"{percent(rate / bound)} of the bound" if rate and bound else "",
         "head": plan.schedule.head,
@@ -129,9 +129,9 @@ def _plan(name: str, plan: Plan, best: Plan, link_number: dict[tuple[str, str], 
 
 
 def _levels(carried: tuple[float, ...], most: float) -> tuple[int, ...]:
-    """Return the use of a link in percent in each part of the time, given the most bytes that it can carry in a part.
+    """Return the use of a link, in percent of its bandwidth, in each part of the time.
 
-    If a link carries any bytes, its use is at least 1 %.
+    ``most`` is the number of bytes that it can carry in a part. If it carries any bytes, its use is at least 1 %.
     """
     parts = [(after - before) / most * 100 for before, after in pairwise(carried)]
     return tuple([0 if part < _IDLE else min(100, max(1, round(part))) for part in parts])
@@ -171,7 +171,7 @@ def _cuts(plan: Plan, number: dict[str, int], link_number: dict[tuple[str, str],
 
 
 def _cut_name(devices: tuple[str, ...]) -> str:
-    """Return a short description of some devices.
+    """Return a short name for the cut around some devices.
 
     >>> _cut_name(("host0/cuda:0", "host0/cuda:1")), _cut_name(("cuda:5",))
     ('2 devices of host0', 'cuda:5')
@@ -183,7 +183,7 @@ def _cut_name(devices: tuple[str, ...]) -> str:
 
 
 def _sizes(plan: Plan, advance: Advance) -> dict[str, Any]:
-    """Return the seconds by size of each algorithm that "auto" considers for this number of devices."""
+    """Return the seconds of each algorithm that "auto" considers, and of "auto" itself, for several sizes."""
     request = plan.request._replace(packs=1, first=0, root=None, granularity=0.0)
     sizes = _sizes_of(plan)
     count = len(request.members)

@@ -1,4 +1,4 @@
-"""One HTML file of a plan's model, the styles and the scripts.
+"""One HTML file with a plan's model, the styles and the scripts.
 
 Input: a ``Plan`` and a path. Output: a file. The page's content security policy forbids every request: it allows only
 the scripts in the file, by their hashes. The model is compressed, so that large plans fit into the file.
@@ -30,15 +30,16 @@ _SCRIPTS: Final = (
     "explorer.js",
 )  # fmt: skip
 _STYLES: Final = ("uPlot.min.css", "explorer.css")
+# Tried in this order, until the page is small enough.
 _DETAILS: Final = (Detail(), Detail(PARTS // 2), Detail(PARTS // 4), Detail(PARTS // 4, trees=False))
 
 __all__ = ["MOST_BYTES", "report_html", "stages", "write_report"]
 
 
 def write_report(plan: Plan, path: str | os.PathLike[str], advance: Advance = lambda _: None) -> None:
-    """Write a plan as one HTML file; see ``Plan.report``. A failure leaves the old file and no part of a new one.
+    """Write a plan as one HTML file: see ``Plan.report``. A failure leaves the old file and no part of a new one.
 
-    ``advance`` is called with the name of each stage that begins; there are ``stages(plan)``.
+    ``advance`` is called with the name of each of the ``stages(plan)`` stages when it begins.
     """
     if not isinstance(path, (str, os.PathLike)) or not os.fspath(path).lower().endswith((".html", ".htm")):
         raise ArgumentError.of("a report must be a .html file.", shown(path), '"plan.html"')
@@ -52,7 +53,7 @@ def report_html(plan: Plan, advance: Advance = lambda _: None) -> str:
     """Return a plan as the text of an HTML file of at most ``MOST_BYTES`` bytes.
 
     Raises:
-      ArgumentError: not a plan, or one that does not fit.
+      ArgumentError: ``plan`` is not a ``Plan``, or its report would be larger.
     """
     if not isinstance(plan, Plan):
         raise ArgumentError.of("a report requires a Plan.", shown(plan), 'plan("dgx-1v")')
@@ -60,7 +61,7 @@ def report_html(plan: Plan, advance: Advance = lambda _: None) -> str:
         text = _page(model(plan, detail, advance))
         if len(text.encode()) <= MOST_BYTES:
             return text
-        advance = lambda _: None  # noqa: E731 - the stages that are run again were counted
+        advance = lambda _: None  # noqa: E731 - the stages that now run again have been reported
     problem = f"the report of this plan would have more than {MOST_BYTES} bytes."
     raise ArgumentError.of(problem, repr(plan.topology), "a plan for fewer devices")
 
@@ -69,7 +70,8 @@ def _page(content: dict[str, Any]) -> str:
     """Return the page that shows a model."""
     packed = zlib.compress(json.dumps(content, separators=(",", ":")).encode(), 9)
     scripts = [_asset(name) for name in _SCRIPTS]
-    hashes = " ".join(f"'sha256-{_sha256(script)}'" for script in scripts)
+    digests = [base64.b64encode(hashlib.sha256(script.encode()).digest()).decode() for script in scripts]
+    hashes = " ".join(f"'sha256-{digest}'" for digest in digests)
     policy = f"default-src 'none'; script-src {hashes}; style-src 'unsafe-inline'; base-uri 'none'; form-action 'none'"
     parts = {
         "policy": policy,
@@ -80,14 +82,10 @@ def _page(content: dict[str, Any]) -> str:
         "scripts": "\n".join(f"<script>{script}</script>" for script in scripts),
     }
     text = _asset("explorer.html")
-    for name, value in parts.items():  # the values of titles and texts are escaped, so they contain no such mark
+    for name, value in parts.items():  # title and text are escaped, so they cannot contain such a mark
         assert f"<!--{name}-->" in text, name
         text = text.replace(f"<!--{name}-->", value)
     return text
-
-
-def _sha256(script: str) -> str:
-    return base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
 
 
 @lru_cache(maxsize=32)

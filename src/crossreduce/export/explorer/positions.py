@@ -1,4 +1,4 @@
-"""Positions of nodes and hosts in the plan explorer, in pixels at full size; y grows downwards.
+"""Positions of nodes and hosts in the plan explorer, in pixels at full size. The y axis points downwards.
 
 Input: a ``Topology``. Output: a ``Map``. One host has the positions of ``graph_layout``. With several hosts, each host
 is a box with its nodes inside, and the switches that belong to no host are a box in the middle. When a reader folds a
@@ -17,9 +17,9 @@ from ..pictures.graph_layout import graph_layout, label
 _PIXELS: Final = 100.0  # per inch of graph_layout
 _MARGIN: Final = 46.0  # from the outermost nodes of a box to its border
 _GAP: Final = 80.0  # between boxes
-_RATIO: Final = 1.25  # of the width to the height of a picture of several hosts
-_ROWS: Final = 8  # up to this number of hosts are in two rows; more are around the network
-_NAMES: Final = 16  # up to this number of devices have their full names as labels
+_RATIO: Final = 1.25  # the width of a picture of several hosts, divided by its height
+_ROWS: Final = 8  # up to this number of hosts are in two rows; more hosts are placed around the network
+_NAMES: Final = 16  # with more devices than this, labels are numbers
 _RINGS: Final = 96  # more devices than this in one host are on several rings
 
 
@@ -49,7 +49,9 @@ class Map(NamedTuple):
 
     nodes: tuple[Node, ...]
     boxes: tuple[Box, ...]
-    bends: dict[tuple[str, str], float]  # for links that are drawn as curves, the distance of the control point
+    bends: dict[
+        tuple[str, str], float
+    ]  # for links drawn as curves, the control point's distance from the straight line
     size: float  # the width of a device's symbol
 
 
@@ -98,21 +100,20 @@ def _groups(topology: Topology) -> dict[str, list[str]]:
     return groups | ({"network": switches[None]} if switches[None] else {})
 
 
-Place = tuple[float, float]
-Curves = dict[tuple[str, str], float]
+Place = tuple[float, float]  # x and y
+Curves = dict[tuple[str, str], float]  # see ``Map.bends``
 
 
 def _inner(topology: Topology, members: list[str] | tuple[str, ...]) -> tuple[dict[str, Place], Curves]:
-    """Return the positions of the nodes of one box, and its curves."""
+    """Return the positions of the nodes of one box, relative to each other, and its links that are curves."""
     inside = set(members)
     devices = tuple(node for node in members if node in topology.devices)
-    if not devices:  # the network: a compact grid
+    if not devices:  # the network is a compact grid
         across = math.ceil(math.sqrt(len(members) * 1.6))
         return {node: (k % across * 120.0, k // across * 80.0) for k, node in enumerate(members)}, {}
     links = [link for link in topology.links if inside.issuperset(link[:2])]
     switches = tuple(switch for switch in topology.switches if switch.name in inside)
-    part = Topology.unchecked(devices, links, switches)
-    layout = graph_layout(part)
+    layout = graph_layout(Topology.unchecked(devices, links, switches))
     positions = {node: (place.real * _PIXELS, -place.imag * _PIXELS) for node, place in layout.positions.items()}
     if len(devices) > _RINGS and switches:
         positions |= _rings(devices)
@@ -124,8 +125,8 @@ def _inner(topology: Topology, members: list[str] | tuple[str, ...]) -> tuple[di
 
 
 def _rings(devices: tuple[str, ...]) -> dict[str, Place]:
-    """Return positions of many devices around their switches on several rings; the first devices are outermost."""
-    rings = math.ceil(len(devices) / 64)
+    """Return positions of many devices around their switches on several rings. The first devices are outermost."""
+    rings = math.ceil(len(devices) / 64)  # a ring has room for about 64 devices
     per_ring = math.ceil(len(devices) / rings)
     positions = {}
     for k, device in enumerate(devices):
@@ -137,6 +138,7 @@ def _rings(devices: tuple[str, ...]) -> dict[str, Place]:
 
 
 def _extent(positions: dict[str, Place]) -> Place:
+    """Return the width and height of a box around nodes."""
     x, y = ([place[axis] for place in positions.values()] for axis in (0, 1))
     return max(x) - min(x) + 2 * _MARGIN, max(y) - min(y) + 2 * _MARGIN
 
@@ -147,13 +149,13 @@ def _middle(positions: dict[str, Place]) -> Place:
 
 
 def _boxes(extents: dict[str, Place]) -> list[Box]:
-    """Return the boxes of the hosts, in two rows or, if they are many, along the sides of a rectangle.
+    """Return the boxes of the hosts in two rows, or of many hosts along the sides of a rectangle.
 
-    The network is in the middle.
+    The network is in the middle. ``extents`` has the width and height of each box, by its name.
     """
     hosts = [name for name in extents if name != "network"]
-    wide = max(extents[name][0] for name in hosts) + _GAP
-    high = max(extents[name][1] for name in hosts) + _GAP
+    wide = max(extents[name][0] for name in hosts) + _GAP  # from a column to the next one
+    high = max(extents[name][1] for name in hosts) + _GAP  # from a row to the next one
     width = wide - _GAP
     net = extents.get("network")
     n = len(hosts)
@@ -176,8 +178,8 @@ def _boxes(extents: dict[str, Place]) -> list[Box]:
 def _rectangle(count: int, cell_ratio: float) -> tuple[int, int]:
     """Return the columns and rows of the smallest rectangle whose border has room for ``count`` cells.
 
-    Of equally long borders, the one whose picture is nearest to ``_RATIO`` is taken. ``cell_ratio``: a cell's height
-    divided by its width.
+    Among equally long borders, the one whose picture is nearest to ``_RATIO`` is chosen. ``cell_ratio`` is the height
+    of a cell divided by its width.
     """
     fits = [
         (across, down)

@@ -20,11 +20,11 @@ from ..pictures.grouping import Route, chunk_roots, chunk_transfers
 MOST_STEPS: Final = 100_000  # schedules with more steps would need a minute, so their trees are not listed
 _MOST_LINKS: Final = 24_000  # in all routes of a plan; this limits the size of the file
 
-_Hop = tuple[int, int, Route]
+_Hop = tuple[int, int, Route]  # source, destination, and the nodes between them
 
 
 class ShownRoute(NamedTuple):
-    """Chunks that move along the same links: a tree, a ring, or another exchange."""
+    """Chunks that move along the same links. These form a tree, a ring, or another exchange."""
 
     title: str
     share: Fraction  # of the buffer
@@ -39,16 +39,16 @@ class RouteGroup(NamedTuple):
 
     title: str
     share: Fraction
-    number: int
-    routes: tuple[ShownRoute, ...]  # perhaps only the first ones
+    number: int  # of all its routes
+    routes: tuple[ShownRoute, ...]  # all or, if they have too many links, only the first ones
 
 
 class _Form(NamedTuple):
     """The properties that all chunks of one route share."""
 
     used: frozenset[_Hop]
-    tops: frozenset[int]  # the roots; none for a ring
-    cycle: tuple[int, ...]  # the devices of a ring in order; empty if it is not a ring
+    roots: frozenset[int]  # empty for a ring
+    cycle: tuple[int, ...]  # the devices of a ring in order, or empty
 
 
 def groups(plan: Plan) -> tuple[RouteGroup, ...]:
@@ -71,11 +71,11 @@ def groups(plan: Plan) -> tuple[RouteGroup, ...]:
     for form, chunks in alike.items():
         share = sum((program.chunks[c].share for c in chunks), Fraction(0))
         partial, final_hops = (
-            {hop for c in chunks for hop, last in hops[c] if last is is_final} for is_final in (False, True)
+            {hop for c in chunks for hop, final in hops[c] if final is wanted} for wanted in (False, True)
         )
         title = _title(form, partial or final_hops, program.devices)
-        roots = tuple(program.devices[k] for k in sorted(form.tops))
-        links = (_links(some, plan, program.devices) for some in (partial, final_hops))
+        roots = tuple(program.devices[k] for k in sorted(form.roots))
+        links = (_links(used_hops, plan, program.devices) for used_hops in (partial, final_hops))
         devices = len({end for hop in form.used for end in hop[:2]})
         kinds.setdefault((_kind(form), devices), []).append(ShownRoute(title, share, len(chunks), roots, *links))
     route_groups = [
@@ -96,7 +96,7 @@ def _links(hops: set[_Hop], plan: Plan, names: tuple[str, ...]) -> frozenset[Pai
 
 
 def _cycle(used: frozenset[_Hop]) -> tuple[int, ...]:
-    """Return the devices of a ring in order if the hops form a ring, and otherwise nothing."""
+    """Return the devices of a ring in order if the hops form a ring, and otherwise an empty tuple."""
     after = {src: dst for src, dst, _ in used}
     if len(after) != len(used) or len(after) < 3:
         return ()
@@ -107,25 +107,26 @@ def _cycle(used: frozenset[_Hop]) -> tuple[int, ...]:
 
 
 def _kind(form: _Form) -> str:
+    """Return "ring", or "tree" if the hops form a tree with one root, or "exchange"."""
     edges = {frozenset(hop[:2]) for hop in form.used}
-    nodes = form.tops.union(*edges)
-    return "ring" if form.cycle else "tree" if len(edges) == len(nodes) - 1 and len(form.tops) == 1 else "exchange"
+    nodes = form.roots.union(*edges)
+    return "ring" if form.cycle else "tree" if len(edges) == len(nodes) - 1 and len(form.roots) == 1 else "exchange"
 
 
 def _title(form: _Form, hops: set[_Hop], names: tuple[str, ...]) -> str:
-    """Return as text the devices of a ring in order, a tree as in ``Plan.explain``, or the roots of an exchange."""
+    """Return a text: the devices of a ring in order, a tree as in ``Plan.explain``, or the roots of an exchange."""
     if form.cycle:
         return " → ".join(names[k] for k in form.cycle)
     if _kind(form) != "tree":
-        return f"result on {', '.join(names[k] for k in sorted(form.tops))}"
-    (top,) = form.tops
-    upwards = all(src != top for src, *_ in hops)
-    return tree_text(names[top], {names[a]: names[b] for a, b in ((s, d) if upwards else (d, s) for s, d, _ in hops)})
+        return f"result on {', '.join(names[k] for k in sorted(form.roots))}"
+    (root,) = form.roots
+    to_root = all(src != root for src, *_ in hops)
+    return tree_text(names[root], {names[a]: names[b] for a, b in ((s, d) if to_root else (d, s) for s, d, _ in hops)})
 
 
 def _limit_routes(route_groups: list[RouteGroup]) -> tuple[RouteGroup, ...]:
-    """Return the groups with as many routes as ``_MOST_LINKS`` allows, but at least the first route of each."""
-    most_links = _MOST_LINKS // max(1, len(route_groups))  # of each group
+    """Return the groups with as many routes as ``_MOST_LINKS`` allows, but with at least their first route."""
+    most_links = _MOST_LINKS // max(1, len(route_groups))  # the limit of each group
     limited = []
     for group in route_groups:
         links = len(group.routes[0].partial) + len(group.routes[0].final)

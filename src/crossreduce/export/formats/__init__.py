@@ -1,1 +1,1 @@
-"""Files for other programs."""
+"""Exporters, which write schedules as files of other programs, and verifiers, which prove such files."""

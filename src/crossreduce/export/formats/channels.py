@@ -19,7 +19,6 @@ CHANNEL_GB_PER_S: Final = Fraction(24)
 Source: perChMaxTreeBws in NCCL's src/graph/tuning.cc: 26.5 (V100), 24 (A100), 38.7 (H100), 70 (B200).
 """
 
-
 MOST_PARTS: Final = 64  # no runtime has more threadblocks per GPU for one chunk
 
 
@@ -28,8 +27,8 @@ def parts_of_chunks(
 ) -> tuple[int, ...]:
     """Return the number of parts of each chunk. Without a topology, each chunk is one part.
 
-    While the links are busy, a chunk moves at its share of the schedule's rate. Each part carries at most the fraction
-    ``part_of_rate`` of ``CHANNEL_GB_PER_S``.
+    A chunk moves at a rate that is its share of the schedule's rate. There are so many parts that each one carries at
+    most the fraction ``part_of_rate`` of ``CHANNEL_GB_PER_S``.
 
     >>> from crossreduce.planning import direct
     >>> h100 = Topology.machine("hgx-h100")

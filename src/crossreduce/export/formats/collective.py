@@ -1,8 +1,8 @@
 """A schedule as one of NCCL's collectives: its kind, and the ranges of the ranks' buffers that its chunks occupy.
 
-Ranks are positions in the schedule's devices. Buffers are divided into equal units, whose number follows from the
-shares. A block consists of neighbouring units that one operation moves. ``register_allocation.py`` determines where
-values are stored.
+Ranks are positions in the schedule's devices. Buffers are divided into equal units. Their number is the least with
+which every chunk's share is a whole number of units. A block consists of neighbouring units that one operation moves.
+``register_allocation.py`` determines where values are stored.
 """
 
 from __future__ import annotations
@@ -38,13 +38,12 @@ class Collective:
 
     kind: str  # allreduce, reduce, broadcast, reducescatter or allgather
     root: int | None  # the destination of a reduce or the source of a broadcast
-    units: int  # the number of equal parts of the full buffer, the larger one of input and output
+    units: int  # the number of equal parts of the full buffer, which is the larger of input and output
     blocks: tuple[Block, ...]  # the chunks with a share above 0, in the schedule's order, or parts of them
     program: Program
 
     @property
     def ranks(self) -> int:
-        """The number of ranks."""
         return len(self.program.devices)
 
     @cached_property
@@ -71,7 +70,7 @@ class Collective:
         return Location("o", block.offset - rank * self.outputs if self.kind == "reducescatter" else block.offset)
 
     def in_place(self, rank: int, location: Location) -> Location:
-        """Return a location in the larger one of input and output, which contains the smaller one in calls in place.
+        """Return the location in the larger buffer, input or output, that is the same memory in calls in place.
 
         >>> from crossreduce.planning import ring
         >>> collective(ring(["cpu:0", "cpu:1"])).in_place(1, Location("o", 1))
@@ -99,7 +98,8 @@ def collective(schedule: Schedule) -> Collective:
     part of their source.
 
     Raises:
-      PlanError: there is only one device, or the schedule is none of the five collectives.
+      PlanError: there is only one device, the schedule is not one of the five collectives, or the ranks' parts of the
+        buffer in a reduce-scatter or all-gather are not equal.
       ScheduleError: ``verify`` rejects the schedule.
 
     >>> from crossreduce.planning import ring
@@ -114,10 +114,10 @@ def collective(schedule: Schedule) -> Collective:
     kind, root = _kind(schedule, [chunk for _, chunk in chunks])
     units = math.lcm(*(chunk.share.denominator for _, chunk in chunks))
     if kind in ("reducescatter", "allgather"):
-        ends = {number: chunk.sources if kind == "allgather" else chunk.destinations for number, chunk in chunks}
-        chunks.sort(key=lambda entry: ends[entry[0]])
+        owners = {number: chunk.sources if kind == "allgather" else chunk.destinations for number, chunk in chunks}
+        chunks.sort(key=lambda entry: owners[entry[0]])
         for rank, device in enumerate(schedule.devices):
-            part = sum(chunk.share for number, chunk in chunks if ends[number] == (rank,))
+            part = sum(chunk.share for number, chunk in chunks if owners[number] == (rank,))
             if part * len(schedule.devices) != 1:
                 problem = f"every rank must have an equal part of the buffer in NCCL's {kind}."
                 equal = f"1/{len(schedule.devices)}"
@@ -132,7 +132,7 @@ def collective(schedule: Schedule) -> Collective:
 
 
 def _kind(schedule: Schedule, chunks: list[Chunk]) -> tuple[str, int | None]:
-    """Return the kind and the root of a schedule's collective."""
+    """Return the kind of a collective and its root, or ``None``. ``chunks`` are those with a share above 0."""
     everyone = tuple(range(len(schedule.devices)))
     sources = {tuple(sorted(chunk.sources)) for chunk in chunks}
     destinations = {tuple(sorted(chunk.destinations)) for chunk in chunks}
@@ -147,10 +147,9 @@ def _kind(schedule: Schedule, chunks: list[Chunk]) -> tuple[str, int | None]:
     if idle:
         problem = "in NCCL's collectives every rank must be a source or a destination, but some nodes are neither."
         given = ", ".join(schedule.devices[rank] for rank in sorted(idle))
-        raise PlanError.of(
-            problem, given, "a plan that does not need these nodes; for a switch: a machine without in_network"
-        )
+        remedy = "a plan that does not need these nodes; for a switch: a machine without in_network"
+        raise PlanError.of(problem, given, remedy)
     counts = (" or ".join(map(str, sorted({len(group) for group in groups}))) for groups in (sources, destinations))
     given = "{}: a chunk has {} sources and {} destinations, of {} ranks".format(schedule.head, *counts, len(everyone))
-    remedy = "for all chunks alike: all devices as sources and all or one as destinations, or the reverse"
+    remedy = "all devices as sources of every chunk and all or one as destinations of every chunk, or the reverse"
     raise PlanError.of("no collective of NCCL has these sources and destinations.", given, remedy)

@@ -2,7 +2,7 @@
 
 Input: a ``Schedule`` whose chunks travel along rings of the devices. Output: XML for ``NCCL_GRAPH_FILE``.
 
-The file lists the rings of NCCL's channels, but neither chunks nor rounds: NCCL itself divides every collective, and
+The file lists the rings of NCCL's channels, but neither chunks nor rounds. NCCL itself divides every collective, and
 spreads it evenly over the channels. So a ring that carries more of the buffer than another one is listed more often.
 NCCL also searches for trees, and uses at most as many channels as it finds trees. A file is for all GPUs of one host,
 and cannot be restricted to one rank.
@@ -48,8 +48,8 @@ def to_nccl_graph_xml(
 
     Args:
       schedule: each chunk travels along one ring of all devices, which are GPUs of one host.
-      topology: a ``Topology``, a machine's name or a file's path. It determines the speed of a channel: each link's
-        bandwidth is divided by the number of channels that use it, and the least result is the speed.
+      topology: a ``Topology``, a machine's name or a file's path. It determines the speed of a channel. Each link's
+        bandwidth is divided by the number of channels that use the link, and the speed is the least result.
       gb_per_s: the speed of a channel, if no topology is given. NCCL predicts times with it.
       path: the connection between the GPUs: "NVL", "NVB", "PIX", "PXB", "PHB" or "SYS".
       copies: a factor for the number of channels of each ring. A channel is one threadblock, and fast links need
@@ -58,8 +58,7 @@ def to_nccl_graph_xml(
       PlanError: the schedule does not consist of rings of one host's GPUs, it needs over 32 channels, or the topology
         does not have one of its links.
       ScheduleError: ``verify`` rejects the schedule.
-      ArgumentError: there is no speed, there are two, or it is invalid; the path is unknown; or copies is not an
-        integer above 0.
+      ArgumentError: not exactly one of ``topology`` and ``gb_per_s`` is given, or an argument is invalid.
 
     >>> from crossreduce.planning import ring
     >>> print(to_nccl_graph_xml(ring(["cuda:0", "cuda:2", "cuda:1"]), gb_per_s=20))
@@ -76,7 +75,7 @@ typeintra="NVL" typeinter="PIX" samechannels="1">
     <BLANKLINE>
     """
     if path not in PATHS:
-        raise ArgumentError.of("no kind of connection between GPUs has this name.", shown(path), ", ".join(PATHS))
+        raise ArgumentError.of("unknown path between GPUs.", shown(path), "one of " + ", ".join(PATHS))
     require_integers(copies=copies)
     if copies is None or copies < 1:
         raise ArgumentError.of("copies must be at least 1.", shown(copies), "copies=1")
@@ -93,15 +92,16 @@ typeintra="NVL" typeinter="PIX" samechannels="1">
             remedy = "devices such as cuda:0, cuda:1; one file per host"
             raise PlanError.of(problem, ", ".join(schedule.devices), remedy)
     shares = rings(schedule)
-    parts = math.lcm(*(share.denominator for share in shares.values()))
-    counts = {cycle: int(share * parts) for cycle, share in shares.items()}
+    denominator = math.lcm(*(share.denominator for share in shares.values()))
+    counts = {cycle: int(share * denominator) for cycle, share in shares.items()}
     divisor = math.gcd(*counts.values())
     channels = [cycle for cycle, count in counts.items() for _ in range(count // divisor * copies)]
     if len(channels) > MOST_CHANNELS:
         given = f"{len(shares)} rings with shares {', '.join(map(str, shares.values()))}, {copies} copies"
         problem = f"NCCL before 2.24 has {MOST_CHANNELS} channels, these rings need {len(channels)}."
         remedy = f"shares whose common denominator is at most {MOST_CHANNELS}"
-        raise PlanError.of(problem, given, remedy if parts > MOST_CHANNELS else f"copies={MOST_CHANNELS // parts}")
+        fewer_copies = f"copies={MOST_CHANNELS // denominator}"
+        raise PlanError.of(problem, given, remedy if denominator > MOST_CHANNELS else fewer_copies)
     links = None if topology is None else topology_of(topology)
     speed = float(gb_per_s or 0 if links is None else _speed(lower(schedule), links, channels))
     if not 0 < speed < math.inf:
@@ -163,7 +163,7 @@ def _from_zero(cycle: Sequence[int]) -> tuple[int, ...]:
 
 
 def _ring(schedule: Schedule, chunk: int, arcs: set[tuple[int, int]]) -> tuple[int, ...]:
-    """Return the ring that contains the transfers of a chunk, given as (src, dst): see ``rings``."""
+    """Return the ring along which a chunk travels. ``arcs`` has its transfers as (src, dst)."""
     names = schedule.devices
 
     def refuse(reason: str) -> PlanError:
@@ -176,7 +176,7 @@ def _ring(schedule: Schedule, chunk: int, arcs: set[tuple[int, int]]) -> tuple[i
             if peers.setdefault(rank, peer) != peer:
                 raise refuse(f"chunk {chunk} " + text.format(names[rank], names[peers[rank]], names[peer]))
     successor = dict(arcs)
-    starts = sorted(set(successor) - set(successor.values())) or [0]
+    starts = sorted(set(successor) - set(successor.values())) or [0]  # a complete ring has no first device
     path = [starts[0]]
     while path[-1] in successor and successor[path[-1]] != path[0]:
         path.append(successor[path[-1]])

@@ -1,7 +1,6 @@
-"""Parts that the proofs of all exported files share: contributions, right results, the search for a root, reports.
+"""What the proofs of all exported files share: contributions, right results, the search for a root, and reports.
 
-Input: the values that a file leaves in symbolic memory. Output: ScheduleError with the difference from the right
-values.
+Input: the values that a file leaves in symbolic memory. Output: nothing, or ScheduleError if they are not right.
 """
 
 from __future__ import annotations
@@ -20,24 +19,23 @@ _MOST_NOTES: Final = 32  # that the text of a report shows
 class Contributions(NamedTuple):
     """The content of a memory location: the sum of some ranks' contributions to a part of the collective's buffer."""
 
-    position: int  # of the part in the full buffer; -1: different parts were combined, which cannot be undone
+    position: int  # of the part in the full buffer, or -1 if different parts were combined, which is always a fault
     once: int  # bit r is set if the contribution of rank r is in the sum
     twice: int = 0  # bit r is set if it is in the sum more than once
 
     def plus(self, other: Contributions) -> Contributions:
-        """Return the sum of two values."""
         if self.position != other.position:
             return Contributions(-1, 0)
         return Contributions(self.position, self.once | other.once, self.twice | other.twice | (self.once & other.once))
 
     @property
     def lone_rank(self) -> int:
-        """The rank of the last contribution; 0 without contributions."""
+        """The highest rank that contributed, or 0 if none did."""
         return max(0, self.once.bit_length() - 1)
 
 
 def right_result(kind: str, rank: int, offset: int, part: int, ranks: int, root: int) -> Contributions:
-    """Return what a collective must leave at an offset of a rank's output, given the size of each rank's part."""
+    """Return the value that must be at ``offset`` of a rank's output. ``part``: the size of a rank's buffer part."""
     everyone = (1 << ranks) - 1
     if kind in REDUCING:
         return Contributions(rank * part + offset if kind == "reducescatter" else offset, everyone)
@@ -45,11 +43,11 @@ def right_result(kind: str, rank: int, offset: int, part: int, ranks: int, root:
         return Contributions(offset, 1 << root)
     if kind == "allgather":
         return Contributions(offset, 1 << offset // part)
-    return Contributions(rank * part + offset % part, 1 << offset // part)
+    return Contributions(rank * part + offset % part, 1 << offset // part)  # alltoall
 
 
 def difference(value: Contributions | None, due: Contributions, unit: str) -> str | None:
-    """Return the fault of a value, in words, or ``None`` if it equals ``due``; ``unit`` names a buffer part."""
+    """Return the fault of a value, in words, or ``None`` if it equals ``due``. ``unit`` is "chunk" or "byte"."""
     if value is None:
         return "was never written"
     if value.position == -1:
@@ -67,7 +65,7 @@ def difference(value: Contributions | None, due: Contributions, unit: str) -> st
 
 
 class SymbolicRun(Protocol):
-    """A run of a file on symbolic memory, in which perhaps only the inputs of some ranks were allowed to be read."""
+    """A run of a file on symbolic memory."""
 
     def first_result(self, rank: int) -> Contributions | None:
         """Return the value at the start of a rank's output."""
@@ -81,9 +79,9 @@ def prove_results(
 ) -> int | None:
     """Raise a ScheduleError unless the results of a file are right. Return the root of its collective, if it has one.
 
-    If ``root`` is ``None``, it is found: a broadcast's root is the rank whose input is at the start of the last rank's
-    output, and a reduce's root is the first rank with a right result. ``run`` runs the file, given the ranks whose
-    input it may read.
+    ``run`` runs the file, and is given the ranks whose input may be read. If ``root`` is ``None``, it is determined: a
+    broadcast's root is the rank whose input is at the start of the last rank's output, and a reduce's root is the first
+    rank with a right result.
     """
     sources = ranks
     if kind == "broadcast":
@@ -97,14 +95,16 @@ def prove_results(
         if None not in faults:
             raise ScheduleError(f"{name}: no rank has the complete sum at the end. {faults[0]}")
         root = faults.index(None)
-    for fault in faults if kind != "reduce" or root is None else faults[root : root + 1]:
+    if kind == "reduce" and root is not None:  # the other ranks have no result
+        faults = [faults[root]]
+    for fault in faults:
         if fault is not None:
             raise ScheduleError(fault)
     return root
 
 
 def check_request(name: str, kind: str, ranks: int, root: int | None, what: str) -> None:
-    """Raise unless this kind of collective can be verified and the root suits it; ``what`` names the file in errors."""
+    """Raise an error unless collectives of this kind can be verified and have such a root. ``what``: file or plan."""
     if kind not in VERIFIABLE:
         problem = f"{name}: collectives of this kind cannot be verified."
         raise ScheduleError.of(problem, shown(kind), f"a {what} for " + ", ".join(sorted(VERIFIABLE)))
@@ -114,10 +114,10 @@ def check_request(name: str, kind: str, ranks: int, root: int | None, what: str)
         raise ArgumentError.of(f"the root must be a rank of the {what}.", shown(root), f"0 to {ranks - 1}, or None")
 
 
-def report_text(kind: str, root: int | None, mode: str, facts: Sequence[str], notes: Sequence[str]) -> str:
-    """Return a report as text: the proved collective, a line for each fact, and the first notes."""
+def report_text(kind: str, root: int | None, mode: str, details: Sequence[str], notes: Sequence[str]) -> str:
+    """Return a report as text: the proved collective and ``mode`` ("in place"), a line per detail, and some notes."""
     rooted = "" if root is None else f" at rank {root}"
-    lines = [f"{kind}{rooted}, {mode}: right.", *(f"  {fact}" for fact in facts)]
+    lines = [f"{kind}{rooted}, {mode}: right.", *(f"  {detail}" for detail in details)]
     lines += [f"  note: {note}" for note in notes[:_MOST_NOTES]]
     if len(notes) > _MOST_NOTES:
         lines.append(f"  ... and {len(notes) - _MOST_NOTES} further notes")
@@ -130,5 +130,5 @@ def quoted_name(name: str) -> str:
 
 
 def cut(text: str, most: int = 200) -> str:
-    """Return a text, cut to at most so many characters."""
+    """Return a text, shortened to at most ``most`` characters."""
     return text if len(text) <= most else text[: most - 3] + "..."

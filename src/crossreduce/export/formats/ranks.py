@@ -8,14 +8,8 @@ from ...errors import ArgumentError, shown
 
 
 def one_rank(rank: object, devices: Sequence[str]) -> int:
-    """Return ``rank`` if it is the number of one of the devices.
-
-    Raises:
-      ArgumentError: it is anything else.
-    """
+    """Return ``rank`` if it is the number of one of the devices. Otherwise raise an ArgumentError."""
     if isinstance(rank, int) and not isinstance(rank, bool) and 0 <= rank < len(devices):
         return rank
-    last = len(devices) - 1
-    raise ArgumentError.of(
-        "a rank must be the number of a device.", f"rank={shown(rank)}", f"an integer from 0 to {last}"
-    )
+    remedy = f"an integer from 0 to {len(devices) - 1}"
+    raise ArgumentError.of("a rank must be the number of a device.", f"rank={shown(rank)}", remedy)

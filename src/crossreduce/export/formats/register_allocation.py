@@ -1,8 +1,8 @@
-"""Where each rank stores the values of a program: register allocation for the exporters.
+"""Choose where each rank stores the values of a program: register allocation for the exporters.
 
 The program is in static single assignment, but buffers are reused. An instruction must not write to memory that another
 instruction of the same round still has to read. So an exporter records each read when it writes the operation that
-reads, and a new value only gets memory whose old value has no reads left. Out of place, the inputs stay unchanged.
+reads. A new value only gets memory whose old value has no pending reads. Out of place, the inputs stay unchanged.
 """
 
 from __future__ import annotations
@@ -32,59 +32,60 @@ class MemoryPlacement:
         self.inplace: Final = inplace
         self.locations: Final[dict[tuple[int, int], Location]] = {}  # where each (block, value) is stored
         self.scratch: Final = [0] * collective.ranks  # units of scratch memory, by rank
-        self._reads_left: Final[Counter[tuple[int, int]]] = Counter()  # by block and value; never 0 for a result
+        self._pending_reads: Final[Counter[tuple[int, int]]] = Counter()  # by block and value; never 0 for a result
         self._stored: Final[dict[tuple[int, int, Location], int]] = {}  # the latest value by rank, block and memory
-        self._spares: Final[dict[tuple[int, int], list[Location]]] = {}  # scratch memory by rank and block
+        self._reusable: Final[dict[tuple[int, int], list[Location]]] = {}  # scratch memory by rank and block
         for b in blocks:
             chunk = collective.program.chunks[collective.blocks[b].chunk]
             for value, source in enumerate(chunk.sources):
                 self._put(source, b, value, collective.input(source, collective.blocks[b]))
             operands = (operand for instruction in chunk.instructions for operand in instruction.operands)
-            self._reads_left.update((b, value) for value in (*operands, *chunk.results))
+            self._pending_reads.update((b, value) for value in (*operands, *chunk.results))
 
     def read(self, b: int, value: int) -> None:
         """Record that the exporter has written an operation that reads a value."""
-        self._reads_left[b, value] -= 1
+        self._pending_reads[b, value] -= 1
 
     def store(self, rank: int, b: int, value: int) -> Location:
-        """Choose memory for a new value, in which no other value has reads left, and return the location."""
+        """Choose memory for a new value, and return its location. No value that is stored there has pending reads."""
         block = self.collective.blocks[b]
         if rank in self.collective.program.chunks[block.chunk].destinations:
             output = self.collective.output(rank, block)
-            if self._free(rank, b, output):
+            if self._is_free(rank, b, output):
                 return self._put(rank, b, value, output)
-        return self._put(rank, b, value, self.spare(rank, b))
+        return self._put(rank, b, value, self.scratch_for(rank, b))
 
     def move(self, rank: int, b: int, value: int, location: Location) -> None:
-        """Record that a value is stored at a location from ``spare`` instead of the one from ``store``."""
+        """Record that a value is stored at a location from ``scratch_for`` instead of the one from ``store``."""
         self._put(rank, b, value, location)
 
-    def spare(self, rank: int, b: int) -> Location:
-        """Return scratch memory of a rank for a value of block ``b``.
+    def scratch_for(self, rank: int, b: int) -> Location:
+        """Return scratch memory of a rank for a value of data block ``b``.
 
-        The memory may have stored other values of the block before, if these have no reads left.
+        Memory of an earlier value of the block is reused once that value has no pending reads.
         """
-        spares = self._spares.setdefault((rank, b), [])
-        for spare in spares:
-            if self._free(rank, b, spare):
-                return spare
-        spares.append(self.fresh(rank, b))
-        return spares[-1]
+        locations = self._reusable.setdefault((rank, b), [])
+        for location in locations:
+            if self._is_free(rank, b, location):
+                return location
+        locations.append(self.fresh(rank, b))
+        return locations[-1]
 
     def fresh(self, rank: int, b: int) -> Location:
-        """Return new scratch memory of the size of a block."""
+        """Return scratch memory of the size of block ``b`` that no value has used before."""
         self.scratch[rank] += self.collective.blocks[b].size
         return Location("s", self.scratch[rank] - self.collective.blocks[b].size)
 
     def memory(self, rank: int, location: Location) -> Location:
-        """Return a name for the memory at a location: the same name for input and output where they share memory."""
+        """Return the location under which memory is recorded. Input and output that share memory have the same one."""
         return self.collective.in_place(rank, location) if self.inplace else location
 
-    def _free(self, rank: int, b: int, location: Location) -> bool:
+    def _is_free(self, rank: int, b: int, location: Location) -> bool:
         value = self._stored.get((rank, b, self.memory(rank, location)))
-        return value is None or not self._reads_left[b, value]
+        return value is None or not self._pending_reads[b, value]
 
     def _put(self, rank: int, b: int, value: int, location: Location) -> Location:
+        """Record that a value is stored at a location, and return the location."""
         self.locations[b, value] = location
         self._stored[rank, b, self.memory(rank, location)] = value
         return location

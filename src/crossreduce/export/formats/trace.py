@@ -3,8 +3,8 @@
 Input: a ``Schedule``, a ``Topology``, a number of bytes. Output: text. No clock is read: the times are ``simulate``'s.
 
 Each node that sends has a group of rows, each link over which it sends has a row, and each transfer of a piece over a
-link has an event. The first group shows by how much each tick of the simulation extends the time. The trace of one rank
-has only the links into and out of its device.
+link has an event. The first group shows the ticks of the simulation. The trace of one rank has only the links into and
+out of its device.
 """
 
 from __future__ import annotations
@@ -20,8 +20,7 @@ from ...schedule.costs import Pair
 from ...topology import Topology, TopologyLike, byte_count, topology_of
 from .ranks import one_rank
 
-# The largest number of transfers in a trace; more would need over 40 MB. If there are more, only the first pieces are
-# shown, but at least one.
+# The largest number of transfers in a trace: more would need over 40 MB. A larger trace shows only its first pieces.
 EVENTS: Final = 200_000
 
 
@@ -36,7 +35,7 @@ def to_chrome_trace(schedule: Schedule, topology: TopologyLike, nbytes: int | st
       schedule: its devices and routes are nodes of the topology.
       topology: the topology on which the schedule is simulated, a machine's name or a file's path.
       nbytes: bytes of the whole buffer, 0 or more, or text such as "64M".
-      rank: shows only the links into and out of the schedule's device of this number; the other links cost no time.
+      rank: the number of a device in the schedule. Only links into and out of it are shown. By default, all links are.
     Raises:
       ArgumentError: the number of bytes, the schedule, the topology or the rank is invalid.
       PlanError: the topology has no route for a transfer.
@@ -64,11 +63,11 @@ def to_chrome_trace(schedule: Schedule, topology: TopologyLike, nbytes: int | st
 
     simulation = simulate(schedule, topology, nbytes)
     used = [pair for pair in simulation.bytes if node is None or node in pair]
-    count = sum(len(shown_links(move)) for move in timeline(schedule.cut_into(1), topology, nbytes, node=node))
-    shown = min(schedule.pieces, max(1, EVENTS // max(1, count)))
+    per_piece = sum(len(shown_links(move)) for move in timeline(schedule.cut_into(1), topology, nbytes, node=node))
+    shown_pieces = min(schedule.pieces, max(1, EVENTS // max(1, per_piece)))
     rows, events = _rows(used, topology)
-    ends = list(accumulate(simulation.ticks, initial=0.0))
-    for t, (start, end) in enumerate(pairwise(ends[: schedule.round_count + shown])):
+    times = list(accumulate(simulation.ticks, initial=0.0))  # at which the ticks begin and end, in seconds
+    for t, (start, end) in enumerate(pairwise(times[: schedule.round_count + shown_pieces])):
         first, last = max(0, t - schedule.pieces + 1), min(t, schedule.round_count - 1)
         events.append(_slice(rows[None], f"tick {t}", "tick", start, end, {"rounds": f"{first} to {last}"}))
     speeds = {pair: float(link.bandwidth) * 1e9 for pair, link in topology.by_ends.items()}
@@ -80,12 +79,12 @@ def to_chrome_trace(schedule: Schedule, topology: TopologyLike, nbytes: int | st
             ticks,
             key=lambda move: (move.start + move.latency_s, move.piece, move.chunk, number[move.dst], number[move.src]),
         )
-        if moves[0].round + moves[0].piece >= schedule.round_count + shown:
+        if moves[0].round + moves[0].piece >= schedule.round_count + shown_pieces:
             break
         for move in moves:
             size = float(program.shares[move.chunk]) * nbytes / schedule.pieces
             details = {"piece": move.piece, "round": move.round, "bytes": size, "from": move.src, "to": move.dst}
-            for pair in shown_links(move) if size and move.piece < shown else ():
+            for pair in shown_links(move) if size and move.piece < shown_pieces else ():
                 start = max(free[pair], move.start + move.latency_s)
                 free[pair] = start + size / speeds[pair]
                 events.append(_slice(rows[pair], f"chunk {move.chunk}", "transfer", start, free[pair], details))
@@ -94,7 +93,7 @@ def to_chrome_trace(schedule: Schedule, topology: TopologyLike, nbytes: int | st
         "bytes": nbytes,
         "seconds": simulation.seconds,
         "pieces": schedule.pieces,
-        "pieces_left_out": schedule.pieces - shown,
+        "pieces_left_out": schedule.pieces - shown_pieces,
     }
     if node is not None:
         other |= {"rank": rank, "device": node}
@@ -115,6 +114,6 @@ def _rows(used: list[Pair], topology: Topology) -> tuple[dict[Pair | None, Trace
 
 
 def _slice(row: TraceRow, name: str, category: str, start: float, end: float, details: Event) -> Event:
-    """Return an event whose microseconds are rounded to picoseconds, so that successive events do not overlap."""
+    """Return the event from ``start`` to ``end`` (seconds), rounded to picoseconds so that events do not overlap."""
     start_us, end_us = round(start * 1e6, 6), round(end * 1e6, 6)
     return row.slice(name, category, start_us, round(end_us - start_us, 6), details)

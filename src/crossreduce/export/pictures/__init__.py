@@ -2,7 +2,7 @@
 
 A failure leaves the old file and no part of a new one. The same input gives the same SVG. The functions require
 matplotlib (the "plot" extra), open no window and do not depend on the caller's matplotlib settings. Trees of the same
-shape are drawn once; large topologies are folded.
+shape are drawn once. Large topologies are folded, so that one box stands for several devices.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _SPACE: Final = (14.0, 9.0)  # the largest width and height of the panels in a p
 
 
 def draw_topology(topology: TopologyLike, path: str | os.PathLike[str], *, title: str | None = None) -> None:
-    """Draw devices, switches and links; thicker and darker lines are links of more GB/s.
+    """Draw devices, switches and links as a picture. Thicker and darker lines are links of more GB/s.
 
     ``graph_layout`` determines the positions. If there are several hosts, each has a frame. Several hosts with more
     than 40 devices, and hosts with more than 96, are folded: a box stands for a host, or for devices with the same
@@ -49,7 +49,7 @@ def draw_topology(topology: TopologyLike, path: str | os.PathLike[str], *, title
     plurals = {"device": "devices", "switch": "switches", "link": "links"}
     counts = zip(map(len, (complete.devices, complete.switches, complete.links)), plurals, strict=True)
     head = title or ", ".join(f"{n} {noun if n == 1 else plurals[noun]}" for n, noun in counts if n)
-    topology, _, names, note = fold_topology(complete)
+    topology, _, names, note = fold_topology(complete)  # a smaller topology, if there are many devices
     layout = graph_layout(topology, names)
     wide, high = layout.size
     head = f"{head}\n{note}" if note else head
@@ -59,22 +59,22 @@ def draw_topology(topology: TopologyLike, path: str | os.PathLike[str], *, title
     drawn: dict[tuple[str, Any, float, bool], list[list[complex]]] = {}  # by label, colour, width, whether both ways
     for link in topology.links:
         back = topology.link(link.dst, link.src)
-        even = back is not None and back.bandwidth == link.bandwidth
-        if even and layout.order[link.src] > layout.order[link.dst]:
+        equal = back is not None and back.bandwidth == link.bandwidth
+        if equal and layout.order[link.src] > layout.order[link.dst]:
             continue  # one line shows both directions of a link
-        side = 0.0 if back is None or even else 0.05
-        line = layout.line(link.src, link.dst) if even else layout.arrow(link.src, link.dst, side)
-        drawn.setdefault((*shade(link.bandwidth), even), []).append(line)
+        side = 0.0 if back is None or equal else 0.05
+        line = layout.line(link.src, link.dst) if equal else layout.arrow(link.src, link.dst, side)
+        drawn.setdefault((*shade(link.bandwidth), equal), []).append(line)
     columns = max(1, int(width / 2.6))
     foot = 0.3 + 0.2 * math.ceil(len(drawn) / columns)
     with new_figure(path, width, foot + high + title_height(head), head) as figure:
         ax = panel(figure, layout, (width - wide) / 2, foot, 1)
         nodes(ax, topology, layout, 1)
-        for (speed, colour, thick, even), same in sorted(drawn.items(), key=lambda kind: (-kind[0][2], kind[0][3])):
-            lines(ax, same, colour, thick, 0 if even else 0.13)
-            directions = "each way" if even else "one way"
+        for (speed, colour, thick, equal), same in sorted(drawn.items(), key=lambda kind: (-kind[0][2], kind[0][3])):
+            lines(ax, same, colour, thick, 0 if equal else 0.13)
+            directions = "each way" if equal else "one way"
             text = f"{speed} {directions}: {len(same)}"
-            ax.plot([], [], color=colour, linewidth=thick, marker=None if even else ">", label=text)
+            ax.plot([], [], color=colour, linewidth=thick, marker=None if equal else ">", label=text)  # for the legend
         if drawn:
             figure.legend(loc="lower center", ncols=min(columns, len(drawn)), frameon=False, fontsize=9)
 
@@ -151,7 +151,7 @@ class _Grid(NamedTuple):
     """The cells of a picture of trees. The map of the use of links is at the right, and covers several cells."""
 
     columns: int
-    span: int  # the number of columns, and of rows, of the map of the use of links
+    span: int  # the map of the use of links covers this number of columns and of rows
     cells: list[tuple[int, int]]  # the column and row of each tree
     titles: list[str]
     scale: float  # of the maps of trees
@@ -162,12 +162,15 @@ class _Grid(NamedTuple):
 
 
 def _grid(count: int, size: tuple[float, float], titles: list[str]) -> _Grid:
-    """Return the grid with the largest maps and the fewest empty cells for some trees and one map of the links."""
+    """Return the grid with the largest maps and the fewest empty cells for ``count`` trees and one map of the links.
+
+    ``size`` is the width and height of a map in inches, at full size. ``titles`` has the title of each tree.
+    """
     span = 1 if count < 4 else 2
     best: tuple[float, _Grid] | None = None
     for columns in range(span, count + span**2 + 1):
         rows = max(span, math.ceil((count + span**2) / columns))
-        room = _SPACE[0] / columns, _SPACE[1] / rows - 0.5
+        room = _SPACE[0] / columns, _SPACE[1] / rows - 0.5  # for a map in a cell, below a title of 0.5 inches
         scale = min(1.0, room[0] / size[0], room[1] / size[1])
         width = max(columns * max(size[0] * scale, 1.9), 5.4)
         heads = ["\n".join(textwrap.wrap(title, max(12, int(width / columns / 0.08)))) for title in titles]
@@ -175,7 +178,7 @@ def _grid(count: int, size: tuple[float, float], titles: list[str]) -> _Grid:
         large = min(1.4, span * width / columns / size[0], (span * cell - 0.4) / size[1]) if span > 1 else scale
         right = columns - span if span > 1 else columns  # the map of the use of links is at the right, or the last one
         cells = [(k, row) for row in range(rows) for k in range(columns) if k < right or row >= span]
-        filled = (count * scale**2 + large**2) * size[0] * size[1] / (width * rows * cell)
+        filled = (count * scale**2 + large**2) * size[0] * size[1] / (width * rows * cell)  # the maps' part of the area
         grid = _Grid(columns, span, cells, heads, scale, large, cell, width, rows * cell)
         if best is None or filled * scale > best[0]:
             best = filled * scale, grid
@@ -184,7 +187,7 @@ def _grid(count: int, size: tuple[float, float], titles: list[str]) -> _Grid:
 
 
 def _numbers(topology: Topology) -> dict[str, str]:
-    """Return the number of each device, as a short name, if all devices are of one kind."""
+    """Return the number of each device as its short name, or nothing if devices are of several kinds."""
     names = {device: label(device) for device in topology.devices}
     if len({name.partition(":")[0] for name in names.values()}) > 1:
         return {}
@@ -194,14 +197,14 @@ def _numbers(topology: Topology) -> dict[str, str]:
 def _tree(
     ax: Any, folding: Folding, layout: GraphLayout, scale: float, tree: ScheduleTree, names: dict[str, str]
 ) -> None:
-    """Draw a tree on a map of the topology."""
+    """Draw a tree on a map of the topology. ``names`` has the short names of devices."""
     all_links(ax, folding.topology, layout, scale)
     links = Counter((folding.boxes[src], folding.boxes[dst], final) for src, dst, final in tree.links)
     for final, colour in ((False, _REDUCE), (True, _COPY)):
         arrows = []
-        for src, dst, kind in links:
+        for src, dst, is_final in links:
             # Arrows are right of their link. If partial values pass over it, too, a result's arrow is further right.
-            if kind is final and src != dst:
+            if is_final is final and src != dst:
                 side = 0.14 if final and (src, dst, False) in links else 0.05
                 arrows.append(layout.arrow(src, dst, side))
         lines(ax, arrows, colour, 1.6 * scale**0.5, 0.16)
@@ -221,7 +224,8 @@ def _use(
     from matplotlib.cm import ScalarMappable
     from matplotlib.colors import LinearSegmentedColormap, Normalize
 
-    busy = {pair: seconds for pair, seconds in simulate(schedule, topology, 1 << 30).busy.items() if seconds}
+    nbytes = 1 << 30  # relative times would be the same for other large sizes
+    busy = {pair: seconds for pair, seconds in simulate(schedule, topology, nbytes).busy.items() if seconds}
     most = max(busy.values(), default=1.0)
     colours = LinearSegmentedColormap.from_list("use", ["#f0d4e6", "#c2459d", "#4d004b"])
     all_links(ax, folding.topology, layout, scale)

@@ -42,7 +42,7 @@ def new_figure(path: str | os.PathLike[str], width: float, height: float, title:
     target = writable_target(path)
     with matplotlib.rc_context():
         matplotlib.rcdefaults()
-        # Text in files can be searched; names are not formulas; files do not contain a random salt.
+        # Text in SVG can be searched, "$" in names does not start a formula, and identifiers in SVG are not random.
         matplotlib.rcParams.update({"svg.fonttype": "none", "text.parse_math": False, "svg.hashsalt": "crossreduce"})
         figure = Figure(figsize=(width, height), dpi=min(_DPI, _PIXELS / max(width, height)))
         figure.suptitle(title, fontsize=12, y=1 - 0.15 / height)

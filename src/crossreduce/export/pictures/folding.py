@@ -1,7 +1,7 @@
 """Large topologies with fewer boxes, for pictures: one box per host, or per range of devices with the same links.
 
-Input: a ``Topology``. Output: a ``Folding``: a smaller topology, whose devices stand for several, and the names of the
-boxes. Pure: no I/O.
+Input: a ``Topology``. Output: a ``Folding`` with a smaller topology, where a device may stand for several, and the
+names of the boxes. Pure: no I/O.
 """
 
 from __future__ import annotations
@@ -52,14 +52,14 @@ def fold_topology(topology: Topology) -> Folding:
         boxes |= dict.fromkeys(nodes, nodes[0])
     if not groups:
         return Folding(topology, boxes, {}, "")
-    speeds: dict[tuple[str, str], list[Link]] = {}
+    links_between: dict[tuple[str, str], list[Link]] = {}
     for link in topology.links:
         ends = boxes[link.src], boxes[link.dst]
         if ends[0] != ends[1]:
-            speeds.setdefault(ends, []).append(link)
+            links_between.setdefault(ends, []).append(link)
     links = [
         Link(*ends, sum((link.bandwidth for link in all_), Fraction(0)), min(link.latency_s for link in all_))
-        for ends, all_ in speeds.items()
+        for ends, all_ in links_between.items()
     ]
     devices = [device for device in topology.devices if boxes[device] == device]
     switches = [switch for switch in topology.switches if boxes[switch.name] == switch.name]
@@ -68,7 +68,7 @@ def fold_topology(topology: Topology) -> Folding:
 
 
 def hosts_of(topology: Topology) -> dict[str, list[str]]:
-    """Return the devices of each host."""
+    """Return the devices of each host, by the host's name, which is "" for this process's own host."""
     hosts: dict[str, list[str]] = {}
     for device in topology.devices:
         hosts.setdefault(parse(device).host, []).append(device)
@@ -76,9 +76,10 @@ def hosts_of(topology: Topology) -> dict[str, list[str]]:
 
 
 def switches_of(topology: Topology, hosts: dict[str, list[str]]) -> dict[str | None, list[str]]:
-    """Return the switches of each host, and with the key ``None`` those between hosts.
+    """Return the switches of each host, and with the key ``None`` the switches between hosts.
 
-    A switch belongs to the host with which its name starts, or to the only host with devices that are linked to it.
+    A switch belongs to the host with which its name starts. Without such a name, it belongs to a host if it has links
+    to devices of only this host.
     """
     host_of = {device: host for host, devices in hosts.items() for device in devices}
     near: dict[str, set[str]] = {switch.name: set() for switch in topology.switches}
@@ -95,8 +96,8 @@ def switches_of(topology: Topology, hosts: dict[str, list[str]]) -> dict[str | N
 
 
 def _runs(topology: Topology) -> Iterable[list[str]]:
-    """Yield runs of neighbouring devices in the list that have the same links to all other nodes."""
-    most = math.ceil(len(topology.devices) / BOXES)
+    """Yield runs of consecutive devices that have the same links to all other nodes."""
+    most = math.ceil(len(topology.devices) / BOXES)  # devices of a run
     links: dict[str, dict[tuple[str, bool], Fraction]] = {device: {} for device in topology.devices}
     for link in topology.links:
         if link.src in links:
@@ -116,5 +117,5 @@ def _alike(a: str, b: str, links: dict[str, dict[tuple[str, bool], Fraction]]) -
     """Return whether two devices have the same links to all other nodes, and equal links to each other."""
     if len(links[a]) != len(links[b]):
         return False
-    swapped = {a: b, b: a}
+    swapped = {a: b, b: a}  # a's link to b must equal b's link to a
     return all(links[b].get((swapped.get(node, node), out)) == speed for (node, out), speed in links[a].items())

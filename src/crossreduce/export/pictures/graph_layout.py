@@ -67,11 +67,11 @@ class GraphLayout:
         a, b = a - side * left, b - side * left
         if frozenset((src, dst)) not in self.bent:
             return [a, b]
-        top = (a + b) / 2 + left * (0.8 if self.order[src] < self.order[dst] else -0.8)
+        top = (a + b) / 2 + left * (0.8 if self.order[src] < self.order[dst] else -0.8)  # of a quadratic Bezier curve
         return [(1 - t) ** 2 * a + 2 * t * (1 - t) * top + t * t * b for t in (k / 16 for k in range(17))]
 
     def arrow(self, src: str, dst: str, side: float = 0.0) -> list[complex]:
-        """Return the points of a link between the borders of its nodes' boxes, so that no box hides an arrow's head."""
+        """Return the points of a link between the boxes of its ends, so that no box hides the head of the arrow."""
         return self._outside(dst, self._outside(src, self.line(src, dst, side))[::-1])[::-1]
 
     def _outside(self, node: str, points: list[complex]) -> list[complex]:
@@ -81,7 +81,7 @@ class GraphLayout:
         outside = (k for k, off in enumerate(offsets) if abs(off.real) > wide or abs(off.imag) > high)
         left = next(outside, len(points) - 1)
         start, rest = offsets[left - 1], offsets[left] - offsets[left - 1]
-        most = 0.4 if len(points) == 2 else 1.0  # at most this part of a segment is cut, so that a line stays visible
+        most = 0.4 if len(points) == 2 else 1.0  # the largest fraction to cut off, so that a line stays visible
         x = (math.copysign(wide, rest.real) - start.real) / (rest.real or 1e-9)
         y = (math.copysign(high, rest.imag) - start.imag) / (rest.imag or 1e-9)
         return [points[left - 1] + rest * min(abs(x), abs(y), most), *points[left:]]
@@ -106,9 +106,9 @@ def graph_layout(topology: Topology, labels: dict[str, str] | None = None) -> Gr
     """Return the positions of a topology's nodes.
 
     On one host, the devices of a mesh or torus of 2 or 3 dimensions are placed on a grid. Devices of a large star are
-    placed in rows above and below the switch, and other devices clockwise on a circle, with the switches inside.
-    Several hosts are placed in two rows with the network between the rows. With ``labels`` (see ``Folding``), each
-    device stands for several, and hosts have no frames.
+    placed in rows above and below the switch. Other devices are placed clockwise on a circle, with the switches inside.
+    Several hosts are placed in two rows with the network between the rows. ``labels`` are those of a ``Folding``. With
+    them, each device stands for several, and hosts have no frames.
 
     >>> graph_layout(Topology.mesh(2, 2)).positions["cpu:3"]
     (1-1j)
@@ -123,11 +123,8 @@ def graph_layout(topology: Topology, labels: dict[str, str] | None = None) -> Gr
         return GraphLayout(_circle(topology.devices, switches, near, labels), labels=labels)
     if len(hosts) > 1:
         return _hosts(hosts, switches_of(topology, hosts), near)
-    if (
-        len(topology.devices) > BAR_FROM
-        and len(switches) == 1
-        and all(near[device] == {*switches} for device in topology.devices)
-    ):
+    is_star = len(switches) == 1 and all(near[device] == {*switches} for device in topology.devices)
+    if is_star and len(topology.devices) > BAR_FROM:
         return _bar(topology.devices, switches[0])
     shape = None if switches else _grid(topology.devices, near)
     if shape is not None:
@@ -151,7 +148,7 @@ def _bar(devices: Sequence[str], switch: str) -> GraphLayout:
 
 
 def _grid(devices: Sequence[str], near: dict[str, set[str]]) -> tuple[int, ...] | None:
-    """Return the shape of the mesh or torus that the devices form row by row, or ``None``."""
+    """Return the shape of the mesh or torus that the devices form row by row, or ``None`` if they form none."""
     n = len(devices)
     sides = [side for side in range(2, n) if n % side == 0]
     shapes = [(a, n // a) for a in sides] + [(a, b, n // (a * b)) for a in sides for b in sides if n // (a * b) > 1]
@@ -166,7 +163,7 @@ def _grid(devices: Sequence[str], near: dict[str, set[str]]) -> tuple[int, ...] 
 
 
 def _step(a: Sequence[int], b: Sequence[int], shape: Sequence[int]) -> int:
-    """Return 1 for neighbours on a grid, the distance for the two ends of a row of a torus, or 0 for others."""
+    """Return 1 for two neighbours on a grid, the distance for two ends of a row or column, and 0 for other cells."""
     steps = [(abs(x - y), side) for x, y, side in zip(a, b, shape, strict=True) if x != y]
     return steps[0][0] if len(steps) == 1 and steps[0][0] in (1, steps[0][1] - 1) else 0
 
@@ -186,7 +183,7 @@ def _on_grid(devices: Sequence[str], near: dict[str, set[str]], shape: tuple[int
 def _circle(
     devices: Sequence[str], switches: Sequence[str], near: dict[str, set[str]], labels: dict[str, str] | None = None
 ) -> dict[str, complex]:
-    """Place devices on a circle, clockwise from the top, and switches inside; those far from devices are innermost."""
+    """Place devices on a circle, clockwise from the top, and switches on inner circles, the farthest ones innermost."""
     widest = 2 * max(half_width(name) for name in labels.values()) + 0.1 if labels else 0.0
     levels = _levels(devices, switches, near)
     radii: list[float] = []
@@ -229,9 +226,9 @@ def _hosts(
 
 
 def _host(devices: Sequence[str], switches: Sequence[str], near: dict[str, set[str]]) -> dict[str, complex]:
-    """Place the nodes of one host: switches with links out of the host are lowest, and the devices are above them."""
+    """Place the nodes of one host. Switches with links out of the host are lowest, and the devices are above them."""
     inside = {*devices, *switches}
-    gates = [switch for switch in switches if not near[switch] <= inside]
+    gates = [switch for switch in switches if not near[switch] <= inside]  # switches with links out of the host
     others = [switch for switch in switches if switch not in gates]
     base = 0.9j if gates else 0j
     if any(near[device] & set(devices) for device in devices):
@@ -284,7 +281,11 @@ def _spread(
         for node in nodes
     }
     clear = {node: direction for node, direction in directions.items() if abs(direction) > 1e-6}
-    ordered = sorted(nodes, key=lambda node: (seam - cmath.phase(directions[node])) % math.tau if node in clear else 9)
+    last = 9  # above tau, so nodes without a clear direction are last
+    ordered = sorted(
+        nodes, key=lambda node: (seam - cmath.phase(directions[node])) % math.tau if node in clear else last
+    )
     slots = {node: cmath.rect(1, _TOP - k * math.tau / len(nodes)) for k, node in enumerate(ordered)}
+    # The circle is turned so that nodes are, on average, in the direction of their neighbours.
     turn = sum((direction / abs(direction) / slots[node] for node, direction in clear.items()), 0j)
     return {node: radius * slot * (turn / abs(turn) if abs(turn) > 1e-6 else 1) for node, slot in slots.items()}

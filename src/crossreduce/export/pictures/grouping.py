@@ -1,7 +1,7 @@
 """The trees of a schedule, and groups of trees with the same shape, so that a reader sees each shape once.
 
 Input: a ``Schedule`` and its ``Topology``. Output: ``TreeGroup`` values, in the order of their first chunks. The chunks
-of a ring are one group: they use the same links with different roots and in both directions. Pure: no I/O.
+of a ring are one group, since they use the same links with different roots and in both directions. Pure: no I/O.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from ...schedule.traffic import route_links
 from ...topology import Topology
 
 Graph = dict[str, dict[str, int]]  # for each node its neighbours, each with the number of the kind of link between them
-Route = tuple[str, ...] | None  # the nodes that a transfer passes, if they are given
+Route = tuple[str, ...] | None  # the nodes that a transfer passes, or None for the topology's own route
 Ids = dict[object, int]  # numbers of values, in the order of their first use
 
 
@@ -62,8 +62,9 @@ class ScheduleTree:
 class TreeGroup:
     """Trees of the same shape.
 
-    For every two trees, a renaming of nodes maps the links of one, without their directions, to the links of the other.
-    It keeps devices, switches, bandwidths and latencies. Usually, the trees have the same links and different roots.
+    For any two trees, a renaming of nodes maps the links of one, without their directions, to the links of the other.
+    It maps devices to devices and switches to switches, and keeps bandwidths and latencies. Usually, the trees have the
+    same links and different roots.
     """
 
     trees: tuple[ScheduleTree, ...]
@@ -90,7 +91,7 @@ class TreeGroup:
 
     @cached_property
     def link_sets(self) -> int:
-        """The number of different sets of links, without directions. If it is 1, trees differ only in their roots."""
+        """The number of different sets of links, without directions. If there is one, trees differ only in roots."""
         return len({tree.pairs for tree in self.trees})
 
     @cached_property
@@ -209,13 +210,14 @@ def _colours(graph: Graph, topology: Topology, ids: Ids) -> dict[str, int]:
 
 
 def _number(ids: Ids, value: object) -> int:
+    """Return the number of a value. Equal values have equal numbers."""
     return ids.setdefault(value, len(ids))
 
 
 def _isomorphic(a: Graph, colours_a: dict[str, int], b: Graph, colours_b: dict[str, int]) -> bool:
-    """Return whether a renaming maps one graph to the other and keeps the colours of nodes and the kinds of links.
+    """Return whether a renaming of nodes maps one graph to the other, with equal colours and kinds of links.
 
-    This is a search with backtracking: it maps the nodes of ``a`` in breadth-first order, and changes the last choice
+    This is a search with backtracking. It maps the nodes of ``a`` in breadth-first order, and changes the last choice
     when no node of ``b`` fits.
     """
     order = _breadth_first(a)
@@ -226,6 +228,7 @@ def _isomorphic(a: Graph, colours_a: dict[str, int], b: Graph, colours_b: dict[s
     used: set[str] = set()
 
     def choices(node: str) -> Iterator[str]:
+        """Yield the nodes of ``b`` to which a node of ``a`` can be mapped now."""
         mapped = [(images[near], kind) for near, kind in a[node].items() if near in images]
         near_image: Sequence[str] = list(b[mapped[0][0]]) if mapped else fitting.get(colours_a[node], ())
         for image in near_image:
@@ -246,10 +249,12 @@ def _isomorphic(a: Graph, colours_a: dict[str, int], b: Graph, colours_b: dict[s
         if not tried:
             return False
         used.discard(images.pop(order[len(images) - 1]))
+    # All nodes and links of ``a`` are mapped, so the graphs are equal if ``b`` has no others.
     return len(a) == len(b) and sum(map(len, a.values())) == sum(map(len, b.values()))
 
 
 def _breadth_first(graph: Graph) -> list[str]:
+    """Return all nodes in breadth-first order, one connected part of the graph after the other."""
     order: dict[str, None] = {}
     for start in graph:
         front = [] if start in order else [start]

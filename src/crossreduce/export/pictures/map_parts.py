@@ -1,6 +1,6 @@
 """Parts of pictures: a map of a topology, its nodes, its links and arrows, and the shades of bandwidths.
 
-Sizes are in inches, and those of a map are multiplied by its scale. matplotlib is imported when something is drawn.
+Sizes are in inches. Sizes in a map are multiplied by its scale. matplotlib is imported when something is drawn.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from ...topology import Topology
 from .graph_layout import NODE, GraphLayout, point_towards
 
 INK, GREY, PALE = "#1b1f24", "#c3cad2", "#eef1f4"
-# Shades of bandwidth, from slow to fast: ColorBrewer's YlGnBu without its palest (colorbrewer2.org).
+# Shades of bandwidth, from slow to fast: ColorBrewer's YlGnBu without the palest shade (colorbrewer2.org).
 _SHADES: Final = ("#c7e9b4", "#7fcdbb", "#41b6c4", "#1d91c0", "#225ea8", "#0c2c84")
 _READABLE: Final = 3.3  # the smallest size of a name, in points
 
@@ -41,7 +41,7 @@ def panel(figure: Any, layout: GraphLayout, left: float, bottom: float, scale: f
 
 
 def all_links(ax: Any, topology: Topology, layout: GraphLayout, scale: float) -> None:
-    """Draw all links as a pale background; thicker lines are links of more GB/s."""
+    """Draw all links as a pale background. Thicker lines are links of more GB/s."""
     shade = shades(topology)
     by_width: dict[float, dict[frozenset[str], tuple[str, str]]] = {}
     for link in topology.links:
@@ -54,7 +54,7 @@ def all_links(ax: Any, topology: Topology, layout: GraphLayout, scale: float) ->
 
 
 def background(width: float) -> float:
-    """Return the width of a link in the background, from that of ``shades``."""
+    """Return the width of a link in the background, given its width from ``shades``."""
     return 0.45 * width
 
 
@@ -66,9 +66,9 @@ def nodes(
     roots: Collection[str] = (),
     names: dict[str, str] | None = None,
 ) -> None:
-    """Draw devices as white boxes, switches as grey ones; roots and switches that reduce are black.
+    """Draw devices as white boxes and switches as grey ones. Roots and switches that reduce are black.
 
-    ``names`` are shorter names, which are written in larger letters.
+    ``names`` has shorter names of some nodes, which are written in larger letters.
     """
     from matplotlib.patches import FancyBboxPatch
 
@@ -90,7 +90,7 @@ def nodes(
 
 
 def lines(ax: Any, drawn: list[list[complex]], colours: Any, width: float, head: float) -> None:
-    """Draw lines, in one colour or in one colour per line. Arrow heads are ``head`` inches long; 0: none."""
+    """Draw lines in one colour, or in one colour per line. Arrow heads are ``head`` inches long; 0 draws no heads."""
     from matplotlib.collections import LineCollection, PolyCollection
 
     heads = []
@@ -110,10 +110,10 @@ def lines(ax: Any, drawn: list[list[complex]], colours: Any, width: float, head:
 def shades(topology: Topology) -> Callable[[Fraction], tuple[str, str, float]]:
     """Return a function from a bandwidth to a label, a colour and a width in points."""
     speeds = sorted({link.bandwidth for link in topology.links})
-    exact = len(speeds) <= len(_SHADES)
+    exact = len(speeds) <= len(_SHADES)  # each bandwidth has a shade of its own, rather than each range of bandwidths
     steps = len(speeds) if exact else len(_SHADES)
-    apart = min(3, 5 // max(1, steps - 1))
-    thin = min(1.0, math.sqrt(60 / max(1, len(topology.links))))
+    apart = min(3, 5 // max(1, steps - 1))  # the distance in ``_SHADES`` between neighbouring steps
+    thin = min(1.0, math.sqrt(60 / max(1, len(topology.links))))  # lines become thinner if they are many
 
     def shade(speed: Fraction) -> tuple[str, str, float]:
         low, step = speeds[0], (speeds[-1] - speeds[0]) / steps

@@ -1,7 +1,7 @@
 """Entries of this library's calls in the profilers of PyTorch and JAX, and NVTX ranges for NVIDIA's profilers.
 
-Input: a call and its values. Output: an entry such as ``crossreduce:all_reduce`` with op, bytes, dtypes and number of
-replicas in each profiler that is on. A framework's profiler is used if the program has imported the framework. The
+Input: a call and its values. Output: in each profiler that is on, an entry such as ``crossreduce:all_reduce`` with op,
+bytes, dtypes and number of replicas. A framework's profiler is used if the program has imported the framework. The
 process groups of ``torch.distributed`` have entries of their own: see ``torch/profiling.py``.
 """
 
@@ -24,14 +24,14 @@ class _Profilers:
     """The profilers that this process can use: modules with the functions ``is_on`` and ``entry``.
 
     ``found``: these modules. ``unseen``: the frameworks that the program had not imported at the last ``look``.
-    ``are_on``: returns whether a profiler records the calls of this thread now. Each call of the library calls it, so
-    it is a function of the framework itself if possible.
+    ``are_on``: returns whether a profiler currently records the calls of this thread. Every call of the library calls
+    it, so it is a function of the framework itself if possible, which is fastest.
     """
 
     def __init__(self) -> None:
         self.found: tuple[Any, ...] = ()
         self.unseen: tuple[str, ...] = _FRAMEWORKS
-        self.are_on: Callable[[], bool] = self._find_and_ask
+        self.are_on: Callable[[], bool] = self._look_and_return_on
 
     def look(self) -> None:
         """Find the profilers of the frameworks that the program has imported by now."""
@@ -41,13 +41,13 @@ class _Profilers:
                 if name in sys.modules:
                     found.append(importlib.import_module(f".{name}", __name__))
                     continue
-            except (ImportError, AttributeError):  # its import has not ended, or it is too old
+            except (ImportError, AttributeError):  # the framework is still being imported, or is too old
                 pass
             unseen.append(name)
         self.found, self.unseen = tuple(found), tuple(unseen)
-        first, second, *_ = [*(profiler.is_on for profiler in found), bool, bool]  # bool() is False
+        first, second, *_ = [*(profiler.is_on for profiler in found), bool, bool]  # ``bool`` returns False
         if nvtx.FUNCTIONS is not None or len(found) < 2:
-            self.are_on = first
+            self.are_on = first  # NVTX comes first and is always on
         else:
             self.are_on = lambda: first() or second()
 
@@ -56,7 +56,7 @@ class _Profilers:
         if any(name in sys.modules for name in self.unseen):
             self.look()
 
-    def _find_and_ask(self) -> bool:
+    def _look_and_return_on(self) -> bool:
         self.look()
         return self.are_on()
 
@@ -76,7 +76,7 @@ def is_outermost() -> bool:
 
 @contextmanager
 def entry(name: str, op: Any, value: Any) -> Iterator[None]:
-    """Make the entry of a call in each profiler that is on. ``value``: any arguments, which need not be valid."""
+    """Make an entry in each profiler that is on, for the call in the ``with`` block. ``value`` need not be valid."""
     facts = call_facts(name, op, value)
     with ExitStack() as entries:
         for profiler in PROFILERS.found:

@@ -1,4 +1,4 @@
-"""The facts that a call's entry shows, from its arguments, which need not be valid."""
+"""What a call's entry in a profiler shows, from the call's arguments, which need not be valid."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from typing import Any, Final, NamedTuple
 
 from ...values import DistributedValues, IndexedSlices
 
-_MOST_LEAVES: Final = 10_000  # leaves of a pytree that are counted; a profiler must not take longer than the call
-_DEEPEST: Final = 50  # levels of a pytree that are searched; an object may contain itself
+_MOST_LEAVES: Final = 10_000  # only so many leaves of a pytree are counted, since the entry must not take long
+_DEEPEST: Final = 50  # only so many levels of a pytree are searched, since an object may contain itself
 
 
 class CallFacts(NamedTuple):
-    """What an entry shows. ``nbytes`` are the bytes of one replica, ``arrays`` the arrays of all replicas."""
+    """What an entry shows. ``nbytes``: the bytes of one replica. ``arrays``: the arrays of all replicas."""
 
     name: str
     op: str
@@ -24,9 +24,9 @@ class CallFacts(NamedTuple):
 
 
 def call_facts(name: str, op: Any, value: Any) -> CallFacts:
-    """Return the facts of a call about ``value``: distributed values, or lists of trees, one per replica.
+    """Return what an entry shows of a call. ``value``: distributed values, or a list with one tree per replica.
 
-    If the facts of a value cannot be read, they are left out: a profiler must not make a call fail.
+    If ``value`` cannot be read, only the name is returned, since a profiler must not make a call fail.
 
     >>> import numpy as np
     >>> facts = call_facts("all_reduce", "SUM", [{"w": np.ones(3), "b": [np.ones(2, np.int8)]}] * 4)
@@ -49,7 +49,7 @@ def _facts(name: str, op: Any, value: Any) -> CallFacts:
 
 
 def by_replica(pairs: Any) -> list[list[Any]]:
-    """Return the values of a batch as a list for each replica; invalid pairs are left out."""
+    """Return the values of (value, destination) pairs as one list per replica. Invalid pairs are left out."""
     listed = pairs if isinstance(pairs, (list, tuple)) else ()
     values = [pair[0] for pair in listed if isinstance(pair, (list, tuple)) and pair]
     rows = [_components(each) if isinstance(each, (list, tuple, DistributedValues)) else [each] for each in values]
@@ -68,7 +68,7 @@ def _nbytes(x: Any) -> int:
 
 
 def _leaves(tree: Any, depth: int = 0) -> Iterator[Any]:
-    """Yield the arrays of a tree of lists, tuples, dicts and distributed values; other nodes are left out."""
+    """Yield the arrays of a tree of lists, tuples, dicts and distributed values. Other objects are left out."""
     nodes: Iterable[Any] = ()
     if isinstance(tree, IndexedSlices):
         nodes = (tree.values, tree.indices)

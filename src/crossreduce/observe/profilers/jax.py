@@ -15,7 +15,7 @@ is_on: Final[Callable[[], bool]] = TraceAnnotation.is_enabled
 
 
 def entry(facts: CallFacts) -> AbstractContextManager[Any]:
-    """Return the entry of a call."""
+    """Return a context manager that makes the entry of the call in its ``with`` block."""
     details = {"op": facts.op, "bytes": facts.nbytes, "replicas": facts.replicas}
     details["dtypes"] = facts.dtypes.replace(",", "")  # a comma separates details
     annotation: AbstractContextManager[Any] = TraceAnnotation(f"crossreduce:{facts.name}", **details)

@@ -1,10 +1,10 @@
-"""NVTX ranges of calls, which Nsight Systems and other profilers of NVIDIA show. They were not tested on a GPU.
+"""NVTX ranges of calls, for Nsight Systems and other profilers of NVIDIA. They were not tested on a GPU.
 
 Input: a call. Output: a range such as ``crossreduce:all_reduce sum 64 B float32 x2`` in the calling thread. It lasts
-until the call returns. So it contains the launches of the call's kernels, by which profilers attribute kernels to it.
+until the call returns. So it contains the launches of the call's kernels, and profilers attribute the kernels to it.
 
-Ranges are on if ``CROSSREDUCE_NVTX`` is 1, or if a profiler has started the process (``NVTX_INJECTION64_PATH``) and
-``CROSSREDUCE_NVTX`` is not 0. They need NVIDIA's Python package ``nvtx``, or ``libnvToolsExt.so.1`` of older CUDA.
+``CROSSREDUCE_NVTX`` turns ranges on (1) or off (0). By default they are on if a profiler has started the process, which
+sets ``NVTX_INJECTION64_PATH``. They need NVIDIA's Python package ``nvtx``, or ``libnvToolsExt.so.1`` of older CUDA.
 Source: NVTX, c/include/nvtx3/nvToolsExt.h in github.com/NVIDIA/NVTX (``nvtxRangePushA``, ``nvtxRangePop``).
 """
 
@@ -29,7 +29,7 @@ class _Functions(NamedTuple):
 
 
 def _load() -> _Functions | None:
-    """Return the functions of NVTX if ranges are wanted and there is a library."""
+    """Return the functions of NVTX, or ``None`` if ranges are off or NVTX is not installed."""
     wanted = os.environ.get("CROSSREDUCE_NVTX") or ("1" if os.environ.get("NVTX_INJECTION64_PATH") else "0")
     if wanted == "0":
         return None
@@ -60,7 +60,7 @@ def is_on() -> bool:
 
 @contextmanager
 def entry(facts: CallFacts) -> Iterator[None]:
-    """Make the range of a call."""
+    """Make a range for the call in the ``with`` block."""
     assert FUNCTIONS is not None
     FUNCTIONS.push(f"crossreduce:{facts.name} {facts.op} {facts.nbytes} B {facts.dtypes} x{facts.replicas}")
     try:

@@ -16,7 +16,7 @@ is_on: Final[Callable[[], bool]] = torch.autograd._profiler_enabled
 
 
 def entry(facts: CallFacts) -> AbstractContextManager[Any]:
-    """Return the entry of a call."""
+    """Return a context manager that makes the entry of the call in its ``with`` block."""
     tensors = [x for x in facts.arrays if isinstance(x, torch.Tensor)]
     details = {"op": facts.op, "bytes": facts.nbytes, "dtypes": facts.dtypes, "replicas": facts.replicas}
     annotation: AbstractContextManager[Any] = _RecordFunctionFast(f"crossreduce:{facts.name}", tensors, details)

@@ -1,7 +1,7 @@
 """Reads the calls of traces, for each group and rank, with the phases of each call.
 
 Input: a directory. Output: the groups of each run. Files of one group have the same token. Groups that have a process
-in common belong to one run. Times stay on each rank's own clock: see ``clocks``.
+in common belong to one run. Times are still on each rank's own clock; ``clocks`` aligns them.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from .format import FILE, RECORD, RUNNING, TOPOLOGY, ClockReading, Facts, Phase,
 CALL_TEXT: Final = re.compile(
     r"(?P<collective>\w+)(?: (?!root )(?P<op>\w+))?(?: root (?P<root>\d{1,18}))? (?P<dtype>\w+)\[(?P<shape>[\d, ]*)\]"
 )
-"""The text of a call with one array, as ``observe.diagnostics.call_text`` makes it."""
+"""Matches a call with one array, as written by ``observe.diagnostics.call_text``."""
 EXACT: Final = "exact_"
-"""Begins the op of an exact sum or mean in such a text."""
+"""The prefix of the op of an exact sum or mean in the text of a call."""
 _MOST_DIGITS: Final = 18
 _MOST_ARRAY_NBYTES: Final = 1 << 60
 _TOPOLOGY_NBYTES: Final = 1 << 26
@@ -32,7 +32,7 @@ _PHASES: Final = {int(phase): phase for phase in Phase}
 
 
 class CallPart(NamedTuple):
-    """A phase of a call. ``waited_for``: the rank that arrived last at the barrier of a wait."""
+    """A phase of a call. ``waited_for``: if the phase is a wait, the rank that arrived last at the barrier."""
 
     phase: Phase
     begin_ns: int
@@ -44,8 +44,8 @@ class CallPart(NamedTuple):
 class TracedCall(NamedTuple):
     """A call of one rank. ``end_ns`` is ``None`` if it has not ended. ``queued_ns``: when it began to wait in a queue.
 
-    ``nbytes``: the size of the whole array, that of all ranks together if each has a part. It is ``None`` if the text
-    has no array.
+    ``nbytes``: the size of the whole array, or of all ranks' arrays together if each has a part of it. It is ``None``
+    if the text has no array. ``outcome``: a number of ``ranks.intra_host.shared_memory``, or ``RUNNING``.
     """
 
     number: int
@@ -69,14 +69,14 @@ class TracedCall(NamedTuple):
 
     @property
     def last_ns(self) -> int:
-        """The end of the call, or of its last phase if it has not ended."""
+        """The end of the call, or the end of its last phase if the call has not ended."""
         if self.end_ns is not None:
             return self.end_ns
         return max([self.begin_ns, *(part.end_ns for part in self.parts)])
 
 
 class RankTrace(NamedTuple):
-    """The calls of one rank, and two readings of its clocks."""
+    """The calls of one rank, and two readings of its clocks: at the start of the first file, and later."""
 
     facts: Facts
     calls: tuple[TracedCall, ...]
@@ -84,7 +84,7 @@ class RankTrace(NamedTuple):
 
 
 class GroupTrace(NamedTuple):
-    """The traces of a group's ranks, by rank. ``topologies``: the links between hosts, each from a call's number on."""
+    """The traces of a group's ranks. ``topologies``: the links between hosts, each from a number of calls on."""
 
     name: str
     token: str
@@ -104,7 +104,7 @@ def read_directory(directory: Path) -> FoundTraces:
     """Return the traces of a directory.
 
     Raises:
-      ArgumentError: it cannot be read, or has no trace.
+      ArgumentError: the directory cannot be read, or has no trace that can be read.
     """
     remedy = "the directory of CROSSREDUCE_TRACE, or of crossreduce.trace.start"
     try:
@@ -116,7 +116,7 @@ def read_directory(directory: Path) -> FoundTraces:
         try:
             content = read_trace(path)
         except (OSError, ValueError, MemoryError) as error:
-            why = getattr(error, "strerror", None) or str(error) or "it needs more memory than there is"
+            why = getattr(error, "strerror", None) or str(error) or "not enough memory"
             notes.append(f"{path.name} cannot be read: {why}.")
             continue
         contents.append(content)
@@ -134,13 +134,13 @@ def read_directory(directory: Path) -> FoundTraces:
 
 
 def _topologies(paths: Iterable[Path], notes: list[str]) -> dict[str, list[tuple[int, Topology]]]:
-    """Return the topologies of each group's token; add a note for each unreadable file."""
+    """Return for the token of each group its topologies. Append a note for each file that cannot be read."""
     topologies: dict[str, list[tuple[int, Topology]]] = {}
     for path in paths:
         match = TOPOLOGY.fullmatch(path.name)
         if match is not None:
             try:
-                with open_regular(path) as file:  # one that is too large is malformed
+                with open_regular(path) as file:  # JSON that is too large is cut, and so malformed
                     topology = Topology.from_json(file.read(_TOPOLOGY_NBYTES).decode())
             except (OSError, ValueError, ReductionError, RecursionError) as error:
                 notes.append(f"{path.name} cannot be read: {error}.")
@@ -150,23 +150,19 @@ def _topologies(paths: Iterable[Path], notes: list[str]) -> dict[str, list[tuple
 
 
 def _group(contents: list[TraceContent], topologies: list[tuple[int, Topology]]) -> GroupTrace:
-    """Join the files of a group, which are sorted by rank and time."""
+    """Return the trace of a group from the contents of its files, which are sorted by rank and time."""
     ranks: dict[int, RankTrace] = {}
     for content in contents:
-        facts = content.facts
-        calls = _calls(content)
-        earlier = ranks.get(facts.rank)
-        if earlier is not None:  # tracing was stopped and started again
-            calls, clocks = (*earlier.calls, *calls), (earlier.clocks[0], content.clocks[1])
-        else:
-            clocks = content.clocks
+        facts, calls, clocks = content.facts, _calls(content), content.clocks
+        if (earlier := ranks.get(facts.rank)) is not None:  # tracing was stopped and started again
+            calls, clocks = (*earlier.calls, *calls), (earlier.clocks[0], clocks[1])
         ranks[facts.rank] = RankTrace(facts, calls, clocks)
     first = contents[0].facts
     return GroupTrace(first.group, first.token, first.hosts, ranks, tuple(topologies))
 
 
 def _calls(content: TraceContent) -> tuple[TracedCall, ...]:
-    """Return the calls of a file. If newer records have replaced a call, its remaining phases are left out."""
+    """Return the calls of a file. Phases whose call was replaced by newer records are left out."""
     host = next(ranks for ranks in content.facts.hosts if content.facts.rank in ranks)
     size = sum(map(len, content.facts.hosts))
     calls: dict[int, TracedCall] = {}
@@ -194,7 +190,7 @@ def _calls(content: TraceContent) -> tuple[TracedCall, ...]:
 
 
 def array_nbytes(text: str, ranks: int) -> int | None:
-    """Return the bytes of the whole array of a call from its text, or ``None`` if it has no possible array.
+    """Return the bytes of the whole array of a call from its text, or ``None`` if it has no valid array.
 
     >>> array_nbytes("all_reduce sum float32[2, 3]", 4), array_nbytes("all_gather float32[2, 3]", 4)
     (24, 96)
@@ -217,7 +213,7 @@ def array_nbytes(text: str, ranks: int) -> int | None:
 
 
 def _runs(groups: list[GroupTrace]) -> tuple[tuple[GroupTrace, ...], ...]:
-    """Return the groups of each run. Runs, and the groups of a run, are in the order of their starts."""
+    """Return the groups of each run. Runs are sorted by their starts, and so are the groups of a run."""
     runs: list[tuple[set[str], list[GroupTrace]]] = []
     for group in groups:
         processes = {trace.facts.process for trace in group.ranks.values()}
@@ -236,9 +232,9 @@ def _start_key(group: GroupTrace) -> tuple[int, str]:
 
 
 def newest(group: GroupTrace, most: int) -> tuple[GroupTrace, int]:
-    """Return a group with its newest calls only, and the number of other calls. The calls have about ``most`` phases.
+    """Return a group with only its newest calls, and the number of calls that were left out.
 
-    All ranks keep the calls of the same numbers.
+    All ranks keep the same calls, which have at most ``most`` records together: calls and phases.
     """
     sizes: dict[int, int] = {}
     for trace in group.ranks.values():

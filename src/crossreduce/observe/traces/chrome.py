@@ -1,8 +1,8 @@
 """Write a trace as Chrome's Trace Event JSON, for Perfetto (ui.perfetto.dev) and chrome://tracing.
 
-Input: the groups of a run, their clocks, and predictions. Output: text. Each rank of a group is a process of the viewer
-with the rows "calls", "phases", "plan" (the predicted time, if there is one) and "queue". An arrow ends at each wait;
-it begins where the rank that arrived last ended its work.
+Input: the groups of a run, their clocks, and predictions. Output: text. Each rank of a group is shown as a process with
+the rows "calls", "phases", "plan" (the predicted time, if there is one) and "queue". At the end of each wait there is
+an arrow from the last work of the rank that arrived last.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ NAMES: Final = {
     Phase.AGREE: "wait for other hosts",
     Phase.INNER: "another library",
 }
-# Names of colours that chrome://tracing has; Perfetto chooses its own by the events' names.
+# Names of chrome://tracing for colours. Perfetto ignores them, and chooses colours by the names of events.
 _COLOURS: Final = {Phase.WAIT: "terrible", Phase.AGREE: "bad", Phase.REDUCE: "good", Phase.BETWEEN_HOSTS: "rail_load"}
 _ROWS: Final = ("calls", "phases", "plan", "queue")
 _WAITS: Final = (Phase.WAIT, Phase.AGREE)
@@ -37,7 +37,7 @@ _WAITS: Final = (Phase.WAIT, Phase.AGREE)
 def to_chrome(
     groups: Sequence[GroupTrace], shifts: Mapping[str, ClockShift], predict: Predict, notes: Sequence[str] = ()
 ) -> str:
-    """Return the calls of all ranks on one clock, which begins at 0 microseconds, as JSON text for a trace viewer."""
+    """Return the calls of all ranks as JSON text for a trace viewer, on one clock, on which the first event is at 0."""
     writer = _EventWriter(groups, shifts, predict)
     clocks = {
         name: {"added_us": shift.add_ns / 1e3, "error_us": None if shift.error_ns is None else shift.error_ns / 1e3}
@@ -48,13 +48,13 @@ def to_chrome(
 
 
 class _EventWriter:
-    """Makes the events of a trace. ``start_ns``: the time of the first event, on the common clock."""
+    """Makes the ``events`` of a trace. ``names``: the events that name processes and rows. ``start_ns``: time 0."""
 
     def __init__(self, groups: Sequence[GroupTrace], shifts: Mapping[str, ClockShift], predict: Predict) -> None:
         self.names: list[Event] = []
         self.events: list[Event] = []
         self._predict, self._arrows, self._process = predict, 0, 0
-        self._shifts = {  # the nanoseconds to add to the times of a rank
+        self._shifts = {  # by group and rank: the nanoseconds to add to the rank's times
             (group.token, rank): shifts[trace.facts.clock].add_ns
             for group in groups
             for rank, trace in group.ranks.items()
@@ -128,7 +128,7 @@ class _EventWriter:
         work: Sequence[tuple[int, int]],
         rows: Mapping[int, Mapping[str, TraceRow]],
     ) -> None:
-        """Add an arrow from the last work of the rank that arrived last to the end of a wait of this call."""
+        """Add an arrow to the end of ``part``, a wait, from the last ``work`` (see ``_work``) of the late rank."""
         assert part.waited_for is not None
         late_shift, shift = self._shifts[group.token, part.waited_for], self._shifts[group.token, rank]
         last = bisect_right(work, (part.end_ns + shift - late_shift, 1 << 62)) - 1
@@ -136,16 +136,14 @@ class _EventWriter:
             return
         begin, end = (ns + late_shift for ns in work[last])
         self._arrows += 1
-        # An arrow begins and ends within the events that it joins.
+        # Viewers draw an arrow only if it begins and ends within events.
         start = max(begin, min(end, part.end_ns + shift) - 1)
         stop = max(part.end_ns + shift - 1, part.begin_ns + shift, start)
         source, target = rows[part.waited_for]["phases"], rows[rank]["phases"]
-        times = self._us(start), self._us(stop)
-        self.events += source.arrow(
-            "arrives last", "wait", self._arrows, times[0], target, times[1], {"op": call.number}
-        )
+        begin_us, end_us, details = self._us(start), self._us(stop), {"op": call.number}
+        self.events += source.arrow("arrives last", "wait", self._arrows, begin_us, target, end_us, details)
 
 
 def _work(calls: Sequence[TracedCall]) -> list[tuple[int, int]]:
-    """Return the begin and the end of each phase of a rank's calls in which it did not wait, in order."""
+    """Return the begin and the end of each phase in which a rank did not wait, in order of time."""
     return sorted((part.begin_ns, part.end_ns) for call in calls for part in call.parts if part.phase not in _WAITS)

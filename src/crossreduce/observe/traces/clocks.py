@@ -2,11 +2,11 @@
 
 Input: the groups of a run. Output: for each clock the nanoseconds to add to its times, and the possible error.
 
-Processes of one host share a clock. Between hosts, each call of a group begins with messages by which the leader ranks
-of all hosts compare their calls. A message cannot arrive before it is sent, so this phase does not end on one host
-before it begins on another host. So each call gives an upper and a lower limit of the difference of two clocks, as in
-Cristian's algorithm. The middle of the tightest limits is used. They are close if each of the two hosts is late in some
-calls. If clocks drift, the limits may contradict each other. Then the error is half of the gap between them.
+Processes of one host share a clock. In a group on several hosts, each call begins with messages by which the leader
+ranks of all hosts compare their calls. A message cannot arrive before it is sent, so this phase does not end on one
+host before it begins on another host. So each call gives an upper and a lower limit of the difference of two clocks, as
+in Cristian's algorithm. The middle between the tightest limits is used. They are close to each other if each of the two
+hosts is late in some calls. If clocks drift, they may contradict each other. Then the error is half of their distance.
 
 Source: F. Cristian, Probabilistic clock synchronization, Distributed Computing 3, 1989.
 """
@@ -24,7 +24,7 @@ from .format import Phase
 class ClockShift(NamedTuple):
     """The nanoseconds to add to the times of a clock.
 
-    ``error_ns``: by how much this may be wrong. It is ``None`` if only the calendar clocks were compared.
+    ``error_ns``: the maximum error of ``add_ns``. It is ``None`` if only the calendar clocks were compared.
     """
 
     add_ns: int
@@ -32,13 +32,13 @@ class ClockShift(NamedTuple):
 
 
 def align(groups: Sequence[GroupTrace]) -> dict[str, ClockShift]:
-    """Return the shift from each clock to the clock of the first group's lowest rank."""
+    """Return for each clock the shift to the clock of the first group's lowest rank."""
     traces = [trace for group in groups for _, trace in sorted(group.ranks.items())]
     names = list(dict.fromkeys(trace.facts.clock for trace in traces))
     shifts = {names[0]: ClockShift(0, 0)}
     limits = _limits(groups)
     while len(shifts) < len(names):
-        # The next clock is the one with the smallest error of all that messages connect to a clock with a shift.
+        # Of the clocks that messages connect to a clock with a shift, the next one is that with the smallest error.
         candidates = []
         for (clock, other), (low, high) in limits.items():
             if clock in shifts and other not in shifts:
@@ -54,14 +54,14 @@ def align(groups: Sequence[GroupTrace]) -> dict[str, ClockShift]:
 
 
 def _calendar(traces: Iterable[RankTrace], clock: str) -> int:
-    """Return the calendar time at which a clock was 0, from its best reading."""
+    """Return the calendar time at which a clock was 0, from the reading with the smallest error."""
     readings = [reading for trace in traces if trace.facts.clock == clock for reading in trace.clocks]
     best = min(readings, key=lambda reading: reading.error_ns)
     return best.calendar_ns - best.monotonic_ns
 
 
 def _limits(groups: Iterable[GroupTrace]) -> dict[tuple[str, str], tuple[int, int]]:
-    """Return for pairs of clocks the least and the most that has to be added to times of the second clock."""
+    """Return for pairs of clocks the minimum and maximum shift of times from the second clock to the first one."""
     limits: dict[tuple[str, str], tuple[int, int]] = {}
     for group in groups:
         leaders = min(map(len, group.hosts))
@@ -81,7 +81,7 @@ def _limits(groups: Iterable[GroupTrace]) -> dict[tuple[str, str], tuple[int, in
 
 
 def _comparison_times(trace: RankTrace) -> dict[int, tuple[int, int]]:
-    """Return when a leader compared each of its calls with the other hosts."""
+    """Return the begin and end of a leader's comparison with the other hosts, by the number of the call."""
     return {
         call.number: (part.begin_ns, part.end_ns)
         for call in trace.calls

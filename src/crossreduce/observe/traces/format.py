@@ -1,7 +1,7 @@
-"""The files of a trace: their names, the facts at their start, and their records.
+"""The files of a trace: their names, the JSON in their header ("facts"), and their records.
 
 Input: the bytes of one rank's file. Output: its facts and records. The native ``trace_file.hpp`` defines the layout and
-writes the file; a file that a killed process has left is complete up to its last record.
+writes the file. If the process is killed, the file is complete up to its last record.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ LEAST_NBYTES: Final = 1 << 18
 FILE: Final = re.compile(r"rank\d{1,9}\.[0-9a-f]{1,64}(\.\d{1,9})?\.trace")
 TOPOLOGY: Final = re.compile(r"topology\.(?P<token>[0-9a-f]{1,64})\.(?P<number>\d{1,18})\.json")
 RUNNING: Final = 255
-"""The outcome of a call that has not ended; other outcomes are those of ``ranks.intra_host.shared_memory``."""
+"""The outcome of a call that has not ended. For other outcomes see ``ranks.intra_host.shared_memory``."""
 
 _MAGIC: Final = b"CRTRACE1"
 _HEADER: Final = struct.Struct("=8s6Qq6q")
-_MOST_RECORDS: Final = 1 << 36  # a file that claims more is damaged
-_AT_ONCE: Final = 1 << 15  # records that are read at a time, about a megabyte
-_MOST_BEFORE_RECORDS: Final = 1 << 26  # bytes of the header and texts; a file that claims more is damaged
+_MOST_RECORDS: Final = 1 << 36  # a file whose header states more is malformed
+_AT_ONCE: Final = 1 << 15  # records that are read at once, about 1 MiB
+_MOST_BEFORE_RECORDS: Final = 1 << 26  # bytes of the header and texts; a file whose header states more is malformed
 _DAY_NS: Final = 86_400 * 10**9
 
 
 class Phase(IntEnum):
-    """What a record describes; as in the native ``trace_file.hpp``."""
+    """The kinds of records, with the numbers of the native ``trace_file.hpp``. Most are phases of a call."""
 
     CALL = 1
     QUEUE = 2
@@ -47,8 +47,8 @@ class Phase(IntEnum):
 RECORD: Final = struct.Struct("=BBHIqqQ")
 """A record, as in the native ``trace_file.hpp``: phase, outcome, rank, detail, begin, end and number of the op.
 
-Times are nanoseconds of the monotonic clock. ``rank`` is the place on the host of the rank that was waited for.
-``detail`` is the stage of a phase, or the number of a call's text, from 1, with 0 for a text that had no room."""
+Times are nanoseconds of the monotonic clock. ``rank``: the position on the host of the rank that was waited for.
+``detail``: for a phase its stage; for a call the number of its text, from 1, or 0 if there was no room for the text."""
 
 
 _CALL: Final = int(Phase.CALL)
@@ -56,7 +56,7 @@ _PHASES: Final = frozenset(map(int, Phase))
 
 
 class ClockReading(NamedTuple):
-    """Readings of the monotonic and the calendar clock, in nanoseconds, and the most time between the two readings."""
+    """Readings of the monotonic and the calendar clock, in nanoseconds, and the maximum time between both."""
 
     monotonic_ns: int
     calendar_ns: int
@@ -64,9 +64,9 @@ class ClockReading(NamedTuple):
 
 
 class Facts(NamedTuple):
-    """What a rank states at the start of its file. ``rank`` and ``hosts`` have the ranks' numbers in messages.
+    """The JSON in the header of a rank's file. ``rank`` and ``hosts`` contain the numbers by which messages name ranks.
 
-    ``clock`` is equal for processes that share a monotonic clock. ``process`` is random: pids repeat in containers.
+    Processes with the same ``clock`` share a monotonic clock. ``process`` is random, since pids repeat in containers.
     """
 
     group: str
@@ -90,7 +90,7 @@ class Facts(NamedTuple):
 
     @classmethod
     def decode(cls, text: bytes) -> Facts:
-        """Return the facts from JSON; raise ``ValueError`` if it is malformed."""
+        """Return the facts from JSON. Raise ``ValueError`` if it is malformed."""
         try:
             fields: dict[str, Any] = json.loads(text)
             hosts = tuple(tuple(map(_number, host)) for host in fields["hosts"])
@@ -99,17 +99,17 @@ class Facts(NamedTuple):
             rank, pid = _number(fields["rank"]), _number(fields["pid"])
             facts = cls(group, token, rank, hosts, hostname, pid, process, clock, version)
         except (KeyError, TypeError, ValueError, RecursionError):
-            raise ValueError("the facts at its start are malformed") from None
+            raise ValueError("the JSON of its header is malformed") from None
         ranks = [rank for host in hosts for rank in host]
         if not all(isinstance(text, str) for text in texts) or facts.rank not in ranks or len({*ranks}) < len(ranks):
-            raise ValueError("the facts at its start are malformed")
+            raise ValueError("the JSON of its header is malformed")
         return facts
 
 
 class TraceContent(NamedTuple):
-    """A file: the facts, the texts of calls, the records, oldest first, two readings of the clocks, and notes.
+    """The content of a file. ``texts``: the texts of calls. ``notes``: descriptions of what is missing in the file.
 
-    The records are in several pieces, each of which contains whole records.
+    ``records``: buffers of whole records, oldest first. ``clocks``: a reading at the start, and a later one.
     """
 
     facts: Facts
@@ -123,7 +123,7 @@ def open_regular(path: Path) -> BinaryIO:
     """Open a regular file for reading.
 
     Raises:
-      ValueError: it is not a regular file, but for example a FIFO, for whose writer this does not wait.
+      ValueError: it is not a regular file. For example it is a FIFO, whose writer is not waited for.
       OSError: it cannot be opened.
     """
     flags = os.O_RDONLY | sum(getattr(os, name, 0) for name in ("O_NONBLOCK", "O_CLOEXEC", "O_BINARY"))
@@ -135,17 +135,17 @@ def open_regular(path: Path) -> BinaryIO:
 
 
 def read_trace(path: Path) -> TraceContent:
-    """Return the content of a file. If it is truncated, the remaining part is read, and there is a note about it.
+    """Return the content of a file. If the file is truncated, a note says so, and the rest is returned.
 
     Raises:
-      ValueError: it is not a trace.
-      OSError, MemoryError: it cannot be read.
+      ValueError: the file is not a trace.
+      OSError, MemoryError: the file cannot be read.
     """
     with open_regular(path) as file:
         size = os.fstat(file.fileno()).st_size
         start = file.read(_HEADER.size)
         if len(start) < _HEADER.size or start[:8] != _MAGIC:
-            raise ValueError("it is not a trace of crossreduce, or its rank ended while it made it")
+            raise ValueError("it is not a trace of crossreduce, or its rank ended while it created the file")
         _, json_nbytes, texts_at, records_at, texts_nbytes, capacity, count, problem, *clocks = _HEADER.unpack(start)
         if (
             not _HEADER.size + json_nbytes <= texts_at <= texts_at + texts_nbytes <= records_at <= _MOST_BEFORE_RECORDS
@@ -159,8 +159,8 @@ def read_trace(path: Path) -> TraceContent:
         texts = _texts(file.read(texts_nbytes))
         expected = min(count, capacity)
         present = min(expected, max(0, size - records_at) // RECORD.size)
-        # In a full file, a running process writes the next record over the oldest one, so this one is not read. The
-        # records after it are older than those before it.
+        # In a full file, the oldest record is not read, since a running process may be replacing it. The records that
+        # follow it in the file are older than those before it.
         oldest = count % capacity if count > capacity else 0
         older = _records(file, records_at, min(present, oldest + (count > capacity)), present)
         records = [*older, *_records(file, records_at, 0, min(present, oldest))]
@@ -172,20 +172,21 @@ def read_trace(path: Path) -> TraceContent:
         notes.append(f"the oldest {replaced} of {count} records were replaced; see CROSSREDUCE_TRACE_BYTES")
     if problem:
         notes.append(f"the file could not grow (error {problem}), so new records replaced old ones early")
-    malformed = present - (count > capacity and present > oldest) - sum(map(len, records)) // RECORD.size
+    not_read = count > capacity and present > oldest  # whether one record was not read
+    malformed = present - not_read - sum(map(len, records)) // RECORD.size
     if malformed:
         notes.append(f"{malformed} records are malformed and left out")
     without_text = sum(
         phase == _CALL and not detail for part in records for phase, _, _, detail, *_ in RECORD.iter_unpack(part)
     )
     if without_text:
-        notes.append(f'the texts of {without_text} calls had no room, so they are "?"')
+        notes.append(f'there was no room for the texts of {without_text} calls, which are shown as "?"')
     readings = ClockReading(*clocks[:3]), ClockReading(*clocks[3:])
     return TraceContent(facts, texts, records, readings, tuple(notes))
 
 
 def _records(file: BinaryIO, at: int, first: int, end: int) -> list[bytes]:
-    """Return the valid records from number ``first`` to ``end``, in pieces."""
+    """Return the valid records from number ``first`` to ``end``, in several buffers. ``at``: where records begin."""
     pieces = []
     file.seek(at + first * RECORD.size)
     for place in range(first, end, _AT_ONCE):

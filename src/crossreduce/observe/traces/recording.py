@@ -1,8 +1,8 @@
 """Traces of a process's groups: opens and closes the file that each rank writes.
 
 Input: a directory, from ``start`` or CROSSREDUCE_TRACE. Output: ``DIR/rank<r>.<token>.trace`` for each group of this
-process, which compiled code writes (``trace_file.hpp``) and ``crossreduce.observe.traces`` reads. A trace never makes a
-call fail: its errors are logged as warnings.
+process. Native code (``trace_file.hpp``) writes these files, and ``crossreduce.observe.traces`` reads them. A trace
+never makes a call fail: errors are logged as warnings.
 """
 
 from __future__ import annotations
@@ -23,22 +23,22 @@ from ..flight_recorder import version
 from .format import DEFAULT_NBYTES, LEAST_NBYTES, Facts
 
 _LOG: Final = logging.getLogger("crossreduce")
-_MOST_TEXT: Final = 100
+_MOST_TEXT: Final = 100  # characters of a limit
 _LOCK_S: Final = 5.0  # how long `start` and `stop` wait for a call of a group that runs in another thread
 
 
 class TracedGroup(Protocol):
-    """The part of ``Communicator`` that this module uses. ``memory``: a ``RankMemory``; ``peers``: ``PeerInfo``."""
+    """The attributes of ``Communicator`` that this module uses."""
 
     lock: threading.Lock
-    memory: Any
+    memory: Any  # a ``RankMemory``
     name: str
     token: str
     rank: int
     hosts: tuple[tuple[int, ...], ...]
     global_ranks: tuple[int, ...]
-    peers: tuple[Any, ...]
-    traced: Path | None
+    peers: tuple[Any, ...]  # of type ``PeerInfo``
+    traced: Path | None  # the trace file, or ``None`` if the group is not traced
 
     @property
     def host_topology(self) -> Topology | None:
@@ -51,17 +51,17 @@ class _Settings(NamedTuple):
 
 
 _GROUPS: Final[weakref.WeakSet[Any]] = weakref.WeakSet()
-_STARTED: Final[list[_Settings | None]] = []  # what `start` or `stop` has set last; empty: the environment decides
+_STARTED: Final[list[_Settings | None]] = []  # the settings of the last `start` or `stop`; if empty, the environment's
 _WARNED: Final[set[str]] = set()
 _CHANGE: Final = [threading.RLock()]  # held while the settings or the set of groups change; a signal handler may nest
 
 
 def start(directory: str | os.PathLike[str], nbytes: int | str = DEFAULT_NBYTES) -> None:
-    """Write the collectives of this process's groups, also of those made later, to files in a directory.
+    """Write traces of this process's groups, also of groups that are made later, to files in a directory.
 
     Args:
-      directory: it is created if it does not exist.
-      nbytes: the most bytes of each file; when a file is full, new records replace the oldest.
+      directory: the directory, which is created if it does not exist.
+      nbytes: the maximum bytes of each file. When a file is full, new records replace the oldest ones.
     Raises:
       ArgumentError: ``nbytes`` is invalid or too small, or the directory cannot be created or written.
     """
@@ -79,7 +79,7 @@ def start(directory: str | os.PathLike[str], nbytes: int | str = DEFAULT_NBYTES)
 
 
 def stop() -> None:
-    """Close the files of ``start`` or CROSSREDUCE_TRACE. Groups that are made later are not traced, either."""
+    """Close all trace files of this process. Groups that are made later are not traced, either."""
     _set(None)
 
 
@@ -93,10 +93,10 @@ def register(group: TracedGroup) -> None:
 
 
 def close(group: TracedGroup) -> None:
-    """End the file of a group, and warn if it is incomplete. Compiled code closes it after the current call."""
+    """End the file of a group, and warn if it is incomplete. Native code closes it after the current call."""
     if group.traced is None:
         return
-    with suppress(ValueError):
+    with suppress(ValueError):  # raised if the group is closed
         problem = group.memory.native.trace_problem()
         if problem:
             text = f"{group.traced} could not grow ({os.strerror(problem)}), so it has only the last calls."
@@ -106,7 +106,7 @@ def close(group: TracedGroup) -> None:
 
 
 def write_topology(group: TracedGroup) -> None:
-    """Write the links between hosts on which the later calls of a traced group are planned, for predictions."""
+    """Write the links between hosts, from which later calls of a traced group are planned, to predict their times."""
     topology = group.host_topology
     if group.traced is None or topology is None or group.rank != min(group.memory.host):
         return
@@ -123,9 +123,9 @@ def _set(settings: _Settings | None) -> None:
 
 
 def _change(group: TracedGroup, settings: _Settings | None) -> None:
-    """End the file of a group, and begin another one unless ``settings`` is ``None``."""
+    """End the file of a group. Begin another one if ``settings`` is not ``None``."""
     if not group.lock.acquire(timeout=_LOCK_S):
-        text = f'group "{group.name}" is in a call, so its trace is not changed.'
+        text = f'group "{group.name}" is in a call, so its trace was neither started nor stopped.'
         _LOG.warning("%s", message(text, remedy="start and stop between calls"))
         return
     try:
@@ -138,6 +138,7 @@ def _change(group: TracedGroup, settings: _Settings | None) -> None:
 
 
 def _open(group: TracedGroup, settings: _Settings) -> None:
+    """Begin a file for a group. If that fails, log a warning."""
     rank = group.global_ranks[group.rank]
     own = group.peers[group.rank]
     hosts = tuple(tuple(group.global_ranks[each] for each in host) for host in group.hosts)
@@ -162,7 +163,7 @@ def _open(group: TracedGroup, settings: _Settings) -> None:
 
 
 def _new_file(directory: Path, name: str) -> tuple[int, Path]:
-    """Create a file that only this user can read; an existing file is kept, and the new one is numbered."""
+    """Create a file that only this user can read. If the name is taken, the new file gets a number."""
     k = 1
     while True:
         path = directory / (f"{name}.trace" if k == 1 else f"{name}.{k}.trace")
@@ -192,8 +193,9 @@ def _from_environment() -> _Settings | None:
 
 
 def _limit(nbytes: int | str) -> int:
+    """Return the limit of a file in bytes. Raise ``ArgumentError`` if it is invalid."""
     if isinstance(nbytes, str):
-        if len(nbytes) > _MOST_TEXT:  # Python converts no text of several thousand digits
+        if len(nbytes) > _MOST_TEXT:  # ``int`` fails for several thousand digits
             raise ArgumentError.of("nbytes is too long.", f"{len(nbytes)} characters", '"64M"')
         if nbytes.isdecimal():
             nbytes = int(nbytes)
@@ -220,7 +222,7 @@ def _clock() -> str:
 
 
 def _forget() -> None:
-    """Forget the groups in a forked child, since they belong to its parent. Another thread may have held the lock."""
+    """In a forked child, forget the groups of the parent, and replace the lock, which a thread may have held."""
     _GROUPS.clear()
     _CHANGE[0] = threading.RLock()
     _process.cache_clear()
@@ -231,7 +233,7 @@ if hasattr(os, "register_at_fork"):
 
 
 def _warn_once(about: str, text: str, remedy: str) -> None:
-    """Log a warning, unless this process has logged one about the same file, directory or variable."""
+    """Log a warning if this process has not logged one about the same file, directory or variable."""
     if about not in _WARNED:
         _WARNED.add(about)
         _LOG.warning("%s", message(text, remedy=remedy))

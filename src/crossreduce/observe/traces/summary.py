@@ -1,4 +1,4 @@
-"""A trace in a few numbers: for each kind of call its times, and for which ranks the others waited.
+"""The summary of a trace: for each kind of call its times, and the ranks for which other ranks waited.
 
 Input: the groups of a run and their clocks. Output: a row for each group and text of calls.
 
@@ -23,12 +23,12 @@ _DELAYED: Final = (Phase.AGREE, Phase.BETWEEN_HOSTS)
 
 
 class SummaryRow(NamedTuple):
-    """The calls with the same text in one group. The three fields with seconds of one call are medians.
+    """The calls with the same text in one group.
 
-    ``seconds``: from the first rank's begin to the last rank's end. ``own_seconds``: the time of a rank in which it did
-    not wait. ``queue_seconds``: the time in a queue before the call. ``waiting``: the share of the ranks' time in these
-    calls in which they waited. ``waited_for``: the ranks for which they waited, with their shares of this waiting, the
-    largest first. ``rank_seconds``: each rank and its time in all these calls.
+    ``seconds``: the median time of a call, from the first rank's begin to the last rank's end. ``own_seconds``: the
+    median time for which a rank did not wait in a call. ``queue_seconds``: the median time in a queue before a call.
+    ``waiting``: the fraction of the ranks' time in these calls for which they waited. ``waited_for``: the ranks for
+    which they waited, with the fraction of the waiting, the largest first. ``rank_seconds``: each rank's total time.
     """
 
     group: str
@@ -46,12 +46,12 @@ class SummaryRow(NamedTuple):
 
     @property
     def gb_per_s(self) -> float | None:
-        """The bytes of the whole array over the median time."""
+        """The bytes of the whole array divided by the median time."""
         return self.nbytes / self.seconds / 1e9 if self.nbytes and self.seconds else None
 
 
 def summarize(groups: Iterable[GroupTrace], shifts: Mapping[str, ClockShift]) -> list[SummaryRow]:
-    """Return the rows of each group, the row with the most time first."""
+    """Return the rows of each group. The row with the most time comes first."""
     rows = []
     for group in groups:
         calls: dict[str, dict[int, dict[int, TracedCall]]] = {}  # by text, number and rank
@@ -66,7 +66,7 @@ def summarize(groups: Iterable[GroupTrace], shifts: Mapping[str, ClockShift]) ->
 def _row(
     group: GroupTrace, text: str, calls: Sequence[Mapping[int, TracedCall]], shifts: Mapping[str, ClockShift]
 ) -> SummaryRow:
-    """Return the row of the calls with the same text; ``calls`` has each call on its ranks."""
+    """Return the row of the calls with the same text. ``calls`` contains for each call the records of its ranks."""
     add = {rank: shifts[trace.facts.clock].add_ns for rank, trace in group.ranks.items()}
     all_calls = [call for ranks in calls for call in ranks.values()]
     seconds = [
@@ -79,16 +79,13 @@ def _row(
     own = [call.end_ns - call.begin_ns - _wait_ns(call) for call in completed if call.end_ns is not None]
     queues = [call.begin_ns - call.queued_ns for call in all_calls if call.queued_ns is not None]
     blamed: Counter[int] = Counter()
-    for ranks in calls:
-        for rank, call in ranks.items():
-            for part in call.parts:
-                blamed.update(_blame(group, rank, part, ranks, add))
-    waited = sum(map(_wait_ns, all_calls))
     spent: Counter[int] = Counter()
     for ranks in calls:
         for rank, call in ranks.items():
             spent[rank] += call.last_ns - call.begin_ns
-    total = spent.total()
+            for part in call.parts:
+                blamed.update(_blame(group, rank, part, ranks, add))
+    waited, total = sum(map(_wait_ns, all_calls)), spent.total()
     return SummaryRow(
         group=group.name,
         token=group.token,
@@ -106,7 +103,7 @@ def _row(
 
 
 def straggler(rows: Sequence[SummaryRow]) -> tuple[int, float]:
-    """Return the rank for which a group's other ranks waited longest, and this share of their time in all calls."""
+    """Return the rank for which a group's other ranks waited longest, and the fraction of their time that this took."""
     waited: Counter[int] = Counter()
     spent: Counter[int] = Counter()
     for row in rows:
@@ -125,31 +122,34 @@ def _wait_ns(call: TracedCall) -> int:
 def _blame(
     group: GroupTrace, rank: int, part: CallPart, ranks: Mapping[int, TracedCall], add: Mapping[int, int]
 ) -> dict[int, int]:
-    """Return for how many ns of a part of a call a rank waited, by the rank for which this counts; see above."""
+    """Return how many ns of a phase count as waiting for which rank, by the rules at the top of this file.
+
+    ``ranks``: the records of the call by rank. ``add``: the nanoseconds to add to each rank's times.
+    """
     if part.phase is Phase.AGREE:
         latest = _latest(group, rank, ranks, add)
         return {} if latest is None else {latest: part.end_ns - part.begin_ns}
     if part.phase is not Phase.WAIT or part.waited_for is None:
         return {}
-    late, left = part.waited_for, part.end_ns - part.begin_ns
+    late, remaining = part.waited_for, part.end_ns - part.begin_ns
     blamed: dict[int, int] = {}
     if late in ranks:
-        shift = add[late] - add[rank]
+        shift = add[late] - add[rank]  # from the clock of the late rank to that of the waiting rank
         for other in ranks[late].parts:
             if other.phase in _DELAYED:
                 end, begin = min(part.end_ns, other.end_ns + shift), max(part.begin_ns, other.begin_ns + shift)
                 overlap = max(0, end - begin)
-                left -= overlap
+                remaining -= overlap
                 latest = _latest(group, late, ranks, add) if other.phase is Phase.AGREE else None
                 if latest is not None and overlap:
                     blamed[latest] = blamed.get(latest, 0) + overlap
-    if left > 0:
-        blamed[late] = blamed.get(late, 0) + left
+    if remaining > 0:
+        blamed[late] = blamed.get(late, 0) + remaining
     return blamed
 
 
 def _latest(group: GroupTrace, rank: int, ranks: Mapping[int, TracedCall], add: Mapping[int, int]) -> int | None:
-    """Return the other hosts' leader that was the last to begin to compare this call, or ``None`` if it is unknown."""
+    """Return which leader of another host was the last to begin to compare the call, or ``None`` if it is unknown."""
     place = next(host.index(rank) for host in group.hosts if rank in host)
     begins = {
         host[place]: part.begin_ns + add[host[place]]

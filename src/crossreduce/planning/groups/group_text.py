@@ -12,8 +12,8 @@ from ..plans import Plan
 from .groups_bound import GroupsBound
 from .separate_plans import SeparatePlans, losses
 
-_MOST_GROUPS: Final = 32
-_MOST_LETTERS: Final = 30
+_MOST_GROUPS: Final = 32  # rows of the table
+_MOST_LETTERS: Final = 30  # of the names of devices in the first column of the table
 
 
 def explain_groups(
@@ -21,15 +21,14 @@ def explain_groups(
 ) -> str:
     """Return a text with the rates of all groups, the levels that limit them, and the losses with separate plans.
 
-    ``unhelped`` contains separate plans without helpers, or is ``None`` if some groups are not connected without them.
+    ``separate`` are plans for each group alone with helpers, and ``unhelped`` those without helpers. ``unhelped`` is
+    ``None`` if some groups are not connected without helpers.
     """
     needs, rates = bound.groups, bound.rates
     weights = [group.weight for group in needs]
     collectives = ", ".join(dict.fromkeys(group.collective for group in needs))
-    lines = [
-        f"{collectives} of {many(len(needs), 'group')} at the same time on "
-        f"{many(len(bound.topology.devices), 'device')}, which share the links"
-    ]
+    title = f"{collectives} of {many(len(needs), 'group')} at the same time on "
+    lines = [title + f"{many(len(bound.topology.devices), 'device')}, which share the links"]
     levels = bound.levels
     if not levels:
         return f"{lines[0]}: no data has to move."
@@ -65,7 +64,7 @@ def explain_groups(
 
 
 def _least(rates: Sequence[Fraction | None], weights: Sequence[Fraction]) -> Fraction:
-    """Return the least rate / weight."""
+    """Return the least rate / weight of the groups that have a rate."""
     return min(rate / weight for rate, weight in zip(rates, weights, strict=True) if rate is not None)
 
 
@@ -74,7 +73,7 @@ def _gb_per_s(rate: Fraction | None) -> str:
 
 
 def percent_of(loss: Fraction) -> str:
-    """Return a loss in percent, with its sign.
+    """Return the change of a rate in percent, with its sign, given the part of the rate that is lost.
 
     >>> percent_of(Fraction(1, 3)), percent_of(Fraction(-1, 2)), percent_of(Fraction(0))
     ('-33.3 %', '+50 %', '0 %')
@@ -87,7 +86,7 @@ def _loss(loss: Fraction) -> str:
 
 
 def _names(members: tuple[str, ...]) -> str:
-    """Return the first devices of a group that fit into the table's column, and the number of others.
+    """Return the first devices of a group that fit into the table's column, and the number of the other devices.
 
     >>> _names(("cuda:0", "cuda:1")), _names(tuple(f"host0/cuda:{k}" for k in range(8)))
     ('cuda:0 cuda:1', 'host0/cuda:0 and 7 more')

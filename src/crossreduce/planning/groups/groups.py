@@ -1,8 +1,8 @@
 """``plan_groups``: plans of several groups that run at the same time on shared links, with a proof of their rates.
 
 Input: a topology, groups of devices (such as the tensor-parallel and the data-parallel groups of a job), weights.
-Output: a ``GroupsPlan``. The least rate / weight is the greatest possible, then the next one, and so on. Each group has
-a part of the bandwidth of each link, and all parts together fit the links. Devices outside a group help it.
+Output: a ``GroupsPlan``. The least rate / weight of a group is as great as possible, then the next one, and so on. A
+part of the bandwidth of each link is reserved for each group. Devices outside a group may forward and combine its data.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from ..forest import forest_of_trees
 from ..optimal.bound import bound_of_members
 from ..optimal.bounds.certificate import COLLECTIVES
 from ..optimal.bounds.demand import too_uneven
-from ..optimal.bounds.tree_prices import joints_of
+from ..optimal.bounds.tree_prices import branch_nodes_of
 from ..plans import Plan, plan_request
 from ..topologies import require_routes
 from .groups_bound import GroupNeed, GroupsBound
@@ -37,8 +37,8 @@ class GroupsPlan:
     """Plans of several groups on shared links, their rates while all of them run, and the proof of these rates."""
 
     topology: Topology
-    # The plan of each group. The topology of a plan has the part of each link that is reserved for the group. So the
-    # rate, seconds and simulation of the plan are those that the group has while all others run.
+    # The plan of each group. The topology of the plan has only the bandwidth that is reserved for the group. So the
+    # rate, seconds and simulation of the plan are those of the group while all other groups run.
     plans: tuple[Plan, ...]
     bound: GroupsBound  # the proof that no rate can be raised without reducing one that is as low or lower
 
@@ -59,7 +59,7 @@ class GroupsPlan:
 
     @property
     def seconds(self) -> tuple[float, ...]:
-        """The predicted seconds of each group, if it uses its part of the links and no more."""
+        """The predicted seconds of each group, if it uses only the bandwidth that is reserved for it."""
         return tuple(plan.seconds for plan in self.plans)
 
     @property
@@ -76,7 +76,7 @@ class GroupsPlan:
 
     @cached_property
     def separate_without_helpers(self) -> SeparatePlans | None:
-        """The same with only the links among a group's devices; ``None`` if these do not connect some group."""
+        """The same as ``separate``, but without helpers. ``None`` if some groups are not connected without them."""
         return separate_plans(self.topology, self.bound.groups, self._sizes, helpers=False)
 
     @property
@@ -89,17 +89,18 @@ class GroupsPlan:
         return losses(self.rates, self.separate.rates)
 
     def check(self) -> None:
-        """Check that the schedules are right, that they reach their rates together, and that the proof is valid.
+        """Check that the schedules are correct, that together they reach the rates, and that the proof is valid.
 
         Raises:
           ScheduleError: a schedule is wrong.
-          PlanError: a link carries more than its bandwidth, a plan has another rate, or the proof is not valid.
+          PlanError: a plan has another collective or rate than its group, a link carries more than its bandwidth, or
+            the proof is not valid.
         """
         used: dict[Pair, Fraction] = {}
         for plan, group, rate in zip(self.plans, self.bound.groups, self.rates, strict=True):
             verify(plan.schedule)
             if plan.rate != rate or request_of(group, plan.topology, plan.nbytes)[:3] != plan.request[:3]:
-                raise PlanError.of("the plan of a group is for another collective or rate.", f"{plan}: {plan.rate}")
+                raise PlanError.of("the plan of a group has another collective or rate.", f"{plan}: {plan.rate} GB/s")
             for pair, share in link_shares(plan.schedule, self.topology).items():
                 used[pair] = used.get(pair, Fraction(0)) + share * (rate or 0)
         for pair, amount in used.items():
@@ -111,7 +112,7 @@ class GroupsPlan:
         self.bound.check()
 
     def explain(self) -> str:
-        """Return a text with the rates of all groups, their levels, and the losses with separate plans."""
+        """Return a text with the rates of all groups, the levels that limit them, and the losses by separate plans."""
         from .group_text import explain_groups
 
         return explain_groups(self.bound, self.plans, self.separate, self.separate_without_helpers)
@@ -138,12 +139,13 @@ def mesh_groups(devices: Sequence[str], shape: Sequence[int]) -> tuple[tuple[str
     if not sizes or any(not isinstance(size, int) or isinstance(size, bool) or size < 1 for size in sizes):
         raise ArgumentError.of("a mesh needs sizes that are integers above 0.", shown(shape), "(2, 4)")
     if prod(sizes) != len(devices):
-        given = f"{' x '.join(map(str, sizes))} = {prod(sizes)} places, {len(devices)} devices"
-        raise ArgumentError.of("a mesh must have one place for each device.", given, "sizes with this product")
+        given = f"{' x '.join(map(str, sizes))} = {prod(sizes)}, {len(devices)} devices"
+        remedy = f"sizes with the product {len(devices)}"
+        raise ArgumentError.of("the product of a mesh's sizes must be its number of devices.", given, remedy)
     groups = []
     for axis, size in enumerate(sizes):
         stride = prod(sizes[axis + 1 :])
-        starts = [k for k in range(len(devices)) if k // stride % size == 0]
+        starts = [k for k in range(len(devices)) if k // stride % size == 0]  # with coordinate 0 along the axis
         groups += [tuple(devices[start + stride * k] for k in range(size)) for start in starts]
     return tuple(groups)
 
@@ -161,24 +163,25 @@ def plan_groups(
 ) -> GroupsPlan:
     """Plan collectives of several groups that run at the same time on the links of one topology.
 
-    The least rate / weight of a group is as great as possible; of all such plans, the next least is as great as
+    The least rate / weight of a group is as great as possible. Among such plans, the second least is as great as
     possible, and so on. Groups may overlap, as tensor-parallel and data-parallel groups do. Devices outside a group
-    forward the group's data, and combine it if that makes the plans faster.
+    forward and combine its data if that makes the plans faster.
 
     Args:
       topology: a ``Topology``, the name of a machine or the path of a file.
       groups: the devices of each group, by name or number. In a group of one device, nothing moves.
-      weights: one per group, above 0; a group of weight 2 has twice the rate of one of weight 1 on the same links.
-        ``None``: all are 1.
+      weights: one per group, above 0. On the same links, a group of weight 2 has twice the rate of a group of weight 1.
+        ``None``: all weights are 1.
       collective: one name for all groups, or one name per group.
-      nbytes: the size of the whole buffer of a group: one for all groups, or one per group. Trees do not depend on it.
+      nbytes: the size of a group's whole buffer: one for all groups, or one per group. Trees do not depend on it.
       roots: one per group: the root of a broadcast or reduce, or ``None`` for the device with the greatest bound.
       operation_s: short for ``costs=Costs(operation_s=...)``; see ``plan``.
-      costs: what else takes time. Groups divide limits that links share; each counts only its own part of other costs.
+      costs: what else takes time. Groups divide limits that links share. Each group counts other costs on its own.
     Returns:
-      A plan whose schedules are verified; the same request costs one lookup.
+      A plan whose schedules are verified. A repeated request returns a cached plan.
     Raises:
-      ArgumentError: no groups, or not one entry per group; an invalid group, weight, collective, size or root.
+      ArgumentError: no groups, an argument without one entry per group, or an invalid group, weight, collective, size
+        or root.
       PlanError: a device of a group cannot be reached, or bandwidths differ by a factor of more than a million.
       OSError: the file of the topology cannot be read.
 
@@ -203,7 +206,7 @@ def plan_groups(
     costs = costs_of(costs, operation_s)
     costs.require_links(topology)
     if too_uneven([link.bandwidth for link in topology.links]):
-        problem = "groups cannot be planned where bandwidths differ by a factor of more than a million."
+        problem = "groups cannot be planned if bandwidths differ by a factor of more than a million."
         raise PlanError.of(problem, repr(topology), "a topology without the slowest links")
     needs = []
     for k, (group, name, root, weight) in enumerate(zip(members, names, root_list, exact, strict=True)):
@@ -218,6 +221,7 @@ def plan_groups(
 
 
 def _read_groups(topology: Topology, groups: Any) -> list[tuple[str, ...]]:
+    """Return the canonical names of the devices of each group."""
     if isinstance(groups, str) or not isinstance(groups, Iterable):
         raise ArgumentError.of("groups must be a list of lists of devices.", shown(groups), "[[0, 1], [2, 3]]")
     members = []
@@ -233,32 +237,32 @@ def _read_groups(topology: Topology, groups: Any) -> list[tuple[str, ...]]:
 
 
 def _one_per_group(what: str, given: Any, count: int, single: Any) -> list[Any]:
-    """Return one value per group, given a value of the type ``single`` for all groups, or a list."""
+    """Return one value per group, given a list, or one value (of the type ``single``) for all groups."""
     return [given] * count if isinstance(given, single) else _entries(what, given, count)
 
 
 def _entries(what: str, given: Any, count: int) -> list[Any]:
-    """Return an argument as a list, after checking that it has one entry per group."""
+    """Return an argument as a list. Raise ArgumentError unless it has ``count`` entries, one per group."""
     entries = list(given) if isinstance(given, Iterable) and not isinstance(given, (str, bytes)) else None
     if entries is None or len(entries) != count:
-        number = "not a list" if entries is None else f"{len(entries)} of them"
-        raise ArgumentError.of(f"{what} must have one entry per group.", f"{shown(given)}, {number}; {count} groups")
+        given_here = f"{shown(given)} for {many(count, 'group')}"
+        raise ArgumentError.of(f"{what} must have one entry per group.", given_here)
     return entries
 
 
 def _weight(given: object) -> Fraction:
-    weight = Fraction(0)
+    weight = Fraction(0)  # invalid, unless it is replaced
     if isinstance(given, Rational) and not isinstance(given, bool):
         weight = Fraction(int(given.numerator), int(given.denominator))
     elif isinstance(given, Real) and not isinstance(given, bool) and isfinite(given):
-        weight = Fraction(repr(float(given)))
+        weight = Fraction(repr(float(given)))  # 0.1 becomes 1/10, not its binary approximation
     if weight > 0:
         return weight
     raise ArgumentError.of("a weight must be a finite number above 0.", shown(given), "weights=[1, 2]")
 
 
 def _root(topology: Topology, collective: str, members: tuple[str, ...], root: str | int | None) -> str | None:
-    """Return the canonical name of a group's root. If none is given, it is the device with the greatest bound."""
+    """Return the name of a group's root (by default the device with the greatest bound), or ``None`` if it has none."""
     if collective not in ("broadcast", "reduce"):
         if root is not None:
             raise ArgumentError.of(f"{collective} has no root.", f"root {shown(root)}", "None in roots")
@@ -285,8 +289,8 @@ def _plan_checked_groups(
             schedules.append(plan_request(request._replace(topology=part)).schedule)
             used.append({})
             continue
-        joints = [topology.nodes.index(joint) for joint in joints_of(topology)]
-        schedule = forest_of_trees(request, topology.nodes, joints, trees).schedule
+        branch_nodes = [topology.nodes.index(node) for node in branch_nodes_of(topology)]
+        schedule = forest_of_trees(request, topology.nodes, branch_nodes, trees).schedule
         verify(schedule)
         schedules.append(schedule)
         used.append({pair: share * rate for pair, share in link_shares(schedule, topology).items()})
@@ -300,7 +304,7 @@ def _plan_checked_groups(
 
 
 def _used_part(topology: Topology, members: tuple[str, ...], used: dict[Pair, Fraction]) -> Topology:
-    """Return the topology of the links that a group uses, with the bandwidths that it uses."""
+    """Return the topology that has only the links and the bandwidths that a group uses."""
     nodes = {*members, *(node for pair in used for node in pair)}
     links = [Link(*link[:2], used[link[:2]], link.latency_s) for link in topology.links if link[:2] in used]
     devices = tuple(device for device in topology.devices if device in nodes)

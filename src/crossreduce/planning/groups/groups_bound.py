@@ -1,15 +1,15 @@
-"""``GroupsBound``: rates of several groups on shared links that cannot be raised, and the certificate that proves it.
+"""``GroupsBound``: max-min fair rates of several groups on shared links, and the certificate that proves them.
 
-Input: the parts of a certificate. Output: nothing, or PlanError. As in ``certificate.py``, the check does not use the
-search: it computes the prices of trees again.
+Input: a ``GroupsBound``. Output: nothing, or PlanError. As in ``certificate.py``, the check does not use the search: it
+computes the prices of trees again.
 
-The rates of groups are compared by the least rate / weight first, then by the next one, and so on. The certificate has
-levels. At each level, the groups of earlier levels are fixed: they keep the rates that were found there. The prices of
-the links prove a rate t. Let c be the price of a group's cheapest trees, per unit of the group's rate. If the fixed
-groups keep their rates r, and all others have t times their weights w, then the sum of r c and t w c is at most the sum
-of bandwidth x price. The greatest such t is ``most``: not all of the others can have more than ``most`` x weight. If
-``rate`` equals it, no group whose trees cost more than 0 can have more, unless another one has less. So these groups
-are fixed at this level.
+Rates are better if the least rate / weight of a group is greater; if it is equal, the next one decides, and so on. The
+certificate has levels. At each level, the groups of earlier levels keep the rates that were fixed there. The prices of
+the links then prove a limit of the rate / weight of all other groups. Let c be the price of a group's cheapest trees,
+per unit of the group's rate. If each fixed group has its rate r, and each other group has t times its weight w, then
+the sum of all r c and t w c is at most the sum of bandwidth x price. The greatest such t is ``most``. If ``rate``
+equals ``most``, a group whose trees cost more than 0 can only have a greater rate if another group has a smaller one.
+So these groups are fixed at this level.
 
 Source: Radunović & Le Boudec, A unified framework for max-min and min-max fairness with applications, IEEE/ACM
 Transactions on Networking 15(5), 2007 (levels).
@@ -25,7 +25,7 @@ from ...errors import PlanError, shown
 from ...topology import Topology
 from ..optimal.bounds.certificate import COLLECTIVES
 from ..optimal.bounds.steiner import MANY, few_enough
-from ..optimal.bounds.tree_prices import Priced, joints_of, price_of_buffer
+from ..optimal.bounds.tree_prices import Priced, branch_nodes_of, price_of_buffer
 
 
 class GroupNeed(NamedTuple):
@@ -33,21 +33,21 @@ class GroupNeed(NamedTuple):
 
     collective: str
     members: tuple[str, ...]
-    root: str | None  # of a broadcast or reduce
+    root: str | None  # of a broadcast or reduce; None: another collective
     weight: Fraction
 
     @property
     def roots(self) -> tuple[tuple[str, Fraction], ...]:
-        """The data from (or to) each root."""
+        """The roots, each as (root, amount of data that starts or ends at it). All amounts are equal."""
         return tuple((root, Fraction(1)) for root in (self.members if self.root is None else (self.root,)))
 
 
 class RateLevel(NamedTuple):
-    """The rate of some groups, and the prices which prove that it cannot be raised."""
+    """The rate / weight of some groups, and the prices which prove that it cannot be raised."""
 
     rate: Fraction  # the planned rate / weight of all groups that are not fixed at earlier levels, in GB/s
-    most: Fraction  # the rate that the prices prove to be the greatest
-    groups: tuple[int, ...]  # the groups that are fixed at this level, by number
+    most: Fraction  # the greatest rate / weight that the prices allow
+    groups: tuple[int, ...]  # the numbers of the groups that are fixed at this level
     prices: tuple[tuple[str, str, Fraction], ...]  # (src, dst, price per GB/s); other links have the price 0
 
 
@@ -67,13 +67,13 @@ class GroupsBound:
 
     @property
     def ratio(self) -> Fraction:
-        """The least quotient of planned and proved rate over all levels. If it is 1, the rates are the best ones."""
+        """The least quotient of a planned and a proved rate over all levels. If it is 1, no rates are better."""
         return min((level.rate / level.most for level in self.levels), default=Fraction(1))
 
     def check(self) -> None:
-        """Raise PlanError unless the certificate proves that no rates are better.
+        """Raise PlanError unless the certificate proves the rate ``most`` of each level.
 
-        ``GroupsPlan.check`` proves in addition that the rates are reached.
+        ``GroupsPlan.check`` proves in addition that the planned rates are reached.
         """
         self._check_groups()
         fixed: dict[int, Fraction] = {}
@@ -92,24 +92,25 @@ class GroupsBound:
             raise PlanError.of("each group of two or more devices must have a level.", f"without one: {shown(missing)}")
 
     def _check_groups(self) -> None:
+        """Raise PlanError if a group is invalid."""
         for group in self.groups:
             rooted = group.collective in ("broadcast", "reduce")
             problem = ""
             if group.collective not in COLLECTIVES:
                 problem = "no collective has this name."
             elif not group.members or not set(group.members) <= set(self.topology.devices):
-                problem = "a group needs devices, all of them in the topology."
+                problem = "a group must have one or more devices, all of them in the topology."
             elif len(set(group.members)) < len(group.members):
                 problem = "a group must list each device once."
             elif (group.root in group.members) != rooted or (group.root is None) == rooted:
-                problem = "the root of a broadcast or reduce must be in its group; other collectives have no root."
+                problem = "the root of a broadcast or reduce must be in its group, and other collectives have no root."
             elif not isinstance(group.weight, (int, Fraction)) or group.weight <= 0:
                 problem = "a weight must be an int or a Fraction above 0."
             if problem:
                 raise PlanError.of(problem, shown(tuple(group)))
 
     def _proved_rate(self, level: RateLevel, fixed: dict[int, Fraction]) -> Fraction:
-        """Return the rate that the prices of a level prove, given the rates of the groups that are fixed."""
+        """Return the rate / weight that the prices of a level prove. ``fixed`` has the rates of the fixed groups."""
         links = {(src, dst): bandwidth for src, dst, bandwidth, _ in self.topology.links}
         prices = {(src, dst): price for src, dst, price in level.prices}
         numbers = [level.rate, level.most, *prices.values()]
@@ -118,7 +119,7 @@ class GroupsBound:
             raise PlanError.of("the numbers of a certificate must be ints or Fractions.", shown(inexact[0]))
         wrong = [pair for pair, price in prices.items() if pair not in links or price < 0]
         if wrong or len(prices) < len(level.prices):
-            problem = "prices must be 0 or more, one for each link of the topology."
+            problem = "prices must be 0 or more, and each link of the topology may have one price."
             raise PlanError.of(problem, shown(wrong or level.prices))
         if not level.groups or any(k in fixed or not 0 <= k < len(self.groups) for k in level.groups):
             problem = "a level must fix one or more groups that no earlier level has fixed."
@@ -134,9 +135,9 @@ class GroupsBound:
         return value / sum(free, Fraction(0))
 
     def _cost(self, group: GroupNeed, priced: Priced) -> Fraction:
-        """Return the price of the cheapest trees of a group, or, for many members, a lower limit of this price."""
+        """Return the price of the cheapest trees of a group, or a lower limit of it if the group has many members."""
         if len(group.members) == 1:
             return Fraction(0)
-        joints = joints_of(self.topology)
-        exact = few_enough(len(group.members), len(joints), MANY)
-        return price_of_buffer(priced, joints, group.collective, group.members, group.roots, exact=exact)
+        branch_nodes = branch_nodes_of(self.topology)
+        exact = few_enough(len(group.members), len(branch_nodes), MANY)
+        return price_of_buffer(priced, branch_nodes, group.collective, group.members, group.roots, exact=exact)

@@ -1,8 +1,8 @@
-"""The rates of plans that were made separately, but run at the same time and share links.
+"""The rates of plans that are made separately, but run at the same time and share links.
 
-Input: a topology, and the collectives of several groups. Output: ``SeparatePlans``. In the fluid model, large buffers
-move along all trees of a plan at one rate. The rates of all plans grow together, in proportion to their weights, until
-a link is full. The rates of the plans that use this link then stay, and those of the others grow further.
+Input: a topology, and the collectives of several groups. Output: ``SeparatePlans``. In the fluid model, all trees of a
+plan move a large buffer at one rate. The rates of all plans grow together, in proportion to their weights, until a link
+is full. Then the rates of the plans that use this link are fixed, and the rates of the other plans grow further.
 
 Source: Bertsekas & Gallager, Data Networks, 2nd edition, 1992, section 6.5 (max-min fair rates).
 """
@@ -26,16 +26,17 @@ from .groups_bound import GroupNeed
 class SeparatePlans:
     """A plan for each group, made as if no other group existed, and their rates if all run at the same time."""
 
-    plans: tuple[Plan, ...]  # for each group, trees that have the greatest rate if the group runs alone
-    rates: tuple[Fraction | None, ...]  # in GB/s, of each group while all groups run; None if nothing moves
+    plans: tuple[Plan, ...]  # for each group: trees that have the greatest rate if the group runs alone
+    rates: tuple[Fraction | None, ...]  # for each group: GB/s while all groups run; None if nothing has to move
 
 
 def separate_plans(
     topology: Topology, groups: tuple[GroupNeed, ...], nbytes: tuple[int, ...], *, helpers: bool
 ) -> SeparatePlans | None:
-    """Plan each group alone, by trees ("forest"), and share the links among these plans.
+    """Return a plan for each group alone, by algorithm "forest", and the rates of these plans on shared links.
 
-    With ``helpers``, other devices forward and combine. Return ``None`` if a group is not connected without them.
+    If ``helpers`` is true, devices outside a group forward and combine its data. If it is false, return ``None`` if the
+    devices of a group are not connected without them.
     """
     plans = []
     for group, size in zip(groups, nbytes, strict=True):
@@ -51,14 +52,12 @@ def separate_plans(
 
 def losses(rates: Sequence[Fraction | None], separate: Sequence[Fraction | None]) -> tuple[Fraction, ...]:
     """Return the part of the rate that each group loses with separate plans. It is below 0 if the group gains."""
-    return tuple(
-        Fraction(0) if rate is None or separate_rate is None else 1 - separate_rate / rate
-        for rate, separate_rate in zip(rates, separate, strict=True)
-    )
+    pairs = zip(rates, separate, strict=True)
+    return tuple(Fraction(0) if rate is None or other is None else 1 - other / rate for rate, other in pairs)
 
 
 def request_of(group: GroupNeed, topology: Topology, nbytes: int) -> Request:
-    """Return the request of one group's collective by trees."""
+    """Return the request to plan one group's collective by algorithm "forest"."""
     root = group.members if group.root is None else (group.root,)
     sources = root if group.collective == "broadcast" else group.members
     destinations = root if group.collective == "reduce" else group.members
@@ -72,7 +71,7 @@ def shared_rates(
 
     Args:
       widths: the bandwidth of each link in GB/s.
-      shares: for each plan, the part of the plan's buffer that each link carries; links with 0 are left out.
+      shares: for each plan, the part of its buffer that each link carries. Links that it does not use are left out.
       weights: the weights of the plans.
 
     In the example, the first link limits the first two plans. The third plan gets the rest of the second link.

@@ -1,8 +1,8 @@
 """``bound``: the greatest rate of a collective on a topology, with its proof. ``bounds/certificate.py`` has the theory.
 
 The bound of an all-reduce is the optimum of a linear program. The bound of another collective is that of the tightest
-cut if every switch has equal bandwidths in and out; otherwise it is also the optimum of a linear program. If other
-devices help, perhaps no trees reach the rate of the cuts: then it is the optimum of a program over all trees
+cut if every switch has equal bandwidths in and out. Otherwise it is also the optimum of a linear program. If other
+devices help, perhaps no trees reach the rate that cuts prove. Then the bound is the optimum of a program over all trees
 (``column_generation.py``). Source of the search for the tightest cut (Newton's method): Dinkelbach, On nonlinear
 fractional programming, Management Science 13(7), 1967.
 """
@@ -20,11 +20,12 @@ from ..topologies import neutral_topology, require_routes
 from .bounds.certificate import COLLECTIVES, Bound, Cut
 from .symmetric.orbit_forest import symmetric_bound
 
-# On larger topologies with helpers, cuts are not searched if trees reach the bound: the search can take minutes.
+# On topologies with more nodes, if trees with helpers reach their bound, cuts are not searched: it can take minutes.
 _MOST_NODES: Final = 24
 _ROUNDING: Final = Fraction(1, 10**6)  # the relative error of rates of rounded trees
 
 Roots = str | int | Mapping[str, int | Fraction] | Mapping[int, int | Fraction] | None
+RootWeights = tuple[tuple[str, Fraction], ...]  # (canonical name of a root, its weight)
 
 
 def bound(
@@ -36,12 +37,12 @@ def bound(
       topology: any in which data can get from the sources to the destinations: a ``Topology``, the name of a machine
         or the path of a file.
       collective: "all_reduce", "reduce", "broadcast", "reduce_scatter" or "all_gather".
-      root: for a broadcast or reduce, the root; or a mapping from several roots to their bytes. The data of all roots
-        then moves at the same time, and ``algbw`` counts the sum. ``None``: the root with the greatest rate.
+      root: for a broadcast or reduce, the root, or a mapping from several roots to their bytes. The data of several
+        roots moves at the same time, and ``algbw`` counts the sum. ``None``: the root with the greatest rate.
       devices: the devices that take part, by name or number; the others only forward and combine. ``None``: all.
     Raises:
       ArgumentError: an unknown collective, an invalid root, a root for a collective without one, or invalid bytes.
-      PlanError: a device cannot be reached; the error names the cut.
+      PlanError: a device cannot be reached. The error names the cut.
 
     >>> box = Topology.star([f"cuda:{k}" for k in range(8)], 450)
     >>> [str(bound(box, collective).algbw) for collective in COLLECTIVES]
@@ -57,10 +58,8 @@ def bound(
     return bound_of_members(topology, collective, members, _read_roots(topology, members, collective, root))
 
 
-def _read_roots(
-    topology: Topology, members: tuple[str, ...], collective: str, root: Roots
-) -> tuple[tuple[str, Fraction], ...] | None:
-    """Return the argument ``roots`` of ``bound_of_members``: canonical names with weights, in the order of members."""
+def _read_roots(topology: Topology, members: tuple[str, ...], collective: str, root: Roots) -> RootWeights | None:
+    """Return the roots for ``bound_of_members``: (canonical name, weight) in the order of the members, or ``None``."""
     if root is None:
         return None
     if collective not in ("broadcast", "reduce"):
@@ -86,12 +85,12 @@ def _read_roots(
 
 @lru_cache(maxsize=4096)
 def bound_of_members(
-    topology: Topology, collective: str, members: tuple[str, ...], roots: tuple[tuple[str, Fraction], ...] | None = None
+    topology: Topology, collective: str, members: tuple[str, ...], roots: RootWeights | None = None
 ) -> Bound:
-    """Return the bound of a collective among some devices, given by canonical names.
+    """Return the bound of a collective among some devices, which are given by canonical names.
 
-    ``roots`` are the roots and their weights; ``None``: all members, with equal weights, or for a broadcast or reduce
-    the one member with the greatest bound.
+    ``roots`` are the roots and their weights. If it is ``None``, the root of a broadcast or reduce is the member with
+    the greatest bound; in other collectives, all members are roots with equal weights.
     """
     everyone = tuple((device, Fraction(1)) for device in members)
     if len(members) == 1:
@@ -105,7 +104,7 @@ def bound_of_members(
     by_trees, reached = _bound_by_trees(topology, collective, members, roots)
     if by_trees is None and (by_symmetry := symmetric_bound(topology, collective, members, roots)) is not None:
         return by_symmetry
-    # If trees reach the bound, cuts cannot prove a lower one. They are only a shorter proof, if they are found quickly.
+    # If trees reach the bound, cuts cannot prove a lower one, but a shorter proof. They are searched if this is quick.
     slow = len(topology.nodes) > _MOST_NODES or (collective == "all_reduce" and not topology.symmetric)
     if by_trees is not None and reached and slow:
         return by_trees
@@ -114,11 +113,11 @@ def bound_of_members(
 
 
 def _bound_by_trees(
-    topology: Topology, collective: str, members: tuple[str, ...], roots: tuple[tuple[str, Fraction], ...] | None
+    topology: Topology, collective: str, members: tuple[str, ...], roots: RootWeights | None
 ) -> tuple[Bound | None, bool]:
-    """Return the bound that prices of trees with helpers prove, and whether trees reach it, except for rounding.
+    """Return the bound that the prices of links prove for trees with helpers, and whether trees reach this bound.
 
-    The bound is ``None`` if all devices take part, or if ``best_helper_trees`` returns nothing.
+    The bound is ``None`` if all devices take part, or if ``best_helper_trees`` returns ``None``.
     """
     if all(device in members for device in topology.devices):
         return None, False
@@ -128,37 +127,28 @@ def _bound_by_trees(
     if best is None:
         return None, False
     names, links = best.neutral.names, best.neutral.topology.links
-    prices = tuple(
-        (names[link.src], names[link.dst], price)
-        for link, price in zip(links, best.mixture.prices, strict=True)
-        if price
-    )
+    priced = zip(links, best.mixture.prices, strict=True)
+    prices = tuple((names[link.src], names[link.dst], price) for link, price in priced if price)
     parts = roots or tuple((device, Fraction(1)) for device in members)
     proved = Bound(topology, collective, members, parts, best.mixture.most, (), prices=prices)
     return proved, best.mixture.rate >= best.mixture.most * (1 - _ROUNDING)
 
 
-def _bound_by_cuts(
-    topology: Topology, collective: str, members: tuple[str, ...], parts: tuple[tuple[str, Fraction], ...]
-) -> Bound:
+def _bound_by_cuts(topology: Topology, collective: str, members: tuple[str, ...], parts: RootWeights) -> Bound:
     """Return the lowest bound that cuts prove."""
     if collective == "all_reduce":
         from .bounds.linear_program import optimum
 
         neutral, names = neutral_topology(topology, members)
         best = optimum(neutral)
-        cuts = tuple(
-            Cut(frozenset(names[node] for node in nodes), weight, outward) for nodes, weight, outward in best.cuts
-        )
+        cuts = tuple(Cut(frozenset(names[k] for k in nodes), weight, outward) for nodes, weight, outward in best.cuts)
         potentials = tuple((names[switch], down, up) for switch, down, up in best.potentials)
         return Bound(topology, collective, members, parts, best.rate, cuts, potentials)
     return _one_way_bound(topology, collective, members, parts)
 
 
-def _one_way_bound(
-    topology: Topology, collective: str, members: tuple[str, ...], parts: tuple[tuple[str, Fraction], ...]
-) -> Bound:
-    """Return the bound of a collective other than all-reduce: that of the tightest cut, or of a linear program.
+def _one_way_bound(topology: Topology, collective: str, members: tuple[str, ...], parts: RootWeights) -> Bound:
+    """Return the bound of a collective other than all-reduce, which the tightest cut or a linear program proves.
 
     If all switches that only forward have as much bandwidth in as out, the tightest cut gives the exact rate.
     """

@@ -17,16 +17,16 @@ from ..topologies import NeutralTopology, neutral_topology, reachable_nodes
 from .bounds.column_generation import Mixture, best_mixture
 from .bounds.demand import demands_of, too_uneven
 from .bounds.steiner import FEW, few_enough
-from .bounds.tree_prices import joints_of
+from .bounds.tree_prices import branch_nodes_of
 from .symmetric.orbit_forest import symmetric_bound, symmetric_forest
 
-_MOST_JOINTS: Final = 256  # with more nodes that can combine, trees of many members are not searched: it takes minutes
+_MOST_BRANCH_NODES: Final = 256  # with more, the heuristic search for trees of many members takes minutes
 
 
 class HelperTrees(NamedTuple):
     """The best trees of a collective with helpers."""
 
-    neutral: NeutralTopology  # its devices are the members, and then the helpers
+    neutral: NeutralTopology  # its devices are the members, followed by the helpers
     mixture: Mixture
 
 
@@ -34,33 +34,33 @@ class HelperTrees(NamedTuple):
 def best_helper_trees(
     topology: Topology, collective: str, members: tuple[str, ...], roots: tuple[tuple[str, Fraction], ...] | None = None
 ) -> HelperTrees | None:
-    """Return the best trees among some devices, which may branch at any helpers.
+    """Return the best trees among some devices, which may branch at any helpers, or ``None``.
 
-    Return ``None`` if there is no helper, if there are too many devices, or if no trees were found. Bandwidths or
-    weights of very different sizes also give ``None``, since the program is solved in floating point. Among many
-    members, only all-reduces are planned, and only if trees by symmetry do not reach their bound; all else gives
-    ``None``, since it gains little by helpers that combine.
+    ``None`` is returned if there is no helper, if there are too many nodes, or if no trees were found. It is also
+    returned if bandwidths or weights differ very much, since the program is solved in floating point. Among many
+    members, only all-reduces are planned, if trees by symmetry do not reach their bound. Helpers that combine make
+    other collectives hardly faster.
 
-    ``roots`` are the roots and their weights, for all collectives but all-reduce; ``None``: all members, with equal
-    weights. The rate is that of all roots together.
+    ``roots`` are the roots and their weights, except for an all-reduce. ``None``: all members, with equal weights. The
+    rate is that of all roots together.
 
     >>> half = best_helper_trees(Topology.machine("mi300x"), "all_reduce", ("cuda:0", "cuda:1", "cuda:2", "cuda:3"))
     >>> half.mixture.rate / 64, half.mixture.rate == half.mixture.most  # links have 64 GB/s
     (Fraction(6, 1), True)
     """
-    members = tuple(device for device in topology.devices if device in members)  # the proof then needs no order
+    members = tuple(device for device in topology.devices if device in members)  # in one order for all requests
     others = [device for device in topology.devices if device not in members]
     others += [switch.name for switch in topology.switches if switch.reduces]
-    # A helper is reachable from some member, and can reach some member, perhaps another one: in a one-way collective,
-    # two members need not have routes in both directions.
+    # A helper can be reached from a member, and can reach a member, perhaps another one: in a broadcast or reduce, two
+    # members need not have routes in both directions.
     after = set[str]().union(*(reachable_nodes(topology, member) for member in members))
     before = set[str]().union(*(reachable_nodes(topology, member, backwards=True) for member in members))
     helpers = tuple(node for node in others if node in after & before)
     parts = {members.index(root): weight for root, weight in roots or zip(members, repeat(Fraction(1))) if weight}
     uneven = too_uneven(parts.values()) or too_uneven([link.bandwidth for link in topology.links])
-    joints = len(joints_of(topology))
-    exact = few_enough(len(members), joints)
-    if not exact and (collective != "all_reduce" or roots is not None or joints > _MOST_JOINTS):
+    branch_nodes = len(branch_nodes_of(topology))
+    exact = few_enough(len(members), branch_nodes)
+    if not exact and (collective != "all_reduce" or roots is not None or branch_nodes > _MOST_BRANCH_NODES):
         return None
     if not helpers or len(members) == 1 or uneven or (not exact and _symmetry_suffices(topology, members)):
         return None
@@ -74,7 +74,7 @@ def best_helper_trees(
 
 
 def _symmetry_suffices(topology: Topology, members: tuple[str, ...]) -> bool:
-    """Return whether trees of an all-reduce that are found by symmetry, without helpers, reach the bound."""
+    """Return whether trees of an all-reduce that are found by symmetry and contain no helpers reach the bound."""
     forest = symmetric_forest(Request("all_reduce", members, members, topology=topology), "all_reduce", None)
     limit = symmetric_bound(topology, "all_reduce", members, None) if forest else None
     return forest is not None and limit is not None and forest.rate == limit.algbw

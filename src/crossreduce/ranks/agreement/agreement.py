@@ -1,12 +1,12 @@
-"""``Agreements``: the ranks of a group agree on who of them is left, although ranks die, stop or are late meanwhile.
+"""``Agreements``: the ranks of a group agree on which of them are left, although ranks die, stop or are late meanwhile.
 
 Input: the memory of this rank's host, and where ranks of other hosts listen (``peer_requests``). Output: decisions, the
-same on all ranks that get one. Every agreement has a number; the members of one are the electors of the next one. The
-lowest rank of a host that has arrived is its speaker. When all electors have arrived, have ended, or are too late, a
-speaker makes a decision final by a ballot between the hosts (``ballots``). On one host that is one atomic write.
+same on all ranks that get one. Agreements are numbered. The members of one agreement are the electors of the next one.
+The lowest rank of a host that has arrived is its speaker. When all electors have arrived, have ended, or are too late,
+a speaker makes a decision final by a ballot between the hosts (``ballots``). On one host that is one atomic write.
 
-At most one group continues: a decision needs a quorum of hosts, and a rank that is not among its members
-never gets one again. A rank that cannot reach a quorum raises an error instead of going on.
+At most one group continues: a decision needs a quorum of hosts, and a rank that is not a member in a decision never
+gets another one. A rank that cannot reach a quorum raises an error and does not continue.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ from ..intra_host.shared_memory import RankMemory
 from ..transports import tcp
 from .ballots import Ballot
 
-_PAUSES_S: Final = (50e-6, 1e-3)  # between two looks at the registers, first and longest
-LOOK_S: Final = 0.02  # between two checks which ranks of the host are alive, and from an answer to the next question
-_TURN_S: Final = 0.15  # how much later than one host the next one begins to speak
+_PAUSES_S: Final = (50e-6, 1e-3)  # between two reads of the registers, first and longest
+LOOK_S: Final = 0.02  # between two checks which ranks of the host are alive, and from an answer to the next request
+_TURN_S: Final = 0.15  # how much later than one host the next host begins to speak
 _VOTE_S: Final = 2.0  # how long the answers to a request of a ballot are waited for; there are ``ROUNDS`` ballots
-_TOLD_S: Final = 1.0  # how long a host that has just answered may take to note a decision
-_LACKING_S: Final = 10.0  # how long a host without a quorum tries to reach those that it lacks
-_BEYOND_S: Final = 2.0  # how long after the timeout a rank looks for a decision of others
-JOINER_S: Final = 3.0  # how long a process that wants to join is remembered; it asks more often
-_MOVED: Final = {"moved": True}
+_TOLD_S: Final = 1.0  # how long a host that has just answered may take to store a decision
+_LACKING_S: Final = 10.0  # how long a host without a quorum tries to reach the missing hosts
+_BEYOND_S: Final = 2.0  # how long after the timeout a rank waits for a decision of others
+JOINER_S: Final = 3.0  # how long a request to join is valid; the process repeats it more often
+_MOVED: Final = {"moved": True}  # the answer of a host that has gone on to later agreements
 _LOG: Final = logging.getLogger("crossreduce")
 
 
@@ -65,10 +65,10 @@ class Agreements:
         self.others = {each: Peer(peers[each].place, rank=each) for each in others}
         self.electors: tuple[int, ...] = tuple(range(len(peers)))
         self.number = 0  # of the latest agreement of this rank
-        self.waiting: dict[str, tuple[float, Json]] = {}  # processes that want to join: time of the request, place
+        self.waiting: dict[str, tuple[float, Json]] = {}  # of each process that wants to join: time of request, place
         self.published: dict[str, Json] = {}
-        self.last: tuple[int, Decision] | None = None  # the decision of agreement ``number``, after its ballot's number
-        self._relayed: set[int] = set()  # the hosts to which this process has passed on connections
+        self.last: tuple[int, Decision] | None = None  # a ballot's number, and the decision of agreement ``number``
+        self._relayed: set[int] = set()  # the hosts to which this process has relayed connections
 
     @property
     def registers(self) -> Registers:
@@ -76,18 +76,18 @@ class Agreements:
         return self._memory.registers
 
     def know(self, addresses: Mapping[int, str]) -> None:
-        """Note addresses at which ranks of other hosts were reached; all ranks of a host are reached there."""
+        """Store addresses at which ranks of other hosts were reached. They hold for all ranks of the same host."""
         for rank, address in addresses.items():
             for other in self.hosts[self._host_of[rank]]:
                 if other in self.others:
                     self.others[other].known = self.others[other].known or address
 
     def joiners(self) -> dict[str, Json]:
-        """Return the places, by token, of the processes that have asked this rank in the last seconds to join."""
+        """Return the places, by token, of the processes whose requests to join are valid. Remove older requests."""
         since = time.monotonic() - JOINER_S
         for token, (at, _) in [*self.waiting.items()]:
             if at <= since:
-                self.waiting.pop(token, None)  # another thread may have done it
+                self.waiting.pop(token, None)  # another thread may have removed it
         return {token: place for token, (_, place) in [*self.waiting.items()]}
 
     def place_of(self, rank: int) -> Place:
@@ -107,7 +107,7 @@ class Agreements:
         return peer
 
     def decide(self, kind: int, flag: bool, progress: int, timeout_s: float) -> Decision:
-        """Agree with the electors on which of them have arrived here. ``Decision`` lists what else they agree on.
+        """Agree with the electors on which of them have called this, and on the other fields of the ``Decision``.
 
         ``timeout_s``: how long electors that are alive are waited for.
 
@@ -138,11 +138,11 @@ class Agreements:
             raise self._excluded()
         if relayed := self._relayed & {self._host_of[rank] for rank in decision.members}:
             self._tell_relayed(relayed, number, decided)
-            self._relayed -= relayed  # until it passes on a connection again
+            self._relayed -= relayed  # until this process relays another connection
         return decision
 
     def _tell_relayed(self, hosts: Collection[int], number: int, decided: tuple[int, Decision]) -> None:
-        """Tell a decision to hosts that others may reach only through this process, which may end at once."""
+        """Send a decision to hosts that others may reach only through this process, which may end at once."""
         try:
             request = self.request("decided", number, ballot=decided[0], decision=decided[1])
             _wait_until_noted(self.inquiry(hosts, decided[1].members, request), hosts, lambda _: False)
@@ -161,7 +161,7 @@ class Agreements:
         raise AssertionError("this rank is on its host")
 
     def has_arrived(self, rank: int, number: int) -> bool:
-        """Return whether a rank of this host has come to an agreement."""
+        """Return whether a rank of this host has arrived at an agreement, or at a later one."""
         return self.registers.contribution(self._memory.host.index(rank)).number >= number
 
     def _is_running(self, rank: int) -> bool:
@@ -170,7 +170,7 @@ class Agreements:
     # Answers to ranks of other hosts
 
     def answer(self, request: dict[str, Json]) -> dict[str, Json]:
-        """Answer a request of another rank; any thread calls this."""
+        """Return the answer to a request of another rank. Any thread may call this."""
         what, number = request["what"], int(request.get("number", 0))
         try:
             if what == "connect":
@@ -179,7 +179,7 @@ class Agreements:
                 return {"value": self.published.get(str(request["key"]))}
             if what == "join":
                 self.waiting[str(request["token"])] = time.monotonic(), request["place"]
-                self.joiners()  # forgets those that have not asked again
+                self.joiners()  # removes old requests
                 return {"members": [self._infos[rank].place for rank in self.electors]}
             if what == "waiting":
                 return {"waiting": self.joiners()}
@@ -208,13 +208,14 @@ class Agreements:
         if peer is None or self._host_of[rank] == self.own_host or self.rank not in self.electors:
             return {"unknown": True}
         self._relayed.add(self._host_of[rank])
-        addresses = [each for each in peer.place.addresses if not tcp.loopback(each)]  # those would be this host's
+        addresses = [each for each in peer.place.addresses if not tcp.loopback(each)]  # a loopback is this host's own
         return {"addresses": [peer.known] if peer.known else addresses, "known": bool(peer.known)}
 
     def status(self, number: int, electors: Sequence[int]) -> dict[str, Json]:
-        """Return the state of an agreement on this host: which electors of this host have arrived, and which are late.
+        """Return the state of an agreement on this host.
 
-        Ranks that have ended, or are stopped, are neither. ``decided``: see ``Registers.decision``.
+        "arrived": the contribution of each elector of this host that has arrived. "late": the other electors, except
+        those that have ended or are stopped. "decided": see ``Registers.decision``.
         """
         decided = self.registers.decision(number)
         arrived, late = {}, []
@@ -232,27 +233,27 @@ class Agreements:
     # Questions to other hosts
 
     def request(self, what: str, number: int, **content: Json) -> dict[str, Json]:
-        """Return a request about an agreement. By ``previous``, the asked host checks that it has the same electors."""
+        """Return a request about an agreement. By "previous", the asked host checks that it has the same electors."""
         previous = self.registers.decision(number - 1) if number > 1 else None
         return {"what": what, "number": number, "previous": previous, **content}
 
     def inquiry(
         self, hosts: Iterable[int], electors: Sequence[int], request: dict[str, Json], again_s: float | None = None
     ) -> RepeatedRequest:
-        """Return a request to these hosts, which any elector there may answer: all of them see the same registers."""
+        """Return a request to these hosts, which any elector there may answer: all of them read the same registers."""
         processes = {host: [self.others[rank] for rank in self.hosts[host] if rank in electors] for host in hosts}
         relays = {host: self.relays(host, electors) for host in processes}
         return RepeatedRequest(processes, self.token, request, again_s, relays)
 
     def forget_relays(self, members: Sequence[int]) -> None:
-        """Use only ``members`` as relays from now on: others may leave at any time."""
+        """Use only ``members`` as relays from now on, since other ranks may leave at any time."""
         for peer in self.others.values():
             relay = peer.relay
             if relay is not None and relay.rank not in members:
                 peer.relay = None
 
     def relays(self, host: int, electors: Sequence[int]) -> list[Peer]:
-        """Return the electors on third hosts, through which a host may be reached, first one of each third host."""
+        """Return the electors on third hosts, through which a host may be reached. One of each host comes first."""
         if host == self.own_host:
             return []
         others = [ranks for k, ranks in enumerate(self.hosts) if k not in (self.own_host, host)]
@@ -267,18 +268,18 @@ class Agreements:
         return ExcludedError.of(problem, "it was late, or could not be reached", "join the group again as a new rank")
 
     def no_quorum(self, electors: Sequence[int], timeout_s: float) -> ExcludedError:
-        """Return the error for the case that this rank reaches too few ranks."""
+        """Return the error if this rank reaches too few ranks."""
         own = self._global_ranks[self.rank]
-        problem = f'rank {own} cannot reach enough ranks of group "{self._name}" to continue: the others may do so.'
+        problem = f'rank {own} cannot reach enough ranks of group "{self._name}" to continue. The others may continue.'
         hosts = Counter(self._host_of[rank] for rank in electors)
         given = f"waited {timeout_s:g} s; this host has {hosts[self.own_host]} of the {len(electors)} ranks"
-        remedy = "it needs hosts with more than half of the ranks, or half of them and the lowest rank, "
-        remedy += "unless the other ranks have ended"
+        remedy = "check the network: a rank must reach hosts with more than half of the ranks, or with half of them "
+        remedy += "and the lowest rank, unless the other ranks have ended"
         return ExcludedError.of(problem, given, remedy)
 
 
 class _Speaker:
-    """What the speaker of a host does in one agreement."""
+    """The actions of the speaker of a host in one agreement."""
 
     def __init__(self, group: Agreements, number: int, electors: tuple[int, ...], timeout_s: float) -> None:
         self._group, self._number, self._electors = group, number, electors
@@ -287,22 +288,22 @@ class _Speaker:
         self._weights = Counter(group.host_of(rank) for rank in electors)
         self._others = [host for host in self._weights if host != group.own_host]
         self._turn = sorted(self._weights).index(group.own_host)
-        self._statuses: RepeatedRequest | None = None  # of the other hosts, when their turn to be asked has come
-        self._ended: set[int] = set()  # the hosts on which no elector lives any more
+        self._statuses: RepeatedRequest | None = None  # the request for the states of the other hosts, once it is sent
+        self._ended: set[int] = set()  # the hosts on which all electors have ended
         self._late: list[int] = []  # the late ranks of this host at the last check
-        self._look_at = 0.0  # the time of the next check, unless a late rank arrives: each reads files of the system
+        self._look_at = 0.0  # when to check again if no late rank arrives before: a check reads files of the system
         self._ready_at = 0.0  # when ``_ready`` first returned contributions
         self._round = 0  # the number of ballots so far
 
     def wait(self, seconds: float) -> None:
-        """Wait so long, or until another host answers."""
+        """Wait for ``seconds``, or until another host answers."""
         if self._statuses is None or not self._others:
             time.sleep(seconds)
         else:
             self._read(self._statuses, seconds)
 
     def speak(self) -> bool:
-        """Do one step towards a decision; return whether the registers should be looked at at once."""
+        """Do one step towards a decision. Return whether there is a final decision."""
         now = time.monotonic()
         if self._statuses is None:
             if self._others and now < self._began + _TURN_S * self._turn:
@@ -312,7 +313,7 @@ class _Speaker:
         contributions = self._ready(self._statuses)
         if contributions is None:
             return False
-        if self._turn:  # wait a while if ranks of a lower host have arrived, since it should begin the ballot
+        if self._turn:  # wait for some time if ranks of a lower host have arrived, since it should begin the ballot
             self._ready_at = self._ready_at or now
             is_lower_here = any(self._group.host_of(rank) < self._group.own_host for rank in contributions)
             if now < self._ready_at + 2 * _TURN_S * self._turn and is_lower_here:
@@ -320,6 +321,7 @@ class _Speaker:
         return self._vote(Decision.of(contributions), self._statuses)
 
     def _read(self, statuses: RepeatedRequest, wait_s: float = 0.0) -> None:
+        """Read answers of other hosts. Record which hosts have ended, and write a decision to the registers."""
         for host in statuses.read(wait_s):
             status = statuses.found[host]
             if status is None:
@@ -331,13 +333,13 @@ class _Speaker:
                 self._group.registers.decide(self._number, *decided)
 
     def _is_decided(self) -> bool:
-        """Return whether this host has the decision, such as from the speaker of another host."""
+        """Return whether this host has the decision, which the speaker of another host may have sent."""
         return self._group.registers.decision(self._number) is not None
 
     def _ready(self, statuses: RepeatedRequest) -> dict[int, Contribution] | None:
-        """Return the contributions of the ranks that have arrived, if the others need not be waited for any more.
+        """Return the contribution of each rank that has arrived, or ``None`` if this host must wait for other ranks.
 
-        Earlier answers of a host that fell silent do not count: its ranks could not continue with the others.
+        Earlier answers of a silent host do not count: its ranks could not continue with the others.
         """
         self._read(statuses)
         if self._is_decided():
@@ -366,7 +368,7 @@ class _Speaker:
         return contributions
 
     def _vote(self, decision: Decision, statuses: RepeatedRequest) -> bool:
-        """Try to make a decision final; return whether it is."""
+        """Hold a ballot to make a decision final. Return whether there is a final decision."""
         group, number, own = self._group, self._number, self._group.own_host
         registers = group.registers
         ballot = Ballot(self._round * len(group.hosts) + own, own, decision, self._weights, self._ended)
@@ -395,14 +397,14 @@ class _Speaker:
         registers.decide(number, ballot.number, ballot.decision)
         request = group.request("decided", number, ballot=ballot.number, decision=ballot.decision)
         hosts = {group.host_of(rank) for rank in ballot.decision.members} - {own}
-        # If this process ended at once, they could decide something else without it. A silent host could do so anyway.
+        # If this process ended now, other hosts could decide differently without it. A silent host could do so anyway.
         _wait_until_noted(group.inquiry(hosts, self._electors, request), hosts, statuses.is_silent)
         return True
 
     def _answers(
         self, request: dict[str, Json], is_enough: Callable[[], bool]
     ) -> Iterator[tuple[int, dict[str, Json]]]:
-        """Yield the answers of other hosts to a vote, until there are enough: a host may not answer at all.
+        """Yield other hosts and their answers to a request of a ballot until there are enough, or ``_VOTE_S`` passed.
 
         A rank that has left this agreement sends the decision only in answers to requests for the status.
         """
@@ -422,7 +424,7 @@ class _Speaker:
 
 
 def _wait_until_noted(inquiry: RepeatedRequest, hosts: Collection[int], is_silent: Callable[[int], bool]) -> None:
-    """Send a decision to hosts, and wait a moment until all but silent ones have answered that they have noted it."""
+    """Send a decision to hosts. Wait until all but silent hosts have stored it, for at most ``_TOLD_S``."""
     until = time.monotonic() + _TOLD_S
     inquiry.read()
     while time.monotonic() < until and not all(host in inquiry.found or is_silent(host) for host in hosts):

@@ -1,7 +1,7 @@
-"""``Ballot``: one attempt of one host to make a decision final; Paxos between the hosts of a group. No I/O, no clock.
+"""``Ballot``: one attempt of one host to make a decision final, by Paxos between the hosts. No I/O, no clock.
 
-Input: the answers of hosts. Output: what to ask them next, and whether the decision is final. A host answers with its
-``Registers``, so it answers the same whichever of its ranks are alive. Source: L. Lamport, "Paxos Made Simple" (2001).
+Input: the answers of hosts. Output: the next request to them, and whether the decision is final. A host answers from
+its ``Registers``, whichever of its ranks is asked. Source: L. Lamport, "Paxos Made Simple" (2001).
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ def has_quorum(weights: Mapping[int, int], answered: Collection[int], ended: Col
     Args:
       weights: the number of ranks that vote on each host. Hosts without any have no entry.
       answered: the hosts that have answered.
-      ended: hosts on which all ranks that vote have certainly ended, if the ballot counts without these hosts.
+      ended: hosts that do not count in this ballot, since all of their ranks that vote have certainly ended.
 
-    A quorum is hosts with more than half of the ranks; or with half of them, the lowest host included. Any two such
-    sets have a host in common. A ballot that counts without ended hosts needs all others.
+    Hosts are a quorum if they have more than half of the ranks, or half of the ranks and include the lowest host. Any
+    two quorums have a host in common. If ``ended`` is not empty, all other hosts must have answered.
 
     >>> two = {0: 2, 1: 2}
     >>> has_quorum(two, {0}), has_quorum(two, {1}), has_quorum(two, {1}, {0})
@@ -44,7 +44,7 @@ class Ballot:
     Args:
       number: see ``Registers``. A rank uses each number once.
       weights: the number of ranks that vote on each host.
-      ended: all hosts that have ended, as far as the caller knows. The attribute ``ended``, which the caller gives to
+      ended: the hosts on which all ranks have ended. The attribute ``ended``, which the caller passes to
         ``Registers.promise``, is empty if the other hosts are a quorum.
     """
 
@@ -61,7 +61,7 @@ class Ballot:
         self._last = -1  # the ballot of the last decision that a host has accepted
 
     def promised(self, host: int, accepted: tuple[int, Decision] | None) -> None:
-        """Take a host's promise; ``accepted`` is the result of ``Registers.promise`` there."""
+        """Record the promise of a host. ``accepted``: the result of ``Registers.promise`` there."""
         if self.accepting:
             return
         assert self.own in self.answered or host == self.own, "host own promises first"
@@ -72,7 +72,7 @@ class Ballot:
             self.accepting, self.answered = True, set()
 
     def accepted(self, host: int, decision: Decision | None) -> None:
-        """Take a host's answer: the ``decision`` that it has accepted in this ballot; ``None`` if that was ruled out.
+        """Record the answer of a host to the request to accept: the result of ``Registers.accept`` there.
 
         Another rank of host ``own`` may have begun the same ballot with another decision, which then counts.
         """

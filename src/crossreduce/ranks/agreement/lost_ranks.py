@@ -1,4 +1,4 @@
-"""Finds the ranks of a group that are lost, or beyond a lost link, while the others do something together.
+"""Finds the ranks of a group that are lost, or behind a lost link, while the others form a new group.
 
 Input: the agreements of a group. Output: ranks. Nothing here waits for an answer of another host.
 """
@@ -13,7 +13,7 @@ from ..connections.repeated_request import RepeatedRequest
 from ..intra_host.registers import Overtaken
 from .agreement import LOOK_S, Agreements
 
-_REACH_S: Final = 0.1  # from an answer to the next question whether a host can be reached
+_REACH_S: Final = 0.1  # from an answer to the next request that checks whether a host can be reached
 _RECENT_S: Final = 1.0  # for how long a direct answer shows that a link is not lost
 
 
@@ -25,7 +25,7 @@ class Reach:
         self._inquiry: RepeatedRequest | None = None
 
     def is_beyond(self, rank: int) -> bool:
-        """Return whether a rank answers, but not directly. This does not wait; it is called repeatedly."""
+        """Return whether a rank answers only through a relay. This does not wait, so it is called repeatedly."""
         group, members = self._group, self._members
         if self._inquiry is None:
             others = {group.host_of(each) for each in members} - {group.own_host}
@@ -38,7 +38,7 @@ class Reach:
 
 
 class Watch:
-    """Finds those electors of the next agreement that are lost, while they do something else together."""
+    """Finds the electors of the next agreement that are lost before they have arrived at it."""
 
     def __init__(self, group: Agreements, electors: Sequence[int]) -> None:
         self._group, self._electors, self._number = group, electors, group.number + 1
@@ -47,7 +47,7 @@ class Watch:
     def lost(self) -> list[int]:
         """Return the electors that have ended, are stopped, have arrived with the flag false, or have a silent host.
 
-        This does not wait for answers of other hosts; it reports them when it is called again.
+        This does not wait for answers of other hosts, so it is called repeatedly.
         """
         group, electors, number = self._group, self._electors, self._number
         try:

@@ -27,10 +27,10 @@ _CONNECTS, _LISTENS = b"connects", b"listens"
 
 
 class AuthenticatedChannel:
-    """Messages over a connection. One thread at a time sends, and one receives.
+    """Messages over a connection. Only one thread at a time may send, and only one may receive.
 
-    ``numbers``: the random numbers of the connecting and of the listening process. ``own`` and ``other``: whether this
-    process and the other one connect or listen.
+    ``numbers``: the random number of the process that connects, then that of the process that listens. ``own`` and
+    ``other``: the roles of this process and of the other one, ``_CONNECTS`` or ``_LISTENS``.
     """
 
     def __init__(self, connection: socket.socket, key: bytes, numbers: bytes, own: bytes, other: bytes) -> None:
@@ -40,7 +40,7 @@ class AuthenticatedChannel:
 
     @property
     def connection(self) -> socket.socket:
-        """The connection, for a relay, which passes on what follows."""
+        """The connection, for a relay, which forwards all bytes that follow."""
         return self._connection
 
     def send(self, content: dict[str, Any]) -> None:
@@ -52,7 +52,7 @@ class AuthenticatedChannel:
         """Return the next message. All of it must arrive before ``deadline``, a time of ``time.monotonic()``.
 
         Raises:
-          ValueError: this is not the next message that the other process has sent.
+          ValueError: the data is not the next message that the other process has sent.
           OSError, EOFError: the connection has ended, or the deadline has passed.
         """
         (length,) = _LENGTH.unpack(_read(self._connection, _LENGTH.size, deadline))
@@ -65,16 +65,17 @@ class AuthenticatedChannel:
         return content
 
     def next_proof(self, body: bytes = b"") -> bytes:
-        """Return the proof of the next message that is sent."""
+        """Return the proof of the next message that is sent, and count this message."""
         self._sent += 1
         return self._proof(self._own, self._sent, body)
 
     def is_next(self, proof: bytes, body: bytes = b"") -> bool:
-        """Return whether a proof is that of the next message that is received."""
+        """Return whether a proof is that of the next message that is received, and count this message."""
         self._received += 1
         return secrets.compare_digest(proof, self._proof(self._other, self._received, body))
 
     def _proof(self, sender: bytes, position: int, body: bytes) -> bytes:
+        """Return a proof that the process with the role ``sender`` knows the key and has sent ``body``."""
         about = sender + position.to_bytes(8, "little")
         return blake2b(about + body, key=self._key, digest_size=_DIGEST).digest()
 
@@ -94,14 +95,14 @@ def open_channel(
     wait()
     channel = AuthenticatedChannel(connection, key, own + _read(connection, _NONCE, deadline), _CONNECTS, _LISTENS)
     if not channel.is_next(_read(connection, _DIGEST, deadline)):
-        connection.sendall(bytes(_DIGEST))  # so that the program that listens can tell why nothing follows
+        connection.sendall(bytes(_DIGEST))  # a wrong proof, which the program that listens counts as refused
         raise ValueError("the program that listens does not know the key")
     connection.sendall(channel.next_proof())
     return channel
 
 
 def accept_channel(connection: socket.socket, key: bytes, deadline: float) -> AuthenticatedChannel:
-    """Return a channel over a connection that another program has made; for errors see ``open_channel``."""
+    """Return a channel over a connection that another program has made. For errors see ``open_channel``."""
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     other, own = _read(connection, _NONCE, deadline), secrets.token_bytes(_NONCE)
     channel = AuthenticatedChannel(connection, key, other + own, _LISTENS, _CONNECTS)

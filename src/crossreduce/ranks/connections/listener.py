@@ -1,7 +1,7 @@
 """``Listener``: a port at which this process answers other processes, each connection in a thread of its own.
 
-Input: a key, and a function that answers a process that knows the key. Output: the port. Connections of other programs
-cannot delay such processes: the number of these connections is limited, and the oldest one is closed first.
+Input: a key, and a function that answers a process that knows the key. Output: the port. Programs that do not know the
+key cannot delay others: the number of their connections is limited, and the oldest connection is closed first.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ class Listener:
     ``refused``: how many programs have sent a wrong proof.
 
     Args:
-      key: the processes that connect prove that they know it, and this process does so, too.
+      key: both ends of a connection prove that they know it.
       answer: called with each connection of such a process. The connection is closed when this returns or raises an
         ``OSError``, a ``ValueError`` or an ``EOFError``.
-      most_unknown: how many connections may be open whose programs have proved nothing. If there are more, the oldest
-        one is closed.
-      port: where to listen; 0 is a free port.
-      address: the address of this host at which to listen; empty: all its addresses.
+      most_unknown: how many connections of programs without a proof may be open. If there are more, the oldest one is
+        closed.
+      port: where to listen. 0 means a free port.
+      address: the address of this host at which to listen. "" means all its addresses.
     Raises:
       OSError: this process cannot listen there.
     """
@@ -53,20 +53,21 @@ class Listener:
     ) -> None:
         self._key, self._answer, self._most_unknown, self.refused = key, answer, most_unknown, 0
         self._lock, self._closed, self._open = threading.Lock(), False, set[socket.socket]()
-        self._unknown: dict[socket.socket, None] = {}  # of programs that have proved nothing; the oldest first
+        self._unknown: dict[socket.socket, None] = {}  # connections of programs without a proof, the oldest first
         self._socket = tcp.opened_listener(port, address)
         self.port = int(self._socket.getsockname()[1])
         _ALL.add(self)
         start_new_thread(self._accept, ())  # no Thread, whose end Python would await when it exits
 
     def _accept(self) -> None:
+        """Start a thread for each connection, until the listener is closed."""
         while True:
             try:
                 connection, _ = self._socket.accept()
             except OSError:
                 if self._closed:
                     return
-                self._drop()  # such as too many open files
+                self._drop()  # there may be too many open files
                 time.sleep(_PAUSE_S)
                 continue
             with self._lock:
@@ -84,7 +85,7 @@ class Listener:
                 self._end(connection)
 
     def _drop(self) -> None:
-        """Let the thread of the oldest connection of an unknown program close it."""
+        """Shut down the oldest connection of a program without a proof. Then its thread closes it."""
         with self._lock, suppress(StopIteration, OSError):
             oldest = next(iter(self._unknown))
             del self._unknown[oldest]
@@ -116,8 +117,8 @@ class Listener:
             connection.close()
 
     def close(self) -> None:
-        """Stop listening, and end all connections. In a forked process, ``close_after_fork`` was called before."""
-        if self._closed:
+        """Stop listening, and end all connections."""
+        if self._closed:  # also in a forked process, by ``close_after_fork``
             return
         with self._lock:
             self._closed = True

@@ -1,4 +1,4 @@
-"""Requests from rank to rank: how ranks reach each other when the store of their rendezvous, or any rank, has ended.
+"""Requests from rank to rank, which do not depend on the store of the rendezvous, nor on any other single rank.
 
 Input: requests of other ranks, as JSON. Output: the answers of the functions that are registered for groups. Each
 process has one listening socket and one thread, from its first group to the end of its last one. It has another socket
@@ -6,7 +6,7 @@ at the loopback address for groups that meet there. Both ends of a connection pr
 which is sent only to the ranks of the process's groups.
 
 If the link between two hosts is lost, their processes reach each other through a relay: a process of a third host
-passes on the bytes of the connection. The two processes at its ends authenticate each other as on a direct one.
+forwards the bytes of the connection. The two processes at its ends authenticate each other as on a direct connection.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from .listener import Listener
 
 ANSWER_S: Final = 1.0  # how long an answer may take; a host that takes longer is asked again
 _DIGEST: Final = 16  # bytes, 128 bits
-_PART: Final = 1 << 16  # bytes that a relay passes on at a time
+_PART: Final = 1 << 16  # bytes that a relay forwards at a time
 
 Json = Any
 Answer = Callable[[dict[str, Json]], dict[str, Json]]
@@ -43,23 +43,19 @@ class Place(NamedTuple):
 
     @classmethod
     def read(cls, given: Sequence[Json]) -> Place:
-        """Return a place that was sent as JSON.
-
-        Raises:
-          TypeError, ValueError: this is not a place.
-        """
+        """Return a place that was sent as JSON. Raise a ``TypeError`` or a ``ValueError`` if this is not a place."""
         addresses, port, key = given
         if not isinstance(addresses, (list, tuple)) or not all(isinstance(each, str) for each in addresses):
-            raise TypeError("the addresses are not texts")
+            raise TypeError("the addresses are not a list of str")
         if type(port) is not int or not 0 < port < 1 << 16 or len(bytes.fromhex(key)) != _DIGEST:
             raise ValueError("the port or the key is not valid")
         return cls(tuple(addresses), port, bytes.fromhex(key).hex())
 
 
 class Successor(NamedTuple):
-    """The group that has replaced an earlier one: its token, and the number and the decision of the agreement on it.
+    """The group that has replaced an earlier one: its token, and the agreement that has formed it.
 
-    ``decision`` contains the number of a ballot, as the result of ``Registers.decision``.
+    ``number``: the number of that agreement. ``decision``: the result of ``Registers.decision`` for it.
     """
 
     token: str
@@ -67,12 +63,12 @@ class Successor(NamedTuple):
     decision: Json
 
 
-class Ended(Exception):  # noqa: N818 - internal: a fact that the caller uses
-    """The system of the other process answers that nothing listens at its place, so that process has ended."""
+class Ended(Exception):  # noqa: N818 - internal: callers do not treat it as an error
+    """The other process has ended: its system has refused a connection, since nothing listens at its place."""
 
 
 class _Contact:
-    """A listening socket of this process, at one address or, if this is empty, at all. Groups register by token."""
+    """A listening socket of this process, at one address, or at all if ``address`` is "". Groups register by token."""
 
     def __init__(self, address: str) -> None:
         self.process = os.getpid()
@@ -99,16 +95,14 @@ _lock = threading.Lock()
 _open: dict[str, _Contact] = {}  # by address
 _successors: dict[str, Successor] = {}  # by the tokens of the groups that they have replaced
 _MOST_SUCCESSORS: Final = 4096
-_onward: Final[weakref.WeakSet[socket.socket]] = weakref.WeakSet()  # connections to which this process passes on others
+_onward: Final[weakref.WeakSet[socket.socket]] = weakref.WeakSet()  # connections that this process made as a relay
 
 
 def listen(address: str = "") -> Place:
-    """Return where this process listens, from now on until ``unregister`` ends its last group at that address.
+    """Listen until ``unregister`` ends the last group of this process at that address. Return the process's place.
 
-    ``address``, here and below: the address of this host at which to listen; empty: all its addresses.
-
-    Raises:
-      OSError: this process cannot listen.
+    ``address``, here and below: the address of this host at which to listen. "" means all its addresses. If this
+    process cannot listen there, an ``OSError`` is raised.
     """
     with _lock:
         if address not in _open:
@@ -127,8 +121,8 @@ def register(token: str, answer: Answer, address: str = "") -> None:
 def unregister(token: str, successor: Successor | None = None, address: str = "") -> None:
     """End a group's use of ``listen``. The process stops listening at an address when its last group there ends.
 
-    ``token``: the group's token, or "" if it did not register. ``successor``: the group that has replaced it, in which
-    this process continues. The answers to later requests name it.
+    ``token``: the token of the group, or "" if it did not register. ``successor``: the group in which this process
+    continues. The answers to later requests name it.
     """
     with _lock:
         if successor is not None:
@@ -145,7 +139,10 @@ def unregister(token: str, successor: Successor | None = None, address: str = ""
 
 
 def redirection(token: str, request: dict[str, Json]) -> dict[str, Json]:
-    """Return the answer to a request to a group that this process has left or was never in."""
+    """Return the answer to a request to a group that this process has left, or was never in: see ``Agreements.answer``.
+
+    If the group has a successor, the answer is its decision, or else the token of the latest successor.
+    """
     successor = _successors.get(token)
     if successor is None:
         return {"unknown": True}
@@ -157,10 +154,10 @@ def redirection(token: str, request: dict[str, Json]) -> dict[str, Json]:
 
 
 def _pass_on(channel: AuthenticatedChannel, addresses: Sequence[str], port: int, *, is_known: bool) -> None:
-    """Connect to another process, and pass on all bytes in both directions until either connection ends.
+    """Connect to another process as a relay, and forward all bytes in both directions until either connection ends.
 
-    ``is_known``: whether its host was reached at these addresses. If not, another host may have them, too, and a
-    refused connection does not mean that the process has ended.
+    ``is_known``: whether the host of that process was reached at these addresses. If not, the addresses may belong to
+    another host, so a refused connection does not mean that the process has ended.
     """
     incoming, refused = channel.connection, False
     for address in addresses:
@@ -197,7 +194,7 @@ def _after_fork() -> None:
     global _lock
     _lock = threading.Lock()
     _open.clear()
-    for each in list(_onward):  # while it is open here, the other process does not notice the end of the relay
+    for each in list(_onward):  # while this copy is open, the other process does not notice the end of the relay
         each.close()
 
 
@@ -206,9 +203,9 @@ if hasattr(os, "register_at_fork"):
 
 
 class Peer:
-    """A process that this one asks.
+    """Another process, to which this one sends requests.
 
-    ``known``: an address at which its host was reached, or ""; its other addresses may belong to other hosts, too.
+    ``known``: an address at which its host was reached, or "". Its other addresses may belong to other hosts, too.
     ``rank``: its number in the group, by which a relay finds it, or -1. ``relay``: the process through which a process
     of its host has answered, if none has answered directly since. ``reached_at``: when it has last answered directly.
     ``refused``: whether nothing listened at any of its addresses when it was last asked.
@@ -218,7 +215,7 @@ class Peer:
         self.place, self.known, self.rank = place, known, rank
         self.relay: Peer | None = None
         self.reached_at, self.refused = -math.inf, False
-        # Until when no other direct request is sent while there is a relay; see ``RepeatedRequest``.
+        # While there is a relay, direct requests are sent only after this time; see ``RepeatedRequest``.
         self.tried_until = -math.inf
 
     def ask(self, token: str, request: dict[str, Json], timeout_s: float = ANSWER_S) -> dict[str, Json] | None:
@@ -235,9 +232,9 @@ class Peer:
             if left_s <= 0:
                 self.refused = False
                 break
-            share_s = left_s if address == self.known else min(left_s, timeout_s / 4)
+            limit_s = left_s if address == self.known else min(left_s, timeout_s / 4)  # others may be unreachable
             try:
-                with socket.create_connection((address, self.place.port), share_s) as connection:
+                with socket.create_connection((address, self.place.port), limit_s) as connection:
                     answer = self._ask_at(connection, token, request, deadline)
             except ConnectionRefusedError:
                 if address == self.known:
@@ -253,9 +250,9 @@ class Peer:
     def ask_through(
         self, relay: Peer, token: str, request: dict[str, Json], timeout_s: float, since: float
     ) -> dict[str, Json] | None:
-        """Ask as ``ask`` does, but through another process.
+        """Return the answer to a request, as ``ask`` does, but through a relay.
 
-        ``since``: when this process has begun to ask. If a direct answer has come since then, the link is not lost.
+        ``since``: when the request was first sent. If a direct answer has come since then, the link is not lost.
 
         Raises:
           Ended: the relay has reached the host of the process, and nothing listens there.
@@ -275,15 +272,15 @@ class Peer:
     def _ask_at(
         self, connection: socket.socket, token: str, request: dict[str, Json], deadline: float
     ) -> dict[str, Json]:
+        """Send a request over a connection, and return the answer."""
         channel = open_channel(connection, bytes.fromhex(self.place.key), deadline)
         channel.send({"group": token, **request})
         return channel.receive(deadline)
 
     def connection(self, token: str, port: int, timeout_s: float, relays: Collection[int] = ()) -> socket.socket:
-        """Return a connection to another port of the process, through its relay if that is one of ``relays``.
+        """Return a connection to another port of the process: through its relay if this is one of ``relays``.
 
-        Raises:
-          OSError: no connection was made in time.
+        Raise an ``OSError`` if no connection is made in time.
         """
         relay = self.relay
         if relay is None or relay.rank not in relays:
@@ -314,5 +311,5 @@ class Peer:
             return connection
         connection.close()
         if answer.get("refused"):
-            raise Ended("nothing listens at its place, as the relay says")
+            raise Ended("the relay reports that nothing listens at its place")
         raise ConnectionError("the relay did not reach the process")

@@ -1,6 +1,6 @@
-"""``Membership``: the ranks of a group, their hosts, and the data that each of them has sent to all others.
+"""``Membership``: the ranks of a group, their hosts, and the ``PeerInfo`` that each of them has sent to all others.
 
-These are plain values, which never change. ``failure_detector`` finds ranks that have failed since.
+These are plain values, which never change. ``failure_detector`` finds ranks that fail later.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Membership:
 
     @property
     def token(self) -> str:
-        """The text that names the group to other processes."""
+        """The text that identifies the group to other processes."""
         return self.peers[0].token
 
     @property
@@ -68,7 +68,7 @@ class Membership:
 
 
 def rail_peers(hosts: tuple[tuple[int, ...], ...], rank: int) -> tuple[int, ...]:
-    """Return the rail leaders, one of each host, among which ``rank`` exchanges data; empty if it is not a leader.
+    """Return the rail leaders, one of each host, among which ``rank`` exchanges data. If it is not a leader, return ().
 
     >>> rail_peers(((0, 1), (2, 3, 4)), 3), rail_peers(((0, 1), (2, 3, 4)), 4)
     ((1, 3), ())

@@ -1,8 +1,8 @@
 """A rendezvous at a store, and the connections of ranks that find each other there.
 
 Input: a store of the ranks of one group: a ``StorePart``, or one of ``torch.distributed`` (``torch/rendezvous.py``).
-Output: see ``ranks.transports.base.Rendezvous``. It waits by polling, so that Ctrl-C ends a wait. It is used rarely,
-and not for data.
+Output: see ``ranks.transports.base.Rendezvous``. It waits by polling, so that Ctrl-C ends a wait. It carries no data of
+collectives.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from ..transports import tcp
 from .peers import rail_peers
 
 _CAUSE: Final = "cause"
-MET: Final = b"met"  # in the place of the reason of an abort: all ranks have met, so it is too late for one
+MET: Final = b"met"  # stored instead of the reason of an abort once all ranks have met; a later reason is not stored
 PAUSES_S: Final = (0.0002, 0.02)  # between queries, first and longest; a query of a local TCPStore takes 23 us
 _BEYOND_S: Final = 0.2  # how long a connection may take to a rank that answers only through a relay
 _QUERY_S: Final = 1.0  # how long a query of a store may take after the communication of the group has failed
-_CAUSE_S: Final = 2.0  # the same for a query in an op
-_READ_S: Final = 1.0  # how long a rank waits for others to read the cause: its end may be the end of the store
+_CAUSE_S: Final = 2.0  # how long a query of a store may take during an op
+_READ_S: Final = 1.0  # how long a rank waits for others to read the cause: if it ends, the store may end, too
 
 
 class StoreRendezvous:
@@ -44,7 +44,7 @@ class StoreRendezvous:
     ) -> None:
         """Use ``store``, which rank 0 of the group serves, and wait at most ``timeout_s`` seconds for other ranks.
 
-        ``global_ranks``: the ranks' numbers in errors; empty: 0, 1, ... ``watch`` is called during waits, and raises a
+        ``global_ranks``: the ranks' numbers in errors, by default 0, 1, ... ``watch``: called during waits. It raises a
         ``ReductionError`` to end them.
         """
         self._store, self.watch = store, watch
@@ -54,19 +54,19 @@ class StoreRendezvous:
         self._calls = 0
         self.owner: int | None = 0
         self._failure: ReductionError | None = None
-        self._limit_s: float | None = None  # how long an answer of the store may take; ``None``: the store's own limit
+        self._limit_s: float | None = None  # how long an answer may take, if that differs from the store's own limit
         self._unreachable: OSError | None = None  # why the store cannot be reached any more
-        self._answered: dict[int, bool] = {}  # the ranks that have answered a roll call; whether their wait timed out
+        self._answered: dict[int, bool] = {}  # for each rank that answered the roll call, whether its wait timed out
 
     def all_gather(self, payload: bytes) -> list[bytes]:
-        """Return the payloads of all ranks; see ``Rendezvous``. If the store is lost, raise a ``PeerLostError``."""
+        """Return the payloads of all ranks. See ``Rendezvous``. If the store is lost, raise a ``PeerLostError``."""
         if self._failure is not None:  # the store may have ended since
             raise self._failure
         self._calls += 1
         keys = [f"{self._calls}/{rank}" for rank in range(self.size)]
         with self._store_errors():
             self._raise_cause()
-            self._store.set(keys[self.rank], b"." + payload)  # some stores do not distinguish empty from missing values
+            self._store.set(keys[self.rank], b"." + payload)  # some stores treat an empty value as a missing one
             self._wait_for(keys)
             values = self._store.multi_get(keys) if self._store.has_extended_api() else map(self._store.get, keys)
             payloads = [bytes(value)[1:] for value in values]
@@ -76,9 +76,9 @@ class StoreRendezvous:
         return payloads
 
     def meet(self) -> None:
-        """Return when all ranks have called this. If a rank has aborted before, raise its reason on all ranks.
+        """Return when all ranks have called this. If a rank has aborted before, raise its error on all ranks.
 
-        The store keeps either that reason or ``MET``, whichever was stored first.
+        The store keeps either this error or ``MET``, whichever was stored first.
         """
         self.all_gather(b"")
         with self._store_errors():
@@ -86,7 +86,7 @@ class StoreRendezvous:
             self._raise_cause()
 
     def _wait_for(self, keys: list[str]) -> None:
-        """Return when all ranks have stored values at their keys; after ``timeout_s``, abort the group and raise."""
+        """Return when all ranks have stored values at their keys. After ``timeout_s``, raise an error on all ranks."""
         deadline, pause = time.monotonic() + self.timeout_s, PAUSES_S[0]
         while not self._have_arrived(keys):
             self._raise_cause()
@@ -101,12 +101,12 @@ class StoreRendezvous:
                     if self.publish_abort(encoded(error)) != MET:
                         self._raise_cause()  # the stored reason: this error, or one that another rank stored before
                         raise error  # the store cannot be reached
-                return
+                return  # the others have arrived just now
             time.sleep(pause)
             pause = min(2 * pause, PAUSES_S[1])
 
     def _have_arrived(self, keys: list[str]) -> bool:
-        """Return whether values are there; this waits for them for a moment."""
+        """Wait up to ``PAUSES_S[1]`` seconds for values, and return whether all of them are stored."""
         try:
             self._store.wait(keys, timedelta(seconds=PAUSES_S[1]))
         except RuntimeError as error:
@@ -116,18 +116,18 @@ class StoreRendezvous:
         return True
 
     def _raise_cause(self) -> None:
-        """If a rank has published the reason of an abort, raise it once all ranks that can do so have read it."""
+        """If a rank has published the reason of an abort, wait until the ranks left have read it, and raise it."""
         if (cause := self._known_cause()) is None:
             return
         self._failure = error = decoded(cause)
         lost = getattr(error, "ranks", ())
-        self._await(self.rank, [rank for rank, number in enumerate(self._global_ranks) if number not in lost])
+        self._confirm_read(self.rank, [rank for rank, number in enumerate(self._global_ranks) if number not in lost])
         raise error
 
-    def _await(self, reader: int, readers: Iterable[int]) -> None:
-        """Record that ``reader`` has read the reason of an abort, and wait for ``readers``, at most ``read_s`` seconds.
+    def _confirm_read(self, reader: int, readers: Iterable[int]) -> None:
+        """Record that ``reader`` has read the reason of an abort. Wait up to ``read_s`` seconds until ``readers`` have.
 
-        If ``watch`` raises, the ranks have another way to find out that the group has failed.
+        The wait ends early, without an error, if ``watch`` raises: others then detect the failure without the store.
         """
         keys, deadline = [f"read/{rank}" for rank in readers], time.monotonic() + self.read_s
         self._query(_QUERY_S, lambda: self._store.set(f"read/{reader}", b"."))
@@ -137,22 +137,23 @@ class StoreRendezvous:
                 time.sleep(PAUSES_S[1])
 
     def publish_abort(self, cause: bytes) -> bytes:
-        """Store why the group was aborted; the first reason, or ``MET``, is kept, and returned."""
+        """Store why the group was aborted, unless a reason or ``MET`` is stored already. Return the stored value."""
         return bytes(self._query(_QUERY_S, lambda: self._store.compare_set(_CAUSE, b"", cause)) or cause)
 
     def abort_cause(self) -> bytes | None:
-        """Return the stored reason, or ``None``. The store has to answer quickly, as ranks wait in an op.
+        """Return the stored reason, or ``None``. The store has to answer within ``_CAUSE_S``.
 
-        A rank that has lost the link to the store must notice in time that other ranks have aborted the group.
+        Ranks call this during an op, and must soon notice a lost link to the store: others may have aborted the group.
         """
         return self._known_cause(_CAUSE_S)
 
     def _known_cause(self, limit_s: float | None = None) -> bytes | None:
+        """Return the stored reason of an abort, or ``None``. For ``limit_s`` see ``_query``."""
         stored = self._query(limit_s, lambda: self._store.get(_CAUSE) if self._store.check([_CAUSE]) else None)
         return None if stored is None or bytes(stored) == MET else bytes(stored)
 
     def roll_call(self, ranks: Iterable[int], timed_out: bool) -> dict[int, bool]:
-        """Store that ``ranks`` are alive; return all ranks of which this is stored. See ``Rendezvous``."""
+        """Store that ``ranks`` are alive. Return all ranks of which this is stored. See ``Rendezvous``."""
 
         def exchange() -> dict[int, bool]:
             for rank in set(ranks) - self._answered.keys():
@@ -187,12 +188,12 @@ class StoreRendezvous:
 
     def leave(self, reader: int, readers: Iterable[int]) -> None:
         """Record that a host has the reason of an abort. The process that runs the store waits for the other hosts."""
-        self._await(reader, readers if self.owner == self.rank else [reader])
+        self._confirm_read(reader, readers if self.owner == self.rank else [reader])
 
     def _query(self, limit_s: float | None, query: Callable[[], Any]) -> Any:
         """Return what ``query`` returns, or ``None`` if this or an earlier query has not reached the store.
 
-        ``limit_s``: the most seconds that this and later answers may take. If it is ``None``, the limit stays.
+        ``limit_s``: the most seconds that this and later answers may take, or ``None`` to keep the current limit.
         """
         if self._unreachable is None:
             if limit_s is not None and (self._limit_s is None or limit_s < self._limit_s):
@@ -217,22 +218,22 @@ class StoreRendezvous:
 
 
 class Origin(NamedTuple):
-    """Facts about the ranks of a group that is formed from another one.
+    """Functions about the ranks of a group that is formed from another one.
 
     ``watch``: called while this rank waits for others; it raises a ``ReductionError`` if they cannot meet any more.
     ``is_beyond``: returns whether a rank answers only through a third host, so that the link to it is lost. It is
-    ``None`` if this rank was in no earlier group, and cannot find out.
+    ``None`` if this rank was in no earlier group, and so cannot find out.
     """
 
     watch: Callable[[], None] = lambda: None
     is_beyond: Callable[[int], bool] | None = None
 
 
-NEW: Final = Origin()  # the origin of a group that is not formed from another one
+NEW: Final = Origin()  # of a group that is not formed from another one
 
 
 class ConnectionStore:
-    """Where the ranks of a group publish their addresses, and to which ranks they have no connection yet."""
+    """Publishes, in a store, the addresses of ranks, and the ranks to which they have no connection yet."""
 
     def __init__(
         self,
@@ -252,7 +253,7 @@ class ConnectionStore:
         self._given_up: list[int] = []
 
     def connect(self, hosts: tuple[tuple[int, ...], ...]) -> tuple[dict[int, socket.socket], list[int]]:
-        """Return sockets connected to the ranks of other hosts with which this one exchanges messages.
+        """Return sockets, by rank, connected to the ranks of other hosts with which this rank exchanges messages.
 
         The second result is the list of such ranks to which no connection could be made.
         """
@@ -280,10 +281,10 @@ class ConnectionStore:
         return bytes(self._store.get(str(peer)))
 
     def stalled(self, missing: Sequence[int]) -> list[int]:
-        """Publish the ranks to which this one does not get a connection; return those to give up.
+        """Publish the ranks to which this one gets no connection. Return the ranks to which it must stop connecting.
 
-        Two ranks give each other up if both have published that they miss the other one. So a rank that is only late,
-        or was stopped, is not given up.
+        Two ranks give each other up if both have published that they get no connection to the other one. So a rank that
+        is only late, or was stopped, is not given up.
         """
         now = time.monotonic()
         self._began = self._began or now
@@ -304,13 +305,13 @@ class ConnectionStore:
         return lost
 
     def _publish_stalled(self, overdue: Sequence[int]) -> None:
+        """Publish the ranks to which this one gets no connection, and the ranks that it has given up."""
         self._store.set(f"stalled {self._rank}", json.dumps([list(overdue), self._given_up]).encode())
 
     def any_of_all(self, value: bool, size: int) -> bool:
         """Return whether ``value`` is true on any of the group's ``size`` ranks, once all have called this.
 
-        Raises:
-          ConnectionError: it was cancelled before.
+        Raise a ``ConnectionError`` if ``cancelled`` is set before.
         """
         if value:
             self._store.add("true", 1)
@@ -324,16 +325,12 @@ class ConnectionStore:
 
 
 def interfaces() -> list[str]:
-    """Return the names of the network interfaces to use between hosts; empty: any."""
+    """Return the names of the network interfaces to use between hosts. An empty list means any."""
     return [each for each in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if each]
 
 
 def wait(store: Any, keys: Sequence[str], cancelled: threading.Event) -> None:
-    """Return when all values are in a store.
-
-    Raises:
-      ConnectionError: ``cancelled`` was set before.
-    """
+    """Wait until a store has values at all keys. Raise a ``ConnectionError`` if ``cancelled`` is set before."""
     pause = PAUSES_S[0]
     while not store.check(keys):
         if cancelled.wait(pause):

@@ -1,6 +1,6 @@
-"""``StoreClient``: a table of small values in the memory of one rank, which other processes reach.
+"""``StoreClient``: access to a table of small values in the memory of one rank.
 
-Input: for the rank that serves it, a key; for the others its address as well. Output: methods with the names and the
+Input: a key, and, except on the rank that serves the store, the store's address. Output: methods with the names and the
 behaviour of ``torch.distributed``'s stores. Both ends of each connection prove that they know the key.
 """
 
@@ -22,8 +22,8 @@ from .peer_requests import Json
 
 CONNECT_S: Final = 2.0  # how long a connection may take
 LIMIT_S: Final = 10.0  # how long an answer may take; a rank that has lost the link to the store must not wait longer
-_WAIT_S: Final = 0.02  # how long the server waits for a key before it answers that it is not there
-_WATCH_S: Final = 0.02  # between two looks whether a wait for the server must end
+_WAIT_S: Final = 0.02  # how long the server waits for a key before it answers that the key has no value
+_WATCH_S: Final = 0.02  # between two calls of ``watch`` while the server does not answer
 _BATCH: Final = 256  # values in one answer, whose length is limited
 _TEXT: Final = "latin-1"  # has a character for each byte
 
@@ -36,7 +36,10 @@ class _Table:
         self._changed = threading.Condition()
 
     def run(self, what: str, keys: Sequence[str], given: Json) -> Json:
-        """Execute the operation ``what`` on values; ``given`` is its further argument. Return its result."""
+        """Execute the operation ``what`` on the values of ``keys``. Return its result.
+
+        ``given``: the value of "set", the amount of "add", and the expected and the desired value of "compare_set".
+        """
         with self._changed:
             values, (key, *_) = self._values, keys
             if what == "set":
@@ -71,7 +74,7 @@ class _Store:
     """The methods of a store. ``watch`` is called during waits, and may end them by an error.
 
     ``timeout``: how long ``wait`` waits by default. ``limit_s``: how long an answer may take. Methods raise a
-    ``RuntimeError``, as those of torch's stores do: "Timeout: ..." or "Lost: ...".
+    ``RuntimeError``, as those of torch's stores do. Its text begins with "Timeout: " or "Lost: ".
     """
 
     watch: Callable[[], None]
@@ -108,7 +111,7 @@ class _Store:
         return int(self._run("add", [key], amount)[0])
 
     def compare_set(self, key: str, expected: bytes, desired: bytes) -> bytes:
-        """Store ``desired`` if the value is ``expected`` (empty: no value), and return the value that is then stored.
+        """Store ``desired`` if the value is ``expected`` ("" for no value), and return the value that is then stored.
 
         As a ``TCPStore`` does, return ``expected`` if the key has no value.
         """
@@ -116,7 +119,7 @@ class _Store:
         return expected if stored is None else str(stored).encode(_TEXT)
 
     def delete_key(self, key: str) -> bool:
-        """Delete a value; return whether there was one."""
+        """Delete a value. Return whether there was one."""
         return bool(self._run("delete", [key]))
 
     def num_keys(self) -> int:
@@ -124,15 +127,11 @@ class _Store:
         return int(self._run("count", [""]))
 
     def check(self, keys: Sequence[str]) -> bool:
-        """Return whether all values are there."""
+        """Return whether all keys have values."""
         return bool(self._run("check", keys))
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
-        """Return when all values are there.
-
-        Raises:
-          RuntimeError: the time has passed.
-        """
+        """Wait until all keys have values. Raise a ``RuntimeError`` if this takes longer than ``timeout``."""
         limit_s = (timeout or self.timeout).total_seconds()
         deadline = time.monotonic() + limit_s
         while not self._run("wait", keys):
@@ -157,12 +156,13 @@ class StoreClient(_Store):
     ) -> None:
         """Serve a store, unless ``address`` or ``connection`` is given.
 
-        With an address, connect to a store there. With a connection to a store, use it, and close it at the end. For
-        ``watch`` see ``_Store``. ``serve_at``: the address of this host; empty: all its addresses. ``port``: 0 is a
-        free one. ``ranks``: how many processes may connect at once, besides ``MOST_UNKNOWN`` unknown programs.
+        With an address, connect to the store there. With a connection to a store, use it, and close it at the end. For
+        ``watch`` see ``_Store``. ``serve_at``: the address at which to serve; "" means all addresses of this host.
+        ``port``: 0 means a free port. ``ranks``: how many processes may connect at the same time, besides
+        ``MOST_UNKNOWN`` unknown programs.
 
         Raises:
-          OSError: it cannot be reached, or this process cannot listen there.
+          OSError: the store cannot be reached, or this process cannot listen there.
         """
         super().__init__()
         self._key, self.watch, self.limit_s = key, watch, LIMIT_S
@@ -192,7 +192,7 @@ class StoreClient(_Store):
         self._end()
 
     def _run(self, what: str, keys: Sequence[str], given: Json = None) -> Json:
-        """Execute an operation, in this process or in the one that serves the store; see ``_Table.run``."""
+        """Execute an operation, in this process or in the one that serves the store. See ``_Table.run``."""
         if self._connection is None:
             return self._table.run(what, keys, given)
         try:
@@ -204,7 +204,7 @@ class StoreClient(_Store):
                 while True:
                     self._wait_for_answer(self._connection)
                     answer = channel.receive(time.monotonic() + self.limit_s)
-                    if answer["number"] == self._number:  # not the answer to a request that was given up
+                    if answer["number"] == self._number:  # not the answer to a request that has timed out
                         return answer["answer"]
         except ReductionError:  # what ``watch`` raises
             raise
@@ -213,6 +213,7 @@ class StoreClient(_Store):
             raise RuntimeError(f"{kind}: the rank that serves the store does not answer: {error}") from None
 
     def _open(self, connection: socket.socket) -> AuthenticatedChannel:
+        """Return a channel over a new connection. If this fails, close the connection."""
         deadline = time.monotonic() + self.limit_s
         try:
             return open_channel(connection, self._key, deadline, lambda: self._wait_for_answer(connection))
@@ -221,6 +222,7 @@ class StoreClient(_Store):
             raise
 
     def _wait_for_answer(self, connection: socket.socket) -> None:
+        """Wait until an answer begins to arrive, and call ``watch`` meanwhile. After ``limit_s``, raise an error."""
         deadline, arrived = time.monotonic() + self.limit_s, select.poll()
         arrived.register(connection, select.POLLIN)
         while not arrived.poll(_WATCH_S * 1e3):
@@ -230,7 +232,7 @@ class StoreClient(_Store):
 
 
 class StorePart(_Store):
-    """The keys of a store that begin with ``prefix``."""
+    """A store whose keys begin with ``prefix`` in another store."""
 
     def __init__(self, store: StoreClient, prefix: str) -> None:
         self._store, self._prefix = store, prefix

@@ -19,7 +19,7 @@ from .failure_detector import FailureDetector
 
 
 class GroupAbort:
-    """Aborts a group after a failure. ``error``: what all later calls raise; ``None`` until a call has raised it."""
+    """Aborts a group after a failure. ``error``: the error of all later calls, or ``None`` until a call raised it."""
 
     def __init__(
         self,
@@ -36,11 +36,7 @@ class GroupAbort:
 
     @property
     def cause(self) -> ReductionError | None:
-        """The error for which the group was aborted, or ``None`` if it was not aborted.
-
-        Raises:
-          ValueError: the memory is closed.
-        """
+        """The error with which the group was aborted, or ``None``. If the memory is closed, raise a ``ValueError``."""
         return self.error or self._memory.abort_cause()
 
     def publish(self, error: ReductionError) -> None:
@@ -53,7 +49,7 @@ class GroupAbort:
             self._close_connections()
 
     def raise_cause(self) -> NoReturn:
-        """Write the flight recorder's dump, and raise the error for which the group was aborted."""
+        """Write the flight recorder's dump, and raise the error with which the group was aborted."""
         self._close_connections()  # if another rank aborted, other hosts may still wait for this rank
         members, error = self._members, self._detector.abort_cause()
         if self._several_hosts and not self._has_lost_store(error):
@@ -64,10 +60,10 @@ class GroupAbort:
             ]
             self._rendezvous.leave(members.host[0], readers)
         path = flight_recorder.write(self._dump(str(error)))
-        if path is not None:
+        if path is not None:  # the message ends in the hint "crossreduce doctor DIR": fill in the folder of the dump
             error = copy_error(error, str(error).replace(f"{DOCTOR} DIR", f"{DOCTOR} {path.parent}"))
         self.error = error
-        raise copy_error(error)
+        raise copy_error(error)  # a copy, since an error that is raised again keeps its old traceback
 
     def _close_connections(self) -> None:
         if self._several_hosts and self._transport is not None:
@@ -86,12 +82,12 @@ class GroupAbort:
 
 
 def names_owner(error: ReductionError, owner: int | None, global_ranks: Sequence[int]) -> bool:
-    """Return whether an error is about the loss of rank ``owner``, which serves the store, so that it cannot answer."""
+    """Return whether an error reports the loss of rank ``owner``, so that the store that it serves has ended."""
     return isinstance(error, PeerLostError) and owner is not None and global_ranks[owner] in error.ranks
 
 
 def copy_error(error: ReductionError, text: str | None = None) -> ReductionError:
-    """Return a new error of the same kind about the same ranks. (If raised again, an error keeps its old traceback.)"""
+    """Return a new error of the same class about the same ranks, with ``text`` if it is given."""
     copy = type(error)(str(error) if text is None else text)
     if isinstance(copy, (CollectiveTimeout, PeerLostError)):
         copy.ranks = getattr(error, "ranks", ())

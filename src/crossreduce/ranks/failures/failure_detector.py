@@ -1,7 +1,7 @@
 """``FailureDetector``: finds out which ranks of a group are alive, late, stopped or lost, and which are at fault.
 
 Input: the shared memory of the host, and the rendezvous, at which ranks of different hosts answer a roll call after a
-failure. Output: errors that name the ranks at fault, the same on every rank. It aborts nothing: see ``abort``.
+failure. Output: errors that name the ranks at fault, the same on every rank. ``abort`` aborts the group.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ REMOTE_CAUSE_S: Final = 0.3  # how long a rank waits for another host to publish
 class FailureDetector:
     """Finds out, for one rank, the state of the other ranks.
 
-    ``timeout_s``: how long other ranks are waited for. ``warn_s``: a rank warns after this time, or after half of
+    ``timeout_s``: how long this rank waits for other ranks. ``warn_s``: it warns after this time, or after half of
     ``timeout_s`` if that is shorter. Both may be changed between calls.
     """
 
@@ -59,9 +59,9 @@ class FailureDetector:
         return min(self.warn_s, self.timeout_s / 2)
 
     def check(self, timer: WaitTimer) -> None:
-        """Raise if a missing rank has ended, another host has aborted or the timeout has passed; warn of late ranks.
+        """Raise an error if a missing rank has ended, another host has aborted, or the timeout has passed.
 
-        It is called every ``SLICE_S`` seconds of a wait at a barrier.
+        Warn of late ranks when a warning is due. This is called every ``SLICE_S`` seconds of a wait at a barrier.
         """
         memory, members = self._memory, self._members
         missing = memory.missing()
@@ -69,14 +69,14 @@ class FailureDetector:
         if gone := [rank for rank in missing if not memory.alive(rank)]:
             still_missing = memory.missing()  # a rank may meanwhile have arrived, completed the call and left
             self.require_alive([rank for rank in gone if rank in still_missing])
-        self._require_no_cause(timer)
+        self._raise_remote_cause(timer)
         # If all missing ranks wait for another host, they can name the rank at fault, so they get more time.
         remote = self._several_hosts and all(
             is_waiting_for_hosts(memory, rank) and not is_stopped(members.peers[rank].pid) for rank in missing
         )
         timed_out = bool(missing) and waited_s > self.timeout_s + DECISION_S * timer.has_excuse(remote)
         if timed_out or (missing and timer.is_warning_due()):
-            missing = self._stopped(missing) or missing  # the others may wait for the stopped ones
+            missing = self._stopped(missing) or missing  # the other missing ranks may wait for the stopped ones
             late, call = self._last_calls(missing), self.current_call()
             if timed_out:
                 raise CollectiveTimeout(diagnostics.timeout_text(self.timeout_s, call, late, members.name), late)
@@ -86,14 +86,14 @@ class FailureDetector:
             self._warn(warning)
 
     def require_alive(self, ranks: Iterable[int]) -> None:
-        """Raise if ranks of this host have ended."""
+        """Raise a ``PeerLostError`` if any of these ranks of this host has ended."""
         gone = [rank for rank in ranks if not self._memory.alive(rank)]
         if gone:
             left = all(self._memory.last_call(rank).text == LEFT for rank in gone)
             raise self.lost(gone, "left" if left else "died")
 
     def warn_of_remote_wait(self, wait: RemoteWait | None) -> None:
-        """Warn once if a message of another host takes long. The waiting thread cannot check that itself."""
+        """Warn once per ``wait`` if it takes long. The thread that waits for the message cannot do this itself."""
         if wait is None or wait is self._warned_of:
             return
         waited_s = time.monotonic() - wait.since_s
@@ -129,11 +129,11 @@ class FailureDetector:
             raise
 
     def _check_inner(self, timer: WaitTimer, waited_s: float) -> None:
-        """Raise if the collective of another library has to end (see ``wait_for_inner``); warn of a long wait."""
+        """Raise an error if another library's collective must end. See ``wait_for_inner``. Warn of a long wait."""
         if self._is_aborted():
             raise GroupAborted
         self.require_alive(self._members.host)
-        self._require_no_cause(timer)
+        self._raise_remote_cause(timer)
         if waited_s > self.timeout_s:
             raise InnerFailure(f"it took more than {self.timeout_s:g} s", timed_out=True)
         if not timer.is_warning_due():
@@ -145,8 +145,8 @@ class FailureDetector:
         elif self._several_hosts:
             self._warn(diagnostics.remote_stall_text(waited_s, call, [members.own], None, members.name))
 
-    def _require_no_cause(self, timer: WaitTimer) -> None:
-        """Raise the reason for which another host has aborted, if there is one."""
+    def _raise_remote_cause(self, timer: WaitTimer) -> None:
+        """Raise the error with which another host has aborted the group, if one has."""
         if self._several_hosts and (cause := timer.query(self._rendezvous.abort_cause)) is not None:
             raise decoded(cause)
 
@@ -156,7 +156,7 @@ class FailureDetector:
     # After a failure
 
     def roll_call(self, error: PeerError | InnerFailure) -> ReductionError:
-        """Return the public error for failed communication with other ranks, which names those that do not answer.
+        """Return the public error for failed communication with other ranks. It names the ranks that do not answer.
 
         All ranks that notice the failure answer for the ranks of their host that are alive. Then they close their
         connections, so that others notice the failure, too. A rank that has the reason publishes it, and all raise it.
@@ -165,7 +165,7 @@ class FailureDetector:
         timed_out = isinstance(error, TimeoutError) or (isinstance(error, InnerFailure) and error.timed_out)
         suspects = {error.rank} if isinstance(error, PeerError) else {*range(members.size)}
         if isinstance(error, PeerError) and isinstance(error.__cause__, ConnectionResetError):
-            return self.lost([error.rank], "left")
+            return self.lost([error.rank], "left")  # see ``PendingMessage.wait``
         end, closed = time.monotonic() + ROLL_CALL_S, False
         while True:
             if self._is_aborted():
@@ -195,7 +195,7 @@ class FailureDetector:
             time.sleep(0.01)
         missing = [rank for rank in sorted(suspects) if rank not in answers]
         if not missing:
-            problem = f"{self._during()} failed, although all ranks are alive. {UNUSABLE}"
+            problem = f"{self._communication()} failed, although all ranks are alive. {UNUSABLE}"
             remedy = f"check the network between the hosts; {DOCTOR} DIR shows what each rank did last"
             return (CollectiveTimeout if timed_out else PeerLostError)(message(problem, str(error), remedy))
         absent = [rank for rank in missing if not rendezvous.has_left(rank)]
@@ -206,20 +206,20 @@ class FailureDetector:
         return self.lost(absent, "died")
 
     def _unreachable_error(self, error: Exception, timed_out: bool) -> ReductionError:
-        """Return the error if the communication failed and the rendezvous cannot be reached either."""
+        """Return the public error if the communication failed and the rendezvous cannot be reached either."""
         owner = self._rendezvous.owner
         if owner is not None:
             return self._late_error([owner]) if timed_out else self.lost([owner], "died or left")
         if isinstance(error, PeerDisconnected):
             return self.lost([error.rank], "died")
-        problem = f"{self._during()} failed, and the rendezvous cannot be reached. {UNUSABLE}"
+        problem = f"{self._communication()} failed, and the rendezvous cannot be reached. {UNUSABLE}"
         kind = CollectiveTimeout if timed_out else PeerLostError
         return kind(message(problem, "", f"check the network; {DOCTOR} DIR shows what each rank did last"))
 
     def remote_failure(self, error: Exception) -> ReductionError:
-        """Return the public error for a failed operation between hosts whose ranks are not known.
+        """Return the public error for a failed operation between hosts if it does not tell which ranks failed.
 
-        If another rank aborted because of a third one, its host publishes the reason at about this time.
+        If another rank has aborted because of a third one, the reason is published at about this time.
         """
         deadline = time.monotonic() + REMOTE_CAUSE_S
         while (cause := self._rendezvous.abort_cause()) is None and time.monotonic() < deadline:
@@ -232,33 +232,34 @@ class FailureDetector:
         return kind(message(problem, str(error), f"{DOCTOR} DIR shows what each rank did last"))
 
     def message_failure(self, method: str, peer: int | None, error: OSError) -> ReductionError:
-        """Return the public error for a message of the caller's, on the same connections, that failed.
+        """Return the public error for a failed send or receive of the caller, which uses the group's connections.
 
         Args:
           method: "send" or "recv".
           peer: the other rank, or ``None`` if the message could come from any rank.
-          error: a ``TimeoutError``, or a ``ConnectionError``, with the library's text.
+          error: a ``TimeoutError`` or a ``ConnectionError`` with the text of the library that carried the message.
         """
         other = "any rank" if peer is None else f"rank {self._members.global_ranks[peer]}"
         call = f"{method} {'to' if method == 'send' else 'from'} {other}"
         with suppress(ValueError, OSError):  # raised by the memory if this rank closes the group at the same time
             return self._message_failure(call, peer, error)
         problem = f'group "{self._members.name}" was closed during {call}.'
-        return ContextError.of(problem, str(error), "wait for messages first")
+        return ContextError.of(problem, str(error), "wait for all messages before the group is closed")
 
     def _message_failure(self, call: str, peer: int | None, error: OSError) -> ReductionError:
+        """Return the error of ``message_failure``. ``call``: the words for the send or receive."""
         members = self._members
         own, cause = members.own, self._memory.abort_cause()
         if cause is None and self._several_hosts:
-            self._rendezvous.has_left(members.rank)  # its only purpose: from now on, the store has to answer quickly
+            self._rendezvous.has_left(members.rank)  # called only because the store must then answer quickly
             published = self._rendezvous.abort_cause()
             cause = None if published is None else decoded(published)
-        if cause is not None and own not in getattr(cause, "ranks", ()):  # others may regard this rank as dead
+        if cause is not None and own not in getattr(cause, "ranks", ()):  # not an error about the death of this rank
             return cause
         rank = None if peer is None else members.global_ranks[peer]
         given, ranks = [str(error)], [] if rank is None else [rank]
         if peer is not None:
-            given.insert(0, f"rank {rank}: {self._process(peer)}")
+            given.insert(0, f"rank {rank}: {self._process_text(peer)}")
         where = f'{call}, of group "{members.name}"'
         if isinstance(error, TimeoutError):
             problem = f"{where}, did not complete within its timeout. {diagnostics.NO_MESSAGES}"
@@ -270,7 +271,7 @@ class FailureDetector:
         if peer is None:
             problem = f"a connection was lost during {where}. {diagnostics.NO_MESSAGES}"
             return PeerLostError(message(problem, "; ".join(given), "read the last output of all ranks"))
-        problem = f"rank {rank} {self._end_of(peer)}; rank {own} was in {where}. They can exchange no more messages."
+        problem = f"rank {rank} {self._end_of(peer)}; rank {own} was in {where}. They cannot exchange more messages."
         return PeerLostError(message(problem, "; ".join(given), f"read the last output of rank {rank}"), ranks)
 
     def _end_of(self, rank: int) -> str:
@@ -284,9 +285,9 @@ class FailureDetector:
         return "left" if not on_this_host and self._rendezvous.has_left(rank) else "closed its connection"
 
     def abort_cause(self) -> ReductionError:
-        """Return the error for which the group was aborted, the same on all ranks of this host.
+        """Return the error with which the group was aborted, the same on all ranks of this host.
 
-        The aborting rank may still be writing it. If that rank dies, is stopped or late, the error names that rank.
+        The aborting rank may still be writing it. If this rank dies, is stopped or late, the returned error names it.
         """
         memory, deadline = self._memory, time.monotonic() + self.timeout_s
         while (error := memory.abort_cause()) is None:
@@ -299,11 +300,11 @@ class FailureDetector:
             time.sleep(0.001)
         return error
 
-    # Errors and facts
+    # Errors and states
 
     def lost(self, ranks: Sequence[int], how: str) -> PeerLostError:
         """Return the error for ranks that were lost during the current call. For ``how`` see ``lost_text``."""
-        processes = {self._members.global_ranks[rank]: self._process(rank) for rank in ranks}
+        processes = {self._members.global_ranks[rank]: self._process_text(rank) for rank in ranks}
         return PeerLostError(diagnostics.lost_text(processes, self.current_call(), self._members.name, how), processes)
 
     def interrupted_message(self) -> PeerLostError:
@@ -311,7 +312,7 @@ class FailureDetector:
         own, name = self._members.own, self._members.name
         problem = f'rank {own} was interrupted while it waited for a message of group "{name}". {UNUSABLE}'
         remedy = f"read the last output of rank {own}; {DOCTOR} DIR shows the last calls of each rank"
-        return PeerLostError(message(problem, self._process(self._members.rank), remedy), [own])
+        return PeerLostError(message(problem, self._process_text(self._members.rank), remedy), [own])
 
     def current_call(self) -> CallSignature:
         """Return the last call that this rank began."""
@@ -322,10 +323,10 @@ class FailureDetector:
         text = diagnostics.timeout_text(self.timeout_s, self.current_call(), late, self._members.name)
         return CollectiveTimeout(text, late)
 
-    def _during(self) -> str:
+    def _communication(self) -> str:
         return f'the communication in {self.current_call().words}, of group "{self._members.name}",'
 
-    def _process(self, rank: int) -> str:
+    def _process_text(self, rank: int) -> str:
         peer = self._members.peers[rank]
         return f"pid {peer.pid} on host {peer.hostname}"
 

@@ -26,7 +26,7 @@ class StageRunner:
         self._timer: WaitTimer | None = None
 
     def begin(self, program: Any, addresses: Sequence[int], text: bytes, until: int) -> bool:
-        """Begin an op and execute the stages before ``until``; return whether all ranks of the host made the same call.
+        """Begin an op and execute its first ``until`` stages. Return whether all ranks of the host made the same call.
 
         Raises:
           GroupAborted: a rank of this host has aborted the group.
@@ -38,11 +38,11 @@ class StageRunner:
         return outcome == DONE or self.complete(outcome, until)
 
     def reach(self, until: int) -> None:
-        """Execute the stages before ``until``; errors as for ``begin``."""
+        """Execute the next stages of the op until its first ``until`` are executed. Errors are those of ``begin``."""
         self.complete(self.memory.advance(until), until)
 
     def complete(self, outcome: int, until: int) -> bool:
-        """Continue an op that has stopped with ``outcome``; result and errors as for ``begin``."""
+        """Continue an op whose execution has stopped with ``outcome``. Result and errors are those of ``begin``."""
         while outcome == WAITING:
             self._timer = self._timer or WaitTimer(self._detector.warn_after_s())
             self._detector.check(self._timer)
@@ -54,7 +54,7 @@ class StageRunner:
                 self._detector.require_alive(self.memory.host)
                 time.sleep(0.01)
             problem = "this rank can no longer read the memory of another rank's process (process_vm_readv)."
-            remedy = "ranks that do not change their user or their rights while the group is used"
+            remedy = "do not change the user or the rights of a rank while the group is used"
             raise ReductionError.of(problem, f"rank {self.memory.host[self.memory.place]}", remedy)
         if outcome == NO_MEMORY:
             raise MemoryError("the kernels could not allocate working memory")

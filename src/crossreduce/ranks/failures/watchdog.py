@@ -1,7 +1,7 @@
 """``WatchedTransport``: a transport that records which other rank this rank waits for, and warns of long waits.
 
-Input: a transport; and the check, a function that can warn of a long wait. Output: a transport with the same messages.
-One thread of the process calls the checks of all its groups. It ends when there are no more groups.
+Input: a transport, and a check: a function that warns of a long wait. Output: a transport with the same messages. One
+thread of the process calls the checks of all its groups. The thread ends when there are no more groups.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _EVERY_S: Final = 0.2  # between two checks of the current wait
 
 
 class RemoteWait(NamedTuple):
-    """The other rank of the message that this rank waits for, and when the wait began, by ``time.monotonic``."""
+    """The other rank of the message for which this rank waits, and the time when the wait began (``monotonic``)."""
 
     rank: int
     since_s: float
@@ -36,10 +36,10 @@ class WatchedTransport:
     def __init__(self, transport: Transport, check: Callable[[RemoteWait | None], None]) -> None:
         self.wait: RemoteWait | None = None
         self._transport, self._check_wait = transport, check
-        self._watchdog = _WATCHDOG
+        self._watchdog = _WATCHDOG  # a reference: ``close`` may run when Python has cleared this module
         self._key = self._watchdog.add(self._check)
 
-    def _check(self) -> None:
+    def _check(self) -> None:  # a method: the watchdog references its object weakly
         self._check_wait(self.wait)
 
     def send(self, address: int, nbytes: int, dst: int, tag: int) -> PendingMessage:
@@ -55,7 +55,7 @@ class WatchedTransport:
         self._transport.abort()
 
     def close(self) -> None:
-        """Stop calling ``check``; the transport stays open."""
+        """Stop calling ``check``. The transport stays open."""
         self._watchdog.remove(self._key)
 
 

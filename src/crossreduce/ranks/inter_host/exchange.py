@@ -1,13 +1,13 @@
-"""The exchange of a stripe between hosts: one rank of each runs the hosts' schedule over a transport, piece by piece.
+"""The exchange of a stripe between hosts: one rank of each host runs the hosts' schedule over a transport.
 
 Input: a lowered program whose devices are hosts, a transport, and this host's partial result of each piece. Output: the
 fully reduced pieces. The other ranks of the host are not involved.
 
-Pieces are pipelined: in stage t of the exchange, piece j executes round r where t = j + lag * r; the lag is ROUND_LAG,
-or 1 for a single piece. The order of all messages is fixed, so messages need no names. A message is sent lag - 1 stages
-before the receiver waits for it, so that the link is not idle; receives are posted one stage early. A round sends what
-was complete when it began, as ``verify`` proves. No value of a piece is replaced before the piece is complete. An op
-may consist of several exchanges, which execute each stage together (``run_stage``).
+Pieces are pipelined: piece j executes round r in stage t = j + lag * r of the exchange. The lag is ROUND_LAG, or 1 for
+a single piece. The order of all messages is fixed, so messages need no names. A message is sent lag - 1 stages before
+the receiver waits for it, so that the link is not idle. Receives are posted one stage early. A round sends only values
+that were complete when it began, as ``verify`` proves. No value of a piece is overwritten before the piece is complete.
+An op may consist of several exchanges, which execute each stage together (``run_stage``).
 """
 
 from __future__ import annotations
@@ -30,19 +30,19 @@ from ..intra_host.programs import LINE
 from ..transports.base import PendingMessage, Transport
 
 EAGER_BYTES: Final = 1 << 14
-"""If a leader's stripes have at most so many bytes, their first round is in the messages that compare the calls."""
-_EARLY: Final = 0.9  # no rank gives up this one before this part of a check's limit; it is not 1, since clocks differ
-_LATE: Final = 3  # a rank that has not begun a check this many limits after this one may have made another call
+"""If a leader's stripes have at most this many bytes, the messages that compare the calls also carry round 0."""
+_EARLY: Final = 0.9  # no rank gives up this rank before this fraction of a check's limit; below 1, since clocks differ
+_LATE: Final = 3  # a rank that begins a check more than this many limits after this rank may have made another call
 _PAUSES_S: Final = (0.01, 0.1)  # between two queries whether all ranks have begun a check, first and longest
 ROUND_LAG: Final = 2
-"""Stages from a round to the next, if there are several pieces. With 1 the link would idle during combinations."""
+"""Stages from a round to the next, if there are several pieces. With 1, the link would be idle while values combine."""
 
 
 class PieceMemory(NamedTuple):
     """Where the values of a piece are in the memory of the piece, which has ``nbytes`` bytes.
 
-    ``places``: for each local value its offset and size in bytes, and its number of elements. ``results_at``: the
-    offset at which the results of all chunks begin; they follow each other in the order of the chunks.
+    ``places``: for each local value its offset in bytes, its size in bytes, and its number of elements. ``results_at``:
+    the offset of the first chunk's result. The results of the other chunks follow in the order of the chunks.
     """
 
     places: tuple[tuple[int, int, int], ...]
@@ -51,21 +51,21 @@ class PieceMemory(NamedTuple):
 
 
 class ExchangeProgram(NamedTuple):
-    """One host's part in an op. It is made once and serves any number of calls."""
+    """What one host executes in an exchange. The program is compiled once and can be run any number of times."""
 
-    part: DeviceProgram  # the host's part in the program
+    part: DeviceProgram  # what this host executes of the lowered program
     peers: tuple[int, ...]  # for each host the rank that runs the exchange there
     pieces: tuple[PieceMemory, ...]  # the memory of each piece
-    spans: tuple[tuple[tuple[int, int], ...], ...]  # for each piece where each chunk begins and ends, in elements
-    numbers: Numbers  # how values are computed; partial results have the accumulator's dtype, or are exact
-    lag: int  # stages from a round of a piece to its next
+    spans: tuple[tuple[tuple[int, int], ...], ...]  # for each piece: first and end element of each chunk
+    numbers: Numbers  # the op and dtypes; partial results have the accumulator's dtype, or are blocks of exact sums
+    lag: int  # stages from a round of a piece to its next round
     delay: int  # a piece that enters in stage t is complete in stage t + delay
     window: int  # the number of pieces that have memory at the same time
     room: int  # bytes of each piece's memory
-    eager: bool  # whether the messages of the first round are parts of the op's first messages; for a single piece
+    eager: bool  # whether the op's first messages carry the first round, see ``first_data``; only if there is one piece
 
     def partial_at(self, piece: int) -> int:
-        """Return the offset in the exchange's memory at which a piece's partial result has to be."""
+        """Return the offset in the exchange's memory at which the caller must write a piece's partial result."""
         return piece % self.window * self.room
 
     def results_at(self, piece: int) -> int:
@@ -83,7 +83,7 @@ def _lag(pieces: int) -> int:
 
 
 def delay(program: Program, pieces: int) -> int:
-    """Return the stages from a piece's first one to its completion, at least 1. Each round takes ``lag`` stages."""
+    """Return the number of stages from a piece's first stage to its completion, at least 1."""
     return max(1, _lag(pieces) * program.round_count - 1)
 
 
@@ -91,18 +91,19 @@ def delay(program: Program, pieces: int) -> int:
 def exchange_program(
     program: Program, host: int, peers: tuple[int, ...], sizes: tuple[int, ...], numbers: Numbers, eager: bool = False
 ) -> ExchangeProgram:
-    """Return the exchange of host number ``host``, for pieces of ``sizes`` elements.
+    """Return the program of host number ``host`` for an exchange between hosts.
 
-    ``program``: its devices are the hosts; all chunks have the same sources and destinations.
+    ``sizes``: the elements of each piece. ``program``: the lowered schedule. Its devices are the hosts, and all chunks
+    must have the same sources and destinations. ``peers``, ``eager``: see ``ExchangeProgram``.
     """
     program.require_uniform()
     part = program.on(host)
     stages_late = delay(program, len(sizes))
-    # If this host is the only source, its partial result is the result, and it keeps no results from other hosts.
+    # If this host is the only source, its partial result is already the result.
     has_results = program.chunks[0].sources == (host,)
     pieces = tuple(_piece_memory(part, program, size, numbers, has_results) for size in sizes)
-    # The memory of a piece is used from the stage before its first, which posts its receives, to the one that completes
-    # it: stages_late + 2 stages. When it is used again, its last sends are ROUND_LAG stages old.
+    # The memory of a piece is used for stages_late + 2 stages: from the stage before its first one, which posts its
+    # receives, to the one that completes it. When it is used again, its last sends are ROUND_LAG stages old.
     window = min(len(sizes), stages_late + 2)
     room = max(piece.nbytes for piece in pieces)
     spans = tuple(program.spans(size) for size in sizes)
@@ -111,7 +112,7 @@ def exchange_program(
 
 @lru_cache(maxsize=4096)
 def _piece_memory(part: DeviceProgram, program: Program, size: int, numbers: Numbers, has_results: bool) -> PieceMemory:
-    """Lay out the partial result, then the results, unless the former ``has_results``, then all other values."""
+    """Return where the values are: the partial result, then results (none if ``has_results``), then other values."""
     spans = program.spans(size)
     partial, result, header = partial_itemsize(numbers), itemsize(numbers.result), header_nbytes(numbers)
     kept = set() if has_results else {value for value in part.results if value >= 0}
@@ -142,10 +143,10 @@ def _rounded_to_lines(nbytes: int) -> int:
 class Exchange:
     """Runs ``program`` for one op. Its messages have ``tag``, and each must complete within ``timeout_s`` seconds.
 
-    In stage t the caller puts piece t's partial result at ``program.partial_at(t)``, calls ``run_stage([self], t)``,
-    and then finds the results of piece t - ``delay`` at ``program.results_at``. After the last piece ``close`` waits
-    for the remaining sends. All hosts do so. After a failure the caller must keep the exchange until the transport is
-    freed, since messages are still written to its memory.
+    In stage t the caller writes the partial result of piece t at ``program.partial_at(t)`` and calls
+    ``run_stage([self], t)``. Then the results of piece t - ``delay`` are at ``program.results_at(t - delay)``. After
+    the last piece the caller calls ``close``. All hosts make the same calls. After a failure the caller must keep the
+    exchange until the transport is freed, since messages may still be written to its memory.
     """
 
     def __init__(self, program: ExchangeProgram, transport: Transport, tag: int, timeout_s: float) -> None:
@@ -157,22 +158,22 @@ class Exchange:
         self._receives: dict[tuple[int, int], list[tuple[PendingMessage, int]]] = {}
 
     def first_sends(self) -> Iterator[tuple[int, int, int]]:
-        """Yield address, bytes and receiver of what this host sends in the first messages."""
+        """Yield address, bytes and receiving rank of each value that this host adds to the op's first messages."""
         return self._first(self._program.part.stages[0].sends)
 
     def first_receives(self) -> Iterator[tuple[int, int, int]]:
-        """Yield address, bytes and sender of what other hosts send in the first messages."""
+        """Yield address, bytes and sending rank of each value that other hosts add to the op's first messages."""
         return self._first(self._program.part.stages[0].receives)
 
     def _first(self, moves: Sequence[tuple[int, int]]) -> Iterator[tuple[int, int, int]]:
-        """Yield address, bytes and rank of each (value, host) that the op's first messages contain."""
+        """Yield address, bytes and rank for each (value, host) of ``moves``, if the exchange is eager."""
         base, places = self._places(0)
         for value, host in moves if self._program.eager else ():
             place, nbytes, _ = places[value]
             yield base + place, nbytes, self._program.peers[host]
 
     def send(self, stage: int) -> None:
-        """Start to send what this stage requires."""
+        """Start to send the values of a stage."""
         for piece, r in self._active(stage):
             if r == 0 and self._program.eager:
                 continue
@@ -180,7 +181,7 @@ class Exchange:
             self._start(piece, self._program.part.stages[r].sends, self._transport.send, sends)
 
     def complete(self, stage: int) -> None:
-        """Wait for the messages that have to arrive in this stage, and combine them."""
+        """Wait for the messages that must arrive in this stage, and combine their values."""
         for piece, r in self._active(stage - self._program.lag + 1):
             self._finish(piece, r)
 
@@ -190,17 +191,18 @@ class Exchange:
             self._wait(sends)
 
     def _active(self, stage: int) -> Iterator[tuple[int, int]]:
-        """Yield the pieces that execute a round in a stage, with the round."""
+        """Yield each piece that executes a round in a stage, and this round."""
         for r in range(len(self._program.part.stages)):
             piece = stage - self._program.lag * r
             if 0 <= piece < len(self._program.pieces):
                 yield piece, r
 
     def _places(self, piece: int) -> tuple[int, tuple[tuple[int, int, int], ...]]:
+        """Return the address of a piece's memory, and the ``PieceMemory.places`` in it."""
         return self.base + self._program.partial_at(piece), self._program.pieces[piece].places
 
     def post_receives(self, stage: int) -> None:
-        """Start to receive the messages of a stage; memory that is used again waits for its last sends."""
+        """Start to receive the messages of a stage. Before memory is used again, wait for the sends from it."""
         for piece, r in self._active(stage):
             if r == 0:
                 self._wait(self._sends[piece % self._program.window])
@@ -215,7 +217,7 @@ class Exchange:
         start: Callable[[int, int, int, int], PendingMessage],
         started: list[tuple[PendingMessage, int]],
     ) -> None:
-        """Start to send or receive the values of a piece, and add the messages to ``started``."""
+        """Start to send or receive each (value, host) of ``moves``, and append the messages to ``started``."""
         base, places = self._places(piece)
         for value, host in moves:
             place, nbytes, _ = places[value]
@@ -224,13 +226,14 @@ class Exchange:
                 started.append((start(base + place, nbytes, rank, self._tag), rank))
 
     def _finish(self, piece: int, r: int) -> None:
-        """Complete round ``r`` of a piece: wait for its messages, and combine their values."""
+        """Wait for the messages of round ``r`` of a piece, and combine their values."""
         self._wait(self._receives.pop((piece, r)))
         for combination in self._program.part.stages[r].combinations:
             if self._program.pieces[piece].places[combination.made][1]:
                 self._combine(piece, combination)
 
     def _combine(self, piece: int, combination: Combination) -> None:
+        """Combine values in the memory of a piece. Only a final result is divided and rounded to the result's dtype."""
         result, operands, final = combination
         base, places = self._places(piece)
         numbers = self._program.numbers._replace(dtype=self._program.numbers.accumulator)
@@ -240,13 +243,13 @@ class Exchange:
         combine.run([[base + places[value][0] for value in operands]], [[base + places[result][0]]], 1, False, False)
 
     def _wait(self, messages: list[tuple[PendingMessage, int]]) -> None:
-        while messages:
+        while messages:  # after an error the list still has the message that failed, and the later ones
             wait_for(*messages[0], self._timeout_s)
             del messages[0]
 
 
 def first_data(exchanges: Iterable[Exchange]) -> dict[int, bytes]:
-    """Return the data of the first messages of an op, by the receiving ranks."""
+    """Return the data that eager exchanges add to an op's first messages, for each receiving rank."""
     data: dict[int, bytes] = {}
     for address, nbytes, rank in chain.from_iterable(each.first_sends() for each in exchanges):
         data[rank] = data.get(rank, b"") + ctypes.string_at(address, nbytes)
@@ -254,7 +257,7 @@ def first_data(exchanges: Iterable[Exchange]) -> dict[int, bytes]:
 
 
 def take_first(exchanges: Iterable[Exchange], data: Mapping[int, bytes]) -> None:
-    """Copy the first messages that other ranks have sent (see ``first_data``) to the memory of the exchanges."""
+    """Copy the data that other ranks have added to their first messages into the memory of eager exchanges."""
     at = dict.fromkeys(data, 0)
     for address, nbytes, rank in chain.from_iterable(each.first_receives() for each in exchanges):
         ctypes.memmove(address, data[rank][at[rank] : at[rank] + nbytes], nbytes)
@@ -262,14 +265,14 @@ def take_first(exchanges: Iterable[Exchange], data: Mapping[int, bytes]) -> None
 
 
 def run_stage(exchanges: Sequence[Exchange], stage: int) -> None:
-    """Send, receive and combine what a stage of an op requires. The op consists of these exchanges.
+    """Send, receive and combine the values of one stage of an op, which consists of these exchanges.
 
-    All of them have the same number of pieces and rounds. Two hosts list the exchanges in which both take part in the
-    same order, so messages need no names: they are ordered by stage, exchange and round. No exchange waits for a
-    message before all have started theirs.
+    The exchanges must have the same number of pieces and rounds. Any two hosts must list their common exchanges in the
+    same order. So messages need no names: they are ordered by stage, exchange and round. The messages of all exchanges
+    are started before any of them is waited for.
 
     Raises:
-      PeerError: a rank of another host was lost or is late; the op cannot continue.
+      PeerError: a rank of another host was lost or is late. The op cannot continue.
     """
     for next_stage in range(stage + 1 if stage else 0, stage + 2):  # receives are posted one stage early
         for each in exchanges:
@@ -281,7 +284,7 @@ def run_stage(exchanges: Sequence[Exchange], stage: int) -> None:
 
 
 def wait_for(pending: PendingMessage, rank: int, timeout_s: float) -> None:
-    """Wait for a message from or to a rank, and raise a ``PeerError`` if it fails or does not complete in time."""
+    """Wait for a message from or to a rank. Raise a ``PeerError`` if it fails or does not complete in time."""
     try:
         pending.wait(timeout_s)
     except TimeoutError as error:
@@ -302,18 +305,18 @@ def exchange_digests(
 ) -> dict[int, bytes] | None:
     """Exchange the first messages of an op with ``ranks`` of other hosts: a digest of the call, and data.
 
-    Returns the data of each of these ranks in ``EAGER_BYTES`` of memory, or ``None`` unless all hosts have the same
-    digest. If some hosts have no link to each other, their neighbours pass on that the digests differ.
+    Return the data of each of these ranks, padded to ``EAGER_BYTES``, or ``None`` if the digests of any hosts differ.
+    If some hosts have no link to each other, their neighbours pass on that digests differ.
 
     Args:
-      digest: of this rank's call, of equal length on all hosts.
-      data: for each rank at most ``EAGER_BYTES``; ranks may be missing.
-      ranks: one of each host to which this host has a link.
-      transport: between hosts.
-      tag: of the messages.
+      digest: the digest of this rank's call, of the same length on all hosts.
+      data: at most ``EAGER_BYTES`` for each receiving rank; ranks may be missing.
+      ranks: one rank of each host to which this host has a link.
+      transport: the connection to other hosts.
+      tag: the tag of the messages.
       timeout_s: how long each message may take.
       diameter: the most links on the shortest route between any two hosts.
-      patience: gives up ranks to which the link is lost; the others continue. Without it, no rank is given up.
+      patience: gives up ranks whose link is lost, and the others continue. If it is ``None``, no rank is given up.
     Raises:
       PeerError: a rank of another host was lost or is late.
     """
@@ -325,8 +328,8 @@ def exchange_digests(
     given_up = set() if patience is None else patience.given_up
     answers = [memory for rank, memory in zip(ranks, received, strict=True) if rank not in given_up]
     same = all(memory.raw[:size] == digest for memory in answers)
-    # A host that differs from this one is at most ``diameter`` links away. Two neighbours on the route to
-    # it differ. The nearer one detects it in the first messages, and is at most ``diameter - 1`` links away.
+    # A host with another digest is at most ``diameter`` links away. On the route to it there are two neighbours with
+    # different digests. The nearer one, at most ``diameter - 1`` links away, detects this in the first messages.
     for _ in range(diameter - 1):
         ranks = [rank for rank in ranks if rank not in given_up]
         if patience is not None:
@@ -346,7 +349,7 @@ def _exchange(
     timeout_s: float,
     wait: Callable[[PendingMessage, int, float], None],
 ) -> None:
-    """Send a message to each rank, and receive one from each; ``wait`` waits for one of these messages."""
+    """Send a message to each rank, and receive a message from each. ``wait`` waits like ``wait_for``."""
     sent = [ctypes.create_string_buffer(message, len(message)) for message in messages]
     started = [*zip(ranks, received, repeat(transport.receive)), *zip(ranks, sent, repeat(transport.send))]
     pending = [(start(ctypes.addressof(memory), len(memory), rank, tag), rank) for rank, memory, start in started]
@@ -357,21 +360,20 @@ def _exchange(
 class Patience:
     """Waits for messages in a check of the links, and gives up ranks whose messages do not arrive.
 
-    Time counts from the moment at which all ranks of the group have begun the check, which ``are_there`` reports. A
-    message of round k may take k times ``limit_s`` from then on, since its sender may have waited in vain for others
-    before. The transport must close the connection of a message that has not arrived, so that memory is not written any
-    more. No rank is given up before all ranks have begun the check. If one of them is very late, or makes another call,
-    messages may take as long as in any other call.
+    A message of round k may take k times ``limit_s`` seconds, since its sender may have waited in vain for other ranks
+    before. This time begins when all ranks of the group have begun the check; then ``are_there`` returns ``True``. No
+    rank is given up before. If a rank is very late or makes another call, messages may take as long as in other calls.
+    The transport must close the connection of a message that has not arrived, so that memory is not written any more.
     """
 
     def __init__(self, are_there: Callable[[], bool], limit_s: float) -> None:
         self.given_up: set[int] = set()
-        self.begun = 1  # the rounds that have begun
+        self.begun = 1  # how many rounds of messages have begun
         self._are_there, self._limit_s, self._began = are_there, limit_s, time.monotonic()
         self._all_begun_at: float | None = None
 
     def wait(self, pending: PendingMessage, rank: int, timeout_s: float) -> None:
-        """Wait for a message from or to a rank, unless it was given up; see ``wait_for``."""
+        """Wait for a message from or to a rank like ``wait_for``, but return at once if the rank was given up."""
         if rank in self.given_up:
             return
         late, pause_s = self._began + _LATE * self._limit_s, _PAUSES_S[0]
@@ -384,8 +386,8 @@ class Patience:
         try:
             wait_for(pending, rank, timeout_s)
         except (PeerDisconnected, PeerTimeout) as error:
-            # A rank that gives this one up closes their connection, after the limit at the earliest. If a connection is
-            # closed earlier, the other rank has probably died.
+            # A rank that gives up this rank closes their connection, but not before the limit. If a connection is
+            # closed earlier, the other rank has probably died, which is an error.
             early = isinstance(error, PeerDisconnected) and time.monotonic() - self._began < _EARLY * self._limit_s
             if early or not self._have_all_begun():
                 raise
@@ -398,13 +400,13 @@ class Patience:
 
 
 def piece_sizes(size: int, nbytes: int, smallest: int, largest: int, depth: int) -> tuple[int, ...]:
-    """Return the elements of each piece: small pieces first and last, so that the pipeline fills and drains quickly.
+    """Return the elements of each piece. The first and last ones are small, so that the pipeline fills quickly.
 
     Args:
-      size: elements, of ``nbytes`` bytes each.
-      smallest: the most bytes of the first and the last pieces, unless one element is larger.
-      largest: the most bytes of any piece, with the same exception.
-      depth: how many such small pieces a large array has at either end: the stages that the first piece needs.
+      size: the number of elements, of ``nbytes`` bytes each.
+      smallest: the maximum bytes of the first and the last pieces, or one element if that is larger.
+      largest: the maximum bytes of any piece, or one element if that is larger.
+      depth: how many small pieces a large array has at either end: the number of stages that the first piece needs.
 
     >>> piece_sizes(1000, 4, 400, 1200, 1), piece_sizes(90, 4, 400, 1200, 1), piece_sizes(0, 4, 400, 1200, 1)
     ((100, 200, 200, 200, 200, 100), (90,), (0,))

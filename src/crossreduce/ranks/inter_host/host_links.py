@@ -1,6 +1,6 @@
 """``HostLinks``: which hosts of a group can exchange messages directly.
 
-Input: the ranks that could not connect to each other. Output: the lost links, and errors that name the hosts.
+Input: the ranks that could not connect to each other. Output: the pairs of hosts without a link, and errors about them.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from .multi_host import MultiHostEngine
 from .two_level import Lost, distances, lost_links
 
 _LOG: Final = logging.getLogger("crossreduce")
-PATIENCE_S: Final = 10.0  # how long a message may take in a check of the links; a lost packet is sent again in 1 to 3 s
+PATIENCE_S: Final = 10.0  # time limit of a message in a check of the links; TCP resends a lost packet after 1 to 3 s
 
 
 class HostLinks:
@@ -36,14 +36,13 @@ class HostLinks:
     def unreached(
         self, call: Callable[[], None], engine: MultiHostEngine, rendezvous: Rendezvous, timeout_s: float
     ) -> dict[int, list[int]]:
-        """Run a call that all ranks make. Return for each rank the ranks whose messages have not reached it in time.
+        """Run a call that all ranks make. Return for each rank the ranks whose messages did not arrive in time.
 
-        A message may take ``PATIENCE_S`` from the time when all ranks have begun the call, or less if ``timeout_s`` is
-        short.
+        A message may take ``PATIENCE_S`` after all ranks have begun the call, or less if ``timeout_s`` is short.
         """
         self._checks += 1
         number = self._checks
-        # The first messages of an op have as many rounds as the longest route has links; each may take so long.
+        # The first messages of an op take one round per link of the longest route. Each round may take ``limit_s``.
         limit_s = min(PATIENCE_S, timeout_s / (1 + engine.diameter))
         patience = Patience(lambda: rendezvous.have_announced(number), limit_s)
         rendezvous.announce(number)
@@ -56,12 +55,12 @@ class HostLinks:
         return {rank: json.loads(given_up) for rank, given_up in enumerate(rendezvous.all_gather(own))}
 
     def lose(self, unreached: Mapping[int, Iterable[int]]) -> bool:
-        """Give up the links over which ranks have not reached others. Return whether a link was given up.
+        """Add the links of ranks that did not reach each other to ``lost``. Return whether a link was added.
 
-        ``unreached``: for each rank the ranks that it has not reached.
+        ``unreached``: for each rank the ranks that it did not reach.
 
         Raises:
-          ReductionError: some hosts have no route to each other any more, not even over others.
+          ReductionError: some hosts have no route to each other any more, not even through other hosts.
         """
         lost = tuple(sorted({*self.lost, *lost_links(self._members.hosts, unreached)}))
         if lost == self.lost:
@@ -77,10 +76,10 @@ class HostLinks:
         return True
 
     def require(self, method: str, peer: int | None) -> None:
-        """Raise unless another library can carry a message between this rank and ``peer``; ``None`` is any rank.
+        """Check that another library can send a message between this rank and ``peer``, or any rank if it is ``None``.
 
         Raises:
-          UnsupportedError: this rank's host has no link to the host of ``peer``, or of some rank.
+          UnsupportedError: this rank's host has no link to the host of ``peer``, or to some host.
         """
         if not self.lost:
             return
@@ -93,7 +92,7 @@ class HostLinks:
                 raise UnsupportedError.of(problem, given, "a collective, which passes through other hosts")
 
     def require_all(self, call: str) -> None:
-        """Raise an ``UnsupportedError`` if hosts have no link: another library needs all of them for ``call``."""
+        """Raise an ``UnsupportedError`` if a link is lost: another library executes ``call`` and needs all links."""
         if self.lost:
             problem = f"{call} of these arguments needs a connection between every two hosts."
             given = f"no connection between {self.text}"

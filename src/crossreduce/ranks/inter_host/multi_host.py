@@ -2,11 +2,10 @@
 
 Input: a collective, the ranks of the hosts, and the links between hosts if they were measured. Output: an executable
 for each rank. If the smallest host has n ranks, the first n ranks of each host are its rail leaders. Each leader owns a
-stripe of every piece: it reduces the stripe on its host and exchanges it with the same leader of the other hosts. The
-reduction to the leaders and the distribution of the results are rank programs (see ``two_level``). They are pipelined
-with the exchanges: while a piece is exchanged, later ones are reduced, and earlier ones are distributed. Arrays that
-stay on a host are moved by a third program. Partial results travel in the accumulator's dtype; where they become final
-they are divided and rounded, once.
+stripe of every piece of an array: it reduces the stripe on its host and exchanges it with the same leader of the other
+hosts. Rank programs (see ``two_level``) reduce to the leaders and distribute the results. While a piece is exchanged,
+later ones are reduced, and earlier ones are distributed. A third program moves arrays that stay on a host. Partial
+results travel in the accumulator's dtype and are divided and rounded once, when they become final.
 """
 
 from __future__ import annotations
@@ -72,18 +71,18 @@ from .two_level import (
 
 TAG: Final = 0
 SMALLEST_PIECE: Final = 1 << 17
-"""Bytes that cross a link in a large array's first and last pieces, of all leaders together."""
+"""Bytes that all leaders together send over a link for the first piece, and for the last piece, of a large array."""
 
 PLANNED_BYTES: Final = 1 << 26
-"""The bytes of the all-reduce whose schedule all ranks compare before they plan on measured links."""
+"""The bytes of the all-reduce whose schedule the ranks compare in ``plan_digest``, before they use measured links."""
 
-_LOCAL_DELAY: Final = 2  # stages: the first 3 execute even if calls differ, and must not write into callers' buffers
+_LOCAL_DELAY: Final = 2  # stages. The first 3 stages also run if calls differ, so they must not write into user buffers
 
 
 class MultiHostEngine:
     """Compiles and runs one rank's calls in a group on several hosts; its methods are those of ``OneHostEngine``.
 
-    ``hosts``: the ranks of each host. ``memory``: the memory that this rank's host shares. ``transport``: carries
+    ``hosts``: the ranks of each host. ``memory``: the shared memory of this rank's host. ``transport``: carries
     messages between hosts. ``lost``: the pairs of hosts without a link.
     """
 
@@ -94,32 +93,31 @@ class MultiHostEngine:
         self.ranks, self.host = memory.host, hosts.index(memory.host)
         self.leaders = min(map(len, hosts))
         self.peers = rail_peers(hosts, rank)
-        self.leader = self.ranks.index(rank) if self.peers else None  # which leader this rank is, if it is one
-        self.topology: Topology | None  # the topology of the hosts, if it was measured
+        self.leader = self.ranks.index(rank) if self.peers else None  # its index, if this rank is a leader
+        self.topology: Topology | None  # the links between hosts, if they were measured
         self.digest = b""  # of the last call
-        self._exchanges: tuple[Exchange, ...] = ()  # those of the current op
-        self.patience: Patience | None = None  # while the links are checked
+        self._exchanges: tuple[Exchange, ...] = ()  # the exchanges of the current op
+        self.patience: Patience | None = None  # set only while the links are checked
         self.lose(lost)
 
     def lose(self, lost: Lost) -> None:
-        """Send no messages between these pairs of hosts any more. Plan on equal links until there is a new topology."""
+        """Stop sending between these pairs of hosts. Assume that all other links are equal until they are measured."""
         self.lost, self.topology = lost, None
         hops = distances(len(self.hosts), lost)
-        # The leaders to which this one has a link; empty if this rank is no leader.
+        # The leaders of other hosts to which this leader has a link; empty if this rank is not a leader.
         self._neighbours = [peer for host, peer in enumerate(self.peers) if hops[self.host][host] == 1]
-        self.diameter = max(map(max, hops))  # the links of the longest route
+        self.diameter = max(map(max, hops))  # links on the longest of all shortest routes
 
     def plan_digest(self, topology: Topology) -> bytes:
-        """Return a digest by which ranks compare a topology of the hosts, and the plan of a large all-reduce on it."""
+        """Return the digest by which ranks check that they have the same topology and plan a large all-reduce alike."""
         schedule = host_schedule(topology, self.hosts, "all_reduce", PLANNED_BYTES, None, lost=self.lost)
         return _digest(topology.to_json().encode(), schedule.to_json())
 
     def compile(self, collective: str, size: int, numbers: Numbers, root: int | None, text: bytes) -> RankExecutable:
-        """Return the executable of a call; if ``size`` is 0, it only compares the ranks' calls, as no data moves."""
+        """Return the executable of a call. If ``size`` is 0, no data moves, and the ranks only compare their calls."""
         if size == 0:
-            return RankExecutable(
-                native_program([[]] * 3, *kind_and_bytes(text, collective)), 3, text, _digest(text, "")
-            )
+            program = native_program([[]] * 3, *kind_and_bytes(text, collective))
+            return RankExecutable(program, 3, text, _digest(text, ""))
         nbytes = travelling_itemsize(numbers, collective)
         parts = host_parts(self.hosts, collective, root)
         arrays = sum(len(part.arrays) for part in parts)
@@ -130,19 +128,19 @@ class MultiHostEngine:
         if self.lost:
             between = forward_through_devices(between, self.topology or equal_links(len(self.hosts), self.lost))
         crossing = nbytes * crossing_arrays(len(self.hosts), parts)
-        # The more rounds, the more pieces are under way when the last one begins. Measured for 32 MiB on 2 cores: 2
-        # hosts of 4 ranks take 1.08, 1.065 and 1.055 of the link's time with pieces of 1 MiB, 1/2 and 1/4 MiB at
-        # 1 Gbit/s, and 94, 89 and 126 ms at 10 Gbit/s; 3 hosts of 2 ranks with one slow link, in 4 rounds, 1.20, 1.135
-        # and 1.10 of the bound.
+        # Smaller pieces for more rounds, since more pieces are then under way when the last one begins. Measured for
+        # 32 MiB on 2 cores with pieces of 1, 1/2 and 1/4 MiB: 2 hosts of 4 ranks take 1.08, 1.065 and 1.055 times the
+        # link's time at 1 Gbit/s, and 94, 89 and 126 ms at 10 Gbit/s; 3 hosts of 2 ranks with a slow link, in 4 rounds,
+        # 1.20, 1.135 and 1.10 times the bound.
         most = min(PIECE_BYTES // max(2, between.round_count), crossing * self._fitting_size(collective, numbers, root))
-        # A stage of an exact reduction takes longer. Two hosts of 4 ranks, 2 cores, 256 KiB to 4 MiB at 1 Gbit/s: exact
-        # all-reduces take 1.8 to 2.2 times as long as others with the same smallest piece, 1.6 to 2.0 with twice it.
+        # A stage of an exact reduction takes longer. Measured on 2 hosts of 4 ranks, 2 cores, 256 KiB to 4 MiB at
+        # 1 Gbit/s: exact all-reduces take 1.8 to 2.2 times as long as others; with this factor of 2, 1.6 to 2.0 times.
         smallest = min(most, SMALLEST_PIECE * (2 if numbers.exact else 1))
         sizes = piece_sizes(size, crossing, smallest, most, delay(between, 2))
-        exchanges = {}  # by the numbers of the parts
+        exchanges = {}  # for each part in which this leader takes part, by the part's number
         if self.leader is not None:
             order = [host_names(len(self.hosts)).index(name) for name in schedule.devices]  # the host of each device
-            # The parts that cross are the same for all hosts, so all hosts make the same decision.
+            # All hosts count the same parts, so all of them make the same decision.
             elements = sum(self._stripe(part, sizes[0], numbers).size for part in parts if part.crosses)
             partial_nbytes = elements * partial_itemsize(numbers) + len(between.chunks) * header_nbytes(numbers)
             eager = len(sizes) == 1 and partial_nbytes <= EAGER_BYTES
@@ -154,14 +152,13 @@ class MultiHostEngine:
         phases, deliveries, folds = self._local_parts(collective, sizes, numbers, root, exchanges, depth)
         stages = pipeline(len(sizes), phases, depth)
         digest = _digest(text, f"{schedule.to_json()} {sizes}")
-        program = native_program(
-            stages, *kind_and_bytes(text, collective, numbers.dtype, size, sum(map(len, self.hosts)))
-        )
+        counted = kind_and_bytes(text, collective, numbers.dtype, size, sum(map(len, self.hosts)))
+        program = native_program(stages, *counted)
         return RankExecutable(program, len(stages), text, digest, tuple(exchanges.values()), deliveries, folds=folds)
 
     def _fitting_size(self, collective: str, numbers: Numbers, root: int | None) -> int:
-        """Return the most elements per array with which the pieces of all hosts fit into slots."""
-        # Hosts with the same number of ranks, and the root at the same place, have slots of the same size.
+        """Return the maximum elements per array of a piece that fits into the slots of all hosts."""
+        # Hosts with equally many ranks, and the root at the same place, use the same slot memory: analyze one of them.
         kinds = {(len(ranks), ranks.index(root) if root in ranks else -1): k for k, ranks in enumerate(self.hosts)}
         analyses = [host_programs(self.hosts, collective, root, k).analyses(numbers) for k in kinds.values()]
         return min(fitting_size(analysis, SLOT_BYTES // 2 - LINE, PIECE_BYTES) for analysis in analyses)
@@ -169,7 +166,10 @@ class MultiHostEngine:
     def _part_exchange(
         self, part: HostPart, between: Program, order: list[int], sizes: tuple[int, ...], numbers: Numbers, eager: bool
     ) -> ExchangeProgram | None:
-        """Return this leader's exchange of a part, or ``None`` if it has no messages. ``order``: see ``compile``."""
+        """Return the program by which this leader exchanges its stripe of a part's arrays with other hosts.
+
+        Return ``None`` if the leader neither sends nor receives. ``order``: the host of each device of ``between``.
+        """
         if not part.crosses:
             return None
         ends = (tuple(map(order.index, hosts)) for hosts in (part.sources, part.destinations))
@@ -196,19 +196,19 @@ class MultiHostEngine:
         exchanges: dict[int, ExchangeProgram],
         depth: int,
     ) -> tuple[list[Phase], tuple[list[RankInstruction], ...], tuple[list[RankInstruction], ...]]:
-        """Return this rank's part of the host's programs, as phases for ``pipeline``, and its deliveries and folds.
+        """Return what this rank executes on its host: phases for ``pipeline``, deliveries and folds.
 
         Deliveries and folds are executed by leaders only: see ``RankExecutable``. In an exact reduction, the folds
-        replace the phase that makes partial results. A slot begins with a line of words. The slot memory of each
-        program follows. The memories of the exchanges are numbered as the leader's buffers after those of the caller.
-        Piece j is distributed in stage j + ``depth``.
+        replace the phase that makes partial results. A slot begins with a cache line for ``slot_words``. The slot
+        memory of each program follows. Instructions refer to the memories of the exchanges as buffers whose numbers
+        follow those of the caller's buffers. Piece j is distributed in stage j + ``depth``.
         """
         parts = host_parts(self.hosts, collective, root)
         programs = host_programs(self.hosts, collective, root, self.host)
         arrays = [array for part in parts for array in part.arrays]
         read = [array.input for array in arrays if self.rank in array.sources]
         written = [array.output for array in arrays if self.rank in array.destinations]
-        buffers = 1 + max(read + written)  # the number of the caller's
+        buffers = 1 + max(read + written)  # how many buffers the caller has
         nbytes, wide, narrow = map(itemsize, (numbers.dtype, numbers.accumulator, numbers.result))
         starts = tuple(start * nbytes for start in accumulate(sizes[:-1], initial=0))
         streaming = len(written) * sum(sizes) * nbytes >= STREAMING_BYTES
@@ -220,8 +220,8 @@ class MultiHostEngine:
             return ArrayPlaces(parts[p].arrays[a].output, starts)
 
         def striped(at: Callable[[ExchangeProgram, int], int], width: int, p: int, a: int) -> ArrayPlaces:
-            """Return where a leader's stripe of an array is in the exchange's memory. Other ranks do not use it."""
-            if p not in exchanges:
+            """Return where a leader's stripe of array ``a`` of part ``p`` is; ``at`` returns the offset of a piece."""
+            if p not in exchanges:  # other ranks do not use it
                 return ArrayPlaces(buffers, ())
             shifts = [self._stripe(parts[p], size, numbers).shifts.get(a, 0) for size in sizes]
             places = tuple(at(exchanges[p], piece) + shift * width for piece, shift in enumerate(shifts))
@@ -229,21 +229,15 @@ class MultiHostEngine:
 
         partials = partial(striped, ExchangeProgram.partial_at, wide)
         results = partial(striped, ExchangeProgram.results_at, narrow)
-        ends: dict[str, tuple[Callable[[int, int], ArrayPlaces], ...]]  # where a program's inputs and outputs are
+        ends: dict[str, tuple[Callable[[int, int], ArrayPlaces], ...]]  # return where inputs and outputs are
         ends = {"up": (inputs_at, partials), "local": (inputs_at, outputs_at), "down": (results, outputs_at)}
-        compiled, slot_ends = {}, (LINE,) * len(self.ranks)  # the bytes of each rank's slot that are in use
+        compiled, slot_ends = {}, (LINE,) * len(self.ranks)  # the bytes in use of each rank's slot
         kinds = [kind for kind in programs._fields if getattr(programs, kind) is not None]
+        place = self.ranks.index(self.rank)
         for kind, analysis in zip(kinds, programs.analyses(numbers), strict=True):
-            inputs, outputs = ([place(*array) for array in getattr(programs, kind).arrays] for place in ends[kind])
-            compiled[kind] = RankCompiler(
-                analysis,
-                self.ranks.index(self.rank),
-                sizes,
-                inputs,
-                outputs,
-                streaming=streaming and kind != "up",
-                bases=slot_ends,
-            )
+            inputs, outputs = ([at(*array) for array in getattr(programs, kind).arrays] for at in ends[kind])
+            streams = streaming and kind != "up"
+            compiled[kind] = RankCompiler(analysis, place, sizes, inputs, outputs, streaming=streams, bases=slot_ends)
             slot_ends = compiled[kind].ends
         assert max(slot_ends) <= SLOT_BYTES // 2, "a piece does not fit into a slot"
         first_stages = {"up": 0, "local": _LOCAL_DELAY}
@@ -274,7 +268,7 @@ class MultiHostEngine:
     ) -> bool:
         """Run a call; see ``OneHostEngine.run``."""
         self.digest = executable.digest
-        exchanges = self._exchanges = tuple(self._exchange(program, timeout_s) for program in executable.exchanges)
+        exchanges = self._exchanges = tuple(self._new_exchange(program, timeout_s) for program in executable.exchanges)
         addresses = (*addresses, *(exchange.base for exchange in exchanges))
         same_here = runner.begin(executable.program, addresses, executable.text, 2)
         same = same_here
@@ -284,7 +278,7 @@ class MultiHostEngine:
             digest = blake2b(executable.digest + str(self.memory.number).encode(), digest_size=16).digest()
             data: dict[int, bytes] = {}
             if not same_here:
-                digest = bytes(len(digest))  # zeros differ from every call's digest
+                digest = bytes(len(digest))  # zeros, which differ from the digest of any call
             else:
                 data = first_data(exchanges)
             received = self._agreed(digest, data, timeout_s)
@@ -306,9 +300,9 @@ class MultiHostEngine:
         if inner is not None:
             with self._waiting_for_hosts(TracePhase.INNER, 2):
                 inner()
-            runner.reach(4)  # all ranks of this host have returned from it
-            if self.leader is not None:
-                self._agreed(bytes(1), {}, timeout_s, TracePhase.BETWEEN_HOSTS)  # and all ranks of the other hosts
+            runner.reach(4)  # all ranks of this host have returned from ``inner``
+            if self.leader is not None:  # wait until all ranks of the other hosts have returned, too
+                self._agreed(bytes(1), {}, timeout_s, TracePhase.BETWEEN_HOSTS)
             runner.reach(5)
         elif not exchanges and executable.stages > 3:
             runner.reach(executable.stages)
@@ -325,7 +319,7 @@ class MultiHostEngine:
     def _agreed(
         self, digest: bytes, data: dict[int, bytes], timeout_s: float, phase: TracePhase = TracePhase.AGREE
     ) -> dict[int, bytes] | None:
-        """Return the data of the leaders of the linked hosts, or ``None`` unless all hosts passed the same digest."""
+        """Exchange digests and data with the leaders of linked hosts. Return their data, as ``exchange_digests``."""
         with self._waiting_for_hosts(phase, 1):
             others, transport, rounds = self._neighbours, self.transport, self.diameter
             return exchange_digests(digest, data, others, transport, TAG, timeout_s, rounds, self.patience)
@@ -333,7 +327,7 @@ class MultiHostEngine:
     def _exchange_stage(
         self, executable: RankExecutable, exchanges: Sequence[Exchange], addresses: tuple[int, ...], stage: int
     ) -> None:
-        """Execute the inter-host part of a stage, after the stage's instructions."""
+        """Execute the inter-host work of a stage, after the stage's instructions."""
         if 1 < stage <= len(executable.folds):
             self._fold(executable, exchanges, addresses, stage - 1)
         with self._waiting_for_hosts(TracePhase.BETWEEN_HOSTS, stage):
@@ -346,7 +340,7 @@ class MultiHostEngine:
         if delivered:
             self.memory.native.trace(TracePhase.COPY_OUT, stage)
 
-    def _exchange(self, program: ExchangeProgram, timeout_s: float) -> Exchange:
+    def _new_exchange(self, program: ExchangeProgram, timeout_s: float) -> Exchange:
         if program.numbers.exact:
             return ExactExchange(program, self.transport, TAG, timeout_s, sum(map(len, self.hosts)))
         return Exchange(program, self.transport, TAG, timeout_s)
@@ -354,10 +348,10 @@ class MultiHostEngine:
     def _fold(
         self, executable: RankExecutable, exchanges: Sequence[Exchange], addresses: tuple[int, ...], piece: int
     ) -> None:
-        """Make the partial sums of a piece of an exact reduction."""
+        """Write the partial sums of a piece of an exact reduction into the memory of the exchanges."""
         terms: list[list[HostTerms]] = [[] for _ in exchanges]
         for size, operands, ((region, offset),), *_ in executable.folds[piece]:
-            number = ~region - len(addresses) + len(exchanges)  # the exchanges' memories are the last buffers
+            number = ~region - (len(addresses) - len(exchanges))  # the exchanges' memories are the last buffers
             terms[number].append(HostTerms(size, [self._address(place, addresses) for place in operands], offset))
         for exchange, own_terms in zip(exchanges, terms, strict=True):
             assert isinstance(exchange, ExactExchange)
@@ -365,18 +359,18 @@ class MultiHostEngine:
         self.memory.native.trace(TracePhase.REDUCE, piece + 1)
 
     def _address(self, place: BufferReference, addresses: tuple[int, ...]) -> int:
-        """Return an address in the slot of rank number ``region`` of the host, or, if it is negative, in a buffer."""
+        """Return the address of a place: in the slot of rank ``region`` of the host, or in buffer ``~region``."""
         region, offset = place
         return offset + (addresses[~region] if region < 0 else self.memory.address(self.ranks[region]))
 
     @property
     def has_unfinished_exchange(self) -> bool:
-        """Whether messages of an op that an exception has ended may still be under way."""
+        """Whether an exception has ended an op whose messages may still be under way."""
         return bool(self._exchanges)
 
     @contextmanager
     def _waiting_for_hosts(self, phase: TracePhase, stage: int) -> Iterator[None]:
-        """Show the other ranks of the host that this one waits for other hosts; count and trace the time."""
+        """Mark this rank as waiting for other hosts, so that its host's ranks can see it; count and trace the time."""
         word = remote_wait(self.memory, self.rank)
         word.value, began = 1, time.monotonic_ns()
         yield  # an error skips the next lines; it breaks the group, so no later call reads the word

@@ -1,10 +1,10 @@
-"""The engine for groups whose ranks are all on one host: a verified schedule for each collective, in shared memory.
+"""The engine for groups whose ranks are all on one host. It runs verified schedules in shared memory.
 
-Input: a collective, its size, and how values are computed. Output: an executable, which can run any number of times.
+Input: a collective, its size, and ``Numbers``. Output: an executable, which can run any number of times.
 
-A large all-reduce or reduce is the ``direct`` schedule with all ranks as owners: each reduces one share. A small one is
-the ``one_shot`` schedule, which needs one barrier less. All other collectives take one round, whatever their size:
-every destination combines or copies the inputs of the sources. In all schedules values are combined in the order of the
+A large all-reduce or reduce uses the ``direct`` schedule with all ranks as owners: each rank reduces one share. A small
+one uses the ``one_shot`` schedule, which needs one barrier less. All other collectives take one round, whatever their
+size: every destination combines or copies the inputs of the sources. All schedules combine values in the order of the
 ranks, so that the same inputs give the same bits on every rank.
 """
 
@@ -32,46 +32,45 @@ SMALL_BYTES: Final = 1 << 13
 SMALL_BYTES_OF_2_RANKS: Final = 1 << 15
 """Up to this many bytes, each rank that needs the result of an all-reduce or reduce reduces everything itself.
 
-Measured, this way over a share per rank: 2 ranks 0.83 for 16 and 32 KiB, 1.0 from 64 KiB on; 4 ranks 1.05 for 8 KiB."""
-
+Measured, relative to one share per rank: 2 ranks 0.83 for 16 and 32 KiB, 1.0 from 64 KiB on; 4 ranks 1.05 for 8 KiB."""
 
 BLOCKING_PIECE_BYTES: Final = {"all_reduce": 1 << 17, "reduce": 1 << 17, "reduce_scatter": 1 << 17}
 COPIED_PIECE_BYTES: Final = 1 << 18
 """The most bytes that a rank contributes to a piece where three or more ranks only wait while an op runs.
 
-Measured on 2 cores, 1 to 16 MiB, as the time over that with pieces of 1 MiB: reductions of 8 ranks with 128 KiB 0.84 to
-0.96, of 4 ranks 0.85 to 1.06; copies with 256 KiB 0.90 to 1.02. But a step of DDP on 8 ranks, in which each piece waits
-until every rank has got a CPU, takes 1.07 with 128 KiB."""
+Measured on 2 cores, 1 to 16 MiB, as the time over that with pieces of 1 MiB: reductions with 128 KiB 0.84 to 0.96 on 8
+ranks and 0.85 to 1.06 on 4 ranks; copies with 256 KiB 0.90 to 1.02. But a step of DDP on 8 ranks, in which each piece
+waits until every rank was scheduled on a CPU, takes 1.07 times as long with 128 KiB."""
 
 MOST_PIECES: Final = 4096
-"""Of very large arrays the pieces are larger, so that there are at most so many, divided by the number of ranks: the
-size of an executable, and the time to compile it, grow with both."""
+"""The maximum of pieces times ranks: very large arrays get larger pieces, since the size of an executable, and the time
+to compile it, grow with both numbers."""
 
 CACHED_STAGES: Final = 1 << 15  # the most stages that are cached; on 8 ranks a stage takes 1 to 2 KiB
 
 
 class RankExecutable(NamedTuple):
-    """A compiled call of one rank: its host's part, and on leader ranks the exchange with other hosts."""
+    """A compiled call of one rank: what it executes on its host, and on leaders the exchanges with other hosts."""
 
-    program: Any  # the native RankProgram of the host's part
+    program: Any  # the native RankProgram, executed with the other ranks of the host
     stages: int  # the number of stages of the program
     text: bytes  # describes the call
-    digest: bytes = b""  # a digest of all that several hosts must agree on
+    digest: bytes = b""  # digest of all that must be equal on several hosts: the call and its plan
     exchanges: tuple[ExchangeProgram, ...] = ()  # on leaders: one for each part in which they take part
     deliveries: tuple[list[RankInstruction], ...] = ()  # on leaders: copy results to slots after each exchange stage
     instructions: int = 0  # the number of instructions of the program
-    folds: tuple[list[RankInstruction], ...] = ()  # on leaders, in an exact reduction: the partial sums of each piece
+    folds: tuple[list[RankInstruction], ...] = ()  # on leaders, if exact: compute the partial sums of each piece
 
     @property
     def cost(self) -> int:
-        """The memory that this takes, estimated as a number of stages of usual size."""
+        """The memory that this executable takes, in stages of usual size (estimated)."""
         return max(self.stages, self.instructions // 2)
 
 
 class ExecutableCache:
-    """The executables of a rank's calls, by a key that describes the call. ``stages``: their total ``cost``.
+    """A cache of a rank's executables, by a key that describes the call. ``stages``: their total ``cost``.
 
-    An executable that would raise the total above ``CACHED_STAGES`` replaces all others.
+    If a new executable would raise the total above ``CACHED_STAGES``, all others are removed.
     """
 
     def __init__(self) -> None:
@@ -98,23 +97,23 @@ class ExecutableCache:
 class OneHostEngine:
     """Compiles and runs the calls of rank number ``rank`` of the ``ranks`` ranks of a host."""
 
-    has_unfinished_exchange = False  # these and the next line: see ``MultiHostEngine``
+    has_unfinished_exchange = False  # for this attribute and the next one see ``MultiHostEngine``
     peers: tuple[int, ...] = ()
 
     def __init__(self, rank: int, ranks: int, reads_peers: bool = False, overlapping: bool = True) -> None:
         """Make the engine of a rank.
 
-        ``reads_peers``: whether each rank may read the memory of the others' processes.
-        ``overlapping``: whether ranks may compute while an op runs; the same on all ranks.
+        ``reads_peers``: whether each rank may read the memory of the other ranks' processes.
+        ``overlapping``: whether ranks may compute while an op runs; must be the same on all ranks.
         """
         self._rank, self._ranks, self._reads_peers = rank, ranks, reads_peers
         self._small_pieces = ranks > 2 and not overlapping
 
     def compile(self, collective: str, size: int, numbers: Numbers, root: int | None, text: bytes) -> RankExecutable:
-        """Return the executable of a call; callers cache it.
+        """Return the executable of a call, which callers cache.
 
-        ``collective`` is the name of a method of ``Communicator``, or "" if the ranks only compare their calls, which
-        ``text`` describes. ``size`` counts the elements of each array.
+        ``collective`` is the name of a method of ``Communicator``, or "" if the ranks only compare their calls.
+        ``text`` describes the call. ``size`` counts the elements of each array.
         """
         stages: Sequence[Any] = [[], []]  # one barrier, which compares the calls
         if collective:
@@ -129,14 +128,14 @@ class OneHostEngine:
         return RankExecutable(program, len(stages), text, instructions=sum(map(len, stages)))
 
     def _piece_bytes(self, collective: str, nbytes: int) -> int:
-        """Return the most bytes that a rank contributes to a piece if ranks only wait while an op runs."""
+        """Return the maximum bytes that a rank contributes to a piece, if ranks only wait while an op runs."""
         least = BLOCKING_PIECE_BYTES.get(collective, COPIED_PIECE_BYTES)
         contributed = nbytes * self._ranks if collective in ("reduce_scatter", "scatter", "all_to_all") else nbytes
         return max(least, min(PIECE_BYTES, contributed * self._ranks // MOST_PIECES))
 
     @staticmethod
     def compile_inner(text: bytes) -> RankExecutable:
-        """Return the executable of a call that another library executes: a barrier before and one after it."""
+        """Return the executable of a call that another library executes, with a barrier before and after the call."""
         return RankExecutable(native_program([[]] * 3, *kind_and_bytes(text)), 3, text)
 
     def run(
@@ -147,11 +146,11 @@ class OneHostEngine:
         timeout_s: float,  # noqa: ARG002
         inner: Callable[[], None] | None = None,
     ) -> bool:
-        """Run a call; return whether all ranks of the group made the same call. If not, nothing was written.
+        """Run a call. Return whether all ranks of the group made the same call; if not, nothing was written.
 
-        ``addresses`` are the caller's buffers, numbered as in ``host_collective``. ``inner``: called when all ranks
-        have made the same call; the call ends when all have returned from it. ``executable`` is then that of
-        ``compile_inner``.
+        ``addresses``: the caller's buffers, numbered as in ``host_collective``. ``inner``: executes the call in another
+        library; ``executable`` must then be that of ``compile_inner``. It is called after all ranks have made the same
+        call, and ``run`` waits until it has returned on all ranks.
 
         Raises:
           GroupAborted, PeerError, ReductionError: other ranks cannot take part.
@@ -180,10 +179,10 @@ class HostCollective(NamedTuple):
 
 
 def host_collective(collective: str, ranks: int, root: int | None, nbytes: int) -> HostCollective:
-    """Return how the ranks of a host execute a collective.
+    """Return the program by which the ranks of a host execute a collective, and the numbers of their buffers.
 
-    Each rank's buffers are numbered: first those that it contributes, then those for results; a broadcast has one for
-    both, and a scatter's result is number 0. ``nbytes`` is the size of one array.
+    Each rank numbers the buffers that it contributes first, then those for results. A broadcast has one buffer for
+    both, and the result of a scatter has number 0. ``nbytes``: the size of one array.
 
     >>> print(host_collective("all_reduce", 2, None, 400).program)
     all_reduce one_shot: 2 devices, 1 chunk, 2 instructions
@@ -248,10 +247,10 @@ def one_round(
     ends: Iterable[tuple[tuple[int, ...], tuple[int, ...]]],
     shares: Sequence[Fraction] | None = None,
 ) -> Schedule:
-    """Return the schedule of one round in which every destination combines, or copies, the inputs of the sources.
+    """Return a schedule of one round: every destination combines, or copies, the inputs of the sources.
 
-    ``ends`` lists the sources and the destinations of each chunk. ``shares`` lists the sizes of the chunks, as parts of
-    the buffer. By default they are equal.
+    ``ends``: the sources and the destinations of each chunk. ``shares``: the sizes of the chunks as fractions of the
+    buffer; by default they are equal.
 
     >>> print(lower(one_round("gather", rank_names(3), [((0,), (0,)), ((1,), (0,)), ((2,), (0,))])))
     gather one_shot: 3 devices, 3 chunks, 2 instructions

@@ -1,9 +1,9 @@
-"""A collective between hosts as parts: the arrays that move from the same hosts to the same hosts.
+"""Splits a collective between hosts into parts: the arrays with the same source and destination hosts form a part.
 
 Input: the ranks of the hosts, and a collective. Output: its parts, the schedule between hosts, and for each host the
-programs of its ranks. Between hosts, each part is an exchange of its own. On a host, rank k of the ``leaders`` first
-ranks owns stripe k of each part, an equal share of the part's arrays. If a part has one array per leader, each stripe
-is one array. If the leader itself contributes or needs this array, it does not copy it through a slot.
+programs of its ranks. Between hosts, each part is an exchange of its own. The first ranks of a host are its leaders:
+leader k owns stripe k of each part, an equal share of the part's arrays. If a part has one array per leader, each
+stripe is one array. If the leader itself contributes or needs this array, it does not copy it through a slot.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ from .one_host import CollectiveArray, collective_arrays, one_round, rank_names
 
 SAME_SPEED: Final = Fraction(1, 10)
 SAME_LATENCY_S: Final = Fraction(5, 100_000)
-"""Plans are kept if no link changes by more than this. Bandwidths may change by this part, since measurements of one
-link differ by a few percent. On busy hosts latencies differ by some 10 us."""
+"""Plans are kept if no link changes by more than this; see ``same_speeds``. Two measurements of the same link differ by
+a few percent in bandwidth, and on busy hosts by some 10 us in latency."""
 
 Hosts = tuple[tuple[int, ...], ...]  # the ranks of each host, ascending
 Lost = tuple[tuple[int, int], ...]  # pairs of hosts without a link, ascending
 
 
 class HostPart(NamedTuple):
-    """The arrays of a collective that have these source hosts and these destination hosts."""
+    """All arrays of a collective with the same source hosts and the same destination hosts."""
 
     sources: tuple[int, ...]
     destinations: tuple[int, ...]
@@ -67,7 +67,7 @@ def host_parts(hosts: Hosts, collective: str, root: int | None) -> tuple[HostPar
 
 
 def crossing_arrays(hosts: int, parts: Iterable[HostPart]) -> int:
-    """Return the most arrays that any host sends, or that it receives, if each array crosses once."""
+    """Return the largest number of arrays that a host sends or receives, if each array is sent once."""
     all_parts = tuple(parts)
 
     def most(moves: Callable[[HostPart, int], bool]) -> int:
@@ -86,7 +86,7 @@ def host_names(hosts: int) -> tuple[str, ...]:
 
 
 def lost_links(hosts: Hosts, unreached: Mapping[int, Iterable[int]]) -> Lost:
-    """Return the pairs of hosts between which some ranks could not connect to each other, in ascending order.
+    """Return, in ascending order, the pairs of hosts of which some ranks could not connect to each other.
 
     ``unreached``: for each rank the ranks to which it could not connect.
 
@@ -100,7 +100,7 @@ def lost_links(hosts: Hosts, unreached: Mapping[int, Iterable[int]]) -> Lost:
 
 @lru_cache(maxsize=256)
 def distances(hosts: int, lost: Lost) -> tuple[tuple[int, ...], ...]:
-    """Return for every two hosts the least number of links between them; -1: no route exists.
+    """Return for every two hosts the number of links on the shortest route between them, or -1 if there is none.
 
     >>> distances(3, ((0, 2),))
     ((0, 1, 2), (1, 0, 1), (2, 1, 0))
@@ -120,7 +120,7 @@ def distances(hosts: int, lost: Lost) -> tuple[tuple[int, ...], ...]:
 def same_speeds(planned: Topology, measured: Topology) -> bool:
     """Return whether two topologies have the same links, with nearly the same speeds.
 
-    Bandwidths may differ by a tenth. Latencies, which vary more, may differ by a factor of two, or by 50 us.
+    Bandwidths may differ by 10%. Latencies, which vary more, may differ by 50 us or by a factor of 2.
     """
     if planned.nodes != measured.nodes or planned.by_ends.keys() != measured.by_ends.keys():
         return False
@@ -144,27 +144,28 @@ def host_schedule(
     widened: bool = False,
     lost: Lost = (),
 ) -> Schedule:
-    """Return the schedule by which hosts exchange the partial results of their ranks, with chunks for each part.
+    """Return the schedule by which hosts exchange the partial results of their ranks; each part has chunks of its own.
 
     Args:
-      topology: the links between hosts; ``None``: they were not measured and are assumed to be equal.
+      topology: the links between hosts, or ``None`` if they were not measured; then they are assumed to be equal.
       hosts: the ranks of each host.
       collective: its name.
-      nbytes: the bytes that travel, of all arrays together, rounded up to a power of 2.
-      root: the root of a collective that has one.
+      nbytes: the size of all arrays together in a message, rounded up to a power of 2.
+      root: the root rank of a collective that has one.
       widened: whether partial results are larger than results.
-      lost: the pairs of hosts without a link. Data from one to the other has to be forwarded.
+      lost: the pairs of hosts without a link. Other hosts forward the data between them.
     """
     names, count = host_names(len(hosts)), len(hosts)
-    # With 2 hosts, or links that are taken for equal, one round is optimal, and so is "direct": hosts send and receive
-    # at the same time. A reduce or broadcast of more than 2 hosts is not balanced in that way, so it is planned.
+    # With 2 hosts, or links that are assumed to be equal, one round (for an all-reduce "direct") is optimal: all hosts
+    # send and receive at the same time. In a reduce or broadcast of more than 2 hosts they do not, so it is planned.
     rooted = count > 2 and collective in ("reduce", "broadcast")
     if collective in COLLECTIVES and count > 2 and (topology is not None or rooted or lost):
         wiring = topology or equal_links(count, lost)
         root_host = None if root is None else next(names[k] for k, ranks in enumerate(hosts) if root in ranks)
         return plan(wiring, collective, nbytes, root=root_host).schedule.cut_into(1)
     if collective == "all_reduce":
-        # With 2 hosts, both algorithms send each host's array once, but the second round of "direct" sends results.
+        # 2 hosts send equally many elements in both algorithms. In "direct" half of them are results, which are smaller
+        # than widened partial results.
         once = (count == 2 and not widened) or nbytes * (count - 1) <= EAGER_BYTES
         return schedule_for(Request(collective, names, names, "one_shot" if once else "direct"))
     crossing = [part for part in host_parts(hosts, collective, root) if part.crosses]
@@ -173,7 +174,7 @@ def host_schedule(
 
 @lru_cache(maxsize=64)
 def equal_links(hosts: int, lost: Lost) -> Topology:
-    """Return the assumed topology of hosts whose links were not measured: equal ones between all but ``lost`` pairs."""
+    """Return the topology assumed before links are measured: equal links between all hosts except ``lost`` pairs."""
     wiring = Topology.full_mesh(host_names(hosts), gb_per_s=1, latency_s=1e-4)
     for a, b in lost:
         wiring = wiring.without_link(a, b)
@@ -184,9 +185,9 @@ def equal_links(hosts: int, lost: Lost) -> Topology:
 
 
 class ArrayCut(NamedTuple):
-    """The share of array number ``array`` of a part that is in the stripe of a leader.
+    """The range of an array that belongs to a leader's stripe. ``array``: the number of the array in its part.
 
-    It is from ``start`` to ``stop``, which count shares of the array: one share per leader.
+    ``start`` and ``stop`` count shares of the array. An array has one share for each leader.
     """
 
     array: int
@@ -197,7 +198,7 @@ class ArrayCut(NamedTuple):
 
 @lru_cache(maxsize=256)
 def cuts(arrays: int, leaders: int) -> tuple[ArrayCut, ...]:
-    """Return how equal stripes cut arrays, in order; a stripe has at most one cut of an array.
+    """Return the cuts by which equal stripes divide arrays, in order. A stripe has at most one cut of each array.
 
     >>> [tuple(cut) for cut in cuts(3, 2)]
     [(0, 0, 0, 2), (1, 0, 0, 1), (1, 1, 1, 2), (2, 1, 0, 2)]
@@ -209,9 +210,9 @@ def cuts(arrays: int, leaders: int) -> tuple[ArrayCut, ...]:
 
 
 class Stripe(NamedTuple):
-    """A leader's stripe of a piece of a part: its elements, and the cuts of arrays that it consists of.
+    """A leader's stripe of a piece of a part. ``size``: the number of its elements.
 
-    ``shifts``: for each array that it cuts, an element's index in the stripe minus its index in the array.
+    ``shifts``: for each array with elements in the stripe, an element's index in the stripe minus that in the array.
     """
 
     size: int
@@ -220,9 +221,9 @@ class Stripe(NamedTuple):
 
 @lru_cache(maxsize=4096)
 def stripe(arrays: int, leaders: int, leader: int, size: int, nbytes: int) -> Stripe:
-    """Return a leader's stripe of a piece: ``size`` elements of ``nbytes`` bytes of each of ``arrays`` arrays.
+    """Return a leader's stripe of a piece with ``size`` elements, of ``nbytes`` bytes, of each of ``arrays`` arrays.
 
-    >>> stripe(3, 2, 1, 100, 8)  # from the line after half of array 1
+    >>> stripe(3, 2, 1, 100, 8)  # begins at the middle of array 1, rounded down to a cache line
     Stripe(size=152, shifts={1: -48, 2: 52})
     """
     at, shifts = 0, {}
@@ -235,18 +236,18 @@ def stripe(arrays: int, leaders: int, leader: int, size: int, nbytes: int) -> St
 
 
 class HostArrays(NamedTuple):
-    """A program of the ranks of a host, and the arrays of which its flat buffer consists."""
+    """A program of a host's ranks, and the arrays that form the program's flat buffer."""
 
     program: Program
-    arrays: tuple[tuple[int, int], ...]  # in order: (number of the part in ``host_parts``, number of its array)
+    arrays: tuple[tuple[int, int], ...]  # in order: (part number in ``host_parts``, array number in the part)
 
 
 class HostPrograms(NamedTuple):
-    """The programs of a host's ranks, if needed. Partial results and results are in the leaders' stripes."""
+    """The programs of a host's ranks; ``None`` if one is not needed. See ``Stripe`` for the leaders' stripes."""
 
-    up: HostArrays | None  # combines the ranks' contributions to partial results
-    local: HostArrays | None  # moves arrays from ranks of this host to others of it
-    down: HostArrays | None  # distributes results
+    up: HostArrays | None  # combines the ranks' contributions to partial results, in the leaders' stripes
+    local: HostArrays | None  # moves arrays from ranks of this host to other ranks of this host
+    down: HostArrays | None  # distributes results from the leaders' stripes to the ranks
 
     def analyses(self, numbers: Numbers) -> list[RankAnalysis]:
         """Return the analyses of the programs that are not ``None``, in this order."""
@@ -257,7 +258,7 @@ class HostPrograms(NamedTuple):
 
 @lru_cache(maxsize=256)
 def host_programs(hosts: Hosts, collective: str, root: int | None, host: int) -> HostPrograms:
-    """Return the programs of a host, in which device k is its rank number k."""
+    """Return the programs of a host. Device k of the programs is rank number k of the host."""
     ranks, leaders = hosts[host], min(map(len, hosts))
     places = {rank: place for place, rank in enumerate(ranks)}
     parts = host_parts(hosts, collective, root)
@@ -271,7 +272,7 @@ def host_programs(hosts: Hosts, collective: str, root: int | None, host: int) ->
         ends, shares = [], []
         for p in chosen:
             part = parts[p].arrays
-            stripes = 1 if kind == "local" else leaders
+            stripes = 1 if kind == "local" else leaders  # local arrays are moved whole
             for a, leader, start, stop in cuts(len(part), stripes):
                 sources = (leader,) if kind == "down" else places_of(part[a].sources)
                 ends.append((sources, (leader,) if kind == "up" else places_of(part[a].destinations)))

@@ -1,1 +1,1 @@
-"""What the ranks of one host share: memory, registers, and the programs that they run on it."""
+"""The memory and registers that the ranks of one host share, and the programs that they run on them."""

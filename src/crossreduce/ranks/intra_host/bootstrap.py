@@ -2,8 +2,8 @@
 
 Input: a rendezvous, and the number of bytes that a host's ranks need. Output: the hosts, a file descriptor of this
 host's memory, and the number of CPUs of its ranks. Ranks are on one host if their identifiers (``_identity``) are equal
-and one of them could send its memory to all others. The memory has no name in the file system, so nothing is left
-behind however a process ends.
+and the first of them could send its memory to all others. The memory has no name in the file system, so it is always
+freed when the processes end.
 """
 
 from __future__ import annotations
@@ -34,16 +34,16 @@ _LOG: Final = logging.getLogger("crossreduce")
 _BOOT: Final = Path("/proc/sys/kernel/random/boot_id")
 _NETWORK: Final = Path("/proc/self/ns/net")  # names of abstract sockets belong to one network namespace
 _CREDENTIALS: Final = struct.Struct("3i")  # of the sender of a message: process, user, group
-_LEAST_HOSTS: Final = 8  # the shared memory is made for at least so many hosts
-_MESSAGES: Final = 128  # per batch: a socket's buffer has room for 278, and two batches may be in it
-_NOEXEC: Final = 0x8  # MFD_NOEXEC_SEAL: some systems require it; kernels before 6.3 do not support it
+_LEAST_HOSTS: Final = 8  # the shared memory is sized for at least this number of hosts
+_MESSAGES: Final = 128  # messages per batch; a socket's buffer has room for 278, and two batches may be in it
+_NOEXEC: Final = 0x8  # MFD_NOEXEC_SEAL: some systems require it; Linux before 6.3 does not support it
 
 
 class BootstrapResult(NamedTuple):
-    """``hosts``: the ranks of each host, in the order of the hosts' lowest ranks. ``host``: the ranks of this host.
+    """``hosts``: the ranks of each host, sorted by the hosts' lowest ranks. ``host``: the ranks of this host.
 
-    ``fd``: the memory that the ranks of ``host`` share, zeroed; the caller closes it. ``cpus``: the number of CPUs on
-    which at least one of these ranks may run; launchers may bind each rank to CPUs of its own.
+    ``fd``: the memory that the ranks of ``host`` share, zeroed; the caller must close it. ``cpus``: the number of CPUs
+    on which at least one of these ranks may run, since launchers may bind each rank to CPUs of its own.
     """
 
     hosts: tuple[tuple[int, ...], ...]
@@ -53,9 +53,9 @@ class BootstrapResult(NamedTuple):
 
 
 class _HostInfo(NamedTuple):
-    """What a rank sends to all others. Ranks of equal ``identity`` may share memory. ``name``: the name of its socket.
+    """The message of a rank to all others. Ranks with equal ``identity`` may share memory. ``name``: its socket's name.
 
-    The ranks' versions are compared before anything else is read, so ``version`` must stay the first field.
+    ``version`` must stay the first field in all versions, since the versions are compared before the rest is read.
     """
 
     version: str
@@ -67,15 +67,15 @@ class _HostInfo(NamedTuple):
 def bootstrap(
     rendezvous: Rendezvous, nbytes: Callable[[int, int], int], global_ranks: Sequence[int] | None = None
 ) -> BootstrapResult:
-    """Find out which ranks share a host, and share memory with them, on Linux. All ranks call it together.
+    """Find out which ranks share a host, and share memory with them, on Linux. All ranks must call it together.
 
-    ``CROSSREDUCE_HOST`` in the environment splits a host: only ranks with the same text can be on one.
+    The environment variable ``CROSSREDUCE_HOST`` can split a host: ranks with different values are on different hosts.
 
     Args:
-      rendezvous: where the ranks meet.
+      rendezvous: the rendezvous of the ranks.
       nbytes: returns the number of bytes that the ranks of one host share, given the number of these ranks and the
         maximum number of hosts.
-      global_ranks: the ranks' numbers in messages; ``None``: 0, 1, ...
+      global_ranks: the ranks' numbers in messages; by default 0, 1, ...
     Raises:
       MismatchError: the ranks have different versions of crossreduce; raised on all ranks.
       ReductionError: this rank cannot allocate memory even for itself alone.
@@ -84,17 +84,17 @@ def bootstrap(
     rank, name, cpus = rendezvous.rank, _new_name(), sorted(os.sched_getaffinity(0))
     numbers = global_ranks or range(rendezvous.size)
     with _sender(name) as sender, socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as receiver:
-        own = _HostInfo(version(), _identity() or [name], name, cpus)  # without identifiers it shares no memory
+        own = _HostInfo(version(), _identity() or [name], name, cpus)  # a rank without identifiers is alone
         received = [json.loads(info) for info in rendezvous.all_gather(json.dumps(own).encode())]
         _require_same_version({number: info[0] for number, info in zip(numbers, received, strict=True)})
         infos = [_HostInfo(*info) for info in received]
         ranks = [other for other, info in enumerate(infos) if info.identity == own.identity]
-        # If the ranks of a host cannot share memory, each of them counts as a host.
+        # Ranks that cannot share memory count as one host each, so there may be more hosts than identities.
         most_hosts = max(_LEAST_HOSTS, len({tuple(info.identity) for info in infos}))
         size, fd, problem, name = nbytes(len(ranks), most_hosts), -1, "", ""
         try:
             try:
-                if rank == ranks[0]:
+                if rank == ranks[0]:  # the first rank of a host allocates the memory and sends it to the others
                     fd = _memory(size)
                 else:
                     name = _receive_only_from(infos[ranks[0]].name, receiver)
@@ -109,7 +109,7 @@ def bootstrap(
                         _send(sender, fd, [names[other] for other in batch if names[other]])
                 except OSError as error:
                     problem = f"rank {numbers[rank]} could not send its memory: {error}"
-                rendezvous.all_gather(b"")  # after this each receiver of the batch has its message
+                rendezvous.all_gather(b"")  # a barrier: then each receiver of the batch has its message
                 try:
                     if rank in batch and not problem:
                         fd = _receive_memory(receiver, size)
@@ -128,7 +128,7 @@ def bootstrap(
                     "share memory with the others"
                 )
                 _LOG.warning("%s", message(text, why, remedy))
-            if any(problems[other] for other in ranks):
+            if any(problems[other] for other in ranks):  # continue alone, with memory for one rank
                 if fd >= 0:
                     os.close(fd)
                 fd, size = -1, nbytes(1, rendezvous.size)
@@ -147,7 +147,7 @@ def bootstrap(
 
 
 def _require_same_version(versions: dict[int, str]) -> None:
-    """Raise ``MismatchError`` unless all ranks have the same version of crossreduce."""
+    """Raise ``MismatchError`` if the ranks have different versions of crossreduce."""
     ranks_of: dict[str, list[int]] = {}
     for rank, each in versions.items():
         ranks_of.setdefault(each, []).append(rank)
@@ -158,7 +158,7 @@ def _require_same_version(versions: dict[int, str]) -> None:
 
 
 def _identity() -> list[str]:
-    """Return the identifiers that are equal on ranks that may share memory; empty if they cannot be read."""
+    """Return the identifiers that are equal on ranks that may share memory, or none if they cannot be read."""
     try:
         system = [_BOOT.read_text().strip(), str(_NETWORK.stat().st_ino), str(os.getuid())]
     except OSError as error:
@@ -168,7 +168,7 @@ def _identity() -> list[str]:
 
 
 def _hosts(infos: Sequence[_HostInfo], problems: Sequence[str]) -> tuple[tuple[int, ...], ...]:
-    """Return the ranks of each host: ranks of one identity, or a rank alone if a rank of its identity had a problem.
+    """Return the ranks of each host: ranks of the same identity. If one of them had a problem, each is alone on a host.
 
     >>> _hosts([_HostInfo("1", ["a"], "", [])] * 2 + [_HostInfo("1", ["b"], "", [])] * 2, ["", "", "", "broken"])
     ((0, 1), (2,), (3,))
@@ -185,7 +185,7 @@ def _hosts(infos: Sequence[_HostInfo], problems: Sequence[str]) -> tuple[tuple[i
 def _memory(nbytes: int) -> int:
     """Return a file descriptor of allocated memory of fixed size that only this user can open."""
     available = kernels.available_memory()
-    if nbytes > available:  # Linux would kill processes before it refused to allocate
+    if nbytes > available:  # Linux would not refuse to allocate, but kill processes
         raise OSError(errno.ENOMEM, f"{available} bytes are available")
     flags = os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING
     try:
@@ -204,9 +204,9 @@ def _memory(nbytes: int) -> int:
     return fd
 
 
-# A rank of a host sends the memory through datagram sockets that processes of other programs and users cannot reach,
-# although their names are public in /proc/net/unix: the sender is shut down for reading before it has a name, and a
-# receiver is connected to the sender, the only socket from which Linux then accepts messages for it, before it has one.
+# A rank of a host sends the memory through datagram sockets. Their names are public in /proc/net/unix, but processes of
+# other programs and users cannot send to them. The sender is shut down for reading before it has a name. A receiver is
+# connected to the sender before it has a name, and Linux accepts messages for a connected socket only from its peer.
 
 
 def _new_name() -> str:
@@ -214,7 +214,7 @@ def _new_name() -> str:
 
 
 def _sender(name: str) -> socket.socket:
-    """Return a datagram socket with a name, to which receivers can connect, and which receives nothing."""
+    """Return a datagram socket with this name. Receivers can connect to it, but it receives no messages."""
     sender = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
     try:
         sender.shutdown(socket.SHUT_RD)
@@ -226,16 +226,16 @@ def _sender(name: str) -> socket.socket:
 
 
 def _receive_only_from(sender: str, receiver: socket.socket) -> str:
-    """Let ``receiver`` receive messages of the socket named ``sender`` and of no other; return the receiver's name."""
+    """Let ``receiver`` receive messages only from the socket named ``sender``. Return the receiver's new name."""
     name = _new_name()
     receiver.connect(sender)
-    receiver.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)  # not earlier: it gives an unconnected socket a name
+    receiver.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)  # not before: it names unconnected sockets
     receiver.bind(name)
     return name
 
 
 def _send(sender: socket.socket, fd: int, names: Sequence[str]) -> None:
-    """Send the memory to the receivers of other ranks; they need not read it yet."""
+    """Send the memory ``fd`` to the sockets ``names`` of other ranks, without waiting until they read it."""
     rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, struct.pack("i", fd))]
     for name in names:
         sender.sendmsg([b"m"], rights, socket.MSG_DONTWAIT, name)

@@ -1,4 +1,4 @@
-"""Instructions of ranks: how the pieces of an array are pipelined, and how instructions become a compiled program.
+"""The instructions of ranks, their pipelining over the pieces of an array, and their compilation to native programs.
 
 Input: instructions for each phase of each piece. Output: stages, and the native ``RankProgram``. ``programs`` decides
 which instructions a rank executes.
@@ -17,22 +17,22 @@ from ...packing import itemsize
 
 PEER_BUFFER: Final = 1 << 20
 READABLE_BUFFERS: Final = 64
-"""The region of buffer k < ``READABLE_BUFFERS`` of the caller of rank r is ``PEER_BUFFER + READABLE_BUFFERS r + k``, as
-in the native shared_memory.hpp; it can only be copied."""
+"""Region ``PEER_BUFFER + READABLE_BUFFERS r + k`` is buffer k < ``READABLE_BUFFERS`` of rank r's caller. It can only be
+copied. The native shared_memory.hpp has the same constants."""
 
 
 class BufferReference(NamedTuple):
-    """``offset`` bytes into the slot of rank k of the host (region k), into the caller's buffer k (region ~k), or into
-    a buffer of another rank's caller (see ``PEER_BUFFER``)."""
+    """A place in memory: ``offset`` bytes after the start of a region. Region k is the slot of rank k of the host, and
+    region ~k is the caller's buffer k. For the buffers of another rank's caller see ``PEER_BUFFER``."""
 
     region: int
     offset: int
 
 
 class RankInstruction(NamedTuple):
-    """Combines ``size`` elements of the operands, in order, into all results; a single operand is copied.
+    """Combines ``size`` elements of each operand, in order, and writes them to each of ``results``.
 
-    ``streaming``: results are written with streaming stores, which bypass the cache.
+    A single operand is copied. ``streaming``: whether it writes with streaming stores, which bypass the cache.
     """
 
     size: int
@@ -48,20 +48,20 @@ Phase = tuple[int, Callable[[int], list[RankInstruction]]]
 
 
 class ArrayPlaces(NamedTuple):
-    """Where an array is: the number of the caller's buffer, and for each piece the offset of its start in bytes."""
+    """Where an array is: the number of the caller's buffer, and the offset in bytes of each piece in it."""
 
     buffer: int
     starts: tuple[int, ...]
 
 
 def reduction_numbers(op: ReduceOp, dtype: str, ranks: int, exact: bool = False) -> Numbers:
-    """Return the ``Numbers`` by which ranks reduce arrays of a dtype to a result of the same dtype.
+    """Return the ``Numbers`` with which ranks reduce arrays of a dtype to a result of the same dtype.
 
-    The mean of integers is that of NCCL: the sum wraps around in the dtype, and is then divided, truncated towards
+    The mean of integers is that of NCCL: the sum wraps around in the dtype. Then it is divided and truncated towards
     zero. Source: NCCL, FuncSumPostDiv in src/device/reduce_kernel.h (github.com/NVIDIA/nccl, commit 0180f9a).
 
-    ``exact``: sums and means of floats are exact real numbers, rounded once; see ``Numbers.exactly``. Partial results
-    are then exact, too; the accumulator is the dtype of their parts (see ``partial_sums``).
+    ``exact``: whether sums and means of floats are computed exactly and rounded once; see ``Numbers.exactly``. Partial
+    results are then exact, too, and consist of several elements of the accumulator's dtype (see ``partial_sums``).
 
     Raises:
       UnsupportedError: the op is not defined for the dtype, or is an exact product of floats.
@@ -76,7 +76,7 @@ def reduction_numbers(op: ReduceOp, dtype: str, ranks: int, exact: bool = False)
 
 
 def join_contiguous(instructions: Iterable[RankInstruction]) -> list[RankInstruction]:
-    """Return the instructions; one that continues the previous one is joined to it (see ``_continues``)."""
+    """Return the instructions, after joining each one that ``_continues`` the previous one with it."""
     joined: list[RankInstruction] = []
     for instruction in instructions:
         if joined and _continues(joined[-1], instruction):
@@ -87,7 +87,7 @@ def join_contiguous(instructions: Iterable[RankInstruction]) -> list[RankInstruc
 
 
 def _continues(first: RankInstruction, second: RankInstruction) -> bool:
-    """Return whether ``second`` does the same as ``first`` with the elements that follow those of ``first``."""
+    """Return whether ``second`` does the same as ``first`` on the elements directly after those of ``first``."""
 
     def after(places: tuple[BufferReference, ...], dtype: str) -> tuple[BufferReference, ...]:
         return tuple(BufferReference(region, offset + first.size * itemsize(dtype)) for region, offset in places)
@@ -97,7 +97,7 @@ def _continues(first: RankInstruction, second: RankInstruction) -> bool:
 
 
 def pipeline(pieces: int, phases: Sequence[Phase], depth: int) -> list[list[RankInstruction]]:
-    """Return the stages that execute all phases of ``pieces`` pieces; no phase has a delay above ``depth``."""
+    """Return the stages that execute all phases of ``pieces`` pieces. No phase may have a delay above ``depth``."""
     stages: list[list[RankInstruction]] = [[] for _ in range(max(pieces, 1) + depth)]
     for piece in range(pieces):
         for delay, instructions in phases:
@@ -106,9 +106,9 @@ def pipeline(pieces: int, phases: Sequence[Phase], depth: int) -> list[list[Rank
 
 
 def native_program(stages: Sequence[Iterable[RankInstruction]], kind: int = 0, nbytes: int = 0) -> Any:
-    """Return stages as the compiled ``RankProgram``, which the native ``SharedMemory`` executes.
+    """Return the stages as a native ``RankProgram``, which the native ``SharedMemory`` executes.
 
-    ``kind`` and ``nbytes``: the counters that each run increases; see ``counters.kind_and_bytes``.
+    ``kind``, ``nbytes``: the kind of call and the bytes that each run counts; see ``counters.kind_and_bytes``.
     """
 
     def native(each: RankInstruction) -> tuple[Any, ...]:
@@ -120,8 +120,8 @@ def native_program(stages: Sequence[Iterable[RankInstruction]], kind: int = 0, n
 
 @lru_cache(maxsize=4096)
 def kernel(numbers: Numbers, size: int, operands: int, results: int) -> kernels.Kernel:
-    """Return the kernel that combines ``size`` elements of the operands, in order; a single operand is copied."""
-    everything = (Segment(0, 0, size, 0),)
+    """Return the kernel that combines ``size`` elements of each operand, in order. A single operand is copied."""
+    everything = (Segment(0, 0, size, 0),)  # one segment with all elements
     _, dtype, wide, result, divisor, _ = numbers
     if operands == 1:
         dtypes = (dtype, dtype if result == dtype else wide, result)

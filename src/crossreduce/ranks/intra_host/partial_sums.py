@@ -1,10 +1,10 @@
 """Partial sums of exact reductions: the exact sums of some ranks' terms, as hosts send them to each other.
 
-Input: addresses of arrays. Output: a block of memory, and further terms. A block begins with a line whose first 8 bytes
-are the number of further terms. Then an array has one double for each sum of real numbers. Sums of float64 have a
-second array of doubles. If an exact sum needs more doubles, these are further terms: each is the number of an element
-and a double, 16 bytes. The exact sum is the sum of all its doubles. Further terms are sent in a message of their own,
-which is rarely needed: one float64 holds most sums of float32 exactly, and two hold most sums of float64.
+Input: addresses of arrays. Output: a block of memory, and overflow terms. An exact sum is stored as the sum of several
+doubles. The block stores the first one of each sum in an array, and for sums of float64 the second one in another
+array. All other doubles are overflow terms ("further" in names): an element's number and a double, 16 bytes together. A
+block begins with a header of one cache line, whose first 8 bytes are the number of overflow terms. They are sent in a
+message of their own, which is rarely needed: most sums of float32 fit into one float64, and most of float64 into two.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from ...packing import itemsize
 from .programs import LINE
 
 HEADER: Final = LINE
-FURTHER_NBYTES: Final = 16  # of a further term
+FURTHER_NBYTES: Final = 16  # of an overflow term
 _DOUBLE: Final = 8
 _REAL: Final = {"complex64": "float32", "complex128": "float64"}
-_COMPONENTS: Final = 48  # doubles of a sum: 2098 bits need 40; for each rank there may be one more, beyond their range
+_COMPONENTS: Final = 48  # doubles of a sum: 2098 bits need 40. A sum that exceeds their range has one more per rank
 
 
 def reals(dtype: str) -> int:
@@ -36,7 +36,7 @@ def is_pair(dtype: str) -> bool:
 
 
 def partial_itemsize(numbers: Numbers) -> int:
-    """Return the bytes of an element of a partial result, without further terms.
+    """Return the bytes of an element of a partial result, without overflow terms.
 
     >>> from crossreduce.ops import ReduceOp
     >>> partial_itemsize(Numbers(ReduceOp.SUM, "float64", "float64", "float64", 1, exact=True))
@@ -48,11 +48,11 @@ def partial_itemsize(numbers: Numbers) -> int:
 
 
 def travelling_itemsize(numbers: Numbers, collective: str) -> int:
-    """Return the bytes per element of messages between hosts, on average, without further terms.
+    """Return the average bytes per element of messages between hosts, without overflow terms.
 
-    An all-reduce sends as many results as partial results; other reductions send partial results only. This counts the
-    size of partial results in exact reductions. In others all elements count as the dtype, although partial results of
-    half types are float32.
+    In an exact all-reduce this is the mean of the sizes of a partial result and of a result, since it sends as many of
+    each. Other exact reductions send only partial results. In reductions that are not exact, elements count with the
+    size of the dtype, although partial results of half types are float32.
 
     >>> from crossreduce.ops import ReduceOp
     >>> exact = Numbers(ReduceOp.SUM, "float32", "float64", "float32", 1, exact=True)
@@ -66,55 +66,55 @@ def travelling_itemsize(numbers: Numbers, collective: str) -> int:
 
 
 def header_nbytes(numbers: Numbers) -> int:
-    """Return the bytes before the elements of a partial result."""
+    """Return the bytes before the elements of a partial result: a header in exact reductions, otherwise none."""
     return HEADER if numbers.exact else 0
 
 
 def most_further(size: int, ranks: int) -> int:
-    """Return the most further terms that ``size`` real numbers can have, each the sum of ``ranks`` terms."""
+    """Return the maximum number of overflow terms of ``size`` real sums, each of one term per rank."""
     return size * (_COMPONENTS + ranks)
 
 
 class PartialSums(NamedTuple):
-    """A block of ``size`` partial sums of real numbers, at an address."""
+    """A block of ``size`` partial sums of real numbers at an address. ``pair``: whether it has two arrays."""
 
     address: int
     size: int
     pair: bool
 
     def arrays(self, first: int = 0) -> list[int]:
-        """Return the addresses of element number ``first`` in the block's arrays."""
+        """Return, for each array of the block, the address of its element number ``first``."""
         high = self.address + HEADER + first * _DOUBLE
         return [high, high + self.size * _DOUBLE] if self.pair else [high]
 
     def write_count(self, further: bytes | bytearray) -> None:
-        """Write the number of further terms."""
+        """Write the number of the overflow terms ``further`` into the header."""
         ctypes.c_int64.from_address(self.address).value = len(further) // FURTHER_NBYTES
 
     def read_count(self) -> int:
-        """Return the number of further terms."""
+        """Return the number of overflow terms in the header."""
         return ctypes.c_int64.from_address(self.address).value
 
     def add(
         self, dtype: str, sources: Sequence[int], further: bytes | bytearray, first: int = 0, size: int | None = None
     ) -> bytes:
-        """Write the partial sums of ``size`` real numbers, from number ``first`` on; return their further terms.
+        """Write ``size`` real sums (default: all) into the block, from number ``first`` on. Return the overflow terms.
 
-        ``sources``: addresses of arrays of ``dtype``. ``further``: terms that are added to those of the arrays.
+        ``sources``: addresses of the arrays to sum, of ``dtype``. ``further``: overflow terms that are added to them.
         """
         high, low = [*self.arrays(first), 0][:2]
         count = self.size if size is None else size
         name = _REAL.get(dtype, dtype)
-        own_further: bytes = kernels.native().split_partial_sums(
+        overflow: bytes = kernels.native().split_partial_sums(
             kernels.instruction_set(), name, sources, further, high, low, count, first
         )
-        return own_further
+        return overflow
 
 
 def round_sums(
     blocks: Iterable[PartialSums], further: bytes | bytearray, numbers: Numbers, address: int, size: int
 ) -> None:
-    """Write the sums of ``size`` real numbers of all blocks, divided and rounded once, to an address."""
+    """Write the ``size`` sums of all blocks and overflow terms, divided and rounded once, to an address."""
     sources = [array for block in blocks for array in block.arrays()]
     name = _REAL.get(numbers.result, numbers.result)
     kernels.native().round_partial_sums(

@@ -1,10 +1,10 @@
 """Collectives whose ranks read the memory of each other's processes.
 
-Input: a collective, its size, and how values are computed. Output: the stages of one rank. No rank copies its array to
-the shared memory. Each waits until the others have made the call, reads their arrays, and waits until its own was read.
-Time relative to slots, measured on 2 cores: 0.5 to 0.8 for two ranks from 8 KiB on; 0.55 to 0.75 for all-to-alls of 4
-and 8 ranks from 32 KiB per pair on. All-reduces, and collectives in which several ranks read the same array, take
-longer, and use slots.
+Input: a collective, its size, and ``Numbers``. Output: the stages of one rank. No rank copies its array to the shared
+memory. Each rank waits until the others have made the call, reads their arrays, and waits until its own array was read.
+Time relative to copies through slots, measured on 2 cores: 0.5 to 0.8 for two ranks from 8 KiB on; 0.55 to 0.75 for
+all-to-alls of 4 and 8 ranks from 32 KiB per pair on. All-reduces, and collectives in which several ranks read the same
+array, take longer than with slots, so they use slots.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def is_used(collective: str, ranks: int, nbytes: int) -> bool:
 def peer_stages(
     collective: str, ranks: int, root: int | None, size: int, numbers: Numbers, rank: int
 ) -> list[list[RankInstruction]]:
-    """Return the stages of a rank; for the caller's buffers see ``one_host.host_collective``.
+    """Return the stages of a rank. The caller's buffers are numbered as in ``one_host.host_collective``.
 
     >>> for stage in peer_stages("reduce_scatter", 2, None, 64, copy_numbers("float32"), 0):
     ...     print([(each.size, *map(tuple, each.operands + each.results)) for each in stage])
@@ -46,7 +46,7 @@ def peer_stages(
     []
     """
     nbytes = itemsize(numbers.dtype)
-    others = [(rank + k) % ranks for k in range(1, ranks)]  # each rank begins with another one
+    others = [(rank + k) % ranks for k in range(1, ranks)]  # ranks begin with different peers, to read in parallel
 
     def copy(source: int, result: int) -> RankInstruction:
         return RankInstruction(size, (BufferReference(source, 0),), (BufferReference(result, 0),), numbers)

@@ -1,15 +1,15 @@
 """The rank compiler: turns a lowered program into the instructions of one rank of a host.
 
-Input: a ``Program`` whose devices are the ranks of one host; which of the caller's buffers hold its inputs and results;
-and ``Numbers``, the op and the dtypes. Output: instructions in phases. Between two phases all ranks pass a barrier. The
-compiler is a pure function of its arguments and gives all ranks the same layout of shared memory.
+Input: a ``Program`` whose devices are the ranks of one host; the numbers of the caller's buffers with its inputs and
+results; and ``Numbers``, the op and the dtypes. Output: instructions in phases. Between two phases all ranks pass a
+barrier. The compiler is a pure function of its arguments and gives all ranks the same layout of shared memory.
 
-Phase 0 copies the inputs that are read from slots into this rank's slot in shared memory. Each later phase executes
-one round of the schedule: a rank reads its own inputs from the caller's buffer, unless they are stored in a wider
-dtype, and everything else from slots. It writes a value into the caller's result buffer, its slot, or both at once.
+Phase 0 copies inputs that are read from slots into this rank's slot in shared memory. Each later phase executes one
+round of the schedule. A rank reads its own inputs from the caller's buffer, except inputs that slots store in a wider
+dtype. It reads all other operands from slots. It writes a value into the caller's result buffer, its slot, or both.
 
 Large arrays are cut into pieces and pipelined, so that slots are small enough for the cache: piece j executes phase p
-in stage j + p. A value that phase p writes and phase q reads last has q - p + 1 places, which the pieces use in turn.
+in stage j + p. A value that phase p writes and phase q reads last has q - p + 1 places, which pieces use in turn.
 """
 
 from __future__ import annotations
@@ -25,43 +25,43 @@ from ...ops import Numbers, copy_numbers
 from ...packing import itemsize
 from .instructions import ArrayPlaces, BufferReference, RankInstruction, join_contiguous, pipeline
 
-# The most bytes that a rank contributes to a piece. Measured for 2, 4 and 8 ranks on 2 cores: 128 KiB takes 1.6 to 2.9
-# times as long, 2 MiB up to 1.3 times; beside the ranks' own work (DDP on 8 ranks) 512 KiB takes 1.2 times, since all
-# ranks must be scheduled for each piece.
+# The maximum bytes that a rank contributes to a piece. Measured for 2, 4 and 8 ranks on 2 cores: 128 KiB takes 1.6 to
+# 2.9 times as long, and 2 MiB up to 1.3 times. While the ranks also compute (DDP on 8 ranks), 512 KiB takes 1.2 times
+# as long, since all ranks must be scheduled for each piece.
 PIECE_BYTES: Final = 1 << 20
-# Each rank's slot. Ops of even and odd number use one half each, so that an op can begin while other ranks still read
-# the results of the previous one. A half has room for two pieces, which is what the programs of ``one_host`` need,
-# and for rounding. Schedules with more intermediate values get smaller pieces.
+# The size of each rank's slot. Ops with even and odd numbers use one half each, so that an op can begin while other
+# ranks still read the results of the previous one. A half has room for two pieces, which the programs of ``one_host``
+# need, and for rounding. Schedules with more intermediate values get smaller pieces.
 SLOT_BYTES: Final = 2 * (2 * PIECE_BYTES + (1 << 18))
-# In a group of two ranks, ops begin at this many places in their half of each slot, in turn, TURN_BYTES apart (as in
-# the native shared_memory.hpp). So a rank writes to lines that have left the other's first-level cache: all-reduces of
-# 16 and 32 KiB take 0.7 to 0.8 of the time. With 4 and 8 ranks they take 1.0 to 1.1.
+# In a group of two ranks, ops use this many start offsets in their half of each slot in turn, TURN_BYTES apart (as in
+# the native shared_memory.hpp). So a rank writes to cache lines that have left the other rank's first-level cache:
+# all-reduces of 16 and 32 KiB take 0.7 to 0.8 of the time. With 4 and 8 ranks they would take 1.0 to 1.1.
 PAIR_TURNS: Final = 4
 TURN_BYTES: Final = 1 << 15
-# A rank writes results of at least this many bytes with streaming stores. All ranks of a host write at the same
-# time and share its cache, so this is less than kernels.STREAMING_BYTES.
+# Ranks write results of at least this many bytes with streaming stores. All ranks of a host share its cache and write
+# at the same time, so this is less than kernels.STREAMING_BYTES.
 STREAMING_BYTES: Final = 1 << 22
 LINE: Final = 64  # bytes of a cache line; chunks begin at multiples of it
 
 
 def boundary(numerator: int, denominator: int, size: int, nbytes: int) -> int:
-    """Return a share's boundary in elements, rounded down to whole lines; the end of the array is not rounded."""
-    if numerator == denominator:
+    """Return ``size * numerator / denominator``, rounded down to a cache line of elements of ``nbytes`` bytes."""
+    if numerator == denominator:  # the end of the array is not rounded
         return size
     line = max(1, LINE // nbytes)
     return min(size, numerator * size // denominator // line * line)
 
 
 class _ChunkValues(NamedTuple):
-    """Properties of a chunk's values, in their order.
+    """Properties of a chunk's values, in their order; the first values are the inputs.
 
-    ``direct``: the number of inputs, which are the first values, if ranks read their own ones from the caller's
-    buffers, otherwise 0. If the call is in place, a result may overwrite such an input: no later step reads it.
+    ``direct``: the number of inputs if ranks read their own inputs from the caller's buffers, otherwise 0. If the call
+    is in place, a result may overwrite such an input, since no later step reads it.
     """
 
     devices: tuple[int, ...]  # the device that computes each value
     made: tuple[int, ...]  # the phase that computes each value; 0 for inputs
-    last: tuple[int, ...]  # the last phase that reads each value from a slot; -1: it needs no slot
+    last: tuple[int, ...]  # the last phase that reads each value from a slot, or -1 if it needs no slot
     dtypes: tuple[str, ...]  # the dtype of each value in slots and results
     direct: int
 
@@ -71,17 +71,17 @@ class _ChunkValues(NamedTuple):
 
 
 class _SlotGroup(NamedTuple):
-    """Values ``(chunk, value)`` that a rank's slot stores during the same phases; each has ``copies`` places."""
+    """Values ``(chunk, value)`` that a rank's slot stores during the same phases, in ``copies`` copies each."""
 
     copies: int
     values: tuple[tuple[int, int], ...]
 
 
 class _Template(NamedTuple):
-    """An instruction without addresses, which computes a value of ``chunk``.
+    """An instruction without addresses. It computes a value of ``chunk``.
 
-    Operand ``~v`` is value v, an input, in the caller's buffer. Other operands are in slots. ``value``: the value that
-    this rank stores in its slot, or -1 if it stores none. ``kept``: whether the caller's result buffer gets the result.
+    Operand ``~v`` is input v in the caller's buffer, operand ``v`` is value v in a slot. ``value``: the value that this
+    rank stores in its slot, or -1 if it stores none. ``kept``: whether the caller's result buffer gets the result, too.
     """
 
     chunk: int
@@ -100,8 +100,8 @@ class RankAnalysis:
     def __init__(self, program: Program, numbers: Numbers, arrays: int) -> None:
         self.program, self.numbers, self.arrays = program, numbers, arrays
         rounds = sorted({instruction.round for chunk in program.chunks for instruction in chunk.instructions})
-        phase = {r: 1 + k for k, r in enumerate(rounds)}
-        self.phases = max(2, 1 + len(rounds))
+        phase = {r: 1 + k for k, r in enumerate(rounds)}  # the phase of each round
+        self.phases = max(2, 1 + len(rounds))  # at least 2, with one barrier, at which the calls are compared
         self.values = [_chunk_values(chunk, phase, numbers) for chunk in program.chunks]
         slots: list[dict[tuple[int, int], list[tuple[int, int]]]] = [{} for _ in program.devices]
         for c, values in enumerate(self.values):
@@ -121,7 +121,7 @@ class RankAnalysis:
         self._templates: dict[int, list[list[_Template]]] = {}
 
     def templates(self, rank: int) -> list[list[_Template]]:
-        """Return the instructions of a rank, without addresses, for each phase."""
+        """Return for each phase the instructions of a rank, without addresses."""
         if rank in self._templates:
             return self._templates[rank]
         numbers = self.numbers
@@ -153,7 +153,7 @@ class RankAnalysis:
         return phases
 
     def spans(self, size: int) -> list[tuple[int, int, int]]:
-        """Return for each chunk its array and its range of elements in a piece of ``size`` elements per array."""
+        """Return (array, first, end) for each chunk: its elements in a piece of ``size`` elements per array."""
         nbytes = itemsize(self.numbers.dtype)
         return [
             (array, boundary(*start, size, nbytes), boundary(*stop, size, nbytes))
@@ -161,17 +161,17 @@ class RankAnalysis:
         ]
 
     def piece_size(self, size: int, room: int, most: int | None = None) -> int:
-        """Return the elements per array of a piece, for arrays of ``size`` elements and slots of ``room`` bytes.
+        """Return how many elements of each array are in a piece, if arrays have ``size`` elements.
 
-        ``most``: the most bytes that a rank contributes to a piece, by default ``PIECE_BYTES``.
+        ``room``: the bytes of a slot. ``most``: the maximum bytes that a rank contributes, by default ``PIECE_BYTES``.
         """
         fits = fitting_size([self], room, int((most or PIECE_BYTES) / self._contributed))
         return max(1, min(size, fits // LINE * LINE or fits))
 
     def _demand(self) -> tuple[Fraction, list[tuple[int, Fraction | int]]]:
-        """Return the most bytes that a rank contributes, and for each slot the bytes for rounding and for values.
+        """Return the maximum bytes that a rank contributes, and for each slot the bytes for rounding and for values.
 
-        All are bytes per element of an array, except those for rounding, which do not depend on the size.
+        The bytes for rounding are absolute. The others are bytes per element of an array.
         """
         contributed = [Fraction(0)] * len(self.program.devices)
         for chunk in self.program.chunks:
@@ -179,8 +179,8 @@ class RankAnalysis:
                 contributed[source] += chunk.share
         demands = []
         for groups in self.groups:
-            # A chunk exceeds its share by up to a line, or two if halves are stored as float32. Its room is rounded up
-            # to whole lines. So 4 lines suffice.
+            # A chunk may exceed its share by a cache line, or by two if float16 or bfloat16 is stored as float32. Then
+            # it is rounded up to whole lines. So 4 lines suffice.
             rounding = sum(4 * LINE * group.copies * len(group.values) for group in groups)
             stored = sum(
                 group.copies * self.program.chunks[c].share * itemsize(self.values[c].dtypes[value])
@@ -195,9 +195,9 @@ analyze: Final = lru_cache(maxsize=256)(RankAnalysis)
 
 
 def fitting_size(analyses: Sequence[RankAnalysis], room: int, most: int) -> int:
-    """Return the most elements per array that a piece may have so that all programs fit into slots of ``room`` bytes.
+    """Return how many elements per array a piece may have, at most ``most`` and at least 1.
 
-    The programs run at the same time, on the same ranks. The result is at least 1 and at most ``most``.
+    All of these programs run on the same ranks at the same time, and must fit into slots of ``room`` bytes together.
     """
     for demands in zip(*(analysis.demands for analysis in analyses), strict=True):
         rounding, stored = map(sum, zip(*demands, strict=True))
@@ -207,12 +207,13 @@ def fitting_size(analyses: Sequence[RankAnalysis], room: int, most: int) -> int:
 
 
 def _chunk_values(chunk: ChunkProgram, phase: dict[int, int], numbers: Numbers) -> _ChunkValues:
-    """Return the properties of a chunk's values; ``phase`` maps rounds to phases."""
+    """Return the properties of a chunk's values. ``phase`` maps rounds to phases."""
     inputs, devices = len(chunk.sources), chunk.devices
     phases = [0] * inputs + [phase[instruction.round] for instruction in chunk.instructions]
     kinds = chunk.kinds
     mixed = any(len({kinds[operand] for operand in each.operands}) > 1 for each in chunk.instructions)
-    # Kernels read operands of one dtype: where inputs meet partial results, inputs are widened when they are copied in.
+    # Kernels read operands of one dtype. If some step combines inputs with partial results, the copies of inputs are
+    # widened to the accumulator's dtype.
     stored = numbers.accumulator if mixed else numbers.dtype
     if inputs == 1:
         assert numbers.divisor == 1, "a mean has several sources"
@@ -229,16 +230,16 @@ def _chunk_values(chunk: ChunkProgram, phase: dict[int, int], numbers: Numbers) 
 
 
 class RankCompiler:
-    """Returns the instructions of one rank for each piece. ``ends``: for each rank, where its slot's used part ends.
+    """Returns the instructions of one rank for each piece. ``ends``: for each rank the bytes in use of its slot.
 
     Args:
       analysis: the properties of the program.
-      rank: the device whose instructions are made.
+      rank: the device whose instructions are returned.
       sizes: the size of each piece, in elements of each array.
       inputs: where each array is in the caller's buffers, on ranks that contribute to it.
       outputs: where each array's result is in the caller's buffers, on ranks that need it.
       streaming: whether copies into the caller's buffers use streaming stores.
-      bases: for each rank, where the free part of its slot begins, in bytes. The default is 0.
+      bases: for each rank the bytes of its slot that other programs use; the default is 0.
     """
 
     def __init__(
@@ -261,11 +262,11 @@ class RankCompiler:
         self.ends = tuple(self._lay_out(groups, base) for groups, base in zip(analysis.groups, at, strict=True))
 
     def _lay_out(self, groups: list[_SlotGroup], at: int) -> int:
-        """Give the values of one slot their places, and return where the used part of the slot ends.
+        """Place the values of one slot, from offset ``at`` on. Return the end of the used memory.
 
-        A value's place is, for each size of a piece, the offset of its first copy, the distance between copies, and the
-        number of copies. Values that are written and read in the same phases are next to each other in each copy.
-        Different groups do not share memory: they could overwrite each other where pieces differ in size.
+        ``_places`` gets, for each size of a piece, the offset of a value's first copy, the distance between copies, and
+        the number of copies. Each copy of a group contains its values one after the other. Groups do not share memory,
+        since they could overwrite each other's values if pieces differ in size.
         """
         for copies, values in groups:
             room, offsets = 0, {}
@@ -302,7 +303,7 @@ class RankCompiler:
                 if read != (place,):  # the root of a broadcast already has the result
                     instructions.append(RankInstruction(size, read, (place,), numbers, streaming))
                 read, numbers = (place,), copy_numbers(numbers.result)
-            if slot is not None:  # copied from the result, since copies need not read the slot's lines
+            if slot is not None:  # a copy of ``read``, which writes the slot without reading its cache lines
                 instructions.append(RankInstruction(size, read, (slot,), numbers))
         return join_contiguous(instructions)
 
@@ -313,6 +314,7 @@ class RankCompiler:
 
 
 def _placed(places: ArrayPlaces, piece: int, start: int, dtype: str) -> BufferReference:
+    """Return a reference to element ``start`` of a piece of an array in the caller's buffer."""
     return BufferReference(~places.buffer, places.starts[piece] + start * itemsize(dtype))
 
 
@@ -327,8 +329,8 @@ def rank_stages(
 ) -> list[list[RankInstruction]]:
     """Return the stages of one rank. All ranks have the same number of stages, at least two.
 
-    ``program``, ``inputs`` and ``outputs`` are those of a ``one_host.HostCollective``; ``size`` counts the elements of
-    each array. ``most``: see ``RankAnalysis.piece_size``.
+    ``program``, ``inputs`` and ``outputs``: see ``one_host.HostCollective``. ``size``: the elements of each array.
+    ``most``: see ``RankAnalysis.piece_size``.
 
     >>> from crossreduce.lowering import lower
     >>> from crossreduce.planning import one_shot

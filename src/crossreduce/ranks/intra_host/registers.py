@@ -1,18 +1,18 @@
-"""``Registers``: what the ranks of one host record for agreements, in memory that outlives each of these ranks.
+"""``Registers``: the records of one host's ranks for agreements, in memory that outlives each of these ranks.
 
 Input: memory that the ranks of a host share. Output: for each agreement of the group (see ``agreement``) the arrivals
 of the host's ranks, the host's promises and accepted decisions, and the decision that is final. No rank waits for
 another one here, so a rank that dies or is stopped at any moment does not block others.
 
-A host is one acceptor. For each ballot of an agreement it has a register that is written once: with "nothing", which
-rules out that the host accepts a decision in this ballot, or with an accepted decision. So a promise of Paxos is: write
-"nothing" into all registers of earlier ballots that are not written. Source: H. Howard and R. Mortier, "A Generalised
-Solution to Distributed Consensus" (2019), https://arxiv.org/abs/1902.06776.
+Each host is one acceptor of Paxos. For each ballot of an agreement it has a register that is written once: with an
+accepted decision, or with "nothing", after which the host cannot accept a decision in this ballot. So the promise of
+Paxos is to write "nothing" into all registers of earlier ballots that are not written yet. Source: H. Howard and R.
+Mortier, "A Generalised Solution to Distributed Consensus" (2019), https://arxiv.org/abs/1902.06776.
 
-The survivors of a group decide without hosts that have ended. Messages of such hosts may still arrive. So a ballot that
-counts without these hosts rules out all their ballots, and all final decisions of these ballots that have not arrived
-yet. For the latter, a host has one more register for each host, with the final decision that a ballot of that host has
-made. And a host answers requests for an agreement only if it has the same electors as the host that asks (``follows``).
+The survivors of a group decide without hosts that have ended, although messages of such hosts may still arrive. So a
+ballot that does not count the votes of these hosts rules out all their ballots, and all final decisions of their
+ballots that have not arrived yet. For the latter, a host has one more register per host, for the final decision that a
+ballot of that host has made. A host answers a request only if it has the same electors as the sender (``follows``).
 ``tests/ranks/survival/test_membership_model.py`` checks these rules in all runs of small groups.
 """
 
@@ -24,19 +24,19 @@ from typing import Any, Final, NamedTuple
 
 from ... import kernels
 
-ROUNDS: Final = 16  # of an agreement; in each round every host has one ballot
-_RING: Final = 4  # agreements that are in memory at a time: a rank that arrives at number k has left all earlier ones
+ROUNDS: Final = 16  # the most rounds of an agreement; in each round every host has one ballot
+_RING: Final = 4  # agreements in memory at the same time; a rank that arrives at number k has left all earlier ones
 _UNSET, _NOTHING, _ACCEPTED = range(3)  # the states of a register
 _STATE_BITS, _PLACE_BITS = 2, 22  # a register's word: number of the agreement, place of the rank with the value, state
-_POSITION_WORDS: Final = 4  # of a rank: the number of its agreement, kind and flag, progress, unused
+_POSITION_WORDS: Final = 4  # words of a rank's arrival: number of its agreement, kind and flag, progress, unused
 _WORD: Final = 8  # bytes
 
 
 class Contribution(NamedTuple):
     """The input of one rank to an agreement.
 
-    ``number``: the agreement's number, from 1, or 0 if this rank has arrived at none. ``kind``: what the rank wants to
-    agree on, a small number. ``progress``: a number; the decision has the least one of all members.
+    ``number``: the agreement's number, from 1, or 0 if this rank has arrived at none. ``kind``: a small number for what
+    the rank wants to agree on. ``progress``: a number; the decision contains the lowest progress of all members.
     """
 
     number: int
@@ -48,8 +48,8 @@ class Contribution(NamedTuple):
 class Decision(NamedTuple):
     """The result of an agreement. ``members``: the ranks of the group that took part, ascending.
 
-    ``kind``: the greatest kind of all members. ``flag``: whether all flags are true and all kinds equal. ``progress``:
-    the least one.
+    ``kind``: the highest kind of the members. ``flag``: whether all their flags are true and all their kinds are equal.
+    ``progress``: their lowest progress.
     """
 
     members: tuple[int, ...]
@@ -59,7 +59,7 @@ class Decision(NamedTuple):
 
     @classmethod
     def of(cls, contributions: dict[int, Contribution]) -> Decision:
-        """Return the decision of ranks with these contributions.
+        """Return the decision that follows from the contributions of the members, by rank.
 
         >>> Decision.of({0: Contribution(1, 0, True, 7), 2: Contribution(1, 0, True, 6)})
         Decision(members=(0, 2), kind=0, flag=True, progress=6)
@@ -76,16 +76,16 @@ class Overtaken(Exception):  # noqa: N818 - internal: the caller raises the publ
 
 
 class Registers:
-    """The registers of a host with ``ranks`` of the group's ``size`` ranks, from the view of its rank at ``place``.
+    """Access of one rank to the registers of its host. ``place``: its index among the ``ranks`` ranks of the host.
 
-    ``memory``: a writable buffer of ``nbytes(ranks, size, hosts)`` bytes, at first zero, which all ranks of the host
-    share. The ballots of host h have the numbers h, h + hosts, h + 2 hosts, ..., below ``ballots``.
+    ``memory``: ``nbytes(ranks, size, hosts)`` writable bytes, at first zero, which all ranks of the host share. The
+    ballots of host h have the numbers h, h + hosts, h + 2 hosts, ..., below ``ballots``.
     """
 
     def __init__(self, memory: Any, place: int, ranks: int, size: int, hosts: int) -> None:
         self._memory, self._place, self._ranks, self._hosts = memory, place, ranks, hosts
         self.ballots = ROUNDS * hosts
-        self._final = self.ballots + hosts  # the register of the final decision
+        self._final = self.ballots + hosts  # number of the register with the final decision; see ``_state``
         self._value_words = _value_words(size)
         self._native = kernels.native()
         self._lock = threading.Lock()  # one thread at a time writes this rank's values
@@ -106,15 +106,15 @@ class Registers:
     # Arrivals
 
     def arrive(self, contribution: Contribution) -> None:
-        """Write this rank's contribution to an agreement, at which it has arrived now."""
+        """Write this rank's contribution to an agreement; from now on this rank has arrived at it."""
         at = self._position(self._place)
         with self._lock:
             self._words[at + 1] = contribution.kind << 1 | contribution.flag
             self._words[at + 2] = contribution.progress
-            self._native.store_word(self._memory, at, contribution.number)
+            self._native.store_word(self._memory, at, contribution.number)  # last: publishes the other words
 
     def contribution(self, place: int) -> Contribution:
-        """Return what the rank at ``place`` wrote at its latest arrival. It changes once that agreement is decided."""
+        """Return the contribution of the rank at ``place`` to the latest agreement at which it has arrived."""
         at = self._position(place)
         number = self._native.load_word(self._memory, at)
         kind = self._words[at + 1]
@@ -123,9 +123,9 @@ class Registers:
     # Ballots
 
     def promise(self, number: int, ballot: int, ended: Collection[int] = ()) -> tuple[int, Decision] | None:
-        """Rule out that this host accepts a decision in an earlier ballot, or in any ballot of the hosts ``ended``.
+        """Prevent this host from accepting a decision in an earlier ballot, or in any ballot of the hosts ``ended``.
 
-        Return the last decision that was accepted or made final in these ballots, with the number of its ballot.
+        Return the last decision that was already accepted or final in one of these ballots, with its ballot's number.
 
         Raises:
           Overtaken: the group is at a later agreement.
@@ -138,7 +138,7 @@ class Registers:
             return max((self._value(number, each) for each in accepted), default=None)
 
     def accept(self, number: int, ballot: int, decision: Decision) -> Decision | None:
-        """Accept a decision in a ballot. Return the first one that was accepted in it, or ``None`` if it is ruled out.
+        """Accept a decision if this ballot has none yet. Return the ballot's decision, or ``None`` if it is ruled out.
 
         Raises:
           Overtaken: the group is at a later agreement.
@@ -148,9 +148,9 @@ class Registers:
             return accepted and accepted[1]
 
     def decide(self, number: int, ballot: int, decision: Decision) -> bool:
-        """Write the decision that a ballot has made final. Return whether this host has the final decision now.
+        """Write the decision that a ballot has made final. Return whether this host now has the final decision.
 
-        It does not have it if it has ruled out the ballots of that host. Then it gets the decision by a later ballot.
+        It does not have it if it has ruled out all ballots of that ballot's host. A later ballot then brings it.
 
         Raises:
           Overtaken: the group is at a later agreement.
@@ -161,7 +161,7 @@ class Registers:
             return self._state(number, self._final)[0] == _ACCEPTED
 
     def decision(self, number: int) -> tuple[int, Decision] | None:
-        """Return the final decision of an agreement, with a ballot that has made it final, if this host has it.
+        """Return the final decision of an agreement and the ballot that made it final, or ``None`` if it is unknown.
 
         Raises:
           Overtaken: the group is at a later agreement.
@@ -170,10 +170,10 @@ class Registers:
             return self._value(number, self._final) if self._state(number, self._final)[0] == _ACCEPTED else None
 
     def follows(self, number: int, previous: tuple[int, Decision] | None) -> bool:
-        """Return whether this host has the same electors of agreement ``number`` as a host that sends it a request.
+        """Return whether this host has the same electors for agreement ``number`` as a host that sent it a request.
 
-        ``previous``: ``decision(number - 1)`` of the other host; ``None`` for the first agreement. It is recorded here,
-        too. This host may answer requests for the agreement only if the result is ``True``.
+        Only then may this host answer the request. ``previous``: ``decision(number - 1)`` of the other host, or
+        ``None`` for the first agreement. This host records it, too.
 
         Raises:
           Overtaken: the group is at a later agreement.
@@ -189,8 +189,8 @@ class Registers:
     def _state(self, number: int, register: int) -> tuple[int, int]:
         """Return the state of a register and its word.
 
-        The first registers are those of the ballots. Then each host has one for the final decision that its ballots
-        have made. The last register is that of the final decision.
+        Registers are numbered: first one for each ballot, then one for each host, for the final decision that a ballot
+        of that host made. The last register has the final decision of this host.
         """
         word = self._native.load_word(self._memory, self._register(number, register))
         written = word >> (_STATE_BITS + _PLACE_BITS)
@@ -199,7 +199,7 @@ class Registers:
         return (word & ((1 << _STATE_BITS) - 1) if written == number else _UNSET), word
 
     def _write(self, number: int, register: int, state: int) -> int:
-        """Write a register if it is not written, and return its state."""
+        """Write a state into a register that is not written yet. Return the register's state."""
         while True:
             current, before = self._state(number, register)
             if current != _UNSET:
@@ -208,12 +208,12 @@ class Registers:
             self._native.swap_word(self._memory, self._register(number, register), before, after)
 
     def _accept(self, number: int, register: int, ballot: int, decision: Decision) -> tuple[int, Decision] | None:
-        """Write a decision into a register if it is not written. Return its decision, or ``None`` if it is empty."""
+        """Write a decision into a register that is not written yet. Return its content, or ``None`` if "nothing"."""
         self._store(number, register, ballot, decision)
         return self._value(number, register) if self._write(number, register, _ACCEPTED) == _ACCEPTED else None
 
     def _value(self, number: int, register: int) -> tuple[int, Decision]:
-        """Return the decision in a register, with the ballot in which it was accepted."""
+        """Return the decision in a register, and the ballot in which it was accepted."""
         _, word = self._state(number, register)
         at = self._slot(word >> _STATE_BITS & ((1 << _PLACE_BITS) - 1), number, register)
         ballot, kind, progress, *mask = self._words[at : at + self._value_words]
@@ -222,14 +222,14 @@ class Registers:
         return ballot, Decision(_ranks_of(mask), kind >> 1, bool(kind & 1), progress)
 
     def _store(self, number: int, register: int, ballot: int, decision: Decision) -> None:
-        """Write a decision where a register that this rank writes will find it."""
+        """Write a decision into this rank's slot for a register, before ``_write`` publishes the slot there."""
         while True:
             state, before = self._state(number, register)
             if state != _UNSET:
                 return
             if before >> (_STATE_BITS + _PLACE_BITS) == number:
                 break
-            # The register belongs to an earlier agreement, whose value may be in this rank's slot: empty it first.
+            # The register belongs to an earlier agreement, and its value may be in this rank's slot: empty it first.
             after = (number << _PLACE_BITS | self._place) << _STATE_BITS | _UNSET
             self._native.swap_word(self._memory, self._register(number, register), before, after)
         at = self._slot(self._place, number, register)
@@ -237,8 +237,8 @@ class Registers:
         for k, word in enumerate((ballot, decision.kind << 1 | decision.flag, decision.progress, *mask)):
             self._words[at + k] = word
 
-    # Positions in the memory, in words. It has all registers, then the arrivals of all ranks, then the slots: each rank
-    # has one for each register, for the value that it writes.
+    # Positions in the memory, in words: first all registers, then the arrivals of all ranks, then the slots. Each rank
+    # has a slot for each register, for the value that it writes.
 
     def _register(self, number: int, register: int) -> int:
         return number % _RING * (self._final + 1) + register

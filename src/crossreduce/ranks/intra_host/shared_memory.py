@@ -1,10 +1,10 @@
 """``RankMemory``: the memory that the ranks of one host share, with barriers, liveness and the abort reason.
 
-Input: a file descriptor that all of these ranks have, and compiled rank programs. Output: executed programs, or the
-outcome (see ``DONE``) with which a call stopped. The kernels move the data; ``stage_runner`` handles the waits.
+Input: a file descriptor of the memory, which all of these ranks have, and compiled rank programs. Output: executed
+programs, or the outcome (see ``DONE``) that ended a call early. The kernels move the data; ``stage_runner`` waits.
 
 Each rank holds a record lock on its own byte of the memory's file. The operating system releases the lock when the
-process ends, for any reason, so other ranks can detect the end.
+process ends for any reason, so other ranks can detect this.
 """
 
 from __future__ import annotations
@@ -28,32 +28,32 @@ with suppress(ImportError):  # Windows has no fcntl; there, ranks raise a Backen
 
 SLICE_S: Final = 0.05  # a rank waits this long before it handles signals and checks the other ranks
 SPIN_S: Final = 50e-6  # a rank spins this long before it sleeps; about the time that sleeping and waking take
-EXCUSE_S: Final = 1.0  # how long after the end of its excuse a late rank still counts as excused
+EXCUSE_S: Final = 1.0  # a late rank counts as excused until this long after its excuse has ended
 MAX_TEXT_BYTES: Final = 232  # the limit of a call's description; as in the native shared_memory.hpp
 MAX_CAUSE_BYTES: Final = 2040
-READS_PEERS: Final = True  # whether messages are read from the memory of another rank's process where that is allowed
+READS_PEERS: Final = True  # whether receivers read messages from the sender's process, if the system allows it
 _PAGE: Final = 1 << 16  # the largest page of any system
 
 DONE, WAITING, MISMATCH, BROKEN, NO_MEMORY, UNREADABLE = range(6)
-"""Outcomes: all required stages are executed; ``SLICE_S`` ended before that; the ranks' calls differ; the group was
-aborted; the kernels could not allocate working memory; the memory of another rank's process cannot be read."""
+"""The outcomes: all required stages are executed; ``SLICE_S`` ended before that; the ranks' calls differ; the group was
+aborted; the kernels could not allocate working memory; another rank's process memory cannot be read."""
 
 
 class RankMemory:
-    """One host's shared memory, from the view of one of its ranks.
+    """Access of one rank to its host's shared memory.
 
     Args:
-      fd: the memory, of at least ``RankMemory.nbytes`` bytes; it is closed with this object.
+      fd: a descriptor of at least ``RankMemory.nbytes`` bytes of memory; it is closed with this object.
       host: the ranks of this host, ascending.
       rank: this rank.
       slot: bytes of each rank's slot.
       size: the number of ranks in the group.
       hosts: the number of hosts of the group.
       spin_s: how long this rank spins before it yields its CPU to other processes; 0 if ranks share a CPU.
-      turns: the number of places, ``TURN_BYTES`` apart, at which ops begin in turn in their half of each slot.
+      turns: the number of start offsets that ops use in turn; see ``programs.PAIR_TURNS``.
 
-    ``native`` and ``mailboxes`` are compiled objects, the latter for messages between two ranks (see ``messages``).
-    ``registers`` are for agreements (see ``agreement``).
+    ``native`` and ``mailboxes`` are compiled objects; the mailboxes are for messages between two ranks (see
+    ``messages``). ``registers`` are for agreements (see ``agreement``).
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class RankMemory:
         self.native = kernels.native().SharedMemory(fd, self.place, len(host), slot, spin_s, threads, turns)
         offset = _mailboxes_offset(len(host), slot)
         self.mailboxes = kernels.native().Mailboxes(fd, offset, self.place, len(host), spin_s, READS_PEERS)
-        # The mapping has a descriptor of its own. Closing it releases this process's lock, so only ``close`` does so.
+        # mmap duplicates the descriptor. Closing the copy would release this process's lock, so only ``close`` does so.
         offset, room = _registers_offset(len(host), slot), Registers.nbytes(len(host), size, hosts)
         self._mapping = self._registers = None
         if os.fstat(fd).st_size >= offset + room:
@@ -89,37 +89,37 @@ class RankMemory:
         """
         if self._registers is None:
             problem = "the ranks of this group cannot agree after a failure: too many could not share memory."
-            raise UnsupportedError.of(problem, remedy="the remedy of the warning that the group's start has logged")
+            raise UnsupportedError.of(problem, remedy="the remedy in the warning logged when the group started")
         return self._registers
 
     def can_read_all(self) -> bool:
-        """Return whether this process may read the memory of all ranks of the host; called before the first op only."""
+        """Return whether this process may read the memory of all ranks of the host. Call it before the first op."""
         return all(self.native.can_read(place) for place in range(len(self.host)))
 
     def begin(self, program: Any, addresses: Sequence[int], text: bytes, until: int) -> int:
-        """Begin the next op and execute the stages before ``until``; return an outcome, see ``DONE``.
+        """Begin the next op and execute the stages before ``until``. Return an outcome (see ``DONE``).
 
-        After ``WAITING`` the caller calls ``advance``.
+        If the outcome is ``WAITING``, call ``advance`` to continue.
 
         Args:
           program: a native ``RankProgram``.
-          addresses: the caller's buffers.
+          addresses: the addresses of the caller's buffers.
           text: describes the call; the ranks' texts must be equal.
           until: the number of the first stage that is not executed.
         """
         return int(self.native.begin(program, addresses, text, until, SLICE_S))
 
     def advance(self, until: int) -> int:
-        """Continue the current op up to stage ``until``, and return an outcome as ``begin`` does."""
+        """Execute the next stages of the current op, before ``until``. Return an outcome as ``begin`` does."""
         return int(self.native.advance(until, SLICE_S))
 
     def end_op(self) -> None:
-        """End the current op early; all ranks of the host do so in the same stage."""
+        """End the current op early. All ranks of the host must do so in the same stage."""
         self.native.end_op()
 
     @property
     def running(self) -> bool:
-        """Whether an op has begun and not ended."""
+        """Whether an op has begun and has not ended."""
         return bool(self.native.running())
 
     @property
@@ -132,27 +132,27 @@ class RankMemory:
         return int(self.native.address(self.host.index(rank)))
 
     def ops(self, rank: int) -> list[tuple[int, str, float, float | None]]:
-        """Return a rank's last calls: number, text, and begin and end by ``time.monotonic``, ``None`` if not ended."""
+        """Return (number, text, begin, end) of a rank's last calls. Times are monotonic; the end may be ``None``."""
         return list(self.native.ops(self.host.index(rank)))
 
     def completed(self) -> int:
-        """Return how many ops of this rank have succeeded; 0 if the memory is closed."""
+        """Return how many ops of this rank have succeeded, or 0 if the memory is closed."""
         with suppress(ValueError):
             return max((number for number, _, _, end in self.native.ops(self.place) if end is not None), default=0)
         return 0
 
     def describe(self, global_ranks: Sequence[int], about: Mapping[str, str | int]) -> None:
-        """Describe the group for programs that are not ranks, such as ``crossreduce top``.
+        """Write a description of the group for programs that are not ranks, such as ``crossreduce top``.
 
-        ``global_ranks``: the numbers of all ranks. ``about`` is stored as JSON, which may have at most 1000 bytes. So
-        texts are cut after 100 characters, each of which takes at most 6 bytes in JSON.
+        ``global_ranks``: the numbers of all ranks. ``about``: facts about the group, stored as JSON of at most 1000
+        bytes. So texts are cut after 100 characters, of which each takes at most 6 bytes in JSON.
         """
         short = {key: value[:100] if isinstance(value, str) else value for key, value in about.items()}
         text = json.dumps(short, ensure_ascii=False).encode(errors="replace")
         self.native.describe([global_ranks[rank] for rank in self.host], text)
 
     def counts(self) -> tuple[list[tuple[int, ...]], list[tuple[int, int]]]:
-        """Return the counters of this rank, for ``counters.rank_counts``."""
+        """Return the native counters of this rank, which ``counters.rank_counts`` reads."""
         kinds, waits = self.native.counts(self.place)
         return kinds, waits
 
@@ -175,7 +175,7 @@ class RankMemory:
         return [rank for k, rank in enumerate(self.host) if arrivals[k] < arrivals[self.place]]
 
     def alive(self, rank: int) -> bool:
-        """Return whether a rank of this host, running or stopped, has neither ended nor closed its memory."""
+        """Return whether a rank of this host has neither ended nor closed its memory. It may be stopped."""
         if self.host[self.place] == rank:
             return True
         return lock_holder(self.fd, self.host.index(rank)) is not None
@@ -186,27 +186,27 @@ class RankMemory:
         return holder is not None and is_stopped(holder)
 
     def record_leaving(self) -> None:
-        """Record that this rank leaves the group on purpose."""
+        """Record, as the text of an op, that this rank leaves the group on purpose."""
         if not self.native.cause():
             with suppress(ValueError):  # raised if an interrupted op of this rank has not ended
                 self.native.begin(kernels.native().RankProgram([[], []]), (), LEFT, 0, 0.0)
 
     def abort(self, error: ReductionError) -> None:
-        """Abort the group for all ranks of this host. The first error becomes the reason."""
+        """Abort the group for all ranks of this host. Only the error of the first abort becomes the reason."""
         self.native.abort(encoded(error, MAX_CAUSE_BYTES))
 
     def abort_cause(self) -> ReductionError | None:
-        """Return the error for which the group was aborted, the same on all ranks of this host, or ``None``."""
+        """Return the error that aborted the group, or ``None``. All ranks of this host return the same error."""
         text = self.native.cause()
         return decoded(text) if text else None
 
     def aborting_rank(self) -> int | None:
-        """Return the rank of this host that is writing the reason of an abort, or ``None``."""
+        """Return the rank of this host that is currently writing the reason of an abort, or ``None``."""
         place = self.native.aborting_rank()
         return None if place < 0 else self.host[place]
 
     def close(self) -> None:
-        """Release the memory, and with it the lock that shows that this rank is alive."""
+        """Release the memory and the lock that shows other ranks that this rank is alive."""
         fd, self.fd = self.fd, -1
         if fd >= 0:
             self.mailboxes.close()
@@ -217,8 +217,8 @@ class RankMemory:
             os.close(fd)
 
     def __del__(self) -> None:
-        """Close the descriptor. The compiled object unmaps the memory, except in a forked process."""
-        if getattr(self, "fd", -1) >= 0 and os is not None:  # Python sets it to None when it ends
+        """Close the descriptor. The native object unmaps the memory, except in a forked process."""
+        if getattr(self, "fd", -1) >= 0 and os is not None:  # Python sets ``os`` to None when it ends
             os.close(self.fd)
 
 
@@ -232,7 +232,7 @@ def _registers_offset(ranks: int, slot: int) -> int:
 
 
 class WaitTimer:
-    """Measures how long a rank waits at one barrier; after ``warn_s`` seconds a warning is due."""
+    """Measures how long a rank waits at one barrier. After ``warn_s`` seconds a warning is due."""
 
     def __init__(self, warn_s: float) -> None:
         self._began = self._queried = time.monotonic()
@@ -241,7 +241,7 @@ class WaitTimer:
         self._arrivals: int | None = None
 
     def waited_s(self, arrivals: int) -> float:
-        """Return the seconds for which this rank has waited at its current barrier, which has number ``arrivals``."""
+        """Return how many seconds this rank has waited at its current barrier. ``arrivals``: the barrier's number."""
         if arrivals != self._arrivals:
             if self._arrivals is not None:
                 self._began = time.monotonic()
@@ -249,22 +249,22 @@ class WaitTimer:
         return time.monotonic() - self._began
 
     def has_excuse(self, now: bool) -> bool:
-        """Return whether the late ranks have an excuse, or had one in the last second. ``now``: whether they have one.
+        """Return whether the late ranks have an excuse now (``now``), or had one in the last ``EXCUSE_S`` seconds.
 
-        A rank whose excuse has ended needs some time to reach the barrier.
+        A rank needs some time to reach the barrier after its excuse has ended.
         """
         if now:
             self._excused = time.monotonic()
         return time.monotonic() < self._excused + EXCUSE_S
 
     def is_warning_due(self) -> bool:
-        """Return whether a warning is due now; ``True`` at most once."""
+        """Return whether a warning is due now. It is ``True`` at most once."""
         is_due = not self._warned and time.monotonic() >= self._began + self._warn_s
         self._warned = self._warned or is_due
         return is_due
 
     def query(self, function: Callable[[], bytes | None], every_s: float = 0.25) -> bytes | None:
-        """Call ``function`` at most once in ``every_s`` seconds and return its result; ``None`` in between."""
+        """Call ``function`` at most once in ``every_s`` seconds. Return its result, or ``None`` if it is not called."""
         if time.monotonic() < self._queried + every_s:
             return None
         self._queried = time.monotonic()

@@ -1,7 +1,7 @@
 """Forms a new group of the remaining ranks of an earlier group, and of processes that join it.
 
 Input: the earlier group, its remaining ranks, and a function that makes a group of ranks that meet at a store. Output:
-such a group, with a store that its lowest rank serves; or an error, if another rank is lost meanwhile. The ranks find
+such a group, with a store that its lowest rank serves, or an error if another rank is lost meanwhile. The ranks find
 each other through ``peer_requests``.
 """
 
@@ -22,9 +22,9 @@ from ..connections.repeated_request import RepeatedRequest
 from ..connections.store import CONNECT_S, StoreClient
 from .survivors import Closable, Reformed
 
-PAUSE_S: Final = 0.002  # between two questions to a rank
+PAUSE_S: Final = 0.002  # between two requests to a rank
 _PATIENCE_S: Final = 0.3  # how long a process that wants to join may take to answer; it may have been stopped
-_AT_ONCE: Final = 32  # members that are asked for such processes at the same time
+_AT_ONCE: Final = 32  # ranks that are asked at the same time for the processes that want to join
 _CHECK_S: Final = 0.1  # between two checks whether the processes that join are alive
 
 
@@ -40,9 +40,9 @@ Watch: TypeAlias = Callable[[], None]
 
 
 class Settings(NamedTuple):
-    """What a group takes over from the earlier one.
+    """The settings that a new group inherits from the earlier one.
 
-    ``exact``: see ``crossreduce.torch.Options``. ``listen_at``: the loopback address, if its ranks listen only there.
+    ``exact``: see ``crossreduce.torch.Options``. ``listen_at``: the loopback address if the ranks listen only there.
     """
 
     timeout_s: float
@@ -59,7 +59,7 @@ class GroupKind(Generic[Group]):
       name: a process can join a group of its own kind only.
       new_store: serves a store, or connects to one; its arguments are those of ``StoreClient``.
       new_group: returns a group of ranks that meet at a store, or raises a ``ReductionError``. Its arguments: the
-        store, the rank, the size, the settings, and the facts about the ranks.
+        store, the rank, the size, the settings, and the ``Origin`` of the group.
     """
 
     name: str
@@ -68,9 +68,9 @@ class GroupKind(Generic[Group]):
 
 
 class GroupFormation(Generic[Group]):
-    """The new group of some ranks of a group, and of the processes that want to join if ``grows``.
+    """Makes a new group of some ranks of ``old`` and, if ``grows``, of the processes that want to join.
 
-    ``timeout_s``: how long the rank that serves the store is waited for.
+    ``timeout_s``: how long the other ranks wait for the rank that serves the store.
     """
 
     def __init__(
@@ -80,11 +80,11 @@ class GroupFormation(Generic[Group]):
         self._timeout_s = min(timeout_s, settings.timeout_s)
         self._agreements = old.agreements
         self._joiners: dict[str, Peer] = {}  # by their tokens; empty except on the lowest rank
-        self._is_joiner_gone = False  # whether any of them has ended, or does not answer
-        self._check_at = 0.0
+        self._is_joiner_gone = False  # whether a joiner has ended, or does not answer
+        self._check_at = 0.0  # the time of the next check of the joiners
 
     def __call__(self, reformed: Reformed, watch: Watch) -> Group | None:
-        """Make the group; for arguments and result see ``survivors.shrink``. The lowest rank serves the store."""
+        """Make the group. For arguments and result see ``survivors.shrink``. The lowest rank serves the store."""
         members, old = reformed.members, self._old
         self._agreements.forget_relays(members)
         key = f"store {self._agreements.number}"
@@ -96,7 +96,7 @@ class GroupFormation(Generic[Group]):
                 secret = bytes.fromhex(self._agreements.place_of(self._old.rank).key)
                 store = self._kind.new_store(secret, serve_at=self._settings.listen_at, ranks=size)
                 self._admit(members, store.port)
-            self._agreements.published = {key: [size, 0 if store is None else store.port]}
+            self._agreements.published = {key: [size, 0 if store is None else store.port]}  # for ``_ask_for_store``
         else:
             peer = self._agreements.peer(members[0])
             size, port = self._ask_for_store(peer, members, key, watch)
@@ -109,7 +109,7 @@ class GroupFormation(Generic[Group]):
         return self._kind.new_group(store, rank, size, self._settings, origin)
 
     def _find_joiners(self, members: Sequence[int]) -> dict[str, Peer]:
-        """Return the processes that want to join and answer now."""
+        """Return the processes that want to join and that answer now, by their tokens."""
         agreements, places = self._agreements, self._agreements.joiners()
         others = [rank for rank in members if rank != self._old.rank]
         for start in range(0, len(others), _AT_ONCE):
@@ -126,7 +126,7 @@ class GroupFormation(Generic[Group]):
         return {token: peer for token, peer in peers.items() if is_answering(peer, token, _PATIENCE_S)}
 
     def _admit(self, members: Sequence[int], port: int) -> None:
-        """Send each joining process its rank, and what else it needs to form the group."""
+        """Send each joining process its rank, and all other data that it needs to form the group."""
         agreements = self._agreements
         offer = {
             "what": "admit",
@@ -142,17 +142,17 @@ class GroupFormation(Generic[Group]):
                 peer.ask(token, offer | {"rank": len(members) + k})
 
     def _check(self, watch: Watch) -> None:
-        """Raise if the new group cannot be formed any more."""
+        """Raise an error if the new group cannot be formed any more."""
         watch()
         if not self._is_joiner_gone and (now := time.monotonic()) > self._check_at:
             self._check_at = now + _CHECK_S
             self._is_joiner_gone = not all(is_answering(peer, token) for token, peer in self._joiners.items())
-        if self._is_joiner_gone:  # later calls, while the others are told, do not ask again
+        if self._is_joiner_gone:  # also in later calls, which do not ask the joiners again
             problem = "a process that was to join the group has ended, or does not answer."
             raise PeerLostError(message(problem, f"{len(self._joiners)} were to join", "call grow again"))
 
     def _ask_for_store(self, peer: Peer, members: Sequence[int], key: str, watch: Watch) -> tuple[int, int]:
-        """Return the size of the group and the port of its lowest rank's store, which is 0 if there is no new group."""
+        """Return the size of the new group and the port of its store. The port is 0 if there is no new group."""
         relays = {0: self._agreements.relays(self._agreements.host_of(members[0]), members)}
         inquiry = RepeatedRequest({0: [peer]}, self._old.token, {"what": "published", "key": key}, PAUSE_S, relays)
         deadline = time.monotonic() + self._timeout_s
@@ -180,10 +180,7 @@ def connect_store(
 ) -> StoreClient:
     """Return the store that ``peer``, of the group ``token``, serves. ``watch`` is called while it does not answer.
 
-    ``relays``: the ranks through which ``peer`` may be reached.
-
-    Raises:
-      PeerLostError: the store cannot be reached.
+    ``relays``: the ranks through which ``peer`` may be reached. If the store is lost, raise a ``PeerLostError``.
     """
     try:
         connection = peer.connection(token, port, CONNECT_S, relays)

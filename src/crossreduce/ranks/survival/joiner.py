@@ -1,4 +1,4 @@
-"""``Joiner``: a process that becomes a rank of a group that exists.
+"""``Joiner``: a process that becomes a rank of an existing group.
 
 Input: an invitation, which names a rank of the group. Output: the group, once its ranks call ``grow``.
 """
@@ -22,20 +22,19 @@ from .formation import PAUSE_S, Group, GroupKind, Settings, connect_store
 from .survivors import FORMED, Reformed
 
 _KNOCK_S: Final = 0.3  # between two requests to let this process join
-_FORMING_S: Final = 10.0  # how long forming the group may take after the time for which this process waits for ``grow``
-_INVITING: Final = 8  # the number of ranks that an invitation names, besides the one that makes it
+_FORMING_S: Final = 10.0  # how much longer than the wait for ``grow`` it may take to form the group
+_INVITING: Final = 8  # the number of ranks that an invitation names, besides the rank that makes it
 
 
 def invitation(group: Communicator, kind: str) -> str:
     """Return a text with which a process can join a group. It contains keys of ranks, so it must be kept secret.
 
-    ``kind``: the name of the group's ``GroupKind``.
-
-    Raises:
-      ContextError: the group is closed, or belongs to another process.
+    ``kind``: the name of the group's ``GroupKind``. If the group is closed, or belongs to another process, a
+    ``ContextError`` is raised.
     """
     group.require_usable()
-    ranks = [group.rank, *(rank for rank in range(0, group.size, -(-group.size // _INVITING)) if rank != group.rank)]
+    step = -(-group.size // _INVITING)  # rounded up: at most ``_INVITING`` ranks, at equal distances
+    ranks = [group.rank, *(rank for rank in range(0, group.size, step) if rank != group.rank)]
     return json.dumps([kind, group.token, [group.agreements.place_of(rank) for rank in ranks]])
 
 
@@ -43,14 +42,14 @@ def join(invited: str, kind: GroupKind[Group], timeout_s: float) -> Group:
     """Wait until the ranks of a group call ``grow``, and form it together with them.
 
     Raises:
-      ArgumentError: this is not an invitation, or it is one to a group of another kind.
+      ArgumentError: the text is not an invitation, or it is an invitation to a group of another kind.
       CollectiveTimeout: the ranks did not call ``grow`` in time.
       PeerLostError: no rank of the group can be reached any more.
     """
     try:
         name, token, places = _read(invited)
     except (TypeError, ValueError, RecursionError) as error:  # the text may have keys, so the error does not show it
-        given = f"a text of {len(invited)} characters" if isinstance(invited, str) else type(invited).__name__
+        given = f"a str of {len(invited)} characters" if isinstance(invited, str) else type(invited).__name__
         raise ArgumentError.of("this is not an invitation.", given, "what invitation() returned") from error
     if name != kind.name:
         problem = "this is an invitation to a group of another kind."
@@ -63,10 +62,9 @@ def join(invited: str, kind: GroupKind[Group], timeout_s: float) -> Group:
 
 
 def _read(invited: str) -> tuple[str, str, list[Place]]:
-    """Return the kind and the token of the group of an invitation, and places of some of its ranks.
+    """Return the kind of the group to which a text invites, its token, and the places of some of its ranks.
 
-    Raises:
-      TypeError, ValueError, RecursionError: this is not an invitation.
+    Raise a ``TypeError``, ``ValueError`` or ``RecursionError`` if the text is not an invitation.
     """
     name, token, places = json.loads(invited)
     if not isinstance(name, str) or not isinstance(token, str) or not places:
@@ -75,7 +73,7 @@ def _read(invited: str) -> tuple[str, str, list[Place]]:
 
 
 class Joiner(Generic[Group]):
-    """A process that wants to join a group of which it knows some ranks."""
+    """A process that wants to join the group with the token ``group``. Some ranks of the group listen at ``places``."""
 
     def __init__(self, group: str, places: Sequence[Place], kind: GroupKind[Group]) -> None:
         self._group, self._places, self._kind = group, list(places), kind
@@ -91,12 +89,13 @@ class Joiner(Generic[Group]):
         peer_requests.unregister(self._token, address=self._listen_at)
 
     def _answer(self, request: dict[str, Json]) -> dict[str, Json]:
+        """Answer a request of a rank of the group: an offer to form a group, or a check of this process."""
         if request["what"] == "admit":
             self._offer = request
         return {"ready": True}
 
     def join(self, timeout_s: float) -> Group:
-        """Wait for a group, and form it together with its ranks."""
+        """Wait until the ranks let this process join, and return the group that it has formed together with them."""
         deadline = time.monotonic() + timeout_s
         while time.monotonic() < deadline:
             self._knock()
@@ -110,7 +109,7 @@ class Joiner(Generic[Group]):
                 group = self._form(offer, deadline + _FORMING_S)
             except ReductionError:  # a rank was lost meanwhile; the others may form another group
                 continue
-            if self._is_valid(offer, group, deadline + _FORMING_S):
+            if self._is_formed(offer, group, deadline + _FORMING_S):
                 group.reformed = Reformed((), 0)
                 return group
             group.close()
@@ -119,7 +118,7 @@ class Joiner(Generic[Group]):
         raise CollectiveTimeout(message(problem, f"waited {timeout_s:g} s", remedy))
 
     def _knock(self) -> None:
-        """Ask the known ranks of the group, one after another, to let this process join, until one has noted it.
+        """Ask the known ranks of the group, one after another, to let this process join, until one of them answers.
 
         Raises:
           PeerLostError: all of them have ended or left the group.
@@ -133,35 +132,39 @@ class Joiner(Generic[Group]):
                 continue
             if answer is None or "unknown" in answer:  # its process has ended, or it has left the group
                 ended += 1
-            elif "moved" in answer:  # it is in a new group that has replaced the one known here
+            elif "moved" in answer:  # the rank is in a new group, which has replaced the one known here
                 self._group = answer["moved"]
                 return self._knock()
             else:
                 self._places = [Place.read(each) for each in answer["members"]]
                 return None
         if ended == len(self._places):
-            problem = "no rank of the group is left that this process knows."
-            raise PeerLostError(message(problem, f"{ended} ranks have ended", "a new invitation"))
+            problem = "all ranks of the group that this process knows have ended, or have left the group."
+            raise PeerLostError(message(problem, f"{ended} ranks", "a new invitation"))
         return None
 
     def _form(self, offer: dict[str, Json], deadline: float) -> Group:
+        """Return the group of an offer, formed with its other ranks. ``GroupFormation._admit`` makes offers."""
         members = [Peer(Place.read(place)) for place in offer["members"]]
         leader = members[0]
 
         def watch() -> None:
             if self._decision(offer, members) is False:
-                raise PeerLostError(message("the ranks of the group have given up to form it.", "", "wait"))
+                raise PeerLostError(message("the ranks of the group stopped forming it.", "", "wait"))
             if time.monotonic() > deadline:
                 raise CollectiveTimeout(message("the group was not formed in time.", "", "a longer timeout"))
 
-        watch()  # finds an address of the lowest rank
+        watch()  # its requests find the address at which the lowest rank can be reached
         if not leader.known:
             raise PeerLostError(message("the rank that serves the store does not answer.", "", "wait"))
         store = connect_store(self._kind, leader, offer["token"], offer["port"], watch)
         return self._kind.new_group(store, offer["rank"], offer["size"], Settings(*offer["settings"]), Origin(watch))
 
     def _decision(self, offer: dict[str, Json], members: Sequence[Peer], group: Group | None = None) -> bool | None:
-        """Return whether the ranks have formed the group of an offer, or ``None`` if they have not decided yet."""
+        """Return whether the ranks have formed the group of an offer, or ``None`` if they have not decided this yet.
+
+        ``group``: the group, if this process has formed it. Its token distinguishes it from later groups of the ranks.
+        """
         request = {"what": "result", "number": offer["number"]}
         unreached = 0
         for peer in members:
@@ -180,7 +183,7 @@ class Joiner(Generic[Group]):
                 return None
         return False if unreached == len(members) else None
 
-    def _is_valid(self, offer: dict[str, Json], group: Group, deadline: float) -> bool:
+    def _is_formed(self, offer: dict[str, Json], group: Group, deadline: float) -> bool:
         """Wait until the ranks have decided whether the group is formed, and return their decision."""
         members = [Peer(Place.read(place)) for place in offer["members"]]
         while time.monotonic() < deadline:

@@ -1,7 +1,7 @@
 """``agree``, ``shrink`` and ``grow``: the ranks of a group agree on a flag, or form the group again.
 
 Input: a ``Communicator``, and a function that makes a new group of some of its ranks. Output: a group of the remaining
-ranks, or with new ranks. All its ranks get the same one, and ``agreement`` explains why no second one is ever formed.
+ranks, or with new ranks. All ranks get the same group. ``agreement`` explains why no second group is ever formed.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from ..agreement.lost_ranks import Watch
 from ..communicator import Communicator
 
 AGREE, FORMED, GROW, SHRINK = range(4)  # the kinds of agreements; if ranks call different ones, the greatest counts
-SHRINK_S: Final = 10.0  # how long ranks that are alive are waited for, if the caller does not say
-_TRIES: Final = 20  # how often a group is formed again because it failed
-_WATCH_S: Final = 0.05  # between two looks at the other ranks while a group is formed
+SHRINK_S: Final = 10.0  # how long ranks that are alive are waited for by default
+_TRIES: Final = 20  # how often forming a group is tried
+_WATCH_S: Final = 0.05  # between two checks of the other ranks while a group is formed
 _LOG: Final = logging.getLogger("crossreduce")
 
 
@@ -36,10 +36,11 @@ Form: TypeAlias = Callable[["Reformed", Callable[[], None]], Group | None]
 
 
 class Reformed(NamedTuple):
-    """``members``: the ranks of the earlier group that are in the new one, by their numbers there, ascending.
+    """The earlier group from which a new group was formed.
 
-    ``completed``: how many ops of the earlier group have succeeded on all of ``members``. A process that has joined as
-    a new rank was in no earlier group: its ``members`` is empty and its ``completed`` is 0.
+    ``members``: the ranks of the earlier group that are in the new one, by their numbers in the earlier group,
+    ascending. ``completed``: how many ops of the earlier group have succeeded on all of ``members``. A process that has
+    joined as a new rank was in no earlier group: its ``members`` is empty and its ``completed`` is 0.
     """
 
     members: tuple[int, ...]
@@ -68,13 +69,13 @@ def agree(group: Communicator, flag: bool, timeout_s: float | None = None) -> bo
 
 
 def shrink(group: Communicator, form: Form[Group], timeout_s: float) -> tuple[Group, Reformed]:
-    """Form a new group of the remaining ranks; all of them call this together. ``group`` cannot be used any more.
+    """Form a new group of the remaining ranks. All of them call this together. ``group`` cannot be used any more.
 
     Args:
       group: the earlier group. Its calls on other ranks fail as soon as one rank calls this. The caller closes it.
-      form: makes the new group, from its ranks and a function that ``form`` calls while it waits for others. This
-        function raises a ``ReductionError`` if the new group cannot be formed any more. If ranks fail to form the
-        group, it is closed on all of them, and formed again without those that have died.
+      form: makes the new group. Its arguments: the ranks of the group, and a function that ``form`` calls while it
+        waits for others. This function raises a ``ReductionError`` if the new group cannot be formed any more. If ranks
+        fail to form the group, it is closed on all of them, and formed again without those that have died.
       timeout_s: how long ranks that are alive are waited for. Later ones are excluded.
     Raises:
       ExcludedError: the others have gone on without this rank, or it reaches too few of them.
@@ -90,10 +91,10 @@ def shrink(group: Communicator, form: Form[Group], timeout_s: float) -> tuple[Gr
 
 
 def grow(group: Communicator, form: Form[Group], timeout_s: float) -> tuple[Group | None, Reformed]:
-    """Form a new group of the ranks of an intact one and of processes that want to join; see ``shrink``.
+    """Form a new group of the ranks of an intact group and of processes that want to join. See also ``shrink``.
 
-    If there are no such processes, ``form`` returns ``None`` on all ranks, and the group is kept. If ranks of the group
-    do not take part, its later ops fail.
+    If no process wants to join, ``form`` returns ``None`` on all ranks, and the group is kept. If ranks of the group do
+    not take part, its later ops fail.
 
     Raises:
       PeerLostError: other ranks shrink the group.
@@ -121,14 +122,14 @@ def committed(
       changed: called after the group has shrunk, before the step is repeated.
       agree: returns whether the step has succeeded on all ranks; see the function ``agree``.
       shrink: forms the group again.
-      end_calls: called with the error of a step that has failed, so that no rank waits in it for this one.
-      leave: called with any other error of a step, before it is raised; see ``must_leave``.
+      end_calls: called with the error of a step that has failed, so that no rank waits for this one in the step.
+      leave: called with any other error of a step before this error is raised; see ``must_leave``.
       timeout_s: how long ``agree`` waits if the step has failed. The default is that of ``agree``, but only
         ``SHRINK_S`` after a ``CollectiveTimeout``, which has already waited for late ranks.
     """
     is_repeated = False
     while True:
-        result, failure, limit_s = [], None, None
+        result, failure, limit_s = [], None, None  # ``result`` is a list, since a step may return ``None``
         try:
             if is_repeated:
                 changed()
@@ -151,21 +152,21 @@ def committed(
 
 
 def must_leave(group: Communicator, error: BaseException) -> bool:
-    """Return whether a rank has to leave its group after an error of ``committed``'s step that is not about lost ranks.
+    """Return whether a rank must leave its group because its step raised an error other than the loss of a rank.
 
-    If it stayed, the other ranks would wait for it. But if the group has failed before, an ``Exception`` may be a
-    consequence, such as one of a library that replaces our errors. Then the caller may still call ``shrink``.
+    Usually it must leave, or the other ranks would wait for it. It may stay, and its caller may call ``shrink``, if the
+    group had failed before and the error is an ``Exception``: a library may have replaced our error by its own.
     """
     return group.failure is None or not isinstance(error, Exception)
 
 
 def _reform(group: Communicator, kind: int, form: Form[Group], timeout_s: float) -> tuple[Group | None, Reformed]:
-    """Agree on the ranks of a new group, form it, and agree on whether all have formed it, until this succeeds."""
+    """Agree on the ranks of a new group, form it, and agree on whether all have formed it. Repeat this if it fails."""
     failure: ReductionError | None = None
     for _ in range(_TRIES):
         decision = group.decide(kind, True, timeout_s)
         if decision.kind != kind:
-            problem = f'other ranks of group "{group.name}" shrink it. {UNUSABLE}'
+            problem = f'other ranks of group "{group.name}" have called shrink. {UNUSABLE}'
             raise PeerLostError(message(problem, "a call of grow on this rank", "call shrink"))
         if not decision.flag:  # other ranks have called something else, and get an error
             continue
@@ -174,7 +175,7 @@ def _reform(group: Communicator, kind: int, form: Form[Group], timeout_s: float)
             new_group = form(reformed, _Watch(group, decision.members))
         except ReductionError as error:
             failure = error
-        except OSError as error:  # such as too many open files; the other ranks are told
+        except OSError as error:  # such as too many open files; the agreement below tells the other ranks
             problem = f'rank {group.global_ranks[group.rank]} cannot form group "{group.name}" again.'
             failure = ReductionError.of(problem, str(error), "a higher limit of open files, if there are too many")
         except BaseException:  # Ctrl-C: the others must not wait for this rank
@@ -192,13 +193,13 @@ def _reform(group: Communicator, kind: int, form: Form[Group], timeout_s: float)
             new_group.close()
     if failure is not None:
         raise failure
-    problem = f'the ranks of group "{group.name}" do not form it again together.'
-    remedy = "the same calls of agree, shrink, grow on all ranks"
-    raise ContextError.of(problem, "other ranks call something else", remedy)
+    problem = f'group "{group.name}" was not formed again, since its ranks made different calls.'
+    remedy = "the same calls of agree, shrink and grow on all ranks"
+    raise ContextError.of(problem, f"{_TRIES} attempts", remedy)
 
 
 class _Watch:
-    """Raises if a rank that is needed for the new group has ended, or has failed to form it."""
+    """A function that raises an error if a rank of the new group is lost, or has failed to form the group."""
 
     def __init__(self, group: Communicator, members: Sequence[int]) -> None:
         self._group, self._watch, self._next = group, Watch(group.agreements, members), 0.0
@@ -220,6 +221,7 @@ def _end_without(group: Communicator, electors: Sequence[int]) -> None:
 
 
 def _absence_error(group: Communicator, ranks: Sequence[int]) -> PeerLostError:
+    """Return the error about ranks that did not take part in an agreement."""
     named = [group.global_ranks[rank] for rank in ranks]
     problem = f'{rank_list(named)} of group "{group.name}" did not take part in an agreement of its ranks. {UNUSABLE}'
     return PeerLostError(message(problem, "they have ended, or were late", "call shrink"), named)

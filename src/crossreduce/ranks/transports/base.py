@@ -1,4 +1,4 @@
-"""Protocols of what a group of ranks needs from its environment: a rendezvous, and a transport between hosts.
+"""Protocols of the two objects with which a group of ranks communicates: a rendezvous, and a transport between hosts.
 
 Input and output: see ``Rendezvous`` and ``Transport``. ``mpi.py`` implements both, ``tcp.py`` a transport and
 ``ranks/connections/rendezvous.py`` a rendezvous; the caller of a ``Communicator`` creates them, and passes them to it.
@@ -33,12 +33,12 @@ class Rendezvous(Protocol):
         """
 
     def abort_cause(self) -> bytes | None:
-        """Return the published reason, or ``None`` if none can be read here. This is quick and never raises."""
+        """Return the published reason, or ``None`` if it cannot be read here. This is quick and never raises."""
 
     def roll_call(self, ranks: Iterable[int], timed_out: bool) -> dict[int, bool]:
-        """Publish that ``ranks`` are alive after the communication failed; return all ranks of which this is published.
+        """Publish that ``ranks`` are alive after the communication failed. Return all ranks of which this is published.
 
-        ``timed_out``: whether it failed because it took too long. The result maps each rank to its ``timed_out``.
+        ``timed_out``: whether the failure was a timeout. The result maps each rank to its ``timed_out``.
 
         Raises:
           ConnectionError: the rendezvous has ended.
@@ -58,9 +58,9 @@ class Rendezvous(Protocol):
         """Return whether all ranks have published that they have begun this check. This is quick and never raises."""
 
     def leave(self, reader: int, readers: Iterable[int]) -> None:
-        """Record that the host of rank ``reader`` has the reason of the abort.
+        """Record that the host of rank ``reader`` has read the reason of the abort.
 
-        If the end of this process ends the rendezvous, this waits for a second, or until all ``readers`` have it.
+        If this process serves the rendezvous, wait until all ``readers`` have read it, for at most a second.
         """
 
 
@@ -68,10 +68,10 @@ class PendingMessage(Protocol):
     """A message that is being sent or received."""
 
     def wait(self, timeout_s: float) -> None:
-        """Return when the memory may be used again (send) or read (receive).
+        """Wait until the memory may be used again (send) or read (receive).
 
         Raises:
-          ConnectionError: the other rank was lost; a ``ConnectionResetError``: it has left the group.
+          ConnectionError: the other rank was lost. ``ConnectionResetError``, a subclass: it has left the group.
           TimeoutError: the message did not complete in time.
         """
 
@@ -83,7 +83,7 @@ class RunningCollective(Protocol):
         """Return whether it has succeeded or failed. This is quick."""
 
     def finish(self) -> None:
-        """Raise the error of a completed collective; ``ConnectionError``: the communication failed."""
+        """Raise the error of a completed collective that has failed: a ``ConnectionError`` if messages have failed."""
 
 
 class Transport(Protocol):
@@ -96,10 +96,10 @@ class Transport(Protocol):
         """Start to send ``nbytes`` from ``address`` to rank ``dst`` of the group."""
 
     def receive(self, address: int, nbytes: int, src: int, tag: int) -> PendingMessage:
-        """Start to receive at most ``nbytes`` from rank ``src`` of the group into ``address``: a whole message."""
+        """Start to receive one message, of at most ``nbytes``, from rank ``src`` of the group into ``address``."""
 
     def abort(self) -> None:
-        """Make all messages of this rank fail soon; later ones fail, too. Any thread may call it."""
+        """Make all messages of this rank fail soon, also later ones. Any thread may call it."""
 
     def close(self) -> None:
-        """Leave: tell the other ranks, if that is possible, make all messages fail, and release everything."""
+        """Tell the other ranks, if possible, that this rank leaves. Make all messages fail, and release everything."""

@@ -1,4 +1,4 @@
-"""A ``ProcessGroupGloo`` beside the TCP transport: its collectives, its errors, and how it is aborted.
+"""Use of a ``ProcessGroupGloo`` in addition to the TCP transport: its collectives, its errors, and its abort.
 
 Input: gloo's process group, which the caller creates. Output: see ``base.Transport`` and ``base.RunningCollective``;
 gloo's errors are translated into built-in exceptions.
@@ -17,16 +17,17 @@ import torch
 from .tcp import TcpTransport
 
 _ABORT_TAG: Final = 0x4352FFFF  # users number their own messages from 0
-_OF_CONNECTIONS: Final = ("Connection", "pair closure", "Timed out", "Broken pipe", "gloo/transport")  # in errors
+# Parts of the texts of gloo's errors about connections
+_OF_CONNECTIONS: Final = ("Connection", "pair closure", "Timed out", "Broken pipe", "gloo/transport")
 
 
 class BesideGloo(TcpTransport):
     """The transport of a group that also uses ``gloo``, a ``ProcessGroupGloo``: an abort ends gloo's messages, too.
 
-    ``store``: gloo's store. It is referenced here, since gloo does not reference one that is written in Python.
+    ``store``: gloo's store. It is referenced here, since gloo does not reference a store that is written in Python.
     ``unreached``: the ranks to which no connection could be made. ``lazy``: whether gloo connects two ranks only when
     they exchange their first message. Then an abort does not end gloo's messages, since it would first connect all
-    ranks. Their timeouts end them.
+    ranks. The timeouts of these messages end them.
     """
 
     def __init__(
@@ -38,9 +39,9 @@ class BesideGloo(TcpTransport):
     def abort(self) -> None:
         """Make all messages of this rank fail, also those of gloo. Other ranks notice this when they next wait."""
         super().abort()
-        # ProcessGroupGloo.abort() does not end waits (torch 2.13). A wait that times out, however, closes all
-        # connections of the group. So this waits a millisecond for a message that no rank sends; a wait for a rank
-        # whose connection is closed already fails before that, and closes no other.
+        # ProcessGroupGloo.abort() does not end waits (torch 2.13), but a wait that times out closes all connections of
+        # the group. So this waits a millisecond for a message that no rank sends. If the connection to the other rank
+        # is closed already, this wait fails without a timeout, and the next rank is tried.
         for step in range(1, 1 if self._lazy else self._gloo.size()):
             other = (self._gloo.rank() + step) % self._gloo.size()
             try:
@@ -53,8 +54,7 @@ class BesideGloo(TcpTransport):
 def lazy_options(timeout: timedelta, interfaces: Sequence[str]) -> Any:
     """Return options with which gloo connects two ranks only when they exchange their first message.
 
-    Raises:
-      RuntimeError: this version of torch cannot do so.
+    Raise a ``RuntimeError`` if this version of torch has no such options.
     """
     gloo = torch.distributed.ProcessGroupGloo
     options = gloo._Options()
@@ -71,7 +71,7 @@ def lazy_options(timeout: timedelta, interfaces: Sequence[str]) -> Any:
 
 
 class GlooCollective:
-    """A collective that gloo runs; see ``base.RunningCollective``."""
+    """A collective that gloo runs. See ``base.RunningCollective``."""
 
     _work: Any = None
 
@@ -81,7 +81,7 @@ class GlooCollective:
         return self
 
     def release(self) -> None:
-        """Release the work, which references tensors; an error may still reference this object."""
+        """Release the work, which references tensors. An error may still reference this object."""
         self._work = None
 
     def is_completed(self) -> bool:
@@ -89,7 +89,7 @@ class GlooCollective:
         return bool(self._work.is_completed())
 
     def finish(self) -> None:
-        """Raise the error of the completed collective; all errors of gloo have one class."""
+        """Raise the error of the completed collective. All errors of gloo have one class, so their texts decide."""
         try:
             self._work.wait()
         except RuntimeError as error:

@@ -22,8 +22,8 @@ _ABORTED: Final = "this rank has aborted the group"
 _REMEDY: Final = "make the same calls on all ranks; or crossreduce.mpi.join(timeout_s=...) with more seconds"
 _CHECK_S: Final = 0.25  # between two checks whether another rank has aborted
 _SHORTEST_S, _LONGEST_S = 2e-5, 1e-3  # between two tests of a message: MPI itself can only wait by spinning
-_TESTS_AFTER_LEAVING: Final = 250  # of a message of a rank that has left, at intervals of about _LONGEST_S
-UNFINISHED: Final[list[Any]] = []  # abandoned requests; they keep the memory that MPI may still access
+_TESTS_AFTER_LEAVING: Final = 250  # tests of a message of a rank that has left, at intervals of about _LONGEST_S
+UNFINISHED: Final[list[Any]] = []  # abandoned requests, which reference the memory that MPI may still access
 
 
 class MpiRendezvous:
@@ -36,7 +36,7 @@ class MpiRendezvous:
         self._comm, self._timeout_s = comm, timeout_s
         self.rank, self.size = comm.Get_rank(), comm.Get_size()
         self._cause: bytes | None = None
-        self._sent: list[Any] = []  # requests keep the bytes that MPI still reads
+        self._sent: list[Any] = []  # requests, which reference the bytes that MPI still reads
 
     def all_gather(self, payload: bytes) -> list[bytes]:
         """Return the payloads of all ranks."""
@@ -69,7 +69,7 @@ class MpiRendezvous:
         return [payloads[rank] for rank in range(self.size)]
 
     def publish_abort(self, cause: bytes) -> bytes:
-        """Send the reason of an abort to all other ranks, unless there is an earlier one; return the valid reason."""
+        """Send the reason of an abort to all other ranks, unless there is an earlier one. Return the valid reason."""
         first = self.abort_cause()
         if first is None:
             self._cause = first = cause
@@ -78,7 +78,7 @@ class MpiRendezvous:
         return first
 
     def abort_cause(self) -> bytes | None:
-        """Return the first reason that this rank published or received."""
+        """Return the first reason that this rank published or received, or ``None``."""
         if self._cause is None:
             with contextlib.suppress(Exception):
                 from mpi4py import MPI
@@ -89,7 +89,7 @@ class MpiRendezvous:
         return self._cause
 
     def roll_call(self, ranks: Iterable[int], timed_out: bool) -> dict[int, bool]:  # noqa: ARG002
-        """Return no rank: other ranks do not notice a failure of MPI, so they could not answer."""
+        """Return an empty dictionary: other ranks do not notice a failure of MPI, so they could not answer."""
         return {}
 
     def record_leaving(self) -> None:
@@ -119,7 +119,7 @@ class MpiTransport:
     """
 
     def __init__(self, comm: Any, abort_cause: Callable[[], bytes | None] = lambda: None) -> None:
-        """``comm``: a duplicate that no other code uses. ``abort_cause``: see ``base.Rendezvous``; waits check it."""
+        """``comm``: a duplicate that no other code uses. ``abort_cause``: see ``base.Rendezvous``. Waits call it."""
         from mpi4py import MPI
 
         self.abort_cause = abort_cause
@@ -139,7 +139,7 @@ class MpiTransport:
         return self._begin(self._comm.Irecv, address, nbytes, src, tag)
 
     def _begin(self, start: Callable[..., Any], address: int, nbytes: int, peer: int, tag: int) -> MpiMessage:
-        """Start a message, and the thread that tests all messages. An error of MPI is raised by the message's wait."""
+        """Start a message, and the thread that tests all messages. An error of MPI is raised later, by ``wait``."""
         if self.aborted:
             return MpiMessage(None, self, failure=_ABORTED)
         try:
@@ -158,6 +158,7 @@ class MpiTransport:
         return pending
 
     def _test_repeatedly(self) -> None:
+        """Test all messages every millisecond while there are any, until the transport is aborted."""
         while not self.aborted and threading.current_thread() is self._thread:
             self._wake.wait()
             self._wake.clear()
@@ -178,7 +179,7 @@ class MpiTransport:
         return bool(self._comm.iprobe(peer, _LEFT))
 
     def close(self, peers: Sequence[int] = ()) -> None:
-        """Tell the ranks ``peers`` that this rank has left, abort, and end the thread if there is one."""
+        """Tell the ranks ``peers`` that this rank has left, make all messages fail, and end the thread."""
         if not self.aborted:
             with contextlib.suppress(self._error):  # MPI may be shutting down
                 UNFINISHED.extend(self._comm.isend(None, rank, _LEFT) for rank in peers if rank != self._comm.rank)
@@ -191,7 +192,7 @@ class MpiTransport:
 class MpiMessage:
     """An MPI request, or the reason why it could not be made. See ``base.PendingMessage``.
 
-    ``peer``: the other rank, or ``None`` if the request is not that of a message between two ranks.
+    ``peer``: the other rank, or ``None`` if the request does not belong to a message between two ranks.
     """
 
     def __init__(
@@ -221,7 +222,7 @@ class MpiMessage:
         self.test()
 
     def wait(self, timeout_s: float) -> None:
-        """Return when the memory may be used again."""
+        """Wait until the memory may be used again."""
         pause, began = _SHORTEST_S, time.monotonic()
         check_at, left, tests_after_leaving = began + _CHECK_S, False, 0
         while not self.test():
@@ -234,10 +235,10 @@ class MpiMessage:
                     raise ConnectionError("another rank has aborted the group")
                 left = left or (self._peer is not None and self._transport.has_left(self._peer))
             tests_after_leaving += left
-            if tests_after_leaving > _TESTS_AFTER_LEAVING:  # a message that it had sent would have arrived by now
+            if tests_after_leaving > _TESTS_AFTER_LEAVING:  # a message that the peer had sent would have arrived by now
                 raise ConnectionResetError(f"rank {self._peer} has left the group")
             if now > began + timeout_s:
-                raise TimeoutError(f"the message did not arrive, or was not taken, within {timeout_s:g} s")
+                raise TimeoutError(f"the message was not sent or received within {timeout_s:g} s")
             time.sleep(pause)
             pause = min(pause * 1.5, _LONGEST_S)
         if self._failure is not None:

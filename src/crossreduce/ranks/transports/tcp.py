@@ -1,8 +1,8 @@
 """The TCP transport: messages between hosts over its own connections. The threads that wait for messages move them.
 
-Input: the ranks to connect to, and a place where ranks read each other's addresses. Output: see ``base.Transport``. A
-rank listens while the group is made; both ends of a connection prove that they know the listener's key, which only the
-ranks of the group can read. The messages themselves are neither encrypted nor authenticated, as those of gloo and NCCL.
+Input: the ranks to connect to, and a store where ranks read each other's addresses. Output: see ``base.Transport``. A
+rank listens while the group is made. Both ends of a connection prove that they know the listener's key, which only the
+ranks of the group can read. The messages are neither encrypted nor authenticated, as those of gloo and NCCL.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ from .base import PendingMessage
 with contextlib.suppress(ImportError):  # Windows has no fcntl; there, ranks raise a BackendError before they need it
     import fcntl
 
-_STAGGER_S: Final = 0.25  # from an attempt to connect to one with the next address (RFC 8305, section 5)
-_RETRY_S: Final = 1.0  # from an attempt with the last address of a rank to another one with its first address
+_STAGGER_S: Final = 0.25  # from an attempt to connect to the attempt with the next address (RFC 8305, section 5)
+_RETRY_S: Final = 1.0  # from an attempt with the last address of a rank to another attempt with its first address
 PATIENCE_S: Final = 10.0  # a connection that takes longer may be impossible; a lost SYN is sent again after 1, 3, 7 s
 _HANDSHAKE_S: Final = 5.0  # the longest time that an unknown program may take to prove that it is a rank
 _MOST_UNKNOWN: Final = 64  # connections of unknown programs that are open at once; the oldest one is closed first
-_CHECK_S: Final = 0.05  # between two queries whether the attempt was cancelled
+_CHECK_S: Final = 0.05  # between two checks whether ``connect`` was cancelled
 _DIGEST: Final = 16  # bytes, 128 bits
 _HELLO: Final = struct.Struct(f"<i{_DIGEST}s")  # the rank that connects, and its proof
-# A host that does not answer for two minutes, while this rank waits for it, is lost: seconds, seconds, number.
+# A connection fails if its other host does not answer for two minutes: 60 s, then 6 probes that are 10 s apart.
 _KEEP_ALIVE: Final = (("TCP_KEEPIDLE", 60), ("TCP_KEEPINTVL", 10), ("TCP_KEEPCNT", 6))
 _ADDRESS, _FLAGS, _IS_UP = 0x8915, 0x8913, 1  # of Linux: SIOCGIFADDR, SIOCGIFFLAGS, IFF_UP
 _UNUSED: Final = ("192.0.2.1", "2001:db8::1")  # addresses for documentation (RFC 5737, RFC 3849); nothing is sent there
@@ -49,12 +49,12 @@ class TcpTransport:
     """Messages over connected sockets. See ``base.Transport``.
 
     ``connections``: the compiled object. It also moves messages while this rank waits for ranks of its host.
-    ``unreached``: the ranks with which messages cannot be exchanged, since no connection to them could be made.
+    ``unreached``: the ranks to which no connection could be made.
     ``reached``: the address of each rank to which there is a connection.
     """
 
     def __init__(self, sockets: dict[int, socket.socket], unreached: Sequence[int] = ()) -> None:
-        """Use, and close, a connected socket for each rank with which messages are exchanged."""
+        """``sockets``: for each rank with which messages are exchanged a connected socket. The transport closes it."""
         self.unreached = tuple(unreached)
         self.reached = {rank: str(each.getpeername()[0]).removeprefix("::ffff:") for rank, each in sockets.items()}
         for each in sockets.values():
@@ -86,14 +86,14 @@ class TcpTransport:
 
 
 def keep_alive(connection: socket.socket) -> None:
-    """Let a connection fail if the other host does not answer any more, even while no data is sent."""
+    """Make a connection fail if the other host does not answer any more, even while no data is sent."""
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for option, value in _KEEP_ALIVE:
         connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
 
 
 def _after_fork() -> None:
-    """Close the sockets in a forked process: while they are open there, other ranks do not notice a rank's end."""
+    """Close the sockets in a forked process: while they are open there, other ranks do not notice that a rank ends."""
     for transport in list(_ALL):
         transport.connections.close_after_fork()
 
@@ -116,19 +116,18 @@ def connect(
     """Return a connected socket for each other rank. Each of them calls this, too, with a list that contains ``rank``.
 
     Args:
-      rank: this rank.
-      peers: the ranks to connect to; of two ranks the higher one connects to the lower one.
-      publish: makes this rank's addresses and key known to the other ranks only.
-      read: waits for what a rank has published.
-      cancelled: when it is set, this raises an error.
-      interfaces: names of the network interfaces to use, such as "eth0"; empty: any.
+      peers: the ranks to connect to. The higher one of two ranks connects to the lower one.
+      publish: publishes the addresses and the key of this rank, so that only the other ranks can read them.
+      read: waits until a rank has published, and returns what it published.
+      cancelled: an event. When it is set, this raises an error.
+      interfaces: names of the network interfaces to use, such as "eth0". If empty, any are used.
       stalled: called after ``patience_s`` with the ranks that have no connection yet, and then each second (more often
         if ``patience_s`` is below 5 s). It returns the ranks to give up, which are then missing in the result. Without
         it, no rank is given up.
-      listen_at: the only address of this host at which it listens; empty: all addresses of ``interfaces``.
-      patience_s: a connection that takes longer may be impossible.
+      listen_at: the only address of this host at which it listens. "" means all addresses of ``interfaces``.
+      patience_s: the seconds after which a connection that is not made yet may be impossible.
     Raises:
-      ConnectionError: it was cancelled before all connections were made; or no interface has an address.
+      ConnectionError: ``cancelled`` was set before all connections were made, or no interface has an address.
     """
     others = [peer for peer in peers if peer != rank]
     if not others:
@@ -151,7 +150,8 @@ def connect(
         while missing := [peer for peer in others if peer not in meeting.connected and peer not in given_up]:
             if cancelled.is_set():
                 tried = {peer: [address for address, _ in meeting.targets[peer]] for peer in missing if peer < rank}
-                raise ConnectionError(f"no connection to ranks {missing}; tried addresses: {tried or 'theirs to this'}")
+                addresses_tried = tried or "none, since these ranks connect to this one"
+                raise ConnectionError(f"no connection to ranks {missing}; tried addresses: {addresses_tried}")
             if stalled is not None and time.monotonic() > check_at:
                 check_at = time.monotonic() + min(_RETRY_S, patience_s / 5)
                 given_up.update(stalled(missing))
@@ -160,10 +160,9 @@ def connect(
 
 
 def addresses(interfaces: Sequence[str] = ()) -> list[str]:
-    """Return this host's addresses: first that of the default route; the loopback address is the last one.
+    """Return the addresses of this host. Those of the default routes come first, the loopback addresses last.
 
-    Raises:
-      ConnectionError: none of ``interfaces`` has an address.
+    Raise a ``ConnectionError`` if ``interfaces`` are given and none of them has an address.
     """
     found: list[str] = []
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as query:
@@ -186,7 +185,7 @@ def addresses(interfaces: Sequence[str] = ()) -> list[str]:
 
 
 def loopback(host: str) -> str:
-    """Return the loopback address if a host's name or address means it, otherwise an empty text."""
+    """Return the loopback address if ``host``, a name or an address, means this host itself, otherwise ""."""
     with contextlib.suppress(ValueError):
         parsed = ip_address("127.0.0.1" if host.lower() == "localhost" else host)
         parsed = getattr(parsed, "ipv4_mapped", None) or parsed
@@ -195,16 +194,16 @@ def loopback(host: str) -> str:
 
 
 def _source_for(target: str) -> str | None:
-    """Return the address from which this host would send to ``target``; nothing is sent."""
+    """Return the address from which this host would send to ``target``. Nothing is sent."""
     family = socket.AF_INET6 if ":" in target else socket.AF_INET
     with contextlib.suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as query:
-        query.connect((target, 9))
+        query.connect((target, 9))  # any port: this only selects the route
         return str(query.getsockname()[0])
     return None
 
 
 def opened_listener(port: int = 0, address: str = "") -> socket.socket:
-    """Return a socket that listens at a port (0: a free one) of an address of this host, or of all its addresses."""
+    """Return a socket that listens at a port of this host. Port 0 is a free port, address "" means all addresses."""
     if address:
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
         return socket.create_server((address, port), family=family, backlog=1024)
@@ -219,15 +218,15 @@ def opened_listener(port: int = 0, address: str = "") -> socket.socket:
 
 
 def _proof(key: bytes, word: str, rank: int, listener: int) -> bytes:
-    """Return the proof that the sender of ``word`` knows the key; ``rank`` connects to the rank ``listener``."""
+    """Return the proof that the sender of ``word`` knows the key. Rank ``rank`` connects to rank ``listener``."""
     return blake2b(f"{word} {rank} {listener}".encode(), key=key, digest_size=_DIGEST).digest()
 
 
 class _Meeting:
-    """Makes the connections of one rank.
+    """Makes the connections of one rank. ``targets``: for each rank to connect to, its addresses and ports.
 
     The connecting rank sends its number and a proof, and the listening rank answers with another proof. The connecting
-    rank may have made several connections, so it sends one byte over the one that it uses.
+    rank may have made several connections, so it sends one byte over the connection that it uses.
     """
 
     def __init__(self, rank: int, key: bytes, expected: Sequence[int], listener: socket.socket | None) -> None:
@@ -235,11 +234,11 @@ class _Meeting:
         self.targets: dict[int, list[tuple[str, int]]] = {}
         self._rank, self._key, self._expected = rank, key, set(expected)
         self._keys: dict[int, bytes] = {}
-        self._due: dict[int, tuple[float, int]] = {}  # when to try which address of a rank next
+        self._due: dict[int, tuple[float, int]] = {}  # by rank: when to try which of its addresses next
         self._selector = selectors.DefaultSelector()
-        self._open: dict[socket.socket, Iterator[int]] = {}  # handshakes, each of which yields the event it waits for
+        self._open: dict[socket.socket, Iterator[int]] = {}  # handshakes: generators of the events to wait for
         self._tried: dict[tuple[int, tuple[str, int]], socket.socket] = {}  # the last attempt of each rank and address
-        self._accepted_at: dict[socket.socket, float] = {}  # connections of programs that have proved nothing yet
+        self._accepted_at: dict[socket.socket, float] = {}  # connections of programs that have sent no proof yet
         if listener is not None:
             listener.setblocking(False)
             self._selector.register(listener, selectors.EVENT_READ)
@@ -265,7 +264,7 @@ class _Meeting:
         self._due[peer] = time.monotonic(), 0
 
     def step(self) -> None:
-        """Do what can be done now, or within a short time."""
+        """Close connections without a proof, begin due attempts, and continue handshakes. Wait at most ``_CHECK_S``."""
         now = time.monotonic()
         for sock, at in list(self._accepted_at.items()):
             if now > at + _HANDSHAKE_S:
@@ -283,6 +282,7 @@ class _Meeting:
                 self._continue(key.fileobj)
 
     def _accept(self) -> None:
+        """Accept a connection, and begin its handshake. If too many have sent no proof, close the oldest of them."""
         assert self._listener is not None
         if len(self._accepted_at) >= _MOST_UNKNOWN:
             self._drop(min(self._accepted_at, key=lambda sock: self._accepted_at[sock]))
@@ -295,7 +295,7 @@ class _Meeting:
         self._begin(sock, self._accepted(sock))
 
     def _try(self, peer: int, target: tuple[str, int]) -> None:
-        """Begin to connect to an address, unless the last attempt with it has not ended."""
+        """Begin to connect to an address, unless the last attempt to do so has not ended."""
         if self._tried.get((peer, target)) in self._open:
             return
         with contextlib.suppress(OSError):  # no IPv6 here, or too many open files
@@ -309,7 +309,7 @@ class _Meeting:
         self._continue(sock)
 
     def _continue(self, sock: socket.socket) -> None:
-        """Continue a handshake; close the connection if it fails."""
+        """Continue a handshake. Close the connection if it fails."""
         with contextlib.suppress(KeyError):
             self._selector.unregister(sock)
         try:
@@ -329,7 +329,7 @@ class _Meeting:
         sock.close()
 
     def _connecting(self, sock: socket.socket, peer: int, target: tuple[str, int]) -> Iterator[int]:
-        """Execute the connecting rank's handshake; see ``_open``."""
+        """Execute the connecting rank's handshake, and yield the events to wait for."""
         with contextlib.suppress(BlockingIOError):
             sock.connect(target)
         yield selectors.EVENT_WRITE
@@ -341,13 +341,13 @@ class _Meeting:
         if not secrets.compare_digest(answer, _proof(self._keys[peer], "welcome", self._rank, peer)):
             raise EOFError  # another program
         if peer in self.connected:
-            raise EOFError  # another address was faster
+            raise EOFError  # the connection to another address was faster
         sock.sendall(b".")
         self.connected[peer] = sock
         del self._due[peer]
 
     def _accepted(self, sock: socket.socket) -> Iterator[int]:
-        """Execute the listening rank's handshake; see ``_open``."""
+        """Execute the listening rank's handshake, and yield the events to wait for."""
         hello = b""
         while len(hello) < _HELLO.size:
             yield selectors.EVENT_READ
@@ -366,7 +366,7 @@ class _Meeting:
 
 
 def _receive_part(sock: socket.socket, most: int) -> bytes:
-    """Return bytes that have arrived, or raise an ``EOFError`` if the connection is closed."""
+    """Return bytes that have arrived, at most ``most``. Raise an ``EOFError`` if the connection is closed."""
     if received := sock.recv(most):
         return received
     raise EOFError

@@ -1,8 +1,8 @@
 """The format of Chakra's execution traces: protobuf messages, each after its length as a varint.
 
-Input: the nodes of one rank. Output: the bytes of its trace, and back. A trace is a ``GlobalMetadata`` and then
-``Node``s. The message classes are created here from descriptors, only with the fields that these traces use; other
-fields are skipped. The protobuf package (the "chakra" extra) is imported at the first call.
+``encode`` converts the nodes of one rank to the bytes of its trace, and ``decode`` does the reverse. A trace is a
+``GlobalMetadata`` message, followed by ``Node`` messages. Their classes are created here from descriptors, only with
+the fields that these traces use. The protobuf package (the "chakra" extra) is imported at the first call.
 
 Source: github.com/mlcommons/chakra, schema/protobuf/et_def.proto (messages and numbers of fields) and src/feeder
 (lengths before messages; ``comm_size`` is an int64, ``comm_src``, ``comm_dst`` and ``comm_tag`` are int32).
@@ -63,7 +63,7 @@ class TraceNode(NamedTuple):
     kind: int  # COMP_NODE, COMM_SEND_NODE or COMM_RECV_NODE
     name: str
     deps: tuple[int, ...]  # the nodes of the same rank that must be complete before this one starts
-    src: int = -1  # this field and the next four are only for messages
+    src: int = -1  # a rank; this field and the next four are only for messages
     dst: int = -1
     size: int = 0  # bytes
     tag: int = 0
@@ -79,7 +79,7 @@ class Trace(NamedTuple):
 
 
 def encode(nodes: Iterable[TraceNode], about: dict[str, str]) -> bytes:
-    """Return the trace of one rank; ``about`` is stored as attributes of its metadata.
+    """Return the bytes of one rank's trace. Its metadata stores the texts in ``about`` as attributes, by name.
 
     Raises:
       BackendError: protobuf is not installed.
@@ -99,7 +99,7 @@ def encode(nodes: Iterable[TraceNode], about: dict[str, str]) -> bytes:
 
 
 def decode(trace: bytes) -> Trace:
-    """Return a trace from the bytes of its file.
+    """Return the trace that the bytes of a file contain.
 
     Raises:
       ArgumentError: the bytes are not a trace of Chakra.
@@ -123,25 +123,17 @@ def decode(trace: bytes) -> Trace:
 
 
 def _node(message: Any) -> TraceNode:
-    """Return a node from its message. Missing attributes have the values of ``TraceNode``."""
+    """Convert a ``Node`` message to a ``TraceNode``. Missing attributes get the default values of ``TraceNode``."""
     values = {attribute.name: _value(attribute) for attribute in message.attr}
     through = values.get("through")
-    return TraceNode(
-        message.id,
-        message.type,
-        message.name,
-        (*message.data_deps, *message.ctrl_deps),
-        values.get("comm_src", -1),
-        values.get("comm_dst", -1),
-        values.get("comm_size", 0),
-        values.get("comm_tag", 0),
-        None if through is None else tuple(through.split(",")),
-        message.duration_micros,
-    )
+    fields = {name: values[f"comm_{name}"] for name in ("src", "dst", "size", "tag") if f"comm_{name}" in values}
+    fields |= {"through": None if through is None else tuple(through.split(","))}
+    deps = (*message.data_deps, *message.ctrl_deps)
+    return TraceNode(message.id, message.type, message.name, deps, **fields, duration_micros=message.duration_micros)
 
 
 def _attributes(node: TraceNode) -> list[dict[str, Any]]:
-    """Return the attributes of a node's message."""
+    """Return the attributes of a node's message, each as the fields of an ``AttributeProto``."""
     # Without is_cpu_op, Chakra's first feeder would take a node for work of the CPU.
     attributes: list[dict[str, Any]] = [{"name": "is_cpu_op", "bool_val": False}]
     if node.kind != COMP_NODE:
@@ -165,7 +157,7 @@ def _write(stream: io.BytesIO, message: Any) -> None:
 
 
 def _read(stream: io.BytesIO, kind: Any) -> Any:
-    """Return the next message, or ``None`` at the end."""
+    """Return the next message, which has the class ``kind``, or ``None`` at the end of the stream."""
     from google.protobuf import proto
 
     return proto.parse_length_prefixed(kind, stream)
@@ -175,7 +167,7 @@ def _read(stream: io.BytesIO, kind: Any) -> Any:
 def _classes() -> tuple[Any, Any]:
     """Return the classes of ``GlobalMetadata`` and ``Node``.
 
-    They are in a separate pool, to avoid conflicts with classes that protoc generated from the same schema.
+    A separate descriptor pool avoids conflicts with classes that protoc generated from the same schema.
     """
     try:
         from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
@@ -187,7 +179,7 @@ def _classes() -> tuple[Any, Any]:
     for name, fields in _MESSAGES.items():
         message = file.message_type.add(name=name)
         if name == "AttributeProto":
-            message.oneof_decl.add(name="value")
+            message.oneof_decl.add(name="value")  # an attribute has one value, and so only one field besides its name
         for label, kind, field_name, number in fields:
             field = message.field.add(name=field_name, number=number, label=_LABELS[label])
             field.type = _TYPES.get(kind, _TYPES["enum" if kind == "NodeType" else "message"])

@@ -12,7 +12,7 @@ from .writer import MOST_NODES
 
 
 def remarks(plan: Plan, files: dict[str, bytes]) -> dict[str, str]:
-    """Return the lines by their labels.
+    """Return the lines by their labels. The only label is "traces". ``files`` has the trace files by name.
 
     >>> from crossreduce.export.formats.chakra import to_chakra
     >>> from crossreduce.planning import plan

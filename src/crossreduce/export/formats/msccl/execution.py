@@ -1,11 +1,11 @@
 """The steps of an MSCCL XML file as the runtimes run them, and a proof that all of them end.
 
-Input: an ``Algo`` as read from a file. Output: an ``MscclProgram``, and an order in which its steps can run; or
-ScheduleError, for example for a connection with one end, a dependency that no step meets, or a deadlock.
+Input: an ``Algo`` as read from a file. Output: an ``MscclProgram``, and an order in which its steps can run.
+ScheduleError if there is none, for example because a connection has only one end or the steps have a deadlock.
 
-- A ``nop`` only carries a dependency: the next step of another type waits for it. A step with ``hasdep`` signals when
-  it is done. The first such signal at or after step k meets a dependency on step k. Adjacent ``re`` steps (local
-  reductions) with the same destination and source buffer run as one step if no wait or signal is between them.
+- A ``nop`` only carries a dependency, which the next step of another type waits for. A step with ``hasdep`` signals
+  when it is done. The first such signal at or after step k satisfies a dependency on step k. Adjacent ``re`` steps
+  (local reductions) with the same destination and source buffer run as one step if no wait or signal is between them.
 - The k-th send of a connection (source, destination, channel) is received by the k-th receive of the connection. A
   connection has a few slots for messages that are not yet received, and a send waits for a free slot. A step of many
   chunks may need several slots.
@@ -45,7 +45,7 @@ Connection = tuple[int, int, int]  # the sending GPU, the receiving GPU and the 
 
 @dataclass
 class RuntimeStep:
-    """A step other than ``nop``. Fields after ``count`` are positions in ``MscclProgram.steps``, or -1 for none."""
+    """A step other than ``nop``. Fields after ``count`` are positions in ``MscclProgram.steps``; -1 stands for none."""
 
     gpu: int
     block: int
@@ -59,7 +59,6 @@ class RuntimeStep:
 
     @property
     def threadblock(self) -> ThreadblockId:
-        """The GPU and threadblock."""
         return self.gpu, self.block
 
     def __str__(self) -> str:
@@ -67,19 +66,19 @@ class RuntimeStep:
 
 
 def too_large(steps: int, work: int) -> str:
-    """Return why a file is not verified that has at least this number of steps, and of chunks in buffers and steps.
+    """Return the reason why a file is too large to be verified, or "" if it is not.
 
-    The result is "" if the file is verified.
+    ``steps`` is its number of steps, and ``work`` the number of chunks in its buffers and steps together.
     """
     if steps > MOST_STEPS:
         return f"at most {MOST_STEPS} steps are verified, the file needs {steps}"
-    return (
-        f"at most {MOST_WORK} chunks in buffers and steps are verified, the file has {work}" if work > MOST_WORK else ""
-    )
+    if work > MOST_WORK:
+        return f"at most {MOST_WORK} chunks in buffers and steps are verified, the file has {work}"
+    return ""
 
 
 class MscclProgram:
-    """All steps of a file, with their dependencies and messages; ScheduleError if these do not match."""
+    """All steps of a file, with their dependencies and messages. A ScheduleError is raised if these do not match."""
 
     def __init__(self, algo: Algo) -> None:
         self.algo = algo
@@ -104,21 +103,20 @@ class MscclProgram:
         self._connect()
 
     def error(self, step: RuntimeStep, text: str) -> ScheduleError:
-        """Return an error about a step."""
         return ScheduleError(f"{self.name}, {step}: {text}")
 
-    def _signal(self, step: RuntimeStep, block: int, number: int, target: _ThreadblockParser | None) -> int:
-        """Return the step whose signal meets a dependency on step ``number`` of a threadblock."""
-        if target is None:
+    def _signal(self, step: RuntimeStep, block: int, number: int, parser: _ThreadblockParser | None) -> int:
+        """Return the step whose signal satisfies a dependency on step ``number`` of the threadblock of ``parser``."""
+        if parser is None:
             raise self.error(step, f"waits for tb {block}, which gpu {step.gpu} does not have.")
-        position = bisect_left(target.signals, (number, 0))  # the counters increase
-        if position < len(target.signals):
-            return target.signals[position][1]
+        position = bisect_left(parser.signals, (number, 0))  # the counters increase
+        if position < len(parser.signals):
+            return parser.signals[position][1]
         reason = "no step of that threadblock signals from there on (none has hasdep=1), so it would wait forever"
         raise self.error(step, f"waits for tb {block}, step {number}, but {reason}.")
 
     def _connect(self) -> None:
-        """Pair each connection's sends with its receives, in order."""
+        """Pair each connection's sends with its receives, in order. Raise a ScheduleError if they do not match."""
         # For each connection and each end ("send", "recv"): the threadblock at this end, and its steps.
         connections: defaultdict[Connection, dict[str, tuple[int, list[int]]]] = defaultdict(dict)
         for (g, t), run in self.blocks.items():
@@ -142,11 +140,11 @@ class MscclProgram:
                 if [*ends] == [end]:
                     problem = f"no threadblock of {missing} gpu {gpu} on channel {channel}."
                     raise ScheduleError(f"{self.name}, gpu {gpu}, tb {ends[end][0]}: {problem}")
-            (t, out), (u, into) = ends["send"], ends["recv"]
-            if len(out) != len(into):
-                sends = f"gpu {src}, tb {t}: sends {len(out)} times to gpu {dst} on channel {channel}"
-                raise ScheduleError(f"{self.name}, {sends}, where tb {u} receives {len(into)} times.")
-            for send, recv in zip(out, into, strict=True):
+            (t, sends), (u, receives) = ends["send"], ends["recv"]
+            if len(sends) != len(receives):
+                text = f"gpu {src}, tb {t}: sends {len(sends)} times to gpu {dst} on channel {channel}"
+                raise ScheduleError(f"{self.name}, {text}, where tb {u} receives {len(receives)} times.")
+            for send, recv in zip(sends, receives, strict=True):
                 sent, received = self.steps[send], self.steps[recv]
                 if sent.count != received.count:
                     text = f"sends {sent.count} chunks, but {received} receives {received.count} chunks."
@@ -172,7 +170,8 @@ class _ThreadblockParser:
         # The destination and source buffer with which the next ``re`` would run as one step with the ``re`` before it.
         chain: tuple[Location, str] | None = None
         fused: list[RuntimeStep] = []
-        counter = reductions = 0
+        counter = 0  # the runtimes' number of the step, which does not count nops that wait for nothing
+        reductions = 0
         for number, xml in enumerate(block.steps):
             if xml.threadblock >= 0:
                 pending.append((xml.threadblock, xml.step))
@@ -186,15 +185,15 @@ class _ThreadblockParser:
                 self._fuse(number, fused)
             else:
                 if pending and xml.threadblock < 0:
-                    refusal = "msccl-executor-nccl and RCCL refuse the file: after a waiting nop it must wait too"
+                    refusal = "msccl-executor-nccl and RCCL refuse the file: after a nop that waits, it must wait, too"
                     self._note(number, refusal)
                 fused = [step]
                 self.waits.append(pending)
                 counter += max(len(pending) - 1, 0)
                 pending = []
             reductions += xml.type == "re"
-            ends = xml.type != "re" or xml.signals or reductions == MOST_FUSED
-            chain = None if ends else (xml.dst, xml.src.buffer)
+            ends_chain = xml.type != "re" or xml.signals or reductions == MOST_FUSED
+            chain = None if ends_chain else (xml.dst, xml.src.buffer)
             if xml.signals:
                 self.signals.append((counter, here))
                 if counter != number:
@@ -207,7 +206,7 @@ class _ThreadblockParser:
         """Give all steps that run as one the count of the last one, as the runtimes do, and note faults."""
         count = fused[-1].count
         if any(step.count != count for step in fused):
-            self._note(number, "the runtimes fuse it with the re before, and use its cnt for all of them")
+            self._note(number, "the runtimes fuse it with the re steps before it, and use its cnt for all of them")
         for step in fused:
             step.count = count
         if len(fused) == MOST_FUSED + 1:
@@ -218,7 +217,7 @@ class _ThreadblockParser:
 
 
 def chunks_per_slot(algo: Algo) -> int:
-    """Return the number of chunks of a step that fit into a slot if the buffer has ``max_bytes`` bytes; at least 1."""
+    """Return how many chunks of a message fit into a slot if the buffer has ``max_bytes`` bytes, but at least 1."""
     if not algo.max_bytes:
         return 1
     chunk = -(-algo.max_bytes // algo.chunks)
@@ -228,8 +227,8 @@ def chunks_per_slot(algo: Algo) -> int:
 class Execution:
     """One execution of a program's steps that respects all waits.
 
-    Steps depend on other threadblocks only through counts that never decrease. So if one execution ends, every one
-    does.
+    A connection has ``slots`` slots, each for a part of a message: up to ``per_slot`` chunks. Steps depend on other
+    threadblocks only through counts that never decrease. So if one execution ends, every execution does.
     """
 
     def __init__(self, program: MscclProgram, slots: int, per_slot: int) -> None:
@@ -241,7 +240,7 @@ class Execution:
         self.ready = OrderedDict.fromkeys(program.blocks)  # a queue of threadblocks whose next step may be able to run
 
     def order(self) -> list[int]:
-        """Return all steps in an order in which they can run; ScheduleError names threadblocks in a deadlock."""
+        """Return all steps in an order in which they can run. Raise a ScheduleError if they have a deadlock."""
         order: list[int] = []
         waiting: defaultdict[int, list[ThreadblockId]] = defaultdict(list)
         while self.ready:
@@ -263,11 +262,11 @@ class Execution:
         return order
 
     def _waits_for(self, number: int) -> int:
-        """Return the first step that is not done and for which a step waits, or -1."""
+        """Return the first step that step ``number`` waits for and that is not done, or -1 if there is none."""
         return next((target for target in self.program.steps[number].waits if not self.done[target]), -1)
 
     def _transmit(self, number: int) -> bool:
-        """Move as many parts of a message as its sender and free slots allow; return whether none are left."""
+        """Receive and send the parts of a step's message that can be moved now. Return whether the step is done."""
         steps = self.program.steps
         step = steps[number]
         parts = -(-step.count // self.per_slot)
@@ -286,7 +285,7 @@ class Execution:
         return self.passed[number] == parts
 
     def _wait_cycle(self) -> str:
-        """Return threadblocks that wait for each other in a cycle, in words."""
+        """Return a description of threadblocks that wait for each other in a cycle."""
         steps = self.program.steps
         blocks = self.program.blocks
         threadblock = next(key for key, run in blocks.items() if self.current[key] < run.stop)

@@ -53,10 +53,10 @@ class Runtime:
     required: tuple[str, ...] = ("name", "outofplace", "minBytes", "maxBytes")  # the attributes of <algo> that it needs
 
 
-# In this order: MAXCHANNELS (in nccl's device.h), MSCCL_MAX_NUM_THREAD_BLOCKS and MSCCL_MAX_NUM_STEPS (msccl_struct.h;
-# earlier versions had more), MAX_NODES (msccl_parser.h), the most XML elements that count for a GPU: the algo, each
-# gpu, and the GPU's own threadblocks and steps. Those of microsoft/msccl are in its src/include/msccl.h, and its parser
-# (mscclGetAlgoFromXMLAndSetAlgo in src/graph/topo.cc) requires the name only; its limit of elements is not known.
+# The limits are MAXCHANNELS (nccl's device.h), MSCCL_MAX_NUM_THREAD_BLOCKS and MSCCL_MAX_NUM_STEPS (msccl_struct.h;
+# earlier versions had more), and MAX_NODES (msccl_parser.h). It limits the elements that count for one GPU: the algo,
+# each gpu, and the GPU's own threadblocks and steps. The limits of microsoft/msccl are in its src/include/msccl.h; that
+# of elements is not known. Its parser (mscclGetAlgoFromXMLAndSetAlgo in src/graph/topo.cc) requires only the name.
 RUNTIMES: Final = {
     "msccl": Runtime("msccl-executor-nccl", 32, 1024, 64, 32768),
     "rccl": Runtime("RCCL", 128, 64, 64, 4096),
@@ -109,7 +109,7 @@ class Algo(NamedTuple):
 
 
 def units_of_xml(text: str) -> int:
-    """Return the number of chunks of a file, which must divide the number of elements of a message."""
+    """Return the number of chunks of a file. The number of elements of a message must be a multiple of it."""
     return read_msccl_xml(text).chunks
 
 
@@ -156,6 +156,8 @@ def read_msccl_xml(text: str) -> Algo:
 
 @dataclass
 class _XmlElement:
+    """An element of a file. Its methods return checked attributes; ``at`` is the place of the element in errors."""
+
     name: str
     attributes: dict[str, str]
     line: int
@@ -184,6 +186,7 @@ _CHILDREN: Final = {"": "algo", "algo": "gpu", "gpu": "tb", "tb": "step", "step"
 
 
 def _parse(text: str) -> _XmlElement:
+    """Return the root element of an XML text. Raise a ScheduleError if the text is too large or is not MSCCL XML."""
     from xml.parsers import expat  # loaded with the first file that is read
 
     parser = expat.ParserCreate("utf-8")
@@ -211,13 +214,13 @@ def _parse(text: str) -> _XmlElement:
         if data.strip():
             raise ScheduleError.of(f"line {parser.CurrentLineNumber}: unexpected text between elements.", shown(data))
 
-    def refused(*_: object) -> None:
+    def refuse(*_: object) -> None:
         raise ScheduleError(f"line {parser.CurrentLineNumber}: the file must not contain a DOCTYPE or entities.")
 
     parser.StartElementHandler = start
     parser.EndElementHandler = lambda _: open_elements.pop()
     parser.CharacterDataHandler = characters
-    parser.StartDoctypeDeclHandler = refused
+    parser.StartDoctypeDeclHandler = refuse
     try:
         data = text.encode()
         # In parts, because expat would first collect all attributes of a tag, however many there are.
@@ -233,17 +236,18 @@ def _parse(text: str) -> _XmlElement:
 
 
 def _order_by_id(elements: list[_XmlElement], what: str, count: int | None, at: str) -> list[_XmlElement]:
-    """Return elements in the order of their ids, which must be 0, 1, 2, ..."""
+    """Return <``what``> elements in the order of their ids. If ``count`` is not ``None``, there must be so many."""
     by_id = {element.number("id", at): element for element in elements}
     wanted = len(elements) if count is None else count
     if sorted(by_id) != list(range(len(elements))) or len(elements) != wanted:
         given = cut(", ".join(element.attributes["id"] for element in elements)) or "none"
-        problem = f"{at}: there must be {wanted} <{what}>, whose ids are 0, 1, 2, ..., each once."
+        problem = f"{at}: there must be {wanted} <{what}> elements with the ids 0, 1, 2, ..., each once."
         raise ScheduleError.of(problem, f"ids {given}", f"ids 0 to {wanted - 1}")
     return [by_id[number] for number in range(wanted)]
 
 
 def _read_gpu(element: _XmlElement, algo: str, ranks: int) -> Gpu:
+    """Return the content of a ``gpu`` element. ``algo`` is the place of its parent, in words."""
     at = f"{algo}, gpu {element.attributes['id']}"
     sizes = {buffer: element.number(f"{buffer}_chunks", at) for buffer in BUFFERS}
     blocks = []
@@ -259,6 +263,7 @@ def _read_gpu(element: _XmlElement, algo: str, ranks: int) -> Gpu:
 
 
 def _read_step(element: _XmlElement, number: int, block: str, send: int, recv: int) -> XmlStep:
+    """Return the content of a ``step`` element. ``block`` is the place of its threadblock, in words."""
     at = f"{block}, step {number}"
     if element.number("s", at) != number:
         given = f's="{element.attributes["s"]}"'
@@ -303,7 +308,7 @@ def broken_limits(algo: Algo, runtime: Runtime) -> Iterator[str]:
 
 
 def _needs(blocks: tuple[Threadblock, ...], gpus: int) -> tuple[int, ...]:
-    """Return the numbers of a GPU that ``broken_limits`` compares with its limits, in the same order."""
+    """Return how much of each limited resource a GPU needs, in the order of ``limits`` in ``broken_limits``."""
     steps = [step for block in blocks for step in block.steps]
     return (
         len(blocks),

@@ -1,8 +1,8 @@
 """The least resources that any MSCCL XML file of a collective needs.
 
-Input: a collective and the limits of runtimes. Output: a limit that every file of the collective breaks, in words. It
-is counted on one rank of each group of equal ranks, before any file is arranged. So a plan that cannot fit is refused
-at once.
+Input: a collective and the limits of runtimes. Output: a limit that every file of the collective breaks, in words.
+Resources are counted on one rank of each group of equal ranks, before any file is arranged. So a plan that cannot fit
+is refused at once.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from .format import LARGEST_COUNT, Runtime
 
 
 def least_broken(collective: Collective, limits: Sequence[Runtime]) -> str:
-    """Return a limit that every file of a collective breaks, in words, or "" if none is found.
+    """Return, in words, a limit that every file of a collective breaks, or "" if none is found.
 
     >>> from crossreduce.export.formats.collective import collective as nccl_collective
     >>> from crossreduce.export.formats.msccl.format import RUNTIMES
@@ -29,10 +29,11 @@ def least_broken(collective: Collective, limits: Sequence[Runtime]) -> str:
     for block in collective.blocks:
         blocks[block.chunk] += -(-block.size // LARGEST_COUNT)
     total = 0
-    for rank, count in collective.program.alike.items():
+    for rank, equal_ranks in collective.program.alike.items():
         peers = _messages(collective.program.on(rank), blocks)
-        steps = max(sum(messages.values()) for messages in peers)  # a step sends at most one message, and receives one
-        total += count * steps
+        # A step sends at most one message and receives at most one.
+        steps = max(sum(messages.values()) for messages in peers)
+        total += equal_ranks * steps
         for runtime in limits:
             threadblocks = max(sum(-(-n // runtime.steps) for n in messages.values()) for messages in peers)
             elements = 1 + collective.ranks + threadblocks + steps
@@ -46,7 +47,7 @@ def least_broken(collective: Collective, limits: Sequence[Runtime]) -> str:
 
 
 def _messages(part: DeviceProgram, blocks: Counter[int]) -> tuple[Counter[int], Counter[int]]:
-    """Return the numbers of messages that a rank sends to each other rank, and that it receives from each."""
+    """Return how many messages a rank sends to each rank, and how many it receives from each: one for each block."""
     sent, received = Counter[int](), Counter[int]()
     for stage in part.stages:
         for messages, counts in ((stage.sends, sent), (stage.receives, received)):

@@ -94,8 +94,8 @@ def verify_msccl_xml(text: str, *, root: int | None = None, slots: int | None = 
     notes = [note for runtime in RUNTIMES.values() for note in broken_limits(algo, runtime)] + program.notes
     if text.lstrip().startswith("<?xml"):
         notes.append("msccl-executor-nccl and RCCL cannot read an XML declaration (<?xml ...?>)")
-    for inplace in (True, False):
-        if algo.inplace if inplace else algo.outofplace:
+    for inplace, is_allowed in ((True, algo.inplace), (False, algo.outofplace)):
+        if is_allowed:
             root = _prove(program, order, inplace, root, notes)
     if root is not None:
         limit = f"runtimes use the file for every root, but it is right only for {root}"
@@ -109,6 +109,8 @@ def verify_msccl_xml(text: str, *, root: int | None = None, slots: int | None = 
 
 @dataclass
 class _MemoryCell:
+    """A chunk of a buffer, the step that last wrote it (or -1), and the steps that have read it since then."""
+
     value: Contributions | None = None
     writer: int = -1
     readers: list[int] = field(default_factory=list)
@@ -150,7 +152,7 @@ class _Memory:
         return gpu, larger, chunk + (gpu * self.part if self.sizes["i"] != self.sizes["o"] else 0)
 
     def run(self, order: list[int]) -> None:
-        """Run all steps one by one; ScheduleError for a race or another invalid access to memory."""
+        """Run all steps in this order. Raise a ScheduleError for a race or another invalid access to memory."""
         clocks = _Clocks(self.program.steps)
         messages: dict[int, list[Contributions]] = {}
         for number in order:
@@ -174,15 +176,16 @@ class _Memory:
                 messages[number] = values
 
     def _span(self, step: RuntimeStep, span: Location) -> list[Key]:
-        """Return the chunks of a step's source or destination."""
+        """Return the keys of the chunks of a step's source or destination."""
         gpu = self.program.algo.gpus[step.gpu]
         size = min(self.sizes.get(span.buffer, gpu.sizes["s"]), gpu.sizes[span.buffer])
         if span.offset < 0 or span.offset + step.count > size:
             chunks = f"chunks {span.offset} to {span.offset + step.count - 1} of the {BUFFERS[span.buffer]} buffer"
-            raise self.program.error(step, f"{chunks}, which has {size}.")
+            raise self.program.error(step, f"accesses {chunks}, which has {size} chunks.")
         return [self.key(step.gpu, span.buffer, span.offset + k) for k in range(step.count)]
 
     def _read(self, number: int, key: Key, done: int) -> Contributions:
+        """Return the value that step ``number`` reads. ``done`` has the bits of the steps that precede this access."""
         cell = self.cells[key]
         if cell.value is None:
             text = f"reads {self._describe(key)}, which was never written."
@@ -193,6 +196,7 @@ class _Memory:
         return cell.value
 
     def _write(self, number: int, key: Key, value: Contributions, done: int) -> None:
+        """Store a value that step ``number`` writes. ``done`` has the bits of the steps that precede this access."""
         cell = self.cells[key]
         if cell.writer >= 0 and not done >> cell.writer & 1:
             raise self._race(number, "writes", key, cell.writer, "writes")
@@ -203,6 +207,7 @@ class _Memory:
         cell.readers.clear()
 
     def _race(self, number: int, does: str, key: Key, other: int, did: str) -> ScheduleError:
+        """Return the error for an access ("reads" or "writes") of a step that races with one of step ``other``."""
         step, far = self.program.steps[number], self.program.steps[other]
         earlier = f"tb {far.block}, step {far.number} ({far.xml.type}) {did}"
         text = f"a race. It {does} {self._describe(key)}, which {earlier}, and the two are not ordered."
@@ -262,7 +267,7 @@ class _Clocks:
 
 
 def _prove(program: MscclProgram, order: list[int], inplace: bool, root: int | None, notes: list[str]) -> int | None:
-    """Run the steps on symbolic memory, and raise unless the result is right. Return the root of the collective."""
+    """Prove that the steps leave the right result in calls in place or out of place. Return the collective's root."""
 
     def run(sources: range) -> _Memory:
         memory = _Memory(program, inplace, sources)
@@ -271,7 +276,9 @@ def _prove(program: MscclProgram, order: list[int], inplace: bool, root: int | N
 
     coll = program.algo.coll
     root = prove_results(program.name, coll, range(len(program.algo.gpus)), root, run)
-    for step in () if inplace else program.steps:
+    if inplace:
+        return root
+    for step in program.steps:
         spans = [s for s, types in ((step.xml.src, READS), (step.xml.dst, WRITES)) if step.xml.type in types]
         if coll == "reduce" and step.gpu != root and any(span.buffer == "o" for span in spans):
             raise program.error(step, f"uses the output buffer, which only the root {root} has.")

@@ -1,8 +1,8 @@
 """Write a schedule as MSCCL XML, which msccl-executor-nccl, microsoft/msccl and RCCL run.
 
 Input: a schedule, the topology that it was planned for, and the runtimes that must accept the file. Output: its text.
-``arrangement.py`` determines on which channels the messages run, ``xml_operations.py`` the steps. The first of several
-arrangements that the runtimes' limits allow is written, and then proved by the verifier.
+``arrangement.py`` assigns messages to channels, and ``xml_operations.py`` makes the steps. Several arrangements are
+tried. The file has the first one that the runtimes' limits allow, and the verifier proves it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from ....topology import Topology, TopologyLike, byte_count, topology_of
 from ..channels import CHANNEL_GB_PER_S, parts_of_chunks
 from ..collective import Collective, require_integers
 from ..collective import collective as nccl_collective
-from .arrangement import MOST_SINGLE, Arrangement, cut, pipeline_arrangement, plain, shared_arrangement
+from .arrangement import MOST_SINGLE, Arrangement, pipeline_arrangement, plain_arrangement, shared_arrangement, split
 from .execution import too_large
 from .format import LARGEST_COUNT, MOST_CHUNKS, PROTOCOLS, RUNTIMES, Runtime, broken_limits, read_msccl_xml
 from .resource_bounds import least_broken
@@ -30,10 +30,10 @@ from .xml_operations import XmlWriter
 CHANNELS: Final = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
 
 MOST_STEPS: Final = 1 << 15
-"""Files of more steps have fewer pieces, because their proof would take more than half a minute."""
+"""The number of pieces is lowered if a file would have more steps: its proof would take more than half a minute."""
 
 LARGE_STEP: Final = 1 << 20
-"""Bytes: half of the runtimes' largest message, so that a GPU forwards one while it receives the next one."""
+"""In bytes: half of the runtimes' largest message, so that a GPU forwards a step's data while it receives the next."""
 
 # The runtimes' parsers read at most 255 characters of an attribute, and do not decode XML escapes.
 _NAME: Final = re.compile(r"[A-Za-z0-9_.:+/@-]{1,200}")
@@ -64,15 +64,16 @@ def to_msccl_xml(
       schedule: an all-reduce, reduce-scatter, all-gather, broadcast or reduce of all its devices.
       topology: the topology that it was planned for. Chunks are divided into parts with separate channels until each
         channel carries at most ``CHANNEL_GB_PER_S``. Without a topology, each chunk is one part.
-      nbytes: the size that it was planned for. Parts of more than ``LARGE_STEP`` bytes are divided into more pieces.
-        Without a size, the number of pieces is the planned one.
-      name: the name in the file, for readers. By default, it has the collective, algorithm and number of ranks.
+      nbytes: the size that it was planned for. If it is given, parts have so many pieces that no piece is larger than
+        ``LARGE_STEP`` bytes. Otherwise the number of pieces is the schedule's.
+      name: the name in the file. By default, it consists of the collective, the algorithm and the number of ranks.
       proto: "Simple", "LL" or "LL128".
       runtime: the runtime whose limits must hold: "msccl" (msccl-executor-nccl), "rccl", "microsoft"
         (microsoft/msccl, which needs ``max_bytes``, since it uses files only for smaller messages), or "both" for the
         first two.
-      channels: the number of channels over which the chunks are spread, without pieces and parts. By default, the
-        pieces and the topology determine it, and without both it is the least of ``CHANNELS`` that the limits allow.
+      channels: the number of channels over which the chunks are spread. If it is given, chunks are not divided into
+        parts and pieces. By default, the pieces and the topology determine the channels. Without both, their number is
+        the least of ``CHANNELS`` that the limits allow.
       inplace: whether the file is for calls whose input and output are the same memory.
       outofplace: whether the file is for calls whose input and output are different memory.
       min_bytes: the smallest message that the runtimes use the file for.
@@ -142,7 +143,7 @@ def to_msccl_xml(
 
 
 def _misfit(schedule: Schedule, runtime: str, broken: str) -> PlanError:
-    """Return the error for a schedule whose files break a limit."""
+    """Return the error for a schedule whose files break a limit. ``broken`` is this limit in words."""
     remedy = "fewer packs or chunks, another algorithm, fewer devices, other channels="
     if runtime in ("rccl", "both") and broken.startswith("RCCL"):
         remedy += ', or runtime="msccl"'
@@ -150,10 +151,10 @@ def _misfit(schedule: Schedule, runtime: str, broken: str) -> PlanError:
 
 
 def _pieces(collective: Collective, schedule: Schedule, topology: Topology | None, nbytes: int | None) -> int:
-    """Return the number of pieces: that of the schedule, or more if parts are large.
+    """Return the number of pieces per part: that of the schedule, or more if pieces would exceed ``LARGE_STEP`` bytes.
 
-    If the schedule has no pieces, only parts of several units are divided, since a step of several units waits for all
-    of them. The runtimes themselves divide a large unit into slices.
+    If the schedule has one piece, only parts of more than ``MOST_SINGLE`` units count. Smaller ones are moved unit by
+    unit, and the runtimes themselves divide a large unit into slices.
     """
     parts = parts_of_chunks(schedule, topology)
     least = 0 if schedule.pieces > 1 else MOST_SINGLE
@@ -163,11 +164,11 @@ def _pieces(collective: Collective, schedule: Schedule, topology: Topology | Non
     return max(schedule.pieces, math.ceil(max(large) / collective.units * nbytes / LARGE_STEP))
 
 
-Build = Callable[[int], Arrangement]  # returns an arrangement with a number of pieces
+Build = Callable[[int], Arrangement]  # a function that returns an arrangement, given the number of pieces
 
 
 class _File:
-    """The arguments of a file, and the first limit that the last arrangement broke."""
+    """The arguments of a file and the last limit that it broke. ``head`` is a template of the attributes of <algo>."""
 
     def __init__(self, head: str, channels: int, inplace: bool, outofplace: bool, limits: Sequence[Runtime]) -> None:
         self.head, self.channels, self.inplace, self.outofplace = head, channels, inplace, outofplace
@@ -183,7 +184,7 @@ class _File:
             if text is None:
                 continue
             try:
-                verify_msccl_xml(text, slots=1)
+                verify_msccl_xml(text, slots=1)  # a file that ends with one slot ends with any number
             except ScheduleError as error:
                 if "a deadlock" not in str(error):
                     raise
@@ -193,7 +194,7 @@ class _File:
         return None
 
     def _fitting(self, build: Build, pieces: int) -> str | None:
-        """Return the text of an arrangement with as many pieces as the limits allow, or ``None`` if 1 is too many."""
+        """Return the text of an arrangement with as many pieces as the limits allow, or ``None`` if they allow none."""
         trial = min(2, pieces)  # shows how many steps a piece takes, and whether the other limits hold
         arrangement = build(trial)
         if trial > 1 and too_large(arrangement.messages, 0):  # each step sends at most one
@@ -215,7 +216,7 @@ class _File:
         return trial_text
 
     def _write(self, arrangement: Arrangement) -> tuple[XmlWriter, str | None]:
-        """Return the operations of an arrangement, and the text if the limits allow it."""
+        """Return the operations of an arrangement, and its text, or ``None`` if it breaks a limit."""
         export = XmlWriter(arrangement, self.threadblocks, inplace=self.inplace, outofplace=self.outofplace)
         broken = export.too_large()
         text = ""
@@ -229,12 +230,12 @@ class _File:
 
 
 def _plain_arrangements(collective: Collective, channels: int | None) -> Iterator[Build]:
-    """Yield arrangements without pieces: with the given number of channels, or with increasing numbers."""
-    blocks = sum(len(cut(block, LARGEST_COUNT)) for block in collective.blocks)
+    """Yield arrangements without pieces for this number of channels, or by default for increasing numbers."""
+    blocks = sum(len(split(block, LARGEST_COUNT)) for block in collective.blocks)
     for count in CHANNELS if channels is None else (channels,):
         if count > max(1, blocks) and channels is None:
             break
-        yield partial(plain, collective, count)
+        yield partial(plain_arrangement, collective, count)
 
 
 def _pipelined_arrangements(
@@ -251,5 +252,5 @@ def _pipelined_arrangements(
         parts = tuple(-(-count // 2) for count in parts)
     chunks = zip(schedule.chunks, all_parts, strict=True)
     loads = [chunk.share * rate / count / CHANNEL_GB_PER_S for chunk, count in chunks]
-    for for_copies in (1, 8, threadblocks):
+    for for_copies in (1, 8, threadblocks):  # threadblocks for copies; at last every connection has one channel
         yield partial(shared_arrangement, collective, all_parts, loads, threadblocks - for_copies)

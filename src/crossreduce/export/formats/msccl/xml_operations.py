@@ -1,4 +1,4 @@
-"""The operations of an MSCCL XML file, in their threadblocks, with what each of them waits for.
+"""Make the threadblocks of an MSCCL XML file: their operations, and the operations that each one waits for.
 
 Input: an ``Arrangement``: the blocks, their channels and their forwarded messages. Output: the text of the file.
 
@@ -34,9 +34,8 @@ from .arrangement import MOST_CHANNELS, Arrangement
 from .execution import too_large
 from .format import LARGEST_COUNT, MOST_ELEMENTS, READS, SENDS, WRITES
 
-Threads = tuple[
-    int, int, int, int
-]  # a threadblock: its GPU, its channel, and the ranks that it sends to, receives from
+# A threadblock: its GPU, its channel, the rank that it sends to and the rank that it receives from (or -1).
+Threads = tuple[int, int, int, int]
 
 MOST_COPIES: Final = 32
 """The most copies of a threadblock. A copy may have to wait twice, which takes two steps."""
@@ -79,7 +78,7 @@ class _Copy(NamedTuple):
 
 
 class XmlWriter:
-    """The threadblocks of all GPUs, to which operations are added in the order of the rounds."""
+    """The threadblocks of all GPUs (up to ``most`` each, if possible). Operations are added in the order of rounds."""
 
     def __init__(self, arrangement: Arrangement, most: int, *, inplace: bool, outofplace: bool) -> None:
         self.arrangement, self.collective = arrangement, arrangement.collective
@@ -105,7 +104,6 @@ class XmlWriter:
 
     @property
     def channels(self) -> int:
-        """The number of channels."""
         return max((channel for _, channel, *_ in self.blocks), default=0) + 1
 
     @property
@@ -135,7 +133,7 @@ class XmlWriter:
         sent = [
             value for _, _, (device, operands, *_) in instructions for value in operands if devices[value] != device
         ]
-        for value in sent if block.size == 1 else ():
+        for value in sent if block.size == 1 else ():  # of larger blocks, the memory is kept until the round ends
             placement.read(b, value)
         listed = [(entry.value, entry.instruction, list(self._local_ops(b, *entry[1:]))) for entry in instructions]
         for value, instruction, ops in listed:
@@ -147,6 +145,7 @@ class XmlWriter:
         for value, instruction, ops in listed:
             channel, after = 0, forwards.get((block.chunk, value))
             for k, op in enumerate(ops):
+                # A local operation runs in the threadblock of the message before it.
                 channel = channel if op.sent is None else self.arrangement.channel(b, op.sent, value)
                 send, kind = -1, op.type
                 if after is not None and k + 1 == len(ops):
@@ -180,10 +179,10 @@ class XmlWriter:
             after = (*before, *after)
         else:  # add up the operands before the local one in ``aside``
             is_separate = placement.memory(device, total) != placement.memory(device, target)
-            aside = target if is_separate else placement.spare(device, b)
+            aside = target if is_separate else placement.scratch_for(device, b)
             for k, operand in enumerate(before):
                 yield receive(operand, aside if k else None, aside)
-            src, total = (aside, target) if total == target else (total, aside)
+            src, total = (aside, target) if total == target else (total, aside)  # adds one of both sums to the other
             peer = places[before[-1]]
             yield _LocalOp("re", peer, None, src, total)
             if not after and total != target and value in results:
@@ -195,10 +194,10 @@ class XmlWriter:
             total = target
 
     def _add_copies(self, most: int, *, outofplace: bool) -> None:
-        """Copy results to the output that are not there, such as a broadcast root's input in calls out of place.
+        """Add copies of results that are not in the output, such as a broadcast root's input in calls out of place.
 
         If the arrangement spreads copies, each part of a chunk has a separate threadblock for its copies, as long as
-        the rank has at most ``most`` threadblocks. Otherwise a rank has only as many as ``MOST_COPIES`` requires.
+        the rank has at most ``most`` threadblocks. Otherwise copies have as few threadblocks as ``MOST_COPIES`` allows.
         """
         copies: defaultdict[int, dict[tuple[int, int], list[_Copy]]] = defaultdict(dict)  # by rank, chunk and part
         for b, block in enumerate(self.collective.blocks):
@@ -280,7 +279,7 @@ class XmlWriter:
 
 
 def _append_copy(copies: list[_Copy], new: _Copy) -> None:
-    """Append a copy. Adjacent copies of inputs, which wait for nothing, are joined."""
+    """Append a copy. If it and the last copy are adjacent copies of inputs, which wait for nothing, join them."""
     if copies and new.is_input and copies[-1].is_input:
         _, (buffer, start), (dst_buffer, dst_start), count = copies[-1]
         is_next = new[1:3] == ((buffer, start + count), (dst_buffer, dst_start + count))
@@ -291,7 +290,7 @@ def _append_copy(copies: list[_Copy], new: _Copy) -> None:
 
 
 def _lines(op: _XmlOp, waits: list[tuple[int, int]]) -> list[str]:
-    """Return an operation's elements: a ``nop`` for each (threadblock, step) to wait for but the last, then its own."""
+    """Return an operation's lines: a ``nop`` for each (threadblock, step) in ``waits`` but the last, and its step."""
     nop = "nop", Location("i", -1), Location("o", -1), 0, False
     elements = [nop] * (len(waits) - 1) + [(op.type, op.src, op.dst, op.size, op.signals)]
     numbers = range(op.number - len(waits) + 1, op.number + 1)

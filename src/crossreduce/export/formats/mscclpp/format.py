@@ -1,4 +1,4 @@
-"""Read MSCCL++ execution plans (JSON): the parts of a plan as values.
+"""Read MSCCL++ execution plans (JSON).
 
 Input: the text of a plan of any tool, for MSCCL++'s executor. Output: a ``MscclppPlan``, or ScheduleError.
 ``limits.py`` lists the executor's limits that a plan exceeds; ``verifier.py`` proves what the operations compute.
@@ -48,7 +48,7 @@ ON_PORTS: Final = frozenset({"put", "pws", "pwsf", "ppkt", "rppkt"})  # operatio
 ON_CHANNELS: Final = frozenset({"signal", "wait", "flush", "rlxsignal", "rlxwait"})
 OTHERS: Final = ON_CHANNELS | {"nop", "barrier", "sem_acquire", "sem_release", "pipeline"}
 
-# Larger texts are refused before they take gigabytes or minutes. These are the greatest numbers in a text.
+# The largest texts that are read: larger ones would take gigabytes or minutes.
 LONGEST_TEXT: Final = 1 << 26
 MOST_OBJECTS: Final = 1 << 20
 MOST_LISTS: Final = 1 << 21
@@ -58,7 +58,7 @@ MOST_GPUS: Final = 1 << 12
 
 
 class ChunkSpan(NamedTuple):
-    """Chunks that an operation reads or writes, in a local buffer or in buffers of other GPUs."""
+    """Neighbouring chunks that an operation reads or writes, in a local buffer or in buffers of other GPUs."""
 
     kind: str  # "l" for a local buffer, "r" for a remote buffer, "w" for a switch channel
     buffer: str  # "i", "o" or "s" for a local buffer, otherwise ""
@@ -76,7 +76,7 @@ class PlanOperation(NamedTuple):
     srcs: tuple[ChunkSpan, ...] = ()
     dsts: tuple[ChunkSpan, ...] = ()
     group: tuple[int, int] = (0, 1)  # (k, n): it processes the k-th of n parts of its chunks
-    barrier: tuple[int, int] = (-1, 0)  # the number of the barrier, and of threadblocks that meet there
+    barrier: tuple[int, int] = (-1, 0)  # the number that names the barrier, and how many threadblocks wait there
     semaphores: tuple[int, ...] = ()
     reduce_op: str = "sum"  # the executor does not read it
     unit: int = 0  # for a pipeline, the bytes of an iteration
@@ -85,7 +85,7 @@ class PlanOperation(NamedTuple):
 
 
 class PlanThreadblock(NamedTuple):
-    """A threadblock. Channels and buffers are numbers in the lists of the GPU, by the type of channel."""
+    """A threadblock. For each type of channel, it has positions in the GPU's lists of channels and remote buffers."""
 
     operations: tuple[PlanOperation, ...]
     channels: dict[str, tuple[int, ...]]
@@ -114,8 +114,6 @@ class PlanGpu(NamedTuple):
 
 
 class MscclppPlan(NamedTuple):
-    """An execution plan."""
-
     name: str
     collective: str
     protocol: str
@@ -144,8 +142,8 @@ def read_mscclpp_json(text: str) -> MscclppPlan:
     """
     if not isinstance(text, str):
         raise ScheduleError.of("an MSCCL++ plan must be a str.", shown(text), "the content of a .json file")
-    counts = {"{": MOST_OBJECTS, "[": MOST_LISTS, ",": MOST_COMMAS}
-    for sign, most in counts.items():
+    most_signs = {"{": MOST_OBJECTS, "[": MOST_LISTS, ",": MOST_COMMAS}
+    for sign, most in most_signs.items():
         if len(text) > LONGEST_TEXT or text.count(sign) > most:
             given = f"{len(text)} characters, {text.count(sign)} of them '{sign}'"
             limit = f"up to {LONGEST_TEXT} characters, {most} '{sign}'"
@@ -166,7 +164,7 @@ def read_mscclpp_json(text: str) -> MscclppPlan:
     gpus = tuple(_gpu(child, number, len(children)) for number, child in enumerate(children))
     least, most = top.number("min_message_size", default=0), top.number("max_message_size", default=LARGEST)
     if least > most:
-        raise top.error("no message fits.", f"min_message_size={least}, max_message_size={most}")
+        raise top.error("the sizes exclude all messages.", f"min_message_size={least}, max_message_size={most}")
     return MscclppPlan(
         name,
         collective,
@@ -183,6 +181,7 @@ def read_mscclpp_json(text: str) -> MscclppPlan:
 
 
 def _gpu(fields: Fields, rank: int, ranks: int) -> PlanGpu:
+    """Return GPU number ``rank`` of ``ranks`` GPUs."""
     if fields.number("id") != rank:
         raise fields.error("GPUs must be listed in the order of their ids.", f"id={fields.number('id')}", f"id={rank}")
     sizes = [fields.number(f"{which}_chunks", most=MOST_CHUNKS) for which in ("input", "output", "scratch")]
@@ -204,15 +203,15 @@ def _gpu(fields: Fields, rank: int, ranks: int) -> PlanGpu:
         target = child.number("rank", most=ranks - 1)
         access = tuple(str(kind) for kind in child.items("access_channel_types"))
         buffers.append(RemoteBuffer(target, child.one_of("type", BUFFERS), access))
-    initial = tuple(
-        s.number("init_value", most=1 << 20) for s in fields.children("semaphores", "semaphore", default=[])
-    )
+    semaphores = fields.children("semaphores", "semaphore", default=[])
+    initial = tuple(semaphore.number("init_value", most=1 << 20) for semaphore in semaphores)
     gpu = PlanGpu(sizes[0], sizes[1], sizes[2], channels, tuple(switches), tuple(buffers), initial, ())
     blocks = fields.children("threadblocks", "tb")
     return gpu._replace(threadblocks=tuple(_threadblock(child, k, gpu) for k, child in enumerate(blocks)))
 
 
 def _threadblock(fields: Fields, number: int, gpu: PlanGpu) -> PlanThreadblock:
+    """Return threadblock ``number`` of a GPU. ``gpu`` is complete except for its threadblocks."""
     if fields.number("id") != number:
         given = f"id={fields.number('id')}"
         raise fields.error("threadblocks must be listed in the order of their ids.", given, f"id={number}")
@@ -236,6 +235,7 @@ def _threadblock(fields: Fields, number: int, gpu: PlanGpu) -> PlanThreadblock:
 
 
 def _operation(fields: Fields, gpu: PlanGpu, block: PlanThreadblock, *, inner: bool = False) -> PlanOperation:
+    """Return an operation of a threadblock. ``inner`` operations are those in a pipeline."""
     name = fields.text("name")
     if name not in OPERATIONS and name not in OTHERS:
         raise fields.error("unknown operation.", shown(name), "one of " + ", ".join(sorted({*OPERATIONS, *OTHERS})))
@@ -243,7 +243,7 @@ def _operation(fields: Fields, gpu: PlanGpu, block: PlanThreadblock, *, inner: b
     kind = fields.one_of("channel_type", CHANNELS) if "channel_type" in fields.content else "none"
     operation = PlanOperation(name, kind)
     if name in ON_CHANNELS and kind not in ("memory", "port"):
-        raise fields.error("it needs memory or port channels.", f"channel_type {kind}")
+        raise fields.error("the operation needs memory or port channels.", f"channel_type {kind}")
     if name == "flush" and kind != "port":
         raise fields.error("only port channels are flushed.", f"channel_type {kind}")
     if name in ON_CHANNELS or (name in OPERATIONS and kind == "port"):
@@ -277,9 +277,9 @@ def _add_spans(operation: PlanOperation, fields: Fields, block: PlanThreadblock)
     """Return the operation with its sources and destinations, which must match the operation's patterns."""
     name, kind, patterns = operation.name, operation.channel_type, OPERATIONS[operation.name]
     if kind == "port" and name not in ON_PORTS:
-        raise fields.error("it does not exist for port channels.", "channel_type port", "channel_type memory")
+        raise fields.error("port channels do not have this operation.", "channel_type port", "channel_type memory")
     if kind not in ("memory", "port") and "r" in "".join(patterns):
-        raise fields.error("it needs memory or port channels.", f"channel_type {kind}")
+        raise fields.error("the operation needs memory or port channels.", f"channel_type {kind}")
     spans = []
     for key, pattern in zip(("src_buff", "dst_buff"), patterns, strict=True):
         found = tuple(_span(child, kind, block) for child in fields.children(key, key))
@@ -290,7 +290,8 @@ def _add_spans(operation: PlanOperation, fields: Fields, block: PlanThreadblock)
         spans.append(found)
     srcs, dsts = spans
     if name in PAIRED and len(srcs) != len(dsts):
-        raise fields.error("there must be one source for each destination.", f"{len(srcs)} and {len(dsts)}")
+        given = f"{len(srcs)} sources, {len(dsts)} destinations"
+        raise fields.error("there must be one source for each destination.", given)
     if kind == "port" and len(operation.channels) < len(dsts):
         given = f"{len(operation.channels)} channels, {len(dsts)} destinations"
         raise fields.error("there must be one channel for each destination.", given)
@@ -298,6 +299,7 @@ def _add_spans(operation: PlanOperation, fields: Fields, block: PlanThreadblock)
 
 
 def _span(fields: Fields, kind: str, block: PlanThreadblock) -> ChunkSpan:
+    """Return the chunks of one source or destination. ``kind`` is the operation's type of channel."""
     first, size = fields.number("index", most=MOST_CHUNKS), fields.number("size", most=MOST_CHUNKS)
     if "switch_channel_id" in fields.content:
         switches = len(block.channels["switch"])

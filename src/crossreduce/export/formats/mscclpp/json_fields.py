@@ -12,7 +12,7 @@ LARGEST: Final = 2**64 - 1
 
 
 class Fields:
-    """A JSON object with typed access to its fields. ``at`` describes its place in the file, for errors."""
+    """A JSON object with typed access to its fields. ``at`` is its place in the file, in words, for errors."""
 
     def __init__(self, content: Any, at: str) -> None:
         self.content, self.at = content, at
@@ -23,6 +23,7 @@ class Fields:
         return ScheduleError.of(f"{self.at}: {problem}", given, remedy)
 
     def value(self, key: str, default: Any = None) -> Any:
+        """Return a field, or ``default`` if it is missing. Without a default, raise a ScheduleError."""
         if key in self.content:
             return self.content[key]
         if default is None:
@@ -32,7 +33,7 @@ class Fields:
     def text(self, key: str) -> str:
         value = self.value(key)
         if not isinstance(value, str):
-            raise self.error(f"{key} must be a text.", shown(value))
+            raise self.error(f"{key} must be a string.", shown(value))
         return value
 
     def flag(self, key: str, default: bool | None = None) -> bool:
@@ -54,13 +55,14 @@ class Fields:
         return value
 
     def numbers(self, key: str, count: int, what: str) -> tuple[int, ...]:
-        """Return a list of numbers, each of which refers to one of ``count`` things that errors call ``what``."""
+        """Return a list of numbers from 0 to ``count`` - 1. Errors call the things with these numbers ``what``."""
         values = self.items(key)
         if not all(isinstance(n, int) and not isinstance(n, bool) and 0 <= n < count for n in values):
             raise self.error(f"{key} must be numbers of {what}, of which there are {count}.", shown(values))
         return tuple(values)
 
     def children(self, key: str, name: str, default: Any = None) -> list[Fields]:
+        """Return the objects in a list. Object k is called "``name`` k" in errors."""
         return [Fields(child, f"{self.at}, {name} {k}") for k, child in enumerate(self.items(key, default))]
 
     def one_of(self, key: str, choices: Iterable[str]) -> str:
@@ -71,5 +73,5 @@ class Fields:
 
 
 def is_mscclpp_json(text: str) -> bool:
-    """Return whether a JSON text looks like a plan of MSCCL++, and not like a schedule of this library."""
+    """Return whether a JSON text is probably a plan of MSCCL++ rather than a schedule of this library."""
     return '"gpus"' in text and '"crossreduce.schedule/' not in text[:200]

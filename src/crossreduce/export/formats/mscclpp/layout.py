@@ -1,4 +1,4 @@
-"""The positions of a plan's chunks in memory, in bytes, for a message of one size; and sizes that represent all others.
+"""Compute where a plan's chunks are in memory for a message of one size, and choose sizes that represent all others.
 
 Input: a ``MscclppPlan`` and the bytes of a chunk. Output: ranges of memory areas.
 
@@ -6,14 +6,14 @@ The executor's arithmetic, in ``getOffset``, ``calcOffset`` and ``calScratchBuff
 ``setupRegisteredMemories`` of executor.cc:
 
 - Chunks have equal sizes, which must be multiples of ``buffer_alignment``. A group of n threadblocks divides an
-  operation's bytes into n parts of whole alignments, the larger ones first.
+  operation's bytes into n parts. Their sizes are multiples of ``buffer_alignment``, too, and the larger ones are first.
 - In place, the input of an all-gather is a part of the output, and the output of a reduce-scatter a part of the input.
   A GPU that accesses such a part of another GPU adds the offset of its *own* part, and a port channel reads its own
   GPU's buffers at their start. So plans should name the larger buffer.
 - With two scratch buffers, local operations and packets use the second half in even calls. Remote accesses without
   packets, port channels without packets, and switch channels use the first half in all calls.
-- Packets take twice the bytes of their data, at twice the offset. With ``reuse_resources``, chunks longer than a
-  chunk's share of 64 MiB use it repeatedly.
+- Packets take twice the bytes of their data, at twice the offset. With ``reuse_resources``, each chunk has an equal
+  share of 64 MiB of scratch memory. A longer chunk uses its share repeatedly.
 
 Source: src/core/executor/{execution_plan.cc,executor.cc}, src/core/include/{execution_common.hpp,execution_kernel.hpp}
 in github.com/microsoft/mscclpp.
@@ -44,7 +44,7 @@ class Range(NamedTuple):
 
 
 class PlanLayout:
-    """The memory of a plan whose chunks have ``chunk`` bytes; ``half`` (0 or 1) is the half of two scratch buffers."""
+    """The memory of a plan whose chunks have ``chunk`` bytes. ``half`` (0, 1): which of two scratch buffers is used."""
 
     def __init__(self, plan: MscclppPlan, chunk: int, half: int = 0) -> None:
         self.plan, self.chunk = plan, chunk
@@ -54,7 +54,7 @@ class PlanLayout:
         self.second_half = [half * size // 2 if plan.double else 0 for size in self.scratch]
 
     def _scratch_bytes(self, chunks: int) -> int:
-        """Return the size of a scratch buffer of so many chunks (calScratchBufferSize)."""
+        """Return the size in bytes of a scratch buffer of ``chunks`` chunks (calScratchBufferSize)."""
         if self.plan.reuse and chunks:
             return REUSED_SCRATCH << int(self.plan.double)  # half of the default buffer of 128 MiB, or all of it
         size = self.chunk * chunks * (2 if self.plan.protocol == "LL" else 1) * (2 if self.plan.double else 1)
@@ -79,20 +79,19 @@ class PlanLayout:
         return chunk * self.chunk
 
     def shifted(self, rank: int, buffer: str, offset: int) -> int:
-        """Return the distance by which an iteration that starts at ``offset`` moves accesses to a buffer."""
+        """Return by how many bytes a pipeline's iteration that starts at ``offset`` shifts its accesses to a buffer."""
         return offset % self.share(rank) if buffer == "s" and self.plan.reuse else offset
 
     def part(self, size: int, group: tuple[int, int]) -> tuple[int, int]:
-        """Return the offset and size of one part of ``size`` bytes; ``group`` is (k, n): part k of n.
+        """Return the offset and size of one part of ``size`` bytes. ``group`` is (k, n), and stands for part k of n.
 
-        This repeats the executor's calcOffset and calcSize.
-
-        If there are fewer alignments than parts, the executor's remainders are wrong, and sizes can be huge.
+        This repeats the executor's calcOffset and calcSize, with their fault: if there are fewer units of ``alignment``
+        bytes than parts, the remainders are wrong and sizes can be huge.
         """
-        (k, n), words = group, size // self.plan.alignment
-        if n == 1 or not words:
+        (k, n), units = group, size // self.plan.alignment
+        if n == 1 or not units:
             return 0, size
-        starts = [j * (words // n) + min(j % words, words % n) for j in (k, k + 1)]
+        starts = [j * (units // n) + min(j % units, units % n) for j in (k, k + 1)]
         return starts[0] * self.plan.alignment, (starts[1] - starts[0]) * self.plan.alignment % (1 << 32)
 
     def local(self, rank: int, buffer: str, offset: int, scale: int = 1) -> Range:
@@ -113,10 +112,9 @@ class PlanLayout:
         return rank, "io" if self.plan.inplace and buffer in "io" else buffer
 
     def _own_part(self, rank: int, buffer: str) -> int:
-        """Return the offset of a rank's part if ``buffer`` is the one that, in place, is a part of the other."""
-        smaller, size = {"allgather": ("i", self.input), "reducescatter": ("o", self.output)}.get(
-            self.plan.collective, ("", 0)
-        )
+        """Return the offset of a rank's part in the larger buffer if, in place, ``buffer`` is this part, or 0."""
+        parts = {"allgather": ("i", self.input), "reducescatter": ("o", self.output)}
+        smaller, size = parts.get(self.plan.collective, ("", 0))
         return rank * size if self.plan.inplace and buffer == smaller else 0
 
     @property
@@ -143,12 +141,12 @@ def check_buffers(plan: MscclppPlan) -> None:
 
 
 def message_chunks(plan: MscclppPlan) -> int:
-    """Return the number of chunks of a message, as ``PlanLayout.nbytes`` counts it."""
+    """Return the number of chunks of a message: of the output for an all-gather, and of the input otherwise."""
     return plan.gpus[0].outputs if plan.collective == "allgather" else plan.gpus[0].inputs
 
 
 def bytes_of_json(text: str) -> int:
-    """Return the number that must divide the bytes of a message, given the text of a plan.
+    """Return the number of bytes of which a message's size must be a multiple, given the text of a plan.
 
     >>> from crossreduce.planning import ring
     >>> from crossreduce.export.formats.mscclpp import to_mscclpp_json
@@ -159,12 +157,12 @@ def bytes_of_json(text: str) -> int:
 
 
 def unit_bytes(plan: MscclppPlan) -> int:
-    """Return the number that must divide the bytes of a message (checkMessageSize)."""
+    """Return the number of bytes of which a message's size must be a multiple (checkMessageSize)."""
     return plan.alignment * message_chunks(plan)
 
 
 def chunk_bytes(plan: MscclppPlan, nbytes: int) -> int:
-    """Return the bytes of a chunk of a message; ArgumentError if the executor refuses messages of this size."""
+    """Return the bytes of a chunk of a message. Raise an ArgumentError if the executor refuses such a message."""
     unit = unit_bytes(plan)
     if nbytes < 1 or nbytes % unit or not plan.min_bytes <= nbytes <= plan.max_bytes:
         limits = f"from {plan.min_bytes} to {plan.max_bytes}" if plan.max_bytes < 2**64 - 1 else "of any size"
@@ -176,24 +174,25 @@ def chunk_bytes(plan: MscclppPlan, nbytes: int) -> int:
 
 
 def typical_chunks(plan: MscclppPlan) -> list[int]:
-    """Return sizes of chunks that represent all messages (see ``verifier.py``); ScheduleError if no message fits."""
+    """Return sizes of chunks that represent all messages: see ``verifier.py``. Raise a ScheduleError if none fits."""
     step, count = math.lcm(plan.alignment, WORD), message_chunks(plan)
     least = max(step, -(-plan.min_bytes // (count * step)) * step, -(-least_divisible(plan) // step) * step)
     most = plan.max_bytes // count // step * step
     if least > most:
         given = f"{count} chunks of multiples of {step} bytes, {plan.min_bytes} to {plan.max_bytes} bytes"
-        raise ScheduleError.of(f"plan {quoted_name(plan.name)}: no message fits.", given)
+        raise ScheduleError.of(f"plan {quoted_name(plan.name)}: no message has a valid size.", given)
     operations = list(all_operations(plan))
     parts = math.lcm(*{operation.group[1] for operation in operations})
+    # The smallest chunk, a chunk with 3 more steps for each part, and the next larger size of both.
     chunks = [least, least + step, least + 3 * parts * step, least + (3 * parts + 1) * step]
-    for unit, repeated in sorted({(op.unit, op.chunks) for op in operations if op.unit and op.chunks}):
+    for unit, chunk_count in sorted({(op.unit, op.chunks) for op in operations if op.unit and op.chunks}):
         start = least - least % unit if least > unit else 0
-        whole = [start + iterations * unit // repeated // step * step for iterations in (1, 2, 3)]
-        chunks += [*whole, whole[1] + step, max(step, whole[0] - step)]
+        whole = [start + iterations * unit // chunk_count // step * step for iterations in (1, 2, 3)]
+        chunks += [*whole, whole[1] + step, max(step, whole[0] - step)]  # more than 2 iterations, less than 1
     fitting = sorted({chunk for chunk in chunks if least <= chunk <= most})
-    return (
-        [fitting[k * len(fitting) // MOST_SIZES] for k in range(MOST_SIZES)] if len(fitting) > MOST_SIZES else fitting
-    )
+    if len(fitting) > MOST_SIZES:
+        return [fitting[k * len(fitting) // MOST_SIZES] for k in range(MOST_SIZES)]
+    return fitting
 
 
 def reuse_chunk(plan: MscclppPlan) -> int | None:

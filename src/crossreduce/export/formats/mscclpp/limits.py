@@ -1,4 +1,4 @@
-"""Facts about an MSCCL++ plan that are not part of its proof: exceeded limits of the executor, and faults of it.
+"""Find limits of MSCCL++'s executor that a plan exceeds, and faults of the executor that affect the plan.
 
 Source: src/core/include/{execution_common,execution_kernel}.hpp and src/core/executor/{execution_plan,executor}.cc in
 github.com/microsoft/mscclpp; the numbers of multiprocessors are those of NVIDIA's specifications.
@@ -19,7 +19,7 @@ MOST_BUFFERS: Final = 10  # MAX_LOCAL_BUFFER_PER_OPERATION + MAX_CHANNEL_PER_OPE
 MOST_BARRIERS: Final = 16  # MAX_DEVICE_SYNCERS
 MOST_SEMAPHORES: Final = 16  # MAX_DEVICE_SEMAPHORES, of an operation
 REGISTERS: Final = 1024  # threads whose registers fit into a multiprocessor: __launch_bounds__(1024, 1) of the kernel
-MOST_RESIDENT: Final = 4  # threadblocks whose plans, of 12,272 bytes each, fit into its shared memory
+MOST_RESIDENT: Final = 4  # threadblocks whose plans, of 12,272 bytes each, fit into a multiprocessor's shared memory
 MULTIPROCESSORS: Final = {"V100": 80, "MI250X (one die)": 110, "A100": 108, "H100": 132, "B200": 148, "MI300X": 304}
 
 
@@ -27,11 +27,9 @@ def broken_limits(plan: MscclppPlan) -> Iterator[str]:
     """Yield, in words, the limits that a plan exceeds, and remarks about running it."""
     for rank, gpu in enumerate(plan.gpus):
         for number, block in enumerate(gpu.threadblocks):
+            in_pipelines = sum(len(op.operations) for op in block.operations)
             counts = {
-                "operations": (
-                    len(block.operations) + sum(len(op.operations) for op in block.operations),
-                    MOST_OPERATIONS,
-                ),
+                "operations": (len(block.operations) + in_pipelines, MOST_OPERATIONS),
                 **{f"{kind} channels": (len(ids), MOST_CHANNELS) for kind, ids in block.channels.items()},
                 **{f"remote buffers ({kind})": (len(ids), MOST_CHANNELS) for kind, ids in block.buffers.items()},
             }
@@ -64,14 +62,16 @@ def resident(threads: int) -> int:
 
 
 def _residency(plan: MscclppPlan) -> Iterator[str]:
+    """Yield a note with the types of GPUs that cannot run all threadblocks of the plan at the same time."""
     most, each = max(len(gpu.threadblocks) for gpu in plan.gpus), resident(plan.threads)
     few = [f"{name}: {count}" for name, count in MULTIPROCESSORS.items() if count * each < most]
     if few:
         text = f"{most} threadblocks of a GPU must run at the same time, {each} per multiprocessor"
-        yield f"{text}; not on GPUs with fewer of them ({', '.join(few)})"
+        yield f"{text}; these GPUs have too few multiprocessors: {', '.join(few)}"
 
 
 def _sizes(plan: MscclppPlan) -> Iterator[str]:
+    """Yield notes on sizes of messages for which the executor leaves wrong results."""
     if plan.alignment % WORD:
         yield f"only chunks of multiples of {WORD} bytes are right: the executor handles the rest of a word wrongly"
     least = least_divisible(plan) * message_chunks(plan)
@@ -81,6 +81,7 @@ def _sizes(plan: MscclppPlan) -> Iterator[str]:
 
 
 def _executor_faults(plan: MscclppPlan, operations: list[PlanOperation]) -> Iterator[str]:
+    """Yield notes on operations that the executor runs in another way than their names suggest."""
     names = {op.name for op in operations}
     if names & {"glres", "gstore"}:
         yield "glres and gstore run on NVIDIA GPUs with NVLink switches, from H100 on"

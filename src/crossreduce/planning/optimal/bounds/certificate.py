@@ -1,15 +1,15 @@
 """``Bound``: a rate that no schedule can exceed, and the certificate that proves it.
 
-Input: the parts of a certificate. Output: nothing, or PlanError. The check shares no code with the search for bounds.
+Input: a ``Bound``. Output: nothing, or PlanError. The check shares no code with the search for bounds.
 
-M is the bytes of the whole buffer, and T is the time; algbw is M / T. S is a set of nodes that lacks at least one of
-the devices, B(S) is the bandwidth of the links that leave S, and w(S) is the number of bytes that start in S.
+M is the number of bytes of the whole buffer, T is the time, and algbw is M / T. S is a set of nodes that lacks at least
+one of the devices, B(S) is the bandwidth of the links that leave S, and w(S) is the number of bytes that start in S.
 
-- Parts of one buffer start at several roots, w_r bytes at root r, and all devices need all parts. (In an all-gather,
-  each of the N devices is a root with M / N bytes; in a broadcast, one root has M bytes.) Then algbw <= sum(w) B(S) /
-  w(S) for every S, since a device outside must receive w(S) bytes over these links. Without switches, or if each switch
-  has as much bandwidth in as out, trees reach the least of these rates (Edmonds 1973). Reduce and reduce-scatter have
-  the same bound on the reversed links.
+- All-gather and broadcast: w_r bytes start at each root r, and all devices need all bytes. (In an all-gather, each of
+  the N devices is a root with M / N bytes. In a broadcast, one root has M bytes.) A device outside S must receive w(S)
+  bytes over the links that leave S. So algbw <= sum(w) B(S) / w(S) for every S. Without switches, or if each switch has
+  as much bandwidth in as out, trees reach the least of these rates (Edmonds 1973). Reduce and reduce-scatter have the
+  same bound on the reversed links.
 - A switch that does not reduce (or, in the other direction, multicast) sends as much as it receives. If its bandwidths
   in and out differ, trees may reach less than any single cut allows. The best rate is then the optimum of a linear
   program. The certificate is a dual solution: weights of cuts, which give each link a price. At such a switch, prices
@@ -17,12 +17,10 @@ the devices, B(S) is the bandwidth of the links that leave S, and w(S) is the nu
   on average, a unit of rate costs at least 1, so the rate is at most the sum of bandwidth x price.
 - In an all-reduce, a reduction to some roots and a broadcast back share the links, in another such linear program. The
   roots are not given, so for each possible root the cuts that contain it must have a total weight of at least 1.
-- If devices that take no part or switches that reduce help, perhaps no trees reach the rate that cuts prove. Then the
-  certificate has a price for each link instead. If all trees of a unit of the buffer cost at least 1 together, the rate
-  is at most the sum of bandwidth x price. The check computes the cheapest trees (Erickson, Monma & Veinott,
-  Send-and-split method for minimum-concave-cost network flows, Math. of Operations Research 12(4), 1987). For many
-  devices, it computes a lower limit of the price of all trees (Wong, A dual ascent approach for Steiner tree problems
-  on a directed graph, Math. Programming 28, 1984).
+- With helpers (devices that take no part, and switches that reduce), perhaps no trees reach the rate that cuts prove.
+  Then the certificate has a price for each link instead. If all trees for a unit of the buffer together cost at least
+  1, the rate is at most the sum of bandwidth x price. The check computes the cheapest trees, or for many devices a
+  lower limit of the price of all trees (``tree_prices.py``).
 
 Source: Edmonds, Edge-disjoint branchings, in Combinatorial Algorithms, 1973; Zhao et al., ForestColl: Efficient
 collective communications on heterogeneous network fabrics, arXiv:2402.06787.
@@ -40,7 +38,7 @@ from ....errors import PlanError, shown
 from ....topology import Topology
 from ....topology.symmetry import Symmetry
 from .steiner import few_enough
-from .tree_prices import joints_of, price_of_buffer
+from .tree_prices import branch_nodes_of, price_of_buffer
 
 COLLECTIVES: Final = ("all_reduce", "reduce", "broadcast", "reduce_scatter", "all_gather")
 
@@ -50,7 +48,7 @@ class Cut(NamedTuple):
 
     nodes: frozenset[str]
     weight: Fraction
-    outward: bool  # whether data must leave the set, to devices outside; if not, contributions from outside must enter
+    outward: bool  # True: data must leave the set for the devices outside; False: their contributions must enter it
 
 
 @dataclass(frozen=True)
@@ -60,15 +58,14 @@ class Bound:
     topology: Topology
     collective: str
     devices: tuple[str, ...]  # the devices that take part
-    roots: tuple[tuple[str, Fraction], ...]  # the data from (or to) each root, in any unit; 1 unless broadcast, reduce
+    # (root, amount of data that starts or ends at it, in any unit). Except for broadcast and reduce, all amounts are 1.
+    roots: tuple[tuple[str, Fraction], ...]
     algbw: Fraction | None  # the rate in GB/s, exact; None: nothing has to move, so the rate is unlimited
-    cuts: tuple[Cut, ...]  # the certificate: one cut, or several that together give prices to links
-    # The shifts of prices at switches that do not reduce: (switch, in broadcasts, in reductions).
+    cuts: tuple[Cut, ...]  # the certificate: one cut, or several cuts that together give each link a price
+    # The shifts of prices at switches that do not reduce: (switch, shift in broadcasts, shift in reductions).
     potentials: tuple[tuple[str, Fraction, Fraction], ...] = ()
     prices: tuple[tuple[str, str, Fraction], ...] = ()  # instead of cuts: (src, dst, price per GB/s); other links: 0
-    # If there is a symmetry of the topology, each cut and each shift stands for all its images, with equal parts of its
-    # weight.
-    symmetry: Symmetry | None = None
+    symmetry: Symmetry | None = None  # if given, the weight of a cut or shift is divided equally among its images
 
     @property
     def tight_cut(self) -> frozenset[str]:
@@ -84,7 +81,7 @@ class Bound:
             raise PlanError.of("no collective has this name.", shown(self.collective), remedy)
         unknown = sorted(set(self.devices) - set(self.topology.devices))
         if unknown or not self.devices:
-            raise PlanError.of("a bound needs devices, all of them in its topology.", shown(unknown or self.devices))
+            raise PlanError.of("a bound must have devices, all in its topology.", shown(unknown or self.devices))
         inexact = [number for number in numbers if not isinstance(number, (int, Fraction))]
         if inexact:
             raise PlanError.of("the numbers of a certificate must be ints or Fractions.", shown(inexact[0]))
@@ -112,7 +109,7 @@ class Bound:
         """Return the rate that the cuts and potentials prove, which may differ from ``algbw``.
 
         Raises:
-          PlanError: they prove no rate.
+          PlanError: the cuts and potentials prove no rate.
         """
         orbits, links = self._orbits()
         sizes = Counter(orbits.values())
@@ -125,8 +122,8 @@ class Bound:
         if self.collective == "all_reduce":  # the trees of each root must cross cuts with a total weight of 1 or more
             unit = Fraction(1)
             # If links are equal in both directions, any node of a tree can be its root, also a device that takes part.
-            # Otherwise, perhaps only trees with a helper as their root are good.
-            ends = self.devices if self.topology.symmetric else joints_of(self.topology)
+            # Otherwise, the best trees may have a helper as their root.
+            ends = self.devices if self.topology.symmetric else branch_nodes_of(self.topology)
             for root in ends:
                 if covered.get(orbits[root], Fraction(0)) < 1:
                     raise PlanError.of("the cuts that contain a root must have a total weight of at least 1.", root)
@@ -160,7 +157,7 @@ class Bound:
         return sum((bandwidth * max(Fraction(0), *prices) for bandwidth, prices in totals.values()), Fraction(0)) / unit
 
     def _orbits(self) -> tuple[dict[str, str], Sequence[int]]:
-        """Return the orbit of each node, by the name of one of its nodes, and of each link, by the number of a link."""
+        """Return the orbit of each node and of each link, named after one node or link of the orbit."""
         names = self.topology.nodes
         if self.symmetry is None:
             return {name: name for name in names}, range(len(self.topology.links))
@@ -174,29 +171,30 @@ class Bound:
         for device in self.topology.devices:
             first = orbits[device]
             if weights[device] != weights[first] or (device in self.devices) != (first in self.devices):
-                problem = "the symmetry of a certificate must move devices to devices with the same part."
+                problem = "the symmetry of a certificate must map each device to devices with the same data and role."
                 raise PlanError.of(problem, f"{first} and {device}")
         return orbits, links[0]
 
     def _proved_by_prices(self) -> Fraction:
-        """Return the rate that the prices prove."""
+        """Return the rate that the prices of the links prove."""
         if self.cuts or self.potentials or self.symmetry:
-            raise PlanError.of("a certificate must have cuts or prices, not both.", f"{len(self.cuts)} cuts")
+            given = f"{len(self.cuts)} cuts, {len(self.prices)} prices"
+            raise PlanError.of("a certificate must have cuts or prices, not both.", given)
         links = {(src, dst): bandwidth for src, dst, bandwidth, _ in self.topology.links}
         prices = {(src, dst): price for src, dst, price in self.prices}
         wrong = [pair for pair, price in prices.items() if pair not in links or price < 0]
         if wrong or len(prices) < len(self.prices):
-            problem = "prices must be 0 or more, one for each link of the topology."
+            problem = "prices must be 0 or more, and each link of the topology may have one price."
             raise PlanError.of(problem, shown(wrong or self.prices))
         self._check_roots()
         if not any(weight for _, weight in self.roots):
             raise PlanError.of("at least one root of a bound must have more than 0 bytes.", shown(self.roots))
         priced = [(src, dst, prices.get((src, dst), Fraction(0))) for src, dst in links]
-        joints = joints_of(self.topology)
-        exact = few_enough(len(self.devices), len(joints))
-        cost = price_of_buffer(priced, joints, self.collective, self.devices, self.roots, exact=exact)
+        branch_nodes = branch_nodes_of(self.topology)
+        exact = few_enough(len(self.devices), len(branch_nodes))
+        cost = price_of_buffer(priced, branch_nodes, self.collective, self.devices, self.roots, exact=exact)
         if cost <= 0:
-            raise PlanError.of("the prices prove nothing: trees that join the devices cost 0.", shown(self.prices))
+            raise PlanError.of("trees that join the devices cost 0, so the prices prove nothing.", shown(self.prices))
         return sum((links[src, dst] * price for src, dst, price in self.prices), Fraction(0)) / cost
 
     def _check_roots(self) -> None:
@@ -204,12 +202,12 @@ class Bound:
             raise PlanError.of("roots must be devices of the bound, with 0 bytes or more.", shown(self.roots))
 
     def _check_direction(self) -> None:
-        """Raise PlanError unless all parts of the certificate are for the direction of the collective."""
+        """Raise PlanError unless all cuts and potentials are for the direction in which the collective moves data."""
         self._check_roots()
         outwards = self.collective in ("broadcast", "all_gather")
         if any(cut.outward != outwards for cut in self.cuts):
             raise PlanError.of(f"the cuts of {self.collective} must have outward={outwards}.", shown(self.cuts))
         wrong = [switch for switch, *pair in self.potentials if pair[outwards]]
         if wrong:
-            problem = f"potentials of {self.collective} must be 0 in the direction that it does not use."
+            problem = f"potentials of {self.collective} must be 0 in the direction in which it moves no data."
             raise PlanError.of(problem, ", ".join(wrong))

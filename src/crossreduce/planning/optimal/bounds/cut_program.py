@@ -1,12 +1,16 @@
 """The linear program of trees: variables, the cuts that limit them, and exact checks of solutions.
 
-Variables: x_r, the rate rooted at node r, a device or a switch that reduces; cB_e and cR_e, the bandwidth of link e
-that broadcasts and reductions use. Maximise sum(x) subject to cB_e + cR_e <= b_e; the flow into a switch that cannot
-reduce equals the flow out of it; and for every set S of nodes that does not contain all devices, the sum of x_r over
-the roots r in S is at most the sum of cB_e over the links that leave S, and at most the sum of cR_e over the links that
-enter S. If links are equal in both directions, reductions use the routes of the broadcasts backwards, which halves the
-program. If the roots have weights, there are only broadcasts, and one variable is the total rate. The rate of each root
-is a part of it, in proportion to the weight of the root.
+Variables: x_r is the rate of the trees rooted at node r, a device or a switch that reduces. cB_e and cR_e are the
+bandwidths of link e that broadcasts and reductions use. The program maximises the sum of all x_r. Its constraints are:
+
+- cB_e + cR_e is at most the bandwidth of link e.
+- The flow into a switch that cannot reduce equals the flow out of it.
+- S is any set of nodes that does not contain all devices. The sum of x_r over the roots in S is at most the sum of cB_e
+  over the links that leave S, and at most the sum of cR_e over the links that enter S.
+
+If links are equal in both directions, reductions use the routes of the broadcasts backwards, which halves the program.
+If the roots have weights, there are only broadcasts, and one variable is the total rate. The rate of each root is a
+part of it, in proportion to the weight of the root.
 """
 
 from __future__ import annotations
@@ -24,18 +28,19 @@ _PARTS: Final = 1 << 20  # capacities are rounded to 1 / _PARTS in the search fo
 
 
 class Usage(NamedTuple):
-    """The use of the links by trees of one kind: broadcasts (``outward``) or reductions."""
+    """The variables of trees of one kind, which are broadcasts or reductions."""
 
-    columns: list[int]  # for each link, the variable of the used bandwidth
-    outward: bool
-    rates: dict[int, tuple[int, int | Fraction]]  # by root: a variable, and the part of it that is the root's rate
+    columns: list[int]  # for each link, the number of the variable that is its used bandwidth
+    outward: bool  # True: broadcasts; False: reductions
+    # By root: (number of a variable, factor). The rate of the root is this variable times the factor.
+    rates: dict[int, tuple[int, int | Fraction]]
 
 
 class NodeCut(NamedTuple):
-    """A set of nodes that the data of a ``Usage`` must leave (or enter); see ``Cut``."""
+    """A set of nodes that the data of a ``Usage`` must leave, or enter in reductions; see ``Cut``."""
 
     nodes: frozenset[int]
-    usage: int  # the number of the usage
+    usage: int  # the position in ``CutProgram.usages``
 
 
 class Proof(NamedTuple):
@@ -43,7 +48,7 @@ class Proof(NamedTuple):
 
     rate: Fraction
     cuts: list[tuple[frozenset[int], Fraction, bool]]  # (nodes, weight, outward)
-    potentials: dict[int, tuple[Fraction, Fraction]]  # by switch: (in broadcasts, in reductions)
+    potentials: dict[int, tuple[Fraction, Fraction]]  # by switch: the shifts of prices (in broadcasts, in reductions)
 
 
 class CutProgram:
@@ -71,8 +76,8 @@ class CutProgram:
         # If links are equal in both directions, any node of a tree can be its root, so devices suffice as roots.
         reducing = [] if self.paired else [number[switch.name] for switch in topology.switches if switch.reduces]
         roots = [*range(self.n), *reducing]
-        self.rates = len(roots) if weights is None else 1  # the number of rates, which are the first variables
-        columns = [[self.rates + k * m + link for link in range(m)] for k in (0, 1)]  # of each possible usage
+        self.rates = len(roots) if weights is None else 1  # how many variables are rates: the first ones
+        columns = [[self.rates + k * m + link for link in range(m)] for k in (0, 1)]  # of broadcasts, of reductions
         if weights is None:
             rates: dict[int, tuple[int, int | Fraction]] = {root: (k, 1) for k, root in enumerate(roots)}
             directions = (True,) if self.paired else (True, False)
@@ -82,15 +87,13 @@ class CutProgram:
             rates = {root: (0, weight / total) for root, weight in weights.items() if weight}
             self.usages = [Usage(columns[0], True, rates)]
         self.columns = self.rates + m * len(self.usages)
-        # sharing: for each link, the variables that share its bandwidth.
+        # For each link, the variables that share its bandwidth.
         self.sharing = list(zip(*(usage.columns for usage in self.usages), strict=True))
         if self.paired:
-            back = {arc: self.rates + k for k, arc in enumerate(self.arcs)}
-            self.sharing = [
-                (column, back[dst, src]) for (column,), (src, dst) in zip(self.sharing, self.arcs, strict=True)
-            ]
-        # simple: the rate if a reduce-scatter uses half of every link and an all-gather the other half. It is the
-        # optimum on most machines if all of their devices take part. It is 0 unless the program is paired.
+            column_of = dict(zip(self.arcs, columns[0], strict=True))
+            self.sharing = [(column_of[src, dst], column_of[dst, src]) for src, dst in self.arcs]
+        # The rate of an all-reduce whose reduce-scatter uses half of each link and its all-gather the other half. It is
+        # the optimum on most machines if all of their devices take part. It is 0 unless the program is paired.
         self.simple = Fraction(0)
         if self.paired:
             _, ratio = tightest_cut(topology, dict.fromkeys(topology.devices, Fraction(1)), outward=True)
@@ -101,14 +104,14 @@ class CutProgram:
         return {root: part * values[column] for root, (column, part) in usage.rates.items()}
 
     def first_cuts(self) -> dict[NodeCut, None]:
-        """Return the cuts around each device and each island of devices."""
+        """Return the cuts around each device and each island, which are devices joined by the fastest links."""
         everyone = frozenset(range(len(self.topology.nodes)))
         sets = [frozenset({v}) for v in range(self.n)] + self._islands()
         sets += [everyone - nodes for nodes in sets]
         return {NodeCut(nodes, k): None for k in range(len(self.usages)) for nodes in sets}
 
     def _islands(self) -> list[frozenset[int]]:
-        """Return the islands, if there are several, each with the switches whose links lead to this island only."""
+        """Return the islands if there are several. Each includes the switches that have links to this island only."""
         number = {node: k for k, node in enumerate(self.topology.nodes)}
         groups = [frozenset(number[device] for device in island) for island in self.topology.islands]
         ends = {switch: {self.arcs[k][1] for k in self.leaving[switch]} for switch in range(self.n, len(number))}
@@ -128,9 +131,9 @@ class CutProgram:
 
     @property
     def least_cut(self) -> Fraction:
-        """An upper bound of the rate, by the tightest cut of the roots' data. For an all-reduce, one root is enough.
+        """An upper bound of the rate in scaled units, like ``width``: that of the tightest cut.
 
-        It is in scaled units, like ``width``.
+        For an all-reduce, it is the cut of a broadcast from the first device or of a reduction to it.
         """
         roots = {self.topology.devices[0]: Fraction(1)}
         if self.weighted:
@@ -139,7 +142,7 @@ class CutProgram:
         return min(self.scale / tightest_cut(self.topology, roots, outward=outward)[1] for outward in directions)
 
     def rows(self, cuts: Iterable[NodeCut], unit: int, most: int) -> Rows:
-        """Return the program with the constraints of some cuts. Bandwidths are limited to ``most``, in ``unit``."""
+        """Return the program with the constraints of some cuts. Bandwidths: at most ``most``, divided by ``unit``."""
         upper: list[Row] = []
         for cut in cuts:  # the sum of the rates of the roots inside <= the bandwidth across the cut
             usage = self.usages[cut.usage]
@@ -151,11 +154,9 @@ class CutProgram:
             across = [usage.columns[k] for k in self.crossing(cut)]
             upper.append(([*inside, *across], [*inside.values()] + [-1] * len(across)))
         limits = [Fraction(0)] * len(upper)
-        # What the usages take of a link together <= its bandwidth.
-        shared = {
-            tuple(sorted(columns)): Fraction(min(width, most), unit)
-            for columns, width in zip(self.sharing, self.width, strict=True)
-        }
+        # The sum of the variables that share a link <= its bandwidth.
+        links = zip(self.sharing, self.width, strict=True)
+        shared = {tuple(sorted(columns)): Fraction(min(width, most), unit) for columns, width in links}
         upper += [(columns, [1] * len(columns)) for columns in shared]
         equal: list[Row] = []
         for node, usage in self.balances():  # the flow into the node == the flow out of it
@@ -164,22 +165,22 @@ class CutProgram:
         return Rows(self.columns, self.rates, upper, limits + list(shared.values()), equal)
 
     def balances(self) -> list[tuple[int, Usage]]:
-        """Return each constraint that a node sends as much as it receives: the node, and the usage of the links."""
+        """Return (switch, usage) for each constraint that a plain switch sends as much of a usage as it receives."""
         # The order of these rows decides which of equally good solutions is found.
         return [(node, usage) for node in self.plain for usage in self.usages]
 
     def nearly_violated(self, values: Sequence[float]) -> list[NodeCut]:
-        """Return cuts that a float solution violates: for each device and usage, a minimum cut from the roots."""
-        parts = [round(value * _PARTS) for value in values]
+        """Return minimum cuts from the roots to devices that a float solution violates by more than rounding errors."""
+        integers = [round(value * _PARTS) for value in values]
         cuts: dict[NodeCut, None] = {}
         for k, usage in enumerate(self.usages):
-            rates = {root: round(part * parts[column]) for root, (column, part) in usage.rates.items()}
+            rates = {root: round(part * integers[column]) for root, (column, part) in usage.rates.items()}
             needed = sum(part * values[column] for column, part in usage.rates.values()) * _PARTS - 2 * len(self.arcs)
-            cuts.update(dict.fromkeys(self._cuts_below(needed, k, rates, parts)))
+            cuts.update(dict.fromkeys(self._cuts_below(needed, k, rates, integers)))
         return list(cuts)
 
     def violated_cuts(self, values: Sequence[Fraction]) -> list[NodeCut]:
-        """Return cuts that an exact solution violates, or [] if it violates no cut."""
+        """Return minimum cuts that an exact solution violates, or [] if it violates no cut."""
         cuts: list[NodeCut] = []
         for k, usage in enumerate(self.usages):
             exact_rates = self.root_rates(usage, values)
@@ -189,7 +190,10 @@ class CutProgram:
         return cuts
 
     def _cuts_below(self, needed: float, k: int, rates: dict[int, int], values: Sequence[int]) -> list[NodeCut]:
-        """Return a minimum cut for each device to which less than ``needed`` can flow from the roots of a usage."""
+        """Return a minimum cut for each device to which less than ``needed`` can flow from the roots of usage ``k``.
+
+        ``rates`` is the integer flow that each root feeds in, and ``values`` are the variables in the same unit.
+        """
         usage, source = self.usages[k], len(self.topology.nodes)  # the source, an additional node, feeds the roots
         arc_columns = zip(self.arcs, usage.columns, strict=True)
         capacities = {(arc if usage.outward else arc[::-1]): values[column] for arc, column in arc_columns}
@@ -201,28 +205,27 @@ class CutProgram:
         return list(cuts)
 
     def fits(self, values: Sequence[Fraction]) -> bool:
-        """Return whether a solution respects the bandwidths, and plain switches send as much as they receive."""
-        within = all(
-            sum(values[c] for c in columns) <= Fraction(width, self.scale)
-            for columns, width in zip(self.sharing, self.width, strict=True)
-        )
+        """Return whether a solution meets all constraints except the cuts."""
+        links = zip(self.sharing, self.width, strict=True)
+        within = all(sum(values[c] for c in columns) <= Fraction(width, self.scale) for columns, width in links)
         return within and all(
             not sum(values[c] * ((d == node) - (s == node)) for c, (s, d) in zip(usage.columns, self.arcs, strict=True))
             for node, usage in self.balances()
         )
 
     def proof(self, solution: Solution, cuts: Sequence[NodeCut], limit: int) -> Proof:
-        """Round a dual solution to denominators up to ``limit``, and return the rate that it proves."""
+        """Return the proof by a dual solution that is rounded to fractions with denominators up to ``limit``.
+
+        ``cuts`` are those of the program, in the order of ``rows``.
+        """
 
         def rounded(value: float | Fraction) -> Fraction:
             return Fraction(value).limit_denominator(limit)
 
-        weights = [
-            (cut, max(Fraction(0), rounded(v))) for cut, v in zip(cuts, solution.prices[: len(cuts)], strict=True)
-        ]
-        weights = [(cut, weight) for cut, weight in weights if weight]
+        cut_weights = (max(Fraction(0), rounded(price)) for price in solution.prices[: len(cuts)])
+        weights = [(cut, weight) for cut, weight in zip(cuts, cut_weights, strict=True) if weight]
         shifts = [(node, usage, -rounded(v)) for (node, usage), v in zip(self.balances(), solution.shifts, strict=True)]
-        # For each rate, the total weight of the cuts that the trees must cross (on average, if the roots have weights).
+        # For each rate variable, the total weight of the cuts that contain the root, or the mean over several roots.
         covered = [Fraction(0)] * self.rates
         price = [Fraction(0)] * self.columns  # of each variable of a link
         for cut, weight in weights:
@@ -239,7 +242,7 @@ class CutProgram:
             for k in self.leaving[node]:
                 price[usage.columns[k]] -= shift
         unit = min(covered)
-        if not unit:
+        if not unit:  # these weights prove nothing: return a trivial bound
             return Proof(Fraction(sum(self.width)), [], {})
         shared = {tuple(sorted(columns)): width for columns, width in zip(self.sharing, self.width, strict=True)}
         total = sum(width * max(Fraction(0), *(price[c] for c in columns)) for columns, width in shared.items())

@@ -1,7 +1,7 @@
-"""Maximum flows, and the cut that limits a rate: the nodes that need the longest time to send out (or receive) bytes.
+"""Maximum flows, and the tightest cut: the set of nodes that needs the most time to send (or receive) its data.
 
-Capacities are integers of any size, of arcs between nodes 0, 1, ... SciPy's flows are limited to capacities of 32 bits,
-and were not faster on the networks that planning makes.
+Capacities are integers of any size. SciPy's maximum flows are not used: they are limited to capacities of 32 bits, and
+were not faster on the networks of the planners.
 
 Source: Dinitz, Algorithm for solution of a problem of maximum flow in a network with power estimation, Soviet
 Mathematics Doklady 11, 1970.
@@ -20,12 +20,14 @@ from ....topology import Topology
 def tightest_cut(
     topology: Topology, weights: Mapping[str, Fraction], *, outward: bool
 ) -> tuple[frozenset[str], Fraction]:
-    """Return the set S of nodes with the greatest w(S) / B(S), and this quotient: exact seconds, for weights in GB.
+    """Return the set S of nodes with the greatest quotient w(S) / B(S), and this quotient.
 
-    S lacks at least one device. w(S) is the sum of the weights in S, and B(S) is the bandwidth out of S (if not
-    ``outward``: into S). The search is Newton's method on cuts. It starts with the best set that lacks exactly one
-    device. If the weights cannot all flow to some device (if not ``outward``: from it) in so many seconds as the
-    quotient, the minimum cut of this flow has a greater quotient, and the search continues with it.
+    S lacks at least one device. w(S) is the sum of the weights in S, and B(S) is the bandwidth out of S (into S, if
+    ``outward`` is false). For weights in GB, the quotient is the time in seconds that the data needs to cross the cut.
+
+    The search is Newton's method on cuts. It starts with the best set that lacks exactly one device. For each device,
+    it computes the flow of all weights to this device within the time of the quotient. If not all data arrives, the
+    minimum cut of this flow has a greater quotient, and the search continues with it.
     """
     numbers = {node: number for number, node in enumerate(topology.nodes)}
     scale = lcm(*(link.bandwidth.denominator for link in topology.links))
@@ -33,20 +35,19 @@ def tightest_cut(
         (numbers[src], numbers[dst]) if outward else (numbers[dst], numbers[src]): int(bandwidth * scale)
         for src, dst, bandwidth, _ in topology.links
     }
-    parts = lcm(*(weight.denominator for weight in weights.values()))
-    starts = {numbers[device]: int(weight * parts) for device, weight in weights.items() if weight}
-    total = sum(starts.values())
-    source = len(numbers)
+    weight_scale = lcm(*(weight.denominator for weight in weights.values()))
+    starts = {numbers[device]: int(weight * weight_scale) for device, weight in weights.items() if weight}
+    total, source = sum(starts.values()), len(numbers)  # source: an additional node, which feeds the roots
     entering = [0] * source
     for (_, dst), capacity in arcs.items():
         entering[dst] += capacity
 
     def quotient_without(sink: int) -> Fraction:
-        """Return w(S) / B(S) of the set S of all nodes but ``sink``, in the scaled integers."""
+        """Return w(S) / B(S) for the set S of all nodes except ``sink``, in scaled units."""
         needed = total - starts.get(sink, 0)  # 0 for the only root, which may have no link into it
         return Fraction(needed, entering[sink]) if needed else Fraction(0)
 
-    # First the device without which the set of all other nodes has the greatest quotient.
+    # Begin with the device for which the set of all other nodes has the greatest quotient.
     sinks = sorted(range(len(topology.devices)), key=lambda sink: -quotient_without(sink))
     best, ratio = frozenset(range(source)) - {sinks[0]}, quotient_without(sinks[0])
     network = _network_at_rate(arcs, starts, source, ratio)
@@ -56,13 +57,13 @@ def tightest_cut(
             leaving = sum(capacity for (src, dst), capacity in arcs.items() if src in best and dst not in best)
             ratio = Fraction(sum(starts.get(node, 0) for node in best), leaving)
             network = _network_at_rate(arcs, starts, source, ratio)
-    return frozenset(topology.nodes[node] for node in best), ratio * scale / parts
+    return frozenset(topology.nodes[node] for node in best), ratio * scale / weight_scale
 
 
 def cuts_suffice(topology: Topology) -> bool:
     """Return whether every switch that only forwards has equal bandwidths in and out.
 
-    If so, trees reach the rate of the tightest cut.
+    Trees then reach the rate of the tightest cut (see ``certificate.py``).
     """
     surplus = dict.fromkeys((switch.name for switch in topology.switches if not switch.reduces), Fraction(0))
     for src, dst, bandwidth, _ in topology.links:
@@ -74,9 +75,9 @@ def cuts_suffice(topology: Topology) -> bool:
 
 
 def _network_at_rate(arcs: dict[tuple[int, int], int], starts: dict[int, int], source: int, ratio: Fraction) -> Network:
-    """Return the network with an additional node ``source``, from which each root gets its weight divided by ``ratio``.
+    """Return the network with an additional node ``source``, whose arc to each root has the capacity weight / ratio.
 
-    All capacities are multiplied by the numerator of the ratio, so that they are integers.
+    ``starts`` is the weight by root. All capacities are multiplied by the numerator of the ratio to become integers.
     """
     capacities = {pair: capacity * ratio.numerator for pair, capacity in arcs.items()}
     capacities.update({(source, start): weight * ratio.denominator for start, weight in starts.items()})
@@ -96,17 +97,17 @@ class Network:
         for (src, dst), capacity in capacities.items():
             if capacity:
                 self._arcs[src][dst] = capacity
-        # The ends and the result of the last flow, since ``cut`` is mostly called after ``flow``.
+        # The ends and the result of the last flow are cached, since ``cut`` is mostly called after ``flow``.
         self._last: tuple[tuple[int, int], tuple[int, frozenset[int]]] | None = None
 
     def flow(self, src: int, dst: int) -> int:
-        """Return the value of the greatest flow from ``src`` to ``dst``, another node."""
+        """Return the value of the maximum flow from ``src`` to another node ``dst``."""
         return self._solve(src, dst)[0]
 
     def cut(self, src: int, dst: int) -> frozenset[int]:
-        """Return the minimum cut, as the set of nodes on the side of ``src``; if there are several, the smallest set.
+        """Return the nodes on the side of ``src`` of the minimum cut. If there are several cuts, take the smallest set.
 
-        These nodes can be reached over the capacity that a greatest flow leaves, and are the same for every such flow.
+        This set does not depend on which maximum flow is found: it is reached over the capacity that a flow leaves.
         """
         return self._solve(src, dst)[1]
 
@@ -116,7 +117,7 @@ class Network:
         return self._last[1]
 
     def _augment(self, src: int, dst: int) -> tuple[int, frozenset[int]]:
-        """Return the value of the greatest flow, and the nodes of the minimum cut."""
+        """Return the value of the maximum flow, and the nodes on the side of ``src`` of the minimum cut."""
         left = [arcs.copy() for arcs in self._arcs]
         value = left[src].pop(dst, 0)
         for node, capacity in left[src].items():  # the paths of one and two arcs, which need no search
@@ -139,7 +140,7 @@ class Network:
 
 
 def _push_blocking_flow(left: list[dict[int, int]], level: dict[int, int], src: int, dst: int) -> int:
-    """Push flow along paths on which the level rises by 1 per arc, until no such path is left; return the value."""
+    """Push flow along paths on which ``level`` rises by 1 per arc, until there are no more; return the added flow."""
     value, path = 0, [src]
     onward: dict[int, list[int]] = {}  # for each node, the next nodes that may still lead to ``dst``
     while path:

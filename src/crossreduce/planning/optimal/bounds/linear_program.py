@@ -1,11 +1,11 @@
 """The best rate of trees, as a linear program: of an all-reduce, or of broadcasts from roots with weights.
 
-Input: a topology. Output: an ``Optimum``: the rate, the use of roots and links, and the prices that prove it, all
-exact. Trees exist exactly if no cut is violated, by Edmonds' theorem (see ``CutProgram``). There are exponentially many
-cuts. So the program starts with a few cuts; those that its solution violates are found as minimum cuts and added, until
-there are none. HiGHS solves each program in floating point. The solution and the dual are rounded to fractions, and
-each is then checked exactly, so rounding cannot make a result wrong. If the rates of the two differ, the program is
-solved again to as many digits as it needs (``_refine``).
+Input: a topology. Output: an ``Optimum`` with exact numbers: the rate, the use of roots and links, and the cuts that
+prove the rate. By Edmonds' theorem, trees exist if and only if no cut is violated (see ``CutProgram``). There are
+exponentially many cuts, so the program starts with a few. Cuts that its solution violates are found as minimum cuts and
+added, until none is violated. HiGHS solves each program in floating point. The solution and the dual are rounded to
+fractions and checked exactly, so rounding cannot make a result wrong. If the rates of the solution and of the dual
+differ, the program is solved again with as many digits as it needs (``_refine``).
 
 Source: Edmonds, Edge-disjoint branchings, 1973; Bang-Jensen, Frank & Jackson, Preserving and increasing local
 edge-connectivity in mixed graphs, SIAM J. Discrete Math. 8(2), 1995 (switches).
@@ -21,17 +21,17 @@ from ....topology import Topology
 from .cut_program import CutProgram, NodeCut, Proof, Usage
 from .solver import Solution, refine, solve
 
-# The limits of denominators when a solution in floating point is rounded to fractions, in the order of the attempts.
-# Vertices of these programs have small denominators; HiGHS is accurate to about 1e-9.
+# A solution in floating point is rounded to fractions with denominators up to each of these limits, until one fits.
+# Vertices of these programs have small denominators, and HiGHS is accurate to about 1e-9.
 DENOMINATORS: Final = (12, 60, 420, 5040, 100_000, 10_000_000)
-_MOST_ROUNDS: Final = 500  # in which cuts are added; with fewer cuts the bound is higher, but valid
+_MOST_ROUNDS: Final = 500  # in which cuts are added; if cuts are then missing, the bound is too high, but valid
 # The refinements that are tried if no limit of ``DENOMINATORS`` gives a proved solution: (bits of the denominators,
-# gain of a round). HiGHS sometimes stops at a wrong solution with one gain, and finds the right one with another.
+# gain of ``refine``). HiGHS sometimes stops at a wrong solution with one gain, and finds the right one with another.
 _TRIES: Final = ((24, 30), (24, 20), (48, 30), (48, 12), (96, 30), (192, 20), (384, 30))
 
 Pair = tuple[str, str]
 Weights = tuple[tuple[int, Fraction], ...]
-_Exact = tuple[Proof, Fraction, list[Fraction]]  # the proof; the rate of the values, -1: no solution; the values
+_Exact = tuple[Proof, Fraction, list[Fraction]]  # (proof, rate of the values or -1 if they are no solution, values)
 
 
 class Optimum(NamedTuple):
@@ -40,10 +40,10 @@ class Optimum(NamedTuple):
     rate: Fraction  # the upper bound of the rate in GB/s
     cuts: tuple[tuple[frozenset[str], Fraction, bool], ...]  # (nodes, weight, outward); see ``Cut``
     potentials: tuple[tuple[str, Fraction, Fraction], ...]  # (switch, in broadcasts, in reductions); see ``Bound``
-    # The rate of ``roots``, ``down`` and ``up``. It equals ``rate`` unless rounding failed; -1 if there is no solution.
-    # That may happen if bandwidths and weights are very far apart: HiGHS leaves out coefficients below 1e-9. If equal
-    # rates of all roots, with half of every bandwidth for ``down`` and half for ``up``, reach ``rate``, they are the
-    # solution of an all-reduce.
+    # The rate of ``roots``, ``down`` and ``up``. It equals ``rate``, or is smaller if rounding failed, or is -1 if no
+    # solution was found. Bandwidths and weights that differ very much can cause this: HiGHS ignores coefficients below
+    # 1e-9. In an all-reduce, equal rates of all roots are preferred, with half of every bandwidth for ``down`` and half
+    # for ``up``, if they reach ``rate``.
     reached: Fraction
     roots: dict[str, Fraction]  # the rate rooted at each device
     down: dict[Pair, Fraction]  # the bandwidth of each link that broadcasts use, GB/s, by (src, dst)
@@ -52,11 +52,12 @@ class Optimum(NamedTuple):
 
 @lru_cache(maxsize=1024)
 def optimum(topology: Topology, weights: Weights | None = None) -> Optimum:
-    """Return the best all-reduce on a connected topology of two or more devices, or the best broadcasts.
+    """Return the best use of the links by an all-reduce, or by broadcasts from roots with weights.
 
     Args:
-      topology: all its devices take part; switches that do not reduce send as much as they receive.
-      weights: for broadcasts, the number of each root and its bytes. ``None``: an all-reduce.
+      topology: connected, with two or more devices, all of which take part. Switches that do not reduce send as much as
+        they receive.
+      weights: for broadcasts, (number of the root, its bytes). ``None``: an all-reduce.
 
     >>> best = optimum(Topology.ring(4, gb_per_s=3))
     >>> best.rate, best.reached
@@ -86,13 +87,14 @@ def _used_bandwidths(program: CutProgram, usage: Usage, values: list[Fraction]) 
 
 
 def _exact_solution(program: CutProgram) -> _Exact:
+    """Return an exact solution, by rounding one in floating point or, if this fails, by refinement."""
     solution, cuts = _solve(program)
     rounded = _round_to_fractions(program, solution, cuts)
     return rounded if rounded[1] == rounded[0].rate else _refine(program, cuts, rounded)
 
 
 def _solve(program: CutProgram) -> tuple[Solution, list[NodeCut]]:
-    """Solve with more and more cuts, until the solution violates none, or is not better than ``program.simple``."""
+    """Return a solution and its cuts. Add cuts until none is violated, or until the rate is only ``program.simple``."""
     cuts = program.first_cuts()
     for _ in range(_MOST_ROUNDS):
         solution = solve(program.rows(cuts, program.largest, program.largest))
@@ -107,7 +109,7 @@ def _solve(program: CutProgram) -> tuple[Solution, list[NodeCut]]:
 
 
 def _round_to_fractions(program: CutProgram, solution: Solution, cuts: list[NodeCut]) -> _Exact:
-    """Return the best exact solution and proof that rounding of a solution in floating point gives."""
+    """Return the best proof and the best exact solution to which a solution in floating point can be rounded."""
     near = sum(solution.values[: program.rates]) * program.largest / program.scale * (1 + 1e-9)
     proofs: list[Proof] = []
     for limit in DENOMINATORS:
@@ -117,7 +119,7 @@ def _round_to_fractions(program: CutProgram, solution: Solution, cuts: list[Node
     proof = min(proofs, key=lambda proof: proof.rate)
     halves = [program.simple / program.n] * program.rates
     halves += [link.bandwidth / 2 for link in program.links] * len(program.usages)
-    best = program.simple or Fraction(-1), halves  # without ``simple``: no solution, and the values have no meaning
+    best = program.simple or Fraction(-1), halves  # if ``simple`` is 0, the halves are no solution
     for limit in DENOMINATORS if best[0] < proof.rate else ():
         values = [
             max(Fraction(0), Fraction(float(value) * program.largest).limit_denominator(limit)) / program.scale
@@ -130,9 +132,9 @@ def _round_to_fractions(program: CutProgram, solution: Solution, cuts: list[Node
 
 
 def _refine(program: CutProgram, cuts: list[NodeCut], rounded: _Exact) -> _Exact:
-    """Return the solution with as many digits as it needs to be exact, or ``rounded`` if no refinement succeeds."""
-    # A tree of n devices uses a link at most n - 1 times to reduce, and as often to broadcast. Bandwidth of more than
-    # twice that changes neither the optimum nor the prices, which would be 0 for the rest.
+    """Return an exact solution, found with as many digits as it needs, or ``rounded`` if no refinement succeeds."""
+    # A tree of n devices uses a link at most n - 1 times to reduce and n - 1 times to broadcast, so it needs less than
+    # 2 n times the rate. Limiting bandwidths to twice as much changes neither the optimum nor the prices.
     least = program.least_cut
     most = int(4 * program.n * least) + 1
     exponent = int(least).bit_length()  # bandwidths are divided by 2**exponent

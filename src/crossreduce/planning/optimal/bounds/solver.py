@@ -1,10 +1,10 @@
 """Linear programs, solved in floating point by HiGHS, or to any number of digits by iterative refinement.
 
-Input: a ``Rows``. Output: an approximate solution and its dual. Nothing here proves a result; the caller does.
+Input: a ``Rows``. Output: an approximate solution and its dual. The results are not proved: the caller checks them.
 
 In iterative refinement, the exact violations of a solution (in fractions) are multiplied by a large factor. HiGHS
 solves the program for the correction, which is then divided by the factor and added. Each round adds about ten digits.
-So limits may be so far apart that no single solution in floating point could satisfy all of them.
+So the limits of a program may differ by more orders of magnitude than floating point can represent.
 
 Source: Gleixner, Steffy & Wolter, Iterative refinement for linear programming, INFORMS J. Computing 28(3), 2016;
 Huangfu & Hall, Parallelizing the dual revised simplex method, Math. Prog. Comp. 10, 2018 (HiGHS).
@@ -17,10 +17,10 @@ from fractions import Fraction
 from math import frexp, gcd, inf, lcm
 from typing import Any, Final, NamedTuple
 
-_FAR: Final = float(1 << 40)  # one correction cannot reach a scaled bound or cost beyond this
-_LEAST_GAIN: Final = 4  # the refinement ends if a correction fails even with at most this gain
+_FAR: Final = float(1 << 40)  # a scaled limit or cost beyond this is so far that one correction cannot reach it
+_LEAST_GAIN: Final = 4  # the refinement ends if HiGHS fails with this gain or a smaller one
 _MOST_ROUNDS: Final = 200  # of corrections
-_PIVOTS: Final = 50  # of the simplex method per row and column; HiGHS may go in circles, and then never ends
+_PIVOTS: Final = 50  # pivots of the simplex method per row and column; without a limit, HiGHS may cycle for ever
 _TOLERANCES: Final = {"primal_feasibility_tolerance": 1e-9, "dual_feasibility_tolerance": 1e-9}
 
 Row = tuple[Sequence[int], Sequence[int | Fraction]]  # columns, and their coefficients
@@ -30,14 +30,14 @@ class Rows(NamedTuple):
     """A linear program: maximise the sum of some of the variables, all of which are 0 or more."""
 
     columns: int  # the number of variables
-    objective: int  # how many variables the maximised sum has, the first ones
+    objective: int  # the number of variables in the maximised sum, which are the first ones
     upper: list[Row]  # the sum of coefficient x variable is at most the limit
     limits: list[Fraction]  # for each row of ``upper``, 0 or more
     equal: list[Row]  # the sum of coefficient x variable is 0
 
 
 class Solution(NamedTuple):
-    """An approximate solution; floats or, from ``refine``, fractions."""
+    """An approximate solution. ``solve`` returns it in floats, ``refine`` in fractions."""
 
     values: list[Any]  # of the variables
     prices: list[Any]  # the dual variables of ``Rows.upper``
@@ -58,7 +58,7 @@ def solve(rows: Rows) -> Solution:
     fixed = {"A_eq": _matrix(rows.equal, rows.columns), "b_eq": np.zeros(len(rows.equal))} if rows.equal else {}
     limits = [float(limit) for limit in rows.limits]
     result = linprog(objective, A_ub=_matrix(rows.upper, rows.columns), b_ub=limits, **fixed, method="highs-ds")
-    assert result.status == 0, result.message  # bounded by the links, and 0 is feasible
+    assert result.status == 0, result.message  # every program has an optimum: links limit it, and 0 is feasible
     shifts = [-value for value in result.eqlin.marginals.tolist()] if rows.equal else []
     return Solution(result.x.tolist(), [-value for value in result.ineqlin.marginals.tolist()], shifts)
 
@@ -74,9 +74,9 @@ def _matrix(rows: Sequence[Row], columns: int) -> Any:
 
 
 def refine(rows: Rows, bits: int, gain: int = 30) -> Solution:
-    """Return a solution in fractions, with errors of about 2**-bits if the solver makes progress.
+    """Return a solution in fractions, with errors of about 2**-bits, or larger ones if HiGHS fails.
 
-    A round of refinement multiplies the factors by at most 2**gain. If HiGHS fails, it is repeated with a smaller gain.
+    Each round multiplies the scaling factors by at most 2**gain. If HiGHS fails, it repeats the round with half a gain.
 
     >>> narrow = Fraction(1, 10**30)
     >>> solution = refine(Rows(2, 2, [((0,), (1,)), ((1, 0), (3, -1))], [narrow, Fraction(0)], []), 200)
@@ -108,10 +108,10 @@ def refine(rows: Rows, bits: int, gain: int = 30) -> Solution:
             if price:
                 for c, a in zip(columns, values, strict=True):
                     costs[c] -= a * price
-        violated = max([-v for v in x] + [-gap for gap in gaps[:m]] + [abs(gap) for gap in gaps[m:]])
+        violation = max([-v for v in x] + [-gap for gap in gaps[:m]] + [abs(gap) for gap in gaps[m:]])
         reduced = costs + [-price for price in y[:m]]
         before = primal, dual
-        primal = _next_factor(primal, step, violated)
+        primal = _next_factor(primal, step, violation)
         lower = [_scale_up(-v, primal) for v in x]
         lower += [_scale_up(-gap * f, primal) for gap, f in zip(gaps[:m], factors[:m], strict=True)]
         # The reduced cost of a variable must not be above 0, and it must be 0 if the variable is far from its limit.
@@ -143,12 +143,16 @@ def refine(rows: Rows, bits: int, gain: int = 30) -> Solution:
 
 
 def _row_factor(values: Sequence[int | Fraction]) -> Fraction:
+    """Return the power of 2 by which a row with these coefficients is multiplied."""
     exponents = [frexp(abs(float(value)))[1] for value in values if value]
     return Fraction(2) ** (1 - (max(exponents) + min(exponents)) // 2) if exponents else Fraction(1)
 
 
 def _next_factor(exponent: int, step: int, violation: Fraction) -> int:
-    """Return the exponent of the next factor, at most ``step`` higher: violation times factor is then at most 1."""
+    """Return the exponent e of the next scaling factor 2**e, 0 or more and at most ``exponent + step``.
+
+    The scaled violation, ``violation * 2**e``, is at most 1 if e is above 0.
+    """
     most = exponent + step
     if violation <= 0:
         return most
@@ -156,7 +160,7 @@ def _next_factor(exponent: int, step: int, violation: Fraction) -> int:
 
 
 def _scale_up(value: Fraction, exponent: int) -> float:
-    """Return ``value * 2**exponent`` as a float, which is infinite if the product is too large."""
+    """Return ``value * 2**exponent`` as a float, or plus or minus infinity if the product is too large."""
     try:
         return (value.numerator << exponent) / value.denominator
     except OverflowError:
@@ -170,7 +174,7 @@ def _scale_down(value: float, exponent: int) -> Fraction:
 
 
 def common_unit(values: Iterable[Fraction]) -> Fraction:
-    """Return the greatest number such that all values are integer multiples of it."""
+    """Return the greatest number of which all values are integer multiples."""
     nonzero = [value for value in values if value]
     scale = lcm(*(value.denominator for value in nonzero))
     return Fraction(gcd(*(int(value * scale) for value in nonzero)), scale)

@@ -1,6 +1,7 @@
 """Forests of few steps as schedules, if they are faster than a known schedule.
 
-Input: a request and the fastest known schedule. Output: the fastest one of this schedule and of forests of few steps.
+Input: a request and the fastest known schedule. Output: the fastest of this schedule and the forests of few steps. A
+forest is a set of trees, each with a share of the buffer.
 """
 
 from __future__ import annotations
@@ -28,49 +29,49 @@ from .switch_routes import hops
 from .tree_program import Edge, Shares, expected_time, share_among_trees
 
 MOST_DEVICES: Final = 16  # with more, the linear programs take long
-WORTH: Final = 0.98  # a forest is searched for only if it may take less than this part of the known time
-# If transfers take more than LONG times the latency of a hop, forests for one piece, and those of all-gathers in many
-# pieces, are never much faster than other schedules (measured on all machines).
+WORTH: Final = 0.98  # a forest is planned only if it may take less than this part of the time of the known schedule
+# If transfers take more than LONG times the latency of a hop, forests for one piece and all-gathers in many pieces are
+# not tried. They are never much faster than other schedules (measured on all machines).
 LONG: Final = 16_000
-# If transfers take more than FAR times the latency of a hop, a forest must be faster by more than 1 - WORTH, and must
-# have at least the rate of the known schedule. If operations are queued, only forests for many pieces are tried then.
+# If transfers take more than FAR times the latency of a hop, a forest must take less than WORTH of the known time, and
+# have at least the rate of the known schedule. If hosts queue operations, only forests for many pieces are tried then.
 FAR: Final = 4000
-MORE_STEPS: Final = 5  # the most steps above the least that are tried
-_COMPARED: Final = 2  # the steps above the least with which the two kinds of forests are compared
+MORE_STEPS: Final = 5  # the most steps above the least number of steps that are tried
+_COMPARED: Final = 2  # the two kinds of forests are compared with this many steps above the least number
 
 
 class _Task(NamedTuple):
     """The kind of trees that a request needs."""
 
     roots: int | None  # see ``share_among_trees``
-    paired: bool  # trees into and out of each root
-    backwards: bool  # trees into the roots only
+    paired: bool  # whether there are trees into and out of each root
+    backwards: bool  # whether there are only trees into the roots
 
 
 class _Limits(NamedTuple):
     """Numbers that limit the time of the forests of a request."""
 
     task: _Task
-    least: int  # steps
+    least: int  # the least number of steps
     rate: float  # the bound, in GB/s
-    transfer: float  # the seconds of the buffer at this rate
+    transfer: float  # the seconds that the buffer takes at this rate
     delay: float  # the greatest latency between two members, in seconds
     hop: float  # the least latency of a hop, in seconds
-    queued: float  # the seconds in which the busiest host queues an operation for each destination
+    queued: float  # the seconds that the busiest host needs to queue one operation for each destination
 
     def seconds(self, steps: int, transfer: float, many: bool) -> float:
-        """Estimate the least seconds of a forest, given its steps and the seconds of its transfers alone."""
+        """Return the estimated least seconds of a forest, given its steps and the seconds of its transfers alone."""
         busy = self.queued * _receiving_steps(self.task, steps - self.least, self.least, many)
         of_any_forest = max(self.delay + self.transfer, self.queued)
         return max(of_any_forest, _least_s(steps, self.hop, transfer, self.queued, busy, many))
 
 
 def faster_forest(request: Request, best: Pieces) -> Pieces:
-    """Return the fastest of a known schedule and of forests of few steps, and its time.
+    """Return the fastest of a known schedule, ``best``, and forests of few steps.
 
-    There are two kinds of forests. Those for ``many`` pieces have all steps in progress at the same time. In those for
-    one piece, the steps follow each other. Forests of each kind are planned in the order of their expected times, and
-    only if these are below the goal.
+    There are two kinds of forests. In forests for ``many`` pieces, all steps are in progress at the same time. In
+    forests for one piece, the steps follow each other. Forests of each kind are planned in the order of their expected
+    times, and only if their expected time is below the goal.
     """
     task, members, topology = _task(request), request.members, request.topology
     assert topology is not None
@@ -80,9 +81,8 @@ def faster_forest(request: Request, best: Pieces) -> Pieces:
     if least is None:
         return best
     rate = _bound(topology, members, task)
-    limits = _Limits(
-        task, least, rate, request.nbytes / (rate * 1e9), *_latencies(topology, members), _queueing(request)
-    )
+    transfer = request.nbytes / (rate * 1e9)
+    limits = _Limits(task, least, rate, transfer, *_latencies(topology, members), _queueing(request))
     delay = max(limits.hop, limits.queued / _QUEUE)
     far = limits.transfer > FAR * delay > 0
     long = far if limits.queued else limits.transfer > LONG * delay > 0
@@ -99,7 +99,7 @@ def faster_forest(request: Request, best: Pieces) -> Pieces:
 
     for many in kinds:
         goal = min(worth, best.seconds)
-        too_many = math.inf  # steps whose operations alone take too long
+        too_many = math.inf  # the number of steps from which on the operations alone take too long
         for k, (seconds, steps) in enumerate(_options(request, limits, current_goal, many)):
             report("planning forests of few steps", k, 1 + MORE_STEPS)
             if seconds >= goal:
@@ -122,37 +122,38 @@ def faster_forest(request: Request, best: Pieces) -> Pieces:
 def _options(request: Request, limits: _Limits, goal: Callable[[], float], many: bool) -> Iterator[tuple[float, int]]:
     """Yield (expected seconds, steps) of forests that may take less than ``goal()``, the fastest first.
 
-    The caller lowers the goal in the meantime. So an expected time, which takes long to compute, is computed only after
-    all forests that must be faster have been yielded.
+    The caller lowers the goal between two results. Expected times take long to compute. So the expected time of a
+    forest is computed only after all forests that must be faster have been yielded.
     """
     paired = limits.task.paired
     more = 4 if paired else MORE_STEPS
     rates: list[float] = []
-    waiting: list[tuple[float, int]] = []  # a heap of options that were not yielded yet
+    waiting: list[tuple[float, int]] = []  # a heap of results that were not yielded yet
     first_goal = goal()
-    for left in range(more, -1, -1 - paired):  # the steps that may be added later
+    for left in range(more, -1, -1 - paired):  # the number of steps that may still be added after this forest
         steps = limits.least + more - left
         least_s = limits.seconds(steps, limits.transfer, many)
         while waiting and waiting[0][0] <= least_s:
             yield heapq.heappop(waiting)
         if least_s >= goal():
             break
-        part = _expected_time(request, limits.task, steps, many)
-        if part is None:
+        seconds_per_gb = _expected_time(request, limits.task, steps, many)
+        if seconds_per_gb is None:
             continue
-        seconds = limits.seconds(steps, max(limits.transfer, request.nbytes / 1e9 * part), many)
+        seconds = limits.seconds(steps, max(limits.transfer, request.nbytes / 1e9 * seconds_per_gb), many)
         heapq.heappush(waiting, (seconds, steps))
-        rates.append(1 / part)
+        rates.append(1 / seconds_per_gb)
         if rates[-1] * (1 + _NEAR) > limits.rate or _cannot_help(rates, left, request.nbytes, first_goal):
             break
     yield from sorted(waiting)
 
 
 def _least_s(steps: int, hop: float, transfer: float, queued: float, busy: float, many: bool) -> float:
-    """Return the seconds of so many steps, each with a latency, whose transfers alone take ``transfer`` seconds.
+    """Return the least seconds of a forest of some steps.
 
-    Cut into p pieces they take (steps - 1 + p) (hop + transfer / p). The operations of one piece are queued in ``busy``
-    seconds, and those of each further piece in ``queued`` seconds.
+    Each step has the latency ``hop``, and all transfers alone take ``transfer`` seconds. Cut into p pieces, the forest
+    takes (steps - 1 + p) (hop + transfer / p) seconds. The host queues the operations of the first piece in ``busy``
+    seconds, and those of each other piece in ``queued`` seconds.
     """
     if not many:
         return max(steps * hop + transfer, busy)
@@ -163,21 +164,22 @@ def _least_s(steps: int, hop: float, transfer: float, queued: float, busy: float
     def queue_s(pieces: float) -> float:
         return busy + queued * (pieces - 1)
 
-    few, best = 1.0, max(1.0, math.sqrt((steps - 1) * transfer / hop)) if hop else math.inf  # numbers of pieces
+    # Numbers of pieces. ``best`` minimises the time of the pipeline.
+    few, best = 1.0, max(1.0, math.sqrt((steps - 1) * transfer / hop)) if hop else math.inf
     if not math.isfinite(best):
         return max(transfer, busy)
     if best < _FEW_PIECES:
         return max(steps * hop + transfer, busy)
     if queue_s(best) <= pipeline_s(best):
         return pipeline_s(best)
-    while best > few * 1.01:  # with more pieces, the pipeline takes less and the queue more, until they are equal
+    while best > few * 1.01:  # bisect: with more pieces, the pipeline takes less time and the queue takes more
         middle = math.sqrt(few * best)
         few, best = (middle, best) if queue_s(middle) < pipeline_s(middle) else (few, middle)
     return max(pipeline_s(best), queue_s(few))
 
 
 def _receiving_steps(task: _Task, more: int, least: int, many: bool) -> float:
-    """Estimate in how many of ``least + more`` steps a device receives data, as measured on all machines."""
+    """Return an estimate of the number of steps, of ``least + more``, in which a device receives data (measured)."""
     if task.roots == -1:
         return 0.85 * (least + more)
     if task.paired:
@@ -186,18 +188,18 @@ def _receiving_steps(task: _Task, more: int, least: int, many: bool) -> float:
 
 
 def _cannot_help(rates: list[float], left: int, nbytes: int, goal: float) -> bool:
-    """Return whether ``left`` more steps miss the goal, if each adds at most as many GB/s as the last one did."""
+    """Return whether ``left`` more steps cannot reach the goal (seconds) if each adds as many GB/s as the last one."""
     return len(rates) > 1 and (rates[-1] + left * (rates[-1] - rates[-2])) * goal * 1e9 < nbytes
 
 
 _FEW_PIECES: Final = 4  # if fewer pieces are best, most links carry data in one step only
 _QUEUE: Final = 32  # latencies below 1 / _QUEUE of the time to queue the operations of all devices do not matter
-_LEAST_PART: Final = 0.9  # of the pipeline's time that forests take, measured: not every link is busy all the time
-_NEAR: Final = 0.01  # a forest whose rate is so near to the bound needs no more steps
+_LEAST_PART: Final = 0.9  # forests take at least this part of the pipeline's time, as not all links are always busy
+_NEAR: Final = 0.01  # more steps are not tried if the rate is below the bound by at most this part
 
 
 def _task(request: Request) -> _Task | None:
-    """Return the task of a request, or ``None`` if forests of few steps are not made for it."""
+    """Return the task of a request, or ``None`` if no forests of few steps can be made for it."""
     sources, destinations = request.positions
     if request.packs != 1 or request.root is not None:
         return None
@@ -219,14 +221,14 @@ def _bound(topology: Topology, members: tuple[str, ...], task: _Task) -> float:
 
 
 def _expected_time(request: Request, task: _Task, steps: int, many: bool) -> float | None:
-    """Estimate the seconds for 1 GB without latencies; ``None`` if so few steps do not reach all devices."""
+    """Return the expected seconds for 1 GB without latencies, or ``None`` if so few steps do not reach all devices."""
     _, topology = _neutral_view(request, task)
     return expected_time(topology, task.roots, steps, many=many, paired=task.paired)
 
 
 @lru_cache(maxsize=256)
 def _forest(request: Request, task: _Task, steps: int, many: bool) -> Schedule | None:
-    """Return the verified forest of a request with so many steps; ``None`` if they do not reach all devices."""
+    """Return the verified forest of a request with ``steps`` steps, or ``None`` if these do not reach all devices."""
     names, topology = _neutral_view(request, task)
     solution = share_among_trees(topology, task.roots, steps, many=many, paired=task.paired)
     if solution is None:
@@ -243,13 +245,15 @@ def _forest(request: Request, task: _Task, steps: int, many: bool) -> Schedule |
 
 
 def _neutral_view(request: Request, task: _Task) -> tuple[dict[str, str], Topology]:
-    """Return the names of the nodes of a neutral topology, and this topology, reversed if trees lead into the roots."""
+    """Return the original names of nodes of the neutral topology, and this topology, reversed for trees into roots."""
     assert request.topology is not None
     neutral = neutral_topology(request.topology, request.members, ())
     return neutral.names, neutral.topology.reversed() if task.backwards else neutral.topology
 
 
 class _Hop(NamedTuple):
+    """A transfer of a step, which passes the switches ``through``."""
+
     step: int
     src: int
     dst: int
@@ -266,14 +270,14 @@ class _Share(NamedTuple):
 
 
 def _hops_of_shares(solution: Shares, topology: Topology, task: _Task, steps: int) -> Iterator[_Share]:
-    """Yield the shares of a solution with their hops in the direction in which data moves."""
+    """Yield the shares of a solution, with their hops in the direction in which data moves."""
     through = hops(topology).through
     half = (steps + 1) // 2
 
     def forwards(edges: tuple[Edge, ...], delay: int = 0) -> list[_Hop]:
         return [_Hop(step + delay, u, v, through[route]) for step, u, v, route in edges]
 
-    def backwards(edges: tuple[Edge, ...], count: int) -> list[_Hop]:
+    def backwards(edges: tuple[Edge, ...], count: int) -> list[_Hop]:  # of a tree with ``count`` steps
         return sorted(_Hop(count - 1 - step, v, u, through[route][::-1]) for step, u, v, route in edges)
 
     for units, column in solution.columns:
@@ -286,13 +290,14 @@ def _hops_of_shares(solution: Shares, topology: Topology, task: _Task, steps: in
 
 
 def _trees_without_steps(share: _Share) -> TreeShare:
+    """Return the trees of a share without the steps of their hops: in a pipeline, all steps run at the same time."""
     out = Tree(share.root, 1, tuple((hop.dst, hop.src, hop.through) for hop in share.out))
     into = Tree(share.root, 1, tuple((hop.src, hop.dst, hop.through) for hop in reversed(share.into)))
     return TreeShare(share.root, share.share, into if share.into else None, out if share.out else None)
 
 
 def _schedule_in_steps(request: Request, nodes: list[str], shares: list[_Share]) -> Schedule:
-    """Return the schedule in which each hop is in the round of its step; steps without hops are left out."""
+    """Return the schedule in which each step is a round. Steps without hops are left out."""
     sources, destinations = request.positions
     collective = request.collective
     if collective in ("all_gather", "reduce_scatter"):
@@ -339,7 +344,7 @@ def _group_by_receiver(hops: list[_Hop]) -> Iterator[tuple[int, int, list[_Hop]]
 
 
 def _least_steps(topology: Topology, members: tuple[str, ...], task: _Task) -> int | None:
-    """Return the least number of steps in which trees reach all members, or ``None`` if some cannot be reached."""
+    """Return the least number of steps in which the trees of a task reach all members, or ``None`` if none do."""
     neutral = neutral_topology(topology, members, ()).topology
     neighbours = defaultdict(list)
     for u, v in hops(neutral.reversed() if task.backwards else neutral).pairs:
@@ -383,7 +388,7 @@ def _latencies(topology: Topology, members: tuple[str, ...]) -> tuple[float, flo
 
 
 def _queueing(request: Request) -> float:
-    """Return the seconds in which the busiest host queues one operation for each destination."""
+    """Return the seconds that the busiest host needs to queue one operation for each destination."""
     seconds: defaultdict[str, float] = defaultdict(float)
     for device in request.destinations:
         place, cost = parse(device), request.costs.operation_s

@@ -1,11 +1,11 @@
-"""The cheapest trees of limited depth, if each step has its own price for each hop.
+"""The cheapest trees of limited depth. Each step has its own price for each hop.
 
 Input: for each step the prices of all hops. Output: for each root and each first step of a tree, the price and the hops
 of a tree that reaches all devices by the last step.
 
 With up to ``MOST_EXACT`` devices the trees are the cheapest, by dynamic programming over the sets of devices that a
-tree has reached. To get from set A to set B in one step, a tree pays for each device of B that is not in A the cheapest
-hop from a device of A. With more devices, trees grow greedily, and the cheapest of a few is taken.
+tree has reached. If a tree grows from set A to set B in one step, it pays the cheapest hop from A for each device of B
+that is not in A. With more devices, a few trees grow greedily, and the cheapest of them is taken.
 
 Source: Dreyfus & Wagner, The Steiner problem in graphs, Networks 1(3), 1971 (dynamic programming over sets of nodes);
 Alpert, Hu, Huang, Kahng & Karger, Prim-Dijkstra tradeoffs for improved performance-driven routing tree design, IEEE
@@ -19,25 +19,25 @@ from typing import Any, Final, NamedTuple, Protocol
 
 MOST_EXACT: Final = 10  # devices; the exact search takes 3**n times as long as one hop
 
-_PARTS_OF_PATHS: Final = (0.0, 0.5)  # the parts that are tried for the rank of a hop: see ``_Grown``
+_PARTS_OF_PATHS: Final = (0.0, 0.5)  # tried as the part of a path's price in the rank of a hop: see ``_GreedyTrees``
 
 Edge = tuple[int, int, int]  # the step, the device that sends, the device that receives
 
 
 class Trees(Protocol):
-    """The cheapest trees that were found."""
+    """The cheapest tree that was found for each root and each first step."""
 
     def price(self, root: int, start: int) -> float:
-        """Return the price of the tree out of a root that begins with step ``start``."""
+        """Return the price of the tree whose first step is ``start``, or infinity if there is no such tree."""
 
     def edges(self, root: int, start: int) -> list[Edge]:
         """Return the hops of this tree, in the order of the steps."""
 
 
 def cheapest_trees(costs: list[Any], root: int | None = None) -> Trees:
-    """Return the trees for the prices of the steps: ``costs[s][u, v]`` is the price of the hop from u to v in step s.
+    """Return the cheapest trees, where ``costs[s][u, v]`` is the price of the hop from u to v in step s.
 
-    If a root is given, only trees out of it are found, which takes a third of the time.
+    If a root is given, only trees out of this root are found, which takes a third of the time.
 
     >>> import numpy as np
     >>> line = np.array([[9, 1, 5], [1, 9, 1], [5, 1, 9]])
@@ -45,49 +45,49 @@ def cheapest_trees(costs: list[Any], root: int | None = None) -> Trees:
     >>> trees.price(0, 0), trees.edges(0, 0), trees.price(0, 1)
     (2.0, [(0, 0, 1), (1, 1, 2)], 6.0)
     """
-    return _Exact(costs, root) if len(costs[0]) <= MOST_EXACT else _Grown(costs)
+    return _ExactTrees(costs, root) if len(costs[0]) <= MOST_EXACT else _GreedyTrees(costs)
 
 
-class _Sets(NamedTuple):
-    """All pairs of sets A and B of devices with A within B, sorted by A and then by B. Sets are bits."""
+class _SetPairs(NamedTuple):
+    """All pairs of sets A and B of devices with A within B, sorted by A and then by B. Sets are bit sets."""
 
-    a: Any
-    b: Any
-    start: Any  # the first pair of each A
-    ends: list[int]  # the same as a list, and the number of pairs
-    reached: list[int]  # b as a list
-    # For 1, 2, ... devices in B that are not in A: the pairs with so many; for each of them the pair without the last
-    # of these devices; and the place of A and this device in an array with a row per set and a column per device.
+    a: Any  # for each pair, set A
+    b: Any  # for each pair, set B
+    start: Any  # for each A, the number of the first pair with it
+    ends: list[int]  # ``start`` as a list, followed by the number of pairs
+    reached: list[int]  # ``b`` as a list
+    # Entry k - 1 is for the pairs with k devices in B that are not in A. Let v be the last of them. The entry has the
+    # numbers of these pairs, those of the pairs without v in B, and the indices of (A, v) in a flat array of n columns.
     by_size: list[tuple[Any, Any, Any]]
 
 
 @lru_cache(maxsize=16)
-def _sets(n: int, first: int) -> _Sets:
-    """Return the pairs of sets of n devices, without the sets A below ``first``."""
+def _set_pairs(n: int, first: int) -> _SetPairs:
+    """Return all pairs of sets of n devices whose set A is at least ``first``. (Set 0 is the empty set.)"""
     import numpy as np
 
-    # Digit v of a number in base 3: whether device v is in neither set, in B, or in both.
+    # Each pair is a number in base 3. Digit v tells whether device v is in neither set (0), in B (1) or in both (2).
     digits = np.arange(3**n)[:, None] // 3 ** np.arange(n) % 3
     bits = 1 << np.arange(n)
     a, b = (digits == 2) @ bits, (digits > 0) @ bits
     order = np.lexsort((b, a))
     order = order[a[order] >= first]
     a, b, digits = a[order], b[order], digits[order]
-    number = np.zeros(3**n, dtype=np.intp)
+    number = np.zeros(3**n, dtype=np.intp)  # the position of each pair after sorting
     number[order] = np.arange(len(order))
     size = (digits == 1).sum(axis=1)
-    last = n - 1 - (digits[:, ::-1] == 1).argmax(axis=1)  # of pairs with a device that is in B only
+    last = n - 1 - (digits[:, ::-1] == 1).argmax(axis=1)  # the last device that is only in B
     without = number[np.where(size > 0, order - 3**last, order)]
     start = np.searchsorted(a, np.arange(1 << n))
     groups = [np.flatnonzero(size == k) for k in range(1, n + 1)]
     by_size = [(group, without[group], a[group] * n + last[group]) for group in groups]
-    return _Sets(a, b, start, [*start.tolist(), len(a)], b.tolist(), by_size)
+    return _SetPairs(a, b, start, [*start.tolist(), len(a)], b.tolist(), by_size)
 
 
-class _Exact:
+class _ExactTrees:
     """The cheapest trees. ``least[s][A]`` is the least price to reach all devices from set A in steps s, s + 1, ...
 
-    If a root is given, it is in no set, since each set contains only other devices.
+    If a root is given, the sets contain only the other devices.
     """
 
     def __init__(self, costs: list[Any], root: int | None) -> None:
@@ -96,7 +96,7 @@ class _Exact:
         self.root, self.costs = root, costs
         self.others = [k for k in range(len(costs[0])) if k != root]
         self.n = len(self.others)
-        self.sets = _sets(self.n, 1 if root is None else 0)
+        self.sets = _set_pairs(self.n, 1 if root is None else 0)
         full, first = (1 << self.n) - 1, 0 if root is not None else 1
         different = {id(cost): cost for cost in costs}
         # For each array of costs and each device, the prices of the hops into the device.
@@ -105,7 +105,7 @@ class _Exact:
         least = np.full(full + 1, np.inf)
         least[full] = 0.0
         self.least = [least]
-        self.choices: list[Any] = []  # for each step and pair of sets, the price of going on from A to B
+        self.choices: list[Any] = []  # for each step, by pair of sets: the least price if the tree grows from A to B
         for cost in reversed(costs):
             values = prices[id(cost)] + least[self.sets.b]
             least = np.full(full + 1, np.inf)
@@ -116,7 +116,7 @@ class _Exact:
         self.choices.reverse()
 
     def _pair_prices(self, costs: Any) -> Any:
-        """Return, for each array of costs, the price of the step from A to B for each pair of sets."""
+        """Return, by array of costs and pair of sets, the price of growing from A to B in one step."""
         import numpy as np
 
         sets, n, count = self.sets, self.n, len(costs)
@@ -132,7 +132,7 @@ class _Exact:
         return prices.T.copy()
 
     def _root_set(self, root: int) -> int:
-        """Return the set of the devices that are reached when only the root has the data."""
+        """Return the set of reached devices at the start, when only the root has the data."""
         return 0 if self.root is not None else 1 << root
 
     def price(self, root: int, start: int) -> float:
@@ -157,10 +157,10 @@ class _Exact:
         return edges
 
 
-class _Grown:
-    """Cheap trees that grow device by device. The next hop is that of the least rank.
+class _GreedyTrees:
+    """Cheap trees that grow device by device, each time over the hop of the least rank.
 
-    The rank of a hop is its price plus a part of the rank of the hop before it.
+    The rank of a hop is its price plus a part of the rank of the hop by which its sender was reached.
     """
 
     def __init__(self, costs: list[Any]) -> None:
@@ -168,7 +168,7 @@ class _Grown:
 
         self.costs = costs
         self.n, self.steps = len(costs[0]), len(costs)
-        # For each step, the least price of each hop in this step or a later one, and the step with this price.
+        # For each step: the least price of each hop in this step or a later one, and the earliest step with this price.
         self.least = [np.full((self.n, self.n), np.inf)]
         self.when = [np.full((self.n, self.n), self.steps)]
         for step, cost in reversed(list(enumerate(costs))):
@@ -192,6 +192,7 @@ class _Grown:
         return self._trees[root, start]
 
     def _grow(self, root: int, start: int, part: float) -> tuple[float, list[Edge]]:
+        """Return (price, hops) of a greedy tree. The rank of a hop counts ``part`` of the rank of the hop before it."""
         import numpy as np
 
         total, edges = 0.0, []
@@ -220,7 +221,7 @@ class _Grown:
         return total, sorted(edges)
 
     def _earliest_tree(self, root: int, start: int) -> tuple[float, list[Edge]]:
-        """Return a tree that reaches every device as early as possible, over the cheapest hops in that step."""
+        """Return (price, hops) of a tree that reaches each device in the earliest step, over its cheapest hop then."""
         import numpy as np
 
         reached = np.zeros(self.n, dtype=bool)

@@ -1,6 +1,6 @@
-"""Hops: routes from one device to another that pass only switches. A transfer of a step is one hop.
+"""``Hops``: routes from one device to another that pass only switches. Each transfer of a step uses one hop.
 
-Input: a neutral topology (see ``neutral_topology``). Output: arrays for the search for trees.
+Input: a topology from ``neutral_topology``. Output: arrays for the search for trees.
 """
 
 from __future__ import annotations
@@ -29,22 +29,23 @@ class Hops:
         # Bandwidths as parts of the greatest one, so that the numbers in linear programs are near 1.
         self.bandwidth = np.array([float(link.bandwidth / self.fastest) for link in topology.links])
         routes = _routes(topology, {pair: k for k, pair in enumerate(pairs)})
-        self.pairs = sorted(routes)
+        self.pairs = sorted(routes)  # (device, device) of each hop
         self.routes: list[Links] = [route for pair in self.pairs for route in routes[pair]]  # of all pairs, in order
         self.start = np.cumsum([0, *(len(routes[pair]) for pair in self.pairs)])  # the first route of each pair
         self.at = {pair: k for k, pair in enumerate(self.pairs)}
         self.ends = tuple(np.array([pair[end] for pair in self.pairs], dtype=np.intp) for end in (0, 1))
         number = {node: k for k, node in enumerate(topology.nodes)}
-        self.through = [tuple(number[pairs[k][1]] for k in route[:-1]) for route in self.routes]  # the switches
-        self._most = int(np.diff(self.start).max(initial=1))  # routes of one pair
-        # The routes and the links of all uses of a link by a route.
+        self.through = [tuple(number[pairs[k][1]] for k in route[:-1]) for route in self.routes]  # passed switches
+        self._most = int(np.diff(self.start).max(initial=1))  # the most routes that a pair has
+        # Each use of a link by a route, as two parallel arrays: the numbers of the routes and those of the links.
         self._route_of_use = np.repeat(np.arange(len(self.routes)), [len(route) for route in self.routes])
         self._link_of_use = np.array([k for route in self.routes for k in route], dtype=np.intp)
 
     def costs(self, prices: Any) -> tuple[Any, Any]:
-        """Return, for each row of link prices, the price of the cheapest hop between each two devices, or infinity.
+        """Return the prices and the routes of the cheapest hops, for each row of link prices in ``prices``.
 
-        The second array has the route of this hop for each row and pair, or a single row if each pair has one route.
+        The first array has the price of a hop by (row, sender, receiver), which is infinite without a route. The second
+        array has the number of its route by (row, pair), or has a single row if each pair has one route.
         """
         import numpy as np
 
@@ -68,7 +69,7 @@ class Hops:
 
 @lru_cache(maxsize=256)
 def hops(topology: Topology) -> Hops:
-    """Return the hops of a topology. In the example all hops pass the switch; a link between devices is a hop, too.
+    """Return the hops of a topology. In the example, all hops pass the switch. A link between devices is also a hop.
 
     >>> hops(Topology.star(3, 450)).pairs
     [(0, 1), (0, 2), (1, 0), (1, 2), (2, 0), (2, 1)]

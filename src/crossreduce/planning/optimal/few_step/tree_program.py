@@ -1,18 +1,18 @@
-"""The linear program that shares a buffer among trees of limited depth.
+"""The linear program that divides a buffer among trees of limited depth.
 
-Input: a topology, the collective, the number of steps. Output: trees with shares, and the time that they need.
+Input: a topology, the roots, the number of steps. Output: trees with shares, and the time that they need.
 
-A column c is a tree, or for an all-reduce a tree into a root and one out of it; each of its hops has a step. Variables:
-x_c, the part of the buffer that column c carries (its amount); t_s, the time of step s. Minimise the sum of t_s such
-that the amounts of each root add up to the root's part of the buffer, and that no link carries more in a step than its
-bandwidth times t_s. If the buffer is cut into many pieces, all steps are in progress at the same time: there is one t,
-and a link carries the sum over all steps.
+A column c is a tree, or for an all-reduce a tree into a root and one out of it. Each of its hops has a step. Variables:
+x_c, the amount of column c, is the part of the buffer that it carries; t_s is the time of step s. The program minimises
+the sum of t_s. The amounts of each root add up to the root's part of the buffer. No link carries more in a step than
+its bandwidth times t_s. If the buffer is cut into many pieces, all steps are in progress at the same time. Then there
+is only one t, and a link carries the sum over all steps.
 
-There are very many trees, so they are found one by one (column generation): the dual of a solution gives each link a
+There are very many trees, so they are found one by one (column generation). The dual of a solution gives each link a
 price in each step, and the cheapest trees at these prices are added. The first trees are found with prices that grow
 with the load of all trees so far (multiplicative weights), which takes less time than many linear programs. A search
-begins with the trees that the search with fewer steps uses. At any prices the cheapest trees prove a lower limit of the
-time. The amounts are then rounded to few equal units.
+begins with the trees that the search with fewer steps uses. At any prices, the price of the cheapest trees proves a
+lower limit of the time. In the end, the amounts are rounded to few equal units.
 
 Source: Garg & Könemann, Faster and simpler algorithms for multicommodity flow, SIAM J. Comput. 37(2), 2007
 (multiplicative weights); Wentges, Weighted Dantzig-Wolfe decomposition for linear mixed-integer programming, ITOR 4(2),
@@ -30,33 +30,34 @@ from ....topology import Topology
 from .shallow_trees import MOST_EXACT, Trees, cheapest_trees
 from .switch_routes import hops
 
-GAP: Final = 0.01  # the search ends when the time is at most this part above the proved limit
-# Before the first linear program, this many sets of trees are found, one tree per root. With several roots this ends
-# early if n sets in a row, for n devices, have no new tree (on 26 topologies of up to 16 devices, plans are the same).
-_WARM: Final = 12
-_WARM_GREEDY: Final = 5  # if trees are not the cheapest
-_WARM_PER_STEP: Final = 6  # additional sets for each step with a single root; 2 if trees are not the cheapest
-REFINED: Final = 0.95  # mostly, the time after the last program is at least this part of that after the first
-_STEEP: Final = 8.0  # how fast prices grow with the load of a link, in the first trees
+GAP: Final = 0.01  # the search ends when the time exceeds the proved limit by at most this part
+# Before the first linear program, this many rounds find one tree per root each. With several roots they end early after
+# n rounds, for n devices, without a new tree (on 26 topologies of up to 16 devices, this does not change the plans).
+_FIRST_ROUNDS: Final = 12
+_FIRST_ROUNDS_GREEDY: Final = 5  # if trees are not the cheapest
+_ROUNDS_PER_STEP: Final = 6  # additional rounds for each step with a single root; 2 if trees are not the cheapest
+REFINED: Final = 0.95  # mostly, the later programs reduce the time of the first one at most by this factor
+_STEEP: Final = 8.0  # how fast prices grow with the load of a link, in the first rounds
 _MOST_PROGRAMS: Final = 6  # 3 if trees are not the cheapest
-_MIXES: Final = (1.0, 0.6, 0.3)  # trees are found at mixes of the dual, with this part, and the best prices so far
+_MIXES: Final = (1.0, 0.6, 0.3)  # trees are searched at means of the dual, with these weights, and the best prices
 _LEAST: Final = 1e-9  # smaller amounts are rounding errors of a solution
-# Amounts are rounded to whole numbers of few equal units: a chunk of a schedule is a share of them.
-_LOSS: Final = 0.02  # the part of the time that rounding may cost
+# Amounts are rounded to integer numbers of equal units, few of them, since each column becomes a chunk of the schedule.
+# The columns of a group have a fixed part of the buffer together: those of a root, or all if any roots are allowed.
+_LOSS: Final = 0.02  # rounding may increase the time by this part
 _UNITS: Final = (1, 2, 3, 4, 6, 8, 16, 32)  # the numbers of units per group that are tried
 _COLUMNS_PER_UNIT: Final = 2  # with more columns per unit than this, rounding costs too much time
-_MOST_MOVED: Final = 16  # with more units per group, none are moved afterwards
-_MOST_PASSES: Final = 10  # over all units; a pass that moves none is the last one
+_MOST_MOVED: Final = 16  # with more units per group, none are moved to other columns afterwards
+_MOST_PASSES: Final = 10  # the most passes over all units that move some of them
 _FINE: Final = 5040  # 7!, divisible by 2 to 10: most exact shares are multiples of 1 / _FINE
 
-Edge = tuple[int, int, int, int]  # step, sender, receiver, route
+Edge = tuple[int, int, int, int]  # step, sender, receiver, number of the route in ``Hops.routes``
 
 
 class Column(NamedTuple):
-    """A tree out of a root, and perhaps a tree into the root; otherwise ``into`` is empty."""
+    """A tree out of a root, and perhaps a tree into the root, as a variable of the linear program."""
 
     root: int
-    into: tuple[Edge, ...]
+    into: tuple[Edge, ...]  # (): no tree into the root
     out: tuple[Edge, ...]
 
 
@@ -69,31 +70,31 @@ class Shares(NamedTuple):
     limit: float  # with up to ``MOST_EXACT`` devices, no solution takes less time
 
 
-class _FirstSolution(NamedTuple):
+class _State(NamedTuple):
     """The state of a search after the first linear program."""
 
-    columns: dict[Column, Any]  # with the load of each link in each row, for an amount of 1
-    used: list[Column]  # those with an amount above 0
-    limit: float  # the greatest limit
-    best: Any  # the prices that prove it
+    columns: dict[Column, Any]  # by column: its load on each link in each row, for an amount of 1
+    used: list[Column]  # the columns with an amount above 0
+    limit: float  # the greatest proved lower limit of the time
+    best: Any  # the prices that prove this limit
     solution: tuple[float, Any, Any, list[float]]  # see ``_Search.solve``
-    time: float  # of the program, for 1 GB, in seconds
+    time: float  # the time of this solution for 1 GB, in seconds
 
 
 @lru_cache(maxsize=512)
 def share_among_trees(
     topology: Topology, roots: int | None, steps: int, *, many: bool, paired: bool = False
 ) -> Shares | None:
-    """Return shares of trees on a topology, or ``None`` if they cannot reach all devices.
+    """Return trees with shares of the buffer, or ``None`` if trees of so few steps cannot reach all devices.
 
     Args:
-      topology: a neutral topology; all its devices take part.
-      roots: a device: trees out of it, as in a broadcast; -1: trees out of all devices with equal parts, as in an
-        all-gather; ``None``: trees out of any roots.
+      topology: a neutral topology, all of whose devices take part.
+      roots: the number of a device: trees out of it, as in a broadcast. -1: trees out of all devices, with equal parts
+        of the buffer, as in an all-gather. ``None``: trees out of any devices.
       steps: the number of steps.
-      many: whether the buffer is cut into many pieces.
-      paired: whether there is also a tree into each root; the two trees of a column have ``steps`` steps together. If
-        all links are equal in both directions, the tree into the root is the one out of it, backwards. Then each has
+      many: whether the buffer is cut into many pieces, so that all steps are in progress at the same time.
+      paired: whether each column also has a tree into its root. The two trees have ``steps`` steps together. If all
+        links are equal in both directions, the tree into the root is the tree out of it, backwards. Then each tree has
         half of the steps, rounded up, and ``Column.into`` is empty.
 
     >>> mesh = Topology.full_mesh(4, gb_per_s=10)
@@ -108,9 +109,10 @@ def share_among_trees(
 def expected_time(
     topology: Topology, roots: int | None, steps: int, *, many: bool, paired: bool = False
 ) -> float | None:
-    """Return the time of ``share_among_trees``, or an estimate of it after one linear program, which is much quicker.
+    """Return the time of the shares of ``share_among_trees`` for 1 GB, in seconds, or an estimate of this time.
 
-    The estimate is returned for one piece and the cheapest trees: there, later programs reduce the time little.
+    For one piece on few devices, it is estimated from the first linear program, which is much quicker. There, later
+    programs reduce the time little.
     """
     if many or len(topology.devices) > MOST_EXACT:
         shares = share_among_trees(topology, roots, steps, many=many, paired=paired)
@@ -120,47 +122,49 @@ def expected_time(
 
 
 @lru_cache(maxsize=64)
-def _first_solution(
-    topology: Topology, roots: int | None, steps: int, many: bool, paired: bool
-) -> _FirstSolution | None:
-    """Return a search after its first program; it begins with the trees that are used with fewer steps."""
+def _first_solution(topology: Topology, roots: int | None, steps: int, many: bool, paired: bool) -> _State | None:
+    """Return the state of a search after its first program. The search begins with the trees used with fewer steps."""
     fewer = _first_solution(topology, roots, steps - 1 - paired, many, paired) if steps > 1 + paired else None
     return _Search(topology, roots, steps, many, paired).begin(fewer.used if fewer else [])
 
 
 class _Search:
-    """The columns and the linear program. It has a row per link and step, or per link if all steps are in progress."""
+    """The columns and the linear program.
+
+    Arrays of loads and prices have a row per step, or one row if all steps are in progress at the same time, and in
+    each row an entry per link.
+    """
 
     def __init__(self, topology: Topology, roots: int | None, steps: int, many: bool, paired: bool) -> None:
         import numpy as np
 
         self.hops, self.many = hops(topology), many
-        self.mirrored = paired and topology.symmetric
-        self.paired = paired and not topology.symmetric
+        self.mirrored = paired and topology.symmetric  # trees into a root are those out of it, backwards
+        self.paired = paired and not topology.symmetric  # trees into a root are searched, too
         self.steps = (steps + 1) // 2 if self.mirrored else steps
         self.roots = list(range(self.hops.n)) if roots is None or roots < 0 else [roots]
-        self.groups = self.hops.n if roots == -1 else 1  # of roots whose parts of the buffer are fixed
+        self.groups = self.hops.n if roots == -1 else 1  # groups of columns with a fixed part of the buffer
         self.rows = 1 if many else self.steps
-        self.columns: dict[Column, Any] = {}  # with the load of each link in each row, for an amount of 1
-        self.limit, self.best = 0.0, np.zeros(0)  # the greatest limit, and the prices that prove it
+        self.columns: dict[Column, Any] = {}  # by column: its load on each link in each row, for an amount of 1
+        self.limit, self.best = 0.0, np.zeros(0)  # the greatest lower limit of the time, and the prices that prove it
         self.width = np.tile(self.hops.bandwidth, (self.rows, 1))
         self.exact = self.hops.n <= MOST_EXACT
-        self.scale = float(self.hops.fastest) / (2 if self.mirrored and not many else 1)
+        self.scale = float(self.hops.fastest) / (2 if self.mirrored and not many else 1)  # divides times, for 1 GB
         if self.mirrored:
             number = {(link.src, link.dst): k for k, link in enumerate(topology.links)}
             self.back = np.array([number[link.dst, link.src] for link in topology.links])
 
-    def begin(self, known: list[Column]) -> _FirstSolution | None:
-        """Return the search after its first program. It begins with the ``known`` columns."""
+    def begin(self, known: list[Column]) -> _State | None:
+        """Return the state after the first program, or ``None`` if it fails. Begin with the ``known`` columns."""
         import numpy as np
 
         prices = np.tile(1 / self.hops.bandwidth / self.hops.links, (self.rows, 1))
         load = np.zeros((self.rows, self.hops.links))
         for column in known:
             self._add(column)
-        warm, more = (_WARM, _WARM_PER_STEP) if self.exact else (_WARM_GREEDY, 2)
-        without_new = 0  # sets in a row without a new tree
-        for turn in range(warm + more * self.steps if len(self.roots) == 1 else warm):
+        rounds, more = (_FIRST_ROUNDS, _ROUNDS_PER_STEP) if self.exact else (_FIRST_ROUNDS_GREEDY, 2)
+        without_new = 0  # the number of rounds since the last new tree
+        for turn in range(rounds + more * self.steps if len(self.roots) == 1 else rounds):
             before = len(self.columns)
             cheapest = self._add_cheapest(prices)
             if cheapest is None:
@@ -178,10 +182,10 @@ class _Search:
         if solution is None:
             return None
         used = [column for column, amount in zip(self.columns, solution[1], strict=True) if amount > _LEAST]
-        return _FirstSolution(self.columns, used, self.limit, self.best, solution, solution[0] / self.scale)
+        return _State(self.columns, used, self.limit, self.best, solution, solution[0] / self.scale)
 
-    def shares(self, first: _FirstSolution) -> Shares:
-        """Return the shares of the last solution, after adding columns and solving the program some more times."""
+    def shares(self, first: _State) -> Shares:
+        """Return the shares of the last solution, after adding columns and solving the program several times."""
         self.columns = dict(first.columns)
         self.limit, self.best, solution = first.limit, first.best, first.solution
         for _ in range(_MOST_PROGRAMS - 1 if self.exact else 2):
@@ -191,17 +195,17 @@ class _Search:
                 self._add_cheapest(part * dual + (1 - part) * self.best, paid)
             if len(self.columns) == before or (self.exact and time <= self.limit * (1 + GAP)):
                 break
-            further = self.solve()
-            if further is None:
+            next_solution = self.solve()
+            if next_solution is None:
                 break
-            solution = further
+            solution = next_solution
         return self._in_units(solution[1], solution[0])
 
     def _add_cheapest(self, prices: Any, paid: list[float] | None = None) -> list[Column] | None:
-        """Add the cheapest column of each root at some prices, and return these columns.
+        """Add the cheapest column of each root at the given prices, and return these columns.
 
-        Only columns that cost less than ``paid``, by group, are added. Return ``None`` if the columns cannot share the
-        buffer, since roots do not reach all devices.
+        ``paid`` is the price of a column by group: only cheaper columns are added. Return ``None`` if no root reaches
+        all devices, or if a root with a fixed part of the buffer does not.
         """
         both_prices = prices + prices[:, self.back] if self.mirrored and self.many else prices
         row_costs, row_routes = self.hops.costs(both_prices)
@@ -212,14 +216,14 @@ class _Search:
         least, columns = [], []
         for k, root in enumerate(self.roots):
             start, price = 0, out.price(root, 0)
-            if into is not None:  # the best step in which the tree out of the root begins
+            if into is not None:  # find the best step in which the tree out of the root begins
                 both = ((into.price(root, self.steps - s) + out.price(root, s), s) for s in range(self.steps + 1))
                 price, start = min(both)
             least.append(price)
             if price == math.inf or (paid is not None and price >= paid[min(k, self.groups - 1)] * (1 - 1e-7)):
                 continue
-            reduced = () if into is None else self._edges(into, root, self.steps - start, routes, backwards=True)
-            columns.append(Column(root, reduced, self._edges(out, root, start, routes)))
+            into_edges = () if into is None else self._edges(into, root, self.steps - start, routes, backwards=True)
+            columns.append(Column(root, into_edges, self._edges(out, root, start, routes)))
             self._add(columns[-1])
         if min(least) == math.inf or (self.groups > 1 and max(least) == math.inf):
             return None
@@ -231,6 +235,7 @@ class _Search:
     def _edges(
         self, trees: Trees, root: int, start: int, routes: list[Any], *, backwards: bool = False
     ) -> tuple[Edge, ...]:
+        """Return the hops of a tree with their routes. ``backwards``: the tree was found at ``_reverse_prices``."""
         edges = []
         for step, u, v in trees.edges(root, start):
             edge = (self.steps - 1 - step, v, u) if backwards else (step, u, v)
@@ -238,30 +243,28 @@ class _Search:
         return tuple(sorted(edges))
 
     def _add(self, column: Column) -> None:
+        """Add a column with its loads, if it is new."""
         import numpy as np
 
         if column in self.columns:
             return
         links = self.hops.links
-        used = [
-            link if self.many else step * links + link
-            for step, _, _, route in (*column.into, *column.out)
-            for link in self.hops.routes[route]
-        ]
+        uses = ((step, link) for step, _, _, route in (*column.into, *column.out) for link in self.hops.routes[route])
+        used = [link if self.many else step * links + link for step, link in uses]
         load = np.bincount(used, minlength=self.rows * links).reshape(self.rows, links).astype(float)
         if self.mirrored and self.many:
             load += load[:, self.back]
         self.columns[column] = load
 
     def solve(self) -> tuple[float, Any, Any, list[float]] | None:
-        """Return the least time with these columns, their amounts, the prices, and the price of a column of each group.
+        """Return (least time with these columns, their amounts, prices of links by row, price of a column by group).
 
-        Return ``None`` if HiGHS finds no solution, since bandwidths are too far apart.
+        Return ``None`` if HiGHS finds no solution, because bandwidths differ too much.
         """
         import numpy as np
         from scipy.optimize import linprog
 
-        count, parts = len(self.columns), self.groups
+        count, parts = len(self.columns), self.groups  # the variables are the amounts, then the times of the rows
         links = np.arange(self.rows * self.hops.links)
         loads = np.zeros((links.size, count + self.rows))
         loads[:, :count] = np.array([load.ravel() for load in self.columns.values()]).T
@@ -282,7 +285,7 @@ class _Search:
         return float(solution.fun), solution.x[:count], prices, solution.eqlin.marginals.tolist()
 
     def _in_units(self, amounts: Any, exact: float) -> Shares:
-        """Return the solution with amounts in whole units, given the exact amounts and the time with these."""
+        """Return the solution with amounts that are rounded to units. ``exact`` is the time with exact amounts."""
         import numpy as np
 
         used = np.flatnonzero(amounts > _LEAST)
@@ -296,18 +299,18 @@ class _Search:
 
 
 def _reverse_prices(costs: list[Any]) -> list[Any]:
-    """Return the prices for trees into a root, which are found backwards. Steps with equal prices share an array."""
-    reverse: dict[int, Any] = {}
+    """Return the prices for trees into a root, which are found backwards: the steps and the hops are reversed."""
+    reverse: dict[int, Any] = {}  # by id: steps that share an array in ``costs`` also share one in the result
     return [reverse.setdefault(id(cost), cost.T.copy()) for cost in reversed(costs)]
 
 
 def round_to_units(amounts: Any, loads: Any, group: Any, exact: float) -> tuple[Any, int, float]:
-    """Return the number of units of each column, the number of units of the whole buffer, and the time.
+    """Return (number of units of each column, number of units of the whole buffer, time).
 
     Args:
-      amounts: the part of the buffer of each column.
-      loads: for each column, the seconds of each link in each step if the column had the whole buffer.
-      group: the group of each column; the groups have equal parts of the buffer.
+      amounts: the part of the buffer that each column carries.
+      loads: for each column, the seconds that each link takes in each row if the column carries the whole buffer.
+      group: the group of each column. The groups have equal parts of the buffer.
       exact: the time with exact amounts.
     """
     import numpy as np
@@ -315,9 +318,9 @@ def round_to_units(amounts: Any, loads: Any, group: Any, exact: float) -> tuple[
     groups = [np.flatnonzero(group == k) for k in range(int(group.max()) + 1)]
     best, fine = None, _fine_shares(amounts, groups)
     exact_units = int(fine.sum()) // len(groups)
-    loss = 0.0 if exact_units <= _UNITS[-1] else _LOSS  # without any loss, there are few units
+    loss = 0.0 if exact_units <= _UNITS[-1] else _LOSS  # few units are enough for the exact amounts: lose nothing
     enough = [units for units in _UNITS if units * len(groups) * _COLUMNS_PER_UNIT >= len(amounts)]
-    for units in (*(units for units in enough if units < exact_units), 0):
+    for units in (*(units for units in enough if units < exact_units), 0):  # 0: take the units of ``fine``
         counts = _distribute_units(amounts, loads, groups, units) if units else fine
         total_units = int(counts.sum())
         time = float((counts[:, None, None] * loads).sum(axis=0).max(axis=1).sum()) / total_units
@@ -330,10 +333,10 @@ def round_to_units(amounts: Any, loads: Any, group: Any, exact: float) -> tuple[
 
 
 def _distribute_units(amounts: Any, loads: Any, groups: list[Any], units: int) -> Any:
-    """Return the number of units of each column, if each group has ``units``.
+    """Return the number of units of each column if each group has ``units`` units.
 
-    Columns get the units of their share, rounded down. The remaining units are given one by one to the column with
-    which the time is least. Then units move between columns of a group as long as this makes the loads more even.
+    First, the amount of each column is rounded down to units. Each remaining unit is given to the column with which the
+    time is least. Then units are moved between columns of a group as long as this makes the loads more even.
     """
     import numpy as np
 
@@ -342,7 +345,7 @@ def _distribute_units(amounts: Any, loads: Any, groups: list[Any], units: int) -
     total = (counts[:, None, None] * loads).sum(axis=0)
 
     def cost(total: Any, steep: float) -> Any:
-        """Return about the sum of the greatest loads of the steps; other loads near them count a little."""
+        """Return about the sum of the greatest loads of all rows. Other loads that are nearly as great add a little."""
         most = total.max(axis=-1, keepdims=True)
         return (most[..., 0] + np.log(np.exp(steep * (total - most)).sum(axis=-1)) / steep).sum(axis=-1)
 
@@ -370,7 +373,9 @@ def _distribute_units(amounts: Any, loads: Any, groups: list[Any], units: int) -
 
 
 def _fine_shares(amounts: Any, groups: list[Any]) -> Any:
-    """Return shares in a unit of at least 1 / ``_FINE``: exactly if there is such a unit, otherwise rounded.
+    """Return the number of units of each column for the largest unit that divides all amounts exactly.
+
+    If this unit would be below 1 / ``_FINE`` of the buffer, return amounts that are rounded to about this unit.
 
     >>> import numpy as np
     >>> _fine_shares(np.array([2 / 7, 3 / 14, 0.25, 0.25]), [np.array([0, 1]), np.array([2, 3])])
@@ -380,7 +385,7 @@ def _fine_shares(amounts: Any, groups: list[Any]) -> Any:
 
     parts = len(groups)
     possible = np.arange(parts, _FINE, parts)
-    for amount in amounts:  # keeps the numbers of units with which each amount is a whole number of units
+    for amount in amounts:  # keep the numbers of units for which this amount is an integer number of units
         possible = possible[abs(amount * possible - np.rint(amount * possible)) < 1e-6]
     for units in possible.tolist():
         counts = np.rint(amounts * units)

@@ -1,1 +1,1 @@
-"""Bounds and trees of large machines, computed on the orbits of their symmetry."""
+"""Bounds and trees of large machines, computed on orbits: sets of nodes or links that a symmetry maps to each other."""

@@ -1,10 +1,10 @@
-"""Bounds on the orbits of a symmetry: the program of ``bounds/cut_program.py`` with one variable for each orbit.
+"""Bounds of symmetric topologies: the program of ``bounds/cut_program.py`` with one variable per orbit of links.
 
-A symmetry maps each constraint of that program to a constraint, and a solution to a solution. So the mean of a
-solution's images is a solution of the same rate. It has the same value on all links of an orbit, so that one variable
-suffices for the orbit. A violated cut is found by a maximum flow on the whole graph, to one device of each orbit. In
-the proof a cut stands for all its images, each with an equal part of its weight: ``Bound.check`` only needs to count
-how many links of each orbit cross the cut.
+An orbit is a set of nodes, or of links, that the symmetry maps to each other. The symmetry maps each constraint of that
+program to a constraint, and a solution to a solution. So the mean of a solution's images is a solution of the same
+rate. It has the same value on all links of an orbit, so that one variable suffices for the orbit. A violated cut is
+found by a maximum flow on the whole graph, to one device of each orbit. In the proof a cut stands for all its images,
+each with an equal part of its weight. So ``Bound.check`` only counts how many links of each orbit cross the cut.
 
 Source: Bödi, Herr & Joswig, Algorithms for highly symmetric linear and integer programs, Math. Programming 137, 2013.
 """
@@ -25,14 +25,14 @@ from ..bounds.linear_program import DENOMINATORS
 from ..bounds.solver import Row, Rows, Solution, solve
 
 _RATE_UNITS: Final = 1 << 28  # the rate as a flow in the search for violated cuts: SciPy's flows have 32 bits
-_MOST_ROUNDS: Final = 200  # in which cuts are added; after them the bound is that of the cuts so far
-_LEAST: Final = 1e-11  # smaller weights of cuts, relative to the largest, are rounding errors
+_MOST_ROUNDS: Final = 200  # in which cuts are added; if cuts are then missing, the bound is too high, but valid
+_LEAST: Final = 1e-11  # weights of cuts below this part of the largest weight are rounding errors
 
 Pair = tuple[str, str]
 
 
 class OrbitCut(NamedTuple):
-    """A cut that stands for all its images; see ``Cut``."""
+    """A cut that stands for all its images under the symmetry; see ``Cut``."""
 
     nodes: frozenset[int]
     outward: bool
@@ -52,9 +52,9 @@ class Quotient:
         least, sizes = orbits
         firsts = sorted(sizes)  # the first link of each orbit
         index = {link: k for k, link in enumerate(firsts)}
-        self.orbit = [index[link] for link in least]  # of each link; orbits of links are numbered from 0
+        self.orbit = [index[link] for link in least]  # the orbit of each link; orbits of links are numbered from 0
         self.sizes = [sizes[link] for link in firsts]  # the number of links in each orbit
-        self.width = [topology.links[link].bandwidth for link in firsts]  # of one link of each orbit
+        self.width = [topology.links[link].bandwidth for link in firsts]  # the bandwidth of one link of each orbit
         self.paired = topology.symmetric
         by_arc = {arc: k for k, arc in enumerate(self.arcs)}
         # For each orbit of links, the orbit of the links in the other direction.
@@ -69,9 +69,9 @@ class Quotient:
             self.entering[dst].append(k)
 
     def crossing(self, nodes: frozenset[int], *, outward: bool) -> dict[int, int]:
-        """Return how many links of each orbit leave a set of nodes (or enter it)."""
+        """Return, by orbit, how many links leave a set of nodes (or enter it, if not ``outward``)."""
         counts: dict[int, int] = {}
-        small = 2 * len(nodes) <= len(self.leaving)  # if not, the links of the other nodes are counted, which are fewer
+        small = 2 * len(nodes) <= len(self.leaving)  # if not, the other nodes are fewer, so their links are counted
         smaller_side = nodes if small else [node for node in range(len(self.leaving)) if node not in nodes]
         links, end = (self.leaving, 1) if outward == small else (self.entering, 0)
         for node in smaller_side:
@@ -81,33 +81,35 @@ class Quotient:
         return counts
 
     def parts(self, nodes: frozenset[int]) -> dict[int, Fraction]:
-        """Return the part of each orbit of devices that is in a set of nodes."""
+        """Return, for each orbit of devices, the part of its devices that is in a set of nodes."""
         counts = Counter(self.symmetry.orbits[node] for node in nodes if node < self.n)
         return {orbit: Fraction(count, self.symmetry.sizes[orbit]) for orbit, count in counts.items()}
 
 
 class _Program:
-    """The linear program. A solution has rates of roots, and the bandwidths that trees of each direction use.
+    """The linear program. Its variables are rates of roots, and the bandwidths that trees of each direction use.
 
-    An all-reduce has a rate for each orbit of roots, and trees in both directions; on equal links both ways, trees into
-    a root are the trees out of it backwards, and have no bandwidths of their own. Other collectives have one rate.
+    An all-reduce has a rate for each orbit of roots, and trees in both directions. If links are equal in both
+    directions, trees into a root are the trees out of it backwards, without variables of their own. Other collectives
+    have one rate.
     """
 
     def __init__(self, quotient: Quotient, collective: str, weights: Mapping[int, Fraction] | None) -> None:
-        """``weights`` are those of the data of each orbit of roots, with the sum 1; ``None``: an all-reduce."""
+        """``weights``: by orbit of roots, the part of the data that belongs to them. ``None``: an all-reduce."""
         self.quotient, self.weights = quotient, weights
         links = len(quotient.sizes)
         self.directions: tuple[bool, ...] = (collective in ("broadcast", "all_gather"),)  # True: out of the roots
         if weights is None:
             self.directions = (True,) if quotient.paired else (True, False)
-        self.rates = len(quotient.roots) if weights is None else 1  # the number of rates: the first columns
-        self.column = {root: k if weights is None else 0 for k, root in enumerate(quotient.roots)}
+        self.rates = len(quotient.roots) if weights is None else 1  # how many variables are rates: the first ones
+        self.column = {root: k if weights is None else 0 for k, root in enumerate(quotient.roots)}  # the rate of a root
+        # By direction: the first variable of a bandwidth; the others follow in the order of the orbits.
         self.first = {outward: self.rates + k * links for k, outward in enumerate(self.directions)}
         self.columns = self.rates + len(self.directions) * links
         self.largest = max(quotient.width)
 
     def covered_parts(self, nodes: frozenset[int]) -> dict[int, Fraction]:
-        """Return, for each rate, the part of the data that starts in a set of nodes (or must end there)."""
+        """Return, by variable of a rate, the part of the data that starts (or must end) in a set of nodes."""
         parts: dict[int, Fraction] = {}
         for root, part in self.quotient.parts(nodes).items():
             part *= 1 if self.weights is None else self.weights.get(root, 0)
@@ -115,7 +117,7 @@ class _Program:
         return parts
 
     def first_cuts(self) -> dict[OrbitCut, None]:
-        """Return the cuts around one device of each orbit and around its island."""
+        """Return the cuts around one device of each orbit and around its island, and those around all other nodes."""
         quotient, topology = self.quotient, self.quotient.topology
         everyone = frozenset(range(len(topology.nodes)))
         sets = [frozenset({root}) for root in quotient.roots]
@@ -125,7 +127,7 @@ class _Program:
             if not inside.isdisjoint(quotient.roots):
                 near = {quotient.arcs[k][1] for node in inside for k in quotient.leaving[node]}
                 inside |= {s for s in near if all(quotient.arcs[k][1] in inside for k in quotient.leaving[s])}
-                sets.append(frozenset(inside))
+                sets.append(frozenset(inside))  # with the switches all of whose links lead into it
         sets += [everyone - nodes for nodes in sets]
         devices = frozenset(range(quotient.n))
         return {OrbitCut(nodes, outward): None for outward in self.directions for nodes in sets if not devices <= nodes}
@@ -159,7 +161,7 @@ class _Program:
         return Rows(self.columns, self.rates, upper, limits, equal)
 
     def violated_cuts(self, values: list[float]) -> list[OrbitCut]:
-        """Return cuts that a solution violates: minimum cuts from the roots to one device of each orbit."""
+        """Return the minimum cuts from the roots to one device of each orbit that a solution violates."""
         quotient = self.quotient
         rate = sum(values[: self.rates])
         if rate <= 0:
@@ -170,10 +172,8 @@ class _Program:
         for outward in self.directions:
             first = self.first[outward]
             widths = [round(values[first + orbit] * scale) for orbit in range(len(quotient.sizes))]
-            capacities = {
-                (arc if outward else arc[::-1]): widths[orbit]
-                for arc, orbit in zip(quotient.arcs, quotient.orbit, strict=True)
-            }
+            arcs = quotient.arcs if outward else [(dst, src) for src, dst in quotient.arcs]
+            capacities = {arc: widths[orbit] for arc, orbit in zip(arcs, quotient.orbit, strict=True)}
             fed = 0
             for device in range(quotient.n):
                 root = quotient.symmetry.orbits[device]
@@ -182,7 +182,7 @@ class _Program:
                 capacities[source, device] = round(share * scale)
                 fed += capacities[source, device]
             network = Network(source + 1, capacities)
-            slack = 2 * len(quotient.arcs)  # for the rounding of capacities
+            slack = 2 * len(quotient.arcs)  # the most that rounding of capacities can change a flow
             for sink in quotient.roots:
                 if network.flow(source, sink) < fed - slack:
                     cuts[OrbitCut(network.cut(source, sink) - {source}, outward)] = None
@@ -191,9 +191,10 @@ class _Program:
     def proof(
         self, solution: Solution, cuts: list[OrbitCut], limit: int
     ) -> tuple[Fraction, list[Cut], list[tuple[int, bool, Fraction]]]:
-        """Return the rate that the rounded dual proves, the cuts, and the shifts of prices at switches.
+        """Return (the rate that a rounded dual solution proves, its cuts, its shifts of prices at switches).
 
-        Prices of the dual are rounded to fractions with denominators up to ``limit``.
+        A shift is (switch, whether for broadcasts, amount). The weights of cuts and the shifts are rounded to fractions
+        with denominators up to ``limit``. If they prove nothing, the rate is -1.
         """
         quotient, names = self.quotient, self.quotient.topology.nodes
         most = max(solution.prices[: len(cuts)], default=0.0) or 1.0
@@ -201,11 +202,9 @@ class _Program:
         def rounded(value: float) -> Fraction:
             return Fraction(value / most).limit_denominator(limit) if abs(value) > _LEAST * most else Fraction(0)
 
-        weights = [
-            (cut, max(Fraction(0), rounded(v))) for cut, v in zip(cuts, solution.prices[: len(cuts)], strict=True)
-        ]
-        weights = [(cut, weight) for cut, weight in weights if weight]
-        covered = [Fraction(0)] * self.rates
+        cut_weights = (max(Fraction(0), rounded(price)) for price in solution.prices[: len(cuts)])
+        weights = [(cut, weight) for cut, weight in zip(cuts, cut_weights, strict=True) if weight]
+        covered = [Fraction(0)] * self.rates  # the total weight of the cuts that contain the roots of each rate
         # By direction and orbit: the sum of the prices of the links of the orbit.
         price = {outward: [Fraction(0)] * len(quotient.sizes) for outward in self.directions}
         for (nodes, outward), weight in weights:
@@ -229,7 +228,7 @@ class _Program:
         for orbit, width in enumerate(quotient.width):
             prices = [price[outward][orbit] for outward in self.directions]
             if quotient.paired and self.weights is None:
-                # Half of a price is for broadcasts, half for reductions in the reverse direction.
+                # Half of a price is for broadcasts, and half is for reductions in the reverse direction.
                 prices.append(price[True][quotient.back[orbit]])
                 total += width * max(Fraction(0), *prices) / 2
             else:
@@ -250,10 +249,10 @@ def quotient_bound(
     """Return the bound of a collective among all devices of a topology, proved on the orbits of a symmetry.
 
     Args:
-      topology: all its devices take part; there are two or more, and all of them are connected.
+      topology: connected, with two or more devices, all of which take part.
       symmetry: a symmetry of the topology. It maps ``roots`` only to roots of the same weight.
-      collective: the name.
-      roots: the roots of a broadcast or reduce, and their weights; ``None``: all devices, with equal weights.
+      collective: the name of the collective.
+      roots: the roots of a broadcast or reduce with their weights. ``None``: all devices, with equal weights.
 
     >>> from crossreduce.topology.automorphisms import symmetry_of
     >>> machine = Topology.machine("hgx-h100", hosts=4)
@@ -278,7 +277,7 @@ def quotient_bound(
         if not new:
             break
         cuts.update(dict.fromkeys(new))
-    near = sum(solution.values[: program.rates]) * float(program.largest) * (1 + 1e-9)
+    near = sum(solution.values[: program.rates]) * float(program.largest) * (1 + 1e-9)  # the rate, with rounding
     proofs = []
     for limit in DENOMINATORS:
         proofs.append(program.proof(solution, list(cuts), limit))

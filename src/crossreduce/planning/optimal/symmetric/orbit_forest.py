@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from fractions import Fraction
 from functools import lru_cache
@@ -17,12 +16,11 @@ from ...requests import Request
 from ..bounds.certificate import Bound
 from ..bounds.demand import too_uneven
 from ..bounds.solver import common_unit
-from ..bounds.steiner import Parent
 from ..trees.tree_schedule import Tree, TreeShare, depth, trees_to_schedule
 from .orbit_bound import Quotient, quotient_bound
 from .orbit_trees import OrbitTree, best_trees
 
-# Up to this many devices, programs without symmetry are fast. Their cuts name single devices, so they say more.
+# Up to this many devices, programs without symmetry are fast. Their cuts name single devices, which is more precise.
 FEW_DEVICES: Final = 32
 # With more orbits, the programs on orbits are hardly smaller than those on devices.
 _MOST_ORBITS: Final = 128
@@ -31,7 +29,7 @@ Roots = tuple[tuple[str, Fraction], ...] | None
 
 
 class SymmetricForest(NamedTuple):
-    """A schedule of trees, with the fields of ``forest.Forest``, and the rate and bound of the trees."""
+    """A schedule of trees, with the other fields of ``forest.Forest``, and the rate and bound of the trees."""
 
     schedule: Schedule  # generated, unless the symmetry maps every tree to itself
     k: Fraction
@@ -45,13 +43,13 @@ class SymmetricForest(NamedTuple):
 def symmetric_topology(
     topology: Topology, members: tuple[str, ...], roots: Roots, helpers: tuple[str, ...] = ()
 ) -> tuple[Topology, Symmetry] | None:
-    """Return a topology whose devices are the members, and its symmetry.
+    """Return the topology with only the members as devices, and its symmetry, or ``None``.
 
-    The first switches of the topology are the helpers, which reduce. Devices that are neither become switches that only
-    forward. The symmetry does not move the roots, unless all members are roots with the same weight.
+    The helpers become the first switches of the topology, which reduce. All other devices become switches that only
+    forward. The symmetry maps each root to itself, except if all members are roots with the same weight.
 
-    Return ``None`` if there are few devices or many orbits, or if bandwidths or weights are so different that a program
-    in floating point would prove a poor bound.
+    ``None`` is returned if there are few devices or many orbits, or if bandwidths or weights differ so much that a
+    program in floating point would prove a poor bound.
     """
     if len(topology.devices) <= FEW_DEVICES or len(members) < 2:
         return None
@@ -75,7 +73,7 @@ def symmetric_topology(
 
 @lru_cache(maxsize=128)
 def symmetric_bound(topology: Topology, collective: str, members: tuple[str, ...], roots: Roots) -> Bound | None:
-    """Return the bound of a collective, found on orbits; ``None`` if ``symmetric_topology`` returns nothing.
+    """Return the bound of a collective, found on orbits, or ``None`` if ``symmetric_topology`` returns ``None``.
 
     Devices that take no part may forward and combine.
     """
@@ -94,10 +92,10 @@ def symmetric_bound(topology: Topology, collective: str, members: tuple[str, ...
 def symmetric_forest(
     request: Request, collective: str, roots: Roots, helpers: tuple[str, ...] = ()
 ) -> SymmetricForest | None:
-    """Return the forest of a request; ``None`` if ``symmetric_topology`` returns nothing, or for unequal ends.
+    """Return the forest of a request, found on orbits, or ``None`` if ``symmetric_topology`` returns ``None``.
 
-    ``collective`` and ``roots`` define which trees the request needs: see ``forest.py``. All trees also contain all
-    ``helpers``, which are switches that reduce.
+    An all-reduce whose sources are not its destinations also gives ``None``. ``collective`` and ``roots`` define which
+    trees the request needs: see ``forest.py``. All trees also contain all ``helpers``, which are switches that reduce.
     """
     topology = request.topology
     assert topology is not None
@@ -116,14 +114,13 @@ def symmetric_forest(
     if collective != "all_reduce":
         parts = dict(roots or ((device, Fraction(1)) for device in members))
         total = sum(parts.values(), Fraction(0))
-        weights = {
-            root: parts.get(topology.nodes[root], Fraction(0)) * symmetry.sizes[root] / total for root in quotient.roots
-        }
+        nodes, sizes = topology.nodes, symmetry.sizes
+        weights = {root: parts.get(nodes[root], Fraction(0)) * sizes[root] / total for root in quotient.roots}
     tree_nodes = len(members) + len(helpers)
     rate, trees = best_trees(quotient, collective, weights, limit, tree_nodes)
     shares = [_tree_share(tree) for tree in trees]
     deepest = max((depth(tree) for share in shares for tree in (share.into, share.out) if tree), default=0)
-    root_count = sum(symmetry.sizes[root] for root in {tree.root for tree in trees})  # with all images
+    root_count = sum(symmetry.sizes[root] for root in {tree.root for tree in trees})  # roots of all images of the trees
     k = 1 / common_unit([tree.share / symmetry.sizes[tree.root] for tree in trees]) / root_count
     base = trees_to_schedule("forest", request, topology.nodes, tree_nodes, shares)
     if all(_is_fixed(tree, symmetry) for tree in trees):
@@ -133,9 +130,10 @@ def symmetric_forest(
 
 
 def symmetric_direct(request: Request) -> GeneratedSchedule | None:
-    """Return the schedule of ``direct``, generated by the symmetry of the topology; ``None`` if this is not possible.
+    """Return the schedule of algorithm "direct", generated by the symmetry of the topology.
 
-    Its chunks are in another order than those of ``algorithms.direct``.
+    Its chunks are in another order than those of ``algorithms.direct``. ``None`` is returned without such a symmetry,
+    or if not all devices are sources and destinations, or if the request has several packs.
     """
     topology = request.topology
     assert topology is not None
@@ -147,15 +145,13 @@ def symmetric_direct(request: Request) -> GeneratedSchedule | None:
     owners = sorted({orbit for orbit in symmetry.orbits if orbit < n})  # one device of each orbit
     owner_names = tuple(topology.devices[owner] for owner in owners)
     base = direct_schedule(request._replace(devices=topology.devices), owner_names)
-    chunks = tuple(
-        chunk._replace(share=Fraction(symmetry.sizes[owner], n))
-        for chunk, owner in zip(base.chunks, owners, strict=True)
-    )
+    shares = [Fraction(symmetry.sizes[owner], n) for owner in owners]
+    chunks = tuple(chunk._replace(share=share) for chunk, share in zip(base.chunks, shares, strict=True))
     return GeneratedSchedule(replace(base, chunks=chunks), symmetry, topology.nodes, in_order=True)
 
 
 def _is_fixed(tree: OrbitTree, symmetry: Symmetry) -> bool:
-    """Return whether a symmetry maps a tree to itself."""
+    """Return whether all generators of a symmetry map a tree to itself."""
     for moves, _ in symmetry.generators:
         for parents in (tree.into, tree.out):
             images = {(moves[node], moves[up], tuple(moves[k] for k in through)) for node, up, through in parents or ()}
@@ -165,7 +161,5 @@ def _is_fixed(tree: OrbitTree, symmetry: Symmetry) -> bool:
 
 
 def _tree_share(tree: OrbitTree) -> TreeShare:
-    def tree_of(parents: Sequence[Parent] | None) -> Tree | None:
-        return None if parents is None else Tree(tree.root, 1, tuple(parents))
-
-    return TreeShare(tree.root, tree.share, tree_of(tree.into), tree_of(tree.out))
+    into, out = (None if parents is None else Tree(tree.root, 1, parents) for parents in (tree.into, tree.out))
+    return TreeShare(tree.root, tree.share, into, out)

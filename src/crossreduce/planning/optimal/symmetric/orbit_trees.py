@@ -1,12 +1,12 @@
 """Trees for one root of each orbit of a symmetry. The symmetry maps them to trees of all other roots.
 
-If every image of a tree carries the same part of the buffer, all links of an orbit carry the same load: the rate, times
-the number of links of the orbit that the tree uses, divided by the number of links of the orbit. So the best trees are
-the optimum of a linear program with one row for each orbit of links. The solution of the program gives each orbit a
-price, and the cheapest trees at these prices are added, as in ``bounds/column_generation.py``. A tree grows from the
-root, always over the cheapest route to a new device (Prim). If the two directions of each link cost the same, as in an
-all-reduce on equal links both ways, no tree is cheaper. Otherwise cheaper ones may exist, and the rate may stay below
-the bound.
+If every image of a tree carries the same part of the buffer, all links of an orbit carry the same load. It is the rate,
+times the number of links of the orbit that the tree uses, divided by the number of links of the orbit. So the best
+trees are the optimum of a linear program with one row for each orbit of links. The solution of the program gives each
+orbit a price, and cheap trees at these prices are added, as in ``bounds/column_generation.py``. A tree grows from the
+root, always over the cheapest route to a new device (Prim). It is the cheapest tree if both directions of each link
+cost the same, as in an all-reduce on links that are equal in both directions. Otherwise the tree may not be the
+cheapest, and the rate may stay below the bound.
 
 Source: Prim, Shortest connection networks and some generalizations, Bell System Technical J. 36(6), 1957; Gilmore &
 Gomory, A linear programming approach to the cutting-stock problem, Operations Research 9(6), 1961.
@@ -26,11 +26,11 @@ from ..bounds.solver import Row, Rows, Solution, solve
 from ..bounds.steiner import Parent
 from .orbit_bound import Quotient
 
-_MOST_ROUNDS: Final = 60  # in which trees are added; after them the best rate so far is taken
+_MOST_ROUNDS: Final = 60  # in which trees are added
 _NEAR: Final = 1e-9  # the relative error of rates in floating point
-_LEAST: Final = 1e-9  # smaller rates, relative to the largest, are rounding errors
-_TIGHT: Final = 1e-7  # an orbit of links with less unused bandwidth than this part limits the rate
-_LARGEST_PRICE: Final = 1 << 24  # of a link, as an integer; every link costs at least 1
+_LEAST: Final = 1e-9  # rates of trees below this part of the largest one are rounding errors
+_TIGHT: Final = 1e-7  # an orbit of links limits the rate if its unused part of the bandwidth is below this
+_LARGEST_PRICE: Final = 1 << 24  # the largest price of a link, as an integer; every link costs at least 1
 
 
 class OrbitTree(NamedTuple):
@@ -38,8 +38,8 @@ class OrbitTree(NamedTuple):
 
     root: int
     share: Fraction
-    into: tuple[Parent, ...] | None  # how it reduces; a route has the nodes passed before the parent
-    out: tuple[Parent, ...] | None  # how it copies; a route has the nodes passed after the parent
+    into: tuple[Parent, ...] | None  # edges to reduce over; a route lists the nodes from the child to the parent
+    out: tuple[Parent, ...] | None  # edges to copy over; a route lists the nodes from the parent to the child
 
 
 class _TreeColumn(NamedTuple):
@@ -48,7 +48,7 @@ class _TreeColumn(NamedTuple):
     root: int
     into: tuple[Parent, ...] | None
     out: tuple[Parent, ...] | None
-    used: tuple[tuple[int, int], ...]  # for each orbit of links, how many of them the tree uses
+    used: tuple[tuple[int, int], ...]  # (orbit of links, how many of its links the tree uses)
 
 
 def best_trees(
@@ -58,11 +58,11 @@ def best_trees(
 
     Args:
       quotient: the topology and its orbits.
-      collective: the name; trees of an all-reduce both reduce and copy.
-      weights: for each orbit of roots, the part of the buffer that starts (or ends) in it; ``None``: an all-reduce.
-      limit: the bound; trees that reach it end the search.
-      tree_nodes: the number of nodes that all trees contain, the first ones: devices, and perhaps switches that reduce.
-        0: the devices.
+      collective: the name of the collective. Trees of an all-reduce both reduce and copy.
+      weights: by orbit of roots, the part of the buffer that starts (or ends) in it. ``None``: an all-reduce.
+      limit: the bound in GB/s. Trees that reach it end the search.
+      tree_nodes: trees contain this many of the first nodes: the devices, and perhaps switches that reduce. 0: only
+        the devices.
     """
     search = _TreeSearch(quotient, collective, weights, tree_nodes or quotient.n)
     prices = [float(max(quotient.width) / width) for width in quotient.width]
@@ -102,7 +102,7 @@ class _TreeSearch:
         }
 
     def cheap_trees(self, prices: Sequence[float]) -> dict[_TreeColumn, None]:
-        """Return a cheap tree for each root, given the price of a link of each orbit."""
+        """Return a cheap tree for each root, given the price of one link of each orbit."""
         quotient = self.quotient
         if self.reduces and self.copies and quotient.paired:
             prices = [price + prices[back] for price, back in zip(prices, quotient.back, strict=True)]
@@ -125,7 +125,7 @@ class _TreeSearch:
         return columns
 
     def single_tree(self, columns: list[_TreeColumn], limit: Fraction) -> OrbitTree | None:
-        """Return a tree that reaches the bound alone with its images, if any; roots with few images come first."""
+        """Return a tree that reaches the bound alone with its images, or ``None``. Prefer roots with few images."""
         if len(self.roots) > 1 and self.weights is not None:
             return None
         quotient = self.quotient
@@ -136,7 +136,7 @@ class _TreeSearch:
         return None
 
     def grow_tree(self, root: int, costs: Sequence[int], *, outward: bool) -> tuple[Parent, ...]:
-        """Return a cheap tree out of (or into) a root; of equally cheap routes, those nearest to the root are taken."""
+        """Return a cheap tree out of (or into) a root. Of equally cheap routes, take those that begin near the root."""
         n, neighbours = self.tree_nodes, self.neighbours[outward]
         count = len(neighbours)
         joined = [False] * count
@@ -152,11 +152,11 @@ class _TreeSearch:
             price, level, node = heappop(queue)
             if (price, level) > best[node] or joined[node]:
                 continue
-            if node < n:  # it becomes a part of the tree, from which further routes start at price 0
+            if node < n:  # the node joins the tree, so routes from it begin at price 0
                 joined[node] = True
                 missing -= 1
                 if node != root:
-                    path = [node]
+                    path = [node]  # backwards, to the tree
                     while path[-1] >= n or len(path) == 1:
                         path.append(before[path[-1]])
                     through = tuple(path[-2:0:-1])
@@ -170,17 +170,18 @@ class _TreeSearch:
                     before[other] = node
                     heappush(queue, (*route, other))
         assert not missing  # every device can be reached
-        needed = {*range(self.quotient.n)}  # without the switches below which the tree has no device
+        needed = {*range(self.quotient.n)}  # to remove switches that lead to no device
         for node, parent, _ in reversed(parents):
             if node in needed:
                 needed.add(parent)
         return tuple(entry for entry in parents if entry[0] in needed)
 
     def rows(self, columns: list[_TreeColumn]) -> Rows:
-        """Return the linear program. The first variable is the rate, the others are the rates of the trees."""
+        """Return the linear program. Variable 0 is the total rate, and variable k + 1 the rate of column k."""
         quotient = self.quotient
         by_orbit: list[tuple[list[int], list[Fraction]]] = [([], []) for _ in quotient.sizes]
-        for k, column in enumerate(columns, start=1):
+        numbered = list(enumerate(columns, start=1))
+        for k, column in numbered:
             for orbit, count in column.used:
                 by_orbit[orbit][0].append(k)
                 by_orbit[orbit][1].append(Fraction(count, quotient.sizes[orbit]))
@@ -188,11 +189,8 @@ class _TreeSearch:
         limits = [width / self.largest for width in quotient.width]
         needs: list[tuple[Fraction, list[int]]] = [(Fraction(1), list(range(1, len(columns) + 1)))]
         if self.weights is not None:
-            needs = [
-                (self.weights[root], [k for k, column in enumerate(columns, start=1) if column.root == root])
-                for root in self.roots
-            ]
-        for part, trees in needs:
+            needs = [(self.weights[root], [k for k, tree in numbered if tree.root == root]) for root in self.roots]
+        for part, trees in needs:  # the sum of the rates of these trees must be at least part x the total rate
             upper.append(([0, *trees], [part] + [-1] * len(trees)))
             limits.append(Fraction(0))
         return Rows(len(columns) + 1, 1, upper, limits, [])
@@ -200,7 +198,7 @@ class _TreeSearch:
     def exact_rates(
         self, columns: list[_TreeColumn], solution: Solution, limit: Fraction
     ) -> tuple[Fraction, list[OrbitTree]]:
-        """Return the best exact rate near a solution, and the trees with their shares of the buffer at this rate."""
+        """Return the best exact rate that is found near a solution, and the trees with their shares of the buffer."""
         rates = solution.values[1 : len(columns) + 1]
         best: tuple[Fraction, dict[int, Fraction]] | None = None
         for exact_rates in self._nearby_rates(columns, rates):
@@ -221,12 +219,13 @@ class _TreeSearch:
         return rate, [OrbitTree(columns[k].root, share, columns[k].into, columns[k].out) for k, share in shares.items()]
 
     def _tree_shares(self, columns: list[_TreeColumn], rates: dict[int, Fraction]) -> dict[int, Fraction] | None:
-        """Return the share of each tree, in proportion to the rates; the trees of an orbit of roots share its weight.
+        """Return the share of the buffer of each tree, in proportion to the rates, by the number of the column.
 
-        Return ``None`` if an orbit of roots has no tree. Without weights, all trees share the buffer.
+        With weights, the trees of each orbit of roots share its weight. Without weights, all trees share the buffer.
+        Return ``None`` if an orbit of roots has no tree.
         """
         weights = {-1: Fraction(1)} if self.weights is None else {root: self.weights[root] for root in self.roots}
-        root_of = {k: -1 if self.weights is None else columns[k].root for k in rates}
+        root_of = {k: -1 if self.weights is None else columns[k].root for k in rates}  # -1: any root
         totals = dict.fromkeys(weights, Fraction(0))
         for k, rate in rates.items():
             totals[root_of[k]] += rate
@@ -235,12 +234,12 @@ class _TreeSearch:
         return {k: rate / totals[root_of[k]] * weights[root_of[k]] for k, rate in rates.items() if rate}
 
     def _nearby_rates(self, columns: list[_TreeColumn], rates: list[float]) -> Iterator[dict[int, Fraction]]:
-        """Yield exact rates that are close to those in floating point: simple fractions, then a vertex."""
+        """Yield exact rates by column that are near the rates in floating point: simple fractions, then a vertex."""
         scale = max(rates)
         used = {k: rate / scale for k, rate in enumerate(rates) if rate > _LEAST * scale}
         for denominator in DENOMINATORS:
             yield {k: Fraction(rate).limit_denominator(denominator) for k, rate in used.items()}
-        # The vertex is the solution of the rows that are tight in floating point, as equations.
+        # The vertex of the linear program that solves, as equations, the rows that are tight in floating point.
         upper: list[tuple[dict[int, Fraction], Fraction]] = []
         load: dict[int, float] = {}
         for k in used:
@@ -251,7 +250,7 @@ class _TreeSearch:
             if total >= capacity * (1 - _TIGHT):
                 row = {k: Fraction(dict(columns[k].used)[orbit]) for k in used if orbit in dict(columns[k].used)}
                 upper.append((row, self.quotient.width[orbit] * self.quotient.sizes[orbit]))
-        if self.weights is not None:  # the rates of two orbits of roots are in proportion to their parts
+        if self.weights is not None:  # the rates of orbits of roots must be in proportion to their weights
             first = self.roots[0]
             for root in self.roots[1:]:
                 row = {k: 1 / self.weights[root] for k in used if columns[k].root == root}
@@ -263,7 +262,9 @@ class _TreeSearch:
 
 
 def solved_exactly(rows: list[tuple[dict[int, Fraction], Fraction]], unknowns: list[int]) -> dict[int, Fraction] | None:
-    """Return the solution of linear equations, each ``(coefficients, value)``, or ``None`` unless there is exactly one.
+    """Return the only solution of linear equations, or ``None`` if there is no solution or more than one.
+
+    ``rows`` contains an equation as (coefficient of each unknown, value of the sum).
 
     >>> solved_exactly([({0: Fraction(1), 1: Fraction(2)}, Fraction(4)), ({1: Fraction(3)}, Fraction(3))], [0, 1])
     {0: Fraction(2, 1), 1: Fraction(1, 1)}

@@ -1,1 +1,1 @@
-"""Spanning trees with shares of the buffer: ``fitting.py`` finds them, ``tree_schedule.py`` makes schedules of them."""
+"""Spanning trees, each with a share of the buffer: ``fitting.py`` finds them, ``tree_schedule.py`` schedules them."""

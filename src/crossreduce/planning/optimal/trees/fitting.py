@@ -1,7 +1,7 @@
 """Trees for given roots and bandwidths.
 
-Output: trees that together respect the bandwidths. They reach the greatest rate that these allow; or they are fewer,
-and lose at most the part ``TOLERANCE`` of that rate.
+Input: the roots with weights, and the bandwidths. Output: trees that together respect the bandwidths. They reach the
+greatest rate. If this takes many trees, fewer trees may be returned, which lose at most the part ``TOLERANCE`` of it.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from ....topology import Link, Topology
 from ..bounds.cuts import cuts_suffice, tightest_cut
 from ..bounds.linear_program import optimum
 from ..bounds.solver import common_unit
-from ..bounds.steiner import Through
+from ..bounds.steiner import Arc, Through
 from .packing import Batch, pack_trees
-from .switches import Arc, Capacities, all_reached, replace_switches
+from .switches import Capacities, all_reached, replace_switches
 from .tree_schedule import Tree
 
 # If at most this many trees per root, on average, reach the bound exactly, they are used. If more are necessary, fewer
-# trees that lose at most ``TOLERANCE`` of the rate are tried. NCCL loses more: its search only tries the speeds of a
-# list (search.cc), most of which are 5 to 33 % below the preceding one.
+# trees that lose at most the part ``TOLERANCE`` of the rate are tried. NCCL loses more: its search only tries speeds of
+# a list (search.cc), most of which are 5 to 33 % below the preceding one.
 MOST_TREES: Final = 4
 TOLERANCE: Final = Fraction(2, 100)
 
@@ -32,12 +32,12 @@ Pair = tuple[str, str]
 def fit_trees(
     topology: Topology, used: Mapping[Pair, Fraction], weights: Mapping[int, Fraction]
 ) -> tuple[list[Tree], Fraction]:
-    """Return trees out of roots, and k: the average number of unit trees per root; weight w counts as w unit trees.
+    """Return (trees out of the roots, average number of trees per root). A tree of weight w counts w times.
 
     Args:
       topology: a neutral topology.
-      used: the bandwidth of each link that may be used. The trees together respect the bandwidths.
-      weights: for each root, by its number, its weight. The data of the roots is in proportion to the weights.
+      used: the bandwidth that the trees together may use of each link, by (src, dst).
+      weights: by the number of the root: its amount of data, relative to that of the other roots.
     Raises:
       PlanError: no such trees were found.
     """
@@ -45,7 +45,7 @@ def fit_trees(
     n, devices = len(topology.devices), range(len(topology.devices))
     total = sum(weights.values(), Fraction(0))
     shares = {topology.devices[root]: weight for root, weight in weights.items()}
-    rate = 1 / tightest_cut(_set_bandwidths(topology, used), shares, outward=True)[1]  # per unit of weight
+    rate = 1 / tightest_cut(_set_bandwidths(topology, used), shares, outward=True)[1]  # for a root of weight 1
     # A tree has n - 1 edges and uses a link at most once per edge. More bandwidth would only make the search slower.
     most = (n - 1) * rate * total
     used = {pair: min(bandwidth, most) for pair, bandwidth in used.items()}
@@ -56,14 +56,17 @@ def fit_trees(
         used = best.down
         rate = 1 / tightest_cut(_set_bandwidths(topology, used), shares, outward=True)[1]
     arcs = {(number[src], number[dst]): bandwidth for (src, dst), bandwidth in used.items() if bandwidth}
-    groups = [0] * n  # the island of each device
+    groups = [0] * n  # for each device, the number of its island (devices that the fastest links join)
     for k, island in enumerate(topology.islands):
         for device in island:
             groups[number[device]] = k
     switches = range(n, len(number))
 
     def packed(unit: Fraction, roots: dict[int, int], most: int | None) -> list[Tree] | None:
-        """Return trees with bandwidths in multiples of ``unit``, or ``None`` if at most ``most`` do not suffice."""
+        """Return trees that use the bandwidth ``unit`` each, or ``None`` if they do not fit, or are more than ``most``.
+
+        ``roots`` is the number of trees of each root. Bandwidths are rounded down to multiples of the unit.
+        """
         capacities = Capacities()
         for arc, bandwidth in arcs.items():
             capacities.add(arc, (), int(bandwidth / unit))
@@ -79,7 +82,7 @@ def fit_trees(
     if trees is not None and len(trees) <= MOST_TREES * len(exact):
         return trees, Fraction(sum(exact.values()), len(exact))
     least = min(weights.values())
-    for k in range(1, MOST_TREES + 1):  # k unit trees for the root with the least weight
+    for k in range(1, MOST_TREES + 1):  # the number of trees of the root with the least weight
         roots = {root: max(1, int(k * weight / least)) for root, weight in weights.items()}
         if sum(roots.values()) > MOST_TREES * len(roots):
             break
@@ -100,7 +103,7 @@ def _no_trees(topology: Topology) -> PlanError:
 
 
 def _set_bandwidths(topology: Topology, used: Mapping[Pair, Fraction]) -> Topology:
-    """Return the topology with the bandwidths of ``used``, without links that have none."""
+    """Return the topology with the bandwidths of ``used``. Links that are not used are left out."""
     links = [Link(src, dst, bandwidth) for (src, dst), bandwidth in used.items() if bandwidth]
     return Topology.unchecked(topology.devices, links, topology.switches)
 
@@ -108,9 +111,10 @@ def _set_bandwidths(topology: Topology, used: Mapping[Pair, Fraction]) -> Topolo
 def _largest_unit(
     arcs: Mapping[Arc, Fraction], roots: dict[int, int], rate: Fraction, sinks: Sequence[int], n: int
 ) -> Fraction:
-    """Return the largest unit such that capacities, rounded down to multiples of it, suffice for all trees; 0 if none.
+    """Return the greatest bandwidth per tree with which all trees fit the links, or 0 if there is none.
 
-    Only units that divide some capacity, and that lose at most ``TOLERANCE`` of the rate, are considered.
+    ``roots`` is the number of trees of each root. Only parts 1/1, 1/2, ... of the bandwidth of some link are tried, if
+    the trees then lose at most ``TOLERANCE`` of the rate.
     """
     most = rate / sum(roots.values())
     candidates = {
@@ -131,8 +135,11 @@ def _largest_unit(
 
 
 def _add_routes(batches: Sequence[Batch], capacities: Capacities) -> list[Tree]:
-    """Return trees with routes through switches. A batch is divided where no single route has room for all trees."""
-    trees: dict[tuple[int, tuple[tuple[int, int, Through], ...]], int] = {}  # the weights
+    """Return the trees of the batches with their routes through switches, which are removed from ``capacities``.
+
+    A batch is divided if no single route between two devices has room for all of its trees.
+    """
+    trees: dict[tuple[int, tuple[tuple[int, int, Through], ...]], int] = {}  # (root, edges) -> number of trees
     for root, weight, arcs in batches:
         left = weight
         while left:
@@ -154,7 +161,7 @@ def _add_routes(batches: Sequence[Batch], capacities: Capacities) -> list[Tree]:
 
 
 def _remove_loops(src: int, through: Through, dst: int) -> Through:
-    """Return a route without loops, which can arise when several switches are replaced one after another."""
+    """Return a route without its loops. (Loops arise if ``replace_switches`` replaces several switches in turn.)"""
     nodes = [src]
     for node in (*through, dst):
         if node in nodes:

@@ -1,17 +1,17 @@
 """Trees packed into integer capacities between devices.
 
-A unit tree uses one unit of capacity of each arc. By Edmonds' theorem the trees exist if every device can receive a
-flow of one unit per unit tree from the roots. After every step this condition is still true.
+A tree uses one unit of the capacity of each of its arcs. By Edmonds' theorem the trees exist if every device can
+receive one unit of flow per tree from the roots. Each step preserves this condition.
 
-Source: Edmonds, Edge-disjoint branchings, 1973; Bérczi & Frank, Packing arborescences, EGRES TR-2009-04 (growing trees
-in batches of equal ones).
+Source: Edmonds, Edge-disjoint branchings, 1973; Bérczi & Frank, Packing arborescences, EGRES TR-2009-04 (equal trees
+grow in batches).
 """
 
 from __future__ import annotations
 
 from ....progress import report
 from ..bounds.cuts import Network
-from .switches import Arc
+from ..bounds.steiner import Arc
 
 Batch = tuple[int, int, list[Arc]]  # equal trees: the root, the number of trees, and the arcs from the root outwards
 
@@ -19,20 +19,20 @@ Batch = tuple[int, int, list[Arc]]  # equal trees: the root, the number of trees
 def pack_trees(
     capacities: dict[Arc, int], roots: dict[int, int], n: int, most: int | None = None
 ) -> list[Batch] | None:
-    """Return batches of trees from every root to all nodes 0 to n - 1, or ``None`` if these are more than ``most``.
+    """Return batches of trees from every root to all nodes 0 to n - 1, or ``None`` if there are more than ``most``.
 
-    If possible, all trees grow at once. Otherwise batches of equal trees grow one after another. An arc is used for as
-    many trees of the batch as possible without taking capacity that other trees need; a minimum cut gives that number.
-    If no arc has room for the whole batch, the batch is divided. Arcs near the root come first, so trees stay low.
+    ``roots`` is the number of trees of each root. If possible, all trees grow at once. Otherwise batches of equal trees
+    grow one after another. An arc is used for as many trees of a batch as possible without taking capacity that other
+    trees need. A minimum cut gives this number. If no arc has room for the whole batch, the batch is divided. Arcs near
+    the root come first, so that trees have few levels.
     """
     simple = _all_at_once(capacities, roots, n)
     if simple is not None:
         return simple
     left = dict(capacities)
-    waiting: list[Batch] = [(root, units, []) for root, units in roots.items() if units]
-    waiting.reverse()
+    waiting: list[Batch] = [(root, units, []) for root, units in reversed(roots.items()) if units]  # a stack
     done: list[Batch] = []
-    packed, to_pack = 0, sum(units for _, units, _ in waiting) * (n - 1)  # units of arcs, for the progress
+    packed, to_pack = 0, sum(units for _, units, _ in waiting) * (n - 1)  # numbers of edges of trees, for the progress
     while waiting:
         if most is not None and len(done) + len(waiting) > most:
             return None
@@ -57,14 +57,12 @@ def pack_trees(
 
 
 def _all_at_once(capacities: dict[Arc, int], roots: dict[int, int], n: int) -> list[Batch] | None:
-    """Grow all trees at once, level by level, over the widest arcs, without flows; ``None`` if a tree gets stuck."""
+    """Return batches that grow together, level by level, over the widest arcs, or ``None`` if a tree gets stuck."""
     left = dict(capacities)
     into: list[list[int]] = [[] for _ in range(n)]
     for src, dst in left:
         into[dst].append(src)
-    trees: list[tuple[int, int, list[Arc], dict[int, int]]] = [
-        (root, units, [], {root: 0}) for root, units in roots.items() if units
-    ]
+    trees = [(root, units, list[Arc](), {root: 0}) for root, units in roots.items() if units]  # {node: level}
     for level in range(n):
         before = sum(len(depth) for *_, depth in trees)
         for root, units, arcs, depth in trees:
@@ -86,14 +84,14 @@ def _all_at_once(capacities: dict[Arc, int], roots: dict[int, int], n: int) -> l
 
 
 class _Remaining:
-    """The remaining capacities, and the needs of the batches that have to grow later."""
+    """The remaining capacities, and what the batches that grow later need of them."""
 
     def __init__(self, left: dict[Arc, int], waiting: list[Batch], n: int) -> None:
         self.left, self.n = left, n
         self.needs: list[tuple[int, frozenset[int]]] = []  # for each batch, the number of trees and their nodes so far
         for batch in waiting:
             self.reserve(batch)
-        self.limits: list[tuple[frozenset[int], int]] = []  # sets of nodes, each with the unneeded capacity into it
+        self.limits: list[tuple[frozenset[int], int]] = []  # (set of nodes, capacity into it that no tree needs)
 
     def reserve(self, batch: Batch) -> None:
         """Keep capacity for a batch of trees that grows later."""
@@ -102,14 +100,14 @@ class _Remaining:
         self.limits = []
 
     def use(self, arc: Arc, units: int) -> None:
-        """Remove units from an arc."""
+        """Remove units from an arc, and from the limits of the sets that it enters."""
         self.left[arc] -= units
         if not self.left[arc]:
             del self.left[arc]
         self.limits = [(nodes, most - units * (arc[1] in nodes and arc[0] not in nodes)) for nodes, most in self.limits]
 
-    def choose(self, depth: dict[int, int], units: int) -> tuple[Arc, int]:
-        """Return the next arc of a batch of trees, and how many of the trees can use it, at most ``units``."""
+    def choose(self, depth: dict[int, int], units: int) -> tuple[Arc, int]:  # depth: the level of each reached node
+        """Return the next arc of a batch of ``units`` trees, and the number of these trees that can use it."""
         arcs = [arc for arc in self.left if arc[0] in depth and arc[1] not in depth]
         arcs.sort(key=lambda arc: (depth[arc[0]], -self.left[arc], arc))
         best, most = arcs[0], 0
@@ -125,15 +123,16 @@ class _Remaining:
         return best, most
 
     def slack_limit(self, arc: Arc) -> int:
-        """Return an upper limit of ``slack`` for an arc, from the minimum cuts of earlier calls."""
+        """Return an upper limit of ``slack`` for an arc, known from the minimum cuts of earlier calls."""
         return min((most for nodes, most in self.limits if arc[1] in nodes and arc[0] not in nodes), default=1 << 62)
 
     def slack(self, arc: Arc) -> int:
-        """Return the number of units that an arc can lose without preventing another tree from reaching all nodes."""
+        """Return the number of units that an arc can lose such that all other trees can still reach all nodes."""
         src, dst = arc
         capacities = dict(self.left)
         nodes, needed = self.n, 0
-        # All trees that still have to reach dst start at src in the network: src feeds the nodes of each batch.
+        # The flow from src to dst must suffice for all batches that still have to reach dst. So src feeds the nodes
+        # that each of these batches has reached, directly or through an additional node.
         for units, reached in self.needs:
             if dst in reached:
                 continue

@@ -1,7 +1,7 @@
-"""Replace capacities through switches by capacities between devices that suffice for the trees of all roots.
+"""Replace capacities through switches by capacities between devices, so that the trees of all roots still fit.
 
-Each root has a number of trees, and each tree takes one unit of capacity. The maximum flow from all roots together to
-each device stays at least the number of all trees. By Edmonds' theorem, trees within the capacities then exist.
+Each tree uses one unit of the capacity of its arcs. By Edmonds' theorem the trees fit if the maximum flow from all
+roots together to each device is at least the number of all trees. Each replacement preserves this condition.
 
 Source: Edmonds, Edge-disjoint branchings, 1973; Bang-Jensen, Frank & Jackson, SIAM J. Discrete Math. 8(2), 1995
 (splitting off a node without loss); Zhao et al., ForestColl, arXiv:2402.06787 (for collectives).
@@ -13,22 +13,20 @@ from collections.abc import Callable, Iterable, Sequence
 from operator import ne
 
 from ..bounds.cuts import Network
-from ..bounds.steiner import Through
-
-Arc = tuple[int, int]
+from ..bounds.steiner import Arc, Through
 
 
 class Capacities(dict[Arc, dict[Through, int]]):
-    """The capacity from node u to node t through a list of switches: ``capacities[u, t][through]``."""
+    """``capacities[u, t][through]`` is the capacity from node u to node t through a sequence of switches."""
 
     def add(self, arc: Arc, through: Through, amount: int) -> None:
-        """Add capacity to an arc."""
+        """Add ``amount`` to the capacity of an arc by the route ``through``."""
         if amount:
             routes = self.setdefault(arc, {})
             routes[through] = routes.get(through, 0) + amount
 
     def take(self, arc: Arc, amount: int) -> list[tuple[Through, int]]:
-        """Remove capacity from an arc, which must have so much, and return the removed capacity of each route."""
+        """Remove ``amount``, at most the capacity, from an arc. Return what each route loses: (route, capacity)."""
         taken, routes = [], self[arc]
         for through in list(routes):
             part = min(amount, routes[through])
@@ -53,7 +51,10 @@ class Capacities(dict[Arc, dict[Through, int]]):
 
 
 def all_reached(capacities: dict[Arc, int], roots: dict[int, int], sinks: Sequence[int], n: int) -> bool:
-    """Return whether each single sink can receive the units of all roots, by a maximum flow from all roots together."""
+    """Return whether each sink, considered alone, can receive the flow of all roots together.
+
+    ``roots`` is the flow of each root, and the nodes are numbered from 0 to n - 1.
+    """
     total = sum(roots.values())
     network = Network(n + 1, capacities | {(n, root): units for root, units in roots.items()})
     return all(network.flow(n, sink) >= total for sink in sinks)
@@ -67,12 +68,13 @@ def replace_switches(
     groups: Sequence[int],
     n: int,
 ) -> Capacities:
-    """Replace every switch by arcs between its neighbours, so that the unit trees of all roots still reach all devices.
+    """Return capacities in which arcs between neighbours replace each switch. The trees of all roots still fit.
 
-    At each switch, the capacities in and out must be equal. The capacity is shared evenly between pairs of neighbours.
-    If the switch joins several ``groups`` of devices, first only pairs of different groups get shares, and then all
-    pairs. If both fail, ``_split_off`` replaces one pair of arcs (in and out) after the other. The even shares fail if
-    a unit tree then cannot reach a device, or if capacities in and out become unequal at another switch.
+    ``roots`` is the number of trees of each root, and ``groups`` the number of each device's group. At each switch, the
+    capacities in and out must be equal. First, the capacity of a switch is shared evenly between pairs of neighbours:
+    only between pairs of different groups if the switch joins several, and between all pairs if this fails. It fails if
+    the trees then do not fit, or if capacities in and out become unequal at another switch. If all even shares fail,
+    ``_split_off`` replaces one pair of arcs (in and out) after the other.
     """
     for switch in switches:
         entering = {u: capacities.total((u, switch)) for (u, w) in list(capacities) if w == switch}
@@ -89,29 +91,29 @@ def replace_switches(
             rest = [arc for arc in tried if switch in arc]
             for arc in rest:
                 del tried[arc]
-            # Deleting the rest would make the capacities in and out unequal at another switch that has a part of it.
+            # An arc in the rest that leads to another switch must not be deleted: its capacities would become unequal.
             unequal = any(node != switch and node >= len(groups) for arc in rest for node in arc)
             if not unequal and all_reached(tried.totals(), roots, devices, n):
                 capacities = tried
                 break
         else:
-            capacities = _split_off(capacities, switch, entering, leaving, roots, devices, n)
+            capacities = _split_off(capacities, switch, sorted({*entering, *leaving}), roots, devices, n)
     return capacities
 
 
 def _even_shares(
     entering: dict[int, int], leaving: dict[int, int], allowed: Callable[[int, int], bool]
 ) -> dict[Arc, int]:
-    """Share the capacity of each link into a switch among the links out of it, in proportion to their capacities.
+    """Return the capacity of each pair (node before, node after) if it is shared evenly among the ``allowed`` pairs.
 
-    Return the amount of each ``allowed`` pair (node before, node after). Amounts are integers; what remains from
-    rounding down is shared among the allowed pairs, too.
+    The capacity of a link into the switch is divided in proportion to the capacities of the links out of it, rounded
+    down to integers. The rest is then shared among the allowed pairs in small amounts.
     """
     ends = sorted({*entering, *leaving})
     left_in, left_out = dict(entering), dict(leaving)
     shares: dict[Arc, int] = {}
 
-    def give(u: int, t: int, amount: int) -> None:
+    def share(u: int, t: int, amount: int) -> None:  # at most what is left at both ends
         amount = min(amount, left_in[u], left_out[t])
         if amount > 0:
             shares[u, t] = shares.get((u, t), 0) + amount
@@ -122,7 +124,7 @@ def _even_shares(
         partners = [t for t in leaving if allowed(u, t)]
         total = sum(leaving[t] for t in partners)
         for t in partners:
-            give(u, t, width * leaving[t] // total)
+            share(u, t, width * leaving[t] // total)
     before = -1
     while before != sum(left_in.values()):
         before = sum(left_in.values())
@@ -130,12 +132,12 @@ def _even_shares(
             for k, u in enumerate(ends):
                 t = ends[(k + offset) % len(ends)]
                 if left_in.get(u) and left_out.get(t) and allowed(u, t):
-                    give(u, t, max(1, min(left_in[u], left_out[t]) // len(ends)))
+                    share(u, t, max(1, min(left_in[u], left_out[t]) // len(ends)))
     return shares
 
 
 def _bypass(capacities: Capacities, u: int, switch: int, t: int, amount: int) -> None:
-    """Replace ``amount`` of the capacity from u over a switch to t by an arc from u to t; if u is t, only remove it."""
+    """Replace ``amount`` of the capacity from u through a switch to t by an arc. If u is t, only remove it."""
     if not amount:
         return
     into, out = capacities.take((u, switch), amount), capacities.take((switch, t), amount)
@@ -152,19 +154,12 @@ def _bypass(capacities: Capacities, u: int, switch: int, t: int, amount: int) ->
 
 
 def _split_off(
-    capacities: Capacities,
-    switch: int,
-    entering: dict[int, int],
-    leaving: dict[int, int],
-    roots: dict[int, int],
-    devices: Sequence[int],
-    n: int,
+    capacities: Capacities, switch: int, ends: list[int], roots: dict[int, int], devices: Sequence[int], n: int
 ) -> Capacities:
-    """Replace pairs of arcs, into and out of a switch, by direct arcs.
+    """Return capacities in which direct arcs between ``ends`` replace pairs of arcs, into and out of a switch.
 
-    Each pair loses the largest amount with which the unit trees still reach all devices.
+    Each pair is replaced with the largest amount for which the trees of all roots still fit.
     """
-    ends = sorted({*entering, *leaving})
     needed = sum(roots.values())
     for offset in (*range(1, len(ends)), 0):
         for k, u in enumerate(ends):

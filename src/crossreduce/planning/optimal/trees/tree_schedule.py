@@ -13,10 +13,10 @@ from ..bounds.steiner import Parent, Through
 
 
 class Tree(NamedTuple):
-    """Equal trees with the same root; ``weight`` is their number."""
+    """One or more equal trees out of (or into) a root."""
 
     root: int
-    weight: int
+    weight: int  # the number of equal trees
     parents: tuple[Parent, ...]  # the edges; parents come before their children
 
 
@@ -24,13 +24,13 @@ class TreeShare(NamedTuple):
     """A share of the buffer, and the trees over which it moves."""
 
     root: int
-    weight: Fraction  # the share is in proportion to it
-    into: Tree | None  # reduces the share
-    out: Tree | None  # copies the share
+    weight: Fraction  # the size of the share, relative to the weights of the other shares
+    into: Tree | None  # the tree that reduces the share to the root
+    out: Tree | None  # the tree that copies the share from the root
 
 
 def reversed_tree(tree: Tree) -> Tree:
-    """Return a tree out of a root as a tree into it: each route lists the nodes in the order from child to parent."""
+    """Return the tree into a root that uses the routes of a tree out of this root backwards."""
     return tree._replace(parents=tuple((node, parent, through[::-1]) for node, parent, through in tree.parents))
 
 
@@ -45,11 +45,11 @@ def depth(tree: Tree) -> int:
 def trees_to_schedule(
     algorithm: str, request: Request, nodes: Sequence[str], devices: int, shares: list[TreeShare]
 ) -> Schedule:
-    """Return the schedule of trees: each step is in the first round in which the values that it reads are complete.
+    """Return the schedule of trees. Each step is in the first round in which the values that it reads are complete.
 
-    The first ``devices`` of the nodes are the devices of the schedule. Branches without a source (in a tree that
-    reduces) or without a destination (in a tree that copies) are left out. In a reduce-scatter or all-gather, the part
-    of a device consists of the shares of which it is the root.
+    ``devices`` is the number of devices of the schedule, which are the first of the ``nodes``. Branches without a
+    source (in a tree that reduces) or without a destination (in a tree that copies) are left out. In a reduce-scatter
+    or all-gather, a device owns the shares of which it is the root.
     """
     number = {node: k for k, node in enumerate(nodes)}
     sources, destinations = [number[s] for s in request.sources], [number[d] for d in request.destinations]
@@ -64,7 +64,7 @@ def trees_to_schedule(
         chunk_sources = [share.root] if collective == "all_gather" else sources
         chunk_destinations = [share.root] if collective == "reduce_scatter" else destinations
         chunks.append(Chunk(share.weight / total, tuple(chunk_sources), tuple(chunk_destinations)))
-        ready = dict.fromkeys(chunk_sources, 0)  # by device: the first round that can read the sum of the subtree
+        ready = dict.fromkeys(chunk_sources, 0)  # by node: the first round that can read the sum of its subtree
         if share.into is not None:
             children: defaultdict[int, list[int]] = defaultdict(list)
             for node, parent, _ in share.into.parents:
@@ -84,7 +84,7 @@ def trees_to_schedule(
             for node, parent, _ in reversed(share.out.parents):
                 if node in needed:
                     needed.add(parent)
-            final = {share.root: ready[share.root]}  # by device: the first round that can read the final value
+            final = {share.root: ready[share.root]}  # by node: the first round that can read the final value
             for node, parent, through in share.out.parents:
                 if node in needed:
                     rounds[final[parent]].append(Step(c, node, (parent,)))
@@ -95,7 +95,10 @@ def trees_to_schedule(
 
 
 def listed_routes(routes: dict[tuple[int, int, int], dict[int, Through]], nodes: Sequence[str]) -> list[Route]:
-    """Return a route for each transfer (chunk, src, dst), or one per round if its routes in several rounds differ."""
+    """Return the routes that pass other nodes. ``routes``: the nodes passed, by (chunk, src, dst) and by round.
+
+    A transfer has one ``Route``, or one per round if its routes in several rounds differ.
+    """
     listed = []
     for (chunk, src, dst), by_round in routes.items():
         same = len(set(by_round.values())) == 1

@@ -1,4 +1,4 @@
-"""Proves MSCCL++ plans of any tool: ``verifier.py`` says how; the other files run a plan on symbolic memory."""
+"""Proves MSCCL++ plans of any tool. ``verifier.py`` describes how; the other files run a plan on symbolic memory."""
 
 from .verifier import MscclppReport, verify_mscclpp_json
 

@@ -1,4 +1,4 @@
-"""Input and output of a collective in the memory of a symbolic run: their values, and faults at the end of a call."""
+"""The input and output of a collective in the memory of a symbolic run: input values, and faults of the output."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from .memory import Cell, Cells
 
 
 class Buffers:
-    """The cells of all GPUs; only the inputs of the ranks ``sources`` may be read."""
+    """The cells of all GPUs. Only inputs of the ranks ``sources`` may be read. ``moves`` are all moves of the plan."""
 
     def __init__(self, plan: MscclppPlan, layout: PlanLayout, sources: range, moves: list[Move]) -> None:
         self.plan, self.layout, self.sources = plan, layout, sources
@@ -19,7 +19,7 @@ class Buffers:
         self.kind, self.ranks = plan.collective, len(plan.gpus)
         part = min(layout.input, layout.output)
         self.part = part // self.ranks if self.kind == "alltoall" else part
-        self.call = 0
+        self.call = 0  # the number of the current call, from 1 on
         areas: dict[Area, tuple[int, ...]] = {}
         for rank in range(self.ranks):
             for name in (*self.user_areas, "s"):
@@ -35,7 +35,7 @@ class Buffers:
     def input_value(self, cell: Cell) -> Contributions | None:
         """Return the value of a cell of the user's areas when a call begins, or ``None`` if it must not be read.
 
-        The value has the cell's position in the full buffer of the collective, and only the contribution of the rank.
+        The value is the rank's own contribution at the cell's position in the full buffer of the collective.
         """
         rank, name = cell.area
         once = 1 << rank

@@ -4,11 +4,11 @@ A bit stands for the accesses of one threadblock between two synchronisations of
 thread on channels and semaphores in this time, or for one piece of an operation that writes packets or of a transfer
 of a port channel. A ``Clock`` has two sets: accesses that are over, and writes that are visible.
 
-- A signal passes both sets of its sender on to the wait that receives it. If the signal or the wait is relaxed, and for
-  packets, the receiver gets only the first set, so it may overwrite memory that was read. Of the writes, it gets only
-  those that were visible when the sender's kernel began. (Packets are read in a loop until their flags arrive, and
-  later accesses depend on that loop.)
-- A signal, wait or packet is an action of single threads. The other threads of the threadblock get the clock of one
+- A signal passes both sets of its sender on to the wait that receives it. If the signal or the wait is relaxed, the
+  receiver gets only the first set, so it may overwrite memory that was read. Of the writes, it gets only those that
+  were visible when the sender's kernel began. The same holds for packets, which are read in a loop until their flags
+  arrive, and later accesses depend on that loop.
+- A signal, wait or packet is an action of single threads. The other threads of the threadblock get the clock of such a
   thread, and the bits of its accesses, when the threads are synchronised. Until then, only accesses of the same thread
   are ordered.
 
@@ -23,13 +23,12 @@ from typing import Final, NamedTuple
 
 
 class Clock(NamedTuple):
-    """Accesses that precede a moment in every execution."""
+    """The accesses that precede a moment in every execution, as sets of bits."""
 
     ended: int = 0  # accesses that are over
     visible: int = 0  # writes that are visible
 
     def union(self, other: Clock) -> Clock:
-        """Return the union of two clocks."""
         return Clock(self.ended | other.ended, self.visible | other.visible)
 
 
@@ -59,7 +58,7 @@ class BlockClock:
 
     def begin(self, clock: Clock) -> None:
         """Begin a kernel with this clock."""
-        self.known = clock
+        self.known = clock  # of all threads
         self.start = clock.visible
         self.own: dict[int, Clock] = {}  # by thread: the clocks that it has received since the last synchronisation
         self.own_bits: dict[int, int] = {}  # by thread: the bit of its actions on channels and semaphores
@@ -68,7 +67,6 @@ class BlockClock:
         self.bit = next(self.bits)
 
     def sync(self) -> None:
-        """Synchronise the threads."""
         for clock in (*self.own.values(), self.arrived, Clock(self.unsynced, self.unsynced)):
             self.known = self.known.union(clock)
         self.own, self.own_bits, self.arrived, self.unsynced = {}, {}, NOTHING, 0
@@ -78,14 +76,14 @@ class BlockClock:
         """Return the clock of one thread."""
         return self.known.union(self.own[thread]) if thread in self.own else self.known
 
-    def learn(self, thread: int, clock: Clock) -> None:
-        """Add to the clock of one thread."""
+    def extend(self, thread: int, clock: Clock) -> None:
+        """Add the accesses of a clock to the clock of one thread."""
         self.own[thread] = self.own.get(thread, NOTHING).union(clock)
 
     def record(self, thread: int, text: str) -> AccessRecord:
         """Return the record of an action of one thread on a channel or semaphore, and add it to the thread's clock."""
         bit = self.own_bits.setdefault(thread, next(self.bits))
-        self.learn(thread, Clock(1 << bit, 1 << bit))
+        self.extend(thread, Clock(1 << bit, 1 << bit))
         self.unsynced |= 1 << bit
         return AccessRecord(bit, self.number, one_thread(thread), text)
 

@@ -44,7 +44,7 @@ class MoveMaker:
         self.block = self.gpu.threadblocks[block]
 
     def moves(self, op: PlanOperation, offset: int, unit: int) -> Iterator[Move]:
-        """Yield the moves that the threads make, one after the other."""
+        """Yield, in order, the moves that the threads make in an iteration of ``unit`` bytes from ``offset`` on."""
         if op.name in ("put", "pws", "pwsf"):
             for src, dst in zip(op.srcs, op.dsts, strict=True):
                 near = self.layout.local(self.rank, op.srcs[0].buffer, self._start(op, src, offset))
@@ -55,10 +55,9 @@ class MoveMaker:
                 near = self.layout.local(self.rank, dst.buffer, self._start(op, src, offset))
                 yield Move((far,), (near,), self._size(op, src, offset, unit), WORD)
         elif op.name in ("glres", "gstore"):  # 4 bytes, since the switch adds some dtypes one by one
-            srcs = (
-                self._switch(op, op.srcs[0], offset) if op.name == "glres" else (self._local(op, op.srcs[0], offset),)
-            )
-            size = self._size(op, op.srcs[0], offset, unit)
+            src = op.srcs[0]
+            srcs = self._switch(op, src, offset) if op.name == "glres" else (self._local(op, src, offset),)
+            size = self._size(op, src, offset, unit)
             yield Move(srcs, self._switch(op, op.dsts[0], offset), size, WORD // 4)
         elif op.name.endswith("pkt"):
             yield from self._packet_moves(op)
@@ -72,6 +71,7 @@ class MoveMaker:
             yield Move(srcs, dsts, self._size(op, op.srcs[0], offset, unit), WORD)
 
     def _packet_moves(self, op: PlanOperation) -> Iterator[Move]:
+        """Yield the moves of an operation that reads or writes packets."""
         size = self._bytes(op, op.srcs[0])
         if op.name == "ppkt":
             for src, dst in zip(op.srcs, op.dsts, strict=True):
@@ -91,7 +91,7 @@ class MoveMaker:
         yield Move(tuple(srcs), tuple(dsts), size, WORD // 2)
 
     def posts(self, op: PlanOperation, offset: int, unit: int) -> Iterator[Move]:
-        """Yield what each port channel of an operation moves."""
+        """Yield the move that each port channel of an operation makes later."""
         scale = 2 if op.name.endswith("pkt") else 1
         for k, dst in enumerate(op.dsts):
             src = op.srcs[0 if op.name == "rppkt" else k]
@@ -102,7 +102,7 @@ class MoveMaker:
             yield Move((source,), (self._remote(op, dst, offset, scale)._replace(scale=1),), size, WORD)
 
     def packets(self, op: PlanOperation, k: int) -> Range:
-        """Return source k of an operation that reads packets."""
+        """Return the packets that are source k of an operation."""
         return self.layout.local(self.rank, "s", self._start(op, op.srcs[k], 0), 2)
 
     def packets_read(self, op: PlanOperation) -> Move:
@@ -110,9 +110,11 @@ class MoveMaker:
         return Move((self.packets(op, 0),), (), self._bytes(op, op.srcs[0]), WORD // 2)
 
     def _bytes(self, op: PlanOperation, span: ChunkSpan) -> int:
+        """Return the number of bytes of a span that the threadblock processes in all iterations."""
         return self.layout.part(span.size * self.layout.chunk, op.group)[1]
 
     def _size(self, op: PlanOperation, span: ChunkSpan, offset: int, unit: int) -> int:
+        """Return the number of these bytes that one iteration processes."""
         return min((self._bytes(op, span) - offset) % _WRAP, unit)
 
     def _start(self, op: PlanOperation, span: ChunkSpan, offset: int, scale: int = 1) -> int:
@@ -123,7 +125,7 @@ class MoveMaker:
         return start + (0 if scale == 2 else self.layout.shifted(self.rank, buffer, offset))
 
     def _target(self, op: PlanOperation, span: ChunkSpan) -> tuple[int, str]:
-        """Return the GPU and buffer of a span; for a switch channel, its own GPU."""
+        """Return the GPU and buffer of a span. A span of a switch channel has the GPU that runs the operation."""
         if span.kind == "l":
             return self.rank, span.buffer
         if span.kind == "w":
@@ -132,6 +134,7 @@ class MoveMaker:
         return remote.rank, remote.buffer
 
     def _local(self, op: PlanOperation, span: ChunkSpan, offset: int, scale: int = 1) -> Range:
+        """Return where the bytes of a span of local memory start. ``scale`` is 2 for packets."""
         return self.layout.local(self.rank, span.buffer, self._start(op, span, offset, scale), scale)
 
     def _remote(self, op: PlanOperation, span: ChunkSpan, offset: int, scale: int = 1) -> Range:
@@ -139,12 +142,13 @@ class MoveMaker:
         return self.layout.remote(self.rank, *self._target(op, span), start, scale)
 
     def _switch(self, op: PlanOperation, span: ChunkSpan, offset: int) -> tuple[Range, ...]:
+        """Return where the bytes of a switch channel's span start, one range for each GPU of the channel."""
         buffer, ranks = self.gpu.switches[self.block.channels["switch"][span.number]]
         start = self._start(op, span, offset)
         return tuple(self.layout.remote(self.rank, rank, buffer, start) for rank in ranks)
 
     def _reused_source(self, op: PlanOperation, k: int, offset: int) -> Range:
-        """Return source k of a ``re``. By a fault of the executor, iterations move it like destination k."""
+        """Return source k of a ``re``. By a fault of the executor, iterations shift it like destination k."""
         span, number = op.srcs[k], op.dsts[k].number if k < len(op.dsts) else 0
         start = self._start(op, span, 0) + self.layout.shifted(self.rank, "ios"[number] if number < 3 else "i", offset)
         return self.layout.local(self.rank, span.buffer, start)

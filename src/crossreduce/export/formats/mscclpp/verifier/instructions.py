@@ -1,7 +1,7 @@
 """The operations of an MSCCL++ plan as the executor's kernel runs them, for a message of one size.
 
-Input: a ``MscclppPlan`` and a ``PlanLayout``. Output: for each threadblock a list of instructions: moves of bytes, and
-synchronisation. Pipelines are unrolled.
+Input: a ``MscclppPlan`` and a ``PlanLayout``. Output: for each threadblock, a list of instructions that move bytes or
+synchronise threads. Pipelines are unrolled.
 
 - All threads of a threadblock run the operations in order, and wait for each other only at a ``nop`` and a
   ``barrier`` (``__syncthreads``), and before the puts of an ``rppkt`` on port channels. Thread k of a threadblock
@@ -25,15 +25,14 @@ from .data_moves import WHOLE, Move, MoveMaker
 MOST_INSTRUCTIONS: Final = 1 << 17  # of a plan with unrolled pipelines; more take minutes
 MOST_ITERATIONS: Final = (1 << 16) - 1  # the kernel counts iterations with 16 bits
 
-ChannelEnd = tuple[str, int, int, int]  # type, a rank, the other rank, the number among the channels of the two
+ChannelEnd = tuple[str, int, int, int]  # type, rank, other rank, number among their channels of this type
 
 
 class PlanInstruction(NamedTuple):
     """An instruction of a threadblock.
 
     Its kind is "move", "post" (a move that a port channel makes later), "sync" (of the threads of the threadblock),
-    "barrier" (of threadblocks), "signal", "wait", "flush", "complete" (a flush as a part of pwsf), "acquire" or
-    "release".
+    "barrier" (of threadblocks), "signal", "wait", "flush", "complete" (the flush in pwsf), "acquire" or "release".
     """
 
     kind: str
@@ -43,14 +42,14 @@ class PlanInstruction(NamedTuple):
     channel: ChannelEnd | None = None  # the end at the GPU that runs it
     relaxed: bool = False  # whether a signal or wait does not make data visible
     number: int = -1  # of a barrier or semaphore
-    meeting: int = 0  # for a barrier, the number of its threadblocks
+    meeting: int = 0  # for a barrier, how many threadblocks wait for each other
 
 
 def channel_ends(plan: MscclppPlan) -> list[dict[tuple[str, int], ChannelEnd]]:
     """Return for each GPU the ends of its channels, by type and number.
 
-    The k-th channel of a type from a to b and the k-th one from b to a are the two ends of one channel (the tags in
-    setupConnections of executor.cc).
+    If rank a lists several channels of a type to rank b, the k-th one is the same channel as the k-th one to a that b
+    lists. (The tags in setupConnections of executor.cc pair them.)
     """
     ends: list[dict[tuple[str, int], ChannelEnd]] = []
     for rank, gpu in enumerate(plan.gpus):
@@ -67,7 +66,7 @@ def instructions(plan: MscclppPlan, layout: PlanLayout) -> list[list[PlanInstruc
     """Return the instructions of each threadblock, in the order of GPUs and threadblocks.
 
     Raises:
-      ScheduleError: an operation accesses bytes outside of a buffer, or parts of words; or there are more than
+      ScheduleError: an operation accesses bytes outside of a buffer or parts of words, or there are more than
         ``MOST_INSTRUCTIONS`` instructions.
     """
     ends = channel_ends(plan)
@@ -98,7 +97,7 @@ class _Unroller:
         self.maker = MoveMaker(plan, layout, rank, block)
 
     def instructions(self) -> Iterator[PlanInstruction]:
-        """Yield the instructions. Those of pipelines are repeated for each iteration."""
+        """Yield the instructions. The instructions of a pipeline are repeated for each iteration."""
         for number, op in enumerate(self.block.operations):
             at = f"op {number} ({op.name})"
             if op.name != "pipeline":
@@ -110,6 +109,7 @@ class _Unroller:
                     yield from self._operation(inner, place, k * op.unit, op.unit)
 
     def _operation(self, op: PlanOperation, at: str, offset: int, unit: int) -> Iterator[PlanInstruction]:
+        """Yield the instructions of one operation, or of its iteration of ``unit`` bytes from ``offset`` on."""
         if op.name == "nop":
             yield PlanInstruction("sync", at)
         elif op.name == "barrier":
@@ -130,6 +130,7 @@ class _Unroller:
                     yield PlanInstruction("move", at, move=self._check_move(move, at))
 
     def _port(self, op: PlanOperation, at: str, offset: int, unit: int) -> Iterator[PlanInstruction]:
+        """Yield the instructions of an operation on data that uses port channels."""
         if op.name == "rppkt":
             yield PlanInstruction("move", at, move=self._check_move(self.maker.packets_read(op), at))
             yield PlanInstruction("sync", at)
@@ -146,7 +147,7 @@ class _Unroller:
         return self.ends[kind, self.block.channels[kind][position]]
 
     def _check_move(self, move: Move, at: str) -> Move:
-        """Return a move, or raise a ScheduleError unless it is within buffers and consists of whole words."""
+        """Return a move. Raise a ScheduleError unless it is within the buffers and consists of whole words."""
         for place in move.srcs + move.dsts:
             end, size = place.start + place.scale * move.size, self.layout.size(place.area)
             rank, name = place.area

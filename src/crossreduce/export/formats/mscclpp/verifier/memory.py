@@ -1,4 +1,4 @@
-"""The memory of a symbolic run: areas are divided into cells, which every operation accesses completely or not at all.
+"""The memory of a symbolic run, divided into cells that every operation accesses completely or not at all.
 
 Input: all moves of a plan, and the bytes of the ranks' buffers. Output: cells with their values, and for each move its
 cells. The number of cells depends on how the moves divide the memory, not on the number of bytes.
@@ -37,14 +37,13 @@ class Cell:
     received: bool = False  # whether the packets were read, so that they had arrived
 
 
-Piece = tuple[tuple[Cell, ...], tuple[Cell, ...]]  # for a part of a move, one cell of each source and each destination
+Piece = tuple[tuple[Cell, ...], tuple[Cell, ...]]  # a fraction of a move: a cell of each source and of each destination
 
 
 class Cells:
-    """All cells, and for each move its pieces, whose sources and destinations are one cell each."""
+    """All cells, and for each move its pieces. ``areas`` has the ends of areas and positions where they are divided."""
 
     def __init__(self, name: str, moves: list[Move], areas: dict[Area, tuple[int, ...]]) -> None:
-        """Divide areas into cells. Each area is given with positions at which it must be divided, and its ends."""
         self.cuts = {area: sorted(set(positions)) for area, positions in areas.items()}
         self._known = {area: set(positions) for area, positions in self.cuts.items()}
         self.name = name
@@ -57,7 +56,7 @@ class Cells:
             raise self._too_large(f"operations access {total} parts of buffers, more than {MOST_CELLS}")
 
     def _divide(self, moves: list[Move]) -> None:
-        """Cut areas at the ends of all ranges, and wherever another operand of a move is cut."""
+        """Cut areas at both ends of all ranges. A cut in one operand of a move also cuts its other operands there."""
         users: defaultdict[Area, list[tuple[int, int, int, int]]] = defaultdict(list)  # start, end, scale, move
         queue: list[tuple[Area, int]] = [(area, cut) for area, cuts in self.cuts.items() for cut in cuts]
         for number, move in enumerate(moves):
@@ -75,7 +74,7 @@ class Cells:
             first, last = (bisect_left(ranges, (end, 0, 0, 0)) for end in (cut - longest.get(area, 0), cut))
             work += last - first
             if work > MOST_CUTS:
-                raise self._too_large(f"operations divide buffers in more than {work} ways")
+                raise self._too_large(f"operations divide the memory of each other more than {MOST_CUTS} times")
             for start, end, scale, number in ranges[first:last]:
                 if not start < cut < end:
                     continue
@@ -98,10 +97,8 @@ class Cells:
         return True
 
     def _pieces(self, move: Move) -> list[Piece]:
-        lists = []
-        for area, start, scale in move.srcs + move.dsts:
-            first, last = (bisect_left(self.cuts[area], p) for p in (start, start + scale * move.size))
-            lists.append(self.cells[area][first:last])
+        operands = move.srcs + move.dsts
+        lists = [self.cells_between(area, start, start + scale * move.size) for area, start, scale in operands]
         sources = len(move.srcs)
         return [(cells[:sources], cells[sources:]) for cells in zip(*lists, strict=True)]
 

@@ -15,7 +15,7 @@ GpuNumber = tuple[int, int]  # a GPU and the number of one of its semaphores or 
 
 
 def direction(instruction: PlanInstruction) -> ChannelEnd:
-    """Return the end of the channel that sends the signal, for an instruction that signals or waits."""
+    """Return the end of a channel at which signals are sent, given an instruction that signals, waits or flushes."""
     assert instruction.channel is not None
     kind, rank, peer, number = instruction.channel
     return instruction.channel if instruction.kind != "wait" else (kind, peer, rank, number)

@@ -1,7 +1,7 @@
 """Run the operations of an MSCCL++ plan on symbolic memory, several calls in a row, for messages of one size.
 
-Input: a ``MscclppPlan``, the bytes of a chunk, and the ranks whose input may be read. Output: ScheduleError for a
-deadlock, race, unpaired signal or read of memory that was never written; and the faults of each rank's output.
+Input: a ``MscclppPlan``, the bytes of a chunk, and the ranks whose input may be read. Output: the fault of each rank's
+output. A ScheduleError is raised for a deadlock, a race, an unpaired signal, and a read of memory without a value.
 
 One execution is run, call by call. Two accesses to the same bytes race if one of them writes and they are not ordered
 (see ``clocks.py``). Without races, and since signals and semaphores only count, every execution gives the same result.
@@ -31,11 +31,11 @@ from .memory import Cell, Piece
 from .pairing import check_pairs, direction
 from .synchronisation import Channel, Semaphore
 
-_MOST_WAITS = 8  # of a deadlock, in a message
+_MOST_WAITS = 8  # that the error for a deadlock lists
 
 
 class PlanRun:
-    """Several calls of a plan; ``flushes`` tells whether the operation ``flush`` waits (see ``verifier.py``)."""
+    """Several calls of a plan. ``flushes``: whether the operation ``flush`` waits. In the executor it does not."""
 
     def __init__(self, plan: MscclppPlan, chunk: int, sources: range, *, flushes: bool = True) -> None:
         self.plan, self.flushes = plan, flushes
@@ -57,7 +57,7 @@ class PlanRun:
         }
 
     def run(self) -> PlanRun:
-        """Run the calls."""
+        """Run the calls, and return this run."""
         for call in range(1, 2 + len(self.lists)):  # with two scratch buffers, calls 1 and 3 use the same buffer
             self.buffers.call = call
             for rank in range(len(self.plan.gpus)):
@@ -85,7 +85,7 @@ class PlanRun:
         return clock
 
     def _begin(self, rank: int) -> None:
-        """Let the user of a GPU write the input of a call, and begin the call's kernel."""
+        """Let the user of a GPU read the last output and write the next input, and begin the kernel of the call."""
         clock = self._rank_clock(rank)
         user = AccessRecord(next(self.bits), -1, one_thread(-1), f"the user of gpu {rank} between two calls")
         for name in self.buffers.user_areas:
@@ -115,23 +115,21 @@ class PlanRun:
         return None
 
     def _late_write(self, cell: Cell, writer: AccessRecord, clock: Clock) -> ScheduleError:
+        """Return an error about a write that may not be visible when its call ends."""
         error = self.buffers.late_access(writer.text, "writes", cell)
         hint = " (relaxed signals do not make data visible)" if clock.ended >> writer.bit & 1 else ""
         return ScheduleError(f"{str(error).removesuffix('.')}{hint}.")
 
-    # ---- one call: which instruction runs next
-
     def _run_call(self, lists: list[list[PlanInstruction]]) -> None:
-        """Run all instructions of a call; ScheduleError for a deadlock."""
+        """Run all instructions of a call. Raise a ScheduleError if there is a deadlock."""
         at = [0] * len(lists)  # the position of the next instruction of each threadblock
-        waiting: defaultdict[Hashable, list[int]] = defaultdict(list)  # threadblocks, by the event for which they wait
-        meeting: defaultdict[tuple[int, int], list[int]] = defaultdict(list)  # threadblocks at a barrier
-        ready = OrderedDict.fromkeys(range(len(lists)))
+        waiting: defaultdict[Hashable, list[int]] = defaultdict(list)  # threadblocks, by what they wait for
+        meeting: defaultdict[tuple[int, int], list[int]] = defaultdict(list)  # threadblocks that wait at a barrier
+        ready = OrderedDict.fromkeys(range(len(lists)))  # threadblocks whose next instruction may be able to run
         while ready:
             number, _ = ready.popitem(last=False)
             while at[number] < len(lists[number]):
                 instruction = lists[number][at[number]]
-                woken: list[Hashable] = []
                 if instruction.kind == "barrier":
                     key = self.places[number][0], instruction.number
                     meeting[key].append(number)
@@ -147,10 +145,11 @@ class PlanRun:
                 if missing is not None:
                     waiting[missing].append(number)
                     break
-                self._execute(number, instruction, woken)
+                completed: list[Hashable] = []
+                self._execute(number, instruction, completed)
                 at[number] += 1
-                for key_ in woken:
-                    ready.update(dict.fromkeys(waiting.pop(key_, ())))
+                for event in completed:
+                    ready.update(dict.fromkeys(waiting.pop(event, ())))
         stuck = [number for number, listed in enumerate(lists) if at[number] < len(listed)]
         if stuck:
             texts = [self._wait_text(number, lists[number][at[number]]) for number in stuck[:_MOST_WAITS]]
@@ -180,6 +179,7 @@ class PlanRun:
         return None
 
     def _wait_text(self, number: int, instruction: PlanInstruction) -> str:
+        """Return in words what an instruction of threadblock ``number`` waits for."""
         where = self._text(number, instruction)
         if instruction.kind == "wait":
             return f"{where} waits for a signal on {self.channel(instruction).name}"
@@ -195,16 +195,13 @@ class PlanRun:
         return f"gpu {rank}, tb {block}, {instruction.operation}"
 
     def channel(self, instruction: PlanInstruction) -> Channel:
-        """Return the direction of a channel that an instruction uses."""
+        """Return the channel direction in which an instruction signals or waits."""
         end = direction(instruction)
         if end not in self.channels:
             kind, src, dst, number = end
-            self.channels[end] = Channel(
-                f"{kind} channel {number} from gpu {src} to gpu {dst}", kind == "port", self.notes
-            )
+            name = f"{kind} channel {number} from gpu {src} to gpu {dst}"
+            self.channels[end] = Channel(name, kind == "port", self.notes)
         return self.channels[end]
-
-    # ---- what an instruction does
 
     def _meet(self, numbers: list[int]) -> None:
         """Let threadblocks of a GPU wait for each other."""
@@ -215,28 +212,28 @@ class PlanRun:
         for number in numbers:
             self.blocks[number].known = clock
 
-    def _execute(self, number: int, instruction: PlanInstruction, woken: list[Hashable]) -> None:
-        """Run an instruction, and add the completed events to ``woken``: see ``_awaited``."""
+    def _execute(self, number: int, instruction: PlanInstruction, completed: list[Hashable]) -> None:
+        """Run an instruction, and add to ``completed`` what other threadblocks may wait for: see ``_awaited``."""
         block, kind = self.blocks[number], instruction.kind
         text, thread = self._text(number, instruction), instruction.thread
         named = f"{self.buffers.name}, {text}"
         if kind == "sync":
             block.sync()
         elif kind in ("move", "post"):
-            _MoveRun(self, block, instruction, text).run(woken)
+            _MoveRun(self, block, instruction, text).run(completed)
         elif kind in ("acquire", "release"):
             key = self.places[number][0], instruction.number
             if kind == "acquire":
                 self.semaphores[key].acquire(block, thread, named)
             else:
                 self.semaphores[key].release(block, thread, text)
-                woken.append(key)
+                completed.append(key)
         elif kind in ("flush", "complete"):
             if self.flushes or kind == "complete":
                 self.channel(instruction).flush(block, thread)
         elif kind == "signal":
             self.channel(instruction).signal(block, thread, named, relaxed=instruction.relaxed)
-            woken.append(direction(instruction))
+            completed.append(direction(instruction))
         else:
             assert kind == "wait"
             self.channel(instruction).wait(block, thread, named, relaxed=instruction.relaxed)
@@ -245,8 +242,8 @@ class PlanRun:
 class _MoveRun:
     """A move that the threads of a threadblock make, or that a port channel makes after it was posted.
 
-    The packets of an element arrive only after the accesses to this element in all operands. So each piece of a move
-    that writes packets has a separate bit, which its packets pass on.
+    When packets with an element have arrived, the accesses to this element in all operands are over. So each piece of a
+    move that writes packets has a separate bit, which its packets pass on.
     """
 
     def __init__(self, run: PlanRun, block: BlockClock, instruction: PlanInstruction, text: str) -> None:
@@ -264,8 +261,8 @@ class _MoveRun:
             self.clock = block.known
             block.unsynced |= mask
 
-    def run(self, woken: list[Hashable]) -> None:
-        """Read, combine and write all pieces."""
+    def run(self, completed: list[Hashable]) -> None:
+        """Read, combine and write all pieces. Add cells with new packets to ``completed``."""
         arrived = NOTHING
         for bit, (sources, targets) in zip(self.bits, self.pieces, strict=True):
             value, packets, got = None, 0, NOTHING
@@ -273,7 +270,7 @@ class _MoveRun:
                 record = self._record(place, bit)
                 if place.scale == 1:
                     self._check_read(cell, record)
-                    packets = cell.packets if len(sources) == 1 else 0
+                    packets = cell.packets if len(sources) == 1 else 0  # a copy of packets has their flags
                 if cell.packets:
                     cell.received, got = True, got.union(cell.sent)
                 cell.readers.append(record)
@@ -288,18 +285,19 @@ class _MoveRun:
                 cell.packets = self.buffers.call if place.scale == 2 else packets
                 if cell.packets:
                     cell.sent = Clock(known.ended | 1 << bit, self.block.start)
-                    woken.append(cell)
+                    completed.append(cell)
         if not self.is_post:
             self.block.arrived = self.block.arrived.union(arrived)
 
     def _record(self, place: Range, bit: int) -> AccessRecord:
-        """Return the record of the accesses of a piece to a range."""
+        """Return the record of a piece's accesses to a range. Thread k accesses the words k, k + ``threads``, ..."""
         if self.is_post:
             return AccessRecord(bit, -1, one_thread(-1), self.text)
         step = self.move.word * place.scale
         return AccessRecord(bit, self.block.number, (step, place.start % (step * self.threads)), self.text)
 
     def _check_read(self, cell: Cell, record: AccessRecord) -> None:
+        """Raise a ScheduleError unless the cell has data that is visible to the reading threads."""
         if cell.value is None:
             raise self._error(f"reads {self.buffers.describe(cell)}, which was never written.")
         if cell.packets and len(self.move.srcs) > 1:
@@ -311,12 +309,14 @@ class _MoveRun:
             raise self._race("reads", cell, cell.writer, "writes")
 
     def _check_write(self, cell: Cell, record: AccessRecord, known: Clock) -> None:
+        """Raise a ScheduleError unless ``known``, the clock of the writing threads, has all accesses to the cell."""
         for reader in cell.readers:
             if not self._is_after(reader, known.ended, record):
                 raise self._race("writes", cell, reader, "reads")
         if cell.packets == self.buffers.call and not cell.received:
             text = f"writes {self.buffers.describe(cell)}, whose packets of this call may not have been read."
             raise self._error(f"a race. It {text}")
+        # Packets that were read had arrived, so their writer has ended.
         if cell.writer is not None and not cell.received and not self._is_after(cell.writer, known.visible, record):
             raise self._race("writes", cell, cell.writer, "writes")
 
@@ -326,12 +326,10 @@ class _MoveRun:
         return self.block.is_after(earlier, known, record.threads)
 
     def _race(self, does: str, cell: Cell, other: AccessRecord, did: str) -> ScheduleError:
+        """Return the error for an access ("reads" or "writes") that races with another one."""
         text = f"It {does} {self.buffers.describe(cell)}, which {other.text} {did}, and the two are not ordered"
-        return self._error(f"a race. {text}{self._hint(other, did)}.")
-
-    def _hint(self, other: AccessRecord, did: str) -> str:
         relaxed = did == "writes" and self.clock.ended >> other.bit & 1
-        return " (relaxed signals do not make data visible)" if relaxed else ""
+        return self._error(f"a race. {text}{' (relaxed signals do not make data visible)' if relaxed else ''}.")
 
     def _error(self, text: str) -> ScheduleError:
         return ScheduleError(f"{self.buffers.name}, {self.text}: {text}")

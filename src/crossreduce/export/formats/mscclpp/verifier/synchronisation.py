@@ -6,8 +6,8 @@
   are ordered only if the threads of the warp run the operations together. A note states this.
 - A port channel makes transfers some time after they were posted. It makes transfers and sends signals in the order of
   the posts. So a signal is received after the transfers before it, and a flush ends after them.
-- A semaphore only counts. When an acquire ends, it is known how many releases have happened, but not which ones, unless
-  so many have happened that a certain release must be among them.
+- A semaphore only counts. When an acquire ends, a number of releases have happened, but it is not known which ones. A
+  release is certainly among them if fewer other releases can happen before it.
 
 Source: include/mscclpp/{semaphore_device,port_channel_device,fifo_device,concurrency_device}.hpp and
 src/core/port_channel.cc in github.com/microsoft/mscclpp.
@@ -28,7 +28,7 @@ class Channel:
 
     name: str
     is_port: bool
-    notes: list[str]  # a list to which the channel adds notes
+    notes: list[str]  # the notes of the run, to which the channel adds
     sent: list[tuple[Clock, int, bool]] = field(default_factory=list)  # by signal: clock, visible at start, relaxed
     received: int = 0
     last_signal: AccessRecord | None = None
@@ -37,7 +37,7 @@ class Channel:
     posts: list[tuple[AccessRecord, Clock]] = field(default_factory=list)  # transfers that are not in ``done`` yet
 
     def signal(self, block: BlockClock, thread: int, text: str, *, relaxed: bool) -> None:
-        """Send a signal."""
+        """Send a signal. On a port channel, it arrives after all transfers that were posted before."""
         self.last_signal = self._next(self.last_signal, block, thread, text, "signals")
         clock = self.collect(block, thread) if self.is_port else block.clock_of(thread)
         self.sent.append((clock, block.start, relaxed))
@@ -47,17 +47,17 @@ class Channel:
         self.last_wait = self._next(self.last_wait, block, thread, text, "waits")
         clock, start, sent_relaxed = self.sent[self.received]
         self.received += 1
-        block.learn(thread, Clock(clock.ended, start) if relaxed or sent_relaxed else clock)
+        block.extend(thread, Clock(clock.ended, start) if relaxed or sent_relaxed else clock)
 
     def post(self, block: BlockClock, thread: int, text: str, bits: int) -> Clock:
-        """Post a transfer, for which ``bits`` stand, to a port channel, and return the clock at its start."""
+        """Post a transfer to a port channel, and return the clock at its start. ``bits`` stand for its accesses."""
         clock = self.collect(block, thread)
         self.posts.append((block.record(thread, text), clock.union(Clock(bits, bits))))
         return clock
 
     def flush(self, block: BlockClock, thread: int) -> None:
         """Wait until a port channel has made its transfers."""
-        block.learn(thread, self.collect(block, thread))
+        block.extend(thread, self.collect(block, thread))
 
     def collect(self, block: BlockClock, thread: int) -> Clock:
         """Return the clock after all transfers of a port channel that were posted before now."""
@@ -93,7 +93,6 @@ class Semaphore:
     last_acquire: AccessRecord | None = None
 
     def begin(self) -> None:
-        """Begin a call."""
         self.releases, self.acquired, self.last_acquire = [], 0, None
 
     @property
@@ -116,11 +115,11 @@ class Semaphore:
         self.acquired += 1
         needed = self.acquired - self.initial
         for index, (_, clock) in enumerate(self.releases if needed > 0 else ()):
-            if self._others(index) < needed:
-                block.learn(thread, clock)
+            if self._releases_not_after(index) < needed:
+                block.extend(thread, clock)
 
-    def _others(self, index: int) -> int:
-        """Return how many other releases of the call may happen before release ``index``."""
+    def _releases_not_after(self, index: int) -> int:
+        """Return how many other releases of the call, pending ones included, may happen before release ``index``."""
         record, _ = self.releases[index]
         pending = self.releasers - Counter(other.block for other, _ in self.releases)
         others = sum(times for block, times in pending.items() if block != record.block)

@@ -104,13 +104,14 @@ def verify_mscclpp_json(text: str, *, root: int | None = None, nbytes: int | Non
     check_buffers(plan)
     chunks = typical_chunks(plan) if nbytes is None else [chunk_bytes(plan, nbytes)]
     notes = list(broken_limits(plan))
-    for chunk in reversed(chunks):  # a fault of all sizes is reported for a message of many words
+    for chunk in reversed(chunks):  # largest first, so that a fault of all sizes is reported for a long message
         root = _prove(plan, chunk, root, notes)
     if nbytes is None and plan.reuse:
         chunks += _proved_with_reuse(plan, chunks[-1], root, notes)
     notes += _without_flushes(plan, chunks[-1], root)
     if root is not None:
-        notes.append(f"the format does not store a root: the executor uses the plan for every root, but it is {root}")
+        limit = f"the executor uses the plan for every root, but it is right only for {root}"
+        notes.append(f"the format does not store a root: {limit}")
     blocks = [block for gpu in plan.gpus for block in gpu.threadblocks]
     counts = (
         message_chunks(plan),
@@ -124,7 +125,7 @@ def verify_mscclpp_json(text: str, *, root: int | None = None, nbytes: int | Non
 
 
 def _prove(plan: MscclppPlan, chunk: int, root: int | None, notes: list[str]) -> int | None:
-    """Run a plan for one size, and raise unless it is right. Return the root of the collective."""
+    """Prove a plan for messages whose chunks have ``chunk`` bytes. Return the root of the collective, if it has one."""
 
     def run(sources: range) -> PlanRun:
         simulation = PlanRun(plan, chunk, sources).run()
@@ -140,7 +141,7 @@ def _short(error: ScheduleError) -> str:
 
 
 def _without_flushes(plan: MscclppPlan, chunk: int, root: int | None) -> list[str]:
-    """Return a note if a plan is wrong when flushes do nothing, as in the executor."""
+    """Return a note if a plan is right only with flushes that wait, since in the executor flushes do nothing."""
     if not any(op.name == "flush" for op in all_operations(plan)):
         return []
     sources = range(len(plan.gpus)) if plan.collective != "broadcast" or root is None else range(root, root + 1)
@@ -153,7 +154,7 @@ def _without_flushes(plan: MscclppPlan, chunk: int, root: int | None) -> list[st
 
 
 def _proved_with_reuse(plan: MscclppPlan, largest: int, root: int | None, notes: list[str]) -> list[int]:
-    """Run a plan whose chunks use their share of the scratch buffer more than once; a fault becomes a note."""
+    """Prove a plan for chunks longer than their share of scratch memory. Return their size, or add a note."""
     chunk = reuse_chunk(plan)
     if chunk is None or chunk <= largest:
         return []

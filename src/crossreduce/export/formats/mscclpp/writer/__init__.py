@@ -1,4 +1,4 @@
-"""Writes MSCCL++ plans: ``writer.py`` chooses between blocks, pipelines and switches that reduce."""
+"""Writes MSCCL++ plans. ``writer.py`` chooses between ``blocks.py``, ``pipelines.py`` and ``switch_reductions.py``."""
 
 from .writer import to_mscclpp_json
 

@@ -9,8 +9,7 @@ that its call has begun, since the memory may still belong to an earlier call.
 
 Events are created in one order, in which each signal precedes the waits for it. So no threadblocks wait for each other
 in a cycle, provided that all of them run at the same time. Within a round and block, puts of operands come first, then
-copies, then combinations. If the old value still has to be read, as when two devices swap their values, a copy is put
-into scratch memory.
+copies, then combinations. A copy is put into scratch memory if the value that it would overwrite still has to be read.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ class _Event:
     kind: str  # "put", "signal", "wait", "re", "copy" or, before all others, "begin"
     time: int  # an event depends only on events of earlier times, and on those of its time that were created before it
     pair: Pair = (-1, -1)  # the pair of this put, or of the put that this signal or wait belongs to
-    data: bool = True  # for a signal or wait: whether it reports the data of a put, rather than permits the put
+    data: bool = True  # for a signal or wait: True if it reports the arrival of a put, False if it permits a put
     last: bool = False  # for a signal: whether it comes after all other work of the rank
     since: int = -1  # for a wait: the time of the event after which the other rank signals
     srcs: tuple[Extent, ...] = ()  # the memory that it reads
@@ -50,16 +49,16 @@ class _Event:
 
 
 class _BlockEvents:
-    """The events of one threadblock of each GPU, which run all instructions of some blocks."""
+    """The events of one threadblock on each GPU. Together these threadblocks run all instructions of some blocks."""
 
     def __init__(self, collective: Collective, blocks: list[int], hosts: Hosts, *, inplace: bool) -> None:
         self.collective = collective
         self.placement, self.hosts = MemoryPlacement(collective, blocks, inplace=inplace), hosts
         self.time = 0
         self.events = [[_Event("begin", 0)] for _ in range(collective.ranks)]
-        # The values of both are positions in the rank's (the receiver's) ``events``.
+        # The values of both are positions in the ``events`` of the rank or the receiver.
         self.touched: dict[tuple[int, int], int] = {}  # by rank and block: the last event that uses the block's memory
-        self.cleared: dict[Pair, int] = {}  # by sender and receiver: the last event that the receiver has reported
+        self.cleared: dict[Pair, int] = {}  # by sender and receiver: the event after which the receiver last signalled
         for b in blocks:
             chunk = collective.program.chunks[collective.blocks[b].chunk]
             numbered = enumerate(chunk.instructions, start=len(chunk.sources))
@@ -75,9 +74,9 @@ class _BlockEvents:
                     self._local(rank, b, "copy", [src], dst)
 
     def _acknowledge(self, hosts: Hosts) -> None:
-        """Let ranks wait until other hosts have received their data, since a port channel reads its source later.
+        """Let ranks wait at the end until other hosts have received their data, since port channels read it later.
 
-        The operation ``flush`` would wait for the channel, but in MSCCL++ it does nothing.
+        The operation ``flush`` would wait for a channel, but in MSCCL++ it does nothing.
         """
         self.time += 1
         pairs = {event.pair: None for events in self.events for event in events if event.kind == "put"}
@@ -100,7 +99,8 @@ class _BlockEvents:
                     landed[operand, device] = self.placement.fresh(device, b)
                     self._put(b, operand, (devices[operand], device), landed[operand, device], fresh=True)
         self.time += 1
-        ranks = self.collective.ranks  # each rank begins with the next one, so that not all send to the same one first
+        ranks = self.collective.ranks
+        # Each rank sends to the next rank first, so that not all ranks send to the same one at the same time.
         for value, (device, (operand,), *_) in sorted(
             copies, key=lambda entry: (entry[1].device - devices[entry[1].operands[0]]) % ranks
         ):
@@ -120,7 +120,7 @@ class _BlockEvents:
             self._sum(device, b, inputs, aside, self.placement.store(device, b, value))
 
     def _sum(self, rank: int, b: int, inputs: list[Location], aside: Location, target: Location) -> None:
-        """Sum the inputs in the listed order with as few operations as possible; ``aside`` is for partial sums."""
+        """Sum the inputs in the listed order with as few operations as possible. ``aside`` stores partial sums."""
         while len(inputs) > MOST_BUFFERS:
             self._local(rank, b, "re", inputs[:MOST_BUFFERS], aside)
             inputs = [aside, *inputs[MOST_BUFFERS:]]
@@ -135,6 +135,7 @@ class _BlockEvents:
     def _put(self, b: int, value: int, pair: Pair, target: Location, *, fresh: bool) -> None:
         """Put a value into memory of another rank, once that rank has signalled that the memory may be written."""
         src, dst = pair
+        # The receiver's event after which the memory is free. Fresh memory is free when the receiver's call begins.
         needed = 0 if fresh else self.touched.get((dst, b), 0)
         if self.cleared.get(pair, -1) < needed:
             last = self.events[dst][needed]
@@ -148,18 +149,18 @@ class _BlockEvents:
         if self.hosts.kind(*pair) != "port":  # a port channel reads later, so the value keeps its memory
             self.placement.read(b, value)
 
-    def _event(self, rank: int, kind: str, **facts: Any) -> None:
-        self.events[rank].append(_Event(kind, self.time, **facts))
+    def _event(self, rank: int, kind: str, **fields: Any) -> None:
+        self.events[rank].append(_Event(kind, self.time, **fields))
 
     def _extent(self, rank: int, b: int, location: Location) -> Extent:
-        """Return the extent of a block at a location; memory that input and output share has one name."""
+        """Return the extent of a block at a location. Memory that input and output share has one name."""
         return (*self.placement.memory(rank, location), self.collective.blocks[b].size)
 
     def order(self, rank: int) -> list[_Event]:
         """Return a rank's events and signals in the order of the plan.
 
-        Adjacent events of one kind become one operation. To bring them together, waits move ahead of puts and signals
-        whose time is later than that of the awaited event, and puts move ahead of signals.
+        Adjacent events of one kind become one operation. To bring them together, a wait is moved before those puts and
+        signals that are later than the event it waits for, and a put is moved before signals.
         """
         ordered: list[_Event] = []
         for event in self.events[rank]:
@@ -174,7 +175,7 @@ class _BlockEvents:
 
 
 def _channels(orders: list[list[_Event]]) -> dict[Pair, int]:
-    """Return for each pair of ranks which channel between the two its puts use, 0 or 1.
+    """Return for each (sender, receiver) which of up to two channels between these ranks its puts use: 0 or 1.
 
     A channel counts the signals in each direction. Puts in both directions share channel 0 if, in each direction, the
     waits have the same order as the signals that they wait for. Otherwise each direction has a separate channel.
@@ -210,11 +211,8 @@ class _BlockWriter:
     def _joins(self, event: _Event) -> bool:
         """Return whether an event can become a part of the operation of the open events."""
         first = self.open[0]
-        if (
-            (event.kind, event.last) != (first.kind, first.last)
-            or event.kind in ("re", "copy")
-            or len(self.open) == MOST_AT_ONCE
-        ):
+        is_alike = (event.kind, event.last) == (first.kind, first.last) and event.kind not in ("re", "copy")
+        if not is_alike or len(self.open) == MOST_AT_ONCE:
             return False
         if event.kind == "put":
             same_kind = self.ends[event.pair].kind == self.ends[first.pair].kind
@@ -238,12 +236,11 @@ class _BlockWriter:
             self.block.reduce([self._local_extent(src) for src in first.srcs], dst, dst)
 
     def _put(self, events: list[_Event]) -> None:
-        targets = [
-            Target(self.ends[event.pair].kind, event.pair[1], self._extent(event.pair[1], event.dst))
-            for event in events
-        ]
+        """Write puts through channels of one kind as one operation."""
+        kind = self.ends[events[0].pair].kind  # of the channels of all events: see ``_joins``
+        targets = [Target(kind, event.pair[1], self._extent(event.pair[1], event.dst)) for event in events]
         srcs = [self._local_extent(event.srcs[0]) for event in events]
-        if targets[0].kind == "port":
+        if kind == "port":
             ends = [self.ends[event.pair] for event in events]
             self.block.put_on_ports(list(zip(srcs, targets, ends, strict=True)))
         elif len(set(srcs)) == 1 < len(srcs) and not self.posts and (self.inplace or srcs[0][0] != "i"):
@@ -261,14 +258,9 @@ class _BlockWriter:
 
 
 def add_blocks(collective: Collective, gpus: list[GpuPlan], hosts: Hosts, threadblocks: int, *, inplace: bool) -> None:
-    """Add threadblocks for all blocks of a collective.
+    """Add threadblocks for all blocks of a collective to ``gpus``, which has an empty plan for each rank.
 
-    Args:
-      collective: the collective.
-      gpus: an empty plan for each rank.
-      hosts: the kinds of channels.
-      threadblocks: the largest number of threadblocks per GPU, over which the blocks are spread.
-      inplace: for calls whose input and output are the same memory.
+    ``threadblocks`` is the largest number of threadblocks per GPU. The blocks are spread evenly over them.
     """
     numbers = range(len(collective.blocks))
     count = min(len(numbers), threadblocks)
@@ -282,7 +274,7 @@ def add_blocks(collective: Collective, gpus: list[GpuPlan], hosts: Hosts, thread
             if (low, high, which) not in shared:
                 shared[low, high, which] = connect(gpus, low, high, hosts.kind(low, high))
             ends[low][src, dst], ends[high][src, dst] = shared[low, high, which]
-        bases = [gpu.scratch for gpu in gpus]
+        bases = [gpu.scratch for gpu in gpus]  # where these blocks' scratch memory starts, by rank
         for gpu in gpus:
             block = _BlockWriter(gpu, orders[gpu.rank], ends[gpu.rank], bases, inplace=inplace).block
             gpu.threadblocks += [block] if block.ops else []

@@ -29,14 +29,13 @@ def check_least(schedule: Schedule, program: Program) -> None:
 
 
 def _peers_of_threadblocks(part: DeviceProgram) -> list[set[int]]:
-    """Return the ranks to which each value is sent, and the ranks that send the operands of each combination."""
+    """Return sets of ranks: the receivers of each value, and the senders of the operands of each combination."""
     receivers = defaultdict[int, set[int]](set)
     senders = []
     for stage in part.stages:
         for value, peer in stage.sends:
             receivers[value].add(peer)
         source = dict(stage.receives)
-        senders += [
-            {source[value] for value in combined.operands if value in source} for combined in stage.combinations
-        ]
+        operands = (combined.operands for combined in stage.combinations)
+        senders += [{source[value] for value in values if value in source} for values in operands]
     return [*receivers.values(), *senders]

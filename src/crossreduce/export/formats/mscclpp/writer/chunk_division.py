@@ -1,4 +1,4 @@
-"""Blocks of a collective divided into parts, so that several threadblocks move a chunk at the same time.
+"""Divide the blocks of a collective into parts, so that several threadblocks move a chunk at the same time.
 
 Input: a collective with one block per chunk, and the least number of parts of each chunk. Output: the same collective
 with smaller units and a block per part.
@@ -19,12 +19,12 @@ from ...collective import Block, Collective
 
 UNEVEN: Final = 0.12  # the greatest ``_unevenness`` of blocks that counts as even
 FINER: Final = (1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # factors that are tried for the number of parts that the links need
-FEW: Final = 4  # up to this number of threadblocks per GPU, links are idle while each waits for data, so it is doubled
+FEW: Final = 4  # if a GPU has at most so many threadblocks, parts are doubled, so that links are busy while some wait
 LEAST_UNITS: Final = 6  # in a part of an inexact division, so that parts differ by at most a sixth
 
 
 def even_parts(collective: Collective, parts: Sequence[int], most: int, *, pipelines: bool) -> tuple[int, ...]:
-    """Return the number of parts of each chunk: at least ``parts``, if the number of threadblocks allows it.
+    """Return the number of parts of each chunk. It is at least that in ``parts``, if ``most`` allows it.
 
     Args:
       collective: the collective, with a block for each chunk.
@@ -33,12 +33,13 @@ def even_parts(collective: Collective, parts: Sequence[int], most: int, *, pipel
       pipelines: whether a part has a threadblock for each value that is sent, and not only one per GPU.
     """
     sizes = {block.chunk: block.size for block in collective.blocks}
-    workers = [
+    workers = [  # by rank and chunk: the number of threadblocks for each part of the chunk
         {chunk: _senders(collective, chunk, rank) if pipelines else 1 for chunk in sizes}
         for rank in range(collective.ranks)
     ]
 
     def needed(counts: dict[int, int]) -> int:
+        """Return the largest number of threadblocks of a GPU for these numbers of parts."""
         return max(sum(counts[chunk] * of_rank[chunk] for chunk in sizes) for of_rank in workers)
 
     if pipelines and needed(dict(enumerate(parts))) <= min(FEW, most // 2):
@@ -49,20 +50,20 @@ def even_parts(collective: Collective, parts: Sequence[int], most: int, *, pipel
         return _unevenness([(size, size / counts[chunk]) for chunk, size in sizes.items()])
 
     best: dict[int, int] | None = None
-    if len(set(sizes.values())) == 1:  # exact divisions have the fewest units, so they fit the most messages
+    if len(set(sizes.values())) == 1:  # equal powers of two need the fewest units, so the plan suits the most messages
         counts = {chunk: 1 << (parts[chunk] - 1).bit_length() for chunk in sizes}
         if len(set(counts.values())) == 1 and needed(counts) <= most:
             return tuple(counts.get(chunk, 1) for chunk in range(len(parts)))
-    for factor in FINER:
+    for factor in FINER:  # 1 - 1e-9: so that rounding errors do not add parts
         counts = {chunk: math.ceil(size / (longest / factor) * (1 - 1e-9)) for chunk, size in sizes.items()}
         if needed(counts) > most:
             break
-        if best is None or uneven(counts) < uneven(best) - UNEVEN / 4:
+        if best is None or uneven(counts) < uneven(best) - UNEVEN / 4:  # more parts must make a difference
             best = counts
         if uneven(best) <= (UNEVEN if factor == 1 else UNEVEN / 2):
             break
     divisor = 1
-    while best is None:
+    while best is None:  # there are too many threadblocks: use fewer parts than needed
         counts = {chunk: 1 << max(1, parts[chunk] // divisor).bit_length() - 1 for chunk in sizes}
         if needed(counts) <= most or max(counts.values()) == 1:
             best = counts
@@ -78,14 +79,14 @@ def is_uneven(collective: Collective) -> bool:
 def _unevenness(sizes: Sequence[tuple[float, float]]) -> float:
     """Return the fraction by which blocks are shorter than the longest one, on average over the buffer.
 
-    Each entry of ``sizes`` is a number of units in the buffer and the size of the blocks that contain them.
+    Each entry of ``sizes`` has a number of units of the buffer, and the size of the blocks that they belong to.
     """
     longest = max(size for _, size in sizes)
     return sum(units * (1 - size / longest) for units, size in sizes) / sum(units for units, _ in sizes)
 
 
 def _senders(collective: Collective, number: int, rank: int) -> int:
-    """Return the number of values of a chunk that a rank sends, at least 1."""
+    """Return the number of values of a chunk that a rank sends, but at least 1 if the rank needs the result."""
     chunk = collective.program.chunks[number]
     devices = chunk.devices
     sent = {
@@ -105,18 +106,18 @@ def divide_chunks(collective: Collective, parts: Sequence[int]) -> Collective:
     >>> divide_chunks(nccl_collective(ring(["cpu:0", "cpu:1"])), (2, 1)).blocks
     (Block(chunk=0, offset=0, size=1), Block(chunk=1, offset=2, size=2), Block(chunk=0, offset=1, size=1))
     """
-    finer = 1
+    factor = 1  # for the number of units
     while any(
-        block.size * finer % parts[block.chunk] and block.size * finer < parts[block.chunk] * LEAST_UNITS
+        block.size * factor % parts[block.chunk] and block.size * factor < parts[block.chunk] * LEAST_UNITS
         for block in collective.blocks
     ):
-        finer *= 2
+        factor *= 2
     blocks = []
     for block in collective.blocks:
-        size, count = block.size * finer, parts[block.chunk]
+        size, count = block.size * factor, parts[block.chunk]
         starts = [k * size // count for k in range(count + 1)]
         for k in range(count):
-            part = Block(block.chunk, block.offset * finer + starts[k], starts[k + 1] - starts[k])
+            part = Block(block.chunk, block.offset * factor + starts[k], starts[k + 1] - starts[k])
             blocks.append((k / count, part))
     blocks.sort(key=lambda entry: (entry[0], entry[1].chunk))  # the first part of each chunk, then the second ones
-    return replace(collective, units=collective.units * finer, blocks=tuple(part for _, part in blocks))
+    return replace(collective, units=collective.units * factor, blocks=tuple(part for _, part in blocks))

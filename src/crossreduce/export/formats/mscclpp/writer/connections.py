@@ -1,4 +1,4 @@
-"""Parts that all threadblocks of a plan use: channels and remote buffers of each GPU, and operations on them.
+"""Build the GPUs and threadblocks of a plan: channels, remote buffers, and the operations that use them.
 
 Input: operations, one by one, on ranks and memory. Output: threadblocks and GPUs in the form of the plan.
 
@@ -23,7 +23,7 @@ T = TypeVar("T")
 
 KINDS: Final = ("memory", "port", "switch")
 
-Extent = tuple[str, int, int]  # a part of a buffer: the buffer, its first unit and the number of units
+Extent = tuple[str, int, int]  # neighbouring units: the buffer, the first unit and the number of units
 
 
 class Target(NamedTuple):
@@ -53,12 +53,12 @@ class GpuPlan:
     threadblocks: list[ThreadblockPlan] = field(default_factory=list)
 
     def fresh(self, size: int) -> Extent:
-        """Return new scratch memory."""
+        """Return ``size`` units of scratch memory that nothing else uses."""
         self.scratch += size
         return "s", self.scratch - size, size
 
     def content(self, inputs: int, outputs: int) -> dict[str, Any]:
-        """Return the GPU in the plan's form."""
+        """Return the GPU as a JSON object of the plan."""
         channels: list[dict[str, Any]] = [
             {"channel_type": kind, "connected_to": peers} for kind, peers in self.peers.items() if peers
         ]
@@ -88,7 +88,7 @@ class Hosts:
 
 
 def connect(gpus: list[GpuPlan], a: int, b: int, kind: str) -> tuple[LocalEnd, LocalEnd]:
-    """Add a channel between two ranks; return its ends at ``a`` and at ``b``."""
+    """Add a channel between two ranks, and return its ends at ``a`` and at ``b``."""
     ends = LocalEnd(kind, len(gpus[a].peers[kind])), LocalEnd(kind, len(gpus[b].peers[kind]))
     gpus[a].peers[kind].append(b)
     gpus[b].peers[kind].append(a)
@@ -108,7 +108,7 @@ class ThreadblockPlan:
         self.ops: list[dict[str, Any]] = []
         self.channels: dict[str, list[int]] = {kind: [] for kind in KINDS}
         self.buffers: dict[str, list[int]] = {kind: [] for kind in KINDS[:2]}
-        # All since the threads were last synchronised:
+        # The next three describe the operations since the threads were last synchronised.
         self.unread = False  # whether there was a wait
         self.dirty = ""  # the name of the last operation on data
         self.threads: dict[tuple[str, LocalEnd], int] = {}  # the thread that signalled or waited on each channel
@@ -141,18 +141,17 @@ class ThreadblockPlan:
         self._post("pws", moves)
 
     def _post(self, name: str, moves: Sequence[tuple[Extent, Target, LocalEnd]]) -> None:
+        """Add operations of this name on port channels."""
         for group in _groups(moves, MOST_AT_ONCE):
             if self.unread or self.dirty:
                 self.sync()
-            spans = {
-                "src_buff": [_span(src) for src, _, _ in group],
-                "dst_buff": [self._remote(to) for _, to, _ in group],
-            }
+            srcs, dsts = [_span(src) for src, _, _ in group], [self._remote(target) for _, target, _ in group]
+            spans = {"src_buff": srcs, "dst_buff": dsts}
             ids = [self._channel(end) for _, _, end in group]
             self.ops.append({"name": name, **spans, "channel_type": "port", "channel_ids": ids})
 
     def put_on_ports(self, moves: Sequence[tuple[Extent, Target, LocalEnd]]) -> None:
-        """Do what ``post`` does, but without the signals."""
+        """Put blocks into memory of ranks on other hosts through port channels, without signals."""
         self._post("put", moves)
         self.dirty = "put on ports"
 
@@ -170,17 +169,18 @@ class ThreadblockPlan:
             self._reduce(remaining if k == 0 else [dst], dst, group)
 
     def _reduce(self, srcs: Sequence[Extent], dst: Extent, targets: Sequence[Target]) -> None:
+        """Add one operation that stores the sum of its sources, or a single source, locally and at the targets."""
         name = "res" if targets else "re" if len(srcs) > 1 else "copy"
         self._access(name)
-        spans = {
-            "src_buff": [_span(src) for src in srcs],
-            "dst_buff": [_span(dst), *(self._remote(target) for target in targets)],
-        }
+        spans = {"src_buff": [_span(src) for src in srcs], "dst_buff": [_span(dst), *map(self._remote, targets)]}
         kind = {"channel_type": "memory"} if targets else {}
         self.ops.append({"name": name, **spans, **kind, **({} if name == "copy" else {"reduce_op": "sum"})})
 
     def reduce_in_switch(self, first: int, size: int, switches: int) -> None:
-        """Store the sum of the first switch channel's block over all GPUs in the last switch channel's, on all GPUs."""
+        """Sum ``size`` units over all GPUs through a switch, and store the sum on all GPUs.
+
+        Of the GPU's ``switches`` switch channels, the first one has the operands, and the last one gets the sum.
+        """
         self._access("glres")
         ids = [position(self.channels["switch"], number) for number in range(switches)]
         spans = [{"switch_channel_id": number, "index": first, "size": size} for number in ids]
@@ -189,20 +189,20 @@ class ThreadblockPlan:
 
     @contextmanager
     def pipeline(self, unit: int, chunks: int) -> Iterator[None]:
-        """Repeat the operations that are added inside for each ``unit`` bytes of ``chunks`` units."""
+        """Put the operations that are added inside into a pipeline that runs for each ``unit`` bytes of ``chunks``."""
         if self.unread or self.dirty:
             self.sync()
         outer, self.ops = self.ops, []
         self.threads = {}
         yield
         inner, self.ops = self.ops, outer
-        self.unread, self.dirty = True, "pipeline"  # lets a nop follow
+        self.unread, self.dirty = True, "pipeline"  # so that a nop follows
         if inner:
             context = {"unit_size": unit, "num_chunks": chunks}
             self.ops.append({"name": "pipeline", "iter_context": context, "ops": inner})
 
     def _on_channels(self, name: str, ends: Sequence[LocalEnd]) -> None:
-        """Add waits or signals; if another thread has done the same on a channel, a ``nop`` comes first."""
+        """Add waits or signals. If another thread has done the same on one of the channels, add a ``nop`` before."""
         for kind in KINDS[:2]:
             for group in _groups([end for end in ends if end.kind == kind], MOST_AT_ONCE):
                 threads = {(name, end): thread for thread, end in enumerate(group)}
@@ -213,7 +213,7 @@ class ThreadblockPlan:
                 self.ops.append({"name": name, "channel_ids": ids, "channel_type": kind})
 
     def _access(self, name: str) -> None:
-        """Prepare an access to data; only successive puts need no ``nop`` between them."""
+        """Add a ``nop`` if an access to data needs one. Only successive puts need none between them."""
         if self.unread or (self.dirty and (name, self.dirty) != ("put", "put")):
             self.sync()
         self.dirty = name
@@ -227,7 +227,7 @@ class ThreadblockPlan:
         return {"buffer_id": position(self.buffers[target.kind], number), "index": first, "size": size}
 
     def content(self, number: int) -> dict[str, Any]:
-        """Return the threadblock in the plan's form."""
+        """Return the threadblock as a JSON object of the plan."""
         return {
             "id": number,
             "ops": self.ops,

@@ -1,4 +1,4 @@
-"""Threadblocks whose pipelines work at the same time: one for each value that a GPU makes of a part of a chunk.
+"""Make threadblocks whose pipelines work at the same time: one for each value of a block that a GPU makes or sends.
 
 Input: a collective. Output: threadblocks in ``GpuPlan``s.
 
@@ -12,8 +12,8 @@ A sender puts nothing before the receiving threadblock has signalled that its ca
 belong to an earlier call. A port channel reads its source later. So if no result depends on the transfer, the receiver
 signals at the end that the data has arrived. (``flush`` would do this, but in MSCCL++ it does nothing.)
 
-In place, the result overwrites a rank's input. That is right only if the result depends on all values that are made
-from this input. Otherwise, as in a one-shot all-reduce, the schedule is not separable, and ``blocks.py`` exports it.
+In place, the result overwrites a rank's input. This is right only if the result depends on all values that are made
+from this input. Otherwise, as in a one-shot all-reduce, ``blocks.py`` exports the schedule.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from collections.abc import Iterable
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from itertools import groupby, product
+from operator import attrgetter
 from typing import Final
 
 from ...collective import Block, Collective, Location
@@ -46,7 +47,7 @@ class _Transfer:
     src: _Stage
     dst: _Stage
     to: Extent
-    kind: str
+    kind: str  # of the channel: "memory" or "port"
     acknowledged: bool  # whether the receiver signals at the end that the value has arrived
     src_end: LocalEnd = _NO_END  # of the channel between the two threadblocks
     dst_end: LocalEnd = _NO_END
@@ -57,11 +58,11 @@ class _Stage:
     """A value of a block on a rank, with the memory where it is stored."""
 
     rank: int
-    round: int  # of the schedule; -1: an input
+    round: int  # of the schedule; -1 for an input
     memory: Extent
     operands: list[Extent] = field(default_factory=list)  # in the order of combination; copies have one, inputs 0
     aside: Extent = ("", 0, 0)  # memory for partial sums
-    output: Extent | None = None  # for an input that is also a result: the memory to which it must be copied
+    output: Extent | None = None  # for an input that is also a result: the memory into which it must be copied
     receives: list[_Transfer] = field(default_factory=list)
     sends: list[_Transfer] = field(default_factory=list)
 
@@ -69,11 +70,6 @@ class _Stage:
     def stored(self) -> Extent:
         """The memory of the value after the stage has run."""
         return self.memory if self.output is None else self.output
-
-
-def round_of(stage: _Stage) -> int:
-    """Return the round of a stage: a key for sorting and grouping."""
-    return stage.round
 
 
 @dataclass(eq=False)
@@ -89,11 +85,12 @@ class _Segment:
 
     @property
     def channels(self) -> int:
-        """An upper bound of the number of its channels."""
+        """An upper bound of the number of channels that it uses."""
         return sum(len(stage.sends) + len(stage.receives) for stage in self.stages)
 
     @property
     def only_waits(self) -> bool:
+        """Whether no stage has anything to do but to wait for a copied value."""
         return all(not stage.sends and len(stage.operands) == 1 and not stage.output for stage in self.stages)
 
 
@@ -118,7 +115,7 @@ class _Worker:
 
 
 class _BlockStages:
-    """The stages of one block."""
+    """The stages of one block, on all ranks."""
 
     def __init__(
         self, collective: Collective, block: Block, gpus: list[GpuPlan], hosts: Hosts, *, inplace: bool
@@ -134,7 +131,7 @@ class _BlockStages:
                 self.readers[operand].append(value)
                 self.ancestors[value] |= self.ancestors[operand] | 1 << operand
         self.stages: dict[int, _Stage] = {}
-        self.leader = list(range(len(self.devices)))  # stages with the same leader are in one pipeline
+        self.pipeline = list(range(len(self.devices)))  # for each value, the number of its stage's pipeline
         for value, source in enumerate(chunk.sources):
             self.stages[value] = _Stage(source, -1, self._extent(source, collective.input(source, block)))
             if not inplace and self.results.get(source) == value:
@@ -180,7 +177,7 @@ class _BlockStages:
             raise NotSeparableError
 
     def _transfer(self, value: int, reader: int, to: Extent) -> None:
-        """Add the transfer of a value to the stage of another value that is made from it."""
+        """Add the transfer of a value to the stage of ``reader``, a value that is made from it."""
         src, dst = self.stages[value], self.stages[reader]
         kind = self.hosts.kind(src.rank, dst.rank)
         result = self.results.get(src.rank)
@@ -204,16 +201,16 @@ class _BlockStages:
         return not remote or any(before >> reader & 1 for reader in remote)
 
     def _join(self, a: int, b: int) -> None:
-        """Let the stages of two values, and all that share pipelines with them, run in one pipeline."""
-        old, new = self.leader[b], self.leader[a]
-        self.leader = [new if leader == old else leader for leader in self.leader]
+        """Merge the pipelines of two values."""
+        old, new = self.pipeline[b], self.pipeline[a]
+        self.pipeline = [new if number == old else number for number in self.pipeline]
 
     def segments(self) -> list[_Segment]:
-        """Return the pipelines of the block; those that send data come first."""
+        """Return the pipelines of the block. Pipelines that send data come first."""
         groups: defaultdict[int, list[_Stage]] = defaultdict(list)
         for value, stage in self.stages.items():
             if stage.operands or stage.sends or stage.output:
-                groups[self.leader[value]].append(stage)
+                groups[self.pipeline[value]].append(stage)
         segments = [_Segment(self.block.size, stages) for stages in groups.values()]
         return sorted(segments, key=lambda segment: not segment.sends)
 
@@ -221,13 +218,11 @@ class _BlockStages:
 def add_pipelines(
     collective: Collective, gpus: list[GpuPlan], hosts: Hosts, unit_of: dict[int, int], most: int, *, inplace: bool
 ) -> bool:
-    """Add threadblocks with pipelines for all blocks of a collective; return whether stages share threadblocks.
+    """Add threadblocks with pipelines for all blocks of a collective. Return whether a GPU's stages had to share them.
 
     Args:
-      collective: the collective.
       gpus: an empty plan for each rank.
-      hosts: the kinds of channels.
-      unit_of: the bytes of a piece by the size of the block, or 0 if the block is not cut.
+      unit_of: for each size of a block (in units), the bytes of its pieces, or 0 for a block that is not cut.
       most: the largest number of threadblocks per GPU. Stages share threadblocks if there would be more.
       inplace: for calls whose input and output are the same memory.
     Raises:
@@ -252,7 +247,7 @@ def add_pipelines(
 
 
 def _worker_with_room(workers: list[_Worker], segment: _Segment) -> _Worker | None:
-    """Return a threadblock that only waits and has channels left for the waits of one more segment, or ``None``."""
+    """Return a threadblock that only waits and has channels left for a segment that only waits, too, or ``None``."""
     if not segment.only_waits:
         return None
     for worker in workers:
@@ -264,17 +259,19 @@ def _worker_with_room(workers: list[_Worker], segment: _Segment) -> _Worker | No
 
 
 def _merge_workers(workers: list[_Worker], most: int) -> list[_Worker]:
-    """Return at most ``most`` threadblocks, if that is possible. Pipelines of blocks of the same size are merged.
+    """Merge threadblocks until there are at most ``most``, if possible. Only blocks of the same size are merged.
 
     Every threadblock processes a piece of each block in the order of the rounds, so no threadblocks wait for each other
-    in a cycle. Pipelines of the same round are merged first, since they work on the same piece at the same time.
+    in a cycle. Pipelines of the same round are merged first, since they work on the same piece at the same time. A
+    threadblock gets as few pipelines as possible.
     """
     for same_round, most_merged in product((True, False), range(2, MOST_CHANNELS + 1)):
         groups: list[list[_Worker]] = []
         for worker in sorted(workers, key=lambda worker: _merging_order(worker, same_round=same_round)):
             merged = [*groups[-1], worker] if groups else []
             fits = 0 < len(merged) <= most_merged and _may_merge(merged, same_round=same_round)
-            if fits and len(workers) - sum(len(group) - 1 for group in groups) > most:
+            count = len(workers) - sum(len(group) - 1 for group in groups)  # if nothing else is merged
+            if fits and count > most:
                 groups[-1].append(worker)
             else:
                 groups.append([worker])
@@ -290,6 +287,7 @@ def _merging_order(worker: _Worker, *, same_round: bool) -> tuple[int, int, bool
 
 
 def _may_merge(workers: list[_Worker], *, same_round: bool) -> bool:
+    """Return whether threadblocks are alike, have one pipeline each, and need few enough channels together."""
     segments = [segment for worker in workers for segment in worker.segments]
     kinds = {(w.size, w.sends, w.segments[0].stages[0].round if same_round else 0) for w in workers}
     have_channels = sum(segment.channels for segment in segments) <= MOST_CHANNELS
@@ -297,13 +295,14 @@ def _may_merge(workers: list[_Worker], *, same_round: bool) -> bool:
 
 
 def _join_workers(workers: list[_Worker]) -> _Worker:
+    """Return one threadblock with one pipeline for the stages of several threadblocks."""
     if len(workers) == 1:
         return workers[0]
     return _Worker(workers[0].rank, [_Segment(workers[0].size, [s for worker in workers for s in worker.stages])])
 
 
 def _connect(gpus: list[GpuPlan], workers: list[_Worker]) -> None:
-    """Assign channels to transfers. A channel joins two threadblocks, with at most one transfer in each direction."""
+    """Assign channels to transfers. A channel connects two threadblocks for at most one transfer in each direction."""
     worker_of = {id(stage): worker for worker in workers for stage in worker.stages}
     ends: dict[tuple[int, int], list[LocalEnd]] = defaultdict(list)  # by the ids of this and the other threadblock
     used: Counter[tuple[int, int]] = Counter()
@@ -321,7 +320,7 @@ def _connect(gpus: list[GpuPlan], workers: list[_Worker]) -> None:
 
 
 def _threadblock(gpu: GpuPlan, worker: _Worker, unit_of: dict[int, int]) -> ThreadblockPlan:
-    """Return the operations of a threadblock."""
+    """Return a threadblock with the operations of a worker."""
     block = ThreadblockPlan(gpu)
     sends = [transfer for stage in worker.stages for transfer in stage.sends]
     receives = [transfer for stage in worker.stages for transfer in stage.receives]
@@ -332,7 +331,8 @@ def _threadblock(gpu: GpuPlan, worker: _Worker, unit_of: dict[int, int]) -> Thre
             block.sync()
         unit = unit_of[segment.size]
         with block.pipeline(unit, segment.size) if unit else nullcontext():
-            for _, together in groupby(sorted(segment.stages, key=round_of), key=round_of):
+            by_round = attrgetter("round")
+            for _, together in groupby(sorted(segment.stages, key=by_round), key=by_round):
                 _add_stages(block, list(together))
     arrived = _unique(transfer.dst_end for transfer in receives if transfer.acknowledged)
     if arrived:
@@ -350,7 +350,8 @@ def _add_stages(block: ThreadblockPlan, stages: list[_Stage]) -> None:
     puts: defaultdict[str, list[tuple[Extent, Target]]] = defaultdict(list)
     for stage in stages:
         to = [transfer for transfer in near if transfer.src is stage]
-        to.sort(key=lambda transfer: (transfer.dst.rank < transfer.src.rank, transfer.dst.rank))  # not all begin with 0
+        # Each rank begins with the next rank, so that not all ranks send to the same one first.
+        to.sort(key=lambda transfer: (transfer.dst.rank < transfer.src.rank, transfer.dst.rank))
         targets = [Target("memory", transfer.dst.rank, transfer.to) for transfer in to]
         if len(stage.operands) > 1:
             block.reduce(stage.operands, stage.stored, stage.aside, targets)

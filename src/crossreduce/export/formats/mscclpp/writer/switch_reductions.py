@@ -1,4 +1,4 @@
-"""All-reduces through a switch that adds and multicasts (NVLS), with MSCCL++'s switch channels.
+"""Export all-reduces through a switch that adds and multicasts (NVLS), with MSCCL++'s switch channels.
 
 Input: an in-network all-reduce and its topology. Output: threadblocks in ``GpuPlan``s.
 
@@ -30,7 +30,7 @@ def uses_switches(schedule: Schedule, topology: Topology | None) -> bool:
 
 
 def refusal_reason(topology: Topology, collective: str) -> str | None:
-    """Return why MSCCL++ cannot hold in-network plans of a topology, as a sentence, or ``None`` if it can.
+    """Return, as a sentence, why an MSCCL++ plan cannot use the switches of a topology, or ``None`` if it can.
 
     >>> refusal_reason(Topology.star(4).with_switches(reducing=True), "all_reduce") is None
     True
@@ -56,11 +56,11 @@ def refusal_reason(topology: Topology, collective: str) -> str | None:
 def switch_threadblocks(
     schedule: Schedule, topology: Topology, most: int, *, inplace: bool
 ) -> tuple[list[GpuPlan], int]:
-    """Return the GPUs of an in-network all-reduce with their threadblocks, and the number of units of the buffer.
+    """Return the GPUs of an in-network all-reduce with at most ``most`` threadblocks each, and the units of the buffer.
 
     Raises:
-      PlanError: the topology is not one switch that reduces and joins all devices of a host, or the schedule is not an
-        all-reduce of all devices.
+      PlanError: the topology does not have one switch that reduces and joins all devices of one host, or the schedule
+        is not an all-reduce of all devices.
     """
     devices = [device for device in schedule.devices if device in topology.devices]
     everyone = {schedule.devices.index(device) for device in devices}

@@ -33,13 +33,13 @@ from .pipelines import MOST_ITERATIONS, WORD, NotSeparableError, add_pipelines
 from .switch_reductions import switch_threadblocks, uses_switches
 
 THREADS: Final = (1024, 512, 256)  # per threadblock; with fewer threads each, more threadblocks run at the same time
-FULL_THREADS: Final = 512  # reach the rate of a channel; fewer reach a part of it (NCCL_MAX_NTHREADS is 640)
+FULL_THREADS: Final = 512  # threads that reach the rate of a channel; fewer reach a fraction (NCCL_MAX_NTHREADS is 640)
 ALIGNMENT: Final = 16  # bytes; the executor requires each unit's size to be a multiple of it
 LARGEST: Final = 2**64 - 1
 PIECES: Final = 32  # the least number of pieces of long blocks
-LEAST_PIECE: Final = 1 << 18  # bytes; more pieces than planned must not be shorter than this
-SHORT_PIECE: Final = 1 << 14  # the same, if the schedule has one piece
-LONG_BLOCK: Final = 1 << 17  # bytes; schedules of one piece with blocks of this size have pipelines, too
+LEAST_PIECE: Final = 1 << 18  # bytes; if there are more pieces than planned, none is shorter than this
+SHORT_PIECE: Final = 1 << 14  # bytes; the same for schedules of one piece
+LONG_BLOCK: Final = 1 << 17  # bytes; schedules of one piece with blocks of at least this size have pipelines, too
 PLANNED: Final = 1 << 26  # bytes: the size that ``plan`` assumes by default
 
 
@@ -64,18 +64,18 @@ def to_mscclpp_json(
     Args:
       schedule: an all-reduce, reduce-scatter, all-gather, broadcast or reduce of all its devices, each of which must
         have access to the memory of the others.
-      topology: the topology on which it runs. This determines the number of parts of each chunk, which is 1 without it.
-      nbytes: the size of the messages for which ``pieces`` was chosen, by default 64 MiB. The bytes of a piece are
-        fixed, so longer messages have more pieces.
-      name: the name by which the executor distinguishes plans. By default, it has the collective, the algorithm and the
-        number of ranks.
+      topology: the topology on which it runs. It determines the number of parts of each chunk. By default this is 1.
+      nbytes: the message size for which the number of pieces is chosen, 64 MiB by default. The plan fixes the bytes per
+        piece, so a larger message has more pieces.
+      name: the name by which the executor distinguishes plans. By default, it consists of the collective, the algorithm
+        and the number of ranks.
       inplace: whether the plan is for calls whose input and output are the same memory, or for other calls.
       threadblocks: the largest number of threadblocks per GPU, over which the chunks are spread. By default it is 80
         with 1024 threads each, 160 with 512, or 320 with 256, since all must run at the same time, even on a V100.
-      threads: the number of threads per threadblock. By default it is 1024, or 512 or 256 if pipelines then need not
-        share threadblocks, or have more even sizes.
+      threads: the number of threads per threadblock. By default it is 1024, or 512 or 256 if the larger number of
+        threadblocks then gives each pipeline its own, or divides the data more evenly.
       min_bytes: the smallest message that the plan is for.
-      max_bytes: the largest such message. The 65535 iterations of pipelines may lower it.
+      max_bytes: the largest message that the plan is for. It is lowered if pipelines would need over 65535 iterations.
     Raises:
       PlanError: the schedule is not such a collective, or a threadblock needs more operations or peers than the
         executor allows.
@@ -91,7 +91,7 @@ def to_mscclpp_json(
     size = PLANNED if nbytes is None else byte_count(nbytes) or PLANNED
     require_integers(threadblocks=threadblocks, threads=threads, min_bytes=min_bytes, max_bytes=max_bytes)
     if threads is not None and threads not in range(32, 1025, 32):
-        raise ArgumentError.of("threads must be one of 32, 64, ... 1024.", shown(threads), "threads=1024")
+        raise ArgumentError.of("threads must be a multiple of 32 up to 1024.", shown(threads), "threads=1024")
     most = {width: most_threadblocks(width) for width in (THREADS if threads is None else (threads,))}
     if threadblocks is not None:
         allowed = max(most.values())
@@ -130,7 +130,7 @@ def to_mscclpp_json(
 
 
 def most_threadblocks(threads: int) -> int:
-    """Return the number of threadblocks that run at the same time on every GPU; they wait for those of other GPUs."""
+    """Return how many threadblocks run at the same time on every type of GPU. They wait for those of other GPUs."""
     return min(MULTIPROCESSORS.values()) * resident(threads)
 
 
@@ -139,7 +139,7 @@ class _Assignment(NamedTuple):
 
     threads: int  # per threadblock
     gpus: list[GpuPlan]
-    divided: Collective  # in parts
+    divided: Collective  # whose chunks are divided into parts
     longest: int  # the most bytes of a message
     loss: tuple[bool, bool]  # whether blocks share threadblocks, and whether they differ much in size
 
@@ -147,9 +147,10 @@ class _Assignment(NamedTuple):
 def _threadblocks(
     schedule: Schedule, topology: Topology | None, nbytes: int, most: dict[int, int], *, inplace: bool
 ) -> _Assignment:
-    """Return the threadblocks of all GPUs, with as many threads as possible without a loss: see ``_Assignment``.
+    """Return the threadblocks of all GPUs, with as many threads as possible without a ``loss`` (see ``_Assignment``).
 
-    A schedule whose stages cannot run in separate threadblocks has no pipelines.
+    ``most`` has the largest number of threadblocks per GPU, by the number of threads per threadblock. A schedule whose
+    stages cannot run in separate threadblocks has no pipelines.
     """
     collective = nccl_collective(schedule)
     check_least(schedule, collective.program)
@@ -194,7 +195,7 @@ def _assign_threadblocks(
     """Return an assignment with at most ``most`` threadblocks per GPU.
 
     Raises:
-      NotSeparableError: there cannot be pipelines.
+      NotSeparableError: the schedule's stages cannot run in separate threadblocks.
       PlanError: a limit of the executor is exceeded.
     """
     parts = parts_of_chunks(schedule, topology, min(Fraction(1), Fraction(threads, FULL_THREADS)))
@@ -215,7 +216,7 @@ def _assign_threadblocks(
 
 
 def _pieces(collective: Collective, pieces: int, nbytes: int) -> dict[int, int]:
-    """Return the bytes of a piece by the size of the block in units.
+    """Return for each size of a block (in units) the bytes of its pieces.
 
     Long blocks are cut into at least ``PIECES`` pieces. The planner assumes that threadblocks work in lock step, but
     they do not, and with many pieces they wait less for each other.
