@@ -5,6 +5,7 @@ import socket
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from unittest.mock import Mock
 
 import pytest
 import torch.distributed as dist
@@ -96,17 +97,13 @@ def test_silent_programs_hold_a_limited_number_of_connections(monkeypatch):
 def test_watch_ends_a_wait_for_a_process_that_does_not_answer():
     """If the process that serves the store does not answer, a request ends as soon as ``watch`` raises an error."""
 
-    def watch():
-        raise PeerLostError("the rank that serves the store is lost", (0,))
-
-    never = threading.Event()
+    never, lost = threading.Event(), Mock(side_effect=PeerLostError("the rank that serves the store is lost", (0,)))
     stopped = Listener(KEY, lambda channel: never.wait())
-    store = StoreClient(KEY, "127.0.0.1", stopped.port, watch)
-    store.limit_s = 5.0
+    store = StoreClient(KEY, "127.0.0.1", stopped.port, lost)
     with pytest.raises(PeerLostError, match="is lost"):
         store.get("key")
-    store.close()
     never.set()
+    store.close()
     stopped.close()
 
 

@@ -114,6 +114,8 @@ class PlanGpu(NamedTuple):
 
 
 class MscclppPlan(NamedTuple):
+    """An execution plan of MSCCL++."""
+
     name: str
     collective: str
     protocol: str
