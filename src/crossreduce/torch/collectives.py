@@ -12,36 +12,33 @@ other ranks may read inputs while this rank writes its results. If results share
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
-from typing import Any, Final, NoReturn
+from typing import Any, Final
 
 import torch
 from torch._C import _distributed_c10d as c10d
 from torch.distributed import ReduceOp as TorchOp
 
-from ..errors import ArgumentError, MismatchError, UnsupportedError
+from ..errors import MismatchError, UnsupportedError
 from ..frameworks.torch import host_memory as _host  # noqa: F401 - compiled code then reads tensors
-from ..observe.diagnostics import call_text, op_text
+from ..observe.diagnostics import op_text
 from ..ops import COMPLEX, FLOATS, ReduceOp
 from ..ranks.communicator import Communicator
 from ..ranks.intra_host.instructions import reduction_numbers
 from ..ranks.prepared import call_name, new_calls, prepare
+from .call_checks import CallChecks, alike
 from .inner_gloo import BITWISE, InnerGloo, name_of
 from .memory import (
     NAMES,
-    are_apart,
     copy_back,
     copy_back_all,
     copy_overlapping,
     equal_parts,
-    form_of,
     is_plain,
     memory,
     raw,
     readable,
     share_memory,
     tensors_in,
-    unsupported_form,
     writable,
 )
 
@@ -75,6 +72,7 @@ class Collectives(InnerGloo):
         super().__init__(communicator)
         self._gloo = gloo
         self._rank, self._size = communicator.rank, communicator.size
+        self.checks = self._checks = CallChecks(communicator)
         self._calls, self._exact = new_calls(communicator), exact
         self._all_reduce = call_name("all_reduce", exact)
         self._reduce_scatter = call_name("reduce_scatter", exact)
@@ -87,10 +85,10 @@ class Collectives(InnerGloo):
         if prepared_op and self._calls.run(self._communicator, name, prepared_op, 0, tensor, tensor) is tensor:
             return
         if tensor.layout is not torch.sparse_coo:
-            self._require_dense("all_reduce", tensor)
+            self._checks.require_dense("all_reduce", tensor)
         plain = tensor.layout is _STRIDED and is_plain(tensor)
         if not plain:
-            self._are_apart("all_reduce", [tensor])
+            self._checks.are_apart("all_reduce", [tensor])
         op = self._op("all_reduce", kind, tensor)
         if op is None:
             options = self._options(c10d.AllreduceOptions, reduceOp=kind)
@@ -107,9 +105,9 @@ class Collectives(InnerGloo):
     def reduce(self, tensor: Any, kind: Any, root: int, result: Any = None) -> None:
         """Write the reduction of all ranks' ``tensor`` to the root's ``result``, which is by default ``tensor``."""
         result = tensor if result is None else result
-        self._require_dense("reduce", tensor, root=root)
+        self._checks.require_dense("reduce", tensor, root=root)
         if root == self._rank:
-            self._are_apart("reduce", [result])
+            self._checks.are_apart("reduce", [result])
         op = self._op("reduce", kind, tensor, root)
         if op is None:
             copied = tensor.detach().clone()  # gloo also writes into the tensors of ranks that are not the root
@@ -126,13 +124,13 @@ class Collectives(InnerGloo):
             copy_back(result, written)
 
     def reduce_scatter(self, output: Any, inputs: Sequence[Any], kind: Any) -> None:
-        self._require_dense("reduce_scatter", output, *inputs)
+        self._checks.require_dense("reduce_scatter", output, *inputs)
         sizes = [x.numel() for x in inputs]
         tensors = [output, *inputs]
-        fits = len(inputs) == self._size and sizes[self._rank] == output.numel() and _alike(tensors)
+        fits = len(inputs) == self._size and sizes[self._rank] == output.numel() and alike(tensors)
         remedy = "one input per rank; this rank's as large as the output"
-        self._require(fits, "reduce_scatter", tensors, "elements of the inputs:", sizes, remedy)
-        apart = self._are_apart("reduce_scatter", [output], inputs)
+        self._checks.require(fits, "reduce_scatter", tensors, "elements of the inputs:", sizes, remedy)
+        apart = self._checks.are_apart("reduce_scatter", [output], inputs)
         op = self._op("reduce_scatter", kind, output) if len(set(sizes)) == 1 else None
         if op is None:
             self._reduce_each(inputs, output, kind)
@@ -148,11 +146,13 @@ class Collectives(InnerGloo):
         name = self._reduce_scatter
         if prepared_op and self._calls.run(self._communicator, name, prepared_op, 0, tensor, output) is output:
             return
-        self._require_dense("reduce_scatter", output, tensor)
+        self._checks.require_dense("reduce_scatter", output, tensor)
         fits = tensor.numel() == output.numel() * self._size and output.dtype == tensor.dtype and tensor.is_cpu
         remedy = "an input as large as the outputs of all ranks together"
-        self._require(fits, "reduce_scatter", [output, tensor], "elements of the input:", [tensor.numel()], remedy)
-        apart = self._are_apart("reduce_scatter", [output], [tensor])
+        self._checks.require(
+            fits, "reduce_scatter", [output, tensor], "elements of the input:", [tensor.numel()], remedy
+        )
+        apart = self._checks.are_apart("reduce_scatter", [output], [tensor])
         op = self._op("reduce_scatter", kind, output)
         source = readable(tensor)
         if op is None:
@@ -179,17 +179,17 @@ class Collectives(InnerGloo):
     def broadcast(self, tensor: Any, root: int) -> None:
         if self._calls.run(self._communicator, "broadcast", None, root, tensor, tensor) is tensor:
             return
-        self._require_dense("broadcast", tensor, root=root)
+        self._checks.require_dense("broadcast", tensor, root=root)
         if root != self._rank:
-            self._are_apart("broadcast", [tensor])
-        self._agree_on_bytes("broadcast", tensor, root)
+            self._checks.are_apart("broadcast", [tensor])
+        self._checks.agree_on_bytes("broadcast", tensor, root)
         plain = readable(tensor)
         array = memory(plain)
         try:
             self._communicator.broadcast(array, root)
         except MismatchError:
             if root == self._rank and share_memory([tensor]):  # as on the other ranks, which therefore refuse it
-                raise self._overlap_error("broadcast", [tensor]) from None
+                raise self._checks.overlap_error("broadcast", [tensor]) from None
             raise
         if plain is tensor and tensor.dtype in NAMES:
             prepare(self._calls, self._communicator, "broadcast", None, root, tensor, array, tensor)
@@ -197,13 +197,13 @@ class Collectives(InnerGloo):
             copy_back(tensor, plain)
 
     def all_gather(self, results: Sequence[Any], tensor: Any) -> None:
-        self._require_dense("all_gather", tensor, *results)
+        self._checks.require_dense("all_gather", tensor, *results)
         sizes = [x.numel() for x in results]
         tensors = [tensor, *results]
-        fits = len(results) == self._size and sizes[self._rank] == tensor.numel() and _alike(tensors)
+        fits = len(results) == self._size and sizes[self._rank] == tensor.numel() and alike(tensors)
         remedy = "one output per rank, as large as that rank's input"
-        self._require(fits, "all_gather", tensors, "elements of the outputs:", sizes, remedy)
-        apart = self._are_apart("all_gather", results, [tensor])
+        self._checks.require(fits, "all_gather", tensors, "elements of the outputs:", sizes, remedy)
+        apart = self._checks.are_apart("all_gather", results, [tensor])
         if len(set(sizes)) > 1:
             # Shorter inputs are padded. Each rank's list of results shows the sizes of all inputs.
             self._communicator.require_same(f"all_gather {name_of(tensor)} of sizes {sizes}")
@@ -214,7 +214,7 @@ class Collectives(InnerGloo):
             for result, row in zip(results, rows, strict=True):
                 result.detach().copy_(row[: result.numel()].reshape(result.shape))
             return
-        self._agree_on_bytes("all_gather", tensor)
+        self._checks.agree_on_bytes("all_gather", tensor)
         source, written = readable(tensor), [writable(x) for x in results]
         if not apart:
             (source,) = copy_overlapping([source], written, {0: written[self._rank].data_ptr()})
@@ -224,12 +224,12 @@ class Collectives(InnerGloo):
     def all_gather_single(self, output: Any, tensor: Any) -> None:
         if self._calls.run(self._communicator, "all_gather", None, 0, tensor, output) is output:
             return
-        self._require_dense("all_gather", tensor, output)
+        self._checks.require_dense("all_gather", tensor, output)
         fits = output.numel() == tensor.numel() * self._size and output.dtype == tensor.dtype and output.is_cpu
         remedy = "an output as large as the inputs of all ranks together"
-        self._require(fits, "all_gather", [tensor, output], "elements of the output:", [output.numel()], remedy)
-        apart = self._are_apart("all_gather", [output], [tensor])
-        self._agree_on_bytes("all_gather", tensor)
+        self._checks.require(fits, "all_gather", [tensor, output], "elements of the output:", [output.numel()], remedy)
+        apart = self._checks.are_apart("all_gather", [output], [tensor])
+        self._checks.agree_on_bytes("all_gather", tensor)
         source, written = readable(tensor), writable(output)
         if not apart:  # the input may be this rank's part of the output
             (source,) = copy_overlapping([source], [written], {0: written.data_ptr() + self._rank * source.nbytes})
@@ -240,9 +240,9 @@ class Collectives(InnerGloo):
         copy_back(output, written)
 
     def gather(self, results: Sequence[Any], tensor: Any, root: int) -> None:
-        self._require_rooted("gather", tensor, results, root)
-        apart = self._are_apart("gather", results, [tensor])
-        self._agree_on_bytes("gather", tensor, root)
+        self._checks.require_rooted("gather", tensor, results, root)
+        apart = self._checks.are_apart("gather", results, [tensor])
+        self._checks.agree_on_bytes("gather", tensor, root)
         source, written = readable(tensor), [writable(x) for x in results]
         if not apart and root == self._rank:
             (source,) = copy_overlapping([source], written, {0: written[root].data_ptr()})
@@ -251,9 +251,9 @@ class Collectives(InnerGloo):
         copy_back_all(results, written)
 
     def scatter(self, output: Any, inputs: Sequence[Any], root: int) -> None:
-        self._require_rooted("scatter", output, inputs, root)
-        apart = self._are_apart("scatter", [output], inputs)
-        self._agree_on_bytes("scatter", output, root)
+        self._checks.require_rooted("scatter", output, inputs, root)
+        apart = self._checks.are_apart("scatter", [output], inputs)
+        self._checks.agree_on_bytes("scatter", output, root)
         sources, written = [readable(x) for x in inputs], writable(output)
         if not apart:
             sources = copy_overlapping(sources, [written], {root: written.data_ptr()})
@@ -262,17 +262,17 @@ class Collectives(InnerGloo):
         copy_back(output, written)
 
     def all_to_all(self, outputs: Sequence[Any], inputs: Sequence[Any]) -> None:
-        self._require_dense("all_to_all", *inputs, *outputs)
+        self._checks.require_dense("all_to_all", *inputs, *outputs)
         tensors, counts = [*inputs, *outputs] or [torch.empty(0)], [len(inputs), len(outputs)]
-        fits = len(outputs) == len(inputs) == self._size and _alike(tensors)
+        fits = len(outputs) == len(inputs) == self._size and alike(tensors)
         remedy = "one input and one output per rank"
-        self._require(fits, "all_to_all", tensors, "numbers of inputs and outputs:", counts, remedy)
-        apart = self._are_apart("all_to_all", outputs, inputs)
+        self._checks.require(fits, "all_to_all", tensors, "numbers of inputs and outputs:", counts, remedy)
+        apart = self._checks.are_apart("all_to_all", outputs, inputs)
         sizes, rooms = [x.numel() for x in inputs], [x.numel() for x in outputs]
         even = self._are_even(sizes, rooms, inputs[0], "elements")
         sources, written = [readable(x) for x in inputs], [writable(x) for x in outputs]
         if even:
-            self._agree_on_bytes("all_to_all", inputs[0])
+            self._checks.agree_on_bytes("all_to_all", inputs[0])
             if not apart:
                 sources = copy_overlapping(sources, written)
             self._communicator.all_to_all([memory(x) for x in sources], [memory(x) for x in written])
@@ -285,14 +285,14 @@ class Collectives(InnerGloo):
 
     def all_to_all_single(self, output: Any, tensor: Any, rooms: Sequence[int], sizes: Sequence[int]) -> None:
         """``sizes``: the rows that this rank sends to each rank. ``rooms``: the rows to receive. Empty: all equal."""
-        self._require_dense("all_to_all", tensor, output)
+        self._checks.require_dense("all_to_all", tensor, output)
         fits = self._are_splits(tensor, sizes) and self._are_splits(output, rooms) and output.dtype == tensor.dtype
         fits = fits and tensor.shape[1:].numel() == output.shape[1:].numel() and output.is_cpu
         remedy = "splits that add up to the first dimension, or none if the number of ranks divides it; equal rows"
         splits = [list(output.shape), list(rooms), list(sizes)]
         what = "the output's shape, the output's splits and the input's splits:"
-        self._require(fits, "all_to_all", [tensor, output], what, splits, remedy)
-        apart = self._are_apart("all_to_all", [output], [tensor])
+        self._checks.require(fits, "all_to_all", [tensor, output], what, splits, remedy)
+        apart = self._checks.are_apart("all_to_all", [output], [tensor])
         rooms = list(rooms) or [output.shape[0] // self._size] * self._size
         sizes = list(sizes) or [tensor.shape[0] // self._size] * self._size
         even = self._are_even(sizes, rooms, tensor, "rows")
@@ -300,7 +300,7 @@ class Collectives(InnerGloo):
         if not apart:
             (source,) = copy_overlapping([source], [written])
         if even:
-            self._agree_on_bytes("all_to_all", tensor)
+            self._checks.agree_on_bytes("all_to_all", tensor)
             self._communicator.all_to_all(equal_parts(source, self._size), equal_parts(written, self._size))
         else:
             self._exchange(written, source, rooms, sizes)
@@ -346,16 +346,9 @@ class Collectives(InnerGloo):
         elements: list[Any] = []
         for each in lists:
             if len(each) != 1:
-                self._refuse_lists(method.__name__, list(map(len, lists)))
+                self._checks.refuse_lists(method.__name__, list(map(len, lists)))
             elements += each
         method(*elements, *options)
-
-    def _refuse_lists(self, name: str, counts: list[int]) -> NoReturn:
-        self._communicator.require_same(f"{name} of lists of {counts}")
-        problem = f"a list of tensors of this {name} is empty."
-        if 0 not in counts:
-            problem = f"{name} takes one tensor per rank unless it is coalesced."
-        raise ArgumentError.of(problem, f"lengths of the lists: {counts}", "a call for each tensor")
 
     def run_each(self, method: Callable[..., None], options: Sequence[Any], results: Any, *sources: Any) -> None:
         """Call a method of this class for each element of ``results``: the tensor or tensors that the call writes.
@@ -366,21 +359,15 @@ class Collectives(InnerGloo):
             self.run_one(method, options, results, *sources)
             return
         if not sources:
-            results = self._without_repeats(method.__name__, results)
+            results = self._checks.without_repeats(method.__name__, results)
         written, read = tensors_in(results), tensors_in(sources)
-        if not self._are_apart(method.__name__, written, read):  # no call may overwrite tensors that a later call reads
+        if not self._checks.are_apart(
+            method.__name__, written, read
+        ):  # no call may overwrite tensors that a later call reads
             copies = iter(copy_overlapping(read, written))
             sources = tuple([_take_like(x, copies) for x in each] for each in sources)
         for tensors in zip(results, *sources, strict=True):
             method(*tensors, *options)
-
-    def _without_repeats(self, collective: str, tensors: Sequence[Any]) -> Sequence[Any]:
-        """Return the tensors without repetitions. All ranks must repeat tensors at the same places of the list."""
-        first: dict[int, int] = {}
-        order = [first.setdefault(id(x), k) for k, x in enumerate(tensors)]
-        if len(first) < len(order):
-            self._communicator.require_same(f"{collective} of tensors {order}, with results that share memory")
-        return [tensors[k] for k in first.values()]
 
     def _op(self, collective: str, kind: Any, tensor: Any, root: int | None = None) -> ReduceOp | None:
         """Return the op for the communicator, or ``None`` if all ranks have agreed that gloo runs the collective.
@@ -395,7 +382,7 @@ class Collectives(InnerGloo):
             return op
         exact = self._exact and (tensor.is_floating_point() or tensor.is_complex())
         op_name = kind.op.name.lower() if op is None else op_text(op, exact)
-        self._agree(collective, op_name, tensor, root)
+        self._checks.agree(collective, op_name, tensor, root)
         if op is not None and name is not None and strided:
             reduction_numbers(op, name, self._size, self._exact)  # raises an error if the op is not defined
         if exact:
@@ -416,89 +403,7 @@ class Collectives(InnerGloo):
             remedy = "SUM, AVG, MIN, MAX or PRODUCT of the tensor, scaled before if need be"
         raise UnsupportedError.of(problem, f"{collective} of {name_of(tensor)}, op {op_name}", remedy)
 
-    def _agree_on_bytes(self, collective: str, tensor: Any, root: int | None = None) -> None:
-        """Compare the ranks' dtypes if a tensor is moved as bytes; then the communicator does not compare them."""
-        if tensor.dtype not in NAMES:
-            self._agree(collective, None, tensor, root)
-
-    def _agree(self, collective: str, op: str | None, tensor: Any, root: int | None) -> None:
-        self._communicator.require_same(call_text(collective, op, root, name_of(tensor), tensor.shape))
-
-    def _require_rooted(self, collective: str, tensor: Any, listed: Sequence[Any], root: int) -> None:
-        self._require_dense(collective, tensor, *listed, root=root)
-        expected = [tensor.numel()] * self._size if root == self._rank else []
-        sizes = [x.numel() for x in listed]
-        remedy = "on the root a list of one tensor per rank, each as large as a rank's own tensor; on other ranks none"
-        tensors, what = [tensor, *listed], "elements of the tensors in the list:"
-        self._require(sizes == expected and _alike(tensors), collective, tensors, what, sizes, remedy)
-
-    def _require(
-        self, fits: bool, collective: str, tensors: Sequence[Any], what: str, sizes: Sequence[Any], remedy: str
-    ) -> None:
-        """Raise an error if the arguments of a collective do not fit (``fits`` is false).
-
-        If the calls of the ranks differ, all ranks raise a ``MismatchError``. Otherwise this rank raises an
-        ``ArgumentError``. The first of ``tensors`` is shown in the text of the call. ``what`` is a label of ``sizes``.
-        """
-        if fits:
-            return
-        call = call_text(collective, None, None, name_of(tensors[0]), tensors[0].shape)
-        self._communicator.require_same(f"{call} with {list(sizes)}")
-        if not _alike(tensors):
-            kinds = ", ".join(sorted({f"{name_of(x)} on {x.device}" for x in tensors}))
-            problem = f"the tensors of this {collective} differ in dtype, or are not all on the CPU."
-            raise ArgumentError.of(problem, kinds, "CPU tensors of one dtype")
-        problem = f"the tensors of this {collective} do not match in number or size."
-        raise ArgumentError.of(problem, f"{call}; {what} {list(sizes)}; {self._size} ranks", remedy)
-
-    def _are_apart(self, collective: str, results: Sequence[Any], sources: Sequence[Any] = ()) -> bool:
-        """Return whether no result can overlap a source.
-
-        Raises:
-          ArgumentError: results share memory on all ranks.
-          MismatchError: results share memory on some ranks only. All ranks raise it.
-        """
-        if are_apart([*results, *sources]):
-            return True
-        if share_memory(results):
-            call = call_text(collective, None, None, name_of(results[0]), results[0].shape)
-            with suppress(MismatchError):  # on the other ranks, whose results may be apart
-                self._communicator.require_same(f"{call} with results that share memory")
-            raise self._overlap_error(collective, results)
-        return False
-
-    def refuse_class(self, collective: str, tensor: Any) -> NoReturn:
-        """Raise an error on all ranks: the class of a tensor does not pass ops on to tensors that have memory."""
-        name = f"{type(tensor).__name__}_{str(tensor.dtype).removeprefix('torch.')}"
-        self._communicator.require_same(call_text(collective, dtype=name))
-        problem = (
-            f"{collective} needs tensors whose values are in their memory, or that pass the op on to such tensors."
-        )
-        raise UnsupportedError.of(problem, f"a {type(tensor).__name__}", "the tensors that it consists of, one by one")
-
-    def _overlap_error(self, collective: str, results: Sequence[Any]) -> ArgumentError:
-        call = call_text(collective, None, None, name_of(results[0]), results[0].shape)
-        problem = f"elements of the results of this {collective} share memory, so they would overwrite each other."
-        return ArgumentError.of(problem, f"{call}; {len(results)} results", "results that do not overlap")
-
-    def _require_dense(self, collective: str, *tensors: Any, root: int | None = None) -> None:
-        """Raise an error on all ranks if the memory of a tensor does not contain its values (see ``form_of``).
-
-        Raises:
-          UnsupportedError: all ranks have such a tensor.
-          MismatchError: only some ranks have one, or they make different calls.
-        """
-        odd = next(filter(form_of, tensors), None)
-        if odd is not None:
-            shape = () if odd.is_nested else odd.shape  # a nested tensor has none
-            self._communicator.require_same(call_text(collective, None, root, name_of(odd), shape))
-            raise unsupported_form(collective, odd)
-
 
 def _take_like(given: Any, tensors: Iterator[Any]) -> Any:
     """Return the next of ``tensors``, or a list of the next ones if ``given`` is a list."""
     return [next(tensors) for _ in given] if isinstance(given, (list, tuple)) else next(tensors)
-
-
-def _alike(tensors: Sequence[Any]) -> bool:
-    return len({x.dtype for x in tensors}) == 1 and all(x.is_cpu for x in tensors)

@@ -23,7 +23,7 @@ from ..ranks.survival.survivors import SHRINK_S, Reformed
 from ..reduction.validation import seconds
 from .group import BACKEND, READY, Group, find_group
 from .options import Options
-from .peer_store import PeerStore
+from .rendezvous import PeerStore
 
 KIND: Final = "torch"
 Result = TypeVar("Result")

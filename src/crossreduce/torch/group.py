@@ -29,9 +29,10 @@ from ..ranks.survival.survivors import Reformed
 from ..ranks.transports.gloo import connection_error
 from .collectives import Collectives
 from .connections import close, connect
-from .memory import copy_back_all, form_of, increment_versions, readable, tensors_in, unsupported_form, writable
+from .memory import copy_back_all, increment_versions, readable, require_dense, tensors_in, unsupported_form, writable
 from .messages import HostMessage
 from .op_queue import REMEDY, Finished, Message, OpQueue, Works, exclude_from_compile, wait_in_backward
+from .options import read_options
 from .profiling import begin_entry, entry, is_profiled
 from .rendezvous import lost_store_errors
 from .subclasses import call_unwrapped, has_wrapper
@@ -39,15 +40,6 @@ from .subclasses import call_unwrapped, has_wrapper
 _CPU: Final = torch.device("cpu")
 _DRAIN_S: Final = 10.0  # how long a group that is destroyed waits for its pending ops
 _UNSET: Final = timedelta(0)  # a timeout of at most this means that the options have no timeout
-_NAMES_OF_OPS: Final = (dist.ReduceOp, dist.ReduceOp.RedOpType)
-_COLLECTIVES: Final = {  # the public name of a collective, by that of a method
-    **dict.fromkeys(("allreduce", "allreduce_coalesced"), "all_reduce"),
-    **dict.fromkeys(
-        ("allgather", "allgather_coalesced", "_allgather_base", "allgather_into_tensor_coalesced"), "all_gather"
-    ),
-    **dict.fromkeys(("_reduce_scatter_base", "reduce_scatter_tensor_coalesced"), "reduce_scatter"),
-    **dict.fromkeys(("alltoall", "alltoall_base"), "all_to_all"),
-}
 BACKEND: Final = "crossreduce"
 READY: Final[list[Group]] = []  # an existing group that ``create`` returns next, so that torch adds it to its tables
 
@@ -146,17 +138,17 @@ class Group(dist.ProcessGroup):  # type: ignore[misc]
     # ---- reductions -----------------------------------------------------------------------------------------------
 
     def allreduce(self, tensors: Any, opts: Any = None, timeout: Any = None, op: Any = None) -> Any:
-        tensors, opts = _read(tensors, opts, c10d.AllreduceOptions, timeout, op)
+        tensors, opts = read_options(tensors, opts, c10d.AllreduceOptions, timeout, op)
         function = partial(self._collectives.run_one, self._collectives.all_reduce, [opts.reduceOp], tensors)
         return self._run("allreduce", (tensors, opts), tensors, function)
 
     def allreduce_coalesced(self, tensors: Any, opts: Any = None) -> Any:
-        tensors, opts = _read(tensors, opts, c10d.AllreduceCoalescedOptions)
+        tensors, opts = read_options(tensors, opts, c10d.AllreduceCoalescedOptions)
         function = self._each("all_reduce", [opts.reduceOp], tensors)
         return self._run("allreduce_coalesced", (tensors, opts), tensors, function)
 
     def reduce(self, tensors: Any, opts: Any = None, op: Any = None, timeout: Any = None) -> Any:
-        tensors, opts = _read(tensors, opts, c10d.ReduceOptions, timeout, op)
+        tensors, opts = read_options(tensors, opts, c10d.ReduceOptions, timeout, op)
         options = [opts.reduceOp, opts.rootRank]
         function = partial(self._collectives.run_one, self._collectives.reduce, options, tensors)
         return self._run("reduce", (tensors, opts), tensors, function, writes=opts.rootRank == self.rank())
@@ -164,17 +156,17 @@ class Group(dist.ProcessGroup):  # type: ignore[misc]
     def reduce_scatter(self, outputs: Any, inputs: Any, opts: Any = None, timeout: Any = None, op: Any = None) -> Any:
         if isinstance(outputs, torch.Tensor):
             inputs = [inputs]
-        outputs, opts = _read(outputs, opts, c10d.ReduceScatterOptions, timeout, op)
+        outputs, opts = read_options(outputs, opts, c10d.ReduceScatterOptions, timeout, op)
         function = self._one("reduce_scatter", [opts.reduceOp], outputs, inputs)
         return self._run("reduce_scatter", (outputs, inputs, opts), outputs, function)
 
     def reduce_scatter_single(self, output: Any, tensor: Any, opts: Any = None) -> Any:
-        outputs, opts = _read(output, opts, c10d.ReduceScatterOptions)
+        outputs, opts = read_options(output, opts, c10d.ReduceScatterOptions)
         function = partial(self._collectives.reduce_scatter_single, output, tensor, opts.reduceOp)
         return self._run("_reduce_scatter_base", (output, tensor, opts), outputs, function)
 
     def reduce_scatter_single_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
-        outputs, opts = _read(outputs, opts, c10d.ReduceScatterOptions)
+        outputs, opts = read_options(outputs, opts, c10d.ReduceScatterOptions)
         function = self._each("reduce_scatter_single", [opts.reduceOp], outputs, inputs)
         return self._run("reduce_scatter_tensor_coalesced", (outputs, inputs, opts), outputs, function)
 
@@ -189,38 +181,38 @@ class Group(dist.ProcessGroup):  # type: ignore[misc]
     # ---- moves ----------------------------------------------------------------------------------------------------
 
     def broadcast(self, tensors: Any, opts: Any = None, timeout: Any = None, root: int = 0) -> Any:
-        tensors, opts = _read(tensors, opts, c10d.BroadcastOptions, timeout, root=root)
+        tensors, opts = read_options(tensors, opts, c10d.BroadcastOptions, timeout, root=root)
         function = partial(self._collectives.run_one, self._collectives.broadcast, [opts.rootRank], tensors)
         return self._run("broadcast", (tensors, opts), tensors, function, writes=opts.rootRank != self.rank())
 
     def allgather(self, outputs: Any, inputs: Any, opts: Any = None, timeout: Any = None) -> Any:
         if isinstance(inputs, torch.Tensor):
             outputs = [outputs]
-        inputs, opts = _read(inputs, opts, c10d.AllgatherOptions, timeout)
+        inputs, opts = read_options(inputs, opts, c10d.AllgatherOptions, timeout)
         function = partial(self._collectives.run_one, self._collectives.all_gather, [], outputs, inputs)
         return self._run("allgather", (outputs, inputs, opts), inputs, function, tensors_in(outputs))
 
     def allgather_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
         # ``outputs[rank][tensor]`` has the transposed order of ``allgather``.
-        inputs, opts = _read(inputs, opts, c10d.AllgatherOptions)
+        inputs, opts = read_options(inputs, opts, c10d.AllgatherOptions)
         lists = [list(results) for results in zip(*outputs, strict=True)]
         function = self._each("all_gather", [], lists, inputs)
         return self._run("allgather_coalesced", (outputs, inputs, opts), inputs, function, tensors_in(outputs))
 
     def all_gather_single(self, output: Any, tensor: Any, opts: Any = None) -> Any:
-        inputs, opts = _read(tensor, opts, c10d.AllgatherOptions)
+        inputs, opts = read_options(tensor, opts, c10d.AllgatherOptions)
         function = partial(self._collectives.all_gather_single, output, tensor)
         return self._run("_allgather_base", (output, tensor, opts), inputs, function, [output])
 
     def all_gather_single_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
-        inputs, opts = _read(inputs, opts, c10d.AllgatherOptions)
+        inputs, opts = read_options(inputs, opts, c10d.AllgatherOptions)
         function = self._each("all_gather_single", [], outputs, inputs)
         return self._run("allgather_into_tensor_coalesced", (outputs, inputs, opts), inputs, function, outputs)
 
     def gather(self, outputs: Any, inputs: Any, opts: Any = None, timeout: Any = None, root: int = 0) -> Any:
         if isinstance(inputs, torch.Tensor):
             outputs = [outputs] if outputs else []
-        inputs, opts = _read(inputs, opts, c10d.GatherOptions, timeout, root=root)
+        inputs, opts = read_options(inputs, opts, c10d.GatherOptions, timeout, root=root)
         results = outputs[0] if outputs else []
         function = self._one("gather", [opts.rootRank], outputs or [[]], inputs)
         return self._run("gather", (outputs, inputs, opts), inputs, function, results)
@@ -228,22 +220,22 @@ class Group(dist.ProcessGroup):  # type: ignore[misc]
     def scatter(self, outputs: Any, inputs: Any, opts: Any = None, timeout: Any = None, root: int = 0) -> Any:
         if isinstance(outputs, torch.Tensor):
             inputs = [inputs] if inputs else []
-        outputs, opts = _read(outputs, opts, c10d.ScatterOptions, timeout, root=root)
+        outputs, opts = read_options(outputs, opts, c10d.ScatterOptions, timeout, root=root)
         function = self._one("scatter", [opts.rootRank], outputs, inputs or [[]])
         return self._run("scatter", (outputs, inputs, opts), outputs, function)
 
     def alltoall(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
-        inputs, opts = _read(inputs, opts, c10d.AllToAllOptions)
+        inputs, opts = read_options(inputs, opts, c10d.AllToAllOptions)
         function = partial(self._collectives.all_to_all, outputs, inputs)
         return self._run("alltoall", (outputs, inputs, opts), inputs, function, outputs)
 
     def all_to_all_single(self, output: Any, tensor: Any, rooms: Any = (), sizes: Any = (), opts: Any = None) -> Any:
-        inputs, opts = _read(tensor, opts, c10d.AllToAllOptions)
+        inputs, opts = read_options(tensor, opts, c10d.AllToAllOptions)
         function = partial(self._collectives.all_to_all_single, output, tensor, rooms, sizes)
         return self._run("alltoall_base", (output, tensor, rooms, sizes, opts), inputs, function, [output])
 
     def barrier(self, opts: Any = None, timeout: Any = None) -> Any:
-        _, opts = _read([], opts, c10d.BarrierOptions, timeout)
+        _, opts = read_options([], opts, c10d.BarrierOptions, timeout)
         if opts.device is not None and opts.device.type != "cpu":
             return self._backend_of(opts.device, "barrier").barrier(opts)
         return self._run("barrier", (opts,), [], self.communicator.barrier)
@@ -290,9 +282,7 @@ class Group(dist.ProcessGroup):  # type: ignore[misc]
         if peer == self.rank():
             problem = "a rank cannot send a message to itself, nor receive one from itself."
             raise ArgumentError.of(problem, f"rank {peer}", "copy the tensor")
-        for tensor in tensors:
-            if tensor.is_cpu and form_of(tensor):
-                raise unsupported_form(method, tensor)
+        require_dense(method, tensors)
         self.communicator.links.require(method, peer)
         buffers = [plain(x) for x in tensors]
         self.queue.require_open()  # else a forked process would write to its parent's connections
@@ -372,10 +362,9 @@ class Group(dist.ProcessGroup):  # type: ignore[misc]
     ) -> Any:
         """Run ``function`` in the queue and return the work. Its result is ``results``, by default ``tensors``.
 
-        ``writes``: whether this rank's results are written.
-
         If ``tensors`` are not in host memory, the method ``inner`` of the inner backend runs instead, with
         ``arguments``, of which the last one is the options. Tensors that wrap other tensors are unwrapped first.
+        ``writes``: whether this rank's results are written.
         """
         written = tensors if results is None else results
         if writes:
@@ -408,11 +397,10 @@ class Group(dist.ProcessGroup):  # type: ignore[misc]
 
     def _unwrapped(self, method: str, arguments: Sequence[Any], results: Any) -> Any:
         """Call a method with the tensors that are wrapped in its arguments. Return the work of all these calls."""
-        works = call_unwrapped(getattr(self, method), arguments)
-        if works:
+        if works := call_unwrapped(getattr(self, method), arguments):
             return Works(works, results)
         wrapper = next(x for x in tensors_in(arguments) if has_wrapper([x]))
-        refuse = partial(self._collectives.refuse_class, _COLLECTIVES.get(method, method), wrapper)
+        refuse = partial(self._collectives.checks.refuse_class, method, wrapper)
         return self.queue.run(refuse, results, getattr(arguments[-1], "asyncOp", False))
 
     def _with_timeout(self, seconds: float, function: Callable[[], None]) -> None:
@@ -449,23 +437,6 @@ def find_group(group: Any, *others: type) -> Any:
         remedy = f'a process group of the backend "{BACKEND}"' + "".join(f", or a {kind.__name__}" for kind in others)
         raise ArgumentError.of("this is not a process group of crossreduce.", shown(group), remedy)
     return group
-
-
-def _read(tensors: Any, opts: Any, kind: Any, timeout: Any = None, op: Any = None, root: int = 0) -> tuple[Any, Any]:
-    """Return a list of tensors, and options of class ``kind``, from any arguments that torch's groups accept."""
-    if isinstance(tensors, torch.Tensor):
-        tensors = [tensors]
-    if type(opts) is kind:
-        return tensors, opts
-    options = kind()
-    if isinstance(opts, _NAMES_OF_OPS):
-        op = opts
-    elif isinstance(opts, int):
-        root = opts
-    for name, value in (("reduceOp", op), ("rootRank", root or None), ("timeout", timeout)):
-        if value is not None:
-            setattr(options, name, value)
-    return tensors, options
 
 
 def _is_called_by_backward() -> bool:

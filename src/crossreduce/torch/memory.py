@@ -74,6 +74,13 @@ def unsupported_form(call: str, tensor: Any) -> UnsupportedError:
     return UnsupportedError.of(problem, given, _REMEDIES.get(form, "tensor.to_dense()"))
 
 
+def require_dense(call: str, tensors: Sequence[Any]) -> None:
+    """Raise ``UnsupportedError`` if a tensor on the CPU has its values elsewhere than in its memory."""
+    for tensor in tensors:
+        if tensor.is_cpu and form_of(tensor):
+            raise unsupported_form(call, tensor)
+
+
 def is_plain(tensor: Any) -> bool:
     """Return whether a tensor is plain: its elements are in C order, and no conjugation or negation is pending."""
     return tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()

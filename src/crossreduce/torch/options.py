@@ -1,4 +1,4 @@
-"""The options of a process group.
+"""The options of a process group, and of its calls.
 
 Input: ``pg_options`` of ``torch.distributed``, or the environment. Output: whether the group's sums are exact.
 """
@@ -8,6 +8,8 @@ from __future__ import annotations
 import os
 from typing import Any, Final
 
+import torch
+import torch.distributed as dist
 from torch._C import _distributed_c10d as c10d
 
 from ..errors import ArgumentError, shown
@@ -15,6 +17,7 @@ from ..options import CommunicationOptions
 
 # The common class of options of torch's own backends. Before torch 2.6 it was ProcessGroup.Options.
 _OTHERS: Final = tuple(each.Options for each in (c10d.Backend, c10d.ProcessGroup) if hasattr(each, "Options"))
+_NAMES_OF_OPS: Final = (dist.ReduceOp, dist.ReduceOp.RedOpType)
 
 
 class Options:
@@ -55,3 +58,22 @@ def is_exact(options: Any) -> bool:
     if value not in ("0", "1"):
         raise ArgumentError.of("CROSSREDUCE_EXACT must be 0 or 1.", shown(value), "CROSSREDUCE_EXACT=1")
     return value == "1"
+
+
+def read_options(
+    tensors: Any, opts: Any, kind: Any, timeout: Any = None, op: Any = None, root: int = 0
+) -> tuple[Any, Any]:
+    """Return a list of tensors, and options of class ``kind``, from any arguments that torch's groups accept."""
+    if isinstance(tensors, torch.Tensor):
+        tensors = [tensors]
+    if type(opts) is kind:
+        return tensors, opts
+    options = kind()
+    if isinstance(opts, _NAMES_OF_OPS):
+        op = opts
+    elif isinstance(opts, int):
+        root = opts
+    for name, value in (("reduceOp", op), ("rootRank", root or None), ("timeout", timeout)):
+        if value is not None:
+            setattr(options, name, value)
+    return tensors, options

@@ -20,8 +20,17 @@ import torch.distributed as dist
 
 from ..ranks.connections import rendezvous
 from ..ranks.connections.rendezvous import StoreRendezvous
-from ..ranks.connections.store import LIMIT_S
-from .peer_store import PeerStore
+from ..ranks.connections.store import LIMIT_S, StoreClient
+
+
+class PeerStore(StoreClient, dist.Store):  # type: ignore[misc]
+    """A ``StoreClient`` as a store for ``torch.distributed``.
+
+    Unlike a ``TCPStore``, it looks up no host names, and a wait for a stopped process can be ended.
+    """
+
+    timeout = dist.Store.timeout  # ``set_timeout`` changes it
+    deleteKey, getNumKeys = StoreClient.delete_key, StoreClient.num_keys  # noqa: N815 - the trampolines' names
 
 
 class TorchRendezvous(StoreRendezvous):

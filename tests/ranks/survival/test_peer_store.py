@@ -16,7 +16,7 @@ from crossreduce.ranks.connections.listener import MOST_UNKNOWN, Listener
 from crossreduce.ranks.connections.rendezvous import ConnectionStore
 from crossreduce.ranks.connections.store import StoreClient
 from crossreduce.ranks.transports import tcp
-from crossreduce.torch.peer_store import PeerStore
+from crossreduce.torch.rendezvous import PeerStore
 
 KEY = b"of the tests    "
 
