@@ -420,7 +420,7 @@ def test_the_command_line(printed, crossreduce):
         (("0-3;3,3",), "only once"),
         (("2y4",), "not one of the numbers"),
         (("2x5",), "product of a mesh's sizes"),
-        (("2x4", "--weights", "1,2"), "2 numbers, 6 groups"),
+        (("2x4", "--weights", "1,2"), "2 for 6 groups"),
         (("0-3;4-7", "--weights", "1,0"), "numbers above 0"),
     ):
         code, _, text = crossreduce("groups", "dgx-1v", *options)
