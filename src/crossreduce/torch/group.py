@@ -115,7 +115,7 @@ class Group(dist.ProcessGroup):  # type: ignore[misc]
         return limit
 
     def close(self) -> None:
-        """Leave the group at once."""
+        """Abort the group: pending ops fail. (``shutdown`` waits for them first, up to 10 s.)"""
         self.abort()
 
     def _get_sequence_number_for_group(self) -> int:
@@ -123,7 +123,7 @@ class Group(dist.ProcessGroup):  # type: ignore[misc]
         return self._number
 
     def shutdown(self) -> None:
-        """End the group, and release its thread, memory and descriptors."""
+        """Wait for pending ops, end the group, and release its thread, memory and descriptors."""
         try:
             if not self.queue.close(_DRAIN_S):
                 self.communicator.abort()

@@ -176,23 +176,27 @@ class CutProgram:
         for k, usage in enumerate(self.usages):
             rates = {root: round(part * integers[column]) for root, (column, part) in usage.rates.items()}
             needed = sum(part * values[column] for column, part in usage.rates.values()) * _PARTS - 2 * len(self.arcs)
-            cuts.update(dict.fromkeys(self._cuts_below(needed, k, rates, integers)))
+            cuts.update(dict.fromkeys(self._cuts_below(k, needed=needed, rates=rates, values=integers)))
         return list(cuts)
 
     def violated_cuts(self, values: Sequence[Fraction]) -> list[NodeCut]:
-        """Return minimum cuts that an exact solution violates, or [] if it violates no cut."""
+        """Return for each usage minimum cuts with less bandwidth than the rates of the roots inside.
+
+        ``values``: an exact value for each variable of the program, in the order of their numbers.
+        """
         cuts: list[NodeCut] = []
         for k, usage in enumerate(self.usages):
             exact_rates = self.root_rates(usage, values)
-            scale = lcm(*(value.denominator for value in (*values, *exact_rates.values())))
+            scale = lcm(*(value.denominator for value in (*values, *exact_rates.values())))  # max-flow needs integers
             rates = {root: int(rate * scale) for root, rate in exact_rates.items()}
-            cuts += self._cuts_below(sum(rates.values()), k, rates, [int(value * scale) for value in values])
+            integers = [int(value * scale) for value in values]
+            cuts += self._cuts_below(k, needed=sum(rates.values()), rates=rates, values=integers)
         return cuts
 
-    def _cuts_below(self, needed: float, k: int, rates: dict[int, int], values: Sequence[int]) -> list[NodeCut]:
+    def _cuts_below(self, k: int, *, needed: float, rates: dict[int, int], values: Sequence[int]) -> list[NodeCut]:
         """Return a minimum cut for each device to which less than ``needed`` can flow from the roots of usage ``k``.
 
-        ``rates`` is the integer flow that each root feeds in, and ``values`` are the variables in the same unit.
+        ``rates``: the flow that each root feeds in. ``values``: the variables of the program. All are in one unit.
         """
         usage, source = self.usages[k], len(self.topology.nodes)  # the source, an additional node, feeds the roots
         arc_columns = zip(self.arcs, usage.columns, strict=True)
