@@ -89,11 +89,11 @@ def _array(operand: Any, dtype: np.dtype[Any], size: int) -> Any:
         return np.ndarray(shape, dtype, memory, -low, strides)
     array = operand if isinstance(operand, np.ndarray) else np.asarray(memoryview(operand))
     if array.nbytes != size * dtype.itemsize:
-        raise ValueError("the size of an array is not the kernel's")
+        raise ValueError(f"the size of an array is {array.nbytes} bytes, and must be {size * dtype.itemsize}")
     if array.itemsize == 1 and array.flags.c_contiguous:  # memory without a dtype
         return array.reshape(-1).view(dtype)
     if array.itemsize != dtype.itemsize:
-        raise ValueError("the item size of an array is not the kernel's")
+        raise ValueError(f"the item size of an array is {array.itemsize} bytes, and must be {dtype.itemsize}")
     return array.view(dtype)
 
 
@@ -143,13 +143,13 @@ class ReferenceKernel:
         return [_array(operand, dtype, size) for operand in operands]
 
     def _tile(self, ins: list[Any], outs: list[Any], start: int, stop: int, program: Any) -> None:
-        """Run a ``FusedProgram`` (its operands >= 0 are sources, ``~k`` is slot k) on elements ``start`` to ``stop``."""
+        """Run a ``FusedProgram`` on the elements ``start`` to ``stop`` of a tensor. Its operand ``~k`` is slot k."""
         _, accumulator, result = self._dtypes
         _, folds, result_operands = program
         values: dict[int, Any] = {}
 
         def read(operand: int) -> Any:  # returns the tile of a source, or the value in a slot
-            if operand < 0:
+            if operand < 0:  # a slot
                 return values[operand]
             x = ins[operand]
             tile = x.reshape(-1)[start:stop] if x.flags.c_contiguous else x.flat[start:stop]

@@ -290,7 +290,11 @@ def _append_copy(copies: list[_Copy], new: _Copy) -> None:
 
 
 def _lines(op: _XmlOp, waits: list[tuple[int, int]]) -> list[str]:
-    """Return an operation's lines: a ``nop`` for each (threadblock, step) in ``waits`` but the last, and its step."""
+    """Return the ``<step>`` lines of an operation, of which its own has the number ``op.number`` and is the last.
+
+    ``waits``: the (threadblock, step) pairs that it waits for, or ``[(-1, -1)]`` if it waits for none. A step can wait
+    for one other step only, so there is a ``nop`` before it for each of ``waits`` but the last.
+    """
     nop = "nop", Location("i", -1), Location("o", -1), 0, False
     elements = [nop] * (len(waits) - 1) + [(op.type, op.src, op.dst, op.size, op.signals)]
     numbers = range(op.number - len(waits) + 1, op.number + 1)
