@@ -352,7 +352,8 @@ FAN_OUT = Topology(
     ("collective", "topology"), [("broadcast", FAN_OUT), ("reduce", FAN_OUT.reversed())], ids=["broadcast", "reduce"]
 )
 def test_potentials_of_one_way_certificates(collective, topology):
-    """A switch with more bandwidth out than in needs a potential; a missing or wrong one is refused."""
+    """If a switch has more bandwidth out than in, the certificate needs a potential there: a dual variable that moves
+    price from links out of the switch to links into it. ``check`` refuses one whose potential is missing or wrong."""
     real = bound(topology, collective, "cpu:0")
     real.check()
     assert (real.algbw, len(real.cuts), len(real.potentials)) == (Fraction(1, 2), 2, 1)
