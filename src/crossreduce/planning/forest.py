@@ -146,8 +146,7 @@ def _helper_sets(topology: Topology, members: tuple[str, ...]) -> list[tuple[str
     """Return the sets of helpers to try: first the empty set, then the nodes with the most bandwidth.
 
     Each later set adds the nodes with the next lower bandwidth. Every tree passes through all nodes of the set. So a
-    switch with a high bandwidth inside a machine makes the trees faster, and one with a low bandwidth between machines
-    makes them slower.
+    fast switch inside a machine makes the trees faster, and a slow one between machines makes them slower.
     """
     widths: defaultdict[Fraction, list[str]] = defaultdict(list)  # the nodes by their bandwidth
     reducing = [switch.name for switch in topology.switches if switch.reduces]

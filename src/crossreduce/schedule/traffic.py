@@ -54,8 +54,7 @@ class Traffic(NamedTuple):
     """The reads of a schedule on a topology, round by round.
 
     For a generated schedule whose symmetry the topology has, only the reads of the base are listed, and one link stands
-    for all links of its orbit. In each round, all links of an orbit carry equal parts of what the reads of all chunks
-    send over the orbit.
+    for all links of its orbit. In each round, the links of an orbit carry equal parts of what all chunks send over it.
     """
 
     shares: tuple[float, ...]  # of the listed chunks

@@ -66,8 +66,7 @@ class ReplicaGroup:
 
     Args:
       devices: one name per replica.
-      timeout_s: how long replicas wait for others, and how long the caller waits, after an error, for replicas that are
-        still computing.
+      timeout_s: how long replicas wait for others, and after an error the caller for replicas that still compute.
     """
 
     def __init__(self, devices: Sequence[str], timeout_s: float = TIMEOUT_S) -> None:

@@ -352,8 +352,8 @@ FAN_OUT = Topology(
     ("collective", "topology"), [("broadcast", FAN_OUT), ("reduce", FAN_OUT.reversed())], ids=["broadcast", "reduce"]
 )
 def test_a_missing_or_wrong_potential_is_refused(collective, topology):
-    """If a switch has more bandwidth out than in (or the reverse, in a reduce), the certificate needs a potential there:
-    a dual variable that moves price from links on one side of the switch to links on the other side."""
+    """A switch with more bandwidth out than in (in a reduce, in than out) needs a potential: a dual variable that moves
+    price from links on this side of the switch to links on its other side. ``check`` refuses a missing or wrong one."""
     real = bound(topology, collective, "cpu:0")
     real.check()
     assert (real.algbw, len(real.cuts), len(real.potentials)) == (Fraction(1, 2), 2, 1)

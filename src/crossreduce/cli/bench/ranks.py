@@ -65,8 +65,7 @@ class Backend(Protocol):
     def call(self, collective: str, op: str, source: Any, result: Any, root: int, in_place: bool) -> Call:
         """Return a function that runs a collective on this rank's ``source``.
 
-        ``root`` is only for reduce and broadcast. Calls in place, and broadcasts, write the result to ``source``, and
-        others to ``result``.
+        ``root``: for reduce and broadcast. Calls in place, and broadcasts, write to ``source``, others to ``result``.
         """
 
 
@@ -279,8 +278,7 @@ def run(request: BenchRequest) -> int:
 
     All process groups are destroyed before this returns, since a remaining thread of gloo would abort the interpreter
     at its exit (torch 2.13). The variables that refer to groups are in ``_measure`` and not here, where torch is
-    imported: the import leaves reference cycles that keep the variables of its callers until the next garbage
-    collection.
+    imported: the import leaves reference cycles that keep the variables of its callers.
     """
     import torch
     import torch.distributed as dist

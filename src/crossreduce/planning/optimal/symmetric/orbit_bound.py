@@ -89,9 +89,8 @@ class Quotient:
 class _Program:
     """The linear program. Its variables are rates of roots, and the bandwidths that trees of each direction use.
 
-    An all-reduce has a rate for each orbit of roots, and trees in both directions. If links are equal in both
-    directions, trees into a root are the trees out of it backwards, without variables of their own. Other collectives
-    have one rate.
+    An all-reduce has a rate for each orbit of roots, and trees in both directions. If links are equal in both, trees
+    into a root are the trees out of it backwards, without variables of their own. Other collectives have one rate.
     """
 
     def __init__(self, quotient: Quotient, collective: str, weights: Mapping[int, Fraction] | None) -> None:
