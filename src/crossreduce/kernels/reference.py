@@ -162,7 +162,7 @@ class ReferenceKernel:
             else:
                 values[~slot] = reduce(self._combine, terms)
         finished = {operand: read(operand) for operand in set(result_operands)}
-        if self._combine is not None:  # exact sums are divided and rounded already
+        if self._combine is not None:  # not for exact sums, which are divided and rounded already
             finished = {operand: self._finish(value) for operand, value in finished.items()}
             if len(finished) > 1:  # a value may be a view of a source that another result overwrites
                 finished = {operand: value.copy() for operand, value in finished.items()}

@@ -229,7 +229,7 @@ class ReplicaGroup:
             self._wakeup.acquire(timeout=max(0.0, min(self._wake_at - monotonic(), threading.TIMEOUT_MAX)))
             with self._lock:
                 calls = [call for call in self._calls if call is not None]
-                if self._stopping or (all(self._ended) and not calls):  # other threads of an ended replica may wait
+                if self._stopping or (all(self._ended) and not calls):  # ``calls``: other threads of ended replicas
                     return
                 now = monotonic()
                 error = self._obstacle(calls, now)

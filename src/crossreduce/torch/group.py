@@ -282,7 +282,7 @@ class Group(dist.ProcessGroup):  # type: ignore[misc]
         self.queue.require_open()  # else a forked process would write to its parent's connections
         self._number = next(self._numbers)
         strided = len(buffers) == 1 and buffers[0].is_cpu and buffers[0].layout is torch.strided
-        if self._in_memory is not None and strided and arguments[-1] >= 0:  # gloo raises errors for others
+        if self._in_memory is not None and strided and arguments[-1] >= 0:  # for negative tags, gloo raises an error
             return self._message_in_memory(self._in_memory, tensors, buffers, peer, arguments[-1], method == "send")
         inner = self._backend_of(tensors[0].device, method.removesuffix("_anysource"))
         if not tensors[0].is_cpu:

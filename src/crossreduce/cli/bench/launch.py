@@ -75,7 +75,7 @@ def launch(command: list[str], count: int) -> int:
             return 0
         code = ranks[failed].returncode
         how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
-        if code != 1 or shown:  # code 1 without output: a checked element is wrong, as the table shows
+        if code != 1 or shown:  # not for code 1 without output: an element is wrong, as the table shows
             sys.stderr.write(shown if not shown or shown.endswith("\n") else f"{shown}\n")
             others = "; the other ranks were terminated" if len(ranks) > 1 else ""
             sys.stderr.write(f"crossreduce: rank {failed} {how}{others}.\n")

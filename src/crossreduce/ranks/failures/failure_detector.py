@@ -67,7 +67,7 @@ class FailureDetector:
         missing = memory.missing()
         waited_s = timer.waited_s(memory.arrivals())
         if gone := [rank for rank in missing if not memory.alive(rank)]:
-            still_missing = memory.missing()  # a rank may meanwhile have arrived, completed the call and left
+            still_missing = memory.missing()  # a rank may have arrived, completed the call and left since then
             self.require_alive([rank for rank in gone if rank in still_missing])
         self._raise_remote_cause(timer)
         # If all missing ranks wait for another host, they can name the rank at fault, so they get more time.

@@ -81,7 +81,7 @@ class ExactExchange(Exchange):
         for value, host in self._program.part.stages[r].receives:
             if not self._program.pieces[piece].places[value][1]:
                 continue
-            if received:  # empty if the op's first messages contained the block
+            if received:  # there is nothing to wait for if the op's first messages contained the block
                 wait_for(*received[0], self._timeout_s)
                 del received[0]
             if not self._program.part.values[value].final:

@@ -289,7 +289,7 @@ class TreeProgram:
         count = max(min(len(roots), _MOST_ROOTS), _TREES_OF_ROUND // len(self.heuristic))
         roots.rotate(-count)  # the next round begins with other roots
         chosen: Iterable[int] = list(roots)[:count]
-        if not self.paired:  # otherwise, any node of a tree can be its root
+        if not self.paired:  # in a paired program, the root does not matter: any node of a tree can be its root
             chosen = sorted(chosen, key=lambda root: self._cost(k, root))[:_MOST_ROOTS]
         return islice(cycle(chosen), count)
 

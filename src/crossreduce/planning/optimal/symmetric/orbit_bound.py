@@ -236,8 +236,8 @@ class _Program:
             listed = [Cut(frozenset(names[k] for k in cut.nodes), w / unit, cut.outward) for cut, w in weights]
             return total / unit, listed, [(switch, outward, shift / unit) for switch, outward, shift in shifts]
         both = (True, False)  # each cut and shift is listed for both directions, with half of its weight
-        listed = [Cut(frozenset(names[k] for k in cut.nodes), w / unit / 2, way) for cut, w in weights for way in both]
-        shifts = [(switch, way, (shift if way else -shift) / unit / 2) for switch, _, shift in shifts for way in both]
+        listed = [Cut(frozenset(names[k] for k in cut.nodes), w / unit / 2, out) for cut, w in weights for out in both]
+        shifts = [(switch, out, (shift if out else -shift) / unit / 2) for switch, _, shift in shifts for out in both]
         return total / unit, listed, shifts
 
 
