@@ -144,7 +144,7 @@ class ReplicaGroup:
         """Wait, in a replica's thread, until all replicas have made this call, and return this replica's result.
 
         The replica that arrives last executes the call, or wakes the caller of ``run`` to do so if a call has
-        ``in_caller``. This opens one replica's gate. Each woken replica wakes its children in a binary tree.
+        ``in_caller``. The executing thread wakes one replica. Each woken replica wakes its children in a binary tree.
         """
         if os.getpid() != self._process:  # before the lock, which another thread may have held during the fork
             problem = "a collective call was made in a forked process, which does not contain the other replicas."

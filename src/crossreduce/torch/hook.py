@@ -46,8 +46,7 @@ class HookState:
             reduced. The hook may change a bucket, observe it, or reduce it over another group.
           before_state: the first argument of ``before``.
           timeout: the longest wait for the other ranks, in this call and in each reduction.
-          exact: whether means are exact, as in ``Options``. By default, the environment variable ``CROSSREDUCE_EXACT``
-            decides.
+          exact: whether means are exact, as in ``Options``. The default is set by the variable ``CROSSREDUCE_EXACT``.
         """
         options = None if exact is None else Options(exact)
         group = dist.group.WORLD if group is None else group

@@ -231,8 +231,8 @@ class Frozen(cr.ReductionToOneDevice):
 
 
 def test_unusual_ops_and_options():
-    """A subclass's own method that reduces is called every time. A call whose options have no hash is not prepared. A
-    call of a frozen subclass is prepared."""
+    """A subclass's own method that reduces is called each time. Calls of a frozen subclass are prepared, but not those
+    whose options have no hash."""
     calls, value = [], cr.PerReplica([np.ones(3)] * 2)
 
     class Watched(cr.AllReduceCrossDeviceOps):

@@ -1,7 +1,6 @@
 """Start the ranks of ``crossreduce bench --launch`` on this host, and terminate all of them if one fails.
 
-Input: a command line and the number of ranks. Output: an exit code. The ranks read the environment variables of
-torchrun.
+Input: a command line and the number of ranks. Output: an exit code. The ranks read torchrun's variables.
 """
 
 from __future__ import annotations

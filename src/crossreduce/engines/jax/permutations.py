@@ -257,8 +257,7 @@ def matchings(pairs: Sequence[Pair]) -> list[list[Pair]]:
     for src, dst in pairs:
         free_at_both = free[0][src] & free[1][dst]
         if not free_at_both:
-            # Exchange two colors along the path that starts at dst. It cannot reach src, so src's free color becomes
-            # free at dst as well.
+            # Exchange two colors along the path from dst. It cannot reach src, so src's free color becomes free at dst.
             color, other = _lowest(free[0][src]), _lowest(free[1][dst])
             path, side, device, color_now = [], 1, dst, color
             while (device, color_now) in partner[side]:

@@ -5,8 +5,7 @@ Input: the text, with or without its underlining. Output: a ``Wiring`` of the GP
 The table has an entry for every two GPUs. ``NV#`` means that # NVLinks join them. Other entries name the part of PCIe
 that joins them: ``PIX`` one PCIe switch, ``PXB`` several, ``PHB`` and ``NODE`` one CPU, ``SYS`` several CPUs. The table
 has no speeds, so these are parameters and constants here. If NVLinks do not join all GPUs, the wiring includes trees of
-PCIe switches (``pcie0``) below CPUs (``cpu0``), which are linked. Network cards only help to find the GPUs that share a
-switch.
+PCIe switches (``pcie0``) below CPUs (``cpu0``), which are linked. Network cards only show which GPUs share a switch.
 
 Source: the legend below the table; https://docs.nvidia.com/deploy/nvidia-smi.
 """

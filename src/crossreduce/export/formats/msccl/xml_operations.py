@@ -15,8 +15,7 @@ message that is not yet received. A message of one unit needs one of the connect
 when all operations before it are done. A message of more units may need more slots than the connection has. Then its
 send ends only after its receive has begun. So in a block of more units, values that a round sends keep their memory
 until the round ends, and no receive of a round waits for a send of the same round other than its own. A forwarded
-message is sent earlier than in this order. For files with such messages, only the verifier proves that there is no
-deadlock.
+message is sent earlier than in this order. For files with such messages, only the verifier excludes deadlocks.
 """
 
 from __future__ import annotations

@@ -77,8 +77,7 @@ def to_mscclpp_json(
       min_bytes: the smallest message that the plan is for.
       max_bytes: the largest message that the plan is for. It is lowered if pipelines would need over 65535 iterations.
     Raises:
-      PlanError: the schedule is not such a collective, or a threadblock needs more operations or peers than the
-        executor allows.
+      PlanError: the schedule is not such a collective, or a threadblock needs too many operations or peers.
       ScheduleError: ``verify`` rejects the schedule.
       ArgumentError: another argument is invalid.
 
@@ -154,7 +153,7 @@ class _Assignment(NamedTuple):
 def _threadblocks(
     schedule: Schedule, topology: Topology | None, nbytes: int, most: dict[int, int], *, inplace: bool
 ) -> _Assignment:
-    """Return the threadblocks of all GPUs, with as many threads as possible without a ``_Loss``.
+    """Return the threadblocks of all GPUs, with as many threads as possible without drawbacks (``_Loss``).
 
     ``most`` has the largest number of threadblocks per GPU, by the number of threads per threadblock. A schedule whose
     stages cannot run in separate threadblocks has no pipelines.
@@ -220,8 +219,7 @@ def _assign_threadblocks(
         add_blocks(divided, gpus, Hosts(schedule.devices), most, inplace=inplace)
         shares = len(divided.blocks) > most
     check_limits(schedule, gpus, most)
-    loss = _Loss(shares, topology is not None and is_uneven(divided))
-    return _Assignment(threads, gpus, divided, longest, loss)
+    return _Assignment(threads, gpus, divided, longest, _Loss(shares, topology is not None and is_uneven(divided)))
 
 
 def _pieces(collective: Collective, pieces: int, nbytes: int) -> dict[int, int]:
