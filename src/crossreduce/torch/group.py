@@ -229,10 +229,10 @@ class Group(dist.ProcessGroup):  # type: ignore[misc]
         function = partial(self._collectives.all_to_all, outputs, inputs)
         return self._run("alltoall", (outputs, inputs, opts), inputs, function, outputs)
 
-    def all_to_all_single(self, output: Any, tensor: Any, rooms: Any = (), sizes: Any = (), opts: Any = None) -> Any:
+    def all_to_all_single(self, output: Any, tensor: Any, received: Any = (), sent: Any = (), opts: Any = None) -> Any:
         inputs, opts = _read(tensor, opts, c10d.AllToAllOptions)
-        function = partial(self._collectives.all_to_all_single, output, tensor, rooms, sizes)
-        return self._run("alltoall_base", (output, tensor, rooms, sizes, opts), inputs, function, [output])
+        function = partial(self._collectives.all_to_all_single, output, tensor, received, sent)
+        return self._run("alltoall_base", (output, tensor, received, sent, opts), inputs, function, [output])
 
     def barrier(self, opts: Any = None, timeout: Any = None) -> Any:
         _, opts = _read([], opts, c10d.BarrierOptions, timeout)
@@ -307,7 +307,7 @@ class Group(dist.ProcessGroup):  # type: ignore[misc]
         tag: int,
         sends: bool,
     ) -> Any:
-        """Start a message of one tensor between ranks of a host, and return its work. ``buffers``: see above."""
+        """Start a message of one tensor between ranks of a host, and return its work. ``buffers``: it, contiguous."""
         (tensor,), (buffer,) = tensors, buffers
         if peer == self.rank():
             problem = "a rank cannot send a message to itself, nor receive one from itself."
