@@ -242,7 +242,7 @@ def forest_of_trees(
 
 
 def _all_reduce_shares(topology: Topology, links: dict[Pair, Fraction]) -> tuple[list[TreeShare], Fraction]:
-    """Return the shares of an all-reduce, and k. Each share has a tree into a root and one out of the same root."""
+    """Return the shares of an all-reduce, and ``Forest.k``. A share has trees into and out of one root."""
     best = optimum(topology)
     if best.reached <= 0:  # no exact solution was found: use half of every link to reduce, half to broadcast
         half = {pair: bandwidth / 2 for pair, bandwidth in links.items()}

@@ -81,7 +81,7 @@ class Traffic(NamedTuple):
 
 
 class Orbits(NamedTuple):
-    """What a symmetry of a schedule does to the links of a topology, to shared limits, and to devices."""
+    """The orbits of links, of shared limits and of devices under the symmetry of a schedule."""
 
     order: int  # the number of elements of the group
     link: dict[Pair, Pair]  # for each link the one that stands for its orbit

@@ -231,8 +231,8 @@ class Frozen(cr.ReductionToOneDevice):
 
 
 def test_unusual_ops_and_options():
-    """A subclass's own method that reduces is called each time. Calls of a frozen subclass are prepared, but not those
-    whose options have no hash."""
+    """A subclass's own method that reduces is called each time. Calls of a frozen subclass are prepared. Calls whose
+    options have no hash are not prepared."""
     calls, value = [], cr.PerReplica([np.ones(3)] * 2)
 
     class Watched(cr.AllReduceCrossDeviceOps):

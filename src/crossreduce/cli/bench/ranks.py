@@ -217,7 +217,7 @@ def _missing_requirement(peer: str) -> str | None:
 
 
 def launcher(peer: str) -> tuple[str, dict[str, str]] | None:
-    """Return the path of an MPI's mpiexec, and variables by which mpi4py finds this MPI; ``None`` if there is none."""
+    """Return the path of an MPI's mpiexec and the variables by which mpi4py finds it, or ``None`` without this MPI."""
     here = Path(sys.executable).parent
     if peer == "mpi":  # on PATH, or where PyPI's Open MPI installs it
         path = shutil.which("mpiexec") or shutil.which("mpiexec", path=str(here))

@@ -33,8 +33,8 @@ WORTH: Final = 0.98  # a forest is planned only if it may take less than this pa
 # If transfers take more than LONG times the latency of a hop, forests for one piece and all-gathers in many pieces are
 # not tried. They are never much faster than other schedules (measured on all machines).
 LONG: Final = 16_000
-# If transfers take more than FAR times the latency of a hop, a forest must take less than WORTH of the known time, and
-# have at least the rate of the known schedule. If hosts queue operations, only forests for many pieces are tried then.
+# If transfers take more than FAR times the latency of a hop, a forest must take less than WORTH times the time of the
+# known schedule, and have at least its rate. If hosts queue operations, only forests for many pieces are tried then.
 FAR: Final = 4000
 MORE_STEPS: Final = 5  # the most steps above the least number of steps that are tried
 _COMPARED: Final = 2  # the two kinds of forests are compared with this many steps above the least number
