@@ -115,8 +115,8 @@ def neutral_topology(
 ) -> NeutralTopology:
     """Return a topology with neutral names and without latencies.
 
-    Its devices are the members and the helpers, which all may reduce. The other nodes are switches, which only forward.
-    But if ``helpers`` is ``None``, those switches reduce that are devices or reducing switches of ``topology``.
+    Its devices are the members and the helpers, which all may reduce. The other nodes become switches, which forward.
+    If ``helpers`` is ``None``, other nodes that are devices or reducing switches become reducing switches.
     """
     device_nodes = (*members, *(helpers or ()))
     reducing: set[str] = set()

@@ -313,7 +313,7 @@ class TreeProgram:
     def _costs(self, prices: Sequence[float]) -> list[dict[int, float]]:
         """Set the prices of the links, and return for each demand a dictionary from roots to prices of cheapest trees.
 
-        It contains the roots that have a tree. It is empty for demands in ``heuristic``.
+        A dictionary contains the roots that have a tree. It is empty for demands in ``heuristic``.
         """
         for trees in self.trees.values():
             trees.price(prices)

@@ -43,7 +43,7 @@ _COMPARED: Final = 2  # the two kinds of forests are compared with this many ste
 class _Task(NamedTuple):
     """The kind of trees that a request needs."""
 
-    roots: int | None  # see ``share_among_trees``
+    roots: int | None  # the number of the only root; -1: all devices; None: any devices. See ``share_among_trees``
     paired: bool  # whether there are trees into and out of each root
     backwards: bool  # whether there are only trees into the roots
 
@@ -204,12 +204,12 @@ def _task(request: Request) -> _Task | None:
     if request.packs != 1 or request.root is not None:
         return None
     if request.collective in ("all_gather", "reduce_scatter"):
-        return _Task(-1, False, request.collective == "reduce_scatter")
+        return _Task(-1, paired=False, backwards=request.collective == "reduce_scatter")
     if len(sources) == 1:
-        return _Task(sources[0], False, False)
+        return _Task(sources[0], paired=False, backwards=False)
     if len(destinations) == 1:
-        return _Task(destinations[0], False, True)
-    return _Task(None, True, False) if set(sources) == set(destinations) else None
+        return _Task(destinations[0], paired=False, backwards=True)
+    return _Task(None, paired=True, backwards=False) if set(sources) == set(destinations) else None
 
 
 def _bound(topology: Topology, members: tuple[str, ...], task: _Task) -> float:
