@@ -28,7 +28,7 @@ _PARTS: Final = 1 << 20  # capacities are rounded to 1 / _PARTS in the search fo
 
 
 class TreeKind(NamedTuple):
-    """The variables of trees of one kind, which are broadcasts or reductions."""
+    """The variables of all trees of one kind: of broadcasts, or of reductions."""
 
     columns: list[int]  # for each link, the number of the variable that is its used bandwidth
     outward: bool  # True: broadcasts; False: reductions
@@ -165,7 +165,7 @@ class CutProgram:
         return Rows(self.columns, self.rates, upper, limits + list(shared.values()), equal)
 
     def balances(self) -> list[tuple[int, TreeKind]]:
-        """Return (switch, kind) for each constraint that a plain switch sends as much of a kind as it receives."""
+        """Return (switch, kind) for each constraint: trees of a kind carry as much out of a plain switch as into it."""
         # The order of these rows decides which of equally good solutions is found.
         return [(node, kind) for node in self.plain for kind in self.kinds]
 
@@ -180,7 +180,7 @@ class CutProgram:
         return list(cuts)
 
     def violated_cuts(self, values: Sequence[Fraction]) -> list[NodeCut]:
-        """Return for each kind minimum cuts with less bandwidth than the rates of the roots inside.
+        """Return, for each kind of trees, minimum cuts with less bandwidth than the rates of the roots inside.
 
         ``values``: an exact value for each variable of the program, in the order of their numbers.
         """
