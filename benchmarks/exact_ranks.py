@@ -7,7 +7,7 @@
     are those that host 0 sends over the link, headers included.
 
 Ordinary data is random with a normal distribution; of "wide" data all exponents are equally frequent, so that almost
-every sum needs further terms. Default and exact calls alternate; ``ratio`` is the median time of exact calls over that
+every sum needs overflow terms. Default and exact calls alternate; ``ratio`` is the median time of exact calls over that
 of default ones. The slowest rank's times count.
 """
 

@@ -171,7 +171,7 @@ def rank_list(ranks: Iterable[int]) -> str:
     ('rank 2', 'ranks 0-3, 6', 'ranks 0, 1')
     """
     ordered = sorted(set(ranks))
-    runs: list[list[int]] = []
+    runs: list[list[int]] = []  # of consecutive ranks
     for rank in ordered:
         if runs and runs[-1][-1] == rank - 1:
             runs[-1].append(rank)

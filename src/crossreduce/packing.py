@@ -82,11 +82,11 @@ def layout(specs: tuple[TensorSpec, ...], packing: Packing) -> tuple[Buffer, ...
     [('float32', 11, 2), ('int32', 1, 1)]
     """
     if packing.num_packs or packing.bytes_per_pack:
-        runs: dict[object, list[int]] = {}
+        groups: dict[object, list[int]] = {}
         for tensor, spec in enumerate(specs):
-            runs.setdefault(tensor if None in spec.shape else spec.dtype, []).append(tensor)
-        return tuple(_buffer(specs, run, packing, 0) for run in runs.values())
-    return tuple(_buffer(specs, run, packing, run[0]) for run in _small_runs(specs, packing))
+            groups.setdefault(tensor if None in spec.shape else spec.dtype, []).append(tensor)
+        return tuple(_buffer(specs, group, packing, 0) for group in groups.values())
+    return tuple(_buffer(specs, group, packing, group[0]) for group in _small_groups(specs, packing))
 
 
 @lru_cache(maxsize=4096)
@@ -118,20 +118,20 @@ def cuts(spans: tuple[Span, ...], bounds: tuple[tuple[int, int], ...]) -> tuple[
     return tuple(tensors)
 
 
-def _small_runs(specs: tuple[TensorSpec, ...], packing: Packing) -> list[list[int]]:
+def _small_groups(specs: tuple[TensorSpec, ...], packing: Packing) -> list[list[int]]:
     """Return the tensors of each buffer: up to ``small_group`` small neighbours of one dtype share a buffer."""
-    runs: list[list[int]] = []
+    groups: list[list[int]] = []
     for tensor, spec in enumerate(specs):
         if (
-            runs
-            and len(runs[-1]) < packing.small_group
-            and specs[runs[-1][-1]].dtype == spec.dtype
-            and all(_is_small(specs[member], packing) for member in (runs[-1][-1], tensor))
+            groups
+            and len(groups[-1]) < packing.small_group
+            and specs[groups[-1][-1]].dtype == spec.dtype
+            and all(_is_small(specs[member], packing) for member in (groups[-1][-1], tensor))
         ):
-            runs[-1].append(tensor)
+            groups[-1].append(tensor)
         else:
-            runs.append([tensor])
-    return runs
+            groups.append([tensor])
+    return groups
 
 
 def _is_small(spec: TensorSpec, packing: Packing) -> bool:

@@ -7,7 +7,7 @@ import threading
 
 
 def start_thread(thread: threading.Thread) -> None:
-    """Start a thread. If a signal handler raises meanwhile, for example ``KeyboardInterrupt``, raise that exception.
+    """Start a thread. If a signal handler raises during the start, for example ``KeyboardInterrupt``, raise that.
 
     ``Thread.start`` waits for a condition. If a handler raises while the condition has released its lock, Python raises
     "RuntimeError: release unlocked lock" in its place, with the handler's exception as context. In both cases the

@@ -259,8 +259,7 @@ def test_info_reports_a_broken_framework(tmp_path):
 
 
 def test_no_framework_is_imported_without_need(tmp_path):
-    """``--version`` of ``python -m crossreduce``, topology, export and verify import no framework except NumPy, and
-    print no escape codes."""
+    """``--version``, topology, export and verify import no framework except NumPy, and print no escape codes."""
     code = f"""
 import sys, runpy
 for line in ("topology dgx-1v", "export dgx-1v {tmp_path}/a.xml", "verify {tmp_path}/a.xml", "--version"):

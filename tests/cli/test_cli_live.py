@@ -59,8 +59,7 @@ def test_the_view_has_two_charts():
 
 
 def test_lines_are_printed_when_an_epoch_is_complete(capsys):
-    """Without a terminal, the line of an epoch has the mean loss of its samples. It is printed at the first step of the
-    next epoch, or at the end."""
+    """Without a terminal, the mean loss of an epoch is printed at the first step of the next epoch, or at the end."""
     with live_view("title", 3, 2) as watch:
         watch(TrainingStep(0, 64, 2.0, 0.5, 1.0))
         watch(TrainingStep(0, 192, 1.0, 0.5, 1.0))

@@ -225,8 +225,7 @@ def test_another_host_is_named(top):
 
 
 def test_no_group(top):
-    """Without a group the view says so, and ``--once`` has the exit code 1. Intervals that are not 0.1 to 3600 s are
-    refused."""
+    """Without a group the view says so, and ``--once`` exits with 1. Intervals other than 0.1 to 3600 s are refused."""
     code, out, error = top("--interval", "0.1", "--group", "no such\x1b group")
     assert (code, error) == (1, "")
     assert out.startswith('No group of ranks of the name "no such? group" runs in your processes on this machine.\n')

@@ -42,8 +42,7 @@ def test_rates_between_two_snapshots():
 
 
 def test_a_group_with_other_ranks_is_new():
-    """If the ranks of a group have changed, there are no rates. Dead ranks do not wait, so they do not count in the
-    share of the straggler."""
+    """If a group's ranks have changed, there are no rates. Dead ranks do not count in the share of the straggler."""
     before, after = view(10.0, *STATES, waits=NO_WAITS), view(12.0, *STATES, waits=NO_WAITS)
     other = before._replace(ranks=(*before.ranks[:2], before.ranks[2]._replace(rank=0)))
     for seen in (other, before._replace(ranks=before.ranks[:2])):

@@ -83,9 +83,9 @@ def test_accesses_are_unordered_unless_a_wait_orders_them(library):
             driver = FakeDriver(library, 2, seed=seed)
             caller = Caller(driver, 2)
             a, b = driver.memory(64, 0), driver.memory(64, 0)
-            first = caller.stream(0, 0)
-            event = caller.give("cuEventCreate", 2)
-            second = None if ordered == "default stream" else caller.stream(1 - (ordered is None))
+            first = caller.stream(0, flags=0)  # ordered with the default stream
+            event = caller.give("cuEventCreate", 2)  # 2: without times
+            second = None if ordered == "default stream" else caller.stream(0 if ordered is None else 1)
             if ordered in ("event", "host"):
                 caller.call("cuCtxEnablePeerAccess", caller.contexts[0], 0)
             driver.write(a, bytes(range(64)), first)

@@ -102,8 +102,7 @@ def test_indexed_slices(op, reduce_op, mode):
 
 @pytest.mark.parametrize("mode", MODES)
 def test_slices_and_dense_tensors(mode):
-    """A value that is sparse on some replicas and dense on others has a dense result. A component may have no slices,
-    or no dense_shape."""
+    """If a value is sparse on some replicas only, its result is dense. A component may lack slices or a dense_shape."""
     mixed = PerReplica([slices(0, [[1.0, 2.0]], [1]), on(1, np.ones((5, 2), "float32")), slices(2, [[4.0, 4.0]], [1])])
     empty = PerReplica([slices(0, np.zeros((0, 2), "float32"), np.zeros(0, "int32")), slices(1, [[3.0, 4.0]], [2])])
     shapeless = PerReplica([slices(k, [[float(k)]], [k], None) for k in range(2)])

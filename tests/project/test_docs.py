@@ -141,8 +141,7 @@ def test_the_page_on_clients_shows_the_programs_that_ran():
 
 
 def test_ci_runs_readmes_commands():
-    """.ci/run contains each bash block of the README unchanged, in the README's order. The README has at most 200 lines
-    of at most 110 characters."""
+    """.ci/run has the README's bash blocks, in order. The README has at most 200 lines of at most 110 characters."""
     commands = re.findall(r"```bash\n(.*?)```", README, re.DOTALL)
     script = (ROOT / ".ci" / "run").read_text()
     assert len(commands) == 2

@@ -39,8 +39,7 @@ def imports(path):
 
 
 def import_graph(parents=True):
-    """Return for each module the modules that it imports; with ``parents``, ``a.b`` from outside ``a`` counts
-    ``a``, too."""
+    """Return the modules that each module imports. With ``parents``, ``a.b`` from outside ``a`` counts ``a``, too."""
     graph = {}
     for module, path in BY_MODULE.items():
         targets = set(imports(path)) & set(BY_MODULE)

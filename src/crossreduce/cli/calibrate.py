@@ -1,8 +1,7 @@
 """``crossreduce calibrate``: fit the speeds of links to results, and plan with the fitted links.
 
 Input: the topology of the machine, and files with results. Output: the fitted speeds, the speeds that the results do
-not identify, the residuals, and a plan with an interval for its time. On request, the fitted topology is written to a
-file.
+not identify, the residuals, and a plan with an interval for its time. On request, it writes the fitted topology.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """``crossreduce groups``: plan collectives of several groups that run at the same time on shared links.
 
-Input: a machine, and groups of its devices. Output: the rates of the groups as text or JSON, also those with a separate
-plan for each group.
+Input: a machine, and groups of its devices. Output: the groups' rates, also of separate plans, as text or JSON.
 """
 
 from __future__ import annotations

@@ -51,8 +51,7 @@ class Layout:
       sources: the device of each replica's component.
       destinations: the device of each component of the results.
       mixed: whether some components were sparse and have been made dense, perhaps in a wider dtype.
-      prefers_nccl: whether the caller chose "nccl". The programs are then those of "auto", for the case that NCCL
-        cannot be used.
+      prefers_nccl: whether the caller chose "nccl". The programs are those of "auto", in case NCCL cannot be used.
     Raises:
       ScheduleError: the chunks of a program differ in their sources or destinations.
     """

@@ -27,8 +27,7 @@ class ArrayMemory(Protocol):
     def readable(self, arrays: Sequence[Sequence[Array]]) -> Sequence[Sequence[Any]] | None:
         """Return the arrays in the form that the kernels read: buffers, addresses or strided addresses.
 
-        Return ``None`` if the kernels cannot read some of them, for example because they are traced or on an
-        accelerator.
+        Return ``None`` if the kernels cannot read some of them, for example traced ones or those on an accelerator.
         """
 
     def allocate(self, shapes: Sequence[tuple[int, ...]], dtype: str, count: int) -> list[list[Any]]:

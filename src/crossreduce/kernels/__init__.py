@@ -44,8 +44,7 @@ class FusedProgram(NamedTuple):
 
     An operand is a source, ``0, 1, ...``, or a slot, ``~0, ~1, ...``, which stores an intermediate value. The folds
     ``(slot, *operands)`` run in order. Each combines its operands, left to right, in the accumulator's dtype, and
-    stores the value in its slot. Only the first operand may be this slot itself. ``results[i]`` is the operand that
-    becomes result i.
+    stores the value in its slot, which only its first operand may be. The operand ``results[i]`` becomes result i.
     """
 
     slots: int

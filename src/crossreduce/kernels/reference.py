@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Sequence
+from functools import reduce
 from typing import Any, Final
 
 import ml_dtypes  # noqa: F401 - gives NumPy the dtype "bfloat16"
@@ -88,11 +89,11 @@ def _array(operand: Any, dtype: np.dtype[Any], size: int) -> Any:
         return np.ndarray(shape, dtype, memory, -low, strides)
     array = operand if isinstance(operand, np.ndarray) else np.asarray(memoryview(operand))
     if array.nbytes != size * dtype.itemsize:
-        raise ValueError("the size of an array is not the kernel's")
+        raise ValueError(f"the size of an array is {array.nbytes} bytes, and must be {size * dtype.itemsize}")
     if array.itemsize == 1 and array.flags.c_contiguous:  # memory without a dtype
         return array.reshape(-1).view(dtype)
     if array.itemsize != dtype.itemsize:
-        raise ValueError("the item size of an array is not the kernel's")
+        raise ValueError(f"the item size of an array is {array.itemsize} bytes, and must be {dtype.itemsize}")
     return array.view(dtype)
 
 
@@ -116,8 +117,8 @@ class ReferenceKernel:
     ) -> None:
         self._combine, self._divisor = _OPS.get(op), divisor  # ``_combine`` is None for exact sums
         self._dtypes = dtype, _, result = [np.dtype(name) for name in dtypes]
-        # Copies keep every bit, also that of a signaling NaN.
-        self._copies = divisor == 1 and dtype == result and not any(folds for _, folds, _ in programs)
+        # A kernel that only copies keeps every bit, also that of a signaling NaN.
+        self._only_copies = divisor == 1 and dtype == result and not any(folds for _, folds, _ in programs)
         self._sizes, self._programs, self._segments = tuple(sizes), tuple(programs), tuple(segments)
 
     def run(
@@ -142,43 +143,42 @@ class ReferenceKernel:
         return [_array(operand, dtype, size) for operand in operands]
 
     def _tile(self, ins: list[Any], outs: list[Any], start: int, stop: int, program: Any) -> None:
-        """Run a program on the elements ``start`` to ``stop`` of a tensor."""
+        """Run a ``FusedProgram`` on the elements ``start`` to ``stop`` of a tensor. Its operand ``~k`` is slot k."""
         _, accumulator, result = self._dtypes
         _, folds, result_operands = program
         values: dict[int, Any] = {}
 
         def read(operand: int) -> Any:  # returns the tile of a source, or the value in a slot
-            if operand < 0:
+            if operand < 0:  # a slot
                 return values[operand]
             x = ins[operand]
             tile = x.reshape(-1)[start:stop] if x.flags.c_contiguous else x.flat[start:stop]
-            return tile if self._copies else np.ascontiguousarray(tile.astype(accumulator, copy=False))
+            return tile if self._only_copies else np.ascontiguousarray(tile.astype(accumulator, copy=False))
 
-        for slot, first, *more in folds:
-            if self._combine is None:
-                values[~slot] = _exact_sum([read(operand) for operand in (first, *more)], self._divisor, result)
-                continue
-            value = read(first)
-            for operand in more:
-                value = self._combine(value, read(operand))
-            values[~slot] = value
-        finished: dict[int, Any] = {}
-        for operand in set(result_operands):
-            value = read(operand)
-            if self._combine is None:
-                finished[operand] = value  # the value of a fold is divided and rounded already
-                continue
-            if self._divisor != 1 and value.dtype.kind in "iu":
-                wide = value if value.itemsize == 8 else value.astype(np.int64)
-                divisor = wide.dtype.type(self._divisor)
-                value = ((wide - np.fmod(wide, divisor)) // divisor).astype(value.dtype)  # truncated towards zero
-            elif self._divisor != 1:
-                value = (_reals(value) / value.real.dtype.type(self._divisor)).view(value.dtype)
-            finished[operand] = value if value.dtype == result else _convert(value, result)
-            if len(set(result_operands)) > 1:
-                finished[operand] = finished[operand].copy()  # it may be a view of a source that a result overwrites
+        for slot, *operands in folds:
+            terms = map(read, operands)
+            if self._combine is None:  # exact sums
+                values[~slot] = _exact_sum([*terms], self._divisor, result)
+            else:
+                values[~slot] = reduce(self._combine, terms)
+        finished = {operand: read(operand) for operand in set(result_operands)}
+        if self._combine is not None:  # not for exact sums, which are divided and rounded already
+            finished = {operand: self._finish(value) for operand, value in finished.items()}
+            if len(finished) > 1:  # a value may be a view of a source that another result overwrites
+                finished = {operand: value.copy() for operand, value in finished.items()}
         for out, operand in zip(outs, result_operands, strict=True):
             out[start:stop] = finished[operand]
+
+    def _finish(self, value: Any) -> Any:
+        """Return a value divided by the divisor, in the dtype of the results."""
+        result = self._dtypes[2]
+        if self._divisor != 1 and value.dtype.kind in "iu":
+            wide = value if value.itemsize == 8 else value.astype(np.int64)
+            divisor = wide.dtype.type(self._divisor)
+            value = ((wide - np.fmod(wide, divisor)) // divisor).astype(value.dtype)  # truncated towards zero
+        elif self._divisor != 1:
+            value = (_reals(value) / value.real.dtype.type(self._divisor)).view(value.dtype)
+        return value if value.dtype == result else _convert(value, result)
 
 
 def _overlap(ins: list[list[Any]], outs: list[list[Any]]) -> tuple[int, int] | None:

@@ -42,23 +42,23 @@ class MetricsFile:
         self._ending = self._closed = False
         self._warned = False
 
-    def write(self, stats: Callable[[], Stats]) -> None:
+    def write(self, read_stats: Callable[[], Stats]) -> None:
         """Replace the file if it is not closed."""
         with self._lock:
             if self._closed:
                 return
-            self._replace(stats())
-            if self._ending:  # ``close`` was called meanwhile, and may have given up waiting for the lock
-                self._replace(stats())
+            self._replace(read_stats())
+            if self._ending:  # another thread has called ``close``, which may have given up waiting for the lock
+                self._replace(read_stats())
                 self._closed = True
 
-    def close(self, stats: Callable[[], Stats]) -> None:
+    def close(self, read_stats: Callable[[], Stats]) -> None:
         """Replace the file a last time. If another thread hangs in ``write``, that thread does so later."""
         self._ending = True
         if self._lock.acquire(timeout=_CLOSE_S):
             try:
                 if not self._closed:
-                    self._replace(stats())
+                    self._replace(read_stats())
                     self._closed = True
             finally:
                 self._lock.release()

@@ -173,7 +173,7 @@ def _memories(process: Path) -> list[tuple[tuple[int, int], Path]]:
     memories = []
     try:
         for link in (process / "fd").iterdir():
-            with suppress(OSError):  # closed just now
+            with suppress(OSError):  # raised if the process has closed the descriptor
                 if str(link.readlink()).startswith(_LINK):
                     status = link.stat()
                     memories.append(((status.st_dev, status.st_ino), link))

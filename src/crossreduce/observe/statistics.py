@@ -23,11 +23,11 @@ class Statistics:
       rank: the rank's number in messages.
       size: the number of ranks in the group.
       host: the numbers, in messages, of the ranks of its host, in the order of their places in shared memory.
-      counts: returns the counters in shared memory, for ``rank_counts``; raises ``ValueError`` if it is closed.
+      read_counts: returns the counters in shared memory, for ``rank_counts``; raises ``ValueError`` if it is closed.
     """
 
-    def __init__(self, group: str, rank: int, size: int, host: tuple[int, ...], counts: Callable[[], Any]) -> None:
-        self._group, self._rank, self._size, self._host, self._counts = group, rank, size, host, counts
+    def __init__(self, group: str, rank: int, size: int, host: tuple[int, ...], read_counts: Callable[[], Any]) -> None:
+        self._group, self._rank, self._size, self._host, self._read_counts = group, rank, size, host, read_counts
         self._pid = os.getpid()
         self._final: Stats | None = None  # the statistics at the time when the group was closed
         self._file = metrics.metrics_file(group, rank)
@@ -44,7 +44,7 @@ class Statistics:
             raise ContextError.of(problem, f"process {os.getpid()}", "call stats() in the rank's process")
         with suppress(ValueError):  # raised if another thread has closed the memory, after it set ``_final``
             if self._final is None:
-                counts = rank_counts(self._counts())
+                counts = rank_counts(self._read_counts())
                 waits = {self._host[place]: wait for place, wait in counts.waits.items()}
                 return Stats(self._group, self._rank, self._size, counts.collectives, waits)
         assert self._final is not None

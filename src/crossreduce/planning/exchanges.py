@@ -145,8 +145,7 @@ def _all_levels(links: _Links, devices: Group, sizes: tuple[int, ...]) -> Iterat
     """Yield sequences of levels; ``sizes[k]`` is the size of the groups of level k.
 
     The groups of the first level are called rows. In the later levels, devices exchange only within columns, which have
-    one device of each row. All columns exchange in the same way, so all devices combine the values in one order and get
-    the same bits.
+    one device of each row. All columns exchange in the same way, so all devices add in one order and get the same bits.
     """
     if len(sizes) == 1:
         if links.is_joined(devices):

@@ -146,8 +146,7 @@ def _helper_sets(topology: Topology, members: tuple[str, ...]) -> list[tuple[str
     """Return the sets of helpers to try: first the empty set, then the nodes with the most bandwidth.
 
     Each later set adds the nodes with the next lower bandwidth. Every tree passes through all nodes of the set. So a
-    switch with a high bandwidth inside a machine makes the trees faster, and one with a low bandwidth between machines
-    makes them slower.
+    fast switch inside a machine makes the trees faster, and a slow one between machines makes them slower.
     """
     widths: defaultdict[Fraction, list[str]] = defaultdict(list)  # the nodes by their bandwidth
     reducing = [switch.name for switch in topology.switches if switch.reduces]
@@ -243,7 +242,7 @@ def forest_of_trees(
 
 
 def _all_reduce_shares(topology: Topology, links: dict[Pair, Fraction]) -> tuple[list[TreeShare], Fraction]:
-    """Return the shares of an all-reduce, and k. Each share has a tree into a root and one out of the same root."""
+    """Return the shares of an all-reduce, and ``Forest.k``. A share has trees into and out of one root."""
     best = optimum(topology)
     if best.reached <= 0:  # no exact solution was found: use half of every link to reduce, half to broadcast
         half = {pair: bandwidth / 2 for pair, bandwidth in links.items()}

@@ -1,7 +1,6 @@
 """``plan``: the fastest verified schedule of a collective on a topology, with a proof of how good it is.
 
-Schedules are verified, pipelined and simulated. "auto" takes the fastest one; above 128 devices it tries fewer
-algorithms.
+Schedules are verified, pipelined and simulated. "auto" takes the fastest one, and tries fewer above 128 devices.
 """
 
 from __future__ import annotations

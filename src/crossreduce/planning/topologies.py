@@ -94,7 +94,7 @@ def add_routes(schedule: Schedule, topology: Topology) -> Schedule:
                 route = topology.route(names[src], names[dst])
                 passed[src, dst] = route and route[1:-1]
         through = passed[src, dst]
-        if through:  # otherwise the simulation reports that the route is missing
+        if through:  # if there is no route, the simulation reports it
             routes.append(Route(chunk, src, dst, through))
     routed = Schedule(base.collective, base.algorithm, names, base.chunks, base.rounds, base.pieces, tuple(routes))
     if isinstance(schedule, GeneratedSchedule) and symmetry is not None and nodes is not None:
@@ -115,8 +115,8 @@ def neutral_topology(
 ) -> NeutralTopology:
     """Return a topology with neutral names and without latencies.
 
-    Its devices are the members and the helpers, which all may reduce. The other nodes are switches, which only forward.
-    But if ``helpers`` is ``None``, those switches reduce that are devices or reducing switches of ``topology``.
+    Its devices are the members and the helpers, which all may reduce. The other nodes become switches, which forward.
+    If ``helpers`` is ``None``, other nodes that are devices or reducing switches become reducing switches.
     """
     device_nodes = (*members, *(helpers or ()))
     reducing: set[str] = set()

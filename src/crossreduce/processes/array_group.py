@@ -31,8 +31,7 @@ class ArrayGroup:
     Arrays may have any shape and layout; results are new arrays in C order, or ``out``, which may be the input array.
     Dtypes are those of the library, bfloat16 of ml_dtypes included. ``with`` or ``close`` leaves the group.
 
-    ``rank`` is this process's number, from 0; ``size`` is the number of ranks; ``hosts`` has the ranks of each host,
-    which share memory.
+    ``rank`` is this process's number, from 0; ``size`` is the number of ranks; ``hosts`` has the ranks of each host.
     """
 
     def __init__(self, communicator: Communicator) -> None:

@@ -49,26 +49,26 @@ class CallRunner:
     def run(
         self,
         key: Any,
-        compiled: Callable[[], RankExecutable],
+        compile_call: Callable[[], RankExecutable],
         addresses: tuple[int, ...],
         inner: Callable[[], None] | None,
         release: Callable[[], None],
     ) -> None:
-        """Run a call.
+        """Run a collective call on the caller's buffers, under ``lock``.
 
         Args:
           key: the key of the call's executable in the cache.
-          compiled: compiles the call; it is called if ``key`` is not cached.
+          compile_call: compiles the call if ``key`` is not cached.
           addresses: the addresses of the caller's buffers.
-          inner: see ``OneHostEngine.run``.
-          release: called at the end, while ``lock`` is held, if a signal handler has closed the group meanwhile.
+          inner: executes the call in another library, or ``None``: see ``OneHostEngine.run``.
+          release: called at the end, under ``lock``, if the group was closed during the call, as by a signal handler.
         """
         self.require_usable()  # before the lock, which is never released if it was held during a fork
         with self.lock:
             self._caller = threading.get_ident()
             try:
                 self._require_intact()
-                executable = self.executables.get(key) or self.executables.add(key, compiled())
+                executable = self.executables.get(key) or self.executables.add(key, compile_call())
                 timeout_s = self._detector.timeout_s
                 self._finish(lambda: self._engine.run(executable, addresses, self._stages, timeout_s, inner))
             finally:

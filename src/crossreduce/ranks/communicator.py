@@ -416,12 +416,12 @@ class Communicator:
     ) -> None:
         """Run a collective on arrays with the size and dtype of ``array``. ``op``: ``None`` if they are only copied."""
 
-        def compiled() -> RankExecutable:
+        def compile_call() -> RankExecutable:
             numbers = copy_numbers(array.dtype) if op is None else reduction_numbers(op, array.dtype, self.size, exact)
             text = call_text(name, op and op_text(op, numbers.exact), root, array.dtype, array.shape)
             return self._engine.compile(name, array.size, numbers, root, encoded_text(text))
 
-        self.calls.run((name, op, array.dtype, array.shape, root, exact), compiled, addresses, None, self._release)
+        self.calls.run((name, op, array.dtype, array.shape, root, exact), compile_call, addresses, None, self._release)
 
     def executable(
         self, name: str, op: ReduceOp | None, array: ArrayView, root: int | None, exact: bool

@@ -46,7 +46,7 @@ class Messages:
                 raise self._public_error("send", dst, failure)
         try:
             return int(self._native.send(dst, tag, address, nbytes, owner))
-        except ValueError as error:  # the group was closed just now
+        except ValueError as error:  # the group has been closed
             raise self._public_error("send", dst, ConnectionError(str(error))) from None
 
     def receive(self, owner: Any, address: int, nbytes: int, src: int, tag: int) -> int:
@@ -90,12 +90,13 @@ class Messages:
                     return None
                 failure = self._failure(peer)  # the rank may have sent the message before it ended, so look again
                 if failure is None and timeout_s and now >= began + timeout_s:
-                    failure = TimeoutError(f"it took more than {timeout_s:g} s")
+                    failure = TimeoutError(f"the message took more than {timeout_s:g} s")
                 if failure is None and not timeout_s:
                     return None
         except BaseException as error:
             if isinstance(error, (ValueError, OSError)) and self._communicator.memory.fd < 0:
-                raise self._public_error(method, peer, ConnectionError(str(error))) from None  # closed just now
+                # Another thread or a signal handler has closed the group during the wait.
+                raise self._public_error(method, peer, ConnectionError(str(error))) from None
             self._interrupt(number)  # Ctrl-C, or what a signal handler raised
             raise
         if isinstance(outcome, int) and outcome != _WAITING:
@@ -108,19 +109,19 @@ class Messages:
             raise MismatchError.of(problem, given, "a tensor of the size that was sent")
         if isinstance(failure, TimeoutError):
             self._timed_out = True
-            with suppress(ValueError):  # the group was closed just now
+            with suppress(ValueError):  # raised if the group has been closed
                 self._native.give_up()
         self._withdraw(number)
         raise self._public_error(method, peer, failure or ConnectionError("another wait for this message has failed"))
 
     def forget(self, number: int) -> None:
         """Free the result of a message when the message is complete."""
-        with suppress(ValueError):  # the group was closed just now
+        with suppress(ValueError):  # raised if the group has been closed
             self._native.forget(number)
 
     def _withdraw(self, number: int) -> None:
         """End a message that has failed."""
-        with suppress(ValueError):  # the group was closed just now
+        with suppress(ValueError):  # raised if the group has been closed
             if not self._native.withdraw(number) and self._communicator.memory.abort_cause() is not None:
                 self._native.give_up()  # the other rank may still read the memory, if it has not noticed the abort
 
@@ -142,7 +143,7 @@ class Messages:
 
     def _interrupt(self, number: int) -> None:
         """Withdraw a message whose wait was interrupted, and abort the group, since the other rank still expects it."""
-        with suppress(ValueError):  # the group was closed just now
+        with suppress(ValueError):  # raised if the group has been closed
             if self._native.wait(number, 0.0) == _WAITING:
                 if not self._native.withdraw(number):
                     self._native.give_up()

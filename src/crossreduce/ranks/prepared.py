@@ -1,8 +1,7 @@
 """Prepared calls of ranks: a collective that was called before runs again in compiled code.
 
 Input: a collective that has just run in Python. Output: an object of ``RankCalls``, which recognises later calls with
-arrays of the same class, dtype and shape. All other calls run in Python again, which checks their arguments and raises
-the errors.
+arrays of the same class, dtype and shape. All other calls run in Python again, which checks their arguments.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """Arrays that a caller gives for results: the ``out`` argument of the cross-device ops.
 
-Input: ``out`` and the validated values. Output: the arrays, one per destination, or an error before anything is
-written.
+Input: ``out`` and the validated values. Output: one array per destination, or an error before any write.
 """
 
 from __future__ import annotations

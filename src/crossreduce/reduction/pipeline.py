@@ -82,7 +82,7 @@ def reduce_batch(
             if route != last_route:  # saves a lookup: most pairs have the same route as the previous one
                 last_route, members = route, routes.setdefault(route, [])
             members.append(number)
-    runs: list[tuple[Layout, list[int]]] = []
+    runs: list[tuple[Layout, list[int]]] = []  # each executes a layout for the jobs with these numbers
     for (framework, sources, destinations, mixed), members in routes.items():
         specs = tuple(jobs[number][0].facts.spec for number in members)
         planned = layouts(framework, algorithm, sources, destinations, specs, packing, topology, root, mixed)

@@ -1,7 +1,6 @@
 """Argument validation of the cross-device ops, before anything is reduced. Only ``out`` is checked by ``outputs.py``.
 
-Input: the caller's arguments. Output: ``Checked`` values and canonical device names, or an error that states the given
-value and a remedy.
+Input: the caller's arguments. Output: ``Checked`` values and canonical device names, or an error with a remedy.
 """
 
 from __future__ import annotations

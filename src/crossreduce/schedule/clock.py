@@ -8,8 +8,7 @@ earlier ticks on the same resources. A resource is occupied until all its reads 
 included, as in Hockney's model.
 
 This is never slower than the lock-step clock, by induction: at the end of a lock-step tick, all reads of this tick and
-of earlier ones have ended here too. So the reads of the next tick can start at once, and none takes longer than that
-tick.
+of earlier ones have ended here too. So the reads of the next tick can start at once, and end within that tick.
 
 A host queues operations without a pause: first all operations of tick 0, then those of tick 1, and so on. If a device's
 operations are queued, its reads of a tick do not end before the host has queued the operations of this tick.

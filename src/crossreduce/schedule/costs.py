@@ -1,7 +1,6 @@
 """``Costs``: what a simulation counts besides the bandwidths and latencies of links.
 
-Input: numbers that a user states, or the published ones of a machine. Output: a frozen value, which ``simulate`` and
-``plan`` take.
+Input: numbers that a user states, or the published ones of a machine. Output: an argument of ``simulate`` and ``plan``.
 """
 
 from __future__ import annotations

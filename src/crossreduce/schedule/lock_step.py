@@ -21,8 +21,7 @@ Load = tuple[float, float]  # seconds per byte of the buffer, and seconds per pi
 class Loads:
     """The seconds in which resources and queues serve the rounds of a schedule, per byte of the buffer.
 
-    Window t of width w consists of the existing rounds from t - w + 1 to t. With w pieces, these are the rounds in
-    progress in tick t.
+    Window t of width w has the existing rounds from t - w + 1 to t: with w pieces, those in progress in tick t.
     """
 
     def __init__(self, traffic: Traffic, queues: dict[str, Queue]) -> None:

@@ -1,7 +1,6 @@
 """Predicted times: how long a schedule takes on a topology, and the load of each link.
 
-Input: a ``Schedule``, a ``Topology``, bytes, perhaps ``Costs``. Output: a ``Simulation``. Nothing is executed and no
-clock is read.
+Input: a ``Schedule``, a ``Topology``, bytes, perhaps ``Costs``. Output: a ``Simulation``. Nothing is executed.
 
 The model: a chunk is cut into ``pieces`` p, and piece j does round r in tick r + j. A transfer of a piece starts when
 its operand is there and its links are free of the transfers of earlier ticks. Transfers of a tick that share a link

@@ -54,8 +54,7 @@ class Traffic(NamedTuple):
     """The reads of a schedule on a topology, round by round.
 
     For a generated schedule whose symmetry the topology has, only the reads of the base are listed, and one link stands
-    for all links of its orbit. In each round, all links of an orbit carry equal parts of what the reads of all chunks
-    send over the orbit.
+    for all links of its orbit. In each round, the links of an orbit carry equal parts of what all chunks send over it.
     """
 
     shares: tuple[float, ...]  # of the listed chunks
@@ -82,7 +81,7 @@ class Traffic(NamedTuple):
 
 
 class Orbits(NamedTuple):
-    """What a symmetry of a schedule does to the links of a topology, to shared limits, and to devices."""
+    """The orbits of links, of shared limits and of devices under the symmetry of a schedule."""
 
     order: int  # the number of elements of the group
     link: dict[Pair, Pair]  # for each link the one that stands for its orbit

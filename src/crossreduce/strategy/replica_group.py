@@ -66,8 +66,7 @@ class ReplicaGroup:
 
     Args:
       devices: one name per replica.
-      timeout_s: how long replicas wait for others, and how long the caller waits, after an error, for replicas that are
-        still computing.
+      timeout_s: how long replicas wait for others, and after an error the caller for replicas that still compute.
     """
 
     def __init__(self, devices: Sequence[str], timeout_s: float = TIMEOUT_S) -> None:
@@ -142,8 +141,12 @@ class ReplicaGroup:
         return error
 
     def rendezvous(self, replica: int, call: CollectiveCall) -> Any:
-        """Wait, in a replica's thread, until all replicas have made this call, and return this replica's result."""
-        if os.getpid() != self._process:  # no thread of this process would ever wake it
+        """Wait, in a replica's thread, until all replicas have made this call, and return this replica's result.
+
+        The replica that arrives last executes the call, or wakes the caller of ``run`` to do so if a call has
+        ``in_caller``. The executing thread wakes one replica. Each woken replica wakes its children in a binary tree.
+        """
+        if os.getpid() != self._process:  # before the lock, which another thread may have held during the fork
             problem = "a collective call was made in a forked process, which does not contain the other replicas."
             given = f"{call.description()} in a child process of replica {replica} on {self._devices[replica]}"
             raise ContextError.of(problem, given, "make the call in the replica itself")
@@ -152,45 +155,49 @@ class ReplicaGroup:
         with self._lock:
             if self._stopping:
                 raise Stopped
-            if self._ended[replica]:
-                problem = "this replica has already returned, so it cannot wait for the others."
-                given = f"{call.description()} in replica {replica} on {self._devices[replica]}"
-                remedy = "make the call, and backward() through an all_reduce, before the replica's function returns"
-                raise ContextError.of(problem, given, remedy)
-            if self._calls[replica] is not None:
-                problem = "this replica is already waiting in a collective call of another thread."
-                given = f"{call.description()}, while replica {replica} waits in another thread"
-                raise ContextError.of(problem, given, "call from one thread per replica")
+            self._require_may_wait(replica, call)
             self._calls[replica] = call
             self._waiting += 1
             if self._first is None:
                 self._first = call
             elif call.key != self._first.key:
                 self._differ = True
-            merging, arrived = False, self._waiting == len(self._calls)
-            obstacle = self._differ or any(self._ended)
-            if arrived and not obstacle and not any(other is None or other.in_caller for other in self._calls):
-                merging = self._merging = True  # this replica executes the call
+            arrived, obstacle = self._waiting == len(self._calls), self._differ or any(self._ended)
+            executes = arrived and not obstacle and not any(other is None or other.in_caller for other in self._calls)
+            if executes:
+                self._merging = True
             elif arrived or obstacle or call.deadline < self._wake_at:
                 # The caller executes the call, or raises an error, or sleeps again until this deadline.
                 self._wake_at = min(self._wake_at, call.deadline)
                 self._wake()
-        if merging:
+        if executes:
             self._merge(replica, self._context.run)
         del call  # so that the replica can free its arrays
         self._gates[replica].acquire()
         result, error = self._replies[replica]
         self._replies[replica] = (None, None)
         if error is None:
-            self._wake_others(replica)
+            self._wake_children(replica)
             return result
         try:
             raise error
         finally:
             del error  # its traceback refers to this frame: a reference cycle
 
+    def _require_may_wait(self, replica: int, call: CollectiveCall) -> None:
+        """Raise a ``ContextError`` if a replica has returned, or already waits in another thread."""
+        if self._ended[replica]:
+            problem = "this replica has already returned, so it cannot wait for the others."
+            given = f"{call.description()} in replica {replica} on {self._devices[replica]}"
+            remedy = "make the call, and backward() through an all_reduce, before the replica's function returns"
+            raise ContextError.of(problem, given, remedy)
+        if self._calls[replica] is not None:
+            problem = "this replica is already waiting in a collective call of another thread."
+            given = f"{call.description()}, while replica {replica} waits in another thread"
+            raise ContextError.of(problem, given, "call from one thread per replica")
+
     def _run_replica(self, replica: int, body: Callable[[], Any]) -> None:
-        """Call a replica's function in its thread, store the result or failure, and wake the caller if necessary."""
+        """Call a replica's function in its thread, store its result or error, and wake the caller if it must act."""
         failure: BaseException | None = None
         try:
             if not self._stopping:
@@ -202,9 +209,11 @@ class ReplicaGroup:
         with self._lock:
             self._ended[replica] = True
             if failure is not None:
-                if all(failure is not other for _, other in self._failures):  # ``_fail`` has stored its error
+                # An error that ``_fail`` raised in this replica is in the list already.
+                if all(failure is not other for _, other in self._failures):
                     self._failures.append((replica, failure))
                 self._stop_all()
+            # The caller must act if a replica has failed, if all have returned, or if others wait for this one in vain.
             if self._stopping or all(self._ended) or any(call is not None for call in self._calls):
                 self._wake()
         failure = None  # its traceback refers to this frame: a reference cycle
@@ -220,7 +229,7 @@ class ReplicaGroup:
             self._wakeup.acquire(timeout=max(0.0, min(self._wake_at - monotonic(), threading.TIMEOUT_MAX)))
             with self._lock:
                 calls = [call for call in self._calls if call is not None]
-                if self._stopping or (all(self._ended) and not calls):  # other threads of an ended replica may wait
+                if self._stopping or (all(self._ended) and not calls):  # ``calls``: other threads of ended replicas
                     return
                 now = monotonic()
                 error = self._obstacle(calls, now)
@@ -246,7 +255,7 @@ class ReplicaGroup:
     def _merge(self, root: int, run: Callable[..., Any]) -> None:
         """Execute the call in which all replicas wait, store the replies and wake the first replica, ``root``."""
         calls = [call for call in self._calls if call is not None]
-        if len(calls) < len(self._calls):  # the run was stopped meanwhile; nothing else changes while all wait
+        if len(calls) < len(self._calls):  # the run was stopped after all had arrived
             return
         try:
             results = run(calls[0].merge, [call.value for call in calls])
@@ -268,7 +277,7 @@ class ReplicaGroup:
                 self._wake()
         self._gates[root].release()
 
-    def _wake_others(self, replica: int) -> None:
+    def _wake_children(self, replica: int) -> None:
         """Wake a replica's children in the binary tree of replicas, before the replica can make its next call."""
         n = len(self._gates)
         child = 2 * ((replica - self._root) % n) + 1

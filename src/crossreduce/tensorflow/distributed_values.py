@@ -59,8 +59,7 @@ def with_rank(value: PerReplica, targets: Destinations) -> tuple[PerReplica, Des
     """Return a value of known rank, and destinations that restore the shape of its result.
 
     Tensors may have no known rank, for example those of ``tf.numpy_function``. They get the rank of another replica's
-    component if that is known. If no rank is known, all tensors are flattened, after a check at run time that their
-    shapes are equal.
+    component if that is known. If no rank is known, all are flattened, after a run-time check of equal shapes.
     """
     if tf.executing_eagerly():
         return value, targets

@@ -43,12 +43,12 @@ class Measurement(NamedTuple):
 def read_measurements(data: bytes, topology: Topology) -> tuple[Measurement, ...]:
     """Return the measurements in a file. Results for 0 bytes are skipped.
 
-    Times are those of out-of-place operations, or of in-place operations if there are no others. The hosts of the file,
-    in the order of ranks, stand for the first hosts of the topology. Devices keep their numbers.
+    Times are those of out-of-place operations, or of in-place operations if there are no others. Host k of the file, in
+    the order of the lowest ranks, is host k of the topology, and device number d of a host is that host's device d.
 
     Raises:
-      ArgumentError: the format is different, there are no results, an operation is not one of the five collectives, a
-        result has wrong elements, or a device is not in the topology.
+      ArgumentError: the file is not such a report, has no results, or has a device that is not in the topology. Or a
+        result has an unknown collective, a missing or invalid field, or wrong elements.
 
     >>> report = {"config": {"nthreads": 1, "ngpus": 2, "devices": [
     ...               {"rank": 0, "pid": 7, "hostname": "a", "device": 0}]},

@@ -268,8 +268,8 @@ class Collectives(InnerGloo):
         remedy = "one input and one output per rank"
         self._checks.require(fits, "all_to_all", tensors, "numbers of inputs and outputs:", counts, remedy)
         apart = self._checks.are_apart("all_to_all", outputs, inputs)
-        sizes, rooms = [x.numel() for x in inputs], [x.numel() for x in outputs]
-        even = self._are_even(sizes, rooms, inputs[0], "elements")
+        sent, received = [x.numel() for x in inputs], [x.numel() for x in outputs]
+        even = self._are_even(sent, received, inputs[0], "elements")
         sources, written = [readable(x) for x in inputs], [writable(x) for x in outputs]
         if even:
             self._checks.agree_on_bytes("all_to_all", inputs[0])
@@ -277,25 +277,25 @@ class Collectives(InnerGloo):
                 sources = copy_overlapping(sources, written)
             self._communicator.all_to_all([memory(x) for x in sources], [memory(x) for x in written])
         else:  # gloo has no all-to-all of lists
-            room = inputs[0].new_empty(sum(rooms))
-            self._exchange(room, torch.cat([x.reshape(-1) for x in sources]), rooms, sizes)
-            for result, part in zip(written, room.split(rooms), strict=True):
+            room = inputs[0].new_empty(sum(received))
+            self._exchange(room, torch.cat([x.reshape(-1) for x in sources]), received, sent)
+            for result, part in zip(written, room.split(received), strict=True):
                 result.detach().copy_(part.reshape(result.shape))
         copy_back_all(outputs, written)
 
-    def all_to_all_single(self, output: Any, tensor: Any, rooms: Sequence[int], sizes: Sequence[int]) -> None:
-        """``sizes``: the rows that this rank sends to each rank. ``rooms``: the rows to receive. Empty: all equal."""
+    def all_to_all_single(self, output: Any, tensor: Any, received: Sequence[int], sent: Sequence[int]) -> None:
+        """``received`` and ``sent``: the numbers of rows from and to each rank. If empty, all are equal."""
         self._checks.require_dense("all_to_all", tensor, output)
-        fits = self._are_splits(tensor, sizes) and self._are_splits(output, rooms) and output.dtype == tensor.dtype
+        fits = self._are_splits(tensor, sent) and self._are_splits(output, received) and output.dtype == tensor.dtype
         fits = fits and tensor.shape[1:].numel() == output.shape[1:].numel() and output.is_cpu
         remedy = "splits that add up to the first dimension, or none if the number of ranks divides it; equal rows"
-        splits = [list(output.shape), list(rooms), list(sizes)]
+        splits = [list(output.shape), list(received), list(sent)]
         what = "the output's shape, the output's splits and the input's splits:"
         self._checks.require(fits, "all_to_all", [tensor, output], what, splits, remedy)
         apart = self._checks.are_apart("all_to_all", [output], [tensor])
-        rooms = list(rooms) or [output.shape[0] // self._size] * self._size
-        sizes = list(sizes) or [tensor.shape[0] // self._size] * self._size
-        even = self._are_even(sizes, rooms, tensor, "rows")
+        received = list(received) or [output.shape[0] // self._size] * self._size
+        sent = list(sent) or [tensor.shape[0] // self._size] * self._size
+        even = self._are_even(sent, received, tensor, "rows")
         source, written = readable(tensor), writable(output)
         if not apart:
             (source,) = copy_overlapping([source], [written])
@@ -303,13 +303,13 @@ class Collectives(InnerGloo):
             self._checks.agree_on_bytes("all_to_all", tensor)
             self._communicator.all_to_all(equal_parts(source, self._size), equal_parts(written, self._size))
         else:
-            self._exchange(written, source, rooms, sizes)
+            self._exchange(written, source, received, sent)
         copy_back(output, written)
 
-    def _exchange(self, result: Any, source: Any, rooms: Sequence[int], sizes: Sequence[int]) -> None:
-        """Execute an all-to-all of unequal numbers of rows in gloo, as bytes. For ``rooms`` see above."""
+    def _exchange(self, result: Any, source: Any, received: Sequence[int], sent: Sequence[int]) -> None:
+        """Execute an all-to-all of unequal numbers of rows in gloo, as bytes. See ``all_to_all_single``."""
         width = source.shape[1:].numel() * source.element_size()
-        splits = ([width * rows for rows in rooms], [width * rows for rows in sizes])
+        splits = ([width * rows for rows in received], [width * rows for rows in sent])
         options = self._options(c10d.AllToAllOptions)
         text = f"all_to_all {name_of(source)}"
         self._run_in_gloo(text, self._gloo.alltoall_base, raw(result), raw(source), *splits, options)
@@ -319,14 +319,14 @@ class Collectives(InnerGloo):
             return bool(tensor.ndim) and int(tensor.shape[0]) % self._size == 0
         return len(splits) == self._size and sum(splits) == tensor.shape[0] and min(splits) >= 0
 
-    def _are_even(self, sizes: Sequence[int], rooms: Sequence[int], tensor: Any, unit: str) -> bool:
+    def _are_even(self, sent: Sequence[int], received: Sequence[int], tensor: Any, unit: str) -> bool:
         """Return whether all ranks send and receive parts of the same size. The ranks exchange their sizes for this.
 
         Raises:
           MismatchError: a rank sends more or less than the receiver expects. All ranks raise it.
         """
         self._communicator.require_same(f"all_to_all {name_of(tensor)}")
-        own = torch.tensor([*sizes, *rooms])
+        own = torch.tensor([*sent, *received])
         table = own.new_empty(self._size, 2, self._size)
         self.all_gather_single(table, own)
         for src, dst in (table[:, 0] != table[:, 1].T).nonzero().tolist():

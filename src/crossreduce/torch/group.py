@@ -115,7 +115,7 @@ class Group(dist.ProcessGroup):  # type: ignore[misc]
         return limit
 
     def close(self) -> None:
-        """Leave the group at once."""
+        """Abort the group: pending ops fail. (``shutdown`` waits for them first, up to 10 s.)"""
         self.abort()
 
     def _get_sequence_number_for_group(self) -> int:
@@ -123,7 +123,7 @@ class Group(dist.ProcessGroup):  # type: ignore[misc]
         return self._number
 
     def shutdown(self) -> None:
-        """End the group, and release its thread, memory and descriptors."""
+        """Wait for pending ops, end the group, and release its thread, memory and descriptors."""
         try:
             if not self.queue.close(_DRAIN_S):
                 self.communicator.abort()
@@ -229,10 +229,10 @@ class Group(dist.ProcessGroup):  # type: ignore[misc]
         function = partial(self._collectives.all_to_all, outputs, inputs)
         return self._run("alltoall", (outputs, inputs, opts), inputs, function, outputs)
 
-    def all_to_all_single(self, output: Any, tensor: Any, rooms: Any = (), sizes: Any = (), opts: Any = None) -> Any:
+    def all_to_all_single(self, output: Any, tensor: Any, received: Any = (), sent: Any = (), opts: Any = None) -> Any:
         inputs, opts = read_options(tensor, opts, c10d.AllToAllOptions)
-        function = partial(self._collectives.all_to_all_single, output, tensor, rooms, sizes)
-        return self._run("alltoall_base", (output, tensor, rooms, sizes, opts), inputs, function, [output])
+        function = partial(self._collectives.all_to_all_single, output, tensor, received, sent)
+        return self._run("alltoall_base", (output, tensor, received, sent, opts), inputs, function, [output])
 
     def barrier(self, opts: Any = None, timeout: Any = None) -> Any:
         _, opts = read_options([], opts, c10d.BarrierOptions, timeout)
@@ -290,7 +290,7 @@ class Group(dist.ProcessGroup):  # type: ignore[misc]
             increment_versions(tensors)
         self._number = next(self._numbers)
         strided = len(buffers) == 1 and buffers[0].is_cpu and buffers[0].layout is torch.strided
-        if self._in_memory is not None and strided and arguments[-1] >= 0:  # gloo raises errors for others
+        if self._in_memory is not None and strided and arguments[-1] >= 0:  # for negative tags, gloo raises an error
             return self._message_in_memory(self._in_memory, tensors, buffers, peer, arguments[-1], method == "send")
         inner = self._backend_of(tensors[0].device, method.removesuffix("_anysource"))
         if not tensors[0].is_cpu:
@@ -315,7 +315,7 @@ class Group(dist.ProcessGroup):  # type: ignore[misc]
         tag: int,
         sends: bool,
     ) -> Any:
-        """Start a message of one tensor between ranks of a host, and return its work. ``buffers``: see above."""
+        """Start a message of one tensor between ranks of a host, and return its work. ``buffers``: it, contiguous."""
         (tensor,), (buffer,) = tensors, buffers
         nbytes, other = buffer.nbytes, ANY_RANK if peer is None else peer
         if sends:

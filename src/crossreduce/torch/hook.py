@@ -46,8 +46,7 @@ class HookState:
             reduced. The hook may change a bucket, observe it, or reduce it over another group.
           before_state: the first argument of ``before``.
           timeout: the longest wait for the other ranks, in this call and in each reduction.
-          exact: whether means are exact, as in ``Options``. By default, the environment variable ``CROSSREDUCE_EXACT``
-            decides.
+          exact: whether means are exact, as in ``Options``. The default is set by the variable ``CROSSREDUCE_EXACT``.
         """
         options = None if exact is None else Options(exact)
         group = dist.group.WORLD if group is None else group
@@ -68,15 +67,15 @@ class HookState:
         """Release the thread and the memory. This also happens when the state is garbage collected."""
         self._end()
 
-    def mean(self, tensor: Callable[[], Any]) -> Any:
-        """Queue an op that calls ``tensor``, and replaces the returned tensor by its mean over all ranks.
+    def mean(self, get_tensor: Callable[[], Any]) -> Any:
+        """Queue an op that gets a tensor from ``get_tensor``, and replaces its contents by the mean over all ranks.
 
-        Means are computed in the order of these calls. Return the work, whose result is a list with the tensor.
+        Ops run in the order of these calls. Return the work; its result is a list with the tensor.
         """
         tensors: list[Any] = []
 
         def function() -> None:
-            value = tensor()
+            value = get_tensor()
             tensors.append(value[0] if isinstance(value, (list, tuple)) else value)  # some hooks return a list with it
             if not tensors[0].is_cpu:
                 problem = "this hook reduces only gradients in host memory."

@@ -83,7 +83,7 @@ class HostMessage(Finished):
                 self._finish()
             self._source, self._error, self._finish = source, error, None
             self._finished = True
-        if error is None or isinstance(error, MismatchError):  # other errors have withdrawn the message
+        if error is None or isinstance(error, MismatchError):  # not after other errors, which have withdrawn it
             self._messages.forget(self._message[0])
 
     def __del__(self) -> None:

@@ -65,8 +65,7 @@ class Finished(dist.Work):  # type: ignore[misc]
 class Message(Finished):
     """The work of sending or receiving in gloo. The first ``wait`` calls ``finish`` when gloo has completed it.
 
-    Signals do not end gloo's waits, and only the main thread handles signals. So if the main thread waits, another
-    thread waits in gloo.
+    Signals do not end gloo's waits, and only the main thread handles signals. So another thread waits in its place.
     """
 
     def __init__(

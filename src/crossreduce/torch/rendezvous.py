@@ -103,7 +103,7 @@ def _sockets() -> dict[str, int]:
     links = {}
     with contextlib.suppress(OSError):
         for entry in Path("/proc/self/fd").iterdir():
-            with contextlib.suppress(OSError):  # a descriptor that was closed meanwhile, such as the directory's
+            with contextlib.suppress(OSError):  # a descriptor that has been closed, such as the directory's
                 links[str(entry.readlink())] = int(entry.name)
     return {link: descriptor for link, descriptor in links.items() if link.startswith("socket:")}
 

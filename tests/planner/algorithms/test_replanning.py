@@ -121,7 +121,11 @@ def test_only_what_is_left_takes_part():
     ("make", "kind", "text"),
     [
         (lambda: cr.plan(MESH, "broadcast", root=1).replanned(MESH.without_node(1)), ArgumentError, "root of the plan"),
-        (lambda: cr.plan(MESH, "reduce", root=1).replanned(MESH.without_node(1)), ArgumentError, r"not in the topology[\s\S]*cpu:1;"),
+        (
+            lambda: cr.plan(MESH, "reduce", root=1).replanned(MESH.without_node(1)),
+            ArgumentError,
+            r"not in the topology[\s\S]*cpu:1;",
+        ),
         (lambda: cr.plan(MESH).replanned(DGX), ArgumentError, "no device of the plan is in the topology"),
         (lambda: cr.plan(MESH).replanned(7), ArgumentError, "not a topology"),
         (lambda: cr.plan(LINE).replanned(LINE.without_link(0, 1)), PlanError, "needs a route from cpu:0 to cpu:1"),

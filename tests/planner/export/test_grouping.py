@@ -20,7 +20,7 @@ def test_the_rings_of_a_dgx_1v_are_two_groups():
     """The 48 chunks run around three rings. Two of the rings have the same order of fast and slow links."""
     found = plan("dgx-1v", "all_reduce", nbytes="256M", algorithm="ring")
     groups = tree_groups(found.schedule, found.topology)
-    assert [(group.title, group.link_sets) for group in groups] == [
+    assert [(group.title, group.link_set_count) for group in groups] == [
         ("ring: 16 x 1/48 = 1/3 of the buffer", 1),
         ("2 rings: 32 x 1/48 = 2/3 of the buffer", 2),
     ]

@@ -108,8 +108,7 @@ def schedules():
 
 
 def test_routes_and_transfers_are_those_of_all_chunks():
-    """For one transfer, ``through`` and ``moves`` of a generated schedule return the same as those of the schedule with
-    all steps."""
+    """For a transfer, ``through`` and ``moves`` return the same in a generated schedule as in one with all steps."""
     for schedule in schedules():
         program, listed = lower(schedule), lower(schedule.explicit)
         for r, sent in enumerate(listed.transfers):
@@ -124,8 +123,7 @@ def test_routes_and_transfers_are_those_of_all_chunks():
 
 
 def test_alike_devices_have_equally_many_messages():
-    """``alike`` has one device of each group of devices that send, receive and combine equally often in each stage, and
-    the size of the group."""
+    """``alike`` has one device of each group that sends, receives and combines equally often, and the group's size."""
 
     def counts(part):  # of sends, receives and combinations, for each stage of a device's program
         return [(len(stage.sends), len(stage.receives), len(stage.combinations)) for stage in part.stages]

@@ -114,8 +114,7 @@ def test_titles_are_plain_text(tmp_path):
 
 
 def test_invalid_arguments_are_refused(tmp_path):
-    """Invalid topologies and schedules, and schedules without a route, are refused before a file is written, so the old
-    picture stays."""
+    """Invalid topologies and schedules, and those without a route, are refused, and the old picture stays."""
     path = tmp_path / "a.svg"
     path.write_text("old")
     for draw, arguments, error, text in (

@@ -193,8 +193,7 @@ def test_the_stages_are_counted():
 
 
 def test_detail_is_reduced_until_the_page_fits(monkeypatch):
-    """A page that is too large has fewer parts of the time, and at last no trees. If it is still too large, there is an
-    error."""
+    """A page that is too large gets fewer parts of the time, then no trees. If this is not enough, it is an error."""
     plan = cr.plan(PART, nbytes="1M")
     limit = len(report_html(plan).encode())
     assert limit < 700_000
@@ -230,8 +229,7 @@ def test_invalid_paths(tmp_path):
 
 
 def test_a_failure_keeps_the_old_file(tmp_path, monkeypatch):
-    """If the page cannot be made or written, the old file stays, and no other file is left. Equal plans have equal
-    pages."""
+    """If a page cannot be made or written, the old file stays, and no other is left. Equal plans have equal pages."""
     path = tmp_path / "plan.html"
     path.write_text("old")
     plan = cr.plan(PART, nbytes="1M")

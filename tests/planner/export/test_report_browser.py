@@ -262,8 +262,7 @@ def test_the_tight_cut(driver, shown):
 
 
 def test_folding_hosts(driver, shown):
-    """Hosts are folded and unfolded by a key, by the button, by a click and by Enter. A folded host has one line to the
-    network."""
+    """A key, the button, a click and Enter fold and unfold hosts. A folded host has one line to the network."""
     shown(16)
     nodes = "return explorer.wirings[0].cy.nodes().length"
     assert driver.execute_script(nodes) == 16 + 2 + 8 + 3  # devices, NVSwitches, rails, and the boxes

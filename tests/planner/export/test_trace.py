@@ -155,8 +155,7 @@ def test_only_the_first_pieces_are_shown(monkeypatch):
 
 
 def test_transfers_that_are_not_shown():
-    """A trace without bytes or rounds has no transfers. Transfers of a chunk with share 0, and transfers that no result
-    depends on, have no events."""
+    """Without bytes or rounds there are no transfers. Transfers of empty chunks or without effect have no events."""
     still = Schedule("broadcast", "none", names(2), (Chunk(Fraction(1), (0,), (0,)),), ())
     for schedule, nbytes in ((ring(names(3)), 0), (ring(names(1)), 100), (still, 100)):
         transfers, ticks, other = read(schedule, Topology.ring(schedule.devices), nbytes)

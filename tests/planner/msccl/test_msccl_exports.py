@@ -107,8 +107,7 @@ def check(form, schedule, *args, seed=0, tries=2, **options):
 @given(formats, algorithms, requests(st.integers(2, 6), most_packs=3), st.booleans(), st.integers(0, 99))
 @examples(100)
 def test_the_five_collectives_are_exported(form, algorithm, ask, inplace, seed):
-    """A planner's schedule from all devices to all, from all to one or from one to all is exported. Any other schedule
-    is refused."""
+    """A planner's schedule from all devices to all, all to one or one to all is exported. Others are refused."""
     schedule = PLANNERS[algorithm](ask.devices, ask.sources, ask.destinations, packs=ask.packs, first=ask.first)
     n = len(ask.devices)
     if {len(ask.sources), len(ask.destinations)} in ({n}, {n, 1}):
@@ -129,8 +128,7 @@ def test_a_round_reads_the_values_of_the_round_before(form, schedule, spread, in
 
 @pytest.mark.parametrize(("form", "planner"), pairs(FORMATS.values(), ALGORITHMS), ids=str)
 def test_planners_of_more_devices(form, planner):
-    """Each planner's all-reduce of 7 or 8 devices is right, and combines operands in the listed order. Equal schedules
-    give equal text."""
+    """Each all-reduce of 7 or 8 devices is right, and combines in the listed order. Equal schedules give equal text."""
     schedule = PLANNERS[planner](names(7 if form is FORMATS["msccl"] else 8))
     check(form, schedule, tries=1)
     assert form.write(schedule) == form.write(Schedule.from_json(schedule.to_json()))
@@ -155,8 +153,7 @@ def test_chunks_are_placed_in_the_parts_of_their_owners(form):
 
 @each_format
 def test_needless_steps_are_left_out(form):
-    """Steps that no result depends on are not in the file: copies to the same device, sums that are not read, and steps
-    of empty chunks."""
+    """Steps on which no result depends are not in the file: copies to the same device, unread sums, empty chunks."""
     both = (0, 1)
     chunks = (Chunk(Fraction(1), both, both), Chunk(Fraction(0), both, both))
     rounds = (

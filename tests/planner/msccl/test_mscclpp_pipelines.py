@@ -113,9 +113,9 @@ def test_pieces_have_the_planned_bytes():
             assert found.schedule.pieces * 0.99 <= pieces <= found.schedule.pieces
 
 
-def test_long_messages_have_too_many_pieces():
+def test_the_largest_message_has_65535_iterations():
     """The executor counts iterations with 16 bits, so a plan of 128 KiB per piece has a largest message."""
-    schedule = ring(names(2)).cut_into(4)
+    schedule = ring(names(2)).cut_into(4)  # 1 MiB: 2 chunks of 4 pieces of 128 KiB; an iteration moves a piece of both
     text = to_mscclpp_json(schedule, nbytes=1 << 20)
     assert json.loads(text)["max_message_size"] == 65535 * (1 << 17) * 2
     assert json.loads(to_mscclpp_json(schedule, nbytes=1 << 20, max_bytes=1 << 30))["max_message_size"] == 1 << 30

@@ -94,13 +94,13 @@ def test_one_way_bounds_are_what_every_cut_gives(ask):
 
 def check_names_a_cut(topology, needed, roots, collective, text):
     """Check that an error names a source, the nodes that it can reach, and the destinations that it cannot reach."""
-    src, beyond, inside = re.search(r"from (\S+) to (.*), but no link leads out of {(.*)}", text).groups()
-    inside, beyond = set(inside.split(", ")), set(beyond.split(", "))
+    src, unreached, inside = re.search(r"from (\S+) to (.*), but no link leads out of {(.*)}", text).groups()
+    inside, unreached = set(inside.split(", ")), set(unreached.split(", "))
     reached = planning_oracle.reachable(topology, src)
     assert inside in (reached, reached & set(topology.devices))  # with or without switches
     destinations = set(roots) if collective == "reduce" else set(needed)
-    assert beyond == destinations - inside
-    assert beyond
+    assert unreached
+    assert unreached == destinations - inside
 
 
 @examples(60)
@@ -351,8 +351,9 @@ FAN_OUT = Topology(
 @pytest.mark.parametrize(
     ("collective", "topology"), [("broadcast", FAN_OUT), ("reduce", FAN_OUT.reversed())], ids=["broadcast", "reduce"]
 )
-def test_potentials_of_one_way_certificates(collective, topology):
-    """A switch with more bandwidth out than in needs a potential; a missing or wrong one is refused."""
+def test_a_missing_or_wrong_potential_is_refused(collective, topology):
+    """A switch with more bandwidth out than in (in a reduce, in than out) needs a potential: a dual variable that moves
+    price from links on this side of the switch to links on its other side. ``check`` refuses a missing or wrong one."""
     real = bound(topology, collective, "cpu:0")
     real.check()
     assert (real.algbw, len(real.cuts), len(real.potentials)) == (Fraction(1, 2), 2, 1)

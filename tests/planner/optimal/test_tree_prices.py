@@ -74,7 +74,7 @@ def test_cheap_trees_of_a_line():
 
 
 def test_equal_directions_have_one_price():
-    """If links cost the same in both directions, the greatest limit of a root counts twice (into and out of it)."""
+    """If links cost the same in both directions, the lower bound is twice the greatest one of a tree out of a root."""
     topology = Topology.machine("dgx-1v")
     drawn = random.Random(3)
     for _ in range(20):

@@ -62,8 +62,7 @@ def test_plans_of_cuda_devices():
 @examples(60)
 @given(st.data(), algorithms, requests(st.integers(1, 6), most_packs=3), st.integers(1, 9))
 def test_any_schedule_agrees_with_the_oracle(data, algorithm, ask, pieces):
-    """Hosts queue operations without a pause, and transfers wait for their operations. By default, only operations of
-    CUDA devices cost time."""
+    """Hosts queue operations without a pause, and transfers wait for them. By default, only CUDA devices take time."""
     places = [data.draw(st.sampled_from([f"cuda:{k}", f"a/cuda:{k}", f"b/cuda:{k}", f"cpu:{k}"])) for k in range(6)]
     new_name = dict(zip(names(6), places, strict=True))
     base = data.draw(wired(ask.devices))

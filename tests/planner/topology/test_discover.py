@@ -25,8 +25,7 @@ def without_driver(library):
 
 @pytest.fixture
 def sys_tree(tmp_path, monkeypatch):
-    """Return a function that writes a folder of NUMA nodes as Linux does, on a machine without GPUs. Its arguments have
-    one entry per node."""
+    """Return a function that writes NUMA nodes as Linux does, without GPUs. Its arguments have an entry per node."""
     monkeypatch.setattr(module, "Nvml", without_driver)
     monkeypatch.setattr(module, "NODES", tmp_path)
 

@@ -11,7 +11,7 @@ from test_exchange import ALL, ThreadTransport, run_pieces, together
 from crossreduce.lowering import lower
 from crossreduce.ops import ReduceOp
 from crossreduce.ranks.failures.peer_errors import PeerDisconnected
-from crossreduce.ranks.inter_host.exact_exchange import FURTHER_TAG, ExactExchange, HostTerms
+from crossreduce.ranks.inter_host.exact_exchange import OVERFLOW_TAG, ExactExchange, HostTerms
 from crossreduce.ranks.inter_host.exchange import exchange_program
 from crossreduce.ranks.intra_host.instructions import reduction_numbers
 
@@ -61,7 +61,7 @@ def test_every_schedule_gives_the_bits_of_rational_arithmetic(schedule):
 @pytest.mark.parametrize(("dtype", "limit"), [("float32", 2), ("float64", 3), ("bfloat16", 3), ("float16", 3)])
 def test_the_bytes_between_hosts(dtype, limit):
     """A host sends ordinary data in messages of a fixed size, in all at most ``limit`` times the bytes of the array.
-    Data with a wide range of exponents adds messages with 16 bytes per further term."""
+    Data with a wide range of exponents adds messages with 16 bytes per overflow term."""
     names = ("cpu:0", "cpu:1")
     for kind in (narrow, wide):
         terms, shared = terms_of(kind, 1, dtype, 2 * RANKS, 4000), ThreadTransport()
@@ -73,20 +73,21 @@ def test_the_bytes_between_hosts(dtype, limit):
             assert sorted(sent) == sorted(fixed)
             assert sum(sent) <= limit * terms[0].nbytes + len(b"call")
         else:  # the sum of two float64s fits into two doubles, and that of float16s into one
-            further = sum(sent) - sum(fixed)
-            assert further % 16 == 0
-            assert (further > 0) == (dtype in ("float32", "bfloat16"))
+            overflow = sum(sent) - sum(fixed)
+            assert overflow % 16 == 0
+            assert (overflow > 0) == (dtype in ("float32", "bfloat16"))
 
 
+# A message of 10 partial sums of 4 ranks has at most 10 * (48 + 4) overflow terms (see ``most_overflow``).
 @pytest.mark.parametrize("count", [-1, 1 << 40, 10 * 52 + 1])
-def test_an_impossible_number_of_further_terms_is_refused(count):
-    """If a message announces more further terms than its elements can have, or a negative number, it is refused."""
+def test_an_impossible_number_of_overflow_terms_is_refused(count):
+    """A message whose header announces a negative or impossible number of overflow terms is refused."""
     names, terms, shared = ("cpu:0", "cpu:1"), np.ones((4, 20), "float32"), ThreadTransport()
     post = shared.post
 
     def corrupting(key, kind, address, nbytes):
-        assert kind or key[-1] != FURTHER_TAG
-        if kind == 0 and nbytes > 64:  # a send of partial sums, whose header begins with the number of further terms
+        assert kind or key[-1] != OVERFLOW_TAG
+        if kind == 0 and nbytes > 64:  # a send of partial sums, whose header begins with the number of overflow terms
             ctypes.c_int64.from_address(address).value = count
         return post(key, kind, address, nbytes)
 

@@ -1,6 +1,6 @@
 """Partial sums of exact reductions have exactly the sum of their terms.
 
-A block has one or two doubles per element. Doubles that do not fit into it are in a list of "further" terms.
+A block has one or two doubles per element. Doubles that do not fit into it are in a list of "overflow" terms.
 """
 
 import random
@@ -17,26 +17,26 @@ from pairs import pairs
 from crossreduce import kernels
 from crossreduce.ops import Numbers, ReduceOp
 from crossreduce.ranks.intra_host.partial_sums import (
-    FURTHER_NBYTES,
     HEADER,
+    OVERFLOW_NBYTES,
     PartialSums,
     is_pair,
-    most_further,
+    most_overflow,
     round_sums,
 )
 
-FURTHER = np.dtype([("element", "i8"), ("term", "f8")])
+OVERFLOW = np.dtype([("element", "i8"), ("term", "f8")])
 SIZES = (1, 67, 300)
 
 
 class Partial:
-    """The partial sums of some rows of terms: ``block`` and ``further``. ``of`` combines partial sums."""
+    """The partial sums of some rows of terms: ``block`` and ``overflow``. ``of`` combines partial sums."""
 
     def __init__(self, dtype, size):
         self.pair, self.size = is_pair(dtype), size
         self.memory = np.full(HEADER // 8 + size * (1 + self.pair), 7.0)
         self.block = PartialSums(self.memory.ctypes.data, size, self.pair)
-        self.further = b""
+        self.overflow = b""
 
     @classmethod
     def of_rows(cls, dtype, rows, cut=None):
@@ -45,20 +45,20 @@ class Partial:
         cut = made.size if cut is None else cut
         for first, size in ((0, cut), (cut, made.size - cut)):
             addresses = [row[first:].ctypes.data for row in rows]
-            made.further += made.block.add(dtype, addresses, b"", first, size)
+            made.overflow += made.block.add(dtype, addresses, b"", first, size)
         return made
 
     @classmethod
     def of(cls, dtype, parts):
         made = cls(dtype, parts[0].size)
         arrays = [array for part in parts for array in part.block.arrays()]
-        made.further = made.block.add("float64", arrays, b"".join(part.further for part in parts))
+        made.overflow = made.block.add("float64", arrays, b"".join(part.overflow for part in parts))
         return made
 
     def terms(self, element):
         """Return the doubles whose sum is an element."""
         high = self.memory[HEADER // 8 :].reshape(1 + self.pair, self.size)[:, element]
-        listed = np.frombuffer(self.further, FURTHER)
+        listed = np.frombuffer(self.overflow, OVERFLOW)
         return [*high, *listed["term"][listed["element"] == element]]
 
 
@@ -66,8 +66,8 @@ def rounded(dtype, parts, divisor):
     """Return the bits of the sums of partial sums, divided and rounded."""
     out = np.zeros(parts[0].size, UNSIGNED[dtype])
     numbers = Numbers(ReduceOp.SUM, dtype, "float64", dtype, divisor, exact=True)
-    further = b"".join(part.further for part in parts)
-    round_sums([part.block for part in parts], further, numbers, out.ctypes.data, out.size)
+    overflow = b"".join(part.overflow for part in parts)
+    round_sums([part.block for part in parts], overflow, numbers, out.ctypes.data, out.size)
     return out
 
 
@@ -98,12 +98,12 @@ def test_sums_of_partial_sums_have_the_bits_of_rational_arithmetic(kind, dtype, 
 
 @pytest.mark.parametrize("dtype", UNSIGNED)
 def test_partial_sums_are_exact(dtype):
-    """The doubles of each element add up to exactly the sum of its terms. The number of further terms has a bound, and
+    """The doubles of each element add up to exactly the sum of its terms. The number of overflow terms has a bound, and
     is 0 if the terms have similar exponents (kind ``narrow``)."""
     for kind in KINDS:
         terms = terms_of(kind, 3, dtype, 6, 64)
         part = Partial.of_rows(dtype, terms)
-        assert len(part.further) // FURTHER_NBYTES <= (0 if kind is narrow else most_further(64, 6))
+        assert len(part.overflow) // OVERFLOW_NBYTES <= (0 if kind is narrow else most_overflow(64, 6))
         for element in range(64):
             numbers = [decoded(int(bits), dtype) for bits in terms[:, element]]
             if all(isinstance(x, Fraction) for x in numbers):
@@ -120,13 +120,13 @@ def test_infinite_partial_sums_are_no_overflow():
     assert rounded("float64", parts[:1], divisor=3).view("float64") == most[0]
 
 
-def test_further_terms_of_elements_that_do_not_exist_are_refused():
-    """A list of further terms with an element outside of the array, or with a part of a term, is an error."""
+def test_overflow_terms_of_elements_that_do_not_exist_are_refused():
+    """A list of overflow terms with an element outside of the array, or with a part of a term, is an error."""
     part = Partial.of_rows("float32", np.ones((2, 4), "float32"))
     numbers = Numbers(ReduceOp.SUM, "float32", "float64", "float32", 1, exact=True)
     out = np.zeros(4, "float32")
     for element in (-1, 4):
         with pytest.raises(ValueError, match="outside of the array"):
-            round_sums([part.block], np.array([(element, 1.0)], FURTHER).tobytes(), numbers, out.ctypes.data, 4)
-    with pytest.raises(ValueError, match="a part of a further term"):
+            round_sums([part.block], np.array([(element, 1.0)], OVERFLOW).tobytes(), numbers, out.ctypes.data, 4)
+    with pytest.raises(ValueError, match="a part of an overflow term"):
         round_sums([part.block], b"12345678", numbers, out.ctypes.data, 4)

@@ -14,7 +14,7 @@ from test_rank_prepared import group_of
 from crossreduce.errors import ArgumentError
 from crossreduce.ops import ReduceOp
 from crossreduce.ranks.array_views import ArrayView
-from crossreduce.ranks.inter_host.exact_exchange import FURTHER_TAG
+from crossreduce.ranks.inter_host.exact_exchange import OVERFLOW_TAG
 from crossreduce.ranks.inter_host.two_level import host_names
 from crossreduce.topology import Topology
 
@@ -95,7 +95,7 @@ LAYOUTS = ["aaa", "abab", "abc", *(pytest.param(names, marks=pytest.mark.slow) f
 @pytest.mark.parametrize("names", LAYOUTS)
 def test_results_have_the_bits_of_rational_arithmetic(names):
     """For any hosts, and any order of the ranks, every reduction gives the exact result, rounded once, also if a host
-    without a direct link receives partial sums and their further terms through another host."""
+    without a direct link receives partial sums and their overflow terms through another host."""
     for kind, dtype, size, op, _ in CASES:  # cached before the ranks are forked, so that they need not compute it
         right(kind, dtype, len(names), size, len(names) if op == "mean" else 1)
     seed, without_link = sum(map(ord, names)), ((0, 2),)
@@ -109,7 +109,7 @@ def long_lists(rendezvous):
     send = comm.transport.send
 
     def counting(address, nbytes, dst, tag):
-        sizes.append(nbytes if tag == FURTHER_TAG else 0)
+        sizes.append(nbytes if tag == OVERFLOW_TAG else 0)
         return send(address, nbytes, dst, tag)
 
     comm.transport.send = counting
@@ -119,10 +119,10 @@ def long_lists(rendezvous):
     return given, max(sizes)
 
 
-def test_further_terms_that_are_not_read_before_they_are_expected():
-    """A list of further terms arrives, also if its size, over 1 MiB, blocks a TCP connection until it is expected."""
+def test_overflow_terms_that_are_not_read_before_they_are_expected():
+    """A list of overflow terms arrives, also if its size, over 1 MiB, blocks a TCP connection until it is expected."""
     due = right(wide, "bfloat16", 5, 700_000, 1)
-    found = ranks(5, long_lists, environment=on(*"aaaab"))  # sums of the four ranks have further terms, one rank none
+    found = ranks(5, long_lists, environment=on(*"aaaab"))  # sums of the four ranks have overflow terms, one rank none
     assert max(longest for _, longest in found) > 1 << 20
     for got, _ in found:
         assert (got == due).all()

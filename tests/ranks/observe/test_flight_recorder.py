@@ -163,8 +163,7 @@ def test_a_rank_killed_while_it_writes_leaves_no_partial_dump(dump_directory, mo
 
 
 def test_a_broken_file_is_a_problem(dump_directory):
-    """A file that is empty, truncated, deeply nested, of another version or not a dump is reported as one problem. The
-    other dumps are read."""
+    """An empty, truncated, nested or foreign file, or one of a newer version, is one problem. Other dumps are read."""
     dump = new_dump(0, history(0, 3))
     flight_recorder.write(dump)
     begin = '{"format": "crossreduce dump", "version": '

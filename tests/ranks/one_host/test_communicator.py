@@ -62,8 +62,7 @@ def edges(rendezvous):
 
 
 def test_edges_of_pieces_and_unaligned_memory():
-    """No element is lost, doubled or misplaced: at the ends of shares and pieces, in arrays that are larger than slots,
-    and in unaligned memory."""
+    """No element is lost, doubled or misplaced at the ends of shares, pieces and slots, or in unaligned memory."""
     ranks(3, edges)
 
 

@@ -114,4 +114,4 @@ def unfinished(rendezvous, several_hosts):
 def test_a_communicator_that_cannot_be_made_keeps_nothing(hosts):
     """If the constructor fails, its transport is closed. The listener of the process stays open for other groups."""
     environment = [{"CROSSREDUCE_HOST": host} for host in hosts]
-    assert ranks(2, unfinished, len(set(hosts)) > 1, environment=environment) == [(1, 0)] * 2
+    assert ranks(2, unfinished, len(set(hosts)) > 1, environment=environment) == [(1, 0)] * 2  # (groups, leaks)

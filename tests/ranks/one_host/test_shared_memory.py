@@ -168,8 +168,7 @@ def test_a_rank_that_ends_right_after_its_arrival_has_arrived(pair):
 
 
 def test_copies_from_the_memory_of_another_process(pair):
-    """A rank copies from buffer 0 of another rank's caller. If the address is not readable, the outcome of the op is
-    ``UNREADABLE``."""
+    """A rank copies from buffer 0 of another rank's caller. An unreadable address has the outcome ``UNREADABLE``."""
     one, other = pair
     assert one.can_read(1)
     source, result = (ctypes.c_int64 * 8)(*range(8)), (ctypes.c_int64 * 8)()

@@ -20,18 +20,19 @@ from crossreduce.ranks.intra_host.registers import Decision
 from crossreduce.ranks.survival.formation import GroupFormation, Settings
 
 DECIDED = 6, Decision((0, 2), 1, True, 17)
+LATEST = "third"  # the group that the process is in
 
 
 @pytest.fixture
 def place():
-    """Return where this process listens. It has left the groups "first" and "second", and is in "third"."""
+    """Return where this process listens. It has left the groups "first" and "second", and is in ``LATEST``."""
     listening = [peer_requests.listen() for _ in range(3)]
-    for token in ("first", "second", "third"):
+    for token in ("first", "second", LATEST):
         peer_requests.register(token, lambda request: {"heard": request["what"]})
     peer_requests.unregister("first", Successor("second", 4, DECIDED))
-    peer_requests.unregister("second", Successor("third", 9, DECIDED))
+    peer_requests.unregister("second", Successor(LATEST, 9, DECIDED))
     yield listening[0]
-    peer_requests.unregister("third")
+    peer_requests.unregister(LATEST)
 
 
 def test_what_a_process_answers_for_a_group_that_it_has_left(place):
@@ -40,9 +41,9 @@ def test_what_a_process_answers_for_a_group_that_it_has_left(place):
     answered there, and those to a group in which the process never was are answered "unknown"."""
     for what in ("result", "status"):
         assert read_decided(Peer(place).ask("first", {"what": what, "number": 4})["decided"]) == DECIDED
-    assert Peer(place).ask("first", {"what": "status", "number": 3}) == {"moved": "third"}
-    assert Peer(place).ask("second", {"what": "join"}) == {"moved": "third"}
-    assert Peer(place).ask("third", {"what": "join"}) == {"heard": "join"}
+    assert Peer(place).ask("first", {"what": "status", "number": 3}) == {"moved": LATEST}
+    assert Peer(place).ask("second", {"what": "join"}) == {"moved": LATEST}
+    assert Peer(place).ask(LATEST, {"what": "join"}) == {"heard": "join"}
     assert Peer(place).ask("another", {"what": "join"}) == {"unknown": True}
 
 
@@ -54,7 +55,7 @@ def test_silent_programs_do_not_delay_a_request(place, monkeypatch):
         number = 3 * listener.MOST_UNKNOWN
         strangers = [stack.enter_context(socket.create_connection(("127.0.0.1", place.port), 5)) for _ in range(number)]
         began = time.monotonic()
-        assert Peer(place, "127.0.0.1").ask("third", {"what": "join"}, timeout_s=10) == {"heard": "join"}
+        assert Peer(place, "127.0.0.1").ask(LATEST, {"what": "join"}, timeout_s=10) == {"heard": "join"}
         assert time.monotonic() - began < 0.5
         assert strangers[0].recv(1) == b""
 
@@ -95,7 +96,7 @@ def test_nothing_is_sent_to_a_program_that_does_not_know_the_key(place, answer):
         thread = threading.Thread(target=listen)
         thread.start()
         asked = Peer(place._replace(addresses=("127.0.0.1",), port=imposter.getsockname()[1]))
-        assert asked.ask("third", {"what": "join", "place": "a secret"}) is None
+        assert asked.ask(LATEST, {"what": "join", "place": "a secret"}) is None
         thread.join()
     assert len(got[0]) == 16
     assert b"".join(got[1:]) == bytes(16)
@@ -148,7 +149,7 @@ def test_a_proof_belongs_to_one_message():
 def test_the_rank_that_serves_the_store_of_a_new_group_is_waited_for_as_long_as_the_caller_says(place):
     """The timeout of shrink limits the wait for the store of the new group, also if the group's timeout is longer."""
     agreements = SimpleNamespace(relays=lambda *_: [], host_of=lambda rank: 0)
-    old = SimpleNamespace(token="third", agreements=agreements)
+    old = SimpleNamespace(token=LATEST, agreements=agreements)
     formation = GroupFormation(old, None, Settings(300, "world"), 0.2, grows=False)
     with pytest.raises(PeerLostError, match=r"does not answer.*\n.*waited 0.2 s"):
         formation._ask_for_store(Peer(place, "127.0.0.1"), (0, 1), "store 1", lambda: None)
@@ -161,14 +162,14 @@ def test_the_rank_that_serves_the_store_of_a_new_group_is_waited_for_as_long_as_
 def relay():
     """Return a process at 127.0.0.2 that is a relay, and the addresses to which it connects, which tests may change."""
     listening, found = peer_requests.listen("127.0.0.2"), {"addresses": ["127.0.0.1"], "known": True}
-    peer_requests.register("third", lambda _: found, "127.0.0.2")
+    peer_requests.register(LATEST, lambda _: found, "127.0.0.2")
     yield Peer(listening, "127.0.0.2", rank=1), found
-    peer_requests.unregister("third", address="127.0.0.2")
+    peer_requests.unregister(LATEST, address="127.0.0.2")
 
 
 def through(relay, target, **content):
     """Return the answer of a process that is asked through a relay."""
-    return target.ask_through(relay, "third", {"what": "join", **content}, timeout_s=5, since=time.monotonic())
+    return target.ask_through(relay, LATEST, {"what": "join", **content}, timeout_s=5, since=time.monotonic())
 
 
 def closed_port():
@@ -182,8 +183,8 @@ def test_a_process_answers_through_a_relay(place, relay):
     target = Peer(place, rank=2)
     assert through(relay[0], target) == {"heard": "join"}
     assert target.relay is relay[0]
-    assert target.known == ""
-    assert target.ask("third", {"what": "join"}, 5) == {"heard": "join"}
+    assert target.known == ""  # an answer through a relay shows no address that can be reached directly
+    assert target.ask(LATEST, {"what": "join"}, 5) == {"heard": "join"}
     assert target.relay is None
 
 
@@ -194,7 +195,7 @@ def test_a_direct_answer_counts_more_than_a_relayed_one_that_began_before_it(pla
     def late(peer, *arguments):
         if not direct:  # this is the relayed request
             direct.append(True)
-            assert peer.ask("third", {"what": "join"}, 5) == {"heard": "join"}
+            assert peer.ask(LATEST, {"what": "join"}, 5) == {"heard": "join"}
         return answer(peer, *arguments)
 
     monkeypatch.setattr(Peer, "_ask_at", late)
@@ -235,8 +236,8 @@ def test_a_store_is_reached_through_a_relay(place, relay):
     target = Peer(place, rank=2)
     target.relay = relay[0]
     with pytest.raises(ConnectionError, match="not reached directly"):
-        target.connection("third", store.port, 5, relays=(2,))  # the relay is rank 1
-    client = StoreClient(key, connection=target.connection("third", store.port, 5, relays=(1,)), port=store.port)
+        target.connection(LATEST, store.port, 5, relays=(2,))  # the relay is rank 1
+    client = StoreClient(key, connection=target.connection(LATEST, store.port, 5, relays=(1,)), port=store.port)
     value = bytes(range(256)) * 400
     client.set("large", value)
     assert client.get("large") == value

@@ -177,8 +177,7 @@ class Store(dist.Store):
 
 
 def test_a_store_that_is_written_in_python():
-    """A store that cannot be cloned, such as one written in Python, works: the rendezvous uses it directly, without a
-    second connection."""
+    """A store that cannot be cloned, such as one written in Python, works: the rendezvous uses it directly."""
     store, found = Store({}), [None, None]
 
     def meet(rank):

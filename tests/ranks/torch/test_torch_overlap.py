@@ -46,8 +46,7 @@ def ranks(request, tmp_path_factory):
 @examples(600)
 @given(data=st.data())
 def test_every_overlap_gives_right_values_or_an_error_on_all_ranks(ranks, data):
-    """Each collective gives the same results as with copies. If results share memory, all ranks raise an error, and
-    nothing is written."""
+    """Each collective gives the same results as with copies. If results overlap, all ranks raise and write nothing."""
     fleet, n = ranks
     case = data.draw(cases(n, FORMS))
     check(case, fleet.run(case))

@@ -157,8 +157,7 @@ def test_jax_arrays_of_another_layout(jax_):
 
 @pytest.mark.parametrize("size", [5, LARGE])
 def test_arrays_may_be_deleted_and_donated(jax_, size):
-    """If an input or a result is deleted, or is donated and then overwritten, no other result and no later reduction
-    changes."""
+    """If an input or a result is deleted, or donated and overwritten, no other result or later reduction changes."""
     overwritten = jax_.jax.jit(lambda x: x - 9, donate_argnums=0)  # writes into its argument
     value = put(jax_, [np.full(size, k, "float32") for k in (1, 2, 3)])  # the sum is 6, the mean 2
     result, copies = OPS.reduce("sum", value, value), OPS.broadcast(value[0], on_devices(strategies.names(2)))

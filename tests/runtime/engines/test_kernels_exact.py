@@ -92,8 +92,7 @@ def terms_of_kind(kind, seed, dtype, n, size):
     ids=named,
 )
 def test_thousands_of_sums_have_the_bits_of_rational_arithmetic(isa, dtypes, kind):
-    """Sums and quotients of every kind of data have the bits of the reference in fixed point, which rounds once, for
-    any number of terms."""
+    """Sums and quotients of any data and any number of terms have the bits of the reference, which rounds once."""
     large_size = 10_000 if isinstance(kind, str) else 4_000
     for seed, n in enumerate((1, 2, 3, 4, 5, 7, 8, 9, 16, 33, 64)):
         size = large_size if n in (2, 3, 5, 8, 9, 64) else (3, 64, 101, 37)[seed % 4]
@@ -185,8 +184,7 @@ def test_something_tiny_breaks_a_tie(isa):
 
 @pytest.mark.parametrize("dtypes", CONVERTED, ids=named)
 def test_the_references_have_the_bits_of_rational_arithmetic(dtypes):
-    """The compiled reference in fixed point, with which other tests compare, gives the bits of exact fractions. So do
-    the kernels in NumPy."""
+    """The compiled reference, with which other tests compare, gives the bits of exact fractions. NumPy's does, too."""
     source, result = dtypes
     for seed, (kind, n) in enumerate(itertools.product(MANY, (1, 2, 7, 33))):
         terms = terms_of_kind(kind, seed, source, n, 10)

@@ -198,8 +198,7 @@ print(kernels.memory_usage()["pooled"])
 @pytest.mark.slow
 @linux
 def test_results_that_were_dropped_leave_no_memory():
-    """An idle process, and its forked child, return the memory of freed results, small and large, after about 5
-    seconds."""
+    """An idle process, and its forked child, return the memory of small and large freed results after about 5 s."""
     # The C library keeps freed blocks for the process once it has freed a larger one that it had mapped.
     code = """
 child = os.fork()

@@ -169,8 +169,7 @@ print(forked(1), forked(3), native().helpers())
 
 @forks
 def test_a_child_forked_during_a_run_reduces():
-    """A process may fork while other threads run kernels, also by multiprocessing. Parent and child can both reduce
-    afterwards."""
+    """A process may fork, also by multiprocessing, while threads run kernels. Both processes can then reduce."""
     code = """
 import multiprocessing
 from concurrent.futures import ThreadPoolExecutor

@@ -302,8 +302,7 @@ os.wait()
 
 
 def test_the_library_is_found_and_its_communicators_are_destroyed_at_exit(path, tmp_path):
-    """NCCL is taken from the process, or else from a wheel. A process destroys the communicators that it made, but a
-    forked child does not."""
+    """NCCL comes from the process, or else a wheel. A process destroys its communicators, a forked child none."""
     mapped = fake_nccl.built(tmp_path, "-Wl,-soname,libnccl.so.2")
     paths = os.environ.get("PYTHONPATH", "")
     with_wheel = os.environ | {"PYTHONPATH": f"{path.parents[3]}{os.pathsep}{paths}"}

@@ -8,6 +8,7 @@ import sys
 import threading
 import tracemalloc
 from functools import partial
+from itertools import product
 
 import ml_dtypes
 import numpy as np
@@ -62,50 +63,77 @@ def cases():
     return [(dtype, op, shape, n) for (dtype, op), shape, n in pairs(ops, SHAPES, (1, 2, 5))]
 
 
-@pytest.mark.parametrize("framework", ["numpy", "torch"])
-@pytest.mark.parametrize(
-    "kind", [partial(cr.AllReduceCrossDeviceOps, "ring", 2), partial(cr.ReductionToOneDevice, "cpu:1")]
-)
-def test_prepared_calls_give_the_results_of_the_first(framework, kind):
-    """A later call with other arrays of the same kind runs in compiled code, and gives the results of the Python code.
-    This holds for reduce, batch_reduce and all_reduce, into new arrays, given ones and in place, to any devices."""
-    for dtype, op, shape, n in cases():
-        first, second, third = (cr.PerReplica(arrays(framework, dtype, shape, n, seed)) for seed in (1, 2, 3))
-        ops, python = kind(), kind()
-        if framework == "torch" and (op, dtype) == ("mean", "int8"):
-            ops.reduce(op, first, first)
-            assert ops._calls.reduce(op, second, second, None, None) is None  # its dtype is torch's default dtype
-            continue
-        for to in (None, "cpu:0", cr.PerReplica([0, 0], ["cpu:3", "cpu:0"])):
-            ops.reduce(op, first, first if to is None else to)
-            where = second if to is None else to
-            expected = in_python(python).reduce(op, second, where)
-            assert equal(ops._calls.reduce(op, second, where, None, None), expected)  # no options, no ``out``
-        expected = [in_python(python).reduce(op, value, value) for value in (second, third, second)]
-        batch = [(value, value) for value in (second, third, second)]
-        ops.batch_reduce(op, [(first, first)] * 3)  # prepares the next call
-        assert all(map(equal, ops._calls.batch_reduce(op, batch, None, None), expected))
-        outs = [cr.PerReplica(list(map(copied, result.values))) for result in expected[::-1]]
-        ops.batch_reduce(op, batch, out=outs)  # prepares a call with ``out``
-        found = ops._calls.batch_reduce(op, [batch[1], batch[1], batch[0]], None, outs)
-        assert all(a is b for result, out in zip(found, outs, strict=True) for a, b in zip(result, out, strict=True))
-        assert all(map(equal, found, [expected[1], expected[1], expected[0]]))
-        if bits(expected[0][0])[1] == bits(second[0])[1]:  # results have the dtype of the sources: reduce in place
-            rows = [[x, y] for x, y in zip(map(copied, second), map(copied, third), strict=True)]
-            cr.all_reduce([[x, x] for x in first], op, cross_device_ops=ops)
-            rows = ops._calls.all_reduce(cr.ReduceOp(op), rows, second.devices, None, None)
-            assert [[bits(x) for x in row] for row in rows] == [
-                [bits(a), bits(b)] for a, b in zip(*expected[:2], strict=True)
-            ]
-            ops.reduce(op, cr.PerReplica(list(map(copied, first))), first, out=first)
-            ops.reduce(op, first, first, out=first)
-            assert equal(ops._calls.reduce(op, third, third, None, third), expected[1])
-
-
 def in_python(ops):
     """Forget the prepared calls, so that the next one takes the path in Python."""
     ops._calls = None
     return ops
+
+
+def prepared(ops, method, *arguments, options=None, out=None):
+    """Return what a prepared call returns, in compiled code, or ``None`` if no such call is prepared."""
+    return getattr(ops._calls, method)(*arguments, options, out)
+
+
+KINDS = (partial(cr.AllReduceCrossDeviceOps, "ring", 2), partial(cr.ReductionToOneDevice, "cpu:1"))
+for_ops = pytest.mark.parametrize(("framework", "kind"), list(product(("numpy", "torch"), KINDS)))
+
+
+def cases_of(framework, kind):
+    """Yield the name of a reduction, an op that prepares calls, one that runs in Python, and three values."""
+    for dtype, op, shape, n in cases():
+        if (framework, op, dtype) != ("torch", "mean", "int8"):  # torch's default dtype, which may change: not prepared
+            yield op, kind(), kind(), *(cr.PerReplica(arrays(framework, dtype, shape, n, seed)) for seed in (1, 2, 3))
+
+
+@for_ops
+def test_a_prepared_reduce_gives_the_result_of_python(framework, kind):
+    """A prepared reduce to the value's devices, to one device or to repeated devices gives the result of Python."""
+    for op, ops, python, first, second, _ in cases_of(framework, kind):
+        for to in (None, "cpu:0", cr.PerReplica([0, 0], ["cpu:3", "cpu:0"])):  # None: the devices of the value
+            ops.reduce(op, first, first if to is None else to)  # prepares the next call
+            where = second if to is None else to
+            expected = in_python(python).reduce(op, second, where)
+            assert equal(prepared(ops, "reduce", op, second, where), expected)
+
+
+@for_ops
+def test_a_prepared_batch_reduce_gives_the_results_of_python(framework, kind):
+    """A prepared batch_reduce gives the results of Python, in new arrays or in ``out``, also if values repeat."""
+    for op, ops, python, first, second, third in cases_of(framework, kind):
+        of_second, of_third = (in_python(python).reduce(op, value, value) for value in (second, third))
+        ops.batch_reduce(op, [(first, first)] * 3)  # prepares the next call
+        batch = [(value, value) for value in (second, third, second)]
+        assert all(map(equal, prepared(ops, "batch_reduce", op, batch), [of_second, of_third, of_second]))
+        outs = [cr.PerReplica(list(map(copied, of_second.values))) for _ in range(3)]
+        ops.batch_reduce(op, batch, out=outs)  # prepares a call with ``out``
+        changed = [(third, third), (third, third), (second, second)]  # the first result differs from that in ``outs``
+        found = prepared(ops, "batch_reduce", op, changed, out=outs)
+        assert all(a is b for result, out in zip(found, outs, strict=True) for a, b in zip(result, out, strict=True))
+        assert all(map(equal, found, [of_third, of_third, of_second]))
+
+
+@for_ops
+def test_a_prepared_all_reduce_and_one_in_place_give_the_results_of_python(framework, kind):
+    """A prepared all_reduce of two arrays per replica, and a prepared reduce in place, give the results of Python."""
+    for op, ops, python, first, second, third in cases_of(framework, kind):
+        of_second, of_third = (in_python(python).reduce(op, value, value) for value in (second, third))
+        if bits(of_second[0])[1] != bits(second[0])[1]:  # a mean of integers, whose dtype is not that of its sources
+            continue
+        rows = [[x, y] for x, y in zip(map(copied, second), map(copied, third), strict=True)]
+        cr.all_reduce([[x, x] for x in first], op, cross_device_ops=ops)  # prepares the next call
+        rows = prepared(ops, "all_reduce", cr.ReduceOp(op), rows, second.devices)
+        expected = [[bits(a), bits(b)] for a, b in zip(of_second, of_third, strict=True)]
+        assert [[bits(x) for x in row] for row in rows] == expected
+        ops.reduce(op, cr.PerReplica(list(map(copied, first))), first, out=first)  # prepares a call with ``out``
+        ops.reduce(op, first, first, out=first)
+        assert equal(prepared(ops, "reduce", op, third, third, out=third), of_third)
+
+
+def test_torch_means_of_integers_are_not_prepared():
+    """A mean of integers has torch's default dtype, which may change between calls, so the call is not prepared."""
+    value, ops = cr.PerReplica(arrays("torch", "int8", (5, 7), 2, seed=1)), cr.AllReduceCrossDeviceOps("ring")
+    ops.reduce("mean", value, value)
+    assert prepared(ops, "reduce", "mean", value, value) is None
 
 
 def test_only_what_was_prepared_is_recognised(torch_):
@@ -122,7 +150,8 @@ def test_only_what_was_prepared_is_recognised(torch_):
 
     def found(xs, to=None, op="sum", options=None, given=None):
         given_value = xs if isinstance(xs, cr.PerReplica) else cr.PerReplica(xs)
-        return ops._calls.reduce(op, given_value, given_value if to is None else to, options, given)
+        to = given_value if to is None else to
+        return prepared(ops, "reduce", op, given_value, to, options=options, out=given)
 
     class Array(np.ndarray):
         pass
@@ -189,8 +218,8 @@ def test_calls_without_devices_differ_by_their_replicas():
             results = cr.all_reduce([np.ones(4)] * replicas, cross_device_ops=ops)
             assert [x.tolist() for x in results] == [[replicas] * 4] * replicas
             row = [[np.ones(4)]] * replicas
-            assert ops._calls.all_reduce(cr.ReduceOp.SUM, row, None, None, None)[1][0].tolist() == [replicas] * 4
-            assert ops._calls.all_reduce(cr.ReduceOp.SUM, [*row, *row], None, None, None) is None
+            assert prepared(ops, "all_reduce", cr.ReduceOp.SUM, row, None)[1][0].tolist() == [replicas] * 4
+            assert prepared(ops, "all_reduce", cr.ReduceOp.SUM, [*row, *row], None) is None  # twice as many replicas
 
 
 @dataclasses.dataclass(frozen=True)
@@ -202,8 +231,8 @@ class Frozen(cr.ReductionToOneDevice):
 
 
 def test_unusual_ops_and_options():
-    """A subclass's own method that reduces is called every time. Options without a hash are not prepared. A frozen
-    subclass can prepare calls."""
+    """A subclass's own method that reduces is called each time. Calls of a frozen subclass are prepared. Calls whose
+    options have no hash are not prepared."""
     calls, value = [], cr.PerReplica([np.ones(3)] * 2)
 
     class Watched(cr.AllReduceCrossDeviceOps):
@@ -214,15 +243,17 @@ def test_unusual_ops_and_options():
     class Unhashable(cr.CommunicationOptions):
         __hash__ = None
 
-    for ops, options in ((Watched("ring"), None), (cr.AllReduceCrossDeviceOps(), Unhashable()), (Frozen(), None)):
+    plain, frozen = cr.AllReduceCrossDeviceOps(), Frozen()
+    for ops, options in ((Watched("ring"), None), (plain, Unhashable()), (frozen, None)):
         for _ in range(3):
             assert ops.reduce("sum", value, "cpu:0", options)[0].tolist() == [2.0] * 3
     assert len(calls) == 3
+    assert prepared(plain, "reduce", "sum", value, "cpu:0", options=Unhashable()) is None
+    assert prepared(frozen, "reduce", "sum", value, "cpu:0") is not None
 
 
 def test_ops_with_prepared_calls_are_copied_and_pickled():
-    """Copies of ops and of their strategies start without prepared calls. A frozen subclass can prepare calls, too."""
-
+    """Copies of ops, and of strategies with ops, start without prepared calls, and reduce correctly."""
     value = cr.PerReplica([np.ones(3)] * 2)
     for ops in (cr.AllReduceCrossDeviceOps("direct"), cr.ReductionToOneDevice(), Frozen()):
         ops.reduce("sum", value, "cpu:0")
@@ -282,7 +313,7 @@ def test_prepared_calls_keep_nothing():
         ops.reduce("sum", value, value, out=out)
         ops.batch_reduce("mean", [(value, "cpu:0")] * 3)
         cr.all_reduce([[x, x] for x in xs], cross_device_ops=ops)
-        assert ops._calls.reduce("sum", wrong, wrong, None, None) is None
+        assert prepared(ops, "reduce", "sum", wrong, wrong) is None
 
     counted = [*xs, *out.values, xs[0].dtype, value.devices, cr.Mirrored, *wrong.values]
     for _ in range(3):

@@ -50,8 +50,7 @@ def test_a_replica_that_does_not_call_is_named_after_the_timeout(of_the_call):
 
 @pytest.mark.parametrize("seconds", [0.3, 1e10, float("inf")])
 def test_only_waiting_counts_for_the_timeout(seconds):
-    """Only the wait in a single call counts for the timeout, neither computing nor the sum of waits. The timeout may be
-    infinite."""
+    """Only the wait in a single call counts for the timeout, not computing or the sum of waits. It may be infinite."""
     barrier = threading.Barrier(2, timeout=20)
     options = cr.CommunicationOptions(timeout_seconds=seconds)
 

@@ -179,8 +179,7 @@ def test_wrong_arguments_of_calls_are_listed():
 
 
 def test_an_error_of_merge_call_is_raised_at_the_call():
-    """The caller gets the exception that merge_call's function raised. Its traceback shows the call and the function.
-    All replicas end."""
+    """The caller gets the error of merge_call's function, with the call and the function in its traceback."""
     continued = []
 
     def failing_merge(strategy):
@@ -227,8 +226,7 @@ def test_a_context_is_used_only_in_its_replica():
 
 
 def test_merge_call_accepts_functions_made_per_replica():
-    """Replicas may each pass a function of their own to merge_call if all are made by the same code, such as lambdas,
-    partials and methods."""
+    """Each replica may pass its own function to merge_call if the same code makes them: lambdas, partials, methods."""
 
     class Method:
         def call(self, strategy, x=0):

@@ -92,8 +92,7 @@ def test_reduce_of_a_single_array():
 
 @pytest.mark.parametrize(("library", "n", "size"), pairs(LIBRARIES, COUNTS, [0, 2, 7, 24]), indirect=["library"])
 def test_shares_tile_the_batch(library, n, size):
-    """Shares are consecutive parts of the batch, and the first ones are larger by at most one sample. Each share is on
-    its replica's device."""
+    """Shares are consecutive, on their replicas' devices, and the first ones are larger by at most one sample."""
     strategy = cr.MirroredStrategy(n)
     batch = np.arange(size * 3).reshape(size, 3)
     tree = strategy.split({"x": library.array(batch), "y": (library.array(batch[:, 0]),)})

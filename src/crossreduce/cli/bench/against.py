@@ -123,7 +123,7 @@ def report_of(
             ours = contenders.pop(ranks.OURS)
             wrong += ours["nwrong"] + sum(way["nwrong"] for way in contenders.values())
             our_times.setdefault((nbytes, memory, peer in ranks.PEERS), []).extend(ours["times_s"])
-            ways = {name: _way(ours["times_s"], way) for name, way in contenders.items()}
+            ways = {name: _compared(ours["times_s"], way) for name, way in contenders.items()}
             fastest = min(ways, key=lambda name: ways[name]["median_s"], default=None)
             row = rows.setdefault((nbytes, memory), {"size": nbytes, "memory": memory, "ours": {}, "peers": {}})
             row["peers"][peer] = {"fastest": fastest, "ours": _summary(ours["times_s"]), "ways": ways}
@@ -156,7 +156,7 @@ def report_of(
     }
 
 
-def _way(ours: list[float], way: dict[str, Any]) -> dict[str, Any]:
+def _compared(ours: list[float], way: dict[str, Any]) -> dict[str, Any]:
     """Return the times of a peer's way, and ``ratio``: the median over the rounds of its time divided by ours."""
     ratio = statistics.median(theirs / mine for theirs, mine in zip(way["times_s"], ours, strict=True))
     return {"ratio": ratio, **_summary(way["times_s"]), "one_result": way["one_result"], "wrong": way["nwrong"]}

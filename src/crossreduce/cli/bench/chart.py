@@ -47,13 +47,13 @@ _NAMES: Final = {
 
 
 class FastestWay(NamedTuple):
-    """The fastest way of a peer in a row of a report."""
+    """The fastest of the ways in which a peer, another library, reduces arrays, such as "loop" of torch."""
 
-    row: dict[str, Any]
+    row: dict[str, Any]  # of ``rows`` in the report: the results for one size and one setting of the memory
     peer: str
     way: str
-    ratio: float
-    one_result: bool
+    ratio: float  # its time divided by that of crossreduce
+    one_result: bool  # whether all devices share one result array
 
 
 def fastest_ways(report: dict[str, Any]) -> list[FastestWay]:

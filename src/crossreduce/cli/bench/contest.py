@@ -35,12 +35,12 @@ class Contender(NamedTuple):
 
     Args:
       run: the function that is timed; it returns when the results are computed.
-      wrong: runs once and returns how many elements of the results are wrong.
+      count_wrong: runs once and returns how many elements of the results are wrong.
       one_result: whether the devices' results share memory.
     """
 
     run: Callable[[], object]
-    wrong: Callable[[], int]
+    count_wrong: Callable[[], int]
     one_result: bool = False
 
 
@@ -94,10 +94,10 @@ def in_process(request: BenchRequest, peer: str) -> Iterator[dict[str, Any]]:
         def run() -> None:
             trainer.wait(list(reduce()))
 
-        def wrong() -> int:
+        def count_wrong() -> int:
             return sum(exact.wrong(trainer.get(x), reduced, count) for x in reduce())
 
-        return Contender(run, wrong, one_result)
+        return Contender(run, count_wrong, one_result)
 
     def put(trainer: Any, count: int) -> list[Any]:
         return [trainer.put(np.resize(x, count), device) for x, device in zip(patterns, devices, strict=True)]
@@ -111,7 +111,7 @@ def in_process(request: BenchRequest, peer: str) -> Iterator[dict[str, Any]]:
                 contenders[name].run()
             except NotImplementedError:  # the framework has no such operation for this dtype
                 del contenders[name]
-        wrong = [each.wrong() for each in contenders.values()]
+        wrong = [each.count_wrong() for each in contenders.values()]
         yield row(size, contenders, times(contenders, request), wrong)
 
 
@@ -137,7 +137,7 @@ def in_ranks(request: BenchRequest, peer: str, folder: Path) -> Iterator[dict[st
                 name: _rank_contender(backend, request, np.resize(patterns[rank], count), reduced)
                 for name, backend in backends.items()
             }
-            wrong = [sum(gather(each.wrong())) for each in contenders.values()]
+            wrong = [sum(gather(each.count_wrong())) for each in contenders.values()]
             measured = times(contenders, request, gather)
             if rank == 0:
                 yield row(size, contenders, measured, wrong)
@@ -151,12 +151,12 @@ def _rank_contender(backend: Backend, request: BenchRequest, inputs: Any, reduce
     def call(x: Any) -> Callable[[], None]:
         return backend.call("all_reduce", request.op, x, x, root=0, in_place=True)
 
-    def wrong() -> int:
+    def count_wrong() -> int:
         source = backend.array(inputs)
         call(source)()
         return exact.wrong(backend.numpy(source), reduced, inputs.size)
 
-    return Contender(call(backend.array(inputs)), wrong)
+    return Contender(call(backend.array(inputs)), count_wrong)
 
 
 def main(text: str, peer: str, place: str, *settings: str) -> None:

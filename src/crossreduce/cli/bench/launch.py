@@ -1,7 +1,6 @@
 """Start the ranks of ``crossreduce bench --launch`` on this host, and terminate all of them if one fails.
 
-Input: a command line and the number of ranks. Output: an exit code. The ranks read the environment variables of
-torchrun.
+Input: a command line and the number of ranks. Output: an exit code. The ranks read torchrun's variables.
 """
 
 from __future__ import annotations
@@ -75,7 +74,7 @@ def launch(command: list[str], count: int) -> int:
             return 0
         code = ranks[failed].returncode
         how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
-        if code != 1 or shown:  # code 1 without output: a checked element is wrong, as the table shows
+        if code != 1 or shown:  # not for code 1 without output: an element is wrong, as the table shows
             sys.stderr.write(shown if not shown or shown.endswith("\n") else f"{shown}\n")
             others = "; the other ranks were terminated" if len(ranks) > 1 else ""
             sys.stderr.write(f"crossreduce: rank {failed} {how}{others}.\n")

@@ -116,7 +116,7 @@ def _cells(request: BenchRequest, timing: Timing | None) -> list[str]:
 
 
 def footer(request: BenchRequest, rows: list[Row]) -> list[str]:
-    """Return the lines after the tables. As in nccl-tests, "values" is a number of timings, not of elements."""
+    """Return the lines after the tables. As in nccl-tests, "Out of bounds values" counts wrong timings."""
     bad = bad_count(rows)
     return [
         f"# Out of bounds values : {bad} {'FAILED' if bad else 'OK'}",

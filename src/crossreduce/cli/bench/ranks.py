@@ -65,8 +65,7 @@ class Backend(Protocol):
     def call(self, collective: str, op: str, source: Any, result: Any, root: int, in_place: bool) -> Call:
         """Return a function that runs a collective on this rank's ``source``.
 
-        ``root`` is only for reduce and broadcast. Calls in place, and broadcasts, write the result to ``source``, and
-        others to ``result``.
+        ``root``: for reduce and broadcast. Calls in place, and broadcasts, write to ``source``, others to ``result``.
         """
 
 
@@ -218,7 +217,7 @@ def _missing_requirement(peer: str) -> str | None:
 
 
 def launcher(peer: str) -> tuple[str, dict[str, str]] | None:
-    """Return the path of an MPI's mpiexec, and variables by which mpi4py finds this MPI; ``None`` if there is none."""
+    """Return the path of an MPI's mpiexec and the variables by which mpi4py finds it, or ``None`` without this MPI."""
     here = Path(sys.executable).parent
     if peer == "mpi":  # on PATH, or where PyPI's Open MPI installs it
         path = shutil.which("mpiexec") or shutil.which("mpiexec", path=str(here))
@@ -279,8 +278,7 @@ def run(request: BenchRequest) -> int:
 
     All process groups are destroyed before this returns, since a remaining thread of gloo would abort the interpreter
     at its exit (torch 2.13). The variables that refer to groups are in ``_measure`` and not here, where torch is
-    imported: the import leaves reference cycles that keep the variables of its callers until the next garbage
-    collection.
+    imported: the import leaves reference cycles that keep the variables of its callers.
     """
     import torch
     import torch.distributed as dist

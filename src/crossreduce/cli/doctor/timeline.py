@@ -74,10 +74,11 @@ class Timeline(NamedTuple):
 
 
 def host_histories(host: Iterable[int], dumps: dict[int, Dump]) -> tuple[float, dict[int, History]]:
-    """Return the time of a host's first abort, and each rank's history from the rank's dump or the latest other dump.
+    """Return when the first rank of a host aborted, and the history of each rank.
 
-    A late rank may write its dump after it has made the missing call. The ranks of a host share a clock, so callers
-    ignore calls after the returned time.
+    The history is that in the rank's own dump, or in the latest dump of the host if the rank has none. A late rank may
+    make the call for which the others waited, and then write its dump. So callers ignore calls after the returned time,
+    which is one for all ranks of a host, since they share a clock.
     """
     host_dumps = [dumps[rank] for rank in host if rank in dumps]
     by_rank: dict[int, History] = {}

@@ -202,7 +202,7 @@ def progress(description: str, total: int, *, quiet: bool = False) -> Iterator[B
     """Show a progress bar on a terminal only, and yield it.
 
     Long computations of the package show their steps in a second line; see ``progress.py``. With ``quiet`` the bar is
-    drawn only when it advances, and no thread draws it meanwhile, so that it does not disturb a measurement.
+    drawn only when it advances, and by no other thread, so that it does not disturb a measurement.
     """
     with ExitStack() as stack:
         console = Console(stderr=True)

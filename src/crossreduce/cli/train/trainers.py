@@ -58,8 +58,7 @@ class Trainer:
     def gradient(self, parameters: Tree, images: Array, labels: Array) -> tuple[Array, Tree]:
         """Return the sum of the losses over a shard, which may be empty, and the gradient of the sum.
 
-        All arguments are on one device. The model is ``relu(images @ w1 + b1) @ w2 + b2`` with the
-        softmax cross entropy.
+        All arguments are on one device. The model is ``relu(images @ w1 + b1) @ w2 + b2`` with softmax cross entropy.
         """
         hidden = np.maximum(images @ parameters["w1"] + parameters["b1"], 0)
         logits = hidden @ parameters["w2"] + parameters["b2"]

@@ -21,9 +21,8 @@ FRAMEWORKS: Final = {"torch": ".torch", "cupy": ".cupy", "jax": ".jax.memory"}
 class Operands(NamedTuple):
     """The addresses of contiguous arrays, one row per tensor, and these arrays. Strided arrays have been copied.
 
-    Keep this object until the work that reads the addresses has been queued on the devices' current streams, since the
-    allocators of the frameworks reuse freed memory in the order of the streams. ``owners`` are other objects that keep
-    the memory.
+    Keep this object until the work that reads the addresses has been queued on the devices' current streams, since
+    frameworks reuse freed memory in the order of the streams. ``owners`` are other objects that keep the memory.
     """
 
     addresses: list[list[int]]

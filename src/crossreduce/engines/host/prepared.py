@@ -70,7 +70,7 @@ def prepare(
     rows: Sequence[tuple[Any, ...]],
     results: Sequence[tuple[Any, ...]],
     with_out: bool,
-    runs: Sequence[tuple[Any, Sequence[int]]],
+    executables: Sequence[tuple[Any, Sequence[int]]],
 ) -> None:
     """Prepare a call that has just run.
 
@@ -82,10 +82,10 @@ def prepare(
       rows: for each tensor its arrays, one per source.
       results: for each tensor its results, one per destination.
       with_out: whether the results were written into given arrays.
-      runs: the executables, each with the numbers of its tensors; ``executable.prepared`` must not be ``None``.
+      executables: each with the numbers of its tensors; ``executable.prepared`` must not be ``None``.
     """
     described = []
-    for executable, tensors in runs:
+    for executable, tensors in executables:
         kernel, streaming, threaded = executable.prepared
         described.append((kernel, executable, list(tensors), streaming, threaded))
     sources, destinations = devices

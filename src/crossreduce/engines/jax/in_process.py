@@ -196,11 +196,12 @@ def _value_before_reshapes(value: Any) -> Any:
 
 
 def _is_kept(ctx: Any, value: Any) -> bool:
-    """Return whether a value is an argument of the whole program that is not donated.
+    """Return whether a value is an argument of the whole program that is not donated, so no result may use its memory.
 
-    XLA would copy such an argument if the result had its memory, and the copy takes longer than the reduction. JAX
-    lowers the body of a ``shard_map`` before its call, so arguments of the program are recognized by their types. (XLA
-    also copies a value that a later operation reads; that operation is not lowered yet.)
+    Otherwise XLA would copy the argument first, which takes longer than the reduction. JAX lowers the body of a
+    ``shard_map`` before the call to it, so the body's arguments cannot be traced to those of the program: an argument
+    counts as donated if a donated one has its type. XLA also copies a value that a later operation reads. This is not
+    detected, since that operation is not lowered yet.
     """
     if not isinstance(value.owner, ir.Block):
         return False

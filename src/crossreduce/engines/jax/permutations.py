@@ -157,8 +157,8 @@ class _Compiler:
 
     def combine(self, instructions: Sequence[Numbered]) -> tuple[RowCombination, ...]:
         """Return the combinations of a round. A copy is not an operation: it gets the place of its operand."""
-        # Instructions of one device and stack, with operands from the same devices, run as one operation.
-        runs: defaultdict[tuple[int, int, tuple[int, ...]], list[Numbered]] = defaultdict(list)
+        # A batch: instructions of one device and stack, with operands from the same devices. It runs as one operation.
+        batches: defaultdict[tuple[int, int, tuple[int, ...]], list[Numbered]] = defaultdict(list)
         for chunk, value, instruction in instructions:
             device, operands = instruction[:2]
             if len(operands) == 1:
@@ -171,27 +171,28 @@ class _Compiler:
                 # halving_doubling accesses 7 % less memory.
                 instruction = instruction._replace(operands=operands[::-1])
             srcs = tuple(self._devices[chunk][operand] for operand in instruction.operands)
-            runs[self._stack[chunk], device, srcs].append(Numbered(chunk, value, instruction))
-        # Runs of different devices with equally many operands and rows become one combination.
+            batches[self._stack[chunk], device, srcs].append(Numbered(chunk, value, instruction))
+        # Batches of different devices with the same numbers of operands and rows are merged into one combination.
         groups: defaultdict[tuple[int, int, int, int], dict[int, list[Numbered]]] = defaultdict(dict)
-        seen: Counter[tuple[int, int, int, int]] = Counter()  # the runs of each kind that each device has so far
-        for (stack, device, srcs), run in sorted(runs.items()):
-            kind = stack, len(srcs), len(run)
-            groups[*kind, seen[*kind, device]][device] = run
+        seen: Counter[tuple[int, int, int, int]] = Counter()  # the batches of each kind that each device has so far
+        for (stack, device, srcs), batch in sorted(batches.items()):
+            kind = stack, len(srcs), len(batch)
+            groups[*kind, seen[*kind, device]][device] = batch
             seen[*kind, device] += 1
         combinations = []
         for (stack, count, _, _), by_device in groups.items():
             places = [
                 {
-                    device: [self._places[chunk, instruction.operands[k], device] for chunk, _, instruction in run]
-                    for device, run in by_device.items()
+                    device: [self._places[chunk, instruction.operands[k], device] for chunk, _, instruction in batch]
+                    for device, batch in by_device.items()
                 }
                 for k in range(count)
             ]
             combinations.append(RowCombination(stack, tuple(map(self._table, places))))
             block = self._new_block(stack)
-            for device, run in by_device.items():
-                self._places.update({(chunk, value, device): (block, row) for row, (chunk, value, _) in enumerate(run)})
+            for device, batch in by_device.items():
+                for row, (chunk, value, _) in enumerate(batch):
+                    self._places[chunk, value, device] = block, row
         return tuple(combinations)
 
     def results(self, chunks: Sequence[int]) -> Table:
@@ -256,8 +257,7 @@ def matchings(pairs: Sequence[Pair]) -> list[list[Pair]]:
     for src, dst in pairs:
         free_at_both = free[0][src] & free[1][dst]
         if not free_at_both:
-            # Exchange two colors along the path that starts at dst. It cannot reach src, so src's free color becomes
-            # free at dst as well.
+            # Exchange two colors along the path from dst. It cannot reach src, so src's free color becomes free at dst.
             color, other = _lowest(free[0][src]), _lowest(free[1][dst])
             path, side, device, color_now = [], 1, dst, color
             while (device, color_now) in partner[side]:

@@ -94,8 +94,7 @@ def require_integers(**numbers: object) -> None:
 def collective(schedule: Schedule) -> Collective:
     """Return a schedule as one of NCCL's collectives, with one block per chunk.
 
-    Chunks of a reduce-scatter are placed in the buffer part of their destination, and chunks of an all-gather in the
-    part of their source.
+    Chunks of a reduce-scatter are placed in the part of their destination, chunks of an all-gather in their source's.
 
     Raises:
       PlanError: there is only one device, the schedule is not one of the five collectives, or the ranks' parts of the

@@ -3,8 +3,7 @@
 Input: a ``Schedule``, a ``Topology``, a number of bytes. Output: text. No clock is read: the times are ``simulate``'s.
 
 Each node that sends has a group of rows, each link over which it sends has a row, and each transfer of a piece over a
-link has an event. The first group shows the ticks of the simulation. The trace of one rank has only the links into and
-out of its device.
+link has an event. The first group shows the simulation's ticks. The trace of one rank has only its device's links.
 """
 
 from __future__ import annotations

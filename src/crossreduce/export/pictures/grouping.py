@@ -90,8 +90,8 @@ class TreeGroup:
         return tuple(sorted(chunk for tree in self.trees for chunk in tree.chunks))
 
     @cached_property
-    def link_sets(self) -> int:
-        """The number of different sets of links, without directions. If there is one, trees differ only in roots."""
+    def link_set_count(self) -> int:
+        """How many different sets of undirected links the trees use. If it is 1, trees differ only in their roots."""
         return len({tree.pairs for tree in self.trees})
 
     @cached_property
@@ -100,7 +100,7 @@ class TreeGroup:
         whole = "the whole buffer" if self.share == 1 else f"{self.share} of the buffer"
         if self.count == 1:
             return whole
-        rings = "ring: " if self.link_sets == 1 else f"{self.link_sets} rings: "
+        rings = "ring: " if self.link_set_count == 1 else f"{self.link_set_count} rings: "
         kind = rings if self.tree.is_ring else ""
         shares = {tree.share for tree in self.trees}
         if len(shares) == 1:

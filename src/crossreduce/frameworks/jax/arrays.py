@@ -209,7 +209,7 @@ class Jax(Immutable):
         if isinstance(value, np.ndarray):  # usually the indices of slices
             return jnp.asarray(value)
         if not isinstance(value, jax.Array):
-            problem = "slices and their indices must be arrays of JAX or NumPy."
+            problem = "the values and indices of a sparse array must be arrays of JAX or NumPy."
             raise UnsupportedError.of(problem, shown(value), "a jax.Array")
         if _is_opaque(value.dtype):
             problem = "arrays of PRNG keys cannot be reduced."

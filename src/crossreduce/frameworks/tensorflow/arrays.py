@@ -114,8 +114,7 @@ def _scope_beside(x: Array) -> Any:
     """Return the scope of an array's device or, if that is not known, of the device that the placer chooses for it.
 
     Operations that join many arrays must run on the arrays' device, or each array would be sent separately. Operations
-    that combine arrays of several devices use ``_scope_at``, since the graph optimizer merges additions only if no
-    device is prescribed.
+    that combine arrays of several devices use ``_scope_at``: additions are merged only if no device is prescribed.
     """
     return tf.device(x.device) if x.device else tf.compat.v1.colocate_with(x)
 

@@ -196,7 +196,7 @@ std::shared_ptr<Prepared> Calls::find(PyObject *key, const std::vector<int64_t> 
     const size_t at = PyLong_AsSize_t(number);
     const std::lock_guard<std::mutex> guard(lock);
     const auto map = maps.find(at);
-    if (map == maps.end()) return nullptr; // forgotten by another thread just now
+    if (map == maps.end()) return nullptr; // another thread has removed it
     const auto [begin, end] = map->second.equal_range(hash);
     for (auto one = begin; one != end; ++one)
         if (one->second->signature == signature) return one->second;

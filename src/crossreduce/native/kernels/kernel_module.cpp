@@ -152,11 +152,14 @@ bool read_strided(PyObject *object, int64_t size, size_t itemsize, Operands &ope
 bool read_buffer(PyObject *object, int flags, int64_t size, size_t itemsize, Operands &operands, Py_buffer &view) {
     if (PyObject_GetBuffer(object, &view, flags) < 0) return false;
     operands.buffers.push_back(view);
-    if (view.len != size * static_cast<Py_ssize_t>(itemsize))
-        return value_error("the size of an array is not the kernel's");
+    const auto item_nbytes = static_cast<Py_ssize_t>(itemsize), nbytes = static_cast<Py_ssize_t>(size) * item_nbytes;
     const bool bytes = view.itemsize == 1 && PyBuffer_IsContiguous(&view, 'C'); // memory without a dtype
-    return bytes || view.itemsize == static_cast<Py_ssize_t>(itemsize) ||
-           value_error("the item size of an array is not the kernel's");
+    if (view.len != nbytes)
+        PyErr_Format(PyExc_ValueError, "the size of an array is %zd bytes, and must be %zd", view.len, nbytes);
+    else if (!bytes && view.itemsize != item_nbytes)
+        PyErr_Format(PyExc_ValueError, "the item size of an array is %zd bytes, and must be %zd", view.itemsize,
+                     item_nbytes);
+    return !PyErr_Occurred();
 }
 
 bool read_source(PyObject *object, int64_t size, size_t itemsize, Operands &operands) {
@@ -189,7 +192,7 @@ bool read_operands(const Kernel &kernel, PyObject *sources, PyObject *results, O
     const size_t in = kernel.sizes.size() * static_cast<size_t>(kernel.sources);
     const size_t out = kernel.sizes.size() * static_cast<size_t>(kernel.results);
     if (PySequence_Size(sources) != tensors || PySequence_Size(results) != tensors)
-        return !PyErr_Occurred() && value_error("the number of tensors is not the kernel's");
+        return !PyErr_Occurred() && value_error("the number of tensors differs from that of the kernel");
     operands.buffers.reserve(in + out);
     operands.sources.reserve(in);
     operands.results.reserve(out);
@@ -197,7 +200,7 @@ bool read_operands(const Kernel &kernel, PyObject *sources, PyObject *results, O
         Ref row(item(sources, t)), result_row(item(results, t));
         if (!row || !result_row) return false;
         if (PySequence_Size(row.object) != kernel.sources || PySequence_Size(result_row.object) != kernel.results)
-            return !PyErr_Occurred() && value_error("the number of sources or results of a tensor is not the kernel's");
+            return !PyErr_Occurred() && value_error("the number of sources or results differs from that of the kernel");
         int64_t size = kernel.sizes[static_cast<size_t>(t)];
         for (int s = 0; s < kernel.sources; s++) {
             Ref one(item(row.object, s));

@@ -2,7 +2,7 @@
 // of the last calls, the counters are sums over the calls of a kind, and a trace has each call with its phases.
 //
 // The records and the counters are in memory that the ranks share. Only the rank itself writes them; other ranks, and
-// programs that only watch (observer.cpp), read them meanwhile.
+// programs that only watch (observer.cpp), read them at the same time.
 #pragma once
 
 #include <atomic>
@@ -61,7 +61,7 @@ class CallLog {
     // End the current call, if there is one. `completed`: it is counted.
     void end(int outcome, bool completed);
 
-    // Trace the calls that begin from now on in a file; null: in none. Another thread may run stages of a call meanwhile,
+    // Trace the calls that begin from now on in a file; null: in none. Another thread may be in a call,
     // which stays in its file, but must not begin one: the caller has the lock of the Python object for both.
     void trace_to(std::shared_ptr<TraceFile> file) {
         next_trace = std::move(file);

@@ -1,7 +1,7 @@
 // A file with the calls of one rank: records of fixed size, in memory that is mapped from the file. So they survive a
 // process that is killed. When the file has reached its limit, or the disk is full, new records replace the oldest.
 //
-// One thread at a time writes: the one that runs the rank's op. `crossreduce.observe.traces` reads the file, also meanwhile.
+// One thread at a time writes: the one that runs the rank's op. `crossreduce.observe.traces` may read it at the same time.
 #pragma once
 
 #include <atomic>

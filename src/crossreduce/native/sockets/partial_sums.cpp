@@ -17,22 +17,22 @@ constexpr size_t MOST_EXPANDED = 32;
 constexpr double LARGE = 0x1p1000;
 
 // Sort by elements. The lists of each host are sorted already.
-void sort(std::vector<FurtherTerm> &further) {
-    const auto before = [](const FurtherTerm &a, const FurtherTerm &b) { return a.element < b.element; };
-    for (auto middle = std::is_sorted_until(further.begin(), further.end(), before); middle != further.end();) {
-        const auto stop = std::is_sorted_until(middle, further.end(), before);
-        std::inplace_merge(further.begin(), middle, stop, before);
+void sort(std::vector<OverflowTerm> &overflow) {
+    const auto before = [](const OverflowTerm &a, const OverflowTerm &b) { return a.element < b.element; };
+    for (auto middle = std::is_sorted_until(overflow.begin(), overflow.end(), before); middle != overflow.end();) {
+        const auto stop = std::is_sorted_until(middle, overflow.end(), before);
+        std::inplace_merge(overflow.begin(), middle, stop, before);
         middle = stop;
     }
 }
 
-// The terms of an element, in `found`. `next` is its first further term, and is moved behind its last one.
-void read_element(const Terms &terms, int64_t element, std::vector<FurtherTerm>::const_iterator &next,
+// The terms of an element, in `found`. `next` is its first overflow term, and is moved behind its last one.
+void read_element(const Terms &terms, int64_t element, std::vector<OverflowTerm>::const_iterator &next,
                   std::vector<double> &found) {
     found.clear();
     const size_t offset = static_cast<size_t>(element) * ITEMSIZES[terms.dtype];
     for (const char *source : terms.sources) found.push_back(read_term(terms.dtype, source + offset));
-    for (; next != terms.further.end() && next->element == element; ++next) found.push_back(next->term);
+    for (; next != terms.overflow.end() && next->element == element; ++next) found.push_back(next->term);
 }
 
 ExactAccumulator total_of(const std::vector<double> &terms) {
@@ -70,16 +70,16 @@ void reduce_terms(std::vector<double> &terms) {
 
 } // namespace
 
-std::vector<FurtherTerm> split_partial_sums(const InstructionSet &isa, Terms &terms, double *high, double *low, size_t size,
-                                          int64_t first) {
+std::vector<OverflowTerm> split_partial_sums(const InstructionSet &isa, Terms &terms, double *high, double *low, size_t size,
+                                           int64_t first) {
     const DefaultArithmetic arithmetic;
-    sort(terms.further);
-    std::vector<FurtherTerm> left;
+    sort(terms.overflow);
+    std::vector<OverflowTerm> left;
     std::vector<const char *> sources(terms.sources.size());
     std::vector<double> components;
     double second[TILE];
     uint32_t listed[TILE];
-    auto next = terms.further.cbegin();
+    auto next = terms.overflow.cbegin();
     for (size_t start = 0; start < size; start += TILE) {
         const size_t count = std::min(TILE, size - start);
         for (size_t k = 0; k < sources.size(); k++) sources[k] = terms.sources[k] + start * ITEMSIZES[terms.dtype];
@@ -95,23 +95,23 @@ std::vector<FurtherTerm> split_partial_sums(const InstructionSet &isa, Terms &te
             for (size_t c = low == nullptr ? 1 : 2; c < components.size(); c++)
                 left.push_back({first + element, components[c]});
         };
-        const auto has_further = [&](size_t stop) {
-            return next != terms.further.cend() && next->element < static_cast<int64_t>(stop);
+        const auto has_overflow = [&](size_t stop) {
+            return next != terms.overflow.cend() && next->element < static_cast<int64_t>(stop);
         };
         for (size_t j = 0; j < found; j++) {
             const size_t k = listed[j];
-            while (has_further(start + k)) store(static_cast<size_t>(next->element) - start);
-            if (seconds[k] != seconds[k] || has_further(start + k + 1)) store(k);
+            while (has_overflow(start + k)) store(static_cast<size_t>(next->element) - start);
+            if (seconds[k] != seconds[k] || has_overflow(start + k + 1)) store(k);
             else left.push_back({first + static_cast<int64_t>(start + k), seconds[k]});
         }
-        while (has_further(start + count)) store(static_cast<size_t>(next->element) - start);
+        while (has_overflow(start + count)) store(static_cast<size_t>(next->element) - start);
     }
     return left;
 }
 
 void round_partial_sums(const InstructionSet &isa, Terms &terms, uint32_t divisor, DType result, char *to, size_t size) {
     const DefaultArithmetic arithmetic;
-    sort(terms.further);
+    sort(terms.overflow);
     const ExactFunction function = isa.exact[F64][result];
     std::vector<char> padding;
     // Compute exact sums of `count` elements, which begin at the given addresses.
@@ -124,15 +124,15 @@ void round_partial_sums(const InstructionSet &isa, Terms &terms, uint32_t diviso
         function({sources.data(), sources.size(), divisor, padding.data()}, output, count);
     };
     compute(terms.sources, to, size);
-    // The elements with further terms, some at a time, as arrays of their components.
+    // The elements with overflow terms, some at a time, as arrays of their components.
     std::vector<double> columns, components;
     std::vector<const char *> sources;
     int64_t elements[BATCH];
     char results[BATCH * sizeof(double)];
-    for (auto next = terms.further.cbegin(); next != terms.further.cend();) {
+    for (auto next = terms.overflow.cbegin(); next != terms.overflow.cend();) {
         size_t count = 0;
         columns.clear();
-        for (; count < BATCH && next != terms.further.cend(); count++) {
+        for (; count < BATCH && next != terms.overflow.cend(); count++) {
             elements[count] = next->element;
             read_element(terms, elements[count], next, components);
             reduce_terms(components);

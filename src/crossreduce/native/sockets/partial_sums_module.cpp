@@ -8,8 +8,8 @@
 
 namespace {
 
-// Read the terms of `size` sums. `further` consists of the bytes of further terms.
-bool read_terms(const char *isa, const char *dtype, PyObject *sources, const Py_buffer &further, Py_ssize_t size,
+// Read the terms of `size` sums. `overflow` consists of the bytes of overflow terms.
+bool read_terms(const char *isa, const char *dtype, PyObject *sources, const Py_buffer &overflow, Py_ssize_t size,
                 const InstructionSet *&set, Terms &terms) {
     set = instruction_set(isa);
     const int number = dtype_named(dtype);
@@ -21,12 +21,12 @@ bool read_terms(const char *isa, const char *dtype, PyObject *sources, const Py_
         return !PyErr_Occurred();
     };
     if (!read_each(sources, read)) return false;
-    terms.further.resize(static_cast<size_t>(further.len) / sizeof(FurtherTerm));
-    if (terms.sources.empty() || further.len != static_cast<Py_ssize_t>(terms.further.size() * sizeof(FurtherTerm)))
-        return value_error("no sources, or a part of a further term");
-    if (further.len > 0) std::memcpy(terms.further.data(), further.buf, static_cast<size_t>(further.len));
-    for (const FurtherTerm &each : terms.further)
-        if (each.element < 0 || each.element >= size) return value_error("a further term is outside of the array");
+    terms.overflow.resize(static_cast<size_t>(overflow.len) / sizeof(OverflowTerm));
+    if (terms.sources.empty() || overflow.len != static_cast<Py_ssize_t>(terms.overflow.size() * sizeof(OverflowTerm)))
+        return value_error("no sources, or a part of an overflow term");
+    if (overflow.len > 0) std::memcpy(terms.overflow.data(), overflow.buf, static_cast<size_t>(overflow.len));
+    for (const OverflowTerm &each : terms.overflow)
+        if (each.element < 0 || each.element >= size) return value_error("an overflow term is outside of the array");
     return true;
 }
 
@@ -40,22 +40,22 @@ struct Buffer { // releases a buffer
 PyObject *split(PyObject *, PyObject *args) {
     const char *isa, *dtype;
     PyObject *sources, *high, *low;
-    Buffer further;
+    Buffer overflow;
     Py_ssize_t size;
     long long first;
-    if (!PyArg_ParseTuple(args, "ssOy*OOnL", &isa, &dtype, &sources, &further.view, &high, &low, &size, &first))
+    if (!PyArg_ParseTuple(args, "ssOy*OOnL", &isa, &dtype, &sources, &overflow.view, &high, &low, &size, &first))
         return nullptr;
     try {
         const InstructionSet *set;
         Terms terms;
-        if (!read_terms(isa, dtype, sources, further.view, size, set, terms)) return nullptr;
+        if (!read_terms(isa, dtype, sources, overflow.view, size, set, terms)) return nullptr;
         auto *const to = static_cast<double *>(PyLong_AsVoidPtr(high)), *const second = static_cast<double *>(PyLong_AsVoidPtr(low));
         if (PyErr_Occurred()) return nullptr;
-        std::vector<FurtherTerm> left;
+        std::vector<OverflowTerm> left;
         const auto run = [&] { return left = split_partial_sums(*set, terms, to, second, static_cast<size_t>(size), first), true; };
         if (without_lock(false, run))
             return PyBytes_FromStringAndSize(reinterpret_cast<const char *>(left.data()),
-                                             static_cast<Py_ssize_t>(left.size() * sizeof(FurtherTerm)));
+                                             static_cast<Py_ssize_t>(left.size() * sizeof(OverflowTerm)));
     } catch (const std::exception &) { // bad_alloc
     }
     return PyErr_NoMemory();
@@ -64,14 +64,14 @@ PyObject *split(PyObject *, PyObject *args) {
 PyObject *round(PyObject *, PyObject *args) {
     const char *isa, *result;
     PyObject *sources, *to;
-    Buffer further;
+    Buffer overflow;
     Py_ssize_t size;
     unsigned divisor;
-    if (!PyArg_ParseTuple(args, "ssIOy*On", &isa, &result, &divisor, &sources, &further.view, &to, &size)) return nullptr;
+    if (!PyArg_ParseTuple(args, "ssIOy*On", &isa, &result, &divisor, &sources, &overflow.view, &to, &size)) return nullptr;
     try {
         const InstructionSet *set;
         Terms terms;
-        if (!read_terms(isa, "float64", sources, further.view, size, set, terms)) return nullptr;
+        if (!read_terms(isa, "float64", sources, overflow.view, size, set, terms)) return nullptr;
         const int number = dtype_named(result);
         auto *const results = static_cast<char *>(PyLong_AsVoidPtr(to));
         if (PyErr_Occurred()) return nullptr;
@@ -89,9 +89,9 @@ PyObject *round(PyObject *, PyObject *args) {
 
 PyMethodDef functions[] = {
     {"split_partial_sums", split, METH_VARARGS,
-     "split_partial_sums(isa, dtype, sources, further, high, low, size, first): write partial sums, return further terms."},
+     "split_partial_sums(isa, dtype, sources, overflow, high, low, size, first): write partial sums, return overflow terms."},
     {"round_partial_sums", round, METH_VARARGS,
-     "round_partial_sums(isa, result, divisor, sources, further, to, size): write the rounded sums of partial sums."},
+     "round_partial_sums(isa, result, divisor, sources, overflow, to, size): write the rounded sums of partial sums."},
     {nullptr, nullptr, 0, nullptr}};
 
 } // namespace

@@ -25,10 +25,14 @@ class Reach:
         self._inquiry: RepeatedRequest | None = None
 
     def is_beyond(self, rank: int) -> bool:
-        """Return whether a rank answers only through a relay. This does not wait, so it is called repeatedly."""
+        """Return whether a rank answers only through a relay, and its host has not answered directly for ``_RECENT_S``.
+
+        The first call starts requests in the background, later calls read the answers, and none waits.
+        """
         group, members = self._group, self._members
         if self._inquiry is None:
             others = {group.host_of(each) for each in members} - {group.own_host}
+            # Any request would do: only who answers counts, and whether directly.
             self._inquiry = group.inquiry(others, members, {"what": "published", "key": ""}, _REACH_S)
         self._inquiry.read()
         if rank not in group.others or group.others[rank].relay is None:

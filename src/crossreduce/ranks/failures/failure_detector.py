@@ -67,7 +67,7 @@ class FailureDetector:
         missing = memory.missing()
         waited_s = timer.waited_s(memory.arrivals())
         if gone := [rank for rank in missing if not memory.alive(rank)]:
-            still_missing = memory.missing()  # a rank may meanwhile have arrived, completed the call and left
+            still_missing = memory.missing()  # a rank may have arrived, completed the call and left since then
             self.require_alive([rank for rank in gone if rank in still_missing])
         self._raise_remote_cause(timer)
         # If all missing ranks wait for another host, they can name the rank at fault, so they get more time.
@@ -100,7 +100,7 @@ class FailureDetector:
         if waited_s < self.warn_after_s():
             return
         self._warned_of, members = wait, self._members
-        with suppress(ValueError):  # the group was closed just now
+        with suppress(ValueError):  # raised if the group has been closed
             call, peer = self.current_call(), members.global_ranks[wait.rank]
             self._warn(diagnostics.remote_stall_text(waited_s, call, [members.own], peer, members.name))
 
@@ -135,7 +135,7 @@ class FailureDetector:
         self.require_alive(self._members.host)
         self._raise_remote_cause(timer)
         if waited_s > self.timeout_s:
-            raise InnerFailure(f"it took more than {self.timeout_s:g} s", timed_out=True)
+            raise InnerFailure(f"the call took more than {self.timeout_s:g} s", timed_out=True)
         if not timer.is_warning_due():
             return
         call, members = self.current_call(), self._members

@@ -2,7 +2,7 @@
 
 Input: the terms of this host's ranks. Output: the results. Hosts send blocks of exact partial sums (see
 ``partial_sums``). The header of a block contains the number of its overflow terms: the doubles that do not fit into the
-block. If there are any, a second message with ``FURTHER_TAG`` contains them. These messages follow the order of blocks.
+block. If there are any, a second message with ``OVERFLOW_TAG`` has them. These messages follow the order of blocks.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from typing import Final, NamedTuple
 from ...lowering import Combination
 from ...packing import itemsize
 from ..failures.peer_errors import PeerDisconnected
-from ..intra_host.partial_sums import FURTHER_NBYTES, PartialSums, is_pair, most_further, reals, round_sums
+from ..intra_host.partial_sums import OVERFLOW_NBYTES, PartialSums, is_pair, most_overflow, reals, round_sums
 from ..transports.base import Transport
 from .exchange import Exchange, ExchangeProgram, wait_for
 
-FURTHER_TAG: Final = 2  # the tags of other messages are in multi_host and measurement
+OVERFLOW_TAG: Final = 2  # the tags of other messages are in multi_host and measurement
 
 
 class HostTerms(NamedTuple):
@@ -64,7 +64,7 @@ class ExactExchange(Exchange):
                 overflow = self._overflow.get((piece, value))
                 if overflow:
                     rank = self._program.peers[host]
-                    pending = self._transport.send(_address(overflow), len(overflow), rank, FURTHER_TAG)
+                    pending = self._transport.send(_address(overflow), len(overflow), rank, OVERFLOW_TAG)
                     self._sends[piece % self._program.window].append((pending, rank))
 
     def post_receives(self, stage: int) -> None:
@@ -81,7 +81,7 @@ class ExactExchange(Exchange):
         for value, host in self._program.part.stages[r].receives:
             if not self._program.pieces[piece].places[value][1]:
                 continue
-            if received:  # empty if the op's first messages contained the block
+            if received:  # there is nothing to wait for if the op's first messages contained the block
                 wait_for(*received[0], self._timeout_s)
                 del received[0]
             if not self._program.part.values[value].final:
@@ -92,12 +92,12 @@ class ExactExchange(Exchange):
         """Receive the overflow terms of a value, if its block, which has arrived, announces any."""
         block = self._block(piece, value)
         count = block.read_count()
-        if not 0 <= count <= most_further(block.size, self._ranks):
+        if not 0 <= count <= most_overflow(block.size, self._ranks):
             why = f"it announces {count} overflow terms for {block.size} partial sums of {self._ranks} ranks"
             raise PeerDisconnected(rank, why)
         if count:
-            overflow = self._overflow[piece, value] = bytearray(count * FURTHER_NBYTES)
-            pending = self._transport.receive(_address(overflow), len(overflow), rank, FURTHER_TAG)
+            overflow = self._overflow[piece, value] = bytearray(count * OVERFLOW_NBYTES)
+            pending = self._transport.receive(_address(overflow), len(overflow), rank, OVERFLOW_TAG)
             wait_for(pending, rank, self._timeout_s)
 
     def _combine(self, piece: int, combination: Combination) -> None:

@@ -240,7 +240,8 @@ class Exchange:
         if not final:
             numbers = numbers._replace(result=numbers.accumulator, divisor=1)
         combine = kernel(numbers, places[result][2], len(operands), 1)
-        combine.run([[base + places[value][0] for value in operands]], [[base + places[result][0]]], 1, False, False)
+        sources = [base + places[value][0] for value in operands]
+        combine.run([sources], [[base + places[result][0]]], 1, False, False)  # threads, streaming, check_overlap
 
     def _wait(self, messages: list[tuple[PendingMessage, int]]) -> None:
         while messages:  # after an error the list still has the message that failed, and the later ones

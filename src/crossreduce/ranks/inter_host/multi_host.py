@@ -336,7 +336,7 @@ class MultiHostEngine:
         for size, operands, results, numbers, _ in delivered:
             run = kernel(numbers, size, len(operands), len(results)).run
             sources, targets = ([self._address(place, addresses) for place in each] for each in (operands, results))
-            run([sources], [targets], 1, False, False)
+            run([sources], [targets], 1, False, False)  # threads, streaming, check_overlap
         if delivered:
             self.memory.native.trace(TracePhase.COPY_OUT, stage)
 

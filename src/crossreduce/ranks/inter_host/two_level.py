@@ -235,19 +235,19 @@ def stripe(arrays: int, leaders: int, leader: int, size: int, nbytes: int) -> St
     return Stripe(at, shifts)
 
 
-class HostArrays(NamedTuple):
-    """A program of a host's ranks, and the arrays that form the program's flat buffer."""
+class HostProgram(NamedTuple):
+    """A program that the ranks of one host run, and the caller's arrays that its flat buffer consists of, in order."""
 
     program: Program
-    arrays: tuple[tuple[int, int], ...]  # in order: (part number in ``host_parts``, array number in the part)
+    arrays: tuple[tuple[int, int], ...]  # for each: (part number in ``host_parts``, array number in the part)
 
 
 class HostPrograms(NamedTuple):
     """The programs of a host's ranks; ``None`` if one is not needed. See ``Stripe`` for the leaders' stripes."""
 
-    up: HostArrays | None  # combines the ranks' contributions to partial results, in the leaders' stripes
-    local: HostArrays | None  # moves arrays from ranks of this host to other ranks of this host
-    down: HostArrays | None  # distributes results from the leaders' stripes to the ranks
+    up: HostProgram | None  # combines the ranks' contributions to partial results, in the leaders' stripes
+    local: HostProgram | None  # moves arrays from ranks of this host to other ranks of this host
+    down: HostProgram | None  # distributes results from the leaders' stripes to the ranks
 
     def analyses(self, numbers: Numbers) -> list[RankAnalysis]:
         """Return the analyses of the programs that are not ``None``, in this order."""
@@ -266,7 +266,7 @@ def host_programs(hosts: Hosts, collective: str, root: int | None, host: int) ->
     def places_of(some_ranks: tuple[int, ...]) -> tuple[int, ...]:
         return tuple(places[rank] for rank in some_ranks if rank in places)
 
-    def program(kind: str, chosen: list[int]) -> HostArrays | None:
+    def program(kind: str, chosen: list[int]) -> HostProgram | None:
         """Return a program for the parts with the numbers ``chosen``, or ``None`` if there are none."""
         arrays = tuple((p, a) for p in chosen for a in range(len(parts[p].arrays)))
         ends, shares = [], []
@@ -279,7 +279,7 @@ def host_programs(hosts: Hosts, collective: str, root: int | None, host: int) ->
                 shares.append(Fraction(stop - start, stripes * len(arrays)))
         if not ends:
             return None
-        return HostArrays(lower(one_round(f"{collective} {kind}", rank_names(len(ranks)), ends, shares)), arrays)
+        return HostProgram(lower(one_round(f"{collective} {kind}", rank_names(len(ranks)), ends, shares)), arrays)
 
     numbered = list(enumerate(parts))
     return HostPrograms(

@@ -42,8 +42,7 @@ class RankInstruction(NamedTuple):
     streaming: bool = False
 
 
-# A phase: its delay, and a function from the number of a piece to its instructions. Piece j executes them in stage
-# j + delay.
+# A phase: its delay, and a function from a piece's number j to the instructions that it executes in stage j + delay.
 Phase = tuple[int, Callable[[int], list[RankInstruction]]]
 
 

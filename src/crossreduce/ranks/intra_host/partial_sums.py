@@ -2,9 +2,9 @@
 
 Input: addresses of arrays. Output: a block of memory, and overflow terms. An exact sum is stored as the sum of several
 doubles. The block stores the first one of each sum in an array, and for sums of float64 the second one in another
-array. All other doubles are overflow terms ("further" in names): an element's number and a double, 16 bytes together. A
-block begins with a header of one cache line, whose first 8 bytes are the number of overflow terms. They are sent in a
-message of their own, which is rarely needed: most sums of float32 fit into one float64, and most of float64 into two.
+array. All other doubles are overflow terms: an element's number and a double, 16 bytes together. A block begins with a
+header of one cache line, whose first 8 bytes are the number of overflow terms. They are sent in a message of their own,
+which is rarely needed: most sums of float32 fit into one float64, and most of float64 into two.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from ...packing import itemsize
 from .programs import LINE
 
 HEADER: Final = LINE
-FURTHER_NBYTES: Final = 16  # of an overflow term
+OVERFLOW_NBYTES: Final = 16  # of an overflow term
 _DOUBLE: Final = 8
 _REAL: Final = {"complex64": "float32", "complex128": "float64"}
 _COMPONENTS: Final = 48  # doubles of a sum: 2098 bits need 40. A sum that exceeds their range has one more per rank
@@ -70,7 +70,7 @@ def header_nbytes(numbers: Numbers) -> int:
     return HEADER if numbers.exact else 0
 
 
-def most_further(size: int, ranks: int) -> int:
+def most_overflow(size: int, ranks: int) -> int:
     """Return the maximum number of overflow terms of ``size`` real sums, each of one term per rank."""
     return size * (_COMPONENTS + ranks)
 
@@ -87,36 +87,36 @@ class PartialSums(NamedTuple):
         high = self.address + HEADER + first * _DOUBLE
         return [high, high + self.size * _DOUBLE] if self.pair else [high]
 
-    def write_count(self, further: bytes | bytearray) -> None:
-        """Write the number of the overflow terms ``further`` into the header."""
-        ctypes.c_int64.from_address(self.address).value = len(further) // FURTHER_NBYTES
+    def write_count(self, overflow: bytes | bytearray) -> None:
+        """Write the number of overflow terms into the header."""
+        ctypes.c_int64.from_address(self.address).value = len(overflow) // OVERFLOW_NBYTES
 
     def read_count(self) -> int:
         """Return the number of overflow terms in the header."""
         return ctypes.c_int64.from_address(self.address).value
 
     def add(
-        self, dtype: str, sources: Sequence[int], further: bytes | bytearray, first: int = 0, size: int | None = None
+        self, dtype: str, sources: Sequence[int], overflow: bytes | bytearray, first: int = 0, size: int | None = None
     ) -> bytes:
         """Write ``size`` real sums (default: all) into the block, from number ``first`` on. Return the overflow terms.
 
-        ``sources``: addresses of the arrays to sum, of ``dtype``. ``further``: overflow terms that are added to them.
+        ``sources``: addresses of the arrays to sum, of ``dtype``. ``overflow``: overflow terms that are added to them.
         """
         high, low = [*self.arrays(first), 0][:2]
         count = self.size if size is None else size
         name = _REAL.get(dtype, dtype)
-        overflow: bytes = kernels.native().split_partial_sums(
-            kernels.instruction_set(), name, sources, further, high, low, count, first
+        new_overflow: bytes = kernels.native().split_partial_sums(
+            kernels.instruction_set(), name, sources, overflow, high, low, count, first
         )
-        return overflow
+        return new_overflow
 
 
 def round_sums(
-    blocks: Iterable[PartialSums], further: bytes | bytearray, numbers: Numbers, address: int, size: int
+    blocks: Iterable[PartialSums], overflow: bytes | bytearray, numbers: Numbers, address: int, size: int
 ) -> None:
     """Write the ``size`` sums of all blocks and overflow terms, divided and rounded once, to an address."""
     sources = [array for block in blocks for array in block.arrays()]
     name = _REAL.get(numbers.result, numbers.result)
     kernels.native().round_partial_sums(
-        kernels.instruction_set(), name, numbers.divisor, sources, further, address, size
+        kernels.instruction_set(), name, numbers.divisor, sources, overflow, address, size
     )

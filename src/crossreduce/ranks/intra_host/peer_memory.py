@@ -54,6 +54,7 @@ def peer_stages(
     def peer_region(peer: int, buffer: int) -> int:
         return PEER_BUFFER + READABLE_BUFFERS * peer + buffer
 
+    # Region ~k is the caller's buffer k: first the sources, then the results.
     if collective == "all_to_all":
         own = copy(~rank, ~(ranks + rank))
         return [[], [own, *(copy(peer_region(peer, rank), ~(ranks + peer)) for peer in others)], []]

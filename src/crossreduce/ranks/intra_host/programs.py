@@ -300,7 +300,7 @@ class RankCompiler:
             slot = self._reference(piece, chunk, value) if value >= 0 else None
             if kept:
                 place = _placed(self._outputs[array], piece, start, numbers.result)
-                if read != (place,):  # the root of a broadcast already has the result
+                if read != (place,):  # not at the root of a broadcast, which has the result already
                     instructions.append(RankInstruction(size, read, (place,), numbers, streaming))
                 read, numbers = (place,), copy_numbers(numbers.result)
             if slot is not None:  # a copy of ``read``, which writes the slot without reading its cache lines

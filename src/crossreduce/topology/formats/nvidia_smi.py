@@ -5,8 +5,7 @@ Input: the text, with or without its underlining. Output: a ``Wiring`` of the GP
 The table has an entry for every two GPUs. ``NV#`` means that # NVLinks join them. Other entries name the part of PCIe
 that joins them: ``PIX`` one PCIe switch, ``PXB`` several, ``PHB`` and ``NODE`` one CPU, ``SYS`` several CPUs. The table
 has no speeds, so these are parameters and constants here. If NVLinks do not join all GPUs, the wiring includes trees of
-PCIe switches (``pcie0``) below CPUs (``cpu0``), which are linked. Network cards only help to find the GPUs that share a
-switch.
+PCIe switches (``pcie0``) below CPUs (``cpu0``), which are linked. Network cards only show which GPUs share a switch.
 
 Source: the legend below the table; https://docs.nvidia.com/deploy/nvidia-smi.
 """
@@ -148,19 +147,19 @@ def _pcie_links(
     return links
 
 
-def _nvlinks(devices: Sequence[str], number: Callable[[int, int], int], speed: Fraction, most: int) -> list[Link]:
+def _nvlinks(devices: Sequence[str], link_count: Callable[[int, int], int], speed: Fraction, most: int) -> list[Link]:
     """Return the NVLinks between devices, or to a switch for each group in which a row's sum exceeds ``most``."""
     links: list[Link] = []
     switches = 0
-    pairs = [pair for pair in combinations(range(len(devices)), 2) if number(*pair)]
+    pairs = [pair for pair in combinations(range(len(devices)), 2) if link_count(*pair)]
     for group in groups(range(len(devices)), pairs):
-        rows = {i: [number(i, j) for j in group if j != i] for i in group}
+        rows = {i: [link_count(i, j) for j in group if j != i] for i in group}
         if max(map(sum, rows.values())) > most:
             name = f"nvswitch{switches or ''}"
             switches += 1
             ends = [(devices[i], name, max(rows[i])) for i in group]
         else:
-            ends = [(devices[i], devices[j], number(i, j)) for i, j in combinations(group, 2) if number(i, j)]
+            ends = [(devices[i], devices[j], link_count(i, j)) for i, j in combinations(group, 2) if link_count(i, j)]
         latency = kind("nvlink2" if ends and ends[0][1] in devices else "nvswitch1").latency_s
         for a, b, count in ends:
             links += both_ways(a, b, count * speed, latency)

@@ -1,8 +1,7 @@
 """The least resources that any MSCCL XML file of a collective needs.
 
 Input: a collective and the limits of runtimes. Output: a limit that every file of the collective breaks, in words.
-Resources are counted on one rank of each group of equal ranks, before any file is arranged. So a plan that cannot fit
-is refused at once.
+Resources are counted on one rank of each group of equal ranks, before a file is arranged, to refuse plans at once.
 """
 
 from __future__ import annotations

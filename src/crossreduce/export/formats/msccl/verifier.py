@@ -66,8 +66,7 @@ def verify_msccl_xml(text: str, *, root: int | None = None, slots: int | None = 
 
     Args:
       text: the file's content.
-      root: the destination of a reduce or the source of a broadcast. By default it is found, since the format does not
-        store it.
+      root: the destination of a reduce or source of a broadcast. By default it is found: the format does not store it.
       slots: the number of messages that a connection holds before they are received, by default as in NCCL's protocol.
     Returns:
       The facts about the file, and notes on limits of the runtimes that it breaks.

@@ -15,8 +15,7 @@ message that is not yet received. A message of one unit needs one of the connect
 when all operations before it are done. A message of more units may need more slots than the connection has. Then its
 send ends only after its receive has begun. So in a block of more units, values that a round sends keep their memory
 until the round ends, and no receive of a round waits for a send of the same round other than its own. A forwarded
-message is sent earlier than in this order. For files with such messages, only the verifier proves that there is no
-deadlock.
+message is sent earlier than in this order. For files with such messages, only the verifier excludes deadlocks.
 """
 
 from __future__ import annotations
@@ -290,7 +289,11 @@ def _append_copy(copies: list[_Copy], new: _Copy) -> None:
 
 
 def _lines(op: _XmlOp, waits: list[tuple[int, int]]) -> list[str]:
-    """Return an operation's lines: a ``nop`` for each (threadblock, step) in ``waits`` but the last, and its step."""
+    """Return the ``<step>`` lines of an operation, of which its own has the number ``op.number`` and is the last.
+
+    ``waits``: the (threadblock, step) pairs that it waits for, or ``[(-1, -1)]`` if it waits for none. A step can wait
+    for one other step only, so there is a ``nop`` before it for each of ``waits`` but the last.
+    """
     nop = "nop", Location("i", -1), Location("o", -1), 0, False
     elements = [nop] * (len(waits) - 1) + [(op.type, op.src, op.dst, op.size, op.signals)]
     numbers = range(op.number - len(waits) + 1, op.number + 1)

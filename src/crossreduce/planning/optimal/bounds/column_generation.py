@@ -289,7 +289,7 @@ class TreeProgram:
         count = max(min(len(roots), _MOST_ROOTS), _TREES_OF_ROUND // len(self.heuristic))
         roots.rotate(-count)  # the next round begins with other roots
         chosen: Iterable[int] = list(roots)[:count]
-        if not self.paired:  # otherwise, any node of a tree can be its root
+        if not self.paired:  # in a paired program, the root does not matter: any node of a tree can be its root
             chosen = sorted(chosen, key=lambda root: self._cost(k, root))[:_MOST_ROOTS]
         return islice(cycle(chosen), count)
 
@@ -313,7 +313,7 @@ class TreeProgram:
     def _costs(self, prices: Sequence[float]) -> list[dict[int, float]]:
         """Set the prices of the links, and return for each demand a dictionary from roots to prices of cheapest trees.
 
-        It contains the roots that have a tree. It is empty for demands in ``heuristic``.
+        A dictionary contains the roots that have a tree. It is empty for demands in ``heuristic``.
         """
         for trees in self.trees.values():
             trees.price(prices)

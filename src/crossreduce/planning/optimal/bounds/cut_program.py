@@ -27,8 +27,8 @@ from .solver import Row, Rows, Solution
 _PARTS: Final = 1 << 20  # capacities are rounded to 1 / _PARTS in the search for cuts that a float solution violates
 
 
-class Usage(NamedTuple):
-    """The variables of trees of one kind, which are broadcasts or reductions."""
+class TreeKind(NamedTuple):
+    """The variables of all trees of one kind: of broadcasts, or of reductions."""
 
     columns: list[int]  # for each link, the number of the variable that is its used bandwidth
     outward: bool  # True: broadcasts; False: reductions
@@ -37,10 +37,10 @@ class Usage(NamedTuple):
 
 
 class NodeCut(NamedTuple):
-    """A set of nodes that the data of a ``Usage`` must leave, or enter in reductions; see ``Cut``."""
+    """A set of nodes that the data of a ``TreeKind`` must leave, or enter in reductions; see ``Cut``."""
 
     nodes: frozenset[int]
-    usage: int  # the position in ``CutProgram.usages``
+    kind: int  # the position in ``CutProgram.kinds``
 
 
 class Proof(NamedTuple):
@@ -81,14 +81,14 @@ class CutProgram:
         if weights is None:
             rates: dict[int, tuple[int, int | Fraction]] = {root: (k, 1) for k, root in enumerate(roots)}
             directions = (True,) if self.paired else (True, False)
-            self.usages = [Usage(columns[k], outward, rates) for k, outward in enumerate(directions)]
+            self.kinds = [TreeKind(columns[k], outward, rates) for k, outward in enumerate(directions)]
         else:
             total = sum(weights.values(), Fraction(0))
             rates = {root: (0, weight / total) for root, weight in weights.items() if weight}
-            self.usages = [Usage(columns[0], True, rates)]
-        self.columns = self.rates + m * len(self.usages)
+            self.kinds = [TreeKind(columns[0], True, rates)]
+        self.columns = self.rates + m * len(self.kinds)
         # For each link, the variables that share its bandwidth.
-        self.sharing = list(zip(*(usage.columns for usage in self.usages), strict=True))
+        self.sharing = list(zip(*(kind.columns for kind in self.kinds), strict=True))
         if self.paired:
             column_of = dict(zip(self.arcs, columns[0], strict=True))
             self.sharing = [(column_of[src, dst], column_of[dst, src]) for src, dst in self.arcs]
@@ -99,16 +99,16 @@ class CutProgram:
             _, ratio = tightest_cut(topology, dict.fromkeys(topology.devices, Fraction(1)), outward=True)
             self.simple = self.n / ratio / 2
 
-    def root_rates(self, usage: Usage, values: Sequence[Fraction]) -> dict[int, Fraction]:
+    def root_rates(self, kind: TreeKind, values: Sequence[Fraction]) -> dict[int, Fraction]:
         """Return the rate of each root in a solution."""
-        return {root: part * values[column] for root, (column, part) in usage.rates.items()}
+        return {root: part * values[column] for root, (column, part) in kind.rates.items()}
 
     def first_cuts(self) -> dict[NodeCut, None]:
         """Return the cuts around each device and each island, which are devices joined by the fastest links."""
         everyone = frozenset(range(len(self.topology.nodes)))
         sets = [frozenset({v}) for v in range(self.n)] + self._islands()
         sets += [everyone - nodes for nodes in sets]
-        return {NodeCut(nodes, k): None for k in range(len(self.usages)) for nodes in sets}
+        return {NodeCut(nodes, k): None for k in range(len(self.kinds)) for nodes in sets}
 
     def _islands(self) -> list[frozenset[int]]:
         """Return the islands if there are several. Each includes the switches that have links to this island only."""
@@ -120,7 +120,7 @@ class CutProgram:
 
     def crossing(self, cut: NodeCut) -> list[int]:
         """Return the numbers of the links that cross a cut, sorted."""
-        nodes, outward = cut.nodes, self.usages[cut.usage].outward
+        nodes, outward = cut.nodes, self.kinds[cut.kind].outward
         if 2 * len(nodes) <= len(self.leaving):
             links, end = (self.leaving, 1) if outward else (self.entering, 0)
             return sorted(k for node in nodes for k in links[node] if self.arcs[k][end] not in nodes)
@@ -137,7 +137,7 @@ class CutProgram:
         """
         roots = {self.topology.devices[0]: Fraction(1)}
         if self.weighted:
-            roots = {self.topology.devices[root]: Fraction(part) for root, (_, part) in self.usages[0].rates.items()}
+            roots = {self.topology.devices[root]: Fraction(part) for root, (_, part) in self.kinds[0].rates.items()}
         directions = (True,) if self.weighted else (True, False)
         return min(self.scale / tightest_cut(self.topology, roots, outward=outward)[1] for outward in directions)
 
@@ -145,13 +145,13 @@ class CutProgram:
         """Return the program with the constraints of some cuts. Bandwidths: at most ``most``, divided by ``unit``."""
         upper: list[Row] = []
         for cut in cuts:  # the sum of the rates of the roots inside <= the bandwidth across the cut
-            usage = self.usages[cut.usage]
+            kind = self.kinds[cut.kind]
             inside: dict[int, int | Fraction] = {}
             for root in cut.nodes:
-                if root in usage.rates:
-                    column, part = usage.rates[root]
+                if root in kind.rates:
+                    column, part = kind.rates[root]
                     inside[column] = inside.get(column, 0) + part
-            across = [usage.columns[k] for k in self.crossing(cut)]
+            across = [kind.columns[k] for k in self.crossing(cut)]
             upper.append(([*inside, *across], [*inside.values()] + [-1] * len(across)))
         limits = [Fraction(0)] * len(upper)
         # The sum of the variables that share a link <= its bandwidth.
@@ -159,44 +159,48 @@ class CutProgram:
         shared = {tuple(sorted(columns)): Fraction(min(width, most), unit) for columns, width in links}
         upper += [(columns, [1] * len(columns)) for columns in shared]
         equal: list[Row] = []
-        for node, usage in self.balances():  # the flow into the node == the flow out of it
-            signs = [(c, (d == node) - (s == node)) for c, (s, d) in zip(usage.columns, self.arcs, strict=True)]
+        for node, kind in self.balances():  # the flow into the node == the flow out of it
+            signs = [(c, (d == node) - (s == node)) for c, (s, d) in zip(kind.columns, self.arcs, strict=True)]
             equal.append(([c for c, sign in signs if sign], [sign for _, sign in signs if sign]))
         return Rows(self.columns, self.rates, upper, limits + list(shared.values()), equal)
 
-    def balances(self) -> list[tuple[int, Usage]]:
-        """Return (switch, usage) for each constraint that a plain switch sends as much of a usage as it receives."""
+    def balances(self) -> list[tuple[int, TreeKind]]:
+        """Return (switch, kind) for each constraint: trees of a kind carry as much out of a plain switch as into it."""
         # The order of these rows decides which of equally good solutions is found.
-        return [(node, usage) for node in self.plain for usage in self.usages]
+        return [(node, kind) for node in self.plain for kind in self.kinds]
 
     def nearly_violated(self, values: Sequence[float]) -> list[NodeCut]:
         """Return minimum cuts from the roots to devices that a float solution violates by more than rounding errors."""
         integers = [round(value * _PARTS) for value in values]
         cuts: dict[NodeCut, None] = {}
-        for k, usage in enumerate(self.usages):
-            rates = {root: round(part * integers[column]) for root, (column, part) in usage.rates.items()}
-            needed = sum(part * values[column] for column, part in usage.rates.values()) * _PARTS - 2 * len(self.arcs)
-            cuts.update(dict.fromkeys(self._cuts_below(needed, k, rates, integers)))
+        for k, kind in enumerate(self.kinds):
+            rates = {root: round(part * integers[column]) for root, (column, part) in kind.rates.items()}
+            needed = sum(part * values[column] for column, part in kind.rates.values()) * _PARTS - 2 * len(self.arcs)
+            cuts.update(dict.fromkeys(self._cuts_below(k, needed=needed, rates=rates, values=integers)))
         return list(cuts)
 
     def violated_cuts(self, values: Sequence[Fraction]) -> list[NodeCut]:
-        """Return minimum cuts that an exact solution violates, or [] if it violates no cut."""
+        """Return, for each kind of trees, minimum cuts with less bandwidth than the rates of the roots inside.
+
+        ``values``: an exact value for each variable of the program, in the order of their numbers.
+        """
         cuts: list[NodeCut] = []
-        for k, usage in enumerate(self.usages):
-            exact_rates = self.root_rates(usage, values)
-            scale = lcm(*(value.denominator for value in (*values, *exact_rates.values())))
+        for k, kind in enumerate(self.kinds):
+            exact_rates = self.root_rates(kind, values)
+            scale = lcm(*(value.denominator for value in (*values, *exact_rates.values())))  # max-flow needs integers
             rates = {root: int(rate * scale) for root, rate in exact_rates.items()}
-            cuts += self._cuts_below(sum(rates.values()), k, rates, [int(value * scale) for value in values])
+            integers = [int(value * scale) for value in values]
+            cuts += self._cuts_below(k, needed=sum(rates.values()), rates=rates, values=integers)
         return cuts
 
-    def _cuts_below(self, needed: float, k: int, rates: dict[int, int], values: Sequence[int]) -> list[NodeCut]:
-        """Return a minimum cut for each device to which less than ``needed`` can flow from the roots of usage ``k``.
+    def _cuts_below(self, k: int, *, needed: float, rates: dict[int, int], values: Sequence[int]) -> list[NodeCut]:
+        """Return a minimum cut for each device to which less than ``needed`` can flow from the roots of kind ``k``.
 
-        ``rates`` is the integer flow that each root feeds in, and ``values`` are the variables in the same unit.
+        ``rates``: the flow that each root feeds in. ``values``: the variables of the program. All are in one unit.
         """
-        usage, source = self.usages[k], len(self.topology.nodes)  # the source, an additional node, feeds the roots
-        arc_columns = zip(self.arcs, usage.columns, strict=True)
-        capacities = {(arc if usage.outward else arc[::-1]): values[column] for arc, column in arc_columns}
+        kind, source = self.kinds[k], len(self.topology.nodes)  # the source, an additional node, feeds the roots
+        arc_columns = zip(self.arcs, kind.columns, strict=True)
+        capacities = {(arc if kind.outward else arc[::-1]): values[column] for arc, column in arc_columns}
         network = Network(source + 1, capacities | {(source, root): rate for root, rate in rates.items()})
         cuts: dict[NodeCut, None] = {}
         for sink in range(self.n):
@@ -209,8 +213,8 @@ class CutProgram:
         links = zip(self.sharing, self.width, strict=True)
         within = all(sum(values[c] for c in columns) <= Fraction(width, self.scale) for columns, width in links)
         return within and all(
-            not sum(values[c] * ((d == node) - (s == node)) for c, (s, d) in zip(usage.columns, self.arcs, strict=True))
-            for node, usage in self.balances()
+            not sum(values[c] * ((d == node) - (s == node)) for c, (s, d) in zip(kind.columns, self.arcs, strict=True))
+            for node, kind in self.balances()
         )
 
     def proof(self, solution: Solution, cuts: Sequence[NodeCut], limit: int) -> Proof:
@@ -224,23 +228,23 @@ class CutProgram:
 
         cut_weights = (max(Fraction(0), rounded(price)) for price in solution.prices[: len(cuts)])
         weights = [(cut, weight) for cut, weight in zip(cuts, cut_weights, strict=True) if weight]
-        shifts = [(node, usage, -rounded(v)) for (node, usage), v in zip(self.balances(), solution.shifts, strict=True)]
+        shifts = [(node, kind, -rounded(v)) for (node, kind), v in zip(self.balances(), solution.shifts, strict=True)]
         # For each rate variable, the total weight of the cuts that contain the root, or the mean over several roots.
         covered = [Fraction(0)] * self.rates
         price = [Fraction(0)] * self.columns  # of each variable of a link
         for cut, weight in weights:
-            usage = self.usages[cut.usage]
+            kind = self.kinds[cut.kind]
             for root in cut.nodes:
-                if root in usage.rates:
-                    column, part = usage.rates[root]
+                if root in kind.rates:
+                    column, part = kind.rates[root]
                     covered[column] += weight * part
             for k in self.crossing(cut):
-                price[usage.columns[k]] += weight
-        for node, usage, shift in shifts:
+                price[kind.columns[k]] += weight
+        for node, kind, shift in shifts:
             for k in self.entering[node]:
-                price[usage.columns[k]] += shift
+                price[kind.columns[k]] += shift
             for k in self.leaving[node]:
-                price[usage.columns[k]] -= shift
+                price[kind.columns[k]] -= shift
         unit = min(covered)
         if not unit:  # these weights prove nothing: return a trivial bound
             return Proof(Fraction(sum(self.width)), [], {})
@@ -252,16 +256,16 @@ class CutProgram:
         listed = [
             (cut.nodes, weight * factor, outward)
             for cut, weight in weights
-            for outward in directions or (self.usages[cut.usage].outward,)
+            for outward in directions or (self.kinds[cut.kind].outward,)
         ]
         potentials = {switch: (Fraction(0), Fraction(0)) for switch in self.plain}
-        for switch, usage, shift in shifts:
+        for switch, kind, shift in shifts:
             down, up = potentials[switch]
             amount = shift * factor
             if self.paired:
                 potentials[switch] = amount, -amount
             else:
-                potentials[switch] = (down + amount, up) if usage.outward else (down, up + amount)
+                potentials[switch] = (down + amount, up) if kind.outward else (down, up + amount)
         return Proof(Fraction(total) / unit / self.scale, listed, potentials)
 
     def feasible_rate(self, values: Sequence[Fraction]) -> Fraction:

@@ -18,7 +18,7 @@ from functools import lru_cache
 from typing import Final, NamedTuple
 
 from ....topology import Topology
-from .cut_program import CutProgram, NodeCut, Proof, Usage
+from .cut_program import CutProgram, NodeCut, Proof, TreeKind
 from .solver import Solution, refine, solve
 
 # A solution in floating point is rounded to fractions with denominators up to each of these limits, until one fits.
@@ -72,18 +72,18 @@ def optimum(topology: Topology, weights: Weights | None = None) -> Optimum:
     nodes = program.topology.nodes
     cuts = tuple((frozenset(nodes[k] for k in inside), weight, outward) for inside, weight, outward in proof.cuts)
     shifts = tuple((nodes[switch], *pair) for switch, pair in proof.potentials.items())
-    broadcasts = program.usages[0]
+    broadcasts = program.kinds[0]
     roots = {nodes[root]: rate for root, rate in program.root_rates(broadcasts, values).items()}
     down, up = _used_bandwidths(program, broadcasts, values), dict[Pair, Fraction]()
     if program.paired:
         up = {(dst, src): rate for (src, dst), rate in down.items()}
     elif weights is None:
-        up = _used_bandwidths(program, program.usages[1], values)
+        up = _used_bandwidths(program, program.kinds[1], values)
     return Optimum(proof.rate, cuts, shifts, reached, roots, down, up)
 
 
-def _used_bandwidths(program: CutProgram, usage: Usage, values: list[Fraction]) -> dict[Pair, Fraction]:
-    return {(link.src, link.dst): values[c] for link, c in zip(program.links, usage.columns, strict=True)}
+def _used_bandwidths(program: CutProgram, kind: TreeKind, values: list[Fraction]) -> dict[Pair, Fraction]:
+    return {(link.src, link.dst): values[c] for link, c in zip(program.links, kind.columns, strict=True)}
 
 
 def _exact_solution(program: CutProgram) -> _Exact:
@@ -118,7 +118,7 @@ def _round_to_fractions(program: CutProgram, solution: Solution, cuts: list[Node
             break
     proof = min(proofs, key=lambda proof: proof.rate)
     halves = [program.simple / program.n] * program.rates
-    halves += [link.bandwidth / 2 for link in program.links] * len(program.usages)
+    halves += [link.bandwidth / 2 for link in program.links] * len(program.kinds)
     best = program.simple or Fraction(-1), halves  # if ``simple`` is 0, the halves are no solution
     for limit in DENOMINATORS if best[0] < proof.rate else ():
         values = [

@@ -43,7 +43,7 @@ class HeuristicTrees:
         return self._tree(root)[0]
 
     def parents(self, root: int) -> list[Parent]:
-        """Return a cheap tree out of a branch node, parents before their children; its ``cost`` must be finite."""
+        """Return a cheap tree out of a branch node, parents before their children. ``cost(root)`` must be finite."""
         return self._tree(root)[1]
 
     def _tree(self, root: int) -> tuple[float, list[Parent]]:

@@ -33,8 +33,8 @@ WORTH: Final = 0.98  # a forest is planned only if it may take less than this pa
 # If transfers take more than LONG times the latency of a hop, forests for one piece and all-gathers in many pieces are
 # not tried. They are never much faster than other schedules (measured on all machines).
 LONG: Final = 16_000
-# If transfers take more than FAR times the latency of a hop, a forest must take less than WORTH of the known time, and
-# have at least the rate of the known schedule. If hosts queue operations, only forests for many pieces are tried then.
+# If transfers take more than FAR times the latency of a hop, a forest must take less than WORTH times the time of the
+# known schedule, and have at least its rate. If hosts queue operations, only forests for many pieces are tried then.
 FAR: Final = 4000
 MORE_STEPS: Final = 5  # the most steps above the least number of steps that are tried
 _COMPARED: Final = 2  # the two kinds of forests are compared with this many steps above the least number
@@ -43,7 +43,7 @@ _COMPARED: Final = 2  # the two kinds of forests are compared with this many ste
 class _Task(NamedTuple):
     """The kind of trees that a request needs."""
 
-    roots: int | None  # see ``share_among_trees``
+    roots: int | None  # the number of the only root; -1: all devices; None: any devices. See ``share_among_trees``
     paired: bool  # whether there are trees into and out of each root
     backwards: bool  # whether there are only trees into the roots
 
@@ -204,12 +204,12 @@ def _task(request: Request) -> _Task | None:
     if request.packs != 1 or request.root is not None:
         return None
     if request.collective in ("all_gather", "reduce_scatter"):
-        return _Task(-1, False, request.collective == "reduce_scatter")
+        return _Task(-1, paired=False, backwards=request.collective == "reduce_scatter")
     if len(sources) == 1:
-        return _Task(sources[0], False, False)
+        return _Task(sources[0], paired=False, backwards=False)
     if len(destinations) == 1:
-        return _Task(destinations[0], False, True)
-    return _Task(None, True, False) if set(sources) == set(destinations) else None
+        return _Task(destinations[0], paired=False, backwards=True)
+    return _Task(None, paired=True, backwards=False) if set(sources) == set(destinations) else None
 
 
 def _bound(topology: Topology, members: tuple[str, ...], task: _Task) -> float:

@@ -89,9 +89,8 @@ class Quotient:
 class _Program:
     """The linear program. Its variables are rates of roots, and the bandwidths that trees of each direction use.
 
-    An all-reduce has a rate for each orbit of roots, and trees in both directions. If links are equal in both
-    directions, trees into a root are the trees out of it backwards, without variables of their own. Other collectives
-    have one rate.
+    An all-reduce has a rate for each orbit of roots, and trees in both directions. If links are equal in both, trees
+    into a root are the trees out of it backwards, without variables of their own. Other collectives have one rate.
     """
 
     def __init__(self, quotient: Quotient, collective: str, weights: Mapping[int, Fraction] | None) -> None:
@@ -237,8 +236,8 @@ class _Program:
             listed = [Cut(frozenset(names[k] for k in cut.nodes), w / unit, cut.outward) for cut, w in weights]
             return total / unit, listed, [(switch, outward, shift / unit) for switch, outward, shift in shifts]
         both = (True, False)  # each cut and shift is listed for both directions, with half of its weight
-        listed = [Cut(frozenset(names[k] for k in cut.nodes), w / unit / 2, way) for cut, w in weights for way in both]
-        shifts = [(switch, way, (shift if way else -shift) / unit / 2) for switch, _, shift in shifts for way in both]
+        listed = [Cut(frozenset(names[k] for k in cut.nodes), w / unit / 2, out) for cut, w in weights for out in both]
+        shifts = [(switch, out, (shift if out else -shift) / unit / 2) for switch, _, shift in shifts for out in both]
         return total / unit, listed, shifts
 
 

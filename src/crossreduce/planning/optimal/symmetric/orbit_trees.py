@@ -61,8 +61,7 @@ def best_trees(
       collective: the name of the collective. Trees of an all-reduce both reduce and copy.
       weights: by orbit of roots, the part of the buffer that starts (or ends) in it. ``None``: an all-reduce.
       limit: the bound in GB/s. Trees that reach it end the search.
-      tree_nodes: trees contain this many of the first nodes: the devices, and perhaps switches that reduce. 0: only
-        the devices.
+      tree_nodes: trees contain this many of the first nodes: devices, then switches that reduce. 0: all devices.
     """
     search = _TreeSearch(quotient, collective, weights, tree_nodes or quotient.n)
     prices = [float(max(quotient.width) / width) for width in quotient.width]

@@ -32,7 +32,7 @@ Pair = tuple[str, str]
 def fit_trees(
     topology: Topology, used: Mapping[Pair, Fraction], weights: Mapping[int, Fraction]
 ) -> tuple[list[Tree], Fraction]:
-    """Return (trees out of the roots, average number of trees per root). A tree of weight w counts w times.
+    """Return the trees out of the roots, and k, their average number per root. A tree of weight w counts w times.
 
     Args:
       topology: a neutral topology.

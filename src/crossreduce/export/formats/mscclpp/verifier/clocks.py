@@ -23,7 +23,7 @@ from typing import Final, NamedTuple
 
 
 class Clock(NamedTuple):
-    """The accesses that precede a moment in every execution, as sets of bits."""
+    """A vector clock: the accesses that precede a moment in every execution, as sets of bits."""
 
     ended: int = 0  # accesses that are over
     visible: int = 0  # writes that are visible

@@ -1,4 +1,4 @@
-"""Channels and semaphores of a symbolic run: the clocks of threads after a wait, a flush or an acquire.
+"""Channels and semaphores of a symbolic run: the vector clocks of threads after a wait, a flush or an acquire.
 
 - The k-th wait on an end of a channel receives the k-th signal of the other end. Threads count them without atomic
   operations. So the signals of an end must be ordered, and so must its waits. Threads that signal or wait are in the
@@ -60,7 +60,7 @@ class Channel:
         block.extend(thread, self.collect(block, thread))
 
     def collect(self, block: BlockClock, thread: int) -> Clock:
-        """Return the clock after all transfers of a port channel that were posted before now."""
+        """Return the clock of ``thread`` joined with those of all transfers whose posts precede its current action."""
         known = block.clock_of(thread)
         remaining = []
         for record, clock in self.posts:

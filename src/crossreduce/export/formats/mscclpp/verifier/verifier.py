@@ -77,8 +77,7 @@ def verify_mscclpp_json(text: str, *, root: int | None = None, nbytes: int | Non
 
     Args:
       text: the plan.
-      root: the destination of a reduce or the source of a broadcast. By default it is found, since the format does not
-        store it.
+      root: the destination of a reduce or source of a broadcast. By default it is found: the format does not store it.
       nbytes: the size of the messages for which the plan is proved: the bytes of the output for an all-gather, and of
         the input otherwise. By default, these are a few sizes that represent all others.
     Returns:

@@ -146,7 +146,7 @@ class _BlockEvents:
         signals = [_Event("signal", self.time, pair)]
         self._event(src, "put", pair=pair, srcs=(memory,), dst=self._extent(dst, b, target), signals=signals)
         self.touched[src, b] = len(self.events[src]) - 1
-        if self.hosts.kind(*pair) != "port":  # a port channel reads later, so the value keeps its memory
+        if self.hosts.kind(*pair) != "port":  # for a port channel, which reads later, it keeps its memory
             self.placement.read(b, value)
 
     def _event(self, rank: int, kind: str, **fields: Any) -> None:

@@ -17,7 +17,7 @@ from typing import Final
 
 from ...collective import Block, Collective
 
-UNEVEN: Final = 0.12  # the greatest ``_unevenness`` of blocks that counts as even
+UNEVEN: Final = 0.12  # the greatest ``_unevenness`` that counts as even
 FINER: Final = (1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # factors that are tried for the number of parts that the links need
 FEW: Final = 4  # if a GPU has at most so many threadblocks, parts are doubled, so that links are busy while some wait
 LEAST_UNITS: Final = 6  # in a part of an inexact division, so that parts differ by at most a sixth
@@ -77,9 +77,9 @@ def is_uneven(collective: Collective) -> bool:
 
 
 def _unevenness(sizes: Sequence[tuple[float, float]]) -> float:
-    """Return the fraction by which blocks are shorter than the longest one, on average over the buffer.
+    """Return the mean of ``1 - size / longest size`` over all units of the buffer.
 
-    Each entry of ``sizes`` has a number of units of the buffer, and the size of the blocks that they belong to.
+    ``sizes``: pairs of a number of units, and the size of each block that contains one of them.
     """
     longest = max(size for _, size in sizes)
     return sum(units * (1 - size / longest) for units, size in sizes) / sum(units for units, _ in sizes)

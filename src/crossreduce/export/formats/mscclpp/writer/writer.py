@@ -77,8 +77,7 @@ def to_mscclpp_json(
       min_bytes: the smallest message that the plan is for.
       max_bytes: the largest message that the plan is for. It is lowered if pipelines would need over 65535 iterations.
     Raises:
-      PlanError: the schedule is not such a collective, or a threadblock needs more operations or peers than the
-        executor allows.
+      PlanError: the schedule is not such a collective, or a threadblock needs too many operations or peers.
       ScheduleError: ``verify`` rejects the schedule.
       ArgumentError: another argument is invalid.
 
@@ -134,6 +133,13 @@ def most_threadblocks(threads: int) -> int:
     return min(MULTIPROCESSORS.values()) * resident(threads)
 
 
+class _Loss(NamedTuple):
+    """The drawbacks of an assignment. Of two assignments, the one with the smaller tuple is better."""
+
+    shares_threadblocks: bool  # whether blocks or pipelines share threadblocks
+    is_uneven: bool  # whether blocks differ much in size
+
+
 class _Assignment(NamedTuple):
     """Threadblocks of all GPUs."""
 
@@ -141,13 +147,13 @@ class _Assignment(NamedTuple):
     gpus: list[GpuPlan]
     divided: Collective  # whose chunks are divided into parts
     longest: int  # the most bytes of a message
-    loss: tuple[bool, bool]  # whether blocks share threadblocks, and whether they differ much in size
+    loss: _Loss
 
 
 def _threadblocks(
     schedule: Schedule, topology: Topology | None, nbytes: int, most: dict[int, int], *, inplace: bool
 ) -> _Assignment:
-    """Return the threadblocks of all GPUs, with as many threads as possible without a ``loss`` (see ``_Assignment``).
+    """Return the threadblocks of all GPUs, with as many threads as possible without drawbacks (``_Loss``).
 
     ``most`` has the largest number of threadblocks per GPU, by the number of threads per threadblock. A schedule whose
     stages cannot run in separate threadblocks has no pipelines.
@@ -172,10 +178,11 @@ def _threadblocks(
                 continue
             if best is None or assignment.loss < best.loss:
                 best = assignment
-            if best.loss == (False, False):
+            if not any(best.loss):
                 break
         if best is not None:
             return best
+        # A schedule of one piece is then planned without pipelines, so its failure with pipelines is not final.
         if failure is not None and (not pipelines or schedule.pieces > 1):
             raise failure
     raise AssertionError("a schedule always has threadblocks without pipelines")
@@ -212,7 +219,7 @@ def _assign_threadblocks(
         add_blocks(divided, gpus, Hosts(schedule.devices), most, inplace=inplace)
         shares = len(divided.blocks) > most
     check_limits(schedule, gpus, most)
-    return _Assignment(threads, gpus, divided, longest, (shares, topology is not None and is_uneven(divided)))
+    return _Assignment(threads, gpus, divided, longest, _Loss(shares, topology is not None and is_uneven(divided)))
 
 
 def _pieces(collective: Collective, pieces: int, nbytes: int) -> dict[int, int]:
