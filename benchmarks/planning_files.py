@@ -23,12 +23,11 @@ NBYTES = 1 << 28
 
 def seconds_of(form: str, text: str, plan: cr.Plan) -> float:
     """Return the seconds of a file on the clock of its format."""
-    import msccl_clock
-    import mscclpp_clock
+    from file_clock import algbw, msccl_seconds
 
     if form == "msccl":
-        return float(msccl_clock.seconds(text, plan.topology, plan.schedule, plan.nbytes))
-    return plan.nbytes / 1e9 / mscclpp_clock.algbw(text, plan.schedule, plan.topology)
+        return float(msccl_seconds(text, plan.topology, plan.nbytes, plan.schedule))
+    return plan.nbytes / 1e9 / algbw(text, plan.schedule, plan.topology)
 
 
 def parts_of(form: str, multiple: int) -> int:

@@ -1,6 +1,7 @@
 """The verifier of MSCCL++ plans: the faults that it names, its notes and reports, sizes, malformed and large texts."""
 
 import dataclasses
+import itertools
 import json
 import tracemalloc
 
@@ -24,6 +25,8 @@ from strategies import names
 
 from crossreduce import ArgumentError, ScheduleError
 from crossreduce.export.formats.mscclpp import to_mscclpp_json, verify_mscclpp_json
+from crossreduce.export.formats.mscclpp.verifier.clocks import BlockClock
+from crossreduce.export.formats.mscclpp.verifier.synchronisation import Channel
 from crossreduce.planning import ring
 
 
@@ -353,14 +356,30 @@ LARGE = [
 @pytest.mark.parametrize(("text", "words"), LARGE, ids=["characters", "objects", "iterations", "cells"])
 def test_large_plans_are_refused_in_bounded_memory(text, words):
     """Plans with too many characters, objects, iterations or cells are refused. Reading takes less than 100 MB."""
-    if "large to be read" in words:
-        tracemalloc.start()
+    tracemalloc.start()
     try:
         with pytest.raises(ScheduleError, match=words):
             verify_mscclpp_json(text)
         assert tracemalloc.get_traced_memory()[1] < 100_000_000
     finally:
         tracemalloc.stop()
+
+
+def test_a_transfer_is_over_only_for_threads_that_come_after_its_post():
+    """A flush lasts until the transfers that were posted before it are over. A flush that is not ordered after a post
+    may come before it, also if another thread has already waited for the transfer."""
+    numbers, transfer = itertools.count(), 1 << 100
+    first, second = BlockClock(0, numbers), BlockClock(1, numbers)
+    channel = Channel("a port channel", is_port=True, notes=[])
+    channel.post(first, 0, "put", transfer)
+    posted = first.clock_of(0)
+    channel.flush(first, 0)
+    assert first.clock_of(0).ended & transfer
+    channel.flush(second, 0)
+    assert not second.clock_of(0).ended & transfer
+    second.extend(0, posted)  # now it comes after the post
+    channel.flush(second, 0)
+    assert second.clock_of(0).ended & transfer
 
 
 def test_a_long_deadlock_has_a_short_message():

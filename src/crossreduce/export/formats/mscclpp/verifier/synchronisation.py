@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, field
+from itertools import chain
 
 from .....errors import ScheduleError
 from .clocks import NOTHING, AccessRecord, BlockClock, Clock, one_thread
@@ -33,8 +34,10 @@ class Channel:
     received: int = 0
     last_signal: AccessRecord | None = None
     last_wait: AccessRecord | None = None
-    done: Clock = NOTHING  # for a port channel, the clock after its transfers
-    posts: list[tuple[AccessRecord, Clock]] = field(default_factory=list)  # transfers that are not in ``done`` yet
+    posts: list[tuple[AccessRecord, Clock]] = field(
+        default_factory=list
+    )  # of a port channel, with the clocks at the ends
+    collected: dict[tuple[int, int], tuple[Clock, list[int], int]] = field(default_factory=dict)  # see ``collect``
 
     def signal(self, block: BlockClock, thread: int, text: str, *, relaxed: bool) -> None:
         """Send a signal. On a port channel, it arrives after all transfers that were posted before."""
@@ -61,15 +64,18 @@ class Channel:
 
     def collect(self, block: BlockClock, thread: int) -> Clock:
         """Return the clock of ``thread`` joined with those of all transfers whose posts precede its current action."""
-        known = block.clock_of(thread)
+        known, key = block.clock_of(thread), (block.number, thread)
+        # What the thread has collected: the joined clock, the numbers of the other posts, and how many there were.
+        clock, others, seen = self.collected.get(key, (NOTHING, [], 0))
         remaining = []
-        for record, clock in self.posts:
+        for number in chain(others, range(seen, len(self.posts))):
+            record, after = self.posts[number]
             if block.is_after(record, known.ended, one_thread(thread)):
-                self.done = self.done.union(clock)
+                clock = clock.union(after)
             else:
-                remaining.append((record, clock))
-        self.posts = remaining
-        return self.done.union(known)
+                remaining.append(number)
+        self.collected[key] = clock, remaining, len(self.posts)
+        return clock.union(known)
 
     def _next(self, last: AccessRecord | None, block: BlockClock, thread: int, text: str, does: str) -> AccessRecord:
         """Return the record of a signal or wait, which must come after the last one."""
