@@ -18,8 +18,8 @@ import torch
 from torch._C import _distributed_c10d as c10d
 from torch.distributed import ReduceOp as TorchOp
 
+from ..engines.host import array_memory
 from ..errors import MismatchError, UnsupportedError
-from ..frameworks.torch import host_memory as _host  # noqa: F401 - compiled code then reads tensors
 from ..observe.diagnostics import op_text
 from ..ops import COMPLEX, FLOATS, ReduceOp
 from ..ranks.communicator import Communicator
@@ -59,6 +59,8 @@ _STRIDED: Final = torch.strided
 _SUMMED_IN_GLOO: Final = {
     getattr(torch, name) for name in ("float16", "bfloat16", "float32", "float64", "int8", "uint8", "int32", "int64")
 }
+
+array_memory("torch")  # called for its effect: the compiled code of prepared calls can then read tensors
 
 
 class Collectives(InnerGloo):

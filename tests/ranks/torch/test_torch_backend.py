@@ -1,6 +1,8 @@
 """``dist.init_process_group("crossreduce")`` on several ranks: every collective, exact sums, training."""
 
 import operator
+import subprocess
+import sys
 
 import pytest
 import torch_checks
@@ -36,3 +38,27 @@ def test_all_checks_pass_on_every_rank(tmp_path, checks, hosts):
             assert len(digests) > 50
             assert all(map(operator.le, counts[2], counts[0]))  # a thread that frees memory may end some seconds later
             assert counts[2][0] == 1  # Python threads
+
+
+REPEATED = """
+import sys
+import torch
+import torch.distributed as dist
+
+dist.init_process_group("crossreduce", f"file://{sys.argv[1]}", rank=0, world_size=1)
+kind, in_python = type(dist.group.WORLD.communicator), []
+all_reduce = kind.all_reduce
+kind.all_reduce = lambda *arguments: (in_python.append(1), all_reduce(*arguments))
+for _ in range(5):
+    dist.all_reduce(torch.ones(4))
+dist.destroy_process_group()
+print(len(in_python))
+"""
+
+
+def test_a_repeated_call_runs_in_compiled_code(tmp_path):
+    """In a program that only calls torch.distributed, the compiled code reads tensors: a repeated call needs no
+    Python below it. (In a process in which other tests have run, it may have learned that from their calls.)"""
+    command = [sys.executable, "-c", REPEATED, str(tmp_path / "store")]
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    assert ran.stdout == "1\n"
