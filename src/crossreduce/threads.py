@@ -1,9 +1,16 @@
-"""Starting threads while signals may arrive."""
+"""Starting threads while signals may arrive; the interpreters in which this library works.
+
+Importing this module, the first thing that ``import crossreduce`` does, raises a BackendError in a subinterpreter.
+"""
 
 from __future__ import annotations
 
+import _thread
+import importlib
 import sys
 import threading
+
+from .errors import BackendError
 
 
 def start_thread(thread: threading.Thread) -> None:
@@ -29,3 +36,18 @@ def start_thread(thread: threading.Thread) -> None:
             raise interrupt
         finally:
             interrupt = None  # its traceback refers to this frame
+
+
+def _is_main_interpreter() -> bool:
+    """Return whether this code runs in the main interpreter of the process, not in a subinterpreter."""
+    is_main = getattr(_thread, "_is_main_interpreter", None)  # since Python 3.12
+    if is_main is not None:
+        return bool(is_main())
+    interpreters = importlib.import_module("_xxsubinterpreters")
+    return bool(interpreters.get_current() == interpreters.get_main())
+
+
+if not _is_main_interpreter():  # there NumPy raises an error of its own, and other libraries wait for ever for a lock
+    _PROBLEM = "crossreduce cannot be imported in a subinterpreter: NumPy and its kernels work in the main one only."
+    _REMEDY = "a process, or the main interpreter (for mod_wsgi: WSGIApplicationGroup %{GLOBAL})"
+    raise BackendError.of(_PROBLEM, remedy=_REMEDY)
