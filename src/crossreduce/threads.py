@@ -7,10 +7,20 @@ from __future__ import annotations
 
 import _thread
 import importlib
+import mmap
 import sys
 import threading
+from typing import Any, Final
 
 from .errors import BackendError
+
+try:
+    import resource
+except ImportError:  # Windows
+    resource: Any = None  # type: ignore[no-redef]
+
+# The stack of a thread, 8 MiB by default, and memory for Python's objects, of which it takes 1 MiB at a time.
+_THREAD_NBYTES: Final = 12 << 20
 
 
 def start_thread(thread: threading.Thread) -> None:
@@ -22,7 +32,14 @@ def start_thread(thread: threading.Thread) -> None:
 
     Raises:
       RuntimeError: the system cannot start the thread.
+      MemoryError: there is too little memory for a thread. One that cannot even say that it has started would make
+        ``Thread.start`` wait for ever.
     """
+    if resource is not None and resource.getrlimit(resource.RLIMIT_AS)[0] != resource.RLIM_INFINITY:
+        try:
+            mmap.mmap(-1, _THREAD_NBYTES).close()
+        except OSError as error:
+            raise MemoryError(f"there is too little memory for the thread {thread.name!r}: {error}") from error
     handled = sys.exception()  # of the caller; it would also be the context of an error that is raised here
     interrupt: BaseException | None = None
     try:
