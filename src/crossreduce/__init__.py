@@ -7,6 +7,7 @@ PyTorch, JAX, TensorFlow and CuPy across devices, along a verified schedule.
 [3.0, 3.0, 3.0]
 """
 
+from . import threads  # noqa: F401 - first, since it refuses subinterpreters before NumPy is imported
 from .errors import (
     ArgumentError,
     AxisError,

@@ -1,9 +1,26 @@
-"""Starting threads while signals may arrive."""
+"""Starting threads while signals may arrive; the interpreters in which this library works.
+
+Importing this module, the first thing that ``import crossreduce`` does, raises a BackendError in a subinterpreter.
+"""
 
 from __future__ import annotations
 
+import _thread
+import importlib
+import mmap
 import sys
 import threading
+from typing import Any, Final
+
+from .errors import BackendError
+
+try:
+    import resource
+except ImportError:  # Windows
+    resource: Any = None  # type: ignore[no-redef]
+
+# The stack of a thread, 8 MiB by default, and memory for Python's objects, of which it takes 1 MiB at a time.
+_THREAD_NBYTES: Final = 12 << 20
 
 
 def start_thread(thread: threading.Thread) -> None:
@@ -15,7 +32,14 @@ def start_thread(thread: threading.Thread) -> None:
 
     Raises:
       RuntimeError: the system cannot start the thread.
+      MemoryError: there is too little memory for a thread. One that cannot even say that it has started would make
+        ``Thread.start`` wait for ever.
     """
+    if resource is not None and resource.getrlimit(resource.RLIMIT_AS)[0] != resource.RLIM_INFINITY:
+        try:
+            mmap.mmap(-1, _THREAD_NBYTES).close()
+        except OSError as error:
+            raise MemoryError(f"there is too little memory for the thread {thread.name!r}: {error}") from error
     handled = sys.exception()  # of the caller; it would also be the context of an error that is raised here
     interrupt: BaseException | None = None
     try:
@@ -29,3 +53,18 @@ def start_thread(thread: threading.Thread) -> None:
             raise interrupt
         finally:
             interrupt = None  # its traceback refers to this frame
+
+
+def _is_main_interpreter() -> bool:
+    """Return whether this code runs in the main interpreter of the process, not in a subinterpreter."""
+    is_main = getattr(_thread, "_is_main_interpreter", None)  # since Python 3.12
+    if is_main is not None:
+        return bool(is_main())
+    interpreters = importlib.import_module("_xxsubinterpreters")
+    return bool(interpreters.get_current() == interpreters.get_main())
+
+
+if not _is_main_interpreter():  # there NumPy raises an error of its own, and other libraries wait for ever for a lock
+    _PROBLEM = "crossreduce cannot be imported in a subinterpreter: NumPy and its kernels work in the main one only."
+    _REMEDY = "a process, or the main interpreter (for mod_wsgi: WSGIApplicationGroup %{GLOBAL})"
+    raise BackendError.of(_PROBLEM, remedy=_REMEDY)

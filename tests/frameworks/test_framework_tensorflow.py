@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 from tensorflow_values import on, tf
@@ -103,12 +105,20 @@ def test_slices_are_concatenated() -> None:
     assert same(result.values, np.array([1.0, 2.0]))
 
 
+def escaped() -> Any:
+    """Return a symbolic tensor that has escaped from a tf.function."""
+    seen: list[Any] = []
+    tf.function(lambda x: (seen.append(x), x)[1], autograph=False)(tf.ones(3))
+    return seen[0]
+
+
 UNSUPPORTED = {
     "SparseTensor": (lambda: tf.sparse.from_dense([1.0, 0.0]), r"tf\.sparse\.to_dense"),
     "RaggedTensor": (lambda: tf.ragged.constant([[1.0], [2.0, 3.0]]), "to_tensor"),
     "string": (lambda: tf.constant(["a"]), "dtype string"),
     "resource": (lambda: tf.Variable([1.0]).handle, "dtype resource"),
     "quantized": (lambda: tf.quantization.quantize([1.0], 0, 1, tf.qint8).output, "dtype qint8"),
+    "symbolic": (lambda: escaped(), "symbolic tensor of a tf.function"),
     "dataset": (lambda: tf.data.Dataset.range(3), "cannot be reduced"),
 }  # fmt: skip
 

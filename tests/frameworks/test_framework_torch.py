@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
 import pytest
 from frameworks import NAMES
 
@@ -116,6 +120,19 @@ class Wrapping(torch.Tensor):
     def __tensor_flatten__(self) -> None: ...
 
 
+def freed(x: torch.Tensor) -> torch.Tensor:
+    """Return a tensor whose memory has been freed, as FSDP does with the parameters of other ranks."""
+    x.untyped_storage().resize_(0)
+    return x
+
+
+def escaped(transform: Any) -> torch.Tensor:
+    """Return a tensor that has escaped from a function that torch.func transformed."""
+    seen: list[torch.Tensor] = []
+    transform(lambda x: (seen.append(x), x.sum())[1])(torch.ones(3))
+    return seen[0]
+
+
 UNSUPPORTED = {
     "meta": (lambda: torch.ones(2, device="meta"), "meta tensors have no elements"),
     "quantized": (lambda: torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.qint8), "dequantize"),
@@ -123,6 +140,10 @@ UNSUPPORTED = {
     "lazy": (lambda: torch.nn.UninitializedParameter(), "run the module once"),
     "float8": (lambda: torch.ones(2).to(torch.float8_e4m3fn), "float8_e4m3fn cannot be reduced"),
     "wrapping": (lambda: torch.ones(2).as_subclass(Wrapping), "wraps other tensors"),
+    "masked": (lambda: torch.masked.masked_tensor(torch.ones(2), torch.tensor([True, False])), "wraps other tensors"),
+    "freed": (lambda: freed(torch.ones(2)), "memory of a tensor's elements was freed"),
+    "of vmap": (lambda: escaped(torch.func.vmap), "transformation by torch.func that has ended"),
+    "of grad": (lambda: escaped(torch.func.grad), "transformation by torch.func that has ended"),
     "compressed": (lambda: torch.eye(2).to_sparse_csr(), "to_sparse_coo"),
     "nested": (lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]), "unbind"),
 }
@@ -139,6 +160,47 @@ def test_kinds_that_cannot_be_reduced(kind: str) -> None:
         cr.HierarchicalCopyAllReduce().reduce("sum", cr.PerReplica([value], ["cpu:0"]), "cpu:0")
     with pytest.raises(cr.UnsupportedError, match=text):
         cr.CrossDeviceOps().broadcast(value, "cpu:0")
+    if kind in ("freed", "of vmap"):  # these look like other tensors, also to calls that run again without Python
+        like = torch.ones(value.shape)
+        for _ in range(3):
+            cr.all_reduce([like, like.clone()], out=[like.clone(), like.clone()])
+        for options in ({}, {"out": [like.clone(), like.clone()]}):
+            with pytest.raises(cr.UnsupportedError, match=text):
+                cr.all_reduce([value, like], **options)
+        with pytest.raises(cr.UnsupportedError, match=rf"{text}|need tensors that have memory"):
+            cr.all_reduce([like, like.clone()], out=[value, like])
+
+
+@pytest.mark.parametrize("op", ["sum", "mean", "max", "product"])
+@pytest.mark.parametrize("n", [1, 2, 3, 5])
+def test_transformations_of_torch_func(op: str, n: int) -> None:
+    """torch.func vectorizes and differentiates a reduction of any number of replicas, in any nesting."""
+    func, x = torch.func, torch.tensor([[1.0, 2.0, -3.0], [0.5, -1.0, 4.0]])
+
+    def total(x: torch.Tensor, reduce: Callable[..., Any] = cr.all_reduce) -> torch.Tensor:
+        return reduce([x * (k + 1) for k in range(n)], op)[n - 1].sum()
+
+    def by_torch(xs: list[torch.Tensor], op: str) -> list[torch.Tensor]:
+        stacked = torch.stack(xs)
+        return [getattr(stacked, {"max": "amax", "product": "prod"}.get(op, op))(0)] * n
+
+    for transform in (
+        func.vmap, func.grad, func.jacfwd, func.functionalize, lambda f: func.vmap(func.grad(f)),
+        lambda f: func.grad(lambda x: func.vmap(f)(x).sum()), lambda f: lambda x: func.jvp(f, (x,), (x,)),
+    ):  # fmt: skip
+        torch.testing.assert_close(transform(total)(x), transform(partial(total, reduce=by_torch))(x))
+
+
+def test_lazy_zeros() -> None:
+    """Lazily allocated zeros, which torch does not write into, can be reduced and assigned."""
+    zero = torch._efficientzerotensor((3,))
+    for op in ("sum", "mean", "max"):
+        for n in (1, 2, 3):
+            results = cr.all_reduce([zero] * n, op)
+            assert [x.add_(1).tolist() for x in results] == [[1.0] * 3] * n
+    variable = cr.Variable(torch.ones(3))
+    assert variable.assign_add(zero).value().tolist() == [1.0] * 3
+    assert variable.assign(zero).value().tolist() == [0.0] * 3
 
 
 def test_devices_that_do_not_exist() -> None:

@@ -60,7 +60,10 @@ def get(name: str) -> Framework:
 def missing_framework(why: str, name: str, error: ImportError) -> BackendError:
     """Return the error for a framework that cannot be imported, with the command that installs it."""
     problem = f"{why} {name} cannot be imported: {error}"
-    return BackendError.of(problem, remedy=f"pip install 'crossreduce[{name}]'")
+    remedy = f"pip install 'crossreduce[{name}]'"
+    if "more than once per process" in str(error):  # NumPy's error after its modules were removed from sys.modules
+        remedy = f"import {name} once, before anything that removes modules from sys.modules, such as in-process tests"
+    return BackendError.of(problem, remedy=remedy)
 
 
 def framework_of(value: Any) -> Framework:

@@ -1,6 +1,6 @@
 """Find results that share memory with other arrays.
 
-Input: addresses. Output: a result that must not be written, or ``None``.
+Input: addresses. Output: a result that must not be written, or ``None``; whether arrays share memory.
 """
 
 from __future__ import annotations
@@ -31,3 +31,12 @@ def find_overlap(extents: Iterable[tuple[int, int, int, int]]) -> tuple[int, int
         if result >= 0:
             reached_by_result = max(reached_by_result, (stop, tensor, result))
     return None
+
+
+def overlaps(one: tuple[int, int, bool], others: Iterable[tuple[int, int, bool]]) -> bool:
+    """Return whether an array shares memory with others. Each is given by its ``memory_range`` in its framework.
+
+    >>> overlaps((0, 8, True), [(8, 16, True)]), overlaps((0, 9, True), [(8, 16, True)])
+    (False, True)
+    """
+    return any(one[0] < stop and start < one[1] for start, stop, _ in others)

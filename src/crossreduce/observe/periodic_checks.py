@@ -54,7 +54,7 @@ class PeriodicChecks:
                 except BaseException as error:
                     self._closed.set()  # if the thread has started, it ends at once
                     self._thread = None
-                    if not isinstance(error, RuntimeError):
+                    if not isinstance(error, (RuntimeError, MemoryError)):
                         raise
                     # Continue without the thread, since the other ranks already expect this rank.
                     _LOG.warning("%s: %s", self._lost, error)

@@ -6,6 +6,7 @@ Input: per-replica values, destinations, variables. Output: ``Mirrored`` values,
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from ..errors import ArgumentError, shown
@@ -15,7 +16,7 @@ from ..reduction.validation import check_pairs
 from ..values import DistributedValues, Mirrored
 from .base import Strategy
 from .contexts import REDUCE_IN_A_REPLICA, cross_replica_context
-from .regroup import local_arguments, regroup
+from .regroup import local_arguments, map_arguments, map_tree, regroup
 from .variables import Component, Variable
 
 
@@ -74,7 +75,8 @@ class Extended:
           var: a variable or another distributed value. A variable's components are passed as ``Component``s, which can
             be read and assigned; those of another value are passed directly.
           fn: receives the component, then the arguments.
-          args: trees. In place of each distributed value in them, ``fn`` receives the component of the same replica.
+          args: trees. In place of each distributed value in them, ``fn`` receives the component of the same replica,
+            or a copy of it if an earlier call may change it: if it shares memory with another component of ``var``.
           kwargs: the same for keyword arguments.
         Returns:
           The results of the calls, regrouped as by ``run``; a ``Component`` counts as ``None``.
@@ -98,6 +100,9 @@ class Extended:
             if not isinstance(var, DistributedValues) or len(var) != n:
                 problem = f"var must be a variable or another distributed value with {n} components, one per replica."
                 raise ArgumentError.of(problem, shown(var), "a Variable that was created in strategy.scope()")
+            if isinstance(var, Variable):  # no call may change the arguments of later ones
+                separate = partial(var.separate, assigned=n - 1)
+                args, kwargs = map_arguments(args, kwargs, lambda value: map_tree(value, separate))
             for k in range(n):
                 component = Component(var, k) if isinstance(var, Variable) else var[k]
                 positional, named = local_arguments(args, kwargs, k, n, keep_variables=False)

@@ -93,17 +93,24 @@ def local_arguments(
     args: Sequence[Any], kwargs: Mapping[str, Any] | None, replica: int, n: int, *, keep_variables: bool = True
 ) -> tuple[list[Any], dict[str, Any]]:
     """Return the arguments that a replica receives: each one after ``localize``. Errors name the argument."""
+    return map_arguments(args, kwargs, lambda value: localize(value, replica, n, keep_variables=keep_variables))
+
+
+def map_arguments(
+    args: Sequence[Any], kwargs: Mapping[str, Any] | None, function: Callable[[Any], Any]
+) -> tuple[list[Any], dict[str, Any]]:
+    """Return a function's result for each argument. Its errors name the argument."""
     check_arguments(args, kwargs)
 
-    def local(name: object, value: Any) -> Any:
+    def result(name: object, value: Any) -> Any:
         try:
-            return localize(value, replica, n, keep_variables=keep_variables)
+            return function(value)
         except ReductionError as error:
             error.prefix(f"argument {name}")
             raise
 
-    positional = [local(k, value) for k, value in enumerate(args)]
-    return positional, {name: local(name, value) for name, value in (kwargs or {}).items()}
+    positional = [result(k, value) for k, value in enumerate(args)]
+    return positional, {name: result(name, value) for name, value in (kwargs or {}).items()}
 
 
 def _component(leaf: Any, replica: int, n: int, keep_variables: bool) -> Any:

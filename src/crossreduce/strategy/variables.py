@@ -10,11 +10,12 @@ from __future__ import annotations
 import enum
 import threading
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Any, Self
 
-from ..errors import ArgumentError, ContextError, MismatchError, UnsupportedError, shown
+from ..errors import ArgumentError, ContextError, MismatchError, ReductionError, UnsupportedError, shown
 from ..frameworks import Array, Immutable, ReplicaFramework, Sparse, framework_of
+from ..kernels.overlap import overlaps
 from ..ops import COMPLEX, FLOATS, INTEGERS, ReduceOp
 from ..reduction.cross_device_ops import CrossDeviceOps
 from ..reduction.trees import check_ops
@@ -348,6 +349,26 @@ class Variable(_Assignable, DistributedVariable):
         with _WRITING:
             components = [self._new_component(how, k, value) for k, value in enumerate(values)]
             self._components[:] = self._framework.variable_values(self._components, components, self._devices)
+
+    def separate(self, value: Any, assigned: int) -> Any:
+        """Return a value that does not change while the components before ``assigned`` change: a copy if necessary.
+
+        Component k of a distributed value may change only after its replica has used it, so it is compared with the
+        components before k. Variables, and values that are no arrays of the variable's framework, are not copied.
+        """
+        framework = self._framework
+        if isinstance(framework, Immutable) or isinstance(value, DistributedVariable):
+            return value
+        if isinstance(value, DistributedValues):
+            return PerReplica.on(tuple(self.separate(x, k) for k, x in enumerate(value)), value.devices)
+        before = [framework.array(x) for x in self._components[:assigned]]
+        if not before or not isinstance(value, type(before[0])):
+            return value
+        with suppress(ReductionError):  # of an array that cannot be a component
+            x = framework.array(value)
+            if not isinstance(x, Sparse) and overlaps(framework.memory_range(x), map(framework.memory_range, before)):
+                return framework.clone(value)
+        return value
 
     def assign_component(self, how: str, k: int, value: Any) -> None:
         """Assign to the component of replica ``k``. ``how`` is "assign", "assign_add" or "assign_sub"."""

@@ -1,7 +1,7 @@
 """Calls with tensors that wrap other tensors, such as ``AsyncCollectiveTensor`` of functional collectives.
 
 Input: a function and its arguments. Output: the results of its calls. A wrapper has no memory of its own, so the
-function is called through an op, ``crossreduce::unwrap``: torch's dispatcher passes it to the class of the wrapper,
+function is called through an op, ``crossreduce::unwrap0``: torch's dispatcher passes it to the class of the wrapper,
 which calls the op with the wrapped tensors, once or several times.
 """
 
@@ -18,9 +18,11 @@ from .memory import tensors_in
 _PLAIN: Final = frozenset({torch.Tensor, torch.nn.Parameter})
 _CALLS: Final[dict[int, Callable[[Sequence[Any]], None]]] = {}  # running calls; an op can only pass on their keys
 _KEYS: Final = count()
-_LIBRARY: Final = torch.library.Library("crossreduce", "DEF")
-_LIBRARY.define("unwrap(Tensor(a!)[] tensors, int key) -> ()")
-_LIBRARY.impl("unwrap", lambda tensors, key: _CALLS[key](tensors), "CompositeExplicitAutograd")
+_LIBRARY: Final = torch.library.Library("crossreduce", "FRAGMENT")
+# If this module is imported again, as by tests of pytest plug-ins, the op of the first import still exists.
+_NAME: Final = next(name for name in map("unwrap{}".format, count()) if not hasattr(torch.ops.crossreduce, name))
+_LIBRARY.define(_NAME + "(Tensor(a!)[] tensors, int key) -> ()")
+_LIBRARY.impl(_NAME, lambda tensors, key: _CALLS[key](tensors), "CompositeExplicitAutograd")
 
 
 def has_wrapper(tensors: Sequence[Any]) -> bool:
@@ -46,7 +48,7 @@ def call_unwrapped(function: Callable[..., Any], arguments: Sequence[Any]) -> li
 
     _CALLS[key] = call
     try:
-        torch.ops.crossreduce.unwrap(tensors_in(arguments), key)
+        getattr(torch.ops.crossreduce, _NAME)(tensors_in(arguments), key)
     except Exception:
         if called:
             raise

@@ -366,13 +366,18 @@ def test_files_of_another_form_limit_nothing(tmp_path, text):
     assert NATIVE.available_memory(*(f"{name}/missing" for name in names)) == UNLIMITED
 
 
+def run_without_memory_in_threads(code, tmp_path):
+    """Run a program in a new process, in which only the thread that calls ``refuse`` can then allocate memory."""
+    library = tmp_path / "no_memory_in_threads.so"
+    source = NATIVE_SOURCES / "no_memory_in_threads.cpp"
+    subprocess.run(["g++", "-shared", "-fPIC", "-o", str(library), str(source)], check=True)
+    return run_python(code, LD_PRELOAD=str(library), CROSSREDUCE_NUM_THREADS="2")
+
+
 @linux
 def test_a_large_call_needs_no_memory_in_its_helper_threads(tmp_path):
     """If there is no memory for the threads that help with a large call, the calling thread does their work. The C
     library would end a process whose thread cannot allocate a ``thread_local`` variable."""
-    library = tmp_path / "no_memory_in_threads.so"
-    source = NATIVE_SOURCES / "no_memory_in_threads.cpp"
-    subprocess.run(["g++", "-shared", "-fPIC", "-o", str(library), str(source)], check=True)
     code = """
 import ctypes, os, numpy as np
 import crossreduce as cr
@@ -386,5 +391,37 @@ before = len(os.listdir("/proc/self/task"))
 ctypes.CDLL(None).refuse()  # several calls follow, since the helper may start late
 print(all(is_right(1 << 21) for _ in range(30)), len(os.listdir("/proc/self/task")) - before)
 """
-    ran = run_python(code, LD_PRELOAD=str(library), CROSSREDUCE_NUM_THREADS="2")
+    ran = run_without_memory_in_threads(code, tmp_path)
     assert ran.stdout.split() == ["True", "1"], ran.stderr
+
+
+@linux
+@pytest.mark.parametrize("started", [True, False])
+def test_messages_need_no_memory_in_the_helper(tmp_path, started):
+    """If there is no memory for the thread that helps with messages, from its start or later, waiting threads do its
+    work."""
+    code = f"""
+import ctypes, os
+from crossreduce import kernels
+native, data = kernels.native(), (ctypes.c_char * 1000)(*b"a" * 1000)
+fd = os.memfd_create("test")
+os.ftruncate(fd, native.Mailboxes.nbytes(2))
+first, second = (native.Mailboxes(fd, 0, rank, 2, 0.0, True) for rank in (0, 1))
+got = [(ctypes.c_char * 1000)() for _ in range(40)]
+numbers = []
+if not {started}:
+    ctypes.CDLL(None).refuse()
+numbers.append(second.receive(0, 0, ctypes.addressof(got[0]), 1000, got))
+if {started}:
+    first.wait(first.receive(1, 50, ctypes.addressof(data), 1000, data), 0.3)  # the helper of the other rank wakes
+    ctypes.CDLL(None).refuse()
+for tag in [*range(1, 40), 0]:
+    first.send(1, tag, ctypes.addressof(data), 1000, data)
+other = first.receive(1, 51, ctypes.addressof(data), 1000, data)
+assert first.wait(other, 0.3) == -1  # asks the other rank's helper for help
+numbers += [second.receive(0, tag, ctypes.addressof(got[tag]), 1000, got) for tag in range(1, 40)]
+assert all(second.wait(number, 5.0) in (0, None) for number in numbers)
+print(all(x.raw == data.raw for x in got))
+"""
+    ran = run_without_memory_in_threads(code, tmp_path)
+    assert ran.stdout.split() == ["True"], ran.stderr

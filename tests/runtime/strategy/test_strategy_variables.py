@@ -6,6 +6,7 @@ import numpy as np
 import oracle
 import pytest
 from expect import digits, value
+from numpy.lib.stride_tricks import as_strided
 from pairs import each
 
 import crossreduce as cr
@@ -87,17 +88,31 @@ def test_values_that_are_components_of_the_variable_itself(library, n):
     written, in every method that assigns, and in both contexts."""
     strategy = cr.MirroredStrategy(n)
     start = [np.arange(4.0).reshape(2, 2) + 10 * k for k in range(n)]
+    rotated = [start[(k + 1) % n] for k in range(n)]
+    transposed = [library.array(x.T) if library.name == "tensorflow" else None for x in start]
     for how, combined in HOW.items():
         var = variable(strategy, library.array(start[0]), synchronization="on_read")
-        rotated = [start[(k + 1) % n] for k in range(n)]
+
+        def check(given, values, how=how, combined=combined, var=var, update=False):
+            if update:
+                strategy.extended.update(var, lambda own, _, given: getattr(own, how)(given[0]), args=("", [given]))
+            else:
+                getattr(var, how)(given)
+            assert components(library, var) == [combined(a, b).tolist() for a, b in zip(start, values, strict=True)]
+            var.assign(value(library, start))
+
         var.assign(value(library, start))
-        getattr(var, how)(cr.PerReplica([var[(k + 1) % n] for k in range(n)]))
-        assert components(library, var) == [combined(a, b).tolist() for a, b in zip(start, rotated, strict=True)], how
-        var.assign(value(library, start))
-        getattr(var, how)(
-            cr.PerReplica([x.T if library.name != "tensorflow" else library.array(library.to_numpy(x).T) for x in var])
-        )
-        assert components(library, var) == [combined(x, x.T).tolist() for x in start], how
+        for update in (False, True):
+            check(cr.PerReplica([var[(k + 1) % n] for k in range(n)]), rotated, update=update)
+            views = [x.T if y is None else y for x, y in zip(var, transposed, strict=True)]
+            check(cr.PerReplica(views), [x.T for x in start], update=update)
+            check(var[0], [start[0]] * n, update=update)
+            if library.name == "torch":  # another tensor at other addresses of the same memory
+                arrays = [var[(k + 1) % n].numpy()[1] for k in range(n)]
+                rows = [library.torch.from_numpy(as_strided(x, (2, 2), (0, x.strides[0]))) for x in arrays]
+                check(cr.PerReplica(rows), [np.stack([x[1], x[1]]) for x in rotated], update=update)
+        strategy.extended.update(var, lambda own, x, how=how: getattr(own, how)(x), args=(var,))
+        assert components(library, var) == [combined(x, x).tolist() for x in start], how
         var.assign(value(library, start))
         strategy.run(lambda var=var, how=how: getattr(var, how)(var.value()[::1]))
         assert components(library, var) == [combined(x, x).tolist() for x in start], how

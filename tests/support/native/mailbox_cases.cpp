@@ -11,10 +11,21 @@
 #include <cstdlib>
 #include <cstring>
 #include <memory>
+#include <new>
 #include <random>
 #include <thread>
 
 #include "mailboxes.hpp"
+
+static std::atomic<bool> refuses{false}; // whether nothing can be allocated
+
+void *operator new(std::size_t nbytes) {
+    void *memory = refuses ? nullptr : std::malloc(nbytes == 0 ? 1 : nbytes);
+    if (memory == nullptr) throw std::bad_alloc();
+    return memory;
+}
+void operator delete(void *memory) noexcept { std::free(memory); }
+void operator delete(void *memory, std::size_t) noexcept { std::free(memory); }
 
 namespace {
 
@@ -210,18 +221,46 @@ void run_withdrawn(Mailboxes &boxes, std::atomic<int> &sent) {
     }
 }
 
+std::unique_ptr<char, decltype(&std::free)> memory_of(int ranks) {
+    const auto bytes = (static_cast<size_t>(Mailboxes::nbytes(ranks)) + 4095) / 4096 * 4096;
+    void *block = std::aligned_alloc(4096, bytes);
+    std::memset(block, 0, bytes);
+    return {static_cast<char *>(block), std::free};
+}
+
+// A rank that cannot allocate what a message needs ends all its calls with an error, now and later.
+void run_without_memory() {
+    const auto shared = memory_of(2);
+    const std::unique_ptr<Mailboxes> first(Mailboxes::over(shared.get(), 0, 2, 0, true)),
+        second(Mailboxes::over(shared.get(), 1, 2, 0, true));
+    char data[100] = {};
+    int source;
+    uint64_t nbytes, thrown = 0;
+    const uint64_t id = second->receive(0, 1, data, sizeof data);
+    first->send(1, 2, data, sizeof data);
+    refuses = true;
+    const MessageStatus status = second->wait(id, 1000000, source, nbytes);
+    refuses = false;
+    if (status != MessageStatus::no_memory) fail("waited without memory", 1, 0);
+    if (second->wait(id, 1000000, source, nbytes) != MessageStatus::no_memory) fail("waited after an error", 1, 1);
+    try {
+        second->send(0, 1, data, sizeof data);
+    } catch (const std::bad_alloc &) {
+        thrown = 1;
+    }
+    if (thrown == 0) fail("sent after an error", 1, 2);
+}
+
 } // namespace
 
 int main(int argc, char **given) {
     const uint64_t messages = argc > 1 ? std::strtoull(given[1], nullptr, 10) : 600;
     const uint64_t seed = argc > 2 ? std::strtoull(given[2], nullptr, 10) : 0;
     const int most = argc > 3 ? std::atoi(given[3]) : 3;
+    run_without_memory();
     for (int ranks = 2; ranks <= most; ranks++) {
         for (const bool may_read : {true, false}) {
-            const auto bytes = static_cast<size_t>(Mailboxes::nbytes(ranks));
-            void *block = std::aligned_alloc(4096, (bytes + 4095) / 4096 * 4096);
-            std::unique_ptr<char, decltype(&std::free)> shared(static_cast<char *>(block), std::free);
-            std::memset(shared.get(), 0, bytes);
+            const auto shared = memory_of(ranks);
             std::vector<std::unique_ptr<Mailboxes>> boxes;
             for (int rank = 0; rank < ranks; rank++)
                 boxes.emplace_back(Mailboxes::over(shared.get(), rank, ranks, ranks % 2 * 50000, may_read));

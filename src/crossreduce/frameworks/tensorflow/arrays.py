@@ -177,7 +177,7 @@ class TensorFlow(Immutable):
             if not isinstance(value, tf.Variable):
                 raise _unsupported_error(value)
             value = tf.convert_to_tensor(value)
-        if value.dtype not in _NAMES or value.shape.rank is None:
+        if value.dtype not in _NAMES or value.shape.rank is None or _has_escaped(value):
             raise _unsupported_error(value)
         return value
 
@@ -316,12 +316,20 @@ def _divide_elements(x: Array, divisor: int) -> Array:
     return _RAW.RealDiv(x=x, y=y)
 
 
+def _has_escaped(x: Any) -> bool:
+    """Return whether a tensor is symbolic although nothing is traced: it has escaped from a tf.function."""
+    return not hasattr(x, "numpy") and tf.executing_eagerly()
+
+
 def _unsupported_error(value: Any) -> UnsupportedError:
     """Return the error for a value that cannot be reduced, with the reason and a remedy for its kind."""
     if isinstance(value, tf.Tensor) and value.shape.rank is None:
         problem = "a tensor of unknown rank cannot be reduced; one of known rank and unknown sizes can."
         remedy = "tf.ensure_shape(tensor, [None, None]), with one None per axis; or an input_signature with a rank"
         return UnsupportedError.of(problem, shown(value), remedy)
+    if isinstance(value, tf.Tensor) and value.dtype in _NAMES:
+        problem = "a symbolic tensor of a tf.function has no value outside of it."
+        return UnsupportedError.of(problem, shown(value), "reduce it inside the function, or use the function's result")
     if isinstance(value, tf.Tensor):
         problem = f"tensors of dtype {value.dtype.name} cannot be reduced."
         return UnsupportedError.of(problem, shown(value), "cast to one of " + ", ".join(sorted(_DTYPES)))

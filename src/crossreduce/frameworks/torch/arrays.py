@@ -17,6 +17,7 @@ from torch.nn.parameter import is_lazy
 
 from ...devices import parse
 from ...errors import DeviceError, UnsupportedError, shown
+from ...kernels.overlap import overlaps
 from ...ops import ACCUMULATORS, ALONG_AXIS, DTYPES, ELEMENTWISE, INTEGERS, Numbers, ReduceOp
 from ...packing import Cut
 from ...values import IndexedSlices, TensorSpec
@@ -32,6 +33,8 @@ _interpreter: Final = torch._C._functorch.peek_interpreter_stack
 _dispatch_modes: Final = torch._C._len_torch_dispatch_stack
 _is_jit_tracing: Final = torch._C._is_tracing
 _forward_ad: Final = torch.autograd.forward_ad
+_is_of_func: Final = torch._C._functorch.is_functorch_wrapped_tensor
+_is_tracked_by_func: Final = torch._C._functorch.is_gradtrackingtensor
 # torch can store and copy these dtypes, but has no kernels for their sums, minima and maxima.
 _WITHOUT_KERNELS: Final = frozenset({"uint16", "uint32", "uint64"})
 
@@ -90,9 +93,9 @@ class Torch:
 
     def _plain(self, value: Any) -> Array:
         plain = isinstance(value, torch.Tensor) and value.layout is torch.strided and value.dtype in _NAMES
-        if not plain or value.is_meta or value.is_nested or is_lazy(value) or hasattr(value, "__tensor_flatten__"):
+        if not plain or value.is_meta or value.is_nested or is_lazy(value) or _has_no_elements(value):
             raise _unsupported_error(value)
-        if value.requires_grad or type(value) is not torch.Tensor:
+        if type(value) is not torch.Tensor or (value.requires_grad and not _is_tracked_by_func(value)):
             value = value.detach().as_subclass(torch.Tensor)
         if value.is_conj() or value.is_neg():
             value = value.resolve_conj().resolve_neg()
@@ -125,8 +128,8 @@ class Torch:
         return x if x.device == place else x.to(place)
 
     def pack(self, xs: Sequence[Array]) -> Array:
-        if len(xs) == 1:
-            return xs[0].reshape(-1)
+        if len(xs) == 1:  # lazy zeros have no memory, and cannot be written into
+            return xs[0].reshape(-1).clone() if torch._is_zerotensor(xs[0]) else xs[0].reshape(-1)
         return torch.cat([x.reshape(-1) for x in xs])
 
     def slice(self, flat: Array, start: int, stop: int) -> Array:
@@ -140,15 +143,12 @@ class Torch:
             part = _NAMES[wide.to_real()]
             real = numbers._replace(dtype=part, accumulator=part, result=part)
             return torch.view_as_complex(self.combine([torch.view_as_real(x) for x in xs], real, final, donated))
-        if donated >= 0:
-            out = binary(xs[0], xs[1], out=xs[donated])
-        elif xs[0].dtype is wide:
-            out = binary(xs[0], xs[1])
-        else:
-            out = xs[0].to(wide)
-            binary(out, xs[1], out=out)
+        in_place = _interpreter() is None and _forward_ad._current_level < 0  # torch.func rejects the argument out
+        first = xs[0].to(wide)
+        target = xs[donated] if donated >= 0 else None if first is xs[0] else first
+        out = binary(first, xs[1], out=target if in_place else None)
         for x in xs[2:]:
-            binary(out, x, out=out)
+            out = binary(out, x, out=out if in_place else None)
         if final:
             if numbers.divisor != 1:
                 _divide_in_place(out, numbers.divisor)
@@ -295,12 +295,11 @@ class Torch:
     def variable_values(self, olds: Sequence[Array] | None, xs: Sequence[Array], devices: Sequence[str]) -> list[Array]:
         if olds is None:
             return [self.clone(x) for x in xs]
-        targets = list(
-            map(self.writable_array, olds, devices)
-        )  # keep the tensors, since an optimizer may refer to them
-        written = {target.untyped_storage().data_ptr() for target in targets}
-        # A value may be another component, or a view of one, which is written before the value is read.
-        values = [self.clone(x) if x.untyped_storage().data_ptr() in written else x for x in xs]
+        # Keep the old tensors, since an optimizer may refer to them.
+        targets = list(map(self.writable_array, olds, devices))
+        ranges = [self.memory_range(target) for target in targets]
+        # A value may share memory with a component that is written before the value is read.
+        values = [self.clone(x) if overlaps(self.memory_range(x), ranges) else x for x in xs]
         for target, value in zip(targets, values, strict=True):
             self.write(target, value)
         return list(olds)
@@ -344,6 +343,15 @@ def has_no_memory(x: Array) -> bool:
     return bool(x.numel()) and x.data_ptr() == 0
 
 
+def _has_no_elements(x: Array) -> bool:
+    """Return whether a strided tensor wraps other tensors, or has lost the memory of its elements."""
+    if _is_of_func(x):  # its memory is that of other tensors, which only its transformation can read
+        return _interpreter() is None
+    if type(x) is torch.Tensor or type(x) is torch.nn.Parameter:
+        return not x.untyped_storage().nbytes() and bool(x.numel())
+    return hasattr(x, "__tensor_flatten__") or (not hasattr(x, "fake_mode") and has_no_memory(x))
+
+
 def _divide_in_place(x: Array, divisor: int) -> None:
     """Divide and round once, so that the mean of n ones is 1."""
     if x.is_complex():  # torch's complex division rounds several times, and turns inf into NaN
@@ -375,6 +383,12 @@ def _unsupported_error(value: Any) -> UnsupportedError:
     if value.layout is not torch.strided:
         remedy = "tensor.to_dense()" if "sparse" not in str(value.layout) else "tensor.to_sparse_coo() or .to_dense()"
         return UnsupportedError.of(f"tensors of layout {value.layout} cannot be reduced.", given, remedy)
+    if _is_of_func(value):
+        remedy = "reduce it inside the function that torch.func transforms, or use the function's result"
+        return UnsupportedError.of("a tensor of a transformation by torch.func that has ended.", given, remedy)
+    if not value.untyped_storage().nbytes():
+        remedy = "use the tensor before its storage is freed, for example by FSDP"
+        return UnsupportedError.of("the memory of a tensor's elements was freed.", given, remedy)
     if value.dtype not in _NAMES:
         remedy = "cast to one of " + ", ".join(DTYPES_BY_NAME)
         return UnsupportedError.of(f"arrays of dtype {value.dtype} cannot be reduced.", given, remedy)

@@ -12,7 +12,7 @@ import torch
 from ... import kernels
 from ...frameworks import Array
 from ...frameworks.host_memory import ArrayMemory
-from .arrays import DTYPES_BY_NAME, has_no_memory, is_frozen, is_transformed
+from .arrays import DTYPES_BY_NAME, FRAMEWORK, has_no_memory, is_frozen, is_transformed
 
 _MOST_AXES: Final = 64  # the kernels read strided sources of at most this many dimensions
 
@@ -27,8 +27,14 @@ class TorchMemory(ArrayMemory):
             return None
         if any(x.dim() > _MOST_AXES for row in arrays for x in row):
             return None
-        operands = [[x.data_ptr() if x.is_contiguous() else _strided_operand(x) for x in row] for row in arrays]
-        if any(0 in row and any(has_no_memory(x) for x in xs) for row, xs in zip(operands, arrays, strict=True)):
+        try:
+            operands = [[x.data_ptr() if x.is_contiguous() else _strided_operand(x) for x in row] for row in arrays]
+            lacking = any(0 in row and any(map(has_no_memory, xs)) for row, xs in zip(operands, arrays, strict=True))
+        except RuntimeError:  # a tensor of torch.func, whose transformation has ended
+            lacking = True
+        if lacking:
+            for x in chain(*arrays):
+                FRAMEWORK.array(x)  # raises an error for a tensor that has lost its elements
             return None
         return operands
 
@@ -43,7 +49,10 @@ class TorchMemory(ArrayMemory):
         xs = list(chain(*arrays))
         if not all(x.is_cpu and x.is_contiguous() for x in xs) or any(map(is_frozen, xs)):
             raise BufferError("a tensor cannot be written into")
-        return [[x.data_ptr() for x in row] for row in arrays]
+        try:
+            return [[x.data_ptr() for x in row] for row in arrays]
+        except RuntimeError as error:  # a tensor of torch.func, whose transformation has ended
+            raise BufferError("a tensor cannot be written into") from error
 
     def threads(self) -> int | None:
         return int(torch.get_num_threads())

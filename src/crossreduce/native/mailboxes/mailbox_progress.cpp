@@ -1,5 +1,7 @@
 // The progress of messages: reading the memory of other processes, waiting, the helper, and withdrawing.
 #include <algorithm>
+#include <cstdlib>
+#include <exception>
 
 #include "futex.hpp"
 #include "mailboxes.hpp"
@@ -16,6 +18,14 @@ constexpr uint64_t PIECE = 1 << 18;       // how much is read before a thread lo
 constexpr int64_t FIRST_NAP_NS = 1000000; // a rank that sleeps asks the other one for help after this time,
                                           // and again each time it has doubled
 constexpr int64_t HELP_NS = 100000000;    // a helper without work sleeps after this time
+constexpr size_t SPARE_NBYTES = 1 << 16;  // more than the work of one look at the rings allocates
+
+// Whether some memory can be allocated. If not, the helper leaves the work to threads that wait, which can raise errors.
+bool has_memory() {
+    void *volatile spare = std::malloc(SPARE_NBYTES); // volatile: the compiler must not leave this out
+    std::free(spare);
+    return spare != nullptr;
+}
 
 } // namespace
 
@@ -83,8 +93,17 @@ bool Mailboxes::read_some(Lock &lock) {
 
 // Progress
 
-// Do what this rank can do now; begin nothing after `until_ns`. Return whether anything had changed.
+// Do what this rank can do now; begin nothing after `until_ns`. Return whether anything had changed. It does nothing, now
+// and later, once there is no memory for it.
 bool Mailboxes::advance(int64_t until_ns) {
+    try {
+        return !out_of_memory.load() && or_no_memory([&] { return progress(until_ns); });
+    } catch (const std::bad_alloc &) {
+        return false;
+    }
+}
+
+bool Mailboxes::progress(int64_t until_ns) {
     if (own().bell.load() == scanned.load(std::memory_order_relaxed) && unread.load(std::memory_order_relaxed) == 0)
         return false;
     Lock lock(mutex);
@@ -112,6 +131,7 @@ MessageStatus Mailboxes::wait(uint64_t id, int64_t slice_ns, int &source, uint64
     const auto finished = [&] { return message->status.load() != MessageStatus::waiting; };
     const auto result = [&] {
         const MessageStatus status = message->status.load();
+        if (status == MessageStatus::waiting && out_of_memory.load()) return MessageStatus::no_memory;
         if (status == MessageStatus::waiting) return status; // another thread may match it now
         source = message->source;
         nbytes = message->found_nbytes;
@@ -124,7 +144,7 @@ MessageStatus Mailboxes::wait(uint64_t id, int64_t slice_ns, int &source, uint64
     if (slice_ns <= 0 || finished()) return result();
     waiters.fetch_add(1);
     bool undisturbed = true; // by signals, which Python handles
-    while (undisturbed && !finished() && (now = now_ns()) < until && !closed.load()) {
+    while (undisturbed && !finished() && (now = now_ns()) < until && !closed.load() && !out_of_memory.load()) {
         bool changed = false;
         if (now < since + spin_ns) {
             for (int k = 0; k < 64 && !(changed = advance(until)); k++) relax();
@@ -168,7 +188,7 @@ void Mailboxes::start_helper() {
     pthread_sigmask(SIG_SETMASK, &all, &before);
     try {
         helper = new std::thread([this] { help(); });
-    } catch (const std::system_error &) { // too many threads: then only waiting threads make progress
+    } catch (const std::exception &) { // too many threads, or no memory: then only waiting threads make progress
         helper_failed = true;
     }
     pthread_sigmask(SIG_SETMASK, &before, nullptr);
@@ -177,6 +197,9 @@ void Mailboxes::start_helper() {
 // The helper works while another rank waits for this one, and no thread of this rank waits, or while it reads.
 void Mailboxes::help() {
     Box &box = own();
+    if (!has_memory()) return;
+    // glibc ends a process in which a thread cannot allocate what its exceptions need: do it now.
+    [[maybe_unused]] const volatile int exceptions = std::uncaught_exceptions();
     while (!closed.load()) {
         const uint32_t seen = box.help.load();
         box.helpers.store(1);
@@ -185,7 +208,7 @@ void Mailboxes::help() {
         if (box.help.load() == seen) continue;
         int64_t worked = now_ns();
         while (!closed.load() && (waiters.load() == 0 || unread.load() > 0) && box.pending.load() != 0 && now_ns() < worked + HELP_NS) {
-            if (advance(now_ns() + HELP_NS)) {
+            if (has_memory() && advance(now_ns() + HELP_NS)) {
                 worked = now_ns();
                 continue;
             }
@@ -200,6 +223,10 @@ void Mailboxes::help() {
 // Withdrawing
 
 bool Mailboxes::withdraw(uint64_t id) {
+    return or_no_memory([&] { return end(id); });
+}
+
+bool Mailboxes::end(uint64_t id) {
     Lock lock(mutex);
     const auto found = messages.find(id);
     if (found == messages.end()) return true;

@@ -306,6 +306,14 @@ void Mailboxes::complete(const Shared &message, MessageStatus status) {
 void Mailboxes::update_pending() { own().pending.store(unfinished + replies > 0); }
 
 uint64_t Mailboxes::send(int dst, int64_t tag, char *memory, uint64_t nbytes) {
+    return or_no_memory([&] { return begin_send(dst, tag, memory, nbytes); });
+}
+
+uint64_t Mailboxes::receive(int src, int64_t tag, char *memory, uint64_t nbytes) {
+    return or_no_memory([&] { return begin_receive(src, tag, memory, nbytes); });
+}
+
+uint64_t Mailboxes::begin_send(int dst, int64_t tag, char *memory, uint64_t nbytes) {
     const Lock lock(mutex);
     auto &records = outgoing[static_cast<size_t>(dst)];
     const bool crowded = ring(rank, dst).crowded.load(std::memory_order_relaxed) != 0;
@@ -337,7 +345,7 @@ uint64_t Mailboxes::send(int dst, int64_t tag, char *memory, uint64_t nbytes) {
     return message->id;
 }
 
-uint64_t Mailboxes::receive(int src, int64_t tag, char *memory, uint64_t nbytes) {
+uint64_t Mailboxes::begin_receive(int src, int64_t tag, char *memory, uint64_t nbytes) {
     const Lock lock(mutex);
     const auto message = std::make_shared<Message>();
     message->id = ++last_id;

@@ -21,6 +21,7 @@
 #include <map>
 #include <memory>
 #include <mutex>
+#include <new>
 #include <thread>
 #include <unordered_map>
 #include <utility>
@@ -28,7 +29,7 @@
 
 constexpr int ANY_RANK = -1;
 
-enum class MessageStatus { waiting, done, mismatch, unknown };
+enum class MessageStatus { waiting, done, mismatch, unknown, no_memory };
 
 struct Ring { // from one rank to another
     alignas(64) std::atomic<uint64_t> head; // how many bytes were written
@@ -91,7 +92,8 @@ class Mailboxes {
     void leave() { users.fetch_sub(1); }
 
     // Begin to send or receive; return 0 if the message is complete, else its number. The memory must stay valid while
-    // `is_pending`.
+    // `is_pending`. If there is no memory for this, or was none earlier, they throw std::bad_alloc: after that no message
+    // makes progress, since one may be lost, and all calls that wait return `no_memory`.
     uint64_t send(int dst, int64_t tag, char *memory, uint64_t nbytes);
     uint64_t receive(int src, int64_t tag, char *memory, uint64_t nbytes);
     // Make progress, and return the message's status; wait for it up to about `slice_ns`, or until a signal. For a
@@ -136,7 +138,12 @@ class Mailboxes {
     void flush(int dst);
     void reply(int dst, uint32_t kind, uint64_t id, const Shared &message = nullptr,
                MessageStatus status = MessageStatus::done);
+    template <class Run> auto or_no_memory(Run &&run);
     bool advance(int64_t until_ns);
+    bool progress(int64_t until_ns);
+    uint64_t begin_send(int dst, int64_t tag, char *memory, uint64_t nbytes);
+    uint64_t begin_receive(int src, int64_t tag, char *memory, uint64_t nbytes);
+    bool end(uint64_t id);
     void drain(int src);
     void arrived(int src, const Record &record, uint64_t position);
     Shared matching(int src, int64_t tag);
@@ -162,7 +169,7 @@ class Mailboxes {
     size_t mapped_nbytes = 0; // 0: the memory is the caller's
     int process = 0;
 
-    std::atomic<bool> closed{false};
+    std::atomic<bool> closed{false}, out_of_memory{false};
     std::atomic<int> users{0}, waiters{0};
     std::atomic<uint32_t> scanned{0}; // the bell's value when the rings were last read
     std::atomic<int> unread{0};       // the size of `reads`
@@ -184,3 +191,14 @@ class Mailboxes {
     std::thread *helper = nullptr;
     bool helper_failed = false;
 };
+
+// Return the result of `run`. If it throws, since there is no memory, the messages cannot go on.
+template <class Run> auto Mailboxes::or_no_memory(Run &&run) {
+    try {
+        if (!out_of_memory.load()) return run();
+    } catch (const std::bad_alloc &) {
+        out_of_memory.store(true);
+        notify(rank); // other threads that wait
+    }
+    throw std::bad_alloc();
+}

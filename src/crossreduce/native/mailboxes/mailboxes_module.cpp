@@ -128,6 +128,7 @@ PyObject *boxes_wait(PyObject *object, PyObject *args) {
         return use.boxes->wait(id, static_cast<int64_t>(slice_s * 1e9), source, nbytes);
     });
     release_completed(boxes_of(object), *use.boxes);
+    if (status == MessageStatus::no_memory) return PyErr_NoMemory();
     if (status == MessageStatus::unknown) Py_RETURN_NONE;
     if (status == MessageStatus::waiting) return PyLong_FromLong(WAITING);
     if (status == MessageStatus::done) return PyLong_FromLong(source);
