@@ -1,6 +1,7 @@
 """The library's own connections obey the laws of ``transport_laws``, also if other programs connect to their ports."""
 
 import contextlib
+import ctypes
 import json
 import os
 import signal
@@ -16,6 +17,7 @@ from ranks import connected, ranks
 from transport_laws import LAWS
 
 from crossreduce.errors import PeerLostError
+from crossreduce.ranks.transports import tcp
 from crossreduce.ranks.transports.tcp import TcpTransport, connect
 
 
@@ -107,6 +109,44 @@ def test_a_forked_process_does_not_keep_connections_open():
         rendezvous.all_gather(b"")
 
     ranks(2, rank)
+
+
+def connected_pair():
+    """Return the ends of a connection over the loopback interface."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        near = socket.create_connection(listener.getsockname())
+        return near, listener.accept()[0]
+
+
+def vanish(far):
+    """Let the system drop all packets that arrive for a socket, as if its host had lost its power."""
+    drop_all = ctypes.create_string_buffer(struct.pack("HBBI", 6, 0, 0, 0))  # a program of one instruction: return 0
+    far.setsockopt(socket.SOL_SOCKET, 26, struct.pack("HP", 1, ctypes.addressof(drop_all)))  # SO_ATTACH_FILTER
+
+
+@pytest.mark.parametrize("full", [False, True], ids=["data under way", "buffers full"])
+def test_a_host_that_vanishes_is_noticed_and_a_rank_that_reads_nothing_is_kept(monkeypatch, full):
+    """A wait fails soon after the limit if the other host does not answer any more, whether data is under way or the
+    other rank had stopped to read before. As long as its host answers, a rank that reads nothing is waited for."""
+    monkeypatch.setattr(tcp, "_SILENT_S", 1.0)
+    data = np.ones(16 << 20, np.uint8)
+    (near, far), (to_stopped, stopped) = connected_pair(), connected_pair()
+    transport = TcpTransport({1: near, 2: to_stopped})
+    with far, stopped:
+        if not full:
+            vanish(far)
+        kept, lost = (transport.send(data.ctypes.data, data.size, rank, 0) for rank in (2, 1))
+        if full:
+            time.sleep(0.5)
+            vanish(far)
+        with pytest.raises(ConnectionError, match=r"rank 1 was lost: its host has not answered for 1 s"):
+            lost.wait(60)
+        nbytes = data.size + 16  # with the header
+        reader = threading.Thread(target=stopped.recv, args=(nbytes, socket.MSG_WAITALL))
+        reader.start()
+        kept.wait(60)
+        reader.join()
+        transport.close()
 
 
 @pytest.mark.parametrize("reset", [False, True])

@@ -38,8 +38,12 @@ _MOST_UNKNOWN: Final = 64  # connections of unknown programs that are open at on
 _CHECK_S: Final = 0.05  # between two checks whether ``connect`` was cancelled
 _DIGEST: Final = 16  # bytes, 128 bits
 _HELLO: Final = struct.Struct(f"<i{_DIGEST}s")  # the rank that connects, and its proof
-# A connection fails if its other host does not answer for two minutes: 60 s, then 6 probes that are 10 s apart.
+# A connection fails if its other host does not answer for two minutes. If no data is under way: 60 s, then 6 probes
+# that are 10 s apart. Otherwise ``Connections`` reads when the host has last answered. TCP_USER_TIMEOUT would also end
+# connections to ranks that read nothing for two minutes.
+_SILENT_S: Final = 120.0
 _KEEP_ALIVE: Final = (("TCP_KEEPIDLE", 60), ("TCP_KEEPINTVL", 10), ("TCP_KEEPCNT", 6))
+_RTO_MAX: Final = 44, 60_000  # TCP_RTO_MAX_MS, since Linux 6.15: the most time between two repetitions, else 120 s
 _ADDRESS, _FLAGS, _IS_UP = 0x8915, 0x8913, 1  # of Linux: SIOCGIFADDR, SIOCGIFFLAGS, IFF_UP
 _UNUSED: Final = ("192.0.2.1", "2001:db8::1")  # addresses for documentation (RFC 5737, RFC 3849); nothing is sent there
 _ALL: Final[weakref.WeakSet[TcpTransport]] = weakref.WeakSet()
@@ -61,7 +65,8 @@ class TcpTransport:
             each.setblocking(False)
             each.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             keep_alive(each)
-        self.connections = kernels.native().Connections(list(sockets), [each.fileno() for each in sockets.values()])
+        descriptors = [each.fileno() for each in sockets.values()]
+        self.connections = kernels.native().Connections(list(sockets), descriptors, _SILENT_S)
         for each in sockets.values():
             each.detach()
         _ALL.add(self)
@@ -90,6 +95,8 @@ def keep_alive(connection: socket.socket) -> None:
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for option, value in _KEEP_ALIVE:
         connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
+    with contextlib.suppress(OSError):  # an older system
+        connection.setsockopt(socket.IPPROTO_TCP, *_RTO_MAX)
 
 
 def _after_fork() -> None:
