@@ -133,3 +133,24 @@ def test_a_host_that_vanishes_is_noticed_and_a_stopped_rank_is_kept():
     with namespaces.hosts(2) as bed:
         found, _ = ranks(2, beside_a_silent_host, bed, begun=go_on, timeout_s=90)
     assert found == (16 * MIB, (1,))
+
+
+def without_an_interface(rendezvous, bed):
+    """Send a message by gloo, although no interface is selected, and the name of each host is a loopback address."""
+    me = rendezvous.rank
+    with Path(f"/proc/{bed.holders[me].pid}/ns/net").open() as namespace:
+        assert ctypes.CDLL(None).setns(namespace.fileno(), NEWNET) == 0
+    x, store = torch.full((3,), float(me + 1)), f"tcp://{bed.addresses[0]}:29500"
+    dist.init_process_group("crossreduce", store, rank=me, world_size=2, timeout=timedelta(seconds=20))
+    if me == 0:
+        dist.send(x, 1)
+    else:
+        dist.recv(x, 0)
+    dist.destroy_process_group()
+    return x.tolist()
+
+
+def test_gloo_does_not_use_a_loopback_address_between_hosts():
+    """If the name of a host means a loopback address there, other hosts are not told to connect to this address."""
+    with namespaces.hosts(2) as bed:
+        assert ranks(2, without_an_interface, bed) == [[1.0] * 3] * 2
