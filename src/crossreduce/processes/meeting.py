@@ -17,7 +17,7 @@ from .. import kernels
 from ..errors import ArgumentError, CollectiveTimeout, MismatchError, ReductionError, encoded, message, shown
 from ..ranks.connections.rendezvous import MET, StoreRendezvous, lost_store_errors
 from ..ranks.connections.store import LIMIT_S, StoreClient, StorePart
-from ..ranks.transports.tcp import loopback
+from ..ranks.transports.addresses import loopback
 
 _ANSWER_S: Final = 1.0  # how long rank 0 may take to answer, even if the timeout is shorter
 _PAUSES_S: Final = (0.01, 0.5)  # between two attempts to reach rank 0, first and longest
@@ -127,7 +127,9 @@ def _connect(key: bytes, host: str, port: int, rank: int, timeout_s: float) -> S
     while True:
         store: StoreClient | None = None
         try:
-            store = StoreClient(key, host, port)
+            store = StoreClient(
+                key, loopback(host) or host, port
+            )  # "localhost" may also be ::1, where others may listen
             store.limit_s = min(LIMIT_S, max(_ANSWER_S, began + timeout_s - time.monotonic()))
             store.num_keys()  # any request: the first one opens the channel
         except (OSError, RuntimeError) as error:

@@ -1,12 +1,15 @@
-"""Torch ranks on four simulated hosts, with one slow link and one lost link."""
+"""Ranks on simulated hosts, with a slow link, with a lost link, or with a host that vanishes."""
 
 import ctypes
 import itertools
 import os
+import signal
+import time
 from datetime import timedelta
 from pathlib import Path
 
 import namespaces
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -15,6 +18,10 @@ from ranks import ranks
 
 import crossreduce as cr
 import crossreduce.torch
+from crossreduce import processes
+from crossreduce.errors import PeerLostError
+from crossreduce.observe.liveness import is_stopped
+from crossreduce.ranks.transports import tcp
 
 MIB = 1 << 20
 NEWNET = 0x40000000  # CLONE_NEWNET of setns
@@ -90,3 +97,60 @@ def test_plans_avoid_a_slow_and_a_lost_link():
     carried = {pair: after[pair] - before[pair] for pair in pairs}
     assert max(carried[0, 2], carried[2, 0]) < 0.6 * MIB
     assert min(count for pair, count in carried.items() if set(pair) not in ({0, 2}, {1, 3})) > 2 * MIB
+
+
+def beside_a_silent_host(rendezvous, bed):
+    """Reduce while rank 1 is stopped, and while its host is isolated. Rank 0 returns a sum and a lost rank."""
+    me, data = rendezvous.rank, np.ones(8 * MIB)
+    with Path(f"/proc/{bed.holders[me].pid}/ns/net").open() as namespace:
+        assert ctypes.CDLL(None).setns(namespace.fileno(), NEWNET) == 0
+    tcp._SILENT_S = 1.0
+    group = processes.join(me, 2, f"{bed.addresses[0]}:29500", timeout_s=60)
+    if me == 1:
+        os.kill(os.getpid(), signal.SIGSTOP)
+        group.all_reduce(data)
+        rendezvous.all_gather(b"")
+        return rendezvous.query("get", [("done",)], timeout=60)
+    total = group.all_reduce(data).sum()
+    rendezvous.all_gather(b"")
+    bed.isolate(1)
+    with pytest.raises(PeerLostError) as caught:
+        group.all_reduce(data)
+    rendezvous.query("put", [("done",)], True)
+    return total, caught.value.ranks
+
+
+def test_a_host_that_vanishes_is_noticed_and_a_stopped_rank_is_kept():
+    """With full buffers, a stopped rank is waited for, although it reads nothing for longer than the limit. A host that
+    does not answer any more is noticed long before the timeout, and its rank is named."""
+
+    def go_on(pids):
+        while not is_stopped(pids[1]):
+            time.sleep(0.1)
+        time.sleep(5)
+        os.kill(pids[1], signal.SIGCONT)
+
+    with namespaces.hosts(2) as bed:
+        found, _ = ranks(2, beside_a_silent_host, bed, begun=go_on, timeout_s=90)
+    assert found == (16 * MIB, (1,))
+
+
+def without_an_interface(rendezvous, bed):
+    """Send a message by gloo, although no interface is selected, and the name of each host is a loopback address."""
+    me = rendezvous.rank
+    with Path(f"/proc/{bed.holders[me].pid}/ns/net").open() as namespace:
+        assert ctypes.CDLL(None).setns(namespace.fileno(), NEWNET) == 0
+    x, store = torch.full((3,), float(me + 1)), f"tcp://{bed.addresses[0]}:29500"
+    dist.init_process_group("crossreduce", store, rank=me, world_size=2, timeout=timedelta(seconds=20))
+    if me == 0:
+        dist.send(x, 1)
+    else:
+        dist.recv(x, 0)
+    dist.destroy_process_group()
+    return x.tolist()
+
+
+def test_gloo_does_not_use_a_loopback_address_between_hosts():
+    """If the name of a host means a loopback address there, other hosts are not told to connect to this address."""
+    with namespaces.hosts(2) as bed:
+        assert ranks(2, without_an_interface, bed) == [[1.0] * 3] * 2

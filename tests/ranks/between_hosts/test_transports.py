@@ -1,6 +1,7 @@
 """The library's own connections obey the laws of ``transport_laws``, also if other programs connect to their ports."""
 
 import contextlib
+import ctypes
 import json
 import os
 import signal
@@ -8,6 +9,7 @@ import socket
 import struct
 import threading
 import time
+from queue import Queue
 
 import numpy as np
 import pytest
@@ -16,6 +18,9 @@ from ranks import connected, ranks
 from transport_laws import LAWS
 
 from crossreduce.errors import PeerLostError
+from crossreduce.ranks.transports import tcp
+from crossreduce.ranks.transports.addresses import addresses, machine, reachable
+from crossreduce.ranks.transports.strangers import MOST_UNKNOWN, Strangers
 from crossreduce.ranks.transports.tcp import TcpTransport, connect
 
 
@@ -42,21 +47,21 @@ def test_strangers_and_dead_addresses_do_not_disturb_connections():
 
         def answer_wrongly(wrong):
             for other in [wrong.accept()[0] for _ in range(2)]:
-                other.sendall(b"x" * 16)
+                other.sendall(b"x" * 32)
                 kept.append(other)
 
         def publish(payload):
-            _, port, key = json.loads(payload)
+            _, port, key, here = json.loads(payload)
             if rendezvous.rank == 0:
                 # At the rank's port, no program listens at 127.0.0.4, and a program at 127.0.0.3 does not answer.
                 wrong, silent = (socket.create_server((f"127.0.0.{k}", port)) for k in (2, 3))
                 threading.Thread(target=answer_wrongly, args=(wrong,), daemon=True).start()
                 kept.extend((wrong, silent))
-                for guess in (b"",) * 100 + (b"GET / HTTP/1.0\r\n\r\n", b"\1\0\0\0" + bytes(16), b"x" * 20):
+                for guess in (b"",) * 100 + (b"GET / HTTP/1.0\r\n\r\n", b"\1\0\0\0" + bytes(32), b"x" * 36):
                     kept.append(socket.create_connection(("127.0.0.1", port)))
                     kept[-1].sendall(guess)
-            addresses = [f"127.0.0.{k}" for k in (4, 3, 2, 1)]
-            payloads.extend(rendezvous.all_gather(json.dumps([addresses, port, key]).encode()))
+            published = [f"127.0.0.{k}" for k in (4, 3, 2, 1)]
+            payloads.extend(rendezvous.all_gather(json.dumps([published, port, key, here]).encode()))
 
         cancelled, read = threading.Event(), payloads.__getitem__
         sockets = connect(rendezvous.rank, range(3), publish, read, cancelled, listen_at="127.0.0.1")
@@ -67,13 +72,143 @@ def test_strangers_and_dead_addresses_do_not_disturb_connections():
     ranks(3, rank)
 
 
+def test_an_address_of_this_machine_is_not_tried_for_another_machine():
+    """Any program of this machine may listen at the loopback addresses, and at addresses that both machines have, such
+    as that of a bridge. So these are tried only for processes of this machine."""
+    own = addresses()
+    assert reachable(own, machine()) == own
+    assert reachable(own, "another") == []
+    local = ["127.0.0.1", "127.9.9.9", "::1", "::ffff:127.0.0.1", "0.0.0.0", "::", "localhost"]
+    assert reachable([*local, "192.0.2.7"], "another") == ["192.0.2.7"]
+    cancelled = threading.Event()
+    threading.Timer(0.5, cancelled.set).start()
+    with socket.create_server(("127.0.0.1", 0)) as stranger:
+        published = json.dumps([["127.0.0.1"], stranger.getsockname()[1], "00" * 16, "another"]).encode()
+        with pytest.raises(ConnectionError, match=r"no connection to ranks \[0\]"):
+            connect(1, range(2), lambda _: None, lambda _: published, cancelled)
+        stranger.settimeout(0)
+        with pytest.raises(BlockingIOError):
+            stranger.accept()
+
+
+class Meeting:
+    """Rank 0, which waits in a thread for ranks 1 and 2. ``sockets``: its connections at the end."""
+
+    def __init__(self, published=("127.0.0.1",)):
+        self.cancelled, payload, self.sockets = threading.Event(), Queue(), {}
+        arguments = 0, range(3), payload.put, None, self.cancelled
+        run = lambda: self.sockets.update(connect(*arguments, listen_at="127.0.0.1"))  # noqa: E731
+        self.thread = threading.Thread(target=run)
+        self.thread.start()
+        _, self.port, self.key, here = json.loads(payload.get(timeout=20))
+        self.payload = json.dumps([published, self.port, self.key, here]).encode()
+
+    def connected(self, rank, patience_s=20.0):
+        """Connect a rank to rank 0, and return its socket. After ``patience_s``, raise a ``ConnectionError``."""
+        cancelled = threading.Event()
+        timer = threading.Timer(patience_s, cancelled.set)
+        timer.start()
+        try:
+            return connect(rank, (0, rank), lambda _: None, lambda _: self.payload, cancelled)[0]
+        finally:
+            timer.cancel()
+
+    def greeting(self, rank):
+        """Return what a rank sends first, and a function that returns what it sends after the answer."""
+        key, own, end = bytes.fromhex(self.key), os.urandom(16), ("127.0.0.1", self.port)
+        hello = tcp._HELLO.pack(rank, own, tcp._proof(key, "hello", (rank, 0), end, own))
+        return hello, lambda answer: tcp._proof(key, "use", (rank, 0), end, own + answer[:16])
+
+    def stranger(self, sent=b""):
+        """Return a connection over which a program has sent something."""
+        made = socket.create_connection(("127.0.0.1", self.port), 20)
+        made.sendall(sent)
+        return made
+
+    def end(self, *others):
+        """Check that rank 0 is connected to the sockets ``others`` of ranks 1 and 2, and close all of them."""
+        self.thread.join(20)
+        assert [self.sockets[rank].getpeername() for rank in (1, 2)] == [each.getsockname() for each in others]
+        for each in [*self.sockets.values(), *others]:
+            each.close()
+
+
+def test_a_program_in_the_middle_is_not_used():
+    """A program that listens at another address, and passes on all bytes to the rank, gets the first message only."""
+    meeting, seen = Meeting(("127.0.0.2", "127.0.0.1")), []
+    with socket.create_server(("127.0.0.2", meeting.port)) as middle:
+
+        def pass_on():
+            one, _ = middle.accept()
+            with one, meeting.stranger() as other:
+                seen.append(one.recv(1000))
+                other.sendall(seen[0])
+                seen.append(other.recv(1000))
+
+        thread = threading.Thread(target=pass_on)
+        thread.start()
+        used = meeting.connected(1)
+        thread.join()
+    assert [len(each) for each in seen] == [tcp._HELLO.size, 0]
+    assert used.getpeername()[0] == "127.0.0.1"
+    meeting.end(used, meeting.connected(2))
+
+
+def test_a_recorded_handshake_cannot_be_repeated():
+    """A program that sends what a rank has sent before, while the rank is late, is not taken for it. When the rank has
+    connected, no other connection replaces the first one, not even one with right proofs."""
+    meeting = Meeting()
+    hello, use = meeting.greeting(1)
+    with meeting.stranger(hello) as early:
+        sent = use(early.recv(32, socket.MSG_WAITALL))
+    with meeting.stranger(hello) as repeated:
+        assert use(repeated.recv(32, socket.MSG_WAITALL)) != sent
+        repeated.sendall(sent)
+        assert repeated.recv(1) == b""
+    with meeting.stranger(hello):
+        first = meeting.connected(1)
+        with pytest.raises(ConnectionError, match=r"no connection to ranks \[0\]"):
+            meeting.connected(1, patience_s=0.5)
+        meeting.end(first, meeting.connected(2))
+
+
+def test_connections_without_a_proof_do_not_take_the_place_of_a_rank():
+    """Programs that connect and send nothing, or wrong proofs, do not end the handshake of a rank that is slow."""
+    meeting = Meeting()
+    hello, use = meeting.greeting(1)
+    with contextlib.ExitStack() as stack:
+        slow = meeting.stranger(hello)
+        for sent in (b"", bytes(tcp._HELLO.size)):
+            for _ in range(2 * MOST_UNKNOWN):
+                stack.enter_context(meeting.stranger(sent))
+        slow.sendall(use(slow.recv(32, socket.MSG_WAITALL)))
+        assert slow.recv(1) == b"."
+        meeting.end(slow, meeting.connected(2))
+
+
+def test_the_source_with_the_most_connections_loses_one():
+    """If there are too many connections, one of the source that has the most is closed, and not always the same one."""
+    places = set()
+    for _ in range(100):
+        strangers, crowd = Strangers(8), [object() for _ in range(20)]
+        rank = [object() for _ in range(4)]
+        assert [strangers.add(each, f"10.0.0.{k}") for k, each in enumerate(rank)] == [None] * 4
+        dropped = [strangers.add(each, f"::ffff:127.0.0.{k}") for k, each in enumerate(crowd)]
+        assert dropped[:4] == [None] * 4
+        assert {*dropped[4:]} <= {*crowd}
+        places.add(crowd.index(dropped[4]))
+        assert strangers.pop(0) is None
+        assert strangers.pop(time.monotonic() + 1) is rank[0]
+    assert places == {0, 1, 2, 3}
+
+
 def test_a_rank_that_is_not_reached_is_named():
     """If rank 1 does not connect, the others time out with an error that names it. Only rank 2, which connects to rank
     1, has tried addresses, and names them."""
 
     def rank(rendezvous):
         if rendezvous.rank == 1:
-            rendezvous.all_gather(json.dumps([["127.0.0.1"], 1, "00" * 16]).encode())
+            rendezvous.all_gather(json.dumps([["127.0.0.1"], 1, "00" * 16, machine()]).encode())
         else:
             cancelled = threading.Event()
             threading.Timer(0.7, cancelled.set).start()
@@ -107,6 +242,44 @@ def test_a_forked_process_does_not_keep_connections_open():
         rendezvous.all_gather(b"")
 
     ranks(2, rank)
+
+
+def connected_pair():
+    """Return the ends of a connection over the loopback interface."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        near = socket.create_connection(listener.getsockname())
+        return near, listener.accept()[0]
+
+
+def vanish(far):
+    """Let the system drop all packets that arrive for a socket, as if its host had lost its power."""
+    drop_all = ctypes.create_string_buffer(struct.pack("HBBI", 6, 0, 0, 0))  # a program of one instruction: return 0
+    far.setsockopt(socket.SOL_SOCKET, 26, struct.pack("HP", 1, ctypes.addressof(drop_all)))  # SO_ATTACH_FILTER
+
+
+@pytest.mark.parametrize("full", [False, True], ids=["data under way", "buffers full"])
+def test_a_host_that_vanishes_is_noticed_and_a_rank_that_reads_nothing_is_kept(monkeypatch, full):
+    """A wait fails soon after the limit if the other host does not answer any more, whether data is under way or the
+    other rank had stopped to read before. As long as its host answers, a rank that reads nothing is waited for."""
+    monkeypatch.setattr(tcp, "_SILENT_S", 1.0)
+    data = np.ones(16 << 20, np.uint8)
+    (near, far), (to_stopped, stopped) = connected_pair(), connected_pair()
+    transport = TcpTransport({1: near, 2: to_stopped})
+    with far, stopped:
+        if not full:
+            vanish(far)
+        kept, lost = (transport.send(data.ctypes.data, data.size, rank, 0) for rank in (2, 1))
+        if full:
+            time.sleep(0.5)
+            vanish(far)
+        with pytest.raises(ConnectionError, match=r"rank 1 was lost: its host has not answered for 1 s"):
+            lost.wait(60)
+        nbytes = data.size + 16  # with the header
+        reader = threading.Thread(target=stopped.recv, args=(nbytes, socket.MSG_WAITALL))
+        reader.start()
+        kept.wait(60)
+        reader.join()
+        transport.close()
 
 
 @pytest.mark.parametrize("reset", [False, True])

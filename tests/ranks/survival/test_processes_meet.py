@@ -254,6 +254,24 @@ def test_ranks_with_another_key_are_refused(address, monkeypatch):
     assert ranks(2, with_key, f"127.0.0.1:{free_port()}") == [30, 30]
 
 
+def at_localhost(rendezvous, name, port):
+    resolve = socket.getaddrinfo
+    socket.getaddrinfo = lambda host, *rest: resolve("127.0.0.9" if host == name else host, *rest)
+    with processes.join(rendezvous.rank, 2, f"{name}:{port}", timeout_s=20) as group:
+        return summed(group)
+
+
+@pytest.mark.parametrize("name", ["localhost", "LocalHost.", "a.localhost"])
+def test_ranks_connect_to_the_address_of_localhost_at_which_rank_0_listens(name):
+    """If "localhost" has another address, too, such as ::1, no rank connects to a program that listens there."""
+    port = free_port()
+    with socket.create_server(("127.0.0.9", port)) as stranger:
+        assert ranks(2, at_localhost, name, port) == [30, 30]
+        stranger.settimeout(0)
+        with pytest.raises(BlockingIOError):
+            stranger.accept()
+
+
 def loses_the_first(rendezvous, address):
     if rendezvous.rank == 0:
         threading.Timer(0.5, die).start()
@@ -272,12 +290,12 @@ def test_rank_0_dies_while_others_wait_for_it(address):
 # Processes with an invitation
 
 
-PLACE = '[["127.0.0.1"], 1, "0123456789abcdef0123456789abcdef"]'
+PLACE = '[["127.0.0.1"], 1, "0123456789abcdef0123456789abcdef", "machine"]'
 DAMAGED_PLACES = [
     PLACE.replace(*change)
     for change in [
         ('"127.0.0.1"', "7"), ('["127.0.0.1"]', '"127.0.0.1"'), ("1, ", "99999999, "), ("1, ", "1e400, "),
-        ("1, ", "true, "), ("1, ", "0, "), ("0123", "xxxx"), ("0123", ""), ('"0123', '7, "0123'),
+        ("1, ", "true, "), ("1, ", "0, "), ("0123", "xxxx"), ("0123", ""), ('"0123', '7, "0123'), ('"machine"', "7"),
     ]
 ]  # fmt: skip
 

@@ -5,6 +5,8 @@
 #include <algorithm>
 #include <cerrno>
 #include <cstring>
+#include <netinet/in.h>
+#include <netinet/tcp.h>
 #include <poll.h> // POLLRDHUP needs _GNU_SOURCE, which g++ and clang++ define
 #include <sys/socket.h>
 #include <sys/uio.h>
@@ -18,6 +20,7 @@ constexpr uint64_t FAREWELL = ~uint64_t{0};    // the tag by which a rank says t
 constexpr size_t STAGED_NBYTES = 1 << 16;      // read at once beyond the end of a message
 constexpr uint64_t MOST_EARLY_NBYTES = 1 << 20; // of a message that is read before it is expected
 constexpr size_t MOST_PARTS = 16;              // of one call to the system
+constexpr int LEAST_REPEATS = 2;               // a packet or its answer may be lost
 constexpr int64_t SHARED_WAIT_NS = 1000000;    // of several threads that wait, one may move another one's message
 
 using State = Message::State;
@@ -37,9 +40,19 @@ iovec part(void *at, size_t nbytes) {
     return made;
 }
 
+// Return whether the other host has answered nothing for `limit_ns`, although the system has repeated data, or probes of
+// a full buffer, several times. The host of a rank that reads nothing, since it was stopped or is late, answers these.
+bool is_silent(int socket, int64_t limit_ns) {
+    tcp_info info = {};
+    socklen_t size = sizeof info;
+    if (getsockopt(socket, IPPROTO_TCP, TCP_INFO, &info, &size) != 0) return false;
+    const bool repeats = (info.tcpi_unacked > 0 && info.tcpi_retransmits >= LEAST_REPEATS) || info.tcpi_probes >= LEAST_REPEATS;
+    return repeats && int64_t{info.tcpi_last_ack_recv} * 1000000 >= limit_ns;
+}
+
 } // namespace
 
-Connections::Connections(std::vector<int> ranks, std::vector<int> sockets) {
+Connections::Connections(std::vector<int> ranks, std::vector<int> sockets, int64_t limit_ns) : silent_ns(limit_ns) {
     for (size_t k = 0; k < ranks.size(); k++) {
         peers.emplace_back();
         peers.back().rank = ranks[k];
@@ -289,6 +302,13 @@ bool Connections::progress() {
         pending = pending || has_work(peer);
     }
     return pending;
+}
+
+void Connections::drop_silent() {
+    const std::lock_guard<std::mutex> held(lock);
+    for (Peer &peer : peers)
+        if (peer.state == State::done && is_silent(peer.socket, silent_ns))
+            lose(peer, State::lost, "its host has not answered for " + std::to_string(silent_ns / 1000000000) + " s");
 }
 
 void Connections::disconnect(int peer, const std::string &why) {

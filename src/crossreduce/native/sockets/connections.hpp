@@ -28,8 +28,9 @@ struct Message {
 
 class Connections {
   public:
-    // Use connected sockets, which this object closes: `ranks` and `sockets` of the peers.
-    Connections(std::vector<int> ranks, std::vector<int> sockets);
+    // Use connected sockets, which this object closes: `ranks` and `sockets` of the peers. A host that answers nothing
+    // for `silent_ns` is lost.
+    Connections(std::vector<int> ranks, std::vector<int> sockets, int64_t silent_ns);
     ~Connections();
     Connections(const Connections &) = delete;
     Connections &operator=(const Connections &) = delete;
@@ -42,6 +43,8 @@ class Connections {
     Message::State wait(Message &message, int64_t until_ns);
     // Move what can be moved at once. Return whether messages are pending.
     bool progress();
+    // Close the connections to silent hosts. A wait calls this after `silent_ns`.
+    void drop_silent();
     // Close the connection to a peer, since a message was not completed.
     void disconnect(int peer, const std::string &why);
     // Make all messages fail, and the peers' messages to this rank. Any thread may call it.
@@ -51,6 +54,7 @@ class Connections {
     // In a forked process: close the sockets, which stay open in the parent.
     void close_after_fork();
     std::string why(int peer); // why the connection to a peer is closed
+    const int64_t silent_ns;
 
   private:
     struct Incoming {       // the message that is being read

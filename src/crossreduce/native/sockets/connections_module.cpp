@@ -13,6 +13,7 @@
 namespace {
 
 constexpr int64_t SLICE_NS = 50000000; // a signal that comes just before a wait for the system is handled this late
+constexpr int64_t CHECK_NS = 1000000000; // between two checks for silent hosts
 
 struct ConnectionsObject {
     PyObject_HEAD
@@ -34,12 +35,13 @@ PyObject *connections_new(PyTypeObject *type, PyObject *args, PyObject *) {
     return make_object<ConnectionsObject>(type, [&](ConnectionsObject &self) {
         PyObject *ranks_given, *sockets_given;
         std::vector<int> ranks, sockets;
-        if (!PyArg_ParseTuple(args, "OO", &ranks_given, &sockets_given) || !read_ints(ranks_given, ranks) ||
+        double silent_s;
+        if (!PyArg_ParseTuple(args, "OOd", &ranks_given, &sockets_given, &silent_s) || !read_ints(ranks_given, ranks) ||
             !read_ints(sockets_given, sockets))
             return false;
         if (ranks.size() != sockets.size()) return value_error("there must be one socket for each rank");
         self.connections = new std::shared_ptr<Connections>(
-            std::make_shared<Connections>(std::move(ranks), std::move(sockets)));
+            std::make_shared<Connections>(std::move(ranks), std::move(sockets), static_cast<int64_t>(silent_s * 1e9)));
         return true;
     });
 }
@@ -109,6 +111,7 @@ PyObject *message_wait(PyObject *object, PyObject *argument) {
     Connections &connections = **self->connections;
     Message &message = **self->message;
     const int64_t began = now_ns(), limit = static_cast<int64_t>(std::min(std::max(timeout_s, 0.0), 1e9) * 1e9);
+    int64_t check_at = began + connections.silent_ns;
     while (true) {
         const int64_t until = began + std::min(limit, now_ns() - began + SLICE_NS);
         const auto state = without_lock(Message::State::lost, [&] { return connections.wait(message, until); });
@@ -127,6 +130,10 @@ PyObject *message_wait(PyObject *object, PyObject *argument) {
             break;
         }
         if (PyErr_CheckSignals() < 0) return nullptr;
+        if (now_ns() >= check_at) {
+            check_at = now_ns() + CHECK_NS;
+            without_lock(0, [&] { return connections.drop_silent(), 0; });
+        }
         if (now_ns() >= began + limit) {
             connections.disconnect(message.peer, "an earlier message did not complete in time");
             PyErr_Format(PyExc_TimeoutError, "the message to or from rank %ld did not complete in time", self->rank);

@@ -26,7 +26,7 @@ from ..connections.peers import PeerInfo
 from ..connections.repeated_request import RepeatedRequest
 from ..intra_host.registers import Contribution, Decision, Overtaken, Registers
 from ..intra_host.shared_memory import RankMemory
-from ..transports import tcp
+from ..transports.addresses import reachable
 from .ballots import Ballot
 
 _PAUSES_S: Final = (50e-6, 1e-3)  # between two reads of the registers, first and longest
@@ -208,7 +208,7 @@ class Agreements:
         if peer is None or self._host_of[rank] == self.own_host or self.rank not in self.electors:
             return {"unknown": True}
         self._relayed.add(self._host_of[rank])
-        addresses = [each for each in peer.place.addresses if not tcp.loopback(each)]  # a loopback is this host's own
+        addresses = reachable(peer.place.addresses, peer.place.machine)
         return {"addresses": [peer.known] if peer.known else addresses, "known": bool(peer.known)}
 
     def status(self, number: int, electors: Sequence[int]) -> dict[str, Json]:

@@ -1,10 +1,10 @@
 """``AuthenticatedChannel``: messages over a connection between two processes that both know a key.
 
-Input: a connected socket, and the key. Output: messages in JSON. The process that connects sends a random number. The
-process that listens answers with another random number and a proof. The first process checks the proof, and sends its
-own. All proofs, also those of messages, depend on both numbers, on the sender, and on the position in the connection.
-So recorded data cannot be replayed, and no message is sent to a program that does not have the key. Nothing is
-encrypted.
+Input: a connected socket, and the key. Output: messages in JSON. The process that connects sends a hello: a random
+number, and a proof that it knows the key. The process that listens answers with another random number and a proof. The
+first process checks this proof, and sends a second one of its own. All proofs but that of the hello, also those of
+messages, depend on both numbers, on the sender, and on the position in the connection. So a recorded hello gets an
+answer, but no other recorded data does, and no message is sent to a program without the key. Nothing is encrypted.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ _DIGEST: Final = 16  # bytes, 128 bits
 _MOST_BYTES: Final = 1 << 20  # of a message; longer ones are refused before memory is reserved
 _LENGTH: Final = struct.Struct("<I")
 _CONNECTS, _LISTENS = b"connects", b"listens"
+HELLO_NBYTES: Final = _NONCE + _DIGEST
 
 
 class AuthenticatedChannel:
@@ -91,25 +92,36 @@ def open_channel(
     """
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     own = secrets.token_bytes(_NONCE)
-    connection.sendall(own)
+    connection.sendall(own + _hello_proof(key, own))
     wait()
     channel = AuthenticatedChannel(connection, key, own + _read(connection, _NONCE, deadline), _CONNECTS, _LISTENS)
     if not channel.is_next(_read(connection, _DIGEST, deadline)):
-        connection.sendall(bytes(_DIGEST))  # a wrong proof, which the program that listens counts as refused
         raise ValueError("the program that listens does not know the key")
     connection.sendall(channel.next_proof())
     return channel
 
 
-def accept_channel(connection: socket.socket, key: bytes, deadline: float) -> AuthenticatedChannel:
-    """Return a channel over a connection that another program has made. For errors see ``open_channel``."""
+def is_hello(hello: bytes, key: bytes) -> bool:
+    """Return whether a process that knows the key has sent these ``HELLO_NBYTES`` bytes, now or earlier."""
+    return secrets.compare_digest(hello[_NONCE:], _hello_proof(key, hello[:_NONCE]))
+
+
+def accept_channel(connection: socket.socket, key: bytes, hello: bytes, deadline: float) -> AuthenticatedChannel:
+    """Return a channel over a connection that another program has made, and over which it has sent a valid ``hello``.
+
+    For errors see ``open_channel``.
+    """
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    other, own = _read(connection, _NONCE, deadline), secrets.token_bytes(_NONCE)
-    channel = AuthenticatedChannel(connection, key, other + own, _LISTENS, _CONNECTS)
+    own = secrets.token_bytes(_NONCE)
+    channel = AuthenticatedChannel(connection, key, hello[:_NONCE] + own, _LISTENS, _CONNECTS)
     connection.sendall(own + channel.next_proof())
     if not channel.is_next(_read(connection, _DIGEST, deadline)):
         raise ValueError("the program that connects does not know the key")
     return channel
+
+
+def _hello_proof(key: bytes, number: bytes) -> bytes:
+    return blake2b(number, key=key, digest_size=_DIGEST, person=b"hello").digest()
 
 
 def _read(connection: socket.socket, count: int, deadline: float) -> bytes:

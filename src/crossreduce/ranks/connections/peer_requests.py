@@ -23,6 +23,7 @@ from collections.abc import Callable, Collection, Sequence
 from typing import Any, Final, NamedTuple
 
 from ..transports import tcp
+from ..transports.addresses import addresses, machine, reachable
 from .channel import AuthenticatedChannel, open_channel
 from .listener import Listener
 
@@ -35,21 +36,22 @@ Answer = Callable[[dict[str, Json]], dict[str, Json]]
 
 
 class Place(NamedTuple):
-    """Where a process listens: its addresses, in the order in which to try them, and its key."""
+    """Where a process listens: its addresses, in the order in which to try them, its key, and its ``machine``."""
 
     addresses: tuple[str, ...]
     port: int
     key: str
+    machine: str = ""
 
     @classmethod
     def read(cls, given: Sequence[Json]) -> Place:
         """Return a place that was sent as JSON. Raise a ``TypeError`` or a ``ValueError`` if this is not a place."""
-        addresses, port, key = given
-        if not isinstance(addresses, (list, tuple)) or not all(isinstance(each, str) for each in addresses):
+        addresses, port, key, where = given
+        if not isinstance(addresses, (list, tuple)) or not all(isinstance(each, str) for each in [where, *addresses]):
             raise TypeError("the addresses are not a list of str")
         if type(port) is not int or not 0 < port < 1 << 16 or len(bytes.fromhex(key)) != _DIGEST:
             raise ValueError("the port or the key is not valid")
-        return cls(tuple(addresses), port, bytes.fromhex(key).hex())
+        return cls(tuple(addresses), port, bytes.fromhex(key).hex(), where)
 
 
 class Successor(NamedTuple):
@@ -76,8 +78,7 @@ class _Contact:
         self.answers: dict[str, Answer] = {}
         self.joining = 0  # groups that are being made
         self.listener = Listener(self.key, self._answer, address=address)
-        addresses = (address,) if address else tuple(tcp.addresses())
-        self.place = Place(addresses, self.listener.port, self.key.hex())
+        self.place = Place((address,) if address else tuple(addresses()), self.listener.port, self.key.hex(), machine())
 
     def _answer(self, channel: AuthenticatedChannel) -> None:
         """Answer the request of a connection, or become the relay of this connection."""
@@ -225,8 +226,8 @@ class Peer:
           Ended: the process has ended.
         """
         deadline = time.monotonic() + timeout_s
-        others = [address for address in self.place.addresses if address != self.known]
-        self.refused = True
+        others = [each for each in reachable(self.place.addresses, self.place.machine) if each != self.known]
+        self.refused = bool(self.known or others)
         for address in [self.known, *others] if self.known else others:
             left_s = deadline - time.monotonic()
             if left_s <= 0:

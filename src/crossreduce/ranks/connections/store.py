@@ -16,8 +16,9 @@ from datetime import timedelta
 from typing import Final
 
 from ...errors import ReductionError
+from ..transports.strangers import MOST_UNKNOWN
 from .channel import AuthenticatedChannel, open_channel
-from .listener import MOST_UNKNOWN, Listener
+from .listener import Listener
 from .peer_requests import Json
 
 CONNECT_S: Final = 2.0  # how long a connection may take

@@ -17,7 +17,7 @@ from ..communicator import Communicator
 from ..connections import peer_requests
 from ..connections.peer_requests import Ended, Json, Peer, Place
 from ..connections.rendezvous import Origin
-from ..transports import tcp
+from ..transports.addresses import loopback
 from .formation import PAUSE_S, Group, GroupKind, Settings, connect_store
 from .survivors import FORMED, Reformed
 
@@ -79,7 +79,7 @@ class Joiner(Generic[Group]):
         self._group, self._places, self._kind = group, list(places), kind
         self._token = secrets.token_hex(8)
         self._offer: dict[str, Json] | None = None
-        loopbacks = {tcp.loopback(address) for place in places for address in place.addresses}
+        loopbacks = {loopback(address) for place in places for address in place.addresses}
         self._listen_at = loopbacks.pop() if len(loopbacks) == 1 else ""  # "" is also in it, unless all are loopback
         self._own = peer_requests.listen(self._listen_at)
         peer_requests.register(self._token, self._answer, self._listen_at)

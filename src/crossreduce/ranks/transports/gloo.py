@@ -9,11 +9,13 @@ from __future__ import annotations
 import re
 import socket
 from collections.abc import Sequence
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any, Final, Self
 
 import torch
 
+from .addresses import addresses, loopback
 from .tcp import TcpTransport
 
 _ABORT_TAG: Final = 0x4352FFFF  # users number their own messages from 0
@@ -51,18 +53,34 @@ class BesideGloo(TcpTransport):
                     return
 
 
-def lazy_options(timeout: timedelta, interfaces: Sequence[str]) -> Any:
-    """Return options with which gloo connects two ranks only when they exchange their first message.
+def own_address() -> str:
+    """Return the address of this host at which gloo must listen if no interface is selected, or "" for gloo's default.
 
-    Raise a ``RuntimeError`` if this version of torch has no such options.
+    The default is the first address of the host's name, or a loopback address if the name is unknown. Many systems map
+    the name to a loopback address, too. On another host, any program may listen there.
+    """
+    with suppress(OSError):
+        address = str(socket.getaddrinfo(socket.gethostname(), None, type=socket.SOCK_STREAM)[0][4][0])
+        if not loopback(address):
+            return ""
+    return next(iter(addresses()), "")
+
+
+def options_of(timeout: timedelta, interfaces: Sequence[str], address: str, *, lazy: bool) -> Any:
+    """Return gloo's options. ``address``: see ``own_address``; it is "" if there are ``interfaces``.
+
+    ``lazy``: whether gloo connects two ranks only when they exchange their first message. Raise a ``RuntimeError`` if
+    this version of torch cannot do so.
     """
     gloo = torch.distributed.ProcessGroupGloo
-    options = gloo._Options()
+    options, laziness = gloo._Options(), {"lazy_init": True} if lazy else {}
     try:
         if interfaces:
-            options._devices = [gloo.create_device(interface=name, lazy_init=True) for name in interfaces]
+            options._devices = [gloo.create_device(interface=name, **laziness) for name in interfaces]
+        elif address:
+            options._devices = [gloo.create_device(hostname=address, **laziness)]
         else:
-            options._devices = [gloo.create_default_device(lazy_init=True)]
+            options._devices = [gloo.create_default_device(**laziness)]
     except TypeError:
         problem = f"in torch {torch.__version__} gloo needs a connection between every two ranks"
         raise RuntimeError(problem) from None

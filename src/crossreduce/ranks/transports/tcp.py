@@ -18,31 +18,33 @@ import struct
 import threading
 import time
 import weakref
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Generator, Sequence
 from hashlib import blake2b
-from ipaddress import ip_address
-from pathlib import Path
-from typing import Final
+from typing import Final, TypeAlias
 
 from ... import kernels
+from .addresses import addresses, machine, reachable
 from .base import PendingMessage
-
-with contextlib.suppress(ImportError):  # Windows has no fcntl; there, ranks raise a BackendError before they need it
-    import fcntl
+from .strangers import MOST_UNKNOWN, Strangers
 
 _STAGGER_S: Final = 0.25  # from an attempt to connect to the attempt with the next address (RFC 8305, section 5)
 _RETRY_S: Final = 1.0  # from an attempt with the last address of a rank to another attempt with its first address
 PATIENCE_S: Final = 10.0  # a connection that takes longer may be impossible; a lost SYN is sent again after 1, 3, 7 s
 _HANDSHAKE_S: Final = 5.0  # the longest time that an unknown program may take to prove that it is a rank
-_MOST_UNKNOWN: Final = 64  # connections of unknown programs that are open at once; the oldest one is closed first
 _CHECK_S: Final = 0.05  # between two checks whether ``connect`` was cancelled
+_MOST_ACCEPTED: Final = 64  # connections that are accepted before others are continued
 _DIGEST: Final = 16  # bytes, 128 bits
-_HELLO: Final = struct.Struct(f"<i{_DIGEST}s")  # the rank that connects, and its proof
-# A connection fails if its other host does not answer for two minutes: 60 s, then 6 probes that are 10 s apart.
+_NUMBER: Final = 16  # bytes of a random number, 128 bits
+_HELLO: Final = struct.Struct(f"<i{_NUMBER}s{_DIGEST}s")  # the rank that connects, its random number, and its proof
+# A connection fails if its other host does not answer for two minutes. If no data is under way: 60 s, then 6 probes
+# that are 10 s apart. Otherwise ``Connections`` reads when the host has last answered. TCP_USER_TIMEOUT would also end
+# connections to ranks that read nothing for two minutes.
+_SILENT_S: Final = 120.0
 _KEEP_ALIVE: Final = (("TCP_KEEPIDLE", 60), ("TCP_KEEPINTVL", 10), ("TCP_KEEPCNT", 6))
-_ADDRESS, _FLAGS, _IS_UP = 0x8915, 0x8913, 1  # of Linux: SIOCGIFADDR, SIOCGIFFLAGS, IFF_UP
-_UNUSED: Final = ("192.0.2.1", "2001:db8::1")  # addresses for documentation (RFC 5737, RFC 3849); nothing is sent there
+_RTO_MAX: Final = 44, 60_000  # TCP_RTO_MAX_MS, since Linux 6.15: the most time between two repetitions, else 120 s
 _ALL: Final[weakref.WeakSet[TcpTransport]] = weakref.WeakSet()
+
+Handshake: TypeAlias = Generator[int, None, None]  # yields the events to wait for
 
 
 class TcpTransport:
@@ -61,7 +63,8 @@ class TcpTransport:
             each.setblocking(False)
             each.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             keep_alive(each)
-        self.connections = kernels.native().Connections(list(sockets), [each.fileno() for each in sockets.values()])
+        descriptors = [each.fileno() for each in sockets.values()]
+        self.connections = kernels.native().Connections(list(sockets), descriptors, _SILENT_S)
         for each in sockets.values():
             each.detach()
         _ALL.add(self)
@@ -90,6 +93,8 @@ def keep_alive(connection: socket.socket) -> None:
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for option, value in _KEEP_ALIVE:
         connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
+    with contextlib.suppress(OSError):  # an older system
+        connection.setsockopt(socket.IPPROTO_TCP, *_RTO_MAX)
 
 
 def _after_fork() -> None:
@@ -139,12 +144,13 @@ def connect(
             stack.enter_context(listener)
         port = 0 if listener is None else listener.getsockname()[1]
         own = [listen_at] if listen_at else addresses(interfaces)
-        publish(json.dumps([own, port, key.hex()]).encode())
+        publish(json.dumps([own, port, key.hex(), machine()]).encode())
         meeting = stack.enter_context(_Meeting(rank, key, [peer for peer in others if peer > rank], listener))
         for peer in others:
             if peer < rank:
-                peer_addresses, peer_port, peer_key = json.loads(read(peer))
-                meeting.reach(peer, [(each, peer_port) for each in peer_addresses], bytes.fromhex(peer_key))
+                published, peer_port, peer_key, where = json.loads(read(peer))
+                targets = [(each, peer_port) for each in reachable(published, where)]
+                meeting.reach(peer, targets, bytes.fromhex(peer_key))
         given_up: set[int] = set()
         check_at = time.monotonic() + patience_s
         while missing := [peer for peer in others if peer not in meeting.connected and peer not in given_up]:
@@ -157,49 +163,6 @@ def connect(
                 given_up.update(stalled(missing))
             meeting.step()
         return meeting.take()
-
-
-def addresses(interfaces: Sequence[str] = ()) -> list[str]:
-    """Return the addresses of this host. Those of the default routes come first, the loopback addresses last.
-
-    Raise a ``ConnectionError`` if ``interfaces`` are given and none of them has an address.
-    """
-    found: list[str] = []
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as query:
-        for _, name in socket.if_nameindex():
-            request = struct.pack("256s", name.encode()[:15])
-            with contextlib.suppress(OSError):  # it has no IPv4 address
-                (flags,) = struct.unpack_from("H", fcntl.ioctl(query, _FLAGS, request), 16)
-                if flags & _IS_UP and (not interfaces or name in interfaces):
-                    found.append(socket.inet_ntoa(fcntl.ioctl(query, _ADDRESS, request)[20:24]))
-    with contextlib.suppress(OSError):  # no IPv6
-        for line in Path("/proc/net/if_inet6").read_text().splitlines():
-            digits, _, _, scope, _, name = line.split()
-            if (scope == "00" or name == "lo") and (not interfaces or name in interfaces):
-                found.append(socket.inet_ntop(socket.AF_INET6, bytes.fromhex(digits)))
-    if interfaces and not found:
-        raise ConnectionError(f"no interface of {', '.join(interfaces)} has an address")
-    preferred = [address for address in map(_source_for, _UNUSED) if address in found]
-    local = [address for address in found if address.startswith("127.") or address == "::1"]
-    return list(dict.fromkeys([*preferred, *(x for x in found if x not in local), *local]))
-
-
-def loopback(host: str) -> str:
-    """Return the loopback address if ``host``, a name or an address, means this host itself, otherwise ""."""
-    with contextlib.suppress(ValueError):
-        parsed = ip_address("127.0.0.1" if host.lower() == "localhost" else host)
-        parsed = getattr(parsed, "ipv4_mapped", None) or parsed
-        return str(parsed) if parsed.is_loopback else ""
-    return ""
-
-
-def _source_for(target: str) -> str | None:
-    """Return the address from which this host would send to ``target``. Nothing is sent."""
-    family = socket.AF_INET6 if ":" in target else socket.AF_INET
-    with contextlib.suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as query:
-        query.connect((target, 9))  # any port: this only selects the route
-        return str(query.getsockname()[0])
-    return None
 
 
 def opened_listener(port: int = 0, address: str = "") -> socket.socket:
@@ -217,16 +180,23 @@ def opened_listener(port: int = 0, address: str = "") -> socket.socket:
     return socket.create_server(("", port), backlog=1024)
 
 
-def _proof(key: bytes, word: str, rank: int, listener: int) -> bytes:
-    """Return the proof that the sender of ``word`` knows the key. Rank ``rank`` connects to rank ``listener``."""
-    return blake2b(f"{word} {rank} {listener}".encode(), key=key, digest_size=_DIGEST).digest()
+def _proof(key: bytes, word: str, ranks: tuple[int, int], end: Sequence[object], numbers: bytes) -> bytes:
+    """Return the proof that the sender of ``word`` knows the key.
+
+    ``ranks``: the rank that connects, and the rank that listens. ``end``: the address and port of the latter in this
+    connection. A program at another address, which passes on all bytes, cannot change it. ``numbers``: random numbers.
+    """
+    host, port = str(end[0]).removeprefix("::ffff:"), end[1]
+    about = f"{word} {ranks[0]} {ranks[1]} {host} {port} ".encode()
+    return blake2b(about + numbers, key=key, digest_size=_DIGEST).digest()
 
 
 class _Meeting:
     """Makes the connections of one rank. ``targets``: for each rank to connect to, its addresses and ports.
 
-    The connecting rank sends its number and a proof, and the listening rank answers with another proof. The connecting
-    rank may have made several connections, so it sends one byte over the connection that it uses.
+    The connecting rank sends its number, a random number and a proof. The listening rank answers with another random
+    number and a proof that depends on both. The connecting rank may have made several connections. Over the one that it
+    uses, it sends a third proof, and the listening rank confirms it. So a recorded handshake cannot be repeated.
     """
 
     def __init__(self, rank: int, key: bytes, expected: Sequence[int], listener: socket.socket | None) -> None:
@@ -235,10 +205,12 @@ class _Meeting:
         self._rank, self._key, self._expected = rank, key, set(expected)
         self._keys: dict[int, bytes] = {}
         self._due: dict[int, tuple[float, int]] = {}  # by rank: when to try which of its addresses next
+        self._used: set[int] = set()  # the ranks that are to confirm a connection
         self._selector = selectors.DefaultSelector()
-        self._open: dict[socket.socket, Iterator[int]] = {}  # handshakes: generators of the events to wait for
+        self._open: dict[socket.socket, Handshake] = {}
         self._tried: dict[tuple[int, tuple[str, int]], socket.socket] = {}  # the last attempt of each rank and address
-        self._accepted_at: dict[socket.socket, float] = {}  # connections of programs that have sent no proof yet
+        self._unknown = Strangers(MOST_UNKNOWN + len(expected))
+        self._known = Strangers(MOST_UNKNOWN + len(expected))  # their first proof was right; it may be a recorded one
         if listener is not None:
             listener.setblocking(False)
             self._selector.register(listener, selectors.EVENT_READ)
@@ -261,14 +233,14 @@ class _Meeting:
     def reach(self, peer: int, targets: list[tuple[str, int]], key: bytes) -> None:
         """Begin to connect to a rank at any of its addresses."""
         self.targets[peer], self._keys[peer] = targets, key
-        self._due[peer] = time.monotonic(), 0
+        if targets:
+            self._due[peer] = time.monotonic(), 0
 
     def step(self) -> None:
         """Close connections without a proof, begin due attempts, and continue handshakes. Wait at most ``_CHECK_S``."""
         now = time.monotonic()
-        for sock, at in list(self._accepted_at.items()):
-            if now > at + _HANDSHAKE_S:
-                self._drop(sock)
+        while (late := self._unknown.pop(now - _HANDSHAKE_S)) is not None:
+            self._drop(late)
         for peer, (at, number) in list(self._due.items()):
             if now >= at:
                 self._try(peer, self.targets[peer][number])
@@ -277,22 +249,28 @@ class _Meeting:
         for key, _ in self._selector.select(_CHECK_S):
             if key.fileobj is self._listener:
                 self._accept()
-            else:
+            elif key.fileobj in self._open:  # it was not dropped just now
                 assert isinstance(key.fileobj, socket.socket)
                 self._continue(key.fileobj)
 
     def _accept(self) -> None:
-        """Accept a connection, and begin its handshake. If too many have sent no proof, close the oldest of them."""
+        """Accept the connections that wait, and begin their handshakes."""
         assert self._listener is not None
-        if len(self._accepted_at) >= _MOST_UNKNOWN:
-            self._drop(min(self._accepted_at, key=lambda sock: self._accepted_at[sock]))
-        try:
-            sock = self._listener.accept()[0]
-        except OSError:  # it was closed again, or this process has too many open files
-            time.sleep(_CHECK_S)
-            return
-        self._accepted_at[sock] = time.monotonic()
-        self._begin(sock, self._accepted(sock))
+        for _ in range(_MOST_ACCEPTED):
+            try:
+                sock, (address, *_) = self._listener.accept()
+            except BlockingIOError:
+                return
+            except OSError:  # it was closed again, or this process has too many open files
+                time.sleep(_CHECK_S)
+                return
+            self._limit(self._unknown, sock, address)
+            self._begin(sock, self._accepted(sock, address))
+
+    def _limit(self, strangers: Strangers, sock: socket.socket, address: str) -> None:
+        """Count a connection among others that have proved as much. If there are too many, close one of the others."""
+        if (dropped := strangers.add(sock, address)) is not None:
+            self._drop(dropped)
 
     def _try(self, peer: int, target: tuple[str, int]) -> None:
         """Begin to connect to an address, unless the last attempt to do so has not ended."""
@@ -303,7 +281,7 @@ class _Meeting:
             self._tried[peer, target] = sock
             self._begin(sock, self._connecting(sock, peer, target))
 
-    def _begin(self, sock: socket.socket, handshake: Iterator[int]) -> None:
+    def _begin(self, sock: socket.socket, handshake: Handshake) -> None:
         sock.setblocking(False)
         self._open[sock] = handshake
         self._continue(sock)
@@ -316,7 +294,7 @@ class _Meeting:
             self._selector.register(sock, next(self._open[sock]))
         except StopIteration:
             del self._open[sock]
-            self._accepted_at.pop(sock, None)
+            self._known.discard(sock)
         except (OSError, EOFError):
             self._drop(sock)
 
@@ -324,49 +302,58 @@ class _Meeting:
         """Close a connection whose handshake has not ended."""
         with contextlib.suppress(KeyError):
             self._selector.unregister(sock)
-        self._accepted_at.pop(sock, None)
-        del self._open[sock]
+        self._unknown.discard(sock)
+        self._known.discard(sock)
+        self._open.pop(sock).close()
         sock.close()
 
-    def _connecting(self, sock: socket.socket, peer: int, target: tuple[str, int]) -> Iterator[int]:
-        """Execute the connecting rank's handshake, and yield the events to wait for."""
+    def _connecting(self, sock: socket.socket, peer: int, target: tuple[str, int]) -> Handshake:
+        """Execute the connecting rank's handshake."""
         with contextlib.suppress(BlockingIOError):
             sock.connect(target)
         yield selectors.EVENT_WRITE
-        sock.sendall(_HELLO.pack(self._rank, _proof(self._keys[peer], "hello", self._rank, peer)))
-        answer = b""
-        while len(answer) < _DIGEST:
-            yield selectors.EVENT_READ
-            answer += _receive_part(sock, _DIGEST - len(answer))
-        if not secrets.compare_digest(answer, _proof(self._keys[peer], "welcome", self._rank, peer)):
+        key, ranks, end, own = self._keys[peer], (self._rank, peer), sock.getpeername(), secrets.token_bytes(_NUMBER)
+        sock.sendall(_HELLO.pack(self._rank, own, _proof(key, "hello", ranks, end, own)))
+        answer = yield from _receive(sock, _NUMBER + _DIGEST)
+        numbers = own + answer[:_NUMBER]
+        if not secrets.compare_digest(answer[_NUMBER:], _proof(key, "welcome", ranks, end, numbers)):
             raise EOFError  # another program
-        if peer in self.connected:
+        if peer in self.connected or peer in self._used:
             raise EOFError  # the connection to another address was faster
-        sock.sendall(b".")
+        self._used.add(peer)
+        try:
+            sock.sendall(_proof(key, "use", ranks, end, numbers))
+            yield from _receive(sock, 1)
+        finally:
+            self._used.discard(peer)
         self.connected[peer] = sock
         del self._due[peer]
 
-    def _accepted(self, sock: socket.socket) -> Iterator[int]:
-        """Execute the listening rank's handshake, and yield the events to wait for."""
-        hello = b""
-        while len(hello) < _HELLO.size:
-            yield selectors.EVENT_READ
-            hello += _receive_part(sock, _HELLO.size - len(hello))
-        peer, proof = _HELLO.unpack(hello)
-        if (
-            not secrets.compare_digest(proof, _proof(self._key, "hello", peer, self._rank))
-            or peer not in self._expected
-        ):
+    def _accepted(self, sock: socket.socket, address: str) -> Handshake:
+        """Execute the listening rank's handshake."""
+        peer, other, proof = _HELLO.unpack((yield from _receive(sock, _HELLO.size)))
+        ranks, end, own = (peer, self._rank), sock.getsockname(), secrets.token_bytes(_NUMBER)
+        if not secrets.compare_digest(proof, _proof(self._key, "hello", ranks, end, other)):
             raise EOFError  # another program
-        self._accepted_at.pop(sock, None)
-        sock.sendall(_proof(self._key, "welcome", peer, self._rank))
-        yield selectors.EVENT_READ
-        _receive_part(sock, 1)
+        self._unknown.discard(sock)
+        self._limit(self._known, sock, address)
+        sock.sendall(own + _proof(self._key, "welcome", ranks, end, other + own))
+        proof = yield from _receive(sock, _DIGEST)
+        if not secrets.compare_digest(proof, _proof(self._key, "use", ranks, end, other + own)):
+            raise EOFError  # a program that has recorded a hello
+        if peer not in self._expected or peer in self.connected:
+            raise EOFError  # a rank never connects twice
+        sock.sendall(b".")
         self.connected[peer] = sock
 
 
-def _receive_part(sock: socket.socket, most: int) -> bytes:
-    """Return bytes that have arrived, at most ``most``. Raise an ``EOFError`` if the connection is closed."""
-    if received := sock.recv(most):
-        return received
-    raise EOFError
+def _receive(sock: socket.socket, count: int) -> Generator[int, None, bytes]:
+    """Receive ``count`` bytes, and yield the event to wait for. Raise an ``EOFError`` if the connection is closed."""
+    received = b""
+    while len(received) < count:
+        yield selectors.EVENT_READ
+        part = sock.recv(count - len(received))
+        if not part:
+            raise EOFError
+        received += part
+    return received

@@ -1,0 +1,96 @@
+"""Addresses: those of this machine, and those at which a process of another machine may be reached.
+
+Input: what a process has published about itself. Output: addresses to which to connect. None of them belongs to this
+machine unless the process runs on it: any program of this machine may listen there, and could pass on the messages.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import struct
+from collections.abc import Sequence
+from ipaddress import ip_address
+from pathlib import Path
+from typing import Final
+
+with contextlib.suppress(ImportError):  # Windows has no fcntl; there, ranks raise a BackendError before they need it
+    import fcntl
+
+_ADDRESS, _FLAGS, _IS_UP = 0x8915, 0x8913, 1  # of Linux: SIOCGIFADDR, SIOCGIFFLAGS, IFF_UP
+_UNUSED: Final = ("192.0.2.1", "2001:db8::1")  # for documentation (RFC 5737, RFC 3849); nothing is sent there
+_BOOT: Final = Path("/proc/sys/kernel/random/boot_id")
+_NETWORK: Final = Path("/proc/self/ns/net")
+
+
+def addresses(interfaces: Sequence[str] = ()) -> list[str]:
+    """Return the addresses of this host. Those of the default routes come first, the loopback addresses last.
+
+    Raise a ``ConnectionError`` if ``interfaces`` are given and none of them has an address.
+    """
+    found: list[str] = []
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as query:
+        for _, name in socket.if_nameindex():
+            request = struct.pack("256s", name.encode()[:15])
+            with contextlib.suppress(OSError):  # it has no IPv4 address
+                (flags,) = struct.unpack_from("H", fcntl.ioctl(query, _FLAGS, request), 16)
+                if flags & _IS_UP and (not interfaces or name in interfaces):
+                    found.append(socket.inet_ntoa(fcntl.ioctl(query, _ADDRESS, request)[20:24]))
+    with contextlib.suppress(OSError):  # no IPv6
+        for line in Path("/proc/net/if_inet6").read_text().splitlines():
+            digits, _, _, scope, _, name = line.split()
+            if (scope == "00" or name == "lo") and (not interfaces or name in interfaces):
+                found.append(socket.inet_ntop(socket.AF_INET6, bytes.fromhex(digits)))
+    if interfaces and not found:
+        raise ConnectionError(f"no interface of {', '.join(interfaces)} has an address")
+    preferred = [address for address in map(_source_for, _UNUSED) if address in found]
+    local = [address for address in found if address.startswith("127.") or address == "::1"]
+    return list(dict.fromkeys([*preferred, *(x for x in found if x not in local), *local]))
+
+
+def machine() -> str:
+    """Return a text that is the same in all processes that have the loopback interface of this one, and in no others.
+
+    If the system has no such identifiers, it is the name of the host.
+    """
+    with contextlib.suppress(OSError):
+        network = _NETWORK.stat()
+        return f"{_BOOT.read_text().strip()}/{network.st_dev}/{network.st_ino}"
+    return socket.gethostname()
+
+
+def reachable(published: Sequence[str], where: str) -> list[str]:
+    """Return the addresses, of those that a process has published, at which it may be reached from here.
+
+    ``where``: the ``machine`` of that process. On another machine it cannot have an address of this machine.
+    """
+    is_here = where == machine()
+    return [each for each in published if is_here or not _is_own(each)]
+
+
+def _is_own(address: str) -> bool:
+    """Return whether a connection to an address would reach this machine. Names count as such addresses."""
+    with contextlib.suppress(ValueError):
+        parsed = ip_address(address)
+        parsed = getattr(parsed, "ipv4_mapped", None) or parsed
+        return parsed.is_loopback or parsed.is_unspecified or _source_for(address) == address
+    return True
+
+
+def loopback(host: str) -> str:
+    """Return the loopback address if ``host``, a name or an address, means this host itself, otherwise ""."""
+    with contextlib.suppress(ValueError):
+        name = host.lower().rstrip(".")
+        parsed = ip_address("127.0.0.1" if f".{name}".endswith(".localhost") else host)
+        parsed = getattr(parsed, "ipv4_mapped", None) or parsed
+        return str(parsed) if parsed.is_loopback else ""
+    return ""
+
+
+def _source_for(target: str) -> str | None:
+    """Return the address from which this host would send to ``target``. Nothing is sent."""
+    family = socket.AF_INET6 if ":" in target else socket.AF_INET
+    with contextlib.suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as query:
+        query.connect((target, 9))  # any port: this only selects the route
+        return str(query.getsockname()[0])
+    return None
