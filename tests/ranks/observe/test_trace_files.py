@@ -1,15 +1,20 @@
 """Reading traces: malformed and truncated files, and the clocks of several hosts."""
 
 import os
+import stat
 import struct
+import threading
 import tracemalloc
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from trace_events import read_events
 from traced_ranks import copied, only_group
 
+from crossreduce import Topology
 from crossreduce.observe.traces import calls as trace_calls
+from crossreduce.observe.traces import recording
 from crossreduce.observe.traces.calls import CallPart, read_directory
 from crossreduce.observe.traces.clocks import ClockShift, align
 from crossreduce.observe.traces.format import RECORD, Facts, Phase, read_trace
@@ -85,6 +90,32 @@ def replace_facts(data, **fields):
     assert len(facts) <= struct.unpack_from("=Q", data, 16)[0] - 112
     struct.pack_into("=Q", data, 8, len(facts))
     data[112 : 112 + len(facts)] = facts
+
+
+def test_links_and_fifos_have_the_names_of_traces(of_two, tmp_path, caplog):
+    """The links between hosts replace a link or FIFO of their name, which others can guess. They are neither written
+    through it, nor wait for a reader. If that fails, a warning says so. Traces are not read through links."""
+    first, _ = copied(of_two, tmp_path / "shared")
+    links = Topology.full_mesh(["host0/cpu:0", "host1/cpu:0"], gb_per_s=2)
+    of_host = SimpleNamespace(host=(0,), number=3)
+    group = SimpleNamespace(traced=first, token="ab", host_topology=links, rank=0, memory=of_host)
+    outside, path = tmp_path / "outside", first.with_name("topology.ab.3.json")
+    for put in (lambda: path.symlink_to(outside), lambda: os.mkfifo(path), lambda: path.write_text("{")):
+        put()
+        write = threading.Thread(target=recording.write_topology, args=(group,), daemon=True)
+        write.start()
+        write.join(30)
+        assert (write.is_alive(), path.is_file(), outside.exists()) == (False, True, False)
+        assert Topology.from_json(path.read_text()) == links
+        assert stat.S_IMODE(path.stat().st_mode) == 0o600
+        path.unlink()
+    path.mkdir()
+    recording.write_topology(group)
+    assert f"{path} cannot be written: Is a directory" in caplog.text
+    assert len([*first.parent.iterdir()]) == 3
+    first.rename(outside)
+    first.symlink_to(outside)
+    assert any(note == f"{first.name} cannot be read: it is a symbolic link." for note in only_group(first.parent)[1])
 
 
 def test_processes_of_containers_are_apart(of_two, tmp_path):

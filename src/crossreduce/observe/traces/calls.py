@@ -16,8 +16,9 @@ from ...errors import ArgumentError, ReductionError
 from ...ops import OF_ALL_RANKS
 from ...packing import itemsize
 from ...topology import Topology
+from ..files import open_regular
 from ..liveness import LEFT
-from .format import FILE, RECORD, RUNNING, TOPOLOGY, ClockReading, Facts, Phase, TraceContent, open_regular, read_trace
+from .format import FILE, RECORD, RUNNING, TOPOLOGY, ClockReading, Facts, Phase, TraceContent, read_trace
 
 CALL_TEXT: Final = re.compile(
     r"(?P<collective>\w+)(?: (?!root )(?P<op>\w+))?(?: root (?P<root>\d{1,18}))? (?P<dtype>\w+)\[(?P<shape>[\d, ]*)\]"

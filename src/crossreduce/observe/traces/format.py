@@ -9,11 +9,12 @@ from __future__ import annotations
 import json
 import os
 import re
-import stat
 import struct
 from enum import IntEnum
 from pathlib import Path
 from typing import Any, BinaryIO, Final, NamedTuple
+
+from ..files import open_regular
 
 DEFAULT_NBYTES: Final = 1 << 26
 LEAST_NBYTES: Final = 1 << 18
@@ -117,21 +118,6 @@ class TraceContent(NamedTuple):
     records: list[bytes]
     clocks: tuple[ClockReading, ClockReading]
     notes: tuple[str, ...]
-
-
-def open_regular(path: Path) -> BinaryIO:
-    """Open a regular file for reading.
-
-    Raises:
-      ValueError: it is not a regular file. For example it is a FIFO, whose writer is not waited for.
-      OSError: it cannot be opened.
-    """
-    flags = os.O_RDONLY | sum(getattr(os, name, 0) for name in ("O_NONBLOCK", "O_CLOEXEC", "O_BINARY"))
-    file = os.fdopen(os.open(path, flags), "rb")
-    if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-        file.close()
-        raise ValueError("it is not a regular file")
-    return file
 
 
 def read_trace(path: Path) -> TraceContent:
