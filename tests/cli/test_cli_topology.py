@@ -1,6 +1,7 @@
 """``crossreduce topology``: machines, links, bounds, selections and files."""
 
 import json
+import os
 import re
 from pathlib import Path
 
@@ -168,3 +169,23 @@ def test_a_file_is_replaced_atomically(printed, tmp_path):
         assert reader.read() == "earlier"
     assert (link.is_symlink(), path.read_bytes()[:5]) == (True, b"<?xml")
     assert sorted(tmp_path.iterdir()) == [path, link]
+
+
+def test_links_of_other_users_are_not_followed(crossreduce, tmp_path, monkeypatch):
+    """In a folder such as /tmp, an output file that is a link of another user is not written, as Linux itself does with
+    ``fs.protected_symlinks``. In other folders the link is followed."""
+    target, link, lstat = tmp_path / "target", tmp_path / "link.html", Path.lstat
+    link.symlink_to(target)
+    fields = [*link.lstat()]
+    fields[4] += 1  # the owner
+    monkeypatch.setattr(Path, "lstat", lambda path: os.stat_result(fields) if path == link else lstat(path))
+    tmp_path.chmod(0o1777)
+    code, _, error = crossreduce("doctor", tmp_path, "--report", link)
+    assert (code, f"{link} cannot be written: It is a symbolic link of another user." in error) == (2, True)
+    plan = cr.plan("dgx-1v")
+    with pytest.raises(PermissionError, match="It is a symbolic link of another user"):
+        plan.report(link)
+    assert not target.exists()
+    tmp_path.chmod(0o777)
+    plan.report(link)
+    assert target.exists()

@@ -13,8 +13,10 @@ from __future__ import annotations
 import json as json_module
 import re
 import sys
+from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
+from operator import itemgetter
 from pathlib import Path
 from typing import Annotated, Any, Final
 
@@ -83,7 +85,13 @@ def trace(
         if not any(trace.calls for group in groups for trace in group.ranks.values()):
             notes.append("no calls were recorded.")
         rows = summarize(groups, shifts) if json or output is None else []
-        predicted = [_predicted_s(group, row, predict) for row in rows for group in groups if group.token == row.token]
+        newest_calls = {
+            (group.token, call.text): (group, call)
+            for group in groups
+            for trace in reversed(group.ranks.values())
+            for call in trace.calls
+        }
+        predicted = [predict(*newest_calls[row.token, row.text]) for row in rows]
         advance("done")
     if json:
         stragglers = [_straggler_json(group_rows) for group_rows in _by_group(rows)]
@@ -151,10 +159,8 @@ def _prediction(given: Topology | None) -> Predict:
     def predict(group: GroupTrace, call: TracedCall) -> float | None:
         if len(group.hosts) < 2 or call.nbytes is None:
             return None
-        topology = given
-        for number, measured in group.topologies:
-            if number < call.number:
-                topology = measured if given is None else given
+        measured = bisect_left(group.topologies, call.number, key=itemgetter(0))  # how many before the call
+        topology = group.topologies[measured - 1][1] if given is None and measured else given
         if topology is None or {*topology.devices} != {*host_names(len(group.hosts))}:
             return None
         hosts, local = _local_ranks(group)  # plans use these ranks, but texts of calls name the global rank of a root
@@ -168,13 +174,6 @@ def _local_ranks(group: GroupTrace) -> tuple[tuple[tuple[int, ...], ...], dict[i
     """Return each host's ranks, numbered within the group from 0, and a dict from global ranks to these numbers."""
     local = {rank: k for k, rank in enumerate(sorted(rank for host in group.hosts for rank in host))}
     return tuple(tuple(local[rank] for rank in host) for host in group.hosts), local
-
-
-def _predicted_s(group: GroupTrace, row: SummaryRow, predict: Predict) -> float | None:
-    """Return the predicted seconds of the newest call of a row, if there are any."""
-    calls = (call for trace in group.ranks.values() for call in reversed(trace.calls) if call.text == row.text)
-    call = next(calls, None)
-    return None if call is None else predict(group, call)
 
 
 def _row_json(row: SummaryRow, predicted: float | None) -> dict[str, Any]:

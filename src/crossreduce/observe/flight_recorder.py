@@ -30,6 +30,7 @@ from types import UnionType
 from typing import Any, Final, NamedTuple, get_args, get_origin, get_type_hints
 
 from ..errors import message
+from .files import numbers, open_regular, temporary_file
 
 _LOG: Final = logging.getLogger("crossreduce")
 _FORMAT: Final = "crossreduce dump"
@@ -139,14 +140,8 @@ def write(dump: Dump) -> Path | None:
         directory = _directory(dump)
         fields = {"format": _FORMAT, "version": _VERSION, **_plain(dump)}
         content = json.dumps({**fields, "hosts": _hosts_text(dump.hosts)}, indent=1) + "\n"
-        number, name = tempfile.mkstemp(dir=directory, prefix=f".rank{dump.rank}.")
-        temporary = Path(name)
-        try:
-            with os.fdopen(number, "w", encoding="utf-8") as file:
-                file.write(content)
+        with temporary_file(directory, f".rank{dump.rank}.", content) as temporary:
             path = _publish(temporary, directory, dump.rank)
-        finally:
-            temporary.unlink(missing_ok=True)
     except OSError as error:
         _LOG.warning("rank %d could not write its flight recorder dump: %s", dump.rank, error)
         return None
@@ -211,23 +206,22 @@ def _directory(dump: Dump) -> Path:
 
 def _publish(temporary: Path, directory: Path, rank: int) -> Path:
     """Give a complete file the first free name, by a hard link, as a rename could replace a file. Return its path."""
-    k = 0
-    while True:
-        k += 1
+    for k in numbers():
         path = directory / (f"rank{rank}.json" if k == 1 else f"rank{rank}.{k}.json")
         try:
             path.hardlink_to(temporary)
         except FileExistsError:
             continue
         except OSError:  # a file system without hard links
-            if path.exists():
+            if os.path.lexists(path):
                 continue
             return temporary.rename(path)
         return path
+    raise AssertionError("numbers() is endless")
 
 
 def _remove_old(newest: Path) -> None:
-    """Delete the oldest dumps with the rank number of ``newest`` whose processes have ended.
+    """Delete the oldest dumps with the rank number and the owner of ``newest`` whose processes have ended.
 
     The newest dumps are kept: at most ``_MOST_DUMPS`` with at most ``_MOST_BYTES`` together. Dumps are searched in
     CROSSREDUCE_DUMP_DIR or, by default, in all directories of this user beside that of ``newest``.
@@ -235,8 +229,10 @@ def _remove_old(newest: Path) -> None:
     chosen, rank = bool(os.environ.get("CROSSREDUCE_DUMP_DIR")), newest.name.partition(".")[0]
     folders = [newest.parent] if chosen else [x for x in newest.parent.parent.glob("crossreduce-*") if _is_private(x)]
     files = [x for folder in folders for x in folder.glob(f"{rank}.*") if _FILE.fullmatch(x.name)]
+    statuses, owner = [(path, path.lstat()) for path in files], newest.lstat().st_uid
+    own = [(path, status) for path, status in statuses if stat.S_ISREG(status.st_mode) and status.st_uid == owner]
     count = nbytes = 0
-    for path, status in sorted(((path, path.stat()) for path in files), key=lambda each: -each[1].st_mtime_ns):
+    for path, status in sorted(own, key=lambda each: -each[1].st_mtime_ns):
         count, nbytes = count + 1, nbytes + status.st_size
         if (count > _MOST_DUMPS or nbytes > _MOST_BYTES) and _has_ended(path, status.st_mtime):
             path.unlink(missing_ok=True)
@@ -247,8 +243,9 @@ def _remove_old(newest: Path) -> None:
 
 def _has_ended(path: Path, written: float) -> bool:
     """Return whether a file is a dump of a process that has ended; on another host, whether it is older than a day."""
-    with path.open(encoding="utf-8", errors="replace") as file:
-        head = _HEAD.match(file.read(1 << 16))
+    head = None
+    with suppress(OSError, ValueError), open_regular(path) as file:
+        head = _HEAD.match(file.read(1 << 16).decode(errors="replace"))
     if head is None:
         return False
     if head[1] != json.dumps(socket.gethostname()):
@@ -341,12 +338,12 @@ def _hosts(text: str) -> tuple[tuple[tuple[int, ...], ...], frozenset[int]]:
 
 
 def _content(path: Path) -> Any:
-    if not path.is_file():
-        raise ValueError("it is not a file")
-    if path.stat().st_size > _LARGEST:
+    with open_regular(path) as file:
+        content = file.read(_LARGEST + 1)
+    if len(content) > _LARGEST:
         raise ValueError(f"it has more than {_LARGEST} bytes")
     try:
-        return json.loads(path.read_text("utf-8"))
+        return json.loads(content.decode())
     except (ValueError, RecursionError) as error:
         raise ValueError(f"it is not JSON: {error}") from error
 

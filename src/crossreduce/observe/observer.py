@@ -112,7 +112,7 @@ class Observer:
         """Open the memory of a link in ``/proc``. Return why it cannot be read, or ``None`` if that is no problem."""
         fd = -1
         try:
-            fd = os.open(link, os.O_RDONLY | os.O_CLOEXEC)
+            fd = os.open(link, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
             status = os.fstat(fd)
             if (status.st_dev, status.st_ino) != key:  # the process has closed it and opened something else
                 return None

@@ -5,6 +5,7 @@ import json
 import math
 import os
 import random
+import re
 import stat
 import subprocess
 import threading
@@ -147,6 +148,38 @@ def test_a_dump_that_cannot_be_written_raises_nothing(tmp_path, monkeypatch, cap
     with caplog.at_level("WARNING", logger="crossreduce"):
         assert flight_recorder.write(new_dump(0, history(0, 3))) is None
     assert "rank 0 could not write its flight recorder dump" in caplog.text
+
+
+@pytest.mark.parametrize("has_hard_links", [True, False])
+def test_links_and_fifos_in_a_shared_directory(dump_directory, monkeypatch, has_hard_links):
+    """A rank writes its dump although links, FIFOs and other files have the names of dumps: it follows and replaces no
+    link, does not wait for the writer of a FIFO, and soon finds a free name. ``read`` follows no link, either."""
+    outside = flight_recorder.write(new_dump(1, history(1, 3))).rename(dump_directory.parent / "rank1.json")
+    before = outside.read_bytes()
+    for name, target in (("rank0.json", "nowhere"), ("rank0.2.json", outside), ("rank1.json", outside)):
+        (dump_directory / name).symlink_to(target)
+    for name in ("rank0.3.json", "rank1.2.json"):
+        os.mkfifo(dump_directory / name)
+    for k in range(4, 100):
+        (dump_directory / f"rank0.{k}.json").touch()
+    names = {path.name for path in dump_directory.iterdir()}
+    monkeypatch.setattr(flight_recorder, "_MOST_DUMPS", 0)
+    if not has_hard_links:
+        monkeypatch.setattr(Path, "hardlink_to", lambda *_: (dump_directory / "none" / "none").touch())
+    written = []
+    write = threading.Thread(target=lambda: written.append(flight_recorder.write(new_dump(0, history(0, 3)))))
+    write.daemon = True  # Python would wait for it at its end
+    write.start()
+    write.join(30)
+    (path,) = written
+    assert re.fullmatch(r"rank0\.\d{1,9}\.json", path.name)
+    assert {each.name for each in dump_directory.iterdir()} == names | {path.name}
+    assert path.name != "rank0.100.json"
+    assert outside.read_bytes() == before
+    found = flight_recorder.read(dump_directory)
+    assert [dump.rank for dump in found.dumps] == [0]
+    assert sum(problem.endswith("it is a symbolic link.") for problem in found.problems) == 3
+    assert sum(problem.endswith("it is not a regular file.") for problem in found.problems) == 2
 
 
 def test_a_rank_killed_while_it_writes_leaves_no_partial_dump(dump_directory, monkeypatch):

@@ -1,18 +1,23 @@
 """Reading traces: malformed and truncated files, and the clocks of several hosts."""
 
 import os
+import stat
 import struct
+import threading
 import tracemalloc
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from trace_events import read_events
-from traced_ranks import copied, only_group
+from traced_ranks import CALLS, copied, only_group
 
+from crossreduce import Topology
 from crossreduce.observe.traces import calls as trace_calls
+from crossreduce.observe.traces import recording
 from crossreduce.observe.traces.calls import CallPart, read_directory
 from crossreduce.observe.traces.clocks import ClockShift, align
-from crossreduce.observe.traces.format import RECORD, Facts, Phase, read_trace
+from crossreduce.observe.traces.format import RECORD, Facts, Phase, needed_nbytes, read_trace
 from crossreduce.observe.traces.summary import summarize
 
 
@@ -85,6 +90,74 @@ def replace_facts(data, **fields):
     assert len(facts) <= struct.unpack_from("=Q", data, 16)[0] - 112
     struct.pack_into("=Q", data, 8, len(facts))
     data[112 : 112 + len(facts)] = facts
+
+
+def test_the_newest_records_of_a_large_file_are_read(of_two, tmp_path):
+    """Of a file that is too large, only the newest records are read, also if they are before older ones in the file. A
+    note says how many are left out."""
+    path, _ = copied(of_two, tmp_path / "large")
+    data = bytearray(path.read_bytes())
+    json_nbytes, _, _, texts_nbytes, _, count = struct.unpack_from("=6Q", data, 8)
+    for replaced in (0, 7):
+        struct.pack_into("=2Q", data, 40, count, count + replaced)
+        path.write_bytes(data)
+        whole, _ = rows_of(path)
+        for room in (0, 1, 5, 9, len(whole) - 1, len(whole)):
+            content = read_trace(path, json_nbytes + texts_nbytes + room * RECORD.size)
+            rows = [row for part in content.records for row in RECORD.iter_unpack(part)]
+            assert rows == whole[len(whole) - room :]
+            note = f"the oldest {len(whole) - room} of {len(whole)} records are left out: 128 MiB of a directory"
+            assert any(note in each for each in content.notes) == (room < len(whole))
+        with pytest.raises(ValueError, match="its texts are too large: 128 MiB of a directory are read"):
+            read_trace(path, json_nbytes + texts_nbytes - 1)
+
+
+def test_huge_files_take_no_more_than_their_share(of_two, tmp_path, monkeypatch):
+    """Almost empty files of a TiB are read in part, with notes. Other files of the directory are read completely."""
+    first, second = copied(of_two, tmp_path / "huge")
+    data, count = bytearray(second.read_bytes()), 1 << 35
+    struct.pack_into("=2Q", data, 40, count, count)
+    second.write_bytes(data)
+    links = Topology.full_mesh(["host0/cpu:0", "host1/cpu:0"], gb_per_s=2)
+    small, large = (first.with_name(f"topology.{first.name.split('.')[1]}.{k}.json") for k in (3, 4))
+    small.write_text(links.to_json())
+    large.write_text("{}")
+    for path in (second, large):
+        os.truncate(path, 1 << 40)
+    monkeypatch.setattr(trace_calls, "MOST_READ", 3 * needed_nbytes(first))
+    group, notes = only_group(tmp_path / "huge")
+    assert [call.text for call in group.ranks[0].calls] == CALLS
+    assert group.topologies == ((3, links),)
+    assert not any(note.startswith((first.name, small.name)) for note in notes)
+    present = ((1 << 40) - struct.unpack_from("=Q", data, 24)[0]) // RECORD.size
+    assert any(f" of {present} records are left out: 128 MiB" in note for note in notes)
+    assert notes[-1].startswith(f"{large.name} cannot be read: ")
+
+
+def test_links_and_fifos_have_the_names_of_traces(of_two, tmp_path, caplog):
+    """The links between hosts replace a link or FIFO of their name, which others can guess. They are neither written
+    through it, nor wait for a reader. If that fails, a warning says so. Traces are not read through links."""
+    first, _ = copied(of_two, tmp_path / "shared")
+    links = Topology.full_mesh(["host0/cpu:0", "host1/cpu:0"], gb_per_s=2)
+    of_host = SimpleNamespace(host=(0,), number=3)
+    group = SimpleNamespace(traced=first, token="ab", host_topology=links, rank=0, memory=of_host)
+    outside, path = tmp_path / "outside", first.with_name("topology.ab.3.json")
+    for put in (lambda: path.symlink_to(outside), lambda: os.mkfifo(path), lambda: path.write_text("{")):
+        put()
+        write = threading.Thread(target=recording.write_topology, args=(group,), daemon=True)
+        write.start()
+        write.join(30)
+        assert (write.is_alive(), path.is_file(), outside.exists()) == (False, True, False)
+        assert Topology.from_json(path.read_text()) == links
+        assert stat.S_IMODE(path.stat().st_mode) == 0o600
+        path.unlink()
+    path.mkdir()
+    recording.write_topology(group)
+    assert f"{path} cannot be written: Is a directory" in caplog.text
+    assert len([*first.parent.iterdir()]) == 3
+    first.rename(outside)
+    first.symlink_to(outside)
+    assert any(note == f"{first.name} cannot be read: it is a symbolic link." for note in only_group(first.parent)[1])
 
 
 def test_processes_of_containers_are_apart(of_two, tmp_path):

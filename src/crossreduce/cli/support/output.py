@@ -25,6 +25,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from ... import Bound, Plan
 from ...errors import ArgumentError, BackendError
+from ...export.files import real_path
 from ...planning.explain import limited_by
 from ...progress import watched
 
@@ -43,7 +44,7 @@ def atomic_file(option: str, path: str | Path | None) -> Iterator[Path | None]:
     if path is None:
         yield None
         return
-    target = Path(os.path.realpath(path))
+    target = _real_path(option, path)
     if not target.parent.is_dir():
         raise ArgumentError(f"{option} {path} cannot be written: there is no folder {target.parent}.")
     # A rename would replace even a write-protected file, and would put a regular file in place of /dev/null or a pipe.
@@ -68,6 +69,13 @@ def atomic_file(option: str, path: str | Path | None) -> Iterator[Path | None]:
     finally:
         if os.path.lexists(temporary):  # else unlink could fail: a name that is too long, a read-only file system
             temporary.unlink(missing_ok=True)
+
+
+def _real_path(option: str, path: str | Path) -> Path:
+    try:
+        return real_path(path)
+    except OSError as error:
+        raise ArgumentError(f"{option} {path} cannot be written: {error.strerror}.") from error
 
 
 def check_folder(option: str, path: Path) -> None:
@@ -105,7 +113,7 @@ def atomic_json(option: str, path: str | Path | None) -> Iterator[Callable[[dict
 
 def check_new_folder(option: str, path: Path) -> Path:
     """Return the real path of a folder. Raise an ArgumentError if it is not empty, or cannot be created or written."""
-    target = Path(os.path.realpath(path))
+    target = _real_path(option, path)
     problem = None
     if not target.parent.is_dir():
         problem = f"there is no folder {target.parent}"

@@ -16,8 +16,21 @@ from ...errors import ArgumentError, ReductionError
 from ...ops import OF_ALL_RANKS
 from ...packing import itemsize
 from ...topology import Topology
+from ..files import open_regular
 from ..liveness import LEFT
-from .format import FILE, RECORD, RUNNING, TOPOLOGY, ClockReading, Facts, Phase, TraceContent, open_regular, read_trace
+from .format import (
+    FILE,
+    MOST_READ,
+    RECORD,
+    RUNNING,
+    TOPOLOGY,
+    ClockReading,
+    Facts,
+    Phase,
+    TraceContent,
+    needed_nbytes,
+    read_trace,
+)
 
 CALL_TEXT: Final = re.compile(
     r"(?P<collective>\w+)(?: (?!root )(?P<op>\w+))?(?: root (?P<root>\d{1,18}))? (?P<dtype>\w+)\[(?P<shape>[\d, ]*)\]"
@@ -112,9 +125,10 @@ def read_directory(directory: Path) -> FoundTraces:
     except OSError as error:
         raise ArgumentError.of(f"{directory} cannot be read.", error.strerror or str(error), remedy) from error
     contents, notes = [], []
-    for path in (path for path in paths if FILE.fullmatch(path.name)):
+    shares = _shares({path: needed_nbytes(path) for path in paths if FILE.fullmatch(path.name)}, MOST_READ)
+    for path in sorted(shares):
         try:
-            content = read_trace(path)
+            content = read_trace(path, shares[path])
         except (OSError, ValueError, MemoryError) as error:
             why = getattr(error, "strerror", None) or str(error) or "not enough memory"
             notes.append(f"{path.name} cannot be read: {why}.")
@@ -133,19 +147,32 @@ def read_directory(directory: Path) -> FoundTraces:
     return FoundTraces(_runs(groups), tuple(notes))
 
 
+def _shares(sizes: dict[Path, int], total: int) -> dict[Path, int]:
+    """Return how many bytes of each file are read, ``total`` at most together. Small files are read completely.
+
+    >>> _shares({Path("a"): 70, Path("b"): 10, Path("c"): 60}, 100)
+    {PosixPath('b'): 10, PosixPath('c'): 45, PosixPath('a'): 45}
+    """
+    shares: dict[Path, int] = {}
+    for path in sorted(sizes, key=lambda each: sizes[each]):
+        shares[path] = min(sizes[path], total // (len(sizes) - len(shares)))
+        total -= shares[path]
+    return shares
+
+
 def _topologies(paths: Iterable[Path], notes: list[str]) -> dict[str, list[tuple[int, Topology]]]:
     """Return for the token of each group its topologies. Append a note for each file that cannot be read."""
     topologies: dict[str, list[tuple[int, Topology]]] = {}
-    for path in paths:
-        match = TOPOLOGY.fullmatch(path.name)
-        if match is not None:
-            try:
-                with open_regular(path) as file:  # JSON that is too large is cut, and so malformed
-                    topology = Topology.from_json(file.read(_TOPOLOGY_NBYTES).decode())
-            except (OSError, ValueError, ReductionError, RecursionError) as error:
-                notes.append(f"{path.name} cannot be read: {error}.")
-                continue
-            topologies.setdefault(match["token"], []).append((int(match["number"]), topology))
+    matches = {path: match for path in paths if (match := TOPOLOGY.fullmatch(path.name)) is not None}
+    shares = _shares({path: path.lstat().st_size for path in matches}, _TOPOLOGY_NBYTES)
+    for path, match in matches.items():
+        try:
+            with open_regular(path) as file:  # JSON that is too large is cut, and so malformed
+                topology = Topology.from_json(file.read(shares[path]).decode())
+        except (OSError, ValueError, ReductionError, RecursionError) as error:
+            notes.append(f"{path.name} cannot be read: {error}.")
+            continue
+        topologies.setdefault(match["token"], []).append((int(match["number"]), topology))
     return {token: sorted(each, key=lambda pair: pair[0]) for token, each in topologies.items()}
 
 
@@ -214,16 +241,15 @@ def array_nbytes(text: str, ranks: int) -> int | None:
 
 def _runs(groups: list[GroupTrace]) -> tuple[tuple[GroupTrace, ...], ...]:
     """Return the groups of each run. Runs are sorted by their starts, and so are the groups of a run."""
-    runs: list[tuple[set[str], list[GroupTrace]]] = []
+    runs: dict[str, tuple[set[str], list[GroupTrace]]] = {}  # by each of its processes
     for group in groups:
         processes = {trace.facts.process for trace in group.ranks.values()}
-        members, same_run = [group], [run for run in runs if run[0] & processes]
-        for run in same_run:
-            processes |= run[0]
-            members += run[1]
-            runs.remove(run)
-        runs.append((processes, members))
-    ordered = [sorted(members, key=_start_key) for _, members in runs]
+        members = [group]
+        for earlier in {id(runs[each]): runs[each] for each in processes & runs.keys()}.values():
+            processes |= earlier[0]
+            members += earlier[1]
+        runs.update(dict.fromkeys(processes, (processes, members)))
+    ordered = [sorted(members, key=_start_key) for _, members in {id(run): run for run in runs.values()}.values()]
     return tuple(map(tuple, sorted(ordered, key=lambda members: _start_key(members[0]))))
 
 

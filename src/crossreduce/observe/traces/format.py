@@ -9,11 +9,13 @@ from __future__ import annotations
 import json
 import os
 import re
-import stat
 import struct
+from contextlib import suppress
 from enum import IntEnum
 from pathlib import Path
 from typing import Any, BinaryIO, Final, NamedTuple
+
+from ..files import open_regular
 
 DEFAULT_NBYTES: Final = 1 << 26
 LEAST_NBYTES: Final = 1 << 18
@@ -27,6 +29,7 @@ _HEADER: Final = struct.Struct("=8s6Qq6q")
 _MOST_RECORDS: Final = 1 << 36  # a file whose header states more is malformed
 _AT_ONCE: Final = 1 << 15  # records that are read at once, about 1 MiB
 _MOST_BEFORE_RECORDS: Final = 1 << 26  # bytes of the header and texts; a file whose header states more is malformed
+MOST_READ: Final = 1 << 27  # bytes that are read of a directory: 4 million records, each of which takes 5 us
 _DAY_NS: Final = 86_400 * 10**9
 
 
@@ -119,61 +122,91 @@ class TraceContent(NamedTuple):
     notes: tuple[str, ...]
 
 
-def open_regular(path: Path) -> BinaryIO:
-    """Open a regular file for reading.
+class _Header(NamedTuple):
+    """The numbers at the start of a file. Of the ``written`` records, ``expected`` were not replaced by newer ones."""
 
-    Raises:
-      ValueError: it is not a regular file. For example it is a FIFO, whose writer is not waited for.
-      OSError: it cannot be opened.
-    """
-    flags = os.O_RDONLY | sum(getattr(os, name, 0) for name in ("O_NONBLOCK", "O_CLOEXEC", "O_BINARY"))
-    file = os.fdopen(os.open(path, flags), "rb")
-    if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-        file.close()
-        raise ValueError("it is not a regular file")
-    return file
+    json_nbytes: int
+    texts_at: int
+    records_at: int
+    texts_nbytes: int
+    capacity: int
+    written: int
+    problem: int
+    clocks: tuple[ClockReading, ClockReading]
+    expected: int
+    present: int
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes that a reader of the whole file reads after the header."""
+        return self.json_nbytes + self.texts_nbytes + self.present * RECORD.size
 
 
-def read_trace(path: Path) -> TraceContent:
+def _read_header(file: BinaryIO) -> _Header:
+    """Return the header of a file. Raise ``ValueError`` if it is malformed."""
+    size, start = os.fstat(file.fileno()).st_size, file.read(_HEADER.size)
+    if len(start) < _HEADER.size or start[:8] != _MAGIC:
+        raise ValueError("it is not a trace of crossreduce, or its rank ended while it created the file")
+    _, json_nbytes, texts_at, records_at, texts_nbytes, capacity, count, problem, *clocks = _HEADER.unpack(start)
+    if (
+        not _HEADER.size + json_nbytes <= texts_at <= texts_at + texts_nbytes <= records_at <= _MOST_BEFORE_RECORDS
+        or not 0 < capacity <= _MOST_RECORDS
+    ):
+        raise ValueError("its header is malformed")
+    if size < texts_at + texts_nbytes:
+        raise ValueError("it is truncated before its first record")
+    readings, expected = (ClockReading(*clocks[:3]), ClockReading(*clocks[3:])), min(count, capacity)
+    present = min(expected, max(0, size - records_at) // RECORD.size)
+    return _Header(
+        json_nbytes, texts_at, records_at, texts_nbytes, capacity, count, problem, readings, expected, present
+    )
+
+
+def needed_nbytes(path: Path) -> int:
+    """Return how many bytes ``read_trace`` needs to read all of a file. If it is not a trace, return 0."""
+    with suppress(OSError, ValueError), open_regular(path) as file:
+        return _read_header(file).nbytes
+    return 0
+
+
+def read_trace(path: Path, most: int = MOST_READ) -> TraceContent:
     """Return the content of a file. If the file is truncated, a note says so, and the rest is returned.
 
+    ``most``: the bytes to read at most. If the file has more, only its newest records are read, and a note says so.
+
     Raises:
-      ValueError: the file is not a trace.
+      ValueError: the file is not a trace, or ``most`` is too little for its texts.
       OSError, MemoryError: the file cannot be read.
     """
     with open_regular(path) as file:
-        size = os.fstat(file.fileno()).st_size
-        start = file.read(_HEADER.size)
-        if len(start) < _HEADER.size or start[:8] != _MAGIC:
-            raise ValueError("it is not a trace of crossreduce, or its rank ended while it created the file")
-        _, json_nbytes, texts_at, records_at, texts_nbytes, capacity, count, problem, *clocks = _HEADER.unpack(start)
-        if (
-            not _HEADER.size + json_nbytes <= texts_at <= texts_at + texts_nbytes <= records_at <= _MOST_BEFORE_RECORDS
-            or not 0 < capacity <= _MOST_RECORDS
-        ):
-            raise ValueError("its header is malformed")
-        if size < texts_at + texts_nbytes:
-            raise ValueError("it is truncated before its first record")
-        facts = Facts.decode(file.read(json_nbytes))
-        file.seek(texts_at)
-        texts = _texts(file.read(texts_nbytes))
-        expected = min(count, capacity)
-        present = min(expected, max(0, size - records_at) // RECORD.size)
+        header = _read_header(file)
+        records_at, capacity, count, present = header.records_at, header.capacity, header.written, header.present
+        room = (most - header.json_nbytes - header.texts_nbytes) // RECORD.size
+        if room < 0:
+            raise ValueError(f"its texts are too large: {MOST_READ >> 20} MiB of a directory are read at most")
+        facts = Facts.decode(file.read(header.json_nbytes))
+        file.seek(header.texts_at)
+        texts = _texts(file.read(header.texts_nbytes))
         # In a full file, the oldest record is not read, since a running process may be replacing it. The records that
         # follow it in the file are older than those before it.
         oldest = count % capacity if count > capacity else 0
-        older = _records(file, records_at, min(present, oldest + (count > capacity)), present)
-        records = [*older, *_records(file, records_at, 0, min(present, oldest))]
+        first, end = min(present, oldest + (count > capacity)), min(present, oldest)
+        readable = present - first + end
+        unread = max(0, readable - room)
+        older = _records(file, records_at, min(present, first + unread), present)
+        records = [*older, *_records(file, records_at, max(0, unread - (present - first)), end)]
     notes = []
-    if present < expected:
-        notes.append(f"it is truncated: {expected - present} of {expected} records are missing")
+    if present < header.expected:
+        notes.append(f"it is truncated: {header.expected - present} of {header.expected} records are missing")
     if count > capacity:
         replaced = count - (capacity - 1)
         notes.append(f"the oldest {replaced} of {count} records were replaced; see CROSSREDUCE_TRACE_BYTES")
-    if problem:
-        notes.append(f"the file could not grow (error {problem}), so new records replaced old ones early")
-    not_read = count > capacity and present > oldest  # whether one record was not read
-    malformed = present - not_read - sum(map(len, records)) // RECORD.size
+    if unread:
+        limit = f"{MOST_READ >> 20} MiB of a directory are read at most"
+        notes.append(f"the oldest {unread} of {readable} records are left out: {limit}")
+    if header.problem:
+        notes.append(f"the file could not grow (error {header.problem}), so new records replaced old ones early")
+    malformed = readable - unread - sum(map(len, records)) // RECORD.size
     if malformed:
         notes.append(f"{malformed} records are malformed and left out")
     without_text = sum(
@@ -181,8 +214,7 @@ def read_trace(path: Path) -> TraceContent:
     )
     if without_text:
         notes.append(f'there was no room for the texts of {without_text} calls, which are shown as "?"')
-    readings = ClockReading(*clocks[:3]), ClockReading(*clocks[3:])
-    return TraceContent(facts, texts, records, readings, tuple(notes))
+    return TraceContent(facts, texts, records, header.clocks, tuple(notes))
 
 
 def _records(file: BinaryIO, at: int, first: int, end: int) -> list[bytes]:

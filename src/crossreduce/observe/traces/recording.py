@@ -19,6 +19,7 @@ from typing import Any, Final, NamedTuple, Protocol
 
 from ...errors import ArgumentError, message, shown
 from ...topology import Topology, byte_count
+from ..files import numbers, temporary_file
 from ..flight_recorder import version
 from .format import DEFAULT_NBYTES, LEAST_NBYTES, Facts
 
@@ -106,13 +107,20 @@ def close(group: TracedGroup) -> None:
 
 
 def write_topology(group: TracedGroup) -> None:
-    """Write the links between hosts, from which later calls of a traced group are planned, to predict their times."""
+    """Write the links between hosts, from which later calls of a traced group are planned, to predict their times.
+
+    The file replaces whatever has its name: others can guess it, since the names of traces contain the token.
+    """
     topology = group.host_topology
     if group.traced is None or topology is None or group.rank != min(group.memory.host):
         return
     path = group.traced.parent / f"topology.{group.token}.{group.memory.number}.json"
-    with suppress(OSError):  # a prediction is then missing
-        path.write_text(topology.to_json(), "utf-8")
+    try:
+        with temporary_file(path.parent, f".{path.name}.", topology.to_json()) as file:
+            file.replace(path)
+    except OSError as error:
+        text = f"{path} cannot be written: {error.strerror}, so predictions are missing or wrong."
+        _warn_once(str(path), text, "a directory that only this user can write")
 
 
 def _set(settings: _Settings | None) -> None:
@@ -164,12 +172,12 @@ def _open(group: TracedGroup, settings: _Settings) -> None:
 
 def _new_file(directory: Path, name: str) -> tuple[int, Path]:
     """Create a file that only this user can read. If the name is taken, the new file gets a number."""
-    k = 1
-    while True:
+    flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | getattr(os, "O_CLOEXEC", 0)
+    for k in numbers():
         path = directory / (f"{name}.trace" if k == 1 else f"{name}.{k}.trace")
         with suppress(FileExistsError):
-            return os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | getattr(os, "O_CLOEXEC", 0), 0o600), path
-        k += 1
+            return os.open(path, flags, 0o600), path
+    raise AssertionError("numbers() is endless")
 
 
 def _make(directory: Path) -> None:
