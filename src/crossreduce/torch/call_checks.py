@@ -128,4 +128,5 @@ class CallChecks:
 
 
 def alike(tensors: Sequence[Any]) -> bool:
+    """Return whether all tensors are on the CPU and have the same dtype."""
     return len({x.dtype for x in tensors}) == 1 and all(x.is_cpu for x in tensors)

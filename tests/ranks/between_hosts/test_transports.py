@@ -87,7 +87,7 @@ def test_an_address_of_this_machine_is_not_tried_for_another_machine():
         with pytest.raises(ConnectionError, match=r"no connection to ranks \[0\]"):
             connect(1, range(2), lambda _: None, lambda _: published, cancelled)
         stranger.settimeout(0)
-        with pytest.raises(BlockingIOError):
+        with pytest.raises(BlockingIOError, match="unavailable"):
             stranger.accept()
 
 

@@ -268,7 +268,7 @@ def test_ranks_connect_to_the_address_of_localhost_at_which_rank_0_listens(name)
     with socket.create_server(("127.0.0.9", port)) as stranger:
         assert ranks(2, at_localhost, name, port) == [30, 30]
         stranger.settimeout(0)
-        with pytest.raises(BlockingIOError):
+        with pytest.raises(BlockingIOError, match="unavailable"):
             stranger.accept()
 
 
