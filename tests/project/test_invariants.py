@@ -30,7 +30,7 @@ PACKAGES = {
 
 # Lowest first: a file imports from its own top-level file or folder and from lower floors, never from others.
 FLOORS = (
-    *(("errors",), ("autograph", "threads", "progress", "chrome_trace"), ("ops", "devices"), ("kernels",), ("values",)),
+    *(("errors", "autograph", "progress", "chrome_trace"), ("threads",), ("ops", "devices"), ("kernels",), ("values",)),
     *(("topology",), ("packing",), ("observe",), ("frameworks",), ("schedule",), ("planning",), ("options",)),
     *(("lowering",), ("export",), ("engines",), ("ranks",), ("trace",), ("reduction",), ("strategy",), ("processes",)),
     *(("torch", "jax", "tensorflow", "mpi"), ("torchft",), ("cli",), ("__main__",)),

@@ -143,7 +143,7 @@ class Torch:
             part = _NAMES[wide.to_real()]
             real = numbers._replace(dtype=part, accumulator=part, result=part)
             return torch.view_as_complex(self.combine([torch.view_as_real(x) for x in xs], real, final, donated))
-        in_place = _interpreter() is None and _forward_ad._current_level < 0  # torch.func rejects the argument out
+        in_place = not is_transformed()  # torch.func rejects the argument out
         first = xs[0].to(wide)
         target = xs[donated] if donated >= 0 else None if first is xs[0] else first
         out = binary(first, xs[1], out=target if in_place else None)
