@@ -124,12 +124,11 @@ def _serve(key: bytes, host: str, port: int, size: int) -> StoreClient:
 def _connect(key: bytes, host: str, port: int, rank: int, timeout_s: float) -> StoreClient:
     """Return a connection to the store of rank 0. Repeat failed attempts, since rank 0 may start later."""
     began, pause, refused_at = time.monotonic(), _PAUSES_S[0], 0.0
+    target = loopback(host) or host  # "localhost" may also be ::1, at which rank 0 does not listen
     while True:
         store: StoreClient | None = None
         try:
-            store = StoreClient(
-                key, loopback(host) or host, port
-            )  # "localhost" may also be ::1, where others may listen
+            store = StoreClient(key, target, port)
             store.limit_s = min(LIMIT_S, max(_ANSWER_S, began + timeout_s - time.monotonic()))
             store.num_keys()  # any request: the first one opens the channel
         except (OSError, RuntimeError) as error:

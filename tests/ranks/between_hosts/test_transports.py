@@ -95,13 +95,22 @@ class Meeting:
     """Rank 0, which waits in a thread for ranks 1 and 2. ``sockets``: its connections at the end."""
 
     def __init__(self, published=("127.0.0.1",)):
-        self.cancelled, payload, self.sockets = threading.Event(), Queue(), {}
-        arguments = 0, range(3), payload.put, None, self.cancelled
-        run = lambda: self.sockets.update(connect(*arguments, listen_at="127.0.0.1"))  # noqa: E731
-        self.thread = threading.Thread(target=run)
+        self.cancelled, self.sockets, payload = threading.Event(), {}, Queue()
+        self.thread = threading.Thread(target=self._run, args=(payload.put,))
         self.thread.start()
         _, self.port, self.key, here = json.loads(payload.get(timeout=20))
         self.payload = json.dumps([published, self.port, self.key, here]).encode()
+
+    def _run(self, publish):
+        with contextlib.suppress(ConnectionError):  # the test has failed
+            self.sockets |= connect(0, range(3), publish, None, self.cancelled, listen_at="127.0.0.1")
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.cancelled.set()
+        self.thread.join()
 
     def connected(self, rank, patience_s=20.0):
         """Connect a rank to rank 0, and return its socket. After ``patience_s``, raise a ``ConnectionError``."""
@@ -135,55 +144,56 @@ class Meeting:
 
 def test_a_program_in_the_middle_is_not_used():
     """A program that listens at another address, and passes on all bytes to the rank, gets the first message only."""
-    meeting, seen = Meeting(("127.0.0.2", "127.0.0.1")), []
-    with socket.create_server(("127.0.0.2", meeting.port)) as middle:
+    seen = []
+    with Meeting(("127.0.0.2", "127.0.0.1")) as meeting:
+        with socket.create_server(("127.0.0.2", meeting.port)) as middle:
 
-        def pass_on():
-            one, _ = middle.accept()
-            with one, meeting.stranger() as other:
-                seen.append(one.recv(1000))
-                other.sendall(seen[0])
-                seen.append(other.recv(1000))
+            def pass_on():
+                one, _ = middle.accept()
+                with one, meeting.stranger() as other:
+                    seen.append(one.recv(1000))
+                    other.sendall(seen[0])
+                    seen.append(other.recv(1000))
 
-        thread = threading.Thread(target=pass_on)
-        thread.start()
-        used = meeting.connected(1)
-        thread.join()
-    assert [len(each) for each in seen] == [tcp._HELLO.size, 0]
-    assert used.getpeername()[0] == "127.0.0.1"
-    meeting.end(used, meeting.connected(2))
+            thread = threading.Thread(target=pass_on)
+            thread.start()
+            used = meeting.connected(1)
+            thread.join()
+        assert [len(each) for each in seen] == [tcp._HELLO.size, 0]
+        assert used.getpeername()[0] == "127.0.0.1"
+        meeting.end(used, meeting.connected(2))
 
 
 def test_a_recorded_handshake_cannot_be_repeated():
     """A program that sends what a rank has sent before, while the rank is late, is not taken for it. When the rank has
     connected, no other connection replaces the first one, not even one with right proofs."""
-    meeting = Meeting()
-    hello, use = meeting.greeting(1)
-    with meeting.stranger(hello) as early:
-        sent = use(early.recv(32, socket.MSG_WAITALL))
-    with meeting.stranger(hello) as repeated:
-        assert use(repeated.recv(32, socket.MSG_WAITALL)) != sent
-        repeated.sendall(sent)
-        assert repeated.recv(1) == b""
-    with meeting.stranger(hello):
-        first = meeting.connected(1)
-        with pytest.raises(ConnectionError, match=r"no connection to ranks \[0\]"):
-            meeting.connected(1, patience_s=0.5)
-        meeting.end(first, meeting.connected(2))
+    with Meeting() as meeting:
+        hello, use = meeting.greeting(1)
+        with meeting.stranger(hello) as early:
+            sent = use(early.recv(32, socket.MSG_WAITALL))
+        with meeting.stranger(hello) as repeated:
+            assert use(repeated.recv(32, socket.MSG_WAITALL)) != sent
+            repeated.sendall(sent)
+            assert repeated.recv(1) == b""
+        with meeting.stranger(hello):
+            first = meeting.connected(1)
+            with pytest.raises(ConnectionError, match=r"no connection to ranks \[0\]"):
+                meeting.connected(1, patience_s=0.5)
+            meeting.end(first, meeting.connected(2))
 
 
 def test_connections_without_a_proof_do_not_take_the_place_of_a_rank():
     """Programs that connect and send nothing, or wrong proofs, do not end the handshake of a rank that is slow."""
-    meeting = Meeting()
-    hello, use = meeting.greeting(1)
-    with contextlib.ExitStack() as stack:
-        slow = meeting.stranger(hello)
-        for sent in (b"", bytes(tcp._HELLO.size)):
-            for _ in range(2 * MOST_UNKNOWN):
-                stack.enter_context(meeting.stranger(sent))
-        slow.sendall(use(slow.recv(32, socket.MSG_WAITALL)))
-        assert slow.recv(1) == b"."
-        meeting.end(slow, meeting.connected(2))
+    with Meeting() as meeting:
+        hello, use = meeting.greeting(1)
+        with contextlib.ExitStack() as stack:
+            slow = meeting.stranger(hello)
+            for sent in (b"", bytes(tcp._HELLO.size)):
+                for _ in range(2 * MOST_UNKNOWN):
+                    stack.enter_context(meeting.stranger(sent))
+            slow.sendall(use(slow.recv(32, socket.MSG_WAITALL)))
+            assert slow.recv(1) == b"."
+            meeting.end(slow, meeting.connected(2))
 
 
 def test_the_source_with_the_most_connections_loses_one():
