@@ -86,7 +86,8 @@ class RankGroup(ArrayGroup):
           ArgumentError: ``timeout_s`` is not a number.
           ContextError: this group is closed, or another thread is in ``agree``, ``shrink`` or ``grow``.
           ExcludedError: the others have gone on without this rank, or it reaches too few of them. It must reach hosts
-            with more than half of the ranks, or with half of them and the lowest rank, unless all others have ended.
+            with more than half of the ranks, or with half of them and the lowest rank, unless all others have
+            certainly ended, without going on before.
         """
         limit_s = seconds(timeout_s)
         with self._alone():

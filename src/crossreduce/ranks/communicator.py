@@ -99,6 +99,7 @@ class Communicator:
                 assert connected is not None
                 if isinstance(connected, TcpTransport):
                     self.agreements.know(connected.reached)
+                    self.agreements.connect(self.links.lost)
                     self.memory.native.carry(connected.connections)
                 self.transport = self._watched = WatchedTransport(connected, self.detector.warn_of_remote_wait)
                 self._engine = MultiHostEngine(self.hosts, self.rank, self.memory, self.transport, self.links.lost)
@@ -393,6 +394,7 @@ class Communicator:
     def _release(self) -> None:
         """Leave the group, and release everything. The caller holds ``lock``."""
         peer_requests.unregister(self.token, self.successor, self.listen_at)
+        self.agreements.departures.close()
         if self.memory.fd >= 0:
             self.statistics.close()
             if len(self.hosts) > 1 and self.memory.abort_cause() is None:

@@ -125,6 +125,7 @@ class JoinedHost:
     def leave(self) -> None:
         """Release everything."""
         peer_requests.unregister(self.members.token, None, self._listen_at)
+        self.agreements.departures.close()
         self.memory.close()
 
     def connect(self, rendezvous: Rendezvous, connect: Connect, timeout_s: float) -> Transport:

@@ -117,8 +117,9 @@ def shrink(group: Any = None, timeout_s: float = SHRINK_S) -> Group:
       ``reformed.completed`` is the number of ops of the earlier group that have succeeded on all of them.
     Raises:
       ArgumentError: no default group exists, the group has another backend, or ``timeout_s`` is not a number.
-      ExcludedError: the others have continued without this rank, or it reaches too few of them. If not all others have
-        ended, it must reach hosts with more than half of the ranks, or with half of them and the lowest rank.
+      ExcludedError: the others have continued without this rank, or it reaches too few of them. Unless all others have
+        certainly ended, without continuing before, it must reach hosts with more than half of the ranks, or with half
+        of them and the lowest rank.
     """
     old, limit_s = group_of(group), seconds(timeout_s)
     if old is dist.group.WORLD:

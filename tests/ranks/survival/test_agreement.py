@@ -6,10 +6,10 @@ from types import SimpleNamespace
 import pytest
 from simulated_hosts import SimulatedHosts
 
-from crossreduce.errors import CollectiveTimeout, PeerLostError
+from crossreduce.errors import CollectiveTimeout, ExcludedError, PeerLostError
 from crossreduce.ranks.agreement.agreement import Agreements, _Speaker
 from crossreduce.ranks.agreement.lost_ranks import Reach, Watch
-from crossreduce.ranks.connections.peer_requests import Place
+from crossreduce.ranks.connections.peer_requests import Ended, Place
 from crossreduce.ranks.connections.peers import PeerInfo
 from crossreduce.ranks.connections.rendezvous import StoreRendezvous
 from crossreduce.ranks.connections.repeated_request import SILENT_S, RepeatedRequest
@@ -174,6 +174,26 @@ def test_ranks_of_the_host_that_are_late_are_looked_at_rarely(monkeypatch):
     assert case.speak_until(3)
     assert len(looks) < 60
     assert case.simulated.now < arrives_s + 0.02
+
+
+@pytest.mark.parametrize("proved_at", [3.0, None])
+def test_hosts_that_may_have_gone_on_are_not_counted_as_ended(monkeypatch, proved_at):
+    """If all ranks of a host have ended, but may have gone on with a decision before, a speaker without a quorum waits
+    for a proof, here until 3 s, and holds no ballot. Without one, it raises an error after 10 s."""
+    case = Answering(monkeypatch, lambda *_: None)
+    case.simulated.behaviour = lambda *_: (0.001, Ended)
+    proves = lambda *_: proved_at is not None and case.simulated.now >= proved_at  # noqa: E731
+    case.group.departures = SimpleNamespace(have_left=proves)
+    case.group.no_quorum = lambda *_: ExcludedError("no quorum")
+    if proved_at is None:
+        with pytest.raises(ExcludedError, match="no quorum"):
+            case.speak_until(12)
+        assert case.simulated.now > 9
+        assert case.speaker._round == 0
+    else:
+        assert case.speak_until(12)
+        assert proved_at < case.simulated.now < proved_at + 0.1
+        assert case.registers.decided == [DECISION._replace(members=(0,))]
 
 
 def test_nobody_waits_for_a_silent_host_after_the_decision(monkeypatch):

@@ -11,7 +11,7 @@ from membership_model import SCENARIOS, Model, Scenario, rounds
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.slow] * (SCENARIOS[name][1] > 17_000)) for name in SCENARIOS]
+    "name", [pytest.param(name, marks=[pytest.mark.slow] * (SCENARIOS[name][1] > 26_000)) for name in SCENARIOS]
 )
 def test_all_runs_have_the_properties(name):
     """Every state that a scenario can reach has the properties of ``membership_model``. ``states``: their number."""

@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import pytest
 
 from crossreduce.errors import PeerLostError
-from crossreduce.ranks.agreement.agreement import read_decided
+from crossreduce.ranks.agreement.ballots import read_decided
 from crossreduce.ranks.connections import channel, listener, peer_requests
 from crossreduce.ranks.connections.channel import AuthenticatedChannel
 from crossreduce.ranks.connections.peer_requests import Ended, Peer, Successor

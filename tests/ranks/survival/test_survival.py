@@ -7,6 +7,7 @@ import time
 from collections import Counter
 from datetime import timedelta
 from functools import partial
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -123,6 +124,40 @@ def test_a_late_rank_is_excluded_and_joins_again(tmp_path, kind, how):
 
     found = ranks(3, late, kind, place_of(kind, tmp_path), tmp_path, how, begun=go_on)
     assert found == [(0, 60), (1, 60), (2, 60)]
+
+
+def outlasted(rendezvous, kind, place):
+    """The last rank is stopped. The others go on without it and end; then it continues."""
+    group, own = kind(rendezvous, place, timeout_s=2), rendezvous.rank
+    group.total()
+    if own == rendezvous.size - 1:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    lose(group)
+    if own == rendezvous.size - 1:
+        with pytest.raises(ExcludedError, match="the other ranks have gone on without it"):
+            group.shrink()
+    else:
+        group.shrink()
+        group.total()
+        group.leave()
+    return own
+
+
+@pytest.mark.parametrize(
+    ("kind", "hosts"),
+    [(Numpy, "ab"), *(pytest.param(Torch, hosts, marks=pytest.mark.system) for hosts in ("ab", "abc", "abb"))],
+)
+def test_a_rank_that_continues_when_the_others_have_ended_is_excluded(tmp_path, kind, hosts):
+    """A rank that was stopped is excluded, although all ranks that have gone on without it have ended before it
+    continues: it does not do the same work again."""
+
+    def go_on(pids):
+        wait_until(lambda: all("(zombie)" in Path(f"/proc/{pid}/status").read_text() for pid in pids[:-1]))
+        os.kill(pids[-1], signal.SIGCONT)
+
+    size, environment = len(hosts), [{"CROSSREDUCE_HOST": host} for host in hosts]
+    found = ranks(size, outlasted, kind, place_of(kind, tmp_path), environment=environment, begun=go_on)
+    assert found == [*range(size)]
 
 
 def on_hosts(rendezvous, kind, place):

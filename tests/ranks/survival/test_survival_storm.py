@@ -15,9 +15,11 @@ import namespaces
 import pytest
 from budget import count
 from free_port import free_port
-from kinds_of_groups import Numpy, Torch
+from kinds_of_groups import Numpy, Torch, lose
 from ranks import Died, ranks
-from survival_storm import FAILURES, MOST, Failure, lives, shared_counters
+from survival_storm import FAILURES, MOST, Failure, enter, lives, shared_counters
+
+from crossreduce.errors import ExcludedError
 
 SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP, "exit": signal.SIGUSR1, "exception": signal.SIGUSR2}
 PLACES = ("any", "any", "any", "shrink", "agree", "grow", "join")
@@ -296,3 +298,41 @@ def test_two_parts_never_go_on_without_the_host_between_them(tmp_path, bed, kind
     case = lost_link(90, tmp_path, bed, [0, 0, 1, 2, 3][: count + 1], pair, [2])
     case["excluded"] = [3] if count == 3 else []
     run(kind, case, lambda: bed.lose(*pair))
+
+
+def outlasted(rendezvous, kind, place, holders, folder):
+    """All ranks go on without those that they do not reach, and end."""
+    enter(holders[rendezvous.rank])
+    group = kind(rendezvous, place, timeout_s=2)
+    group.total()
+    Path(folder, f"ready{rendezvous.rank}").touch()
+    lose(group)
+    try:
+        group.shrink()
+    except ExcludedError:
+        return "excluded"
+    group.total()
+    group.leave()
+    return "done"
+
+
+@pytest.mark.system
+@hosts(2)
+@KINDS
+@pytest.mark.parametrize("how", ["lose", "isolate"])
+def test_a_host_whose_link_returns_when_the_others_have_ended_is_excluded(tmp_path, bed, kind, how):
+    """Two parts never do the same work, not even one after the other: if a host has lost its links, and they work again
+    when the others have gone on and ended, its rank is excluded."""
+    count = len(bed.addresses)
+
+    def disturb(pids):
+        wait_until(lambda: all((tmp_path / f"ready{rank}").exists() for rank in range(count)), "the ranks do not begin")
+        bed.isolate(count - 1) if how == "isolate" else [bed.lose(host, count - 1) for host in range(count - 1)]
+        wait_until(lambda: all(is_down(pid) for pid in pids[:-1]), "the others do not end")
+        for host in range(count - 1):
+            bed.mend(host, count - 1)
+
+    place, holders = f"{bed.addresses[0]}:29890", [each.pid for each in bed.holders]
+    environment = [{"GLOO_SOCKET_IFNAME": "link0"}] * count
+    found = ranks(count, outlasted, kind, place, holders, tmp_path, begun=disturb, environment=environment)
+    assert found == ["done"] * (count - 1) + ["excluded"]

@@ -7,15 +7,20 @@ call is computed once for each content of a host's memory. The driver, the netwo
 - A message is never deleted: it may be received late, repeatedly, out of order, or never (if it is lost).
 - An answer stays with the leader that waits for it, even after the host that sent it has ended.
 - A leader that proposes ranks has seen their arrivals at some time before. They may have ended since.
-- A rank may end between any two steps. A host has ended when all its electors have ended.
+- A rank may end between any two steps, also normally, after it has gone on with a decision. A host has ended when all
+  its electors have ended.
+- Before a rank goes on with a decision, it sends it to all electors of other hosts, one after the other. What it has
+  sent is never lost, but received only after it has ended, as if all links were lost until then: see ``Departures``.
 - A leader's steps on its own host happen in one step with the event that causes them. Others cannot observe this.
 - Calls are not divided: a rank that ends within a call has the same effect as a shorter call (``test_registers.py``).
 
 Properties of every state:
 
-- agreement: all hosts with living ranks that know the decision of an agreement know the same decision.
+- agreement: all hosts with living ranks that know the decision of an agreement know the same decision. A rank that has
+  gone on with a decision, and has ended, had the same one.
 - validity: the members of a decision are electors that have arrived, and its other fields follow from their inputs.
-- one group: if two living ranks are members of their decisions, at least one of these decisions contains both ranks.
+- one group: if two ranks are members of their decisions, and live or have gone on before they ended, at least one of
+  these decisions contains both ranks.
 - progress: if the hosts of a quorum reach each other from now on, and no more ranks end, they decide, and agree with
   all others. One more ballot, in a round of its own, checks this from every state.
 """
@@ -100,13 +105,15 @@ class Rank(NamedTuple):
 
 class State(NamedTuple):
     """A state. ``memories``: numbers in ``Model``'s table. ``requests``: a bit set of such numbers. ``ranks``: ``None``
-    if a rank has ended. ``ballots``, ``crashes``: how many may still occur."""
+    if a rank has ended. ``ballots``, ``crashes``: how many may still occur. ``ends``: of each rank that has ended, the
+    number of its agreement, and to how many electors of other hosts it had sent this agreement's decision."""
 
     memories: tuple[int, ...]
     ranks: tuple[Rank | None, ...]
     requests: int
     ballots: int
     crashes: int
+    ends: tuple[tuple[int, int], ...]
 
 
 class Table(dict):
@@ -182,7 +189,7 @@ class Model:
         sizes = [Registers.nbytes(ranks, self.size, len(self.hosts)) for ranks in self.scenario.hosts]
         memories = tuple(self._memories[bytes(nbytes)] for nbytes in sizes)
         ranks = (Rank(0, 0, IDLE, self._idle),) * self.size
-        state = State(memories, ranks, 0, self.scenario.most, self.scenario.crashes)
+        state = State(memories, ranks, 0, self.scenario.most, self.scenario.crashes, ((0, 0),) * self.size)
         for rank in range(self.size):
             if rank not in self.scenario.late:
                 state = self._arrived(state, rank, 1)
@@ -218,12 +225,47 @@ class Model:
     def _crashes(self, state: State, rank: int) -> Iterator[tuple[str, State]]:
         if not state.crashes or (self.scenario.power and self.place[rank]):
             return
-        ranks = list(state.ranks)
-        if self.scenario.power:
-            ranks = [None if self.host_of[k] == self.host_of[rank] else each for k, each in enumerate(ranks)]
-        ranks[rank] = None
-        what = f"host {self.host_of[rank]}" if self.scenario.power else f"rank {rank}"
-        yield f"{what} ends", state._replace(ranks=tuple(ranks), crashes=state.crashes - 1)
+        own, ranks, ends = self.host_of[rank], list(state.ranks), list(state.ends)
+        what = f"host {own}" if self.scenario.power else f"rank {rank}"
+        ending = [k for k in range(self.size) if k == rank or (self.scenario.power and self.host_of[k] == own)]
+        ending = [k for k in ending if ranks[k] is not None]
+        decided = self._known(state.memories, own, state.ranks[rank].number) if state.ranks[rank].number else None
+        told = len(self._told(state, rank, state.ranks[rank].number)) if decided and rank in decided[1].members else 0
+        for k in ending:
+            ranks[k], ends[k] = None, (state.ranks[k].number, 0)
+        for count in range(told + 1):
+            ends[rank] = state.ranks[rank].number, count
+            after = state._replace(ranks=tuple(ranks), crashes=state.crashes - 1, ends=tuple(ends))
+            yield f"{what} ends" + f", after it has told {count} ranks" * bool(told), after
+
+    def _told(self, state: State, rank: int, number: int) -> list[int]:
+        """Return the ranks to which a rank sends the decision of an agreement, in the order in which it sends it."""
+        before = self._known(state.memories, self.host_of[rank], number - 1) if number > 1 else None
+        return [each for each in self.electors(before) if self.host_of[each] != self.host_of[rank]]
+
+    def _has_told(self, state: State, rank: int, other: int, number: int) -> bool:
+        """Return whether a rank that has ended had sent the decision of an agreement to another rank."""
+        last, count = state.ends[rank]
+        return number < last or (number == last and other in self._told(state, rank, number)[:count])
+
+    def _has_gone_on(self, state: State, rank: int, number: int) -> bool:
+        """Return whether a rank that has ended had gone on with the decision of an agreement."""
+        last, count = state.ends[rank]
+        return number < last or (number == last and count == len(self._told(state, rank, number)) > 0)
+
+    def _noticed(self, state: State, leader: int, number: int, electors) -> tuple[State, frozenset[int]]:
+        """Return the state after a leader has looked which hosts have ended, and these hosts.
+
+        It writes the decisions that it has received to the memory of its host. See ``Departures.have_left``.
+        """
+        own, lasting = self.host_of[leader], set()
+        for rank in electors:
+            if state.ranks[rank] is None and self.host_of[rank] != own and self._has_told(state, rank, leader, number):
+                found = self._known(state.memories, self.host_of[rank], number)
+                memory, _ = self._call(own, state.memories[own], "decide", number, *found)
+                state = state._replace(memories=_put(state.memories, own, memory))
+                lasting.add(self.host_of[rank])
+        return state, self._weights(state, electors)[1] - lasting
 
     def _arrived(self, state: State, rank: int, number: int) -> State:
         host = self.host_of[rank]
@@ -245,14 +287,18 @@ class Model:
         previous = self._previous(state, rank)
         electors = self.electors(previous)
         given = self._contributions(state.memories, living.number, {*electors, rank})
-        weights, ended = self._weights(state, electors)
-        proofs = {frozenset(), ended}  # the leader may have noticed no or all ended hosts
-        for members, proof, round_ in product(self._proposals(state, rank, set(given)), proofs, rounds):
+        weights, _ = self._weights(state, electors)
+        starts = {(state, frozenset()), self._noticed(state, rank, living.number, electors)}
+        proposals = self._proposals(state, rank, set(given))
+        for (before, proof), members, round_ in product(starts, proposals, rounds):
+            if self._known(before.memories, own, living.number) is not None:
+                yield f"rank {rank} reads the decision of a rank that has ended", before
+                continue
             decision = Decision.of({each: given[each] for each in members})
             ballot = Ballot(round_ * len(self.hosts) + own, own, decision, weights, proof)
             step = f"rank {rank} starts ballot {ballot.number} of {living.number} for {list(decision.members)}"
             step += f", since hosts {sorted(ballot.ended)} have ended" if ballot.ended else ""
-            yield step, self._advanced(state, rank, round_ + 1, ballot, previous, begins=True)
+            yield step, self._advanced(before, rank, round_ + 1, ballot, previous, begins=True)
 
     def _previous(self, state: State, rank: int) -> tuple[int, Decision] | None:
         """Return the decision of the agreement before the current one of a rank, if its host knows it."""
@@ -396,7 +442,7 @@ class Model:
     # Properties
 
     def _properties(self, state: State) -> None:
-        key = state.memories, tuple(rank is not None for rank in state.ranks)
+        key = state.memories, tuple(rank is not None for rank in state.ranks), state.ends
         if key not in self._checked:
             self._checked.add(key)
             self._agreement(state)
@@ -404,13 +450,15 @@ class Model:
 
     def _agreement(self, state: State) -> None:
         views = tuple(map(self._view, self.hosts, state.memories))
-        key = views, tuple(rank is not None for rank in state.ranks)
+        key = views, tuple(rank is not None for rank in state.ranks), state.ends
         if key in self._agreed:
             return
         numbers = range(1, self.scenario.numbers + 1)
         decisions = {number: [known[number] for known, _ in views] for number in numbers}
         arrivals = [views[self.host_of[rank]][1][self.place[rank]] for rank in range(self.size)]
-        held: dict[int, Decision] = {}  # the last decision of each living rank that is a member of it
+        held: dict[
+            int, Decision
+        ] = {}  # the last decision of each rank that lives or has gone on, and is a member of it
         for number in numbers:
             held_now = set()
             for host, decision in enumerate(decisions[number]):
@@ -427,6 +475,10 @@ class Model:
                         held.pop(rank, None)
                         if rank in decision.members:
                             held[rank] = decision
+            for rank, host in enumerate(self.host_of):
+                if state.ranks[rank] is None and self._has_gone_on(state, rank, number):
+                    held[rank] = decisions[number][host]
+                    held_now.add(held[rank])
             if len(held_now) > 1:
                 raise Violation(f"agreement: number {number} has the decisions {sorted(held_now)}")
         for a, b in combinations(held, 2):
@@ -480,7 +532,10 @@ class Model:
                 state = state._replace(memories=_put(state.memories, own, memory))
                 if told:
                     return state
-        weights, ended = self._weights(state, electors)
+        weights, _ = self._weights(state, electors)
+        state, ended = self._noticed(state, rank, number, electors)
+        if self._known(state.memories, own, number) is not None:
+            return state
         others = [host for host in reachable if host in weights and host != own and host not in ended]
         if not (has_quorum(weights, {own, *others}) or (ended and has_quorum(weights, {own, *others}, ended))):
             return state
@@ -518,13 +573,17 @@ def _put(values: tuple, place: int, value: Any) -> tuple:
 # Scenarios of the tests, with the number of their states, which shows whether the model still searches all of them.
 SCENARIOS: dict[str, tuple[Scenario, int]] = {
     "4": (Scenario((4,), rounds(range(4), 2), most=2, crashes=2, late=(1, 3)), 1016),
-    "1+1": (Scenario((1, 1), rounds((0, 1), 2), most=3, crashes=1, late=(1,)), 4197),
-    "2+2": (Scenario((2, 2), rounds((0, 2, 3), 1), most=2, crashes=2, late=(1,)), 16638),
-    "3+1": (Scenario((3, 1), rounds((0, 1, 3), 1), most=2, crashes=2, late=(2,)), 11158),
+    "1+1": (Scenario((1, 1), rounds((0, 1), 2), most=3, crashes=1, late=(1,)), 5799),
+    "2+2": (Scenario((2, 2), rounds((0, 2, 3), 1), most=2, crashes=2, late=(1,)), 35292),
+    "3+1": (Scenario((3, 1), rounds((0, 1, 3), 1), most=2, crashes=2, late=(2,)), 22512),
     "1+1+1": (Scenario((1, 1, 1), rounds(range(3), 1), most=2, proposals="any"), 30193),
-    "1+1+1, a rank ends": (Scenario((1, 1, 1), rounds(range(3), 1), most=2, crashes=1, proposals="own"), 18748),
-    "2+1+1, a host ends": (Scenario((2, 1, 1), rounds((0, 2, 3), 1), most=2, crashes=1, power=True), 30879),
+    "1+1+1, a rank ends": (Scenario((1, 1, 1), rounds(range(3), 1), most=2, crashes=1, proposals="own"), 26108),
+    "2+1+1, a host ends": (Scenario((2, 1, 1), rounds((0, 2, 3), 1), most=2, crashes=1, power=True), 53859),
+    "2+1+1, two hosts end": (
+        Scenario((2, 1, 1), ((0, 0), (2, 1)), most=2, crashes=2, power=True, proposals="all"),
+        32491,
+    ),
     "1+1+1+1": (Scenario((1, 1, 1, 1), ((1, 0), (2, 0)), most=2, proposals="own"), 40037),
-    "1+1, twice": (Scenario((1, 1), rounds((0, 1), 1), most=4, crashes=1, numbers=2, late=(1,)), 7166),
-    "1+1+1, twice": (Scenario((1, 1, 1), ((0, 0),), most=2, crashes=1, numbers=2, late=(2,), proposals="all"), 3212),
+    "1+1, twice": (Scenario((1, 1), rounds((0, 1), 1), most=4, crashes=1, numbers=2, late=(1,)), 9610),
+    "1+1+1, twice": (Scenario((1, 1, 1), ((0, 0),), most=2, crashes=1, numbers=2, late=(2,), proposals="all"), 5306),
 }

@@ -6,7 +6,7 @@ The lowest rank of a host that has arrived is its speaker. When all electors hav
 a speaker makes a decision final by a ballot between the hosts (``ballots``). On one host that is one atomic write.
 
 At most one group continues: a decision needs a quorum of hosts, and a rank that is not a member in a decision never
-gets another one. A rank that cannot reach a quorum raises an error and does not continue.
+gets another one, also when all members have ended (``departures``). A rank without a quorum raises an error.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import random
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from itertools import zip_longest
 from typing import Final
 
@@ -27,7 +28,8 @@ from ..connections.repeated_request import RepeatedRequest
 from ..intra_host.registers import Contribution, Decision, Overtaken, Registers
 from ..intra_host.shared_memory import RankMemory
 from ..transports.addresses import reachable
-from .ballots import Ballot
+from .ballots import Ballot, has_quorum, read_decided, read_decision
+from .departures import Departures
 
 _PAUSES_S: Final = (50e-6, 1e-3)  # between two reads of the registers, first and longest
 LOOK_S: Final = 0.02  # between two checks which ranks of the host are alive, and from an answer to the next request
@@ -69,6 +71,7 @@ class Agreements:
         self.published: dict[str, Json] = {}
         self.last: tuple[int, Decision] | None = None  # a ballot's number, and the decision of agreement ``number``
         self._relayed: set[int] = set()  # the hosts to which this process has relayed connections
+        self.departures = Departures()
 
     @property
     def registers(self) -> Registers:
@@ -81,6 +84,12 @@ class Agreements:
             for other in self.hosts[self._host_of[rank]]:
                 if other in self.others:
                     self.others[other].known = self.others[other].known or address
+
+    def connect(self, lost: Collection[tuple[int, int]]) -> None:
+        """Make the connections of ``departures``, except to hosts that have lost the link. See ``HostLinks.lost``."""
+        own, others = self.own_host, self.others.items()
+        linked = {rank: peer for rank, peer in others if tuple(sorted((own, self._host_of[rank]))) not in lost}
+        self.departures.connect(linked, self.token, self.rank)
 
     def joiners(self) -> dict[str, Json]:
         """Return the places, by token, of the processes whose requests to join are valid. Remove older requests."""
@@ -136,6 +145,7 @@ class Agreements:
         self.electors, self.last = decision.members, decided
         if self.rank not in decision.members:
             raise self._excluded()
+        self.departures.tell(electors, number, decided)
         if relayed := self._relayed & {self._host_of[rank] for rank in decision.members}:
             self._tell_relayed(relayed, number, decided)
             self._relayed -= relayed  # until this process relays another connection
@@ -175,6 +185,8 @@ class Agreements:
         try:
             if what == "connect":
                 return self._relays_to(int(request["rank"]))
+            if what == "keep":
+                return {"keep": partial(self.departures.accept, int(request["rank"]))}
             if what == "published":
                 return {"value": self.published.get(str(request["key"]))}
             if what == "join":
@@ -274,7 +286,7 @@ class Agreements:
         hosts = Counter(self._host_of[rank] for rank in electors)
         given = f"waited {timeout_s:g} s; this host has {hosts[self.own_host]} of the {len(electors)} ranks"
         remedy = "check the network: a rank must reach hosts with more than half of the ranks, or with half of them "
-        remedy += "and the lowest rank, unless the other ranks have ended"
+        remedy += "and the lowest rank, unless the others have certainly ended"
         return ExcludedError.of(problem, given, remedy)
 
 
@@ -289,7 +301,7 @@ class _Speaker:
         self._others = [host for host in self._weights if host != group.own_host]
         self._turn = sorted(self._weights).index(group.own_host)
         self._statuses: RepeatedRequest | None = None  # the request for the states of the other hosts, once it is sent
-        self._ended: set[int] = set()  # the hosts on which all electors have ended
+        self._gone: set[int] = set()  # the hosts that do not answer any more, since all electors have ended or left
         self._late: list[int] = []  # the late ranks of this host at the last check
         self._look_at = 0.0  # when to check again if no late rank arrives before: a check reads files of the system
         self._ready_at = 0.0  # when ``_ready`` first returned contributions
@@ -321,11 +333,11 @@ class _Speaker:
         return self._vote(Decision.of(contributions), self._statuses)
 
     def _read(self, statuses: RepeatedRequest, wait_s: float = 0.0) -> None:
-        """Read answers of other hosts. Record which hosts have ended, and write a decision to the registers."""
+        """Read answers of other hosts. Record which hosts are gone, and write a decision to the registers."""
         for host in statuses.read(wait_s):
             status = statuses.found[host]
             if status is None:
-                self._ended.add(host)
+                self._gone.add(host)
             elif "moved" in status:
                 if not self._is_decided():
                     raise Overtaken
@@ -355,7 +367,7 @@ class _Speaker:
                 status = self._group.status(self._number, self._electors)
             elif statuses.is_current(host):
                 status = statuses.found[host]
-            elif host not in self._ended and (statuses.is_due(host) or (waits and not statuses.is_silent(host))):
+            elif host not in self._gone and (statuses.is_due(host) or (waits and not statuses.is_silent(host))):
                 return None  # it may still answer
             if status is None:
                 continue
@@ -369,9 +381,16 @@ class _Speaker:
 
     def _vote(self, decision: Decision, statuses: RepeatedRequest) -> bool:
         """Hold a ballot to make a decision final. Return whether there is a final decision."""
-        group, number, own = self._group, self._number, self._group.own_host
-        registers = group.registers
-        ballot = Ballot(self._round * len(group.hosts) + own, own, decision, self._weights, self._ended)
+        group, number, own, registers = self._group, self._number, self._group.own_host, self._group.registers
+        electors = {host: set(group.hosts[host]) & {*self._electors} for host in self._gone}
+        ended = {host for host in electors if group.departures.have_left(electors[host], number, registers)}
+        if self._is_decided():
+            return True
+        if ended != self._gone and not has_quorum(self._weights, self._weights.keys() - self._gone):
+            if time.monotonic() > max(map(statuses.answered_at.__getitem__, self._gone - ended)) + _LACKING_S:
+                raise group.no_quorum(self._electors, time.monotonic() - self._began)
+            return False  # they may have gone on with a decision, and may have sent it
+        ballot = Ballot(self._round * len(group.hosts) + own, own, decision, self._weights, ended)
         self._round += 1
         if ballot.number >= registers.ballots:
             raise group.no_quorum(self._electors, self._until - self._began)
@@ -388,7 +407,7 @@ class _Speaker:
         if not ballot.final:
             if self._is_decided():
                 return True
-            reached = ballot.answered | self._ended
+            reached = ballot.answered | ended
             last_answers = [statuses.answered_at[host] for host in self._others if host not in reached]
             if last_answers and not ballot.refused and time.monotonic() > max(last_answers) + _LACKING_S:
                 raise group.no_quorum(self._electors, time.monotonic() - self._began)
@@ -408,7 +427,7 @@ class _Speaker:
 
         A rank that has left this agreement sends the decision only in answers to requests for the status.
         """
-        others = [host for host in self._others if host not in self._ended]
+        others = [host for host in self._others if host not in self._gone]
         if is_enough() or not others:
             return
         inquiry, until = self._group.inquiry(others, self._electors, request), time.monotonic() + _VOTE_S
@@ -416,7 +435,7 @@ class _Speaker:
             for host in inquiry.read(LOOK_S):
                 answer = inquiry.found[host]
                 if answer is None:
-                    self._ended.add(host)
+                    self._gone.add(host)
                 elif "moved" not in answer:
                     yield host, answer
                     if is_enough():
@@ -429,14 +448,3 @@ def _wait_until_noted(inquiry: RepeatedRequest, hosts: Collection[int], is_silen
     inquiry.read()
     while time.monotonic() < until and not all(host in inquiry.found or is_silent(host) for host in hosts):
         inquiry.read(LOOK_S)
-
-
-def read_decision(given: Sequence[Json]) -> Decision:
-    """Return a decision that was sent as JSON."""
-    members, kind, flag, progress = given
-    return Decision(tuple(int(rank) for rank in members), int(kind), bool(flag), int(progress))
-
-
-def read_decided(given: Sequence[Json] | None) -> tuple[int, Decision] | None:
-    """Return a decision that was sent as JSON with its ballot, or ``None``."""
-    return None if given is None else (int(given[0]), read_decision(given[1]))

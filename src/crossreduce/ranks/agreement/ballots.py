@@ -6,7 +6,8 @@ its ``Registers``, whichever of its ranks is asked. Source: L. Lamport, "Paxos M
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
 
 from ..intra_host.registers import Decision
 
@@ -84,3 +85,14 @@ class Ballot:
         assert decision == self.decision, "a ballot has one decision"
         self.answered.add(host)
         self.final = self.own in self.answered and has_quorum(self.weights, self.answered, self.ended)
+
+
+def read_decision(given: Sequence[Any]) -> Decision:
+    """Return a decision that was sent as JSON."""
+    members, kind, flag, progress = given
+    return Decision(tuple(int(rank) for rank in members), int(kind), bool(flag), int(progress))
+
+
+def read_decided(given: Sequence[Any] | None) -> tuple[int, Decision] | None:
+    """Return a decision that was sent as JSON with its ballot, or ``None``."""
+    return None if given is None else (int(given[0]), read_decision(given[1]))

@@ -86,6 +86,9 @@ class _Contact:
         token = str(request.pop("group", ""))
         answer = self.answers.get(token)
         content = answer(request) if answer else redirection(token, request)
+        if keep := content.pop("keep", None):
+            keep(channel.connection.dup())
+            content["kept"] = True
         if "addresses" in content:  # this process is to be a relay
             _pass_on(channel, content["addresses"], int(request["port"]), is_known=content["known"])
         else:
@@ -96,7 +99,8 @@ _lock = threading.Lock()
 _open: dict[str, _Contact] = {}  # by address
 _successors: dict[str, Successor] = {}  # by the tokens of the groups that they have replaced
 _MOST_SUCCESSORS: Final = 4096
-_onward: Final[weakref.WeakSet[socket.socket]] = weakref.WeakSet()  # connections that this process made as a relay
+# Connections that a forked process closes: while its copy is open, the other process does not notice their end.
+closed_after_fork: Final[weakref.WeakSet[socket.socket]] = weakref.WeakSet()
 
 
 def listen(address: str = "") -> Place:
@@ -173,7 +177,7 @@ def _pass_on(channel: AuthenticatedChannel, addresses: Sequence[str], port: int,
     else:
         channel.send({"refused": refused})
         return
-    _onward.add(onward)
+    closed_after_fork.add(onward)
     with onward:
         channel.send({"connected": True})
         pairs = {incoming.fileno(): (incoming, onward), onward.fileno(): (onward, incoming)}
@@ -195,7 +199,7 @@ def _after_fork() -> None:
     global _lock
     _lock = threading.Lock()
     _open.clear()
-    for each in list(_onward):  # while this copy is open, the other process does not notice the end of the relay
+    for each in list(closed_after_fork):
         each.close()
 
 
@@ -209,7 +213,8 @@ class Peer:
     ``known``: an address at which its host was reached, or "". Its other addresses may belong to other hosts, too.
     ``rank``: its number in the group, by which a relay finds it, or -1. ``relay``: the process through which a process
     of its host has answered, if none has answered directly since. ``reached_at``: when it has last answered directly.
-    ``refused``: whether nothing listened at any of its addresses when it was last asked.
+    ``refused``: whether nothing listened at any of its addresses when it was last asked. ``keep``: called with a
+    copy of a connection that the process keeps open; see ``Departures``.
     """
 
     def __init__(self, place: Place, known: str = "", rank: int = -1) -> None:
@@ -218,6 +223,7 @@ class Peer:
         self.reached_at, self.refused = -math.inf, False
         # While there is a relay, direct requests are sent only after this time; see ``RepeatedRequest``.
         self.tried_until = -math.inf
+        self.keep: Callable[[socket.socket], None] | None = None
 
     def ask(self, token: str, request: dict[str, Json], timeout_s: float = ANSWER_S) -> dict[str, Json] | None:
         """Return the answer to a request to a group, or ``None`` if it does not arrive in time.
@@ -237,6 +243,8 @@ class Peer:
             try:
                 with socket.create_connection((address, self.place.port), limit_s) as connection:
                     answer = self._ask_at(connection, token, request, deadline)
+                    if "kept" in answer and self.keep is not None:
+                        self.keep(connection.dup())
             except ConnectionRefusedError:
                 if address == self.known:
                     raise Ended from None

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import Final, Generic
 
 from ...errors import ArgumentError, CollectiveTimeout, PeerLostError, ReductionError, message
-from ..agreement.agreement import read_decision
+from ..agreement.ballots import read_decision
 from ..communicator import Communicator
 from ..connections import peer_requests
 from ..connections.peer_requests import Ended, Json, Peer, Place
