@@ -60,7 +60,10 @@ def _is_main_interpreter() -> bool:
     is_main = getattr(_thread, "_is_main_interpreter", None)  # since Python 3.12
     if is_main is not None:
         return bool(is_main())
-    interpreters = importlib.import_module("_xxsubinterpreters")
+    try:
+        interpreters = importlib.import_module("_xxsubinterpreters")
+    except ImportError:  # a Python that has no subinterpreters
+        return True
     return bool(interpreters.get_current() == interpreters.get_main())
 
 

@@ -162,8 +162,11 @@ ThreadModes = Callable[[str], AbstractContextManager[object]]
 class ReplicaFramework(Framework, Protocol):
     """A ``Framework`` with the functions that ``MirroredStrategy`` requires in addition, for replicas in threads.
 
-    TensorFlow does not implement it, since it has its own ``tf.distribute.MirroredStrategy``.
+    TensorFlow does not implement it, since it has its own ``tf.distribute.MirroredStrategy``. ``writes_variables``:
+    whether ``variable_values`` writes into the old values.
     """
+
+    writes_variables: bool
 
     def accelerators(self) -> tuple[str, ...]:
         """Return the names of this process's devices, without those in host memory."""

@@ -101,8 +101,7 @@ class Extended:
                 problem = f"var must be a variable or another distributed value with {n} components, one per replica."
                 raise ArgumentError.of(problem, shown(var), "a Variable that was created in strategy.scope()")
             if isinstance(var, Variable):  # no call may change the arguments of later ones
-                separate = partial(var.separate, assigned=n - 1)
-                args, kwargs = map_arguments(args, kwargs, lambda value: map_tree(value, separate))
+                args, kwargs = map_arguments(args, kwargs, partial(_separate, var))
             for k in range(n):
                 component = Component(var, k) if isinstance(var, Variable) else var[k]
                 positional, named = local_arguments(args, kwargs, k, n, keep_variables=False)
@@ -114,3 +113,10 @@ class Extended:
         """Return ``destinations``, or a value on all replicas' devices instead of ``None``."""
         devices = self._strategy.devices
         return Mirrored.on(devices, devices) if destinations is None else destinations
+
+
+def _separate(var: Variable, argument: Any) -> Any:
+    """Return an argument with ``var.separate`` applied to its leaves."""
+    if isinstance(argument, DistributedValues):  # the most common argument
+        return var.separate(argument)
+    return map_tree(argument, var.separate)

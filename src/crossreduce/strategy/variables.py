@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Any, Self
 
-from ..errors import ArgumentError, ContextError, MismatchError, ReductionError, UnsupportedError, shown
+from ..errors import ArgumentError, ContextError, MismatchError, UnsupportedError, shown
 from ..frameworks import Array, Immutable, ReplicaFramework, Sparse, framework_of
 from ..kernels.overlap import overlaps
 from ..ops import COMPLEX, FLOATS, INTEGERS, ReduceOp
@@ -350,25 +350,29 @@ class Variable(_Assignable, DistributedVariable):
             components = [self._new_component(how, k, value) for k, value in enumerate(values)]
             self._components[:] = self._framework.variable_values(self._components, components, self._devices)
 
-    def separate(self, value: Any, assigned: int) -> Any:
-        """Return a value that does not change while the components before ``assigned`` change: a copy if necessary.
+    def separate(self, value: Any) -> Any:
+        """Return a value that does not change while the components are assigned in order: a copy if necessary.
 
-        Component k of a distributed value may change only after its replica has used it, so it is compared with the
-        components before k. Variables, and values that are no arrays of the variable's framework, are not copied.
+        A component of a distributed value may change only after its own replica has used it. Variables, and values that
+        are not arrays of the variable's framework, are returned as they are.
         """
-        framework = self._framework
-        if isinstance(framework, Immutable) or isinstance(value, DistributedVariable):
+        if not self._framework.writes_variables or isinstance(value, DistributedVariable):
             return value
-        if isinstance(value, DistributedValues):
-            return PerReplica.on(tuple(self.separate(x, k) for k, x in enumerate(value)), value.devices)
-        before = [framework.array(x) for x in self._components[:assigned]]
-        if not before or not isinstance(value, type(before[0])):
-            return value
-        with suppress(ReductionError):  # of an array that cannot be a component
-            x = framework.array(value)
-            if not isinstance(x, Sparse) and overlaps(framework.memory_range(x), map(framework.memory_range, before)):
-                return framework.clone(value)
-        return value
+        if not isinstance(value, DistributedValues):
+            return self._separate_array(value, len(self._components) - 1)
+        arrays = tuple(self._separate_array(x, k) for k, x in enumerate(value))
+        return PerReplica.on(arrays, value.devices)
+
+    def _separate_array(self, x: Any, assigned: int) -> Any:
+        """Return an array, or a copy if it shares memory with one of the first ``assigned`` components."""
+        framework, before = self._framework, self._components[:assigned]
+        with suppress(ArgumentError, UnsupportedError):  # the value cannot be a component
+            plain = framework.array(x) if before and framework_of(x) is framework else None
+            if plain is None or isinstance(plain, Sparse):
+                return x
+            if overlaps(framework.memory_range(plain), map(framework.memory_range, before)):
+                return framework.clone(x)
+        return x
 
     def assign_component(self, how: str, k: int, value: Any) -> None:
         """Assign to the component of replica ``k``. ``how`` is "assign", "assign_add" or "assign_sub"."""

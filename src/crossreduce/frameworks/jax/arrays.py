@@ -186,6 +186,7 @@ class Jax(Immutable):
     """The ``Framework`` of JAX arrays and tracers."""
 
     name = "jax"
+    writes_variables = False
     immutable = "JAX arrays cannot be written into."
     remedy = "omit out=: the memory of results without references is used again"
 

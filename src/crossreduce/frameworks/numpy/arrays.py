@@ -79,6 +79,7 @@ class NumPy:
     """The ``Framework`` of NumPy arrays and Python numbers."""
 
     name = "numpy"
+    writes_variables = False
 
     def array(self, value: Any) -> Array | Sparse:
         if type(value) is np.ndarray and value.dtype.isnative:

@@ -81,6 +81,7 @@ class Torch:
     """The ``Framework`` of PyTorch tensors and parameters."""
 
     name = "torch"
+    writes_variables = True
 
     def array(self, value: Any) -> Array | Sparse:
         if isinstance(value, IndexedSlices):
@@ -231,8 +232,11 @@ class Torch:
         return x
 
     def memory_range(self, x: Array) -> tuple[int, int, bool]:
-        last = sum((n - 1) * step for n, step in zip(x.shape, x.stride(), strict=True)) if x.numel() else -1
-        return x.data_ptr(), x.data_ptr() + (last + 1) * x.element_size(), bool(x.is_contiguous())
+        start = x.data_ptr()
+        if x.is_contiguous() or not x.numel():
+            return start, start + x.nbytes, bool(x.is_contiguous())
+        last = sum((n - 1) * step for n, step in zip(x.shape, x.stride(), strict=True))
+        return start, start + (last + 1) * x.element_size(), False
 
     def write(self, target: Array, x: Array) -> None:
         target.copy_(x)
