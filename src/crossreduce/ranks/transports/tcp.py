@@ -32,6 +32,7 @@ _RETRY_S: Final = 1.0  # from an attempt with the last address of a rank to anot
 PATIENCE_S: Final = 10.0  # a connection that takes longer may be impossible; a lost SYN is sent again after 1, 3, 7 s
 _HANDSHAKE_S: Final = 5.0  # the longest time that an unknown program may take to prove that it is a rank
 _CHECK_S: Final = 0.05  # between two checks whether ``connect`` was cancelled
+_BACKLOG: Final = 4096  # connections that wait to be accepted; a rank that finds no place waits for 1 s and longer
 _MOST_ACCEPTED: Final = 64  # connections that are accepted before others are continued
 _DIGEST: Final = 16  # bytes, 128 bits
 _NUMBER: Final = 16  # bytes of a random number, 128 bits
@@ -169,15 +170,15 @@ def opened_listener(port: int = 0, address: str = "") -> socket.socket:
     """Return a socket that listens at a port of this host. Port 0 is a free port, address "" means all addresses."""
     if address:
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
-        return socket.create_server((address, port), family=family, backlog=1024)
+        return socket.create_server((address, port), family=family, backlog=_BACKLOG)
     if socket.has_dualstack_ipv6():
         try:
-            return socket.create_server(("", port), family=socket.AF_INET6, dualstack_ipv6=True, backlog=1024)
+            return socket.create_server(("", port), family=socket.AF_INET6, dualstack_ipv6=True, backlog=_BACKLOG)
         except OSError as error:
             if error.errno == errno.EADDRINUSE:
                 raise
             # IPv6 is disabled
-    return socket.create_server(("", port), backlog=1024)
+    return socket.create_server(("", port), backlog=_BACKLOG)
 
 
 def _proof(key: bytes, word: str, ranks: tuple[int, int], end: Sequence[object], numbers: bytes) -> bytes:
