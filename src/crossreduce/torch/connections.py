@@ -17,7 +17,7 @@ from ..ranks.communicator import Communicator
 from ..ranks.connections.rendezvous import NEW, ConnectionStore, Origin, interfaces
 from ..ranks.membership import shared_failure
 from ..ranks.transports.base import Transport
-from ..ranks.transports.gloo import BesideGloo, lazy_options
+from ..ranks.transports.gloo import BesideGloo, process_group
 from .op_queue import OpQueue
 from .options import is_exact
 from .rendezvous import CancellableStore, TorchRendezvous
@@ -50,10 +50,7 @@ def connect(
         sockets, unreached = connections.connect(hosts)
         lazy = len(hosts) > 1 and connections.any_of_all(bool(unreached), size)
         inner = CancellableStore(dist.PrefixStore("gloo/", store), cancelled)
-        if lazy:
-            gloo.append(dist.ProcessGroupGloo(inner, rank, size, lazy_options(timeout, interfaces())))
-        else:
-            gloo.append(dist.ProcessGroupGloo(inner, rank, size, timeout=timeout))
+        gloo.append(process_group(inner, rank, size, timeout, interfaces(), lazy=lazy))
         return BesideGloo(sockets, gloo[0], inner, unreached, lazy=lazy)
 
     own = dist.PrefixStore("crossreduce/", store)

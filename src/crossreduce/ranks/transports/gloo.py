@@ -6,16 +6,22 @@ gloo's errors are translated into built-in exceptions.
 
 from __future__ import annotations
 
+import logging
 import re
 import socket
 from collections.abc import Sequence
+from contextlib import suppress
 from datetime import timedelta
+from functools import lru_cache
 from typing import Any, Final, Self
 
 import torch
+from torch._C import _distributed_c10d as c10d
 
+from ...errors import message
 from .tcp import TcpTransport
 
+_LOG: Final = logging.getLogger("crossreduce")
 _ABORT_TAG: Final = 0x4352FFFF  # users number their own messages from 0
 # Parts of the texts of gloo's errors about connections
 _OF_CONNECTIONS: Final = ("Connection", "pair closure", "Timed out", "Broken pipe", "gloo/transport")
@@ -51,23 +57,39 @@ class BesideGloo(TcpTransport):
                     return
 
 
-def lazy_options(timeout: timedelta, interfaces: Sequence[str]) -> Any:
-    """Return options with which gloo connects two ranks only when they exchange their first message.
+def process_group(
+    store: Any, rank: int, size: int, timeout: timedelta, interfaces: Sequence[str], *, lazy: bool
+) -> Any:
+    """Return a ``ProcessGroupGloo``. ``lazy``: whether two ranks connect only when they exchange their first message.
 
-    Raise a ``RuntimeError`` if this version of torch has no such options.
+    Raise a ``RuntimeError`` if it must be lazy, and this version of torch cannot do so.
     """
-    gloo = torch.distributed.ProcessGroupGloo
+    if interfaces and not lazy:
+        return torch.distributed.ProcessGroupGloo(store, rank, size, timeout=timeout)
+    gloo: Any = c10d.ProcessGroupGloo
     options = gloo._Options()
+    places = [{"interface": name} for name in interfaces] or [{"hostname": _own_address()}]
     try:
-        if interfaces:
-            options._devices = [gloo.create_device(interface=name, lazy_init=True) for name in interfaces]
-        else:
-            options._devices = [gloo.create_default_device(lazy_init=True)]
+        options._devices = [gloo.create_device(**place, **{"lazy_init": True} if lazy else {}) for place in places]
     except TypeError:
         problem = f"in torch {torch.__version__} gloo needs a connection between every two ranks"
         raise RuntimeError(problem) from None
     options._timeout = timeout
-    return options
+    return torch.distributed.ProcessGroupGloo(store, rank, size, options)
+
+
+@lru_cache(maxsize=1)
+def _own_address() -> str:
+    """Return the address of this host that gloo would find for the name of the host, which may take seconds."""
+    name = socket.gethostname()
+    with suppress(OSError):
+        for family, kind, protocol, _, address in socket.getaddrinfo(name, None, type=socket.SOCK_STREAM):
+            with suppress(OSError), socket.socket(family, kind, protocol) as probe:
+                probe.bind(address)
+                return str(address[0])
+    problem = "gloo uses the loopback address, since the name of this host is that of none of its addresses."
+    _LOG.warning("%s", message(problem, name, "GLOO_SOCKET_IFNAME=eth0"))
+    return "127.0.0.1"
 
 
 class GlooCollective:
