@@ -17,6 +17,7 @@ from contextlib import suppress
 from typing import Final
 
 from ..transports import tcp
+from . import shortage
 from .channel import AuthenticatedChannel, accept_channel
 
 UNKNOWN_S: Final = 5.0  # how long a program that connects may take to prove that it knows the key
@@ -64,9 +65,10 @@ class Listener:
         while True:
             try:
                 connection, _ = self._socket.accept()
-            except OSError:
+            except (OSError, MemoryError) as error:
                 if self._closed:
                     return
+                shortage.note(error)
                 self._drop()  # there may be too many open files
                 time.sleep(_PAUSE_S)
                 continue
@@ -80,7 +82,8 @@ class Listener:
                 self._drop()
             try:
                 start_new_thread(self._run, (connection,))
-            except RuntimeError:  # too many threads
+            except (RuntimeError, MemoryError) as error:  # too many threads
+                shortage.note(error)
                 self._drop()
                 self._end(connection)
 
@@ -93,9 +96,10 @@ class Listener:
 
     def _run(self, connection: socket.socket) -> None:
         try:
-            with suppress(OSError, ValueError, EOFError):
-                if (channel := self._channel(connection)) is not None:
-                    self._answer(channel)
+            if (channel := self._channel(connection)) is not None:
+                self._answer(channel)
+        except (OSError, ValueError, EOFError, MemoryError) as error:
+            shortage.note(error)
         finally:
             self._end(connection)
 
