@@ -17,6 +17,7 @@ from .. import kernels
 from ..errors import ArgumentError, CollectiveTimeout, MismatchError, ReductionError, encoded, message, shown
 from ..ranks.connections.rendezvous import MET, StoreRendezvous, lost_store_errors
 from ..ranks.connections.store import LIMIT_S, StoreClient, StorePart
+from ..ranks.failures.abort import shortage_named
 from ..ranks.transports.addresses import loopback
 
 _ANSWER_S: Final = 1.0  # how long rank 0 may take to answer, even if the timeout is shorter
@@ -41,17 +42,18 @@ def meet(
     secret = _digest(os.environ.get("CROSSREDUCE_KEY", "") if key is None else key)
     host, port, listen_at = meeting_place(address, count)
     kernels.native()  # loads a file now: later, programs that connect may use up the open files of this process
-    store = _serve(secret, host, port, count) if own == 0 else _connect(secret, host, port, own, timeout_s)
-    try:
-        _meet(store, own, count, timeout_s)
-    except CollectiveTimeout as error:
-        store.close()
-        if own == 0 and store.refused:
-            raise CollectiveTimeout(f"{error}; {_OTHER_KEY.format(store.refused)}", error.ranks) from None
-        raise
-    except BaseException:
-        store.close()
-        raise
+    with shortage_named(f"rank {own} cannot join the group."):
+        store = _serve(secret, host, port, count) if own == 0 else _connect(secret, host, port, own, timeout_s)
+        try:
+            _meet(store, own, count, timeout_s)
+        except CollectiveTimeout as error:
+            store.close()
+            if own == 0 and store.refused:
+                raise CollectiveTimeout(f"{error}; {_OTHER_KEY.format(store.refused)}", error.ranks) from None
+            raise
+        except BaseException:
+            store.close()
+            raise
     store.limit_s = LIMIT_S
     return store, own, count, listen_at
 
@@ -154,6 +156,8 @@ def _connect(key: bytes, host: str, port: int, rank: int, timeout_s: float) -> S
             if now > refused_at + min(_REFUSED_S, timeout_s):
                 problem = f"the program that listens at {host}:{port} does not accept rank {rank}."
                 remedy = "the same key on all ranks; a port at which no other program listens"
+                if "know the key" not in str(failure):  # it has closed the connection, and sent no proof
+                    remedy = f"read the last output of rank 0, which may lack open files or memory; {remedy}"
                 raise ArgumentError.of(problem, str(failure), remedy)
         time.sleep(pause)
         pause = min(2 * pause, _PAUSES_S[1])

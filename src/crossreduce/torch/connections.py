@@ -17,7 +17,7 @@ from ..ranks.communicator import Communicator
 from ..ranks.connections.rendezvous import NEW, ConnectionStore, Origin, interfaces
 from ..ranks.membership import shared_failure
 from ..ranks.transports.base import Transport
-from ..ranks.transports.gloo import BesideGloo, options_of, own_address
+from ..ranks.transports.gloo import BesideGloo, process_group
 from .op_queue import OpQueue
 from .options import is_exact
 from .rendezvous import CancellableStore, TorchRendezvous
@@ -50,11 +50,8 @@ def connect(
         sockets, unreached = connections.connect(hosts)
         lazy = len(hosts) > 1 and connections.any_of_all(bool(unreached), size)
         inner = CancellableStore(dist.PrefixStore("gloo/", store), cancelled)
-        address = own_address() if len(hosts) > 1 and not interfaces() else ""
-        if lazy or address:
-            gloo.append(dist.ProcessGroupGloo(inner, rank, size, options_of(timeout, interfaces(), address, lazy=lazy)))
-        else:
-            gloo.append(dist.ProcessGroupGloo(inner, rank, size, timeout=timeout))
+        alone = len(hosts) == 1
+        gloo.append(process_group(inner, rank, size, timeout, interfaces(), is_one_host=alone, lazy=lazy))
         return BesideGloo(sockets, gloo[0], inner, unreached, lazy=lazy)
 
     own = dist.PrefixStore("crossreduce/", store)

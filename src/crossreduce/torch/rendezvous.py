@@ -7,14 +7,16 @@ from __future__ import annotations
 
 import contextlib
 import os
+import secrets
 import socket
 import struct
 import threading
+import weakref
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import torch.distributed as dist
 
@@ -47,26 +49,91 @@ class TorchRendezvous(StoreRendezvous):
     ) -> None:
         """``store``: a ``PrefixStore`` of its own. For the other arguments see ``StoreRendezvous``."""
         with lost_store_errors(store):
-            own, self._connection = _with_own_connection(store, timeout_s)
+            own, self._limited = _with_own_connection(store, timeout_s)
         super().__init__(own, rank, size, timeout_s, global_ranks, watch)
         numbers = self._global_ranks
         self.owner = numbers.index(0) if _owner(store) == 0 and 0 in numbers else None
 
     def _have_arrived(self, keys: list[str]) -> bool:
         """Return whether the store has values for all keys. A ``PeerStore`` waits a moment for them."""
-        if isinstance(self._connection, PeerStore):
+        if isinstance(self._limited, PeerStore):
             return super()._have_arrived(keys)
         return bool(self._store.check(keys))
 
     def _limit_waits(self, seconds: float) -> None:
-        _limit_waits(self._connection, seconds)
+        if self._limited is not None:
+            self._limited.limit_s = seconds
 
     def _store_errors(self) -> AbstractContextManager[None]:
         return lost_store_errors(self._store)
 
 
-def _with_own_connection(store: Any, timeout_s: float) -> tuple[Any, int | PeerStore | None]:
-    """Return a store with the same data, if possible with a connection of its own, and the connection's descriptor.
+class _Connection:
+    """A connection to a ``TCPStore``, which the groups of this process share.
+
+    Each new connection takes seconds if host names cannot be resolved, also on the rank that serves the store.
+    """
+
+    def __init__(self, base: Any, timeout_s: float) -> None:
+        """Connect to the store of ``base``. If it has ended, raise an error in less than ``timeout_s`` seconds."""
+        limit, earlier = min(base.timeout, timedelta(seconds=timeout_s / 4)), _sockets()
+        addresses = {address for address in map(_peer, earlier.values()) if address and address[1] == base.port}
+        if len(addresses) == 1:  # that of ``base``: with it, the host name need not be resolved again
+            ((host, port),) = addresses
+            self.store = dist.TCPStore(host, port, timeout=limit, wait_for_workers=False)
+            self.store.set_timeout(base.timeout)
+        else:
+            self.store = _cloned(base, limit)
+        new = [descriptor for link, descriptor in _sockets().items() if link not in earlier]
+        self._descriptor = next((each for each in new if (_peer(each) or ("", 0))[1] == base.port), None)
+        self._lock, self._limit_s, self._error = threading.RLock(), 0.0, ""
+
+    def call(self, method: Callable[..., Any], limit_s: float, *arguments: Any) -> Any:
+        """Call a method of the store. Its answer may take ``limit_s`` seconds. After an error, all calls raise it."""
+        with self._lock:
+            if self._error:  # a later answer could be that to an earlier request
+                raise RuntimeError(self._error)
+            if limit_s != self._limit_s and self._descriptor is not None:
+                _limit_waits(self._descriptor, limit_s)
+                self._limit_s = limit_s
+            try:
+                return method(*arguments)
+            except RuntimeError as error:
+                self._error = str(error)
+                raise
+
+
+class _SharedStore:
+    """A store whose keys begin with ``prefix``, over a shared connection. ``limit_s``: how long an answer may take."""
+
+    def __init__(self, connection: _Connection, prefix: str, limit_s: float) -> None:
+        self._connection, self.underlying_store, self.limit_s = connection, connection.store, limit_s
+        self._store = dist.PrefixStore(prefix, connection.store)
+
+    def __getattr__(self, name: str) -> Any:
+        method = getattr(self._store, name)
+        return lambda *arguments: self._connection.call(method, self.limit_s, *arguments)
+
+
+_CONNECTIONS: Final[weakref.WeakValueDictionary[tuple[int, str, int], _Connection]] = weakref.WeakValueDictionary()
+
+
+def _connection(base: Any, timeout_s: float) -> _Connection:
+    """Return this process's connection to the store of ``base``: a new one if there is none, or it does not work."""
+    key = os.getpid(), base.host, base.port
+    connection = _CONNECTIONS.get(key)
+    with contextlib.suppress(RuntimeError):
+        if connection is not None:
+            connection.call(connection.store.check, min(timeout_s, LIMIT_S), [""])
+            return connection
+    connection = _CONNECTIONS[key] = _Connection(base, timeout_s)
+    return connection
+
+
+def _with_own_connection(store: Any, timeout_s: float) -> tuple[Any, _SharedStore | PeerStore | None]:
+    """Return a store for a rendezvous, if possible with a connection that the user does not use.
+
+    The second result has the attribute ``limit_s``: how long an answer may take. It is ``None`` if that has no limit.
 
     Calls on one connection run one after another, and a user's call may take minutes. If the store has ended, this
     function raises an error in less than ``timeout_s`` seconds. Calls of the returned store take at most ``timeout_s``
@@ -75,27 +142,41 @@ def _with_own_connection(store: Any, timeout_s: float) -> tuple[Any, int | PeerS
     """
     if not hasattr(store, "clone"):
         return store, None
-    if isinstance(base := _base(store), PeerStore):
+    base = _base(store)
+    if isinstance(base, PeerStore):
         return store, base
-    timeout, earlier_sockets = store.timeout, _sockets()
+    if isinstance(base, dist.TCPStore):
+        connection = _connection(base, timeout_s)
+        name = store.compare_set("name", "", secrets.token_hex(8))  # all ranks get that of the first one
+        own = _SharedStore(connection, f"crossreduce/{bytes(name).decode()}/", min(timeout_s, LIMIT_S))
+        return own, own
     try:
-        # ``clone`` tries to connect for up to 3 times the timeout of the store.
-        store.set_timeout(min(timeout, timedelta(seconds=timeout_s / 4)))
-        own = store.clone()
+        return _cloned(store, min(store.timeout, timedelta(seconds=timeout_s / 4))), None
     except RuntimeError as error:
         if "pure virtual" in str(error):  # a store that is written in Python cannot be cloned
             return store, None
         raise
+
+
+def _cloned(store: Any, limit: timedelta) -> Any:
+    """Return ``store.clone()``, which tries to connect for up to 3 times ``limit``."""
+    timeout = store.timeout
+    try:
+        store.set_timeout(limit)
+        own = store.clone()
     finally:
         store.set_timeout(timeout)
     own.set_timeout(timeout)
-    port = getattr(base, "port", None)
-    for _, descriptor in _sockets().items() - earlier_sockets.items():
-        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as connection:
-            if connection.getpeername()[1] == port:
-                _limit_waits(descriptor, min(timeout_s, LIMIT_S))
-                return own, descriptor
-    return own, None
+    return own
+
+
+def _peer(descriptor: int) -> tuple[str, int] | None:
+    """Return the address to which an internet socket is connected, or ``None``, also for an address with a scope."""
+    with contextlib.suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as connection:
+        if connection.family in (socket.AF_INET, socket.AF_INET6):
+            host, port, *more = connection.getpeername()
+            return None if any(more[1:]) else (host, port)
+    return None
 
 
 def _sockets() -> dict[str, int]:
@@ -108,14 +189,11 @@ def _sockets() -> dict[str, int]:
     return {link: descriptor for link, descriptor in links.items() if link.startswith("socket:")}
 
 
-def _limit_waits(connection: int | PeerStore | None, seconds: float) -> None:
-    """Set the time limit of each wait for data of a connection: a ``PeerStore`` or the descriptor of a socket."""
-    if isinstance(connection, PeerStore):
-        connection.limit_s = seconds
-    elif connection is not None:
-        limit = struct.pack("@ll", int(seconds), int(seconds % 1 * 1e6))
-        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(connection)) as opened:
-            opened.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
+def _limit_waits(descriptor: int, seconds: float) -> None:
+    """Set the time limit of each wait for data of a socket."""
+    limit = struct.pack("@ll", int(seconds), int(seconds % 1 * 1e6))
+    with contextlib.suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as opened:
+        opened.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
 
 
 def _base(store: Any) -> Any:

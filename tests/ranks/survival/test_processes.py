@@ -2,6 +2,7 @@
 
 import logging
 import re
+import resource
 import threading
 import time
 from pathlib import Path
@@ -281,6 +282,53 @@ def test_a_rank_that_cannot_open_a_socket_in_shrink(address):
     assert isinstance(first, ReductionError)
     assert re.search(r'rank 0 cannot form group "world" again\.\n.*Too many open files', str(first))
     assert isinstance(second, ReductionError)
+
+
+def fails_slowly(rendezvous, address):
+    group, tries = joined(rendezvous, address), []
+
+    def serve(*arguments, **options):
+        if len(arguments) == 1:
+            tries.append(time.sleep(0.3))
+            raise NO_SOCKET
+        return StoreClient(*arguments, **options)
+
+    rank_group.KIND = GroupKind("NumPy ranks", serve, rank_group.make_group)
+    with pytest.raises(ReductionError, match="again"):
+        group.shrink(timeout_s=1)
+    return len(tries)
+
+
+def test_failures_that_take_long_are_not_repeated_beyond_the_timeout(address):
+    """If forming a group fails slowly, and no rank is lost meanwhile, all ranks stop when the timeout has passed."""
+    assert ranks(2, fails_slowly, address) in ([1, 0], [2, 0], [3, 0])
+
+
+def lacks_in_shrink(rendezvous, address, kind, used):
+    group = joined(rendezvous, address)
+    if group.rank == 2:
+        die()
+    if group.rank == 0:
+        resource.setrlimit(kind, (used(), resource.getrlimit(kind)[1]))
+    try:
+        group.shrink(timeout_s=3)
+    except ReductionError as error:
+        resource.setrlimit(kind, (resource.getrlimit(kind)[1],) * 2)
+        return type(error), str(error)
+
+
+@pytest.mark.parametrize(("kind", "used", "reason"), [
+    (resource.RLIMIT_NOFILE, lambda: len([*Path("/proc/self/fd").iterdir()]) - 1, "Too many open files"),
+    (resource.RLIMIT_AS, lambda: int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize(),
+     "Cannot allocate memory|can't start new thread|not enough memory"),
+], ids=["files", "memory"])  # fmt: skip
+def test_a_rank_without_resources_says_so(address, kind, used, reason):
+    """If a rank has no file descriptors or no memory left, the error of its ``shrink`` says so. Other ranks name no
+    rank as lost, since this one lives."""
+    (_, first), (other, second), _ = ranks(3, lacks_in_shrink, address, kind, used, check=False)
+    assert re.search(reason, first), first
+    assert other is ReductionError
+    assert re.search(f"{reason}|read the error", second), second
 
 
 def test_ctrl_c_while_a_group_is_formed(address):

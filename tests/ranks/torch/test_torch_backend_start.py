@@ -5,21 +5,28 @@ import random
 import re
 import resource
 import signal
+import socket
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
+from ipaddress import ip_address
+from types import SimpleNamespace
 
 import pytest
+import torch
 import torch.distributed as dist
 from budget import count
 from free_port import free_port
 from members import starter
 from ranks import Died, Moment, ranks
+from torch._C import _distributed_c10d as c10d
 
 from crossreduce import kernels
 from crossreduce.errors import ArgumentError, BackendError, CollectiveTimeout, PeerLostError, ReductionError
 from crossreduce.ranks.intra_host import bootstrap
+from crossreduce.ranks.transports import gloo
+from crossreduce.torch import rendezvous
 from crossreduce.torch.rendezvous import TorchRendezvous
 
 TIMEOUT_S = 2.0
@@ -311,3 +318,51 @@ def test_an_interrupt_while_gloo_connects(place):
     assert [kind for kind, _ in found] == [PeerLostError, KeyboardInterrupt, PeerLostError]
     assert found[0][1] == found[2][1]
     assert found[0][1].startswith('rank 1 was interrupted while group "0" was made.')
+
+
+def connections(port):
+    """Return the descriptors of this process's connections to a port."""
+    return {each for each in rendezvous._sockets().values() if (rendezvous._peer(each) or (0, 0))[1] == port}
+
+
+def many_groups(member, port):
+    begin(member, port, 60.0)
+    hosts, real = [], c10d.ProcessGroupGloo
+    device = lambda **place: hosts.append(place["hostname"]) or real.create_device(**place)  # noqa: E731
+    gloo.c10d = SimpleNamespace(ProcessGroupGloo=SimpleNamespace(_Options=real._Options, create_device=device))
+    socket.getaddrinfo = None
+    before = connections(port)
+    for _ in range(3):
+        x = torch.ones(4)
+        dist.all_reduce(x, group=dist.new_group())
+        assert x[0] == 2
+    return connections(port) == before, hosts
+
+
+@pytest.mark.parametrize("place", ["tcp"], indirect=True)
+def test_names_are_resolved_only_for_the_first_group(place):
+    """Later groups of a process use its connection to the store and the address of its host. They connect to nothing by
+    a name: if no name server answers, each look-up takes seconds, while the other ranks wait."""
+    for kept, hosts in ranks(2, many_groups, place):
+        assert kept
+        assert len(hosts) == 3
+        assert all(ip_address(host) for host in hosts)
+
+
+def test_a_broken_connection_to_the_store_is_replaced():
+    """The groups of a process share a connection to the store. If it fails, later calls on it fail, since an answer
+    could be that to another call; the next group makes a new connection. The last group closes it."""
+    store = dist.TCPStore("127.0.0.1", 0, 1, is_master=True, wait_for_workers=False)
+    own = connections(store.port)
+    shared = rendezvous._connection(store, 5.0)
+    assert rendezvous._connection(store, 5.0) is shared
+    (descriptor,) = connections(store.port) - own
+    with socket.socket(fileno=os.dup(descriptor)) as opened:
+        opened.shutdown(socket.SHUT_RDWR)
+    for _ in range(2):
+        with pytest.raises(RuntimeError):
+            shared.call(shared.store.check, 5.0, ["key"])
+    other = rendezvous._connection(store, 5.0)
+    assert other.call(other.store.check, 5.0, ["key"]) is False
+    del shared, other
+    assert connections(store.port) == own

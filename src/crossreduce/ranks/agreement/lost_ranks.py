@@ -42,9 +42,13 @@ class Reach:
 
 
 class Watch:
-    """Finds the electors of the next agreement that are lost before they have arrived at it."""
+    """Finds the electors of the next agreement that are lost before they have arrived at it.
+
+    ``failed``: of the ranks that ``lost`` has returned, those that have arrived with the flag false.
+    """
 
     def __init__(self, group: Agreements, electors: Sequence[int]) -> None:
+        self.failed: list[int] = []
         self._group, self._electors, self._number = group, electors, group.number + 1
         self._inquiry: RepeatedRequest | None = None
 
@@ -70,6 +74,8 @@ class Watch:
             if host in statuses:
                 status = statuses[host] or {}  # ``None``: all electors there have ended
                 arrived = status.get("arrived", {}).get(str(rank))  # kind, flag, progress
+                if arrived and not arrived[1] and rank not in self.failed:
+                    self.failed.append(rank)
                 is_lost = is_lost or (not arrived[1] if arrived else rank not in status.get("late", []))
             if is_lost:
                 lost.append(rank)

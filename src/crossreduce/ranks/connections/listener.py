@@ -20,6 +20,7 @@ from typing import Final
 
 from ..transports import tcp
 from ..transports.strangers import MOST_UNKNOWN, Strangers
+from . import shortage
 from .channel import HELLO_NBYTES, AuthenticatedChannel, accept_channel, is_hello
 
 UNKNOWN_S: Final = 5.0  # how long a program that connects may take to prove that it knows the key
@@ -93,8 +94,9 @@ class Listener:
                 connection, (address, *_) = self._socket.accept()
             except BlockingIOError:
                 return
-            except OSError:
+            except (OSError, MemoryError) as error:
                 if not self._closed:
+                    shortage.note(error)
                     self._make_room(readable)  # there may be too many open files
                 return
             connection.setblocking(False)
@@ -138,7 +140,8 @@ class Listener:
                 dropped.shutdown(socket.SHUT_RDWR)  # then its thread closes it
         try:
             start_new_thread(self._run, (connection, bytes(hello)))
-        except RuntimeError:  # too many threads
+        except (RuntimeError, MemoryError) as error:  # too many threads
+            shortage.note(error)
             self._end(connection)
             self._make_room(readable)
 
@@ -155,9 +158,10 @@ class Listener:
 
     def _run(self, connection: socket.socket, hello: bytes) -> None:
         try:
-            with suppress(OSError, ValueError, EOFError):
-                if (channel := self._channel(connection, hello)) is not None:
-                    self._answer(channel)
+            if (channel := self._channel(connection, hello)) is not None:
+                self._answer(channel)
+        except (OSError, ValueError, EOFError, MemoryError) as error:
+            shortage.note(error)
         finally:
             self._end(connection)
 

@@ -24,6 +24,7 @@ from typing import Any, Final, NamedTuple
 
 from ..transports import tcp
 from ..transports.addresses import addresses, machine, reachable
+from . import shortage
 from .channel import AuthenticatedChannel, open_channel
 from .listener import Listener
 
@@ -248,7 +249,8 @@ class Peer:
             except ConnectionRefusedError:
                 if address == self.known:
                     raise Ended from None
-            except (OSError, ValueError, EOFError):
+            except (OSError, ValueError, EOFError) as error:
+                shortage.note(error)
                 self.refused = False
             else:
                 self.known, self.refused = address, False
@@ -270,7 +272,8 @@ class Peer:
         try:
             with self._connection_through(relay, token, self.place.port, deadline) as connection:
                 answer = self._ask_at(connection, token, request, deadline)
-        except (OSError, ValueError, EOFError):  # also if the relay has ended
+        except (OSError, ValueError, EOFError) as error:  # also if the relay has ended
+            shortage.note(error)
             if self.relay is relay:
                 self.relay = None
             return None

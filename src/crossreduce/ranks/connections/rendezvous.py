@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import socket
 import threading
 import time
@@ -346,6 +347,7 @@ def lost_store_errors(owner: str, ranks: Sequence[int] = ()) -> Iterator[None]:
     except ReductionError:
         raise
     except RuntimeError as error:  # the class of all errors of stores
-        problem = f"the store of this group's rendezvous cannot be reached; {owner} has probably ended."
+        state = "does not answer" if re.search("(?i)timed? ?out", str(error)) else "has probably ended"
+        problem = f"the store of this group's rendezvous cannot be reached; {owner} {state}."
         remedy = f"read the last output of {owner.split(',')[0]}"
         raise PeerLostError(message(problem, str(error), remedy), ranks) from error

@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from queue import Empty, Queue
 from typing import Final
 
-from . import peer_requests
+from . import peer_requests, shortage
 from .peer_requests import Ended, Json, Peer
 
 SILENT_S: Final = 2.0  # how long a host that does not answer is waited for
@@ -145,7 +145,7 @@ class RepeatedRequest:
 
     def _reply(self, host: int, number: int, process: Peer, relay: Peer | None, since: float) -> None:
         """Send the request to a process, and put its reply, or ``None``, into ``_replies``."""
-        reply: dict[str, Json] | None
+        reply: dict[str, Json] | None = None
         try:
             if relay is None:
                 reply = process.ask(self._token, self._request, SILENT_S)
@@ -153,6 +153,8 @@ class RepeatedRequest:
                 reply = process.ask_through(relay, self._token, self._request, SILENT_S, since)
         except Ended:
             reply = {"ended": True}
+        except MemoryError as error:
+            shortage.note(error)
         self._replies.put((host, number, process, relay, reply, time.monotonic()))
 
     def _note(

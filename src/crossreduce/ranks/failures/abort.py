@@ -6,12 +6,15 @@ flight recorder. ``failure_detector`` finds out which ranks are at fault.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import NoReturn
 
-from ...errors import CollectiveTimeout, PeerLostError, ReductionError, decoded, encoded
+from ...errors import CollectiveTimeout, ExcludedError, PeerLostError, ReductionError, decoded, encoded, message
 from ...observe import flight_recorder
 from ...observe.diagnostics import DOCTOR
+from ..connections import shortage
 from ..connections.peers import Membership
 from ..intra_host.shared_memory import RankMemory
 from ..transports.base import Rendezvous, Transport
@@ -92,3 +95,23 @@ def copy_error(error: ReductionError, text: str | None = None) -> ReductionError
     if isinstance(copy, (CollectiveTimeout, PeerLostError)):
         copy.ranks = getattr(error, "ranks", ())
     return copy
+
+
+@contextmanager
+def shortage_named(problem: str) -> Iterator[None]:
+    """Return a context whose errors have the text ``problem`` and the reason if this process lacked something in it.
+
+    Errors of connections that failed for it would name other ranks, or the network. An ``ExcludedError`` remains one,
+    and any other error, such as a ``MemoryError``, becomes a ``ReductionError``.
+    """
+    began = time.monotonic()
+    try:
+        yield
+    except (ReductionError, OSError, MemoryError, RuntimeError) as error:
+        shortage.note(error)
+        reason = shortage.since(began)
+        if not reason or (isinstance(error, ReductionError) and reason in str(error)):
+            raise
+        given = reason if reason in str(error) or not str(error) else f"{reason}; {str(error).splitlines()[0]}"
+        text = message(problem, given, shortage.REMEDY)
+        raise (ExcludedError if isinstance(error, ExcludedError) else ReductionError)(text) from error

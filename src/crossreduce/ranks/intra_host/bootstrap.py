@@ -135,7 +135,8 @@ def bootstrap(
                 try:
                     fd = _memory(size)
                 except OSError as error:
-                    remedy = "ulimit -f unlimited" if error.errno == errno.EFBIG else "a larger memory limit"
+                    limits = {errno.EFBIG: "ulimit -f unlimited", errno.EMFILE: "more open files (ulimit -n)"}
+                    remedy = limits.get(error.errno or 0, "a larger memory limit")
                     problem = "memory could not be allocated."
                     raise ReductionError.of(problem, f"{size} bytes: {error}", remedy) from error
         except BaseException:
@@ -162,6 +163,10 @@ def _identity() -> list[str]:
     try:
         system = [_BOOT.read_text().strip(), str(_NETWORK.stat().st_ino), str(os.getuid())]
     except OSError as error:
+        if (
+            error.errno == errno.EMFILE
+        ):  # this rank cannot share memory either, but the reason is no property of its host
+            raise
         _LOG.warning("the host of this rank cannot be identified, so the rank shares no memory: %s", error)
         return []
     return [*system, os.environ.get("CROSSREDUCE_HOST", "")]

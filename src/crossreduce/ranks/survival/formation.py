@@ -164,7 +164,7 @@ class GroupFormation(Generic[Group]):
                 return int(size), int(port)
             watch()
         problem = "the rank that serves the store of the new group does not answer."
-        raise PeerLostError(message(problem, f"waited {self._timeout_s:g} s", "check the network between the hosts"))
+        raise PeerLostError(message(problem, f"waited {self._timeout_s:g} s", "read its error; check the network"))
 
 
 def is_answering(peer: Peer, token: str, timeout_s: float = ANSWER_S) -> bool:

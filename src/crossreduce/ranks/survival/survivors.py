@@ -15,6 +15,8 @@ from ...errors import CollectiveTimeout, ContextError, MismatchError, PeerLostEr
 from ...observe.diagnostics import UNUSABLE
 from ..agreement.lost_ranks import Watch
 from ..communicator import Communicator
+from ..connections import shortage
+from ..failures.abort import shortage_named
 
 AGREE, FORMED, GROW, SHRINK = range(4)  # the kinds of agreements; if ranks call different ones, the greatest counts
 SHRINK_S: Final = 10.0  # how long ranks that are alive are waited for by default
@@ -63,7 +65,8 @@ def agree(group: Communicator, flag: bool, timeout_s: float | None = None) -> bo
     """
     electors = group.agreements.electors
     limit_s = group.timeout_s + SHRINK_S if timeout_s is None else timeout_s
-    decision = group.decide(AGREE, flag, limit_s)
+    with shortage_named(_own_problem(group)):
+        decision = group.decide(AGREE, flag, limit_s)
     _end_without(group, electors)
     return decision.flag
 
@@ -80,12 +83,14 @@ def shrink(group: Communicator, form: Form[Group], timeout_s: float) -> tuple[Gr
     Raises:
       ExcludedError: the others have gone on without this rank, or it reaches too few of them.
       ContextError: other ranks call ``agree`` again and again.
-      ReductionError: the group cannot be formed, for the reason in the text.
+      ReductionError: the group cannot be formed, for the reason in the text. If no rank is lost meanwhile, this is
+        tried again for ``timeout_s`` seconds.
     """
     own = group.global_ranks[group.rank]
     problem = f'rank {own} forms group "{group.name}" again without the ranks that were lost. {UNUSABLE}'
     group.give_up(PeerLostError(message(problem, "", "call shrink on this rank, too")))
-    new_group, reformed = _reform(group, SHRINK, form, timeout_s)
+    with shortage_named(_own_problem(group)):
+        new_group, reformed = _reform(group, SHRINK, form, timeout_s)
     assert new_group is not None, "form makes a group"
     return new_group, reformed
 
@@ -100,7 +105,8 @@ def grow(group: Communicator, form: Form[Group], timeout_s: float) -> tuple[Grou
       PeerLostError: other ranks shrink the group.
     """
     electors = group.agreements.electors
-    new_group, reformed = _reform(group, GROW, form, timeout_s)
+    with shortage_named(_own_problem(group)):
+        new_group, reformed = _reform(group, GROW, form, timeout_s)
     if new_group is None:
         _end_without(group, electors)
     return new_group, reformed
@@ -163,24 +169,30 @@ def must_leave(group: Communicator, error: BaseException) -> bool:
 def _reform(group: Communicator, kind: int, form: Form[Group], timeout_s: float) -> tuple[Group | None, Reformed]:
     """Agree on the ranks of a new group, form it, and agree on whether all have formed it. Repeat this if it fails."""
     failure: ReductionError | None = None
+    members, until, is_over = tuple[int, ...](), 0.0, False
     for _ in range(_TRIES):
-        decision = group.decide(kind, True, timeout_s)
+        decision = group.decide(kind, not is_over, timeout_s)
         if decision.kind != kind:
             problem = f'other ranks of group "{group.name}" have called shrink. {UNUSABLE}'
             raise PeerLostError(message(problem, "a call of grow on this rank", "call shrink"))
-        if not decision.flag:  # other ranks have called something else, and get an error
-            continue
+        if not decision.flag:
+            if members:  # some rank has no time left
+                break
+            continue  # other ranks have called something else, and get an error
+        began = time.monotonic()
+        if decision.members != members:  # the first attempt, or ranks were lost: all of them may fail for that reason
+            members, until = decision.members, began + timeout_s
         reformed, new_group, failure = Reformed(decision.members, decision.progress), None, None
         try:
             new_group = form(reformed, _Watch(group, decision.members))
         except ReductionError as error:
             failure = error
-        except OSError as error:  # such as too many open files; the agreement below tells the other ranks
-            problem = f'rank {group.global_ranks[group.rank]} cannot form group "{group.name}" again.'
-            failure = ReductionError.of(problem, str(error), "a higher limit of open files, if there are too many")
-        except BaseException:  # Ctrl-C: the others must not wait for this rank
-            group.abort()
-            raise
+        except BaseException as error:
+            if not shortage.note(error) and not isinstance(error, OSError):  # such as Ctrl-C: the others must not wait
+                group.abort()
+                raise
+            # The agreement below tells the other ranks.
+            failure = ReductionError.of(_own_problem(group), str(error) or "not enough memory", shortage.REMEDY)
         try:
             formed = group.decide(FORMED, failure is None, timeout_s)
         except BaseException:
@@ -191,11 +203,20 @@ def _reform(group: Communicator, kind: int, form: Form[Group], timeout_s: float)
             return new_group, reformed
         if new_group is not None:
             new_group.close()
-    if failure is not None:
+        now = time.monotonic()
+        is_over = now + (now - began) > until  # another attempt would take as long
+    if failure is not None and not isinstance(failure, PeerLostError):
         raise failure
+    if members:  # no rank is known to be lost, but another one may have failed
+        problem, given = f'group "{group.name}" could not be formed again.', str(failure or "").partition("\n")[0]
+        raise ReductionError.of(problem, given, "read the errors of its other ranks") from failure
     problem = f'group "{group.name}" was not formed again, since its ranks made different calls.'
     remedy = "the same calls of agree, shrink and grow on all ranks"
     raise ContextError.of(problem, f"{_TRIES} attempts", remedy)
+
+
+def _own_problem(group: Communicator) -> str:
+    return f'rank {group.global_ranks[group.rank]} cannot form group "{group.name}" again.'
 
 
 class _Watch:
@@ -209,8 +230,12 @@ class _Watch:
             return
         lost = self._watch.lost()
         self._next = now + _WATCH_S
-        if lost:
+        if {*lost} - {*self._watch.failed}:
             raise _absence_error(self._group, lost)
+        if lost:
+            named = rank_list(self._group.global_ranks[rank] for rank in lost)
+            problem = f'{named} cannot form group "{self._group.name}" again.'
+            raise ReductionError.of(problem, remedy=f"read the error of {named}")
 
 
 def _end_without(group: Communicator, electors: Sequence[int]) -> None:

@@ -11,9 +11,11 @@ import socket
 from collections.abc import Sequence
 from contextlib import suppress
 from datetime import timedelta
+from functools import lru_cache
 from typing import Any, Final, Self
 
 import torch
+from torch._C import _distributed_c10d as c10d
 
 from .addresses import addresses, loopback
 from .tcp import TcpTransport
@@ -53,39 +55,47 @@ class BesideGloo(TcpTransport):
                     return
 
 
-def own_address() -> str:
-    """Return the address of this host at which gloo must listen if no interface is selected, or "" for gloo's default.
+def process_group(
+    store: Any, rank: int, size: int, timeout: timedelta, interfaces: Sequence[str], *, is_one_host: bool, lazy: bool
+) -> Any:
+    """Return a ``ProcessGroupGloo``. ``lazy``: whether two ranks connect only when they exchange their first message.
 
-    The default is the first address of the host's name, or a loopback address if the name is unknown. Many systems map
-    the name to a loopback address, too. On another host, any program may listen there.
+    Raise a ``RuntimeError`` if it must be lazy, and this version of torch cannot do so.
     """
-    with suppress(OSError):
-        address = str(socket.getaddrinfo(socket.gethostname(), None, type=socket.SOCK_STREAM)[0][4][0])
-        if not loopback(address):
-            return ""
-    return next(iter(addresses()), "")
-
-
-def options_of(timeout: timedelta, interfaces: Sequence[str], address: str, *, lazy: bool) -> Any:
-    """Return gloo's options. ``address``: see ``own_address``; it is "" if there are ``interfaces``.
-
-    ``lazy``: whether gloo connects two ranks only when they exchange their first message. Raise a ``RuntimeError`` if
-    this version of torch cannot do so.
-    """
-    gloo = torch.distributed.ProcessGroupGloo
-    options, laziness = gloo._Options(), {"lazy_init": True} if lazy else {}
+    if interfaces and not lazy:
+        return torch.distributed.ProcessGroupGloo(store, rank, size, timeout=timeout)
+    gloo: Any = c10d.ProcessGroupGloo
+    options = gloo._Options()
+    places = [{"interface": name} for name in interfaces] or [{"hostname": _own_address(is_one_host)}]
     try:
-        if interfaces:
-            options._devices = [gloo.create_device(interface=name, **laziness) for name in interfaces]
-        elif address:
-            options._devices = [gloo.create_device(hostname=address, **laziness)]
-        else:
-            options._devices = [gloo.create_default_device(**laziness)]
+        options._devices = [gloo.create_device(**place, **{"lazy_init": True} if lazy else {}) for place in places]
     except TypeError:
         problem = f"in torch {torch.__version__} gloo needs a connection between every two ranks"
         raise RuntimeError(problem) from None
     options._timeout = timeout
-    return options
+    return torch.distributed.ProcessGroupGloo(store, rank, size, options)
+
+
+def _own_address(is_one_host: bool) -> str:
+    """Return the address of this host at which gloo listens.
+
+    Many systems map the name of the host to a loopback address. Then any program of another host may listen there.
+    """
+    address = _address_of_name()
+    return address if is_one_host or not loopback(address) else next(iter(addresses()), address)
+
+
+@lru_cache(maxsize=1)
+def _address_of_name() -> str:
+    """Return the address that gloo would find for the name of this host, which may take seconds."""
+    with suppress(OSError):
+        for family, kind, protocol, _, address in socket.getaddrinfo(
+            socket.gethostname(), None, type=socket.SOCK_STREAM
+        ):
+            with suppress(OSError), socket.socket(family, kind, protocol) as probe:
+                probe.bind(address)
+                return str(address[0])
+    return "127.0.0.1"
 
 
 class GlooCollective:

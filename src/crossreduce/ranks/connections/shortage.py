@@ -1,0 +1,45 @@
+"""What this process lacks: open files, memory or threads. Its requests and answers then fail as if others had ended.
+
+Input: errors, also those after which the process tries again. Output: the latest error of these kinds.
+"""
+
+from __future__ import annotations
+
+import errno
+import mmap
+import os
+import threading
+import time
+from _thread import start_new_thread
+from typing import Final
+
+REMEDY: Final = "more open files (ulimit -n), memory (ulimit -v) or threads (ulimit -u)"
+_NUMBERS: Final = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS)
+_NBYTES: Final = 1 << 20  # a process that cannot get these bytes has reached its limit
+_START_S: Final = 1.0  # how long a thread may take to start
+_THREADS: Final = "can't start new thread"  # the text of Python's RuntimeError
+_latest: Final[list[tuple[float, str]]] = []
+
+
+def note(error: BaseException) -> bool:
+    """Record an error if its reason is that this process lacks something. Return whether this is so."""
+    is_short = isinstance(error, MemoryError) or getattr(error, "errno", None) in _NUMBERS or _THREADS in str(error)
+    if is_short:
+        _latest[:] = [(time.monotonic(), str(error) or "not enough memory")]
+    return is_short
+
+
+def since(began: float) -> str:
+    """Return what this process has lacked since ``began`` (``time.monotonic``), or lacks now, or "" for nothing."""
+    if not _latest or _latest[0][0] < began:
+        ran = threading.Event()
+        try:
+            os.close(os.open(os.devnull, os.O_RDONLY))
+            mmap.mmap(-1, _NBYTES).close()
+            start_new_thread(ran.set, ())
+            if not ran.wait(_START_S):  # Python has no memory for the thread
+                return _THREADS
+        except (OSError, MemoryError, RuntimeError) as error:
+            return str(error) or "not enough memory"
+        return ""
+    return _latest[0][1]
