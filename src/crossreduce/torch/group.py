@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch._C import _distributed_c10d as c10d
 
 from ..errors import ArgumentError, UnsupportedError, shown
-from ..ranks.connections.rendezvous import NEW, Origin
+from ..ranks.connections.rendezvous import NEW, Origin, StoreRendezvous
 from ..ranks.messages import ANY_RANK, Messages
 from ..ranks.survival.survivors import Reformed
 from ..ranks.transports.gloo import connection_error
@@ -34,7 +34,7 @@ from .messages import HostMessage
 from .op_queue import REMEDY, Finished, Message, OpQueue, Works, exclude_from_compile, wait_in_backward
 from .options import read_options
 from .profiling import begin_entry, entry, is_profiled
-from .rendezvous import lost_store_errors
+from .rendezvous import gloo_check, lost_store_errors
 from .subclasses import call_unwrapped, has_wrapper
 
 _CPU: Final = torch.device("cpu")
@@ -50,7 +50,13 @@ def create(options: Any, backend_options: Any = None) -> Group:
         return READY.pop()
     global_ranks = list(options.global_ranks_in_group)  # empty if it has all ranks
     rank, size, timeout = options.group_rank, options.group_size, options.timeout
-    return Group(options.store, rank, size, timeout, options.group_id, global_ranks, backend_options)
+    if not 0 <= rank < size:
+        raise ArgumentError.of("the rank must be below the world size.", f"rank {rank}, world size {size}")
+    origin = Origin(gloo_check(options.store, rank, size, global_ranks))
+    group = Group(options.store, rank, size, timeout, options.group_id, global_ranks, backend_options, origin)
+    assert isinstance(group.communicator.rendezvous, StoreRendezvous)
+    group.communicator.rendezvous.watch = NEW.watch
+    return group
 
 
 class Group(dist.ProcessGroup):  # type: ignore[misc]

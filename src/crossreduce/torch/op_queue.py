@@ -342,7 +342,10 @@ class OpQueue:
         return self._refusal == _FORKED
 
     def close(self, drain_s: float) -> bool:
-        """Refuse new ops. Return whether all pending ops end within ``drain_s`` s, or this is the queue's thread."""
+        """Refuse new ops. Return whether all pending ops end within ``drain_s`` s, or this is the queue's thread.
+
+        An idle thread may end later.
+        """
         with self._lock:
             if self._refusal is None:
                 self._refusal = "this process group was destroyed."
@@ -350,7 +353,7 @@ class OpQueue:
             thread = self._thread
         if thread is None or thread is threading.current_thread():
             return True
-        return self._ended.wait(drain_s)
+        return self._ended.wait(drain_s) or not self._pending
 
     def disable_after_fork(self) -> None:
         """Refuse all ops in a forked process, which has neither the group's thread nor a rank in the group."""

@@ -11,17 +11,20 @@ import secrets
 import socket
 import struct
 import threading
+import time
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from datetime import timedelta
+from hashlib import blake2b
 from pathlib import Path
 from typing import Any, Final
 
 import torch.distributed as dist
 
+from ..errors import MismatchError, encoded, rank_list
 from ..ranks.connections import rendezvous
-from ..ranks.connections.rendezvous import StoreRendezvous
+from ..ranks.connections.rendezvous import MET, StoreRendezvous
 from ..ranks.connections.store import LIMIT_S, StoreClient
 
 
@@ -33,6 +36,9 @@ class PeerStore(StoreClient, dist.Store):  # type: ignore[misc]
 
     timeout = dist.Store.timeout  # ``set_timeout`` changes it
     deleteKey, getNumKeys = StoreClient.delete_key, StoreClient.num_keys  # noqa: N815 - the trampolines' names
+
+
+_LOOK_S: Final = 1.0  # between two checks whether other ranks use gloo
 
 
 class TorchRendezvous(StoreRendezvous):
@@ -53,6 +59,26 @@ class TorchRendezvous(StoreRendezvous):
         super().__init__(own, rank, size, timeout_s, global_ranks, watch)
         numbers = self._global_ranks
         self.owner = numbers.index(0) if _owner(store) == 0 and 0 in numbers else None
+        self._require_same_ranks()
+
+    def _require_same_ranks(self) -> None:
+        """Raise a ``MismatchError``, on all ranks, if another rank makes this group of other ranks."""
+        numbers, own, first = self._global_ranks, self._global_ranks[self.rank], ""
+        ranks = f"{self.size} {blake2b(repr(numbers).encode(), digest_size=8).hexdigest()}"
+        with contextlib.suppress(RuntimeError):  # a store that is written in Python may lack this
+            first = bytes(self._store.compare_set("ranks", b"", f"{ranks} {own}".encode())).decode()
+        theirs, _, other = first.rpartition(" ")
+        if theirs in ("", ranks):
+            return
+        size = theirs.split()[0]
+        problem = f"the group has {self.size} ranks on rank {own} and {size} on rank {other}."
+        if size == str(self.size):
+            problem = f"the group has other ranks on rank {own} than on rank {other}."
+        remedy = "the same world_size, or WORLD_SIZE, on all ranks; the same ranks in each call of new_group"
+        error = MismatchError.of(problem, f"{rank_list(numbers)} on rank {own}", remedy)
+        if self.publish_abort(encoded(error)) != MET:
+            self._raise_cause()
+        raise error
 
     def _have_arrived(self, keys: list[str]) -> bool:
         """Return whether the store has values for all keys. A ``PeerStore`` waits a moment for them."""
@@ -66,6 +92,29 @@ class TorchRendezvous(StoreRendezvous):
 
     def _store_errors(self) -> AbstractContextManager[None]:
         return lost_store_errors(self._store)
+
+
+def gloo_check(store: Any, rank: int, size: int, global_ranks: Sequence[int]) -> Callable[[], None]:
+    """Return a function that raises a ``MismatchError`` if other ranks make a group with gloo.
+
+    ``store``: the store of the group, in which gloo publishes where each rank listens. ``global_ranks``: the ranks'
+    numbers in errors, by default 0, 1, ...
+    """
+    numbers, look_at = tuple(global_ranks) or range(size), 0.0
+
+    def check() -> None:
+        nonlocal look_at
+        if (now := time.monotonic()) < look_at:
+            return
+        look_at = now + _LOOK_S
+        gloo: list[int] = []
+        with contextlib.suppress(RuntimeError):  # a lost store, which the caller notices, too
+            gloo = [number for place, number in enumerate(numbers) if store.check([f"0/{place}"])]
+        if gloo and numbers[rank] not in gloo:  # otherwise an earlier group of this name may have used gloo
+            problem = f"not all ranks make the group with the same backend: gloo on {rank_list(gloo)}."
+            raise MismatchError.of(problem, f"crossreduce on rank {numbers[rank]}", "the same backend on all ranks")
+
+    return check
 
 
 class _Connection:

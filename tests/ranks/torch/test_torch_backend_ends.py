@@ -125,6 +125,17 @@ def interrupted_in_recv(me):
     assert all("rank 0 is behind" not in line for line in found.findings)
 
 
+def late_message(me):
+    """A message to rank 1 does not come in time, and rank 1 leaves. The others do not learn that it was interrupted."""
+    os.environ["CROSSREDUCE_HOST"] = "aba"[me.rank]
+    me.begin(300)
+    if me.rank == 1:
+        raises(CollectiveTimeout, "within its timeout", dist.irecv(torch.ones(3), 0).wait, timedelta(seconds=0.5))
+        dist.destroy_process_group()
+    else:
+        raises(PeerLostError, "rank 1 left during", dist.barrier)
+
+
 def model_of(hooked=False):
     torch.manual_seed(1)
     model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(50, 50), bucket_cap_mb=0.001)
@@ -197,7 +208,12 @@ def composed(me):
 
 
 SCENES = [unfinished_in_gloo, interrupted, destroyed_with_a_pending_op, composed, late, interrupted_in_backward]
-SCENES += [interrupted_in_recv, killed_in_backward, pytest.param(killed_in_hook, marks=pytest.mark.system)]
+SCENES += [
+    interrupted_in_recv,
+    late_message,
+    killed_in_backward,
+    pytest.param(killed_in_hook, marks=pytest.mark.system),
+]
 
 
 @pytest.mark.parametrize("scene", SCENES)

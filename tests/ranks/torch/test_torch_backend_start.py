@@ -9,6 +9,7 @@ import socket
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from datetime import timedelta
 from ipaddress import ip_address
 from types import SimpleNamespace
@@ -23,7 +24,14 @@ from ranks import Died, Moment, ranks
 from torch._C import _distributed_c10d as c10d
 
 from crossreduce import kernels
-from crossreduce.errors import ArgumentError, BackendError, CollectiveTimeout, PeerLostError, ReductionError
+from crossreduce.errors import (
+    ArgumentError,
+    BackendError,
+    CollectiveTimeout,
+    MismatchError,
+    PeerLostError,
+    ReductionError,
+)
 from crossreduce.ranks.intra_host import bootstrap
 from crossreduce.ranks.transports import gloo
 from crossreduce.torch import rendezvous
@@ -366,3 +374,78 @@ def test_a_broken_connection_to_the_store_is_replaced():
     assert other.call(other.store.check, 5.0, ["key"]) is False
     del shared, other
     assert connections(store.port) == own
+
+
+def of_another_kind(rendezvous, place, sizes, backends):
+    """Make the default group with this rank's own size and backend. Return the class and text of the error."""
+    rank = rendezvous.rank
+    store = store_at(place, rank, sizes[rank], 20)
+    options = {
+        "rank": rank,
+        "world_size": sizes[rank],
+        "timeout": timedelta(seconds=2 if backends[rank] == "gloo" else 60),
+    }
+    begun = Moment()
+    try:
+        dist.init_process_group(backends[rank], store=store, **options)
+    except (ReductionError, RuntimeError) as error:
+        return type(error), str(error), Moment().seconds_since(begun)
+
+
+@pytest.mark.parametrize("place", ["file", "tcp"], indirect=True)
+@pytest.mark.parametrize("sizes", [(2, 3), (3, 2), (3, 4, 3)])
+def test_ranks_with_different_sizes_learn_it_at_once(place, sizes):
+    """If ranks have different world sizes, all of them soon raise a MismatchError that names two of them. Without it,
+    the timeout would name ranks that do not exist."""
+    found = ranks(len(sizes), of_another_kind, place, sizes, ["crossreduce"] * 3)
+    assert len({(kind, text) for kind, text, _ in found}) == 1, found
+    assert found[0][0] is MismatchError
+    assert re.match(r"the group has [234] ranks on rank \d and [234] on rank \d\.\n", found[0][1])
+    assert max(seconds for *_, seconds in found) < 10
+
+
+@pytest.mark.parametrize("place", ["file", "tcp"], indirect=True)
+def test_a_rank_with_another_backend_is_named_at_once(place):
+    """If a rank makes the group with gloo, the others soon raise a MismatchError that names it."""
+    found = ranks(3, of_another_kind, place, (3, 3, 3), ("crossreduce", "gloo", "crossreduce"))
+    for kind, text, seconds in (found[0], found[2]):
+        assert kind is MismatchError
+        assert text.startswith("not all ranks make the group with the same backend: gloo on rank 1.\n")
+        assert seconds < 10
+
+
+def test_a_rank_that_is_not_below_the_world_size():
+    """torch does not check this: the others would wait for a rank that does not exist."""
+    with pytest.raises(ArgumentError, match=r"must be below the world size\.\n.*rank 2, world size 2"):
+        dist.init_process_group("crossreduce", store=dist.HashStore(), rank=2, world_size=2)
+
+
+def other_members(rendezvous, place):
+    begin(rendezvous, place, 60)
+    own = rendezvous.rank
+    raises = nullcontext() if own == 1 else pytest.raises(MismatchError, match="the group has other ranks on rank")
+    with raises:
+        dist.new_group([0, 1] if own == 0 else [0, 2])
+
+
+@pytest.mark.parametrize("place", ["file"], indirect=True)
+def test_a_group_of_other_ranks_is_noticed(place):
+    """If two ranks make groups of different ranks, both raise a MismatchError. Without it, they would be one group."""
+    ranks(3, other_members, place)
+
+
+def gloo_before(rendezvous, place):
+    for backend in ("gloo", "crossreduce"):
+        store = store_at(place, rendezvous.rank, 2, 20)
+        time.sleep(1.5 * (backend == "crossreduce" and rendezvous.rank == 1))  # while rank 0 looks
+        dist.init_process_group(backend, store=store, rank=rendezvous.rank, world_size=2)
+        x = torch.ones(1)
+        dist.all_reduce(x)
+        dist.destroy_process_group()
+    return x.item()
+
+
+@pytest.mark.parametrize("place", ["tcp"], indirect=True)
+def test_an_earlier_group_with_gloo_is_no_other_backend(place):
+    """What an earlier group of the same name has left in the store is not mistaken for a rank with gloo."""
+    assert ranks(2, gloo_before, place) == [2, 2]
