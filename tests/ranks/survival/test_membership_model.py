@@ -9,7 +9,6 @@ import pytest
 from budget import count
 from membership_model import SCENARIOS, Model, Scenario, rounds
 
-
 SLOW = [name for name, (scenario, states) in SCENARIOS.items() if len(scenario.hosts) > 2 and states > 17_000]
 
 
