@@ -111,7 +111,13 @@ PyObject *message_wait(PyObject *object, PyObject *argument) {
     const int64_t began = now_ns(), limit = static_cast<int64_t>(std::min(std::max(timeout_s, 0.0), 1e9) * 1e9);
     while (true) {
         const int64_t until = began + std::min(limit, now_ns() - began + SLICE_NS);
-        const auto state = without_lock(Message::State::lost, [&] { return connections.wait(message, until); });
+        bool had_memory = false;
+        const auto state = without_lock(Message::State::pending, [&] {
+            const auto found = connections.wait(message, until);
+            had_memory = true;
+            return found;
+        });
+        if (!had_memory) return PyErr_NoMemory();
         switch (state) {
         case Message::State::done:
             Py_RETURN_NONE;
