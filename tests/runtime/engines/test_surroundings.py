@@ -186,6 +186,31 @@ for left in range(0, 64 << 20, {1 << 20 if SHARE == 1 else 32 << 20}):
 
 
 @linux
+def test_a_connection_without_memory():
+    """A rank that lacks memory for messages that it does not expect yet raises a MemoryError: no peer is blamed."""
+    code = """
+import ctypes, os, resource, socket, threading
+from crossreduce import kernels
+ends = socket.socketpair()
+first, second = (kernels.native().Connections([1 - k], [end.fileno()]) for k, end in enumerate(ends))
+data = (ctypes.c_char * (1 << 20))()
+sent = [first.send(ctypes.addressof(data), 1 << 20, 1, tag) for tag in range(100)]
+threading.Thread(target=lambda: sent[-1].wait(30), daemon=True).start()
+expected = second.receive(ctypes.addressof(data), 8, 0, 1000)
+with open("/proc/self/statm") as pages:
+    now = int(pages.read().split()[0]) * resource.getpagesize()
+resource.setrlimit(resource.RLIMIT_AS, (now + (8 << 20),) * 2)
+try:
+    expected.wait(20)
+except MemoryError:
+    print("MemoryError", flush=True)
+os._exit(0)
+"""
+    done = run_python(code)
+    assert done.stdout == "MemoryError\n", done.stderr
+
+
+@linux
 def test_forks_at_any_time():
     """A child that is forked before, between and within calls reduces, and so does its parent afterwards."""
     code = (

@@ -76,8 +76,12 @@ PyObject *observer_about(PyObject *object, PyObject *) {
 PyObject *observer_cause(PyObject *object, PyObject *) {
     const SharedMemory *memory = memory_of(object);
     if (memory == nullptr) return nullptr;
-    const std::string cause = memory->cause();
-    return PyBytes_FromStringAndSize(cause.data(), static_cast<Py_ssize_t>(cause.size()));
+    try {
+        const std::string cause = memory->cause();
+        return PyBytes_FromStringAndSize(cause.data(), static_cast<Py_ssize_t>(cause.size()));
+    } catch (const std::exception &) {
+        return PyErr_NoMemory();
+    }
 }
 
 PyObject *observer_ranks(PyObject *object, PyObject *) {

@@ -260,7 +260,10 @@ void Connections::lose(Peer &peer, State state, const std::string &why) {
 Message::State Connections::wait(Message &message, int64_t until_ns) {
     std::vector<pollfd> polled;
     std::unique_lock<std::mutex> held(lock);
-    waiters++;
+    struct Waiter {
+        int &count;
+        ~Waiter() { count--; } // also if there is no memory for a message that nobody expects yet
+    } const waiter{++waiters};
     while (true) {
         for (Peer &peer : peers) {
             if (peer.state != State::done) continue;
@@ -287,7 +290,6 @@ Message::State Connections::wait(Message &message, int64_t until_ns) {
                 if (peer.socket == each.fd && peer.incoming.blocked && (each.revents & (POLLRDHUP | POLLERR | POLLHUP)) != 0)
                     lose(peer, State::lost, "it has closed the connection");
     }
-    waiters--;
     return message.state;
 }
 

@@ -114,7 +114,13 @@ PyObject *message_wait(PyObject *object, PyObject *argument) {
     int64_t check_at = began + connections.silent_ns;
     while (true) {
         const int64_t until = began + std::min(limit, now_ns() - began + SLICE_NS);
-        const auto state = without_lock(Message::State::lost, [&] { return connections.wait(message, until); });
+        bool had_memory = false;
+        const auto state = without_lock(Message::State::pending, [&] {
+            const auto found = connections.wait(message, until);
+            had_memory = true;
+            return found;
+        });
+        if (!had_memory) return PyErr_NoMemory();
         switch (state) {
         case Message::State::done:
             Py_RETURN_NONE;
