@@ -7,10 +7,9 @@ arguments. All methods that compare calls block until the other ranks have made 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import suppress
 from typing import Any, Final, NoReturn
 
-from ..errors import ArgumentError, MismatchError, UnsupportedError
+from ..errors import ArgumentError, UnsupportedError
 from ..observe.diagnostics import call_text
 from ..ranks.communicator import Communicator
 from .inner_gloo import name_of
@@ -101,15 +100,10 @@ class CallChecks:
             return True
         if share_memory(results):
             call = call_text(collective, None, None, name_of(results[0]), results[0].shape)
-            with suppress(MismatchError):  # on the other ranks, whose results may be apart
-                self._communicator.require_same(f"{call} with results that share memory")
-            raise self.overlap_error(collective, results)
+            self._communicator.require_same(f"{call} with results that share memory")
+            problem = f"elements of the results of this {collective} share memory, so they would overwrite each other."
+            raise ArgumentError.of(problem, f"{call}; {len(results)} results", "results that do not overlap")
         return False
-
-    def overlap_error(self, collective: str, results: Sequence[Any]) -> ArgumentError:
-        call = call_text(collective, None, None, name_of(results[0]), results[0].shape)
-        problem = f"elements of the results of this {collective} share memory, so they would overwrite each other."
-        return ArgumentError.of(problem, f"{call}; {len(results)} results", "results that do not overlap")
 
     def without_repeats(self, collective: str, tensors: Sequence[Any]) -> Sequence[Any]:
         """Return the tensors without repetitions. All ranks must repeat tensors at the same places of the list."""

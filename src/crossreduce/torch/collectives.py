@@ -37,7 +37,6 @@ from .memory import (
     memory,
     raw,
     readable,
-    share_memory,
     tensors_in,
     writable,
 )
@@ -182,17 +181,11 @@ class Collectives(InnerGloo):
         if self._calls.run(self._communicator, "broadcast", None, root, tensor, tensor) is tensor:
             return
         self._checks.require_dense("broadcast", tensor, root=root)
-        if root != self._rank:
-            self._checks.are_apart("broadcast", [tensor])
+        self._checks.are_apart("broadcast", [tensor])  # also on the root, so that all ranks raise the same error
         self._checks.agree_on_bytes("broadcast", tensor, root)
         plain = readable(tensor)
         array = memory(plain)
-        try:
-            self._communicator.broadcast(array, root)
-        except MismatchError:
-            if root == self._rank and share_memory([tensor]):  # as on the other ranks, which therefore refuse it
-                raise self._checks.overlap_error("broadcast", [tensor]) from None
-            raise
+        self._communicator.broadcast(array, root)
         if plain is tensor and tensor.dtype in NAMES:
             prepare(self._calls, self._communicator, "broadcast", None, root, tensor, array, tensor)
         if root != self._rank:

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch._C import _distributed_c10d as c10d
 
 from ..errors import ArgumentError, UnsupportedError, shown
-from ..ranks.connections.rendezvous import NEW, Origin, StoreRendezvous
+from ..ranks.connections.rendezvous import NEW, Origin
 from ..ranks.messages import ANY_RANK, Messages
 from ..ranks.survival.survivors import Reformed
 from ..ranks.transports.gloo import connection_error
@@ -50,12 +50,9 @@ def create(options: Any, backend_options: Any = None) -> Group:
         return READY.pop()
     global_ranks = list(options.global_ranks_in_group)  # empty if it has all ranks
     rank, size, timeout = options.group_rank, options.group_size, options.timeout
-    if not 0 <= rank < size:
-        raise ArgumentError.of("the rank must be below the world size.", f"rank {rank}, world size {size}")
     origin = Origin(gloo_check(options.store, rank, size, global_ranks))
     group = Group(options.store, rank, size, timeout, options.group_id, global_ranks, backend_options, origin)
-    assert isinstance(group.communicator.rendezvous, StoreRendezvous)
-    group.communicator.rendezvous.watch = NEW.watch
+    group.communicator.rendezvous.watch = NEW.watch  # type: ignore[attr-defined]
     return group
 
 
@@ -120,10 +117,6 @@ class Group(dist.ProcessGroup):  # type: ignore[misc]
         limit: timedelta = self._settings._timeout
         return limit
 
-    def close(self) -> None:
-        """Abort the group: pending ops fail. (``shutdown`` waits for them first, up to 10 s.)"""
-        self.abort()
-
     def _get_sequence_number_for_group(self) -> int:
         """Return the number of collectives and messages that this rank has started in this group."""
         return self._number
@@ -137,9 +130,11 @@ class Group(dist.ProcessGroup):  # type: ignore[misc]
             self._end()
 
     def abort(self) -> None:
-        """End the group. Pending ops fail."""
+        """Abort the group: pending ops fail. (``shutdown`` waits for them first, up to 10 s.)"""
         self.communicator.abort()
         self._end()
+
+    close = abort
 
     # ---- reductions -----------------------------------------------------------------------------------------------
 

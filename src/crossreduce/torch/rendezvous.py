@@ -22,7 +22,7 @@ from typing import Any, Final
 
 import torch.distributed as dist
 
-from ..errors import MismatchError, encoded, rank_list
+from ..errors import ArgumentError, MismatchError, encoded, rank_list
 from ..ranks.connections import rendezvous
 from ..ranks.connections.rendezvous import MET, StoreRendezvous
 from ..ranks.connections.store import LIMIT_S, StoreClient
@@ -98,8 +98,10 @@ def gloo_check(store: Any, rank: int, size: int, global_ranks: Sequence[int]) ->
     """Return a function that raises a ``MismatchError`` if other ranks make a group with gloo.
 
     ``store``: the store of the group, in which gloo publishes where each rank listens. ``global_ranks``: the ranks'
-    numbers in errors, by default 0, 1, ...
+    numbers in errors, by default 0, 1, ... Raise an ``ArgumentError`` if ``rank`` is not below ``size``.
     """
+    if not 0 <= rank < size:
+        raise ArgumentError.of("the rank must be below the world size.", f"rank {rank}, world size {size}")
     numbers, look_at = tuple(global_ranks) or range(size), 0.0
 
     def check() -> None:

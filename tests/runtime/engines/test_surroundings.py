@@ -20,7 +20,7 @@ VARIABLES = (
     "TMPDIR", "NVTX_INJECTION64_PATH", "HOME", "LC_ALL", "TZ",
 )  # fmt: skip
 JUNK = (
-    "", " ", "0", "-1", "1", "abc", "1e9", "9" * 20, "1.5", "\udcff\udcfe", "é", "/nonexistent/x", "/dev/null", "nan",
+    "", " ", "0", "-1", "1", "abc", "1e9", "9" * 20, "1.5", "\udcff\udcfe", "é", "/dev/null/x", "/dev/null", "nan",
     "inf", "/proc/self/mem", "a" * 5000, "%s%n", "{}", "true", "0x10", "\uff11", "127.0.0.1", "::1", "../..",
     "numpy,avx2", "\n", "-",
 )  # fmt: skip
