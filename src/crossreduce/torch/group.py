@@ -281,8 +281,7 @@ class Group(dist.ProcessGroup):  # type: ignore[misc]
             problem = f"the other rank of a {method} is not a rank of the group."
             raise ArgumentError.of(problem, str(peer), f"0 to {self.size() - 1}")
         if peer == self.rank():
-            problem = "a rank cannot send a message to itself, nor receive one from itself."
-            raise ArgumentError.of(problem, f"rank {peer}", "copy the tensor")
+            raise ArgumentError.of("a rank cannot send messages to itself.", f"rank {peer}", "copy the tensor")
         require_dense(method, tensors)
         self.communicator.links.require(method, peer)
         buffers = [plain(x) for x in tensors]
