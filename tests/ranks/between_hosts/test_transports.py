@@ -209,6 +209,12 @@ def test_the_source_with_the_most_connections_loses_one():
         assert strangers.pop(0) is None
         assert strangers.pop(time.monotonic() + 1) is rank[0]
     assert places == {0, 1, 2, 3}
+    alone = [object() for _ in range(9)]
+    drawn = []
+    for _ in range(100):
+        strangers = Strangers(8)
+        drawn.append([strangers.add(each, f"10.0.0.{k}") for k, each in enumerate(alone)][-1])
+    assert len({*drawn}) > 1
 
 
 def test_a_rank_that_is_not_reached_is_named():

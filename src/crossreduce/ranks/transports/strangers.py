@@ -27,12 +27,14 @@ class Strangers:
     def add(self, connection: socket.socket, address: str) -> socket.socket | None:
         """Add a connection from an address. If there were enough before, remove one of them, and return it.
 
-        It is one of the source that has the most connections, drawn at random.
+        It is drawn at random from those of the sources that have the most connections.
         """
         dropped = None
         if len(self._found) >= self._most:
-            ((crowd, _),) = self._counts.most_common(1)
-            dropped = secrets.choice([each for each, (source, _) in self._found.items() if source == crowd])
+            most = max(self._counts.values())
+            dropped = secrets.choice(
+                [each for each, (source, _) in self._found.items() if self._counts[source] == most]
+            )
             self.discard(dropped)
         source = _source(address)
         self._found[connection] = source, time.monotonic()
