@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from crossreduce.ranks.agreement.departures import Departures
+from crossreduce.ranks.agreement.departures import MOST_RANKS, Departures
 from crossreduce.ranks.intra_host.registers import Decision
 
 DECIDED = 4, Decision((0, 2), 1, True, 17)
@@ -116,6 +116,13 @@ def test_a_connection_that_misses_decisions_is_refused(pair):
             closed.accept(0, connection)
     with pytest.raises(ValueError, match="closed"):
         own.tell([1], 5, DECIDED)
+
+
+def test_a_rank_of_a_large_group_makes_no_connections():
+    """In a large group a rank connects to none of the others, so it never knows that one has ended."""
+    own = Departures()
+    own.connect(dict.fromkeys(range(1, MOST_RANKS + 2)), "token", 0)
+    assert found(own) == (False, [])
 
 
 def test_a_forked_process_does_not_hold_the_connection(pair):
