@@ -31,6 +31,12 @@ pytestmark = [
 ]
 
 
+def enter(bed, host):
+    """Move this process to a host."""
+    with Path(f"/proc/{bed.holders[host].pid}/ns/net").open() as namespace:
+        assert ctypes.CDLL(None).setns(namespace.fileno(), NEWNET) == 0
+
+
 def require_sum(rank, size, nbytes):
     """Sum an array of all ranks, whose exact sum is known."""
     base = torch.arange(nbytes // 4, dtype=torch.float32) % 1021
@@ -51,8 +57,7 @@ def on_host(rendezvous, bed):
     the same on all ranks, the bytes that were sent before and after the last sum, and the warnings."""
     me, size, warned = rendezvous.rank, rendezvous.size, Warnings()
     host = me // 2
-    with Path(f"/proc/{bed.holders[host].pid}/ns/net").open() as namespace:
-        assert ctypes.CDLL(None).setns(namespace.fileno(), NEWNET) == 0
+    enter(bed, host)
     torch.set_num_threads(1)
     os.environ["GLOO_SOCKET_IFNAME"] = bed.interface
     store, limit = f"tcp://{bed.addresses[0]}:29500", timedelta(seconds=60)
@@ -102,8 +107,7 @@ def test_plans_avoid_a_slow_and_a_lost_link():
 def beside_a_silent_host(rendezvous, bed):
     """Reduce while rank 1 is stopped, and while its host is isolated. Rank 0 returns a sum and a lost rank."""
     me, data = rendezvous.rank, np.ones(8 * MIB)
-    with Path(f"/proc/{bed.holders[me].pid}/ns/net").open() as namespace:
-        assert ctypes.CDLL(None).setns(namespace.fileno(), NEWNET) == 0
+    enter(bed, me)
     tcp._SILENT_S = 1.0
     group = processes.join(me, 2, f"{bed.addresses[0]}:29500", timeout_s=60)
     if me == 1:
@@ -138,8 +142,7 @@ def test_a_host_that_vanishes_is_noticed_and_a_stopped_rank_is_kept():
 def without_an_interface(rendezvous, bed):
     """Send a message by gloo, although no interface is selected, and the name of each host is a loopback address."""
     me = rendezvous.rank
-    with Path(f"/proc/{bed.holders[me].pid}/ns/net").open() as namespace:
-        assert ctypes.CDLL(None).setns(namespace.fileno(), NEWNET) == 0
+    enter(bed, me)
     x, store = torch.full((3,), float(me + 1)), f"tcp://{bed.addresses[0]}:29500"
     dist.init_process_group("crossreduce", store, rank=me, world_size=2, timeout=timedelta(seconds=20))
     if me == 0:
