@@ -8,14 +8,16 @@ from __future__ import annotations
 import contextlib
 import os
 import secrets
+import select
 import socket
 import struct
 import threading
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from datetime import timedelta
+from functools import partial
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any, Final
@@ -40,6 +42,8 @@ class PeerStore(StoreClient, dist.Store):  # type: ignore[misc]
 
 _LOOK_S: Final = 1.0  # between two checks whether other ranks use gloo
 
+_END_S: Final = 0.05  # from the end of one connection of a process that dies to the end of another one
+
 
 class TorchRendezvous(StoreRendezvous):
     """A rendezvous of ``size`` ranks. It uses keys of a store that no other code uses."""
@@ -56,6 +60,7 @@ class TorchRendezvous(StoreRendezvous):
         """``store``: a ``PrefixStore`` of its own. For the other arguments see ``StoreRendezvous``."""
         with lost_store_errors(store):
             own, self._limited = _with_own_connection(store, timeout_s)
+        self._awaited = False
         super().__init__(own, rank, size, timeout_s, global_ranks, watch)
         numbers = self._global_ranks
         self.owner = numbers.index(0) if _owner(store) == 0 and 0 in numbers else None
@@ -79,6 +84,22 @@ class TorchRendezvous(StoreRendezvous):
         if self.publish_abort(encoded(error)) != MET:
             self._raise_cause()
         raise error
+
+    def roll_call(self, ranks: Iterable[int], timed_out: bool) -> dict[int, bool]:
+        """Store that ``ranks`` are alive. See ``Rendezvous``."""
+        self._await_end()
+        return super().roll_call(ranks, timed_out)
+
+    def has_left(self, rank: int) -> bool:
+        """Return whether a rank has stored that it leaves the group."""
+        self._await_end()
+        return super().has_left(rank)
+
+    def _await_end(self) -> None:
+        """After a failure, wait a moment for the end of the store, which may be a part of it."""
+        if not self._awaited and isinstance(self._limited, _SharedStore):
+            self._limited.await_end()
+        self._awaited = True
 
     def _have_arrived(self, keys: list[str]) -> bool:
         """Return whether the store has values for all keys. A ``PeerStore`` waits a moment for them."""
@@ -138,12 +159,16 @@ class _Connection:
         new = [descriptor for link, descriptor in _sockets().items() if link not in earlier]
         self._descriptor = next((each for each in new if (_peer(each) or ("", 0))[1] == base.port), None)
         self._lock, self._limit_s, self._error = threading.RLock(), 0.0, ""
+        self._ended = select.poll()  # nothing arrives between two calls, except the end of the connection
+        if self._descriptor is not None:
+            self._ended.register(self._descriptor, select.POLLIN)
 
     def call(self, method: Callable[..., Any], limit_s: float, *arguments: Any) -> Any:
         """Call a method of the store. Its answer may take ``limit_s`` seconds. After an error, all calls raise it."""
         with self._lock:
             if self._error:  # a later answer could be that to an earlier request
                 raise RuntimeError(self._error)
+            self.require_open()
             if limit_s != self._limit_s and self._descriptor is not None:
                 _limit_waits(self._descriptor, limit_s)
                 self._limit_s = limit_s
@@ -153,6 +178,16 @@ class _Connection:
                 self._error = str(error)
                 raise
 
+    def require_open(self, wait_s: float = 0.0) -> None:
+        """Raise a ``RuntimeError`` if the store has ended, or ends within ``wait_s`` seconds.
+
+        A call would print the stack of torch's C++ functions.
+        """
+        with self._lock:
+            if self._ended.poll(wait_s * 1e3):
+                self._error = "the connection was closed at the other end"
+                raise RuntimeError(self._error)
+
 
 class _SharedStore:
     """A store whose keys begin with ``prefix``, over a shared connection. ``limit_s``: how long an answer may take."""
@@ -160,6 +195,11 @@ class _SharedStore:
     def __init__(self, connection: _Connection, prefix: str, limit_s: float) -> None:
         self._connection, self.underlying_store, self.limit_s = connection, connection.store, limit_s
         self._store = dist.PrefixStore(prefix, connection.store)
+
+    def await_end(self) -> None:
+        """Wait a moment for the end of the store, since the connection of its process to this one was lost before."""
+        with contextlib.suppress(RuntimeError):  # the next call raises it, too
+            self._connection.require_open(_END_S)
 
     def __getattr__(self, name: str) -> Any:
         method = getattr(self._store, name)
@@ -169,15 +209,18 @@ class _SharedStore:
 _CONNECTIONS: Final[weakref.WeakValueDictionary[tuple[int, str, int], _Connection]] = weakref.WeakValueDictionary()
 
 
+def _key(base: Any) -> tuple[int, str, int]:
+    return os.getpid(), base.host, base.port
+
+
 def _connection(base: Any, timeout_s: float) -> _Connection:
     """Return this process's connection to the store of ``base``: a new one if there is none, or it does not work."""
-    key = os.getpid(), base.host, base.port
-    connection = _CONNECTIONS.get(key)
+    connection = _CONNECTIONS.get(_key(base))
     with contextlib.suppress(RuntimeError):
         if connection is not None:
             connection.call(connection.store.check, min(timeout_s, LIMIT_S), [""])
             return connection
-    connection = _CONNECTIONS[key] = _Connection(base, timeout_s)
+    connection = _CONNECTIONS[_key(base)] = _Connection(base, timeout_s)
     return connection
 
 
@@ -286,7 +329,14 @@ class CancellableStore(dist.Store):  # type: ignore[misc]
 
 
 def lost_store_errors(store: Any) -> AbstractContextManager[None]:
-    """Return a context that raises a ``PeerLostError`` if ``store`` cannot be reached."""
-    if _owner(store) == 0:
-        return rendezvous.lost_store_errors("rank 0, which runs it,", [0])
-    return rendezvous.lost_store_errors("torchrun, which runs it," if _has_launcher() else "the process that runs it")
+    """Return a context that raises a ``PeerLostError`` if ``store`` cannot be reached; if it has ended, now."""
+    ranks = [0] if _owner(store) == 0 else []
+    owner = "rank 0, which runs it," if ranks else "torchrun, which runs it,"
+    context = partial(
+        rendezvous.lost_store_errors, owner if ranks or _has_launcher() else "the process that runs it", ranks
+    )
+    base = _base(store)
+    if isinstance(base, dist.TCPStore) and (connection := _CONNECTIONS.get(_key(base))) is not None:
+        with context():
+            connection.require_open()
+    return context()

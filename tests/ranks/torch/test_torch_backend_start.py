@@ -449,3 +449,27 @@ def gloo_before(rendezvous, place):
 def test_an_earlier_group_with_gloo_is_no_other_backend(place):
     """What an earlier group of the same name has left in the store is not mistaken for a rank with gloo."""
     assert ranks(2, gloo_before, place) == [2, 2]
+
+
+def loses_the_store(member, place):
+    begin(member, place, 30.0)
+    dist.all_reduce(torch.ones(4))
+    if member.rank == 0:
+        time.sleep(0.2)
+        dies(1)
+    for call in (lambda: dist.all_reduce(torch.ones(4)), dist.new_group):
+        with pytest.raises(PeerLostError, match="rank 0") as caught:
+            call()
+        assert caught.value.ranks == (0,)
+
+
+@pytest.mark.parametrize("place", ["tcp of rank 0"], indirect=True)
+@pytest.mark.parametrize("hosts", ["aaa", "abb"])
+def test_no_stacks_are_printed_when_the_store_ends(place, hosts, capfd):
+    """If the process that runs the store dies, the other ranks raise errors that name it, and do not use the store any
+    more: torch would print the stacks of its C++ functions."""
+    environment = [{"CROSSREDUCE_HOST": host} for host in hosts]
+    found = ranks(3, loses_the_store, place, environment=environment, check=False)
+    assert isinstance(found[0], Died)
+    assert found[1:] == [None, None]
+    assert "frame #" not in capfd.readouterr().err
