@@ -1,10 +1,12 @@
 """NumPy arrays in groups of crossreduce.processes: the collectives, and groups that continue after failures."""
 
+import _thread
 import logging
 import re
 import resource
 import threading
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -310,6 +312,11 @@ def lacks_in_shrink(rendezvous, address, kind, used):
         die()
     if group.rank == 0:
         resource.setrlimit(kind, (used(), resource.getrlimit(kind)[1]))
+        held = threading.Lock()
+        held.acquire()
+        with suppress(RuntimeError):  # use up the stacks of ended threads, which the C library keeps
+            while kind == resource.RLIMIT_AS:
+                _thread.start_new_thread(held.acquire, ())
     try:
         group.shrink(timeout_s=3)
     except ReductionError as error:

@@ -192,7 +192,7 @@ def test_a_connection_without_memory():
 import ctypes, os, resource, socket, threading
 from crossreduce import kernels
 ends = socket.socketpair()
-first, second = (kernels.native().Connections([1 - k], [end.fileno()]) for k, end in enumerate(ends))
+first, second = (kernels.native().Connections([1 - k], [end.fileno()], 120.0) for k, end in enumerate(ends))
 data = (ctypes.c_char * (1 << 20))()
 sent = [first.send(ctypes.addressof(data), 1 << 20, 1, tag) for tag in range(100)]
 threading.Thread(target=lambda: sent[-1].wait(30), daemon=True).start()
