@@ -11,9 +11,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO, Final
 
-_IN_ORDER: Final = (
-    100  # names are tried in order up to this number, then at random: others may have taken the next million
-)
+# Names are tried in order up to this number, then at random: others may have taken the next million.
+_IN_ORDER: Final = 100
 
 
 def open_regular(path: Path) -> BinaryIO:

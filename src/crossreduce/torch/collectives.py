@@ -375,7 +375,8 @@ class Collectives(InnerGloo):
         strided = tensor.layout is _STRIDED
         if op is not None and name is not None and strided and self._communicator.supports(op, name, self._exact):
             return op
-        exact = self._exact and (tensor.is_floating_point() or tensor.is_complex())
+        is_float = tensor.is_floating_point() or tensor.is_complex()
+        exact = self._exact and is_float
         op_name = kind.op.name.lower() if op is None else op_text(op, exact)
         self._checks.agree(collective, op_name, tensor, root)
         if op is not None and name is not None and strided:
@@ -383,18 +384,18 @@ class Collectives(InnerGloo):
         if exact:
             problem = f"only dense tensors of {', '.join(sorted(FLOATS | COMPLEX))} can be summed exactly."
             raise UnsupportedError.of(problem, f"{collective} of {name_of(tensor)}", "a group without exact=True")
-        is_float = tensor.is_floating_point() or tensor.is_complex()
         if kind.op in BITWISE and name is not None and strided and not is_float:
             return None
         if kind.op == TorchOp.SUM and tensor.dtype in _SUMMED_IN_GLOO and not strided:
             return None
         problem = f"tensors of {name_of(tensor)} cannot be reduced by {op_name}."
-        remedy = (
-            "tensor.to_dense(), or SUM" if not strided else f"cast to one of {', '.join(sorted(set(NAMES.values())))}"
-        )
         if kind.op in BITWISE and is_float:
             remedy = "cast to an integer, or use MIN, MAX or SUM"
-        elif name is not None and strided:
+        elif not strided:
+            remedy = "tensor.to_dense(), or SUM"
+        elif name is None:
+            remedy = f"cast to one of {', '.join(sorted(set(NAMES.values())))}"
+        else:
             remedy = "SUM, AVG, MIN, MAX or PRODUCT of the tensor, scaled before if need be"
         raise UnsupportedError.of(problem, f"{collective} of {name_of(tensor)}, op {op_name}", remedy)
 

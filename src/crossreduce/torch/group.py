@@ -23,13 +23,14 @@ import torch.distributed as dist
 from torch._C import _distributed_c10d as c10d
 
 from ..errors import ArgumentError, UnsupportedError, shown
+from ..frameworks.torch.arrays import increment_versions
 from ..ranks.connections.rendezvous import NEW, Origin
 from ..ranks.messages import ANY_RANK, Messages
 from ..ranks.survival.survivors import Reformed
 from ..ranks.transports.gloo import connection_error
 from .collectives import Collectives
 from .connections import close, connect
-from .memory import copy_back_all, increment_versions, readable, require_dense, tensors_in, unsupported_form, writable
+from .memory import copy_back_all, readable, require_dense, tensors_in, unsupported_form, writable
 from .messages import HostMessage
 from .op_queue import REMEDY, Finished, Message, OpQueue, Works, exclude_from_compile, wait_in_backward
 from .options import read_options
@@ -37,7 +38,6 @@ from .profiling import begin_entry, entry, is_profiled
 from .rendezvous import gloo_check, lost_store_errors
 from .subclasses import call_unwrapped, has_wrapper
 
-_CPU: Final = torch.device("cpu")
 _DRAIN_S: Final = 10.0  # how long a group that is destroyed waits for its pending ops
 _UNSET: Final = timedelta(0)  # a timeout of at most this means that the options have no timeout
 BACKEND: Final = "crossreduce"
@@ -84,7 +84,7 @@ class Group(dist.ProcessGroup):  # type: ignore[misc]
         with lost_store_errors(store):
             store = dist.PrefixStore(f"{store.add(f'turn {rank}', 1)}/", store)
         gloo, self.communicator, self.exact = connect(store, rank, size, timeout, name, global_ranks, options, origin)
-        self._register_backend(_CPU, dist.ProcessGroup.BackendType.GLOO, gloo)
+        self._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, gloo)
         self._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
         self._devices = ["cpu"]
         if torch.cuda.is_available() and dist.is_nccl_available():

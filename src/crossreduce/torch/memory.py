@@ -6,7 +6,7 @@ Input: CPU tensors. Output: ``ArrayView``.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import accumulate, combinations, starmap
 from types import SimpleNamespace
 from typing import Any, Final
@@ -15,13 +15,13 @@ import numpy as np
 import torch
 
 from ..errors import UnsupportedError
+from ..frameworks.torch.arrays import has_no_memory
 from ..ops import DTYPES
 from ..ranks.array_views import ArrayView
 
 NAMES: Final = {getattr(torch, name): name for name in sorted(DTYPES) if hasattr(torch, name)}
 """The names of the dtypes that can be reduced. Tensors of other dtypes can only be moved, as bytes."""
 _STRIDED: Final = torch.strided
-_QUANTIZED: Final = {torch.quint8, torch.qint8, torch.qint32, torch.quint4x2, torch.quint2x4}
 _REMEDIES: Final = {
     "quantized": "tensor.dequantize(); or tensor.int_repr(), with the scale and the zero point as further tensors",
     "nested": "tensor.values() and tensor.offsets(), or each of tensor.unbind()",
@@ -31,35 +31,16 @@ _REMEDIES: Final = {
 }
 
 
-def _increment_version_of_each(tensors: Sequence[Any]) -> None:
-    for x in tensors:
-        if not x.is_inference():
-            torch.autograd.graph.increment_version(x)
-
-
-def _version_function() -> Callable[[Sequence[Any]], None]:
-    increment: Callable[[Sequence[Any]], None] = torch._C._increment_version
-    try:
-        increment([])
-    except RuntimeError:  # in torch 2.4, which accepts a single tensor only
-        return _increment_version_of_each
-    return increment
-
-
-increment_versions: Final = _version_function()
-"""Tell autograd that an op writes these tensors, so that a backward pass that needs their old values fails."""
-
-
 def form_of(tensor: Any) -> str:
     """Return "" if a tensor's values are in its memory, else a word for where they are, such as "sparse_coo"."""
     if tensor.layout is not _STRIDED:
         return "nested" if tensor.is_nested else str(tensor.layout).removeprefix("torch.")
     if tensor.is_nested:
         return "nested"
-    if tensor.dtype in _QUANTIZED:
+    if tensor.is_quantized:
         return "quantized"
     try:
-        return "without memory" if tensor.is_cpu and tensor.data_ptr() == 0 and tensor.numel() else ""
+        return "without memory" if tensor.is_cpu and has_no_memory(tensor) else ""
     except RuntimeError:  # within torch.func.vmap, for example
         return "without memory"
 

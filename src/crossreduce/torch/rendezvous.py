@@ -6,6 +6,7 @@ Input: the store of a process group. Output: see ``ranks.connections.rendezvous`
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import secrets
 import select
@@ -29,6 +30,10 @@ from ..ranks.connections import rendezvous
 from ..ranks.connections.rendezvous import MET, StoreRendezvous
 from ..ranks.connections.store import LIMIT_S, StoreClient
 
+_LOOK_S: Final = 1.0  # between two looks whether other ranks use gloo
+_MOST_LOOKED: Final = 32  # ranks in one look, since each rank asks the store for each of them
+_END_S: Final = 0.05  # from the end of one connection of a process that dies to the end of another one
+
 
 class PeerStore(StoreClient, dist.Store):  # type: ignore[misc]
     """A ``StoreClient`` as a store for ``torch.distributed``.
@@ -38,11 +43,6 @@ class PeerStore(StoreClient, dist.Store):  # type: ignore[misc]
 
     timeout = dist.Store.timeout  # ``set_timeout`` changes it
     deleteKey, getNumKeys = StoreClient.delete_key, StoreClient.num_keys  # noqa: N815 - the trampolines' names
-
-
-_LOOK_S: Final = 1.0  # between two checks whether other ranks use gloo
-
-_END_S: Final = 0.05  # from the end of one connection of a process that dies to the end of another one
 
 
 class TorchRendezvous(StoreRendezvous):
@@ -123,7 +123,8 @@ def gloo_check(store: Any, rank: int, size: int, global_ranks: Sequence[int]) ->
     """
     if not 0 <= rank < size:
         raise ArgumentError.of("the rank must be below the world size.", f"rank {rank}, world size {size}")
-    numbers, look_at = tuple(global_ranks) or range(size), 0.0
+    numbers, places = tuple(global_ranks) or range(size), itertools.cycle(range(size))
+    look_at = time.monotonic() + _LOOK_S
 
     def check() -> None:
         nonlocal look_at
@@ -132,8 +133,11 @@ def gloo_check(store: Any, rank: int, size: int, global_ranks: Sequence[int]) ->
         look_at = now + _LOOK_S
         gloo: list[int] = []
         with contextlib.suppress(RuntimeError):  # a lost store, which the caller notices, too
-            gloo = [number for place, number in enumerate(numbers) if store.check([f"0/{place}"])]
-        if gloo and numbers[rank] not in gloo:  # otherwise an earlier group of this name may have used gloo
+            looked = itertools.islice(places, min(size, _MOST_LOOKED))
+            published = [numbers[place] for place in looked if store.check([f"0/{place}"])]
+            if published and not store.check([f"0/{rank}"]):  # else an earlier group of this name may have used gloo
+                gloo = published
+        if gloo:
             problem = f"not all ranks make the group with the same backend: gloo on {rank_list(gloo)}."
             raise MismatchError.of(problem, f"crossreduce on rank {numbers[rank]}", "the same backend on all ranks")
 

@@ -222,7 +222,7 @@ def test_bad_roots_and_groups_are_refused():
 
 
 def test_a_given_root_reduces():
-    """An algorithm with roots reduces on the root of the request, which must take part if there is no topology."""
+    """An algorithm that needs a root uses the requested one. Without a topology, this root must be a participant."""
     members = names(4)
     for name in ("one_device", "hierarchical_copy"):
         schedule = schedule_for(Request("all_reduce", members, members, name, root=members[3], packs=2))

@@ -9,7 +9,7 @@ from typing import Any, Final
 import torch
 
 from ...frameworks import Array
-from ...frameworks.torch.arrays import DTYPES_BY_NAME, has_no_memory, is_frozen, is_transformed
+from ...frameworks.torch.arrays import DTYPES_BY_NAME, has_no_memory, increment_versions, is_frozen, is_transformed
 from ..host import array_memory
 from .memory import DeviceMemory, Operands
 
@@ -51,9 +51,7 @@ class TorchDeviceMemory(DeviceMemory):
         return torch.cuda.get_allocator_backend() == "native" and "expandable_segments:true" not in settings
 
     def mark_dirty(self, outs: Sequence[Sequence[Array]]) -> None:
-        for row in outs:
-            for x in row:
-                torch.autograd.graph.increment_version(x)  # so that autograd detects a stale saved tensor
+        increment_versions([x for row in outs for x in row])
 
 
 def _are_on(arrays: Sequence[Sequence[Array]], devices: Sequence[int]) -> bool:

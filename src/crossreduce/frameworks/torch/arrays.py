@@ -347,6 +347,28 @@ def has_no_memory(x: Array) -> bool:
     return bool(x.numel()) and x.data_ptr() == 0
 
 
+def _increment_version_of_each(tensors: Sequence[Array]) -> None:
+    for x in tensors:
+        if not x.is_inference():
+            torch.autograd.graph.increment_version(x)
+
+
+def _version_function() -> Callable[[Sequence[Array]], None]:
+    increment: Callable[[Sequence[Array]], None] = torch._C._increment_version
+    try:
+        increment([])
+    except RuntimeError:  # in torch 2.4, which accepts a single tensor only
+        return _increment_version_of_each
+    return increment
+
+
+increment_versions: Final = _version_function()
+"""Tell autograd that these tensors are written, so that a backward pass that needs their old values fails.
+
+This is what torch.autograd.graph.increment_version calls, after it has wrapped a single tensor in a tuple.
+"""
+
+
 def _has_no_elements(x: Array) -> bool:
     """Return whether a strided tensor wraps other tensors, or has lost the memory of its elements."""
     if _is_of_func(x):  # its memory is that of other tensors, which only its transformation can read

@@ -12,7 +12,7 @@ import torch
 from ... import kernels
 from ...frameworks import Array
 from ...frameworks.host_memory import ArrayMemory
-from .arrays import DTYPES_BY_NAME, FRAMEWORK, has_no_memory, is_frozen, is_transformed
+from .arrays import DTYPES_BY_NAME, FRAMEWORK, has_no_memory, increment_versions, is_frozen, is_transformed
 
 _MOST_AXES: Final = 64  # the kernels read strided sources of at most this many dimensions
 
@@ -58,9 +58,7 @@ class TorchMemory(ArrayMemory):
         return int(torch.get_num_threads())
 
     def mark_dirty(self, outs: Sequence[Sequence[Array]]) -> None:
-        for row in outs:
-            for x in row:
-                torch.autograd.graph.increment_version(x)  # so that autograd detects a stale saved tensor
+        increment_versions([*chain(*outs)])
 
 
 def _strided_operand(x: Array) -> tuple[int, tuple[int, ...], tuple[int, ...]]:
@@ -83,6 +81,4 @@ MEMORY: Final = TorchMemory()
 def functions_for_compiled_code() -> tuple[Any, ...] | None:
     """Return the functions of torch that ``Calls`` uses, or ``None`` if torch lacks one of them, as before 2.10."""
     exchange = getattr(torch.Tensor, "__dlpack_c_exchange_api__", None)
-    # This is what torch.autograd.graph.increment_version calls, after it has wrapped a single tensor in a tuple.
-    mark_dirty = torch._C._increment_version
-    return None if exchange is None else (torch.Tensor, exchange, is_transformed, mark_dirty, torch.empty_like)
+    return None if exchange is None else (torch.Tensor, exchange, is_transformed, increment_versions, torch.empty_like)

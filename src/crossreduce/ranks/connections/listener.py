@@ -66,9 +66,8 @@ class Listener:
         self._socket.setblocking(False)
         self.port = int(self._socket.getsockname()[1])
         _ALL.add(self)
-        start_new_thread(
-            self._accept, (self._socket.fileno(),)
-        )  # no Thread, whose end Python would await when it exits
+        # No Thread, whose end Python would await when it exits.
+        start_new_thread(self._accept, (self._socket.fileno(),))
 
     def _accept(self, listening: int) -> None:
         """Accept connections and read their first messages, until the listener, a descriptor, is closed."""
