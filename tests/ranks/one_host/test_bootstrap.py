@@ -18,6 +18,7 @@ from crossreduce.observe import flight_recorder
 from crossreduce.ranks import membership
 from crossreduce.ranks.communicator import Communicator
 from crossreduce.ranks.intra_host import bootstrap
+from crossreduce.ranks.transports import addresses
 
 
 def bytes_for(count, _hosts):
@@ -105,8 +106,8 @@ def test_a_host_whose_ranks_cannot_all_share_memory_is_split(failing, problem):
     assert [read for _, read in found] == [[1000], [1001], [1002], [1003, 1004], [1003, 1004]]
 
 
-def changed(rendezvous, name, value):
-    setattr(bootstrap, name, value)
+def changed(rendezvous, name, value, module=bootstrap):
+    setattr(module, name, value)
     return numbered(rendezvous)
 
 
@@ -119,7 +120,7 @@ def test_memory_is_sent_in_batches():
 
 def test_a_rank_whose_host_cannot_be_identified_is_its_own_host():
     """If the identifiers of the system cannot be read, each rank becomes a host of its own and gets memory."""
-    found = ranks(2, changed, "_BOOT", Path("/proc/missing"))
+    found = ranks(2, changed, "_BOOT", Path("/proc/missing"), addresses)
     assert found == [(((0,), (1,)), [1000 + rank]) for rank in range(2)]
 
 

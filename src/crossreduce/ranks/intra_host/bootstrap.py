@@ -19,20 +19,18 @@ import struct
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from pathlib import Path
 from typing import Final, NamedTuple
 
 from ... import kernels
 from ...errors import MismatchError, ReductionError, message, rank_list
 from ...observe.flight_recorder import version
+from ..transports.addresses import network_identity
 from ..transports.base import Rendezvous
 
 with suppress(ImportError):  # Windows has no fcntl; there, ranks raise a BackendError before they need it
     import fcntl
 
 _LOG: Final = logging.getLogger("crossreduce")
-_BOOT: Final = Path("/proc/sys/kernel/random/boot_id")
-_NETWORK: Final = Path("/proc/self/ns/net")  # names of abstract sockets belong to one network namespace
 _CREDENTIALS: Final = struct.Struct("3i")  # of the sender of a message: process, user, group
 _LEAST_HOSTS: Final = 8  # the shared memory is sized for at least this number of hosts
 _MESSAGES: Final = 128  # messages per batch; a socket's buffer has room for 278, and two batches may be in it
@@ -161,11 +159,9 @@ def _require_same_version(versions: dict[int, str]) -> None:
 def _identity() -> list[str]:
     """Return the identifiers that are equal on ranks that may share memory, or none if they cannot be read."""
     try:
-        system = [_BOOT.read_text().strip(), str(_NETWORK.stat().st_ino), str(os.getuid())]
+        system = [*network_identity(), str(os.getuid())]  # names of abstract sockets belong to one network namespace
     except OSError as error:
-        if (
-            error.errno == errno.EMFILE
-        ):  # this rank cannot share memory either, but the reason is no property of its host
+        if error.errno == errno.EMFILE:  # this rank cannot share memory, but not because of its host
             raise
         _LOG.warning("the host of this rank cannot be identified, so the rank shares no memory: %s", error)
         return []

@@ -54,9 +54,14 @@ def machine() -> str:
     If the system has no such identifiers, it is the name of the host.
     """
     with contextlib.suppress(OSError):
-        network = _NETWORK.stat()
-        return f"{_BOOT.read_text().strip()}/{network.st_dev}/{network.st_ino}"
+        return "/".join(network_identity())
     return socket.gethostname()
+
+
+def network_identity() -> list[str]:
+    """Return the identifiers of this boot and of this network namespace. If there are none, raise an ``OSError``."""
+    network = _NETWORK.stat()
+    return [_BOOT.read_text().strip(), f"{network.st_dev}/{network.st_ino}"]
 
 
 def reachable(published: Sequence[str], where: str) -> list[str]:
