@@ -75,7 +75,7 @@ def without(rendezvous, lost, timeout_s=20.0):
     """Join a group in which the pairs of ranks ``lost`` have no connection."""
     meeting = type(rendezvous)(rendezvous.path, rendezvous.rank, rendezvous.size, f"addresses of {rendezvous.name}")
 
-    def reached(cancelled, _):
+    def reached(cancelled, *_):
         sockets = connected(meeting, cancelled, interfaces=["lo"])
         far = [peer for peer in sockets if {peer, rendezvous.rank} in [set(pair) for pair in lost]]
         for peer in far:
