@@ -176,7 +176,7 @@ class JoinedHost:
                 if failed:
                     numbers = self.members.global_ranks
                     given = "; ".join(f"rank {numbers[rank]}: {text}" for rank, text in failed.items())
-                    remedy = "a network on which all ranks reach each other; GLOO_SOCKET_IFNAME names the interface"
+                    remedy = "a network on which all ranks reach each other; CROSSREDUCE_IFNAME names the interface"
                     raise ReductionError.of("the ranks could not connect to each other.", given, remedy)
                 if _CONNECTING not in states:
                     assert result is not None

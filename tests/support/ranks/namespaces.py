@@ -19,6 +19,8 @@ import sys
 import threading
 
 NEEDED = ("ip", "tc", "unshare", "nsenter", "setpriv")
+# UCX finds the interfaces of a host in /sys
+OWN_DEVICES = ["unshare", "--mount", "sh", "-c", 'mount -t sysfs sysfs /sys && exec "$@"', "sh"]
 PATHS = os.environ.get("PATH", "") + ":/usr/sbin:/sbin"
 
 
@@ -79,7 +81,8 @@ class Bed:
         ``env``: additional variables of the environment. ``options``: options of ``Popen``.
         """
         around = {**os.environ, "PATH": PATHS, "GLOO_SOCKET_IFNAME": self.interface, **(env or {})}
-        command = [*self._inside(host), "setpriv", "--pdeathsig", "KILL", *argv]
+        devices = OWN_DEVICES if around.get("CROSSREDUCE_TRANSPORT") == "ucx" else []
+        command = [*self._inside(host), *devices, "setpriv", "--pdeathsig", "KILL", *argv]
         with self.lock:
             process = subprocess.Popen(command, env=around, start_new_session=True, **options)
             self.processes.append(process)

@@ -9,18 +9,15 @@
 namespace ucx {
 
 using Status = int8_t; // enum ucs_status_t, which is packed
-constexpr Status OK = 0, IN_PROGRESS = 1, TRUNCATED = -9, BUSY = -15, CANCELED = -16;
+constexpr Status OK = 0, IN_PROGRESS = 1, TRUNCATED = -9, BUSY = -15;
 
 using ErrorCallback = void (*)(void *argument, void *endpoint, Status status);
 
 // Structures begin with a mask of the fields that are set. UCX reads no other ones, and later versions only append fields.
 struct Parameters { // ucp_params_t
-    static constexpr uint64_t FEATURES = 1 << 0, TAG_SENDER_MASK = 1 << 4;
+    static constexpr uint64_t FEATURES = 1 << 0;
     static constexpr uint64_t TAG = 1 << 0, WAKEUP = 1 << 4; // features
     uint64_t field_mask, features;
-    size_t request_size;
-    void *request_init, *request_cleanup;
-    uint64_t tag_sender_mask;
     char later[256];
 };
 struct WorkerParameters { // ucp_worker_params_t

@@ -19,6 +19,7 @@ from typing import Any, Final, NamedTuple
 
 from ...errors import CollectiveTimeout, PeerLostError, ReductionError, decoded, encoded, message, rank_list
 from ..transports import tcp
+from ..transports.addresses import chosen_interfaces
 from ..transports.base import Links
 from .peers import rail_peers
 
@@ -324,7 +325,12 @@ class ConnectionStore:
 
 
 def interfaces() -> list[str]:
-    """Return the names of the network interfaces to use between hosts. An empty list means any."""
+    """Return the names of the network interfaces to use between hosts. An empty list means any.
+
+    Raise an ``ArgumentError`` if CROSSREDUCE_IFNAME selects none.
+    """
+    if rule := os.environ.get("CROSSREDUCE_IFNAME"):
+        return chosen_interfaces(rule)
     return [each for each in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if each]
 
 
