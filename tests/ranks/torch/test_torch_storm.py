@@ -20,7 +20,6 @@ from budget import count
 from free_port import free_port
 from kinds_of_groups import wait_until
 from ranks import Died, Moment, ranks
-from survival_storm import enter
 
 import crossreduce.torch  # noqa: F401 - registers the backend
 from crossreduce import ArgumentError, CollectiveTimeout, PeerLostError
@@ -244,7 +243,7 @@ def storm(rendezvous, folder, case):
     """Make random collectives until another rank is lost. Return the error's class, text and ranks, and its time."""
     rank, n = rendezvous.rank, rendezvous.size
     if case["namespaces"]:
-        enter(case["namespaces"][rank // 2])
+        namespaces.enter(case["namespaces"][rank // 2])
     begin(rendezvous, case["where"], case["how"], TIMEOUT_S)
     (folder / f"ready{rank}").touch()
     draw = random.Random(case["seed"])
