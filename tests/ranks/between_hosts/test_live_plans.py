@@ -246,7 +246,7 @@ def test_a_host_that_has_lost_all_links():
     text, *later = found[0]
     assert later[0] == later[1]
     assert "no connection between host 0 (rank 0) and host 2 (rank 2); host 1 (rank 1) and host 2 (rank 2)" in text
-    assert "GLOO_SOCKET_IFNAME" in text
+    assert "CROSSREDUCE_IFNAME" in text
 
 
 def mesh(speeds, latency_s=1e-4):

@@ -95,7 +95,7 @@ def joined(rendezvous, port):
     ("first", "second", "text"),
     [
         (
-            {},
+            {"CROSSREDUCE_TRANSPORT": "auto"},
             {"CROSSREDUCE_TRANSPORT": "ucx"},
             "MismatchError: the ranks want different .* auto on rank 0; ucx on rank 1",
         ),

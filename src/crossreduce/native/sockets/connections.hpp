@@ -95,6 +95,7 @@ class Connections {
     virtual bool has_work(const Peer &peer) const;
     virtual void lose(Peer &peer, Message::State state, const std::string &why);
     void close_sockets();
+    bool has_waiters() const { return waiters > 0; }
 
     std::mutex lock;
     std::vector<Peer> peers;

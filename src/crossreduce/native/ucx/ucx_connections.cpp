@@ -72,12 +72,15 @@ template <class IsDone> void UcxConnections::progress_until(int64_t until_ns, Is
     }
 }
 
-UcxConnections::~UcxConnections() {
-    if (!ucx->is_own()) return; // in a forked process
-    const std::lock_guard<std::mutex> held(lock);
+UcxConnections::~UcxConnections() { release(); }
+
+// Fail all messages, and release UCX's objects.
+void UcxConnections::release() {
+    if (!ucx || !ucx->is_own()) return; // in a forked process
     for (Peer &peer : peers) lose(peer, State::aborted, "this rank has left the group");
     // An endpoint that is closed by force gives back the memory of its messages at once, or soon.
     progress_until(now_ns() + CLOSE_NS, [&] { return orphans.empty() && closing.empty(); });
+    ucx.reset();
 }
 
 std::string UcxConnections::connect() {
@@ -151,6 +154,7 @@ void UcxConnections::finish_moved(Peer &peer) {
 }
 
 void UcxConnections::move(bool) {
+    if (!ucx) return; // closed
     while (ucx->library.progress(ucx->worker) != 0) {
     }
     const int64_t now = now_ns();
@@ -202,6 +206,7 @@ int64_t UcxConnections::longest_sleep() const {
 }
 
 bool UcxConnections::may_sleep() {
+    if (!ucx) return true;
     const int64_t until = now_ns() + SPIN_NS;
     do {
         if (ucx->library.progress(ucx->worker) != 0) return false;
@@ -244,6 +249,7 @@ void UcxConnections::finish_orphans() {
 void UcxConnections::close() {
     {
         const std::lock_guard<std::mutex> held(lock);
+        if (!ucx) return; // closed before
         const auto is_sent = [](const std::shared_ptr<Message> &message) { return message->is_sent; };
         const auto sends = [=](const End &end) { return std::any_of(end.moving.begin(), end.moving.end(), is_sent); };
         for (Peer &peer : peers) {
@@ -256,6 +262,8 @@ void UcxConnections::close() {
         progress_until(now_ns() + CLOSE_NS, [=] { return std::none_of(ends.begin(), ends.end(), sends); });
     }
     Connections::close();
+    const std::lock_guard<std::mutex> held(lock);
+    if (!has_waiters()) release();
 }
 
 #endif

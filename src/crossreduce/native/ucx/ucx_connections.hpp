@@ -47,7 +47,7 @@ class UcxConnections final : public Connections {
     void begin_receive(Peer &peer, const std::shared_ptr<Message> &message) override;
     void move(bool all) override;
     short events(const Peer &peer) const override;
-    int descriptor() const override { return ucx->descriptor; }
+    int descriptor() const override { return ucx ? ucx->descriptor : -1; }
     bool may_sleep() override;
     int64_t longest_sleep() const override;
     bool has_work(const Peer &peer) const override;
@@ -72,6 +72,7 @@ class UcxConnections final : public Connections {
     void start(Peer &peer, const std::shared_ptr<Message> &message);
     void finish_moved(Peer &peer);
     void finish_orphans();
+    void release();
     void read_socket(Peer &peer, int64_t now);
     static void expect_end(End &end, Message::State state, const std::string &why, int64_t ends_at);
     template <class IsDone> void progress_until(int64_t until_ns, IsDone &&is_done);
