@@ -31,7 +31,7 @@ def test_the_ranks_agree_on_one_transport():
     assert agreed([AUTO, WITH_UCX], range(2)) == agreed([WITH_UCX, AUTO], range(2)) == "tcp"
     for one, other in itertools.permutations([AUTO, TCP, UCX], 2):
         with pytest.raises(MismatchError, match=f"{one.wanted} on rank 5; {other.wanted} on ranks 6, 7"):
-            agreed([one, other, other], (5, 6, 7))
+            agreed([one, other, other._replace(usable="other")], (5, 6, 7))
     with pytest.raises(BackendError, match=r"(?s)rank 9 cannot use the transport ucx.*too old"):
         agreed([UCX, UCX._replace(problem="it is too old")], (8, 9))
 
@@ -139,7 +139,9 @@ class Plugin:
 
 def with_plugin(rendezvous, port, problem):
     plugin = Plugin()
-    plugin.problem = problem if rendezvous.rank == 2 else ""
+    plugin.problem = problem if rendezvous.rank == 2 else None
+    if problem == "nonsense" and rendezvous.rank == 2:
+        plugin.problem, plugin.connect = "", lambda _: None
     choice._others = lambda: {"fabric": SimpleNamespace(load=lambda: plugin)}
     return joined(rendezvous, port), plugin.sent
 
@@ -150,9 +152,12 @@ def test_a_transport_of_another_package():
     for result, sent in ranks(3, with_plugin, free_port(), "", environment=environment):
         assert result == [3.0, 3.0]
         assert sent > 0
-    texts = {text for text, _ in ranks(3, with_plugin, free_port(), "no licence", environment=environment)}
-    assert len(texts) == 1
-    assert re.search("BackendError: rank 2 cannot use the transport fabric.*no licence", texts.pop(), re.DOTALL)
+    for problem, text in (
+        ("no licence", "BackendError: rank 2 cannot use the transport fabric.*no licence"),
+        ("nonsense", "rank 2: BackendError: the transport fabric cannot connect this rank.*no attribute 'send'"),
+    ):
+        (found,) = {text for text, _ in ranks(3, with_plugin, free_port(), problem, environment=environment)}
+        assert re.search(text, found, re.DOTALL), found
 
 
 @pytest.mark.parametrize(

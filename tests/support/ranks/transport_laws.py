@@ -90,6 +90,27 @@ def an_abort_is_noticed_by_other_ranks(transport, rendezvous):
     assert (str(error), error.ranks) == ("the reason", (0,))
 
 
+def messages_of_a_rank_that_has_left_arrive(transport, rendezvous):
+    """What a rank has sent before it leaves arrives, also if the other rank expects it only later."""
+    sent = [content(0, 1, 0, number, 5000) for number in range(3)]
+    if rendezvous.rank == 0:
+        for message in [transport.send(each.ctypes.data, each.nbytes, 1, 0) for each in sent]:
+            message.wait(20.0)
+        transport.close()
+    if rendezvous.rank == 2:
+        for _ in sent:
+            time.sleep(0.15)
+            transport.send(sent[0].ctypes.data, 1, 1, 0).wait(20.0)
+    if rendezvous.rank == 1:
+        for right in sent:
+            buffer = np.zeros_like(right)
+            transport.receive(buffer.ctypes.data, buffer.nbytes, 0, 0).wait(20.0)
+            assert buffer.tobytes() == right.tobytes()
+            transport.receive(buffer.ctypes.data, 1, 2, 0).wait(20.0)
+        raises(ConnectionResetError, transport.receive(buffer.ctypes.data, buffer.nbytes, 0, 0).wait, 20.0)
+    rendezvous.all_gather(b"")
+
+
 LAWS = (
     messages_arrive_in_order,
     a_message_that_is_not_sent_times_out,

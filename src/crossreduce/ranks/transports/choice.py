@@ -45,9 +45,8 @@ def transport_name(given: Any) -> str:
       ArgumentError: no transport has this name.
     """
     name = (os.environ.get(VARIABLE) or AUTO) if given is None else given
-    names = (AUTO, *_OWN, *_others())
-    if not isinstance(name, str) or name not in names:
-        what = VARIABLE if given is None else "transport"
+    if name not in (AUTO, *_OWN) and not (isinstance(name, str) and name in _others()):
+        what, names = VARIABLE if given is None else "transport", (AUTO, *_OWN, *_others())
         raise ArgumentError.of(f"{what} is not the name of a transport.", shown(name), f"one of {', '.join(names)}")
     return name
 
@@ -71,7 +70,7 @@ def offer(wanted: str) -> Offer:
     if wanted == AUTO:
         return Offer(AUTO, "ucx" if ucx.has_device() and not ucx.unusable() else "tcp", "")
     try:
-        return Offer(wanted, wanted, _plugin(wanted).unusable())
+        return Offer(wanted, wanted, str(_plugin(wanted).unusable() or ""))
     except Exception as error:  # noqa: BLE001 - of another package
         return Offer(wanted, wanted, f"{type(error).__name__}: {error}")
 
@@ -85,7 +84,7 @@ def agreed(offers: Sequence[Offer], numbers: Sequence[int]) -> str:
       MismatchError: the ranks want different transports.
       BackendError: a rank cannot use the transport.
     """
-    wanted = {each.wanted: [numbers[rank] for rank, other in enumerate(offers) if other == each] for each in offers}
+    wanted = {each.wanted: [numbers[rank] for rank, other in enumerate(offers) if other.wanted == each.wanted] for each in offers}
     if len(wanted) > 1:
         given = "; ".join(f"{name} on {rank_list(ranks)}" for name, ranks in wanted.items())
         remedy = f"the same {VARIABLE}, or transport=..., on all ranks"
@@ -104,7 +103,11 @@ def agreed(offers: Sequence[Offer], numbers: Sequence[int]) -> str:
 def open_transport(name: str, links: Links) -> HostTransport:
     """Return the transport ``name``. If it cannot connect, close the sockets of ``links`` and raise an error."""
     try:
-        made = TcpTransport(links.sockets, links.unreached) if name == "tcp" else _plugin(name).connect(links)
+        if name == "tcp":
+            made: HostTransport = TcpTransport(links.sockets, links.unreached)
+        else:
+            connected = _plugin(name).connect(links)
+            made = connected if isinstance(connected, TcpTransport) else OtherTransport(connected, links)
     except ReductionError:
         links.close()
         raise
@@ -113,7 +116,7 @@ def open_transport(name: str, links: Links) -> HostTransport:
         problem = f"the transport {name} cannot connect this rank."
         raise BackendError.of(problem, f"{type(error).__name__}: {error}", f"{VARIABLE}=tcp on all ranks") from error
     _LOG.info("messages between hosts: transport %s", name)
-    return made if isinstance(made, TcpTransport) else OtherTransport(made, links)
+    return made
 
 
 class OtherTransport:
