@@ -1,6 +1,7 @@
 """Which transport a group takes: by argument, by variable, by what the hosts have; plug-ins; errors."""
 
 import itertools
+import os
 import re
 import subprocess
 from pathlib import Path
@@ -114,6 +115,27 @@ def test_ranks_that_cannot_use_the_same_transport_raise_one_error(first, second,
     assert one == other
     assert re.search(text, one, re.DOTALL), one
     assert "CROSSREDUCE_TRANSPORT" in one
+
+
+def with_fork(rendezvous, port):
+    """Return why this process, and one that it forks while it has a group, cannot use UCX."""
+    from crossreduce import processes
+
+    with processes.join(rendezvous.rank, rendezvous.size, f"127.0.0.1:{port}", timeout_s=20):
+        read, write = os.pipe()
+        if not (child := os.fork()):
+            os.write(write, ucx.unusable().encode())
+            os._exit(0)
+        os.waitpid(child, 0)
+        return ucx.unusable(), os.read(read, 1000).decode()
+
+
+def test_a_forked_process_does_not_use_ucx():
+    """UCX does not work in a process that was forked while it was in use; there, "auto" takes TCP, and "ucx" fails."""
+    environment = [{"CROSSREDUCE_TRANSPORT": "ucx", "CROSSREDUCE_HOST": host} for host in "ab"]
+    for own, forked in ranks(2, with_fork, free_port(), environment=environment):
+        assert own == ""
+        assert "UCX was in use when process" in forked
 
 
 class Plugin:

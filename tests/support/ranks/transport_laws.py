@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import threading
 import time
@@ -111,12 +112,32 @@ def messages_of_a_rank_that_has_left_arrive(transport, rendezvous):
     rendezvous.all_gather(b"")
 
 
+def the_memory_of_a_failed_message_is_not_written(transport, rendezvous):
+    """After a wait has failed, also while data arrive, nothing is written to the memory of the message."""
+    buffer = np.full(1 << 27, 7, np.uint8)
+    rendezvous.all_gather(b"")
+    if rendezvous.rank == 0:
+        with contextlib.suppress(ConnectionError, TimeoutError):
+            transport.send(buffer.ctypes.data, buffer.nbytes, 1, 0).wait(20.0)
+    if rendezvous.rank == 1:
+        with contextlib.suppress(TimeoutError):  # not if this machine is quick
+            transport.receive(buffer.ctypes.data, buffer.nbytes, 0, 0).wait(0.03)
+        buffer[:] = 1
+        raises(TimeoutError, transport.receive(buffer.ctypes.data, 1, 2, 0).wait, 0.3)
+        assert (buffer == 1).all()
+    rendezvous.all_gather(b"")
+
+
 LAWS = (
     messages_arrive_in_order,
     a_message_that_is_not_sent_times_out,
     an_abort_ends_waits,
     an_abort_is_noticed_by_other_ranks,
 )
+
+
+# Of transports that begin with ``Links``
+LAWS_OF_LINKS = (*LAWS, messages_of_a_rank_that_has_left_arrive, the_memory_of_a_failed_message_is_not_written)
 
 
 def run_under_mpi():

@@ -134,6 +134,7 @@ void UcxConnections::begin_receive(Peer &peer, const std::shared_ptr<Message> &m
     if (ucx::status_of(message->request) != ucx::IN_PROGRESS) return;
     ucx->library.cancel(ucx->worker, message->request);
     orphans.push_back(message);
+    take_back();
 }
 
 // Finish the messages with a peer that UCX has moved. If one has failed, the peer is lost.
@@ -237,6 +238,13 @@ void UcxConnections::lose(Peer &peer, State state, const std::string &why) {
         end.endpoint = nullptr;
     }
     Connections::lose(peer, state, why);
+    take_back();
+}
+
+// Wait until UCX no longer writes to the memory of messages that have failed, which their owners then free.
+void UcxConnections::take_back() {
+    const int64_t until = now_ns() + CLOSE_NS;
+    for (finish_orphans(); !orphans.empty() && now_ns() < until; finish_orphans()) ucx->library.progress(ucx->worker);
 }
 
 // Give back the requests that UCX has finished for peers that are lost.

@@ -84,7 +84,10 @@ def agreed(offers: Sequence[Offer], numbers: Sequence[int]) -> str:
       MismatchError: the ranks want different transports.
       BackendError: a rank cannot use the transport.
     """
-    wanted = {each.wanted: [numbers[rank] for rank, other in enumerate(offers) if other.wanted == each.wanted] for each in offers}
+    wanted = {
+        each.wanted: [numbers[rank] for rank, other in enumerate(offers) if other.wanted == each.wanted]
+        for each in offers
+    }
     if len(wanted) > 1:
         given = "; ".join(f"{name} on {rank_list(ranks)}" for name, ranks in wanted.items())
         remedy = f"the same {VARIABLE}, or transport=..., on all ranks"
