@@ -19,6 +19,7 @@ constexpr uint64_t TAG_MASK = (uint64_t{1} << TAG_BITS) - 1;
 constexpr int64_t LOST_NS = 100000000;   // from the end of a process to the arrival of the last message that it has sent
 constexpr int64_t LEFT_NS = 10000000000; // the same for a rank that says that it leaves: lost packets are sent again
 constexpr int64_t CLOSE_NS = 1000000000; // for the last messages of a rank that leaves
+constexpr int64_t FLUSH_NS = 100000000;  // for the network's answer to them; over TCP, UCX needs one of the other rank
 constexpr int64_t PAUSE_NS = 5000000;    // between two looks for messages of a rank that has ended
 constexpr int64_t LOOK_NS = 1000000;     // between two looks at the sockets
 constexpr int64_t SPIN_NS = 20000;       // before a sleep: an RDMA network answers within a few microseconds
@@ -262,7 +263,6 @@ void UcxConnections::close() {
     {
         const std::lock_guard<std::mutex> held(lock);
         if (!ucx || !ucx->is_own()) return; // closed before, or in a forked process
-        const int64_t until = now_ns() + CLOSE_NS;
         const auto is_sent = [](const std::shared_ptr<Message> &message) { return message->is_sent; };
         const auto sends = [=](const End &end) { return std::any_of(end.moving.begin(), end.moving.end(), is_sent); };
         for (Peer &peer : peers) {
@@ -272,7 +272,7 @@ void UcxConnections::close() {
             farewell->is_sent = true;
             start(peer, farewell);
         }
-        progress_until(until, [=] { return std::none_of(ends.begin(), ends.end(), sends); });
+        progress_until(now_ns() + CLOSE_NS, [=] { return std::none_of(ends.begin(), ends.end(), sends); });
         // A message that is sent, so that its memory may change, may still be in UCX's own memory.
         for (Peer &peer : peers) {
             if (sends(end_of(peer))) lose(peer, State::aborted, "this rank has left the group"); // without a farewell
@@ -281,7 +281,7 @@ void UcxConnections::close() {
             void *request = ucx->library.flush(end_of(peer).endpoint, &about);
             if (ucx::status_of(request) == ucx::IN_PROGRESS) closing.push_back(request);
         }
-        progress_until(until, [&] { return closing.empty(); });
+        progress_until(now_ns() + FLUSH_NS, [&] { return closing.empty(); });
     }
     Connections::close();
     const std::lock_guard<std::mutex> held(lock);
