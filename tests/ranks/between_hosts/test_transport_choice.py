@@ -18,18 +18,23 @@ from crossreduce.ranks.transports import addresses, choice, ucx
 from crossreduce.ranks.transports.choice import Offer, agreed, offer, transport_name
 from crossreduce.ranks.transports.tcp import TcpTransport
 
+VERSION = "ucx " + ".".join(ucx.version().split(".")[:2])
 AUTO, WITH_UCX, TCP, UCX = (
     Offer("auto", "tcp", ""),
-    Offer("auto", "ucx", ""),
+    Offer("auto", VERSION, ""),
     Offer("tcp", "tcp", ""),
-    Offer("ucx", "ucx", ""),
+    Offer("ucx", VERSION, ""),
 )
 
 
 def test_the_ranks_agree_on_one_transport():
-    """UCX is taken if all ranks want it, or if all of them may choose and have an RDMA device."""
+    """UCX, of one version, is taken if all ranks want it, or if all of them may choose and have an RDMA device."""
     assert [agreed([each, each], range(2)) for each in (AUTO, WITH_UCX, TCP, UCX)] == ["tcp", "ucx", "tcp", "ucx"]
     assert agreed([AUTO, WITH_UCX], range(2)) == agreed([WITH_UCX, AUTO], range(2)) == "tcp"
+    older = "ucx 1.13"
+    assert agreed([WITH_UCX, WITH_UCX._replace(usable=older)], range(2)) == "tcp"
+    with pytest.raises(MismatchError, match=f"versions of UCX(?s:.*){VERSION} on ranks 3, 4; {older} on rank 5"):
+        agreed([UCX, UCX, UCX._replace(usable=older)], (3, 4, 5))
     for one, other in itertools.permutations([AUTO, TCP, UCX], 2):
         with pytest.raises(MismatchError, match=f"{one.wanted} on rank 5; {other.wanted} on ranks 6, 7"):
             agreed([one, other, other._replace(usable="other")], (5, 6, 7))
