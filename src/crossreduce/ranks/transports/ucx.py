@@ -66,7 +66,7 @@ def _library() -> str:
             reasons.append(str(error))
         else:
             return path
-    remedy = "pip install libucx-cu12, or UCX of the system (Debian: libucx0)"
+    remedy = "pip install libucx-cu12, or UCX of the system"
     raise OSError(f"UCX's library cannot be opened: {'; '.join(reasons)}. Try: {remedy}")
 
 
