@@ -66,7 +66,7 @@ def _library() -> str:
             reasons.append(str(error))
         else:
             return path
-    remedy = "pip install libucx-cu12, or UCX of the system"
+    remedy = "pip install libucx-cu12, or UCX of the system; remove an older one"
     raise OSError(f"UCX's library cannot be opened: {'; '.join(reasons)}. Try: {remedy}")
 
 
