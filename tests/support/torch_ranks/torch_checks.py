@@ -136,6 +136,8 @@ def splits_of_all_to_all(c):
     assert torch.equal(moved, torch.arange(float(n)) * 10 + c.rank)
     call = dist.all_to_all_single, torch.empty(n), torch.empty(n + n), [1] * n, [2] * n
     raises(ValueError, "another number of rows", *call)
+    parts = [2] * n if c.rank == 0 else [2] + [1] * (n - 1)  # those of rank 0 do not add up
+    raises(ValueError, "rank 0", dist.all_to_all_single, torch.empty(n + 1), torch.empty(n + 1), parts, parts)
     dist.barrier()
 
 
