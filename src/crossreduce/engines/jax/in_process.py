@@ -21,8 +21,6 @@ import jax
 from jax import lax
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
-from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import func, stablehlo
 
 from ... import kernels
 from ...errors import ArgumentError, shown
@@ -31,6 +29,13 @@ from ...frameworks.jax.arrays import finish
 from ...kernels import FusedProgram, Segment
 from ...ops import KERNEL_OPS, Numbers
 from .axes import MeshAxes
+
+_MISSING: str | None = None  # what this version of JAX lacks
+try:
+    from jax.extend.mlir import ir
+    from jax.extend.mlir.dialects import func, stablehlo
+except ImportError as error:
+    _MISSING = str(error)
 
 _LOG: Final = logging.getLogger("crossreduce")
 _TARGET: Final = "crossreduce_all_reduce"
@@ -85,6 +90,8 @@ def _has_kernel(numbers: Numbers) -> bool:
 def _register() -> bool:
     """Register the custom call with JAX, once, and return whether JAX accepts it."""
     try:
+        if _MISSING is not None:
+            raise ImportError(_MISSING)
         sizes = kernels.STREAMING_BYTES, kernels.THREADED_BYTES
         handlers = kernels.native().xla_handlers(kernels.instruction_set(), kernels.threads(), *sizes, limit_s())
         jax.ffi.register_ffi_target(_TARGET, handlers, platform="cpu")
