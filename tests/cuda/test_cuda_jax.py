@@ -9,18 +9,38 @@ def test_one_device(library):
 
     Failed calls of the driver raise errors.
     """
-    found = printed("cuda_jax_runs.py", library, "eager", "traced", "gradients", "errors").split()
-    checked = dict(zip(found[::2], map(int, found[1::2]), strict=True))
-    assert checked == {"eager": 12, "traced": 12, "gradients": 4, "errors": 8}
+    checks = "bits", "eager", "programs", "gradients", "errors"
+    found = printed("cuda_jax_runs.py", library, *checks, CROSSREDUCE_CUDA_JIT="1")
+    assert found == "bits 12\ncalls in programs: 2\n"
 
 
-def test_executables_of_another_process(library, tmp_path):
-    """Executables of another process raise an error until this process has made their plans. Then they run these plans.
+def test_programs_use_the_custom_call_only_if_it_was_chosen(library):
+    """By default, XLA's own operations reduce in programs, and the custom call in eager calls only."""
+    assert printed("cuda_jax_runs.py", library, "programs", "eager") == "calls in programs: 0\n"
 
-    The first run of the program serializes them, the second loads them.
-    """
-    for _ in range(2):
-        assert printed("cuda_jax_runs.py", library, f"serialized={tmp_path}") == "serialized 3\n"
+
+def test_numbers_of_plans(library):
+    """Plans have the same numbers in each process, so that a program from JAX's cache on disk runs the right plan."""
+    texts = [
+        printed("cuda_jax_runs.py", library, f"numbers={order}", CROSSREDUCE_CUDA_JIT="1", PYTHONHASHSEED=seed)
+        for order, seed in (("forward", "1"), ("backward", "2"))
+    ]
+    assert texts[0].splitlines() == texts[1].splitlines()[::-1]
+    assert len({line.split()[1] for line in texts[0].splitlines()}) == 3
+
+
+@pytest.mark.parametrize("framework", ["torch", "jax"])
+def test_tests_on_a_gpu_fail_without_the_engine(library, framework):
+    """The tests of test_gpu.py pass with the engine. They fail without the compiled module, or the custom call."""
+    outcomes = {
+        "with the engine": "passes",
+        "without the call": "the kernels of the CUDA engine did not run",
+        "without the module": "the compiled module of the CUDA engine is missing",
+    }
+    if framework == "torch":
+        del outcomes["without the call"]
+    text = "".join(f"{what}: {outcome}\n" * 2 for what, outcome in outcomes.items())
+    assert printed("cuda_gpu_tests.py", library, framework) == text
 
 
 @pytest.mark.timeout(600)

@@ -1,7 +1,8 @@
 """The public calls on CUDA arrays, without a GPU: on the fake driver, with stand-ins for the frameworks' devices.
 
 CuPy is the stand-in of support/standins. PyTorch is the real one: its tensors in host memory count as those of cuda:0.
-Run as a program, in a process of its own: python cuda_frameworks.py LIBRARY cupy|torch.
+JAX is one that has moved what the engine imports. Run as a program, in a process of its own:
+python cuda_frameworks.py LIBRARY cupy|torch|jax.
 """
 
 import sys
@@ -93,6 +94,25 @@ def torch_calls(fake):
     return calls
 
 
+def jax_calls(_):
+    """Reduce JAX arrays if the engine's import of JAX's interpreters fails: JAX's own operations do it."""
+    import jax
+
+    sys.modules["jax.interpreters"] = None
+    from crossreduce.engines.cuda.memory import device_memory
+    from crossreduce.frameworks.jax import arrays
+
+    host = arrays.place("cpu:0")
+    xs, calls = [jax.numpy.ones(3)] * 2, 0
+    with mock.patch.object(arrays, "place", return_value=host):
+        for devices in (None, LOGICAL[:2], ["cuda:0", "cuda:1"]):
+            for reduced in (cr.all_reduce, jax.jit(cr.all_reduce, static_argnames="devices")):
+                assert reduced(xs, devices=devices and tuple(devices))[1].tolist() == [2, 2, 2]
+                calls += 1
+    assert device_memory("jax") is None
+    return calls
+
+
 if __name__ == "__main__":
     driver = FakeDriver(sys.argv[1], 8, "full", 1)
-    print(sys.argv[2], {"cupy": cupy_calls, "torch": torch_calls}[sys.argv[2]](driver))
+    print(sys.argv[2], {"cupy": cupy_calls, "torch": torch_calls, "jax": jax_calls}[sys.argv[2]](driver))

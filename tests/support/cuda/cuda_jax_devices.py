@@ -18,7 +18,8 @@ import jax.experimental.layout
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cuda_jax_xla import CASES, HOST, LOCATE, SHAPES, number, start, values
+from cuda_jax_xla import CASES, HOST, LOCATE, SHAPES, number, start
+from jax_programs import draw
 from pairs import each
 
 import crossreduce as cr
@@ -48,27 +49,27 @@ def value_on(devices):
     return cr.PerReplica([jnp.zeros(())] * len(devices), devices=devices)
 
 
-def on_host(rows, op, ops, destinations=None):
-    """Return the result of each tensor, as the host engine computes it."""
-    count = len(rows[0])
-    hosts = [f"cpu:0#{k}" if k else "cpu:0" for k in range(count)]
+def reduced(devices, rows, op, ops, ends=None):
+    """Reduce the arrays of rows. ``ends``: the positions of the devices with results, if not all."""
     pairs = []
     for row in rows:
-        value = cr.PerReplica([jax.device_put(x, jax.devices()[HOST]) for x in row], devices=hosts)
-        pairs.append((value, value if destinations is None else value_on([hosts[k] for k in destinations])))
-    return [np.asarray(each.values[0]) for each in ops.batch_reduce(op, pairs)]
-
-
-def reduced(xla, devices, rows, op, ops, destinations=None):
-    """Reduce values on devices. Return the results of each tensor, and their contents, which are read later."""
-    places = [parse(name).index for name in devices]
-    given = [[xla.put(x, place) for x, place in zip(row, places, strict=True)] for row in rows]
-    pairs = []
-    for row in given:
         value = cr.PerReplica(row, devices=devices)
-        pairs.append((value, value if destinations is None else value_on([devices[k] for k in destinations])))
+        pairs.append((value, value if ends is None else value_on([devices[k] for k in ends])))
+    return [list(each.values) for each in ops.batch_reduce(op, pairs)]
+
+
+def on_host(rows, op, ops, ends=None):
+    """Return the result of each tensor, as the host engine computes it."""
+    hosts = ["cpu:0", *(f"cpu:0#{k}" for k in range(1, len(rows[0])))]
+    here = [[jax.device_put(x, jax.devices()[HOST]) for x in row] for row in rows]
+    return [np.asarray(row[0]) for row in reduced(hosts, here, op, ops, ends)]
+
+
+def on_gpus(xla, devices, rows, op, ops, ends=None):
+    """Return the results of each tensor, and their contents, which are read later."""
+    given = [[xla.put(x, parse(name).index) for x, name in zip(row, devices, strict=True)] for row in rows]
     with no_loop():
-        results = [list(each.values) for each in ops.batch_reduce(op, pairs)]
+        results = reduced(devices, given, op, ops, ends)
     return results, [xla.content(row) for row in results]
 
 
@@ -80,43 +81,40 @@ def check_bits(xla):
     """All dtypes, ops, algorithms, devices and destinations give the bits of the host engine. All work is ordered."""
     for device in range(8):
         assert memory.MEMORY.stream(device) == memory.MEMORY.stream(device)
-    draw, count = np.random.default_rng(3), 0
-    ends = {"seven": [2], "eight": [7, 0, 3], "four": [1, 2], "mixed": [2, 0]}
+    rng = np.random.default_rng(3)
     cases = [
         (*case, SHAPES if k < 5 else [(257,)], where, None) for k, (case, where) in enumerate(each(CASES, DEVICES))
     ]
+    ends = {"seven": [2], "eight": [7, 0, 3], "four": [1, 2], "mixed": [2, 0]}
     cases += [("float32", "sum", "direct", SHAPES[:3], *chosen) for chosen in ends.items()]
-    for dtype, op, algorithm, shapes, where, ends in cases:
+    for case in cases:
+        dtype, op, algorithm, shapes, where, ends = case
         devices, ops = DEVICES[where], cr.AllReduceCrossDeviceOps(algorithm)
-        rows = [[values(draw, dtype, shape) for _ in devices] for shape in shapes]
+        rows = [[draw(rng, dtype, shape) for _ in devices] for shape in shapes]
         right = on_host(rows, op, ops, ends)
-        results, read = reduced(xla, devices, rows, op, ops, ends)
+        results, read = on_gpus(xla, devices, rows, op, ops, ends)
         xla.fake.run()
-        assert is_right(read, right), (dtype, op, algorithm, where, ends)
+        assert is_right(read, right), case
         pointers = [x.unsafe_buffer_pointer() for row in results for x in row if x.size]
         assert len({*pointers}) == len(pointers), "results share memory"
         there = devices if ends is None else [devices[k] for k in ends]
         for row, x in zip(results, right, strict=True):
             for got, name in zip(row, there, strict=True):
-                assert got.sharding == framework.place(name)[1]
-                assert got.committed
-                assert not got.weak_type
+                assert (got.sharding, got.committed, got.weak_type) == (framework.place(name)[1], True, False)
                 assert (got.shape, got.dtype) == (x.shape, x.dtype)
         del results, got, row
-        report = xla.end()
-        assert not report, (dtype, op, algorithm, where, ends, report[:3])
-        count += 1
-    return count
+        assert not (report := xla.end()), (case, report[:3])
+    return len(cases)
 
 
 def check_failures(xla):
     """A call of the driver that fails raises a ``DriverError``. Nothing is unordered, and later calls are right."""
     ops, devices, failed = cr.AllReduceCrossDeviceOps("ring"), DEVICES["mixed"], 0
-    rows = [[values(np.random.default_rng(6), "float32", (300,)) for _ in devices]]
+    rows = [[draw(np.random.default_rng(6), "float32", (300,)) for _ in devices]]
     right = on_host(rows, "mean", ops)
     for name in ("cuLaunchKernel", "cuMemcpyPeerAsync", "cuStreamIsCapturing"):
         before = xla.fake.count(name)
-        read = reduced(xla, devices, rows, "mean", ops)[1]
+        read = on_gpus(xla, devices, rows, "mean", ops)[1]
         xla.fake.run()
         assert is_right(read, right)
         calls = xla.fake.count(name) - before
@@ -124,7 +122,7 @@ def check_failures(xla):
         for n in {1, calls} & set(range(1, calls + 1)):
             xla.fake.fail(name, n, 719)
             with pytest.raises(DriverError, match="CUDA_ERROR_LAUNCH_FAILED") as caught:
-                reduced(xla, devices, rows, "mean", ops)
+                on_gpus(xla, devices, rows, "mean", ops)
             assert (caught.value.call, caught.value.code) == (name, 719)
             failed += 1
             del caught
@@ -133,16 +131,9 @@ def check_failures(xla):
     return failed
 
 
-def real(xla, rows, devices):
-    """Return arrays that are ready, on JAX's devices."""
-    places = [jax.devices()[HOST if parse(name).kind == "cpu" else parse(name).index] for name in devices]
-    return [[jax.device_put(x, place) for x in row] for row, place in zip(rows, places, strict=True)]
-
-
 def check_calls(xla):
     """Broadcasts, topologies, and arrays on the host or on other devices run in the engine, too."""
-    draw, count, four = np.random.default_rng(8), 0, DEVICES["four"]
-    x = values(draw, "float32", (1000,))
+    count, four = 0, DEVICES["four"]
 
     def expect(results, right):
         nonlocal count
@@ -162,23 +153,24 @@ def check_calls(xla):
         return [jax.device_put(np.full(size, 2.0**k, "float32"), jax.devices()[(3 * k) % 5]) for k in range(4)]
 
     with no_loop():
+        x = draw(np.random.default_rng(8), "float32", (1000,))
         with mock.patch.object(values_module, "locate", at), mock.patch.object(pipeline, "locate", at):
             for to in four, ("cuda:2", "cuda:5"), ("cuda:6",):
                 expect(list(cr.CrossDeviceOps().broadcast(xla.put(x, 2), value_on(to)).values), [x] * len(to))
-        rows = [[values(draw, "float32", (500,)) for _ in range(8)]]
+        rows = [np.split(x[:800], 8)]
         ops = cr.AllReduceCrossDeviceOps("forest", topology=cr.Topology.machine("dgx-1v"))
-        results, _ = reduced(xla, DEVICES["eight"], rows, "max", ops)
-        expect(results[0], [np.max(rows[0], 0)] * 8)
-        devices = ("cpu:0", "cuda:1", "cuda:3", "cpu:1")
+        expect(on_gpus(xla, DEVICES["eight"], rows, "max", ops)[0][0], [np.max(rows[0], 0)] * 8)
         rows = [[np.full(300, 2.0**k, "float32"), np.full((2, 2), 3.0**k, "float32")] for k in range(4)]
-        results = cr.all_reduce(real(xla, rows, devices), "mean", devices=devices)
+        given = [
+            [jax.device_put(x, jax.devices()[k]) for x in row] for k, row in zip((HOST, 1, 3, HOST), rows, strict=True)
+        ]
+        results = cr.all_reduce(given, "mean", devices=("cpu:0", "cuda:1", "cuda:3", "cpu:1"))
         assert [x.device.id for x, _ in results] == [HOST, 1, 3, HOST]
         expect([x for row in results for x in row], [np.mean(column, 0) for column in zip(*rows, strict=True)] * 4)
         expect(cr.all_reduce([jnp.ones(9, "float32")] * 4, devices=four), [np.full(9, 4, "float32")] * 4)
         # The memory of results that are not read is free at once. A donated result does not change the others.
-        results = cr.all_reduce(elsewhere(), devices=four)
-        for each_result in results:
-            xla.free(each_result.unsafe_buffer_pointer(), each_result.nbytes, number(each_result.device))
+        for unread in cr.all_reduce(elsewhere(), devices=four):
+            xla.free(unread.unsafe_buffer_pointer(), unread.nbytes, number(unread.device))
         assert not (report := xla.end()), report[:3]
         results = cr.all_reduce(elsewhere(), devices=DEVICES["mixed"] + ("cuda:1#1",))
         xla.fake.run()
@@ -195,31 +187,27 @@ def check_calls(xla):
 
 def check_left(xla):
     """What this engine cannot reduce, the loop engine reduces as usual. Deleted arrays are errors."""
-    four, count = DEVICES["four"], 0
-    rows = [[np.full((3, 2), 2.0**k, "float32")] for k in range(4)]
-    arrays = real(xla, rows, four)
+    arrays, count = [[jax.device_put(np.full((3, 2), 2.0**k, "float32"), jax.devices()[k])] for k in range(4)], 0
+
+    def over(given=arrays, op="sum"):
+        return cr.all_reduce(given, op, devices=DEVICES["four"])
 
     def is_left(function, right, is_weak=False):
         nonlocal count
         results = [x for row in function() for x in row]
-        assert all((np.asarray(x) == right).all() for x in results), results
-        assert all(x.weak_type == is_weak for x in results)
+        assert all((np.asarray(x) == right).all() and x.weak_type == is_weak for x in results), results
         assert xla.fake.count("cuLaunchKernel") == 0
         assert not xla.end()
         count += 1
 
-    def over(given=arrays, op="sum"):
-        return cr.all_reduce(given, op, devices=four)
-
-    scalars = [[jax.device_put(jnp.asarray(1.5), jax.devices()[k])] for k in range(4)]
-    is_left(lambda: over(scalars), 6, is_weak=True)
+    is_left(lambda: over([[jax.device_put(jnp.asarray(1.5), x.device)] for (x,) in arrays]), 6, is_weak=True)
     for mode in jax.debug_nans, jax.disable_jit:
         with mode(True):
             is_left(over, 15)
     wide = [[x.astype("float64") for x in row] for row in arrays]
     with jax.enable_x64(False):
         is_left(lambda: over(wide), 15)
-    order = jax.experimental.layout.Layout((0, 1) if arrays[0][0].format.layout.major_to_minor == (1, 0) else (1, 0))
+    order = jax.experimental.layout.Layout(arrays[0][0].format.layout.major_to_minor[::-1])
     fortran = [jax.device_put(x, jax.experimental.layout.Format(order, x.sharding)) for x in arrays[2]]
     is_left(lambda: over([*arrays[:2], fortran, arrays[3]]), 15)
     gradients = jax.grad(lambda x: over([[x], *arrays[1:]], "mean")[0][0].sum())(arrays[0][0])

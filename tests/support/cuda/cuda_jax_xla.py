@@ -7,13 +7,10 @@ it. So each missing dependency is reported.
 
 from __future__ import annotations
 
-import ctypes
 import gc
-from contextlib import contextmanager
 from unittest import mock
 
 import jax
-import jax.experimental.layout
 import numpy as np
 import strategies
 from fake_cuda import FakeDriver
@@ -38,24 +35,16 @@ assert {op for _, op, _ in CASES} == {*strategies.OPS}
 HOST = 8  # of 9 JAX devices, the one that stands in for the host
 
 
-def values(draw, dtype, shape):
-    """Return drawn values. Those of floats are such that their sums depend on the order."""
-    kind = jax.numpy.dtype(dtype)
-    if dtype == "bool":
-        return draw.integers(0, 2, shape).astype(bool)
-    if kind.kind in "iu":
-        return np.asarray(draw.integers(0, 100, shape)).astype(kind)
-    found = np.asarray(draw.standard_normal(shape) * 8.0 ** draw.integers(-3, 4, shape))
-    return (found + 1j * draw.standard_normal(shape)).astype(kind) if kind.kind == "c" else found.astype(kind)
-
-
 def number(device):
     """Return the driver's number of a JAX device. It differs from JAX's own number, as it may on a real machine."""
     return 7 - device.id
 
 
 class Capsule:
-    """A capsule of XLA. When the capsule of an input is released, the memory is freed, as if the input were deleted."""
+    """A capsule of XLA. When the capsule of an input is released, the memory is freed, as if the input were deleted.
+
+    JAX's ``from_dlpack`` gets it instead of an array of the engine, as an array on a CPU device.
+    """
 
     def __init__(self, xla, x):
         self.xla, self.real, self.address, self.nbytes = xla, x.__dlpack__(), x.unsafe_buffer_pointer(), x.nbytes
@@ -65,6 +54,13 @@ class Capsule:
         if not self.is_used and self.address not in self.xla.made:
             self.xla.kept.append(self.real)
             self.xla.free(self.address, self.nbytes, self.device)
+
+    def __dlpack_device__(self):
+        return 1, self.jax_device
+
+    def __dlpack__(self, stream):
+        assert stream is None
+        return self.real
 
 
 class Block(memory._Block):
@@ -78,20 +74,6 @@ class Block(memory._Block):
             self.xla.free(self.address, self.array.nbytes, self.device)
 
 
-class Exported:
-    """The array on a CPU device that JAX's ``from_dlpack`` gets instead of an array of the engine."""
-
-    def __init__(self, capsule):
-        self.capsule = capsule
-
-    def __dlpack_device__(self):
-        return 1, self.capsule.jax_device
-
-    def __dlpack__(self, stream):
-        assert stream is None
-        return self.capsule.real
-
-
 class Xla:
     """XLA's streams, events and allocator, on the fake driver."""
 
@@ -99,42 +81,18 @@ class Xla:
         self.fake = FakeDriver(library, 8, peers, seed)
         self.compute = [self.fake.stream(k) for k in range(8)]
         self.ready = [[self.fake.stream(k) for _ in range(4)] for k in range(8)]
-        self.turns, self.contexts = [0] * 8, []
-        for k in range(8):
-            context = ctypes.c_void_p()
-            assert self.fake.lib.cuInit(0) == 0
-            assert self.fake.lib.cuDevicePrimaryCtxRetain(ctypes.byref(context), k) == 0
-            self.contexts.append(context)
+        self.turns = [0] * 8
         self.owned, self.kept, self.imports, self.probes = {}, [], {}, set()
         self.made = set()  # the addresses of results and temporary memory
-        handler = driver.native().xla_empty_handler()
-        jax.ffi.register_ffi_target(memory.EMPTY, handler, platform="cpu")
-
-    def called(self, name, *arguments):
-        """Call the driver."""
-        assert getattr(self.fake.lib, name)(*arguments) == 0, self.fake.report()
-
-    @contextmanager
-    def on(self, device):
-        """Make the context of a device current."""
-        before = ctypes.c_void_p()
-        self.called("cuCtxGetCurrent", ctypes.byref(before))
-        self.called("cuCtxSetCurrent", self.contexts[device])
-        yield
-        self.called("cuCtxSetCurrent", before)
+        self.follow = driver.native().follow  # a stream begins what is queued later when what is in another one is done
+        assert not driver.unusable()
+        jax.ffi.register_ffi_target(memory.EMPTY, driver.native().xla_empty_handler(), platform="cpu")
 
     def event(self, device, stream):
-        """Return an event that is recorded in a stream."""
-        event = ctypes.c_void_p()
-        with self.on(device):
-            self.called("cuEventCreate", ctypes.byref(event), 2)
-            self.called("cuEventRecord", event, stream)
-        return event
-
-    def wait(self, device, stream, event):
-        """Let a stream wait for an event."""
-        with self.on(device):
-            self.called("cuStreamWaitEvent", stream, event, 0)
+        """Return an event that is recorded in a stream: a stream that waits for what is in it now."""
+        made = self.fake.stream(device)
+        self.follow(device, made, stream)
+        return made
 
     def own(self, x):
         """Let the memory of an array belong to the array's device. Return its address."""
@@ -175,7 +133,7 @@ class Xla:
     def capsule(self, x, stream):
         assert stream in self.ready[number(x.device)]
         self.own(x)
-        self.wait(number(x.device), stream, self.event(number(x.device), self.compute[number(x.device)]))
+        self.follow(number(x.device), stream, self.compute[number(x.device)])
         return Capsule(self, x)
 
     def next_ready(self, device):
@@ -191,7 +149,7 @@ class Xla:
         stream = self.next_ready(jax.devices()[7 - device])
         capsule = exported.__dlpack__(stream=stream)
         capsule.is_used = True
-        made = REAL["from_dlpack"](Exported(capsule))
+        made = REAL["from_dlpack"](capsule)
         assert made.unsafe_buffer_pointer() == capsule.address, "a copy"
         self.imports[id(made)] = made, self.event(device, stream)
         return made
@@ -204,7 +162,7 @@ class Xla:
     def pass_on(self, small, xs):
         """Run a program on the compute stream that reads a small array, and returns donated ones."""
         device, addresses = number(small.device), [x.unsafe_buffer_pointer() for x in xs]
-        self.wait(device, self.compute[device], self.imports[id(small)][1])
+        self.follow(device, self.compute[device], self.imports[id(small)][1])
         self.fake.read(small.unsafe_buffer_pointer(), small.nbytes, self.compute[device], device)
         read, arrays = REAL["_PASS_ON"](small, xs)
         assert [x.unsafe_buffer_pointer() for x in arrays] == addresses, "a copy"
@@ -225,7 +183,7 @@ class Xla:
         for x in results:
             if x.nbytes and x.device.id != HOST:
                 stream = self.fake.stream(number(x.device))
-                self.wait(number(x.device), stream, self.imports[id(x)][1])
+                self.follow(number(x.device), stream, self.imports[id(x)][1])
                 reads.append(self.fake.read(x.unsafe_buffer_pointer(), x.nbytes, stream, number(x.device)))
             else:
                 reads.append(np.asarray(x).tobytes())

@@ -71,9 +71,9 @@ def ran(name, *arguments, timeout=550, **environment):
     return subprocess.run(command, capture_output=True, text=True, check=False, env=given, timeout=timeout)
 
 
-def printed(name, *arguments):
+def printed(name, *arguments, **environment):
     """Run a program of the tests, which must succeed and report nothing, and return its output."""
-    done = ran(name, *arguments)
+    done = ran(name, *arguments, **environment)
     assert done.returncode == 0, done.stderr[-3000:]
     assert not done.stderr, done.stderr[-3000:]
     return done.stdout

@@ -89,16 +89,17 @@ def _has_kernel(numbers: Numbers) -> bool:
 @lru_cache(maxsize=1)
 def _register() -> bool:
     """Register the custom call with JAX, once, and return whether JAX accepts it."""
+    text = "JAX does not accept the custom call of the kernels (%s); XLA's own all-reduce is used instead"
+    if _MISSING is not None:
+        _LOG.info(text, _MISSING)
+        return False
     try:
-        if _MISSING is not None:
-            raise ImportError(_MISSING)
         sizes = kernels.STREAMING_BYTES, kernels.THREADED_BYTES
         handlers = kernels.native().xla_handlers(kernels.instruction_set(), kernels.threads(), *sizes, limit_s())
         jax.ffi.register_ffi_target(_TARGET, handlers, platform="cpu")
     except ArgumentError:
         raise
     except Exception as error:  # noqa: BLE001 -- another version of XLA's interface may raise any class
-        text = "JAX does not accept the custom call of the kernels (%s); XLA's own all-reduce is used instead"
         _LOG.info(text, error)
         return False
     return True

@@ -77,15 +77,15 @@ PyObject *describe(PyObject *, PyObject *args) {
     int number;
     if (!PyArg_ParseTuple(args, "i", &number)) return nullptr;
     return guarded([&]() -> PyObject * {
-        const Device &found = device(number);
+        const auto found = described(number);
         std::string why;
         const Driver &call = *driver(why);
         char name[256] = "";
         int version = 0;
-        require(call.device_get_name(name, sizeof name, found.handle), "cuDeviceGetName", number);
+        require(call.device_get_name(name, sizeof name, found->handle), "cuDeviceGetName", number);
         require(call.driver_get_version(&version), "cuDriverGetVersion", number);
-        return Py_BuildValue("{s:s,s:i,s:i,s:i}", "name", name, "capability", found.capability, "multiprocessors",
-                             found.multiprocessors, "driver", version);
+        return Py_BuildValue("{s:s,s:i,s:i,s:i}", "name", name, "capability", found->capability, "multiprocessors",
+                             found->multiprocessors, "driver", version);
     });
 }
 
@@ -294,7 +294,7 @@ PyMethodDef functions[] = {
     {"use", use, METH_O, "use(function): it makes the error of a call, a device, a code, its name and its text."},
     {"missing", missing, METH_NOARGS, "Open the driver; return why it cannot be used, or an empty text."},
     {"device_count", count, METH_NOARGS, "Return the number of devices; 0 without a driver."},
-    {"describe", describe, METH_VARARGS, "describe(device): return its name, capability, multiprocessors and driver."},
+    {"describe", describe, METH_VARARGS, "describe(device): return its name, capability, multiprocessors and driver, without a context."},
     {"load", load, METH_VARARGS, "load(device, code): load kernels, unless they are loaded already."},
     {"is_loaded", is_loaded, METH_VARARGS, "is_loaded(device): return whether its kernels are loaded."},
     {"enable_peer", peers, METH_VARARGS,

@@ -26,9 +26,7 @@ ContextGuard::~ContextGuard() {
     if (current_ != before_) driver_->context_set_current(before_);
 }
 
-Device &device(int number) {
-    std::lock_guard<std::mutex> locked(lock);
-    if (const auto found = devices.find(number); found != devices.end()) return *found->second;
+std::unique_ptr<Device> described(int number) {
     const Driver &call = opened();
     auto made = std::make_unique<Device>();
     made->number = number;
@@ -39,7 +37,14 @@ Device &device(int number) {
     require(call.device_get_attribute(&major, COMPUTE_CAPABILITY_MAJOR, made->handle), "cuDeviceGetAttribute", number);
     require(call.device_get_attribute(&minor, COMPUTE_CAPABILITY_MINOR, made->handle), "cuDeviceGetAttribute", number);
     made->capability = 10 * major + minor;
-    require(call.primary_context_retain(&made->context, made->handle), "cuDevicePrimaryCtxRetain", number);
+    return made;
+}
+
+Device &device(int number) {
+    std::lock_guard<std::mutex> locked(lock);
+    if (const auto found = devices.find(number); found != devices.end()) return *found->second;
+    auto made = described(number);
+    require(opened().primary_context_retain(&made->context, made->handle), "cuDevicePrimaryCtxRetain", number);
     return *(devices[number] = std::move(made));
 }
 

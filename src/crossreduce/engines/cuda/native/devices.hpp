@@ -12,7 +12,7 @@
 struct Device {
     int number;
     CUdevice handle;
-    CUcontext context;
+    CUcontext context = nullptr;
     int multiprocessors, capability; // 90: 9.0
     CUmodule module = nullptr;       // null: the kernels are not loaded yet
     std::map<std::string, CUfunction> functions;
@@ -20,6 +20,10 @@ struct Device {
     std::vector<int> peers;               // whose memory kernels here can read
     std::mutex lock;                      // of all that follows `capability`
 };
+
+// Return what the driver says about a device, without a context, which takes hundreds of megabytes of its memory. Throws
+// DriverFault.
+std::unique_ptr<Device> described(int number);
 
 // Return a device; its first use retains its primary context, for the life of the process. Throws DriverFault.
 Device &device(int number);

@@ -42,6 +42,8 @@ int head_of(const uint64_t *addresses, const uint8_t *nbytes, size_t count, int 
 
 } // namespace
 
+std::atomic<uint64_t> launched{0};
+
 // The parameters are written for one launch after another into the same memory: the driver copies them.
 template <class Launch>
 static void fill(Launch &launch, const Launching &from, const std::vector<uint64_t> &addresses) {
@@ -89,6 +91,7 @@ void Plan::launch(ContextGuard &context, const Launching &launching, const std::
     require(driver_of_plan().launch_kernel(launching.function, std::min(parameters.small.tiles, most), 1, 1, THREADS, 1, 1,
                                            0, stream, arguments, nullptr),
             "cuLaunchKernel", device.number);
+    launched.fetch_add(1, std::memory_order_relaxed);
 }
 
 // Events of operations are of the devices of their streams; then each device has one, and the first one another.

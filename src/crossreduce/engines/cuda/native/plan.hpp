@@ -1,6 +1,7 @@
 // A compiled layout: the operations that run for it, without the addresses, which each run gets.
 #pragma once
 
+#include <atomic>
 #include <cstdint>
 #include <mutex>
 #include <string>
@@ -56,6 +57,8 @@ struct StreamOf {
 };
 
 constexpr int BEGIN = -1;
+
+extern std::atomic<uint64_t> launched; // the kernels that this process has launched
 
 class Plan {
   public:
