@@ -36,10 +36,11 @@ def test_every_check(library, peers):
         assert int(reported[what]) >= least, what
 
 
-@pytest.mark.parametrize(("framework", "calls"), [("cupy", 60), ("torch", 12), ("jax", 6)])
+@pytest.mark.parametrize(("framework", "calls"), [("cupy", 60), ("torch", 12), ("jax", 6), ("commands", 8)])
 def test_frameworks(library, framework, calls):
     """The public calls use the engine, and give the host's results. Later calls with torch run in compiled code.
 
-    A version of JAX that has moved what the engine imports reduces arrays by its own operations.
+    A version of JAX that has moved what the engine imports reduces arrays by its own operations. ``info`` makes no
+    context.
     """
     assert printed("cuda_frameworks.py", library, framework) == f"{framework} {calls}\n"

@@ -1,11 +1,14 @@
 """The public calls on CUDA arrays, without a GPU: on the fake driver, with stand-ins for the frameworks' devices.
 
 CuPy is the stand-in of support/standins. PyTorch is the real one: its tensors in host memory count as those of cuda:0.
-JAX is one that has moved what the engine imports. Run as a program, in a process of its own:
-python cuda_frameworks.py LIBRARY cupy|torch|jax.
+JAX is one that has moved what the engine imports. The commands ask the driver, too. Run as a program, in a process of
+its own: python cuda_frameworks.py LIBRARY cupy|torch|jax|commands.
 """
 
+import io
+import os
 import sys
+from contextlib import redirect_stdout
 from unittest import mock
 
 import numpy as np
@@ -113,6 +116,28 @@ def jax_calls(_):
     return calls
 
 
+def commands(fake):
+    """Run the commands that ask for GPUs: they make no context in this process. Return how many GPUs are listed."""
+    from crossreduce.cli import info
+    from crossreduce.engines.cuda import driver
+
+    found = driver.devices()
+    assert found[7] == "cuda:7 Fake GPU 7, capability 9.0, kernels sm_90", found
+    none = dict.fromkeys(("version", "devices", "error"), "")
+    with (
+        mock.patch.object(info, "framework_info", return_value=none),
+        mock.patch.dict(os.environ, LD_PRELOAD=fake.path),
+        redirect_stdout(io.StringIO()) as printed,
+    ):
+        info.info(check=True)
+    assert "Fake GPU 7" in printed.getvalue()
+    assert "contexts retained" not in fake.live()
+    return len(found)
+
+
 if __name__ == "__main__":
     driver = FakeDriver(sys.argv[1], 8, "full", 1)
-    print(sys.argv[2], {"cupy": cupy_calls, "torch": torch_calls, "jax": jax_calls}[sys.argv[2]](driver))
+    print(
+        sys.argv[2],
+        {"cupy": cupy_calls, "torch": torch_calls, "jax": jax_calls, "commands": commands}[sys.argv[2]](driver),
+    )
