@@ -19,6 +19,7 @@ from ...errors import ArgumentError, BackendError, DriverError, ReductionError, 
 
 _LOG: Final = logging.getLogger("crossreduce")
 _NO_CODE: Final = frozenset({200, 209, 218, 220, 221, 222, 223})  # CUDA's codes for images that it cannot use
+_TEGRA: Final = frozenset({72, 87, 101})  # the capabilities of Tegra's devices; 10.1 is 11.0 since CUDA 13
 _LARGE_TABLES: Final = 12010  # the driver's version from which parameters may have more than 4 KiB (CUDA 12.1)
 
 
@@ -131,23 +132,27 @@ def _packed() -> tuple[dict[str, int], bytes]:
 def chosen_code(capability: int, names: list[str]) -> str:
     """Return the name of the code for a capability: machine code of the same major version, or else PTX.
 
+    Tegra's devices do not run code for others. Source: CUDA C++ Programming Guide, Binary Compatibility.
+
     Raises:
       BackendError: no code runs on such devices.
 
-    >>> names = ["sm_80", "sm_90", "compute_90"]
-    >>> [chosen_code(capability, names) for capability in (86, 90, 130)]
-    ['sm_80', 'sm_90', 'compute_90']
+    >>> names = ["sm_80", "sm_90", "sm_100", "compute_90"]
+    >>> [chosen_code(capability, names) for capability in (86, 90, 101, 103, 110)]
+    ['sm_80', 'sm_90', 'compute_90', 'sm_100', 'compute_90']
     """
     numbers = {name: int(name.split("_")[1]) for name in names}
     fitting = [
         (name.startswith("sm_"), number, name)
         for name, number in numbers.items()
-        if number <= capability and (name.startswith("compute_") or number // 10 == capability // 10)
+        if number <= capability
+        and (name.startswith("compute_") or (number // 10 == capability // 10 and capability not in _TEGRA))
     ]
     if not fitting:
         problem = "there are no CUDA kernels for this device."
         given = f"compute capability {capability // 10}.{capability % 10}"
-        raise BackendError.of(problem, given, f"a device of capability {min(numbers.values()) / 10:.1f} or higher")
+        remedy = f"a device of capability {min(numbers.values()) / 10:.1f} or higher, but not Tegra's 7.2 and 8.7"
+        raise BackendError.of(problem, given, remedy)
     return max(fitting)[2]
 
 
