@@ -155,9 +155,9 @@ def test_where_xla_reduces():
 
 
 MOVED = """
-import logging, sys
+import logging, sys, jax.extend
 sys.modules["jax.extend.mlir"] = None
-import jax, crossreduce.jax
+import crossreduce.jax
 logging.basicConfig(level="INFO", stream=sys.stdout)
 mesh = jax.make_mesh((2,), ("d",))
 run = jax.shard_map(lambda x: crossreduce.jax.all_reduce(x, "d"), mesh=mesh, in_specs=jax.P("d"), out_specs=jax.P())
