@@ -159,7 +159,7 @@ import logging, sys, jax.extend
 sys.modules["jax.extend.mlir"] = None
 import crossreduce.jax
 logging.basicConfig(level="INFO", stream=sys.stdout)
-mesh = jax.make_mesh((2,), ("d",))
+mesh = jax.make_mesh((2,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
 run = jax.shard_map(lambda x: crossreduce.jax.all_reduce(x, "d"), mesh=mesh, in_specs=jax.P("d"), out_specs=jax.P())
 print(jax.jit(run)(jax.numpy.arange(2.0)))
 """
