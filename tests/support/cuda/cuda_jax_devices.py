@@ -114,7 +114,7 @@ def check_failures(xla):
     ops, devices, failed = cr.AllReduceCrossDeviceOps("ring"), DEVICES["mixed"], 0
     rows = [[values(np.random.default_rng(6), "float32", (300,)) for _ in devices]]
     right = on_host(rows, "mean", ops)
-    for name in ("cuLaunchKernel", "cuMemcpyPeerAsync", "cuStreamIsCapturing"):
+    for name in ("cuLaunchKernel", "cuMemcpyPeerAsync", "cuStreamGetCaptureInfo_v2"):
         before = xla.fake.count(name)
         read = reduced(xla, devices, rows, "mean", ops)[1]
         xla.fake.run()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from typing import Any, Final
 
@@ -12,8 +11,6 @@ from ...frameworks import Array
 from ...frameworks.torch.arrays import DTYPES_BY_NAME, has_no_memory, increment_versions, is_frozen, is_transformed
 from ..host import array_memory
 from .memory import DeviceMemory, Operands
-
-_ALLOCATOR_VARIABLES: Final = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # in newer and older versions of torch
 
 
 class TorchDeviceMemory(DeviceMemory):
@@ -44,11 +41,6 @@ class TorchDeviceMemory(DeviceMemory):
         ):
             raise BufferError("a tensor cannot be written into")
         return [[x.data_ptr() for x in row] for row in arrays]
-
-    def is_peer_readable(self) -> bool:
-        # torch maps memory of its other allocators for its own device only, and for a peer at the first copy.
-        settings = "".join(os.environ.get(name, "") for name in _ALLOCATOR_VARIABLES).replace(" ", "").lower()
-        return torch.cuda.get_allocator_backend() == "native" and "expandable_segments:true" not in settings
 
     def mark_dirty(self, outs: Sequence[Sequence[Array]]) -> None:
         increment_versions([x for row in outs for x in row])

@@ -13,31 +13,35 @@ constexpr size_t MAX_PREPARED = 4096;
 constexpr size_t MAX_KEPT_ARRAYS = 1 << 16;
 const PerThread<std::unique_ptr<Batch>> kept_batches;
 
-// Queue a plan for the arrays of a batch and the results in `batch.targets`. Return false if that fails: with an error
-// set, unless nothing was written (`is_first`) and the path in Python can handle the call.
-bool run_plan(const Batch &batch, const Run &run, bool is_first) {
-    const std::vector<int> &devices = *cuda_api->devices(run.plan);
-    const std::vector<int64_t> &scratch = *cuda_api->scratch(run.plan);
-    std::vector<uint64_t> addresses, streams(devices.size());
+struct Queued { // a plan that will run, with its arguments
+    PyObject *plan;
+    CudaApi::Words addresses, streams;
     std::vector<TemporaryMemory> temporary;
-    addresses.reserve(batch.sources.size() + batch.targets.size() + devices.size());
-    for (const Source &source : batch.sources) addresses.push_back(reinterpret_cast<uint64_t>(source.data));
-    for (char *target : batch.targets) addresses.push_back(reinterpret_cast<uint64_t>(target));
-    for (size_t k = 0; k < devices.size(); k++) {
-        addresses.push_back(0);
-        if (scratch[k] > 0) {
-            temporary.push_back(batch.access->temporary(devices[k], scratch[k]));
-            if (temporary.back() == nullptr) {
-                if (is_first) forget_error(); // torch's own allocation raises a better one
-                return false;
-            }
-            addresses.back() = reinterpret_cast<uint64_t>(temporary.back().get());
+};
+
+// Choose the plan of a run, for the arrays of a batch and the results in `batch.targets`, and allocate its temporary memory.
+// Return false, perhaps with an error set, if only the path in Python can handle the call.
+bool prepare_plan(const Batch &batch, const Run &run, Queued &to) {
+    for (to.plan = run.plan; to.plan != nullptr; to.plan = cuda_api->otherwise(to.plan)) {
+        const std::vector<int> &devices = *cuda_api->devices(to.plan);
+        const std::vector<int64_t> &scratch = *cuda_api->scratch(to.plan);
+        to.addresses.clear(), to.temporary.clear();
+        to.addresses.reserve(batch.sources.size() + batch.targets.size() + devices.size());
+        to.streams.assign(devices.size(), 0);
+        for (const Source &source : batch.sources) to.addresses.push_back(reinterpret_cast<uint64_t>(source.data));
+        for (char *target : batch.targets) to.addresses.push_back(reinterpret_cast<uint64_t>(target));
+        for (size_t k = 0; k < devices.size(); k++) {
+            to.addresses.push_back(0);
+            if (!batch.access->stream(devices[k], to.streams[k])) return false;
+            if (scratch[k] == 0) continue;
+            to.temporary.push_back(batch.access->temporary(devices[k], scratch[k]));
+            if (to.temporary.back() == nullptr) return false; // torch's own allocation raises a better error
+            to.addresses.back() = reinterpret_cast<uint64_t>(to.temporary.back().get());
         }
-        if (!batch.access->stream(devices[k], streams[k])) return false;
+        const CudaApi::Fit fit = cuda_api->fit(to.plan, to.addresses, to.streams);
+        if (fit != CudaApi::IS_UNREADABLE) return fit == CudaApi::FITS; // only the path in Python can give memory to a graph
     }
-    // A graph uses the memory again in each replay: the path in Python keeps it.
-    if (is_first && devices.size() > 1 && cuda_api->is_capturing(devices[0], streams[0])) return false;
-    return cuda_api->run(run.plan, addresses, streams);
+    return false;
 }
 
 // Run a prepared call. Return the results, tensor after tensor, in a new list; or null with an error set.
@@ -54,6 +58,7 @@ PyObject *run_prepared(Batch &batch, const Prepared &prepared) {
     }
     Ref results(PyList_New(static_cast<Py_ssize_t>(batch.tensors() * batch.destinations)));
     if (!results) return nullptr;
+    std::vector<Queued> queued; // nothing is queued before all memory is there
     for (size_t number = 0; number < prepared.runs.size(); number++) {
         const Run &run = prepared.runs[number];
         batch.sources.clear(), batch.targets.clear();
@@ -80,7 +85,11 @@ PyObject *run_prepared(Batch &batch, const Prepared &prepared) {
             }
         }
         if (run.plan != nullptr) {
-            if (!run_plan(batch, run, number == 0)) return nullptr;
+            queued.emplace_back();
+            if (!prepare_plan(batch, run, queued.back())) {
+                forget_error();
+                return nullptr;
+            }
             continue;
         }
         const bool small = kernel_api->traffic_nbytes(*run.kernel) <= MAX_NBYTES_WITH_LOCK;
@@ -90,6 +99,8 @@ PyObject *run_prepared(Batch &batch, const Prepared &prepared) {
         if (!(small ? execute(1, false) : without_lock(false, [&] { return execute(threads[number], run.streaming); })))
             return PyErr_NoMemory();
     }
+    for (const Queued &one : queued)
+        if (!cuda_api->run(one.plan, one.addresses, one.streams)) return nullptr;
     if (!batch.outs.empty()) {
         Ref written(PyList_AsTuple(results.object));
         if (!written || !batch.access->mark_written(written.object)) return nullptr;
