@@ -19,6 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from cuda_jax_xla import CASES, HOST, LOCATE, SHAPES, number, start, values
+from fake_cuda import PLAIN, POOL
 from pairs import each
 
 import crossreduce as cr
@@ -184,8 +185,8 @@ def check_calls(xla):
         xla.fake.run()
         jax.jit(lambda x: -x, donate_argnums=0)(results[1])
         expect([results[k] for k in (0, 2, 3)], [np.full(9, 15, "float32")] * 3)
-        for size, allocator, copies in (5, "default", False), (6, "cuda_async", True):
-            with mock.patch.dict(os.environ, XLA_PYTHON_CLIENT_ALLOCATOR=allocator):
+        for size, kind, copies in (5, PLAIN, False), (6, POOL, True):
+            with mock.patch.object(xla, "kind", kind):
                 ops = cr.AllReduceCrossDeviceOps("direct")
                 results = cr.all_reduce(elsewhere(size), devices=four, cross_device_ops=ops)
             assert (xla.fake.count("cuMemcpyPeerAsync") > 0) == copies

@@ -16,7 +16,7 @@ import jax
 import jax.experimental.layout
 import numpy as np
 import strategies
-from fake_cuda import FakeDriver
+from fake_cuda import PLAIN, FakeDriver
 from pairs import each
 
 from crossreduce import values as values_module
@@ -95,6 +95,8 @@ class Exported:
 class Xla:
     """XLA's streams, events and allocator, on the fake driver."""
 
+    kind = PLAIN  # of the memory of arrays
+
     def __init__(self, library, peers, seed=0):
         self.fake = FakeDriver(library, 8, peers, seed)
         self.compute = [self.fake.stream(k) for k in range(8)]
@@ -143,6 +145,7 @@ class Xla:
             self.owned[address] = x
             jax.block_until_ready(x)
             assert self.fake.lib.fake_own(address, x.nbytes, number(x.device)) == 0
+            assert self.fake.lib.fake_kind(address, self.kind) == 0
         return address
 
     def put(self, values, index):
