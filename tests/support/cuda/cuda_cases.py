@@ -242,7 +242,9 @@ class Case:
             graph, exec_ = ctypes.c_void_p(), ctypes.c_void_p()
             self.fake.run()
             memory.on(devices[0])
-            assert lib.cuStreamBeginCapture_v2(streams[0], 0) == 0  # 0: a global one, which other threads may invalidate
+            assert (
+                lib.cuStreamBeginCapture_v2(streams[0], 0) == 0
+            )  # 0: a global one, which other threads may invalidate
             assert lib.cuEventRecord(event[0], streams[0]) == 0
             for device, stream in zip(devices[1:], streams[1:], strict=True):
                 memory.on(device)

@@ -209,7 +209,7 @@ def check_captures(memory, count, seed):
 
 
 def check_devices(fake):
-    """Another thread's global capture is not disturbed when devices are used for the first time. Python goes on meanwhile.
+    """The first use of devices does not disturb another thread's global capture, and Python goes on meanwhile.
 
     Then each device reads its peers; a device that reads another one wrongly is named. Return the number of pairs.
     """
@@ -242,7 +242,7 @@ def check_devices(fake):
 
 
 def check_private(memory, count, seed):
-    """With ``CROSSREDUCE_P2P=0`` no device gets access to the memory of another one. Other values than 0 and 1 raise."""
+    """With ``CROSSREDUCE_P2P=0`` no device gets access to another one's memory. Other values than 0 and 1 raise."""
     refused = mock.patch.object(driver.native(), "enable_peer", side_effect=AssertionError("a peer was enabled"))
     for value in ("yes", "0"):
         driver.allows_peers.cache_clear()

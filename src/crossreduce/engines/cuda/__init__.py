@@ -25,6 +25,7 @@ from .kernels import MAX_ADDRESSES, is_supported
 from .memory import DeviceMemory, Operands, device_memory
 from .streams import Operations
 
+
 class _Placed(NamedTuple):
     """The physical devices of a layout.
 
@@ -141,8 +142,8 @@ class _Planned(NamedTuple):
 class CudaExecutable:
     """Queues the operations of a layout on streams. See ``engines.base.Executable``.
 
-    If the devices can read each other's memory, the first plan does so. Another one, which is made when the memory of an
-    array is such that other devices cannot read it, copies between devices.
+    If the devices can read each other's memory, the first plan does so. Another one copies between devices. It is made
+    when the memory of an array is such that other devices cannot read it.
     """
 
     def __init__(self, layout: Layout, numbers: Numbers, with_out: bool) -> None:
@@ -157,8 +158,8 @@ class CudaExecutable:
             driver.load_kernels(number)
 
         def plan(has_peers: bool) -> _Planned:  # ``has_peers``: kernels may read the memory of other devices
-            enable = driver.native().enable_peer if has_peers else lambda a, b: False
-            readable = tuple(tuple(a == b or enable(a, b) for b in physical) for a in physical)
+            enable = driver.native().enable_peer
+            readable = tuple(tuple(a == b or (has_peers and enable(a, b)) for b in physical) for a in physical)
             planned = operations(layout, numbers, placed.numbers, readable, with_out)
             return _Planned(planned, plan_of(planned, any(row.count(True) > 1 for row in readable)))
 

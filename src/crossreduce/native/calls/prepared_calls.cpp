@@ -44,6 +44,31 @@ bool prepare_plan(const Batch &batch, const Run &run, Queued &to) {
     return false;
 }
 
+// Put the results of a plan, new arrays, into a list, and their memory into `batch.targets`. Return false with an error set
+// if that fails. The results of one replica share a block of memory: allocating each would take longer than all the rest.
+bool make_results(Batch &batch, const Run &run, PyObject *results) {
+    const bool in_blocks = run.block_nbytes > 0 && (run.tensors.size() > 1 || batch.access->prefers_blocks());
+    batch.targets.assign(run.tensors.size() * batch.destinations, nullptr);
+    for (size_t r = 0; r < batch.destinations; r++) {
+        const auto like = [&](size_t k) { return batch.arrays[run.tensors[k] * batch.replicas + run.likes[r]]; };
+        char *begin = nullptr;
+        Ref block(in_blocks ? batch.access->make_block(like(0), run.block_nbytes, &begin) : nullptr);
+        if (in_blocks && !block) return false;
+        for (size_t k = 0; k < run.tensors.size(); k++) {
+            const auto &[sizes, strides] = run.forms[k];
+            char *&data = batch.targets[k * batch.destinations + r];
+            const bool is_inside = in_blocks && sizes != nullptr;
+            PyObject *array = is_inside ? batch.access->make_in(block.object, sizes, strides, run.offsets[k])
+                                        : batch.access->make_like(like(k), &data);
+            if (array == nullptr) return false;
+            if (is_inside) data = begin + run.offsets[k] * run.result_size;
+            const size_t at = run.tensors[k] * batch.destinations + r;
+            if (PyList_SetItem(results, static_cast<Py_ssize_t>(at), array) < 0) return false;
+        }
+    }
+    return true;
+}
+
 // Run a prepared call. Return the results, tensor after tensor, in a new list; or null with an error set.
 PyObject *run_prepared(Batch &batch, const Prepared &prepared) {
     std::vector<int> threads;
@@ -62,18 +87,17 @@ PyObject *run_prepared(Batch &batch, const Prepared &prepared) {
     for (size_t number = 0; number < prepared.runs.size(); number++) {
         const Run &run = prepared.runs[number];
         batch.sources.clear(), batch.targets.clear();
+        const bool is_made = run.plan != nullptr && batch.outs.empty();
+        if (is_made && !make_results(batch, run, results.object)) return nullptr;
         for (size_t tensor : run.tensors) {
             for (size_t k = 0; k < batch.replicas; k++)
                 batch.sources.push_back({batch.views[tensor * batch.replicas + k].data, nullptr});
-            for (size_t r = 0; r < batch.destinations; r++) {
+            for (size_t r = 0; r < batch.destinations && !is_made; r++) {
                 const size_t at = tensor * batch.destinations + r;
                 PyObject *array;
                 char *data;
                 if (batch.outs.empty()) {
-                    if (run.plan == nullptr)
-                        array = batch.access->make(batch.first(tensor), run.dtype, run.result_size, &data);
-                    else
-                        array = batch.access->make_like(batch.arrays[tensor * batch.replicas + run.likes[r]], &data);
+                    array = batch.access->make(batch.first(tensor), run.dtype, run.result_size, &data);
                     if (array == nullptr) return nullptr;
                 } else {
                     array = batch.outs[at];
@@ -144,8 +168,26 @@ bool append(PyObject *tuple, size_t size, std::vector<PyObject *> &to) {
     return true;
 }
 
-bool Batch::view_arrays() {
+bool Batch::are_those_of(const Prepared &prepared) {
+    if (prepared.checks == nullptr || arrays.size() != prepared.arrays || outs.size() != prepared.outs) return false;
+    access = access_of(arrays[0]);
+    if (access == nullptr || !access->is_usable()) return false;
+    const auto all = [](PyObject *check, const std::vector<PyObject *> &of) {
+        Ref tuple(tuple_of(of)), found(tuple ? PyObject_CallObject(check, tuple.object) : nullptr);
+        return found.object == Py_True;
+    };
+    if (prepared.is_in_place ? outs != arrays : !outs.empty() && !all(prepared.checks_outs, outs)) return false;
+    return all(prepared.checks, arrays);
+}
+
+bool Batch::view_arrays(bool are_checked) {
     if (arrays.empty()) return false;
+    if (are_checked) {
+        views.resize(arrays.size());
+        for (size_t k = 0; k < arrays.size(); k++)
+            if (!access->view_checked(arrays[k], views[k])) return false;
+        return true;
+    }
     access = access_of(arrays[0]);
     if (access == nullptr || !access->is_usable()) return false;
     views.resize(arrays.size());
@@ -167,7 +209,7 @@ bool Batch::view_arrays() {
     return true;
 }
 
-bool Batch::view_outs(const Prepared &prepared) {
+bool Batch::view_outs(const Prepared &prepared, bool are_checked) {
     out_views.resize(outs.size());
     for (const Run &run : prepared.runs)
         for (size_t tensor : run.tensors) {
@@ -178,7 +220,10 @@ bool Batch::view_outs(const Prepared &prepared) {
             ArrayView *targets = &out_views[tensor * destinations];
             for (size_t r = 0; r < destinations; r++) {
                 PyObject *array = outs[tensor * destinations + r];
-                if (access_of(array) != access || !access->view(array, true, targets[r])) return false;
+                if (are_checked && prepared.is_in_place) targets[r] = views[tensor * replicas + r];
+                else if (are_checked ? !access->view_checked(array, targets[r])
+                                     : access_of(array) != access || !access->view(array, true, targets[r]))
+                    return false;
                 if (targets[r].dtype != run.dtype || targets[r].device != run.devices[r] || !same_sizes(targets[r], like))
                     return false;
                 if (out > 0)
@@ -200,6 +245,23 @@ PyObject *key_of(PyObject *op, PyObject *options, PyObject *sources, PyObject *d
                         with_out ? Py_True : Py_False);
 }
 
+PyObject *tuple_of(const std::vector<PyObject *> &objects) {
+    PyObject *made = PyTuple_New(static_cast<Py_ssize_t>(objects.size()));
+    for (size_t k = 0; made != nullptr && k < objects.size(); k++) {
+        Py_INCREF(objects[k]);
+        PyTuple_SetItem(made, static_cast<Py_ssize_t>(k), objects[k]);
+    }
+    return made;
+}
+
+std::shared_ptr<Prepared> Calls::latest(PyObject *key) {
+    PyObject *number = PyDict_GetItemWithError(tables, key);
+    if (number == nullptr) return nullptr;
+    const std::lock_guard<std::mutex> guard(lock);
+    const auto found = last.find(PyLong_AsSize_t(number));
+    return found == last.end() ? nullptr : found->second;
+}
+
 std::shared_ptr<Prepared> Calls::find(PyObject *key, const std::vector<int64_t> &signature) {
     PyObject *number = PyDict_GetItemWithError(tables, key);
     if (number == nullptr) return nullptr;
@@ -210,17 +272,18 @@ std::shared_ptr<Prepared> Calls::find(PyObject *key, const std::vector<int64_t> 
     if (map == maps.end()) return nullptr; // another thread has removed it
     const auto [begin, end] = map->second.equal_range(hash);
     for (auto one = begin; one != end; ++one)
-        if (one->second->signature == signature) return one->second;
+        if (one->second->signature == signature) return last[at] = one->second;
     return nullptr;
 }
 
 bool Calls::add(PyObject *key, std::shared_ptr<Prepared> prepared) {
     std::unordered_map<size_t, Map> forgotten; // destroyed without the lock
+    std::unordered_map<size_t, std::shared_ptr<Prepared>> forgotten_last;
     size_t unused;
     {
         const std::lock_guard<std::mutex> guard(lock);
         unused = next++;
-        if (count >= MAX_PREPARED) forgotten.swap(maps), count = 0;
+        if (count >= MAX_PREPARED) forgotten.swap(maps), forgotten_last.swap(last), count = 0;
     }
     if (!forgotten.empty()) PyDict_Clear(tables);
     Ref fresh(PyLong_FromSize_t(unused));
@@ -229,6 +292,7 @@ bool Calls::add(PyObject *key, std::shared_ptr<Prepared> prepared) {
     const size_t at = PyLong_AsSize_t(number.object);
     const uint64_t hash = hash_of(prepared->signature);
     const std::lock_guard<std::mutex> guard(lock);
+    last[at] = prepared;
     maps[at].emplace(hash, std::move(prepared));
     count++;
     return true;
@@ -250,14 +314,17 @@ PyObject *read_op(PyObject *op) {
 }
 
 PyObject *run(Calls &calls, PyObject *op, PyObject *options, PyObject *sources, PyObject *destinations, Batch &batch) {
-    std::shared_ptr<Prepared> prepared;
     op = read_op(op);
-    if (op != nullptr && batch.view_arrays()) {
-        Ref key(key_of(op, options, sources, destinations, !batch.outs.empty()));
-        if (key) prepared = calls.find(key.object, batch.signature);
+    Ref key(op != nullptr && !batch.arrays.empty() ? key_of(op, options, sources, destinations, !batch.outs.empty()) : nullptr);
+    std::shared_ptr<Prepared> prepared(key ? calls.latest(key.object) : nullptr);
+    const bool are_checked = prepared != nullptr && batch.are_those_of(*prepared);
+    if (are_checked && !batch.view_arrays(true)) prepared = nullptr;
+    if (key && !are_checked) {
+        forget_error();
+        prepared = batch.view_arrays() ? calls.find(key.object, batch.signature) : nullptr;
     }
-    if (prepared != nullptr && (batch.outs.empty() || batch.view_outs(*prepared))) return run_prepared(batch, *prepared);
+    if (prepared != nullptr && (batch.outs.empty() || batch.view_outs(*prepared, are_checked)))
+        return run_prepared(batch, *prepared);
     forget_error();
     return nullptr;
 }
-
