@@ -21,7 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import strategies
-from fake_cuda import FakeDriver
+from fake_cuda import PLAIN, POOL, FakeDriver
 from jax_programs import draw
 from pairs import each
 
@@ -90,6 +90,8 @@ class Block(memory._Block):
 class Xla:
     """XLA's streams, events and allocator, on the fake driver."""
 
+    kind = PLAIN  # of the memory of arrays
+
     def __init__(self, library, peers, seed=0):
         self.fake = FakeDriver(library, 8, peers, seed)
         self.compute = [self.fake.stream(k) for k in range(8)]
@@ -114,6 +116,7 @@ class Xla:
             self.owned[address] = x
             jax.block_until_ready(x)
             assert self.fake.lib.fake_own(address, x.nbytes, number(x.device)) == 0
+            assert self.fake.lib.fake_kind(address, self.kind) == 0
         return address
 
     def put(self, values, index):
@@ -329,7 +332,7 @@ def check_failures(xla):
     ops, devices, failed = cr.AllReduceCrossDeviceOps("ring"), DEVICES["mixed"], 0
     rows = [[draw(np.random.default_rng(6), "float32", (300,)) for _ in devices]]
     right = on_host(rows, "mean", ops)
-    for name in ("cuLaunchKernel", "cuMemcpyPeerAsync", "cuStreamIsCapturing"):
+    for name in ("cuLaunchKernel", "cuMemcpyPeerAsync", "cuStreamGetCaptureInfo_v2"):
         before = xla.fake.count(name)
         read = on_gpus(xla, devices, rows, "mean", ops)[1]
         xla.fake.run()
@@ -390,8 +393,8 @@ def check_calls(xla):
         xla.fake.run()
         jax.jit(lambda x: -x, donate_argnums=0)(results[1])
         expect([results[k] for k in (0, 2, 3)], [np.full(9, 15, "float32")] * 3)
-        for size, allocator, copies in (5, "default", False), (6, "cuda_async", True):
-            with mock.patch.dict(os.environ, XLA_PYTHON_CLIENT_ALLOCATOR=allocator):
+        for size, kind, copies in (5, PLAIN, False), (6, POOL, True):
+            with mock.patch.object(xla, "kind", kind):
                 ops = cr.AllReduceCrossDeviceOps("direct")
                 results = cr.all_reduce(elsewhere(size), devices=four, cross_device_ops=ops)
             assert (xla.fake.count("cuMemcpyPeerAsync") > 0) == copies

@@ -38,11 +38,12 @@ CONTROL void fake_reset(int devices, const uint8_t *peers, uint64_t seed) {
     fake::faults.clear();
     fake::attributes = {{16, 132}, {75, 9}, {76, 0}, {41, 1}};
 }
-// Forget reports, operations, counts and faults, but no handles; for an engine that keeps its streams.
+// Forget reports, operations, counts, faults and what is read wrongly, but no handles; for an engine that keeps its streams.
 CONTROL void fake_clear() {
     const std::lock_guard<std::recursive_mutex> lock(fake::mutex);
     fake::state->reports.clear();
     fake::state->log.clear();
+    fake::state->corrupted.clear();
     fake::faults.clear();
 }
 CONTROL void fake_initialised(int is) {
@@ -114,6 +115,26 @@ CONTROL uint64_t fake_memory(uint64_t nbytes, int device) {
         address = fake::state->memory.allocate(nbytes, device, context.handle, true);
     });
     return address;
+}
+// Let kernels of a device read what another one owns wrongly.
+CONTROL void fake_corrupt(int reader, int owner) {
+    const std::lock_guard<std::recursive_mutex> lock(fake::mutex);
+    fake::state->corrupted.insert({reader, owner});
+}
+// Let memory be of a kind: see Kind. It stays until the memory is freed.
+CONTROL int fake_kind(uint64_t address, int kind) {
+    return fake::control("fake_kind", [&] {
+        fake::Allocation *found = fake::state->memory.find(address);
+        if (!found) fake::refuse(fake::INVALID_VALUE, "the address is not known");
+        found->kind = kind;
+    });
+}
+// Let the next cuModuleGetFunction wait until fake_continue, as if for a device that waits for the caller; at most ten
+// seconds. fake_continue returns whether a call waited.
+CONTROL void fake_hold() { fake::held = 1; }
+CONTROL int fake_continue() {
+    int waiting = 2;
+    return fake::held.compare_exchange_strong(waiting, 0);
 }
 // Memory of the caller that counts as a device's until it is given back.
 CONTROL int fake_own(uint64_t address, uint64_t nbytes, int device) {

@@ -6,6 +6,9 @@
 // cuda_host.cpp, which is linked to it, the bodies of the kernels.
 #include <dlfcn.h>
 
+#include <atomic>
+#include <chrono>
+
 #include "fake_launches.hpp"
 
 namespace fake {
@@ -26,10 +29,21 @@ inline uint64_t next_handle = 0x1000; // handles are not used twice, not even af
 inline thread_local uint64_t current_handle = 0;
 inline thread_local std::string label;
 
+// A call that stands for one that waits for the device, which waits for the test: see fake_hold.
+inline std::atomic<int> held{0}; // 1: the next such call waits; 2: one does
+inline void wait_until_continued() {
+    int next = 1;
+    if (!held.compare_exchange_strong(next, 2)) return;
+    for (int k = 0; k < 500 && held == 2; k++) std::this_thread::sleep_for(std::chrono::milliseconds(20));
+    const std::lock_guard<std::recursive_mutex> lock(mutex);
+    if (held.exchange(0) == 2) state->report("a call waited for the device in vain");
+}
+
 inline uint64_t new_handle() { return next_handle += 16; }
 
 // Run the body of a driver's function: count the call, fail or drop it on a test's request, and report its mistakes.
 template <class Body> int call(const char *name, Body body, bool needs_init = true) {
+    if (UserObject::is_releasing) std::abort(); // it must not call the driver
     const std::lock_guard<std::recursive_mutex> lock(mutex);
     Faults &of = faults[name];
     of.calls++;

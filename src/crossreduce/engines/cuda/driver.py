@@ -11,6 +11,7 @@ import json
 import logging
 import lzma
 import os
+from collections.abc import Sequence
 from functools import cache
 from importlib import resources
 from typing import Any, Final
@@ -20,6 +21,7 @@ from ...errors import ArgumentError, BackendError, DriverError, ReductionError, 
 _LOG: Final = logging.getLogger("crossreduce")
 _NO_CODE: Final = frozenset({200, 209, 218, 220, 221, 222, 223})  # CUDA's codes for images that it cannot use
 _TEGRA: Final = frozenset({72, 87, 101})  # the capabilities of Tegra's devices; 10.1 is 11.0 since CUDA 13
+_CHECKED_NBYTES: Final = 4 << 20  # that each device reads from each peer
 _LARGE_TABLES: Final = 12010  # the driver's version from which parameters may have more than 4 KiB (CUDA 12.1)
 
 
@@ -50,6 +52,49 @@ def unusable() -> str:
     if why:
         _LOG.info("the CUDA kernels are not used (%s); the frameworks' own operations reduce arrays on GPUs", why)
     return why
+
+
+@cache
+def allows_peers() -> bool:
+    """Return whether kernels may read the memory of other devices, where the driver can enable this.
+
+    Raises:
+      ArgumentError: the variable ``CROSSREDUCE_P2P`` is neither 0 nor 1.
+    """
+    wanted = os.environ.get("CROSSREDUCE_P2P", "1")
+    if wanted not in ("0", "1"):
+        remedy = "CROSSREDUCE_P2P=0 to let the driver copy between devices"
+        raise ArgumentError.of("CROSSREDUCE_P2P must be 0 or 1.", shown(wanted), remedy)
+    return wanted == "1"
+
+
+def check_peer_reads(numbers: Sequence[int]) -> list[tuple[int, int]]:
+    """Let each device read a pattern in the memory of each of its peers, and return the pairs that read it wrongly.
+
+    A pair has the device that reads and the one that owns the memory. Devices without peer access to each other are
+    left out, and so are all if ``CROSSREDUCE_P2P`` is 0.
+
+    Raises:
+      BackendError: there are no kernels for one of the devices.
+      DriverError: the driver failed, for example since a read was refused; then no device can be used any more.
+    """
+    from .encoding import plan_of
+    from .kernels import copy_kernel
+    from .streams import Launch, Operation, Operations, Part
+
+    failing = []
+    kernel, order = copy_kernel("uint32"), (0, 0, 0, 0)
+    for reader in numbers if allows_peers() else ():
+        load_kernels(reader)
+        parts = (Part(_CHECKED_NBYTES // kernel.nbytes[0], 0, ((0, 0), (1, 0))),)
+        operation = Operation(Launch(0, kernel, 1, 1, (order,), parts), 0, (), False)
+        plan = plan_of(Operations((reader,), ((0, None),), (0,), (operation,), (), (), ()))
+        for owner in numbers:
+            if owner == reader or not native().enable_peer(reader, owner):
+                continue
+            if not native().reads_peer_rightly(plan, owner, _CHECKED_NBYTES):
+                failing.append((reader, owner))
+    return failing
 
 
 def _why_missing() -> str:

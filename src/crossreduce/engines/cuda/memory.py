@@ -89,9 +89,6 @@ class DeviceMemory(Protocol):
           BufferError: an array cannot be written in place.
         """
 
-    def is_peer_readable(self) -> bool:
-        """Return whether kernels of other devices may read arrays, once the driver has enabled peer access."""
-
     def mark_dirty(self, outs: Sequence[Sequence[Array]]) -> None:
         """Tell the framework that a user's arrays were written into."""
 
