@@ -8,8 +8,10 @@ its own: python cuda_frameworks.py LIBRARY cupy|torch|jax|commands.
 import io
 import os
 import sys
-from contextlib import redirect_stdout
+import tempfile
+from contextlib import redirect_stdout, suppress
 from itertools import product
+from pathlib import Path
 from unittest import mock
 
 import numpy as np
@@ -171,8 +173,17 @@ def jax_calls(_):
     return calls
 
 
+# What the process that checks the reads between GPUs does first: the fake driver starts, with a fault.
+MACHINE = """
+from fake_cuda import FakeDriver
+FakeDriver({path!r}, 3).lib.fake_corrupt(0, 2)
+"""
+
+
 def commands(fake):
     """Run the commands that ask for GPUs: they make no context in this process. Return how many GPUs are listed."""
+    import typer
+
     from crossreduce.cli import info
     from crossreduce.engines.cuda import driver
 
@@ -180,12 +191,16 @@ def commands(fake):
     assert found[7] == "cuda:7 Fake GPU 7, capability 9.0, kernels sm_90", found
     none = dict.fromkeys(("version", "devices", "error"), "")
     with (
+        tempfile.TemporaryDirectory() as folder,
         mock.patch.object(info, "framework_info", return_value=none),
-        mock.patch.dict(os.environ, LD_PRELOAD=fake.path),
+        mock.patch.dict(os.environ, PYTHONPATH=os.pathsep.join([folder, os.environ["PYTHONPATH"]])),
         redirect_stdout(io.StringIO()) as printed,
+        suppress(typer.Exit),
     ):
+        Path(folder, "sitecustomize.py").write_text(MACHINE.format(path=fake.path))
         info.info(check=True)
     assert "Fake GPU 7" in printed.getvalue()
+    assert "cuda:0 reads cuda:2 wrongly" in printed.getvalue(), printed.getvalue()
     assert "contexts retained" not in fake.live()
     return len(found)
 

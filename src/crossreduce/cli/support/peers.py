@@ -61,9 +61,8 @@ def describe(facts: dict[str, Any]) -> list[str]:
 
 def _check() -> None:
     """Check all GPUs that have kernels, and print the facts."""
-    from ...engines import cuda
+    from ...engines.cuda import driver
 
-    driver: Any = cuda.driver
     why = driver.unusable()
     numbers = [k for k in range(0 if why else driver.native().device_count()) if not driver.lacks_kernels(k)]
     failing = driver.check_peer_reads(numbers) if len(numbers) > 1 else []
