@@ -32,7 +32,7 @@ from crossreduce import frameworks
 from crossreduce.devices import parse
 from crossreduce.engines.cuda import driver
 from crossreduce.engines.cuda import jax as cuda_jax
-from crossreduce.errors import BackendError
+from crossreduce.errors import ArgumentError, BackendError
 
 DEVICES = 3
 # The bytes of an element of each dtype, by XLA's number of the dtype.
@@ -164,6 +164,8 @@ def check_programs(gpu):
         assert cuda_jax.TARGET not in text
     assert over(sharded).tolist() == [0, 2, 4, 6, 8, 10]
     assert gpu.ran() == 0
+    with mock.patch.dict(os.environ, CROSSREDUCE_CUDA_JIT="yes"), pytest.raises(ArgumentError, match="must be 0 or 1"):
+        cuda_jax.reduces_traced.__wrapped__()
     print("calls in programs:", calls)
 
 
