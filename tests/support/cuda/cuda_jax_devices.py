@@ -440,17 +440,9 @@ def check_left(xla):
     return count
 
 
-CHECKS = {"bits": check_bits, "calls": check_calls, "failures": check_failures, "left": check_left}
-
-
-def main(library, peers, *checks):
-    """Run some checks, and print the number that each returns."""
-    xla = start(library, peers)
+if __name__ == "__main__":
+    machine = start(*sys.argv[1:3])
     gc.freeze()  # what exists now is not garbage; to look at all of JAX in each collection takes long
     with jax.enable_x64(True):
-        for what in checks:
-            print(what, CHECKS[what](xla))
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])
+        for what in sys.argv[3:]:
+            print(what, globals()[f"check_{what}"](machine))
