@@ -321,6 +321,7 @@ PyObject *run(Calls &calls, PyObject *op, PyObject *options, PyObject *sources, 
     if (are_checked && !batch.view_arrays(true)) prepared = nullptr;
     if (key && !are_checked) {
         forget_error();
+        if (PyErr_Occurred()) return nullptr; // Ctrl-C
         prepared = batch.view_arrays() ? calls.find(key.object, batch.signature) : nullptr;
     }
     if (prepared != nullptr && (batch.outs.empty() || batch.view_outs(*prepared, are_checked)))
