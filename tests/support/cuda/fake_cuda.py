@@ -110,7 +110,6 @@ class FakeDriver:
         for name, result, *arguments in (  # functions of fake_cuda.cpp, with the types of their results and parameters
             ("reset", None, ctypes.c_int, ctypes.c_char_p, size),
             ("clear", None),
-            ("initialised", None, ctypes.c_int),
             ("fail", None, ctypes.c_char_p, size, ctypes.c_int),
             ("drop", None, ctypes.c_char_p, size),
             ("count", size, ctypes.c_char_p),

@@ -5,7 +5,6 @@
 
 namespace fake {
 
-inline std::map<int, int> attributes;       // of each device
 inline const char *kept(std::string text) { // until this thread's next call
     static thread_local std::string last;
     last = std::move(text);
@@ -36,7 +35,6 @@ CONTROL void fake_reset(int devices, const uint8_t *peers, uint64_t seed) {
     const std::lock_guard<std::recursive_mutex> lock(fake::mutex);
     fake::state = std::make_unique<fake::State>(devices, peers, seed);
     fake::faults.clear();
-    fake::attributes = {{16, 132}, {75, 9}, {76, 0}, {41, 1}};
 }
 // Forget reports, operations, counts, faults and what is read wrongly, but no handles; for an engine that keeps its streams.
 CONTROL void fake_clear() {
@@ -46,16 +44,6 @@ CONTROL void fake_clear() {
     fake::state->corrupted.clear();
     fake::faults.clear();
 }
-CONTROL void fake_initialised(int is) {
-    const std::lock_guard<std::recursive_mutex> lock(fake::mutex);
-    fake::is_initialised = is;
-}
-CONTROL void fake_attribute(int attribute, int value) {
-    const std::lock_guard<std::recursive_mutex> lock(fake::mutex);
-    fake::attributes[attribute] = value;
-}
-CONTROL void fake_label(const char *text) { fake::label = text; } // of what this thread calls from now on
-
 // The n-th call of a function from now on (1: the next one) fails, or succeeds without doing anything.
 CONTROL void fake_fail(const char *name, uint64_t n, int code) {
     const std::lock_guard<std::recursive_mutex> lock(fake::mutex);
@@ -151,7 +139,7 @@ CONTROL int fake_disown(uint64_t address) {
         const fake::Allocation *found = fake::state->memory.find(address);
         if (!found || !found->is_foreign || found->begin != address)
             fake::refuse(fake::INVALID_VALUE, "the address is not known");
-        fake::state->note_host({address, found->nbytes, true}, "freeing", fake::label);
+        fake::state->note_host({address, found->nbytes, true}, "freeing");
         fake::state->execute_all(); // the memory may vanish
         fake::state->shadow.forget(address, found->nbytes);
         fake::state->memory.all().erase(address);
@@ -171,7 +159,7 @@ CONTROL void *fake_stream(int device, unsigned flags) {
 // The host accesses memory.
 CONTROL int fake_host_access(uint64_t address, uint64_t nbytes, int writes) {
     return fake::control("fake_host_access",
-                         [&] { fake::state->note_host({address, nbytes, writes != 0}, "the host", fake::label); });
+                         [&] { fake::state->note_host({address, nbytes, writes != 0}, "the host"); });
 }
 // An operation of a framework in a stream, which may be the default one of a device: it writes given bytes, which are
 // copied, or reads them into memory that the caller keeps until the operation has run.
@@ -188,7 +176,6 @@ CONTROL int fake_queue(void *handle, int device, uint64_t address, void *bytes, 
         fake::Stream &stream = fake::stream_of(handle);
         fake::Work work{};
         work.name = "the framework";
-        work.label = fake::label;
         work.context = stream.context;
         work.device = stream.device;
         work.accesses = {{address, nbytes, writes != 0}};

@@ -51,7 +51,7 @@ struct Refused { // a call fails with a code; `why` goes into the report unless 
 [[noreturn]] inline void refuse(int code, const std::string &why) { throw Refused{code, why}; }
 
 struct Work { // what a launch or copy does, when it is called or each time its graph is launched
-    std::string name, label;
+    std::string name;
     uint64_t context; // whose device runs it
     int device;
     std::string stream;
@@ -70,7 +70,7 @@ struct Operation {
     std::string text(bool writes) const {
         std::string made = work.name + (writes ? " writes" : " reads");
         if (!work.stream.empty()) made += " in " + work.stream;
-        return made + (work.label.empty() ? "" : " (" + work.label + ")");
+        return made;
     }
 };
 using OperationPtr = std::shared_ptr<Operation>;
@@ -272,10 +272,9 @@ struct State {
             report("not ordered: " + each.earlier->text(each.earlier_writes) + ", and " + operation->text(each.writes) +
                    ", " + range_text(each.begin, each.end - each.begin));
     }
-    void note_host(const Access &access, const std::string &name, const std::string &label) {
+    void note_host(const Access &access, const std::string &name) {
         auto operation = std::make_shared<Operation>();
         operation->work.name = name;
-        operation->work.label = label;
         operation->work.accesses = {access};
         operation->epoch = {0, ++host_clock[0]};
         operation->is_done = true;
@@ -379,7 +378,7 @@ struct State {
                 why = "is on device " + std::to_string(found->device) + ", which did not map it for its peers";
             }
             if (why.empty()) continue;
-            report(work.name + " in " + work.stream + (work.label.empty() ? "" : " (" + work.label + ")") +
+            report(work.name + " in " + work.stream +
                    ": what it " + (each.writes ? "writes, " : "reads, ") + range_text(each.begin, each.nbytes) + ", " +
                    why);
             context.failed = ILLEGAL_ADDRESS;

@@ -17,6 +17,7 @@ from importlib import resources
 from typing import Any, Final
 
 from ...errors import ArgumentError, BackendError, DriverError, ReductionError, shown
+from .kernels import copy_kernel
 
 _LOG: Final = logging.getLogger("crossreduce")
 _NO_CODE: Final = frozenset({200, 209, 218, 220, 221, 222, 223})  # CUDA's codes for images that it cannot use
@@ -44,11 +45,8 @@ def unusable() -> str:
     Raises:
       ArgumentError: the variable ``CROSSREDUCE_CUDA`` is neither 0 nor 1.
     """
-    wanted = os.environ.get("CROSSREDUCE_CUDA", "1")
-    if wanted not in ("0", "1"):
-        problem = "CROSSREDUCE_CUDA must be 0 or 1."
-        raise ArgumentError.of(problem, shown(wanted), "CROSSREDUCE_CUDA=0 to use the frameworks' own operations")
-    why = "CROSSREDUCE_CUDA is 0" if wanted == "0" else _why_missing()
+    is_on = _is_on("CROSSREDUCE_CUDA", "to use the frameworks' own operations")
+    why = _why_missing() if is_on else "CROSSREDUCE_CUDA is 0"
     if why:
         _LOG.info("the CUDA kernels are not used (%s); the frameworks' own operations reduce arrays on GPUs", why)
     return why
@@ -61,11 +59,15 @@ def allows_peers() -> bool:
     Raises:
       ArgumentError: the variable ``CROSSREDUCE_P2P`` is neither 0 nor 1.
     """
-    wanted = os.environ.get("CROSSREDUCE_P2P", "1")
-    if wanted not in ("0", "1"):
-        remedy = "CROSSREDUCE_P2P=0 to let the driver copy between devices"
-        raise ArgumentError.of("CROSSREDUCE_P2P must be 0 or 1.", shown(wanted), remedy)
-    return wanted == "1"
+    return _is_on("CROSSREDUCE_P2P", "to let the driver copy between devices")
+
+
+def _is_on(variable: str, purpose: str) -> bool:
+    """Return whether a variable is 1, as by default. Raise an ``ArgumentError`` if it is not 0 either."""
+    value = os.environ.get(variable, "1")
+    if value not in ("0", "1"):
+        raise ArgumentError.of(f"{variable} must be 0 or 1.", shown(value), f"{variable}=0 {purpose}")
+    return value == "1"
 
 
 def check_peer_reads(numbers: Sequence[int]) -> list[tuple[int, int]]:
@@ -78,17 +80,18 @@ def check_peer_reads(numbers: Sequence[int]) -> list[tuple[int, int]]:
       BackendError: there are no kernels for one of the devices.
       DriverError: the driver failed, for example since a read was refused; then no device can be used any more.
     """
-    from .encoding import plan_of
-    from .kernels import copy_kernel
-    from .streams import Launch, Operation, Operations, Part
-
-    failing = []
-    kernel, order = copy_kernel("uint32"), (0, 0, 0, 0)
+    failing, kernel, words = [], copy_kernel("uint32"), _CHECKED_NBYTES // 4
     for reader in numbers if allows_peers() else ():
         load_kernels(reader)
-        parts = (Part(_CHECKED_NBYTES // kernel.nbytes[0], 0, ((0, 0), (1, 0))),)
-        operation = Operation(Launch(0, kernel, 1, 1, (order,), parts), 0, (), False)
-        plan = plan_of(Operations((reader,), ((0, None),), (0,), (operation,), (), (), ()))
+        launch = {
+            "device": 0, "kernel": kernel.name, "large": False, "sources": 1, "results": 1, "stack": 1, "divisor": 1.0,
+            "kind": kernel.kind, "values": kernel.values, "units": kernel.units, "unit_nbytes": (4, 4),
+            "orders": [(0, 0, 0, 0)], "parts": [(words, 0, ((0, 0), (1, 0)))],
+        }  # fmt: skip
+        plan = native().Plan(
+            devices=(reader,), streams=[(0, -1)], scratch=(0,), operations=[(launch, None, 0, (), -1)], begins=(),
+            ends=(), resumes=(), reads_peers=False,
+        )  # fmt: skip
         for owner in numbers:
             if owner == reader or not native().enable_peer(reader, owner):
                 continue

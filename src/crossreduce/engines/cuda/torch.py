@@ -1,9 +1,9 @@
 """The memory of PyTorch tensors on CUDA devices.
 
-New results of one replica share a block of memory: to allocate each, as ``torch.empty`` does, takes longer on the host than
-everything else. Each is a tensor of its own, not a view of others: they share no version and no place in autograd. The
-memory is that of torch's allocator, so that ``record_stream`` works. Deterministic mode does not fill it: all of it is
-written.
+New results of one replica share a block of memory: to allocate each, as ``torch.empty`` does, takes longer on the
+host than everything else. Each is a tensor of its own, not a view of others: they share no version and no place in
+autograd. The memory is that of torch's allocator, so that ``record_stream`` works. Deterministic mode does not fill it:
+all of it is written.
 """
 
 from __future__ import annotations

@@ -317,6 +317,7 @@ PyObject *add(PyObject *self, PyObject *args) {
         prepared->arrays = batch.arrays.size();
         if (prepared->runs[0].plan != nullptr && !add_checks(*prepared, batch, results, with_out != 0, kept.object))
             return nullptr;
+        if (prepared->checks != nullptr) calls.has_checks = true;
         prepared->kept = PyList_AsTuple(kept.object);
         if (prepared->kept == nullptr || !calls.add(key.object, prepared)) return nullptr;
         if (is_default) { // the same call without devices: the signature says on which devices its arrays are

@@ -316,11 +316,12 @@ PyObject *read_op(PyObject *op) {
 PyObject *run(Calls &calls, PyObject *op, PyObject *options, PyObject *sources, PyObject *destinations, Batch &batch) {
     op = read_op(op);
     Ref key(op != nullptr && !batch.arrays.empty() ? key_of(op, options, sources, destinations, !batch.outs.empty()) : nullptr);
-    std::shared_ptr<Prepared> prepared(key ? calls.latest(key.object) : nullptr);
+    std::shared_ptr<Prepared> prepared(key && calls.has_checks ? calls.latest(key.object) : nullptr);
     const bool are_checked = prepared != nullptr && batch.are_those_of(*prepared);
     if (are_checked && !batch.view_arrays(true)) prepared = nullptr;
     if (key && !are_checked) {
         forget_error();
+        if (PyErr_Occurred()) return nullptr; // Ctrl-C
         prepared = batch.view_arrays() ? calls.find(key.object, batch.signature) : nullptr;
     }
     if (prepared != nullptr && (batch.outs.empty() || batch.view_outs(*prepared, are_checked)))

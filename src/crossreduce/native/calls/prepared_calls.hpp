@@ -1,6 +1,7 @@
 // Prepared calls: their parts, and how a call is recognised and run.
 #pragma once
 
+#include <atomic>
 #include <memory>
 #include <mutex>
 #include <unordered_map>
@@ -38,7 +39,8 @@ struct Prepared {
 // The calls that one op has prepared.
 class Calls {
   public:
-    PyObject *tables = nullptr; // by key (see `key_of`): the number of a map
+    PyObject *tables = nullptr;           // by key (see `key_of`): the number of a map
+    std::atomic<bool> has_checks{false}; // whether a call has `Prepared::checks`
 
     ~Calls() { Py_XDECREF(tables); }
     // Return a prepared call, or null. An error may be set: the key cannot be hashed.
