@@ -39,9 +39,11 @@ class TorchDeviceMemory(DeviceMemory):
         return int(array.data_ptr())
 
     def allocate(self, shape: tuple[int, ...], dtype: str, device: int) -> Array:
-        return self.allocate_all([shape], dtype, [device])[0][0]
+        return torch.empty(shape, dtype=DTYPES_BY_NAME[dtype], device=self._device(device))
 
     def allocate_all(self, shapes: Sequence[tuple[int, ...]], dtype: str, devices: Sequence[int]) -> list[list[Array]]:
+        if len(shapes) == 1 and not torch.are_deterministic_algorithms_enabled():
+            return super().allocate_all(shapes, dtype, devices)
         kind = DTYPES_BY_NAME[dtype]
         steps = [-(-math.prod(shape) * kind.itemsize // _ALIGNMENT) * _ALIGNMENT for shape in shapes]
         blocks, rows, at = [self.block(kind, sum(steps), device) for device in devices], [], 0
