@@ -61,9 +61,14 @@ class StandInMemory(torch_memory.TorchDeviceMemory):
                     self.put(x, device)
         return found
 
+    def allocate(self, shape: tuple[int, ...], dtype: str, device: int) -> torch.Tensor:
+        made = super().allocate(shape, dtype, device)
+        return made if self.fake is None else self.put(made, device)
+
     def block(self, dtype: torch.dtype, nbytes: int, device: int) -> torch.Tensor:
         self.blocks += 1
-        return self.put(super().block(dtype, nbytes, device), device)
+        made = super().block(dtype, nbytes, device)
+        return made if self.fake is None else self.put(made, device)
 
     def scratch(self, nbytes: int, device: int) -> tuple[Any, int]:
         made = self.block(torch.uint8, nbytes, device)

@@ -39,9 +39,11 @@ class TorchDeviceMemory(DeviceMemory):
         return int(array.data_ptr())
 
     def allocate(self, shape: tuple[int, ...], dtype: str, device: int) -> Array:
-        return self.allocate_all([shape], dtype, [device])[0][0]
+        return torch.empty(shape, dtype=DTYPES_BY_NAME[dtype], device=self._device(device))
 
     def allocate_all(self, shapes: Sequence[tuple[int, ...]], dtype: str, devices: Sequence[int]) -> list[list[Array]]:
+        if len(shapes) == 1 and not torch.are_deterministic_algorithms_enabled():
+            return super().allocate_all(shapes, dtype, devices)
         kind = DTYPES_BY_NAME[dtype]
         steps = [-(-math.prod(shape) * kind.itemsize // _ALIGNMENT) * _ALIGNMENT for shape in shapes]
         blocks, rows, at = [self.block(kind, sum(steps), device) for device in devices], [], 0
@@ -92,7 +94,12 @@ def _checker(*tensors: Array) -> Any:
     """Return a function that returns whether other tensors have these classes, sizes, strides, dtypes and devices.
 
     It also compares all that torch's dispatcher looks at: negation, conjugation, gradients, modes, inference tensors.
+    Return ``None`` if this version of torch has no such function.
     """
+    return _unchecked_checker(*tensors) if _is_checker_right() else None
+
+
+def _unchecked_checker(*tensors: Array) -> Any:
     sizes: list[Any] = [list(x.shape) for x in tensors]
     strides: list[Any] = [list(x.stride()) for x in tensors]
     return guards.TensorGuards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides).check
@@ -101,15 +108,16 @@ def _checker(*tensors: Array) -> Any:
 @cache
 def _is_checker_right() -> bool:
     """Return whether ``_checker`` detects what this library relies on. It uses a class that torch does not document."""
-    with torch.inference_mode():
-        inference = torch.ones(2, 3)
-    x = torch.ones(2, 3)
-    others = [x.double(), x[:, :1], x.t(), x[0], torch._neg_view(x), torch.nn.Parameter(x), inference, x.to("meta")]
-    others += [x.clone().requires_grad_(), x.expand(4, 2, 3)[0].t(), x.new_ones(3, 3)]
     try:
-        check, complex_check = _checker(x), _checker(x.cfloat())
-        right = check(x.clone()) and not any(map(check, others))
-        return bool(right and complex_check(x.cfloat()) and not complex_check(x.cfloat().conj()))
+        with torch.inference_mode():
+            inference = torch.ones(2, 3)
+        with torch.inference_mode(False), torch.enable_grad():
+            x = torch.ones(2, 3)
+            others = [x.double(), x[:, :1], x.t(), x[0], torch._neg_view(x), torch.nn.Parameter(x), x.to("meta")]
+            others += [x.clone().requires_grad_(), x.expand(4, 2, 3)[0].t(), x.new_ones(3, 3), inference]
+            check, check_complex = _unchecked_checker(x), _unchecked_checker(x.cfloat())
+            right = check(x.clone()) and not any(map(check, others))
+            return bool(right and check_complex(x.cfloat()) and not check_complex(x.cfloat().conj()))
     except Exception:  # noqa: BLE001 -- another version of torch may raise any class
         return False
 
@@ -120,8 +128,7 @@ def use_in_compiled_code(memory: TorchDeviceMemory) -> None:
     if (module := compiled_module()) is not None:
         is_filled = torch._C._get_deterministic_algorithms  # then it fills new memory, unless the user sets otherwise
         block = lambda like, nbytes: memory.block(like.dtype, nbytes, memory.device(like))  # noqa: E731
-        checker = _checker if _is_checker_right() else None
-        module.use_torch_devices(is_filled, block, _reinterpret_tensor, memory.scratch, checker)
+        module.use_torch_devices(is_filled, block, _reinterpret_tensor, memory.scratch, _checker)
 
 
 MEMORY: Final = TorchDeviceMemory()

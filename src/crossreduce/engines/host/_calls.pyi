@@ -37,7 +37,7 @@ def use_torch_devices(
     block: Callable[[Any, int], Any],
     reinterpret: Callable[[Any, Any, Any, int], Any],
     scratch: Callable[[int, int], tuple[Any, int]],
-    checker: Callable[..., Any] | None,
+    checker: Callable[..., Any],
     /,
 ) -> None: ...
 def use_torch(

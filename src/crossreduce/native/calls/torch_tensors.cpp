@@ -51,7 +51,7 @@ const ExchangeApi *api = nullptr;
 PyTypeObject *tensor_type = nullptr;
 PyObject *is_transformed = nullptr, *mark_dirty = nullptr, *empty_like = nullptr;
 // On CUDA devices: is_filled(); block(like, nbytes); reinterpret(block, sizes, strides, offset); scratch(nbytes, device), which
-// returns an owner and an address; and checker(*tensors), or None. Null: not set.
+// returns an owner and an address; and checker(*tensors), which may return None. Null: not set.
 PyObject *is_filled = nullptr, *new_block = nullptr, *reinterpret = nullptr, *new_scratch = nullptr, *new_checker = nullptr;
 PyObject *requires_grad = nullptr;                                         // the name of an attribute
 PyObject *is_neg = nullptr, *is_conj = nullptr, *is_inference = nullptr; // methods of the class, called with a tensor
@@ -113,10 +113,12 @@ class TorchAccess final : public ArrayAccess {
     }
 
     PyObject *checker(PyObject *arrays) const override {
-        if (new_checker == nullptr || new_checker == Py_None) return nullptr;
-        PyObject *made = PyObject_CallObject(new_checker, arrays);
-        if (made == nullptr) PyErr_Clear();
-        return made;
+        if (new_checker == nullptr) return nullptr;
+        Ref made(PyObject_CallObject(new_checker, arrays));
+        if (!made) PyErr_Clear();
+        if (!made || made.object == Py_None) return nullptr;
+        Py_INCREF(made.object);
+        return made.object;
     }
 
     PyObject *make(const ArrayView &like, int64_t dtype, size_t itemsize, char **data) const override {

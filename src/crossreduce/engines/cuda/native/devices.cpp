@@ -1,6 +1,7 @@
 #include "devices.hpp"
 
 #include <algorithm>
+#include <array>
 
 namespace {
 
@@ -153,16 +154,15 @@ bool are_peer_readable(const std::vector<uint64_t> &addresses, const std::vector
     const Driver &call = opened();
     ContextGuard context;
     context.use(*owners[0]);
-    // The allocations of this call, by their ends. Nothing is kept for later ones: an address may then be of other memory.
-    std::map<uint64_t, uint64_t> readable;
+    // Allocations of this call, by an address in units of 2 MiB. Nothing is kept for later ones: an address may then be of
+    // other memory.
+    std::array<std::pair<uint64_t, uint64_t>, 1024> readable{}; // starts and sizes
     for (const uint64_t address : addresses) {
-        if (address == 0) continue;
-        if (const auto found = readable.upper_bound(address); found != readable.end() && found->second <= address) continue;
+        auto &[start, nbytes] = readable[(address >> 21) % readable.size()];
+        if (address == 0 || address - start < nbytes) continue;
         CUcontext owner = nullptr;
         void *pool = nullptr;
         unsigned type = 0, is_managed = 0, is_legacy = 0; // the driver writes an int or a bool, of which these are larger
-        CUdeviceptr start = 0;
-        size_t nbytes = 0;
         int attributes[] = {POINTER_CONTEXT,     POINTER_MEMORY_TYPE, POINTER_IS_MANAGED, POINTER_IS_LEGACY_IPC_CAPABLE,
                             POINTER_RANGE_START, POINTER_RANGE_SIZE,  POINTER_MEMPOOL};
         void *values[] = {&owner, &type, &is_managed, &is_legacy, &start, &nbytes, &pool};
@@ -171,7 +171,6 @@ bool are_peer_readable(const std::vector<uint64_t> &addresses, const std::vector
         if (type != MEMORY_TYPE_DEVICE || is_managed || !is_legacy || pool != nullptr ||
             std::none_of(owners.begin(), owners.end(), owns))
             return false;
-        readable[start + nbytes] = start;
     }
     return true;
 }
