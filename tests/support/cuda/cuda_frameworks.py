@@ -15,6 +15,7 @@ from pathlib import Path
 from unittest import mock
 
 import numpy as np
+import pytest
 from fake_cuda import MAPPED, PLAIN, FakeDriver
 from paths import SUPPORT
 
@@ -114,7 +115,7 @@ def torch_peers(fake, memory):
     sizes = [size for size in SIZES if 0 not in size]  # host memory of no bytes is on no device
     for kind, into in product((PLAIN, MAPPED), ("new", "out", "in place")):
         ops = cr.AllReduceCrossDeviceOps("direct")
-        for turn in ("first", "later", "other kind", "negated", "gradient", "filled"):
+        for turn in ("first", "later", "other kind", "negated", "gradient", "freed", "filled"):
             is_readable = (kind == PLAIN) is (turn != "other kind")
             memory.kind = PLAIN if is_readable else MAPPED
             rows = [[np.asarray(draw.standard_normal(size)).astype("float32") for size in sizes] for _ in devices]
@@ -125,6 +126,15 @@ def torch_peers(fake, memory):
             tensors[2][3].requires_grad_(turn == "gradient" and into == "new")
             out = [[memory.put(torch.full_like(x, 77), k) for x in row] for k, row in enumerate(tensors)]
             out = {"new": None, "out": out, "in place": tensors}[into]
+            if turn == "freed":  # a part of memory that was freed
+                lost = torch.empty(9 + tensors[1][3].numel())
+                tensors[1][3] = lost[9:].view(tensors[1][3].shape)
+                lost.untyped_storage().resize_(0)
+                memory.devices[0] = 1
+                with pytest.raises(cr.UnsupportedError, match="was freed"):
+                    cr.all_reduce(tensors, "sum", cross_device_ops=ops, out=None if into == "new" else out)
+                memory.release()
+                continue
             fake.clear()
             before = memory.blocks
             torch.use_deterministic_algorithms(turn == "filled")  # then torch fills what it allocates

@@ -77,7 +77,7 @@ class TorchDeviceMemory(DeviceMemory):
 
     def writable_outputs(self, arrays: Sequence[Sequence[Array]], devices: Sequence[int]) -> list[list[int]]:
         if not _are_on(arrays, devices) or not all(
-            x.is_contiguous() and not is_frozen(x) for row in arrays for x in row
+            x.is_contiguous() and not is_frozen(x) and not has_no_memory(x) for row in arrays for x in row
         ):
             raise BufferError("a tensor cannot be written into")
         return [[x.data_ptr() for x in row] for row in arrays]

@@ -343,8 +343,11 @@ def is_frozen(x: Array) -> bool:
 
 
 def has_no_memory(x: Array) -> bool:
-    """Return whether a tensor has elements but no memory, such as a fake tensor or lazily allocated zeros."""
-    return bool(x.numel()) and x.data_ptr() == 0
+    """Return whether a tensor has elements but no memory, such as a fake tensor or lazily allocated zeros.
+
+    The address of a part of a storage whose memory was freed is the part's offset.
+    """
+    return bool(x.data_ptr() == x.storage_offset() * x.element_size() and x.numel())
 
 
 def _increment_version_of_each(tensors: Sequence[Array]) -> None:

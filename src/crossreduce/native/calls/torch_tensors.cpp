@@ -62,6 +62,13 @@ struct Block { // a result's memory and its description; both are freed with the
     int64_t sizes[2 * MAX_AXES]; // and strides
 };
 
+// Whether a tensor with elements seems to have no memory. The address of a part of a storage whose memory was freed is the
+// part's offset; memory of the host or of a CUDA device is never at addresses that are so low.
+bool lacks_memory(const DLTensor &tensor) {
+    const auto lowest = uint64_t{1} << (tensor.device.type == CPU ? 22 : 32);
+    return reinterpret_cast<uint64_t>(tensor.data) + tensor.byte_offset < lowest;
+}
+
 void describe(const DLTensor &from, ArrayView &to) {
     to = {static_cast<char *>(from.data) + from.byte_offset, from.shape, from.ndim, from.dtype.code | from.dtype.bits << 8,
           from.device.type == cuda_type ? from.device.id : HOST};
@@ -98,7 +105,7 @@ class TorchAccess final : public ArrayAccess {
             empty = empty || found.shape[axis] == 0;
             step *= found.shape[axis];
         }
-        if (!(contiguous || empty) || (found.data == nullptr && !empty)) return false;
+        if (!(contiguous || empty) || (!empty && lacks_memory(found))) return false;
         if (!is_false(is_neg, object) || (found.dtype.code == COMPLEX && !is_false(is_conj, object))) return false;
         if (written && !is_false(is_inference, object)) return false;
         describe(found, to);
@@ -109,7 +116,7 @@ class TorchAccess final : public ArrayAccess {
         DLTensor found;
         if (api->view(object, &found) != 0) return false;
         describe(found, to);
-        return true;
+        return !lacks_memory(found) || std::count(found.shape, found.shape + found.ndim, 0) > 0;
     }
 
     PyObject *checker(PyObject *arrays) const override {
