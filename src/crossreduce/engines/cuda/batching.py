@@ -15,10 +15,9 @@ from ...ops import Numbers
 from ...packing import itemsize
 from ..base import Layout
 from .fusion import ChunkSteps, DeviceStep, Order, chunk_steps
-from .kernels import KernelKind, copy_kernel, reduce_kernel
+from .kernels import VECTOR_NBYTES, KernelKind, copy_kernel, reduce_kernel
 from .streams import Copy, Launch, Operation, Operations, Part, Place, StreamOrder
 
-VECTOR_NBYTES: Final = 16
 _PIECE_ELEMENTS: Final = 128  # pieces begin at multiples of it, so that their vectors are aligned
 _ALIGNMENT: Final = 256  # the alignment of temporary values, in bytes
 _PIECE_NBYTES: Final = 1 << 16  # the size of the smallest piece: a launch is assumed to take as long as moving it

@@ -16,6 +16,7 @@ from importlib import resources
 from typing import Any, Final
 
 from ...errors import ArgumentError, BackendError, DriverError, ReductionError, shown
+from .kernels import PTX_DRIVER, chosen_code
 
 _LOG: Final = logging.getLogger("crossreduce")
 _NO_CODE: Final = frozenset({200, 209, 218, 220, 221, 222, 223})  # CUDA's codes for images that it cannot use
@@ -62,12 +63,12 @@ def _why_missing() -> str:
 
 def devices() -> list[str]:
     """Return one line of text per device of the driver: its name, its capability, and the code that runs on it."""
-    lines, names = [], list(_packed()[0])
+    lines = []
     for number in range(native().device_count()):
         try:
             description = native().describe(number)
             capability = description["capability"]
-            code = chosen_code(capability, names)
+            code = chosen_code(capability, description["driver"])
         except ReductionError as error:
             lines.append(f"cuda:{number} cannot be used: {' '.join(str(error).split())}")
         else:
@@ -86,12 +87,13 @@ def load_kernels(device: int) -> None:
     """Load the kernels on a device, unless they are loaded already.
 
     Raises:
-      BackendError: ``kernels.bin`` has no machine code for this device.
+      BackendError: ``kernels.bin`` has no code for this device, or none that its driver can load.
       DriverError: the driver failed.
     """
     module = native()
     if not module.is_loaded(device):
-        module.load(device, _code(module.describe(device)["capability"]))
+        description = module.describe(device)
+        module.load(device, _code(description["capability"], description["driver"]))
 
 
 @cache
@@ -112,11 +114,10 @@ def lacks_kernels(device: int) -> str:
 
 
 @cache
-def _code(capability: int) -> bytes:
-    """Return the machine code or the PTX for a capability, such as 90 for 9.0, with a zero byte at the end."""
+def _code(capability: int, driver: int = PTX_DRIVER) -> bytes:
+    """Return the machine code or the PTX for ``chosen_code``'s arguments, with a zero byte at the end."""
     sizes, codes = _packed()
-    names = list(sizes)
-    name = chosen_code(capability, names)
+    names, name = list(sizes), chosen_code(capability, driver)
     start = sum(sizes[earlier] for earlier in names[: names.index(name)])
     return lzma.decompress(codes[start : start + sizes[name]]) + b"\0"
 
@@ -126,29 +127,6 @@ def _packed() -> tuple[dict[str, int], bytes]:
     data = (resources.files(__package__) / "kernels.bin").read_bytes()
     first, rest = data.split(b"\n", 1)
     return json.loads(first)["code"], rest
-
-
-def chosen_code(capability: int, names: list[str]) -> str:
-    """Return the name of the code for a capability: machine code of the same major version, or else PTX.
-
-    Raises:
-      BackendError: no code runs on such devices.
-
-    >>> names = ["sm_80", "sm_90", "compute_90"]
-    >>> [chosen_code(capability, names) for capability in (86, 90, 130)]
-    ['sm_80', 'sm_90', 'compute_90']
-    """
-    numbers = {name: int(name.split("_")[1]) for name in names}
-    fitting = [
-        (name.startswith("sm_"), number, name)
-        for name, number in numbers.items()
-        if number <= capability and (name.startswith("compute_") or number // 10 == capability // 10)
-    ]
-    if not fitting:
-        problem = "there are no CUDA kernels for this device."
-        given = f"compute capability {capability // 10}.{capability % 10}"
-        raise BackendError.of(problem, given, f"a device of capability {min(numbers.values()) / 10:.1f} or higher")
-    return max(fitting)[2]
 
 
 def _error(call: str, device: int, code: int, name: str, text: str) -> DriverError:
