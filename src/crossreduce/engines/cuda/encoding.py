@@ -48,9 +48,7 @@ def split_launch(launch: Launch, accepts_large: bool) -> Sequence[Any]:
     large = accepts_large and kernel.has_large and all_nbytes > SMALL_NBYTES
     room = LARGE_NBYTES if large else SMALL_NBYTES
     groups: list[tuple[dict[int, int], list[Any]]] = []  # for each launch the new numbers of its orders, and its parts
-    # Parts of one device's memory are consecutive. They are dealt out, so that each launch reads from all devices.
-    deal = -(-all_nbytes // room)
-    for part in (part for first in range(deal) for part in launch.parts[first::deal]):
+    for part in launch.parts:
         orders, parts = groups[-1] if groups else ({}, [])
         needed = len(orders) + (part.order not in orders)
         if not groups or HEADER_NBYTES + ORDER_NBYTES * needed + part_nbytes * (len(parts) + 1) > room:
