@@ -24,7 +24,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from ... import Bound, Plan
-from ...errors import ArgumentError, BackendError
+from ...errors import ArgumentError, BackendError, printable
 from ...export.files import real_path
 from ...planning.explain import limited_by
 from ...progress import watched
@@ -246,11 +246,6 @@ def print_files(*paths: Path | None) -> None:
     for path in paths:
         if path is not None:
             print_lines([f"{printable(str(path))}: open it in a browser"])
-
-
-def printable(text: str) -> str:
-    """Return text without control characters, which a terminal would execute."""
-    return "".join(char if char.isprintable() else "?" for char in text)
 
 
 def terminal(**options: Any) -> Console:
