@@ -6,8 +6,8 @@ import os
 import secrets
 import stat
 import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO, Final
 
@@ -33,6 +33,15 @@ def open_regular(path: Path) -> BinaryIO:
         os.close(fd)
         raise ValueError("it is not a regular file")
     return os.fdopen(fd, "rb")
+
+
+def statuses(paths: Iterable[Path]) -> dict[Path, os.stat_result]:
+    """Return the status of each file, or of the link itself. Files that were deleted meanwhile are left out."""
+    found = {}
+    for path in paths:
+        with suppress(FileNotFoundError):
+            found[path] = path.lstat()
+    return found
 
 
 @contextmanager

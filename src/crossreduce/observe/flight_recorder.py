@@ -30,7 +30,7 @@ from types import UnionType
 from typing import Any, Final, NamedTuple, get_args, get_origin, get_type_hints
 
 from ..errors import message
-from .files import numbers, open_regular, temporary_file
+from .files import numbers, open_regular, statuses, temporary_file
 
 _LOG: Final = logging.getLogger("crossreduce")
 _FORMAT: Final = "crossreduce dump"
@@ -166,16 +166,16 @@ def read(directory: Path) -> Found:
     entries: list[tuple[Dump, Path, tuple[int, ...]]] = []
     problems = []
     try:
-        statuses = {path: path.lstat() for path in directory.iterdir() if _FILE.fullmatch(path.name)}
+        found = statuses(path for path in directory.iterdir() if _FILE.fullmatch(path.name))
     except OSError as error:
         return Found((), (f"{directory} cannot be read: {error.strerror}.",))
-    newest_first = sorted(statuses, key=lambda path: (-statuses[path].st_mtime_ns, path))
-    nbytes = (statuses[path].st_size for path in newest_first)
+    newest_first = sorted(found, key=lambda path: (-found[path].st_mtime_ns, path))
+    nbytes = (found[path].st_size for path in newest_first)
     totals = accumulate(_PER_FILE + (size if size <= _LARGEST else 0) for size in nbytes)
     paths = [path for path, total in zip(newest_first, totals, strict=True) if total <= _MOST_READ]
-    if len(paths) < len(statuses):
+    if len(paths) < len(found):
         limit = f"{_MOST_READ >> 20} MiB of a directory are read at most"
-        problems.append(f"the oldest {len(statuses) - len(paths)} of {len(statuses)} dumps are left out: {limit}.")
+        problems.append(f"the oldest {len(found) - len(paths)} of {len(found)} dumps are left out: {limit}.")
     for path in sorted(paths):
         try:
             dump, described = _parsed_dump(_content(path))

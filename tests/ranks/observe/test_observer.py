@@ -136,7 +136,7 @@ def test_the_name_of_a_process_may_be_no_text():
     """The state of a process is found also if its name is cut within a character, as Linux does after 15 bytes."""
 
     def rank(_):
-        Path("/proc/self/comm").write_bytes("fünfzehn Zeichü".encode()[:15])
+        Path("/proc/self/comm").write_bytes("fünfzehn Zeicü".encode()[:15])
         return is_stopped(os.getpid())
 
     assert ranks(1, rank) == [False]

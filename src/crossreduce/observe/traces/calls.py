@@ -16,7 +16,7 @@ from ...errors import ArgumentError, ReductionError
 from ...ops import OF_ALL_RANKS
 from ...packing import itemsize
 from ...topology import Topology
-from ..files import open_regular
+from ..files import open_regular, statuses
 from ..liveness import LEFT
 from .format import (
     FILE,
@@ -164,11 +164,12 @@ def _topologies(paths: Iterable[Path], notes: list[str]) -> dict[str, list[tuple
     """Return for the token of each group its topologies. Append a note for each file that cannot be read."""
     topologies: dict[str, list[tuple[int, Topology]]] = {}
     matches = {path: match for path in paths if (match := TOPOLOGY.fullmatch(path.name)) is not None}
-    shares = _shares({path: path.lstat().st_size for path in matches}, _TOPOLOGY_NBYTES)
-    for path, match in matches.items():
+    sizes = {path: status.st_size for path, status in statuses(matches).items()}
+    for path, share in sorted(_shares(sizes, _TOPOLOGY_NBYTES).items()):
+        match = matches[path]
         try:
             with open_regular(path) as file:  # JSON that is too large is cut, and so malformed
-                topology = Topology.from_json(file.read(shares[path]).decode())
+                topology = Topology.from_json(file.read(share).decode())
         except (OSError, ValueError, ReductionError, RecursionError) as error:
             notes.append(f"{path.name} cannot be read: {error}.")
             continue
