@@ -94,7 +94,7 @@ def test_a_withdrawn_message_is_not_written(reads):
 
 @pytest.mark.parametrize("length", [100, 1 << 20, 2**32 - 1])
 def test_a_length_that_no_rank_has_written_is_not_used(length):
-    """If the memory has a record that is longer than what was written, nothing beyond is read, and no message arrives."""
+    """If a record is longer than what was written, nothing beyond it is read, and no message arrives."""
     native, data, got = kernels.native(), Memory(8, 3), Memory(8, 1)
     fd = os.memfd_create("test")
     os.ftruncate(fd, nbytes := native.Mailboxes.nbytes(2))
