@@ -44,6 +44,13 @@ def statuses(paths: Iterable[Path]) -> dict[Path, os.stat_result]:
     return found
 
 
+def owners_note(found: Iterable[os.stat_result]) -> list[str]:
+    """Return a note if files belong to several users: one of them may have forged what another one seems to report."""
+    owners = sorted({status.st_uid for status in found})
+    users = ", ".join(map(str, owners[:8])) + ", ..." * (len(owners) > 8)
+    return [f"the files belong to several users ({users}), so some may be forged."] if len(owners) > 1 else []
+
+
 @contextmanager
 def temporary_file(directory: Path, prefix: str, content: str) -> Iterator[Path]:
     """Yield a new file with this content that only this user can read. Delete it afterwards, unless it was renamed."""

@@ -30,7 +30,7 @@ from types import UnionType
 from typing import Any, Final, NamedTuple, get_args, get_origin, get_type_hints
 
 from ..errors import message
-from .files import numbers, open_regular, statuses, temporary_file
+from .files import numbers, open_regular, owners_note, statuses, temporary_file
 
 _LOG: Final = logging.getLogger("crossreduce")
 _FORMAT: Final = "crossreduce dump"
@@ -169,6 +169,7 @@ def read(directory: Path) -> Found:
         found = statuses(path for path in directory.iterdir() if _FILE.fullmatch(path.name))
     except OSError as error:
         return Found((), (f"{directory} cannot be read: {error.strerror}.",))
+    problems += owners_note(found.values())
     newest_first = sorted(found, key=lambda path: (-found[path].st_mtime_ns, path))
     nbytes = (found[path].st_size for path in newest_first)
     totals = accumulate(_PER_FILE + (size if size <= _LARGEST else 0) for size in nbytes)

@@ -182,6 +182,18 @@ def test_links_and_fifos_in_a_shared_directory(dump_directory, monkeypatch, has_
     assert sum(problem.endswith("it is not a regular file.") for problem in found.problems) == 2
 
 
+def test_dumps_of_several_users_are_noted(dump_directory, monkeypatch):
+    """In a directory in which others may write, a dump of another user may be forged. So a problem says so."""
+    paths, lstat = [flight_recorder.write(new_dump(rank, history(rank, 3))) for rank in range(2)], Path.lstat
+    fields = [*paths[1].lstat()]
+    fields[4] += 1  # the owner
+    other = os.stat_result(fields, {"st_mtime_ns": 0})
+    monkeypatch.setattr(Path, "lstat", lambda path: other if path == paths[1] else lstat(path))
+    dumps, (problem,) = flight_recorder.read(dump_directory)
+    assert [dump.rank for dump in dumps] == [0, 1]
+    assert problem == f"the files belong to several users ({fields[4] - 1}, {fields[4]}), so some may be forged."
+
+
 def test_a_rank_killed_while_it_writes_leaves_no_partial_dump(dump_directory, monkeypatch):
     """A file gets the name of a dump only when it is complete."""
     link, linked = Path.hardlink_to, []

@@ -16,7 +16,7 @@ from ...errors import ArgumentError, ReductionError
 from ...ops import OF_ALL_RANKS
 from ...packing import itemsize
 from ...topology import Topology
-from ..files import open_regular, statuses
+from ..files import open_regular, owners_note, statuses
 from ..liveness import LEFT
 from .format import (
     FILE,
@@ -124,7 +124,8 @@ def read_directory(directory: Path) -> FoundTraces:
         paths = sorted(directory.iterdir())
     except OSError as error:
         raise ArgumentError.of(f"{directory} cannot be read.", error.strerror or str(error), remedy) from error
-    contents, notes = [], []
+    contents: list[TraceContent] = []
+    notes = owners_note(statuses(path for path in paths if FILE.fullmatch(path.name)).values())
     shares = _shares({path: needed_nbytes(path) for path in paths if FILE.fullmatch(path.name)}, MOST_READ)
     for path in sorted(shares):
         try:
