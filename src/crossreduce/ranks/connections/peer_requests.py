@@ -243,7 +243,7 @@ class Peer:
             limit_s = left_s if address == self.known else min(left_s, timeout_s / 4)  # others may be unreachable
             try:
                 with socket.create_connection((address, self.place.port), limit_s) as connection:
-                    answer = self._ask_at(connection, token, request, deadline)
+                    answer = self._ask_at(connection, token, request, deadline, is_direct=True)
                     if "kept" in answer and self.keep is not None:
                         self.keep(connection.dup())
             except ConnectionRefusedError:
@@ -282,10 +282,16 @@ class Peer:
         return answer
 
     def _ask_at(
-        self, connection: socket.socket, token: str, request: dict[str, Json], deadline: float
+        self,
+        connection: socket.socket,
+        token: str,
+        request: dict[str, Json],
+        deadline: float,
+        *,
+        is_direct: bool = False,
     ) -> dict[str, Json]:
         """Send a request over a connection, and return the answer."""
-        channel = open_channel(connection, bytes.fromhex(self.place.key), deadline)
+        channel = open_channel(connection, bytes.fromhex(self.place.key), deadline, is_direct=is_direct)
         channel.send({"group": token, **request})
         return channel.receive(deadline)
 
@@ -313,7 +319,7 @@ class Peer:
         """
         connection = socket.create_connection((relay.known, relay.place.port), deadline - time.monotonic())
         try:
-            channel = open_channel(connection, bytes.fromhex(relay.place.key), deadline)
+            channel = open_channel(connection, bytes.fromhex(relay.place.key), deadline, is_direct=True)
             channel.send({"group": token, "what": "connect", "rank": self.rank, "port": port})
             answer = channel.receive(deadline)
         except BaseException:

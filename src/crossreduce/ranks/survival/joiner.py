@@ -157,7 +157,7 @@ class Joiner(Generic[Group]):
         watch()  # its requests find the address at which the lowest rank can be reached
         if not leader.known:
             raise PeerLostError(message("the rank that serves the store does not answer.", "", "wait"))
-        store = connect_store(self._kind, leader, offer["token"], offer["port"], watch)
+        store = connect_store(self._kind, leader, offer["token"], offer["number"] - 1, offer["port"], watch)
         return self._kind.new_group(store, offer["rank"], offer["size"], Settings(*offer["settings"]), Origin(watch))
 
     def _decision(self, offer: dict[str, Json], members: Sequence[Peer], group: Group | None = None) -> bool | None:

@@ -133,6 +133,15 @@ def loopback(host: str) -> str:
     return ""
 
 
+def end_text(end: Sequence[object]) -> str:
+    """Return the address and port of an end of a connection, in the same form at both ends.
+
+    >>> end_text(("::ffff:10.0.0.1", 80, 0, 0))
+    '10.0.0.1 80'
+    """
+    return f"{str(end[0]).removeprefix('::ffff:')} {end[1]}"
+
+
 def _source_for(target: str) -> str | None:
     """Return the address from which this host would send to ``target``. Nothing is sent."""
     family = socket.AF_INET6 if ":" in target else socket.AF_INET

@@ -23,7 +23,7 @@ from hashlib import blake2b
 from typing import Any, Final, TypeAlias
 
 from ... import kernels
-from .addresses import addresses, machine, reachable
+from .addresses import addresses, end_text, machine, reachable
 from .base import PendingMessage
 from .strangers import MOST_UNKNOWN, Strangers
 
@@ -196,8 +196,7 @@ def _proof(key: bytes, word: str, ranks: tuple[int, int], end: Sequence[object],
     ``ranks``: the rank that connects, and the rank that listens. ``end``: the address and port of the latter in this
     connection. A program at another address, which passes on all bytes, cannot change it. ``numbers``: random numbers.
     """
-    host, port = str(end[0]).removeprefix("::ffff:"), end[1]
-    about = f"{word} {ranks[0]} {ranks[1]} {host} {port} ".encode()
+    about = f"{word} {ranks[0]} {ranks[1]} {end_text(end)} ".encode()
     return blake2b(about + numbers, key=key, digest_size=_DIGEST).digest()
 
 
