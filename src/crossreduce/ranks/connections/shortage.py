@@ -35,7 +35,7 @@ def since(began: float) -> str:
         ran = threading.Event()
         try:
             os.close(os.open(os.devnull, os.O_RDONLY))
-            mmap.mmap(-1, _NBYTES).close()
+            mmap.mmap(-1, _NBYTES, mmap.MAP_PRIVATE).close()
             start_new_thread(ran.set, ())
             if not ran.wait(_START_S):  # Python has no memory for the thread
                 return _THREADS
