@@ -42,7 +42,7 @@ from .intra_host.instructions import READABLE_BUFFERS
 from .intra_host.programs import PAIR_TURNS, SLOT_BYTES, TURN_BYTES
 from .intra_host.shared_memory import SPIN_S, RankMemory
 from .transports.base import Rendezvous, Transport
-from .transports.tcp import TcpTransport
+from .transports.tcp import TcpTransport, open_standard_streams
 
 ALIVE_S: Final = 0.25  # how often a rank reports that it is alive while its transport connects
 CANCEL_S: Final = 0.3  # the longest wait for the end of a transport's cancelled attempt to connect
@@ -66,6 +66,7 @@ def join(
     numbers = tuple(global_ranks or range(rendezvous.size))
     own = numbers[rendezvous.rank]
     who, host = f"rank {own}", None
+    open_standard_streams()
     try:
         host = JoinedHost(rendezvous, numbers, name, listen_at)
         connected = host.connect(rendezvous, transport, timeout_s) if callable(transport) else transport

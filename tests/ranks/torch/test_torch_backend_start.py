@@ -333,7 +333,10 @@ def connections(port):
     return {each for each in rendezvous._sockets().values() if (rendezvous._peer(each) or (0, 0))[1] == port}
 
 
-def many_groups(member, port):
+def many_groups(member, port, name):
+    if name:
+        socket.gethostname = lambda: name
+        gloo._address_of_name.cache_clear()  # of the process that has started this one
     begin(member, port, 60.0)
     hosts, real = [], c10d.ProcessGroupGloo
     device = lambda **place: hosts.append(place["hostname"]) or real.create_device(**place)  # noqa: E731
@@ -348,10 +351,12 @@ def many_groups(member, port):
 
 
 @pytest.mark.parametrize("place", ["tcp"], indirect=True)
-def test_names_are_resolved_only_for_the_first_group(place):
+@pytest.mark.parametrize("name", ["", "a" * 64])
+def test_names_are_resolved_only_for_the_first_group(place, name):
     """Later groups of a process use its connection to the store and the address of its host. They connect to nothing by
-    a name: if no name server answers, each look-up takes seconds, while the other ranks wait."""
-    for kept, hosts in ranks(2, many_groups, place):
+    a name: if no name server answers, each look-up takes seconds, while the other ranks wait. A host may have a name of
+    64 bytes, which Python cannot look up."""
+    for kept, hosts in ranks(2, many_groups, place, name):
         assert kept
         assert len(hosts) == 3
         assert all(ip_address(host) for host in hosts)

@@ -166,6 +166,23 @@ for name, text in {cases[first : first + 50]!r}:
 
 
 @linux
+def test_closed_standard_streams():
+    """If standard input, output and error are closed, what is printed there changes no memory or connection of ranks."""
+    code = f"""{BEGIN}
+def printed():
+    os.closerange(0, 3)
+    with crossreduce.processes.join(0, 1, "127.0.0.1:0") as ranks:
+        for stream in range(3):
+            os.write(stream, bytes(10000))
+        assert (ranks.all_reduce(np.ones(3)) == 1).all()
+
+check("closed", printed)
+"""
+    done = run_python(code)
+    assert (done.stdout, done.returncode) == ("", 0), done.stderr
+
+
+@linux
 @pytest.mark.parametrize("first", ["small", "large", "exact", "strategy", "group"])
 def test_little_memory(first):
     """With little address space, or memory for data, left, calls return right sums, or raise errors: the process does
