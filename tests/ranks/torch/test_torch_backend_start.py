@@ -1,5 +1,6 @@
 """If a group of the torch backend cannot be formed, all ranks soon raise an error that names the faulty rank."""
 
+import errno
 import os
 import random
 import re
@@ -266,6 +267,13 @@ def few_files():
     bootstrap._sender = fails
 
 
+def few_threads():
+    def fails(*_args, **_options):
+        raise RuntimeError(os.strerror(errno.EAGAIN))  # this is what std::thread raises
+
+    dist.ProcessGroupGloo = fails
+
+
 def no_interface():
     os.environ["GLOO_SOCKET_IFNAME"] = "missing0"
 
@@ -280,8 +288,9 @@ FAULTS = [
     (no_kernels, "file", BackendError, r"rank {}: ranks need the compiled kernels\."),
     (small_files, "tcp", ReductionError, r"rank {}: memory could not be allocated\."),
     (little_space, "tcp", ReductionError, r"rank {}: memory could not .*File too large\n  try:   ulimit -f unlimited"),
-    (few_files, "file", ReductionError, r"rank {} cannot join the group\.\n  given: OSError: \[Errno 24\] Too many"),
-    (no_interface, "tcp", ReductionError, r"the ranks could not connect to each other\.\n  given: rank {}: "),
+    (few_files, "file", ReductionError, r"rank {} cannot join the group\.\n.* OSError: .*\n  try:   more open"),
+    (few_threads, "tcp", ReductionError, r"the ranks could not .*: rank {}: Runtime.* unav.*\n  try:   more open"),
+    (no_interface, "tcp", ReductionError, r"the ranks could not connect to.*: rank {}: .*\n  try:   a net"),
 ]  # fmt: skip
 
 

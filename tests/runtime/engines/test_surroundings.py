@@ -167,7 +167,7 @@ for name, text in {cases[first : first + 50]!r}:
 
 @linux
 def test_closed_standard_streams():
-    """If standard input, output and error are closed, what is printed there changes no memory or connection of ranks."""
+    """If the standard streams are closed, what is printed there changes no memory or connection of ranks."""
     code = f"""{BEGIN}
 def printed():
     os.closerange(0, 3)

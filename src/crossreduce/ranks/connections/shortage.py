@@ -18,6 +18,7 @@ _NUMBERS: Final = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS)
 _NBYTES: Final = 1 << 20  # a process that cannot get these bytes has reached its limit
 _START_S: Final = 1.0  # how long a thread may take to start
 _THREADS: Final = "can't start new thread"  # the text of Python's RuntimeError
+_TEXTS: Final = (_THREADS, MemoryError.__name__, *map(os.strerror, (errno.EAGAIN, *_NUMBERS)))  # EAGAIN: of threads
 _latest: Final[list[tuple[float, str]]] = []
 
 
@@ -27,6 +28,11 @@ def note(error: BaseException) -> bool:
     if is_short:
         _latest[:] = [(time.monotonic(), str(error) or "not enough memory")]
     return is_short
+
+
+def is_named(text: str) -> bool:
+    """Return whether the text of an error, such as that of another process, names something that a process lacks."""
+    return any(each in text for each in _TEXTS)
 
 
 def since(began: float) -> str:
