@@ -105,7 +105,8 @@ class ReplicaGroup:
         """
         self._context = copy_context()
         # Where memory is limited, no replica takes what the threads of later ones need to start: see ``start_thread``.
-        all_started = threading.Lock() if memory_is_limited() else nullcontext()
+        is_limited = memory_is_limited()
+        all_started = threading.Lock() if is_limited else nullcontext()
         threads = []
         for k, body in enumerate(bodies):
             call, name = (self._run_replica, k, body, all_started), f"crossreduce replica {k}"
@@ -113,7 +114,7 @@ class ReplicaGroup:
         try:
             with all_started:
                 for thread in threads:
-                    start_thread(thread)
+                    start_thread(thread, is_limited)
             self._serve()
             left = self._join(threads)
         except BaseException as error:  # usually Ctrl-C; or a thread that cannot be started
