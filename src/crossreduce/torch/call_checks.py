@@ -102,7 +102,8 @@ class CallChecks:
             call = call_text(collective, None, None, name_of(results[0]), results[0].shape)
             self._communicator.require_same(f"{call} with results that share memory")
             problem = f"elements of the results of this {collective} share memory, so they would overwrite each other."
-            raise ArgumentError.of(problem, f"{call}; {len(results)} results", "results that do not overlap")
+            remedy = "results that do not overlap; x.contiguous() for an expanded tensor x"
+            raise ArgumentError.of(problem, f"{call}, number of results: {len(results)}", remedy)
         return False
 
     def without_repeats(self, collective: str, tensors: Sequence[Any]) -> Sequence[Any]:

@@ -226,6 +226,7 @@ def test_a_rank_that_computes_for_long_is_waited_for(address):
         assert (result, members) == (30, (0, 1))
         (text,) = messages
         assert text.startswith("a step has failed, and is repeated by ranks 0, 1 of the earlier group: rank 2 died")
+        assert "call shrink" not in text
 
 
 @pytest.mark.parametrize(

@@ -152,7 +152,7 @@ def committed(
         if agree(failure is None, limit_s) and result:
             return result[0]
         members = shrink().members
-        cause = failure or "it has failed on another rank."
+        cause = (failure or "it has failed on another rank.").replace(f" {UNUSABLE}", "")  # this function shrinks it
         _LOG.warning("a step has failed, and is repeated by %s of the earlier group: %s", rank_list(members), cause)
         is_repeated = True
 
@@ -249,4 +249,4 @@ def _absence_error(group: Communicator, ranks: Sequence[int]) -> PeerLostError:
     """Return the error about ranks that did not take part in an agreement."""
     named = [group.global_ranks[rank] for rank in ranks]
     problem = f'{rank_list(named)} of group "{group.name}" did not take part in an agreement of its ranks. {UNUSABLE}'
-    return PeerLostError(message(problem, "they have ended, or were late", "call shrink"), named)
+    return PeerLostError(message(problem, "they have ended, or were late"), named)
