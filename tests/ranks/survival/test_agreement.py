@@ -54,7 +54,7 @@ class Answering:
             host_of=lambda rank: rank, hosts=((0,), (1,), (2,)), own_host=0, registers=self.registers, token="",
             others={rank: self.simulated.process(rank) for rank in (1, 2)}, rank=0, number=0,
             request=lambda what, number, **content: {"what": what, **content}, status=lambda *_: arrived(0),
-            relays=lambda *_: [],
+            relays=lambda *_: [], departures=SimpleNamespace(have_left=lambda *_: False),
         )  # fmt: skip
         self.group.inquiry = partial(Agreements.inquiry, self.group)
         self.speaker = _Speaker(self.group, number=1, electors=(0, 1, 2), timeout_s=10.0)
@@ -99,7 +99,7 @@ def test_a_vote_does_not_wait_for_hosts_beyond_a_quorum(monkeypatch, phases):
     assert case.simulated.now < 0.1
     alone = Answering(monkeypatch, lambda *_: None)
     alone.speaker._weights, alone.speaker._round = {0: 2, 1: 1}, len(phases) - 1
-    assert alone.speaker._vote(Decision((0,), 1, True, 5), alone.group.inquiry([], (), {}))
+    assert alone.speaker._vote(Decision((0,), 1, True, 5), alone.group.inquiry([1, 2], (), {}))
     assert not alone.asked
 
 
@@ -176,12 +176,12 @@ def test_ranks_of_the_host_that_are_late_are_looked_at_rarely(monkeypatch):
     assert case.simulated.now < arrives_s + 0.02
 
 
-@pytest.mark.parametrize("proved_at", [3.0, None])
-def test_hosts_that_may_have_gone_on_are_not_counted_as_ended(monkeypatch, proved_at):
+@pytest.mark.parametrize(("proved_at", "answer"), [(3.0, Ended), (3.0, None), (None, Ended), (None, None)])
+def test_hosts_that_may_have_gone_on_are_not_counted_as_ended(monkeypatch, proved_at, answer):
     """If all ranks of a host have ended, but may have gone on with a decision before, a speaker without a quorum waits
-    for a proof, here until 3 s, and holds no ballot. Without one, it raises an error after 10 s."""
+    for a proof, here until 3 s. Without one, it raises an error after 10 s. The same holds if the host is silent."""
     case = Answering(monkeypatch, lambda *_: None)
-    case.simulated.behaviour = lambda *_: (0.001, Ended)
+    case.simulated.behaviour = lambda *_: (0.001, answer)
     proves = lambda *_: proved_at is not None and case.simulated.now >= proved_at  # noqa: E731
     case.group.departures = SimpleNamespace(have_left=proves)
     case.group.no_quorum = lambda *_: ExcludedError("no quorum")
