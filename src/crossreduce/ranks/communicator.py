@@ -21,7 +21,7 @@ from ..ops import COMPLEX, ReduceOp, copy_numbers
 from ..topology import Topology
 from .array_views import ArrayView, encoded_text, require_alike, require_root
 from .call_runner import CallRunner
-from .connections import peer_requests
+from .connections import peer_requests, shortage
 from .failures.abort import GroupAbort
 from .failures.failure_detector import FailureDetector
 from .failures.peer_errors import InnerFailure
@@ -334,7 +334,10 @@ class Communicator:
         try:
             return self.agreements.decide(kind, flag, self.memory.completed(), timeout_s)
         except BaseException:  # also Ctrl-C: the others must not count on a rank that has left this call
-            self.abort()
+            try:
+                shortage.check()  # ``abort`` releases memory
+            finally:
+                self.abort()
             raise
 
     def require_usable(self) -> None:

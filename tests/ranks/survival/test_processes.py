@@ -2,6 +2,7 @@
 
 import _thread
 import logging
+import mmap
 import re
 import resource
 import threading
@@ -21,12 +22,14 @@ from crossreduce.errors import (
     ArgumentError,
     CollectiveTimeout,
     ContextError,
+    ExcludedError,
     MismatchError,
     PeerLostError,
     ReductionError,
     UnsupportedError,
 )
 from crossreduce.processes import meeting, rank_group
+from crossreduce.ranks.connections import repeated_request
 from crossreduce.ranks.connections.store import StoreClient
 from crossreduce.ranks.survival import survivors
 from crossreduce.ranks.survival.formation import GroupKind
@@ -286,24 +289,33 @@ def test_a_rank_that_cannot_open_a_socket_in_shrink(address):
     assert isinstance(second, ReductionError)
 
 
-def fails_slowly(rendezvous, address):
+def fails_slowly(rendezvous, address, is_lost):
     group, tries = joined(rendezvous, address), []
+    decide, calls = group.communicator.decide, iter(range(9))
 
     def serve(*arguments, **options):
-        if len(arguments) == 1:
-            tries.append(time.sleep(0.3))
+        if len(arguments) == 1 and not (is_lost and (tries or rendezvous.rank)):
+            tries.append(time.sleep(1.1 if is_lost else 0.3))
             raise NO_SOCKET
         return StoreClient(*arguments, **options)
 
+    def dies_before_the_second_attempt(*arguments):
+        return decide(*arguments) if next(calls) < 2 else die()
+
     rank_group.KIND = GroupKind("NumPy ranks", serve, rank_group.make_group)
+    if is_lost:
+        group.communicator.decide = dies_before_the_second_attempt if rendezvous.rank == 2 else decide
+        return summed(group.shrink(timeout_s=1))
     with pytest.raises(ReductionError, match="again"):
         group.shrink(timeout_s=1)
     return len(tries)
 
 
 def test_failures_that_take_long_are_not_repeated_beyond_the_timeout(address):
-    """If forming a group fails slowly, and no rank is lost meanwhile, all ranks stop when the timeout has passed."""
-    assert ranks(2, fails_slowly, address) in ([1, 0], [2, 0], [3, 0])
+    """If forming a group fails slowly, and no rank is lost meanwhile, all ranks stop when the timeout has passed. If one
+    is lost, the others form the group without it."""
+    assert ranks(2, fails_slowly, address, False) in ([1, 0], [2, 0], [3, 0])
+    assert ranks(3, fails_slowly, f"127.0.0.1:{free_port()}", True, check=False)[:2] == [30, 30]
 
 
 def lacks_in_shrink(rendezvous, address, kind, used):
@@ -336,6 +348,31 @@ def test_a_rank_without_resources_says_so(address, kind, used, reason):
     assert re.search(reason, first), first
     assert other is ReductionError
     assert re.search(f"{reason}|read the error", second), second
+
+
+def lacks_memory_until_it_leaves(rendezvous, address):
+    group, mapped = joined(rendezvous, address), mmap.mmap
+    if rendezvous.rank == 0:
+        return group.agree(True, timeout_s=0)
+    time.sleep(1)
+    repeated_request.start_new_thread = lambda *_: None  # threads start, but Python has no memory to run them
+
+    def mapping(*arguments):
+        if group.communicator.memory.fd >= 0:
+            raise MemoryError
+        return mapped(*arguments)
+
+    mmap.mmap = mapping
+    with pytest.raises(ExcludedError, match="rank 1 cannot form group .*\n.*not enough memory"):
+        group.agree(True, timeout_s=0.1)
+    return False
+
+
+def test_a_rank_that_lacks_memory_only_until_it_leaves_says_so(address):
+    """The error of a rank that lacked memory for its requests to other hosts says so, although it has more memory after
+    it has left the group."""
+    environment = [{"CROSSREDUCE_HOST": host} for host in "ab"]
+    assert ranks(2, lacks_memory_until_it_leaves, address, environment=environment) == [True, False]
 
 
 def test_ctrl_c_while_a_group_is_formed(address):

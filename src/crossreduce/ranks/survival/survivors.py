@@ -176,9 +176,10 @@ def _reform(group: Communicator, kind: int, form: Form[Group], timeout_s: float)
             problem = f'other ranks of group "{group.name}" have called shrink. {UNUSABLE}'
             raise PeerLostError(message(problem, "a call of grow on this rank", "call shrink"))
         if not decision.flag:
-            if members:  # some rank has no time left
+            if decision.members == members:  # some rank has no time left
                 break
-            continue  # other ranks have called something else, and get an error
+            is_over = False
+            continue  # other ranks have called something else, and get an error, or were lost
         began = time.monotonic()
         if decision.members != members:  # the first attempt, or ranks were lost: all of them may fail for that reason
             members, until = decision.members, began + timeout_s
