@@ -312,8 +312,8 @@ def fails_slowly(rendezvous, address, is_lost):
 
 
 def test_failures_that_take_long_are_not_repeated_beyond_the_timeout(address):
-    """If forming a group fails slowly, and no rank is lost meanwhile, all ranks stop when the timeout has passed. If one
-    is lost, the others form the group without it."""
+    """If forming a group fails slowly, and no rank is lost meanwhile, all ranks stop when the timeout has passed. If a
+    rank is lost, the others form the group without it."""
     assert ranks(2, fails_slowly, address, False) in ([1, 0], [2, 0], [3, 0])
     assert ranks(3, fails_slowly, f"127.0.0.1:{free_port()}", True, check=False)[:2] == [30, 30]
 
@@ -363,7 +363,7 @@ def lacks_memory_until_it_leaves(rendezvous, address):
         return mapped(*arguments)
 
     mmap.mmap = mapping
-    with pytest.raises(ExcludedError, match="rank 1 cannot form group .*\n.*not enough memory"):
+    with pytest.raises(ExcludedError, match=r"rank 1 cannot form group .*\n.*not enough memory"):
         group.agree(True, timeout_s=0.1)
     return False
 

@@ -37,7 +37,7 @@ def check() -> None:
         mmap.mmap(-1, _NBYTES).close()
         start_new_thread(ran.set, ())
         if not ran.wait(_START_S):  # Python has no memory for the thread
-            raise RuntimeError(_THREADS)
+            note(RuntimeError(_THREADS))
     except (OSError, MemoryError, RuntimeError) as error:
         note(error)
 
