@@ -1,13 +1,9 @@
 """NumPy arrays in groups of crossreduce.processes: the collectives, and groups that continue after failures."""
 
-import _thread
 import logging
-import mmap
 import re
-import resource
 import threading
 import time
-from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -22,14 +18,12 @@ from crossreduce.errors import (
     ArgumentError,
     CollectiveTimeout,
     ContextError,
-    ExcludedError,
     MismatchError,
     PeerLostError,
     ReductionError,
     UnsupportedError,
 )
 from crossreduce.processes import meeting, rank_group
-from crossreduce.ranks.connections import repeated_request
 from crossreduce.ranks.connections.store import StoreClient
 from crossreduce.ranks.survival import survivors
 from crossreduce.ranks.survival.formation import GroupKind
@@ -318,61 +312,29 @@ def test_failures_that_take_long_are_not_repeated_beyond_the_timeout(address):
     assert ranks(3, fails_slowly, f"127.0.0.1:{free_port()}", True, check=False)[:2] == [30, 30]
 
 
-def lacks_in_shrink(rendezvous, address, kind, used):
+def connects_late(rendezvous, address):
     group = joined(rendezvous, address)
-    if group.rank == 2:
+    group.communicator.timeout_s = 0.5
+    if rendezvous.rank == 1:
         die()
-    if group.rank == 0:
-        resource.setrlimit(kind, (used(), resource.getrlimit(kind)[1]))
-        held = threading.Lock()
-        held.acquire()
-        with suppress(RuntimeError):  # use up the stacks of ended threads, which the C library keeps
-            while kind == resource.RLIMIT_AS:
-                _thread.start_new_thread(held.acquire, ())
-    try:
-        group.shrink(timeout_s=3)
-    except ReductionError as error:
-        resource.setrlimit(kind, (resource.getrlimit(kind)[1],) * 2)
-        return type(error), str(error)
+
+    def fails_late(*_, **__):
+        time.sleep(0.8)
+        raise NO_SOCKET
+
+    serve = fails_late if rendezvous.rank else StoreClient
+    rank_group.KIND = GroupKind("NumPy ranks", serve, rank_group.make_group)
+    with pytest.raises(ReductionError) as caught:
+        group.shrink(timeout_s=1)
+    return caught.type, str(caught.value), getattr(caught.value, "ranks", None)
 
 
-@pytest.mark.parametrize(("kind", "used", "reason"), [
-    (resource.RLIMIT_NOFILE, lambda: len([*Path("/proc/self/fd").iterdir()]) - 1, "Too many open files"),
-    (resource.RLIMIT_AS, lambda: int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize(),
-     "Cannot allocate memory|can't start new thread|not enough memory"),
-], ids=["files", "memory"])  # fmt: skip
-def test_a_rank_without_resources_says_so(address, kind, used, reason):
-    """If a rank has no file descriptors or no memory left, the error of its ``shrink`` says so. Other ranks name no
-    rank as lost, since this one lives."""
-    (_, first), (other, second), _ = ranks(3, lacks_in_shrink, address, kind, used, check=False)
-    assert re.search(reason, first), first
-    assert other is ReductionError
-    assert re.search(f"{reason}|read the error", second), second
-
-
-def lacks_memory_until_it_leaves(rendezvous, address):
-    group, mapped = joined(rendezvous, address), mmap.mmap
-    if rendezvous.rank == 0:
-        return group.agree(True, timeout_s=0)
-    time.sleep(1)
-    repeated_request.start_new_thread = lambda *_: None  # threads start, but Python has no memory to run them
-
-    def mapping(*arguments):
-        if group.communicator.memory.fd >= 0:
-            raise MemoryError
-        return mapped(*arguments)
-
-    mmap.mmap = mapping
-    with pytest.raises(ExcludedError, match=r"rank 1 cannot form group .*\n.*not enough memory"):
-        group.agree(True, timeout_s=0.1)
-    return False
-
-
-def test_a_rank_that_lacks_memory_only_until_it_leaves_says_so(address):
-    """The error of a rank that lacked memory for its requests to other hosts says so, although it has more memory after
-    it has left the group."""
-    environment = [{"CROSSREDUCE_HOST": host} for host in "ab"]
-    assert ranks(2, lacks_memory_until_it_leaves, address, environment=environment) == [True, False]
+def test_errors_of_forming_a_group_name_ranks_of_the_earlier_group(address):
+    """If a rank does not come when a group is formed, the error has its number in the group that the caller has."""
+    (kind, text, late), *_ = ranks(3, connects_late, address, check=False)
+    assert (kind, late) == (CollectiveTimeout, (2,))
+    assert "rank 1 did not reach" in text
+    assert "It has ranks 0, 2 of this group, in this order" in text
 
 
 def test_ctrl_c_while_a_group_is_formed(address):
