@@ -2,6 +2,7 @@
 
 import logging
 import re
+import signal
 import threading
 import time
 from pathlib import Path
@@ -342,6 +343,23 @@ def test_ctrl_c_while_a_group_is_formed(address):
     first, second = ranks(2, shrinks_with_failures, address, KeyboardInterrupt(), 1, 600, check=False)
     assert isinstance(first, KeyboardInterrupt)
     assert second == 10
+
+
+def closes_in_shrink(rendezvous, address):
+    group = joined(rendezvous, address)
+    if rendezvous.rank == 1:
+        time.sleep(1)
+        return
+    signal.signal(signal.SIGALRM, lambda *_: group.close())
+    signal.setitimer(signal.ITIMER_REAL, 0.3)
+    with pytest.raises(ContextError, match='group "world" is closed'):
+        group.shrink()
+
+
+@pytest.mark.parametrize("hosts", ["aa", "ab"])
+def test_a_signal_handler_closes_a_group_in_shrink(address, hosts):
+    """If a group is closed while this rank waits in shrink, shrink raises an error that says so."""
+    ranks(2, closes_in_shrink, address, environment=[{"CROSSREDUCE_HOST": host} for host in hosts])
 
 
 def agrees_in_two_threads(rendezvous, address):

@@ -210,7 +210,7 @@ class Agreements:
             self.registers.decide(number, ballot, decision)
         except Overtaken:
             return _MOVED
-        except (OSError, ValueError):  # the memory is closed, or the request is not valid
+        except (OSError, TypeError, ValueError):  # the memory is closed, or the request is not valid
             return peer_requests.redirection(self.token, request)
         return {}
 
