@@ -218,7 +218,7 @@ def _reform(group: Communicator, kind: int, form: Form[Group], timeout_s: float)
 
 def _renumbered(error: ReductionError, numbers: Sequence[int]) -> ReductionError:
     """Return an error of a group that was not formed, with its ranks' other ``numbers`` in the earlier group."""
-    if numbers == [*range(len(numbers))]:
+    if numbers == [*range(len(numbers))] or "cannot form group" in str(error):  # the latter has those numbers already
         return error
     named = f"numbers: those in the group that was not formed. It has {rank_list(numbers)} of this group, in this order"
     found = copy_error(error, f"{error}\n  {named}")
