@@ -7,13 +7,16 @@ import pytest
 from simulated_hosts import SimulatedHosts
 
 from crossreduce.errors import CollectiveTimeout, ExcludedError, PeerLostError
+from crossreduce.observe.diagnostics import CallSignature
 from crossreduce.ranks.agreement.agreement import Agreements, _Speaker
 from crossreduce.ranks.agreement.lost_ranks import Reach, Watch
 from crossreduce.ranks.connections.peer_requests import Ended, Place
-from crossreduce.ranks.connections.peers import PeerInfo
+from crossreduce.ranks.connections.peers import Membership, PeerInfo
 from crossreduce.ranks.connections.rendezvous import StoreRendezvous
 from crossreduce.ranks.connections.repeated_request import SILENT_S, RepeatedRequest
 from crossreduce.ranks.failures.abort import names_owner
+from crossreduce.ranks.failures.failure_detector import FailureDetector
+from crossreduce.ranks.failures.peer_errors import PeerDisconnected
 from crossreduce.ranks.intra_host.registers import Decision
 from crossreduce.ranks.survival import formation
 from crossreduce.ranks.survival.formation import GroupFormation, Settings
@@ -296,6 +299,24 @@ def test_reading_the_reason_of_an_abort_does_not_wait_long_for_a_silent_store():
 def test_the_store_of_a_lost_rank_is_not_asked(error, owner, lost):
     """A ``PeerLostError`` with the global number of the rank that serves the store says that the store is lost."""
     assert names_owner(error, owner, global_ranks=(4, 5)) is lost
+
+
+@pytest.mark.parametrize(
+    ("rank", "why", "text"),
+    [
+        (0, "its host has not answered for 120 s", "rank 0 died or left during op 3, barrier"),
+        (1, "Connection timed out", "ranks 0, 1 died or left during op 3, barrier"),
+        (0, "it has closed the connection", "rank 0 did not complete op 3, barrier"),
+        (1, "Connection reset by peer", "rank 0 did not complete op 3, barrier"),
+    ],
+)
+def test_a_host_that_vanishes_with_the_store_is_lost(rank, why, text):
+    """If the host of the store has not answered for two minutes, the error does not say that the timeout has passed."""
+    hosts, peers = ((0,), (1,), (2,)), (PeerInfo(1, "a", "", Place((), 1, "")),) * 3
+    members = Membership("world", 2, (0, 1, 2), hosts, peers)
+    memory = SimpleNamespace(last_call=lambda _: CallSignature(3, "barrier"))
+    detector = FailureDetector(members, memory, SimpleNamespace(owner=0), None, 1800.0)
+    assert text in str(detector._unreachable_error(PeerDisconnected(rank, why), timed_out=True))
 
 
 class Relaying:
