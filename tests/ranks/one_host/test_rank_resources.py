@@ -182,3 +182,18 @@ def test_a_rank_that_lacks_memory_only_until_it_leaves_says_so():
     it has left the group."""
     address, environment = f"127.0.0.1:{free_port()}", [{"CROSSREDUCE_HOST": host} for host in "ab"]
     assert ranks(2, lacks_memory_until_it_leaves, address, environment=environment) == [True, False]
+
+
+def joins_without_files(rendezvous):
+    with processes.join(0, 1) as group:
+        invited, (_, most) = group.invitation(), resource.getrlimit(resource.RLIMIT_NOFILE)
+        used = len([*Path("/proc/self/fd").iterdir()]) - 1
+        for more in (0, 1):  # one is enough to connect, but not to find out which addresses are those of this machine
+            resource.setrlimit(resource.RLIMIT_NOFILE, (used + more, most))
+            with pytest.raises(ReductionError, match=r"this process cannot join the group\.\n.*Too many open files"):
+                processes.join_invited(invited, timeout_s=0.3)
+
+
+def test_a_process_without_files_cannot_join():
+    """If a process that wants to join has too few file descriptors, its error says so, and not that others are late."""
+    ranks(1, joins_without_files)

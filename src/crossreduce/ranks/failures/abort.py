@@ -107,7 +107,7 @@ def shortage_named(problem: str) -> Iterator[None]:
     began = time.monotonic()
     try:
         yield
-    except (ReductionError, OSError, MemoryError, RuntimeError) as error:
+    except (ReductionError, OSError, MemoryError, RuntimeError, LookupError) as error:  # the latter: no codec
         shortage.note(error)
         reason = shortage.since(began)
         if not reason or (isinstance(error, ReductionError) and reason in str(error)):
