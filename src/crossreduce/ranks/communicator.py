@@ -21,8 +21,8 @@ from ..ops import COMPLEX, ReduceOp, copy_numbers
 from ..topology import Topology
 from .array_views import ArrayView, encoded_text, require_alike, require_root
 from .call_runner import CallRunner
-from .connections import peer_requests, shortage
-from .failures.abort import GroupAbort
+from .connections import peer_requests
+from .failures.abort import GroupAbort, left_after_errors
 from .failures.failure_detector import FailureDetector
 from .failures.peer_errors import InnerFailure
 from .failures.watchdog import WatchedTransport
@@ -335,16 +335,8 @@ class Communicator:
           ExcludedError: the others have decided without this rank, or this rank reaches no quorum.
         """
         self.require_usable()
-        try:
+        with left_after_errors(self.abort, self.require_usable):
             return self.agreements.decide(kind, flag, self.memory.completed(), timeout_s)
-        except BaseException as error:  # also Ctrl-C: the others must not count on a rank that has left this call
-            try:
-                if isinstance(error, (TypeError, ValueError)):  # the memory is closed
-                    self.require_usable()
-                shortage.check()  # ``abort`` releases memory
-            finally:
-                self.abort()
-            raise
 
     def require_usable(self) -> None:
         """Raise a ``ContextError`` if the group is closed, belongs to another process, or this thread is in a call."""

@@ -7,7 +7,7 @@ flight recorder. ``failure_detector`` finds out which ranks are at fault.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import NoReturn
 
@@ -95,6 +95,24 @@ def copy_error(error: ReductionError, text: str | None = None) -> ReductionError
     if isinstance(copy, (CollectiveTimeout, PeerLostError)):
         copy.ranks = getattr(error, "ranks", ())
     return copy
+
+
+@contextmanager
+def left_after_errors(abort: Callable[[], None], require_usable: Callable[[], None]) -> Iterator[None]:
+    """Return a context in which any error makes this rank leave its group, also Ctrl-C: others must not count on it.
+
+    ``abort``, ``require_usable``: those of its ``Communicator``. The latter raises the error if the group was closed.
+    """
+    try:
+        yield
+    except BaseException as error:
+        try:
+            if isinstance(error, (TypeError, ValueError)):  # the memory is closed
+                require_usable()
+            shortage.check()  # ``abort`` releases memory
+        finally:
+            abort()
+        raise
 
 
 @contextmanager
