@@ -313,8 +313,8 @@ def test_the_store_of_a_lost_rank_is_not_asked(error, owner, lost):
 )
 def test_a_host_that_vanishes_with_the_store_is_lost(rank, why, text):
     """If the host of the store has not answered for two minutes, the error does not say that the timeout has passed."""
-    hosts, peers = ((0,), (1,), (2,)), (PeerInfo(1, "a", "", Place((), 1, "")),) * 3
-    members = Membership("world", 2, (0, 1, 2), hosts, peers)
+    peer = PeerInfo(1, "a", "", Place((), 1, ""), Offer("tcp", "tcp", ""))
+    members = Membership("world", 2, (0, 1, 2), ((0,), (1,), (2,)), (peer,) * 3)
     memory = SimpleNamespace(last_call=lambda _: CallSignature(3, "barrier"))
     detector = FailureDetector(members, memory, SimpleNamespace(owner=0), None, 1800.0)
     assert text in str(detector._unreachable_error(PeerDisconnected(rank, why), timed_out=True))
