@@ -233,7 +233,11 @@ class Peer:
           Ended: the process has ended.
         """
         deadline = time.monotonic() + timeout_s
-        others = [each for each in reachable(self.place.addresses, self.place.machine) if each != self.known]
+        try:
+            others = [each for each in reachable(self.place.addresses, self.place.machine) if each != self.known]
+        except OSError as error:
+            shortage.note(error)
+            others = []
         self.refused = bool(self.known or others)
         for address in [self.known, *others] if self.known else others:
             left_s = deadline - time.monotonic()

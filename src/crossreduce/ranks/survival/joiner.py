@@ -17,6 +17,7 @@ from ..communicator import Communicator
 from ..connections import peer_requests
 from ..connections.peer_requests import Ended, Json, Peer, Place
 from ..connections.rendezvous import Origin
+from ..failures.abort import shortage_named
 from ..transports.addresses import loopback
 from .formation import PAUSE_S, Group, GroupKind, Settings, connect_store
 from .survivors import FORMED, Reformed
@@ -45,6 +46,7 @@ def join(invited: str, kind: GroupKind[Group], timeout_s: float) -> Group:
       ArgumentError: the text is not an invitation, or it is an invitation to a group of another kind.
       CollectiveTimeout: the ranks did not call ``grow`` in time.
       PeerLostError: no rank of the group can be reached any more.
+      ReductionError: this process lacks open files, memory or threads.
     """
     try:
         name, token, places = _read(invited)
@@ -54,11 +56,12 @@ def join(invited: str, kind: GroupKind[Group], timeout_s: float) -> Group:
     if name != kind.name:
         problem = "this is an invitation to a group of another kind."
         raise ArgumentError.of(problem, f"a group of {name}", f"an invitation to a group of {kind.name}")
-    joiner = Joiner(token, places, kind)
-    try:
-        return joiner.join(timeout_s)
-    finally:
-        joiner.close()
+    with shortage_named("this process cannot join the group."):
+        joiner = Joiner(token, places, kind)
+        try:
+            return joiner.join(timeout_s)
+        finally:
+            joiner.close()
 
 
 def _read(invited: str) -> tuple[str, str, list[Place]]:
