@@ -35,6 +35,7 @@ from .memory import (
     equal_parts,
     is_plain,
     memory,
+    movable,
     raw,
     readable,
     tensors_in,
@@ -85,8 +86,7 @@ class Collectives(InnerGloo):
         name = self._all_reduce
         if prepared_op and self._calls.run(self._communicator, name, prepared_op, 0, tensor, tensor) is tensor:
             return
-        if tensor.layout is not torch.sparse_coo:
-            self._checks.require_dense("all_reduce", tensor)
+        self._checks.require_dense("all_reduce", *([] if tensor.layout is torch.sparse_coo else [tensor]))
         plain = tensor.layout is _STRIDED and is_plain(tensor)
         if not plain:
             self._checks.are_apart("all_reduce", [tensor])
@@ -170,7 +170,7 @@ class Collectives(InnerGloo):
 
     def _reduce_each(self, inputs: Any, output: Any, kind: Any) -> None:
         """Execute a reduce-scatter as one reduction to each rank."""
-        result = torch.empty(output.shape, dtype=output.dtype)  # later inputs may overlap the output
+        result = torch.empty(output.shape, dtype=output.dtype, device="cpu")  # later inputs may overlap the output
         for root, tensor in enumerate(inputs):
             self.reduce(tensor, kind, root, result)
         output.detach().copy_(result)
@@ -202,12 +202,13 @@ class Collectives(InnerGloo):
         if len(set(sizes)) > 1:
             # Shorter inputs are padded. Each rank's list of results shows the sizes of all inputs.
             self._communicator.require_same(f"all_gather {name_of(tensor)} of sizes {sizes}")
-            padded = tensor.new_zeros(max(sizes))
-            padded[: tensor.numel()] = tensor.detach().reshape(-1)
+            moved = movable(tensor.detach())
+            padded = moved.new_zeros(max(sizes))
+            padded[: moved.numel()] = moved.reshape(-1)
             rows = padded.new_empty(self._size, max(sizes))
             self.all_gather_single(rows, padded)
             for result, row in zip(results, rows, strict=True):
-                result.detach().copy_(row[: result.numel()].reshape(result.shape))
+                movable(result.detach()).copy_(row[: result.numel()].reshape(result.shape))
             return
         self._checks.agree_on_bytes("all_gather", tensor)
         source, written = readable(tensor), [writable(x) for x in results]
@@ -258,7 +259,8 @@ class Collectives(InnerGloo):
 
     def all_to_all(self, outputs: Sequence[Any], inputs: Sequence[Any]) -> None:
         self._checks.require_dense("all_to_all", *inputs, *outputs)
-        tensors, counts = [*inputs, *outputs] or [torch.empty(0)], [len(inputs), len(outputs)]
+        tensors = [*inputs, *outputs] or [torch.empty(0, device="cpu")]
+        counts = [len(inputs), len(outputs)]
         fits = len(outputs) == len(inputs) == self._size and alike(tensors)
         remedy = "one input and one output per rank"
         self._checks.require(fits, "all_to_all", tensors, "numbers of inputs and outputs:", counts, remedy)
@@ -275,7 +277,7 @@ class Collectives(InnerGloo):
             room = inputs[0].new_empty(sum(received))
             self._exchange(room, torch.cat([x.reshape(-1) for x in sources]), received, sent)
             for result, part in zip(written, room.split(received), strict=True):
-                result.detach().copy_(part.reshape(result.shape))
+                movable(result.detach()).copy_(movable(part.reshape(result.shape)))
         copy_back_all(outputs, written)
 
     def all_to_all_single(self, output: Any, tensor: Any, received: Sequence[int], sent: Sequence[int]) -> None:
@@ -321,7 +323,7 @@ class Collectives(InnerGloo):
           MismatchError: a rank sends more or less than the receiver expects. All ranks raise it.
         """
         self._communicator.require_same(f"all_to_all {name_of(tensor)}")
-        own = torch.tensor([*sent, *received])
+        own = torch.tensor([*sent, *received], device="cpu")
         table = own.new_empty(self._size, 2, self._size)
         self.all_gather_single(table, own)
         for src, dst in (table[:, 0] != table[:, 1].T).nonzero().tolist():
@@ -350,9 +352,13 @@ class Collectives(InnerGloo):
 
         ``sources``: lists with the tensors that each call reads. If there are none, calls read the tensors they write.
         """
-        if len(results) < 2:
+        counts = [len(results), *map(len, sources)]
+        if min(counts) < 2 and len(set(counts)) == 1:
             self.run_one(method, options, results, *sources)
             return
+        if len(set(counts)) > 1:
+            self._checks.refuse_lists(method.__name__, counts)
+        self._communicator.require_same(f"coalesced {method.__name__} of {len(results)} tensors")
         if not sources:
             results = self._checks.without_repeats(method.__name__, results)
         written, read = tensors_in(results), tensors_in(sources)

@@ -23,14 +23,14 @@ import torch.distributed as dist
 from torch._C import _distributed_c10d as c10d
 
 from ..errors import ArgumentError, UnsupportedError, shown
-from ..frameworks.torch.arrays import increment_versions
+from ..frameworks.torch.arrays import increment_versions, is_traced
 from ..ranks.connections.rendezvous import NEW, Origin
 from ..ranks.messages import ANY_RANK, Messages
 from ..ranks.survival.survivors import Reformed
 from ..ranks.transports.gloo import connection_error
 from .collectives import Collectives
 from .connections import close, connect
-from .memory import copy_back_all, readable, require_dense, tensors_in, unsupported_form, writable
+from .memory import copy_back_all, readable, receivable, require_dense, tensors_in, unsupported_form
 from .messages import HostMessage
 from .op_queue import REMEDY, Finished, Message, OpQueue, Works, exclude_from_compile, wait_in_backward
 from .options import read_options
@@ -94,9 +94,8 @@ class Group(dist.ProcessGroup):  # type: ignore[misc]
             self._register_backend(torch.device("cuda"), dist.ProcessGroup.BackendType.NCCL, nccl)
             self._devices.append("cuda")
         # torch's set_timeout and _set_pg_timeout change the timeout in gloo's options, so every call reads it there.
-        self._timeout, self._settings = timeout, gloo.options
+        self._timeout, self._settings, self._timeout_lock = timeout, gloo.options, threading.RLock()
         self._collectives = Collectives(self.communicator, gloo, self.exact)
-        self._timeout_lock = threading.RLock()
         self._numbers, self._number = itertools.count(1), 0  # the numbers of next and latest call
         self.queue = OpQueue(name, inline=True, communicator=self.communicator)
         self._messages = OpQueue(f"{name} messages", inline=False)  # waits for gloo's messages, see ``Message``
@@ -196,7 +195,7 @@ class Group(dist.ProcessGroup):  # type: ignore[misc]
     def allgather_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
         # ``outputs[rank][tensor]`` has the transposed order of ``allgather``.
         inputs, opts = read_options(inputs, opts, c10d.AllgatherOptions)
-        lists = [list(results) for results in zip(*outputs, strict=True)]
+        lists = [[row[k] for row in outputs if k < len(row)] for k in range(max(map(len, outputs), default=0))]
         function = self._each("all_gather", [], lists, inputs)
         return self._run("allgather_coalesced", (outputs, inputs, opts), inputs, function, tensors_in(outputs))
 
@@ -254,10 +253,10 @@ class Group(dist.ProcessGroup):  # type: ignore[misc]
         return self._message("send", readable, tensors, dst, tag)
 
     def recv(self, tensors: Any, src: int, tag: int = 0) -> Any:
-        return self._message("recv", writable, tensors, src, tag)
+        return self._message("recv", receivable, tensors, src, tag)
 
     def recv_anysource(self, tensors: Any, tag: int = 0) -> Any:
-        return self._message("recv_anysource", writable, tensors, tag)
+        return self._message("recv_anysource", receivable, tensors, tag)
 
     def _message(self, method: str, plain: Callable[[Any], Any], tensors: Sequence[Any], *arguments: int) -> Any:
         """Start a send or receive, with an entry in the profiler if it is on. Return its work."""
@@ -380,8 +379,9 @@ class Group(dist.ProcessGroup):  # type: ignore[misc]
                 function = partial(self._refuse, tensor.device, inner)
                 break
         opts = arguments[-1]
-        limit = opts.timeout
-        if limit <= _UNSET:
+        if opts.asyncOp and is_traced():
+            function = partial(self._collectives.checks.refuse_traced, inner)
+        if (limit := opts.timeout) <= _UNSET:
             limit = self._settings._timeout
         if limit != self._timeout:
             function = partial(self._with_timeout, limit.total_seconds(), function)

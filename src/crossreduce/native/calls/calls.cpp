@@ -332,7 +332,8 @@ PyMethodDef functions[] = {
      "use(per_replica, mirrored, reduce_op, ops_by_name, device_names, default_options, large_array_offset): set what the "
      "calls need."},
     {"use_torch", use_torch, METH_VARARGS,
-     "use_torch(tensor_type, exchange_api, is_transformed, mark_dirty, empty_like): accept tensors of exactly this class."},
+     "use_torch(tensor_type, exchange_api, is_transformed, mark_dirty, empty_like, int8, uint8): accept tensors of "
+     "exactly this class."},
     {"use_device_type", use_device_type, METH_O,
      "use_device_type(number): the DLDeviceType of tensors on CUDA devices; for tests, which have the CPU's, 1."},
     {nullptr, nullptr, 0, nullptr}};
