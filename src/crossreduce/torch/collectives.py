@@ -57,7 +57,7 @@ _STRIDED: Final = torch.strided
 
 # The dtypes of which gloo sums sparse tensors.
 _SUMMED_IN_GLOO: Final = {
-    getattr(torch, name) for name in ("float16", "bfloat16", "float32", "float64", "int8", "uint8", "int32", "int64")
+    getattr(torch, name) for name in ("bfloat16", "float32", "float64", "int8", "uint8", "int32", "int64")
 }
 
 array_memory("torch")  # called for its effect: the compiled code of prepared calls can then read tensors
@@ -398,7 +398,7 @@ class Collectives(InnerGloo):
         if kind.op in BITWISE and is_float:
             remedy = "cast to an integer, or use MIN, MAX or SUM"
         elif not strided:
-            remedy = "tensor.to_dense(), or SUM"
+            remedy = "tensor.to_dense(), or the SUM, for which torch lacks some dtypes such as float16"
         elif name is None:
             remedy = f"cast to one of {', '.join(sorted(set(NAMES.values())))}"
         else:

@@ -271,6 +271,7 @@ def mismatch(c):
     raises(MismatchError, "rank 0", work.wait)
     sparse = torch.ones(3).to_sparse()
     raises(MismatchError, "rank 1", dist.all_reduce, sparse if c.rank == 1 else sparse.to_dense())
+    raises(MismatchError, "rank 1", dist.all_reduce, torch.ones(3, 2).to_sparse(1 + (c.rank == 1)))  # gloo would crash
     moved_as_bytes = torch.float8_e5m2 if c.rank == 1 else torch.float8_e4m3fn
     raises(MismatchError, "rank 1", dist.broadcast, torch.ones(3).to(moved_as_bytes), 0)
     shape = tuple(range(2, 2 + c.size))  # rank 1: the sizes of its outputs; other ranks: the shape of their input
@@ -623,6 +624,7 @@ def reductions_that_are_not_defined(c):
     raises(
         UnsupportedError, "sparse_coo_float32 cannot be reduced by max", dist.all_reduce, torch.eye(2).to_sparse(), MAX
     )
+    raises(UnsupportedError, "sparse_coo_float16", dist.all_reduce, torch.eye(2).half().to_sparse())
     premultiplied = dist._make_nccl_premul_sum(2.0)
     raises(UnsupportedError, "premul_sum", dist.all_reduce, torch.ones(3), premultiplied)
 
