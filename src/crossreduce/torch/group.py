@@ -276,10 +276,10 @@ class Group(dist.ProcessGroup):  # type: ignore[misc]
                 return Works(works, tensors)
             raise unsupported_form(method, tensors[0])
         peer = None if method == "recv_anysource" else arguments[0]
-        if peer is not None and not 0 <= peer < self.size():  # would crash gloo
+        if peer is not None and not 0 <= peer < self.communicator.size:  # would crash gloo
             problem = f"the other rank of a {method} is not a rank of the group."
             raise ArgumentError.of(problem, str(peer), f"0 to {self.size() - 1}")
-        if peer == self.rank():
+        if peer == self.communicator.rank:
             raise ArgumentError.of("a rank cannot send messages to itself.", f"rank {peer}", "copy the tensor")
         require_dense(method, tensors)
         self.communicator.links.require(method, peer)
@@ -378,8 +378,8 @@ class Group(dist.ProcessGroup):  # type: ignore[misc]
                     return getattr(self._get_backend(tensor.device), inner)(*arguments)
                 function = partial(self._refuse, tensor.device, inner)
                 break
-        opts = arguments[-1]
-        if opts.asyncOp and is_traced():
+        opts, is_async = arguments[-1], arguments[-1].asyncOp
+        if is_async and is_traced():
             function = partial(self._collectives.checks.refuse_traced, inner)
         if (limit := opts.timeout) <= _UNSET:
             limit = self._settings._timeout
@@ -387,11 +387,11 @@ class Group(dist.ProcessGroup):  # type: ignore[misc]
             function = partial(self._with_timeout, limit.total_seconds(), function)
         if is_profiled():
             with entry(self, inner, tensors, written):
-                function = begin_entry(inner, function) if opts.asyncOp else function
-                work = self.queue.run(function, written, opts.asyncOp)
+                function = begin_entry(inner, function) if is_async else function
+                work = self.queue.run(function, written, is_async)
         else:
-            work = self.queue.run(function, written, opts.asyncOp)
-        if opts.asyncOp and torch._C._current_graph_task_id() != -1 and _is_called_by_backward():
+            work = self.queue.run(function, written, is_async)
+        if is_async and torch._C._current_graph_task_id() != -1 and _is_called_by_backward():
             wait_in_backward(work)
         return work
 

@@ -14,9 +14,10 @@ from typing import Any, Final
 
 import numpy as np
 import torch
+from torch.autograd import forward_ad
 
 from ..errors import ArgumentError, UnsupportedError
-from ..frameworks.torch.arrays import has_no_memory, has_tangent, is_in_mode, is_traced
+from ..frameworks.torch.arrays import is_in_mode, is_traced
 from ..ops import DTYPES
 from ..ranks.array_views import ArrayView
 
@@ -47,11 +48,12 @@ def form_of(tensor: Any) -> str:
     if tensor.is_quantized:
         return "quantized"
     try:
-        if tensor.is_cpu and has_no_memory(tensor):
+        if tensor.is_cpu and not tensor.data_ptr() and tensor.numel():
             return "without memory"
     except RuntimeError:  # within torch.func.vmap, for example
         return "without memory"
-    return "dual" if has_tangent(tensor) else ""
+    is_dual = forward_ad._current_level >= 0 and forward_ad.unpack_dual(tensor).tangent is not None
+    return "dual" if is_dual else ""
 
 
 def unsupported_form(call: str, tensor: Any) -> UnsupportedError:

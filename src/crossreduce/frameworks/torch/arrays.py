@@ -345,12 +345,7 @@ def is_in_mode() -> bool:
 
 def is_traced() -> bool:
     """Return whether this thread's operations on tensors are recorded, by make_fx or torch.jit.trace."""
-    return _is_jit_tracing() or (_dispatch_modes() > 0 and torch._C._get_dispatch_mode(_PROXY) is not None)
-
-
-def has_tangent(x: Array) -> bool:
-    """Return whether a tensor is a dual tensor of forward-mode AD: its memory does not contain its tangent."""
-    return forward_ad._current_level >= 0 and forward_ad.unpack_dual(x).tangent is not None
+    return (_dispatch_modes() and torch._C._get_dispatch_mode(_PROXY) is not None) or _is_jit_tracing()
 
 
 def is_frozen(x: Array) -> bool:
