@@ -274,10 +274,11 @@ class Collectives(InnerGloo):
                 sources = copy_overlapping(sources, written)
             self._communicator.all_to_all([memory(x) for x in sources], [memory(x) for x in written])
         else:  # gloo has no all-to-all of lists
-            room = inputs[0].new_empty(sum(received))
-            self._exchange(room, torch.cat([x.reshape(-1) for x in sources]), received, sent)
+            joined = torch.cat([movable(x.detach()).reshape(-1) for x in sources])
+            room = joined.new_empty(sum(received))
+            self._exchange(room, joined, received, sent)
             for result, part in zip(written, room.split(received), strict=True):
-                movable(result.detach()).copy_(movable(part.reshape(result.shape)))
+                movable(result.detach()).copy_(part.reshape(result.shape))
         copy_back_all(outputs, written)
 
     def all_to_all_single(self, output: Any, tensor: Any, received: Sequence[int], sent: Sequence[int]) -> None:
