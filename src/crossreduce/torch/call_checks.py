@@ -88,6 +88,11 @@ class CallChecks:
             self._communicator.require_same(call_text(collective, None, root, name_of(odd), shape))
             raise unsupported_form(collective, odd)
 
+    def agree_on_parts(self, method: str, parts: int) -> None:
+        """Raise a ``MismatchError`` on all ranks if their tensors consist of different numbers of tensors."""
+        if parts > 1:
+            self._communicator.require_same(f"{_COLLECTIVES.get(method, method)} of {parts} parts of each tensor")
+
     def refuse_traced(self, collective: str) -> NoReturn:
         """Raise an error on all ranks: the trace would have no record of the call."""
         collective = _COLLECTIVES.get(collective, collective)

@@ -301,8 +301,7 @@ class Group(dist.ProcessGroup):  # type: ignore[misc]
             raise public_error(error) from None
         if method == "send":
             tensors = buffers
-        copies = not all(map(operator.is_, tensors, buffers))
-        finish = partial(copy_back_all, tensors, buffers) if copies else None
+        finish = None if all(map(operator.is_, tensors, buffers)) else partial(copy_back_all, tensors, buffers)
         return Message(work, finish, tensors, self._messages, self.communicator.interrupt, public_error)
 
     def _message_in_memory(
@@ -397,11 +396,12 @@ class Group(dist.ProcessGroup):  # type: ignore[misc]
 
     def _unwrapped(self, method: str, arguments: Sequence[Any], results: Any) -> Any:
         """Call a method with the tensors that are wrapped in its arguments. Return the work of all these calls."""
+        is_async, parts = getattr(arguments[-1], "asyncOp", False), call_unwrapped(lambda *_: None, arguments)
+        agreed = self.queue.run(partial(self._collectives.checks.agree_on_parts, method, len(parts)), [], is_async)
         if works := call_unwrapped(getattr(self, method), arguments):
-            return Works(works, results)
+            return Works([agreed, *works], results)
         wrapper = next(x for x in tensors_in(arguments) if has_wrapper([x]))
-        refuse = partial(self._collectives.checks.refuse_class, method, wrapper)
-        return self.queue.run(refuse, results, getattr(arguments[-1], "asyncOp", False))
+        return self.queue.run(partial(self._collectives.checks.refuse_class, method, wrapper), results, is_async)
 
     def _with_timeout(self, seconds: float, function: Callable[[], None]) -> None:
         usual = self.communicator.timeout_s

@@ -40,17 +40,20 @@ def call_unwrapped(function: Callable[..., Any], arguments: Sequence[Any]) -> li
     The list is empty if their class does not pass the op on, or raises an error before ``function`` is called.
     """
     returned: list[Any] = []
+    given = tensors_in(arguments)
     key = next(_KEYS)
     called = False
 
     def call(tensors: Sequence[Any]) -> None:
         nonlocal called
         called = True
-        returned.append(function(*_replaced(arguments, iter(tensors))))
+        # A class that passes on its own tensors has their values in their memory.
+        inner = [x.as_subclass(torch.Tensor) if has_wrapper([x]) and any(x is y for y in given) else x for x in tensors]
+        returned.append(function(*_replaced(arguments, iter(inner))))
 
     _CALLS[key] = call
     try:
-        getattr(torch.ops.crossreduce, _NAME)(tensors_in(arguments), key)
+        getattr(torch.ops.crossreduce, _NAME)(given, key)
     except Exception:
         if called:
             raise

@@ -205,6 +205,21 @@ def tensors_that_wrap_others(c):
     if c.rank < 2:
         (dist.send if c.rank else dist.recv)(own, 1 - c.rank)
         assert torch.equal(torch.stack([own.a, own.b]), every[1])
+    pair = TwoTensor(torch.ones(3), torch.ones(3))
+    raises(ValueError, "rank 1 differs", dist.all_reduce, pair if c.rank == 1 else torch.ones(3))
+    assert torch.equal(pair.a, torch.ones(3))
+    logged = torch.ones(3)
+    dist.all_reduce(torch.Tensor._make_subclass(Logged, logged))
+    assert torch.equal(logged, torch.full((3,), float(c.size)))
+
+
+class Logged(torch.Tensor):
+    """A tensor that handles ops, but has memory of its own."""
+
+    @classmethod
+    def __torch_dispatch__(cls, function, types, args=(), kwargs=None):
+        with torch._C._DisableTorchDispatch():
+            return function(*args, **(kwargs or {}))
 
 
 @CHECKS.add
