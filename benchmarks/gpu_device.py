@@ -1,12 +1,15 @@
-"""CUDA devices for benchmarks: torch's, or a stand-in on the fake driver of the tests, which measures nothing.
+"""CUDA devices for the cases of gpu_run.py: torch's, or a stand-in on the fake driver of the tests; and raw kernels.
 
-Both have the same methods: tensors on a device, the times of a function on the device and on the host, CUDA graphs.
+``Gpus`` and ``FakeGpus`` have the same methods: tensors on devices, order, CUDA graphs, and times, which mean nothing
+on the fake driver. ``Kernels`` launches the library's kernels through the driver alone, without torch.
 """
 
 from __future__ import annotations
 
 import contextlib
-import statistics
+import ctypes
+import json
+import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -14,194 +17,232 @@ from typing import Any
 from unittest import mock
 
 import numpy as np
-import torch
-from common import tests_on_path
 
-from crossreduce.engines import cuda
-from crossreduce.engines.cuda import driver
-from crossreduce.engines.cuda.encoding import split_launch
-from crossreduce.engines.cuda.streams import Launch
-from crossreduce.reduction import pipeline
+SUPPORT = Path(__file__).parents[1] / "tests/support"
+sys.path[:0] = [str(SUPPORT / each) for each in ("cuda", "runtime", "planner", "")]
 
-tests_on_path()
+import cuda_launches
 import fake_cuda
-import fake_cuda_torch
 
-HOST_CALLS = 15  # of a measurement of host time; the driver's queue is empty before each
+from crossreduce.engines import loop
+from crossreduce.engines.cuda import driver
 
-Run = Callable[[], object]
+_MADE: list[Gpus] = []
+Run = Callable[[], Any]
+
+
+def say(**what: Any) -> None:
+    """Report to gpu_run.py: a ``row``, values ``measured`` for targets, a ``note``, or that the case is ``done``."""
+    print(json.dumps(what), flush=True)
+
+
+def main(functions: dict[str, Callable[[bool], None]]) -> None:
+    """Run the function that the command line names, with spaces in the place of "_"; ``--driver fake`` may follow."""
+    function = functions[sys.argv[1].replace(" ", "_").lower()]
+    say(note=(function.__doc__ or "").partition("\n")[0])
+    function(sys.argv[2:] == ["--driver", "fake"])
+    for gpus in _MADE:
+        gpus.release()
+    say(done=True)
+
+
+def engine_only() -> Any:
+    """Return a context in which a call fails if a framework's operations reduce its arrays, not the CUDA engine."""
+    refused = AssertionError("the framework's operations reduced the arrays, not the CUDA engine")
+    return mock.patch.object(loop, "_reduce_buffer", side_effect=refused)
 
 
 class Gpus:
     """The CUDA devices that torch finds."""
 
-    is_fake = False
-    torch_device = "cuda:0"  # where torch makes new tensors
+    is_fake, size = False, (1 << 22) + 3  # the elements of the tensors in checks of order
 
     def __init__(self) -> None:
-        self.count = torch.cuda.device_count()
+        import torch
 
-    def describe(self) -> dict[str, Any]:
-        """Return the properties of the devices and their driver, for the JSON file."""
-        native = driver.native()
-        found = [dict(native.describe(k)) for k in range(self.count)]
-        return {"devices": found, "cuda_of_torch": torch.version.cuda, "is_fake": self.is_fake}
+        self.torch, self.count = torch, torch.cuda.device_count()
+        assert not driver.unusable(), driver.unusable()
+        assert self.count, "torch finds no CUDA device"
 
-    def put(self, x: torch.Tensor, device: int = 0) -> torch.Tensor:
-        """Return a host tensor on a device, with the same strides; a tensor on a device unchanged."""
-        if x.is_cuda:
-            return x
-        made = torch.empty(x.untyped_storage().nbytes(), dtype=torch.uint8, device=f"cuda:{device}").view(x.dtype)
-        made.copy_(torch.as_strided(x, (made.numel(),), (1,), 0))
+    def put(self, x: Any, device: int = 0) -> Any:
+        """Return a host tensor on a device, with the same strides."""
+        made = self.torch.empty(x.untyped_storage().nbytes(), dtype=self.torch.uint8, device=f"cuda:{device}")
+        made = made.view(x.dtype)
+        made.copy_(self.torch.as_strided(x, (made.numel(),), (1,), 0))
         return made.as_strided(x.shape, x.stride(), x.storage_offset())
 
-    def random(self, shape: tuple[int, ...], dtype: torch.dtype, device: int = 0) -> torch.Tensor:
-        """Return random numbers on a device."""
-        return torch.randn(shape, device=f"cuda:{device}").to(dtype)
+    def random(self, shape: tuple[int, ...], dtype: Any, device: int = 0) -> Any:
+        return self.torch.randn(shape, device=f"cuda:{device}").to(dtype)
 
-    def on_host(self, x: torch.Tensor) -> torch.Tensor:
-        return x.cpu()
+    def fill(self, x: Any, value: float) -> None:
+        x.fill_(value)
 
-    def free_nbytes(self) -> int:
-        """Return how much of the memory of the first device is free."""
-        torch.cuda.empty_cache()
-        return int(torch.cuda.mem_get_info(0)[0])
+    def sleep(self) -> None:
+        """Let the current stream wait, about 10 ms."""
+        self.torch.cuda._sleep(20_000_000)
+
+    @contextlib.contextmanager
+    def side_stream(self) -> Iterator[None]:
+        """Within this context another stream is current. It waits for the one before, which waits for it at the end."""
+        outer, side = self.torch.cuda.current_stream(), self.torch.cuda.Stream()
+        side.wait_stream(outer)
+        with self.torch.cuda.stream(side):
+            yield
+        outer.wait_stream(side)
+
+    def on_host(self, x: Any) -> Any:
+        return x.cpu()  # after the current stream only: nothing else may be needed to see results
 
     def synchronize(self) -> None:
-        """Wait for all devices."""
         for device in range(self.count):
-            torch.cuda.synchronize(device)
+            self.torch.cuda.synchronize(device)
 
     def release(self) -> None:
-        """Free what earlier cases used."""
         self.synchronize()
-        torch.cuda.empty_cache()
+        self.torch.cuda.empty_cache()
 
-    def device_seconds(self, run: Run, calls: int) -> float:
-        """Return the seconds of one call between two CUDA events in the current stream of the first device."""
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    def seconds(self, run: Run, calls: int, by_wall: bool = False) -> float:
+        """Return the seconds of one call between CUDA events in the current stream, or by the host's clock."""
+        by_events = not by_wall and not self.is_fake
+        begin, end = (self.torch.cuda.Event(enable_timing=True) if by_events else mock.Mock() for _ in range(2))
         self.synchronize()
+        start = time.perf_counter()
         begin.record()
         for _ in range(calls):
             run()
         end.record()
         self.synchronize()
-        return float(begin.elapsed_time(end)) / 1e3 / calls
-
-    def wall_seconds(self, run: Run, calls: int) -> float:
-        """Return the seconds of one call by the host's clock, from synchronised to synchronised."""
-        self.synchronize()
-        begin = time.perf_counter()
-        for _ in range(calls):
-            run()
-        self.synchronize()
-        return (time.perf_counter() - begin) / calls
+        return (begin.elapsed_time(end) / 1e3 if by_events else time.perf_counter() - start) / calls
 
     def host_seconds(self, run: Run) -> float:
-        """Return the seconds until a call returns, without waiting for the device."""
-        times = []
-        for _ in range(2 if self.is_fake else HOST_CALLS):
-            self.synchronize()
-            begin = time.perf_counter()
-            run()
-            times.append(time.perf_counter() - begin)
-        return statistics.median(times)
+        """Return the seconds until a call returns, without waiting for the device, whose queue is empty before."""
+        self.synchronize()
+        begin = time.perf_counter()
+        run()
+        return time.perf_counter() - begin
 
     def captured(self, run: Run) -> Run:
-        """Return a function that replays a CUDA graph of ``run``."""
-        side = torch.cuda.Stream()
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):  # torch's documentation requires a warm-up in another stream
-            for _ in range(3):
-                run()
-        torch.cuda.current_stream().wait_stream(side)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
+        """Return a function that replays a CUDA graph of ``run`` and returns its results."""
+        with self.side_stream():  # torch requires a warm-up in another stream
+            run()
+        graph = self.torch.cuda.CUDAGraph()
+        with self.torch.cuda.graph(graph):
             results = run()
-
-        def replay() -> object:
-            graph.replay()
-            return results
-
-        return replay
+        return lambda: (graph.replay(), results)[1]
 
 
 class FakeGpus(Gpus):
-    """Host tensors on the fake driver. It runs all code paths of a benchmark; its times are meaningless."""
+    """Host tensors on the fake driver. It runs all code paths; its times are meaningless."""
 
-    is_fake = True
-    torch_device = "cpu"
+    is_fake, size = True, 3_001
 
-    def __init__(self, library: Path, count: int) -> None:
-        self.fake = fake_cuda.FakeDriver(library, count, "full", seed=1)
-        self.memory = fake_cuda_torch.install(self.fake)
-        self.count = count
+    def __init__(self) -> None:
+        import fake_cuda_torch
+        import torch
 
-    def put(self, x: torch.Tensor, device: int = 0) -> torch.Tensor:
-        made = x.untyped_storage().clone()
-        return self.memory.put(
-            torch.empty(0, dtype=x.dtype).set_(made, x.storage_offset(), x.shape, x.stride()), device
-        )
+        self.torch, self.fake, self.count = torch, fake_cuda.FakeDriver(fake_cuda.built(), 2, "full", seed=1), 2
+        self.memory, context = fake_cuda_torch.install(self.fake), ctypes.c_void_p()
+        self.fake.lib.cuInit(0)
+        self.fake.lib.cuDevicePrimaryCtxRetain(ctypes.byref(context), 0)
+        self.fake.lib.cuCtxSetCurrent(context)  # as torch does
 
-    def random(self, shape: tuple[int, ...], dtype: torch.dtype, device: int = 0) -> torch.Tensor:
-        return self.memory.put(torch.randn(shape).to(dtype), device)
+    def put(self, x: Any, device: int = 0) -> Any:
+        copy, shape = x.untyped_storage().clone(), (x.storage_offset(), x.shape, x.stride())
+        return self.memory.put(self.torch.empty(0, dtype=x.dtype).set_(copy, *shape), device)
 
-    def on_host(self, x: torch.Tensor) -> torch.Tensor:
-        self.synchronize()
+    def random(self, shape: tuple[int, ...], dtype: Any, device: int = 0) -> Any:
+        return self.memory.put(self.torch.randn(shape).to(dtype), device)
+
+    def fill(self, x: Any, value: float) -> None:
+        data = self.torch.full_like(x, value).view(self.torch.uint8).numpy().tobytes()
+        self.fake.write(x.data_ptr(), data, self.memory.stream(0))
+
+    def sleep(self) -> None:
+        pass  # the queues run late and in a random order anyway
+
+    @contextlib.contextmanager
+    def side_stream(self) -> Iterator[None]:
+        self.fake.run()
+        outer, self.memory.streams[0] = self.memory.stream(0), self.fake.stream(0)
+        yield
+        self.memory.streams[0] = outer
+        self.fake.run()
+
+    def on_host(self, x: Any) -> Any:
+        self.fake.run()
         return x.clone()
-
-    def free_nbytes(self) -> int:
-        return 1 << 40
 
     def synchronize(self) -> None:
         self.fake.run()
 
     def release(self) -> None:
+        self.fake.run()
         self.memory.release()
-        report = self.fake.report()
-        assert not report, report[:3]
+        assert not (report := self.fake.report()), report[:3]
         self.fake.clear()
 
-    def device_seconds(self, run: Run, calls: int) -> float:
-        return self.wall_seconds(run, calls)
-
     def captured(self, run: Run) -> Run:
-        return run
-
-
-@contextlib.contextmanager
-def executed() -> Iterator[list[tuple[Any, Any, Any]]]:
-    """Within this context, collect the layout, the values and the executable of each run of the pipeline."""
-    found: list[tuple[Any, Any, Any]] = []
-    inner = pipeline._run
-
-    def run(layout: Any, jobs: Any, with_out: bool) -> Any:
-        executable, results = inner(layout, jobs, with_out)
-        found.append((layout, jobs, executable))
-        return executable, results
-
-    with mock.patch.object(pipeline, "_run", run):
-        yield found
-
-
-def queued(run: Run) -> dict[str, int]:
-    """Return how many launches and copies a call of this library queues; raise unless the CUDA engine runs it all."""
-    counts = {"launches": 0, "copies": 0}
-    with executed() as found:
+        graph, made, lib, stream = ctypes.c_void_p(), ctypes.c_void_p(), self.fake.lib, self.memory.stream(0)
         run()
-    assert found, "the call did not reach the pipeline"
-    for _, _, executable in found:
-        assert isinstance(executable, cuda.CudaExecutable), f"{type(executable).__name__} ran, not the CUDA engine"
-        made = executable.planned.operations
-        for operation in made.operations:
-            if isinstance(operation.work, Launch):
-                large = driver.accepts_large_tables(made.devices[operation.work.device])
-                counts["launches"] += len(list(split_launch(operation.work, large)))
-            else:
-                counts["copies"] += 1
-    return counts
+        self.fake.run()
+        codes = [lib.cuStreamBeginCapture_v2(stream, 1)]
+        results = run()
+        codes += [lib.cuStreamEndCapture(stream, ctypes.byref(graph))]
+        codes += [lib.cuGraphInstantiateWithFlags(ctypes.byref(made), graph, 0)]
+        assert codes == [0] * 3, (codes, self.fake.report())
+        return lambda: (lib.cuGraphLaunch(made, stream), results)[1]
 
 
-def host_tensor(x: np.ndarray, dtype: str) -> torch.Tensor:
-    """Return bytes of NumPy as a tensor of a dtype, without a copy."""
-    return torch.from_numpy(x.view(np.uint8)).view(getattr(torch, dtype))
+def devices(is_fake: bool) -> Gpus:
+    """Return the devices, on which from now on only the CUDA engine may reduce."""
+    engine_only().start()
+    _MADE.append(FakeGpus() if is_fake else Gpus())
+    return _MADE[-1]
+
+
+class Kernels:
+    """The kernels on device 0. As attributes they are the functions that cuda_launches.check of the tests calls."""
+
+    def __init__(self, is_fake: bool) -> None:
+        self.fake = fake_cuda.FakeDriver(fake_cuda.built(), 1) if is_fake else None
+        assert not driver.unusable(), driver.unusable()
+        self._lib = ctypes.CDLL("libcuda.so.1")
+        for name in ("LaunchKernel", "ModuleGetFunction", "MemHostAlloc", "MemAlloc_v2", "MemFree_v2", "CtxSetCurrent"):
+            letters = fake_cuda.PARAMETERS[f"cu{name}"]
+            getattr(self._lib, f"cu{name}").argtypes = [fake_cuda.TYPES[letter] for letter in letters]
+        context, self._module, self._functions = ctypes.c_void_p(), ctypes.c_void_p(), dict[str, ctypes.c_void_p]()
+        self.call("cuDevicePrimaryCtxRetain", ctypes.byref(context), 0)
+        self.call("cuCtxSetCurrent", context)
+        about, has_large = driver.native().describe(0), driver.accepts_large_tables(0)
+        self.multiprocessors = about["multiprocessors"]
+        every = [(name, kind) for kind in cuda_launches.all_numbers() for name in cuda_launches.kernels_of(kind)]
+        self.every = [each for each in every if has_large or not each[0].endswith("_large")]  # with kinds of numbers
+        self.call("cuModuleLoadData", ctypes.byref(self._module), driver._code(about["capability"]))
+
+    def call(self, name: str, *arguments: Any) -> None:
+        """Call the driver, which must succeed."""
+        code = getattr(self._lib, name)(*arguments)
+        assert code == 0, f"{name} failed with code {code}"
+
+    def block(self, nbytes: int) -> np.ndarray:
+        """Return pinned memory, which is never freed; all bytes are 0xA5."""
+        at = ctypes.c_void_p()
+        self.call("cuMemHostAlloc", ctypes.byref(at), nbytes, 1)
+        made = np.frombuffer((ctypes.c_uint8 * nbytes).from_address(at.value or 0), np.uint8)
+        made[:] = 0xA5
+        return made
+
+    def queue(self, name: str, buffer: Any, blocks: int) -> None:
+        """Launch a kernel in the default stream."""
+        if name not in self._functions:
+            self._functions[name] = ctypes.c_void_p()
+            self.call("cuModuleGetFunction", ctypes.byref(self._functions[name]), self._module, name.encode())
+        arguments = (ctypes.c_void_p * 1)(ctypes.addressof(buffer))
+        self.call("cuLaunchKernel", self._functions[name], blocks, 1, 1, 256, 1, 1, 0, None, arguments, None)
+
+    def __getattr__(self, name: str) -> Callable[[Any, Any], None]:
+        def launch(buffer: Any, blocks: Any) -> None:
+            self.queue(name, buffer, blocks.value)
+            self.call("cuCtxSynchronize")
+
+        return launch

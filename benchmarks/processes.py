@@ -11,10 +11,10 @@ Four parts; contenders run in turn in the same processes, and the slowest rank's
 
 It prints each point, the points at which a peer is faster, and the requirements.
 Run: python benchmarks/processes.py [--mpi NAME=FOLDER ...] [--quick] [--only TEXT] [--repeats N] [--json PATH]
-  [--picture PATH]
+  [--ranks N ...] [--picture PATH]
 FOLDER: a virtual environment with bin/mpiexec, mpi4py and NumPy, such as one with ``pip install impi-rt mpi4py numpy``;
 without --mpi, Open MPI beside this interpreter. --only: parts and ranks such as "torch" or "mpi, 8 ranks"; then results
-are kept only in given files.
+are kept only in given files. --ranks: the numbers of ranks of one host, also for DDP.
 """
 
 from __future__ import annotations
@@ -33,7 +33,6 @@ from pathlib import Path
 from typing import Any
 
 from common import RESULTS, keep, size_text, tests_on_path
-from line_charts import CHARTS, draw_ranks
 from rank_programs import ALONE, LIMIT_S, OURS
 
 import crossreduce as cr
@@ -43,7 +42,7 @@ from crossreduce.cli.bench.ranks import mpi_environment
 tests_on_path()
 import namespaces
 
-PROGRAM, SOURCES = Path(__file__).with_name("rank_programs.py"), Path(__file__).parents[1] / "src"
+PROGRAM, SOURCES = Path(__file__).with_name("rank_programs.py"), Path(cr.__file__).parents[1]
 RANKS = (2, 4, 8)
 COLLECTIVES = ("all_reduce", "broadcast", "reduce_scatter", "all_gather", "all_to_all")
 MPI_SIZES, TORCH_SIZES = ([1 << k for k in range(6, 27, step)] for step in (2, 4))
@@ -73,7 +72,12 @@ REQUIRED: tuple[tuple[str, dict[str, Any], Callable[[Row], float], float], ...] 
         )
         for text, sizes, most in (("up to 1 KiB", (64, 256, 1 << 10), 2), ("1 MiB", (1 << 20,), 60))
     ),
-    ("8 ranks, DDP step, time / gloo's", {"part": "ddp", "peer": "gloo"}, lambda r: r["ratio"], 0.55),
+    (
+        "8 ranks, DDP step, time / gloo's",
+        {"part": "ddp", "place": "8 ranks", "peer": "gloo"},
+        lambda r: r["ratio"],
+        0.55,
+    ),
     *(
         (
             f"2 ranks, send and recv of {size_text(nbytes)}, time / gloo's",
@@ -175,27 +179,28 @@ def floor_s(collective: str, ranks: list[int], nbytes: int) -> float | None:
     return nbytes * crosses.get(collective, 1) / GBIT_BPS
 
 
-def runs(peers: dict[str, Path], quick: bool, repeats: int | None) -> Iterator[tuple[str, str, str, Any]]:
+def runs(peers: dict[str, Path], given: argparse.Namespace) -> Iterator[tuple[str, str, str, Any]]:
     """Yield for each set of ranks its part and place, the name of its peer, and a function that runs it at a path."""
 
     def task(kind: str, sizes: list[int], budget_s: float, collectives: tuple[str, ...] = COLLECTIVES) -> Task:
-        cases = [(name, size) for name in collectives for size in (QUICK_SIZES if quick else sizes)]
-        fixed = repeats or (2 if quick else None)
+        cases = [(name, size) for name in collectives for size in (QUICK_SIZES if given.quick else sizes)]
+        fixed = given.repeats or (2 if given.quick else None)
         return {"kind": kind, "cases": cases, "budget_s": budget_s, "repeats": fixed}
 
     def torch(task: Task, ddp: bool = False, measure_topology: bool = False) -> Task:
         cases = [(*case, "float32") for case in task["cases"]]
         return task | {"cases": cases, "ddp": ddp, "measure_topology": measure_topology}
 
-    counts = RANKS[:2] if quick else RANKS
+    counts = given.ranks or (RANKS[:2] if given.quick else RANKS)
     for ranks in counts:
         for name, folder in peers.items():
             yield "mpi", f"{ranks} ranks", name, partial(of_mpi, ranks, folder, task("mpi", MPI_SIZES, 1))
     for ranks in counts:
         one = torch(task("torch", TORCH_SIZES, 1.5, (*COLLECTIVES, "send_recv")))
-        one["cases"].append(("all_reduce", QUICK_SIZES[-1] if quick else TORCH_SIZES[-1], "bfloat16"))
+        one["cases"].append(("all_reduce", QUICK_SIZES[-1] if given.quick else TORCH_SIZES[-1], "bfloat16"))
         yield "torch", f"{ranks} ranks", "gloo", partial(of_torch, ranks, one)
-    yield "ddp", "8 ranks", "gloo", partial(of_torch, 8, torch(task("torch", [], 15, ()), ddp=True))
+    for ranks in given.ranks or (8,):
+        yield "ddp", f"{ranks} ranks", "gloo", partial(of_torch, ranks, torch(task("torch", [], 15, ()), ddp=True))
     for place, (each, slower) in HOSTS.items():
         one = torch(task("torch", HOST_SIZES, 1.5), measure_topology=bool(slower))
         yield "hosts", place, "gloo", partial(of_hosts, each, slower, one)
@@ -260,15 +265,16 @@ def main() -> int:
     parser.add_argument("--quick", action="store_true", help="few sizes, ranks and repeats, to check that it runs")
     parser.add_argument("--only", default="", help='only sets of ranks with this text, such as "mpi, 8 ranks"')
     parser.add_argument("--repeats", type=int, help="measurements of each case")
+    parser.add_argument("--ranks", type=int, nargs="+", default=[], help="numbers of ranks of one host")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--picture", type=Path)
     given = parser.parse_args()
     beside = [f"Open MPI={Path(sys.executable).parents[1]}"]
     peers = {name: Path(folder) for name, folder in (one.split("=", 1) for one in given.mpi or beside)}
-    whole = not (given.quick or given.only)
+    whole = not (given.quick or given.only or given.ranks)
     rows, libraries, missing = [], {}, {}
     begun = time.monotonic()
-    for part, place, peer, run in runs(peers, given.quick, given.repeats):
+    for part, place, peer, run in runs(peers, given):
         title = f"{part}, {place}, {peer}"
         if given.only not in title:
             continue
@@ -297,6 +303,8 @@ def main() -> int:
     if given.json or whole:
         keep("processes", kept, given.json or RESULTS / "processes.json")
     if given.picture or whole:
+        from line_charts import CHARTS, draw_ranks  # needs matplotlib
+
         draw_ranks({"rows": rows}, given.picture or CHARTS["ranks"][2])
     return 1 if missing else 0
 

@@ -64,6 +64,9 @@ class DeviceError(ArgumentError):
 class MismatchError(ArgumentError):
     """Arrays, trees, the calls of replicas or ranks, or the versions of ranks differ, but must be equal."""
 
+    calls: tuple[str, ...] = ()
+    """The calls of the ranks of a group, in the order of the ranks, if these differ."""
+
 
 class UnsupportedError(ReductionError, TypeError):
     """The operation is not defined for this kind of argument."""

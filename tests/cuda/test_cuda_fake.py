@@ -1,6 +1,8 @@
 """The fake CUDA driver reports accesses that are not ordered or not allowed, and invalid calls."""
 
 import ctypes
+import json
+import os
 import re
 import subprocess
 import sys
@@ -8,6 +10,7 @@ import sys
 import pytest
 from cuda_launches import Tensor, packed
 from fake_cuda import HOST, NON_BLOCKING, PARAMETERS, FakeDriver, built
+from paths import ROOT
 
 SIZE = 100  # elements
 
@@ -150,3 +153,13 @@ def test_the_libraries_are_found_and_have_all_functions():
         missing[path] = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout.split()
     assert missing[fake] == []
     assert all("Graph" in name or "Capture" in name for name in missing[stub])
+
+
+@pytest.mark.parametrize(("setting", "result"), [("1", "ok"), ("0", "RED")])
+def test_the_first_run_on_a_gpu(tmp_path, setting, result):
+    """The command for the first run on a GPU runs its cases, on the fake driver, and a failure is red in its record."""
+    options = [tmp_path, "--driver", "fake", "--only", "2 kernels", "--wheels", tmp_path]
+    given = os.environ | {"PYTHON": sys.executable, "CROSSREDUCE_CUDA": setting}
+    done = subprocess.run(["bash", ROOT / "benchmarks/gpu_first_run", *options], timeout=250, check=False, env=given)
+    found = [json.loads(line)["result"] for line in (tmp_path / "results.jsonl").read_text().splitlines()]
+    assert (found, done.returncode) == (["ok", result], int(result == "RED"))

@@ -11,6 +11,7 @@ from ..errors import ArgumentError, shown
 from ..ranks.survival import joiner
 from ..ranks.survival.formation import Settings
 from ..ranks.survival.survivors import Reformed
+from ..ranks.transports.choice import transport_name
 from ..reduction.validation import seconds
 from .meeting import meet
 from .rank_group import KIND, RankGroup, make_group
@@ -26,6 +27,7 @@ def join(
     key: str | None = None,
     timeout_s: float = 300.0,
     name: str = "world",
+    transport: str | None = None,
 ) -> RankGroup:
     """Make a group of processes, and return it. All of the processes call this.
 
@@ -44,12 +46,15 @@ def join(
         reaches the address can take part. Nothing is encrypted; see docs/processes.md.
       timeout_s: how long this call, and every later call of the group, waits for other ranks, in seconds.
       name: the group's name in messages.
+      transport: what moves data between hosts: "tcp", "ucx", the name of a plug-in, or "auto": UCX if all hosts have it
+        and an RDMA device, else TCP. The same on all ranks. By default the environment variable
+        ``CROSSREDUCE_TRANSPORT`` decides, and without it "auto". See docs/between-hosts.md.
     Raises:
       ArgumentError: an argument or variable is missing or invalid; two processes have the same rank; rank 0 cannot
         listen at the address; another program, or a rank with another key, answers there.
-      MismatchError: processes differ in ``size``, or in their version of crossreduce.
+      MismatchError: processes differ in ``size``, in ``transport``, or in their version of crossreduce.
       CollectiveTimeout: some ranks did not arrive in time.
-      BackendError: the compiled kernels are missing, or this system is not Linux.
+      BackendError: the compiled kernels are missing, this system is not Linux, or a rank cannot use the transport.
 
     >>> import numpy as np
     >>> with join(rank=0, size=1) as group:  # a group of this process alone
@@ -59,8 +64,9 @@ def join(
     timeout_s = seconds(timeout_s)
     if not isinstance(name, str):
         raise ArgumentError.of("name must be a str.", shown(name), 'name="world"')
+    wanted = transport_name(transport)
     store, own, count, listen_at = meet(rank, size, address, key, timeout_s)
-    return make_group(store, own, count, Settings(timeout_s, name, listen_at=listen_at))
+    return make_group(store, own, count, Settings(timeout_s, name, listen_at=listen_at, transport=wanted))
 
 
 def join_invited(invitation: str, timeout_s: float = 60.0) -> RankGroup:

@@ -19,7 +19,7 @@ from ..ranks.survival import joiner, survivors
 from ..ranks.survival.formation import GroupFormation, GroupKind, Settings
 from ..ranks.survival.survivors import SHRINK_S, Reformed
 from ..ranks.transports.base import Transport
-from ..ranks.transports.tcp import TcpTransport
+from ..ranks.transports.choice import open_transport
 from ..reduction.validation import seconds
 from .array_group import ArrayGroup
 
@@ -196,7 +196,7 @@ class RankGroup(ArrayGroup):
 
     def _formation(self, timeout_s: float, *, grows: bool) -> GroupFormation[RankGroup]:
         group = self.communicator
-        settings = Settings(group.timeout_s, group.name, listen_at=group.listen_at)
+        settings = Settings(group.timeout_s, group.name, listen_at=group.listen_at, transport=group.wanted)
         return GroupFormation(group, KIND, settings, timeout_s, grows=grows)
 
     def _continue_in(self, group: RankGroup, reformed: Reformed) -> RankGroup:
@@ -210,16 +210,22 @@ class RankGroup(ArrayGroup):
 def make_group(store: StoreClient, rank: int, size: int, settings: Settings, origin: Origin = NEW) -> RankGroup:
     """Return a group whose ranks meet at a store. If they cannot, close the store."""
 
-    def connected(cancelled: threading.Event, hosts: Hosts) -> Transport:
+    def connected(cancelled: threading.Event, hosts: Hosts, transport: str) -> Transport:
         part = StorePart(store, "tcp/")
         connections = ConnectionStore(part, rank, cancelled, settings.listen_at, origin.is_beyond)
-        return TcpTransport(*connections.connect(hosts))
+        return open_transport(transport, connections.connect(hosts))
 
     name, timeout_s, listen_at = settings.name, settings.timeout_s, settings.listen_at
     try:
         rendezvous = StoreRendezvous(StorePart(store, "group/"), rank, size, timeout_s, watch=origin.watch)
         communicator = Communicator(
-            rendezvous, connected, name=name, timeout_s=timeout_s, overlapping=False, listen_at=listen_at
+            rendezvous,
+            connected,
+            name=name,
+            timeout_s=timeout_s,
+            overlapping=False,
+            listen_at=listen_at,
+            wanted=settings.transport,
         )
     except BaseException:
         store.close()

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -159,7 +159,7 @@ class CallRunner:
             self._abort.raise_cause()
         if calls:
             named = {self._members.global_ranks[rank]: call for rank, call in calls.items()}
-            raise MismatchError(mismatch_text(named, self._members.name))
+            raise _mismatch(named, self._members.name)  # no local variable: the traceback would refer to the error
 
     def _calls_of_all(self) -> dict[int, CallSignature]:
         """Return the current call of each rank of the group."""
@@ -172,3 +172,9 @@ class CallRunner:
         number = self._memory.number
         recorded = {rank: {op[0]: op[1] for op in self._memory.ops(rank)} for rank in self._members.host}
         return {rank: CallSignature(number, texts.get(number, "?")) for rank, texts in recorded.items()}
+
+
+def _mismatch(calls: Mapping[int, CallSignature], name: str) -> MismatchError:
+    error = MismatchError(mismatch_text(calls, name))
+    error.calls = tuple(call.text for call in calls.values())
+    return error

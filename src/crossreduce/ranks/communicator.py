@@ -32,8 +32,7 @@ from .inter_host.two_level import same_speeds
 from .intra_host.instructions import reduction_numbers
 from .intra_host.registers import Decision
 from .membership import Connect, join
-from .transports.base import Rendezvous, RunningCollective, Transport
-from .transports.tcp import TcpTransport
+from .transports.base import Rendezvous, RunningCollective, Transport, has_links
 
 _LOG: Final = logging.getLogger("crossreduce")
 
@@ -51,18 +50,20 @@ class Communicator:
       rendezvous: where the ranks meet.
       transport: carries messages between hosts; it may be ``None`` if all ranks are on one host. It may be a function
         that returns a connected transport. It is called when all ranks have arrived. Its arguments are an event, which
-        is set when it should give up, and the ranks of each host. The communicator closes this transport.
+        is set when it should give up, the ranks of each host, and the name of the transport on which they agree. The
+        communicator closes this transport.
       name: the group's name in messages.
       timeout_s: how long a call waits for other ranks, in seconds.
       global_ranks: the ranks' numbers in messages and errors, such as those in a larger group. The default is 0, 1, ...
       overlapping: whether ranks may compute while an op runs, as under DDP; the same on all ranks.
       listen_at: the address of this host at which this rank answers requests of others. "" means all addresses.
+      wanted: the name of the transport that this rank wants, or "auto"; see ``transports.choice``.
     Raises, on all ranks if one has the fault:
       ArgumentError: CROSSREDUCE_NUM_THREADS is invalid, or ranks on several hosts have no transport.
       BackendError: the compiled kernels are missing, or this system is not Linux.
       CollectiveTimeout: some ranks did not reach the rendezvous in time.
       ContextError: two ranks are in one process.
-      MismatchError: the ranks have different versions of crossreduce.
+      MismatchError: the ranks have different versions of crossreduce, or want different transports.
       PeerLostError: a rank was interrupted, or the rendezvous cannot be reached any more.
       ReductionError: a rank cannot allocate or map the memory that its host shares, or the ranks cannot connect.
     """
@@ -77,12 +78,14 @@ class Communicator:
         global_ranks: Sequence[int] | None = None,
         overlapping: bool = True,
         listen_at: str = "",
+        wanted: str = "tcp",
     ) -> None:
-        joined, connected = join(rendezvous, transport, name, timeout_s, global_ranks, listen_at)
+        joined, connected = join(rendezvous, transport, name, timeout_s, global_ranks, listen_at, wanted)
         self._own_transport = connected if callable(transport) else None
         self._watched: WatchedTransport | None = None
         try:
             self.rendezvous, self.listen_at, self.memory = rendezvous, listen_at, joined.memory
+            self.wanted = wanted  # the name of a transport
             self.agreements, self.links = joined.agreements, joined.links
             members = joined.members
             self.name, self.rank, self.size, self.global_ranks = name, members.rank, members.size, members.global_ranks
@@ -97,10 +100,11 @@ class Communicator:
             self._abort = GroupAbort(members, self.memory, rendezvous, connected, self.detector)
             if len(self.hosts) > 1:
                 assert connected is not None
-                if isinstance(connected, TcpTransport):
+                if has_links(connected):
                     self.agreements.know(connected.reached)
                     self.agreements.connect(self.links.lost)
-                    self.memory.native.carry(connected.connections)
+                    if connected.connections is not None:
+                        self.memory.native.carry(connected.connections)
                 self.transport = self._watched = WatchedTransport(connected, self.detector.warn_of_remote_wait)
                 self._engine = MultiHostEngine(self.hosts, self.rank, self.memory, self.transport, self.links.lost)
             else:
@@ -201,7 +205,7 @@ class Communicator:
           PeerLostError, CollectiveTimeout: as for every call.
         """
         engine = self._engine
-        if not isinstance(engine, MultiHostEngine) or not isinstance(self._own_transport, TcpTransport):
+        if not isinstance(engine, MultiHostEngine) or not has_links(self._own_transport):
             self.require_same(text)
             return
         unreached = self.links.unreached(lambda: self.require_same(text), engine, self.rendezvous, self.timeout_s)

@@ -42,13 +42,13 @@ from .intra_host.instructions import READABLE_BUFFERS
 from .intra_host.programs import PAIR_TURNS, SLOT_BYTES, TURN_BYTES
 from .intra_host.shared_memory import SPIN_S, RankMemory
 from .transports.base import Rendezvous, Transport
-from .transports.tcp import TcpTransport
+from .transports.choice import Offer, agreed, offer
 
 ALIVE_S: Final = 0.25  # how often a rank reports that it is alive while its transport connects
 CANCEL_S: Final = 0.3  # the longest wait for the end of a transport's cancelled attempt to connect
 _CONNECTED, _CONNECTING = "connected", "connecting"  # states of a rank; see ``JoinedHost.connect``
 
-Connect: TypeAlias = Callable[[threading.Event, Hosts], Transport]
+Connect: TypeAlias = Callable[[threading.Event, Hosts, str], Transport]  # the last: the name of a transport
 
 
 def join(
@@ -58,6 +58,7 @@ def join(
     timeout_s: float,
     global_ranks: Sequence[int] | None,
     listen_at: str,
+    wanted: str = "tcp",
 ) -> tuple[JoinedHost, Transport | None]:
     """Join a group. Return this rank's ``JoinedHost``, and its connected transport if there is one.
 
@@ -67,7 +68,7 @@ def join(
     own = numbers[rendezvous.rank]
     who, host = f"rank {own}", None
     try:
-        host = JoinedHost(rendezvous, numbers, name, listen_at)
+        host = JoinedHost(rendezvous, numbers, name, listen_at, wanted)
         connected = host.connect(rendezvous, transport, timeout_s) if callable(transport) else transport
         _require_transport(host.members, connected)
     except Exception as error:
@@ -93,7 +94,9 @@ class JoinedHost:
     ``reads_peers``: whether every rank can read the memory of the processes of all other ranks.
     """
 
-    def __init__(self, rendezvous: Rendezvous, global_ranks: tuple[int, ...], name: str, listen_at: str) -> None:
+    def __init__(
+        self, rendezvous: Rendezvous, global_ranks: tuple[int, ...], name: str, listen_at: str, wanted: str
+    ) -> None:
         self._listen_at = listen_at
         hosts, self.memory = _shared_memory(rendezvous, global_ranks)
         try:
@@ -103,9 +106,11 @@ class JoinedHost:
             raise
         token, rank, size = "", rendezvous.rank, rendezvous.size  # ``unregister`` takes "" until there is a token
         try:
-            own = PeerInfo(os.getpid(), socket.gethostname(), os.urandom(8).hex(), place)
+            own = PeerInfo(os.getpid(), socket.gethostname(), os.urandom(8).hex(), place, offer(wanted))
             infos = [json.loads(info) for info in rendezvous.all_gather(json.dumps(own).encode())]
-            peers = tuple(PeerInfo(pid, host, text, Place.read(place)) for pid, host, text, place in infos)
+            peers = tuple(
+                PeerInfo(pid, host, text, Place.read(place), Offer(*theirs)) for pid, host, text, place, theirs in infos
+            )
             self.members = Membership(name, rank, global_ranks, hosts, peers)
             self.links = HostLinks(self.members)
             self.agreements = Agreements(rank, hosts, self.memory, peers, global_ranks, name)
@@ -134,12 +139,15 @@ class JoinedHost:
         ``connect`` may block, so it runs in a thread. Meanwhile, the ranks exchange their states at the rendezvous. So
         if a rank dies, the rendezvous of the others times out with an error that names that rank.
         """
+        hosts, name = self.members.hosts, "tcp"
+        if len(hosts) > 1:
+            name = agreed([peer.offer for peer in self.members.peers], self.members.global_ranks)
         results: Queue[Transport | Exception] = Queue()
-        cancelled, deadline, hosts = threading.Event(), time.monotonic() + timeout_s, self.members.hosts
+        cancelled, deadline = threading.Event(), time.monotonic() + timeout_s
 
         def run() -> None:
             try:
-                results.put(connect(cancelled, hosts))
+                results.put(connect(cancelled, hosts, name))
             except Exception as error:  # noqa: BLE001 - it is raised on all ranks
                 results.put(error)
 
@@ -156,7 +164,7 @@ class JoinedHost:
                 # A state is "connecting", or "connected" and the ranks without a connection, or the text of an error.
                 state = _CONNECTING
                 if result is not None:
-                    unreached = result.unreached if isinstance(result, TcpTransport) else ()
+                    unreached = getattr(result, "unreached", ())
                     state = " ".join([_CONNECTED, *map(str, unreached)])
                 if isinstance(result, Exception):
                     state = f"{type(result).__name__}: {result}"[:300]
@@ -168,7 +176,7 @@ class JoinedHost:
                 if failed:
                     numbers = self.members.global_ranks
                     given = "; ".join(f"rank {numbers[rank]}: {text}" for rank, text in failed.items())
-                    remedy = "a network on which all ranks reach each other; GLOO_SOCKET_IFNAME names the interface"
+                    remedy = "a network on which all ranks reach each other; CROSSREDUCE_IFNAME names the interface"
                     raise ReductionError.of("the ranks could not connect to each other.", given, remedy)
                 if _CONNECTING not in states:
                     assert result is not None

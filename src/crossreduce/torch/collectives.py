@@ -1,7 +1,7 @@
 """The collectives on CPU tensors, which a group's queue runs.
 
-Input: tensors, as ``torch.distributed`` passes them. Output: calls of a ``Communicator``, or of gloo for reductions
-that the communicator does not support, and for all-to-alls of unequal parts. Tensors that are not contiguous are
+Input: tensors, as ``torch.distributed`` passes them. Output: calls of a ``Communicator``, or of gloo for sums of sparse
+tensors, and for all-to-alls of parts of very different sizes. Tensors that are not contiguous are
 copied. Tensors whose dtypes cannot be reduced are moved as bytes. All functions block.
 
 An input that overlaps a result is copied first, except in calls in place. In these, the input (or its part for this
@@ -22,6 +22,7 @@ from ..engines.host import array_memory
 from ..errors import MismatchError, UnsupportedError
 from ..observe.diagnostics import op_text
 from ..ops import COMPLEX, FLOATS, ReduceOp
+from ..ranks.array_views import ArrayView
 from ..ranks.communicator import Communicator
 from ..ranks.intra_host.instructions import reduction_numbers
 from ..ranks.prepared import call_name, new_calls, prepare
@@ -60,6 +61,9 @@ _SUMMED_IN_GLOO: Final = {
     getattr(torch, name) for name in ("bfloat16", "float32", "float64", "int8", "uint8", "int32", "int64")
 }
 
+_PADDED_NBYTES: Final = 1 << 16  # the parts of unequal all-to-alls up to this size are always padded to the largest one
+_MOST_PADDING: Final = 2  # larger ones, if the padded parts together are at most so many times as large as the data
+
 array_memory("torch")  # called for its effect: the compiled code of prepared calls can then read tensors
 
 
@@ -91,6 +95,9 @@ class Collectives(InnerGloo):
         if not plain:
             self._checks.are_apart("all_reduce", [tensor])
         op = self._op("all_reduce", kind, tensor)
+        if op is None and kind.op in BITWISE:
+            self._reduce_bits(tensor, kind.op)
+            return
         if op is None:
             options = self._options(c10d.AllreduceOptions, reduceOp=kind)
             self._reduce_in_gloo("all_reduce", None, self._gloo.allreduce, tensor, options)
@@ -112,8 +119,11 @@ class Collectives(InnerGloo):
         op = self._op("reduce", kind, tensor, root)
         if op is None:
             copied = tensor.detach().clone()  # gloo also writes into the tensors of ranks that are not the root
-            options = self._options(c10d.ReduceOptions, reduceOp=kind, rootRank=root)
-            self._reduce_in_gloo("reduce", root, self._gloo.reduce, copied, options)
+            if kind.op in BITWISE:
+                self._reduce_bits(copied, kind.op)
+            else:
+                options = self._options(c10d.ReduceOptions, reduceOp=kind, rootRank=root)
+                self._reduce_in_gloo("reduce", root, self._gloo.reduce, copied, options)
             if root == self._rank:
                 result.detach().copy_(copied.reshape(result.shape))
             return
@@ -266,17 +276,13 @@ class Collectives(InnerGloo):
         self._checks.require(fits, "all_to_all", tensors, "numbers of inputs and outputs:", counts, remedy)
         apart = self._checks.are_apart("all_to_all", outputs, inputs)
         sent, received = [x.numel() for x in inputs], [x.numel() for x in outputs]
-        even = self._are_even(sent, received, inputs[0], "elements")
         sources, written = [readable(x) for x in inputs], [writable(x) for x in outputs]
-        if even:
-            self._checks.agree_on_bytes("all_to_all", inputs[0])
-            if not apart:
-                sources = copy_overlapping(sources, written)
-            self._communicator.all_to_all([memory(x) for x in sources], [memory(x) for x in written])
-        else:  # gloo has no all-to-all of lists
+        if not apart:
+            sources = copy_overlapping(sources, written)
+        if not self._exchange_equal(sources, written, sent, received, inputs[0]):
             joined = torch.cat([movable(x.detach()).reshape(-1) for x in sources])
             room = joined.new_empty(sum(received))
-            self._exchange(room, joined, received, sent)
+            self._exchange(room, joined, received, sent, "elements")
             for result, part in zip(written, room.split(received), strict=True):
                 movable(result.detach()).copy_(part.reshape(result.shape))
         copy_back_all(outputs, written)
@@ -293,37 +299,45 @@ class Collectives(InnerGloo):
         apart = self._checks.are_apart("all_to_all", [output], [tensor])
         received = list(received) or [output.shape[0] // self._size] * self._size
         sent = list(sent) or [tensor.shape[0] // self._size] * self._size
-        even = self._are_even(sent, received, tensor, "rows")
         source, written = readable(tensor), writable(output)
         if not apart:
             (source,) = copy_overlapping([source], [written])
-        if even:
-            self._checks.agree_on_bytes("all_to_all", tensor)
-            self._communicator.all_to_all(equal_parts(source, self._size), equal_parts(written, self._size))
-        else:
-            self._exchange(written, source, received, sent)
+        if not self._exchange_equal([source], [written], sent, received, tensor):
+            self._exchange(written, source, received, sent, "rows")
         copy_back(output, written)
 
-    def _exchange(self, result: Any, source: Any, received: Sequence[int], sent: Sequence[int]) -> None:
-        """Execute an all-to-all of unequal numbers of rows in gloo, as bytes. See ``all_to_all_single``."""
-        width = source.shape[1:].numel() * source.element_size()
-        splits = ([width * rows for rows in received], [width * rows for rows in sent])
-        options = self._options(c10d.AllToAllOptions)
-        text = f"all_to_all {name_of(source)}"
-        self._run_in_gloo(text, self._gloo.alltoall_base, raw(result), raw(source), *splits, options)
+    def _exchange_equal(
+        self, sources: Sequence[Any], written: Sequence[Any], sent: Sequence[int], received: Sequence[int], tensor: Any
+    ) -> bool:
+        """Execute an all-to-all if all parts of all ranks have the same size. Otherwise return ``False`` on all ranks.
 
-    def _are_splits(self, tensor: Any, splits: Sequence[int]) -> bool:
-        if not tensor.ndim or not splits:
-            return bool(tensor.ndim) and int(tensor.shape[0]) % self._size == 0
-        return len(splits) == self._size and sum(splits) == tensor.shape[0] and min(splits) >= 0
+        A rank with equal parts assumes that the others have them, too. If not, all ranks notice that the calls differ.
+        ``sources``, ``written``: the parts, or one tensor that consists of them. ``tensor``: its dtype is that of all.
+        """
+        equal, unequal = f"all_to_all {name_of(tensor)}[", f"all_to_all {name_of(tensor)} of unequal parts"
+        try:
+            if len({*sent, *received}) > 1:
+                self._communicator.require_same(unequal)
+                return False
+            self._checks.agree_on_bytes("all_to_all", tensor)
+            self._communicator.all_to_all(self._parts(sources), self._parts(written))
+        except MismatchError as error:
+            if not all(call == unequal or (call.startswith(equal) and call.endswith("]")) for call in error.calls):
+                raise
+            return False
+        return True
 
-    def _are_even(self, sent: Sequence[int], received: Sequence[int], tensor: Any, unit: str) -> bool:
-        """Return whether all ranks send and receive parts of the same size. The ranks exchange their sizes for this.
+    def _parts(self, tensors: Sequence[Any]) -> list[ArrayView]:
+        return [memory(x) for x in tensors] if len(tensors) > 1 else equal_parts(tensors[0], self._size)
+
+    def _exchange(self, result: Any, source: Any, received: Sequence[int], sent: Sequence[int], unit: str) -> None:
+        """Execute an all-to-all of unequal numbers of rows. See ``all_to_all_single``.
+
+        Parts are padded to the size of the largest one if this adds little; else gloo moves them.
 
         Raises:
           MismatchError: a rank sends more or less than the receiver expects. All ranks raise it.
         """
-        self._communicator.require_same(f"all_to_all {name_of(tensor)}")
         own = torch.tensor([*sent, *received], device="cpu")
         table = own.new_empty(self._size, 2, self._size)
         self.all_gather_single(table, own)
@@ -331,7 +345,19 @@ class Collectives(InnerGloo):
             problem = f"rank {src} sends rank {dst} another number of {unit} than rank {dst} expects."
             given = f"{table[src, 0, dst]} sent, {table[dst, 1, src]} expected"
             raise MismatchError.of(problem, given, f"the same number of {unit} on both ranks")
-        return bool((table == table[0, 0, 0]).all())
+        width = source.shape[1:].numel() * source.element_size()
+        most, total = int(table.max()) * width, int(table[:, 0].sum()) * width
+        splits = ([width * rows for rows in received], [width * rows for rows in sent])
+        if most > _PADDED_NBYTES and most * self._size**2 > _MOST_PADDING * total:
+            options, text = self._options(c10d.AllToAllOptions), f"all_to_all {name_of(source)}"
+            self._run_in_gloo(text, self._gloo.alltoall_base, raw(result), raw(source), *splits, options)
+            return
+        self._exchange_padded(raw(result), raw(source), *splits, most)
+
+    def _are_splits(self, tensor: Any, splits: Sequence[int]) -> bool:
+        if not tensor.ndim or not splits:
+            return bool(tensor.ndim) and int(tensor.shape[0]) % self._size == 0
+        return len(splits) == self._size and sum(splits) == tensor.shape[0] and min(splits) >= 0
 
     # ---- helpers --------------------------------------------------------------------------------------------------
 

@@ -17,9 +17,10 @@ from ..ranks.communicator import Communicator
 from ..ranks.connections.rendezvous import NEW, ConnectionStore, Origin, interfaces
 from ..ranks.membership import shared_failure
 from ..ranks.transports.base import Transport
+from ..ranks.transports.choice import open_transport
 from ..ranks.transports.gloo import BesideGloo, process_group
 from .op_queue import OpQueue
-from .options import is_exact
+from .options import read_pg_options
 from .rendezvous import CancellableStore, TorchRendezvous
 
 _LEAVE_S: Final = 1.0  # how long ``close`` waits for pending ops, when a group is garbage collected or a process ends
@@ -41,27 +42,30 @@ def connect(
     rendezvous of the ranks, since it would wait for a missing rank 5 times as long, and could not name it. If some
     ranks cannot connect to each other, gloo connects two ranks only when they exchange their first message.
     ``global_ranks``: the ranks' numbers in the world, for errors; empty if the group is the world. ``options``: see
-    ``is_exact``; if they are invalid on one rank, all ranks raise its error.
+    ``read_pg_options``; if they are invalid on one rank, all ranks raise its error.
     """
     seconds, gloo = timeout.total_seconds(), []
 
-    def connected(cancelled: threading.Event, hosts: tuple[tuple[int, ...], ...]) -> Transport:
+    def connected(cancelled: threading.Event, hosts: tuple[tuple[int, ...], ...], transport: str) -> Transport:
         connections = ConnectionStore(dist.PrefixStore("tcp/", store), rank, cancelled, is_beyond=origin.is_beyond)
-        sockets, unreached = connections.connect(hosts)
-        lazy = len(hosts) > 1 and connections.any_of_all(bool(unreached), size)
+        links = connections.connect(hosts)
+        carrier = open_transport(transport, links)
+        lazy = len(hosts) > 1 and connections.any_of_all(bool(links.unreached), size)
         inner = CancellableStore(dist.PrefixStore("gloo/", store), cancelled)
         alone = len(hosts) == 1
         gloo.append(process_group(inner, rank, size, timeout, interfaces(), is_one_host=alone, lazy=lazy))
-        return BesideGloo(sockets, gloo[0], inner, unreached, lazy=lazy)
+        return BesideGloo(carrier, gloo[0], inner, lazy=lazy)
 
     own = dist.PrefixStore("crossreduce/", store)
     rendezvous = TorchRendezvous(own, rank, size, seconds, global_ranks, origin.watch)
     try:
-        exact = is_exact(options)
+        exact, wanted = read_pg_options(options)
     except ArgumentError as error:
         who = f"rank {global_ranks[rank] if global_ranks else rank}"
         raise shared_failure(rendezvous, error, who, alone=True) from error
-    communicator = Communicator(rendezvous, connected, name=name, timeout_s=seconds, global_ranks=global_ranks)
+    communicator = Communicator(
+        rendezvous, connected, name=name, timeout_s=seconds, global_ranks=global_ranks, wanted=wanted
+    )
     return gloo[0], communicator, exact
 
 

@@ -193,7 +193,9 @@ def _kind() -> GroupKind[Group]:
 
 def _formation(old: Group, timeout_s: float, *, grows: bool) -> GroupFormation[Group]:
     """Return the formation of a group of ranks of ``old`` and, if ``grows``, of processes that want to join."""
-    settings = Settings(old.timeout.total_seconds(), old.communicator.name, old.exact)
+    settings = Settings(
+        old.timeout.total_seconds(), old.communicator.name, old.exact, transport=old.communicator.wanted
+    )
     return GroupFormation(old.communicator, _kind(), settings, timeout_s, grows=grows)
 
 
@@ -202,7 +204,8 @@ def make_group(store: PeerStore, rank: int, size: int, settings: Settings, origi
     timeout = timedelta(seconds=settings.timeout_s)
     store.set_timeout(timeout)
     part = dist.PrefixStore("formed/", store)
-    group = Group(part, rank, size, timeout, settings.name, options=Options(settings.exact), origin=origin)
+    options = Options(settings.exact, settings.transport)
+    group = Group(part, rank, size, timeout, settings.name, options=options, origin=origin)
     # ``origin.watch`` checks the earlier group while the new one is formed. From now on it must not be called.
     group.base_store, store.watch = store, NEW.watch
     assert isinstance(group.communicator.rendezvous, StoreRendezvous)

@@ -1,6 +1,7 @@
-"""``InnerGloo``: runs a collective in gloo, as part of a call of the communicator.
+"""``InnerGloo``: collectives that the communicator does not have.
 
-Input: a function of gloo and its tensors. Output: the results in these tensors, or an error that all ranks raise.
+Input: tensors. Output: the results in these tensors, or an error that all ranks raise. Bitwise reductions, and
+all-to-alls of padded parts, consist of calls of the communicator. Others run in gloo, as part of such a call.
 """
 
 from __future__ import annotations
@@ -18,10 +19,13 @@ from torch.distributed import ReduceOp as TorchOp
 from ..observe.diagnostics import call_text
 from ..ranks.communicator import Communicator
 from ..ranks.transports.gloo import GlooCollective
-from .memory import NAMES, copy_back, form_of, raw, readable, tensors_in
+from .memory import NAMES, copy_back, equal_parts, form_of, memory, raw, readable, tensors_in
 
 _GLOO_WAITS_S: Final = 10.0  # gloo's timeout is this much longer than the group's, since gloo's errors name no rank
-BITWISE: Final = (TorchOp.BAND, TorchOp.BOR, TorchOp.BXOR)
+BITWISE: Final = {TorchOp.BAND: "bitwise_and", TorchOp.BOR: "bitwise_or", TorchOp.BXOR: "bitwise_xor"}
+_GATHERED_NBYTES: Final = (
+    1 << 14
+)  # a bitwise reduction of so many bytes gathers the tensors of all ranks on each of them
 _RELEASE_S: Final = 1.0  # the longest wait for gloo to release tensors, which takes microseconds
 
 
@@ -50,20 +54,50 @@ class InnerGloo:
                 time.sleep(0)  # lets gloo's thread use the interpreter
 
     def _reduce_in_gloo(self, collective: str, root: int | None, function: Any, tensor: Any, options: Any) -> None:
-        """Replace a dense or sparse tensor by its reduction, which ``function`` of gloo executes."""
-        dense = tensor.layout is torch.strided
-        plain = readable(tensor) if dense else tensor
-        # Bitwise ops combine bytes. Else a detached tensor: _run_in_gloo counts references, and other code may refer to
-        # the tensor itself.
-        detached = raw(plain) if options.reduceOp.op in BITWISE else plain.detach()
+        """Replace a sparse tensor by its reduction, which ``function`` of gloo executes."""
+        detached = tensor.detach()  # _run_in_gloo counts references, and other code may refer to the tensor itself
         op = options.reduceOp.op.name.lower()
         text = call_text(collective, op, root, name_of(tensor), tensor.shape)
         self._run_in_gloo(text, function, [detached], options)
-        if dense:
-            copy_back(tensor, plain)
-        else:  # gloo replaces the memory of a sparse tensor, and the detached one does not share it
-            with torch.no_grad():
-                tensor.copy_(detached)
+        with torch.no_grad():  # gloo replaces the memory of a sparse tensor, and the detached one does not share it
+            tensor.copy_(detached)
+
+    def _reduce_bits(self, tensor: Any, op: Any) -> None:
+        """Replace a tensor by its bitwise reduction on all ranks. A large one is reduced in parts, one on each rank."""
+        combine = getattr(torch, BITWISE[op])
+        plain = readable(tensor)
+        line = raw(plain)
+        if line.numel() % 8 == 0:
+            line = line.view(torch.int64)
+        ranks = self._communicator.size
+        parts = 1 if line.nbytes <= _GATHERED_NBYTES else ranks
+        size = -(-line.numel() // parts)
+        rows = line.new_zeros(ranks, size)
+        if parts == 1:
+            self._communicator.all_gather(memory(line), equal_parts(rows, ranks))
+        else:
+            sent = line.new_zeros(parts, size)
+            sent.view(-1)[: line.numel()] = line
+            self._communicator.all_to_all(equal_parts(sent, parts), equal_parts(rows, parts))
+        for row in rows[1:]:
+            combine(rows[0], row, out=rows[0])
+        if parts > 1:
+            self._communicator.all_gather(memory(rows[0]), equal_parts(sent, ranks))
+            rows = sent.view(1, -1)
+        line.copy_(rows[0][: line.numel()])
+        copy_back(tensor, plain)
+
+    def _exchange_padded(
+        self, result: Any, source: Any, received: Sequence[int], sent: Sequence[int], most: int
+    ) -> None:
+        """Execute an all-to-all of unequal numbers of bytes, ``most`` at most, in parts of this size."""
+        ranks = self._communicator.size
+        padded = torch.empty(2, ranks, most, dtype=torch.uint8, device="cpu")
+        for room, part in zip(padded[0], source.split(sent), strict=True):
+            room[: part.numel()] = part
+        self._communicator.all_to_all(*(equal_parts(each, ranks) for each in padded))
+        for room, part in zip(padded[1], result.split(received), strict=True):
+            part.copy_(room[: part.numel()])
 
     def _options(self, kind: Any, **fields: Any) -> Any:
         """Return options of gloo of the class ``kind``, with a timeout and these fields."""

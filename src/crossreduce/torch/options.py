@@ -1,6 +1,7 @@
 """The options of a process group, and of its calls.
 
-Input: ``pg_options`` of ``torch.distributed``, or the environment. Output: whether the group's sums are exact.
+Input: ``pg_options`` of ``torch.distributed``, or the environment. Output: whether the group's sums are exact,
+and what moves data between hosts.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from torch._C import _distributed_c10d as c10d
 
 from ..errors import ArgumentError, shown
 from ..options import CommunicationOptions
+from ..ranks.transports.choice import transport_name
 
 # The common class of options of torch's own backends. Before torch 2.6 it was ProcessGroup.Options.
 _OTHERS: Final = tuple(each.Options for each in (c10d.Backend, c10d.ProcessGroup) if hasattr(each, "Options"))
@@ -27,37 +29,42 @@ class Options:
       exact: whether sums and means of floats are computed exactly, and then rounded once, to nearest even. They have
         the same bits for every order of the ranks and any number of hosts. Products of floats are refused. All ranks
         must pass the same value. Without ``pg_options``, the environment variable ``CROSSREDUCE_EXACT`` decides.
+      transport: what moves data between hosts: "tcp", "ucx", the name of a plug-in, or "auto": UCX if all hosts have it
+        and an RDMA device, else TCP. The same on all ranks. By default the environment variable
+        ``CROSSREDUCE_TRANSPORT`` decides, and without it "auto". Point-to-point messages still use gloo.
     Raises:
-      ArgumentError: ``exact`` is not a bool.
+      ArgumentError: ``exact`` is not a bool, or no transport has this name.
 
-    >>> Options(exact=True)
-    Options(exact=True)
+    >>> Options(exact=True, transport="tcp")
+    Options(exact=True, transport='tcp')
     """
 
-    def __init__(self, exact: bool = False) -> None:
+    def __init__(self, exact: bool = False, transport: str | None = None) -> None:
         self.exact = CommunicationOptions(exact=exact).exact
+        self.transport = transport if transport is None else transport_name(transport)
 
     def __repr__(self) -> str:
-        return f"Options(exact={self.exact})"
+        return f"Options(exact={self.exact}{f', transport={self.transport!r}' if self.transport else ''})"
 
 
-def is_exact(options: Any) -> bool:
-    """Return whether sums are exact in a group with these ``pg_options``.
+def read_pg_options(options: Any) -> tuple[bool, str]:
+    """Return whether sums are exact in a group with these ``pg_options``, and the name of its transport, or "auto".
 
     Options of other backends, as in "cpu:crossreduce,cuda:nccl", are ignored.
 
     Raises:
-      ArgumentError: ``options`` are not options of a process group, or ``CROSSREDUCE_EXACT`` is neither 0 nor 1.
+      ArgumentError: ``options`` are not options of a process group, ``CROSSREDUCE_EXACT`` is neither 0 nor 1, or
+        ``CROSSREDUCE_TRANSPORT`` does not name a transport.
     """
     if isinstance(options, Options):
-        return options.exact
+        return options.exact, transport_name(options.transport)
     if options is not None and not isinstance(options, _OTHERS):
         problem, remedy = "these are not the options of a process group.", "pg_options=crossreduce.torch.Options()"
         raise ArgumentError.of(problem, shown(options), remedy)
     value = os.environ.get("CROSSREDUCE_EXACT") or "0"
     if value not in ("0", "1"):
         raise ArgumentError.of("CROSSREDUCE_EXACT must be 0 or 1.", shown(value), "CROSSREDUCE_EXACT=1")
-    return value == "1"
+    return value == "1", transport_name(None)
 
 
 def read_options(

@@ -75,7 +75,7 @@ def without(rendezvous, lost, timeout_s=20.0):
     """Join a group in which the pairs of ranks ``lost`` have no connection."""
     meeting = type(rendezvous)(rendezvous.path, rendezvous.rank, rendezvous.size, f"addresses of {rendezvous.name}")
 
-    def reached(cancelled, _):
+    def reached(cancelled, *_):
         sockets = connected(meeting, cancelled, interfaces=["lo"])
         far = [peer for peer in sockets if {peer, rendezvous.rank} in [set(pair) for pair in lost]]
         for peer in far:
@@ -246,7 +246,7 @@ def test_a_host_that_has_lost_all_links():
     text, *later = found[0]
     assert later[0] == later[1]
     assert "no connection between host 0 (rank 0) and host 2 (rank 2); host 1 (rank 1) and host 2 (rank 2)" in text
-    assert "GLOO_SOCKET_IFNAME" in text
+    assert "CROSSREDUCE_IFNAME" in text
 
 
 def mesh(speeds, latency_s=1e-4):

@@ -21,15 +21,19 @@ from transport_laws import LAWS
 from crossreduce.errors import PeerLostError
 from crossreduce.ranks.transports import tcp
 from crossreduce.ranks.transports.addresses import addresses, machine, reachable
+from crossreduce.ranks.transports.base import Links
+from crossreduce.ranks.transports.choice import open_transport
 from crossreduce.ranks.transports.strangers import MOST_UNKNOWN, Strangers
 from crossreduce.ranks.transports.tcp import TcpTransport, connect
 
 
-def test_connections_of_the_library_obey_the_laws():
+@pytest.mark.parametrize("name", ["tcp", "ucx"])
+def test_transports_obey_the_laws(name):
     """Messages are ordered and unchanged, waits time out, and aborts end waits. ``test_mpi`` checks this for MPI."""
 
     def rank(rendezvous, law):
-        transport = TcpTransport(connected(rendezvous))
+        links = Links(rendezvous.rank, connected(rendezvous), (), threading.Event())
+        transport = open_transport(name, links)
         law(transport, rendezvous)
         with contextlib.suppress(PeerLostError):  # one of the laws aborts the group
             rendezvous.all_gather(b"")

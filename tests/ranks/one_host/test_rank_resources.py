@@ -91,7 +91,7 @@ def test_a_communicator_is_freed_with_its_last_reference(hosts):
 def unfinished(rendezvous, several_hosts):
     made = []
 
-    def connect(cancelled, hosts):
+    def connect(*_):
         made.append(SocketTransport(rendezvous))
         return made[-1]
 

@@ -17,6 +17,7 @@ from crossreduce.ranks.failures.abort import names_owner
 from crossreduce.ranks.intra_host.registers import Decision
 from crossreduce.ranks.survival import formation
 from crossreduce.ranks.survival.formation import GroupFormation, Settings
+from crossreduce.ranks.transports.choice import Offer
 
 DECISION = Decision((0, 1), 1, True, 5)
 
@@ -305,7 +306,7 @@ class Relaying:
         self.simulated = SimulatedHosts(monkeypatch, lambda *_: (0.001, {}))
         hosts = ((0, 1), (2, 3), (4, 5))
         place = Place(addresses, 1, "")
-        peers = [PeerInfo(0, "", "token", place) for _ in range(6)]
+        peers = [PeerInfo(0, "", "token", place, Offer("tcp", "tcp", "")) for _ in range(6)]
         self.decided = 7, Decision((0, 1, 2, 4, 5), 1, True, 3)  # in ballot 7; rank 3 is not a member
         registers = SimpleNamespace(
             arrive=lambda _: None, decision=lambda number: self.decided if number else None, follows=lambda *_: True

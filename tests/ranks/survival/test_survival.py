@@ -170,10 +170,10 @@ def on_hosts(rendezvous, kind, place):
     return reformed.members, group.total(), len(group.group.communicator.hosts)
 
 
-@KINDS
-def test_a_host_is_lost(tmp_path, kind):
+@pytest.mark.parametrize(("kind", "transport"), [(Numpy, "tcp"), (Numpy, "ucx"), (Torch, "auto")])
+def test_a_host_is_lost(tmp_path, kind, transport):
     """If all ranks of a host die, also the rank that serves the store, the ranks of the other hosts continue."""
-    environment = [{"CROSSREDUCE_HOST": host} for host in "aabbc"]
+    environment = [{"CROSSREDUCE_HOST": host, "CROSSREDUCE_TRANSPORT": transport} for host in "aabbc"]
     found = ranks(5, on_hosts, kind, place_of(kind, tmp_path), environment=environment, check=False)
     assert found[2:] == [((2, 3, 4), 60, 2)] * 3, found  # members, total, hosts
 

@@ -17,7 +17,7 @@ from budget import count
 from free_port import free_port
 from kinds_of_groups import Numpy, Torch, lose
 from ranks import Died, ranks
-from survival_storm import FAILURES, MOST, Failure, enter, lives, shared_counters
+from survival_storm import FAILURES, MOST, Failure, lives, shared_counters
 
 from crossreduce.errors import ExcludedError
 
@@ -302,7 +302,7 @@ def test_two_parts_never_go_on_without_the_host_between_them(tmp_path, bed, kind
 
 def outlasted(rendezvous, kind, place, holders, folder):
     """All ranks go on without those that they do not reach, and end."""
-    enter(holders[rendezvous.rank])
+    namespaces.enter(holders[rendezvous.rank])
     group = kind(rendezvous, place, timeout_s=2)
     group.total()
     Path(folder, f"ready{rendezvous.rank}").touch()

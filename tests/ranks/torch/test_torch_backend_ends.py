@@ -64,7 +64,7 @@ def unfinished_in_gloo(me):
     groups = [dist.new_group() for _ in range(2)]
     for group in groups if me.rank else []:  # the other ranks make the call, but do not take part in gloo's
         group._collectives._gloo = SimpleNamespace(allreduce=lambda *_: Finished([]))
-    works = [dist.all_reduce(torch.ones(3, dtype=torch.int32), dist.ReduceOp.BAND, x, async_op=True) for x in groups]
+    works = [dist.all_reduce(torch.ones(3).to_sparse(), group=x, async_op=True) for x in groups]
     if me.rank:
         for work in works:
             raises(PeerLostError, "rank 0 left during", work.wait)

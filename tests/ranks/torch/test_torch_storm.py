@@ -20,7 +20,6 @@ from budget import count
 from free_port import free_port
 from kinds_of_groups import wait_until
 from ranks import Died, Moment, ranks
-from survival_storm import enter
 
 import crossreduce.torch  # noqa: F401 - registers the backend
 from crossreduce import ArgumentError, CollectiveTimeout, PeerLostError
@@ -79,8 +78,8 @@ def fails_inside(rendezvous, folder, how, carrier):
         group.communicator.transport._transport.send = fail
     began = Moment()
     try:
-        if carrier == "gloo":  # the library has no bitwise reductions
-            dist.all_reduce(torch.ones(10, dtype=torch.int64), op=dist.ReduceOp.BXOR)
+        if carrier == "gloo":  # the library has no sums of sparse tensors
+            dist.all_reduce(torch.ones(10).to_sparse())
         else:
             dist.all_reduce(parts[0])
     except (CollectiveTimeout, PeerLostError) as error:
@@ -218,7 +217,7 @@ def random_call(draw, rank, n):
     """Make one random collective, the same on all ranks."""
     size, root, asynchronous = draw.choice(SIZES), draw.randrange(n), draw.random() < 0.3
     x, parts = torch.ones(size), [torch.ones(size) for _ in range(n)]
-    whole, band = torch.ones(n * size), torch.ones(size, dtype=torch.int32)
+    whole, band, sparse = torch.ones(n * size), torch.ones(size, dtype=torch.int32), torch.ones(size).to_sparse()
     mine = root == rank
     calls = [
         lambda **how: dist.all_reduce(x, **how),
@@ -226,6 +225,7 @@ def random_call(draw, rank, n):
         lambda **how: dist.broadcast(x, root, **how),
         lambda **how: dist.barrier(**how),
         lambda **how: dist.all_reduce(band, dist.ReduceOp.BAND, **how),
+        lambda **how: dist.all_reduce(sparse, **how),
         lambda **how: dist.all_gather(parts, x, **how),
         lambda **how: dist.all_gather_into_tensor(whole, x, **how),
         lambda **how: dist.reduce_scatter_tensor(x, whole, **how),
@@ -244,7 +244,7 @@ def storm(rendezvous, folder, case):
     """Make random collectives until another rank is lost. Return the error's class, text and ranks, and its time."""
     rank, n = rendezvous.rank, rendezvous.size
     if case["namespaces"]:
-        enter(case["namespaces"][rank // 2])
+        namespaces.enter(case["namespaces"][rank // 2])
     begin(rendezvous, case["where"], case["how"], TIMEOUT_S)
     (folder / f"ready{rank}").touch()
     draw = random.Random(case["seed"])

@@ -210,6 +210,23 @@ def test_each_error(cuda, torch_):
         cuda.called()
 
 
+def test_communicators_that_do_not_block(cuda, torch_, monkeypatch):
+    """If a communicator is still in progress, a call waits for it, and raises an error when that takes too long."""
+    value = put(cuda, torch_, xs := small("float32", (10,), 3), (0, 1, 2))
+    for polls in (1, 5):
+        cuda.fake.fake_polls(polls)
+        for _ in range(2):
+            check(torch_, NCCL.reduce("sum", value, value), "sum", xs, names((0, 1, 2)), value)
+        assert cuda.called().count("ncclCommGetAsyncError") >= 2 * polls
+    cuda.fake.fake_polls(1 << 30)
+    monkeypatch.setattr(nccl_library, "TIMEOUT_S", 0.05)
+    for function in ("ncclGroupEnd", "ncclCommInitAll"):  # the second call makes new communicators
+        with pytest.raises(cr.BackendError, match=rf"NCCL did not end {function} on cuda:0\.\n  given: 0.05 s"):
+            NCCL.reduce("sum", value, value)
+        assert cuda.fake.fake_live() == 0
+    assert unchanged(torch_, value, xs)
+
+
 def test_each_reason_is_logged_once(cuda, torch_, caplog, monkeypatch):
     """If NCCL cannot be used, a plan gives the result, and the reason is logged at INFO, only once."""
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import ctypes
 import functools
 import itertools
 import os
@@ -17,8 +18,12 @@ import signal
 import subprocess
 import sys
 import threading
+from pathlib import Path
 
 NEEDED = ("ip", "tc", "unshare", "nsenter", "setpriv")
+NEW_NETWORK, NEW_MOUNTS, PRIVATE = 0x40000000, 0x20000, 0x44000  # CLONE_NEWNET, CLONE_NEWNS, MS_REC | MS_PRIVATE
+# UCX finds the interfaces of a host in /sys.
+OWN_DEVICES = ["unshare", "--mount", "sh", "-c", 'mount -t sysfs sysfs /sys && exec "$@"', "sh"]
 PATHS = os.environ.get("PATH", "") + ":/usr/sbin:/sbin"
 
 
@@ -37,6 +42,18 @@ def available():
             return None
     except RuntimeError as error:
         return str(error)
+
+
+def enter(pid):
+    """Move this process to a host, given the process that holds its namespace."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    with Path(f"/proc/{pid}/ns/net").open() as namespace:
+        failed = libc.setns(namespace.fileno(), NEW_NETWORK)
+    if os.environ.get("CROSSREDUCE_TRANSPORT") == "ucx" and not failed:
+        failed = libc.unshare(NEW_MOUNTS) or libc.mount(b"none", b"/", None, PRIVATE, None)
+        failed = failed or libc.mount(b"sysfs", b"/sys", b"sysfs", 0, None)
+    if failed:
+        raise OSError(ctypes.get_errno(), "this process cannot enter a namespace")
 
 
 class Bed:
@@ -79,7 +96,8 @@ class Bed:
         ``env``: additional variables of the environment. ``options``: options of ``Popen``.
         """
         around = {**os.environ, "PATH": PATHS, "GLOO_SOCKET_IFNAME": self.interface, **(env or {})}
-        command = [*self._inside(host), "setpriv", "--pdeathsig", "KILL", *argv]
+        devices = OWN_DEVICES if around.get("CROSSREDUCE_TRANSPORT") == "ucx" else []
+        command = [*self._inside(host), *devices, "setpriv", "--pdeathsig", "KILL", *argv]
         with self.lock:
             process = subprocess.Popen(command, env=around, start_new_session=True, **options)
             self.processes.append(process)

@@ -154,12 +154,13 @@ def connected(rendezvous, cancelled=None, **options):
 
 
 class SocketTransport:
-    """A custom ``Transport``, which the library does not know. It sends messages over sockets of the library."""
+    """A custom ``Transport``, which the library does not know: that of CROSSREDUCE_TRANSPORT, by default TCP."""
 
     def __init__(self, rendezvous, address="127.0.0.1"):
-        from crossreduce.ranks.transports.tcp import TcpTransport
+        from crossreduce.ranks.transports import base, choice
 
-        self.inner, self.closed = TcpTransport(connected(rendezvous, listen_at=address)), False
+        links = base.Links(rendezvous.rank, connected(rendezvous, listen_at=address), (), threading.Event())
+        self.inner, self.closed = choice.open_transport(os.environ.get(choice.VARIABLE, "tcp"), links), False
         self.send, self.receive, self.close = self.inner.send, self.inner.receive, self.inner.close
 
     def abort(self):

@@ -6,7 +6,6 @@ steps and record the committed results.
 
 from __future__ import annotations
 
-import ctypes
 import faulthandler
 import mmap
 import os
@@ -19,13 +18,14 @@ from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 
+import namespaces
+
 from crossreduce.errors import CollectiveTimeout, ExcludedError, PeerLostError
 
 MOST = 16  # the maximum number of processes
 SIZES = (1, 300, 20_000, 400_000)
 GROW_EVERY = 6  # steps
 FAILURES = ("kill", "stop", "exit", "exception")
-_NEWNET = 0x40000000  # CLONE_NEWNET
 
 
 class Failure(BaseException):
@@ -155,14 +155,6 @@ def fail_on_signal():
     signal.signal(signal.SIGUSR2, lambda *_: fail("exception"))
 
 
-def enter(namespace):
-    """Move this process into the network namespace of another process."""
-    with Path(f"/proc/{namespace}/ns/net").open() as opened:
-        libc = ctypes.CDLL(None, use_errno=True)
-        if libc.setns(opened.fileno(), _NEWNET):
-            raise OSError(ctypes.get_errno(), "setns")
-
-
 def lives(rendezvous, kind, case, shared):
     """Run one process of a storm. On SIGQUIT it writes the stacks of its threads."""
     fail_on_signal()
@@ -170,7 +162,7 @@ def lives(rendezvous, kind, case, shared):
     with output.open("w") as opened:
         faulthandler.register(signal.SIGQUIT, opened)
         if case["namespaces"]:
-            enter(case["namespaces"][rendezvous.rank])
+            namespaces.enter(case["namespaces"][rendezvous.rank])
         try:
             return Process(rendezvous.rank, kind, case, shared).run()
         except BaseException:

@@ -26,7 +26,7 @@ def run(rank, size, ending, store):
     x = torch.ones(1000)
     dist.all_reduce(x)
     dist.all_gather([torch.ones(1000) for _ in range(size)], x)
-    dist.all_reduce(torch.ones(3, dtype=torch.int32), dist.ReduceOp.BAND)
+    dist.all_reduce(torch.ones(3).to_sparse())  # by gloo
     if ending.startswith("exit"):
         dist.all_reduce(x, async_op=True)
         sys.exit(7)
@@ -56,7 +56,7 @@ def during_gloo(rank):
     if rank == 1:
         time.sleep(0.5)
     for _ in range(5):
-        dist.all_reduce(torch.ones(3, dtype=torch.int32), dist.ReduceOp.BAND, async_op=True)
+        dist.all_reduce(torch.ones(3).to_sparse(), async_op=True)
 
 
 if __name__ == "__main__":

@@ -65,9 +65,26 @@ def ops_in_callbacks(c):
         expect_reduced(y, SUM, inputs(c, (9,), torch.float32, 126))
 
 
+def unequal_parts(c, pattern):
+    """Exchange parts of unequal sizes, and check them. ``pattern``: sizes, by sender and receiver; repeated."""
+    sizes = [[pattern[a % len(pattern)][b % 3] for b in range(c.size)] for a in range(c.size)]
+    for dtype in (torch.float32, torch.bool, torch.float8_e5m2):
+        parts = [
+            [torch.full((size, 2), 1 + a + 10 * b).to(dtype) for b, size in enumerate(row)]
+            for a, row in enumerate(sizes)
+        ]
+        mine, due = parts[c.rank], [row[c.rank] for row in parts]
+        splits = [list(map(len, each)) for each in (due, mine)]
+        whole, results = torch.empty_like(torch.cat(due)), [torch.empty_like(each) for each in due]
+        dist.all_to_all_single(whole, torch.cat(mine), *splits)
+        dist.all_to_all(results, mine)
+        for result in (whole, torch.cat(results)):
+            assert torch.equal(result.view(torch.uint8), torch.cat(due).view(torch.uint8))
+
+
 @CHECKS.add
 def inner_backend(c):
-    """gloo executes only sparse and bitwise reductions, which crossreduce does not support."""
+    """gloo executes only sums of sparse tensors, and all-to-alls of parts of very different sizes."""
     collectives, rows = dist.group.WORLD._collectives, torch.ones(c.size, 5)
     gloo, collectives._gloo = collectives._gloo, None
     try:
@@ -84,16 +101,23 @@ def inner_backend(c):
         dist.reduce(rows, 1)
         dist.reduce_scatter_tensor(rows[0].clone(), rows)
         dist.reduce_scatter(rows[0].clone(), list(rows))
+        for shape in ((9, 4), (3, 0), (1111, 7), (3,)):  # large ones are reduced in parts
+            bits = [given(rank, shape, torch.int32, 140) for rank in range(c.size)]
+            for op, function in ((dist.ReduceOp.BAND, torch.bitwise_and), (dist.ReduceOp.BXOR, torch.bitwise_xor)):
+                x, y = bits[c.rank].clone(), bits[c.rank].clone()
+                dist.all_reduce(x.mT if x.ndim > 1 else x, op)
+                dist.reduce(y, 1, op)
+                assert torch.equal(x, functools.reduce(function, bits))
+                assert torch.equal(y, x if c.rank == 1 else bits[c.rank])
+        out = torch.empty(3, 4, dtype=torch.int32)
+        dist.reduce_scatter_tensor(out, torch.cat(inputs(c, (3, 4), torch.int32, 141)), dist.ReduceOp.BOR)
+        assert torch.equal(out, given(c.rank, (3, 4), torch.int32, 141))
+        unequal_parts(c, [[3, 1, 0], [1, 1, 1], [0, 0, 2]])
+        unequal_parts(c, [[90_000, 90_001, 90_000]])
     finally:
         collectives._gloo = gloo
-    bits = [given(rank, (9, 4), torch.int32, 140) for rank in range(c.size)]
-    for op, function in ((dist.ReduceOp.BAND, torch.bitwise_and), (dist.ReduceOp.BXOR, torch.bitwise_xor)):
-        x = bits[c.rank].clone()
-        dist.all_reduce(x.T, op)
-        assert torch.equal(x, functools.reduce(function, bits))
-    out = torch.empty(3, 4, dtype=torch.int32)
-    dist.reduce_scatter_tensor(out, torch.cat(inputs(c, (3, 4), torch.int32, 141)), dist.ReduceOp.BOR)
-    assert torch.equal(out, given(c.rank, (3, 4), torch.int32, 141))
+    unequal_parts(c, [[0, 1, 0], [60_000, 0, 0]])  # by gloo
+    assert collectives._gloo is gloo
     dense = given(c.rank, (20,), torch.float32, 142)
     dense[dense < 0.5] = 0
     sparse = dense.to_sparse()

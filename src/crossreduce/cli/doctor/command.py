@@ -1,6 +1,7 @@
 """``crossreduce doctor``: report which rank broke a group of ranks, from the dumps of their flight recorders.
 
-Input: the directory of the dumps. Output: sentences and a table, JSON, or a page with a time line.
+Input: the directory of the dumps. Output: sentences and a table, JSON, or a page with a time line. Without a directory,
+the GPUs of this machine are checked.
 """
 
 from __future__ import annotations
@@ -17,8 +18,10 @@ from rich.table import Table
 from rich.text import Text
 from typer import Argument, Exit, Option
 
+from ...errors import ArgumentError
 from ...observe.flight_recorder import read
 from ..support.output import atomic_file, print_lines, printable, terminal
+from ..support.peers import check_peers, describe, is_wrong
 from .diagnosis import Incident, diagnose
 from .page import page
 
@@ -26,7 +29,7 @@ _MAX_ROWS: Final = 200  # of the table, which takes a millisecond per row
 
 
 def doctor(
-    directory: Annotated[Path, Argument(metavar="DIR", help="The directory of the ranks' dumps.")],
+    directory: Annotated[Path | None, Argument(metavar="DIR", help="The directory of the ranks' dumps.")] = None,
     json: Annotated[bool, Option("--json", help="Print JSON.")] = False,
     report: Annotated[Path | None, Option(metavar="FILE.html", help="Write a page with a time line.")] = None,
 ) -> None:
@@ -35,7 +38,17 @@ def doctor(
     Ranks write dumps when a rank is lost or a timeout has passed: into
     CROSSREDUCE_DUMP_DIR, or into the directory that the error names. The
     exit code is 1 if no dump can be read.
+
+    Without DIR: check that the GPUs of this machine read each other's memory
+    rightly. The exit code is 1 if one does not.
     """
+    if directory is None:
+        if report is not None:
+            problem = "--report needs the directory of dumps."
+            raise ArgumentError.of(problem, "no DIR", "crossreduce doctor DIR --report FILE.html")
+        facts = check_peers()
+        print_lines([json_module.dumps({"peer_reads": facts}, indent=2)] if json else describe(facts))
+        raise Exit(int(is_wrong(facts)))
     enabled = gc.isenabled()
     gc.disable()  # there is no garbage before the report, and with 20,000 dumps, collections double the time
     try:

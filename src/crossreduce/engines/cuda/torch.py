@@ -1,19 +1,29 @@
-"""The memory of PyTorch tensors on CUDA devices."""
+"""The memory of PyTorch tensors on CUDA devices.
+
+New results of one replica share a block of memory: to allocate each, as ``torch.empty`` does, takes longer on the
+host than everything else. Each is a tensor of its own, not a view of others: they share no version and no place in
+autograd. The memory is that of torch's allocator, so that ``record_stream`` works. Deterministic mode does not fill it:
+all of it is written.
+"""
 
 from __future__ import annotations
 
-import os
+import math
 from collections.abc import Sequence
+from functools import cache
 from typing import Any, Final
 
 import torch
+from torch._C._dynamo import guards
 
 from ...frameworks import Array
 from ...frameworks.torch.arrays import DTYPES_BY_NAME, has_no_memory, increment_versions, is_frozen, is_transformed
 from ..host import array_memory
+from ..host.prepared import compiled_module
 from .memory import DeviceMemory, Operands
 
-_ALLOCATOR_VARIABLES: Final = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # in newer and older versions of torch
+_reinterpret_tensor: Final[Any] = getattr(guards, "_reinterpret_tensor")  # noqa: B009 -- it has no type
+_ALIGNMENT: Final = 512  # bytes; torch's allocator aligns to as many
 
 
 class TorchDeviceMemory(DeviceMemory):
@@ -29,11 +39,36 @@ class TorchDeviceMemory(DeviceMemory):
         return int(array.data_ptr())
 
     def allocate(self, shape: tuple[int, ...], dtype: str, device: int) -> Array:
-        return torch.empty(shape, dtype=DTYPES_BY_NAME[dtype], device=torch.device("cuda", device))
+        return self.allocate_all([shape], dtype, [device])[0][0]
+
+    def allocate_all(self, shapes: Sequence[tuple[int, ...]], dtype: str, devices: Sequence[int]) -> list[list[Array]]:
+        kind = DTYPES_BY_NAME[dtype]
+        steps = [-(-math.prod(shape) * kind.itemsize // _ALIGNMENT) * _ALIGNMENT for shape in shapes]
+        blocks, rows, at = [self.block(kind, sum(steps), device) for device in devices], [], 0
+        for shape, step in zip(shapes, steps, strict=True):
+            strides = tuple(math.prod(shape[axis + 1 :]) for axis in range(len(shape)))
+            if step:
+                rows.append([_reinterpret_tensor(block, shape, strides, at) for block in blocks])
+            else:
+                rows.append([block.new_empty(shape) for block in blocks])
+            at += step // kind.itemsize
+        return rows
+
+    def block(self, dtype: torch.dtype, nbytes: int, device: int) -> Array:
+        """Return a new tensor of ``nbytes`` bytes, whose memory is not filled."""
+        memory = torch.UntypedStorage(nbytes, device=self._device(device))
+        return torch.empty(0, dtype=dtype, device=memory.device).set_(memory, 0, (nbytes // dtype.itemsize,), (1,))
 
     def scratch(self, nbytes: int, device: int) -> tuple[Any, int]:
-        memory = self.allocate((nbytes,), "uint8", device)
-        return memory, self.address(memory)
+        memory = torch.UntypedStorage(nbytes, device=self._device(device))
+        return memory, memory.data_ptr()
+
+    def _device(self, number: int) -> torch.device:
+        return torch.device("cuda", number)
+
+    def device(self, x: Array) -> int:
+        """Return the number of a tensor's device."""
+        return int(x.device.index)
 
     def stream(self, device: int) -> int:
         return int(torch._C._cuda_getCurrentRawStream(device))  # only builds with CUDA have this function
@@ -45,11 +80,6 @@ class TorchDeviceMemory(DeviceMemory):
             raise BufferError("a tensor cannot be written into")
         return [[x.data_ptr() for x in row] for row in arrays]
 
-    def is_peer_readable(self) -> bool:
-        # torch maps memory of its other allocators for its own device only, and for a peer at the first copy.
-        settings = "".join(os.environ.get(name, "") for name in _ALLOCATOR_VARIABLES).replace(" ", "").lower()
-        return torch.cuda.get_allocator_backend() == "native" and "expandable_segments:true" not in settings
-
     def mark_dirty(self, outs: Sequence[Sequence[Array]]) -> None:
         increment_versions([x for row in outs for x in row])
 
@@ -58,5 +88,41 @@ def _are_on(arrays: Sequence[Sequence[Array]], devices: Sequence[int]) -> bool:
     return all(x.is_cuda and x.device.index == device for row in arrays for x, device in zip(row, devices, strict=True))
 
 
+def _checker(*tensors: Array) -> Any:
+    """Return a function that returns whether other tensors have these classes, sizes, strides, dtypes and devices.
+
+    It also compares all that torch's dispatcher looks at: negation, conjugation, gradients, modes, inference tensors.
+    """
+    sizes: list[Any] = [list(x.shape) for x in tensors]
+    strides: list[Any] = [list(x.stride()) for x in tensors]
+    return guards.TensorGuards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides).check
+
+
+@cache
+def _is_checker_right() -> bool:
+    """Return whether ``_checker`` detects what this library relies on. It uses a class that torch does not document."""
+    with torch.inference_mode():
+        inference = torch.ones(2, 3)
+    x = torch.ones(2, 3)
+    others = [x.double(), x[:, :1], x.t(), x[0], torch._neg_view(x), torch.nn.Parameter(x), inference, x.to("meta")]
+    others += [x.clone().requires_grad_(), x.expand(4, 2, 3)[0].t(), x.new_ones(3, 3)]
+    try:
+        check, complex_check = _checker(x), _checker(x.cfloat())
+        right = check(x.clone()) and not any(map(check, others))
+        return bool(right and complex_check(x.cfloat()) and not complex_check(x.cfloat().conj()))
+    except Exception:  # noqa: BLE001 -- another version of torch may raise any class
+        return False
+
+
+def use_in_compiled_code(memory: TorchDeviceMemory) -> None:
+    """Let compiled code of prepared calls read tensors, and allocate memory as ``memory`` does."""
+    array_memory("torch")  # called for its effect
+    if (module := compiled_module()) is not None:
+        is_filled = torch._C._get_deterministic_algorithms  # then it fills new memory, unless the user sets otherwise
+        block = lambda like, nbytes: memory.block(like.dtype, nbytes, memory.device(like))  # noqa: E731
+        checker = _checker if _is_checker_right() else None
+        module.use_torch_devices(is_filled, block, _reinterpret_tensor, memory.scratch, checker)
+
+
 MEMORY: Final = TorchDeviceMemory()
-array_memory("torch")  # called for its effect: the compiled code of prepared calls can then read tensors
+use_in_compiled_code(MEMORY)

@@ -32,6 +32,14 @@ def use(
     /,
 ) -> None: ...
 def use_device_type(number: int, /) -> None: ...
+def use_torch_devices(
+    is_filled: Callable[[], bool],
+    block: Callable[[Any, int], Any],
+    reinterpret: Callable[[Any, Any, Any, int], Any],
+    scratch: Callable[[int, int], tuple[Any, int]],
+    checker: Callable[..., Any] | None,
+    /,
+) -> None: ...
 def use_torch(
     tensor_type: type,
     exchange_api: Any,

@@ -34,7 +34,7 @@ struct DLManagedTensor {
 struct ExchangeApi {
     DLVersion version;
     void *previous;
-    int (*allocate)(DLTensor *, DLManagedTensor **, void *, void (*)(void *, const char *, const char *));
+    void *allocate;
     int (*from_object)(void *, DLManagedTensor **);
     int (*to_object)(DLManagedTensor *, void **);
     int (*view)(void *, DLTensor *);
@@ -50,6 +50,9 @@ int32_t cuda_type = 2;
 const ExchangeApi *api = nullptr;
 PyTypeObject *tensor_type = nullptr;
 PyObject *is_transformed = nullptr, *mark_dirty = nullptr, *empty_like = nullptr;
+// On CUDA devices: is_filled(); block(like, nbytes); reinterpret(block, sizes, strides, offset); scratch(nbytes, device), which
+// returns an owner and an address; and checker(*tensors), or None. Null: not set.
+PyObject *is_filled = nullptr, *new_block = nullptr, *reinterpret = nullptr, *new_scratch = nullptr, *new_checker = nullptr;
 PyObject *requires_grad = nullptr, *dtype_name = nullptr;                // names of attributes
 PyObject *byte_dtypes[2];                                                // torch.int8 and torch.uint8
 PyObject *is_neg = nullptr, *is_conj = nullptr, *is_inference = nullptr; // methods of the class, called with a tensor
@@ -59,6 +62,11 @@ struct Block { // a result's memory and its description; both are freed with the
     size_t nbytes;
     int64_t sizes[2 * MAX_AXES]; // and strides
 };
+
+void describe(const DLTensor &from, ArrayView &to) {
+    to = {static_cast<char *>(from.data) + from.byte_offset, from.shape, from.ndim, from.dtype.code | from.dtype.bits << 8,
+          from.device.type == cuda_type ? from.device.id : HOST};
+}
 
 void free_block(DLManagedTensor *managed) {
     auto *block = static_cast<Block *>(managed->context);
@@ -83,16 +91,13 @@ bool has_short_integers(PyObject *object, uint8_t code) {
     return found.object != byte_dtypes[code];
 }
 
-void set_error(void *, const char *, const char *text) { PyErr_SetString(PyExc_RuntimeError, text); }
-
 class TorchAccess final : public ArrayAccess {
   public:
     bool view(PyObject *object, bool written, ArrayView &to) const override {
         DLTensor found;
         if (Py_TYPE(object) != tensor_type || needs_grad(object) || api->view(object, &found) != 0)
             return false;
-        const bool on_device = found.device.type == cuda_type;
-        if ((!on_device && found.device.type != CPU) || found.ndim > MAX_AXES || found.dtype.lanes != 1) return false;
+        if ((found.device.type != cuda_type && found.device.type != CPU) || found.ndim > MAX_AXES || found.dtype.lanes != 1) return false;
         int64_t step = 1;
         bool contiguous = true, empty = false;
         for (int axis = found.ndim - 1; axis >= 0; axis--) {
@@ -104,9 +109,22 @@ class TorchAccess final : public ArrayAccess {
         if (found.dtype.bits == 8 && found.dtype.code <= UINT && has_short_integers(object, found.dtype.code)) return false;
         if (!is_false(is_neg, object) || (found.dtype.code == COMPLEX && !is_false(is_conj, object))) return false;
         if (written && !is_false(is_inference, object)) return false;
-        to = {static_cast<char *>(found.data) + found.byte_offset, found.shape, found.ndim,
-              found.dtype.code | found.dtype.bits << 8, on_device ? found.device.id : HOST};
+        describe(found, to);
         return true;
+    }
+
+    bool view_checked(PyObject *object, ArrayView &to) const override {
+        DLTensor found;
+        if (api->view(object, &found) != 0) return false;
+        describe(found, to);
+        return true;
+    }
+
+    PyObject *checker(PyObject *arrays) const override {
+        if (new_checker == nullptr || new_checker == Py_None) return nullptr;
+        PyObject *made = PyObject_CallObject(new_checker, arrays);
+        if (made == nullptr) PyErr_Clear();
+        return made;
     }
 
     PyObject *make(const ArrayView &like, int64_t dtype, size_t itemsize, char **data) const override {
@@ -154,16 +172,33 @@ class TorchAccess final : public ArrayAccess {
         return made.object;
     }
 
+    bool prefers_blocks() const override {
+        Ref found(is_filled != nullptr ? PyObject_CallFunctionObjArgs(is_filled, nullptr) : nullptr);
+        return found.object == Py_True;
+    }
+
+    PyObject *make_block(PyObject *like, size_t nbytes, char **data) const override {
+        Ref size(PyLong_FromSize_t(nbytes));
+        Ref made(size ? PyObject_CallFunctionObjArgs(new_block, like, size.object, nullptr) : nullptr);
+        DLTensor found;
+        if (!made || api->view(made.object, &found) != 0) return nullptr;
+        *data = static_cast<char *>(found.data) + found.byte_offset;
+        Py_INCREF(made.object);
+        return made.object;
+    }
+
+    PyObject *make_in(PyObject *block, PyObject *sizes, PyObject *strides, size_t offset) const override {
+        Ref at(PyLong_FromSize_t(offset));
+        return at ? PyObject_CallFunctionObjArgs(reinterpret, block, sizes, strides, at.object, nullptr) : nullptr;
+    }
+
     TemporaryMemory temporary(int device, int64_t nbytes) const override {
-        DLTensor like = {};
-        like.device = {cuda_type, device};
-        like.ndim = 1;
-        like.dtype = {1, 8, 1}; // uint8
-        like.shape = &nbytes;
-        DLManagedTensor *managed = nullptr;
-        if (api->allocate(&like, &managed, nullptr, set_error) != 0) return nullptr;
-        void *address = static_cast<char *>(managed->tensor.data) + managed->tensor.byte_offset;
-        return {address, [managed](void *) { managed->deleter(managed); }};
+        Ref made(PyObject_CallFunction(new_scratch, "Li", static_cast<long long>(nbytes), device));
+        PyObject *owner;
+        unsigned long long address;
+        if (!made || !PyArg_ParseTuple(made.object, "OK", &owner, &address)) return nullptr;
+        Py_INCREF(owner);
+        return {reinterpret_cast<void *>(address), [owner](void *) { Py_DECREF(owner); }};
     }
 
     bool stream(int device, uint64_t &found) const override {
@@ -204,6 +239,12 @@ PyObject *use_torch(PyObject *, PyObject *args) {
     byte_dtypes[INT] = int8, byte_dtypes[UINT] = uint8;
     is_transformed = transformed, mark_dirty = written, empty_like = like, api = found;
     tensor_type = reinterpret_cast<PyTypeObject *>(type);
+    Py_RETURN_NONE;
+}
+
+PyObject *use_torch_devices(PyObject *, PyObject *args) {
+    if (!PyArg_ParseTuple(args, "OOOOO", &is_filled, &new_block, &reinterpret, &new_scratch, &new_checker)) return nullptr;
+    for (PyObject *kept : {is_filled, new_block, reinterpret, new_scratch, new_checker}) Py_INCREF(kept); // for ever
     Py_RETURN_NONE;
 }
 

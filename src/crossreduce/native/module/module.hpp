@@ -13,13 +13,14 @@
 
 #include "kernel.hpp"
 
-// Add the class Kernel; RankProgram and SharedMemory; Mailboxes; Connections; Observer; the functions of partial sums; or
-// the custom call of XLA. Return -1 with an error set if that fails.
+// Add the class Kernel; RankProgram and SharedMemory; Mailboxes; Connections; UcxWorker; Observer; the functions of partial sums;
+// or the custom call of XLA. Return -1 with an error set if that fails.
 int add_kernel(PyObject *module);
 int add_xla_call(PyObject *module);
 int add_shared_memory(PyObject *module);
 int add_mailboxes(PyObject *module);
 int add_connections(PyObject *module);
+int add_ucx(PyObject *module);
 int add_observer(PyObject *module);
 int add_partial_sums(PyObject *module);
 

@@ -16,7 +16,6 @@
 
 namespace {
 
-constexpr uint64_t FAREWELL = ~uint64_t{0};    // the tag by which a rank says that it leaves
 constexpr size_t STAGED_NBYTES = 1 << 16;      // read at once beyond the end of a message
 constexpr uint64_t MOST_EARLY_NBYTES = 1 << 20; // of a message that is read before it is expected
 constexpr size_t MOST_PARTS = 16;              // of one call to the system
@@ -74,36 +73,44 @@ int Connections::index_of(int rank) const {
 
 std::shared_ptr<Message> Connections::send(int index, uint64_t tag, char *data, int64_t nbytes) {
     const auto made = new_message(index, tag, data, nbytes);
+    made->is_sent = true;
     const std::lock_guard<std::mutex> held(lock);
     Peer &peer = peers[static_cast<size_t>(index)];
     if (peer.state != State::done) {
         made->state = peer.state;
         return made;
     }
-    peer.out.push_back(made);
-    if (peer.out.size() == 1) write_to(peer);
+    begin_send(peer, made);
     return made;
+}
+
+void Connections::begin_send(Peer &peer, const std::shared_ptr<Message> &message) {
+    peer.out.push_back(message);
+    if (peer.out.size() == 1) write_to(peer);
 }
 
 std::shared_ptr<Message> Connections::receive(int index, uint64_t tag, char *data, int64_t nbytes) {
     const auto made = new_message(index, tag, data, nbytes);
     const std::lock_guard<std::mutex> held(lock);
-    Peer &peer = peers[static_cast<size_t>(index)];
-    std::deque<std::vector<char>> &early = peer.early[tag];
-    if (!early.empty() && early.front().size() <= made->header.nbytes) {
-        if (!early.front().empty()) std::memcpy(data, early.front().data(), early.front().size());
-        early.pop_front();
-        made->state = State::done;
-        return made;
-    }
-    if (!early.empty()) lose(peer, State::lost, "a message is larger than this rank expects");
-    if (peer.state != State::done) {
-        made->state = peer.state;
-        return made;
-    }
-    peer.expected[tag].push_back(made);
-    peer.expectations++;
+    begin_receive(peers[static_cast<size_t>(index)], made);
     return made;
+}
+
+void Connections::begin_receive(Peer &peer, const std::shared_ptr<Message> &message) {
+    std::deque<std::vector<char>> &early = peer.early[message->header.tag];
+    if (!early.empty() && early.front().size() <= message->header.nbytes) {
+        if (!early.front().empty()) std::memcpy(message->data, early.front().data(), early.front().size());
+        early.pop_front();
+        message->state = State::done;
+        return;
+    }
+    if (!early.empty()) lose(peer, State::lost, TOO_LARGE);
+    if (peer.state != State::done) {
+        message->state = peer.state;
+        return;
+    }
+    peer.expected[message->header.tag].push_back(message);
+    peer.expectations++;
 }
 
 void Connections::write_to(Peer &peer) {
@@ -159,7 +166,7 @@ bool Connections::begin_incoming(Peer &peer) {
     if (expected != peer.expected.end() && !expected->second.empty()) {
         incoming.into = expected->second.front();
         if (incoming.into->header.nbytes < incoming.header.nbytes) {
-            lose(peer, State::lost, "a message is larger than this rank expects");
+            lose(peer, State::lost, TOO_LARGE);
             return false;
         }
         expected->second.pop_front();
@@ -184,7 +191,7 @@ void Connections::finish_incoming(Peer &peer) {
         }
         incoming.into = expected.front(); // it was expected while it was read
         if (incoming.into->header.nbytes < incoming.header.nbytes) {
-            lose(peer, State::lost, "a message is larger than this rank expects");
+            lose(peer, State::lost, TOO_LARGE);
             return;
         }
         expected.pop_front();
@@ -265,21 +272,15 @@ Message::State Connections::wait(Message &message, int64_t until_ns) {
         ~Waiter() { count--; } // also if there is no memory for a message that nobody expects yet
     } const waiter{++waiters};
     while (true) {
-        for (Peer &peer : peers) {
-            if (peer.state != State::done) continue;
-            write_to(peer);
-            read_from(peer);
-        }
-        int64_t left = until_ns - now_ns();
-        if (message.state != State::pending || left <= 0) break;
+        move(true);
+        int64_t left = std::min(until_ns - now_ns(), longest_sleep());
+        if (message.state != State::pending || until_ns <= now_ns()) break;
         if (waiters > 1) left = std::min(left, SHARED_WAIT_NS);
         polled.clear();
-        for (const Peer &peer : peers) {
-            if (!has_work(peer)) continue;
-            // While a message blocks others, nothing is read, so the end of the connection has to be noticed here.
-            const int reads = peer.expectations == 0 ? 0 : peer.incoming.blocked ? POLLRDHUP : POLLIN;
-            polled.push_back({peer.socket, static_cast<short>(reads | (peer.out.empty() ? 0 : POLLOUT)), 0});
-        }
+        for (const Peer &peer : peers)
+            if (const short wanted = has_work(peer) ? events(peer) : short{0}; wanted != 0) polled.push_back({peer.socket, wanted, 0});
+        if (descriptor() >= 0) polled.push_back({descriptor(), POLLIN, 0});
+        if (!may_sleep()) continue;
         held.unlock();
         const timespec time = {static_cast<time_t>(left / 1000000000), static_cast<long>(left % 1000000000)};
         const bool interrupted = ppoll(polled.data(), polled.size(), &time, nullptr) < 0;
@@ -296,14 +297,28 @@ Message::State Connections::wait(Message &message, int64_t until_ns) {
 bool Connections::progress() {
     const std::unique_lock<std::mutex> held(lock, std::try_to_lock);
     if (!held) return true;
-    bool pending = false;
+    move(false);
+    return std::any_of(peers.begin(), peers.end(), [&](const Peer &peer) { return has_work(peer); });
+}
+
+void Connections::move(bool all) {
     for (Peer &peer : peers) {
-        if (!has_work(peer)) continue;
+        if (peer.state != State::done || (!all && !has_work(peer))) continue;
         write_to(peer);
         read_from(peer);
-        pending = pending || has_work(peer);
     }
-    return pending;
+}
+
+short Connections::events(const Peer &peer) const {
+    // While a message blocks others, nothing is read, so the end of the connection has to be noticed here.
+    const int reads = peer.expectations == 0 ? 0 : peer.incoming.blocked ? POLLRDHUP : POLLIN;
+    return static_cast<short>(reads | (peer.out.empty() ? 0 : POLLOUT));
+}
+
+int64_t Connections::longest_sleep() const { return INT64_MAX; }
+
+bool Connections::has_work(const Peer &peer) const {
+    return peer.state == State::done && (!peer.out.empty() || peer.expectations > 0);
 }
 
 void Connections::drop_silent() {
@@ -330,6 +345,12 @@ void Connections::close() {
         if (peer.state == State::done && peer.out.empty())
             (void)!::send(peer.socket, &farewell, sizeof farewell, MSG_DONTWAIT | MSG_NOSIGNAL);
         lose(peer, State::aborted, "this rank has left the group");
+    }
+    close_sockets();
+}
+
+void Connections::close_sockets() {
+    for (Peer &peer : peers) {
         if (waiters == 0 && peer.socket >= 0) {
             ::close(peer.socket);
             peer.socket = -1;

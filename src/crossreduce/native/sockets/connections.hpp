@@ -24,14 +24,19 @@ struct Message {
     int64_t moved = 0; // bytes; of a message that is sent, the header counts
     int peer;          // index of the peer
     State state = State::pending;
+    bool is_sent = false;    // else it is received
+    void *request = nullptr; // of UCX, while it moves the message
 };
+
+constexpr uint64_t FAREWELL = ~uint64_t{0}; // the tag by which a rank says that it leaves
+constexpr const char *TOO_LARGE = "a message is larger than this rank expects";
 
 class Connections {
   public:
     // Use connected sockets, which this object closes: `ranks` and `sockets` of the peers. A host that answers nothing
     // for `silent_ns` is lost.
     Connections(std::vector<int> ranks, std::vector<int> sockets, int64_t silent_ns);
-    ~Connections();
+    virtual ~Connections();
     Connections(const Connections &) = delete;
     Connections &operator=(const Connections &) = delete;
 
@@ -50,13 +55,13 @@ class Connections {
     // Make all messages fail, and the peers' messages to this rank. Any thread may call it.
     void abort();
     // Tell the peers that this rank leaves, abort, and close the sockets if no thread waits.
-    void close();
+    virtual void close();
     // In a forked process: close the sockets, which stay open in the parent.
     void close_after_fork();
     std::string why(int peer); // why the connection to a peer is closed
     const int64_t silent_ns;
 
-  private:
+  protected:
     struct Incoming {       // the message that is being read
         bool active = false;
         bool blocked = false; // it is large and not expected yet, so it stays in the socket
@@ -79,14 +84,27 @@ class Connections {
         size_t staged_begin = 0, staged_end = 0;
     };
 
+    // What `UcxConnections` does in another way, with the lock held
+    virtual void begin_send(Peer &peer, const std::shared_ptr<Message> &message);
+    virtual void begin_receive(Peer &peer, const std::shared_ptr<Message> &message);
+    virtual void move(bool all);                   // what can be moved at once; `all`: of every peer, else of those with work
+    virtual short events(const Peer &peer) const;  // of the socket, for which a wait must end
+    virtual int descriptor() const { return -1; }  // another one at which a wait ends
+    virtual bool may_sleep() { return true; }      // false: something has arrived meanwhile
+    virtual int64_t longest_sleep() const;         // in ns
+    virtual bool has_work(const Peer &peer) const;
+    virtual void lose(Peer &peer, Message::State state, const std::string &why);
+    void close_sockets();
+    bool has_waiters() const { return waiters > 0; }
+
+    std::mutex lock;
+    std::vector<Peer> peers;
+
+  private:
     void write_to(Peer &peer);
     void read_from(Peer &peer);
     bool begin_incoming(Peer &peer);
     void finish_incoming(Peer &peer);
-    void lose(Peer &peer, Message::State state, const std::string &why);
-    bool has_work(const Peer &peer) const { return peer.state == Message::State::done && (!peer.out.empty() || peer.expectations > 0); }
 
-    std::mutex lock;
-    std::vector<Peer> peers;
     int waiters = 0;
 };

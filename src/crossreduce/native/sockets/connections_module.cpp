@@ -27,7 +27,7 @@ struct MessageObject {
     long rank;
 };
 
-PyTypeObject *message_type = nullptr;
+PyTypeObject *connections_type = nullptr, *message_type = nullptr;
 
 Connections &connections_of(PyObject *object) { return **reinterpret_cast<ConnectionsObject *>(object)->connections; }
 
@@ -180,11 +180,21 @@ std::shared_ptr<Connections> *connections_in(PyObject *object) {
     return reinterpret_cast<ConnectionsObject *>(object)->connections;
 }
 
+// Return a Connections object, also of a derived class.
+PyObject *new_connections(std::shared_ptr<Connections> connections) {
+    return reinterpret_cast<PyObject *>(make_object<ConnectionsObject>(connections_type, [&](ConnectionsObject &self) {
+        self.connections = new std::shared_ptr<Connections>(std::move(connections));
+        return true;
+    }));
+}
+
 int add_connections(PyObject *module) {
     if (add_class<MessageObject>(module, "crossreduce.kernels._native.PendingMessage", message_slots) < 0) return -1;
     message_type = reinterpret_cast<PyTypeObject *>(PyObject_GetAttrString(module, "PendingMessage")); // never released
     if (message_type == nullptr) return -1;
-    return add_class<ConnectionsObject>(module, "crossreduce.kernels._native.Connections", connections_slots);
+    if (add_class<ConnectionsObject>(module, "crossreduce.kernels._native.Connections", connections_slots) < 0) return -1;
+    connections_type = reinterpret_cast<PyTypeObject *>(PyObject_GetAttrString(module, "Connections")); // never released
+    return connections_type == nullptr ? -1 : 0;
 }
 
 #else

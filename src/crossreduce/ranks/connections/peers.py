@@ -10,18 +10,23 @@ from functools import cached_property
 from typing import NamedTuple, TypeAlias
 
 from ...errors import rank_list
+from ..transports.choice import Offer
 from .peer_requests import Place
 
 Hosts: TypeAlias = tuple[tuple[int, ...], ...]  # the ranks of each host, ascending
 
 
 class PeerInfo(NamedTuple):
-    """What a rank sends to all others. ``place``: where it listens. The ``token`` of rank 0 identifies the group."""
+    """What a rank sends to all others. ``place``: where it listens. The ``token`` of rank 0 identifies the group.
+
+    ``offer``: the transport between hosts that it wants.
+    """
 
     pid: int
     hostname: str
     token: str
     place: Place
+    offer: Offer
 
 
 @dataclass(frozen=True)

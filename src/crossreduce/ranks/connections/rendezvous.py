@@ -11,7 +11,6 @@ import contextlib
 import json
 import os
 import re
-import socket
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -20,6 +19,8 @@ from typing import Any, Final, NamedTuple
 
 from ...errors import CollectiveTimeout, PeerLostError, ReductionError, decoded, encoded, message, rank_list
 from ..transports import tcp
+from ..transports.addresses import chosen_interfaces
+from ..transports.base import Links
 from .peers import rail_peers
 
 _CAUSE: Final = "cause"
@@ -253,11 +254,8 @@ class ConnectionStore:
         self._began = 0.0  # when ranks were missing for the first time
         self._given_up: list[int] = []
 
-    def connect(self, hosts: tuple[tuple[int, ...], ...]) -> tuple[dict[int, socket.socket], list[int]]:
-        """Return sockets, by rank, connected to the ranks of other hosts with which this rank exchanges messages.
-
-        The second result is the list of such ranks to which no connection could be made.
-        """
+    def connect(self, hosts: tuple[tuple[int, ...], ...]) -> Links:
+        """Return sockets that are connected to the ranks of other hosts with which this rank exchanges messages."""
         peers = rail_peers(hosts, self._rank) if len(hosts) > 1 else ()
         sockets = tcp.connect(
             self._rank,
@@ -270,7 +268,8 @@ class ConnectionStore:
             self._listen_at,
             tcp.PATIENCE_S if self._is_beyond is None else _BEYOND_S,
         )
-        return sockets, [peer for peer in peers if peer not in sockets and peer != self._rank]
+        unreached = [peer for peer in peers if peer not in sockets and peer != self._rank]
+        return Links(self._rank, sockets, unreached, self._cancelled)
 
     def publish(self, address: bytes) -> None:
         """Publish where this rank listens."""
@@ -326,7 +325,12 @@ class ConnectionStore:
 
 
 def interfaces() -> list[str]:
-    """Return the names of the network interfaces to use between hosts. An empty list means any."""
+    """Return the names of the network interfaces to use between hosts. An empty list means any.
+
+    Raise an ``ArgumentError`` if CROSSREDUCE_IFNAME selects none.
+    """
+    if rule := os.environ.get("CROSSREDUCE_IFNAME"):
+        return chosen_interfaces(rule)
     return [each for each in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if each]
 
 

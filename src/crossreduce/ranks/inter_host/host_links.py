@@ -67,7 +67,7 @@ class HostLinks:
             return False
         self.lost = lost
         if any(hops < 0 for hops in distances(len(self._members.hosts), lost)[0]):
-            remedy = "a network on which all ranks reach each other; GLOO_SOCKET_IFNAME names the interface"
+            remedy = "a network on which all ranks reach each other; CROSSREDUCE_IFNAME names the interface"
             given = f"no connection between {self.text}"
             raise ReductionError.of("the ranks could not connect to each other.", given, remedy)
         if self._members.rank == 0:

@@ -42,13 +42,15 @@ Watch: TypeAlias = Callable[[], None]
 class Settings(NamedTuple):
     """The settings that a new group inherits from the earlier one.
 
-    ``exact``: see ``crossreduce.torch.Options``. ``listen_at``: the loopback address if the ranks listen only there.
+    ``exact``, ``transport``: see ``crossreduce.torch.Options``. ``listen_at``: the loopback address if the ranks listen
+    only there.
     """
 
     timeout_s: float
     name: str
     exact: bool = False
     listen_at: str = ""
+    transport: str = "auto"
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,8 @@ from ipaddress import ip_address
 from pathlib import Path
 from typing import Final
 
+from ...errors import ArgumentError
+
 with contextlib.suppress(ImportError):  # Windows has no fcntl; there, ranks raise a BackendError before they need it
     import fcntl
 
@@ -46,6 +48,45 @@ def addresses(interfaces: Sequence[str] = ()) -> list[str]:
     preferred = [address for address in map(_source_for, _UNUSED) if address in found]
     local = [address for address in found if address.startswith("127.") or address == "::1"]
     return list(dict.fromkeys([*preferred, *(x for x in found if x not in local), *local]))
+
+
+def chosen_interfaces(rule: str) -> list[str]:
+    """Return the names of the interfaces of this host, with an address, that a rule selects.
+
+    The rules are those of NCCL_SOCKET_IFNAME (NCCL's user guide, "Environment Variables"): "eth,ib" selects the names
+    that begin with one of these texts, "=eth0,eth1" these names, "^docker,veth" all but the names that begin with one
+    of these texts, and "^=docker0" all but this name. "^" never selects the loopback interface.
+
+    Raises:
+      ArgumentError: the rule selects no interface.
+    """
+    words = rule.lstrip("^=").split(",")
+    excludes, exactly = rule.startswith("^"), rule.startswith(("=", "^="))
+    names = [name for _, name in socket.if_nameindex()]
+    ranked = [
+        (next((k for k, word in enumerate(words) if is_named(name, word, exactly)), None), name) for name in names
+    ]
+    if excludes:
+        found = [name for place, name in ranked if place is None and name != "lo"]
+    else:
+        found = [name for _, name in sorted((place, name) for place, name in ranked if place is not None)]
+    found = [name for name in found if _has_address(name)]
+    if not found:
+        raise ArgumentError.of(
+            "CROSSREDUCE_IFNAME selects no interface of this host.", rule, f"one of {', '.join(names)}"
+        )
+    return found
+
+
+def is_named(name: str, word: str, exactly: bool) -> bool:
+    """Return whether the name of an interface is ``word`` or, unless ``exactly``, begins with it."""
+    return bool(word) and (name == word if exactly else name.startswith(word))
+
+
+def _has_address(name: str) -> bool:
+    with contextlib.suppress(ConnectionError):
+        return bool(addresses([name]))
+    return False
 
 
 def machine() -> str:

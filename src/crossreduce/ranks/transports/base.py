@@ -1,13 +1,23 @@
 """Protocols of the two objects with which a group of ranks communicates: a rendezvous, and a transport between hosts.
 
-Input and output: see ``Rendezvous`` and ``Transport``. ``mpi.py`` implements both, ``tcp.py`` a transport and
-``ranks/connections/rendezvous.py`` a rendezvous; the caller of a ``Communicator`` creates them, and passes them to it.
+Input and output: see ``Rendezvous`` and ``Transport``. ``mpi.py`` implements both, ``tcp.py`` and ``ucx.py`` a
+transport, and ``ranks/connections/rendezvous.py`` a rendezvous; the caller of a ``Communicator`` creates them, and
+passes them to it. ``Plugin`` is what the module of another transport has.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Protocol
+import select
+import socket
+import struct
+import threading
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, Protocol, TypeGuard
+
+_CHECK_S: Final = 0.05  # between two checks whether an exchange was cancelled
+_SIZE: Final = struct.Struct("<I")  # of the text that follows
+_MOST_NBYTES: Final = 1 << 15  # of a text: a new connection takes it without waiting
 
 
 class Rendezvous(Protocol):
@@ -103,3 +113,95 @@ class Transport(Protocol):
 
     def close(self) -> None:
         """Tell the other ranks, if possible, that this rank leaves. Make all messages fail, and release everything."""
+
+
+@dataclass(frozen=True)
+class Links:
+    """The connected sockets of a rank, with which a transport begins. Both ends have proved that they know a key.
+
+    Args:
+      rank: this rank of the group.
+      sockets: for each rank with which messages are exchanged a connected TCP socket. The transport closes it when it
+        is closed itself, so that other ranks notice that this rank ends.
+      unreached: the ranks to which no connection could be made.
+      cancelled: an event. When it is set, another rank has failed, and the group is not made.
+    """
+
+    rank: int
+    sockets: dict[int, socket.socket]
+    unreached: Sequence[int]
+    cancelled: threading.Event
+
+    def exchanged(self, text: bytes) -> dict[int, bytes]:
+        """Send ``text`` to the ranks of ``sockets``. Return the texts of these ranks, which call this, too.
+
+        Raises:
+          ValueError: the text has more than 32 KiB.
+          ConnectionError: another rank has ended, or ``cancelled`` was set.
+        """
+        if len(text) > _MOST_NBYTES:
+            raise ValueError(f"a text has at most {_MOST_NBYTES} bytes; given: {len(text)}")
+        for each in self.sockets.values():
+            each.setblocking(True)
+            each.sendall(_SIZE.pack(len(text)) + text)
+        return {rank: self._text(each) for rank, each in self.sockets.items()}
+
+    def _text(self, sender: socket.socket) -> bytes:
+        received, wanted = b"", _SIZE.size
+        while len(received) < wanted:
+            while not select.select([sender], [], [], _CHECK_S)[0]:
+                if self.cancelled.is_set():
+                    raise ConnectionError("another rank did not connect")
+            part = sender.recv(wanted - len(received))
+            if not part:
+                raise ConnectionError("another rank has closed its connection")
+            received += part
+            if len(received) == _SIZE.size and wanted == _SIZE.size:
+                wanted += _SIZE.unpack(received)[0]
+        return received[_SIZE.size :]
+
+    def has_ended(self, rank: int) -> bool:
+        """Return whether the process of a rank has ended, or its host does not answer. This is quick."""
+        try:
+            return self.sockets[rank].recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT) == b""
+        except BlockingIOError:
+            return False
+        except OSError:
+            return True
+
+    def close(self) -> None:
+        """Close the sockets."""
+        for each in self.sockets.values():
+            each.close()
+
+
+class HostTransport(Transport, Protocol):
+    """A transport that began with ``Links``.
+
+    ``reached``: the address of each rank to which there is a connection. ``unreached``: the ranks to which there is
+    none. ``connections``: a compiled object that also moves messages while this rank waits for ranks of its host, or
+    ``None``.
+    """
+
+    reached: dict[int, str]
+    unreached: tuple[int, ...]
+    connections: Any
+
+
+def has_links(transport: object) -> TypeGuard[HostTransport]:
+    """Return whether a transport began with ``Links``, as all do except that of MPI and those of tests."""
+    return hasattr(transport, "connections")
+
+
+class Plugin(Protocol):
+    """A kind of transports: a module, or another object, with these functions."""
+
+    def unusable(self) -> str:
+        """Return why this process cannot use such a transport, or "" if it can. Called while a group is made."""
+
+    def connect(self, links: Links) -> Transport:
+        """Return a transport to the ranks of ``links``, all of which call this at the same time.
+
+        Raises:
+          Exception: it cannot connect. All ranks raise an error that names this rank and has the text of this one.
+        """

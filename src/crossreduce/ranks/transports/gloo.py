@@ -1,4 +1,4 @@
-"""Use of a ``ProcessGroupGloo`` in addition to the TCP transport: its collectives, its errors, and its abort.
+"""Use of a ``ProcessGroupGloo`` in addition to the transport of a group: its collectives, its errors, and its abort.
 
 Input: gloo's process group, which the caller creates. Output: see ``base.Transport`` and ``base.RunningCollective``;
 gloo's errors are translated into built-in exceptions.
@@ -18,31 +18,35 @@ import torch
 from torch._C import _distributed_c10d as c10d
 
 from .addresses import addresses, loopback
-from .tcp import TcpTransport
+from .base import HostTransport
 
 _ABORT_TAG: Final = 0x4352FFFF  # users number their own messages from 0
 # Parts of the texts of gloo's errors about connections
 _OF_CONNECTIONS: Final = ("Connection", "pair closure", "Timed out", "Broken pipe", "gloo/transport")
 
 
-class BesideGloo(TcpTransport):
+class BesideGloo:
     """The transport of a group that also uses ``gloo``, a ``ProcessGroupGloo``: an abort ends gloo's messages, too.
 
-    ``store``: gloo's store. It is referenced here, since gloo does not reference a store that is written in Python.
-    ``unreached``: the ranks to which no connection could be made. ``lazy``: whether gloo connects two ranks only when
-    they exchange their first message. Then an abort does not end gloo's messages, since it would first connect all
-    ranks. The timeouts of these messages end them.
+    ``transport``: carries the messages of the library. ``store``: gloo's store. It is referenced here, since gloo does
+    not reference a store that is written in Python. ``lazy``: whether gloo connects two ranks only when they exchange
+    their first message. Then an abort does not end gloo's messages, since it would first connect all ranks. The
+    timeouts of these messages end them.
     """
 
-    def __init__(
-        self, sockets: dict[int, socket.socket], gloo: Any, store: Any, unreached: Sequence[int] = (), *, lazy: bool
-    ) -> None:
-        super().__init__(sockets, unreached)
+    def __init__(self, transport: HostTransport, gloo: Any, store: Any, *, lazy: bool) -> None:
+        self.send, self.receive, self.close, self._abort = (
+            transport.send,
+            transport.receive,
+            transport.close,
+            transport.abort,
+        )
+        self.reached, self.unreached, self.connections = transport.reached, transport.unreached, transport.connections
         self._gloo, self._store, self._lazy = gloo, store, lazy
 
     def abort(self) -> None:
         """Make all messages of this rank fail, also those of gloo. Other ranks notice this when they next wait."""
-        super().abort()
+        self._abort()
         # ProcessGroupGloo.abort() does not end waits (torch 2.13), but a wait that times out closes all connections of
         # the group. So this waits a millisecond for a message that no rank sends. If the connection to the other rank
         # is closed already, this wait fails without a timeout, and the next rank is tried.

@@ -18,9 +18,9 @@ import struct
 import threading
 import time
 import weakref
-from collections.abc import Callable, Collection, Generator, Sequence
+from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from hashlib import blake2b
-from typing import Final, TypeAlias
+from typing import Any, Final, TypeAlias
 
 from ... import kernels
 from .addresses import addresses, machine, reachable
@@ -59,16 +59,20 @@ class TcpTransport:
     def __init__(self, sockets: dict[int, socket.socket], unreached: Sequence[int] = ()) -> None:
         """``sockets``: for each rank with which messages are exchanged a connected socket. The transport closes it."""
         self.unreached = tuple(unreached)
-        self.reached = {rank: str(each.getpeername()[0]).removeprefix("::ffff:") for rank, each in sockets.items()}
+        self.reached = addresses_of(sockets)
         for each in sockets.values():
             each.setblocking(False)
             each.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             keep_alive(each)
         descriptors = [each.fileno() for each in sockets.values()]
-        self.connections = kernels.native().Connections(list(sockets), descriptors, _SILENT_S)
+        self.connections = self._connections(list(sockets), descriptors, _SILENT_S)
         for each in sockets.values():
             each.detach()
         _ALL.add(self)
+
+    def _connections(self, ranks: list[int], descriptors: list[int], silent_s: float) -> Any:
+        """Return the compiled object for ``ranks``. It closes their sockets."""
+        return kernels.native().Connections(ranks, descriptors, silent_s)
 
     def send(self, address: int, nbytes: int, dst: int, tag: int) -> PendingMessage:
         """Start to send."""
@@ -87,6 +91,11 @@ class TcpTransport:
     def close(self) -> None:
         """Tell the other ranks that this one has left, and close the sockets."""
         self.connections.close()
+
+
+def addresses_of(sockets: Mapping[int, socket.socket]) -> dict[int, str]:
+    """Return the address of the other end of each socket."""
+    return {rank: str(each.getpeername()[0]).removeprefix("::ffff:") for rank, each in sockets.items()}
 
 
 def keep_alive(connection: socket.socket) -> None:

@@ -42,6 +42,8 @@ int head_of(const uint64_t *addresses, const uint8_t *nbytes, size_t count, int 
 
 } // namespace
 
+std::atomic<uint64_t> launched{0};
+
 // The parameters are written for one launch after another into the same memory: the driver copies them.
 template <class Launch>
 static void fill(Launch &launch, const Launching &from, const std::vector<uint64_t> &addresses) {
@@ -89,6 +91,7 @@ void Plan::launch(ContextGuard &context, const Launching &launching, const std::
     require(driver_of_plan().launch_kernel(launching.function, std::min(parameters.small.tiles, most), 1, 1, THREADS, 1, 1,
                                            0, stream, arguments, nullptr),
             "cuLaunchKernel", device.number);
+    launched.fetch_add(1, std::memory_order_relaxed);
 }
 
 // Events of operations are of the devices of their streams; then each device has one, and the first one another.
@@ -112,13 +115,12 @@ void Plan::make_events(ContextGuard &context) {
     }
 }
 
-std::vector<CUstream> Plan::streams_of_run(ContextGuard &context, const std::vector<CUstream> &current) {
+std::vector<CUstream> Plan::streams_of_run(ContextGuard &context, const std::vector<CUstream> &current, bool is_captured) {
     const Driver &call = driver_of_plan();
     std::vector<CUstream> found(current);
-    const bool capturing = streams.size() > current.size() && is_capturing(*devices[0], current[0]);
     for (size_t k = current.size(); k < streams.size(); k++) {
         Device &owner = *devices[static_cast<size_t>(streams[k].device)];
-        if (!capturing) {
+        if (!is_captured) {
             found.push_back(copy_stream(owner, devices[static_cast<size_t>(streams[k].to)]->number));
             continue;
         }
@@ -126,14 +128,12 @@ std::vector<CUstream> Plan::streams_of_run(ContextGuard &context, const std::vec
         context.use(owner);
         const auto usable = [&](const Captured &one) {
             if (one.device != streams[k].device || std::count(found.begin(), found.end(), one.stream)) return false;
-            int busy = 0;
-            if (one.origin != current[0])
-                require(call.stream_is_capturing(one.stream, &busy), "cuStreamIsCapturing", owner.number);
-            return busy == 0;
+            return one.origin == current[0] || !capturing(owner, one.stream).is;
         };
         auto one = std::find_if(captured_.begin(), captured_.end(), usable);
         if (one == captured_.end()) {
             CUstream made;
+            const RelaxedCapture relaxed;
             require(call.stream_create(&made, NON_BLOCKING), "cuStreamCreate", owner.number);
             one = captured_.insert(one, {streams[k].device, made, nullptr});
         }
@@ -155,11 +155,12 @@ void Plan::wait(ContextGuard &context, const std::vector<CUstream> &queues, size
     require(driver_of_plan().stream_wait_event(queues[stream], events_[event], 0), "cuStreamWaitEvent", owner.number);
 }
 
-void Plan::run(const std::vector<uint64_t> &addresses, const std::vector<CUstream> &current) {
+CUgraph Plan::run(const std::vector<uint64_t> &addresses, const std::vector<CUstream> &current) {
     const Driver &call = driver_of_plan();
     std::lock_guard<std::mutex> locked(lock_);
     ContextGuard context;
-    const std::vector<CUstream> queues = streams_of_run(context, current);
+    const Capturing captured = devices.size() > 1 ? capturing(*devices[0], current[0]) : Capturing{};
+    const std::vector<CUstream> queues = streams_of_run(context, current, captured.is);
     const bool alone = queues.size() == 1;
     if (!alone) make_events(context);
     try {
@@ -189,8 +190,10 @@ void Plan::run(const std::vector<uint64_t> &addresses, const std::vector<CUstrea
         for (const int event : ends) wait(context, queues, 0, static_cast<size_t>(event));
         if (!resumes.empty()) record(context, queues, 0, end_event());
         for (const int stream : resumes) wait(context, queues, static_cast<size_t>(stream), end_event());
+        return captured.graph;
     } catch (const DriverFault &) {
         // The caller will free memory that operations in other streams than its own may still use.
+        const RelaxedCapture relaxed;
         for (size_t k = 0; k < queues.size() && !alone; k++) {
             context.set(*devices[static_cast<size_t>(streams[k].device)]);
             call.stream_synchronize(queues[k]);
@@ -214,4 +217,44 @@ Plan::~Plan() {
         }
     } catch (const DriverFault &) { // at the end of the process, when the driver is already gone
     }
+}
+
+bool reads_peer_rightly(Plan &copy, Device &reader, Device &owner, size_t nbytes) {
+    const Driver &call = driver_of_plan();
+    const RelaxedCapture relaxed;
+    ContextGuard context;
+    struct Memory { // of a device, and a stream for it
+        const Driver &call;
+        ContextGuard &context;
+        const Device &device;
+        CUdeviceptr address = 0;
+        CUstream stream = nullptr;
+
+        void allocate(size_t size) {
+            context.use(device);
+            require(call.mem_alloc(&address, size), "cuMemAlloc", device.number);
+            require(call.stream_create(&stream, NON_BLOCKING), "cuStreamCreate", device.number);
+        }
+        void copy(uint64_t to, uint64_t from, size_t size) {
+            context.use(device);
+            require(call.memcpy_async(to, from, size, stream), "cuMemcpyAsync", device.number);
+            require(call.stream_synchronize(stream), "cuStreamSynchronize", device.number);
+        }
+        ~Memory() {
+            context.set(device);
+            if (stream != nullptr) call.stream_destroy(stream);
+            if (address != 0) call.mem_free(address);
+        }
+    };
+    Memory source{call, context, owner}, target{call, context, reader};
+    source.allocate(nbytes), target.allocate(nbytes);
+    std::vector<uint32_t> pattern(nbytes / sizeof(uint32_t)), found(pattern.size());
+    const auto host = [](std::vector<uint32_t> &each) { return reinterpret_cast<uint64_t>(each.data()); };
+    uint32_t word = 1;
+    for (uint32_t &each : pattern) each = word = word * 1664525 + 1013904223; // of Knuth's and Lewis's generator
+    target.copy(target.address, host(found), nbytes); // zeros
+    source.copy(source.address, host(pattern), nbytes);
+    copy.run({source.address, target.address}, {target.stream});
+    target.copy(host(found), target.address, nbytes);
+    return found == pattern;
 }

@@ -1,0 +1,260 @@
+"""Check and measure the CUDA engine in stages, each case in a process of its own, and print one table.
+
+See ``gpu_first_run``. Stages: 0 unpack the wheels; 1 versions, and code that fits the devices; 2 kernels and calls; 3
+order; 4 rates; 5 JAX; 6 kernels and grids; 7 memcheck; 8 ranks on the host's cores. The first red case of stages 0 to 3
+ends the run. Each stage has a share of the time, to which the earlier ones add what they leave. A case is red if it
+fails, dies, exceeds its limit, or needs a module that is missing; a target that is not met is not red. The record of
+each case is written to ``results.jsonl`` at once. With ``--driver fake`` the fake driver of the tests takes the place
+of CUDA: all code runs in tiny sizes, and its times mean nothing. This file uses the standard library only.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import importlib.util
+import json
+import os
+import re
+import shutil
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+import zipfile
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, NamedTuple
+
+HERE = Path(__file__).resolve().parent
+SHARES = {0: 15, 1: 30, 2: 40, 3: 60, 4: 75, 5: 30, 6: 20, 7: 30, 8: 45}  # seconds of each stage, 345 in all
+CHECKED, TOGETHER = 3, 4  # stages up to this one end the run at a red case; so many of its cases run at once
+LEAST_S, KILL_S, KEPT = 3, 5, 4000  # the least time of a case; to await its end; characters of a red case's output
+TARGETS = {  # for each its text, and the least (>=) or greatest (<=) value
+    "8 to 1": ("256 MiB float32, 8 to 1: share of the copy rate", ">=", 0.92),
+    "8 to 8": ("256 MiB float32, 8 to 8: share of the copy rate", ">=", 0.85),
+    "2 to 2": ("256 MiB float32, 2 to 2: share of the copy rate", ">=", 0.8),
+    "16 to 16": ("256 MiB float32, 16 to 16: share of the copy rate", ">=", 0.8),
+    "stack": ("256 MiB float32, 8 to 1: times as fast as torch's stack().sum(0)", ">=", 2.4),
+    "jax": ("256 MiB float32, 8 to 8: times as fast as JAX's jitted sum", ">=", 1.2),
+    "graph": ("161 gradients in a CUDA graph: share of the copy rate", ">=", 0.85),
+    "host": ("161 gradients, eager, out=: microseconds on the host", "<=", 150),
+    "deterministic": ("161 gradients in deterministic mode: kernels of one call", "<=", 1),
+    "nccl": ("several GPUs, direct, 256 MiB: times as long as NCCL", "<=", 1.15),
+}
+
+
+class Case(NamedTuple):
+    """A program of this folder and its arguments, its time limit, the modules that it needs, and what runs it."""
+
+    stage: int
+    name: str
+    command: tuple[str, ...] = ()
+    limit_s: float = 60
+    needs: tuple[str, ...] = ("torch",)
+    variables: dict[str, str] = {}  # noqa: RUF012 - never changed
+    prefix: tuple[str, ...] = ()
+
+
+def cases(is_fake: bool) -> list[Case]:
+    """Return all cases in their order."""
+    driver = ("--driver", "fake") if is_fake else ()
+
+    def of(stage: int, *names: str, **more: Any) -> list[Case]:
+        program = "gpu_rates.py" if stage in (4, 5, 6) else "gpu_checks.py"
+        return [Case(stage, name, (program, name, *driver), **more) for name in names]
+
+    def host(name: str, *command: str) -> Case:
+        return Case(8, name, (*command, "--repeats", "2" if is_fake else "7", "--json", "JSON"))
+
+    segments = dict.fromkeys(("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"), "expandable_segments:True")
+    buffers = {"XLA_FLAGS": "--xla_gpu_enable_command_buffer=FUSION,CUSTOM_CALL --xla_gpu_graph_min_graph_size=1"}
+    buffers["CROSSREDUCE_CUDA_JIT"] = "1"  # the custom call, in programs of jit, too
+    sanitizer = () if is_fake else ("compute-sanitizer", "--error-exitcode", "9", "--report-api-errors", "no")
+    ranks, many = ("processes.py", "--quick", "--ranks"), ("2",) if is_fake else ("2", "4", "8", "16")
+    return [
+        *of(1, "versions"),
+        *of(2, "kernels", "calls"),
+        *of(3, "side stream", "reuse", "graph", "threads", "deterministic", "expandable segments at run time"),
+        *of(3, "expandable segments", variables=segments),
+        *of(3, "DLPack from CuPy", needs=("torch",) if is_fake else ("torch", "cupy")),
+        *of(3, "DLPack from JAX", needs=("torch", "jax")),
+        *of(4, "8 to 1", "8 to 8", "2 to 2", "16 to 16", "min and max", "gradients", "several GPUs", limit_s=40),
+        *of(5, "eager", "jit", needs=("jax",), variables=buffers),
+        *of(6, "kernels and grids"),
+        *of(7, "raw launches", needs=(), limit_s=45, prefix=sanitizer),
+        *(host(f"{name}, {n} ranks", *ranks, n, "--only", name) for n in reversed(many) for name in ("ddp", "torch")),
+        *([host("MPI", *ranks, *many, "--only", "mpi")] if Path(sys.prefix, "bin", "mpiexec").exists() else []),
+        host("host memory", "host_reduction.py", "--only", "one_small" if is_fake else "large"),
+    ]
+
+
+class Run:
+    """The records of the cases. Each is kept, printed and written as soon as its case has ended."""
+
+    def __init__(self, out: Path, seconds: float) -> None:
+        self.out, self.begin, self.scale, self.stopped = out, time.monotonic(), seconds / sum(SHARES.values()), False
+        self.records: list[dict[str, Any]] = []
+        self.problems: dict[str, None] = {}
+        self.environment = {**os.environ, "XLA_PYTHON_CLIENT_PREALLOCATE": "false", "PYTHONUNBUFFERED": "1"}
+        with contextlib.suppress(OSError):  # then the files cannot be written either
+            out.mkdir(parents=True, exist_ok=True)
+        for name in ("results.jsonl", "log.txt", "table.txt"):
+            self.write(name, "", "w")
+
+    def write(self, name: str, text: str, mode: str = "a") -> None:
+        """Write to a file of ``out``. What cannot be written is a problem, and the run goes on."""
+        try:
+            with (self.out / name).open(mode) as file:
+                file.write(text)
+                file.flush()
+                os.fsync(file.fileno())
+        except OSError as error:
+            self.problems[f"{self.out / name} cannot be written: {error.strerror}"] = None
+
+    def add(self, case: Case, result: str, why: str = "", stops: bool = True, **more: Any) -> None:
+        """Keep a record. ``result``: ok, RED or "left out". ``stops``: a red case of the first stages ends the run."""
+        record = {"stage": case.stage, "case": case.name, "result": result, "why": why, **more}
+        self.records.append(record)
+        self.write("results.jsonl", json.dumps(record) + "\n")
+        self.stopped |= stops and result == "RED" and case.stage <= CHECKED
+        print(f"{time.monotonic() - self.begin:4.0f} s {line(record)}", flush=True)
+
+    def do(self, case: Case) -> None:
+        """Run a case, unless it lacks a module or time."""
+        missing = [name for name in case.needs if importlib.util.find_spec(name) is None]
+        end_s = self.scale * sum(share for number, share in SHARES.items() if number <= case.stage)
+        limit_s = min(case.limit_s * max(1, self.scale), end_s - (time.monotonic() - self.begin))
+        if self.stopped:
+            self.add(case, "left out", "an earlier case is red, or a signal came")
+        elif missing:
+            self.add(case, "RED", f"not installed: {', '.join(missing)}", stops="torch" in missing)
+        elif limit_s < LEAST_S:
+            self.add(case, "left out", "the time of the stage is used up")
+        else:
+            begin, more = time.monotonic(), dict[str, Any]()
+            try:
+                why, more = self.child(case, limit_s)
+            except Exception as error:  # noqa: BLE001 - such as a full disk: the other cases run all the same
+                why = f"{type(error).__name__}: {error}"
+            self.add(case, "RED" if why else "ok", why, wall_s=round(time.monotonic() - begin, 2), **more)
+
+    def child(self, case: Case, limit_s: float) -> tuple[str, dict[str, Any]]:
+        """Run a case's process. Return why it is red, or an empty string, and the rest of its record."""
+        with tempfile.NamedTemporaryFile(suffix=".json") as kept:
+            program, *arguments = (kept.name if each == "JSON" else each for each in case.command)
+            process = subprocess.Popen(
+                [*case.prefix, sys.executable, str(HERE / program), *arguments],
+                env=self.environment | case.variables, cwd=HERE, start_new_session=True,
+                stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+            )  # fmt: skip
+            why = ""
+            try:
+                process.communicate(timeout=limit_s)
+            except subprocess.TimeoutExpired:  # or only what the case left running has not finished
+                why = "" if process.poll() is not None else f"not finished after {limit_s:.0f} s"
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            try:
+                texts = process.communicate(timeout=KILL_S)  # again: what was read before, and the rest
+            except subprocess.TimeoutExpired as error:
+                texts, why = (error.stdout, error.stderr), f"{why}, and its processes cannot be killed"
+            found = Path(kept.name).read_text()
+        output, errors = ((each or b"").decode(errors="replace") for each in texts)
+        self.write("log.txt", f"\n==== {case.stage} {case.name}\n{output[-100_000:]}\n{errors[-100_000:]}\n")
+        more: dict[str, Any] = {"rows": [], "measured": {}, "done": bool(found), "kept": json.loads(found or "{}")}
+        more |= {"note": summary(more["kept"])} if "rows" in more["kept"] else {}
+        for text in re.findall(r"^{.*}$", output, re.MULTILINE):  # not a line that a killed process did not finish
+            with contextlib.suppress(ValueError):
+                said = json.loads(text)
+                more["rows"] += [said.pop("row")] if "row" in said else []
+                more["measured"] |= said.pop("measured", {})
+                more |= said
+        if not why and (code := process.returncode):
+            last = re.split(r"\n(?=\S)", errors.strip() or output.strip())[-1]  # from the last line without indent on
+            why = f"killed by {signal.Signals(-code).name}" if code < 0 else last or f"exit code {code}"
+        why = why or ("" if more["done"] else "it ended early, with exit code 0")
+        return why, more | ({"output": output[-KEPT:], "errors": errors[-KEPT:]} if why else {})
+
+
+def summary(kept: dict[str, Any]) -> str:
+    """Return a line about the results of processes.py."""
+    places: dict[str, list[float]] = {}
+    for row in kept["rows"]:
+        places.setdefault(f"{row['place']}, {row['peer']}", []).append(row["ratio"])
+    texts = [f"{place} {statistics.median(each):.2f} (most {max(each):.2f})" for place, each in places.items()]
+    return "; ".join(["median of our time / that of: " + ", ".join(texts), *kept["missing"]])
+
+
+def unpack(run: Run, wheels: Path, site: Path) -> None:
+    """Unpack this library's wheel, and those of packages that this interpreter lacks, and let the cases find them."""
+    made, why, modules = [], "", {"ml_dtypes": "ml_dtypes", "markdown_it_py": "markdown_it"}
+    try:
+        for path in sorted(wheels.glob("*.whl")):
+            name, version = path.name.split("-")[:2]
+            if name == "crossreduce" or importlib.util.find_spec(modules.get(name, name)) is None:
+                with zipfile.ZipFile(path) as wheel:
+                    wheel.extractall(site)
+                made.append(f"{name} {version}")
+    except (OSError, zipfile.BadZipFile) as error:
+        why = f"{path.name} cannot be unpacked: {error}"
+    run.environment["PYTHONPATH"] = os.pathsep.join([str(site), *filter(None, [os.environ.get("PYTHONPATH")])])
+    sys.path.insert(0, str(site))
+    if not why and importlib.util.find_spec("crossreduce") is None:
+        why = f"{wheels} has no wheel of crossreduce: run scripts/gpu_wheels where there is a network"
+    note = ", ".join(made) or "crossreduce is installed already"
+    run.add(Case(0, "unpack"), "RED" if why else "ok", why, note=note)
+
+
+def line(record: dict[str, Any]) -> str:
+    """Return a row of the table."""
+    text = " ".join((record["why"] or record.get("note", "")).split())
+    return f"{record['stage']} {record['case']:31} {record['result']:8} {record.get('wall_s', 0):6.1f} s  {text[:190]}"
+
+
+def table(run: Run, is_fake: bool) -> str:
+    """Return the table of all cases and targets. Its last line says GREEN or RED."""
+    lines = ["", *(["FAKE DRIVER: its times mean nothing."] if is_fake else []), *map(line, run.records), ""]
+    measured = {key: value for each in run.records for key, value in each.get("measured", {}).items()}
+    for key, (text, sign, limit) in TARGETS.items():
+        value = measured.get(key)
+        is_met = value is not None and (value >= limit if sign == ">=" else value <= limit)
+        verdict = "not measured" if value is None else "fake" if is_fake else "met" if is_met else "NOT MET"
+        lines.append(f"{text:70} {sign} {limit:<5g} {'-' if value is None else f'{value:.4g}':>9}  {verdict}")
+    results, lines = [each["result"] for each in run.records], [*lines, *(f"RED: {each}" for each in run.problems)]
+    counts = ", ".join(f"{results.count(each)} {each}" for each in ("ok", "RED", "left out"))
+    verdict = "RED" if "RED" in results or run.problems else "GREEN"
+    return "\n".join([*lines, f"{verdict}: {counts}; {time.monotonic() - run.begin:.0f} s"])
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("out", type=Path, help="the folder of the results")
+    parser.add_argument("--driver", choices=("real", "fake"), default="real", help="fake: the tests' driver, no GPU")
+    parser.add_argument("--only", default="", help="only the cases whose stage and name contain this")
+    parser.add_argument("--seconds", type=float, default=sum(SHARES.values()), help="the time of all stages")
+    parser.add_argument("--wheels", type=Path, default=HERE.parent / "dist/gpu", help="of scripts/gpu_wheels")
+    given = parser.parse_args()
+    run, is_fake, site = Run(given.out.absolute(), given.seconds), given.driver == "fake", Path(given.out, "no folder")
+    stop = lambda *_: (run.problems.update({"a signal came": None}), setattr(run, "stopped", True))  # noqa: E731
+    signal.signal(signal.SIGINT, stop)
+    signal.signal(signal.SIGTERM, stop)
+    try:
+        with contextlib.suppress(OSError):  # unpacking reports it
+            site = Path(tempfile.mkdtemp(prefix="gpu_first_run_"))
+        unpack(run, given.wheels, site)
+        chosen = [case for case in cases(is_fake) if given.only in f"{case.stage} {case.name}"]
+        for stage in SHARES:
+            with ThreadPoolExecutor(TOGETHER if stage in (2, CHECKED) else 1) as pool:
+                list(pool.map(run.do, [case for case in chosen if case.stage == stage]))
+    finally:
+        shutil.rmtree(site, ignore_errors=True)
+        run.write("table.txt", table(run, is_fake) + "\n")
+        print(text := table(run, is_fake))
+    return int(text.splitlines()[-1].startswith("RED"))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

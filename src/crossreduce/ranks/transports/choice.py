@@ -1,0 +1,133 @@
+"""Which transport carries the messages between the hosts of a group: the library's own, or a plug-in.
+
+Input: the name that the user has given, and what the other ranks can use. Output: one name for all ranks, and the
+transport. The entry-point group ``crossreduce.transports`` names the plug-ins of other packages.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Sequence
+from functools import lru_cache
+from importlib.metadata import entry_points
+from typing import Any, Final, NamedTuple
+
+from ...errors import ArgumentError, BackendError, MismatchError, ReductionError, rank_list, shown
+from . import ucx
+from .base import HostTransport, Links, Plugin, Transport
+from .tcp import TcpTransport, addresses_of
+
+_LOG: Final = logging.getLogger("crossreduce")
+VARIABLE: Final = "CROSSREDUCE_TRANSPORT"
+AUTO: Final = "auto"
+_OWN: Final = ("tcp", "ucx")
+_ENTRY_POINTS: Final = "crossreduce.transports"
+
+
+class Offer(NamedTuple):
+    """What a rank wants and can use. ``problem``: why it cannot use ``wanted``, or "" if it can.
+
+    ``usable``: the transport that it would take for "auto".
+    """
+
+    wanted: str
+    usable: str
+    problem: str
+
+
+def transport_name(given: Any) -> str:
+    """Return the name of a transport, or "auto".
+
+    Args:
+      given: a name; or ``None``: the one that the variable CROSSREDUCE_TRANSPORT has, and otherwise "auto".
+    Raises:
+      ArgumentError: no transport has this name.
+    """
+    name = (os.environ.get(VARIABLE) or AUTO) if given is None else given
+    names = (AUTO, *_OWN, *_others())
+    if not isinstance(name, str) or name not in names:
+        what = VARIABLE if given is None else "transport"
+        raise ArgumentError.of(f"{what} is not the name of a transport.", shown(name), f"one of {', '.join(names)}")
+    return name
+
+
+@lru_cache(maxsize=1)
+def _others() -> dict[str, Any]:
+    """Return the entry points of other packages, by name."""
+    return {each.name: each for each in entry_points(group=_ENTRY_POINTS) if each.name not in _OWN}
+
+
+def _plugin(name: str) -> Plugin:
+    """Return the plug-in of a transport other than "tcp". Raise any error of its import."""
+    plugin: Plugin = ucx if name == "ucx" else _others()[name].load()
+    return plugin
+
+
+def offer(wanted: str) -> Offer:
+    """Return the offer of this process, for the other ranks. ``wanted``: what ``transport_name`` returned."""
+    if wanted == "tcp":
+        return Offer(wanted, wanted, "")
+    if wanted == AUTO:
+        return Offer(AUTO, "ucx" if ucx.has_device() and not ucx.unusable() else "tcp", "")
+    try:
+        return Offer(wanted, wanted, _plugin(wanted).unusable())
+    except Exception as error:  # noqa: BLE001 - of another package
+        return Offer(wanted, wanted, f"{type(error).__name__}: {error}")
+
+
+def agreed(offers: Sequence[Offer], numbers: Sequence[int]) -> str:
+    """Return the name of the transport of a group. All ranks pass the same offers, and get the same result.
+
+    ``numbers``: the ranks as errors name them.
+
+    Raises:
+      MismatchError: the ranks want different transports.
+      BackendError: a rank cannot use the transport.
+    """
+    wanted = {each.wanted: [numbers[rank] for rank, other in enumerate(offers) if other == each] for each in offers}
+    if len(wanted) > 1:
+        given = "; ".join(f"{name} on {rank_list(ranks)}" for name, ranks in wanted.items())
+        remedy = f"the same {VARIABLE}, or transport=..., on all ranks"
+        raise MismatchError.of("the ranks want different transports between hosts.", given, remedy)
+    failed = [rank for rank, each in enumerate(offers) if each.problem]
+    name = offers[0].wanted
+    if failed:
+        problem = f"{rank_list([numbers[rank] for rank in failed])} cannot use the transport {name}."
+        remedy = f'what the error says, on all hosts; {VARIABLE}=tcp, or transport="tcp", on all ranks'
+        raise BackendError.of(problem, offers[failed[0]].problem, remedy)
+    if name == AUTO:
+        name = "ucx" if all(each.usable == "ucx" for each in offers) else "tcp"
+    return name
+
+
+def open_transport(name: str, links: Links) -> HostTransport:
+    """Return the transport ``name``. If it cannot connect, close the sockets of ``links`` and raise an error."""
+    try:
+        made = TcpTransport(links.sockets, links.unreached) if name == "tcp" else _plugin(name).connect(links)
+    except ReductionError:
+        links.close()
+        raise
+    except Exception as error:
+        links.close()
+        problem = f"the transport {name} cannot connect this rank."
+        raise BackendError.of(problem, f"{type(error).__name__}: {error}", f"{VARIABLE}=tcp on all ranks") from error
+    _LOG.info("messages between hosts: transport %s", name)
+    return made if isinstance(made, TcpTransport) else OtherTransport(made, links)
+
+
+class OtherTransport:
+    """The transport of another package. See ``base.HostTransport``. The sockets are closed when it is closed."""
+
+    connections = None
+
+    def __init__(self, inner: Transport, links: Links) -> None:
+        self.send, self.receive, self.abort, self._close = inner.send, inner.receive, inner.abort, inner.close
+        self.reached, self.unreached, self._links = addresses_of(links.sockets), tuple(links.unreached), links
+
+    def close(self) -> None:
+        """Close the transport, and the sockets."""
+        try:
+            self._close()
+        finally:
+            self._links.close()
