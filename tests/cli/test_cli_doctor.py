@@ -10,6 +10,7 @@ from histories import SUM, history, new_dump
 from paths import SUPPORT
 
 from crossreduce.cli import info
+from crossreduce.cli.doctor import command
 from crossreduce.cli.support import peers
 from crossreduce.observe import flight_recorder
 from crossreduce.observe.flight_recorder import History, Op
@@ -129,6 +130,25 @@ def test_ranks_that_are_not_behind(report):
     out = report(dump._replace(cause="rank 1 left during op 5, x.", now_s=6.0))
     assert re.search(r"rank 1 \(.*\) left the group after op 4, all_reduce .*\. It wrote no dump\.", out)
     assert "suspected" not in out
+
+
+@pytest.mark.parametrize(("limit", "most"), [("_MAX_GROUPS", 2), ("_MAX_CALLS", 7)])
+def test_the_newest_of_many_groups_are_reported(dump_directory, doctor, monkeypatch, limit, most):
+    """If there are too many groups, or too many ranks and calls in them, the newest groups are reported, and a problem
+    names the number of the others. Of many problems some are printed."""
+    monkeypatch.setattr(command, limit, most)
+    for k in range(5):
+        dump = new_dump(0, history(0, 3), hosts=((0,),), group=f"g{k}", token=str(k))
+        flight_recorder.write(dump._replace(time=f"2026-01-0{1 + 4 * k % 5} 10:00:00"))
+    for k in range(50):
+        (dump_directory / f"rank1.{k}.json").touch()
+    monkeypatch.setattr(command, "_MAX_PROBLEMS", 20)
+    code, out, err = doctor(dump_directory)
+    found = [line.split(",")[0] for line in out.splitlines() if line.startswith("Group")]
+    assert (code, found) == (0, ['Group "g1"', 'Group "g2"'])
+    assert len(err.splitlines()) == 21
+    assert "31 more problems; --json has them" in err
+    assert "the dumps of 3 other groups are left out: they are older." in doctor(dump_directory, "--json")[1]
 
 
 def test_each_group_is_reported(report):

@@ -114,6 +114,19 @@ def test_unsigned_integers_that_torch_cannot_add() -> None:
         assert_own(list(result), xs)
 
 
+@pytest.mark.parametrize("dtype", [torch.uint4, torch.uint1, torch.int7])
+def test_short_integers_are_not_bytes(dtype: Any) -> None:
+    """Integers of less than 8 bits are refused, also after calls with bytes of the same shape, and as results."""
+    xs = [torch.arange(4).to(torch.int8 if dtype is torch.int7 else torch.uint8) for _ in range(2)]
+    for _ in range(2):
+        cr.all_reduce(xs)
+        cr.all_reduce(xs, out=[x.clone() for x in xs])
+    short = [x.clone().view(dtype) for x in xs]
+    for given, out in ((short, None), (xs, short)):
+        with pytest.raises(cr.UnsupportedError, match=str(dtype)):
+            cr.all_reduce(given, out=out)
+
+
 class Wrapping(torch.Tensor):
     """A tensor that wraps others by torch's convention, ``__tensor_flatten__``, as DTensor does."""
 

@@ -18,7 +18,7 @@ from types import FrameType
 from typing import Any, Final, NoReturn
 from weakref import ref
 
-from ..errors import ReductionError
+from ..errors import ReductionError, printable
 
 _EXTRA = ("typer", "rich", "sklearn")  # the modules that the extra "cli" installs
 
@@ -51,7 +51,7 @@ def main(args: Sequence[str] | None = None) -> NoReturn:
 
 def _stop(text: str) -> NoReturn:
     """Print an error and exit with code 2."""
-    print(f"crossreduce: {text}", file=sys.stderr)
+    print("crossreduce:", printable(text, "\n"), file=sys.stderr)
     sys.exit(2)
 
 

@@ -53,6 +53,11 @@ def host_bodies():
     return compiled("cuda_host.o", command, [NATIVE / "cuda_host.cpp"], KERNELS.iterdir())
 
 
+def host_library():
+    """Return the path of the kernels' bodies: a library that calls its own functions even beside the fake driver's."""
+    return compiled("cuda_host.so", ["g++", "-shared", "-Wl,-Bsymbolic"], [host_bodies()])
+
+
 def built(stub=False, soname="libcuda.so.1"):
     """Return the path of the driver's library. It is compiled only if none of the same sources is kept.
 

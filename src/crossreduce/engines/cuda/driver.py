@@ -17,11 +17,10 @@ from importlib import resources
 from typing import Any, Final
 
 from ...errors import ArgumentError, BackendError, DriverError, ReductionError, shown
-from .kernels import copy_kernel
+from .kernels import PTX_DRIVER, chosen_code, copy_kernel
 
 _LOG: Final = logging.getLogger("crossreduce")
 _NO_CODE: Final = frozenset({200, 209, 218, 220, 221, 222, 223})  # CUDA's codes for images that it cannot use
-_TEGRA: Final = frozenset({72, 87, 101})  # the capabilities of Tegra's devices; 10.1 is 11.0 since CUDA 13
 _CHECKED_NBYTES: Final = 4 << 20  # that each device reads from each peer
 _LARGE_TABLES: Final = 12010  # the driver's version from which parameters may have more than 4 KiB (CUDA 12.1)
 
@@ -111,12 +110,12 @@ def _why_missing() -> str:
 
 def devices() -> list[str]:
     """Return one line of text per device of the driver: its name, its capability, and the code that runs on it."""
-    lines, names = [], list(_packed()[0])
+    lines = []
     for number in range(native().device_count()):
         try:
             description = native().describe(number)
             capability = description["capability"]
-            code = chosen_code(capability, names)
+            code = chosen_code(capability, description["driver"])
         except ReductionError as error:
             lines.append(f"cuda:{number} cannot be used: {' '.join(str(error).split())}")
         else:
@@ -135,12 +134,13 @@ def load_kernels(device: int) -> None:
     """Load the kernels on a device, unless they are loaded already.
 
     Raises:
-      BackendError: ``kernels.bin`` has no machine code for this device.
+      BackendError: ``kernels.bin`` has no code for this device, or none that its driver can load.
       DriverError: the driver failed.
     """
     module = native()
     if not module.is_loaded(device):
-        module.load(device, _code(module.describe(device)["capability"]))
+        description = module.describe(device)
+        module.load(device, _code(description["capability"], description["driver"]))
 
 
 @cache
@@ -161,11 +161,10 @@ def lacks_kernels(device: int) -> str:
 
 
 @cache
-def _code(capability: int) -> bytes:
-    """Return the machine code or the PTX for a capability, such as 90 for 9.0, with a zero byte at the end."""
+def _code(capability: int, driver: int = PTX_DRIVER) -> bytes:
+    """Return the machine code or the PTX for ``chosen_code``'s arguments, with a zero byte at the end."""
     sizes, codes = _packed()
-    names = list(sizes)
-    name = chosen_code(capability, names)
+    names, name = list(sizes), chosen_code(capability, driver)
     start = sum(sizes[earlier] for earlier in names[: names.index(name)])
     return lzma.decompress(codes[start : start + sizes[name]]) + b"\0"
 
@@ -175,33 +174,6 @@ def _packed() -> tuple[dict[str, int], bytes]:
     data = (resources.files(__package__) / "kernels.bin").read_bytes()
     first, rest = data.split(b"\n", 1)
     return json.loads(first)["code"], rest
-
-
-def chosen_code(capability: int, names: list[str]) -> str:
-    """Return the name of the code for a capability: machine code of the same major version, or else PTX.
-
-    Tegra's devices do not run code for others. Source: CUDA C++ Programming Guide, Binary Compatibility.
-
-    Raises:
-      BackendError: no code runs on such devices.
-
-    >>> names = ["sm_80", "sm_90", "sm_100", "compute_90"]
-    >>> [chosen_code(capability, names) for capability in (86, 90, 101, 103, 110)]
-    ['sm_80', 'sm_90', 'compute_90', 'sm_100', 'compute_90']
-    """
-    numbers = {name: int(name.split("_")[1]) for name in names}
-    fitting = [
-        (name.startswith("sm_"), number, name)
-        for name, number in numbers.items()
-        if number <= capability
-        and (name.startswith("compute_") or (number // 10 == capability // 10 and capability not in _TEGRA))
-    ]
-    if not fitting:
-        problem = "there are no CUDA kernels for this device."
-        given = f"compute capability {capability // 10}.{capability % 10}"
-        remedy = f"a device of capability {min(numbers.values()) / 10:.1f} or higher, but not Tegra's 7.2 and 8.7"
-        raise BackendError.of(problem, given, remedy)
-    return max(fitting)[2]
 
 
 def _error(call: str, device: int, code: int, name: str, text: str) -> DriverError:

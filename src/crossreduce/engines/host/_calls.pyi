@@ -46,5 +46,7 @@ def use_torch(
     is_transformed: Callable[[], bool],
     mark_dirty: Callable[[Any], Any],
     empty_like: Callable[[Any], Any],
+    int8: Any,
+    uint8: Any,
     /,
 ) -> None: ...

@@ -83,6 +83,7 @@ MEMORY: Final = TorchMemory()
 
 
 def functions_for_compiled_code() -> tuple[Any, ...] | None:
-    """Return the functions of torch that ``Calls`` uses, or ``None`` if torch lacks one of them, as before 2.10."""
+    """Return the objects of torch that ``Calls`` uses, or ``None`` if torch lacks one of them, as before 2.10."""
     exchange = getattr(torch.Tensor, "__dlpack_c_exchange_api__", None)
-    return None if exchange is None else (torch.Tensor, exchange, is_transformed, increment_versions, torch.empty_like)
+    functions = is_transformed, increment_versions, torch.empty_like
+    return None if exchange is None else (torch.Tensor, exchange, *functions, torch.int8, torch.uint8)

@@ -383,7 +383,8 @@ PyMethodDef functions[] = {
      "use(per_replica, mirrored, reduce_op, ops_by_name, device_names, default_options, large_array_offset): set what the "
      "calls need."},
     {"use_torch", use_torch, METH_VARARGS,
-     "use_torch(tensor_type, exchange_api, is_transformed, mark_dirty, empty_like): accept tensors of exactly this class."},
+     "use_torch(tensor_type, exchange_api, is_transformed, mark_dirty, empty_like, int8, uint8): accept tensors of "
+     "exactly this class."},
     {"use_torch_devices", use_torch_devices, METH_VARARGS,
      "use_torch_devices(is_filled, block, reinterpret, scratch, checker): set how memory on CUDA devices is allocated."},
     {"use_device_type", use_device_type, METH_O,

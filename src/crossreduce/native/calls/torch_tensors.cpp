@@ -42,7 +42,7 @@ struct ExchangeApi {
 };
 constexpr uint32_t VERSION = 1;
 constexpr int32_t CPU = 1; // DLDeviceType
-constexpr uint8_t COMPLEX = 5;
+constexpr uint8_t INT = 0, UINT = 1, COMPLEX = 5; // DLDataTypeCode
 
 // The DLDeviceType of CUDA; in tests, that of the CPU, whose memory then counts as that of cuda:0.
 int32_t cuda_type = 2;
@@ -53,7 +53,8 @@ PyObject *is_transformed = nullptr, *mark_dirty = nullptr, *empty_like = nullptr
 // On CUDA devices: is_filled(); block(like, nbytes); reinterpret(block, sizes, strides, offset); scratch(nbytes, device), which
 // returns an owner and an address; and checker(*tensors), which may return None. Null: not set.
 PyObject *is_filled = nullptr, *new_block = nullptr, *reinterpret = nullptr, *new_scratch = nullptr, *new_checker = nullptr;
-PyObject *requires_grad = nullptr;                                         // the name of an attribute
+PyObject *requires_grad = nullptr, *dtype_name = nullptr;                // names of attributes
+PyObject *byte_dtypes[2];                                                // torch.int8 and torch.uint8
 PyObject *is_neg = nullptr, *is_conj = nullptr, *is_inference = nullptr; // methods of the class, called with a tensor
 
 struct Block { // a result's memory and its description; both are freed with the tensor
@@ -91,6 +92,12 @@ bool is_false(PyObject *method, PyObject *object) {
     return found.object == Py_False;
 }
 
+// Return whether a tensor of bytes has integers of fewer bits, such as those of torch.uint4, which DLPack does not tell.
+bool has_short_integers(PyObject *object, uint8_t code) {
+    Ref found(PyObject_GetAttr(object, dtype_name));
+    return found.object != byte_dtypes[code];
+}
+
 class TorchAccess final : public ArrayAccess {
   public:
     bool view(PyObject *object, bool written, ArrayView &to) const override {
@@ -106,6 +113,7 @@ class TorchAccess final : public ArrayAccess {
             step *= found.shape[axis];
         }
         if (!(contiguous || empty) || (!empty && lacks_memory(found))) return false;
+        if (found.dtype.bits == 8 && found.dtype.code <= UINT && has_short_integers(object, found.dtype.code)) return false;
         if (!is_false(is_neg, object) || (found.dtype.code == COMPLEX && !is_false(is_conj, object))) return false;
         if (written && !is_false(is_inference, object)) return false;
         describe(found, to);
@@ -225,17 +233,19 @@ const TorchAccess tensors;
 } // namespace
 
 PyObject *use_torch(PyObject *, PyObject *args) {
-    PyObject *type, *capsule, *transformed, *written, *like;
-    if (!PyArg_ParseTuple(args, "OOOOO", &type, &capsule, &transformed, &written, &like)) return nullptr;
+    PyObject *type, *capsule, *transformed, *written, *like, *int8, *uint8;
+    if (!PyArg_ParseTuple(args, "OOOOOOO", &type, &capsule, &transformed, &written, &like, &int8, &uint8)) return nullptr;
     const auto *found = static_cast<const ExchangeApi *>(PyCapsule_GetPointer(capsule, "dlpack_exchange_api"));
     if (found == nullptr) return nullptr;
     if (tensor_type != nullptr || found->version.major != VERSION || found->view == nullptr) Py_RETURN_NONE;
     requires_grad = PyUnicode_InternFromString("requires_grad");
+    dtype_name = PyUnicode_InternFromString("dtype");
     is_neg = PyObject_GetAttrString(type, "is_neg");
     is_conj = PyObject_GetAttrString(type, "is_conj");
     is_inference = PyObject_GetAttrString(type, "is_inference");
-    if (!requires_grad || !is_neg || !is_conj || !is_inference) return nullptr;
-    for (PyObject *kept : {type, transformed, written, like}) Py_INCREF(kept);
+    if (!requires_grad || !dtype_name || !is_neg || !is_conj || !is_inference) return nullptr;
+    for (PyObject *kept : {type, transformed, written, like, int8, uint8}) Py_INCREF(kept);
+    byte_dtypes[INT] = int8, byte_dtypes[UINT] = uint8;
     is_transformed = transformed, mark_dirty = written, empty_like = like, api = found;
     tensor_type = reinterpret_cast<PyTypeObject *>(type);
     Py_RETURN_NONE;

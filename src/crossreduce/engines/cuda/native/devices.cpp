@@ -12,12 +12,9 @@ constexpr int MAX_KNOWN = 64;
 std::atomic<Device *> known[MAX_KNOWN]; // some of `devices`, without a lock
 
 const char *const KERNELS[] = {
-#define COMMA ,
 #define ENTRY(name, ...) #name,
-#include "kernel_kinds.inc"
 #define KERNEL(name, source, result, op, step, kinds) kinds(name, step, source, result, op)
 #include "kernels.inc"
-#undef COMMA
 };
 
 const Driver &opened() {

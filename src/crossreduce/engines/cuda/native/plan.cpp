@@ -13,6 +13,7 @@ using cuda_reduce::Part;
 using cuda_reduce::SmallLaunch;
 using cuda_reduce::THREADS;
 using cuda_reduce::VECTOR_NBYTES;
+using cuda_reduce::streams_of;
 
 constexpr uint32_t BLOCKS_PER_MULTIPROCESSOR = 4; // so many are resident: see __launch_bounds__ in reduce.cu
 
@@ -21,23 +22,33 @@ const Driver &driver_of_plan() {
     return *driver(why); // a plan has devices, so the driver is open
 }
 
-// Return how many units of a part precede the first one at which all addresses are multiples of a vector, or -1.
-int head_of(const uint64_t *addresses, const uint8_t *nbytes, size_t count, int units, int64_t size) {
-    uint64_t differing = 0; // bits of the addresses, and of the sizes
+struct Start { // see Part in reduce.cuh
+    int head;
+    bool is_aligned;
+};
+
+// Return where the vectors of a part begin: where those of the first result are aligned. If not all others are aligned
+// there, the words around the first vector of each source must be within the source.
+Start start_of(const uint64_t *addresses, const uint8_t *nbytes, const Launching &launch) {
+    const auto sources = static_cast<size_t>(launch.sources), count = sources + static_cast<size_t>(launch.results);
+    const auto past_vector = [&](size_t k, int head) { // the bytes between the beginning of a vector and unit `head`
+        const uint64_t vector = std::min<uint64_t>(VECTOR_NBYTES, static_cast<uint64_t>(launch.values) * nbytes[k]);
+        return (addresses[k] + static_cast<uint64_t>(head) * nbytes[k]) % vector;
+    };
+    const uint64_t vector = std::min<uint64_t>(VECTOR_NBYTES, static_cast<uint64_t>(launch.values) * nbytes[sources]);
+    const uint64_t rest = (vector - past_vector(sources, 0)) % vector;
+    int head = rest % nbytes[sources] == 0 ? static_cast<int>(rest / nbytes[sources]) : 0;
+    if (head % launch.units != 0) head = 0;
+    uint64_t differing = rest % nbytes[sources]; // bits of the addresses, and of the sizes
     for (size_t k = 1; k < count; k++)
         differing |= ((addresses[k] ^ addresses[0]) & (VECTOR_NBYTES - 1)) | static_cast<uint64_t>(nbytes[k] ^ nbytes[0]);
-    if (!differing) count = 1; // the usual case, without a division for each address
-    int head = 0, period = 1; // the head modulo the period
-    for (size_t k = 0; k < count; k++) {
-        const int its_period = VECTOR_NBYTES / nbytes[k];
-        const auto rest = static_cast<int>((VECTOR_NBYTES - addresses[k] % VECTOR_NBYTES) % VECTOR_NBYTES);
-        if (rest % nbytes[k] != 0) return -1;
-        const int its_head = rest / nbytes[k];
-        const int common = std::min(period, its_period);
-        if (head % common != its_head % common) return -1;
-        if (its_period > period) head = its_head, period = its_period;
-    }
-    return head % units == 0 && head < size ? head : -1;
+    bool is_aligned = past_vector(sources, head) == 0;
+    if (differing) // not the usual case, without a division for each address
+        for (size_t k = 0; k < count; k++) is_aligned = is_aligned && past_vector(k, head) == 0;
+    if (is_aligned) return {head, true};
+    for (size_t k = 0; k < sources; k++)
+        if (past_vector(k, head) > static_cast<uint64_t>(head) * nbytes[k]) return {head + launch.values, false};
+    return {head, false};
 }
 
 } // namespace
@@ -46,7 +57,7 @@ std::atomic<uint64_t> launched{0};
 
 // The parameters are written for one launch after another into the same memory: the driver copies them.
 template <class Launch>
-static void fill(Launch &launch, const Launching &from, const std::vector<uint64_t> &addresses) {
+static void fill(Launch &launch, const Launching &from, const std::vector<uint64_t> &addresses, uint32_t devices) {
     const size_t count = static_cast<size_t>(from.sources + from.results);
     launch.divisor = from.divisor;
     launch.parts = static_cast<uint32_t>(from.parts.size());
@@ -54,8 +65,7 @@ static void fill(Launch &launch, const Launching &from, const std::vector<uint64
     launch.results = static_cast<uint16_t>(from.results);
     launch.orders = static_cast<uint16_t>(from.orders.size());
     launch.stack = static_cast<uint16_t>(from.stack);
-    launch.kind = from.kind;
-    launch.reserved = 0;
+    launch.kind = static_cast<uint16_t>(from.kind);
     static_assert(sizeof(Masks) == sizeof(Order), "the fields of an order");
     unsigned char *at = launch.table;
     std::memcpy(at, from.orders.data(), from.orders.size() * sizeof(Order));
@@ -68,12 +78,14 @@ static void fill(Launch &launch, const Launching &from, const std::vector<uint64
             const Place &place = from.places[one.first_place + k];
             pointers[k] = addresses[place.row] + static_cast<uint64_t>(place.offset);
         }
-        const int head = head_of(pointers, &from.unit_nbytes[one.order * count], count, from.units, one.size);
-        *parts++ = {one.size, tile, one.order, static_cast<uint8_t>(std::max(head, 0)), head >= 0};
-        tile += static_cast<uint32_t>(std::max<int64_t>(1, (one.size - std::max(head, 0) + units_of_tile - 1) / units_of_tile));
+        const auto [head, is_aligned] = start_of(pointers, &from.unit_nbytes[one.order * count], from);
+        *parts++ = {one.size, tile, one.order, static_cast<uint8_t>(head), is_aligned};
+        tile += static_cast<uint32_t>(std::max<int64_t>(1, (one.size - head + units_of_tile - 1) / units_of_tile));
         pointers += count;
     }
     launch.tiles = tile;
+    launch.streams = streams_of(devices, launch.parts);
+    launch.length = (tile + 2u * launch.streams - 1) / (2u * launch.streams) * 2;
 }
 
 void Plan::launch(ContextGuard &context, const Launching &launching, const std::vector<uint64_t> &addresses,
@@ -83,8 +95,9 @@ void Plan::launch(ContextGuard &context, const Launching &launching, const std::
         LargeLaunch large;
         Parameters() {}
     } parameters;
-    if (launching.large) fill(parameters.large, launching, addresses);
-    else fill(parameters.small, launching, addresses);
+    const auto count = static_cast<uint32_t>(devices.size());
+    if (launching.large) fill(parameters.large, launching, addresses, count);
+    else fill(parameters.small, launching, addresses, count);
     const uint32_t most = static_cast<uint32_t>(device.multiprocessors) * BLOCKS_PER_MULTIPROCESSOR;
     void *arguments[] = {&parameters};
     context.use(device);
