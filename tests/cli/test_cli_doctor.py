@@ -170,7 +170,10 @@ MACHINES = {  # what the process that checks the GPUs does; the lines that are p
     FOUND.format([]): (["3 GPUs read each other's memory rightly, where the driver lets them"], 0),
     FOUND.format([[0, 2], [2, 0]]): (["cuda:0 reads cuda:2 wrongly", "cuda:2 reads cuda:0 wrongly", CAUSE, REMEDY], 1),
     FOUND.format([[0, k] for k in range(1, 11)]): (["cuda:0 reads cuda:8 wrongly", "and 2 more pairs", CAUSE], 1),
-    "assert os.environ['CROSSREDUCE_P2P'] == '1'; sys.exit('CUDA error 700')": (["failed: CUDA error 700", CAUSE], 1),
+    "assert os.environ['CROSSREDUCE_P2P'] == '1'; sys.exit('CUDA error\\n  700')": (
+        ["failed: CUDA error 700", CAUSE],
+        1,
+    ),
     "os.kill(os.getpid(), 6)": (["failed: it ended with exit code -6", REMEDY], 1),
     "time.sleep(60)": (["failed: it did not end within 1 s", CAUSE, REMEDY], 1),
 }

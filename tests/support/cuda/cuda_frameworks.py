@@ -186,7 +186,10 @@ def jax_calls(_):
 # What the process that checks the reads between GPUs does first: the fake driver starts, with a fault.
 MACHINE = """
 from fake_cuda import FakeDriver
-FakeDriver({path!r}, 3).lib.fake_corrupt(0, 2)
+fake = FakeDriver({path!r}, 4)
+fake.lib.fake_corrupt(0, 2)
+for call in 4, 5:  # of the last GPU
+    fake.fail("cuDevicePrimaryCtxRetain", call, 46)
 """
 
 
@@ -211,6 +214,7 @@ def commands(fake):
         info.info(check=True)
     assert "Fake GPU 7" in printed.getvalue()
     assert "cuda:0 reads cuda:2 wrongly" in printed.getvalue(), printed.getvalue()
+    assert "cuda:3 cannot be used now, and was not checked: the CUDA driver" in " ".join(printed.getvalue().split())
     assert "contexts retained" not in fake.live()
     return len(found)
 

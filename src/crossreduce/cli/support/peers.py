@@ -8,9 +8,12 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from typing import Any, Final
+
+from ...errors import DriverError
 
 TIMEOUT_S: Final = 120
 COMMAND: Final = [sys.executable, "-m", __name__]
@@ -24,9 +27,10 @@ def check_peers() -> dict[str, Any]:
 
     Returns:
       ``devices``: their numbers; ``unusable``: why there are none, or an empty text; ``failing``: of each pair, the GPU
-      that reads and the one whose memory it reads; ``error``: what ended the check, or ``None``.
+      that reads and the one whose memory it reads; ``unchecked``: pairs of a GPU that cannot be used now, such as one
+      that belongs to another process, and why; ``error``: what ended the check, or ``None``.
     """
-    facts: dict[str, Any] = {"devices": [], "unusable": "", "failing": [], "error": None}
+    facts: dict[str, Any] = {"devices": [], "unusable": "", "failing": [], "unchecked": [], "error": None}
     environment = os.environ | {"CROSSREDUCE_P2P": "1"}
     how: dict[str, Any] = {"capture_output": True, "text": True, "timeout": TIMEOUT_S, "check": False}
     try:
@@ -34,8 +38,8 @@ def check_peers() -> dict[str, Any]:
     except subprocess.TimeoutExpired:
         return facts | {"error": f"it did not end within {TIMEOUT_S} s"}
     if ran.returncode:
-        lines = ran.stderr.strip().splitlines() or [f"it ended with exit code {ran.returncode}"]
-        return facts | {"error": lines[-1]}
+        last = re.split(r"\n(?=\S)", ran.stderr.strip())[-1]  # from the last line without indent on
+        return facts | {"error": " ".join(last.split()) or f"it ended with exit code {ran.returncode}"}
     found: dict[str, Any] = json.loads(ran.stdout.splitlines()[-1])
     return facts | found
 
@@ -49,14 +53,15 @@ def describe(facts: dict[str, Any]) -> list[str]:
     """Return the facts of ``check_peers`` as lines."""
     if facts["error"]:
         return [f"the check of reads between GPUs failed: {facts['error']}", _CAUSE, _REMEDY]
+    unchecked = [f"cuda:{number} cannot be used now, and was not checked: {why}" for number, why in facts["unchecked"]]
     failing = [f"cuda:{reader} reads cuda:{owner} wrongly" for reader, owner in facts["failing"]]
     if failing:
         more = [f"and {len(failing) - _MAX_PAIRS} more pairs"] if len(failing) > _MAX_PAIRS else []
-        return [*failing[:_MAX_PAIRS], *more, _CAUSE, _REMEDY]
+        return [*unchecked, *failing[:_MAX_PAIRS], *more, _CAUSE, _REMEDY]
     count = len(facts["devices"])
     if count > 1:
-        return [f"{count} GPUs read each other's memory rightly, where the driver lets them"]
-    return [f"nothing to check: {facts['unusable'] or 'there is only one GPU'}"]
+        return [*unchecked, f"{count} GPUs read each other's memory rightly, where the driver lets them"]
+    return [*unchecked, f"nothing to check: {facts['unusable'] or 'there is only one GPU'}"]
 
 
 def _check() -> None:
@@ -64,9 +69,16 @@ def _check() -> None:
     from ...engines.cuda import driver
 
     why = driver.unusable()
-    numbers = [k for k in range(0 if why else driver.native().device_count()) if not driver.lacks_kernels(k)]
+    numbers, unchecked = [], []
+    for number in range(0 if why else driver.native().device_count()):
+        if not driver.lacks_kernels(number):
+            try:
+                driver.load_kernels(number)
+                numbers.append(number)
+            except DriverError as error:  # such as a GPU in exclusive mode, or without free memory
+                unchecked.append((number, " ".join(str(error).split())))
     failing = driver.check_peer_reads(numbers) if len(numbers) > 1 else []
-    print(json.dumps({"devices": numbers, "unusable": why, "failing": failing}))
+    print(json.dumps({"devices": numbers, "unusable": why, "failing": failing, "unchecked": unchecked}))
 
 
 if __name__ == "__main__":
