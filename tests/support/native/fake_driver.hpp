@@ -47,7 +47,7 @@ DRIVER cuDeviceGetAttribute(int *value, int attribute, int device) {
     return call("cuDeviceGetAttribute", [&] {
         check_given(value);
         context_of(device);
-        static const std::map<int, int> attributes{{16, 132}, {75, 9}, {76, 0}, {41, 1}}; // an H100 has these
+        static const std::map<int, int> attributes{{16, 132}, {20, 0}, {75, 9}, {76, 0}, {41, 1}}; // an H100 has these
         const auto found = attributes.find(attribute);
         if (found == attributes.end())
             refuse(INVALID_VALUE, "the fake driver has no attribute " + std::to_string(attribute));
