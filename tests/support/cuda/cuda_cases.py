@@ -264,14 +264,13 @@ class Case:
             assert lib.cuStreamEndCapture(streams[0], ctypes.byref(graph)) == 0, self.fake.report()
             assert lib.cuGraphInstantiateWithFlags(ctypes.byref(exec_), graph, 0) == 0
             memory.threads.streams = {}
-            several = len(executable.planned.operations.devices) > 1  # then the graph keeps its memory
             for _ in range(2):
                 given = self._written(arrays, draw)
                 self.fake.run()
                 freed = {
                     address: ctypes.string_at(address, nbytes)
                     for (_, _, nbytes), addresses in memory.free.items()
-                    for address in (addresses if several else ())
+                    for address in addresses
                 }
                 memory.on(devices[0])
                 assert lib.cuGraphLaunch(exec_, memory.stream(devices[0])) == 0

@@ -209,7 +209,8 @@ class CudaExecutable:
         ]
         owners.append(scratch)
         streams = [self._memory.stream(device) for device in queued.devices]
-        return bool(plan.run(sources, targets, [[address for _, address in scratch]], [streams], owners))
+        kept = None if len(streams) == 1 and self._memory.belongs_to_graphs else owners
+        return bool(plan.run(sources, targets, [[address for _, address in scratch]], [streams], kept))
 
     def _addresses_in(self, out: Sequence[Sequence[Array]]) -> list[dict[int, int]]:
         """Return for each tensor the addresses of its arrays of ``out`` on CUDA devices, by destination."""

@@ -38,7 +38,12 @@ class DeviceMemory(Protocol):
 
     Nested sequences have one row per tensor of a batch, with one array per replica or destination. All work of these
     functions is queued on the calling thread's current stream of the array's device; nothing waits for it.
+
+    ``belongs_to_graphs`` is whether memory that is allocated while the stream of its device is captured belongs to the
+    graph, so that nothing else gets it after it was freed.
     """
+
+    belongs_to_graphs: bool = False
 
     def ordinal(self, index: int) -> int | None:
         """Return the CUDA driver's number of the framework's ``cuda:index``, or ``None`` if it cannot be used."""

@@ -27,7 +27,12 @@ _ALIGNMENT: Final = 512  # bytes; torch's allocator aligns to as many
 
 
 class TorchDeviceMemory(DeviceMemory):
-    """See ``DeviceMemory``. PyTorch's caching allocator and its operations use the current stream of each device."""
+    """See ``DeviceMemory``. PyTorch's caching allocator and its operations use the current stream of each device.
+
+    While ``torch.cuda.graph`` captures, the allocator takes memory of the captured device from a pool of the graph.
+    """
+
+    belongs_to_graphs = True
 
     def operands(self, arrays: Sequence[Sequence[Array]], devices: Sequence[int]) -> Operands | None:
         if is_transformed() or not _are_on(arrays, devices) or any(has_no_memory(x) for row in arrays for x in row):

@@ -312,7 +312,7 @@ int run_plan(PyObject *object, const std::vector<uint64_t> &addresses, const std
         if (checks && plan.reads_peers && !are_peer_readable(addresses, plan.devices)) return;
         std::vector<CUstream> current;
         for (const uint64_t stream : streams) current.push_back(reinterpret_cast<CUstream>(stream));
-        CUgraph graph = plan.run(addresses, current);
+        CUgraph graph = plan.run(addresses, current, owners != nullptr);
         is_queued = true;
         is_kept = graph != nullptr && owners != nullptr;
         if (is_kept) keep_in_graph(graph, owners, drop);
@@ -329,7 +329,7 @@ PyObject *plan_run(PyObject *object, PyObject *args) {
         if (!read_addresses(sources, addresses) || !read_addresses(results, addresses) ||
             !read_addresses(scratch, addresses) || !read_addresses(currents, streams))
             return nullptr;
-        const int ran = run_plan(object, addresses, streams, owners, true);
+        const int ran = run_plan(object, addresses, streams, owners == Py_None ? nullptr : owners, true);
         return ran < 0 ? nullptr : PyBool_FromLong(ran);
     } catch (const std::exception &) { // bad_alloc
         return PyErr_NoMemory();
@@ -352,8 +352,8 @@ PyObject *reads_rightly(PyObject *, PyObject *args) {
 PyMethodDef plan_methods[] = {
     {"run", plan_run, METH_VARARGS,
      "run(sources, results, scratch, streams, owners): queue the operations, given rows of addresses and a row of streams. "
-     "Return false if peers cannot read the memory; then nothing was queued. A graph that captures a run on several devices "
-     "keeps `owners`."},
+     "Return false if peers cannot read the memory; then nothing was queued. A graph that captures the run keeps `owners`, "
+     "unless they are None."},
     {"use_otherwise", plan_use_otherwise, METH_O,
      "use_otherwise(plan): set the plan that compiled code runs instead where peers cannot read the memory."},
     {nullptr, nullptr, 0, nullptr}};

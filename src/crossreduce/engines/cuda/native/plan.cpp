@@ -168,11 +168,11 @@ void Plan::wait(ContextGuard &context, const std::vector<CUstream> &queues, size
     require(driver_of_plan().stream_wait_event(queues[stream], events_[event], 0), "cuStreamWaitEvent", owner.number);
 }
 
-CUgraph Plan::run(const std::vector<uint64_t> &addresses, const std::vector<CUstream> &current) {
+CUgraph Plan::run(const std::vector<uint64_t> &addresses, const std::vector<CUstream> &current, bool is_kept) {
     const Driver &call = driver_of_plan();
     std::lock_guard<std::mutex> locked(lock_);
     ContextGuard context;
-    const Capturing captured = devices.size() > 1 ? capturing(*devices[0], current[0]) : Capturing{};
+    const Capturing captured = devices.size() > 1 || is_kept ? capturing(*devices[0], current[0]) : Capturing{};
     const std::vector<CUstream> queues = streams_of_run(context, current, captured.is);
     const bool alone = queues.size() == 1;
     if (!alone) make_events(context);
@@ -219,6 +219,7 @@ Plan::~Plan() {
     if (events_.empty() && captured_.empty()) return;
     const Driver &call = driver_of_plan();
     try {
+        const RelaxedCapture relaxed;
         ContextGuard context;
         for (size_t k = 0; k < events_.size(); k++) {
             context.use(owner_of_event(k));

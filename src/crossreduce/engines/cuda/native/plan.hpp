@@ -80,10 +80,10 @@ class Plan {
     Plan &operator=(const Plan &) = delete;
     ~Plan();
 
-    // Queue all operations. `current`: the callers' current streams, one per device. Returns the graph that must keep the
-    // memory at the addresses, or null: a plan of several devices was captured, and the memory of the others than the
-    // first is not that of the graph. Throws DriverFault; then nothing that was queued is still running.
-    CUgraph run(const std::vector<uint64_t> &addresses, const std::vector<CUstream> &current);
+    // Queue all operations. `current`: the callers' current streams, one per device. Returns the graph that captures them,
+    // or null; that of a plan of one device only if `is_kept`: if a graph has to keep the memory at the addresses. Throws
+    // DriverFault; then nothing that was queued is still running.
+    CUgraph run(const std::vector<uint64_t> &addresses, const std::vector<CUstream> &current, bool is_kept = false);
 
   private:
     std::mutex lock_;                // of a run, whose events are those of the plan
