@@ -67,6 +67,9 @@ def test_the_code_of_each_compute_capability(capability, driver, code, monkeypat
     else:
         assert loaded == [machine_code.unpacked()[1][code] + b"\0"]
     assert bool(why) == (not loaded)
+    monkeypatch.setitem(sys.modules, "lzma", None)  # as in a Python that was built without it
+    monkeypatch.setattr(cuda_driver, "_code", cuda_driver._code.__wrapped__)
+    assert "this Python cannot decompress" in cuda_driver.lacks_kernels.__wrapped__(0)
 
 
 def test_registers_and_stack(code):

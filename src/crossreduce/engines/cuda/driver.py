@@ -9,7 +9,6 @@ from __future__ import annotations
 import importlib
 import json
 import logging
-import lzma
 import os
 from collections.abc import Sequence
 from functools import cache
@@ -163,10 +162,15 @@ def lacks_kernels(device: int) -> str:
 @cache
 def _code(capability: int, driver: int = PTX_DRIVER) -> bytes:
     """Return the machine code or the PTX for ``chosen_code``'s arguments, with a zero byte at the end."""
+    try:
+        lzma = importlib.import_module("lzma")  # which a Python that was built without liblzma lacks
+    except ImportError as error:
+        problem = "this Python cannot decompress the CUDA kernels."
+        raise BackendError.of(problem, str(error), "build Python with liblzma (the headers of xz)") from error
     sizes, codes = _packed()
     names, name = list(sizes), chosen_code(capability, driver)
     start = sum(sizes[earlier] for earlier in names[: names.index(name)])
-    return lzma.decompress(codes[start : start + sizes[name]]) + b"\0"
+    return bytes(lzma.decompress(codes[start : start + sizes[name]])) + b"\0"
 
 
 def _packed() -> tuple[dict[str, int], bytes]:
