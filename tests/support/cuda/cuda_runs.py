@@ -188,7 +188,20 @@ def check_failures(memory, count, seed):
 def check_captures(memory, count, seed):
     """Capture calls in a graph, which runs again on other values. The callers' streams take part in the capture."""
     fake, captured, others = memory.fake, 0, memory.devices.keys() | {0}
-    lib = fake.lib
+    lib, graph = fake.lib, ctypes.c_void_p()
+    case = Case(memory, "direct", (0, 1), "sum", "float32", [500], Packing(), False)
+    assert case.run(np.random.default_rng(seed))
+    _, stream = memory.capturing(0), memory.capturing(1)
+    memory.on(1)
+    assert lib.cuStreamBeginCapture_v2(stream, 0) == 0  # that of one device only
+    with pytest.raises(DriverError) as error:
+        case.run(np.random.default_rng(seed))
+    assert (error.value.call, error.value.code) == ("cuStreamWaitEvent", 905)
+    assert lib.cuStreamEndCapture(stream, ctypes.byref(graph)) != 0
+    memory.threads.streams = {}
+    memory.release_all()
+    fake.run()
+    fake.clear()
     for number in spread(count):
         case = drawn(memory, number, seed)
         draw = np.random.default_rng([seed, number])

@@ -181,6 +181,8 @@ CUgraph Plan::run(const std::vector<uint64_t> &addresses, const std::vector<CUst
             record(context, queues, static_cast<size_t>(stream), begin_event(static_cast<size_t>(stream)));
             wait(context, queues, 0, begin_event(static_cast<size_t>(stream)));
         }
+        if (!alone && !captured.is && capturing(*devices[0], current[0]).is) // it joined the capture of another stream
+            throw DriverFault{"cuStreamWaitEvent", devices[0]->number, CUDA_ERROR_STREAM_CAPTURE_ISOLATION};
         if (!alone) record(context, queues, 0, begin_event(0));
         for (const Operating &one : operations) {
             const auto stream = static_cast<size_t>(one.stream);
