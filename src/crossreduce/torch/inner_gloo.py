@@ -68,7 +68,7 @@ class InnerGloo:
         plain = readable(tensor)
         line = raw(plain)
         if line.numel() % 8 == 0:
-            line = line.view(torch.int64)
+            line = (line.clone() if line.storage_offset() % 8 else line).view(torch.int64)
         ranks = self._communicator.size
         parts = 1 if line.nbytes <= _GATHERED_NBYTES else ranks
         size = -(-line.numel() // parts)
@@ -84,7 +84,7 @@ class InnerGloo:
         if parts > 1:
             self._communicator.all_gather(memory(rows[0]), equal_parts(sent, ranks))
             rows = sent.view(1, -1)
-        line.copy_(rows[0][: line.numel()])
+        raw(plain).copy_(rows[0][: line.numel()].view(torch.uint8))
         copy_back(tensor, plain)
 
     def _exchange_padded(
