@@ -48,7 +48,7 @@ def join(
       name: the group's name in messages.
       transport: what moves data between hosts: "tcp", "ucx", the name of a plug-in, or "auto": UCX if all hosts have it
         and an RDMA device, else TCP. The same on all ranks. By default the environment variable
-        ``CROSSREDUCE_TRANSPORT`` decides, and without it "auto". See docs/between-hosts.md.
+        ``CROSSREDUCE_TRANSPORT`` decides, and without it "auto". It has no effect on one host. See docs/how-to/rdma.md.
     Raises:
       ArgumentError: an argument or variable is missing or invalid; two processes have the same rank; rank 0 cannot
         listen at the address; another program, or a rank with another key, answers there.

@@ -66,12 +66,9 @@ class InnerGloo:
         """Replace a tensor by its bitwise reduction on all ranks. A large one is reduced in parts, one on each rank."""
         combine = getattr(torch, BITWISE[op])
         plain = readable(tensor)
-        line = raw(plain)
-        if line.numel() % 8 == 0:
-            line = (line.clone() if line.storage_offset() % 8 else line).view(torch.int64)
-        ranks = self._communicator.size
+        line, ranks = raw(plain), self._communicator.size
         parts = 1 if line.nbytes <= _GATHERED_NBYTES else ranks
-        size = -(-line.numel() // parts)
+        size = line.nbytes if parts == 1 else -(-line.nbytes // (8 * parts)) * 8
         rows = line.new_zeros(ranks, size)
         if parts == 1:
             self._communicator.all_gather(memory(line), equal_parts(rows, ranks))
@@ -79,12 +76,13 @@ class InnerGloo:
             sent = line.new_zeros(parts, size)
             sent.view(-1)[: line.numel()] = line
             self._communicator.all_to_all(equal_parts(sent, parts), equal_parts(rows, parts))
-        for row in rows[1:]:
-            combine(rows[0], row, out=rows[0])
+        words = rows.view(torch.int64) if size and size % 8 == 0 else rows  # ``line`` may begin at any byte
+        for word in words[1:]:
+            combine(words[0], word, out=words[0])
         if parts > 1:
             self._communicator.all_gather(memory(rows[0]), equal_parts(sent, ranks))
             rows = sent.view(1, -1)
-        raw(plain).copy_(rows[0][: line.numel()].view(torch.uint8))
+        line.copy_(rows[0][: line.numel()])
         copy_back(tensor, plain)
 
     def _exchange_padded(

@@ -1,6 +1,7 @@
 """Which transport a group takes: by argument, by variable, by what the hosts have; plug-ins; errors."""
 
 import itertools
+import os
 import re
 import subprocess
 from pathlib import Path
@@ -17,21 +18,26 @@ from crossreduce.ranks.transports import addresses, choice, ucx
 from crossreduce.ranks.transports.choice import Offer, agreed, offer, transport_name
 from crossreduce.ranks.transports.tcp import TcpTransport
 
+VERSION = "ucx " + ".".join(ucx.version().split(".")[:2])
 AUTO, WITH_UCX, TCP, UCX = (
     Offer("auto", "tcp", ""),
-    Offer("auto", "ucx", ""),
+    Offer("auto", VERSION, ""),
     Offer("tcp", "tcp", ""),
-    Offer("ucx", "ucx", ""),
+    Offer("ucx", VERSION, ""),
 )
 
 
 def test_the_ranks_agree_on_one_transport():
-    """UCX is taken if all ranks want it, or if all of them may choose and have an RDMA device."""
+    """UCX, of one version, is taken if all ranks want it, or if all of them may choose and have an RDMA device."""
     assert [agreed([each, each], range(2)) for each in (AUTO, WITH_UCX, TCP, UCX)] == ["tcp", "ucx", "tcp", "ucx"]
     assert agreed([AUTO, WITH_UCX], range(2)) == agreed([WITH_UCX, AUTO], range(2)) == "tcp"
+    older = "ucx 1.13"
+    assert agreed([WITH_UCX, WITH_UCX._replace(usable=older)], range(2)) == "tcp"
+    with pytest.raises(MismatchError, match=f"versions of UCX(?s:.*){VERSION} on ranks 3, 4; {older} on rank 5"):
+        agreed([UCX, UCX, UCX._replace(usable=older)], (3, 4, 5))
     for one, other in itertools.permutations([AUTO, TCP, UCX], 2):
         with pytest.raises(MismatchError, match=f"{one.wanted} on rank 5; {other.wanted} on ranks 6, 7"):
-            agreed([one, other, other], (5, 6, 7))
+            agreed([one, other, other._replace(usable="other")], (5, 6, 7))
     with pytest.raises(BackendError, match=r"(?s)rank 9 cannot use the transport ucx.*too old"):
         agreed([UCX, UCX._replace(problem="it is too old")], (8, 9))
 
@@ -116,6 +122,27 @@ def test_ranks_that_cannot_use_the_same_transport_raise_one_error(first, second,
     assert "CROSSREDUCE_TRANSPORT" in one
 
 
+def with_fork(rendezvous, port):
+    """Return why this process, and one that it forks while it has a group, cannot use UCX."""
+    from crossreduce import processes
+
+    with processes.join(rendezvous.rank, rendezvous.size, f"127.0.0.1:{port}", timeout_s=20):
+        read, write = os.pipe()
+        if not (child := os.fork()):
+            os.write(write, ucx.unusable().encode())
+            os._exit(0)
+        os.waitpid(child, 0)
+        return ucx.unusable(), os.read(read, 1000).decode()
+
+
+def test_a_forked_process_does_not_use_ucx():
+    """UCX does not work in a process that was forked while it was in use; there, "auto" takes TCP, and "ucx" fails."""
+    environment = [{"CROSSREDUCE_TRANSPORT": "ucx", "CROSSREDUCE_HOST": host} for host in "ab"]
+    for own, forked in ranks(2, with_fork, free_port(), environment=environment):
+        assert own == ""
+        assert "UCX was in use when process" in forked
+
+
 class Plugin:
     """A transport of another package, which uses TCP, and counts its messages."""
 
@@ -139,7 +166,9 @@ class Plugin:
 
 def with_plugin(rendezvous, port, problem):
     plugin = Plugin()
-    plugin.problem = problem if rendezvous.rank == 2 else ""
+    plugin.problem = problem if rendezvous.rank == 2 else None
+    if problem == "nonsense" and rendezvous.rank == 2:
+        plugin.problem, plugin.connect = "", lambda _: None
     choice._others = lambda: {"fabric": SimpleNamespace(load=lambda: plugin)}
     return joined(rendezvous, port), plugin.sent
 
@@ -150,9 +179,12 @@ def test_a_transport_of_another_package():
     for result, sent in ranks(3, with_plugin, free_port(), "", environment=environment):
         assert result == [3.0, 3.0]
         assert sent > 0
-    texts = {text for text, _ in ranks(3, with_plugin, free_port(), "no licence", environment=environment)}
-    assert len(texts) == 1
-    assert re.search("BackendError: rank 2 cannot use the transport fabric.*no licence", texts.pop(), re.DOTALL)
+    for problem, text in (
+        ("no licence", "BackendError: rank 2 cannot use the transport fabric.*no licence"),
+        ("nonsense", "rank 2: BackendError: the transport fabric cannot connect this rank.*no attribute 'send'"),
+    ):
+        (found,) = {text for text, _ in ranks(3, with_plugin, free_port(), problem, environment=environment)}
+        assert re.search(text, found, re.DOTALL), found
 
 
 @pytest.mark.parametrize(

@@ -11,15 +11,17 @@ import struct
 import threading
 import time
 from queue import Queue
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import transport_laws
+from paths import ROOT
 from ranks import connected, ranks
-from transport_laws import LAWS
+from transport_laws import LAWS_OF_LINKS
 
 from crossreduce.errors import PeerLostError
-from crossreduce.ranks.transports import tcp
+from crossreduce.ranks.transports import choice, tcp
 from crossreduce.ranks.transports.addresses import addresses, machine, reachable
 from crossreduce.ranks.transports.base import Links
 from crossreduce.ranks.transports.choice import open_transport
@@ -27,9 +29,14 @@ from crossreduce.ranks.transports.strangers import MOST_UNKNOWN, Strangers
 from crossreduce.ranks.transports.tcp import TcpTransport, connect
 
 
-@pytest.mark.parametrize("name", ["tcp", "ucx"])
-def test_transports_obey_the_laws(name):
-    """Messages are ordered and unchanged, waits time out, and aborts end waits. ``test_mpi`` checks this for MPI."""
+@pytest.mark.parametrize("name", ["tcp", "ucx", "page"])
+def test_transports_obey_the_laws(name, monkeypatch):
+    """Messages are ordered and unchanged, waits time out, and aborts end waits. ``test_mpi`` checks this for MPI.
+
+    "page" is the plug-in of docs/how-to/rdma.md."""
+    page = SimpleNamespace()
+    exec((ROOT / "docs/how-to/rdma.md").read_text().split("```py\n")[1].split("```")[0], page.__dict__)
+    monkeypatch.setattr(choice, "_others", lambda: {"page": SimpleNamespace(load=lambda: page)})
 
     def rank(rendezvous, law):
         links = Links(rendezvous.rank, connected(rendezvous), (), threading.Event())
@@ -39,7 +46,7 @@ def test_transports_obey_the_laws(name):
             rendezvous.all_gather(b"")
         transport.close()
 
-    for law in LAWS:
+    for law in LAWS_OF_LINKS:
         ranks(3, rank, law)
 
 

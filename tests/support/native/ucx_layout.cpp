@@ -60,6 +60,7 @@ CHECK(get_address, ucp_worker_get_address);
 CHECK(release_address, ucp_worker_release_address);
 CHECK(create_endpoint, ucp_ep_create);
 CHECK(close_endpoint, ucp_ep_close_nbx);
+CHECK(flush, ucp_ep_flush_nbx);
 CHECK(send, ucp_tag_send_nbx);
 CHECK(receive, ucp_tag_recv_nbx);
 CHECK(cancel, ucp_request_cancel);

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import threading
 import time
@@ -90,12 +91,53 @@ def an_abort_is_noticed_by_other_ranks(transport, rendezvous):
     assert (str(error), error.ranks) == ("the reason", (0,))
 
 
+def messages_of_a_rank_that_has_left_arrive(transport, rendezvous):
+    """What a rank has sent before it leaves arrives, also if the other rank expects it only later."""
+    sent = [content(0, 1, 0, number, 5000) for number in range(3)]
+    if rendezvous.rank == 0:
+        for message in [transport.send(each.ctypes.data, each.nbytes, 1, 0) for each in sent]:
+            message.wait(20.0)
+        transport.close()
+    if rendezvous.rank == 2:
+        for _ in sent:
+            time.sleep(0.15)
+            transport.send(sent[0].ctypes.data, 1, 1, 0).wait(20.0)
+    if rendezvous.rank == 1:
+        for right in sent:
+            buffer = np.zeros_like(right)
+            transport.receive(buffer.ctypes.data, buffer.nbytes, 0, 0).wait(20.0)
+            assert buffer.tobytes() == right.tobytes()
+            transport.receive(buffer.ctypes.data, 1, 2, 0).wait(20.0)
+        raises(ConnectionResetError, transport.receive(buffer.ctypes.data, buffer.nbytes, 0, 0).wait, 20.0)
+    rendezvous.all_gather(b"")
+
+
+def the_memory_of_a_failed_message_is_not_written(transport, rendezvous):
+    """After a wait has failed, also while data arrive, nothing is written to the memory of the message."""
+    buffer = np.full(1 << 27, 7, np.uint8)
+    rendezvous.all_gather(b"")
+    if rendezvous.rank == 0:
+        with contextlib.suppress(ConnectionError, TimeoutError):
+            transport.send(buffer.ctypes.data, buffer.nbytes, 1, 0).wait(20.0)
+    if rendezvous.rank == 1:
+        with contextlib.suppress(TimeoutError):  # not if this machine is quick
+            transport.receive(buffer.ctypes.data, buffer.nbytes, 0, 0).wait(0.03)
+        buffer[:] = 1
+        raises(TimeoutError, transport.receive(buffer.ctypes.data, 1, 2, 0).wait, 0.3)
+        assert (buffer == 1).all()
+    rendezvous.all_gather(b"")
+
+
 LAWS = (
     messages_arrive_in_order,
     a_message_that_is_not_sent_times_out,
     an_abort_ends_waits,
     an_abort_is_noticed_by_other_ranks,
 )
+
+
+# Of transports that begin with ``Links``
+LAWS_OF_LINKS = (*LAWS, messages_of_a_rank_that_has_left_arrive, the_memory_of_a_failed_message_is_not_written)
 
 
 def run_under_mpi():

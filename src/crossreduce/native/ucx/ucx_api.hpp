@@ -58,6 +58,7 @@ struct RequestParameters { // ucp_request_param_t
     F(release_address, "ucp_worker_release_address", void, (void *worker, void *))                                     \
     F(create_endpoint, "ucp_ep_create", Status, (void *worker, const EndpointParameters *, void **))                   \
     F(close_endpoint, "ucp_ep_close_nbx", void *, (void *endpoint, const RequestParameters *))                         \
+    F(flush, "ucp_ep_flush_nbx", void *, (void *endpoint, const RequestParameters *))                                  \
     F(send, "ucp_tag_send_nbx", void *, (void *endpoint, const void *, size_t, uint64_t, const RequestParameters *))   \
     F(receive, "ucp_tag_recv_nbx", void *, (void *worker, void *, size_t, uint64_t, uint64_t, const RequestParameters *)) \
     F(cancel, "ucp_request_cancel", void, (void *worker, void *request))                                               \

@@ -19,9 +19,11 @@ constexpr uint64_t TAG_MASK = (uint64_t{1} << TAG_BITS) - 1;
 constexpr int64_t LOST_NS = 100000000;   // from the end of a process to the arrival of the last message that it has sent
 constexpr int64_t LEFT_NS = 10000000000; // the same for a rank that says that it leaves: lost packets are sent again
 constexpr int64_t CLOSE_NS = 1000000000; // for the last messages of a rank that leaves
+constexpr int64_t FLUSH_NS = 100000000;  // for the network's answer to them; over TCP, UCX needs one of the other rank
 constexpr int64_t PAUSE_NS = 5000000;    // between two looks for messages of a rank that has ended
 constexpr int64_t LOOK_NS = 1000000;     // between two looks at the sockets
 constexpr int64_t SPIN_NS = 20000;       // before a sleep: an RDMA network answers within a few microseconds
+constexpr int MOST_STEPS = 64;           // of UCX, between two looks at the clock
 
 using State = Message::State;
 
@@ -125,10 +127,15 @@ void UcxConnections::start(Peer &peer, const std::shared_ptr<Message> &message) 
 void UcxConnections::begin_send(Peer &peer, const std::shared_ptr<Message> &message) { start(peer, message); }
 
 void UcxConnections::begin_receive(Peer &peer, const std::shared_ptr<Message> &message) {
-    if (peer.state != State::done)
-        message->state = peer.state;
-    else
-        start(peer, message);
+    if (peer.state == State::done) return start(peer, message);
+    message->state = peer.state;
+    if (!ucx || peer.state == State::aborted) return;
+    message->request = begin(peer, *message); // it may have arrived before the peer left, or was lost
+    if (ucx::status_of(message->request) == ucx::OK) message->state = State::done;
+    if (ucx::status_of(message->request) != ucx::IN_PROGRESS) return;
+    ucx->library.cancel(ucx->worker, message->request);
+    orphans.push_back(message);
+    take_back();
 }
 
 // Finish the messages with a peer that UCX has moved. If one has failed, the peer is lost.
@@ -155,7 +162,7 @@ void UcxConnections::finish_moved(Peer &peer) {
 
 void UcxConnections::move(bool) {
     if (!ucx) return; // closed
-    while (ucx->library.progress(ucx->worker) != 0) {
+    for (int k = 0; k < MOST_STEPS && ucx->library.progress(ucx->worker) != 0; k++) {
     }
     const int64_t now = now_ns();
     const bool looks = now - looked_at > LOOK_NS;
@@ -201,8 +208,8 @@ bool UcxConnections::has_work(const Peer &peer) const {
 }
 
 int64_t UcxConnections::longest_sleep() const {
-    const bool ends_soon = std::any_of(ends.begin(), ends.end(), [](const End &end) { return end.ending != State::pending; });
-    return ends_soon ? PAUSE_NS : INT64_MAX;
+    const auto ends_soon = [&](const Peer &peer) { return peer.state == State::done && end_of(peer).ending != State::pending; };
+    return std::any_of(peers.begin(), peers.end(), ends_soon) ? PAUSE_NS : INT64_MAX;
 }
 
 bool UcxConnections::may_sleep() {
@@ -232,6 +239,13 @@ void UcxConnections::lose(Peer &peer, State state, const std::string &why) {
         end.endpoint = nullptr;
     }
     Connections::lose(peer, state, why);
+    take_back();
+}
+
+// Wait until UCX no longer writes to the memory of messages that have failed, which their owners then free.
+void UcxConnections::take_back() {
+    const int64_t until = now_ns() + CLOSE_NS;
+    for (finish_orphans(); !orphans.empty() && now_ns() < until; finish_orphans()) ucx->library.progress(ucx->worker);
 }
 
 // Give back the requests that UCX has finished for peers that are lost.
@@ -245,11 +259,10 @@ void UcxConnections::finish_orphans() {
     closing.erase(std::remove_if(closing.begin(), closing.end(), is_over), closing.end());
 }
 
-
 void UcxConnections::close() {
     {
         const std::lock_guard<std::mutex> held(lock);
-        if (!ucx) return; // closed before
+        if (!ucx || !ucx->is_own()) return; // closed before, or in a forked process
         const auto is_sent = [](const std::shared_ptr<Message> &message) { return message->is_sent; };
         const auto sends = [=](const End &end) { return std::any_of(end.moving.begin(), end.moving.end(), is_sent); };
         for (Peer &peer : peers) {
@@ -260,6 +273,15 @@ void UcxConnections::close() {
             start(peer, farewell);
         }
         progress_until(now_ns() + CLOSE_NS, [=] { return std::none_of(ends.begin(), ends.end(), sends); });
+        // A message that is sent, so that its memory may change, may still be in UCX's own memory.
+        for (Peer &peer : peers) {
+            if (sends(end_of(peer))) lose(peer, State::aborted, "this rank has left the group"); // without a farewell
+            if (peer.state != State::done) continue;
+            const ucx::RequestParameters about{};
+            void *request = ucx->library.flush(end_of(peer).endpoint, &about);
+            if (ucx::status_of(request) == ucx::IN_PROGRESS) closing.push_back(request);
+        }
+        progress_until(now_ns() + FLUSH_NS, [&] { return closing.empty(); });
     }
     Connections::close();
     const std::lock_guard<std::mutex> held(lock);

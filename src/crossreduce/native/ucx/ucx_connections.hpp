@@ -72,6 +72,7 @@ class UcxConnections final : public Connections {
     void start(Peer &peer, const std::shared_ptr<Message> &message);
     void finish_moved(Peer &peer);
     void finish_orphans();
+    void take_back();
     void release();
     void read_socket(Peer &peer, int64_t now);
     static void expect_end(End &end, Message::State state, const std::string &why, int64_t ends_at);

@@ -11,7 +11,7 @@ namespace ucx {
 
 namespace {
 
-constexpr unsigned OLDEST_MAJOR = 1, OLDEST_MINOR = 12; // shared memory reports the end of a peer since then
+constexpr unsigned OLDEST_MAJOR = 1, OLDEST_MINOR = 15; // 1.13 ends the process (an assertion) if an endpoint is closed while it connects
 
 struct Opened {
     Library library;

@@ -28,7 +28,7 @@ _ENTRY_POINTS: Final = "crossreduce.transports"
 class Offer(NamedTuple):
     """What a rank wants and can use. ``problem``: why it cannot use ``wanted``, or "" if it can.
 
-    ``usable``: the transport that it would take for "auto".
+    ``usable``: the transport that it would take for "auto", with the version if different ones do not work together.
     """
 
     wanted: str
@@ -45,9 +45,8 @@ def transport_name(given: Any) -> str:
       ArgumentError: no transport has this name.
     """
     name = (os.environ.get(VARIABLE) or AUTO) if given is None else given
-    names = (AUTO, *_OWN, *_others())
-    if not isinstance(name, str) or name not in names:
-        what = VARIABLE if given is None else "transport"
+    if name not in (AUTO, *_OWN) and not (isinstance(name, str) and name in _others()):
+        what, names = VARIABLE if given is None else "transport", (AUTO, *_OWN, *_others())
         raise ArgumentError.of(f"{what} is not the name of a transport.", shown(name), f"one of {', '.join(names)}")
     return name
 
@@ -69,11 +68,16 @@ def offer(wanted: str) -> Offer:
     if wanted == "tcp":
         return Offer(wanted, wanted, "")
     if wanted == AUTO:
-        return Offer(AUTO, "ucx" if ucx.has_device() and not ucx.unusable() else "tcp", "")
+        return Offer(AUTO, _with_version() if ucx.has_device() and not ucx.unusable() else "tcp", "")
     try:
-        return Offer(wanted, wanted, _plugin(wanted).unusable())
+        problem = str(_plugin(wanted).unusable() or "")
+        return Offer(wanted, wanted if problem or wanted != "ucx" else _with_version(), problem)
     except Exception as error:  # noqa: BLE001 - of another package
         return Offer(wanted, wanted, f"{type(error).__name__}: {error}")
+
+
+def _with_version() -> str:
+    return f"ucx {ucx.version().rpartition('.')[0]}"
 
 
 def agreed(offers: Sequence[Offer], numbers: Sequence[int]) -> str:
@@ -82,12 +86,10 @@ def agreed(offers: Sequence[Offer], numbers: Sequence[int]) -> str:
     ``numbers``: the ranks as errors name them.
 
     Raises:
-      MismatchError: the ranks want different transports.
+      MismatchError: the ranks want different transports, or have different versions of UCX.
       BackendError: a rank cannot use the transport.
     """
-    wanted = {each.wanted: [numbers[rank] for rank, other in enumerate(offers) if other == each] for each in offers}
-    if len(wanted) > 1:
-        given = "; ".join(f"{name} on {rank_list(ranks)}" for name, ranks in wanted.items())
+    if given := _differences([each.wanted for each in offers], numbers):
         remedy = f"the same {VARIABLE}, or transport=..., on all ranks"
         raise MismatchError.of("the ranks want different transports between hosts.", given, remedy)
     failed = [rank for rank, each in enumerate(offers) if each.problem]
@@ -96,15 +98,28 @@ def agreed(offers: Sequence[Offer], numbers: Sequence[int]) -> str:
         problem = f"{rank_list([numbers[rank] for rank in failed])} cannot use the transport {name}."
         remedy = f'what the error says, on all hosts; {VARIABLE}=tcp, or transport="tcp", on all ranks'
         raise BackendError.of(problem, offers[failed[0]].problem, remedy)
+    given = _differences([each.usable for each in offers], numbers)
     if name == AUTO:
-        name = "ucx" if all(each.usable == "ucx" for each in offers) else "tcp"
+        return "ucx" if not given and offers[0].usable.startswith("ucx") else "tcp"
+    if given:  # UCX ends the process if it is connected to some other versions
+        raise MismatchError.of("the ranks have different versions of UCX.", given, "the same version on all hosts")
     return name
+
+
+def _differences(texts: Sequence[str], numbers: Sequence[int]) -> str:
+    """Return which ranks have which text, or "" if all have the same."""
+    ranks = {each: [numbers[rank] for rank, other in enumerate(texts) if other == each] for each in texts}
+    return "; ".join(f"{each} on {rank_list(found)}" for each, found in ranks.items()) if len(ranks) > 1 else ""
 
 
 def open_transport(name: str, links: Links) -> HostTransport:
     """Return the transport ``name``. If it cannot connect, close the sockets of ``links`` and raise an error."""
     try:
-        made = TcpTransport(links.sockets, links.unreached) if name == "tcp" else _plugin(name).connect(links)
+        if name == "tcp":
+            made: HostTransport = TcpTransport(links.sockets, links.unreached)
+        else:
+            connected = _plugin(name).connect(links)
+            made = connected if isinstance(connected, TcpTransport) else OtherTransport(connected, links)
     except ReductionError:
         links.close()
         raise
@@ -113,7 +128,7 @@ def open_transport(name: str, links: Links) -> HostTransport:
         problem = f"the transport {name} cannot connect this rank."
         raise BackendError.of(problem, f"{type(error).__name__}: {error}", f"{VARIABLE}=tcp on all ranks") from error
     _LOG.info("messages between hosts: transport %s", name)
-    return made if isinstance(made, TcpTransport) else OtherTransport(made, links)
+    return made
 
 
 class OtherTransport:

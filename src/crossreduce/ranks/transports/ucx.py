@@ -9,6 +9,8 @@ them this rank notices at once that another one ends, which UCX may notice only 
 from __future__ import annotations
 
 import importlib.util
+import os
+import weakref
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, Final
@@ -21,6 +23,8 @@ from .tcp import TcpTransport
 _LIBRARY: Final = "libucp.so.0"
 _PACKAGE: Final = "libucx"  # of the distribution libucx-cu12
 _DEVICES: Final = Path("/sys/class/infiniband")
+_open: Final[weakref.WeakSet[UcxTransport]] = weakref.WeakSet()
+_forked: Final[list[str]] = []  # why this process, which another one made by fork, cannot use UCX
 _REMEDY: Final = "UCX_NET_DEVICES and UCX_TLS that this host has (ucx_info -d lists them); CROSSREDUCE_TRANSPORT=tcp"
 
 
@@ -34,6 +38,8 @@ def has_device() -> bool:
 
 def unusable() -> str:
     """Return why UCX's library cannot be used, or "" if it can."""
+    if _forked:
+        return _forked[0]
     try:
         _library()
     except OSError as error:
@@ -60,7 +66,7 @@ def _library() -> str:
             reasons.append(str(error))
         else:
             return path
-    remedy = "pip install libucx-cu12, or UCX of the system (Debian: libucx0)"
+    remedy = "pip install libucx-cu12, or UCX of the system; remove an older one"
     raise OSError(f"UCX's library cannot be opened: {'; '.join(reasons)}. Try: {remedy}")
 
 
@@ -75,6 +81,12 @@ class UcxTransport(TcpTransport):
             raise BackendError.of("UCX cannot be used.", str(error), _REMEDY) from error
         self._rank, self._worker, self._addresses = links.rank, worker, links.exchanged(address)
         super().__init__(links.sockets, links.unreached)
+        _open.add(self)
+
+    def close(self) -> None:
+        """Leave the group, and release UCX's objects."""
+        super().close()
+        _open.discard(self)
 
     def _connections(self, ranks: list[int], descriptors: list[int], silent_s: float) -> Any:
         try:
@@ -83,5 +95,13 @@ class UcxTransport(TcpTransport):
         except OSError as error:
             raise BackendError.of("UCX cannot connect the ranks.", str(error), _REMEDY) from error
 
+
+def _after_fork() -> None:
+    if _open:  # a thread of UCX, which connects ranks, does not exist in the forked process
+        _forked.append(f"UCX was in use when process {os.getppid()} forked this one. Try: start processes by spawn")
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork)
 
 connect: Final = UcxTransport
