@@ -64,9 +64,9 @@ class _Recorder:
     def __init__(self, plan: Any) -> None:
         self.plan, self.arguments = plan, ()
 
-    def run(self, *arguments: Any) -> None:
+    def run(self, *arguments: Any) -> bool:
         self.arguments = arguments
-        self.plan.run(*arguments)
+        return bool(self.plan.run(*arguments))
 
 
 class Prepared(NamedTuple):
@@ -125,6 +125,7 @@ def prepared(job: Job, memory: fake_cuda_torch.StandInMemory) -> Prepared:
         "a first call, batch_reduce": first,
     }
     if job.results > 1:
+        runs["the call, batch_reduce in place"] = lambda: op.batch_reduce("sum", pairs, out=values)
         runs["the call, cr.all_reduce of a list"] = lambda: cr.all_reduce(trees, "sum", cross_device_ops=op)
         runs["the call, cr.all_reduce with devices="] = lambda: cr.all_reduce(
             trees, "sum", devices=values[0].devices, cross_device_ops=op

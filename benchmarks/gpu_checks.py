@@ -33,6 +33,7 @@ DTYPES = ("float32", "float16", "bfloat16", "float64", "complex64", "complex128"
 OPS = ("sum", "mean", "min", "max", "product")
 MODULES = ("kernels._native", "frameworks._numpy_arrays", "engines.host._calls", "engines.cuda._cuda")
 PACKAGES = ("crossreduce", "numpy", "torch", "jax", "jax-cuda13-plugin", "cupy-cuda13x", "nvidia-nccl-cu13", "optree")
+COMPUTE_MODE = 20  # CUDA's attribute; 0: processes share the device
 N, TURNS, CALLS, GRADIENTS = 8, 6, 300, 161
 NAMES = ["cuda:0", *(f"cuda:0#{k}" for k in range(1, N))]
 
@@ -44,6 +45,9 @@ def versions(is_fake: bool) -> None:
         importlib.import_module(f"crossreduce.{name}")
     for number in range(devices(is_fake).count):
         assert not (why := driver.lacks_kernels(number)), why
+        mode = ctypes.c_int()
+        ctypes.CDLL("libcuda.so.1").cuDeviceGetAttribute(ctypes.byref(mode), COMPUTE_MODE, number)
+        say(**{"exclusive": True} if mode.value else {})  # then the cases run one after another
     say(note="; ".join([*driver.devices(), f"python {platform.python_version()}, {', '.join(found)}"]))
 
 

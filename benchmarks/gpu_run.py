@@ -2,7 +2,8 @@
 
 See ``gpu_first_run``. Stages: 0 unpack the wheels; 1 versions, and code that fits the devices; 2 kernels and calls; 3
 order; 4 rates; 5 JAX; 6 kernels and grids; 7 memcheck; 8 ranks on the host's cores. The first red case of stages 0 to 3
-ends the run. Each stage has a share of the time, to which the earlier ones add what they leave. A case is red if it
+ends the run. Each stage has a share of the time, to which the earlier ones add what they leave; stages 0 to 3 share
+theirs, since the first import of a framework may be slow. A case is red if it
 fails, dies, exceeds its limit, or needs a module that is missing; a target that is not met is not red. The record of
 each case is written to ``results.jsonl`` at once. With ``--driver fake`` the fake driver of the tests takes the place
 of CUDA: all code runs in tiny sizes, and its times mean nothing. This file uses the standard library only.
@@ -72,10 +73,12 @@ def cases(is_fake: bool) -> list[Case]:
     segments = dict.fromkeys(("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"), "expandable_segments:True")
     buffers = {"XLA_FLAGS": "--xla_gpu_enable_command_buffer=FUSION,CUSTOM_CALL --xla_gpu_graph_min_graph_size=1"}
     buffers["CROSSREDUCE_CUDA_JIT"] = "1"  # the custom call, in programs of jit, too
-    sanitizer = () if is_fake else ("compute-sanitizer", "--error-exitcode", "9", "--report-api-errors", "no")
+    folders = (os.environ.get("PATH"), "/usr/local/cuda/bin", "/usr/local/cuda/compute-sanitizer")
+    memcheck = shutil.which("compute-sanitizer", path=os.pathsep.join(filter(None, folders))) or "compute-sanitizer"
+    sanitizer = () if is_fake else (memcheck, "--error-exitcode", "9", "--report-api-errors", "no")
     ranks, many = ("processes.py", "--quick", "--ranks"), ("2",) if is_fake else ("2", "4", "8", "16")
     return [
-        *of(1, "versions"),
+        *of(1, "versions", limit_s=100),
         *of(2, "kernels", "calls"),
         *of(3, "side stream", "reuse", "graph", "threads", "deterministic", "expandable segments at run time"),
         *of(3, "expandable segments", variables=segments),
@@ -125,7 +128,8 @@ class Run:
     def do(self, case: Case) -> None:
         """Run a case, unless it lacks a module or time."""
         missing = [name for name in case.needs if importlib.util.find_spec(name) is None]
-        end_s = self.scale * sum(share for number, share in SHARES.items() if number <= case.stage)
+        last = max(CHECKED, case.stage)
+        end_s = self.scale * sum(share for number, share in SHARES.items() if number <= last)
         limit_s = min(case.limit_s * max(1, self.scale), end_s - (time.monotonic() - self.begin))
         if self.stopped:
             self.add(case, "left out", "an earlier case is red, or a signal came")
@@ -247,7 +251,8 @@ def main() -> int:
         unpack(run, given.wheels, site)
         chosen = [case for case in cases(is_fake) if given.only in f"{case.stage} {case.name}"]
         for stage in SHARES:
-            with ThreadPoolExecutor(TOGETHER if stage in (2, CHECKED) else 1) as pool:
+            is_alone = stage not in (2, CHECKED) or any(each.get("exclusive") for each in run.records)
+            with ThreadPoolExecutor(1 if is_alone else TOGETHER) as pool:
                 list(pool.map(run.do, [case for case in chosen if case.stage == stage]))
     finally:
         shutil.rmtree(site, ignore_errors=True)

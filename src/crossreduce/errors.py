@@ -145,10 +145,29 @@ def encoded(error: ReductionError, limit: int = 2040) -> bytes:
 
 
 def decoded(data: bytes) -> ReductionError:
-    """Return the error that ``encoded`` encoded."""
-    name, ranks, text = json.loads(data)
-    kind: type[ReductionError] = globals()[name]
+    """Return the error that ``encoded`` encoded. For data that no rank has encoded it is an error that says so.
+
+    Control characters, which a terminal would execute, are replaced.
+    """
+    try:
+        name, ranks, text = json.loads(data)
+        kind: type[ReductionError] = globals()[name]
+        is_valid = issubclass(kind, ReductionError) and type(text) is str and all(type(rank) is int for rank in ranks)
+    except (ValueError, TypeError, KeyError, RecursionError):
+        is_valid = False
+    if not is_valid:
+        return ReductionError.of("a rank has ended the group without a valid reason.", shown(data))
+    text = printable(text, "\n")
     return kind(text, ranks) if issubclass(kind, _RanksError) else kind(text)
+
+
+def printable(text: str, kept: str = "") -> str:
+    """Return text without control characters, which a terminal would execute, except those in ``kept``.
+
+    >>> printable("\\x1b[2J\\n"), printable("\\x1b[2J\\n", "\\n")
+    ('?[2J?', '?[2J\\n')
+    """
+    return "".join(char if char.isprintable() or char in kept else "?" for char in text)
 
 
 def message(problem: str, given: str = "", remedy: str = "") -> str:
@@ -164,7 +183,7 @@ def message(problem: str, given: str = "", remedy: str = "") -> str:
         lines.append(f"  given: {given}")
     if remedy:
         lines.append(f"  try:   {remedy}")
-    return "\n".join(lines)
+    return printable("\n".join(lines), "\n")
 
 
 def rank_list(ranks: Iterable[int]) -> str:

@@ -19,25 +19,34 @@ try:
 except ImportError:  # Windows
     resource: Any = None  # type: ignore[no-redef]
 
-# The stack of a thread, 8 MiB by default, and memory for Python's objects, of which it takes 1 MiB at a time.
-_THREAD_NBYTES: Final = 12 << 20
+_STACK_NBYTES: Final = 8 << 20  # the least stack of a thread that is counted on
+_OBJECTS_NBYTES: Final = 4 << 20  # for Python's objects, for which it takes 1 MiB at a time
 
 
-def start_thread(thread: threading.Thread) -> None:
+def memory_is_limited() -> bool:
+    """Return whether the system limits the memory of this process, so that there may be too little for a thread."""
+    return resource is not None and (
+        resource.getrlimit(resource.RLIMIT_AS)[0] != resource.RLIM_INFINITY
+        or resource.getrlimit(resource.RLIMIT_DATA)[0] != resource.RLIM_INFINITY
+    )
+
+
+def start_thread(thread: threading.Thread, is_limited: bool | None = None) -> None:
     """Start a thread. If a signal handler raises during the start, for example ``KeyboardInterrupt``, raise that.
 
     ``Thread.start`` waits for a condition. If a handler raises while the condition has released its lock, Python raises
     "RuntimeError: release unlocked lock" in its place, with the handler's exception as context. In both cases the
-    thread may or may not have started.
+    thread may or may not have started. ``is_limited``: the result of ``memory_is_limited``, if the caller has it.
 
     Raises:
       RuntimeError: the system cannot start the thread.
       MemoryError: there is too little memory for a thread. One that cannot even say that it has started would make
         ``Thread.start`` wait for ever.
     """
-    if resource is not None and resource.getrlimit(resource.RLIMIT_AS)[0] != resource.RLIM_INFINITY:
-        try:
-            mmap.mmap(-1, _THREAD_NBYTES).close()
+    if memory_is_limited() if is_limited is None else is_limited:
+        stack = max(threading.stack_size() or resource.getrlimit(resource.RLIMIT_STACK)[0], _STACK_NBYTES)
+        try:  # private memory, as that of a thread: RLIMIT_DATA does not count shared memory
+            mmap.mmap(-1, stack + _OBJECTS_NBYTES, mmap.MAP_PRIVATE).close()
         except OSError as error:
             raise MemoryError(f"there is too little memory for the thread {thread.name!r}: {error}") from error
     handled = sys.exception()  # of the caller; it would also be the context of an error that is raised here

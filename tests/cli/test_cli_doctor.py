@@ -3,11 +3,15 @@
 import json
 import re
 import shutil
+import sys
 
 import pytest
 from histories import SUM, history, new_dump
 from paths import SUPPORT
 
+from crossreduce.cli import info
+from crossreduce.cli.doctor import command
+from crossreduce.cli.support import peers
 from crossreduce.observe import flight_recorder
 from crossreduce.observe.flight_recorder import History, Op
 from crossreduce.observe.liveness import LEFT
@@ -128,6 +132,25 @@ def test_ranks_that_are_not_behind(report):
     assert "suspected" not in out
 
 
+@pytest.mark.parametrize(("limit", "most"), [("_MAX_GROUPS", 2), ("_MAX_CALLS", 7)])
+def test_the_newest_of_many_groups_are_reported(dump_directory, doctor, monkeypatch, limit, most):
+    """If there are too many groups, or too many ranks and calls in them, the newest groups are reported, and a problem
+    names the number of the others. Of many problems some are printed."""
+    monkeypatch.setattr(command, limit, most)
+    for k in range(5):
+        dump = new_dump(0, history(0, 3), hosts=((0,),), group=f"g{k}", token=str(k))
+        flight_recorder.write(dump._replace(time=f"2026-01-0{1 + 4 * k % 5} 10:00:00"))
+    for k in range(50):
+        (dump_directory / f"rank1.{k}.json").touch()
+    monkeypatch.setattr(command, "_MAX_PROBLEMS", 20)
+    code, out, err = doctor(dump_directory)
+    found = [line.split(",")[0] for line in out.splitlines() if line.startswith("Group")]
+    assert (code, found) == (0, ['Group "g1"', 'Group "g2"'])
+    assert len(err.splitlines()) == 21
+    assert "31 more problems; --json has them" in err
+    assert "the dumps of 3 other groups are left out: they are older." in doctor(dump_directory, "--json")[1]
+
+
 def test_each_group_is_reported(report):
     """Groups whose dumps are in one directory are reported separately, even if two have the same name. Control
     characters in a dump are not printed, and markup is printed as text."""
@@ -138,3 +161,36 @@ def test_each_group_is_reported(report):
     assert groups == ['Group "pair"', 'Group "world"', 'Group "world"']
     assert "\x1b" not in out
     assert "[bold]x[/bold]" in out
+
+
+CAUSE = "cause: probably the IOMMU, or the access control (ACS)"
+REMEDY = "try:   CROSSREDUCE_P2P=0, so that the driver copies between GPUs"
+FOUND = 'print(json.dumps({{"devices": [0, 1, 2], "unusable": "", "failing": {}}}))'
+MACHINES = {  # what the process that checks the GPUs does; the lines that are printed; the exit code
+    FOUND.format([]): (["3 GPUs read each other's memory rightly, where the driver lets them"], 0),
+    FOUND.format([[0, 2], [2, 0]]): (["cuda:0 reads cuda:2 wrongly", "cuda:2 reads cuda:0 wrongly", CAUSE, REMEDY], 1),
+    FOUND.format([[0, k] for k in range(1, 11)]): (["cuda:0 reads cuda:8 wrongly", "and 2 more pairs", CAUSE], 1),
+    "assert os.environ['CROSSREDUCE_P2P'] == '1'; sys.exit('CUDA error\\n  700')": (
+        ["failed: CUDA error 700", CAUSE],
+        1,
+    ),
+    "os.kill(os.getpid(), 6)": (["failed: it ended with exit code -6", REMEDY], 1),
+    "time.sleep(60)": (["failed: it did not end within 1 s", CAUSE, REMEDY], 1),
+}
+
+
+@pytest.mark.parametrize("code", MACHINES)
+def test_reads_between_gpus(code, crossreduce, monkeypatch):
+    """``doctor`` without dumps and ``info --check`` name the GPUs that read others wrongly, the cause and a remedy."""
+    lines, exit_code = MACHINES[code]
+    monkeypatch.setattr(peers, "COMMAND", [sys.executable, "-c", f"import json, os, sys, time; {code}"])
+    monkeypatch.setattr(peers, "TIMEOUT_S", 1 if "sleep" in code else 60)
+    monkeypatch.setattr(info, "framework_info", lambda name: {"version": "1", "devices": "none", "error": None})
+    monkeypatch.setenv("COLUMNS", "200")
+    for arguments in (["doctor"], ["info", "--check"]):
+        ended, out, err = crossreduce(*arguments)
+        assert (ended, err) == (exit_code, "")
+        assert all(line in out for line in lines), out
+    facts = json.loads(crossreduce("doctor", "--json")[1])["peer_reads"]
+    assert facts == json.loads(crossreduce("info", "--check", "--json")[1])["cuda"]["peer_reads"]
+    assert bool(facts["failing"] or facts["error"]) == bool(exit_code)

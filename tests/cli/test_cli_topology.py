@@ -9,6 +9,8 @@ import pytest
 from command_line import expanded
 
 import crossreduce as cr
+from crossreduce.cli.support.output import atomic_file
+from crossreduce.export.files import real_path
 from crossreduce.planning import COLLECTIVES
 from crossreduce.planning.explain import limited_by
 from crossreduce.topology.discover import discover
@@ -171,21 +173,49 @@ def test_a_file_is_replaced_atomically(printed, tmp_path):
     assert sorted(tmp_path.iterdir()) == [path, link]
 
 
-def test_links_of_other_users_are_not_followed(crossreduce, tmp_path, monkeypatch):
-    """In a folder such as /tmp, an output file that is a link of another user is not written, as Linux itself does with
-    ``fs.protected_symlinks``. In other folders the link is followed."""
+@pytest.mark.parametrize("name", [".", "plan.html"])
+def test_links_of_other_users_are_not_followed(crossreduce, tmp_path, monkeypatch, name):
+    """In a folder such as /tmp, an output file that is a link of another user, or is behind one, is not written, as in
+    Linux itself with ``fs.protected_symlinks``. In other folders the link is followed."""
     target, link, lstat = tmp_path / "target", tmp_path / "link.html", Path.lstat
     link.symlink_to(target)
-    fields = [*link.lstat()]
+    if name != ".":
+        target.mkdir()
+    fields, file, written = [*link.lstat()], link / name, target / name
     fields[4] += 1  # the owner
     monkeypatch.setattr(Path, "lstat", lambda path: os.stat_result(fields) if path == link else lstat(path))
     tmp_path.chmod(0o1777)
-    code, _, error = crossreduce("doctor", tmp_path, "--report", link)
-    assert (code, f"{link} cannot be written: It is a symbolic link of another user." in error) == (2, True)
+    code, _, error = crossreduce("doctor", tmp_path, "--report", file)
+    assert (code, f"{file} cannot be written: It is a symbolic link of another user." in error) == (2, True)
     plan = cr.plan("dgx-1v")
     with pytest.raises(PermissionError, match="It is a symbolic link of another user"):
-        plan.report(link)
-    assert not target.exists()
+        plan.report(file)
+    assert not written.exists()
     tmp_path.chmod(0o777)
-    plan.report(link)
-    assert target.exists()
+    plan.report(file)
+    assert written.is_file()
+
+
+def test_links_are_resolved_as_the_system_does(tmp_path):
+    """Relative links, chains and ".." behind a link lead to the same file as in the system. A circle is an error."""
+    (tmp_path / "a" / "b").mkdir(parents=True)
+    for name, to in (("c", "a/b"), ("a/b/d", "../../e"), ("e", "a/b/new"), ("round", "round"), ("f", tmp_path / "c")):
+        (tmp_path / name).symlink_to(to)
+    for name in ("c/d", "c/../x", "e", "./a/../c/new", "f/d", "missing/../x", "a//b/./y"):
+        assert str(real_path(tmp_path / name)) == os.path.realpath(tmp_path / name)
+    with pytest.raises(OSError, match=r"symbolic links|loop"):
+        real_path(tmp_path / "round")
+
+
+def test_a_link_in_place_of_a_file_that_is_written_is_not_followed(tmp_path):
+    """Nothing is written through a link with which another user, who may write into the folder, replaces the file that
+    is to become the output."""
+    victim = tmp_path / "victim"
+    victim.write_text("before")
+    (folder := tmp_path / "folder").mkdir()
+    with atomic_file("--report", folder / "report.html") as file:
+        (made,) = folder.iterdir()
+        made.unlink()
+        made.symlink_to(victim)
+        file.write_text("after")
+    assert victim.read_text() == "before"

@@ -9,8 +9,7 @@ import cuda_launches as launches
 import cuda_roundings as roundings
 import pytest
 from budget import count
-from compiled import compiled
-from fake_cuda import FLAGS, KERNELS, host_bodies, ran
+from fake_cuda import FLAGS, KERNELS, host_library, ran
 from paths import NATIVE
 
 SANITIZERS = ("-fsanitize=address,undefined", "-fno-sanitize-recover=all")
@@ -18,8 +17,7 @@ SANITIZERS = ("-fsanitize=address,undefined", "-fno-sanitize-recover=all")
 
 @pytest.fixture(scope="module")
 def library():
-    """Return the path of the body of all kernels, which calls its own functions even beside the fake driver's."""
-    return compiled("cuda_host.so", ["g++", "-shared", "-Wl,-Bsymbolic"], [host_bodies()])
+    return host_library()
 
 
 def drawn_batches(library, *dtypes, **environment):
@@ -35,6 +33,17 @@ def test_the_body_of_every_kernel_gives_the_bits_of_the_reference(library):
     assert sorted(counts) == sorted({numbers.dtype for numbers in launches.all_numbers()})
     assert len(counts) == 15
     assert min(counts.values()) >= count(300)
+
+
+def test_sources_are_read_in_vectors(library):
+    """A vector of a source is read at once, or by two reads if it is shifted against the results."""
+    loaded = ctypes.CDLL(str(library))
+    for numbers in launches.all_numbers():
+        for kernel in launches.kernels_of(numbers):
+            sources, vectors, wide, narrow = launches.reads(loaded, numbers, kernel, 0)
+            assert (wide, narrow < 8 * sources) == (vectors, True), kernel
+            sources, vectors, wide, narrow = launches.reads(loaded, numbers, kernel, 1)
+            assert wide <= 2 * vectors and narrow < 32 * sources, kernel  # noqa: PT018 - one promise
 
 
 @pytest.mark.parametrize(

@@ -1,12 +1,18 @@
 """One CUDA device: torch and JAX with eight logical replicas, cuda:0 to cuda:0#7.
 
+Each dense reduction must launch kernels of the CUDA engine: if it is not installed, or JAX refuses its custom call, the
+framework's own operations give the same results, and these tests would prove nothing.
+
 Run these tests with ``pytest -m gpu test_gpu.py``, and with CROSSREDUCE_TEST_FRAMEWORKS=numpy,torch,jax if
 TensorFlow is not installed.
 """
 
+from functools import partial
+
 import numpy as np
 import oracle
 import pytest
+from engine_runs import kernel_launches
 from expect import check_memory, digits, result_dtype, small
 from frameworks import DTYPES, Jax, Torch
 from pairs import each, pairs
@@ -32,15 +38,22 @@ def put(framework, xs):
     return [framework.array(x, 0) for x in xs]
 
 
-def check(framework, result, op, xs, devices, inputs):
-    """Assert that a result is on the devices, is that of the oracle on all of them, and has its own memory."""
+def check(framework, run, op, xs, devices, inputs):
+    """Return the result of ``run``. Assert that the engine's kernels made it, and that it is right.
+
+    It must be on the devices, that of the oracle on all of them, and have its own memory.
+    """
+    launches = kernel_launches()
+    result = run()
     assert type(result) is cr.Mirrored
     assert result.devices == tuple(devices)
     ys = [framework.to_numpy(y) for y in result]
     oracle.check(ys[0], op, xs, result=result_dtype(framework, op, xs[0].dtype.name))
+    assert kernel_launches() > launches, "the kernels of the CUDA engine did not run"
     assert len({y.tobytes() for y in ys}) == 1
     assert all(on_gpu(framework, y) for y in result)
     check_memory(framework, result, inputs)
+    return result
 
 
 def test_every_contribution_is_added_once_on_gpu(gpu):
@@ -51,8 +64,8 @@ def test_every_contribution_is_added_once_on_gpu(gpu):
         value = cr.PerReplica(given)
         assert value.devices == LOGICAL[:n]
         ops = cr.AllReduceCrossDeviceOps(algorithm, packs)
-        check(gpu, ops.reduce("sum", value, value), "sum", xs, LOGICAL[:n], given)
-        check(gpu, ops.reduce("sum", value, "cuda:0#9"), "sum", xs, ("cuda:0#9",), given)
+        check(gpu, partial(ops.reduce, "sum", value, value), "sum", xs, LOGICAL[:n], given)
+        check(gpu, partial(ops.reduce, "sum", value, "cuda:0#9"), "sum", xs, ("cuda:0#9",), given)
 
 
 def test_every_dtype_on_gpu(gpu):
@@ -62,8 +75,8 @@ def test_every_dtype_on_gpu(gpu):
         given = put(gpu, xs)
         value = cr.PerReplica(given)
         for op in ops_for(dtype):
-            first, again = (cr.AllReduceCrossDeviceOps(algorithm).reduce(op, value, value) for _ in range(2))
-            check(gpu, first, op, xs, LOGICAL, given)
+            runs = [partial(cr.AllReduceCrossDeviceOps(algorithm).reduce, op, value, value) for _ in range(2)]
+            first, again = (check(gpu, run, op, xs, LOGICAL, given) for run in runs)
             assert gpu.to_numpy(first[0]).tobytes() == gpu.to_numpy(again[0]).tobytes()
         assert all(np.array_equal(gpu.to_numpy(x), kept) for x, kept in zip(given, xs, strict=True))
     for n in (3, 5, 6, 7):  # a mean is divided by n, not multiplied by 1/n
@@ -83,7 +96,8 @@ def test_sparse_on_gpu(gpu):
             assert gpu.parts(y).indices.tolist() == np.concatenate([i for _, i in parts]).tolist()
             assert np.array_equal(gpu.dense(y, (4, 2)), sum(dense))
         mixed = cr.PerReplica([*given[:7], gpu.array(dense[7])], LOGICAL)
-        check(gpu, cr.HierarchicalCopyAllReduce().reduce("sum", mixed, mixed), "sum", dense, LOGICAL, [])
+        run = partial(cr.HierarchicalCopyAllReduce().reduce, "sum", mixed, mixed)
+        check(gpu, run, "sum", dense, LOGICAL, [])
 
 
 def test_gather_and_broadcast_on_gpu(gpu):
@@ -92,10 +106,14 @@ def test_gather_and_broadcast_on_gpu(gpu):
     value = cr.PerReplica(put(gpu, xs))
     for y in cr.HierarchicalCopyAllReduce().gather(value, value, 0):
         assert gpu.to_numpy(y).tolist() == np.concatenate(xs).tolist()
+    launches = [kernel_launches()]
     (y,) = cr.HierarchicalCopyAllReduce().reduce("sum", value, "cpu:0")
     assert "cpu" in gpu.device_of(y)
     assert gpu.to_numpy(y).tolist() == np.sum(xs, axis=0).tolist()
+    launches.append(kernel_launches())
     copies = cr.HierarchicalCopyAllReduce().broadcast(y, value)
     assert all(on_gpu(gpu, copy) for copy in copies)
+    assert [gpu.to_numpy(copy).tolist() for copy in copies] == [gpu.to_numpy(y).tolist()] * 3
+    assert launches[0] < launches[1] < kernel_launches(), "the kernels of the CUDA engine did not run"
     with pytest.raises(cr.DeviceError, match="cuda:99"):
         cr.HierarchicalCopyAllReduce().reduce("sum", value, "cuda:99")

@@ -114,6 +114,19 @@ def test_unsigned_integers_that_torch_cannot_add() -> None:
         assert_own(list(result), xs)
 
 
+@pytest.mark.parametrize("dtype", [torch.uint4, torch.uint1, torch.int7])
+def test_short_integers_are_not_bytes(dtype: Any) -> None:
+    """Integers of less than 8 bits are refused, also after calls with bytes of the same shape, and as results."""
+    xs = [torch.arange(4).to(torch.int8 if dtype is torch.int7 else torch.uint8) for _ in range(2)]
+    for _ in range(2):
+        cr.all_reduce(xs)
+        cr.all_reduce(xs, out=[x.clone() for x in xs])
+    short = [x.clone().view(dtype) for x in xs]
+    for given, out in ((short, None), (xs, short)):
+        with pytest.raises(cr.UnsupportedError, match=str(dtype)):
+            cr.all_reduce(given, out=out)
+
+
 class Wrapping(torch.Tensor):
     """A tensor that wraps others by torch's convention, ``__tensor_flatten__``, as DTensor does."""
 
@@ -142,6 +155,8 @@ UNSUPPORTED = {
     "wrapping": (lambda: torch.ones(2).as_subclass(Wrapping), "wraps other tensors"),
     "masked": (lambda: torch.masked.masked_tensor(torch.ones(2), torch.tensor([True, False])), "wraps other tensors"),
     "freed": (lambda: freed(torch.ones(2)), "memory of a tensor's elements was freed"),
+    "freed part": (lambda: freed(torch.ones(5)[3:]), "memory of a tensor's elements was freed"),
+    "freed strided part": (lambda: freed(torch.ones(5)[1::2]), "memory of a tensor's elements was freed"),
     "of vmap": (lambda: escaped(torch.func.vmap), "transformation by torch.func that has ended"),
     "of grad": (lambda: escaped(torch.func.grad), "transformation by torch.func that has ended"),
     "compressed": (lambda: torch.eye(2).to_sparse_csr(), "to_sparse_coo"),
@@ -160,7 +175,9 @@ def test_kinds_that_cannot_be_reduced(kind: str) -> None:
         cr.HierarchicalCopyAllReduce().reduce("sum", cr.PerReplica([value], ["cpu:0"]), "cpu:0")
     with pytest.raises(cr.UnsupportedError, match=text):
         cr.CrossDeviceOps().broadcast(value, "cpu:0")
-    if kind in ("freed", "of vmap"):  # these look like other tensors, also to calls that run again without Python
+    if kind.startswith(
+        ("freed", "of vmap")
+    ):  # these look like other tensors, also to calls that run again without Python
         like = torch.ones(value.shape)
         for _ in range(3):
             cr.all_reduce([like, like.clone()], out=[like.clone(), like.clone()])

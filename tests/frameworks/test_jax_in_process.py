@@ -154,6 +154,25 @@ def test_where_xla_reduces():
     assert calls(jax.jit(spread(lambda x: all_reduce(x, "d", algorithm="ring"), 8)), x) == 0
 
 
+MOVED = """
+import logging, sys, jax.extend
+sys.modules["jax.extend.mlir"] = None
+import crossreduce.jax
+logging.basicConfig(level="INFO", stream=sys.stdout)
+mesh = jax.make_mesh((2,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
+run = jax.shard_map(lambda x: crossreduce.jax.all_reduce(x, "d"), mesh=mesh, in_specs=jax.P("d"), out_specs=jax.P())
+print(jax.jit(run)(jax.numpy.arange(2.0)))
+"""
+
+
+def test_a_version_of_jax_that_has_moved_its_parts():
+    """If JAX lacks the classes with which the custom call is lowered, XLA's collectives run, and the log says why."""
+    how = {"capture_output": True, "text": True, "check": True, "timeout": 120}
+    ran = subprocess.run([sys.executable, "-c", MOVED], env=os.environ | {"JAX_NUM_CPU_DEVICES": "2"}, **how)
+    assert "JAX does not accept the custom call of the kernels (import of jax.extend.mlir halted" in ran.stdout
+    assert ran.stdout.endswith("[1.]\n")
+
+
 def test_a_device_that_does_not_arrive_is_named():
     """If some devices do not call all_reduce, the others raise an error that names them, and later programs run."""
 

@@ -1,9 +1,10 @@
 """The command line of ``crossreduce``; ``app`` lists its commands.
 
 Input: arguments. Output: text, files, and an exit code. The code is 0 for success. It is 1 if a fault was found (a
-wrong sum, replicas that differ, a wrong schedule), if ``doctor`` can read no dump, or if ``top --once`` finds no group.
-It is 2 if the command could not finish (a wrong argument, a missing module), and 129, 130 or 143 after SIGHUP, Ctrl-C
-or SIGTERM, which leave no half-written files. Importing this module needs no typer and no framework.
+wrong sum, replicas that differ, a wrong schedule, a GPU that reads another one wrongly), if ``doctor`` can read no
+dump, or if ``top --once`` finds no group. It is 2 if the command could not finish (a wrong argument, a missing module),
+and 129, 130 or 143 after SIGHUP, Ctrl-C or SIGTERM, which leave no half-written files. Importing this module needs no
+typer and no framework.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from types import FrameType
 from typing import Any, Final, NoReturn
 from weakref import ref
 
-from ..errors import ReductionError
+from ..errors import ReductionError, printable
 
 _EXTRA = ("typer", "rich", "sklearn")  # the modules that the extra "cli" installs
 
@@ -50,7 +51,7 @@ def main(args: Sequence[str] | None = None) -> NoReturn:
 
 def _stop(text: str) -> NoReturn:
     """Print an error and exit with code 2."""
-    print(f"crossreduce: {text}", file=sys.stderr)
+    print("crossreduce:", printable(text, "\n"), file=sys.stderr)
     sys.exit(2)
 
 

@@ -1,7 +1,8 @@
 """``crossreduce info``: list the frameworks, installed or not, and the devices that are available to them.
 
 Output: a table or JSON. Versions are read without imports. Each installed framework is then imported in a separate
-process, all in parallel. So a framework that is broken or crashes its process is reported like any other.
+process, all in parallel. So a framework that is broken or crashes its process is reported like any other. This process
+makes no context on a GPU, since that would take memory there.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from typing import Annotated, Any, Final
 
 from rich.markup import escape
 from rich.table import Table
-from typer import Option
+from typer import Exit, Option
 
 from .. import __version__, kernels
 from ..engines.cuda.driver import devices, unusable
@@ -28,6 +29,7 @@ from ..frameworks import FRAMEWORKS
 from ..options import ALGORITHMS
 from ..topology.discover import discover
 from .support.output import terminal
+from .support.peers import check_peers, describe, is_wrong
 
 DISTRIBUTIONS: Final = {  # the names on PyPI of frameworks that have several
     "tensorflow": ("tensorflow", "tensorflow-cpu", "tensorflow-macos", "tensorflow-intel", "tf-nightly"),
@@ -36,12 +38,19 @@ DISTRIBUTIONS: Final = {  # the names on PyPI of frameworks that have several
 TIMEOUT_S: Final = 120
 
 
-def info(json: Annotated[bool, Option("--json", help="Print JSON.")] = False) -> None:
-    """Show versions, frameworks with their devices, and algorithms."""
+def info(
+    json: Annotated[bool, Option("--json", help="Print JSON.")] = False,
+    check: Annotated[bool, Option("--check", help="Also check that GPUs read each other's memory rightly.")] = False,
+) -> None:
+    """Show versions, frameworks with their devices, and algorithms.
+
+    With --check, the exit code is 1 if a GPU reads the memory of another one
+    wrongly.
+    """
     nccl = library()
     with ThreadPoolExecutor() as pool:
         frameworks = dict(zip(FRAMEWORKS, pool.map(framework_info, FRAMEWORKS), strict=True))
-    report = {
+    report: dict[str, Any] = {
         "crossreduce": __version__,
         "python": platform.python_version(),
         "platform": platform.platform(),
@@ -53,10 +62,14 @@ def info(json: Annotated[bool, Option("--json", help="Print JSON.")] = False) ->
         "algorithms": list(ALGORITHMS),
         "topology": list(discover().notes),
     }
+    if check:
+        report["cuda"]["peer_reads"] = check_peers()
     if json:
         print(json_module.dumps(report, indent=2))
     else:
         show(report)
+    if check and is_wrong(report["cuda"]["peer_reads"]):
+        raise Exit(1)
 
 
 def framework_info(name: str) -> dict[str, Any]:
@@ -96,6 +109,8 @@ def show(report: dict[str, Any]) -> None:
     about.add_row("threads", str(report["threads"]))
     unused = report["cuda"]["unusable"]
     about.add_row("CUDA", escape(f"not used: {unused}" if unused else "\n".join(report["cuda"]["devices"])))
+    if "peer_reads" in report["cuda"]:
+        about.add_row("GPU to GPU", escape("\n".join(describe(report["cuda"]["peer_reads"]))))
     about.add_row("NCCL", escape(report["nccl"]))
     about.add_row("topology", "; ".join(map(escape, report["topology"])))
     about.add_row("algorithms", ", ".join(report["algorithms"]))

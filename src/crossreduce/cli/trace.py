@@ -23,7 +23,7 @@ from typing import Annotated, Any, Final
 from rich.text import Text
 from typer import Argument, Option
 
-from ..errors import ArgumentError, ReductionError, rank_list
+from ..errors import ArgumentError, ReductionError, printable, rank_list
 from ..observe.traces.calls import CALL_TEXT, EXACT, GroupTrace, TracedCall, newest, read_directory
 from ..observe.traces.chrome import Predict, to_chrome
 from ..observe.traces.clocks import ClockShift, align
@@ -35,7 +35,7 @@ from ..ranks.intra_host.instructions import reduction_numbers
 from ..ranks.intra_host.partial_sums import partial_itemsize, travelling_itemsize
 from ..schedule import simulate
 from ..topology import Topology
-from .support.output import atomic_file, print_lines, printable, progress, short_size, terminal
+from .support.output import atomic_file, print_lines, progress, short_size, terminal
 from .support.tables import TableColumn, columns_that_fit, fitted_table
 from .top.group_rates import NOTEWORTHY, percent_text, waiting_sentence
 

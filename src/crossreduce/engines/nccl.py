@@ -96,10 +96,9 @@ class NcclExecutable:
         """Queue the collectives and, if the sums must be divided, the divisions behind them on the same streams."""
         memory, framework, numbers = self._memory, self._layout.framework, self._numbers
         if out is None:
-            results: Sequence[Sequence[Array]] = [
-                tuple(memory.allocate(shape, numbers.result, device) for device in self._destinations)
-                for shape in self._layout.shapes
-            ]
+            results: Sequence[Sequence[Array]] = memory.allocate_all(
+                self._layout.shapes, numbers.result, self._destinations
+            )
             targets = [[memory.address(x) for x in row] for row in results]
         else:
             results, targets = out, memory.writable_outputs(out, self._destinations)

@@ -12,6 +12,7 @@ import logging
 import os
 import sys
 import threading
+import time
 from collections.abc import Iterable, Iterator, Sequence
 from ctypes import POINTER, c_char_p, c_int, c_size_t, c_void_p
 from functools import cache
@@ -28,7 +29,9 @@ DATA_TYPES: Final = {
 }  # fmt: skip
 """The ``ncclDataType_t`` of each dtype that this library passes to NCCL."""
 SUM, PRODUCT, MAX, MIN, AVERAGE = range(5)  # ncclRedOp_t
-_IN_PROGRESS: Final = 7  # the ncclResult_t of a communicator that still works
+_IN_PROGRESS: Final = 7  # the ncclResult_t of a communicator that does not block, as with NCCL_COMM_BLOCKING=0
+TIMEOUT_S: Final = 300
+"""How long such communicators may take to be connected, or to queue the calls of a group, in seconds."""
 
 _BUFFERS: Final = (c_void_p, c_void_p, c_size_t, c_int)  # the sent and the received array, their size and data type
 _SIGNATURES: Final[dict[str, tuple[Any, ...]]] = {
@@ -74,6 +77,7 @@ class Nccl:
         self._functions.ncclGetErrorString.argtypes = (c_int,)
         self._functions.ncclGetErrorString.restype = c_char_p
         self._lock = threading.Lock()
+        self._is_pending = False  # whether a call has returned before it was done
         self._communicators: dict[tuple[int, ...], list[int]] = {}
         self._process = os.getpid()
         number = c_int()
@@ -95,7 +99,7 @@ class Nccl:
           streams: the stream of each of the devices.
           calls: the collectives of all ranks; every rank must have the same ones in the same order.
         Raises:
-          BackendError: a call of NCCL failed. The communicators of these devices have been aborted.
+          BackendError: a call of NCCL failed, or took too long. The communicators of these devices have been aborted.
         """
         with self._lock:
             in_group = False
@@ -107,6 +111,7 @@ class Nccl:
                     self._call(function, devices[rank : rank + 1], *arguments, communicators[rank], streams[rank])
                 in_group = False
                 self._call("ncclGroupEnd", devices)
+                self._wait(devices, communicators, "ncclGroupEnd")
             except BaseException:
                 if in_group:
                     self._functions.ncclGroupEnd()  # else this thread's next group would be part of this one
@@ -126,22 +131,38 @@ class Nccl:
         """Return the communicator of each device. They are made at the first use, and later checked for errors."""
         communicators = self._communicators.get(devices)
         if communicators is not None:
-            state = c_int()
-            for device, communicator in zip(devices, communicators, strict=True):
-                self._call("ncclCommGetAsyncError", (device,), communicator, ctypes.byref(state))
-                if state.value not in (0, _IN_PROGRESS):
-                    raise self._error("an earlier call", (device,), state.value)
+            self._wait(devices, communicators)
             return communicators
         count = len(devices)
         pointers = (c_void_p * count)()
         self._call("ncclCommInitAll", devices, pointers, count, (c_int * count)(*devices))
         communicators = self._communicators[devices] = [pointer or 0 for pointer in pointers]
+        self._wait(devices, communicators, "ncclCommInitAll")
         logging.getLogger("crossreduce").info("NCCL %s connects %s", self.version, _names(devices))
         return communicators
 
+    def _wait(self, devices: tuple[int, ...], communicators: list[int], function: str = "") -> None:
+        """Wait until communicators have done what ``function`` began, if that did not block, or else check them all."""
+        if function and not self._is_pending:
+            return
+        state, limit = c_int(), time.monotonic() + TIMEOUT_S
+        for device, communicator in zip(devices, communicators, strict=True):
+            self._call("ncclCommGetAsyncError", (device,), communicator, ctypes.byref(state))
+            while state.value == _IN_PROGRESS:
+                if time.monotonic() > limit:
+                    problem = f"NCCL did not end {function or 'an earlier call'} on cuda:{device}."
+                    given = f"{TIMEOUT_S} s, without an error"
+                    raise BackendError.of(problem, given, "NCCL_DEBUG=INFO for the cause, or NCCL_COMM_BLOCKING=1")
+                time.sleep(1e-4)
+                self._call("ncclCommGetAsyncError", (device,), communicator, ctypes.byref(state))
+            if state.value:
+                raise self._error(function or "an earlier call", (device,), state.value)
+        self._is_pending = False
+
     def _call(self, function: str, devices: tuple[int, ...], *arguments: Any) -> None:
         result = getattr(self._functions, function)(*arguments)
-        if result:
+        self._is_pending |= result == _IN_PROGRESS
+        if result not in (0, _IN_PROGRESS):
             raise self._error(function, devices, result)
 
     def _error(self, function: str, devices: tuple[int, ...], result: int) -> BackendError:

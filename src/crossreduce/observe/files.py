@@ -6,8 +6,8 @@ import os
 import secrets
 import stat
 import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO, Final
 
@@ -33,6 +33,22 @@ def open_regular(path: Path) -> BinaryIO:
         os.close(fd)
         raise ValueError("it is not a regular file")
     return os.fdopen(fd, "rb")
+
+
+def statuses(paths: Iterable[Path]) -> dict[Path, os.stat_result]:
+    """Return the status of each file, or of the link itself. Files that were deleted meanwhile are left out."""
+    found = {}
+    for path in paths:
+        with suppress(FileNotFoundError):
+            found[path] = path.lstat()
+    return found
+
+
+def owners_note(found: Iterable[os.stat_result]) -> list[str]:
+    """Return a note if files belong to several users: one of them may have forged what another one seems to report."""
+    owners = sorted({status.st_uid for status in found})
+    users = ", ".join(map(str, owners[:8])) + ", ..." * (len(owners) > 8)
+    return [f"the files belong to several users ({users}), so some may be forged."] if len(owners) > 1 else []
 
 
 @contextmanager

@@ -24,19 +24,23 @@ from collections.abc import Callable, Iterable, Sequence, Set
 from contextlib import suppress
 from datetime import datetime
 from functools import cache, lru_cache
-from itertools import groupby
+from itertools import accumulate, groupby
 from pathlib import Path
 from types import UnionType
 from typing import Any, Final, NamedTuple, get_args, get_origin, get_type_hints
 
 from ..errors import message
-from .files import numbers, open_regular, temporary_file
+from .files import numbers, open_regular, owners_note, statuses, temporary_file
 
 _LOG: Final = logging.getLogger("crossreduce")
 _FORMAT: Final = "crossreduce dump"
 _VERSION: Final = 2
 _LARGEST: Final = 1 << 26  # the maximum bytes of a dump; a dump of 64 ranks has less than 1 MiB
-_MOST_RANKS: Final = 1 << 20
+_MOST_READ: Final = 1 << 31  # the maximum bytes of the dumps that are read of a directory, including:
+_PER_FILE: Final = 1 << 14  # bytes; reading a small file takes as long as reading these
+_MOST_RANKS: Final = 1 << 17
+_MOST_OPS: Final = 64  # the maximum calls of one rank in a dump; ranks record 32
+_MOST_TEXT: Final = 10_000  # the characters of a longer text that are read
 _RUN: Final = re.compile(r"(0|[1-9][0-9]{0,8})(?:-([1-9][0-9]{0,8}))?")
 _MOST_DUMPS: Final = 10  # for each rank number, this many dumps are kept after their processes have ended
 _MOST_BYTES: Final = 1 << 24  # the maximum total bytes of these dumps
@@ -153,18 +157,27 @@ def write(dump: Dump) -> Path | None:
 
 
 def read(directory: Path) -> Found:
-    """Return all dumps of a directory. Unreadable files are described in ``problems``, and no error is raised.
+    """Return the dumps of a directory. Unreadable files are described in ``problems``, and no error is raised.
 
+    If the directory has too many dumps, the newest ones are read, and a problem states how many were left out.
     Each dump contains the history of its own rank. The history of a rank without a dump is in the newest dump that
     describes this rank. All other histories are left out, since reading them would take minutes for thousands of ranks.
     """
     entries: list[tuple[Dump, Path, tuple[int, ...]]] = []
     problems = []
     try:
-        paths = sorted(path for path in directory.iterdir() if _FILE.fullmatch(path.name))
+        found = statuses(path for path in directory.iterdir() if _FILE.fullmatch(path.name))
     except OSError as error:
         return Found((), (f"{directory} cannot be read: {error.strerror}.",))
-    for path in paths:
+    problems += owners_note(found.values())
+    newest_first = sorted(found, key=lambda path: (-found[path].st_mtime_ns, path))
+    nbytes = (found[path].st_size for path in newest_first)
+    totals = accumulate(_PER_FILE + (size if size <= _LARGEST else 0) for size in nbytes)
+    paths = [path for path, total in zip(newest_first, totals, strict=True) if total <= _MOST_READ]
+    if len(paths) < len(found):
+        limit = f"{_MOST_READ >> 20} MiB of a directory are read at most"
+        problems.append(f"the oldest {len(found) - len(paths)} of {len(found)} dumps are left out: {limit}.")
+    for path in sorted(paths):
         try:
             dump, described = _parsed_dump(_content(path))
             entries.append((dump, path, described))
@@ -339,9 +352,9 @@ def _hosts(text: str) -> tuple[tuple[tuple[int, ...], ...], frozenset[int]]:
 
 def _content(path: Path) -> Any:
     with open_regular(path) as file:
-        content = file.read(_LARGEST + 1)
-    if len(content) > _LARGEST:
-        raise ValueError(f"it has more than {_LARGEST} bytes")
+        if os.fstat(file.fileno()).st_size > _LARGEST:
+            raise ValueError(f"it has more than {_LARGEST} bytes")
+        content = file.read(_LARGEST)
     try:
         return json.loads(content.decode())
     except (ValueError, RecursionError) as error:
@@ -366,6 +379,8 @@ def _parsed_dump(content: Any, others: Set[int] = frozenset()) -> tuple[Dump, tu
     if not all(type(rank) is int for rank in described):
         raise _malformed_error("rank")
     kept = [each for each, rank in zip(histories, described, strict=True) if rank == own or rank in others]
+    if any(type(each.get("ops")) is list and len(each["ops"]) > _MOST_OPS for each in kept):
+        raise ValueError(f"it has more than {_MOST_OPS} calls of one rank")
     dump: Dump = _reader(Dump, "content")({**content, "histories": kept, "hosts": []})
     hosts, ranks = _hosts(content["hosts"])
     if len(ranks) != dump.size or dump.rank not in ranks:
@@ -413,7 +428,7 @@ def _reader(kind: Any, name: str) -> Callable[[Any], Any]:
     if kind is int:
         return lambda value: _require(value, type(value) is int and value >= 0, name)
     assert kind is str
-    return lambda value: _require(value, type(value) is str, name)
+    return lambda value: _require(value, type(value) is str, name)[:_MOST_TEXT]
 
 
 def _require(value: Any, is_valid: bool, name: str) -> Any:
@@ -426,7 +441,7 @@ def _read_op(line: Any, name: str) -> Op:
     """Return a call from a line of text, as written by ``_plain``."""
     try:
         sequence, started, ended, text = line.split(" ", 3)
-        op = Op(int(sequence), text, float(started), None if ended == "-" else float(ended))
+        op = Op(int(sequence), text[:_MOST_TEXT], float(started), None if ended == "-" else float(ended))
     except (AttributeError, ValueError):
         raise _malformed_error(name) from None
     if op.sequence < 0 or not -1e15 < op.started_s < 1e15 or not (op.ended_s is None or -1e15 < op.ended_s < 1e15):

@@ -32,6 +32,6 @@ def lock_holder(fd: int, place: int) -> int | None:
 def is_stopped(pid: int) -> bool:
     """Return whether a process was stopped by a signal. The result is ``False`` if its state cannot be read."""
     try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "Tt"
+        return Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[0] in b"Tt"  # its name may be no text
     except (OSError, IndexError):
         return False

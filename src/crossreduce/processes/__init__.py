@@ -83,5 +83,6 @@ def join_invited(invitation: str, timeout_s: float = 60.0) -> RankGroup:
       ArgumentError: the text is not an invitation to a group of this module, or ``timeout_s`` is not a number.
       CollectiveTimeout: the ranks did not call ``grow`` in time.
       PeerLostError: no rank of the group can be reached any more.
+      ReductionError: this process lacks open files, memory or threads.
     """
     return joiner.join(invitation, KIND, seconds(timeout_s))

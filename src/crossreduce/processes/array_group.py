@@ -223,13 +223,13 @@ class ArrayGroup:
 
 def _readable(x: Any, op: ReduceOp | None = None) -> Array:
     """Return an array that the kernels can read, in C order and this machine's byte order."""
-    if type(x) is not np.ndarray and isinstance(x, np.ma.MaskedArray):
+    if type(x) is not np.ndarray and _is_masked(x):
         problem = "masked arrays cannot be reduced."
         raise UnsupportedError.of(problem, shown(x), "fill the masked elements: x.filled(0)")
     try:
         array = np.asarray(x)
     except ValueError:
-        shapes = [getattr(part, "shape", part) for part in x]
+        shapes = [getattr(part, "shape", part) for part in (x if isinstance(x, (list, tuple)) else [x])]
         problem = "the parts of an array must have the same shape, also those of an all_to_all."
         raise ArgumentError.of(
             problem, shown(shapes), "parts padded to one shape, and their sizes in a further array"
@@ -242,6 +242,11 @@ def _readable(x: Any, op: ReduceOp | None = None) -> Array:
     return array if array.flags.c_contiguous else np.ascontiguousarray(array)
 
 
+def _is_masked(x: Any) -> bool:
+    """Return whether an array is masked, or one in nested lists is: NumPy would ignore its mask."""
+    return isinstance(x, np.ma.MaskedArray) or (isinstance(x, (list, tuple)) and any(map(_is_masked, x)))
+
+
 def _with_result(source: Array, shape: tuple[int, ...], out: Array | None) -> tuple[Array, Array]:
     """Return the input and the array for a result of shape ``shape``. The input is copied if the result overlaps it.
 
@@ -249,12 +254,12 @@ def _with_result(source: Array, shape: tuple[int, ...], out: Array | None) -> tu
     """
     if out is None:
         return source, np.empty(shape, source.dtype)
-    fits = isinstance(out, np.ndarray) and out.shape == shape and out.dtype == source.dtype
+    fits = isinstance(out, np.ndarray) and not _is_masked(out) and out.shape == shape and out.dtype == source.dtype
     if not fits or not out.flags.c_contiguous or not out.flags.writeable:
         what = shown(out)
         if isinstance(out, np.ndarray):
             what = f"{out.dtype}{out.shape}" + ", read-only" * (not out.flags.writeable)
-            what += ", not in C order" * (not out.flags.c_contiguous)
+            what += ", not in C order" * (not out.flags.c_contiguous) + ", masked" * _is_masked(out)
         problem = f"out must be a writable NumPy array in C order, of {source.dtype} and shape {shape}."
         raise ArgumentError.of(problem, what, f'out=numpy.empty({shape}, "{source.dtype}")')
     in_place = source.ctypes.data == out.ctypes.data and source.nbytes == out.nbytes

@@ -19,6 +19,7 @@ from ..ranks.connections.rendezvous import MET, StoreRendezvous, lost_store_erro
 from ..ranks.connections.store import LIMIT_S, StoreClient, StorePart
 from ..ranks.failures.abort import shortage_named
 from ..ranks.transports.addresses import loopback
+from ..ranks.transports.tcp import open_standard_streams
 
 _ANSWER_S: Final = 1.0  # how long rank 0 may take to answer, even if the timeout is shorter
 _PAUSES_S: Final = (0.01, 0.5)  # between two attempts to reach rank 0, first and longest
@@ -41,6 +42,7 @@ def meet(
         raise ArgumentError.of(problem, f"rank {own}, size {count}")
     secret = _digest(os.environ.get("CROSSREDUCE_KEY", "") if key is None else key)
     host, port, listen_at = meeting_place(address, count)
+    open_standard_streams()
     kernels.native()  # loads a file now: later, programs that connect may use up the open files of this process
     with shortage_named(f"rank {own} cannot join the group."):
         store = _serve(secret, host, port, count) if own == 0 else _connect(secret, host, port, own, timeout_s)

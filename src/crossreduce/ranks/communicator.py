@@ -22,7 +22,7 @@ from ..topology import Topology
 from .array_views import ArrayView, encoded_text, require_alike, require_root
 from .call_runner import CallRunner
 from .connections import peer_requests
-from .failures.abort import GroupAbort
+from .failures.abort import GroupAbort, left_after_errors
 from .failures.failure_detector import FailureDetector
 from .failures.peer_errors import InnerFailure
 from .failures.watchdog import WatchedTransport
@@ -331,15 +331,12 @@ class Communicator:
         """Agree with the other ranks on which of them are left. If this fails, leave the group. See ``Agreements``.
 
         Raises:
-          ContextError: the group is closed, or belongs to another process.
+          ContextError: the group is closed, also meanwhile, or belongs to another process.
           ExcludedError: the others have decided without this rank, or this rank reaches no quorum.
         """
         self.require_usable()
-        try:
+        with left_after_errors(self.abort, self.require_usable):
             return self.agreements.decide(kind, flag, self.memory.completed(), timeout_s)
-        except BaseException:  # also Ctrl-C: the others must not count on a rank that has left this call
-            self.abort()
-            raise
 
     def require_usable(self) -> None:
         """Raise a ``ContextError`` if the group is closed, belongs to another process, or this thread is in a call."""
@@ -356,21 +353,17 @@ class Communicator:
           ContextError: the group is closed, or belongs to another process.
         """
         self.require_usable()
-        if self._abort.cause is None:
-            self._abort.publish(error)
-        self._abort_transport()
+        self._end_calls(error if self._abort.cause is None else None)
 
     def interrupt(self) -> None:
         """Abort the group because this rank was interrupted while it waited for a message. All messages fail soon."""
         if self.calls.is_usable():
-            self._abort.publish(self.detector.interrupted_message())
-            self._abort_transport()
+            self._end_calls(self.detector.interrupted_message())
 
     def abort(self) -> None:
         """Leave the group at once. Current calls and all other messages of the transport fail on all ranks."""
         if self.calls.is_usable():
-            self._abort.publish(self.detector.lost([self.rank], "left"))
-            self._abort_transport()
+            self._end_calls(self.detector.lost([self.rank], "left"))
         self.close()
 
     def close(self) -> None:
@@ -390,9 +383,11 @@ class Communicator:
         except Exception:  # noqa: BLE001 - ``__init__`` has failed, or Python ends and has cleared this module
             pass
 
-    def _abort_transport(self) -> None:
-        """Make all messages of the transport fail, also in a group on one host, whose caller may use the transport."""
-        if self.transport is not None:
+    def _end_calls(self, error: ReductionError | None) -> None:
+        """Abort the group, if an error is given, and make all messages of the transport fail, also on one host."""
+        if error is not None:
+            self._abort.publish(error)
+        if self.transport is not None:  # in a group on one host, the caller may use it
             self.transport.abort()
 
     def _release(self) -> None:

@@ -32,7 +32,7 @@ from ..errors import (
 )
 from ..observe import flight_recorder
 from .agreement.agreement import Agreements
-from .connections import peer_requests
+from .connections import peer_requests, shortage
 from .connections.peer_requests import Place
 from .connections.peers import Hosts, Membership, PeerInfo
 from .failures.abort import copy_error
@@ -43,6 +43,7 @@ from .intra_host.programs import PAIR_TURNS, SLOT_BYTES, TURN_BYTES
 from .intra_host.shared_memory import SPIN_S, RankMemory
 from .transports.base import Rendezvous, Transport
 from .transports.choice import Offer, agreed, offer
+from .transports.tcp import open_standard_streams
 
 ALIVE_S: Final = 0.25  # how often a rank reports that it is alive while its transport connects
 CANCEL_S: Final = 0.3  # the longest wait for the end of a transport's cancelled attempt to connect
@@ -67,6 +68,7 @@ def join(
     numbers = tuple(global_ranks or range(rendezvous.size))
     own = numbers[rendezvous.rank]
     who, host = f"rank {own}", None
+    open_standard_streams()
     try:
         host = JoinedHost(rendezvous, numbers, name, listen_at, wanted)
         connected = host.connect(rendezvous, transport, timeout_s) if callable(transport) else transport
@@ -177,6 +179,7 @@ class JoinedHost:
                     numbers = self.members.global_ranks
                     given = "; ".join(f"rank {numbers[rank]}: {text}" for rank, text in failed.items())
                     remedy = "a network on which all ranks reach each other; CROSSREDUCE_IFNAME names the interface"
+                    remedy = shortage.REMEDY if all(map(shortage.is_named, failed.values())) else remedy
                     raise ReductionError.of("the ranks could not connect to each other.", given, remedy)
                 if _CONNECTING not in states:
                     assert result is not None
@@ -246,7 +249,8 @@ def shared_failure(rendezvous: Rendezvous, error: Exception, who: str, alone: bo
     ``alone``: whether ``error`` is about this rank only. Then the text names the rank.
     """
     if not isinstance(error, ReductionError):
-        given, remedy = f"{type(error).__name__}: {error}", f"read the traceback of {who}"
+        given = f"{type(error).__name__}: {error}"
+        remedy = shortage.REMEDY if shortage.is_named(given) else f"read the traceback of {who}"
         failure = ReductionError.of(f"{who} cannot join the group.", given, remedy)
     elif alone and not isinstance(error, (CollectiveTimeout, MismatchError, PeerLostError)):
         failure = copy_error(error, f"{who}: {error}")

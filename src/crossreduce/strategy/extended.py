@@ -75,8 +75,8 @@ class Extended:
           var: a variable or another distributed value. A variable's components are passed as ``Component``s, which can
             be read and assigned; those of another value are passed directly.
           fn: receives the component, then the arguments.
-          args: trees. In place of each distributed value in them, ``fn`` receives the component of the same replica,
-            or a copy of it if an earlier call may change it: if it shares memory with another component of ``var``.
+          args: trees. In place of each distributed value in them, ``fn`` receives the component of the same replica.
+            Torch tensors that share memory with the variable ``var`` are copied, so that no assignment changes them.
           kwargs: the same for keyword arguments.
         Returns:
           The results of the calls, regrouped as by ``run``; a ``Component`` counts as ``None``.
@@ -100,7 +100,7 @@ class Extended:
             if not isinstance(var, DistributedValues) or len(var) != n:
                 problem = f"var must be a variable or another distributed value with {n} components, one per replica."
                 raise ArgumentError.of(problem, shown(var), "a Variable that was created in strategy.scope()")
-            if isinstance(var, Variable):  # no call may change the arguments of later ones
+            if isinstance(var, Variable):  # no assignment may change the arguments
                 args, kwargs = map_arguments(args, kwargs, partial(_separate, var))
             for k in range(n):
                 component = Component(var, k) if isinstance(var, Variable) else var[k]

@@ -19,13 +19,14 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from contextvars import Context, copy_context
 from dataclasses import dataclass
 from time import monotonic
 from typing import Any, Final
 
 from ..errors import ContextError, MismatchError, ReductionError, StalledError
-from ..threads import start_thread
+from ..threads import memory_is_limited, start_thread
 
 TIMEOUT_S: Final = 600.0
 """How long replicas wait for each other by default. torch.distributed has the same limit for NCCL's operations."""
@@ -103,13 +104,17 @@ class ReplicaGroup:
           that still compute after the timeout.
         """
         self._context = copy_context()
+        # Where memory is limited, no replica takes what the threads of later ones need to start: see ``start_thread``.
+        is_limited = memory_is_limited()
+        all_started = threading.Lock() if is_limited else nullcontext()
         threads = []
         for k, body in enumerate(bodies):
-            call, name = (self._run_replica, k, body), f"crossreduce replica {k}"
+            call, name = (self._run_replica, k, body, all_started), f"crossreduce replica {k}"
             threads.append(threading.Thread(target=copy_context().run, args=call, name=name, daemon=True))
         try:
-            for thread in threads:
-                start_thread(thread)
+            with all_started:
+                for thread in threads:
+                    start_thread(thread, is_limited)
             self._serve()
             left = self._join(threads)
         except BaseException as error:  # usually Ctrl-C; or a thread that cannot be started
@@ -196,10 +201,15 @@ class ReplicaGroup:
             given = f"{call.description()}, while replica {replica} waits in another thread"
             raise ContextError.of(problem, given, "call from one thread per replica")
 
-    def _run_replica(self, replica: int, body: Callable[[], Any]) -> None:
-        """Call a replica's function in its thread, store its result or error, and wake the caller if it must act."""
+    def _run_replica(self, replica: int, body: Callable[[], Any], begin: AbstractContextManager[Any]) -> None:
+        """Call a replica's function in its thread, store its result or error, and wake the caller if it must act.
+
+        The function is called when ``begin`` has been entered and left.
+        """
         failure: BaseException | None = None
         try:
+            with begin:
+                pass
             if not self._stopping:
                 self._results[replica] = body()
         except Stopped:

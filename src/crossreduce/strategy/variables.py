@@ -351,26 +351,24 @@ class Variable(_Assignable, DistributedVariable):
             self._components[:] = self._framework.variable_values(self._components, components, self._devices)
 
     def separate(self, value: Any) -> Any:
-        """Return a value that does not change while the components are assigned in order: a copy if necessary.
+        """Return a value that does not change while the components are assigned: a copy if it shares their memory.
 
-        A component of a distributed value may change only after its own replica has used it. Variables, and values that
-        are not arrays of the variable's framework, are returned as they are.
+        A variable becomes a ``PerReplica``. Values that are not arrays of its framework are returned as they are.
         """
-        if not self._framework.writes_variables or isinstance(value, DistributedVariable):
+        if not self._framework.writes_variables:
             return value
-        if not isinstance(value, DistributedValues):
-            return self._separate_array(value, len(self._components) - 1)
-        arrays = tuple(self._separate_array(x, k) for k, x in enumerate(value))
-        return PerReplica.on(arrays, value.devices)
+        if isinstance(value, DistributedValues):
+            return PerReplica.on(tuple(map(self._separate_array, value)), value.devices)
+        return self._separate_array(value)
 
-    def _separate_array(self, x: Any, assigned: int) -> Any:
-        """Return an array, or a copy if it shares memory with one of the first ``assigned`` components."""
-        framework, before = self._framework, self._components[:assigned]
+    def _separate_array(self, x: Any) -> Any:
+        """Return an array, or a copy if it shares memory with a component."""
+        framework = self._framework
         with suppress(ArgumentError, UnsupportedError):  # the value cannot be a component
-            plain = framework.array(x) if before and framework_of(x) is framework else None
+            plain = framework.array(x) if framework_of(x) is framework else None
             if plain is None or isinstance(plain, Sparse):
                 return x
-            if overlaps(framework.memory_range(plain), map(framework.memory_range, before)):
+            if overlaps(framework.memory_range(plain), map(framework.memory_range, self._components)):
                 return framework.clone(x)
         return x
 

@@ -9,11 +9,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Final, NoReturn
 
+from torch.nn.parameter import is_lazy
+
 from ..errors import ArgumentError, UnsupportedError
+from ..frameworks.torch.arrays import is_in_mode, is_traced
 from ..observe.diagnostics import call_text
 from ..ranks.communicator import Communicator
 from .inner_gloo import name_of
-from .memory import NAMES, are_apart, form_of, share_memory, unsupported_form
+from .memory import NAMES, are_apart, form_of, share_memory, traced_error, unsupported_form
+from .op_queue import InMode
 
 _COLLECTIVES: Final = {  # the public name of a collective, by that of a method
     **dict.fromkeys(("allreduce", "allreduce_coalesced"), "all_reduce"),
@@ -70,14 +74,30 @@ class CallChecks:
         """Raise an error on all ranks if the memory of a tensor does not contain its values (see ``form_of``).
 
         Raises:
-          UnsupportedError: all ranks have such a tensor.
+          UnsupportedError: all ranks have such a tensor, or all trace this call.
           MismatchError: only some ranks have one, or they make different calls.
+          InMode: see there.
         """
+        if is_in_mode():
+            if is_traced():
+                self.refuse_traced(collective)
+            raise InMode
         odd = next(filter(form_of, tensors), None)
         if odd is not None:
             shape = () if odd.is_nested else odd.shape  # a nested tensor has none
             self._communicator.require_same(call_text(collective, None, root, name_of(odd), shape))
             raise unsupported_form(collective, odd)
+
+    def agree_on_parts(self, method: str, parts: int) -> None:
+        """Raise a ``MismatchError`` on all ranks if their tensors consist of different numbers of tensors."""
+        if parts > 1:
+            self._communicator.require_same(f"{_COLLECTIVES.get(method, method)} of {parts} parts of each tensor")
+
+    def refuse_traced(self, collective: str) -> NoReturn:
+        """Raise an error on all ranks: the trace would have no record of the call."""
+        collective = _COLLECTIVES.get(collective, collective)
+        self._communicator.require_same(f"traced {collective}")
+        raise traced_error(collective)
 
     def refuse_class(self, method: str, tensor: Any) -> NoReturn:
         """Raise an error on all ranks: the class of a tensor does not pass ops on to tensors that have memory."""
@@ -87,7 +107,8 @@ class CallChecks:
         problem = (
             f"{collective} needs tensors whose values are in their memory, or that pass the op on to such tensors."
         )
-        raise UnsupportedError.of(problem, f"a {type(tensor).__name__}", "the tensors that it consists of, one by one")
+        remedy = "run the module once" if is_lazy(tensor) else "the tensors that it consists of, one by one"
+        raise UnsupportedError.of(problem, f"a {type(tensor).__name__}", remedy)
 
     def are_apart(self, collective: str, results: Sequence[Any], sources: Sequence[Any] = ()) -> bool:
         """Return whether no result can overlap a source.
@@ -102,7 +123,8 @@ class CallChecks:
             call = call_text(collective, None, None, name_of(results[0]), results[0].shape)
             self._communicator.require_same(f"{call} with results that share memory")
             problem = f"elements of the results of this {collective} share memory, so they would overwrite each other."
-            raise ArgumentError.of(problem, f"{call}; {len(results)} results", "results that do not overlap")
+            remedy = "results that do not overlap; x.contiguous() for an expanded tensor x"
+            raise ArgumentError.of(problem, f"{call}, number of results: {len(results)}", remedy)
         return False
 
     def without_repeats(self, collective: str, tensors: Sequence[Any]) -> Sequence[Any]:
@@ -117,7 +139,7 @@ class CallChecks:
         self._communicator.require_same(f"{name} of lists of {counts}")
         problem = f"a list of tensors of this {name} is empty."
         if 0 not in counts:
-            problem = f"{name} takes one tensor per rank unless it is coalesced."
+            problem = f"{name} takes one tensor per rank unless it is coalesced, and then lists of the same length."
         raise ArgumentError.of(problem, f"lengths of the lists: {counts}", "a call for each tensor")
 
 

@@ -37,6 +37,7 @@ from .memory import (
     equal_parts,
     is_plain,
     memory,
+    movable,
     raw,
     readable,
     tensors_in,
@@ -58,7 +59,7 @@ _STRIDED: Final = torch.strided
 
 # The dtypes of which gloo sums sparse tensors.
 _SUMMED_IN_GLOO: Final = {
-    getattr(torch, name) for name in ("float16", "bfloat16", "float32", "float64", "int8", "uint8", "int32", "int64")
+    getattr(torch, name) for name in ("bfloat16", "float32", "float64", "int8", "uint8", "int32", "int64")
 }
 
 _PADDED_NBYTES: Final = 1 << 16  # the parts of unequal all-to-alls up to this size are always padded to the largest one
@@ -90,8 +91,7 @@ class Collectives(InnerGloo):
         name = self._all_reduce
         if prepared_op and self._calls.run(self._communicator, name, prepared_op, 0, tensor, tensor) is tensor:
             return
-        if tensor.layout is not torch.sparse_coo:
-            self._checks.require_dense("all_reduce", tensor)
+        self._checks.require_dense("all_reduce", *([] if tensor.layout is torch.sparse_coo else [tensor]))
         plain = tensor.layout is _STRIDED and is_plain(tensor)
         if not plain:
             self._checks.are_apart("all_reduce", [tensor])
@@ -181,7 +181,7 @@ class Collectives(InnerGloo):
 
     def _reduce_each(self, inputs: Any, output: Any, kind: Any) -> None:
         """Execute a reduce-scatter as one reduction to each rank."""
-        result = torch.empty(output.shape, dtype=output.dtype)  # later inputs may overlap the output
+        result = torch.empty(output.shape, dtype=output.dtype, device="cpu")  # later inputs may overlap the output
         for root, tensor in enumerate(inputs):
             self.reduce(tensor, kind, root, result)
         output.detach().copy_(result)
@@ -213,12 +213,13 @@ class Collectives(InnerGloo):
         if len(set(sizes)) > 1:
             # Shorter inputs are padded. Each rank's list of results shows the sizes of all inputs.
             self._communicator.require_same(f"all_gather {name_of(tensor)} of sizes {sizes}")
-            padded = tensor.new_zeros(max(sizes))
-            padded[: tensor.numel()] = tensor.detach().reshape(-1)
+            moved = movable(tensor.detach())
+            padded = moved.new_zeros(max(sizes))
+            padded[: moved.numel()] = moved.reshape(-1)
             rows = padded.new_empty(self._size, max(sizes))
             self.all_gather_single(rows, padded)
             for result, row in zip(results, rows, strict=True):
-                result.detach().copy_(row[: result.numel()].reshape(result.shape))
+                movable(result.detach()).copy_(row[: result.numel()].reshape(result.shape))
             return
         self._checks.agree_on_bytes("all_gather", tensor)
         source, written = readable(tensor), [writable(x) for x in results]
@@ -269,7 +270,8 @@ class Collectives(InnerGloo):
 
     def all_to_all(self, outputs: Sequence[Any], inputs: Sequence[Any]) -> None:
         self._checks.require_dense("all_to_all", *inputs, *outputs)
-        tensors, counts = [*inputs, *outputs] or [torch.empty(0)], [len(inputs), len(outputs)]
+        tensors = [*inputs, *outputs] or [torch.empty(0, device="cpu")]
+        counts = [len(inputs), len(outputs)]
         fits = len(outputs) == len(inputs) == self._size and alike(tensors)
         remedy = "one input and one output per rank"
         self._checks.require(fits, "all_to_all", tensors, "numbers of inputs and outputs:", counts, remedy)
@@ -279,11 +281,11 @@ class Collectives(InnerGloo):
         if not apart:
             sources = copy_overlapping(sources, written)
         if not self._exchange_equal(sources, written, sent, received, inputs[0]):
-            room = inputs[0].new_empty(sum(received))
-            parts = torch.cat([x.reshape(-1) for x in sources])
-            self._exchange(room, parts, received, sent, "elements")
+            joined = torch.cat([movable(x.detach()).reshape(-1) for x in sources])
+            room = joined.new_empty(sum(received))
+            self._exchange(room, joined, received, sent, "elements")
             for result, part in zip(written, room.split(received), strict=True):
-                result.detach().copy_(part.reshape(result.shape))
+                movable(result.detach()).copy_(part.reshape(result.shape))
         copy_back_all(outputs, written)
 
     def all_to_all_single(self, output: Any, tensor: Any, received: Sequence[int], sent: Sequence[int]) -> None:
@@ -338,7 +340,7 @@ class Collectives(InnerGloo):
         Raises:
           MismatchError: a rank sends more or less than the receiver expects. All ranks raise it.
         """
-        own = torch.tensor([*sent, *received])
+        own = torch.tensor([*sent, *received], device="cpu")
         table = own.new_empty(self._size, 2, self._size)
         self.all_gather_single(table, own)
         for src, dst in (table[:, 0] != table[:, 1].T).nonzero().tolist():
@@ -380,9 +382,13 @@ class Collectives(InnerGloo):
 
         ``sources``: lists with the tensors that each call reads. If there are none, calls read the tensors they write.
         """
-        if len(results) < 2:
+        counts = [len(results), *map(len, sources)]
+        if min(counts) < 2 and len(set(counts)) == 1:
             self.run_one(method, options, results, *sources)
             return
+        if len(set(counts)) > 1:
+            self._checks.refuse_lists(method.__name__, counts)
+        self._communicator.require_same(f"coalesced {method.__name__} of {len(results)} tensors")
         if not sources:
             results = self._checks.without_repeats(method.__name__, results)
         written, read = tensors_in(results), tensors_in(sources)
@@ -422,7 +428,7 @@ class Collectives(InnerGloo):
         if kind.op in BITWISE and is_float:
             remedy = "cast to an integer, or use MIN, MAX or SUM"
         elif not strided:
-            remedy = "tensor.to_dense(), or SUM"
+            remedy = "tensor.to_dense(), or the SUM, for which torch lacks some dtypes such as float16"
         elif name is None:
             remedy = f"cast to one of {', '.join(sorted(set(NAMES.values())))}"
         else:

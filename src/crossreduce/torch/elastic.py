@@ -177,6 +177,7 @@ def join(invited: str, timeout_s: float = 60.0) -> Group:
         not a number.
       CollectiveTimeout: the ranks did not call ``grow`` in time.
       PeerLostError: no rank of the group can be reached any more.
+      ReductionError: this process lacks open files, memory or threads.
     """
     limit_s = seconds(timeout_s)
     if dist.is_initialized():

@@ -23,14 +23,14 @@ import torch.distributed as dist
 from torch._C import _distributed_c10d as c10d
 
 from ..errors import ArgumentError, UnsupportedError, shown
-from ..frameworks.torch.arrays import increment_versions
+from ..frameworks.torch.arrays import increment_versions, is_traced
 from ..ranks.connections.rendezvous import NEW, Origin
 from ..ranks.messages import ANY_RANK, Messages
 from ..ranks.survival.survivors import Reformed
 from ..ranks.transports.gloo import connection_error
 from .collectives import Collectives
 from .connections import close, connect
-from .memory import copy_back_all, readable, require_dense, tensors_in, unsupported_form, writable
+from .memory import copy_back_all, readable, receivable, require_dense, tensors_in, unsupported_form
 from .messages import HostMessage
 from .op_queue import REMEDY, Finished, Message, OpQueue, Works, exclude_from_compile, wait_in_backward
 from .options import read_options
@@ -94,9 +94,8 @@ class Group(dist.ProcessGroup):  # type: ignore[misc]
             self._register_backend(torch.device("cuda"), dist.ProcessGroup.BackendType.NCCL, nccl)
             self._devices.append("cuda")
         # torch's set_timeout and _set_pg_timeout change the timeout in gloo's options, so every call reads it there.
-        self._timeout, self._settings = timeout, gloo.options
+        self._timeout, self._settings, self._timeout_lock = timeout, gloo.options, threading.RLock()
         self._collectives = Collectives(self.communicator, gloo, self.exact)
-        self._timeout_lock = threading.RLock()
         self._numbers, self._number = itertools.count(1), 0  # the numbers of next and latest call
         self.queue = OpQueue(name, inline=True, communicator=self.communicator)
         self._messages = OpQueue(f"{name} messages", inline=False)  # waits for gloo's messages, see ``Message``
@@ -196,7 +195,7 @@ class Group(dist.ProcessGroup):  # type: ignore[misc]
     def allgather_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
         # ``outputs[rank][tensor]`` has the transposed order of ``allgather``.
         inputs, opts = read_options(inputs, opts, c10d.AllgatherOptions)
-        lists = [list(results) for results in zip(*outputs, strict=True)]
+        lists = [[row[k] for row in outputs if k < len(row)] for k in range(max(map(len, outputs), default=0))]
         function = self._each("all_gather", [], lists, inputs)
         return self._run("allgather_coalesced", (outputs, inputs, opts), inputs, function, tensors_in(outputs))
 
@@ -254,10 +253,10 @@ class Group(dist.ProcessGroup):  # type: ignore[misc]
         return self._message("send", readable, tensors, dst, tag)
 
     def recv(self, tensors: Any, src: int, tag: int = 0) -> Any:
-        return self._message("recv", writable, tensors, src, tag)
+        return self._message("recv", receivable, tensors, src, tag)
 
     def recv_anysource(self, tensors: Any, tag: int = 0) -> Any:
-        return self._message("recv_anysource", writable, tensors, tag)
+        return self._message("recv_anysource", receivable, tensors, tag)
 
     def _message(self, method: str, plain: Callable[[Any], Any], tensors: Sequence[Any], *arguments: int) -> Any:
         """Start a send or receive, with an entry in the profiler if it is on. Return its work."""
@@ -277,10 +276,10 @@ class Group(dist.ProcessGroup):  # type: ignore[misc]
                 return Works(works, tensors)
             raise unsupported_form(method, tensors[0])
         peer = None if method == "recv_anysource" else arguments[0]
-        if peer is not None and not 0 <= peer < self.size():  # would crash gloo
+        if peer is not None and not 0 <= peer < self.communicator.size:  # would crash gloo
             problem = f"the other rank of a {method} is not a rank of the group."
             raise ArgumentError.of(problem, str(peer), f"0 to {self.size() - 1}")
-        if peer == self.rank():
+        if peer == self.communicator.rank:
             raise ArgumentError.of("a rank cannot send messages to itself.", f"rank {peer}", "copy the tensor")
         require_dense(method, tensors)
         self.communicator.links.require(method, peer)
@@ -302,8 +301,7 @@ class Group(dist.ProcessGroup):  # type: ignore[misc]
             raise public_error(error) from None
         if method == "send":
             tensors = buffers
-        copies = not all(map(operator.is_, tensors, buffers))
-        finish = partial(copy_back_all, tensors, buffers) if copies else None
+        finish = None if all(map(operator.is_, tensors, buffers)) else partial(copy_back_all, tensors, buffers)
         return Message(work, finish, tensors, self._messages, self.communicator.interrupt, public_error)
 
     def _message_in_memory(
@@ -379,29 +377,31 @@ class Group(dist.ProcessGroup):  # type: ignore[misc]
                     return getattr(self._get_backend(tensor.device), inner)(*arguments)
                 function = partial(self._refuse, tensor.device, inner)
                 break
-        opts = arguments[-1]
-        limit = opts.timeout
-        if limit <= _UNSET:
+        opts, is_async = arguments[-1], arguments[-1].asyncOp
+        if is_async and is_traced():
+            function = partial(self._collectives.checks.refuse_traced, inner)
+        if (limit := opts.timeout) <= _UNSET:
             limit = self._settings._timeout
         if limit != self._timeout:
             function = partial(self._with_timeout, limit.total_seconds(), function)
         if is_profiled():
             with entry(self, inner, tensors, written):
-                function = begin_entry(inner, function) if opts.asyncOp else function
-                work = self.queue.run(function, written, opts.asyncOp)
+                function = begin_entry(inner, function) if is_async else function
+                work = self.queue.run(function, written, is_async)
         else:
-            work = self.queue.run(function, written, opts.asyncOp)
-        if opts.asyncOp and torch._C._current_graph_task_id() != -1 and _is_called_by_backward():
+            work = self.queue.run(function, written, is_async)
+        if is_async and torch._C._current_graph_task_id() != -1 and _is_called_by_backward():
             wait_in_backward(work)
         return work
 
     def _unwrapped(self, method: str, arguments: Sequence[Any], results: Any) -> Any:
         """Call a method with the tensors that are wrapped in its arguments. Return the work of all these calls."""
+        is_async, parts = getattr(arguments[-1], "asyncOp", False), call_unwrapped(lambda *_: None, arguments)
+        agreed = self.queue.run(partial(self._collectives.checks.agree_on_parts, method, len(parts)), [], is_async)
         if works := call_unwrapped(getattr(self, method), arguments):
-            return Works(works, results)
+            return Works([agreed, *works], results)
         wrapper = next(x for x in tensors_in(arguments) if has_wrapper([x]))
-        refuse = partial(self._collectives.checks.refuse_class, method, wrapper)
-        return self.queue.run(refuse, results, getattr(arguments[-1], "asyncOp", False))
+        return self.queue.run(partial(self._collectives.checks.refuse_class, method, wrapper), results, is_async)
 
     def _with_timeout(self, seconds: float, function: Callable[[], None]) -> None:
         usual = self.communicator.timeout_s

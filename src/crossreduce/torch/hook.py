@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch._C import _distributed_c10d as c10d
 
 from ..errors import ArgumentError, UnsupportedError, shown
+from ..frameworks.torch.arrays import increment_versions
 from .collectives import Collectives
 from .connections import close, connect
 from .op_queue import OpQueue, wait_in_backward
@@ -81,6 +82,7 @@ class HookState:
                 problem = "this hook reduces only gradients in host memory."
                 remedy = "DDP's own reduction, through NCCL, for gradients on GPUs"
                 raise UnsupportedError.of(problem, shown(tensors[0]), remedy)
+            increment_versions(tensors)
             self._collectives.all_reduce(tensors[0], _MEAN.reduceOp)
 
         return self.queue.run(function, tensors, asynchronous=True)

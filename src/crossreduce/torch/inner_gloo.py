@@ -109,6 +109,8 @@ class InnerGloo:
 def name_of(tensor: Any) -> str:
     """Return a tensor's dtype, and its form if it has one (see ``form_of``), as text. Ranks must agree on both."""
     name, form = NAMES.get(tensor.dtype) or str(tensor.dtype).removeprefix("torch."), form_of(tensor)
+    if form == "sparse_coo" and tensor.dense_dim():  # gloo crashes if ranks differ in this
+        form = f"{form}_{tensor.sparse_dim()}"
     return f"{form.replace(' ', '_')}_{name}" if form else name
 
 

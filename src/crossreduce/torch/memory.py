@@ -6,27 +6,35 @@ Input: CPU tensors. Output: ``ArrayView``.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from itertools import accumulate, combinations, starmap
 from types import SimpleNamespace
 from typing import Any, Final
 
 import numpy as np
 import torch
+from torch.autograd import forward_ad
 
-from ..errors import UnsupportedError
-from ..frameworks.torch.arrays import has_no_memory
+from ..errors import ArgumentError, UnsupportedError
+from ..frameworks.torch.arrays import is_in_mode, is_traced
 from ..ops import DTYPES
 from ..ranks.array_views import ArrayView
 
 NAMES: Final = {getattr(torch, name): name for name in sorted(DTYPES) if hasattr(torch, name)}
 """The names of the dtypes that can be reduced. Tensors of other dtypes can only be moved, as bytes."""
 _STRIDED: Final = torch.strided
+_INTEGERS: Final = {1: torch.uint8, 2: torch.int16}  # by the bytes of an element
+_PROBLEMS: Final = {
+    "quantized": "{} of quantized tensors would move their integers without the scale that gives them a meaning.",
+    "dual": "{} of dual tensors of forward-mode AD would ignore their tangents.",
+}
 _REMEDIES: Final = {
     "quantized": "tensor.dequantize(); or tensor.int_repr(), with the scale and the zero point as further tensors",
     "nested": "tensor.values() and tensor.offsets(), or each of tensor.unbind()",
     "sparse_coo": "tensor.to_dense(), or tensor.indices() and tensor.values(); all_reduce accepts its SUM",
     "sparse_csr": "tensor.to_dense(), or tensor.crow_indices(), tensor.col_indices() and tensor.values()",
+    "dual": "torch.autograd.forward_ad.unpack_dual(tensor), and a call for the primal and one for the tangent",
     "without memory": "a tensor that has memory, outside of torch.func, before its storage is freed",
 }
 
@@ -40,26 +48,35 @@ def form_of(tensor: Any) -> str:
     if tensor.is_quantized:
         return "quantized"
     try:
-        return "without memory" if tensor.is_cpu and has_no_memory(tensor) else ""
+        if tensor.is_cpu and not tensor.data_ptr() and tensor.numel():
+            return "without memory"
     except RuntimeError:  # within torch.func.vmap, for example
         return "without memory"
+    is_dual = forward_ad._current_level >= 0 and forward_ad.unpack_dual(tensor).tangent is not None
+    return "dual" if is_dual else ""
 
 
 def unsupported_form(call: str, tensor: Any) -> UnsupportedError:
     """Return the error for a call with a tensor that has a form (see ``form_of``)."""
     form = form_of(tensor) or type(tensor).__name__  # a class that wraps others, and does not pass on ops
-    problem = f"{call} needs tensors whose values are in their memory, not {form} ones."
-    if form == "quantized":
-        problem = f"{call} of quantized tensors would move their integers without the scale that gives them a meaning."
+    problem = _PROBLEMS.get(form, f"{{}} needs tensors whose values are in their memory, not {form} ones.").format(call)
     given = f"a {type(tensor).__name__} of {str(tensor.dtype).removeprefix('torch.')}, {form}"
     return UnsupportedError.of(problem, given, _REMEDIES.get(form, "tensor.to_dense()"))
 
 
 def require_dense(call: str, tensors: Sequence[Any]) -> None:
-    """Raise ``UnsupportedError`` if a tensor on the CPU has its values elsewhere than in its memory."""
+    """Raise ``UnsupportedError`` if the call is traced, or if a tensor on the CPU has values outside of its memory."""
+    if is_traced():
+        raise traced_error(call)
     for tensor in tensors:
         if tensor.is_cpu and form_of(tensor):
             raise unsupported_form(call, tensor)
+
+
+def traced_error(call: str) -> UnsupportedError:
+    """Return the error for a call of which the trace would have no record."""
+    problem = f"{call} cannot be traced by make_fx or torch.jit.trace: the traced program would not call it."
+    return UnsupportedError.of(problem, "a call in a traced function", "torch.distributed._functional_collectives")
 
 
 def is_plain(tensor: Any) -> bool:
@@ -68,11 +85,11 @@ def is_plain(tensor: Any) -> bool:
 
 
 def memory(tensor: Any) -> ArrayView:
-    """Return the memory of a plain tensor."""
-    name, size = NAMES.get(tensor.dtype), tensor.numel()
+    """Return the memory of a plain tensor. If its dtype is moved as bytes, the last dimension is that of the bytes."""
+    name, size, shape = NAMES.get(tensor.dtype), tensor.numel(), tuple(tensor.shape)
     if name is None:
-        name, size = "uint8", size * tensor.element_size()
-    return ArrayView(tensor.data_ptr(), size, name, tuple(tensor.shape))
+        name, size, shape = "uint8", size * tensor.itemsize, (*shape, tensor.itemsize)
+    return ArrayView(tensor.data_ptr(), size, name, shape)
 
 
 def raw(tensor: Any) -> Any:
@@ -98,18 +115,45 @@ def equal_parts(tensor: Any, n: int) -> list[ArrayView]:
 
 def readable(tensor: Any) -> Any:
     """Return the tensor itself if it is plain, or else a plain copy."""
-    return tensor if is_plain(tensor) else tensor.detach().resolve_conj().resolve_neg().contiguous()
+    if is_plain(tensor):
+        return tensor
+    return _outside_of_modes(
+        lambda: movable(tensor.detach().resolve_conj().resolve_neg()).contiguous().view(tensor.dtype)
+    )
 
 
 def writable(tensor: Any) -> Any:
     """Return the tensor itself if it is plain, or else an uninitialized tensor of its shape, for ``copy_back``."""
-    return tensor if is_plain(tensor) else torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
+    if is_plain(tensor):
+        return tensor
+    return _outside_of_modes(lambda: torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device))
 
 
 def copy_back(tensor: Any, written: Any) -> None:
     """Copy ``written``, which ``writable`` has returned for ``tensor``, into ``tensor``."""
     if written is not tensor:
-        tensor.detach().copy_(written)
+        _outside_of_modes(lambda: movable(tensor.detach()).copy_(movable(written)))
+
+
+def receivable(tensor: Any) -> Any:
+    """Return ``writable(tensor)`` for a message. If elements of the tensor share memory, raise an ``ArgumentError``."""
+    if not is_plain(tensor) and share_memory([tensor]):
+        given = f"shape {tuple(tensor.shape)}, strides {tensor.stride()}"
+        raise ArgumentError.of("elements of the tensor of a recv share memory.", given, "a tensor without repetitions")
+    return writable(tensor)
+
+
+def movable(tensor: Any) -> Any:
+    """Return a view of a tensor in which torch can copy elements, for dtypes such as uint4, of which it cannot."""
+    return tensor if tensor.dtype in NAMES or tensor.is_complex() else tensor.view(_INTEGERS[tensor.itemsize])
+
+
+def _outside_of_modes(function: Callable[[], Any]) -> Any:
+    """Return ``function()``. If modes of this thread would change its operations, another thread calls it."""
+    if not is_in_mode():
+        return function()
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(function).result()
 
 
 def copy_back_all(tensors: Sequence[Any], written: Sequence[Any]) -> None:
@@ -153,7 +197,7 @@ def copy_overlapping(
         start, stop = _extent(source)
         before = bisect_left(starts, stop)  # this many results begin before the source ends
         clear = not before or ends[before - 1] <= start or (same or {}).get(k) == start
-        read.append(source if clear else source.detach().clone())
+        read.append(source if clear else movable(source.detach()).clone().view(source.dtype))
     return read
 
 

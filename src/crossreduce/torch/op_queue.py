@@ -30,6 +30,10 @@ REMEDY: Final = "create the group again: shrink, grow and destroy_process_group 
 _WAIT_S: Final = 0.5  # the longest delay of a signal that arrives just before a wait, see ``Queued.wait``
 
 
+class InMode(Exception):  # noqa: N818 - not an error
+    """A synchronous op raises this, before it has begun, if modes of its thread would change its operations."""
+
+
 class Finished(dist.Work):  # type: ignore[misc]
     """The work of an op that has run. In subclasses the op may be pending, so they override ``wait`` and others."""
 
@@ -275,7 +279,10 @@ class OpQueue:
         if self._pending or not self._inline or self._refusal is not None:
             self._put(function, tensors).wait()
         else:
-            function()
+            try:
+                function()
+            except InMode:
+                self._put(function, tensors).wait()
         return Finished(tensors)
 
     def _put(self, function: Callable[[], None], tensors: Sequence[Any]) -> Queued:

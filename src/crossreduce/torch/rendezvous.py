@@ -132,7 +132,7 @@ def gloo_check(store: Any, rank: int, size: int, global_ranks: Sequence[int]) ->
             return
         look_at = now + _LOOK_S
         gloo: list[int] = []
-        with contextlib.suppress(RuntimeError):  # a lost store, which the caller notices, too
+        with contextlib.suppress(RuntimeError), lost_store_errors(store):  # the caller notices a lost store, too
             looked = itertools.islice(places, min(size, _MOST_LOOKED))
             published = [numbers[place] for place in looked if store.check([f"0/{place}"])]
             if published and not store.check([f"0/{rank}"]):  # else an earlier group of this name may have used gloo

@@ -12,6 +12,7 @@ from itertools import count
 from typing import Any, Final
 
 import torch
+from torch.nn.parameter import is_lazy
 
 from .memory import tensors_in
 
@@ -23,13 +24,14 @@ _LIBRARY: Final = torch.library.Library("crossreduce", "FRAGMENT")
 _NAME: Final = next(name for name in map("unwrap{}".format, count()) if not hasattr(torch.ops.crossreduce, name))
 _LIBRARY.define(_NAME + "(Tensor(a!)[] tensors, int key) -> ()")
 _LIBRARY.impl(_NAME, lambda tensors, key: _CALLS[key](tensors), "CompositeExplicitAutograd")
+_LIBRARY.impl(_NAME, lambda *_: None, "Meta")  # for fake tensors, such as those with which DTensor plans an op
 
 
 def has_wrapper(tensors: Sequence[Any]) -> bool:
-    """Return whether any of the tensors wraps other tensors, so that its class handles ops."""
+    """Return whether any of the tensors wraps other tensors, so that its class handles ops, or is not initialized."""
     if _PLAIN.issuperset(map(type, tensors)):
         return False
-    return any(torch._C._dispatch_keys(tensor).has(torch._C.DispatchKey.Python) for tensor in tensors)
+    return any(torch._C._dispatch_keys(x).has(torch._C.DispatchKey.Python) or is_lazy(x) for x in tensors)
 
 
 def call_unwrapped(function: Callable[..., Any], arguments: Sequence[Any]) -> list[Any]:
@@ -38,17 +40,20 @@ def call_unwrapped(function: Callable[..., Any], arguments: Sequence[Any]) -> li
     The list is empty if their class does not pass the op on, or raises an error before ``function`` is called.
     """
     returned: list[Any] = []
+    given = tensors_in(arguments)
     key = next(_KEYS)
     called = False
 
     def call(tensors: Sequence[Any]) -> None:
         nonlocal called
         called = True
-        returned.append(function(*_replaced(arguments, iter(tensors))))
+        # A class that passes on its own tensors has their values in their memory.
+        inner = [x.as_subclass(torch.Tensor) if has_wrapper([x]) and any(x is y for y in given) else x for x in tensors]
+        returned.append(function(*_replaced(arguments, iter(inner))))
 
     _CALLS[key] = call
     try:
-        getattr(torch.ops.crossreduce, _NAME)(tensors_in(arguments), key)
+        getattr(torch.ops.crossreduce, _NAME)(given, key)
     except Exception:
         if called:
             raise

@@ -141,7 +141,7 @@ def test_files_are_replaced_atomically(tmp_path, monkeypatch, suffix):
     def fails(*args, **kwargs):
         raise OSError("disk full")
 
-    for place in ("matplotlib.figure.Figure.savefig", "pathlib.Path.write_bytes", "pathlib.Path.replace"):
+    for place in ("matplotlib.figure.Figure.savefig", "os.fsync", "pathlib.Path.replace"):
         with monkeypatch.context() as patch:
             patch.setattr(place, fails)
             with pytest.raises(OSError, match="disk full"):

@@ -182,6 +182,18 @@ def test_links_and_fifos_in_a_shared_directory(dump_directory, monkeypatch, has_
     assert sum(problem.endswith("it is not a regular file.") for problem in found.problems) == 2
 
 
+def test_dumps_of_several_users_are_noted(dump_directory, monkeypatch):
+    """In a directory in which others may write, a dump of another user may be forged. So a problem says so."""
+    paths, lstat = [flight_recorder.write(new_dump(rank, history(rank, 3))) for rank in range(2)], Path.lstat
+    fields = [*paths[1].lstat()]
+    fields[4] += 1  # the owner
+    other = os.stat_result(fields, {"st_mtime_ns": 0})
+    monkeypatch.setattr(Path, "lstat", lambda path: other if path == paths[1] else lstat(path))
+    dumps, (problem,) = flight_recorder.read(dump_directory)
+    assert [dump.rank for dump in dumps] == [0, 1]
+    assert problem == f"the files belong to several users ({fields[4] - 1}, {fields[4]}), so some may be forged."
+
+
 def test_a_rank_killed_while_it_writes_leaves_no_partial_dump(dump_directory, monkeypatch):
     """A file gets the name of a dump only when it is complete."""
     link, linked = Path.hardlink_to, []
@@ -206,6 +218,35 @@ def test_a_broken_file_is_a_problem(dump_directory):
         (found,), (problem,) = flight_recorder.read(dump_directory)
         assert found == dump
         assert problem.startswith("rank1.json cannot be read: it")
+    os.truncate(dump_directory / "rank1.json", 1 << 40)
+    assert flight_recorder.read(dump_directory).problems == (
+        "rank1.json cannot be read: it has more than 67108864 bytes.",
+    )
+
+
+def test_the_newest_dumps_of_a_large_directory_are_read(dump_directory, monkeypatch):
+    """A limited number of bytes is read of a directory, the newest files first, and a problem says so. Files that are
+    too large take no room. Files with more calls of a rank than ranks record are not read. Long texts are cut."""
+    for rank in range(4):
+        path = flight_recorder.write(new_dump(rank, history(rank, 3))._replace(cause="x" * 20_000))
+        os.utime(path, (1000 + rank,) * 2)
+    for name in ("rank7.json", "rank8.json"):
+        (dump_directory / name).touch()
+        os.truncate(dump_directory / name, 1 << 40)
+    many = new_dump(9, history(9, 3), hosts=((9,),))
+    flight_recorder.write(many._replace(histories=(many.histories[0]._replace(ops=many.histories[0].ops * 30),)))
+    limit = (
+        3 * (path.stat().st_size + 1000)
+        + (dump_directory / "rank9.json").stat().st_size
+        + 6 * flight_recorder._PER_FILE
+    )
+    monkeypatch.setattr(flight_recorder, "_MOST_READ", limit)
+    dumps, problems = flight_recorder.read(dump_directory)
+    assert [dump.rank for dump in dumps] == [1, 2, 3]
+    assert {len(dump.cause) for dump in dumps} == {10_000}
+    assert problems[0] == "the oldest 1 of 7 dumps are left out: 0 MiB of a directory are read at most."
+    assert problems[1:3] == tuple(f"rank{k}.json cannot be read: it has more than 67108864 bytes." for k in (7, 8))
+    assert problems[3] == "rank9.json cannot be read: it has more than 64 calls of one rank."
 
 
 @pytest.mark.parametrize(("field", "value"), [
@@ -214,7 +255,8 @@ def test_a_broken_file_is_a_problem(dump_directory):
     ("hosts", "0-3x0"), ("hosts", "0-3x2"), ("hosts", "0-1x2x2"), ("hosts", "0-99x9999999"), ("hosts", "0-1x1,3"),
     ("histories", [3]), ("histories", [{"rank": 0, "ops": [{"sequence": 1}]}]), ("histories", [{"rank": [0]}]),
     ("histories", [{"rank": 0, "ops": ["1 2 3"]}]), ("histories", [{"rank": 0, "ops": ["1 nan - x"]}]),
-    ("threads", {}), ("threads", [{"name": "x", "stack": [{"file": "f", "line": -1, "function": "g", "code": ""}]}]),
+    ("hosts", "0-999999"), ("threads", {}),
+    ("threads", [{"name": "x", "stack": [{"file": "f", "line": -1, "function": "g", "code": ""}]}]),
     ("now_s", None), pytest.param("now_s", 10**400, id="now_s-huge"), ("now_s", math.nan), ("now_s", -math.inf),
 ])  # fmt: skip
 def test_a_malformed_field_is_a_problem(dump_directory, field, value):

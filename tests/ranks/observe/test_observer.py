@@ -6,12 +6,15 @@ import io
 import json
 import mmap
 import os
+from pathlib import Path
 
 import pytest
 from ranks import ranks
 
 from crossreduce import kernels
 from crossreduce.cli import main
+from crossreduce.errors import decoded
+from crossreduce.observe.liveness import is_stopped
 from crossreduce.observe.observer import Observer
 
 
@@ -100,6 +103,43 @@ def test_a_cause_is_not_longer_than_its_memory(described):
     os.pwrite(fd, (1).to_bytes(4, "little") + b"\xff" * 4 + b"the cause", 0)
     cause = kernels.native().Observer(fd).cause()
     assert cause.rstrip(b"\0") == b"the cause"
+
+
+@pytest.mark.parametrize(
+    ("cause", "line"),
+    [
+        (b"[" * 2000, "a rank has ended the group without a valid reason."),
+        (b'["PeerLostError", [3], ""]', ""),
+        (b'["PeerLostError", [3], "\\u001b[2Jlost\\u009b1m\\nall is well"]', "?[2Jlost?1m"),
+    ],
+)
+def test_any_cause_is_shown(described, cause, line):
+    """If a group's memory has a cause that no rank can have written, an empty one, or one with control characters, the
+    view of the group has one line about it, without control characters."""
+    fd, offset = described
+    os.pwrite(fd, len(text := b'{"name": "hostile"}').to_bytes(4, "little") + text, offset + 12)
+    os.pwrite(fd, (1).to_bytes(4, "little") + len(cause).to_bytes(4, "little") + cause, 0)
+    shown = [each for each in observed(fd, lambda: top("--group", "hostile")).splitlines() if "broken" in each]
+    assert [each.rstrip() for each in shown] == [f"all ranks have ended; broken: {line}".rstrip()]
+
+
+@pytest.mark.parametrize("cause", [
+    b"junk", b"\xff\xfe", b"[[], 7, {}]", b'["Nope", [], "x"]', b'["json", [], "x"]', b'["Self", [], "x"]',
+    b'["PeerLostError", 7, 9]', b'["PeerLostError", ["a"], "x"]', b'["PeerLostError", [1], [1]]',
+])  # fmt: skip
+def test_an_invalid_cause_is_an_error_of_the_library(cause):
+    """A cause that no rank can have written becomes an error that says so, in ranks and in observers."""
+    assert str(decoded(cause)).startswith("a rank has ended the group without a valid reason.\n  given: b")
+
+
+def test_the_name_of_a_process_may_be_no_text():
+    """The state of a process is found also if its name is cut within a character, as Linux does after 15 bytes."""
+
+    def rank(_):
+        Path("/proc/self/comm").write_bytes("fünfzehn Zeicü".encode()[:15])
+        return is_stopped(os.getpid())
+
+    assert ranks(1, rank) == [False]
 
 
 def test_a_group_of_another_version_is_reported(described):

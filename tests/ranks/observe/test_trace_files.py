@@ -14,7 +14,7 @@ from traced_ranks import CALLS, copied, only_group
 
 from crossreduce import Topology
 from crossreduce.observe.traces import calls as trace_calls
-from crossreduce.observe.traces import recording
+from crossreduce.observe.traces import clocks, recording
 from crossreduce.observe.traces.calls import CallPart, read_directory
 from crossreduce.observe.traces.clocks import ClockShift, align
 from crossreduce.observe.traces.format import RECORD, Facts, Phase, needed_nbytes, read_trace
@@ -74,6 +74,10 @@ def test_corrupt_sizes_need_no_memory(of_two, tmp_path):
         second.write_bytes(data)
         with pytest.raises(ValueError, match="header is malformed"):
             read_trace(second)
+    struct.pack_into("=4Q", data, 16, 1000, 1 << 25, 1 << 24, 5)  # 16 MiB of texts
+    second.write_bytes(data + bytes(1 << 25))
+    with pytest.raises(ValueError, match="header is malformed"):
+        read_trace(second)
     os.truncate(first, 0)
     os.truncate(first, 40 << 30)  # 40 GiB of zeros
     with pytest.raises(ValueError, match="not a trace"):
@@ -187,8 +191,10 @@ def shifted(folder, target, clock, add_ns, ranks_):
     return target
 
 
-def test_clocks_of_hosts_are_aligned(of_hosts, tmp_path, trace):
-    """If the second host has another clock, the difference is computed from the calls within the stated error."""
+def test_clocks_of_hosts_are_aligned(of_hosts, tmp_path, trace, monkeypatch):
+    """If the second host has another clock, the difference is computed from the calls within the stated error, also if
+    not every two hosts are compared."""
+    monkeypatch.setattr(clocks, "_MOST_COMPARED", 1)
     add = 123_456_789_012
     group, _ = only_group(shifted(of_hosts, tmp_path / "shifted", "another", add, (3, 4)))
     shifts = align([group])

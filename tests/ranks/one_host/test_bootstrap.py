@@ -189,6 +189,16 @@ def test_memory_of_another_user_or_of_a_wrong_size_is_not_used(sockets, monkeypa
         assert sorted(Path("/proc/self/fd").iterdir()) == before
 
 
+def test_memory_that_its_owner_can_make_smaller_is_not_used(sockets):
+    """Memory without a seal is not used: its owner could cut it, and the system would then end this rank's process."""
+    sender, receiver, name, _ = sockets
+    with os.fdopen(os.memfd_create("test", os.MFD_ALLOW_SEALING)) as memory:
+        os.ftruncate(memory.fileno(), 4096)
+        bootstrap._send(sender, memory.fileno(), [name])
+        with pytest.raises(OSError, match="make it smaller"):
+            bootstrap._receive_memory(receiver, 4096)
+
+
 def test_hosts_are_in_the_order_of_their_lowest_ranks():
     """Each rank is on one host. The ranks of a host ascend, and hosts are sorted by their lowest ranks. Ranks of
     different users are on different hosts."""

@@ -7,13 +7,16 @@ import pytest
 from simulated_hosts import SimulatedHosts
 
 from crossreduce.errors import CollectiveTimeout, ExcludedError, PeerLostError
+from crossreduce.observe.diagnostics import CallSignature
 from crossreduce.ranks.agreement.agreement import Agreements, _Speaker
 from crossreduce.ranks.agreement.lost_ranks import Reach, Watch
 from crossreduce.ranks.connections.peer_requests import Ended, Place
-from crossreduce.ranks.connections.peers import PeerInfo
+from crossreduce.ranks.connections.peers import Membership, PeerInfo
 from crossreduce.ranks.connections.rendezvous import StoreRendezvous
 from crossreduce.ranks.connections.repeated_request import SILENT_S, RepeatedRequest
 from crossreduce.ranks.failures.abort import names_owner
+from crossreduce.ranks.failures.failure_detector import FailureDetector
+from crossreduce.ranks.failures.peer_errors import PeerDisconnected
 from crossreduce.ranks.intra_host.registers import Decision
 from crossreduce.ranks.survival import formation
 from crossreduce.ranks.survival.formation import GroupFormation, Settings
@@ -55,7 +58,7 @@ class Answering:
             host_of=lambda rank: rank, hosts=((0,), (1,), (2,)), own_host=0, registers=self.registers, token="",
             others={rank: self.simulated.process(rank) for rank in (1, 2)}, rank=0, number=0,
             request=lambda what, number, **content: {"what": what, **content}, status=lambda *_: arrived(0),
-            relays=lambda *_: [],
+            relays=lambda *_: [], departures=SimpleNamespace(have_left=lambda *_: False),
         )  # fmt: skip
         self.group.inquiry = partial(Agreements.inquiry, self.group)
         self.speaker = _Speaker(self.group, number=1, electors=(0, 1, 2), timeout_s=10.0)
@@ -100,7 +103,7 @@ def test_a_vote_does_not_wait_for_hosts_beyond_a_quorum(monkeypatch, phases):
     assert case.simulated.now < 0.1
     alone = Answering(monkeypatch, lambda *_: None)
     alone.speaker._weights, alone.speaker._round = {0: 2, 1: 1}, len(phases) - 1
-    assert alone.speaker._vote(Decision((0,), 1, True, 5), alone.group.inquiry([], (), {}))
+    assert alone.speaker._vote(Decision((0,), 1, True, 5), alone.group.inquiry([1, 2], (), {}))
     assert not alone.asked
 
 
@@ -177,12 +180,12 @@ def test_ranks_of_the_host_that_are_late_are_looked_at_rarely(monkeypatch):
     assert case.simulated.now < arrives_s + 0.02
 
 
-@pytest.mark.parametrize("proved_at", [3.0, None])
-def test_hosts_that_may_have_gone_on_are_not_counted_as_ended(monkeypatch, proved_at):
+@pytest.mark.parametrize(("proved_at", "answer"), [(3.0, Ended), (3.0, None), (None, Ended), (None, None)])
+def test_hosts_that_may_have_gone_on_are_not_counted_as_ended(monkeypatch, proved_at, answer):
     """If all ranks of a host have ended, but may have gone on with a decision before, a speaker without a quorum waits
-    for a proof, here until 3 s, and holds no ballot. Without one, it raises an error after 10 s."""
+    for a proof, here until 3 s. Without one, it raises an error after 10 s. The same holds if the host is silent."""
     case = Answering(monkeypatch, lambda *_: None)
-    case.simulated.behaviour = lambda *_: (0.001, Ended)
+    case.simulated.behaviour = lambda *_: (0.001, answer)
     proves = lambda *_: proved_at is not None and case.simulated.now >= proved_at  # noqa: E731
     case.group.departures = SimpleNamespace(have_left=proves)
     case.group.no_quorum = lambda *_: ExcludedError("no quorum")
@@ -297,6 +300,24 @@ def test_reading_the_reason_of_an_abort_does_not_wait_long_for_a_silent_store():
 def test_the_store_of_a_lost_rank_is_not_asked(error, owner, lost):
     """A ``PeerLostError`` with the global number of the rank that serves the store says that the store is lost."""
     assert names_owner(error, owner, global_ranks=(4, 5)) is lost
+
+
+@pytest.mark.parametrize(
+    ("rank", "why", "text"),
+    [
+        (0, "its host has not answered for 120 s", "rank 0 died or left during op 3, barrier"),
+        (1, "Connection timed out", "ranks 0, 1 died or left during op 3, barrier"),
+        (0, "it has closed the connection", "rank 0 did not complete op 3, barrier"),
+        (1, "Connection reset by peer", "rank 0 did not complete op 3, barrier"),
+    ],
+)
+def test_a_host_that_vanishes_with_the_store_is_lost(rank, why, text):
+    """If the host of the store has not answered for two minutes, the error does not say that the timeout has passed."""
+    peer = PeerInfo(1, "a", "", Place((), 1, ""), Offer("tcp", "tcp", ""))
+    members = Membership("world", 2, (0, 1, 2), ((0,), (1,), (2,)), (peer,) * 3)
+    memory = SimpleNamespace(last_call=lambda _: CallSignature(3, "barrier"))
+    detector = FailureDetector(members, memory, SimpleNamespace(owner=0), None, 1800.0)
+    assert text in str(detector._unreachable_error(PeerDisconnected(rank, why), timed_out=True))
 
 
 class Relaying:

@@ -19,9 +19,13 @@ def test_all_runs_have_the_properties(name):
     assert Model(scenario).check() == states
 
 
-@pytest.mark.parametrize("hosts", [(4,), (2, 2), (3, 1), (1, 1), (1, 1, 1), (2, 1, 1), (1, 1, 1, 1)], ids=str)
-def test_random_runs_have_the_properties(hosts):
-    """Long random runs with many ballots, two agreements, and late or dying ranks have the properties, too."""
+HOSTS = [(4,), (2, 2), (3, 1), (1, 2), (1, 1), (1, 1, 1), (2, 1, 1), (2, 1, 2), (1, 1, 1, 1)]
+
+
+@pytest.mark.parametrize("numbers", [2, 3])
+@pytest.mark.parametrize("hosts", HOSTS, ids=str)
+def test_random_runs_have_the_properties(hosts, numbers):
+    """Long random runs with many ballots, some agreements, and late or dying ranks have the properties, too."""
     size = sum(hosts)
-    events = {"most": 9, "crashes": size - 1, "late": (size - 1,), "numbers": 2, "proposals": "any"}
+    events = {"most": 9, "crashes": size - 1, "late": (size - 1,), "numbers": numbers, "proposals": "any"}
     Model(Scenario(hosts, rounds(range(size), 3), **events)).wander(Random(0), walks=count(150), length=120)

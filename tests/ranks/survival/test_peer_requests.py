@@ -19,6 +19,7 @@ from crossreduce.ranks.connections.channel import AuthenticatedChannel
 from crossreduce.ranks.connections.peer_requests import Ended, Peer, Successor
 from crossreduce.ranks.connections.store import StoreClient
 from crossreduce.ranks.intra_host.registers import Decision
+from crossreduce.ranks.survival import formation
 from crossreduce.ranks.survival.formation import GroupFormation, Settings
 from crossreduce.ranks.transports.strangers import MOST_UNKNOWN
 
@@ -110,10 +111,18 @@ def test_a_program_that_sends_slowly_is_not_waited_for(place, monkeypatch):
         assert time.monotonic() < deadline
 
 
-@pytest.mark.parametrize("answer", ["random", "reflected", "recorded"])
+def passed_on(port, hello):
+    """Return the answer of the process at a port to a hello."""
+    with socket.create_connection(("127.0.0.1", port), 5) as other:
+        other.sendall(hello)
+        return other.recv(32, socket.MSG_WAITALL)
+
+
+@pytest.mark.parametrize("answer", ["random", "reflected", "recorded", "passed on"])
 def test_nothing_is_sent_to_a_program_that_does_not_know_the_key(place, answer):
-    """No request is sent to a program that listens in place of an ended process: it gets a hello of
-    32 bytes. Its proof is random, or consists of the received bytes, or was recorded from the process."""
+    """No request is sent to a program that listens in place of an ended process: it gets a hello of 32 bytes. Its proof
+    is random, or consists of the received bytes, or was recorded from the process, or is what the process answers when
+    the program passes the hello on. (If that worked, the end of the program would count as that of the process.)"""
     with socket.create_connection(("127.0.0.1", place.port), 5) as recorder:
         recorder.sendall(bytes(16) + channel._hello_proof(bytes.fromhex(place.key), bytes(16)))
         recorded = recorder.recv(32, socket.MSG_WAITALL)
@@ -124,7 +133,8 @@ def test_nothing_is_sent_to_a_program_that_does_not_know_the_key(place, answer):
             made, _ = imposter.accept()
             with made:
                 got.append(made.recv(1000))
-                made.sendall({"random": os.urandom(32), "reflected": got[0], "recorded": recorded}[answer])
+                answers = {"random": os.urandom(32), "reflected": got[0], "recorded": recorded}
+                made.sendall(answers[answer] if answer in answers else passed_on(place.port, got[0]))
                 while part := made.recv(1000):
                     got.append(part)
 
@@ -166,6 +176,20 @@ def test_requests_that_were_recorded_are_not_executed_again():
     assert served.add("number", 0) == 2
     assert served.refused == 1
     served.close()
+
+
+def test_a_connection_belongs_to_one_store(place):
+    """A process that forms groups serves a store for each. A connection to one cannot be led to another one, nor to the
+    requests of the process."""
+    with ExitStack() as stack:
+        served = StoreClient(formation._store_key(place, LATEST, 1))
+        stack.callback(served.close)
+        for token, number, port in (LATEST, 2, served.port), ("second", 1, served.port), (LATEST, 1, place.port):
+            with socket.create_connection(("127.0.0.1", port), 5) as connection:
+                client = StoreClient(formation._store_key(place, token, number), connection=connection)
+                with pytest.raises(RuntimeError, match="Lost"):
+                    client.set("key", b"value")
+        assert served.num_keys() == 0
 
 
 def test_a_proof_belongs_to_one_message():
@@ -226,11 +250,11 @@ def test_a_direct_answer_counts_more_than_a_relayed_one_that_began_before_it(pla
     """If a link is only slow, both a direct and a relayed answer arrive. Then no relay is stored."""
     target, answer, direct = Peer(place, rank=2), Peer._ask_at, []
 
-    def late(peer, *arguments):
+    def late(peer, *arguments, **options):
         if not direct:  # this is the relayed request
             direct.append(True)
             assert peer.ask(LATEST, {"what": "join"}, 5) == {"heard": "join"}
-        return answer(peer, *arguments)
+        return answer(peer, *arguments, **options)
 
     monkeypatch.setattr(Peer, "_ask_at", late)
     assert through(relay[0], target) == {"heard": "join"}

@@ -1,12 +1,10 @@
 """NumPy arrays in groups of crossreduce.processes: the collectives, and groups that continue after failures."""
 
-import _thread
 import logging
 import re
-import resource
+import signal
 import threading
 import time
-from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -226,6 +224,7 @@ def test_a_rank_that_computes_for_long_is_waited_for(address):
         assert (result, members) == (30, (0, 1))
         (text,) = messages
         assert text.startswith("a step has failed, and is repeated by ranks 0, 1 of the earlier group: rank 2 died")
+        assert "call shrink" not in text
 
 
 @pytest.mark.parametrize(
@@ -286,56 +285,58 @@ def test_a_rank_that_cannot_open_a_socket_in_shrink(address):
     assert isinstance(second, ReductionError)
 
 
-def fails_slowly(rendezvous, address):
+def fails_slowly(rendezvous, address, is_lost):
     group, tries = joined(rendezvous, address), []
+    decide, calls = group.communicator.decide, iter(range(9))
 
     def serve(*arguments, **options):
-        if len(arguments) == 1:
-            tries.append(time.sleep(0.3))
+        if len(arguments) == 1 and not (is_lost and (tries or rendezvous.rank)):
+            tries.append(time.sleep(1.1 if is_lost else 0.3))
             raise NO_SOCKET
         return StoreClient(*arguments, **options)
 
+    def dies_before_the_second_attempt(*arguments):
+        return decide(*arguments) if next(calls) < 2 else die()
+
     rank_group.KIND = GroupKind("NumPy ranks", serve, rank_group.make_group)
+    if is_lost:
+        group.communicator.decide = dies_before_the_second_attempt if rendezvous.rank == 2 else decide
+        return summed(group.shrink(timeout_s=1))
     with pytest.raises(ReductionError, match="again"):
         group.shrink(timeout_s=1)
     return len(tries)
 
 
 def test_failures_that_take_long_are_not_repeated_beyond_the_timeout(address):
-    """If forming a group fails slowly, and no rank is lost meanwhile, all ranks stop when the timeout has passed."""
-    assert ranks(2, fails_slowly, address) in ([1, 0], [2, 0], [3, 0])
+    """If forming a group fails slowly, and no rank is lost meanwhile, all ranks stop when the timeout has passed. If a
+    rank is lost, the others form the group without it."""
+    assert ranks(2, fails_slowly, address, False) in ([1, 0], [2, 0], [3, 0])
+    assert ranks(3, fails_slowly, f"127.0.0.1:{free_port()}", True, check=False)[:2] == [30, 30]
 
 
-def lacks_in_shrink(rendezvous, address, kind, used):
+def connects_late(rendezvous, address):
     group = joined(rendezvous, address)
-    if group.rank == 2:
+    group.communicator.timeout_s = 0.5
+    if rendezvous.rank == 1:
         die()
-    if group.rank == 0:
-        resource.setrlimit(kind, (used(), resource.getrlimit(kind)[1]))
-        held = threading.Lock()
-        held.acquire()
-        with suppress(RuntimeError):  # use up the stacks of ended threads, which the C library keeps
-            while kind == resource.RLIMIT_AS:
-                _thread.start_new_thread(held.acquire, ())
-    try:
-        group.shrink(timeout_s=3)
-    except ReductionError as error:
-        resource.setrlimit(kind, (resource.getrlimit(kind)[1],) * 2)
-        return type(error), str(error)
+
+    def fails_late(*_, **__):
+        time.sleep(0.8)
+        raise NO_SOCKET
+
+    serve = fails_late if rendezvous.rank else StoreClient
+    rank_group.KIND = GroupKind("NumPy ranks", serve, rank_group.make_group)
+    with pytest.raises(ReductionError) as caught:
+        group.shrink(timeout_s=1)
+    return caught.type, str(caught.value), getattr(caught.value, "ranks", None)
 
 
-@pytest.mark.parametrize(("kind", "used", "reason"), [
-    (resource.RLIMIT_NOFILE, lambda: len([*Path("/proc/self/fd").iterdir()]) - 1, "Too many open files"),
-    (resource.RLIMIT_AS, lambda: int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize(),
-     "Cannot allocate memory|can't start new thread|not enough memory"),
-], ids=["files", "memory"])  # fmt: skip
-def test_a_rank_without_resources_says_so(address, kind, used, reason):
-    """If a rank has no file descriptors or no memory left, the error of its ``shrink`` says so. Other ranks name no
-    rank as lost, since this one lives."""
-    (_, first), (other, second), _ = ranks(3, lacks_in_shrink, address, kind, used, check=False)
-    assert re.search(reason, first), first
-    assert other is ReductionError
-    assert re.search(f"{reason}|read the error", second), second
+def test_errors_of_forming_a_group_name_ranks_of_the_earlier_group(address):
+    """If a rank does not come when a group is formed, the error has its number in the group that the caller has."""
+    (kind, text, late), *_ = ranks(3, connects_late, address, check=False)
+    assert (kind, late) == (CollectiveTimeout, (2,))
+    assert "rank 1 did not reach" in text
+    assert "It has ranks 0, 2 of this group, in this order" in text
 
 
 def test_ctrl_c_while_a_group_is_formed(address):
@@ -343,6 +344,23 @@ def test_ctrl_c_while_a_group_is_formed(address):
     first, second = ranks(2, shrinks_with_failures, address, KeyboardInterrupt(), 1, 600, check=False)
     assert isinstance(first, KeyboardInterrupt)
     assert second == 10
+
+
+def closes_in_shrink(rendezvous, address):
+    group = joined(rendezvous, address)
+    if rendezvous.rank == 1:
+        time.sleep(1)
+        return
+    signal.signal(signal.SIGALRM, lambda *_: group.close())
+    signal.setitimer(signal.ITIMER_REAL, 0.3)
+    with pytest.raises(ContextError, match='group "world" is closed'):
+        group.shrink()
+
+
+@pytest.mark.parametrize("hosts", ["aa", "ab"])
+def test_a_signal_handler_closes_a_group_in_shrink(address, hosts):
+    """If a group is closed while this rank waits in shrink, shrink raises an error that says so."""
+    ranks(2, closes_in_shrink, address, environment=[{"CROSSREDUCE_HOST": host} for host in hosts])
 
 
 def agrees_in_two_threads(rendezvous, address):

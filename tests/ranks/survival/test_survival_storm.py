@@ -336,3 +336,24 @@ def test_a_host_whose_link_returns_when_the_others_have_ended_is_excluded(tmp_pa
     environment = [{"GLOO_SOCKET_IFNAME": "link0"}] * count
     found = ranks(count, outlasted, kind, place, holders, tmp_path, begun=disturb, environment=environment)
     assert found == ["done"] * (count - 1) + ["excluded"]
+
+
+@pytest.mark.system
+@hosts(2)
+@KINDS
+def test_a_host_that_is_silent_after_its_ranks_have_ended_delays_nobody(tmp_path, bed, kind):
+    """If the ranks of the first host end, and then it loses its power, the others know that its ranks have ended, and
+    continue, although they are only half of the ranks."""
+    count = len(bed.addresses)
+
+    def disturb(pids):
+        wait_until(lambda: all((tmp_path / f"ready{rank}").exists() for rank in range(count)), "the ranks do not begin")
+        os.kill(pids[0], signal.SIGKILL)
+        wait_until(lambda: is_down(pids[0]), "rank 0 does not end")
+        time.sleep(0.1)  # the ends of its connections arrive
+        bed.isolate(0)
+
+    place, holders = f"{bed.addresses[0]}:29891", [each.pid for each in bed.holders]
+    environment = [{"GLOO_SOCKET_IFNAME": "link0"}] * count
+    found = ranks(count, outlasted, kind, place, holders, tmp_path, begun=disturb, environment=environment, check=False)
+    assert found[1:] == ["done"] * (count - 1)

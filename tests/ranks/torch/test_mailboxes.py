@@ -2,6 +2,7 @@
 
 import ctypes
 import os
+import struct
 import time
 import weakref
 
@@ -88,4 +89,23 @@ def test_a_withdrawn_message_is_not_written(reads):
     for call in (lambda: second.wait(number, 0.0), lambda: second.send(0, 3, *new.arguments)):
         with pytest.raises(ValueError, match="closed"):
             call()
+    os.close(fd)
+
+
+@pytest.mark.parametrize("length", [100, 1 << 20, 2**32 - 1])
+def test_a_length_that_no_rank_has_written_is_not_used(length):
+    """If a record is longer than what was written, nothing beyond it is read, and no message arrives."""
+    native, data, got = kernels.native(), Memory(8, 3), Memory(8, 1)
+    fd = os.memfd_create("test")
+    os.ftruncate(fd, nbytes := native.Mailboxes.nbytes(2))
+    first, second = (native.Mailboxes(fd, 0, rank, 2, 0.0, True) for rank in (0, 1))
+    assert first.send(1, 5, *data.arguments) == 0
+    at = os.pread(fd, nbytes, 0).find(struct.pack("<IIqQ", 0, 8, 5, 0))
+    os.pwrite(fd, length.to_bytes(4, "little"), at + 4)
+    number = second.receive(0, 5, *got.arguments)
+    assert second.wait(number, 0.01) == -1
+    assert second.withdraw(number) is True
+    assert got.buffer.raw == bytes([1]) * 8
+    first.close()
+    second.close()
     os.close(fd)

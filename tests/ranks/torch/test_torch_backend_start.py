@@ -1,5 +1,6 @@
 """If a group of the torch backend cannot be formed, all ranks soon raise an error that names the faulty rank."""
 
+import errno
 import os
 import random
 import re
@@ -266,6 +267,13 @@ def few_files():
     bootstrap._sender = fails
 
 
+def few_threads():
+    def fails(*_args, **_options):
+        raise RuntimeError(os.strerror(errno.EAGAIN))  # this is what std::thread raises
+
+    dist.ProcessGroupGloo = fails
+
+
 def no_interface():
     os.environ["GLOO_SOCKET_IFNAME"] = "missing0"
 
@@ -280,8 +288,9 @@ FAULTS = [
     (no_kernels, "file", BackendError, r"rank {}: ranks need the compiled kernels\."),
     (small_files, "tcp", ReductionError, r"rank {}: memory could not be allocated\."),
     (little_space, "tcp", ReductionError, r"rank {}: memory could not .*File too large\n  try:   ulimit -f unlimited"),
-    (few_files, "file", ReductionError, r"rank {} cannot join the group\.\n  given: OSError: \[Errno 24\] Too many"),
-    (no_interface, "tcp", ReductionError, r"the ranks could not connect to each other\.\n  given: rank {}: "),
+    (few_files, "file", ReductionError, r"rank {} cannot join the group\.\n.* OSError: .*\n  try:   more open"),
+    (few_threads, "tcp", ReductionError, r"the ranks could not .*: rank {}: Runtime.* unav.*\n  try:   more open"),
+    (no_interface, "tcp", ReductionError, r"the ranks could not connect to.*: rank {}: .*\n  try:   a net"),
 ]  # fmt: skip
 
 
@@ -333,7 +342,10 @@ def connections(port):
     return {each for each in rendezvous._sockets().values() if (rendezvous._peer(each) or (0, 0))[1] == port}
 
 
-def many_groups(member, port):
+def many_groups(member, port, name):
+    if name:
+        socket.gethostname = lambda: name
+        gloo._address_of_name.cache_clear()  # of the process that has started this one
     begin(member, port, 60.0)
     hosts, real = [], c10d.ProcessGroupGloo
     device = lambda **place: hosts.append(place["hostname"]) or real.create_device(**place)  # noqa: E731
@@ -348,10 +360,12 @@ def many_groups(member, port):
 
 
 @pytest.mark.parametrize("place", ["tcp"], indirect=True)
-def test_names_are_resolved_only_for_the_first_group(place):
+@pytest.mark.parametrize("name", ["", "a" * 64])
+def test_names_are_resolved_only_for_the_first_group(place, name):
     """Later groups of a process use its connection to the store and the address of its host. They connect to nothing by
-    a name: if no name server answers, each look-up takes seconds, while the other ranks wait."""
-    for kept, hosts in ranks(2, many_groups, place):
+    a name: if no name server answers, each look-up takes seconds, while the other ranks wait. A host may have a name of
+    64 bytes, which Python cannot look up."""
+    for kept, hosts in ranks(2, many_groups, place, name):
         assert kept
         assert len(hosts) == 3
         assert all(ip_address(host) for host in hosts)

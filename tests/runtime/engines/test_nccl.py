@@ -130,6 +130,8 @@ def test_batches_are_one_group(cuda, torch_):
             check(torch_, result, op, xs, names(devices), value if where != "in place" else ())
             assert given is None or all(x is y for x, y in zip(result, given, strict=True))
             assert where == "in place" or unchanged(torch_, value, xs)
+        if out is None and op == "sum":  # the new results of a replica share memory, which nothing fills
+            assert len({result[1].untyped_storage().data_ptr() for result in found if result[1].numel()}) == 1
         if out is not None:
             assert all(x._version > old for x, old in zip((x for v in out for x in v), versions, strict=True))
 
@@ -208,6 +210,23 @@ def test_each_error(cuda, torch_):
         check(torch_, NCCL.reduce("sum", value, to), "sum", xs, to.devices, value)
         nccl_library.library().close()
         cuda.called()
+
+
+def test_communicators_that_do_not_block(cuda, torch_, monkeypatch):
+    """If a communicator is still in progress, a call waits for it, and raises an error when that takes too long."""
+    value = put(cuda, torch_, xs := small("float32", (10,), 3), (0, 1, 2))
+    for polls in (1, 5):
+        cuda.fake.fake_polls(polls)
+        for _ in range(2):
+            check(torch_, NCCL.reduce("sum", value, value), "sum", xs, names((0, 1, 2)), value)
+        assert cuda.called().count("ncclCommGetAsyncError") >= 2 * polls
+    cuda.fake.fake_polls(1 << 30)
+    monkeypatch.setattr(nccl_library, "TIMEOUT_S", 0.05)
+    for function in ("ncclGroupEnd", "ncclCommInitAll"):  # the second call makes new communicators
+        with pytest.raises(cr.BackendError, match=rf"NCCL did not end {function} on cuda:0\.\n  given: 0.05 s"):
+            NCCL.reduce("sum", value, value)
+        assert cuda.fake.fake_live() == 0
+    assert unchanged(torch_, value, xs)
 
 
 def test_each_reason_is_logged_once(cuda, torch_, caplog, monkeypatch):

@@ -166,20 +166,40 @@ for name, text in {cases[first : first + 50]!r}:
 
 
 @linux
+def test_closed_standard_streams():
+    """If the standard streams are closed, what is printed there changes no memory or connection of ranks."""
+    code = f"""{BEGIN}
+def printed():
+    os.closerange(0, 3)
+    with crossreduce.processes.join(0, 1, "127.0.0.1:0") as ranks:
+        for stream in range(3):
+            os.write(stream, bytes(10000))
+        assert (ranks.all_reduce(np.ones(3)) == 1).all()
+
+check("closed", printed)
+"""
+    done = run_python(code)
+    assert (done.stdout, done.returncode) == ("", 0), done.stderr
+
+
+@linux
 @pytest.mark.parametrize("first", ["small", "large", "exact", "strategy", "group"])
 def test_little_memory(first):
-    """With little address space left, calls return right sums, or raise errors: the process does not end."""
+    """With little address space, or memory for data, left, calls return right sums, or raise errors: the process does
+    not end, and waits for no thread that could not start."""
     code = f"""{BEGIN}
-def limited(left):
-    with open("/proc/self/statm") as pages:
-        now = int(pages.read().split()[0]) * resource.getpagesize()
-    resource.setrlimit(resource.RLIMIT_AS, (now + left, now + left))
+def limited(kind, left):
+    name = "VmSize:" if kind == resource.RLIMIT_AS else "VmData:"
+    with open("/proc/self/status") as lines:
+        now = next(int(line.split()[1]) << 10 for line in lines if line.startswith(name))
+    resource.setrlimit(kind, (now + left, now + left))
 
 calls = (small, large, exact, strategy, group)
 for call in calls:  # so that all modules are imported: other libraries cannot be imported without memory
     call()
 for left in range(0, 64 << 20, {1 << 20 if SHARE == 1 else 32 << 20}):
-    check((left, {first}), lambda: limited(left), {first}, *calls)
+    for kind in (resource.RLIMIT_AS, resource.RLIMIT_DATA):
+        check((kind, left, {first}), lambda: limited(kind, left), {first}, *calls)
 """
     done = run_python(code)
     assert (done.stdout, done.returncode) == ("", 0), done.stderr[-2000:]

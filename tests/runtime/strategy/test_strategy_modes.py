@@ -5,6 +5,7 @@ from contextlib import nullcontext
 import numpy as np
 import pytest
 import torch
+from engine_runs import kernel_launches
 from expect import digits
 
 import crossreduce as cr
@@ -178,6 +179,8 @@ def test_replicas_on_one_gpu(torch_):
 
     with pytest.raises(cr.UnsupportedError, match="replicas that share an accelerator cannot compute gradients"):
         strategy.run(lambda model: context().all_reduce("sum", model.weight), args=(model,))
+    launches = kernel_launches()
     weights, count = strategy.run(step, args=(model, batch))
+    assert kernel_launches() > launches, "the kernels of the CUDA engine did not run"
     assert [w.tolist() for w in weights] == [[[18, 22, 26]]] * 3
     assert count.values == (4.0,) * 3

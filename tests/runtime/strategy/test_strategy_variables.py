@@ -114,6 +114,11 @@ def test_values_that_are_components_of_the_variable_itself(library, n):
         strategy.extended.update(var, lambda own, x, how=how: getattr(own, how)(x), args=(var,))
         assert components(library, var) == [combined(x, x).tolist() for x in start], how
         var.assign(value(library, start))
+        for given, values in ((var, start), (var[0], [start[0]] * n)):
+            var.assign(value(library, start))  # a function may assign twice
+            strategy.extended.update(var, lambda own, xs: own.assign_add(xs[0]).assign_add(xs[0]), args=([given],))
+            assert components(library, var) == [(a + 2 * b).tolist() for a, b in zip(start, values, strict=True)]
+        var.assign(value(library, start))
         strategy.run(lambda var=var, how=how: getattr(var, how)(var.value()[::1]))
         assert components(library, var) == [combined(x, x).tolist() for x in start], how
 

@@ -12,6 +12,7 @@ from unittest import mock
 
 import cuda_launches
 import numpy as np
+from fake_cuda import FOREIGN_CONTEXT, MANAGED, MAPPED, PLAIN, POOL
 
 import crossreduce as cr
 from crossreduce.engines import cuda, host
@@ -41,7 +42,9 @@ class Memory(DeviceMemory):
     """NumPy arrays in the fake driver's memory, with an allocator that reuses freed memory in the order of a stream."""
 
     def __init__(self, fake):
-        self.fake, self.devices, self.free, self.peers = fake, {}, {}, True
+        self.fake, self.devices, self.free = fake, {}, {}
+        self.kinds = {}  # of memory that is given, for results, or temporary, if it is not PLAIN
+        self.is_strided = False  # whether operands are copies, as for strided arrays
         self.threads, self.is_quiet = threading.local(), False
         for device in range(8):  # this makes the contexts, as a framework would have
             fake.memory(1, device)
@@ -52,13 +55,17 @@ class Memory(DeviceMemory):
             streams[device] = 0 if device % 3 == 2 else self.fake.stream(device)  # 0: the default stream
         return streams[device]
 
-    def array(self, size, dtype, device, shift=0):
-        """Return an array, whose memory its earlier owner, in the current stream, still writes into."""
+    def array(self, size, dtype, device, shift=0, use="given"):
+        """Return an array, whose memory its earlier owner, in the current stream, still writes into.
+
+        The memory may be of another kind now, as if the allocator had meanwhile returned it to the driver.
+        """
         kind = np.dtype(dtype)
         nbytes = -(-(size * kind.itemsize + shift + 1) // 512) * 512
         stream = self.stream(device)
         kept = self.free.setdefault((device, stream, nbytes), [])
         address = kept.pop() if kept else self.fake.memory(nbytes, device)
+        assert self.fake.lib.fake_kind(address, self.kinds.get(use, PLAIN)) == 0
         if not self.is_quiet:
             self.fake.write(address, bytes(nbytes), stream, device)
         block = (ctypes.c_uint8 * nbytes).from_address(address)
@@ -115,25 +122,33 @@ class Memory(DeviceMemory):
         self.free[device, stream, nbytes].append(address)
 
     def operands(self, arrays, devices):
-        return Operands([[x.ctypes.data for x in row] for row in arrays], arrays)
+        if not self.is_strided:
+            return Operands([[x.ctypes.data for x in row] for row in arrays], arrays)
+        copies, before = [], ctypes.c_void_p(self.current())
+        for row in arrays:
+            copies.append([])
+            for x, device in zip(row, devices, strict=True):
+                owner, address = self.scratch(x.nbytes, device) if x.size else (None, 0)
+                self.on(device)
+                assert self.fake.lib.cuMemcpyAsync(address, x.ctypes.data, x.nbytes, self.stream(device)) == 0
+                copies[-1].append((owner, address))
+        self.fake.lib.cuCtxSetCurrent(before)
+        return Operands([[address for _, address in row] for row in copies], arrays, copies)
 
     def address(self, array):
         return array.ctypes.data
 
     def allocate(self, shape, dtype, device):
-        return self.array(int(np.prod(shape)), np.uint8 if dtype == "bool" else dtype, device)
+        return self.array(int(np.prod(shape)), np.uint8 if dtype == "bool" else dtype, device, use="results")
 
     def scratch(self, nbytes, device):
-        made = self.array(nbytes, np.uint8, device)
+        made = self.array(nbytes, np.uint8, device, use="scratch")
         owner = set()  # when it is not used any more, the memory is freed
         weakref.finalize(owner, self.release, made).atexit = False
         return owner, made.ctypes.data
 
     def writable_outputs(self, arrays, devices):
         return [[x.ctypes.data for x in row] for row in arrays]
-
-    def is_peer_readable(self):
-        return self.peers
 
     def mark_dirty(self, outs):
         pass
@@ -226,16 +241,17 @@ class Case:
             event = memory.events(devices)
             graph, exec_ = ctypes.c_void_p(), ctypes.c_void_p()
             self.fake.run()
-            operands = self.engine.bind(layout, arrays[0])
             memory.on(devices[0])
-            assert lib.cuStreamBeginCapture_v2(streams[0], 1) == 0
+            assert (
+                lib.cuStreamBeginCapture_v2(streams[0], 0) == 0
+            )  # 0: a global one, which other threads may invalidate
             assert lib.cuEventRecord(event[0], streams[0]) == 0
             for device, stream in zip(devices[1:], streams[1:], strict=True):
                 memory.on(device)
                 assert lib.cuStreamWaitEvent(stream, event[0], 0) == 0
             before = memory.is_quiet
             memory.is_quiet = True  # work of the allocator's other owners is not in the graph
-            results = executable.run(operands, arrays[1])
+            results = executable.run(self.engine.bind(layout, arrays[0]), arrays[1])
             memory.is_quiet = before
             if beside:
                 self._run_beside(draw, lib)
@@ -248,14 +264,13 @@ class Case:
             assert lib.cuStreamEndCapture(streams[0], ctypes.byref(graph)) == 0, self.fake.report()
             assert lib.cuGraphInstantiateWithFlags(ctypes.byref(exec_), graph, 0) == 0
             memory.threads.streams = {}
-            several = len(executable.planned.operations.devices) > 1  # then the engine keeps the graph's memory
             for _ in range(2):
                 given = self._written(arrays, draw)
                 self.fake.run()
                 freed = {
                     address: ctypes.string_at(address, nbytes)
                     for (_, _, nbytes), addresses in memory.free.items()
-                    for address in (addresses if several else ())
+                    for address in addresses
                 }
                 memory.on(devices[0])
                 assert lib.cuGraphLaunch(exec_, memory.stream(devices[0])) == 0
@@ -264,8 +279,6 @@ class Case:
                 self.fake.run()
                 assert self._is_right(layout, given, read), (self.names, self.numbers)
                 assert all(ctypes.string_at(at, len(content)) == content for at, content in freed.items())
-            if beside:
-                cuda._IN_GRAPHS.clear()
             lib.cuGraphExecDestroy(exec_)
             lib.cuGraphDestroy(graph)
             self._free(arrays[0], results)
@@ -370,11 +383,14 @@ def drawn(memory, number, seed):
         destinations = sorted(choose.sample(range(len(PLACES[where])), choose.randint(1, len(PLACES[where]))))
         algorithm = choose.choice(["one_device", "direct"])
     inplace = choose.random() < 0.5
-    memory.peers = choose.random() < 0.8
+    is_plain = choose.random() < 0.8
     pieces = choose.choice([1, 1, 3])
     is_integer_mean = op == "mean" and "int" in dtype and len(PLACES[where]) > 1
     result = choose.choice(["float64", "float32", "float16"]) if is_integer_mean else None
     if choose.random() < 0.1:
         sizes = [choose.choice([1, 5, 9]) for _ in range(45)]  # so many that tables are split
+    uses = choose.choice([["given"], ["results"], ["scratch"], ["given", "results", "scratch"]])
+    memory.kinds = {} if is_plain else dict.fromkeys(uses, choose.choice([POOL, MAPPED, MANAGED, FOREIGN_CONTEXT]))
+    memory.is_strided = choose.random() < 0.3
     options = {"topology": topology, "destinations": destinations, "pieces": pieces, "result": result}
     return Case(memory, algorithm, PLACES[where], op, dtype, sizes, packing, inplace, **options)

@@ -1,14 +1,22 @@
 """The public calls on CUDA arrays, without a GPU: on the fake driver, with stand-ins for the frameworks' devices.
 
 CuPy is the stand-in of support/standins. PyTorch is the real one: its tensors in host memory count as those of cuda:0.
-Run as a program, in a process of its own: python cuda_frameworks.py LIBRARY cupy|torch.
+JAX is one that has moved what the engine imports. The commands ask the driver, too. Run as a program, in a process of
+its own: python cuda_frameworks.py LIBRARY cupy|torch|jax|commands.
 """
 
+import io
+import os
 import sys
+import tempfile
+from contextlib import redirect_stdout, suppress
+from itertools import product
+from pathlib import Path
 from unittest import mock
 
 import numpy as np
-from fake_cuda import FakeDriver
+import pytest
+from fake_cuda import MAPPED, PLAIN, FakeDriver
 from paths import SUPPORT
 
 import crossreduce as cr
@@ -89,10 +97,131 @@ def torch_calls(fake):
                 for got, x in zip(row, expected(rows, op), strict=True):
                     np.testing.assert_array_equal(got.numpy(), x, strict=True)
             calls += 1
-    assert not fake.report(), fake.report()[:3]
+    fake.run()
+    memory.release()
+    assert fake.lib.fake_disown(1 << 12) == 0
+    memory.fake = fake  # from now on, each tensor is on a device of its own choice
+    return calls + torch_peers(fake, memory)
+
+
+def torch_peers(fake, memory):
+    """Reduce tensors of four devices, some in memory that the others cannot read, and return the number of calls.
+
+    Later calls run in compiled code, unless a tensor is not as in the first one: negated by a bit, or with a gradient.
+    """
+    import torch
+
+    draw, devices, calls = np.random.default_rng(2), [f"cuda:{k}" for k in range(4)], 0
+    sizes = [size for size in SIZES if 0 not in size]  # host memory of no bytes is on no device
+    for kind, into in product((PLAIN, MAPPED), ("new", "out", "in place")):
+        ops = cr.AllReduceCrossDeviceOps("direct")
+        for turn in ("first", "later", "other kind", "negated", "gradient", "freed", "filled"):
+            is_readable = (kind == PLAIN) is (turn != "other kind")
+            memory.kind = PLAIN if is_readable else MAPPED
+            rows = [[np.asarray(draw.standard_normal(size)).astype("float32") for size in sizes] for _ in devices]
+            right = expected(rows, "sum")
+            tensors = [[memory.put(torch.tensor(x), k) for x in row] for k, row in enumerate(rows)]
+            if turn == "negated" and into != "in place":  # else it is an error
+                tensors[1][3] = torch._neg_view(memory.put(torch.tensor(-rows[1][3]), 1))
+            tensors[2][3].requires_grad_(turn == "gradient" and into == "new")
+            out = [[memory.put(torch.full_like(x, 77), k) for x in row] for k, row in enumerate(tensors)]
+            out = {"new": None, "out": out, "in place": tensors}[into]
+            if turn == "freed":  # a part of memory that was freed
+                lost = torch.empty(9 + tensors[1][3].numel())
+                tensors[1][3] = lost[9:].view(tensors[1][3].shape)
+                lost.untyped_storage().resize_(0)
+                memory.devices[0] = 1
+                with pytest.raises(cr.UnsupportedError, match="was freed"):
+                    cr.all_reduce(tensors, "sum", cross_device_ops=ops, out=None if into == "new" else out)
+                memory.release()
+                continue
+            fake.clear()
+            before = memory.blocks
+            torch.use_deterministic_algorithms(turn == "filled")  # then torch fills what it allocates
+            with mock.patch.object(all_reduce_ops, "reduce_batch", wraps=all_reduce_ops.reduce_batch) as in_python:
+                results = cr.all_reduce(tensors, "sum", cross_device_ops=ops, out=out)
+            torch.use_deterministic_algorithms(False)
+            fake.run()
+            got = [[x.detach().numpy() for x in row] for row in results]
+            assert all(np.array_equal(x, y) for row in got for x, y in zip(row, right, strict=True)), (kind, into, turn)
+            assert (fake.count("cuMemcpyPeerAsync") > 0) is not is_readable
+            assert not fake.report(), (kind, into, turn, fake.report()[:3])
+            # Python plans, for memory of another kind once, and handles what needs a look at single tensors.
+            known = {"other kind": kind == MAPPED or into == "in place", "negated": into == "in place"}
+            known |= {"first": False, "gradient": into != "new"}
+            assert in_python.call_count == (not known.get(turn, True)), (kind, into, turn)
+            if into == "new":
+                assert memory.blocks - before >= 4
+                one, other = results[1][1], results[1][2]
+                assert one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
+                one.add_(1)
+                assert (one._version, other._version, other._is_view()) == (1, 0, False)
+            memory.release()
+            calls += 1
+    torch.use_deterministic_algorithms(True)
+    assert not memory.block(torch.float32, 64 << 20, 0).isnan().any()  # so large that it is new: zeros
+    assert torch.empty(1 << 20).isnan().all()  # torch itself fills
     return calls
+
+
+def jax_calls(_):
+    """Reduce JAX arrays if the engine's import of JAX's interpreters fails: JAX's own operations do it."""
+    import jax
+
+    sys.modules["jax.interpreters"] = None
+    from crossreduce.engines.cuda.memory import device_memory
+    from crossreduce.frameworks.jax import arrays
+
+    host = arrays.place("cpu:0")
+    xs, calls = [jax.numpy.ones(3)] * 2, 0
+    with mock.patch.object(arrays, "place", return_value=host):
+        for devices in (None, LOGICAL[:2], ["cuda:0", "cuda:1"]):
+            for reduced in (cr.all_reduce, jax.jit(cr.all_reduce, static_argnames="devices")):
+                assert reduced(xs, devices=devices and tuple(devices))[1].tolist() == [2, 2, 2]
+                calls += 1
+    assert device_memory("jax") is None
+    return calls
+
+
+# What the process that checks the reads between GPUs does first: the fake driver starts, with a fault.
+MACHINE = """
+from fake_cuda import FakeDriver
+fake = FakeDriver({path!r}, 4)
+fake.lib.fake_corrupt(0, 2)
+for call in 4, 5:  # of the last GPU
+    fake.fail("cuDevicePrimaryCtxRetain", call, 46)
+"""
+
+
+def commands(fake):
+    """Run the commands that ask for GPUs: they make no context in this process. Return how many GPUs are listed."""
+    import typer
+
+    from crossreduce.cli import info
+    from crossreduce.engines.cuda import driver
+
+    found = driver.devices()
+    assert found[7] == "cuda:7 Fake GPU 7, capability 9.0, kernels sm_90", found
+    none = dict.fromkeys(("version", "devices", "error"), "")
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        mock.patch.object(info, "framework_info", return_value=none),
+        mock.patch.dict(os.environ, PYTHONPATH=os.pathsep.join([folder, os.environ["PYTHONPATH"]])),
+        redirect_stdout(io.StringIO()) as printed,
+        suppress(typer.Exit),
+    ):
+        Path(folder, "sitecustomize.py").write_text(MACHINE.format(path=fake.path))
+        info.info(check=True)
+    assert "Fake GPU 7" in printed.getvalue()
+    assert "cuda:0 reads cuda:2 wrongly" in printed.getvalue(), printed.getvalue()
+    assert "cuda:3 cannot be used now, and was not checked: the CUDA driver" in " ".join(printed.getvalue().split())
+    assert "contexts retained" not in fake.live()
+    return len(found)
 
 
 if __name__ == "__main__":
     driver = FakeDriver(sys.argv[1], 8, "full", 1)
-    print(sys.argv[2], {"cupy": cupy_calls, "torch": torch_calls}[sys.argv[2]](driver))
+    print(
+        sys.argv[2],
+        {"cupy": cupy_calls, "torch": torch_calls, "jax": jax_calls, "commands": commands}[sys.argv[2]](driver),
+    )

@@ -1,7 +1,9 @@
-"""Checks of JAX arrays on several CUDA devices, without a GPU, for test_cuda_jax.py: see cuda_jax_xla.py.
+"""Checks of JAX arrays on several CUDA devices: JAX's CPU devices stand in for GPUs, with the fake driver.
 
-Run as a program, in a process of its own since the engine keeps its contexts:
-python cuda_jax_devices.py LIBRARY PEERS CHECK ...
+``Xla`` does on the fake driver what XLA does on a GPU: programs run on a compute stream per device, arrays that pass
+through DLPack wait for events, and freed memory belongs to the next program of the compute stream, which writes into
+it. So each missing dependency is reported. Run as a program, in a process of its own since the engine keeps its
+contexts: python cuda_jax_devices.py LIBRARY PEERS CHECK ...
 """
 
 from __future__ import annotations
@@ -11,24 +13,243 @@ import os
 import sys
 from unittest import mock
 
-os.environ["JAX_NUM_CPU_DEVICES"] = "9"
+os.environ.setdefault("JAX_NUM_CPU_DEVICES", "9")
 
 import jax
 import jax.experimental.layout
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cuda_jax_xla import CASES, HOST, LOCATE, SHAPES, number, start, values
+import strategies
+from fake_cuda import PLAIN, POOL, FakeDriver
+from jax_programs import draw
 from pairs import each
 
 import crossreduce as cr
 from crossreduce import values as values_module
 from crossreduce.devices import parse
 from crossreduce.engines import loop
+from crossreduce.engines.cuda import driver
+from crossreduce.engines.cuda import jax as cuda_jax
 from crossreduce.engines.cuda.jax import memory
 from crossreduce.errors import DriverError
 from crossreduce.frameworks.jax import arrays as framework
 from crossreduce.reduction import pipeline
+
+DTYPES = ("float32", "float16", "bfloat16", "float64", "int8", "int32", "int64", "uint8", "complex64", "bool")
+ALGORITHMS = ("direct", "ring", "hierarchical_copy", "one_device", "halving_doubling", "auto")
+SHAPES = [(257,), (3, 5), (), (0, 2), (1000,), (7, 1, 2)]
+# Each dtype with one of its ops, each op, and each algorithm.
+CASES = [
+    (dtype, strategies.ops_for(dtype)[k % len(strategies.ops_for(dtype))], algorithm)
+    for k, (dtype, algorithm) in enumerate(each(DTYPES, ALGORITHMS))
+]
+assert {op for _, op, _ in CASES} == {*strategies.OPS}
+HOST = 8  # of 9 JAX devices, the one that stands in for the host
+
+
+def number(device):
+    """Return the driver's number of a JAX device. It differs from JAX's own number, as it may on a real machine."""
+    return 7 - device.id
+
+
+class Capsule:
+    """A capsule of XLA. When the capsule of an input is released, the memory is freed, as if the input were deleted.
+
+    JAX's ``from_dlpack`` gets it instead of an array of the engine, as an array on a CPU device.
+    """
+
+    def __init__(self, xla, x):
+        self.xla, self.real, self.address, self.nbytes = xla, x.__dlpack__(), x.unsafe_buffer_pointer(), x.nbytes
+        self.device, self.jax_device, self.is_used = number(x.device), x.device.id, False
+
+    def __del__(self):
+        if not self.is_used and self.address not in self.xla.made:
+            self.xla.kept.append(self.real)
+            self.xla.free(self.address, self.nbytes, self.device)
+
+    def __dlpack_device__(self):
+        return 1, self.jax_device
+
+    def __dlpack__(self, stream):
+        assert stream is None
+        return self.real
+
+
+class Block(memory._Block):
+    """Memory for a result, or temporary memory. It is freed with its owner, unless an array was made of it."""
+
+    xla = None
+
+    def __del__(self):
+        if self.capsule is None and self.address and not self.array.is_deleted():
+            self.xla.kept.append(self.array)
+            self.xla.free(self.address, self.array.nbytes, self.device)
+
+
+class Xla:
+    """XLA's streams, events and allocator, on the fake driver."""
+
+    kind = PLAIN  # of the memory of arrays
+
+    def __init__(self, library, peers, seed=0):
+        self.fake = FakeDriver(library, 8, peers, seed)
+        self.compute = [self.fake.stream(k) for k in range(8)]
+        self.ready = [[self.fake.stream(k) for _ in range(4)] for k in range(8)]
+        self.turns = [0] * 8
+        self.owned, self.kept, self.imports, self.probes = {}, [], {}, set()
+        self.made = set()  # the addresses of results and temporary memory
+        self.follow = driver.native().follow  # a stream begins what is queued later when what is in another one is done
+        assert not driver.unusable()
+        jax.ffi.register_ffi_target(memory.EMPTY, driver.native().xla_empty_handler(), platform="cpu")
+
+    def event(self, device, stream):
+        """Return an event that is recorded in a stream: a stream that waits for what is in it now."""
+        made = self.fake.stream(device)
+        self.follow(device, made, stream)
+        return made
+
+    def own(self, x):
+        """Let the memory of an array belong to the array's device. Return its address."""
+        address = x.unsafe_buffer_pointer()
+        if x.nbytes and address not in self.owned:
+            self.owned[address] = x
+            jax.block_until_ready(x)
+            assert self.fake.lib.fake_own(address, x.nbytes, number(x.device)) == 0
+            assert self.fake.lib.fake_kind(address, self.kind) == 0
+        return address
+
+    def put(self, values, index):
+        """Return an array on a JAX device, which a program of XLA fills on its compute stream."""
+        x = jax.device_put(np.zeros_like(values), jax.devices()[index]).copy()
+        address, device = self.own(x), number(x.device)
+        if x.nbytes:
+            self.fake.write(address, values.tobytes(), self.compute[device], device)
+        return x
+
+    def free(self, address, nbytes, device):
+        """Free memory: its next owner writes into it at once."""
+        if address not in self.probes:
+            self.fake.write(address, bytes([77]) * nbytes, self.compute[device], device)
+
+    # ---- replacements of JAX's functions
+
+    def empty(self, number, shapes, dtype):
+        def made():
+            arrays = REAL["_empty"](number, shapes, dtype)()
+            for x in arrays:
+                assert x.devices() == {jax.devices()[7 - number]}
+                if x.nbytes:
+                    self.free(self.own(x), x.nbytes, number)  # the program before it still writes
+                    self.made.add(x.unsafe_buffer_pointer())
+            return arrays
+
+        return made
+
+    def capsule(self, x, stream):
+        assert stream in self.ready[number(x.device)]
+        self.own(x)
+        self.follow(number(x.device), stream, self.compute[number(x.device)])
+        return Capsule(self, x)
+
+    def next_ready(self, device):
+        at = number(device)
+        self.turns[at] += 1
+        return self.ready[at][self.turns[at] % 4]
+
+    def from_dlpack(self, exported):
+        if not isinstance(exported, memory._Exported):
+            return REAL["from_dlpack"](exported)
+        kind, device = exported.__dlpack_device__()
+        assert kind == 2
+        stream = self.next_ready(jax.devices()[7 - device])
+        capsule = exported.__dlpack__(stream=stream)
+        capsule.is_used = True
+        made = REAL["from_dlpack"](capsule)
+        assert made.unsafe_buffer_pointer() == capsule.address, "a copy"
+        self.imports[id(made)] = made, self.event(device, stream)
+        return made
+
+    def small(self, number):
+        x = REAL["_small"](number)
+        self.probes.add(x.unsafe_buffer_pointer())
+        return x
+
+    def pass_on(self, small, xs):
+        """Run a program on the compute stream that reads a small array, and returns donated ones."""
+        device, addresses = number(small.device), [x.unsafe_buffer_pointer() for x in xs]
+        self.follow(device, self.compute[device], self.imports[id(small)][1])
+        self.fake.read(small.unsafe_buffer_pointer(), small.nbytes, self.compute[device], device)
+        read, arrays = REAL["_PASS_ON"](small, xs)
+        assert [x.unsafe_buffer_pointer() for x in arrays] == addresses, "a copy"
+        for x in arrays:
+            self.imports[id(x)] = x, self.event(device, self.compute[device])
+        return read, arrays
+
+    def moved(self, x, name):
+        if id(x) in self.imports and parse(name).kind == "cpu":
+            self.fake.run()
+        return REAL["to_device"](framework.FRAMEWORK, x, name)
+
+    # ---- calls
+
+    def content(self, results):
+        """Return functions that return the content of results, each read in a stream of its own."""
+        reads = []
+        for x in results:
+            if x.nbytes and x.device.id != HOST:
+                stream = self.fake.stream(number(x.device))
+                self.follow(number(x.device), stream, self.imports[id(x)][1])
+                reads.append(self.fake.read(x.unsafe_buffer_pointer(), x.nbytes, stream, number(x.device)))
+            else:
+                reads.append(np.asarray(x).tobytes())
+        return reads
+
+    def end(self):
+        """Wait for everything, and free all memory."""
+        self.fake.run()
+        gc.collect()
+        self.fake.run()
+        self.imports.clear()
+        self.kept.clear()
+        self.made.clear()
+        for address in [at for at in self.owned if at not in self.probes]:
+            self.fake.disown(address)
+            del self.owned[address]
+        report = self.fake.report()
+        self.fake.clear()
+        return report
+
+
+LOCATE = values_module.locate
+REAL = {name: getattr(memory, name) for name in ("_empty", "_small", "_PASS_ON", "_capsule")}
+REAL |= {name: getattr(memory.JaxDeviceMemory, name) for name in ("operands", "scratch")}
+REAL |= {"from_dlpack": jax.dlpack.from_dlpack, "to_device": framework.Jax.to_device, "place": framework.place}
+
+
+def start(library, peers):
+    """Let JAX's CPU devices be CUDA devices, and return their ``Xla``."""
+    Block.xla = xla = Xla(library, peers)
+    at = {"cpu": HOST}
+    for target, name, new in (
+        (memory, "_empty", xla.empty),
+        (memory, "_capsule", xla.capsule),
+        (memory, "_small", xla.small),
+        (memory, "_PASS_ON", xla.pass_on),
+        (memory, "_Block", Block),
+        (memory, "_external_stream", xla.next_ready),
+        (memory, "_number", number),
+        (memory, "_local_devices", lambda: jax.devices()[:8]),
+        (jax.dlpack, "from_dlpack", xla.from_dlpack),
+        (framework.Jax, "to_device", lambda _, x, name: xla.moved(x, name)),
+        (framework, "place", lambda name: REAL["place"](f"cpu:{at.get(parse(name).kind, parse(name).index)}")),
+        (cuda_jax, "_has_plugin", lambda: True),
+    ):
+        mock.patch.object(target, name, new).start()
+    return xla
+
+
+# ---- the checks
 
 DEVICES = {
     "four": ("cuda:0", "cuda:1", "cuda:2", "cuda:3"),
@@ -48,27 +269,27 @@ def value_on(devices):
     return cr.PerReplica([jnp.zeros(())] * len(devices), devices=devices)
 
 
-def on_host(rows, op, ops, destinations=None):
-    """Return the result of each tensor, as the host engine computes it."""
-    count = len(rows[0])
-    hosts = [f"cpu:0#{k}" if k else "cpu:0" for k in range(count)]
+def reduced(devices, rows, op, ops, ends=None):
+    """Reduce the arrays of rows. ``ends``: the positions of the devices with results, if not all."""
     pairs = []
     for row in rows:
-        value = cr.PerReplica([jax.device_put(x, jax.devices()[HOST]) for x in row], devices=hosts)
-        pairs.append((value, value if destinations is None else value_on([hosts[k] for k in destinations])))
-    return [np.asarray(each.values[0]) for each in ops.batch_reduce(op, pairs)]
-
-
-def reduced(xla, devices, rows, op, ops, destinations=None):
-    """Reduce values on devices. Return the results of each tensor, and their contents, which are read later."""
-    places = [parse(name).index for name in devices]
-    given = [[xla.put(x, place) for x, place in zip(row, places, strict=True)] for row in rows]
-    pairs = []
-    for row in given:
         value = cr.PerReplica(row, devices=devices)
-        pairs.append((value, value if destinations is None else value_on([devices[k] for k in destinations])))
+        pairs.append((value, value if ends is None else value_on([devices[k] for k in ends])))
+    return [list(each.values) for each in ops.batch_reduce(op, pairs)]
+
+
+def on_host(rows, op, ops, ends=None):
+    """Return the result of each tensor, as the host engine computes it."""
+    hosts = ["cpu:0", *(f"cpu:0#{k}" for k in range(1, len(rows[0])))]
+    here = [[jax.device_put(x, jax.devices()[HOST]) for x in row] for row in rows]
+    return [np.asarray(row[0]) for row in reduced(hosts, here, op, ops, ends)]
+
+
+def on_gpus(xla, devices, rows, op, ops, ends=None):
+    """Return the results of each tensor, and their contents, which are read later."""
+    given = [[xla.put(x, parse(name).index) for x, name in zip(row, devices, strict=True)] for row in rows]
     with no_loop():
-        results = [list(each.values) for each in ops.batch_reduce(op, pairs)]
+        results = reduced(devices, given, op, ops, ends)
     return results, [xla.content(row) for row in results]
 
 
@@ -80,43 +301,40 @@ def check_bits(xla):
     """All dtypes, ops, algorithms, devices and destinations give the bits of the host engine. All work is ordered."""
     for device in range(8):
         assert memory.MEMORY.stream(device) == memory.MEMORY.stream(device)
-    draw, count = np.random.default_rng(3), 0
-    ends = {"seven": [2], "eight": [7, 0, 3], "four": [1, 2], "mixed": [2, 0]}
+    rng = np.random.default_rng(3)
     cases = [
         (*case, SHAPES if k < 5 else [(257,)], where, None) for k, (case, where) in enumerate(each(CASES, DEVICES))
     ]
+    ends = {"seven": [2], "eight": [7, 0, 3], "four": [1, 2], "mixed": [2, 0]}
     cases += [("float32", "sum", "direct", SHAPES[:3], *chosen) for chosen in ends.items()]
-    for dtype, op, algorithm, shapes, where, ends in cases:
+    for case in cases:
+        dtype, op, algorithm, shapes, where, ends = case
         devices, ops = DEVICES[where], cr.AllReduceCrossDeviceOps(algorithm)
-        rows = [[values(draw, dtype, shape) for _ in devices] for shape in shapes]
+        rows = [[draw(rng, dtype, shape) for _ in devices] for shape in shapes]
         right = on_host(rows, op, ops, ends)
-        results, read = reduced(xla, devices, rows, op, ops, ends)
+        results, read = on_gpus(xla, devices, rows, op, ops, ends)
         xla.fake.run()
-        assert is_right(read, right), (dtype, op, algorithm, where, ends)
+        assert is_right(read, right), case
         pointers = [x.unsafe_buffer_pointer() for row in results for x in row if x.size]
         assert len({*pointers}) == len(pointers), "results share memory"
         there = devices if ends is None else [devices[k] for k in ends]
         for row, x in zip(results, right, strict=True):
             for got, name in zip(row, there, strict=True):
-                assert got.sharding == framework.place(name)[1]
-                assert got.committed
-                assert not got.weak_type
+                assert (got.sharding, got.committed, got.weak_type) == (framework.place(name)[1], True, False)
                 assert (got.shape, got.dtype) == (x.shape, x.dtype)
         del results, got, row
-        report = xla.end()
-        assert not report, (dtype, op, algorithm, where, ends, report[:3])
-        count += 1
-    return count
+        assert not (report := xla.end()), (case, report[:3])
+    return len(cases)
 
 
 def check_failures(xla):
     """A call of the driver that fails raises a ``DriverError``. Nothing is unordered, and later calls are right."""
     ops, devices, failed = cr.AllReduceCrossDeviceOps("ring"), DEVICES["mixed"], 0
-    rows = [[values(np.random.default_rng(6), "float32", (300,)) for _ in devices]]
+    rows = [[draw(np.random.default_rng(6), "float32", (300,)) for _ in devices]]
     right = on_host(rows, "mean", ops)
-    for name in ("cuLaunchKernel", "cuMemcpyPeerAsync", "cuStreamIsCapturing"):
+    for name in ("cuLaunchKernel", "cuMemcpyPeerAsync", "cuStreamGetCaptureInfo_v2"):
         before = xla.fake.count(name)
-        read = reduced(xla, devices, rows, "mean", ops)[1]
+        read = on_gpus(xla, devices, rows, "mean", ops)[1]
         xla.fake.run()
         assert is_right(read, right)
         calls = xla.fake.count(name) - before
@@ -124,7 +342,7 @@ def check_failures(xla):
         for n in {1, calls} & set(range(1, calls + 1)):
             xla.fake.fail(name, n, 719)
             with pytest.raises(DriverError, match="CUDA_ERROR_LAUNCH_FAILED") as caught:
-                reduced(xla, devices, rows, "mean", ops)
+                on_gpus(xla, devices, rows, "mean", ops)
             assert (caught.value.call, caught.value.code) == (name, 719)
             failed += 1
             del caught
@@ -133,16 +351,9 @@ def check_failures(xla):
     return failed
 
 
-def real(xla, rows, devices):
-    """Return arrays that are ready, on JAX's devices."""
-    places = [jax.devices()[HOST if parse(name).kind == "cpu" else parse(name).index] for name in devices]
-    return [[jax.device_put(x, place) for x in row] for row, place in zip(rows, places, strict=True)]
-
-
 def check_calls(xla):
     """Broadcasts, topologies, and arrays on the host or on other devices run in the engine, too."""
-    draw, count, four = np.random.default_rng(8), 0, DEVICES["four"]
-    x = values(draw, "float32", (1000,))
+    count, four = 0, DEVICES["four"]
 
     def expect(results, right):
         nonlocal count
@@ -162,30 +373,28 @@ def check_calls(xla):
         return [jax.device_put(np.full(size, 2.0**k, "float32"), jax.devices()[(3 * k) % 5]) for k in range(4)]
 
     with no_loop():
+        x = draw(np.random.default_rng(8), "float32", (1000,))
         with mock.patch.object(values_module, "locate", at), mock.patch.object(pipeline, "locate", at):
             for to in four, ("cuda:2", "cuda:5"), ("cuda:6",):
                 expect(list(cr.CrossDeviceOps().broadcast(xla.put(x, 2), value_on(to)).values), [x] * len(to))
-        rows = [[values(draw, "float32", (500,)) for _ in range(8)]]
-        ops = cr.AllReduceCrossDeviceOps("forest", topology=cr.Topology.machine("dgx-1v"))
-        results, _ = reduced(xla, DEVICES["eight"], rows, "max", ops)
-        expect(results[0], [np.max(rows[0], 0)] * 8)
-        devices = ("cpu:0", "cuda:1", "cuda:3", "cpu:1")
         rows = [[np.full(300, 2.0**k, "float32"), np.full((2, 2), 3.0**k, "float32")] for k in range(4)]
-        results = cr.all_reduce(real(xla, rows, devices), "mean", devices=devices)
+        given = [
+            [jax.device_put(x, jax.devices()[k]) for x in row] for k, row in zip((HOST, 1, 3, HOST), rows, strict=True)
+        ]
+        results = cr.all_reduce(given, "mean", devices=("cpu:0", "cuda:1", "cuda:3", "cpu:1"))
         assert [x.device.id for x, _ in results] == [HOST, 1, 3, HOST]
         expect([x for row in results for x in row], [np.mean(column, 0) for column in zip(*rows, strict=True)] * 4)
         expect(cr.all_reduce([jnp.ones(9, "float32")] * 4, devices=four), [np.full(9, 4, "float32")] * 4)
         # The memory of results that are not read is free at once. A donated result does not change the others.
-        results = cr.all_reduce(elsewhere(), devices=four)
-        for each_result in results:
-            xla.free(each_result.unsafe_buffer_pointer(), each_result.nbytes, number(each_result.device))
+        for unread in cr.all_reduce(elsewhere(), devices=four):
+            xla.free(unread.unsafe_buffer_pointer(), unread.nbytes, number(unread.device))
         assert not (report := xla.end()), report[:3]
         results = cr.all_reduce(elsewhere(), devices=DEVICES["mixed"] + ("cuda:1#1",))
         xla.fake.run()
         jax.jit(lambda x: -x, donate_argnums=0)(results[1])
         expect([results[k] for k in (0, 2, 3)], [np.full(9, 15, "float32")] * 3)
-        for size, allocator, copies in (5, "default", False), (6, "cuda_async", True):
-            with mock.patch.dict(os.environ, XLA_PYTHON_CLIENT_ALLOCATOR=allocator):
+        for size, kind, copies in (5, PLAIN, False), (6, POOL, True):
+            with mock.patch.object(xla, "kind", kind):
                 ops = cr.AllReduceCrossDeviceOps("direct")
                 results = cr.all_reduce(elsewhere(size), devices=four, cross_device_ops=ops)
             assert (xla.fake.count("cuMemcpyPeerAsync") > 0) == copies
@@ -195,31 +404,27 @@ def check_calls(xla):
 
 def check_left(xla):
     """What this engine cannot reduce, the loop engine reduces as usual. Deleted arrays are errors."""
-    four, count = DEVICES["four"], 0
-    rows = [[np.full((3, 2), 2.0**k, "float32")] for k in range(4)]
-    arrays = real(xla, rows, four)
+    arrays, count = [[jax.device_put(np.full((3, 2), 2.0**k, "float32"), jax.devices()[k])] for k in range(4)], 0
+
+    def over(given=arrays, op="sum"):
+        return cr.all_reduce(given, op, devices=DEVICES["four"])
 
     def is_left(function, right, is_weak=False):
         nonlocal count
         results = [x for row in function() for x in row]
-        assert all((np.asarray(x) == right).all() for x in results), results
-        assert all(x.weak_type == is_weak for x in results)
+        assert all((np.asarray(x) == right).all() and x.weak_type == is_weak for x in results), results
         assert xla.fake.count("cuLaunchKernel") == 0
         assert not xla.end()
         count += 1
 
-    def over(given=arrays, op="sum"):
-        return cr.all_reduce(given, op, devices=four)
-
-    scalars = [[jax.device_put(jnp.asarray(1.5), jax.devices()[k])] for k in range(4)]
-    is_left(lambda: over(scalars), 6, is_weak=True)
+    is_left(lambda: over([[jax.device_put(jnp.asarray(1.5), x.device)] for (x,) in arrays]), 6, is_weak=True)
     for mode in jax.debug_nans, jax.disable_jit:
         with mode(True):
             is_left(over, 15)
     wide = [[x.astype("float64") for x in row] for row in arrays]
     with jax.enable_x64(False):
         is_left(lambda: over(wide), 15)
-    order = jax.experimental.layout.Layout((0, 1) if arrays[0][0].format.layout.major_to_minor == (1, 0) else (1, 0))
+    order = jax.experimental.layout.Layout(arrays[0][0].format.layout.major_to_minor[::-1])
     fortran = [jax.device_put(x, jax.experimental.layout.Format(order, x.sharding)) for x in arrays[2]]
     is_left(lambda: over([*arrays[:2], fortran, arrays[3]]), 15)
     gradients = jax.grad(lambda x: over([[x], *arrays[1:]], "mean")[0][0].sum())(arrays[0][0])
@@ -235,17 +440,9 @@ def check_left(xla):
     return count
 
 
-CHECKS = {"bits": check_bits, "calls": check_calls, "failures": check_failures, "left": check_left}
-
-
-def main(library, peers, *checks):
-    """Run some checks, and print the number that each returns."""
-    xla = start(library, peers)
+if __name__ == "__main__":
+    machine = start(*sys.argv[1:3])
     gc.freeze()  # what exists now is not garbage; to look at all of JAX in each collection takes long
     with jax.enable_x64(True):
-        for what in checks:
-            print(what, CHECKS[what](xla))
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])
+        for what in sys.argv[3:]:
+            print(what, globals()[f"check_{what}"](machine))

@@ -21,6 +21,7 @@ from crossreduce.ops import COMPLEX, INTEGERS
 
 THREADS, VECTOR, MAX_STEPS, MAX_FIXED = 256, 16, 64, 8
 SMALL, LARGE = 4032, 32760  # bytes of the parameters
+SIZE = 5000  # elements
 SPECIAL = np.array([np.nan, np.inf, -np.inf, 0.0, -0.0, 6e-8, 65504, 3e38])
 THIS_PROCESS = ctypes.CDLL(None)
 KINDS = {"": 0, "accumulator": 1, "float32": 2, "float16": 3, "bfloat16": 4}
@@ -80,38 +81,49 @@ class Tensor(NamedTuple):
     results: list[int]
 
 
-def head_of(addresses, sizes, size):
-    """Return how many units precede the first one at which all addresses are aligned to a vector, or ``None``."""
-    for head in range(VECTOR):
-        if all((at + head * nbytes) % VECTOR == 0 for at, nbytes in zip(addresses, sizes, strict=True)):
-            return head if head < size else None
-    return None
+def start_of(sources, results, sizes, units, count):
+    """Return how many units precede the first vector of a part, and whether all vectors are aligned.
+
+    ``sizes``: the bytes of a unit of each source and result. ``count``: the units of a vector.
+    """
+
+    def is_aligned(at, nbytes, head):
+        return (at + head * nbytes) % min(VECTOR, count * nbytes) == 0
+
+    head = next((h for h in range(0, VECTOR, units) if is_aligned(results[0], sizes[-1], h)), 0)
+    if all(is_aligned(at, nbytes, head) for at, nbytes in zip([*sources, *results], sizes, strict=True)):
+        return head, True
+    # The aligned vectors around the first one of a source must be in the source.
+    outside = any(
+        (at + head * nbytes) % min(VECTOR, count * nbytes) > head * nbytes
+        for at, nbytes in zip(sources, sizes, strict=False)
+    )
+    return head + count * outside, False
 
 
-def packed(tensors, orders, divisor, units, nbytes, kind=0, room=SMALL):
+def packed(tensors, orders, divisor, units, nbytes, kind=0, room=SMALL, streams=1):
     """Return the parameters of a launch. ``nbytes``: the bytes of a unit of sources, accumulators and results.
 
     ``units``: the units of an element. ``kind``: the kind of the results. ``room``: the bytes of the parameters.
+    ``streams``: how many tiles are processed in turn.
     """
     source_nbytes, value_nbytes, result_nbytes = nbytes
-    count = min(VECTOR // source_nbytes, 32 // value_nbytes, 8)
+    # Means of integers of 8 and 16 bits have 64 bits in memory, but accumulate in 32.
+    count = min(VECTOR // source_nbytes, 32 // (4 if source_nbytes < 4 else value_nbytes), 8)
     tile, parts, addresses = 0, b"", b""
     for size, order, sources, results in tensors:
         size *= units
         wide = orders[order][3]
         sizes = [value_nbytes if wide >> min(k, 63) & 1 else source_nbytes for k in range(len(sources))]
         sizes += [result_nbytes] * len(results)
-        head = head_of([*sources, *results], sizes, size)
-        if head is not None and head % units:
-            head = None
-        parts += struct.pack("<qIHBB", size, tile, order, head or 0, head is not None)
-        tile += max(1, -(-(size - (head or 0)) // (count * THREADS)))
+        head, is_aligned = start_of(sources, results, sizes, units, count)
+        parts += struct.pack("<qIHBB", size, tile, order, head, is_aligned)
+        tile += max(1, -(-(size - head) // (count * THREADS)))
         addresses += struct.pack(f"<{len(sources) + len(results)}Q", *sources, *results)
     stack = max(depth(order) for order in orders)
-    first = tensors[0]
-    header = struct.pack(
-        "<dIIHHHHII", divisor, len(tensors), tile, len(first.sources), len(first.results), len(orders), stack, kind, 0
-    )
+    first, length = tensors[0], -(-tile // (2 * streams)) * 2
+    counts = len(first.sources), len(first.results), len(orders)
+    header = struct.pack("<dIIHHHHHHI", divisor, len(tensors), tile, *counts, stack, kind, streams, length)
     table = b"".join(struct.pack("<4Q", *order) for order in orders) + parts + addresses
     made = header + table
     assert len(made) <= room, "the table of a launch is too large"
@@ -205,9 +217,40 @@ def kernels_of(numbers):
         return [f"{name}_mixed"]
     fixed = (
         [f"{name}_{count}" for count in range(2, MAX_FIXED + 1)] if name[:5] == "sum_f" or name == "sum_bf16" else []
-    )
+    ) + [f"{name}_1"] * (name in ("sum_u8", "sum_u16", "sum_u32"))
     names = [f"{name}_any", *fixed]
     return names + [f"{each}_large" for each in names] * name.startswith("sum") + mixed
+
+
+def result_kind(numbers, kernel):
+    """Return the kind of a kernel's results, as the parameters of a launch have it."""
+    if not kernel.endswith("mixed") or numbers.result in (numbers.dtype, "float64"):
+        return KINDS[""]
+    return KINDS[numbers.result if numbers.op == "mean" else "accumulator"]
+
+
+def reads(library, numbers, kernel, shift):
+    """Run a kernel's body, and return the number of sources, of vectors in all, of their reads, and of other reads.
+
+    ``shift``: how many units the sources begin behind the beginning of a vector. The result begins there.
+    """
+    name, units = kernel_name(numbers)
+    count = kernel.removeprefix(f"{name}_").split("_")[0]
+    nbytes = [np.dtype(np.uint8 if each == "bool" else each).itemsize // units for each in numbers[1:]]
+    blocks = [host_block(SIZE * units * 8 + 2 * VECTOR) for _ in range(1 + (int(count) if count.isdigit() else 3))]
+    for block in blocks[1:]:
+        block[:] = 0
+    result, *sources = (-(-block.ctypes.data // VECTOR) * VECTOR for block in blocks)
+    tensor = Tensor(SIZE, 0, [at + shift * nbytes[0] for at in sources], [result])
+    room = LARGE if kernel.endswith("_large") else SMALL
+    launch = packed([tensor], [(0, 0, 0, 0)], 1, units, nbytes, result_kind(numbers, kernel), room)
+    library.all_reads.restype = ctypes.POINTER(ctypes.c_int64)
+    before = library.all_reads()[: MAX_STEPS + 1]
+    getattr(library, kernel)(ctypes.create_string_buffer(launch, room), ctypes.c_uint32(2))
+    after = library.all_reads()[: MAX_STEPS + 1]
+    found, vector = [k - old for k, old in zip(after, before, strict=True)], min(VECTOR, 8 * nbytes[0])
+    vectors = len(sources) * (SIZE * units * nbytes[0] // vector)
+    return len(sources), vectors, found[vector], sum(found) - found[vector]
 
 
 def host_block(nbytes: int) -> np.ndarray:
@@ -272,6 +315,8 @@ def check(
         is_signs = numbers.op in ("min", "max") and draw.random() < 0.3  # zeros of both signs show the order
         for (_, part), each in zip(ins, wide, strict=True):
             drawn = values(draw, numbers.accumulator if each else numbers.dtype, size)
+            if each and numbers.op == "mean":  # sums of integers
+                drawn = draw.integers(-(1 << 22), 1 << 22, size).astype(wide_kind)
             part[:] = (draw.choice([0.0, -0.0], size).astype(kind) if is_signs else drawn).view(np.uint8)
         outs = [memory(out_kind) for _ in range(results)]
         given = [part.view(wide_kind if each else kind).copy() for (_, part), each in zip(ins, wide, strict=True)]
@@ -294,12 +339,8 @@ def check(
         kept.append((ins, outs, [part.tobytes() for _, part in ins]))
         expected.append(right.tobytes())
     nbytes = [each.itemsize // units for each in (kind, wide_kind, out_kind)]
-    if kernel.endswith("mixed"):
-        result_kind = numbers.result if numbers.result in KINDS and numbers.op == "mean" else "accumulator"
-        result_kind = "" if numbers.result in (numbers.dtype, "float64") else result_kind
-    else:
-        result_kind = ""
-    launch = packed(tensors, orders, divisor, units, nbytes, KINDS[result_kind], room)
+    streams = int(draw.integers(1, 6))
+    launch = packed(tensors, orders, divisor, units, nbytes, result_kind(numbers, kernel), room, streams)
     buffer = ctypes.create_string_buffer(launch, room)
     memories = [each for ins, outs, _ in kept for each in (*ins, *outs)]
     protect(memories, "poison")

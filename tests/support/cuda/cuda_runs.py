@@ -7,19 +7,24 @@ the engine keeps its contexts: python cuda_runs.py LIBRARY PEERS SEED CHECK=COUN
 
 from __future__ import annotations
 
+import ctypes
 import gc
+import os
 import re
 import sys
 import threading
+import time
 from unittest import mock
 
 import cuda_launches
 import numpy as np
+import pytest
 from cuda_cases import NUMPY, PLACES, Case, Memory, drawn
 from fake_cuda import FakeDriver
 
 from crossreduce.engines import cuda, host
-from crossreduce.errors import DriverError
+from crossreduce.engines.cuda import driver
+from crossreduce.errors import ArgumentError, DriverError
 from crossreduce.ops import ReduceOp
 from crossreduce.packing import Packing
 from crossreduce.reduction.pipeline import layouts
@@ -137,9 +142,9 @@ def check_failures(memory, count, seed):
     """Let each call of the driver fail once: the error names it, nothing is left running, and later runs are right."""
     fake, failed = memory.fake, 0
     names = ("cuLaunchKernel", "cuMemcpyPeerAsync", "cuStreamWaitEvent", "cuEventRecord", "cuEventCreate")
-    names += ("cuStreamIsCapturing", "cuCtxSetCurrent", "cuCtxGetCurrent")
+    names += ("cuStreamGetCaptureInfo_v2", "cuCtxSetCurrent", "cuCtxGetCurrent", "cuPointerGetAttributes")
     for number in spread(count):
-        case = drawn(memory, number, seed)
+        case, memory.is_strided = drawn(memory, number, seed), False
         draw = np.random.default_rng([seed, number])
         for name in names:
             before = fake.count(name)
@@ -182,14 +187,30 @@ def check_failures(memory, count, seed):
 
 def check_captures(memory, count, seed):
     """Capture calls in a graph, which runs again on other values. The callers' streams take part in the capture."""
-    fake, captured = memory.fake, 0
-    lib = fake.lib
+    fake, captured, others = memory.fake, 0, memory.devices.keys() | {0}
+    lib, graph = fake.lib, ctypes.c_void_p()
+    case = Case(memory, "direct", (0, 1), "sum", "float32", [500], Packing(), False)
+    assert case.run(np.random.default_rng(seed))
+    _, stream = memory.capturing(0), memory.capturing(1)
+    memory.on(1)
+    assert lib.cuStreamBeginCapture_v2(stream, 0) == 0  # that of one device only
+    with pytest.raises(DriverError) as error:
+        case.run(np.random.default_rng(seed))
+    assert (error.value.call, error.value.code) == ("cuStreamWaitEvent", 905)
+    assert lib.cuStreamEndCapture(stream, ctypes.byref(graph)) != 0
+    memory.threads.streams = {}
+    memory.release_all()
+    fake.run()
+    fake.clear()
     for number in spread(count):
         case = drawn(memory, number, seed)
         draw = np.random.default_rng([seed, number])
         assert case.run(draw)
         streams = fake.live().get("streams")
         case.run_captured(draw, lib)
+        assert case.run(draw)  # this frees what the graphs kept
+        gc.collect()
+        assert not memory.devices.keys() - others, (number, memory.devices.keys() - others)
         assert not fake.report(), (number, fake.report()[:3])
         captured += 1
         fake.clear()
@@ -198,6 +219,55 @@ def check_captures(memory, count, seed):
         gc.collect()
         assert fake.live().get("streams") == streams, fake.live()
     return captured
+
+
+def check_devices(fake):
+    """The first use of devices does not disturb another thread's global capture, and Python goes on meanwhile.
+
+    Then each device reads its peers; a device that reads another one wrongly is named. Return the number of pairs.
+    """
+    lib, context, graph = fake.lib, ctypes.c_void_p(), ctypes.c_void_p()
+    assert lib.cuInit(0) == 0
+    stream = fake.stream(7)
+    assert lib.cuDevicePrimaryCtxRetain(ctypes.byref(context), 7) == 0
+    assert lib.cuCtxSetCurrent(context) == 0
+    assert lib.cuStreamBeginCapture_v2(stream, 0) == 0
+    assert lib.cuDevicePrimaryCtxRelease_v2(7) == 0
+    lib.fake_hold()
+    failing = []
+    thread = threading.Thread(target=lambda: failing.append(driver.check_peer_reads(range(4))))
+    thread.start()
+    while thread.is_alive() and not lib.fake_continue():  # the thread waits in a call of the driver
+        time.sleep(0.005)
+    thread.join()
+    assert lib.cuStreamEndCapture(stream, ctypes.byref(graph)) == 0, fake.report()
+    lib.cuGraphDestroy(graph)
+    lib.cuCtxSetCurrent(None)
+    assert failing == [[]]
+    pairs = [(a, b) for a in range(4) for b in range(4) if a != b and driver.native().enable_peer(a, b)]
+    for pair in pairs[1:2]:
+        fake.lib.fake_corrupt(*pair)
+        assert driver.check_peer_reads(range(4)) == [pair]
+    assert not fake.report(), fake.report()
+    assert set(fake.live()) == {"modules", "contexts retained"}
+    fake.clear()
+    return len(pairs)
+
+
+def check_private(memory, count, seed):
+    """With ``CROSSREDUCE_P2P=0`` no device gets access to another one's memory. Other values than 0 and 1 raise."""
+    refused = mock.patch.object(driver.native(), "enable_peer", side_effect=AssertionError("a peer was enabled"))
+    for value in ("yes", "0"):
+        driver.allows_peers.cache_clear()
+        with refused, mock.patch.dict(os.environ, {"CROSSREDUCE_P2P": value}):
+            if value == "0":
+                check_draws(memory, count, seed)
+                assert driver.check_peer_reads(range(8)) == []
+            else:
+                with pytest.raises(ArgumentError, match="CROSSREDUCE_P2P must be 0 or 1"):
+                    check_draws(memory, count, seed)
+    driver.allows_peers.cache_clear()
+    return count
 
 
 def check_threads(memory, count, seed):
@@ -222,6 +292,7 @@ def check_threads(memory, count, seed):
 
 
 CHECKS = {
+    "private": check_private,
     "draws": check_draws,
     "dropped": check_dropped,
     "many": check_many,
@@ -234,15 +305,15 @@ CHECKS = {
 
 def main(library, peers, seed, *checks):
     """Run some checks, and print the number that each returns."""
-    memory = Memory(FakeDriver(library, 8, peers, int(seed)))
-    if peers == "full":  # device 1 can access device 3 already, as if a framework had enabled it
-        assert memory.fake.lib.cuInit(0) == 0
-        assert all(memory.fake.memory(512, device) for device in (1, 3))
-        memory.on(3)
+    fake = FakeDriver(library, 8, peers, int(seed))
+    print("devices", check_devices(fake))
+    memory = Memory(fake)
+    if peers == "full":  # device 5 can access device 7 already, as if a framework had enabled it
+        memory.on(7)
         other = memory.current()
-        memory.on(1)
-        assert memory.fake.lib.cuCtxEnablePeerAccess(other, 0) == 0
-        memory.fake.lib.cuCtxSetCurrent(None)
+        memory.on(5)
+        assert fake.lib.cuCtxEnablePeerAccess(other, 0) == 0
+        fake.lib.cuCtxSetCurrent(None)
     module = sys.modules["crossreduce.engines.cuda.batching"]
     small = mock.patch.object(module, "_PIECE_NBYTES", 1 << 10)  # so that small arrays are cut into pieces
     with small, mock.patch.object(cuda, "device_memory", return_value=memory):

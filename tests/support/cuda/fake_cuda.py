@@ -23,6 +23,7 @@ PACKAGE = Path(crossreduce.__file__).parent  # with its compiled modules, where 
 KERNELS = ROOT / "src/crossreduce/engines/cuda/native"
 FLAGS = ("-std=c++17", "-O1", "-ffp-contract=off", "-Wall", "-Wextra", "-Werror", "-fPIC")
 HOST = -1  # the "device" of pinned memory
+PLAIN, POOL, MAPPED, MANAGED, FOREIGN_CONTEXT = range(5)  # kinds of memory; peers can read the first and the fourth
 NON_BLOCKING = 1  # a flag of streams: not ordered with the default stream
 CUBE_MESH = ["1234", "0235", "0136", "0127", "0567", "1467", "2457", "3456"]  # of each device of a DGX-1, its peers
 
@@ -33,11 +34,13 @@ PARAMETERS = {
     "cuCtxGetCurrent": "p", "cuCtxSetCurrent": "p", "cuDeviceCanAccessPeer": "pii", "cuCtxEnablePeerAccess": "pu",
     "cuCtxSynchronize": "", "cuModuleLoadData": "pp", "cuModuleUnload": "p", "cuModuleGetFunction": "pps",
     "cuLaunchKernel": "puuuuuuuppp", "cuStreamCreate": "pu", "cuStreamDestroy_v2": "p", "cuStreamWaitEvent": "ppu",
-    "cuStreamSynchronize": "p", "cuStreamIsCapturing": "pp", "cuStreamBeginCapture_v2": "pi",
+    "cuStreamSynchronize": "p", "cuStreamGetCaptureInfo_v2": "pppppp", "cuStreamBeginCapture_v2": "pi",
+    "cuThreadExchangeStreamCaptureMode": "p", "cuUserObjectCreate": "pppuu", "cuUserObjectRelease": "pu",
+    "cuGraphRetainUserObject": "ppuu",
     "cuStreamEndCapture": "pp", "cuGraphInstantiateWithFlags": "ppz", "cuGraphLaunch": "pp", "cuGraphExecDestroy": "p",
     "cuGraphDestroy": "p", "cuEventCreate": "pu", "cuEventDestroy_v2": "p", "cuEventRecord": "pp",
     "cuMemcpyAsync": "aazp", "cuMemcpyPeerAsync": "apapzp", "cuMemAlloc_v2": "pz", "cuMemFree_v2": "a",
-    "cuMemHostAlloc": "pzu", "cuMemFreeHost": "p", "cuPointerGetAttribute": "pia", "cuGetErrorName": "ip",
+    "cuMemHostAlloc": "pzu", "cuMemFreeHost": "p", "cuPointerGetAttributes": "uppa", "cuGetErrorName": "ip",
     "cuGetErrorString": "ip",
 }  # fmt: skip
 TYPES = {"p": ctypes.c_void_p, "a": ctypes.c_uint64, "z": ctypes.c_size_t, "i": ctypes.c_int, "u": ctypes.c_uint}
@@ -48,6 +51,11 @@ def host_bodies():
     """Return the path of the kernels' bodies, compiled for the host: an object file."""
     command = ["g++", *FLAGS, f"-I{KERNELS}", "-c"]
     return compiled("cuda_host.o", command, [NATIVE / "cuda_host.cpp"], KERNELS.iterdir())
+
+
+def host_library():
+    """Return the path of the kernels' bodies: a library that calls its own functions even beside the fake driver's."""
+    return compiled("cuda_host.so", ["g++", "-shared", "-Wl,-Bsymbolic"], [host_bodies()])
 
 
 def built(stub=False, soname="libcuda.so.1"):
@@ -71,9 +79,9 @@ def ran(name, *arguments, timeout=550, **environment):
     return subprocess.run(command, capture_output=True, text=True, check=False, env=given, timeout=timeout)
 
 
-def printed(name, *arguments):
+def printed(name, *arguments, **environment):
     """Run a program of the tests, which must succeed and report nothing, and return its output."""
-    done = ran(name, *arguments)
+    done = ran(name, *arguments, **environment)
     assert done.returncode == 0, done.stderr[-3000:]
     assert not done.stderr, done.stderr[-3000:]
     return done.stdout
@@ -107,7 +115,6 @@ class FakeDriver:
         for name, result, *arguments in (  # functions of fake_cuda.cpp, with the types of their results and parameters
             ("reset", None, ctypes.c_int, ctypes.c_char_p, size),
             ("clear", None),
-            ("initialised", None, ctypes.c_int),
             ("fail", None, ctypes.c_char_p, size, ctypes.c_int),
             ("drop", None, ctypes.c_char_p, size),
             ("count", size, ctypes.c_char_p),
@@ -118,6 +125,10 @@ class FakeDriver:
             ("memory", size, size, ctypes.c_int),
             ("own", ctypes.c_int, size, size, ctypes.c_int),
             ("disown", ctypes.c_int, size),
+            ("kind", ctypes.c_int, size, ctypes.c_int),
+            ("hold", None),
+            ("continue", ctypes.c_int),
+            ("corrupt", None, ctypes.c_int, ctypes.c_int),
             ("stream", pointer, ctypes.c_int, ctypes.c_uint),
             ("host_access", ctypes.c_int, size, size, ctypes.c_int),
             ("queue", ctypes.c_int, pointer, ctypes.c_int, size, pointer, size, ctypes.c_int),
@@ -166,10 +177,11 @@ class FakeDriver:
         """Execute everything, as if the host had synchronised with all streams."""
         self.lib.fake_run()
 
-    def memory(self, nbytes, device):
+    def memory(self, nbytes, device, kind=PLAIN):
         """Return the address of new memory of a framework on a device, or pinned (``HOST``)."""
         address = self.lib.fake_memory(nbytes, device)
         assert address, self.report()
+        assert self.lib.fake_kind(address, kind) == 0
         return address
 
     def own(self, array, device):

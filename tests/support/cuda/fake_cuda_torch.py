@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import fake_cuda
 import torch
 
 from crossreduce import values
@@ -25,6 +26,7 @@ class StandInMemory(torch_memory.TorchDeviceMemory):
 
     def __init__(self, fake: Any = None):
         self.fake, self.devices, self.kept, self.streams = fake, {}, [], {}
+        self.kind, self.blocks = fake_cuda.PLAIN, 0  # of new memory; how many blocks were made
 
     def put(self, x: torch.Tensor, device: int) -> torch.Tensor:
         """Note that a tensor is on a device, and return it."""
@@ -35,6 +37,7 @@ class StandInMemory(torch_memory.TorchDeviceMemory):
             if self.fake is not None:
                 self.kept.append(storage)
                 assert storage.nbytes() == 0 or self.fake.lib.fake_own(address, storage.nbytes(), device) == 0
+                assert storage.nbytes() == 0 or self.fake.lib.fake_kind(address, self.kind) == 0
         return x
 
     def release(self) -> None:
@@ -59,8 +62,20 @@ class StandInMemory(torch_memory.TorchDeviceMemory):
         return found
 
     def allocate(self, shape: tuple[int, ...], dtype: str, device: int) -> torch.Tensor:
-        made = torch.empty(shape, dtype=torch_memory.DTYPES_BY_NAME[dtype])
+        made = super().allocate(shape, dtype, device)
         return made if self.fake is None else self.put(made, device)
+
+    def block(self, dtype: torch.dtype, nbytes: int, device: int) -> torch.Tensor:
+        self.blocks += 1
+        made = super().block(dtype, nbytes, device)
+        return made if self.fake is None else self.put(made, device)
+
+    def scratch(self, nbytes: int, device: int) -> tuple[Any, int]:
+        made = self.block(torch.uint8, nbytes, device)
+        return made, made.data_ptr()
+
+    def _device(self, number: int) -> torch.device:
+        return torch.device("cpu")
 
     def stream(self, device: int) -> int:
         if self.fake is None:
@@ -68,9 +83,6 @@ class StandInMemory(torch_memory.TorchDeviceMemory):
         if device not in self.streams:
             self.streams[device] = self.fake.stream(device)
         return self.streams[device]
-
-    def is_peer_readable(self) -> bool:
-        return True
 
     def mark_dirty(self, outs: Any) -> None:
         pass
@@ -101,5 +113,6 @@ def install(fake: Any = None) -> StandInMemory:
     )
     if fake is None:
         torch_memory._are_on = lambda arrays, devices: all(x.is_cpu for row in arrays for x in row)
+    torch_memory.use_in_compiled_code(memory)
     cuda.device_memory = lambda name: memory if name == "torch" else None
     return memory

@@ -4,12 +4,17 @@
 // is mixed; the bytes of its parameters.
 #include <cstdint>
 
+static thread_local int64_t reads[65]; // how often so many bytes of a source were read at once
+#define HAS_READ(nbytes) reads[nbytes]++
 #include "reduce.cuh"
 
 using namespace cuda_reduce;
 
-extern "C" int64_t small_nbytes() { return sizeof(SmallLaunch); }
-extern "C" int64_t large_nbytes() { return sizeof(LargeLaunch); }
+extern "C" const int64_t *all_reads() { return reads; }
+extern "C" uint32_t tile_of(const SmallLaunch *launch, uint32_t turn, uint32_t together) {
+    return launch->tile(turn, together);
+}
+extern "C" uint32_t streams(uint32_t devices, uint32_t parts) { return streams_of(devices, parts); }
 
 #define COMMA ,
 #define ENTRY(name, launch, sources, step, mixed, ...)                                                                 \
@@ -20,12 +25,9 @@ extern "C" int64_t large_nbytes() { return sizeof(LargeLaunch); }
     }                                                                                                                  \
     extern "C" const int32_t *name##_traits() {                                                                        \
         using K = Kernel<__VA_ARGS__, launch, mixed>;                                                                  \
-        static const int32_t traits[] = {sizeof(K::Unit), sizeof(K::Value), sizeof(K::Out), K::COUNT,                  \
+        static const int32_t traits[] = {sizeof(K::Unit), sizeof(K::Wide),  sizeof(K::Out), K::COUNT,                  \
                                          sources,         step,             mixed,          sizeof(launch)};           \
         return traits;                                                                                                 \
     }
-#include "kernel_kinds.inc"
-#define KERNEL(name, source, result, op, step, kinds)                                                                  \
-    extern "C" int64_t name##_tile() { return Kernel<source, result, op, SmallLaunch>::TILE; }                         \
-    kinds(name, step, source, result, op)
+#define KERNEL(name, source, result, op, step, kinds) kinds(name, step, source, result, op)
 #include "kernels.inc"

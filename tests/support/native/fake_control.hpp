@@ -5,7 +5,6 @@
 
 namespace fake {
 
-inline std::map<int, int> attributes;       // of each device
 inline const char *kept(std::string text) { // until this thread's next call
     static thread_local std::string last;
     last = std::move(text);
@@ -36,25 +35,15 @@ CONTROL void fake_reset(int devices, const uint8_t *peers, uint64_t seed) {
     const std::lock_guard<std::recursive_mutex> lock(fake::mutex);
     fake::state = std::make_unique<fake::State>(devices, peers, seed);
     fake::faults.clear();
-    fake::attributes = {{16, 132}, {75, 9}, {76, 0}, {41, 1}};
 }
-// Forget reports, operations, counts and faults, but no handles; for an engine that keeps its streams.
+// Forget reports, operations, counts, faults and what is read wrongly, but no handles; for an engine that keeps its streams.
 CONTROL void fake_clear() {
     const std::lock_guard<std::recursive_mutex> lock(fake::mutex);
     fake::state->reports.clear();
     fake::state->log.clear();
+    fake::state->corrupted.clear();
     fake::faults.clear();
 }
-CONTROL void fake_initialised(int is) {
-    const std::lock_guard<std::recursive_mutex> lock(fake::mutex);
-    fake::is_initialised = is;
-}
-CONTROL void fake_attribute(int attribute, int value) {
-    const std::lock_guard<std::recursive_mutex> lock(fake::mutex);
-    fake::attributes[attribute] = value;
-}
-CONTROL void fake_label(const char *text) { fake::label = text; } // of what this thread calls from now on
-
 // The n-th call of a function from now on (1: the next one) fails, or succeeds without doing anything.
 CONTROL void fake_fail(const char *name, uint64_t n, int code) {
     const std::lock_guard<std::recursive_mutex> lock(fake::mutex);
@@ -115,6 +104,26 @@ CONTROL uint64_t fake_memory(uint64_t nbytes, int device) {
     });
     return address;
 }
+// Let kernels of a device read what another one owns wrongly.
+CONTROL void fake_corrupt(int reader, int owner) {
+    const std::lock_guard<std::recursive_mutex> lock(fake::mutex);
+    fake::state->corrupted.insert({reader, owner});
+}
+// Let memory be of a kind: see Kind. It stays until the memory is freed.
+CONTROL int fake_kind(uint64_t address, int kind) {
+    return fake::control("fake_kind", [&] {
+        fake::Allocation *found = fake::state->memory.find(address);
+        if (!found) fake::refuse(fake::INVALID_VALUE, "the address is not known");
+        found->kind = kind;
+    });
+}
+// Let the next cuModuleGetFunction wait until fake_continue, as if for a device that waits for the caller; at most ten
+// seconds. fake_continue returns whether a call waited.
+CONTROL void fake_hold() { fake::held = 1; }
+CONTROL int fake_continue() {
+    int waiting = 2;
+    return fake::held.compare_exchange_strong(waiting, 0);
+}
 // Memory of the caller that counts as a device's until it is given back.
 CONTROL int fake_own(uint64_t address, uint64_t nbytes, int device) {
     return fake::control("fake_own", [&] {
@@ -130,7 +139,7 @@ CONTROL int fake_disown(uint64_t address) {
         const fake::Allocation *found = fake::state->memory.find(address);
         if (!found || !found->is_foreign || found->begin != address)
             fake::refuse(fake::INVALID_VALUE, "the address is not known");
-        fake::state->note_host({address, found->nbytes, true}, "freeing", fake::label);
+        fake::state->note_host({address, found->nbytes, true}, "freeing");
         fake::state->execute_all(); // the memory may vanish
         fake::state->shadow.forget(address, found->nbytes);
         fake::state->memory.all().erase(address);
@@ -150,7 +159,7 @@ CONTROL void *fake_stream(int device, unsigned flags) {
 // The host accesses memory.
 CONTROL int fake_host_access(uint64_t address, uint64_t nbytes, int writes) {
     return fake::control("fake_host_access",
-                         [&] { fake::state->note_host({address, nbytes, writes != 0}, "the host", fake::label); });
+                         [&] { fake::state->note_host({address, nbytes, writes != 0}, "the host"); });
 }
 // An operation of a framework in a stream, which may be the default one of a device: it writes given bytes, which are
 // copied, or reads them into memory that the caller keeps until the operation has run.
@@ -167,7 +176,6 @@ CONTROL int fake_queue(void *handle, int device, uint64_t address, void *bytes, 
         fake::Stream &stream = fake::stream_of(handle);
         fake::Work work{};
         work.name = "the framework";
-        work.label = fake::label;
         work.context = stream.context;
         work.device = stream.device;
         work.accesses = {{address, nbytes, writes != 0}};

@@ -6,6 +6,9 @@
 // cuda_host.cpp, which is linked to it, the bodies of the kernels.
 #include <dlfcn.h>
 
+#include <atomic>
+#include <chrono>
+
 #include "fake_launches.hpp"
 
 namespace fake {
@@ -24,12 +27,22 @@ inline bool is_initialised = false;
 inline std::map<std::string, Faults> faults;
 inline uint64_t next_handle = 0x1000; // handles are not used twice, not even after a reset
 inline thread_local uint64_t current_handle = 0;
-inline thread_local std::string label;
+
+// A call that stands for one that waits for the device, which waits for the test: see fake_hold.
+inline std::atomic<int> held{0}; // 1: the next such call waits; 2: one does
+inline void wait_until_continued() {
+    int next = 1;
+    if (!held.compare_exchange_strong(next, 2)) return;
+    for (int k = 0; k < 500 && held == 2; k++) std::this_thread::sleep_for(std::chrono::milliseconds(20));
+    const std::lock_guard<std::recursive_mutex> lock(mutex);
+    if (held.exchange(0) == 2) state->report("a call waited for the device in vain");
+}
 
 inline uint64_t new_handle() { return next_handle += 16; }
 
 // Run the body of a driver's function: count the call, fail or drop it on a test's request, and report its mistakes.
 template <class Body> int call(const char *name, Body body, bool needs_init = true) {
+    if (UserObject::is_releasing) std::abort(); // it must not call the driver
     const std::lock_guard<std::recursive_mutex> lock(mutex);
     Faults &of = faults[name];
     of.calls++;
@@ -47,8 +60,7 @@ template <class Body> int call(const char *name, Body body, bool needs_init = tr
     } catch (const Refused &refused) {
         code = refused.code;
         if (!refused.why.empty())
-            state->report(std::string(name) + ": " + refused.why + " (" + std::to_string(code) + ")" +
-                          (label.empty() ? "" : " (" + label + ")"));
+            state->report(std::string(name) + ": " + refused.why + " (" + std::to_string(code) + ")");
     }
     state->execute_some();
     return code;
@@ -128,8 +140,7 @@ inline Stream &stream_of(const void *handle, bool invalidates = true) {
 
 inline void log(const std::string &what, const Stream &stream, const std::string &rest) {
     state->log.push_back(what + " device=" + std::to_string(stream.device) +
-                         " stream=" + std::to_string(stream.number) + rest + (stream.capture ? " captured" : "") +
-                         (label.empty() ? "" : " label=" + label));
+                         " stream=" + std::to_string(stream.number) + rest + (stream.capture ? " captured" : ""));
 }
 
 inline std::string owner_text(uint64_t address) {
@@ -144,7 +155,6 @@ inline int copy(uint64_t to, uint64_t from, size_t nbytes, const char *name, Str
     log(name, stream, " from=" + owner_text(from) + " to=" + owner_text(to) + " bytes=" + std::to_string(nbytes));
     Work work{};
     work.name = name;
-    work.label = label;
     work.context = stream.context;
     work.device = stream.device;
     work.accesses = {{from, nbytes, false}, {to, nbytes, true}};
@@ -178,7 +188,7 @@ inline int free_memory(uint64_t begin, bool is_pinned, const char *name) {
     Allocation *found = state->memory.find(begin);
     if (!found || !found->is_live || found->begin != begin || (found->device == HOST) != is_pinned)
         refuse(INVALID_VALUE, "the address is not that of an allocation");
-    state->note_host({begin, found->nbytes, true}, name, label);
+    state->note_host({begin, found->nbytes, true}, name);
     found->is_live = false;
     return SUCCESS;
 }

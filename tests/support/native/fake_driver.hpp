@@ -47,6 +47,7 @@ DRIVER cuDeviceGetAttribute(int *value, int attribute, int device) {
     return call("cuDeviceGetAttribute", [&] {
         check_given(value);
         context_of(device);
+        static const std::map<int, int> attributes{{16, 132}, {20, 0}, {75, 9}, {76, 0}, {41, 1}}; // an H100 has these
         const auto found = attributes.find(attribute);
         if (found == attributes.end())
             refuse(INVALID_VALUE, "the fake driver has no attribute " + std::to_string(attribute));
@@ -152,6 +153,7 @@ DRIVER cuModuleUnload(void *module) {
     });
 }
 DRIVER cuModuleGetFunction(void **function, void *module, const char *name) {
+    wait_until_continued();
     return call("cuModuleGetFunction", [&]() -> int {
         check_given(function && name);
         const uint64_t context = of_handle(state->modules, module, "module").context;
@@ -198,7 +200,6 @@ DRIVER cuLaunchKernel(void *function, unsigned grid_x, unsigned grid_y, unsigned
         }
         check_given(from);
         Work work = launch_work(found, context, from, grid_x);
-        work.label = label;
         uint64_t read = 0, written = 0;
         for (const Access &each : work.accesses) (each.writes ? written : read) += each.nbytes;
         log("launch", stream,
@@ -260,18 +261,26 @@ DRIVER cuMemcpyPeerAsync(uint64_t to, void *to_context, uint64_t from, void *fro
         return copy(to, from, nbytes, "peer copy", stream);
     });
 }
-DRIVER cuPointerGetAttribute(void *data, int attribute, uint64_t address) {
-    return call("cuPointerGetAttribute", [&]() -> int {
-        check_given(data);
+DRIVER cuPointerGetAttributes(unsigned count, int *attributes, void **data, uint64_t address) {
+    return call("cuPointerGetAttributes", [&] {
+        check_given(attributes && data);
+        current();
         const Allocation *found = state->memory.find(address);
-        if (!found || !found->is_live) return INVALID_VALUE;
-        if (attribute == 1) *static_cast<void **>(data) = pointer(found->context);
-        else if (attribute == 2) *static_cast<unsigned *>(data) = found->device == HOST ? 1 : 2;
-        else if (attribute == 9)
-            *static_cast<int *>(data) =
-                found->device == HOST ? state->contexts.at(found->context)->device : found->device;
-        else refuse(INVALID_VALUE, "the fake driver has no attribute " + std::to_string(attribute) + " of pointers");
-        return SUCCESS;
+        if (found && !found->is_live) found = nullptr; // then all values are 0
+        const bool is_owned = found && (found->kind == PLAIN || found->kind == MANAGED); // by a context, that of its device
+        for (unsigned k = 0; k < count; k++) {
+            const int kind = found ? found->kind : -1;
+            switch (attributes[k]) {
+            case 1: *static_cast<void **>(data[k]) = pointer(is_owned ? found->context : 0); break;
+            case 2: *static_cast<unsigned *>(data[k]) = !found ? 0 : found->device == HOST ? 1 : 2; break;
+            case 8: *static_cast<bool *>(data[k]) = kind == MANAGED; break;
+            case 10: *static_cast<bool *>(data[k]) = kind == PLAIN || kind == FOREIGN_CONTEXT; break;
+            case 11: *static_cast<uint64_t *>(data[k]) = found ? found->begin : 0; break;
+            case 12: *static_cast<size_t *>(data[k]) = found ? found->nbytes : 0; break;
+            case 17: *static_cast<void **>(data[k]) = kind == POOL ? data : nullptr; break;
+            default: refuse(INVALID_VALUE, "the fake driver has no attribute " + std::to_string(attributes[k]) + " of pointers");
+            }
+        }
     });
 }
 

@@ -42,7 +42,7 @@ template <class Launch> std::vector<Access> accesses_of(const Launch &launch, co
                     sizeof launch.table,
                 "it is too large");
     check_table(traits.sources == 0 || traits.sources == launch.sources, "the kernel has another number of sources");
-    check_table(launch.stack >= 1 && launch.stack <= 3, "the stack has an invalid size");
+    check_table(launch.stack >= 1 && launch.stack <= cuda_reduce::MAX_DEPTH, "the stack has an invalid size");
     check_table(launch.kind <= cuda_reduce::BFLOAT && (traits.is_mixed || launch.kind == cuda_reduce::OWN),
                 "the kind is invalid");
     int32_t out = traits.out;
@@ -61,20 +61,26 @@ template <class Launch> std::vector<Access> accesses_of(const Launch &launch, co
                     "part " + std::to_string(p) + " does not begin at the end of the part before it");
         check_table(part.order < launch.orders, "part " + std::to_string(p) + " has an invalid order");
         check_table(part.head % traits.step == 0, "part " + std::to_string(p) + " has an invalid head");
-        const int64_t head = part.is_aligned ? part.head : 0, units = int64_t{traits.count} * cuda_reduce::THREADS;
-        tile += static_cast<uint32_t>(std::max<int64_t>(1, (part.size - head + units - 1) / units));
+        const int64_t units = int64_t{traits.count} * cuda_reduce::THREADS;
+        tile += static_cast<uint32_t>(std::max<int64_t>(1, (part.size - part.head + units - 1) / units));
         for (uint64_t k = 0; k < each; k++) {
             const bool writes = k >= launch.sources;
             const bool is_wide =
                 !writes && traits.is_mixed && launch.order(part.order).wide >> k % cuda_reduce::MAX_STEPS & 1;
             const int32_t unit = writes ? out : is_wide ? traits.value : traits.unit;
-            if (at[k] % static_cast<uint64_t>(unit) ||
-                (part.is_aligned && (at[k] + part.head * static_cast<uint64_t>(unit)) % cuda_reduce::VECTOR_NBYTES))
+            const int32_t vector = std::min(traits.count * unit, int32_t{cuda_reduce::VECTOR_NBYTES});
+            const uint64_t past_vector = (at[k] + part.head * static_cast<uint64_t>(unit)) % static_cast<uint64_t>(vector);
+            if (at[k] % static_cast<uint64_t>(unit) || (part.is_aligned && past_vector))
                 refuse(MISALIGNED_ADDRESS, "an address of part " + std::to_string(p) + " is misaligned");
+            check_table(writes || past_vector <= part.head * static_cast<uint64_t>(unit),
+                        "part " + std::to_string(p) + " has a vector that begins before a source");
             parts.push_back({at[k], at[k] + static_cast<uint64_t>(part.size * unit), unit, p, writes});
         }
     }
     check_table(launch.tiles == tile, "the number of tiles is wrong");
+    check_table(launch.streams > 0 && launch.length % 2 == 0 && uint64_t{launch.streams} * launch.length >= tile &&
+                    launch.length < tile / launch.streams + 3,
+                "the streams do not have all tiles, or too many");
     check_threads(parts);
     std::vector<Access> made;
     for (const PartAccess &part : parts) made.push_back({part.begin, part.end - part.begin, part.writes});

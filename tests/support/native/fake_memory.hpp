@@ -39,12 +39,16 @@ struct Epoch { // an operation's place in its chain
 
 // ---- allocations
 
+enum Kind { PLAIN, POOL, MAPPED, MANAGED, FOREIGN_CONTEXT }; // cuMemAlloc, cuMemAllocAsync, cuMemMap, ...
+
 struct Allocation {
     uint64_t begin, nbytes;
     int device; // or HOST: pinned memory
     uint64_t context;
     bool is_foreign; // of the framework or the test: not a leak
     bool is_live;
+    int kind = PLAIN;
+    bool is_peer_readable() const { return device == HOST || kind == PLAIN || kind == MANAGED; }
 };
 
 inline std::string range_text(uint64_t begin, uint64_t nbytes) {
@@ -78,7 +82,7 @@ class Memory {
     }
     // Take memory of the caller as a device's.
     void own(uint64_t begin, uint64_t nbytes, int device, uint64_t context, bool is_foreign) {
-        allocations_[begin] = {begin, nbytes, device, context, is_foreign, true};
+        allocations_[begin] = {begin, nbytes, device, context, is_foreign, true, PLAIN};
     }
     // Return the allocation that begins at an address or contains it, or null.
     Allocation *find(uint64_t address) {

@@ -2,7 +2,8 @@
 //
 // It reports every misuse: a rank that is missing in a group, ranks that disagree, arrays or streams of another device,
 // two threads at once, communicators that do not exist any more. Any call can be made to fail. A test tells it with
-// fake_own which memory belongs to which device; stream s belongs to device s / 4096 - 1.
+// fake_own which memory belongs to which device; stream s belongs to device s / 4096 - 1. With fake_polls(n),
+// communicators do not block: what a call begins is done when their state was asked n times.
 #include <pthread.h>
 #include <stdarg.h>
 #include <stdint.h>
@@ -12,7 +13,7 @@
 #include <unistd.h>
 
 enum { MOST = 64, OPS = 4096, BLOCKS = 1 << 16 };
-enum { INVALID_USAGE = 5 };
+enum { INVALID_USAGE = 5, IN_PROGRESS = 7 };
 
 typedef struct Clique Clique;
 typedef struct { Clique *clique; int rank, device, dead, state; } Comm;
@@ -22,11 +23,13 @@ typedef struct { int kind, type, op, root; size_t count; const void *sent; void 
 static pthread_mutex_t mutex = PTHREAD_MUTEX_INITIALIZER;
 static char report[4096], called[1 << 20];
 static const char *failing = "";
-static int failing_at, failing_code, version = 22703, live, open_groups;
+static int failing_at, failing_code, version = 22703, live, open_groups, polls, polls_left, pending;
 static struct { uintptr_t start, stop; int device; } blocks[BLOCKS];
 static int block_count;
 static __thread int depth, count, faulty;
 static __thread Op ops[OPS];
+static Op begun[OPS];  // the calls of the group that is not done
+static int execute(Op *calls, int count);
 
 static int wrong(const char *format, ...) {
     char text[256];
@@ -58,7 +61,7 @@ void fake_reset(void) {
     report[0] = called[0] = 0;
     failing = "";
     version = 22703;
-    block_count = 0;
+    block_count = polls = polls_left = pending = 0;
 }
 void fake_fail(const char *name, int at, int code) { failing_at = at, failing_code = code, failing = strdup(name); }
 void fake_own(uintptr_t start, size_t size, int device) {
@@ -71,6 +74,7 @@ void fake_own(uintptr_t start, size_t size, int device) {
     }
     pthread_mutex_unlock(&mutex);
 }
+void fake_polls(int number) { polls = number; }
 void fake_version(int number) { version = number; }
 const char *fake_report(void) { return report; }
 const char *fake_called(void) { return called; }
@@ -109,7 +113,7 @@ int ncclCommInitAll(Comm **comms, int size, const int *devices) {
         comms[k] = &clique->ranks[k];
     }
     __sync_fetch_and_add(&live, size);
-    return 0;
+    return (polls_left = polls) ? IN_PROGRESS : 0;
 }
 
 static int end(Comm *comm, const char *name) {
@@ -117,6 +121,7 @@ static int end(Comm *comm, const char *name) {
     if (comm->dead) return wrong("%s of a destroyed communicator", name);
     if (depth) return wrong("%s inside a group", name);
     comm->dead = 1;
+    polls_left = pending = 0;
     __sync_fetch_and_sub(&live, 1);
     return code;
 }
@@ -126,6 +131,8 @@ int ncclCommAbort(Comm *comm) { return end(comm, "ncclCommAbort"); }
 int ncclCommGetAsyncError(Comm *comm, int *state) {
     *state = 0;
     if (comm->dead) return wrong("ncclCommGetAsyncError of a destroyed communicator");
+    if (polls_left && --polls_left) *state = IN_PROGRESS;
+    else if (pending) *state = execute(begun, pending), pending = 0;
     if (enter("state")) *state = 1;  // an error that a test injects into the communicator, not into the call
     return enter("ncclCommGetAsyncError");
 }
@@ -134,6 +141,7 @@ int ncclGroupStart(void) {
     int code = enter("ncclGroupStart");
     if (code) return code;
     if (depth++) return wrong("a group inside a group");
+    if (polls_left) return wrong("a group before the last one is done");
     count = faulty = 0;
     if (__sync_fetch_and_add(&open_groups, 1)) wrong("two groups at once");
     return 0;
@@ -216,19 +224,30 @@ int ncclGroupEnd(void) {
     depth = 0;
     usleep(200);  // time for another thread to be noticed
     if (!code) code = faulty;  // as in NCCL, an error of a call inside a group is that of the group: nothing runs
-    while (!code && count) {  // the first call of the first communicator, with the first call of each other rank
-        Clique *clique = ops[0].comm->clique;
+    if (!code && polls && count) {
+        memcpy(begun, ops, sizeof *ops * (size_t)(pending = count));
+        polls_left = polls, code = IN_PROGRESS;
+    } else if (!code) {
+        code = execute(ops, count);
+    }
+    __sync_fetch_and_sub(&open_groups, 1);
+    return code;
+}
+
+static int execute(Op *calls, int left) {
+    int code = 0;
+    while (!code && left) {  // the first call of the first communicator, with the first call of each other rank
+        Clique *clique = calls[0].comm->clique;
         Op *ranks[MOST] = {0};
-        for (int k = 0; k < count; k++)
-            if (ops[k].comm->clique == clique && !ranks[ops[k].comm->rank]) ranks[ops[k].comm->rank] = &ops[k];
+        for (int k = 0; k < left; k++)
+            if (calls[k].comm->clique == clique && !ranks[calls[k].comm->rank]) ranks[calls[k].comm->rank] = &calls[k];
         for (int k = 0; k < clique->size && !code; k++)
             if (!ranks[k]) code = wrong("rank %d of %d is missing", k, clique->size);
         if (!code) code = run(ranks, clique->size);
         int kept = 0;
-        for (int k = 0; k < count; k++)
-            if (ops[k].comm->clique != clique || ranks[ops[k].comm->rank] != &ops[k]) ops[kept++] = ops[k];
-        count = kept;
+        for (int k = 0; k < left; k++)
+            if (calls[k].comm->clique != clique || ranks[calls[k].comm->rank] != &calls[k]) calls[kept++] = calls[k];
+        left = kept;
     }
-    __sync_fetch_and_sub(&open_groups, 1);
     return code;
 }

@@ -51,7 +51,7 @@ struct Refused { // a call fails with a code; `why` goes into the report unless 
 [[noreturn]] inline void refuse(int code, const std::string &why) { throw Refused{code, why}; }
 
 struct Work { // what a launch or copy does, when it is called or each time its graph is launched
-    std::string name, label;
+    std::string name;
     uint64_t context; // whose device runs it
     int device;
     std::string stream;
@@ -70,7 +70,7 @@ struct Operation {
     std::string text(bool writes) const {
         std::string made = work.name + (writes ? " writes" : " reads");
         if (!work.stream.empty()) made += " in " + work.stream;
-        return made + (work.label.empty() ? "" : " (" + work.label + ")");
+        return made;
     }
 };
 using OperationPtr = std::shared_ptr<Operation>;
@@ -82,6 +82,16 @@ struct Node { // an operation of a graph
     uint64_t chain; // the stream that captured it
 };
 
+struct UserObject { // destroyed with the last graph, capture or executable graph that has it
+    void *owned;
+    void (*release)(void *);
+    ~UserObject() { // in another thread, as in the driver, where a call of the driver would not return
+        std::thread([this] { is_releasing = true, release(owned); }).join();
+    }
+    static inline thread_local bool is_releasing = false;
+};
+using UserObjects = std::vector<std::shared_ptr<UserObject>>;
+
 struct Capture {
     uint64_t origin;
     int mode;
@@ -89,6 +99,8 @@ struct Capture {
     std::vector<Node> nodes;
     bool is_active = true;
     std::string invalid; // why it was invalidated
+    uint64_t graph = 0;  // its handle, once it was asked for
+    UserObjects objects;
 };
 
 struct Place { // what a stream or event stands for: the operations so far
@@ -143,13 +155,17 @@ struct Function {
 };
 struct Graph {
     std::vector<Node> nodes;
+    UserObjects objects;
 };
 struct GraphExec : Place {
     std::vector<Node> nodes;
     std::map<uint64_t, Epoch> chains;
+    UserObjects objects;
 };
 
 template <class T> using Table = std::map<uint64_t, std::shared_ptr<T>>;
+
+inline thread_local int thread_mode = 0; // what calls of this thread do to captures: 0 global, 1 of the thread, 2 relaxed
 
 struct State {
     explicit State(int count, const uint8_t *given, uint64_t seed)
@@ -168,6 +184,7 @@ struct State {
     Shadow shadow;
     std::mt19937 random;
     double eagerness; // the probability that a call executes one more operation
+    std::set<std::pair<int, int>> corrupted; // devices whose kernels read wrongly what the others own
     Clock host_clock{0};
     size_t chains = 1;
     std::map<int, int> numbers; // the streams of each device so far
@@ -178,6 +195,7 @@ struct State {
     Table<Function> functions;
     Table<Graph> graphs;
     Table<GraphExec> execs;
+    Table<UserObject> user_objects;                 // those of the caller
     std::vector<std::shared_ptr<Capture>> captures; // those that have not ended
     std::set<OperationPtr> pending;
     std::vector<OperationPtr> ready;
@@ -190,7 +208,7 @@ struct State {
         const OperationPtr operation = ready[k];
         ready[k] = ready.back();
         ready.pop_back();
-        if (operation->work.body) operation->work.body();
+        if (operation->work.body) operation->work.body(), corrupt(operation->work);
         operation->work.body = nullptr;
         operation->is_done = true;
         operation->predecessors.clear();
@@ -198,6 +216,16 @@ struct State {
             if (--each->waits_for == 0) ready.push_back(each);
         operation->followers.clear();
         pending.erase(operation);
+    }
+    // Change a byte of what a kernel writes after it has read the memory of a peer, if the test wants this.
+    void corrupt(const Work &work) {
+        const auto is_wrong = [&](const Access &each) {
+            const Allocation *found = memory.find(each.begin);
+            return !each.writes && found && corrupted.count({work.device, found->device});
+        };
+        if (std::none_of(work.accesses.begin(), work.accesses.end(), is_wrong)) return;
+        for (const Access &each : work.accesses)
+            if (each.writes) ++*reinterpret_cast<uint8_t *>(each.begin);
     }
     void execute_some() {
         while (!ready.empty() && draw(eagerness)) execute(random() % ready.size());
@@ -244,10 +272,9 @@ struct State {
             report("not ordered: " + each.earlier->text(each.earlier_writes) + ", and " + operation->text(each.writes) +
                    ", " + range_text(each.begin, each.end - each.begin));
     }
-    void note_host(const Access &access, const std::string &name, const std::string &label) {
+    void note_host(const Access &access, const std::string &name) {
         auto operation = std::make_shared<Operation>();
         operation->work.name = name;
-        operation->work.label = label;
         operation->work.accesses = {access};
         operation->epoch = {0, ++host_clock[0]};
         operation->is_done = true;
@@ -347,9 +374,11 @@ struct State {
                 why = "is not within " + range_text(found->begin, found->nbytes);
             } else if (!is_peer_copy && !can_access(context, found->device)) {
                 why = "is on device " + std::to_string(found->device) + ", to which peer access is not enabled";
+            } else if (!is_peer_copy && found->device != context.device && !found->is_peer_readable()) {
+                why = "is on device " + std::to_string(found->device) + ", which did not map it for its peers";
             }
             if (why.empty()) continue;
-            report(work.name + " in " + work.stream + (work.label.empty() ? "" : " (" + work.label + ")") +
+            report(work.name + " in " + work.stream +
                    ": what it " + (each.writes ? "writes, " : "reads, ") + range_text(each.begin, each.nbytes) + ", " +
                    why);
             context.failed = ILLEGAL_ADDRESS;
@@ -372,10 +401,13 @@ struct State {
     [[noreturn]] void invalidate(int code, const std::string &why, const std::shared_ptr<Capture> &capture) {
         invalidate(code, why, [&](const Capture &each) { return &each == capture.get(); });
     }
-    // The calls that cuda.h calls potentially unsafe: see CUstreamCaptureMode.
+    // The calls that cuda.h calls potentially unsafe: see cuThreadExchangeStreamCaptureMode.
     void check_unsafe() {
         const auto here = std::this_thread::get_id();
-        auto forbids = [&](const Capture &each) { return each.mode == 0 || (each.mode == 1 && each.thread == here); };
+        auto forbids = [&](const Capture &each) {
+            return thread_mode == 0 ? each.mode == 0 || (each.mode == 1 && each.thread == here)
+                                    : thread_mode == 1 && each.mode != 2 && each.thread == here;
+        };
         for (auto &each : captures)
             if (forbids(*each))
                 invalidate(CAPTURE_UNSUPPORTED, "the call is not permitted while a stream is capturing", forbids);

@@ -96,11 +96,46 @@ DRIVER cuStreamWaitEvent(void *stream_handle, void *handle, unsigned flags) {
 
 // ---- capture and graphs
 
-DRIVER cuStreamIsCapturing(void *handle, int *status) {
-    return call("cuStreamIsCapturing", [&] {
-        check_given(status);
+DRIVER cuStreamGetCaptureInfo_v2(void *handle, int *status, uint64_t *, void **graph, const void **, size_t *) {
+    return call("cuStreamGetCaptureInfo_v2", [&] {
+        check_given(status && graph);
         const Stream &stream = stream_of(handle, false);
         *status = !stream.capture ? 0 : stream.capture->invalid.empty() ? 1 : 2;
+        if (*status != 1) return;
+        if (!stream.capture->graph) stream.capture->graph = new_handle();
+        *graph = pointer(stream.capture->graph);
+    });
+}
+DRIVER cuThreadExchangeStreamCaptureMode(int *mode) {
+    return call("cuThreadExchangeStreamCaptureMode", [&] {
+        check_given(mode && *mode >= 0 && *mode <= 2);
+        std::swap(*mode, thread_mode);
+    });
+}
+DRIVER cuUserObjectCreate(void **object, void *owned, void (*release)(void *), unsigned count, unsigned flags) {
+    return call("cuUserObjectCreate", [&] {
+        check_given(object && release && count == 1 && flags == 1);
+        const uint64_t handle = new_handle();
+        state->user_objects[handle] = std::shared_ptr<UserObject>(new UserObject{owned, release});
+        *object = pointer(handle);
+    });
+}
+DRIVER cuUserObjectRelease(void *object, unsigned count) {
+    return call("cuUserObjectRelease", [&] {
+        of_handle(state->user_objects, object, "user object");
+        check_given(count == 1);
+        state->user_objects.erase(reinterpret_cast<uint64_t>(object));
+    });
+}
+DRIVER cuGraphRetainUserObject(void *graph, void *object, unsigned count, unsigned flags) {
+    return call("cuGraphRetainUserObject", [&] {
+        of_handle(state->user_objects, object, "user object");
+        check_given(count == 1 && flags == 1); // the caller's reference moves to the graph
+        const auto is_it = [&](const auto &each) { return each->graph == reinterpret_cast<uint64_t>(graph); };
+        const auto found = std::find_if(state->captures.begin(), state->captures.end(), is_it);
+        if (found == state->captures.end()) refuse(INVALID_VALUE, "the graph is not one that is being captured");
+        (*found)->objects.push_back(state->user_objects.at(reinterpret_cast<uint64_t>(object)));
+        state->user_objects.erase(reinterpret_cast<uint64_t>(object));
     });
 }
 DRIVER cuStreamBeginCapture_v2(void *handle, int mode) {
@@ -110,7 +145,7 @@ DRIVER cuStreamBeginCapture_v2(void *handle, int mode) {
         if (stream.is_legacy) refuse(CAPTURE_UNSUPPORTED, "the default stream cannot be captured");
         if (stream.capture) refuse(ILLEGAL_STATE, "the stream is capturing");
         stream.capture =
-            std::make_shared<Capture>(Capture{stream.handle, mode, std::this_thread::get_id(), {}, true, ""});
+            std::make_shared<Capture>(Capture{stream.handle, mode, std::this_thread::get_id(), {}, true, "", 0, {}});
         stream.nodes.clear();
         state->captures.push_back(stream.capture);
     });
@@ -138,8 +173,8 @@ DRIVER cuStreamEndCapture(void *handle, void **graph) {
         State::check_capture(capture);
         if (joined.size() < capture->nodes.size())
             refuse(CAPTURE_UNJOINED, "the stream does not wait for all captured work");
-        const uint64_t made = new_handle();
-        state->graphs[made] = std::make_shared<Graph>(Graph{capture->nodes});
+        const uint64_t made = capture->graph ? capture->graph : new_handle();
+        state->graphs[made] = std::make_shared<Graph>(Graph{capture->nodes, std::move(capture->objects)});
         *graph = pointer(made);
     });
 }
@@ -149,6 +184,7 @@ DRIVER cuGraphInstantiateWithFlags(void **exec, void *graph, unsigned long long 
         check_given(exec && flags == 0);
         auto made = std::make_shared<GraphExec>();
         made->nodes = of_handle(state->graphs, graph, "graph").nodes;
+        made->objects = of_handle(state->graphs, graph, "graph").objects;
         for (const Node &each : made->nodes)
             if (!made->chains.count(each.chain)) made->chains[each.chain] = {state->chains++, 0};
         const uint64_t handle = new_handle();

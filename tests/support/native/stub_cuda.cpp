@@ -68,7 +68,11 @@ DRIVER cuStreamWaitEvent(void *, void *, unsigned) {
     return 0;
 }
 DRIVER cuStreamSynchronize(void *) { return 0; }
-DRIVER cuStreamIsCapturing(void *, int *status) { return give(status, 0); }
+DRIVER cuStreamGetCaptureInfo_v2(void *, int *status, uint64_t *, void **, const void **, size_t *) { return give(status, 0); }
+DRIVER cuThreadExchangeStreamCaptureMode(int *) { return 0; }
+DRIVER cuUserObjectCreate(void **object, void *, void (*)(void *), unsigned, unsigned) { return give(object); }
+DRIVER cuUserObjectRelease(void *, unsigned) { return 0; }
+DRIVER cuGraphRetainUserObject(void *, void *, unsigned, unsigned) { return 0; }
 DRIVER cuEventCreate(void **event, unsigned) { return give(event); }
 DRIVER cuEventDestroy_v2(void *) { return 0; }
 DRIVER cuEventRecord(void *, void *) { return 0; }
@@ -93,9 +97,17 @@ DRIVER cuMemFreeHost(void *address) {
     std::free(address);
     return 0;
 }
-DRIVER cuPointerGetAttribute(void *data, int attribute, uint64_t) {
-    if (attribute == 1) return cuDevicePrimaryCtxRetain(static_cast<void **>(data), 0);
-    return give(static_cast<int *>(data), attribute == 2 ? 2 : 0);
+DRIVER cuPointerGetAttributes(unsigned count, int *attributes, void **data, uint64_t address) { // segments of 2 MiB
+    constexpr uint64_t SEGMENT = uint64_t{2} << 20;
+    for (unsigned k = 0; k < count; k++)
+        switch (attributes[k]) {
+        case 1: cuDevicePrimaryCtxRetain(static_cast<void **>(data[k]), 0); break;
+        case 2: *static_cast<unsigned *>(data[k]) = 2; break;
+        case 10: *static_cast<bool *>(data[k]) = true; break;
+        case 11: *static_cast<uint64_t *>(data[k]) = address / SEGMENT * SEGMENT; break;
+        case 12: *static_cast<uint64_t *>(data[k]) = SEGMENT; break;
+        }
+    return 0;
 }
 DRIVER cuGetErrorName(int, const char **text) { return give(text, "CUDA_ERROR_UNKNOWN"); }
 DRIVER cuGetErrorString(int, const char **text) { return give(text, "unknown error"); }

@@ -111,6 +111,9 @@ def every_collective(group):
     raises(cr.UnsupportedError, "sum of bools", lambda: group.all_reduce(np.array([True])))
     raises(cr.ArgumentError, "out must be", lambda: group.all_reduce(grid, out=grid.T))
     raises(cr.ArgumentError, "out must be", lambda: group.all_reduce(grid, out=grid.astype("float32")))
+    masked = np.ma.array(grid, mask=True)
+    raises(cr.ArgumentError, "masked", lambda: group.all_reduce(grid, out=masked))
+    raises(cr.UnsupportedError, "masked", lambda: group.all_to_all([grid] * (n - 1) + [masked]))
     raises(cr.ArgumentError, "not a known reduction", lambda: group.all_reduce(grid, "summ"))
     raises(cr.ArgumentError, "one row for each", lambda: group.all_to_all(np.zeros(n + 1)))
     called = group.communicator.memory.number

@@ -5,12 +5,19 @@ from unittest import mock
 
 from crossreduce import CrossDeviceOps, PerReplica
 from crossreduce.engines import loop
+from crossreduce.engines.cuda import driver
 from crossreduce.engines.host import HostExecutable
 
 
 def on_devices(names):
     """Return destinations on the devices with these names."""
     return PerReplica([0] * len(names), names)
+
+
+def kernel_launches():
+    """Return how many kernels the CUDA engine has launched in this process. Assert that it is installed."""
+    assert driver.native() is not None, "the compiled module of the CUDA engine is missing"
+    return driver.native().counts()[0]
 
 
 @contextlib.contextmanager

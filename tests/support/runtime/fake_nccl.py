@@ -62,7 +62,13 @@ class HostMemory(torch_memory.TorchDeviceMemory):
         return found
 
     def allocate(self, shape, dtype, device):
-        return self.put(torch.empty(shape, dtype=torch_memory.DTYPES_BY_NAME[dtype]), device)
+        return self.put(super().allocate(shape, dtype, device), device)
+
+    def block(self, dtype, nbytes, device):
+        return self.put(super().block(dtype, nbytes, device), device)
+
+    def _device(self, number):
+        return torch.device("cpu")
 
     def stream(self, device):
         return (device + 1) * 4096 + getattr(self.threads, "number", 0)

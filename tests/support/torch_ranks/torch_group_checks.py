@@ -229,6 +229,21 @@ def tensors_that_wrap_others(c):
     if c.rank < 2:
         (dist.send if c.rank else dist.recv)(own, 1 - c.rank)
         assert torch.equal(torch.stack([own.a, own.b]), every[1])
+    pair = TwoTensor(torch.ones(3), torch.ones(3))
+    raises(ValueError, "rank 1 differs", dist.all_reduce, pair if c.rank == 1 else torch.ones(3))
+    assert torch.equal(pair.a, torch.ones(3))
+    logged = torch.ones(3)
+    dist.all_reduce(torch.Tensor._make_subclass(Logged, logged))
+    assert torch.equal(logged, torch.full((3,), float(c.size)))
+
+
+class Logged(torch.Tensor):
+    """A tensor that handles ops, but has memory of its own."""
+
+    @classmethod
+    def __torch_dispatch__(cls, function, types, args=(), kwargs=None):
+        with torch._C._DisableTorchDispatch():
+            return function(*args, **(kwargs or {}))
 
 
 @CHECKS.add
@@ -248,6 +263,14 @@ def lists_of_tensors(c):
     raises(ValueError, "one tensor per rank", lambda: group.scatter(pairs, []).wait())
     raises(ValueError, "one tensor per rank", lambda: group.reduce_scatter(pairs, [rows, rows]).wait())
     raises(ValueError, "is empty", dist.all_reduce_coalesced, [])
+    raises(ValueError, r"lists: [2, 1]", lambda: group.allgather_into_tensor_coalesced(pairs, [x]).wait())
+    raises(
+        ValueError,
+        "rank 1 differs",
+        lambda: group.allreduce_coalesced([x, y, torch.ones(3)][: 3 - (c.rank == 1)]).wait(),
+    )
+    ragged = [[torch.zeros(3) for _ in range(1 + (k != 1))] for k in range(c.size)]
+    raises(ValueError, "do not match in number", lambda: group.allgather_coalesced(ragged, pairs).wait())
     assert torch.equal(torch.stack([x, y, *rows]).sum(0), torch.full((3,), 2.0))
     sparse = torch.eye(3).to_sparse()
     dist.all_reduce_coalesced([x, sparse, y])
@@ -291,6 +314,7 @@ def mismatch(c):
     raises(MismatchError, "rank 0", work.wait)
     sparse = torch.ones(3).to_sparse()
     raises(MismatchError, "rank 1", dist.all_reduce, sparse if c.rank == 1 else sparse.to_dense())
+    raises(MismatchError, "rank 1", dist.all_reduce, torch.ones(3, 2).to_sparse(1 + (c.rank == 1)))  # gloo would crash
     moved_as_bytes = torch.float8_e5m2 if c.rank == 1 else torch.float8_e4m3fn
     raises(MismatchError, "rank 1", dist.broadcast, torch.ones(3).to(moved_as_bytes), 0)
     shape = tuple(range(2, 2 + c.size))  # rank 1: the sizes of its outputs; other ranks: the shape of their input
@@ -514,8 +538,12 @@ def versions(c):
     assert torch.equal(untracked, torch.full((4,), float(c.size)))
 
 
-def odd_tensors():
+def odd_tensors(size):
     """Return tensors whose values are not in their memory, by a word of the error about them."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch.autograd.forward_ad import make_dual
+    from torch.distributed.tensor import Replicate, distribute_tensor
+
     matrix = torch.eye(4)
     freed = torch.ones(4)
     freed.untyped_storage().resize_(0)
@@ -527,6 +555,9 @@ def odd_tensors():
         "nested": torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]),
         "NestedTensor": torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged),
         "without memory": freed,
+        "FakeTensor": FakeTensorMode().from_tensor(torch.ones(4)),
+        "DTensor": distribute_tensor(torch.ones(4), dist.init_device_mesh("cpu", (size,)), [Replicate()]),
+        "dual": make_dual(torch.ones(4), torch.ones(4)),
     }
 
 
@@ -535,7 +566,8 @@ def tensors_without_dense_values(c):
     """Tensors whose values are not in their memory are refused on all ranks, also if only one rank passes one."""
     from crossreduce import MismatchError, UnsupportedError
 
-    for word, odd in odd_tensors().items():
+    level = torch.autograd.forward_ad.enter_dual_level()
+    for word, odd in odd_tensors(c.size).items():
         of_one = [
             lambda x: dist.broadcast(x, 0),
             lambda x: dist.reduce(x, 1),
@@ -556,6 +588,57 @@ def tensors_without_dense_values(c):
             raises(UnsupportedError, word, dist.send, odd, 1)
         if c.rank == 1:
             raises(UnsupportedError, word, dist.recv, odd, 0)
+    torch.autograd.forward_ad.exit_dual_level(level=level)
+    lazy = torch.nn.parameter.UninitializedParameter() if c.rank == 2 else torch.zeros(4)
+    outputs = [lazy, *(torch.zeros(4) for _ in range(c.size - 1))]
+    raises(MismatchError, "rank 2", dist.all_gather, outputs, torch.zeros(4))
+
+
+@CHECKS.add
+def modes_of_the_thread(c):
+    """In a mode of torch that changes operations, a call of tensors outside of the mode works. A trace, which would not
+    contain the call, raises an error on all ranks."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    from crossreduce import MismatchError, UnsupportedError
+
+    x, own = torch.full((2, 3), 4.0**c.rank).T, torch.full((2, 3), 5.0**c.rank).T
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        dist.all_reduce(x)
+        if c.rank < 2:
+            (dist.send if c.rank else dist.recv)(own, 1 - c.rank)
+    torch.func.grad(lambda w: (dist.all_reduce(x), w)[1])(torch.ones(()))
+    assert torch.equal(x, torch.full((3, 2), c.size * sum(4.0**rank for rank in range(c.size))))
+    assert torch.equal(own, torch.full((3, 2), 5.0 ** max(c.rank, 1)))
+    asynchronous = lambda y: dist.all_reduce(y, async_op=True).wait()  # noqa: E731
+    for call in (lambda y: dist.all_reduce(y), lambda y: dist.broadcast(y, 0), asynchronous):
+        traced = make_fx(call)
+        raises(UnsupportedError, "cannot be traced", traced, torch.ones(3))
+        raises(UnsupportedError, "cannot be traced", torch.jit.trace, call, torch.ones(3))
+        raises(MismatchError, "rank 1", traced if c.rank == 1 else call, torch.ones(3))
+
+
+@CHECKS.add
+def dtypes_that_torch_cannot_copy(c):
+    """Tensors of every dtype are moved in every layout, also if torch cannot copy their elements."""
+    for dtype in (torch.uint4, torch.int1, torch.bits16, torch.float4_e2m1fn_x2):
+        ints = torch.int16 if dtype.itemsize == 2 else torch.uint8
+        every = [torch.arange(12).add(20 * rank).to(ints).reshape(3, 4) for rank in range(c.size)]
+        own = every[c.rank].clone()
+        dist.broadcast(own.view(dtype).T, 1)
+        assert torch.equal(own, every[1])
+        if c.rank < 2:
+            own = every[c.rank].clone()
+            (dist.send if c.rank else dist.recv)(own.view(dtype).T, 1 - c.rank)
+            assert torch.equal(own, every[1])
+        firsts = [x[: rank + 1].clone() for rank, x in enumerate(every)]
+        outs = [torch.zeros_like(x) for x in firsts]
+        dist.all_gather([x.view(dtype) for x in outs], firsts[c.rank].view(dtype))
+        assert all(map(torch.equal, outs, firsts))
+        outs = [torch.zeros(max(c.rank, rank), 4, dtype=ints) for rank in range(c.size)]
+        dist.all_to_all([x.view(dtype) for x in outs], [every[c.rank][: len(x)].view(dtype) for x in outs])
+        assert all(torch.equal(x, every[rank][: len(x)]) for rank, x in enumerate(outs))
 
 
 @CHECKS.add
@@ -572,6 +655,8 @@ def reductions_that_are_not_defined(c):
         torch.bits8,
         torch.uint4,
     )
+    for _ in range(2):
+        dist.all_reduce(torch.zeros(8, dtype=torch.uint8))  # a prepared call, which must not accept uint4
     for dtype in dtypes:
         name = str(dtype).removeprefix("torch.")
         for call in (dist.all_reduce, lambda x: dist.reduce(x, 1), lambda x: dist.all_reduce(x, MAX)):
@@ -582,6 +667,7 @@ def reductions_that_are_not_defined(c):
     raises(
         UnsupportedError, "sparse_coo_float32 cannot be reduced by max", dist.all_reduce, torch.eye(2).to_sparse(), MAX
     )
+    raises(UnsupportedError, "sparse_coo_float16", dist.all_reduce, torch.eye(2).half().to_sparse())
     premultiplied = dist._make_nccl_premul_sum(2.0)
     raises(UnsupportedError, "premul_sum", dist.all_reduce, torch.ones(3), premultiplied)
 
@@ -607,6 +693,8 @@ def broadcasts_into_elements_that_share_memory(c):
     raises(ArgumentError, "share memory", dist.broadcast, torch.zeros(1).expand(4), 0)
     x = torch.zeros(1).expand(4) if c.rank == 0 else torch.zeros(4)
     raises(MismatchError, "rank 0", dist.broadcast, x, 0)
+    if c.rank == 1:
+        raises(ArgumentError, "share memory", dist.recv, torch.zeros(1).expand(4), 0)  # takes no message
 
 
 @CHECKS.add

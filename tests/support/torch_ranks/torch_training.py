@@ -136,13 +136,14 @@ def hook_that_reduces_in_callbacks(c):
 def hook_after_another(c):
     """The hook ``before`` of a HookState runs first, and the value of its future is reduced."""
     gloo = dist.new_group(backend="gloo")
-    seen = []
+    seen, doubled = [], []
 
     def twice(state, bucket):
         seen.append(bucket.index())
         assert state == "mine"
         future = torch.futures.Future()
-        future.set_result(bucket.buffer() * 2)
+        doubled.append(bucket.buffer() * 2)
+        future.set_result(doubled[-1])
         return future
 
     model = Model()
@@ -152,6 +153,7 @@ def hook_after_another(c):
     got = trained(replica, [c.rank], 1)
     expect_close([g / 2 for g in got], trained(Model(), range(c.size), 1))
     assert seen
+    assert min(x._version for x in doubled) > 0  # autograd is told that the hook has written into them
     raises(ValueError, "not a process group", HookState, "world")
     state.close()
 

@@ -10,7 +10,6 @@ import json
 import os
 import pydoc
 import re
-import secrets
 import shutil
 import sys
 import tempfile
@@ -24,8 +23,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from ... import Bound, Plan
-from ...errors import ArgumentError, BackendError
-from ...export.files import real_path
+from ...errors import ArgumentError, BackendError, printable
+from ...export.files import real_path, replacing
 from ...planning.explain import limited_by
 from ...progress import watched
 
@@ -36,9 +35,9 @@ _NUMBERED: Final = re.compile(r"(.*?)(0|[1-9][0-9]{0,8})")  # any text, then a n
 
 @contextmanager
 def atomic_file(option: str, path: str | Path | None) -> Iterator[Path | None]:
-    """Check that a file can be written, and yield an empty temporary file that replaces it at the end of the block.
+    """Check that a file can be written, and yield an empty temporary file, a copy of which replaces it at the end.
 
-    The temporary file is in the same folder and has the same suffix. If the block fails, or writes nothing into it,
+    The temporary file has the same suffix. Other users cannot reach it. If the block fails, or writes nothing into it,
     the target is not changed. If ``path`` is ``None``, this yields ``None``.
     """
     if path is None:
@@ -51,24 +50,18 @@ def atomic_file(option: str, path: str | Path | None) -> Iterator[Path | None]:
     if target.exists() and not (target.is_file() and os.access(target, os.W_OK)):
         reason = "write-protected" if target.is_file() else "not a regular file"
         raise ArgumentError(f"{option} {path} cannot be written: it is {reason}.")
-    # The name is known before the file exists: an interruption during its creation leaves no file.
-    temporary = target.with_name(f".{target.name}.{secrets.token_hex(4)}{Path(path).suffix}")
-    try:
+    with ExitStack() as stack:
         try:
-            os.close(os.open(temporary, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600))
+            file = stack.enter_context(replacing(target))
         except OSError as error:
             raise ArgumentError(f"{option} {path} cannot be written: {error.strerror}.") from error
-        yield temporary
-        if temporary.stat().st_size:
-            mask = os.umask(0o022)  # the mask can only be read by setting it
-            os.umask(mask)
-            temporary.chmod(0o666 & ~mask)
-            with temporary.open("r+b") as file:
-                os.fsync(file.fileno())
-            temporary.replace(target)
-    finally:
-        if os.path.lexists(temporary):  # else unlink could fail: a name that is too long, a read-only file system
-            temporary.unlink(missing_ok=True)
+        made = (
+            Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="crossreduce-"))) / f"made{Path(path).suffix}"
+        )
+        made.touch()
+        yield made
+        with made.open("rb") as written:
+            shutil.copyfileobj(written, file)
 
 
 def _real_path(option: str, path: str | Path) -> Path:
@@ -246,11 +239,6 @@ def print_files(*paths: Path | None) -> None:
     for path in paths:
         if path is not None:
             print_lines([f"{printable(str(path))}: open it in a browser"])
-
-
-def printable(text: str) -> str:
-    """Return text without control characters, which a terminal would execute."""
-    return "".join(char if char.isprintable() else "?" for char in text)
 
 
 def terminal(**options: Any) -> Console:

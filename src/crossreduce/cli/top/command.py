@@ -21,9 +21,9 @@ from rich.table import Table
 from rich.text import Text
 from typer import Exit, Option
 
-from ...errors import ArgumentError, shown
+from ...errors import ArgumentError, printable, shown
 from ...observe.observer import GroupView, Observer
-from ..support.output import printable, terminal
+from ..support.output import terminal
 from ..support.tables import TableColumn, can_fit, columns_that_fit, fitted_table
 from .group_rates import GroupRates, compare, percent_text, state_words
 
@@ -169,7 +169,7 @@ def _head(view: GroupView, rates: GroupRates) -> Iterator[Text]:
     yield Text(printable(f'group "{view.name}", {size}, op {last}'), style="bold")
     ended = "all ranks have ended" if all(one.state in _ENDED for one in view.ranks) else ""
     if view.cause is not None:
-        cause = f"broken: {view.cause.splitlines()[0]}"
+        cause = "broken: " + view.cause.partition("\n")[0]
         yield Text(printable(f"{ended}; {cause}" if ended else cause), style="bold red")
     elif ended:
         yield Text(ended, style="dim")

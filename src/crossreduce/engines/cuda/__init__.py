@@ -25,13 +25,6 @@ from .kernels import MAX_ADDRESSES, is_supported
 from .memory import DeviceMemory, Operands, device_memory
 from .streams import Operations
 
-_IN_GRAPHS: Final[list[Any]] = []
-"""Memory that captured CUDA graphs of several devices use. It is kept for the life of the process.
-
-Each replay of a graph writes into it again. torch's memory pool of a graph keeps only the memory of the device where
-the capture began.
-"""
-
 
 class _Placed(NamedTuple):
     """The physical devices of a layout.
@@ -140,15 +133,18 @@ class _ByLoop:
 
 
 class _Planned(NamedTuple):
-    """Operations and their compiled plan. ``has_peers`` is whether kernels read the memory of other devices."""
+    """Operations and their compiled plan."""
 
     operations: Operations
     plan: Any
-    has_peers: bool
 
 
 class CudaExecutable:
-    """Queues the operations of a layout on streams. See ``engines.base.Executable``."""
+    """Queues the operations of a layout on streams. See ``engines.base.Executable``.
+
+    If the devices can read each other's memory, the first plan does so. Another one copies between devices. It is made
+    when the memory of an array is such that other devices cannot read it.
+    """
 
     def __init__(self, layout: Layout, numbers: Numbers, with_out: bool) -> None:
         memory, placed = _memory(layout), _placement(layout)
@@ -160,24 +156,22 @@ class CudaExecutable:
         physical = sorted(set(placed.numbers.values()))
         for number in physical:
             driver.load_kernels(number)
-        enable = driver.native().enable_peer
 
         def plan(has_peers: bool) -> _Planned:  # ``has_peers``: kernels may read the memory of other devices
+            enable = driver.native().enable_peer
             readable = tuple(tuple(a == b or (has_peers and enable(a, b)) for b in physical) for a in physical)
             planned = operations(layout, numbers, placed.numbers, readable, with_out)
-            return _Planned(planned, plan_of(planned), has_peers)
+            return _Planned(planned, plan_of(planned, any(row.count(True) > 1 for row in readable)))
 
         self._new_plan = plan
-        self.planned = plan(len(physical) > 1 and memory.is_peer_readable())
+        self.planned = plan(len(physical) > 1 and driver.allows_peers())
+        self._otherwise: _Planned | None = None
         is_preparable = self.planned.operations.operations and not (placed.host_sources or placed.host_destinations)
         self.prepared = PreparedRun(self.planned.plan) if is_preparable else None
 
     def run(self, operands: Operands, out: Sequence[Sequence[Array]] | None) -> Sequence[Sequence[Array]]:
         """Queue the operations on the current streams."""
-        memory = self._memory
-        if self.planned.has_peers and not memory.is_peer_readable():  # for example, CuPy has another allocator now
-            self.planned = self._new_plan(False)
-        queued, plan, _ = self.planned
+        memory, queued = self._memory, self.planned.operations
         writable = self._framework.writable_array
         on_host = [{k: writable(row[k], name) for k, name in self._on_host.items()} for row in out or ()]
         # New arrays are needed for all destinations, or, with ``out``, only for those on the host.
@@ -187,16 +181,13 @@ class CudaExecutable:
         for row, addresses in zip(results, addresses_by_destination, strict=True):
             addresses.update((k, memory.address(x)) for k, x in zip(fresh, row, strict=True))
         targets = [[addresses[k] for k in range(len(self._devices))] for addresses in addresses_by_destination]
-        scratch: list[tuple[Any, int]] = [
-            memory.scratch(size, device) if size else (None, 0)
-            for size, device in zip(queued.scratch, queued.devices, strict=True)
-        ]
+        owners: list[Any] = [operands, results]  # of all memory, until everything is queued
         with memory.queueing(queued.devices if queued.operations else (), results) as finished:
-            if queued.operations:
-                streams = [memory.stream(device) for device in queued.devices]
-                if len(streams) > 1 and driver.native().is_capturing(queued.devices[0], streams[0]):
-                    _IN_GRAPHS.append((scratch, results))
-                plan.run(operands.addresses, targets, [[address for _, address in scratch]], [streams])
+            if queued.operations and not self._queue(self.planned, operands.addresses, targets, owners):
+                if self._otherwise is None:
+                    self._otherwise = self._new_plan(False)
+                    self.planned.plan.use_otherwise(self._otherwise.plan)
+                self._queue(self._otherwise, operands.addresses, targets, owners)
         if out is not None:
             for row, host_row in zip(finished, on_host, strict=True):
                 for k, x in zip(fresh, row, strict=True):
@@ -205,6 +196,21 @@ class CudaExecutable:
             return out
         move = self._framework.to_device
         return [[move(x, self._on_host[k]) if k in self._on_host else x for k, x in enumerate(row)] for row in finished]
+
+    def _queue(self, planned: _Planned, sources: Any, targets: list[list[int]], owners: list[Any]) -> bool:
+        """Queue a plan's operations, or return ``False`` if its kernels cannot read the memory of other devices.
+
+        ``owners`` of the memory get those of the temporary memory. A graph that captures the operations keeps them.
+        """
+        queued, plan = planned
+        scratch: list[tuple[Any, int]] = [
+            self._memory.scratch(size, device) if size else (None, 0)
+            for size, device in zip(queued.scratch, queued.devices, strict=True)
+        ]
+        owners.append(scratch)
+        streams = [self._memory.stream(device) for device in queued.devices]
+        kept = None if len(streams) == 1 and self._memory.belongs_to_graphs else owners
+        return bool(plan.run(sources, targets, [[address for _, address in scratch]], [streams], kept))
 
     def _addresses_in(self, out: Sequence[Sequence[Array]]) -> list[dict[int, int]]:
         """Return for each tensor the addresses of its arrays of ``out`` on CUDA devices, by destination."""

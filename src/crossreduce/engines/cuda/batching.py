@@ -7,7 +7,7 @@ Input: a ``Layout``, its ``Numbers``, the physical devices, and which of them ca
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from itertools import pairwise
+from itertools import chain, pairwise, zip_longest
 from typing import Final, NamedTuple
 
 from ...lowering import ChunkProgram, element_ranges
@@ -15,10 +15,9 @@ from ...ops import Numbers
 from ...packing import itemsize
 from ..base import Layout
 from .fusion import ChunkSteps, DeviceStep, Order, chunk_steps
-from .kernels import KernelKind, copy_kernel, reduce_kernel
+from .kernels import VECTOR_NBYTES, KernelKind, copy_kernel, reduce_kernel
 from .streams import Copy, Launch, Operation, Operations, Part, Place, StreamOrder
 
-VECTOR_NBYTES: Final = 16
 _PIECE_ELEMENTS: Final = 128  # pieces begin at multiples of it, so that their vectors are aligned
 _ALIGNMENT: Final = 256  # the alignment of temporary values, in bytes
 _PIECE_NBYTES: Final = 1 << 16  # the size of the smallest piece: a launch is assumed to take as long as moving it
@@ -298,6 +297,8 @@ class _Builder:
     def finish(self, devices: tuple[int, ...]) -> Operations:
         """Return the operations in order, with the waits of each for operations of other streams."""
         drafts = sorted(self._drafts, key=lambda each: each.key)
+        for each in drafts if len(devices) > 1 else ():
+            self._alternate(each)
         streams: dict[tuple[int, int | None], int] = {(k, None): k for k in range(len(devices))}
         for each in drafts:
             if each.copy is not None:
@@ -317,16 +318,23 @@ class _Builder:
         begins, ends, resumes = (tuple(sorted(each)) for each in (order.begins, order.ends, order.resumes))
         return Operations(devices, tuple(streams), scratch, ordered, begins, ends, resumes)
 
+    def _alternate(self, launch: _Draft) -> None:
+        """Let parts alternate between the devices that they read first, since a table may be split between any two."""
+        parts: dict[int, list[Part]] = {}
+        for part in launch.parts:
+            parts.setdefault(self._device_of(part.places[0][0]), []).append(part)
+        launch.parts = [part for part in chain.from_iterable(zip_longest(*parts.values())) if part is not None]
+
+    def _device_of(self, row: int) -> int:
+        """Return the device of a row of the table of addresses."""
+        if row >= self._first_scratch:
+            return row - self._first_scratch
+        if row >= self._first_result:
+            return self._result_devices[(row - self._first_result) % len(self._result_devices)]
+        return self._source_devices[row % len(self._source_devices)]
+
     def _devices_of(self, work: Launch | Copy) -> set[int]:
         """Return the devices whose memory an operation reads or writes."""
         if isinstance(work, Copy):
             return {work.src, work.dst}
-        devices = set()
-        for row in {row for part in work.parts for row, _ in part.places}:
-            if row >= self._first_scratch:
-                devices.add(row - self._first_scratch)
-            elif row >= self._first_result:
-                devices.add(self._result_devices[(row - self._first_result) % len(self._result_devices)])
-            else:
-                devices.add(self._source_devices[row % len(self._source_devices)])
-        return devices
+        return {self._device_of(row) for row in {row for part in work.parts for row, _ in part.places}}

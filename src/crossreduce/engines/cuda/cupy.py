@@ -40,10 +40,6 @@ class CuPyDeviceMemory(DeviceMemory):
             raise BufferError("an array cannot be written into")
         return [[x.data.ptr for x in row] for row in arrays]
 
-    def is_peer_readable(self) -> bool:
-        # Memory of cudaMallocAsync's pools is mapped for its own device only; that of CuPy's own pool is not.
-        return bool(cupy.cuda.get_allocator() == cupy.get_default_memory_pool().malloc)
-
     def mark_dirty(self, outs: Sequence[Sequence[Array]]) -> None:
         pass
 

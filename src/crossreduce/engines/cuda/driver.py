@@ -9,16 +9,18 @@ from __future__ import annotations
 import importlib
 import json
 import logging
-import lzma
 import os
+from collections.abc import Sequence
 from functools import cache
 from importlib import resources
 from typing import Any, Final
 
 from ...errors import ArgumentError, BackendError, DriverError, ReductionError, shown
+from .kernels import PTX_DRIVER, chosen_code, copy_kernel
 
 _LOG: Final = logging.getLogger("crossreduce")
 _NO_CODE: Final = frozenset({200, 209, 218, 220, 221, 222, 223})  # CUDA's codes for images that it cannot use
+_CHECKED_NBYTES: Final = 4 << 20  # that each device reads from each peer
 _LARGE_TABLES: Final = 12010  # the driver's version from which parameters may have more than 4 KiB (CUDA 12.1)
 
 
@@ -41,14 +43,59 @@ def unusable() -> str:
     Raises:
       ArgumentError: the variable ``CROSSREDUCE_CUDA`` is neither 0 nor 1.
     """
-    wanted = os.environ.get("CROSSREDUCE_CUDA", "1")
-    if wanted not in ("0", "1"):
-        problem = "CROSSREDUCE_CUDA must be 0 or 1."
-        raise ArgumentError.of(problem, shown(wanted), "CROSSREDUCE_CUDA=0 to use the frameworks' own operations")
-    why = "CROSSREDUCE_CUDA is 0" if wanted == "0" else _why_missing()
+    is_on = _is_on("CROSSREDUCE_CUDA", "to use the frameworks' own operations")
+    why = _why_missing() if is_on else "CROSSREDUCE_CUDA is 0"
     if why:
         _LOG.info("the CUDA kernels are not used (%s); the frameworks' own operations reduce arrays on GPUs", why)
     return why
+
+
+@cache
+def allows_peers() -> bool:
+    """Return whether kernels may read the memory of other devices, where the driver can enable this.
+
+    Raises:
+      ArgumentError: the variable ``CROSSREDUCE_P2P`` is neither 0 nor 1.
+    """
+    return _is_on("CROSSREDUCE_P2P", "to let the driver copy between devices")
+
+
+def _is_on(variable: str, purpose: str) -> bool:
+    """Return whether a variable is 1, as by default. Raise an ``ArgumentError`` if it is not 0 either."""
+    value = os.environ.get(variable, "1")
+    if value not in ("0", "1"):
+        raise ArgumentError.of(f"{variable} must be 0 or 1.", shown(value), f"{variable}=0 {purpose}")
+    return value == "1"
+
+
+def check_peer_reads(numbers: Sequence[int]) -> list[tuple[int, int]]:
+    """Let each device read a pattern in the memory of each of its peers, and return the pairs that read it wrongly.
+
+    A pair has the device that reads and the one that owns the memory. Devices without peer access to each other are
+    left out, and so are all if ``CROSSREDUCE_P2P`` is 0.
+
+    Raises:
+      BackendError: there are no kernels for one of the devices.
+      DriverError: the driver failed, for example since a read was refused; then no device can be used any more.
+    """
+    failing, kernel, words = [], copy_kernel("uint32"), _CHECKED_NBYTES // 4
+    for reader in numbers if allows_peers() else ():
+        load_kernels(reader)
+        launch = {
+            "device": 0, "kernel": kernel.name, "large": False, "sources": 1, "results": 1, "stack": 1, "divisor": 1.0,
+            "kind": kernel.kind, "values": kernel.values, "units": kernel.units, "unit_nbytes": (4, 4),
+            "orders": [(0, 0, 0, 0)], "parts": [(words, 0, ((0, 0), (1, 0)))],
+        }  # fmt: skip
+        plan = native().Plan(
+            devices=(reader,), streams=[(0, -1)], scratch=(0,), operations=[(launch, None, 0, (), -1)], begins=(),
+            ends=(), resumes=(), reads_peers=False,
+        )  # fmt: skip
+        for owner in numbers:
+            if owner == reader or not native().enable_peer(reader, owner):
+                continue
+            if not native().reads_peer_rightly(plan, owner, _CHECKED_NBYTES):
+                failing.append((reader, owner))
+    return failing
 
 
 def _why_missing() -> str:
@@ -62,12 +109,12 @@ def _why_missing() -> str:
 
 def devices() -> list[str]:
     """Return one line of text per device of the driver: its name, its capability, and the code that runs on it."""
-    lines, names = [], list(_packed()[0])
+    lines = []
     for number in range(native().device_count()):
         try:
             description = native().describe(number)
             capability = description["capability"]
-            code = chosen_code(capability, names)
+            code = chosen_code(capability, description["driver"])
         except ReductionError as error:
             lines.append(f"cuda:{number} cannot be used: {' '.join(str(error).split())}")
         else:
@@ -86,12 +133,13 @@ def load_kernels(device: int) -> None:
     """Load the kernels on a device, unless they are loaded already.
 
     Raises:
-      BackendError: ``kernels.bin`` has no machine code for this device.
+      BackendError: ``kernels.bin`` has no code for this device, or none that its driver can load.
       DriverError: the driver failed.
     """
     module = native()
     if not module.is_loaded(device):
-        module.load(device, _code(module.describe(device)["capability"]))
+        description = module.describe(device)
+        module.load(device, _code(description["capability"], description["driver"]))
 
 
 @cache
@@ -112,13 +160,17 @@ def lacks_kernels(device: int) -> str:
 
 
 @cache
-def _code(capability: int) -> bytes:
-    """Return the machine code or the PTX for a capability, such as 90 for 9.0, with a zero byte at the end."""
+def _code(capability: int, driver: int = PTX_DRIVER) -> bytes:
+    """Return the machine code or the PTX for ``chosen_code``'s arguments, with a zero byte at the end."""
+    try:
+        lzma = importlib.import_module("lzma")  # which a Python that was built without liblzma lacks
+    except ImportError as error:
+        problem = "this Python cannot decompress the CUDA kernels."
+        raise BackendError.of(problem, str(error), "build Python with liblzma (the headers of xz)") from error
     sizes, codes = _packed()
-    names = list(sizes)
-    name = chosen_code(capability, names)
+    names, name = list(sizes), chosen_code(capability, driver)
     start = sum(sizes[earlier] for earlier in names[: names.index(name)])
-    return lzma.decompress(codes[start : start + sizes[name]]) + b"\0"
+    return bytes(lzma.decompress(codes[start : start + sizes[name]])) + b"\0"
 
 
 def _packed() -> tuple[dict[str, int], bytes]:
@@ -126,29 +178,6 @@ def _packed() -> tuple[dict[str, int], bytes]:
     data = (resources.files(__package__) / "kernels.bin").read_bytes()
     first, rest = data.split(b"\n", 1)
     return json.loads(first)["code"], rest
-
-
-def chosen_code(capability: int, names: list[str]) -> str:
-    """Return the name of the code for a capability: machine code of the same major version, or else PTX.
-
-    Raises:
-      BackendError: no code runs on such devices.
-
-    >>> names = ["sm_80", "sm_90", "compute_90"]
-    >>> [chosen_code(capability, names) for capability in (86, 90, 130)]
-    ['sm_80', 'sm_90', 'compute_90']
-    """
-    numbers = {name: int(name.split("_")[1]) for name in names}
-    fitting = [
-        (name.startswith("sm_"), number, name)
-        for name, number in numbers.items()
-        if number <= capability and (name.startswith("compute_") or number // 10 == capability // 10)
-    ]
-    if not fitting:
-        problem = "there are no CUDA kernels for this device."
-        given = f"compute capability {capability // 10}.{capability % 10}"
-        raise BackendError.of(problem, given, f"a device of capability {min(numbers.values()) / 10:.1f} or higher")
-    return max(fitting)[2]
 
 
 def _error(call: str, device: int, code: int, name: str, text: str) -> DriverError:

@@ -10,8 +10,8 @@ from .kernels import HEADER_NBYTES, LARGE_NBYTES, MAX_STEPS, ORDER_NBYTES, PART_
 from .streams import BEGIN, Launch, Operation, Operations
 
 
-def plan_of(made: Operations) -> Any:
-    """Return the ``_cuda.Plan`` of operations."""
+def plan_of(made: Operations, reads_peers: bool = False) -> Any:
+    """Return the ``_cuda.Plan`` of operations. ``reads_peers``: whether kernels may read memory of other devices."""
     events: dict[int, int] = {}  # the number of the event that each operation records when it ends
     for number, operation in enumerate(made.operations):
         if operation.is_waited_for:
@@ -21,8 +21,10 @@ def plan_of(made: Operations) -> Any:
         waits, event = tuple(BEGIN if k == BEGIN else events[k] for k in operation.waits), events.get(number, -1)
         encoded += _encode(operation, made.devices, waits, event)
     streams = [(device, -1 if to is None else to) for device, to in made.streams]
-    joins = made.begins, tuple(events[k] for k in made.ends), made.resumes
-    return native().Plan(made.devices, streams, made.scratch, encoded, *joins)
+    return native().Plan(
+        devices=made.devices, streams=streams, scratch=made.scratch, operations=encoded, begins=made.begins,
+        ends=tuple(events[k] for k in made.ends), resumes=made.resumes, reads_peers=reads_peers,
+    )  # fmt: skip
 
 
 def _encode(operation: Operation, devices: tuple[int, ...], waits: tuple[int, ...], event: int) -> list[Any]:
@@ -39,7 +41,7 @@ def _encode(operation: Operation, devices: tuple[int, ...], waits: tuple[int, ..
     ]
 
 
-def split_launch(launch: Launch, accepts_large: bool) -> Sequence[Any]:
+def split_launch(launch: Launch, accepts_large: bool) -> Sequence[dict[str, Any]]:
     """Split a launch into launches whose tables fit into the parameters of a kernel, in the form of ``_cuda.Plan``."""
     kernel, count = launch.kernel, launch.sources
     results = len(launch.parts[0].places) - count
@@ -64,11 +66,12 @@ def split_launch(launch: Launch, accepts_large: bool) -> Sequence[Any]:
             for k in range(count + results)
         ]
         stack = max(stack_depth(mask) for mask in masks)
-        name = kernel.name + ("_large" if large else "")
-        encoded.append(
-            (launch.device, name, large, count, results, stack, float(launch.divisor), kernel.kind, kernel.values,
-             kernel.units, nbytes, masks, parts)
-        )  # fmt: skip
+        encoded.append({
+            "device": launch.device, "kernel": kernel.name + ("_large" if large else ""), "large": large,
+            "sources": count, "results": results, "stack": stack, "divisor": float(launch.divisor),
+            "kind": kernel.kind, "values": kernel.values, "units": kernel.units, "unit_nbytes": nbytes,
+            "orders": masks, "parts": parts,
+        })  # fmt: skip
     return encoded
 
 

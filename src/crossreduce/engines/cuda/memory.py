@@ -7,12 +7,15 @@ implements ``DeviceMemory``; devices are numbers, as in ``cuda:3``.
 from __future__ import annotations
 
 import importlib
+import logging
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import lru_cache
 from typing import Any, Final, NamedTuple, Protocol
 
 from ...frameworks import Array
+
+_LOG: Final = logging.getLogger("crossreduce")
 
 FRAMEWORKS: Final = {"torch": ".torch", "cupy": ".cupy", "jax": ".jax.memory"}
 """The frameworks whose arrays can be in the memory of CUDA devices, and their modules."""
@@ -35,7 +38,12 @@ class DeviceMemory(Protocol):
 
     Nested sequences have one row per tensor of a batch, with one array per replica or destination. All work of these
     functions is queued on the calling thread's current stream of the array's device; nothing waits for it.
+
+    ``belongs_to_graphs`` is whether memory that is allocated while the stream of its device is captured belongs to the
+    graph, so that nothing else gets it after it was freed.
     """
+
+    belongs_to_graphs: bool = False
 
     def ordinal(self, index: int) -> int | None:
         """Return the CUDA driver's number of the framework's ``cuda:index``, or ``None`` if it cannot be used."""
@@ -86,17 +94,21 @@ class DeviceMemory(Protocol):
           BufferError: an array cannot be written in place.
         """
 
-    def is_peer_readable(self) -> bool:
-        """Return whether kernels of other devices may read arrays, once the driver has enabled peer access."""
-
     def mark_dirty(self, outs: Sequence[Sequence[Array]]) -> None:
         """Tell the framework that a user's arrays were written into."""
 
 
 @lru_cache(maxsize=16)
 def device_memory(framework: str) -> DeviceMemory | None:
-    """Return a framework's ``DeviceMemory``, importing it on first use, or ``None`` if it is not in ``FRAMEWORKS``."""
+    """Return a framework's ``DeviceMemory``, importing it on first use.
+
+    It is ``None`` if the framework is not in ``FRAMEWORKS``, or if its version lacks what the module imports.
+    """
     if framework not in FRAMEWORKS:
         return None
-    memory: DeviceMemory = importlib.import_module(FRAMEWORKS[framework], __package__).MEMORY
+    try:
+        memory: DeviceMemory = importlib.import_module(FRAMEWORKS[framework], __package__).MEMORY
+    except Exception as error:  # noqa: BLE001 -- another version of the framework may raise any class
+        _LOG.info("the CUDA kernels and NCCL cannot be used with this version of %s (%s)", framework, error)
+        return None
     return memory

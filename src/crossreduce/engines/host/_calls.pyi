@@ -32,11 +32,21 @@ def use(
     /,
 ) -> None: ...
 def use_device_type(number: int, /) -> None: ...
+def use_torch_devices(
+    is_filled: Callable[[], bool],
+    block: Callable[[Any, int], Any],
+    reinterpret: Callable[[Any, Any, Any, int], Any],
+    scratch: Callable[[int, int], tuple[Any, int]],
+    checker: Callable[..., Any],
+    /,
+) -> None: ...
 def use_torch(
     tensor_type: type,
     exchange_api: Any,
     is_transformed: Callable[[], bool],
     mark_dirty: Callable[[Any], Any],
     empty_like: Callable[[Any], Any],
+    int8: Any,
+    uint8: Any,
     /,
 ) -> None: ...

@@ -51,8 +51,9 @@ def varying_axes(x: Array) -> frozenset[Hashable]:
 
 def unreduced_axes(x: Array) -> frozenset[Hashable]:
     """Return the axes over which a value is unreduced: the array is the sum of the devices' parts (explicit meshes)."""
-    axis_type = getattr(jax.typeof(x), "manual_axis_type", None)
-    axes: frozenset[Hashable] = getattr(axis_type, "unreduced", frozenset())
+    aval = jax.typeof(x)
+    axis_type = aval.manual_axis_type if hasattr(aval, "manual_axis_type") else aval.sharding.spec  # JAX 0.9
+    axes: frozenset[Hashable] = axis_type.unreduced
     return axes
 
 

@@ -21,8 +21,6 @@ import jax
 from jax import lax
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
-from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import func, stablehlo
 
 from ... import kernels
 from ...errors import ArgumentError, shown
@@ -31,6 +29,13 @@ from ...frameworks.jax.arrays import finish
 from ...kernels import FusedProgram, Segment
 from ...ops import KERNEL_OPS, Numbers
 from .axes import MeshAxes
+
+_MISSING: str | None = None  # what this version of JAX lacks
+try:
+    from jax.extend.mlir import ir
+    from jax.extend.mlir.dialects import func, stablehlo
+except ImportError as error:
+    _MISSING = str(error)
 
 _LOG: Final = logging.getLogger("crossreduce")
 _TARGET: Final = "crossreduce_all_reduce"
@@ -84,6 +89,10 @@ def _has_kernel(numbers: Numbers) -> bool:
 @lru_cache(maxsize=1)
 def _register() -> bool:
     """Register the custom call with JAX, once, and return whether JAX accepts it."""
+    text = "JAX does not accept the custom call of the kernels (%s); XLA's own all-reduce is used instead"
+    if _MISSING is not None:
+        _LOG.info(text, _MISSING)
+        return False
     try:
         sizes = kernels.STREAMING_BYTES, kernels.THREADED_BYTES
         handlers = kernels.native().xla_handlers(kernels.instruction_set(), kernels.threads(), *sizes, limit_s())
@@ -91,7 +100,6 @@ def _register() -> bool:
     except ArgumentError:
         raise
     except Exception as error:  # noqa: BLE001 -- another version of XLA's interface may raise any class
-        text = "JAX does not accept the custom call of the kernels (%s); XLA's own all-reduce is used instead"
         _LOG.info(text, error)
         return False
     return True

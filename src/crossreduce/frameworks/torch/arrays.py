@@ -13,6 +13,7 @@ from functools import lru_cache
 from typing import Any, Final
 
 import torch
+from torch.autograd import forward_ad
 from torch.nn.parameter import is_lazy
 
 from ...devices import parse
@@ -32,7 +33,7 @@ DTYPES_BY_NAME: Final[dict[str, Any]] = {name: dtype for dtype, name in _NAMES.i
 _interpreter: Final = torch._C._functorch.peek_interpreter_stack
 _dispatch_modes: Final = torch._C._len_torch_dispatch_stack
 _is_jit_tracing: Final = torch._C._is_tracing
-_forward_ad: Final = torch.autograd.forward_ad
+_PROXY: Final = torch._C._TorchDispatchModeKey.PROXY
 _is_of_func: Final = torch._C._functorch.is_functorch_wrapped_tensor
 _is_tracked_by_func: Final = torch._C._functorch.is_gradtrackingtensor
 # torch can store and copy these dtypes, but has no kernels for their sums, minima and maxima.
@@ -333,8 +334,18 @@ def is_transformed() -> bool:
         or _dispatch_modes() > 0
         or torch.compiler.is_compiling()
         or _is_jit_tracing()
-        or _forward_ad._current_level >= 0
+        or forward_ad._current_level >= 0
     )
+
+
+def is_in_mode() -> bool:
+    """Return whether modes of this thread, which other threads lack, change or record the operations on tensors."""
+    return _dispatch_modes() > 0 or _interpreter() is not None or _is_jit_tracing()
+
+
+def is_traced() -> bool:
+    """Return whether this thread's operations on tensors are recorded, by make_fx or torch.jit.trace."""
+    return (_dispatch_modes() and torch._C._get_dispatch_mode(_PROXY) is not None) or _is_jit_tracing()
 
 
 def is_frozen(x: Array) -> bool:
@@ -343,8 +354,11 @@ def is_frozen(x: Array) -> bool:
 
 
 def has_no_memory(x: Array) -> bool:
-    """Return whether a tensor has elements but no memory, such as a fake tensor or lazily allocated zeros."""
-    return bool(x.numel()) and x.data_ptr() == 0
+    """Return whether a tensor has elements but no memory, such as a fake tensor or lazily allocated zeros.
+
+    The address of a part of a storage whose memory was freed is the part's offset.
+    """
+    return bool(x.data_ptr() == x.storage_offset() * x.element_size() and x.numel())
 
 
 def _increment_version_of_each(tensors: Sequence[Array]) -> None:

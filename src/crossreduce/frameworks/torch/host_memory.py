@@ -29,7 +29,7 @@ class TorchMemory(ArrayMemory):
             return None
         try:
             operands = [[x.data_ptr() if x.is_contiguous() else _strided_operand(x) for x in row] for row in arrays]
-            lacking = any(0 in row and any(map(has_no_memory, xs)) for row, xs in zip(operands, arrays, strict=True))
+            lacking = any(map(has_no_memory, chain(*arrays)))
         except RuntimeError:  # a tensor of torch.func, whose transformation has ended
             lacking = True
         if lacking:
@@ -50,9 +50,13 @@ class TorchMemory(ArrayMemory):
         if not all(x.is_cpu and x.is_contiguous() for x in xs) or any(map(is_frozen, xs)):
             raise BufferError("a tensor cannot be written into")
         try:
-            return [[x.data_ptr() for x in row] for row in arrays]
+            addresses = [[x.data_ptr() for x in row] for row in arrays]
+            is_lacking = any(map(has_no_memory, xs))
         except RuntimeError as error:  # a tensor of torch.func, whose transformation has ended
             raise BufferError("a tensor cannot be written into") from error
+        if is_lacking:
+            raise BufferError("a tensor has no memory")
+        return addresses
 
     def threads(self) -> int | None:
         return int(torch.get_num_threads())
@@ -79,6 +83,7 @@ MEMORY: Final = TorchMemory()
 
 
 def functions_for_compiled_code() -> tuple[Any, ...] | None:
-    """Return the functions of torch that ``Calls`` uses, or ``None`` if torch lacks one of them, as before 2.10."""
+    """Return the objects of torch that ``Calls`` uses, or ``None`` if torch lacks one of them, as before 2.10."""
     exchange = getattr(torch.Tensor, "__dlpack_c_exchange_api__", None)
-    return None if exchange is None else (torch.Tensor, exchange, is_transformed, increment_versions, torch.empty_like)
+    functions = is_transformed, increment_versions, torch.empty_like
+    return None if exchange is None else (torch.Tensor, exchange, *functions, torch.int8, torch.uint8)

@@ -23,15 +23,27 @@ class ArrayAccess {
     // Return whether an array is one that needs no conversion and that nothing traces; if so, describe it. `written`:
     // whether it will be written into. A Python error may be set if the result is false.
     virtual bool view(PyObject *array, bool written, ArrayView &to) const = 0;
-    // The same, for arrays in host memory only.
+    // Describe an array that `view` would accept.
+    virtual bool view_checked(PyObject *array, ArrayView &to) const { return view(array, false, to); }
+    // Return a function that takes many arrays at once and returns True if `view` would accept each of them, also as one that
+    // is written, and describe it as the given one in its place, but for its memory; null without an error: there is none.
+    virtual PyObject *checker(PyObject *) const { return nullptr; }
+    // The same as `view`, for arrays in host memory only.
     bool view_on_host(PyObject *array, bool written, ArrayView &to) const {
         return view(array, written, to) && to.device == HOST;
     }
     // Return a new array with the sizes of `like` and another dtype, and its memory; or null with an error set.
     virtual PyObject *make(const ArrayView &like, int64_t dtype, size_t itemsize, char **data) const = 0;
+    // Whether new memory on CUDA devices must be taken as a block, even for one array.
+    virtual bool prefers_blocks() const { return false; }
     // Return a new array of the framework's allocator, with the sizes, dtype and CUDA device of another one, and its
     // memory; or null with an error set.
     virtual PyObject *make_like(PyObject *, char **) const { return nullptr; }
+    // Return a new array of `nbytes` bytes with undefined content, with the dtype and CUDA device of another one; or null
+    // with an error set. `make_in` returns a new array with sizes and strides at an element of such a block, whose memory
+    // it shares.
+    virtual PyObject *make_block(PyObject *, size_t, char **) const { return nullptr; }
+    virtual PyObject *make_in(PyObject *, PyObject *, PyObject *, size_t) const { return nullptr; }
     // Return temporary memory on a CUDA device, which its deleter frees; or null with an error set.
     virtual TemporaryMemory temporary(int, int64_t) const { return nullptr; }
     // Return whether the current stream of a CUDA device was found.
@@ -51,6 +63,7 @@ extern size_t large_array_offset;  // of NumPy's large arrays from a cache line;
 int load_numpy();                  // return -1 with an error set if NumPy's C API cannot be used
 const ArrayAccess *numpy_access(PyObject *array);
 PyObject *use_torch(PyObject *, PyObject *args);
+PyObject *use_torch_devices(PyObject *, PyObject *args);
 PyObject *use_device_type(PyObject *, PyObject *number);
 const ArrayAccess *torch_access(PyObject *array);
 

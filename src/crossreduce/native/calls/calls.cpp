@@ -187,6 +187,34 @@ PyObject *all_reduce(PyObject *self, PyObject *const *arguments, Py_ssize_t coun
     }
 }
 
+// Set where each result of a plan lies in a block: at multiples of 512 bytes, as if it had memory of its own. Return false
+// with an error set if that fails.
+bool add_forms(Run &run, const Batch &batch, PyObject *kept) {
+    run.block_nbytes = 0;
+    for (size_t tensor : run.tensors) {
+        const ArrayView &view = batch.first(tensor);
+        Ref sizes(PyTuple_New(view.axes)), strides(PyTuple_New(view.axes));
+        if (!sizes || !strides) return false;
+        int64_t step = 1;
+        for (int axis = view.axes - 1; axis >= 0; axis--) {
+            PyObject *size = PyLong_FromLongLong(view.sizes[axis]), *stride = PyLong_FromLongLong(step);
+            if (PyTuple_SetItem(sizes.object, axis, size) < 0 || PyTuple_SetItem(strides.object, axis, stride) < 0 ||
+                size == nullptr || stride == nullptr)
+                return false;
+            step *= view.sizes[axis];
+        }
+        run.offsets.push_back(run.block_nbytes / run.result_size);
+        if (step == 0) {
+            run.forms.emplace_back(nullptr, nullptr);
+            continue;
+        }
+        if (PyList_Append(kept, sizes.object) < 0 || PyList_Append(kept, strides.object) < 0) return false;
+        run.forms.emplace_back(sizes.object, strides.object);
+        run.block_nbytes += (static_cast<size_t>(step) * run.result_size + 511) / 512 * 512;
+    }
+    return true;
+}
+
 // Read (kernel, executable, tensors, streaming, threaded).
 bool read_run(PyObject *fields, const Batch &batch, PyObject *results, PyObject *kept, Prepared &prepared) {
     PyObject *kernel, *executable, *tensors;
@@ -222,17 +250,36 @@ bool read_run(PyObject *fields, const Batch &batch, PyObject *results, PyObject 
         if (run.plan != nullptr) { // of tensors: their dtypes contain the number of bits
             const ArrayView *own = &batch.first(run.tensors[0]);
             const auto there = [&](const ArrayView &one) { return one.device == view.device && one.dtype == view.dtype; };
-            run.likes.push_back(static_cast<size_t>(std::find_if(own, own + batch.replicas, there) - own));
+            const ArrayView *found = r < batch.replicas && there(own[r]) ? own + r : std::find_if(own, own + batch.replicas, there);
+            run.likes.push_back(static_cast<size_t>(found - own));
             if (view.device == HOST || run.likes.back() == batch.replicas) return false;
             run.itemsize = static_cast<size_t>(batch.first(run.tensors[0]).dtype >> 8) / 8;
             run.result_size = static_cast<size_t>(view.dtype >> 8) / 8;
         }
     }
+    if (run.plan != nullptr && !add_forms(run, batch, kept)) return false;
     const auto dtype_of = run.dtype;
     prepared.runs.push_back(std::move(run));
     PyObject *dtype = batch.access->dtype_object(dtype_of);
     return PyList_Append(kept, kernel) == 0 && PyList_Append(kept, executable) == 0 &&
            (dtype == nullptr || PyList_Append(kept, dtype) == 0);
+}
+
+// Let one look at all arrays of a call on CUDA devices do for `Batch::view_arrays` and `Batch::view_outs`, if the framework
+// has a function for it. Return false with an error set if that fails.
+bool add_checks(Prepared &prepared, const Batch &batch, PyObject *results, bool with_out, PyObject *kept) {
+    std::vector<PyObject *> outs; // borrowed: the caller has them
+    const auto read_row = [&](PyObject *row) { return append(row, batch.destinations, outs); };
+    if (with_out && !read_each(results, read_row)) return PyErr_Occurred() == nullptr;
+    const auto checker = [&](const std::vector<PyObject *> &of) {
+        Ref tuple(tuple_of(of)), made(tuple ? batch.access->checker(tuple.object) : nullptr);
+        return made && PyList_Append(kept, made.object) == 0 ? made.object : nullptr;
+    };
+    prepared.outs = outs.size();
+    prepared.is_in_place = outs == batch.arrays;
+    prepared.checks_outs = with_out && !prepared.is_in_place ? checker(outs) : nullptr;
+    if (!with_out || prepared.is_in_place || prepared.checks_outs != nullptr) prepared.checks = checker(batch.arrays);
+    return PyErr_Occurred() == nullptr;
 }
 
 PyObject *add(PyObject *self, PyObject *args) {
@@ -267,6 +314,10 @@ PyObject *add(PyObject *self, PyObject *args) {
             PyObject *dtype = batch.access->dtype_object(batch.first(tensor).dtype);
             if (dtype != nullptr && PyList_Append(kept.object, dtype) < 0) return nullptr;
         }
+        prepared->arrays = batch.arrays.size();
+        if (prepared->runs[0].plan != nullptr && !add_checks(*prepared, batch, results, with_out != 0, kept.object))
+            return nullptr;
+        if (prepared->checks != nullptr) calls.has_checks = true;
         prepared->kept = PyList_AsTuple(kept.object);
         if (prepared->kept == nullptr || !calls.add(key.object, prepared)) return nullptr;
         if (is_default) { // the same call without devices: the signature says on which devices its arrays are
@@ -332,7 +383,10 @@ PyMethodDef functions[] = {
      "use(per_replica, mirrored, reduce_op, ops_by_name, device_names, default_options, large_array_offset): set what the "
      "calls need."},
     {"use_torch", use_torch, METH_VARARGS,
-     "use_torch(tensor_type, exchange_api, is_transformed, mark_dirty, empty_like): accept tensors of exactly this class."},
+     "use_torch(tensor_type, exchange_api, is_transformed, mark_dirty, empty_like, int8, uint8): accept tensors of "
+     "exactly this class."},
+    {"use_torch_devices", use_torch_devices, METH_VARARGS,
+     "use_torch_devices(is_filled, block, reinterpret, scratch, checker): set how memory on CUDA devices is allocated."},
     {"use_device_type", use_device_type, METH_O,
      "use_device_type(number): the DLDeviceType of tensors on CUDA devices; for tests, which have the CPU's, 1."},
     {nullptr, nullptr, 0, nullptr}};

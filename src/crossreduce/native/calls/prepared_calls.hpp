@@ -1,6 +1,7 @@
 // Prepared calls: their parts, and how a call is recognised and run.
 #pragma once
 
+#include <atomic>
 #include <memory>
 #include <mutex>
 #include <unordered_map>
@@ -14,6 +15,11 @@ struct Run { // one kernel or plan, which reduces some tensors of a batch
     PyObject *plan;
     std::vector<int> devices;     // of the results
     std::vector<size_t> likes;    // of a plan: for each result, a replica on the same device
+    // Of a plan, for each tensor: sizes and strides of a result as tuples (null: it is empty), and its place in a block, in
+    // elements; and the bytes of a block.
+    std::vector<std::pair<PyObject *, PyObject *>> forms;
+    std::vector<size_t> offsets;
+    size_t block_nbytes;
     size_t itemsize, result_size; // bytes of an element of the arrays and of the results
     std::vector<size_t> tensors;
     bool streaming, threaded;
@@ -24,17 +30,23 @@ struct Prepared {
     std::vector<int64_t> signature;
     std::vector<Run> runs;
     PyObject *kept = nullptr; // a tuple of objects that must live as long as this
+    size_t arrays = 0, outs = 0;
+    PyObject *checks = nullptr, *checks_outs = nullptr; // see ArrayAccess::checker; null: there is none
+    bool is_in_place = false;                           // the arrays were the outs, too
     ~Prepared() { Py_XDECREF(kept); }
 };
 
 // The calls that one op has prepared.
 class Calls {
   public:
-    PyObject *tables = nullptr; // by key (see `key_of`): the number of a map
+    PyObject *tables = nullptr;           // by key (see `key_of`): the number of a map
+    std::atomic<bool> has_checks{false}; // whether a call has `Prepared::checks`
 
     ~Calls() { Py_XDECREF(tables); }
     // Return a prepared call, or null. An error may be set: the key cannot be hashed.
     std::shared_ptr<Prepared> find(PyObject *key, const std::vector<int64_t> &signature);
+    // Return the prepared call with this key that was found or added last, or null.
+    std::shared_ptr<Prepared> latest(PyObject *key);
     // Add a call. If there are very many, forget all others. Return false with an error set if that fails.
     bool add(PyObject *key, std::shared_ptr<Prepared> prepared);
 
@@ -42,6 +54,7 @@ class Calls {
     using Map = std::unordered_multimap<uint64_t, std::shared_ptr<Prepared>>;
     std::mutex lock; // of the members below; no Python code runs under it
     std::unordered_map<size_t, Map> maps;
+    std::unordered_map<size_t, std::shared_ptr<Prepared>> last; // of each map
     size_t count = 0, next = 0; // of calls; the next number of a map, which is never used again
 };
 
@@ -68,10 +81,12 @@ struct Batch {
         return object;
     }
 
-    // View all arrays, and set the signature. Return false if they cannot be used here.
-    bool view_arrays();
+    // View all arrays and, unless `are_checked`, check them and set the signature. Return false if they cannot be used here.
+    bool view_arrays(bool are_checked = false);
+    // Return whether all arrays have a prepared call's signature and need no other check, as far as one look tells.
+    bool are_those_of(const Prepared &prepared);
     // View the arrays of `outs`. Return false if they do not fit the results, or share memory with other arrays.
-    bool view_outs(const Prepared &prepared);
+    bool view_outs(const Prepared &prepared, bool are_checked = false);
 };
 
 // A batch that lives as long as this object. Its memory is that of the thread's last batch, unless that was very large:
@@ -90,6 +105,9 @@ class BatchLease {
 
 // Append the elements of a tuple to `to`. Return false if it is not a tuple of `size`.
 bool append(PyObject *tuple, size_t size, std::vector<PyObject *> &to);
+
+// Return a new tuple of objects, or null with an error set.
+PyObject *tuple_of(const std::vector<PyObject *> &objects);
 
 // Return the key of calls with the same op, options and devices; or null with an error set. A number of replicas stands
 // for the devices on which their arrays are.

@@ -34,7 +34,7 @@ struct DLManagedTensor {
 struct ExchangeApi {
     DLVersion version;
     void *previous;
-    int (*allocate)(DLTensor *, DLManagedTensor **, void *, void (*)(void *, const char *, const char *));
+    void *allocate;
     int (*from_object)(void *, DLManagedTensor **);
     int (*to_object)(DLManagedTensor *, void **);
     int (*view)(void *, DLTensor *);
@@ -42,7 +42,7 @@ struct ExchangeApi {
 };
 constexpr uint32_t VERSION = 1;
 constexpr int32_t CPU = 1; // DLDeviceType
-constexpr uint8_t COMPLEX = 5;
+constexpr uint8_t INT = 0, UINT = 1, COMPLEX = 5; // DLDataTypeCode
 
 // The DLDeviceType of CUDA; in tests, that of the CPU, whose memory then counts as that of cuda:0.
 int32_t cuda_type = 2;
@@ -50,7 +50,11 @@ int32_t cuda_type = 2;
 const ExchangeApi *api = nullptr;
 PyTypeObject *tensor_type = nullptr;
 PyObject *is_transformed = nullptr, *mark_dirty = nullptr, *empty_like = nullptr;
-PyObject *requires_grad = nullptr;                                         // the name of an attribute
+// On CUDA devices: is_filled(); block(like, nbytes); reinterpret(block, sizes, strides, offset); scratch(nbytes, device), which
+// returns an owner and an address; and checker(*tensors), which may return None. Null: not set.
+PyObject *is_filled = nullptr, *new_block = nullptr, *reinterpret = nullptr, *new_scratch = nullptr, *new_checker = nullptr;
+PyObject *requires_grad = nullptr, *dtype_name = nullptr;                // names of attributes
+PyObject *byte_dtypes[2];                                                // torch.int8 and torch.uint8
 PyObject *is_neg = nullptr, *is_conj = nullptr, *is_inference = nullptr; // methods of the class, called with a tensor
 
 struct Block { // a result's memory and its description; both are freed with the tensor
@@ -58,6 +62,18 @@ struct Block { // a result's memory and its description; both are freed with the
     size_t nbytes;
     int64_t sizes[2 * MAX_AXES]; // and strides
 };
+
+// Whether a tensor with elements seems to have no memory. The address of a part of a storage whose memory was freed is the
+// part's offset; memory of the host or of a CUDA device is never at addresses that are so low.
+bool lacks_memory(const DLTensor &tensor) {
+    const auto lowest = uint64_t{1} << (tensor.device.type == CPU ? 22 : 32);
+    return reinterpret_cast<uint64_t>(tensor.data) + tensor.byte_offset < lowest;
+}
+
+void describe(const DLTensor &from, ArrayView &to) {
+    to = {static_cast<char *>(from.data) + from.byte_offset, from.shape, from.ndim, from.dtype.code | from.dtype.bits << 8,
+          from.device.type == cuda_type ? from.device.id : HOST};
+}
 
 void free_block(DLManagedTensor *managed) {
     auto *block = static_cast<Block *>(managed->context);
@@ -76,7 +92,11 @@ bool is_false(PyObject *method, PyObject *object) {
     return found.object == Py_False;
 }
 
-void set_error(void *, const char *, const char *text) { PyErr_SetString(PyExc_RuntimeError, text); }
+// Return whether a tensor of bytes has integers of fewer bits, such as those of torch.uint4, which DLPack does not tell.
+bool has_short_integers(PyObject *object, uint8_t code) {
+    Ref found(PyObject_GetAttr(object, dtype_name));
+    return found.object != byte_dtypes[code];
+}
 
 class TorchAccess final : public ArrayAccess {
   public:
@@ -84,8 +104,7 @@ class TorchAccess final : public ArrayAccess {
         DLTensor found;
         if (Py_TYPE(object) != tensor_type || needs_grad(object) || api->view(object, &found) != 0)
             return false;
-        const bool on_device = found.device.type == cuda_type;
-        if ((!on_device && found.device.type != CPU) || found.ndim > MAX_AXES || found.dtype.lanes != 1) return false;
+        if ((found.device.type != cuda_type && found.device.type != CPU) || found.ndim > MAX_AXES || found.dtype.lanes != 1) return false;
         int64_t step = 1;
         bool contiguous = true, empty = false;
         for (int axis = found.ndim - 1; axis >= 0; axis--) {
@@ -93,12 +112,28 @@ class TorchAccess final : public ArrayAccess {
             empty = empty || found.shape[axis] == 0;
             step *= found.shape[axis];
         }
-        if (!(contiguous || empty) || (found.data == nullptr && !empty)) return false;
+        if (!(contiguous || empty) || (!empty && lacks_memory(found))) return false;
+        if (found.dtype.bits == 8 && found.dtype.code <= UINT && has_short_integers(object, found.dtype.code)) return false;
         if (!is_false(is_neg, object) || (found.dtype.code == COMPLEX && !is_false(is_conj, object))) return false;
         if (written && !is_false(is_inference, object)) return false;
-        to = {static_cast<char *>(found.data) + found.byte_offset, found.shape, found.ndim,
-              found.dtype.code | found.dtype.bits << 8, on_device ? found.device.id : HOST};
+        describe(found, to);
         return true;
+    }
+
+    bool view_checked(PyObject *object, ArrayView &to) const override {
+        DLTensor found;
+        if (api->view(object, &found) != 0) return false;
+        describe(found, to);
+        return !lacks_memory(found) || std::count(found.shape, found.shape + found.ndim, 0) > 0;
+    }
+
+    PyObject *checker(PyObject *arrays) const override {
+        if (new_checker == nullptr) return nullptr;
+        Ref made(PyObject_CallObject(new_checker, arrays));
+        if (!made) PyErr_Clear();
+        if (!made || made.object == Py_None) return nullptr;
+        Py_INCREF(made.object);
+        return made.object;
     }
 
     PyObject *make(const ArrayView &like, int64_t dtype, size_t itemsize, char **data) const override {
@@ -146,16 +181,33 @@ class TorchAccess final : public ArrayAccess {
         return made.object;
     }
 
+    bool prefers_blocks() const override {
+        Ref found(is_filled != nullptr ? PyObject_CallFunctionObjArgs(is_filled, nullptr) : nullptr);
+        return found.object == Py_True;
+    }
+
+    PyObject *make_block(PyObject *like, size_t nbytes, char **data) const override {
+        Ref size(PyLong_FromSize_t(nbytes));
+        Ref made(size ? PyObject_CallFunctionObjArgs(new_block, like, size.object, nullptr) : nullptr);
+        DLTensor found;
+        if (!made || api->view(made.object, &found) != 0) return nullptr;
+        *data = static_cast<char *>(found.data) + found.byte_offset;
+        Py_INCREF(made.object);
+        return made.object;
+    }
+
+    PyObject *make_in(PyObject *block, PyObject *sizes, PyObject *strides, size_t offset) const override {
+        Ref at(PyLong_FromSize_t(offset));
+        return at ? PyObject_CallFunctionObjArgs(reinterpret, block, sizes, strides, at.object, nullptr) : nullptr;
+    }
+
     TemporaryMemory temporary(int device, int64_t nbytes) const override {
-        DLTensor like = {};
-        like.device = {cuda_type, device};
-        like.ndim = 1;
-        like.dtype = {1, 8, 1}; // uint8
-        like.shape = &nbytes;
-        DLManagedTensor *managed = nullptr;
-        if (api->allocate(&like, &managed, nullptr, set_error) != 0) return nullptr;
-        void *address = static_cast<char *>(managed->tensor.data) + managed->tensor.byte_offset;
-        return {address, [managed](void *) { managed->deleter(managed); }};
+        Ref made(PyObject_CallFunction(new_scratch, "Li", static_cast<long long>(nbytes), device));
+        PyObject *owner;
+        unsigned long long address;
+        if (!made || !PyArg_ParseTuple(made.object, "OK", &owner, &address)) return nullptr;
+        Py_INCREF(owner);
+        return {reinterpret_cast<void *>(address), [owner](void *) { Py_DECREF(owner); }};
     }
 
     bool stream(int device, uint64_t &found) const override {
@@ -181,19 +233,27 @@ const TorchAccess tensors;
 } // namespace
 
 PyObject *use_torch(PyObject *, PyObject *args) {
-    PyObject *type, *capsule, *transformed, *written, *like;
-    if (!PyArg_ParseTuple(args, "OOOOO", &type, &capsule, &transformed, &written, &like)) return nullptr;
+    PyObject *type, *capsule, *transformed, *written, *like, *int8, *uint8;
+    if (!PyArg_ParseTuple(args, "OOOOOOO", &type, &capsule, &transformed, &written, &like, &int8, &uint8)) return nullptr;
     const auto *found = static_cast<const ExchangeApi *>(PyCapsule_GetPointer(capsule, "dlpack_exchange_api"));
     if (found == nullptr) return nullptr;
     if (tensor_type != nullptr || found->version.major != VERSION || found->view == nullptr) Py_RETURN_NONE;
     requires_grad = PyUnicode_InternFromString("requires_grad");
+    dtype_name = PyUnicode_InternFromString("dtype");
     is_neg = PyObject_GetAttrString(type, "is_neg");
     is_conj = PyObject_GetAttrString(type, "is_conj");
     is_inference = PyObject_GetAttrString(type, "is_inference");
-    if (!requires_grad || !is_neg || !is_conj || !is_inference) return nullptr;
-    for (PyObject *kept : {type, transformed, written, like}) Py_INCREF(kept);
+    if (!requires_grad || !dtype_name || !is_neg || !is_conj || !is_inference) return nullptr;
+    for (PyObject *kept : {type, transformed, written, like, int8, uint8}) Py_INCREF(kept);
+    byte_dtypes[INT] = int8, byte_dtypes[UINT] = uint8;
     is_transformed = transformed, mark_dirty = written, empty_like = like, api = found;
     tensor_type = reinterpret_cast<PyTypeObject *>(type);
+    Py_RETURN_NONE;
+}
+
+PyObject *use_torch_devices(PyObject *, PyObject *args) {
+    if (!PyArg_ParseTuple(args, "OOOOO", &is_filled, &new_block, &reinterpret, &new_scratch, &new_checker)) return nullptr;
+    for (PyObject *kept : {is_filled, new_block, reinterpret, new_scratch, new_checker}) Py_INCREF(kept); // for ever
     Py_RETURN_NONE;
 }
 

@@ -203,6 +203,8 @@ void Mailboxes::drain(int src) {
     while (tail != head) {
         Record record;
         copy_out(src, tail, &record, sizeof record);
+        // No rank has written this. What follows cannot be found, so no message from that rank arrives any more.
+        if (head - tail > capacity || record_nbytes(record.length) > head - tail) return;
         arrived(src, record, tail + sizeof record);
         tail += record_nbytes(record.length);
         from.tail.store(tail);
@@ -229,7 +231,9 @@ void Mailboxes::arrived(int src, const Record &record, uint64_t position) {
         const auto found = pulled.find({src, record.id});
         if (found == pulled.end()) return;
         const Shared message = found->second;
-        copy_out(src, position, message->memory + record.tag, record.length);
+        const auto at = static_cast<uint64_t>(record.tag);
+        if (at > message->nbytes || record.length > message->nbytes - at) return; // no rank has written this
+        copy_out(src, position, message->memory + at, record.length);
         message->moved += record.length;
         if (message->moved < message->nbytes) return;
         pulled.erase(found);

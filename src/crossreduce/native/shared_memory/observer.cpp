@@ -14,7 +14,7 @@
 namespace {
 
 constexpr uint64_t VERSION_MASK = 0xffffff; // the digits of LAYOUT that are the version
-constexpr uint32_t MOST_RANKS = 4096; // of a host; a snapshot reads a pair of counters for each two of them
+constexpr uint32_t MOST_RANKS = 1024; // of a host; a snapshot reads a pair of counters for each two of them
 
 // Append to a list an object that is new, or null with an error set; the list becomes null on failure.
 void append(PyObject *&list, PyObject *object) {

@@ -16,7 +16,7 @@ from ...errors import ArgumentError, ReductionError
 from ...ops import OF_ALL_RANKS
 from ...packing import itemsize
 from ...topology import Topology
-from ..files import open_regular
+from ..files import open_regular, owners_note, statuses
 from ..liveness import LEFT
 from .format import (
     FILE,
@@ -124,7 +124,8 @@ def read_directory(directory: Path) -> FoundTraces:
         paths = sorted(directory.iterdir())
     except OSError as error:
         raise ArgumentError.of(f"{directory} cannot be read.", error.strerror or str(error), remedy) from error
-    contents, notes = [], []
+    contents: list[TraceContent] = []
+    notes = owners_note(statuses(path for path in paths if FILE.fullmatch(path.name)).values())
     shares = _shares({path: needed_nbytes(path) for path in paths if FILE.fullmatch(path.name)}, MOST_READ)
     for path in sorted(shares):
         try:
@@ -164,11 +165,12 @@ def _topologies(paths: Iterable[Path], notes: list[str]) -> dict[str, list[tuple
     """Return for the token of each group its topologies. Append a note for each file that cannot be read."""
     topologies: dict[str, list[tuple[int, Topology]]] = {}
     matches = {path: match for path in paths if (match := TOPOLOGY.fullmatch(path.name)) is not None}
-    shares = _shares({path: path.lstat().st_size for path in matches}, _TOPOLOGY_NBYTES)
-    for path, match in matches.items():
+    sizes = {path: status.st_size for path, status in statuses(matches).items()}
+    for path, share in sorted(_shares(sizes, _TOPOLOGY_NBYTES).items()):
+        match = matches[path]
         try:
             with open_regular(path) as file:  # JSON that is too large is cut, and so malformed
-                topology = Topology.from_json(file.read(shares[path]).decode())
+                topology = Topology.from_json(file.read(share).decode())
         except (OSError, ValueError, ReductionError, RecursionError) as error:
             notes.append(f"{path.name} cannot be read: {error}.")
             continue

@@ -14,11 +14,12 @@ Source: F. Cristian, Probabilistic clock synchronization, Distributed Computing 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from itertools import combinations
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from .calls import GroupTrace, RankTrace
-from .format import Phase
+from .format import ClockReading, Phase
+
+_MOST_COMPARED: Final = 32  # hosts with which each other host is compared: all pairs of thousands would take hours
 
 
 class ClockShift(NamedTuple):
@@ -35,48 +36,57 @@ def align(groups: Sequence[GroupTrace]) -> dict[str, ClockShift]:
     """Return for each clock the shift to the clock of the first group's lowest rank."""
     traces = [trace for group in groups for _, trace in sorted(group.ranks.items())]
     names = list(dict.fromkeys(trace.facts.clock for trace in traces))
-    shifts = {names[0]: ClockShift(0, 0)}
-    limits = _limits(groups)
-    while len(shifts) < len(names):
-        # Of the clocks that messages connect to a clock with a shift, the next one is that with the smallest error.
-        candidates = []
-        for (clock, other), (low, high) in limits.items():
-            if clock in shifts and other not in shifts:
-                error = (shifts[clock].error_ns or 0) + abs(high - low + 1) // 2
-                candidates.append((error, other, ClockShift(shifts[clock].add_ns + (low + high) // 2, error)))
-        if candidates:
-            _, name, shift = min(candidates)
-        else:
-            name = next(name for name in names if name not in shifts)
-            shift = ClockShift(_calendar(traces, name) - _calendar(traces, names[0]), None)
+    name, shift, shifts, limits = names[0], ClockShift(0, 0), dict[str, ClockShift](), _limits(groups)
+    candidates: dict[str, tuple[int, int]] = {}  # of clocks that messages connect to one with a shift: error, shift
+    starts = _calendar_starts(traces)
+    rest = iter(names)
+    while True:
         shifts[name] = shift
-    return shifts
+        for other, (low, high) in limits.get(name, {}).items():
+            error = (shift.error_ns or 0) + abs(high - low + 1) // 2
+            found = error, shift.add_ns + (low + high) // 2
+            if other not in shifts:
+                candidates[other] = min(found, candidates.get(other, found))
+        if candidates:
+            name = min(candidates, key=lambda each: (candidates[each][0], each))
+            error, add = candidates.pop(name)
+            shift = ClockShift(add, error)
+        elif (next_name := next((each for each in rest if each not in shifts), None)) is not None:
+            name, shift = next_name, ClockShift(starts[next_name] - starts[names[0]], None)
+        else:
+            return shifts
 
 
-def _calendar(traces: Iterable[RankTrace], clock: str) -> int:
-    """Return the calendar time at which a clock was 0, from the reading with the smallest error."""
-    readings = [reading for trace in traces if trace.facts.clock == clock for reading in trace.clocks]
-    best = min(readings, key=lambda reading: reading.error_ns)
-    return best.calendar_ns - best.monotonic_ns
+def _calendar_starts(traces: Iterable[RankTrace]) -> dict[str, int]:
+    """Return the calendar time at which each clock was 0, from the reading with the smallest error."""
+    best: dict[str, ClockReading] = {}
+    for trace in traces:
+        for reading in trace.clocks:
+            best[trace.facts.clock] = min(best.get(trace.facts.clock, reading), reading, key=lambda each: each.error_ns)
+    return {clock: reading.calendar_ns - reading.monotonic_ns for clock, reading in best.items()}
 
 
-def _limits(groups: Iterable[GroupTrace]) -> dict[tuple[str, str], tuple[int, int]]:
-    """Return for pairs of clocks the minimum and maximum shift of times from the second clock to the first one."""
-    limits: dict[tuple[str, str], tuple[int, int]] = {}
+def _limits(groups: Iterable[GroupTrace]) -> dict[str, dict[str, tuple[int, int]]]:
+    """Return for pairs of clocks the minimum and maximum shift of times from the second clock to the first one.
+
+    Of many hosts, each is compared with some of them only.
+    """
+    limits: dict[str, dict[str, tuple[int, int]]] = {}
     for group in groups:
         leaders = min(map(len, group.hosts))
         for place in range(leaders):
             rail = [group.ranks[host[place]] for host in group.hosts if host[place] in group.ranks]
-            compared = [_comparison_times(trace) for trace in rail]
-            for (first, times), (second, other_times) in combinations(zip(rail, compared, strict=True), 2):
+            compared = [(trace, _comparison_times(trace)) for trace in rail]
+            pairs = ((each, other) for k, each in enumerate(compared[:_MOST_COMPARED]) for other in compared[k + 1 :])
+            for (first, times), (second, other_times) in pairs:
                 clock, other_clock, both = first.facts.clock, second.facts.clock, times.keys() & other_times.keys()
                 if clock == other_clock or not both:
                     continue
                 low = max(times[number][0] - other_times[number][1] for number in both)
                 high = min(times[number][1] - other_times[number][0] for number in both)
-                for pair, (least, most) in (((clock, other_clock), (low, high)), ((other_clock, clock), (-high, -low))):
-                    earlier = limits.get(pair, (least, most))
-                    limits[pair] = max(earlier[0], least), min(earlier[1], most)
+                for a, b, least, most in ((clock, other_clock, low, high), (other_clock, clock, -high, -low)):
+                    earlier = limits.setdefault(a, {}).get(b, (least, most))
+                    limits[a][b] = max(earlier[0], least), min(earlier[1], most)
     return limits
 
 

@@ -28,6 +28,7 @@ _MAGIC: Final = b"CRTRACE1"
 _HEADER: Final = struct.Struct("=8s6Qq6q")
 _MOST_RECORDS: Final = 1 << 36  # a file whose header states more is malformed
 _AT_ONCE: Final = 1 << 15  # records that are read at once, about 1 MiB
+_MOST_TEXTS: Final = 1 << 20  # bytes of texts; ranks write no more
 _MOST_BEFORE_RECORDS: Final = 1 << 26  # bytes of the header and texts; a file whose header states more is malformed
 MOST_READ: Final = 1 << 27  # bytes that are read of a directory: 4 million records, each of which takes 5 us
 _DAY_NS: Final = 86_400 * 10**9
@@ -151,6 +152,7 @@ def _read_header(file: BinaryIO) -> _Header:
     if (
         not _HEADER.size + json_nbytes <= texts_at <= texts_at + texts_nbytes <= records_at <= _MOST_BEFORE_RECORDS
         or not 0 < capacity <= _MOST_RECORDS
+        or texts_nbytes > _MOST_TEXTS
     ):
         raise ValueError("its header is malformed")
     if size < texts_at + texts_nbytes:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from heapq import nlargest
 from statistics import median
 from typing import Final, NamedTuple
 
@@ -80,11 +81,13 @@ def _row(
     queues = [call.begin_ns - call.queued_ns for call in all_calls if call.queued_ns is not None]
     blamed: Counter[int] = Counter()
     spent: Counter[int] = Counter()
+    places = {rank: place for host in group.hosts for place, rank in enumerate(host)}
     for ranks in calls:
+        latest = _latest(ranks, places, add)
         for rank, call in ranks.items():
             spent[rank] += call.last_ns - call.begin_ns
             for part in call.parts:
-                blamed.update(_blame(group, rank, part, ranks, add))
+                blamed.update(_blame(rank, part, ranks, latest, add))
     waited, total = sum(map(_wait_ns, all_calls)), spent.total()
     return SummaryRow(
         group=group.name,
@@ -120,15 +123,15 @@ def _wait_ns(call: TracedCall) -> int:
 
 
 def _blame(
-    group: GroupTrace, rank: int, part: CallPart, ranks: Mapping[int, TracedCall], add: Mapping[int, int]
+    rank: int, part: CallPart, ranks: Mapping[int, TracedCall], latest: Mapping[int, int], add: Mapping[int, int]
 ) -> dict[int, int]:
     """Return how many ns of a phase count as waiting for which rank, by the rules at the top of this file.
 
-    ``ranks``: the records of the call by rank. ``add``: the nanoseconds to add to each rank's times.
+    ``ranks``: the records of the call by rank. ``latest``: see ``_latest``. ``add``: the nanoseconds to add to each
+    rank's times.
     """
     if part.phase is Phase.AGREE:
-        latest = _latest(group, rank, ranks, add)
-        return {} if latest is None else {latest: part.end_ns - part.begin_ns}
+        return {latest[rank]: part.end_ns - part.begin_ns} if rank in latest else {}
     if part.phase is not Phase.WAIT or part.waited_for is None:
         return {}
     late, remaining = part.waited_for, part.end_ns - part.begin_ns
@@ -140,22 +143,23 @@ def _blame(
                 end, begin = min(part.end_ns, other.end_ns + shift), max(part.begin_ns, other.begin_ns + shift)
                 overlap = max(0, end - begin)
                 remaining -= overlap
-                latest = _latest(group, late, ranks, add) if other.phase is Phase.AGREE else None
-                if latest is not None and overlap:
-                    blamed[latest] = blamed.get(latest, 0) + overlap
+                if other.phase is Phase.AGREE and late in latest and overlap:
+                    blamed[latest[late]] = blamed.get(latest[late], 0) + overlap
     if remaining > 0:
         blamed[late] = blamed.get(late, 0) + remaining
     return blamed
 
 
-def _latest(group: GroupTrace, rank: int, ranks: Mapping[int, TracedCall], add: Mapping[int, int]) -> int | None:
-    """Return which leader of another host was the last to begin to compare the call, or ``None`` if it is unknown."""
-    place = next(host.index(rank) for host in group.hosts if rank in host)
-    begins = {
-        host[place]: part.begin_ns + add[host[place]]
-        for host in group.hosts
-        if place < len(host) and host[place] in ranks and host[place] != rank
-        for part in ranks[host[place]].parts
-        if part.phase is Phase.AGREE
-    }
-    return max(begins, key=lambda other: begins[other]) if begins else None
+def _latest(ranks: Mapping[int, TracedCall], places: Mapping[int, int], add: Mapping[int, int]) -> dict[int, int]:
+    """Return for ranks which leader of another host was the last to begin to compare the call, where it is known.
+
+    ``places``: the position of each rank on its host. Ranks with equal positions compare the call.
+    """
+    rails: dict[int, dict[int, int]] = {}  # by position: when each leader began
+    for rank, call in ranks.items():
+        begins = [part.begin_ns for part in call.parts if part.phase is Phase.AGREE]
+        if begins:
+            rails.setdefault(places[rank], {})[rank] = begins[-1] + add[rank]
+    two = {place: nlargest(2, begins, key=lambda each: begins[each]) for place, begins in rails.items()}
+    others = {rank: [other for other in two.get(places[rank], ()) if other != rank] for rank in ranks}
+    return {rank: found[0] for rank, found in others.items() if found}

@@ -210,7 +210,7 @@ class Agreements:
             self.registers.decide(number, ballot, decision)
         except Overtaken:
             return _MOVED
-        except (OSError, ValueError):  # the memory is closed, or the request is not valid
+        except (OSError, TypeError, ValueError):  # the memory is closed, or the request is not valid
             return peer_requests.redirection(self.token, request)
         return {}
 
@@ -382,12 +382,13 @@ class _Speaker:
     def _vote(self, decision: Decision, statuses: RepeatedRequest) -> bool:
         """Hold a ballot to make a decision final. Return whether there is a final decision."""
         group, number, own, registers = self._group, self._number, self._group.own_host, self._group.registers
-        electors = {host: set(group.hosts[host]) & {*self._electors} for host in self._gone}
-        ended = {host for host in electors if group.departures.have_left(electors[host], number, registers)}
+        doubtful = self._gone | {host for host in self._others if statuses.is_silent(host)}
+        electors = {host: set(group.hosts[host]) & {*self._electors} for host in doubtful}
+        ended = {host for host in doubtful if group.departures.have_left(electors[host], number, registers)}
         if self._is_decided():
             return True
-        if ended != self._gone and not has_quorum(self._weights, self._weights.keys() - self._gone):
-            if time.monotonic() > max(map(statuses.answered_at.__getitem__, self._gone - ended)) + _LACKING_S:
+        if (unproved := doubtful - ended) and not has_quorum(self._weights, self._weights.keys() - doubtful):
+            if time.monotonic() > max(map(statuses.answered_at.__getitem__, unproved)) + _LACKING_S:
                 raise group.no_quorum(self._electors, time.monotonic() - self._began)
             return False  # they may have gone on with a decision, and may have sent it
         ballot = Ballot(self._round * len(group.hosts) + own, own, decision, self._weights, ended)
@@ -407,8 +408,7 @@ class _Speaker:
         if not ballot.final:
             if self._is_decided():
                 return True
-            reached = ballot.answered | ended
-            last_answers = [statuses.answered_at[host] for host in self._others if host not in reached]
+            last_answers = [statuses.answered_at[k] for k in self._others if k not in ballot.answered | ended]
             if last_answers and not ballot.refused and time.monotonic() > max(last_answers) + _LACKING_S:
                 raise group.no_quorum(self._electors, time.monotonic() - self._began)
             time.sleep(random.uniform(0.5, 1.5) * LOOK_S * (1 + self._turn))

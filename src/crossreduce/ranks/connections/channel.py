@@ -5,6 +5,8 @@ number, and a proof that it knows the key. The process that listens answers with
 first process checks this proof, and sends a second one of its own. All proofs but that of the hello, also those of
 messages, depend on both numbers, on the sender, and on the position in the connection. So a recorded hello gets an
 answer, but no other recorded data does, and no message is sent to a program without the key. Nothing is encrypted.
+If the first process has connected directly, the proof of the hello depends on the address and port to which it has
+connected. So a program that listens elsewhere, and passes on all bytes, is refused.
 """
 
 from __future__ import annotations
@@ -18,6 +20,8 @@ import time
 from collections.abc import Callable
 from hashlib import blake2b
 from typing import Any, Final
+
+from ..transports.addresses import end_text
 
 _NONCE: Final = 16  # bytes, 128 bits
 _DIGEST: Final = 16  # bytes, 128 bits
@@ -82,9 +86,17 @@ class AuthenticatedChannel:
 
 
 def open_channel(
-    connection: socket.socket, key: bytes, deadline: float, wait: Callable[[], None] = lambda: None
+    connection: socket.socket,
+    key: bytes,
+    deadline: float,
+    wait: Callable[[], None] = lambda: None,
+    *,
+    is_direct: bool = False,
 ) -> AuthenticatedChannel:
     """Return a channel over a connection that this process has made. ``wait`` is called before it reads the answer.
+
+    ``is_direct``: whether the process that listens has the address to which this one has connected. If not, there may
+    be a relay, or a network that translates addresses.
 
     Raises:
       ValueError: the program that listens does not know the key.
@@ -92,7 +104,8 @@ def open_channel(
     """
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     own = secrets.token_bytes(_NONCE)
-    connection.sendall(own + _hello_proof(key, own))
+    end = end_text(connection.getpeername()) if is_direct else ""
+    connection.sendall(own + _hello_proof(key, own, end))
     wait()
     channel = AuthenticatedChannel(connection, key, own + _read(connection, _NONCE, deadline), _CONNECTS, _LISTENS)
     if not channel.is_next(_read(connection, _DIGEST, deadline)):
@@ -101,9 +114,12 @@ def open_channel(
     return channel
 
 
-def is_hello(hello: bytes, key: bytes) -> bool:
-    """Return whether a process that knows the key has sent these ``HELLO_NBYTES`` bytes, now or earlier."""
-    return secrets.compare_digest(hello[_NONCE:], _hello_proof(key, hello[:_NONCE]))
+def is_hello(hello: bytes, key: bytes, end: str) -> bool:
+    """Return whether a process that knows the key has sent these ``HELLO_NBYTES`` bytes, now or earlier.
+
+    ``end``: the ``end_text`` of this process's end of the connection.
+    """
+    return any(secrets.compare_digest(hello[_NONCE:], _hello_proof(key, hello[:_NONCE], each)) for each in (end, ""))
 
 
 def accept_channel(connection: socket.socket, key: bytes, hello: bytes, deadline: float) -> AuthenticatedChannel:
@@ -120,8 +136,8 @@ def accept_channel(connection: socket.socket, key: bytes, hello: bytes, deadline
     return channel
 
 
-def _hello_proof(key: bytes, number: bytes) -> bytes:
-    return blake2b(number, key=key, digest_size=_DIGEST, person=b"hello").digest()
+def _hello_proof(key: bytes, number: bytes, end: str = "") -> bytes:
+    return blake2b(number + end.encode(), key=key, digest_size=_DIGEST, person=b"hello").digest()
 
 
 def _read(connection: socket.socket, count: int, deadline: float) -> bytes:

@@ -19,6 +19,7 @@ from contextlib import suppress
 from typing import Final
 
 from ..transports import tcp
+from ..transports.addresses import end_text
 from ..transports.strangers import MOST_UNKNOWN, Strangers
 from . import shortage
 from .channel import HELLO_NBYTES, AuthenticatedChannel, accept_channel, is_hello
@@ -129,7 +130,7 @@ class Listener:
         hello += part
         if part and len(hello) < HELLO_NBYTES:
             return
-        if not part or not is_hello(bytes(hello), self._key):
+        if not part or not self._is_hello(connection, bytes(hello)):
             self.refused += bool(part)
             self._drop(connection, readable)
             return
@@ -143,6 +144,12 @@ class Listener:
             shortage.note(error)
             self._end(connection)
             self._make_room(readable)
+
+    def _is_hello(self, connection: socket.socket, hello: bytes) -> bool:
+        """Return whether a first message is valid on its connection, which may have ended."""
+        with suppress(OSError):
+            return is_hello(hello, self._key, end_text(connection.getsockname()))
+        return False
 
     def _forget(self, connection: socket.socket, readable: select.poll) -> None:
         """Read no first message of a connection any more."""

@@ -233,7 +233,11 @@ class Peer:
           Ended: the process has ended.
         """
         deadline = time.monotonic() + timeout_s
-        others = [each for each in reachable(self.place.addresses, self.place.machine) if each != self.known]
+        try:
+            others = [each for each in reachable(self.place.addresses, self.place.machine) if each != self.known]
+        except OSError as error:
+            shortage.note(error)
+            others = []
         self.refused = bool(self.known or others)
         for address in [self.known, *others] if self.known else others:
             left_s = deadline - time.monotonic()
@@ -243,7 +247,7 @@ class Peer:
             limit_s = left_s if address == self.known else min(left_s, timeout_s / 4)  # others may be unreachable
             try:
                 with socket.create_connection((address, self.place.port), limit_s) as connection:
-                    answer = self._ask_at(connection, token, request, deadline)
+                    answer = self._ask_at(connection, token, request, deadline, is_direct=True)
                     if "kept" in answer and self.keep is not None:
                         self.keep(connection.dup())
             except ConnectionRefusedError:
@@ -282,10 +286,16 @@ class Peer:
         return answer
 
     def _ask_at(
-        self, connection: socket.socket, token: str, request: dict[str, Json], deadline: float
+        self,
+        connection: socket.socket,
+        token: str,
+        request: dict[str, Json],
+        deadline: float,
+        *,
+        is_direct: bool = False,
     ) -> dict[str, Json]:
         """Send a request over a connection, and return the answer."""
-        channel = open_channel(connection, bytes.fromhex(self.place.key), deadline)
+        channel = open_channel(connection, bytes.fromhex(self.place.key), deadline, is_direct=is_direct)
         channel.send({"group": token, **request})
         return channel.receive(deadline)
 
@@ -313,7 +323,7 @@ class Peer:
         """
         connection = socket.create_connection((relay.known, relay.place.port), deadline - time.monotonic())
         try:
-            channel = open_channel(connection, bytes.fromhex(relay.place.key), deadline)
+            channel = open_channel(connection, bytes.fromhex(relay.place.key), deadline, is_direct=True)
             channel.send({"group": token, "what": "connect", "rank": self.rank, "port": port})
             answer = channel.receive(deadline)
         except BaseException:

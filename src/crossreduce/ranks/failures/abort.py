@@ -7,7 +7,7 @@ flight recorder. ``failure_detector`` finds out which ranks are at fault.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import NoReturn
 
@@ -98,6 +98,24 @@ def copy_error(error: ReductionError, text: str | None = None) -> ReductionError
 
 
 @contextmanager
+def left_after_errors(abort: Callable[[], None], require_usable: Callable[[], None]) -> Iterator[None]:
+    """Return a context in which any error makes this rank leave its group, also Ctrl-C: others must not count on it.
+
+    ``abort``, ``require_usable``: those of its ``Communicator``. The latter raises the error if the group was closed.
+    """
+    try:
+        yield
+    except BaseException as error:
+        try:
+            if isinstance(error, (TypeError, ValueError)):  # the memory is closed
+                require_usable()
+            shortage.check()  # ``abort`` releases memory
+        finally:
+            abort()
+        raise
+
+
+@contextmanager
 def shortage_named(problem: str) -> Iterator[None]:
     """Return a context whose errors have the text ``problem`` and the reason if this process lacked something in it.
 
@@ -107,7 +125,7 @@ def shortage_named(problem: str) -> Iterator[None]:
     began = time.monotonic()
     try:
         yield
-    except (ReductionError, OSError, MemoryError, RuntimeError) as error:
+    except (ReductionError, OSError, MemoryError, RuntimeError, LookupError) as error:  # the latter: no codec
         shortage.note(error)
         reason = shortage.since(began)
         if not reason or (isinstance(error, ReductionError) and reason in str(error)):

@@ -7,6 +7,7 @@ failure. Output: errors that name the ranks at fault, the same on every rank. ``
 from __future__ import annotations
 
 import logging
+import re
 import time
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
@@ -29,6 +30,7 @@ END_S: Final = 0.2  # how long the memory of a process that dies may stay open a
 INNER_PAUSE_S: Final = 1e-3  # the longest time between two queries whether another library has finished
 WARN_AFTER_S: Final = 30.0  # shorter waits are normal while a rank compiles or writes a checkpoint
 DECISION_S: Final = 5.0  # how long after the timeout a rank waits for a rank that finds out which other host is late
+_SILENT: Final = re.compile("timed out|has not answered")  # in the reason why a connection was lost
 REMOTE_CAUSE_S: Final = 0.3  # how long a rank waits for another host to publish why it aborted
 
 
@@ -208,6 +210,8 @@ class FailureDetector:
     def _unreachable_error(self, error: Exception, timed_out: bool) -> ReductionError:
         """Return the public error if the communication failed and the rendezvous cannot be reached either."""
         owner = self._rendezvous.owner
+        if isinstance(error, PeerDisconnected) and owner is not None and _SILENT.search(str(error)):
+            return self.lost(sorted({error.rank, owner}), "died or left")
         if owner is not None:
             return self._late_error([owner]) if timed_out else self.lost([owner], "died or left")
         if isinstance(error, PeerDisconnected):

@@ -256,6 +256,8 @@ def _receive_memory(receiver: socket.socket, nbytes: int) -> int:
         problem = f"a process of user {user} sent it"
     elif size < nbytes:
         problem = f"it has {size} bytes, and this rank needs {nbytes}; all ranks need the same version of crossreduce"
+    elif not fcntl.fcntl(fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK:  # an access to what was cut off ends a process
+        problem = "its owner could make it smaller"
     if problem:
         os.close(fd)
         raise OSError(errno.EBADMSG, problem)

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from hashlib import blake2b
 from typing import Any, Final, Generic, NamedTuple, Protocol, TypeAlias, TypeVar
 
 from ...errors import PeerLostError, message
@@ -95,14 +96,15 @@ class GroupFormation(Generic[Group]):
             self._joiners, self._is_joiner_gone = self._find_joiners(members) if self._grows else {}, False
             size, store = len(members) + len(self._joiners), None
             if self._joiners or not self._grows:
-                secret = bytes.fromhex(self._agreements.place_of(self._old.rank).key)
+                secret = _store_key(self._agreements.place_of(old.rank), old.token, self._agreements.number)
                 store = self._kind.new_store(secret, serve_at=self._settings.listen_at, ranks=size)
                 self._admit(members, store.port)
             self._agreements.published = {key: [size, 0 if store is None else store.port]}  # for ``_ask_for_store``
         else:
             peer = self._agreements.peer(members[0])
             size, port = self._ask_for_store(peer, members, key, watch)
-            store = connect_store(self._kind, peer, self._old.token, port, watch, members) if port else None
+            number = self._agreements.number
+            store = connect_store(self._kind, peer, old.token, number, port, watch, members) if port else None
         if store is None:
             return None
 
@@ -178,16 +180,23 @@ def is_answering(peer: Peer, token: str, timeout_s: float = ANSWER_S) -> bool:
 
 
 def connect_store(
-    kind: GroupKind[Group], peer: Peer, token: str, port: int, watch: Watch, relays: Collection[int] = ()
+    kind: GroupKind[Group], peer: Peer, token: str, number: int, port: int, watch: Watch, relays: Collection[int] = ()
 ) -> StoreClient:
     """Return the store that ``peer``, of the group ``token``, serves. ``watch`` is called while it does not answer.
 
-    ``relays``: the ranks through which ``peer`` may be reached. If the store is lost, raise a ``PeerLostError``.
+    ``number``: that of the agreement after which the new group is formed. ``relays``: the ranks through which ``peer``
+    may be reached. If the store is lost, raise a ``PeerLostError``.
     """
     try:
         connection = peer.connection(token, port, CONNECT_S, relays)
-        return kind.new_store(bytes.fromhex(peer.place.key), port=port, watch=watch, connection=connection)
+        return kind.new_store(_store_key(peer.place, token, number), port=port, watch=watch, connection=connection)
     except OSError as error:
         problem = "the store of the new group cannot be reached."
         place = peer.known or ", ".join(peer.place.addresses)
         raise PeerLostError(message(problem, f"{place}: {error}", "call shrink again")) from None
+
+
+def _store_key(place: Place, token: str, number: int) -> bytes:
+    """Return the key of the store that the process at ``place`` serves. No other connection to the process has it."""
+    about, key = f"{token} {number}".encode(), bytes.fromhex(place.key)
+    return blake2b(about, key=key, digest_size=16, person=b"store").digest()

@@ -17,6 +17,7 @@ from ..communicator import Communicator
 from ..connections import peer_requests
 from ..connections.peer_requests import Ended, Json, Peer, Place
 from ..connections.rendezvous import Origin
+from ..failures.abort import shortage_named
 from ..transports.addresses import loopback
 from .formation import PAUSE_S, Group, GroupKind, Settings, connect_store
 from .survivors import FORMED, Reformed
@@ -45,6 +46,7 @@ def join(invited: str, kind: GroupKind[Group], timeout_s: float) -> Group:
       ArgumentError: the text is not an invitation, or it is an invitation to a group of another kind.
       CollectiveTimeout: the ranks did not call ``grow`` in time.
       PeerLostError: no rank of the group can be reached any more.
+      ReductionError: this process lacks open files, memory or threads.
     """
     try:
         name, token, places = _read(invited)
@@ -54,11 +56,12 @@ def join(invited: str, kind: GroupKind[Group], timeout_s: float) -> Group:
     if name != kind.name:
         problem = "this is an invitation to a group of another kind."
         raise ArgumentError.of(problem, f"a group of {name}", f"an invitation to a group of {kind.name}")
-    joiner = Joiner(token, places, kind)
-    try:
-        return joiner.join(timeout_s)
-    finally:
-        joiner.close()
+    with shortage_named("this process cannot join the group."):
+        joiner = Joiner(token, places, kind)
+        try:
+            return joiner.join(timeout_s)
+        finally:
+            joiner.close()
 
 
 def _read(invited: str) -> tuple[str, str, list[Place]]:
@@ -157,7 +160,7 @@ class Joiner(Generic[Group]):
         watch()  # its requests find the address at which the lowest rank can be reached
         if not leader.known:
             raise PeerLostError(message("the rank that serves the store does not answer.", "", "wait"))
-        store = connect_store(self._kind, leader, offer["token"], offer["port"], watch)
+        store = connect_store(self._kind, leader, offer["token"], offer["number"] - 1, offer["port"], watch)
         return self._kind.new_group(store, offer["rank"], offer["size"], Settings(*offer["settings"]), Origin(watch))
 
     def _decision(self, offer: dict[str, Json], members: Sequence[Peer], group: Group | None = None) -> bool | None:

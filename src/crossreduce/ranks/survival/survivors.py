@@ -16,7 +16,7 @@ from ...observe.diagnostics import UNUSABLE
 from ..agreement.lost_ranks import Watch
 from ..communicator import Communicator
 from ..connections import shortage
-from ..failures.abort import shortage_named
+from ..failures.abort import copy_error, shortage_named
 
 AGREE, FORMED, GROW, SHRINK = range(4)  # the kinds of agreements; if ranks call different ones, the greatest counts
 SHRINK_S: Final = 10.0  # how long ranks that are alive are waited for by default
@@ -152,7 +152,7 @@ def committed(
         if agree(failure is None, limit_s) and result:
             return result[0]
         members = shrink().members
-        cause = failure or "it has failed on another rank."
+        cause = (failure or "it has failed on another rank.").replace(f" {UNUSABLE}", "")  # this function shrinks it
         _LOG.warning("a step has failed, and is repeated by %s of the earlier group: %s", rank_list(members), cause)
         is_repeated = True
 
@@ -176,9 +176,10 @@ def _reform(group: Communicator, kind: int, form: Form[Group], timeout_s: float)
             problem = f'other ranks of group "{group.name}" have called shrink. {UNUSABLE}'
             raise PeerLostError(message(problem, "a call of grow on this rank", "call shrink"))
         if not decision.flag:
-            if members:  # some rank has no time left
+            if decision.members == members:  # some rank has no time left
                 break
-            continue  # other ranks have called something else, and get an error
+            is_over = False
+            continue  # other ranks have called something else, and get an error, or were lost
         began = time.monotonic()
         if decision.members != members:  # the first attempt, or ranks were lost: all of them may fail for that reason
             members, until = decision.members, began + timeout_s
@@ -206,13 +207,24 @@ def _reform(group: Communicator, kind: int, form: Form[Group], timeout_s: float)
         now = time.monotonic()
         is_over = now + (now - began) > until  # another attempt would take as long
     if failure is not None and not isinstance(failure, PeerLostError):
-        raise failure
+        raise _renumbered(failure, [group.global_ranks[rank] for rank in members])
     if members:  # no rank is known to be lost, but another one may have failed
         problem, given = f'group "{group.name}" could not be formed again.', str(failure or "").partition("\n")[0]
         raise ReductionError.of(problem, given, "read the errors of its other ranks") from failure
     problem = f'group "{group.name}" was not formed again, since its ranks made different calls.'
     remedy = "the same calls of agree, shrink and grow on all ranks"
     raise ContextError.of(problem, f"{_TRIES} attempts", remedy)
+
+
+def _renumbered(error: ReductionError, numbers: Sequence[int]) -> ReductionError:
+    """Return an error of a group that was not formed, with its ranks' other ``numbers`` in the earlier group."""
+    if numbers == [*range(len(numbers))] or "cannot form group" in str(error):  # the latter has those numbers already
+        return error
+    named = f"numbers: those in the group that was not formed. It has {rank_list(numbers)} of this group, in this order"
+    found = copy_error(error, f"{error}\n  {named}")
+    if isinstance(found, CollectiveTimeout):
+        found.ranks = tuple(numbers[rank] for rank in found.ranks if rank < len(numbers))
+    return found
 
 
 def _own_problem(group: Communicator) -> str:
@@ -249,4 +261,4 @@ def _absence_error(group: Communicator, ranks: Sequence[int]) -> PeerLostError:
     """Return the error about ranks that did not take part in an agreement."""
     named = [group.global_ranks[rank] for rank in ranks]
     problem = f'{rank_list(named)} of group "{group.name}" did not take part in an agreement of its ranks. {UNUSABLE}'
-    return PeerLostError(message(problem, "they have ended, or were late", "call shrink"), named)
+    return PeerLostError(message(problem, "they have ended, or were late"), named)

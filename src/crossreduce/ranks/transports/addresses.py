@@ -92,9 +92,10 @@ def _has_address(name: str) -> bool:
 def machine() -> str:
     """Return a text that is the same in all processes that have the loopback interface of this one, and in no others.
 
-    If the system has no such identifiers, it is the name of the host.
+    If the system has no such identifiers, it is the name of the host. If there are too many open files, raise an
+    ``OSError``.
     """
-    with contextlib.suppress(OSError):
+    with contextlib.suppress(FileNotFoundError, PermissionError):
         return "/".join(network_identity())
     return socket.gethostname()
 
@@ -108,7 +109,8 @@ def network_identity() -> list[str]:
 def reachable(published: Sequence[str], where: str) -> list[str]:
     """Return the addresses, of those that a process has published, at which it may be reached from here.
 
-    ``where``: the ``machine`` of that process. On another machine it cannot have an address of this machine.
+    ``where``: the ``machine`` of that process. On another machine it cannot have an address of this machine. For errors
+    see ``machine``.
     """
     is_here = where == machine()
     return [each for each in published if is_here or not _is_own(each)]
@@ -131,6 +133,15 @@ def loopback(host: str) -> str:
         parsed = getattr(parsed, "ipv4_mapped", None) or parsed
         return str(parsed) if parsed.is_loopback else ""
     return ""
+
+
+def end_text(end: Sequence[object]) -> str:
+    """Return the address and port of an end of a connection, in the same form at both ends.
+
+    >>> end_text(("::ffff:10.0.0.1", 80, 0, 0))
+    '10.0.0.1 80'
+    """
+    return f"{str(end[0]).removeprefix('::ffff:')} {end[1]}"
 
 
 def _source_for(target: str) -> str | None:

@@ -92,7 +92,8 @@ def _own_address(is_one_host: bool) -> str:
 @lru_cache(maxsize=1)
 def _address_of_name() -> str:
     """Return the address that gloo would find for the name of this host, which may take seconds."""
-    with suppress(OSError):
+    # Python cannot look up a name of 64 bytes, which Linux allows, and no name if its codec "idna" cannot be imported.
+    with suppress(OSError, UnicodeError, LookupError):
         for family, kind, protocol, _, address in socket.getaddrinfo(
             socket.gethostname(), None, type=socket.SOCK_STREAM
         ):

@@ -23,7 +23,7 @@ from hashlib import blake2b
 from typing import Any, Final, TypeAlias
 
 from ... import kernels
-from .addresses import addresses, machine, reachable
+from .addresses import addresses, end_text, machine, reachable
 from .base import PendingMessage
 from .strangers import MOST_UNKNOWN, Strangers
 
@@ -43,6 +43,7 @@ _HELLO: Final = struct.Struct(f"<i{_NUMBER}s{_DIGEST}s")  # the rank that connec
 _SILENT_S: Final = 120.0
 _KEEP_ALIVE: Final = (("TCP_KEEPIDLE", 60), ("TCP_KEEPINTVL", 10), ("TCP_KEEPCNT", 6))
 _RTO_MAX: Final = 44, 60_000  # TCP_RTO_MAX_MS, since Linux 6.15: the most time between two repetitions, else 120 s
+_STANDARD_ERROR: Final = 2  # the last descriptor of a standard stream
 _ALL: Final[weakref.WeakSet[TcpTransport]] = weakref.WeakSet()
 
 Handshake: TypeAlias = Generator[int, None, None]  # yields the events to wait for
@@ -190,14 +191,24 @@ def opened_listener(port: int = 0, address: str = "") -> socket.socket:
     return socket.create_server(("", port), backlog=_BACKLOG)
 
 
+def open_standard_streams() -> None:
+    """Open the null device in place of standard input, output and error if they are closed, as in some daemons.
+
+    Otherwise memory that ranks share, or a connection, would get such a number, and receive what a library prints.
+    """
+    with contextlib.suppress(OSError):
+        while (opened := os.open(os.devnull, os.O_RDWR)) <= _STANDARD_ERROR:
+            pass
+        os.close(opened)
+
+
 def _proof(key: bytes, word: str, ranks: tuple[int, int], end: Sequence[object], numbers: bytes) -> bytes:
     """Return the proof that the sender of ``word`` knows the key.
 
     ``ranks``: the rank that connects, and the rank that listens. ``end``: the address and port of the latter in this
     connection. A program at another address, which passes on all bytes, cannot change it. ``numbers``: random numbers.
     """
-    host, port = str(end[0]).removeprefix("::ffff:"), end[1]
-    about = f"{word} {ranks[0]} {ranks[1]} {host} {port} ".encode()
+    about = f"{word} {ranks[0]} {ranks[1]} {end_text(end)} ".encode()
     return blake2b(about + numbers, key=key, digest_size=_DIGEST).digest()
 
 

@@ -1,9 +1,11 @@
-"""Reduce JAX arrays on one CUDA device: XLA runs a plan as a custom call, eagerly and in programs that JAX traces.
+"""Reduce JAX arrays on one CUDA device: XLA runs a plan as a custom call, eagerly and, if chosen, in traced programs.
 
-Input: a layout on logical devices of one GPU, or of arrays that ``jit`` traces, whose device is not known yet. Output:
-an executable with one primitive of JAX. Where a program is lowered for one CUDA device, the primitive becomes a custom
-call (``native/xla_cuda.cpp``), which runs the plan on XLA's stream. Everywhere else (other platforms, programs for
-several devices, ``jax.export``), and for derivatives, it becomes the operations that the loop engine traces.
+Input: a layout on logical devices of one GPU, or of arrays that ``jit`` traces, whose device is not known yet. Traced
+arrays are left to JAX's operations unless ``CROSSREDUCE_CUDA_JIT`` is 1: XLA joins its own operations with what makes
+their operands and what uses their results, but not a custom call. Output: an executable with one primitive. Where a
+program is lowered for one CUDA device, the primitive becomes a custom call (``native/xla_cuda.cpp``), which runs the
+plan on XLA's stream. Everywhere else (other platforms, programs for several devices, ``jax.export``), and for
+derivatives, it becomes the operations that the loop engine traces.
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ from __future__ import annotations
 import hashlib
 import importlib.util
 import logging
+import os
 import pkgutil
 from collections.abc import Sequence
 from functools import cache, lru_cache, partial
@@ -23,7 +26,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir, xla
 
 from ....devices import parse
-from ....errors import ReductionError
+from ....errors import ArgumentError, shown
 from ....frameworks import Array
 from ....frameworks.jax.arrays import is_somewhere
 from ....ops import Numbers
@@ -47,6 +50,22 @@ def _has_plugin() -> bool:
     return any(module.name.startswith("xla_cuda") for module in modules)
 
 
+@cache
+def reduces_traced() -> bool:
+    """Return whether traced arrays are reduced, too: whether the variable ``CROSSREDUCE_CUDA_JIT`` is 1.
+
+    Raises:
+      ArgumentError: the variable is neither 0 nor 1.
+    """
+    wanted = os.environ.get("CROSSREDUCE_CUDA_JIT", "0")
+    if wanted not in ("0", "1"):
+        problem = "CROSSREDUCE_CUDA_JIT must be 0 or 1."
+        raise ArgumentError.of(
+            problem, shown(wanted), "CROSSREDUCE_CUDA_JIT=1 to use the CUDA kernels in programs of jit"
+        )
+    return wanted == "1"
+
+
 @lru_cache(maxsize=1024)
 def supports(layout: Layout) -> bool:
     """Return whether all devices are logical devices of one CUDA device, or of ``cpu:0``.
@@ -55,7 +74,8 @@ def supports(layout: Layout) -> bool:
     """
     names = {*layout.sources, *layout.destinations, *(name for program in layout.programs for name in program.devices)}
     places = {parse(name).physical for name in names}
-    return len(places) == 1 and (parse(*places).kind == "cuda" or places == {"cpu:0"}) and _has_plugin()
+    is_here = len(places) == 1 and (parse(*places).kind == "cuda" or (places == {"cpu:0"} and reduces_traced()))
+    return is_here and _has_plugin()
 
 
 def bind(layout: Layout, arrays: Sequence[Sequence[Array]]) -> Sequence[Sequence[Array]] | None:
@@ -66,7 +86,7 @@ def bind(layout: Layout, arrays: Sequence[Sequence[Array]]) -> Sequence[Sequence
     flat = [x for row in arrays for x in row]
     traced = [x for x in flat if isinstance(x, jax.core.Tracer)]
     if traced:
-        if len(traced) < len(flat) or not jax.sharding.get_abstract_mesh().empty:
+        if not reduces_traced() or len(traced) < len(flat) or not jax.sharding.get_abstract_mesh().empty:
             return None
         if any(not _is_plain(jax.typeof(x)) for x in traced):
             return None
@@ -164,16 +184,25 @@ def _lower_otherwise(ctx: Any, *operands: Any, executable: JaxExecutable) -> Any
 
 def lower(ctx: Any, *operands: Any, executable: JaxExecutable) -> Any:
     """Lower the primitive for CUDA: to the custom call, or, if that cannot run, to the loop engine's operations."""
-    context = ctx.module_context
-    # The attribute exists in programs of jit, but not in those of shard_map.
-    alone = getattr(context.axis_context, "num_devices", 0) == 1
-    if context.lowering_parameters.for_export or not alone or not _keep(executable.operations, len(operands), ctx):
+    try:
+        can_call = _is_alone(ctx.module_context) and _keep(executable.operations, len(operands), ctx)
+    except Exception as error:  # noqa: BLE001 -- another version of JAX may lack any attribute
+        _LOG.info("the CUDA engine cannot be used in a program of JAX: %s", error)
+        can_call = False
+    if not can_call:
         return _lower_otherwise(ctx, *operands, executable=executable)
     (scratch,) = executable.operations.scratch
     temporary = [jax.core.ShapedArray((scratch,), jnp.dtype("uint8"))] if scratch else []
     number = np.int64(number_of(executable.operations))
     with_temporary = ctx.replace(avals_out=[*ctx.avals_out, *temporary])
     return jax.ffi.ffi_lowering(TARGET)(with_temporary, *operands, number=number)[: len(ctx.avals_out)]
+
+
+def _is_alone(context: Any) -> bool:
+    """Return whether a program is for one device, and is not exported."""
+    # The attribute exists in programs of jit, but not in those of shard_map.
+    alone = getattr(context.axis_context, "num_devices", 0) == 1
+    return alone and not context.lowering_parameters.for_export
 
 
 def number_of(made: Operations) -> int:
@@ -190,14 +219,10 @@ def _keep(made: Operations, operands: int, ctx: Any) -> bool:
     if not _register():
         return False
     results = len(ctx.avals_out) + bool(made.scratch[0])
-    try:
-        for device in jax.local_devices(backend=ctx.module_context.platforms[0]):
-            number = device.local_hardware_id
-            load_kernels(number)
-            native().keep(number_of(made), plan_of(made._replace(devices=(number,))), operands, results)
-    except ReductionError as error:
-        _LOG.info("the CUDA engine cannot be used in programs of JAX: %s", error)
-        return False
+    for device in jax.local_devices(backend=ctx.module_context.platforms[0]):
+        number = device.local_hardware_id
+        load_kernels(number)
+        native().keep(number_of(made), plan_of(made._replace(devices=(number,))), operands, results)
     return True
 
 

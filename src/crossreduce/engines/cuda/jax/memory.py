@@ -23,7 +23,6 @@ ever. Source: PjRtStreamExecutorClient and LocalDeviceState in xla/pjrt of OpenX
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import cache, lru_cache
@@ -143,10 +142,6 @@ class JaxDeviceMemory(DeviceMemory):
 
     def writable_outputs(self, arrays: Sequence[Sequence[Array]], devices: Sequence[int]) -> list[list[int]]:
         raise BufferError("JAX arrays are immutable")
-
-    def is_peer_readable(self) -> bool:
-        # Memory of the other allocators is mapped for its own device only.
-        return os.environ.get("XLA_PYTHON_CLIENT_ALLOCATOR", "default").lower() in ("", "default", "bfc", "platform")
 
     def mark_dirty(self, outs: Sequence[Sequence[Array]]) -> None:
         pass

@@ -1,6 +1,8 @@
 // The module crossreduce.engines.cuda._cuda: devices, and compiled layouts.
 #include "module.hpp"
 
+#include <atomic>
+
 #include "cuda_api.hpp"
 #include "plan.hpp"
 #include "xla_cuda.hpp"
@@ -59,34 +61,35 @@ PyObject *use(PyObject *, PyObject *maker) {
 
 PyObject *missing(PyObject *, PyObject *) {
     std::string why;
-    driver(why);
-    return PyUnicode_FromString(why.c_str());
+    Ref done(guarded_unlocked([&] { driver(why); }));
+    return done ? PyUnicode_FromString(why.c_str()) : nullptr;
 }
 
 PyObject *count(PyObject *, PyObject *) {
-    return guarded([]() -> PyObject * {
+    int found = 0;
+    Ref done(guarded_unlocked([&] {
         std::string why;
         const Driver *call = driver(why);
-        int found = 0;
         if (call != nullptr) require(call->device_get_count(&found), "cuDeviceGetCount", -1);
-        return PyLong_FromLong(found);
-    });
+    }));
+    return done ? PyLong_FromLong(found) : nullptr;
 }
 
 PyObject *describe(PyObject *, PyObject *args) {
-    int number;
+    int number, version = 0;
     if (!PyArg_ParseTuple(args, "i", &number)) return nullptr;
-    return guarded([&]() -> PyObject * {
-        const Device &found = device(number);
+    std::unique_ptr<Device> found;
+    char name[256] = "";
+    Ref done(guarded_unlocked([&] {
+        found = described(number);
         std::string why;
         const Driver &call = *driver(why);
-        char name[256] = "";
-        int version = 0;
-        require(call.device_get_name(name, sizeof name, found.handle), "cuDeviceGetName", number);
+        require(call.device_get_name(name, sizeof name, found->handle), "cuDeviceGetName", number);
         require(call.driver_get_version(&version), "cuDriverGetVersion", number);
-        return Py_BuildValue("{s:s,s:i,s:i,s:i}", "name", name, "capability", found.capability, "multiprocessors",
-                             found.multiprocessors, "driver", version);
-    });
+    }));
+    if (!done) return nullptr;
+    return Py_BuildValue("{s:s,s:i,s:i,s:i}", "name", name, "capability", found->capability, "multiprocessors",
+                         found->multiprocessors, "driver", version);
 }
 
 PyObject *load(PyObject *, PyObject *args) {
@@ -100,7 +103,9 @@ PyObject *load(PyObject *, PyObject *args) {
 PyObject *is_loaded(PyObject *, PyObject *args) {
     int number;
     if (!PyArg_ParseTuple(args, "i", &number)) return nullptr;
-    return guarded([&]() -> PyObject * { return PyBool_FromLong(has_kernels(device(number))); });
+    bool is = false;
+    Ref done(guarded_unlocked([&] { is = device(number).is_loaded; }));
+    return done ? PyBool_FromLong(is) : nullptr;
 }
 
 PyObject *peers(PyObject *, PyObject *args) {
@@ -119,20 +124,12 @@ PyObject *follow_stream(PyObject *, PyObject *args) {
         [&] { follow(device(number), reinterpret_cast<CUstream>(stream), reinterpret_cast<CUstream>(after)); });
 }
 
-PyObject *is_captured(PyObject *, PyObject *args) {
-    int number;
-    unsigned long long stream;
-    if (!PyArg_ParseTuple(args, "iK", &number, &stream)) return nullptr;
-    return guarded([&]() -> PyObject * {
-        return PyBool_FromLong(is_capturing(device(number), reinterpret_cast<CUstream>(stream)));
-    });
-}
-
 // ---- plans -----------------------------------------------------------------------------------------------------------
 
 struct PlanObject {
     PyObject_HEAD
     Plan *plan;
+    PyObject *otherwise; // the plan that runs instead where peers cannot read the memory; null: not known yet
 };
 
 PyTypeObject *plan_type = nullptr;
@@ -145,6 +142,28 @@ Plan *plan_in(PyObject *object) {
 
 namespace {
 
+// What graphs owned that are destroyed. A thread of the driver adds it, which must not call Python. Never destroyed.
+std::mutex &dropped_lock = *new std::mutex;
+std::vector<PyObject *> &dropped = *new std::vector<PyObject *>;
+std::atomic<bool> has_dropped{false};
+
+void drop(void *owned) {
+    std::lock_guard<std::mutex> locked(dropped_lock);
+    dropped.push_back(static_cast<PyObject *>(owned));
+    has_dropped = true;
+}
+
+void release_dropped() {
+    if (!has_dropped) return;
+    std::vector<PyObject *> found;
+    {
+        std::lock_guard<std::mutex> locked(dropped_lock);
+        found.swap(dropped);
+        has_dropped = false;
+    }
+    for (PyObject *each : found) Py_DECREF(each);
+}
+
 bool read_places(PyObject *sequence, std::vector<Place> &to) {
     return read_each(sequence, [&](PyObject *pair) {
         Place place;
@@ -156,14 +175,18 @@ bool read_places(PyObject *sequence, std::vector<Place> &to) {
     });
 }
 
-// (device, function's name, large, sources, results, stack, divisor, kind, values, units, unit_nbytes, orders, parts)
-bool read_launch(Plan &plan, PyObject *tuple) {
+// Read a dict with the fields of `_cuda.pyi`'s Launch.
+bool read_launch(Plan &plan, PyObject *dict) {
     Launching made;
     int on, large;
     const char *name;
     PyObject *nbytes, *orders, *parts;
-    if (!PyArg_ParseTuple(tuple, "ispiiidIiiOOO", &on, &name, &large, &made.sources, &made.results, &made.stack,
-                          &made.divisor, &made.kind, &made.values, &made.units, &nbytes, &orders, &parts))
+    const char *const names[] = {"device", "kernel", "large",       "sources", "results", "stack", "divisor", "kind",
+                                 "values", "units",  "unit_nbytes", "orders",  "parts",   nullptr};
+    Ref none(PyTuple_New(0));
+    if (!none || !PyArg_ParseTupleAndKeywords(none.object, dict, "$ispiiidIiiOOO", const_cast<char **>(names), &on, &name,
+                                              &large, &made.sources, &made.results, &made.stack, &made.divisor, &made.kind,
+                                              &made.values, &made.units, &nbytes, &orders, &parts))
         return false;
     made.large = large != 0;
     made.function = function(*plan.devices.at(static_cast<size_t>(on)), name);
@@ -203,16 +226,24 @@ bool read_copy(Plan &plan, PyObject *tuple) {
     return true;
 }
 
-// Plan(devices, streams, scratch, operations, begins, ends, resumes): `devices` are numbers; `streams` pairs (position,
-// position or -1); `operations` tuples (launch or None, copy or None, stream, waits, event); for the others see plan.hpp.
-PyObject *plan_new(PyTypeObject *type, PyObject *args, PyObject *) {
+// `devices` are numbers; `streams` pairs (position, position or -1); `operations` tuples (launch or None, copy or None,
+// stream, waits, event); for the others see plan.hpp.
+PyObject *plan_new(PyTypeObject *type, PyObject *args, PyObject *named) {
     PyObject *numbers, *streams, *scratch, *operations, *begins, *ends, *resumes;
-    if (!PyArg_ParseTuple(args, "OOOOOOO", &numbers, &streams, &scratch, &operations, &begins, &ends, &resumes))
+    int reads_peers;
+    const char *const names[] = {"devices", "streams", "scratch", "operations", "begins",
+                                 "ends",    "resumes", "reads_peers", nullptr};
+    if (!PyArg_ParseTupleAndKeywords(args, named, "$OOOOOOOp", const_cast<char **>(names), &numbers, &streams, &scratch,
+                                     &operations, &begins, &ends, &resumes, &reads_peers))
         return nullptr;
     return guarded([&]() -> PyObject * {
         auto made = std::make_unique<Plan>();
+        made->reads_peers = reads_peers != 0;
         if (!read_ints(numbers, made->numbers) || !read_ints(scratch, made->scratch)) return nullptr;
-        for (const int number : made->numbers) made->devices.push_back(&device(number));
+        Ref done(guarded_unlocked([&] {
+            for (const int number : made->numbers) made->devices.push_back(&device(number));
+        }));
+        if (!done) return nullptr;
         const bool read = read_each(streams, [&](PyObject *pair) {
             StreamOf stream;
             if (!PyArg_ParseTuple(pair, "ii", &stream.device, &stream.to)) return false;
@@ -239,8 +270,22 @@ PyObject *plan_new(PyTypeObject *type, PyObject *args, PyObject *) {
 }
 
 void plan_dealloc(PyObject *object) {
-    delete reinterpret_cast<PlanObject *>(object)->plan;
+    PlanObject &self = *reinterpret_cast<PlanObject *>(object);
+    Py_XDECREF(self.otherwise);
+    Py_BEGIN_ALLOW_THREADS // its events and streams are those of the driver
+    delete self.plan;
+    Py_END_ALLOW_THREADS
     free_object(object);
+}
+
+PyObject *plan_use_otherwise(PyObject *object, PyObject *other) {
+    PyObject *&kept = reinterpret_cast<PlanObject *>(object)->otherwise;
+    if (plan_in(other) == nullptr || other == object) return value_error("another plan is needed"), nullptr;
+    if (kept == nullptr) { // else another thread was faster
+        Py_INCREF(other);
+        kept = other;
+    }
+    Py_RETURN_NONE;
 }
 
 // Append the addresses of rows.
@@ -254,36 +299,63 @@ bool read_addresses(PyObject *rows, std::vector<uint64_t> &to) {
     });
 }
 
-// Queue the operations of a plan. Returns false with an error set if that fails.
-bool run_plan(PyObject *object, const std::vector<uint64_t> &addresses, const std::vector<uint64_t> &streams) {
+// Queue the operations of a plan, and let a graph that captures them keep `owners` (null: nothing). Returns 1; or 0 if
+// peers cannot read the memory, and nothing was queued (only with `checks`); or -1 with an error set.
+int run_plan(PyObject *object, const std::vector<uint64_t> &addresses, const std::vector<uint64_t> &streams,
+             PyObject *owners, bool checks) {
     Plan &plan = *reinterpret_cast<PlanObject *>(object)->plan;
-    if (streams.size() != plan.devices.size()) return value_error("one stream per device is needed");
+    if (streams.size() != plan.devices.size()) return value_error("one stream per device is needed"), -1;
+    release_dropped();
+    bool is_queued = false, is_kept = false;
+    Py_XINCREF(owners);
     Ref done(guarded_unlocked([&] {
+        if (checks && plan.reads_peers && !are_peer_readable(addresses, plan.devices)) return;
         std::vector<CUstream> current;
         for (const uint64_t stream : streams) current.push_back(reinterpret_cast<CUstream>(stream));
-        plan.run(addresses, current);
+        CUgraph graph = plan.run(addresses, current, owners != nullptr);
+        is_queued = true;
+        is_kept = graph != nullptr && owners != nullptr;
+        if (is_kept) keep_in_graph(graph, owners, drop);
     }));
-    return static_cast<bool>(done);
+    if (!is_kept) Py_XDECREF(owners);
+    return done ? is_queued : -1;
 }
 
 PyObject *plan_run(PyObject *object, PyObject *args) {
-    PyObject *sources, *results, *scratch, *currents;
-    if (!PyArg_ParseTuple(args, "OOOO", &sources, &results, &scratch, &currents)) return nullptr;
+    PyObject *sources, *results, *scratch, *currents, *owners;
+    if (!PyArg_ParseTuple(args, "OOOOO", &sources, &results, &scratch, &currents, &owners)) return nullptr;
     try {
         std::vector<uint64_t> addresses, streams;
         if (!read_addresses(sources, addresses) || !read_addresses(results, addresses) ||
-            !read_addresses(scratch, addresses) || !read_addresses(currents, streams) ||
-            !run_plan(object, addresses, streams))
+            !read_addresses(scratch, addresses) || !read_addresses(currents, streams))
             return nullptr;
+        const int ran = run_plan(object, addresses, streams, owners == Py_None ? nullptr : owners, true);
+        return ran < 0 ? nullptr : PyBool_FromLong(ran);
     } catch (const std::exception &) { // bad_alloc
         return PyErr_NoMemory();
     }
-    Py_RETURN_NONE;
+}
+
+PyObject *reads_rightly(PyObject *, PyObject *args) {
+    PyObject *copy;
+    int owner;
+    unsigned long long nbytes;
+    if (!PyArg_ParseTuple(args, "OiK", &copy, &owner, &nbytes)) return nullptr;
+    Plan *plan = plan_in(copy);
+    if (plan == nullptr || plan->devices.size() != 1) return value_error("a plan of one device is needed"), nullptr;
+    bool is_right = false;
+    Ref done(guarded_unlocked(
+        [&] { is_right = reads_peer_rightly(*plan, *plan->devices[0], device(owner), static_cast<size_t>(nbytes)); }));
+    return done ? PyBool_FromLong(is_right) : nullptr;
 }
 
 PyMethodDef plan_methods[] = {
     {"run", plan_run, METH_VARARGS,
-     "run(sources, results, scratch, streams): queue the operations, given rows of addresses and a row of streams."},
+     "run(sources, results, scratch, streams, owners): queue the operations, given rows of addresses and a row of streams. "
+     "Return false if peers cannot read the memory; then nothing was queued. A graph that captures the run keeps `owners`, "
+     "unless they are None."},
+    {"use_otherwise", plan_use_otherwise, METH_O,
+     "use_otherwise(plan): set the plan that compiled code runs instead where peers cannot read the memory."},
     {nullptr, nullptr, 0, nullptr}};
 PyType_Slot plan_slots[] = {{Py_tp_new, reinterpret_cast<void *>(plan_new)},
                             {Py_tp_dealloc, reinterpret_cast<void *>(plan_dealloc)},
@@ -294,33 +366,41 @@ PyMethodDef functions[] = {
     {"use", use, METH_O, "use(function): it makes the error of a call, a device, a code, its name and its text."},
     {"missing", missing, METH_NOARGS, "Open the driver; return why it cannot be used, or an empty text."},
     {"device_count", count, METH_NOARGS, "Return the number of devices; 0 without a driver."},
-    {"describe", describe, METH_VARARGS, "describe(device): return its name, capability, multiprocessors and driver."},
+    {"describe", describe, METH_VARARGS, "describe(device): return its name, capability, multiprocessors and driver, without a context."},
     {"load", load, METH_VARARGS, "load(device, code): load kernels, unless they are loaded already."},
     {"is_loaded", is_loaded, METH_VARARGS, "is_loaded(device): return whether its kernels are loaded."},
     {"enable_peer", peers, METH_VARARGS,
      "enable_peer(device, other): let kernels on a device read the memory of another one; return whether they can."},
-    {"is_capturing", is_captured, METH_VARARGS,
-     "is_capturing(device, stream): return whether work in the stream becomes a part of a graph."},
+    {"reads_peer_rightly", reads_rightly, METH_VARARGS,
+     "reads_peer_rightly(copy, owner, nbytes): let a plan that copies one row to another read a pattern of a peer; return "
+     "whether it is right."},
     {"follow", follow_stream, METH_VARARGS,
      "follow(device, stream, after): let work that is queued later in a stream run after what is in another one."},
     {nullptr, nullptr, 0, nullptr}};
 
-CudaApi api = {[](PyObject *object) -> const std::vector<int> * {
-                   const Plan *plan = plan_in(object);
-                   return plan == nullptr ? nullptr : &plan->numbers;
-               },
-               [](PyObject *object) -> const std::vector<int64_t> * {
-                   const Plan *plan = plan_in(object);
-                   return plan == nullptr ? nullptr : &plan->scratch;
-               },
-               [](int number, uint64_t stream) {
-                   try {
-                       return is_capturing(device(number), reinterpret_cast<CUstream>(stream));
-                   } catch (const DriverFault &) { // the run fails, too, and reports it
-                       return false;
-                   }
-               },
-               run_plan};
+CudaApi api = {
+    [](PyObject *object) -> const std::vector<int> * {
+        const Plan *plan = plan_in(object);
+        return plan == nullptr ? nullptr : &plan->numbers;
+    },
+    [](PyObject *object) -> const std::vector<int64_t> * {
+        const Plan *plan = plan_in(object);
+        return plan == nullptr ? nullptr : &plan->scratch;
+    },
+    [](PyObject *object) { return reinterpret_cast<PlanObject *>(object)->otherwise; },
+    [](PyObject *object, const std::vector<uint64_t> &addresses, const std::vector<uint64_t> &streams) {
+        const Plan &plan = *reinterpret_cast<PlanObject *>(object)->plan;
+        if (plan.devices.size() == 1) return CudaApi::FITS;
+        CudaApi::Fit fit = CudaApi::FITS;
+        Ref done(guarded_unlocked([&] {
+            if (capturing(*plan.devices[0], reinterpret_cast<CUstream>(streams[0])).is) fit = CudaApi::IS_CAPTURED;
+            else if (plan.reads_peers && !are_peer_readable(addresses, plan.devices)) fit = CudaApi::IS_UNREADABLE;
+        }));
+        return done ? fit : CudaApi::FAILED;
+    },
+    [](PyObject *plan, const std::vector<uint64_t> &addresses, const std::vector<uint64_t> &streams) {
+        return run_plan(plan, addresses, streams, nullptr, false) == 1;
+    }};
 
 int fill(PyObject *module) {
     if (add_class<PlanObject>(module, "crossreduce.engines.cuda._cuda.Plan", plan_slots) < 0) return -1;

@@ -1,12 +1,21 @@
 #include "devices.hpp"
 
 #include <algorithm>
+#include <array>
 
 namespace {
 
 std::mutex lock;
 // Never destroyed: the driver may already be gone when the process exits.
 std::map<int, std::unique_ptr<Device>> &devices = *new std::map<int, std::unique_ptr<Device>>;
+constexpr int MAX_KNOWN = 64;
+std::atomic<Device *> known[MAX_KNOWN]; // some of `devices`, without a lock
+
+const char *const KERNELS[] = {
+#define ENTRY(name, ...) #name,
+#define KERNEL(name, source, result, op, step, kinds) kinds(name, step, source, result, op)
+#include "kernels.inc"
+};
 
 const Driver &opened() {
     std::string why;
@@ -26,9 +35,14 @@ ContextGuard::~ContextGuard() {
     if (current_ != before_) driver_->context_set_current(before_);
 }
 
-Device &device(int number) {
-    std::lock_guard<std::mutex> locked(lock);
-    if (const auto found = devices.find(number); found != devices.end()) return *found->second;
+RelaxedCapture::RelaxedCapture()
+    : driver_(&opened()), is_set_(driver_->thread_exchange_capture_mode(&mode_) == CUDA_SUCCESS) {}
+
+RelaxedCapture::~RelaxedCapture() {
+    if (is_set_) driver_->thread_exchange_capture_mode(&mode_);
+}
+
+std::unique_ptr<Device> described(int number) {
     const Driver &call = opened();
     auto made = std::make_unique<Device>();
     made->number = number;
@@ -39,34 +53,45 @@ Device &device(int number) {
     require(call.device_get_attribute(&major, COMPUTE_CAPABILITY_MAJOR, made->handle), "cuDeviceGetAttribute", number);
     require(call.device_get_attribute(&minor, COMPUTE_CAPABILITY_MINOR, made->handle), "cuDeviceGetAttribute", number);
     made->capability = 10 * major + minor;
-    require(call.primary_context_retain(&made->context, made->handle), "cuDevicePrimaryCtxRetain", number);
-    return *(devices[number] = std::move(made));
+    return made;
+}
+
+Device &device(int number) {
+    const bool is_small = number >= 0 && number < MAX_KNOWN;
+    if (Device *found = is_small ? known[number].load(std::memory_order_acquire) : nullptr) return *found;
+    std::lock_guard<std::mutex> locked(lock);
+    if (const auto found = devices.find(number); found != devices.end()) return *found->second;
+    auto made = described(number);
+    const RelaxedCapture relaxed;
+    require(opened().primary_context_retain(&made->context, made->handle), "cuDevicePrimaryCtxRetain", number);
+    Device &found = *(devices[number] = std::move(made));
+    if (is_small) known[number].store(&found, std::memory_order_release);
+    return found;
 }
 
 void load_kernels(Device &device, const char *code) {
     const Driver &call = opened();
     std::lock_guard<std::mutex> locked(device.lock);
-    if (device.module != nullptr) return;
+    if (device.is_loaded) return;
+    const RelaxedCapture relaxed;
     ContextGuard context;
     context.use(device);
-    require(call.module_load_data(&device.module, code), "cuModuleLoadData", device.number);
-}
-
-bool has_kernels(Device &device) {
-    std::lock_guard<std::mutex> locked(device.lock);
-    return device.module != nullptr;
-}
-
-CUfunction function(Device &device, const std::string &name) {
-    const Driver &call = opened();
-    std::lock_guard<std::mutex> locked(device.lock);
-    CUfunction &found = device.functions[name];
-    if (found == nullptr) {
-        ContextGuard context;
-        context.use(device);
-        require(call.module_get_function(&found, device.module, name.c_str()), "cuModuleGetFunction", device.number);
+    CUmodule module = nullptr;
+    require(call.module_load_data(&module, code), "cuModuleLoadData", device.number);
+    try {
+        for (const char *name : KERNELS)
+            require(call.module_get_function(&device.functions[name], module, name), "cuModuleGetFunction", device.number);
+    } catch (const DriverFault &) {
+        call.module_unload(module);
+        throw;
     }
-    return found;
+    device.is_loaded = true;
+}
+
+CUfunction function(const Device &device, const std::string &name) {
+    const auto found = device.is_loaded ? device.functions.find(name) : device.functions.end();
+    if (found == device.functions.end()) throw DriverFault{"cuModuleGetFunction", device.number, 500}; // NOT_FOUND
+    return found->second;
 }
 
 CUstream copy_stream(Device &device, int to) {
@@ -74,6 +99,7 @@ CUstream copy_stream(Device &device, int to) {
     std::lock_guard<std::mutex> locked(device.lock);
     CUstream &found = device.copy_streams[to];
     if (found == nullptr) {
+        const RelaxedCapture relaxed;
         ContextGuard context;
         context.use(device);
         require(call.stream_create(&found, NON_BLOCKING), "cuStreamCreate", device.number);
@@ -81,12 +107,27 @@ CUstream copy_stream(Device &device, int to) {
     return found;
 }
 
-bool is_capturing(Device &device, CUstream stream) {
+Capturing capturing(const Device &device, CUstream stream) {
     ContextGuard context;
     context.use(device);
-    int found = 0;
-    require(opened().stream_is_capturing(stream, &found), "cuStreamIsCapturing", device.number);
-    return found != 0;
+    int status = 0;
+    CUgraph graph = nullptr;
+    require(opened().stream_get_capture_info(stream, &status, nullptr, &graph, nullptr, nullptr),
+            "cuStreamGetCaptureInfo_v2", device.number);
+    return {status != 0, status == CAPTURE_STATUS_ACTIVE ? graph : nullptr};
+}
+
+void keep_in_graph(CUgraph graph, void *owned, void (*release)(void *)) {
+    const Driver &call = opened();
+    CUuserObject object = nullptr;
+    if (const CUresult code = call.user_object_create(&object, owned, release, 1, NO_DESTRUCTOR_SYNC)) {
+        release(owned);
+        throw DriverFault{"cuUserObjectCreate", -1, code};
+    }
+    if (const CUresult code = call.graph_retain_user_object(graph, object, 1, GRAPH_MOVE)) {
+        call.user_object_release(object, 1);
+        throw DriverFault{"cuGraphRetainUserObject", -1, code};
+    }
 }
 
 bool enable_peer(Device &device, Device &other) {
@@ -96,12 +137,38 @@ bool enable_peer(Device &device, Device &other) {
     int can = 0;
     require(call.device_can_access_peer(&can, device.handle, other.handle), "cuDeviceCanAccessPeer", device.number);
     if (!can) return false;
+    const RelaxedCapture relaxed;
     ContextGuard context;
     context.use(device);
     const CUresult code = call.context_enable_peer_access(other.context, 0);
     if (code == CUDA_ERROR_PEER_ACCESS_UNSUPPORTED || code == CUDA_ERROR_TOO_MANY_PEERS) return false;
     if (code != CUDA_ERROR_PEER_ACCESS_ALREADY_ENABLED) require(code, "cuCtxEnablePeerAccess", device.number);
     device.peers.push_back(other.number);
+    return true;
+}
+
+bool are_peer_readable(const std::vector<uint64_t> &addresses, const std::vector<Device *> &owners) {
+    const Driver &call = opened();
+    ContextGuard context;
+    context.use(*owners[0]);
+    // Allocations of this call, by an address in units of 2 MiB. Nothing is kept for later ones: an address may then be of
+    // other memory.
+    std::array<std::pair<uint64_t, uint64_t>, 1024> readable{}; // starts and sizes
+    for (const uint64_t address : addresses) {
+        auto &[start, nbytes] = readable[(address >> 21) % readable.size()];
+        if (address == 0 || address - start < nbytes) continue;
+        CUcontext owner = nullptr;
+        void *pool = nullptr;
+        unsigned type = 0, is_managed = 0, is_legacy = 0; // the driver writes an int or a bool, of which these are larger
+        int attributes[] = {POINTER_CONTEXT,     POINTER_MEMORY_TYPE, POINTER_IS_MANAGED, POINTER_IS_LEGACY_IPC_CAPABLE,
+                            POINTER_RANGE_START, POINTER_RANGE_SIZE,  POINTER_MEMPOOL};
+        void *values[] = {&owner, &type, &is_managed, &is_legacy, &start, &nbytes, &pool};
+        require(call.pointer_get_attributes(7, attributes, values, address), "cuPointerGetAttributes", owners[0]->number);
+        const auto owns = [&](const Device *one) { return one->context == owner; };
+        if (type != MEMORY_TYPE_DEVICE || is_managed || !is_legacy || pool != nullptr ||
+            std::none_of(owners.begin(), owners.end(), owns))
+            return false;
+    }
     return true;
 }
 
@@ -122,6 +189,7 @@ void follow(Device &device, CUstream stream, CUstream after) {
         require(call.event_record(event.made, after), "cuEventRecord", device.number);
         require(call.stream_wait_event(stream, event.made, 0), "cuStreamWaitEvent", device.number);
     } catch (const DriverFault &) {
+        const RelaxedCapture relaxed;
         CUcontext before = nullptr;
         call.context_get_current(&before);
         call.context_set_current(device.context);

@@ -15,6 +15,9 @@
 #include <cstdint>
 #include <cstring>
 #endif
+#if !defined(HAS_READ)
+#define HAS_READ(nbytes) // a test counts the reads of sources
+#endif
 
 namespace cuda_reduce {
 
@@ -45,6 +48,15 @@ DEVICE uint32_t bits_of(float value) {
     uint32_t bits;
     std::memcpy(&bits, &value, 4);
     return bits;
+#endif
+}
+
+// The word that begins `bits` bits (less than 32) after the beginning of `low`.
+DEVICE uint32_t shifted_word(uint32_t low, uint32_t high, uint32_t bits) {
+#if defined(__CUDACC__)
+    return __funnelshift_r(low, high, bits);
+#else
+    return static_cast<uint32_t>((static_cast<uint64_t>(high) << 32 | low) >> bits);
 #endif
 }
 
@@ -104,21 +116,32 @@ template <class Half> DEVICE uint16_t narrow_double(double x) {
     return Half::narrow(float_of(bits));
 }
 
-// Sources: the unit in memory, the value that is combined, and how one becomes the other.
+// Sources: the unit in memory, the value that is combined, how one becomes the other, and the dtype of stored values.
 template <class T> struct Native {
     using Unit = T;
     using Value = T;
+    using Wide = T;
     static DEVICE T read(T x) { return x; }
 };
 template <class Half> struct Widened {
     using Unit = uint16_t;
     using Value = float;
+    using Wide = float;
     static DEVICE float read(uint16_t x) { return Half::widen(x); }
 };
 template <class T> struct AsDouble { // integers, whose mean is computed in float64
     using Unit = T;
     using Value = double;
+    using Wide = double;
     static DEVICE double read(T x) { return static_cast<double>(x); }
+};
+// Integers of 8 and 16 bits, whose mean is that of float64 values, too: the sums of MAX_ADDRESSES of them, and of the
+// stored sums of others, are exact in 32 bits.
+template <class T> struct AsInteger {
+    using Unit = T;
+    using Value = int32_t;
+    using Wide = double;
+    static DEVICE int32_t read(T x) { return x; }
 };
 
 // Results.
@@ -138,6 +161,8 @@ struct Add {
         for (int k = 0; k < COUNT; k++) a[k] = static_cast<V>(a[k] + b[k]);
     }
 };
+template <class Op> constexpr bool is_add = false;
+template <> constexpr bool is_add<Add> = true;
 struct Multiply {
     template <class V, int COUNT> static DEVICE void combine(V (&a)[COUNT], const V (&b)[COUNT]) {
     UNROLL

@@ -1,6 +1,7 @@
 // A compiled layout: the operations that run for it, without the addresses, which each run gets.
 #pragma once
 
+#include <atomic>
 #include <cstdint>
 #include <mutex>
 #include <string>
@@ -57,6 +58,8 @@ struct StreamOf {
 
 constexpr int BEGIN = -1;
 
+extern std::atomic<uint64_t> launched; // the kernels that this process has launched
+
 class Plan {
   public:
     std::vector<int> numbers;      // of the devices
@@ -66,7 +69,8 @@ class Plan {
     std::vector<Launching> launches;
     std::vector<Copying> copies;
     std::vector<Operating> operations;
-    int events = 0; // how many operations record one
+    int events = 0;           // how many operations record one
+    bool reads_peers = false; // whether kernels read the memory of other devices
     // See `Operations` in operations.py: streams for which the first one waits; events for which it waits at the end; and
     // streams that then wait for it.
     std::vector<int> begins, ends, resumes;
@@ -76,9 +80,10 @@ class Plan {
     Plan &operator=(const Plan &) = delete;
     ~Plan();
 
-    // Queue all operations. `current`: the callers' current streams, one per device. Throws DriverFault; then nothing that
-    // was queued is still running.
-    void run(const std::vector<uint64_t> &addresses, const std::vector<CUstream> &current);
+    // Queue all operations. `current`: the callers' current streams, one per device. Returns the graph that captures them,
+    // or null; that of a plan of one device only if `is_kept`: if a graph has to keep the memory at the addresses. Throws
+    // DriverFault; then nothing that was queued is still running.
+    CUgraph run(const std::vector<uint64_t> &addresses, const std::vector<CUstream> &current, bool is_kept = false);
 
   private:
     std::mutex lock_;                // of a run, whose events are those of the plan
@@ -92,7 +97,7 @@ class Plan {
 
     const Device &owner_of_event(size_t event) const;
     void make_events(ContextGuard &context);
-    std::vector<CUstream> streams_of_run(ContextGuard &context, const std::vector<CUstream> &current);
+    std::vector<CUstream> streams_of_run(ContextGuard &context, const std::vector<CUstream> &current, bool is_captured);
     void record(ContextGuard &context, const std::vector<CUstream> &queues, size_t stream, size_t event);
     void wait(ContextGuard &context, const std::vector<CUstream> &queues, size_t stream, size_t event);
     size_t begin_event(size_t stream) const { return static_cast<size_t>(events) + stream; }
@@ -100,3 +105,7 @@ class Plan {
     void launch(ContextGuard &context, const Launching &launching, const std::vector<uint64_t> &addresses, CUstream stream,
                 const Device &device);
 };
+
+// Let kernels of `reader` read a pattern in the memory of `owner`; return whether they read it right. `copy`: a plan of the
+// reader that copies `nbytes` bytes from row 0 to row 1. Throws DriverFault.
+bool reads_peer_rightly(Plan &copy, Device &reader, Device &owner, size_t nbytes);

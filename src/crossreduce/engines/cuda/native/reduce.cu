@@ -9,6 +9,5 @@ using namespace cuda_reduce;
     extern "C" __global__ void __launch_bounds__(THREADS, 4) name(const __grid_constant__ launch parameters) {         \
         Kernel<__VA_ARGS__, launch, mixed>::template run<sources, step>(parameters, blockIdx.x, gridDim.x, threadIdx.x); \
     }
-#include "kernel_kinds.inc"
 #define KERNEL(name, source, result, op, step, kinds) kinds(name, step, source, result, op)
 #include "kernels.inc"

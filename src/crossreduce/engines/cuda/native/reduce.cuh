@@ -5,20 +5,17 @@
 // memory. Its results have the bits of `kernels/native/isa.inc`, except that NaNs may differ in their payload.
 //
 // A launch processes a batch: parts of tensors, each with its own pointers. A part is cut into tiles; block b processes
-// the tiles b, b + grid, ... Each thread has one vector of VECTOR_NBYTES of each source of a tile. The sources of a part
-// are listed in the order in which they are combined.
+// the turns b, b + grid, ... of them. Each thread has one vector of VECTOR_NBYTES of each source of a tile. The sources of
+// a part are listed in the order in which they are combined.
 #pragma once
 
 #include "numbers.cuh"
 
 namespace cuda_reduce {
 
-constexpr int VECTOR_NBYTES = 16; // the most bytes of a source that a thread reads at once
-constexpr int THREADS = 256;       // of a block
-constexpr int MAX_FIXED = 8;       // kernels for up to so many sources have all reads in flight before the first use
-constexpr int SMALL_NBYTES = 4096 - 64;     // the parameters of a launch, as large as every driver accepts
-constexpr int LARGE_NBYTES = 32760;         // and those that drivers since 530 accept
-constexpr int MAX_STEPS = 64;      // sources of a part that has an order of its own
+#include "layout.inc"
+
+constexpr int THREADS = 256; // of a block
 
 // How the values of a part are combined: source k is combined into the uppermost value of a stack of at most three, or,
 // if bit k of `push` is set, becomes the uppermost value itself; then, if bit k of `fold` is set, the two uppermost values
@@ -28,15 +25,12 @@ struct Order {
     uint64_t push, fold, fold_twice, wide;
 };
 
-// The dtype of the results of kernels named `_mixed`. The last three are of means of integers.
-enum ResultKind : uint32_t { OWN, ACCUMULATOR, FLOAT, HALF, BFLOAT };
-
 struct Part { // elements of one tensor, which all have the same order
     int64_t size;       // in units (elements, or real and imaginary parts)
     uint32_t tile;      // the number of its first tile in the launch
     uint16_t order;     // its number
-    uint8_t head;       // how many units precede the first one at which all pointers are multiples of VECTOR_NBYTES;
-    uint8_t is_aligned; // 0: there is none, so that each unit is read for itself
+    uint8_t head;       // how many units precede the first vector
+    uint8_t is_aligned; // whether all vectors of all sources and results are aligned
     // The addresses of the sources and results follow in the table.
 };
 
@@ -46,9 +40,11 @@ template <int NBYTES> struct LaunchOf { // the parameters of a kernel, by value
     uint16_t sources, results;  // of each part
     uint16_t orders;            // their number
     uint16_t stack;             // the most values of a stack in these orders; 1: all are in the order of the sources
-    uint32_t kind, reserved;    // a ResultKind
+    uint16_t kind;              // OWN, ACCUMULATOR, FLOAT, HALF or BFLOAT
+    uint16_t streams;           // so many streams of `length` tiles (an even number) are processed in turn; the tiles
+    uint32_t length;            // from `tiles` on do not exist
     // The orders; the parts; for each part the addresses of its sources, then of its results.
-    alignas(8) unsigned char table[NBYTES - 32];
+    alignas(8) unsigned char table[NBYTES - HEADER_NBYTES];
 
     DEVICE const Order &order(int k) const { return reinterpret_cast<const Order *>(table)[k]; }
     DEVICE const Part &part(int k) const {
@@ -58,9 +54,21 @@ template <int NBYTES> struct LaunchOf { // the parameters of a kernel, by value
         const unsigned char *at = table + orders * sizeof(Order) + parts * sizeof(Part);
         return reinterpret_cast<const uint64_t *>(at) + static_cast<int64_t>(k) * (sources + results);
     }
+    // The first of the `together` tiles of a turn.
+    DEVICE uint32_t tile(uint32_t turn, uint32_t together) const {
+        return streams > 1 ? turn % streams * length + turn / streams * together : turn * together;
+    }
 };
 using SmallLaunch = LaunchOf<SMALL_NBYTES>;
 using LargeLaunch = LaunchOf<LARGE_NBYTES>;
+static_assert(sizeof(Order) == ORDER_NBYTES && sizeof(Part) == PART_NBYTES, "kernels.py has other sizes");
+static_assert(sizeof(SmallLaunch) == SMALL_NBYTES && sizeof(LargeLaunch) == LARGE_NBYTES, "kernels.py has other sizes");
+
+// How many tiles at equal distances are processed in turn, so that at any time all parts are. Otherwise, where parts are in
+// the memory of different devices, all devices would read from the first one of these first, and then from the second.
+constexpr uint16_t streams_of(uint32_t devices, uint32_t parts) {
+    return static_cast<uint16_t>(devices > 1 && parts > 1 ? 2 * (devices - 1) : 1);
+}
 
 // ---- memory
 
@@ -90,6 +98,7 @@ DEVICE void write_words(uint64_t to, const uint32_t (&from)[1]) {
 #else
 template <int COUNT> struct alignas(4 * COUNT) Words { uint32_t word[COUNT]; };
 template <int COUNT> void read_words(uint64_t from, uint32_t (&to)[COUNT]) {
+    HAS_READ(sizeof to);
     const Words<COUNT> words = *reinterpret_cast<const Words<COUNT> *>(from);
     std::memcpy(to, &words, sizeof words);
 }
@@ -138,19 +147,50 @@ template <class Unit, int COUNT> DEVICE void write_vector(uint64_t to, const Uni
     for (int k = 0; k < TIMES; k++) write_words(to + static_cast<uint64_t>(k * NBYTES), words[k]);
 }
 
+// Complete the read of COUNT units at an address, a multiple of a unit. `units` are those from the last aligned address
+// before it on. The words that are missing are read, too: the next thread has read them, so they are in a cache.
+template <class Unit, int COUNT> DEVICE void shift_vector(uint64_t from, Unit (&units)[COUNT]) {
+    constexpr int NBYTES = AT_ONCE<Unit, COUNT>, NEEDED = static_cast<int>(sizeof units) / 4, WORDS = NEEDED + NBYTES / 4;
+    const uint32_t shift = static_cast<uint32_t>(from % NBYTES);
+    uint32_t last[NBYTES / 4] = {}, words[WORDS];
+    if (shift) read_words(from - shift + sizeof units, last);
+    copy_bytes(words, units, sizeof units);
+    copy_bytes(words + NEEDED, last, sizeof last);
+    if (NBYTES >= 16 && shift & 8) {
+    UNROLL
+        for (int k = 0; k + 2 < WORDS; k++) words[k] = words[k + 2];
+    }
+    if (NBYTES >= 8 && sizeof(Unit) < 8 && shift & 4) {
+    UNROLL
+        for (int k = 0; k + 1 < WORDS; k++) words[k] = words[k + 1];
+    }
+    if (sizeof(Unit) < 4) {
+    UNROLL
+        for (int k = 0; k < NEEDED; k++) words[k] = shifted_word(words[k], words[k + 1], shift % 4 * 8);
+    }
+    copy_bytes(units, words, sizeof units);
+}
+
 // ---- the computation of COUNT consecutive units
 
-// MIXED: sources may have the accumulator's dtype, and results another one (see Order::wide and ResultKind).
+// MIXED: sources may have the accumulator's dtype, and results another one (see Order::wide and LaunchOf::kind).
 template <class Source, class Result, class Op, class Launch, bool MIXED = false> struct Kernel {
     using Unit = typename Source::Unit;
     using Value = typename Source::Value;
+    using Wide = typename Source::Wide; // the accumulator's dtype in memory
     using Out = typename Result::Unit;
+    // Sums of integers are the same in any order, and so is what two sources give. These need no stack.
+    static constexpr bool needs_stack(int sources) {
+        return sources != 2 && !(is_add<Op> && static_cast<Value>(0.5) == 0);
+    }
+    // Whether `run_aligned` has no stack: there are too few registers for that of half types besides so many sources.
+    static constexpr bool is_large(int sources) { return sizeof(Unit) == 2 && sources >= 7; }
     // The units of a thread: a vector of each source, or so many that the values of three need no more than 64 registers
     // together with all else. Of complex numbers a vector has whole numbers.
     static constexpr int VECTOR = VECTOR_NBYTES / static_cast<int>(sizeof(Unit));
     static constexpr int MOST = 32 / static_cast<int>(sizeof(Value)) < 8 ? 32 / static_cast<int>(sizeof(Value)) : 8;
     static constexpr int COUNT = VECTOR < MOST ? VECTOR : MOST;
-    static constexpr bool IS_FLOAT = static_cast<Value>(0.5) != 0;
+    static constexpr bool IS_FLOAT = static_cast<Wide>(0.5) != 0;
     static constexpr int64_t TILE = static_cast<int64_t>(COUNT) * THREADS;
 
     template <int N> static DEVICE void widen(const Unit (&from)[N], Value (&to)[N]) {
@@ -162,7 +202,9 @@ template <class Source, class Result, class Op, class Launch, bool MIXED = false
         for (int k = 0; k < N; k++) to[k] = from[k];
     }
 
-    template <int N> struct Stack { // top, and the values under it
+    // The top, and the values under it. IN_ORDER: there are none.
+    template <int N, bool IN_ORDER> struct Stack {
+        static_assert(MAX_DEPTH == 3, "the values of a stack");
         Value top[N], second[N], third[N];
 
         DEVICE void fold() {
@@ -172,7 +214,7 @@ template <class Source, class Result, class Op, class Launch, bool MIXED = false
         }
         DEVICE void take(const Value (&x)[N], bool first, int stack, uint64_t bit, const Order &order) {
             if (first) return copy(top, x);
-            if (stack == 1) return Op::combine(top, x);
+            if (IN_ORDER || stack == 1) return Op::combine(top, x);
             if (order.push & bit) {
                 copy(third, second);
                 copy(second, top);
@@ -185,14 +227,18 @@ template <class Source, class Result, class Op, class Launch, bool MIXED = false
         }
     };
 
-    template <class Unit, int N>
-    static DEVICE void write_units(const Launch &launch, const uint64_t *results, int64_t unit, const Unit (&out)[N], bool whole) {
+    // Write units to the results. ALIGNED: as a vector; otherwise a vector only where a result is aligned.
+    template <bool ALIGNED, class Unit, int N>
+    static DEVICE void write_units(const Launch &launch, const uint64_t *results, int64_t unit, const Unit (&out)[N]) {
     ROLLED
         for (int r = 0; r < launch.results; r++) {
             const uint64_t at = results[r] + static_cast<uint64_t>(unit) * sizeof(Unit);
-            if (whole) {
-                if constexpr (N == COUNT) write_vector(at, out);
-            } else {
+            if constexpr (N == COUNT)
+                if (ALIGNED || at % AT_ONCE<Unit, COUNT> == 0) {
+                    write_vector(at, out);
+                    continue;
+                }
+            if constexpr (!ALIGNED) {
     UNROLL
                 for (int k = 0; k < N; k++) global<Unit>(at)[k] = out[k];
             }
@@ -200,100 +246,129 @@ template <class Source, class Result, class Op, class Launch, bool MIXED = false
     }
 
     // Write the value of N units to the results.
-    template <int N>
-    static DEVICE void write(const Launch &launch, const uint64_t *results, int64_t unit, Value (&value)[N], bool whole) {
+    template <bool ALIGNED, int N>
+    static DEVICE void write(const Launch &launch, const uint64_t *results, int64_t unit, const Value (&from)[N]) {
+        Wide value[N];
+    UNROLL
+        for (int k = 0; k < N; k++) value[k] = static_cast<Wide>(from[k]);
         if constexpr (IS_FLOAT)
             if (launch.divisor != 1) {
-                const Value divisor = static_cast<Value>(launch.divisor);
+                const Wide divisor = static_cast<Wide>(launch.divisor);
     UNROLL
                 for (int k = 0; k < N; k++) value[k] = value[k] / divisor;
             }
         if constexpr (MIXED) {
-            if (launch.kind == ACCUMULATOR || (sizeof(Value) == 8 && launch.kind == OWN))
-                return write_units(launch, results, unit, value, whole);
-            if constexpr (sizeof(Value) == 8) { // a mean of integers
+            if (launch.kind == ACCUMULATOR || (sizeof(Wide) == 8 && launch.kind == OWN))
+                return write_units<ALIGNED>(launch, results, unit, value);
+            if constexpr (sizeof(Wide) == 8) { // a mean of integers
                 if (launch.kind == FLOAT) {
                     float out[N];
     UNROLL
                     for (int k = 0; k < N; k++) out[k] = static_cast<float>(value[k]);
-                    return write_units(launch, results, unit, out, whole);
+                    return write_units<ALIGNED>(launch, results, unit, out);
                 }
                 uint16_t out[N];
     UNROLL
                 for (int k = 0; k < N; k++)
                     out[k] = launch.kind == HALF ? narrow_double<Float16>(value[k]) : narrow_double<BFloat16>(value[k]);
-                return write_units(launch, results, unit, out, whole);
+                return write_units<ALIGNED>(launch, results, unit, out);
             }
         }
-        if constexpr (!MIXED || sizeof(Value) < 8) {
+        if constexpr (!MIXED || sizeof(Wide) < 8) {
             Out out[N];
     UNROLL
             for (int k = 0; k < N; k++) out[k] = Result::write(value[k]);
-            write_units(launch, results, unit, out, whole);
+            write_units<ALIGNED>(launch, results, unit, out);
         }
     }
 
-    // Read the values of COUNT units, whose address is aligned as read_vector requires.
-    static DEVICE void read_values(const Launch &launch, const Part &part, uint64_t at, int64_t unit, int s, Value (&x)[COUNT]) {
-        if constexpr (MIXED)
-            if (launch.order(part.order).wide >> (s % MAX_STEPS) & 1)
-                return read_vector(at + static_cast<uint64_t>(unit) * sizeof(Value), x);
-        Unit units[COUNT];
-        read_vector(at + static_cast<uint64_t>(unit) * sizeof(Unit), units);
-        widen(units, x);
+    template <class T> static DEVICE uint64_t aligned(uint64_t address) { return address - address % AT_ONCE<T, COUNT>; }
+    static DEVICE bool is_wide(const Launch &launch, const Part &part, int s) {
+        return MIXED && (launch.order(part.order).wide >> (s % MAX_STEPS) & 1);
+    }
+    template <int N, bool IN_ORDER>
+    static DEVICE void take(Stack<N, IN_ORDER> &stack, const Value (&x)[N], const Launch &launch, const Part &part, int s) {
+        stack.take(x, s == 0, launch.stack, uint64_t{1} << (s % MAX_STEPS), launch.order(part.order));
     }
 
-    // Process the units from `unit` on: a whole vector.
-    template <int SOURCES>
-    static DEVICE void run_vector(const Launch &launch, const Part &part, const uint64_t *at, int64_t unit) {
-        const int sources = SOURCES ? SOURCES : launch.sources;
-        Stack<COUNT> stack{};
+    // Process the aligned vector at the unit `unit` of each source, or VECTORS of them, each a tile after the one before.
+    template <int SOURCES, int VECTORS>
+    static DEVICE void run_aligned(const Launch &launch, const Part &part, const uint64_t *at, int64_t unit) {
+        const uint64_t offset = static_cast<uint64_t>(unit) * sizeof(Unit);
         Value x[COUNT];
-        if constexpr (SOURCES > 0) {
-            const uint64_t offset = static_cast<uint64_t>(unit) * sizeof(Unit);
-            Unit units[SOURCES ? SOURCES : 1][COUNT];
+        Unit units[VECTORS][SOURCES][COUNT];
     UNROLL
-            for (int s = 0; s < SOURCES; s++) read_vector(at[s] + offset, units[s]);
+        for (int v = 0; v < VECTORS; v++) {
+    UNROLL
+            for (int s = 0; s < SOURCES; s++) read_vector(at[s] + offset + v * TILE * sizeof(Unit), units[v][s]);
+        }
+    UNROLL
+        for (int v = 0; v < VECTORS; v++) {
+            Stack<COUNT, !needs_stack(SOURCES) || is_large(SOURCES)> stack{};
     UNROLL
             for (int s = 0; s < SOURCES; s++) {
-                widen(units[s], x);
-                stack.take(x, s == 0, launch.stack, uint64_t{1} << s, launch.order(part.order));
+                widen(units[v][s], x);
+                take(stack, x, launch, part, s);
             }
-        } else if constexpr (!MIXED) { // a source is read before the preceding one is combined
-            const uint64_t offset = static_cast<uint64_t>(unit) * sizeof(Unit);
-            Unit units[COUNT], next[COUNT];
-            read_vector(at[0] + offset, next);
-            for (int s = 0; s < sources; s++) {
-                copy(units, next);
-                if (s + 1 < sources) read_vector(at[s + 1] + offset, next);
-                widen(units, x);
-                stack.take(x, s == 0, launch.stack, uint64_t{1} << (s % MAX_STEPS), launch.order(part.order));
-            }
-        } else {
-            for (int s = 0; s < sources; s++) {
-                read_values(launch, part, at[s], unit, s, x);
-                stack.take(x, s == 0, launch.stack, uint64_t{1} << (s % MAX_STEPS), launch.order(part.order));
-            }
+            write<true>(launch, at + SOURCES, unit + v * TILE, stack.top);
         }
-        write(launch, at + sources, unit, stack.top, true);
+    }
+
+    // Process the vector at the unit `unit` of each source, of any number of sources and any alignment.
+    template <int SOURCES>
+    static DEVICE void run_vector(const Launch &launch, const Part &part, const uint64_t *at, int64_t unit) {
+        const uint64_t offset = static_cast<uint64_t>(unit) * sizeof(Unit);
+        Stack<COUNT, !needs_stack(SOURCES)> stack{};
+        Unit units[COUNT], next[COUNT];
+        Value x[COUNT];
+        if constexpr (!MIXED) read_vector(aligned<Unit>(at[0] + offset), next);
+    ROLLED
+        for (int s = 0; s < launch.sources; s++) {
+            if (is_wide(launch, part, s)) {
+                const uint64_t from = at[s] + static_cast<uint64_t>(unit) * sizeof(Wide);
+                Wide wide[COUNT];
+                if (from == aligned<Wide>(from)) {
+                    read_vector(from, wide);
+                } else {
+    UNROLL
+                    for (int k = 0; k < COUNT; k++) wide[k] = global<const Wide>(from)[k];
+                }
+    UNROLL
+                for (int k = 0; k < COUNT; k++) x[k] = static_cast<Value>(wide[k]);
+            } else {
+                if constexpr (MIXED) {
+                    read_vector(aligned<Unit>(at[s] + offset), units);
+                } else { // a source is read before the preceding one is combined
+                    copy(units, next);
+                    if (s + 1 < launch.sources) read_vector(aligned<Unit>(at[s + 1] + offset), next);
+                }
+                shift_vector(at[s] + offset, units);
+                widen(units, x);
+            }
+            take(stack, x, launch, part, s);
+        }
+        write<false>(launch, at + launch.sources, unit, stack.top);
     }
 
     // Process STEP units, one number, of any alignment.
-    template <int STEP> static DEVICE void run_number(const Launch &launch, const Part &part, const uint64_t *at, int64_t unit) {
-        Stack<STEP> stack{};
+    template <int SOURCES, int STEP>
+    static DEVICE void run_number(const Launch &launch, const Part &part, const uint64_t *at, int64_t unit) {
+        Stack<STEP, !needs_stack(SOURCES)> stack{};
     UNROLL_4
         for (int s = 0; s < launch.sources; s++) {
             Value x[STEP];
-            if (MIXED && (launch.order(part.order).wide >> (s % MAX_STEPS) & 1)) {
+            if (is_wide(launch, part, s)) {
     UNROLL
-                for (int k = 0; k < STEP; k++) x[k] = global<const Value>(at[s])[unit + k];
+                for (int k = 0; k < STEP; k++) x[k] = static_cast<Value>(global<const Wide>(at[s])[unit + k]);
+                HAS_READ(sizeof(Wide));
             } else {
     UNROLL
                 for (int k = 0; k < STEP; k++) x[k] = Source::read(global<const Unit>(at[s])[unit + k]);
+                HAS_READ(sizeof(Unit));
             }
-            stack.take(x, s == 0, launch.stack, uint64_t{1} << (s % MAX_STEPS), launch.order(part.order));
+            take(stack, x, launch, part, s);
         }
-        write(launch, at + launch.sources, unit, stack.top, false);
+        write<false>(launch, at + launch.sources, unit, stack.top);
     }
 
     // The part of a tile: the last one that begins at it or before.
@@ -307,34 +382,46 @@ template <class Source, class Result, class Op, class Launch, bool MIXED = false
         return low;
     }
 
-    // One thread of a launch. STEP: the units of a number, 2 for products of complex numbers.
+    // The vectors of a part end before this unit. The aligned words around a vector that is not aligned are in its source.
+    static DEVICE int64_t end_of(const Part &part) {
+        const int64_t units = part.size - part.head - (part.is_aligned ? 0 : COUNT);
+        return part.head + (units > 0 ? units / COUNT * COUNT : 0);
+    }
+
+    // Process the units of a part before its first vector and after its last one.
+    template <int SOURCES, int STEP> static DEVICE void run_edges(const Launch &launch, int number, uint32_t thread) {
+        const Part &part = launch.part(number);
+        const int64_t k = static_cast<int64_t>(thread) * STEP, unit = k < part.head ? k : end_of(part) + k - part.head;
+        if (unit < part.size) run_number<SOURCES, STEP>(launch, part, launch.addresses(number), unit);
+    }
+
+    // One thread of a launch. STEP: the units of a number, 2 for products of complex numbers. A thread of one or two sources
+    // reads two vectors of each at once, so that enough memory is on its way. (Those of float64 need too many registers.)
     template <int SOURCES, int STEP>
     static DEVICE void run(const Launch &launch, uint32_t block, uint32_t blocks, uint32_t thread) {
-        for (uint32_t tile = block; tile < launch.tiles; tile += blocks) {
-            const int number = part_of(launch, tile);
-            const Part &part = launch.part(number);
-            const uint64_t *at = launch.addresses(number);
-            const int64_t first = (tile - part.tile) * TILE, start = first + static_cast<int64_t>(thread) * COUNT;
-            const int64_t unit = part.head + start;
-            const bool whole = part.is_aligned && unit + COUNT <= part.size;
-            if (whole) run_vector<SOURCES>(launch, part, at, unit);
-            // Single numbers, at `from`, `from + step`, ...
+        constexpr uint32_t TOGETHER = (SOURCES == 1 || SOURCES == 2) && sizeof(Value) < 8 ? 2 : 1;
+        for (uint32_t turn = block; turn < launch.length / TOGETHER * launch.streams; turn += blocks) {
+            const uint32_t first_tile = launch.tile(turn, TOGETHER), end_tile = first_tile + TOGETHER;
     ROLLED
-            for (int range = 0; range < 2; range++) {
-                int64_t from, end, step = STEP;
-                if (!part.is_aligned) { // neighbouring threads process neighbouring numbers
-                    from = first + static_cast<int64_t>(thread) * STEP;
-                    end = range ? from : first + TILE;
-                    step = static_cast<int64_t>(THREADS) * STEP;
-                } else if (range) { // the threads of the first tile, from the first one on, process the head, too
-                    from = start;
-                    end = start + COUNT < part.head ? start + COUNT : part.head;
-                } else {
-                    from = unit;
-                    end = whole ? unit : unit + COUNT;
+            for (uint32_t tile = first_tile; tile < end_tile && tile < launch.tiles; tile++) {
+                const int number = part_of(launch, tile);
+                const Part &part = launch.part(number);
+                const uint64_t *at = launch.addresses(number);
+                const int64_t first = (tile - part.tile) * TILE;
+                const int64_t unit = part.head + first + static_cast<int64_t>(thread) * COUNT;
+                if (unit < end_of(part)) {
+                    if (SOURCES == 0 || !part.is_aligned || (is_large(SOURCES) && launch.stack > 1)) {
+                        run_vector<SOURCES>(launch, part, at, unit);
+                    } else if constexpr (SOURCES > 0) {
+                        if (TOGETHER == 2 && tile + 1 < end_tile && unit + TILE < end_of(part)) { // all of this part
+                            run_aligned<SOURCES, TOGETHER>(launch, part, at, unit);
+                            tile++;
+                        } else {
+                            run_aligned<SOURCES, 1>(launch, part, at, unit);
+                        }
+                    }
                 }
-    ROLLED
-                for (int64_t k = from; k < end && k < part.size; k += step) run_number<STEP>(launch, part, at, k);
+                if (first == 0) run_edges<SOURCES, STEP>(launch, part_of(launch, tile), thread);
             }
         }
     }

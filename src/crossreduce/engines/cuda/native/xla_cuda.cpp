@@ -9,6 +9,7 @@
 // on one stream, so XLA may capture it in a graph.
 #include "xla_cuda.hpp"
 
+#include <atomic>
 #include <cstddef>
 #include <map>
 #include <mutex>
@@ -36,6 +37,8 @@ std::map<std::pair<int64_t, int>, Entry> &entries = *new std::map<std::pair<int6
 int given_device = 0;
 uint64_t given_stream = 0;
 PyObject *hook = nullptr;
+
+std::atomic<uint64_t> custom_calls{0}; // that queued their plan
 
 // Return the text of a failed call of the driver; driver.py has the same as an error.
 std::string text_of(const DriverFault &fault) {
@@ -120,6 +123,7 @@ Error *run(const CallFrame &frame) {
     std::string fault;
     try {
         entry.plan->run(addresses, {reinterpret_cast<CUstream>(stream.stream)});
+        custom_calls.fetch_add(1, std::memory_order_relaxed);
     } catch (const DriverFault &caught) {
         fault = text_of(caught);
     }
@@ -148,6 +152,10 @@ PyObject *empty_handler(PyObject *, PyObject *) {
 }
 
 PyObject *handler(PyObject *, PyObject *) { return PyCapsule_New(reinterpret_cast<void *>(execute), nullptr, nullptr); }
+
+PyObject *counts(PyObject *, PyObject *) {
+    return Py_BuildValue("KK", static_cast<unsigned long long>(launched), static_cast<unsigned long long>(custom_calls));
+}
 
 PyObject *keep(PyObject *, PyObject *args) {
     long long number, operands, results;
@@ -184,6 +192,8 @@ PyObject *use_stream(PyObject *, PyObject *args) {
 PyMethodDef xla_cuda_functions[] = {
     {"xla_handler", handler, METH_NOARGS, "Return the handler of the custom call."},
     {"xla_empty_handler", empty_handler, METH_NOARGS, "Return the handler of a custom call that does nothing."},
+    {"counts", counts, METH_NOARGS,
+     "Return how many kernels this process has launched, and how many custom calls have queued their plan."},
     {"keep", keep, METH_VARARGS,
      "keep(number, plan, operands, results): let custom calls with a number run a plan on its device, for the life of the "
      "process."},
