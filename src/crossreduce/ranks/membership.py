@@ -36,7 +36,7 @@ from .connections import peer_requests, shortage
 from .connections.peer_requests import Place
 from .connections.peers import Hosts, Membership, PeerInfo
 from .failures.abort import copy_error
-from .inter_host.host_links import HostLinks
+from .inter_host.host_links import NETWORK_REMEDY, HostLinks
 from .intra_host.bootstrap import bootstrap
 from .intra_host.instructions import READABLE_BUFFERS
 from .intra_host.programs import PAIR_TURNS, SLOT_BYTES, TURN_BYTES
@@ -178,8 +178,7 @@ class JoinedHost:
                 if failed:
                     numbers = self.members.global_ranks
                     given = "; ".join(f"rank {numbers[rank]}: {text}" for rank, text in failed.items())
-                    remedy = "a network on which all ranks reach each other; CROSSREDUCE_IFNAME names the interface"
-                    remedy = shortage.REMEDY if all(map(shortage.is_named, failed.values())) else remedy
+                    remedy = shortage.REMEDY if all(map(shortage.is_named, failed.values())) else NETWORK_REMEDY
                     raise ReductionError.of("the ranks could not connect to each other.", given, remedy)
                 if _CONNECTING not in states:
                     assert result is not None

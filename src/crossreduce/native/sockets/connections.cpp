@@ -272,7 +272,7 @@ Message::State Connections::wait(Message &message, int64_t until_ns) {
         ~Waiter() { count--; } // also if there is no memory for a message that nobody expects yet
     } const waiter{++waiters};
     while (true) {
-        move(true);
+        move();
         int64_t left = std::min(until_ns - now_ns(), longest_sleep());
         if (message.state != State::pending || until_ns <= now_ns()) break;
         if (waiters > 1) left = std::min(left, SHARED_WAIT_NS);
@@ -297,13 +297,13 @@ Message::State Connections::wait(Message &message, int64_t until_ns) {
 bool Connections::progress() {
     const std::unique_lock<std::mutex> held(lock, std::try_to_lock);
     if (!held) return true;
-    move(false);
+    move();
     return std::any_of(peers.begin(), peers.end(), [&](const Peer &peer) { return has_work(peer); });
 }
 
-void Connections::move(bool all) {
+void Connections::move() {
     for (Peer &peer : peers) {
-        if (peer.state != State::done || (!all && !has_work(peer))) continue;
+        if (peer.state != State::done) continue;
         write_to(peer);
         read_from(peer);
     }
@@ -314,8 +314,6 @@ short Connections::events(const Peer &peer) const {
     const int reads = peer.expectations == 0 ? 0 : peer.incoming.blocked ? POLLRDHUP : POLLIN;
     return static_cast<short>(reads | (peer.out.empty() ? 0 : POLLOUT));
 }
-
-int64_t Connections::longest_sleep() const { return INT64_MAX; }
 
 bool Connections::has_work(const Peer &peer) const {
     return peer.state == State::done && (!peer.out.empty() || peer.expectations > 0);
@@ -345,12 +343,6 @@ void Connections::close() {
         if (peer.state == State::done && peer.out.empty())
             (void)!::send(peer.socket, &farewell, sizeof farewell, MSG_DONTWAIT | MSG_NOSIGNAL);
         lose(peer, State::aborted, "this rank has left the group");
-    }
-    close_sockets();
-}
-
-void Connections::close_sockets() {
-    for (Peer &peer : peers) {
         if (waiters == 0 && peer.socket >= 0) {
             ::close(peer.socket);
             peer.socket = -1;

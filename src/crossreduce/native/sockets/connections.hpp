@@ -87,14 +87,13 @@ class Connections {
     // What `UcxConnections` does in another way, with the lock held
     virtual void begin_send(Peer &peer, const std::shared_ptr<Message> &message);
     virtual void begin_receive(Peer &peer, const std::shared_ptr<Message> &message);
-    virtual void move(bool all);                   // what can be moved at once; `all`: of every peer, else of those with work
+    virtual void move();                           // what can be moved at once
     virtual short events(const Peer &peer) const;  // of the socket, for which a wait must end
     virtual int descriptor() const { return -1; }  // another one at which a wait ends
     virtual bool may_sleep() { return true; }      // false: something has arrived meanwhile
-    virtual int64_t longest_sleep() const;         // in ns
+    virtual int64_t longest_sleep() const { return INT64_MAX; } // in ns
     virtual bool has_work(const Peer &peer) const;
     virtual void lose(Peer &peer, Message::State state, const std::string &why);
-    void close_sockets();
     bool has_waiters() const { return waiters > 0; }
 
     std::mutex lock;

@@ -160,7 +160,7 @@ void UcxConnections::finish_moved(Peer &peer) {
     if (failure != ucx::OK) lose(peer, State::lost, ucx->library.text_of(failure));
 }
 
-void UcxConnections::move(bool) {
+void UcxConnections::move() {
     if (!ucx) return; // closed
     for (int k = 0; k < MOST_STEPS && ucx->library.progress(ucx->worker) != 0; k++) {
     }

@@ -45,7 +45,7 @@ class UcxConnections final : public Connections {
   protected:
     void begin_send(Peer &peer, const std::shared_ptr<Message> &message) override;
     void begin_receive(Peer &peer, const std::shared_ptr<Message> &message) override;
-    void move(bool all) override;
+    void move() override;
     short events(const Peer &peer) const override;
     int descriptor() const override { return ucx ? ucx->descriptor : -1; }
     bool may_sleep() override;

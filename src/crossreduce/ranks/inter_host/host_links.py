@@ -18,6 +18,7 @@ from .multi_host import MultiHostEngine
 from .two_level import Lost, distances, lost_links
 
 _LOG: Final = logging.getLogger("crossreduce")
+NETWORK_REMEDY: Final = "a network on which all ranks reach each other; CROSSREDUCE_IFNAME names the interface"
 PATIENCE_S: Final = 10.0  # time limit of a message in a check of the links; TCP resends a lost packet after 1 to 3 s
 
 
@@ -67,9 +68,8 @@ class HostLinks:
             return False
         self.lost = lost
         if any(hops < 0 for hops in distances(len(self._members.hosts), lost)[0]):
-            remedy = "a network on which all ranks reach each other; CROSSREDUCE_IFNAME names the interface"
             given = f"no connection between {self.text}"
-            raise ReductionError.of("the ranks could not connect to each other.", given, remedy)
+            raise ReductionError.of("the ranks could not connect to each other.", given, NETWORK_REMEDY)
         if self._members.rank == 0:
             text = 'group "%s": no connection between %s. Collectives pass through other hosts.'
             _LOG.warning(text, self._members.name, self.text)
