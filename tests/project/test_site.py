@@ -136,6 +136,7 @@ FAULTS = {
     '<img srcset="https://example.org/x.png 2x">': "loads https://example.org/x.png from a network",
     '<img src="b.png">': "loads b.png, which does not exist",
     '<p style="background: url(https://example.org/y.png)">': "loads https://example.org/y.png from a network",
+    r"<p><code>a\b</code>\ out</p>": r"shows a backslash: \ out",
 }
 
 
