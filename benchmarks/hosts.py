@@ -226,7 +226,8 @@ def program(task: dict[str, Any]) -> None:
         )
     if world.rank == 0:
         library = mpi.Get_library_version().splitlines()[0].rstrip("\0").partition(",")[0]
-        Path(task["path"]).write_text(json.dumps({"libraries": [f"torch {torch.__version__}", library], "rows": rows}))
+        libraries = {GLOO: f"torch {torch.__version__}", MPI: library}
+        Path(task["path"]).write_text(json.dumps({"libraries": libraries, "rows": rows}))
     ours.close()
     dist.destroy_process_group()
 
@@ -361,7 +362,7 @@ def main() -> int:
     chosen = [network for network in NETWORKS if given.only in network.name]
     before = json.loads(given.json.read_text()) if given.add and given.json.exists() else {}
     rows = [row for row in before.get("rows", ()) if row["network"] not in {each.name for each in chosen}]
-    missing, libraries, begun = {}, before.get("libraries", []), time.monotonic()
+    missing, libraries, begun = {}, before.get("libraries", {}), time.monotonic()
     for network in chosen:
         try:
             with tempfile.TemporaryDirectory() as folder:
