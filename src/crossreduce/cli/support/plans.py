@@ -52,8 +52,8 @@ OperationUs = Annotated[
 Granularity = Annotated[
     float | None,
     Option(
-        help="Percent of the rate that may be lost for shares that are powers of two, with which a file fits most sizes; "
-        "0: exact shares. Default: 2 in MSCCL and MSCCL++ files, else 0."
+        help="Percent of the rate that may be lost for shares that are powers of two, with which a file fits most "
+        "sizes; 0: exact shares. Default: 2 in MSCCL and MSCCL++ files, else 0."
     ),
 ]
 
