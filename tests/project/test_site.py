@@ -187,7 +187,8 @@ def test_examples_of_the_modules_are_right(site):
 def test_the_site_is_built_with_the_tested_versions():
     """The extra "docs" has the frameworks of the extra "test", in the same versions, and pins the tools. The words that
     the spelling check accepts are sorted and unique."""
-    frameworks = [each for extra in ("dev", "test") for each in EXTRAS[extra] if re.match(r"(torch|jax|tensorflow)", each)]
+    tested = [*EXTRAS["dev"], *EXTRAS["test"]]
+    frameworks = [each for each in tested if re.match(r"(torch|jax|tensorflow)", each)]
     assert set(frameworks) <= set(EXTRAS["docs"])
     assert all("==" in each or each.startswith("crossreduce[") for each in EXTRAS["docs"])
     words = (DOCS / "words.txt").read_text().split()
