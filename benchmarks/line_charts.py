@@ -1,7 +1,8 @@
 """Draw rates and times against the size of an array as lines: reductions in host memory, and all-reduces of ranks.
 
-Input: results/host_reduction.json, from host_reduction.py --sizes, and results/processes.json, from processes.py.
-Output: host_reduction.png and ranks.svg in docs/pictures. Run: python benchmarks/line_charts.py [CHART ...]
+Input: results/host_reduction.json, from host_reduction.py --sizes, processes.json, from processes.py, and hosts.json,
+from hosts.py. Output: host_reduction.png, ranks.svg and hosts.svg in docs/pictures.
+Run: python benchmarks/line_charts.py [CHART ...]
 """
 
 from __future__ import annotations
@@ -36,6 +37,14 @@ PEERS = {
     "MPICH": ("#CC79A7", "^"),
 }
 OTHER = ("#56B4E9", "D")
+HOST_LINES = {
+    "crossreduce": (OURS, "o"),
+    "crossreduce, UCX": ("#E69F00", "D"),
+    "crossreduce.mpi": ("#CC79A7", "v"),
+    "gloo": PEERS["gloo"],
+    "Open MPI": PEERS["Open MPI"],
+    "sockets": ("0.5", "_"),
+}
 
 
 def draw_host(kept: dict[str, Any], picture: Path) -> None:
@@ -70,58 +79,80 @@ def draw_host(kept: dict[str, Any], picture: Path) -> None:
 
 
 def draw_ranks(kept: dict[str, Any], picture: Path) -> None:
-    """Draw a panel for each number of ranks of one host and, below, one for each set of hosts."""
+    """Draw a panel for each number of ranks of one host."""
     chosen = [row for row in kept["rows"] if row["collective"] == "all_reduce" and row["dtype"] == "float32"]
     panels = [
-        [(f"one host, {place}", {"mpi": place, "torch": place}) for place in places(chosen, ("mpi", "torch"))],
-        [(f"hosts: {place}", {"hosts": place}) for place in places(chosen, ("hosts",))],
+        (f"one host, {place}", [row for row in chosen if row["place"] == place])
+        for place in dict.fromkeys(row["place"] for row in chosen)
     ]
-    panels = [line for line in panels if line]
+    draw_panels(panels, panel, picture)
+
+
+def draw_hosts(kept: dict[str, Any], picture: Path) -> None:
+    """Draw a panel for each network between hosts with an MTU of 9000, or of 1 Gbit/s."""
+    chosen = [row for row in kept["rows"] if row["collective"] == "all_reduce"]
+    names = [name for name in dict.fromkeys(row["network"] for row in chosen) if "9000" in name or ", 1 Gbit" in name]
+    draw_panels([(name, [row for row in chosen if row["network"] == name]) for name in names], host_panel, picture)
+
+
+def draw_panels(panels: list[tuple[str, list[dict[str, Any]]]], draw: Any, picture: Path) -> None:
+    """Draw panels with these titles in lines of three."""
     if not panels:
         return
     plt.rcParams.update({"font.size": 9, "svg.hashsalt": "crossreduce"})
-    figure = plt.figure(figsize=(11, 3.6 * len(panels)), layout="constrained")
-    parts = figure.subfigures(len(panels), 1, squeeze=False)[:, 0]
-    for part, line in zip(parts, panels, strict=True):
-        every = part.subplots(1, len(line), sharey=True, squeeze=False)[0]
-        for axes, (title, where) in zip(every, line, strict=True):
-            panel(axes, [row for row in chosen if where.get(row["part"]) == row["place"]])
-            axes.set_title(title)
-        every[0].set_ylabel("microseconds of an all-reduce")
-        every[0].legend(fontsize=8)
+    lines = -(-len(panels) // 3)
+    figure, every = plt.subplots(lines, 3, figsize=(11, 3.6 * lines), sharey=True, squeeze=False, layout="constrained")
+    for axes in every.flat[len(panels) :]:
+        axes.set_visible(False)
+    for axes, (title, rows) in zip(every.flat, panels, strict=False):
+        draw(axes, rows)
+        axes.set_title(title)
+    for line in every:
+        line[0].set_ylabel("microseconds of an all-reduce")
+    every[0][0].legend(fontsize=8)
     figure.savefig(picture, metadata={"Date": None} if picture.suffix == ".svg" else None)
     print(f"drawn: {picture.name}")
-
-
-def places(rows: list[dict[str, Any]], parts: tuple[str, ...]) -> list[str]:
-    return list(dict.fromkeys(row["place"] for row in rows if row["part"] in parts))
 
 
 def panel(axes: Any, rows: list[dict[str, Any]]) -> None:
     """Draw the lines of one panel; crossreduce has a solid line for NumPy arrays, and a dashed one for tensors."""
 
-    def line(points: list[dict[str, Any]], key: str, style: str, label: str, colour: str) -> None:
-        points = sorted(points, key=lambda row: row["bytes"])
-        xs, ys = [row["bytes"] for row in points], [row[key] * 1e6 for row in points]
-        axes.loglog(xs, ys, style, color=colour, label=label, markersize=4, linewidth=1.2)
-
     numpy = [row for row in rows if row["part"] == "mpi" and row["form"] == "out="]
     torch = [row for row in rows if row["part"] != "mpi"]
     peers = list(dict.fromkeys(row["peer"] for row in numpy))
     if peers:
-        line([row for row in numpy if row["peer"] == peers[0]], "ours_s", "o-", "crossreduce, NumPy", OURS)
+        line(axes, of([row for row in numpy if row["peer"] == peers[0]], "ours_s"), "o-", "crossreduce, NumPy", OURS)
     for peer in peers:
         colour, marker = PEERS.get(peer, OTHER)
-        line([row for row in numpy if row["peer"] == peer], "peer_s", f"{marker}-", f"{peer}, NumPy", colour)
+        points = of([row for row in numpy if row["peer"] == peer], "peer_s")
+        line(axes, points, f"{marker}-", f"{peer}, NumPy", colour)
     if torch:
-        line(torch, "ours_s", "o--", "crossreduce, torch", OURS)
-        line(torch, "peer_s", "x--", "gloo, torch", PEERS["gloo"][0])
-    limits = [row for row in torch if "floor_s" in row]
-    if limits:
-        line(limits, "floor_s", "_", "the limit of the links", "0.5")
+        line(axes, of(torch, "ours_s"), "o--", "crossreduce, torch", OURS)
+        line(axes, of(torch, "peer_s"), "x--", "gloo, torch", PEERS["gloo"][0])
+    ticks(axes, rows)
+
+
+def host_panel(axes: Any, rows: list[dict[str, Any]]) -> None:
+    """Draw the lines of one network between hosts."""
+    for name, (colour, marker) in HOST_LINES.items():
+        line(axes, {row["bytes"]: row["seconds"][name] for row in rows}, f"{marker}-", name, colour)
+    ticks(axes, rows)
+
+
+def of(rows: list[dict[str, Any]], key: str) -> dict[int, float]:
+    """Return the seconds of ``key`` by size."""
+    return {row["bytes"]: row[key] for row in rows}
+
+
+def line(axes: Any, seconds: dict[int, float], style: str, label: str, colour: str) -> None:
+    xs = sorted(seconds)
+    axes.loglog(xs, [seconds[x] * 1e6 for x in xs], style, color=colour, label=label, markersize=4, linewidth=1.2)
+
+
+def ticks(axes: Any, rows: list[dict[str, Any]]) -> None:
     sizes = sorted({row["bytes"] for row in rows})
-    ticks = sizes[:: 1 + len(sizes) // 7]
-    axes.set_xticks(ticks, [size_text(tick) for tick in ticks], rotation=45)
+    shown = sizes[:: 1 + len(sizes) // 7]
+    axes.set_xticks(shown, [size_text(tick) for tick in shown], rotation=45)
     axes.minorticks_off()
     axes.grid(alpha=0.3)
 
@@ -129,6 +160,7 @@ def panel(axes: Any, rows: list[dict[str, Any]]) -> None:
 CHARTS = {
     "host_reduction": ("host_reduction.json", draw_host, PICTURES / "host_reduction.png"),
     "ranks": ("processes.json", draw_ranks, PICTURES / "ranks.svg"),
+    "hosts": ("hosts.json", draw_hosts, PICTURES / "hosts.svg"),
 }
 
 

@@ -1,13 +1,10 @@
 """Is there a collective, a size or a number of ranks at which gloo or an MPI is faster than crossreduce?
 
-Four parts; contenders run in turn in the same processes, and the slowest rank's time counts (rank_programs.py):
+Three parts; contenders run in turn in the same processes, and the slowest rank's time counts (rank_programs.py):
   mpi: NumPy arrays, ``crossreduce.mpi`` and each MPI in processes that this MPI started, 2, 4 and 8 ranks of one host.
   torch: tensors, the backends crossreduce and gloo of torch.distributed, 2, 4 and 8 ranks of one host.
   ddp: a training step of DistributedDataParallel with 25 M parameters, 8 ranks, the same backends.
-  hosts: the same backends on network namespaces joined by links of 1 Gbit/s, in one case also one of 200 Mbit/s
-    (requires root). Times of large arrays are compared with a lower limit: the time of the bytes
-    that must cross a link or, with three hosts, the planner's bound. Both assume the links' raw rates, of which
-    headers take 4.6 % at an MTU of 1500.
+hosts.py has the ranks of several hosts.
 
 It prints each point, the points at which a peer is faster, and the requirements.
 Run: python benchmarks/processes.py [--mpi NAME=FOLDER ...] [--quick] [--only TEXT] [--repeats N] [--json PATH]
@@ -32,30 +29,18 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from common import RESULTS, keep, size_text, tests_on_path
+from common import RESULTS, keep, size_text
 from rank_programs import ALONE, LIMIT_S, OURS
 
 import crossreduce as cr
 from crossreduce.cli.bench.launch import launch
 from crossreduce.cli.bench.ranks import mpi_environment
 
-tests_on_path()
-import namespaces
-
 PROGRAM, SOURCES = Path(__file__).with_name("rank_programs.py"), Path(cr.__file__).parents[1]
 RANKS = (2, 4, 8)
 COLLECTIVES = ("all_reduce", "broadcast", "reduce_scatter", "all_gather", "all_to_all")
 MPI_SIZES, TORCH_SIZES = ([1 << k for k in range(6, 27, step)] for step in (2, 4))
-HOST_SIZES = [1 << 10, 1 << 16, 1 << 20, 1 << 25]
 QUICK_SIZES = (1 << 10, 1 << 20)
-GBIT_BPS, SLOW = 125e6, "200mbit"
-# The ranks of each host, and the rates of slow links.
-HOSTS: dict[str, tuple[list[int], dict[tuple[int, int], str]]] = {
-    "2 x 1": ([1, 1], {}),
-    "2 x 4": ([4, 4], {}),
-    "3 + 5": ([3, 5], {}),
-    "3 x 2, slow link": ([2, 2, 2], {(1, 2): SLOW}),
-}
 
 Row = dict[str, Any]
 Task = dict[str, Any]
@@ -86,29 +71,6 @@ REQUIRED: tuple[tuple[str, dict[str, Any], Callable[[Row], float], float], ...] 
             most,
         )
         for nbytes, most in ((1 << 10, 1 / 5), (1 << 26, 1 / 3))
-    ),
-    *(
-        (
-            f"hosts {place}, all_reduce of 1 KiB, time / gloo's",
-            {"part": "hosts", "place": place, "collective": "all_reduce", "bytes": (1 << 10,)},
-            lambda r: r["ratio"],
-            most,
-        )
-        for place, most in (("2 x 1", 1), ("2 x 4", 1.5))
-    ),
-    *(
-        (
-            f"hosts {place}, {collective} of 32 MiB, time / the limit of the links",
-            {"part": "hosts", "place": place, "collective": collective, "bytes": (1 << 25,)},
-            lambda r: r["ours_s"] / r["floor_s"],
-            most,
-        )
-        for place, collective, most in (
-            ("2 x 4", "all_reduce", 1.07),
-            ("3 x 2, slow link", "all_reduce", 1.12),
-            ("2 x 4", "all_gather", 1.10),
-            ("2 x 4", "reduce_scatter", 1.10),
-        )
     ),
 )
 
@@ -146,39 +108,6 @@ def of_torch(ranks: int, task: Task, path: Path) -> dict[str, Any]:
     return json.loads(path.read_text())
 
 
-def of_hosts(ranks: list[int], slower: dict[tuple[int, int], str], task: Task, path: Path) -> dict[str, Any]:
-    """Run crossreduce and gloo in processes of several network namespaces."""
-    why_not = namespaces.available()
-    if why_not:
-        raise RuntimeError(why_not)
-    hosts = [host for host, count in enumerate(ranks) for _ in range(count)]
-    with namespaces.hosts(len(ranks), slower=slower) as bed:
-        common = {"WORLD_SIZE": str(len(hosts)), "MASTER_ADDR": bed.addresses[0], "MASTER_PORT": "29500"}
-        processes = [
-            bed.run(host, [sys.executable, *command(task, path)], common | {"RANK": str(rank), "OMP_NUM_THREADS": "1"})
-            for rank, host in enumerate(hosts)
-        ]
-        deadline = time.monotonic() + LIMIT_S
-        for process in processes:
-            assert process.wait(deadline - time.monotonic()) == 0, "a rank failed"
-    found = json.loads(path.read_text())
-    for row in found["rows"]:
-        if row["bytes"] == HOST_SIZES[-1]:
-            row["floor_s"] = floor_s(row["collective"], ranks, row["bytes"])
-    return found
-
-
-def floor_s(collective: str, ranks: list[int], nbytes: int) -> float | None:
-    """Return the least time of a collective between hosts with links of 1 Gbit/s (three hosts: one at a fifth)."""
-    if len(ranks) == 3:
-        three = cr.Topology.from_matrix([[0, 0.125, 0.125], [0.125, 0, 0.025], [0.125, 0.025, 0]])
-        planned = collective in ("all_reduce", "reduce_scatter", "all_gather")  # each host has as many ranks
-        return nbytes / float(cr.bound(three, collective).algbw * 10**9) if planned else None
-    share = max(ranks) / sum(ranks)  # a host needs the parts of the other host's ranks, or has to send sums for them
-    crosses = {"all_gather": share, "reduce_scatter": share, "all_to_all": ranks[0] * ranks[1] / sum(ranks)}
-    return nbytes * crosses.get(collective, 1) / GBIT_BPS
-
-
 def runs(peers: dict[str, Path], given: argparse.Namespace) -> Iterator[tuple[str, str, str, Any]]:
     """Yield for each set of ranks its part and place, the name of its peer, and a function that runs it at a path."""
 
@@ -187,9 +116,8 @@ def runs(peers: dict[str, Path], given: argparse.Namespace) -> Iterator[tuple[st
         fixed = given.repeats or (2 if given.quick else None)
         return {"kind": kind, "cases": cases, "budget_s": budget_s, "repeats": fixed}
 
-    def torch(task: Task, ddp: bool = False, measure_topology: bool = False) -> Task:
-        cases = [(*case, "float32") for case in task["cases"]]
-        return task | {"cases": cases, "ddp": ddp, "measure_topology": measure_topology}
+    def torch(task: Task, ddp: bool = False) -> Task:
+        return task | {"cases": [(*case, "float32") for case in task["cases"]], "ddp": ddp}
 
     counts = given.ranks or (RANKS[:2] if given.quick else RANKS)
     for ranks in counts:
@@ -201,9 +129,6 @@ def runs(peers: dict[str, Path], given: argparse.Namespace) -> Iterator[tuple[st
         yield "torch", f"{ranks} ranks", "gloo", partial(of_torch, ranks, one)
     for ranks in given.ranks or (8,):
         yield "ddp", f"{ranks} ranks", "gloo", partial(of_torch, ranks, torch(task("torch", [], 15, ()), ddp=True))
-    for place, (each, slower) in HOSTS.items():
-        one = torch(task("torch", HOST_SIZES, 1.5), measure_topology=bool(slower))
-        yield "hosts", place, "gloo", partial(of_hosts, each, slower, one)
 
 
 # The rows: a point, crossreduce's time and that of one peer.

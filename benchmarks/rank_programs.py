@@ -1,4 +1,4 @@
-"""The code of the ranks of processes.py: one rank times the calls of two libraries in turn.
+"""The code of the ranks of processes.py and hosts.py: one rank times the calls of several libraries in turn.
 
 Input: a task as JSON (``torch_rank``, ``mpi_rank``). Output: rank 0 writes a row for each case to the file ``path``:
 the case, and for each contender the seconds per call of the slowest rank in each turn. Arrays contain integers from 0
@@ -182,7 +182,7 @@ def torch_rank(task: dict[str, Any]) -> None:
     import torch
     import torch.distributed as dist
 
-    import crossreduce.torch as crt
+    import crossreduce.torch  # noqa: F401 - older versions of torch do not find the backend
 
     torch.set_num_threads(1)
     dist.init_process_group(OURS, timeout=timedelta(seconds=LIMIT_S))
@@ -195,8 +195,6 @@ def torch_rank(task: dict[str, Any]) -> None:
         dist.all_reduce(times, group=groups[GLOO])
         return times.tolist()
 
-    if task["measure_topology"]:
-        crt.measure_topology()
     barriers: Calls = {name: lambda group=group: dist.all_reduce(small, group=group) for name, group in groups.items()}
     for collective, nbytes, dtype in task["cases"]:
         given, expected = problem(collective, rank, size, nbytes * 4 // getattr(torch, dtype).itemsize)

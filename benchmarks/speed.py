@@ -1,7 +1,7 @@
 """Write the tables of docs/speed.md from the measured times.
 
-Input: host_reduction.json, plugins.json, processes.json and against.json in results/. Output: the part of docs/speed.md
-after the line ``MARK``. The same input gives the same text. Nothing is measured here.
+Input: host_reduction.json, plugins.json, processes.json, hosts.json and against.json in results/. Output: the part of
+docs/speed.md after the line ``MARK``. The same input gives the same text. Nothing is measured here.
 Run: python benchmarks/speed.py [--results FOLDER] [--page PATH]
 """
 
@@ -20,7 +20,7 @@ from crossreduce.cli.bench.chart import fastest_ways
 
 PAGE = Path(__file__).parents[1] / "docs" / "speed.md"
 MARK = "<!-- benchmarks/speed.py writes the rest of this page. -->\n"
-FILES = ("against", "host_reduction", "plugins", "processes")
+FILES = ("against", "host_reduction", "plugins", "processes", "hosts")
 
 LOOP, PSUM = "NumPy loop and copies", "JAX jit psum"
 STACK, GRAPH = "torch stack().sum(0), one result", ", tf.function"
@@ -122,8 +122,8 @@ GRIDS = {
     "mpi": "One process per rank, one host, NumPy arrays: crossreduce / the fastest MPI",
     "torch": "One process per rank, one host, torch tensors: crossreduce / gloo",
     "ddp": "A step of DDP with 25 M parameters: crossreduce / gloo",
-    "hosts": "One process per rank, several hosts with links of 1 Gbit/s: crossreduce / gloo",
 }
+HOST_PEERS = ("gloo", "Open MPI")
 ALONE = "no reduction"
 
 
@@ -232,11 +232,34 @@ def grid_cell(rows: list[dict[str, Any]]) -> str:
     return text + (f"; {ALONE} {alone[0]}" if alone else "")
 
 
-def requirements(kept: dict[str, Any]) -> Iterator[str]:
-    """Yield a table of the requirements of processes.py."""
+def hosts_grid(rows: list[dict[str, Any]]) -> Iterator[str]:
+    """Yield a table of hosts.json: the times of crossreduce, of its fastest peer, and of sockets, by size.
+
+    Times of peers that are faster are bold.
+    """
+    sizes = sorted({row["bytes"] for row in rows})
+    yield f"| hosts and ranks, links | collective | {' | '.join(map(size_text, sizes))} |"
+    yield "|---" * (2 + len(sizes)) + "|"
+    points = {(row["network"], row["collective"], row["bytes"]): row for row in rows}
+    for network, collective in dict.fromkeys(key[:2] for key in points):
+        cells = []
+        for size in sizes:
+            row = points.get((network, collective, size))
+            cells.append("")
+            if row:
+                seconds = row["seconds"]
+                peer = max(HOST_PEERS, key=lambda name: row["ratios"][f"{OURS} / {name}"])
+                text = time_text(seconds[peer])
+                text = f"**{text}**" if row["ratios"][f"{OURS} / {peer}"] > 1 else text
+                cells[-1] = f"{time_text(seconds[OURS])} / {text} / {time_text(seconds['sockets'])}"
+        yield f"| {network} | `{collective}` | {' | '.join(cells)} |"
+
+
+def requirements(kept: dict[str, dict[str, Any]]) -> Iterator[str]:
+    """Yield a table of the requirements of processes.py and hosts.py."""
     yield "| requirement | measured | at most | |"
     yield "|---|---|---|---|"
-    for each in kept["requirements"]:
+    for each in (*kept["processes"]["requirements"], *kept["hosts"]["requirements"]):
         met = "met" if each["met"] else f"not met: {each['greatest']}"
         yield f"| {each['what']} | {each['value']:.3g} | {each['limit']:.3g} | {met} |"
 
@@ -306,11 +329,16 @@ def figures(kept: dict[str, dict[str, Any]]) -> str:
     for part, title in GRIDS.items():
         rows = [row for row in ranks if row["part"] == part]
         lines += [*((f"## {title}", "", *grid(rows), "") if rows else ())]
-    lines += ["## Requirements of ranks", "", *requirements(kept["processes"]), ""]
+    between = kept["hosts"]["rows"]
+    lines += ["## One process per rank, several hosts: crossreduce / the faster of gloo and Open MPI / sockets", ""]
+    lines += [*hosts_grid(between), "", "## Requirements of ranks", "", *requirements(kept), ""]
     lines += ["## Where another library is faster", "", *faster(kept), ""]
     points = len([row for row in ranks if row["peer"] != ALONE])
     count = sum(row["ratio"] > 1 and row["peer"] != ALONE for row in ranks)
-    lines += [f"Ranks: a peer is faster at {count} of {points} points.", "", *faster_ranks(ranks), ""]
+    lines += [f"Ranks of one host: a peer is faster at {count} of {points} points.", "", *faster_ranks(ranks), ""]
+    for peer in HOST_PEERS:
+        behind = sum(row["ratios"][f"{OURS} / {peer}"] > 1 for row in between)
+        lines += [f"Several hosts: {peer} is faster at {behind} of {len(between)} points.", ""]
     return "\n".join(lines)
 
 

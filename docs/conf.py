@@ -11,6 +11,7 @@ sys.path.insert(0, str(DOCS / "site"))
 
 import docstrings
 import generate
+import keywords
 
 import crossreduce
 
@@ -78,6 +79,7 @@ html_static_path = ["_static"]
 html_extra_path = ["_generated/extra"]  # pages of the plan explorer
 html_css_files = ["site.css"]
 html_js_files = ["versions.js"]
+html_search_scorer = str(DOCS / "site" / "scorer.js")
 html_show_sourcelink = False
 html_copy_source = False
 html_permalinks_icon = "#"
@@ -118,19 +120,22 @@ linkcheck_timeout = 20
 PICTURE = re.compile(r"<picture>.*?srcset=\"([^\"]+)\".*?alt=\"([^\"]+)\".*?src=\"([^\"]+)\".*?</picture>", re.DOTALL)
 
 
-def pictures(_app, _name, source):
-    """Replace pictures in HTML, which GitHub shows by the system's colours, by two that follow the site's colours."""
+def prepare(_app, name, source):
+    """Replace pictures in HTML, which GitHub shows by the system's colours, by two that follow the site's colours.
+
+    Add the words of ``keywords.py`` to the index.
+    """
 
     def images(found):
         text = " ".join(found[2].split())
         shown = ((found[3], "only-light"), (found[1], "only-dark"))
         return "\n\n".join(f"```{{image}} {path}\n:alt: {text}\n:class: {colours}\n```" for path, colours in shown)
 
-    source[0] = PICTURE.sub(images, source[0])
+    source[0] = keywords.with_entries(name, PICTURE.sub(images, source[0]))
 
 
 def setup(app):
     """Write the files that are made from the library and the results, before pages are read."""
     app.connect("config-inited", lambda _app, _config: generate.write(DOCS / "_generated"))
-    app.connect("source-read", pictures)
+    app.connect("source-read", prepare)
     app.connect("autodoc-process-docstring", docstrings.prepare, priority=400)  # napoleon has 500

@@ -139,9 +139,15 @@ CHARTS = (
     ),
     Chart(
         *("ranks", "One process per rank", "processes.json"),
-        "The microseconds of an all-reduce of ranks on one host, and of ranks on several hosts.",
+        "The microseconds of an all-reduce of ranks on one host.",
         line_charts.draw_ranks,
         "python benchmarks/processes.py",
+    ),
+    Chart(
+        *("hosts", "One process per rank, several hosts", "hosts.json"),
+        "The microseconds of an all-reduce of ranks on several hosts, which are network namespaces of one machine.",
+        line_charts.draw_hosts,
+        "python benchmarks/hosts.py",
     ),
     Chart(
         *("machines", "Plans of whole machines", "planning.json"),

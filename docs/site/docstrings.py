@@ -34,13 +34,19 @@ def linked(line: str, own: str) -> str:
 
     >>> linked("a ``Topology``, or ``Switch``es of a ``list``", "Switch")
     'a :class:`~crossreduce.Topology`, or ``Switch``\\\\ es of a ``list``'
+    >>> linked("``out`` is on ``cpu:1``", "")  # a match may not begin at the end of a literal
+    '``out`` is on ``cpu:1``'
     """
 
     def link(found: re.Match[str]) -> str:
         known = found[1] in PUBLIC and found[1] != own
         return f":class:`~crossreduce.{found[1]}`" if known else found[0]
 
-    return re.sub(r"(``[^`]+``|:class:`[^`]+`)(?=\w)", r"\1\\ ", re.sub(r"``(\w+)``", link, line))
+    def separated(found: re.Match[str]) -> str:
+        return found[1] + "\\ " * found[2].isalnum() + found[2]
+
+    # Each literal is matched as a whole, also if no letter follows it.
+    return re.sub(r"(``[^`]+``|:class:`[^`]+`)(\w?)", separated, re.sub(r"``(\w+)``", link, line))
 
 
 def listed_errors(lines: list[str]) -> list[str]:

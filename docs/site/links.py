@@ -1,10 +1,11 @@
-"""Check the links of the built site, and that its pages load nothing from a network.
+"""Check the links of the built site, that its pages load nothing from a network, and that no mark-up is left in them.
 
 Input: a folder of HTML, and the folder of its sources. Output: the links to other sites, and an exit code of 1 if
 
 - a link inside the site has no target, neither the file nor the place in it;
 - a page, a style sheet or an icon would be loaded from another site;
-- a link to another site is not a complete ``https`` address.
+- a link to another site is not a complete ``https`` address;
+- a page shows a backslash outside of code, which marked something in a docstring.
 
 Links to other sites are not opened: ``sphinx -b linkcheck`` does that, where there is a network.
 Run: python docs/site/links.py HTML SOURCES
@@ -36,6 +37,7 @@ LOADED |= {
     ("embed", "src"),
     ("input", "src"),
 }
+CODE = {"code", "pre", "script", "style", "kbd", "svg", "math"}
 INFORMATION = {"canonical", "search", "index", "next", "prev", "license", "author", "help"}
 COMPLETE = re.compile(r"https://[\w.-]+\.\w{2,}(:\d+)?(/\S*)?|mailto:\S+@\S+")
 STYLE = re.compile(r"""(?:url\(\s*|@import\s+)["']?([^"')\s]+)""")
@@ -49,9 +51,21 @@ class Page(HTMLParser):
         self.places: set[str] = {"", "top"}
         self.links: list[str] = []
         self.loaded: list[str] = []
+        self.stray: list[str] = []
+        self._in_code: list[str] = []
         self.feed(text)
 
+    def handle_data(self, data: str) -> None:
+        if "\\" in data and not self._in_code:
+            self.stray.append(" ".join(data.split()))
+
+    def handle_endtag(self, tag: str) -> None:
+        if self._in_code and tag == self._in_code[-1]:
+            self._in_code.pop()
+
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        if tag in CODE:
+            self._in_code.append(tag)
         values = {name: value or "" for name, value in attrs}
         self.places |= {values[name] for name in ("id", "name") if name in values}
         for name, value in values.items():
@@ -78,6 +92,7 @@ def faults_of(folder: Path, others: dict[str, set[str]]) -> list[str]:
             elif fault := inner_fault(path, link, pages):
                 faults.append(f"{where}: {fault}")
         faults += [f"{where}: {fault}" for link in page.loaded if (fault := loading_fault(path, link))]
+        faults += [f"{where}: shows a backslash: {text}" for text in page.stray]
     for path in sorted(folder.rglob("*.css")):
         for link in STYLE.findall(path.read_text()):
             if fault := loading_fault(path, link):

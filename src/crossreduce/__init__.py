@@ -26,6 +26,7 @@ from .errors import (
     UnsupportedError,
 )
 from .kernels import empty_cache, keep_memory, memory_usage
+from .observe import logs
 from .ops import ReduceOp
 from .options import CollectiveHints, CommunicationOptions
 from .planning import Bound, GroupsBound, GroupsPlan, Plan, SeparatePlans, bound, mesh_groups, plan, plan_groups
@@ -62,6 +63,7 @@ from .topology import Link, Switch, Symmetry, SymmetryGenerator, Topology
 from .values import IndexedSlices, Mirrored, PerReplica
 
 __version__ = "0.1.0"
+logs.configure()
 
 __all__ = [
     "AllReduceCrossDeviceOps", "ArgumentError", "AxisError", "BackendError", "Bound", "Chunk", "CollectiveHints",

@@ -5,6 +5,7 @@ import json
 import os
 import pydoc
 import re
+import shlex
 import signal
 import sys
 import time
@@ -15,6 +16,7 @@ import pytest
 from command_line import forked, forked_command, run_python, run_without
 from hypothesis import given
 from hypothesis import strategies as st
+from typer.main import get_command
 
 import crossreduce as cr
 from crossreduce.cli import main
@@ -64,13 +66,23 @@ def test_a_wrong_argument_is_one_line(crossreduce, monkeypatch):
         assert error.count("\n") == 1
 
 
-def test_the_help_of_each_command_fits_a_screen(printed):
-    """At 80 columns the help of each command has at most 50 lines, and ``plan`` has at most 14 options."""
-    for command in app.registered_commands:
-        lines = printed(command.callback.__name__, "--help").splitlines()
-        assert len(lines) <= 50, command.callback.__name__
+def test_the_help_of_each_command_shows_examples(printed, monkeypatch):
+    """At 80 columns the help of a command has at most 80 lines, none of them longer, and three examples, which are
+    accepted as command lines; ``plan`` has at most 14 options. Options show no types of Python."""
+    monkeypatch.setenv("COLUMNS", "80")
+    commands = get_command(app).commands
+    for name, command in commands.items():
+        lines = printed(name, "--help").splitlines()
+        assert len(lines) <= 80, name
         assert max(map(len, lines)) <= 80
-    options = set(re.findall(r"^ +(?:-\w, )?--([\w-]+)", printed("plan", "--help"), re.MULTILINE)) - {"help"}
+        assert not [line for line in lines if re.search("--(?!help).*<(str|int|bool|float|path|list)", line)], name
+        examples = [line.strip("│ ") for line in lines if line.startswith("│ crossreduce ")]
+        assert len(examples) == 3, name
+        for line in examples:
+            program, called, *words = shlex.split(line)
+            assert (program, called) == ("crossreduce", name)
+            assert command.make_context(name, words).params
+    options = set(re.findall(r"^│ --([\w-]+)", printed("plan", "--help"), re.MULTILINE)) - {"help"}
     assert 10 < len(options) <= 14
 
 

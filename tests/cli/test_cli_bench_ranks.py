@@ -180,8 +180,14 @@ def test_ranks_have_the_table_and_the_json_of_nccl_tests(tmp_path):
     due = {name: medians(of) / medians(report["results"]) for name, of in report["crossreduce"]["peers"].items()}
     for k, (row, ratio) in enumerate(zip(report["results"], report["crossreduce"]["ratios"], strict=True)):
         assert ratio["by_peer"] == pytest.approx({"gloo": due["gloo"][k], "mpi": due["mpi"][k]})
-        line = rf"^# +{row['size']} +-1 +{due['gloo'][k]:.2f}x +{due['mpi'][k]:.2f}x$"
+        spread = r"[\d.e+]+ \([\d.e+]+ to [\d.e+]+\)"
+        line = (
+            rf"^# +{row['size']} +-1 +{spread} +{spread} \[{due['gloo'][k]:.2f}x\] +{spread} \[{due['mpi'][k]:.2f}x\]$"
+        )
         assert re.search(line, out, re.MULTILINE)
+        assert (
+            ratio["times_us"]["gloo"]["p50"] == report["crossreduce"]["peers"]["gloo"][k]["in_place_per_iter"]["p50_us"]
+        )
 
 
 def exact_rank(rendezvous, text, folder):

@@ -13,7 +13,7 @@ from crossreduce.cli import info
 from crossreduce.cli.doctor import command
 from crossreduce.cli.support import peers
 from crossreduce.observe import flight_recorder
-from crossreduce.observe.flight_recorder import History, Op
+from crossreduce.observe.flight_recorder import Frame, History, Op, Thread
 from crossreduce.observe.liveness import LEFT
 
 GOLDEN = SUPPORT / "dumps"
@@ -130,6 +130,40 @@ def test_ranks_that_are_not_behind(report):
     out = report(dump._replace(cause="rank 1 left during op 5, x.", now_s=6.0))
     assert re.search(r"rank 1 \(.*\) left the group after op 4, all_reduce .*\. It wrote no dump\.", out)
     assert "suspected" not in out
+
+
+def test_ranks_that_died_are_said_to_have_died(report, doctor, dump_directory):
+    """If the error says which ranks died, these are reported as dead, not as suspected or behind; a rank that wrote a
+    dump did not die. Ranks that had not called the op are not blamed then."""
+    same = [history(rank, 6 if rank == 3 else 7, pid=rank + 50) for rank in range(5)]
+    dumps = [new_dump(rank, *same, hosts=((0, 1, 2, 3, 4),)) for rank in (0, 4)]
+    out = report(*(dump._replace(cause="ranks 1, 2, 4 died during op 7, x.") for dump in dumps))
+    for rank in (1, 2):
+        assert re.search(
+            rf"^rank {rank} \(pid {rank + 50} on .*\) died: its last call was op 7, {re.escape(SUM)}\. ", out, re.M
+        )
+    assert "rank 3 had not called op 7" in out
+    assert not re.search("suspected|is behind|rank 4 .*died:", out)
+    (incident,) = json.loads(doctor(dump_directory, "--json")[1])["incidents"]
+    assert (incident["behind"], [each["state"] for each in incident["ranks"]]) == (
+        [1, 2],
+        ["running", "died", "died", "running", "running"],
+    )
+
+
+def test_the_stack_shows_the_code_of_the_user(report):
+    """Of a rank that is behind, the innermost functions outside of packages are shown, or those of packages if there
+    are no others."""
+    packages = [Frame(f"/x/lib/python3.11/{path}/y.py", 1, "inner", "") for path in ("site-packages/torch", "asyncio")]
+    checkout = Frame("/home/a/crossreduce/src/crossreduce/ranks/z.py", 1, "wait", "")
+    for frames, shown in (
+        ([Frame("/home/a/train.py", 7, "main", ""), *packages, checkout], "main (a/train.py:7)"),
+        (packages, "inner (asyncio/y.py:1)"),
+    ):
+        dump = new_dump(1, history(0, 7), history(1, 6), hosts=((0, 1),))
+        assert f"Its main thread was in {shown}." in report(
+            dump._replace(threads=(Thread("MainThread", tuple(frames)),))
+        )
 
 
 @pytest.mark.parametrize(("limit", "most"), [("_MAX_GROUPS", 2), ("_MAX_CALLS", 7)])

@@ -1,5 +1,7 @@
 """``crossreduce verify``: right, wrong and unreadable files."""
 
+import json
+
 import pytest
 from msccl_files import file
 
@@ -36,6 +38,8 @@ def test_a_right_file_is_proved(printed, crossreduce, tmp_path, name, text, word
     path = tmp_path / name
     path.write_text(text)
     assert printed("verify", path).startswith(words)
+    facts = json.loads(printed("verify", path, "--json"))
+    assert (facts["right"], facts["proved"][0].startswith(words)) == (True, True)
     path.write_text("\ufeff" + text, "utf-8")
     assert printed("verify", path).startswith(words)
     for end in range(0, len(text.rstrip()), len(text) // 12):
@@ -65,6 +69,9 @@ def test_a_wrong_file_is_rejected(crossreduce, tmp_path):
         assert (code, out) == (1, ""), fault
         assert error.startswith(f"crossreduce: {path} is wrong: ")
         assert words in error
+        code, out, error = crossreduce("verify", path, "--json")
+        facts = json.loads(out)
+        assert (code, facts["right"], words in facts["fault"], error) == (1, False, True, "")
 
 
 UNREADABLE = {

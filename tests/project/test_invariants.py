@@ -45,6 +45,29 @@ def floor(module):
     return found
 
 
+@pytest.mark.parametrize(
+    ("value", "found"),
+    [
+        ("info", "crossreduce INFO: b"),
+        ("WARNING", ""),
+        ("", ""),
+        ("loud", "CROSSREDUCE_LOG must name a level of messages."),
+    ],
+)
+def test_messages_go_to_standard_error_on_request(value, found):
+    """CROSSREDUCE_LOG names the least level of the messages on standard error; another text is an error."""
+    code = "import crossreduce, logging; log = logging.getLogger('crossreduce'); log.debug('a'); log.info('b')"
+    ran = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        check=False,
+        env=os.environ | {"CROSSREDUCE_LOG": value},
+    )
+    assert (found in ran.stderr, bool(ran.stderr), ran.returncode) == (True, bool(found), int(value == "loud"))
+    assert "DEBUG" not in ran.stderr
+
+
 def test_imports_only_point_down():
     """A file imports only from its own top-level file or folder and from lower floors.
 

@@ -14,7 +14,7 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 
 def test_files_agree_with_the_package():
     """The citation and the conda recipe have the package's version. The recipe requires what the package and its extra
-    "cli" require, except scikit-learn. .pre-commit-config.yaml has the ruff of the extra "test"."""
+    "cli" require, except scikit-learn. .pre-commit-config.yaml has the ruff of the extra "dev"."""
     recipe = (ROOT / "conda" / "recipe.yaml").read_text()
     assert re.findall(r"^version: (\S+)$", (ROOT / "CITATION.cff").read_text(), re.M) == [crossreduce.__version__]
     assert re.findall(r'^  version: "(\S+)"$', recipe, re.M) == [crossreduce.__version__]
@@ -22,7 +22,7 @@ def test_files_agree_with_the_package():
     found = {line.split("- ")[1].replace(" >=", ">=").replace("_", "-") for line in run.splitlines() if "- " in line}
     extra = [each for each in extras["cli"] if "scikit" not in each]
     assert found == {"python", *PROJECT["project"]["dependencies"], *extra}
-    (pinned,) = [each for each in extras["test"] if each.startswith("ruff==")]
+    (pinned,) = [each for each in extras["dev"] if each.startswith("ruff==")]
     assert f"rev: v{pinned.removeprefix('ruff==')}\n" in (ROOT / ".pre-commit-config.yaml").read_text()
 
 

@@ -136,6 +136,7 @@ FAULTS = {
     '<img srcset="https://example.org/x.png 2x">': "loads https://example.org/x.png from a network",
     '<img src="b.png">': "loads b.png, which does not exist",
     '<p style="background: url(https://example.org/y.png)">': "loads https://example.org/y.png from a network",
+    r"<p><code>a\b</code>\ out</p>": r"shows a backslash: \ out",
 }
 
 
@@ -158,6 +159,30 @@ def test_the_check_of_links_finds_faults(site, tmp_path, capsys):
     assert re.findall(r"^(\S+): ", capsys.readouterr().out, re.M) == ["x.css", "x.css", "x.md", "x.md"]
 
 
+FIRST = {
+    "timeout": "how-to/debug-a-hang", "hang": "how-to/debug-a-hang", "ddp": "tutorials/torch-data-parallel",
+    "nvlink": "planning", "deterministic": "explanation/exactness", "reproducible": "explanation/exactness",
+    "kill rank": "how-to/when-a-rank-dies", "fault tolerance": "how-to/when-a-rank-dies", "slow rank": "watching",
+    "mean of integers": "contract", "tensorflow mirroredstrategy": "tensorflow", "install": "start/index",
+    "environment variables": "reference/environment", "faq": "explanation/faq", "rdma": "how-to/rdma",
+    "troubleshooting": "how-to/troubleshooting", "gloo": "explanation/compared",
+}  # fmt: skip
+
+
+def test_the_search_finds_the_right_page_first(site):
+    """Each of these words is a main entry of the index of one page, which the search therefore shows first."""
+    keywords = site("keywords")
+    entries = [
+        (entry.removeprefix("! ").lower(), page)
+        for page, text in PAGES.items()
+        for line in re.findall(r"^```\{index\} (.*)$", keywords.with_entries(page, text), re.M)
+        for entry in line.split(", ")
+    ]
+    assert len(dict(entries)) == len(entries)
+    assert {word: page for word, page in entries if word in FIRST} == FIRST
+    assert set(keywords.KEYWORDS) <= set(PAGES)
+
+
 def test_versions_are_listed_newest_first(site, tmp_path):
     """The list of versions has each built version with its pages. The first page leads to the newest release."""
     versions = site("versions")
@@ -178,7 +203,7 @@ def test_versions_are_listed_newest_first(site, tmp_path):
 
 def test_examples_of_the_modules_are_right(site):
     """The examples in the docstrings of docs/site print the shown results."""
-    for name in ("docstrings", "versions"):
+    for name in ("docstrings", "keywords", "versions"):
         found = doctest.testmod(site(name))
         assert (found.attempted > 0, found.failed) == (True, 0)
 
@@ -186,7 +211,8 @@ def test_examples_of_the_modules_are_right(site):
 def test_the_site_is_built_with_the_tested_versions():
     """The extra "docs" has the frameworks of the extra "test", in the same versions, and pins the tools. The words that
     the spelling check accepts are sorted and unique."""
-    frameworks = [each for each in EXTRAS["test"] if re.match(r"(torch|jax|tensorflow)", each)]
+    tested = [*EXTRAS["dev"], *EXTRAS["test"]]
+    frameworks = [each for each in tested if re.match(r"(torch|jax|tensorflow)", each)]
     assert set(frameworks) <= set(EXTRAS["docs"])
     assert all("==" in each or each.startswith("crossreduce[") for each in EXTRAS["docs"])
     words = (DOCS / "words.txt").read_text().split()

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Final
 
+from rich.console import Console
+from rich.panel import Panel
+from rich.text import Text
 from typer import Exit, Option, Typer
 from typer.core import TyperCommand
 
@@ -49,8 +52,72 @@ MOVED: Final = {
 """For each command, the options of earlier versions, and what to write instead."""
 
 
+EXAMPLES: Final = {
+    "topology": ("topology", "topology dgx-a100 --hosts 2", "topology hgx-h100 --picture machine.svg"),
+    "plan": ("plan dgx-1v", "plan dgx-1v --participants 0-4 --nbytes 1M", "plan hgx-h100 --hosts 2 --json"),
+    "groups": (
+        'groups dgx-1v "0-3;4-7"',
+        "groups hgx-h100 2x8 --hosts 2",
+        'groups dgx-1v "0-1;2-7" --weights 1,2.5',
+    ),
+    "export": (
+        "export dgx-1v plan.xml",
+        "export hgx-h100 plan.json --format mscclpp",
+        "export dgx-1v plan.html --collective all-gather",
+    ),
+    "bundle": ("bundle dgx-1v plans", "bundle dgx-1v plans --format msccl", "bundle hgx-h100 plans --hosts 2"),
+    "calibrate": (
+        "calibrate dgx-1v results.json",
+        "calibrate hgx-h100 one.json two.json --hosts 2 --assume ring",
+        "calibrate dgx-1v results.json --export fitted.json",
+    ),
+    "verify": ("verify plan.xml", "verify plans", "verify plan.json --json"),
+    "train": ("train", "train --framework torch --devices 4 --live", "train --devices 3 --algorithm ring"),
+    "bench": (
+        "bench -b 1K -e 64M -f 16",
+        "bench --launch 4 --peers gloo,mpi",
+        "bench --against jax,torch,numpy --picture ratios.svg",
+    ),
+    "top": ("top", "top --interval 5 --group world", "top --once --json"),
+    "doctor": ("doctor", "doctor DIR", "doctor DIR --report incident.html"),
+    "trace": ("trace DIR", "trace DIR -o trace.json", "trace DIR --run 1 --json"),
+    "info": ("info", "info --check", "info --json"),
+}
+"""For each command three lines to try, which its help shows."""
+_METAVARS: Final = {
+    "TYPE": ("datatype",),
+    "BYTES": ("maxbytes", "minbytes", "nbytes", "stepbytes"),
+    "DEVICES": ("devices", "participants"),
+    "FILE": ("export", "json", "picture"),
+    "FORMAT": ("format",),
+    "NETWORK": ("nics",),
+    "OP": ("op",),
+    "PEERS": ("peers",),
+    "RANK": ("root", "rank"),
+    "W,W": ("weights",),
+    "A-B": ("without_link",),
+    "X": ("granularity", "interval", "operation_us"),
+    "N": ("average", "batch_size", "check", "epochs", "hosts", "iters", "num_packs", "packs", "per_iter_report"),
+    "K": ("seed", "stepfactor", "warmup_iters"),
+}
+"""What stands for the value of an option in its help; for all other options, it is NAME."""
+
+
 class Command(TyperCommand):
-    """A command that rejects options of earlier versions with an error that names the new spelling."""
+    """A command whose help shows examples. Options of earlier versions are errors that name the new spelling."""
+
+    def __init__(self, *args: Any, **fields: Any) -> None:
+        super().__init__(*args, **fields)
+        for parameter in self.params:
+            if getattr(parameter, "is_flag", False):
+                parameter.metavar = ""
+            elif parameter.metavar is None:
+                parameter.metavar = next((each for each, names in _METAVARS.items() if parameter.name in names), "NAME")
+
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        super().format_help(ctx, formatter)
+        lines = "\n".join(f"crossreduce {line}" for line in EXAMPLES[self.name or ""])
+        Console().print(Panel(Text(lines), title="Examples", title_align="left", border_style="dim"))
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         for arg in args:
@@ -61,11 +128,10 @@ class Command(TyperCommand):
 
 
 app = Typer(
-    add_completion=False,
     context_settings={"help_option_names": ["-h", "--help"]},
     no_args_is_help=True,
     pretty_exceptions_enable=False,
-    rich_markup_mode=None,  # without frames, the help of each command fits a screen of 50 lines
+    rich_markup_mode="rich",
 )
 _COMMANDS = (topology, plan, groups, export, bundle, calibrate, verify, train, bench, top, doctor, trace, info)
 for command in _COMMANDS:
@@ -73,7 +139,7 @@ for command in _COMMANDS:
 
 
 @app.callback(invoke_without_command=True)
-def options(version: Annotated[bool, Option("--version", help="Print the version and exit.")] = False) -> None:
+def options(version: Annotated[bool, Option("-V", "--version", help="Print the version and exit.")] = False) -> None:
     """Cross-device reductions for NumPy, PyTorch, JAX, TensorFlow and CuPy."""
     if version:
         print(f"crossreduce {__version__}")

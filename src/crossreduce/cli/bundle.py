@@ -37,8 +37,7 @@ def bundle(
     Each file is for a range of sizes, and ranks.json lists them. crossreduce
     verify proves the folder.
     """
-    if format is not None:
-        one_of(FORMATS, "--format", format)
+    formats = FORMATS if format is None else (one_of(FORMATS, "--format", format),)
     collective = request.collective
     if request.root is not None and collective not in ("broadcast", "reduce"):
         raise ArgumentError(f"--root cannot be used with {collective}, whose algorithms choose their own roots.")
@@ -53,7 +52,7 @@ def bundle(
             request.topology,
             collective,
             request.root,
-            formats=FORMATS if format is None else (format,),
+            formats=formats,
             granularity=share,
             costs=request.costs,
             machine=request.label,

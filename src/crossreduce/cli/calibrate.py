@@ -41,7 +41,7 @@ def calibrate(
 
     Every command reads the file of --export in place of a machine.
     """
-    one_of(ALGORITHMS, "--assume", assume)
+    assume = one_of(ALGORITHMS, "--assume", assume)
     if export is not None and export.suffix.lower() != ".json":
         raise ArgumentError(f"--export must be a .json file, not {export}.")
     with atomic_file("--export", export) as exported:

@@ -6,14 +6,14 @@ fault. No schedule runs.
 
 from __future__ import annotations
 
-import json
+import json as json_module
 import re
 import sys
 from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Annotated, Any, Final
 
-from typer import Argument, Exit
+from typer import Argument, Exit, Option
 
 from .. import Schedule
 from .. import verify as prove
@@ -32,6 +32,7 @@ def verify(
             help="MSCCL XML, an MSCCL++ plan (JSON), a schedule in crossreduce's JSON, or a folder of bundle.",
         ),
     ],
+    json: Annotated[bool, Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Prove that the schedule in a file computes its collective.
 
@@ -48,9 +49,13 @@ def verify(
             with progress("reading", 2) as advance:
                 proof_text = _prove_file(file, lambda: advance("proving"))
     except _WrongFileError as error:
-        print(f"crossreduce: {error}", file=sys.stderr)
+        if json:
+            print(json_module.dumps({"file": str(file), "right": False, "fault": str(error)}, indent=2))
+        else:
+            print(f"crossreduce: {error}", file=sys.stderr)
         raise Exit(1) from None
-    print(proof_text)
+    facts = {"file": str(file), "right": True, "proved": proof_text.splitlines()}
+    print(json_module.dumps(facts, indent=2) if json else proof_text)
 
 
 class _WrongFileError(Exception):
@@ -121,7 +126,7 @@ def _read_list(file: Path) -> dict[str, Any]:
     from ..export.bundle import FORMAT, SUFFIXES
 
     try:
-        read = json.loads(file.read_text("utf-8-sig"))
+        read = json_module.loads(file.read_text("utf-8-sig"))
         if read["format"] != FORMAT:
             raise ValueError(f'its format is not "{FORMAT}"')  # noqa: TRY301 - caught below
         listed = {key: read[key] for key in ("collective", "ranks", "files")}

@@ -111,7 +111,7 @@ def test_the_straggler_of_a_trace(monkeypatch, capsys):
     assert straggler([row_of("d", waiting=0.0, waited_for=(), rank_seconds=((0, 1.0),))]) == (0, 0.0)
     monkeypatch.setenv("COLUMNS", "80")
     _show([row_of("barrier", waiting=0.05)], [None])
-    assert "no rank keeps the others waiting for 10 % of their time in collectives\n" in capsys.readouterr().out
+    assert "no straggler: ranks wait for less than 10 % of their time in collectives\n" in capsys.readouterr().out
 
 
 def test_runs_in_one_directory_are_apart(of_two, tmp_path, trace):

@@ -79,7 +79,8 @@ class Bed:
                     self._do(host, ["ip", "link", "set", name, "mtu", str(mtu), "up"])
                     route = [self.addresses[there] + "/32", "dev", name, "src", self.addresses[host]]
                     self._do(host, ["ip", "route", "add", *route])
-                    self._do(host, ["tc", "qdisc", "add", "dev", name, "root", "tbf", *self._bucket(speed)])
+                    if speed:
+                        self._do(host, ["tc", "qdisc", "add", "dev", name, "root", "tbf", *self._bucket(speed)])
         except BaseException:
             self.close()
             raise
@@ -171,8 +172,8 @@ def hosts(count, rate="1gbit", mtu=1500, slower=None):
     """Make ``count`` hosts, yield their ``Bed``, and remove them in any case.
 
     Args:
-      rate: the rate of each link in each direction, in the notation of ``tc``. It includes Ethernet headers: at an MTU
-        of 1500, TCP carries 1448 bytes in 1514.
+      rate: the rate of each link in each direction, in the notation of ``tc``; "" does not limit it. It includes
+        Ethernet headers: at an MTU of 1500, TCP carries 1448 bytes in 1514.
       mtu: the MTU of all links.
       slower: the rates of slower links, by the numbers of two hosts: ``{(0, 2): "200mbit"}``.
     Raises:

@@ -210,8 +210,12 @@ def ranks(n, function, *args, timeout_s=60.0, environment=None, check=True, begu
                 if not part:
                     open_.discard(reader)
         late = [rank for rank, reader in enumerate(pipes) if reader in open_]
-        if helper:
-            helper.result(30)  # before processes are reaped, since it may send signals to their numbers
+        problem = None
+        if helper:  # before processes are reaped, since it may send signals to their numbers
+            try:
+                helper.result(30)
+            except Exception as error:
+                problem = error
         for rank, reader in enumerate(pipes):
             if rank in late:
                 os.kill(pids[rank], signal.SIGKILL)
@@ -219,6 +223,9 @@ def ranks(n, function, *args, timeout_s=60.0, environment=None, check=True, begu
             results[rank] = pickle.loads(bytes(output[reader])) if output[reader] else Died(status)
         pids = []
         assert not late, f"ranks {late} did not end within {timeout_s} s: {results}"
+        if problem is not None:  # often because all ranks had failed before
+            problem.add_note("\n".join(f"rank {rank}: {_text(result)}" for rank, result in enumerate(results)))
+            raise problem
     finally:
         for pid in pids:
             with contextlib.suppress(OSError):
@@ -231,9 +238,13 @@ def ranks(n, function, *args, timeout_s=60.0, environment=None, check=True, begu
     if check:
         for rank, result in enumerate(results):
             if isinstance(result, (BaseException, Died)):
-                notes = "".join(getattr(result, "__notes__", []))
-                raise AssertionError(f"rank {rank}: {result!r}\n{notes}")  # noqa: TRY004
+                raise AssertionError(f"rank {rank}: {_text(result)}")  # noqa: TRY004
     return results
+
+
+def _text(result):
+    """Return a rank's result as text, with the traceback of an exception."""
+    return "\n".join([repr(result), *getattr(result, "__notes__", [])])
 
 
 class Moment:

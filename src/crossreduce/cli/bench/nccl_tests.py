@@ -192,32 +192,40 @@ def results(request: BenchRequest, rows: list[Row]) -> list[dict[str, Any]]:
 
 
 def ratios(rows: list[Row], peers: dict[str, list[Row]]) -> list[dict[str, Any]]:
-    """Return, for each row, each peer's median time divided by the row's. In-place times are used if there are any."""
+    """Return, for each row, each peer's median time divided by the row's. In-place times are used if there are any.
 
-    def median(row: Row) -> float:
-        return float(np.median((row.in_place or row.out_of_place).times_s))
+    ``times_us``: for each peer, and first for the rows themselves, their least, median and greatest time.
+    """
+
+    def times(row: Row) -> dict[str, float]:
+        stats = (row.in_place or row.out_of_place).per_iter()
+        return {key: stats[f"{key}_us"] for key in ("min", "p50", "max")}
 
     ratios_by_size = []
     for k, row in enumerate(rows):
-        by_peer = {name: median(theirs[k]) / median(row) for name, theirs in peers.items()}
-        ratios_by_size.append({"size": row.size, "root": str(row.root), "by_peer": by_peer})
+        times_us = {row.algorithm: times(row)} | {name: times(theirs[k]) for name, theirs in peers.items()}
+        by_peer = {name: times_us[name]["p50"] / times_us[row.algorithm]["p50"] for name in peers}
+        ratios_by_size.append({"size": row.size, "root": str(row.root), "by_peer": by_peer, "times_us": times_us})
     return ratios_by_size
 
 
 def ratio_lines(ratios_by_size: list[dict[str, Any]]) -> list[str]:
     """Return the lines of the footer with the result of ``ratios``."""
 
-    def line(size: object, root: str, cells: Iterable[str]) -> str:
-        return f"# {size:>10}  {root:>6}  " + "  ".join(f"{cell:>8}" for cell in cells)
+    def line(size: object, root: object, cells: Iterable[str]) -> str:
+        return f"# {size:>10}  {root:>6}  " + "  ".join(f"{cell:>30}" for cell in cells)
 
-    return [
-        "# Median times of the peers divided by those of crossreduce: above 1 crossreduce is faster",
-        line("size", "root", ratios_by_size[0]["by_peer"]),
-        *(
-            line(row["size"], row["root"], (f"{ratio:.2f}x" for ratio in row["by_peer"].values()))
-            for row in ratios_by_size
-        ),
+    lines = [
+        "# Median times of calls, us (fastest to slowest), and the peers' medians divided by those of crossreduce",
+        line("size", "root", ratios_by_size[0]["times_us"]),
     ]
+    for row in ratios_by_size:
+        texts = []
+        for name, each in row["times_us"].items():
+            spread = f"{_fit(each['p50'], 7)} ({_fit(each['min'], 7)} to {_fit(each['max'], 7)})"
+            texts.append(spread + (f" [{row['by_peer'][name]:.2f}x]" if name in row["by_peer"] else ""))
+        lines.append(line(row["size"], row["root"], texts))
+    return lines
 
 
 def now() -> str:

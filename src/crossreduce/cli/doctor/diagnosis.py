@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from operator import attrgetter
 from pathlib import Path
 from typing import Final
@@ -24,8 +24,11 @@ _FRACTION: Final = re.compile(r"(?<=:\d\d)\.\d+")  # the fraction of a second in
 _MAX_FINDINGS: Final = 20  # the most ranks that get a sentence each
 # The error if Ctrl-C ended a wait for a message. Only the error names this rank, since histories have no messages.
 _INTERRUPTED: Final = re.compile(r"rank ([0-9]{1,9}) was interrupted while it waited for a message ")
-# Frames of crossreduce.ranks, observe and torch, and of torch.distributed: shown only if a stack has no others.
-_INTERNAL: Final = re.compile(r"[/\\](crossreduce[/\\](ranks|observe|torch)|torch[/\\]distributed)[/\\]")
+# The ranks that are known to have died, if the error is about them, in the form of ``rank_list``.
+_DIED: Final = re.compile(r"ranks? ((?:[0-9]{1,9}(?:, |-)?)+)(?: \.\.\. \(\d+ in all\))? died ")
+# Frames of other packages and of Python: shown only if a stack has no others. A frame of a checkout of crossreduce is
+# one of a package, too.
+_PACKAGE: Final = re.compile(r"[/\\](site-packages|dist-packages|lib[/\\]python3[^/\\]*|crossreduce)[/\\]|^<")
 
 
 @dataclass(frozen=True)
@@ -38,7 +41,8 @@ class RankState:
     pid: int | None
     sequence: int  # the number of the rank's last call, or 0 if it made none
     text: str  # the op, dtype and shape of this call
-    state: str  # "running" or "finished" (the call), "left" (the group), "idle" (no call), "unknown" (no information)
+    # "running" or "finished" (the call), "left" (the group), "died", "idle" (no call), "unknown" (no information)
+    state: str
     seconds: float | None  # from the start of a running call, or the end of a finished one, to the host's first abort
     dumped: bool  # whether the rank wrote a dump
     stack: tuple[str, ...]  # the innermost functions of its main thread, the innermost first
@@ -79,14 +83,21 @@ def diagnose(dumps: Sequence[Dump]) -> Incident:
     first = min(newest.values(), key=lambda dump: (dump.time, dump.rank))  # of the rank that aborted first
     states = [state for k in range(len(first.hosts)) for state in _states(k, first.hosts[k], newest)]
     by_rank = {state.rank: state for state in sorted(states, key=lambda state: state.rank)}
+    for rank in _died(first.cause) & by_rank.keys():
+        if not by_rank[rank].dumped:  # a rank that wrote a dump has not died
+            by_rank[rank] = replace(by_rank[rank], state="died")
     states = list(by_rank.values())
     last = max(state.sequence for state in states)  # the number of the last call that any rank made
     text = next(state.text for state in states if state.sequence == last)
     missing = [state.rank for state in states if state.state == "unknown"]
-    late = [state.rank for state in states if state.state not in ("unknown", "left") and state.sequence < last]
+    ended = [state.rank for kind in ("left", "died") for state in states if state.state == kind]
+    late = [
+        rank for rank, each in by_rank.items() if each.state not in ("unknown", "left", "died") and each.sequence < last
+    ]
     match = _INTERRUPTED.match(first.cause)
     interrupted = [rank for rank in by_rank if match and rank == int(match[1])]
-    behind = interrupted or [state.rank for state in states if state.state == "left"] + late
+    has_died = any(state.state == "died" for state in states)
+    behind = interrupted or (ended if has_died else ended + late)
     if not behind:  # no rank is known to be behind: suspect those that are still in the last call and wrote no dump
         in_last = [state for state in states if state.sequence == last and state.state == "running"]
         behind = [state.rank for state in in_last if not state.dumped]
@@ -167,6 +178,17 @@ def _state(
 _sequence: Final = attrgetter("sequence")
 
 
+def _died(cause: str) -> set[int]:
+    """Return the ranks that died according to the error of the rank that aborted first.
+
+    >>> sorted(_died('ranks 0-2, 6 died during op 3, barrier, of group "0".')), _died("rank 1 left during op 3")
+    ([0, 1, 2, 6], set())
+    """
+    found = _DIED.match(cause)
+    runs = (run.split("-") for run in found[1].strip(", ").split(", ")) if found else ()
+    return {rank for run in runs for rank in range(int(run[0]), int(run[-1]) + 1)}
+
+
 def _finding(state: RankState, last: int, text: str, because: str, in_message: bool) -> str:
     """Return a sentence about a rank that is behind.
 
@@ -183,6 +205,8 @@ def _finding(state: RankState, last: int, text: str, because: str, in_message: b
     never_called = f"; it did not call op {last}, {text}."
     if in_message:
         line = f"{rank} was interrupted while it waited for a message."
+    elif state.state == "died":
+        line = f"{rank} died: its last call was op {state.sequence}, {state.text}." if state.text else f"{rank} died."
     elif state.state == "left":
         line = f"{rank} left the group after op {state.sequence}{f', {state.text}' if state.text else ''}."
     elif state.sequence == last:
@@ -199,8 +223,8 @@ def _finding(state: RankState, last: int, text: str, because: str, in_message: b
 
 
 def _stack(threads: tuple[Thread, ...]) -> tuple[str, ...]:
-    """Return the innermost functions of the main thread, the innermost first, without internal ones if others exist."""
+    """Return the innermost functions of the main thread, the innermost first: those of the user's code, if any."""
     frames = list(threads[0].stack) if threads else []
-    external = [frame for frame in frames if not _INTERNAL.search(frame.file)]
+    external = [frame for frame in frames if not _PACKAGE.search(frame.file)]
     shown = reversed((external or frames)[-_MAX_FRAMES:])
     return tuple(f"{frame.function} ({'/'.join(Path(frame.file).parts[-2:])}:{frame.line})" for frame in shown)

@@ -38,11 +38,20 @@ def at_least(least: int, option: str, value: int) -> int:
 
 
 def one_of(choices: Iterable[str], option: str, value: str) -> str:
-    """Return ``value``, or raise an ``ArgumentError`` if it is not one of the choices."""
+    """Return the choice that a text names, or raise an ``ArgumentError``. Case, "-" and "_" do not matter.
+
+    >>> one_of(["all_reduce", "reduce"], "--collective", "AllReduce"), one_of(["all_reduce"], "-c", "all-reduce")
+    ('all_reduce', 'all_reduce')
+    """
     choices = list(choices)
-    if value not in choices:
+    by_letters = {_letters(choice): choice for choice in choices}
+    if _letters(value) not in by_letters:
         raise ArgumentError(f'{option} must be one of {", ".join(choices)}, not "{value}".')
-    return value
+    return by_letters[_letters(value)]
+
+
+def _letters(name: str) -> str:
+    return name.lower().replace("-", "").replace("_", "")
 
 
 def split_list(text: str) -> list[str]:
@@ -117,7 +126,7 @@ def read_machine(
     Topology(8 devices, 32 links: cuda:0, cuda:1, cuda:2, cuda:3, cuda:4, cuda:5, cuda:6, cuda:7)
     """
     at_least(1, "--hosts", hosts)
-    one_of(SPEEDS, "--speeds", speeds)
+    speeds = one_of(SPEEDS, "--speeds", speeds)
     if text != "this" and not is_path(text):
         return Topology.machine(text, hosts, speeds=speeds, nics=nics, in_network=in_network)
     if (hosts, speeds, nics, in_network) != (1, "raw", None, False):

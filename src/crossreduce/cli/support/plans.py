@@ -52,8 +52,8 @@ OperationUs = Annotated[
 Granularity = Annotated[
     float | None,
     Option(
-        help="Percent of the rate that shares in powers of two may cost, so that a file fits most sizes; 0: exact "
-        "shares. Default: 2 in MSCCL and MSCCL++ files, else 0."
+        help="Percent of the rate that may be lost for shares that are powers of two, with which a file fits most "
+        "sizes; 0: exact shares. Default: 2 in MSCCL and MSCCL++ files, else 0."
     ),
 ]
 
@@ -169,8 +169,8 @@ def read_plan_request(
     operation_us: float | None,
 ) -> PlanRequest:
     """Check the values of the options, and return the request that they describe."""
-    one_of(COLLECTIVES, "--collective", collective)
-    one_of(ALGORITHMS, "--algorithm", algorithm)
+    collective = one_of(COLLECTIVES, "--collective", collective)
+    algorithm = one_of(ALGORITHMS, "--algorithm", algorithm)
     if operation_us is not None and not 0 <= operation_us <= 1e6:
         problem = "--operation-us must be a number of microseconds from 0 to 1000000."
         raise ArgumentError.of(problem, str(operation_us), "--operation-us 2")

@@ -66,7 +66,7 @@ def percent_text(share: float) -> str:
 def waiting_sentence(rank: int | None, share: float) -> str:
     """Return a sentence that names the rank for which the others wait, and for which share of their time, if any."""
     if rank is None:
-        return f"no rank keeps the others waiting for {percent_text(NOTEWORTHY)} of their time"
+        return f"no straggler: ranks wait for less than {percent_text(NOTEWORTHY)} of their time"
     return f"rank {rank} keeps the others waiting: {percent_text(share)} of their time"
 
 

@@ -69,7 +69,7 @@ def train(
     gradients are summed by all_reduce, and each replica updates its own copy
     of the parameters. The exit code is 1 if the copies differ in any bit.
     """
-    one_of(TRAINERS, "--framework", framework)
+    framework = one_of(TRAINERS, "--framework", framework)
     names = read_device_list("--devices", devices, partial(numbered_devices, framework))
     ops = AllReduceCrossDeviceOps(one_of(ALGORITHMS, "--algorithm", algorithm), at_least(0, "--num-packs", num_packs))
     at_least(1, "--epochs", epochs)
