@@ -76,7 +76,7 @@ def without(rendezvous, lost, timeout_s=20.0):
     meeting = type(rendezvous)(rendezvous.path, rendezvous.rank, rendezvous.size, f"addresses of {rendezvous.name}")
 
     def reached(cancelled, *_):
-        sockets = connected(meeting, cancelled, interfaces=["lo"])
+        sockets = connected(meeting, cancelled, interfaces=["lo"]).sockets
         far = [peer for peer in sockets if {peer, rendezvous.rank} in [set(pair) for pair in lost]]
         for peer in far:
             sockets.pop(peer).close()

@@ -23,14 +23,13 @@ from transport_laws import LAWS_OF_LINKS
 from crossreduce.errors import PeerLostError
 from crossreduce.ranks.transports import choice, tcp
 from crossreduce.ranks.transports.addresses import addresses, machine, reachable
-from crossreduce.ranks.transports.base import Links
 from crossreduce.ranks.transports.choice import open_transport
 from crossreduce.ranks.transports.strangers import MOST_UNKNOWN, Strangers
 from crossreduce.ranks.transports.tcp import TcpTransport, connect
 
 
-@pytest.mark.parametrize("name", ["tcp", "ucx", "page"])
-def test_transports_obey_the_laws(name, monkeypatch):
+@pytest.mark.parametrize(("name", "count"), [("tcp", 1), ("tcp", 4), ("ucx", 1), ("page", 1)])
+def test_transports_obey_the_laws(name, count, monkeypatch):
     """Messages are ordered and unchanged, waits time out, and aborts end waits. ``test_mpi`` checks this for MPI.
 
     "page" is the plug-in of docs/how-to/rdma.md."""
@@ -39,8 +38,7 @@ def test_transports_obey_the_laws(name, monkeypatch):
     monkeypatch.setattr(choice, "_others", lambda: {"page": SimpleNamespace(load=lambda: page)})
 
     def rank(rendezvous, law):
-        links = Links(rendezvous.rank, connected(rendezvous), (), threading.Event())
-        transport = open_transport(name, links)
+        transport = open_transport(name, connected(rendezvous, count=count))
         law(transport, rendezvous)
         with contextlib.suppress(PeerLostError):  # one of the laws aborts the group
             rendezvous.all_gather(b"")
@@ -69,7 +67,7 @@ def test_strangers_and_dead_addresses_do_not_disturb_connections():
                 wrong, silent = (socket.create_server((f"127.0.0.{k}", port)) for k in (2, 3))
                 threading.Thread(target=answer_wrongly, args=(wrong,), daemon=True).start()
                 kept.extend((wrong, silent))
-                for guess in (b"",) * 100 + (b"GET / HTTP/1.0\r\n\r\n", b"\1\0\0\0" + bytes(32), b"x" * 36):
+                for guess in (b"",) * 100 + (b"GET / HTTP/1.0\r\n\r\n", b"\1\0\0\0" + bytes(33), b"x" * 37):
                     kept.append(socket.create_connection(("127.0.0.1", port)))
                     kept[-1].sendall(guess)
             published = [f"127.0.0.{k}" for k in (4, 3, 2, 1)]
@@ -77,7 +75,7 @@ def test_strangers_and_dead_addresses_do_not_disturb_connections():
 
         cancelled, read = threading.Event(), payloads.__getitem__
         sockets = connect(rendezvous.rank, range(3), publish, read, cancelled, listen_at="127.0.0.1")
-        transport = TcpTransport(sockets)
+        transport = TcpTransport({other: each[0] for other, each in sockets.items()})
         transport_laws.messages_arrive_in_order(transport, rendezvous)
         transport.close()
 
@@ -113,7 +111,8 @@ class Meeting:
 
     def _run(self, publish):
         with contextlib.suppress(ConnectionError):  # the test has failed
-            self.sockets |= connect(0, range(3), publish, None, self.cancelled, listen_at="127.0.0.1")
+            made = connect(0, range(3), publish, None, self.cancelled, listen_at="127.0.0.1")
+            self.sockets |= {rank: each[0] for rank, each in made.items()}
 
     def __enter__(self):
         return self
@@ -128,15 +127,15 @@ class Meeting:
         timer = threading.Timer(patience_s, cancelled.set)
         timer.start()
         try:
-            return connect(rank, (0, rank), lambda _: None, lambda _: self.payload, cancelled)[0]
+            return connect(rank, (0, rank), lambda _: None, lambda _: self.payload, cancelled)[0][0]
         finally:
             timer.cancel()
 
     def greeting(self, rank):
         """Return what a rank sends first, and a function that returns what it sends after the answer."""
         key, own, end = bytes.fromhex(self.key), os.urandom(16), ("127.0.0.1", self.port)
-        hello = tcp._HELLO.pack(rank, own, tcp._proof(key, "hello", (rank, 0), end, own))
-        return hello, lambda answer: tcp._proof(key, "use", (rank, 0), end, own + answer[:16])
+        hello = tcp._HELLO.pack(rank, 0, own, tcp._proof(key, "hello", (rank, 0), 0, end, own))
+        return hello, lambda answer: tcp._proof(key, "use", (rank, 0), 0, end, own + answer[:16])
 
     def stranger(self, sent=b""):
         """Return a connection over which a program has sent something."""
@@ -251,7 +250,7 @@ def test_a_forked_process_does_not_keep_connections_open():
     """The end of a rank's connections is noticed at once, although a process that the rank has forked lives on."""
 
     def rank(rendezvous):
-        transport = TcpTransport(connected(rendezvous))
+        transport = TcpTransport(connected(rendezvous).sockets)
         if rendezvous.rank == 0:
             child = os.fork()
             if child == 0:
@@ -301,7 +300,7 @@ def test_a_host_that_vanishes_is_noticed_and_a_rank_that_reads_nothing_is_kept(m
             vanish(far)
         with pytest.raises(ConnectionError, match=r"rank 1 was lost: its host has not answered for 1 s"):
             lost.wait(60)
-        nbytes = data.size + 16  # with the header
+        nbytes = data.size + 32  # with the header
         reader = threading.Thread(target=stopped.recv, args=(nbytes, socket.MSG_WAITALL))
         reader.start()
         kept.wait(60)
@@ -318,7 +317,9 @@ def test_a_lost_connection_is_noticed_behind_a_large_message(reset):
         far, _ = listener.accept()
     transport, memory = TcpTransport({1: near}), np.zeros(8, np.uint8)
     pending = transport.receive(memory.ctypes.data, 8, 1, 1)
-    far.sendall(struct.pack("<QQ", 0, 2 << 20) + bytes(1000))  # tag 0, 2 MiB, of which only 1000 bytes are sent
+    far.sendall(
+        struct.pack("<QQQII", 0, 2 << 20, 0, 0, 0) + bytes(1000)
+    )  # tag 0, 2 MiB, of which only 1000 bytes are sent
     if reset:  # ``close`` then sends RST in place of FIN
         far.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
     threading.Timer(0.2, far.close).start()
