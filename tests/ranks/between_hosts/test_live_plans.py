@@ -140,9 +140,9 @@ def stalls(rendezvous, lost, late, patience_s):
     me, payloads, published = rendezvous.rank, [], {}
     try_to_connect = tcp._Meeting._try
 
-    def unanswered(meeting, peer, target):
-        if {me, peer} != lost:
-            try_to_connect(meeting, peer, target)
+    def unanswered(meeting, link, target):
+        if {me, link[0]} != lost:
+            try_to_connect(meeting, link, target)
 
     def stalled(missing):
         rendezvous.query("put", [("stalled", me)], list(missing))

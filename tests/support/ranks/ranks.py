@@ -141,7 +141,10 @@ class SocketRendezvous:
 
 
 def connected(rendezvous, cancelled=None, **options):
-    """Return ``Links`` to all other ranks. All ranks must call this together. ``options``: those of ``tcp.connect``."""
+    """Return ``Links`` to all other ranks. All ranks must call this together. ``options``: those of ``tcp.connect``.
+
+    By default, CROSSREDUCE_SOCKETS says how many connections are made.
+    """
     from crossreduce.ranks.transports import tcp
     from crossreduce.ranks.transports.base import Links
 
@@ -152,6 +155,7 @@ def connected(rendezvous, cancelled=None, **options):
 
     cancelled = cancelled or threading.Event()
     read = payloads.__getitem__
+    options.setdefault("count", int(os.environ.get("CROSSREDUCE_SOCKETS") or 1))
     made = tcp.connect(rendezvous.rank, range(rendezvous.size), publish, read, cancelled, **options)
     further = {rank: each[1:] for rank, each in made.items()}
     return Links(rendezvous.rank, {rank: each[0] for rank, each in made.items()}, (), cancelled, further)

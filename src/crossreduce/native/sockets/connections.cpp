@@ -5,9 +5,11 @@
 #include <algorithm>
 #include <cerrno>
 #include <cstring>
+#include <linux/sockios.h>
 #include <netinet/in.h>
 #include <netinet/tcp.h>
 #include <poll.h> // POLLRDHUP needs _GNU_SOURCE, which g++ and clang++ define
+#include <sys/ioctl.h>
 #include <sys/socket.h>
 #include <sys/uio.h>
 #include <unistd.h>
@@ -27,7 +29,7 @@ constexpr uint64_t LEAST_PART = 1 << 16, MOST_PART = 1 << 20; // bytes of a part
 constexpr uint64_t PARTS_PER_LANE = 4;          // of a very large message, so that a slow lane may send fewer of them
 // Trials whether several lanes are faster: each of one and of all lanes moves so many bytes, and takes so long at least.
 constexpr int64_t TRIAL_NBYTES = 8 << 20, TRIAL_US = 40000;
-constexpr int64_t FIRST_PAUSE = 256 << 20, MOST_PAUSE = int64_t{16} << 30; // bytes until the next trials
+constexpr int64_t FIRST_PAUSE = 1 << 30, MOST_PAUSE = int64_t{16} << 30; // bytes until the next trials
 constexpr double FASTER = 1.25;                // at least, if several lanes shall be used
 
 using State = Message::State;
@@ -69,8 +71,8 @@ Connections::Progress Connections::progress_of(int socket) {
     return {counts[15], counts[21], counts[22]}; // tcpi_bytes_acked, tcpi_busy_time, tcpi_rwnd_limited
 }
 
-Connections::Connections(std::vector<int> ranks, std::vector<int> sockets, int64_t limit_ns, bool measures)
-    : silent_ns(limit_ns), measures(measures) {
+Connections::Connections(std::vector<int> ranks, std::vector<int> sockets, int64_t limit_ns, bool chooses)
+    : silent_ns(limit_ns), measures(chooses) {
     const size_t lanes = ranks.empty() ? 0 : sockets.size() / ranks.size();
     for (size_t k = 0; k < ranks.size(); k++) {
         peers.emplace_back();
@@ -78,7 +80,7 @@ Connections::Connections(std::vector<int> ranks, std::vector<int> sockets, int64
         peer.rank = ranks[k];
         peer.lanes.resize(lanes);
         for (size_t lane = 0; lane < lanes; lane++) peer.lanes[lane].socket = sockets[k * lanes + lane];
-        peer.used = measures ? 1 : lanes;
+        peer.used = chooses ? 1 : lanes;
         peer.until_choice = TRIAL_NBYTES, peer.pause = FIRST_PAUSE;
     }
 }
@@ -122,8 +124,7 @@ void Connections::begin_send(Peer &peer, const std::shared_ptr<Message> &message
     }
     first.out.push_back({message, header, 0});
     if (first.out.size() == 1) write_to(peer, first);
-    for (size_t k = 1; k < peer.used && peer.state == State::done && !peer.rest.empty(); k++)
-        if (peer.lanes[k].out.empty()) write_to(peer, peer.lanes[k]);
+    if (!peer.rest.empty()) hand_out(peer);
 }
 
 std::shared_ptr<Message> Connections::receive(int index, uint64_t tag, char *data, int64_t nbytes) {
@@ -162,23 +163,32 @@ void Connections::deliver(Peer &peer, Inbox &inbox, Arrival &arrival) {
     for (auto &all = inbox.arrivals; !all.empty() && all.front().complete && all.front().wanted != nullptr; inbox.first++) all.pop_front();
 }
 
-// Give a lane the next part to send. Return false if there is none.
-bool Connections::begin_part(Peer &peer, Lane &lane) {
-    if (!lane.out.empty()) return true;
-    if (peer.rest.empty() || static_cast<size_t>(&lane - peer.lanes.data()) >= peer.used) return false;
-    MessageHeader &rest = peer.rest.front().header;
-    lane.out.push_back(peer.rest.front());
-    rest.offset += rest.part;
-    if (rest.offset >= rest.nbytes) {
-        MessageHeader &last = lane.out.back().header;
-        last.part = static_cast<uint32_t>(last.nbytes - last.offset);
-        peer.rest.pop_front();
+// Give parts of large messages to lanes. The next part is for the lane of which the other host has the most acknowledged: the
+// system accepts more than it can send, and a slow lane shall get fewer parts. It waits until that lane can send it.
+void Connections::hand_out(Peer &peer) {
+    std::vector<int64_t> unacknowledged(peer.used);
+    for (size_t k = 0; k < peer.used; k++) {
+        int nbytes = 0;
+        if (ioctl(peer.lanes[k].socket, SIOCOUTQ, &nbytes) == 0) unacknowledged[k] = nbytes;
+        for (const Part &each : peer.lanes[k].out) unacknowledged[k] += static_cast<int64_t>(each.header.follows());
     }
-    return true;
+    while (!peer.rest.empty()) {
+        const auto least = std::min_element(unacknowledged.begin(), unacknowledged.end());
+        Lane &lane = peer.lanes[static_cast<size_t>(least - unacknowledged.begin())];
+        if (!lane.out.empty()) return;
+        Part next = peer.rest.front();
+        MessageHeader &rest = peer.rest.front().header;
+        next.header.part = static_cast<uint32_t>(std::min<uint64_t>(rest.part, rest.nbytes - rest.offset));
+        rest.offset += rest.part;
+        if (rest.offset >= rest.nbytes) peer.rest.pop_front();
+        *least += next.header.part;
+        lane.out.push_back(std::move(next));
+        write_to(peer, lane);
+    }
 }
 
 void Connections::write_to(Peer &peer, Lane &lane) {
-    while (begin_part(peer, lane)) {
+    while (!lane.out.empty()) {
         iovec parts[MOST_PARTS];
         size_t count = 0;
         for (Part &each : lane.out) {
@@ -269,7 +279,8 @@ void Connections::read_from(Peer &peer, Lane &lane) {
         size_t count = 0;
         if (lane.active) {
             Arrival &arrival = *lane.into;
-            char *to = (arrival.early.empty() ? arrival.wanted->data : arrival.early.data()) + lane.header.offset + lane.moved;
+            const bool is_early = arrival.wanted == nullptr || !arrival.early.empty();
+            char *to = (is_early ? arrival.early.data() : arrival.wanted->data) + lane.header.offset + lane.moved;
             const uint64_t left = lane.header.follows() - lane.moved;
             const size_t taken = std::min<uint64_t>(left, lane.staged_end - lane.staged_begin);
             if (taken > 0) std::memcpy(to, lane.staged.data() + lane.staged_begin, taken);
@@ -397,11 +408,12 @@ bool Connections::progress() {
 
 void Connections::move() {
     for (Peer &peer : peers) {
-        bool reads_all = false; // the parts of a message
-        for (Lane &lane : peer.lanes) {
-            if (peer.state != State::done) break;
-            write_to(peer, lane);
-            if (peer.state == State::done && (reads_all || &lane == peer.lanes.data())) read_from(peer, lane);
+        if (peer.state != State::done) continue;
+        for (Lane &lane : peer.lanes) write_to(peer, lane);
+        if (!peer.rest.empty()) hand_out(peer);
+        bool reads_all = true; // also the lanes that only have parts
+        for (size_t k = 0; k < peer.lanes.size() && reads_all; k++) {
+            read_from(peer, peer.lanes[k]);
             reads_all = peer.divided > 0;
         }
         // What the other lanes still have of the last messages is read before the peer is lost.

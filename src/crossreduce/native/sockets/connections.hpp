@@ -142,7 +142,7 @@ class Connections {
     bool begin_incoming(Peer &peer, Lane &lane);
     void finish_incoming(Peer &peer, Lane &lane);
     static void deliver(Peer &peer, Inbox &inbox, Arrival &arrival);
-    bool begin_part(Peer &peer, Lane &lane);
+    void hand_out(Peer &peer);
     void choose_lanes(Peer &peer, uint64_t nbytes);
     static Progress progress_of(int socket);
 
