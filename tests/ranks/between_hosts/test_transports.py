@@ -2,12 +2,14 @@
 
 import contextlib
 import ctypes
+import fcntl
 import json
 import os
 import select
 import signal
 import socket
 import struct
+import termios
 import threading
 import time
 from queue import Queue
@@ -275,6 +277,86 @@ def connected_pair():
     with socket.create_server(("127.0.0.1", 0)) as listener:
         near = socket.create_connection(listener.getsockname())
         return near, listener.accept()[0]
+
+
+def part_of(nbytes, data, offset=0, number=0, tag=0, divided=False):
+    """Return a part of a message of ``nbytes`` bytes, as connections carry it."""
+    return struct.pack("<QQQII", tag, nbytes, offset, number, len(data) if divided else 0) + data
+
+
+FAREWELL = struct.pack("<QQQII", 2**64 - 1, 0, 0, 0, 0)
+
+
+@contextlib.contextmanager
+def two_connections():
+    """Yield a transport with two connections to rank 1, and their other ends."""
+    (near, far), (second_near, second_far) = connected_pair(), connected_pair()
+    transport = TcpTransport({1: near}, further={1: [second_near]})
+    with far, second_far:
+        yield transport, far, second_far
+        transport.close()
+
+
+def test_parts_of_messages_may_arrive_in_any_order():
+    """Messages of one tag are received in order, whatever the order of their parts on two connections. What is still on
+    one of them when the rank leaves over the other one is received, too."""
+    nbytes = 300000
+    first, second = (content.tobytes() for content in (transport_laws.content(1, 0, 0, k, nbytes) for k in range(2)))
+    with two_connections() as (transport, far, second_far):
+        into = np.zeros((3, nbytes), np.uint8)
+        far.sendall(part_of(8, bytes(range(8)), tag=1) + part_of(nbytes, second[:100], number=1, divided=True))
+        second_far.sendall(part_of(nbytes, second[100:], 100, 1, divided=True))
+        transport.receive(into[2].ctypes.data, 8, 1, 1).wait(20)
+        pending = [transport.receive(each.ctypes.data, nbytes, 1, 0) for each in into]
+        far.sendall(part_of(nbytes, first[:70000], divided=True) + FAREWELL)
+        far.shutdown(socket.SHUT_WR)
+        pending[1].wait(20)  # it reads all that has arrived
+        second_far.sendall(part_of(nbytes, first[70000:], 70000, divided=True))
+        second_far.shutdown(socket.SHUT_WR)
+        pending[0].wait(20)
+        with pytest.raises(ConnectionResetError):
+            pending[2].wait(20)
+    assert [each.tobytes() for each in into[:2]] == [first, second]
+
+
+@pytest.mark.parametrize("sends", [True, False])
+def test_a_rank_is_lost_if_one_of_its_connections_is(sends):
+    """If the second of two connections ends while a message is under way, the message fails at once, and both ranks
+    notice it on the first one."""
+    data = np.zeros(32 << 20, np.uint8)
+    with two_connections() as (transport, far, second_far):
+        if sends:
+            pending = transport.send(data.ctypes.data, data.nbytes, 1, 0)
+        else:
+            pending = transport.receive(data.ctypes.data, data.nbytes, 1, 0)
+            far.sendall(part_of(data.nbytes, bytes(100), divided=True))
+        second_far.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # ``close`` sends RST
+        threading.Timer(0.2, second_far.close).start()
+        with pytest.raises(ConnectionError, match="rank 1 was lost"):
+            pending.wait(20)
+        far.settimeout(20)
+        with contextlib.suppress(ConnectionError):
+            while far.recv(1 << 20):
+                pass
+
+
+@pytest.mark.parametrize("measures", [False, True])
+def test_small_messages_use_one_connection(measures):
+    """Small messages neither write to the second connection nor read from it, so they take no more system calls."""
+    (near, far), (second_near, second_far) = connected_pair(), connected_pair()
+    with far, second_far, second_near.dup() as own:
+        transport = TcpTransport({1: near}, further={1: [second_near]}, measures=measures)
+        waiting = part_of(1 << 16, bytes(100))
+        second_far.sendall(waiting)
+        data = np.zeros(1 << 16, np.uint8)
+        for number in range(20):
+            far.sendall(part_of(data.nbytes, data.tobytes(), number=number))
+            transport.receive(data.ctypes.data, data.nbytes, 1, 0).wait(20)
+            transport.send(data.ctypes.data, data.nbytes, 1, 0).wait(20)
+            assert len(far.recv(data.nbytes + 32, socket.MSG_WAITALL)) == data.nbytes + 32
+        unread = struct.unpack("i", fcntl.ioctl(own, termios.FIONREAD, bytes(4)))[0]
+        assert (unread, select.select([second_far], [], [], 0)[0]) == (len(waiting), [])
+        transport.close()
 
 
 def vanish(far):

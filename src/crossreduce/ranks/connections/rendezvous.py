@@ -273,6 +273,7 @@ class ConnectionStore:
             self._listen_at,
             tcp.PATIENCE_S if self._is_beyond is None else _BEYOND_S,
             count,
+            next(ranks.index(self._rank) for ranks in hosts if self._rank in ranks),
         )
         unreached = [peer for peer in peers if peer not in sockets and peer != self._rank]
         first = {peer: each[0] for peer, each in sockets.items()}

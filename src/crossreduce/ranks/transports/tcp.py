@@ -24,7 +24,7 @@ from types import MappingProxyType
 from typing import Any, Final, TypeAlias
 
 from ... import kernels
-from .addresses import addresses, end_text, machine, reachable
+from .addresses import addresses, by_rail, end_text, machine, rails, reachable
 from .base import PendingMessage
 from .strangers import MOST_UNKNOWN, Strangers
 
@@ -142,6 +142,7 @@ def connect(
     listen_at: str = "",
     patience_s: float = PATIENCE_S,
     count: int = 1,
+    place: int = 0,
 ) -> dict[int, list[socket.socket]]:
     """Return connected sockets for each other rank. Each of them calls this, too, with a list that contains ``rank``.
 
@@ -157,6 +158,7 @@ def connect(
       listen_at: the only address of this host at which it listens. "" means all addresses of ``interfaces``.
       patience_s: the seconds after which a connection that is not made yet may be impossible.
       count: how many connections are made to each rank, at most 255; the same on all ranks.
+      place: the number of this rank among those of its host. See ``rails``, over which connections are spread.
     Raises:
       ConnectionError: ``cancelled`` was set before all connections were made, or no interface has an address.
     """
@@ -170,15 +172,17 @@ def connect(
             stack.enter_context(listener)
         port = 0 if listener is None else listener.getsockname()[1]
         own = [listen_at] if listen_at else addresses(interfaces)
+        spread = rails(interfaces, place)
         publish(json.dumps([own, port, key.hex(), machine()]).encode())
         expected = [(peer, number) for peer in others if peer > rank for number in range(count)]
         meeting = stack.enter_context(_Meeting(rank, key, expected, listener))
         for peer in others:
             if peer < rank:
                 published, peer_port, peer_key, where = json.loads(read(peer))
-                targets = [(each, peer_port) for each in reachable(published, where)]
+                there = reachable(published, where)
                 for number in range(count):
-                    meeting.reach((peer, number), targets, bytes.fromhex(peer_key))
+                    there = by_rail(there, spread[number % len(spread)]) if len(spread) > 1 else there
+                    meeting.reach((peer, number), [(each, peer_port) for each in there], bytes.fromhex(peer_key))
         given_up: set[int] = set()
         check_at = time.monotonic() + patience_s
         while missing := [peer for peer in others if len(meeting.of(peer)) < count and peer not in given_up]:
