@@ -24,7 +24,7 @@ constexpr uint64_t MOST_EARLY_NBYTES = 1 << 20; // of a message that is read bef
 constexpr size_t MOST_PARTS = 16;              // of one call to the system
 constexpr int LEAST_REPEATS = 2;               // a packet or its answer may be lost
 constexpr int64_t SHARED_WAIT_NS = 1000000;    // of several threads that wait, one may move another one's message
-constexpr uint64_t LARGE_NBYTES = 1 << 16;      // a message with more bytes may use several lanes
+constexpr uint64_t LARGE_NBYTES = 1 << 18;      // a message with so many bytes, that is, four parts, may use several lanes
 constexpr uint64_t LEAST_PART = 1 << 16, MOST_PART = 1 << 20; // bytes of a part
 constexpr uint64_t PARTS_PER_LANE = 4;          // of a very large message, so that a slow lane may send fewer of them
 // Trials whether several lanes are faster: each of one and of all lanes moves so many bytes, and takes so long at least.
@@ -115,9 +115,9 @@ void Connections::begin_send(Peer &peer, const std::shared_ptr<Message> &message
     header.number = peer.numbers[header.tag]++;
     peer.sending++;
     const uint64_t nbytes = header.nbytes;
-    if (nbytes > LARGE_NBYTES && peer.lanes.size() > 1 && measures) choose_lanes(peer, nbytes);
+    if (nbytes >= LARGE_NBYTES && peer.lanes.size() > 1 && measures) choose_lanes(peer, nbytes);
     Lane &first = peer.lanes.front();
-    if (nbytes > LARGE_NBYTES && peer.used > 1) {
+    if (nbytes >= LARGE_NBYTES && peer.used > 1) {
         header.part = static_cast<uint32_t>(std::clamp(nbytes / (peer.used * PARTS_PER_LANE), LEAST_PART, MOST_PART));
         peer.rest.push_back({message, header, 0});
         peer.rest.back().header.offset = header.part;
@@ -378,7 +378,8 @@ Message::State Connections::wait(Message &message, int64_t until_ns) {
         move();
         int64_t left = std::min(until_ns - now_ns(), longest_sleep());
         if (message.state != State::pending || until_ns <= now_ns()) break;
-        if (waiters > 1) left = std::min(left, SHARED_WAIT_NS);
+        const auto has_rest = [](const Peer &peer) { return !peer.rest.empty(); }; // another lane may have become the best one
+        if (waiters > 1 || std::any_of(peers.begin(), peers.end(), has_rest)) left = std::min(left, SHARED_WAIT_NS);
         polled.clear();
         for (const Peer &peer : peers)
             for (const Lane &lane : peer.lanes)
