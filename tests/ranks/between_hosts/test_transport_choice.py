@@ -114,7 +114,7 @@ def joined(rendezvous, port):
         ({"CROSSREDUCE_TRANSPORT": "ucx"}, {"CROSSREDUCE_TRANSPORT": "ucx", "UCX_TLS": "rc"}, "rank 1.*UCX cannot"),
         (
             {"CROSSREDUCE_SOCKETS": "2"},
-            {},
+            {"CROSSREDUCE_SOCKETS": ""},
             "MismatchError: the ranks want different numbers of connections .* 2 on rank 0; unset on rank 1",
         ),
         *(

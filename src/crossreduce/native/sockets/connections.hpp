@@ -72,6 +72,7 @@ class Connections {
     const int64_t silent_ns;
 
   protected:
+    static constexpr int64_t TRIAL_NBYTES = 8 << 20; // that a trial moves at least
     struct Arrival { // a message that is expected, or arrives
         std::shared_ptr<Message> wanted; // null: it is not expected yet
         std::vector<char> early;         // its bytes, if it began to arrive before it was expected
@@ -117,7 +118,7 @@ class Connections {
         // How many lanes large messages use, and how this is found out (see `choose_lanes`)
         size_t used = 1;
         enum class Trial { of_one, of_all, none } trial = Trial::of_one;
-        int64_t until_choice, pause; // bytes
+        int64_t until_choice = TRIAL_NBYTES, pause = int64_t{1} << 30; // bytes; the latter from trials to the next ones
         double speed_of_one = 0;
     };
 
