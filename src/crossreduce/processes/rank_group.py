@@ -213,7 +213,7 @@ def make_group(store: StoreClient, rank: int, size: int, settings: Settings, ori
     def connected(cancelled: threading.Event, hosts: Hosts, transport: str) -> Transport:
         part = StorePart(store, "tcp/")
         connections = ConnectionStore(part, rank, cancelled, settings.listen_at, origin.is_beyond)
-        return open_transport(transport, connections.connect(hosts))
+        return open_transport(transport, connections.connect(hosts, transport))
 
     name, timeout_s, listen_at = settings.name, settings.timeout_s, settings.listen_at
     try:

@@ -48,7 +48,7 @@ def connect(
 
     def connected(cancelled: threading.Event, hosts: tuple[tuple[int, ...], ...], transport: str) -> Transport:
         connections = ConnectionStore(dist.PrefixStore("tcp/", store), rank, cancelled, is_beyond=origin.is_beyond)
-        links = connections.connect(hosts)
+        links = connections.connect(hosts, transport)
         carrier = open_transport(transport, links)
         lazy = len(hosts) > 1 and connections.any_of_all(bool(links.unreached), size)
         inner = CancellableStore(dist.PrefixStore("gloo/", store), cancelled)

@@ -153,3 +153,40 @@ def test_gloo_does_not_use_a_loopback_address_between_hosts():
     """If the name of a host means a loopback address there, other hosts are not told to connect to this address."""
     with namespaces.hosts(2) as bed:
         assert ranks(2, without_an_interface, bed) == [[1.0] * 3] * 2
+
+
+def connections_in_use(rendezvous, bed, nbytes):
+    """Sum arrays of two hosts, ``nbytes`` in all. Return how many connections large messages use then, and how many the
+    two ranks have over the first and over the second interface."""
+    me = rendezvous.rank
+    namespaces.enter(bed.holders[me].pid)
+    with processes.join(me, 2, f"{bed.addresses[0]}:29500", timeout_s=60) as group:
+        x = np.arange(2 * MIB, dtype=np.float32) % 1021
+        for _ in range(nbytes // x.nbytes):
+            assert np.array_equal(group.all_reduce(x * 2**me), 3 * x)
+        lines = Path("/proc/self/net/tcp").read_text() + Path("/proc/self/net/tcp6").read_text()
+        ours = [line.split() for line in lines.splitlines() if " 01 " in line]  # established
+        over = [sum(each[1].split(":")[0].endswith(f"00{network}0A") for each in ours) for network in ("D5", "D6")]
+        lanes = group.communicator._own_transport.connections.lanes(1 - me)
+        group.barrier()
+    return lanes, over
+
+
+@pytest.mark.parametrize(("limit", "lanes"), [("of each connection", 4), ("of the link", 1)])
+def test_several_connections_are_used_where_they_are_faster(limit, lanes):
+    """Ranks find out whether four connections are faster than one: not if the link itself is what limits the rate."""
+    with namespaces.hosts(2, rate="200mbit") as bed:
+        if limit == "of each connection":
+            bed.limit_connections(0, 1, "50mbit", "200mbit")
+        found = ranks(2, connections_in_use, bed, 48 * MIB, environment=[{"CROSSREDUCE_SOCKETS": ""}] * 2)
+        assert [used for used, _ in found] == [lanes, lanes]
+
+
+def test_connections_are_spread_over_the_named_interfaces():
+    """Every second one of four connections uses the second of two interfaces, if both are named."""
+    for rule, count in (("link", 2), ("=link0", 0)):
+        with namespaces.hosts(2, rate="1gbit") as bed:
+            bed.add_link(0, 1)
+            environment = [{"CROSSREDUCE_IFNAME": rule, "CROSSREDUCE_SOCKETS": "4"}] * 2
+            found = ranks(2, connections_in_use, bed, 8 * MIB, environment=environment)
+        assert [(lanes, over[1]) for lanes, over in found] == [(4, count), (4, count)]

@@ -76,7 +76,7 @@ def without(rendezvous, lost, timeout_s=20.0):
     meeting = type(rendezvous)(rendezvous.path, rendezvous.rank, rendezvous.size, f"addresses of {rendezvous.name}")
 
     def reached(cancelled, *_):
-        sockets = connected(meeting, cancelled, interfaces=["lo"])
+        sockets = connected(meeting, cancelled, interfaces=["lo"]).sockets
         far = [peer for peer in sockets if {peer, rendezvous.rank} in [set(pair) for pair in lost]]
         for peer in far:
             sockets.pop(peer).close()
@@ -140,9 +140,9 @@ def stalls(rendezvous, lost, late, patience_s):
     me, payloads, published = rendezvous.rank, [], {}
     try_to_connect = tcp._Meeting._try
 
-    def unanswered(meeting, peer, target):
-        if {me, peer} != lost:
-            try_to_connect(meeting, peer, target)
+    def unanswered(meeting, link, target):
+        if {me, link[0]} != lost:
+            try_to_connect(meeting, link, target)
 
     def stalled(missing):
         rendezvous.query("put", [("stalled", me)], list(missing))

@@ -59,6 +59,7 @@ def test_names_of_transports(monkeypatch):
 def test_ucx_is_chosen_where_an_rdma_device_is_active(monkeypatch, tmp_path):
     """A device without an active port does not count. Without a library, or with an old one, TCP is taken."""
     monkeypatch.setattr(ucx, "_DEVICES", tmp_path)
+    monkeypatch.delenv("CROSSREDUCE_SOCKETS", raising=False)
     assert not ucx.has_device()
     state = tmp_path / "mlx5_0" / "ports" / "1" / "state"
     state.parent.mkdir(parents=True)
@@ -111,6 +112,15 @@ def joined(rendezvous, port):
             "rank 1.*UCX cannot",
         ),
         ({"CROSSREDUCE_TRANSPORT": "ucx"}, {"CROSSREDUCE_TRANSPORT": "ucx", "UCX_TLS": "rc"}, "rank 1.*UCX cannot"),
+        (
+            {"CROSSREDUCE_SOCKETS": "2"},
+            {"CROSSREDUCE_SOCKETS": ""},
+            "MismatchError: the ranks want different numbers of connections .* 2 on rank 0; unset on rank 1",
+        ),
+        *(
+            ({}, {"CROSSREDUCE_SOCKETS": each}, f"rank 1: CROSSREDUCE_SOCKETS is not a number .*'{each}'.* 1 to 64")
+            for each in ("65", "-1", "four", "1.0", "\u0664")
+        ),
     ],
 )
 def test_ranks_that_cannot_use_the_same_transport_raise_one_error(first, second, text):
@@ -119,7 +129,7 @@ def test_ranks_that_cannot_use_the_same_transport_raise_one_error(first, second,
     one, other = ranks(2, joined, free_port(), environment=environment)
     assert one == other
     assert re.search(text, one, re.DOTALL), one
-    assert "CROSSREDUCE_TRANSPORT" in one
+    assert next(iter(second or first)) in one
 
 
 def with_fork(rendezvous, port):
@@ -199,9 +209,46 @@ def test_interfaces_are_chosen_by_the_rules_of_nccl(monkeypatch, rule, chosen):
     """Prefixes, exact names with "=", and exclusions with "^". A rule that selects nothing raises an error."""
     names = ["lo", "eth0", "eth1", "eth10", "ib0", "docker0", "down0"]
     monkeypatch.setattr(addresses.socket, "if_nameindex", lambda: [*enumerate(names, 1)])
-    monkeypatch.setattr(addresses, "_has_address", lambda name: name not in ("down0", "eth1" if rule == "eth" else ""))
+    down = ("down0", "eth1" if rule == "eth" else "")
+    monkeypatch.setattr(addresses, "_addresses_of", lambda name: [] if name in down else ["10.0.0.1"])
     if chosen is None:
         with pytest.raises(ArgumentError, match=r"(?s)CROSSREDUCE_IFNAME selects no interface.*one of lo, eth0"):
             addresses.chosen_interfaces(rule)
     else:
         assert addresses.chosen_interfaces(rule) == chosen
+
+
+@pytest.mark.parametrize(
+    ("named", "cpus", "place", "chosen"),
+    [
+        ([], {0, 1, 4}, 0, ["eth0", "eth1"]),  # as fast as that of the default route
+        ([], {0, 1, 4}, 1, ["eth1", "eth0"]),
+        ([], {0, 1}, 1, ["eth0"]),  # the rail of NUMA node 0
+        ([], {5}, 0, ["eth1"]),
+        (["docker0"], {0}, 0, ["docker0"]),  # no interface of those that are named is on a known node
+        (["eth2", "eth1", "down0"], {0, 1, 4}, 3, ["eth1", "eth2"]),
+        (["eth0", "eth1", "eth2"], {4}, 1, ["eth2", "eth1"]),
+    ],
+)
+def test_connections_are_spread_over_equal_interfaces_of_the_numa_node(
+    monkeypatch, tmp_path, named, cpus, place, chosen
+):
+    """The order of the interfaces over which a rank spreads its connections."""
+    names = {"lo": None, "eth0": (100, 0), "eth1": (100, 1), "eth2": (10, 1), "docker0": None, "down0": (100, 1)}
+    for name, about in names.items():
+        device = tmp_path / "net" / name / "device"
+        device.mkdir(parents=True) if about else device.parent.mkdir(parents=True)
+        device.with_name("speed").write_text(f"{about[0] if about else 100}\n")
+        if about:
+            (device / "numa_node").write_text(f"{about[1]}\n")
+    for node, text in enumerate(("0-3", "4-5,7")):
+        path = tmp_path / "node" / f"node{node}" / "cpulist"
+        path.parent.mkdir(parents=True)
+        path.write_text(text + "\n")
+    monkeypatch.setattr(addresses, "_INTERFACES", tmp_path / "net")
+    monkeypatch.setattr(addresses, "_NODES", tmp_path / "node")
+    monkeypatch.setattr(addresses.socket, "if_nameindex", lambda: [*enumerate(names, 1)])
+    monkeypatch.setattr(addresses.os, "sched_getaffinity", lambda _: cpus)
+    monkeypatch.setattr(addresses, "_addresses_of", lambda name: [name] if name != "down0" else [])
+    monkeypatch.setattr(addresses, "addresses", lambda: ["eth0", "eth2", "lo"])
+    assert addresses.rails(named, place) == [[each] for each in chosen]

@@ -2,12 +2,14 @@
 
 import contextlib
 import ctypes
+import fcntl
 import json
 import os
 import select
 import signal
 import socket
 import struct
+import termios
 import threading
 import time
 from queue import Queue
@@ -23,14 +25,13 @@ from transport_laws import LAWS_OF_LINKS
 from crossreduce.errors import PeerLostError
 from crossreduce.ranks.transports import choice, tcp
 from crossreduce.ranks.transports.addresses import addresses, machine, reachable
-from crossreduce.ranks.transports.base import Links
 from crossreduce.ranks.transports.choice import open_transport
 from crossreduce.ranks.transports.strangers import MOST_UNKNOWN, Strangers
 from crossreduce.ranks.transports.tcp import TcpTransport, connect
 
 
-@pytest.mark.parametrize("name", ["tcp", "ucx", "page"])
-def test_transports_obey_the_laws(name, monkeypatch):
+@pytest.mark.parametrize(("name", "count"), [("tcp", 1), ("tcp", 4), ("ucx", 1), ("page", 1)])
+def test_transports_obey_the_laws(name, count, monkeypatch):
     """Messages are ordered and unchanged, waits time out, and aborts end waits. ``test_mpi`` checks this for MPI.
 
     "page" is the plug-in of docs/how-to/rdma.md."""
@@ -39,8 +40,7 @@ def test_transports_obey_the_laws(name, monkeypatch):
     monkeypatch.setattr(choice, "_others", lambda: {"page": SimpleNamespace(load=lambda: page)})
 
     def rank(rendezvous, law):
-        links = Links(rendezvous.rank, connected(rendezvous), (), threading.Event())
-        transport = open_transport(name, links)
+        transport = open_transport(name, connected(rendezvous, count=count))
         law(transport, rendezvous)
         with contextlib.suppress(PeerLostError):  # one of the laws aborts the group
             rendezvous.all_gather(b"")
@@ -69,7 +69,7 @@ def test_strangers_and_dead_addresses_do_not_disturb_connections():
                 wrong, silent = (socket.create_server((f"127.0.0.{k}", port)) for k in (2, 3))
                 threading.Thread(target=answer_wrongly, args=(wrong,), daemon=True).start()
                 kept.extend((wrong, silent))
-                for guess in (b"",) * 100 + (b"GET / HTTP/1.0\r\n\r\n", b"\1\0\0\0" + bytes(32), b"x" * 36):
+                for guess in (b"",) * 100 + (b"GET / HTTP/1.0\r\n\r\n", b"\1\0\0\0" + bytes(33), b"x" * 37):
                     kept.append(socket.create_connection(("127.0.0.1", port)))
                     kept[-1].sendall(guess)
             published = [f"127.0.0.{k}" for k in (4, 3, 2, 1)]
@@ -77,7 +77,7 @@ def test_strangers_and_dead_addresses_do_not_disturb_connections():
 
         cancelled, read = threading.Event(), payloads.__getitem__
         sockets = connect(rendezvous.rank, range(3), publish, read, cancelled, listen_at="127.0.0.1")
-        transport = TcpTransport(sockets)
+        transport = TcpTransport({other: each[0] for other, each in sockets.items()})
         transport_laws.messages_arrive_in_order(transport, rendezvous)
         transport.close()
 
@@ -113,7 +113,8 @@ class Meeting:
 
     def _run(self, publish):
         with contextlib.suppress(ConnectionError):  # the test has failed
-            self.sockets |= connect(0, range(3), publish, None, self.cancelled, listen_at="127.0.0.1")
+            made = connect(0, range(3), publish, None, self.cancelled, listen_at="127.0.0.1")
+            self.sockets |= {rank: each[0] for rank, each in made.items()}
 
     def __enter__(self):
         return self
@@ -128,15 +129,15 @@ class Meeting:
         timer = threading.Timer(patience_s, cancelled.set)
         timer.start()
         try:
-            return connect(rank, (0, rank), lambda _: None, lambda _: self.payload, cancelled)[0]
+            return connect(rank, (0, rank), lambda _: None, lambda _: self.payload, cancelled)[0][0]
         finally:
             timer.cancel()
 
     def greeting(self, rank):
         """Return what a rank sends first, and a function that returns what it sends after the answer."""
         key, own, end = bytes.fromhex(self.key), os.urandom(16), ("127.0.0.1", self.port)
-        hello = tcp._HELLO.pack(rank, own, tcp._proof(key, "hello", (rank, 0), end, own))
-        return hello, lambda answer: tcp._proof(key, "use", (rank, 0), end, own + answer[:16])
+        hello = tcp._HELLO.pack(rank, 0, own, tcp._proof(key, "hello", (rank, 0), 0, end, own))
+        return hello, lambda answer: tcp._proof(key, "use", (rank, 0), 0, end, own + answer[:16])
 
     def stranger(self, sent=b""):
         """Return a connection over which a program has sent something."""
@@ -251,7 +252,7 @@ def test_a_forked_process_does_not_keep_connections_open():
     """The end of a rank's connections is noticed at once, although a process that the rank has forked lives on."""
 
     def rank(rendezvous):
-        transport = TcpTransport(connected(rendezvous))
+        transport = TcpTransport(connected(rendezvous).sockets)
         if rendezvous.rank == 0:
             child = os.fork()
             if child == 0:
@@ -278,6 +279,86 @@ def connected_pair():
         return near, listener.accept()[0]
 
 
+def part_of(nbytes, data, offset=0, number=0, tag=0, divided=False):
+    """Return a part of a message of ``nbytes`` bytes, as connections carry it."""
+    return struct.pack("<QQQII", tag, nbytes, offset, number, len(data) if divided else 0) + data
+
+
+FAREWELL = struct.pack("<QQQII", 2**64 - 1, 0, 0, 0, 0)
+
+
+@contextlib.contextmanager
+def two_connections():
+    """Yield a transport with two connections to rank 1, and their other ends."""
+    (near, far), (second_near, second_far) = connected_pair(), connected_pair()
+    transport = TcpTransport({1: near}, further={1: [second_near]})
+    with far, second_far:
+        yield transport, far, second_far
+        transport.close()
+
+
+def test_parts_of_messages_may_arrive_in_any_order():
+    """Messages of one tag are received in order, whatever the order of their parts on two connections. What is still on
+    one of them when the rank leaves over the other one is received, too."""
+    nbytes = 300000
+    first, second = (content.tobytes() for content in (transport_laws.content(1, 0, 0, k, nbytes) for k in range(2)))
+    with two_connections() as (transport, far, second_far):
+        into = np.zeros((3, nbytes), np.uint8)
+        far.sendall(part_of(8, bytes(range(8)), tag=1) + part_of(nbytes, second[:100], number=1, divided=True))
+        second_far.sendall(part_of(nbytes, second[100:], 100, 1, divided=True))
+        transport.receive(into[2].ctypes.data, 8, 1, 1).wait(20)
+        pending = [transport.receive(each.ctypes.data, nbytes, 1, 0) for each in into]
+        far.sendall(part_of(nbytes, first[:70000], divided=True) + FAREWELL)
+        far.shutdown(socket.SHUT_WR)
+        pending[1].wait(20)  # it reads all that has arrived
+        second_far.sendall(part_of(nbytes, first[70000:], 70000, divided=True))
+        second_far.shutdown(socket.SHUT_WR)
+        pending[0].wait(20)
+        with pytest.raises(ConnectionResetError):
+            pending[2].wait(20)
+    assert [each.tobytes() for each in into[:2]] == [first, second]
+
+
+@pytest.mark.parametrize("sends", [True, False])
+def test_a_rank_is_lost_if_one_of_its_connections_is(sends):
+    """If the second of two connections ends while a message is under way, the message fails at once, and both ranks
+    notice it on the first one."""
+    data = np.zeros(32 << 20, np.uint8)
+    with two_connections() as (transport, far, second_far):
+        if sends:
+            pending = transport.send(data.ctypes.data, data.nbytes, 1, 0)
+        else:
+            pending = transport.receive(data.ctypes.data, data.nbytes, 1, 0)
+            far.sendall(part_of(data.nbytes, bytes(100), divided=True))
+        second_far.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # ``close`` sends RST
+        threading.Timer(0.2, second_far.close).start()
+        with pytest.raises(ConnectionError, match="rank 1 was lost"):
+            pending.wait(20)
+        far.settimeout(20)
+        with contextlib.suppress(ConnectionError):
+            while far.recv(1 << 20):
+                pass
+
+
+@pytest.mark.parametrize("measures", [False, True])
+def test_small_messages_use_one_connection(measures):
+    """Small messages neither write to the second connection nor read from it, so they take no more system calls."""
+    (near, far), (second_near, second_far) = connected_pair(), connected_pair()
+    with far, second_far, second_near.dup() as own:
+        transport = TcpTransport({1: near}, further={1: [second_near]}, measures=measures)
+        waiting = part_of(1 << 16, bytes(100))
+        second_far.sendall(waiting)
+        data = np.zeros(1 << 16, np.uint8)
+        for number in range(20):
+            far.sendall(part_of(data.nbytes, data.tobytes(), number=number))
+            transport.receive(data.ctypes.data, data.nbytes, 1, 0).wait(20)
+            transport.send(data.ctypes.data, data.nbytes, 1, 0).wait(20)
+            assert len(far.recv(data.nbytes + 32, socket.MSG_WAITALL)) == data.nbytes + 32
+        unread = struct.unpack("i", fcntl.ioctl(own, termios.FIONREAD, bytes(4)))[0]
+        assert (unread, select.select([second_far], [], [], 0)[0]) == (len(waiting), [])
+        transport.close()
+
+
 def vanish(far):
     """Let the system drop all packets that arrive for a socket, as if its host had lost its power."""
     drop_all = ctypes.create_string_buffer(struct.pack("HBBI", 6, 0, 0, 0))  # a program of one instruction: return 0
@@ -301,7 +382,7 @@ def test_a_host_that_vanishes_is_noticed_and_a_rank_that_reads_nothing_is_kept(m
             vanish(far)
         with pytest.raises(ConnectionError, match=r"rank 1 was lost: its host has not answered for 1 s"):
             lost.wait(60)
-        nbytes = data.size + 16  # with the header
+        nbytes = data.size + 32  # with the header
         reader = threading.Thread(target=stopped.recv, args=(nbytes, socket.MSG_WAITALL))
         reader.start()
         kept.wait(60)
@@ -318,7 +399,9 @@ def test_a_lost_connection_is_noticed_behind_a_large_message(reset):
         far, _ = listener.accept()
     transport, memory = TcpTransport({1: near}), np.zeros(8, np.uint8)
     pending = transport.receive(memory.ctypes.data, 8, 1, 1)
-    far.sendall(struct.pack("<QQ", 0, 2 << 20) + bytes(1000))  # tag 0, 2 MiB, of which only 1000 bytes are sent
+    far.sendall(
+        struct.pack("<QQQII", 0, 2 << 20, 0, 0, 0) + bytes(1000)
+    )  # tag 0, 2 MiB, of which only 1000 bytes are sent
     if reset:  # ``close`` then sends RST in place of FIN
         far.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
     threading.Timer(0.2, far.close).start()

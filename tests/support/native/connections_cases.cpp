@@ -1,4 +1,4 @@
-// Runs Connections without Python, under sanitizers: ranks as threads, joined by pairs of sockets. Each rank has two
+// Runs Connections without Python, under sanitizers: ranks as threads, joined by 1 to 3 pairs of sockets. Each rank has two
 // threads, which use tags of their own; messages have random sizes, and are sent and expected in random turns. In the
 // second half of the turns one rank aborts or closes in the middle, and all waits must end.
 #include "connections.hpp"
@@ -93,10 +93,12 @@ int main(int count, char **arguments) {
         std::vector<std::vector<int>> ranks(RANKS), sockets(RANKS);
         for (int a = 0; a < RANKS; a++)
             for (int b = a + 1; b < RANKS; b++) {
-                int pair[2];
-                require(socketpair(AF_UNIX, SOCK_STREAM, 0, pair) == 0, "a pair of sockets");
-                ranks[static_cast<size_t>(a)].push_back(b), sockets[static_cast<size_t>(a)].push_back(pair[0]);
-                ranks[static_cast<size_t>(b)].push_back(a), sockets[static_cast<size_t>(b)].push_back(pair[1]);
+                ranks[static_cast<size_t>(a)].push_back(b), ranks[static_cast<size_t>(b)].push_back(a);
+                for (int lane = 0; lane <= turn % 3; lane++) {
+                    int pair[2];
+                    require(socketpair(AF_UNIX, SOCK_STREAM, 0, pair) == 0, "a pair of sockets");
+                    sockets[static_cast<size_t>(a)].push_back(pair[0]), sockets[static_cast<size_t>(b)].push_back(pair[1]);
+                }
             }
         std::vector<std::unique_ptr<Connections>> all;
         for (size_t k = 0; k < RANKS; k++) all.push_back(std::make_unique<Connections>(ranks[k], sockets[k], SILENT_NS));

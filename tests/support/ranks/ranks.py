@@ -141,8 +141,12 @@ class SocketRendezvous:
 
 
 def connected(rendezvous, cancelled=None, **options):
-    """Return a socket for each other rank. All ranks must call this together. ``options``: those of ``tcp.connect``."""
+    """Return ``Links`` to all other ranks. All ranks must call this together. ``options``: those of ``tcp.connect``.
+
+    By default, CROSSREDUCE_SOCKETS says how many connections are made.
+    """
     from crossreduce.ranks.transports import tcp
+    from crossreduce.ranks.transports.base import Links
 
     payloads = []
 
@@ -150,16 +154,20 @@ def connected(rendezvous, cancelled=None, **options):
         payloads.extend(rendezvous.all_gather(payload))
 
     cancelled = cancelled or threading.Event()
-    return tcp.connect(rendezvous.rank, range(rendezvous.size), publish, payloads.__getitem__, cancelled, **options)
+    read = payloads.__getitem__
+    options.setdefault("count", int(os.environ.get("CROSSREDUCE_SOCKETS") or 1))
+    made = tcp.connect(rendezvous.rank, range(rendezvous.size), publish, read, cancelled, **options)
+    further = {rank: each[1:] for rank, each in made.items()}
+    return Links(rendezvous.rank, {rank: each[0] for rank, each in made.items()}, (), cancelled, further)
 
 
 class SocketTransport:
     """A custom ``Transport``, which the library does not know: that of CROSSREDUCE_TRANSPORT, by default TCP."""
 
     def __init__(self, rendezvous, address="127.0.0.1"):
-        from crossreduce.ranks.transports import base, choice
+        from crossreduce.ranks.transports import choice
 
-        links = base.Links(rendezvous.rank, connected(rendezvous, listen_at=address), (), threading.Event())
+        links = connected(rendezvous, listen_at=address)
         self.inner, self.closed = choice.open_transport(os.environ.get(choice.VARIABLE, "tcp"), links), False
         self.send, self.receive, self.close = self.inner.send, self.inner.receive, self.inner.close
 

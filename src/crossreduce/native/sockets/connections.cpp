@@ -11,6 +11,7 @@
 #include <sys/socket.h>
 #include <sys/uio.h>
 #include <unistd.h>
+#include <utility>
 
 #include "futex.hpp"
 
@@ -21,6 +22,9 @@ constexpr uint64_t MOST_EARLY_NBYTES = 1 << 20; // of a message that is read bef
 constexpr size_t MOST_PARTS = 16;              // of one call to the system
 constexpr int LEAST_REPEATS = 2;               // a packet or its answer may be lost
 constexpr int64_t SHARED_WAIT_NS = 1000000;    // of several threads that wait, one may move another one's message
+constexpr uint64_t LARGE_NBYTES = 1 << 18;      // a message with so many bytes, that is, four parts, may use several lanes
+constexpr uint64_t LEAST_PART = 1 << 16, MOST_PART = 1 << 20; // bytes of a part
+constexpr uint64_t PARTS_PER_LANE = 4;          // of a very large message, so that a slow lane may send fewer of them
 
 using State = Message::State;
 
@@ -49,20 +53,27 @@ bool is_silent(int socket, int64_t limit_ns) {
     return repeats && int64_t{info.tcpi_last_ack_recv} * 1000000 >= limit_ns;
 }
 
+constexpr const char *CLOSED = "it has closed the connection";
+
 } // namespace
 
-Connections::Connections(std::vector<int> ranks, std::vector<int> sockets, int64_t limit_ns) : silent_ns(limit_ns) {
+Connections::Connections(std::vector<int> ranks, std::vector<int> sockets, int64_t limit_ns, bool chooses)
+    : silent_ns(limit_ns), measures(chooses) {
+    const size_t lanes = ranks.empty() ? 0 : sockets.size() / ranks.size();
     for (size_t k = 0; k < ranks.size(); k++) {
         peers.emplace_back();
-        peers.back().rank = ranks[k];
-        peers.back().socket = sockets[k];
-        peers.back().staged.resize(STAGED_NBYTES);
+        Peer &peer = peers.back();
+        peer.rank = ranks[k];
+        peer.lanes.resize(lanes);
+        for (size_t lane = 0; lane < lanes; lane++) peer.lanes[lane].socket = sockets[k * lanes + lane];
+        peer.used = chooses ? 1 : lanes;
     }
 }
 
 Connections::~Connections() {
     for (Peer &peer : peers)
-        if (peer.socket >= 0) ::close(peer.socket);
+        for (Lane &lane : peer.lanes)
+            if (lane.socket >= 0) ::close(lane.socket);
 }
 
 int Connections::index_of(int rank) const {
@@ -85,8 +96,20 @@ std::shared_ptr<Message> Connections::send(int index, uint64_t tag, char *data, 
 }
 
 void Connections::begin_send(Peer &peer, const std::shared_ptr<Message> &message) {
-    peer.out.push_back(message);
-    if (peer.out.size() == 1) write_to(peer);
+    MessageHeader &header = message->header;
+    header.number = peer.numbers[header.tag]++;
+    peer.sending++;
+    const uint64_t nbytes = header.nbytes;
+    if (nbytes >= LARGE_NBYTES && peer.lanes.size() > 1 && measures) choose_lanes(peer, nbytes);
+    Lane &first = peer.lanes.front();
+    if (nbytes >= LARGE_NBYTES && peer.used > 1) {
+        header.part = static_cast<uint32_t>(std::clamp(nbytes / (peer.used * PARTS_PER_LANE), LEAST_PART, MOST_PART));
+        peer.rest.push_back({message, header, 0});
+        peer.rest.back().header.offset = header.part;
+    }
+    first.out.push_back({message, header, 0});
+    if (first.out.size() == 1) write_to(peer, first);
+    if (!peer.rest.empty()) hand_out(peer);
 }
 
 std::shared_ptr<Message> Connections::receive(int index, uint64_t tag, char *data, int64_t nbytes) {
@@ -97,155 +120,160 @@ std::shared_ptr<Message> Connections::receive(int index, uint64_t tag, char *dat
 }
 
 void Connections::begin_receive(Peer &peer, const std::shared_ptr<Message> &message) {
-    std::deque<std::vector<char>> &early = peer.early[message->header.tag];
-    if (!early.empty() && early.front().size() <= message->header.nbytes) {
-        if (!early.front().empty()) std::memcpy(message->data, early.front().data(), early.front().size());
-        early.pop_front();
-        message->state = State::done;
-        return;
-    }
-    if (!early.empty()) lose(peer, State::lost, TOO_LARGE);
-    if (peer.state != State::done) {
+    Inbox &inbox = peer.inboxes[message->header.tag];
+    const size_t at = inbox.expected - inbox.first;
+    const bool is_new = at == inbox.arrivals.size();
+    if (peer.state != State::done && (is_new || !inbox.arrivals[at].complete)) {
         message->state = peer.state;
         return;
     }
-    peer.expected[message->header.tag].push_back(message);
+    if (is_new) inbox.arrivals.emplace_back();
+    Arrival &arrival = inbox.arrivals[at];
+    if (arrival.begun && arrival.nbytes > message->header.nbytes) {
+        lose(peer, State::lost, TOO_LARGE);
+        message->state = peer.state;
+        return;
+    }
+    inbox.expected++;
     peer.expectations++;
+    arrival.wanted = message;
+    if (arrival.complete) deliver(peer, inbox, arrival);
 }
 
-void Connections::write_to(Peer &peer) {
-    while (!peer.out.empty()) {
+// Complete an expected message that has arrived.
+void Connections::deliver(Peer &peer, Inbox &inbox, Arrival &arrival) {
+    if (!arrival.early.empty()) std::memcpy(arrival.wanted->data, arrival.early.data(), arrival.early.size());
+    arrival.wanted->state = State::done;
+    peer.expectations--;
+    for (auto &all = inbox.arrivals; !all.empty() && all.front().complete && all.front().wanted != nullptr; inbox.first++) all.pop_front();
+}
+
+void Connections::write_to(Peer &peer, Lane &lane) {
+    while (!lane.out.empty()) {
         iovec parts[MOST_PARTS];
         size_t count = 0;
-        for (const auto &each : peer.out) {
+        for (Part &each : lane.out) {
             if (count + 2 > MOST_PARTS) break;
-            const int64_t of_header = static_cast<int64_t>(sizeof(MessageHeader)) - each->moved;
-            if (of_header > 0)
-                parts[count++] = part(reinterpret_cast<char *>(&each->header) + each->moved, static_cast<size_t>(of_header));
-            const int64_t moved = std::max<int64_t>(0, -of_header);
-            const int64_t left = static_cast<int64_t>(each->header.nbytes) - moved;
-            if (left > 0) parts[count++] = part(each->data + moved, static_cast<size_t>(left));
+            if (each.moved < sizeof(MessageHeader))
+                parts[count++] = part(reinterpret_cast<char *>(&each.header) + each.moved, sizeof(MessageHeader) - each.moved);
+            const uint64_t moved = std::max<uint64_t>(each.moved, sizeof(MessageHeader)) - sizeof(MessageHeader);
+            if (const uint64_t left = each.header.follows() - moved; left > 0)
+                parts[count++] = part(each.message->data + each.header.offset + moved, left);
         }
         msghdr message = {};
         message.msg_iov = parts;
         message.msg_iovlen = count;
-        ssize_t sent = sendmsg(peer.socket, &message, MSG_DONTWAIT | MSG_NOSIGNAL);
+        const ssize_t sent = sendmsg(lane.socket, &message, MSG_DONTWAIT | MSG_NOSIGNAL);
         if (sent < 0) {
             if (errno == EINTR) continue;
             if (errno != EAGAIN && errno != EWOULDBLOCK) lose(peer, State::lost, std::strerror(errno));
             return;
         }
-        while (sent > 0) {
-            Message &first = *peer.out.front();
-            const int64_t left = static_cast<int64_t>(sizeof(MessageHeader) + first.header.nbytes) - first.moved;
-            const int64_t taken = std::min<int64_t>(left, sent);
-            first.moved += taken, sent -= taken;
-            if (taken < left) break;
-            first.state = State::done;
-            peer.out.pop_front();
+        for (uint64_t left = static_cast<uint64_t>(sent); left > 0;) {
+            Part &first = lane.out.front();
+            const uint64_t all = sizeof(MessageHeader) + first.header.follows(), taken = std::min(all - first.moved, left);
+            first.moved += taken, left -= taken;
+            if (first.moved < all) break;
+            Message &whole = *first.message;
+            whole.moved += first.header.follows();
+            if (whole.moved == whole.header.nbytes) whole.state = State::done, peer.sending--;
+            lane.out.pop_front();
         }
     }
 }
 
-// Begin the message whose header is staged. Return false if it has to wait, or is the last one.
-bool Connections::begin_incoming(Peer &peer) {
-    Incoming &incoming = peer.incoming;
-    if (!incoming.active) {
-        std::memcpy(&incoming.header, peer.staged.data() + peer.staged_begin, sizeof(MessageHeader));
-        peer.staged_begin += sizeof(MessageHeader);
-        if (incoming.header.tag == FAREWELL) {
-            peer.said_farewell = true;
-            lose(peer, State::left, "it has left the group");
+// Begin the part whose header is staged. Return false if it has to wait, or is the last one.
+bool Connections::begin_incoming(Peer &peer, Lane &lane) {
+    const MessageHeader &header = lane.header;
+    if (!lane.active) {
+        std::memcpy(&lane.header, lane.staged.data() + lane.staged_begin, sizeof(MessageHeader));
+        lane.staged_begin += sizeof(MessageHeader);
+        if (header.tag == FAREWELL) {
+            peer.said_farewell = lane.ended = true;
             return false;
         }
-        incoming.active = true;
-        incoming.moved = 0;
-        incoming.into = nullptr;
+        lane.active = true;
+        lane.moved = 0;
     }
-    const auto expected = peer.expected.find(incoming.header.tag);
-    if (expected != peer.expected.end() && !expected->second.empty()) {
-        incoming.into = expected->second.front();
-        if (incoming.into->header.nbytes < incoming.header.nbytes) {
+    Inbox &inbox = peer.inboxes[header.tag];
+    const uint32_t at = header.number - inbox.first;
+    while (inbox.arrivals.size() <= at) inbox.arrivals.emplace_back();
+    Arrival &arrival = inbox.arrivals[at];
+    if (!arrival.begun) {
+        lane.blocked = arrival.wanted == nullptr && header.nbytes > MOST_EARLY_NBYTES;
+        if (lane.blocked) return false;
+        if (arrival.wanted == nullptr) {
+            arrival.early.assign(header.nbytes, 0);
+        } else if (arrival.wanted->header.nbytes < header.nbytes) {
             lose(peer, State::lost, TOO_LARGE);
             return false;
         }
-        expected->second.pop_front();
-    } else if (incoming.header.nbytes > MOST_EARLY_NBYTES) {
-        incoming.blocked = true;
-        return false;
-    } else {
-        incoming.early.assign(incoming.header.nbytes, 0);
+        arrival.begun = true;
+        arrival.nbytes = header.nbytes;
+        peer.divided += header.part != 0;
     }
-    incoming.blocked = false;
+    lane.blocked = false;
+    lane.into = &arrival;
     return true;
 }
 
-void Connections::finish_incoming(Peer &peer) {
-    Incoming &incoming = peer.incoming;
-    incoming.active = false;
-    if (incoming.into == nullptr) {
-        auto &expected = peer.expected[incoming.header.tag];
-        if (expected.empty()) {
-            peer.early[incoming.header.tag].push_back(std::move(incoming.early));
-            return;
-        }
-        incoming.into = expected.front(); // it was expected while it was read
-        if (incoming.into->header.nbytes < incoming.header.nbytes) {
-            lose(peer, State::lost, TOO_LARGE);
-            return;
-        }
-        expected.pop_front();
-        if (!incoming.early.empty()) std::memcpy(incoming.into->data, incoming.early.data(), incoming.early.size());
-    }
-    incoming.into->state = State::done;
-    incoming.into = nullptr;
-    peer.expectations--;
+void Connections::finish_incoming(Peer &peer, Lane &lane) {
+    Arrival &arrival = *lane.into;
+    lane.active = false;
+    lane.into = nullptr;
+    arrival.arrived += lane.header.follows();
+    if (arrival.arrived != arrival.nbytes) return;
+    arrival.complete = true;
+    peer.divided -= lane.header.part != 0;
+    if (arrival.wanted != nullptr) deliver(peer, peer.inboxes[lane.header.tag], arrival);
 }
 
-void Connections::read_from(Peer &peer) {
-    Incoming &incoming = peer.incoming;
-    while (peer.state == State::done && peer.expectations > 0) {
-        const size_t staged = peer.staged_end - peer.staged_begin;
-        if (!incoming.active || incoming.blocked) {
-            if ((incoming.active || staged >= sizeof(MessageHeader)) && !begin_incoming(peer)) return;
+void Connections::read_from(Peer &peer, Lane &lane) {
+    const size_t room = &lane == peer.lanes.data() ? STAGED_NBYTES : sizeof(MessageHeader);
+    if (lane.staged.empty()) lane.staged.resize(room);
+    while (peer.state == State::done && peer.expectations > 0 && !lane.ended) {
+        const size_t staged = lane.staged_end - lane.staged_begin;
+        if (!lane.active || lane.blocked) {
+            if ((lane.active || staged >= sizeof(MessageHeader)) && !begin_incoming(peer, lane)) return;
         }
         iovec parts[2];
         size_t count = 0;
-        if (incoming.active) {
-            char *to = (incoming.into != nullptr ? incoming.into->data : incoming.early.data()) + incoming.moved;
-            const uint64_t left = incoming.header.nbytes - incoming.moved;
-            const size_t taken = std::min<uint64_t>(left, peer.staged_end - peer.staged_begin);
-            if (taken > 0) std::memcpy(to, peer.staged.data() + peer.staged_begin, taken);
-            peer.staged_begin += taken;
-            incoming.moved += taken;
+        if (lane.active) {
+            Arrival &arrival = *lane.into;
+            const bool is_early = arrival.wanted == nullptr || !arrival.early.empty();
+            char *to = (is_early ? arrival.early.data() : arrival.wanted->data) + lane.header.offset + lane.moved;
+            const uint64_t left = lane.header.follows() - lane.moved;
+            const size_t taken = std::min<uint64_t>(left, lane.staged_end - lane.staged_begin);
+            if (taken > 0) std::memcpy(to, lane.staged.data() + lane.staged_begin, taken);
+            lane.staged_begin += taken;
+            lane.moved += taken;
             if (taken == left) {
-                finish_incoming(peer);
+                finish_incoming(peer, lane);
                 continue;
             }
             parts[count++] = part(to + taken, left - taken);
         }
         // Nothing is staged now but, between messages, the start of a header.
-        const size_t kept = peer.staged_end - peer.staged_begin;
-        if (kept > 0) std::memmove(peer.staged.data(), peer.staged.data() + peer.staged_begin, kept);
-        peer.staged_begin = 0, peer.staged_end = kept;
-        parts[count++] = part(peer.staged.data() + kept, STAGED_NBYTES - kept);
+        const size_t kept = lane.staged_end - lane.staged_begin;
+        if (kept > 0) std::memmove(lane.staged.data(), lane.staged.data() + lane.staged_begin, kept);
+        lane.staged_begin = 0, lane.staged_end = kept;
+        // Behind a part there is probably another one, which shall not be copied.
+        const bool reads_part = lane.active && lane.header.part != 0;
+        parts[count++] = part(lane.staged.data() + kept, reads_part ? sizeof(MessageHeader) : room - kept);
         msghdr message = {};
         message.msg_iov = parts;
         message.msg_iovlen = count;
-        const ssize_t got = recvmsg(peer.socket, &message, MSG_DONTWAIT);
+        const ssize_t got = recvmsg(lane.socket, &message, MSG_DONTWAIT);
         if (got < 0) {
             if (errno == EINTR) continue;
             if (errno != EAGAIN && errno != EWOULDBLOCK) lose(peer, State::lost, std::strerror(errno));
             return;
         }
-        if (got == 0) {
-            lose(peer, State::lost, "it has closed the connection");
-            return;
-        }
+        lane.ended = got == 0;
         const size_t direct = count == 2 ? std::min<size_t>(static_cast<size_t>(got), parts[0].iov_len) : 0;
-        incoming.moved += direct;
-        peer.staged_end += static_cast<size_t>(got) - direct;
-        if (incoming.active && incoming.moved == incoming.header.nbytes) finish_incoming(peer);
+        lane.moved += direct;
+        lane.staged_end += static_cast<size_t>(got) - direct;
+        if (lane.active && lane.moved == lane.header.follows()) finish_incoming(peer, lane);
     }
 }
 
@@ -253,15 +281,18 @@ void Connections::lose(Peer &peer, State state, const std::string &why) {
     if (peer.state != State::done) return;
     peer.state = state;
     peer.why = why;
-    if (peer.incoming.into != nullptr) peer.incoming.into->state = state;
-    peer.incoming = Incoming();
-    for (const auto &each : peer.out) each->state = state;
-    peer.out.clear();
-    for (const auto &tag : peer.expected)
-        for (const auto &each : tag.second) each->state = state;
-    peer.expected.clear();
-    peer.expectations = 0;
-    if (peer.socket >= 0) shutdown(peer.socket, SHUT_RDWR);
+    for (const Part &each : peer.rest) each.message->state = state;
+    peer.rest.clear();
+    for (auto &[tag, inbox] : peer.inboxes)
+        for (Arrival &each : inbox.arrivals)
+            if (each.wanted != nullptr && !each.complete) each.wanted->state = state, each.wanted.reset();
+    for (Lane &lane : peer.lanes) {
+        for (const Part &each : lane.out) each.message->state = state;
+        lane.out.clear();
+        lane.active = lane.blocked = false;
+        if (lane.socket >= 0) shutdown(lane.socket, SHUT_RDWR);
+    }
+    peer.sending = peer.expectations = 0;
 }
 
 Message::State Connections::wait(Message &message, int64_t until_ns) {
@@ -275,10 +306,12 @@ Message::State Connections::wait(Message &message, int64_t until_ns) {
         move();
         int64_t left = std::min(until_ns - now_ns(), longest_sleep());
         if (message.state != State::pending || until_ns <= now_ns()) break;
-        if (waiters > 1) left = std::min(left, SHARED_WAIT_NS);
+        const auto has_rest = [](const Peer &peer) { return !peer.rest.empty(); }; // another lane may have become the best one
+        if (waiters > 1 || std::any_of(peers.begin(), peers.end(), has_rest)) left = std::min(left, SHARED_WAIT_NS);
         polled.clear();
         for (const Peer &peer : peers)
-            if (const short wanted = has_work(peer) ? events(peer) : short{0}; wanted != 0) polled.push_back({peer.socket, wanted, 0});
+            for (const Lane &lane : peer.lanes)
+                if (const short wanted = has_work(peer) ? events(peer, lane) : short{0}; wanted != 0) polled.push_back({lane.socket, wanted, 0});
         if (descriptor() >= 0) polled.push_back({descriptor(), POLLIN, 0});
         if (!may_sleep()) continue;
         held.unlock();
@@ -288,8 +321,9 @@ Message::State Connections::wait(Message &message, int64_t until_ns) {
         if (interrupted) break; // by a signal
         for (const pollfd &each : polled)
             for (Peer &peer : peers)
-                if (peer.socket == each.fd && peer.incoming.blocked && (each.revents & (POLLRDHUP | POLLERR | POLLHUP)) != 0)
-                    lose(peer, State::lost, "it has closed the connection");
+                for (const Lane &lane : peer.lanes)
+                    if (lane.socket == each.fd && lane.blocked && (each.revents & (POLLRDHUP | POLLERR | POLLHUP)) != 0)
+                        lose(peer, State::lost, CLOSED);
     }
     return message.state;
 }
@@ -304,25 +338,31 @@ bool Connections::progress() {
 void Connections::move() {
     for (Peer &peer : peers) {
         if (peer.state != State::done) continue;
-        write_to(peer);
-        read_from(peer);
+        for (Lane &lane : peer.lanes) write_to(peer, lane);
+        if (!peer.rest.empty()) hand_out(peer);
+        bool reads_all = true; // also the lanes that only have parts
+        for (size_t k = 0; k < peer.lanes.size() && reads_all; k++) {
+            read_from(peer, peer.lanes[k]);
+            reads_all = peer.divided > 0;
+        }
+        // What the other lanes still have of the last messages is read before the peer is lost.
+        if (peer.lanes.front().ended && (!reads_all || std::all_of(peer.lanes.begin(), peer.lanes.end(), [](const Lane &lane) { return lane.ended; })))
+            lose(peer, peer.said_farewell ? State::left : State::lost, peer.said_farewell ? "it has left the group" : CLOSED);
     }
 }
 
-short Connections::events(const Peer &peer) const {
+short Connections::events(const Peer &peer, const Lane &lane) const {
     // While a message blocks others, nothing is read, so the end of the connection has to be noticed here.
-    const int reads = peer.expectations == 0 ? 0 : peer.incoming.blocked ? POLLRDHUP : POLLIN;
-    return static_cast<short>(reads | (peer.out.empty() ? 0 : POLLOUT));
+    const bool reads = peer.expectations > 0 && !lane.ended && (peer.divided > 0 || &lane == peer.lanes.data());
+    return static_cast<short>((!reads ? 0 : lane.blocked ? POLLRDHUP : POLLIN) | (lane.out.empty() ? 0 : POLLOUT));
 }
 
-bool Connections::has_work(const Peer &peer) const {
-    return peer.state == State::done && (!peer.out.empty() || peer.expectations > 0);
-}
+bool Connections::has_work(const Peer &peer) const { return peer.state == State::done && (peer.sending > 0 || peer.expectations > 0); }
 
 void Connections::drop_silent() {
     const std::lock_guard<std::mutex> held(lock);
     for (Peer &peer : peers)
-        if (peer.state == State::done && is_silent(peer.socket, silent_ns))
+        if (peer.state == State::done && std::any_of(peer.lanes.begin(), peer.lanes.end(), [&](const Lane &lane) { return is_silent(lane.socket, silent_ns); }))
             lose(peer, State::lost, "its host has not answered for " + std::to_string(silent_ns / 1000000000) + " s");
 }
 
@@ -340,27 +380,30 @@ void Connections::close() {
     const std::lock_guard<std::mutex> held(lock);
     const MessageHeader farewell = {FAREWELL, 0};
     for (Peer &peer : peers) {
-        if (peer.state == State::done && peer.out.empty())
-            (void)!::send(peer.socket, &farewell, sizeof farewell, MSG_DONTWAIT | MSG_NOSIGNAL);
+        if (peer.state == State::done && peer.sending == 0)
+            (void)!::send(peer.lanes.front().socket, &farewell, sizeof farewell, MSG_DONTWAIT | MSG_NOSIGNAL);
         lose(peer, State::aborted, "this rank has left the group");
-        if (waiters == 0 && peer.socket >= 0) {
-            ::close(peer.socket);
-            peer.socket = -1;
-        }
+        for (Lane &lane : peer.lanes)
+            if (waiters == 0 && lane.socket >= 0) ::close(std::exchange(lane.socket, -1));
     }
 }
 
 void Connections::close_after_fork() { // no lock: another thread of the parent may have held it
     for (Peer &peer : peers) {
         peer.state = State::aborted;
-        if (peer.socket >= 0) ::close(peer.socket);
-        peer.socket = -1;
+        for (Lane &lane : peer.lanes)
+            if (lane.socket >= 0) ::close(std::exchange(lane.socket, -1));
     }
 }
 
 std::string Connections::why(int peer) {
     const std::lock_guard<std::mutex> held(lock);
     return peers[static_cast<size_t>(peer)].why;
+}
+
+size_t Connections::lanes_of(int peer) {
+    const std::lock_guard<std::mutex> held(lock);
+    return peers[static_cast<size_t>(peer)].used;
 }
 
 #endif

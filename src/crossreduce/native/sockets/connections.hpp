@@ -1,8 +1,12 @@
 // Messages between ranks of different hosts, over sockets that are connected already.
 //
 // No thread belongs to them: messages move while a rank waits for one of them, or at a barrier (`progress`). In the
-// meantime the buffers of the system contain what a rank has sent. Each message is preceded by a header with its tag and size. Messages
-// of one tag between two ranks arrive in order. A rank reads from a peer only while it expects a message from it.
+// meantime the buffers of the system contain what a rank has sent. A rank reads from a peer only while it expects a message from it.
+//
+// There may be several connections (lanes) to a peer. Small messages use the first one. A large message may be cut into parts,
+// of which each lane sends the next one as soon as it can; the first part is always sent over the first lane. Each part is
+// preceded by a header, with the number of the message among those of its tag, so that the order of parts does not matter: the
+// k-th message with a tag is received by the k-th `receive` of that tag. The sender alone decides how many lanes it uses.
 #pragma once
 
 #include <cstdint>
@@ -14,15 +18,19 @@
 #include <vector>
 
 struct MessageHeader {
-    uint64_t tag, nbytes;
+    uint64_t tag, nbytes; // of the whole message
+    uint64_t offset = 0;  // of the part that follows
+    uint32_t number = 0;  // of the message, among those of its tag
+    uint32_t part = 0;    // bytes that follow; 0: all
+    uint64_t follows() const { return part != 0 ? part : nbytes; }
 };
 
 struct Message {
     enum class State { pending, done, lost, left, aborted };
     MessageHeader header;
     char *data;
-    int64_t moved = 0; // bytes; of a message that is sent, the header counts
-    int peer;          // index of the peer
+    uint64_t moved = 0; // bytes that are sent
+    int peer;           // index of the peer
     State state = State::pending;
     bool is_sent = false;    // else it is received
     void *request = nullptr; // of UCX, while it moves the message
@@ -33,9 +41,10 @@ constexpr const char *TOO_LARGE = "a message is larger than this rank expects";
 
 class Connections {
   public:
-    // Use connected sockets, which this object closes: `ranks` and `sockets` of the peers. A host that answers nothing
-    // for `silent_ns` is lost.
-    Connections(std::vector<int> ranks, std::vector<int> sockets, int64_t silent_ns);
+    // Use connected sockets, which this object closes: `ranks` of the peers, and `sockets`, equally many for each of them, in
+    // the same order. A host that answers nothing for `silent_ns` is lost. `measures`: whether large messages use several
+    // sockets only if this is found to be faster, and otherwise the first one.
+    Connections(std::vector<int> ranks, std::vector<int> sockets, int64_t silent_ns, bool measures = false);
     virtual ~Connections();
     Connections(const Connections &) = delete;
     Connections &operator=(const Connections &) = delete;
@@ -58,37 +67,66 @@ class Connections {
     virtual void close();
     // In a forked process: close the sockets, which stay open in the parent.
     void close_after_fork();
-    std::string why(int peer); // why the connection to a peer is closed
+    std::string why(int peer);  // why the connection to a peer is closed
+    size_t lanes_of(int peer); // how many sockets large messages to a peer use now
     const int64_t silent_ns;
 
   protected:
-    struct Incoming {       // the message that is being read
-        bool active = false;
-        bool blocked = false; // it is large and not expected yet, so it stays in the socket
-        MessageHeader header{};
-        uint64_t moved = 0;
-        std::shared_ptr<Message> into; // null: `early`
-        std::vector<char> early;
+    static constexpr int64_t TRIAL_NBYTES = 8 << 20; // that a trial moves at least
+    struct Arrival { // a message that is expected, or arrives
+        std::shared_ptr<Message> wanted; // null: it is not expected yet
+        std::vector<char> early;         // its bytes, if it began to arrive before it was expected
+        uint64_t nbytes = 0, arrived = 0;
+        bool begun = false, complete = false;
+    };
+    struct Inbox { // the messages with one tag
+        std::deque<Arrival> arrivals;
+        uint32_t first = 0, expected = 0; // numbers: of the first arrival, and of the next message that will be expected
+    };
+    struct Part { // that is being sent
+        std::shared_ptr<Message> message;
+        MessageHeader header;
+        uint64_t moved; // bytes, the header included
+    };
+    struct Progress { // of a socket, as the system counts it
+        int64_t acknowledged = 0, busy_us = 0, held_us = 0; // held: since the other end does not read
+    };
+    struct Lane { // a socket
+        int socket;
+        std::deque<Part> out;
+        MessageHeader header{}; // of the part that is being read
+        bool active = false;    // there is such a part
+        bool blocked = false;   // it is large and not expected yet, so it stays in the socket
+        bool ended = false;     // nothing more can be read
+        Arrival *into = nullptr;
+        uint64_t moved = 0;       // bytes of the part
+        std::vector<char> staged; // bytes that were read and belong to no message yet: from `staged_begin` on
+        size_t staged_begin = 0, staged_end = 0;
+        Progress progress;
     };
     struct Peer {
-        int rank, socket;
+        int rank;
+        std::vector<Lane> lanes;
         Message::State state = Message::State::done; // done: connected; else why not
         std::string why;
         bool said_farewell = false;
-        std::deque<std::shared_ptr<Message>> out;
-        std::map<uint64_t, std::deque<std::shared_ptr<Message>>> expected; // by tag
-        std::map<uint64_t, std::deque<std::vector<char>>> early;           // complete messages, not expected yet
-        size_t expectations = 0;
-        Incoming incoming;
-        std::vector<char> staged; // bytes that were read and belong to no message yet: from `staged_begin` on
-        size_t staged_begin = 0, staged_end = 0;
+        std::map<uint64_t, Inbox> inboxes;    // by tag
+        std::map<uint64_t, uint32_t> numbers; // of the next message to send, by tag
+        size_t sending = 0, expectations = 0; // messages
+        size_t divided = 0;                   // messages of which a part has arrived, but not all
+        std::deque<Part> rest;                // what no lane has begun to send of large messages
+        // How many lanes large messages use, and how this is found out (see `choose_lanes`)
+        size_t used = 1;
+        enum class Trial { of_one, of_all, none } trial = Trial::of_one;
+        int64_t until_choice = TRIAL_NBYTES, pause = int64_t{1} << 30; // bytes; the latter from trials to the next ones
+        double speed_of_one = 0;
     };
 
     // What `UcxConnections` does in another way, with the lock held
     virtual void begin_send(Peer &peer, const std::shared_ptr<Message> &message);
     virtual void begin_receive(Peer &peer, const std::shared_ptr<Message> &message);
     virtual void move();                           // what can be moved at once
-    virtual short events(const Peer &peer) const;  // of the socket, for which a wait must end
+    virtual short events(const Peer &peer, const Lane &lane) const; // of the socket, for which a wait must end
     virtual int descriptor() const { return -1; }  // another one at which a wait ends
     virtual bool may_sleep() { return true; }      // false: something has arrived meanwhile
     virtual int64_t longest_sleep() const { return INT64_MAX; } // in ns
@@ -100,10 +138,15 @@ class Connections {
     std::vector<Peer> peers;
 
   private:
-    void write_to(Peer &peer);
-    void read_from(Peer &peer);
-    bool begin_incoming(Peer &peer);
-    void finish_incoming(Peer &peer);
+    void write_to(Peer &peer, Lane &lane);
+    void read_from(Peer &peer, Lane &lane);
+    bool begin_incoming(Peer &peer, Lane &lane);
+    void finish_incoming(Peer &peer, Lane &lane);
+    static void deliver(Peer &peer, Inbox &inbox, Arrival &arrival);
+    void hand_out(Peer &peer);
+    void choose_lanes(Peer &peer, uint64_t nbytes);
+    static Progress progress_of(int socket);
 
+    const bool measures;
     int waiters = 0;
 };

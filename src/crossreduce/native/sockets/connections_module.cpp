@@ -36,12 +36,14 @@ PyObject *connections_new(PyTypeObject *type, PyObject *args, PyObject *) {
         PyObject *ranks_given, *sockets_given;
         std::vector<int> ranks, sockets;
         double silent_s;
-        if (!PyArg_ParseTuple(args, "OOd", &ranks_given, &sockets_given, &silent_s) || !read_ints(ranks_given, ranks) ||
+        int measures = 0;
+        if (!PyArg_ParseTuple(args, "OOd|p", &ranks_given, &sockets_given, &silent_s, &measures) || !read_ints(ranks_given, ranks) ||
             !read_ints(sockets_given, sockets))
             return false;
-        if (ranks.size() != sockets.size()) return value_error("there must be one socket for each rank");
-        self.connections = new std::shared_ptr<Connections>(
-            std::make_shared<Connections>(std::move(ranks), std::move(sockets), static_cast<int64_t>(silent_s * 1e9)));
+        if (ranks.empty() ? !sockets.empty() : sockets.empty() || sockets.size() % ranks.size() != 0)
+            return value_error("there must be equally many sockets, at least one, for each rank");
+        self.connections = new std::shared_ptr<Connections>(std::make_shared<Connections>(
+            std::move(ranks), std::move(sockets), static_cast<int64_t>(silent_s * 1e9), measures != 0));
         return true;
     });
 }
@@ -89,6 +91,14 @@ PyObject *abort_all(PyObject *object, PyObject *) {
 PyObject *close_all(PyObject *object, PyObject *) {
     without_lock(0, [&] { return connections_of(object).close(), 0; });
     Py_RETURN_NONE;
+}
+
+PyObject *lanes(PyObject *object, PyObject *rank) {
+    const long number = PyLong_AsLong(rank);
+    if (PyErr_Occurred()) return nullptr;
+    const int peer = connections_of(object).index_of(static_cast<int>(number));
+    if (peer < 0) return PyErr_Format(PyExc_ValueError, "this rank is not connected to rank %ld", number);
+    return PyLong_FromSize_t(connections_of(object).lanes_of(peer));
 }
 
 PyObject *close_after_fork(PyObject *object, PyObject *) {
@@ -153,6 +163,7 @@ PyMethodDef connections_methods[] = {
     {"receive", as_function(receive), METH_FASTCALL, "receive(address, nbytes, rank, tag): expect a message; return it."},
     {"abort", abort_all, METH_NOARGS, "Make all messages fail. Any thread may call it."},
     {"close", close_all, METH_NOARGS, "Tell the peers that this rank leaves, make all messages fail, and close the sockets."},
+    {"lanes", lanes, METH_O, "lanes(rank): return how many sockets large messages to a rank use now."},
     {"close_after_fork", close_after_fork, METH_NOARGS, "Close the sockets in a forked process."},
     {nullptr, nullptr, 0, nullptr}};
 

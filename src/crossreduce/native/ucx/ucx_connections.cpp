@@ -98,7 +98,7 @@ std::string UcxConnections::connect() {
         about.argument = &end.failure;
         if (const ucx::Status status = ucx->library.create_endpoint(ucx->worker, &about, &end.endpoint); status != ucx::OK) {
             end.endpoint = nullptr;
-            for (Peer &each : peers) each.socket = -1; // the caller keeps them
+            for (Peer &each : peers) each.lanes.front().socket = -1; // the caller keeps them
             return "UCX cannot connect to rank " + std::to_string(peer.rank) + ": " + ucx->library.text_of(status);
         }
         end.farewell = std::make_shared<Message>();
@@ -186,7 +186,7 @@ void UcxConnections::move() {
 // Read from the socket of a peer that it leaves, or that its process has ended.
 void UcxConnections::read_socket(Peer &peer, int64_t now) {
     MessageHeader header;
-    const ssize_t got = recv(peer.socket, &header, sizeof header, MSG_DONTWAIT);
+    const ssize_t got = recv(peer.lanes.front().socket, &header, sizeof header, MSG_DONTWAIT);
     if (got < 0 && (errno == EAGAIN || errno == EWOULDBLOCK || errno == EINTR)) return;
     End &end = end_of(peer);
     if (got == static_cast<ssize_t>(sizeof header) && header.tag == FAREWELL)
@@ -201,7 +201,7 @@ void UcxConnections::expect_end(End &end, State state, const std::string &why, i
     end.ends_at = ends_at;
 }
 
-short UcxConnections::events(const Peer &peer) const { return end_of(peer).ending == State::pending ? POLLIN : short{0}; }
+short UcxConnections::events(const Peer &peer, const Lane &) const { return end_of(peer).ending == State::pending ? POLLIN : short{0}; }
 
 bool UcxConnections::has_work(const Peer &peer) const {
     return peer.state == State::done && end_of(peer).moving.size() > (end_of(peer).farewell->request == nullptr ? 0 : 1);

@@ -46,7 +46,7 @@ class UcxConnections final : public Connections {
     void begin_send(Peer &peer, const std::shared_ptr<Message> &message) override;
     void begin_receive(Peer &peer, const std::shared_ptr<Message> &message) override;
     void move() override;
-    short events(const Peer &peer) const override;
+    short events(const Peer &peer, const Lane &lane) const override;
     int descriptor() const override { return ucx ? ucx->descriptor : -1; }
     bool may_sleep() override;
     int64_t longest_sleep() const override;

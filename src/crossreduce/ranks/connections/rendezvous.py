@@ -21,6 +21,7 @@ from ...errors import CollectiveTimeout, PeerLostError, ReductionError, decoded,
 from ..transports import tcp
 from ..transports.addresses import chosen_interfaces
 from ..transports.base import Links
+from ..transports.choice import socket_count
 from .peers import rail_peers
 
 _CAUSE: Final = "cause"
@@ -254,9 +255,13 @@ class ConnectionStore:
         self._began = 0.0  # when ranks were missing for the first time
         self._given_up: list[int] = []
 
-    def connect(self, hosts: tuple[tuple[int, ...], ...]) -> Links:
-        """Return sockets that are connected to the ranks of other hosts with which this rank exchanges messages."""
+    def connect(self, hosts: tuple[tuple[int, ...], ...], transport: str) -> Links:
+        """Return sockets that are connected to the ranks of other hosts with which this rank exchanges messages.
+
+        ``transport``: the name of the transport that will use them.
+        """
         peers = rail_peers(hosts, self._rank) if len(hosts) > 1 else ()
+        count, measures = socket_count(transport, len(hosts))
         sockets = tcp.connect(
             self._rank,
             peers,
@@ -267,9 +272,13 @@ class ConnectionStore:
             self.stalled,
             self._listen_at,
             tcp.PATIENCE_S if self._is_beyond is None else _BEYOND_S,
+            count,
+            next(ranks.index(self._rank) for ranks in hosts if self._rank in ranks),
         )
         unreached = [peer for peer in peers if peer not in sockets and peer != self._rank]
-        return Links(self._rank, sockets, unreached, self._cancelled)
+        first = {peer: each[0] for peer, each in sockets.items()}
+        further = {peer: each[1:] for peer, each in sockets.items()}
+        return Links(self._rank, first, unreached, self._cancelled, further, measures)
 
     def publish(self, address: bytes) -> None:
         """Publish where this rank listens."""

@@ -7,6 +7,7 @@ machine unless the process runs on it: any program of this machine may listen th
 from __future__ import annotations
 
 import contextlib
+import os
 import socket
 import struct
 from collections.abc import Sequence
@@ -23,6 +24,8 @@ _ADDRESS, _FLAGS, _IS_UP = 0x8915, 0x8913, 1  # of Linux: SIOCGIFADDR, SIOCGIFFL
 _UNUSED: Final = ("192.0.2.1", "2001:db8::1")  # for documentation (RFC 5737, RFC 3849); nothing is sent there
 _BOOT: Final = Path("/proc/sys/kernel/random/boot_id")
 _NETWORK: Final = Path("/proc/self/ns/net")
+_INTERFACES: Final = Path("/sys/class/net")
+_NODES: Final = Path("/sys/devices/system/node")
 
 
 def addresses(interfaces: Sequence[str] = ()) -> list[str]:
@@ -70,7 +73,7 @@ def chosen_interfaces(rule: str) -> list[str]:
         found = [name for place, name in ranked if place is None and name != "lo"]
     else:
         found = [name for _, name in sorted((place, name) for place, name in ranked if place is not None)]
-    found = [name for name in found if _has_address(name)]
+    found = [name for name in found if _addresses_of(name)]
     if not found:
         raise ArgumentError.of(
             "CROSSREDUCE_IFNAME selects no interface of this host.", rule, f"one of {', '.join(names)}"
@@ -83,10 +86,55 @@ def is_named(name: str, word: str, exactly: bool) -> bool:
     return bool(word) and (name == word if exactly else name.startswith(word))
 
 
-def _has_address(name: str) -> bool:
+def _addresses_of(name: str) -> list[str]:
     with contextlib.suppress(ConnectionError):
-        return bool(addresses([name]))
-    return False
+        return addresses([name])
+    return []
+
+
+def rails(interfaces: Sequence[str], place: int) -> list[list[str]]:
+    """Return the addresses of each interface over which this process spreads its connections, the first one first.
+
+    These are ``interfaces``; or, if none are named, that of the default route and all devices of the same speed. If the
+    process may only run on the CPUs of one NUMA node, and one of these interfaces is there, only those that are there.
+
+    Args:
+      interfaces: names of interfaces, or none.
+      place: the number of this rank among those of its host. Each one begins with another interface.
+    """
+    names = list(interfaces)
+    if not names:
+        speeds = {name: speed for _, name in socket.if_nameindex() if (speed := _about(name, "speed")) > 0}
+        first = [name for name in speeds if not {*addresses()[:1]}.isdisjoint(_addresses_of(name))]
+        names = [name for name in speeds if first and speeds[name] == speeds[first[0]]]
+    node = _numa_node()
+    near = [name for name in names if node >= 0 and _about(name, "device/numa_node") == node]
+    found = [each for each in map(_addresses_of, near or names) if each]
+    start = place % max(1, len(found))
+    return found[start:] + found[:start]
+
+
+def by_rail(targets: Sequence[str], rail: Sequence[str]) -> list[str]:
+    """Return addresses of another host: first those to which this one sends from an address of ``rail``."""
+    return sorted(targets, key=lambda each: _source_for(each) not in rail)
+
+
+def _about(name: str, what: str) -> int:
+    """Return a number that the system knows about a device of an interface, or -1. Virtual ones have no device."""
+    with contextlib.suppress(OSError, ValueError):
+        return int(Path(_INTERFACES, name, what).read_text()) if Path(_INTERFACES, name, "device").exists() else -1
+    return -1
+
+
+def _numa_node() -> int:
+    """Return the NUMA node that has all CPUs on which this process may run, or -1 if there is none or only one node."""
+    with contextlib.suppress(OSError, ValueError):
+        nodes = {int(path.parent.name[4:]): path.read_text() for path in _NODES.glob("node[0-9]*/cpulist")}
+        for node, text in nodes.items():
+            spans = [[int(end) for end in part.split("-")] for part in text.strip().split(",") if part]
+            if len(nodes) > 1 and all(any(a[0] <= cpu <= a[-1] for a in spans) for cpu in os.sched_getaffinity(0)):
+                return node
+    return -1
 
 
 def machine() -> str:

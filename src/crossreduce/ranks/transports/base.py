@@ -11,8 +11,9 @@ import select
 import socket
 import struct
 import threading
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any, Final, Protocol, TypeGuard
 
 _CHECK_S: Final = 0.05  # between two checks whether an exchange was cancelled
@@ -125,12 +126,16 @@ class Links:
         is closed itself, so that other ranks notice that this rank ends.
       unreached: the ranks to which no connection could be made.
       cancelled: an event. When it is set, another rank has failed, and the group is not made.
+      further: for each rank more sockets, which only the library's own TCP transport gets. It closes them, too.
+      measures: whether that transport uses them only if it finds that this is faster.
     """
 
     rank: int
     sockets: dict[int, socket.socket]
-    unreached: Sequence[int]
-    cancelled: threading.Event
+    unreached: Sequence[int] = ()
+    cancelled: threading.Event = field(default_factory=threading.Event)
+    further: Mapping[int, Sequence[socket.socket]] = field(default_factory=dict)
+    measures: bool = False
 
     def exchanged(self, text: bytes) -> dict[int, bytes]:
         """Send ``text`` to the ranks of ``sockets``. Return the texts of these ranks, which call this, too.
@@ -171,7 +176,7 @@ class Links:
 
     def close(self) -> None:
         """Close the sockets."""
-        for each in self.sockets.values():
+        for each in chain(self.sockets.values(), *self.further.values()):
             each.close()
 
 

@@ -20,6 +20,10 @@ from .tcp import TcpTransport, addresses_of
 
 _LOG: Final = logging.getLogger("crossreduce")
 VARIABLE: Final = "CROSSREDUCE_TRANSPORT"
+_SOCKETS: Final = "CROSSREDUCE_SOCKETS"
+_MOST_SOCKETS: Final = 64  # between two ranks
+_BY_DEFAULT: Final = 4  # between two ranks, if this is found to be faster than one
+_MOST_BY_DEFAULT: Final = 64  # of a rank: descriptors, of which a process may have 1024
 AUTO: Final = "auto"
 _OWN: Final = ("tcp", "ucx")
 _ENTRY_POINTS: Final = "crossreduce.transports"
@@ -29,11 +33,13 @@ class Offer(NamedTuple):
     """What a rank wants and can use. ``problem``: why it cannot use ``wanted``, or "" if it can.
 
     ``usable``: the transport that it would take for "auto", with the version if different ones do not work together.
+    ``sockets``: how many it wants between two ranks, or 0 if this is to be measured.
     """
 
     wanted: str
     usable: str
     problem: str
+    sockets: int = 0
 
 
 def transport_name(given: Any) -> str:
@@ -64,16 +70,42 @@ def _plugin(name: str) -> Plugin:
 
 
 def offer(wanted: str) -> Offer:
-    """Return the offer of this process, for the other ranks. ``wanted``: what ``transport_name`` returned."""
+    """Return the offer of this process, for the other ranks. ``wanted``: what ``transport_name`` returned.
+
+    Raises:
+      ArgumentError: the variable CROSSREDUCE_SOCKETS is invalid.
+    """
+    sockets = _sockets()
     if wanted == "tcp":
-        return Offer(wanted, wanted, "")
+        return Offer(wanted, wanted, "", sockets)
     if wanted == AUTO:
-        return Offer(AUTO, _with_version() if ucx.has_device() and not ucx.unusable() else "tcp", "")
+        return Offer(AUTO, _with_version() if ucx.has_device() and not ucx.unusable() else "tcp", "", sockets)
     try:
         problem = str(_plugin(wanted).unusable() or "")
-        return Offer(wanted, wanted if problem or wanted != "ucx" else _with_version(), problem)
+        return Offer(wanted, wanted if problem or wanted != "ucx" else _with_version(), problem, sockets)
     except Exception as error:  # noqa: BLE001 - of another package
-        return Offer(wanted, wanted, f"{type(error).__name__}: {error}")
+        return Offer(wanted, wanted, f"{type(error).__name__}: {error}", sockets)
+
+
+def _sockets() -> int:
+    """Return the value of CROSSREDUCE_SOCKETS, or 0 if it is not set. If it is invalid, raise an ``ArgumentError``."""
+    given = os.environ.get(_SOCKETS) or "0"
+    if given != "0" and not (given.isascii() and given.isdecimal() and 1 <= int(given[:9]) <= _MOST_SOCKETS):
+        problem = f"{_SOCKETS} is not a number of connections between two ranks."
+        raise ArgumentError.of(problem, shown(given), f"1 to {_MOST_SOCKETS}; 0, or unset, to find out the number")
+    return int(given)
+
+
+def socket_count(transport: str, hosts: int) -> tuple[int, bool]:
+    """Return how many sockets a group needs between two ranks, the same on all ranks, and whether to find out if more
+    than one are faster.
+
+    ``transport``: what ``agreed`` returned. ``hosts``: how many there are; a rank is connected to one rank of each.
+    """
+    if transport != "tcp":
+        return 1, False
+    given = _sockets()
+    return given or max(1, min(_BY_DEFAULT, _MOST_BY_DEFAULT // max(1, hosts - 1))), not given
 
 
 def _with_version() -> str:
@@ -86,12 +118,15 @@ def agreed(offers: Sequence[Offer], numbers: Sequence[int]) -> str:
     ``numbers``: the ranks as errors name them.
 
     Raises:
-      MismatchError: the ranks want different transports, or have different versions of UCX.
+      MismatchError: the ranks want different transports or numbers of sockets, or have different versions of UCX.
       BackendError: a rank cannot use the transport.
     """
     if given := _differences([each.wanted for each in offers], numbers):
         remedy = f"the same {VARIABLE}, or transport=..., on all ranks"
         raise MismatchError.of("the ranks want different transports between hosts.", given, remedy)
+    if given := _differences([str(each.sockets or "unset") for each in offers], numbers):
+        problem = f"the ranks want different numbers of connections ({_SOCKETS})."
+        raise MismatchError.of(problem, given, f"the same {_SOCKETS} on all ranks")
     failed = [rank for rank, each in enumerate(offers) if each.problem]
     name = offers[0].wanted
     if failed:
@@ -116,7 +151,7 @@ def open_transport(name: str, links: Links) -> HostTransport:
     """Return the transport ``name``. If it cannot connect, close the sockets of ``links`` and raise an error."""
     try:
         if name == "tcp":
-            made: HostTransport = TcpTransport(links.sockets, links.unreached)
+            made: HostTransport = TcpTransport(links.sockets, links.unreached, links.further, links.measures)
         else:
             connected = _plugin(name).connect(links)
             made = connected if isinstance(connected, TcpTransport) else OtherTransport(connected, links)

@@ -20,10 +20,11 @@ import time
 import weakref
 from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from hashlib import blake2b
+from types import MappingProxyType
 from typing import Any, Final, TypeAlias
 
 from ... import kernels
-from .addresses import addresses, end_text, machine, reachable
+from .addresses import addresses, by_rail, end_text, machine, rails, reachable
 from .base import PendingMessage
 from .strangers import MOST_UNKNOWN, Strangers
 
@@ -36,7 +37,8 @@ _BACKLOG: Final = 4096  # connections that wait to be accepted; a rank that find
 _MOST_ACCEPTED: Final = 64  # connections that are accepted before others are continued
 _DIGEST: Final = 16  # bytes, 128 bits
 _NUMBER: Final = 16  # bytes of a random number, 128 bits
-_HELLO: Final = struct.Struct(f"<i{_NUMBER}s{_DIGEST}s")  # the rank that connects, its random number, and its proof
+# The rank that connects, the number of the connection, a random number, and a proof
+_HELLO: Final = struct.Struct(f"<iB{_NUMBER}s{_DIGEST}s")
 # A connection fails if its other host does not answer for two minutes. If no data is under way: 60 s, then 6 probes
 # that are 10 s apart. Otherwise ``Connections`` reads when the host has last answered. TCP_USER_TIMEOUT would also end
 # connections to ranks that read nothing for two minutes.
@@ -47,6 +49,7 @@ _STANDARD_ERROR: Final = 2  # the last descriptor of a standard stream
 _ALL: Final[weakref.WeakSet[TcpTransport]] = weakref.WeakSet()
 
 Handshake: TypeAlias = Generator[int, None, None]  # yields the events to wait for
+Link: TypeAlias = tuple[int, int]  # one of the connections to a rank: the rank, and the number of the connection
 
 
 class TcpTransport:
@@ -57,23 +60,33 @@ class TcpTransport:
     ``reached``: the address of each rank to which there is a connection.
     """
 
-    def __init__(self, sockets: dict[int, socket.socket], unreached: Sequence[int] = ()) -> None:
-        """``sockets``: for each rank with which messages are exchanged a connected socket. The transport closes it."""
-        self.unreached = tuple(unreached)
+    def __init__(
+        self,
+        sockets: dict[int, socket.socket],
+        unreached: Sequence[int] = (),
+        further: Mapping[int, Sequence[socket.socket]] = MappingProxyType({}),
+        measures: bool = False,
+    ) -> None:
+        """Use connected sockets, which the transport closes.
+
+        ``sockets``: for each rank with which messages are exchanged a socket. ``further``: more of them, equally many
+        for each rank. ``measures``: whether they are used only if this is found to be faster.
+        """
+        self.unreached, self._measures = tuple(unreached), measures
         self.reached = addresses_of(sockets)
-        for each in sockets.values():
+        all_sockets = [each for rank, first in sockets.items() for each in (first, *further.get(rank, ()))]
+        for each in all_sockets:
             each.setblocking(False)
             each.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             keep_alive(each)
-        descriptors = [each.fileno() for each in sockets.values()]
-        self.connections = self._connections(list(sockets), descriptors, _SILENT_S)
-        for each in sockets.values():
+        self.connections = self._connections(list(sockets), [each.fileno() for each in all_sockets], _SILENT_S)
+        for each in all_sockets:
             each.detach()
         _ALL.add(self)
 
     def _connections(self, ranks: list[int], descriptors: list[int], silent_s: float) -> Any:
         """Return the compiled object for ``ranks``. It closes their sockets."""
-        return kernels.native().Connections(ranks, descriptors, silent_s)
+        return kernels.native().Connections(ranks, descriptors, silent_s, self._measures)
 
     def send(self, address: int, nbytes: int, dst: int, tag: int) -> PendingMessage:
         """Start to send."""
@@ -128,8 +141,10 @@ def connect(
     stalled: Callable[[Sequence[int]], Collection[int]] | None = None,
     listen_at: str = "",
     patience_s: float = PATIENCE_S,
-) -> dict[int, socket.socket]:
-    """Return a connected socket for each other rank. Each of them calls this, too, with a list that contains ``rank``.
+    count: int = 1,
+    place: int = 0,
+) -> dict[int, list[socket.socket]]:
+    """Return connected sockets for each other rank. Each of them calls this, too, with a list that contains ``rank``.
 
     Args:
       peers: the ranks to connect to. The higher one of two ranks connects to the lower one.
@@ -142,6 +157,8 @@ def connect(
         it, no rank is given up.
       listen_at: the only address of this host at which it listens. "" means all addresses of ``interfaces``.
       patience_s: the seconds after which a connection that is not made yet may be impossible.
+      count: how many connections are made to each rank, at most 255; the same on all ranks.
+      place: the number of this rank among those of its host. See ``rails``, over which connections are spread.
     Raises:
       ConnectionError: ``cancelled`` was set before all connections were made, or no interface has an address.
     """
@@ -155,25 +172,29 @@ def connect(
             stack.enter_context(listener)
         port = 0 if listener is None else listener.getsockname()[1]
         own = [listen_at] if listen_at else addresses(interfaces)
+        spread = rails(interfaces, place)
         publish(json.dumps([own, port, key.hex(), machine()]).encode())
-        meeting = stack.enter_context(_Meeting(rank, key, [peer for peer in others if peer > rank], listener))
+        expected = [(peer, number) for peer in others if peer > rank for number in range(count)]
+        meeting = stack.enter_context(_Meeting(rank, key, expected, listener))
         for peer in others:
             if peer < rank:
                 published, peer_port, peer_key, where = json.loads(read(peer))
-                targets = [(each, peer_port) for each in reachable(published, where)]
-                meeting.reach(peer, targets, bytes.fromhex(peer_key))
+                there = reachable(published, where)
+                for number in range(count):
+                    there = by_rail(there, spread[number % len(spread)]) if len(spread) > 1 else there
+                    meeting.reach((peer, number), [(each, peer_port) for each in there], bytes.fromhex(peer_key))
         given_up: set[int] = set()
         check_at = time.monotonic() + patience_s
-        while missing := [peer for peer in others if peer not in meeting.connected and peer not in given_up]:
+        while missing := [peer for peer in others if len(meeting.of(peer)) < count and peer not in given_up]:
             if cancelled.is_set():
-                tried = {peer: [address for address, _ in meeting.targets[peer]] for peer in missing if peer < rank}
+                tried = {peer: [address for address, _ in meeting.targets[peer, 0]] for peer in missing if peer < rank}
                 addresses_tried = tried or "none, since these ranks connect to this one"
                 raise ConnectionError(f"no connection to ranks {missing}; tried addresses: {addresses_tried}")
             if stalled is not None and time.monotonic() > check_at:
                 check_at = time.monotonic() + min(_RETRY_S, patience_s / 5)
                 given_up.update(stalled(missing))
             meeting.step()
-        return meeting.take()
+        return {peer: meeting.take(peer) for peer in others if peer not in given_up}
 
 
 def opened_listener(port: int = 0, address: str = "") -> socket.socket:
@@ -202,34 +223,35 @@ def open_standard_streams() -> None:
         os.close(opened)
 
 
-def _proof(key: bytes, word: str, ranks: tuple[int, int], end: Sequence[object], numbers: bytes) -> bytes:
+def _proof(key: bytes, word: str, link: Link, listener: int, end: Sequence[object], numbers: bytes) -> bytes:
     """Return the proof that the sender of ``word`` knows the key.
 
-    ``ranks``: the rank that connects, and the rank that listens. ``end``: the address and port of the latter in this
-    connection. A program at another address, which passes on all bytes, cannot change it. ``numbers``: random numbers.
+    ``link``: the rank that connects, and the number of its connection. ``listener``: the rank that listens. ``end``:
+    the address and port of the latter in this connection. A program at another address, which passes on all bytes,
+    cannot change it. ``numbers``: random numbers.
     """
-    about = f"{word} {ranks[0]} {ranks[1]} {end_text(end)} ".encode()
+    about = f"{word} {link[0]} {link[1]} {listener} {end_text(end)} ".encode()
     return blake2b(about + numbers, key=key, digest_size=_DIGEST).digest()
 
 
 class _Meeting:
-    """Makes the connections of one rank. ``targets``: for each rank to connect to, its addresses and ports.
+    """Makes the connections of one rank. ``targets``: for each of those that it begins, the addresses and ports to try.
 
     The connecting rank sends its number, a random number and a proof. The listening rank answers with another random
     number and a proof that depends on both. The connecting rank may have made several connections. Over the one that it
     uses, it sends a third proof, and the listening rank confirms it. So a recorded handshake cannot be repeated.
     """
 
-    def __init__(self, rank: int, key: bytes, expected: Sequence[int], listener: socket.socket | None) -> None:
-        self.connected: dict[int, socket.socket] = {}
-        self.targets: dict[int, list[tuple[str, int]]] = {}
+    def __init__(self, rank: int, key: bytes, expected: Sequence[Link], listener: socket.socket | None) -> None:
+        self.connected: dict[Link, socket.socket] = {}
+        self.targets: dict[Link, list[tuple[str, int]]] = {}
         self._rank, self._key, self._expected = rank, key, set(expected)
-        self._keys: dict[int, bytes] = {}
-        self._due: dict[int, tuple[float, int]] = {}  # by rank: when to try which of its addresses next
-        self._used: set[int] = set()  # the ranks that are to confirm a connection
+        self._keys: dict[Link, bytes] = {}
+        self._due: dict[Link, tuple[float, int]] = {}  # when to try which of the addresses next
+        self._used: set[Link] = set()  # those that the other ranks are to confirm
         self._selector = selectors.DefaultSelector()
         self._open: dict[socket.socket, Handshake] = {}
-        self._tried: dict[tuple[int, tuple[str, int]], socket.socket] = {}  # the last attempt of each rank and address
+        self._tried: dict[tuple[Link, tuple[str, int]], socket.socket] = {}  # the last attempt with each address
         self._unknown = Strangers(MOST_UNKNOWN + len(expected))
         self._known = Strangers(MOST_UNKNOWN + len(expected))  # their first proof was right; it may be a recorded one
         if listener is not None:
@@ -246,27 +268,30 @@ class _Meeting:
             each.close()
         self._selector.close()
 
-    def take(self) -> dict[int, socket.socket]:
-        """Return the finished connections, which the caller then owns."""
-        taken, self.connected = self.connected, {}
-        return taken
+    def of(self, peer: int) -> list[Link]:
+        """Return the finished connections to a rank, in order."""
+        return sorted(link for link in self.connected if link[0] == peer)
 
-    def reach(self, peer: int, targets: list[tuple[str, int]], key: bytes) -> None:
+    def take(self, peer: int) -> list[socket.socket]:
+        """Return the sockets of the finished connections to a rank, which the caller then owns."""
+        return [self.connected.pop(link) for link in self.of(peer)]
+
+    def reach(self, link: Link, targets: list[tuple[str, int]], key: bytes) -> None:
         """Begin to connect to a rank at any of its addresses."""
-        self.targets[peer], self._keys[peer] = targets, key
+        self.targets[link], self._keys[link] = targets, key
         if targets:
-            self._due[peer] = time.monotonic(), 0
+            self._due[link] = time.monotonic(), 0
 
     def step(self) -> None:
         """Close connections without a proof, begin due attempts, and continue handshakes. Wait at most ``_CHECK_S``."""
         now = time.monotonic()
         while (late := self._unknown.pop(now - _HANDSHAKE_S)) is not None:
             self._drop(late)
-        for peer, (at, number) in list(self._due.items()):
+        for link, (at, number) in list(self._due.items()):
             if now >= at:
-                self._try(peer, self.targets[peer][number])
-                last = number + 1 == len(self.targets[peer])
-                self._due[peer] = (now + _RETRY_S, 0) if last else (now + _STAGGER_S, number + 1)
+                self._try(link, self.targets[link][number])
+                last = number + 1 == len(self.targets[link])
+                self._due[link] = (now + _RETRY_S, 0) if last else (now + _STAGGER_S, number + 1)
         for key, _ in self._selector.select(_CHECK_S):
             if key.fileobj is self._listener:
                 self._accept()
@@ -293,14 +318,14 @@ class _Meeting:
         if (dropped := strangers.add(sock, address)) is not None:
             self._drop(dropped)
 
-    def _try(self, peer: int, target: tuple[str, int]) -> None:
+    def _try(self, link: Link, target: tuple[str, int]) -> None:
         """Begin to connect to an address, unless the last attempt to do so has not ended."""
-        if self._tried.get((peer, target)) in self._open:
+        if self._tried.get((link, target)) in self._open:
             return
         with contextlib.suppress(OSError):  # no IPv6 here, or too many open files
             sock = socket.socket(socket.AF_INET6 if ":" in target[0] else socket.AF_INET, socket.SOCK_STREAM)
-            self._tried[peer, target] = sock
-            self._begin(sock, self._connecting(sock, peer, target))
+            self._tried[link, target] = sock
+            self._begin(sock, self._connecting(sock, link, target))
 
     def _begin(self, sock: socket.socket, handshake: Handshake) -> None:
         sock.setblocking(False)
@@ -328,44 +353,45 @@ class _Meeting:
         self._open.pop(sock).close()
         sock.close()
 
-    def _connecting(self, sock: socket.socket, peer: int, target: tuple[str, int]) -> Handshake:
+    def _connecting(self, sock: socket.socket, link: Link, target: tuple[str, int]) -> Handshake:
         """Execute the connecting rank's handshake."""
         with contextlib.suppress(BlockingIOError):
             sock.connect(target)
         yield selectors.EVENT_WRITE
-        key, ranks, end, own = self._keys[peer], (self._rank, peer), sock.getpeername(), secrets.token_bytes(_NUMBER)
-        sock.sendall(_HELLO.pack(self._rank, own, _proof(key, "hello", ranks, end, own)))
+        key, end, own = self._keys[link], sock.getpeername(), secrets.token_bytes(_NUMBER)
+        about = (self._rank, link[1]), link[0], end
+        sock.sendall(_HELLO.pack(*about[0], own, _proof(key, "hello", *about, own)))
         answer = yield from _receive(sock, _NUMBER + _DIGEST)
         numbers = own + answer[:_NUMBER]
-        if not secrets.compare_digest(answer[_NUMBER:], _proof(key, "welcome", ranks, end, numbers)):
+        if not secrets.compare_digest(answer[_NUMBER:], _proof(key, "welcome", *about, numbers)):
             raise EOFError  # another program
-        if peer in self.connected or peer in self._used:
+        if link in self.connected or link in self._used:
             raise EOFError  # the connection to another address was faster
-        self._used.add(peer)
+        self._used.add(link)
         try:
-            sock.sendall(_proof(key, "use", ranks, end, numbers))
+            sock.sendall(_proof(key, "use", *about, numbers))
             yield from _receive(sock, 1)
         finally:
-            self._used.discard(peer)
-        self.connected[peer] = sock
-        del self._due[peer]
+            self._used.discard(link)
+        self.connected[link] = sock
+        del self._due[link]
 
     def _accepted(self, sock: socket.socket, address: str) -> Handshake:
         """Execute the listening rank's handshake."""
-        peer, other, proof = _HELLO.unpack((yield from _receive(sock, _HELLO.size)))
-        ranks, end, own = (peer, self._rank), sock.getsockname(), secrets.token_bytes(_NUMBER)
-        if not secrets.compare_digest(proof, _proof(self._key, "hello", ranks, end, other)):
+        *link, other, proof = _HELLO.unpack((yield from _receive(sock, _HELLO.size)))
+        about, own = ((link[0], link[1]), self._rank, sock.getsockname()), secrets.token_bytes(_NUMBER)
+        if not secrets.compare_digest(proof, _proof(self._key, "hello", *about, other)):
             raise EOFError  # another program
         self._unknown.discard(sock)
         self._limit(self._known, sock, address)
-        sock.sendall(own + _proof(self._key, "welcome", ranks, end, other + own))
+        sock.sendall(own + _proof(self._key, "welcome", *about, other + own))
         proof = yield from _receive(sock, _DIGEST)
-        if not secrets.compare_digest(proof, _proof(self._key, "use", ranks, end, other + own)):
+        if not secrets.compare_digest(proof, _proof(self._key, "use", *about, other + own)):
             raise EOFError  # a program that has recorded a hello
-        if peer not in self._expected or peer in self.connected:
-            raise EOFError  # a rank never connects twice
+        if about[0] not in self._expected or about[0] in self.connected:
+            raise EOFError  # a rank never makes one connection twice
         sock.sendall(b".")
-        self.connected[peer] = sock
+        self.connected[about[0]] = sock
 
 
 def _receive(sock: socket.socket, count: int) -> Generator[int, None, bytes]:
