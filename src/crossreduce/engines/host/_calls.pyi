@@ -37,7 +37,6 @@ def use_torch_devices(
     block: Callable[[Any, int], Any],
     reinterpret: Callable[[Any, Any, Any, int], Any],
     scratch: Callable[[int, int], tuple[Any, int]],
-    checker: Callable[..., Any],
     /,
 ) -> None: ...
 def use_torch(
@@ -48,5 +47,7 @@ def use_torch(
     empty_like: Callable[[Any], Any],
     int8: Any,
     uint8: Any,
+    plain: list[tuple[Any, ...]],
+    special: list[Any],
     /,
-) -> None: ...
+) -> bool: ...

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copyreg
 import importlib
+import logging
 from collections.abc import Callable, Sequence
 from functools import cache
 from typing import TYPE_CHECKING, Any
@@ -21,6 +22,8 @@ from ...values import Mirrored, PerReplica
 
 if TYPE_CHECKING:
     from ._calls import Calls
+
+_LOG = logging.getLogger("crossreduce")
 
 FRAMEWORKS = ("numpy", "torch")
 """The frameworks whose arrays the compiled code reads and makes."""
@@ -53,8 +56,8 @@ def new_calls() -> Calls | None:
 def read_tensors(functions: tuple[Any, ...] | None) -> None:
     """Enable compiled code to read and write tensors of torch, with these functions of torch."""
     module = compiled_module()
-    if module is not None and functions is not None:
-        module.use_torch(*functions)
+    if module is not None and functions is not None and not module.use_torch(*functions):
+        _LOG.info("tensors of this version of torch are read with its own functions, which takes longer")
 
 
 def _without_calls(_: Calls) -> tuple[Callable[..., Any], tuple[()]]:
