@@ -111,7 +111,7 @@ class TorchAccess final : public ArrayAccess {
 
     bool view_all(const std::vector<PyObject *> &objects, bool written, std::vector<ArrayView> &to) const override {
         if (!reader.is_trusted()) return ArrayAccess::view_all(objects, written, to);
-        constexpr size_t STEP = 8; // tensors between the steps of a prefetch
+        constexpr size_t STEP = 16; // tensors between the steps of a prefetch
         const size_t count = objects.size();
         to.resize(count);
         const auto is_tensor = [&](size_t k) { return k < count && Py_TYPE(objects[k]) == tensor_type; };
