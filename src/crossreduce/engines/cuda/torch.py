@@ -22,7 +22,7 @@ from ..host.prepared import compiled_module
 from .memory import DeviceMemory, Operands
 
 _reinterpret_tensor: Final[Any] = getattr(guards, "_reinterpret_tensor")  # noqa: B009 -- it has no type
-_ALIGNMENT: Final = 512  # bytes; torch's allocator aligns to as many
+_ALIGNMENT: Final = 512  # bytes, of results in a block; torch's allocator aligns to as many
 
 
 class TorchDeviceMemory(DeviceMemory):
@@ -100,7 +100,7 @@ def use_in_compiled_code(memory: TorchDeviceMemory) -> None:
     if (module := compiled_module()) is not None:
         is_filled = torch._C._get_deterministic_algorithms  # then it fills new memory, unless the user sets otherwise
         block = lambda like, nbytes: memory.block(like.dtype, nbytes, memory.device(like))  # noqa: E731
-        module.use_torch_devices(is_filled, block, _reinterpret_tensor, memory.scratch)
+        module.use_torch_devices(is_filled, block, _reinterpret_tensor, memory.scratch, _ALIGNMENT)
 
 
 MEMORY: Final = TorchDeviceMemory()

@@ -37,6 +37,7 @@ def use_torch_devices(
     block: Callable[[Any, int], Any],
     reinterpret: Callable[[Any, Any, Any, int], Any],
     scratch: Callable[[int, int], tuple[Any, int]],
+    alignment: int,
     /,
 ) -> None: ...
 def use_torch(
@@ -47,7 +48,6 @@ def use_torch(
     empty_like: Callable[[Any], Any],
     int8: Any,
     uint8: Any,
-    plain: list[tuple[Any, ...]],
-    special: list[Any],
     /,
-) -> bool: ...
+) -> None: ...
+def use_torch_layout(plain: list[tuple[Any, ...]], special: list[Any], /) -> bool: ...

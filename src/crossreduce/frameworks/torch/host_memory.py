@@ -86,10 +86,10 @@ def functions_for_compiled_code() -> tuple[Any, ...] | None:
     """Return the objects of torch that ``Calls`` uses, or ``None`` if torch lacks one of them, as before 2.10."""
     exchange = getattr(torch.Tensor, "__dlpack_c_exchange_api__", None)
     functions = is_transformed, increment_versions, torch.empty_like
-    return None if exchange is None else (torch.Tensor, exchange, *functions, torch.int8, torch.uint8, *_probes())
+    return None if exchange is None else (torch.Tensor, exchange, *functions, torch.int8, torch.uint8)
 
 
-def _probes() -> tuple[list[tuple[Any, ...]], list[Any]]:
+def layout_probes() -> tuple[list[tuple[Any, ...]], list[Any]]:
     """Return tensors that show how torch's tensors lie in memory, each with facts about it, and others.
 
     Compiled code reads tensors without calls of torch if the facts of the first ones are where it expects them, and if it

@@ -44,6 +44,8 @@ class ArrayAccess {
     // Return a new array of the framework's allocator, with the sizes, dtype and CUDA device of another one, and its
     // memory; or null with an error set.
     virtual PyObject *make_like(PyObject *, char **) const { return nullptr; }
+    // The number of bytes to a multiple of which results begin in a block.
+    virtual size_t alignment() const { return 1; }
     // Return a new array of `nbytes` bytes with undefined content, with the dtype and CUDA device of another one; or null
     // with an error set. `make_in` returns a new array with sizes and strides at an element of such a block, whose memory
     // it shares.
@@ -68,6 +70,7 @@ extern size_t large_array_offset;  // of NumPy's large arrays from a cache line;
 int load_numpy();                  // return -1 with an error set if NumPy's C API cannot be used
 const ArrayAccess *numpy_access(PyObject *array);
 PyObject *use_torch(PyObject *, PyObject *args);
+PyObject *use_torch_layout(PyObject *, PyObject *args);
 PyObject *use_torch_devices(PyObject *, PyObject *args);
 PyObject *use_device_type(PyObject *, PyObject *number);
 const ArrayAccess *torch_access(PyObject *array);

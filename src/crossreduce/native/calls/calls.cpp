@@ -187,10 +187,11 @@ PyObject *all_reduce(PyObject *self, PyObject *const *arguments, Py_ssize_t coun
     }
 }
 
-// Set where each result of a plan lies in a block: at multiples of 512 bytes, as if it had memory of its own. Return false
-// with an error set if that fails.
+// Set where each result of a plan lies in a block, aligned as if it had memory of its own. Return false with an error set if
+// that fails.
 bool add_forms(Run &run, const Batch &batch, PyObject *kept) {
     run.block_nbytes = 0;
+    const size_t alignment = batch.access->alignment();
     for (size_t tensor : run.tensors) {
         const ArrayView &view = batch.first(tensor);
         Ref sizes(PyTuple_New(view.axes)), strides(PyTuple_New(view.axes));
@@ -210,7 +211,7 @@ bool add_forms(Run &run, const Batch &batch, PyObject *kept) {
         }
         if (PyList_Append(kept, sizes.object) < 0 || PyList_Append(kept, strides.object) < 0) return false;
         run.forms.emplace_back(sizes.object, strides.object);
-        run.block_nbytes += (static_cast<size_t>(step) * run.result_size + 511) / 512 * 512;
+        run.block_nbytes += (static_cast<size_t>(step) * run.result_size + alignment - 1) / alignment * alignment;
     }
     return true;
 }
@@ -362,10 +363,13 @@ PyMethodDef functions[] = {
      "use(per_replica, mirrored, reduce_op, ops_by_name, device_names, default_options, large_array_offset): set what the "
      "calls need."},
     {"use_torch", use_torch, METH_VARARGS,
-     "use_torch(tensor_type, exchange_api, is_transformed, mark_dirty, empty_like, int8, uint8, plain, special): accept "
-     "tensors of exactly this class. Return whether their layout in memory is as the tensors `plain` and `special` show."},
+     "use_torch(tensor_type, exchange_api, is_transformed, mark_dirty, empty_like, int8, uint8): accept tensors of "
+     "exactly this class."},
+    {"use_torch_layout", use_torch_layout, METH_VARARGS,
+     "use_torch_layout(plain, special): read tensors without torch's functions if facts about plain tensors are where they "
+     "are expected, and none of the special ones can be read in this way. Return whether this is so."},
     {"use_torch_devices", use_torch_devices, METH_VARARGS,
-     "use_torch_devices(is_filled, block, reinterpret, scratch): set how memory on CUDA devices is allocated."},
+     "use_torch_devices(is_filled, block, reinterpret, scratch, alignment): set how memory on CUDA devices is allocated."},
     {"use_device_type", use_device_type, METH_O,
      "use_device_type(number): the DLDeviceType of tensors on CUDA devices; for tests, which have the CPU's, 1."},
     {nullptr, nullptr, 0, nullptr}};

@@ -68,7 +68,11 @@ class TensorReader {
                sizes.offset == facts.offset && sizes.elements == facts.elements && sizes.device_type == 0 &&
                sizes.has_device == 1 && impl.storage->nbytes == facts.storage_nbytes;
     }
-    void distrust() { rest_ = 0; }
+    void distrust() {
+        rest_ = 0;
+        for (auto &dtype : dtypes_) dtype = 0;
+        for (Kind &kind : kinds_) kind.keys = 0;
+    }
 
     // Read what a later call of these functions or of `read` needs, one after another, so that it need not wait for memory.
     void prefetch(PyObject *tensor) const { __builtin_prefetch(tensor); }

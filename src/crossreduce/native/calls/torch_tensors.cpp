@@ -53,6 +53,7 @@ PyObject *is_transformed = nullptr, *mark_dirty = nullptr, *empty_like = nullptr
 // On CUDA devices: is_filled(); block(like, nbytes); reinterpret(block, sizes, strides, offset); scratch(nbytes, device), which
 // returns an owner and an address. Null: not set.
 PyObject *is_filled = nullptr, *new_block = nullptr, *reinterpret = nullptr, *new_scratch = nullptr;
+size_t block_alignment = 1;
 PyObject *requires_grad = nullptr, *dtype_name = nullptr;                // names of attributes
 PyObject *byte_dtypes[2];                                                // torch.int8 and torch.uint8
 PyObject *is_neg = nullptr, *is_conj = nullptr, *is_inference = nullptr; // methods of the class, called with a tensor
@@ -196,6 +197,8 @@ class TorchAccess final : public ArrayAccess {
         return found.object == Py_True;
     }
 
+    size_t alignment() const override { return block_alignment; }
+
     PyObject *make_block(PyObject *like, size_t nbytes, char **data) const override {
         Ref size(PyLong_FromSize_t(nbytes));
         Ref made(size ? PyObject_CallFunctionObjArgs(new_block, like, size.object, nullptr) : nullptr);
@@ -264,7 +267,7 @@ bool is_layout_known(PyObject *plain, PyObject *special) {
     return is_expected && read_each(plain, [&](PyObject *facts) {
         PyObject *tensor = PyTuple_GetItem(facts, 0);
         ArrayView view, other;
-        bool may_need_grad;
+        bool may_need_grad = false;
         return tensors.view_by_torch(tensor, true, view) && reader.read(tensor, other, may_need_grad, cuda_type) &&
                view.data == other.data && view.dtype == other.dtype && view.device == other.device;
     }) && read_each(special, [&](PyObject *tensor) {
@@ -276,12 +279,11 @@ bool is_layout_known(PyObject *plain, PyObject *special) {
 } // namespace
 
 PyObject *use_torch(PyObject *, PyObject *args) {
-    PyObject *type, *capsule, *transformed, *written, *like, *int8, *uint8, *plain, *special;
-    if (!PyArg_ParseTuple(args, "OOOOOOOOO", &type, &capsule, &transformed, &written, &like, &int8, &uint8, &plain, &special))
-        return nullptr;
+    PyObject *type, *capsule, *transformed, *written, *like, *int8, *uint8;
+    if (!PyArg_ParseTuple(args, "OOOOOOO", &type, &capsule, &transformed, &written, &like, &int8, &uint8)) return nullptr;
     const auto *found = static_cast<const ExchangeApi *>(PyCapsule_GetPointer(capsule, "dlpack_exchange_api"));
     if (found == nullptr) return nullptr;
-    if (tensor_type != nullptr || found->version.major != VERSION || found->view == nullptr) Py_RETURN_FALSE;
+    if (tensor_type != nullptr || found->version.major != VERSION || found->view == nullptr) Py_RETURN_NONE;
     requires_grad = PyUnicode_InternFromString("requires_grad");
     dtype_name = PyUnicode_InternFromString("dtype");
     is_neg = PyObject_GetAttrString(type, "is_neg");
@@ -292,14 +294,23 @@ PyObject *use_torch(PyObject *, PyObject *args) {
     byte_dtypes[INT] = int8, byte_dtypes[UINT] = uint8;
     is_transformed = transformed, mark_dirty = written, empty_like = like, api = found;
     tensor_type = reinterpret_cast<PyTypeObject *>(type);
-    const bool is_known = is_layout_known(plain, special) && reader.is_trusted();
+    Py_RETURN_NONE;
+}
+
+PyObject *use_torch_layout(PyObject *, PyObject *args) {
+    PyObject *plain, *special;
+    if (!PyArg_ParseTuple(args, "OO", &plain, &special)) return nullptr;
+    reader.distrust();
+    const bool is_known = tensor_type != nullptr && is_layout_known(plain, special) && reader.is_trusted();
     if (!is_known) reader.distrust();
     PyErr_Clear();
     return PyBool_FromLong(is_known);
 }
 
 PyObject *use_torch_devices(PyObject *, PyObject *args) {
-    if (!PyArg_ParseTuple(args, "OOOO", &is_filled, &new_block, &reinterpret, &new_scratch)) return nullptr;
+    Py_ssize_t alignment;
+    if (!PyArg_ParseTuple(args, "OOOOn", &is_filled, &new_block, &reinterpret, &new_scratch, &alignment)) return nullptr;
+    block_alignment = static_cast<size_t>(alignment);
     for (PyObject *kept : {is_filled, new_block, reinterpret, new_scratch}) Py_INCREF(kept); // for ever
     Py_RETURN_NONE;
 }
