@@ -175,8 +175,7 @@ bool Batch::view_arrays() {
             signature.insert(signature.end(), view.sizes, view.sizes + view.axes);
         }
         if (view.device == HOST && first.device == HOST) continue;
-        signature.push_back(-1); // not a size or a dtype
-        signature.push_back(view.device);
+        signature.push_back(HOST - 1 - view.device); // negative, and so neither a size nor a dtype
     }
     return true;
 }
@@ -192,9 +191,9 @@ bool Batch::view_outs(const Prepared &prepared) {
                     return false;
         }
     // Most programs pass the same arrays again and again.
-    addresses.clear();
-    for (const ArrayView &view : views) addresses.push_back(view.data);
-    for (const ArrayView &view : out_views) addresses.push_back(view.data);
+    addresses.resize(views.size() + out_views.size());
+    const auto data = [](const ArrayView &view) { return view.data; };
+    std::transform(out_views.begin(), out_views.end(), std::transform(views.begin(), views.end(), addresses.begin(), data), data);
     if (apart_in == prepared.number && addresses == apart) return true;
     if (!are_apart(prepared)) return false;
     apart_in = prepared.number;
