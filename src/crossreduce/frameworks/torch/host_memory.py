@@ -109,7 +109,15 @@ def layout_probes() -> tuple[list[tuple[Any, ...]], list[Any]]:
             special = [x.t(), x.expand(4, 2, 3), torch._neg_view(x), x.cfloat().conj(), torch._lazy_clone(x), inference]
             special += [x.clone().requires_grad_(), x.to("meta"), x.to_sparse(), freed, part, small]
             facts = [
-                (x, x._cdata, x.untyped_storage()._cdata, x.storage_offset(), x.numel(), x._version, x.untyped_storage().nbytes())
+                (
+                    x,
+                    x._cdata,
+                    x.untyped_storage()._cdata,
+                    x.storage_offset(),
+                    x.numel(),
+                    x._version,
+                    x.untyped_storage().nbytes(),
+                )
                 for x in plain
             ]
     except Exception:  # noqa: BLE001 -- another version of torch may raise any class
