@@ -92,8 +92,8 @@ def functions_for_compiled_code() -> tuple[Any, ...] | None:
 def layout_probes() -> tuple[list[tuple[Any, ...]], list[Any]]:
     """Return tensors that show how torch's tensors lie in memory, each with facts about it, and others.
 
-    Compiled code reads tensors without calls of torch if the facts of the first ones are where it expects them, and if it
-    then recognizes that each of the others needs torch's functions. If torch refuses to make one, both lists are empty.
+    Compiled code reads tensors without calls of torch if the facts of the first ones are where it expects them, and if
+    it then recognizes that each of the others needs torch's functions. If torch cannot make one, both lists are empty.
     """
     try:
         with torch.inference_mode():
