@@ -106,6 +106,7 @@ class TensorReader {
             step *= rest.sizes[axis];
         }
         if (step == 0) return true; // empty
+        if (impl.storage == nullptr) return false;
         const TorchStorage &storage = *impl.storage;
         const int64_t itemsize = dtype >> 11; // bits / 8
         uint32_t checks;
@@ -127,8 +128,11 @@ class TensorReader {
         kinds_[rest.device_type].keys.store(rest.keys, std::memory_order_relaxed);
     }
 
-    // Whether the memory of a tensor, which has elements, was freed.
-    bool is_freed(PyObject *tensor) const { return of(tensor)->methods == methods_ && of(tensor)->storage->data == nullptr; }
+    // Whether it is known that the memory of a tensor, which has elements, was freed.
+    bool is_freed(PyObject *tensor) const {
+        const TorchImpl &impl = *of(tensor);
+        return is_trusted() && impl.methods == methods_ && impl.storage != nullptr && impl.storage->data == nullptr;
+    }
 
     // Count a write into a tensor that is not one of inference mode, for autograd.
     void count_write(PyObject *tensor) const { of(tensor)->version->count.fetch_add(1, std::memory_order_relaxed); }

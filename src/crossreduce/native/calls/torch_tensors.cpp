@@ -65,12 +65,11 @@ struct Block { // a result's memory and its description; both are freed with the
     int64_t sizes[2 * MAX_AXES]; // and strides
 };
 
-// Whether a tensor with elements has no memory. If its layout is unknown: whether it seems so. The address of a part of a
-// storage whose memory was freed is the part's offset; memory of the host or of a CUDA device is never at such addresses.
+// Whether a tensor with elements has no memory, or seems to have none. The address of a part of a storage whose memory was
+// freed is the part's offset; memory of the host or of a CUDA device is never at addresses that are so low.
 bool lacks_memory(PyObject *object, const DLTensor &tensor) {
-    if (reader.is_trusted()) return reader.is_freed(object);
     const auto lowest = uint64_t{1} << (tensor.device.type == CPU ? 22 : 32);
-    return reinterpret_cast<uint64_t>(tensor.data) + tensor.byte_offset < lowest;
+    return reader.is_freed(object) || reinterpret_cast<uint64_t>(tensor.data) + tensor.byte_offset < lowest;
 }
 
 void describe(const DLTensor &from, ArrayView &to) {
