@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from itertools import chain
+from operator import attrgetter
 from typing import Any, Final
 
 import torch
@@ -80,6 +81,7 @@ def _allocate(shape: tuple[int, ...], dtype: Any, count: int) -> list[Any]:
 
 
 MEMORY: Final = TorchMemory()
+_CDATA: Final = attrgetter("_cdata")  # the address of the object in C++
 
 
 def functions_for_compiled_code() -> tuple[Any, ...] | None:
@@ -111,8 +113,8 @@ def layout_probes() -> tuple[list[tuple[Any, ...]], list[Any]]:
             facts = [
                 (
                     x,
-                    x._cdata,
-                    x.untyped_storage()._cdata,
+                    _CDATA(x),
+                    _CDATA(x.untyped_storage()),
                     x.storage_offset(),
                     x.numel(),
                     x._version,
