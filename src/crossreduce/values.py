@@ -241,6 +241,11 @@ def default_devices(places: list[str | None]) -> tuple[str, ...]:
     >>> default_devices(["cpu", "cpu"]), default_devices(["cuda:0", "cuda:0", "cuda:1"])
     (('cpu:0', 'cpu:1'), ('cuda:0', 'cuda:0#1', 'cuda:1'))
     """
+    return _default_devices(tuple(places))
+
+
+@lru_cache(maxsize=1024)  # one tuple for equal places, so that calls with many values compare it at once
+def _default_devices(places: tuple[str | None, ...]) -> tuple[str, ...]:
     if all(place == "cpu" for place in places):
         return host_devices(len(places))
     names: dict[str, None] = {}

@@ -3,6 +3,7 @@
 import copy
 import dataclasses
 import gc
+import importlib
 import pickle
 import sys
 import threading
@@ -17,7 +18,8 @@ from pairs import pairs
 
 import crossreduce as cr
 from crossreduce import kernels
-from crossreduce.engines.host.prepared import new_calls
+from crossreduce.engines.host import array_memory
+from crossreduce.engines.host.prepared import compiled_module, new_calls
 
 pytestmark = pytest.mark.skipif(kernels.instruction_set() == "numpy", reason="prepared calls need the compiled kernels")
 
@@ -136,7 +138,62 @@ def test_torch_means_of_integers_are_not_prepared():
     assert prepared(ops, "reduce", "mean", value, value) is None
 
 
-def test_only_what_was_prepared_is_recognised(torch_):
+@pytest.fixture
+def probes(torch_):
+    """Return tensors that show how torch's tensors lie in memory (see ``layout_probes``)."""
+    assert array_memory("torch") is not None  # the compiled code reads tensors from now on
+    return importlib.import_module("crossreduce.frameworks.torch.host_memory").layout_probes()
+
+
+@pytest.fixture(params=["in memory", "by torch"])
+def read_tensors(request, probes):
+    """Let compiled code read tensors where they are in memory, or with torch's functions, as for an unknown layout."""
+    use, is_known = compiled_module().use_torch_layout, request.param == "in memory"
+    assert use(*(probes if is_known else ([], []))) is is_known
+    yield request.param
+    assert use(*probes)
+
+
+def test_an_unexpected_layout_of_tensors_is_noticed(probes):
+    """Tensors are read with torch's functions if one fact about one of them is not where it is expected in memory."""
+    plain, special = probes
+    use = compiled_module().use_torch_layout
+    assert len(plain) > 15
+    for number, (tensor, *facts) in enumerate(plain):
+        for k in range(len(facts)):
+            other = tensor, *facts[:k], facts[k] + 8, *facts[k + 1 :]
+            assert not use([*plain[:number], other, *plain[number + 1 :]], special), (number, k)
+    assert not use(plain, [*special, plain[0][0]])
+    assert not use([], [])
+    assert not use([(1, 2)], special)
+    assert use(plain, special)
+
+
+def test_tensors_whose_memory_is_not_simply_theirs(torch_, read_tensors):
+    """A prepared call refuses parts of freed memory, and does not write into the memory that a lazy clone shares.
+
+    It counts each write into a tensor, so that autograd notices it, also through the tensor's views.
+    """
+    torch, offset = torch_.torch, 3 << 20
+    xs, outs = [torch.ones(3, 4), torch.ones(3, 4)], [torch.zeros(3, 4), torch.zeros(3, 4)]
+    row = outs[0][1]
+    for turn in range(3):
+        assert [x.tolist() for x in cr.all_reduce(xs)] == [[[2.0] * 4] * 3] * 2
+        cr.all_reduce(xs, out=outs)
+        assert (outs[0]._version, row._version, outs[1]._version, xs[0]._version) == (turn + 1, turn + 1, turn + 1, 0)
+    original = torch.zeros(3, 4)
+    cr.all_reduce(xs, out=[torch._lazy_clone(original), outs[1]])
+    assert original.tolist() == [[0.0] * 4] * 3
+    large = torch.ones(offset + 12)
+    lost = large[offset:].view(3, 4)
+    cr.all_reduce([lost, xs[1]])
+    large.untyped_storage().resize_(0)
+    for given, out in (([lost, xs[1]], None), (xs, [lost, outs[1]])) if read_tensors == "in memory" else ():
+        with pytest.raises(cr.UnsupportedError, match=r"freed|no memory"):
+            cr.all_reduce(given, out=out)
+
+
+def test_only_what_was_prepared_is_recognised(torch_, read_tensors):
     """A call that differs from the prepared ones takes the path in Python, which gives the right result or an error."""
     torch, ops = torch_.torch, cr.AllReduceCrossDeviceOps("direct")
     x, y = np.arange(12.0).reshape(3, 4), np.ones((3, 4))

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from functools import cache
 from typing import Any, Final
 
 import torch
@@ -23,7 +22,7 @@ from ..host.prepared import compiled_module
 from .memory import DeviceMemory, Operands
 
 _reinterpret_tensor: Final[Any] = getattr(guards, "_reinterpret_tensor")  # noqa: B009 -- it has no type
-_ALIGNMENT: Final = 512  # bytes; torch's allocator aligns to as many
+_ALIGNMENT: Final = 512  # bytes, of results in a block; torch's allocator aligns to as many
 
 
 class TorchDeviceMemory(DeviceMemory):
@@ -95,45 +94,13 @@ def _are_on(arrays: Sequence[Sequence[Array]], devices: Sequence[int]) -> bool:
     return all(x.is_cuda and x.device.index == device for row in arrays for x, device in zip(row, devices, strict=True))
 
 
-def _checker(*tensors: Array) -> Any:
-    """Return a function that returns whether other tensors have these classes, sizes, strides, dtypes and devices.
-
-    It also compares all that torch's dispatcher looks at: negation, conjugation, gradients, modes, inference tensors.
-    Return ``None`` if this version of torch has no such function.
-    """
-    return _unchecked_checker(*tensors) if _is_checker_right() else None
-
-
-def _unchecked_checker(*tensors: Array) -> Any:
-    sizes: list[Any] = [list(x.shape) for x in tensors]
-    strides: list[Any] = [list(x.stride()) for x in tensors]
-    return guards.TensorGuards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides).check
-
-
-@cache
-def _is_checker_right() -> bool:
-    """Return whether ``_checker`` detects what this library relies on. It uses a class that torch does not document."""
-    try:
-        with torch.inference_mode():
-            inference = torch.ones(2, 3)
-        with torch.inference_mode(False), torch.enable_grad():
-            x = torch.ones(2, 3)
-            others = [x.double(), x[:, :1], x.t(), x[0], torch._neg_view(x), torch.nn.Parameter(x), x.to("meta")]
-            others += [x.clone().requires_grad_(), x.expand(4, 2, 3)[0].t(), x.new_ones(3, 3), inference]
-            check, check_complex = _unchecked_checker(x), _unchecked_checker(x.cfloat())
-            right = check(x.clone()) and not any(map(check, others))
-            return bool(right and check_complex(x.cfloat()) and not check_complex(x.cfloat().conj()))
-    except Exception:  # noqa: BLE001 -- another version of torch may raise any class
-        return False
-
-
 def use_in_compiled_code(memory: TorchDeviceMemory) -> None:
     """Let compiled code of prepared calls read tensors, and allocate memory as ``memory`` does."""
     array_memory("torch")  # called for its effect
     if (module := compiled_module()) is not None:
         is_filled = torch._C._get_deterministic_algorithms  # then it fills new memory, unless the user sets otherwise
         block = lambda like, nbytes: memory.block(like.dtype, nbytes, memory.device(like))  # noqa: E731
-        module.use_torch_devices(is_filled, block, _reinterpret_tensor, memory.scratch, _checker)
+        module.use_torch_devices(is_filled, block, _reinterpret_tensor, memory.scratch, _ALIGNMENT)
 
 
 MEMORY: Final = TorchDeviceMemory()

@@ -35,7 +35,7 @@ def array_memory(framework: str) -> ArrayMemory | None:
         return None
     module = importlib.import_module(f"...frameworks.{framework}.host_memory", __package__)
     if framework == "torch":
-        read_tensors(module.functions_for_compiled_code())
+        read_tensors(module.functions_for_compiled_code(), module.layout_probes)
     memory: ArrayMemory = module.MEMORY
     return memory
 

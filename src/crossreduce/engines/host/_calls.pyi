@@ -37,7 +37,7 @@ def use_torch_devices(
     block: Callable[[Any, int], Any],
     reinterpret: Callable[[Any, Any, Any, int], Any],
     scratch: Callable[[int, int], tuple[Any, int]],
-    checker: Callable[..., Any],
+    alignment: int,
     /,
 ) -> None: ...
 def use_torch(
@@ -50,3 +50,4 @@ def use_torch(
     uint8: Any,
     /,
 ) -> None: ...
+def use_torch_layout(plain: list[tuple[Any, ...]], special: list[Any], /) -> bool: ...

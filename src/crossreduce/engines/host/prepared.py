@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copyreg
 import importlib
+import logging
 from collections.abc import Callable, Sequence
 from functools import cache
 from typing import TYPE_CHECKING, Any
@@ -21,6 +22,8 @@ from ...values import Mirrored, PerReplica
 
 if TYPE_CHECKING:
     from ._calls import Calls
+
+_LOG = logging.getLogger("crossreduce")
 
 FRAMEWORKS = ("numpy", "torch")
 """The frameworks whose arrays the compiled code reads and makes."""
@@ -50,11 +53,16 @@ def new_calls() -> Calls | None:
     return None if module is None else module.Calls()
 
 
-def read_tensors(functions: tuple[Any, ...] | None) -> None:
-    """Enable compiled code to read and write tensors of torch, with these functions of torch."""
+def read_tensors(functions: tuple[Any, ...] | None, layout_probes: Callable[[], tuple[Any, Any]]) -> None:
+    """Enable compiled code to read and write tensors of torch, with these functions of torch.
+
+    It reads them where they are in memory if ``layout_probes`` shows that their layout is as expected.
+    """
     module = compiled_module()
     if module is not None and functions is not None:
         module.use_torch(*functions)
+        if not module.use_torch_layout(*layout_probes()):
+            _LOG.info("tensors of this version of torch are read with its own functions, which takes longer")
 
 
 def _without_calls(_: Calls) -> tuple[Callable[..., Any], tuple[()]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from itertools import chain
+from operator import attrgetter
 from typing import Any, Final
 
 import torch
@@ -80,6 +81,7 @@ def _allocate(shape: tuple[int, ...], dtype: Any, count: int) -> list[Any]:
 
 
 MEMORY: Final = TorchMemory()
+_CDATA: Final = attrgetter("_cdata")  # the address of the object in C++
 
 
 def functions_for_compiled_code() -> tuple[Any, ...] | None:
@@ -87,3 +89,39 @@ def functions_for_compiled_code() -> tuple[Any, ...] | None:
     exchange = getattr(torch.Tensor, "__dlpack_c_exchange_api__", None)
     functions = is_transformed, increment_versions, torch.empty_like
     return None if exchange is None else (torch.Tensor, exchange, *functions, torch.int8, torch.uint8)
+
+
+def layout_probes() -> tuple[list[tuple[Any, ...]], list[Any]]:
+    """Return tensors that show how torch's tensors lie in memory, each with facts about it, and others.
+
+    Compiled code reads tensors without calls of torch if the facts of the first ones are where it expects them, and if
+    it then recognizes that each of the others needs torch's functions. If torch cannot make one, both lists are empty.
+    """
+    try:
+        with torch.inference_mode():
+            inference = torch.ones(2, 3, device="cpu")
+        with torch.inference_mode(False), torch.enable_grad():
+            x = torch.ones(2, 3, device="cpu").add_(1)
+            plain = [x, x.new_ones(()), x.new_ones(3, 1, 4, 2, 5), x.new_ones(9)[2:7], x.new_ones(0, 3)]
+            plain += [x.to(dtype) for dtype in DTYPES_BY_NAME.values()]
+            freed, small = x.clone(), x.clone()
+            part = freed[1:]
+            freed.untyped_storage().resize_(0)
+            small.untyped_storage().resize_(20)
+            special = [x.t(), x.expand(4, 2, 3), torch._neg_view(x), x.cfloat().conj(), torch._lazy_clone(x), inference]
+            special += [x.clone().requires_grad_(), x.to("meta"), x.to_sparse(), freed, part, small]
+            facts = [
+                (
+                    x,
+                    _CDATA(x),
+                    _CDATA(x.untyped_storage()),
+                    x.storage_offset(),
+                    x.numel(),
+                    x._version,
+                    x.untyped_storage().nbytes(),
+                )
+                for x in plain
+            ]
+    except Exception:  # noqa: BLE001 -- another version of torch may raise any class
+        return [], []
+    return facts, special

@@ -7,6 +7,9 @@
 
 constexpr int HOST = -1;
 
+// Return a new tuple of objects, or null with an error set.
+PyObject *tuple_of(const std::vector<PyObject *> &objects);
+
 struct ArrayView { // an array in C order
     char *data;
     const int64_t *sizes;
@@ -23,11 +26,13 @@ class ArrayAccess {
     // Return whether an array is one that needs no conversion and that nothing traces; if so, describe it. `written`:
     // whether it will be written into. A Python error may be set if the result is false.
     virtual bool view(PyObject *array, bool written, ArrayView &to) const = 0;
-    // Describe an array that `view` would accept.
-    virtual bool view_checked(PyObject *array, ArrayView &to) const { return view(array, false, to); }
-    // Return a function that takes many arrays at once and returns True if `view` would accept each of them, also as one that
-    // is written, and describe it as the given one in its place, but for its memory; null without an error: there is none.
-    virtual PyObject *checker(PyObject *) const { return nullptr; }
+    // Describe many arrays; return false if `view` does for one of them.
+    virtual bool view_all(const std::vector<PyObject *> &arrays, bool written, std::vector<ArrayView> &to) const {
+        to.resize(arrays.size());
+        for (size_t k = 0; k < arrays.size(); k++)
+            if (!view(arrays[k], written, to[k])) return false;
+        return true;
+    }
     // The same as `view`, for arrays in host memory only.
     bool view_on_host(PyObject *array, bool written, ArrayView &to) const {
         return view(array, written, to) && to.device == HOST;
@@ -39,6 +44,8 @@ class ArrayAccess {
     // Return a new array of the framework's allocator, with the sizes, dtype and CUDA device of another one, and its
     // memory; or null with an error set.
     virtual PyObject *make_like(PyObject *, char **) const { return nullptr; }
+    // The number of bytes to a multiple of which results begin in a block.
+    virtual size_t alignment() const { return 1; }
     // Return a new array of `nbytes` bytes with undefined content, with the dtype and CUDA device of another one; or null
     // with an error set. `make_in` returns a new array with sizes and strides at an element of such a block, whose memory
     // it shares.
@@ -50,8 +57,8 @@ class ArrayAccess {
     virtual bool stream(int, uint64_t &) const { return false; }
     // Whether arrays may be used now. Each call asks once.
     virtual bool is_usable() const { return true; }
-    // Tell the framework that arrays, in a tuple, were written into. Return false with an error set if that fails.
-    virtual bool mark_written(PyObject *) const { return true; }
+    // Tell the framework that arrays were written into. Return false with an error set if that fails.
+    virtual bool mark_written(const std::vector<PyObject *> &) const { return true; }
     // Return an object that must stay alive as long as the number of an array's dtype is used, or null.
     virtual PyObject *dtype_object(int64_t) const { return nullptr; }
 };
@@ -63,6 +70,7 @@ extern size_t large_array_offset;  // of NumPy's large arrays from a cache line;
 int load_numpy();                  // return -1 with an error set if NumPy's C API cannot be used
 const ArrayAccess *numpy_access(PyObject *array);
 PyObject *use_torch(PyObject *, PyObject *args);
+PyObject *use_torch_layout(PyObject *, PyObject *args);
 PyObject *use_torch_devices(PyObject *, PyObject *args);
 PyObject *use_device_type(PyObject *, PyObject *number);
 const ArrayAccess *torch_access(PyObject *array);

@@ -55,17 +55,20 @@ bool add_value(Batch &batch, PyObject *value, PyObject *destinations, PyObject *
     if (out == Py_None) return true;
     if (!is_distributed(out)) return false;
     PyObject *arrays = batch.own(PyObject_GetAttr(out, name_values));
+    batch.out_tuples.push_back(arrays);
     PyObject *places = batch.own(PyObject_GetAttr(out, name_devices));
     return arrays != nullptr && places != nullptr && are_equal(places, devices) &&
            append(arrays, batch.destinations, batch.outs);
 }
 
-// Return a Mirrored of the results from position `at` on.
-PyObject *mirrored_of(PyObject *results, size_t at, size_t count, PyObject *devices) {
-    Ref values(PyList_GetSlice(results, static_cast<Py_ssize_t>(at), static_cast<Py_ssize_t>(at + count)));
-    Ref tuple(values ? PyList_AsTuple(values.object) : nullptr);
-    Ref made(tuple ? PyType_GenericAlloc(mirrored, 0) : nullptr);
-    if (!made || PyObject_SetAttr(made.object, name_values, tuple.object) < 0 ||
+// Return a Mirrored of the results of a tensor.
+PyObject *mirrored_of(const Batch &batch, size_t tensor, PyObject *devices) {
+    const auto begin = batch.results.begin() + static_cast<std::ptrdiff_t>(tensor * batch.destinations);
+    const bool is_given = !batch.out_tuples.empty();
+    Ref fresh(is_given ? nullptr : tuple_of({begin, begin + static_cast<std::ptrdiff_t>(batch.destinations)}));
+    PyObject *values = is_given ? batch.out_tuples[tensor] : fresh.object;
+    Ref made(values != nullptr ? PyType_GenericAlloc(mirrored, 0) : nullptr);
+    if (!made || PyObject_SetAttr(made.object, name_values, values) < 0 ||
         PyObject_SetAttr(made.object, name_devices, devices) < 0)
         return nullptr;
     Py_INCREF(made.object);
@@ -93,8 +96,8 @@ PyObject *reduce(PyObject *self, PyObject *const *arguments, Py_ssize_t count) {
         if (!add_value(batch, value, destinations, out, sources, devices)) {
             return none_or_error();
         }
-        Ref results(run(calls_of(self), op, options, sources, devices, batch));
-        return result_or_none(results ? mirrored_of(results.object, 0, batch.destinations, devices) : nullptr);
+        const bool ran = run(calls_of(self), op, options, sources, devices, batch);
+        return result_or_none(ran ? mirrored_of(batch, 0, devices) : nullptr);
     } catch (const std::exception &) { // bad_alloc
         return PyErr_NoMemory();
     }
@@ -120,12 +123,10 @@ PyObject *batch_reduce(PyObject *self, PyObject *const *arguments, Py_ssize_t co
         if (!known) {
             return none_or_error();
         }
-        Ref results(run(calls_of(self), op, options, sources, devices, batch));
-        if (!results) return result_or_none(nullptr);
+        if (!run(calls_of(self), op, options, sources, devices, batch)) return result_or_none(nullptr);
         Ref made(PyList_New(size));
         for (Py_ssize_t k = 0; made && k < size; k++) {
-            PyObject *one = mirrored_of(results.object, static_cast<size_t>(k) * batch.destinations, batch.destinations,
-                                        devices);
+            PyObject *one = mirrored_of(batch, static_cast<size_t>(k), devices);
             if (one == nullptr || PyList_SetItem(made.object, k, one) < 0) return nullptr;
         }
         Py_XINCREF(made.object);
@@ -167,15 +168,14 @@ PyObject *all_reduce(PyObject *self, PyObject *const *arguments, Py_ssize_t coun
         }
         Ref replicated(PyLong_FromSize_t(batch.replicas));
         PyObject *on = devices == Py_None ? replicated.object : devices;
-        Ref results(replicated ? run(calls_of(self), op, options, on, on, batch) : nullptr);
-        if (!results) return result_or_none(nullptr);
+        if (!replicated || !run(calls_of(self), op, options, on, on, batch)) return result_or_none(nullptr);
         const auto replicas = static_cast<Py_ssize_t>(batch.replicas), tensors = static_cast<Py_ssize_t>(batch.tensors());
         Ref made(PyList_New(replicas));
         for (Py_ssize_t k = 0; made && k < replicas; k++) {
             PyObject *row = PyList_New(tensors);
             if (row == nullptr || PyList_SetItem(made.object, k, row) < 0) return nullptr;
             for (Py_ssize_t tensor = 0; tensor < tensors; tensor++) {
-                PyObject *one = PyList_GetItem(results.object, tensor * replicas + k);
+                PyObject *one = batch.results[static_cast<size_t>(tensor * replicas + k)];
                 Py_INCREF(one);
                 if (PyList_SetItem(row, tensor, one) < 0) return nullptr;
             }
@@ -187,10 +187,11 @@ PyObject *all_reduce(PyObject *self, PyObject *const *arguments, Py_ssize_t coun
     }
 }
 
-// Set where each result of a plan lies in a block: at multiples of 512 bytes, as if it had memory of its own. Return false
-// with an error set if that fails.
+// Set where each result of a plan lies in a block, aligned as if it had memory of its own. Return false with an error set if
+// that fails.
 bool add_forms(Run &run, const Batch &batch, PyObject *kept) {
     run.block_nbytes = 0;
+    const size_t alignment = batch.access->alignment();
     for (size_t tensor : run.tensors) {
         const ArrayView &view = batch.first(tensor);
         Ref sizes(PyTuple_New(view.axes)), strides(PyTuple_New(view.axes));
@@ -210,7 +211,7 @@ bool add_forms(Run &run, const Batch &batch, PyObject *kept) {
         }
         if (PyList_Append(kept, sizes.object) < 0 || PyList_Append(kept, strides.object) < 0) return false;
         run.forms.emplace_back(sizes.object, strides.object);
-        run.block_nbytes += (static_cast<size_t>(step) * run.result_size + 511) / 512 * 512;
+        run.block_nbytes += (static_cast<size_t>(step) * run.result_size + alignment - 1) / alignment * alignment;
     }
     return true;
 }
@@ -265,23 +266,6 @@ bool read_run(PyObject *fields, const Batch &batch, PyObject *results, PyObject 
            (dtype == nullptr || PyList_Append(kept, dtype) == 0);
 }
 
-// Let one look at all arrays of a call on CUDA devices do for `Batch::view_arrays` and `Batch::view_outs`, if the framework
-// has a function for it. Return false with an error set if that fails.
-bool add_checks(Prepared &prepared, const Batch &batch, PyObject *results, bool with_out, PyObject *kept) {
-    std::vector<PyObject *> outs; // borrowed: the caller has them
-    const auto read_row = [&](PyObject *row) { return append(row, batch.destinations, outs); };
-    if (with_out && !read_each(results, read_row)) return PyErr_Occurred() == nullptr;
-    const auto checker = [&](const std::vector<PyObject *> &of) {
-        Ref tuple(tuple_of(of)), made(tuple ? batch.access->checker(tuple.object) : nullptr);
-        return made && PyList_Append(kept, made.object) == 0 ? made.object : nullptr;
-    };
-    prepared.outs = outs.size();
-    prepared.is_in_place = outs == batch.arrays;
-    prepared.checks_outs = with_out && !prepared.is_in_place ? checker(outs) : nullptr;
-    if (!with_out || prepared.is_in_place || prepared.checks_outs != nullptr) prepared.checks = checker(batch.arrays);
-    return PyErr_Occurred() == nullptr;
-}
-
 PyObject *add(PyObject *self, PyObject *args) {
     PyObject *op, *options, *sources, *destinations, *rows, *results, *runs;
     int is_default, with_out;
@@ -314,10 +298,6 @@ PyObject *add(PyObject *self, PyObject *args) {
             PyObject *dtype = batch.access->dtype_object(batch.first(tensor).dtype);
             if (dtype != nullptr && PyList_Append(kept.object, dtype) < 0) return nullptr;
         }
-        prepared->arrays = batch.arrays.size();
-        if (prepared->runs[0].plan != nullptr && !add_checks(*prepared, batch, results, with_out != 0, kept.object))
-            return nullptr;
-        if (prepared->checks != nullptr) calls.has_checks = true;
         prepared->kept = PyList_AsTuple(kept.object);
         if (prepared->kept == nullptr || !calls.add(key.object, prepared)) return nullptr;
         if (is_default) { // the same call without devices: the signature says on which devices its arrays are
@@ -385,8 +365,11 @@ PyMethodDef functions[] = {
     {"use_torch", use_torch, METH_VARARGS,
      "use_torch(tensor_type, exchange_api, is_transformed, mark_dirty, empty_like, int8, uint8): accept tensors of "
      "exactly this class."},
+    {"use_torch_layout", use_torch_layout, METH_VARARGS,
+     "use_torch_layout(plain, special): read tensors without torch's functions if facts about plain tensors are where they "
+     "are expected, and none of the special ones can be read in this way. Return whether this is so."},
     {"use_torch_devices", use_torch_devices, METH_VARARGS,
-     "use_torch_devices(is_filled, block, reinterpret, scratch, checker): set how memory on CUDA devices is allocated."},
+     "use_torch_devices(is_filled, block, reinterpret, scratch, alignment): set how memory on CUDA devices is allocated."},
     {"use_device_type", use_device_type, METH_O,
      "use_device_type(number): the DLDeviceType of tensors on CUDA devices; for tests, which have the CPU's, 1."},
     {nullptr, nullptr, 0, nullptr}};

@@ -44,9 +44,9 @@ bool prepare_plan(const Batch &batch, const Run &run, Queued &to) {
     return false;
 }
 
-// Put the results of a plan, new arrays, into a list, and their memory into `batch.targets`. Return false with an error set
+// Make the results of a plan, new arrays, and put their memory into `batch.targets`. Return false with an error set
 // if that fails. The results of one replica share a block of memory: allocating each would take longer than all the rest.
-bool make_results(Batch &batch, const Run &run, PyObject *results) {
+bool make_results(Batch &batch, const Run &run) {
     const bool in_blocks = run.block_nbytes > 0 && (run.tensors.size() > 1 || batch.access->prefers_blocks());
     batch.targets.assign(run.tensors.size() * batch.destinations, nullptr);
     for (size_t r = 0; r < batch.destinations; r++) {
@@ -62,57 +62,50 @@ bool make_results(Batch &batch, const Run &run, PyObject *results) {
                                         : batch.access->make_like(like(k), &data);
             if (array == nullptr) return false;
             if (is_inside) data = begin + run.offsets[k] * run.result_size;
-            const size_t at = run.tensors[k] * batch.destinations + r;
-            if (PyList_SetItem(results, static_cast<Py_ssize_t>(at), array) < 0) return false;
+            batch.results[run.tensors[k] * batch.destinations + r] = batch.own(array);
         }
     }
     return true;
 }
 
-// Run a prepared call. Return the results, tensor after tensor, in a new list; or null with an error set.
-PyObject *run_prepared(Batch &batch, const Prepared &prepared) {
+// Run a prepared call. Return false with an error set if that fails.
+bool run_prepared(Batch &batch, const Prepared &prepared) {
     std::vector<int> threads;
     for (const Run &run : prepared.runs) { // before anything is allocated, since this may raise
         threads.push_back(1);
         if (!run.threaded) continue;
         Ref number(PyObject_CallMethodObjArgs(run.executable, name_threads, nullptr));
-        if (!number) return nullptr;
+        if (!number) return false;
         const long found = PyLong_AsLong(number.object);
-        if (found == -1 && PyErr_Occurred()) return nullptr;
+        if (found == -1 && PyErr_Occurred()) return false;
         threads.back() = static_cast<int>(found);
     }
-    Ref results(PyList_New(static_cast<Py_ssize_t>(batch.tensors() * batch.destinations)));
-    if (!results) return nullptr;
+    batch.results.assign(batch.tensors() * batch.destinations, nullptr);
+    batch.owned.reserve(batch.owned.size() + batch.results.size());
     std::vector<Queued> queued; // nothing is queued before all memory is there
     for (size_t number = 0; number < prepared.runs.size(); number++) {
         const Run &run = prepared.runs[number];
         batch.sources.clear(), batch.targets.clear();
         const bool is_made = run.plan != nullptr && batch.outs.empty();
-        if (is_made && !make_results(batch, run, results.object)) return nullptr;
+        if (is_made && !make_results(batch, run)) return false;
         for (size_t tensor : run.tensors) {
             for (size_t k = 0; k < batch.replicas; k++)
                 batch.sources.push_back({batch.views[tensor * batch.replicas + k].data, nullptr});
             for (size_t r = 0; r < batch.destinations && !is_made; r++) {
                 const size_t at = tensor * batch.destinations + r;
-                PyObject *array;
-                char *data;
-                if (batch.outs.empty()) {
-                    array = batch.access->make(batch.first(tensor), run.dtype, run.result_size, &data);
-                    if (array == nullptr) return nullptr;
-                } else {
-                    array = batch.outs[at];
-                    data = batch.out_views[at].data;
-                    Py_INCREF(array);
-                }
+                char *data = batch.outs.empty() ? nullptr : batch.out_views[at].data;
+                PyObject *&array = batch.results[at];
+                if (!batch.outs.empty()) array = batch.outs[at];
+                else array = batch.own(batch.access->make(batch.first(tensor), run.dtype, run.result_size, &data));
+                if (array == nullptr) return false;
                 batch.targets.push_back(data);
-                if (PyList_SetItem(results.object, static_cast<Py_ssize_t>(at), array) < 0) return nullptr;
             }
         }
         if (run.plan != nullptr) {
             queued.emplace_back();
             if (!prepare_plan(batch, run, queued.back())) {
                 forget_error();
-                return nullptr;
+                return false;
             }
             continue;
         }
@@ -121,19 +114,19 @@ PyObject *run_prepared(Batch &batch, const Prepared &prepared) {
             return kernel_api->run(*run.kernel, batch.sources, batch.targets, on, streaming);
         };
         if (!(small ? execute(1, false) : without_lock(false, [&] { return execute(threads[number], run.streaming); })))
-            return PyErr_NoMemory();
+            return PyErr_NoMemory() != nullptr;
     }
     for (const Queued &one : queued)
-        if (!cuda_api->run(one.plan, one.addresses, one.streams)) return nullptr;
-    if (!batch.outs.empty()) {
-        Ref written(PyList_AsTuple(results.object));
-        if (!written || !batch.access->mark_written(written.object)) return nullptr;
-    }
-    Py_INCREF(results.object);
-    return results.object;
+        if (!cuda_api->run(one.plan, one.addresses, one.streams)) return false;
+    return batch.outs.empty() || batch.access->mark_written(batch.outs);
 }
 
 } // namespace
+
+Prepared::Prepared() {
+    static std::atomic<uint64_t> made{0};
+    number = ++made;
+}
 
 uint64_t hash_of(const std::vector<int64_t> &signature) { // FNV-1a on words, with a final mix
     uint64_t hash = 0xcbf29ce484222325;
@@ -147,7 +140,7 @@ bool same_sizes(const ArrayView &a, const ArrayView &b) {
 
 void Batch::clear() {
     for (PyObject *object : owned) Py_DECREF(object);
-    owned.clear(), arrays.clear(), outs.clear(), views.clear(), out_views.clear(), signature.clear(), extents.clear();
+    owned.clear(), arrays.clear(), outs.clear(), out_tuples.clear(), results.clear(), signature.clear();
     replicas = destinations = 0, access = nullptr;
 }
 
@@ -168,34 +161,13 @@ bool append(PyObject *tuple, size_t size, std::vector<PyObject *> &to) {
     return true;
 }
 
-bool Batch::are_those_of(const Prepared &prepared) {
-    if (prepared.checks == nullptr || arrays.size() != prepared.arrays || outs.size() != prepared.outs) return false;
-    access = access_of(arrays[0]);
-    if (access == nullptr || !access->is_usable()) return false;
-    const auto all = [](PyObject *check, const std::vector<PyObject *> &of) {
-        Ref tuple(tuple_of(of)), found(tuple ? PyObject_CallObject(check, tuple.object) : nullptr);
-        return found.object == Py_True;
-    };
-    if (prepared.is_in_place ? outs != arrays : !outs.empty() && !all(prepared.checks_outs, outs)) return false;
-    return all(prepared.checks, arrays);
-}
-
-bool Batch::view_arrays(bool are_checked) {
+bool Batch::view_arrays() {
     if (arrays.empty()) return false;
-    if (are_checked) {
-        views.resize(arrays.size());
-        for (size_t k = 0; k < arrays.size(); k++)
-            if (!access->view_checked(arrays[k], views[k])) return false;
-        return true;
-    }
     access = access_of(arrays[0]);
-    if (access == nullptr || !access->is_usable()) return false;
-    views.resize(arrays.size());
-    signature.reserve(4 * tensors());
+    if (access == nullptr || !access->is_usable() || !access->view_all(arrays, outs == arrays, views)) return false;
+    signature.reserve(2 * arrays.size() + 4 * tensors());
     for (size_t k = 0; k < arrays.size(); k++) {
-        ArrayView &view = views[k];
-        if (!access->view(arrays[k], false, view)) return false;
-        const ArrayView &first = views[k - k % replicas];
+        const ArrayView &view = views[k], &first = views[k - k % replicas];
         if (view.dtype != first.dtype || !same_sizes(view, first)) return false;
         if (k % replicas == 0) {
             signature.push_back(view.dtype);
@@ -203,32 +175,43 @@ bool Batch::view_arrays(bool are_checked) {
             signature.insert(signature.end(), view.sizes, view.sizes + view.axes);
         }
         if (view.device == HOST && first.device == HOST) continue;
-        signature.push_back(-1); // not a size or a dtype
-        signature.push_back(view.device);
+        signature.push_back(HOST - 1 - view.device); // negative, and so neither a size nor a dtype
     }
     return true;
 }
 
-bool Batch::view_outs(const Prepared &prepared, bool are_checked) {
-    out_views.resize(outs.size());
+bool Batch::view_outs(const Prepared &prepared) {
+    if (outs == arrays) out_views = views;
+    else if (!access->view_all(outs, true, out_views)) return false;
     for (const Run &run : prepared.runs)
         for (size_t tensor : run.tensors) {
-            const ArrayView &like = first(tensor);
+            const ArrayView &like = first(tensor), *targets = &out_views[tensor * destinations];
+            for (size_t r = 0; r < destinations; r++)
+                if (targets[r].dtype != run.dtype || targets[r].device != run.devices[r] || !same_sizes(targets[r], like))
+                    return false;
+        }
+    // Most programs pass the same arrays again and again.
+    addresses.resize(views.size() + out_views.size());
+    const auto data = [](const ArrayView &view) { return view.data; };
+    std::transform(out_views.begin(), out_views.end(), std::transform(views.begin(), views.end(), addresses.begin(), data), data);
+    if (apart_in == prepared.number && addresses == apart) return true;
+    if (!are_apart(prepared)) return false;
+    apart_in = prepared.number;
+    apart.swap(addresses);
+    return true;
+}
+
+// Return whether no result shares memory with another array, unless it is the source itself.
+bool Batch::are_apart(const Prepared &prepared) {
+    extents.clear();
+    for (const Run &run : prepared.runs)
+        for (size_t tensor : run.tensors) {
+            const ArrayView &like = first(tensor), *targets = &out_views[tensor * destinations];
             size_t in = run.itemsize, out = run.result_size;
             for (int axis = 0; axis < like.axes; axis++)
                 in *= static_cast<size_t>(like.sizes[axis]), out *= static_cast<size_t>(like.sizes[axis]);
-            ArrayView *targets = &out_views[tensor * destinations];
-            for (size_t r = 0; r < destinations; r++) {
-                PyObject *array = outs[tensor * destinations + r];
-                if (are_checked && prepared.is_in_place) targets[r] = views[tensor * replicas + r];
-                else if (are_checked ? !access->view_checked(array, targets[r])
-                                     : access_of(array) != access || !access->view(array, true, targets[r]))
-                    return false;
-                if (targets[r].dtype != run.dtype || targets[r].device != run.devices[r] || !same_sizes(targets[r], like))
-                    return false;
-                if (out > 0)
-                    extents.push_back({targets[r].data, targets[r].data + out, 0, static_cast<int64_t>(r)});
-            }
+            for (size_t r = 0; out > 0 && r < destinations; r++)
+                extents.push_back({targets[r].data, targets[r].data + out, 0, static_cast<int64_t>(r)});
             for (size_t k = 0; in > 0 && k < replicas; k++) {
                 const char *data = views[tensor * replicas + k].data;
                 const auto is_source = [&](const ArrayView &view) { return view.data == data; };
@@ -254,20 +237,14 @@ PyObject *tuple_of(const std::vector<PyObject *> &objects) {
     return made;
 }
 
-std::shared_ptr<Prepared> Calls::latest(PyObject *key) {
-    PyObject *number = PyDict_GetItemWithError(tables, key);
-    if (number == nullptr) return nullptr;
-    const std::lock_guard<std::mutex> guard(lock);
-    const auto found = last.find(PyLong_AsSize_t(number));
-    return found == last.end() ? nullptr : found->second;
-}
-
 std::shared_ptr<Prepared> Calls::find(PyObject *key, const std::vector<int64_t> &signature) {
     PyObject *number = PyDict_GetItemWithError(tables, key);
     if (number == nullptr) return nullptr;
-    const uint64_t hash = hash_of(signature);
     const size_t at = PyLong_AsSize_t(number);
     const std::lock_guard<std::mutex> guard(lock);
+    if (const auto recent = last.find(at); recent != last.end() && recent->second->signature == signature)
+        return recent->second;
+    const uint64_t hash = hash_of(signature);
     const auto map = maps.find(at);
     if (map == maps.end()) return nullptr; // another thread has removed it
     const auto [begin, end] = map->second.equal_range(hash);
@@ -313,19 +290,11 @@ PyObject *read_op(PyObject *op) {
     return Py_TYPE(op) == reduce_op ? op : nullptr;
 }
 
-PyObject *run(Calls &calls, PyObject *op, PyObject *options, PyObject *sources, PyObject *destinations, Batch &batch) {
+bool run(Calls &calls, PyObject *op, PyObject *options, PyObject *sources, PyObject *destinations, Batch &batch) {
     op = read_op(op);
     Ref key(op != nullptr && !batch.arrays.empty() ? key_of(op, options, sources, destinations, !batch.outs.empty()) : nullptr);
-    std::shared_ptr<Prepared> prepared(key && calls.has_checks ? calls.latest(key.object) : nullptr);
-    const bool are_checked = prepared != nullptr && batch.are_those_of(*prepared);
-    if (are_checked && !batch.view_arrays(true)) prepared = nullptr;
-    if (key && !are_checked) {
-        forget_error();
-        if (PyErr_Occurred()) return nullptr; // Ctrl-C
-        prepared = batch.view_arrays() ? calls.find(key.object, batch.signature) : nullptr;
-    }
-    if (prepared != nullptr && (batch.outs.empty() || batch.view_outs(*prepared, are_checked)))
-        return run_prepared(batch, *prepared);
+    const auto prepared = key && batch.view_arrays() ? calls.find(key.object, batch.signature) : nullptr;
+    if (prepared != nullptr && (batch.outs.empty() || batch.view_outs(*prepared))) return run_prepared(batch, *prepared);
     forget_error();
-    return nullptr;
+    return false;
 }

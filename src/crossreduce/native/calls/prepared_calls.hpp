@@ -30,23 +30,19 @@ struct Prepared {
     std::vector<int64_t> signature;
     std::vector<Run> runs;
     PyObject *kept = nullptr; // a tuple of objects that must live as long as this
-    size_t arrays = 0, outs = 0;
-    PyObject *checks = nullptr, *checks_outs = nullptr; // see ArrayAccess::checker; null: there is none
-    bool is_in_place = false;                           // the arrays were the outs, too
+    uint64_t number; // of no other one
+    Prepared();
     ~Prepared() { Py_XDECREF(kept); }
 };
 
 // The calls that one op has prepared.
 class Calls {
   public:
-    PyObject *tables = nullptr;           // by key (see `key_of`): the number of a map
-    std::atomic<bool> has_checks{false}; // whether a call has `Prepared::checks`
+    PyObject *tables = nullptr; // by key (see `key_of`): the number of a map
 
     ~Calls() { Py_XDECREF(tables); }
     // Return a prepared call, or null. An error may be set: the key cannot be hashed.
     std::shared_ptr<Prepared> find(PyObject *key, const std::vector<int64_t> &signature);
-    // Return the prepared call with this key that was found or added last, or null.
-    std::shared_ptr<Prepared> latest(PyObject *key);
     // Add a call. If there are very many, forget all others. Return false with an error set if that fails.
     bool add(PyObject *key, std::shared_ptr<Prepared> prepared);
 
@@ -54,14 +50,16 @@ class Calls {
     using Map = std::unordered_multimap<uint64_t, std::shared_ptr<Prepared>>;
     std::mutex lock; // of the members below; no Python code runs under it
     std::unordered_map<size_t, Map> maps;
-    std::unordered_map<size_t, std::shared_ptr<Prepared>> last; // of each map
+    std::unordered_map<size_t, std::shared_ptr<Prepared>> last; // of each map: the one that was found or added last
     size_t count = 0, next = 0; // of calls; the next number of a map, which is never used again
 };
 
 // The arrays of one call.
 struct Batch {
     size_t replicas = 0, destinations = 0;
-    std::vector<PyObject *> arrays, outs; // tensor after tensor: each replica's, each destination's; borrowed
+    // Tensor after tensor: each replica's array, each destination's; for each tensor, a tuple of the latter, unless they
+    // are of lists; and each destination's result. All are borrowed.
+    std::vector<PyObject *> arrays, outs, out_tuples, results;
     std::vector<PyObject *> owned;        // references that are kept during the call
     const ArrayAccess *access = nullptr;
     std::vector<ArrayView> views, out_views;
@@ -69,6 +67,9 @@ struct Batch {
     std::vector<Source> sources;    // of one kernel, and the memory of its results
     std::vector<char *> targets;
     std::vector<Extent> extents, scratch; // see find_overlap
+    // A prepared call, and the addresses of arrays that share no memory in it.
+    uint64_t apart_in = 0;
+    std::vector<const char *> apart, addresses;
 
     // Forget everything but the memory of the vectors.
     void clear();
@@ -81,12 +82,13 @@ struct Batch {
         return object;
     }
 
-    // View all arrays and, unless `are_checked`, check them and set the signature. Return false if they cannot be used here.
-    bool view_arrays(bool are_checked = false);
-    // Return whether all arrays have a prepared call's signature and need no other check, as far as one look tells.
-    bool are_those_of(const Prepared &prepared);
+    // View all arrays, and set the signature. Return false if they cannot be used here.
+    bool view_arrays();
     // View the arrays of `outs`. Return false if they do not fit the results, or share memory with other arrays.
-    bool view_outs(const Prepared &prepared, bool are_checked = false);
+    bool view_outs(const Prepared &prepared);
+
+  private:
+    bool are_apart(const Prepared &prepared);
 };
 
 // A batch that lives as long as this object. Its memory is that of the thread's last batch, unless that was very large:
@@ -106,15 +108,12 @@ class BatchLease {
 // Append the elements of a tuple to `to`. Return false if it is not a tuple of `size`.
 bool append(PyObject *tuple, size_t size, std::vector<PyObject *> &to);
 
-// Return a new tuple of objects, or null with an error set.
-PyObject *tuple_of(const std::vector<PyObject *> &objects);
-
 // Return the key of calls with the same op, options and devices; or null with an error set. A number of replicas stands
 // for the devices on which their arrays are.
 PyObject *key_of(PyObject *op, PyObject *options, PyObject *sources, PyObject *destinations, bool with_out);
 
-// Return the results of a call that was prepared, tensor after tensor, in a new list; null without an error: it was not.
-PyObject *run(Calls &calls, PyObject *op, PyObject *options, PyObject *sources, PyObject *destinations, Batch &batch);
+// Run a call if it was prepared, and set the results of the batch. If not, return false; then an error may be set.
+bool run(Calls &calls, PyObject *op, PyObject *options, PyObject *sources, PyObject *destinations, Batch &batch);
 
 // Ignore an error, since the call is not handled here; but keep Ctrl-C.
 void forget_error();

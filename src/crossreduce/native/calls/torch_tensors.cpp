@@ -1,10 +1,10 @@
 // PyTorch's tensors in the compiled call path, through the C functions that torch 2.10 and newer offer to exchange
 // tensors without Python calls (DLPack 1.2, DLPackExchangeAPI in dlpack.h; declared here are the parts in use).
-#include "arrays.hpp"
-
 #include <algorithm>
 #include <cstdlib>
 #include <cstring>
+
+#include "tensor_reader.hpp"
 
 namespace {
 
@@ -51,11 +51,13 @@ const ExchangeApi *api = nullptr;
 PyTypeObject *tensor_type = nullptr;
 PyObject *is_transformed = nullptr, *mark_dirty = nullptr, *empty_like = nullptr;
 // On CUDA devices: is_filled(); block(like, nbytes); reinterpret(block, sizes, strides, offset); scratch(nbytes, device), which
-// returns an owner and an address; and checker(*tensors), which may return None. Null: not set.
-PyObject *is_filled = nullptr, *new_block = nullptr, *reinterpret = nullptr, *new_scratch = nullptr, *new_checker = nullptr;
+// returns an owner and an address. Null: not set.
+PyObject *is_filled = nullptr, *new_block = nullptr, *reinterpret = nullptr, *new_scratch = nullptr;
+size_t block_alignment = 1;
 PyObject *requires_grad = nullptr, *dtype_name = nullptr;                // names of attributes
 PyObject *byte_dtypes[2];                                                // torch.int8 and torch.uint8
 PyObject *is_neg = nullptr, *is_conj = nullptr, *is_inference = nullptr; // methods of the class, called with a tensor
+TensorReader reader;
 
 struct Block { // a result's memory and its description; both are freed with the tensor
     DLManagedTensor managed;
@@ -63,11 +65,11 @@ struct Block { // a result's memory and its description; both are freed with the
     int64_t sizes[2 * MAX_AXES]; // and strides
 };
 
-// Whether a tensor with elements seems to have no memory. The address of a part of a storage whose memory was freed is the
-// part's offset; memory of the host or of a CUDA device is never at addresses that are so low.
-bool lacks_memory(const DLTensor &tensor) {
+// Whether a tensor with elements has no memory, or seems to have none. The address of a part of a storage whose memory was
+// freed is the part's offset; memory of the host or of a CUDA device is never at addresses that are so low.
+bool lacks_memory(PyObject *object, const DLTensor &tensor) {
     const auto lowest = uint64_t{1} << (tensor.device.type == CPU ? 22 : 32);
-    return reinterpret_cast<uint64_t>(tensor.data) + tensor.byte_offset < lowest;
+    return reader.is_freed(object) || reinterpret_cast<uint64_t>(tensor.data) + tensor.byte_offset < lowest;
 }
 
 void describe(const DLTensor &from, ArrayView &to) {
@@ -101,9 +103,31 @@ bool has_short_integers(PyObject *object, uint8_t code) {
 class TorchAccess final : public ArrayAccess {
   public:
     bool view(PyObject *object, bool written, ArrayView &to) const override {
+        if (Py_TYPE(object) != tensor_type) return false;
+        bool may_need_grad = false;
+        if (reader.is_trusted() && reader.read(object, to, may_need_grad, cuda_type)) return !may_need_grad || !needs_grad(object);
+        return view_by_torch(object, written, to);
+    }
+
+    bool view_all(const std::vector<PyObject *> &objects, bool written, std::vector<ArrayView> &to) const override {
+        if (!reader.is_trusted()) return ArrayAccess::view_all(objects, written, to);
+        constexpr size_t STEP = 16; // tensors between the steps of a prefetch
+        const size_t count = objects.size();
+        to.resize(count);
+        const auto is_tensor = [&](size_t k) { return k < count && Py_TYPE(objects[k]) == tensor_type; };
+        for (size_t k = 0; k < count + 3 * STEP; k++) { // the tensor k - 3 * STEP is viewed
+            if (k < count) reader.prefetch(objects[k]);
+            if (k >= STEP && is_tensor(k - STEP)) reader.prefetch_impl(objects[k - STEP]);
+            if (k >= 2 * STEP && is_tensor(k - 2 * STEP)) reader.prefetch_storage(objects[k - 2 * STEP], written);
+            if (k >= 3 * STEP && !view(objects[k - 3 * STEP], written, to[k - 3 * STEP])) return false;
+        }
+        return true;
+    }
+
+    // Do what `view` does, with torch's functions.
+    bool view_by_torch(PyObject *object, bool written, ArrayView &to) const {
         DLTensor found;
-        if (Py_TYPE(object) != tensor_type || needs_grad(object) || api->view(object, &found) != 0)
-            return false;
+        if (needs_grad(object) || api->view(object, &found) != 0) return false;
         if ((found.device.type != cuda_type && found.device.type != CPU) || found.ndim > MAX_AXES || found.dtype.lanes != 1) return false;
         int64_t step = 1;
         bool contiguous = true, empty = false;
@@ -112,28 +136,14 @@ class TorchAccess final : public ArrayAccess {
             empty = empty || found.shape[axis] == 0;
             step *= found.shape[axis];
         }
-        if (!(contiguous || empty) || (!empty && lacks_memory(found))) return false;
+        if (!(contiguous || empty) || (!empty && lacks_memory(object, found))) return false;
         if (found.dtype.bits == 8 && found.dtype.code <= UINT && has_short_integers(object, found.dtype.code)) return false;
         if (!is_false(is_neg, object) || (found.dtype.code == COMPLEX && !is_false(is_conj, object))) return false;
-        if (written && !is_false(is_inference, object)) return false;
+        const bool is_inferred = (written || reader.is_trusted()) && !is_false(is_inference, object);
+        if (written && is_inferred) return false;
         describe(found, to);
+        if (reader.is_trusted() && !is_inferred) reader.accept(object, to.dtype, found.device.type);
         return true;
-    }
-
-    bool view_checked(PyObject *object, ArrayView &to) const override {
-        DLTensor found;
-        if (api->view(object, &found) != 0) return false;
-        describe(found, to);
-        return !lacks_memory(found) || std::count(found.shape, found.shape + found.ndim, 0) > 0;
-    }
-
-    PyObject *checker(PyObject *arrays) const override {
-        if (new_checker == nullptr) return nullptr;
-        Ref made(PyObject_CallObject(new_checker, arrays));
-        if (!made) PyErr_Clear();
-        if (!made || made.object == Py_None) return nullptr;
-        Py_INCREF(made.object);
-        return made.object;
     }
 
     PyObject *make(const ArrayView &like, int64_t dtype, size_t itemsize, char **data) const override {
@@ -186,6 +196,8 @@ class TorchAccess final : public ArrayAccess {
         return found.object == Py_True;
     }
 
+    size_t alignment() const override { return block_alignment; }
+
     PyObject *make_block(PyObject *like, size_t nbytes, char **data) const override {
         Ref size(PyLong_FromSize_t(nbytes));
         Ref made(size ? PyObject_CallFunctionObjArgs(new_block, like, size.object, nullptr) : nullptr);
@@ -222,13 +234,46 @@ class TorchAccess final : public ArrayAccess {
         return found.object == Py_False;
     }
 
-    bool mark_written(PyObject *arrays) const override {
-        Ref done(PyObject_CallFunctionObjArgs(mark_dirty, arrays, nullptr));
+    bool mark_written(const std::vector<PyObject *> &arrays) const override {
+        if (reader.is_trusted()) {
+            for (PyObject *array : arrays) reader.count_write(array);
+            return true;
+        }
+        Ref tuple(tuple_of(arrays)), done(tuple ? PyObject_CallFunctionObjArgs(mark_dirty, tuple.object, nullptr) : nullptr);
         return static_cast<bool>(done);
     }
 };
 
 const TorchAccess tensors;
+
+// Compare the layout of tensors with what torch's functions return. `plain`: tuples of a tensor and the fields of TensorFacts;
+// `special`: tensors that must not be read without torch's functions.
+bool is_layout_known(PyObject *plain, PyObject *special) {
+    const bool is_expected = read_each(plain, [](PyObject *facts) {
+        PyObject *tensor;
+        long long impl, storage, offset, elements, version, nbytes;
+        ArrayView view;
+        if (!PyArg_ParseTuple(facts, "OLLLLLL", &tensor, &impl, &storage, &offset, &elements, &version, &nbytes) ||
+            Py_TYPE(tensor) != tensor_type || !tensors.view_by_torch(tensor, true, view))
+            return false;
+        const auto *at = reinterpret_cast<const void *>(impl), *memory = reinterpret_cast<const void *>(storage);
+        return reader.trust(tensor, view, {at, memory, offset, elements, version, nbytes});
+    });
+    const auto reads = [](PyObject *tensor, ArrayView &to) {
+        bool may_need_grad = false;
+        return Py_TYPE(tensor) == tensor_type && reader.read(tensor, to, may_need_grad, cuda_type) && !may_need_grad;
+    };
+    return is_expected && read_each(plain, [&](PyObject *facts) {
+        PyObject *tensor = PyTuple_GetItem(facts, 0);
+        ArrayView view, other;
+        bool may_need_grad = false;
+        return tensors.view_by_torch(tensor, true, view) && reader.read(tensor, other, may_need_grad, cuda_type) &&
+               view.data == other.data && view.dtype == other.dtype && view.device == other.device;
+    }) && read_each(special, [&](PyObject *tensor) {
+        ArrayView unused;
+        return !reads(tensor, unused);
+    });
+}
 
 } // namespace
 
@@ -251,9 +296,21 @@ PyObject *use_torch(PyObject *, PyObject *args) {
     Py_RETURN_NONE;
 }
 
+PyObject *use_torch_layout(PyObject *, PyObject *args) {
+    PyObject *plain, *special;
+    if (!PyArg_ParseTuple(args, "OO", &plain, &special)) return nullptr;
+    reader.distrust();
+    const bool is_known = tensor_type != nullptr && is_layout_known(plain, special) && reader.is_trusted();
+    if (!is_known) reader.distrust();
+    PyErr_Clear();
+    return PyBool_FromLong(is_known);
+}
+
 PyObject *use_torch_devices(PyObject *, PyObject *args) {
-    if (!PyArg_ParseTuple(args, "OOOOO", &is_filled, &new_block, &reinterpret, &new_scratch, &new_checker)) return nullptr;
-    for (PyObject *kept : {is_filled, new_block, reinterpret, new_scratch, new_checker}) Py_INCREF(kept); // for ever
+    Py_ssize_t alignment;
+    if (!PyArg_ParseTuple(args, "OOOOn", &is_filled, &new_block, &reinterpret, &new_scratch, &alignment)) return nullptr;
+    block_alignment = static_cast<size_t>(alignment);
+    for (PyObject *kept : {is_filled, new_block, reinterpret, new_scratch}) Py_INCREF(kept); // for ever
     Py_RETURN_NONE;
 }
 

@@ -55,7 +55,6 @@ Start start_of(const uint64_t *addresses, const uint8_t *nbytes, const Launching
 
 std::atomic<uint64_t> launched{0};
 
-// The parameters are written for one launch after another into the same memory: the driver copies them.
 template <class Launch>
 static void fill(Launch &launch, const Launching &from, const std::vector<uint64_t> &addresses, uint32_t devices) {
     const size_t count = static_cast<size_t>(from.sources + from.results);
@@ -88,21 +87,25 @@ static void fill(Launch &launch, const Launching &from, const std::vector<uint64
     launch.length = (tile + 2u * launch.streams - 1) / (2u * launch.streams) * 2;
 }
 
-void Plan::launch(ContextGuard &context, const Launching &launching, const std::vector<uint64_t> &addresses,
-                  CUstream stream, const Device &device) {
-    union Parameters { // not zeroed
-        SmallLaunch small;
-        LargeLaunch large;
-        Parameters() {}
-    } parameters;
+void Plan::fill_parameters(const std::vector<uint64_t> &addresses) {
+    if (addresses == filled_for_) return;
+    filled_for_.clear();
     const auto count = static_cast<uint32_t>(devices.size());
-    if (launching.large) fill(parameters.large, launching, addresses, count);
-    else fill(parameters.small, launching, addresses, count);
+    for (size_t k = 0; k < launches.size(); k++) {
+        if (filled_.size() == k) filled_.emplace_back(new unsigned char[launches[k].large ? sizeof(LargeLaunch) : sizeof(SmallLaunch)]);
+        if (launches[k].large) fill(*reinterpret_cast<LargeLaunch *>(filled_[k].get()), launches[k], addresses, count);
+        else fill(*reinterpret_cast<SmallLaunch *>(filled_[k].get()), launches[k], addresses, count);
+    }
+    filled_for_ = addresses;
+}
+
+void Plan::launch(ContextGuard &context, size_t number, CUstream stream, const Device &device) {
     const uint32_t most = static_cast<uint32_t>(device.multiprocessors) * BLOCKS_PER_MULTIPROCESSOR;
-    void *arguments[] = {&parameters};
+    void *arguments[] = {filled_[number].get()}; // the driver copies them
     context.use(device);
-    require(driver_of_plan().launch_kernel(launching.function, std::min(parameters.small.tiles, most), 1, 1, THREADS, 1, 1,
-                                           0, stream, arguments, nullptr),
+    const uint32_t tiles = reinterpret_cast<const SmallLaunch *>(filled_[number].get())->tiles; // where that of large ones is
+    require(driver_of_plan().launch_kernel(launches[number].function, std::min(tiles, most), 1, 1, THREADS, 1, 1, 0, stream,
+                                           arguments, nullptr),
             "cuLaunchKernel", device.number);
     launched.fetch_add(1, std::memory_order_relaxed);
 }
@@ -176,6 +179,7 @@ CUgraph Plan::run(const std::vector<uint64_t> &addresses, const std::vector<CUst
     const std::vector<CUstream> queues = streams_of_run(context, current, captured.is);
     const bool alone = queues.size() == 1;
     if (!alone) make_events(context);
+    fill_parameters(addresses);
     try {
         for (const int stream : begins) {
             record(context, queues, static_cast<size_t>(stream), begin_event(static_cast<size_t>(stream)));
@@ -198,7 +202,7 @@ CUgraph Plan::run(const std::vector<uint64_t> &addresses, const std::vector<CUst
                                                copy.nbytes, queues[stream]),
                         "cuMemcpyPeerAsync", owner.number);
             } else {
-                launch(context, launches[one.number], addresses, queues[stream], owner);
+                launch(context, one.number, queues[stream], owner);
             }
             if (one.event >= 0) record(context, queues, stream, static_cast<size_t>(one.event));
         }

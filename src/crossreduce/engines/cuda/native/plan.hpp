@@ -3,6 +3,7 @@
 
 #include <atomic>
 #include <cstdint>
+#include <memory>
 #include <mutex>
 #include <string>
 #include <vector>
@@ -94,6 +95,9 @@ class Plan {
         CUstream stream, origin; // the first caller's stream, which takes part in the same capture
     };
     std::vector<Captured> captured_;
+    // Of the last run: the addresses, and the parameters of each launch, which are the same for the same addresses.
+    std::vector<uint64_t> filled_for_;
+    std::vector<std::unique_ptr<unsigned char[]>> filled_;
 
     const Device &owner_of_event(size_t event) const;
     void make_events(ContextGuard &context);
@@ -102,8 +106,8 @@ class Plan {
     void wait(ContextGuard &context, const std::vector<CUstream> &queues, size_t stream, size_t event);
     size_t begin_event(size_t stream) const { return static_cast<size_t>(events) + stream; }
     size_t end_event() const { return static_cast<size_t>(events) + devices.size(); }
-    void launch(ContextGuard &context, const Launching &launching, const std::vector<uint64_t> &addresses, CUstream stream,
-                const Device &device);
+    void fill_parameters(const std::vector<uint64_t> &addresses);
+    void launch(ContextGuard &context, size_t number, CUstream stream, const Device &device);
 };
 
 // Let kernels of `reader` read a pattern in the memory of `owner`; return whether they read it right. `copy`: a plan of the
