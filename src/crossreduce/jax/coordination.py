@@ -6,6 +6,7 @@ Input: a key and a value, or a key. Output: values of other processes, or a ``Ba
 from __future__ import annotations
 
 import atexit
+import ctypes
 import socket
 import time
 from typing import Any, Final
@@ -18,7 +19,6 @@ from ..ranks.transports.addresses import addresses, loopback
 
 _PREFIX: Final = "crossreduce/"
 _WAIT_S: Final = 1.0  # for a value, in one request
-_abandoned: Final[list[Any]] = []  # what is never destroyed, since its end would wait for lost processes
 
 
 def _state() -> Any:
@@ -86,5 +86,7 @@ def end_without_lost_processes() -> None:
 
 def _abandon() -> None:
     state = _state()
-    _abandoned.extend([state.client, state.service, state.preemption_sync_manager])
-    state.client = state.service = state.preemption_sync_manager = None
+    for name in ("client", "service", "preemption_sync_manager"):
+        if (each := getattr(state, name, None)) is not None:
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(each))  # never destroyed, since its end would wait, too
+            setattr(state, name, None)

@@ -90,6 +90,7 @@ class _Server:
                     self._take(native.next_call(self.members, -1.0))
         except Exception as error:  # noqa: BLE001 - all devices get it
             self._failure = str(error) if isinstance(error, ReductionError) else f"{type(error).__name__}: {error}"
+            self._failure = self._failure.replace("call shrink, or restart", "restart")  # JAX cannot shrink a job
             _LOG.debug("a collective of JAX failed", exc_info=True)
             if isinstance(error, (PeerLostError, TimeoutError)):
                 coordination.end_without_lost_processes()

@@ -181,6 +181,19 @@ Error *instantiate(CallFrame *frame) {
     }
 }
 
+// Return the size of an element, or 0 for types that no collective has.
+size_t itemsize_of(XLA_FFI_DataType dtype) {
+    switch (dtype) {
+    case XLA_FFI_DataType_PRED: case XLA_FFI_DataType_S8: case XLA_FFI_DataType_U8: return 1;
+    case XLA_FFI_DataType_S16: case XLA_FFI_DataType_U16: case XLA_FFI_DataType_F16: case XLA_FFI_DataType_BF16:
+        return 2;
+    case XLA_FFI_DataType_S32: case XLA_FFI_DataType_U32: case XLA_FFI_DataType_F32: return 4;
+    case XLA_FFI_DataType_S64: case XLA_FFI_DataType_U64: case XLA_FFI_DataType_F64: case XLA_FFI_DataType_C64: return 8;
+    case XLA_FFI_DataType_C128: return 16;
+    default: return 0;
+    }
+}
+
 // Return the open call of a device. Add one unless it exists. The caller has the lock.
 std::shared_ptr<Call> find_call(const std::shared_ptr<CallSite> &site, int64_t run, int64_t group) {
     for (const auto &one : open_calls)
@@ -216,7 +229,14 @@ Error *arrive(CallFrame &frame) {
     const auto data_of = [](void *buffer) { return static_cast<XLA_FFI_Buffer *>(buffer)->data; };
     std::vector<void *> buffers;
     for (int64_t k = 0; k + 1 < frame.args.size; k++) buffers.push_back(data_of(frame.args.args[k]));
-    for (int64_t k = 0; k < frame.rets.size; k++) buffers.push_back(data_of(frame.rets.rets[k]));
+    for (int64_t k = 0; k < frame.rets.size; k++) {
+        const auto &result = *static_cast<XLA_FFI_Buffer *>(frame.rets.rets[k]);
+        auto nbytes = static_cast<size_t>(itemsize_of(result.dtype));
+        for (int64_t axis = 0; axis < result.rank; axis++) nbytes *= static_cast<size_t>(result.dims[axis]);
+        if (std::find(buffers.begin(), buffers.end(), result.data) == buffers.end())
+            advise(static_cast<char *>(result.data), nbytes);
+        buffers.push_back(result.data);
+    }
     // The last operand is the number of the device: the positions of a group are consecutive.
     const int64_t number = *static_cast<const int32_t *>(data_of(frame.args.args[frame.args.size - 1]));
 
