@@ -34,11 +34,12 @@ from ..ranks.survival.formation import Settings
 from ..ranks.transports.addresses import loopback
 from ..ranks.transports.choice import transport_name
 from . import coordination
-from .process_jobs import Job
+from .process_jobs import SENT_NBYTES, Job
 
 _LOG: Final = logging.getLogger("crossreduce")
 _NAME_NBYTES: Final = 16
 _MOST_OFFERED: Final = 15  # calls that a process offers at once
+_OFFERS_NBYTES: Final = (_MOST_OFFERED + 1) * _NAME_NBYTES  # their number, and their names
 _PAUSES_S: Final = (1e-4, 5e-3)  # between two offers without a common call, first and longest
 _started: Final = threading.Event()
 _starting: Final = threading.Lock()
@@ -64,7 +65,7 @@ class _Call:
 
     def __init__(self, number: int, job: Job, text: str, name: bytes, addresses: Sequence[int]) -> None:
         self.number, self.job, self.text, self.name, self.addresses = number, job, text, name, addresses
-        self.arrived_s = time.monotonic()
+        self.part = np.empty(0, np.uint8)  # what this process has sent with its offer
 
 
 class _Server:
@@ -74,8 +75,10 @@ class _Server:
         self.members, self.own = members, members.index(jax.process_index())
         self._ready: dict[bytes, _Call] = {}  # calls that have arrived and have not run, in the order of arrival
         self._jobs: dict[tuple[int, int], tuple[Job, bytes]] = {}
+        self._firsts: set[bytes] = set()  # the first names that the processes offer
         self._failure = ""  # why no call can run any more
-        self._offers = np.zeros((_MOST_OFFERED + 1) * _NAME_NBYTES, np.uint8)
+        self._offers = np.zeros(_OFFERS_NBYTES + SENT_NBYTES, np.uint8)
+        self._received = np.zeros((len(members), len(self._offers)), np.uint8)
 
     def serve(self) -> None:
         """Run calls until the process ends."""
@@ -92,7 +95,7 @@ class _Server:
             self._failure = str(error) if isinstance(error, ReductionError) else f"{type(error).__name__}: {error}"
             self._failure = self._failure.replace("call shrink, or restart", "restart")  # JAX cannot shrink a job
             _LOG.debug("a collective of JAX failed", exc_info=True)
-            if isinstance(error, (PeerLostError, TimeoutError)):
+            if isinstance(error, PeerLostError) and " left " not in self._failure.splitlines()[0]:
                 coordination.end_without_lost_processes()
             if group is not None:
                 with suppress(Exception):
@@ -131,25 +134,39 @@ class _Server:
             time.sleep(pause)
             pause = min(2 * pause, _PAUSES_S[1])
             self._take_all()
+        sent = self._sent_first(common)
         for name in common:
             call = self._ready[name]
-            call.job.run(group, call.addresses)
+            if call is sent:
+                nbytes = len(sent.part)
+                parts = self._received[:, _OFFERS_NBYTES : _OFFERS_NBYTES + nbytes]
+                call.job.reduce_parts(parts, call.addresses)
+            else:
+                call.job.run(group, call.addresses)
             del self._ready[name]
             kernels.native().finish_call(call.number, "")
 
     def _common(self, group: RankGroup) -> list[bytes]:
         """Return the names of the calls that all processes offer, in the order of the lowest process."""
-        names = list(self._ready)[:_MOST_OFFERED]
-        offers = self._offers
+        names, offers = list(self._ready)[:_MOST_OFFERED], self._offers
         offers[0] = len(names)
         offers[_NAME_NBYTES : (len(names) + 1) * _NAME_NBYTES] = np.frombuffer(b"".join(names), np.uint8)
-        rows = group.all_gather(offers).tobytes()
-        size, all_names = len(offers), []
-        for start in range(0, len(rows), size):
-            count = rows[start]
-            first = start + _NAME_NBYTES
-            all_names.append([rows[at : at + _NAME_NBYTES] for at in range(first, first + count * _NAME_NBYTES, 16)])
-        return [name for name in all_names[0] if all(name in others for others in all_names[1:])]
+        first = self._ready[names[0]]
+        if first.job.is_sent_at_once():
+            first.part = first.job.part(first.addresses)
+            offers[_OFFERS_NBYTES : _OFFERS_NBYTES + len(first.part)] = first.part
+        group.all_gather(offers, out=self._received)
+        found = []
+        for row in self._received[:, :_OFFERS_NBYTES]:
+            text = row.tobytes()
+            found.append([text[at : at + _NAME_NBYTES] for at in range(_NAME_NBYTES, (text[0] + 1) * _NAME_NBYTES, _NAME_NBYTES)])
+        self._firsts = {names[0] for names in found}
+        return [name for name in found[0] if all(name in others for others in found[1:])]
+
+    def _sent_first(self, common: list[bytes]) -> _Call | None:
+        """Return the call of which all processes have sent their parts with their offers, if there is one."""
+        call = self._ready[common[0]]
+        return call if self._firsts == {common[0]} and call.job.is_sent_at_once() else None
 
     def _require_same_programs(self, group: RankGroup, began: float) -> None:
         """Raise a ``MismatchError`` if processes wait in calls of different programs, or no common call arrives in time.

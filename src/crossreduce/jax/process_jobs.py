@@ -22,7 +22,10 @@ from ..packing import itemsize
 from ..processes import RankGroup
 
 Array = np.ndarray[Any, Any]
-_SMALL: Final = 1 << 16  # bytes of a buffer that a call keeps for the next one
+_KEPT_NBYTES: Final = 1 << 16  # the largest buffer that a call keeps for the next one
+SENT_NBYTES: Final = 1 << 11
+"""The most bytes that a process sends together with the offer of a call. Then every process reduces the parts of all,
+in the same order, and the call is one exchange instead of two."""
 
 
 def array_at(address: int, dtype: str, shape: tuple[int, ...]) -> Array:
@@ -45,7 +48,7 @@ class Job:
         self.kind, self.program, self.axes = call["kind"], call["program"], call["axes"]
         self.shapes = [tuple(shape) for shape in call["shapes"]]
         self.positions = call["positions"]
-        processes = call["processes"][group * self.positions : (group + 1) * self.positions]
+        self.processes = processes = call["processes"][group * self.positions : (group + 1) * self.positions]
         # For each process the positions of its devices.
         self.places = [[k for k, process in enumerate(processes) if process == member] for member in members]
         self.own, self.devices = own, len(self.places[own])
@@ -62,19 +65,45 @@ class Job:
         what = self.kind if self.kind in ("all_gather", "all_to_all") else f"{self.kind} {numbers.op.value}"
         shapes = ", ".join(f"{numbers.dtype}{list(shape)}" for shape in self.shapes[:3])
         more = ", ..." * (len(self.shapes) > 3)
-        return f"{what} of {shapes}{more} over {self.axes} in {self.program}"
+        owners = ", ".join(map(str, self.processes[:16])) + ", ..." * (len(self.processes) > 16)
+        return f"{what} of {shapes}{more} over {self.axes}, on devices of processes {owners}, in {self.program}"
 
     def run(self, group: RankGroup, addresses: Sequence[int]) -> None:
         """Run the collective. ``addresses``: for each device of this process those of its operands and results."""
-        each = len(addresses) // self.devices
-        rows = [addresses[k * each : (k + 1) * each] for k in range(self.devices)]
-        count = len(self.shapes)
+        rows, count = self._rows(addresses), len(self.shapes)
         sources, results = [row[:count] for row in rows], [row[count:] for row in rows]
         if self.total == 0:
             return
         getattr(self, f"_{self.kind}")(group, sources, results)
 
     # all_reduce
+
+    def is_sent_at_once(self) -> bool:
+        """Return whether this reduction is so small that its parts are sent together with the offer of the call."""
+        nbytes = self.total * itemsize(self.numbers.accumulator)
+        return self.kind == "all_reduce" and not self.numbers.exact and 0 < nbytes <= SENT_NBYTES
+
+    def part(self, addresses: Sequence[int]) -> Array:
+        """Return what this process contributes, as bytes, if ``is_sent_at_once``."""
+        flat = self._array("partial", self.numbers.accumulator, (self.total,))
+        count = len(self.shapes)
+        self._combine([row[:count] for row in self._rows(addresses)], flat)
+        return flat.view(np.uint8)
+
+    def reduce_parts(self, parts: Sequence[Array], addresses: Sequence[int]) -> None:
+        """Write the results, given the contributions of all processes, in order."""
+        numbers, count = self.numbers, len(self.shapes)
+        kinds = numbers.accumulator, numbers.accumulator, numbers.result
+        kernel = self._kernel("parts", KERNEL_OPS[numbers.op, False], kinds, numbers.divisor, len(parts), self.devices)
+        starts = np.cumsum([0, *self.sizes[:-1]]) * itemsize(numbers.accumulator)
+        sources = [[int(part.ctypes.data + start) for part in parts] for start in starts]
+        results = [row[count:] for row in self._rows(addresses)]
+        self._run(kernel, sources, list(map(list, zip(*results, strict=True))), 0)
+
+    def _rows(self, addresses: Sequence[int]) -> list[Sequence[int]]:
+        """Return the addresses of each device."""
+        each = len(addresses) // self.devices
+        return [addresses[k * each : (k + 1) * each] for k in range(self.devices)]
 
     def _all_reduce(self, group: RankGroup, sources: list[Any], results: list[Any]) -> None:
         numbers = self.numbers
@@ -104,7 +133,7 @@ class Job:
     def _finish(self, flat: Array, dtype: str, divisor: int, results: list[Any]) -> None:
         """Write a flat array to the results of all devices of this process, divided and rounded."""
         kinds = (dtype, dtype, self.numbers.result)
-        kernel = self._kernel("finish", "sum", kinds, divisor, 1, self.devices)
+        kernel = self._kernel("finish", KERNEL_OPS[self.numbers.op, False], kinds, divisor, 1, self.devices)
         starts = np.cumsum([0, *self.sizes[:-1]]) * itemsize(dtype) + flat.ctypes.data
         rows = list(map(list, zip(*results, strict=True)))
         self._run(kernel, [[int(start)] for start in starts], rows, flat.nbytes * self.devices)
@@ -190,7 +219,7 @@ class Job:
         found = self._kept.get(name)
         if found is None:
             found = np.frombuffer(kernels.memory(nbytes), np.uint8).view(jnp.dtype(dtype)).reshape(shape)
-            if nbytes <= _SMALL:
+            if nbytes <= _KEPT_NBYTES:
                 self._kept[name] = found
         return found
 
