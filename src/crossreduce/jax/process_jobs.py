@@ -7,6 +7,7 @@ written results. ``process_group`` decides which call runs when.
 from __future__ import annotations
 
 import ctypes
+import itertools
 import json
 import math
 from collections.abc import Sequence
@@ -34,6 +35,11 @@ def array_at(address: int, dtype: str, shape: tuple[int, ...]) -> Array:
     return np.frombuffer((ctypes.c_char * nbytes).from_address(address), jnp.dtype(dtype)).reshape(shape)
 
 
+def address_of(array: Array) -> int:
+    """Return the address of an array."""
+    return int(array.__array_interface__["data"][0])
+
+
 class Job:
     """A collective of one call site and one group of devices, which runs any number of times.
 
@@ -55,6 +61,8 @@ class Job:
         self.most = max(map(len, self.places))  # devices of a process
         self.sizes = [math.prod(shape) for shape in self.shapes]
         self.total = sum(self.sizes)
+        self._starts = [0, *itertools.accumulate(self.sizes[:-1])]  # of the operands in a flat array
+        self._sent_at_once: bool | None = None
         self.runs = 0
         self._kept: dict[str, Array] = {}
         self._kernels: dict[str, Kernel] = {}
@@ -80,8 +88,10 @@ class Job:
 
     def is_sent_at_once(self) -> bool:
         """Return whether this reduction is so small that its parts are sent together with the offer of the call."""
-        nbytes = self.total * itemsize(self.numbers.accumulator)
-        return self.kind == "all_reduce" and not self.numbers.exact and 0 < nbytes <= SENT_NBYTES
+        if self._sent_at_once is None:
+            nbytes = self.total * itemsize(self.numbers.accumulator)
+            self._sent_at_once = self.kind == "all_reduce" and not self.numbers.exact and 0 < nbytes <= SENT_NBYTES
+        return self._sent_at_once
 
     def part(self, addresses: Sequence[int]) -> Array:
         """Return what this process contributes, as bytes, if ``is_sent_at_once``."""
@@ -95,10 +105,10 @@ class Job:
         numbers, count = self.numbers, len(self.shapes)
         kinds = numbers.accumulator, numbers.accumulator, numbers.result
         kernel = self._kernel("parts", KERNEL_OPS[numbers.op, False], kinds, numbers.divisor, len(parts), self.devices)
-        starts = np.cumsum([0, *self.sizes[:-1]]) * itemsize(numbers.accumulator)
-        sources = [[int(part.ctypes.data + start) for part in parts] for start in starts]
+        size, firsts = itemsize(numbers.accumulator), list(map(address_of, parts))
+        sources = [tuple(first + start * size for first in firsts) for start in self._starts]
         results = [row[count:] for row in self._rows(addresses)]
-        self._run(kernel, sources, list(map(list, zip(*results, strict=True))), 0)
+        self._run(kernel, sources, list(zip(*results, strict=True)), 0)
 
     def _rows(self, addresses: Sequence[int]) -> list[Sequence[int]]:
         """Return the addresses of each device."""
@@ -127,16 +137,18 @@ class Job:
         numbers, size = self.numbers, itemsize(self.numbers.accumulator)
         op, kinds = KERNEL_OPS[numbers.op, False], (numbers.dtype, numbers.accumulator, numbers.accumulator)
         kernel = self._kernel("combine", op, kinds, 1, self.devices, 1)
-        starts = np.cumsum([0, *self.sizes[:-1]]) * size + flat.ctypes.data
-        self._run(kernel, list(map(list, zip(*sources, strict=True))), [[int(start)] for start in starts], flat.nbytes)
+        first = address_of(flat)
+        self._run(
+            kernel, list(zip(*sources, strict=True)), [(first + start * size,) for start in self._starts], flat.nbytes
+        )
 
     def _finish(self, flat: Array, dtype: str, divisor: int, results: list[Any]) -> None:
         """Write a flat array to the results of all devices of this process, divided and rounded."""
         kinds = (dtype, dtype, self.numbers.result)
         kernel = self._kernel("finish", KERNEL_OPS[self.numbers.op, False], kinds, divisor, 1, self.devices)
-        starts = np.cumsum([0, *self.sizes[:-1]]) * itemsize(dtype) + flat.ctypes.data
-        rows = list(map(list, zip(*results, strict=True)))
-        self._run(kernel, [[int(start)] for start in starts], rows, flat.nbytes * self.devices)
+        first, size = address_of(flat), itemsize(dtype)
+        sources = [(first + start * size,) for start in self._starts]
+        self._run(kernel, sources, list(zip(*results, strict=True)), flat.nbytes * self.devices)
 
     def _exact(self, group: RankGroup, sources: list[Any]) -> Array:
         """Return the exact sums of all devices' operands. Each process computes a share of them."""
@@ -235,6 +247,6 @@ class Job:
         return self._kernels[name]
 
     @staticmethod
-    def _run(kernel: Kernel, sources: list[list[int]], results: list[list[int]], nbytes: int) -> None:
+    def _run(kernel: Kernel, sources: Any, results: Any, nbytes: int) -> None:
         threads = kernels.threads() if nbytes >= kernels.THREADED_BYTES else 1
         kernel.run(sources, results, threads, nbytes >= kernels.STREAMING_BYTES, False)

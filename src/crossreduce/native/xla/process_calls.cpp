@@ -338,6 +338,7 @@ PyObject *next_call(PyObject *, PyObject *args) {
         Queue &queue = queues[members];
         const auto has_call = [&] { return !queue.calls.empty(); };
         if (timeout_s < 0) queue.added.wait(locked, has_call);
+        else if (!has_call() && timeout_s == 0) return nullptr; // to wait for no time would take 80 us
         else if (!queue.added.wait_for(locked, std::chrono::duration<double>(timeout_s), has_call)) return nullptr;
         auto found = queue.calls.front();
         queue.calls.pop_front();
