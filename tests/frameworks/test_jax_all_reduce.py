@@ -226,7 +226,7 @@ def collectives(function, n, *xs, check=True):
 
 @pytest.mark.parametrize("algorithm", ["ring", "direct", "halving_doubling", "hierarchical_copy", "one_device", "auto"])
 def test_arrays_that_another_explicit_axis_divides_or_reduces(algorithm):
-    """A schedule gives psum's result for an array that is reduced over another axis, and under vmap over a divided one."""
+    """A schedule gives psum's result for an array that counts as reduced, and under vmap over a divided axis."""
     mesh = jax.make_mesh((2, 2), ("x", "y"), axis_types=(AxisType.Explicit, AxisType.Explicit))
     rows = jnp.arange(1.0, 25.0).reshape(2, 4, 3) ** 2
     reduce = partial(all_reduce, axis_name="x", algorithm=algorithm)

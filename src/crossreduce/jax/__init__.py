@@ -1,7 +1,7 @@
 """Collectives inside JAX programs: under ``shard_map``, ``pmap`` and ``vmap``, in ``jit``, through ``grad``.
 
-Input: a pytree of this device's arrays, and the name of the axis. Output: the same tree of results on every device. They
-use the compiled kernels (on CPU devices of one process, or of several), XLA's own collectives, or schedules that
+Input: a pytree of this device's arrays, and the name of the axis. Output: the same tree of results on every device.
+They use the compiled kernels (on CPU devices of one process, or of several), XLA's own collectives, or schedules that
 ``engines.jax`` runs. Outside such programs, ``crossreduce.all_reduce`` reduces lists of per-device arrays.
 """
 

@@ -1,4 +1,4 @@
-"""``all_gather``, ``reduce_scatter`` and ``all_to_all`` inside JAX programs, with the arguments of those of ``jax.lax``.
+"""``all_gather``, ``reduce_scatter`` and ``all_to_all`` inside JAX programs, with the arguments of ``jax.lax``.
 
 Input: a pytree of this device's arrays, and the names of axes. Output: the same tree of results. Among CPU devices of
 several processes the processes exchange the data (``process_group``), elsewhere XLA's own collectives do.
@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ..engines.jax import collectives, in_process
+from ..engines.jax import collectives
 from ..engines.jax.axes import MeshAxes, read_axes, unreduced_axes
 from ..errors import ArgumentError, ReductionError, UnsupportedError, shown
 from ..frameworks import Array
@@ -87,7 +87,7 @@ def reduce_scatter(
       tiled: whether each device keeps a share of that axis, instead of one element of it without the axis.
       exact: whether sums and means of floats are exact, rounded once: see ``all_reduce``.
     Returns:
-      The same tree. For n devices, a leaf of shape ``(n, b)`` becomes one of shape ``(b,)``, or ``(1, b)`` if ``tiled``.
+      The same tree. For n devices, a leaf of shape ``(n, b)`` becomes one of shape ``(b,)``; ``(1, b)`` if ``tiled``.
       Dtypes are those of ``all_reduce``.
     Raises:
       AxisError: an axis does not exist here.

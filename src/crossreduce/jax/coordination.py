@@ -1,6 +1,6 @@
 """JAX's coordination service, which the processes of a job share: the only place that uses private parts of JAX.
 
-Input: a key and a value, or a key. Output: values of other processes, or a ``BackendError`` if JAX has moved the service.
+Input: a key and a value, or a key. Output: values of other processes, or a ``BackendError`` if JAX has moved it.
 """
 
 from __future__ import annotations
@@ -26,9 +26,7 @@ def _state() -> Any:
     try:
         from jax._src.distributed import global_state
 
-        client = global_state.client
-        if client is None or not hasattr(client, "key_value_set") or not hasattr(client, "blocking_key_value_get"):
-            raise AttributeError("its client has no key_value_set")
+        _ = global_state.client.key_value_set, global_state.client.blocking_key_value_get
     except (ImportError, AttributeError) as error:
         problem = "the coordination service of this version of JAX cannot be used to connect processes."
         remedy = "jax.distributed.initialize, and JAX 0.9.2 to 0.11.2; lax.psum over gloo"

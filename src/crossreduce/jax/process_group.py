@@ -4,8 +4,8 @@ Input: calls of which all devices of this process have arrived (``native/xla/pro
 results, or an error that each device of the call gets.
 
 XLA runs the independent collectives of a program in any order, another one in each process. So a call is named by the
-program, its place in it, and how often it has run, which are the same in all processes. Each process offers the names of
-the calls that have arrived; the calls that all processes offer run, in the order of the lowest process.
+program, its place in it, and how often it has run, which are the same in all processes. Each process offers the names
+of the calls that have arrived; the calls that all processes offer run, in the order of the lowest process.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 from hashlib import blake2b
-from typing import Any, Final
+from typing import Final
 
 import jax
 import numpy as np
@@ -140,7 +140,7 @@ class _Server:
             if call is sent:
                 nbytes = len(sent.part)
                 parts = self._received[:, _OFFERS_NBYTES : _OFFERS_NBYTES + nbytes]
-                call.job.reduce_parts(parts, call.addresses)
+                call.job.reduce_parts([*parts], call.addresses)
             else:
                 call.job.run(group, call.addresses)
             del self._ready[name]
@@ -158,8 +158,8 @@ class _Server:
         group.all_gather(offers, out=self._received)
         found = []
         for row in self._received[:, :_OFFERS_NBYTES]:
-            text = row.tobytes()
-            found.append([text[at : at + _NAME_NBYTES] for at in range(_NAME_NBYTES, (text[0] + 1) * _NAME_NBYTES, _NAME_NBYTES)])
+            text, size = row.tobytes(), _NAME_NBYTES
+            found.append([text[at : at + size] for at in range(size, (text[0] + 1) * size, size)])
         self._firsts = {names[0] for names in found}
         return [name for name in found[0] if all(name in others for others in found[1:])]
 
@@ -169,7 +169,7 @@ class _Server:
         return call if self._firsts == {common[0]} and call.job.is_sent_at_once() else None
 
     def _require_same_programs(self, group: RankGroup, began: float) -> None:
-        """Raise a ``MismatchError`` if processes wait in calls of different programs, or no common call arrives in time.
+        """Raise a ``MismatchError`` if processes run different programs, or no common call arrives in time.
 
         Programs differ for certain if neither of two processes has compiled the call in which the other one waits.
         """
@@ -184,9 +184,7 @@ class _Server:
         problem = "the processes wait in different collectives of crossreduce.jax."
         if late:
             problem = f"{problem[:-1]}, and have no common one for {process_limit_s():g} s."
-        given = "; ".join(
-            f"process {member}: {words}" for member, (words, _) in zip(self.members, texts, strict=True)
-        )
+        given = "; ".join(f"process {member}: {words}" for member, (words, _) in zip(self.members, texts, strict=True))
         remedy = "the same programs, in the same order, on the same mesh in all processes"
         raise MismatchError(message(problem, given, remedy))
 

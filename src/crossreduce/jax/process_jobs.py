@@ -32,7 +32,9 @@ in the same order, and the call is one exchange instead of two."""
 def array_at(address: int, dtype: str, shape: tuple[int, ...]) -> Array:
     """Return the array at an address, which must live as long as the result."""
     nbytes = math.prod(shape) * itemsize(dtype)
-    return np.frombuffer((ctypes.c_char * nbytes).from_address(address), jnp.dtype(dtype)).reshape(shape)
+    memory: Any = (ctypes.c_char * nbytes).from_address(address)
+    array: Array = np.frombuffer(memory, jnp.dtype(dtype)).reshape(shape)
+    return array
 
 
 def address_of(array: Array) -> int:

@@ -26,7 +26,7 @@ from ..errors import ArgumentError, ReductionError, UnsupportedError, shown
 from ..frameworks import Array
 from ..frameworks.jax.arrays import FRAMEWORK, finish
 from ..lowering import Program, lower
-from ..ops import ACCUMULATORS, FLOATS, Numbers, ReduceOp
+from ..ops import FLOATS, Numbers, ReduceOp
 from ..options import CommunicationOptions, algorithm_name, count
 from ..packing import itemsize
 from ..planning import Request, hierarchical_copy, schedule_for
@@ -72,7 +72,7 @@ def all_reduce(
         positions along the axis, in order. ``None`` means that all links are equal.
       algorithm: a planner's name. "auto" and "nccl" select the algorithm with the shortest simulated time on the
         topology. Without a topology, or if equal links join all pairs of devices, they select the compiled kernels for
-        CPU devices of one process, and XLA's own collective for other devices ("halving_doubling" for products).
+        CPU devices, and XLA's own collective for other devices ("halving_doubling" for products).
         Without a topology, "hierarchical_copy" over several axes reduces over the last one first.
       num_packs: for "one_device" and "hierarchical_copy", the number of trees that share the buffer, each with another
         root; at most one per device is used.
@@ -87,7 +87,7 @@ def all_reduce(
       ArgumentError: an unknown op or algorithm, or the topology's size differs from that of the axis.
       UnsupportedError: a leaf is not an array, or the op is not defined for it: for its dtype, or because it is
         unreduced (on explicit meshes). The message has its path. With ``exact``, also for a product of floats, and if
-        the kernels cannot run: under ``vmap``, on accelerators, in jobs of several processes, in exported programs.
+        the kernels cannot run: over an axis of ``vmap``, on accelerators, in exported programs.
       PlanError: the algorithm cannot run on the topology.
 
     Example, with ``P = jax.sharding.PartitionSpec``::
@@ -177,7 +177,7 @@ def _require_exact_sum(x: Array, op: ReduceOp, axes: MeshAxes) -> None:
 
 def _no_exact_sum(given: str) -> UnsupportedError:
     """Return the error for an exact sum where the kernels cannot run."""
-    problem = "exact sums inside JAX programs need the compiled kernels, on CPU devices of one process, without vmap."
+    problem = "exact sums inside JAX programs need the compiled kernels, on CPU devices, without vmap over the axis."
     return UnsupportedError.of(problem, f"{given}, exact=True", "crossreduce.all_reduce outside of the program")
 
 

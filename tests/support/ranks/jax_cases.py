@@ -111,34 +111,46 @@ def moves():
     """all_gather, reduce_scatter and all_to_all, over one axis and over two in either order, with their gradients."""
     n = jax.device_count()
     for mesh, axes in ((mesh_of(n), "x"), (mesh_of(2, n // 2), ("y", "x")), (mesh_of(n, order=[*range(n)][::-1]), "x")):
-        rows = rows_of(mesh, 3 * n)
-        place = np.arange(n).reshape(mesh.devices.shape)
-        order = (place.T if axes == ("y", "x") else place).reshape(-1)  # the device at each position
-        position = np.argsort(order)
-        x = placed(rows, mesh)
-        gathered = rows[order]
-        for tiled in (False, True):
-            y = mapped(lambda x, tiled=tiled: cj.all_gather(x[0], axes, axis=0, tiled=tiled)[None], mesh)(x)
-            equal(y, np.stack([gathered.reshape(-1) if tiled else gathered] * n))
-            y = mapped(lambda x, tiled=tiled: cj.all_gather(x[0].reshape(n, 3), axes, axis=1, tiled=tiled)[None], mesh)(x)
-            stacked = np.stack(gathered.reshape(n, n, 3), 1)
-            equal(y, np.stack([stacked.reshape(n, -1) if tiled else stacked] * n))
-            y = mapped(
-                lambda x, tiled=tiled: cj.reduce_scatter(
-                    x[0] if tiled else x[0].reshape(3, n), axes, scatter_dimension=0 if tiled else 1, tiled=tiled
-                )[None],
-                mesh,
-            )(x)
-            total = rows.sum(0)
-            equal(y, np.stack([total.reshape(n, 3)[p] if tiled else total.reshape(3, n)[:, p] for p in position]))
-        for op in ("mean", "max"):
-            y = mapped(lambda x, op=op: cj.reduce_scatter(x[0], axes, op, tiled=True)[None], mesh)(x)
-            equal(y, OPS[op](rows, 0).reshape(n, 3)[position], 1e-6)
-        y = mapped(lambda x: cj.all_to_all(x[0].reshape(n, 3), axes, 0, 1)[None], mesh)(x)
-        equal(y, np.stack([gathered.reshape(n, n, 3)[:, p].T for p in position]))
-        y = mapped(lambda x: cj.all_to_all(x[0].reshape(3, n), axes, 1, 0, tiled=True)[None], mesh)(x)
-        equal(y, np.stack([gathered.reshape(n, 3, n)[:, :, p].reshape(3 * n, 1) for p in position]))
-    mesh, weights = mesh_of(n), np.arange(1.0, 7 * n * n + 1, dtype="float32")
+        _moves_over(mesh, axes)
+    _gradients_of_moves(mesh_of(n))
+
+
+def _moves_over(mesh, axes):
+    """Compare each way to move arrays over the axes with NumPy."""
+    n = mesh.devices.size
+    rows = rows_of(mesh, 3 * n)
+    place = np.arange(n).reshape(mesh.devices.shape)
+    order = (place.T if axes == ("y", "x") else place).reshape(-1)  # the device at each position
+    position = np.argsort(order)
+    x = placed(rows, mesh)
+    gathered = rows[order]
+    for tiled in (False, True):
+        y = mapped(lambda x, tiled=tiled: cj.all_gather(x[0], axes, axis=0, tiled=tiled)[None], mesh)(x)
+        equal(y, np.stack([gathered.reshape(-1) if tiled else gathered] * n))
+        y = mapped(lambda x, tiled=tiled: cj.all_gather(x[0].reshape(n, 3), axes, axis=1, tiled=tiled)[None], mesh)(x)
+        stacked = np.stack(gathered.reshape(n, n, 3), 1)
+        equal(y, np.stack([stacked.reshape(n, -1) if tiled else stacked] * n))
+        y = mapped(
+            lambda x, tiled=tiled: cj.reduce_scatter(
+                x[0] if tiled else x[0].reshape(3, n), axes, scatter_dimension=0 if tiled else 1, tiled=tiled
+            )[None],
+            mesh,
+        )(x)
+        total = rows.sum(0)
+        equal(y, np.stack([total.reshape(n, 3)[p] if tiled else total.reshape(3, n)[:, p] for p in position]))
+    for op in ("mean", "max"):
+        y = mapped(lambda x, op=op: cj.reduce_scatter(x[0], axes, op, tiled=True)[None], mesh)(x)
+        equal(y, OPS[op](rows, 0).reshape(n, 3)[position], 1e-6)
+    y = mapped(lambda x: cj.all_to_all(x[0].reshape(n, 3), axes, 0, 1)[None], mesh)(x)
+    equal(y, np.stack([gathered.reshape(n, n, 3)[:, p].T for p in position]))
+    y = mapped(lambda x: cj.all_to_all(x[0].reshape(3, n), axes, 1, 0, tiled=True)[None], mesh)(x)
+    equal(y, np.stack([gathered.reshape(n, 3, n)[:, :, p].reshape(3 * n, 1) for p in position]))
+
+
+def _gradients_of_moves(mesh):
+    """Compare gradients and vmap with those of XLA's collectives."""
+    n = mesh.devices.size
+    weights = np.arange(1.0, 7 * n * n + 1, dtype="float32")
     pairs = [
         (lambda x: cj.all_gather(x, "x"), lambda x: lax.all_gather(x, "x")),
         (
@@ -174,7 +186,9 @@ def meshes():
     for mesh, axis in ((mesh_of(count, own), "x"), (mesh_of(count, own), "y"), (mesh_of(own, count), "x")):
         rows = rows_of(mesh)
         cube = rows.reshape(*mesh.devices.shape, -1)
-        found = mapped(lambda x, axis=axis: cj.all_reduce(x, axis, exact=True), mesh, check_vma=False)(placed(rows, mesh))
+        found = mapped(lambda x, axis=axis: cj.all_reduce(x, axis, exact=True), mesh, check_vma=False)(
+            placed(rows, mesh)
+        )
         due = np.broadcast_to(cube.sum("xy".index(axis), keepdims=True), cube.shape)
         equal(found, due.reshape(rows.shape))
         found = mapped(lambda x, axis=axis: cj.all_gather(x[0], axis).sum(0)[None], mesh)(placed(rows, mesh))
@@ -199,7 +213,7 @@ def meshes():
 
 
 def order():
-    """Independent reductions in one program, also of one inner function, in loops, and programs that were not awaited."""
+    """Independent reductions in one program, also of one inner function, in loops, and programs in flight."""
     mesh = mesh_of(jax.device_count())
     rows = np.tile(rows_of(mesh), 40)
     inner = jax.jit(lambda x: cj.all_reduce(jnp.sin(x) * 0 + x, "x"))
@@ -207,7 +221,9 @@ def order():
     def several(x):
         parts = [cj.all_reduce(x * k, "x") for k in range(1, 5)]
         twins = [inner(x * k) for k in range(5, 9)]
-        looped, _ = lax.scan(lambda total, k: (total + cj.all_reduce(x * k, "x"), k), jnp.zeros_like(parts[0]), jnp.arange(3.0))
+        looped, _ = lax.scan(
+            lambda total, k: (total + cj.all_reduce(x * k, "x"), k), jnp.zeros_like(parts[0]), jnp.arange(3.0)
+        )
         return *parts, *twins, looped
 
     run, other = (mapped(function, mesh, outside=P()) for function in (several, lambda x: cj.all_reduce(x + 1, "x")))
@@ -229,7 +245,7 @@ def _failing(call):
     began = time.monotonic()
     try:
         jax.block_until_ready(call())
-    except Exception as error:  # noqa: BLE001 - any class counts, since JAX's is private
+    except Exception as error:
         print(f"failed after {time.monotonic() - began:.2f} s:", " ".join(str(error).split()), flush=True)
     else:
         sys.exit("no error")

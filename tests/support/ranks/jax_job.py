@@ -10,7 +10,7 @@ import time
 from free_port import free_port
 
 
-def run(case, processes=2, devices=1, limit_s=120, host="127.0.0.1", start=subprocess.Popen, first=0, arguments=()):
+def run(case, processes=2, devices=1, limit_s=120, host="127.0.0.1", start=subprocess.Popen, arguments=()):
     """Run a case. Return for each process its code and its output. After ``limit_s`` seconds, kill them.
 
     ``start``: called as ``Popen``, and for each process with its number as ``rank`` if it is another function.
@@ -19,7 +19,17 @@ def run(case, processes=2, devices=1, limit_s=120, host="127.0.0.1", start=subpr
     options = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
     try:
         for number in range(processes):
-            command = [sys.executable, "-m", "jax_cases", case, number, processes, devices, f"{host}:{port}", *arguments]
+            command = [
+                sys.executable,
+                "-m",
+                "jax_cases",
+                case,
+                number,
+                processes,
+                devices,
+                f"{host}:{port}",
+                *arguments,
+            ]
             command = list(map(str, command))
             where = {} if start is subprocess.Popen else {"rank": number}
             workers.append(start(command, **where, **options))
@@ -42,4 +52,4 @@ def run(case, processes=2, devices=1, limit_s=120, host="127.0.0.1", start=subpr
 def passed(results):
     """Assert that all processes have ended well. Return the last line of each."""
     assert [code for code, _ in results] == [0] * len(results), "\n---\n".join(text[-6000:] for _, text in results)
-    return [text.strip().splitlines()[-1] for _, text in results]
+    return [(text.strip().splitlines() or [""])[-1] for _, text in results]
