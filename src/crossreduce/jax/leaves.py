@@ -1,6 +1,6 @@
 """The leaves of the trees that collectives inside JAX programs get.
 
-Input: a leaf. Output: an array, or an error that says why it is none.
+Input: a leaf. Output: an array, or an error that says why JAX has no array for it.
 """
 
 from __future__ import annotations

@@ -102,7 +102,7 @@ class _Server:
                     group.communicator.abort()
         while True:
             for call in self._ready.values():
-                native.finish_call(call.number, self._failure)
+                native.finish_call(call.number, f"{call.job.words()}: {self._failure}")
             self._ready.clear()
             self._take(native.next_call(self.members, -1.0))
 

@@ -1,4 +1,4 @@
-"""What one process does in a collective of JAX devices: first among its devices, then with the other processes.
+"""The work of one process in a collective of JAX devices: first among its devices, then with the other processes.
 
 Input: the description of a call, the group of its processes, and the addresses of the devices' arrays. Output: the
 written results. ``process_group`` decides which call runs when.

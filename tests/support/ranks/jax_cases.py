@@ -1,4 +1,4 @@
-"""What one process of a JAX job does in a test (see ``jax_job``). Each function checks its results against NumPy."""
+"""The programs of the processes of a JAX job (see ``jax_job``). Each function checks its results against NumPy."""
 
 import contextlib
 import hashlib
