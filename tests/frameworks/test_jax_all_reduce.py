@@ -2,6 +2,7 @@
 
 import logging
 import re
+from functools import partial
 
 import numpy as np
 import oracle
@@ -10,6 +11,7 @@ import strategies
 from budget import examples
 from hypothesis import given
 from hypothesis import strategies as st
+from jax.sharding import AxisType, NamedSharding
 from jax_programs import DTYPES, P, draw, jax, mesh, same_everywhere, spread
 from pairs import each
 
@@ -220,6 +222,29 @@ def collectives(function, n, *xs, check=True):
     text = lowered(spread(function, n, check), *xs)
     found = re.findall(r"stablehlo\.(all_reduce|collective_permute|all_gather|all_to_all|reduce_scatter)", text)
     return {name: found.count(name) for name in set(found)}
+
+
+@pytest.mark.parametrize("algorithm", ["ring", "direct", "halving_doubling", "hierarchical_copy", "one_device", "auto"])
+def test_arrays_that_another_explicit_axis_divides_or_reduces(algorithm):
+    """A schedule gives psum's result for an array that counts as reduced, and under vmap over a divided axis."""
+    mesh = jax.make_mesh((2, 2), ("x", "y"), axis_types=(AxisType.Explicit, AxisType.Explicit))
+    rows = jnp.arange(1.0, 25.0).reshape(2, 4, 3) ** 2
+    reduce = partial(all_reduce, axis_name="x", algorithm=algorithm)
+
+    def over_reduced(x):
+        x = jax.reshard(x, NamedSharding(mesh, P("x", reduced={"y"})))
+        spec, kept = P("x", reduced={"y"}), P(None, reduced={"y"})
+        return jax.shard_map(reduce, in_specs=spec, out_specs=kept, mesh=mesh)(x)
+
+    x = jax.device_put(rows, NamedSharding(mesh, P("x")))
+    np.testing.assert_array_equal(jax.jit(over_reduced)(x), rows.sum(0, keepdims=True))
+    divided = jax.device_put(jnp.moveaxis(rows, 0, 1), NamedSharding(mesh, P("y", "x")))
+    one = jax.shard_map(reduce, in_specs=P("x"), out_specs=P(None), mesh=mesh, axis_names={"x"})
+    with jax.set_mesh(mesh):
+        found = jax.jit(jax.vmap(one))(divided)
+        twice = jax.jit(jax.vmap(jax.vmap(one), 3, 0))(jnp.stack([divided, divided * 2], 3))
+    np.testing.assert_array_equal(found[:, 0], rows.sum(0))
+    np.testing.assert_array_equal(twice[1, :, 0], 2 * rows.sum(0))
 
 
 @pytest.mark.parametrize("op", ["sum", "mean", "max"])

@@ -117,6 +117,7 @@ EXCEPTIONS = {module: {"numpy"} for module in WITH_NUMPY} | {
     **{f"frameworks.{each}.host_memory": {"numpy"} for each in ("jax", "tensorflow")},
     "torch.memory": {"numpy"},  # NumPy finds out exactly whether strided tensors overlap
     "engines.cuda.jax": {"numpy"},  # a NumPy integer is an attribute of 64 bits, whether or not JAX has x64 enabled
+    **{f"jax.{each}": {"numpy"} for each in ("process_group", "process_jobs")},  # the ranks exchange NumPy arrays
     "ranks.transports.gloo": {"torch"},  # gloo is part of torch; only users of torch import this file
 }
 

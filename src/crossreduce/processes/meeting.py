@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import secrets
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from hashlib import blake2b
 from operator import index
@@ -42,11 +43,29 @@ def meet(
         raise ArgumentError.of(problem, f"rank {own}, size {count}")
     secret = _digest(os.environ.get("CROSSREDUCE_KEY", "") if key is None else key)
     host, port, listen_at = meeting_place(address, count)
+    return meet_at(secret, host, port, own, count, timeout_s), own, count, listen_at
+
+
+def meet_at(
+    key: bytes,
+    host: str,
+    port: int,
+    own: int,
+    count: int,
+    timeout_s: float,
+    serving: Callable[[int], None] = lambda _: None,
+) -> StoreClient:
+    """Return the store that rank 0 serves at a host and port, at which all ranks have met.
+
+    ``serving``: called on rank 0 with the port at which it listens, since ``port`` may be 0, for any free port.
+    """
     open_standard_streams()
     kernels.native()  # loads a file now: later, programs that connect may use up the open files of this process
     with shortage_named(f"rank {own} cannot join the group."):
-        store = _serve(secret, host, port, count) if own == 0 else _connect(secret, host, port, own, timeout_s)
+        store = _serve(key, host, port, count) if own == 0 else _connect(key, host, port, own, timeout_s)
         try:
+            if own == 0:
+                serving(store.port)
             _meet(store, own, count, timeout_s)
         except CollectiveTimeout as error:
             store.close()
@@ -57,7 +76,7 @@ def meet(
             store.close()
             raise
     store.limit_s = LIMIT_S
-    return store, own, count, listen_at
+    return store
 
 
 def _number(given: Any, what: str, variable: str) -> int:

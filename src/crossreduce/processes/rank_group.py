@@ -6,7 +6,7 @@ Input: a store at which the ranks meet. Output: a ``RankGroup``, and later group
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Final, TypeVar
 
@@ -207,8 +207,18 @@ class RankGroup(ArrayGroup):
         return group
 
 
-def make_group(store: StoreClient, rank: int, size: int, settings: Settings, origin: Origin = NEW) -> RankGroup:
-    """Return a group whose ranks meet at a store. If they cannot, close the store."""
+def make_group(
+    store: StoreClient,
+    rank: int,
+    size: int,
+    settings: Settings,
+    origin: Origin = NEW,
+    global_ranks: Sequence[int] = (),
+) -> RankGroup:
+    """Return a group whose ranks meet at a store. If they cannot, close the store.
+
+    ``global_ranks``: the ranks' numbers in errors, by default 0, 1, ...
+    """
 
     def connected(cancelled: threading.Event, hosts: Hosts, transport: str) -> Transport:
         part = StorePart(store, "tcp/")
@@ -217,12 +227,14 @@ def make_group(store: StoreClient, rank: int, size: int, settings: Settings, ori
 
     name, timeout_s, listen_at = settings.name, settings.timeout_s, settings.listen_at
     try:
-        rendezvous = StoreRendezvous(StorePart(store, "group/"), rank, size, timeout_s, watch=origin.watch)
+        part = StorePart(store, "group/")
+        rendezvous = StoreRendezvous(part, rank, size, timeout_s, global_ranks, watch=origin.watch)
         communicator = Communicator(
             rendezvous,
             connected,
             name=name,
             timeout_s=timeout_s,
+            global_ranks=tuple(global_ranks) or None,
             overlapping=False,
             listen_at=listen_at,
             wanted=settings.transport,

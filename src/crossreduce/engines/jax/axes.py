@@ -57,6 +57,12 @@ def unreduced_axes(x: Array) -> frozenset[Hashable]:
     return axes
 
 
+def is_partitioned(x: Array, axis: int) -> bool:
+    """Return whether an explicit mesh axis divides an axis of an array among devices."""
+    spec = jax.typeof(x).sharding.spec
+    return axis < len(spec) and spec[axis] is not None
+
+
 def read_axes(axis_name: Any) -> MeshAxes:
     """Return the axes with one name, or with the names in a tuple or list.
 

@@ -1,18 +1,17 @@
-"""All-reduce among devices of one process on the CPU: a custom call of XLA, which runs the compiled kernels.
+"""All-reduce among CPU devices: a custom call of XLA, which runs the compiled kernels, in one process or in several.
 
 Input: arrays of one dtype, ``Numbers`` and ``MeshAxes``, inside a function that JAX traces. Output: the reduced arrays.
 The devices meet in the custom call (``native/xla/xla_call.cpp``), and one run of a kernel reduces the arrays of all
 of them, in the order of their positions. Each result has the memory of its operand, unless XLA still needs the operand.
+If devices of other processes take part, it is another custom call: see ``process_calls``.
 
 The platform is known only when a program is lowered. So a caller also passes a function that reduces the arrays by
-collectives of XLA. That function is lowered on other platforms, in jobs of several processes, and for ``jax.export``.
+collectives of XLA. That function is lowered on other platforms, if the mesh is not known, and for ``jax.export``.
 """
 
 from __future__ import annotations
 
 import logging
-import math
-import os
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any, Final
@@ -23,12 +22,14 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
 from ... import kernels
-from ...errors import ArgumentError, shown
+from ...errors import ArgumentError
 from ...frameworks import Array
 from ...frameworks.jax.arrays import finish
 from ...kernels import FusedProgram, Segment
 from ...ops import KERNEL_OPS, Numbers
+from . import process_calls
 from .axes import MeshAxes
+from .in_process_limits import limit_s
 
 _MISSING: str | None = None  # what this version of JAX lacks
 try:
@@ -63,7 +64,7 @@ def reduce(xs: Sequence[Array], numbers: Numbers, axes: MeshAxes, otherwise: Red
       xs: arrays of one dtype and any shapes; if ``axes.checked``, they vary over the axes.
       numbers: how the arrays are reduced. ``supports`` must have accepted it.
       axes: the axes whose positions are combined, in order.
-      otherwise: reduces the arrays where the program is not lowered for the CPU devices of one process.
+      otherwise: reduces the arrays where the program is not lowered for CPU devices.
     """
     mesh = jax.sharding.get_abstract_mesh()
     others = tuple(name for name in mesh.axis_names if name in mesh.manual_axes and name not in axes.names)
@@ -86,6 +87,11 @@ def _has_kernel(numbers: Numbers) -> bool:
     return True
 
 
+def is_compiled() -> bool:
+    """Return whether the compiled kernels exist and JAX accepts their custom calls."""
+    return kernels.instruction_set() != "numpy" and _register()
+
+
 @lru_cache(maxsize=1)
 def _register() -> bool:
     """Register the custom call with JAX, once, and return whether JAX accepts it."""
@@ -103,23 +109,6 @@ def _register() -> bool:
         _LOG.info(text, error)
         return False
     return True
-
-
-def limit_s() -> float:
-    """Return how long devices wait for a missing one, in seconds: ``CROSSREDUCE_JAX_TIMEOUT``, or 40, XLA's own limit.
-
-    Raises:
-      ArgumentError: the variable is not a positive number.
-    """
-    text = os.environ.get("CROSSREDUCE_JAX_TIMEOUT", "40")
-    try:
-        limit = float(text)
-    except ValueError:
-        limit = math.nan
-    if not 0 < limit < 1e9:
-        problem = "CROSSREDUCE_JAX_TIMEOUT must be a positive number of seconds."
-        raise ArgumentError.of(problem, shown(text), "CROSSREDUCE_JAX_TIMEOUT=40")
-    return limit
 
 
 # ---- the primitive --------------------------------------------------------------------------------------------------
@@ -157,43 +146,56 @@ def _lower_to_collectives(ctx: Any, *operands: Any, otherwise: Reduce, **_: Any)
 
 
 def _lower(ctx: Any, *operands: Any, **params: Any) -> Any:
-    """Lower to the custom call, whose operands are the arrays and this device's position."""
-    if jax.process_count() > 1 or ctx.module_context.lowering_parameters.for_export:
+    """Lower to a custom call, whose operands are the arrays and this device's position."""
+    numbers, axes, others = params["numbers"], params["axes"], params["others"]
+    processes = process_calls.processes_of(ctx, axes, others) if jax.process_count() > 1 else ()
+    if processes is None or ctx.module_context.lowering_parameters.for_export:
         return _lower_to_collectives(ctx, *operands, **params)
-    numbers, axes = params["numbers"], params["axes"]
-    position_type = jax.core.ShapedArray((), jax.numpy.dtype("int32"))
-    # The position of this device, in an order in which the devices that are reduced together follow one another.
-    position = mlir.lower_fun(lambda: lax.axis_index(params["others"] + axes.names), multiple_results=False)(
-        ctx.replace(primitive=None, avals_in=[], avals_out=[position_type])
-    )
     # Without reshapes, as of pmap, XLA recognizes that a donated argument and a result have the same memory.
     unshaped = list(map(_value_before_reshapes, operands))
     same = numbers.dtype == numbers.result
-    lowering = jax.ffi.ffi_lowering(
-        _TARGET,
-        operand_output_aliases={k: k for k, operand in enumerate(unshaped) if same and not _is_kept(ctx, operand)},
-        has_side_effect=True,
-        backend_config={"numbers": ir.DenseI64ArrayAttr.get([axes.devices, numbers.divisor])},
-    )
+    aliases = {k: k for k, operand in enumerate(unshaped) if same and not _is_kept(ctx, operand)}
     shapes = [tuple(operand.type.shape) for operand in unshaped]
-    results = lowering(
-        ctx.replace(
-            avals_in=[
-                *(aval.update(shape=shape) for aval, shape in zip(ctx.avals_in, shapes, strict=True)),
-                position_type,
-            ],
-            avals_out=[aval.update(shape=shape) for aval, shape in zip(ctx.avals_out, shapes, strict=True)],
-        ),
-        *unshaped,
-        *position,
-        op=KERNEL_OPS[numbers.op, numbers.exact],
-        accumulator=numbers.accumulator,
-        axes=str(axes),
-    )
+    if process_calls.spans_processes(processes, axes.devices):
+        attributes = process_calls.attributes(ctx, "all_reduce", numbers, shapes, axes, processes)
+        results = custom_call(ctx, process_calls.TARGET, unshaped, shapes, axes, others, aliases, attributes)
+    else:
+        texts = {"op": KERNEL_OPS[numbers.op, numbers.exact], "accumulator": numbers.accumulator, "axes": str(axes)}
+        attributes = {name: ir.StringAttr.get(text) for name, text in texts.items()}
+        attributes["numbers"] = ir.DenseI64ArrayAttr.get([axes.devices, numbers.divisor])
+        results = custom_call(ctx, _TARGET, unshaped, shapes, axes, others, aliases, attributes)
     return [
         stablehlo.reshape(ir.RankedTensorType.get(aval.shape, result.type.element_type), result)
         for aval, result in zip(ctx.avals_out, results, strict=True)
     ]
+
+
+def custom_call(
+    ctx: Any,
+    target: str,
+    operands: Sequence[Any],
+    shapes: Sequence[tuple[int, ...]],
+    axes: MeshAxes,
+    others: Sequence[Any],
+    aliases: dict[int, int],
+    attributes: dict[str, Any],
+) -> Any:
+    """Return the results of a custom call, whose operands are arrays and the position of the device.
+
+    ``shapes``: of the results. ``others``: the manual axes that are not reduced. ``aliases``: which result has the
+    memory of which operand.
+    """
+    position_type = jax.core.ShapedArray((), jax.numpy.dtype("int32"))
+    # The position of this device, in an order in which the devices that are reduced together follow one another.
+    position = mlir.lower_fun(lambda: lax.axis_index((*others, *axes.names)), multiple_results=False)(
+        ctx.replace(primitive=None, avals_in=[], avals_out=[position_type])
+    )
+    lowering = jax.ffi.ffi_lowering(
+        target, operand_output_aliases=aliases, has_side_effect=True, backend_config=attributes
+    )
+    avals_in = [aval.update(shape=tuple(x.type.shape)) for aval, x in zip(ctx.avals_in, operands, strict=True)]
+    avals_out = [aval.update(shape=shape) for aval, shape in zip(ctx.avals_out, shapes, strict=True)]
+    return lowering(ctx.replace(avals_in=[*avals_in, position_type], avals_out=avals_out), *operands, *position)
 
 
 def _value_before_reshapes(value: Any) -> Any:

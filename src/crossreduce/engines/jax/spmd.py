@@ -7,7 +7,7 @@ array. Every device executes the same operations; only which rows it reads and w
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import reduce
+from functools import partial, reduce
 from itertools import accumulate, groupby, pairwise, product
 from operator import itemgetter
 from typing import Any, Final
@@ -22,7 +22,7 @@ from ...frameworks import Array
 from ...frameworks.jax.arrays import FUNCTIONS
 from ...lowering import Program
 from ...ops import ReduceOp
-from .axes import MeshAxes
+from .axes import MeshAxes, is_partitioned
 from .permutations import Pair, Permutation, PermutationProgram, Place, Table, compile_permutations, ranges
 
 _SELECTED: Final = 2
@@ -42,13 +42,20 @@ def run(program: Program, x: Array, op: ReduceOp, axes: MeshAxes) -> Array:
       ScheduleError: the program is not an all-reduce of all devices.
     """
     if axes.checked:
-        result: Array = _ALL_REDUCE.bind(x, program=program, op=op, axes=axes)
+        result: Array = _ALL_REDUCE.bind(x, program=program, op=op, axes=axes, batches=0)
         return result
     return _run(x, program=program, op=op, axes=axes)
 
 
-def _run(x: Array, *, program: Program, op: ReduceOp, axes: MeshAxes) -> Array:
-    """Run the rounds of a program. ``stacks`` has the blocks of each stack, and each operation appends a block."""
+def _run(x: Array, *, program: Program, op: ReduceOp, axes: MeshAxes, batches: int = 0) -> Array:
+    """Run the rounds of a program. ``stacks`` has the blocks of each stack, and each operation appends a block.
+
+    ``batches``: the number of axes, at the beginning, that are not cut into chunks.
+    """
+    if batches:
+        one = partial(_run, program=program, op=op, axes=axes, batches=batches - 1)
+        result: Array = jax.vmap(one)(x)
+        return result
     compiled, spans = compile_permutations(program), program.spans(x.size)
     flat, position = x.reshape(-1), lax.axis_index(axes.names)
     stacks = [[_stack(flat, [spans[chunk] for chunk in chunks])] for chunks in compiled.stacks]
@@ -150,7 +157,7 @@ def _result_rows(blocks: list[Array], table: Table, position: Array) -> Array:
     places = sorted(table[0])
     if all(own == table[0] for own in table) or any(sorted(own) != places for own in table):
         return _take_rows(blocks, table, position)
-    result = jnp.zeros_like(blocks[0])
+    result = blocks[0]  # every row is written; its type has the axes over which an array counts as reduced
     for block, group in groupby(places, key=itemgetter(0)):
         rows = [row for _, row in group]
         at = 0
@@ -201,8 +208,11 @@ def _transpose(cotangent: Array, _: Any, *, axes: MeshAxes, **__: Any) -> list[A
     return [axes.vary(cotangent)]
 
 
-def _batch(args: Sequence[Array], dims: Sequence[int], **params: Any) -> tuple[Array, int]:
-    return _ALL_REDUCE.bind(args[0], **params), dims[0]
+def _batch(args: Sequence[Array], dims: Sequence[int], *, batches: int, **params: Any) -> tuple[Array, int]:
+    if not batches and not is_partitioned(args[0], dims[0]):
+        return _ALL_REDUCE.bind(args[0], batches=0, **params), dims[0]
+    # Chunks of the flat array would have to be gathered from the devices between which XLA partitions this axis.
+    return _ALL_REDUCE.bind(jnp.moveaxis(args[0], dims[0], 0), batches=batches + 1, **params), 0
 
 
 _ALL_REDUCE.def_abstract_eval(_abstract_eval)

@@ -169,7 +169,7 @@ int fill(PyObject *module) {
     if (PyModule_AddIntMacro(module, FIRST_PAYLOAD) < 0) return -1;
     for (const auto add : {add_kernel, add_shared_memory, add_mailboxes, add_connections, add_ucx, add_observer, add_partial_sums})
         if (add(module) < 0) return -1;
-    return add_xla_call(module);
+    return add_xla_call(module) < 0 ? -1 : add_process_calls(module);
 }
 
 PyModuleDef_Slot module_slots[] = {{Py_mod_exec, reinterpret_cast<void *>(fill)}, END_OF_MODULE_SLOTS};

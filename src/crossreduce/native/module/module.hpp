@@ -14,9 +14,10 @@
 #include "kernel.hpp"
 
 // Add the class Kernel; RankProgram and SharedMemory; Mailboxes; Connections; UcxWorker; Observer; the functions of partial sums;
-// or the custom call of XLA. Return -1 with an error set if that fails.
+// or the custom calls of XLA. Return -1 with an error set if that fails.
 int add_kernel(PyObject *module);
 int add_xla_call(PyObject *module);
+int add_process_calls(PyObject *module);
 int add_shared_memory(PyObject *module);
 int add_mailboxes(PyObject *module);
 int add_connections(PyObject *module);

@@ -1,8 +1,12 @@
 // What crossreduce's custom calls of XLA share, beside the declarations of XLA's C interface (third_party/README.md).
 #pragma once
 
+#include <cstdint>
 #include <cstring>
 #include <string>
+#if defined(__linux__)
+#include <sys/mman.h>
+#endif
 
 #include "xla/ffi/api/c_api.h"
 
@@ -46,6 +50,17 @@ inline const void *attribute(const CallFrame &frame, const char *name, XLA_FFI_A
             return attributes.types[k] == kind ? attributes.attrs[k] : nullptr;
     }
     return nullptr;
+}
+
+// Request huge pages for the memory of a large result. XLA may have allocated it for this run: page faults would take
+// longer than the reduction.
+inline void advise([[maybe_unused]] char *result, [[maybe_unused]] size_t nbytes) {
+#ifdef MADV_HUGEPAGE
+    constexpr size_t HUGE_PAGE = 2 << 20;
+    const auto start = reinterpret_cast<uintptr_t>(result);
+    const uintptr_t first = (start + HUGE_PAGE - 1) & ~(HUGE_PAGE - 1), end = (start + nbytes) & ~(HUGE_PAGE - 1);
+    if (first < end) madvise(reinterpret_cast<void *>(first), end - first, MADV_HUGEPAGE);
+#endif
 }
 
 } // namespace xla

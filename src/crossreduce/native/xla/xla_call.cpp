@@ -20,9 +20,6 @@
 #if defined(__x86_64__)
 #include <immintrin.h>
 #endif
-#if defined(__linux__)
-#include <sys/mman.h>
-#endif
 
 #include "module.hpp"
 #include "thread_pool.hpp"
@@ -33,7 +30,6 @@ namespace {
 using namespace xla;
 using Clock = std::chrono::steady_clock;
 
-constexpr size_t HUGE_PAGE = 2 << 20;
 const char *const NO_MEMORY = "out of memory";
 // How long the device that arrives first waits in its call, and all others with it. Going on by a future takes about
 // 100 us longer than to return from the call. A timer that ends before the next tick of the kernel (4 ms) costs 20 us on
@@ -236,16 +232,6 @@ const char *compile(CallSite &site, const CallFrame &frame) {
     if (const char *fault = validate(*kernel)) return fault;
     site.kernel = std::move(kernel);
     return nullptr;
-}
-
-// Request huge pages for the memory of a large result. XLA may have allocated it for this run: page faults would take
-// longer than the reduction.
-void advise([[maybe_unused]] char *result, [[maybe_unused]] size_t nbytes) {
-#ifdef MADV_HUGEPAGE
-    const auto start = reinterpret_cast<uintptr_t>(result);
-    const uintptr_t first = (start + HUGE_PAGE - 1) & ~(HUGE_PAGE - 1), end = (start + nbytes) & ~(HUGE_PAGE - 1);
-    if (first < end) madvise(reinterpret_cast<void *>(first), end - first, MADV_HUGEPAGE);
-#endif
 }
 
 // Reduce the arrays of all devices. Returns null, or a description of the fault.

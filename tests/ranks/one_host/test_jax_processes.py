@@ -1,0 +1,80 @@
+"""Collectives of JAX programs in jobs of several processes on this machine: values, groups, order, and how they end.
+
+Each test starts a job whose processes check their own results: see ``jax_cases``.
+"""
+
+import time
+
+import jax_job
+import pytest
+
+pytestmark = pytest.mark.usefixtures("jax_")
+
+
+def test_reductions_have_the_same_bits_in_all_processes():
+    """Every op and dtype, several leaves, exact sums: right values, and the same bits in all processes."""
+    bits = jax_job.passed(jax_job.run("reductions", 2, 2))
+    assert bits[0] == bits[1]
+
+
+def test_a_donated_argument_is_reduced_in_place():
+    """The result of a donated argument has its memory. Another argument is not changed."""
+    jax_job.passed(jax_job.run("donated", 2, 2))
+
+
+def test_arrays_are_gathered_scattered_and_exchanged():
+    """all_gather, reduce_scatter and all_to_all, over axes in any order, their gradients, and vmap."""
+    jax_job.passed(jax_job.run("moves", 2, 2))
+
+
+def test_axes_span_some_processes_or_some_devices():
+    """Groups of devices in one process, of all processes, of two of three, and with other numbers of devices."""
+    jax_job.passed(jax_job.run("meshes", 3, 2))
+
+
+@pytest.mark.parametrize(("processes", "devices"), [(2, 2), (3, 1)])
+def test_independent_calls_pair_up_in_any_order(processes, devices):
+    """Independent reductions, twins of one inner function, loops, and programs in flight get their own values."""
+    jax_job.passed(jax_job.run("order", processes, devices))
+
+
+def test_a_dead_process_is_named_and_the_others_end():
+    """When a process is killed, the others get an error that names it within seconds, and end soon."""
+    results = jax_job.run("dies", 3, 1, arguments=["2"])
+    ended = time.time()
+    assert [code for code, _ in results] == [0, 0, -9], results
+    for _, text in results[:2]:
+        assert text.count("rank 2 died during") == 2, text
+        assert ended - float(text.split()[-1]) < 20, text
+
+
+def test_a_process_that_ends_by_itself_is_named_and_all_end():
+    """When the program of a process ends, the others get an error that says so, and all end soon."""
+    results = jax_job.run("leaves", 3, 1, limit_s=60)
+    assert [code for code, _ in results] == [0, 1, 0], results
+    assert all("rank 1 left during" in results[rank][1] for rank in (0, 2)), results
+
+
+@pytest.mark.parametrize(
+    ("case", "words"),
+    [
+        ("other_programs", ["different collectives", "float32[1, 7]", "process 1: all_reduce sum of float32[1, 5]"]),
+        ("other_meshes", ["different collectives", "devices of processes 0, 1,", "devices of processes 1, 0,"]),
+        ("other_versions", ["different versions", "rank 1: 0.0.1"]),
+    ],
+)
+def test_processes_that_differ_are_named(case, words):
+    """Other programs, meshes or versions of the library are an error on all processes that says which."""
+    results = jax_job.run(case, 2, 1)
+    jax_job.passed(results)
+    for _, text in results:
+        assert all(word in text for word in words), text
+
+
+def test_a_device_that_does_not_arrive_is_named(monkeypatch):
+    """If a device of a process takes another branch, its process says so, and the others name the process."""
+    monkeypatch.setenv("CROSSREDUCE_JAX_TIMEOUT", "3")
+    results = jax_job.run("missing_device", 2, 2)
+    jax_job.passed(results)
+    assert "position 0 of process 0 did not arrive" in results[0][1], results
+    assert "did not begin to form" in results[1][1] or "rank 0" in results[1][1], results
