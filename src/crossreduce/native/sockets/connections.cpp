@@ -56,7 +56,6 @@ Connections::Connections(std::vector<int> ranks, std::vector<int> sockets, int64
         peers.emplace_back();
         peers.back().rank = ranks[k];
         peers.back().socket = sockets[k];
-        peers.back().staged.resize(STAGED_NBYTES);
     }
 }
 
@@ -132,8 +131,10 @@ void Connections::write_to(Peer &peer) {
         ssize_t sent = sendmsg(peer.socket, &message, MSG_DONTWAIT | MSG_NOSIGNAL);
         if (sent < 0) {
             if (errno == EINTR) continue;
-            if (errno != EAGAIN && errno != EWOULDBLOCK) lose(peer, State::lost, std::strerror(errno));
-            return;
+            if (errno == EAGAIN || errno == EWOULDBLOCK) return;
+            const std::string why = std::strerror(errno);
+            read_from(peer); // what it has sent before it ended
+            return lose(peer, State::lost, why);
         }
         while (sent > 0) {
             Message &first = *peer.out.front();
@@ -204,6 +205,7 @@ void Connections::finish_incoming(Peer &peer) {
 
 void Connections::read_from(Peer &peer) {
     Incoming &incoming = peer.incoming;
+    if (peer.expectations > 0) peer.staged.resize(STAGED_NBYTES);
     while (peer.state == State::done && peer.expectations > 0) {
         const size_t staged = peer.staged_end - peer.staged_begin;
         if (!incoming.active || incoming.blocked) {
@@ -264,34 +266,62 @@ void Connections::lose(Peer &peer, State state, const std::string &why) {
     if (peer.socket >= 0) shutdown(peer.socket, SHUT_RDWR);
 }
 
-Message::State Connections::wait(Message &message, int64_t until_ns) {
+// Sleep until something can be moved, or `bell` is readable. Return false if a signal came.
+bool Connections::sleep(std::unique_lock<std::mutex> &held, int64_t ns, int bell) {
     std::vector<pollfd> polled;
+    if (waiters > 1) ns = std::min(ns, SHARED_WAIT_NS);
+    for (const Peer &peer : peers)
+        if (const short wanted = has_work(peer) ? events(peer) : short{0}; wanted != 0) polled.push_back({peer.socket, wanted, 0});
+    for (const int more : {descriptor(), bell})
+        if (more >= 0) polled.push_back({more, POLLIN, 0});
+    if (!may_sleep()) return true;
+    held.unlock();
+    const timespec time = {static_cast<time_t>(ns / 1000000000), static_cast<long>(ns % 1000000000)};
+    const bool interrupted = ppoll(polled.data(), polled.size(), &time, nullptr) < 0;
+    held.lock();
+    if (interrupted) return false;
+    for (const pollfd &each : polled)
+        for (Peer &peer : peers)
+            if (peer.socket == each.fd && peer.incoming.blocked && (each.revents & (POLLRDHUP | POLLERR | POLLHUP)) != 0)
+                lose(peer, State::lost, "it has closed the connection");
+    return true;
+}
+
+namespace {
+
+struct Counted { // one more while it exists, also if there is no memory for a message that nobody expects yet
+    int &count;
+    explicit Counted(int &of) : count(of) { count++; }
+    Counted(const Counted &) = delete;
+    Counted &operator=(const Counted &) = delete;
+    ~Counted() { count--; }
+};
+
+} // namespace
+
+Message::State Connections::wait(Message &message, int64_t until_ns) {
     std::unique_lock<std::mutex> held(lock);
-    struct Waiter {
-        int &count;
-        ~Waiter() { count--; } // also if there is no memory for a message that nobody expects yet
-    } const waiter{++waiters};
+    const Counted waiter(waiters);
     while (true) {
         move();
-        int64_t left = std::min(until_ns - now_ns(), longest_sleep());
-        if (message.state != State::pending || until_ns <= now_ns()) break;
-        if (waiters > 1) left = std::min(left, SHARED_WAIT_NS);
-        polled.clear();
-        for (const Peer &peer : peers)
-            if (const short wanted = has_work(peer) ? events(peer) : short{0}; wanted != 0) polled.push_back({peer.socket, wanted, 0});
-        if (descriptor() >= 0) polled.push_back({descriptor(), POLLIN, 0});
-        if (!may_sleep()) continue;
-        held.unlock();
-        const timespec time = {static_cast<time_t>(left / 1000000000), static_cast<long>(left % 1000000000)};
-        const bool interrupted = ppoll(polled.data(), polled.size(), &time, nullptr) < 0;
-        held.lock();
-        if (interrupted) break; // by a signal
-        for (const pollfd &each : polled)
-            for (Peer &peer : peers)
-                if (peer.socket == each.fd && peer.incoming.blocked && (each.revents & (POLLRDHUP | POLLERR | POLLHUP)) != 0)
-                    lose(peer, State::lost, "it has closed the connection");
+        const int64_t left = std::min(until_ns - now_ns(), longest_sleep());
+        if (message.state != State::pending || until_ns <= now_ns() || !sleep(held, left, -1)) break;
     }
     return message.state;
+}
+
+bool Connections::pause(int64_t until_ns, int bell) {
+    std::unique_lock<std::mutex> held(lock);
+    const Counted waiter(waiters);
+    const int64_t left = std::min(until_ns - now_ns(), longest_sleep());
+    const bool undisturbed = left <= 0 || sleep(held, left, bell);
+    move();
+    return undisturbed;
+}
+
+bool Connections::is_connected(int peer) {
+    const std::lock_guard<std::mutex> held(lock);
+    return peers[static_cast<size_t>(peer)].state == State::done;
 }
 
 bool Connections::progress() {

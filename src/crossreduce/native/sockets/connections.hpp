@@ -5,6 +5,7 @@
 // of one tag between two ranks arrive in order. A rank reads from a peer only while it expects a message from it.
 #pragma once
 
+#include <atomic>
 #include <cstdint>
 #include <deque>
 #include <map>
@@ -23,7 +24,7 @@ struct Message {
     char *data;
     int64_t moved = 0; // bytes; of a message that is sent, the header counts
     int peer;          // index of the peer
-    State state = State::pending;
+    std::atomic<State> state{State::pending};
     bool is_sent = false;    // else it is received
     void *request = nullptr; // of UCX, while it moves the message
 };
@@ -46,6 +47,9 @@ class Connections {
     std::shared_ptr<Message> receive(int peer, uint64_t tag, char *data, int64_t nbytes);
     // Move messages until one is no longer pending, until a time of the monotonic clock, or until a signal comes.
     Message::State wait(Message &message, int64_t until_ns);
+    // Sleep until something can be moved, until `bell` is readable, a time, or a signal, then move it. False: a signal came.
+    bool pause(int64_t until_ns, int bell);
+    bool is_connected(int peer); // false: the connection is lost
     // Move what can be moved at once. Return whether messages are pending.
     bool progress();
     // Close the connections to silent hosts. A wait calls this after `silent_ns`.
@@ -100,6 +104,7 @@ class Connections {
     std::vector<Peer> peers;
 
   private:
+    bool sleep(std::unique_lock<std::mutex> &held, int64_t ns, int bell);
     void write_to(Peer &peer);
     void read_from(Peer &peer);
     bool begin_incoming(Peer &peer);
