@@ -16,6 +16,8 @@ from typing import Any, Final
 from ..errors import MismatchError, ReductionError
 from .array_views import ArrayView
 from .communicator import Communicator
+from .connections.peer_requests import Ended
+from .failures.failure_detector import END_S
 from .intra_host.shared_memory import SLICE_S
 
 ANY_RANK: Final = -1
@@ -138,11 +140,10 @@ class Messages:
         if failure is not None:
             return failure
         if peer != ANY_RANK:
-            is_here = peer in self._communicator.host
-            if self._native.mood(self._numbers[peer]) != _OPEN or (
-                is_here and not self._communicator.memory.alive(peer)
-            ):
-                return ConnectionError("the other rank ended, or a message of it timed out")
+            is_here, number = peer in self._communicator.host, self._numbers[peer]
+            if self._native.mood(number) != _OPEN or (is_here and not self._communicator.memory.alive(peer)):
+                why = "" if is_here else self._native.why(number)
+                return ConnectionError(why or "the other rank ended, or a message of it timed out")
         self._checked[peer] = time.monotonic()
         return None
 
@@ -162,7 +163,23 @@ class Messages:
 
     def _public_error(self, method: str, peer: int, failure: OSError) -> ReductionError:
         """Return the error that the caller of ``method`` gets because of ``failure``."""
-        return self._communicator.detector.message_failure(method, None if peer == ANY_RANK else peer, failure)
+        died = isinstance(failure, ConnectionError) and self._has_ended(peer)
+        return self._communicator.detector.message_failure(method, None if peer == ANY_RANK else peer, failure, died)
+
+    def _has_ended(self, peer: int) -> bool:
+        """Return whether the process of a rank of another host has ended, as far as its host answers."""
+        communicator, until = self._communicator, time.monotonic() + END_S
+        if peer in communicator.ranks_of_other_hosts and communicator.memory.fd >= 0:
+            # The request has no meaning. Its connection is refused if the process has ended.
+            with suppress(Ended):
+                request: dict[str, Any] = {"what": "published", "key": ""}
+                while communicator.agreements.peer(peer).ask(communicator.token, request, END_S) is not None:
+                    if time.monotonic() > until:
+                        return False
+                    time.sleep(END_S / 20)
+                return False
+            return True
+        return False
 
 
 class PartExchange:

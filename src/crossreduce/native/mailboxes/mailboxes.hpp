@@ -22,6 +22,7 @@
 #include <memory>
 #include <mutex>
 #include <new>
+#include <string>
 #include <thread>
 #include <unordered_map>
 #include <utility>
@@ -115,7 +116,8 @@ class Mailboxes {
     bool withdraw(uint64_t id);
     // From now on, others must not use this rank's offers, and this rank uses none.
     void give_up();
-    RankMood mood(int of) const; // of a rank of another host: OPEN while it is connected, else LEFT
+    std::string why(int of) const; // the connection to a rank of another host was lost, or ""
+    RankMood mood(int of) const;   // of a rank of another host: OPEN while it is connected, else LEFT
 
     bool close(); // wait until no thread uses this object, and end the helper; false: another thread does or has done so
 

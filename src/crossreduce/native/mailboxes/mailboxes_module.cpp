@@ -169,6 +169,16 @@ PyObject *boxes_mood(PyObject *object, PyObject *args) {
     return PyLong_FromLong(static_cast<long>(without_lock(OPEN, [&] { return use.boxes->mood(rank); })));
 }
 
+PyObject *boxes_why(PyObject *object, PyObject *args) {
+    int rank;
+    if (!PyArg_ParseTuple(args, "i", &rank)) return nullptr;
+    const Use use(object);
+    if (!use) return nullptr;
+    if (rank < use.boxes->ranks || rank >= use.boxes->everyone()) return PyErr_Format(PyExc_ValueError, "the rank is out of range");
+    const std::string why = without_lock(std::string(), [&] { return use.boxes->why(rank); });
+    return PyUnicode_DecodeUTF8(why.data(), static_cast<Py_ssize_t>(why.size()), "replace");
+}
+
 PyObject *boxes_give_up(PyObject *object, PyObject *) {
     const Use use(object);
     if (!use) return nullptr;
@@ -214,6 +224,7 @@ PyMethodDef boxes_methods[] = {
      "its memory."},
     {"mood", locked<boxes_mood>, METH_VARARGS,
      "mood(rank): return 0, 1 if the rank has closed its mailboxes, or 2 if a message of it has timed out."},
+    {"why", locked<boxes_why>, METH_VARARGS, "why(rank): return why the connection to a rank of another host was lost, or \"\"."},
     {"give_up", locked<boxes_give_up>, METH_NOARGS, "Tell the other ranks that a message of this rank has timed out."},
     {"close", locked<boxes_close>, METH_NOARGS, "End all messages; afterwards every other method raises ValueError."},
     {nullptr, nullptr, 0, nullptr}};

@@ -189,8 +189,13 @@ RankMood Mailboxes::mood(int of) const {
     return remote(of).index >= 0 && connections->is_connected(remote(of).index) ? OPEN : LEFT;
 }
 
+std::string Mailboxes::why(int of) const {
+    return remote(of).index >= 0 ? connections->why(remote(of).index) : "there was never a connection";
+}
+
 #else
 
+std::string Mailboxes::why(int) const { return ""; }
 void Mailboxes::reach(std::shared_ptr<Connections>, const std::vector<int> &) {}
 void Mailboxes::give_up() {}
 RankMood Mailboxes::mood(int) const { return OPEN; }
