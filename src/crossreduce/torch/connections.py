@@ -1,6 +1,6 @@
 """Connects the ranks of a process group, and ends the group with its threads.
 
-Input: a store for the rendezvous. Output: a ``Communicator``.
+Input: a store for the rendezvous. Output: a ``Communicator``, and an object that keeps the timeout.
 """
 
 from __future__ import annotations
@@ -18,6 +18,8 @@ from ..ranks.connections.rendezvous import NEW, ConnectionStore, Origin
 from ..ranks.membership import shared_failure
 from ..ranks.transports.base import Links, Transport
 from ..ranks.transports.choice import open_transport
+from ..ranks.transports.gloo import settings
+from ..ranks.transports.tunnel import Tunnel
 from ..ranks.transports.with_messages import WithMessages
 from .op_queue import OpQueue
 from .options import read_pg_options
@@ -36,8 +38,8 @@ def connect(
     options: Any,
     origin: Origin = NEW,
     has_messages: bool = True,
-) -> tuple[Communicator, bool]:
-    """Connect the ranks of a group. Return the communicator, and whether the group is exact.
+) -> tuple[Any, Communicator, bool]:
+    """Connect the ranks of a group. Return torch's settings (see there), the communicator, and whether it is exact.
 
     Ranks of different hosts exchange data over connections of rail leaders. If ``has_messages``, every two of them also
     have a connection for messages. ``global_ranks``: the ranks' numbers in the world, for errors; empty if the group is
@@ -53,6 +55,7 @@ def connect(
         if len(hosts) == 1 or not has_messages:
             return open_transport(transport, links("tcp/", everyone=False))
         messages = open_transport(transport, links("messages/", everyone=True))
+        messages = Tunnel(messages) if messages.connections is None else messages
         try:
             carrier = open_transport(transport, links("tcp/", False, messages.unreached))
         except BaseException:
@@ -64,13 +67,14 @@ def connect(
     rendezvous = TorchRendezvous(own, rank, size, seconds, global_ranks, origin.watch)
     try:
         exact, wanted = read_pg_options(options)
-    except ArgumentError as error:
+        kept = settings(timeout)
+    except (ArgumentError, RuntimeError) as error:
         who = f"rank {global_ranks[rank] if global_ranks else rank}"
         raise shared_failure(rendezvous, error, who, alone=True) from error
     communicator = Communicator(
         rendezvous, connected, name=name, timeout_s=seconds, global_ranks=global_ranks, wanted=wanted
     )
-    return communicator, exact
+    return kept, communicator, exact
 
 
 def close(queue: OpQueue, communicator: Communicator) -> None:

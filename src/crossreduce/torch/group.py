@@ -25,7 +25,6 @@ from ..frameworks.torch.arrays import increment_versions, is_traced
 from ..ranks.connections.rendezvous import NEW, Origin
 from ..ranks.messages import ANY_RANK, Messages
 from ..ranks.survival.survivors import Reformed
-from ..ranks.transports.gloo import settings
 from .collectives import Collectives
 from .connections import close, connect
 from .memory import copy_back_all, readable, receivable, require_dense, tensors_in, unsupported_form
@@ -81,8 +80,7 @@ class Group(dist.ProcessGroup):  # type: ignore[misc]
         # A group may have the name, and so the store's keys, of a destroyed group. The prefix makes the keys unique.
         with lost_store_errors(store):
             store = dist.PrefixStore(f"{store.add(f'turn {rank}', 1)}/", store)
-        self.communicator, self.exact = connect(store, rank, size, timeout, name, global_ranks, options, origin)
-        gloo = settings(timeout)
+        gloo, self.communicator, self.exact = connect(store, rank, size, timeout, name, global_ranks, options, origin)
         self._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, gloo)
         self._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
         self._devices = ["cpu"]

@@ -1,4 +1,4 @@
-"""Messages between ranks of one host and of several: order, tags, sizes, dtypes, threads, and ranks that compute, end or are late."""
+"""Messages on one host and between hosts: order, tags, sizes, dtypes, threads, and ranks that compute, end or are late."""
 
 import gc
 import itertools
@@ -11,16 +11,19 @@ import weakref
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from datetime import timedelta
+from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
+from paths import ROOT
 from ranks import ranks
 
 import crossreduce.torch  # noqa: F401 - registers the backend
 from crossreduce import ArgumentError, CollectiveTimeout, MismatchError, PeerLostError
 from crossreduce.errors import ContextError
 from crossreduce.ranks.intra_host import shared_memory
+from crossreduce.ranks.transports import choice
 
 DTYPES = (torch.bfloat16, torch.float32, torch.int64, torch.bool, torch.complex128, torch.uint8)
 SIZES = (0, 1, 3, 64, 1000, 5000, 30_001, 1 << 17)
@@ -30,6 +33,7 @@ PLACES = {  # where the ranks are, and what carries messages between hosts
     "two_hosts": ("ABB", {}),
     "three_hosts": ("ABC", {}),
     "ucx": ("ABC", {"CROSSREDUCE_TRANSPORT": "ucx", "UCX_TLS": "tcp"}),
+    "plug_in": ("ABC", {"CROSSREDUCE_TRANSPORT": "page"}),  # that of docs/how-to/rdma.md
 }
 EVERYWHERE = pytest.mark.parametrize("place", PLACES)
 OF_TWO = pytest.mark.parametrize("place", [place for place in PLACES if place != "three_hosts"])
@@ -38,6 +42,9 @@ OF_TWO = pytest.mark.parametrize("place", [place for place in PLACES if place !=
 def ranks_at(place, count, function, *arguments, **options):
     """Run ``function`` in ``count`` ranks. See ``PLACES``."""
     hosts, variables = PLACES[place]
+    page = SimpleNamespace()
+    exec((ROOT / "docs/how-to/rdma.md").read_text().split("```py\n")[1].split("```")[0], page.__dict__)
+    choice._others = lambda: {"page": SimpleNamespace(load=lambda: page)}
     environment = [{"CROSSREDUCE_HOST": host, **variables} for host in hosts[:count]]
     return ranks(count, function, *arguments, environment=environment, **options)
 

@@ -18,7 +18,7 @@ constexpr uint64_t PIECE = 1 << 18;       // how much is read before a thread lo
 constexpr int64_t FIRST_NAP_NS = 1000000; // a rank that sleeps asks the other one for help after this time,
                                           // and again each time it has doubled
 constexpr int64_t HELP_NS = 100000000;    // a helper without work sleeps after this time
-constexpr size_t MOST_SPUN = 8;           // with more ranks of other hosts, looks for their messages take too long
+constexpr size_t MOST_POLLED = 8;         // with more ranks of other hosts, a look for their messages takes too long
 constexpr size_t SPARE_NBYTES = 1 << 16;  // more than the work of one look at the rings allocates
 
 } // namespace
@@ -152,9 +152,9 @@ MessageStatus Mailboxes::wait(uint64_t id, int64_t slice_ns, int &source, uint64
     bool undisturbed = true; // by signals, which Python handles
     while (undisturbed && !finished() && (now = now_ns()) < until && !closed.load() && !out_of_memory.load()) {
         bool changed = false;
-        if (now < since + spin_ns && remotes.size() <= MOST_SPUN) {
+        if (now < since + spin_ns && !is_far) {
             for (int k = 0; k < 64 && !(changed = advance(until)); k++) relax();
-        } else if (now < since + YIELD_NS && remotes.size() <= MOST_SPUN) {
+        } else if (now < since + YIELD_NS && (!is_far || remotes.size() <= MOST_POLLED)) {
             sched_yield();
             changed = advance(until);
         } else if (is_far) {
