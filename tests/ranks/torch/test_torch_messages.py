@@ -1,4 +1,4 @@
-"""Messages on one host and between hosts: order, tags, sizes, dtypes, threads, and ranks that compute, end or are late."""
+"""Messages on one host and between hosts: order, tags, sizes, threads, and ranks that compute, end or are late."""
 
 import gc
 import itertools
