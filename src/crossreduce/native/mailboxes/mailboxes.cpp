@@ -221,18 +221,6 @@ void Mailboxes::drain(int src) {
     }
 }
 
-// Copy from a position of the ring from a rank, or from the record of a rank of another host.
-void Mailboxes::take(int src, uint64_t position, void *to, uint64_t count) const {
-    if (!is_remote(src)) return copy_out(src, position, to, count);
-    if (count > 0) std::memcpy(to, remote_payload, count);
-}
-
-// Tell a rank whether it must not send the bytes of messages any more before this rank receives them.
-void Mailboxes::set_crowded(int src, bool crowded) {
-    if (!is_remote(src)) return ring(src, rank).crowded.store(crowded ? 1 : 0, std::memory_order_relaxed);
-    if (std::exchange(remote(src).was_told, crowded) != crowded) reply(src, crowded ? CROWDED : ROOMY, 0);
-}
-
 // Handle a record, whose payload is at a position of the ring.
 void Mailboxes::arrived(int src, const Record &record, uint64_t position) {
     if (record.kind == CROWDED || record.kind == ROOMY) {
