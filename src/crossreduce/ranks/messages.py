@@ -199,13 +199,16 @@ class PartExchange:
     def begin(self, rank: int) -> PartExchange:
         """Begin all messages of ``rank``, to and from the others. Return this object."""
         ranks = len(self._sources)
-        for step in range(1, ranks):
-            src, dst = (rank - step) % ranks, (rank + step) % ranks
-            for method, peer, part in (("recv", src, self._results[src]), ("send", dst, self._sources[dst])):
-                if part.size:
-                    start = self._messages.send if method == "send" else self._messages.receive
-                    number = start(self._owner, part.address, part.size, peer, _PARTS_TAG)
-                    self._pending.append((number, method, peer, part.size))
+        try:
+            for step in range(1, ranks):
+                src, dst = (rank - step) % ranks, (rank + step) % ranks
+                for method, peer, part in (("recv", src, self._results[src]), ("send", dst, self._sources[dst])):
+                    if part.size:
+                        start = self._messages.send if method == "send" else self._messages.receive
+                        number = start(self._owner, part.address, part.size, peer, _PARTS_TAG)
+                        self._pending.append((number, method, peer, part.size))
+        except ReductionError as error:  # ``finish`` raises it: other ranks wait for this one
+            self._error = error.with_traceback(None)
         return self
 
     def is_completed(self) -> bool:

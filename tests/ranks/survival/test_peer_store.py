@@ -4,7 +4,6 @@ import os
 import select
 import socket
 import threading
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from unittest.mock import Mock
 

@@ -428,3 +428,23 @@ def test_tensors_of_ended_messages_are_released(tmp_path, place):
     """After a message of another size, the receiver's tensor is released. In a forked process, ``wait`` raises an error
     instead of waiting for a lock of the parent's threads."""
     ranks_at(place, 2, releases, tmp_path / "store", timeout_s=20)
+
+
+def after_a_timeout(rendezvous, store):
+    rank = rendezvous.rank
+    join(rendezvous, store, timeout_s=60)
+    if rank == 0:
+        with pytest.raises(CollectiveTimeout, match="within its timeout"):
+            dist.irecv(torch.zeros(1), 1, tag=3).wait(timedelta(seconds=0.2))
+    sent, received = ([0, 40_000], [0, 0]) if rank == 0 else ([0, 0], [40_000, 0])
+    begun = time.monotonic()
+    with pytest.raises((CollectiveTimeout, PeerLostError)):
+        dist.all_to_all_single(torch.zeros(sum(received)), torch.ones(sum(sent)), received, sent)
+    assert time.monotonic() - begun < 20
+
+
+@OF_TWO
+def test_a_collective_of_messages_fails_on_all_ranks(tmp_path, place):
+    """If a rank can exchange no more messages, an all-to-all of very unequal parts raises an error on all ranks at
+    once, long before the timeout."""
+    ranks_at(place, 2, after_a_timeout, tmp_path / "store", timeout_s=50)

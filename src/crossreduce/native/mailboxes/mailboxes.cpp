@@ -24,6 +24,7 @@ constexpr uint64_t ALIGNMENT = 32;         // of records
 constexpr uint64_t SHARED_NBYTES = 1 << 22; // two threads read a message of so many bytes, if each rank has a CPU
 constexpr int PARTS_AT_ONCE = 64;
 constexpr uint64_t CROWDED_NBYTES = 1 << 22;
+constexpr int64_t LEAVE_NS = 1000000000;   // the longest wait of a rank that leaves until other hosts have its messages
 constexpr uint64_t KEPT_NBYTES = 200;      // memory of a message without a receive whose tag no other has, but for its bytes
 
 uint64_t ring_capacity(int ranks) {
@@ -117,6 +118,8 @@ bool Mailboxes::close() {
         delete each;
     }
     if (bell_fd >= 0) ::close(bell_fd);
+    // A socket that is closed while data arrives there drops what it has not delivered.
+    if (are_remotes_open.load()) connections->flush(now_ns() + LEAVE_NS);
     if (mapped_nbytes > 0) munmap(mapped, mapped_nbytes);
     return true;
 }

@@ -5,9 +5,11 @@
 #include <algorithm>
 #include <cerrno>
 #include <cstring>
+#include <linux/sockios.h>
 #include <netinet/in.h>
 #include <netinet/tcp.h>
 #include <poll.h> // POLLRDHUP needs _GNU_SOURCE, which g++ and clang++ define
+#include <sys/ioctl.h>
 #include <sys/socket.h>
 #include <sys/uio.h>
 #include <unistd.h>
@@ -317,6 +319,13 @@ bool Connections::pause(int64_t until_ns, int bell) {
     const bool undisturbed = left <= 0 || sleep(held, left, bell);
     move();
     return undisturbed;
+}
+
+void Connections::flush(int64_t until_ns) {
+    const timespec pause = {0, 200000};
+    for (size_t k = 0; k < peers.size(); k++)
+        for (int left = 1; left > 0 && is_connected(static_cast<int>(k)) && now_ns() < until_ns;)
+            if (ioctl(peers[k].socket, SIOCOUTQ, &left) != 0 || left == 0 || nanosleep(&pause, nullptr) != 0) break;
 }
 
 bool Connections::is_connected(int peer) {

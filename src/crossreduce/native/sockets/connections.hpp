@@ -49,6 +49,8 @@ class Connections {
     Message::State wait(Message &message, int64_t until_ns);
     // Sleep until something can be moved, until `bell` is readable, a time, or a signal, then move it. False: a signal came.
     bool pause(int64_t until_ns, int bell);
+    // Wait until the hosts of the peers have received all that was written, or until a time.
+    void flush(int64_t until_ns);
     bool is_connected(int peer); // false: the connection is lost
     // Move what can be moved at once. Return whether messages are pending.
     bool progress();
