@@ -338,7 +338,7 @@ uint64_t Mailboxes::begin_send(int dst, int64_t tag, char *memory, uint64_t nbyt
     if (is_remote(dst)) open_remotes();
     auto &records = outgoing[static_cast<size_t>(dst)];
     const bool crowded = is_remote(dst) ? remote(dst).crowded : ring(rank, dst).crowded.load(std::memory_order_relaxed) != 0;
-    const bool inside = nbytes <= (is_remote(dst) ? REMOTE_EAGER_NBYTES : eager) && !crowded;
+    const bool inside = nbytes <= (is_remote(dst) ? remote_eager : eager) && !crowded;
     Record record = {DATA, static_cast<uint32_t>(inside ? nbytes : 0), tag, 0};
     const bool is_put = inside && records.empty() && put(dst, record, memory);
     if (is_put && !(is_remote(dst) && !remote(dst).sent.empty())) return 0;

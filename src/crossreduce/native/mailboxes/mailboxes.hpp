@@ -31,7 +31,7 @@
 #include "connections.hpp"
 
 constexpr int ANY_RANK = -1;
-constexpr uint64_t REMOTE_EAGER_NBYTES = 1 << 14; // of a message that is sent as data to another host
+constexpr uint64_t REMOTE_EAGER_NBYTES = 1 << 16; // the most of a message that is sent as data to another host
 
 enum class MessageStatus { waiting, done, mismatch, unknown, no_memory };
 
@@ -208,7 +208,7 @@ class Mailboxes {
     Box *boxes = nullptr;
     Ring *rings = nullptr;
     char *bytes = nullptr;
-    uint64_t capacity = 0, eager = 0; // of a ring; of a message that is sent as data
+    uint64_t capacity = 0, eager = 0, remote_eager = 0; // of a ring; of a message that is sent as data, on this host or not
     int64_t spin_ns = 0, probe = 0;
     bool may_read = true;
     void *mapped = nullptr;

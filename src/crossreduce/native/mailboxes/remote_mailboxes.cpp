@@ -14,6 +14,8 @@
 namespace {
 
 constexpr uint64_t RECORDS = 1, BYTES = 2;    // the tags of the connections' messages
+constexpr uint64_t ROOMS_NBYTES = 1 << 21;    // memory for the next records of all other ranks together, at most about
+constexpr uint64_t LEAST_EAGER_NBYTES = 1 << 11;
 constexpr int64_t GRACE_NS = 2000000;         // the helper leaves the sockets for so long to threads that wait again
 constexpr int64_t LONG_NS = 100000000;        // between two looks whether such a thread still waits
 constexpr int64_t SHARED_NS = 1000000;        // of several threads that wait, one may move another one's message
@@ -27,6 +29,7 @@ void Mailboxes::reach(std::shared_ptr<Connections> made, const std::vector<int> 
     remotes.resize(indices.size());
     for (size_t k = 0; k < indices.size(); k++) remotes[k].index = indices[k];
     const auto n = static_cast<size_t>(everyone());
+    remote_eager = std::clamp(ROOMS_NBYTES / n, LEAST_EAGER_NBYTES, REMOTE_EAGER_NBYTES); // the same on all ranks
     outgoing.resize(n);
     streams.resize(n);
     kept.resize(n);
@@ -42,7 +45,7 @@ void Mailboxes::open_remotes() {
 }
 
 void Mailboxes::expect_record(Remote &from) {
-    from.room.resize(sizeof(Record) + REMOTE_EAGER_NBYTES);
+    from.room.resize(sizeof(Record) + remote_eager);
     from.arriving = connections->receive(from.index, RECORDS, from.room.data(), static_cast<int64_t>(from.room.size()));
 }
 
@@ -108,7 +111,7 @@ bool Mailboxes::progress_remotes() {
             std::memcpy(&record, each.room.data(), sizeof record);
             remote_payload = each.room.data() + sizeof record;
             changed = true;
-            if (record.length <= REMOTE_EAGER_NBYTES) arrived(of, record, 0); // else no rank has written it
+            if (record.length <= remote_eager) arrived(of, record, 0); // else no rank has written it
             expect_record(each);
         }
         const auto is_over = [&](const Moved &one) {
