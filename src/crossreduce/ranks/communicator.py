@@ -33,6 +33,7 @@ from .intra_host.instructions import reduction_numbers
 from .intra_host.registers import Decision
 from .membership import Connect, join
 from .transports.base import Rendezvous, RunningCollective, Transport, has_links
+from .transports.with_messages import WithMessages
 
 _LOG: Final = logging.getLogger("crossreduce")
 
@@ -91,6 +92,7 @@ class Communicator:
             self.name, self.rank, self.size, self.global_ranks = name, members.rank, members.size, members.global_ranks
             self.hosts, self.host, self.peers = members.hosts, members.host, members.peers
             self.token = members.token  # names the group to other processes
+            self.ranks_of_other_hosts = tuple(rank for host in self.hosts if host != self.host for rank in host)
             self.successor: peer_requests.Successor | None = None  # the group that has replaced this one
             self.traced: Path | None = None  # the file to which the calls are written
             self.plan_digest = ""  # a hash of the plans on measured links, the same on all ranks
@@ -105,6 +107,8 @@ class Communicator:
                     self.agreements.connect(self.links.lost)
                     if connected.connections is not None:
                         self.memory.native.carry(connected.connections)
+                if isinstance(connected, WithMessages):
+                    self.memory.mailboxes.reach(connected.messages.connections, self.ranks_of_other_hosts)
                 self.transport = self._watched = WatchedTransport(connected, self.detector.warn_of_remote_wait)
                 self._engine = MultiHostEngine(self.hosts, self.rank, self.memory, self.transport, self.links.lost)
             else:

@@ -1,22 +1,28 @@
-"""``Messages``: messages between two ranks of a group whose ranks are all on one host.
+"""``Messages``: messages between two ranks of a group, and all-to-alls of parts of any sizes.
 
 Input: memory, the other rank and a tag. Output: received messages, or errors that name the other rank. The compiled
-mailboxes in the shared memory carry the messages (``native/mailboxes/mailboxes.hpp``); this module handles the waits.
+mailboxes carry the messages, in the memory that a host shares and over connections to the ranks of other hosts
+(``native/mailboxes/mailboxes.hpp``); this module handles the waits.
 """
 
 from __future__ import annotations
 
 import math
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any, Final
 
 from ..errors import MismatchError, ReductionError
+from .array_views import ArrayView
 from .communicator import Communicator
+from .connections.peer_requests import Ended
+from .failures.failure_detector import END_S
 from .intra_host.shared_memory import SLICE_S
 
 ANY_RANK: Final = -1
 _WAITING: Final = -1  # what the compiled ``wait`` returns
+_PARTS_TAG: Final = -1  # of messages of exchanges; users' tags are at least 0
 _OPEN: Final = 0  # the ``mood`` of a rank whose messages are valid, as it has not called ``give_up``
 
 
@@ -30,6 +36,9 @@ class Messages:
     def __init__(self, communicator: Communicator) -> None:
         self._communicator = communicator
         self._native = communicator.memory.mailboxes
+        # The mailboxes number the ranks of this host first, then those of other hosts.
+        self._ranks = (*communicator.host, *communicator.ranks_of_other_hosts)
+        self._numbers = {rank: number for number, rank in enumerate(self._ranks)} | {ANY_RANK: ANY_RANK}
         self._timed_out = False
         # When each rank was last found to be alive; the last item is for ``ANY_RANK``.
         self._checked = [-math.inf] * (communicator.size + 1)
@@ -45,7 +54,7 @@ class Messages:
             if failure is not None:
                 raise self._public_error("send", dst, failure)
         try:
-            return int(self._native.send(dst, tag, address, nbytes, owner))
+            return int(self._native.send(self._numbers[dst], tag, address, nbytes, owner))
         except ValueError as error:  # the group has been closed
             raise self._public_error("send", dst, ConnectionError(str(error))) from None
 
@@ -57,7 +66,7 @@ class Messages:
         try:
             failure = self._own_failure()
             if failure is None:
-                return int(self._native.receive(src, tag, address, nbytes, owner))
+                return int(self._native.receive(self._numbers[src], tag, address, nbytes, owner))
         except ValueError as error:
             failure = ConnectionError(str(error))
         raise self._public_error("recv", src, failure)
@@ -100,10 +109,10 @@ class Messages:
             self._interrupt(number)  # Ctrl-C, or what a signal handler raised
             raise
         if isinstance(outcome, int) and outcome != _WAITING:
-            return outcome
+            return self._ranks[outcome]
         if isinstance(outcome, tuple) and outcome[0] != ANY_RANK:
             source, sent_nbytes = outcome
-            sender = f'rank {self._communicator.global_ranks[source]} of group "{self._communicator.name}"'
+            sender = f'rank {self._communicator.global_ranks[self._ranks[source]]} of group "{self._communicator.name}"'
             problem = f"{sender} sent a message of another size."
             given = f"a message of {sent_nbytes} bytes for a tensor of {nbytes} bytes"
             raise MismatchError.of(problem, given, "a tensor of the size that was sent")
@@ -111,7 +120,7 @@ class Messages:
             self._timed_out = True
             with suppress(ValueError):  # raised if the group has been closed
                 self._native.give_up()
-        self._withdraw(number)
+        self.withdraw(number)
         raise self._public_error(method, peer, failure or ConnectionError("another wait for this message has failed"))
 
     def forget(self, number: int) -> None:
@@ -119,8 +128,8 @@ class Messages:
         with suppress(ValueError):  # raised if the group has been closed
             self._native.forget(number)
 
-    def _withdraw(self, number: int) -> None:
-        """End a message that has failed."""
+    def withdraw(self, number: int) -> None:
+        """End a message that has failed. Its memory is not used any more."""
         with suppress(ValueError):  # raised if the group has been closed
             if not self._native.withdraw(number) and self._communicator.memory.abort_cause() is not None:
                 self._native.give_up()  # the other rank may still read the memory, if it has not noticed the abort
@@ -130,8 +139,11 @@ class Messages:
         failure = self._own_failure()
         if failure is not None:
             return failure
-        if peer != ANY_RANK and (self._native.mood(peer) != _OPEN or not self._communicator.memory.alive(peer)):
-            return ConnectionError("the other rank ended, or a message of it timed out")
+        if peer != ANY_RANK:
+            is_here, number = peer in self._communicator.host, self._numbers[peer]
+            if self._native.mood(number) != _OPEN or (is_here and not self._communicator.memory.alive(peer)):
+                why = "" if is_here else self._native.why(number)
+                return ConnectionError(why or "the other rank ended, or a message of it timed out")
         self._checked[peer] = time.monotonic()
         return None
 
@@ -151,4 +163,73 @@ class Messages:
 
     def _public_error(self, method: str, peer: int, failure: OSError) -> ReductionError:
         """Return the error that the caller of ``method`` gets because of ``failure``."""
-        return self._communicator.detector.message_failure(method, None if peer == ANY_RANK else peer, failure)
+        died = isinstance(failure, ConnectionError) and self._has_ended(peer)
+        return self._communicator.detector.message_failure(method, None if peer == ANY_RANK else peer, failure, died)
+
+    def _has_ended(self, peer: int) -> bool:
+        """Return whether the process of a rank of another host has ended, as far as its host answers."""
+        communicator, until = self._communicator, time.monotonic() + END_S
+        if peer in communicator.ranks_of_other_hosts and communicator.memory.fd >= 0:
+            # The request has no meaning. Its connection is refused if the process has ended.
+            with suppress(Ended):
+                request: dict[str, Any] = {"what": "published", "key": ""}
+                while communicator.agreements.peer(peer).ask(communicator.token, request, END_S) is not None:
+                    if time.monotonic() > until:
+                        return False
+                    time.sleep(END_S / 20)
+                return False
+            return True
+        return False
+
+
+class PartExchange:
+    """An all-to-all of parts of any sizes: every two ranks exchange their parts. See ``base.RunningCollective``.
+
+    All ranks must make their exchanges in the same order, and know that the sizes of all parts are right.
+    """
+
+    def __init__(
+        self, messages: Messages, owner: Any, sources: Sequence[ArrayView], results: Sequence[ArrayView]
+    ) -> None:
+        """Use arrays of bytes: ``sources[k]`` is for rank k, ``results[k]`` comes from it. ``owner``: see ``send``."""
+        self._messages, self._owner, self._sources, self._results = messages, owner, sources, results
+        self._pending: list[tuple[int, str, int, int]] = []  # see ``Messages.wait``
+        self._error: ReductionError | None = None
+
+    def begin(self, rank: int) -> PartExchange:
+        """Begin all messages of ``rank``, to and from the others. Return this object."""
+        ranks = len(self._sources)
+        try:
+            for step in range(1, ranks):
+                src, dst = (rank - step) % ranks, (rank + step) % ranks
+                for method, peer, part in (("recv", src, self._results[src]), ("send", dst, self._sources[dst])):
+                    if part.size:
+                        start = self._messages.send if method == "send" else self._messages.receive
+                        number = start(self._owner, part.address, part.size, peer, _PARTS_TAG)
+                        self._pending.append((number, method, peer, part.size))
+        except ReductionError as error:  # ``finish`` raises it: other ranks wait for this one
+            self._error = error.with_traceback(None)
+        return self
+
+    def is_completed(self) -> bool:
+        """Return whether it has succeeded or failed."""
+        try:
+            while self._pending and self._error is None:
+                number = self._pending[-1][0]
+                if number and self._messages.wait(*self._pending[-1], 0.0) is None:
+                    return False
+                self._pending.pop()
+                self._messages.forget(number)
+        except ReductionError as error:
+            self._error = error.with_traceback(None)
+        return True
+
+    def finish(self) -> None:
+        """Raise a ``ConnectionError`` if a message has failed."""
+        if self._error is not None:
+            raise ConnectionError(str(self._error))
+
+    def end(self) -> None:
+        """Withdraw the messages that are not complete, after a failure."""
+        while self._pending:
+            self._messages.withdraw(self._pending.pop()[0])

@@ -1,8 +1,8 @@
 """The collectives on CPU tensors, which a group's queue runs.
 
-Input: tensors, as ``torch.distributed`` passes them. Output: calls of a ``Communicator``, or of gloo for sums of sparse
-tensors, and for all-to-alls of parts of very different sizes. Tensors that are not contiguous are
-copied. Tensors whose dtypes cannot be reduced are moved as bytes. All functions block.
+Input: tensors, as ``torch.distributed`` passes them. Output: calls of a ``Communicator``, messages for all-to-alls of
+parts of very different sizes, or calls of gloo for sums of sparse tensors. Tensors that are not contiguous are copied.
+Tensors whose dtypes cannot be reduced are moved as bytes. All functions block.
 
 An input that overlaps a result is copied first, except in calls in place. In these, the input (or its part for this
 rank) has the same memory as the result (or its part from this rank). All-to-alls copy every overlapping input, since
@@ -26,6 +26,7 @@ from ..ops import COMPLEX, FLOATS, ReduceOp
 from ..ranks.array_views import ArrayView
 from ..ranks.communicator import Communicator
 from ..ranks.intra_host.instructions import reduction_numbers
+from ..ranks.messages import Messages
 from ..ranks.prepared import call_name, new_calls, prepare
 from .call_checks import CallChecks, alike
 from .inner_gloo import BITWISE, InnerGloo, name_of
@@ -71,13 +72,11 @@ array_memory("torch")  # called for its effect: the compiled code of prepared ca
 class Collectives(InnerGloo):
     """The collectives of one rank of a group."""
 
-    def __init__(self, communicator: Communicator, gloo: Any, exact: bool = False) -> None:
-        """Use ``communicator``, and ``gloo``, a ``ProcessGroupGloo`` of the same ranks, as the inner backend.
-
-        ``exact``: whether sums and means of floats are exact; see ``Options``.
-        """
-        super().__init__(communicator)
-        self._gloo = gloo
+    def __init__(
+        self, communicator: Communicator, store: Any, exact: bool = False, messages: Messages | None = None
+    ) -> None:
+        """Use ``communicator``; see ``InnerGloo``. ``exact``: whether sums of floats are exact; see ``Options``."""
+        super().__init__(communicator, store, messages)
         self._rank, self._size = communicator.rank, communicator.size
         self.checks = self._checks = CallChecks(communicator)
         self._calls, self._exact = new_calls(communicator), exact
@@ -101,7 +100,7 @@ class Collectives(InnerGloo):
             return
         if op is None:
             options = self._options(c10d.AllreduceOptions, reduceOp=kind)
-            self._reduce_in_gloo("all_reduce", None, self._gloo.allreduce, tensor, options)
+            self._reduce_in_gloo("all_reduce", None, "allreduce", tensor, options)
             return
         source = tensor if plain else readable(tensor)
         array = memory(source)
@@ -124,7 +123,7 @@ class Collectives(InnerGloo):
                 self._reduce_bits(copied, kind.op)
             else:
                 options = self._options(c10d.ReduceOptions, reduceOp=kind, rootRank=root)
-                self._reduce_in_gloo("reduce", root, self._gloo.reduce, copied, options)
+                self._reduce_in_gloo("reduce", root, "reduce", copied, options)
             if root == self._rank:
                 result.detach().copy_(copied.reshape(result.shape))
             return
@@ -335,7 +334,7 @@ class Collectives(InnerGloo):
     def _exchange(self, result: Any, source: Any, received: Sequence[int], sent: Sequence[int], unit: str) -> None:
         """Execute an all-to-all of unequal numbers of rows. See ``all_to_all_single``.
 
-        Parts are padded to the size of the largest one if this adds little; else gloo moves them.
+        Parts are padded to the size of the largest one if this adds little, or if messages cannot reach all hosts.
 
         Raises:
           MismatchError: a rank sends more or less than the receiver expects. All ranks raise it.
@@ -351,9 +350,9 @@ class Collectives(InnerGloo):
         width = source.shape[1:].numel() * source.element_size()
         most, total = int(table.max()) * width, int(table[:, 0].sum()) * width
         splits = ([width * rows for rows in received], [width * rows for rows in sent])
-        if most > _PADDED_NBYTES and most * self._size**2 > _MOST_PADDING * total:
-            options, text = self._options(c10d.AllToAllOptions), f"all_to_all {name_of(source)}"
-            self._run_in_gloo(text, self._gloo.alltoall_base, raw(result), raw(source), *splits, options)
+        is_skewed = most > _PADDED_NBYTES and most * self._size**2 > _MOST_PADDING * total
+        if is_skewed and self._messages is not None and not self._communicator.links.lost:
+            self._exchange_parts(f"all_to_all {name_of(source)}", raw(result), raw(source), *splits)
             return
         self._exchange_padded(raw(result), raw(source), *splits, most)
 

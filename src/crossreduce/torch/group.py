@@ -1,14 +1,12 @@
 """The process group that ``dist.init_process_group("crossreduce")`` creates.
 
 Input: calls of ``torch.distributed``, from Python and, through its trampolines, from C++ (DDP, functional collectives).
-Output: ops for a queue, which runs them in the order of the calls. An inner backend (gloo for the CPU, NCCL for CUDA)
-executes calls with tensors that are not in host memory, and messages in a group on several hosts.
+Output: ops for a queue, which runs them in the order of the calls, and messages. NCCL executes calls with CUDA tensors.
 """
 
 from __future__ import annotations
 
 import itertools
-import operator
 import sys
 import threading
 import weakref
@@ -27,12 +25,11 @@ from ..frameworks.torch.arrays import increment_versions, is_traced
 from ..ranks.connections.rendezvous import NEW, Origin
 from ..ranks.messages import ANY_RANK, Messages
 from ..ranks.survival.survivors import Reformed
-from ..ranks.transports.gloo import connection_error
 from .collectives import Collectives
 from .connections import close, connect
 from .memory import copy_back_all, readable, receivable, require_dense, tensors_in, unsupported_form
 from .messages import HostMessage
-from .op_queue import REMEDY, Finished, Message, OpQueue, Works, exclude_from_compile, wait_in_backward
+from .op_queue import REMEDY, Finished, OpQueue, Works, exclude_from_compile, wait_in_backward
 from .options import read_options
 from .profiling import begin_entry, entry, is_profiled
 from .rendezvous import gloo_check, lost_store_errors
@@ -95,13 +92,11 @@ class Group(dist.ProcessGroup):  # type: ignore[misc]
             self._devices.append("cuda")
         # torch's set_timeout and _set_pg_timeout change the timeout in gloo's options, so every call reads it there.
         self._timeout, self._settings, self._timeout_lock = timeout, gloo.options, threading.RLock()
-        self._collectives = Collectives(self.communicator, gloo, self.exact)
+        self._messages = Messages(self.communicator)
+        self._collectives = Collectives(self.communicator, store, self.exact, self._messages)
         self._numbers, self._number = itertools.count(1), 0  # the numbers of next and latest call
         self.queue = OpQueue(name, inline=True, communicator=self.communicator)
-        self._messages = OpQueue(f"{name} messages", inline=False)  # waits for gloo's messages, see ``Message``
-        # With several hosts gloo carries all messages: a receive from any rank could not be withdrawn from gloo.
-        self._in_memory = Messages(self.communicator) if len(self.communicator.hosts) == 1 else None
-        self._end = weakref.finalize(self, close, self.queue, self.communicator, self._messages)
+        self._end = weakref.finalize(self, close, self.queue, self.communicator)
 
     def getBackendName(self) -> str:  # noqa: N802 - the trampoline's name
         return BACKEND
@@ -266,70 +261,48 @@ class Group(dist.ProcessGroup):  # type: ignore[misc]
             return self._start_message(method, plain, tensors, *arguments)
 
     def _start_message(self, method: str, plain: Callable[[Any], Any], tensors: Sequence[Any], *arguments: int) -> Any:
-        """Start a send or receive and return its work.
+        """Start a send or receive and return its work. ``arguments``: the other rank, if not any, and the tag.
 
-        Ranks of one host use shared memory, otherwise the inner backend is used. ``plain`` returns a contiguous tensor
-        to send from or receive into. Ctrl-C during ``wait`` aborts the group, as gloo may still write to the tensors.
+        ``plain`` returns a contiguous tensor to send from or receive into. Ctrl-C during ``wait`` aborts the group.
         """
         if has_wrapper(tensors):
             if works := call_unwrapped(getattr(self, method), (tensors, *arguments)):
                 return Works(works, tensors)
             raise unsupported_form(method, tensors[0])
-        peer = None if method == "recv_anysource" else arguments[0]
-        if peer is not None and not 0 <= peer < self.communicator.size:  # would crash gloo
+        peer, tag, call = (
+            ANY_RANK if method == "recv_anysource" else arguments[0],
+            arguments[-1],
+            method.partition("_")[0],
+        )
+        if method != "recv_anysource" and not 0 <= peer < self.communicator.size:
             problem = f"the other rank of a {method} is not a rank of the group."
             raise ArgumentError.of(problem, str(peer), f"0 to {self.size() - 1}")
         if peer == self.communicator.rank:
             raise ArgumentError.of("a rank cannot send messages to itself.", f"rank {peer}", "copy the tensor")
+        if len(tensors) != 1:
+            raise ArgumentError.of(f"a {call} takes a single tensor.", f"{len(tensors)} tensors", "a call for each")
+        if tensors[0].is_cpu and tag < 0:
+            raise ArgumentError.of("the tag of a message is at least 0.", str(tag))
         require_dense(method, tensors)
-        self.communicator.links.require(method, peer)
-        buffers = [plain(x) for x in tensors]
+        if peer != ANY_RANK:
+            self.communicator.links.require(call, peer)
+        tensor, buffer = tensors[0], plain(tensors[0])
         self.queue.require_open()  # else a forked process would write to its parent's connections
         if method != "send":
             increment_versions(tensors)
         self._number = next(self._numbers)
-        strided = len(buffers) == 1 and buffers[0].is_cpu and buffers[0].layout is torch.strided
-        if self._in_memory is not None and strided and arguments[-1] >= 0:  # for negative tags, gloo raises an error
-            return self._message_in_memory(self._in_memory, tensors, buffers, peer, arguments[-1], method == "send")
-        inner = self._backend_of(tensors[0].device, method.removesuffix("_anysource"))
-        if not tensors[0].is_cpu:
-            return getattr(inner, method)(buffers, *arguments)
-        public_error = partial(self._public_error, method.removesuffix("_anysource"), peer)
-        try:
-            work = getattr(inner, method)(buffers, *arguments)
-        except RuntimeError as error:
-            raise public_error(error) from None
+        if not tensor.is_cpu:
+            return getattr(self._backend_of(tensor.device, call), method)([buffer], *arguments)
+        nbytes, finish = buffer.nbytes, None
         if method == "send":
-            tensors = buffers
-        finish = None if all(map(operator.is_, tensors, buffers)) else partial(copy_back_all, tensors, buffers)
-        return Message(work, finish, tensors, self._messages, self.communicator.interrupt, public_error)
-
-    def _message_in_memory(
-        self,
-        messages: Messages,
-        tensors: Sequence[Any],
-        buffers: Sequence[Any],
-        peer: int | None,
-        tag: int,
-        sends: bool,
-    ) -> Any:
-        """Start a message of one tensor between ranks of a host, and return its work. ``buffers``: it, contiguous."""
-        (tensor,), (buffer,) = tensors, buffers
-        nbytes, other = buffer.nbytes, ANY_RANK if peer is None else peer
-        if sends:
-            number, finish = messages.send(buffer, buffer.data_ptr(), nbytes, other, tag), None
+            number = self._messages.send(buffer, buffer.data_ptr(), nbytes, peer, tag)
             if not number:  # the message is complete
-                return Finished(buffers)
+                return Finished([buffer])
         else:
-            number = messages.receive(buffer, buffer.data_ptr(), nbytes, other, tag)
-            finish = None if tensor is buffer else partial(copy_back_all, tensors, buffers)
-        message = number, "send" if sends else "recv", other, nbytes
-        return HostMessage(messages, message, tensors, finish, self.queue.require_open, self._settings)
-
-    def _public_error(self, method: str, peer: int | None, error: RuntimeError) -> Exception:
-        """Return the error to raise for an error of gloo: another error if it is about connections, or else itself."""
-        failure = connection_error(error)
-        return error if failure is None else self.communicator.detector.message_failure(method, peer, failure)
+            number = self._messages.receive(buffer, buffer.data_ptr(), nbytes, peer, tag)
+            finish = None if tensor is buffer else partial(copy_back_all, tensors, [buffer])
+        message = number, call, peer, nbytes
+        return HostMessage(self._messages, message, tensors, finish, self.queue.require_open, self._settings)
 
     def _backend_of(self, device: Any, call: str) -> Any:
         """Return the inner backend for a device.

@@ -59,8 +59,10 @@ class HookState:
         store = dist.PrefixStore(f"crossreduce {name}/", dist.distributed_c10d._get_process_group_store(group))
         global_ranks = dist.get_process_group_ranks(group)
         rank, size = group.rank(), group.size()
-        gloo, self.communicator, exact = connect(store, rank, size, timeout, name, global_ranks, options)
-        self._collectives = Collectives(self.communicator, gloo, exact)
+        _, self.communicator, exact = connect(
+            store, rank, size, timeout, name, global_ranks, options, has_messages=False
+        )
+        self._collectives = Collectives(self.communicator, store, exact)
         self.queue = OpQueue(name, inline=False)
         self._end = weakref.finalize(self, close, self.queue, self.communicator)
 

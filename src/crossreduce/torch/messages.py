@@ -1,4 +1,4 @@
-"""The work of ``send`` and ``recv`` between two ranks of a host."""
+"""The work of ``send`` and ``recv`` between two ranks."""
 
 from __future__ import annotations
 

@@ -16,7 +16,6 @@ import time
 import weakref
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from functools import partial
 from typing import Any, Final
 
 import torch
@@ -64,66 +63,6 @@ class Finished(dist.Work):  # type: ignore[misc]
         future: Any = torch.futures.Future()
         future.set_result(self.result())
         return future
-
-
-class Message(Finished):
-    """The work of sending or receiving in gloo. The first ``wait`` calls ``finish`` when gloo has completed it.
-
-    Signals do not end gloo's waits, and only the main thread handles signals. So another thread waits in its place.
-    """
-
-    def __init__(
-        self,
-        work: Any,
-        finish: Callable[[], None] | None,
-        tensors: Sequence[Any],
-        waits: OpQueue,
-        interrupt: Callable[[], None],
-        public_error: Callable[[RuntimeError], Exception],
-    ) -> None:
-        """``waits``: the queue whose thread waits in gloo. ``interrupt``: called if a signal ends a wait; must end all
-        waits in gloo. ``public_error``: returns the error to raise for an error of gloo."""
-        super().__init__(tensors)
-        self._work, self._finish, self._waits, self._interrupt = work, finish, waits, interrupt
-        self._public_error, self._finished = public_error, False
-
-    def wait(self, timeout: timedelta | None = None) -> bool:
-        if not self._finished:
-            wait = partial(self._wait_in_gloo, *([timeout] if timeout else []))
-            if threading.current_thread() is threading.main_thread():
-                self._wait_elsewhere(wait)
-            else:
-                wait()
-            if self._finish is not None:
-                self._finish()
-            self._finished = True
-        return True
-
-    def _wait_in_gloo(self, *timeout: timedelta) -> None:
-        try:
-            self._work.wait(*timeout)
-        except RuntimeError as error:
-            raise self._public_error(error) from None
-
-    def _wait_elsewhere(self, wait: Callable[[], None]) -> None:
-        """Call ``wait`` in the thread of the queue ``waits``, so that signals can end this method."""
-        waiting: Any = None
-        try:
-            waiting = self._waits.run(wait, [], asynchronous=True)
-            waiting.wait()
-        except BaseException:
-            if waiting is None or not waiting.is_completed():  # Ctrl-C, or an error of a signal handler
-                self._interrupt()
-            raise
-
-    def is_completed(self) -> bool:
-        return bool(self._work.is_completed())
-
-    def is_success(self) -> bool:
-        return bool(self._work.is_success())
-
-    def _source_rank(self) -> int:
-        return int(self._work._source_rank())
 
 
 class Works(Finished):
@@ -245,7 +184,7 @@ def exclude_from_compile(*classes: type) -> None:
                 frames.set_code_exec_strategy(method.__code__, skip)
 
 
-exclude_from_compile(Finished, Message, Queued)
+exclude_from_compile(Finished, Queued)
 
 
 class OpQueue:

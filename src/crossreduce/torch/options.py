@@ -31,7 +31,7 @@ class Options:
         must pass the same value. Without ``pg_options``, the environment variable ``CROSSREDUCE_EXACT`` decides.
       transport: what moves data between hosts: "tcp", "ucx", the name of a plug-in, or "auto": UCX if all hosts have it
         and an RDMA device, else TCP. The same on all ranks. By default the environment variable
-        ``CROSSREDUCE_TRANSPORT`` decides, and without it "auto". Point-to-point messages still use gloo.
+        ``CROSSREDUCE_TRANSPORT`` decides, and without it "auto".
     Raises:
       ArgumentError: ``exact`` is not a bool, or no transport has this name.
 

@@ -4,7 +4,6 @@ import os
 import select
 import socket
 import threading
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from unittest.mock import Mock
 
@@ -158,16 +157,3 @@ def test_a_rank_that_was_given_up_learns_it_later():
     assert first.stalled([2]) == []
     beyond = False
     assert second.stalled([0]) == [0]
-
-
-@pytest.mark.parametrize("values", [(False, False, False), (False, True, False)])
-def test_all_ranks_know_whether_one_has_no_connection(values):
-    """When all ranks have called ``any_of_all``, it returns on each whether a value is true. ``cancelled`` ends it."""
-    store, cancelled = dist.HashStore(), threading.Event()
-    ranks_of = [ConnectionStore(store, rank, cancelled) for rank in range(3)]
-    with ThreadPoolExecutor(3) as pool:
-        found = list(pool.map(lambda one, value: one.any_of_all(value, 3), ranks_of, values))
-    assert found == [any(values)] * 3
-    cancelled.set()
-    with pytest.raises(ConnectionError, match="did not connect"):
-        ranks_of[0].any_of_all(False, 5)

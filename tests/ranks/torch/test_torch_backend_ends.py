@@ -62,8 +62,10 @@ def unfinished_in_gloo(me):
     """If groups of rank 0 end while gloo waits for other ranks in an op, the op fails, and the queue's thread ends."""
     me.begin()
     groups = [dist.new_group() for _ in range(2)]
+    for group in groups:
+        dist.all_reduce(torch.ones(3).to_sparse(), group=group)  # makes gloo's group
     for group in groups if me.rank else []:  # the other ranks make the call, but do not take part in gloo's
-        group._collectives._gloo = SimpleNamespace(allreduce=lambda *_: Finished([]))
+        group._collectives._gloo = SimpleNamespace(allreduce=lambda *_: Finished([]), size=lambda: 1)
     works = [dist.all_reduce(torch.ones(3).to_sparse(), group=x, async_op=True) for x in groups]
     if me.rank:
         for work in works:
@@ -75,6 +77,28 @@ def unfinished_in_gloo(me):
         end()
         assert not group.queue._thread.is_alive()
         raises(PeerLostError, "rank 0 left during", work.wait)
+
+
+def killed_while_gloo_connects(me):
+    """Rank 1 dies while gloo's group is made, for the first sparse tensor. The others raise a PeerLostError."""
+    os.environ["CROSSREDUCE_HOST"] = "aab"[me.rank]
+    me.begin(300)
+    if me.rank == 1:
+        dist.ProcessGroupGloo = lambda *_args, **_options: die()
+    error = raises(PeerLostError, "rank 1 died during op", dist.all_reduce, torch.ones(3).to_sparse())
+    assert error.ranks == (1,)
+
+
+def interrupted_while_gloo_connects(me):
+    """Ctrl-C ends rank 1's wait for gloo's group. The others raise a PeerLostError that names it."""
+    os.environ["CROSSREDUCE_HOST"] = "aab"[me.rank]
+    me.begin(300)
+    if me.rank == 1:
+        dist.ProcessGroupGloo = lambda *_args, **_options: time.sleep(600)
+        interrupt_soon()
+        raises(KeyboardInterrupt, "", dist.all_reduce, torch.ones(3).to_sparse())
+    else:
+        raises(PeerLostError, "rank 1 was interrupted during op", dist.all_reduce, torch.ones(3).to_sparse())
 
 
 def destroyed_with_a_pending_op(me):
@@ -211,6 +235,8 @@ SCENES = [unfinished_in_gloo, interrupted, destroyed_with_a_pending_op, composed
 SCENES += [
     interrupted_in_recv,
     late_message,
+    killed_while_gloo_connects,
+    interrupted_while_gloo_connects,
     killed_in_backward,
     pytest.param(killed_in_hook, marks=pytest.mark.system),
 ]
@@ -219,7 +245,7 @@ SCENES += [
 @pytest.mark.parametrize("scene", SCENES)
 def test_scene(tmp_path, scene):
     """Every rank reaches the end of the scene, except rank 1 if the scene kills it."""
-    killed = 1 if scene in (killed_in_backward, killed_in_hook) else None
+    killed = 1 if scene in (killed_in_backward, killed_in_hook, killed_while_gloo_connects) else None
     for rank, one in enumerate(ranks(3, plays, scene, tmp_path, check=False)):
         as_expected = isinstance(one, Died) if rank == killed else one == "ended"
         assert as_expected, getattr(one, "__notes__", one)

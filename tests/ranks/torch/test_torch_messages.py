@@ -1,4 +1,4 @@
-"""Messages between ranks of one host: order, tags, sizes, dtypes, threads, and ranks that compute, end or are late."""
+"""Messages on one host and between hosts: order, tags, sizes, threads, and ranks that compute, end or are late."""
 
 import gc
 import itertools
@@ -11,20 +11,42 @@ import weakref
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from datetime import timedelta
+from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
+from paths import ROOT
 from ranks import ranks
 
 import crossreduce.torch  # noqa: F401 - registers the backend
 from crossreduce import ArgumentError, CollectiveTimeout, MismatchError, PeerLostError
 from crossreduce.errors import ContextError
 from crossreduce.ranks.intra_host import shared_memory
+from crossreduce.ranks.transports import choice
 
 DTYPES = (torch.bfloat16, torch.float32, torch.int64, torch.bool, torch.complex128, torch.uint8)
 SIZES = (0, 1, 3, 64, 1000, 5000, 30_001, 1 << 17)
 TAGS = 3
+PLACES = {  # where the ranks are, and what carries messages between hosts
+    "one_host": ("AAA", {}),
+    "two_hosts": ("ABB", {}),
+    "three_hosts": ("ABC", {}),
+    "ucx": ("ABC", {"CROSSREDUCE_TRANSPORT": "ucx", "UCX_TLS": "tcp"}),
+    "plug_in": ("ABC", {"CROSSREDUCE_TRANSPORT": "page"}),  # that of docs/how-to/rdma.md
+}
+EVERYWHERE = pytest.mark.parametrize("place", PLACES)
+OF_TWO = pytest.mark.parametrize("place", [place for place in PLACES if place != "three_hosts"])
+
+
+def ranks_at(place, count, function, *arguments, **options):
+    """Run ``function`` in ``count`` ranks. See ``PLACES``."""
+    hosts, variables = PLACES[place]
+    page = SimpleNamespace()
+    exec((ROOT / "docs/how-to/rdma.md").read_text().split("```py\n")[1].split("```")[0], page.__dict__)
+    choice._others = lambda: {"page": SimpleNamespace(load=lambda: page)}
+    environment = [{"CROSSREDUCE_HOST": host, **variables} for host in hosts[:count]]
+    return ranks(count, function, *arguments, environment=environment, **options)
 
 
 def join(rendezvous, store, reads=True, timeout_s=30):
@@ -105,15 +127,15 @@ def exchanges(rendezvous, store, reads):
         for work in dist.batch_isend_irecv(ops):
             work.wait()
         assert torch.equal(got, large)
-    assert group._in_memory is not None
+    assert group._collectives._gloo is None
     dist.destroy_process_group()
 
 
-@pytest.mark.parametrize("reads", [True, False])
-def test_messages_are_received_in_order_by_tag_and_source(tmp_path, reads):
+@pytest.mark.parametrize(("place", "reads"), [*((place, True) for place in PLACES), ("one_host", False)])
+def test_messages_are_received_in_order_by_tag_and_source(tmp_path, place, reads):
     """The messages of each pair of ranks and tag are received in their order; others may be received in any order. They
     may have any size, dtype and strides, in any thread, whether or not ranks may read each other's memory."""
-    ranks(3, exchanges, tmp_path / "store", reads, timeout_s=100)
+    ranks_at(place, 3, exchanges, tmp_path / "store", reads, timeout_s=100)
 
 
 def without_waits(rendezvous, store):
@@ -171,10 +193,11 @@ def without_waits(rendezvous, store):
     dist.destroy_process_group()
 
 
-def test_messages_need_no_wait_of_the_other_rank(tmp_path):
+@OF_TWO
+def test_messages_need_no_wait_of_the_other_rank(tmp_path, place):
     """When both ranks have begun a message, it completes although the other rank is in a collective or only polls. A
     send completes even if its work was dropped."""
-    ranks(2, without_waits, tmp_path / "store", timeout_s=60)
+    ranks_at(place, 2, without_waits, tmp_path / "store", timeout_s=60)
 
 
 def refused(rendezvous, store):
@@ -205,8 +228,10 @@ def refused(rendezvous, store):
             assert torch.equal(x, torch.full((size,), 3.0))
     with pytest.raises(ArgumentError, match="to itself"):
         group.send([torch.ones(1)], rank, 0)
-    with pytest.raises(RuntimeError, match="single tensor"):
+    with pytest.raises(ArgumentError, match="single tensor"):
         group.send([torch.ones(1)] * 2, 1 - rank, 0)
+    with pytest.raises(ArgumentError, match="at least 0"):
+        group.recv([torch.ones(1)], 1 - rank, -1)
     works = [dist.irecv(torch.zeros(3), 1 - rank, tag=8), dist.isend(torch.zeros(1 << 20), 1 - rank, tag=9)]
     late = dist.irecv(torch.zeros(3), 1 - rank, tag=10)
     with ThreadPoolExecutor(1) as pool:
@@ -222,10 +247,11 @@ def refused(rendezvous, store):
         assert not work.is_success()
 
 
-def test_messages_that_cannot_be_received_raise(tmp_path):
+@OF_TWO
+def test_messages_that_cannot_be_received_raise(tmp_path, place):
     """A message of another size than the tensor raises a MismatchError and is dropped; the next message is received.
     Messages to oneself and of several tensors raise errors. Pending messages of a destroyed group fail."""
-    ranks(2, refused, tmp_path / "store", timeout_s=60)
+    ranks_at(place, 2, refused, tmp_path / "store", timeout_s=60)
 
 
 def ends(rendezvous, store, reads):
@@ -264,11 +290,12 @@ def ends(rendezvous, store, reads):
     return "done"
 
 
-def test_a_death_loses_only_messages_that_were_not_read(tmp_path):
+@EVERYWHERE
+def test_a_death_loses_only_messages_that_were_not_read(tmp_path, place):
     """A small message arrives even if its sender has died after sending it. Other messages from and to that rank raise
     a PeerLostError that names it. Messages between other ranks are not affected."""
     for reads in (True, False):
-        found = ranks(3, ends, tmp_path / f"store{reads}", reads, timeout_s=60, check=False)
+        found = ranks_at(place, 3, ends, tmp_path / f"store{reads}", reads, timeout_s=60, check=False)
         assert [found[0], found[2]] == ["done"] * 2, found
 
 
@@ -296,10 +323,11 @@ def full_rings(rendezvous, store):
     dist.destroy_process_group()
 
 
-def test_a_full_ring_does_not_hold_back_the_end_of_a_message(tmp_path):
+@OF_TWO
+def test_a_full_ring_does_not_hold_back_the_end_of_a_message(tmp_path, place):
     """A send completes even if the receiver's ring to the sender is full, and the receiver then is in a collective or
     leaves. This holds for messages of the right and of another size."""
-    ranks(2, full_rings, tmp_path / "store", timeout_s=20)
+    ranks_at(place, 2, full_rings, tmp_path / "store", timeout_s=20)
 
 
 def modified(rendezvous, store, reads):
@@ -326,7 +354,7 @@ def modified(rendezvous, store, reads):
         begun = time.monotonic()
         if rank:
             # The native receive, which does not check the group, must not read the failed message either.
-            native = group._in_memory._native
+            native = group._messages._native
             number = native.receive(0, 0, got.data_ptr(), got.nbytes, got)
             assert native.wait(number, 0.3) == -1
             with pytest.raises(PeerLostError, match="rank 0"):
@@ -342,11 +370,12 @@ def modified(rendezvous, store, reads):
     dist.destroy_process_group()
 
 
-def test_a_tensor_is_not_received_after_its_send_failed(tmp_path):
+@OF_TWO
+def test_a_tensor_is_not_received_after_its_send_failed(tmp_path, place):
     """If a send ended by Ctrl-C or a timeout, so that its caller may change the tensor, a receive that begins later
     raises a PeerLostError. All receives of the sender, also those from any rank, fail at once."""
     for reads in (True, False):
-        ranks(2, modified, tmp_path / f"store{reads}", reads, timeout_s=20)
+        ranks_at(place, 2, modified, tmp_path / f"store{reads}", reads, timeout_s=20)
 
 
 def releases(rendezvous, store):
@@ -389,12 +418,33 @@ def releases(rendezvous, store):
     thread.join()
     assert received.wait()
     dist.barrier()
-    messages = group._in_memory
+    messages = group._messages
     dist.destroy_process_group()
     messages.forget(1)  # does nothing, without an error
 
 
-def test_tensors_of_ended_messages_are_released(tmp_path):
+@OF_TWO
+def test_tensors_of_ended_messages_are_released(tmp_path, place):
     """After a message of another size, the receiver's tensor is released. In a forked process, ``wait`` raises an error
     instead of waiting for a lock of the parent's threads."""
-    ranks(2, releases, tmp_path / "store", timeout_s=20)
+    ranks_at(place, 2, releases, tmp_path / "store", timeout_s=20)
+
+
+def after_a_timeout(rendezvous, store):
+    rank = rendezvous.rank
+    join(rendezvous, store, timeout_s=60)
+    if rank == 0:
+        with pytest.raises(CollectiveTimeout, match="within its timeout"):
+            dist.irecv(torch.zeros(1), 1, tag=3).wait(timedelta(seconds=0.2))
+    sent, received = ([0, 40_000], [0, 0]) if rank == 0 else ([0, 0], [40_000, 0])
+    begun = time.monotonic()
+    with pytest.raises((CollectiveTimeout, PeerLostError)):
+        dist.all_to_all_single(torch.zeros(sum(received)), torch.ones(sum(sent)), received, sent)
+    assert time.monotonic() - begun < 20
+
+
+@OF_TWO
+def test_a_collective_of_messages_fails_on_all_ranks(tmp_path, place):
+    """If a rank can exchange no more messages, an all-to-all of very unequal parts raises an error on all ranks at
+    once, long before the timeout."""
+    ranks_at(place, 2, after_a_timeout, tmp_path / "store", timeout_s=50)

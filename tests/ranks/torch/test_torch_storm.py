@@ -72,8 +72,10 @@ def fails_inside(rendezvous, folder, how, carrier):
 
     parts = [torch.ones(10) for _ in range(size)]
     dist.all_gather(parts, parts[rank])
+    if carrier == "gloo":
+        dist.all_reduce(torch.ones(10).to_sparse())  # makes gloo's group
     if rank == 2 and carrier == "gloo":
-        group._collectives._gloo = SimpleNamespace(allreduce=fail)
+        group._collectives._gloo = SimpleNamespace(allreduce=fail, size=lambda: 1)
     elif rank == 2:
         group.communicator.transport._transport.send = fail
     began = Moment()
@@ -179,7 +181,7 @@ def lost_in_a_message(rendezvous, store, how):
             wait()
         assert isinstance(error.value, RuntimeError)
         found.append((type(error.value), error.value.ranks, str(error.value).split("\n")[0]))
-    with pytest.raises(RuntimeError, match=r"(?i)tag"):  # gloo's own errors of wrong arguments
+    with pytest.raises(ArgumentError, match="tag of a message"):
         dist.send(x, 2, group, tag=-1)
     with pytest.raises(ArgumentError, match=r"of a send is not a rank of the group[\s\S]*given: 7"):
         dist.send(x, 7)
@@ -202,11 +204,10 @@ def test_a_message_to_or_from_a_lost_rank_names_it(tmp_path, hosts, how):
         assert [one[:2] for one in found] == [(CollectiveTimeout, (2,)), *[(CollectiveTimeout, ())] * 3]
         assert re.match(f'recv from rank 2, of group ".*", {late}', found[0][2])
         assert re.match('send to rank 2, of group ".*", failed, since an earlier message timed out.', found[2][2])
-        text = "failed, since an earlier message timed out." if hosts == "aaa" else late
+        text = "failed, since an earlier message timed out."
         assert re.match(f'recv from any rank, of group ".*", {text}', found[3][2])
         return
-    words = {"leave": "left", "interrupt": "was interrupted while it waited for a message of"}
-    words["kill"] = "died" if hosts == "aaa" else "closed its connection"
+    words = {"leave": "left", "interrupt": "was interrupted while it waited for a message of", "kill": "died"}
     assert [one[:2] for one in found] == [(PeerLostError, (2,))] * 4
     for (*_, text), call in zip(found, ["recv from", "send to", "send to", "recv from"], strict=True):
         during = "" if how == "interrupt" else f"; rank 1 was in {call} rank 2, of"

@@ -1,10 +1,11 @@
 // Ranks as threads that exchange random messages through mailboxes in one memory: sizes, tags, any source, several
 // threads per rank, messages without a waiting thread, and receives that are withdrawn. A thread sanitizer can check
-// threads, but not processes. It runs without Python, like kernel_cases.cpp.
+// threads, but not processes. It runs without Python, like kernel_cases.cpp. The ranks are on one host, or each on a host
+// of its own, with connections between them.
 //
 //   mailbox_cases [messages] [seed] [ranks]
 //
-// Compile it together with mailboxes.cpp.
+// Compile it together with mailboxes/*.cpp and connections.cpp.
 #include <algorithm>
 #include <chrono>
 #include <cstdio>
@@ -14,6 +15,7 @@
 #include <new>
 #include <random>
 #include <thread>
+#include <sys/socket.h>
 
 #include "mailboxes.hpp"
 
@@ -58,7 +60,26 @@ struct Sent {
     uint64_t id;
 };
 
-MessageStatus finish(Mailboxes &boxes, uint64_t id, Random &random, int &source) {
+// The mailboxes of one of `ranks` ranks, which have the same numbers in all of them.
+struct View {
+    Mailboxes &boxes;
+    int rank, ranks;
+    bool is_alone = false; // on its host: it has number 0 there, and the others follow
+
+    int number(int of) const { return !is_alone || of == ANY_RANK ? of : of == rank ? 0 : of < rank ? of + 1 : of; }
+    uint64_t send(int dst, int64_t tag, char *memory, uint64_t nbytes) { return boxes.send(number(dst), tag, memory, nbytes); }
+    uint64_t receive(int src, int64_t tag, char *memory, uint64_t nbytes) { return boxes.receive(number(src), tag, memory, nbytes); }
+    MessageStatus wait(uint64_t id, int64_t slice_ns, int &source, uint64_t &nbytes) {
+        const MessageStatus status = boxes.wait(id, slice_ns, source, nbytes);
+        if (is_alone && (status == MessageStatus::done || status == MessageStatus::mismatch)) source -= source <= rank ? 1 : 0;
+        return status;
+    }
+    bool withdraw(uint64_t id) { return boxes.withdraw(id); }
+    bool is_pending(uint64_t id) { return boxes.is_pending(id); }
+    void forget(uint64_t id) { boxes.forget(id); }
+};
+
+MessageStatus finish(View &boxes, uint64_t id, Random &random, int &source) {
     uint64_t nbytes = 0;
     MessageStatus status;
     do {
@@ -69,7 +90,7 @@ MessageStatus finish(Mailboxes &boxes, uint64_t id, Random &random, int &source)
 }
 
 // Message k from src to dst has tag k % TAGS. The last tag is only received from any source, with the size 8.
-void send_all(Mailboxes &boxes, int dst, uint64_t count, uint64_t seed) {
+void send_all(View &boxes, int dst, uint64_t count, uint64_t seed) {
     Random random(seed + 17 * static_cast<uint64_t>(boxes.rank * 64 + dst));
     std::deque<Sent> sent;
     for (uint64_t k = 0; k < count; k++) {
@@ -93,7 +114,7 @@ void send_all(Mailboxes &boxes, int dst, uint64_t count, uint64_t seed) {
 }
 
 // Receive the messages of a tag from a rank, several at a time.
-void receive_all(Mailboxes &boxes, int src, uint64_t tag, uint64_t count, uint64_t seed) {
+void receive_all(View &boxes, int src, uint64_t tag, uint64_t count, uint64_t seed) {
     Random random(seed + 29 * static_cast<uint64_t>(boxes.rank * 64 + src) + tag);
     std::vector<uint64_t> numbers;
     for (uint64_t k = tag; k < count; k += TAGS) numbers.push_back(k);
@@ -124,7 +145,7 @@ void receive_all(Mailboxes &boxes, int src, uint64_t tag, uint64_t count, uint64
 }
 
 // Receive all messages of the last tag from any source: those of one rank come in their order.
-void receive_any(Mailboxes &boxes, uint64_t count, uint64_t seed) {
+void receive_any(View &boxes, uint64_t count, uint64_t seed) {
     Random random(seed + 31 * static_cast<uint64_t>(boxes.rank));
     std::vector<uint64_t> next(static_cast<size_t>(boxes.ranks), TAGS - 1);
     const uint64_t total = static_cast<uint64_t>(boxes.ranks - 1) * (count / TAGS);
@@ -144,7 +165,7 @@ void receive_any(Mailboxes &boxes, uint64_t count, uint64_t seed) {
     }
 }
 
-void run_rank(Mailboxes &boxes, uint64_t count, uint64_t seed) {
+void run_rank(View &boxes, uint64_t count, uint64_t seed) {
     std::vector<std::thread> threads;
     for (int of = 0; of < boxes.ranks; of++) {
         if (of == boxes.rank) continue;
@@ -157,7 +178,7 @@ void run_rank(Mailboxes &boxes, uint64_t count, uint64_t seed) {
 }
 
 // Rank 0 waits for nothing, and sleeps: its helper completes its sends and receives, since rank 1 waits for them.
-void run_helped(Mailboxes &boxes, std::atomic<bool> &over) {
+void run_helped(View &boxes, std::atomic<bool> &over) {
     constexpr uint64_t NBYTES = 300000;
     std::vector<char> out(NBYTES, static_cast<char>(boxes.rank + 1)), in(NBYTES);
     const int other = 1 - boxes.rank;
@@ -177,7 +198,7 @@ void run_helped(Mailboxes &boxes, std::atomic<bool> &over) {
 
 // Rank 1, whose ring to rank 0 is full, withdraws a receive in two threads while a third waits for it: its message is
 // received as a whole or not to its end, nothing is written afterwards, and the send completes.
-void run_withdrawn(Mailboxes &boxes, std::atomic<int> &sent) {
+void run_withdrawn(View &boxes, std::atomic<int> &sent) {
     constexpr uint64_t NBYTES = 700000;
     Random random(static_cast<uint64_t>(boxes.rank));
     for (int round = 0; round < 10; round++) {
@@ -259,22 +280,41 @@ int main(int argc, char **given) {
     const int most = argc > 3 ? std::atoi(given[3]) : 3;
     run_without_memory();
     for (int ranks = 2; ranks <= most; ranks++) {
-        for (const bool may_read : {true, false}) {
+        for (const int kind : {0, 1, 2}) { // ranks may read each other's memory; they may not; each is on its own host
+            const bool may_read = kind == 0, is_alone = kind == 2;
             const auto shared = memory_of(ranks);
+            std::vector<std::unique_ptr<char, decltype(&std::free)>> own_memories;
             std::vector<std::unique_ptr<Mailboxes>> boxes;
-            for (int rank = 0; rank < ranks; rank++)
-                boxes.emplace_back(Mailboxes::over(shared.get(), rank, ranks, ranks % 2 * 50000, may_read));
+            std::vector<std::vector<int>> peers(static_cast<size_t>(ranks)), sockets(static_cast<size_t>(ranks));
+            for (int rank = 0; rank < ranks; rank++) {
+                own_memories.push_back(memory_of(1));
+                boxes.emplace_back(is_alone ? Mailboxes::over(own_memories.back().get(), 0, 1, 50000, true)
+                                            : Mailboxes::over(shared.get(), rank, ranks, ranks % 2 * 50000, may_read));
+                for (int other = 0; is_alone && other < rank; other++) {
+                    int ends[2];
+                    if (socketpair(AF_UNIX, SOCK_STREAM, 0, ends) != 0) fail("no sockets", rank, 0);
+                    for (const auto &[from, to, end] : {std::tuple(rank, other, ends[0]), std::tuple(other, rank, ends[1])}) {
+                        peers[static_cast<size_t>(from)].push_back(to);
+                        sockets[static_cast<size_t>(from)].push_back(end);
+                    }
+                }
+            }
+            for (size_t rank = 0; is_alone && rank < boxes.size(); rank++) {
+                std::vector<int> indices(peers[rank].size());
+                for (size_t k = 0; k < indices.size(); k++) indices[k] = static_cast<int>(k);
+                boxes[rank]->reach(std::make_shared<Connections>(peers[rank], sockets[rank], int64_t{1000000000}), indices);
+            }
             std::atomic<bool> over{false};
             std::atomic<int> sent{0};
             std::vector<std::thread> threads;
             for (int rank = 0; rank < ranks; rank++)
                 threads.emplace_back([&, rank] {
-                    Mailboxes &own = *boxes[static_cast<size_t>(rank)];
-                    if (!own.enter()) fail("closed", rank, 0);
+                    View own = {*boxes[static_cast<size_t>(rank)], rank, ranks, is_alone};
+                    if (!own.boxes.enter()) fail("closed", rank, 0);
                     run_rank(own, messages / TAGS * TAGS, seed + static_cast<uint64_t>(ranks));
                     if (rank < 2) run_helped(own, over);
-                    if (rank < 2) run_withdrawn(own, sent);
-                    own.leave();
+                    if (rank < 2 && !is_alone) run_withdrawn(own, sent);
+                    own.boxes.leave();
                 });
             for (std::thread &one : threads) one.join();
         }

@@ -18,16 +18,17 @@ constexpr uint64_t PIECE = 1 << 18;       // how much is read before a thread lo
 constexpr int64_t FIRST_NAP_NS = 1000000; // a rank that sleeps asks the other one for help after this time,
                                           // and again each time it has doubled
 constexpr int64_t HELP_NS = 100000000;    // a helper without work sleeps after this time
+constexpr size_t MOST_POLLED = 8;         // with more ranks of other hosts, a look for their messages takes too long
 constexpr size_t SPARE_NBYTES = 1 << 16;  // more than the work of one look at the rings allocates
 
-// Whether some memory can be allocated. If not, the helper leaves the work to threads that wait, which can raise errors.
-bool has_memory() {
+} // namespace
+
+// Whether some memory can be allocated. If not, a helper leaves the work to threads that wait, which can raise errors.
+bool Mailboxes::has_memory() {
     void *volatile spare = std::malloc(SPARE_NBYTES); // volatile: the compiler must not leave this out
     std::free(spare);
     return spare != nullptr;
 }
-
-} // namespace
 
 // Read from the memory of another rank's process. Return false if that fails.
 bool Mailboxes::read_peer(int of, uint64_t from, char *to, uint64_t count) const {
@@ -104,8 +105,9 @@ bool Mailboxes::advance(int64_t until_ns) {
 }
 
 bool Mailboxes::progress(int64_t until_ns) {
+    const bool changed = are_remotes_open.load() && progress_remotes();
     if (own().bell.load() == scanned.load(std::memory_order_relaxed) && unread.load(std::memory_order_relaxed) == 0)
-        return false;
+        return changed;
     Lock lock(mutex);
     do {
         const uint32_t seen = own().bell.load();
@@ -137,19 +139,27 @@ MessageStatus Mailboxes::wait(uint64_t id, int64_t slice_ns, int &source, uint64
         nbytes = message->found_nbytes;
         return status;
     };
+    // A thread that waits for any rank sleeps at the bell, and the remote helper at the sockets.
+    const bool is_far = is_remote(message->peer), is_mixed = message->peer == ANY_RANK && are_remotes_open.load();
     int64_t now = now_ns(), since = now, nap = FIRST_NAP_NS;
     const int64_t until = now + slice_ns;
     advance(until);
     if (slice_ns <= 0 && !finished()) call_for_help(message->peer);
     if (slice_ns <= 0 || finished()) return result();
-    waiters.fetch_add(1);
+    std::atomic<int> &count = is_far ? sleepers_at_sockets : waiters;
+    count.fetch_add(1);
+    if (is_mixed && mixed_waiters.fetch_add(1) == 0) wake_remote_helper();
     bool undisturbed = true; // by signals, which Python handles
     while (undisturbed && !finished() && (now = now_ns()) < until && !closed.load() && !out_of_memory.load()) {
         bool changed = false;
-        if (now < since + spin_ns) {
+        if (now < since + spin_ns && !is_far) {
             for (int k = 0; k < 64 && !(changed = advance(until)); k++) relax();
-        } else if (now < since + YIELD_NS) {
+        } else if (now < since + YIELD_NS && (!is_far || remotes.size() <= MOST_POLLED)) {
             sched_yield();
+            changed = advance(until);
+        } else if (is_far) {
+            undisturbed = pause(std::min(now + nap, until));
+            nap = std::min(2 * nap, slice_ns);
             changed = advance(until);
         } else {
             call_for_help(message->peer);
@@ -163,12 +173,18 @@ MessageStatus Mailboxes::wait(uint64_t id, int64_t slice_ns, int &source, uint64
         }
         if (changed) since = now_ns();
     }
-    waiters.fetch_sub(1);
+    count.fetch_sub(1);
+    if (is_mixed) mixed_waiters.fetch_sub(1);
+    if (is_far) {
+        last_slept_at_sockets.store(now_ns());
+        if (own().pending.load() != 0 && helper_waits_long.load()) wake_remote_helper();
+    }
     return result();
 }
 
 // Wake the helper of a rank, or of all ranks, if it can do anything.
 void Mailboxes::call_for_help(int of) const {
+    if (is_remote(of)) return;
     for (int to = of == ANY_RANK ? 0 : of; to < (of == ANY_RANK ? ranks : of + 1); to++) {
         Box &box = boxes[to];
         if (to == rank || box.pending.load() == 0) continue;
@@ -183,15 +199,22 @@ void Mailboxes::wake_helper(int of) const {
 
 void Mailboxes::start_helper() {
     if (helper != nullptr || helper_failed || unfinished == 0) return;
+    helper = start_thread(&Mailboxes::help);
+    helper_failed = helper == nullptr;
+}
+
+// Return null if there are too many threads, or no memory: then only waiting threads make progress.
+std::thread *Mailboxes::start_thread(void (Mailboxes::*run)()) {
     sigset_t all, before; // signals are for Python's threads
     sigfillset(&all);
     pthread_sigmask(SIG_SETMASK, &all, &before);
+    std::thread *made = nullptr;
     try {
-        helper = new std::thread([this] { help(); });
-    } catch (const std::exception &) { // too many threads, or no memory: then only waiting threads make progress
-        helper_failed = true;
+        made = new std::thread([this, run] { (this->*run)(); });
+    } catch (const std::exception &) {
     }
     pthread_sigmask(SIG_SETMASK, &before, nullptr);
+    return made;
 }
 
 // The helper works while another rank waits for this one, and no thread of this rank waits, or while it reads.
@@ -232,6 +255,7 @@ bool Mailboxes::end(uint64_t id) {
     if (found == messages.end()) return true;
     const Shared message = found->second;
     if (message->status != MessageStatus::waiting) return true;
+    if (end_remote(message)) return true;
     MessageStatus status = MessageStatus::mismatch;
     const auto is_its = [&](const Outgoing &one) { return one.message == message; };
     std::deque<Outgoing> none, &records = message->source == ANY_RANK ? none : outgoing[static_cast<size_t>(message->source)];

@@ -24,6 +24,7 @@ constexpr uint64_t ALIGNMENT = 32;         // of records
 constexpr uint64_t SHARED_NBYTES = 1 << 22; // two threads read a message of so many bytes, if each rank has a CPU
 constexpr int PARTS_AT_ONCE = 64;
 constexpr uint64_t CROWDED_NBYTES = 1 << 22;
+constexpr int64_t LEAVE_NS = 1000000000;   // the longest wait of a rank that leaves until other hosts have its messages
 constexpr uint64_t KEPT_NBYTES = 200;      // memory of a message without a receive whose tag no other has, but for its bytes
 
 uint64_t ring_capacity(int ranks) {
@@ -108,11 +109,17 @@ bool Mailboxes::close() {
     for (;;) {
         own().bell.fetch_add(1);
         futex_wake_all(own().bell);
+        wake_remote_helper();
         if (users.load() == 0) break;
         sched_yield();
     }
-    if (helper != nullptr) helper->join();
-    delete helper;
+    for (std::thread *each : {helper, remote_helper}) {
+        if (each != nullptr) each->join();
+        delete each;
+    }
+    if (bell_fd >= 0) ::close(bell_fd);
+    // A socket that is closed while data arrives there drops what it has not delivered.
+    if (are_remotes_open.load()) connections->flush(now_ns() + LEAVE_NS);
     if (mapped_nbytes > 0) munmap(mapped, mapped_nbytes);
     return true;
 }
@@ -137,6 +144,7 @@ void Mailboxes::notify(int of) const {
 
 // Write a record if there is room for it.
 bool Mailboxes::put(int dst, const Record &record, const char *payload) {
+    if (is_remote(dst)) return put_remote(dst, record, payload);
     Ring &to = ring(rank, dst);
     const uint64_t head = to.head.load(std::memory_order_relaxed), size = record_nbytes(record.length);
     uint64_t &tail = tails[static_cast<size_t>(dst)];
@@ -170,14 +178,14 @@ void Mailboxes::flush(int dst) {
         if (next.message == nullptr) {
             replies--;
             update_pending();
-        } else if (next.record.kind != OFFER) {
+        } else if (next.record.kind != OFFER && !completes_later(dst, next.message, next.status)) {
             complete(next.message, next.status);
         }
     }
     auto &parts = streams[static_cast<size_t>(dst)];
     for (int written = 0; !parts.empty(); written++) {
         if (written == PARTS_AT_ONCE) return notify(rank); // a thread that waits must return regularly
-        Message &next = *parts.front();
+        MailboxMessage &next = *parts.front();
         const uint64_t count = std::min(next.nbytes - next.moved, capacity / 4);
         const Record record = {PART, static_cast<uint32_t>(count), static_cast<int64_t>(next.moved), next.id};
         if (!put(dst, record, next.memory + next.moved)) return;
@@ -218,12 +226,17 @@ void Mailboxes::drain(int src) {
 
 // Handle a record, whose payload is at a position of the ring.
 void Mailboxes::arrived(int src, const Record &record, uint64_t position) {
+    if (record.kind == CROWDED || record.kind == ROOMY) {
+        if (is_remote(src)) remote(src).crowded = record.kind == CROWDED;
+        return;
+    }
     if (record.kind == DONE || record.kind == PULL) {
         const auto found = messages.find(record.id);
         if (found == messages.end() || found->second->status != MessageStatus::waiting) return;
         const Shared message = found->second;
         if (record.kind == DONE) return complete(message, MessageStatus::done);
-        if (message->withdrawn) return;
+        if (message->withdrawn || message->peer != src) return;
+        if (is_remote(src)) return move_bytes(message, src);
         streams[static_cast<size_t>(src)].push_back(message);
         return flush(src);
     }
@@ -233,26 +246,26 @@ void Mailboxes::arrived(int src, const Record &record, uint64_t position) {
         const Shared message = found->second;
         const auto at = static_cast<uint64_t>(record.tag);
         if (at > message->nbytes || record.length > message->nbytes - at) return; // no rank has written this
-        copy_out(src, position, message->memory + at, record.length);
+        take(src, position, message->memory + at, record.length);
         message->moved += record.length;
         if (message->moved < message->nbytes) return;
         pulled.erase(found);
         return complete(message, MessageStatus::done);
     }
     OfferPayload offer = {record.length, 0};
-    if (record.kind == OFFER) copy_out(src, position, &offer, sizeof offer);
+    if (record.kind == OFFER) take(src, position, &offer, sizeof offer);
     const uint64_t id = record.kind == OFFER ? record.id : 0;
     if (const Shared message = matching(src, record.tag)) {
-        if (id == 0 && offer.nbytes == message->nbytes) copy_out(src, position, message->memory, record.length);
+        if (id == 0 && offer.nbytes == message->nbytes) take(src, position, message->memory, record.length);
         return deliver(message, src, offer.nbytes, id, offer.address);
     }
     Unexpected kept_one = {++last_order, offer.nbytes, id, offer.address, {}};
     if (id == 0) {
         kept_one.payload.resize(record.length);
-        copy_out(src, position, kept_one.payload.data(), record.length);
+        take(src, position, kept_one.payload.data(), record.length);
         uint64_t &count = kept[static_cast<size_t>(src)];
         count += KEPT_NBYTES + record.length;
-        if (count > CROWDED_NBYTES) ring(src, rank).crowded.store(1, std::memory_order_relaxed);
+        if (count > CROWDED_NBYTES) set_crowded(src, true);
     }
     unexpected[{src, record.tag}].push_back(std::move(kept_one));
 }
@@ -284,7 +297,10 @@ void Mailboxes::deliver(const Shared &message, int src, uint64_t nbytes, uint64_
     if (offer == 0) return complete(message, MessageStatus::done);
     message->offer = offer;
     message->address = address;
-    if (can_read(src)) {
+    if (is_remote(src)) {
+        move_bytes(message, src);
+        reply(src, PULL, offer);
+    } else if (can_read(src)) {
         reads.push_back(message);
         unread.store(static_cast<int>(reads.size()));
         // While its sender waits, a second thread reads every other piece: this took 0.55 of the time for 64 MiB.
@@ -319,12 +335,14 @@ uint64_t Mailboxes::receive(int src, int64_t tag, char *memory, uint64_t nbytes)
 
 uint64_t Mailboxes::begin_send(int dst, int64_t tag, char *memory, uint64_t nbytes) {
     const Lock lock(mutex);
+    if (is_remote(dst)) open_remotes();
     auto &records = outgoing[static_cast<size_t>(dst)];
-    const bool crowded = ring(rank, dst).crowded.load(std::memory_order_relaxed) != 0;
-    const bool inside = nbytes <= eager && !crowded;
+    const bool crowded = is_remote(dst) ? remote(dst).crowded : ring(rank, dst).crowded.load(std::memory_order_relaxed) != 0;
+    const bool inside = nbytes <= (is_remote(dst) ? remote_eager : eager) && !crowded;
     Record record = {DATA, static_cast<uint32_t>(inside ? nbytes : 0), tag, 0};
-    if (inside && records.empty() && put(dst, record, memory)) return 0;
-    const auto message = std::make_shared<Message>();
+    const bool is_put = inside && records.empty() && put(dst, record, memory);
+    if (is_put && !(is_remote(dst) && !remote(dst).sent.empty())) return 0;
+    const auto message = std::make_shared<MailboxMessage>();
     message->id = record.id = ++last_id;
     message->sends = true;
     message->peer = dst;
@@ -342,16 +360,21 @@ uint64_t Mailboxes::begin_send(int dst, int64_t tag, char *memory, uint64_t nbyt
     }
     messages[message->id] = message;
     unfinished++;
-    records.push_back(std::move(next));
+    if (is_put)
+        completes_later(dst, message, MessageStatus::done);
+    else
+        records.push_back(std::move(next));
     start_helper();
     update_pending();
     flush(dst);
+    if (is_remote(dst) && helper_sleeps_at_sockets.load()) wake_remote_helper();
     return message->id;
 }
 
 uint64_t Mailboxes::begin_receive(int src, int64_t tag, char *memory, uint64_t nbytes) {
     const Lock lock(mutex);
-    const auto message = std::make_shared<Message>();
+    if (is_remote(src) || (src == ANY_RANK && !remotes.empty())) open_remotes();
+    const auto message = std::make_shared<MailboxMessage>();
     message->id = ++last_id;
     message->peer = src;
     message->tag = tag;
@@ -360,7 +383,7 @@ uint64_t Mailboxes::begin_receive(int src, int64_t tag, char *memory, uint64_t n
     messages[message->id] = message;
     unfinished++;
     auto found = unexpected.end();
-    for (int of = src == ANY_RANK ? 0 : src; of < (src == ANY_RANK ? ranks : src + 1); of++) {
+    for (int of = src == ANY_RANK ? 0 : src; of < (src == ANY_RANK ? everyone() : src + 1); of++) {
         const auto one = unexpected.find({of, tag});
         if (one != unexpected.end() &&
             (found == unexpected.end() || one->second.front().order < found->second.front().order))
@@ -377,12 +400,13 @@ uint64_t Mailboxes::begin_receive(int src, int64_t tag, char *memory, uint64_t n
             if (first.nbytes == nbytes && nbytes > 0) std::memcpy(memory, first.payload.data(), nbytes);
             uint64_t &count = kept[static_cast<size_t>(of)];
             count -= KEPT_NBYTES + first.nbytes;
-            if (count < CROWDED_NBYTES / 2) ring(of, rank).crowded.store(0, std::memory_order_relaxed);
+            if (count < CROWDED_NBYTES / 2) set_crowded(of, false);
         }
         deliver(message, of, first.nbytes, first.offer, first.address);
     }
     start_helper();
     update_pending();
+    if (is_remote(src) && helper_sleeps_at_sockets.load()) wake_remote_helper();
     return message->id;
 }
 

@@ -22,12 +22,16 @@
 #include <memory>
 #include <mutex>
 #include <new>
+#include <string>
 #include <thread>
 #include <unordered_map>
 #include <utility>
 #include <vector>
 
+#include "connections.hpp"
+
 constexpr int ANY_RANK = -1;
+constexpr uint64_t REMOTE_EAGER_NBYTES = 1 << 16; // the most of a message that is sent as data to another host
 
 enum class MessageStatus { waiting, done, mismatch, unknown, no_memory };
 
@@ -51,7 +55,7 @@ struct Box { // of one rank
     std::atomic<uint64_t> address;          // at this address
 };
 
-enum Kind : uint32_t { DATA, OFFER, DONE, PULL, PART };
+enum Kind : uint32_t { DATA, OFFER, DONE, PULL, PART, CROWDED, ROOMY };
 
 struct Record {
     uint32_t kind, length; // a Kind; `length` bytes follow
@@ -59,7 +63,7 @@ struct Record {
     uint64_t id;           // the sender's number of the message; of `done` and `pull`, the receiver's of those
 };
 
-struct Message { // a send or receive of this rank
+struct MailboxMessage { // a send or receive of this rank
     uint64_t id;
     bool sends = false;
     int peer; // ANY_RANK: any
@@ -87,6 +91,10 @@ class Mailboxes {
     ~Mailboxes();
     static int64_t nbytes(int ranks);
 
+    // Also exchange messages with ranks of other hosts, whose numbers follow those of this host, in this order. `indices`:
+    // of these ranks in `connections`, or -1 for a rank that cannot be reached. Call it before the first message.
+    void reach(std::shared_ptr<Connections> connections, const std::vector<int> &indices);
+
     // Any thread may call these methods, but only while `enter` has returned true and `leave` was not called.
     bool enter(); // false: closed
     void leave() { users.fetch_sub(1); }
@@ -107,15 +115,17 @@ class Mailboxes {
     // that the other rank knows of: its memory is still needed, and only `give_up` makes the other rank not use it.
     bool withdraw(uint64_t id);
     // From now on, others must not use this rank's offers, and this rank uses none.
-    void give_up() { own().mood.store(GAVE_UP); }
-    RankMood mood(int of) const { return static_cast<RankMood>(boxes[of].mood.load()); }
+    void give_up();
+    std::string why(int of) const; // the connection to a rank of another host was lost, or ""
+    RankMood mood(int of) const;   // of a rank of another host: OPEN while it is connected, else LEFT
 
     bool close(); // wait until no thread uses this object, and end the helper; false: another thread does or has done so
 
-    int rank, ranks;
+    int rank, ranks; // of this host
+    int everyone() const { return ranks + static_cast<int>(remotes.size()); } // the number of ranks of all hosts
 
   private:
-    using Shared = std::shared_ptr<Message>;
+    using Shared = std::shared_ptr<MailboxMessage>;
     using Lock = std::unique_lock<std::mutex>;
     struct Outgoing { // a record that waits for room in a ring
         Record record;
@@ -127,6 +137,25 @@ class Mailboxes {
         uint64_t order;
         uint64_t nbytes, offer, address; // offer is 0 for a message that `payload` contains
         std::vector<char> payload;
+    };
+
+    struct SentRecord { // to a rank of another host, that is not written yet
+        std::vector<char> bytes;
+        std::shared_ptr<Message> moving;
+        Shared message; // complete, with this status, when the record is written; or null
+        MessageStatus status;
+    };
+    struct Moved { // the bytes of an offer that was pulled
+        std::shared_ptr<Message> moving;
+        Shared message;
+    };
+    struct Remote { // a rank of another host
+        int index = -1;
+        std::vector<char> room; // for the next record
+        std::shared_ptr<Message> arriving;
+        std::deque<SentRecord> sent;
+        std::vector<Moved> moved;
+        bool crowded = false, was_told = false; // whether it keeps many messages; whether this rank has told it the same
     };
 
     Mailboxes() = default;
@@ -146,6 +175,8 @@ class Mailboxes {
     bool end(uint64_t id);
     void drain(int src);
     void arrived(int src, const Record &record, uint64_t position);
+    void take(int src, uint64_t position, void *to, uint64_t count) const;
+    void set_crowded(int src, bool crowded);
     Shared matching(int src, int64_t tag);
     void deliver(const Shared &message, int src, uint64_t nbytes, uint64_t offer, uint64_t address);
     void complete(const Shared &message, MessageStatus status);
@@ -156,13 +187,28 @@ class Mailboxes {
     void update_pending();
     void call_for_help(int of) const;
     void wake_helper(int of) const;
+    static bool has_memory();
     void start_helper();
     void help();
+    std::thread *start_thread(void (Mailboxes::*run)());
+    bool is_remote(int of) const { return of >= ranks; }
+    Remote &remote(int of) { return remotes[static_cast<size_t>(of - ranks)]; }
+    const Remote &remote(int of) const { return remotes[static_cast<size_t>(of - ranks)]; }
+    void open_remotes();
+    void expect_record(Remote &from);
+    void move_bytes(const Shared &message, int other);
+    bool put_remote(int dst, const Record &record, const char *payload);
+    bool completes_later(int dst, const Shared &message, MessageStatus status);
+    bool progress_remotes();
+    bool pause(int64_t until_ns);
+    void wake_remote_helper();
+    void help_remotes();
+    bool end_remote(const Shared &message);
 
     Box *boxes = nullptr;
     Ring *rings = nullptr;
     char *bytes = nullptr;
-    uint64_t capacity = 0, eager = 0; // of a ring; of a message that is sent as data
+    uint64_t capacity = 0, eager = 0, remote_eager = 0; // of a ring; of a message that is sent as data, on this host or not
     int64_t spin_ns = 0, probe = 0;
     bool may_read = true;
     void *mapped = nullptr;
@@ -174,6 +220,14 @@ class Mailboxes {
     std::atomic<uint32_t> scanned{0}; // the bell's value when the rings were last read
     std::atomic<int> unread{0};       // the size of `reads`
     std::atomic<bool> has_ended{false}; // whether `ended` contains any
+    std::shared_ptr<Connections> connections; // to the ranks of other hosts, or null
+    int bell_fd = -1;                         // readable: a thread that sleeps at the connections must look for work
+    std::atomic<bool> are_remotes_open{false};
+    std::atomic<int> sleepers_at_sockets{0}, mixed_waiters{0}; // threads that wait for a message
+    std::atomic<bool> helper_sleeps_at_sockets{false}, helper_waits_long{false};
+    std::atomic<uint32_t> remote_help{0};     // a futex of the remote helper
+    std::atomic<int64_t> last_slept_at_sockets{0};
+    const char *remote_payload = nullptr;     // of the record that has arrived
     std::mutex mutex;                 // of all that follows
     uint64_t last_id = 0, last_order = 0;
     uint64_t unfinished = 0;                                                    // how many messages are not complete
@@ -188,7 +242,8 @@ class Mailboxes {
     std::vector<uint64_t> tails, kept;                                          // of the rings to other ranks; bytes
     std::vector<signed char> readable;                                          // by rank; -1: not known
     std::vector<uint64_t> ended;                                                // for `completed`
-    std::thread *helper = nullptr;
+    std::vector<Remote> remotes;
+    std::thread *helper = nullptr, *remote_helper = nullptr;
     bool helper_failed = false;
 };
 

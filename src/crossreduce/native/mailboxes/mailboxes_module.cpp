@@ -6,6 +6,8 @@
 
 #include "mailboxes.hpp"
 
+std::shared_ptr<Connections> *connections_in(PyObject *object);
+
 namespace {
 
 constexpr int MAX_RANKS = 10000;
@@ -99,12 +101,20 @@ PyObject *begin_message(PyObject *object, PyObject *args) {
     if (!PyArg_ParseTuple(args, "iLKKO", &peer, &tag, &address, &nbytes, &owner)) return nullptr;
     const Use use(object);
     if (!use) return nullptr;
-    if (peer < LEAST || peer >= use.boxes->ranks) return PyErr_Format(PyExc_ValueError, "the rank is out of range");
+    if (peer < LEAST || peer >= use.boxes->everyone()) return PyErr_Format(PyExc_ValueError, "the rank is out of range");
     MailboxesObject *self = boxes_of(object);
     try {
         release_completed(self, *use.boxes);
         self->owners->reserve(self->owners->size() + 1);
-        const uint64_t id = (use.boxes->*BEGIN)(peer, tag, reinterpret_cast<char *>(address), nbytes);
+        const auto begin = [&] { return (use.boxes->*BEGIN)(peer, tag, reinterpret_cast<char *>(address), nbytes); };
+        // A message with another host calls the system, and may wait for a thread that reads from a connection.
+        bool had_memory = use.boxes->everyone() == use.boxes->ranks;
+        const uint64_t id = had_memory ? begin() : without_lock(uint64_t{0}, [&] {
+            const uint64_t made = begin();
+            had_memory = true;
+            return made;
+        });
+        if (!had_memory) return PyErr_NoMemory();
         if (id != 0 && use.boxes->is_pending(id)) {
             (*self->owners)[id] = owner;
             Py_INCREF(owner);
@@ -155,14 +165,38 @@ PyObject *boxes_mood(PyObject *object, PyObject *args) {
     if (!PyArg_ParseTuple(args, "i", &rank)) return nullptr;
     const Use use(object);
     if (!use) return nullptr;
-    if (rank < 0 || rank >= use.boxes->ranks) return PyErr_Format(PyExc_ValueError, "the rank is out of range");
-    return PyLong_FromLong(static_cast<long>(use.boxes->mood(rank)));
+    if (rank < 0 || rank >= use.boxes->everyone()) return PyErr_Format(PyExc_ValueError, "the rank is out of range");
+    return PyLong_FromLong(static_cast<long>(without_lock(OPEN, [&] { return use.boxes->mood(rank); })));
+}
+
+PyObject *boxes_why(PyObject *object, PyObject *args) {
+    int rank;
+    if (!PyArg_ParseTuple(args, "i", &rank)) return nullptr;
+    const Use use(object);
+    if (!use) return nullptr;
+    if (rank < use.boxes->ranks || rank >= use.boxes->everyone()) return PyErr_Format(PyExc_ValueError, "the rank is out of range");
+    const std::string why = without_lock(std::string(), [&] { return use.boxes->why(rank); });
+    return PyUnicode_DecodeUTF8(why.data(), static_cast<Py_ssize_t>(why.size()), "replace");
 }
 
 PyObject *boxes_give_up(PyObject *object, PyObject *) {
     const Use use(object);
     if (!use) return nullptr;
-    use.boxes->give_up();
+    without_lock(0, [&] { return use.boxes->give_up(), 0; });
+    Py_RETURN_NONE;
+}
+
+PyObject *boxes_reach(PyObject *object, PyObject *args) {
+    PyObject *given, *ranks_given;
+    std::vector<int> ranks;
+    if (!PyArg_ParseTuple(args, "OO", &given, &ranks_given) || !read_ints(ranks_given, ranks)) return nullptr;
+    const Use use(object);
+    if (!use) return nullptr;
+    if (use.boxes->everyone() != use.boxes->ranks) return value_error("reach was called before"), nullptr;
+    const std::shared_ptr<Connections> *found = connections_in(given);
+    if (found == nullptr) return nullptr;
+    for (int &each : ranks) each = (*found)->index_of(each);
+    use.boxes->reach(*found, ranks);
     Py_RETURN_NONE;
 }
 
@@ -173,6 +207,9 @@ PyObject *boxes_close(PyObject *object, PyObject *) {
 
 PyMethodDef boxes_methods[] = {
     {"nbytes", boxes_nbytes, METH_VARARGS | METH_STATIC, "nbytes(ranks): return the size of the memory for this many ranks."},
+    {"reach", locked<boxes_reach>, METH_VARARGS,
+     "reach(connections, ranks): also exchange messages with ranks of other hosts, whose numbers here follow those of this "
+     "host, in this order. A rank without a connection cannot be reached."},
     {"send", locked<begin_message<&Mailboxes::send, 0>>, METH_VARARGS,
      "send(dst, tag, address, nbytes, owner): begin to send; return the message's number, or 0 if it is complete. The "
      "owner of the memory is referenced until the message is complete."},
@@ -187,6 +224,7 @@ PyMethodDef boxes_methods[] = {
      "its memory."},
     {"mood", locked<boxes_mood>, METH_VARARGS,
      "mood(rank): return 0, 1 if the rank has closed its mailboxes, or 2 if a message of it has timed out."},
+    {"why", locked<boxes_why>, METH_VARARGS, "why(rank): return why the connection to a rank of another host was lost, or \"\"."},
     {"give_up", locked<boxes_give_up>, METH_NOARGS, "Tell the other ranks that a message of this rank has timed out."},
     {"close", locked<boxes_close>, METH_NOARGS, "End all messages; afterwards every other method raises ValueError."},
     {nullptr, nullptr, 0, nullptr}};

@@ -5,9 +5,11 @@
 #include <algorithm>
 #include <cerrno>
 #include <cstring>
+#include <linux/sockios.h>
 #include <netinet/in.h>
 #include <netinet/tcp.h>
 #include <poll.h> // POLLRDHUP needs _GNU_SOURCE, which g++ and clang++ define
+#include <sys/ioctl.h>
 #include <sys/socket.h>
 #include <sys/uio.h>
 #include <unistd.h>
@@ -166,8 +168,10 @@ void Connections::write_to(Peer &peer, Lane &lane) {
         const ssize_t sent = sendmsg(lane.socket, &message, MSG_DONTWAIT | MSG_NOSIGNAL);
         if (sent < 0) {
             if (errno == EINTR) continue;
-            if (errno != EAGAIN && errno != EWOULDBLOCK) lose(peer, State::lost, std::strerror(errno));
-            return;
+            if (errno == EAGAIN || errno == EWOULDBLOCK) return;
+            const std::string why = std::strerror(errno);
+            for (Lane &each : peer.lanes) read_from(peer, each); // what it has sent before it ended
+            return lose(peer, State::lost, why);
         }
         for (uint64_t left = static_cast<uint64_t>(sent); left > 0;) {
             Part &first = lane.out.front();
@@ -230,7 +234,7 @@ void Connections::finish_incoming(Peer &peer, Lane &lane) {
 
 void Connections::read_from(Peer &peer, Lane &lane) {
     const size_t room = &lane == peer.lanes.data() ? STAGED_NBYTES : sizeof(MessageHeader);
-    if (lane.staged.empty()) lane.staged.resize(room);
+    if (peer.expectations > 0 && lane.staged.empty()) lane.staged.resize(room);
     while (peer.state == State::done && peer.expectations > 0 && !lane.ended) {
         const size_t staged = lane.staged_end - lane.staged_begin;
         if (!lane.active || lane.blocked) {
@@ -295,37 +299,73 @@ void Connections::lose(Peer &peer, State state, const std::string &why) {
     peer.sending = peer.expectations = 0;
 }
 
-Message::State Connections::wait(Message &message, int64_t until_ns) {
+// Sleep until something can be moved, or `bell` is readable. Return false if a signal came.
+bool Connections::sleep(std::unique_lock<std::mutex> &held, int64_t ns, int bell) {
     std::vector<pollfd> polled;
+    const auto has_rest = [](const Peer &peer) { return !peer.rest.empty(); }; // another lane may have become the best one
+    if (waiters > 1 || std::any_of(peers.begin(), peers.end(), has_rest)) ns = std::min(ns, SHARED_WAIT_NS);
+    for (const Peer &peer : peers)
+        for (const Lane &lane : peer.lanes)
+            if (const short wanted = has_work(peer) ? events(peer, lane) : short{0}; wanted != 0) polled.push_back({lane.socket, wanted, 0});
+    for (const int more : {descriptor(), bell})
+        if (more >= 0) polled.push_back({more, POLLIN, 0});
+    if (!may_sleep()) return true;
+    held.unlock();
+    const timespec time = {static_cast<time_t>(ns / 1000000000), static_cast<long>(ns % 1000000000)};
+    const bool interrupted = ppoll(polled.data(), polled.size(), &time, nullptr) < 0;
+    held.lock();
+    if (interrupted) return false;
+    for (const pollfd &each : polled)
+        for (Peer &peer : peers)
+            for (const Lane &lane : peer.lanes)
+                if (lane.socket == each.fd && lane.blocked && (each.revents & (POLLRDHUP | POLLERR | POLLHUP)) != 0)
+                    lose(peer, State::lost, CLOSED);
+    return true;
+}
+
+namespace {
+
+struct Counted { // one more while it exists, also if there is no memory for a message that nobody expects yet
+    int &count;
+    explicit Counted(int &of) : count(of) { count++; }
+    Counted(const Counted &) = delete;
+    Counted &operator=(const Counted &) = delete;
+    ~Counted() { count--; }
+};
+
+} // namespace
+
+Message::State Connections::wait(Message &message, int64_t until_ns) {
     std::unique_lock<std::mutex> held(lock);
-    struct Waiter {
-        int &count;
-        ~Waiter() { count--; } // also if there is no memory for a message that nobody expects yet
-    } const waiter{++waiters};
+    const Counted waiter(waiters);
     while (true) {
         move();
-        int64_t left = std::min(until_ns - now_ns(), longest_sleep());
-        if (message.state != State::pending || until_ns <= now_ns()) break;
-        const auto has_rest = [](const Peer &peer) { return !peer.rest.empty(); }; // another lane may have become the best one
-        if (waiters > 1 || std::any_of(peers.begin(), peers.end(), has_rest)) left = std::min(left, SHARED_WAIT_NS);
-        polled.clear();
-        for (const Peer &peer : peers)
-            for (const Lane &lane : peer.lanes)
-                if (const short wanted = has_work(peer) ? events(peer, lane) : short{0}; wanted != 0) polled.push_back({lane.socket, wanted, 0});
-        if (descriptor() >= 0) polled.push_back({descriptor(), POLLIN, 0});
-        if (!may_sleep()) continue;
-        held.unlock();
-        const timespec time = {static_cast<time_t>(left / 1000000000), static_cast<long>(left % 1000000000)};
-        const bool interrupted = ppoll(polled.data(), polled.size(), &time, nullptr) < 0;
-        held.lock();
-        if (interrupted) break; // by a signal
-        for (const pollfd &each : polled)
-            for (Peer &peer : peers)
-                for (const Lane &lane : peer.lanes)
-                    if (lane.socket == each.fd && lane.blocked && (each.revents & (POLLRDHUP | POLLERR | POLLHUP)) != 0)
-                        lose(peer, State::lost, CLOSED);
+        const int64_t left = std::min(until_ns - now_ns(), longest_sleep());
+        if (message.state != State::pending || until_ns <= now_ns() || !sleep(held, left, -1)) break;
     }
     return message.state;
+}
+
+bool Connections::pause(int64_t until_ns, int bell) {
+    std::unique_lock<std::mutex> held(lock);
+    const Counted waiter(waiters);
+    const int64_t left = std::min(until_ns - now_ns(), longest_sleep());
+    const bool undisturbed = left <= 0 || sleep(held, left, bell);
+    move();
+    return undisturbed;
+}
+
+void Connections::flush(int64_t until_ns) {
+    const timespec pause = {0, 200000};
+    for (size_t k = 0; k < peers.size(); k++)
+        for (const Lane &lane : peers[k].lanes)
+            for (int left = 1; left > 0 && is_connected(static_cast<int>(k)) && now_ns() < until_ns;)
+                if (ioctl(lane.socket, SIOCOUTQ, &left) != 0 || left == 0 || nanosleep(&pause, nullptr) != 0) break;
+}
+
+bool Connections::is_connected(int peer) {
+    const std::lock_guard<std::mutex> held(lock);
+    return peers[static_cast<size_t>(peer)].state == State::done;
 }
 
 bool Connections::progress() {

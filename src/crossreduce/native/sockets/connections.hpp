@@ -9,6 +9,7 @@
 // k-th message with a tag is received by the k-th `receive` of that tag. The sender alone decides how many lanes it uses.
 #pragma once
 
+#include <atomic>
 #include <cstdint>
 #include <deque>
 #include <map>
@@ -31,7 +32,7 @@ struct Message {
     char *data;
     uint64_t moved = 0; // bytes that are sent
     int peer;           // index of the peer
-    State state = State::pending;
+    std::atomic<State> state{State::pending};
     bool is_sent = false;    // else it is received
     void *request = nullptr; // of UCX, while it moves the message
 };
@@ -55,6 +56,11 @@ class Connections {
     std::shared_ptr<Message> receive(int peer, uint64_t tag, char *data, int64_t nbytes);
     // Move messages until one is no longer pending, until a time of the monotonic clock, or until a signal comes.
     Message::State wait(Message &message, int64_t until_ns);
+    // Sleep until something can be moved, until `bell` is readable, a time, or a signal, then move it. False: a signal came.
+    bool pause(int64_t until_ns, int bell);
+    // Wait until the hosts of the peers have received all that was written, or until a time.
+    void flush(int64_t until_ns);
+    bool is_connected(int peer); // false: the connection is lost
     // Move what can be moved at once. Return whether messages are pending.
     bool progress();
     // Close the connections to silent hosts. A wait calls this after `silent_ns`.
@@ -138,6 +144,7 @@ class Connections {
     std::vector<Peer> peers;
 
   private:
+    bool sleep(std::unique_lock<std::mutex> &held, int64_t ns, int bell);
     void write_to(Peer &peer, Lane &lane);
     void read_from(Peer &peer, Lane &lane);
     bool begin_incoming(Peer &peer, Lane &lane);

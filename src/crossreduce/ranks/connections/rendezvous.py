@@ -13,7 +13,7 @@ import os
 import re
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any, Final, NamedTuple
 
@@ -255,13 +255,25 @@ class ConnectionStore:
         self._began = 0.0  # when ranks were missing for the first time
         self._given_up: list[int] = []
 
-    def connect(self, hosts: tuple[tuple[int, ...], ...], transport: str) -> Links:
-        """Return sockets that are connected to the ranks of other hosts with which this rank exchanges messages.
+    def connect(
+        self,
+        hosts: tuple[tuple[int, ...], ...],
+        transport: str,
+        everyone: bool = False,
+        without: Collection[int] = (),
+    ) -> Links:
+        """Return sockets that are connected to the rail leaders of other hosts with which this rank exchanges data.
 
-        ``transport``: the name of the transport that will use them.
+        ``transport``: the name of the transport that will use them. ``everyone``: connect to all ranks of other hosts, by
+        one connection each. ``without``: ranks that are known to be out of reach.
         """
         peers = rail_peers(hosts, self._rank) if len(hosts) > 1 else ()
         count, measures = socket_count(transport, len(hosts))
+        if everyone:
+            peers = tuple(rank for host in hosts if self._rank not in host for rank in host)
+            count, measures = 1, False
+        lost = [peer for peer in peers if peer in without]
+        peers = tuple(peer for peer in peers if peer not in without)
         sockets = tcp.connect(
             self._rank,
             peers,
@@ -275,7 +287,7 @@ class ConnectionStore:
             count,
             next(ranks.index(self._rank) for ranks in hosts if self._rank in ranks),
         )
-        unreached = [peer for peer in peers if peer not in sockets and peer != self._rank]
+        unreached = [*lost, *(peer for peer in peers if peer not in sockets and peer != self._rank)]
         first = {peer: each[0] for peer, each in sockets.items()}
         further = {peer: each[1:] for peer, each in sockets.items()}
         return Links(self._rank, first, unreached, self._cancelled, further, measures)
@@ -316,21 +328,6 @@ class ConnectionStore:
     def _publish_stalled(self, overdue: Sequence[int]) -> None:
         """Publish the ranks to which this one gets no connection, and the ranks that it has given up."""
         self._store.set(f"stalled {self._rank}", json.dumps([list(overdue), self._given_up]).encode())
-
-    def any_of_all(self, value: bool, size: int) -> bool:
-        """Return whether ``value`` is true on any of the group's ``size`` ranks, once all have called this.
-
-        Raise a ``ConnectionError`` if ``cancelled`` is set before.
-        """
-        if value:
-            self._store.add("true", 1)
-        called, pause = self._store.add("called", 1), PAUSES_S[0]
-        while called < size:
-            if self._cancelled.wait(pause):
-                raise ConnectionError("another rank did not connect")
-            pause = min(2 * pause, PAUSES_S[1])
-            called = self._store.add("called", 0)
-        return bool(self._store.add("true", 0))
 
 
 def interfaces() -> list[str]:

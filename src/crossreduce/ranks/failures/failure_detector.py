@@ -235,22 +235,23 @@ class FailureDetector:
         kind = CollectiveTimeout if isinstance(error, TimeoutError) else PeerLostError
         return kind(message(problem, str(error), f"{DOCTOR} DIR shows what each rank did last"))
 
-    def message_failure(self, method: str, peer: int | None, error: OSError) -> ReductionError:
+    def message_failure(self, method: str, peer: int | None, error: OSError, died: bool = False) -> ReductionError:
         """Return the public error for a failed send or receive of the caller, which uses the group's connections.
 
         Args:
           method: "send" or "recv".
           peer: the other rank, or ``None`` if the message could come from any rank.
-          error: a ``TimeoutError`` or a ``ConnectionError`` with the text of the library that carried the message.
+          error: a ``TimeoutError`` or a ``ConnectionError``.
+          died: whether the process of ``peer``, on another host, has ended.
         """
         other = "any rank" if peer is None else f"rank {self._members.global_ranks[peer]}"
         call = f"{method} {'to' if method == 'send' else 'from'} {other}"
         with suppress(ValueError, OSError):  # raised by the memory if this rank closes the group at the same time
-            return self._message_failure(call, peer, error)
+            return self._message_failure(call, peer, error, died)
         problem = f'group "{self._members.name}" was closed during {call}.'
         return ContextError.of(problem, str(error), "wait for all messages before the group is closed")
 
-    def _message_failure(self, call: str, peer: int | None, error: OSError) -> ReductionError:
+    def _message_failure(self, call: str, peer: int | None, error: OSError, died: bool) -> ReductionError:
         """Return the error of ``message_failure``. ``call``: the words for the send or receive."""
         members = self._members
         own, cause = members.own, self._memory.abort_cause()
@@ -275,10 +276,12 @@ class FailureDetector:
         if peer is None:
             problem = f"a connection was lost during {where}. {diagnostics.NO_MESSAGES}"
             return PeerLostError(message(problem, "; ".join(given), "read the last output of all ranks"))
-        problem = f"rank {rank} {self._end_of(peer)}; rank {own} was in {where}. They cannot exchange more messages."
+        problem = (
+            f"rank {rank} {self._end_of(peer, died)}; rank {own} was in {where}. They cannot exchange more messages."
+        )
         return PeerLostError(message(problem, "; ".join(given), f"read the last output of rank {rank}"), ranks)
 
-    def _end_of(self, rank: int) -> str:
+    def _end_of(self, rank: int, died: bool) -> str:
         """Return how a rank ended: "left", "died", or, if this rank cannot tell, "closed its connection"."""
         on_this_host = rank in self._members.host
         deadline = time.monotonic() + END_S
@@ -286,7 +289,9 @@ class FailureDetector:
             if not self._memory.alive(rank):
                 return "left" if self._memory.last_call(rank).text == LEFT else "died"
             time.sleep(END_S / 20)
-        return "left" if not on_this_host and self._rendezvous.has_left(rank) else "closed its connection"
+        if not on_this_host and self._rendezvous.has_left(rank):
+            return "left"
+        return "died" if died else "closed its connection"
 
     def abort_cause(self) -> ReductionError:
         """Return the error with which the group was aborted, the same on all ranks of this host.

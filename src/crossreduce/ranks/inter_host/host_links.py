@@ -75,21 +75,14 @@ class HostLinks:
             _LOG.warning(text, self._members.name, self.text)
         return True
 
-    def require(self, method: str, peer: int | None) -> None:
-        """Check that another library can send a message between this rank and ``peer``, or any rank if it is ``None``.
-
-        Raises:
-          UnsupportedError: this rank's host has no link to the host of ``peer``, or to some host.
-        """
-        if not self.lost:
-            return
+    def require(self, method: str, peer: int) -> None:
+        """Raise an ``UnsupportedError`` if the host of this rank has no link to that of ``peer``."""
         hosts = self._members.hosts
-        own = hosts.index(self._members.host)
-        for host, ranks in enumerate(hosts):
-            if host != own and (own, host) not in self and (peer is None or peer in ranks):
-                problem = f"a {method.partition('_')[0]} needs a connection between the hosts of both ranks."
-                given = f"no connection between {self._members.link_text(own, host)}"
-                raise UnsupportedError.of(problem, given, "a collective, which passes through other hosts")
+        own, other = hosts.index(self._members.host), next(k for k, ranks in enumerate(hosts) if peer in ranks)
+        if (own, other) not in self:
+            problem = f"a {method} needs a connection between the hosts of both ranks."
+            given = f"no connection between {self._members.link_text(own, other)}"
+            raise UnsupportedError.of(problem, given, "a collective, which passes through other hosts")
 
     def require_all(self, call: str) -> None:
         """Raise an ``UnsupportedError`` if a link is lost: another library executes ``call`` and needs all links."""
