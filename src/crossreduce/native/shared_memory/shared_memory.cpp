@@ -17,8 +17,6 @@ namespace {
 // Below this many bytes read and written, waking another thread costs more time than it saves.
 constexpr int64_t THREADED_NBYTES = 1 << 20;
 constexpr int64_t PAGE = 4096;
-// How long a thread yields its CPU that did not make the group: a step of DDP on 8 ranks took 0.96 of the time with YIELD_NS.
-constexpr int64_t HELPER_YIELD_NS = 20000;
 // A rank with pending messages to or from other hosts sleeps at most this long at a time.
 constexpr int64_t NAP_NS = 200000;
 

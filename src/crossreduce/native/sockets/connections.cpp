@@ -8,6 +8,7 @@
 #include <netinet/in.h>
 #include <netinet/tcp.h>
 #include <poll.h> // POLLRDHUP needs _GNU_SOURCE, which g++ and clang++ define
+#include <sched.h>
 #include <sys/socket.h>
 #include <sys/uio.h>
 #include <unistd.h>
@@ -266,6 +267,7 @@ void Connections::lose(Peer &peer, State state, const std::string &why) {
 
 Message::State Connections::wait(Message &message, int64_t until_ns) {
     std::vector<pollfd> polled;
+    const int64_t yield_until_ns = now_ns() + (std::this_thread::get_id() == maker ? YIELD_NS : HELPER_YIELD_NS);
     std::unique_lock<std::mutex> held(lock);
     struct Waiter {
         int &count;
@@ -275,6 +277,12 @@ Message::State Connections::wait(Message &message, int64_t until_ns) {
         move();
         int64_t left = std::min(until_ns - now_ns(), longest_sleep());
         if (message.state != State::pending || until_ns <= now_ns()) break;
+        if (now_ns() < yield_until_ns) { // to wake a rank that sleeps takes longer than most small messages
+            held.unlock();
+            sched_yield();
+            held.lock();
+            continue;
+        }
         if (waiters > 1) left = std::min(left, SHARED_WAIT_NS);
         polled.clear();
         for (const Peer &peer : peers)

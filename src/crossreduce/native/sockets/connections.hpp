@@ -11,6 +11,7 @@
 #include <memory>
 #include <mutex>
 #include <string>
+#include <thread>
 #include <vector>
 
 struct MessageHeader {
@@ -106,4 +107,5 @@ class Connections {
     void finish_incoming(Peer &peer);
 
     int waiters = 0;
+    const std::thread::id maker = std::this_thread::get_id();
 };
