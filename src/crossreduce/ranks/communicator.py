@@ -103,10 +103,13 @@ class Communicator:
                 if has_links(connected):
                     self.agreements.know(connected.reached)
                     self.agreements.connect(self.links.lost)
-                    if connected.connections is not None:
-                        self.memory.native.carry(connected.connections)
+                carried = has_links(connected) and connected.connections is not None
+                if has_links(connected) and carried:
+                    self.memory.native.carry(connected.connections)
                 self.transport = self._watched = WatchedTransport(connected, self.detector.warn_of_remote_wait)
-                self._engine = MultiHostEngine(self.hosts, self.rank, self.memory, self.transport, self.links.lost)
+                watch = self._watched.watch if carried else None
+                lost = self.links.lost
+                self._engine = MultiHostEngine(self.hosts, self.rank, self.memory, self.transport, lost, watch)
             else:
                 self._engine = OneHostEngine(self.rank, self.size, joined.reads_peers, overlapping)
             calls = CallRunner(members, self.memory, rendezvous, self._engine, self.detector, self._abort)

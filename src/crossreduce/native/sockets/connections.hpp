@@ -42,6 +42,7 @@ class Connections {
     Connections &operator=(const Connections &) = delete;
 
     int index_of(int rank) const; // of a peer; -1: this rank is not connected to it
+    int rank_of(int peer) const { return peers[static_cast<size_t>(peer)].rank; }
     // Begin to send, or expect, a message. Its memory must stay valid until it is no longer pending.
     std::shared_ptr<Message> send(int peer, uint64_t tag, char *data, int64_t nbytes);
     std::shared_ptr<Message> receive(int peer, uint64_t tag, char *data, int64_t nbytes);

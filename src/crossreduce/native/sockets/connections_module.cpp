@@ -180,6 +180,18 @@ std::shared_ptr<Connections> *connections_in(PyObject *object) {
     return reinterpret_cast<ConnectionsObject *>(object)->connections;
 }
 
+// Return (PendingMessage, rank) for a message that has begun.
+PyObject *new_pending(const std::shared_ptr<Connections> &connections, std::shared_ptr<Message> message) {
+    const int rank = connections->rank_of(message->peer);
+    Ref pending(reinterpret_cast<PyObject *>(make_object<MessageObject>(message_type, [&](MessageObject &self) {
+        self.rank = rank;
+        self.connections = new std::shared_ptr<Connections>(connections);
+        self.message = new std::shared_ptr<Message>(std::move(message));
+        return true;
+    })));
+    return pending ? Py_BuildValue("Oi", pending.object, rank) : nullptr;
+}
+
 // Return a Connections object, also of a derived class.
 PyObject *new_connections(std::shared_ptr<Connections> connections) {
     return reinterpret_cast<PyObject *>(make_object<ConnectionsObject>(connections_type, [&](ConnectionsObject &self) {

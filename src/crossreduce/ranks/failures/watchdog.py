@@ -44,11 +44,15 @@ class WatchedTransport:
 
     def send(self, address: int, nbytes: int, dst: int, tag: int) -> PendingMessage:
         """Start to send."""
-        return _WatchedMessage(self._transport.send(address, nbytes, dst, tag), dst, self)
+        return self.watch(self._transport.send(address, nbytes, dst, tag), dst)
 
     def receive(self, address: int, nbytes: int, src: int, tag: int) -> PendingMessage:
         """Start to receive."""
-        return _WatchedMessage(self._transport.receive(address, nbytes, src, tag), src, self)
+        return self.watch(self._transport.receive(address, nbytes, src, tag), src)
+
+    def watch(self, pending: PendingMessage, rank: int) -> PendingMessage:
+        """Return a message from or to a rank, whose wait is recorded."""
+        return _WatchedMessage(pending, rank, self)
 
     def abort(self) -> None:
         """Make all messages of this rank fail soon."""

@@ -13,6 +13,7 @@ An op may consist of several exchanges, which execute each stage together (``run
 from __future__ import annotations
 
 import ctypes
+import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
@@ -24,7 +25,7 @@ from ...lowering import Combination, DeviceProgram, Program
 from ...ops import Numbers
 from ...packing import itemsize
 from ..failures.peer_errors import PeerDisconnected, PeerTimeout
-from ..intra_host.instructions import kernel
+from ..intra_host.instructions import BufferReference, HostMessages, RankInstruction, Transfer, kernel
 from ..intra_host.partial_sums import header_nbytes, partial_itemsize
 from ..intra_host.programs import LINE
 from ..transports.base import PendingMessage, Transport
@@ -76,6 +77,34 @@ class ExchangeProgram(NamedTuple):
     def nbytes(self) -> int:
         """The bytes of the exchange's memory."""
         return self.window * self.room
+
+    def transfers(self, r: int, buffer: int, received: bool) -> tuple[Transfer, ...]:
+        """Return what round ``r`` of the first piece sends or receives. ``buffer``: the number of the memory."""
+        stage, places = self.part.stages[r], self.pieces[0].places
+        moves = stage.receives if received else stage.sends
+        return tuple(
+            Transfer(self.peers[host], BufferReference(~buffer, places[value][0]), places[value][1])
+            for value, host in moves
+        )
+
+    def combined(self, r: int, buffer: int) -> list[RankInstruction]:
+        """Return what round ``r`` of the first piece computes. ``buffer``: the number of the memory."""
+        places = self.pieces[0].places
+        return [
+            RankInstruction(
+                places[result][2],
+                tuple(BufferReference(~buffer, places[value][0]) for value in operands),
+                (BufferReference(~buffer, places[result][0]),),
+                self.numbers_of(final),
+            )
+            for result, operands, final in self.part.stages[r].combinations
+            if places[result][1]
+        ]
+
+    def numbers_of(self, final: bool) -> Numbers:
+        """Return the numbers with which values are combined. Only a final result is divided and rounded."""
+        numbers = self.numbers._replace(dtype=self.numbers.accumulator)
+        return numbers if final else numbers._replace(result=numbers.accumulator, divisor=1)
 
 
 def _lag(pieces: int) -> int:
@@ -233,13 +262,10 @@ class Exchange:
                 self._combine(piece, combination)
 
     def _combine(self, piece: int, combination: Combination) -> None:
-        """Combine values in the memory of a piece. Only a final result is divided and rounded to the result's dtype."""
+        """Combine values in the memory of a piece."""
         result, operands, final = combination
         base, places = self._places(piece)
-        numbers = self._program.numbers._replace(dtype=self._program.numbers.accumulator)
-        if not final:
-            numbers = numbers._replace(result=numbers.accumulator, divisor=1)
-        combine = kernel(numbers, places[result][2], len(operands), 1)
+        combine = kernel(self._program.numbers_of(final), places[result][2], len(operands), 1)
         sources = [base + places[value][0] for value in operands]
         combine.run([sources], [[base + places[result][0]]], 1, False, False)  # threads, streaming, check_overlap
 
@@ -247,6 +273,41 @@ class Exchange:
         while messages:  # after an error the list still has the message that failed, and the later ones
             wait_for(*messages[0], self._timeout_s)
             del messages[0]
+
+
+def message_rounds(
+    programs: Sequence[ExchangeProgram], buffer: int, compared: tuple[int, ...], digest: bytes
+) -> list[RankInstruction | HostMessages]:
+    """Return the instructions that execute all exchanges of an op of one piece, and first compare the calls.
+
+    ``buffer``: the number of the first exchange's memory; the others follow. ``compared``, ``digest``: see
+    ``HostMessages``.
+    """
+    room = EAGER_BYTES
+    numbered = list(enumerate(programs, buffer))
+    instructions: list[RankInstruction | HostMessages] = []
+
+    def add(r: int, compared: tuple[int, ...]) -> None:
+        sends, receives = (
+            tuple(chain.from_iterable(program.transfers(r, at, received) for at, program in numbered))
+            for received in (False, True)
+        )
+        instructions.append(HostMessages(sends, receives, compared, digest, room))
+
+    eager = any(program.eager for program in programs)
+    if not eager:
+        instructions.append(HostMessages((), (), compared, digest, room))
+    for r in range(max((len(program.part.stages) for program in programs), default=0)):
+        add(r, compared if eager and r == 0 else ())
+        for at, program in numbered:
+            instructions += program.combined(r, at)
+    return instructions
+
+
+def call_digest(digest: bytes, number: int) -> bytes:
+    """Return the digest of a call with its number: both are the same on all hosts that make the same call."""
+    first = (int.from_bytes(digest[:8], sys.byteorder) + number) % (1 << 64)
+    return first.to_bytes(8, sys.byteorder) + digest[8:]
 
 
 def first_data(exchanges: Iterable[Exchange]) -> dict[int, bytes]:

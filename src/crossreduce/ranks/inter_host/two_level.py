@@ -257,9 +257,9 @@ class HostPrograms(NamedTuple):
 
 
 @lru_cache(maxsize=256)
-def host_programs(hosts: Hosts, collective: str, root: int | None, host: int) -> HostPrograms:
-    """Return the programs of a host. Device k of the programs is rank number k of the host."""
-    ranks, leaders = hosts[host], min(map(len, hosts))
+def host_programs(hosts: Hosts, collective: str, root: int | None, host: int, leaders: int) -> HostPrograms:
+    """Return the programs of a host whose first ``leaders`` ranks exchange. Device k is rank number k of the host."""
+    ranks = hosts[host]
     places = {rank: place for place, rank in enumerate(ranks)}
     parts = host_parts(hosts, collective, root)
 
