@@ -149,10 +149,13 @@ class Communicator:
         require_root(self.rank, self.size, root, None)
         self._collective("broadcast", None, array, (array.address,), root)
 
-    def all_gather(self, source: ArrayView, results: Sequence[ArrayView]) -> None:
-        """Copy ``source`` of rank k to ``results[k]`` of every rank."""
+    def all_gather(self, source: ArrayView, results: Sequence[ArrayView], text: str = "") -> None:
+        """Copy ``source`` of rank k to ``results[k]`` of every rank.
+
+        ``text``: describes the call to other ranks, if it is a step of another one, whose calls must be equal, too.
+        """
         require_alike(source, *results, count=self.size)
-        self._collective("all_gather", None, source, (source.address, *(r.address for r in results)), None)
+        self._collective("all_gather", None, source, (source.address, *(r.address for r in results)), None, text=text)
 
     def reduce_scatter(
         self, op: ReduceOp, sources: Sequence[ArrayView], result: ArrayView, exact: bool = False
@@ -417,15 +420,20 @@ class Communicator:
         addresses: tuple[int, ...],
         root: int | None,
         exact: bool = False,
+        text: str = "",
     ) -> None:
-        """Run a collective on arrays with the size and dtype of ``array``. ``op``: ``None`` if they are only copied."""
+        """Run a collective on arrays with the size and dtype of ``array``. ``op``: ``None`` if they are only copied.
+
+        ``text``: describes the call; by default its arguments do.
+        """
 
         def compile_call() -> RankExecutable:
             numbers = copy_numbers(array.dtype) if op is None else reduction_numbers(op, array.dtype, self.size, exact)
-            text = call_text(name, op and op_text(op, numbers.exact), root, array.dtype, array.shape)
-            return self._engine.compile(name, array.size, numbers, root, encoded_text(text))
+            described = text or call_text(name, op and op_text(op, numbers.exact), root, array.dtype, array.shape)
+            return self._engine.compile(name, array.size, numbers, root, encoded_text(described))
 
-        self.calls.run((name, op, array.dtype, array.shape, root, exact), compile_call, addresses, None, self._release)
+        key = name, op, array.dtype, array.shape, root, exact
+        self.calls.run((*key, text) if text else key, compile_call, addresses, None, self._release)
 
     def executable(
         self, name: str, op: ReduceOp | None, array: ArrayView, root: int | None, exact: bool

@@ -228,7 +228,7 @@ void SharedMemory::begin(const RankProgram &new_program, std::vector<char *> mem
     program = &new_program;
     buffers = std::move(memory);
     next = executed = 0;
-    waiting = differs = false;
+    waiting = begun = differs = false;
     number++;
     const auto turn = static_cast<int64_t>(number / 2 % static_cast<uint64_t>(turns));
     start = static_cast<int64_t>(number % 2) * (slot / 2) + turn * TURN_NBYTES;
@@ -313,7 +313,7 @@ Outcome SharedMemory::advance(size_t until, int64_t slice_ns) {
             abort_trace();
             return Outcome::aborted;
         }
-        if (next > 0) {
+        if (next > 0 && !begun) {
             if (!waiting) {
                 arrive();
                 // A rank that never waits must also return regularly, so that its caller can check the peers.
@@ -332,12 +332,14 @@ Outcome SharedMemory::advance(size_t until, int64_t slice_ns) {
                 return Outcome::mismatch;
             }
         }
+        begun = true;
         const Outcome outcome = run(program->stages[next], until_ns);
         if (outcome == Outcome::aborted) abort_trace();
         if (outcome == Outcome::differs) end_op(Outcome::mismatch);
         if (outcome != Outcome::done) return outcome;
         next++;
         executed = 0;
+        begun = false;
     }
     if (next == program->stages.size()) {
         calls.end(static_cast<int>(Outcome::done), true);

@@ -189,6 +189,7 @@ class SharedMemory {
     std::vector<char *> results;
     int64_t start = 0;    // where the current op's memory begins in each slot
     size_t next = 0;      // the next stage
+    bool begun = false;   // this rank has passed the barrier before it
     size_t executed = 0;  // how many of its instructions were executed
     bool differs = false; // this rank has found that the call of another host differs
     bool waiting = false; // this rank has reached a barrier that others have not
