@@ -103,11 +103,11 @@ class Communicator:
                 if has_links(connected):
                     self.agreements.know(connected.reached)
                     self.agreements.connect(self.links.lost)
-                carried = has_links(connected) and connected.connections is not None
-                if has_links(connected) and carried:
-                    self.memory.native.carry(connected.connections)
+                carrier = connected.connections if has_links(connected) else getattr(connected, "carrier", None)
+                if carrier is not None:
+                    self.memory.native.carry(carrier)
                 self.transport = self._watched = WatchedTransport(connected, self.detector.warn_of_remote_wait)
-                watch = self._watched.watch if carried else None
+                watch = self._watched.watch if carrier is not None else None
                 lost = self.links.lost
                 self._engine = MultiHostEngine(self.hosts, self.rank, self.memory, self.transport, lost, watch)
             else:

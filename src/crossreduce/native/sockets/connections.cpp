@@ -267,7 +267,7 @@ void Connections::lose(Peer &peer, State state, const std::string &why) {
 
 Message::State Connections::wait(Message &message, int64_t until_ns) {
     std::vector<pollfd> polled;
-    const int64_t yield_until_ns = now_ns() + (std::this_thread::get_id() == maker ? YIELD_NS : HELPER_YIELD_NS);
+    const int64_t yield_until_ns = now_ns() + yield_ns(std::this_thread::get_id() == maker);
     std::unique_lock<std::mutex> held(lock);
     struct Waiter {
         int &count;
@@ -316,6 +316,8 @@ void Connections::move() {
         read_from(peer);
     }
 }
+
+int64_t Connections::yield_ns(bool by_maker) const { return by_maker ? YIELD_NS : HELPER_YIELD_NS; }
 
 short Connections::events(const Peer &peer) const {
     // While a message blocks others, nothing is read, so the end of the connection has to be noticed here.

@@ -94,6 +94,7 @@ class Connections {
     virtual int descriptor() const { return -1; }  // another one at which a wait ends
     virtual bool may_sleep() { return true; }      // false: something has arrived meanwhile
     virtual int64_t longest_sleep() const { return INT64_MAX; } // in ns
+    virtual int64_t yield_ns(bool by_maker) const; // how long a wait yields before it sleeps; by the thread that made this
     virtual bool has_work(const Peer &peer) const;
     virtual void lose(Peer &peer, Message::State state, const std::string &why);
     bool has_waiters() const { return waiters > 0; }

@@ -44,15 +44,16 @@ class WatchedTransport:
 
     def send(self, address: int, nbytes: int, dst: int, tag: int) -> PendingMessage:
         """Start to send."""
-        return self.watch(self._transport.send(address, nbytes, dst, tag), dst)
+        return _WatchedMessage(self._transport.send(address, nbytes, dst, tag), dst, self)
 
     def receive(self, address: int, nbytes: int, src: int, tag: int) -> PendingMessage:
         """Start to receive."""
-        return self.watch(self._transport.receive(address, nbytes, src, tag), src)
+        return _WatchedMessage(self._transport.receive(address, nbytes, src, tag), src, self)
 
     def watch(self, pending: PendingMessage, rank: int) -> PendingMessage:
-        """Return a message from or to a rank, whose wait is recorded."""
-        return _WatchedMessage(pending, rank, self)
+        """Return a message that the transport's compiled object has begun, as one whose wait is recorded."""
+        wrap = getattr(self._transport, "wrap", None)
+        return _WatchedMessage(pending if wrap is None else wrap(pending, rank), rank, self)
 
     def abort(self) -> None:
         """Make all messages of this rank fail soon."""

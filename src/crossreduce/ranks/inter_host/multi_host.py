@@ -148,11 +148,13 @@ class MultiHostEngine:
         # 32 MiB on 2 cores with pieces of 1, 1/2 and 1/4 MiB: 2 hosts of 4 ranks take 1.08, 1.065 and 1.055 times the
         # link's time at 1 Gbit/s, and 94, 89 and 126 ms at 10 Gbit/s; 3 hosts of 2 ranks with a slow link, in 4 rounds,
         # 1.20, 1.135 and 1.10 times the bound.
-        most = min(PIECE_BYTES // max(2, between.round_count), crossing * self._fitting_size(collective, numbers, root))
+        fitting = crossing * self._fitting_size(collective, numbers, root)
+        most = min(PIECE_BYTES // max(2, between.round_count), fitting)
         # A stage of an exact reduction takes longer. Measured on 2 hosts of 4 ranks, 2 cores, 256 KiB to 4 MiB at
         # 1 Gbit/s: exact all-reduces take 1.8 to 2.2 times as long as others; with this factor of 2, 1.6 to 2.0 times.
         smallest = min(most, SMALLEST_PIECE * (2 if numbers.exact else 1))
-        in_code = self._watch is not None and not self.lost and not numbers.exact and size * crossing <= most
+        in_code = self._watch is not None and not self.lost and not numbers.exact
+        in_code = in_code and size * crossing <= min(PIECE_BYTES, fitting)
         sizes = (size,) if in_code else piece_sizes(size, crossing, smallest, most, delay(between, 2))
         leaders = self.leaders
 
