@@ -150,10 +150,7 @@ class Communicator:
         self._collective("broadcast", None, array, (array.address,), root)
 
     def all_gather(self, source: ArrayView, results: Sequence[ArrayView], text: str = "") -> None:
-        """Copy ``source`` of rank k to ``results[k]`` of every rank.
-
-        ``text``: describes the call to other ranks, if it is a step of another one, whose calls must be equal, too.
-        """
+        """Copy ``source`` of rank k to ``results[k]`` of every rank. ``text``: describes the call, as in errors."""
         require_alike(source, *results, count=self.size)
         self._collective("all_gather", None, source, (source.address, *(r.address for r in results)), None, text=text)
 
@@ -422,10 +419,7 @@ class Communicator:
         exact: bool = False,
         text: str = "",
     ) -> None:
-        """Run a collective on arrays with the size and dtype of ``array``. ``op``: ``None`` if they are only copied.
-
-        ``text``: describes the call; by default its arguments do.
-        """
+        """Run a collective on arrays with the size and dtype of ``array``. ``op``: ``None`` if they are only copied."""
 
         def compile_call() -> RankExecutable:
             numbers = copy_numbers(array.dtype) if op is None else reduction_numbers(op, array.dtype, self.size, exact)

@@ -93,7 +93,9 @@ def prepare(
         if executable is not None and executable.prepared:
             buffers = [*buffers, *((in_memory, address) for address in executable.addresses)]
             in_place = collective in ("all_reduce", "broadcast")  # whether x may be the result
-            copied = collective == "broadcast" and root == communicator.rank  # whether x is copied to the result, on the root
+            copied = (
+                collective == "broadcast" and root == communicator.rank
+            )  # whether x is copied to the result, on the root
             calls.add(
                 *(call_name(collective, exact), op, root or 0, x, result.shape, x.itemsize, executable),
                 *(executable.program, executable.cost, executable.text, buffers, in_place, copied),

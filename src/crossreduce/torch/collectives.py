@@ -23,7 +23,6 @@ from ..engines.host import array_memory
 from ..errors import MismatchError, UnsupportedError
 from ..observe.diagnostics import op_text
 from ..ops import COMPLEX, FLOATS, ReduceOp
-from ..ranks.array_views import ArrayView
 from ..ranks.communicator import Communicator
 from ..ranks.intra_host.instructions import reduction_numbers
 from ..ranks.prepared import call_name, new_calls, prepare
@@ -324,31 +323,29 @@ class Collectives(InnerGloo):
         try:
             if len({*sent, *received}) > 1:
                 return self._splits_of_all(sent, received, unequal)
-            call = self._calls.run, self._communicator, "all_to_all", None, 0, sources[0], written[0]
-            if len(sources) == 1 and call[0](*call[1:]) is written[0]:
+            x, out = sources[0], written[0]
+            single = len(sources) == 1
+            if single and self._calls.run(self._communicator, "all_to_all", None, 0, x, out) is out:
                 return []
             self._checks.agree_on_bytes("all_to_all", tensor)
-            parts = self._parts(sources)
-            self._communicator.all_to_all(parts, self._parts(written))
+            both = sources, written
+            parts, room = (equal_parts(x[0], self._size) if single else list(map(memory, x)) for x in both)
+            self._communicator.all_to_all(parts, room)
         except MismatchError as error:
             valid = re.compile(rf"all_to_all {name_of(tensor)}\[[\d, ]*\]|{unequal}")  # no call that raises an error
             if not all(map(valid.fullmatch, error.calls)):
                 raise
             return self._splits_of_all(sent, received, unequal)
-        if len(sources) == 1 and tensor.dtype in NAMES:
-            prepare(self._calls, self._communicator, "all_to_all", None, None, sources[0], parts[0], written[0])
+        if single and tensor.dtype in NAMES:
+            prepare(self._calls, self._communicator, "all_to_all", None, None, x, parts[0], out)
         return []
 
     def _splits_of_all(self, sent: Sequence[int], received: Sequence[int], text: str) -> list[list[list[int]]]:
         """Return the splits of all ranks, as ``_exchange_equal``. ``text``: describes the call to other ranks."""
-        own = torch.tensor([*sent, *received], device="cpu")
-        table = own.new_empty(self._size, 2, self._size)
+        own = torch.tensor([[*sent], [*received]], device="cpu")
+        table = own.new_empty(self._size, *own.shape)
         self._communicator.all_gather(memory(own), equal_parts(table, self._size), text)
-        splits: list[list[list[int]]] = table.tolist()
-        return splits
-
-    def _parts(self, tensors: Sequence[Any]) -> list[ArrayView]:
-        return [memory(x) for x in tensors] if len(tensors) > 1 else equal_parts(tensors[0], self._size)
+        return list(table.tolist())
 
     def _exchange(self, result: Any, source: Any, all_splits: list[list[list[int]]], unit: str) -> None:
         """Execute an all-to-all of unequal numbers of rows. ``all_splits``: see ``_exchange_equal``.
@@ -358,23 +355,16 @@ class Collectives(InnerGloo):
         Raises:
           MismatchError: a rank sends more or less than the receiver expects. All ranks raise it.
         """
-        for src, (sent, _) in enumerate(all_splits):
-            for dst, (_, expected) in enumerate(all_splits):
-                if sent[dst] == expected[src]:
-                    continue
-                source_rank, target_rank = (self._communicator.global_ranks[rank] for rank in (src, dst))
-                problem = f"rank {source_rank} sends rank {target_rank} another number of {unit} than it expects."
-                given = f"{sent[dst]} sent, {expected[src]} expected"
-                raise MismatchError.of(problem, given, f"the same number of {unit} on both ranks")
+        self._checks.require_expected(all_splits, unit)
         width = source.shape[1:].numel() * source.element_size()
         most = max(max(sent) for sent, _ in all_splits) * width
         total = sum(sum(sent) for sent, _ in all_splits) * width
-        splits = tuple([width * rows for rows in each] for each in reversed(all_splits[self._rank]))
+        to_each, from_each = ([width * rows for rows in each] for each in all_splits[self._rank])
         if most > _PADDED_NBYTES and most * self._size**2 > _MOST_PADDING * total:
             options, text = self._options(c10d.AllToAllOptions), f"all_to_all {name_of(source)}"
-            self._run_in_gloo(text, self._gloo.alltoall_base, raw(result), raw(source), *splits, options)
+            self._run_in_gloo(text, self._gloo.alltoall_base, raw(result), raw(source), from_each, to_each, options)
             return
-        self._exchange_padded(raw(result), raw(source), *splits, most)
+        self._exchange_padded(raw(result), raw(source), from_each, to_each, most)
 
     def _are_splits(self, tensor: Any, splits: Sequence[int]) -> bool:
         if not tensor.ndim or not splits:

@@ -11,15 +11,13 @@ results travel in the accumulator's dtype and are divided and rounded once, when
 from __future__ import annotations
 
 import time
-import ctypes
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from hashlib import blake2b
 from itertools import accumulate
-from typing import Any, Final
+from typing import Final
 
-from ... import kernels
 from ...lowering import Program, forward_through_devices, lower, part_of
 from ...observe.counters import kind_and_bytes
 from ...observe.traces.format import Phase as TracePhase
@@ -31,8 +29,6 @@ from ..failures.stage_runner import StageRunner
 from ..intra_host.instructions import (
     ArrayPlaces,
     BufferReference,
-    HostCheck,
-    HostMessages,
     Phase,
     RankInstruction,
     kernel,
@@ -44,18 +40,16 @@ from ..intra_host.programs import LINE, PIECE_BYTES, SLOT_BYTES, STREAMING_BYTES
 from ..intra_host.shared_memory import DIFFERS, DONE, ELSEWHERE, MISMATCH, RankMemory
 from ..intra_host.slot_words import DIFFERENT, SAME, remote_wait, verdict
 from ..transports.base import PendingMessage, Transport
+from .call_comparison import Patience, call_digest, exchange_digests
+from .compiled_calls import CompiledCalls
 from .exact_exchange import ExactExchange, HostTerms
 from .exchange import (
     EAGER_BYTES,
     Exchange,
     ExchangeProgram,
-    Patience,
-    call_digest,
     delay,
-    exchange_digests,
     exchange_program,
     first_data,
-    message_rounds,
     piece_sizes,
     run_stage,
     take_first,
@@ -113,7 +107,7 @@ class MultiHostEngine:
         self._exchanges: tuple[Exchange, ...] = ()  # the exchanges of the current op
         self.patience: Patience | None = None  # set only while the links are checked
         self._watch = watch
-        self._block: tuple[Any, int] = (None, 0)  # memory for the exchanges of compiled calls, and its size
+        self._compiled = CompiledCalls()
         self.lose(lost)
 
     def lose(self, lost: Lost) -> None:
@@ -183,11 +177,12 @@ class MultiHostEngine:
         programs = tuple(exchanges.values())
         if not in_code:
             program = native_program(stages, *counted)
-            return RankExecutable(
-                program, len(stages), text, digest, programs, deliveries, folds=folds, prepared=False
-            )
-        buffers = self._buffers(parts)
-        return self._in_code(stages, programs, deliveries, digest, counted, text, leaders, buffers)
+            return RankExecutable(program, len(stages), text, digest, programs, deliveries, folds=folds, prepared=False)
+        compared = tuple(self._neighbours) if self.leader is not None and self.leader < leaders else ()
+        deliveries = tuple(each for each in deliveries if each)
+        return self._compiled.executable(
+            stages, programs, self._buffers(parts), deliveries, compared, digest, counted, text
+        )
 
     def _buffers(self, parts: Sequence[HostPart]) -> int:
         """Return how many buffers the caller has."""
@@ -195,45 +190,6 @@ class MultiHostEngine:
         read = [array.input for array in arrays if self.rank in array.sources]
         written = [array.output for array in arrays if self.rank in array.destinations]
         return 1 + max(read + written)
-
-    def _in_code(
-        self,
-        stages: list[list[RankInstruction]],
-        programs: tuple[ExchangeProgram, ...],
-        deliveries: tuple[list[RankInstruction], ...],
-        digest: bytes,
-        counted: tuple[int, int],
-        text: bytes,
-        leaders: int,
-        buffers: int,
-    ) -> RankExecutable:
-        """Return the executable of an op of one piece, which compiled code executes as a whole.
-
-        Stage 1 of ``stages`` makes partial results. The leaders then exchange them and deliver the results to slots.
-        Stage 2 writes to user buffers, so it first checks that all hosts made the same call.
-        """
-        compares = self.leader is not None and self.leader < leaders
-        full: list[list[RankInstruction | HostMessages | HostCheck]] = [list(stage) for stage in stages]
-        if compares:
-            full[1] += message_rounds(programs, buffers, tuple(self._neighbours), digest)
-            full[1] += [each for stage in deliveries for each in stage]
-        full[2].insert(0, HostCheck())
-        sizes = [-(-program.nbytes // LINE) * LINE for program in programs]
-        memory, base = self._room(sum(sizes))
-        addresses = tuple(base + at for at in accumulate(sizes[:-1], initial=0)) if programs else ()
-        program = native_program(full, *counted)
-        return RankExecutable(
-            program, len(full), text, digest, compares=compares, memory=memory, addresses=addresses
-        )
-
-    def _room(self, nbytes: int) -> tuple[Any, int]:
-        """Return memory for the exchanges of a call, which calls share, since one runs at a time, and its address."""
-        if nbytes > self._block[1]:
-            self._block = (kernels.memory(2 * nbytes + LINE), 2 * nbytes)
-        memory = self._block[0]
-        if memory is None:
-            return None, 0
-        return memory, -(-ctypes.addressof(ctypes.c_char.from_buffer(memory)) // LINE) * LINE
 
     def _fitting_size(self, collective: str, numbers: Numbers, root: int | None) -> int:
         """Return the maximum elements per array of a piece that fits into the slots of all hosts."""
@@ -272,7 +228,9 @@ class MultiHostEngine:
     @staticmethod
     def compile_inner(text: bytes) -> RankExecutable:
         """Return the executable of a call that another library executes."""
-        return RankExecutable(native_program([[]] * 5, *kind_and_bytes(text)), 5, text, _digest(text, "inner"), prepared=False)
+        return RankExecutable(
+            native_program([[]] * 5, *kind_and_bytes(text)), 5, text, _digest(text, "inner"), prepared=False
+        )
 
     def _local_parts(
         self,
@@ -295,7 +253,10 @@ class MultiHostEngine:
         """
         parts = host_parts(self.hosts, collective, root)
         programs = host_programs(self.hosts, collective, root, self.host, leaders)
-        buffers, written = self._buffers(parts), sum(self.rank in array.destinations for p in parts for array in p.arrays)
+        buffers, written = (
+            self._buffers(parts),
+            sum(self.rank in array.destinations for p in parts for array in p.arrays),
+        )
         nbytes, wide, narrow = map(itemsize, (numbers.dtype, numbers.accumulator, numbers.result))
         starts = tuple(start * nbytes for start in accumulate(sizes[:-1], initial=0))
         streaming = written * sum(sizes) * nbytes >= STREAMING_BYTES
