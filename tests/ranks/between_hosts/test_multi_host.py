@@ -21,9 +21,9 @@ from crossreduce.ranks.inter_host.two_level import host_names
 from crossreduce.topology import Topology
 
 
-def table(rendezvous):
+def table(rendezvous, in_python=False):
     """Check all cases, and return the hosts."""
-    comm = joined(rendezvous)
+    comm = joined(rendezvous, in_python=in_python)
     check_cases(comm, CASES)
     # On links of different speeds, hosts forward the data of others, and several arrays share a connection.
     count = len(comm.hosts)
@@ -53,6 +53,12 @@ def test_every_collective(names, hosts):
     """Every collective, with any op, dtype and size, in place or not, is correct on ``hosts``, the ranks of each."""
     draw_parts(len(names), CASES)
     assert set(ranks(len(names), table, environment=on(*names), timeout_s=90)) == {hosts}
+
+
+def test_every_collective_in_python():
+    """Over a transport without a compiled object, the exchanges run in Python, with the same results."""
+    draw_parts(4, CASES)
+    assert set(ranks(4, table, True, environment=on(*"abab"), timeout_s=90)) == {((0, 2), (1, 3))}
 
 
 def disagreeing(rendezvous):
