@@ -22,7 +22,7 @@ COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "broadcast", "all_t
 
 
 @pytest.mark.parametrize("collective", COLLECTIVES)
-@pytest.mark.parametrize(("nbytes", "leaders", "rounds"), [(64, 1, 1), (1024, 1, 1), (1 << 16, 2, 2)])
+@pytest.mark.parametrize(("nbytes", "leaders", "rounds"), [(64, 1, 1), (1024, 1, 1), (160 << 10, 2, 2)])
 def test_a_small_call_takes_one_message_per_host(collective, nbytes, leaders, rounds, monkeypatch):
     """A call of at most 1 KiB takes three stages, in which one rank of a host sends one message. Larger ones take one
     more round of messages, in which all leaders take part."""

@@ -28,7 +28,7 @@ from ..intra_host.partial_sums import header_nbytes, partial_itemsize
 from ..intra_host.programs import LINE
 from ..transports.base import PendingMessage, Transport
 
-EAGER_BYTES: Final = 1 << 14
+EAGER_BYTES: Final = 1 << 16
 """If a leader's stripes have at most this many bytes, the messages that compare the calls also carry round 0."""
 ROUND_LAG: Final = 2
 """Stages from a round to the next, if there are several pieces. With 1, the link would be idle while values combine."""

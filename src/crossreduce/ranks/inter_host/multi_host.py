@@ -57,6 +57,7 @@ from .exchange import (
 )
 from .one_host import RankExecutable
 from .two_level import (
+    SMALL_BYTES,
     HostPart,
     Lost,
     Stripe,
@@ -158,7 +159,7 @@ class MultiHostEngine:
             elements = sum(each.size for each, part in zip(numbered, parts, strict=True) if part.crosses)
             return elements * partial_itemsize(numbers) + len(between.chunks) * header_nbytes(numbers)
 
-        if in_code and first_nbytes(1, 0) <= EAGER_BYTES:
+        if in_code and first_nbytes(1, 0) <= SMALL_BYTES:
             leaders = 1  # one message to each host: more of them take longer than their share of the data
         exchanges = {}  # for each part in which this leader takes part, by the part's number
         if self.leader is not None and self.leader < leaders:
@@ -172,14 +173,13 @@ class MultiHostEngine:
         parts_here = self._local_parts(collective, sizes, numbers, root, exchanges, depth, leaders, in_code)
         phases, deliveries, folds = parts_here
         stages = pipeline(len(sizes), phases, depth)
-        digest = _digest(text, f"{schedule.to_json()} {sizes}")
+        digest = _digest(text, f"{schedule.to_json()} {sizes} {in_code}")
         counted = kind_and_bytes(text, collective, numbers.dtype, size, sum(map(len, self.hosts)))
         programs = tuple(exchanges.values())
         if not in_code:
             program = native_program(stages, *counted)
             return RankExecutable(program, len(stages), text, digest, programs, deliveries, folds=folds, prepared=False)
         compared = tuple(self._neighbours) if self.leader is not None and self.leader < leaders else ()
-        deliveries = tuple(each for each in deliveries if each)
         return self._compiled.executable(
             stages, programs, self._buffers(parts), deliveries, compared, digest, counted, text
         )
