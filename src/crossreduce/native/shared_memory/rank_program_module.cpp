@@ -44,6 +44,7 @@ bool read_parts(PyObject *list, std::vector<HostMessages::Part> &parts, RankProg
         int rank;
         PyObject *place;
         long long nbytes;
+        if (!PyTuple_Check(fields)) return value_error("a part of a message is (rank, place, nbytes)");
         if (!PyArg_ParseTuple(fields, "iOL", &rank, &place, &nbytes)) return false;
         if (nbytes < 0 || nbytes > MAX_NBYTES) return value_error("the size of a message is out of range");
         Ref places(PyTuple_Pack(1, place));

@@ -151,7 +151,6 @@ class MultiHostEngine:
         in_code = self._watch is not None and not self.lost and not numbers.exact
         in_code = in_code and size * crossing <= min(PIECE_BYTES, fitting)
         sizes = (size,) if in_code else piece_sizes(size, crossing, smallest, most, delay(between, 2))
-        leaders = self.leaders
 
         def first_nbytes(leaders: int, leader: int) -> int:
             """Return the bytes of a leader's partial results of the first piece. All hosts count the same parts."""
@@ -159,8 +158,8 @@ class MultiHostEngine:
             elements = sum(each.size for each, part in zip(numbered, parts, strict=True) if part.crosses)
             return elements * partial_itemsize(numbers) + len(between.chunks) * header_nbytes(numbers)
 
-        if in_code and first_nbytes(1, 0) <= SMALL_BYTES:
-            leaders = 1  # one message to each host: more of them take longer than their share of the data
+        # One message to each host: more of them take longer than their share of the data.
+        leaders = 1 if in_code and first_nbytes(1, 0) <= SMALL_BYTES else self.leaders
         exchanges = {}  # for each part in which this leader takes part, by the part's number
         if self.leader is not None and self.leader < leaders:
             order = [host_names(len(self.hosts)).index(name) for name in schedule.devices]  # the host of each device
@@ -370,12 +369,12 @@ class MultiHostEngine:
         return True
 
     def resume(self, executable: RankExecutable, outcome: int, runner: StageRunner, timeout_s: float) -> bool:
-        """Complete a prepared call; see ``OneHostEngine.resume``. The waits for other hosts are recorded here."""
+        """Complete a prepared call; see ``OneHostEngine.resume``. Longer waits for other hosts are recorded here."""
         self.digest = executable.digest
         assert self._watch is not None
         while (outcome := runner.settle(outcome, executable.stages)) == ELSEWHERE:
             pending, rank = self.memory.awaited()
-            with self._waiting_for_hosts(TracePhase.BETWEEN_HOSTS, 1):
+            with self._waiting_for_hosts(None, 1):  # compiled code traces the whole phase
                 wait_for(self._watch(pending, rank), rank, timeout_s)
             outcome = self.memory.advance(executable.stages)
         # Leaders that have not compared their calls answer those that have: ranks of other hosts may make other calls.
@@ -436,14 +435,15 @@ class MultiHostEngine:
         return bool(self._exchanges)
 
     @contextmanager
-    def _waiting_for_hosts(self, phase: TracePhase, stage: int) -> Iterator[None]:
+    def _waiting_for_hosts(self, phase: TracePhase | None, stage: int) -> Iterator[None]:
         """Mark this rank as waiting for other hosts, so that its host's ranks can see it; count and trace the time."""
         word = remote_wait(self.memory, self.rank)
         word.value, began = 1, time.monotonic_ns()
         yield  # an error skips the next lines; it breaks the group, so no later call reads the word
         word.value = 0
         self.memory.count_between_hosts(time.monotonic_ns() - began)
-        self.memory.native.trace(phase, stage)
+        if phase is not None:
+            self.memory.native.trace(phase, stage)
 
 
 def _digest(text: bytes, more: str) -> bytes:
