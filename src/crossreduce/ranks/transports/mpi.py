@@ -131,7 +131,7 @@ class MpiTransport:
 
         self.abort_cause = abort_cause
         self.aborted = False
-        self.carrier = _compiled_messages(MPI, comm)
+        self.carrier = _compiled_messages(comm)
         self._comm, self._address, self._error = comm, MPI.memory.fromaddress, MPI.Exception
         self._threads = MPI.Query_thread() == MPI.THREAD_MULTIPLE
         self.messages: set[MpiMessage] = set()  # the messages that have not finished
@@ -277,19 +277,21 @@ class _CompiledMessage(MpiMessage):
         self._request.poll(_LONGEST_S if left else _POLL_S)
 
 
-def _compiled_messages(mpi: Any, comm: Any) -> Any:
+def _compiled_messages(comm: Any) -> Any:
     """Return the compiled object that exchanges messages over a communicator, or ``None``.
 
     It calls the functions of the MPI library that mpi4py has loaded. Its handles are those of mpi4py.
     """
-    if mpi.Query_thread() != mpi.THREAD_MULTIPLE or mpi._sizeof(mpi.Request) > ctypes.sizeof(ctypes.c_void_p):
+    from mpi4py import MPI
+
+    if MPI.Query_thread() != MPI.THREAD_MULTIPLE or MPI._sizeof(MPI.Request) > ctypes.sizeof(ctypes.c_void_p):
         return None
     try:
-        library = ctypes.CDLL(mpi.__file__)  # its symbols include those of the libraries that it needs
+        library = ctypes.CDLL(MPI.__file__)  # its symbols include those of the libraries that it needs
         functions = [ctypes.cast(library[name], ctypes.c_void_p).value for name in _FUNCTIONS]
     except (AttributeError, OSError):
         return None
     kinds = {4: ctypes.c_uint32, 8: ctypes.c_uint64}
-    handles = [kinds[mpi._sizeof(each)].from_address(mpi._addressof(each)).value for each in (comm, mpi.BYTE)]
+    handles = [kinds[MPI._sizeof(each)].from_address(MPI._addressof(each)).value for each in (comm, MPI.BYTE)]
     others = [rank for rank in range(comm.Get_size()) if rank != comm.Get_rank()]
     return kernels.native().mpi_connections(others, functions, *handles, _FIRST_TAG)
