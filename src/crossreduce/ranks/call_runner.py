@@ -78,7 +78,7 @@ class CallRunner:
 
     def resume(self, executable: RankExecutable, outcome: int) -> None:
         """Complete a prepared call, which stopped with ``outcome`` in compiled code. The caller holds ``lock``."""
-        self._finish(lambda: self._stages.complete(outcome, executable.stages))
+        self._finish(lambda: self._engine.resume(executable, outcome, self._stages, self._detector.timeout_s))
 
     def abandon(self) -> None:
         """Abort the group because an exception has interrupted a call."""

@@ -105,12 +105,15 @@ class Communicator:
                 if has_links(connected):
                     self.agreements.know(connected.reached)
                     self.agreements.connect(self.links.lost)
-                    if connected.connections is not None:
-                        self.memory.native.carry(connected.connections)
+                carrier = connected.connections if has_links(connected) else getattr(connected, "carrier", None)
+                if carrier is not None:
+                    self.memory.native.carry(carrier)
                 if isinstance(connected, WithMessages):
                     self.memory.mailboxes.reach(connected.messages.connections, self.ranks_of_other_hosts)
                 self.transport = self._watched = WatchedTransport(connected, self.detector.warn_of_remote_wait)
-                self._engine = MultiHostEngine(self.hosts, self.rank, self.memory, self.transport, self.links.lost)
+                watch = self._watched.watch if carrier is not None else None
+                lost = self.links.lost
+                self._engine = MultiHostEngine(self.hosts, self.rank, self.memory, self.transport, lost, watch)
             else:
                 self._engine = OneHostEngine(self.rank, self.size, joined.reads_peers, overlapping)
             calls = CallRunner(members, self.memory, rendezvous, self._engine, self.detector, self._abort)
@@ -150,10 +153,10 @@ class Communicator:
         require_root(self.rank, self.size, root, None)
         self._collective("broadcast", None, array, (array.address,), root)
 
-    def all_gather(self, source: ArrayView, results: Sequence[ArrayView]) -> None:
-        """Copy ``source`` of rank k to ``results[k]`` of every rank."""
+    def all_gather(self, source: ArrayView, results: Sequence[ArrayView], text: str = "") -> None:
+        """Copy ``source`` of rank k to ``results[k]`` of every rank. ``text``: describes the call, as in errors."""
         require_alike(source, *results, count=self.size)
-        self._collective("all_gather", None, source, (source.address, *(r.address for r in results)), None)
+        self._collective("all_gather", None, source, (source.address, *(r.address for r in results)), None, text=text)
 
     def reduce_scatter(
         self, op: ReduceOp, sources: Sequence[ArrayView], result: ArrayView, exact: bool = False
@@ -418,15 +421,17 @@ class Communicator:
         addresses: tuple[int, ...],
         root: int | None,
         exact: bool = False,
+        text: str = "",
     ) -> None:
         """Run a collective on arrays with the size and dtype of ``array``. ``op``: ``None`` if they are only copied."""
 
         def compile_call() -> RankExecutable:
             numbers = copy_numbers(array.dtype) if op is None else reduction_numbers(op, array.dtype, self.size, exact)
-            text = call_text(name, op and op_text(op, numbers.exact), root, array.dtype, array.shape)
-            return self._engine.compile(name, array.size, numbers, root, encoded_text(text))
+            described = text or call_text(name, op and op_text(op, numbers.exact), root, array.dtype, array.shape)
+            return self._engine.compile(name, array.size, numbers, root, encoded_text(described))
 
-        self.calls.run((name, op, array.dtype, array.shape, root, exact), compile_call, addresses, None, self._release)
+        key = name, op, array.dtype, array.shape, root, exact
+        self.calls.run((*key, text) if text else key, compile_call, addresses, None, self._release)
 
     def executable(
         self, name: str, op: ReduceOp | None, array: ArrayView, root: int | None, exact: bool

@@ -47,8 +47,8 @@ NO_CALLS: Final[RankCalls] = _NoCalls()
 
 
 def new_calls(communicator: Communicator) -> RankCalls:
-    """Return an object for the prepared calls of a group. If its ranks are on several hosts, none are prepared."""
-    module = compiled_module() if len(communicator.hosts) == 1 else None
+    """Return an object for the prepared calls of a group."""
+    module = compiled_module()
     return NO_CALLS if module is None else module.RankCalls(communicator.memory.native, communicator.lock, SLICE_S)
 
 
@@ -78,20 +78,24 @@ def prepare(
     if calls is NO_CALLS:
         return
     size, nbytes, result_nbytes = communicator.size, x.nbytes, result.nbytes
-    # Where each buffer of the call begins: (False, offset in x) or (True, offset in the result), in bytes.
-    at_input, at_result = [(False, 0)], [(True, 0)]
+    # Where each buffer of the call begins: an offset in x, or in the result, in bytes; or an address.
+    in_x, in_result, in_memory = range(3)
+    at_input, at_result = [(in_x, 0)], [(in_result, 0)]
     buffers = {
         "all_reduce": at_input + at_result,
         "broadcast": at_input if root == communicator.rank else at_result,
-        "all_gather": at_input + [(True, k * nbytes) for k in range(size)],
-        "reduce_scatter": [(False, k * result_nbytes) for k in range(size)] + at_result,
-        "all_to_all": [(in_result, k * (nbytes // size)) for in_result in (False, True) for k in range(size)],
+        "all_gather": at_input + [(in_result, k * nbytes) for k in range(size)],
+        "reduce_scatter": [(in_x, k * result_nbytes) for k in range(size)] + at_result,
+        "all_to_all": [(base, k * (nbytes // size)) for base in (in_x, in_result) for k in range(size)],
     }[collective]
     with communicator.lock:
         executable = communicator.executable(collective, op, array, root, exact)
-        if executable is not None:
+        if executable is not None and executable.prepared:
+            buffers = [*buffers, *((in_memory, address) for address in executable.addresses)]
             in_place = collective in ("all_reduce", "broadcast")  # whether x may be the result
-            copied = collective == "broadcast" and buffers is at_input  # whether x is copied to the result, on the root
+            copied = (
+                collective == "broadcast" and root == communicator.rank
+            )  # whether x is copied to the result, on the root
             calls.add(
                 *(call_name(collective, exact), op, root or 0, x, result.shape, x.itemsize, executable),
                 *(executable.program, executable.cost, executable.text, buffers, in_place, copied),

@@ -11,7 +11,7 @@ from typing import Any, Final, NoReturn
 
 from torch.nn.parameter import is_lazy
 
-from ..errors import ArgumentError, UnsupportedError
+from ..errors import ArgumentError, MismatchError, UnsupportedError
 from ..frameworks.torch.arrays import is_in_mode, is_traced
 from ..observe.diagnostics import call_text
 from ..ranks.communicator import Communicator
@@ -126,6 +126,19 @@ class CallChecks:
             remedy = "results that do not overlap; x.contiguous() for an expanded tensor x"
             raise ArgumentError.of(problem, f"{call}, number of results: {len(results)}", remedy)
         return False
+
+    def require_expected(self, all_splits: Sequence[Sequence[Sequence[int]]], unit: str) -> None:
+        """Raise a ``MismatchError`` if a rank sends more or less than the receiver expects.
+
+        ``all_splits``: for each rank how many ``unit`` it sends to each rank, and how many it expects from each.
+        """
+        for src, (sent, _) in enumerate(all_splits):
+            for dst, (_, expected) in enumerate(all_splits):
+                if sent[dst] != expected[src]:
+                    source_rank, target_rank = (self._communicator.global_ranks[rank] for rank in (src, dst))
+                    problem = f"rank {source_rank} sends rank {target_rank} another number of {unit} than it expects."
+                    given = f"{sent[dst]} sent, {expected[src]} expected"
+                    raise MismatchError.of(problem, given, f"the same number of {unit} on both ranks")
 
     def without_repeats(self, collective: str, tensors: Sequence[Any]) -> Sequence[Any]:
         """Return the tensors without repetitions. All ranks must repeat tensors at the same places of the list."""

@@ -23,13 +23,12 @@ from ..engines.host import array_memory
 from ..errors import MismatchError, UnsupportedError
 from ..observe.diagnostics import op_text
 from ..ops import COMPLEX, FLOATS, ReduceOp
-from ..ranks.array_views import ArrayView
 from ..ranks.communicator import Communicator
 from ..ranks.intra_host.instructions import reduction_numbers
 from ..ranks.messages import Messages
 from ..ranks.prepared import call_name, new_calls, prepare
 from .call_checks import CallChecks, alike
-from .inner_gloo import BITWISE, InnerGloo, name_of
+from .inner_gloo import BITWISE, InnerGloo, bits_are_reduced, name_of
 from .memory import (
     NAMES,
     copy_back,
@@ -96,7 +95,7 @@ class Collectives(InnerGloo):
             self._checks.are_apart("all_reduce", [tensor])
         op = self._op("all_reduce", kind, tensor)
         if op is None and kind.op in BITWISE:
-            self._reduce_bits(tensor, kind.op)
+            self._reduce_bits("all_reduce", tensor, kind.op, None)
             return
         if op is None:
             options = self._options(c10d.AllreduceOptions, reduceOp=kind)
@@ -120,7 +119,7 @@ class Collectives(InnerGloo):
         if op is None:
             copied = tensor.detach().clone()  # gloo also writes into the tensors of ranks that are not the root
             if kind.op in BITWISE:
-                self._reduce_bits(copied, kind.op)
+                self._reduce_bits("reduce", copied, kind.op, root)
             else:
                 options = self._options(c10d.ReduceOptions, reduceOp=kind, rootRank=root)
                 self._reduce_in_gloo("reduce", root, "reduce", copied, options)
@@ -279,10 +278,11 @@ class Collectives(InnerGloo):
         sources, written = [readable(x) for x in inputs], [writable(x) for x in outputs]
         if not apart:
             sources = copy_overlapping(sources, written)
-        if not self._exchange_equal(sources, written, sent, received, inputs[0]):
+        splits = self._exchange_equal(sources, written, sent, received, inputs[0])
+        if splits:
             joined = torch.cat([movable(x.detach()).reshape(-1) for x in sources])
             room = joined.new_empty(sum(received))
-            self._exchange(room, joined, received, sent, "elements")
+            self._exchange(room, joined, splits, "elements")
             for result, part in zip(written, room.split(received), strict=True):
                 movable(result.detach()).copy_(part.reshape(result.shape))
         copy_back_all(outputs, written)
@@ -302,59 +302,68 @@ class Collectives(InnerGloo):
         source, written = readable(tensor), writable(output)
         if not apart:
             (source,) = copy_overlapping([source], [written])
-        if not self._exchange_equal([source], [written], sent, received, tensor):
-            self._exchange(written, source, received, sent, "rows")
+        splits = self._exchange_equal([source], [written], sent, received, tensor)
+        if splits:
+            self._exchange(written, source, splits, "rows")
         copy_back(output, written)
 
     def _exchange_equal(
         self, sources: Sequence[Any], written: Sequence[Any], sent: Sequence[int], received: Sequence[int], tensor: Any
-    ) -> bool:
-        """Execute an all-to-all if all parts of all ranks have the same size. Otherwise return ``False`` on all ranks.
+    ) -> list[list[list[int]]]:
+        """Execute an all-to-all if all parts of all ranks have the same size. Otherwise return the splits of all ranks.
 
         A rank with equal parts assumes that the others have them, too. If not, all ranks notice that the calls differ.
         ``sources``, ``written``: the parts, or one tensor that consists of them. ``tensor``: its dtype is that of all.
+
+        Returns:
+          For each rank the numbers of rows that it sends to each rank, and that it expects from each; or an empty list.
         """
         unequal = f"all_to_all {name_of(tensor)} of unequal parts"
         try:
             if len({*sent, *received}) > 1:
-                self._communicator.require_same(unequal)
-                return False
+                return self._splits_of_all(sent, received, unequal)
+            x, out = sources[0], written[0]
+            single = len(sources) == 1
+            if single and self._calls.run(self._communicator, "all_to_all", None, 0, x, out) is out:
+                return []
             self._checks.agree_on_bytes("all_to_all", tensor)
-            self._communicator.all_to_all(self._parts(sources), self._parts(written))
+            both = sources, written
+            parts, room = (equal_parts(x[0], self._size) if single else list(map(memory, x)) for x in both)
+            self._communicator.all_to_all(parts, room)
         except MismatchError as error:
             valid = re.compile(rf"all_to_all {name_of(tensor)}\[[\d, ]*\]|{unequal}")  # no call that raises an error
             if not all(map(valid.fullmatch, error.calls)):
                 raise
-            return False
-        return True
+            return self._splits_of_all(sent, received, unequal)
+        if single and tensor.dtype in NAMES:
+            prepare(self._calls, self._communicator, "all_to_all", None, None, x, parts[0], out)
+        return []
 
-    def _parts(self, tensors: Sequence[Any]) -> list[ArrayView]:
-        return [memory(x) for x in tensors] if len(tensors) > 1 else equal_parts(tensors[0], self._size)
+    def _splits_of_all(self, sent: Sequence[int], received: Sequence[int], text: str) -> list[list[list[int]]]:
+        """Return the splits of all ranks, as ``_exchange_equal``. ``text``: describes the call to other ranks."""
+        own = torch.tensor([[*sent], [*received]], device="cpu")
+        table = own.new_empty(self._size, *own.shape)
+        self._communicator.all_gather(memory(own), equal_parts(table, self._size), text)
+        return list(table.tolist())
 
-    def _exchange(self, result: Any, source: Any, received: Sequence[int], sent: Sequence[int], unit: str) -> None:
-        """Execute an all-to-all of unequal numbers of rows. See ``all_to_all_single``.
+    def _exchange(self, result: Any, source: Any, all_splits: list[list[list[int]]], unit: str) -> None:
+        """Execute an all-to-all of unequal numbers of rows. ``all_splits``: see ``_exchange_equal``.
 
         Parts are padded to the size of the largest one if this adds little, or if messages cannot reach all hosts.
 
         Raises:
           MismatchError: a rank sends more or less than the receiver expects. All ranks raise it.
         """
-        own = torch.tensor([*sent, *received], device="cpu")
-        table = own.new_empty(self._size, 2, self._size)
-        self.all_gather_single(table, own)
-        for src, dst in (table[:, 0] != table[:, 1].T).nonzero().tolist():
-            source_rank, target_rank = (self._communicator.global_ranks[rank] for rank in (src, dst))
-            problem = f"rank {source_rank} sends rank {target_rank} another number of {unit} than it expects."
-            given = f"{table[src, 0, dst]} sent, {table[dst, 1, src]} expected"
-            raise MismatchError.of(problem, given, f"the same number of {unit} on both ranks")
+        self._checks.require_expected(all_splits, unit)
         width = source.shape[1:].numel() * source.element_size()
-        most, total = int(table.max()) * width, int(table[:, 0].sum()) * width
-        splits = ([width * rows for rows in received], [width * rows for rows in sent])
+        most = max(max(sent) for sent, _ in all_splits) * width
+        total = sum(sum(sent) for sent, _ in all_splits) * width
+        to_each, from_each = ([width * rows for rows in each] for each in all_splits[self._rank])
         is_skewed = most > _PADDED_NBYTES and most * self._size**2 > _MOST_PADDING * total
         if is_skewed and self._messages is not None and not self._communicator.links.lost:
-            self._exchange_parts(f"all_to_all {name_of(source)}", raw(result), raw(source), *splits)
+            self._exchange_parts(f"all_to_all {name_of(source)}", raw(result), raw(source), from_each, to_each)
             return
-        self._exchange_padded(raw(result), raw(source), *splits, most)
+        self._exchange_padded(raw(result), raw(source), from_each, to_each, most)
 
     def _are_splits(self, tensor: Any, splits: Sequence[int]) -> bool:
         if not tensor.ndim or not splits:
@@ -400,11 +409,13 @@ class Collectives(InnerGloo):
             method(*tensors, *options)
 
     def _op(self, collective: str, kind: Any, tensor: Any, root: int | None = None) -> ReduceOp | None:
-        """Return the op for the communicator, or ``None`` if all ranks have agreed that gloo runs the collective.
+        """Return the op for the communicator, or ``None`` for a bitwise one, or if all ranks agree that gloo runs it.
 
         If the op is not defined for this dtype, or cannot be exact, all ranks raise an ``UnsupportedError``.
         """
         op, name = _OPS.get(kind.op), NAMES.get(tensor.dtype)
+        if bits_are_reduced(kind.op, tensor):
+            return None  # the ranks compare their calls when they exchange the tensors
         if name == "bool":
             op = _OF_BOOLS.get(kind.op, op)
         strided = tensor.layout is _STRIDED
@@ -419,8 +430,6 @@ class Collectives(InnerGloo):
         if exact:
             problem = f"only dense tensors of {', '.join(sorted(FLOATS | COMPLEX))} can be summed exactly."
             raise UnsupportedError.of(problem, f"{collective} of {name_of(tensor)}", "a group without exact=True")
-        if kind.op in BITWISE and name is not None and strided and not is_float:
-            return None
         if kind.op == TorchOp.SUM and tensor.dtype in _SUMMED_IN_GLOO and not strided:
             return None
         problem = f"tensors of {name_of(tensor)} cannot be reduced by {op_name}."

@@ -34,6 +34,7 @@ BITWISE: Final = {TorchOp.BAND: "bitwise_and", TorchOp.BOR: "bitwise_or", TorchO
 _GATHERED_NBYTES: Final = (
     1 << 14
 )  # a bitwise reduction of so many bytes gathers the tensors of all ranks on each of them
+_STEP_NBYTES: Final = 256  # the sizes of padded parts are multiples of it
 _RELEASE_S: Final = 1.0  # the longest wait for gloo to release tensors, which takes microseconds
 
 
@@ -97,8 +98,12 @@ class InnerGloo:
         with torch.no_grad():  # gloo replaces the memory of a sparse tensor, and the detached one does not share it
             tensor.copy_(detached)
 
-    def _reduce_bits(self, tensor: Any, op: Any) -> None:
-        """Replace a tensor by its bitwise reduction on all ranks. A large one is reduced in parts, one on each rank."""
+    def _reduce_bits(self, collective: str, tensor: Any, op: Any, root: int | None) -> None:
+        """Replace a tensor by its bitwise reduction on all ranks. A large one is reduced in parts, one on each rank.
+
+        ``collective``, ``root``: of the call, which the ranks compare.
+        """
+        text = call_text(collective, op.name.lower(), root, name_of(tensor), tensor.shape)
         combine = getattr(torch, BITWISE[op])
         plain = readable(tensor)
         line, ranks = raw(plain), self._communicator.size
@@ -106,8 +111,9 @@ class InnerGloo:
         size = line.nbytes if parts == 1 else -(-line.nbytes // (8 * parts)) * 8
         rows = line.new_zeros(ranks, size)
         if parts == 1:
-            self._communicator.all_gather(memory(line), equal_parts(rows, ranks))
+            self._communicator.all_gather(memory(line), equal_parts(rows, ranks), text)
         else:
+            self._communicator.require_same(text)
             sent = line.new_zeros(parts, size)
             sent.view(-1)[: line.numel()] = line
             self._communicator.all_to_all(equal_parts(sent, parts), equal_parts(rows, parts))
@@ -125,6 +131,8 @@ class InnerGloo:
     ) -> None:
         """Execute an all-to-all of unequal numbers of bytes, ``most`` at most, in parts of this size."""
         ranks = self._communicator.size
+        step = max(_STEP_NBYTES, (1 << most.bit_length()) // 8)  # few sizes, since each of them is compiled once
+        most = -(-most // step) * step
         padded = torch.empty(2, ranks, most, dtype=torch.uint8, device="cpu")
         for room, part in zip(padded[0], source.split(sent), strict=True):
             room[: part.numel()] = part
@@ -185,6 +193,12 @@ class _Making:
         """Raise a ``ConnectionError`` if it failed."""
         if self._error:
             raise ConnectionError(self._error)
+
+
+def bits_are_reduced(op: Any, tensor: Any) -> bool:
+    """Return whether a bitwise reduction of a tensor is defined."""
+    is_integer = tensor.dtype in NAMES and not tensor.is_floating_point() and not tensor.is_complex()
+    return op in BITWISE and is_integer and tensor.layout is torch.strided
 
 
 def name_of(tensor: Any) -> str:

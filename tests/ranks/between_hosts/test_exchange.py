@@ -16,9 +16,9 @@ from crossreduce.lowering import lower
 from crossreduce.ops import Numbers, ReduceOp
 from crossreduce.planning import PLANNERS, plan
 from crossreduce.ranks.failures.peer_errors import PeerDisconnected, PeerTimeout
+from crossreduce.ranks.inter_host.call_comparison import exchange_digests
 from crossreduce.ranks.inter_host.exchange import (
     Exchange,
-    exchange_digests,
     exchange_program,
     first_data,
     piece_sizes,

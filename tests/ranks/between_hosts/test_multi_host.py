@@ -21,9 +21,9 @@ from crossreduce.ranks.inter_host.two_level import host_names
 from crossreduce.topology import Topology
 
 
-def table(rendezvous):
+def table(rendezvous, in_python=False):
     """Check all cases, and return the hosts."""
-    comm = joined(rendezvous)
+    comm = joined(rendezvous, in_python=in_python)
     check_cases(comm, CASES)
     # On links of different speeds, hosts forward the data of others, and several arrays share a connection.
     count = len(comm.hosts)
@@ -55,9 +55,15 @@ def test_every_collective(names, hosts):
     assert set(ranks(len(names), table, environment=on(*names), timeout_s=90)) == {hosts}
 
 
-def disagreeing(rendezvous):
+def test_every_collective_in_python():
+    """Over a transport without a compiled object, the exchanges run in Python, with the same results."""
+    draw_parts(4, CASES)
+    assert set(ranks(4, table, True, environment=on(*"abab"), timeout_s=90)) == {((0, 2), (1, 3))}
+
+
+def disagreeing(rendezvous, in_python):
     """Make calls that differ between ranks. Return the texts of the errors, and the result of a correct call."""
-    comm = joined(rendezvous)
+    comm = joined(rendezvous, in_python=in_python)
     me, texts = comm.rank, []
     x = np.arange(50_000, dtype="float32") + me
     out, rows = np.full_like(x, 7), np.full((5, *x.shape), 7, "float32")
@@ -85,10 +91,11 @@ def disagreeing(rendezvous):
     return texts, out
 
 
-def test_ranks_whose_calls_differ_raise_the_same_error_before_anything_is_written():
+@pytest.mark.parametrize("in_python", [False, True])
+def test_ranks_whose_calls_differ_raise_the_same_error_before_anything_is_written(in_python):
     """If calls differ, within a host or between hosts, all ranks raise the same error, which names the ranks that
     differ. Nothing is written, and the group can still be used."""
-    found = ranks(5, disagreeing, environment=on(*"aaabb"))
+    found = ranks(5, disagreeing, in_python, environment=on(*"aaabb"))
     texts = found[0][0]
     named = ["ranks 2-4", "ranks 0, 1"], ["rank 1 "], ["float32[10000]", "float32[10004]"], ["rank 4 "]
     for text, words in zip(texts, [*named, ["inner op 0", "inner op 1"], ["rank 0"]], strict=True):
@@ -217,7 +224,7 @@ def test_a_close_that_is_interrupted_has_left_the_group():
 
 def counted(rendezvous):
     """Return the bytes that this rank sends in each collective, digests of calls not included."""
-    comm, sent, counts = joined(rendezvous), [], {}
+    comm, sent, counts = joined(rendezvous, in_python=True), [], {}
     comm.barrier()
     send = comm.transport.send
     comm.transport.send = lambda address, nbytes, dst, tag: (sent.append(nbytes), send(address, nbytes, dst, tag))[1]

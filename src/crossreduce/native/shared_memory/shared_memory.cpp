@@ -17,8 +17,6 @@ namespace {
 // Below this many bytes read and written, waking another thread costs more time than it saves.
 constexpr int64_t THREADED_NBYTES = 1 << 20;
 constexpr int64_t PAGE = 4096;
-// How long a thread yields its CPU that did not make the group: a step of DDP on 8 ranks took 0.96 of the time with YIELD_NS.
-constexpr int64_t HELPER_YIELD_NS = 20000;
 // A rank with pending messages to or from other hosts sleeps at most this long at a time.
 constexpr int64_t NAP_NS = 200000;
 
@@ -229,8 +227,8 @@ int SharedMemory::aborting_rank() const {
 void SharedMemory::begin(const RankProgram &new_program, std::vector<char *> memory, const std::string &signature) {
     program = &new_program;
     buffers = std::move(memory);
-    next = 0;
-    waiting = false;
+    next = executed = 0;
+    waiting = begun = differs = false;
     number++;
     const auto turn = static_cast<int64_t>(number / 2 % static_cast<uint64_t>(turns));
     start = static_cast<int64_t>(number % 2) * (slot / 2) + turn * TURN_NBYTES;
@@ -252,8 +250,24 @@ bool SharedMemory::signatures_match() const {
     return true;
 }
 
-Outcome SharedMemory::run(const std::vector<Instruction> &instructions) {
-    const auto address = [&](const BufferRef &ref) {
+// Exchange messages with other hosts, or check what the host's first rank has found in doing so.
+Outcome SharedMemory::run_messages(const Instruction &one, const Address &address, int64_t until_ns) {
+    if (one.messages < 0)
+        return *reinterpret_cast<const int32_t *>(memory(0)) == SAME ? Outcome::done : Outcome::differs;
+    if (differs || !exchange) return Outcome::done;
+    const HostMessages &messages = program->messages[static_cast<size_t>(one.messages)];
+    const int64_t began = now_ns(CLOCK_MONOTONIC);
+    const Outcome outcome = exchange(messages, address, number, until_ns);
+    calls.add_between_hosts(static_cast<uint64_t>(now_ns(CLOCK_MONOTONIC) - began));
+    if (outcome != Outcome::done && outcome != Outcome::differs) return outcome;
+    calls.trace(messages.compared.empty() ? Phase::between_hosts : Phase::agree, next);
+    differs = outcome == Outcome::differs;
+    if (!messages.compared.empty()) *reinterpret_cast<int32_t *>(memory(rank)) = differs ? DIFFERENT : SAME;
+    return Outcome::done; // the ranks of the host end the op together, when they check this
+}
+
+Outcome SharedMemory::run(const std::vector<Instruction> &instructions, int64_t until_ns) {
+    const Address address = [&](const BufferRef &ref) {
         if (ref.region >= 0) return memory(ref.region) + ref.offset;
         return buffers[static_cast<size_t>(~ref.region)] + ref.offset;
     };
@@ -264,8 +278,14 @@ Outcome SharedMemory::run(const std::vector<Instruction> &instructions) {
         if (phase != Phase::none && phase != following) calls.trace(phase, next);
         phase = following;
     };
-    for (const Instruction &one : instructions) {
+    for (; executed < instructions.size(); executed++) {
+        const Instruction &one = instructions[executed];
         if (calls.is_traced()) trace_until(one.phase);
+        if (one.kernel == nullptr) {
+            const Outcome outcome = run_messages(one, address, until_ns);
+            if (outcome != Outcome::done) return outcome;
+            continue;
+        }
         if (one.sources[0].region >= PEER_BUFFER) { // a copy
             const int64_t nbytes = one.kernel->elements * static_cast<int64_t>(ITEMSIZES[one.kernel->result]);
             const int peer = one.sources[0].region - PEER_BUFFER;
@@ -293,7 +313,7 @@ Outcome SharedMemory::advance(size_t until, int64_t slice_ns) {
             abort_trace();
             return Outcome::aborted;
         }
-        if (next > 0) {
+        if (next > 0 && !begun) {
             if (!waiting) {
                 arrive();
                 // A rank that never waits must also return regularly, so that its caller can check the peers.
@@ -312,10 +332,14 @@ Outcome SharedMemory::advance(size_t until, int64_t slice_ns) {
                 return Outcome::mismatch;
             }
         }
-        const Outcome outcome = run(program->stages[next]);
+        begun = true;
+        const Outcome outcome = run(program->stages[next], until_ns);
         if (outcome == Outcome::aborted) abort_trace();
+        if (outcome == Outcome::differs) end_op(Outcome::mismatch);
         if (outcome != Outcome::done) return outcome;
         next++;
+        executed = 0;
+        begun = false;
     }
     if (next == program->stages.size()) {
         calls.end(static_cast<int>(Outcome::done), true);

@@ -27,11 +27,28 @@ struct BufferRef { // the location of an operand
 };
 
 struct Instruction { // runs a kernel
-    const Kernel *kernel;
+    const Kernel *kernel; // null: exchanges messages, or checks that all hosts make the same call
     std::vector<BufferRef> sources, results;
     bool streaming;
     Phase phase = Phase::none; // what a trace calls it; see `phase_of`
+    int messages = -1;         // without a kernel: which of the program's `messages`; -1: checks
 };
+
+// What a rank exchanges with ranks of other hosts.
+struct HostMessages {
+    struct Part {
+        int rank;
+        BufferRef at;
+        int64_t nbytes;
+    };
+    std::vector<Part> sends, receives;
+    // If not empty, the call is compared with that of these ranks: each message begins with its digest. The parts that
+    // are for, or from, one rank follow in the same message, with at most `room` bytes.
+    std::vector<int> compared;
+    std::string digest; // DIGEST_NBYTES
+    int64_t room = 0;
+};
+constexpr size_t DIGEST_NBYTES = 16;
 
 // What an instruction does: it copies the caller's data into a slot, combines operands, or copies a result out.
 inline Phase phase_of(const Instruction &one) {
@@ -48,6 +65,7 @@ struct RankProgram {
     int64_t slot_nbytes; // the bytes of each slot that they use, in one half
     int kind;            // of the collective, below CALL_KINDS; and its bytes, for the counters
     int64_t nbytes;
+    std::vector<HostMessages> messages; // to which instructions refer
 };
 
 constexpr int CAUSE_NBYTES = 2040;
@@ -85,7 +103,9 @@ struct GroupState { // at the start of the memory; the states of the ranks, thei
     char about[ABOUT_NBYTES];
 };
 
-enum class Outcome { done, waiting, mismatch, aborted, out_of_memory, unreadable };
+// `elsewhere`: the rank waits for a message of another host. `differs`: the call of another host differs.
+enum class Outcome { done, waiting, mismatch, aborted, out_of_memory, unreadable, elsewhere, differs };
+constexpr int32_t SAME = 1, DIFFERENT = 2; // the first word of a rank's slot, if its program compares hosts
 
 class SharedMemory {
   public:
@@ -126,6 +146,9 @@ class SharedMemory {
     int turns = 1;
     // Called while a rank waits: moves messages to and from other hosts, and returns whether some are pending.
     std::function<bool()> progress;
+    // Continues an exchange of op `number` until a time: `done`, `elsewhere`, `differs`, or `out_of_memory`.
+    using Address = std::function<char *(const BufferRef &)>;
+    std::function<Outcome(const HostMessages &, const Address &, uint64_t number, int64_t until_ns)> exchange;
     CallLog calls; // of this rank
     RankState &state(int of) const { return states[of]; }
     // The waits of one rank for another.
@@ -144,7 +167,8 @@ class SharedMemory {
     bool all_reached();
     bool wait(int64_t until_ns);
     bool wait_from(int64_t now, int64_t until_ns);
-    Outcome run(const std::vector<Instruction> &instructions);
+    Outcome run(const std::vector<Instruction> &instructions, int64_t until_ns);
+    Outcome run_messages(const Instruction &one, const Address &address, int64_t until_ns);
     bool read_peer(int of, int buffer, int64_t offset, char *to, int64_t nbytes) const;
     bool signatures_match() const;
 
@@ -165,6 +189,9 @@ class SharedMemory {
     std::vector<char *> results;
     int64_t start = 0;    // where the current op's memory begins in each slot
     size_t next = 0;      // the next stage
+    bool begun = false;   // this rank has passed the barrier before it
+    size_t executed = 0;  // how many of its instructions were executed
+    bool differs = false; // this rank has found that the call of another host differs
     bool waiting = false; // this rank has reached a barrier that others have not
     int latest = -1; // the rank for which this one has last waited at its barrier; -1: it has not waited
 };

@@ -5,12 +5,14 @@
 #include <cerrno>
 
 #include "connections.hpp"
+#include "host_exchange.hpp"
 #include "observer.hpp"
 #include "shared_memory.hpp"
 
 #if defined(__linux__)
 // The value of a Connections object; null, with an error set, for others.
 std::shared_ptr<Connections> *connections_in(PyObject *object);
+PyObject *new_pending(const std::shared_ptr<Connections> &connections, std::shared_ptr<Message> message);
 #endif
 
 namespace {
@@ -19,6 +21,7 @@ struct SharedMemoryObject {
     PyObject_HEAD
     SharedMemory *memory; // null: closed
     PyObject *running;    // the rank program of the current op, or null
+    std::shared_ptr<HostExchange> *hosts; // or null
     bool busy;            // a thread runs stages without the interpreter's lock
     unsigned long caller; // the thread that makes a prepared call, or 0
 };
@@ -65,6 +68,7 @@ PyObject *memory_new(PyTypeObject *type, PyObject *args, PyObject *) {
 
 void memory_dealloc(PyObject *object) {
     delete memory_of(object)->memory;
+    delete memory_of(object)->hosts;
     Py_XDECREF(memory_of(object)->running);
     free_object(object);
 }
@@ -191,11 +195,25 @@ PyObject *memory_carry(PyObject *object, PyObject *connections) {
 #if defined(__linux__)
     const auto *found = connections_in(connections);
     if (found == nullptr) return nullptr;
-    memory_of(object)->memory->progress = [carried = *found] { return carried->progress(); };
+    SharedMemoryObject *self = memory_of(object);
+    const auto hosts = std::make_shared<HostExchange>(*found);
+    delete self->hosts;
+    self->hosts = new std::shared_ptr<HostExchange>(hosts);
+    self->memory->progress = [hosts] { return hosts->connections->progress(); };
+    self->memory->exchange = [hosts](const auto &...all) { return hosts->run(all...); };
 #else
     (void)connections;
 #endif
     Py_RETURN_NONE;
+}
+
+PyObject *memory_awaited(PyObject *object, PyObject *) {
+#if defined(__linux__)
+    const SharedMemoryObject *self = memory_of(object);
+    if (self->hosts != nullptr)
+        if (auto message = (*self->hosts)->awaited()) return new_pending((*self->hosts)->connections, std::move(message));
+#endif
+    return value_error("no message is awaited"), nullptr;
 }
 
 PyObject *memory_number(PyObject *object, PyObject *) {
@@ -303,7 +321,8 @@ PyMethodDef memory_methods[] = {
      "memory at the addresses alive until the op ends."},
     {"advance", locked<memory_advance>, METH_VARARGS,
      "advance(until, slice_s): run the stages before `until`. Returns 0: done; 1: still waiting for other ranks; 2: "
-     "the signatures differ; 3: aborted; 4: out of memory; 5: the memory of another rank cannot be read."},
+     "the signatures differ; 3: aborted; 4: out of memory; 5: the memory of another rank cannot be read; 6: waiting for "
+     "a message of another host; 7: another host makes another call."},
     {"end_op", locked<memory_end_op>, METH_NOARGS, "End the current op early; all ranks must do so in the same stage."},
     {"abort", locked<memory_abort>, METH_VARARGS, "abort(cause): abort the group; later causes are ignored."},
     {"cause", locked<memory_cause>, METH_NOARGS,
@@ -311,6 +330,7 @@ PyMethodDef memory_methods[] = {
     {"aborting_rank", locked<memory_aborting_rank>, METH_NOARGS, "Return the rank that is writing the cause of an abort, or -1."},
     {"address", locked<memory_address>, METH_VARARGS,
      "address(rank): return the address of the half of the rank's slot that the current op uses."},
+    {"awaited", locked<memory_awaited>, METH_NOARGS, "After outcome 6: return the PendingMessage of another host, and its rank."},
     {"caller", locked<memory_caller>, METH_NOARGS, "Return the identity of the thread that makes a prepared call, or 0."},
     {"can_read", locked<memory_can_read>, METH_VARARGS,
      "can_read(rank): return whether this process may read the memory of the rank's process. Only before the first op."},

@@ -5,11 +5,9 @@
 #include <algorithm>
 #include <cerrno>
 #include <cstring>
-#include <linux/sockios.h>
 #include <netinet/in.h>
 #include <netinet/tcp.h>
 #include <poll.h> // POLLRDHUP needs _GNU_SOURCE, which g++ and clang++ define
-#include <sys/ioctl.h>
 #include <sys/socket.h>
 #include <sys/uio.h>
 #include <unistd.h>
@@ -23,7 +21,6 @@ constexpr size_t STAGED_NBYTES = 1 << 16;      // read at once beyond the end of
 constexpr uint64_t MOST_EARLY_NBYTES = 1 << 20; // of a message that is read before it is expected
 constexpr size_t MOST_PARTS = 16;              // of one call to the system
 constexpr int LEAST_REPEATS = 2;               // a packet or its answer may be lost
-constexpr int64_t SHARED_WAIT_NS = 1000000;    // of several threads that wait, one may move another one's message
 constexpr uint64_t LARGE_NBYTES = 1 << 18;      // a message with so many bytes, that is, four parts, may use several lanes
 constexpr uint64_t LEAST_PART = 1 << 16, MOST_PART = 1 << 20; // bytes of a part
 constexpr uint64_t PARTS_PER_LANE = 4;          // of a very large message, so that a slow lane may send fewer of them
@@ -54,8 +51,6 @@ bool is_silent(int socket, int64_t limit_ns) {
     const bool repeats = (info.tcpi_unacked > 0 && info.tcpi_retransmits >= LEAST_REPEATS) || info.tcpi_probes >= LEAST_REPEATS;
     return repeats && int64_t{info.tcpi_last_ack_recv} * 1000000 >= limit_ns;
 }
-
-constexpr const char *CLOSED = "it has closed the connection";
 
 } // namespace
 
@@ -299,75 +294,6 @@ void Connections::lose(Peer &peer, State state, const std::string &why) {
     peer.sending = peer.expectations = 0;
 }
 
-// Sleep until something can be moved, or `bell` is readable. Return false if a signal came.
-bool Connections::sleep(std::unique_lock<std::mutex> &held, int64_t ns, int bell) {
-    std::vector<pollfd> polled;
-    const auto has_rest = [](const Peer &peer) { return !peer.rest.empty(); }; // another lane may have become the best one
-    if (waiters > 1 || std::any_of(peers.begin(), peers.end(), has_rest)) ns = std::min(ns, SHARED_WAIT_NS);
-    for (const Peer &peer : peers)
-        for (const Lane &lane : peer.lanes)
-            if (const short wanted = has_work(peer) ? events(peer, lane) : short{0}; wanted != 0) polled.push_back({lane.socket, wanted, 0});
-    for (const int more : {descriptor(), bell})
-        if (more >= 0) polled.push_back({more, POLLIN, 0});
-    if (!may_sleep()) return true;
-    held.unlock();
-    const timespec time = {static_cast<time_t>(ns / 1000000000), static_cast<long>(ns % 1000000000)};
-    const bool interrupted = ppoll(polled.data(), polled.size(), &time, nullptr) < 0;
-    held.lock();
-    if (interrupted) return false;
-    for (const pollfd &each : polled)
-        for (Peer &peer : peers)
-            for (const Lane &lane : peer.lanes)
-                if (lane.socket == each.fd && lane.blocked && (each.revents & (POLLRDHUP | POLLERR | POLLHUP)) != 0)
-                    lose(peer, State::lost, CLOSED);
-    return true;
-}
-
-namespace {
-
-struct Counted { // one more while it exists, also if there is no memory for a message that nobody expects yet
-    int &count;
-    explicit Counted(int &of) : count(of) { count++; }
-    Counted(const Counted &) = delete;
-    Counted &operator=(const Counted &) = delete;
-    ~Counted() { count--; }
-};
-
-} // namespace
-
-Message::State Connections::wait(Message &message, int64_t until_ns) {
-    std::unique_lock<std::mutex> held(lock);
-    const Counted waiter(waiters);
-    while (true) {
-        move();
-        const int64_t left = std::min(until_ns - now_ns(), longest_sleep());
-        if (message.state != State::pending || until_ns <= now_ns() || !sleep(held, left, -1)) break;
-    }
-    return message.state;
-}
-
-bool Connections::pause(int64_t until_ns, int bell) {
-    std::unique_lock<std::mutex> held(lock);
-    const Counted waiter(waiters);
-    const int64_t left = std::min(until_ns - now_ns(), longest_sleep());
-    const bool undisturbed = left <= 0 || sleep(held, left, bell);
-    move();
-    return undisturbed;
-}
-
-void Connections::flush(int64_t until_ns) {
-    const timespec pause = {0, 200000};
-    for (size_t k = 0; k < peers.size(); k++)
-        for (const Lane &lane : peers[k].lanes)
-            for (int left = 1; left > 0 && is_connected(static_cast<int>(k)) && now_ns() < until_ns;)
-                if (ioctl(lane.socket, SIOCOUTQ, &left) != 0 || left == 0 || nanosleep(&pause, nullptr) != 0) break;
-}
-
-bool Connections::is_connected(int peer) {
-    const std::lock_guard<std::mutex> held(lock);
-    return peers[static_cast<size_t>(peer)].state == State::done;
-}
-
 bool Connections::progress() {
     const std::unique_lock<std::mutex> held(lock, std::try_to_lock);
     if (!held) return true;
@@ -387,7 +313,7 @@ void Connections::move() {
         }
         // What the other lanes still have of the last messages is read before the peer is lost.
         if (peer.lanes.front().ended && (!reads_all || std::all_of(peer.lanes.begin(), peer.lanes.end(), [](const Lane &lane) { return lane.ended; })))
-            lose(peer, peer.said_farewell ? State::left : State::lost, peer.said_farewell ? "it has left the group" : CLOSED);
+            lose(peer, peer.said_farewell ? State::left : State::lost, peer.said_farewell ? "it has left the group" : CLOSED_CONNECTION);
     }
 }
 

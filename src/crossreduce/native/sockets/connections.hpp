@@ -16,6 +16,7 @@
 #include <memory>
 #include <mutex>
 #include <string>
+#include <thread>
 #include <vector>
 
 struct MessageHeader {
@@ -40,6 +41,8 @@ struct Message {
 constexpr uint64_t FAREWELL = ~uint64_t{0}; // the tag by which a rank says that it leaves
 constexpr const char *TOO_LARGE = "a message is larger than this rank expects";
 
+constexpr const char *CLOSED_CONNECTION = "it has closed the connection";
+
 class Connections {
   public:
     // Use connected sockets, which this object closes: `ranks` of the peers, and `sockets`, equally many for each of them, in
@@ -51,6 +54,7 @@ class Connections {
     Connections &operator=(const Connections &) = delete;
 
     int index_of(int rank) const; // of a peer; -1: this rank is not connected to it
+    int rank_of(int peer) const { return peers[static_cast<size_t>(peer)].rank; }
     // Begin to send, or expect, a message. Its memory must stay valid until it is no longer pending.
     std::shared_ptr<Message> send(int peer, uint64_t tag, char *data, int64_t nbytes);
     std::shared_ptr<Message> receive(int peer, uint64_t tag, char *data, int64_t nbytes);
@@ -136,6 +140,7 @@ class Connections {
     virtual int descriptor() const { return -1; }  // another one at which a wait ends
     virtual bool may_sleep() { return true; }      // false: something has arrived meanwhile
     virtual int64_t longest_sleep() const { return INT64_MAX; } // in ns
+    virtual int64_t yield_ns(bool by_maker) const; // how long a wait yields before it sleeps; by the thread that made this
     virtual bool has_work(const Peer &peer) const;
     virtual void lose(Peer &peer, Message::State state, const std::string &why);
     bool has_waiters() const { return waiters > 0; }
@@ -156,4 +161,5 @@ class Connections {
 
     const bool measures;
     int waiters = 0;
+    const std::thread::id maker = std::this_thread::get_id();
 };

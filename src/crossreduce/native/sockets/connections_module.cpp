@@ -7,6 +7,7 @@
 
 #include "connections.hpp"
 #include "futex.hpp"
+#include "mpi_connections.hpp"
 
 #if defined(__linux__)
 
@@ -113,6 +114,37 @@ void message_dealloc(PyObject *object) {
     free_object(object);
 }
 
+// Return whether a message is complete; -1 with an error set if it has failed.
+int is_complete(const MessageObject &self, Message::State state) {
+    switch (state) {
+    case Message::State::done:
+        return 1;
+    case Message::State::lost:
+        PyErr_Format(PyExc_ConnectionError, "the connection to rank %ld was lost: %s", self.rank,
+                     (*self.connections)->why((*self.message)->peer).c_str());
+        return -1;
+    case Message::State::left:
+        PyErr_Format(PyExc_ConnectionResetError, "rank %ld has left the group", self.rank);
+        return -1;
+    case Message::State::aborted:
+        PyErr_SetString(PyExc_ConnectionError, "this rank has aborted the group");
+        return -1;
+    default:
+        return 0;
+    }
+}
+
+PyObject *message_poll(PyObject *object, PyObject *argument) {
+    auto *self = reinterpret_cast<MessageObject *>(object);
+    const double seconds = PyFloat_AsDouble(argument);
+    if (PyErr_Occurred()) return nullptr;
+    if (!(seconds >= 0 && seconds <= 1)) return value_error("a poll takes from 0 to 1 s"), nullptr;
+    const int64_t until = now_ns() + static_cast<int64_t>(seconds * 1e9);
+    const auto state = without_lock(Message::State::pending, [&] { return (*self->connections)->wait(**self->message, until); });
+    const int complete = PyErr_CheckSignals() < 0 ? -1 : is_complete(*self, state);
+    return complete < 0 ? nullptr : PyBool_FromLong(complete);
+}
+
 PyObject *message_wait(PyObject *object, PyObject *argument) {
     auto *self = reinterpret_cast<MessageObject *>(object);
     const double timeout_s = PyFloat_AsDouble(argument);
@@ -131,20 +163,9 @@ PyObject *message_wait(PyObject *object, PyObject *argument) {
             return found;
         });
         if (!had_memory) return PyErr_NoMemory();
-        switch (state) {
-        case Message::State::done:
-            Py_RETURN_NONE;
-        case Message::State::lost:
-            return PyErr_Format(PyExc_ConnectionError, "the connection to rank %ld was lost: %s", self->rank,
-                                connections.why(message.peer).c_str());
-        case Message::State::left:
-            return PyErr_Format(PyExc_ConnectionResetError, "rank %ld has left the group", self->rank);
-        case Message::State::aborted:
-            PyErr_SetString(PyExc_ConnectionError, "this rank has aborted the group");
-            return nullptr;
-        case Message::State::pending:
-            break;
-        }
+        const int complete = is_complete(*self, state);
+        if (complete < 0) return nullptr;
+        if (complete > 0) Py_RETURN_NONE;
         if (PyErr_CheckSignals() < 0) return nullptr;
         if (now_ns() >= check_at) {
             check_at = now_ns() + CHECK_NS;
@@ -173,6 +194,7 @@ PyType_Slot connections_slots[] = {{Py_tp_new, reinterpret_cast<void *>(connecti
                                    {0, nullptr}};
 
 PyMethodDef message_methods[] = {
+    {"poll", message_poll, METH_O, "poll(seconds): wait at most so long; return whether the message is complete."},
     {"wait", message_wait, METH_O,
      "wait(timeout_s): return when the memory may be used again; see crossreduce.ranks.transports.base.PendingMessage."},
     {nullptr, nullptr, 0, nullptr}};
@@ -191,6 +213,18 @@ std::shared_ptr<Connections> *connections_in(PyObject *object) {
     return reinterpret_cast<ConnectionsObject *>(object)->connections;
 }
 
+// Return (PendingMessage, rank) for a message that has begun.
+PyObject *new_pending(const std::shared_ptr<Connections> &connections, std::shared_ptr<Message> message) {
+    const int rank = connections->rank_of(message->peer);
+    Ref pending(reinterpret_cast<PyObject *>(make_object<MessageObject>(message_type, [&](MessageObject &self) {
+        self.rank = rank;
+        self.connections = new std::shared_ptr<Connections>(connections);
+        self.message = new std::shared_ptr<Message>(std::move(message));
+        return true;
+    })));
+    return pending ? Py_BuildValue("Oi", pending.object, rank) : nullptr;
+}
+
 // Return a Connections object, also of a derived class.
 PyObject *new_connections(std::shared_ptr<Connections> connections) {
     return reinterpret_cast<PyObject *>(make_object<ConnectionsObject>(connections_type, [&](ConnectionsObject &self) {
@@ -199,7 +233,37 @@ PyObject *new_connections(std::shared_ptr<Connections> connections) {
     }));
 }
 
+static PyObject *mpi_connections(PyObject *, PyObject *args) {
+    PyObject *ranks_given, *functions_given;
+    std::vector<int> ranks;
+    std::vector<uintptr_t> functions;
+    unsigned long long comm, byte;
+    int first_tag;
+    if (!PyArg_ParseTuple(args, "OOKKi", &ranks_given, &functions_given, &comm, &byte, &first_tag) ||
+        !read_ints(ranks_given, ranks) || !read_ints(functions_given, functions))
+        return nullptr;
+    if (functions.size() != 4) return value_error("four functions are needed"), nullptr;
+    MpiLibrary library;
+    library.send = reinterpret_cast<MpiLibrary::Start>(functions[0]);
+    library.receive = reinterpret_cast<MpiLibrary::Start>(functions[1]);
+    library.test = reinterpret_cast<MpiLibrary::Test>(functions[2]);
+    library.cancel = reinterpret_cast<MpiLibrary::Cancel>(functions[3]);
+    library.comm = comm, library.byte = byte, library.first_tag = first_tag;
+    try {
+        return new_connections(std::make_shared<MpiConnections>(library, ranks));
+    } catch (const std::exception &) {
+        return PyErr_NoMemory();
+    }
+}
+
+static PyMethodDef functions[] = {
+    {"mpi_connections", mpi_connections, METH_VARARGS,
+     "mpi_connections(ranks, functions, comm, byte, first_tag): return Connections over MPI. `functions`: the addresses of "
+     "MPI_Isend, MPI_Irecv, MPI_Test and MPI_Cancel. `comm`, `byte`: handles."},
+    {nullptr, nullptr, 0, nullptr}};
+
 int add_connections(PyObject *module) {
+    if (PyModule_AddFunctions(module, functions) < 0) return -1;
     if (add_class<MessageObject>(module, "crossreduce.kernels._native.PendingMessage", message_slots) < 0) return -1;
     message_type = reinterpret_cast<PyTypeObject *>(PyObject_GetAttrString(module, "PendingMessage")); // never released
     if (message_type == nullptr) return -1;

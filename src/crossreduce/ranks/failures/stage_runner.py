@@ -33,9 +33,12 @@ class StageRunner:
           ReductionError: other ranks cannot take part.
           MemoryError: the kernels cannot allocate working memory.
         """
+        return self.start(program, addresses, text, until) == DONE
+
+    def start(self, program: Any, addresses: Sequence[int], text: bytes, until: int) -> int:
+        """Begin an op like ``begin``. Return the outcome as ``settle`` does."""
         self._timer = None
-        outcome = self.memory.begin(program, addresses, text, until)
-        return outcome == DONE or self.complete(outcome, until)
+        return self.settle(self.memory.begin(program, addresses, text, until), until)
 
     def reach(self, until: int) -> None:
         """Execute the next stages of the op until its first ``until`` are executed. Errors are those of ``begin``."""
@@ -43,6 +46,10 @@ class StageRunner:
 
     def complete(self, outcome: int, until: int) -> bool:
         """Continue an op whose execution has stopped with ``outcome``. Result and errors are those of ``begin``."""
+        return self.settle(outcome, until) == DONE
+
+    def settle(self, outcome: int, until: int) -> int:
+        """Continue an op like ``complete``. Return DONE, MISMATCH, ELSEWHERE or DIFFERS."""
         while outcome == WAITING:
             self._timer = self._timer or WaitTimer(self._detector.warn_after_s())
             self._detector.check(self._timer)
@@ -58,4 +65,4 @@ class StageRunner:
             raise ReductionError.of(problem, f"rank {self.memory.host[self.memory.place]}", remedy)
         if outcome == NO_MEMORY:
             raise MemoryError("the kernels could not allocate working memory")
-        return outcome == DONE
+        return outcome

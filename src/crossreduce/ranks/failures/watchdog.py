@@ -50,6 +50,11 @@ class WatchedTransport:
         """Start to receive."""
         return _WatchedMessage(self._transport.receive(address, nbytes, src, tag), src, self)
 
+    def watch(self, pending: PendingMessage, rank: int) -> PendingMessage:
+        """Return a message that the transport's compiled object has begun, as one whose wait is recorded."""
+        wrap = getattr(self._transport, "wrap", None)
+        return _WatchedMessage(pending if wrap is None else wrap(pending, rank), rank, self)
+
     def abort(self) -> None:
         """Make all messages of this rank fail soon."""
         self._transport.abort()

@@ -13,10 +13,9 @@ An op may consist of several exchanges, which execute each stage together (``run
 from __future__ import annotations
 
 import ctypes
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
-from itertools import chain, pairwise, repeat
+from itertools import chain, pairwise
 from typing import Final, NamedTuple
 
 from ... import kernels
@@ -24,16 +23,13 @@ from ...lowering import Combination, DeviceProgram, Program
 from ...ops import Numbers
 from ...packing import itemsize
 from ..failures.peer_errors import PeerDisconnected, PeerTimeout
-from ..intra_host.instructions import kernel
+from ..intra_host.instructions import BufferReference, RankInstruction, Transfer, kernel
 from ..intra_host.partial_sums import header_nbytes, partial_itemsize
 from ..intra_host.programs import LINE
 from ..transports.base import PendingMessage, Transport
 
-EAGER_BYTES: Final = 1 << 14
+EAGER_BYTES: Final = 1 << 16
 """If a leader's stripes have at most this many bytes, the messages that compare the calls also carry round 0."""
-_EARLY: Final = 0.9  # no rank gives up this rank before this fraction of a check's limit; below 1, since clocks differ
-_LATE: Final = 3  # a rank that begins a check more than this many limits after this rank may have made another call
-_PAUSES_S: Final = (0.01, 0.1)  # between two queries whether all ranks have begun a check, first and longest
 ROUND_LAG: Final = 2
 """Stages from a round to the next, if there are several pieces. With 1, the link would be idle while values combine."""
 
@@ -76,6 +72,34 @@ class ExchangeProgram(NamedTuple):
     def nbytes(self) -> int:
         """The bytes of the exchange's memory."""
         return self.window * self.room
+
+    def transfers(self, r: int, buffer: int, received: bool) -> tuple[Transfer, ...]:
+        """Return what round ``r`` of the first piece sends or receives. ``buffer``: the number of the memory."""
+        stage, places = self.part.stages[r], self.pieces[0].places
+        moves = stage.receives if received else stage.sends
+        return tuple(
+            Transfer(self.peers[host], BufferReference(~buffer, places[value][0]), places[value][1])
+            for value, host in moves
+        )
+
+    def combined(self, r: int, buffer: int) -> list[RankInstruction]:
+        """Return what round ``r`` of the first piece computes. ``buffer``: the number of the memory."""
+        places = self.pieces[0].places
+        return [
+            RankInstruction(
+                places[result][2],
+                tuple(BufferReference(~buffer, places[value][0]) for value in operands),
+                (BufferReference(~buffer, places[result][0]),),
+                self.numbers_of(final),
+            )
+            for result, operands, final in self.part.stages[r].combinations
+            if places[result][1]
+        ]
+
+    def numbers_of(self, final: bool) -> Numbers:
+        """Return the numbers with which values are combined. Only a final result is divided and rounded."""
+        numbers = self.numbers._replace(dtype=self.numbers.accumulator)
+        return numbers if final else numbers._replace(result=numbers.accumulator, divisor=1)
 
 
 def _lag(pieces: int) -> int:
@@ -233,13 +257,10 @@ class Exchange:
                 self._combine(piece, combination)
 
     def _combine(self, piece: int, combination: Combination) -> None:
-        """Combine values in the memory of a piece. Only a final result is divided and rounded to the result's dtype."""
+        """Combine values in the memory of a piece."""
         result, operands, final = combination
         base, places = self._places(piece)
-        numbers = self._program.numbers._replace(dtype=self._program.numbers.accumulator)
-        if not final:
-            numbers = numbers._replace(result=numbers.accumulator, divisor=1)
-        combine = kernel(numbers, places[result][2], len(operands), 1)
+        combine = kernel(self._program.numbers_of(final), places[result][2], len(operands), 1)
         sources = [base + places[value][0] for value in operands]
         combine.run([sources], [[base + places[result][0]]], 1, False, False)  # threads, streaming, check_overlap
 
@@ -292,112 +313,6 @@ def wait_for(pending: PendingMessage, rank: int, timeout_s: float) -> None:
         raise PeerTimeout(rank, str(error)) from error
     except OSError as error:
         raise PeerDisconnected(rank, str(error)) from error
-
-
-def exchange_digests(
-    digest: bytes,
-    data: Mapping[int, bytes],
-    ranks: Sequence[int],
-    transport: Transport,
-    tag: int,
-    timeout_s: float,
-    diameter: int = 1,
-    patience: Patience | None = None,
-) -> dict[int, bytes] | None:
-    """Exchange the first messages of an op with ``ranks`` of other hosts: a digest of the call, and data.
-
-    Return the data of each of these ranks, padded to ``EAGER_BYTES``, or ``None`` if the digests of any hosts differ.
-    If some hosts have no link to each other, their neighbours pass on that digests differ.
-
-    Args:
-      digest: the digest of this rank's call, of the same length on all hosts.
-      data: at most ``EAGER_BYTES`` for each receiving rank; ranks may be missing.
-      ranks: one rank of each host to which this host has a link.
-      transport: the connection to other hosts.
-      tag: the tag of the messages.
-      timeout_s: how long each message may take.
-      diameter: the most links on the shortest route between any two hosts.
-      patience: gives up ranks whose link is lost, and the others continue. If it is ``None``, no rank is given up.
-    Raises:
-      PeerError: a rank of another host was lost or is late.
-    """
-    size = len(digest)
-    received = [ctypes.create_string_buffer(size + EAGER_BYTES) for _ in ranks]
-    messages, all_ranks = [digest + data.get(rank, b"") for rank in ranks], ranks
-    wait = wait_for if patience is None else patience.wait
-    _exchange(messages, received, ranks, transport, tag, timeout_s, wait)
-    given_up = set() if patience is None else patience.given_up
-    answers = [memory for rank, memory in zip(ranks, received, strict=True) if rank not in given_up]
-    same = all(memory.raw[:size] == digest for memory in answers)
-    # A host with another digest is at most ``diameter`` links away. On the route to it there are two neighbours with
-    # different digests. The nearer one, at most ``diameter - 1`` links away, detects this in the first messages.
-    for _ in range(diameter - 1):
-        ranks = [rank for rank in ranks if rank not in given_up]
-        if patience is not None:
-            patience.begun += 1
-        verdicts = [ctypes.create_string_buffer(b"=", 1) for _ in ranks]
-        _exchange([b"=" if same else b"!"] * len(ranks), verdicts, ranks, transport, tag, timeout_s, wait)
-        same = same and all(memory.raw == b"=" for memory in verdicts)
-    return {rank: memory.raw[size:] for rank, memory in zip(all_ranks, received, strict=True)} if same else None
-
-
-def _exchange(
-    messages: Sequence[bytes],
-    received: Sequence[ctypes.Array[ctypes.c_char]],
-    ranks: Sequence[int],
-    transport: Transport,
-    tag: int,
-    timeout_s: float,
-    wait: Callable[[PendingMessage, int, float], None],
-) -> None:
-    """Send a message to each rank, and receive a message from each. ``wait`` waits like ``wait_for``."""
-    sent = [ctypes.create_string_buffer(message, len(message)) for message in messages]
-    started = [*zip(ranks, received, repeat(transport.receive)), *zip(ranks, sent, repeat(transport.send))]
-    pending = [(start(ctypes.addressof(memory), len(memory), rank, tag), rank) for rank, memory, start in started]
-    for message, rank in pending:
-        wait(message, rank, timeout_s)
-
-
-class Patience:
-    """Waits for messages in a check of the links, and gives up ranks whose messages do not arrive.
-
-    A message of round k may take k times ``limit_s`` seconds, since its sender may have waited in vain for other ranks
-    before. This time begins when all ranks of the group have begun the check; then ``are_there`` returns ``True``. No
-    rank is given up before. If a rank is very late or makes another call, messages may take as long as in other calls.
-    The transport must close the connection of a message that has not arrived, so that memory is not written any more.
-    """
-
-    def __init__(self, are_there: Callable[[], bool], limit_s: float) -> None:
-        self.given_up: set[int] = set()
-        self.begun = 1  # how many rounds of messages have begun
-        self._are_there, self._limit_s, self._began = are_there, limit_s, time.monotonic()
-        self._all_begun_at: float | None = None
-
-    def wait(self, pending: PendingMessage, rank: int, timeout_s: float) -> None:
-        """Wait for a message from or to a rank like ``wait_for``, but return at once if the rank was given up."""
-        if rank in self.given_up:
-            return
-        late, pause_s = self._began + _LATE * self._limit_s, _PAUSES_S[0]
-        while not self._have_all_begun() and time.monotonic() < late:
-            time.sleep(pause_s)
-            pause_s = min(2 * pause_s, _PAUSES_S[1])
-        if self._all_begun_at is not None:
-            left_s = self._all_begun_at + self.begun * self._limit_s - time.monotonic()
-            timeout_s = min(max(0.0, left_s), timeout_s)
-        try:
-            wait_for(pending, rank, timeout_s)
-        except (PeerDisconnected, PeerTimeout) as error:
-            # A rank that gives up this rank closes their connection, but not before the limit. If a connection is
-            # closed earlier, the other rank has probably died, which is an error.
-            early = isinstance(error, PeerDisconnected) and time.monotonic() - self._began < _EARLY * self._limit_s
-            if early or not self._have_all_begun():
-                raise
-            self.given_up.add(rank)
-
-    def _have_all_begun(self) -> bool:
-        if self._all_begun_at is None and self._are_there():
-            self._all_begun_at = time.monotonic()
-        return self._all_begun_at is not None
 
 
 def piece_sizes(size: int, nbytes: int, smallest: int, largest: int, depth: int) -> tuple[int, ...]:

@@ -13,7 +13,7 @@ from typing import Final
 from ...errors import ReductionError, UnsupportedError
 from ..connections.peers import Membership
 from ..transports.base import Rendezvous
-from .exchange import Patience
+from .call_comparison import Patience
 from .multi_host import MultiHostEngine
 from .two_level import Lost, distances, lost_links
 

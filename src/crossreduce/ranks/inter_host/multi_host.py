@@ -37,25 +37,27 @@ from ..intra_host.instructions import (
 )
 from ..intra_host.partial_sums import header_nbytes, partial_itemsize, travelling_itemsize
 from ..intra_host.programs import LINE, PIECE_BYTES, SLOT_BYTES, STREAMING_BYTES, RankCompiler, fitting_size
-from ..intra_host.shared_memory import RankMemory
+from ..intra_host.shared_memory import DIFFERS, DONE, ELSEWHERE, MISMATCH, RankMemory
 from ..intra_host.slot_words import DIFFERENT, SAME, remote_wait, verdict
-from ..transports.base import Transport
+from ..transports.base import PendingMessage, Transport
+from .call_comparison import Patience, call_digest, exchange_digests
+from .compiled_calls import CompiledCalls
 from .exact_exchange import ExactExchange, HostTerms
 from .exchange import (
     EAGER_BYTES,
     Exchange,
     ExchangeProgram,
-    Patience,
     delay,
-    exchange_digests,
     exchange_program,
     first_data,
     piece_sizes,
     run_stage,
     take_first,
+    wait_for,
 )
 from .one_host import RankExecutable
 from .two_level import (
+    SMALL_BYTES,
     HostPart,
     Lost,
     Stripe,
@@ -83,11 +85,18 @@ class MultiHostEngine:
     """Compiles and runs one rank's calls in a group on several hosts; its methods are those of ``OneHostEngine``.
 
     ``hosts``: the ranks of each host. ``memory``: the shared memory of this rank's host. ``transport``: carries
-    messages between hosts. ``lost``: the pairs of hosts without a link.
+    messages between hosts. ``lost``: the pairs of hosts without a link. ``watch``: if compiled code can exchange
+    messages (see ``RankMemory.awaited``), a function that returns a message whose wait is recorded.
     """
 
     def __init__(
-        self, hosts: tuple[tuple[int, ...], ...], rank: int, memory: RankMemory, transport: Transport, lost: Lost = ()
+        self,
+        hosts: tuple[tuple[int, ...], ...],
+        rank: int,
+        memory: RankMemory,
+        transport: Transport,
+        lost: Lost = (),
+        watch: Callable[[PendingMessage, int], PendingMessage] | None = None,
     ) -> None:
         self.hosts, self.rank, self.memory, self.transport = hosts, rank, memory, transport
         self.ranks, self.host = memory.host, hosts.index(memory.host)
@@ -98,6 +107,8 @@ class MultiHostEngine:
         self.digest = b""  # of the last call
         self._exchanges: tuple[Exchange, ...] = ()  # the exchanges of the current op
         self.patience: Patience | None = None  # set only while the links are checked
+        self._watch = watch
+        self._compiled = CompiledCalls()
         self.lose(lost)
 
     def lose(self, lost: Lost) -> None:
@@ -117,7 +128,7 @@ class MultiHostEngine:
         """Return the executable of a call. If ``size`` is 0, no data moves, and the ranks only compare their calls."""
         if size == 0:
             program = native_program([[]] * 3, *kind_and_bytes(text, collective))
-            return RankExecutable(program, 3, text, _digest(text, ""))
+            return RankExecutable(program, 3, text, _digest(text, ""), prepared=False)
         nbytes = travelling_itemsize(numbers, collective)
         parts = host_parts(self.hosts, collective, root)
         arrays = sum(len(part.arrays) for part in parts)
@@ -132,39 +143,70 @@ class MultiHostEngine:
         # 32 MiB on 2 cores with pieces of 1, 1/2 and 1/4 MiB: 2 hosts of 4 ranks take 1.08, 1.065 and 1.055 times the
         # link's time at 1 Gbit/s, and 94, 89 and 126 ms at 10 Gbit/s; 3 hosts of 2 ranks with a slow link, in 4 rounds,
         # 1.20, 1.135 and 1.10 times the bound.
-        most = min(PIECE_BYTES // max(2, between.round_count), crossing * self._fitting_size(collective, numbers, root))
+        fitting = crossing * self._fitting_size(collective, numbers, root)
+        most = min(PIECE_BYTES // max(2, between.round_count), fitting)
         # A stage of an exact reduction takes longer. Measured on 2 hosts of 4 ranks, 2 cores, 256 KiB to 4 MiB at
         # 1 Gbit/s: exact all-reduces take 1.8 to 2.2 times as long as others; with this factor of 2, 1.6 to 2.0 times.
         smallest = min(most, SMALLEST_PIECE * (2 if numbers.exact else 1))
-        sizes = piece_sizes(size, crossing, smallest, most, delay(between, 2))
+        in_code = self._watch is not None and not self.lost and not numbers.exact
+        in_code = in_code and size * crossing <= min(PIECE_BYTES, fitting)
+        sizes = (size,) if in_code else piece_sizes(size, crossing, smallest, most, delay(between, 2))
+
+        def first_nbytes(leaders: int, leader: int) -> int:
+            """Return the bytes of a leader's partial results of the first piece. All hosts count the same parts."""
+            numbered = [stripe(len(part.arrays), leaders, leader, sizes[0], itemsize(numbers.dtype)) for part in parts]
+            elements = sum(each.size for each, part in zip(numbered, parts, strict=True) if part.crosses)
+            return elements * partial_itemsize(numbers) + len(between.chunks) * header_nbytes(numbers)
+
+        # One message to each host: more of them take longer than their share of the data.
+        leaders = 1 if in_code and first_nbytes(1, 0) <= SMALL_BYTES else self.leaders
         exchanges = {}  # for each part in which this leader takes part, by the part's number
-        if self.leader is not None:
+        if self.leader is not None and self.leader < leaders:
             order = [host_names(len(self.hosts)).index(name) for name in schedule.devices]  # the host of each device
-            # All hosts count the same parts, so all of them make the same decision.
-            elements = sum(self._stripe(part, sizes[0], numbers).size for part in parts if part.crosses)
-            partial_nbytes = elements * partial_itemsize(numbers) + len(between.chunks) * header_nbytes(numbers)
-            eager = len(sizes) == 1 and partial_nbytes <= EAGER_BYTES
+            eager = len(sizes) == 1 and first_nbytes(leaders, self.leader) <= EAGER_BYTES
             for p, part in enumerate(parts):
-                exchange = self._part_exchange(part, between, order, sizes, numbers, eager)
+                exchange = self._part_exchange(part, between, order, sizes, numbers, eager, leaders)
                 if exchange is not None:
                     exchanges[p] = exchange
-        depth = delay(between, len(sizes)) + 2
-        phases, deliveries, folds = self._local_parts(collective, sizes, numbers, root, exchanges, depth)
+        depth = 2 if in_code else delay(between, len(sizes)) + 2
+        parts_here = self._local_parts(collective, sizes, numbers, root, exchanges, depth, leaders, in_code)
+        phases, deliveries, folds = parts_here
         stages = pipeline(len(sizes), phases, depth)
-        digest = _digest(text, f"{schedule.to_json()} {sizes}")
+        digest = _digest(text, f"{schedule.to_json()} {sizes} {in_code}")
         counted = kind_and_bytes(text, collective, numbers.dtype, size, sum(map(len, self.hosts)))
-        program = native_program(stages, *counted)
-        return RankExecutable(program, len(stages), text, digest, tuple(exchanges.values()), deliveries, folds=folds)
+        programs = tuple(exchanges.values())
+        if not in_code:
+            program = native_program(stages, *counted)
+            return RankExecutable(program, len(stages), text, digest, programs, deliveries, folds=folds, prepared=False)
+        compared = tuple(self._neighbours) if self.leader is not None and self.leader < leaders else ()
+        return self._compiled.executable(
+            stages, programs, self._buffers(parts), deliveries, compared, digest, counted, text
+        )
+
+    def _buffers(self, parts: Sequence[HostPart]) -> int:
+        """Return how many buffers the caller has."""
+        arrays = [array for part in parts for array in part.arrays]
+        read = [array.input for array in arrays if self.rank in array.sources]
+        written = [array.output for array in arrays if self.rank in array.destinations]
+        return 1 + max(read + written)
 
     def _fitting_size(self, collective: str, numbers: Numbers, root: int | None) -> int:
         """Return the maximum elements per array of a piece that fits into the slots of all hosts."""
         # Hosts with equally many ranks, and the root at the same place, use the same slot memory: analyze one of them.
         kinds = {(len(ranks), ranks.index(root) if root in ranks else -1): k for k, ranks in enumerate(self.hosts)}
-        analyses = [host_programs(self.hosts, collective, root, k).analyses(numbers) for k in kinds.values()]
+        leaders = self.leaders
+        analyses = [host_programs(self.hosts, collective, root, k, leaders).analyses(numbers) for k in kinds.values()]
         return min(fitting_size(analysis, SLOT_BYTES // 2 - LINE, PIECE_BYTES) for analysis in analyses)
 
     def _part_exchange(
-        self, part: HostPart, between: Program, order: list[int], sizes: tuple[int, ...], numbers: Numbers, eager: bool
+        self,
+        part: HostPart,
+        between: Program,
+        order: list[int],
+        sizes: tuple[int, ...],
+        numbers: Numbers,
+        eager: bool,
+        leaders: int,
     ) -> ExchangeProgram | None:
         """Return the program by which this leader exchanges its stripe of a part's arrays with other hosts.
 
@@ -173,19 +215,21 @@ class MultiHostEngine:
         if not part.crosses:
             return None
         ends = (tuple(map(order.index, hosts)) for hosts in (part.sources, part.destinations))
-        stripes = tuple(self._stripe(part, size, numbers).size for size in sizes)
+        stripes = tuple(self._stripe(part, size, numbers, leaders).size for size in sizes)
         peers = tuple(self.peers[host] for host in order)
         program = exchange_program(part_of(between, *ends), order.index(self.host), peers, stripes, numbers, eager)
         return program if any(stage.sends or stage.receives for stage in program.part.stages) else None
 
-    def _stripe(self, part: HostPart, size: int, numbers: Numbers) -> Stripe:
+    def _stripe(self, part: HostPart, size: int, numbers: Numbers, leaders: int) -> Stripe:
         assert self.leader is not None
-        return stripe(len(part.arrays), self.leaders, self.leader, size, itemsize(numbers.dtype))
+        return stripe(len(part.arrays), leaders, self.leader, size, itemsize(numbers.dtype))
 
     @staticmethod
     def compile_inner(text: bytes) -> RankExecutable:
         """Return the executable of a call that another library executes."""
-        return RankExecutable(native_program([[]] * 5, *kind_and_bytes(text)), 5, text, _digest(text, "inner"))
+        return RankExecutable(
+            native_program([[]] * 5, *kind_and_bytes(text)), 5, text, _digest(text, "inner"), prepared=False
+        )
 
     def _local_parts(
         self,
@@ -195,23 +239,26 @@ class MultiHostEngine:
         root: int | None,
         exchanges: dict[int, ExchangeProgram],
         depth: int,
+        leaders: int,
+        in_code: bool,
     ) -> tuple[list[Phase], tuple[list[RankInstruction], ...], tuple[list[RankInstruction], ...]]:
         """Return what this rank executes on its host: phases for ``pipeline``, deliveries and folds.
 
         Deliveries and folds are executed by leaders only: see ``RankExecutable``. In an exact reduction, the folds
         replace the phase that makes partial results. A slot begins with a cache line for ``slot_words``. The slot
         memory of each program follows. Instructions refer to the memories of the exchanges as buffers whose numbers
-        follow those of the caller's buffers. Piece j is distributed in stage j + ``depth``.
+        follow those of the caller's buffers. Piece j is distributed in stage j + ``depth``. ``in_code``: see
+        ``_in_code``.
         """
         parts = host_parts(self.hosts, collective, root)
-        programs = host_programs(self.hosts, collective, root, self.host)
-        arrays = [array for part in parts for array in part.arrays]
-        read = [array.input for array in arrays if self.rank in array.sources]
-        written = [array.output for array in arrays if self.rank in array.destinations]
-        buffers = 1 + max(read + written)  # how many buffers the caller has
+        programs = host_programs(self.hosts, collective, root, self.host, leaders)
+        buffers, written = (
+            self._buffers(parts),
+            sum(self.rank in array.destinations for p in parts for array in p.arrays),
+        )
         nbytes, wide, narrow = map(itemsize, (numbers.dtype, numbers.accumulator, numbers.result))
         starts = tuple(start * nbytes for start in accumulate(sizes[:-1], initial=0))
-        streaming = len(written) * sum(sizes) * nbytes >= STREAMING_BYTES
+        streaming = written * sum(sizes) * nbytes >= STREAMING_BYTES
 
         def inputs_at(p: int, a: int) -> ArrayPlaces:
             return ArrayPlaces(parts[p].arrays[a].input, starts)
@@ -223,7 +270,7 @@ class MultiHostEngine:
             """Return where a leader's stripe of array ``a`` of part ``p`` is; ``at`` returns the offset of a piece."""
             if p not in exchanges:  # other ranks do not use it
                 return ArrayPlaces(buffers, ())
-            shifts = [self._stripe(parts[p], size, numbers).shifts.get(a, 0) for size in sizes]
+            shifts = [self._stripe(parts[p], size, numbers, leaders).shifts.get(a, 0) for size in sizes]
             places = tuple(at(exchanges[p], piece) + shift * width for piece, shift in enumerate(shifts))
             return ArrayPlaces(buffers + [*exchanges].index(p), places)
 
@@ -240,12 +287,13 @@ class MultiHostEngine:
             compiled[kind] = RankCompiler(analysis, place, sizes, inputs, outputs, streaming=streams, bases=slot_ends)
             slot_ends = compiled[kind].ends
         assert max(slot_ends) <= SLOT_BYTES // 2, "a piece does not fit into a slot"
-        first_stages = {"up": 0, "local": _LOCAL_DELAY}
+        # Local arrays need the first and the last of the three stages of an op in compiled code.
+        stages = {"up": (0, 1), "local": (0, 2) if in_code else (_LOCAL_DELAY, _LOCAL_DELAY + 1)}
         phases: list[Phase] = [
-            (first + phase, partial(compiled[kind].phase, phase=phase))
-            for kind, first in first_stages.items()
+            (stage, partial(compiled[kind].phase, phase=phase))
+            for kind in stages
             if kind in compiled
-            for phase in ((0,) if numbers.exact else (0, 1))
+            for phase, stage in enumerate(stages[kind][: 1 if numbers.exact else 2])
         ]
         folds: tuple[list[RankInstruction], ...] = ()
         if numbers.exact and exchanges:
@@ -267,6 +315,10 @@ class MultiHostEngine:
         inner: Callable[[], None] | None = None,
     ) -> bool:
         """Run a call; see ``OneHostEngine.run``."""
+        if executable.prepared:
+            addresses += executable.addresses
+            outcome = runner.start(executable.program, addresses, executable.text, executable.stages)
+            return self.resume(executable, outcome, runner, timeout_s)
         self.digest = executable.digest
         exchanges = self._exchanges = tuple(self._new_exchange(program, timeout_s) for program in executable.exchanges)
         addresses = (*addresses, *(exchange.base for exchange in exchanges))
@@ -275,7 +327,7 @@ class MultiHostEngine:
         if same_here and executable.folds:
             self._fold(executable, exchanges, addresses, 0)
         if self.leader is not None:
-            digest = blake2b(executable.digest + str(self.memory.number).encode(), digest_size=16).digest()
+            digest = call_digest(executable.digest, self.memory.number)
             data: dict[int, bytes] = {}
             if not same_here:
                 digest = bytes(len(digest))  # zeros, which differ from the digest of any call
@@ -315,6 +367,20 @@ class MultiHostEngine:
                     exchange.close()
             self._exchanges = ()
         return True
+
+    def resume(self, executable: RankExecutable, outcome: int, runner: StageRunner, timeout_s: float) -> bool:
+        """Complete a prepared call; see ``OneHostEngine.resume``. Longer waits for other hosts are recorded here."""
+        self.digest = executable.digest
+        assert self._watch is not None
+        while (outcome := runner.settle(outcome, executable.stages)) == ELSEWHERE:
+            pending, rank = self.memory.awaited()
+            with self._waiting_for_hosts(None, 1):  # compiled code traces the whole phase
+                wait_for(self._watch(pending, rank), rank, timeout_s)
+            outcome = self.memory.advance(executable.stages)
+        # Leaders that have not compared their calls answer those that have: ranks of other hosts may make other calls.
+        if self.leader is not None and (outcome == MISMATCH or (outcome == DIFFERS and not executable.compares)):
+            self._agreed(bytes(len(executable.digest)), {}, timeout_s)
+        return outcome == DONE
 
     def _agreed(
         self, digest: bytes, data: dict[int, bytes], timeout_s: float, phase: TracePhase = TracePhase.AGREE
@@ -369,14 +435,15 @@ class MultiHostEngine:
         return bool(self._exchanges)
 
     @contextmanager
-    def _waiting_for_hosts(self, phase: TracePhase, stage: int) -> Iterator[None]:
+    def _waiting_for_hosts(self, phase: TracePhase | None, stage: int) -> Iterator[None]:
         """Mark this rank as waiting for other hosts, so that its host's ranks can see it; count and trace the time."""
         word = remote_wait(self.memory, self.rank)
         word.value, began = 1, time.monotonic_ns()
         yield  # an error skips the next lines; it breaks the group, so no later call reads the word
         word.value = 0
         self.memory.count_between_hosts(time.monotonic_ns() - began)
-        self.memory.native.trace(phase, stage)
+        if phase is not None:
+            self.memory.native.trace(phase, stage)
 
 
 def _digest(text: bytes, more: str) -> bytes:

@@ -60,6 +60,10 @@ class RankExecutable(NamedTuple):
     deliveries: tuple[list[RankInstruction], ...] = ()  # on leaders: copy results to slots after each exchange stage
     instructions: int = 0  # the number of instructions of the program
     folds: tuple[list[RankInstruction], ...] = ()  # on leaders, if exact: compute the partial sums of each piece
+    prepared: bool = True  # whether compiled code executes the whole call, also the exchanges
+    compares: bool = False  # if so, on several hosts: whether this rank compares the call with those of other hosts
+    memory: Any = None  # if so: owns the memory of the exchanges, which is at ``addresses``
+    addresses: tuple[int, ...] = ()
 
     @property
     def cost(self) -> int:
@@ -163,6 +167,11 @@ class OneHostEngine:
             runner.memory.native.trace(Phase.INNER, 1)
             runner.reach(executable.stages)
         return same
+
+    @staticmethod
+    def resume(executable: RankExecutable, outcome: int, runner: StageRunner, timeout_s: float) -> bool:  # noqa: ARG004
+        """Complete a prepared call, which stopped with ``outcome`` in compiled code. Return what ``run`` returns."""
+        return runner.complete(outcome, executable.stages)
 
 
 class HostCollective(NamedTuple):

@@ -20,9 +20,10 @@ from ...planning import COLLECTIVES, Request, plan, schedule_for
 from ...schedule import Schedule
 from ...topology import Topology
 from ..intra_host.programs import RankAnalysis, analyze, boundary
-from .exchange import EAGER_BYTES
 from .one_host import CollectiveArray, collective_arrays, one_round, rank_names
 
+SMALL_BYTES: Final = 1 << 14
+"""Up to so many bytes, every host sends its partial result of an all-reduce to all others, and one rank does so."""
 SAME_SPEED: Final = Fraction(1, 10)
 SAME_LATENCY_S: Final = Fraction(5, 100_000)
 """Plans are kept if no link changes by more than this; see ``same_speeds``. Two measurements of the same link differ by
@@ -166,7 +167,7 @@ def host_schedule(
     if collective == "all_reduce":
         # 2 hosts send equally many elements in both algorithms. In "direct" half of them are results, which are smaller
         # than widened partial results.
-        once = (count == 2 and not widened) or nbytes * (count - 1) <= EAGER_BYTES
+        once = (count == 2 and not widened) or nbytes * (count - 1) <= SMALL_BYTES
         return schedule_for(Request(collective, names, names, "one_shot" if once else "direct"))
     crossing = [part for part in host_parts(hosts, collective, root) if part.crosses]
     return one_round(collective, names, [(part.sources, part.destinations) for part in crossing])
@@ -257,9 +258,9 @@ class HostPrograms(NamedTuple):
 
 
 @lru_cache(maxsize=256)
-def host_programs(hosts: Hosts, collective: str, root: int | None, host: int) -> HostPrograms:
-    """Return the programs of a host. Device k of the programs is rank number k of the host."""
-    ranks, leaders = hosts[host], min(map(len, hosts))
+def host_programs(hosts: Hosts, collective: str, root: int | None, host: int, leaders: int) -> HostPrograms:
+    """Return the programs of a host whose first ``leaders`` ranks exchange. Device k is rank number k of the host."""
+    ranks = hosts[host]
     places = {rank: place for place, rank in enumerate(ranks)}
     parts = host_parts(hosts, collective, root)
 

@@ -42,6 +42,32 @@ class RankInstruction(NamedTuple):
     streaming: bool = False
 
 
+class Transfer(NamedTuple):
+    """Data that a rank sends to, or receives from, rank ``rank`` of another host: ``nbytes`` bytes at a place."""
+
+    rank: int
+    at: BufferReference
+    nbytes: int
+
+
+class HostMessages(NamedTuple):
+    """An instruction: exchanges messages with ranks of other hosts.
+
+    If there are ``compared`` ranks, the call is compared with theirs: each message begins with ``digest``, to which the
+    number of the op is added. All data for a rank, ``room`` bytes at most, is then in the same message.
+    """
+
+    sends: tuple[Transfer, ...]
+    receives: tuple[Transfer, ...]
+    compared: tuple[int, ...]
+    digest: bytes
+    room: int
+
+
+class HostCheck(NamedTuple):
+    """An instruction: ends the op on all ranks of the host if its first rank has found that another host's differs."""
+
+
 # A phase: its delay, and a function from a piece's number j to the instructions that it executes in stage j + delay.
 Phase = tuple[int, Callable[[int], list[RankInstruction]]]
 
@@ -104,13 +130,17 @@ def pipeline(pieces: int, phases: Sequence[Phase], depth: int) -> list[list[Rank
     return stages
 
 
-def native_program(stages: Sequence[Iterable[RankInstruction]], kind: int = 0, nbytes: int = 0) -> Any:
+def native_program(
+    stages: Sequence[Iterable[RankInstruction | HostMessages | HostCheck]], kind: int = 0, nbytes: int = 0
+) -> Any:
     """Return the stages as a native ``RankProgram``, which the native ``SharedMemory`` executes.
 
     ``kind``, ``nbytes``: the kind of call and the bytes that each run counts; see ``counters.kind_and_bytes``.
     """
 
-    def native(each: RankInstruction) -> tuple[Any, ...]:
+    def native(each: RankInstruction | HostMessages | HostCheck) -> tuple[Any, ...]:
+        if not isinstance(each, RankInstruction):
+            return each
         run = kernel(each.numbers, each.size, len(each.operands), len(each.results))
         return run, each.operands, each.results, each.streaming
 

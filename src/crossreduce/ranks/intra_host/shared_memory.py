@@ -34,9 +34,10 @@ MAX_CAUSE_BYTES: Final = 2040
 READS_PEERS: Final = True  # whether receivers read messages from the sender's process, if the system allows it
 _PAGE: Final = 1 << 16  # the largest page of any system
 
-DONE, WAITING, MISMATCH, BROKEN, NO_MEMORY, UNREADABLE = range(6)
+DONE, WAITING, MISMATCH, BROKEN, NO_MEMORY, UNREADABLE, ELSEWHERE, DIFFERS = range(8)
 """The outcomes: all required stages are executed; ``SLICE_S`` ended before that; the ranks' calls differ; the group was
-aborted; the kernels could not allocate working memory; another rank's process memory cannot be read."""
+aborted; the kernels could not allocate working memory; another rank's process memory cannot be read; this rank waits
+for a message of another host, which ``RankMemory.awaited`` returns; the call of another host differs."""
 
 
 class RankMemory:
@@ -112,6 +113,11 @@ class RankMemory:
     def advance(self, until: int) -> int:
         """Execute the next stages of the current op, before ``until``. Return an outcome as ``begin`` does."""
         return int(self.native.advance(until, SLICE_S))
+
+    def awaited(self) -> tuple[Any, int]:
+        """Return the message of another host for which an op waits (``ELSEWHERE``), and the rank of that host."""
+        pending, rank = self.native.awaited()
+        return pending, rank
 
     def end_op(self) -> None:
         """End the current op early. All ranks of the host must do so in the same stage."""

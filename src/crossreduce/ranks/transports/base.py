@@ -100,7 +100,9 @@ class RunningCollective(Protocol):
 class Transport(Protocol):
     """Carries messages between ranks of different hosts. Messages of one tag between two ranks arrive in order.
 
-    The caller must keep the memory of a message until ``wait`` returned.
+    The caller must keep the memory of a message until ``wait`` returned. A transport may have an attribute ``carrier``:
+    a compiled object that moves its messages, as ``HostTransport.connections``. If it also has a method ``wrap``, that
+    returns the ``PendingMessage`` for a message with a rank that this object has begun.
     """
 
     def send(self, address: int, nbytes: int, dst: int, tag: int) -> PendingMessage:

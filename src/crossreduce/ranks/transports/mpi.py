@@ -7,11 +7,13 @@ imports mpi4py and creates the communicator.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Final
 
+from ... import kernels
 from ...errors import CollectiveTimeout, decoded, message, rank_list
 from ...threads import start_thread
 
@@ -22,6 +24,8 @@ _ABORTED: Final = "this rank has aborted the group"
 _REMEDY: Final = "make the same calls on all ranks; or crossreduce.mpi.join(timeout_s=...) with more seconds"
 _CHECK_S: Final = 0.25  # between two checks whether another rank has aborted
 _SHORTEST_S, _LONGEST_S = 2e-5, 1e-3  # between two tests of a message: MPI itself can only wait by spinning
+_POLL_S: Final = 0.05  # the longest wait in compiled code
+_FUNCTIONS: Final = ("MPI_Isend", "MPI_Irecv", "MPI_Test", "MPI_Cancel")
 _TESTS_AFTER_LEAVING: Final = 250  # tests of a message of a rank that has left, at intervals of about _LONGEST_S
 UNFINISHED: Final[list[Any]] = []  # abandoned requests, which reference the memory that MPI may still access
 
@@ -116,6 +120,9 @@ class MpiTransport:
     MPI makes progress with large messages only while one of its functions is called. So a thread tests all messages
     regularly, if MPI supports threads. Without it, this rank could wait for a rank of its host, which waits for another
     host, which waits for this rank's message.
+
+    ``carrier``: a compiled object that moves the messages instead, also while this rank waits for ranks of its host. It
+    needs no thread. It is ``None`` if MPI does not support threads, or its functions were not found.
     """
 
     def __init__(self, comm: Any, abort_cause: Callable[[], bytes | None] = lambda: None) -> None:
@@ -124,6 +131,7 @@ class MpiTransport:
 
         self.abort_cause = abort_cause
         self.aborted = False
+        self.carrier = _compiled_messages(comm)
         self._comm, self._address, self._error = comm, MPI.memory.fromaddress, MPI.Exception
         self._threads = MPI.Query_thread() == MPI.THREAD_MULTIPLE
         self.messages: set[MpiMessage] = set()  # the messages that have not finished
@@ -132,11 +140,19 @@ class MpiTransport:
 
     def send(self, address: int, nbytes: int, dst: int, tag: int) -> MpiMessage:
         """Start to send."""
+        if self.carrier is not None:
+            return self.wrap(self.carrier.send(address, nbytes, dst, tag), dst)
         return self._begin(self._comm.Isend, address, nbytes, dst, tag)
 
     def receive(self, address: int, nbytes: int, src: int, tag: int) -> MpiMessage:
         """Start to receive."""
+        if self.carrier is not None:
+            return self.wrap(self.carrier.receive(address, nbytes, src, tag), src)
         return self._begin(self._comm.Irecv, address, nbytes, src, tag)
+
+    def wrap(self, pending: Any, peer: int) -> MpiMessage:
+        """Return a message of ``carrier`` from or to rank ``peer``."""
+        return _CompiledMessage(pending, self, peer)
 
     def _begin(self, start: Callable[..., Any], address: int, nbytes: int, peer: int, tag: int) -> MpiMessage:
         """Start a message, and the thread that tests all messages. An error of MPI is raised later, by ``wait``."""
@@ -170,6 +186,8 @@ class MpiTransport:
     def abort(self) -> None:
         """Make all messages fail."""
         self.aborted = True
+        if self.carrier is not None:
+            self.carrier.abort()
         self._wake.set()
         for each in list(self.messages):
             each.cancel()
@@ -239,7 +257,41 @@ class MpiMessage:
                 raise ConnectionResetError(f"rank {self._peer} has left the group")
             if now > began + timeout_s:
                 raise TimeoutError(f"the message was not sent or received within {timeout_s:g} s")
-            time.sleep(pause)
+            self._pause(pause, left)
             pause = min(pause * 1.5, _LONGEST_S)
         if self._failure is not None:
             raise ConnectionError(self._failure)
+
+    def _pause(self, seconds: float, left: bool) -> None:  # noqa: ARG002 - another class needs it
+        time.sleep(seconds)
+
+
+class _CompiledMessage(MpiMessage):
+    """A message of ``MpiTransport.carrier``."""
+
+    def test(self) -> bool:
+        """Return whether the message is complete."""
+        return bool(self._request.poll(0))
+
+    def _pause(self, seconds: float, left: bool) -> None:  # noqa: ARG002 - compiled code needs no pauses
+        self._request.poll(_LONGEST_S if left else _POLL_S)
+
+
+def _compiled_messages(comm: Any) -> Any:
+    """Return the compiled object that exchanges messages over a communicator, or ``None``.
+
+    It calls the functions of the MPI library that mpi4py has loaded. Its handles are those of mpi4py.
+    """
+    from mpi4py import MPI
+
+    if MPI.Query_thread() != MPI.THREAD_MULTIPLE or MPI._sizeof(MPI.Request) > ctypes.sizeof(ctypes.c_void_p):
+        return None
+    try:
+        library = ctypes.CDLL(MPI.__file__)  # its symbols include those of the libraries that it needs
+        functions = [ctypes.cast(library[name], ctypes.c_void_p).value for name in _FUNCTIONS]
+    except (AttributeError, OSError):
+        return None
+    kinds = {4: ctypes.c_uint32, 8: ctypes.c_uint64}
+    handles = [kinds[MPI._sizeof(each)].from_address(MPI._addressof(each)).value for each in (comm, MPI.BYTE)]
+    others = [rank for rank in range(comm.Get_size()) if rank != comm.Get_rank()]
+    return kernels.native().mpi_connections(others, functions, *handles, _FIRST_TAG)

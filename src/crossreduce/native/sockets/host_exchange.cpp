@@ -1,0 +1,72 @@
+#include "host_exchange.hpp"
+
+#if defined(__linux__)
+
+#include <cstring>
+
+namespace {
+
+constexpr uint64_t TAG = 0; // as in ranks/inter_host/multi_host.py
+
+} // namespace
+
+void HostExchange::start(int rank, char *data, int64_t nbytes, bool sends) {
+    const int peer = connections->index_of(rank);
+    if (peer < 0) return; // a program has only ranks to which there are connections
+    pending.push_back(sends ? connections->send(peer, TAG, data, nbytes) : connections->receive(peer, TAG, data, nbytes));
+}
+
+void HostExchange::begin(const HostMessages &messages, const SharedMemory::Address &address, uint64_t number) {
+    arrived = 0;
+    if (messages.compared.empty()) {
+        for (const auto *parts : {&messages.receives, &messages.sends})
+            for (const HostMessages::Part &part : *parts)
+                if (part.nbytes > 0) start(part.rank, address(part.at), part.nbytes, parts == &messages.sends);
+        return;
+    }
+    digest = messages.digest; // as in exchange.call_digest
+    uint64_t first;
+    std::memcpy(&first, digest.data(), sizeof first);
+    first += number;
+    std::memcpy(digest.data(), &first, sizeof first);
+    sent.resize(messages.compared.size());
+    received.resize(messages.compared.size());
+    for (size_t k = 0; k < messages.compared.size(); k++) {
+        received[k].resize(DIGEST_NBYTES + static_cast<size_t>(messages.room));
+        start(messages.compared[k], received[k].data(), static_cast<int64_t>(received[k].size()), false);
+    }
+    for (size_t k = 0; k < messages.compared.size(); k++) {
+        sent[k].assign(digest.begin(), digest.end());
+        for (const HostMessages::Part &part : messages.sends) {
+            const char *at = address(part.at);
+            if (part.rank == messages.compared[k]) sent[k].insert(sent[k].end(), at, at + part.nbytes);
+        }
+        start(messages.compared[k], sent[k].data(), static_cast<int64_t>(sent[k].size()), true);
+    }
+}
+
+// Copy the data of first messages. Return whether all hosts make the same call; else nothing is copied.
+bool HostExchange::take(const HostMessages &messages, const SharedMemory::Address &address) const {
+    for (size_t k = 0; k < messages.compared.size(); k++)
+        if (std::memcmp(received[k].data(), digest.data(), DIGEST_NBYTES) != 0) return false;
+    for (size_t k = 0; k < messages.compared.size(); k++) {
+        const char *from = received[k].data() + DIGEST_NBYTES;
+        for (const HostMessages::Part &part : messages.receives) {
+            if (part.rank != messages.compared[k] || part.nbytes == 0) continue;
+            std::memcpy(address(part.at), from, static_cast<size_t>(part.nbytes));
+            from += part.nbytes;
+        }
+    }
+    return true;
+}
+
+Outcome HostExchange::run(const HostMessages &messages, const SharedMemory::Address &address, uint64_t number, int64_t until_ns) {
+    if (pending.empty()) begin(messages, address, number);
+    for (; arrived < pending.size(); arrived++)
+        if (connections->wait(*pending[arrived], until_ns) != Message::State::done) return Outcome::elsewhere;
+    pending.clear();
+    arrived = 0;
+    return messages.compared.empty() || take(messages, address) ? Outcome::done : Outcome::differs;
+}
+
+#endif
