@@ -21,7 +21,7 @@ from ..ranks.survival import joiner, survivors
 from ..ranks.survival.formation import GroupFormation, GroupKind, Settings
 from ..ranks.survival.survivors import SHRINK_S, Reformed
 from ..reduction.validation import seconds
-from .group import BACKEND, READY, Group, find_group
+from .group import BACKEND, READY, Group
 from .options import Options
 from .rendezvous import PeerStore
 
@@ -215,6 +215,22 @@ def make_group(store: PeerStore, rank: int, size: int, settings: Settings, origi
 
 
 # torch's tables of groups
+
+
+def find_group(group: Any, *others: type) -> Any:
+    """Return ``group``, or torch's default group if it is ``None``. ``others``: classes that are also allowed.
+
+    Raises:
+      ArgumentError: no default group exists, or ``group`` is neither of this backend nor of a class in ``others``.
+    """
+    group = dist.group.WORLD if group is None else group
+    if group is None:
+        remedy = f'torch.distributed.init_process_group("{BACKEND}")'
+        raise ArgumentError.of("torch.distributed has no default group yet.", "group=None", remedy)
+    if not isinstance(group, (Group, *others)):
+        remedy = f'a process group of the backend "{BACKEND}"' + "".join(f", or a {kind.__name__}" for kind in others)
+        raise ArgumentError.of("this is not a process group of crossreduce.", shown(group), remedy)
+    return group
 
 
 def group_of(group: Any) -> Group:

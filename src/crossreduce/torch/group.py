@@ -20,9 +20,10 @@ from typing import Any, Final
 
 import torch
 import torch.distributed as dist
+from _crossreduce_torch import InPlaceOfGloo
 from torch._C import _distributed_c10d as c10d
 
-from ..errors import ArgumentError, UnsupportedError, shown
+from ..errors import ArgumentError, UnsupportedError
 from ..frameworks.torch.arrays import increment_versions, is_traced
 from ..ranks.connections.rendezvous import NEW, Origin
 from ..ranks.messages import ANY_RANK, Messages
@@ -35,7 +36,7 @@ from .messages import HostMessage
 from .op_queue import REMEDY, Finished, Message, OpQueue, Works, exclude_from_compile, wait_in_backward
 from .options import read_options
 from .profiling import begin_entry, entry, is_profiled
-from .rendezvous import gloo_check, lost_store_errors
+from .rendezvous import end_gloo, gloo_check, lost_store_errors
 from .subclasses import call_unwrapped, has_wrapper
 
 _DRAIN_S: Final = 10.0  # how long a group that is destroyed waits for its pending ops
@@ -51,7 +52,11 @@ def create(options: Any, backend_options: Any = None) -> Group:
     global_ranks = list(options.global_ranks_in_group)  # empty if it has all ranks
     rank, size, timeout = options.group_rank, options.group_size, options.timeout
     origin = Origin(gloo_check(options.store, rank, size, global_ranks))
-    group = Group(options.store, rank, size, timeout, options.group_id, global_ranks, backend_options, origin)
+    try:
+        group = Group(options.store, rank, size, timeout, options.group_id, global_ranks, backend_options, origin)
+    except ArgumentError as error:
+        end_gloo(options.store, rank, error)
+        raise
     group.communicator.rendezvous.watch = NEW.watch  # type: ignore[attr-defined]
     return group
 
@@ -63,6 +68,8 @@ class Group(dist.ProcessGroup):  # type: ignore[misc]
     """If the group was formed from an earlier one: its ranks there, and how many ops have succeeded on all of them."""
     base_store: Any = None
     """If the group was formed from an earlier one: the store that one of its ranks serves."""
+    backend_name = BACKEND
+    """The name of the backend in torch's tables: "gloo" for a group that was made in its place."""
 
     def __init__(
         self,
@@ -87,7 +94,12 @@ class Group(dist.ProcessGroup):  # type: ignore[misc]
         self._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, gloo)
         self._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
         self._devices = ["cpu"]
-        if torch.cuda.is_available() and dist.is_nccl_available():
+        if isinstance(options, InPlaceOfGloo):
+            self.backend_name = "gloo" if options.value == "1" else BACKEND
+            self._devices += [device for device in options.devices if device != "cpu"]
+            for device in self._devices[1:]:
+                self._register_backend(torch.device(device), dist.ProcessGroup.BackendType.GLOO, gloo)
+        if "cuda" not in self._devices and torch.cuda.is_available() and dist.is_nccl_available():
             choices = dist.ProcessGroupNCCL.Options()
             choices._timeout = timeout
             nccl = dist.ProcessGroupNCCL(dist.PrefixStore("nccl/", store), rank, size, choices)
@@ -104,7 +116,7 @@ class Group(dist.ProcessGroup):  # type: ignore[misc]
         self._end = weakref.finalize(self, close, self.queue, self.communicator, self._messages)
 
     def getBackendName(self) -> str:  # noqa: N802 - the trampoline's name
-        return BACKEND
+        return self.backend_name
 
     def __repr__(self) -> str:
         """Return a text for torch's errors about a group that is not in its tables."""
@@ -421,22 +433,6 @@ Group.allgather_into_tensor_coalesced = Group.all_gather_single_coalesced
 Group._reduce_scatter_base = Group.reduce_scatter_single
 Group.reduce_scatter_tensor_coalesced = Group.reduce_scatter_single_coalesced
 Group.alltoall_base = Group.all_to_all_single
-
-
-def find_group(group: Any, *others: type) -> Any:
-    """Return ``group``, or torch's default group if it is ``None``. ``others``: classes that are also allowed.
-
-    Raises:
-      ArgumentError: no default group exists, or ``group`` is neither of this backend nor of a class in ``others``.
-    """
-    group = dist.group.WORLD if group is None else group
-    if group is None:
-        remedy = f'torch.distributed.init_process_group("{BACKEND}")'
-        raise ArgumentError.of("torch.distributed has no default group yet.", "group=None", remedy)
-    if not isinstance(group, (Group, *others)):
-        remedy = f'a process group of the backend "{BACKEND}"' + "".join(f", or a {kind.__name__}" for kind in others)
-        raise ArgumentError.of("this is not a process group of crossreduce.", shown(group), remedy)
-    return group
 
 
 def _is_called_by_backward() -> bool:

@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import torch.distributed as dist
+from _crossreduce_torch import LOOKED_S, NO_ADDRESS, REASON, VARIABLE
 
 from ..errors import ArgumentError, MismatchError, encoded, rank_list
 from ..ranks.connections import rendezvous
@@ -134,14 +135,36 @@ def gloo_check(store: Any, rank: int, size: int, global_ranks: Sequence[int]) ->
         gloo: list[int] = []
         with contextlib.suppress(RuntimeError), lost_store_errors(store):  # the caller notices a lost store, too
             looked = itertools.islice(places, min(size, _MOST_LOOKED))
-            published = [numbers[place] for place in looked if store.check([f"0/{place}"])]
-            if published and not store.check([f"0/{rank}"]):  # else an earlier group of this name may have used gloo
+            published = [numbers[place] for place in looked if _uses_gloo(store, place)]
+            if published and not _uses_gloo(store, rank):  # else an earlier group of this name may have used gloo
                 gloo = published
         if gloo:
             problem = f"not all ranks make the group with the same backend: gloo on {rank_list(gloo)}."
-            raise MismatchError.of(problem, f"crossreduce on rank {numbers[rank]}", "the same backend on all ranks")
+            remedy = f"the same backend, and the same {VARIABLE}, on all ranks"
+            error = MismatchError.of(problem, f"crossreduce on rank {numbers[rank]}", remedy)
+            end_gloo(store, rank, error)
+            raise error
 
     return check
+
+
+def _uses_gloo(store: Any, rank: int) -> bool:
+    """Return whether a rank has published where it listens with gloo."""
+    key = f"0/{rank}"
+    return bool(store.check([key])) and bytes(store.get(key)) != NO_ADDRESS
+
+
+def end_gloo(store: Any, rank: int, error: ArgumentError) -> None:
+    """End the wait of other ranks in gloo for this rank, which does not use gloo because of ``error``.
+
+    Their processes raise this error if this library is installed there, and otherwise an error of gloo. If this process
+    runs the store, wait until they can have read it.
+    """
+    with contextlib.suppress(RuntimeError):  # the store is lost, so they notice that
+        store.set(REASON, encoded(error))
+        store.compare_set(f"0/{rank}", b"", NO_ADDRESS)
+        if rank == 0 and _owner(store) == 0:
+            time.sleep(LOOKED_S)
 
 
 class _Connection:
