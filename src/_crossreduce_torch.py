@@ -26,7 +26,9 @@ VALUES: Final = ("0", "1", "name")
 # error: no host name, and a socket address of one byte.
 REASON: Final = f"{VARIABLE}/reason"
 NO_ADDRESS: Final = struct.pack("=qqb", 0, 1, 0)
-LOOKED_S: Final = 1.5  # all ranks have looked for ranks with another backend after this time
+_LINGER_S: Final = (
+    1.0  # a rank that raises an error in place of gloo may run the store, which others still have to read
+)
 _NEEDED: Final = {"backend", "store", "group_name"}  # parameters of torch's function
 _LOG: Final = logging.getLogger("crossreduce")
 
@@ -52,13 +54,15 @@ def register() -> None:
         torch_groups._new_process_group_helper = _wrapped(make, torch_groups)
     elif _value() != "0":
         _warn_of_torch("it has no _new_process_group_helper")
+    if hasattr(torch_groups, "monitored_barrier"):
+        dist.monitored_barrier = torch_groups.monitored_barrier = _barrier_of_ours(torch_groups)
     if _value() in VALUES[1:] and hasattr(torch_groups, "ProcessGroupGloo"):
         _announce_direct_groups(torch_groups.ProcessGroupGloo)
 
 
 def create(options: Any, backend_options: Any = None) -> Any:
     """Make a process group of crossreduce, with the arguments of ``torch.distributed``'s registry."""
-    from crossreduce.torch.group import create
+    from crossreduce.torch.elastic import create
 
     return create(options, backend_options)
 
@@ -76,9 +80,10 @@ def _wrapped(make: Any, torch_groups: Any) -> Any:
             return _make_in_place_of_gloo(make, torch_groups, call)
         try:
             made = make(*arguments, **named)
-        except RuntimeError as error:  # a rank that does not use gloo may have ended this rank's wait in gloo
+        except RuntimeError as error:
             _raise_reason(make, torch_groups, arguments, named, error)
             raise
+        _raise_reason(make, torch_groups, arguments, named)
         _set_default_backend(torch_groups, made)
         return made
 
@@ -103,7 +108,7 @@ def _replaced(make: Any, torch_groups: Any, arguments: Any, named: Any) -> inspe
     if missing:
         _warn_of_torch(f"it has no {', '.join(sorted(missing))}")
     elif reason:
-        _say(logging.WARNING, f"gloo runs in spite of {VARIABLE}={_value()}: {reason}")
+        say(logging.WARNING, f"gloo runs in spite of {VARIABLE}={_value()}: {reason}")
     return None if missing or reason else call
 
 
@@ -118,7 +123,7 @@ def _why_gloo(torch_groups: Any, devices: dict[str, str], arguments: dict[str, A
         return "torchcomms makes the groups"
     options = _options(arguments)
     own = type(options).__module__.split(".")[0] == "crossreduce"
-    if options is None or own or type(options).__name__ == "Options" and "Gloo" not in type(options).__qualname__:
+    if options is None or own or (type(options).__name__ == "Options" and "Gloo" not in type(options).__qualname__):
         return ""
     return f"its pg_options are for another backend ({type(options).__qualname__})"
 
@@ -128,11 +133,11 @@ def _options(arguments: dict[str, Any]) -> Any:
 
 
 def _make_in_place_of_gloo(make: Any, torch_groups: Any, call: inspect.BoundArguments) -> Any:
-    """Make a group of crossreduce. In torch's tables it has the backend that was requested, unless the value is name."""
+    """Make a group of crossreduce. In torch's tables it has the requested backend, unless the value is name."""
     value, requested = _value(), call.arguments["backend"]
     config = torch_groups.BackendConfig(requested)
     devices = config.get_device_backend_map()
-    served = tuple(device for device, backend in devices.items() if backend == "gloo")
+    served = ("cpu", *(device for device, backend in devices.items() if backend == "gloo" and device != "cpu"))
     name = "pg_options" if "pg_options" in inspect.signature(make).parameters else "backend_options"
     call.arguments[name] = InPlaceOfGloo(value, _options(call.arguments), served)
     call.arguments["backend"] = torch_groups.Backend("crossreduce")
@@ -141,24 +146,25 @@ def _make_in_place_of_gloo(make: Any, torch_groups: Any, call: inspect.BoundArgu
     if store is not None and value == "1":
         tables.pg_map[group] = requested, store
         tables.pg_backend_config[group] = str(config)
-    _say(logging.INFO, f"{VARIABLE}={value}: groups that request gloo on CPUs are groups of crossreduce")
+    say(logging.INFO, f"{VARIABLE}={value}: groups that request gloo on CPUs are groups of crossreduce")
     return group, store
 
 
-def _raise_reason(make: Any, torch_groups: Any, arguments: Any, named: Any, error: RuntimeError) -> None:
-    """If a rank has stored why it does not use gloo, raise that as the cause of an error of gloo."""
+def _raise_reason(make: Any, torch_groups: Any, arguments: Any, named: Any, cause: RuntimeError | None = None) -> None:
+    """If a rank has stored why it does not use gloo, raise that. The rank connects in gloo, to end the wait there."""
     data = None
     with contextlib.suppress(Exception):
         call = inspect.signature(make).bind(*arguments, **named).arguments
-        store = call["store"]
-        for prefix in (f"{call['group_name']}/", "cpu/"):
-            store = torch_groups.PrefixStore(prefix, store)
-        data = store.get(REASON) if store.check([REASON]) else None
+        if "gloo" in (name := str(call["backend"]).lower()) or name == "undefined":
+            store = call["store"]
+            for prefix in (f"{call['group_name']}/", "cpu/"):
+                store = torch_groups.PrefixStore(prefix, store)
+            data = store.get(REASON) if store.check([REASON]) else None
     if data is not None:
         from crossreduce.errors import decoded
 
-        time.sleep(LOOKED_S)  # this process may run the store, which the other ranks still have to read
-        raise decoded(bytes(data)) from error
+        time.sleep(_LINGER_S)
+        raise decoded(bytes(data)) from cause
 
 
 def _set_default_backend(torch_groups: Any, made: Any) -> None:
@@ -174,6 +180,20 @@ def _set_default_backend(torch_groups: Any, made: Any) -> None:
             group._set_default_backend(torch_groups.ProcessGroup.BackendType.GLOO)
 
 
+def _barrier_of_ours(torch_groups: Any) -> Any:
+    """Return ``monitored_barrier``, which torch refuses for any group that is not named gloo, for our groups, too."""
+    of_gloo = torch_groups.monitored_barrier
+
+    @functools.wraps(of_gloo)
+    def monitored_barrier(group: Any = None, timeout: Any = None, wait_all_ranks: bool = False) -> Any:
+        used = torch_groups.GroupMember.WORLD if group is None else group
+        if type(used).__module__.startswith("crossreduce."):
+            return used.monitored_barrier(timeout, wait_all_ranks=wait_all_ranks)
+        return of_gloo(group, timeout, wait_all_ranks)
+
+    return monitored_barrier
+
+
 def _announce_direct_groups(gloo: Any) -> None:
     """Log a line when a program makes a ``ProcessGroupGloo`` itself: the variable does not change that."""
     begin = gloo.__init__
@@ -181,7 +201,7 @@ def _announce_direct_groups(gloo: Any) -> None:
     def __init__(self: Any, *arguments: Any, **named: Any) -> None:  # noqa: N807
         module = str(sys._getframe(1).f_globals.get("__name__"))
         if not module.startswith(("crossreduce.", "torch.distributed.distributed_c10d")):
-            _say(logging.WARNING, f"gloo runs in spite of {VARIABLE}={_value()}: {module} makes a ProcessGroupGloo")
+            say(logging.WARNING, f"gloo runs in spite of {VARIABLE}={_value()}: {module} makes a ProcessGroupGloo")
         begin(self, *arguments, **named)
 
     gloo.__init__ = __init__
@@ -191,10 +211,10 @@ def _warn_of_torch(what: str) -> None:
     import torch
 
     problem = f"torch {torch.__version__} makes process groups in another way ({what})"
-    _say(logging.WARNING, f"gloo runs in spite of {VARIABLE}={_value()}: {problem}")
+    say(logging.WARNING, f"gloo runs in spite of {VARIABLE}={_value()}: {problem}")
 
 
 @functools.cache
-def _say(level: int, text: str) -> None:
+def say(level: int, text: str) -> None:
     """Log a line, once in a process."""
     _LOG.log(level, text)

@@ -6,6 +6,7 @@ all-to-alls of padded parts, consist of calls of the communicator. Others run in
 
 from __future__ import annotations
 
+import logging
 import operator
 import sys
 import time
@@ -15,6 +16,8 @@ from typing import Any, Final
 
 import torch
 from torch.distributed import ReduceOp as TorchOp
+
+from _crossreduce_torch import say
 
 from ..observe.diagnostics import call_text
 from ..ranks.communicator import Communicator
@@ -52,6 +55,14 @@ class InnerGloo:
             deadline = time.monotonic() + _RELEASE_S
             while any(map(operator.gt, _references(tensors), counts)) and time.monotonic() < deadline:
                 time.sleep(0)  # lets gloo's thread use the interpreter
+
+    def run_lists(self, method: str, function: Callable[..., Any], arguments: Sequence[Any]) -> None:
+        """Run ``method`` of gloo, ``function``, with several tensors per rank. The last argument is the options."""
+        *lists, given = arguments
+        say(logging.INFO, f"gloo runs {method} of several tensors per rank")
+        names = [name for name in ("reduceOp", "rootRank", "rootTensor") if hasattr(given, name)]
+        options = self._options(type(given), **{name: getattr(given, name) for name in names})
+        self._run_in_gloo(f"{method} of {len(lists[-1])} tensors per rank", function, *lists, options)
 
     def _reduce_in_gloo(self, collective: str, root: int | None, function: Any, tensor: Any, options: Any) -> None:
         """Replace a sparse tensor by its reduction, which ``function`` of gloo executes."""

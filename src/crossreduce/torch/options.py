@@ -11,8 +11,9 @@ from typing import Any, Final
 
 import torch
 import torch.distributed as dist
-from _crossreduce_torch import VALUES, VARIABLE, InPlaceOfGloo
 from torch._C import _distributed_c10d as c10d
+
+from _crossreduce_torch import VALUES, VARIABLE, InPlaceOfGloo
 
 from ..errors import ArgumentError, shown
 from ..options import CommunicationOptions

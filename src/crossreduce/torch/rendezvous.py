@@ -24,7 +24,8 @@ from pathlib import Path
 from typing import Any, Final
 
 import torch.distributed as dist
-from _crossreduce_torch import LOOKED_S, NO_ADDRESS, REASON, VARIABLE
+
+from _crossreduce_torch import NO_ADDRESS, REASON, VARIABLE
 
 from ..errors import ArgumentError, MismatchError, encoded, rank_list
 from ..ranks.connections import rendezvous
@@ -32,6 +33,7 @@ from ..ranks.connections.rendezvous import MET, StoreRendezvous
 from ..ranks.connections.store import LIMIT_S, StoreClient
 
 _LOOK_S: Final = 1.0  # between two looks whether other ranks use gloo
+_COME_S: Final = 5.0  # how long a rank waits for others before it ends their wait in gloo
 _MOST_LOOKED: Final = 32  # ranks in one look, since each rank asks the store for each of them
 _END_S: Final = 0.05  # from the end of one connection of a process that dies to the end of another one
 
@@ -142,7 +144,7 @@ def gloo_check(store: Any, rank: int, size: int, global_ranks: Sequence[int]) ->
             problem = f"not all ranks make the group with the same backend: gloo on {rank_list(gloo)}."
             remedy = f"the same backend, and the same {VARIABLE}, on all ranks"
             error = MismatchError.of(problem, f"crossreduce on rank {numbers[rank]}", remedy)
-            end_gloo(store, rank, error)
+            end_gloo(store, rank, size, error)
             raise error
 
     return check
@@ -154,17 +156,25 @@ def _uses_gloo(store: Any, rank: int) -> bool:
     return bool(store.check([key])) and bytes(store.get(key)) != NO_ADDRESS
 
 
-def end_gloo(store: Any, rank: int, error: ArgumentError) -> None:
+def end_gloo(store: Any, rank: int, size: int, error: ArgumentError) -> None:
     """End the wait of other ranks in gloo for this rank, which does not use gloo because of ``error``.
 
-    Their processes raise this error if this library is installed there, and otherwise an error of gloo. If this process
-    runs the store, wait until they can have read it.
+    A rank in gloo waits there until all ranks have connected to each other. So all ranks connect as soon as all have
+    come, and then the others find the reason in ``store``. If the library is not installed there, their group fails
+    when they use it. If ranks do not come, the others get an invalid address, and their group fails at once.
     """
-    with contextlib.suppress(RuntimeError):  # the store is lost, so they notice that
+    deadline, missing = time.monotonic() + _COME_S, list(range(size))
+    with contextlib.suppress(RuntimeError):  # a lost store, which the others notice, or a rank that has not connected
         store.set(REASON, encoded(error))
-        store.compare_set(f"0/{rank}", b"", NO_ADDRESS)
-        if rank == 0 and _owner(store) == 0:
-            time.sleep(LOOKED_S)
+        while missing and time.monotonic() < deadline:
+            missing = [place for place in missing if not (_uses_gloo(store, place) or store.check([f"turn {place}"]))]
+            time.sleep(rendezvous.PAUSES_S[1])
+        if missing:
+            store.compare_set(f"0/{rank}", b"", NO_ADDRESS)
+        elif any(_uses_gloo(store, place) for place in range(size)):
+            dist.ProcessGroupGloo(store, rank, size, timedelta(seconds=_COME_S))
+        if _owner(store) == 0:
+            time.sleep(_LOOK_S)  # this process may run the store
 
 
 class _Connection:
