@@ -172,9 +172,9 @@ def end_gloo(store: Any, rank: int, size: int, error: ArgumentError) -> None:
         if missing:
             store.compare_set(f"0/{rank}", b"", NO_ADDRESS)
         elif any(_uses_gloo(store, place) for place in range(size)):
-            dist.ProcessGroupGloo(store, rank, size, timedelta(seconds=_COME_S))
-        if _owner(store) == 0:
-            time.sleep(_LOOK_S)  # this process may run the store
+            gloo = dist.ProcessGroupGloo(store, rank, size, timedelta(seconds=_COME_S))
+            time.sleep(_LOOK_S)  # others may still connect to it, and have to read the store, which may run here
+            del gloo
 
 
 class _Connection:
