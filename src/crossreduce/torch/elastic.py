@@ -286,12 +286,13 @@ def _leave(error: BaseException) -> None:
 def _replaced(old: Group, new: Group, reformed: Reformed) -> Group:
     """Replace the group ``old`` by ``new`` in torch's tables, destroy ``old``, and return ``new``."""
     tables: Any = dist.distributed_c10d
-    new.reformed, new.backend_name, backend = reformed, old.backend_name, tables._world.pg_map[old][0]
+    groups = tables._world.pg_map
+    new.reformed, new.backend_name, backend = reformed, old.backend_name, groups[old][0]
     old.communicator.succeed(new.communicator.token)
     if old is dist.group.WORLD:
         dist.destroy_process_group()
         _install(new)
-        tables._world.pg_map[new] = backend, tables._world.pg_map[new][1]
+        groups[new] = backend, groups[new][1]
         return new
     numbers = [old.communicator.global_ranks[rank] for rank in reformed.members]
     new.communicator.global_ranks = tuple(numbers)
@@ -301,7 +302,7 @@ def _replaced(old: Group, new: Group, reformed: Reformed) -> Group:
     tables._new_process_group_helper(
         new.size(), new.rank(), numbers, dist.Backend(BACKEND), new.base_store, name, timeout=new.timeout
     )
-    tables._world.pg_map[new] = backend, tables._world.pg_map[new][1]
+    groups[new] = backend, groups[new][1]
     tables._world.pg_group_ranks[new] = {number: rank for rank, number in enumerate(numbers)}
     return new
 
