@@ -28,8 +28,8 @@ from ..observe.counters import CollectiveStats, Stats, WaitStats
 from ..ranks.measurement import measure
 from ..ranks.survival.survivors import Reformed
 from ..topology import Topology
-from .elastic import agree, committed, grow, invitation, join, shrink
-from .group import BACKEND, Group, find_group
+from .elastic import agree, committed, find_group, grow, invitation, join, shrink
+from .group import BACKEND, Group
 from .hook import HookState, all_reduce_hook
 from .options import Options
 

@@ -15,18 +15,38 @@ from typing import Any, Final, TypeVar
 
 import torch.distributed as dist
 
-from ..errors import ArgumentError, PeerLostError, ReductionError, message, shown
+from _crossreduce_torch import InPlaceOfGloo
+
+from ..errors import ArgumentError, MismatchError, PeerLostError, ReductionError, message, shown
 from ..ranks.connections.rendezvous import NEW, Origin, StoreRendezvous
 from ..ranks.survival import joiner, survivors
 from ..ranks.survival.formation import GroupFormation, GroupKind, Settings
 from ..ranks.survival.survivors import SHRINK_S, Reformed
 from ..reduction.validation import seconds
-from .group import BACKEND, READY, Group, find_group
+from .group import BACKEND, Group
 from .options import Options
-from .rendezvous import PeerStore
+from .rendezvous import PeerStore, end_gloo, gloo_check
 
 KIND: Final = "torch"
+READY: Final[list[Group]] = []  # an existing group that ``create`` returns next, so that torch adds it to its tables
 Result = TypeVar("Result")
+
+
+def create(options: Any, backend_options: Any = None) -> Group:
+    """Create a group, for ``dist.Backend.register_backend``. All its ranks must call it together."""
+    if READY:
+        return READY.pop()
+    global_ranks = list(options.global_ranks_in_group)  # empty if it has all ranks
+    rank, size, timeout = options.group_rank, options.group_size, options.timeout
+    origin = Origin(gloo_check(options.store, rank, size, global_ranks))
+    try:
+        group = Group(options.store, rank, size, timeout, options.group_id, global_ranks, backend_options, origin)
+    except ArgumentError as error:
+        if isinstance(backend_options, InPlaceOfGloo) and not isinstance(error, MismatchError):
+            end_gloo(options.store, rank, size, error)
+        raise
+    group.communicator.rendezvous.watch = NEW.watch  # type: ignore[attr-defined]
+    return group
 
 
 def agree(flag: bool, group: Any = None, timeout_s: float | None = None) -> bool:
@@ -217,6 +237,22 @@ def make_group(store: PeerStore, rank: int, size: int, settings: Settings, origi
 # torch's tables of groups
 
 
+def find_group(group: Any, *others: type) -> Any:
+    """Return ``group``, or torch's default group if it is ``None``. ``others``: classes that are also allowed.
+
+    Raises:
+      ArgumentError: no default group exists, or ``group`` is neither of this backend nor of a class in ``others``.
+    """
+    group = dist.group.WORLD if group is None else group
+    if group is None:
+        remedy = f'torch.distributed.init_process_group("{BACKEND}")'
+        raise ArgumentError.of("torch.distributed has no default group yet.", "group=None", remedy)
+    if not isinstance(group, (Group, *others)):
+        remedy = f'a process group of the backend "{BACKEND}"' + "".join(f", or a {kind.__name__}" for kind in others)
+        raise ArgumentError.of("this is not a process group of crossreduce.", shown(group), remedy)
+    return group
+
+
 def group_of(group: Any) -> Group:
     """Return ``group``, or the default group if it is ``None``, after checking that it can be used.
 
@@ -249,21 +285,24 @@ def _leave(error: BaseException) -> None:
 
 def _replaced(old: Group, new: Group, reformed: Reformed) -> Group:
     """Replace the group ``old`` by ``new`` in torch's tables, destroy ``old``, and return ``new``."""
-    new.reformed = reformed
+    tables: Any = dist.distributed_c10d
+    groups = tables._world.pg_map
+    new.reformed, new.backend_name, backend = reformed, old.backend_name, groups[old][0]
     old.communicator.succeed(new.communicator.token)
     if old is dist.group.WORLD:
         dist.destroy_process_group()
         _install(new)
+        groups[new] = backend, groups[new][1]
         return new
     numbers = [old.communicator.global_ranks[rank] for rank in reformed.members]
     new.communicator.global_ranks = tuple(numbers)
     dist.destroy_process_group(old)
-    tables: Any = dist.distributed_c10d
     READY.append(new)
     name = f"{old.group_name} reformed"
     tables._new_process_group_helper(
         new.size(), new.rank(), numbers, dist.Backend(BACKEND), new.base_store, name, timeout=new.timeout
     )
+    groups[new] = backend, groups[new][1]
     tables._world.pg_group_ranks[new] = {number: rank for rank, number in enumerate(numbers)}
     return new
 

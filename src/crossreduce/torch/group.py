@@ -20,7 +20,9 @@ import torch
 import torch.distributed as dist
 from torch._C import _distributed_c10d as c10d
 
-from ..errors import ArgumentError, UnsupportedError, shown
+from _crossreduce_torch import InPlaceOfGloo
+
+from ..errors import ArgumentError, UnsupportedError
 from ..frameworks.torch.arrays import increment_versions, is_traced
 from ..ranks.connections.rendezvous import NEW, Origin
 from ..ranks.messages import ANY_RANK, Messages
@@ -32,25 +34,13 @@ from .messages import HostMessage
 from .op_queue import REMEDY, Finished, OpQueue, Works, exclude_from_compile, wait_in_backward
 from .options import read_options
 from .profiling import begin_entry, entry, is_profiled
-from .rendezvous import gloo_check, lost_store_errors
+from .rendezvous import lost_store_errors
 from .subclasses import call_unwrapped, has_wrapper
 
 _DRAIN_S: Final = 10.0  # how long a group that is destroyed waits for its pending ops
 _UNSET: Final = timedelta(0)  # a timeout of at most this means that the options have no timeout
+_LISTS: Final = {"allreduce", "broadcast", "allgather"}  # calls in which gloo accepts several tensors per rank
 BACKEND: Final = "crossreduce"
-READY: Final[list[Group]] = []  # an existing group that ``create`` returns next, so that torch adds it to its tables
-
-
-def create(options: Any, backend_options: Any = None) -> Group:
-    """Create a group, for ``dist.Backend.register_backend``. All its ranks must call it together."""
-    if READY:
-        return READY.pop()
-    global_ranks = list(options.global_ranks_in_group)  # empty if it has all ranks
-    rank, size, timeout = options.group_rank, options.group_size, options.timeout
-    origin = Origin(gloo_check(options.store, rank, size, global_ranks))
-    group = Group(options.store, rank, size, timeout, options.group_id, global_ranks, backend_options, origin)
-    group.communicator.rendezvous.watch = NEW.watch  # type: ignore[attr-defined]
-    return group
 
 
 class Group(dist.ProcessGroup):  # type: ignore[misc]
@@ -60,6 +50,8 @@ class Group(dist.ProcessGroup):  # type: ignore[misc]
     """If the group was formed from an earlier one: its ranks there, and how many ops have succeeded on all of them."""
     base_store: Any = None
     """If the group was formed from an earlier one: the store that one of its ranks serves."""
+    backend_name = BACKEND
+    """The name of the backend in torch's tables: "gloo" for a group that was made in its place."""
 
     def __init__(
         self,
@@ -77,14 +69,22 @@ class Group(dist.ProcessGroup):  # type: ignore[misc]
         ``options``: the group's ``pg_options``; see ``Options``. ``origin``: see ``Origin``.
         """
         super().__init__(rank, size)
+        self._options = options
         # A group may have the name, and so the store's keys, of a destroyed group. The prefix makes the keys unique.
         with lost_store_errors(store):
             store = dist.PrefixStore(f"{store.add(f'turn {rank}', 1)}/", store)
+        self._store = store
         gloo, self.communicator, self.exact = connect(store, rank, size, timeout, name, global_ranks, options, origin)
         self._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, gloo)
-        self._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
+        if hasattr(self, "_set_default_backend"):  # torch 2.5 or later
+            self._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
         self._devices = ["cpu"]
-        if torch.cuda.is_available() and dist.is_nccl_available():
+        if isinstance(options, InPlaceOfGloo):
+            self.backend_name = "gloo" if options.value == "1" else BACKEND
+            self._devices = list(options.devices)  # the first one is "cpu"
+            for device in self._devices[1:]:
+                self._register_backend(torch.device(device), dist.ProcessGroup.BackendType.GLOO, gloo)
+        if "cuda" not in self._devices and torch.cuda.is_available() and dist.is_nccl_available():
             choices = dist.ProcessGroupNCCL.Options()
             choices._timeout = timeout
             nccl = dist.ProcessGroupNCCL(dist.PrefixStore("nccl/", store), rank, size, choices)
@@ -99,7 +99,7 @@ class Group(dist.ProcessGroup):  # type: ignore[misc]
         self._end = weakref.finalize(self, close, self.queue, self.communicator)
 
     def getBackendName(self) -> str:  # noqa: N802 - the trampoline's name
-        return BACKEND
+        return self.backend_name
 
     def __repr__(self) -> str:
         """Return a text for torch's errors about a group that is not in its tables."""
@@ -229,16 +229,29 @@ class Group(dist.ProcessGroup):  # type: ignore[misc]
         function = partial(self._collectives.all_to_all_single, output, tensor, received, sent)
         return self._run("alltoall_base", (output, tensor, received, sent, opts), inputs, function, [output])
 
+    def monitored_barrier(self, timeout: timedelta | None = None, **_: Any) -> None:
+        """Wait for all ranks. If some are late, all others raise a ``CollectiveTimeout`` that names them."""
+        self.barrier(timeout=timeout).wait()
+
     def barrier(self, opts: Any = None, timeout: Any = None) -> Any:
         _, opts = read_options([], opts, c10d.BarrierOptions, timeout)
         if opts.device is not None and opts.device.type != "cpu":
             return self._backend_of(opts.device, "barrier").barrier(opts)
         return self._run("barrier", (opts,), [], self.communicator.barrier)
 
-    def split_group(self, *_: Any, **__: Any) -> Any:
-        """Raise an ``UnsupportedError``, since torch's own implementation, in C++, would recurse without end."""
-        problem = "groups of this backend cannot be split."
-        raise UnsupportedError.of(problem, f'group "{self.group_name}"', "dist.new_group, which all ranks call")
+    def split_group(
+        self, ranks: Sequence[int], timeout: Any = None, _opts: Any = None, group_name: Any = None, *_: Any, **__: Any
+    ) -> Group | None:
+        """Return a group of ``ranks`` of this one, with its options. On other ranks the result is ``None``."""
+        if self.rank() not in ranks:
+            return None
+        ranks = list(ranks) if hasattr(c10d, "ReconfigureOptions") else sorted(ranks)  # as gloo before torch 2.14
+        name = group_name or f"{self.group_name}:split:{'_'.join(map(str, ranks))}"
+        numbers, place = [self.communicator.global_ranks[rank] for rank in ranks], ranks.index(self.rank())
+        store, limit = dist.PrefixStore(f"split {name}/", self._store), timeout or self.timeout
+        group = type(self)(store, place, len(ranks), limit, name, numbers, self._options)
+        group._set_group_name(name)
+        return group
 
     splitGroup = split_group  # noqa: N815 - the trampoline's name
 
@@ -350,7 +363,9 @@ class Group(dist.ProcessGroup):  # type: ignore[misc]
                     return getattr(self._get_backend(tensor.device), inner)(*arguments)
                 function = partial(self._refuse, tensor.device, inner)
                 break
-        opts, is_async = arguments[-1], arguments[-1].asyncOp
+        if len(tensors) > 1 and inner in _LISTS and self.backend_name != BACKEND:
+            function = partial(self._collectives.run_lists, inner, arguments)
+        opts, is_async = arguments[-1], getattr(arguments[-1], "asyncOp", True)  # torch 2.4 does not tell
         if is_async and is_traced():
             function = partial(self._collectives.checks.refuse_traced, inner)
         if (limit := opts.timeout) <= _UNSET:
@@ -369,7 +384,7 @@ class Group(dist.ProcessGroup):  # type: ignore[misc]
 
     def _unwrapped(self, method: str, arguments: Sequence[Any], results: Any) -> Any:
         """Call a method with the tensors that are wrapped in its arguments. Return the work of all these calls."""
-        is_async, parts = getattr(arguments[-1], "asyncOp", False), call_unwrapped(lambda *_: None, arguments)
+        is_async, parts = getattr(arguments[-1], "asyncOp", True), call_unwrapped(lambda *_: None, arguments)
         agreed = self.queue.run(partial(self._collectives.checks.agree_on_parts, method, len(parts)), [], is_async)
         if works := call_unwrapped(getattr(self, method), arguments):
             return Works([agreed, *works], results)
@@ -394,22 +409,6 @@ Group.allgather_into_tensor_coalesced = Group.all_gather_single_coalesced
 Group._reduce_scatter_base = Group.reduce_scatter_single
 Group.reduce_scatter_tensor_coalesced = Group.reduce_scatter_single_coalesced
 Group.alltoall_base = Group.all_to_all_single
-
-
-def find_group(group: Any, *others: type) -> Any:
-    """Return ``group``, or torch's default group if it is ``None``. ``others``: classes that are also allowed.
-
-    Raises:
-      ArgumentError: no default group exists, or ``group`` is neither of this backend nor of a class in ``others``.
-    """
-    group = dist.group.WORLD if group is None else group
-    if group is None:
-        remedy = f'torch.distributed.init_process_group("{BACKEND}")'
-        raise ArgumentError.of("torch.distributed has no default group yet.", "group=None", remedy)
-    if not isinstance(group, (Group, *others)):
-        remedy = f'a process group of the backend "{BACKEND}"' + "".join(f", or a {kind.__name__}" for kind in others)
-        raise ArgumentError.of("this is not a process group of crossreduce.", shown(group), remedy)
-    return group
 
 
 def _is_called_by_backward() -> bool:

@@ -8,6 +8,7 @@ communicator.
 
 from __future__ import annotations
 
+import logging
 import operator
 import sys
 import threading
@@ -19,6 +20,8 @@ from typing import Any, Final
 
 import torch
 from torch.distributed import ReduceOp as TorchOp
+
+from _crossreduce_torch import say
 
 from ..observe.diagnostics import call_text
 from ..ranks.array_views import ArrayView
@@ -88,6 +91,14 @@ class InnerGloo:
             cancelled.set()
         self._kept = store, making  # gloo does not reference a store that is written in Python
         return making.made
+
+    def run_lists(self, method: str, arguments: Sequence[Any]) -> None:
+        """Run ``method`` of gloo with several tensors per rank. The last argument is the options."""
+        *lists, given = arguments
+        say(logging.INFO, f"gloo runs {method} of several tensors per rank")
+        names = [name for name in ("reduceOp", "rootRank", "rootTensor") if hasattr(given, name)]
+        options = self._options(type(given), **{name: getattr(given, name) for name in names})
+        self._run_in_gloo(f"{method} of {len(lists[-1])} tensors per rank", method, *lists, options)
 
     def _reduce_in_gloo(self, collective: str, root: int | None, method: str, tensor: Any, options: Any) -> None:
         """Replace a sparse tensor by its reduction, which ``method`` of gloo executes."""

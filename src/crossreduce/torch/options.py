@@ -13,6 +13,8 @@ import torch
 import torch.distributed as dist
 from torch._C import _distributed_c10d as c10d
 
+from _crossreduce_torch import VALUES, VARIABLE, InPlaceOfGloo
+
 from ..errors import ArgumentError, shown
 from ..options import CommunicationOptions
 from ..ranks.transports.choice import transport_name
@@ -54,8 +56,13 @@ def read_pg_options(options: Any) -> tuple[bool, str]:
 
     Raises:
       ArgumentError: ``options`` are not options of a process group, ``CROSSREDUCE_EXACT`` is neither 0 nor 1, or
-        ``CROSSREDUCE_TRANSPORT`` does not name a transport.
+        ``CROSSREDUCE_TRANSPORT`` does not name a transport; or ``CROSSREDUCE_FOR_GLOO`` has an invalid value.
     """
+    if isinstance(options, InPlaceOfGloo):
+        if options.value not in VALUES:
+            problem = f"{VARIABLE} must be {', '.join(VALUES[:-1])} or {VALUES[-1]}."
+            raise ArgumentError.of(problem, shown(options.value), f"{VARIABLE}=1")
+        options = options.options
     if isinstance(options, Options):
         return options.exact, transport_name(options.transport)
     if options is not None and not isinstance(options, _OTHERS):

@@ -25,12 +25,15 @@ from typing import Any, Final
 
 import torch.distributed as dist
 
+from _crossreduce_torch import NO_ADDRESS, REASON, VARIABLE
+
 from ..errors import ArgumentError, MismatchError, encoded, rank_list
 from ..ranks.connections import rendezvous
 from ..ranks.connections.rendezvous import MET, StoreRendezvous
 from ..ranks.connections.store import LIMIT_S, StoreClient
 
 _LOOK_S: Final = 1.0  # between two looks whether other ranks use gloo
+_COME_S: Final = 5.0  # how long a rank waits for others before it ends their wait in gloo
 _MOST_LOOKED: Final = 32  # ranks in one look, since each rank asks the store for each of them
 _END_S: Final = 0.05  # from the end of one connection of a process that dies to the end of another one
 
@@ -134,14 +137,44 @@ def gloo_check(store: Any, rank: int, size: int, global_ranks: Sequence[int]) ->
         gloo: list[int] = []
         with contextlib.suppress(RuntimeError), lost_store_errors(store):  # the caller notices a lost store, too
             looked = itertools.islice(places, min(size, _MOST_LOOKED))
-            published = [numbers[place] for place in looked if store.check([f"0/{place}"])]
-            if published and not store.check([f"0/{rank}"]):  # else an earlier group of this name may have used gloo
+            published = [numbers[place] for place in looked if _uses_gloo(store, place)]
+            if published and not _uses_gloo(store, rank):  # else an earlier group of this name may have used gloo
                 gloo = published
         if gloo:
             problem = f"not all ranks make the group with the same backend: gloo on {rank_list(gloo)}."
-            raise MismatchError.of(problem, f"crossreduce on rank {numbers[rank]}", "the same backend on all ranks")
+            remedy = f"the same backend, and the same {VARIABLE}, on all ranks"
+            error = MismatchError.of(problem, f"crossreduce on rank {numbers[rank]}", remedy)
+            end_gloo(store, rank, size, error)
+            raise error
 
     return check
+
+
+def _uses_gloo(store: Any, rank: int) -> bool:
+    """Return whether a rank has published where it listens with gloo."""
+    key = f"0/{rank}"
+    return bool(store.check([key])) and bytes(store.get(key)) != NO_ADDRESS
+
+
+def end_gloo(store: Any, rank: int, size: int, error: ArgumentError) -> None:
+    """End the wait of other ranks in gloo for this rank, which does not use gloo because of ``error``.
+
+    A rank in gloo waits there until all ranks have connected to each other. So all ranks connect as soon as all have
+    come, and then the others find the reason in ``store``. If the library is not installed there, their group fails
+    when they use it. If ranks do not come, the others get an invalid address, and their group fails at once.
+    """
+    deadline, missing = time.monotonic() + _COME_S, list(range(size))
+    with contextlib.suppress(RuntimeError):  # a lost store, which the others notice, or a rank that has not connected
+        store.set(REASON, encoded(error))
+        while missing and time.monotonic() < deadline:
+            missing = [place for place in missing if not (_uses_gloo(store, place) or store.check([f"turn {place}"]))]
+            time.sleep(rendezvous.PAUSES_S[1])
+        if missing:
+            store.compare_set(f"0/{rank}", b"", NO_ADDRESS)
+        elif any(_uses_gloo(store, place) for place in range(size)):
+            gloo = dist.ProcessGroupGloo(store, rank, size, timedelta(seconds=_COME_S))
+            time.sleep(_LOOK_S)  # others may still connect to it, and have to read the store, which may run here
+            del gloo
 
 
 class _Connection:

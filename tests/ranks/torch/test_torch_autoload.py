@@ -10,6 +10,7 @@ import torch_running
 from paths import ROOT
 
 import crossreduce
+from _crossreduce_torch import VARIABLE
 
 pytest.importorskip("torch", minversion="2.5")
 RANK = """
@@ -21,7 +22,8 @@ if os.environ["TORCH_DEVICE_BACKEND_AUTOLOAD"] == "0":  # do now what the import
     assert set(sys.modules) - before == {"_crossreduce_torch"}
 assert not [name for name in sys.modules if name.split(".")[0] == "crossreduce"]
 made = dist.Backend._plugins["CROSSREDUCE"]
-dist.init_process_group("crossreduce", f"file://{sys.argv[1]}", rank=int(os.environ["RANK"]), world_size=2)
+name = "gloo" if os.environ["CROSSREDUCE_FOR_GLOO"] else "crossreduce"
+dist.init_process_group(name, f"file://{sys.argv[1]}", rank=int(os.environ["RANK"]), world_size=2)
 x = torch.tensor([float(1 + dist.get_rank())])
 dist.all_reduce(x)
 import crossreduce.torch
@@ -33,13 +35,15 @@ print(x.item())
 """
 
 
-def test_ranks_that_import_only_torch_find_the_backend(tmp_path):
+@pytest.mark.parametrize("value", ["", "1"])
+def test_ranks_that_import_only_torch_find_the_backend(tmp_path, value):
     """A rank can make a group by the backend's name without importing crossreduce. A later import registers nothing
-    again. The entry point imports only one small module, and not the package, NumPy or the kernels."""
+    again. With CROSSREDUCE_FOR_GLOO=1 a rank also gets one for gloo. The entry point imports only one small module, and
+    not the package, NumPy or the kernels, with the variable and without it."""
     # setuptools installs the metadata of the entry point with the package.
     command = [sys.executable, "setup.py", "-q", "egg_info", "--egg-base", tmp_path]
     subprocess.run(command, cwd=ROOT, check=True, timeout=100, capture_output=True)
     path = os.pathsep.join([str(tmp_path), str(Path(crossreduce.__file__).parents[1])])
-    variables = [{"PYTHONPATH": path, "TORCH_DEVICE_BACKEND_AUTOLOAD": switch} for switch in "01"]  # off, on
+    variables = [{"PYTHONPATH": path, "TORCH_DEVICE_BACKEND_AUTOLOAD": off, VARIABLE: value} for off in "01"]
     ranks = torch_running.start(["-c", RANK, tmp_path / "store"], 2, variables.__getitem__)
     assert torch_running.finish(ranks, 100) == [(0, "3.0\n")] * 2
