@@ -72,8 +72,11 @@ class Plan:
 
     @property
     def ranks(self) -> tuple[str, ...]:
-        """The device of each rank in an exported file. The order is that of the request's devices."""
-        return self.schedule.devices
+        """The device of each rank in an exported file. The order is that of the request's devices.
+
+        Switches that combine in the network are devices of the schedule, but have no rank.
+        """
+        return tuple(device for device in self.schedule.devices if device in self.topology.devices)
 
     @property
     def algorithm(self) -> str:
