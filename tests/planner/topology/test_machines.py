@@ -13,7 +13,7 @@ from crossreduce.topology.routes import is_connected
 machine = Topology.machine
 
 NAMES = [name for name, _ in machine_names()]
-FILES = {file: content for file, content in read_data().items() if file != "links.json"}
+FILES = {file: content for file, content in read_data().items() if file not in ("links.json", "gpus.json")}
 KINDS = read_data()["links.json"]["kinds"]
 
 

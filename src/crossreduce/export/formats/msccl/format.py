@@ -158,9 +158,7 @@ def read_msccl_xml(text: str) -> Algo:
         problem = f"{at}: all ranks must have the same number of chunks in {coll}."
         raise ScheduleError.of(problem, f"{chunks} chunks, {count} ranks", f"nchunksperloop: a multiple of {count}")
     name, channels = top.attributes.get("name", ""), top.number("nchannels", at)
-    least, most = (
-        0 if key in missing else top.number(key, at, most=_MOST_BYTES) for key in ("minBytes", "maxBytes")
-    )
+    least, most = (0 if key in missing else top.number(key, at, most=_MOST_BYTES) for key in ("minBytes", "maxBytes"))
     return Algo(name, proto, channels, chunks, coll, inplace, outofplace, least, most, tuple(gpus), missing, skipped)
 
 

@@ -241,7 +241,11 @@ def _operation(fields: Fields, gpu: PlanGpu, block: PlanThreadblock, *, inner: b
     """Return an operation of a threadblock. ``inner`` operations are those in a pipeline."""
     name = fields.text("name")
     if name not in OPERATIONS and name not in OTHERS:
-        raise fields.error("MSCCL++'s executor has no such operation.", shown(name), "one of " + ", ".join(sorted({*OPERATIONS, *OTHERS})))
+        raise fields.error(
+            "MSCCL++'s executor has no such operation.",
+            shown(name),
+            "one of " + ", ".join(sorted({*OPERATIONS, *OTHERS})),
+        )
     fields.at += f" ({name})"
     kind = fields.one_of("channel_type", CHANNELS) if "channel_type" in fields.content else "none"
     operation = PlanOperation(name, kind)

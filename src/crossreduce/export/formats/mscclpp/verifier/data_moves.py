@@ -82,7 +82,7 @@ class MoveMaker:
             srcs = [self.packets(op, 0)]
         else:
             srcs = [*(self.packets(op, k) for k in range(1, len(op.srcs))), self._local(op, op.srcs[0], 0)]
-        dsts = []
+        dsts: list[Range] = []
         for k, dst in enumerate(op.dsts):
             if dst.kind == "w":
                 dsts += self._switch(op, dst, 0, 2)
