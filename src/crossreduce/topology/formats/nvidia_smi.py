@@ -122,7 +122,7 @@ def read_nvidia_smi(
     near = _near(table, gpus + others)
     slots = [(Fraction(1), pcie)] * len(gpus)
     has_tree = not is_connected(devices, fast)
-    cards = Cards(tuple(others), *network_speed(options.nics, options.hosts, others)) if options.hosts > 1 else None
+    cards = Cards(tuple(others), *network_speed(options.nics, options.hosts, others)) if options.hosts != 1 else None
     leaves = list(cards.names) if cards and has_tree else []
     wiring = gpu_wiring(
         [*devices, *leaves], fast, len(gpus + others), near, slots + slots[:1] * len(leaves), between_cpus
