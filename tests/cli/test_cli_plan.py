@@ -90,7 +90,7 @@ def test_an_export_is_that_of_the_library(printed, tmp_path, file, options, writ
 def test_switches_have_no_rank(printed, tmp_path):
     """The map of ranks of a plan in which a switch adds has the GPUs of the file, and not the switch."""
     file = tmp_path / "a.json"
-    out = printed("export", "hgx-h100", file, "--nbytes", 4096, "--in-network", "--format", "mscclpp")
+    out = printed("export", "hgx-h100", file, "--in-network", "--format", "mscclpp")
     gpus = [f"cuda:{k}" for k in range(8)]
     assert "6 cuda:6, 7 cuda:7\n" in out
     assert json.loads(file.with_name("a.json.ranks.json").read_text())["ranks"] == gpus

@@ -212,7 +212,6 @@ class Topology:
         """Read a topology from a file: JSON, NCCL's topology XML, or a table of ``nvidia-smi topo -m`` or ``rocm-smi``.
 
         Args:
-          path: the file.
           known: what a table does not state: ``gpu``, the kind of GPU, such as "gb200", unless the text names it;
             ``pcie``, 3 to 6; ``between_cpus``, GB/s; ``hosts``, joined by the cards of the table; ``nics``, the line
             rate of a card in Gb/s, or "ndr". What is not known is assumed: see the attribute ``assumed``.
@@ -221,11 +220,12 @@ class Topology:
             NVLink or xGMI entries of its GPUs, or an argument is invalid.
           OSError: the file cannot be read.
         """
-        from .formats import TableOptions, parse, read_file
+        from .formats import parse, read_file
+        from .formats.nvidia_smi import TableOptions
 
-        data = read_file(path)
+        data = read_file(path), TableOptions(**known)
         try:
-            return cls(*parse(data, TableOptions(**known)))
+            return cls(*parse(*data))
         except ArgumentError as error:
             error.prefix(str(path))
             raise

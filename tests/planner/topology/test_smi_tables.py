@@ -14,7 +14,8 @@ from test_nccl_xml import machine, read_nvidia_smi
 from test_nvidia_smi import DGX_1, table, uniform
 
 from crossreduce import ArgumentError, Topology, bound, plan
-from crossreduce.topology.formats import TableOptions, parse
+from crossreduce.topology.formats import parse
+from crossreduce.topology.formats.nvidia_smi import TableOptions
 from crossreduce.topology.formats.rocm_smi import read_rocm_smi
 from crossreduce.topology.gpus import gpu_kind
 

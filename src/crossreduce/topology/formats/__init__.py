@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from ...errors import ArgumentError, shown
 from ..links import Wiring
 from .json_format import FORMAT, read_json
-from .nccl_xml import read_nccl_xml
-from .nvidia_smi import NOT_STATED, TableOptions, read_nvidia_smi
-from .rocm_smi import is_rocm_smi, read_rocm_smi
 
-__all__ = ["LARGEST", "NOT_STATED", "TableOptions", "parse", "read_file"]
+if TYPE_CHECKING:
+    from .nvidia_smi import TableOptions
 
 LARGEST: Final = 16 << 20  # bytes; the JSON of 1,024 GPUs on 128 hosts has 300,000
 _FORMATS: Final = f"JSON of {FORMAT}, NCCL's topology XML, or the text of nvidia-smi topo -m or rocm-smi --showtopo"
@@ -27,7 +25,7 @@ def read_file(path: Any) -> bytes:
         raise ArgumentError.of("this is not a path.", shown(path), '"topology.xml"') from error
 
 
-def parse(data: bytes, options: TableOptions = NOT_STATED) -> Wiring:
+def parse(data: bytes, options: TableOptions | None = None) -> Wiring:
     """Return the wiring in a file: JSON, NCCL's topology XML, or the text of ``nvidia-smi topo -m`` or ``rocm-smi``.
 
     Tables of these programs have no speeds: ``options`` has what is known about the machine. If the format is unknown,
@@ -42,6 +40,12 @@ def parse(data: bytes, options: TableOptions = NOT_STATED) -> Wiring:
         text = data.decode("utf-16" if is_utf_16 else "utf-8-sig")
     except UnicodeDecodeError as error:
         raise ArgumentError.of("this is not text.", shown(data[:40]), _FORMATS) from error
+    # Loaded with the first file, since ``import crossreduce`` loads this package.
+    from .nccl_xml import read_nccl_xml
+    from .nvidia_smi import NOT_STATED, read_nvidia_smi
+    from .rocm_smi import is_rocm_smi, read_rocm_smi
+
+    options = options or NOT_STATED
     start = text.lstrip()[:1]
     if start in ("{", "<") and options != NOT_STATED:
         given = ", ".join(f"{name}={value}" for name, value in options._asdict().items() if value not in (None, 1))
