@@ -87,6 +87,16 @@ def test_an_export_is_that_of_the_library(printed, tmp_path, file, options, writ
     assert {path.name for path in tmp_path.iterdir()} == {file} | ({f"{file}.ranks.json"} if by_rank else set())
 
 
+def test_switches_have_no_rank(printed, tmp_path):
+    """The map of ranks of a plan in which a switch adds has the GPUs of the file, and not the switch."""
+    file = tmp_path / "a.json"
+    out = printed("export", "hgx-h100", file, "--in-network", "--format", "mscclpp")
+    gpus = [f"cuda:{k}" for k in range(8)]
+    assert "6 cuda:6, 7 cuda:7\n" in out
+    assert json.loads(file.with_name("a.json.ranks.json").read_text())["ranks"] == gpus
+    assert len(json.loads(file.read_text())["gpus"]) == len(gpus)
+
+
 def test_a_plan_that_does_not_fit_the_format_is_replaced(printed, crossreduce, tmp_path):
     """With "auto" the fastest plan that fits the format is exported. A named one that does not fit is an error."""
     file = tmp_path / "a.xml"
@@ -122,7 +132,9 @@ IMPOSSIBLE = [
     ("topology pcie-8 --hosts 2 --nics foo", "pcie-8 has no such network."),
     ("topology dgx-1v --speeds fast", '--speeds must be one of raw, effective, not "fast".'),
     ("topology this --in-network", "--in-network can only be used with a machine of the library, not with this."),
-    ("plan box.json --hosts 2", "can only be used with a machine of the library, not with box.json."),
+    ("export dgx-1v a.xml --copies 2 --path NVL", "--path, --copies can only be used with --format nccl-graph."),
+    ("topology box.json --in-network", "can only be used with a machine of the library, not with box.json."),
+    ("plan dgx-1v --gpu v100 --pcie 4", "--gpu, --pcie can only be used with a table of GPUs in a file, not with dgx"),
     ("plan dgx-1v --devices 0,8", '--devices: "8" is not one of the numbers 0 to 7 or the names cuda:0-7.'),
     ("plan pcie-8 --devices 0,plx0", "--devices must only list devices, but plx0 is a switch."),
     (f"plan dgx-1v --devices {'9' * 5000}", "is not one of the numbers 0 to 7"),

@@ -219,3 +219,34 @@ def test_a_link_in_place_of_a_file_that_is_written_is_not_followed(tmp_path):
         made.symlink_to(victim)
         file.write_text("after")
     assert victim.read_text() == "before"
+
+
+def test_assumed_speeds_are_part_of_the_output(printed, tmp_path):
+    """The bounds of a table without speeds are exact only if the links are as assumed. ``topology``, ``plan``, their
+    JSON, exported topologies and the page say so. The kind of GPU and other options replace assumptions."""
+    file, exported, page = (tmp_path / name for name in ("box.txt", "box.json", "plan.html"))
+    file.write_text(TOPO_M)
+    texts = [
+        "4 NVLinks of 25 GB/s each between GPUs; --gpu sets it",
+        "PCIe 3 x16, 15.75 GB/s for each GPU; --pcie sets it",
+        "10 GB/s between CPUs; --between-cpus sets it",
+    ]
+    out = printed("topology", file, "--export", exported)
+    for text in texts:
+        assert f"assumed   {text}" in out
+    assert "exact, if as" in out
+    assert json.loads(printed("topology", exported, "--json"))["assumed"] == texts
+    for source in (file, exported):
+        lines = printed("plan", source).splitlines()
+        assert [line for line in lines if "assumed   " in line] == [f"  assumed   {text}" for text in texts]
+        assert "(10, if the links are as assumed)" in lines[3]
+        assert json.loads(printed("plan", source, "--json"))["assumed"] == texts
+    printed("export", file, page)
+    assert all(text in page.read_text() for text in texts)
+    known = ["--gpu", "a6000", "--pcie", 3, "--between-cpus", 22]
+    out = printed("topology", file, *known)
+    assert "assumed  " not in out
+    assert "56.25" in out
+    assert "assumed  " not in printed("plan", file, *known)
+    assert json.loads(printed("plan", file, "--json", *known))["assumed"] == []
+    assert json.loads(printed("plan", "dgx-1v", "--json"))["assumed"] == []

@@ -98,7 +98,7 @@ def machines_rows():
     """Yield the rows of the page's table of the machines of the library, from their files."""
     for path in sorted(DATA.glob("*.json")):
         content = json.loads(path.read_text())
-        if path.name != "links.json":
+        if path.name not in ("links.json", "gpus.json"):
             names = (", ".join(f"`{name}`" for name in content.get(what, {})) for what in ("aliases", "networks"))
             yield f"`{content['name']}`", content["description"], *(cell or "-" for cell in names)
 

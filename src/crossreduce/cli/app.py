@@ -42,7 +42,6 @@ MOVED: Final = {
         "--measured": "crossreduce calibrate MACHINE RESULTS",
         "--measured-algorithm": "crossreduce calibrate MACHINE RESULTS --assume",
         "--speeds": _TOPOLOGY_FILE.format("--speeds effective"),
-        "--nics": _TOPOLOGY_FILE.format("--nics NETWORK"),
     },
     "topology": {
         "--measured": "crossreduce calibrate MACHINE RESULTS",

@@ -41,6 +41,8 @@ def export(
         int | None, Option(help=f"Only the part of this rank, in: {', '.join(ONE_RANK)}. Default: all.")
     ] = None,
     granularity: Granularity = None,
+    path: Annotated[str | None, Option("--path", hidden=True)] = None,  # docs/planning.md describes these two
+    copies: Annotated[int | None, Option("--copies", hidden=True)] = None,
     json: Json = False,
 ) -> None:
     """Plan a collective, and write the plan into a file for another program.
@@ -52,6 +54,9 @@ def export(
     if rank is not None and kind not in ONE_RANK:
         raise ArgumentError(f"--rank requires a format that can hold one rank alone: {', '.join(ONE_RANK)}.")
     exporter = EXPORTERS.get(kind)
+    graph = {name: value for name, value in (("path", path), ("copies", copies)) if value is not None}
+    if graph and kind != "nccl-graph":
+        raise ArgumentError(f"{', '.join(f'--{name}' for name in graph)} can only be used with --format nccl-graph.")
     by_rank = exporter is not None and exporter.by_rank
     is_folder = exporter is not None and exporter.is_folder
     share = read_granularity(granularity, TOLERANCE if by_rank and not is_folder else 0.0)
@@ -61,7 +66,7 @@ def export(
     if exporter is None:
         text = _write_drawn(file, kind, request, share, as_json=json)
     else:
-        options: dict[str, Any] = {} if rank is None else {"rank": rank}
+        options: dict[str, Any] = graph if rank is None else {"rank": rank}
         write = _write_folder if is_folder else _write_file
         text = write(file, exporter, request, share, options, as_json=json)
     print(text)

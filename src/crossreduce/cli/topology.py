@@ -23,14 +23,27 @@ from ..topology.discover import discover
 from ..topology.machines import machine_names
 from .support.arguments import read_machine
 from .support.output import atomic_file, bound_json, draw, group_names, print_files, progress, terminal
-from .support.topologies import MACHINE, Devices, Hosts, InNetwork, Json, Picture, WithoutLink, check_picture, select
+from .support.topologies import (
+    MACHINE,
+    BetweenCpus,
+    Devices,
+    Gpu,
+    Hosts,
+    InNetwork,
+    Json,
+    Nics,
+    Pcie,
+    Picture,
+    WithoutLink,
+    check_picture,
+    select,
+)
 
 MAX_LINES: Final = 200  # of the list of links; the JSON contains all links
 
 Speeds = Annotated[
     str, Option("--speeds", help="raw: rates of the hardware; effective: rates that NCCL and RCCL assume.")
 ]
-Nics = Annotated[str | None, Option("--nics", help="The network that connects the hosts.")]
 
 
 def topology(
@@ -41,6 +54,9 @@ def topology(
     speeds: Speeds = "raw",
     nics: Nics = None,
     in_network: InNetwork = False,
+    gpu: Gpu = None,
+    pcie: Pcie = None,
+    between_cpus: BetweenCpus = None,
     devices: Devices = None,
     without_link: WithoutLink = None,
     picture: Picture = None,
@@ -53,7 +69,7 @@ def topology(
     rate that no schedule can exceed: bytes of the buffer per time.
     """
     if machine is None:
-        selected = devices or without_link or picture or export or nics or in_network
+        selected = devices or without_link or picture or export or nics or in_network or gpu or pcie or between_cpus
         if selected or (hosts, speeds) != (1, "raw"):
             raise ArgumentError("all options except --json require a machine such as dgx-1v, or a file.")
         _print_machines(as_json=json)
@@ -61,7 +77,8 @@ def topology(
     check_picture(picture)
     if export is not None and export.suffix.lower() != ".json":
         raise ArgumentError(f"--export must be a .json file, not {export}.")
-    complete = read_machine(machine, hosts, speeds, nics, in_network)
+    known = {"gpu": gpu, "pcie": pcie, "between_cpus": between_cpus}
+    complete = read_machine(machine, hosts, speeds, nics, in_network, **known)
     chosen = select(complete, devices, without_link)
     with atomic_file("--picture", picture) as drawing:
         with atomic_file("--export", export) as exported:
@@ -111,6 +128,7 @@ def _report(machine: str, topology: Topology) -> dict[str, Any]:
         "machine": machine,
         "description": dict(machine_names()).get(machine),
         "notes": list(discover().notes) if machine == "this" else [],
+        "assumed": list(topology.assumed),
         "hosts": hosts,
         "islands": topology.islands,
         "bounds": bounds,
@@ -131,8 +149,9 @@ def _print_tables(title: str, report: dict[str, Any], complete: Topology, topolo
     if reducing:
         about.add_row("combining", f"{len(reducing)}: {group_names(reducing)}")
     about.add_row("links", str(len(topology.links)))
-    for note in report["notes"]:
-        about.add_row("note", note)
+    for what, texts in (("note", report["notes"]), ("assumed", report["assumed"])):
+        for text in texts:
+            about.add_row(what, text)
     about.add_row("hosts", f"{len(report['hosts'])}{': ' if named else ''}{group_names(named)}")
     islands = topology.islands
     about.add_row("islands", "1" if len(islands) == 1 else f"{len(islands)}: {', '.join(map(group_names, islands))}")
@@ -145,7 +164,8 @@ def _print_tables(title: str, report: dict[str, Any], complete: Topology, topolo
     console.print("GB/s of each link, from row to column" if fits else "GB/s of each link")
     console.print(*(matrix if fits else _list_of_links(topology, numbers)), sep="\n", soft_wrap=True)
     console.print()
-    table = Table("upper bound of", "GB/s", "exact", "limited by")
+    exact = "exact, if as assumed" if topology.assumed else "exact"
+    table = Table("upper bound of", "GB/s", exact, "limited by")
     for collective, entry in report["bounds"].items():
         rate = entry["algbw"]
         rates = ("-", "-") if rate is None else (f"{rate['gb_per_s']:.2f}", rate["exact"])

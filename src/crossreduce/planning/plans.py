@@ -72,8 +72,11 @@ class Plan:
 
     @property
     def ranks(self) -> tuple[str, ...]:
-        """The device of each rank in an exported file. The order is that of the request's devices."""
-        return self.schedule.devices
+        """The device of each rank in an exported file. The order is that of the request's devices.
+
+        Switches that combine in the network are devices of the schedule, but have no rank.
+        """
+        return tuple(device for device in self.schedule.devices if device in self.topology.devices)
 
     @property
     def algorithm(self) -> str:
@@ -136,14 +139,16 @@ class Plan:
         loss = f" (a loss of {text.rest_percent(self.ratio)})" if self.ratio < 1 else ""
         relation = "it sends to" if self.collective in ("broadcast", "all_gather") else "send to it"
         helpers = self.helpers and text.helped_by(self.helpers, self.rate, self.bound_without_helpers)
+        only_if = ", if the links are as assumed" if self.topology.assumed else ""
         lines = [
             head,
             f"  plan      {many(self.schedule.chunk_count, 'chunk')}, k = {float(trees.k):.4g} unit trees per root on "
             f"{many(len(trees.roots), 'root')}, depth {trees.depth}, {many(self.schedule.round_count, 'round')}, "
             f"{many(pieces, 'piece')} per chunk",
             f"  predicted {text.duration(self.seconds)}, {self.algbw:.2f} GB/s; {float(self.rate):.2f} GB/s when large",
-            f"  bound     {float(most):.2f} GB/s ({most}), {text.percent(self.ratio)} of it reached{loss}",
+            f"  bound     {float(most):.2f} GB/s ({most}{only_if}), {text.percent(self.ratio)} of it reached{loss}",
             f"  limited by {text.limited_by(self.bound)}",
+            *(f"  assumed   {each}" for each in self.topology.assumed),
             *([f"  changed   {self.change}"] if self.change else []),
             *([f"  helpers   {helpers}"] if helpers else []),
             f"  busiest   {text.busiest_text(self.simulation.limits)}",
@@ -356,7 +361,11 @@ def plan(
         destinations = None if collective == "reduce" else members
     source_names, destination_names, reducer = _read_devices(topology, collective, sources, destinations, root)
     request = Request(collective, source_names, destination_names, algorithm, topology, size, packs, root=reducer)
-    return plan_request(request._replace(costs=costs_of(costs, operation_s), granularity=part_of_rate(granularity)))
+    request = request._replace(costs=costs_of(costs, operation_s), granularity=part_of_rate(granularity))
+    made = plan_request(request)
+    # An equal topology with other assumptions may have been planned before.
+    same = made.topology.assumed == topology.assumed
+    return made if same else replace(made, request=made.request._replace(topology=topology))
 
 
 def part_of_rate(given: object) -> float:

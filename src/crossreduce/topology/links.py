@@ -41,6 +41,7 @@ class Wiring(NamedTuple):
     devices: tuple[str, ...]
     links: tuple[Link, ...]
     switches: tuple[Any, ...] = ()
+    assumed: tuple[str, ...] = ()  # what the source of the wiring does not state
 
     @classmethod
     def of(cls, devices: Sequence[str], links: Sequence[Link]) -> Wiring:

@@ -91,7 +91,7 @@ def machine_costs(name: str, hosts: int = 1, *, nics: str | None = None) -> tupl
 
 
 def _contents() -> tuple[dict[str, Any], ...]:
-    return tuple(content for file, content in read_data().items() if file != "links.json")
+    return tuple(content for file, content in read_data().items() if file not in ("links.json", "gpus.json"))
 
 
 def _find(name: str) -> _Entry:

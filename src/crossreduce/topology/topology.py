@@ -6,10 +6,11 @@ Bandwidths are exact (``Fraction``) in GB/s, 1e9 bytes per second, per direction
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import groupby
 from math import lcm
-from operator import index
+from operator import attrgetter, index
 from typing import Any, Final, SupportsIndex
 
 from ..devices import canonical
@@ -17,10 +18,11 @@ from ..errors import ArgumentError, DeviceError, shown
 from ..values import read_devices
 from . import shapes
 from .formats.json_format import read_json, write_json
-from .links import Link, Switch, exact, read_switches
+from .links import Link, Switch, Wiring, exact, read_switches
 from .routes import RoutesFrom, groups
 from .shapes import Number
 
+Names = tuple[str, ...]
 _SHOWN: Final = 16  # devices in a topology's repr
 
 
@@ -32,6 +34,8 @@ class Topology:
       devices: canonical names, in the order of the replicas.
       links: at most one for each ordered pair of nodes.
       switches: nodes that store no data: ``Switch``es, or the names of switches that do not reduce.
+      assumed: what the source of the topology does not state, in words, such as "18 NVLinks of 25 GB/s each". Plans and
+        bounds list it. Topologies that differ only in this are equal.
     Raises:
       ArgumentError: ``devices`` is empty; a device or switch is listed twice; a device and a switch have the same name;
         a link connects a node with itself or with an unknown node; the bandwidth of a link is 0; or two links have the
@@ -46,6 +50,7 @@ class Topology:
     devices: tuple[str, ...]
     links: tuple[Link, ...]
     switches: tuple[Switch, ...] = ()
+    assumed: tuple[str, ...] = field(default=(), compare=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "devices", read_devices(self.devices))
@@ -82,28 +87,28 @@ class Topology:
         object.__setattr__(self, "links", self._sorted(links))
 
     @classmethod
-    def unchecked(cls, devices: tuple[str, ...], links: Iterable[Link], switches: tuple[Switch, ...] = ()) -> Topology:
+    def unchecked(
+        cls, devices: Names, links: Iterable[Link], switches: tuple[Switch, ...] = (), assumed: Names = ()
+    ) -> Topology:
         """Return a topology of valid devices, links and switches with canonical names. Nothing is checked."""
         topology = object.__new__(cls)
-        topology.__dict__.update(devices=devices, switches=switches)
+        topology.__dict__.update(devices=devices, switches=switches, assumed=assumed)
         topology.__dict__["links"] = topology._sorted(links)
         return topology
 
     def _sorted(self, links: Iterable[Link]) -> tuple[Link, ...]:
-        order = self._order
-        return tuple(sorted(links, key=lambda link: (order[link.src], order[link.dst])))
+        return tuple(sorted(links, key=lambda link: (self._order[link.src], self._order[link.dst])))
 
     @cached_property
     def _hash(self) -> int:
         return hash((self.devices, self.links, self.switches))
 
     def __hash__(self) -> int:
-        # A topology is a key of caches, so its hash is computed once.
-        return self._hash
+        return self._hash  # computed once, since a topology is a key of caches
 
     def __reduce__(self) -> tuple[type[Topology], tuple[object, ...]]:
         # Pickles do not contain the cached hash, which differs between processes.
-        return Topology, (self.devices, self.links, self.switches)
+        return Topology, (self.devices, self.links, self.switches, self.assumed)
 
     @classmethod
     def from_matrix(
@@ -203,19 +208,24 @@ class Topology:
         return cls(*machine(name, hosts, speeds=speeds, nics=nics, in_network=in_network))
 
     @classmethod
-    def load(cls, path: Any) -> Topology:
-        """Read a topology from a file: this library's JSON, NCCL's topology XML, or the text of ``nvidia-smi topo -m``.
+    def load(cls, path: Any, **known: Any) -> Topology:
+        """Read a topology from a file: JSON, NCCL's topology XML, or a table of ``nvidia-smi topo -m`` or ``rocm-smi``.
 
+        Args:
+          known: what a table does not state: ``gpu``, the kind of GPU, such as "gb200", unless the text names it;
+            ``pcie``, 3 to 6; ``between_cpus``, GB/s; ``hosts``, joined by the cards of the table; ``nics``, the line
+            rate of a card in Gb/s, or "ndr". What is not known is assumed: see the attribute ``assumed``.
         Raises:
-          ArgumentError: the format is wrong, the data are malformed or truncated, there are no devices, or XML lacks
-            the NVLink or xGMI entries of its GPUs.
+          ArgumentError: the format is wrong, the data are malformed or truncated, there are no devices, XML lacks the
+            NVLink or xGMI entries of its GPUs, or an argument is invalid.
           OSError: the file cannot be read.
         """
         from .formats import parse, read_file
+        from .formats.nvidia_smi import TableOptions
 
-        data = read_file(path)
+        data = read_file(path), TableOptions(**known)
         try:
-            return cls(*parse(data))
+            return cls(*parse(*data))
         except ArgumentError as error:
             error.prefix(str(path))
             raise
@@ -242,9 +252,9 @@ class Topology:
 
     def part(self, devices: tuple[str, ...]) -> Topology:
         """Return the same as ``subset`` for canonical names, without checks."""
-        kept = {*devices, *(switch.name for switch in self.switches)}
-        links = (link for link in self.links if link.src in kept and link.dst in kept)
-        return Topology.unchecked(devices, links, self.switches)
+        kept = {*devices, *self.nodes[len(self.devices) :]}
+        links = (link for link in self.links if kept.issuperset(link[:2]))
+        return Topology.unchecked(devices, links, self.switches, self.assumed)
 
     def members(self, devices: Iterable[str | int]) -> tuple[str, ...]:
         """Return the canonical names of devices of the topology, given by name or number.
@@ -252,8 +262,8 @@ class Topology:
         Raises:
           ArgumentError: there are no devices, one is listed twice, or one is not a device of the topology.
         """
-        is_list = isinstance(devices, Iterable) and not isinstance(devices, str)
         # ``read_devices`` raises the error for an argument that is not a list.
+        is_list = isinstance(devices, Iterable) and not isinstance(devices, str)
         names = read_devices(map(self.node, devices) if is_list else devices)  # type: ignore[arg-type]
         self._require(names)
         if not names:
@@ -267,12 +277,12 @@ class Topology:
         """
         pair = {self.node(a), self.node(b)}
         self._require(tuple(pair))
-        others = tuple(link for link in self.links if {link.src, link.dst} != pair)
+        others = tuple(link for link in self.links if {*link[:2]} != pair)
         if len(others) == len(self.links):
             neighbours = ", ".join(link.dst for link in self.out_links(a)) or "none"
             given, remedy = f"{self.node(a)} - {self.node(b)}", f"links out of {self.node(a)}: {neighbours}"
             raise ArgumentError.of("there is no such link.", given, remedy)
-        return Topology.unchecked(self.devices, others, self.switches)
+        return Topology.unchecked(self.devices, others, self.switches, self.assumed)
 
     def without_node(self, node: str | int) -> Topology:
         """Return the topology without a device (by name or number) or a switch (such as a network card) and its links.
@@ -288,7 +298,8 @@ class Topology:
         if not devices:
             raise ArgumentError.of("the only device of a topology cannot be removed.", name, "another node")
         links = (link for link in self.links if name not in (link.src, link.dst))
-        return Topology.unchecked(devices, links, tuple(switch for switch in self.switches if switch.name != name))
+        switches = tuple(switch for switch in self.switches if switch.name != name)
+        return Topology.unchecked(devices, links, switches, self.assumed)
 
     def with_switches(self, *, reducing: bool) -> Topology:
         """Return the same topology in which all switches combine and multicast in the network, or none of them does.
@@ -297,7 +308,7 @@ class Topology:
         (Switch(name='switch', reduces=True),)
         """
         switches = tuple(Switch(switch.name, reducing) for switch in self.switches)
-        return Topology.unchecked(self.devices, self.links, switches)
+        return Topology.unchecked(self.devices, self.links, switches, self.assumed)
 
     def renamed(self, devices: Sequence[str]) -> Topology:
         """Return the same topology with other names: the i-th device is called ``devices[i]``."""
@@ -305,15 +316,14 @@ class Topology:
         if len(devices) != len(self.devices):
             given = f"{len(devices)} names, {len(self.devices)} devices"
             raise ArgumentError.of("there must be one name for each device.", given, f"{len(self.devices)} names")
-        names = dict(zip(self.devices, devices, strict=True))
-        names.update((switch.name, switch.name) for switch in self.switches)
+        names = dict(zip(self.nodes, (*devices, *self.nodes[len(devices) :]), strict=True))
         links = (link._replace(src=names[link.src], dst=names[link.dst]) for link in self.links)
-        return Topology.unchecked(tuple(devices), links, self.switches)
+        return Topology.unchecked(tuple(devices), links, self.switches, self.assumed)
 
     def reversed(self) -> Topology:
         """Return the topology with the direction of every link reversed."""
         links = (link._replace(src=link.dst, dst=link.src) for link in self.links)
-        return Topology.unchecked(self.devices, links, self.switches)
+        return Topology.unchecked(self.devices, links, self.switches, self.assumed)
 
     def link(self, src: str | int, dst: str | int) -> Link | None:
         """Return the link from ``src`` to ``dst``, which are devices or switches, or ``None`` if it does not exist."""
@@ -366,7 +376,7 @@ class Topology:
 
     @cached_property
     def symmetric(self) -> bool:
-        """Whether for every link there is a link of the same bandwidth in the other direction."""
+        """Whether every link has one of the same bandwidth in the other direction."""
         return all(self.speeds.get((dst, src)) == speed for (src, dst), speed in self.speeds.items())
 
     @cached_property
@@ -390,10 +400,7 @@ class Topology:
 
     @cached_property
     def _by_src(self) -> dict[str, tuple[Link, ...]]:
-        out: dict[str, list[Link]] = {}
-        for link in self.links:
-            out.setdefault(link.src, []).append(link)
-        return {src: tuple(links) for src, links in out.items()}
+        return {src: tuple(links) for src, links in groupby(self.links, key=attrgetter("src"))}
 
     @cached_property
     def _order(self) -> dict[str, int]:
@@ -420,19 +427,18 @@ class Topology:
             raise ArgumentError.of("the topology has no such device or switch.", ", ".join(missing), remedy)
 
     def __repr__(self) -> str:
-        count = len(self.switches)
-        switches = f"{count} switch{'es' if count > 1 else ''}, " if count else ""
-        devices = f"{len(self.devices)} device{'s' if len(self.devices) > 1 else ''}"
-        links = f"{len(self.links)} link{'s' if len(self.links) != 1 else ''}"
-        names = ", ".join(self.devices[:_SHOWN]) + ", ..." * (len(self.devices) > _SHOWN)
-        return f"Topology({devices}, {switches}{links}: {names})"
+        count, switch_count = len(self.devices), len(self.switches)
+        switches = f"{switch_count} switch{'es' if switch_count > 1 else ''}, " if switch_count else ""
+        links = f"{len(self.links)} link{'s' * (len(self.links) != 1)}"
+        names = ", ".join(self.devices[:_SHOWN]) + ", ..." * (count > _SHOWN)
+        return f"Topology({count} device{'s' * (count > 1)}, {switches}{links}: {names})"
 
     def to_json(self) -> str:
-        """Return the topology as JSON text; equal topologies give the same bytes.
+        """Return the topology as JSON text; equal topologies with equal assumptions give the same bytes.
 
         Links are [src, dst, bandwidth in GB/s, latency in seconds]. Numbers are exact: they are text such as "64/3".
         """
-        return write_json(self.devices, self.switches, self.links)
+        return write_json(Wiring(self.devices, self.links, self.switches, self.assumed))
 
     @classmethod
     def from_json(cls, text: str) -> Topology:

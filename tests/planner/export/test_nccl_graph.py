@@ -9,8 +9,8 @@ from drawings import both_ways
 from hypothesis import given
 from hypothesis import strategies as st
 
-from crossreduce import ArgumentError, Chunk, PlanError, Route, Schedule, ScheduleError, Step, Topology
-from crossreduce.export.formats.nccl_graph import rings, to_nccl_graph_xml
+from crossreduce import ArgumentError, Chunk, PlanError, Route, Schedule, ScheduleError, Step, Topology, plan
+from crossreduce.export.formats.nccl_graph import path_type, rings, to_nccl_graph_xml
 from crossreduce.planning import PLANNERS, direct, one_device, ring
 
 
@@ -99,11 +99,48 @@ def test_the_speed_is_the_share_of_the_busiest_link():
     both = circling(4, [(0, 1, 2, 3), (3, 2, 1, 0)])  # two rings in opposite directions
     same = circling(4, [(0, 1, 2, 3), (1, 2, 3, 0)])  # the same ring twice, so one channel
     wiring = Topology.ring(gpus(4), gb_per_s=24)
-    assert (speed(both, wiring), speed(both, wiring, copies=3)) == ("24", "8")
+    assert (speed(both, wiring), speed(both, wiring, copies=3)) == ("24", "8")  # one channel has at most 25 GB/s
     assert read(to_nccl_graph_xml(same, wiring))[0].get("nchannels") == "1"
-    assert speed(both, Topology.star(gpus(4), gb_per_s=90)) == "45"  # both rings use each link to the switch
+    # Both rings use each link to the switch.
+    assert speed(both, Topology.star(gpus(4), gb_per_s=90), copies=1) == "45"
+    assert speed(both, Topology.star(gpus(4), gb_per_s=90)) == "22.5"
     slow = Topology.from_matrix([[0, 20, 0], [0, 0, 10], [40, 0, 0]], gpus(3))
     assert speed(ring(gpus(3)), slow) == "10"
+
+
+@pytest.mark.parametrize(
+    ("name", "devices", "channels", "gb_per_s", "path"),
+    [
+        ("hgx-h100", 8, 18, "25", "NVL"), ("dgx-a100", 8, 12, "25", "NVL"), ("hgx-b200", 8, 32, "28.125", "NVL"),
+        ("dgx-1v", 8, 6, "25", "NVL"), ("pcie-8", 2, 1, "15.75", "PIX"), ("pcie-8", 4, 1, "15.75", "PHB"),
+        ("pcie-8", 8, 1, "15.75", "SYS"), ("mi100", 8, 1, "16", "SYS"), ("nvlink-pairs-4", 4, 4, "15.75", "PHB"),
+    ],
+)  # fmt: skip
+def test_channels_and_paths_follow_from_the_links(name, devices, channels, gb_per_s, path):
+    """A ring on fast links has several channels of at most 25 GB/s, up to 32 in all. The path is that of the slowest
+    hop. Both can be given."""
+    topology = Topology.machine(name).subset(range(devices))
+    made = plan(topology, nbytes=1 << 28, algorithm="ring").schedule
+    graph, found = read(to_nccl_graph_xml(made, topology))
+    assert (len(found), graph.get("speedintra"), graph.get("typeintra")) == (channels, gb_per_s, path)
+    graph, found = read(to_nccl_graph_xml(made, topology, path="PXB", copies=1))
+    assert (len(set(found)) <= len(found) <= channels, graph.get("typeintra")) == (True, "PXB")
+
+
+def test_paths():
+    """The nodes of a route determine its name: NVSwitches and fast switches, GPUs that forward, bridges and CPUs."""
+    names = gpus(3)
+    star, slow = Topology.star(names, 450), Topology.star(names, 30)
+    line = Topology([*names], both_ways(("cuda:0", "cuda:1", 25), ("cuda:1", "cuda:2", 25)))
+    tree = Topology(names, both_ways(("cuda:0", "a", 12), ("a", "b", 12), ("b", "cuda:1", 12)), ["a", "b"])
+    for topology, ends, name in (
+        (star, 1, "NVL"),
+        (slow, 1, "PIX"),
+        (line, 1, "NVL"),
+        (line, 2, "NVB"),
+        (tree, 1, "PXB"),
+    ):
+        assert path_type(topology.route(0, ends), topology) == name
 
 
 def test_the_schedules_routes_are_followed():
@@ -111,7 +148,7 @@ def test_the_schedules_routes_are_followed():
     names, switches = gpus(2), {"slow": 10, "fast": 40}
     links = both_ways(*((gpu, switch, gb_per_s) for gpu in names for switch, gb_per_s in switches.items()))
     topology, schedule = Topology(names, links, list(switches)), ring(names)
-    assert speed(schedule, topology) == "40"  # the topology's route is the fast one
+    assert speed(schedule, topology, copies=1) == "40"  # the topology's route is the fast one
     routes = tuple(Route(c, src, 1 - src, ("slow",)) for c in (0, 1) for src in (0, 1))
     assert speed(replace(schedule, routes=routes), topology) == "10"
 

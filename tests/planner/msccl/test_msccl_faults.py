@@ -229,6 +229,18 @@ def test_adjacent_additions_are_fused():
                 verify_msccl_xml(text, root=0)
 
 
+def test_elements_that_the_runtimes_skip():
+    """Elements that the runtimes do not know are skipped with a note, and faults behind them are found. The largest
+    number of bytes is that of the runtimes' type."""
+    copy = '<copy i="0"><step s="0"/><gpu id="7"/></copy>'
+    strange = two(SWAP, SWAP, minBytes=0, maxBytes=2**63 - 1).replace("<tb ", copy + "<tb ").replace("<gpu", "<x/><gpu")
+    notes = verify_msccl_xml(strange).notes
+    assert "line 2: the runtimes skip the element <x> in <algo>, and 1 others like it" in notes
+    assert "line 3: the runtimes skip the element <copy> in <gpu>, and 1 others like it" in notes
+    with pytest.raises(ScheduleError, match=r"a deadlock. gpu 0, tb 0, step 0 \(r\) waits"):
+        verify_msccl_xml(two(FIRST, FIRST).replace("<tb ", copy + "<tb "))
+
+
 def test_the_report_in_words():
     """The report as text has the proved facts in two lines, at most 32 notes, and the number of omitted notes."""
     report = verify_msccl_xml(exported("ring", 4, sources=["cpu:0"]))
@@ -250,8 +262,12 @@ GOOD = fused_ring(2)
         (None, "MSCCL XML must be a str"),
         ("", "not XML: no element found"),
         ("{}", "not XML: .*line 1"),
-        (GOOD.replace("<gpu id", "<cpu id").replace("</gpu>", "</cpu>"), "<algo> must not contain an element <cpu>"),
-        (GOOD.replace("<step s", "<op s"), "line 4: <tb> must not contain an element <op>"),
+        (GOOD.replace("<gpu id", "<cpu id").replace("</gpu>", "</cpu>"), "there must be 2 <gpu> elements"),
+        (GOOD.replace("<step s", "<op s"), r"\(in place\) lacks"),
+        ("<cpu>" + GOOD + "</cpu>", "line 1: the file must not contain an element <cpu>"),
+        (GOOD.replace('"/>\n', '"><a/></step>\n'), "line 4: <step> must not contain an element <a>"),
+        (GOOD.replace('maxBytes="0"', f'maxBytes="{2**63}"'), f"from 0 to {2**63 - 1}"),
+        (GOOD.replace('nchannels="2"', f'nchannels="{2**31}"'), f"nchannels must be an integer from 0 to {2**31 - 1}"),
         (GOOD.replace("</tb>", "x</tb>"), "unexpected text between elements"),
         ('<!DOCTYPE a [<!ENTITY b "c">]>' + GOOD, "the file must not contain a DOCTYPE or entities"),
         (GOOD.replace('name="custom"', 'name="&b;"'), "undefined entity"),
@@ -288,7 +304,7 @@ def much_work():
 
 
 LARGE = {
-    "deep": (lambda: "<algo>" * 100_000, "must not contain an element <algo>"),
+    "deep": (lambda: "<algo>" * 100_000, "not XML: no element found"),
     "long": (lambda: " " * (1 << 26) + GOOD, "longer than"),
     "work": (much_work, "too large to be verified"),
     "attributes": (lambda: "<algo" + ' a=">"' * 1_000_000 + "/>", "a tag or comment is longer than 65536 bytes"),

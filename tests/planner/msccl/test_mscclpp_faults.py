@@ -18,6 +18,7 @@ from mscclpp_plans import (
     pipelined,
     plan,
     stored,
+    stored_packets,
     switched,
 )  # fmt: skip
 from mscclpp_values import operations
@@ -168,6 +169,7 @@ RIGHT = {
     "barriers": met(),
     "switch": switched(2),
     "switch store": stored(2),
+    "switch store, packets": stored_packets(2),
     "all to all": all_to_all(2),
 }
 
@@ -235,7 +237,7 @@ def test_reused_scratch_memory_is_proved_or_noted():
 NOTES = [
     (reduced(SYNC + "nop; " * 62 + "rre i0 {p}.i0 > o0" + END), "64 operations per threadblock, gpu 0, tb 0 has 69"),
     (reduced(ADD + END, *["nop"] * 99), "100 threadblocks of a GPU must run at the same time, 1 per multiprocessor"),
-    (switched(2), "glres and gstore run on NVIDIA GPUs with NVLink switches, from H100 on"),
+    (switched(2), "glres: switch channels run on NVIDIA GPUs with NVLink switches, from H100 on"),
     (gathered_by_ports(2), "the plan needs its flushes, but flushes do nothing (the executor's handleFlush"),
     (packets(2), "other plans of the process also change which half they use"),
     (met(), "chunks of messages of less than 32 bytes have fewer words than a group has threadblocks"),
@@ -318,7 +320,7 @@ MALFORMED = [
     (edited("protocol", value="LL128"), "unknown protocol(.|\n)*'LL128'(.|\n)*one of Simple, LL"),
     (edited("gpus", 1, "id", value=5), r"gpu 1: GPUs must be listed in the order of their ids(.|\n)*id=5"),
     (edited("inplace", value=1), "inplace must be true or false"),
-    (edited(*OP, 0, "name", value="gstorepkt"), r"op 0: unknown operation(.|\n)*'gstorepkt'(.|\n)*one"),
+    (edited(*OP, 0, "name", value="glre"), r"op 0: MSCCL\+\+'s executor has no such operation(.|\n)*'glre'(.|\n)*one"),
     (edited(*OP, 3, "dst_buff", value=[]), r"op 3 \(rre\): unexpected kinds of dst_buff(.|\n)*none"),
     (edited(*OP, 0, "channel_ids", value=[7]), "channel_ids must be numbers of memory channels of the tb"),
     (edited(*OP, 0, "channel_type", value="none"), r"\(rlxsignal\): the operation needs memory or port channels"),

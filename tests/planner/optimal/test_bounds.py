@@ -131,6 +131,7 @@ TABLE = [
     ("mi300x", 1, {}, 512, 448, 256),
     ("ndv2", 2, {}, 25, Fraction(25, 2), Fraction(25, 2)),
     ("dgx-a100", 2, {}, Fraction(1040, 3), 200, 200),
+    ("dgx-a100", 2, {"nics": "hdr"}, Fraction(1040, 3), 200, 200),
     ("hgx-h100", 2, {}, Fraction(1600, 3), 400, 400),
     ("ndv4", 4, {"nics": "hdr"}, Fraction(800, 3), 200, 200),
     ("hgx-h100", 4, {}, Fraction(16000, 31), 400, 400),
@@ -141,7 +142,7 @@ TABLE = [
 ]
 
 
-@pytest.mark.parametrize("row", TABLE, ids=[f"{row[0]}-{row[1]}" for row in TABLE])
+@pytest.mark.parametrize("row", TABLE, ids=[f"{row[0]}-{row[1]}{row[2].get('nics', '')}" for row in TABLE])
 def test_bounds_of_machines(row):
     """Bounds of machines are those that ForestColl's search has published; for an all-reduce, half of an all-gather."""
     name, hosts, options, gather, single, in_network = row

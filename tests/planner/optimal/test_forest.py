@@ -143,6 +143,16 @@ def test_forests_of_machines(name, options):
         assert check_close(forest_of_all(topology, collective), topology, limit(topology, collective)), collective
 
 
+def test_partners_on_other_hosts_have_the_same_place():
+    """Where a network's switch joins several GPUs of each host, GPU k exchanges data with GPU k of other hosts."""
+    for options in ({"name": "dgx-a100", "nics": "hdr"}, {"name": "dgx-a100"}, {"name": "p4d"}):
+        schedule = forest_of_all(Topology.machine(hosts=2, **options), "all_gather").schedule
+        names = [[name.split("/") for name in schedule.devices][k] for k in range(16)]
+        steps = {(names[step.dst][1], names[src][1]) for each in schedule.rounds for step in each for src in step.srcs
+                 if names[step.dst][0] != names[src][0]}  # fmt: skip
+        assert steps == {(f"cuda:{k}", f"cuda:{k}") for k in range(8)}
+
+
 @pytest.mark.parametrize(("name", "rate", "depth"), [("hgx-h100", 450, 2), ("gb200-nvl72", 900, 1)])
 def test_switches_in_the_network_reduce(name, rate, depth):
     """If the switch combines and multicasts, each device sends and receives its buffer once."""

@@ -13,7 +13,7 @@ from crossreduce.topology.routes import is_connected
 machine = Topology.machine
 
 NAMES = [name for name, _ in machine_names()]
-FILES = {file: content for file, content in read_data().items() if file != "links.json"}
+FILES = {file: content for file, content in read_data().items() if file not in ("links.json", "gpus.json")}
 KINDS = read_data()["links.json"]["kinds"]
 
 
@@ -120,7 +120,8 @@ def test_network_cards():
         assert topology.link("host1/nic0", switch).bandwidth == card, name
         assert sum(link.dst in topology.devices for link in topology.out_links("host1/nic0")) == shared_by, name
     for name, nics, k, switch, gb_per_s in (
-        ("dgx-a100", None, 4, "ib0", 25),
+        ("dgx-a100", None, 4, "rail4", 25),
+        ("ndv4", "hdr", 4, "ib0", 25),
         ("p4d", "hdr", 5, "ib1", 25),
         ("hgx-h100", None, 5, "rail5", 50),
         ("gb200-nvl72", None, 70, "rail2", 50),
@@ -140,7 +141,8 @@ def test_in_network():
     assert able("hgx-h100") == able("hgx-b200") == able("gb200-nvl72") == {"nvswitch"}
     assert able("dgx-2") == able("dgx-a100") == able("pcie-8") == able("dgx-1v") == set()
     assert able("dgx-1v", 2) == able("mi100", 2) == {"ib"}
-    assert able("dgx-a100", 2) == {"ib0", "ib1"}
+    assert able("dgx-a100", 2) == {f"rail{k}" for k in range(8)}
+    assert able("dgx-a100", 2, nics="hdr") == {"ib0", "ib1"}
     assert able("p4d", 2) == able("p3.16xlarge", 2) == set()
     assert able("p5.48xlarge", 2) == {"host0/nvswitch", "host1/nvswitch"}
     assert able("hgx-h200", 2) == {"host0/nvswitch", "host1/nvswitch", *(f"rail{k}" for k in range(8))}

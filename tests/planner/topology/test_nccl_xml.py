@@ -21,7 +21,8 @@ def read_nccl_xml(text, **options):
 
 
 def read_nvidia_smi(text, **options):
-    return Topology(*nvidia_smi.read_nvidia_smi(text, **options))
+    named = {name: options.pop(name) for name in nvidia_smi.TableOptions._fields if name in options}
+    return Topology(*nvidia_smi.read_nvidia_smi(text, nvidia_smi.TableOptions(**named), **options))
 
 
 def bus(k):

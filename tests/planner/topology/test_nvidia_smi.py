@@ -11,7 +11,7 @@ from strategies import damaged
 from test_nccl_xml import machine, read_nvidia_smi
 
 from crossreduce import ArgumentError, Topology
-from crossreduce.topology.formats import nvidia_smi
+from crossreduce.topology.formats import smi_table
 
 # The table of a DGX-1, as published for PyTorch's benchmark of DistributedDataParallel.
 DGX_1 = """
@@ -161,7 +161,7 @@ GOOD = table(["X NV1 SYS", "NV1 X SYS", "SYS SYS X"], cores="0-7")
         (GOOD.replace("GPU0\tX", "GPU0\tNV1"), ["the entry of GPU0 and GPU0 must be X"]),
         (GOOD.replace("GPU1\tNV1", "GPU0\tNV1"), ["a second row of GPU0", "line 3"]),
         (GOOD.replace("\tGPU2\t", "\tGPU1\t"), ["twice"]),
-        ("x" * (nvidia_smi.LONGEST + 1), ["at most", "characters"]),
+        ("x" * (smi_table.LONGEST + 1), ["at most", "characters"]),
         (GOOD.encode(), ["must be text of at most"]),
     ],
 )
@@ -176,7 +176,7 @@ def test_invalid_options():
     for options, text in (
         *(({"nvlink_gb_per_s": wrong}, "GB/s above 0") for wrong in (0, math.nan, math.inf, "25", True)),
         *(({"nvlinks_per_gpu": wrong}, "number of links") for wrong in (0, True, 4.0)),
-        *(({"pcie": wrong}, "kind of PCIe is not known") for wrong in ("pcie7", "hdr")),
+        *(({"pcie": wrong}, "generation of PCIe is not known") for wrong in ("pcie7", "hdr")),
     ):
         (wrong,) = options.values()
         with pytest.raises(ArgumentError, match=rf"{text}[\s\S]*{wrong!r}"):

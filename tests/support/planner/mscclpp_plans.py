@@ -90,7 +90,7 @@ def operation(text, g, ranks):
         cut = words.index(">")
         spans = [[span(word, g, ranks) for word in part] for part in (words[:cut], words[cut + 1 :])]
         made |= {"src_buff": spans[0], "dst_buff": spans[1], "channel_type": kind}
-        if name in ("glres", "gstore"):
+        if name in ("glres", "gstore", "gstorepkt"):
             made["channel_type"] = "switch"
         if port:
             made["channel_ids"] = [others(g, ranks).index(int(SPAN.fullmatch(word)[1])) for word in words[cut + 1 :]]
@@ -206,6 +206,13 @@ def stored(n, **fields):
     """Return an all-gather in place through the switch."""
     text = "rlxsignal {P}; rlxwait {P}; nop; gstore o{g} > 0.w{g}; nop; signal {P}; wait {P}"
     return alike("allgather", (1, n), n, 0, text, switch="o", inplace=True, **fields)
+
+
+def stored_packets(n, **fields):
+    """Return an all-gather by packets through the switch, in the style of MSCCL++'s language."""
+    text = "cpkt o{g} > s{g}; gstorepkt s{g} > 0.w{g}; upkt s{p} > o{p}"
+    fields = {"protocol": "LL", "use_double_scratch_buffer": True} | fields
+    return alike("allgather", (1, n), n, n, text, switch="s", inplace=True, **fields)
 
 
 def all_to_all(n, **fields):

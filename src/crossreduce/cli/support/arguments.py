@@ -9,7 +9,7 @@ import re
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from ... import Costs, Topology
 from ...devices import canonical, parse
@@ -118,22 +118,34 @@ def read_nbytes(option: str, text: str) -> int:
 
 
 def read_machine(
-    text: str, hosts: int = 1, speeds: str = "raw", nics: str | None = None, in_network: bool = False
+    text: str,
+    hosts: int = 1,
+    speeds: str = "raw",
+    nics: str | None = None,
+    in_network: bool = False,
+    **known: Any,
 ) -> Topology:
     """Return the topology that ``text`` names: a machine of the library, a file, or this machine if it is "this".
+
+    ``known`` has what the user knows about a table of GPUs: see ``Topology.load``.
 
     >>> read_machine("DGX-1")
     Topology(8 devices, 32 links: cuda:0, cuda:1, cuda:2, cuda:3, cuda:4, cuda:5, cuda:6, cuda:7)
     """
     at_least(1, "--hosts", hosts)
     speeds = one_of(SPEEDS, "--speeds", speeds)
+    known = {name: value for name, value in known.items() if value is not None}
+    if known and (text == "this" or not is_path(text)):
+        options = ", ".join(f"--{name.replace('_', '-')}" for name in known)
+        raise ArgumentError(f"{options} can only be used with a table of GPUs in a file, not with {text}.")
     if text != "this" and not is_path(text):
         return Topology.machine(text, hosts, speeds=speeds, nics=nics, in_network=in_network)
-    if (hosts, speeds, nics, in_network) != (1, "raw", None, False):
+    if (speeds, in_network) != ("raw", False) or (text == "this" and (hosts, nics) != (1, None)):
         options = "--hosts, --speeds, --nics and --in-network"
+        options = options if text == "this" else "--speeds and --in-network"
         raise ArgumentError(f"{options} can only be used with a machine of the library, not with {text}.")
     try:
-        return topology_of(text)
+        return topology_of(text) if text == "this" else Topology.load(text, hosts=hosts, nics=nics, **known)
     except OSError as error:
         raise ArgumentError(f"{text} cannot be read: {error.strerror}.") from error
 

@@ -68,6 +68,11 @@ _OPTIONS: Final[dict[str, tuple[Any, Any]]] = {  # the type and the default of e
     "without_link": (WithoutLink, None),
     "hosts": (Hosts, 1),
     "in_network": (InNetwork, False),
+    # ``crossreduce topology --help`` describes these.
+    "nics": (Annotated[str | None, Option("--nics", hidden=True)], None),
+    "gpu": (Annotated[str | None, Option("--gpu", hidden=True)], None),
+    "pcie": (Annotated[int | None, Option("--pcie", hidden=True)], None),
+    "between_cpus": (Annotated[float | None, Option("--between-cpus", hidden=True)], None),
     "costs": (CostsOption, None),
     "operation_us": (OperationUs, None),
 }
@@ -165,6 +170,10 @@ def read_plan_request(
     without_link: list[str] | None,
     hosts: int,
     in_network: bool,
+    nics: str | None,
+    gpu: str | None,
+    pcie: int | None,
+    between_cpus: float | None,
     costs: str | None,
     operation_us: float | None,
 ) -> PlanRequest:
@@ -177,11 +186,12 @@ def read_plan_request(
     size = read_nbytes("--nbytes", nbytes)
     if at_least(1, "--packs", packs) > MOST_PACKS:
         raise ArgumentError(f"--packs must be {MOST_PACKS} or less, not {packs}.")
-    complete = read_machine(machine, hosts, in_network=in_network)
+    known: dict[str, Any] = {"gpu": gpu, "pcie": pcie, "between_cpus": between_cpus}
+    complete = read_machine(machine, hosts, nics=nics, in_network=in_network, **known)
     topology = select(complete, devices, without_link)
     root_node = None if root is None else read_node("--root", root, complete)
     members = None if participants is None else read_subset("--participants", participants, topology)
-    all_costs = read_costs(costs, machine, hosts)
+    all_costs = read_costs(costs, machine, hosts, nics)
     if operation_us is not None:
         all_costs = replace(all_costs, operation_s=operation_us / 1e6)
     return PlanRequest(
@@ -231,6 +241,7 @@ def plan_json(machine: str, plan: Plan, *, with_steps: bool = False) -> dict[str
         "algbw_gb_per_s": plan.algbw,
         "rate": rate_json(plan.rate),
         "bound": bound_json(plan.bound),
+        "assumed": plan.topology.assumed,
         "ratio": {"exact": str(plan.ratio), "value": float(plan.ratio)},
         "k": {"exact": str(trees.k), "value": float(trees.k)},
         "roots": trees.roots,

@@ -14,8 +14,13 @@ from ... import Topology
 from ...errors import ArgumentError
 from .arguments import read_link, read_subset
 
-MACHINE: Final = "a machine of the library, a file (JSON, NCCL's XML, nvidia-smi topo -m) or: this"
+MACHINE: Final = "a machine of the library, a file (JSON, NCCL's XML, nvidia-smi topo -m, rocm-smi) or: this"
 Machine = Annotated[str, Argument(metavar="MACHINE|FILE|this", help=f"{MACHINE}.")]
+Nics = Annotated[str | None, Option("--nics", help="The network of the hosts; for a table, Gb/s of a card: 400.")]
+# What a table of GPUs does not state.
+Gpu = Annotated[str | None, Option("--gpu", help="The kind of GPU in a table: gb200, mi300x.")]
+Pcie = Annotated[int | None, Option("--pcie", help="The generation of PCIe, for a table: 4.")]
+BetweenCpus = Annotated[float | None, Option("--between-cpus", help="GB/s between CPUs, for a table.")]
 Hosts = Annotated[int, Option("--hosts", help="Connect this number of machines by their network.")]
 InNetwork = Annotated[bool, Option("--in-network", help="Let capable switches combine and multicast.")]
 Devices = Annotated[str | None, Option("--devices", help="Use only these devices: 0-3,6 or cuda:0,cuda:1.")]

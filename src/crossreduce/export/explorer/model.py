@@ -82,7 +82,7 @@ def model(plan: Plan, detail: Detail, advance: Advance) -> dict[str, Any]:
     }
 
 
-_FACTS: Final = ("plan", "predicted", "bound", "limited by", "helpers", "busiest")
+_FACTS: Final = ("plan", "predicted", "bound", "limited by", "assumed", "helpers", "busiest")
 
 
 def stages(plan: Plan) -> int:

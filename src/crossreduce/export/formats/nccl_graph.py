@@ -32,6 +32,12 @@ MOST_CHANNELS: Final = 32  # NCCL's MAXCHANNELS before NCCL 2.24 (64 since then)
 # NCCL's names of the slowest connection in a ring: NVLink, NVLink through another GPU, one PCIe bridge, several
 # bridges, the host bridge, between sockets.
 PATHS: Final = ("NVL", "NVB", "PIX", "PXB", "PHB", "SYS")
+# GB/s of a channel, which is one threadblock: that of an NVLink of V100 to H100. NCCL's search tries at most 40 (V100,
+# A100), 60 (H100) or 90 (B200) GB/s (speedArray in src/graph/search.cc), with several channels on each ring.
+MOST_PER_CHANNEL: Final = 25
+_FASTEST_PCIE: Final = 121  # GB/s, PCIe 6 x16
+
+Hop = tuple[str, ...]  # the nodes of a route between two GPUs that are neighbours in a ring
 
 
 def to_nccl_graph_xml(
@@ -39,8 +45,8 @@ def to_nccl_graph_xml(
     topology: TopologyLike | None = None,
     *,
     gb_per_s: float | Fraction | None = None,
-    path: str = "NVL",
-    copies: int = 1,
+    path: str | None = None,
+    copies: int | None = None,
 ) -> str:
     """Return the rings of a schedule as an NCCL graph file.
 
@@ -51,9 +57,11 @@ def to_nccl_graph_xml(
       topology: a ``Topology``, a machine's name or a file's path. It determines the speed of a channel. Each link's
         bandwidth is divided by the number of channels that use the link, and the speed is the least result.
       gb_per_s: the speed of a channel, if no topology is given. NCCL predicts times with it.
-      path: the connection between the GPUs: "NVL", "NVB", "PIX", "PXB", "PHB" or "SYS".
+      path: the connection between the GPUs: "NVL", "NVB", "PIX", "PXB", "PHB" or "SYS". The default is that of the
+        slowest hop on the topology: see ``path_type``; without a topology, "NVL".
       copies: a factor for the number of channels of each ring. A channel is one threadblock, and fast links need
-        several.
+        several. The default is the least number with which a channel has at most 25 GB/s, as far as 32 channels allow;
+        without a topology, 1.
     Raises:
       PlanError: the schedule does not consist of rings of one host's GPUs, it needs over 32 channels, or the topology
         does not have one of its links.
@@ -74,10 +82,10 @@ typeintra="NVL" typeinter="PIX" samechannels="1">
     </graphs>
     <BLANKLINE>
     """
-    if path not in PATHS:
+    if path is not None and path not in PATHS:
         raise ArgumentError.of("unknown path between GPUs.", shown(path), "one of " + ", ".join(PATHS))
     require_integers(copies=copies)
-    if copies is None or copies < 1:
+    if copies is not None and copies < 1:
         raise ArgumentError.of("copies must be at least 1.", shown(copies), "copies=1")
     if (topology is None) == (gb_per_s is None):
         fault, remedy = ("neither is", "gb_per_s=20") if topology is None else ("both are", "gb_per_s=None")
@@ -95,15 +103,22 @@ typeintra="NVL" typeinter="PIX" samechannels="1">
     denominator = math.lcm(*(share.denominator for share in shares.values()))
     counts = {cycle: int(share * denominator) for cycle, share in shares.items()}
     divisor = math.gcd(*counts.values())
-    channels = [cycle for cycle, count in counts.items() for _ in range(count // divisor * copies)]
+    once = [cycle for cycle, count in counts.items() for _ in range(count // divisor)]
+    links = None if topology is None else topology_of(topology)
+    hops = Counter[Hop]() if links is None else _hops(lower(schedule), links, once)
+    if copies is None:
+        needed = 1 if links is None else math.ceil(_speed(hops, links) / MOST_PER_CHANNEL)
+        copies = max(1, min(needed, MOST_CHANNELS // len(once)))
+    channels = [cycle for cycle in once for _ in range(copies)]
     if len(channels) > MOST_CHANNELS:
         given = f"{len(shares)} rings with shares {', '.join(map(str, shares.values()))}, {copies} copies"
         problem = f"NCCL before 2.24 has {MOST_CHANNELS} channels, these rings need {len(channels)}."
         remedy = f"shares whose common denominator is at most {MOST_CHANNELS}"
         fewer_copies = f"copies={MOST_CHANNELS // denominator}"
         raise PlanError.of(problem, given, remedy if denominator > MOST_CHANNELS else fewer_copies)
-    links = None if topology is None else topology_of(topology)
-    speed = float(gb_per_s or 0 if links is None else _speed(lower(schedule), links, channels))
+    speed = float(gb_per_s or 0 if links is None else _speed(hops, links) / copies)
+    if path is None:
+        path = max((path_type(hop, links) for hop in hops), key=PATHS.index) if links is not None else PATHS[0]
     if not 0 < speed < math.inf:
         given = f"gb_per_s={shown(gb_per_s)}"
         raise ArgumentError.of("the speed of a channel must be above 0 and finite.", given, "gb_per_s=20")
@@ -184,12 +199,47 @@ def _ring(schedule: Schedule, chunk: int, arcs: set[tuple[int, int]]) -> tuple[i
     return _from_zero(path)
 
 
-def _speed(program: Program, topology: Topology, channels: list[tuple[int, ...]]) -> Fraction:
-    """Return the bandwidth that every channel has if all channels are used at the same time."""
+def path_type(hop: Hop, topology: Topology) -> str:
+    """Return NCCL's name of the connection between two GPUs, given the nodes of the route, both GPUs included.
+
+    A link between GPUs and a switch that is faster than PCIe are NVLinks. Nodes called ``cpu`` are CPUs; other switches
+    are PCIe switches.
+
+    >>> box = Topology.machine("pcie-8")
+    >>> [path_type(box.route(0, k), box) for k in (1, 2, 4)]
+    ['PIX', 'PHB', 'SYS']
+    >>> star = Topology.machine("hgx-h100")
+    >>> path_type(star.route(0, 1), star)
+    'NVL'
+    """
+    inside = hop[1:-1]
+    cpus = sum(node.rpartition("/")[2].startswith("cpu") and ":" not in node for node in inside)
+    if cpus:
+        return "PHB" if cpus == 1 else "SYS"
+    devices = sum(node in topology.devices for node in inside)
+    slowest = min(topology.by_ends[ends].bandwidth for ends in pairwise(hop))
+    named = all(node.rpartition("/")[2].startswith("nvswitch") for node in inside if node not in topology.devices)
+    if named or slowest > _FASTEST_PCIE:
+        return "NVB" if devices else "NVL"
+    return "PIX" if len(inside) - devices == 1 else "PXB"
+
+
+def _hops(program: Program, topology: Topology, channels: list[tuple[int, ...]]) -> Counter[Hop]:
+    """Return how often the channels use each hop between two GPUs."""
     routes = {(route.src, route.dst): route.through for route in program.routes}
-    used: Counter[Pair] = Counter()
+    used: Counter[Hop] = Counter()
     for cycle in channels:
         for src, dst in pairwise((*cycle, cycle[0])):
             ends = program.devices[src], program.devices[dst]
-            used.update(route_links(topology, *ends, routes.get((src, dst))))
+            links = list(route_links(topology, *ends, routes.get((src, dst))))
+            used[ends[0], *(link[1] for link in links)] += 1
+    return used
+
+
+def _speed(hops: Counter[Hop], topology: Topology) -> Fraction:
+    """Return the bandwidth that every channel has if all channels are used at the same time."""
+    used: Counter[Pair] = Counter()
+    for hop, count in hops.items():
+        for ends in pairwise(hop):
+            used[ends] += count
     return min(topology.by_ends[ends].bandwidth / count for ends, count in used.items())

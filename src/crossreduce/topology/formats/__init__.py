@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from ...errors import ArgumentError, shown
 from ..links import Wiring
 from .json_format import FORMAT, read_json
-from .nccl_xml import read_nccl_xml
-from .nvidia_smi import read_nvidia_smi
+
+if TYPE_CHECKING:
+    from .nvidia_smi import TableOptions
 
 LARGEST: Final = 16 << 20  # bytes; the JSON of 1,024 GPUs on 128 hosts has 300,000
-_FORMATS: Final = f"JSON of {FORMAT}, NCCL's topology XML, or the text of nvidia-smi topo -m"
+_FORMATS: Final = f"JSON of {FORMAT}, NCCL's topology XML, or the text of nvidia-smi topo -m or rocm-smi --showtopo"
 
 
 def read_file(path: Any) -> bytes:
@@ -24,12 +25,11 @@ def read_file(path: Any) -> bytes:
         raise ArgumentError.of("this is not a path.", shown(path), '"topology.xml"') from error
 
 
-def parse(data: bytes) -> Wiring:
-    """Return the wiring in a file: JSON, NCCL's topology XML, or the text of ``nvidia-smi topo -m``.
+def parse(data: bytes, options: TableOptions | None = None) -> Wiring:
+    """Return the wiring in a file: JSON, NCCL's topology XML, or the text of ``nvidia-smi topo -m`` or ``rocm-smi``.
 
-    The table of nvidia-smi has no speeds. Each NVLink gets 25 GB/s, as on V100, A100 and H100, and PCIe links are taken
-    as PCIe 3. For other speeds use ``Topology(*read_nvidia_smi(text, ...))``. If the format is unknown, or the data are
-    malformed or truncated, an ArgumentError is raised.
+    Tables of these programs have no speeds: ``options`` has what is known about the machine. If the format is unknown,
+    the data are malformed or truncated, or a file that has speeds is given with options, an ArgumentError is raised.
     """
     if len(data) > LARGEST:
         given = f"a larger file, which begins with {shown(data[:40])}"
@@ -40,12 +40,23 @@ def parse(data: bytes) -> Wiring:
         text = data.decode("utf-16" if is_utf_16 else "utf-8-sig")
     except UnicodeDecodeError as error:
         raise ArgumentError.of("this is not text.", shown(data[:40]), _FORMATS) from error
+    # Loaded with the first file, since ``import crossreduce`` loads this package.
+    from .nccl_xml import read_nccl_xml
+    from .nvidia_smi import NOT_STATED, read_nvidia_smi
+    from .rocm_smi import is_rocm_smi, read_rocm_smi
+
+    options = options or NOT_STATED
     start = text.lstrip()[:1]
+    if start in ("{", "<") and options != NOT_STATED:
+        given = ", ".join(f"{name}={value}" for name, value in options._asdict().items() if value not in (None, 1))
+        raise ArgumentError.of("this file states the speeds of its links itself.", given, "the file without options")
     if start == "{":
         return read_json(text)
     if start == "<":
         return read_nccl_xml(text)
+    if is_rocm_smi(text):
+        return read_rocm_smi(text, options)
     if "GPU" in text:
-        return read_nvidia_smi(text)
+        return read_nvidia_smi(text, options)
     problem = "this is not a topology." if start else "the file is empty."
     raise ArgumentError.of(problem, shown(text[:80]), _FORMATS)

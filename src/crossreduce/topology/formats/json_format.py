@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable
 from fractions import Fraction
 from typing import Any, Final, TypeVar
 
@@ -16,10 +15,11 @@ FORMAT: Final = "crossreduce.topology/1"
 T = TypeVar("T")
 
 
-def write_json(devices: Iterable[str], switches: Iterable[Switch], links: Iterable[Link]) -> str:
+def write_json(wiring: Wiring) -> str:
     """Return a topology as JSON text: see ``Topology.to_json``."""
-    listed = [[src, dst, str(bandwidth), str(latency)] for src, dst, bandwidth, latency in links]
-    content = {"format": FORMAT, "devices": devices, "switches": switches, "links": listed}
+    links = [[src, dst, str(bandwidth), str(latency)] for src, dst, bandwidth, latency in wiring.links]
+    content = {"format": FORMAT, "devices": wiring.devices, "switches": wiring.switches, "links": links}
+    content |= {"assumed": wiring.assumed} if wiring.assumed else {}
     return json.dumps(content, separators=(",", ":"))
 
 
@@ -33,7 +33,8 @@ def read_json(text: str) -> Wiring:
         for src, dst, speed, *latency in check_list(list, read["links"]):  # the latency may be missing
             ends = check_type(str, src), check_type(str, dst)
             links.append(Link(*ends, _exact("bandwidth", speed), *(_exact("latency", s) for s in latency)))
-        return Wiring(check_list(str, read["devices"]), tuple(links), tuple(switches))
+        assumed = check_list(str, read.get("assumed", []))
+        return Wiring(check_list(str, read["devices"]), tuple(links), tuple(switches), assumed)
     except ArgumentError:
         raise
     except (ValueError, TypeError, AttributeError, ArithmeticError, RecursionError) as error:

@@ -1,11 +1,12 @@
-"""The table that ``nvidia-smi topo -m`` prints.
+"""The wiring in the table that ``nvidia-smi topo -m`` prints.
 
 Input: the text, with or without its underlining. Output: a ``Wiring`` of the GPUs in it, ``cuda:0`` for ``GPU0``.
 
 The table has an entry for every two GPUs. ``NV#`` means that # NVLinks join them. Other entries name the part of PCIe
 that joins them: ``PIX`` one PCIe switch, ``PXB`` several, ``PHB`` and ``NODE`` one CPU, ``SYS`` several CPUs. The table
-has no speeds, so these are parameters and constants here. If NVLinks do not join all GPUs, the wiring includes trees of
-PCIe switches (``pcie0``) below CPUs (``cpu0``), which are linked. Network cards only show which GPUs share a switch.
+has no speeds: they follow from the kind of GPU, from parameters, or from assumptions, which the wiring lists. If
+NVLinks do not join all GPUs, the wiring includes trees of PCIe switches (``pcie0``) below CPUs (``cpu0``), which are
+linked. Network cards show which GPUs share a switch, and join several hosts.
 
 Source: the legend below the table; https://docs.nvidia.com/deploy/nvidia-smi.
 """
@@ -13,54 +14,81 @@ Source: the legend below the table; https://docs.nvidia.com/deploy/nvidia-smi.
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Callable, Iterable, Sequence
 from fractions import Fraction
 from itertools import combinations
-from typing import Final, NamedTuple, NoReturn
+from typing import Final, NamedTuple
 
 from ...errors import ArgumentError, shown
+from ..gpus import GpuKind, gpu_in_text, gpu_kind
 from ..link_kinds import kind
 from ..links import Link, Wiring, both_ways
+from ..network import Cards, join_hosts, network_speed
 from ..routes import groups, is_connected
+from .smi_table import GPU, Table, read_table
 
-LONGEST: Final = 1 << 18  # characters; a table of 72 GPUs and 72 NICs has 170,000
-
-_COLOURS: Final = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
-_GPU: Final = re.compile(r"GPU[0-9]{1,4}")
-_NAME: Final = re.compile(r"[A-Za-z]\w*[0-9]")  # the name of a GPU or NIC: mlx5_0, NIC0
-_CELL: Final = re.compile(r"X|NV[0-9]{1,3}|PIX|PXB|PHB|NODE|SYS|SOC")  # SOC is what SYS was called until 2017
 # The levels of the PCIe tree, lowest first: the kind of their nodes, and the entries of GPUs below one such node.
 _NEAR: Final = (("pcie", {"PIX"}), ("pcie", {"PIX", "PXB"}), ("cpu", {"PIX", "PXB", "PHB", "NODE"}))
-_SHOW: Final = "the complete output of nvidia-smi topo -m, from the line with GPU0"
+_LEVELS: Final = ("PIX", "PXB", "PHB", "NODE", "SYS")  # the entries for network cards, nearest first
 
 Slot = tuple[Fraction, str]  # a PCIe link: its width divided by 16, and its kind
 
 
-class _Row(NamedTuple):
-    line: int  # in the text, for errors
-    cells: dict[str, str]  # by column
-    cores: str  # the CPU affinity, or ""
+class TableOptions(NamedTuple):
+    """What a table of GPUs does not state; ``None`` if it is not known."""
+
+    gpu: str | None = None  # the kind of GPU
+    pcie: int | str | None = None  # the generation of PCIe, x16
+    between_cpus: float | Fraction | None = None  # GB/s of the links between CPUs
+    hosts: int = 1  # the number of equal machines, joined by their network cards
+    nics: str | float | None = None  # the speed of a network card in Gb/s, or its kind
+
+    def kind_of_gpu(self, text: str) -> GpuKind | None:
+        """Return the kind of GPU that ``gpu`` or a text names, or ``None``."""
+        return gpu_in_text(text) if self.gpu is None else gpu_kind(self.gpu)
+
+    def pcie_kind(self, gpu: GpuKind | None) -> tuple[str, list[str]]:
+        """Return the kind of PCIe links, and the assumption if it was not given."""
+        if self.pcie is None:
+            name = f"pcie{3 if gpu is None else gpu.pcie}"
+            because = "" if gpu is None else f" as on a {gpu.name}"
+            return name, [f"PCIe {name[4:]} x16{because}, {_number(kind(name).raw)} GB/s for each GPU; --pcie sets it"]
+        name = str(self.pcie).removeprefix("pcie")
+        if name not in ("3", "4", "5", "6") or isinstance(self.pcie, bool):
+            raise ArgumentError.of("this generation of PCIe is not known.", shown(self.pcie), "3, 4, 5 or 6")
+        return f"pcie{name}", []
+
+    def cpu_links(self) -> tuple[Fraction, list[str]]:
+        """Return the GB/s of the links between CPUs, and the assumption if they were not given."""
+        if self.between_cpus is not None:
+            return _speed("between_cpus", self.between_cpus, "22"), []
+        assumed = kind("cpu-skylake").effective
+        return assumed, [f"{_number(assumed)} GB/s between CPUs; --between-cpus sets it"]
+
+
+NOT_STATED: Final = TableOptions()
 
 
 def read_nvidia_smi(
-    text: str, *, nvlink_gb_per_s: float | Fraction = 25, nvlinks_per_gpu: int = 18, pcie: str = "pcie3"
+    text: str,
+    options: TableOptions = NOT_STATED,
+    *,
+    nvlink_gb_per_s: float | Fraction | None = None,
+    nvlinks_per_gpu: int | None = None,
 ) -> Wiring:
     """Return the wiring in the text of ``nvidia-smi topo -m``.
 
     The table does not distinguish NVLinks between GPUs from NVLinks to an NVSwitch: any two of 8 A100 have ``NV12``.
-    So the numbers in a GPU's row are added up. If a sum exceeds ``nvlinks_per_gpu``, all GPUs that NVLinks join with
-    this one are linked to a switch, ``nvswitch``, each by as many links as the largest number in its row. Three or four
-    V100 of a DGX-2 (``NV6``) have sums of only 12 or 18: set ``nvlinks_per_gpu=6``.
+    So the numbers in a GPU's row are added up. If a sum exceeds the NVLinks that a GPU has, all GPUs that NVLinks join
+    with this one are linked to a switch, ``nvswitch``, each by as many links as the largest number in its row. Three
+    or four V100 of a DGX-2 (``NV6``) have sums of only 12 or 18, so the kind of GPU must be known to read them.
 
     Args:
-      text: the output of the command.
-      nvlink_gb_per_s: the speed of one NVLink, in one direction: 20 on P100, 25 on V100, A100 and H100, 50 on B200,
-        14.0625 on RTX 3090.
-      nvlinks_per_gpu: the largest number of NVLinks of a GPU: 4 on P100 and RTX 3090, 6 on V100, 12 on A100, 18 on H100
-        and B200.
-      pcie: the kind of all PCIe links, which are x16: "pcie3" to "pcie6". Links between CPUs have 10 GB/s, which
-        NCCL assumes for Skylake.
+      text: the output of the command. The output of ``nvidia-smi -L`` before it names the kind of GPU.
+      options: the kind of GPU, the speeds of PCIe and of links between CPUs, and the number of hosts.
+      nvlink_gb_per_s: the speed of one NVLink, in one direction. The default is that of the kind of GPU. If it is not
+        known, 25 is assumed, as on V100, A100 and H100.
+      nvlinks_per_gpu: the largest number of NVLinks of a GPU. The default is that of the kind of GPU, or 18.
     Raises:
       ArgumentError: the table is missing, truncated or inconsistent, or a parameter is invalid.
 
@@ -68,52 +96,114 @@ def read_nvidia_smi(
     ...         GPU0    GPU1    CPU Affinity
     ... GPU0     X      NV4     0-7
     ... GPU1    NV4      X      0-7'''
-    >>> read_nvidia_smi(table, nvlink_gb_per_s=14.0625).links[0].bandwidth
+    >>> read_nvidia_smi(table, TableOptions(gpu="RTX 3090")).links[0].bandwidth
     Fraction(225, 4)
+    >>> read_nvidia_smi(table).assumed
+    ('4 NVLinks of 25 GB/s each between GPUs; --gpu sets it',)
     """
-    valid = isinstance(nvlink_gb_per_s, (int, float, Fraction)) and not isinstance(nvlink_gb_per_s, bool)
-    if not valid or not 0 < nvlink_gb_per_s < math.inf:
-        raise ArgumentError.of("nvlink_gb_per_s must be a finite number of GB/s above 0.", shown(nvlink_gb_per_s), "25")
-    speed = Fraction(nvlink_gb_per_s)
-    if not isinstance(nvlinks_per_gpu, int) or isinstance(nvlinks_per_gpu, bool) or nvlinks_per_gpu < 1:
+    if nvlinks_per_gpu is not None and (type(nvlinks_per_gpu) is not int or nvlinks_per_gpu < 1):
         raise ArgumentError.of("nvlinks_per_gpu must be a whole number of links above 0.", shown(nvlinks_per_gpu), "18")
-    if pcie not in ("pcie3", "pcie4", "pcie5", "pcie6"):
-        raise ArgumentError.of("this kind of PCIe is not known.", shown(pcie), '"pcie3", "pcie4", "pcie5" or "pcie6"')
-    names, rows = _table(text)
-    gpus = [name for name in names if _GPU.fullmatch(name)]
+    speed = None if nvlink_gb_per_s is None else _speed("nvlink_gb_per_s", nvlink_gb_per_s, "25")
+    table = read_table(text)
+    pcie, pcie_assumed = options.pcie_kind(gpu := options.kind_of_gpu(text))
+    between_cpus, cpus_assumed = options.cpu_links()
+    gpus = [name for name in table.names if GPU.fullmatch(name)]
     devices = [f"cuda:{int(name[3:])}" for name in gpus]
-    fast = _nvlinks(devices, lambda i, j: _number(rows[gpus[i]].cells[gpus[j]]), speed, nvlinks_per_gpu)
-    members = gpus + [name for name in names if name not in gpus]
+    most = nvlinks_per_gpu or (18 if gpu is None else gpu.links)
+    links, switches, largest = _nvlinks(devices, lambda i, j: _count(table, gpus[i], gpus[j]), most)
+    if gpu is not None and nvlinks_per_gpu is None and largest > most:
+        given = f"{largest} NVLinks of one GPU in the table, gpu={gpu.name}"
+        raise ArgumentError.of(f"a {gpu.name} has {most} NVLinks.", given, "another kind of GPU")
+    fast = _at_speed(links, gpu, speed)
+    where = f"to {'NVSwitches' if switches > 1 else 'an NVSwitch'}" if switches else "between GPUs"
+    each = Fraction(25) if gpu is None and speed is None else Fraction(0)
+    assumed = [f"{largest} NVLinks of {each} GB/s each {where}; --gpu sets it"] if fast and each else []
+    others = [name for name in table.names if name not in gpus]
+    near = _near(table, gpus + others)
+    slots = [(Fraction(1), pcie)] * len(gpus)
+    has_tree = not is_connected(devices, fast)
+    cards = Cards(tuple(others), *network_speed(options.nics, options.hosts, others)) if options.hosts != 1 else None
+    leaves = list(cards.names) if cards and has_tree else []
+    wiring = gpu_wiring(
+        [*devices, *leaves], fast, len(gpus + others), near, slots + slots[:1] * len(leaves), between_cpus
+    )
+    wiring = Wiring.of(devices, wiring.links)
+    if has_tree:
+        assumed += pcie_assumed + cpus_assumed * any(src[:3] == dst[:3] == "cpu" for src, dst, *_ in wiring.links)
+    if cards is None:
+        return wiring._replace(assumed=tuple(assumed))
+    nearest = [_nearest([near(k, len(gpus) + c) for k in range(len(gpus))]) for c in range(len(others))]
+    known_pcie = kind(pcie).raw if options.pcie is not None or gpu is not None else None
+    joined = join_hosts(wiring, cards, options.hosts, None if has_tree else nearest, kind(pcie), known_pcie)
+    return joined._replace(assumed=(*assumed, *joined.assumed))
+
+
+def _nearest(codes: list[str]) -> tuple[int, tuple[int, ...]]:
+    """Return how near the nearest GPUs of a network card are (0: one PCIe switch), and their positions."""
+    ranks = [_LEVELS.index(code) if code in _LEVELS else len(_LEVELS) for code in codes]
+    return min(ranks), tuple(k for k, rank in enumerate(ranks) if rank == min(ranks))
+
+
+def _near(table: Table, members: Sequence[str]) -> Callable[[int, int], str]:
+    """Return a function: which part of PCIe joins two members, or "" if the table does not say so."""
+    rows = table.rows
 
     def near(i: int, j: int) -> str:
-        """Return which part of PCIe joins two members, or "" if the table does not say so."""
         a, b = rows.get(members[i]), rows.get(members[j])
         cell = a.cells[members[j]] if a else b.cells[members[i]] if b else ""
         if cell.startswith("NV"):  # GPUs with the same CPU affinity are at one CPU
             return "NODE" if a and b and a.cores and a.cores == b.cores else ""
-        return cell
+        return "" if cell == "N/A" else cell
 
-    return gpu_wiring(devices, fast, len(members), near, [(Fraction(1), pcie)] * len(gpus))
+    return near
+
+
+def _count(table: Table, a: str, b: str) -> int:
+    """Return the number of NVLinks between two GPUs."""
+    cell = table.rows[a].cells[b]
+    return int(cell[2:]) if cell.startswith("NV") else 0
+
+
+def _speed(what: str, value: object, example: str) -> Fraction:
+    if isinstance(value, (int, float, Fraction)) and not isinstance(value, bool) and 0 < value < math.inf:
+        return Fraction(str(value))
+    raise ArgumentError.of(f"{what} must be a finite number of GB/s above 0.", shown(value), example)
+
+
+def _number(value: Fraction) -> str:
+    return f"{float(value):g}"
 
 
 def gpu_wiring(
-    devices: Sequence[str], fast: list[Link], members: int, near: Callable[[int, int], str], slots: Sequence[Slot]
+    devices: Sequence[str],
+    fast: list[Link],
+    members: int,
+    near: Callable[[int, int], str],
+    slots: Sequence[Slot],
+    between_cpus: Fraction | None = None,
 ) -> Wiring:
     """Return the wiring of GPUs: NVLinks, and a tree of PCIe switches and CPUs if NVLinks do not join all of them.
 
     Args:
-      devices: the GPUs.
+      devices: the GPUs, and then network cards that are leaves of the tree.
       fast: the NVLinks, which may lead to switches.
       members: the number of GPUs and network cards; the GPUs come first.
       near: returns for two members PIX, PXB, PHB, NODE, SYS, or "" if it is not known.
       slots: the PCIe link of each GPU.
+      between_cpus: GB/s of the links between CPUs, by default what NCCL assumes for Skylake.
     """
-    links = fast if is_connected(devices, fast) else [*fast, *_pcie_links(devices, members, near, slots)]
+    links = fast
+    if not is_connected(devices, fast):
+        links = [*fast, *_pcie_links(devices, members, near, slots, between_cpus or kind("cpu-skylake").effective)]
     return Wiring.of(devices, links)
 
 
 def _pcie_links(
-    devices: Sequence[str], members: int, near: Callable[[int, int], str], slots: Sequence[Slot]
+    devices: Sequence[str],
+    members: int,
+    near: Callable[[int, int], str],
+    slots: Sequence[Slot],
+    between_cpus: Fraction,
 ) -> list[Link]:
     """Return the links of the PCIe tree: GPUs are joined under switches and CPUs, the nearest ones first."""
     links: list[Link] = []
@@ -142,15 +232,22 @@ def _pcie_links(
         for node in tops:
             if not node[0].startswith("cpu"):
                 join("cpu", [k for k in top if top[k] == node])
+    latency = kind("cpu-skylake").latency_s
     for a, b in combinations(dict.fromkeys(name for name, _ in top.values()), 2):
-        links += kind("cpu-skylake").between(a, b, 1, "effective")
+        links += both_ways(a, b, between_cpus, latency)
     return links
 
 
-def _nvlinks(devices: Sequence[str], link_count: Callable[[int, int], int], speed: Fraction, most: int) -> list[Link]:
-    """Return the NVLinks between devices, or to a switch for each group in which a row's sum exceeds ``most``."""
-    links: list[Link] = []
-    switches = 0
+def _nvlinks(
+    devices: Sequence[str], link_count: Callable[[int, int], int], most: int
+) -> tuple[list[tuple[str, str, int]], int, int]:
+    """Return the NVLinks between devices, or to a switch for each group in which a row's sum exceeds ``most``.
+
+    A link is (device, device or switch, number of NVLinks). The other results are the number of switches, and the
+    largest number of NVLinks of a GPU.
+    """
+    links: list[tuple[str, str, int]] = []
+    switches = largest = 0
     pairs = [pair for pair in combinations(range(len(devices)), 2) if link_count(*pair)]
     for group in groups(range(len(devices)), pairs):
         rows = {i: [link_count(i, j) for j in group if j != i] for i in group}
@@ -158,68 +255,22 @@ def _nvlinks(devices: Sequence[str], link_count: Callable[[int, int], int], spee
             name = f"nvswitch{switches or ''}"
             switches += 1
             ends = [(devices[i], name, max(rows[i])) for i in group]
+            largest = max(largest, *(max(row) for row in rows.values()))
         else:
             ends = [(devices[i], devices[j], link_count(i, j)) for i, j in combinations(group, 2) if link_count(i, j)]
-        latency = kind("nvlink2" if ends and ends[0][1] in devices else "nvswitch1").latency_s
-        for a, b, count in ends:
-            links += both_ways(a, b, count * speed, latency)
-    return links
+            largest = max(largest, *(sum(row) for row in rows.values()), 0)
+        links += ends
+    return links, switches, largest
 
 
-def _table(text: str) -> tuple[list[str], dict[str, _Row]]:
-    """Return the names of the columns (GPUs and NICs), and the rows by name. Every GPU has a row."""
-    if not isinstance(text, str) or len(text) > LONGEST:
-        given = shown(text) if not isinstance(text, str) else f"{len(text)} characters"
-        raise ArgumentError.of(f"the table must be text of at most {LONGEST} characters.", given, _SHOW)
-    lines = [line.split() for line in _COLOURS.sub("", text).splitlines()]
-    start = next((k for k, words in enumerate(lines) if _is_header(words)), None)
-    if start is None:
-        raise ArgumentError.of("this text does not contain a table of GPUs.", shown(text), _SHOW)
-    names = _columns(lines[start])
-    if len(set(names)) < len(names):
-        _refuse(start + 1, lines[start], "a column appears twice in the table.")
-    rows: dict[str, _Row] = {}
-    for line, words in enumerate(lines[start + 1 :], start + 2):
-        if words[:1] == ["Legend:"]:
-            break
-        if not words or words[0] not in names:
-            continue
-        cells = words[1 : len(names) + 1]
-        if words[0] in rows:
-            _refuse(line, words, f"the table has a second row of {words[0]}.")
-        if len(cells) < len(names) or not all(map(_CELL.fullmatch, cells)):
-            _refuse(line, words, f"the row of {words[0]} must have X, NV#, PIX, PXB, PHB, NODE or SYS for each column.")
-        cores = words[len(names) + 1] if len(words) > len(names) + 1 else ""
-        rows[words[0]] = _Row(line, dict(zip(names, cells, strict=True)), cores if re.match("[0-9]", cores) else "")
-    for name in names:
-        if _GPU.fullmatch(name) and name not in rows:
-            _refuse(start + 1, lines[start], f"the table does not have a row of {name}.")
-    for a, row in rows.items():
-        for b, cell in row.cells.items():
-            words = lines[row.line - 1]
-            other = rows[b].cells[a] if b in rows else cell  # network cards may have no rows
-            if other != cell:
-                _refuse(row.line, words, f"the entries of {a} and {b} differ: {cell} and, in the row of {b}, {other}.")
-            if (cell == "X") != (a == b):
-                _refuse(row.line, words, f"the entry of {a} and {b} must {'be' if a == b else 'not be'} X.")
-    return names, rows
-
-
-def _columns(words: list[str]) -> list[str]:
-    """Return the words of a header before "CPU Affinity"."""
-    return words[: next((k for k, word in enumerate(words) if word in ("CPU", "NUMA")), len(words))]
-
-
-def _is_header(words: list[str]) -> bool:
-    names = _columns(words)
-    if not names or not _GPU.fullmatch(names[0]):
-        return False
-    return all(_NAME.fullmatch(name) and not _CELL.fullmatch(name) for name in names)
-
-
-def _number(cell: str) -> int:
-    return int(cell[2:]) if cell.startswith("NV") else 0
-
-
-def _refuse(line: int, words: list[str], problem: str) -> NoReturn:
-    raise ArgumentError.of(problem, f"line {line}: {' '.join(words)[:160]}", _SHOW)
+def _at_speed(links: list[tuple[str, str, int]], gpu: GpuKind | None, speed: Fraction | None) -> list[Link]:
+    """Return NVLinks with the speed of the kind of GPU, or ``speed``, or 25 GB/s if neither is known."""
+    made: list[Link] = []
+    for a, b, count in links:
+        is_switched = b.startswith("nvswitch")
+        if gpu is None:
+            of_kind = kind("nvswitch1" if is_switched else "nvlink2")
+        else:
+            of_kind = kind(gpu.switched if is_switched else gpu.direct)
+        made += both_ways(a, b, count * (speed or of_kind.raw), of_kind.latency_s)
+    return made

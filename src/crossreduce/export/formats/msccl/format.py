@@ -38,7 +38,9 @@ MOST_ELEMENTS: Final = 1 << 18
 MOST_ATTRIBUTES: Final = 64
 LONGEST_TAG: Final = 1 << 16  # bytes
 
-_NUMBER: Final = re.compile(r"0|-?[1-9][0-9]{0,17}")  # no leading zeros: the runtimes' strtol reads 010 as 8
+_NUMBER: Final = re.compile(r"0|-?[1-9][0-9]{0,18}")  # no leading zeros: the runtimes' strtol reads 010 as 8
+_LARGEST: Final = 2**31 - 1  # attributes are of type int, but
+_MOST_BYTES: Final = 2**63 - 1  # minBytes and maxBytes are of type int64_t
 
 
 @dataclass(frozen=True)
@@ -93,7 +95,11 @@ class Gpu(NamedTuple):
 
 
 class Algo(NamedTuple):
-    """An ``algo`` element. ``missing`` lists which of name, outofplace, minBytes and maxBytes it does not have."""
+    """An ``algo`` element.
+
+    ``missing`` lists which of name, outofplace, minBytes and maxBytes it does not have, and ``skipped`` describes the
+    elements that the runtimes skip.
+    """
 
     name: str
     proto: str
@@ -106,6 +112,7 @@ class Algo(NamedTuple):
     max_bytes: int
     gpus: tuple[Gpu, ...]
     missing: tuple[str, ...]
+    skipped: tuple[str, ...]
 
 
 def units_of_xml(text: str) -> int:
@@ -117,6 +124,7 @@ def read_msccl_xml(text: str) -> Algo:
     """Return the content of an MSCCL XML file, after checks of its elements and attributes.
 
     Document types, entities, long tags and many elements are refused, so reading takes seconds and less than 1 GB.
+    Elements that the runtimes do not know are skipped with all that they contain, as the runtimes do.
 
     Raises:
       ScheduleError: the text is not MSCCL XML; an attribute is missing or invalid; ids are not 0, 1, 2, ...
@@ -130,7 +138,7 @@ def read_msccl_xml(text: str) -> Algo:
         raise ScheduleError.of("MSCCL XML must be a str.", shown(text), "the content of a .xml file")
     if len(text) > LONGEST_TEXT:
         raise ScheduleError.of(f"this text is longer than {LONGEST_TEXT} characters.", f"{len(text)} characters")
-    top = _parse(text)
+    top, skipped = _parse(text)
     at = f"algo {quoted_name(top.attributes.get('name', ''))}"
     missing = tuple(name for name in ("name", "outofplace", "minBytes", "maxBytes") if name not in top.attributes)
     count = top.number("ngpus", at, least=1)
@@ -150,8 +158,8 @@ def read_msccl_xml(text: str) -> Algo:
         problem = f"{at}: all ranks must have the same number of chunks in {coll}."
         raise ScheduleError.of(problem, f"{chunks} chunks, {count} ranks", f"nchunksperloop: a multiple of {count}")
     name, channels = top.attributes.get("name", ""), top.number("nchannels", at)
-    least, most = (0 if key in missing else top.number(key, at) for key in ("minBytes", "maxBytes"))
-    return Algo(name, proto, channels, chunks, coll, inplace, outofplace, least, most, tuple(gpus), missing)
+    least, most = (0 if key in missing else top.number(key, at, most=_MOST_BYTES) for key in ("minBytes", "maxBytes"))
+    return Algo(name, proto, channels, chunks, coll, inplace, outofplace, least, most, tuple(gpus), missing, skipped)
 
 
 @dataclass
@@ -169,11 +177,11 @@ class _XmlElement:
             raise ScheduleError.of(problem, cut(", ".join(self.attributes)) or "no attribute")
         return self.attributes[key]
 
-    def number(self, key: str, at: str, least: int = 0, most: int | None = None) -> int:
+    def number(self, key: str, at: str, least: int = 0, most: int = _LARGEST) -> int:
         text = self.text(key, at)
         value = int(text) if _NUMBER.fullmatch(text) else None
-        if value is None or value < least or (most is not None and value > most):
-            limits = f"of at least {least}" if most is None else f"from {least} to {most}"
+        if value is None or not least <= value <= most:
+            limits = f"from {least} to {most}"
             problem = f"{at} (line {self.line}): {key} must be an integer {limits}, without leading zeros."
             raise ScheduleError.of(problem, shown(text))
         return value
@@ -183,20 +191,30 @@ class _XmlElement:
 
 
 _CHILDREN: Final = {"": "algo", "algo": "gpu", "gpu": "tb", "tb": "step", "step": ""}
+_SKIPPED: Final = "/"  # stands for the name of an element that the runtimes skip; no element has this name
 
 
-def _parse(text: str) -> _XmlElement:
-    """Return the root element of an XML text. Raise a ScheduleError if the text is too large or is not MSCCL XML."""
+def _parse(text: str) -> tuple[_XmlElement, tuple[str, ...]]:
+    """Return the root element of an XML text, and descriptions of the elements that the runtimes skip.
+
+    The runtimes skip elements of other names in an algo, gpu or tb (mscclXmlLoadSub in msccl_parser.cc). For an element
+    in a step, they read a list of handlers that does not exist.
+
+    Raises:
+      ScheduleError: the text is too large or is not MSCCL XML.
+    """
     from xml.parsers import expat  # loaded with the first file that is read
 
     parser = expat.ParserCreate("utf-8")
     open_elements = [_XmlElement("", {}, 0)]
+    skipped: dict[tuple[str, str], list[int]] = {}  # by the names of the parent and the element: the lines
     count = 0
 
     def start(name: str, attributes: dict[str, str]) -> None:
         parent = open_elements[-1]
         line = parser.CurrentLineNumber
-        if name != _CHILDREN[parent.name]:
+        skips = name != _CHILDREN.get(parent.name)
+        if skips and parent.name in ("", "step"):
             inside = f"<{parent.name}>" if parent.name else "the file"
             problem = f"line {line}: {inside} must not contain an element <{name[:40]}>."
             raise ScheduleError.of(problem, "", "algo > gpu > tb > step, as in files of msccl-tools and RCCL")
@@ -207,8 +225,11 @@ def _parse(text: str) -> _XmlElement:
             given = f"element {count}, <{name}>, with {len(attributes)} attributes"
             raise ScheduleError.of(f"line {line}: the file is too large to be read.", given, limits)
         element = _XmlElement(name, attributes, line)
-        parent.children.append(element)
-        open_elements.append(element)
+        if not skips:
+            parent.children.append(element)
+        elif parent.name in _CHILDREN:
+            skipped.setdefault((parent.name, name[:40]), []).append(line)
+        open_elements.append(element if not skips else _XmlElement(_SKIPPED, {}, line))
 
     def characters(data: str) -> None:
         if data.strip():
@@ -232,7 +253,12 @@ def _parse(text: str) -> _XmlElement:
         parser.Parse(b"", True)
     except (expat.ExpatError, UnicodeError) as error:
         raise ScheduleError.of(f"this is not XML: {error}.", shown(text), "MSCCL XML") from error
-    return open_elements[0].children[0]
+    notes = [
+        f"line {lines[0]}: the runtimes skip the element <{name}> in <{parent}>"
+        + (f", and {len(lines) - 1} others like it" if len(lines) > 1 else "")
+        for (parent, name), lines in skipped.items()
+    ]
+    return open_elements[0].children[0], tuple(notes)
 
 
 def _order_by_id(elements: list[_XmlElement], what: str, count: int | None, at: str) -> list[_XmlElement]:

@@ -90,7 +90,8 @@ def verify_msccl_xml(text: str, *, root: int | None = None, slots: int | None = 
     slots = slots or SLOTS[algo.proto]
     program = MscclProgram(algo)
     order = Execution(program, slots, chunks_per_slot(algo)).order()
-    notes = [note for runtime in RUNTIMES.values() for note in broken_limits(algo, runtime)] + program.notes
+    notes = [note for runtime in RUNTIMES.values() for note in broken_limits(algo, runtime)]
+    notes += [*program.notes, *algo.skipped]
     if text.lstrip().startswith("<?xml"):
         notes.append("msccl-executor-nccl and RCCL cannot read an XML declaration (<?xml ...?>)")
     for inplace, is_allowed in ((True, algo.inplace), (False, algo.outofplace)):

@@ -42,6 +42,7 @@ OPERATIONS: Final = {
     "recspkt": ("l+", "llr*"),
     "glres": ("w", "w"),
     "gstore": ("l", "w"),
+    "gstorepkt": ("l", "w"),
 }
 PAIRED: Final = frozenset({"put", "pws", "pwsf", "get", "ppkt"})  # one source for each destination
 ON_PORTS: Final = frozenset({"put", "pws", "pwsf", "ppkt", "rppkt"})  # operations on data that port channels have
@@ -240,7 +241,11 @@ def _operation(fields: Fields, gpu: PlanGpu, block: PlanThreadblock, *, inner: b
     """Return an operation of a threadblock. ``inner`` operations are those in a pipeline."""
     name = fields.text("name")
     if name not in OPERATIONS and name not in OTHERS:
-        raise fields.error("unknown operation.", shown(name), "one of " + ", ".join(sorted({*OPERATIONS, *OTHERS})))
+        raise fields.error(
+            "MSCCL++'s executor has no such operation.",
+            shown(name),
+            "one of " + ", ".join(sorted({*OPERATIONS, *OTHERS})),
+        )
     fields.at += f" ({name})"
     kind = fields.one_of("channel_type", CHANNELS) if "channel_type" in fields.content else "none"
     operation = PlanOperation(name, kind)

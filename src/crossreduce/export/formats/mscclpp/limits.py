@@ -83,8 +83,8 @@ def _sizes(plan: MscclppPlan) -> Iterator[str]:
 def _executor_faults(plan: MscclppPlan, operations: list[PlanOperation]) -> Iterator[str]:
     """Yield notes on operations that the executor runs in another way than their names suggest."""
     names = {op.name for op in operations}
-    if names & {"glres", "gstore"}:
-        yield "glres and gstore run on NVIDIA GPUs with NVLink switches, from H100 on"
+    if switched := sorted(names & {"glres", "gstore", "gstorepkt"}):
+        yield f"{', '.join(switched)}: switch channels run on NVIDIA GPUs with NVLink switches, from H100 on"
     if "pwsf" in names:
         text = "the executor passes an address instead of the source's offset (handlePut)"
         yield f"pwsf: {text}; proved with the offset of the plan"

@@ -86,7 +86,7 @@ def replace_switches(
 
         for allowed in (in_different_groups, ne) if joins_groups else (ne,):
             tried = Capacities({arc: dict(routes) for arc, routes in capacities.items()})
-            for (u, t), amount in _even_shares(entering, leaving, allowed).items():
+            for (u, t), amount in _even_shares(entering, leaving, allowed, groups).items():
                 _bypass(tried, u, switch, t, amount)
             rest = [arc for arc in tried if switch in arc]
             for arc in rest:
@@ -102,14 +102,18 @@ def replace_switches(
 
 
 def _even_shares(
-    entering: dict[int, int], leaving: dict[int, int], allowed: Callable[[int, int], bool]
+    entering: dict[int, int], leaving: dict[int, int], allowed: Callable[[int, int], bool], groups: Sequence[int]
 ) -> dict[Arc, int]:
     """Return the capacity of each pair (node before, node after) if it is shared evenly among the ``allowed`` pairs.
 
     The capacity of a link into the switch is divided in proportion to the capacities of the links out of it, rounded
-    down to integers. The rest is then shared among the allowed pairs in small amounts.
+    down to integers. The rest is then shared among the allowed pairs in small amounts, first between neighbours that
+    have the same place in their groups: if the groups are hosts, GPU 0 is joined to GPU 0.
     """
     ends = sorted({*entering, *leaving})
+    place = {u: sum(v < len(groups) and groups[v] == groups[u] for v in ends if v < u) for u in ends if u < len(groups)}
+    offsets = [(u, ends[(k + offset) % len(ends)]) for offset in range(1, len(ends)) for k, u in enumerate(ends)]
+    pairs = sorted(offsets, key=lambda pair: place.get(pair[0]) != place.get(pair[1]))
     left_in, left_out = dict(entering), dict(leaving)
     shares: dict[Arc, int] = {}
 
@@ -128,11 +132,9 @@ def _even_shares(
     before = -1
     while before != sum(left_in.values()):
         before = sum(left_in.values())
-        for offset in range(1, len(ends)):
-            for k, u in enumerate(ends):
-                t = ends[(k + offset) % len(ends)]
-                if left_in.get(u) and left_out.get(t) and allowed(u, t):
-                    share(u, t, max(1, min(left_in[u], left_out[t]) // len(ends)))
+        for u, t in pairs:
+            if left_in.get(u) and left_out.get(t) and allowed(u, t):
+                share(u, t, max(1, min(left_in[u], left_out[t]) // len(ends)))
     return shares
 
 

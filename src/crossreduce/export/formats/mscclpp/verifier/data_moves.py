@@ -78,13 +78,15 @@ class MoveMaker:
                 near = self.layout.local(self.rank, op.srcs[0].buffer, self._start(op, src, 0))
                 yield Move((near,), (self._remote(op, dst, 0, 2),), self._bytes(op, src), WORD // 2)
             return
-        if op.name in ("rppkt", "upkt"):
+        if op.name in ("rppkt", "upkt", "gstorepkt"):
             srcs = [self.packets(op, 0)]
         else:
             srcs = [*(self.packets(op, k) for k in range(1, len(op.srcs))), self._local(op, op.srcs[0], 0)]
-        dsts = []
+        dsts: list[Range] = []
         for k, dst in enumerate(op.dsts):
-            if dst.kind == "r":
+            if dst.kind == "w":
+                dsts += self._switch(op, dst, 0, 2)
+            elif dst.kind == "r":
                 dsts.append(self._remote(op, dst, 0, 2))
             else:
                 dsts.append(self._local(op, dst, 0, 2 if op.name == "cpkt" or k else 1))
@@ -141,11 +143,11 @@ class MoveMaker:
         start = self._start(op, span, offset, scale)
         return self.layout.remote(self.rank, *self._target(op, span), start, scale)
 
-    def _switch(self, op: PlanOperation, span: ChunkSpan, offset: int) -> tuple[Range, ...]:
+    def _switch(self, op: PlanOperation, span: ChunkSpan, offset: int, scale: int = 1) -> tuple[Range, ...]:
         """Return where the bytes of a switch channel's span start, one range for each GPU of the channel."""
         buffer, ranks = self.gpu.switches[self.block.channels["switch"][span.number]]
-        start = self._start(op, span, offset)
-        return tuple(self.layout.remote(self.rank, rank, buffer, start) for rank in ranks)
+        start = self._start(op, span, offset, scale)
+        return tuple(self.layout.remote(self.rank, rank, buffer, start, scale) for rank in ranks)
 
     def _reused_source(self, op: PlanOperation, k: int, offset: int) -> Range:
         """Return source k of a ``re``. By a fault of the executor, iterations shift it like destination k."""

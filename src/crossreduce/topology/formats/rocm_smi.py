@@ -1,0 +1,183 @@
+"""The wiring in the tables that ``rocm-smi --showtopo`` and ``--shownodesbw`` print.
+
+Input: the text, with the table of link types at least. Output: a ``Wiring`` of the GPUs in it, ``cuda:0`` for ``GPU0``,
+as ROCm's builds of frameworks call them.
+
+``XGMI`` joins two GPUs directly if their weight is 15; 30 and more stand for a path through other GPUs. ``PCIE`` joins
+GPUs through one CPU (2 hops) or two (3 hops). The tables of ``--showtopo`` have neither speeds nor numbers of links:
+they follow from the kind of GPU. That of ``--shownodesbw`` has the speed of every pair, in MB/s.
+
+Source: github.com/ROCm/rocm_smi_lib, README (python_smi_tools) and issue 108; github.com/ROCm/rocm-systems, issue 5763
+and pull request 7372 (weights).
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from fractions import Fraction
+from itertools import combinations
+from typing import Final, NoReturn
+
+from ...errors import ArgumentError, shown
+from ..gpus import GpuKind
+from ..link_kinds import kind
+from ..links import Link, Wiring, both_ways
+from ..routes import is_connected
+from .nvidia_smi import TableOptions, gpu_wiring
+
+LONGEST: Final = 1 << 18  # characters
+# The tables by the words in their titles, and what their cells are. A cell on the diagonal is 0, N/A or True.
+_TABLES: Final = {
+    "weight": (re.compile(r"Weight between two GPUs", re.IGNORECASE), re.compile(r"[0-9]{1,5}")),
+    "hops": (re.compile(r"Hops between two GPUs", re.IGNORECASE), re.compile(r"[0-9]{1,3}")),
+    "type": (re.compile(r"Link Type between two GPUs", re.IGNORECASE), re.compile(r"XGMI|PCIE|0|N/A")),
+    "access": (re.compile(r"accessibility between two GPUs", re.IGNORECASE), re.compile(r"True|False")),
+    "speed": (re.compile(r"^=+ *(?:\w+ )*Bandwidth[\w ]* *=+$", re.IGNORECASE), re.compile(r"[0-9]+-[0-9]+|N/A|0")),
+}
+_NUMA: Final = re.compile(r"GPU ?\[?([0-9]+)\]?\s*:\s*\(Topology\) Numa Node:\s*(-?[0-9]+)")
+_DIRECT: Final = 15  # the weight of one xGMI hop
+_SHOW: Final = "the complete output of rocm-smi --showtopo"
+
+Pair = tuple[int, int]
+
+
+def is_rocm_smi(text: str) -> bool:
+    """Return whether a text has a table of rocm-smi."""
+    return any(title.search(line) for line in text.splitlines() for title, _ in _TABLES.values())
+
+
+def read_rocm_smi(text: str, options: TableOptions) -> Wiring:
+    """Return the wiring in the text of ``rocm-smi --showtopo``, perhaps with that of ``--shownodesbw``.
+
+    Raises:
+      ArgumentError: a table is missing, truncated or inconsistent; the kind of GPU is not known, or has no xGMI; or an
+        option is invalid.
+
+    >>> text = '''
+    ... ===== Link Type between two GPUs =====
+    ...        GPU0    GPU1
+    ... GPU0   0       XGMI
+    ... GPU1   XGMI    0'''
+    >>> read_rocm_smi(text, TableOptions(gpu="MI300X")).links[0].bandwidth
+    Fraction(64, 1)
+    """
+    if len(text) > LONGEST:
+        raise ArgumentError.of(f"the tables must have at most {LONGEST} characters.", f"{len(text)} characters", _SHOW)
+    if options.hosts != 1 or options.nics is not None:
+        problem = "rocm-smi lists no network cards, which join several hosts."
+        raise ArgumentError.of(problem, f"hosts={options.hosts}", "NCCL's XML, or a machine of the library")
+    lines = [
+        re.sub(r"\x1b\[[0-9;]*[A-Za-z]|[*`]", "", line).replace("|", " ").strip(" \t>") for line in text.splitlines()
+    ]
+    names: list[int] = []
+    tables: dict[str, dict[Pair, str]] = {}
+    for k, line in enumerate(lines):
+        for what, (title, cell) in _TABLES.items():
+            if title.search(line):
+                if what in tables:
+                    _refuse(k, lines, "the text has this table twice.", "one file for each machine")
+                found, tables[what] = _read(lines, k, cell)
+                if names and found != names:
+                    _refuse(k, lines, "the tables do not have the same GPUs.")
+                names = found
+    if "type" not in tables and "speed" not in tables:
+        problem = "the text has no table of link types."
+        raise ArgumentError.of(problem, ", ".join(tables) or shown(text), f"{_SHOW}, or --showtopotype")
+    numa = {int(match[1]): match[2] for line in lines if (match := _NUMA.search(line))}
+    return _wiring(text, options, names, tables, numa)
+
+
+def _wiring(
+    text: str, options: TableOptions, names: list[int], tables: dict[str, dict[Pair, str]], numa: dict[int, str]
+) -> Wiring:
+    """Return the wiring of GPUs, given their numbers, the tables by what they contain, and the GPUs' NUMA nodes."""
+    gpu = options.kind_of_gpu(text)
+    pcie, pcie_assumed = options.pcie_kind(gpu)
+    between_cpus, cpus_assumed = options.cpu_links()
+    devices = [f"cuda:{number}" for number in names]
+    fast, assumed = _xgmi(names, tables, gpu)
+
+    def near(i: int, j: int) -> str:
+        a, b = names[i], names[j]
+        hops = tables.get("hops", {}).get((a, b))
+        if hops in ("2", "3") and tables.get("type", {}).get((a, b)) == "PCIE":
+            return "NODE" if hops == "2" else "SYS"
+        return "NODE" if a in numa and numa.get(a) == numa.get(b) else "SYS"
+
+    slots = [(Fraction(1), pcie)] * len(devices)
+    wiring = gpu_wiring(devices, fast, len(devices), near, slots, between_cpus)
+    if not is_connected(devices, fast):
+        joined = any(src[:3] == dst[:3] == "cpu" for src, dst, *_ in wiring.links)
+        assumed += pcie_assumed + cpus_assumed * joined
+    return wiring._replace(assumed=tuple(assumed))
+
+
+def _xgmi(names: list[int], tables: dict[str, dict[Pair, str]], gpu: GpuKind | None) -> tuple[list[Link], list[str]]:
+    """Return the xGMI links, and what was assumed about them."""
+    speeds, types, weights = (tables.get(what, {}) for what in ("speed", "type", "weight"))
+    latency = kind(gpu.direct if gpu else "xgmi-mi300").latency_s
+    pairs = list(combinations(names, 2))
+    links: list[Link] = []
+    if speeds:
+        for a, b in pairs:
+            most = int(speeds[a, b].partition("-")[2] or 0) if types.get((a, b), "XGMI") == "XGMI" else 0
+            if most:
+                links += both_ways(f"cuda:{a}", f"cuda:{b}", Fraction(most, 1000), latency)
+        return links, []
+    joined = [pair for pair in pairs if types[pair] == "XGMI" and int(weights.get(pair, _DIRECT)) <= _DIRECT]
+    if not joined:
+        return [], []
+    if gpu is None or not gpu.direct.startswith("xgmi"):
+        problem = "the speed of xGMI depends on the kind of GPU, which the tables do not state."
+        given = "no name of a GPU" if gpu is None else f"gpu={gpu.name}, which has no xGMI"
+        raise ArgumentError.of(problem, given, "--gpu mi300x, or the output of rocm-smi --shownodesbw, too")
+    counts: Counter[str] = Counter()
+    used: Counter[int] = Counter()
+    for a, b in joined:
+        is_package = gpu.package and a // 2 == b // 2
+        number = gpu.package if is_package else gpu.pair
+        counts[f"{number} in a package" if is_package else str(number)] += 1
+        used.update({a: number, b: number})
+        links += kind(gpu.direct).between(f"cuda:{a}", f"cuda:{b}", number, "raw")
+    if max(used.values()) > gpu.links:
+        given = f"{max(used.values())} links of one GPU in the tables, gpu={gpu.name}"
+        raise ArgumentError.of(f"a {gpu.name} has {gpu.links} xGMI links.", given, "another kind of GPU")
+    each = f"{float(kind(gpu.direct).raw):g} GB/s each between two {gpu.name}"
+    text = f"{' or '.join(sorted(counts))} xGMI links of {each}; rocm-smi --shownodesbw states the speeds"
+    return links, [text]
+
+
+def _read(lines: list[str], title: int, cell: re.Pattern[str]) -> tuple[list[int], dict[Pair, str]]:
+    """Return the numbers of the GPUs in the table below a title, and the cell of each two of them."""
+    k = title + 1
+    while k < len(lines) and not lines[k].split():
+        k += 1
+    head = lines[k].split() if k < len(lines) else []
+    if not head or not all(re.fullmatch(r"GPU[0-9]{1,4}", word) for word in head):
+        _refuse(min(k, len(lines) - 1), lines, "below its title, a table must have the names of the GPUs.")
+    names = [int(word[3:]) for word in head]
+    cells: dict[Pair, str] = {}
+    rows = 0
+    for row in range(k + 1, len(lines)):
+        words = lines[row].split()
+        if not words or not re.sub("[:-]", "", "".join(words)):  # blank, or the rule of a Markdown table
+            continue
+        if not re.fullmatch(r"GPU[0-9]{1,4}", words[0]):
+            break
+        if rows == len(names) or words[0] != head[rows]:
+            _refuse(row, lines, f"the rows must be those of {', '.join(head)}, in this order.")
+        rows += 1
+        if len(words) != len(names) + 1 or not all(map(cell.fullmatch, words[1:])):
+            _refuse(row, lines, f"the row of {words[0]} must have an entry for each of {len(names)} columns.")
+        cells |= {(int(words[0][3:]), name): word for name, word in zip(names, words[1:], strict=True)}
+    if rows < len(names):
+        _refuse(k, lines, f"the table does not have a row of {head[rows]}.")
+    for (a, b), word in cells.items():
+        if cells[b, a] != word:
+            _refuse(k, lines, f"the entries of GPU{a} and GPU{b} differ: {word} and {cells[b, a]}.")
+    return names, cells
+
+
+def _refuse(line: int, lines: list[str], problem: str, remedy: str = _SHOW) -> NoReturn:
+    raise ArgumentError.of(problem, f"line {line + 1}: {' '.join(lines[line].split())[:160]}", remedy)

@@ -1,0 +1,132 @@
+"""Several hosts, joined by the network cards that a table of GPUs lists.
+
+Input: the wiring of one host, and for each card the GPUs next to it. Output: the wiring of equal hosts.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from fractions import Fraction
+from itertools import product
+from typing import NamedTuple
+
+from ..errors import ArgumentError, shown
+from .link_kinds import Kind, kind, read_data
+from .links import Link, Wiring, both_ways
+from .routes import groups
+
+NETWORK = "net"  # the switch that joins all cards
+_MOST_HOSTS = 4096
+
+
+class Cards(NamedTuple):
+    """The network cards of a host: their names, and the speed of each in GB/s one way."""
+
+    names: tuple[str, ...]
+    speed: Fraction
+    latency_s: Fraction
+
+
+def network_speed(nics: object, hosts: int, names: Sequence[str]) -> tuple[Fraction, Fraction]:
+    """Return the GB/s and the latency of a network card, given its line rate in Gb/s or its kind, such as "ndr".
+
+    ``hosts`` is the number of hosts, and ``names`` the cards that the table lists.
+
+    >>> network_speed(400, 2, ["NIC0"]) == network_speed("ndr", 2, ["NIC0"])
+    True
+    """
+    if type(hosts) is not int or not 1 <= hosts <= _MOST_HOSTS:
+        raise ArgumentError.of(f"hosts must be an integer from 1 to {_MOST_HOSTS}.", shown(hosts), "hosts=2")
+    if not names:
+        remedy = "a table with rows of NICs (an NVIDIA driver from 2021 on prints them), or a machine of the library"
+        raise ArgumentError.of("the table has no network cards, which join several hosts.", f"{hosts} hosts", remedy)
+    remedy = '--nics 400 (Gb/s, the line rate), or "edr", "hdr", "ndr", "xdr"'
+    if nics is None:
+        problem = "the table does not state the speed of the network cards, which several hosts need."
+        raise ArgumentError.of(problem, f"{hosts} hosts, cards {', '.join(names[:8])}", remedy)
+    text = str(nics).strip().lower()
+    entry = read_data()["links.json"]["kinds"].get(text, {})
+    if entry and ("messages_per_s" in entry or text in ("xdr", "efa", "25gbe", "100gbe")):
+        return kind(text).raw, kind(text).latency_s
+    rate = re.fullmatch(r"([0-9]{1,5}(?:\.[0-9]{1,3})?) *(?:g|gb/?s?|gbit/?s?|gbe)?", text)
+    if rate is None or not Fraction(rate[1]):
+        raise ArgumentError.of("the speed of a network card must be Gb/s above 0, or a kind.", shown(nics), remedy)
+    return Fraction(rate[1]) / 8, kind("ndr").latency_s
+
+
+def join_hosts(
+    host: Wiring,
+    cards: Cards,
+    hosts: int,
+    nearest: Sequence[tuple[int, tuple[int, ...]]] | None,
+    pcie: Kind,
+    pcie_speed: Fraction | None,
+) -> Wiring:
+    """Return equal hosts whose network cards a network joins, and what was assumed about it.
+
+    If every GPU has cards of its own, the k-th GPUs of all hosts share a switch, ``rail{k}``; otherwise one switch,
+    ``net``, joins all cards. A card that several GPUs share is a node of its host. Cards that share no PCIe switch with
+    a GPU are left out if others do.
+
+    Args:
+      host: the wiring of one host.
+      cards: its network cards. If they are nodes of ``host``, ``nearest`` is ``None``.
+      hosts: the number of hosts.
+      nearest: for each card, how near its nearest GPUs are (0 or 1: a PCIe switch joins them), and their positions.
+      pcie: the kind of PCIe links between a GPU and a card that several GPUs share.
+      pcie_speed: GB/s of a GPU's PCIe link, or ``None`` if it is not known.
+    """
+    rate = f"{float(cards.speed):g} GB/s each"
+    inside: list[Link] = []
+    outside: list[tuple[str, str, Fraction]] = []  # (node of a host, switch of the network, GB/s)
+    if nearest is None:
+        used = list(cards.names)
+        outside = [(name, NETWORK, cards.speed) for name in used]
+    else:
+        best = min((rank for rank, _ in nearest), default=0)
+        kept = [k for k, (rank, _) in enumerate(nearest) if rank <= max(best, 1)]
+        used = [cards.names[k] for k in kept]
+        pairs = [(k, gpu + len(nearest)) for k in kept for gpu in nearest[k][1]]
+        joined = groups(range(len(nearest) + len(host.devices)), pairs)
+        shares: list[tuple[list[str], list[str]]] = []  # the GPUs and cards of each group
+        for group in joined:
+            near_cards = [cards.names[k] for k in group if k < len(nearest)]
+            near_gpus = [host.devices[k - len(nearest)] for k in group if k >= len(nearest)]
+            if near_cards and near_gpus:
+                shares.append((near_gpus, near_cards))
+        own = {gpu: len(names) // len(gpus) for gpus, names in shares for gpu in gpus if len(names) % len(gpus) == 0}
+        rails = len(own) == len(host.devices)
+        for gpus, names in shares:
+            if gpus[0] in own:
+                for gpu in gpus:
+                    speed = own[gpu] * cards.speed
+                    switch = f"rail{host.devices.index(gpu)}" if rails else NETWORK
+                    outside.append((gpu, switch, min(speed, pcie_speed) if pcie_speed else speed))
+            else:
+                for gpu in gpus:
+                    inside += pcie.between(gpu, names[0], 1, "raw")
+                outside.append((names[0], NETWORK, len(names) * cards.speed))
+    left_out = [name for name in cards.names if name not in used]
+    how = (
+        "the k-th GPUs of all hosts share a switch" if outside and outside[0][1] != NETWORK else "one switch joins all"
+    )
+    text = f"network of {_listed(used)}, {rate}: {how}"
+    assumed = text + (f"; {_listed(left_out)} left out, as no PCIe switch joins them with a GPU" if left_out else "")
+
+    def name(node: str, number: int) -> str:
+        return f"host{number}/{node}"
+
+    links = []
+    for number in range(hosts):  # all hosts before the network, so that its switches come last
+        links += [
+            link._replace(src=name(link.src, number), dst=name(link.dst, number)) for link in (*host.links, *inside)
+        ]
+    for number, (node, switch, speed) in product(range(hosts), outside):
+        links += both_ways(name(node, number), switch, speed, cards.latency_s)
+    devices = [name(device, number) for number in range(hosts) for device in host.devices]
+    return Wiring.of(devices, links)._replace(assumed=(assumed,))
+
+
+def _listed(names: Sequence[str]) -> str:
+    return ", ".join(names) if len(names) <= 4 else f"{names[0]} to {names[-1]} ({len(names)} cards)"
