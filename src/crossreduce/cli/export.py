@@ -17,6 +17,7 @@ from ..errors import ArgumentError
 from ..export import EXPORTERS, Exporter, format_of
 from ..export.exportable import check_exportable
 from ..export.fitting import Fitting, fitting
+from ..export.runners import runner_files
 from ..planning.granularity import TOLERANCE, sizes_that_fit
 from ..planning.schedules import CHOICES
 from ..topology.measurements import LARGEST
@@ -76,8 +77,10 @@ def export(
         text = _write_drawn(file, kind, request, share, as_json=json)
     else:
         options: dict[str, Any] = {} if rank is None else {"rank": rank}
-        write = _write_folder if is_folder else _write_file
-        text = write(file, exporter, request, share, options, as_json=json)
+        if is_folder:
+            text = _write_folder(file, exporter, request, share, options, as_json=json)
+        else:
+            text = _write_file(file, kind, request, share, options, as_json=json)
     print(text)
     if exporter is None and not json:
         print_files(file)
@@ -142,9 +145,10 @@ def _write_drawn(file: Path, suffix: str, request: PlanRequest, granularity: flo
 
 
 def _write_file(
-    file: Path, exporter: Exporter, request: PlanRequest, granularity: float, options: dict[str, Any], *, as_json: bool
+    file: Path, kind: str, request: PlanRequest, granularity: float, options: dict[str, Any], *, as_json: bool
 ) -> str:
     """Write a file, and a map of ranks to devices if the format has rank numbers. Return what the command prints."""
+    exporter = EXPORTERS[kind]
     map_file = file.with_name(f"{file.name}.ranks.json") if exporter.by_rank else None
     extra: dict[str, Any] = {}  # more entries of the JSON
     with (
@@ -167,6 +171,11 @@ def _write_file(
             multiple = exporter.multiple_of(plan, content)
             about: dict[str, Any] = {"file": file.name, "ranks": plan.ranks, "root": plan.root}
             about |= {f"{exporter.counts}_multiple_of": multiple}
+            runners = runner_files(kind, f"{file.name}.ranks.json", f"{file.stem}_")
+            if runners:
+                about |= {"collective": plan.collective, "files": [_entry(file.name, kind, exporter, plan, multiple)]}
+                write_folder("FILE", file.parent, {name: runner.encode() for name, runner in runners.items()})
+                lines["to run"] = ", ".join(runners)
             mapped.write_text(json_module.dumps(about) + "\n", "utf-8")
             lines["sizes"] = sizes_that_fit(multiple, exporter.counts)
         text = _report(request.machine, plan, extra, lines, as_json=as_json)
@@ -191,6 +200,12 @@ def _write_folder(
         about = json_module.dumps({"ranks": plan.ranks, "nbytes": plan.nbytes}) + "\n"
         write_folder("DIR", path, files | {f"{plan.collective}_{plan.algorithm}.ranks.json": about.encode()})
     return text
+
+
+def _entry(name: str, kind: str, exporter: Exporter, plan: Plan, multiple: int) -> dict[str, Any]:
+    """Return what the map of ranks says about its file: that it is for all sizes."""
+    sizes = {"least_bytes": 0, "most_bytes": 0, f"{exporter.counts}_multiple_of": multiple}
+    return {"file": name, "format": kind, **sizes, "planned_us": {str(plan.nbytes): round(plan.seconds * 1e6, 3)}}
 
 
 def _ranks_line(plan: Plan, exporter: Exporter) -> dict[str, str]:
