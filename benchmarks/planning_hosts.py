@@ -2,9 +2,9 @@
 
 The lower bound is the latency of the longest route plus the time of the whole buffer at the rate of the tightest cut,
 for an all-reduce twice the latency, if it is not one transfer. Times are of the event-driven clock, without queued
-operations, as in exported plans. The first two machines are those of published plans: two boxes of 16 GPUs on a switch
-of 125 GB/s with a network card of 12.5 GB/s on every second GPU, and two DGX-1 with one card on one GPU (TE-CCL, SIGCOMM
-2024, teccl/topologies).
+operations, as in exported plans. The first two machines are those of published plans (TE-CCL, SIGCOMM 2024,
+teccl/topologies): two boxes of 16 GPUs on a switch of 125 GB/s with a network card of 12.5 GB/s on every second GPU,
+and two DGX-1 with one card on one GPU.
 Run: python benchmarks/planning_hosts.py [--json PATH] [--name NAME] [--only COLLECTIVE ...] [--machines WORD]
 """
 
@@ -97,7 +97,10 @@ def main() -> None:
         for collective in options.only if options.machines in name else ():
             lines[:] = [line for line in lines if (line["name"], line["collective"]) != (name, collective)]
             lines += measured(name, topology, collective)
-            rows = ",\n  ".join(f"{json.dumps(key)}: [\n   " + ",\n   ".join(map(json.dumps, of)) + "\n  ]" for key, of in stored.items())
+            rows = ",\n  ".join(
+                f"{json.dumps(key)}: [\n   " + ",\n   ".join(map(json.dumps, of)) + "\n  ]"
+                for key, of in stored.items()
+            )
             options.json.write_text("{\n  " + rows + "\n}\n")
 
 

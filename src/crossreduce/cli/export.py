@@ -171,13 +171,14 @@ def _write_file(
             multiple = exporter.multiple_of(plan, content)
             about: dict[str, Any] = {"file": file.name, "ranks": plan.ranks, "root": plan.root}
             about |= {f"{exporter.counts}_multiple_of": multiple}
-            runners = runner_files(kind, f"{file.name}.ranks.json", f"{file.stem}_")
+            # Runtimes read every file in the folder of an MSCCL file, so nothing else is written beside it.
+            runners = runner_files(kind, map_file.name, f"{file.stem}_") if map_file and kind == "mscclpp" else {}
             if runners:
                 about |= {"collective": plan.collective, "files": [_entry(file.name, kind, exporter, plan, multiple)]}
                 write_folder("FILE", file.parent, {name: runner.encode() for name, runner in runners.items()})
-                lines["to run"] = ", ".join(runners)
             mapped.write_text(json_module.dumps(about) + "\n", "utf-8")
             lines["sizes"] = sizes_that_fit(multiple, exporter.counts)
+            lines |= {"runners": ", ".join(runners)} if runners else {}
         text = _report(request.machine, plan, extra, lines, as_json=as_json)
         target.write_text(content, "utf-8")
     return text

@@ -276,8 +276,8 @@ sizes in the table, and its own algorithms for others. DIR is the absolute path 
 
 `NCCL_DEBUG=INFO` logs which files were read.
 """,
-    "mscclpp": """`register_mscclpp.py` registers the files with MSCCL++, and selects one by collective and size. Input and
-output are the same memory. MSCCL++'s executor raises an error for sizes for which a file is not.
+    "mscclpp": """`register_mscclpp.py` registers the files with MSCCL++, and selects one by collective and size.
+Input and output are the same memory. MSCCL++'s executor raises an error for sizes that a file does not have.
 """,
 }
 

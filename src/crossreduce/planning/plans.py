@@ -135,6 +135,7 @@ class Plan:
             return f"{head}: no data has to move."
         loss = f" (a loss of {text.rest_percent(self.ratio)})" if self.ratio < 1 else ""
         relation = "it sends to" if self.collective in ("broadcast", "all_gather") else "send to it"
+        network = text.crossings(self.schedule)
         helpers = self.helpers and text.helped_by(self.helpers, self.rate, self.bound_without_helpers)
         lines = [
             head,
@@ -145,6 +146,7 @@ class Plan:
             f"  bound     {float(most):.2f} GB/s ({most}), {text.percent(self.ratio)} of it reached{loss}",
             f"  limited by {text.limited_by(self.bound)}",
             *([f"  changed   {self.change}"] if self.change else []),
+            *([f"  network   {network}"] if network else []),
             *([f"  helpers   {helpers}"] if helpers else []),
             f"  busiest   {text.busiest_text(self.simulation.limits)}",
             f"  to run    {self._way_to_run}",

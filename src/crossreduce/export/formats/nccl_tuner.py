@@ -20,6 +20,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from fractions import Fraction
 from functools import cached_property
+from itertools import pairwise
 from typing import Final, NamedTuple
 
 from ...errors import ArgumentError, PlanError, shown
@@ -48,7 +49,7 @@ _TREE_PART: Final = (
     (1.0, 1.0, 1.0, 1.0, 1.0, 0.9, 0.8, 0.8, 0.8, 0.7, 0.6, 0.6, 0.6, 0.5, 0.6, 0.6, 0.7, 0.7, 0.8, 0.9, 0.9, 1.0),
     (0.9, 0.9, 0.9, 0.9, 0.9, 0.9, 0.9, 0.8, 0.7, 0.6, 0.6, 0.5, 0.5, 0.5, 0.5, 0.5, 0.5, 0.6, 0.6, 0.7, 0.8, 0.9),
 )
-# GB/s: the most that LL reaches on one host, by the NVLink bandwidth of a GPU in one direction (V100, A100, H100, B200).
+# GB/s: the most that LL reaches on one host, by a GPU's NVLink bandwidth in one direction (V100, A100, H100, B200).
 _MOST_LL: Final = ((150, 39.0), (300, 87.7), (450, 141.0), (math.inf, 282.0))
 _FASTEST_PCIE: Final = 64  # GB/s; a GPU with more bandwidth has NVLink
 
@@ -93,8 +94,9 @@ def to_nccl_tuner_csv(topology: Topology, times: Times | None = None) -> str:
     fits = _fits(model, times or {})
     nodes, ranks = model.hosts, len(topology.devices)
     lines = [
-        f"# NCCL tuner configuration for {ranks} GPUs on {nodes} hosts, for the plug-in NVIDIA/nccl plugins/tuner/example.",
-        "# Use: NCCL_TUNER_PLUGIN=PATH/libnccl-tuner-example.so NCCL_TUNER_CONFIG_FILE=THIS_FILE. -1: NCCL's choice, or any.",
+        f"# NCCL tuner configuration: {ranks} GPUs, {nodes} hosts; for the plug-in NVIDIA/nccl plugins/tuner/example.",
+        "# Use: NCCL_TUNER_PLUGIN=PATH/libnccl-tuner-example.so NCCL_TUNER_CONFIG_FILE=THIS_FILE.",
+        "# -1: NCCL's own number of channels, or any number of operations and any buffer.",
         f"# {HEADER}",
     ]
     for row in rows_of(model, times or {}, fits):
@@ -115,7 +117,7 @@ def rows_of(model: Model, times: Times, fits: Mapping[str, tuple[float, float]])
         sizes = sorted({*_SIZES, *(n for key, by_size in times.items() if key[0] == collective for n in by_size)})
         found = [(size, _best(model, times, fits, collective, size)) for size in sizes]
         least, first = 0, found[0]
-        for (before, _), (size, choice) in zip(found, found[1:], strict=False):
+        for (before, _), (size, choice) in pairwise(found):
             if choice[1:] != first[1][1:]:
                 most = (before + size) // 2 if size - before > 1 else before
                 rows.append(Row(collective, least, most, first[1], first[0]))
@@ -124,9 +126,7 @@ def rows_of(model: Model, times: Times, fits: Mapping[str, tuple[float, float]])
     return sorted(rows, key=lambda row: (row.collective, row.least_bytes))
 
 
-def _best(
-    model: Model, times: Times, fits: Mapping[str, tuple[float, float]], collective: str, nbytes: int
-) -> Choice:
+def _best(model: Model, times: Times, fits: Mapping[str, tuple[float, float]], collective: str, nbytes: int) -> Choice:
     """Return the fastest choice. If several were measured, only they are compared."""
     measured = []
     for (name, algorithm, protocol), by_size in times.items():

@@ -14,8 +14,8 @@ REGISTER: Final = "register_mscclpp.py"
 MEASURE: Final = "measure.py"
 
 LAUNCH: Final = {
-    "mscclpp": """One host of 8 GPUs, with the NCCL calls of an unchanged `backend="nccl"` program (PATH is the folder of
-MSCCL++'s libraries; NCCL is the original library, for what has no plan):
+    "mscclpp": """One host of 8 GPUs, with the NCCL calls of an unchanged program (`backend="nccl"`). PATH is the folder of
+MSCCL++'s libraries, and NCCL that of the original library, for calls without a plan:
 
     MSCCLPP_NCCL_LIB_PATH=NCCL/libnccl.so LD_PRELOAD=PATH/libmscclpp_nccl.so \\
       torchrun --nnodes=1 --nproc_per_node=8 measure.py --json results.json
@@ -55,7 +55,10 @@ def runner_files(format_name: str, about: str = "ranks.json", prefix: str = "") 
     (['register_mscclpp.py', 'measure.py'], ['measure.py'], {})
     """
     names = {"mscclpp": (REGISTER, MEASURE), "msccl": (MEASURE,)}.get(format_name, ())
-    replaced = {'ABOUT = "ranks.json"': f"ABOUT = {about!r}", f'REGISTER = "{REGISTER}"': f"REGISTER = {prefix + REGISTER!r}"}
+    replaced = {
+        'ABOUT = "ranks.json"': f"ABOUT = {about!r}",
+        f'REGISTER = "{REGISTER}"': f"REGISTER = {prefix + REGISTER!r}",
+    }
     texts = {}
     for name in names:
         text = _asset(name)

@@ -83,7 +83,11 @@ def faster_between_hosts(request: Request, best: Pieces) -> Pieces:
     factor = 1 + paired
     chosen = [each for each in tried[:_TIMED] if each.seconds * factor < goal]
     # In many pieces, all rounds run at the same time, so those of few rounds are tried, too.
-    chosen += [each for each in tried if (each.shares == numbers[0] or len(roots) == 1) and len(each.order.rounds) <= _FEW_ROUNDS][:_TIMED]
+    chosen += [
+        each
+        for each in tried
+        if (each.shares == numbers[0] or len(roots) == 1) and len(each.order.rounds) <= _FEW_ROUNDS
+    ][:_TIMED]
     schedules = dict.fromkeys(_schedule(request, lines, roots, each, copying, paired) for each in chosen)
     for schedule in schedules:
         verify(schedule)
@@ -95,11 +99,11 @@ def faster_between_hosts(request: Request, best: Pieces) -> Pieces:
 def suffices(request: Request) -> bool:
     """Return whether latencies take so long that trees which are packed for bandwidth would be no faster.
 
-    It is asked only for many devices, for which packing takes seconds.
+    It may be true only for many devices with one share each or more, for which packing takes seconds.
     """
     topology, devices, roots = request.topology, request.members, _roots(request)
     assert topology is not None
-    if roots is None or not _PACKED_QUICKLY < len(devices) <= MOST_DEVICES or not topology.symmetric:
+    if roots is None or len(roots) == 1 or not _PACKED_QUICKLY < len(devices) <= MOST_DEVICES or not topology.symmetric:
         return False
     lines = wires(topology, devices)
     return lines is not None and _least_seconds(request, topology, roots) < SHORT * lines.crossing_s
@@ -149,7 +153,9 @@ def _schedule(
         rounds += _reducing(edges, tried.order, set(sources))
         routes.update({(e.share, e.hop.dst, e.hop.src): e.hop.nodes[-2:0:-1] for e in edges})
     if copying or paired:
-        rounds += [tuple(Step(edges[k].share, edges[k].hop.dst, (edges[k].hop.src,)) for k in r) for r in tried.order.rounds]
+        rounds += [
+            tuple(Step(edges[k].share, edges[k].hop.dst, (edges[k].hop.src,)) for k in r) for r in tried.order.rounds
+        ]
         routes.update({(e.share, e.hop.src, e.hop.dst): e.hop.nodes[1:-1] for e in edges})
     listed = tuple(Route(*ends, through) for ends, through in routes.items() if through)
     return Schedule(request.collective, "forest", request.members, tuple(chunks), tuple(rounds), routes=listed)

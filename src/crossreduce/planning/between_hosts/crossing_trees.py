@@ -84,7 +84,7 @@ class Wires:
         name = self.devices[start]
         home = name.rpartition("/")[0]
         found: dict[str, tuple[str, ...]] = {}
-        waiting = [(0.0, 0.0, (name,))]
+        waiting: list[tuple[float, float, tuple[str, ...]]] = [(0.0, 0.0, (name,))]
         while waiting:
             latency_s, slowest, nodes = heappop(waiting)
             node = nodes[-1]
@@ -94,7 +94,7 @@ class Wires:
             if node in self.topology.devices and node != name:
                 continue
             for link in self.topology.out_links(node):
-                if not crossing and between_hosts(*link[:2]) or link.dst in found:
+                if (not crossing and between_hosts(*link[:2])) or link.dst in found:
                     continue
                 width = max(slowest, 1 / float(link.bandwidth))
                 heappush(waiting, (latency_s + float(link.latency_s), width, (*nodes, link.dst)))
@@ -108,8 +108,10 @@ class Wires:
     def is_joined(self) -> bool:
         """Whether every host can be left for every other one, and the devices of each host are joined inside it."""
         pairs = [(a, b) for a in range(len(self.hosts)) for b in range(len(self.hosts)) if a != b]
-        return len(self.hosts) > 1 and all(self.crossings.get(pair) for pair in pairs) and all(
-            len(self.depths(members[0])) == len(members) for members in self.hosts
+        return (
+            len(self.hosts) > 1
+            and all(self.crossings.get(pair) for pair in pairs)
+            and all(len(self.depths(members[0])) == len(members) for members in self.hosts)
         )
 
     @cached_property
@@ -182,7 +184,9 @@ def edges_of(wires: Wires, starts: tuple[int, ...], style: Style) -> tuple[Edge,
     landed = [0] * len(wires.devices)
     for share, start in enumerate(starts):
         for crossing in crossings[share]:
-            card, parent, before, after = crossing.dst, inside[share][crossing.src], (), ()
+            card, parent = crossing.dst, inside[share][crossing.src]
+            before: tuple[str, ...] = ()
+            after: tuple[str, ...] = ()
             if not style.stops and crossing.src != start:
                 before, parent = wires.path(start, crossing.src)[:-1], -1
             target = card
@@ -201,9 +205,7 @@ def edges_of(wires: Wires, starts: tuple[int, ...], style: Style) -> tuple[Edge,
     return tuple(edges)
 
 
-def _relay(
-    wires: Wires, load: _Load, edges: list[Edge], share: int, have: dict[int, int], src: int, dst: int
-) -> None:
+def _relay(wires: Wires, load: _Load, edges: list[Edge], share: int, have: dict[int, int], src: int, dst: int) -> None:
     """Add an edge that copies a share from one device to another of its host, unless they are the same."""
     if dst != src:
         hop = wires.hop(wires.path(src, dst))
