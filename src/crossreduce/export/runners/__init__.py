@@ -14,8 +14,8 @@ REGISTER: Final = "register_mscclpp.py"
 MEASURE: Final = "measure.py"
 
 LAUNCH: Final = {
-    "mscclpp": """One host of 8 GPUs, with the NCCL calls of an unchanged program (`backend="nccl"`). PATH is the folder of
-MSCCL++'s libraries, and NCCL that of the original library, for calls without a plan:
+    "mscclpp": """One host of 8 GPUs, with the NCCL calls of an unchanged program (`backend="nccl"`). PATH is the
+folder of MSCCL++'s libraries, and NCCL that of the original library, for calls without a plan:
 
     MSCCLPP_NCCL_LIB_PATH=NCCL/libnccl.so LD_PRELOAD=PATH/libmscclpp_nccl.so \\
       torchrun --nnodes=1 --nproc_per_node=8 measure.py --json results.json
