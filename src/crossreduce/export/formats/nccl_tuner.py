@@ -88,7 +88,7 @@ def to_nccl_tuner_csv(topology: Topology, times: Times | None = None) -> str:
 
     >>> text = to_nccl_tuner_csv(Topology.machine("hgx-h100"))
     >>> print(text.splitlines()[-1])
-    allreduce,33554432,18446744073709551615,ring,simple,-1,1,8,-1,-1
+    reducescatter,25165825,18446744073709551615,ring,simple,-1,1,8,-1,-1
     """
     model = Model(topology)
     fits = _fits(model, times or {})
