@@ -79,12 +79,15 @@ def test_an_export_is_that_of_the_library(printed, tmp_path, file, options, writ
     fit = f"bytes is a multiple of {16 * units}" if options else f"elements is a multiple of {units}"
     notes = "  ranks     0 cuda:0, 1 cuda:1, 2 cuda:2, 3 cuda:3, 4 cuda:4, 5 cuda:5, 6 cuda:6, 7 cuda:7\n"
     notes += f"  sizes     messages whose number of {fit}\n"
+    runners = {"a_register_mscclpp.py", "a_measure.py"} if "mscclpp" in options else set()
+    notes += "  runners   a_register_mscclpp.py, a_measure.py\n" if runners else ""
     assert printed(*line) == plan.explain() + "\n" + notes * by_rank
     assert (tmp_path / file).read_text() == written(plan)
     mask = os.umask(0o022)
     os.umask(mask)
     assert (tmp_path / file).stat().st_mode & 0o777 == 0o666 & ~mask
-    assert {path.name for path in tmp_path.iterdir()} == {file} | ({f"{file}.ranks.json"} if by_rank else set())
+    maps = {f"{file}.ranks.json"} if by_rank else set()
+    assert {path.name for path in tmp_path.iterdir()} == {file} | maps | runners
 
 
 def test_switches_have_no_rank(printed, tmp_path):

@@ -17,8 +17,10 @@ from ..errors import ArgumentError
 from ..export import EXPORTERS, Exporter, format_of
 from ..export.exportable import check_exportable
 from ..export.fitting import Fitting, fitting
+from ..export.runners import runner_files
 from ..planning.granularity import TOLERANCE, sizes_that_fit
 from ..planning.schedules import CHOICES
+from ..topology.measurements import LARGEST
 from .support.arguments import one_of
 from .support.output import atomic_file, check_folder, draw, print_files, progress, write_explorer, write_folder
 from .support.plans import Granularity, PlanRequest, plan_json, plan_options, plan_text, read_granularity
@@ -26,6 +28,7 @@ from .support.topologies import PICTURE_SUFFIXES, Json
 
 PAGE_SUFFIX: Final = ".html"
 SUFFIXES: Final = tuple(exporter.suffix for exporter in EXPORTERS.values() if exporter.suffix)
+TUNER: Final = "nccl-tuner"  # it holds choices for all collectives and sizes, not a plan
 ONE_RANK: Final = tuple(name for name, exporter in EXPORTERS.items() if exporter.one_rank)
 _FILE: Final = f"{', '.join(SUFFIXES)}; {PAGE_SUFFIX}: a page for a browser; .svg, .png: a picture; or --format."
 
@@ -35,7 +38,7 @@ def export(
     request: PlanRequest,
     file: Annotated[Path, Argument(metavar="FILE|DIR", help=_FILE)],
     format: Annotated[  # noqa: A002 - the option's name
-        str | None, Option(help=f"{', '.join(EXPORTERS)}. Default: by the suffix of the file.")
+        str | None, Option(help=f"{', '.join((*EXPORTERS, TUNER))}. Default: by the suffix of the file.")
     ] = None,
     rank: Annotated[
         int | None, Option(help=f"Only the part of this rank, in: {', '.join(ONE_RANK)}. Default: all.")
@@ -43,6 +46,10 @@ def export(
     granularity: Granularity = None,
     path: Annotated[str | None, Option("--path", hidden=True)] = None,  # docs/planning.md describes these two
     copies: Annotated[int | None, Option("--copies", hidden=True)] = None,
+    measured: Annotated[
+        list[Path] | None,
+        Option(metavar="FILE", help=f"For {TUNER}: a report of nccl-tests with NCCL_ALGO and NCCL_PROTO; repeatable."),
+    ] = None,
     json: Json = False,
 ) -> None:
     """Plan a collective, and write the plan into a file for another program.
@@ -51,6 +58,14 @@ def export(
     written. Chakra traces are several files, in a folder.
     """
     kind = _format(file, format)
+    if measured and kind != TUNER:
+        problem = "--measured is only for --format nccl-tuner."
+        raise ArgumentError.of(problem, str(measured[0]), "crossreduce calibrate MACHINE RESULTS")
+    if kind == TUNER:
+        if rank is not None:
+            raise ArgumentError(f"--rank requires a format that can hold one rank alone: {', '.join(ONE_RANK)}.")
+        _write_tuner(file, request, measured or [], as_json=json)
+        return
     if rank is not None and kind not in ONE_RANK:
         raise ArgumentError(f"--rank requires a format that can hold one rank alone: {', '.join(ONE_RANK)}.")
     exporter = EXPORTERS.get(kind)
@@ -67,8 +82,10 @@ def export(
         text = _write_drawn(file, kind, request, share, as_json=json)
     else:
         options: dict[str, Any] = graph if rank is None else {"rank": rank}
-        write = _write_folder if is_folder else _write_file
-        text = write(file, exporter, request, share, options, as_json=json)
+        if is_folder:
+            text = _write_folder(file, exporter, request, share, options, as_json=json)
+        else:
+            text = _write_file(file, kind, request, share, options, as_json=json)
     print(text)
     if exporter is None and not json:
         print_files(file)
@@ -79,7 +96,7 @@ def _format(file: Path, given: str | None) -> str:
     if not file.name:
         raise ArgumentError(f"FILE {file} is a folder: name a file in it.")
     if given is not None:
-        return one_of(EXPORTERS, "--format", given)
+        return one_of((*EXPORTERS, TUNER), "--format", given)
     suffix = file.suffix.lower()
     if suffix in (PAGE_SUFFIX, *PICTURE_SUFFIXES):
         return suffix
@@ -88,6 +105,34 @@ def _format(file: Path, given: str | None) -> str:
         listed = ", ".join((*SUFFIXES, PAGE_SUFFIX, *PICTURE_SUFFIXES))
         raise ArgumentError(f"{file} must end in {listed}, or --format must be given.")
     return kind
+
+
+def _write_tuner(file: Path, request: PlanRequest, measured: list[Path], *, as_json: bool) -> None:
+    """Write the file of NCCL's tuner plug-in, and print how many of its rows were measured."""
+    from ..export.formats.nccl_tuner import read_runs, to_nccl_tuner_csv
+
+    times = read_runs([(str(path), _read_report(path)) for path in measured], request.topology)
+    with atomic_file("FILE", file) as target, progress("modelling", 1):
+        assert target is not None
+        text = to_nccl_tuner_csv(request.topology, times)
+        target.write_text(text, "utf-8")
+    rows = [line for line in text.splitlines() if not line.startswith("#")]
+    count = text.count("\n# measured: ")
+    if as_json:
+        about = {"file": str(file), "rows": len(rows), "measured_rows": count, "modelled_rows": len(rows) - count}
+        print(json_module.dumps(about, indent=2))
+        return
+    print(f"{file}: {len(rows)} rows for {request.machine}, {count} of them measured, {len(rows) - count} modelled")
+    print(f"  to use    NCCL_TUNER_PLUGIN=libnccl-tuner-example.so NCCL_TUNER_CONFIG_FILE={file}")
+
+
+def _read_report(path: Path) -> bytes:
+    """Return the start of a report, one byte more than a report may have."""
+    try:
+        with path.open("rb") as file:
+            return file.read(LARGEST + 1)
+    except OSError as error:
+        raise ArgumentError(f"--measured {path} cannot be read: {error.strerror or error}.") from error
 
 
 def _write_drawn(file: Path, suffix: str, request: PlanRequest, granularity: float, *, as_json: bool) -> str:
@@ -105,9 +150,10 @@ def _write_drawn(file: Path, suffix: str, request: PlanRequest, granularity: flo
 
 
 def _write_file(
-    file: Path, exporter: Exporter, request: PlanRequest, granularity: float, options: dict[str, Any], *, as_json: bool
+    file: Path, kind: str, request: PlanRequest, granularity: float, options: dict[str, Any], *, as_json: bool
 ) -> str:
     """Write a file, and a map of ranks to devices if the format has rank numbers. Return what the command prints."""
+    exporter = EXPORTERS[kind]
     map_file = file.with_name(f"{file.name}.ranks.json") if exporter.by_rank else None
     extra: dict[str, Any] = {}  # more entries of the JSON
     with (
@@ -130,8 +176,14 @@ def _write_file(
             multiple = exporter.multiple_of(plan, content)
             about: dict[str, Any] = {"file": file.name, "ranks": plan.ranks, "root": plan.root}
             about |= {f"{exporter.counts}_multiple_of": multiple}
+            # Runtimes read every file in the folder of an MSCCL file, so nothing else is written beside it.
+            runners = runner_files(kind, map_file.name, f"{file.stem}_") if map_file and kind == "mscclpp" else {}
+            if runners:
+                about |= {"collective": plan.collective, "files": [_entry(file.name, kind, exporter, plan, multiple)]}
+                write_folder("FILE", file.parent, {name: runner.encode() for name, runner in runners.items()})
             mapped.write_text(json_module.dumps(about) + "\n", "utf-8")
             lines["sizes"] = sizes_that_fit(multiple, exporter.counts)
+            lines |= {"runners": ", ".join(runners)} if runners else {}
         text = _report(request.machine, plan, extra, lines, as_json=as_json)
         target.write_text(content, "utf-8")
     return text
@@ -154,6 +206,12 @@ def _write_folder(
         about = json_module.dumps({"ranks": plan.ranks, "nbytes": plan.nbytes}) + "\n"
         write_folder("DIR", path, files | {f"{plan.collective}_{plan.algorithm}.ranks.json": about.encode()})
     return text
+
+
+def _entry(name: str, kind: str, exporter: Exporter, plan: Plan, multiple: int) -> dict[str, Any]:
+    """Return what the map of ranks says about its file: that it is for all sizes."""
+    sizes = {"least_bytes": 0, "most_bytes": 0, f"{exporter.counts}_multiple_of": multiple}
+    return {"file": name, "format": kind, **sizes, "planned_us": {str(plan.nbytes): round(plan.seconds * 1e6, 3)}}
 
 
 def _ranks_line(plan: Plan, exporter: Exporter) -> dict[str, str]:

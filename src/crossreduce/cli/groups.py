@@ -8,6 +8,7 @@ from __future__ import annotations
 import json as json_module
 import re
 from fractions import Fraction
+from pathlib import Path
 from typing import Annotated, Any
 
 from typer import Argument, Option
@@ -15,7 +16,7 @@ from typer import Argument, Option
 from .. import GroupsPlan, Topology, __version__, mesh_groups, plan_groups
 from ..errors import ArgumentError
 from .support.arguments import read_subset
-from .support.output import progress, rate_json
+from .support.output import check_new_folder, progress, rate_json, write_new_folder
 from .support.plans import PlanRequest, plan_options
 from .support.topologies import Json
 
@@ -29,9 +30,15 @@ def groups(
     weights: Annotated[
         str | None, Option(help="A number per group, such as 1,2.5; rates are in proportion. Default: 1.")
     ] = None,
+    export: Annotated[
+        Path | None, Option(metavar="DIR", help="Write an MSCCL++ file for each group into a new or an empty folder.")
+    ] = None,
     json: Json = False,
 ) -> None:
     """Plan groups that run at the same time: one plan for all on their links."""
+    if export is not None:
+        check_new_folder("--export", export)
+        request = request.for_one_kernel()
     chosen = read_groups(listed, request.topology)
     shares = read_weights(weights, len(chosen))
     with progress("planning", 2) as advance:
@@ -40,6 +47,13 @@ def groups(
         )
         advance("comparing")
         text = json_module.dumps(_json(request, plans), indent=2) if json else plans.explain()
+    if export is not None:
+        from ..export.groups import group_files
+
+        files = group_files(plans)
+        write_new_folder("--export", export, files)
+        if not json:
+            text += f"\n{export}: {', '.join(files)}, planned {json_module.loads(files['groups.json'])['planned']}"
     print(text)
 
 

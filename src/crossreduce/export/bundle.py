@@ -21,7 +21,7 @@ from ..errors import PlanError
 from ..planning import COLLECTIVES, Plan, plan
 from ..planning.explain import size
 from ..planning.granularity import TOLERANCE, sizes_that_fit
-from ..schedule import Costs, pipelined
+from ..schedule import Costs, pipelined, simulate
 from ..topology import Topology
 from . import EXPORTERS
 from .exportable import check_exportable
@@ -29,6 +29,7 @@ from .fitting import fitting
 from .formats.msccl.format import read_msccl_xml
 from .formats.mscclpp.format import read_mscclpp_json
 from .formats.mscclpp.layout import unit_bytes
+from .runners import LAUNCH, runner_files
 
 SIZES: Final = tuple(1 << power for power in range(10, 31))  # the bytes for which plans are compared
 STAGES: Final = len(SIZES)  # how often ``bundle`` calls ``advance``
@@ -135,6 +136,8 @@ def bundle(
         for entry in entries
         for exporter in [EXPORTERS[entry["format"]]]
     }
+    for name, written_windows in windows.items():
+        files |= runner_files(name) if written_windows else {}
     files["README.md"] = _readme(machine, collective, sample, windows, left_out, fits)
     return Bundle(files, windows, tuple(left_out))
 
@@ -236,7 +239,16 @@ def _entry(path: str, name: str, window: Window) -> dict[str, Any]:
         "algorithm": window.plan.algorithm,
         "gb_per_s": round(window.plan.algbw, 3),
         "at_bytes": window.plan.nbytes,
+        "planned_us": planned_us(window.plan, window.least_bytes, window.most_bytes),
     }
+
+
+def planned_us(window_plan: Plan, least_bytes: int, most_bytes: int) -> dict[str, float]:
+    """Return the predicted microseconds of a plan for each power of two in a range, by the size as text."""
+    sizes = [nbytes for nbytes in SIZES if least_bytes <= nbytes <= (most_bytes or NO_LIMIT)]
+    topology, costs = window_plan.topology, window_plan.request.costs
+    seconds = {nbytes: simulate(window_plan.schedule, topology, nbytes, costs=costs).seconds for nbytes in sizes}
+    return {str(nbytes): round(each * 1e6, 3) for nbytes, each in seconds.items()}
 
 
 def _range(window: Window) -> str:
@@ -264,9 +276,8 @@ sizes in the table, and its own algorithms for others. DIR is the absolute path 
 
 `NCCL_DEBUG=INFO` logs which files were read.
 """,
-    "mscclpp": """Your program selects the file by the size of a message, loads it with
-`mscclpp.ExecutionPlan(path, rank)`, and runs it with an `Executor`. Input and output are the same memory. The executor
-raises an error for other sizes.
+    "mscclpp": """`register_mscclpp.py` registers the files with MSCCL++, and selects one by collective and size.
+Input and output are the same memory. MSCCL++'s executor raises an error for sizes that a file does not have.
 """,
 }
 
@@ -302,7 +313,7 @@ def _readme(
     for name, format_windows in windows.items():
         if not format_windows:
             continue
-        lines += [f"## {name}", "", _HOW[name]]
+        lines += [f"## {name}", "", _HOW[name], LAUNCH[name]]
         lines += ["| file | bytes | algorithm | predicted | sizes |", "|---|---|---|---|---|"]
         for k, window in enumerate(format_windows):
             rate = f"{window.plan.algbw:.2f} GB/s at {size(window.plan.nbytes)}"

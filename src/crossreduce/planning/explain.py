@@ -192,6 +192,22 @@ def limited_by(limit: Bound) -> str:
     return " and ".join(texts[:2]) + (f", with {more} more such cut{'s' * (more > 1)}" if more > 0 else "")
 
 
+def crossings(schedule: Schedule) -> str:
+    """Return a text about the transfers between hosts, or "" if there is one host, or if steps are generated.
+
+    >>> from crossreduce.planning import direct
+    >>> crossings(direct(["host0/cuda:0", "host1/cuda:0"])), crossings(direct(["cuda:0", "cuda:1"]))
+    ('4 transfers between hosts in 2 of 2 rounds, 2 for each share', '')
+    """
+    hosts = [device.rpartition("/")[0] for device in schedule.devices]
+    if len(set(hosts)) == 1 or isinstance(schedule, GeneratedSchedule):
+        return ""
+    counts = [sum(hosts[src] != hosts[step.dst] for step in steps for src in step.srcs) for steps in schedule.rounds]
+    each = sum(counts) / len(schedule.chunks)
+    where = f"in {len(counts) - counts.count(0)} of {many(len(counts), 'round')}"
+    return f"{many(sum(counts), 'transfer')} between hosts {where}, {each:.3g} for each share"
+
+
 def helped_by(helpers: tuple[str, ...], rate: Fraction, least: Bound | None) -> str:
     """Return a text about helpers: devices that contribute and need no data, but forward and combine it.
 

@@ -138,6 +138,7 @@ class Plan:
             return f"{head}: no data has to move."
         loss = f" (a loss of {text.rest_percent(self.ratio)})" if self.ratio < 1 else ""
         relation = "it sends to" if self.collective in ("broadcast", "all_gather") else "send to it"
+        network = text.crossings(self.schedule)
         helpers = self.helpers and text.helped_by(self.helpers, self.rate, self.bound_without_helpers)
         only_if = ", if the links are as assumed" if self.topology.assumed else ""
         lines = [
@@ -150,6 +151,7 @@ class Plan:
             f"  limited by {text.limited_by(self.bound)}",
             *(f"  assumed   {each}" for each in self.topology.assumed),
             *([f"  changed   {self.change}"] if self.change else []),
+            *([f"  network   {network}"] if network else []),
             *([f"  helpers   {helpers}"] if helpers else []),
             f"  busiest   {text.busiest_text(self.simulation.limits)}",
             f"  to run    {self._way_to_run}",

@@ -202,7 +202,13 @@ def fastest_schedule(request: Request) -> Pieces:
     assert topology is not None
     require_routes(topology, request.sources, request.destinations, request.collective)
     schedules: dict[Schedule, None] = {}  # used as an ordered set
-    for tried in steps(_requests_to_try(topology, request), lambda tried: f"planning {tried.algorithm}"):
+    chooses = request.algorithm in CHOICES
+    if chooses:
+        from .between_hosts.crossing_plans import faster_between_hosts, suffices
+    all_tried = _requests_to_try(topology, request)
+    if chooses and suffices(request):
+        all_tried = [tried for tried in all_tried if tried.algorithm != "forest"]
+    for tried in steps(all_tried, lambda tried: f"planning {tried.algorithm}"):
         try:  # without bytes and costs, so that one entry of the cache of ``candidates`` serves all of them
             schedules.update(dict.fromkeys(candidates(tried._replace(nbytes=0, costs=NO_MORE))))
         except PlanError as error:
@@ -212,10 +218,10 @@ def fastest_schedule(request: Request) -> Pieces:
     if len({*request.sources, *request.destinations}) > MOST_DEVICES:  # the simulation would search the routes slowly
         schedules = dict.fromkeys(add_routes(schedule, topology) for schedule in schedules)
     best = fastest_of(schedules, topology, request.nbytes, costs=request.costs)
-    if request.algorithm in CHOICES:
+    if chooses:
         from .optimal.few_step.few_step_forests import faster_forest
 
-        return faster_forest(request, _faster_with_one_shot(request, best))
+        return faster_between_hosts(request, faster_forest(request, _faster_with_one_shot(request, best)))
     return best
 
 

@@ -35,7 +35,8 @@ def test_each_size_has_one_file(small):
     """The ranges of a format cover all sizes from 0 on without gaps. Each file stores the limits of its range. For no
     limit, MSCCL's files have 0, and MSCCL++'s files the greatest number."""
     entries = json.loads(small.files["ranks.json"])["files"]
-    assert small.files.keys() == {"README.md", "ranks.json", *(entry["file"] for entry in entries)}
+    runners = {"register_mscclpp.py", "measure.py"}
+    assert small.files.keys() == {"README.md", "ranks.json", *runners, *(entry["file"] for entry in entries)}
     for name, windows in small.windows.items():
         assert windows[0].least_bytes == 0
         assert windows[-1].most_bytes == 0 or windows[-1].most_bytes > 1 << 36

@@ -1,0 +1,108 @@
+"""A list scheduler on the event-driven clock: the transfers of trees in rounds, the critical path first.
+
+Input: edges, the bytes of a share, and how much a link carries at once. Output: rounds of edges, and the time of the
+last one. A transfer starts when its share is there and its links are free, beside the transfers that start with it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from heapq import heappop, heappush
+from typing import Final, NamedTuple
+
+from .crossing_trees import Edge, Wires
+
+
+class Batches(NamedTuple):
+    """How many of the shares that are ready a link carries at once; each batch costs a latency."""
+
+    part: float  # at most this part of all shares that must still cross on a link between hosts cross at once
+    first: int = 0  # the shares that go before other ones, in batches of their own: a number below
+
+
+# Which shares go first.
+NO_SHARES: Final = 0
+CROSSING: Final = 1  # those that must cross
+FORWARDED: Final = 2  # and those that the receiver forwards
+
+
+class Order(NamedTuple):
+    """Rounds of positions in the list of edges, and the seconds that they take."""
+
+    rounds: list[list[int]]
+    seconds: float
+
+
+def in_order(wires: Wires, edges: Sequence[Edge], share_bytes: float, batches: Batches) -> Order:
+    """Return the rounds of a list of edges, in which parents come before their children."""
+    seconds = [each * share_bytes for each in wires.seconds_per_byte]
+    below = [0.0] * len(edges)  # the least time from the start of an edge to the last arrival that needs it
+    children: list[list[int]] = [[] for _ in edges]
+    leads = [edge.crosses for edge in edges]  # whether the share goes first on this edge
+    left = [0] * len(seconds)  # the edges that each link still has to carry
+    for k in range(len(edges) - 1, -1, -1):
+        edge = edges[k]
+        below[k] += edge.hop.latency_s + max(seconds[link] for link in edge.hop.links)
+        for link in edge.hop.links:
+            left[link] += 1
+        if edge.parent >= 0:
+            children[edge.parent].append(k)
+            below[edge.parent] = max(below[edge.parent], below[k])
+            leads[edge.parent] = leads[edge.parent] or leads[k] or batches.first == FORWARDED
+    order = sorted(range(len(edges)), key=lambda k: (not leads[k], -below[k], k))
+    rank = [0] * len(edges)
+    for position, k in enumerate(order):
+        rank[k] = position
+    ready = [rank[k] for k, edge in enumerate(edges) if edge.parent < 0]
+    free = [0.0] * len(seconds)
+    blocked: list[list[int]] = [[] for _ in seconds]  # for each link, ready edges that wait until it is free
+    arriving: list[tuple[float, int]] = []
+    now = end = 0.0
+    rounds: list[list[int]] = []
+    while ready or arriving:
+        load: dict[int, int] = {}
+        urgent: set[int] = set()
+        room: dict[int, int] = {}
+        taken = []
+        for position in sorted(ready):
+            k = order[position]
+            links = edges[k].hop.links
+            for link in links:
+                if free[link] > now or (batches.first and link in urgent and not leads[k]):
+                    break
+                if batches.part < 1 and edges[k].crosses:
+                    if link not in room:
+                        room[link] = max(1, round(left[link] * batches.part))
+                    if load.get(link, 0) >= room[link]:
+                        break
+            else:
+                taken.append(k)
+                if leads[k]:
+                    urgent.update(links)
+                for link in links:
+                    load[link] = load.get(link, 0) + 1
+                continue
+            blocked[link].append(position)
+        if taken:
+            busy = {link: count * seconds[link] for link, count in load.items()}
+            for k in taken:
+                hop = edges[k].hop
+                done = now + max(busy[link] for link in hop.links) + hop.latency_s
+                heappush(arriving, (done, k))
+                end = max(end, done)
+                for link in hop.links:
+                    free[link] = max(free[link], done)
+                    left[link] -= 1
+            rounds.append(taken)
+        ready = []
+        if arriving:
+            now = arriving[0][0]
+            while arriving and arriving[0][0] <= now * (1 + 1e-12):
+                done, k = heappop(arriving)
+                now = max(now, done)
+                ready += [rank[child] for child in children[k]]
+                for link in edges[k].hop.links:
+                    if free[link] <= now and blocked[link]:
+                        ready += blocked[link]
+                        blocked[link] = []
+    return Order(rounds, end)
