@@ -97,6 +97,8 @@ class Messages:
                 now = time.monotonic()
                 if not timeout_s and now < self._checked[peer] + SLICE_S:
                     return None
+                if peer == ANY_RANK and (source := self._native.source(number)) != ANY_RANK:
+                    peer = self._ranks[source]  # it has begun to send
                 failure = self._failure(peer)  # the rank may have sent the message before it ended, so look again
                 if failure is None and timeout_s and now >= began + timeout_s:
                     failure = TimeoutError(f"the message took more than {timeout_s:g} s")

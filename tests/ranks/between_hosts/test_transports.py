@@ -319,6 +319,29 @@ def test_parts_of_messages_may_arrive_in_any_order():
     assert [each.tobytes() for each in into[:2]] == [first, second]
 
 
+@pytest.mark.parametrize("count", [1, 2, 4])
+def test_a_large_message_does_not_wait_for_later_ones(count):
+    """A rank may receive one of two large messages before it expects the other one, whatever the number of connections:
+    no part of the later message is before parts of the earlier one."""
+    ends = [connected_pair() for _ in range(count)]
+    near, far = (
+        TcpTransport({1 - k: sockets[0]}, further={1 - k: sockets[1:]})
+        for k, sockets in enumerate(zip(*ends, strict=True))
+    )
+    sent, into = np.ones((2, 16 << 20), np.uint8), np.zeros((2, 16 << 20), np.uint8)
+    sent[1] = 2
+    messages = [near.send(each.ctypes.data, each.nbytes, 1, tag) for tag, each in enumerate(sent)]
+    sender = threading.Thread(target=messages[1].wait, args=(20,))
+    sender.start()
+    for tag, each in enumerate(into):
+        far.receive(each.ctypes.data, each.nbytes, 0, tag).wait(10)
+    sender.join()
+    messages[0].wait(0)
+    assert (sent == into).all()
+    near.close()
+    far.close()
+
+
 @pytest.mark.parametrize("sends", [True, False])
 def test_a_rank_is_lost_if_one_of_its_connections_is(sends):
     """If the second of two connections ends while a message is under way, the message fails at once, and both ranks

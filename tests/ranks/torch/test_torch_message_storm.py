@@ -4,9 +4,11 @@ import itertools
 import os
 import random
 import signal
+import threading
 import time
 from contextlib import suppress
 from datetime import timedelta
+from pathlib import Path
 
 import namespaces
 import pytest
@@ -177,6 +179,72 @@ def test_a_rank_is_lost_in_a_storm_of_messages(tmp_path, seed):
         seed,
         errors,
     )  # a receive from any rank ends by its timeout
+
+
+def wait_until_stopped(process):
+    stat = Path(f"/proc/{process}/stat")
+    wait_until(lambda: stat.read_text().rpartition(")")[2].split()[0] == "T")
+
+
+def end_while_sending(rendezvous, folder):
+    """Rank 1 offers a large message, and stops. Rank 0 receives it from any rank, and ends rank 1 meanwhile."""
+    rank, _ = begin(rendezvous, f"file://{folder}/store", timeout_s=15)
+    process = torch.tensor([os.getpid()])
+    if rank == 1:
+        dist.send(process, 0)
+        dist.isend(torch.ones(1 << 20), 0, tag=1)
+        os.kill(os.getpid(), signal.SIGSTOP)
+    dist.recv(process, 1)
+    wait_until_stopped(process.item())
+    threading.Timer(0.5, os.kill, (process.item(), signal.SIGKILL)).start()
+    with pytest.raises(PeerLostError) as caught:
+        dist.recv(torch.zeros(1 << 20), tag=1)
+    return caught.value.ranks
+
+
+def test_a_receive_from_any_rank_notices_the_end_of_the_rank_that_has_begun_to_send(tmp_path):
+    """It raises the same error as a receive from this rank, not that of the timeout."""
+    environment = [{"CROSSREDUCE_HOST": host} for host in "ab"]
+    found = ranks(2, end_while_sending, tmp_path, environment=environment, check=False)
+    assert isinstance(found[1], Died)
+    assert found[0] == (1,)
+
+
+def records_at_once(rendezvous, folder):
+    """Rank 1 is stopped until a small message and the offer of a large one have arrived. Then it waits for neither
+    until rank 0 has sent both. Return how long rank 0 waits for this."""
+    rank, _ = begin(rendezvous, f"file://{folder}/store")
+    process, took = torch.tensor([os.getpid()]), []
+    dist.send(process, 0) if rank == 1 else dist.recv(process, 1)
+    for k in range(4):
+        parts = [torch.zeros(10), torch.zeros(300_000)]
+        dist.barrier()
+        if rank == 1:
+            works = [dist.irecv(part, 0, tag=tag) for tag, part in enumerate(parts)]
+            wait_until((folder / f"sent{k}").exists)
+            for work in works:
+                work.wait()
+            assert all((part == 1).all() for part in parts)
+            continue
+        time.sleep(0.2)  # rank 1's helper sleeps at its sockets
+        os.kill(process.item(), signal.SIGSTOP)
+        wait_until_stopped(process.item())
+        works = [dist.isend(part + 1, 1, tag=tag) for tag, part in enumerate(parts)]
+        time.sleep(0.05)
+        began = time.monotonic()
+        os.kill(process.item(), signal.SIGCONT)
+        for work in works:
+            work.wait()
+        took.append(time.monotonic() - began)
+        (folder / f"sent{k}").touch()
+    return took
+
+
+def test_records_that_were_read_together_are_all_handled(tmp_path):
+    """A rank that computes handles all records that have arrived, also if no socket has more to read. Otherwise it
+    handles the second one only after the longest sleep of its helper, 1 s."""
+    found = ranks(2, records_at_once, tmp_path, environment=[{"CROSSREDUCE_HOST": host} for host in "ab"])
+    assert min(found[0]) < 0.9
 
 
 def send_forever(x):

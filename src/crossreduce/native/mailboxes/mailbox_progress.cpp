@@ -122,6 +122,12 @@ bool Mailboxes::progress(int64_t until_ns) {
     return true;
 }
 
+int Mailboxes::source_of(uint64_t id) {
+    const Lock lock(mutex);
+    const auto found = messages.find(id);
+    return found == messages.end() ? ANY_RANK : found->second->source;
+}
+
 MessageStatus Mailboxes::wait(uint64_t id, int64_t slice_ns, int &source, uint64_t &nbytes) {
     Shared message;
     {
@@ -143,7 +149,7 @@ MessageStatus Mailboxes::wait(uint64_t id, int64_t slice_ns, int &source, uint64
     const bool is_far = is_remote(message->peer), is_mixed = message->peer == ANY_RANK && are_remotes_open.load();
     int64_t now = now_ns(), since = now, nap = FIRST_NAP_NS;
     const int64_t until = now + slice_ns;
-    advance(until);
+    bool changed = advance(until);
     if (slice_ns <= 0 && !finished()) call_for_help(message->peer);
     if (slice_ns <= 0 || finished()) return result();
     std::atomic<int> &count = is_far ? sleepers_at_sockets : waiters;
@@ -151,10 +157,9 @@ MessageStatus Mailboxes::wait(uint64_t id, int64_t slice_ns, int &source, uint64
     if (is_mixed && mixed_waiters.fetch_add(1) == 0) wake_remote_helper();
     bool undisturbed = true; // by signals, which Python handles
     while (undisturbed && !finished() && (now = now_ns()) < until && !closed.load() && !out_of_memory.load()) {
-        bool changed = false;
         if (now < since + spin_ns && !is_far) {
             for (int k = 0; k < 64 && !(changed = advance(until)); k++) relax();
-        } else if (now < since + YIELD_NS && (!is_far || remotes.size() <= MOST_POLLED)) {
+        } else if ((is_far && changed) || (now < since + YIELD_NS && (!is_far || remotes.size() <= MOST_POLLED))) {
             sched_yield();
             changed = advance(until);
         } else if (is_far) {
@@ -294,6 +299,7 @@ bool Mailboxes::end(uint64_t id) {
 #else // no futex
 
 bool Mailboxes::withdraw(uint64_t) { return true; }
+int Mailboxes::source_of(uint64_t) { return ANY_RANK; }
 MessageStatus Mailboxes::wait(uint64_t, int64_t, int &, uint64_t &) { return MessageStatus::done; }
 
 #endif

@@ -107,6 +107,7 @@ class Mailboxes {
     // Make progress, and return the message's status; wait for it up to about `slice_ns`, or until a signal. For a
     // complete one, also its source and size.
     MessageStatus wait(uint64_t id, int64_t slice_ns, int &source, uint64_t &nbytes);
+    int source_of(uint64_t id); // the other rank of a message; ANY_RANK: not known yet
     bool is_pending(uint64_t id);
     // Free the result of a message, as soon as it is complete; `completed` then returns its number, once.
     void forget(uint64_t id);

@@ -169,6 +169,14 @@ PyObject *boxes_mood(PyObject *object, PyObject *args) {
     return PyLong_FromLong(static_cast<long>(without_lock(OPEN, [&] { return use.boxes->mood(rank); })));
 }
 
+PyObject *boxes_source(PyObject *object, PyObject *args) {
+    unsigned long long id;
+    if (!PyArg_ParseTuple(args, "K", &id)) return nullptr;
+    const Use use(object);
+    if (!use) return nullptr;
+    return PyLong_FromLong(without_lock(ANY_RANK, [&] { return use.boxes->source_of(id); }));
+}
+
 PyObject *boxes_why(PyObject *object, PyObject *args) {
     int rank;
     if (!PyArg_ParseTuple(args, "i", &rank)) return nullptr;
@@ -224,6 +232,8 @@ PyMethodDef boxes_methods[] = {
      "its memory."},
     {"mood", locked<boxes_mood>, METH_VARARGS,
      "mood(rank): return 0, 1 if the rank has closed its mailboxes, or 2 if a message of it has timed out."},
+    {"source", locked<boxes_source>, METH_VARARGS,
+     "source(number): return the other rank of a message that has begun to move, or -1: it is not known yet."},
     {"why", locked<boxes_why>, METH_VARARGS, "why(rank): return why the connection to a rank of another host was lost, or \"\"."},
     {"give_up", locked<boxes_give_up>, METH_NOARGS, "Tell the other ranks that a message of this rank has timed out."},
     {"close", locked<boxes_close>, METH_NOARGS, "End all messages; afterwards every other method raises ValueError."},

@@ -168,7 +168,9 @@ void Mailboxes::help_remotes() {
         helper_sleeps_at_sockets.store(true);
         if (!closed.load()) pause(now_ns() + CHECK_NS);
         helper_sleeps_at_sockets.store(false);
-        if (has_memory()) advance(now_ns());
+        // Connections have read further records, for which no socket wakes a thread.
+        while (!closed.load() && has_memory() && advance(now_ns())) {
+        }
     }
 }
 

@@ -98,14 +98,14 @@ void Connections::begin_send(Peer &peer, const std::shared_ptr<Message> &message
     peer.sending++;
     const uint64_t nbytes = header.nbytes;
     if (nbytes >= LARGE_NBYTES && peer.lanes.size() > 1 && measures) choose_lanes(peer, nbytes);
-    Lane &first = peer.lanes.front();
-    if (nbytes >= LARGE_NBYTES && peer.used > 1) {
+    if (nbytes >= LARGE_NBYTES && (peer.used > 1 || !peer.rest.empty())) {
         header.part = static_cast<uint32_t>(std::clamp(nbytes / (peer.used * PARTS_PER_LANE), LEAST_PART, MOST_PART));
         peer.rest.push_back({message, header, 0});
-        peer.rest.back().header.offset = header.part;
+    } else {
+        Lane &first = peer.lanes.front();
+        first.out.push_back({message, header, 0});
+        if (first.out.size() == 1) write_to(peer, first);
     }
-    first.out.push_back({message, header, 0});
-    if (first.out.size() == 1) write_to(peer, first);
     if (!peer.rest.empty()) hand_out(peer);
 }
 

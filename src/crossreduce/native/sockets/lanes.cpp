@@ -27,7 +27,8 @@ Connections::Progress Connections::progress_of(int socket) {
 }
 
 // Give parts of large messages to lanes. The next part is for the lane of which the other host has the most acknowledged: the
-// system accepts more than it can send, and a slow lane shall get fewer parts. It waits until that lane can send it.
+// system accepts more than it can send, and a slow lane shall get fewer parts. It waits until that lane can send it. The first
+// part of a message is for the first lane. No lane has it before parts of earlier messages: it stays there until it is expected.
 void Connections::hand_out(Peer &peer) {
     std::vector<int64_t> unacknowledged(peer.used);
     for (size_t k = 0; k < peer.used; k++) {
@@ -36,11 +37,12 @@ void Connections::hand_out(Peer &peer) {
         for (const Part &each : peer.lanes[k].out) unacknowledged[k] += static_cast<int64_t>(each.header.follows());
     }
     while (!peer.rest.empty()) {
-        const auto least = std::min_element(unacknowledged.begin(), unacknowledged.end());
-        Lane &lane = peer.lanes[static_cast<size_t>(least - unacknowledged.begin())];
-        if (!lane.out.empty()) return;
-        Part next = peer.rest.front();
         MessageHeader &rest = peer.rest.front().header;
+        const bool begins = rest.offset == 0;
+        const auto least = begins ? unacknowledged.begin() : std::min_element(unacknowledged.begin(), unacknowledged.end());
+        Lane &lane = peer.lanes[static_cast<size_t>(least - unacknowledged.begin())];
+        if (!begins && !lane.out.empty()) return;
+        Part next = peer.rest.front();
         next.header.part = static_cast<uint32_t>(std::min<uint64_t>(rest.part, rest.nbytes - rest.offset));
         rest.offset += rest.part;
         if (rest.offset >= rest.nbytes) peer.rest.pop_front();
