@@ -15,7 +15,7 @@ import json
 import time
 from pathlib import Path
 
-from common import RESULTS
+from common import RESULTS, keep
 
 import crossreduce as cr
 
@@ -97,11 +97,7 @@ def main() -> None:
         for collective in options.only if options.machines in name else ():
             lines[:] = [line for line in lines if (line["name"], line["collective"]) != (name, collective)]
             lines += measured(name, topology, collective)
-            rows = ",\n  ".join(
-                f"{json.dumps(key)}: [\n   " + ",\n   ".join(map(json.dumps, of)) + "\n  ]"
-                for key, of in stored.items()
-            )
-            options.json.write_text("{\n  " + rows + "\n}\n")
+            keep("planning_hosts", {key: stored[key] for key in ("before", "after") if key in stored}, options.json)
 
 
 if __name__ == "__main__":

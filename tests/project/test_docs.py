@@ -129,6 +129,8 @@ def test_the_page_on_clients_shows_the_programs_that_ran():
     page = re.sub(r"^ +", "", (ROOT / "docs" / "use-it-with.md").read_text(), flags=re.M)
     linked = []
     for section in page.split("\n## ")[1:]:
+        if section.startswith("With one environment variable"):
+            continue  # no program is edited
         (name,) = re.findall(r"^\[\w+\.py\]\(../examples/clients/(\w+\.py)\)", section, re.M)
         assert all(block in unindented[name] for block in re.findall(r"```py\n(.*?)```", section, re.DOTALL)), name
         linked.append(name)

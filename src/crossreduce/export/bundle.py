@@ -83,7 +83,7 @@ def bundle(
       PlanError: no plan of any range fits any format.
 
     >>> sorted(bundle(Topology.machine("ncv4"), formats=["msccl"]).files)[:3]
-    ['README.md', 'msccl/all_reduce_0.xml', 'msccl/all_reduce_1.xml']
+    ['README.md', 'measure.py', 'msccl/all_reduce_0.xml']
     """
     files: dict[str, str] = {}
     windows: dict[str, tuple[Window, ...]] = {}

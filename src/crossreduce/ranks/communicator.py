@@ -85,9 +85,8 @@ class Communicator:
         self._own_transport = connected if callable(transport) else None
         self._watched: WatchedTransport | None = None
         try:
-            self.rendezvous, self.listen_at, self.memory = rendezvous, listen_at, joined.memory
-            self.wanted = wanted  # the name of a transport
-            self.agreements, self.links = joined.agreements, joined.links
+            self.rendezvous, self.listen_at, self.wanted = rendezvous, listen_at, wanted
+            self.memory, self.agreements, self.links = joined.memory, joined.agreements, joined.links
             members = joined.members
             self.name, self.rank, self.size, self.global_ranks = name, members.rank, members.size, members.global_ranks
             self.hosts, self.host, self.peers = members.hosts, members.host, members.peers
@@ -100,8 +99,7 @@ class Communicator:
             self._engine: OneHostEngine | MultiHostEngine
             self.detector = FailureDetector(members, self.memory, rendezvous, connected, timeout_s)
             self._abort = GroupAbort(members, self.memory, rendezvous, connected, self.detector)
-            if len(self.hosts) > 1:
-                assert connected is not None
+            if connected is not None and len(self.hosts) > 1:  # ``join`` requires a transport then
                 if has_links(connected):
                     self.agreements.know(connected.reached)
                     self.agreements.connect(self.links.lost)
@@ -112,8 +110,9 @@ class Communicator:
                     self.memory.mailboxes.reach(connected.messages.connections, self.ranks_of_other_hosts)
                 self.transport = self._watched = WatchedTransport(connected, self.detector.warn_of_remote_wait)
                 watch = self._watched.watch if carrier is not None else None
-                lost = self.links.lost
-                self._engine = MultiHostEngine(self.hosts, self.rank, self.memory, self.transport, lost, watch)
+                self._engine = MultiHostEngine(
+                    self.hosts, self.rank, self.memory, self.transport, self.links.lost, watch
+                )
             else:
                 self._engine = OneHostEngine(self.rank, self.size, joined.reads_peers, overlapping)
             calls = CallRunner(members, self.memory, rendezvous, self._engine, self.detector, self._abort)
@@ -123,14 +122,11 @@ class Communicator:
             self.calls = calls  # last: without it, ``close`` and ``__del__`` release nothing
         except BaseException:  # such as Ctrl-C
             joined.leave()
-            for part in (self._own_transport, self._watched):
-                if part is not None:
-                    part.close()
+            for part in filter(None, (self._own_transport, self._watched)):
+                part.close()
             raise
         recording.register(self)
         _LOG.info('group "%s": %d ranks on hosts %s', name, self.size, members.global_hosts())
-
-    # The collectives
 
     def all_reduce(self, op: ReduceOp, source: ArrayView, result: ArrayView, exact: bool = False) -> None:
         """Combine ``source`` of all ranks into ``result`` on every rank. Source and result may be the same memory.

@@ -267,20 +267,22 @@ def group_of(group: Any) -> Group:
 
 def _end_calls(error: ReductionError) -> None:
     """Make the calls of all groups of this process fail on all ranks. Other ranks may wait for this rank there."""
-    tables: Any = dist.distributed_c10d
-    for group in list(tables._world.pg_map):
-        if isinstance(group, Group):
-            group.communicator.give_up(error)
+    for group in _own_groups():
+        group.communicator.give_up(error)
 
 
 def _leave(error: BaseException) -> None:
     """Leave all groups after ``error`` of a step of ``committed``, if ``survivors.must_leave`` requires it."""
-    tables: Any = dist.distributed_c10d
     with suppress(ReductionError):  # the step has destroyed the default group
         if survivors.must_leave(group_of(None).communicator, error):
-            for group in list(tables._world.pg_map):
-                if isinstance(group, Group):
-                    group.communicator.abort()
+            for group in _own_groups():
+                group.communicator.abort()
+
+
+def _own_groups() -> list[Group]:
+    """Return the groups of this process that are groups of crossreduce."""
+    tables: Any = dist.distributed_c10d
+    return [group for group in list(tables._world.pg_map) if isinstance(group, Group)]
 
 
 def _replaced(old: Group, new: Group, reformed: Reformed) -> Group:

@@ -314,7 +314,7 @@ def test_parts_of_messages_may_arrive_in_any_order():
         second_far.sendall(part_of(nbytes, first[70000:], 70000, divided=True))
         second_far.shutdown(socket.SHUT_WR)
         pending[0].wait(20)
-        with pytest.raises(ConnectionResetError):
+        with pytest.raises(ConnectionResetError, match="has left"):
             pending[2].wait(20)
     assert [each.tobytes() for each in into[:2]] == [first, second]
 
