@@ -136,6 +136,7 @@ IMPOSSIBLE = [
     ("topology dgx-1v --speeds fast", '--speeds must be one of raw, effective, not "fast".'),
     ("topology this --in-network", "--in-network can only be used with a machine of the library, not with this."),
     ("export dgx-1v a.xml --copies 2 --path NVL", "--path, --copies can only be used with --format nccl-graph."),
+    ("export dgx-1v a.csv --format nccl-tuner --copies 2", "--copies can only be used with --format nccl-graph."),
     ("topology box.json --in-network", "can only be used with a machine of the library, not with box.json."),
     ("plan dgx-1v --gpu v100 --pcie 4", "--gpu, --pcie can only be used with a table of GPUs in a file, not with dgx"),
     ("plan dgx-1v --devices 0,8", '--devices: "8" is not one of the numbers 0 to 7 or the names cuda:0-7.'),

@@ -250,3 +250,25 @@ def test_assumed_speeds_are_part_of_the_output(printed, tmp_path):
     assert "assumed  " not in printed("plan", file, *known)
     assert json.loads(printed("plan", file, "--json", *known))["assumed"] == []
     assert json.loads(printed("plan", "dgx-1v", "--json"))["assumed"] == []
+
+
+def test_options_without_effect_say_so(crossreduce, printed, tmp_path):
+    """A note on standard error names each option that changes nothing. Options that change something have no note."""
+    path = tmp_path / "box.txt"
+    path.write_text(TOPO_M.replace("SYS", "NV4"))
+    for args, unused in (
+        (
+            ("dgx-1v", "--nics", "edr", "--in-network"),
+            {"--nics": "there is one host", "--in-network": "no switch of dgx-1v"},
+        ),
+        ((path, "--gpu", "v100", "--nics", 400, "--pcie", 4), dict.fromkeys(["--nics", "--pcie"], "the same")),
+    ):
+        code, out, notes = crossreduce("topology", *args, "--json")
+        assert (code, json.loads(out)["machine"]) == (0, str(args[0]))
+        lines = notes.splitlines()
+        assert {line.split()[1] for line in lines} == set(unused)
+        assert all("has no effect" in line for line in lines)
+        assert all(why in line for line, why in zip(sorted(lines), sorted(unused.values()), strict=True))
+    printed("topology", "hgx-h100", "--nics", "efa", "--in-network", "--hosts", 2)
+    path.write_text(TOPO_M)
+    printed("topology", path, "--gpu", "RTX 3090", "--pcie", 3, "--between-cpus", 22)

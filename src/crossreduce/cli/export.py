@@ -61,6 +61,9 @@ def export(
     if measured and kind != TUNER:
         problem = "--measured is only for --format nccl-tuner."
         raise ArgumentError.of(problem, str(measured[0]), "crossreduce calibrate MACHINE RESULTS")
+    graph = {name: value for name, value in (("path", path), ("copies", copies)) if value is not None}
+    if graph and kind != "nccl-graph":
+        raise ArgumentError(f"{', '.join(f'--{name}' for name in graph)} can only be used with --format nccl-graph.")
     if kind == TUNER:
         if rank is not None:
             raise ArgumentError(f"--rank requires a format that can hold one rank alone: {', '.join(ONE_RANK)}.")
@@ -69,9 +72,6 @@ def export(
     if rank is not None and kind not in ONE_RANK:
         raise ArgumentError(f"--rank requires a format that can hold one rank alone: {', '.join(ONE_RANK)}.")
     exporter = EXPORTERS.get(kind)
-    graph = {name: value for name, value in (("path", path), ("copies", copies)) if value is not None}
-    if graph and kind != "nccl-graph":
-        raise ArgumentError(f"{', '.join(f'--{name}' for name in graph)} can only be used with --format nccl-graph.")
     by_rank = exporter is not None and exporter.by_rank
     is_folder = exporter is not None and exporter.is_folder
     share = read_granularity(granularity, TOLERANCE if by_rank and not is_folder else 0.0)

@@ -269,7 +269,8 @@ class _Fit:
         for k, kind in enumerate(self.classes):
             bandwidth, latency_s = self._speeds(kind, values[2 * k], values[2 * k + 1], digits)
             links += [link._replace(bandwidth=bandwidth, latency_s=latency_s) for link in self.members[kind]]
-        return Topology.unchecked(self.topology.devices, links, self.topology.switches)
+        assumed = tuple(f"before the fit: {text.removeprefix('before the fit: ')}" for text in self.topology.assumed)
+        return Topology.unchecked(self.topology.devices, links, self.topology.switches, assumed)
 
     def _speeds(self, kind: LinkClass, inverse: float, latency: float, digits: int) -> tuple[Fraction, Fraction]:
         """Return the bandwidth in GB/s and the latency in s of a class, rounded unless they are as given."""

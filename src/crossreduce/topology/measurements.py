@@ -20,6 +20,7 @@ from ..devices import parse
 from ..errors import ArgumentError, shown
 from .formats.json_format import check_type
 from .topology import Topology
+from .topology_like import MOST_BYTES
 
 LARGEST: Final = 64 << 20
 """The greatest number of bytes of a file. With ``-I 1`` a file has the time of every call."""
@@ -88,6 +89,8 @@ def _measurement(
         raise ArgumentError.of("a result with wrong elements cannot be used.", given, "a run without errors")
     if size <= 0:
         return
+    if size > MOST_BYTES:
+        raise ArgumentError.of(f"a size must be at most {MOST_BYTES} bytes.", f"{size} bytes", "sizes up to 1 TiB")
     if not isinstance(micros, (int, float)) or not 0 < micros < math.inf:
         raise ArgumentError.of("a time must be a number of microseconds above 0.", f"{micros!r} for {size} bytes")
     collective = _collective(row.get("experiment_name") or check_type(str, report["args"][0]))

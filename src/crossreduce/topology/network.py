@@ -62,6 +62,7 @@ def join_hosts(
     nearest: Sequence[tuple[int, tuple[int, ...]]] | None,
     pcie: Kind,
     pcie_speed: Fraction | None,
+    pcie_assumed: Sequence[str] = (),
 ) -> Wiring:
     """Return equal hosts whose network cards a network joins, and what was assumed about it.
 
@@ -76,10 +77,12 @@ def join_hosts(
       nearest: for each card, how near its nearest GPUs are (0 or 1: a PCIe switch joins them), and their positions.
       pcie: the kind of PCIe links between a GPU and a card that several GPUs share.
       pcie_speed: GB/s of a GPU's PCIe link, or ``None`` if it is not known.
+      pcie_assumed: what is assumed about ``pcie``, which the result lists if a link has its speed.
     """
     rate = f"{float(cards.speed):g} GB/s each"
     inside: list[Link] = []
     outside: list[tuple[str, str, Fraction]] = []  # (node of a host, switch of the network, GB/s)
+    limited = False  # whether PCIe is slower than the cards of a GPU
     if nearest is None:
         used = list(cards.names)
         outside = [(name, NETWORK, cards.speed) for name in used]
@@ -103,6 +106,7 @@ def join_hosts(
                     speed = own[gpu] * cards.speed
                     switch = f"rail{host.devices.index(gpu)}" if rails else NETWORK
                     outside.append((gpu, switch, min(speed, pcie_speed) if pcie_speed else speed))
+                    limited |= outside[-1][2] < speed
             else:
                 for gpu in gpus:
                     inside += pcie.between(gpu, names[0], 1, "raw")
@@ -125,7 +129,7 @@ def join_hosts(
     for number, (node, switch, speed) in product(range(hosts), outside):
         links += both_ways(name(node, number), switch, speed, cards.latency_s)
     devices = [name(device, number) for number in range(hosts) for device in host.devices]
-    return Wiring.of(devices, links)._replace(assumed=(assumed,))
+    return Wiring.of(devices, links)._replace(assumed=(*(pcie_assumed if inside or limited else ()), assumed))
 
 
 def _listed(names: Sequence[str]) -> str:

@@ -50,6 +50,15 @@ def pairs(rng, noise, devices, gb_per_s, latency_s, overhead_s=0.0):
     ]
 
 
+def test_assumptions_remain_after_a_fit():
+    """What was assumed about a topology, such as its wiring, is in the fitted one, its JSON, and a second fit."""
+    given = Topology.from_json(STAR.to_json()[:-1] + ', "assumed": ["18 NVLinks of 25 GB/s each"]}')
+    found = calibrate(given, star(random.Random(0), 0.0)).topology
+    again = calibrate(Topology.from_json(found.to_json()), star(random.Random(1), 0.0)).topology
+    assert found.assumed == again.assumed == ("before the fit: 18 NVLinks of 25 GB/s each",)
+    assert calibrate(STAR, star(random.Random(0), 0.0)).topology.assumed == ()
+
+
 @pytest.mark.parametrize("factor", [1, Fraction(1, 100)])
 def test_exact_times_give_the_exact_speeds(factor):
     """Times without noise give exactly the bandwidth, latency and overhead from which they were computed."""
@@ -201,6 +210,7 @@ def test_what_else_reports_can_have():
         (edited(row={"out_of_place": {"time": "nan", "nwrong": 0}}), "a time must be a number of microseconds above 0"),
         (edited(row={"out_of_place": {"time": 1.0, "nwrong": 5.0}}), "given: 5 wrong elements of 4096 bytes"),
         (edited(row={"size": "4096"}), "is not of type int"),
+        (edited(row={"size": 2**60 + 1}), "a size must be at most 1152921504606846976 bytes"),
         (edited(config={"ngpus": 9}), r"a device that the topology does not have\.\n  given: device 2 of host 'node0'"),
         (edited(config={"devices": [{"rank": 1, "hostname": "a", "device": 0, "pid": 1}]}), r"its ranks are \[1, 2\]"),
         (report("all_reduce_perf", ROWS, processes=2, gpus=1, hosts=2), "device 0 of host 'node1'"),

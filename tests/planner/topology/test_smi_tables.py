@@ -357,6 +357,14 @@ def test_hosts_are_joined_by_the_cards_of_the_table():
     assert [bound(each, "all_gather").algbw for each in (found, same)] == [100, 100]
     assert found.link("host0/NIC1", "net").bandwidth == 12.5
     assert found.link("host1/cuda:3", "host1/NIC1").bandwidth == Fraction(63, 4)
+    assert len(found.assumed) == 1  # --pcie was given
+    for text, speed in (
+        (shared, 100),
+        (rails.replace("NV18", "NV12"), 400),
+    ):  # PCIe 4, of a link and of a limit, is assumed
+        pcie, network = read_nvidia_smi(text, gpu="a100", hosts=2, nics=speed).assumed
+        assert pcie == "PCIe 4 x16 as on a a100, 31.5 GB/s for each GPU; --pcie sets it"
+        assert network.startswith("network of")
     assert read_nvidia_smi(rails, hosts=1) == read_nvidia_smi(table(uniform(8, "NV18")))
 
 

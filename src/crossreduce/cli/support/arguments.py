@@ -6,6 +6,7 @@ Input: the text or number of one option. Output: its value, or an ``ArgumentErro
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from pathlib import Path
@@ -13,7 +14,7 @@ from typing import Any, Final
 
 from ... import Costs, Topology
 from ...devices import canonical, parse
-from ...errors import ArgumentError
+from ...errors import ArgumentError, printable
 from ...options import ALGORITHMS
 from ...topology import byte_count, topology_of
 from ...topology.link_kinds import SPEEDS
@@ -139,15 +140,34 @@ def read_machine(
         options = ", ".join(f"--{name.replace('_', '-')}" for name in known)
         raise ArgumentError(f"{options} can only be used with a table of GPUs in a file, not with {text}.")
     if text != "this" and not is_path(text):
-        return Topology.machine(text, hosts, speeds=speeds, nics=nics, in_network=in_network)
+        machine = Topology.machine(text, hosts, speeds=speeds, nics=nics, in_network=in_network)
+        if nics is not None and hosts == 1:
+            _say_unused("--nics", "there is one host")
+        if in_network and not any(switch.reduces for switch in machine.switches):
+            _say_unused("--in-network", f"no switch of {text} combines")
+        return machine
     if (speeds, in_network) != ("raw", False) or (text == "this" and (hosts, nics) != (1, None)):
         options = "--hosts, --speeds, --nics and --in-network"
         options = options if text == "this" else "--speeds and --in-network"
         raise ArgumentError(f"{options} can only be used with a machine of the library, not with {text}.")
+    if text == "this":
+        return topology_of(text)
+    known |= {"hosts": hosts, "nics": nics}
     try:
-        return topology_of(text) if text == "this" else Topology.load(text, hosts=hosts, nics=nics, **known)
+        table = Topology.load(text, **known)
+        for name in [name for name, value in known.items() if name != "hosts" and value is not None]:
+            with suppress(ArgumentError):  # the table cannot be read without this option
+                other = Topology.load(text, **(known | {name: None}))
+                if (other, other.assumed) == (table, table.assumed):
+                    _say_unused(f"--{name.replace('_', '-')}", f"without it, the topology of {text} is the same")
     except OSError as error:
         raise ArgumentError(f"{text} cannot be read: {error.strerror}.") from error
+    return table
+
+
+def _say_unused(option: str, why: str) -> None:
+    """Say on standard error that an option has no effect."""
+    print(f"crossreduce: {option} has no effect: {printable(why)}", file=sys.stderr)
 
 
 def read_costs(text: str | None, machine: str, hosts: int = 1, nics: str | None = None) -> Costs:

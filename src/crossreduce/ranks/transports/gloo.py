@@ -6,6 +6,7 @@ built-in exceptions.
 
 from __future__ import annotations
 
+import atexit
 import socket
 from collections.abc import Sequence
 from contextlib import suppress
@@ -46,6 +47,7 @@ def _group_at(device: Any, store: Any, rank: int, size: int, timeout: timedelta)
 @lru_cache(maxsize=1)
 def _loopback_device() -> Any:
     gloo: Any = c10d.ProcessGroupGloo
+    atexit.register(_loopback_device.cache_clear)  # a device has a thread, which ends with it
     try:
         return gloo.create_device(hostname="127.0.0.1")
     except RuntimeError:  # the loopback interface is down

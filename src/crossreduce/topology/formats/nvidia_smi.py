@@ -134,7 +134,9 @@ def read_nvidia_smi(
         return wiring._replace(assumed=tuple(assumed))
     nearest = [_nearest([near(k, len(gpus) + c) for k in range(len(gpus))]) for c in range(len(others))]
     known_pcie = kind(pcie).raw if options.pcie is not None or gpu is not None else None
-    joined = join_hosts(wiring, cards, options.hosts, None if has_tree else nearest, kind(pcie), known_pcie)
+    joined = join_hosts(
+        wiring, cards, options.hosts, None if has_tree else nearest, kind(pcie), known_pcie, pcie_assumed
+    )
     return joined._replace(assumed=(*assumed, *joined.assumed))
 
 

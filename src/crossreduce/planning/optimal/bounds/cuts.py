@@ -9,6 +9,7 @@ Mathematics Doklady 11, 1970.
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Mapping
 from fractions import Fraction
@@ -52,7 +53,7 @@ def tightest_cut(
     best, ratio = frozenset(range(source)) - {sinks[0]}, quotient_without(sinks[0])
     network = _network_at_rate(arcs, starts, source, ratio)
     for sink in sinks:
-        while network.flow(source, sink) < total * ratio.denominator:
+        while network.flow_up_to(total * ratio.denominator, source, sink) < total * ratio.denominator:
             best = network.cut(source, sink) - {source}
             leaving = sum(capacity for (src, dst), capacity in arcs.items() if src in best and dst not in best)
             ratio = Fraction(sum(starts.get(node, 0) for node in best), leaving)
@@ -104,6 +105,13 @@ class Network:
         """Return the value of the maximum flow from ``src`` to another node ``dst``."""
         return self._solve(src, dst)[0]
 
+    def flow_up_to(self, enough: int, src: int, dst: int) -> int:
+        """Return the value of the maximum flow, or that of a flow of at least ``enough``, which takes less time."""
+        value, nodes = self._augment(src, dst, enough)
+        if value < enough:
+            self._last = (src, dst), (value, nodes)
+        return value
+
     def cut(self, src: int, dst: int) -> frozenset[int]:
         """Return the nodes on the side of ``src`` of the minimum cut. If there are several cuts, take the smallest set.
 
@@ -116,8 +124,11 @@ class Network:
             self._last = (src, dst), self._augment(src, dst)
         return self._last[1]
 
-    def _augment(self, src: int, dst: int) -> tuple[int, frozenset[int]]:
-        """Return the value of the maximum flow, and the nodes on the side of ``src`` of the minimum cut."""
+    def _augment(self, src: int, dst: int, enough: float = math.inf) -> tuple[int, frozenset[int]]:
+        """Return the value of the maximum flow, and the nodes on the side of ``src`` of the minimum cut.
+
+        If a flow of ``enough`` or more is found, return its value, and no nodes.
+        """
         left = [arcs.copy() for arcs in self._arcs]
         value = left[src].pop(dst, 0)
         for node, capacity in left[src].items():  # the paths of one and two arcs, which need no search
@@ -126,7 +137,7 @@ class Network:
                 left[src][node] -= pushed
                 left[node][dst] -= pushed
                 value += pushed
-        while True:
+        while value < enough:
             level, queue = {src: 0}, deque([src])
             while queue and dst not in level:
                 node = queue.popleft()
@@ -136,14 +147,18 @@ class Network:
                         queue.append(other)
             if dst not in level:
                 return value, frozenset(level)
-            value += _push_blocking_flow(left, level, src, dst)
+            value += _push_blocking_flow(left, level, src, dst, enough - value)
+        return value, frozenset()
 
 
-def _push_blocking_flow(left: list[dict[int, int]], level: dict[int, int], src: int, dst: int) -> int:
-    """Push flow along paths on which ``level`` rises by 1 per arc, until there are no more; return the added flow."""
+def _push_blocking_flow(left: list[dict[int, int]], level: dict[int, int], src: int, dst: int, enough: float) -> int:
+    """Push flow along paths on which ``level`` rises by 1 per arc; return the added flow.
+
+    It ends when there are no more such paths, or when ``enough`` was added.
+    """
     value, path = 0, [src]
     onward: dict[int, list[int]] = {}  # for each node, the next nodes that may still lead to ``dst``
-    while path:
+    while path and value < enough:
         node = path[-1]
         if node == dst:
             pairs = [(path[k], path[k + 1]) for k in range(len(path) - 1)]

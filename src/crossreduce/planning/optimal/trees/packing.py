@@ -114,7 +114,7 @@ class _Remaining:
         for arc in arcs:
             if min(self.left[arc], units, self.slack_limit(arc)) <= most:
                 continue
-            room = min(self.left[arc], units, self.slack(arc))
+            room = min(self.left[arc], units, self.slack(arc, units))
             if room > most:
                 best, most = arc, room
             if most == units:
@@ -126,8 +126,11 @@ class _Remaining:
         """Return an upper limit of ``slack`` for an arc, known from the minimum cuts of earlier calls."""
         return min((most for nodes, most in self.limits if arc[1] in nodes and arc[0] not in nodes), default=1 << 62)
 
-    def slack(self, arc: Arc) -> int:
-        """Return the number of units that an arc can lose such that all other trees can still reach all nodes."""
+    def slack(self, arc: Arc, units: int) -> int:
+        """Return the number of units that an arc can lose such that all other trees can still reach all nodes.
+
+        If it is at least ``units``, or what is left of the arc, a smaller number of at least so many may be returned.
+        """
         src, dst = arc
         capacities = dict(self.left)
         nodes, needed = self.n, 0
@@ -147,7 +150,8 @@ class _Remaining:
                 capacities.update(((nodes, node), units) for node in reached)
                 nodes += 1
         network = Network(nodes, capacities)
-        slack = network.flow(src, dst) - needed
-        if slack < self.left[arc]:
+        enough = self.left[arc]
+        slack = network.flow_up_to(needed + enough, src, dst) - needed
+        if slack < enough:
             self.limits.append((frozenset(range(self.n)) - network.cut(src, dst), slack))
         return slack

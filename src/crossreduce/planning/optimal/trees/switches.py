@@ -57,7 +57,7 @@ def all_reached(capacities: dict[Arc, int], roots: dict[int, int], sinks: Sequen
     """
     total = sum(roots.values())
     network = Network(n + 1, capacities | {(n, root): units for root, units in roots.items()})
-    return all(network.flow(n, sink) >= total for sink in sinks)
+    return all(network.flow_up_to(total, n, sink) >= total for sink in sinks)
 
 
 def replace_switches(
