@@ -63,7 +63,7 @@ class Choice(NamedTuple):
     measured: bool
 
 
-class Row(NamedTuple):
+class TunerRow(NamedTuple):
     """A row of the file. Sizes include both ends."""
 
     collective: str
@@ -110,7 +110,7 @@ def to_nccl_tuner_csv(topology: Topology, times: Times | None = None) -> str:
     return "\n".join(lines) + "\n"
 
 
-def rows_of(model: Model, times: Times, fits: Mapping[str, tuple[float, float]]) -> list[Row]:
+def rows_of(model: Model, times: Times, fits: Mapping[str, tuple[float, float]]) -> list[TunerRow]:
     """Return the rows of all collectives. Rows of a collective have no gaps and do not overlap."""
     rows = []
     for collective in COLLECTIVES:
@@ -120,9 +120,9 @@ def rows_of(model: Model, times: Times, fits: Mapping[str, tuple[float, float]])
         for (before, _), (size, choice) in pairwise(found):
             if choice[1:] != first[1][1:]:
                 most = (before + size) // 2 if size - before > 1 else before
-                rows.append(Row(collective, least, most, first[1], first[0]))
+                rows.append(TunerRow(collective, least, most, first[1], first[0]))
                 least, first = most + 1, (size, choice)
-        rows.append(Row(collective, least, LARGEST, first[1], first[0]))
+        rows.append(TunerRow(collective, least, LARGEST, first[1], first[0]))
     return sorted(rows, key=lambda row: (row.collective, row.least_bytes))
 
 

@@ -19,7 +19,7 @@ from ...topology import Topology
 from ..optimal.bound import bound_of_members
 from ..requests import Request
 from .crossing_trees import AT_CARD, RELAYED, SPREAD, Edge, Style, Wires, edges_of, wires
-from .list_scheduler import CROSSING, FORWARDED, NO_SHARES, Batches, Order, in_order
+from .list_scheduler import CROSSING, FORWARDED, NO_SHARES, Batches, TransferOrder, in_order
 
 MOST_DEVICES: Final = 72  # with more, a plan takes longer than a few seconds
 MOST_EDGES: Final = 1 << 14  # with more trees, a plan takes longer than a few seconds
@@ -42,7 +42,7 @@ class _Tried(NamedTuple):
     number: int
     shares: int  # of each device that has some
     style: Style
-    order: Order
+    order: TransferOrder
 
 
 def faster_between_hosts(request: Request, best: Pieces) -> Pieces:
@@ -161,7 +161,7 @@ def _schedule(
     return Schedule(request.collective, "forest", request.members, tuple(chunks), tuple(rounds), routes=listed)
 
 
-def _reducing(edges: Sequence[Edge], order: Order, sources: set[int]) -> Iterator[tuple[Step, ...]]:
+def _reducing(edges: Sequence[Edge], order: TransferOrder, sources: set[int]) -> Iterator[tuple[Step, ...]]:
     """Yield the rounds of an order backwards: the source of an edge combines the values of its destinations."""
     holders: dict[int, set[int]] = defaultdict(lambda: set(sources))
     for round_edges in reversed(order.rounds):

@@ -26,14 +26,14 @@ CROSSING: Final = 1  # those that must cross
 FORWARDED: Final = 2  # and those that the receiver forwards
 
 
-class Order(NamedTuple):
+class TransferOrder(NamedTuple):
     """Rounds of positions in the list of edges, and the seconds that they take."""
 
     rounds: list[list[int]]
     seconds: float
 
 
-def in_order(wires: Wires, edges: Sequence[Edge], share_bytes: float, batches: Batches) -> Order:
+def in_order(wires: Wires, edges: Sequence[Edge], share_bytes: float, batches: Batches) -> TransferOrder:
     """Return the rounds of a list of edges, in which parents come before their children."""
     seconds = [each * share_bytes for each in wires.seconds_per_byte]
     below = [0.0] * len(edges)  # the least time from the start of an edge to the last arrival that needs it
@@ -105,4 +105,4 @@ def in_order(wires: Wires, edges: Sequence[Edge], share_bytes: float, batches: B
                     if free[link] <= now and blocked[link]:
                         ready += blocked[link]
                         blocked[link] = []
-    return Order(rounds, end)
+    return TransferOrder(rounds, end)

@@ -23,7 +23,7 @@ from ...lowering import Combination, DeviceProgram, Program
 from ...ops import Numbers
 from ...packing import itemsize
 from ..failures.peer_errors import PeerDisconnected, PeerTimeout
-from ..intra_host.instructions import BufferReference, RankInstruction, Transfer, kernel
+from ..intra_host.instructions import BufferReference, HostTransfer, RankInstruction, kernel
 from ..intra_host.partial_sums import header_nbytes, partial_itemsize
 from ..intra_host.programs import LINE
 from ..transports.base import PendingMessage, Transport
@@ -73,12 +73,12 @@ class ExchangeProgram(NamedTuple):
         """The bytes of the exchange's memory."""
         return self.window * self.room
 
-    def transfers(self, r: int, buffer: int, received: bool) -> tuple[Transfer, ...]:
+    def transfers(self, r: int, buffer: int, received: bool) -> tuple[HostTransfer, ...]:
         """Return what round ``r`` of the first piece sends or receives. ``buffer``: the number of the memory."""
         stage, places = self.part.stages[r], self.pieces[0].places
         moves = stage.receives if received else stage.sends
         return tuple(
-            Transfer(self.peers[host], BufferReference(~buffer, places[value][0]), places[value][1])
+            HostTransfer(self.peers[host], BufferReference(~buffer, places[value][0]), places[value][1])
             for value, host in moves
         )
 

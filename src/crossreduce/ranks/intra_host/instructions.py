@@ -42,7 +42,7 @@ class RankInstruction(NamedTuple):
     streaming: bool = False
 
 
-class Transfer(NamedTuple):
+class HostTransfer(NamedTuple):
     """Data that a rank sends to, or receives from, rank ``rank`` of another host: ``nbytes`` bytes at a place."""
 
     rank: int
@@ -57,8 +57,8 @@ class HostMessages(NamedTuple):
     number of the op is added. All data for a rank, ``room`` bytes at most, is then in the same message.
     """
 
-    sends: tuple[Transfer, ...]
-    receives: tuple[Transfer, ...]
+    sends: tuple[HostTransfer, ...]
+    receives: tuple[HostTransfer, ...]
     compared: tuple[int, ...]
     digest: bytes
     room: int

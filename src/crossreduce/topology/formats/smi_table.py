@@ -30,7 +30,7 @@ _SHOW: Final = "the complete output of nvidia-smi topo -m, from the line with GP
 _Reading = tuple[tuple[str, ...], str]  # the codes of a row, and what follows them
 
 
-class Row(NamedTuple):
+class TableRow(NamedTuple):
     """A row of the table."""
 
     line: int  # in the text, for errors
@@ -42,7 +42,7 @@ class Table(NamedTuple):
     """The names of the columns (GPUs and NICs), and the rows by name. Every GPU has a row."""
 
     names: list[str]
-    rows: dict[str, Row]
+    rows: dict[str, TableRow]
 
 
 def read_table(text: str) -> Table:
@@ -109,7 +109,7 @@ def _is_access(lines: list[str], start: int, headers: dict[int, list[str]]) -> b
     return False
 
 
-def _rows(names: list[str], lines: list[str], start: int, end: int) -> dict[str, Row]:
+def _rows(names: list[str], lines: list[str], start: int, end: int) -> dict[str, TableRow]:
     """Return the rows by name. A row that can be read in several ways is compared with the others."""
     first = re.compile("|".join(f"{re.escape(name)}(?![0-9])" for name in sorted(names, key=len, reverse=True)))
     numbers: dict[str, int] = {}
@@ -134,7 +134,7 @@ def _rows(names: list[str], lines: list[str], start: int, end: int) -> dict[str,
         if all(_CODES.match(tail) and not tail.startswith("N/A") for _, tail in found):
             _refuse(k, lines, f"the row of {name} has more entries than the {len(names)} columns of the table.")
         numbers[name], read[name] = k, found
-    rows: dict[str, Row] = {}
+    rows: dict[str, TableRow] = {}
     for name, found in read.items():
         agreeing = [each for each in found if len(found) == 1 or _agrees(name, each, names, read)]
         if len(agreeing) != 1:
@@ -143,7 +143,7 @@ def _rows(names: list[str], lines: list[str], start: int, end: int) -> dict[str,
             )
         codes, tail = agreeing[0]
         cores = tail.split()[0] if re.match("[0-9]", tail) else ""
-        rows[name] = Row(numbers[name], dict(zip(names, codes, strict=True)), cores)
+        rows[name] = TableRow(numbers[name], dict(zip(names, codes, strict=True)), cores)
     return rows
 
 
@@ -171,7 +171,7 @@ def _agrees(name: str, reading: _Reading, names: list[str], read: dict[str, list
     return all(reading[0][k] == codes[position] for k, codes in others)
 
 
-def _check(rows: dict[str, Row], lines: list[str]) -> None:
+def _check(rows: dict[str, TableRow], lines: list[str]) -> None:
     """Refuse rows that contradict each other, and two GPUs for which the table states no connection."""
     for a, row in rows.items():
         for b, cell in row.cells.items():
