@@ -190,7 +190,8 @@ def _rows(name: str, leaf: Array, axis: int, devices: int, tiled: bool) -> Array
 def _joined(rows: Array, axis: int) -> Array:
     """Return the rows of an array joined along one of the other axes, which is number ``axis`` without the first."""
     parts = jnp.moveaxis(rows, 0, axis)
-    return parts.reshape(*parts.shape[:axis], -1, *parts.shape[axis + 2 :])
+    joined = parts.shape[axis] * parts.shape[axis + 1]  # not -1, which is not defined for empty arrays
+    return parts.reshape(*parts.shape[:axis], joined, *parts.shape[axis + 2 :])
 
 
 def _own_row(rows: Array, axis_name: Any, op: ReduceOp, exact: bool) -> Array:

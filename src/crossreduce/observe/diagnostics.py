@@ -103,6 +103,8 @@ def mismatch_text(calls: Mapping[int, CallSignature], name: str) -> str:
     verb = "differs" if len(differing) == 1 else "differ"
     where = f'of group "{name}"' if numbers_differ else f'at op {usual.sequence} of group "{name}"'
     remedy = next((_REMEDIES[x] for x in aspects if x in _REMEDIES), f"the same {' and '.join(aspects)}")
+    if aspects == ["shape"] and usual.text.startswith("all_gather"):
+        remedy = f"pad the arrays, or accelerate's gather_for_metrics, for {remedy}"
     return message(
         f"{rank_list(differing)} {verb} from {rank_list(ranks_of[usual])} in {' and '.join(aspects)} {where}.",
         "; ".join(shown),

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch._C import _distributed_c10d as c10d
 
-from _crossreduce_torch import InPlaceOfGloo
+from _crossreduce_torch import VARIABLE, InPlaceOfGloo
 
 from ..errors import ArgumentError, UnsupportedError
 from ..frameworks.torch.arrays import increment_versions, is_traced
@@ -95,7 +95,8 @@ class Group(dist.ProcessGroup):  # type: ignore[misc]
         self._messages = Messages(self.communicator)
         self._collectives = Collectives(self.communicator, store, self.exact, self._messages)
         self._numbers, self._number = itertools.count(1), 0  # the numbers of next and latest call
-        self.queue = OpQueue(name, inline=True, communicator=self.communicator)
+        back = f"or gloo: unset {VARIABLE}" if isinstance(options, InPlaceOfGloo) else ""
+        self.queue = OpQueue(name, inline=True, communicator=self.communicator, alternative=back)
         self._end = weakref.finalize(self, close, self.queue, self.communicator)
 
     def getBackendName(self) -> str:  # noqa: N802 - the trampoline's name
@@ -268,10 +269,13 @@ class Group(dist.ProcessGroup):  # type: ignore[misc]
 
     def _message(self, method: str, plain: Callable[[Any], Any], tensors: Sequence[Any], *arguments: int) -> Any:
         """Start a send or receive, with an entry in the profiler if it is on. Return its work."""
-        if not is_profiled():
-            return self._start_message(method, plain, tensors, *arguments)
-        with entry(self, method, tensors if method == "send" else [], [] if method == "send" else tensors):
-            return self._start_message(method, plain, tensors, *arguments)
+        try:
+            if not is_profiled():
+                return self._start_message(method, plain, tensors, *arguments)
+            with entry(self, method, tensors if method == "send" else [], [] if method == "send" else tensors):
+                return self._start_message(method, plain, tensors, *arguments)
+        except UnsupportedError as error:
+            raise self.queue.completed(error) from None
 
     def _start_message(self, method: str, plain: Callable[[Any], Any], tensors: Sequence[Any], *arguments: int) -> Any:
         """Start a send or receive and return its work. ``arguments``: the other rank, if not any, and the tag.

@@ -21,7 +21,7 @@ from typing import Any, Final
 import torch
 import torch.distributed as dist
 
-from ..errors import CollectiveTimeout, ContextError, ReductionError
+from ..errors import CollectiveTimeout, ContextError, ReductionError, UnsupportedError
 from ..ranks.communicator import Communicator
 from ..threads import start_thread
 
@@ -109,6 +109,8 @@ class Queued(Finished):
             if self._since_ns and self._ops.communicator is not None:
                 self._ops.communicator.memory.native.trace_queued(self._since_ns)
             function()
+        except UnsupportedError as error:
+            self._error = self._ops.completed(error).with_traceback(None)
         except ReductionError as error:  # the frames of its traceback would refer to the tensors, and to this op
             self._error = error.with_traceback(None)
         except BaseException as error:  # noqa: BLE001 - raised again by the waiting thread
@@ -190,12 +192,15 @@ exclude_from_compile(Finished, Queued)
 class OpQueue:
     """Runs ops one after another, in the order of their calls."""
 
-    def __init__(self, name: str, inline: bool, communicator: Communicator | None = None) -> None:
+    def __init__(
+        self, name: str, inline: bool, communicator: Communicator | None = None, alternative: str = ""
+    ) -> None:
         """Make a queue for the group ``name``. ``inline``: whether a synchronous op may run in the caller's thread.
 
         ``communicator``: its trace records how long ops wait in the queue. It is ``None`` if ops are not collectives.
+        ``alternative``: what else a user can do about an ``UnsupportedError``.
         """
-        self.name, self.communicator = name, communicator
+        self.name, self.communicator, self._alternative = name, communicator, alternative
         self._inline = inline
         self._refusal: str | None = None  # why new ops are refused
         self._lock = threading.Lock()
@@ -222,7 +227,15 @@ class OpQueue:
                 function()
             except InMode:
                 self._put(function, tensors).wait()
+            except UnsupportedError as error:
+                raise self.completed(error) from None
         return Finished(tensors)
+
+    def completed(self, error: UnsupportedError) -> UnsupportedError:
+        """Return an error with the queue's alternative added to its text."""
+        if self._alternative:
+            error.args = (f"{error}; {self._alternative}",)
+        return error
 
     def _put(self, function: Callable[[], None], tensors: Sequence[Any]) -> Queued:
         """Put an op into the queue, start the queue's thread if there is none, and return the op's work."""

@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import _crossreduce_torch as entry
 import crossreduce.torch as crt
 from _crossreduce_torch import VARIABLE
-from crossreduce.errors import ArgumentError, CollectiveTimeout, MismatchError
+from crossreduce.errors import ArgumentError, CollectiveTimeout, MismatchError, UnsupportedError
 
 ON, OFF = {VARIABLE: "1"}, {VARIABLE: ""}
 REAL = c10d._new_process_group_helper.__wrapped__  # torch's function
@@ -157,6 +157,48 @@ def test_several_tensors_per_rank(tmp_path):
         (folder := tmp_path / str(number)).mkdir()
         results.append(ranks(2, lists_of_tensors, folder, environment=[variables] * 2))
     assert results[0] == results[1]
+
+
+def unsupported(rendezvous, folder, backend):
+    """Make calls that crossreduce does not support. Return the last lines of their errors."""
+    begin(rendezvous, folder, backend)
+    ones, where = torch.ones(2), torch.device("meta")
+    calls = [
+        lambda: dist.all_reduce(ones.to(torch.float8_e4m3fn)),
+        lambda: dist.all_reduce(ones, dist.ReduceOp.BAND, async_op=True).wait(),
+        lambda: dist.all_reduce(ones.to(where)),
+        lambda: dist.send(ones.to(where), 1 - dist.get_rank()),
+    ]
+    texts = []
+    for call in calls:
+        with pytest.raises(UnsupportedError) as caught:
+            call()
+        texts.append(str(caught.value).splitlines()[-1])
+    return texts
+
+
+@pytest.mark.parametrize(("variables", "ends"), [(ON, True), (OFF, False)])
+def test_errors_say_how_to_go_back_to_gloo(tmp_path, variables, ends):
+    """If a call is not supported, the error names gloo as one remedy, but only where the variable has replaced it."""
+    for texts in ranks(2, unsupported, tmp_path, "gloo" if ends else "crossreduce", environment=[variables] * 2):
+        assert [text.count(f"; or gloo: unset {VARIABLE}") for text in texts] == [ends] * 4, texts
+
+
+def uneven_gather(rendezvous, folder):
+    """Gather rows of an uneven last batch, as Lightning does: each rank expects parts of its own size."""
+    rank = begin(rendezvous, folder)
+    rows = torch.ones(3 - rank, 2)
+    with pytest.raises(MismatchError) as caught:
+        dist.all_gather([torch.empty_like(rows) for _ in range(2)], rows)
+    return str(caught.value).splitlines()[-1], total()
+
+
+def test_an_uneven_all_gather_says_what_to_do(tmp_path):
+    """The error names padding and accelerate's function. The group can still be used."""
+    for text, after in ranks(2, uneven_gather, tmp_path, environment=[ON] * 2):
+        assert "pad the arrays" in text
+        assert "gather_for_metrics" in text
+        assert after == 3.0
 
 
 def late_rank(rendezvous, folder):
