@@ -287,6 +287,7 @@ def ends(rendezvous, store, reads):
     dist.recv(pair, 2 - rank)
     work.wait()
     assert torch.equal(pair, torch.full((10,), 2.0 - rank))
+    dist.destroy_process_group()  # a plug-in loses what it has not yet passed on if a process exits without leaving
     return "done"
 
 
@@ -438,7 +439,7 @@ def after_a_timeout(rendezvous, store):
             dist.irecv(torch.zeros(1), 1, tag=3).wait(timedelta(seconds=0.2))
     sent, received = ([0, 40_000], [0, 0]) if rank == 0 else ([0, 0], [40_000, 0])
     begun = time.monotonic()
-    with pytest.raises((CollectiveTimeout, PeerLostError)):
+    with pytest.raises((CollectiveTimeout, PeerLostError), match="all_to_all"):
         dist.all_to_all_single(torch.zeros(sum(received)), torch.ones(sum(sent)), received, sent)
     assert time.monotonic() - begun < 20
 
