@@ -137,7 +137,8 @@ def gloo_check(store: Any, rank: int, size: int, global_ranks: Sequence[int]) ->
         gloo: list[int] = []
         with contextlib.suppress(RuntimeError), lost_store_errors(store):  # the caller notices a lost store, too
             looked = itertools.islice(places, min(size, _MOST_LOOKED))
-            published = [numbers[place] for place in looked if _uses_gloo(store, place)]
+            used = [place for place in looked if _uses_gloo(store, place)]
+            published = [numbers[place] for place in used if not store.check([f"ends {place}"])]  # see ``end_gloo``
             if published and not _uses_gloo(store, rank):  # else an earlier group of this name may have used gloo
                 gloo = published
         if gloo:
@@ -172,6 +173,7 @@ def end_gloo(store: Any, rank: int, size: int, error: ArgumentError) -> None:
         if missing:
             store.compare_set(f"0/{rank}", b"", NO_ADDRESS)
         elif any(_uses_gloo(store, place) for place in range(size)):
+            store.set(f"ends {rank}", b"")  # this rank only ends the wait of others
             gloo = dist.ProcessGroupGloo(store, rank, size, timedelta(seconds=_COME_S))
             time.sleep(_LOOK_S)  # others may still connect to it, and have to read the store, which may run here
             del gloo
