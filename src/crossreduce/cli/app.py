@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Final
 
-from rich.console import Console
 from rich.panel import Panel
 from rich.text import Text
 from typer import Exit, Option, Typer
@@ -20,6 +19,7 @@ from .export import export
 from .groups import groups
 from .info import info
 from .plan import plan
+from .support.output import terminal
 from .top.command import top
 from .topology import topology
 from .trace import trace
@@ -49,7 +49,6 @@ MOVED: Final = {
     },
 }
 """For each command, the options of earlier versions, and what to write instead."""
-
 
 EXAMPLES: Final = {
     "topology": ("topology", "topology dgx-a100 --hosts 2", "topology hgx-h100 --picture machine.svg"),
@@ -84,20 +83,19 @@ EXAMPLES: Final = {
 }
 """For each command three lines to try, which its help shows."""
 _METAVARS: Final = {
-    "TYPE": ("datatype",),
-    "BYTES": ("maxbytes", "minbytes", "nbytes", "stepbytes"),
-    "DEVICES": ("devices", "participants"),
-    "FILE": ("export", "json", "picture"),
-    "FORMAT": ("format",),
-    "NETWORK": ("nics",),
-    "OP": ("op",),
-    "PEERS": ("peers",),
-    "RANK": ("root", "rank"),
-    "W,W": ("weights",),
-    "A-B": ("without_link",),
-    "X": ("granularity", "interval", "operation_us"),
-    "N": ("average", "batch_size", "check", "epochs", "hosts", "iters", "num_packs", "packs", "per_iter_report"),
-    "K": ("seed", "stepfactor", "warmup_iters"),
+    "TYPE": "datatype",
+    "BYTES": "maxbytes minbytes nbytes stepbytes",
+    "DEVICES": "devices participants",
+    "FILE": "export json picture",
+    "FORMAT": "format",
+    "NETWORK": "nics",
+    "OP": "op",
+    "PEERS": "peers",
+    "RANK": "root rank",
+    "W,W": "weights",
+    "A-B": "without_link",
+    "X": "granularity interval operation_us",
+    "N": "average batch_size check epochs hosts iters num_packs packs per_iter_report seed stepfactor warmup_iters",
 }
 """What stands for the value of an option in its help; for all other options, it is NAME."""
 
@@ -111,12 +109,13 @@ class Command(TyperCommand):
             if getattr(parameter, "is_flag", False):
                 parameter.metavar = ""
             elif parameter.metavar is None:
-                parameter.metavar = next((each for each, names in _METAVARS.items() if parameter.name in names), "NAME")
+                names = (metavar for metavar, options in _METAVARS.items() if parameter.name in options.split())
+                parameter.metavar = next(names, "NAME")
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
         super().format_help(ctx, formatter)
         lines = "\n".join(f"crossreduce {line}" for line in EXAMPLES[self.name or ""])
-        Console().print(Panel(Text(lines), title="Examples", title_align="left", border_style="dim"))
+        terminal().print(Panel(Text(lines), title="Examples", title_align="left", border_style="dim"))
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         for arg in args:

@@ -17,9 +17,8 @@
 #include <immintrin.h>
 #endif
 
-#include "module.hpp"
+#include "cpu_handlers.hpp"
 #include "thread_pool.hpp"
-#include "xla.hpp"
 
 namespace {
 
@@ -29,7 +28,6 @@ using Ints = std::vector<int64_t>;
 
 constexpr std::chrono::milliseconds PATIENCE{5}; // see xla_call.cpp
 constexpr std::chrono::seconds CHECK{1};         // between two looks for devices that do not arrive
-const char *const NO_MEMORY = "out of memory";
 
 struct CallSite { // a custom call of an executable
     std::string text;   // describes the call, and is the same in all processes
@@ -144,41 +142,34 @@ void destroy_site(void *state) {
 }
 
 // Make the state of a call site.
+Error *make_site(CallFrame &frame) {
+    const auto *text = static_cast<const XLA_FFI_ByteSpan *>(attribute(frame, "call", XLA_FFI_AttrType_STRING));
+    const auto *numbers = static_cast<const XLA_FFI_Array *>(attribute(frame, "processes", XLA_FFI_AttrType_ARRAY));
+    if (text == nullptr || numbers == nullptr || numbers->dtype != XLA_FFI_DataType_S64 || numbers->size < 2)
+        return error_of(frame.api, INVALID_ARGUMENT, "the attributes of crossreduce's call are invalid");
+    const auto *values = static_cast<const int64_t *>(numbers->data); // the positions, then the processes
+    auto site = std::make_shared<CallSite>();
+    site->text.assign(text->ptr, text->len);
+    site->positions = values[0];
+    site->processes.assign(values + 1, values + numbers->size);
+    auto own = std::make_unique<std::shared_ptr<CallSite>>(site);
+    {
+        std::lock_guard<std::mutex> locked(lock);
+        site->serial = next_serial++;
+        site->twin = twins[{std::this_thread::get_id(), site->text}]++;
+        known[site->text]++;
+    }
+    XLA_FFI_State_Set_Args state = {sizeof state, nullptr, frame.ctx, INSTANTIATE, &site_type, own.get()};
+    Error *error = frame.api->XLA_FFI_State_Set(&state);
+    void *kept = own.release();
+    if (error != nullptr) destroy_site(kept);
+    return error;
+}
+
 Error *instantiate(CallFrame *frame) {
     static const XLA_FFI_TypeInfo info = {sizeof(XLA_FFI_TypeInfo), nullptr, destroy_site};
-    if (frame->api->struct_size < offsetof(XLA_FFI_Api, XLA_FFI_DeviceOrdinal_Get))
-        return error_of(frame->api, INTERNAL, "this version of XLA lacks functions that crossreduce calls");
-    if (site_type.type_id == 0) {
-        static const char name[] = "crossreduce_process_call_site";
-        XLA_FFI_Type_Register_Args type = {sizeof type, nullptr, {name, sizeof name - 1}, &site_type, &info};
-        if (Error *error = frame->api->XLA_FFI_Type_Register(&type)) return error;
-    }
-    if (is_metadata_call(*frame, 0, site_type)) return nullptr;
-    try {
-        const auto *text = static_cast<const XLA_FFI_ByteSpan *>(attribute(*frame, "call", XLA_FFI_AttrType_STRING));
-        const auto *numbers = static_cast<const XLA_FFI_Array *>(attribute(*frame, "processes", XLA_FFI_AttrType_ARRAY));
-        if (text == nullptr || numbers == nullptr || numbers->dtype != XLA_FFI_DataType_S64 || numbers->size < 2)
-            return error_of(frame->api, INVALID_ARGUMENT, "the attributes of crossreduce's call are invalid");
-        const auto *values = static_cast<const int64_t *>(numbers->data); // the positions, then the processes
-        auto site = std::make_shared<CallSite>();
-        site->text.assign(text->ptr, text->len);
-        site->positions = values[0];
-        site->processes.assign(values + 1, values + numbers->size);
-        auto own = std::make_unique<std::shared_ptr<CallSite>>(site);
-        {
-            std::lock_guard<std::mutex> locked(lock);
-            site->serial = next_serial++;
-            site->twin = twins[{std::this_thread::get_id(), site->text}]++;
-            known[site->text]++;
-        }
-        XLA_FFI_State_Set_Args state = {sizeof state, nullptr, frame->ctx, INSTANTIATE, &site_type, own.get()};
-        Error *error = frame->api->XLA_FFI_State_Set(&state);
-        void *kept = own.release();
-        if (error != nullptr) destroy_site(kept);
-        return error;
-    } catch (const std::exception &) { // bad_alloc
-        return error_of(frame->api, RESOURCE_EXHAUSTED, NO_MEMORY);
-    }
+    if (Error *error = register_state(frame->api, "crossreduce_process_call_site", info, site_type)) return error;
+    return is_metadata_call(*frame, 0, site_type) ? nullptr : guarded(*frame, make_site);
 }
 
 // Return the size of an element, or 0 for types that no collective has.
@@ -221,11 +212,10 @@ void enqueue(const std::shared_ptr<Call> &call) {
 
 Error *arrive(CallFrame &frame) {
     const Api *api = frame.api;
-    XLA_FFI_State_Get_Args state = {sizeof state, nullptr, frame.ctx, INSTANTIATE, &site_type, nullptr};
-    if (Error *error = api->XLA_FFI_State_Get(&state)) return error;
-    XLA_FFI_RunId_Get_Args run = {sizeof(XLA_FFI_RunId_Get_Args), nullptr, frame.ctx, 0};
-    if (Error *error = api->XLA_FFI_RunId_Get(&run)) return error;
-    const auto &site = *static_cast<std::shared_ptr<CallSite> *>(state.state);
+    void *state;
+    int64_t run;
+    if (Error *error = read_call(frame, site_type, state, run)) return error;
+    const auto &site = *static_cast<std::shared_ptr<CallSite> *>(state);
     const auto data_of = [](void *buffer) { return static_cast<XLA_FFI_Buffer *>(buffer)->data; };
     std::vector<void *> buffers;
     for (int64_t k = 0; k + 1 < frame.args.size; k++) buffers.push_back(data_of(frame.args.args[k]));
@@ -241,7 +231,7 @@ Error *arrive(CallFrame &frame) {
     const int64_t number = *static_cast<const int32_t *>(data_of(frame.args.args[frame.args.size - 1]));
 
     std::unique_lock<std::mutex> locked(lock);
-    const std::shared_ptr<Call> call = find_call(site, run.run_id, number / site->positions);
+    const std::shared_ptr<Call> call = find_call(site, run, number / site->positions);
     const auto found = call->arrivals.find(number % site->positions);
     if (found == call->arrivals.end() || found->second.here)
         return error_of(api, INTERNAL, "a device arrived twice at one collective, or is not one of this process");
@@ -264,12 +254,7 @@ Error *arrive(CallFrame &frame) {
 
 // Called once per device and run of a custom call.
 Error *execute(CallFrame *frame) {
-    if (is_metadata_call(*frame, 0, {0})) return nullptr;
-    try {
-        return arrive(*frame);
-    } catch (const std::exception &) { // bad_alloc
-        return error_of(frame->api, RESOURCE_EXHAUSTED, NO_MEMORY);
-    }
+    return is_metadata_call(*frame, 0, {0}) ? nullptr : guarded(*frame, arrive);
 }
 
 // ---- functions for Python ------------------------------------------------------------------------------------------
@@ -283,10 +268,7 @@ PyObject *handlers(PyObject *, PyObject *args) {
         own_process = process;
         limit = std::chrono::duration<double>(limit_s);
     }
-    Ref first(PyCapsule_New(reinterpret_cast<void *>(instantiate), nullptr, nullptr));
-    Ref second(PyCapsule_New(reinterpret_cast<void *>(execute), nullptr, nullptr));
-    if (!first || !second) return nullptr;
-    return Py_BuildValue("{s:O,s:O}", "instantiate", first.object, "execute", second.object);
+    return handlers_of(instantiate, execute);
 }
 
 PyObject *tuple_of(const Ints &numbers) {

@@ -21,16 +21,14 @@
 #include <immintrin.h>
 #endif
 
-#include "module.hpp"
+#include "cpu_handlers.hpp"
 #include "thread_pool.hpp"
-#include "xla.hpp"
 
 namespace {
 
 using namespace xla;
 using Clock = std::chrono::steady_clock;
 
-const char *const NO_MEMORY = "out of memory";
 // How long the device that arrives first waits in its call, and all others with it. Going on by a future takes about
 // 100 us longer than to return from the call. A timer that ends before the next tick of the kernel (4 ms) costs 20 us on
 // a virtual machine, 10 % of a small all-reduce.
@@ -265,36 +263,29 @@ std::string text_of(const CallFrame &frame, const char *name) {
 void destroy_site(void *site) { delete static_cast<CallSite *>(site); }
 
 // Make the state of a call site.
+Error *make_site(CallFrame &frame) {
+    auto site = std::make_unique<CallSite>();
+    const auto *numbers = static_cast<const XLA_FFI_Array *>(attribute(frame, "numbers", XLA_FFI_AttrType_ARRAY));
+    const int op = op_named(text_of(frame, "op").c_str());
+    const int accumulator = dtype_named(text_of(frame, "accumulator").c_str());
+    const bool has_numbers = numbers != nullptr && numbers->dtype == XLA_FFI_DataType_S64 && numbers->size == 2;
+    if (!has_numbers || op < 0 || accumulator < 0)
+        return error_of(frame.api, INVALID_ARGUMENT, "the attributes of crossreduce's call are invalid");
+    site->positions = static_cast<const int64_t *>(numbers->data)[0];
+    site->divisor = static_cast<double>(static_cast<const int64_t *>(numbers->data)[1]);
+    site->axes = text_of(frame, "axes");
+    site->op = static_cast<Op>(op);
+    site->accumulator = static_cast<DType>(accumulator);
+    XLA_FFI_State_Set_Args state = {sizeof state, nullptr, frame.ctx, INSTANTIATE, &site_type, site.get()};
+    Error *error = frame.api->XLA_FFI_State_Set(&state);
+    if (error == nullptr) site.release(); // NOLINT: XLA owns it now
+    return error;
+}
+
 Error *instantiate(CallFrame *frame) {
     static const XLA_FFI_TypeInfo info = {sizeof(XLA_FFI_TypeInfo), nullptr, destroy_site};
-    if (frame->api->struct_size < offsetof(XLA_FFI_Api, XLA_FFI_DeviceOrdinal_Get))
-        return error_of(frame->api, INTERNAL, "this version of XLA lacks functions that crossreduce calls");
-    if (site_type.type_id == 0) {
-        static const char name[] = "crossreduce_call_site";
-        XLA_FFI_Type_Register_Args type = {sizeof type, nullptr, {name, sizeof name - 1}, &site_type, &info};
-        if (Error *error = frame->api->XLA_FFI_Type_Register(&type)) return error;
-    }
-    if (is_metadata_call(*frame, 0, site_type)) return nullptr;
-    try {
-        auto site = std::make_unique<CallSite>();
-        const auto *numbers = static_cast<const XLA_FFI_Array *>(attribute(*frame, "numbers", XLA_FFI_AttrType_ARRAY));
-        const int op = op_named(text_of(*frame, "op").c_str());
-        const int accumulator = dtype_named(text_of(*frame, "accumulator").c_str());
-        const bool has_numbers = numbers != nullptr && numbers->dtype == XLA_FFI_DataType_S64 && numbers->size == 2;
-        if (!has_numbers || op < 0 || accumulator < 0)
-            return error_of(frame->api, INVALID_ARGUMENT, "the attributes of crossreduce's call are invalid");
-        site->positions = static_cast<const int64_t *>(numbers->data)[0];
-        site->divisor = static_cast<double>(static_cast<const int64_t *>(numbers->data)[1]);
-        site->axes = text_of(*frame, "axes");
-        site->op = static_cast<Op>(op);
-        site->accumulator = static_cast<DType>(accumulator);
-        XLA_FFI_State_Set_Args state = {sizeof state, nullptr, frame->ctx, INSTANTIATE, &site_type, site.get()};
-        Error *error = frame->api->XLA_FFI_State_Set(&state);
-        if (error == nullptr) site.release(); // NOLINT: XLA owns it now
-        return error;
-    } catch (const std::exception &) { // bad_alloc
-        return error_of(frame->api, RESOURCE_EXHAUSTED, "out of memory");
-    }
+    if (Error *error = register_state(frame->api, "crossreduce_call_site", info, site_type)) return error;
+    return is_metadata_call(*frame, 0, site_type) ? nullptr : guarded(*frame, make_site);
 }
 
 // Return the open meeting of a device. Add one unless it exists. The caller has the lock.
@@ -355,11 +346,10 @@ void finish(const std::shared_ptr<Meeting> &meeting) {
 
 Error *arrive(CallFrame &frame) {
     const Api *api = frame.api;
-    XLA_FFI_State_Get_Args state = {sizeof state, nullptr, frame.ctx, INSTANTIATE, &site_type, nullptr};
-    if (Error *error = api->XLA_FFI_State_Get(&state)) return error;
-    XLA_FFI_RunId_Get_Args run = {sizeof(XLA_FFI_RunId_Get_Args), nullptr, frame.ctx, 0};
-    if (Error *error = api->XLA_FFI_RunId_Get(&run)) return error;
-    CallSite &site = *static_cast<CallSite *>(state.state);
+    void *state;
+    int64_t run;
+    if (Error *error = read_call(frame, site_type, state, run)) return error;
+    CallSite &site = *static_cast<CallSite *>(state);
     const int64_t tensors = frame.rets.size;
     const auto data_of = [](void *buffer) { return static_cast<char *>(static_cast<XLA_FFI_Buffer *>(buffer)->data); };
     std::vector<char *> sources, results;
@@ -373,7 +363,7 @@ Error *arrive(CallFrame &frame) {
     std::unique_lock<std::mutex> locked(lock);
     if (site.kernel == nullptr)
         if (const char *fault = compile(site, frame)) return error_of(api, INTERNAL, fault);
-    const std::shared_ptr<Meeting> meeting = find_meeting(site, run.run_id, number / site.positions);
+    const std::shared_ptr<Meeting> meeting = find_meeting(site, run, number / site.positions);
     Arrival &own = meeting->arrivals[static_cast<size_t>(number % site.positions)];
     if (own.here) return error_of(api, INTERNAL, "a position arrived twice at one all_reduce");
     own.here = true;
@@ -397,12 +387,7 @@ Error *arrive(CallFrame &frame) {
 
 // Called once per device and run of a custom call.
 Error *execute(CallFrame *frame) {
-    if (is_metadata_call(*frame, 0, {0})) return nullptr;
-    try {
-        return arrive(*frame);
-    } catch (const std::exception &) { // bad_alloc
-        return error_of(frame->api, RESOURCE_EXHAUSTED, NO_MEMORY);
-    }
+    return is_metadata_call(*frame, 0, {0}) ? nullptr : guarded(*frame, arrive);
 }
 
 PyObject *handlers(PyObject *, PyObject *args) {
@@ -417,10 +402,7 @@ PyObject *handlers(PyObject *, PyObject *args) {
     }
     settings.isa = instruction_set(isa);
     if (settings.isa == nullptr) return PyErr_Format(PyExc_ValueError, "unknown instruction set %s", isa);
-    Ref first(PyCapsule_New(reinterpret_cast<void *>(instantiate), nullptr, nullptr));
-    Ref second(PyCapsule_New(reinterpret_cast<void *>(execute), nullptr, nullptr));
-    if (!first || !second) return nullptr;
-    return Py_BuildValue("{s:O,s:O}", "instantiate", first.object, "execute", second.object);
+    return handlers_of(instantiate, execute);
 }
 
 PyMethodDef functions[] = {
