@@ -26,9 +26,7 @@ VALUES: Final = ("0", "1", "name")
 # error: no host name, and a socket address of one byte.
 REASON: Final = f"{VARIABLE}/reason"
 NO_ADDRESS: Final = struct.pack("=qqb", 0, 1, 0)
-_LINGER_S: Final = (
-    1.0  # a rank that raises an error in place of gloo may run the store, which others still have to read
-)
+_LINGER_S: Final = 1.0  # a rank that raises an error in place of gloo may run the store, which others still read
 _NEEDED: Final = {"backend", "store", "group_name"}  # parameters of torch's function
 _LOG: Final = logging.getLogger("crossreduce")
 

@@ -286,12 +286,9 @@ class Group(dist.ProcessGroup):  # type: ignore[misc]
             if works := call_unwrapped(getattr(self, method), (tensors, *arguments)):
                 return Works(works, tensors)
             raise unsupported_form(method, tensors[0])
-        peer, tag, call = (
-            ANY_RANK if method == "recv_anysource" else arguments[0],
-            arguments[-1],
-            method.partition("_")[0],
-        )
-        if method != "recv_anysource" and not 0 <= peer < self.communicator.size:
+        call, tag, takes_any = method.partition("_")[0], arguments[-1], method == "recv_anysource"
+        peer = ANY_RANK if takes_any else arguments[0]
+        if not takes_any and not 0 <= peer < self.communicator.size:
             problem = f"the other rank of a {method} is not a rank of the group."
             raise ArgumentError.of(problem, str(peer), f"0 to {self.size() - 1}")
         if peer == self.communicator.rank:
@@ -301,7 +298,7 @@ class Group(dist.ProcessGroup):  # type: ignore[misc]
         if tensors[0].is_cpu and tag < 0:
             raise ArgumentError.of("the tag of a message is at least 0.", str(tag))
         require_dense(method, tensors)
-        if peer != ANY_RANK:
+        if not takes_any:
             self.communicator.links.require(call, peer)
         tensor, buffer = tensors[0], plain(tensors[0])
         self.queue.require_open()  # else a forked process would write to its parent's connections

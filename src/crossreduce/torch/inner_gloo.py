@@ -34,9 +34,7 @@ from .rendezvous import CancellableStore
 
 _GLOO_WAITS_S: Final = 10.0  # gloo's timeout is this much longer than the group's, since gloo's errors name no rank
 BITWISE: Final = {TorchOp.BAND: "bitwise_and", TorchOp.BOR: "bitwise_or", TorchOp.BXOR: "bitwise_xor"}
-_GATHERED_NBYTES: Final = (
-    1 << 14
-)  # a bitwise reduction of so many bytes gathers the tensors of all ranks on each of them
+_GATHERED_NBYTES: Final = 1 << 14  # up to here, a bitwise reduction gathers the tensors of all ranks on each of them
 _STEP_NBYTES: Final = 256  # the sizes of padded parts are multiples of it
 _RELEASE_S: Final = 1.0  # the longest wait for gloo to release tensors, which takes microseconds
 
