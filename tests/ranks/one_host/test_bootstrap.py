@@ -62,6 +62,20 @@ def test_a_name_in_the_environment_splits_a_host():
     assert [read for _, read in found] == [[1000, 1002], [1001, 1004], [1000, 1002], [1003], [1001, 1004]]
 
 
+def first_kept(rendezvous):
+    found = bootstrap.bootstrap(rendezvous, lambda count, _hosts: count << 20, first=lambda count, _hosts: [(0, 8192)])
+    allocated = os.fstat(found.fd).st_blocks * 512
+    rendezvous.all_gather(b"")
+    os.pwrite(found.fd, b"x", (len(found.host) << 20) - 1)  # the whole size can be used
+    return allocated
+
+
+def test_only_what_is_needed_at_first_is_allocated():
+    """If all ranks are on one host, only the given ranges of its memory are allocated, otherwise everything."""
+    assert ranks(2, first_kept) == [8192] * 2
+    assert ranks(2, first_kept, environment=[{"CROSSREDUCE_HOST": host} for host in "ab"]) == [1 << 20] * 2
+
+
 def of_another_version(rendezvous):
     if rendezvous.rank == 2:  # its messages and its memory have another form, too
         bootstrap.version = lambda: "9.9"

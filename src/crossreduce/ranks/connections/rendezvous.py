@@ -55,7 +55,7 @@ class StoreRendezvous:
         self.rank, self.size, self.timeout_s = rank, size, timeout_s
         self._global_ranks = tuple(global_ranks) or tuple(range(size))
         self.read_s = _READ_S
-        self._calls = 0
+        self._calls, self._has_aborted = 0, False
         self.owner: int | None = 0
         self._failure: ReductionError | None = None
         self._limit_s: float | None = None  # how long an answer may take, if that differs from the store's own limit
@@ -69,7 +69,8 @@ class StoreRendezvous:
         self._calls += 1
         keys = [f"{self._calls}/{rank}" for rank in range(self.size)]
         with self._store_errors():
-            self._raise_cause()
+            if self._has_aborted:  # a rank that waits for others looks for the reason of an abort meanwhile
+                self._raise_cause()
             self._store.set(keys[self.rank], b"." + payload)  # some stores treat an empty value as a missing one
             self._wait_for(keys)
             values = self._store.multi_get(keys) if self._store.has_extended_api() else map(self._store.get, keys)
@@ -142,6 +143,7 @@ class StoreRendezvous:
 
     def publish_abort(self, cause: bytes) -> bytes:
         """Store why the group was aborted, unless a reason or ``MET`` is stored already. Return the stored value."""
+        self._has_aborted = True
         return bytes(self._query(_QUERY_S, lambda: self._store.compare_set(_CAUSE, b"", cause)) or cause)
 
     def abort_cause(self) -> bytes | None:
