@@ -16,7 +16,6 @@ import secrets
 import socket
 import stat
 import struct
-from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Final, NamedTuple
@@ -33,7 +32,7 @@ with suppress(ImportError):  # Windows has no fcntl; there, ranks raise a Backen
 _LOG: Final = logging.getLogger("crossreduce")
 _CREDENTIALS: Final = struct.Struct("3i")  # of the sender of a message: process, user, group
 _LEAST_HOSTS: Final = 8  # the shared memory is sized for at least this number of hosts
-_MESSAGES: Final = 128  # messages per batch; a socket's buffer has room for 278, and two batches may be in it
+_MEMORY_S: Final = 30.0  # how long a rank waits for the memory of another rank; it is sent at once
 _NOEXEC: Final = 0x8  # MFD_NOEXEC_SEAL: some systems require it; Linux before 6.3 does not support it
 
 
@@ -109,20 +108,18 @@ def bootstrap(
                 problem = f"rank {numbers[rank]} could not share {size} bytes: {error}"
             gathered = [json.loads(each) for each in rendezvous.all_gather(json.dumps([name, text]).encode())]
             names, texts = ([each[k] for each in gathered] for k in (0, 1))
-            most = max(Counter(tuple(info.identity) for info in infos).values())
-            for start in range(1, most, _MESSAGES):
-                batch = ranks[start : start + _MESSAGES]
-                try:
-                    if rank == ranks[0] and not problem:
-                        _send(sender, fd, [names[other] for other in batch if names[other]])
-                except OSError as error:
-                    problem = f"rank {numbers[rank]} could not send its memory: {error}"
-                rendezvous.all_gather(b"")  # a barrier: then each receiver of the batch has its message
-                try:
-                    if rank in batch and not problem:
-                        fd = _receive_memory(receiver, size)
-                except OSError as error:
-                    problem = f"rank {numbers[rank]} could not use another rank's memory: {error}"
+            receivers = [names[other] for other in ranks[1:] if rank == ranks[0] and names[other]]
+            try:
+                _send(sender, fd, receivers)
+            except OSError as error:
+                problem = problem or f"rank {numbers[rank]} could not send its memory: {error}"
+                with suppress(OSError):
+                    _send(sender, -1, receivers)  # so that they wait no longer
+            try:
+                if rank != ranks[0] and not problem:
+                    fd = _receive_memory(receiver, size)
+            except OSError as error:
+                problem = f"rank {numbers[rank]} could not use another rank's memory: {error}"
             problems = [text.decode() for text in rendezvous.all_gather(problem.encode())]
             hosts = _hosts(infos, problems)
             if ranks not in map(list, hosts) and rank == ranks[0]:
@@ -251,16 +248,18 @@ def _receive_only_from(sender: str, receiver: socket.socket) -> str:
 
 
 def _send(sender: socket.socket, fd: int, names: Sequence[str]) -> None:
-    """Send the memory ``fd`` to the sockets ``names`` of other ranks, without waiting until they read it."""
-    rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, struct.pack("i", fd))]
+    """Send the memory ``fd``, or, if this is -1, nothing, to the sockets ``names`` of other ranks."""
+    rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, struct.pack("i", fd))] if fd >= 0 else []
+    sender.settimeout(_MEMORY_S)  # its buffer may be full until some have read their message
     for name in names:
-        sender.sendmsg([b"m"], rights, socket.MSG_DONTWAIT, name)
+        sender.sendmsg([b"m"], rights, 0, name)
 
 
 def _receive_memory(receiver: socket.socket, nbytes: int) -> int:
-    """Return the file descriptor of the memory that another rank sent to this rank's receiver."""
+    """Return the file descriptor of the memory that another rank sends to this rank's receiver."""
     room = socket.CMSG_SPACE(_CREDENTIALS.size) + socket.CMSG_LEN(struct.calcsize("i"))
-    _, parts, _, _ = receiver.recvmsg(1, room, socket.MSG_DONTWAIT | socket.MSG_CMSG_CLOEXEC)
+    receiver.settimeout(_MEMORY_S)
+    _, parts, _, _ = receiver.recvmsg(1, room, socket.MSG_CMSG_CLOEXEC)
     data_of = {kind: data for _, kind, data in parts}
     if socket.SCM_RIGHTS not in data_of:
         raise OSError(errno.EBADMSG, "the message contained no file descriptor; see ulimit -n")
