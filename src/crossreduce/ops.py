@@ -69,7 +69,7 @@ _MANTISSA_BITS: Final = {"float32": 24, "float64": 53}
 class Numbers(NamedTuple):
     """How a reduction computes: its op, and the names of its dtypes."""
 
-    op: AnyOp
+    op: ReduceOp  # only in the programs of ranks also a BitwiseOp
     dtype: str  # of the components
     accumulator: str  # the dtype of partial results
     result: str  # the dtype of the result

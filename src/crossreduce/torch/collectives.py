@@ -44,7 +44,7 @@ from .memory import (
     writable,
 )
 
-_OPS: Final = {
+_OPS: Final[dict[Any, AnyOp]] = {
     TorchOp.SUM: ReduceOp.SUM,
     TorchOp.AVG: ReduceOp.MEAN,
     TorchOp.MIN: ReduceOp.MIN,

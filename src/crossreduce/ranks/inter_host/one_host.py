@@ -141,7 +141,7 @@ class OneHostEngine:
         """Return the executable of an all-to-all of parts of any sizes; see ``Communicator.exchange_parts``."""
         reads, of_two = self._reads_peers, self._ranks == 2
         most = (LEAST_BYTES_OF_TWO_RANKS if of_two else LEAST_BYTES) - 1 if reads else SLOT_BYTES
-        stages = [[PutParts(most, reads)], [TakeParts(most, reads, self._ranks)], []]
+        stages: list[list[Any]] = [[PutParts(most, reads)], [TakeParts(most, reads, self._ranks)], []]
         return RankExecutable(native_program(stages, *kind_and_bytes(text, "all_to_all")), len(stages), text)
 
     @staticmethod

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache
-from typing import Any, Final, NamedTuple, TypeAlias
+from typing import Any, Final, NamedTuple, TypeAlias, cast
 
 from ... import kernels
 from ...errors import UnsupportedError
@@ -116,7 +116,7 @@ def reduction_numbers(op: AnyOp, dtype: str, ranks: int, exact: bool = False) ->
         if dtype != "bool" and dtype not in INTEGERS:
             given = f"op {op.value}, dtype {dtype}"
             raise UnsupportedError.of(f"the {op.value} of {dtype} is not defined.", given, "cast to an integer")
-        return Numbers(op, dtype, dtype, dtype, 1)
+        return Numbers(cast("ReduceOp", op), dtype, dtype, dtype, 1)
     wide = dtype if dtype in INTEGERS else ACCUMULATORS[op, dtype]
     numbers = Numbers(op, dtype, wide, dtype, ranks if op is ReduceOp.MEAN else 1)
     if exact:
@@ -177,7 +177,9 @@ def native_program(
 def kernel(numbers: Numbers, size: int, operands: int, results: int) -> kernels.Kernel:
     """Return the kernel that combines ``size`` elements of each operand, in order. A single operand is copied."""
     _, dtype, wide, result, divisor, _ = numbers
-    if isinstance(numbers.op, BitwiseOp) and operands > 1:  # kernels combine the bytes, whatever the dtype
+    if (
+        isinstance(cast("AnyOp", numbers.op), BitwiseOp) and operands > 1
+    ):  # kernels combine the bytes, whatever the dtype
         size, dtype, wide, result = size * itemsize(dtype), *("uint8",) * 3
     everything = (Segment(0, 0, size, 0),)  # one segment with all elements
     if operands == 1:
