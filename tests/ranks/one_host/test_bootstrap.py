@@ -188,9 +188,10 @@ def test_only_the_sender_can_send_to_a_receiver(sockets, monkeypatch):
     for kind in (socket.SOCK_STREAM, socket.SOCK_SEQPACKET):
         with socket.socket(socket.AF_UNIX, kind) as other, pytest.raises(OSError, match=r"refused|wrong type"):
             other.connect(name)
-    with monkeypatch.context() as changes, pytest.raises(TimeoutError, match="timed out"):
-        changes.setattr(bootstrap, "_MEMORY_S", 0.05)
+    monkeypatch.setattr(bootstrap, "_MEMORY_S", 0.05)
+    with pytest.raises(TimeoutError, match="timed out"):
         bootstrap._receive_memory(receiver, 0)
+    monkeypatch.undo()
     fd = bootstrap._memory(4096)
     bootstrap._send(sender, fd, [name])
     with os.fdopen(bootstrap._receive_memory(receiver, 4096)) as received, os.fdopen(fd) as sent:
