@@ -1,8 +1,8 @@
 """Draw the pictures of the README: one of a reduction from its arrays to its results, one of the measured speed.
 
-Input: a plan that is made here, and results/against.json, from ``crossreduce bench --against``. Output:
-docs/pictures/overview.svg and speed.svg, and the same in colours for a dark background (-dark.svg). The same input
-gives the same files. Nothing is measured here.
+Input: a plan that is made here, and results/against.json and against_2_ranks.json, from ``crossreduce bench
+--against``. Output: docs/pictures/overview.svg and speed.svg, and the same in colours for a dark background
+(-dark.svg). The same input gives the same files. Nothing is measured here.
 Run: python benchmarks/pictures.py [--results FOLDER] [--folder FOLDER]
 """
 
@@ -232,10 +232,10 @@ def main() -> None:
     parser.add_argument("--results", type=Path, default=RESULTS, help="the folder of the measured times")
     parser.add_argument("--folder", type=Path, default=PICTURES, help="the folder of the pictures")
     given = parser.parse_args()
-    ratios = json.loads((given.results / "against.json").read_text())
+    ratios, two = (json.loads((given.results / name).read_text()) for name in ("against.json", "against_2_ranks.json"))
     for theme in (LIGHT, DARK):
         overview(theme, given.folder)
-        draw_ratios(ratios, given.folder / f"speed{theme.suffix}.svg", dark=theme is DARK)
+        draw_ratios(ratios, given.folder / f"speed{theme.suffix}.svg", two, dark=theme is DARK)
 
 
 if __name__ == "__main__":

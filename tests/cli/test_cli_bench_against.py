@@ -89,12 +89,13 @@ def test_one_process_computes_exact_sums(monkeypatch):
 
 
 def test_the_ratio_is_the_median_of_the_rounds():
-    """A ratio is the median of the ratios in each round, and not the ratio of the median times. The report has the sum
-    of the wrong elements of all ways."""
+    """A ratio is the median of the ratios in each round, and not the ratio of the median times; their quartiles are
+    kept. The report has the sum of the wrong elements of all ways."""
     rows = [{"size": 4, "contenders": contenders_of([1.0, 2.0, 8.0], way=(1, False, 0))}]
     rows[0]["contenders"]["way"]["times_s"] = [3.0, 4.0, 40.0]
     (row,) = against.report_of(request_for(["jax"]), [("jax", "default", rows)], "now")["rows"]
     assert row["peers"]["jax"]["ways"]["way"]["ratio"] == 3.0
+    assert row["peers"]["jax"]["ways"]["way"]["quartiles"] == [2.5, 4.0]
     assert row["ours"] == {"one_process": {"median_s": 2.0, "min_s": 1.0, "max_s": 8.0}}
     assert (fake_report(wrong=3)["wrong"], fake_report()["wrong"]) == (6, 0)
 
@@ -104,7 +105,7 @@ def test_the_chart_shows_every_peer_and_size(tmp_path):
     chart has other colours. A report on one size is drawn, too."""
     report = fake_report()
     labels = {"JAX", "torch", "gloo, 2 ranks", "keep_memory()", "crossreduce = 1", "1 KiB", "1 MiB", "0.5x"}
-    labels.add("torch: all devices share one result, so fewer bytes are written.")
+    labels.add(foot := "torch: all devices share one result, so fewer bytes are written.")
     for dark, colours in ((False, chart._LIGHT), (True, chart._DARK)):
         path = tmp_path / f"{dark}.svg"
         chart.draw_ratios(report, path, dark=dark)
@@ -113,6 +114,10 @@ def test_the_chart_shows_every_peer_and_size(tmp_path):
         assert not any("TensorFlow" in text for text in texts)
         assert f"fill: {colours.paper}" in path.read_text()
         assert path.read_text().count(f"stroke: {colours.colours[3]}; stroke-width: 1.5") >= 2  # torch, both settings
+    more = report | {"config": report["config"] | {"devices": 8}}
+    chart.draw_ratios(report, path, more)
+    texts = {text.text for text in ET.parse(path).iter("{http://www.w3.org/2000/svg}text")}
+    assert {*labels - {foot}, "gloo, 8 ranks", f"8 ranks share 2 cores, which is rarely useful. {foot}"} <= texts
     chart.draw_ratios(report | {"rows": report["rows"][:1]}, tmp_path / "one.png")
     assert (tmp_path / "one.png").read_bytes().startswith(b"\x89PNG")
 

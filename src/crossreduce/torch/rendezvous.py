@@ -37,7 +37,9 @@ _COME_S: Final = 5.0  # how long a rank waits for others before it ends their wa
 _MOST_LOOKED: Final = 32  # ranks in one look, since each rank asks the store for each of them
 _MOST_APPENDED: Final = 64  # ranks whose payloads are one value, which each query returns
 _RECORD: Final = struct.Struct("<II")  # before each payload: the rank, and how many bytes follow
-_END_S: Final = 0.05  # from the end of one connection of a process that dies to the end of another one
+# From the end of one connection of a process that dies to the end of another one, on a machine with many processes. The
+# longer time is for a rank that runs the store.
+_END_S: Final = (0.05, 0.5)
 
 
 class PeerStore(StoreClient, dist.Store):  # type: ignore[misc]
@@ -65,7 +67,7 @@ class TorchRendezvous(StoreRendezvous):
         """``store``: a ``PrefixStore`` of its own. For the other arguments see ``StoreRendezvous``."""
         with lost_store_errors(store):
             own, self._limited = _with_own_connection(store, timeout_s)
-        self._awaited = False
+        self._awaited_s = 0.0
         super().__init__(own, rank, size, timeout_s, global_ranks, watch)
         numbers = self._global_ranks
         self.owner = numbers.index(0) if _owner(store) == 0 and 0 in numbers else None
@@ -92,19 +94,23 @@ class TorchRendezvous(StoreRendezvous):
 
     def roll_call(self, ranks: Iterable[int], timed_out: bool) -> dict[int, bool]:
         """Store that ``ranks`` are alive. See ``Rendezvous``."""
-        self._await_end()
-        return super().roll_call(ranks, timed_out)
+        present = list(ranks)
+        self._await_end(self.owner is not None and self.owner not in present)
+        return super().roll_call(present, timed_out)
 
     def has_left(self, rank: int) -> bool:
         """Return whether a rank has stored that it leaves the group."""
-        self._await_end()
+        self._await_end(rank == self.owner)
         return super().has_left(rank)
 
-    def _await_end(self) -> None:
-        """After a failure, wait a moment for the end of the store, which may be a part of it."""
-        if not self._awaited and isinstance(self._limited, _SharedStore):
-            self._limited.await_end()
-        self._awaited = True
+    def _await_end(self, is_owner: bool) -> None:
+        """After a failure, wait a moment for the end of the store, which may be a part of it.
+
+        ``is_owner``: whether the rank that runs the store has failed.
+        """
+        if self._awaited_s < (limit_s := _END_S[is_owner]) and isinstance(self._limited, _SharedStore):
+            self._limited.await_end(limit_s - self._awaited_s)
+            self._awaited_s = limit_s
 
     def _have_arrived(self, keys: list[str]) -> bool:
         """Return whether the store has values for all keys. A ``PeerStore`` waits a moment for them."""
@@ -265,10 +271,10 @@ class _SharedStore:
         self._connection, self.underlying_store, self.limit_s = connection, connection.store, limit_s
         self._store = dist.PrefixStore(prefix, connection.store)
 
-    def await_end(self) -> None:
-        """Wait a moment for the end of the store, since the connection of its process to this one was lost before."""
+    def await_end(self, wait_s: float) -> None:
+        """Wait for the end of the store, since the connection of its process to this one was lost before."""
         with contextlib.suppress(RuntimeError):  # the next call raises it, too
-            self._connection.require_open(_END_S)
+            self._connection.require_open(wait_s)
 
     def __getattr__(self, name: str) -> Any:
         method = getattr(self._store, name)

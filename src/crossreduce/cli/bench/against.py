@@ -157,9 +157,16 @@ def report_of(
 
 
 def _compared(ours: list[float], way: dict[str, Any]) -> dict[str, Any]:
-    """Return the times of a peer's way, and ``ratio``: the median over the rounds of its time divided by ours."""
-    ratio = statistics.median(theirs / mine for theirs, mine in zip(way["times_s"], ours, strict=True))
-    return {"ratio": ratio, **_summary(way["times_s"]), "one_result": way["one_result"], "wrong": way["nwrong"]}
+    """Return the times of a peer's way, and of its time divided by ours in each round: the median and the quartiles."""
+    ratios = [theirs / mine for theirs, mine in zip(way["times_s"], ours, strict=True)]
+    first, ratio, third = statistics.quantiles(ratios, method="inclusive") if len(ratios) > 1 else ratios * 3
+    return {
+        "ratio": ratio,
+        "quartiles": [first, third],
+        **_summary(way["times_s"]),
+        "one_result": way["one_result"],
+        "wrong": way["nwrong"],
+    }
 
 
 def _summary(times: list[float]) -> dict[str, float]:

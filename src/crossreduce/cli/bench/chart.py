@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import os
+from collections.abc import Iterator
 from typing import Any, Final, NamedTuple
 
 from ...export.pictures.figure import new_figure
@@ -53,27 +54,40 @@ class FastestWay(NamedTuple):
     peer: str
     way: str
     ratio: float  # its time divided by that of crossreduce
+    quartiles: tuple[float, float]  # of the ratios of all rounds
     one_result: bool  # whether all devices share one result array
 
 
 def fastest_ways(report: dict[str, Any]) -> list[FastestWay]:
     """Return the fastest way of each peer in each row of a report; peers without a way are left out."""
     return [
-        FastestWay(row, peer, measured["fastest"], way["ratio"], way["one_result"])
+        FastestWay(
+            *(row, peer, measured["fastest"], way["ratio"]),
+            tuple(way.get("quartiles", (way["ratio"], way["ratio"]))),  # earlier reports lack them
+            way["one_result"],
+        )
         for row in report["rows"]
         for peer, measured in row["peers"].items()
         if measured["fastest"] is not None and (way := measured["ways"][measured["fastest"]])
     ]
 
 
-def draw_ratios(report: dict[str, Any], path: str | os.PathLike[str], *, dark: bool = False) -> None:
+def draw_ratios(
+    report: dict[str, Any],
+    path: str | os.PathLike[str],
+    fewer_ranks: dict[str, Any] | None = None,
+    *,
+    dark: bool = False,
+) -> None:
     """Draw a line per peer: the time of its fastest way as a multiple of crossreduce's time, over the size.
 
     Both axes are logarithmic. Dashed lines stand for ranks, and dotted lines for processes that keep freed memory.
+    Vertical lines go from the first to the third quartile of the rounds.
 
     Args:
       report: the content of the file of ``crossreduce bench --against --json``.
       path: a file that ends in .svg or .png; an existing file is replaced.
+      fewer_ranks: another such content, of another number of ranks, whose lines have open markers.
       dark: whether the background is dark.
     Raises:
       ArgumentError: an invalid path.
@@ -82,7 +96,8 @@ def draw_ratios(report: dict[str, Any], path: str | os.PathLike[str], *, dark: b
     """
     theme = _DARK if dark else _LIGHT
     config, machine, fastest = report["config"], report["machine"], fastest_ways(report)
-    devices, ratios = config["devices"], [1.0, *(each.ratio for each in fastest)]
+    curves = list(_curves(report, [DEFAULT, KEPT])) + list(_curves(fewer_ranks, [DEFAULT]) if fewer_ranks else [])
+    ratios = [1.0, *(end for curve in curves for each in curve.points for end in (each.ratio, *each.quartiles))]
     sizes = sorted({row["size"] for row in report["rows"]})
     peers = list(dict.fromkeys(peer for row in report["rows"] for peer in row["peers"]))
     low, high = min(ratios) / 1.3, max(ratios) * 1.3
@@ -95,23 +110,24 @@ def draw_ratios(report: dict[str, Any], path: str | os.PathLike[str], *, dark: b
         drawn.suptitle(title, fontsize=12, y=1 - 0.15 / height, color=theme.ink, weight="bold")
         axes = drawn.add_axes((0.07, 0.17, 0.74, 0.73))
         axes.set_facecolor(theme.paper)
-        for number, peer in enumerate(peers):
-            colour = theme.colours[number % len(theme.colours)]
-            for memory in (DEFAULT, KEPT):
-                points = [each for each in fastest if (each.peer, each.row["memory"]) == (peer, memory)]
-                if not points:
-                    continue
-                kept = memory == KEPT
-                axes.plot(
-                    [each.row["size"] for each in points],
-                    [each.ratio for each in points],
-                    linestyle=":" if kept else "--" if peer in RANK_PEERS else "-",
-                    color=colour,
-                    marker=_MARKERS[number % len(_MARKERS)],
-                    markersize=4 if kept else 6,
-                    markerfacecolor=theme.paper if kept else colour,
-                    label=None if kept else _NAMES[peer] + (f", {devices} ranks" if peer in RANK_PEERS else ""),
-                )
+        for curve in curves:
+            number, xs = peers.index(curve.peer), [each.row["size"] for each in curve.points]
+            colour, is_open = (
+                theme.colours[number % len(theme.colours)],
+                curve.label is None or curve.report is not report,
+            )
+            axes.plot(
+                xs,
+                [each.ratio for each in curve.points],
+                linestyle=":" if curve.label is None else "--" if curve.peer in RANK_PEERS else "-",
+                color=colour,
+                marker=_MARKERS[number % len(_MARKERS)],
+                markersize=4 if curve.label is None else 6,
+                markerfacecolor=theme.paper if is_open else colour,
+                label=curve.label,
+            )
+            if curve.label is not None:
+                axes.vlines(xs, *zip(*(each.quartiles for each in curve.points), strict=True), colors=colour, alpha=0.6)
         if any(row["memory"] == KEPT for row in report["rows"]):
             axes.plot([], [], linestyle=":", color=theme.text, label="keep_memory()")
         axes.axhline(1, color=theme.good, linewidth=2)
@@ -137,5 +153,28 @@ def draw_ratios(report: dict[str, Any], path: str | os.PathLike[str], *, dark: b
         about = f"{config['collective']}, {config['op']} of {config['type']}, {config['devices']} devices"
         shared = list(dict.fromkeys(_NAMES[each.peer] for each in fastest if each.one_result))
         foot = f"{' and '.join(shared)}: all devices share one result, so fewer bytes are written." if shared else ""
-        for k, text in enumerate((f"bytes per device; {about}; medians on {place}", foot)):
+        counts = sorted({curve.report["config"]["devices"] for curve in curves if curve.peer in RANK_PEERS})
+        more = [str(count) for count in counts if count > machine["cores"]]
+        if more:
+            foot = f"{' and '.join(more)} ranks share {machine['cores']} cores, which is rarely useful. {foot}"
+        for k, text in enumerate((f"bytes per device; {about}; medians and quartiles on {place}", foot)):
             drawn.text(0.07, 0.075 - 0.04 * k, text, color=theme.text, fontsize=9)
+
+
+class _Curve(NamedTuple):
+    """The points of a peer in a report. ``label``: ``None`` for processes that keep freed memory."""
+
+    report: dict[str, Any]
+    peer: str
+    label: str | None
+    points: list[FastestWay]
+
+
+def _curves(report: dict[str, Any], memories: list[str]) -> Iterator[_Curve]:
+    """Yield the curves of a report for these settings of the memory."""
+    for peer in dict.fromkeys(peer for row in report["rows"] for peer in row["peers"]):
+        label = _NAMES[peer] + (f", {report['config']['devices']} ranks" if peer in RANK_PEERS else "")
+        for memory in memories:
+            points = [each for each in fastest_ways(report) if (each.peer, each.row["memory"]) == (peer, memory)]
+            if points:
+                yield _Curve(report, peer, label if memory == DEFAULT else None, points)
