@@ -7,7 +7,7 @@ names here, so no framework is needed.
 from __future__ import annotations
 
 import enum
-from typing import Final, NamedTuple
+from typing import Final, NamedTuple, TypeAlias
 
 from .errors import ArgumentError, UnsupportedError, shown
 
@@ -44,6 +44,18 @@ class ReduceOp(enum.Enum):
         return f"ReduceOp.{self.name}"
 
 
+class BitwiseOp(enum.Enum):
+    """A bitwise reduction of integers or bools, which only the ranks of process groups have."""
+
+    BAND = "band"
+    BOR = "bor"
+    BXOR = "bxor"
+
+    __hash__ = object.__hash__
+
+
+AnyOp: TypeAlias = ReduceOp | BitwiseOp
+
 HALVES: Final = frozenset({"float16", "bfloat16"})
 FLOATS: Final = HALVES | {"float32", "float64"}
 COMPLEX: Final = frozenset({"complex64", "complex128"})
@@ -57,7 +69,7 @@ _MANTISSA_BITS: Final = {"float32": 24, "float64": 53}
 class Numbers(NamedTuple):
     """How a reduction computes: its op, and the names of its dtypes."""
 
-    op: ReduceOp
+    op: ReduceOp  # only in the programs of ranks also a BitwiseOp
     dtype: str  # of the components
     accumulator: str  # the dtype of partial results
     result: str  # the dtype of the result
@@ -88,9 +100,9 @@ class Numbers(NamedTuple):
         return self._replace(exact=True)
 
 
-KERNEL_OPS: Final = {
+KERNEL_OPS: Final[dict[tuple[AnyOp, bool], str]] = {
     (op, exact): "exact_sum" if exact else "sum" if op is ReduceOp.MEAN else op.value
-    for op in ReduceOp
+    for op in (*ReduceOp, *BitwiseOp)
     for exact in (False, True)
 }
 """For each op, and whether it is exact, its name in the kernels. A mean is a sum that is divided at the end."""

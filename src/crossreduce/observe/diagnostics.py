@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 from typing import Final, NamedTuple
 
 from ..errors import message, rank_list
-from ..ops import ReduceOp
+from ..ops import BitwiseOp, ReduceOp
 from .traces.calls import EXACT
 
 DOCTOR: Final = "crossreduce doctor"  # texts append DIR, which ``GroupAbort`` replaces by the folder of its dump
@@ -56,7 +56,7 @@ def call_text(
     return " ".join(filter(None, (collective, op, None if root is None else f"root {root}", array)))
 
 
-def op_text(op: ReduceOp, exact: bool) -> str:
+def op_text(op: ReduceOp | BitwiseOp, exact: bool) -> str:
     """Return the name by which call descriptions show an op.
 
     >>> op_text(ReduceOp.MEAN, exact=True)

@@ -9,15 +9,16 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Final
 
-from ..errors import ReductionError, UnsupportedError
+from ..errors import ReductionError
 from ..observe.counters import Stats
 from ..observe.diagnostics import call_text, op_text, planned_text
 from ..observe.statistics import Statistics
 from ..observe.traces import recording
-from ..ops import COMPLEX, ReduceOp, copy_numbers
+from ..ops import AnyOp, copy_numbers
 from ..topology import Topology
 from .array_views import ArrayView, encoded_text, require_alike, require_root
 from .call_runner import CallRunner
@@ -128,7 +129,7 @@ class Communicator:
         recording.register(self)
         _LOG.info('group "%s": %d ranks on hosts %s', name, self.size, members.global_hosts())
 
-    def all_reduce(self, op: ReduceOp, source: ArrayView, result: ArrayView, exact: bool = False) -> None:
+    def all_reduce(self, op: AnyOp, source: ArrayView, result: ArrayView, exact: bool = False) -> None:
         """Combine ``source`` of all ranks into ``result`` on every rank. Source and result may be the same memory.
 
         ``exact``, here and in the other reductions: see ``instructions.reduction_numbers``.
@@ -136,7 +137,7 @@ class Communicator:
         require_alike(source, result)
         self._collective("all_reduce", op, source, (source.address, result.address), None, exact)
 
-    def reduce(self, op: ReduceOp, source: ArrayView, result: ArrayView | None, root: int, exact: bool = False) -> None:
+    def reduce(self, op: AnyOp, source: ArrayView, result: ArrayView | None, root: int, exact: bool = False) -> None:
         """Combine ``source`` of all ranks into ``result`` of the root."""
         require_root(self.rank, self.size, root, result is not None)
         if result is not None:
@@ -154,9 +155,7 @@ class Communicator:
         require_alike(source, *results, count=self.size)
         self._collective("all_gather", None, source, (source.address, *(r.address for r in results)), None, text=text)
 
-    def reduce_scatter(
-        self, op: ReduceOp, sources: Sequence[ArrayView], result: ArrayView, exact: bool = False
-    ) -> None:
+    def reduce_scatter(self, op: AnyOp, sources: Sequence[ArrayView], result: ArrayView, exact: bool = False) -> None:
         """Combine ``sources[k]`` of all ranks into ``result`` of rank k."""
         require_alike(result, *sources, count=self.size)
         addresses = (*(s.address for s in sources), result.address)
@@ -181,6 +180,14 @@ class Communicator:
         require_alike(*sources[:1], *sources, count=self.size)  # not ``sources[0]``, since there may be no sources
         require_alike(*sources[:1], *results, count=self.size)
         self._collective("all_to_all", None, sources[0], tuple(x.address for x in (*sources, *results)), None)
+
+    def exchange_parts(self, text: str, addresses: tuple[int, int, int]) -> None:
+        """Execute an all-to-all of parts of any sizes, on one host. ``text`` describes the call.
+
+        ``addresses``: of a table with this rank's sizes (see ``RankProgram`` in C++), what is sent, and the result.
+        """
+        assert isinstance(self._engine, OneHostEngine)
+        self.calls.run(text, partial(self._engine.compile_parts, encoded_text(text)), addresses, None, self._release)
 
     def barrier(self) -> None:
         """Return when all ranks have called it."""
@@ -321,13 +328,6 @@ class Communicator:
         """
         return self.statistics.read()
 
-    def supports(self, op: ReduceOp | None, dtype: str, exact: bool = False) -> bool:
-        """Return whether this communicator can reduce a dtype by ``op``, or copy it if ``op`` is ``None``."""
-        with suppress(UnsupportedError):
-            reduction_numbers(op or ReduceOp.MAX, dtype, self.size, exact)
-            return True
-        return op is None and dtype in COMPLEX
-
     # How the group ends
 
     def decide(self, kind: int, flag: bool, timeout_s: float) -> Decision:
@@ -358,10 +358,10 @@ class Communicator:
         self.require_usable()
         self._end_calls(error if self._abort.cause is None else None)
 
-    def interrupt(self) -> None:
-        """Abort the group because this rank was interrupted while it waited for a message. All messages fail soon."""
+    def interrupt(self, error: ReductionError | None = None) -> None:
+        """Abort the group with ``error``, by default since a wait for a message was interrupted. Messages fail soon."""
         if self.calls.is_usable():
-            self._end_calls(self.detector.interrupted_message())
+            self._end_calls(error or self.detector.interrupted_message())
 
     def abort(self) -> None:
         """Leave the group at once. Current calls and all other messages of the transport fail on all ranks."""
@@ -412,7 +412,7 @@ class Communicator:
     def _collective(
         self,
         name: str,
-        op: ReduceOp | None,
+        op: AnyOp | None,
         array: ArrayView,
         addresses: tuple[int, ...],
         root: int | None,
@@ -430,7 +430,7 @@ class Communicator:
         self.calls.run((*key, text) if text else key, compile_call, addresses, None, self._release)
 
     def executable(
-        self, name: str, op: ReduceOp | None, array: ArrayView, root: int | None, exact: bool
+        self, name: str, op: AnyOp | None, array: ArrayView, root: int | None, exact: bool
     ) -> RankExecutable | None:
         """Return the executable of a collective that was called with such an array, or ``None`` if it is not cached."""
         return self.calls.executables.get((name, op, array.dtype, array.shape, root, exact))

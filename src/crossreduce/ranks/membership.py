@@ -70,8 +70,10 @@ def join(
     who, host = f"rank {own}", None
     open_standard_streams()
     try:
-        host = JoinedHost(rendezvous, numbers, name, listen_at, wanted)
-        connected = host.connect(rendezvous, transport, timeout_s) if callable(transport) else transport
+        host = JoinedHost(rendezvous, numbers, name, listen_at, wanted, transport)
+        connected = host.transport
+        if connected is None and callable(transport):
+            connected = host.connect(rendezvous, transport, timeout_s)
         _require_transport(host.members, connected)
     except Exception as error:
         failure = shared_failure(rendezvous, error, who, alone=host is None)  # later errors are those of all ranks
@@ -93,25 +95,33 @@ def join(
 class JoinedHost:
     """A rank that shares memory with the other ranks of its host and answers requests of all ranks.
 
-    ``reads_peers``: whether every rank can read the memory of the processes of all other ranks.
+    ``reads_peers``: whether every rank can read the memory of the processes of all other ranks. ``transport``: the one
+    that was given, or, if all ranks are on one host, what the given function has returned, or ``None``.
     """
 
     def __init__(
-        self, rendezvous: Rendezvous, global_ranks: tuple[int, ...], name: str, listen_at: str, wanted: str
+        self,
+        rendezvous: Rendezvous,
+        global_ranks: tuple[int, ...],
+        name: str,
+        listen_at: str,
+        wanted: str,
+        transport: Transport | Connect | None,
     ) -> None:
         self._listen_at = listen_at
-        hosts, self.memory = _shared_memory(rendezvous, global_ranks)
-        try:
-            place = peer_requests.listen(listen_at)
-        except BaseException:
-            self.memory.close()
-            raise
+        self.transport = None if callable(transport) else transport
         token, rank, size = "", rendezvous.rank, rendezvous.size  # ``unregister`` takes "" until there is a token
+        hostname, offered = socket.gethostname(), offer(wanted)
+        own = PeerInfo(os.getpid(), hostname, os.urandom(8).hex(), peer_requests.listen(listen_at), offered)
         try:
-            own = PeerInfo(os.getpid(), socket.gethostname(), os.urandom(8).hex(), place, offer(wanted))
-            infos = [json.loads(info) for info in rendezvous.all_gather(json.dumps(own).encode())]
+            hosts, self.memory, infos = _shared_memory(rendezvous, global_ranks, json.dumps(own))
+        except BaseException:
+            peer_requests.unregister(token, None, listen_at)
+            raise
+        try:
             peers = tuple(
-                PeerInfo(pid, host, text, Place.read(place), Offer(*theirs)) for pid, host, text, place, theirs in infos
+                PeerInfo(pid, host, text, Place.read(place), Offer(*theirs))
+                for pid, host, text, place, theirs in map(json.loads, infos)
             )
             self.members = Membership(name, rank, global_ranks, hosts, peers)
             self.links = HostLinks(self.members)
@@ -120,6 +130,8 @@ class JoinedHost:
             peer_requests.register(token, self.agreements.answer, listen_at)
             about: dict[str, str | int] = {"name": name, "token": token, "version": flight_recorder.version()}
             self.memory.describe(global_ranks, about | {"size": size, "hosts": len(hosts)})
+            if callable(transport) and len(hosts) == 1:  # it connects to no rank
+                self.transport = transport(threading.Event(), hosts, "tcp")
             reads = 1 < len(self.memory.host) == size <= READABLE_BUFFERS and self.memory.can_read_all()
             # After this, every rank answers the requests of others.
             self.reads_peers = all(rendezvous.all_gather(b"1" if reads else b""))
@@ -127,6 +139,8 @@ class JoinedHost:
         except BaseException:
             peer_requests.unregister(token, None, listen_at)
             self.memory.close()
+            if callable(transport) and self.transport is not None:
+                self.transport.close()
             raise
 
     def leave(self) -> None:
@@ -141,9 +155,8 @@ class JoinedHost:
         ``connect`` may block, so it runs in a thread. Meanwhile, the ranks exchange their states at the rendezvous. So
         if a rank dies, the rendezvous of the others times out with an error that names that rank.
         """
-        hosts, name = self.members.hosts, "tcp"
-        if len(hosts) > 1:
-            name = agreed([peer.offer for peer in self.members.peers], self.members.global_ranks)
+        hosts = self.members.hosts
+        name = agreed([peer.offer for peer in self.members.peers], self.members.global_ranks)
         results: Queue[Transport | Exception] = Queue()
         cancelled, deadline = threading.Event(), time.monotonic() + timeout_s
 
@@ -192,8 +205,10 @@ class JoinedHost:
                     results.get(timeout=CANCEL_S)
 
 
-def _shared_memory(rendezvous: Rendezvous, global_ranks: tuple[int, ...]) -> tuple[Hosts, RankMemory]:
-    """Return the ranks of each host, and the memory of this rank's host."""
+def _shared_memory(
+    rendezvous: Rendezvous, global_ranks: tuple[int, ...], text: str
+) -> tuple[Hosts, RankMemory, list[str]]:
+    """Return the ranks of each host, the memory of this rank's host, and the ``text`` of each rank."""
     if not hasattr(os, "memfd_create"):
         problem = "ranks share memory by memfd_create, which this system does not have."
         raise BackendError.of(problem, f"system {sys.platform}", "ranks on Linux")
@@ -211,17 +226,21 @@ def _shared_memory(rendezvous: Rendezvous, global_ranks: tuple[int, ...]) -> tup
     def nbytes(ranks: int, hosts: int) -> int:
         return RankMemory.nbytes(ranks, slot_nbytes(ranks), size, hosts)
 
-    shared = bootstrap(rendezvous, nbytes, global_ranks)
+    def first(ranks: int, hosts: int) -> list[tuple[int, int]]:
+        return RankMemory.first(ranks, slot_nbytes(ranks), nbytes(ranks, hosts))
+
+    shared = bootstrap(rendezvous, nbytes, global_ranks, first, text)
     host, count = shared.host, len(shared.host)
     spin_s = SPIN_S if count <= shared.cpus else 0.0
     try:
         memory = RankMemory(
-            shared.fd, host, rendezvous.rank, slot_nbytes(count), size, len(shared.hosts), spin_s, turns(count)
+            *(shared.fd, host, rendezvous.rank, slot_nbytes(count), size, len(shared.hosts), spin_s, turns(count)),
+            is_whole=count < size,
         )
     except OSError as error:
         problem, remedy = "the memory of the host cannot be mapped.", "ulimit -v unlimited"
         raise ReductionError.of(problem, str(error), remedy) from error
-    return shared.hosts, memory
+    return shared.hosts, memory, shared.texts
 
 
 def _require_transport(members: Membership, transport: Transport | None) -> None:

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any, Final
 
-from ..errors import MismatchError, ReductionError
+from ..errors import MismatchError, ReductionError, decoded
 from .array_views import ArrayView
 from .communicator import Communicator
 from .connections.peer_requests import Ended
@@ -24,6 +24,7 @@ ANY_RANK: Final = -1
 _WAITING: Final = -1  # what the compiled ``wait`` returns
 _PARTS_TAG: Final = -1  # of messages of exchanges; users' tags are at least 0
 _OPEN: Final = 0  # the ``mood`` of a rank whose messages are valid, as it has not called ``give_up``
+_QUERY_S: Final = 0.25  # between two queries whether a rank of another host has aborted the group
 
 
 class Messages:
@@ -39,7 +40,7 @@ class Messages:
         # The mailboxes number the ranks of this host first, then those of other hosts.
         self._ranks = (*communicator.host, *communicator.ranks_of_other_hosts)
         self._numbers = {rank: number for number, rank in enumerate(self._ranks)} | {ANY_RANK: ANY_RANK}
-        self._timed_out = False
+        self._timed_out, self._queried = False, -math.inf
         # When each rank was last found to be alive; the last item is for ``ANY_RANK``.
         self._checked = [-math.inf] * (communicator.size + 1)
 
@@ -99,6 +100,7 @@ class Messages:
                     return None
                 if peer == ANY_RANK and (source := self._native.source(number)) != ANY_RANK:
                     peer = self._ranks[source]  # it has begun to send
+                self._learn_of_abort(now)
                 failure = self._failure(peer)  # the rank may have sent the message before it ended, so look again
                 if failure is None and timeout_s and now >= began + timeout_s:
                     failure = TimeoutError(f"the message took more than {timeout_s:g} s")
@@ -154,6 +156,17 @@ class Messages:
         if self._communicator.memory.abort_cause() is not None:
             return ConnectionError("the group was aborted")
         return ConnectionAbortedError("this rank closed its connections") if self._timed_out else None
+
+    def _learn_of_abort(self, now: float) -> None:
+        """If a rank of another host has aborted the group, abort it on this host, too, with the same error.
+
+        The shared memory only shows aborts of this host, and the other rank of a message may know of none.
+        """
+        communicator = self._communicator
+        if len(communicator.hosts) > 1 and now > self._queried + _QUERY_S and communicator.memory.abort_cause() is None:
+            self._queried = now
+            if (cause := communicator.rendezvous.abort_cause()) is not None:
+                communicator.interrupt(decoded(cause))
 
     def _interrupt(self, number: int) -> None:
         """Withdraw a message whose wait was interrupted, and abort the group, since the other rank still expects it."""

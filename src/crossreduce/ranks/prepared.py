@@ -10,7 +10,7 @@ import sys
 from typing import Any, Final, Protocol
 
 from ..engines.host.prepared import compiled_module
-from ..ops import ReduceOp
+from ..ops import AnyOp
 from .array_views import ArrayView
 from .communicator import Communicator
 from .intra_host.shared_memory import SLICE_S
@@ -27,7 +27,7 @@ class RankCalls(Protocol):
     """The prepared calls of a group."""
 
     def run(
-        self, communicator: Communicator, collective: str, op: ReduceOp | str | None, root: int, x: Any, out: Any, /
+        self, communicator: Communicator, collective: str, op: AnyOp | str | None, root: int, x: Any, out: Any, /
     ) -> Any:
         """Run a prepared call. Return its result, or ``None`` if it was not prepared. Errors are the communicator's."""
 
@@ -56,7 +56,7 @@ def prepare(
     calls: RankCalls,
     communicator: Communicator,
     collective: str,
-    op: ReduceOp | None,
+    op: AnyOp | None,
     root: int | None,
     x: Any,
     array: ArrayView,

@@ -15,8 +15,7 @@ from ..errors import ArgumentError, MismatchError, UnsupportedError
 from ..frameworks.torch.arrays import is_in_mode, is_traced
 from ..observe.diagnostics import call_text
 from ..ranks.communicator import Communicator
-from .inner_gloo import name_of
-from .memory import NAMES, are_apart, form_of, share_memory, traced_error, unsupported_form
+from .memory import NAMES, are_apart, form_of, name_of, share_memory, traced_error, unsupported_form
 from .op_queue import InMode
 
 _COLLECTIVES: Final = {  # the public name of a collective, by that of a method
@@ -127,17 +126,22 @@ class CallChecks:
             raise ArgumentError.of(problem, f"{call}, number of results: {len(results)}", remedy)
         return False
 
-    def require_expected(self, all_splits: Sequence[Sequence[Sequence[int]]], unit: str) -> None:
+    def require_expected(self, rows: Sequence[Sequence[int]], unit: str) -> None:
         """Raise a ``MismatchError`` if a rank sends more or less than the receiver expects.
 
-        ``all_splits``: for each rank how many ``unit`` it sends to each rank, and how many it expects from each.
+        ``rows``: for each rank the bytes of a ``unit``, how many of them it sends to each rank, and how many it expects
+        from each.
         """
-        for src, (sent, _) in enumerate(all_splits):
-            for dst, (_, expected) in enumerate(all_splits):
-                if sent[dst] != expected[src]:
+        if len(widths := {row[0] for row in rows}) > 1:
+            problem = f"the {unit} of this all_to_all have different sizes on different ranks."
+            given = f"{unit} of {' and '.join(map(str, sorted(widths)))} bytes"
+            raise MismatchError.of(problem, given, "tensors that differ only in their first dimension")
+        for src, (_, *sent) in enumerate(rows):
+            for dst, (_, *received) in enumerate(rows):
+                if sent[dst] != (expected := received[self._size + src]):
                     source_rank, target_rank = (self._communicator.global_ranks[rank] for rank in (src, dst))
                     problem = f"rank {source_rank} sends rank {target_rank} another number of {unit} than it expects."
-                    given = f"{sent[dst]} sent, {expected[src]} expected"
+                    given = f"{sent[dst]} sent, {expected} expected"
                     raise MismatchError.of(problem, given, f"the same number of {unit} on both ranks")
 
     def without_repeats(self, collective: str, tensors: Sequence[Any]) -> Sequence[Any]:

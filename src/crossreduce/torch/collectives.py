@@ -11,8 +11,8 @@ other ranks may read inputs while this rank writes its results. If results share
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from typing import Any, Final
 
 import torch
@@ -22,13 +22,13 @@ from torch.distributed import ReduceOp as TorchOp
 from ..engines.host import array_memory
 from ..errors import MismatchError, UnsupportedError
 from ..observe.diagnostics import op_text
-from ..ops import COMPLEX, FLOATS, ReduceOp
+from ..ops import COMPLEX, FLOATS, AnyOp, BitwiseOp, ReduceOp
 from ..ranks.communicator import Communicator
 from ..ranks.intra_host.instructions import reduction_numbers
 from ..ranks.messages import Messages
 from ..ranks.prepared import call_name, new_calls, prepare
-from .call_checks import CallChecks, alike
-from .inner_gloo import BITWISE, InnerGloo, bits_are_reduced, name_of
+from .call_checks import alike
+from .inner_gloo import InnerGloo
 from .memory import (
     NAMES,
     copy_back,
@@ -38,18 +38,21 @@ from .memory import (
     is_plain,
     memory,
     movable,
-    raw,
+    name_of,
     readable,
     tensors_in,
     writable,
 )
 
-_OPS: Final = {
+_OPS: Final[dict[Any, AnyOp]] = {
     TorchOp.SUM: ReduceOp.SUM,
     TorchOp.AVG: ReduceOp.MEAN,
     TorchOp.MIN: ReduceOp.MIN,
     TorchOp.MAX: ReduceOp.MAX,
     TorchOp.PRODUCT: ReduceOp.PRODUCT,
+    TorchOp.BAND: BitwiseOp.BAND,
+    TorchOp.BOR: BitwiseOp.BOR,
+    TorchOp.BXOR: BitwiseOp.BXOR,
 }
 
 # The ops that give the same sums and products of bools as torch with NCCL.
@@ -62,9 +65,6 @@ _SUMMED_IN_GLOO: Final = {
     getattr(torch, name) for name in ("bfloat16", "float32", "float64", "int8", "uint8", "int32", "int64")
 }
 
-_PADDED_NBYTES: Final = 1 << 16  # the parts of unequal all-to-alls up to this size are always padded to the largest one
-_MOST_PADDING: Final = 2  # larger ones, if the padded parts together are at most so many times as large as the data
-
 array_memory("torch")  # called for its effect: the compiled code of prepared calls can then read tensors
 
 
@@ -76,8 +76,6 @@ class Collectives(InnerGloo):
     ) -> None:
         """Use ``communicator``; see ``InnerGloo``. ``exact``: whether sums of floats are exact; see ``Options``."""
         super().__init__(communicator, store, messages)
-        self._rank, self._size = communicator.rank, communicator.size
-        self.checks = self._checks = CallChecks(communicator)
         self._calls, self._exact = new_calls(communicator), exact
         self._all_reduce = call_name("all_reduce", exact)
         self._reduce_scatter = call_name("reduce_scatter", exact)
@@ -94,9 +92,6 @@ class Collectives(InnerGloo):
         if not plain:
             self._checks.are_apart("all_reduce", [tensor])
         op = self._op("all_reduce", kind, tensor)
-        if op is None and kind.op in BITWISE:
-            self._reduce_bits("all_reduce", tensor, kind.op, None)
-            return
         if op is None:
             options = self._options(c10d.AllreduceOptions, reduceOp=kind)
             self._reduce_in_gloo("all_reduce", None, "allreduce", tensor, options)
@@ -118,11 +113,8 @@ class Collectives(InnerGloo):
         op = self._op("reduce", kind, tensor, root)
         if op is None:
             copied = tensor.detach().clone()  # gloo also writes into the tensors of ranks that are not the root
-            if kind.op in BITWISE:
-                self._reduce_bits("reduce", copied, kind.op, root)
-            else:
-                options = self._options(c10d.ReduceOptions, reduceOp=kind, rootRank=root)
-                self._reduce_in_gloo("reduce", root, "reduce", copied, options)
+            options = self._options(c10d.ReduceOptions, reduceOp=kind, rootRank=root)
+            self._reduce_in_gloo("reduce", root, "reduce", copied, options)
             if root == self._rank:
                 result.detach().copy_(copied.reshape(result.shape))
             return
@@ -278,11 +270,10 @@ class Collectives(InnerGloo):
         sources, written = [readable(x) for x in inputs], [writable(x) for x in outputs]
         if not apart:
             sources = copy_overlapping(sources, written)
-        splits = self._exchange_equal(sources, written, sent, received, inputs[0])
-        if splits:
+        if len({*sent, *received}) > 1 or not self._exchange_equal(sources, written, inputs[0]):
             joined = torch.cat([movable(x.detach()).reshape(-1) for x in sources])
             room = joined.new_empty(sum(received))
-            self._exchange(room, joined, splits, "elements")
+            self._exchange_unequal(room, joined, received, sent, inputs[0], "elements")
             for result, part in zip(written, room.split(received), strict=True):
                 movable(result.detach()).copy_(part.reshape(result.shape))
         copy_back_all(outputs, written)
@@ -302,68 +293,31 @@ class Collectives(InnerGloo):
         source, written = readable(tensor), writable(output)
         if not apart:
             (source,) = copy_overlapping([source], [written])
-        splits = self._exchange_equal([source], [written], sent, received, tensor)
-        if splits:
-            self._exchange(written, source, splits, "rows")
+        if len({*sent, *received}) > 1 or not self._exchange_equal([source], [written], tensor):
+            self._exchange_unequal(written, source, received, sent, tensor, "rows")
         copy_back(output, written)
 
-    def _exchange_equal(
-        self, sources: Sequence[Any], written: Sequence[Any], sent: Sequence[int], received: Sequence[int], tensor: Any
-    ) -> list[list[list[int]]]:
-        """Execute an all-to-all if all parts of all ranks have the same size. Otherwise return the splits of all ranks.
+    def _exchange_equal(self, sources: Sequence[Any], written: Sequence[Any], tensor: Any) -> bool:
+        """Execute an all-to-all if all parts of all ranks have the same size, and return whether that is so.
 
         A rank with equal parts assumes that the others have them, too. If not, all ranks notice that the calls differ.
         ``sources``, ``written``: the parts, or one tensor that consists of them. ``tensor``: its dtype is that of all.
-
-        Returns:
-          For each rank the numbers of rows that it sends to each rank, and that it expects from each; or an empty list.
         """
-        unequal = f"all_to_all {name_of(tensor)} of unequal parts"
+        x, out = sources[0], written[0]
+        single = len(sources) == 1
         try:
-            if len({*sent, *received}) > 1:
-                return self._splits_of_all(sent, received, unequal)
-            x, out = sources[0], written[0]
-            single = len(sources) == 1
             if single and self._calls.run(self._communicator, "all_to_all", None, 0, x, out) is out:
-                return []
+                return True
             self._checks.agree_on_bytes("all_to_all", tensor)
             both = sources, written
             parts, room = (equal_parts(x[0], self._size) if single else list(map(memory, x)) for x in both)
             self._communicator.all_to_all(parts, room)
         except MismatchError as error:
-            valid = re.compile(rf"all_to_all {name_of(tensor)}\[[\d, ]*\]|{unequal}")  # no call that raises an error
-            if not all(map(valid.fullmatch, error.calls)):
-                raise
-            return self._splits_of_all(sent, received, unequal)
+            self._require_parts(error, tensor)
+            return False
         if single and tensor.dtype in NAMES:
             prepare(self._calls, self._communicator, "all_to_all", None, None, x, parts[0], out)
-        return []
-
-    def _splits_of_all(self, sent: Sequence[int], received: Sequence[int], text: str) -> list[list[list[int]]]:
-        """Return the splits of all ranks, as ``_exchange_equal``. ``text``: describes the call to other ranks."""
-        own = torch.tensor([[*sent], [*received]], device="cpu")
-        table = own.new_empty(self._size, *own.shape)
-        self._communicator.all_gather(memory(own), equal_parts(table, self._size), text)
-        return list(table.tolist())
-
-    def _exchange(self, result: Any, source: Any, all_splits: list[list[list[int]]], unit: str) -> None:
-        """Execute an all-to-all of unequal numbers of rows. ``all_splits``: see ``_exchange_equal``.
-
-        Parts are padded to the size of the largest one if this adds little, or if messages cannot reach all hosts.
-
-        Raises:
-          MismatchError: a rank sends more or less than the receiver expects. All ranks raise it.
-        """
-        self._checks.require_expected(all_splits, unit)
-        width = source.shape[1:].numel() * source.element_size()
-        most = max(max(sent) for sent, _ in all_splits) * width
-        total = sum(sum(sent) for sent, _ in all_splits) * width
-        to_each, from_each = ([width * rows for rows in each] for each in all_splits[self._rank])
-        is_skewed = most > _PADDED_NBYTES and most * self._size**2 > _MOST_PADDING * total
-        if is_skewed and self._messages is not None and not self._communicator.links.lost:
-            self._exchange_parts(f"all_to_all {name_of(source)}", raw(result), raw(source), from_each, to_each)
-            return
-        self._exchange_padded(raw(result), raw(source), from_each, to_each, most)
+        return True
 
     def _are_splits(self, tensor: Any, splits: Sequence[int]) -> bool:
         if not tensor.ndim or not splits:
@@ -408,24 +362,24 @@ class Collectives(InnerGloo):
         for tensors in zip(results, *sources, strict=True):
             method(*tensors, *options)
 
-    def _op(self, collective: str, kind: Any, tensor: Any, root: int | None = None) -> ReduceOp | None:
-        """Return the op for the communicator, or ``None`` for a bitwise one, or if all ranks agree that gloo runs it.
+    def _op(self, collective: str, kind: Any, tensor: Any, root: int | None = None) -> AnyOp | None:
+        """Return the op for the communicator, or ``None`` if all ranks agree that gloo runs it.
 
         If the op is not defined for this dtype, or cannot be exact, all ranks raise an ``UnsupportedError``.
         """
         op, name = _OPS.get(kind.op), NAMES.get(tensor.dtype)
-        if bits_are_reduced(kind.op, tensor):
-            return None  # the ranks compare their calls when they exchange the tensors
         if name == "bool":
             op = _OF_BOOLS.get(kind.op, op)
         strided = tensor.layout is _STRIDED
-        if op is not None and name is not None and strided and self._communicator.supports(op, name, self._exact):
-            return op
+        if op is not None and name is not None and strided:
+            with suppress(UnsupportedError):
+                reduction_numbers(op, name, self._size, self._exact)
+                return op
         is_float = tensor.is_floating_point() or tensor.is_complex()
         exact = self._exact and is_float
         op_name = kind.op.name.lower() if op is None else op_text(op, exact)
         self._checks.agree(collective, op_name, tensor, root)
-        if op is not None and name is not None and strided:
+        if isinstance(op, ReduceOp) and name is not None and strided:
             reduction_numbers(op, name, self._size, self._exact)  # raises an error if the op is not defined
         if exact:
             problem = f"only dense tensors of {', '.join(sorted(FLOATS | COMPLEX))} can be summed exactly."
@@ -433,7 +387,7 @@ class Collectives(InnerGloo):
         if kind.op == TorchOp.SUM and tensor.dtype in _SUMMED_IN_GLOO and not strided:
             return None
         problem = f"tensors of {name_of(tensor)} cannot be reduced by {op_name}."
-        if kind.op in BITWISE and is_float:
+        if isinstance(op, BitwiseOp) and is_float:
             remedy = "cast to an integer, or use MIN, MAX or SUM"
         elif not strided:
             remedy = "tensor.to_dense(), or the SUM, for which torch lacks some dtypes such as float16"

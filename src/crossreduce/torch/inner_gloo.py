@@ -1,40 +1,44 @@
 """``InnerGloo``: collectives that the communicator does not have.
 
-Input: tensors. Output: the results in these tensors, or an error that all ranks raise. Bitwise reductions, and
-all-to-alls of padded parts, consist of calls of the communicator. Very unequal parts are messages. Sums of sparse
-tensors run in gloo, whose group is made for the first of them. Messages and gloo's calls are part of a call of the
-communicator.
+Input: tensors. Output: the results in these tensors, or an error that all ranks raise. An all-to-all of unequal parts
+is one call of the communicator on one host. Otherwise its parts are padded, or are messages if they differ very much.
+Sums of sparse tensors run in gloo, whose group is made for the first of them. Messages and gloo's calls are part of a
+call of the communicator.
 """
 
 from __future__ import annotations
 
 import logging
 import operator
+import re
 import sys
 import threading
 import time
 from _thread import start_new_thread
+from array import array
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from functools import partial
 from typing import Any, Final
 
 import torch
-from torch.distributed import ReduceOp as TorchOp
 
 from _crossreduce_torch import say
 
+from ..errors import MismatchError
 from ..observe.diagnostics import call_text
 from ..ranks.array_views import ArrayView
 from ..ranks.communicator import Communicator
 from ..ranks.connections.rendezvous import interfaces
 from ..ranks.messages import Messages, PartExchange
 from ..ranks.transports.gloo import GlooCollective, abort, process_group
-from .memory import NAMES, copy_back, equal_parts, form_of, memory, raw, readable, tensors_in
+from .call_checks import CallChecks
+from .memory import equal_parts, memory, name_of, raw, tensors_in
 from .rendezvous import CancellableStore
 
 _GLOO_WAITS_S: Final = 10.0  # gloo's timeout is this much longer than the group's, since gloo's errors name no rank
-BITWISE: Final = {TorchOp.BAND: "bitwise_and", TorchOp.BOR: "bitwise_or", TorchOp.BXOR: "bitwise_xor"}
-_GATHERED_NBYTES: Final = 1 << 14  # up to here, a bitwise reduction gathers the tensors of all ranks on each of them
+_PADDED_NBYTES: Final = 1 << 16  # the parts of unequal all-to-alls up to this size are always padded to the largest one
+_MOST_PADDING: Final = 2  # larger ones, if the padded parts together are at most so many times as large as the data
 _STEP_NBYTES: Final = 256  # the sizes of padded parts are multiples of it
 _RELEASE_S: Final = 1.0  # the longest wait for gloo to release tensors, which takes microseconds
 
@@ -45,6 +49,8 @@ class InnerGloo:
     def __init__(self, communicator: Communicator, store: Any, messages: Messages | None) -> None:
         """``store``: where gloo's ranks meet; the group keeps it. ``messages``: of the group, if it has any."""
         self._communicator, self._store, self._messages = communicator, store, messages
+        self._rank, self._size = communicator.rank, communicator.size
+        self.checks = self._checks = CallChecks(communicator)
         self._gloo: Any = None
 
     def _run_in_gloo(self, text: str, method: str, *arguments: Any) -> None:
@@ -107,33 +113,71 @@ class InnerGloo:
         with torch.no_grad():  # gloo replaces the memory of a sparse tensor, and the detached one does not share it
             tensor.copy_(detached)
 
-    def _reduce_bits(self, collective: str, tensor: Any, op: Any, root: int | None) -> None:
-        """Replace a tensor by its bitwise reduction on all ranks. A large one is reduced in parts, one on each rank.
+    def _exchange_unequal(
+        self, result: Any, source: Any, received: Sequence[int], sent: Sequence[int], tensor: Any, unit: str
+    ) -> None:
+        """Execute an all-to-all of unequal numbers of rows. ``tensor``: has the dtype that the ranks compare.
 
-        ``collective``, ``root``: of the call, which the ranks compare.
+        Raises:
+          MismatchError: a rank sends more or less than the receiver expects. All ranks raise it.
         """
-        text = call_text(collective, op.name.lower(), root, name_of(tensor), tensor.shape)
-        combine = getattr(torch, BITWISE[op])
-        plain = readable(tensor)
-        line, ranks = raw(plain), self._communicator.size
-        parts = 1 if line.nbytes <= _GATHERED_NBYTES else ranks
-        size = line.nbytes if parts == 1 else -(-line.nbytes // (8 * parts)) * 8
-        rows = line.new_zeros(ranks, size)
-        if parts == 1:
-            self._communicator.all_gather(memory(line), equal_parts(rows, ranks), text)
-        else:
-            self._communicator.require_same(text)
-            sent = line.new_zeros(parts, size)
-            sent.view(-1)[: line.numel()] = line
-            self._communicator.all_to_all(equal_parts(sent, parts), equal_parts(rows, parts))
-        words = rows.view(torch.int64) if size and size % 8 == 0 else rows  # ``line`` may begin at any byte
-        for word in words[1:]:
-            combine(words[0], word, out=words[0])
-        if parts > 1:
-            self._communicator.all_gather(memory(rows[0]), equal_parts(sent, ranks))
-            rows = sent.view(1, -1)
-        line.copy_(rows[0][: line.numel()])
-        copy_back(tensor, plain)
+        text = f"all_to_all {name_of(tensor)} of unequal parts"
+        row = [source.shape[1:].numel() * source.element_size(), *sent, *received]
+        is_one_host = len(self._communicator.hosts) == 1
+        exchange = partial(self._exchange_on_host, text, row, result, source)
+        exchange = exchange if is_one_host else partial(self._gather_rows, text, row)
+        try:
+            rows = exchange()
+        except MismatchError as error:
+            self._require_parts(error, tensor)
+            rows = exchange()
+        if rows:
+            self._exchange(result, source, rows, unit)
+
+    def _require_parts(self, error: MismatchError, tensor: Any) -> None:
+        """Raise ``error`` unless the ranks' calls are all-to-alls that differ only in the sizes of their parts."""
+        valid = re.compile(rf"all_to_all {name_of(tensor)}(\[[\d, ]*\]| of unequal parts)")  # no call that raises
+        if not all(map(valid.fullmatch, error.calls)):
+            raise error
+
+    def _exchange_on_host(self, text: str, row: list[int], result: Any, source: Any) -> list[list[int]]:
+        """Execute an all-to-all of unequal parts among ranks of one host, in one call. ``row``: see ``_exchange``.
+
+        Returns:
+          An empty list, or the rows of all ranks if no data was moved.
+        """
+        table, start = array("q", [0]) * (1 + self._size * len(row)), 1 + self._rank * len(row)
+        table[start : start + len(row)] = array("q", row)
+        self._communicator.exchange_parts(text, (table.buffer_info()[0], source.data_ptr(), result.data_ptr()))
+        return [] if table[0] else [list(table[k : k + len(row)]) for k in range(1, len(table), len(row))]
+
+    def _gather_rows(self, text: str, row: list[int]) -> list[list[int]]:
+        """Return the rows of all ranks (see ``_exchange``). ``text``: describes the call to other ranks."""
+        own = torch.tensor(row, device="cpu")
+        table = own.new_empty(self._size, len(row))
+        self._communicator.all_gather(memory(own), equal_parts(table, self._size), text)
+        return list(table.tolist())
+
+    def _exchange(self, result: Any, source: Any, rows: list[list[int]], unit: str) -> None:
+        """Execute an all-to-all of unequal numbers of ``unit``.
+
+        Parts are padded to the size of the largest one if this adds little, or if messages cannot reach all hosts.
+        ``rows``: for each rank the bytes of a unit, the numbers to send to each rank, and those to receive from each.
+
+        Raises:
+          MismatchError: a rank sends more or less than the receiver expects. All ranks raise it.
+        """
+        self._checks.require_expected(rows, unit)
+        ranks, width = self._size, rows[0][0]
+        most = max(max(row[1 : 1 + ranks]) for row in rows) * width
+        total = sum(sum(row[1 : 1 + ranks]) for row in rows) * width
+        own = [width * count for count in rows[self._rank][1:]]
+        to_each, from_each = own[:ranks], own[ranks:]
+        is_skewed = most > _PADDED_NBYTES and most * ranks**2 > _MOST_PADDING * total
+        if is_skewed and self._messages is not None and not self._communicator.links.lost:
+            self._exchange_parts(f"all_to_all {name_of(source)}", raw(result), raw(source), from_each, to_each)
+            return
+        self._exchange_padded(raw(result), raw(source), from_each, to_each, most)
 
     def _exchange_padded(
         self, result: Any, source: Any, received: Sequence[int], sent: Sequence[int], most: int
@@ -202,20 +246,6 @@ class _Making:
         """Raise a ``ConnectionError`` if it failed."""
         if self._error:
             raise ConnectionError(self._error)
-
-
-def bits_are_reduced(op: Any, tensor: Any) -> bool:
-    """Return whether a bitwise reduction of a tensor is defined."""
-    is_integer = tensor.dtype in NAMES and not tensor.is_floating_point() and not tensor.is_complex()
-    return op in BITWISE and is_integer and tensor.layout is torch.strided
-
-
-def name_of(tensor: Any) -> str:
-    """Return a tensor's dtype, and its form if it has one (see ``form_of``), as text. Ranks must agree on both."""
-    name, form = NAMES.get(tensor.dtype) or str(tensor.dtype).removeprefix("torch."), form_of(tensor)
-    if form == "sparse_coo" and tensor.dense_dim():  # gloo crashes if ranks differ in this
-        form = f"{form}_{tensor.sparse_dim()}"
-    return f"{form.replace(' ', '_')}_{name}" if form else name
 
 
 def _references(tensors: Sequence[Any]) -> list[int]:

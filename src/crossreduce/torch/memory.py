@@ -56,6 +56,14 @@ def form_of(tensor: Any) -> str:
     return "dual" if is_dual else ""
 
 
+def name_of(tensor: Any) -> str:
+    """Return a tensor's dtype, and its form if it has one (see ``form_of``), as text. Ranks must agree on both."""
+    name, form = NAMES.get(tensor.dtype) or str(tensor.dtype).removeprefix("torch."), form_of(tensor)
+    if form == "sparse_coo" and tensor.dense_dim():  # gloo crashes if ranks differ in this
+        form = f"{form}_{tensor.sparse_dim()}"
+    return f"{form.replace(' ', '_')}_{name}" if form else name
+
+
 def unsupported_form(call: str, tensor: Any) -> UnsupportedError:
     """Return the error for a call with a tensor that has a form (see ``form_of``)."""
     form = form_of(tensor) or type(tensor).__name__  # a class that wraps others, and does not pass on ops

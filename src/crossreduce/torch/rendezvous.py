@@ -35,6 +35,8 @@ from ..ranks.connections.store import LIMIT_S, StoreClient
 _LOOK_S: Final = 1.0  # between two looks whether other ranks use gloo
 _COME_S: Final = 5.0  # how long a rank waits for others before it ends their wait in gloo
 _MOST_LOOKED: Final = 32  # ranks in one look, since each rank asks the store for each of them
+_MOST_APPENDED: Final = 64  # ranks whose payloads are one value, which each query returns
+_RECORD: Final = struct.Struct("<II")  # before each payload: the rank, and how many bytes follow
 # From the end of one connection of a process that dies to the end of another one, on a machine with many processes. The
 # longer time is for a rank that runs the store.
 _END_S: Final = (0.05, 0.5)
@@ -115,6 +117,26 @@ class TorchRendezvous(StoreRendezvous):
         if isinstance(self._limited, PeerStore):
             return super()._have_arrived(keys)
         return bool(self._store.check(keys))
+
+    def _gather(self, payload: bytes) -> list[bytes]:
+        """Return the payloads of all ranks in call ``_calls``: with few queries if all values fit into one answer."""
+        if not isinstance(self._limited, _SharedStore) or self.size > _MOST_APPENDED:
+            return super()._gather(payload)
+        key, found = str(self._calls), dict[int, bytes]()
+        self._store.append(key, _RECORD.pack(self.rank, len(payload)) + payload)
+        if self.rank == 0 and self._calls > 2:  # all ranks have begun the previous call, and so read the one before it
+            self._store.delete_key(str(self._calls - 2))
+
+        def have_arrived() -> bool:
+            value, at = bytes(self._store.get(key)), 0
+            while at < len(value):
+                rank, nbytes = _RECORD.unpack_from(value, at)
+                at += _RECORD.size + nbytes
+                found[rank] = value[at - nbytes : at]
+            return len(found) == self.size
+
+        self._wait_for(have_arrived, lambda: [rank for rank in range(self.size) if rank not in found])
+        return [found[rank] for rank in range(self.size)]
 
     def _limit_waits(self, seconds: float) -> None:
         if self._limited is not None:
@@ -211,9 +233,7 @@ class _Connection:
     def call(self, method: Callable[..., Any], limit_s: float, *arguments: Any) -> Any:
         """Call a method of the store. Its answer may take ``limit_s`` seconds. After an error, all calls raise it."""
         with self._lock:
-            if self._error:  # a later answer could be that to an earlier request
-                raise RuntimeError(self._error)
-            self.require_open()
+            self.require_usable()
             if limit_s != self._limit_s and self._descriptor is not None:
                 _limit_waits(self._descriptor, limit_s)
                 self._limit_s = limit_s
@@ -222,6 +242,16 @@ class _Connection:
             except RuntimeError as error:
                 self._error = str(error)
                 raise
+
+    def require_usable(self) -> None:
+        """Raise a ``RuntimeError`` if the store has ended, or after an earlier error.
+
+        A later answer could be that to an earlier request.
+        """
+        with self._lock:
+            if self._error:
+                raise RuntimeError(self._error)
+            self.require_open()
 
     def require_open(self, wait_s: float = 0.0) -> None:
         """Raise a ``RuntimeError`` if the store has ended, or ends within ``wait_s`` seconds.
@@ -263,7 +293,7 @@ def _connection(base: Any, timeout_s: float) -> _Connection:
     connection = _CONNECTIONS.get(_key(base))
     with contextlib.suppress(RuntimeError):
         if connection is not None:
-            connection.call(connection.store.check, min(timeout_s, LIMIT_S), [""])
+            connection.require_usable()
             return connection
     connection = _CONNECTIONS[_key(base)] = _Connection(base, timeout_s)
     return connection

@@ -17,6 +17,7 @@ from crossreduce.ranks.intra_host.shared_memory import (
     DONE,
     MAX_CAUSE_BYTES,
     MAX_TEXT_BYTES,
+    NO_MEMORY,
     UNREADABLE,
     WAITING,
     RankMemory,
@@ -77,6 +78,35 @@ def test_ops_begin_at_places_in_turn():
     beyond = native.RankProgram([[copy((~0, 0), (0, room - 56))], []])  # writes 64 bytes
     source = (ctypes.c_int64 * 8)()
     raises(ValueError, one.begin, beyond, (ctypes.addressof(source),), "a", 2, 0.0)
+
+
+def test_an_op_allocates_what_it_uses_of_its_slot():
+    """If an op uses more of its rank's slot than the system has allocated, it first allocates more. If that fails,
+    the op does nothing, since an access could kill the process."""
+    slot, ready = 1 << 20, 1 << 14
+    fd = os.memfd_create("test")
+    os.ftruncate(fd, native.SharedMemory.nbytes(2, slot))
+    one, other = (native.SharedMemory(fd, rank, 2, slot, 0.0, 1, 1, ready) for rank in (0, 1))
+
+    def run(nbytes):
+        """Run an op that copies so many bytes into the slot of rank 0. Return its outcome and what it allocated."""
+        source, before = (ctypes.c_int64 * (nbytes // 8))(), os.fstat(fd).st_blocks
+        program = native.RankProgram([[copy((~0, 0), (0, 0), nbytes // 8)], []])
+        outcome = one.begin(program, (ctypes.addressof(source),), "a", 1, 0.0)
+        allocated = (os.fstat(fd).st_blocks - before) * 512
+        if outcome == DONE:
+            assert other.begin(nothing(), (), "a", 2, 0.0) == WAITING
+            assert one.advance(2, 1.0) == other.advance(2, 1.0) == DONE
+        return outcome, allocated
+
+    assert run(ready)[0] == DONE
+    outcome, allocated = run(ready + 8)
+    assert outcome == DONE
+    assert 2 * ready <= allocated + ready < slot // 2
+    os.close(fd)
+    one_more = (ctypes.c_int64 * (3 * ready // 8))()
+    program = native.RankProgram([[copy((~0, 0), (0, 0), 3 * ready // 8)], []])
+    assert one.begin(program, (ctypes.addressof(one_more),), "a", 1, 0.0) == NO_MEMORY
 
 
 def raises(kinds, call, *args):

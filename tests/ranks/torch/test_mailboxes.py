@@ -3,10 +3,13 @@
 import ctypes
 import os
 import struct
+import subprocess
 import time
 import weakref
 
 import pytest
+from compiled import compiled
+from paths import ROOT
 
 from crossreduce import kernels
 
@@ -109,3 +112,12 @@ def test_a_length_that_no_rank_has_written_is_not_used(length):
     first.close()
     second.close()
     os.close(fd)
+
+
+def test_each_sleeping_thread_is_woken():
+    """A bell wakes all threads that have one: also those that notice it only after another thread has reset its own."""
+    folder, source = ROOT / "src/crossreduce/native/mailboxes", ROOT / "tests/support/native/bell_cases.cpp"
+    command = ["g++", "-std=c++17", "-pthread", f"-I{folder}"]
+    program = compiled("bell_cases", command, [source], [folder / "bells.hpp"])
+    done = subprocess.run([program], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout == "all were woken\n"

@@ -39,6 +39,6 @@ def counted(rendezvous, store):
 
 
 def test_few_calls_per_collective(tmp_path):
-    """An unequal all-to-all takes two calls: for the sizes, and for the data. One more shows that only some ranks have
-    equal parts. A small bitwise reduction takes one call, a large one three."""
-    assert ranks(2, counted, tmp_path / "store") == [[2, 1, 3, 1, 3]] * 2
+    """An all-to-all takes one call, also of unequal parts. One more shows that only some ranks have equal parts. A
+    bitwise reduction takes one call."""
+    assert ranks(2, counted, tmp_path / "store") == [[1, 1, 2, 1, 1]] * 2

@@ -138,6 +138,9 @@ def splits_of_all_to_all(c):
     raises(ValueError, "another number of rows", *call)
     parts = [2] * n if c.rank == 0 else [2] + [1] * (n - 1)  # those of rank 0 do not add up
     raises(ValueError, "rank 0", dist.all_to_all_single, torch.empty(n + 1), torch.empty(n + 1), parts, parts)
+    received, sent, width = [2 - (c.rank > 0)] * n, [2] + [1] * (n - 1), 3 - (c.rank > 0)
+    rows = torch.zeros(sum(received), width), torch.zeros(n + 1, width)
+    raises(ValueError, "rows of 8 and 12 bytes", dist.all_to_all_single, *rows, received, sent)
     dist.barrier()
 
 

@@ -52,7 +52,8 @@ struct RankCallsObject {
 
 // Set the signature of a call. Return false if it cannot be one that was prepared; an error may be set.
 bool read_signature(PyObject *name, PyObject *op, PyObject *root, const ArrayView &view, std::vector<int64_t> &to) {
-    if (op != Py_None) op = read_op(op); // None: arrays are copied
+    // None: arrays are copied. Ops other than names need not be a ReduceOp: only those that were prepared are found.
+    if (PyUnicode_CheckExact(op)) op = read_op(op);
     if (op == nullptr || !PyLong_CheckExact(root)) return false;
     const long number = PyLong_AsLong(root);
     if (number == -1 && PyErr_Occurred()) return false;

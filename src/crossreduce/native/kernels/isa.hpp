@@ -12,7 +12,7 @@
 
 enum DType { BOOL, I8, I16, I32, I64, U8, U16, U32, U64, F16, BF16, F32, F64, C64, C128, DTYPES };
 constexpr size_t ITEMSIZES[DTYPES] = {1, 1, 2, 4, 8, 1, 2, 4, 8, 2, 2, 4, 8, 8, 16}; // bytes
-enum Op { SUM, MIN, MAX, PRODUCT, EXACT_SUM, OPS };
+enum Op { SUM, MIN, MAX, PRODUCT, EXACT_SUM, BAND, BOR, BXOR, OPS }; // the last three: bitwise, of bytes
 
 // The location of an operand: unit i is at base + i * stride. A unit is an element, or a real or imaginary part of one.
 struct Location {

@@ -16,7 +16,7 @@ namespace {
 const char *const DTYPE_NAMES[DTYPES] = {"bool",     "int8",    "int16",   "int32",     "int64",
                                          "uint8",    "uint16",  "uint32",  "uint64",    "float16",
                                          "bfloat16", "float32", "float64", "complex64", "complex128"};
-const char *const OP_NAMES[OPS] = {"sum", "min", "max", "product", "exact_sum"};
+const char *const OP_NAMES[OPS] = {"sum", "min", "max", "product", "exact_sum", "band", "bor", "bxor"};
 
 struct KernelObject {
     PyObject_HEAD

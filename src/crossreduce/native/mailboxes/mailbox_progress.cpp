@@ -8,6 +8,7 @@
 
 #if defined(__linux__)
 #include <csignal>
+#include <optional>
 #include <sched.h>
 #include <sys/uio.h>
 #include <system_error>
@@ -156,6 +157,7 @@ MessageStatus Mailboxes::wait(uint64_t id, int64_t slice_ns, int &source, uint64
     count.fetch_add(1);
     if (is_mixed && mixed_waiters.fetch_add(1) == 0) wake_remote_helper();
     bool undisturbed = true; // by signals, which Python handles
+    std::optional<Bells::Bell> bell;
     while (undisturbed && !finished() && (now = now_ns()) < until && !closed.load() && !out_of_memory.load()) {
         if (now < since + spin_ns && !is_far) {
             for (int k = 0; k < 64 && !(changed = advance(until)); k++) relax();
@@ -163,8 +165,12 @@ MessageStatus Mailboxes::wait(uint64_t id, int64_t slice_ns, int &source, uint64
             sched_yield();
             changed = advance(until);
         } else if (is_far) {
-            undisturbed = pause(std::min(now + nap, until));
-            nap = std::min(2 * nap, slice_ns);
+            if (bell) {
+                undisturbed = pause(std::min(now + nap, until), *bell);
+                nap = std::min(2 * nap, slice_ns);
+            } else {
+                bell.emplace(bells); // before the last look for work
+            }
             changed = advance(until);
         } else {
             call_for_help(message->peer);

@@ -117,7 +117,6 @@ bool Mailboxes::close() {
         if (each != nullptr) each->join();
         delete each;
     }
-    if (bell_fd >= 0) ::close(bell_fd);
     // A socket that is closed while data arrives there drops what it has not delivered.
     if (are_remotes_open.load()) connections->flush(now_ns() + LEAVE_NS);
     if (mapped_nbytes > 0) munmap(mapped, mapped_nbytes);

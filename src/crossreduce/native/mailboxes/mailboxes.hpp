@@ -28,6 +28,7 @@
 #include <utility>
 #include <vector>
 
+#include "bells.hpp"
 #include "connections.hpp"
 
 constexpr int ANY_RANK = -1;
@@ -201,7 +202,7 @@ class Mailboxes {
     bool put_remote(int dst, const Record &record, const char *payload);
     bool completes_later(int dst, const Shared &message, MessageStatus status);
     bool progress_remotes();
-    bool pause(int64_t until_ns);
+    bool pause(int64_t until_ns, const Bells::Bell &bell);
     void wake_remote_helper();
     void help_remotes();
     bool end_remote(const Shared &message);
@@ -222,7 +223,7 @@ class Mailboxes {
     std::atomic<int> unread{0};       // the size of `reads`
     std::atomic<bool> has_ended{false}; // whether `ended` contains any
     std::shared_ptr<Connections> connections; // to the ranks of other hosts, or null
-    int bell_fd = -1;                         // readable: a thread that sleeps at the connections must look for work
+    Bells bells;                              // of the threads that sleep at the connections
     std::atomic<bool> are_remotes_open{false};
     std::atomic<int> sleepers_at_sockets{0}, mixed_waiters{0}; // threads that wait for a message
     std::atomic<bool> helper_sleeps_at_sockets{false}, helper_waits_long{false};

@@ -8,8 +8,6 @@
 #include "futex.hpp"
 
 #if defined(__linux__)
-#include <sys/eventfd.h>
-#include <unistd.h>
 
 namespace {
 
@@ -18,7 +16,7 @@ constexpr uint64_t ROOMS_NBYTES = 1 << 21;    // memory for the next records of 
 constexpr uint64_t LEAST_EAGER_NBYTES = 1 << 11;
 constexpr int64_t GRACE_NS = 2000000;         // the helper leaves the sockets for so long to threads that wait again
 constexpr int64_t LONG_NS = 100000000;        // between two looks whether such a thread still waits
-constexpr int64_t SHARED_NS = 1000000;        // of several threads that wait, one may move another one's message
+constexpr int64_t SHARED_NS = 1000000;        // the longest sleep of a thread that others cannot wake
 constexpr int64_t CHECK_NS = 1000000000;      // between two checks for silent hosts
 
 } // namespace
@@ -33,7 +31,6 @@ void Mailboxes::reach(std::shared_ptr<Connections> made, const std::vector<int> 
     outgoing.resize(n);
     streams.resize(n);
     kept.resize(n);
-    bell_fd = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
 }
 
 // Expect records of all ranks, from the first message with another host on.
@@ -129,19 +126,16 @@ bool Mailboxes::progress_remotes() {
 }
 
 // Sleep at the connections, and move what can be moved then. Return false if a signal came.
-bool Mailboxes::pause(int64_t until_ns) {
-    if (sleepers_at_sockets.load() > 1) until_ns = std::min(until_ns, now_ns() + SHARED_NS);
-    const bool undisturbed = connections->pause(until_ns, bell_fd);
-    uint64_t rung;
-    if (!closed.load()) (void)!::read(bell_fd, &rung, sizeof rung);
+bool Mailboxes::pause(int64_t until_ns, const Bells::Bell &bell) {
+    if (bell.fd < 0) until_ns = std::min(until_ns, now_ns() + SHARED_NS);
+    const bool undisturbed = connections->pause(until_ns, bell.fd);
+    bell.reset();
     return undisturbed;
 }
 
 // Wake all threads that sleep at the connections, and the helper.
 void Mailboxes::wake_remote_helper() {
-    if (bell_fd < 0) return;
-    const uint64_t one = 1;
-    (void)!::write(bell_fd, &one, sizeof one);
+    bells.ring();
     remote_help.fetch_add(1);
     futex_wake_all(remote_help);
 }
@@ -151,6 +145,7 @@ void Mailboxes::wake_remote_helper() {
 void Mailboxes::help_remotes() {
     if (!has_memory()) return;
     [[maybe_unused]] const volatile int exceptions = std::uncaught_exceptions(); // see `help`
+    const Bells::Bell bell(bells);
     int64_t checked = now_ns();
     while (!closed.load()) {
         const uint32_t seen = remote_help.load();
@@ -166,7 +161,7 @@ void Mailboxes::help_remotes() {
             continue;
         }
         helper_sleeps_at_sockets.store(true);
-        if (!closed.load()) pause(now_ns() + CHECK_NS);
+        if (!closed.load()) pause(now_ns() + CHECK_NS, bell);
         helper_sleeps_at_sockets.store(false);
         // Connections have read further records, for which no socket wakes a thread.
         while (!closed.load() && has_memory() && advance(now_ns())) {

@@ -56,10 +56,20 @@ bool read_parts(PyObject *list, std::vector<HostMessages::Part> &parts, RankProg
     });
 }
 
-// Read () for a check, or (sends, receives, compared, digest, room).
+// Read () for a check, (most, reads) for parts to put, (most, reads, ranks) to take, or (sends, receives, compared, digest, room).
 bool read_messages(PyObject *fields, RankProgram &program, std::vector<Instruction> &stage) {
     stage.push_back({nullptr, {}, {}, false});
     if (PyTuple_Size(fields) == 0) return true;
+    if (PyTuple_Size(fields) < 4) {
+        long long most;
+        int reads, ranks = 0;
+        if (!PyArg_ParseTuple(fields, "Lp|i", &most, &reads, &ranks)) return false;
+        if (most < 0 || ranks < 0 || ranks > MAX_RANKS) return value_error("the size of a part or the ranks are out of range");
+        stage.back().messages = ranks == 0 ? PUT_PARTS : TAKE_PARTS;
+        program.has_parts = true, program.most_part = most, program.reads_parts = reads != 0;
+        program.buffers = 3, program.slots = std::max(program.slots, ranks), program.peers = reads != 0 ? ranks : 0;
+        return true;
+    }
     PyObject *sends, *receives, *compared;
     const char *digest;
     Py_ssize_t length;

@@ -6,6 +6,8 @@
 #include "futex.hpp"
 
 #if defined(__linux__)
+#include <cerrno>
+#include <fcntl.h>
 #include <sched.h>
 #include <sys/mman.h>
 #include <sys/stat.h>
@@ -72,7 +74,7 @@ void SharedMemory::describe(const std::vector<int64_t> &global_ranks, const std:
 
 #if defined(__linux__)
 
-SharedMemory *SharedMemory::map(int fd, int rank, int ranks, int64_t slot, int64_t spin_ns, int threads) {
+SharedMemory *SharedMemory::map(int fd, int rank, int ranks, int64_t slot, int64_t spin_ns, int threads, int64_t ready) {
     const auto size = static_cast<size_t>(nbytes(ranks, slot));
     struct stat found;
     if (fstat(fd, &found) != 0) return nullptr;
@@ -85,6 +87,8 @@ SharedMemory *SharedMemory::map(int fd, int rank, int ranks, int64_t slot, int64
     madvise(at, size, MADV_DONTFORK); // a forked child is not a rank
     SharedMemory *made = over(at, rank, ranks, slot, spin_ns, threads);
     made->mapped_nbytes = size;
+    made->fd = fd;
+    made->ready = ready;
     made->process = getpid();
     made->probe = now_ns(CLOCK_MONOTONIC) ^ reinterpret_cast<intptr_t>(made);
     RankState &own = made->states[rank];
@@ -117,6 +121,21 @@ bool SharedMemory::can_read(int of) const {
     int64_t found = 0;
     return read_peer(of, 0, 0, reinterpret_cast<char *>(&found), sizeof found) &&
            found == states[of].probe.load(std::memory_order_relaxed);
+}
+
+// Make this many bytes of each half of this rank's slot usable. Return false if the system has not enough memory: an access
+// to memory that is not allocated would then kill the process.
+bool SharedMemory::allocate(int64_t nbytes) {
+    int64_t wanted = ready;
+    while (wanted < nbytes) wanted *= 2; // few calls
+    wanted = std::min(wanted, slot / 2);
+    for (int half = 0; half < 2; half++) {
+        const int64_t at = slots_offset(ranks) + rank * slot + half * (slot / 2);
+        for (int failure = EINTR; failure == EINTR;)
+            if ((failure = posix_fallocate(fd, at + ready, wanted - ready)) != 0 && failure != EINTR) return false;
+    }
+    ready = wanted;
+    return true;
 }
 
 void SharedMemory::arrive() {
@@ -200,11 +219,12 @@ void SharedMemory::abort(const std::string &text) {
 
 #else // no futex
 
-SharedMemory *SharedMemory::map(int, int, int, int64_t, int64_t, int) {
+SharedMemory *SharedMemory::map(int, int, int, int64_t, int64_t, int, int64_t) {
     errno = ENOSYS;
     return nullptr;
 }
 SharedMemory::~SharedMemory() = default;
+bool SharedMemory::allocate(int64_t) { return false; }
 void SharedMemory::arrive() {}
 bool SharedMemory::read_peer(int, int, int64_t, char *, int64_t) const { return false; }
 bool SharedMemory::can_read(int) const { return false; }
@@ -233,8 +253,10 @@ void SharedMemory::begin(const RankProgram &new_program, std::vector<char *> mem
     const auto turn = static_cast<int64_t>(number / 2 % static_cast<uint64_t>(turns));
     start = static_cast<int64_t>(number % 2) * (slot / 2) + turn * TURN_NBYTES;
     RankState &own = states[rank];
-    calls.begin(number, signature, program->kind, program->nbytes);
+    calls.begin(number, signature, program->kind, program->has_parts ? sent_nbytes() : program->nbytes);
     own.number.store(number, std::memory_order_release);
+    const int64_t used = turn * TURN_NBYTES + (program->has_parts ? slot_nbytes_of_parts() : program->slot_nbytes);
+    lacks_memory = used > ready && !allocate(used);
     if (is_aborted()) return; // this op will not run; others may still need what the last ones published
     for (size_t k = 0; k < READABLE_BUFFERS && k < buffers.size(); k++)
         own.buffer(number, k).store(reinterpret_cast<uint64_t>(buffers[k]), std::memory_order_relaxed);
@@ -282,7 +304,11 @@ Outcome SharedMemory::run(const std::vector<Instruction> &instructions, int64_t 
         const Instruction &one = instructions[executed];
         if (calls.is_traced()) trace_until(one.phase);
         if (one.kernel == nullptr) {
-            const Outcome outcome = run_messages(one, address, until_ns);
+            if (one.messages == PUT_PARTS) {
+                put_parts();
+                continue;
+            }
+            const Outcome outcome = one.messages == TAKE_PARTS ? take_parts() : run_messages(one, address, until_ns);
             if (outcome != Outcome::done) return outcome;
             continue;
         }
@@ -333,6 +359,7 @@ Outcome SharedMemory::advance(size_t until, int64_t slice_ns) {
             }
         }
         begun = true;
+        if (lacks_memory) return Outcome::out_of_memory;
         const Outcome outcome = run(program->stages[next], until_ns);
         if (outcome == Outcome::aborted) abort_trace();
         if (outcome == Outcome::differs) end_op(Outcome::mismatch);

@@ -27,12 +27,13 @@ struct BufferRef { // the location of an operand
 };
 
 struct Instruction { // runs a kernel
-    const Kernel *kernel; // null: exchanges messages, or checks that all hosts make the same call
+    const Kernel *kernel; // null: exchanges messages or parts, or checks that all hosts make the same call
     std::vector<BufferRef> sources, results;
     bool streaming;
     Phase phase = Phase::none; // what a trace calls it; see `phase_of`
-    int messages = -1;         // without a kernel: which of the program's `messages`; -1: checks
+    int messages = -1;         // without a kernel: which of the program's `messages`; -1: checks; or one of these:
 };
+constexpr int PUT_PARTS = -2, TAKE_PARTS = -3;
 
 // What a rank exchanges with ranks of other hosts.
 struct HostMessages {
@@ -66,7 +67,14 @@ struct RankProgram {
     int kind;            // of the collective, below CALL_KINDS; and its bytes, for the counters
     int64_t nbytes;
     std::vector<HostMessages> messages; // to which instructions refer
+    // An all-to-all of parts of any sizes (parts.cpp). The caller's buffers are a table of numbers, the data to send, one part
+    // after the other, and memory for what is received. A row of the table has the size of a unit in bytes, the units to send
+    // to each rank, and those to receive from each; before the rows is the result of the call: NOT_MOVED or MOVED.
+    bool has_parts = false;
+    int64_t most_part = 0;    // the data of a rank is in its slot if none of its parts has more bytes; otherwise others
+    bool reads_parts = false; // read its memory, if this is true
 };
+constexpr int64_t NOT_MOVED = 0, MOVED = 1;
 
 constexpr int CAUSE_NBYTES = 2040;
 constexpr int ABOUT_NBYTES = 1000;
@@ -109,8 +117,10 @@ constexpr int32_t SAME = 1, DIFFERENT = 2; // the first word of a rank's slot, i
 
 class SharedMemory {
   public:
-    // Map the memory of all ranks, with slots of `slot` bytes. Returns null and sets errno if that fails.
-    static SharedMemory *map(int fd, int rank, int ranks, int64_t slot, int64_t spin_ns, int threads);
+    // Map the memory of all ranks, with slots of `slot` bytes. Returns null and sets errno if that fails. `ready`: how many
+    // bytes at the start of each half of a slot the system has allocated; for an op that needs more, its rank allocates them
+    // in its own slot. The descriptor must stay open.
+    static SharedMemory *map(int fd, int rank, int ranks, int64_t slot, int64_t spin_ns, int threads, int64_t ready);
     // Use the caller's memory, which must be zero before the first rank uses it and must outlive this object.
     static SharedMemory *over(void *memory, int rank, int ranks, int64_t slot, int64_t spin_ns, int threads);
     // Map what precedes the slots, to be read only (observer.cpp). Returns null and sets errno if that fails: EINVAL if
@@ -163,12 +173,18 @@ class SharedMemory {
     SharedMemory() = default;
     static int64_t slots_offset(int ranks);
     static size_t row_of_waits(int ranks) { return (static_cast<size_t>(ranks) + 3) / 4 * 4; } // whole cache lines
+    bool allocate(int64_t nbytes);
     void arrive();
     bool all_reached();
     bool wait(int64_t until_ns);
     bool wait_from(int64_t now, int64_t until_ns);
     Outcome run(const std::vector<Instruction> &instructions, int64_t until_ns);
     Outcome run_messages(const Instruction &one, const Address &address, int64_t until_ns);
+    int64_t *row_of_parts(int of) const { return reinterpret_cast<int64_t *>(buffers[0]) + 1 + of * (1 + 2 * int64_t{ranks}); }
+    int64_t sent_nbytes() const;
+    int64_t slot_nbytes_of_parts() const; // of this rank
+    void put_parts();
+    Outcome take_parts();
     bool read_peer(int of, int buffer, int64_t offset, char *to, int64_t nbytes) const;
     bool signatures_match() const;
 
@@ -177,6 +193,9 @@ class SharedMemory {
     WaitCounts *wait_counts = nullptr;
     char *slots = nullptr;
     size_t mapped_nbytes = 0; // 0: the memory is the caller's
+    int fd = -1;
+    int64_t ready = INT64_MAX; // how many bytes of each half of its slot this rank may use
+    bool lacks_memory = false; // the current op needs more, and the system has not enough
     std::thread::id maker = std::this_thread::get_id();
     int process = 0;          // the process that mapped the memory
     int threads = 1;

@@ -49,17 +49,19 @@ bool valid_slice(double slice_s) { // false for NaN
 
 PyObject *memory_new(PyTypeObject *type, PyObject *args, PyObject *) {
     int fd, rank, ranks, threads, turns = 1;
-    long long slot;
+    long long slot, ready = 0;
     double spin_s;
-    if (!PyArg_ParseTuple(args, "iiiLdi|i", &fd, &rank, &ranks, &slot, &spin_s, &threads, &turns)) return nullptr;
+    if (!PyArg_ParseTuple(args, "iiiLdi|iL", &fd, &rank, &ranks, &slot, &spin_s, &threads, &turns, &ready)) return nullptr;
     if (ranks < 1 || rank < 0 || rank >= ranks || ranks > MAX_RANKS || slot < 0 || slot > MAX_NBYTES / ranks ||
         slot % 8192 != 0 || threads < 1 || !(spin_s >= 0 && spin_s < 1) || turns < 1 || turns > 1024 ||
-        (turns > 1 && slot / 2 < turns * TURN_NBYTES))
-        return PyErr_Format(PyExc_ValueError, "the arguments are (fd, rank, ranks, slot, spin_s, threads, turns), with "
+        (turns > 1 && slot / 2 < turns * TURN_NBYTES) || ready < 0 || ready > slot / 2 || ready % 4096 != 0)
+        return PyErr_Format(PyExc_ValueError, "the arguments are (fd, rank, ranks, slot, spin_s, threads, turns, ready), with "
                                               "0 <= rank < ranks, slot a multiple of 8192 bytes, spin_s from 0 to 1, "
-                                              "threads at least 1, and turns from 1 to 1024 if half a slot has room");
+                                              "threads at least 1, turns from 1 to 1024 if half a slot has room, and ready at "
+                                              "most half a slot, in pages");
     return make_object<SharedMemoryObject>(type, [&](SharedMemoryObject &self) {
-        self.memory = SharedMemory::map(fd, rank, ranks, slot, static_cast<int64_t>(spin_s * 1e9), threads);
+        self.memory = SharedMemory::map(fd, rank, ranks, slot, static_cast<int64_t>(spin_s * 1e9), threads,
+                                        ready == 0 ? INT64_MAX : ready);
         if (self.memory == nullptr) PyErr_SetFromErrno(PyExc_OSError);
         else self.memory->turns = turns;
         return self.memory != nullptr;

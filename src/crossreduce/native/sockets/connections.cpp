@@ -318,9 +318,9 @@ void Connections::move() {
 }
 
 short Connections::events(const Peer &peer, const Lane &lane) const {
-    // While a message blocks others, nothing is read, so the end of the connection has to be noticed here.
+    // While a message blocks others, nothing is read, so the end of the connection has to be noticed by `sleep`.
     const bool reads = peer.expectations > 0 && !lane.ended && (peer.divided > 0 || &lane == peer.lanes.data());
-    return static_cast<short>((!reads ? 0 : lane.blocked ? POLLRDHUP : POLLIN) | (lane.out.empty() ? 0 : POLLOUT));
+    return static_cast<short>((!reads || (lane.blocked && lane.closing) ? 0 : lane.blocked ? POLLRDHUP : POLLIN) | (lane.out.empty() ? 0 : POLLOUT));
 }
 
 bool Connections::has_work(const Peer &peer) const { return peer.state == State::done && (peer.sending > 0 || peer.expectations > 0); }

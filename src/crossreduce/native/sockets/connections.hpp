@@ -107,6 +107,7 @@ class Connections {
         MessageHeader header{}; // of the part that is being read
         bool active = false;    // there is such a part
         bool blocked = false;   // it is large and not expected yet, so it stays in the socket
+        bool closing = false;   // the other end sends nothing more, which was noticed while this was blocked
         bool ended = false;     // nothing more can be read
         Arrival *into = nullptr;
         uint64_t moved = 0;       // bytes of the part

@@ -30,6 +30,16 @@ bool Connections::sleep(std::unique_lock<std::mutex> &held, int64_t ns, int bell
             if (const short wanted = has_work(peer) ? events(peer, lane) : short{0}; wanted != 0) polled.push_back({lane.socket, wanted, 0});
     for (const int more : {descriptor(), bell})
         if (more >= 0) polled.push_back({more, POLLIN, 0});
+    // A peer is lost if nothing more can be read from it before something else is expected.
+    for (Peer &peer : peers) {
+        const auto is_over = [&](const Lane &lane) {
+            return lane.ended || (lane.blocked && lane.closing) || (peer.divided == 0 && &lane != peer.lanes.data());
+        };
+        if (peer.state != State::done || peer.expectations == 0 || peer.lanes.empty()) continue;
+        if (!std::all_of(peer.lanes.begin(), peer.lanes.end(), is_over)) continue;
+        lose(peer, State::lost, CLOSED_CONNECTION);
+        return true;
+    }
     if (!may_sleep()) return true;
     held.unlock();
     const timespec time = {static_cast<time_t>(ns / 1000000000), static_cast<long>(ns % 1000000000)};
@@ -38,9 +48,9 @@ bool Connections::sleep(std::unique_lock<std::mutex> &held, int64_t ns, int bell
     if (interrupted) return false;
     for (const pollfd &each : polled)
         for (Peer &peer : peers)
-            for (const Lane &lane : peer.lanes)
+            for (Lane &lane : peer.lanes)
                 if (lane.socket == each.fd && lane.blocked && (each.revents & (POLLRDHUP | POLLERR | POLLHUP)) != 0)
-                    lose(peer, State::lost, CLOSED_CONNECTION);
+                    lane.closing = true;
     return true;
 }
 

@@ -55,7 +55,7 @@ class StoreRendezvous:
         self.rank, self.size, self.timeout_s = rank, size, timeout_s
         self._global_ranks = tuple(global_ranks) or tuple(range(size))
         self.read_s = _READ_S
-        self._calls = 0
+        self._calls, self._has_aborted = 0, False
         self.owner: int | None = 0
         self._failure: ReductionError | None = None
         self._limit_s: float | None = None  # how long an answer may take, if that differs from the store's own limit
@@ -67,16 +67,23 @@ class StoreRendezvous:
         if self._failure is not None:  # the store may have ended since
             raise self._failure
         self._calls += 1
-        keys = [f"{self._calls}/{rank}" for rank in range(self.size)]
         with self._store_errors():
-            self._raise_cause()
-            self._store.set(keys[self.rank], b"." + payload)  # some stores treat an empty value as a missing one
-            self._wait_for(keys)
-            values = self._store.multi_get(keys) if self._store.has_extended_api() else map(self._store.get, keys)
-            payloads = [bytes(value)[1:] for value in values]
-            if self._calls > 1:  # every rank has begun this call, so every rank has read the previous one's payloads
-                with contextlib.suppress(RuntimeError):  # an old FileStore cannot delete
-                    self._store.delete_key(f"{self._calls - 1}/{self.rank}")
+            if self._has_aborted:  # a rank that waits for others looks for the reason of an abort meanwhile
+                self._raise_cause()
+            return self._gather(payload)
+
+    def _gather(self, payload: bytes) -> list[bytes]:
+        """Return the payloads of all ranks in call ``_calls``."""
+        keys = [f"{self._calls}/{rank}" for rank in range(self.size)]
+        self._store.set(keys[self.rank], b"." + payload)  # some stores treat an empty value as a missing one
+        self._wait_for(
+            lambda: self._have_arrived(keys), lambda: [k for k, key in enumerate(keys) if not self._store.check([key])]
+        )
+        values = self._store.multi_get(keys) if self._store.has_extended_api() else map(self._store.get, keys)
+        payloads = [bytes(value)[1:] for value in values]
+        if self._calls > 1:  # every rank has begun this call, so every rank has read the previous one's payloads
+            with contextlib.suppress(RuntimeError):  # an old FileStore cannot delete
+                self._store.delete_key(f"{self._calls - 1}/{self.rank}")
         return payloads
 
     def meet(self) -> None:
@@ -89,15 +96,20 @@ class StoreRendezvous:
             self._store.compare_set(_CAUSE, b"", MET)
             self._raise_cause()
 
-    def _wait_for(self, keys: list[str]) -> None:
-        """Return when all ranks have stored values at their keys. After ``timeout_s``, raise an error on all ranks."""
-        deadline, pause = time.monotonic() + self.timeout_s, PAUSES_S[0]
-        while not self._have_arrived(keys):
-            self._raise_cause()
+    def _wait_for(self, have_arrived: Callable[[], bool], missing: Callable[[], list[int]]) -> None:
+        """Return when all ranks have arrived. After ``timeout_s``, raise an error on all ranks.
+
+        ``have_arrived``: asks the store. ``missing``: returns the ranks that have not arrived.
+        """
+        now, pause = time.monotonic(), PAUSES_S[0]
+        deadline, look_at = now + self.timeout_s, now + PAUSES_S[1]
+        while not have_arrived():
             self.watch()
-            if time.monotonic() > deadline:
-                pairs = zip(keys, self._global_ranks, strict=True)
-                if late := [rank for key, rank in pairs if not self._store.check([key])]:
+            if (now := time.monotonic()) > look_at:  # each query of the store takes time
+                look_at = now + PAUSES_S[1]
+                self._raise_cause()
+            if now > deadline:
+                if late := [self._global_ranks[rank] for rank in missing()]:
                     problem = f"{rank_list(late)} did not reach the rendezvous within {self.timeout_s:g} s."
                     given = f"rank {self._global_ranks[self.rank]} waited; the group has {self.size} ranks"
                     remedy = "start all ranks; the same calls in the same order on all of them; a longer timeout"
@@ -142,6 +154,7 @@ class StoreRendezvous:
 
     def publish_abort(self, cause: bytes) -> bytes:
         """Store why the group was aborted, unless a reason or ``MET`` is stored already. Return the stored value."""
+        self._has_aborted = True
         return bytes(self._query(_QUERY_S, lambda: self._store.compare_set(_CAUSE, b"", cause)) or cause)
 
     def abort_cause(self) -> bytes | None:

@@ -23,9 +23,9 @@ from ...packing import itemsize
 from ...planning import direct, one_shot
 from ...schedule import Chunk, Schedule, Step
 from ..failures.stage_runner import StageRunner
-from ..intra_host.instructions import RankInstruction, native_program
-from ..intra_host.peer_memory import is_used, peer_stages
-from ..intra_host.programs import PIECE_BYTES, rank_stages
+from ..intra_host.instructions import PutParts, RankInstruction, TakeParts, native_program
+from ..intra_host.peer_memory import LEAST_BYTES, LEAST_BYTES_OF_TWO_RANKS, is_used, peer_stages
+from ..intra_host.programs import PIECE_BYTES, SLOT_BYTES, rank_stages
 from .exchange import ExchangeProgram
 
 SMALL_BYTES: Final = 1 << 13
@@ -136,6 +136,13 @@ class OneHostEngine:
         least = BLOCKING_PIECE_BYTES.get(collective, COPIED_PIECE_BYTES)
         contributed = nbytes * self._ranks if collective in ("reduce_scatter", "scatter", "all_to_all") else nbytes
         return max(least, min(PIECE_BYTES, contributed * self._ranks // MOST_PIECES))
+
+    def compile_parts(self, text: bytes) -> RankExecutable:
+        """Return the executable of an all-to-all of parts of any sizes; see ``Communicator.exchange_parts``."""
+        reads, of_two = self._reads_peers, self._ranks == 2
+        most = (LEAST_BYTES_OF_TWO_RANKS if of_two else LEAST_BYTES) - 1 if reads else SLOT_BYTES
+        stages: list[list[Any]] = [[PutParts(most, reads)], [TakeParts(most, reads, self._ranks)], []]
+        return RankExecutable(native_program(stages, *kind_and_bytes(text, "all_to_all")), len(stages), text)
 
     @staticmethod
     def compile_inner(text: bytes) -> RankExecutable:

@@ -16,7 +16,6 @@ import secrets
 import socket
 import stat
 import struct
-from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Final, NamedTuple
@@ -33,7 +32,7 @@ with suppress(ImportError):  # Windows has no fcntl; there, ranks raise a Backen
 _LOG: Final = logging.getLogger("crossreduce")
 _CREDENTIALS: Final = struct.Struct("3i")  # of the sender of a message: process, user, group
 _LEAST_HOSTS: Final = 8  # the shared memory is sized for at least this number of hosts
-_MESSAGES: Final = 128  # messages per batch; a socket's buffer has room for 278, and two batches may be in it
+_MEMORY_S: Final = 30.0  # how long a rank waits for the memory of another rank; it is sent at once
 _NOEXEC: Final = 0x8  # MFD_NOEXEC_SEAL: some systems require it; Linux before 6.3 does not support it
 
 
@@ -41,13 +40,15 @@ class BootstrapResult(NamedTuple):
     """``hosts``: the ranks of each host, sorted by the hosts' lowest ranks. ``host``: the ranks of this host.
 
     ``fd``: the memory that the ranks of ``host`` share, zeroed; the caller must close it. ``cpus``: the number of CPUs
-    on which at least one of these ranks may run, since launchers may bind each rank to CPUs of its own.
+    on which at least one of these ranks may run, since launchers may bind each rank to CPUs of its own. ``texts``: the
+    text of each rank of the group.
     """
 
     hosts: tuple[tuple[int, ...], ...]
     host: tuple[int, ...]
     fd: int
     cpus: int
+    texts: list[str]
 
 
 class _HostInfo(NamedTuple):
@@ -63,7 +64,11 @@ class _HostInfo(NamedTuple):
 
 
 def bootstrap(
-    rendezvous: Rendezvous, nbytes: Callable[[int, int], int], global_ranks: Sequence[int] | None = None
+    rendezvous: Rendezvous,
+    nbytes: Callable[[int, int], int],
+    global_ranks: Sequence[int] | None = None,
+    first: Callable[[int, int], Sequence[tuple[int, int]]] | None = None,
+    text: str = "",
 ) -> BootstrapResult:
     """Find out which ranks share a host, and share memory with them, on Linux. All ranks must call it together.
 
@@ -74,6 +79,9 @@ def bootstrap(
       nbytes: returns the number of bytes that the ranks of one host share, given the number of these ranks and the
         maximum number of hosts.
       global_ranks: the ranks' numbers in messages; by default 0, 1, ...
+      first: given the same, returns the ranges (offset, size) of the memory that are allocated if all ranks are on one
+        host; before a rank writes elsewhere, it allocates more. The default is everything.
+      text: a text for all other ranks.
     Raises:
       MismatchError: the ranks have different versions of crossreduce; raised on all ranks.
       ReductionError: this rank cannot allocate memory even for itself alone.
@@ -93,30 +101,29 @@ def bootstrap(
         try:
             try:
                 if rank == ranks[0]:  # the first rank of a host allocates the memory and sends it to the others
-                    fd = _memory(size)
+                    fd = _memory(size, first(len(ranks), most_hosts) if first and len(ranks) == len(infos) else ())
                 else:
                     name = _receive_only_from(infos[ranks[0]].name, receiver)
             except OSError as error:
                 problem = f"rank {numbers[rank]} could not share {size} bytes: {error}"
-            names = [text.decode() for text in rendezvous.all_gather(name.encode())]
-            most = max(Counter(tuple(info.identity) for info in infos).values())
-            for start in range(1, most, _MESSAGES):
-                batch = ranks[start : start + _MESSAGES]
-                try:
-                    if rank == ranks[0] and not problem:
-                        _send(sender, fd, [names[other] for other in batch if names[other]])
-                except OSError as error:
-                    problem = f"rank {numbers[rank]} could not send its memory: {error}"
-                rendezvous.all_gather(b"")  # a barrier: then each receiver of the batch has its message
-                try:
-                    if rank in batch and not problem:
-                        fd = _receive_memory(receiver, size)
-                except OSError as error:
-                    problem = f"rank {numbers[rank]} could not use another rank's memory: {error}"
+            gathered = [json.loads(each) for each in rendezvous.all_gather(json.dumps([name, text]).encode())]
+            names, texts = ([each[k] for each in gathered] for k in (0, 1))
+            receivers = [names[other] for other in ranks[1:] if rank == ranks[0] and names[other]]
+            try:
+                _send(sender, fd, receivers)
+            except OSError as error:
+                problem = problem or f"rank {numbers[rank]} could not send its memory: {error}"
+                with suppress(OSError):
+                    _send(sender, -1, receivers)  # so that they wait no longer
+            try:
+                if rank != ranks[0] and not problem:
+                    fd = _receive_memory(receiver, size)
+            except OSError as error:
+                problem = f"rank {numbers[rank]} could not use another rank's memory: {error}"
             problems = [text.decode() for text in rendezvous.all_gather(problem.encode())]
             hosts = _hosts(infos, problems)
             if ranks not in map(list, hosts) and rank == ranks[0]:
-                text = (
+                warning = (
                     f"{rank_list(numbers[other] for other in ranks)} are on one host but could not share memory; "
                     "each is now treated as if it were alone on a host."
                 )
@@ -125,7 +132,7 @@ def bootstrap(
                     "more memory for the container, or a different CROSSREDUCE_HOST in each container that cannot "
                     "share memory with the others"
                 )
-                _LOG.warning("%s", message(text, why, remedy))
+                _LOG.warning("%s", message(warning, why, remedy))
             if any(problems[other] for other in ranks):  # continue alone, with memory for one rank
                 if fd >= 0:
                     os.close(fd)
@@ -142,7 +149,7 @@ def bootstrap(
                 os.close(fd)
             raise
         host = next(ranks for ranks in hosts if rank in ranks)
-        return BootstrapResult(hosts, host, fd, len({cpu for other in host for cpu in infos[other].cpus}))
+        return BootstrapResult(hosts, host, fd, len({cpu for other in host for cpu in infos[other].cpus}), texts)
 
 
 def _require_same_version(versions: dict[int, str]) -> None:
@@ -183,8 +190,11 @@ def _hosts(infos: Sequence[_HostInfo], problems: Sequence[str]) -> tuple[tuple[i
     return tuple(sorted(hosts))
 
 
-def _memory(nbytes: int) -> int:
-    """Return a file descriptor of allocated memory of fixed size that only this user can open."""
+def _memory(nbytes: int, ranges: Sequence[tuple[int, int]] = ()) -> int:
+    """Return a file descriptor of memory of fixed size that only this user can open.
+
+    ``ranges``: (offset, size) of the parts that are allocated; everything if there are none.
+    """
     available = kernels.available_memory()
     if nbytes > available:  # Linux would not refuse to allocate, but kill processes
         raise OSError(errno.ENOMEM, f"{available} bytes are available")
@@ -197,7 +207,9 @@ def _memory(nbytes: int) -> int:
         fd = os.memfd_create("crossreduce", flags)
     try:
         os.fchmod(fd, stat.S_IRUSR | stat.S_IWUSR)
-        os.posix_fallocate(fd, 0, max(nbytes, 1))
+        os.ftruncate(fd, max(nbytes, 1))
+        for offset, size in ranges or [(0, max(nbytes, 1))]:
+            os.posix_fallocate(fd, offset, size)
         fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
     except BaseException:
         os.close(fd)
@@ -236,16 +248,18 @@ def _receive_only_from(sender: str, receiver: socket.socket) -> str:
 
 
 def _send(sender: socket.socket, fd: int, names: Sequence[str]) -> None:
-    """Send the memory ``fd`` to the sockets ``names`` of other ranks, without waiting until they read it."""
-    rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, struct.pack("i", fd))]
+    """Send the memory ``fd``, or, if this is -1, nothing, to the sockets ``names`` of other ranks."""
+    rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, struct.pack("i", fd))] if fd >= 0 else []
+    sender.settimeout(_MEMORY_S)  # its buffer may be full until some have read their message
     for name in names:
-        sender.sendmsg([b"m"], rights, socket.MSG_DONTWAIT, name)
+        sender.sendmsg([b"m"], rights, 0, name)
 
 
 def _receive_memory(receiver: socket.socket, nbytes: int) -> int:
-    """Return the file descriptor of the memory that another rank sent to this rank's receiver."""
+    """Return the file descriptor of the memory that another rank sends to this rank's receiver."""
     room = socket.CMSG_SPACE(_CREDENTIALS.size) + socket.CMSG_LEN(struct.calcsize("i"))
-    _, parts, _, _ = receiver.recvmsg(1, room, socket.MSG_DONTWAIT | socket.MSG_CMSG_CLOEXEC)
+    receiver.settimeout(_MEMORY_S)
+    _, parts, _, _ = receiver.recvmsg(1, room, socket.MSG_CMSG_CLOEXEC)
     data_of = {kind: data for _, kind, data in parts}
     if socket.SCM_RIGHTS not in data_of:
         raise OSError(errno.EBADMSG, "the message contained no file descriptor; see ulimit -n")

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, TypeAlias, cast
 
 from ... import kernels
+from ...errors import UnsupportedError
 from ...kernels import FusedProgram, Segment
-from ...ops import ACCUMULATORS, COMPLEX, INTEGERS, KERNEL_OPS, Numbers, ReduceOp
+from ...ops import ACCUMULATORS, COMPLEX, INTEGERS, KERNEL_OPS, AnyOp, BitwiseOp, Numbers, ReduceOp
 from ...packing import itemsize
 
 PEER_BUFFER: Final = 1 << 20
@@ -68,6 +69,26 @@ class HostCheck(NamedTuple):
     """An instruction: ends the op on all ranks of the host if its first rank has found that another host's differs."""
 
 
+class PutParts(NamedTuple):
+    """An instruction: writes this rank's part sizes into its slot, and the parts if none has more than ``most`` bytes.
+
+    ``reads``: whether other ranks read the parts from this process's memory otherwise.
+    """
+
+    most: int
+    reads: bool
+
+
+class TakeParts(NamedTuple):
+    """An instruction: copies the parts for this rank, after all ``ranks`` have executed ``PutParts``."""
+
+    most: int
+    reads: bool
+    ranks: int
+
+
+OtherInstruction: TypeAlias = HostMessages | HostCheck | PutParts | TakeParts
+
 # A phase: its delay, and a function from a piece's number j to the instructions that it executes in stage j + delay.
 Phase = tuple[int, Callable[[int], list[RankInstruction]]]
 
@@ -79,7 +100,7 @@ class ArrayPlaces(NamedTuple):
     starts: tuple[int, ...]
 
 
-def reduction_numbers(op: ReduceOp, dtype: str, ranks: int, exact: bool = False) -> Numbers:
+def reduction_numbers(op: AnyOp, dtype: str, ranks: int, exact: bool = False) -> Numbers:
     """Return the ``Numbers`` with which ranks reduce arrays of a dtype to a result of the same dtype.
 
     The mean of integers is that of NCCL: the sum wraps around in the dtype. Then it is divided and truncated towards
@@ -91,6 +112,11 @@ def reduction_numbers(op: ReduceOp, dtype: str, ranks: int, exact: bool = False)
     Raises:
       UnsupportedError: the op is not defined for the dtype, or is an exact product of floats.
     """
+    if isinstance(op, BitwiseOp):
+        if dtype != "bool" and dtype not in INTEGERS:
+            given = f"op {op.value}, dtype {dtype}"
+            raise UnsupportedError.of(f"the {op.value} of {dtype} is not defined.", given, "cast to an integer")
+        return Numbers(cast("ReduceOp", op), dtype, dtype, dtype, 1)
     wide = dtype if dtype in INTEGERS else ACCUMULATORS[op, dtype]
     numbers = Numbers(op, dtype, wide, dtype, ranks if op is ReduceOp.MEAN else 1)
     if exact:
@@ -131,14 +157,14 @@ def pipeline(pieces: int, phases: Sequence[Phase], depth: int) -> list[list[Rank
 
 
 def native_program(
-    stages: Sequence[Iterable[RankInstruction | HostMessages | HostCheck]], kind: int = 0, nbytes: int = 0
+    stages: Sequence[Iterable[RankInstruction | OtherInstruction]], kind: int = 0, nbytes: int = 0
 ) -> Any:
     """Return the stages as a native ``RankProgram``, which the native ``SharedMemory`` executes.
 
     ``kind``, ``nbytes``: the kind of call and the bytes that each run counts; see ``counters.kind_and_bytes``.
     """
 
-    def native(each: RankInstruction | HostMessages | HostCheck) -> tuple[Any, ...]:
+    def native(each: RankInstruction | OtherInstruction) -> tuple[Any, ...]:
         if not isinstance(each, RankInstruction):
             return each
         run = kernel(each.numbers, each.size, len(each.operands), len(each.results))
@@ -150,8 +176,12 @@ def native_program(
 @lru_cache(maxsize=4096)
 def kernel(numbers: Numbers, size: int, operands: int, results: int) -> kernels.Kernel:
     """Return the kernel that combines ``size`` elements of each operand, in order. A single operand is copied."""
-    everything = (Segment(0, 0, size, 0),)  # one segment with all elements
     _, dtype, wide, result, divisor, _ = numbers
+    if (
+        isinstance(cast("AnyOp", numbers.op), BitwiseOp) and operands > 1
+    ):  # kernels combine the bytes, whatever the dtype
+        size, dtype, wide, result = size * itemsize(dtype), *("uint8",) * 3
+    everything = (Segment(0, 0, size, 0),)  # one segment with all elements
     if operands == 1:
         dtypes = (dtype, dtype if result == dtype else wide, result)
         fused = FusedProgram(0, (), (0,) * results)

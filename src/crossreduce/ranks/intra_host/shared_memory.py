@@ -33,6 +33,9 @@ MAX_TEXT_BYTES: Final = 232  # the limit of a call's description; as in the nati
 MAX_CAUSE_BYTES: Final = 2040
 READS_PEERS: Final = True  # whether receivers read messages from the sender's process, if the system allows it
 _PAGE: Final = 1 << 16  # the largest page of any system
+_READY_BYTES: Final = (
+    1 << 17
+)  # allocated in each half of a slot; zeroing all of it would take most of the time of a group
 
 DONE, WAITING, MISMATCH, BROKEN, NO_MEMORY, UNREADABLE, ELSEWHERE, DIFFERS = range(8)
 """The outcomes: all required stages are executed; ``SLICE_S`` ended before that; the ranks' calls differ; the group was
@@ -52,18 +55,29 @@ class RankMemory:
       hosts: the number of hosts of the group.
       spin_s: how long this rank spins before it yields its CPU to other processes; 0 if ranks share a CPU.
       turns: the number of start offsets that ops use in turn; see ``programs.PAIR_TURNS``.
+      is_whole: whether the whole memory is allocated, not only the ranges ``first``.
 
     ``native`` and ``mailboxes`` are compiled objects; the mailboxes are for messages between two ranks (see
     ``messages``). ``registers`` are for agreements (see ``agreement``).
     """
 
     def __init__(
-        self, fd: int, host: tuple[int, ...], rank: int, slot: int, size: int, hosts: int, spin_s: float, turns: int = 1
+        self,
+        fd: int,
+        host: tuple[int, ...],
+        rank: int,
+        slot: int,
+        size: int,
+        hosts: int,
+        spin_s: float,
+        turns: int = 1,
+        is_whole: bool = True,
     ) -> None:
         self.host, self.place, self.fd = host, host.index(rank), fd
         fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, self.place)
         threads = max(1, kernels.threads() // len(host))
-        self.native = kernels.native().SharedMemory(fd, self.place, len(host), slot, spin_s, threads, turns)
+        ready = 0 if is_whole else _READY_BYTES
+        self.native = kernels.native().SharedMemory(fd, self.place, len(host), slot, spin_s, threads, turns, ready)
         offset = _mailboxes_offset(len(host), slot)
         self.mailboxes = kernels.native().Mailboxes(fd, offset, self.place, len(host), spin_s, READS_PEERS)
         # mmap duplicates the descriptor. Closing the copy would release this process's lock, so only ``close`` does so.
@@ -80,6 +94,16 @@ class RankMemory:
         ``slot``: bytes of each rank's slot.
         """
         return _registers_offset(ranks, slot) + Registers.nbytes(ranks, size, hosts)
+
+    @staticmethod
+    def first(ranks: int, slot: int, nbytes: int) -> list[tuple[int, int]]:
+        """Return the ranges (offset, size) that are needed at first of memory of ``nbytes`` bytes on a single host.
+
+        A rank allocates more of its own slot when an op needs it.
+        """
+        begin, end = int(kernels.native().SharedMemory.nbytes(ranks, 0)), _mailboxes_offset(ranks, slot)
+        halves = [(begin + k * slot // 2, _READY_BYTES) for k in range(2 * ranks)]
+        return [(0, begin), *halves, (end, nbytes - end)]
 
     @property
     def registers(self) -> Registers:

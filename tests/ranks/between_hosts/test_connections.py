@@ -1,0 +1,77 @@
+"""Several sockets between two hosts, and aborts that must reach ranks which wait for messages."""
+
+import ctypes
+import socket
+import struct
+import time
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import ranks
+
+import crossreduce.torch  # noqa: F401 - registers the backend
+from crossreduce import PeerLostError
+from crossreduce.kernels import native
+
+HEADER = struct.Struct("<QQQII")  # tag, bytes of the message, offset and number of the part, bytes that follow
+LARGE, HALF = 4 << 20, 1000
+
+
+def part(tag, nbytes, offset, data):
+    return HEADER.pack(tag, nbytes, offset, 0, len(data)) + data
+
+
+@pytest.mark.parametrize("blocked", [0, 1])
+def test_a_socket_that_waits_and_ends_does_not_end_the_other_one(blocked):
+    """A peer sends a message of two parts over two sockets, then one that is too large to be read before it is expected
+    and leaves. Socket ``blocked`` ends before the first message has arrived over the other one: the peer is not lost.
+    When both have ended, the large message, of which the peer has sent nothing, fails."""
+    ends = [socket.socketpair() for _ in range(2)]
+    connections = native().Connections([1], [own.detach() for own, _ in ends], 120.0, False)
+    got, room = (ctypes.c_char * (2 * HALF))(), (ctypes.c_char * LARGE)()
+    message = connections.receive(ctypes.addressof(got), 2 * HALF, 1, 1)
+    sent = [HEADER.pack(1, 2 * HALF, k * HALF, 0, HALF) + bytes([5 + k]) * HALF for k in range(2)]
+    large = HEADER.pack(2, LARGE, blocked * LARGE // 2, 0, LARGE // 2)
+    ends[0][1].sendall(sent[0][:-10])  # its end is missing
+    assert message.poll(0.05) is False
+    waiting, late = ends[blocked][1], ends[1 - blocked][1]
+    waiting.sendall((sent[1] if blocked else sent[0][-10:]) + large)
+    waiting.close()
+    for _ in range(3):
+        assert message.poll(0.05) is False
+    late.sendall(sent[0][-10:] if blocked else sent[1])
+    assert message.poll(1.0) is True
+    assert got.raw == bytes([5]) * HALF + bytes([6]) * HALF
+    late.close()
+    expected = connections.receive(ctypes.addressof(room), LARGE, 1, 2)
+    with pytest.raises(ConnectionError, match="lost"):
+        expected.wait(10)
+    connections.close()
+
+
+def waits(rendezvous, folder, source):
+    rank = rendezvous.rank
+    timeout = timedelta(seconds=8)
+    dist.init_process_group("crossreduce", f"file://{folder / 'store'}", rank=rank, world_size=3, timeout=timeout)
+    noticed = folder / "noticed"
+    if rank == 2:
+        time.sleep(0.5)
+        dist.group.WORLD.abort()
+    elif rank == 1:  # it makes no call, and so learns of nothing
+        deadline = time.monotonic() + 25
+        while not noticed.exists() and time.monotonic() < deadline:
+            time.sleep(0.05)
+    else:
+        with pytest.raises(PeerLostError, match=r"rank 2 left") as error:
+            dist.recv(torch.zeros(1), source)
+        assert error.value.ranks == (2,)
+        noticed.touch()
+
+
+@pytest.mark.parametrize("source", [1, None])
+def test_an_abort_reaches_ranks_of_other_hosts_that_wait_for_messages(tmp_path, source):
+    """If a rank aborts the group, a rank of another host that waits for a message of a third one raises the same error,
+    long before its timeout, although the third one does not notice the abort."""
+    ranks(3, waits, tmp_path, source, environment=[{"CROSSREDUCE_HOST": host} for host in "ABC"], timeout_s=60)
