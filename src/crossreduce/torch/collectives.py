@@ -43,14 +43,7 @@ from .memory import (
     tensors_in,
     writable,
 )
-
-_OPS: Final = {
-    TorchOp.SUM: ReduceOp.SUM,
-    TorchOp.AVG: ReduceOp.MEAN,
-    TorchOp.MIN: ReduceOp.MIN,
-    TorchOp.MAX: ReduceOp.MAX,
-    TorchOp.PRODUCT: ReduceOp.PRODUCT,
-}
+from .options import OPS
 
 # The ops that give the same sums and products of bools as torch with NCCL.
 _OF_BOOLS: Final = {TorchOp.SUM: ReduceOp.MAX, TorchOp.PRODUCT: ReduceOp.MIN}
@@ -76,16 +69,16 @@ class Collectives(InnerGloo):
     ) -> None:
         """Use ``communicator``; see ``InnerGloo``. ``exact``: whether sums of floats are exact; see ``Options``."""
         super().__init__(communicator, store, messages)
-        self._rank, self._size = communicator.rank, communicator.size
+        self._rank, self._size, self._exact = communicator.rank, communicator.size, exact
         self.checks = self._checks = CallChecks(communicator)
-        self._calls, self._exact = new_calls(communicator), exact
+        self.calls = self._calls = new_calls(communicator)
         self._all_reduce = call_name("all_reduce", exact)
         self._reduce_scatter = call_name("reduce_scatter", exact)
 
     # ---- reductions -----------------------------------------------------------------------------------------------
 
     def all_reduce(self, tensor: Any, kind: Any) -> None:
-        prepared_op = _OPS.get(kind.op)
+        prepared_op = OPS.get(kind.op)
         name = self._all_reduce
         if prepared_op and self._calls.run(self._communicator, name, prepared_op, 0, tensor, tensor) is tensor:
             return
@@ -152,7 +145,7 @@ class Collectives(InnerGloo):
         copy_back(output, written)
 
     def reduce_scatter_single(self, output: Any, tensor: Any, kind: Any) -> None:
-        prepared_op = _OPS.get(kind.op)
+        prepared_op = OPS.get(kind.op)
         name = self._reduce_scatter
         if prepared_op and self._calls.run(self._communicator, name, prepared_op, 0, tensor, output) is output:
             return
@@ -413,7 +406,7 @@ class Collectives(InnerGloo):
 
         If the op is not defined for this dtype, or cannot be exact, all ranks raise an ``UnsupportedError``.
         """
-        op, name = _OPS.get(kind.op), NAMES.get(tensor.dtype)
+        op, name = OPS.get(kind.op), NAMES.get(tensor.dtype)
         if bits_are_reduced(kind.op, tensor):
             return None  # the ranks compare their calls when they exchange the tensors
         if name == "bool":
