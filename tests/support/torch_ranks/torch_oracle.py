@@ -101,8 +101,8 @@ def call_directly():
     in_torch = dist.all_reduce
 
     def all_reduce(tensor, op=SUM, group=None, async_op=False):
-        used = group or dist.group.WORLD
-        if async_op or not isinstance(used, crossreduce.torch.Group):
+        used, joined = group or dist.group.WORLD, dist.distributed_c10d._world.pg_coalesce_state
+        if async_op or used in joined or not isinstance(used, crossreduce.torch.Group):
             return in_torch(tensor, op, group, async_op)
         assert used.all_reduce(tensor, op) is tensor
         return None

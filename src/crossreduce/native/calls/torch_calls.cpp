@@ -95,7 +95,7 @@ PyObject *all_reduce(PyObject *object, PyObject *const *arguments, Py_ssize_t co
     if (count != 2) return PyErr_Format(PyExc_TypeError, "2 arguments expected, %zd given", count);
     auto &self = *reinterpret_cast<TorchCallsObject *>(object);
     PyObject *op = arguments[1];
-    for (Py_ssize_t k = 0; k < PyTuple_Size(self.ops); k++) {
+    for (Py_ssize_t k = 0; !PyUnicode_CheckExact(op) && k < PyTuple_Size(self.ops); k++) {
         PyObject *named = PyTuple_GetItem(self.ops, k);
         if (PyTuple_GetItem(named, 0) == op) op = PyTuple_GetItem(named, 1);
     }
