@@ -144,7 +144,7 @@ class Group(dist.ProcessGroup):  # type: ignore[misc]
           tensor: of the same shape and dtype on all ranks.
           op: "sum", "mean", "min", "max" or "product", a ``crossreduce.ReduceOp``, or one of ``dist.ReduceOp``.
         Raises:
-          ArgumentError: ``tensor`` is not a tensor, or there is no such op.
+          ArgumentError: ``tensor`` is not a tensor, or ``op`` is unknown.
           ReductionError: as for ``dist.all_reduce``, such as a ``MismatchError`` or a ``PeerLostError``.
 
         >>> import torch, torch.distributed as dist

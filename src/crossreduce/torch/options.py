@@ -140,26 +140,28 @@ def prepared_calls(calls: RankCalls, queue: OpQueue, settings: Any, timeout: tim
 
 
 def option_probes() -> tuple[Any, ...]:
-    """Return objects that show how torch's options lie in memory: the arguments of ``use_torch_options``.
+    """Return objects that show the layout of torch's options in memory: the arguments of ``use_torch_options``.
 
     Compiled code reads the options of a call, and the timeout of a group, where the numbers that torch returns are in
     the memory of these objects. If torch cannot make them in this way, no number is known.
     """
-    ops, is_async, limits, timeouts = made = [], [], [], []
+    found: tuple[list[tuple[Any, int]], ...] = [], [], [], []
     try:
+        settings_of: Any = dist.ProcessGroupGloo
         for k, (op, _) in enumerate(NUMBERED_OPS[:8]):  # torch makes the later ones in other ways
-            options, settings = c10d.AllreduceOptions(), c10d.ProcessGroupGloo._Options()
+            options: Any = c10d.AllreduceOptions()
+            settings = settings_of._Options()
             options.reduceOp, options.asyncOp = op, k % 3 == 0
             options.timeout = settings._timeout = timedelta(milliseconds=7**k - 2)
             if {type(type(options)).__name__, type(type(settings)).__name__} != {"pybind11_type"}:
                 break
-            ops.append((options, int(options.reduceOp.op)))
-            is_async.append((options, int(options.asyncOp)))
-            limits.append((options, options.timeout // _MILLISECOND))
-            timeouts.append((settings, settings._timeout // _MILLISECOND))
+            found[0].append((options, int(options.reduceOp.op)))
+            found[1].append((options, int(options.asyncOp)))
+            found[2].append((options, options.timeout // _MILLISECOND))
+            found[3].append((settings, settings._timeout // _MILLISECOND))
     except Exception:  # noqa: BLE001 - another version of torch may raise any class
         return c10d.AllreduceOptions, [], [], [], []
-    return c10d.AllreduceOptions, *made
+    return c10d.AllreduceOptions, *found
 
 
 read_torch_options(option_probes)

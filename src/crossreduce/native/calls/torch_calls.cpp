@@ -145,7 +145,7 @@ PyObject *use_torch_options(PyObject *, PyObject *args) {
     if (!PyArg_ParseTuple(args, "OOOOO", &type, &ops, &is_async, &limits, &timeouts)) return nullptr;
     const bool is_known = op_field.find(ops) && async_field.find(is_async) && limit_field.find(limits) && timeout_field.find(timeouts);
     if (PyErr_Occurred()) return nullptr;
-    Py_INCREF(type); // for ever
+    Py_INCREF(type); // until the process ends
     options_type = is_known ? reinterpret_cast<PyTypeObject *>(type) : nullptr;
     return PyBool_FromLong(is_known);
 }
