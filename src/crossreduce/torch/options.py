@@ -142,23 +142,22 @@ def prepared_calls(calls: RankCalls, queue: OpQueue, settings: Any, timeout: tim
 def option_probes() -> tuple[Any, ...]:
     """Return objects that show the layout of torch's options in memory: the arguments of ``use_torch_options``.
 
-    Compiled code reads the options of a call, and the timeout of a group, where the numbers that torch returns are in
+    Compiled code reads the options of a call, and the timeout of a group, where these numbers are in
     the memory of these objects. If torch cannot make them in this way, no number is known.
     """
     found: tuple[list[tuple[Any, int]], ...] = [], [], [], []
     try:
-        settings_of: Any = dist.ProcessGroupGloo
         for k, (op, _) in enumerate(NUMBERED_OPS[:8]):  # torch makes the later ones in other ways
             options: Any = c10d.AllreduceOptions()
-            settings = settings_of._Options()
-            options.reduceOp, options.asyncOp = op, k % 3 == 0
-            options.timeout = settings._timeout = timedelta(milliseconds=7**k - 2)
+            settings = c10d.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+            options.reduceOp, options.asyncOp, limit_ms = op, k % 3 == 0, 7**k - 2
+            options.timeout = settings._timeout = timedelta(milliseconds=limit_ms)
             if {type(type(options)).__name__, type(type(settings)).__name__} != {"pybind11_type"}:
                 break
             found[0].append((options, int(options.reduceOp.op)))
             found[1].append((options, int(options.asyncOp)))
-            found[2].append((options, options.timeout // _MILLISECOND))
-            found[3].append((settings, settings._timeout // _MILLISECOND))
+            found[2].append((options, limit_ms))
+            found[3].append((settings, limit_ms))
     except Exception:  # noqa: BLE001 - another version of torch may raise any class
         return c10d.AllreduceOptions, [], [], [], []
     return c10d.AllreduceOptions, *found

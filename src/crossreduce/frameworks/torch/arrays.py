@@ -33,7 +33,6 @@ DTYPES_BY_NAME: Final[dict[str, Any]] = {name: dtype for dtype, name in _NAMES.i
 _interpreter: Final = torch._C._functorch.peek_interpreter_stack
 _dispatch_modes: Final = torch._C._len_torch_dispatch_stack
 _is_jit_tracing: Final = torch._C._is_tracing
-_compiler: Final[Any] = torch.compiler
 _PROXY: Final = torch._C._TorchDispatchModeKey.PROXY
 _is_of_func: Final = torch._C._functorch.is_functorch_wrapped_tensor
 _is_tracked_by_func: Final = torch._C._functorch.is_gradtrackingtensor
@@ -344,7 +343,7 @@ def is_transformed_at_run_time() -> bool:
     return (
         _interpreter() is not None
         or _dispatch_modes() > 0
-        or _compiler._is_compiling_flag
+        or torch.compiler._is_compiling_flag
         or _is_jit_tracing()
         or forward_ad._current_level >= 0
     )
