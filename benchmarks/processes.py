@@ -2,7 +2,8 @@
 
 Three parts; contenders run in turn in the same processes, and the slowest rank's time counts (rank_programs.py):
   mpi: NumPy arrays, ``crossreduce.mpi`` and each MPI in processes that this MPI started, 2, 4 and 8 ranks of one host.
-  torch: tensors, the backends crossreduce and gloo of torch.distributed, 2, 4 and 8 ranks of one host.
+  torch: tensors, the backends crossreduce and gloo of torch.distributed, 2, 4 and 8 ranks of one host; beside small
+    all-reduces also other ways to make them.
   ddp: a training step of DistributedDataParallel with 25 M parameters, 8 ranks, the same backends.
 hosts.py has the ranks of several hosts.
 
@@ -30,7 +31,7 @@ from pathlib import Path
 from typing import Any
 
 from common import RESULTS, keep, size_text
-from rank_programs import ALONE, LIMIT_S, OURS
+from rank_programs import ALONE, DIRECT, GLOO, LIMIT_S, OURS, WAYS
 
 import crossreduce as cr
 from crossreduce.cli.bench.launch import launch
@@ -56,6 +57,18 @@ REQUIRED: tuple[tuple[str, dict[str, Any], Callable[[Row], float], float], ...] 
             most,
         )
         for text, sizes, most in (("up to 1 KiB", (64, 256, 1 << 10), 2), ("1 MiB", (1 << 20,), 60))
+    ),
+    *(
+        (
+            f"2 ranks, all_reduce of a tensor of 64 B by {what}, us",
+            {"part": "torch", "place": "2 ranks", "collective": "all_reduce", "peer": peer, "bytes": (64,)},
+            value_of,
+            most,
+        )
+        for what, peer, value_of, most in (
+            ("torch.distributed", GLOO, lambda r: r["ours_s"] * 1e6, 5.5),
+            (DIRECT, DIRECT, lambda r: r["peer_s"] * 1e6, 1.6),
+        )
     ),
     (
         "8 ranks, DDP step, time / gloo's",
@@ -125,7 +138,8 @@ def runs(peers: dict[str, Path], given: argparse.Namespace) -> Iterator[tuple[st
             yield "mpi", f"{ranks} ranks", name, partial(of_mpi, ranks, folder, task("mpi", MPI_SIZES, 1))
     for ranks in counts:
         one = torch(task("torch", TORCH_SIZES, 1.5, (*COLLECTIVES, "send_recv")))
-        one["cases"].append(("all_reduce", QUICK_SIZES[-1] if given.quick else TORCH_SIZES[-1], "bfloat16"))
+        halves = QUICK_SIZES if given.quick else (*TORCH_SIZES[:3], TORCH_SIZES[-1])
+        one["cases"] += [("all_reduce", size, "bfloat16") for size in halves]
         yield "torch", f"{ranks} ranks", "gloo", partial(of_torch, ranks, one)
     for ranks in given.ranks or (8,):
         yield "ddp", f"{ranks} ranks", "gloo", partial(of_torch, ranks, torch(task("torch", [], 15, ()), ddp=True))
@@ -197,7 +211,7 @@ def main() -> int:
     beside = [f"Open MPI={Path(sys.executable).parents[1]}"]
     peers = {name: Path(folder) for name, folder in (one.split("=", 1) for one in given.mpi or beside)}
     whole = not (given.quick or given.only or given.ranks)
-    rows, libraries, missing = [], {}, {}
+    rows, ways, libraries, missing = [], [], {}, {}  # ways: rows whose peer is no other library
     begun = time.monotonic()
     for part, place, peer, run in runs(peers, given):
         title = f"{part}, {place}, {peer}"
@@ -214,9 +228,10 @@ def main() -> int:
         for case in found["rows"]:
             case["seconds"] = {peer if name == "MPI" else name: each for name, each in case["seconds"].items()}
             for row in compared(case):
-                rows.append({"part": part, "place": place} | row)
-                print(text(rows[-1]), flush=True)
-    faster, requirements = ahead(rows), required(rows)
+                chosen = ways if row["peer"] in WAYS else rows
+                chosen.append({"part": part, "place": place} | row)
+                print(text(chosen[-1]), flush=True)
+    faster, requirements = ahead(rows), required(rows + ways)
     print(f"\nA peer is faster at {len(faster)} of {len(rows)} points.", *map(text, faster), sep="\n")
     print("\nRequirements:")
     for each in requirements:
@@ -224,7 +239,7 @@ def main() -> int:
         print(f"  {each['what']:<78}{each['value']:8.3g}   at most {each['limit']:.3g}   {met}")
     print(*(f"not measured: {title}: {why}" for title, why in missing.items()), sep="\n")
     print(f"{time.monotonic() - begun:.0f} s")
-    kept = {"libraries": libraries, "missing": missing, "requirements": requirements, "rows": rows}
+    kept = {"libraries": libraries, "missing": missing, "requirements": requirements, "rows": rows, "ways": ways}
     if given.json or whole:
         keep("processes", kept, given.json or RESULTS / "processes.json")
     if given.picture or whole:

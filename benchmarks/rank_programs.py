@@ -22,6 +22,9 @@ from typing import Any
 import numpy as np
 
 OURS, GLOO, ALONE = "crossreduce", "gloo", "no reduction"
+# Of all-reduces of small tensors: the call without torch.distributed, that of NumPy arrays, and torch's code alone.
+DIRECT, ARRAYS, DISPATCH = WAYS = ("group.all_reduce", "NumPy arrays", "an empty backend")
+SMALL_NBYTES = 1 << 16
 NEW, OUT, IN_PLACE = "new", "out=", "in place"
 LIMIT_S = 900  # the timeout of all calls, and the time limit of each set of ranks
 BLOCK = 1_048_573  # an input repeats this many random elements; a prime, so that the pieces of a collective differ
@@ -177,6 +180,33 @@ def torch_call(collective: str, x: Any, out: Any, group: Any) -> Callable[[], No
     }[collective]
 
 
+def small_calls(group: Any, out: Any) -> Calls:
+    """Return further calls that reduce ``out`` in place, and one that only passes through torch's code."""
+    import torch
+    import torch.distributed as dist
+
+    from crossreduce.processes.array_group import ArrayGroup
+    from crossreduce.torch.op_queue import Finished
+
+    class Empty(dist.ProcessGroup):
+        def allreduce(self, *_: Any) -> Any:
+            return finished
+
+    finished, arrays = Finished([out]), ArrayGroup(group.communicator)
+    empty = Empty(dist.get_rank(), dist.get_world_size())
+    if out.dtype == torch.bfloat16:
+        import ml_dtypes
+
+        array = out.view(torch.int16).numpy().view(ml_dtypes.bfloat16)
+    else:
+        array = out.numpy()
+    return {
+        DIRECT: lambda: group.all_reduce(out),
+        ARRAYS: lambda: arrays.all_reduce(array, out=array),
+        DISPATCH: lambda: dist.all_reduce(out, group=empty),
+    }
+
+
 def torch_rank(task: dict[str, Any]) -> None:
     """Time the backends crossreduce and gloo of torch.distributed, as two groups of the same processes."""
     import torch
@@ -196,16 +226,20 @@ def torch_rank(task: dict[str, Any]) -> None:
         return times.tolist()
 
     barriers: Calls = {name: lambda group=group: dist.all_reduce(small, group=group) for name, group in groups.items()}
+    barriers |= dict.fromkeys(WAYS, barriers[OURS])
     for collective, nbytes, dtype in task["cases"]:
         given, expected = problem(collective, rank, size, nbytes * 4 // getattr(torch, dtype).itemsize)
         form = IN_PLACE if collective in ("all_reduce", "broadcast") else OUT
         x = torch.from_numpy(given).flatten().to(getattr(torch, dtype))
         out = torch.empty(expected.size, dtype=x.dtype)
         runs = {name: torch_call(collective, x, out, group) for name, group in groups.items()}
+        if collective == "all_reduce" and nbytes <= SMALL_NBYTES:
+            runs |= small_calls(groups[OURS], out)
         for name, run in runs.items():
             out.copy_(x) if form == IN_PLACE else out.fill_(torch.nan)
             run()
-            check(out.float(), expected, f"{name}, {collective} of {nbytes} bytes")
+            if name != DISPATCH:
+                check(out.float(), expected, f"{name}, {collective} of {nbytes} bytes")
         if form == IN_PLACE:
             out.zero_()
         rows.append({"collective": collective, "form": form, "dtype": dtype, "bytes": nbytes})

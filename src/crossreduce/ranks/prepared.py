@@ -6,7 +6,9 @@ arrays of the same class, dtype and shape. All other calls run in Python again, 
 
 from __future__ import annotations
 
+import logging
 import sys
+from collections.abc import Callable
 from typing import Any, Final, Protocol
 
 from ..engines.host.prepared import compiled_module
@@ -15,6 +17,7 @@ from .array_views import ArrayView
 from .communicator import Communicator
 from .intra_host.shared_memory import SLICE_S
 
+_LOG: Final = logging.getLogger("crossreduce")
 _EXACT: Final = {name: sys.intern(f"exact_{name}") for name in ("all_reduce", "reduce_scatter")}
 
 
@@ -39,6 +42,11 @@ class _NoCalls:  # no call is ever prepared
     def run(self, *_: Any) -> None:
         return None
 
+    allreduce = all_reduce = run
+
+    def begun(self) -> int:
+        return 0
+
     def add(self, *_: Any) -> None:
         raise AssertionError
 
@@ -50,6 +58,18 @@ def new_calls(communicator: Communicator) -> RankCalls:
     """Return an object for the prepared calls of a group."""
     module = compiled_module()
     return NO_CALLS if module is None else module.RankCalls(communicator.memory.native, communicator.lock, SLICE_S)
+
+
+def new_torch_calls(calls: RankCalls, *group: Any) -> Any:
+    """Return an object for the prepared calls of one of torch's groups. For its arguments see ``torch_calls.cpp``."""
+    return NO_CALLS if calls is NO_CALLS else compiled_module().TorchCalls(calls, *group)
+
+
+def read_torch_options(probes: Callable[[], tuple[Any, ...]]) -> None:
+    """Enable compiled code to read torch's options of calls, if ``probes`` shows where their numbers are in memory."""
+    module = compiled_module()
+    if module is not None and not module.use_torch_options(*probes()):
+        _LOG.info("options of this version of torch are read with its own functions, which takes longer")
 
 
 def prepare(

@@ -22,7 +22,7 @@ from torch.distributed import ReduceOp as TorchOp
 from ..engines.host import array_memory
 from ..errors import MismatchError, UnsupportedError
 from ..observe.diagnostics import op_text
-from ..ops import COMPLEX, FLOATS, AnyOp, BitwiseOp, ReduceOp
+from ..ops import COMPLEX, FLOATS, ReduceOp
 from ..ranks.communicator import Communicator
 from ..ranks.intra_host.instructions import reduction_numbers
 from ..ranks.messages import Messages
@@ -43,17 +43,7 @@ from .memory import (
     tensors_in,
     writable,
 )
-
-_OPS: Final[dict[Any, AnyOp]] = {
-    TorchOp.SUM: ReduceOp.SUM,
-    TorchOp.AVG: ReduceOp.MEAN,
-    TorchOp.MIN: ReduceOp.MIN,
-    TorchOp.MAX: ReduceOp.MAX,
-    TorchOp.PRODUCT: ReduceOp.PRODUCT,
-    TorchOp.BAND: BitwiseOp.BAND,
-    TorchOp.BOR: BitwiseOp.BOR,
-    TorchOp.BXOR: BitwiseOp.BXOR,
-}
+from .options import OPS
 
 # The ops that give the same sums and products of bools as torch with NCCL.
 _OF_BOOLS: Final = {TorchOp.SUM: ReduceOp.MAX, TorchOp.PRODUCT: ReduceOp.MIN}
@@ -76,14 +66,15 @@ class Collectives(InnerGloo):
     ) -> None:
         """Use ``communicator``; see ``InnerGloo``. ``exact``: whether sums of floats are exact; see ``Options``."""
         super().__init__(communicator, store, messages)
-        self._calls, self._exact = new_calls(communicator), exact
+        self.calls = self._calls = new_calls(communicator)
+        self._exact = exact
         self._all_reduce = call_name("all_reduce", exact)
         self._reduce_scatter = call_name("reduce_scatter", exact)
 
     # ---- reductions -----------------------------------------------------------------------------------------------
 
     def all_reduce(self, tensor: Any, kind: Any) -> None:
-        prepared_op = _OPS.get(kind.op)
+        prepared_op = OPS.get(kind.op)
         name = self._all_reduce
         if prepared_op and self._calls.run(self._communicator, name, prepared_op, 0, tensor, tensor) is tensor:
             return
@@ -144,7 +135,7 @@ class Collectives(InnerGloo):
         copy_back(output, written)
 
     def reduce_scatter_single(self, output: Any, tensor: Any, kind: Any) -> None:
-        prepared_op = _OPS.get(kind.op)
+        prepared_op = OPS.get(kind.op)
         name = self._reduce_scatter
         if prepared_op and self._calls.run(self._communicator, name, prepared_op, 0, tensor, output) is output:
             return
@@ -367,7 +358,7 @@ class Collectives(InnerGloo):
 
         If the op is not defined for this dtype, or cannot be exact, all ranks raise an ``UnsupportedError``.
         """
-        op, name = _OPS.get(kind.op), NAMES.get(tensor.dtype)
+        op, name = OPS.get(kind.op), NAMES.get(tensor.dtype)
         if name == "bool":
             op = _OF_BOOLS.get(kind.op, op)
         strided = tensor.layout is _STRIDED

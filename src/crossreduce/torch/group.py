@@ -32,7 +32,7 @@ from .connections import close, connect
 from .memory import copy_back_all, readable, receivable, require_dense, tensors_in, unsupported_form
 from .messages import HostMessage
 from .op_queue import REMEDY, Finished, OpQueue, Works, exclude_from_compile, wait_in_backward
-from .options import read_options
+from .options import all_reduce_arguments, prepared_calls, read_options
 from .profiling import begin_entry, entry, is_profiled
 from .rendezvous import lost_store_errors
 from .subclasses import call_unwrapped, has_wrapper
@@ -94,9 +94,10 @@ class Group(dist.ProcessGroup):  # type: ignore[misc]
         self._timeout, self._settings, self._timeout_lock = timeout, gloo.options, threading.RLock()
         self._messages = Messages(self.communicator)
         self._collectives = Collectives(self.communicator, store, self.exact, self._messages)
-        self._numbers, self._number = itertools.count(1), 0  # the numbers of next and latest call
+        self._numbers, self._number = itertools.count(1), 0  # of next and latest call, without those of ``_prepared``
         back = f"or gloo: unset {VARIABLE}" if isinstance(options, InPlaceOfGloo) else ""
         self.queue = OpQueue(name, inline=True, communicator=self.communicator, alternative=back)
+        self._prepared = prepared_calls(self._collectives.calls, self.queue, self._settings, timeout, self.exact)
         self._end = weakref.finalize(self, close, self.queue, self.communicator)
 
     def getBackendName(self) -> str:  # noqa: N802 - the trampoline's name
@@ -114,7 +115,7 @@ class Group(dist.ProcessGroup):  # type: ignore[misc]
 
     def _get_sequence_number_for_group(self) -> int:
         """Return the number of collectives and messages that this rank has started in this group."""
-        return self._number
+        return self._number + int(self._prepared.begun())
 
     def shutdown(self) -> None:
         """Wait for pending ops, end the group, and release its thread, memory and descriptors."""
@@ -133,10 +134,34 @@ class Group(dist.ProcessGroup):  # type: ignore[misc]
 
     # ---- reductions -----------------------------------------------------------------------------------------------
 
+    def all_reduce(self, tensor: Any, op: Any = "sum") -> Any:
+        """Reduce a tensor of all ranks in place, and return it.
+
+        It is the same call as ``dist.all_reduce(tensor, op, group)``, with the same checks and in the same order with
+        the group's other calls, so some ranks may make one and some the other. It takes less time for small tensors.
+
+        Args:
+          tensor: of the same shape and dtype on all ranks.
+          op: "sum", "mean", "min", "max" or "product", a ``crossreduce.ReduceOp``, or one of ``dist.ReduceOp``.
+        Raises:
+          ArgumentError: ``tensor`` is not a tensor, or ``op`` is unknown.
+          ReductionError: as for ``dist.all_reduce``, such as a ``MismatchError`` or a ``PeerLostError``.
+
+        >>> import torch, torch.distributed as dist
+        >>> dist.init_process_group("crossreduce", store=dist.HashStore(), rank=0, world_size=1)
+        >>> dist.group.WORLD.all_reduce(torch.ones(3), "mean")
+        tensor([1., 1., 1.])
+        >>> dist.destroy_process_group()
+        """
+        if self._prepared.all_reduce(tensor, op) is None:
+            self.allreduce(*all_reduce_arguments(tensor, op)).wait()
+        return tensor
+
     def allreduce(self, tensors: Any, opts: Any = None, timeout: Any = None, op: Any = None) -> Any:
+        if (work := self._prepared.allreduce(tensors, opts)) is not None:
+            return work
         tensors, opts = read_options(tensors, opts, c10d.AllreduceOptions, timeout, op)
-        function = partial(self._collectives.run_one, self._collectives.all_reduce, [opts.reduceOp], tensors)
-        return self._run("allreduce", (tensors, opts), tensors, function)
+        return self._run("allreduce", (tensors, opts), tensors, self._one("all_reduce", [opts.reduceOp], tensors))
 
     def allreduce_coalesced(self, tensors: Any, opts: Any = None) -> Any:
         tensors, opts = read_options(tensors, opts, c10d.AllreduceCoalescedOptions)

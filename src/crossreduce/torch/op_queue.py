@@ -26,6 +26,7 @@ from ..ranks.communicator import Communicator
 from ..threads import start_thread
 
 REMEDY: Final = "create the group again: shrink, grow and destroy_process_group end all earlier groups"
+_begin_work: Final = dist.Work.__init__  # this name and __slots__ save 0.2 us per work
 _WAIT_S: Final = 0.5  # the longest delay of a signal that arrives just before a wait, see ``Queued.wait``
 
 
@@ -36,8 +37,10 @@ class InMode(Exception):  # noqa: N818 - not an error
 class Finished(dist.Work):  # type: ignore[misc]
     """The work of an op that has run. In subclasses the op may be pending, so they override ``wait`` and others."""
 
+    __slots__ = ("_tensors",)
+
     def __init__(self, tensors: Sequence[Any]) -> None:
-        super().__init__()
+        _begin_work(self)
         self._tensors = tensors
 
     def wait(self, timeout: timedelta | None = None) -> bool:  # noqa: ARG002
@@ -202,6 +205,8 @@ class OpQueue:
         """
         self.name, self.communicator, self._alternative = name, communicator, alternative
         self._inline = inline
+        self.runs_inline = inline
+        """Whether the caller's thread may run a synchronous op now: none is pending, and new ops are not refused."""
         self._refusal: str | None = None  # why new ops are refused
         self._lock = threading.Lock()
         self._pending = 0  # ops of the queue's thread that wait or run
@@ -220,7 +225,7 @@ class OpQueue:
         """
         if asynchronous:
             return self._put(function, tensors)
-        if self._pending or not self._inline or self._refusal is not None:
+        if not self.runs_inline:
             self._put(function, tensors).wait()
         else:
             try:
@@ -243,6 +248,7 @@ class OpQueue:
         with self._lock:
             self.require_open()
             self._pending += 1
+            self.runs_inline = False
             self._queue.put(work)
             if self._thread is None:
                 self._start()
@@ -270,6 +276,7 @@ class OpQueue:
         work.run()
         with self._lock:
             self._pending -= 1
+            self.runs_inline = self._inline and not self._pending and self._refusal is None
         work.finish()
         return True
 
@@ -307,7 +314,7 @@ class OpQueue:
         """
         with self._lock:
             if self._refusal is None:
-                self._refusal = "this process group was destroyed."
+                self._refusal, self.runs_inline = "this process group was destroyed.", False
                 self._queue.put(None)
             thread = self._thread
         if thread is None or thread is threading.current_thread():
@@ -317,7 +324,7 @@ class OpQueue:
     def disable_after_fork(self) -> None:
         """Refuse all ops in a forked process, which has neither the group's thread nor a rank in the group."""
         self._lock = threading.Lock()  # another thread may have held the old lock during the fork
-        self._refusal = _FORKED
+        self._refusal, self.runs_inline = _FORKED, False
 
 
 def wait_in_backward(work: Any) -> None:

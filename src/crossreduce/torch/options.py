@@ -1,12 +1,13 @@
 """The options of a process group, and of its calls.
 
 Input: ``pg_options`` of ``torch.distributed``, or the environment. Output: whether the group's sums are exact,
-and what moves data between hosts.
+and what moves data between hosts. Compiled code that runs prepared calls of a group reads their options itself.
 """
 
 from __future__ import annotations
 
 import os
+from datetime import timedelta
 from typing import Any, Final
 
 import torch
@@ -16,12 +17,31 @@ from torch._C import _distributed_c10d as c10d
 from _crossreduce_torch import VALUES, VARIABLE, InPlaceOfGloo
 
 from ..errors import ArgumentError, shown
+from ..ops import AnyOp, BitwiseOp, ReduceOp
 from ..options import CommunicationOptions
+from ..ranks.prepared import RankCalls, call_name, new_torch_calls, read_torch_options
 from ..ranks.transports.choice import transport_name
+from ..reduction.validation import read_op
+from .op_queue import Finished, OpQueue
+from .profiling import is_profiled
 
 # The common class of options of torch's own backends. Before torch 2.6 it was ProcessGroup.Options.
 _OTHERS: Final = tuple(each.Options for each in (c10d.Backend, c10d.ProcessGroup) if hasattr(each, "Options"))
 _NAMES_OF_OPS: Final = (dist.ReduceOp, dist.ReduceOp.RedOpType)
+OPS: Final[dict[Any, AnyOp]] = {
+    dist.ReduceOp.SUM: ReduceOp.SUM,
+    dist.ReduceOp.AVG: ReduceOp.MEAN,
+    dist.ReduceOp.MIN: ReduceOp.MIN,
+    dist.ReduceOp.MAX: ReduceOp.MAX,
+    dist.ReduceOp.PRODUCT: ReduceOp.PRODUCT,
+    dist.ReduceOp.BAND: BitwiseOp.BAND,
+    dist.ReduceOp.BOR: BitwiseOp.BOR,
+    dist.ReduceOp.BXOR: BitwiseOp.BXOR,
+}
+NUMBERED_OPS: Final = tuple((op, OPS.get(op)) for op in sorted(dist.ReduceOp.RedOpType.__members__.values(), key=int))
+"""For each of torch's ops, by its number: torch's object, and the library's op or ``None``."""
+_TORCH_OPS: Final = {ours: op for op, ours in OPS.items()}
+_MILLISECOND: Final = timedelta(milliseconds=1)
 
 
 class Options:
@@ -91,3 +111,59 @@ def read_options(
         if value is not None:
             setattr(options, name, value)
     return tensors, options
+
+
+def all_reduce_arguments(tensor: Any, op: Any) -> tuple[list[Any], Any]:
+    """Return the arguments of ``allreduce`` with which ``dist.all_reduce`` reduces a tensor in place.
+
+    ``op``: an op of torch, a ``ReduceOp``, or the name of one.
+
+    Raises:
+      ArgumentError: ``tensor`` is not a tensor, or ``op`` is none of these.
+    """
+    if not isinstance(tensor, torch.Tensor):
+        raise ArgumentError.of("all_reduce takes a tensor.", shown(tensor), "torch.as_tensor(x)")
+    options = c10d.AllreduceOptions()
+    options.reduceOp = op if isinstance(op, _NAMES_OF_OPS) else _TORCH_OPS[read_op(op)]
+    options.asyncOp = False
+    as_real = tensor.is_complex() and dist.distributed_c10d.supports_complex(options.reduceOp)
+    return [torch.view_as_real(tensor) if as_real else tensor], options
+
+
+def prepared_calls(calls: RankCalls, queue: OpQueue, settings: Any, timeout: timedelta, exact: bool) -> Any:
+    """Return an object that runs the prepared ``calls`` of a group without Python: see ``torch_calls.cpp``.
+
+    ``settings``: torch keeps the group's timeout there. ``timeout``: that of the communicator.
+    """
+    timeout_ms = -1 if timeout % _MILLISECOND else timeout // _MILLISECOND
+    name = call_name("all_reduce", exact)
+    return new_torch_calls(
+        calls, queue.communicator, queue, settings, name, NUMBERED_OPS, is_profiled, Finished, timeout_ms
+    )
+
+
+def option_probes() -> tuple[Any, ...]:
+    """Return objects that show the layout of torch's options in memory: the arguments of ``use_torch_options``.
+
+    Compiled code reads the options of a call, and the timeout of a group, where these numbers are in
+    the memory of these objects. If torch cannot make them in this way, no number is known.
+    """
+    found: tuple[list[tuple[Any, int]], ...] = [], [], [], []
+    try:
+        for k, (op, _) in enumerate(NUMBERED_OPS[:8]):  # torch makes the later ones in other ways
+            options: Any = c10d.AllreduceOptions()
+            settings = c10d.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+            options.reduceOp, options.asyncOp, limit_ms = op, k % 3 == 0, 7**k - 2
+            options.timeout = settings._timeout = timedelta(milliseconds=limit_ms)
+            if {type(type(options)).__name__, type(type(settings)).__name__} != {"pybind11_type"}:
+                break
+            found[0].append((options, int(options.reduceOp.op)))
+            found[1].append((options, int(options.asyncOp)))
+            found[2].append((options, limit_ms))
+            found[3].append((settings, limit_ms))
+    except Exception:  # noqa: BLE001 - another version of torch may raise any class
+        return c10d.AllreduceOptions, [], [], [], []
+    return c10d.AllreduceOptions, *found
+
+
+read_torch_options(option_probes)

@@ -17,20 +17,21 @@ COLLECTIVES = torch_checks.CHECKS + torch_group_checks.CHECKS
 
 
 @pytest.mark.parametrize(
-    ("checks", "hosts"),
+    ("checks", "hosts", "direct"),
     [
-        pytest.param(COLLECTIVES, "AAA", id="collectives-one_host"),
-        pytest.param(COLLECTIVES, "AAB", id="collectives-two_hosts"),
-        pytest.param(torch_exact.CHECKS, "AAA", id="exact_sums-one_host"),
-        pytest.param(torch_exact.CHECKS, "AAB", id="exact_sums-two_hosts"),
-        pytest.param(torch_training.CHECKS, "AAA", id="training"),
+        pytest.param(COLLECTIVES, "AAA", (1,), id="collectives-one_host"),
+        pytest.param(COLLECTIVES, "AAB", (), id="collectives-two_hosts"),
+        pytest.param(torch_exact.CHECKS, "AAA", (), id="exact_sums-one_host"),
+        pytest.param(torch_exact.CHECKS, "AAB", (2,), id="exact_sums-two_hosts"),
+        pytest.param(torch_training.CHECKS, "AAA", (), id="training"),
     ],
 )
-def test_all_checks_pass_on_every_rank(tmp_path, checks, hosts):
+def test_all_checks_pass_on_every_rank(tmp_path, checks, hosts, direct):
     """Each check passes on every rank. The results of all ranks have the same bits, and their errors the same texts.
-    The number of threads and descriptors does not grow with the number of destroyed groups."""
+    The number of threads and descriptors does not grow with the number of destroyed groups. Ranks in ``direct`` call
+    ``group.all_reduce`` in place of ``dist.all_reduce``: it is the same call."""
     environment = [{"CROSSREDUCE_HOST": host} for host in hosts]
-    found = ranks(3, torch_oracle.run, checks, tmp_path, environment=environment, timeout_s=200)
+    found = ranks(3, torch_oracle.run, checks, tmp_path, direct, environment=environment, timeout_s=200)
     for rank, (failed, digests, counts) in enumerate(found):
         assert not failed, "\n".join([f"rank {rank}", *failed])
         assert digests == found[0][1]

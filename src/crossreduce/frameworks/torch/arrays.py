@@ -338,6 +338,17 @@ def is_transformed() -> bool:
     )
 
 
+def is_transformed_at_run_time() -> bool:
+    """Return ``is_transformed()`` in half of its time, for code that torch.compile cannot trace."""
+    return (
+        _interpreter() is not None
+        or _dispatch_modes() > 0
+        or torch.compiler._is_compiling_flag
+        or _is_jit_tracing()
+        or forward_ad._current_level >= 0
+    )
+
+
 def is_in_mode() -> bool:
     """Return whether modes of this thread, which other threads lack, change or record the operations on tensors."""
     return _dispatch_modes() > 0 or _interpreter() is not None or _is_jit_tracing()

@@ -13,7 +13,15 @@ import torch
 from ... import kernels
 from ...frameworks import Array
 from ...frameworks.host_memory import ArrayMemory
-from .arrays import DTYPES_BY_NAME, FRAMEWORK, has_no_memory, increment_versions, is_frozen, is_transformed
+from .arrays import (
+    DTYPES_BY_NAME,
+    FRAMEWORK,
+    has_no_memory,
+    increment_versions,
+    is_frozen,
+    is_transformed,
+    is_transformed_at_run_time,
+)
 
 _MOST_AXES: Final = 64  # the kernels read strided sources of at most this many dimensions
 
@@ -87,7 +95,8 @@ _CDATA: Final = attrgetter("_cdata")  # the address of the object in C++
 def functions_for_compiled_code() -> tuple[Any, ...] | None:
     """Return the objects of torch that ``Calls`` uses, or ``None`` if torch lacks one of them, as before 2.10."""
     exchange = getattr(torch.Tensor, "__dlpack_c_exchange_api__", None)
-    functions = is_transformed, increment_versions, torch.empty_like
+    is_usual = is_transformed_at_run_time if hasattr(torch.compiler, "_is_compiling_flag") else is_transformed
+    functions = is_usual, increment_versions, torch.empty_like
     return None if exchange is None else (torch.Tensor, exchange, *functions, torch.int8, torch.uint8)
 
 

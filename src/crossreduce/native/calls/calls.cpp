@@ -368,6 +368,9 @@ PyMethodDef functions[] = {
     {"use_torch_layout", use_torch_layout, METH_VARARGS,
      "use_torch_layout(plain, special): read tensors without torch's functions if facts about plain tensors are where they "
      "are expected, and none of the special ones can be read in this way. Return whether this is so."},
+    {"use_torch_options", use_torch_options, METH_VARARGS,
+     "use_torch_options(options, ops, is_async, limits, timeouts): read objects of the class `options`, and a group's "
+     "settings, if tuples of an object and a number show where their numbers are. Return whether they do."},
     {"use_torch_devices", use_torch_devices, METH_VARARGS,
      "use_torch_devices(is_filled, block, reinterpret, scratch, alignment): set how memory on CUDA devices is allocated."},
     {"use_device_type", use_device_type, METH_O,
@@ -381,7 +384,7 @@ int fill(PyObject *module) {
     name_threads = PyUnicode_InternFromString("threads");
     if (kernel_api == nullptr || !name_values || !name_devices || !name_threads || load_numpy() < 0) return -1;
     if (add_class<CallsObject>(module, "crossreduce.engines.host._calls.Calls", calls_slots) < 0) return -1;
-    return add_rank_calls(module);
+    return add_rank_calls(module) < 0 ? -1 : add_torch_calls(module);
 }
 
 PyModuleDef_Slot slots[] = {{Py_mod_exec, reinterpret_cast<void *>(fill)}, END_OF_MODULE_SLOTS};

@@ -131,4 +131,11 @@ uint64_t hash_of(const std::vector<int64_t> &signature);
 extern PyTypeObject *reduce_op;
 extern PyObject *ops_by_name, *default_options, *name_threads;
 
-int add_rank_calls(PyObject *module); // add the class RankCalls; return -1 with an error set if that fails
+// Add the class RankCalls, or TorchCalls. Return -1 with an error set if that fails.
+int add_rank_calls(PyObject *module);
+int add_torch_calls(PyObject *module);
+PyObject *use_torch_options(PyObject *, PyObject *args);
+
+// Do what RankCalls.run does for its six arguments. `begun`: if not null, count the call there when it begins, and tell the
+// framework that the last one, the result, is written.
+PyObject *run_rank_call(PyObject *rank_calls, PyObject *const *arguments, int64_t *begun);
