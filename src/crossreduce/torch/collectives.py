@@ -22,7 +22,7 @@ from torch.distributed import ReduceOp as TorchOp
 from ..engines.host import array_memory
 from ..errors import MismatchError, UnsupportedError
 from ..observe.diagnostics import op_text
-from ..ops import COMPLEX, FLOATS, ReduceOp
+from ..ops import COMPLEX, FLOATS, AnyOp, BitwiseOp, ReduceOp
 from ..ranks.communicator import Communicator
 from ..ranks.intra_host.instructions import reduction_numbers
 from ..ranks.messages import Messages
