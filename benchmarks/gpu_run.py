@@ -245,7 +245,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("out", type=Path, help="the folder of the results")
     parser.add_argument("--driver", choices=("real", "fake"), default="real", help="fake: the tests' driver, no GPU")
-    parser.add_argument("--only", default="", help="only the cases whose stage and name contain this")
+    parser.add_argument("--only", default="", help="only the cases whose stage and name begin with this")
     parser.add_argument("--seconds", type=float, default=sum(SHARES.values()), help="the time of all stages")
     parser.add_argument("--wheels", type=Path, default=HERE.parent / "dist/gpu", help="of scripts/gpu_wheels")
     given = parser.parse_args()
@@ -257,7 +257,7 @@ def main() -> int:
         with contextlib.suppress(OSError):  # unpacking reports it
             site = Path(tempfile.mkdtemp(prefix="gpu_first_run_"))
         unpack(run, given.wheels, site)
-        chosen = [case for case in cases(is_fake) if given.only in f"{case.stage} {case.name}"]
+        chosen = [case for case in cases(is_fake) if f"{case.stage} {case.name}".startswith(given.only)]
         for stage in SHARES:
             is_alone = stage not in (2, CHECKED) or any(each.get("exclusive") for each in run.records)
             with ThreadPoolExecutor(1 if is_alone else TOGETHER) as pool:

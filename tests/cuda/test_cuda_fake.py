@@ -142,14 +142,20 @@ def test_the_libraries_are_found_and_have_all_functions():
     assert all("Graph" in name or "Capture" in name for name in missing[stub])
 
 
-@pytest.mark.parametrize(("setting", "result"), [("1", "ok"), ("0", "RED")])
-def test_the_first_run_on_a_gpu(tmp_path, setting, result):
-    """The command for the first run on a GPU runs its cases, on the fake driver, and a failure is red in its record.
-
-    The cases are all kernels, and calls with torch of drawn ops, dtypes, algorithms and layouts.
-    """
-    options = [tmp_path, "--driver", "fake", "--only", "2 ", "--wheels", tmp_path]
+@pytest.mark.parametrize(
+    ("only", "seconds", "setting", "outcomes"),
+    [
+        ("2 ", 400, "1", [("ok", ""), ("ok", "")]),  # all kernels, and calls with torch that are drawn
+        ("2 kernels", 400, "0", [("RED", "exit code 1; AssertionError: CROSSREDUCE_CUDA is 0")]),
+        ("8 ddp", 10, "1", [("left out", "not finished after")]),  # its limit is longer than the time that is left
+    ],
+)
+def test_the_first_run_on_a_gpu(tmp_path, only, seconds, setting, outcomes):
+    """The command for the first run on a GPU runs its cases, on the fake driver. Each red case has its reason."""
+    options = [tmp_path, "--driver", "fake", "--only", only, "--seconds", str(seconds), "--wheels", tmp_path]
     given = os.environ | {"PYTHON": sys.executable, "CROSSREDUCE_CUDA": setting}
-    done = subprocess.run(["bash", ROOT / "benchmarks/gpu_first_run", *options], timeout=250, check=False, env=given)
-    found = [json.loads(line)["result"] for line in (tmp_path / "results.jsonl").read_text().splitlines()]
-    assert (found, done.returncode) == (["ok", result, result], int(result == "RED"))
+    done = subprocess.run(["bash", ROOT / "benchmarks/gpu_first_run", *options], timeout=450, check=False, env=given)
+    _, *records = map(json.loads, (tmp_path / "results.jsonl").read_text().splitlines())
+    assert [each["result"] for each in records] == [result for result, _ in outcomes]
+    assert all(each["why"].startswith(why) for each, (_, why) in zip(records, outcomes, strict=True))
+    assert done.returncode == ("RED" in dict(outcomes))

@@ -90,10 +90,7 @@ def torch_calls(fake):
         (PLAIN, "new", [0] * 4),
     ]:
         ops, is_one = cr.AllReduceCrossDeviceOps("direct"), len({*places}) == 1
-        op, dtype = (
-            {PLAIN: "sum", MAPPED: "mean"}[kind],
-            {"new": "float32", "out": "float16", "in place": "float64"}[into],
-        )
+        op, dtype = ("mean", "float16") if is_one else ("sum", "float32")
         for turn in ("first", "later", "other kind", "negated", "gradient", "freed", "filled"):
             is_readable = (kind == PLAIN) is (turn != "other kind")
             memory.kind = PLAIN if is_readable else MAPPED
