@@ -3,11 +3,11 @@
 See ``gpu_first_run``. Stages: 0 unpack the wheels; 1 versions, and code that fits the devices; 2 kernels and calls; 3
 order; 4 rates; 5 JAX; 6 kernels and grids; 7 memcheck; 8 ranks on the host's cores. The first red case of stages 0 to 3
 ends the run. Each stage has a share of the time, to which the earlier ones add what they leave; stages 0 to 3 share
-theirs, since the first import of a framework may be slow. On a slow machine a later case may exceed its limit, up to
-half of the time that is left. A case is red if it fails, dies, exceeds this time, or needs a module that is missing; if
-the time of its stage is over first, it is left out; a target that is not met is not red. The record of each case is
-written to ``results.jsonl`` at once. With ``--driver fake`` the fake driver of the tests takes the place of CUDA: all
-code runs in tiny sizes, and its times mean nothing. This file uses the standard library only.
+theirs, since the first import of a framework may be slow. Limits grow with the load of the machine, and a later case
+may take half of the time that is left. A case is red if it fails, dies, exceeds its limit, or needs a module that is
+missing; if the time of its stage is over first, it is left out; a target that is not met is not red. The record of each
+case is written to ``results.jsonl`` at once. With ``--driver fake`` the fake driver of the tests takes the place of
+CUDA: all code runs in tiny sizes, and its times mean nothing. This file uses the standard library only.
 """
 
 from __future__ import annotations
@@ -132,7 +132,8 @@ class Run:
         missing = [name for name in case.needs if importlib.util.find_spec(name) is None]
         last = max(CHECKED, case.stage)
         end_s = self.scale * sum(share for number, share in SHARES.items() if number <= last)
-        left_s, limit_s = end_s - (time.monotonic() - self.begin), case.limit_s * max(1, self.scale)
+        crowd = min(4, os.getloadavg()[0] / len(os.sched_getaffinity(0)))  # processes that share a core
+        left_s, limit_s = end_s - (time.monotonic() - self.begin), case.limit_s * max(1, self.scale, crowd)
         limit_s = limit_s if case.stage <= CHECKED else max(limit_s, left_s / 2)
         if self.stopped:
             self.add(case, "left out", "an earlier case is red, or a signal came")
@@ -186,7 +187,8 @@ class Run:
             why = f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
         why = why or ("" if more["done"] else "it ended early, with exit code 0")
         if why:  # what processes.py did not measure, and the last line without indent, with what follows it
-            last = re.split(r"\n(?=\S)", errors.strip() or output.strip())[-1]
+            text = errors.strip() or re.sub(r"^{.*}$", "", output, flags=re.MULTILINE).strip()
+            last = re.split(r"\n(?=\S)", text)[-1]
             why = "; ".join(filter(None, [why, *more["kept"].get("missing", {}).values(), last]))
         return why, more | ({"output": output[-KEPT:], "errors": errors[-KEPT:]} if why else {})
 
