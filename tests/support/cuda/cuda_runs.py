@@ -301,6 +301,7 @@ def main(library, peers, seed, *checks):
     small = mock.patch.object(module, "_PIECE_NBYTES", 1 << 10)  # so that small arrays are cut into pieces
     with small, mock.patch.object(cuda, "device_memory", return_value=memory):
         for what, count in (each.split("=") for each in checks):
+            memory.kinds, memory.is_strided = {}, False  # not as the last case of another check
             print(what, globals()[f"check_{what}"](memory, int(count), int(seed)))
 
 
