@@ -20,7 +20,7 @@ from typing import Any
 from unittest import mock
 
 import numpy as np
-from gpu_device import SUPPORT, Gpus, Kernels, devices, main, say
+from gpu_device import SUPPORT, Gpus, Kernels, devices, fake_cuda, main, say
 
 import crossreduce as cr
 from crossreduce.engines import cuda
@@ -45,9 +45,8 @@ def versions(is_fake: bool) -> None:
         importlib.import_module(f"crossreduce.{name}")
     for number in range(devices(is_fake).count):
         assert not (why := driver.lacks_kernels(number)), why
-        mode = ctypes.c_int()
-        ctypes.CDLL("libcuda.so.1").cuDeviceGetAttribute(ctypes.byref(mode), COMPUTE_MODE, number)
-        say(**{"exclusive": True} if mode.value else {})  # then the cases run one after another
+        mode = fake_cuda.Driver().give("cuDeviceGetAttribute", COMPUTE_MODE, number, kind=ctypes.c_int)
+        say(**{"exclusive": True} if mode else {})  # then the cases run one after another
     say(note="; ".join([*driver.devices(), f"python {platform.python_version()}, {', '.join(found)}"]))
 
 
@@ -64,25 +63,17 @@ def raw_launches(is_fake: bool) -> None:
     library, draw = Kernels(is_fake), np.random.default_rng(1)
     names = dict(reversed(library.every))  # of the several numbers of a kernel, the first
     for kernel, numbers in names.items():
-        name, units = cuda_launches.kernel_name(numbers)
-        nbytes = [np.dtype("uint8" if dtype == "bool" else dtype).itemsize for dtype in numbers[1:]]
-        count, tensors, made = kernel.removeprefix(f"{name}_").split("_")[0], [], []
-        for size in (1, 37, 5003):
-            addresses: list[list[int]] = [[], []]
-            for k in range(2 + (int(count) if count.isdigit() else 5)):  # two results, then the sources
-                each = nbytes[2 if k < 2 else 0]
-                offset, address = int(draw.choice([0, 0, 1, 2])) * each, ctypes.c_uint64()
-                library.call("cuMemAlloc_v2", ctypes.byref(address), offset + size * each)
-                made.append(address)
-                addresses[k < 2].append(address.value + offset)
-            tensors.append(cuda_launches.Tensor(size, 0, *addresses))
-        room = cuda_launches.LARGE if kernel.endswith("_large") else cuda_launches.SMALL
-        units_nbytes = tuple(each // units for each in nbytes)
-        packed = cuda_launches.packed(tensors, [(0, 0, 0, 0)], 1, units, units_nbytes, room=room)
-        library.queue(kernel, ctypes.create_string_buffer(packed, room), 7)
-        library.call("cuCtxSynchronize")
+        made: list[int] = []
+
+        def address_of(size: int, nbytes: int, _: bool, made: list[int] = made) -> int:
+            offset = int(draw.choice([0, 0, 1, 2])) * nbytes
+            made.append(library.driver.give("cuMemAlloc_v2", offset + size * nbytes, kind=ctypes.c_uint64))
+            return made[-1] + offset
+
+        library.queue(kernel, cuda_launches.launch_of(kernel, numbers, (1, 37, 5003), 2, address_of)[0], 7)
+        library.driver.call("cuCtxSynchronize")
         for address in made:
-            library.call("cuMemFree_v2", address)
+            library.driver.call("cuMemFree_v2", address)
     assert not library.fake or not library.fake.report(), library.fake.report()[:3]
     say(note=f"{len(names)} kernels launched on arrays without a byte to spare")
 

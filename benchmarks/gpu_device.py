@@ -141,10 +141,9 @@ class FakeGpus(Gpus):
         import torch
 
         self.torch, self.fake, self.count = torch, fake_cuda.FakeDriver(fake_cuda.built(), 2, "full", seed=1), 2
-        self.memory, context = fake_cuda_torch.install(self.fake), ctypes.c_void_p()
-        self.fake.lib.cuInit(0)
-        self.fake.lib.cuDevicePrimaryCtxRetain(ctypes.byref(context), 0)
-        self.fake.lib.cuCtxSetCurrent(context)  # as torch does
+        self.memory = fake_cuda_torch.install(self.fake)
+        self.fake.call("cuInit", 0)
+        fake_cuda.Driver.on(self.fake, 0)  # as torch does
 
     def put(self, x: Any, device: int = 0) -> Any:
         copy, shape = x.untyped_storage().clone(), (x.storage_offset(), x.shape, x.stride())
@@ -182,15 +181,13 @@ class FakeGpus(Gpus):
         self.fake.clear()
 
     def captured(self, run: Run) -> Run:
-        graph, made, lib, stream = ctypes.c_void_p(), ctypes.c_void_p(), self.fake.lib, self.memory.stream(0)
+        stream = self.memory.stream(0)
         run()
         self.fake.run()
-        codes = [lib.cuStreamBeginCapture_v2(stream, 1)]
+        self.fake.call("cuStreamBeginCapture_v2", stream, 1)
         results = run()
-        codes += [lib.cuStreamEndCapture(stream, ctypes.byref(graph))]
-        codes += [lib.cuGraphInstantiateWithFlags(ctypes.byref(made), graph, 0)]
-        assert codes == [0] * 3, (codes, self.fake.report())
-        return lambda: (lib.cuGraphLaunch(made, stream), results)[1]
+        made = self.fake.give("cuGraphInstantiateWithFlags", self.fake.end_capture(stream), 0)
+        return lambda: (self.fake.call("cuGraphLaunch", made, stream), results)[1]
 
 
 def devices(is_fake: bool) -> Gpus:
@@ -206,43 +203,30 @@ class Kernels:
     def __init__(self, is_fake: bool) -> None:
         self.fake = fake_cuda.FakeDriver(fake_cuda.built(), 1) if is_fake else None
         assert not driver.unusable(), driver.unusable()
-        self._lib = ctypes.CDLL("libcuda.so.1")
-        for name in ("LaunchKernel", "ModuleGetFunction", "MemHostAlloc", "MemAlloc_v2", "MemFree_v2", "CtxSetCurrent"):
-            letters = fake_cuda.PARAMETERS[f"cu{name}"]
-            getattr(self._lib, f"cu{name}").argtypes = [fake_cuda.TYPES[letter] for letter in letters]
-        context, self._module, self._functions = ctypes.c_void_p(), ctypes.c_void_p(), dict[str, ctypes.c_void_p]()
-        self.call("cuDevicePrimaryCtxRetain", ctypes.byref(context), 0)
-        self.call("cuCtxSetCurrent", context)
+        self.driver, self._functions = fake_cuda.Driver(), dict[str, int]()
+        self.driver.on(0)
         about, has_large = driver.native().describe(0), driver.accepts_large_tables(0)
         self.multiprocessors = about["multiprocessors"]
         every = [(name, kind) for kind in cuda_launches.all_numbers() for name in cuda_launches.kernels_of(kind)]
         self.every = [each for each in every if has_large or not each[0].endswith("_large")]  # with kinds of numbers
-        self.call("cuModuleLoadData", ctypes.byref(self._module), driver._code(about["capability"]))
-
-    def call(self, name: str, *arguments: Any) -> None:
-        """Call the driver, which must succeed."""
-        code = getattr(self._lib, name)(*arguments)
-        assert code == 0, f"{name} failed with code {code}"
+        self._module = self.driver.give("cuModuleLoadData", driver._code(about["capability"]))
 
     def block(self, nbytes: int) -> np.ndarray:
         """Return pinned memory, which is never freed; all bytes are 0xA5."""
-        at = ctypes.c_void_p()
-        self.call("cuMemHostAlloc", ctypes.byref(at), nbytes, 1)
-        made = np.frombuffer((ctypes.c_uint8 * nbytes).from_address(at.value or 0), np.uint8)
+        at = self.driver.give("cuMemHostAlloc", nbytes, 1)
+        made = np.frombuffer((ctypes.c_uint8 * nbytes).from_address(at), np.uint8)
         made[:] = 0xA5
         return made
 
     def queue(self, name: str, buffer: Any, blocks: int) -> None:
         """Launch a kernel in the default stream."""
         if name not in self._functions:
-            self._functions[name] = ctypes.c_void_p()
-            self.call("cuModuleGetFunction", ctypes.byref(self._functions[name]), self._module, name.encode())
-        arguments = (ctypes.c_void_p * 1)(ctypes.addressof(buffer))
-        self.call("cuLaunchKernel", self._functions[name], blocks, 1, 1, 256, 1, 1, 0, None, arguments, None)
+            self._functions[name] = self.driver.give("cuModuleGetFunction", self._module, name.encode())
+        self.driver.launch(self._functions[name], buffer, blocks)
 
     def __getattr__(self, name: str) -> Callable[[Any, Any], None]:
         def launch(buffer: Any, blocks: Any) -> None:
             self.queue(name, buffer, blocks.value)
-            self.call("cuCtxSynchronize")
+            self.driver.call("cuCtxSynchronize")
 
         return launch

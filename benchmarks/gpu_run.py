@@ -3,10 +3,11 @@
 See ``gpu_first_run``. Stages: 0 unpack the wheels; 1 versions, and code that fits the devices; 2 kernels and calls; 3
 order; 4 rates; 5 JAX; 6 kernels and grids; 7 memcheck; 8 ranks on the host's cores. The first red case of stages 0 to 3
 ends the run. Each stage has a share of the time, to which the earlier ones add what they leave; stages 0 to 3 share
-theirs, since the first import of a framework may be slow. A case is red if it
-fails, dies, exceeds its limit, or needs a module that is missing; a target that is not met is not red. The record of
-each case is written to ``results.jsonl`` at once. With ``--driver fake`` the fake driver of the tests takes the place
-of CUDA: all code runs in tiny sizes, and its times mean nothing. This file uses the standard library only.
+theirs, since the first import of a framework may be slow. Limits grow with the load of the machine, and a later case
+may take half of the time that is left. A case is red if it fails, dies, exceeds its limit, or needs a module that is
+missing; if the time of its stage is over first, it is left out; a target that is not met is not red. The record of each
+case is written to ``results.jsonl`` at once. With ``--driver fake`` the fake driver of the tests takes the place of
+CUDA: all code runs in tiny sizes, and its times mean nothing. This file uses the standard library only.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ HERE = Path(__file__).resolve().parent
 SHARES = {0: 15, 1: 30, 2: 40, 3: 60, 4: 75, 5: 30, 6: 20, 7: 30, 8: 45}  # seconds of each stage, 345 in all
 CHECKED, TOGETHER = 3, 4  # stages up to this one end the run at a red case; so many of its cases run at once
 LEAST_S, KILL_S, KEPT = 3, 5, 4000  # the least time of a case; to await its end; characters of a red case's output
+LATE = "not finished after"
 TARGETS = {  # for each its text, and the least (>=) or greatest (<=) value
     "8 to 1": ("256 MiB float32, 8 to 1: share of the copy rate", ">=", 0.92),
     "8 to 8": ("256 MiB float32, 8 to 8: share of the copy rate", ">=", 0.85),
@@ -130,20 +132,24 @@ class Run:
         missing = [name for name in case.needs if importlib.util.find_spec(name) is None]
         last = max(CHECKED, case.stage)
         end_s = self.scale * sum(share for number, share in SHARES.items() if number <= last)
-        limit_s = min(case.limit_s * max(1, self.scale), end_s - (time.monotonic() - self.begin))
+        crowd = min(4, os.getloadavg()[0] / len(os.sched_getaffinity(0)))  # processes that share a core
+        left_s, limit_s = end_s - (time.monotonic() - self.begin), case.limit_s * max(1, self.scale, crowd)
+        limit_s = limit_s if case.stage <= CHECKED else max(limit_s, left_s / 2)
         if self.stopped:
             self.add(case, "left out", "an earlier case is red, or a signal came")
         elif missing:
             self.add(case, "RED", f"not installed: {', '.join(missing)}", stops="torch" in missing)
-        elif limit_s < LEAST_S:
+        elif left_s < LEAST_S:
             self.add(case, "left out", "the time of the stage is used up")
         else:
             begin, more = time.monotonic(), dict[str, Any]()
             try:
-                why, more = self.child(case, limit_s)
+                why, more = self.child(case, min(limit_s, left_s))
             except Exception as error:  # noqa: BLE001 - such as a full disk: the other cases run all the same
                 why = f"{type(error).__name__}: {error}"
-            self.add(case, "RED" if why else "ok", why, wall_s=round(time.monotonic() - begin, 2), **more)
+            is_cut = case.stage > CHECKED and left_s < limit_s and why.startswith(LATE)
+            result = "ok" if not why else "left out" if is_cut else "RED"
+            self.add(case, result, why, wall_s=round(time.monotonic() - begin, 2), **more)
 
     def child(self, case: Case, limit_s: float) -> tuple[str, dict[str, Any]]:
         """Run a case's process. Return why it is red, or an empty string, and the rest of its record."""
@@ -158,7 +164,7 @@ class Run:
             try:
                 process.communicate(timeout=limit_s)
             except subprocess.TimeoutExpired:  # or only what the case left running has not finished
-                why = "" if process.poll() is not None else f"not finished after {limit_s:.0f} s"
+                why = "" if process.poll() is not None else f"{LATE} {limit_s:.0f} s"
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             try:
@@ -176,10 +182,14 @@ class Run:
                 more["rows"] += [said.pop("row")] if "row" in said else []
                 more["measured"] |= said.pop("measured", {})
                 more |= said
-        if not why and (code := process.returncode):
-            last = re.split(r"\n(?=\S)", errors.strip() or output.strip())[-1]  # from the last line without indent on
-            why = f"killed by {signal.Signals(-code).name}" if code < 0 else last or f"exit code {code}"
+        code = process.returncode
+        if not why and code:
+            why = f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
         why = why or ("" if more["done"] else "it ended early, with exit code 0")
+        if why:  # what processes.py did not measure, and the last line without indent, with what follows it
+            text = errors.strip() or re.sub(r"^{.*}$", "", output, flags=re.MULTILINE).strip()
+            last = re.split(r"\n(?=\S)", text)[-1]
+            why = "; ".join(filter(None, [why, *more["kept"].get("missing", {}).values(), last]))
         return why, more | ({"output": output[-KEPT:], "errors": errors[-KEPT:]} if why else {})
 
 
@@ -237,7 +247,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("out", type=Path, help="the folder of the results")
     parser.add_argument("--driver", choices=("real", "fake"), default="real", help="fake: the tests' driver, no GPU")
-    parser.add_argument("--only", default="", help="only the cases whose stage and name contain this")
+    parser.add_argument("--only", default="", help="only the cases whose stage and name begin with this")
     parser.add_argument("--seconds", type=float, default=sum(SHARES.values()), help="the time of all stages")
     parser.add_argument("--wheels", type=Path, default=HERE.parent / "dist/gpu", help="of scripts/gpu_wheels")
     given = parser.parse_args()
@@ -249,7 +259,7 @@ def main() -> int:
         with contextlib.suppress(OSError):  # unpacking reports it
             site = Path(tempfile.mkdtemp(prefix="gpu_first_run_"))
         unpack(run, given.wheels, site)
-        chosen = [case for case in cases(is_fake) if given.only in f"{case.stage} {case.name}"]
+        chosen = [case for case in cases(is_fake) if f"{case.stage} {case.name}".startswith(given.only)]
         for stage in SHARES:
             is_alone = stage not in (2, CHECKED) or any(each.get("exclusive") for each in run.records)
             with ThreadPoolExecutor(1 if is_alone else TOGETHER) as pool:

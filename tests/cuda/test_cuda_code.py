@@ -5,24 +5,21 @@ import runpy
 import subprocess
 import sys
 import types
-from pathlib import Path
 
 import cuda_launches as launches
 import cuda_machine_code as machine_code
 import pytest
+from fake_cuda import KERNELS, PACKAGE
+from paths import ROOT
 
-import crossreduce
 from crossreduce.engines.cuda import driver as cuda_driver
 
-ROOT = machine_code.ROOT
-SCRIPT = ROOT / "scripts/build_cuda_kernels"
-NATIVE = ROOT / "src/crossreduce/engines/cuda/native"
-PACKAGE = Path(crossreduce.__file__).parent  # where it is installed
+SCRIPT, PACKED = ROOT / "scripts/build_cuda_kernels", KERNELS.parent / "kernels.bin"
 
 
 @pytest.fixture(scope="module")
 def code():
-    return machine_code.unpacked()[1]
+    return machine_code.unpacked()
 
 
 def test_the_packaged_code_belongs_to_the_sources(code):
@@ -31,15 +28,15 @@ def test_the_packaged_code_belongs_to_the_sources(code):
     The digest of the sources is that of all files, and ``layout.inc`` has the constants of ``kernels.py``.
     """
     script = runpy.run_path(str(SCRIPT))
-    included = re.findall(r'#include "(.*)"', "".join((NATIVE / name).read_text() for name in script["SOURCES"]))
+    included = re.findall(r'#include "(.*)"', "".join((KERNELS / name).read_text() for name in script["SOURCES"]))
     assert {*included, "reduce.cu"} == {*script["SOURCES"]}
     subprocess.run([sys.executable, str(SCRIPT), "--check"], check=True)
     assert re.search(r"^\.version (.*)$", machine_code.ptx(), re.MULTILINE)[1] == "8.8"  # needs PTX_DRIVER
-    assert (PACKAGE / "engines/cuda/kernels.bin").read_bytes() == machine_code.PACKED.read_bytes()
+    assert (PACKAGE / "engines/cuda/kernels.bin").read_bytes() == PACKED.read_bytes()
     assert list(code) == [*script["ARCHITECTURES"], script["PTX"]]
-    assert machine_code.PACKED.stat().st_size < 3_000_000
+    assert PACKED.stat().st_size < 3_000_000
     names = {kernel for numbers in launches.all_numbers() for kernel in launches.kernels_of(numbers)}
-    assert names == set(machine_code.kernels(machine_code.ptx()))
+    assert names == set(machine_code.bodies())
     for each in script["ARCHITECTURES"]:
         assert set(machine_code.resources(code[each])) == names
 
@@ -65,7 +62,7 @@ def test_the_code_of_each_compute_capability(capability, driver, code, monkeypat
     if why:
         assert re.search(code, why)
     else:
-        assert loaded == [machine_code.unpacked()[1][code] + b"\0"]
+        assert loaded == [machine_code.unpacked()[code] + b"\0"]
     assert bool(why) == (not loaded)
     monkeypatch.setitem(sys.modules, "lzma", None)  # as in a Python that was built without it
     monkeypatch.setattr(cuda_driver, "_code", cuda_driver._code.__wrapped__)
@@ -102,7 +99,7 @@ def narrow_loads(kernels):
 
 def test_loads_are_wide_and_ahead_of_their_first_use():
     """Every kernel loads and stores 16 bytes at once, or a thread's share. The check itself detects narrower loads."""
-    kernels = machine_code.kernels(machine_code.ptx())
+    kernels = machine_code.bodies()
     assert narrow_loads(kernels) == set()
     for change in ("ld.global.v2.u32", "ld.global.u32", "bra $done;\n ld.global.v4.u32"):
         assert narrow_loads({"sum_f32_2": kernels["sum_f32_2"].replace("ld.global.v4.u32", change)}), change

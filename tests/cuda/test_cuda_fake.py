@@ -19,20 +19,9 @@ class Caller:
     """Calls the fake driver, on some devices."""
 
     def __init__(self, driver, devices):
-        self.driver = driver
+        self.driver, self.call, self.give = driver, driver.call, driver.give
         self.call("cuInit", 0)
         self.contexts = [self.give("cuDevicePrimaryCtxRetain", device) for device in range(devices)]
-
-    def call(self, name, *arguments, gives=0):
-        """Call a function, which must return the code ``gives``."""
-        code = getattr(self.driver.lib, name)(*arguments)
-        assert code == gives, (name, code, self.driver.report())
-
-    def give(self, name, *arguments, kind=ctypes.c_void_p):
-        """Call a function whose first parameter is the address of its result, and return the result."""
-        result = kind()
-        self.call(name, ctypes.byref(result), *arguments)
-        return result.value
 
     def stream(self, device, flags=NON_BLOCKING):
         self.call("cuCtxSetCurrent", self.contexts[device])
@@ -41,9 +30,7 @@ class Caller:
     def sum(self, sources, results, size=SIZE, gives=0):
         """Launch a sum of float32 arrays at these addresses on device 0."""
         launch = packed([Tensor(size, 0, sources, results)], [(0, 0, 0, 0)], 1, 1, (4, 4, 4))
-        parameters = (ctypes.c_void_p * 1)(ctypes.addressof(kept := ctypes.create_string_buffer(launch)))
-        self.call("cuLaunchKernel", self.kernel, 5, 1, 1, 256, 1, 1, 0, self.queue, parameters, None, gives=gives)
-        del kept
+        self.driver.launch(self.kernel, ctypes.create_string_buffer(launch), 5, self.queue, gives)
 
     def copy(self, to, source, nbytes=4 * SIZE, gives=0, peers=None):
         """Copy memory on device 0, or between the two devices ``peers`` (to, from), and wait for the copy."""
@@ -155,11 +142,20 @@ def test_the_libraries_are_found_and_have_all_functions():
     assert all("Graph" in name or "Capture" in name for name in missing[stub])
 
 
-@pytest.mark.parametrize(("setting", "result"), [("1", "ok"), ("0", "RED")])
-def test_the_first_run_on_a_gpu(tmp_path, setting, result):
-    """The command for the first run on a GPU runs its cases, on the fake driver, and a failure is red in its record."""
-    options = [tmp_path, "--driver", "fake", "--only", "2 kernels", "--wheels", tmp_path]
+@pytest.mark.parametrize(
+    ("only", "seconds", "setting", "outcomes"),
+    [
+        ("2 ", 400, "1", [("ok", ""), ("ok", "")]),  # all kernels, and calls with torch that are drawn
+        ("2 kernels", 400, "0", [("RED", "exit code 1; AssertionError: CROSSREDUCE_CUDA is 0")]),
+        ("8 ddp", 10, "1", [("left out", "not finished after")]),  # its limit is longer than the time that is left
+    ],
+)
+def test_the_first_run_on_a_gpu(tmp_path, only, seconds, setting, outcomes):
+    """The command for the first run on a GPU runs its cases, on the fake driver. Each red case has its reason."""
+    options = [tmp_path, "--driver", "fake", "--only", only, "--seconds", str(seconds), "--wheels", tmp_path]
     given = os.environ | {"PYTHON": sys.executable, "CROSSREDUCE_CUDA": setting}
-    done = subprocess.run(["bash", ROOT / "benchmarks/gpu_first_run", *options], timeout=250, check=False, env=given)
-    found = [json.loads(line)["result"] for line in (tmp_path / "results.jsonl").read_text().splitlines()]
-    assert (found, done.returncode) == (["ok", result], int(result == "RED"))
+    done = subprocess.run(["bash", ROOT / "benchmarks/gpu_first_run", *options], timeout=450, check=False, env=given)
+    _, *records = map(json.loads, (tmp_path / "results.jsonl").read_text().splitlines())
+    assert [each["result"] for each in records] == [result for result, _ in outcomes]
+    assert all(each["why"].startswith(why) for each, (_, why) in zip(records, outcomes, strict=True))
+    assert done.returncode == ("RED" in dict(outcomes))

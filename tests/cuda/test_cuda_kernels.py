@@ -7,6 +7,7 @@ import subprocess
 
 import cuda_launches as launches
 import cuda_roundings as roundings
+import numpy as np
 import pytest
 from budget import count
 from fake_cuda import FLAGS, KERNELS, host_library, ran
@@ -68,9 +69,19 @@ def test_no_access_is_out_of_bounds_or_misaligned(dtypes, tmp_path):
 
 
 def test_conversions_to_halves_are_rounded_correctly(library):
-    """Values at all middles, subnormals, overflow and NaN are rounded right. scripts/cuda_roundings checks more."""
+    """Values at all middles, subnormals, overflow and NaN are rounded right."""
     loaded = ctypes.CDLL(str(library))
     for short in roundings.NAMES:
         assert not roundings.wrong_floats(loaded, roundings.notable_bits(short), short)
         assert not roundings.wrong_doubles(loaded, short)
         assert not roundings.wrong_widened(loaded, short)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("short", roundings.NAMES)
+def test_every_float32_is_rounded_correctly(library, short):
+    """All 2^32 bit patterns, as NumPy and ml_dtypes round them; this takes minutes."""
+    loaded, count = ctypes.CDLL(str(library)), 1 << 22
+    for first in range(0, 1 << 32, count):
+        assert not roundings.wrong_floats(loaded, np.arange(first, first + count, dtype=np.uint32), short), first

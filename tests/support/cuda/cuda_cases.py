@@ -65,7 +65,7 @@ class Memory(DeviceMemory):
         stream = self.stream(device)
         kept = self.free.setdefault((device, stream, nbytes), [])
         address = kept.pop() if kept else self.fake.memory(nbytes, device)
-        assert self.fake.lib.fake_kind(address, self.kinds.get(use, PLAIN)) == 0
+        self.fake.call("fake_kind", address, self.kinds.get(use, PLAIN))
         if not self.is_quiet:
             self.fake.write(address, bytes(nbytes), stream, device)
         block = (ctypes.c_uint8 * nbytes).from_address(address)
@@ -82,21 +82,8 @@ class Memory(DeviceMemory):
 
     def synchronize(self, device):
         """Wait for the thread's current stream."""
-        self.on(device)
-        assert self.fake.lib.cuStreamSynchronize(self.stream(device)) == 0
-
-    def on(self, device):
-        """Make the context of a device current."""
-        context = ctypes.c_void_p()
-        assert self.fake.lib.cuDevicePrimaryCtxRetain(ctypes.byref(context), device) == 0
-        assert self.fake.lib.cuDevicePrimaryCtxRelease_v2(device) == 0
-        assert self.fake.lib.cuCtxSetCurrent(context) == 0
-
-    def current(self):
-        """Return the thread's current context."""
-        context = ctypes.c_void_p()
-        assert self.fake.lib.cuCtxGetCurrent(ctypes.byref(context)) == 0
-        return context.value
+        self.fake.on(device)
+        self.fake.call("cuStreamSynchronize", self.stream(device))
 
     def capturing(self, device):
         """Let a new stream, which can be captured, be the current one."""
@@ -108,10 +95,8 @@ class Memory(DeviceMemory):
         """Return a new event of each device."""
         found = []
         for device in devices:
-            event = ctypes.c_void_p()
-            self.on(device)
-            assert self.fake.lib.cuEventCreate(ctypes.byref(event), 2) == 0
-            found.append(event)
+            self.fake.on(device)
+            found.append(self.fake.give("cuEventCreate", 2))
         return found
 
     def release(self, x):
@@ -124,13 +109,13 @@ class Memory(DeviceMemory):
     def operands(self, arrays, devices):
         if not self.is_strided:
             return Operands([[x.ctypes.data for x in row] for row in arrays], arrays)
-        copies, before = [], ctypes.c_void_p(self.current())
+        copies, before = [], self.fake.give("cuCtxGetCurrent")
         for row in arrays:
             copies.append([])
             for x, device in zip(row, devices, strict=True):
                 owner, address = self.scratch(x.nbytes, device) if x.size else (None, 0)
-                self.on(device)
-                assert self.fake.lib.cuMemcpyAsync(address, x.ctypes.data, x.nbytes, self.stream(device)) == 0
+                self.fake.on(device)
+                self.fake.call("cuMemcpyAsync", address, x.ctypes.data, x.nbytes, self.stream(device))
                 copies[-1].append((owner, address))
         self.fake.lib.cuCtxSetCurrent(before)
         return Operands([[address for _, address in row] for row in copies], arrays, copies)
@@ -229,68 +214,65 @@ class Case:
                 good = good and [bytes(x) for x in row] == [x.tobytes() for x in numbers]
         return good
 
-    def run_captured(self, draw, lib, beside=True):
+    def run_captured(self, draw, beside=True):
         """Capture a run of each layout in a graph, launch the graph twice, and assert that all bits are right.
 
         ``beside``: meanwhile, another thread runs and captures the same layouts.
         """
         for layout, executable in zip(self.layouts, self.executables, strict=True):
-            memory, arrays = self.memory, self._arrays(layout, draw)
+            fake, memory, arrays = self.fake, self.memory, self._arrays(layout, draw)
             devices = sorted(set(self.places))
             streams = [memory.capturing(device) for device in devices]
             event = memory.events(devices)
-            graph, exec_ = ctypes.c_void_p(), ctypes.c_void_p()
-            self.fake.run()
-            memory.on(devices[0])
-            assert (
-                lib.cuStreamBeginCapture_v2(streams[0], 0) == 0
-            )  # 0: a global one, which other threads may invalidate
-            assert lib.cuEventRecord(event[0], streams[0]) == 0
+            fake.run()
+            fake.on(devices[0])
+            fake.call("cuStreamBeginCapture_v2", streams[0], 0)  # 0: a global one, which other threads may invalidate
+            fake.call("cuEventRecord", event[0], streams[0])
             for device, stream in zip(devices[1:], streams[1:], strict=True):
-                memory.on(device)
-                assert lib.cuStreamWaitEvent(stream, event[0], 0) == 0
+                fake.on(device)
+                fake.call("cuStreamWaitEvent", stream, event[0], 0)
             before = memory.is_quiet
             memory.is_quiet = True  # work of the allocator's other owners is not in the graph
             results = executable.run(self.engine.bind(layout, arrays[0]), arrays[1])
             memory.is_quiet = before
             if beside:
-                self._run_beside(draw, lib)
+                self._run_beside(draw)
             for device, stream, each in list(zip(devices, streams, event, strict=True))[1:]:
-                memory.on(device)
-                assert lib.cuEventRecord(each, stream) == 0
-                memory.on(devices[0])
-                assert lib.cuStreamWaitEvent(streams[0], each, 0) == 0
-            memory.on(devices[0])
-            assert lib.cuStreamEndCapture(streams[0], ctypes.byref(graph)) == 0, self.fake.report()
-            assert lib.cuGraphInstantiateWithFlags(ctypes.byref(exec_), graph, 0) == 0
+                fake.on(device)
+                fake.call("cuEventRecord", each, stream)
+                fake.on(devices[0])
+                fake.call("cuStreamWaitEvent", streams[0], each, 0)
+            fake.on(devices[0])
+            graph = fake.end_capture(streams[0])
+            exec_ = fake.give("cuGraphInstantiateWithFlags", graph, 0)
             memory.threads.streams = {}
             for _ in range(2):
                 given = self._written(arrays, draw)
-                self.fake.run()
+                fake.run()
                 freed = {
                     address: ctypes.string_at(address, nbytes)
                     for (_, _, nbytes), addresses in memory.free.items()
                     for address in addresses
                 }
-                memory.on(devices[0])
-                assert lib.cuGraphLaunch(exec_, memory.stream(devices[0])) == 0
-                self.fake.run()
+                fake.on(devices[0])
+                fake.call("cuGraphLaunch", exec_, memory.stream(devices[0]))
+                fake.run()
                 read = self._read(results, self.result_places)
-                self.fake.run()
+                fake.run()
                 assert self._is_right(layout, given, read), (self.names, self.numbers)
                 assert all(ctypes.string_at(at, len(content)) == content for at, content in freed.items())
-            lib.cuGraphExecDestroy(exec_)
-            lib.cuGraphDestroy(graph)
+            fake.call("cuGraphExecDestroy", exec_)
+            fake.call("cuGraphDestroy", graph)
             self._free(arrays[0], results)
-            self.fake.run()
+            fake.run()
 
-    def _run_beside(self, draw, lib):
+    def _run_beside(self, draw):
         """Run the layouts in another thread while this one captures, and capture them there, too."""
         outcomes = []
 
         def work():
             outcomes.append(self.run(draw, finish=False))
-            outcomes.append(self.run_captured(draw, lib, beside=False))
+            outcomes.append(self.run_captured(draw, beside=False))
 
         thread = threading.Thread(target=work)
         thread.start()

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import ml_dtypes
 import numpy as np
 
+from crossreduce.engines.cuda.encoding import stack_depth
 from crossreduce.kernels.reference import ReferenceKernel
 from crossreduce.ops import COMPLEX, INTEGERS
 
@@ -120,7 +121,7 @@ def packed(tensors, orders, divisor, units, nbytes, kind=0, room=SMALL, streams=
         parts += struct.pack("<qIHBB", size, tile, order, head, is_aligned)
         tile += max(1, -(-(size - head) // (count * THREADS)))
         addresses += struct.pack(f"<{len(sources) + len(results)}Q", *sources, *results)
-    stack = max(depth(order) for order in orders)
+    stack = max(map(stack_depth, orders))
     first, length = tensors[0], -(-tile // (2 * streams)) * 2
     counts = len(first.sources), len(first.results), len(orders)
     header = struct.pack("<dIIHHHHHHI", divisor, len(tensors), tile, *counts, stack, kind, streams, length)
@@ -128,17 +129,6 @@ def packed(tensors, orders, divisor, units, nbytes, kind=0, room=SMALL, streams=
     made = header + table
     assert len(made) <= room, "the table of a launch is too large"
     return made.ljust(room, b"\0")
-
-
-def depth(order):
-    """Return the largest number of values that are on the stack at once."""
-    push, fold, twice, _ = order
-    most = now = 1
-    for k in range(MAX_STEPS):
-        now += push >> k & 1
-        most = max(most, now)
-        now -= (fold >> k & 1) + (twice >> k & 1)
-    return most
 
 
 def folds_of(order, sources):
@@ -229,28 +219,42 @@ def result_kind(numbers, kernel):
     return KINDS[numbers.result if numbers.op == "mean" else "accumulator"]
 
 
+def launch_of(kernel, numbers, sizes, results, address_of):
+    """Return the parameters of a launch, the number of its sources, and the bytes of an element of them.
+
+    ``address_of(size, nbytes, is_source)`` returns where an array of so many elements of so many bytes begins.
+    """
+    name, units = kernel_name(numbers)
+    count = kernel.removeprefix(f"{name}_").split("_")[0]
+    sources = int(count) if count.isdigit() else 3
+    nbytes = [np.dtype(np.uint8 if each == "bool" else each).itemsize for each in numbers[1:]]
+    tensors = []
+    for size in sizes:
+        ins = [address_of(size, nbytes[0], True) for _ in range(sources)]
+        tensors.append(Tensor(size, 0, ins, [address_of(size, nbytes[2], False) for _ in range(results)]))
+    room, of_units = LARGE if kernel.endswith("_large") else SMALL, [each // units for each in nbytes]
+    made = packed(tensors, [(0, 0, 0, 0)], 1, units, of_units, result_kind(numbers, kernel), room)
+    return ctypes.create_string_buffer(made, room), sources, nbytes[0]
+
+
 def reads(library, numbers, kernel, shift):
     """Run a kernel's body, and return the number of sources, of vectors in all, of their reads, and of other reads.
 
     ``shift``: how many units the sources begin behind the beginning of a vector. The result begins there.
     """
-    name, units = kernel_name(numbers)
-    count = kernel.removeprefix(f"{name}_").split("_")[0]
-    nbytes = [np.dtype(np.uint8 if each == "bool" else each).itemsize // units for each in numbers[1:]]
-    blocks = [host_block(SIZE * units * 8 + 2 * VECTOR) for _ in range(1 + (int(count) if count.isdigit() else 3))]
-    for block in blocks[1:]:
-        block[:] = 0
-    result, *sources = (-(-block.ctypes.data // VECTOR) * VECTOR for block in blocks)
-    tensor = Tensor(SIZE, 0, [at + shift * nbytes[0] for at in sources], [result])
-    room = LARGE if kernel.endswith("_large") else SMALL
-    launch = packed([tensor], [(0, 0, 0, 0)], 1, units, nbytes, result_kind(numbers, kernel), room)
+    blocks, units = [], kernel_name(numbers)[1]
+
+    def address_of(size, nbytes, is_source):
+        blocks.append(np.zeros(size * nbytes + 2 * VECTOR, np.uint8))
+        return -(-blocks[-1].ctypes.data // VECTOR) * VECTOR + is_source * shift * nbytes // units
+
+    launch, sources, nbytes = launch_of(kernel, numbers, [SIZE], 1, address_of)
     library.all_reads.restype = ctypes.POINTER(ctypes.c_int64)
     before = library.all_reads()[: MAX_STEPS + 1]
-    getattr(library, kernel)(ctypes.create_string_buffer(launch, room), ctypes.c_uint32(2))
+    getattr(library, kernel)(launch, ctypes.c_uint32(2))
     after = library.all_reads()[: MAX_STEPS + 1]
-    found, vector = [k - old for k, old in zip(after, before, strict=True)], min(VECTOR, 8 * nbytes[0])
-    vectors = len(sources) * (SIZE * units * nbytes[0] // vector)
-    return len(sources), vectors, found[vector], sum(found) - found[vector]
+    found, vector = [k - old for k, old in zip(after, before, strict=True)], min(VECTOR, 8 * nbytes // units)
+    return sources, sources * (SIZE * nbytes // vector), found[vector], sum(found) - found[vector]
 
 
 def host_block(nbytes: int) -> np.ndarray:

@@ -2,41 +2,37 @@
 
 from __future__ import annotations
 
-import json
 import lzma
 import re
 import struct
-from pathlib import Path
+from functools import cache
 
-from paths import ROOT
+from crossreduce.engines.cuda import driver, kernels
 
-PACKED = ROOT / "src/crossreduce/engines/cuda/kernels.bin"
 # Attributes of kernels in .nv.info, and the format of values of any size.
 REGISTERS, STACK, ANY_SIZE = 0x2F, 0x12, 0x04
 
 
-def unpacked(path: Path = PACKED) -> tuple[dict, dict[str, bytes]]:
-    """Return the header of the packed file, and the code of each architecture: cubins, and PTX as bytes."""
-    line, rest = path.read_bytes().split(b"\n", 1)
-    header = json.loads(line)
-    code, start = {}, 0
-    for name, nbytes in header["code"].items():
-        code[name] = lzma.decompress(rest[start : start + nbytes])
-        start += nbytes
-    assert start == len(rest)
-    return header, code
+@cache
+def unpacked() -> dict[str, bytes]:
+    """Return the code of each architecture in ``kernels.bin``: cubins, and PTX as bytes."""
+    sizes, codes = driver._packed()
+    code = {}
+    for name, nbytes in sizes.items():
+        code[name], codes = lzma.decompress(codes[:nbytes]), codes[nbytes:]
+    assert not codes
+    return code
 
 
 def ptx() -> str:
     """Return the packed PTX."""
-    (text,) = (code for name, code in unpacked()[1].items() if name.startswith("compute_"))
-    return text.rstrip(b"\0").decode()
+    return unpacked()[kernels.PTX].rstrip(b"\0").decode()
 
 
-def kernels(text: str) -> dict[str, str]:
+def bodies() -> dict[str, str]:
     """Return the body of each kernel in PTX."""
     pattern = r"\.visible \.entry (\w+)\([^)]+\)[^{]+\{\n(.*?)\n\}\n"
-    return dict(re.findall(pattern, text, re.DOTALL))
+    return dict(re.findall(pattern, ptx(), re.DOTALL))
 
 
 def resources(cubin: bytes) -> dict[str, dict[str, int]]:

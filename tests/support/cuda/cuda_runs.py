@@ -65,7 +65,7 @@ def check_dropped(memory, count, seed):
         waits = fake.count("cuStreamWaitEvent") - before
         for k in range(1, waits + 1):
             fake.clear()
-            fake.drop("cuStreamWaitEvent", k)
+            fake.fail("cuStreamWaitEvent", k, 0)
             case.run(draw, check=False)
             assert fake.report(), (number, k, waits, case.names, case.numbers)
             dropped += 1
@@ -156,8 +156,8 @@ def check_failures(memory, count, seed):
                 fake.clear()
                 fake.lib.cuCtxSetCurrent(None)
                 if failed % 2:
-                    memory.on(7)
-                context = memory.current()
+                    fake.on(7)
+                context = fake.give("cuCtxGetCurrent")
                 fake.fail(name, n, 719)
                 error = None
                 try:
@@ -165,7 +165,7 @@ def check_failures(memory, count, seed):
                 except DriverError as raised:
                     error = raised.with_traceback(None)  # its frames have temporary memory
                 # A failure without an error may be that of the call that makes the former context current again.
-                assert error is None or memory.current() == context, (number, name, n)
+                assert error is None or fake.give("cuCtxGetCurrent") == context, (number, name, n)
                 assert error is not None or name in ("cuCtxSetCurrent", "cuEventCreate"), name  # called less often now
                 if error is not None:
                     assert (error.call, error.code) == (name, 719), error
@@ -188,16 +188,16 @@ def check_failures(memory, count, seed):
 def check_captures(memory, count, seed):
     """Capture calls in a graph, which runs again on other values. The callers' streams take part in the capture."""
     fake, captured, others = memory.fake, 0, memory.devices.keys() | {0}
-    lib, graph = fake.lib, ctypes.c_void_p()
+    graph = ctypes.c_void_p()
     case = Case(memory, "direct", (0, 1), "sum", "float32", [500], Packing(), False)
     assert case.run(np.random.default_rng(seed))
     _, stream = memory.capturing(0), memory.capturing(1)
-    memory.on(1)
-    assert lib.cuStreamBeginCapture_v2(stream, 0) == 0  # that of one device only
+    fake.on(1)
+    fake.call("cuStreamBeginCapture_v2", stream, 0)  # that of one device only
     with pytest.raises(DriverError) as error:
         case.run(np.random.default_rng(seed))
     assert (error.value.call, error.value.code) == ("cuStreamWaitEvent", 905)
-    assert lib.cuStreamEndCapture(stream, ctypes.byref(graph)) != 0
+    assert fake.lib.cuStreamEndCapture(stream, ctypes.byref(graph)) != 0
     memory.threads.streams = {}
     memory.release_all()
     fake.run()
@@ -207,7 +207,7 @@ def check_captures(memory, count, seed):
         draw = np.random.default_rng([seed, number])
         assert case.run(draw)
         streams = fake.live().get("streams")
-        case.run_captured(draw, lib)
+        case.run_captured(draw)
         assert case.run(draw)  # this frees what the graphs kept
         gc.collect()
         assert not memory.devices.keys() - others, (number, memory.devices.keys() - others)
@@ -226,23 +226,19 @@ def check_devices(fake):
 
     Then each device reads its peers; a device that reads another one wrongly is named. Return the number of pairs.
     """
-    lib, context, graph = fake.lib, ctypes.c_void_p(), ctypes.c_void_p()
-    assert lib.cuInit(0) == 0
+    fake.call("cuInit", 0)
     stream = fake.stream(7)
-    assert lib.cuDevicePrimaryCtxRetain(ctypes.byref(context), 7) == 0
-    assert lib.cuCtxSetCurrent(context) == 0
-    assert lib.cuStreamBeginCapture_v2(stream, 0) == 0
-    assert lib.cuDevicePrimaryCtxRelease_v2(7) == 0
-    lib.fake_hold()
+    fake.on(7)
+    fake.call("cuStreamBeginCapture_v2", stream, 0)
+    fake.lib.fake_hold()
     failing = []
     thread = threading.Thread(target=lambda: failing.append(driver.check_peer_reads(range(4))))
     thread.start()
-    while thread.is_alive() and not lib.fake_continue():  # the thread waits in a call of the driver
+    while thread.is_alive() and not fake.lib.fake_continue():  # the thread waits in a call of the driver
         time.sleep(0.005)
     thread.join()
-    assert lib.cuStreamEndCapture(stream, ctypes.byref(graph)) == 0, fake.report()
-    lib.cuGraphDestroy(graph)
-    lib.cuCtxSetCurrent(None)
+    fake.call("cuGraphDestroy", fake.end_capture(stream))
+    fake.call("cuCtxSetCurrent", None)
     assert failing == [[]]
     pairs = [(a, b) for a in range(4) for b in range(4) if a != b and driver.native().enable_peer(a, b)]
     for pair in pairs[1:2]:
@@ -291,34 +287,22 @@ def check_threads(memory, count, seed):
     return len(outcomes)
 
 
-CHECKS = {
-    "private": check_private,
-    "draws": check_draws,
-    "dropped": check_dropped,
-    "many": check_many,
-    "hosts": check_hosts,
-    "failures": check_failures,
-    "captures": check_captures,
-    "threads": check_threads,
-}
-
-
 def main(library, peers, seed, *checks):
     """Run some checks, and print the number that each returns."""
     fake = FakeDriver(library, 8, peers, int(seed))
     print("devices", check_devices(fake))
     memory = Memory(fake)
     if peers == "full":  # device 5 can access device 7 already, as if a framework had enabled it
-        memory.on(7)
-        other = memory.current()
-        memory.on(5)
-        assert fake.lib.cuCtxEnablePeerAccess(other, 0) == 0
-        fake.lib.cuCtxSetCurrent(None)
+        other = fake.on(7)
+        fake.on(5)
+        fake.call("cuCtxEnablePeerAccess", other, 0)
+        fake.call("cuCtxSetCurrent", None)
     module = sys.modules["crossreduce.engines.cuda.batching"]
     small = mock.patch.object(module, "_PIECE_NBYTES", 1 << 10)  # so that small arrays are cut into pieces
     with small, mock.patch.object(cuda, "device_memory", return_value=memory):
         for what, count in (each.split("=") for each in checks):
-            print(what, CHECKS[what](memory, int(count), int(seed)))
+            memory.kinds, memory.is_strided = {}, False  # not as the last case of another check
+            print(what, globals()[f"check_{what}"](memory, int(count), int(seed)))
 
 
 if __name__ == "__main__":

@@ -40,8 +40,12 @@ PARAMETERS = {
     "cuStreamEndCapture": "pp", "cuGraphInstantiateWithFlags": "ppz", "cuGraphLaunch": "pp", "cuGraphExecDestroy": "p",
     "cuGraphDestroy": "p", "cuEventCreate": "pu", "cuEventDestroy_v2": "p", "cuEventRecord": "pp",
     "cuMemcpyAsync": "aazp", "cuMemcpyPeerAsync": "apapzp", "cuMemAlloc_v2": "pz", "cuMemFree_v2": "a",
-    "cuMemHostAlloc": "pzu", "cuMemFreeHost": "p", "cuPointerGetAttributes": "uppa", "cuGetErrorName": "ip",
-    "cuGetErrorString": "ip",
+    "cuMemHostAlloc": "pzu", "cuPointerGetAttributes": "uppa", "cuGetErrorName": "ip", "cuGetErrorString": "ip",
+}  # fmt: skip
+CONTROLS = {  # functions of fake_control.hpp: the types of the result and of the parameters
+    "reset": "iisa", "clear": "i", "fail": "isai", "count": "as", "text": "si", "run": "i", "memory": "aai",
+    "own": "iaai", "disown": "ia", "kind": "iai", "hold": "i", "continue": "i", "corrupt": "iii", "stream": "piu",
+    "host_access": "iaai", "queue": "ipiapai",
 }  # fmt: skip
 TYPES = {"p": ctypes.c_void_p, "a": ctypes.c_uint64, "z": ctypes.c_size_t, "i": ctypes.c_int, "u": ctypes.c_uint}
 TYPES["s"] = ctypes.c_char_p
@@ -87,74 +91,85 @@ def printed(name, *arguments, **environment):
     return done.stdout
 
 
-def peer_matrix(peers, devices):
-    """Return for each device a row of 0s and 1s: whether it accesses each device. ``peers``: rows, or a kind's name."""
-    if not isinstance(peers, str):
-        return [[int(bool(each)) for each in row] for row in peers]
-    access = {
-        "full": lambda a, b: True,
-        "pairs": lambda a, b: a // 2 == b // 2,
-        "mesh": lambda a, b: str(b) in CUBE_MESH[a],  # a DGX-1
-        "none": lambda a, b: False,
-    }[peers]
-    return [[int(a != b and access(a, b)) for b in range(devices)] for a in range(devices)]
+PEERS = {  # whether device a can access the memory of device b
+    "full": lambda a, b: True,
+    "pairs": lambda a, b: a // 2 == b // 2,
+    "mesh": lambda a, b: str(b) in CUBE_MESH[a],  # a DGX-1
+    "none": lambda a, b: False,
+}
 
 
-class FakeDriver:
-    """The fake driver in this process, restarted with some devices. There is one for each library file.
+class Driver:
+    """A CUDA driver, the fake or a real one. ``lib`` has its functions, which return codes."""
 
-    ``lib`` has the driver's functions (``lib.cuStreamCreate(...)``), which return result codes.
-    """
-
-    def __init__(self, path, devices=8, peers="full", seed=0):
+    def __init__(self, path="libcuda.so.1"):
         self.path = str(path)
         self.lib = ctypes.CDLL(self.path, ctypes.RTLD_GLOBAL)
         for name, letters in PARAMETERS.items():
-            getattr(self.lib, name).argtypes = [TYPES[letter] for letter in letters]
-        size, pointer = ctypes.c_uint64, ctypes.c_void_p
-        for name, result, *arguments in (  # functions of fake_cuda.cpp, with the types of their results and parameters
-            ("reset", None, ctypes.c_int, ctypes.c_char_p, size),
-            ("clear", None),
-            ("fail", None, ctypes.c_char_p, size, ctypes.c_int),
-            ("drop", None, ctypes.c_char_p, size),
-            ("count", size, ctypes.c_char_p),
-            ("report", ctypes.c_char_p),
-            ("operations", ctypes.c_char_p),
-            ("live", ctypes.c_char_p),
-            ("run", None),
-            ("memory", size, size, ctypes.c_int),
-            ("own", ctypes.c_int, size, size, ctypes.c_int),
-            ("disown", ctypes.c_int, size),
-            ("kind", ctypes.c_int, size, ctypes.c_int),
-            ("hold", None),
-            ("continue", ctypes.c_int),
-            ("corrupt", None, ctypes.c_int, ctypes.c_int),
-            ("stream", pointer, ctypes.c_int, ctypes.c_uint),
-            ("host_access", ctypes.c_int, size, size, ctypes.c_int),
-            ("queue", ctypes.c_int, pointer, ctypes.c_int, size, pointer, size, ctypes.c_int),
-        ):
+            if hasattr(self.lib, name):
+                getattr(self.lib, name).argtypes = [TYPES[letter] for letter in letters]
+
+    def report(self):
+        """Return the mistakes so far, which only the fake driver reports."""
+        return []
+
+    def call(self, name, *arguments, gives=0):
+        """Call a function, which must return the code ``gives``."""
+        code = getattr(self.lib, name)(*arguments)
+        assert code == gives, (name, code, self.report()[-1:])
+
+    def give(self, name, *arguments, kind=ctypes.c_void_p):
+        """Call a function whose first parameter is the address of its result, and return the result."""
+        result = kind()
+        self.call(name, ctypes.byref(result), *arguments)
+        return result.value
+
+    def on(self, device):
+        """Make the context of a device current, and return it."""
+        context = self.give("cuDevicePrimaryCtxRetain", device)
+        self.call("cuCtxSetCurrent", context)
+        return context
+
+    def launch(self, function, buffer, blocks, stream=None, gives=0):
+        """Launch a kernel of this library whose parameters are in a buffer."""
+        parameters = (ctypes.c_void_p * 1)(ctypes.addressof(buffer))
+        self.call("cuLaunchKernel", function, blocks, 1, 1, 256, 1, 1, 0, stream, parameters, None, gives=gives)
+
+    def end_capture(self, stream):
+        """Return the graph that a stream has captured."""
+        graph = ctypes.c_void_p()
+        self.call("cuStreamEndCapture", stream, ctypes.byref(graph))
+        return graph
+
+
+class FakeDriver(Driver):
+    """The fake driver in this process, restarted with some devices, so that all handles and addresses become invalid.
+
+    What ``cuInit`` did stays. There is one driver for each library file.
+    """
+
+    def __init__(self, path, devices=8, peers="full", seed=0):
+        super().__init__(path)
+        for name, letters in CONTROLS.items():
+            result, *arguments = (TYPES[letter] for letter in letters)
             function = getattr(self.lib, f"fake_{name}")
             function.restype, function.argtypes = result, arguments
-        self.reset(devices, peers, seed)
-
-    def reset(self, devices=8, peers="full", seed=0):
-        """Restart: all handles and addresses become invalid. What ``cuInit`` did stays."""
-        self.devices = devices
-        rows = peer_matrix(peers, devices)
-        self.lib.fake_reset(devices, bytes(each for row in rows for each in row), seed)
+        access = bytes(a != b and PEERS[peers](a, b) for a in range(devices) for b in range(devices))
+        self.lib.fake_reset(devices, access, seed)
         self._kept = []
 
     def clear(self):
-        """Forget the report, operations, counts and faults, but no handles."""
+        """Forget the report, launches, counts and faults, but no handles."""
         self.lib.fake_clear()
 
     def fail(self, name, n, code):
-        """Let the n-th call of a function from now on fail with a code and do nothing. The next call is the first."""
+        """Let the n-th call of a function from now on do nothing and return a code. 0: it seems to succeed."""
         self.lib.fake_fail(name.encode(), n, code)
 
-    def drop(self, name, n):
-        """Let the n-th call of a function from now on, such as ``cuStreamWaitEvent``, succeed and do nothing."""
-        self.lib.fake_drop(name.encode(), n)
+    def on(self, device):
+        context = super().on(device)
+        self.call("cuDevicePrimaryCtxRelease_v2", device)
+        return context
 
     def count(self, name):
         """Return how often a function was called."""
@@ -162,15 +177,15 @@ class FakeDriver:
 
     def report(self):
         """Return the mistakes so far, as a list of lines."""
-        return self.lib.fake_report().decode().splitlines()
+        return self.lib.fake_text(0).decode().splitlines()
 
-    def operations(self):
-        """Return the launches, copies, records and waits so far, as a list of lines."""
-        return self.lib.fake_operations().decode().splitlines()
+    def launched(self):
+        """Return the names of the kernels that were launched so far."""
+        return self.lib.fake_text(1).decode().splitlines()
 
     def live(self):
         """Return how many objects of each kind the driver's callers made and did not release, by the kind's name."""
-        lines = self.lib.fake_live().decode().splitlines()
+        lines = self.lib.fake_text(2).decode().splitlines()
         return {what: int(count) for what, count in (line.split(": ") for line in lines)}
 
     def run(self):
@@ -181,46 +196,38 @@ class FakeDriver:
         """Return the address of new memory of a framework on a device, or pinned (``HOST``)."""
         address = self.lib.fake_memory(nbytes, device)
         assert address, self.report()
-        assert self.lib.fake_kind(address, kind) == 0
+        self.call("fake_kind", address, kind)
         return address
 
-    def own(self, array, device):
-        """Let the memory of a NumPy array count as a device's, and return its address."""
-        self._kept.append(array)
-        assert self.lib.fake_own(array.ctypes.data, array.nbytes, device) == 0
-        return array.ctypes.data
+    def own(self, address, nbytes, device, kind=PLAIN):
+        """Let memory of this process count as a device's."""
+        if nbytes:
+            self.call("fake_own", address, nbytes, device)
+            self.call("fake_kind", address, kind)
 
     def disown(self, address):
         """Free memory of ``memory``, or give back that of ``own``."""
-        assert self.lib.fake_disown(address) == 0, self.report()
+        self.call("fake_disown", address)
 
     def stream(self, device, flags=NON_BLOCKING):
         """Return the handle of a new stream of a framework."""
         return self.lib.fake_stream(device, flags)
 
-    def host_access(self, address, nbytes, writes):
-        """Tell the driver that the host reads or writes memory."""
-        self.lib.fake_host_access(address, nbytes, writes)
-
     def write(self, address, data, stream=None, device=0):
         """Write bytes at once as the host or, with a stream, in an operation. Stream 0 is the device's default one."""
         data = bytes(data)
         if stream is None:
-            self.host_access(address, len(data), writes=True)
+            self.lib.fake_host_access(address, len(data), True)
             ctypes.memmove(address, data, len(data))
         else:
-            self._checked(self.lib.fake_queue(stream, device, address, data, len(data), True))
+            self.call("fake_queue", stream, device, address, data, len(data), True)
 
     def read(self, address, nbytes, stream=None, device=0):
         """Return the bytes in memory or, with a stream, a buffer that an operation in the stream fills."""
         if stream is None:
-            self.host_access(address, nbytes, writes=False)
+            self.lib.fake_host_access(address, nbytes, False)
             return ctypes.string_at(address, nbytes)
         into = ctypes.create_string_buffer(nbytes)
         self._kept.append(into)
-        self._checked(self.lib.fake_queue(stream, device, address, into, nbytes, False))
+        self.call("fake_queue", stream, device, address, into, nbytes, False)
         return into
-
-    def _checked(self, code):
-        if code:
-            raise RuntimeError(self.report()[-1])

@@ -1,191 +1,151 @@
 // The fake CUDA driver: functions for tests. Part of fake_cuda.cpp.
 #pragma once
 
-#define CONTROL extern "C" __attribute__((visibility("default")))
-
 namespace fake {
 
-inline const char *kept(std::string text) { // until this thread's next call
-    static thread_local std::string last;
-    last = std::move(text);
-    return last.c_str();
-}
-inline std::string lines(const std::vector<std::string> &all) {
-    std::string made;
-    for (const std::string &each : all) made += each + "\n";
-    return made;
-}
 // Run the body of a control function; return 0, or the code with which it failed, which is reported.
-template <class Body> int control(const char *name, Body body) {
+template <class Body> int control(const std::string &name, Body body) {
     const std::lock_guard<std::recursive_mutex> lock(mutex);
     try {
         body();
         return SUCCESS;
     } catch (const Refused &refused) {
-        state->report(std::string(name) + ": " + refused.why + " (" + std::to_string(refused.code) + ")");
+        state->report(name + ": " + refused.why + " (" + std::to_string(refused.code) + ")");
         return refused.code;
     }
 }
+// The context of a device, which a framework retains from now on.
+inline Context &foreign_context(int device) {
+    Context &context = context_of(std::max(device, 0));
+    context.is_foreign = true;
+    return context;
+}
+inline Allocation &allocation_at(uint64_t address) {
+    Allocation *found = state->memory.find(address);
+    if (!found) refuse(INVALID_VALUE, "the address is not known");
+    return *found;
+}
 
 } // namespace fake
+
+using namespace fake;
+
+#define CONTROL extern "C" __attribute__((visibility("default")))
+#define CHECKED(...) { return control(__func__, [&] __VA_ARGS__); }
 
 // Restart with `devices` devices. peers[a * devices + b]: device a can access memory of device b. All handles and
 // addresses become invalid. cuInit counts once for the process, as in the real driver.
 CONTROL void fake_reset(int devices, const uint8_t *peers, uint64_t seed) {
     const std::lock_guard<std::recursive_mutex> lock(fake::mutex);
-    fake::state = std::make_unique<fake::State>(devices, peers, seed);
-    fake::faults.clear();
+    state = std::make_unique<State>(devices, peers, seed);
+    faults.clear();
 }
-// Forget reports, operations, counts, faults and what is read wrongly, but no handles; for an engine that keeps its streams.
-CONTROL void fake_clear() {
-    const std::lock_guard<std::recursive_mutex> lock(fake::mutex);
-    fake::state->reports.clear();
-    fake::state->log.clear();
-    fake::state->corrupted.clear();
-    fake::faults.clear();
-}
-// The n-th call of a function from now on (1: the next one) fails, or succeeds without doing anything.
-CONTROL void fake_fail(const char *name, uint64_t n, int code) {
-    const std::lock_guard<std::recursive_mutex> lock(fake::mutex);
-    fake::Faults &of = fake::faults[name];
-    of.fails[of.counted + n] = code;
-}
-CONTROL void fake_drop(const char *name, uint64_t n) {
-    const std::lock_guard<std::recursive_mutex> lock(fake::mutex);
-    fake::Faults &of = fake::faults[name];
-    of.drops.insert(of.counted + n);
-}
+// Forget reports, launches, counts, faults and what is read wrongly, but no handles; for an engine that keeps its
+// streams.
+CONTROL int fake_clear() CHECKED({
+    state->reports.clear();
+    state->launched.clear();
+    state->corrupted.clear();
+    faults.clear();
+})
+// The n-th call of a function from now on (1: the next one) fails with a code and does nothing; code 0: it succeeds.
+CONTROL int fake_fail(const char *name, uint64_t n, int code) CHECKED({
+    Faults &of = faults[name];
+    of.codes[of.calls + n] = code;
+})
 CONTROL uint64_t fake_count(const char *name) {
     const std::lock_guard<std::recursive_mutex> lock(fake::mutex);
-    return fake::faults[name].calls;
+    return faults[name].calls;
 }
-
-CONTROL const char *fake_report() {
+// A line for each of: 0 the reports, 1 the names of launched kernels, 2 the kinds of objects that were not released.
+// Those of the framework and of the test are left out. The text is kept until this thread's next call.
+CONTROL const char *fake_text(int what) {
     const std::lock_guard<std::recursive_mutex> lock(fake::mutex);
-    return fake::kept(fake::lines(fake::state->reports));
-}
-CONTROL const char *fake_operations() {
-    const std::lock_guard<std::recursive_mutex> lock(fake::mutex);
-    return fake::kept(fake::lines(fake::state->log));
-}
-// The objects not released: a line for each kind. Those of the framework and of the test are left out.
-CONTROL const char *fake_live() {
-    const std::lock_guard<std::recursive_mutex> lock(fake::mutex);
-    const fake::State &s = *fake::state;
-    std::map<std::string, size_t> live{{"modules", s.modules.size()},
-                                       {"events", s.events.size()},
-                                       {"graphs", s.graphs.size()},
-                                       {"executable graphs", s.execs.size()}};
-    for (auto &[handle, each] : s.streams) live["streams"] += !each->is_foreign;
-    for (auto &[handle, each] : s.contexts) live["contexts retained"] += static_cast<size_t>(each->retained);
-    for (auto &[begin, each] : fake::state->memory.all())
-        if (each.is_live && !each.is_foreign)
-            live[each.device == fake::HOST ? "pinned bytes" : "device bytes"] += each.nbytes;
-    std::string made;
-    for (auto &[what, count] : live)
-        if (count) made += what + ": " + std::to_string(count) + "\n";
-    return fake::kept(made);
+    static thread_local std::string text;
+    text.clear();
+    if (what == 0)
+        for (const std::string &each : state->reports) text += each + "\n";
+    if (what == 1)
+        for (const std::string &each : state->launched) text += each + "\n";
+    if (what < 2) return text.c_str();
+    std::map<std::string, size_t> live{{"modules", state->modules.size()},
+                                       {"events", state->events.size()},
+                                       {"graphs", state->graphs.size()},
+                                       {"executable graphs", state->execs.size()}};
+    for (auto &[handle, each] : state->streams) live["streams"] += !each->is_foreign;
+    for (auto &[handle, each] : state->contexts) live["contexts retained"] += static_cast<size_t>(each->retained);
+    for (auto &[begin, each] : state->memory.all())
+        if (each.is_live && !each.is_foreign) live["bytes"] += each.nbytes;
+    for (auto &[kind, count] : live)
+        if (count) text += kind + ": " + std::to_string(count) + "\n";
+    return text.c_str();
 }
 
 // Execute everything that is queued; for the host it is complete, as if it had synchronised with all streams.
-CONTROL void fake_run() {
-    const std::lock_guard<std::recursive_mutex> lock(fake::mutex);
-    fake::state->execute_all();
-    for (auto &[handle, each] : fake::state->streams) fake::join(fake::state->host_clock, each->clock);
-}
+CONTROL int fake_run() CHECKED({
+    state->execute_all();
+    for (auto &[handle, each] : state->streams) fake::join(state->host_clock, each->clock);
+})
 
-// Memory of a device (or of the host: -1, pinned) that belongs to a framework, whose context is active from now on.
+// Memory of a device (or of the host: -1, pinned) that belongs to a framework.
 CONTROL uint64_t fake_memory(uint64_t nbytes, int device) {
     uint64_t address = 0;
-    fake::control("fake_memory", [&] {
-        fake::Context &context = fake::context_of(std::max(device, 0));
-        context.is_foreign = true;
-        address = fake::state->memory.allocate(nbytes, device, context.handle, true);
+    control("fake_memory", [&] {
+        address = state->memory.allocate(nbytes, device, foreign_context(device).handle, true);
     });
     return address;
 }
 // Let kernels of a device read what another one owns wrongly.
-CONTROL void fake_corrupt(int reader, int owner) {
-    const std::lock_guard<std::recursive_mutex> lock(fake::mutex);
-    fake::state->corrupted.insert({reader, owner});
-}
+CONTROL int fake_corrupt(int reader, int owner) CHECKED({ state->corrupted.insert({reader, owner}); })
 // Let memory be of a kind: see Kind. It stays until the memory is freed.
-CONTROL int fake_kind(uint64_t address, int kind) {
-    return fake::control("fake_kind", [&] {
-        fake::Allocation *found = fake::state->memory.find(address);
-        if (!found) fake::refuse(fake::INVALID_VALUE, "the address is not known");
-        found->kind = kind;
-    });
-}
+CONTROL int fake_kind(uint64_t address, int kind) CHECKED({ allocation_at(address).kind = kind; })
 // Let the next cuModuleGetFunction wait until fake_continue, as if for a device that waits for the caller; at most ten
 // seconds. fake_continue returns whether a call waited.
-CONTROL void fake_hold() { fake::held = 1; }
+CONTROL void fake_hold() { held = 1; }
 CONTROL int fake_continue() {
     int waiting = 2;
-    return fake::held.compare_exchange_strong(waiting, 0);
+    return held.compare_exchange_strong(waiting, 0);
 }
 // Memory of the caller that counts as a device's until it is given back.
-CONTROL int fake_own(uint64_t address, uint64_t nbytes, int device) {
-    return fake::control("fake_own", [&] {
-        fake::Context &context = fake::context_of(std::max(device, 0));
-        context.is_foreign = true;
-        fake::state->shadow.forget(address, nbytes);
-        fake::state->memory.own(address, nbytes, device, context.handle, true);
-    });
-}
+CONTROL int fake_own(uint64_t address, uint64_t nbytes, int device) CHECKED({
+    const Context &context = foreign_context(device);
+    state->shadow.forget(address, nbytes);
+    state->memory.own(address, nbytes, device, context.handle, true);
+})
 // Free or give back memory of fake_memory or fake_own.
-CONTROL int fake_disown(uint64_t address) {
-    return fake::control("fake_disown", [&] {
-        const fake::Allocation *found = fake::state->memory.find(address);
-        if (!found || !found->is_foreign || found->begin != address)
-            fake::refuse(fake::INVALID_VALUE, "the address is not known");
-        fake::state->note_host({address, found->nbytes, true}, "freeing");
-        fake::state->execute_all(); // the memory may vanish
-        fake::state->shadow.forget(address, found->nbytes);
-        fake::state->memory.all().erase(address);
-    });
-}
+CONTROL int fake_disown(uint64_t address) CHECKED({
+    const Allocation &found = allocation_at(address);
+    if (!found.is_foreign || found.begin != address) refuse(INVALID_VALUE, "the address is not known");
+    state->note_host({address, found.nbytes, true}, "freeing");
+    state->execute_all(); // the memory may vanish
+    state->shadow.forget(address, found.nbytes);
+    state->memory.all().erase(address);
+})
 // A stream of a framework.
 CONTROL void *fake_stream(int device, unsigned flags) {
     uint64_t handle = 0;
-    fake::control("fake_stream", [&] {
-        fake::Context &context = fake::context_of(device);
-        context.is_foreign = true;
-        handle = fake::add_stream(context, flags == 0, true, false);
-    });
-    return fake::pointer(handle);
+    control("fake_stream", [&] { handle = add_stream(foreign_context(device), flags == 0, true, false); });
+    return pointer(handle);
 }
 
 // The host accesses memory.
-CONTROL int fake_host_access(uint64_t address, uint64_t nbytes, int writes) {
-    return fake::control("fake_host_access",
-                         [&] { fake::state->note_host({address, nbytes, writes != 0}, "the host"); });
-}
+CONTROL int fake_host_access(uint64_t address, uint64_t nbytes, int writes)
+    CHECKED({ state->note_host({address, nbytes, writes != 0}, "the host"); })
 // An operation of a framework in a stream, which may be the default one of a device: it writes given bytes, which are
 // copied, or reads them into memory that the caller keeps until the operation has run.
-CONTROL int fake_queue(void *handle, int device, uint64_t address, void *bytes, uint64_t nbytes, int writes) {
-    return fake::control("fake_queue", [&] {
-        const uint64_t before = fake::current_handle;
-        struct Restore {
-            uint64_t to;
-            ~Restore() { fake::current_handle = to; }
-        } restore{before};
-        fake::Context &context = fake::context_of(device);
-        context.is_foreign = true;
-        fake::current_handle = context.handle;
-        fake::Stream &stream = fake::stream_of(handle);
-        fake::Work work{};
-        work.name = "the framework";
-        work.context = stream.context;
-        work.device = stream.device;
-        work.accesses = {{address, nbytes, writes != 0}};
-        if (writes) {
-            auto copy =
-                std::make_shared<std::vector<char>>(static_cast<char *>(bytes), static_cast<char *>(bytes) + nbytes);
-            work.body = [copy, address] { std::memcpy(fake::pointer(address), copy->data(), copy->size()); };
-        } else {
-            work.body = [=] { std::memcpy(bytes, fake::pointer(address), nbytes); };
-        }
-        fake::state->queue_work(stream, std::move(work));
-    });
-}
+CONTROL int fake_queue(void *handle, int device, uint64_t address, char *bytes, uint64_t nbytes, int writes) CHECKED({
+    struct Restore {
+        uint64_t to = current_handle;
+        ~Restore() { current_handle = to; }
+    } restore;
+    current_handle = foreign_context(device).handle;
+    Stream &stream = stream_of(handle);
+    Work work = work_of("the framework", stream, {{address, nbytes, writes != 0}});
+    if (writes) {
+        const std::vector<char> given(bytes, bytes + nbytes);
+        work.body = [given, address] { std::memcpy(pointer(address), given.data(), given.size()); };
+    } else {
+        work.body = [=] { std::memcpy(bytes, pointer(address), nbytes); };
+    }
+    state->queue_work(stream, std::move(work));
+})

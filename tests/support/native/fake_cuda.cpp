@@ -15,10 +15,9 @@ namespace fake {
 
 // ---- calls
 
-struct Faults {                      // of one function
-    uint64_t calls = 0, counted = 0; // all; since the last fail or drop was set
-    std::map<uint64_t, int> fails;   // by the number of the call
-    std::set<uint64_t> drops;        // calls that do nothing and succeed
+struct Faults { // of one function
+    uint64_t calls = 0;
+    std::map<uint64_t, int> codes; // of calls that do nothing, by their number
 };
 
 inline std::recursive_mutex mutex;
@@ -41,16 +40,13 @@ inline void wait_until_continued() {
 inline uint64_t new_handle() { return next_handle += 16; }
 
 // Run the body of a driver's function: count the call, fail or drop it on a test's request, and report its mistakes.
-template <class Body> int call(const char *name, Body body, bool needs_init = true) {
+template <class Body> int call(const std::string &name, Body body) {
     if (UserObject::is_releasing) std::abort(); // it must not call the driver
     const std::lock_guard<std::recursive_mutex> lock(mutex);
     Faults &of = faults[name];
-    of.calls++;
-    const uint64_t number = ++of.counted;
-    if (const auto found = of.fails.find(number); found != of.fails.end()) return found->second;
-    if (of.drops.count(number)) return SUCCESS;
-    if (!state || (needs_init && !is_initialised)) {
-        if (state) state->report(std::string(name) + ": cuInit was not called (3)");
+    if (const auto found = of.codes.find(++of.calls); found != of.codes.end()) return found->second;
+    if (!state || (!is_initialised && name != "cuInit")) {
+        if (state) state->report(name + ": cuInit was not called (3)");
         return NOT_INITIALIZED;
     }
     int code = SUCCESS;
@@ -59,8 +55,7 @@ template <class Body> int call(const char *name, Body body, bool needs_init = tr
         else code = body();
     } catch (const Refused &refused) {
         code = refused.code;
-        if (!refused.why.empty())
-            state->report(std::string(name) + ": " + refused.why + " (" + std::to_string(code) + ")");
+        if (!refused.why.empty()) state->report(name + ": " + refused.why + " (" + std::to_string(code) + ")");
     }
     state->execute_some();
     return code;
@@ -111,16 +106,10 @@ inline uint64_t add_stream(Context &context, bool is_blocking, bool is_foreign, 
     state->streams[made->handle] = made;
     return made->handle;
 }
-// Return the stream of a handle, which may be one of the default streams of the current context.
+// Return the stream of a handle; 0 is the default one of the current context.
 inline Stream &stream_of(const void *handle, bool invalidates = true) {
     Context &context = current();
-    const uint64_t number = reinterpret_cast<uint64_t>(handle);
-    if (number == 2) {
-        uint64_t &own = context.per_thread[std::this_thread::get_id()];
-        if (!own) own = add_stream(context, true, true, false);
-        return *state->streams.at(own);
-    }
-    if (number > 2) {
+    if (handle) {
         Stream &stream = of_handle(state->streams, handle, "stream");
         context_at(stream.context, "the stream's context");
         return stream;
@@ -138,97 +127,23 @@ inline Stream &stream_of(const void *handle, bool invalidates = true) {
     return *state->streams.at(context.legacy);
 }
 
-inline void log(const std::string &what, const Stream &stream, const std::string &rest) {
-    state->log.push_back(what + " device=" + std::to_string(stream.device) +
-                         " stream=" + std::to_string(stream.number) + rest + (stream.capture ? " captured" : ""));
-}
-
-inline std::string owner_text(uint64_t address) {
-    const Allocation *found = state->memory.find(address);
-    return !found ? "pageable" : found->device == HOST ? "pinned" : std::to_string(found->device);
+inline Work work_of(const char *name, const Stream &stream, std::vector<Access> accesses) {
+    return {name, stream.context, stream.device, {}, std::move(accesses), {}, false};
 }
 inline int copy(uint64_t to, uint64_t from, size_t nbytes, const char *name, Stream &stream) {
     if (nbytes == 0) return SUCCESS;
     if (to < from + nbytes && from < to + nbytes) refuse(INVALID_VALUE, "source and destination overlap");
-    if (stream.capture && (owner_text(to) == "pageable" || owner_text(from) == "pageable"))
+    if (stream.capture && (!state->memory.find(to) || !state->memory.find(from)))
         state->invalidate(CAPTURE_UNSUPPORTED, "a copy of pageable memory cannot be captured", stream.capture);
-    log(name, stream, " from=" + owner_text(from) + " to=" + owner_text(to) + " bytes=" + std::to_string(nbytes));
-    Work work{};
-    work.name = name;
-    work.context = stream.context;
-    work.device = stream.device;
-    work.accesses = {{from, nbytes, false}, {to, nbytes, true}};
+    Work work = work_of(name, stream, {{from, nbytes, false}, {to, nbytes, true}});
     work.body = [to, from, nbytes] { std::memcpy(pointer(to), pointer(from), nbytes); };
     state->queue_work(stream, std::move(work));
     return SUCCESS;
 }
 
-// Forget all that lives in a context.
-inline void reset_context(Context &context) {
-    for (auto &[handle, stream] : state->streams)
-        if (stream->context == context.handle) state->execute(stream->frontier);
-    auto drop = [&](auto &table) {
-        for (auto it = table.begin(); it != table.end();)
-            it = it->second->context == context.handle ? table.erase(it) : std::next(it);
-    };
-    drop(state->streams), drop(state->events), drop(state->functions), drop(state->modules);
-    for (auto &[begin, each] : state->memory.all())
-        if (each.context == context.handle && !each.is_foreign) each.is_live = false;
-    for (auto &[handle, other] : state->contexts) other->peers.erase(context.device);
-    context.peers.clear();
-    context.per_thread.clear();
-    context.legacy = 0;
-    context.failed = 0;
-}
-
-inline int free_memory(uint64_t begin, bool is_pinned, const char *name) {
-    if (!begin) return SUCCESS;
-    state->check_unsafe();
-    current();
-    Allocation *found = state->memory.find(begin);
-    if (!found || !found->is_live || found->begin != begin || (found->device == HOST) != is_pinned)
-        refuse(INVALID_VALUE, "the address is not that of an allocation");
-    state->note_host({begin, found->nbytes, true}, name);
-    found->is_live = false;
-    return SUCCESS;
-}
-
-inline const char *const ERRORS[][2] = {
-    // the codes that the fake driver returns, and common ones for injected faults
-    {"0 CUDA_SUCCESS", "no error"},
-    {"1 CUDA_ERROR_INVALID_VALUE", "invalid argument"},
-    {"2 CUDA_ERROR_OUT_OF_MEMORY", "out of memory"},
-    {"3 CUDA_ERROR_NOT_INITIALIZED", "initialization error"},
-    {"100 CUDA_ERROR_NO_DEVICE", "no CUDA-capable device is detected"},
-    {"101 CUDA_ERROR_INVALID_DEVICE", "invalid device ordinal"},
-    {"200 CUDA_ERROR_INVALID_IMAGE", "device kernel image is invalid"},
-    {"201 CUDA_ERROR_INVALID_CONTEXT", "invalid device context"},
-    {"209 CUDA_ERROR_NO_BINARY_FOR_GPU", "no kernel image is available for execution on the device"},
-    {"217 CUDA_ERROR_PEER_ACCESS_UNSUPPORTED", "peer access is not supported between these two devices"},
-    {"222 CUDA_ERROR_UNSUPPORTED_PTX_VERSION", "the provided PTX was compiled with an unsupported toolchain."},
-    {"400 CUDA_ERROR_INVALID_HANDLE", "invalid resource handle"},
-    {"401 CUDA_ERROR_ILLEGAL_STATE", "the operation cannot be performed in the present state"},
-    {"500 CUDA_ERROR_NOT_FOUND", "named symbol not found"},
+inline const char *const ERRORS[][2] = { // the codes whose texts tests look at
     {"700 CUDA_ERROR_ILLEGAL_ADDRESS", "an illegal memory access was encountered"},
-    {"701 CUDA_ERROR_LAUNCH_OUT_OF_RESOURCES", "too many resources requested for launch"},
-    {"704 CUDA_ERROR_PEER_ACCESS_ALREADY_ENABLED", "peer access is already enabled"},
-    {"709 CUDA_ERROR_CONTEXT_IS_DESTROYED", "context is destroyed"},
-    {"711 CUDA_ERROR_TOO_MANY_PEERS", "peer mapping resources exhausted"},
-    {"716 CUDA_ERROR_MISALIGNED_ADDRESS", "misaligned address"},
     {"719 CUDA_ERROR_LAUNCH_FAILED", "unspecified launch failure"},
-    {"801 CUDA_ERROR_NOT_SUPPORTED", "operation not supported"},
-    {"900 CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED", "operation not permitted when stream is capturing"},
-    {"901 CUDA_ERROR_STREAM_CAPTURE_INVALIDATED", "operation failed due to a previous error during capture"},
-    {"902 CUDA_ERROR_STREAM_CAPTURE_MERGE", "operation would result in a merge of separate capture sequences"},
-    {"903 CUDA_ERROR_STREAM_CAPTURE_UNMATCHED", "capture was not ended in the same stream as it began"},
-    {"904 CUDA_ERROR_STREAM_CAPTURE_UNJOINED", "capturing stream has unjoined work"},
-    {"905 CUDA_ERROR_STREAM_CAPTURE_ISOLATION", "dependency created on uncaptured work in another stream"},
-    {"906 CUDA_ERROR_STREAM_CAPTURE_IMPLICIT",
-     "operation would make the legacy stream depend on a capturing blocking stream"},
-    {"907 CUDA_ERROR_CAPTURED_EVENT", "operation not permitted on an event last recorded in a capturing stream"},
-    {"908 CUDA_ERROR_STREAM_CAPTURE_WRONG_THREAD",
-     "attempt to terminate a thread-local capture sequence from another thread"},
-    {"999 CUDA_ERROR_UNKNOWN", "unknown error"},
 };
 
 } // namespace fake

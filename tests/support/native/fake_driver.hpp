@@ -4,157 +4,121 @@
 
 #include "fake_control.hpp"
 
-using namespace fake;
-
 #define DRIVER extern "C" __attribute__((visibility("default"))) int
+#define BODY(...) { return call(__func__, [&] __VA_ARGS__); }
 
 // ---- the driver, devices and contexts
 
-DRIVER cuInit(unsigned flags) {
-    return call("cuInit", [&] {
-        check_given(flags == 0);
-        is_initialised = true;
-    }, false);
-}
-DRIVER cuDriverGetVersion(int *version) {
-    return call("cuDriverGetVersion", [&] {
-        check_given(version);
-        *version = 12090;
-    }, false);
-}
-DRIVER cuDeviceGetCount(int *count) {
-    return call("cuDeviceGetCount", [&] {
-        check_given(count);
-        *count = state->devices;
-    });
-}
-DRIVER cuDeviceGet(int *device, int ordinal) {
-    return call("cuDeviceGet", [&] {
-        check_given(device);
-        if (ordinal < 0 || ordinal >= state->devices)
-            refuse(INVALID_DEVICE, "device " + std::to_string(ordinal) + " does not exist");
-        *device = ordinal;
-    });
-}
-DRIVER cuDeviceGetName(char *name, int nbytes, int device) {
-    return call("cuDeviceGetName", [&] {
-        check_given(name && nbytes > 0);
-        context_of(device);
-        snprintf(name, static_cast<size_t>(nbytes), "Fake GPU %d", device);
-    });
-}
-DRIVER cuDeviceGetAttribute(int *value, int attribute, int device) {
-    return call("cuDeviceGetAttribute", [&] {
-        check_given(value);
-        context_of(device);
-        static const std::map<int, int> attributes{{16, 132}, {20, 0}, {75, 9}, {76, 0}, {41, 1}}; // an H100 has these
-        const auto found = attributes.find(attribute);
-        if (found == attributes.end())
-            refuse(INVALID_VALUE, "the fake driver has no attribute " + std::to_string(attribute));
-        *value = found->second;
-    });
-}
-DRIVER cuDevicePrimaryCtxRetain(void **context, int device) {
-    return call("cuDevicePrimaryCtxRetain", [&] {
-        check_given(context);
-        Context &found = context_of(device);
-        if (!found.is_active()) state->check_unsafe();
-        found.retained++;
-        *context = pointer(found.handle);
-    });
-}
-DRIVER cuDevicePrimaryCtxRelease_v2(int device) {
-    return call("cuDevicePrimaryCtxRelease_v2", [&] {
-        Context &found = context_of(device);
-        if (found.retained == 0) refuse(INVALID_CONTEXT, "the primary context was not retained");
-        if (--found.retained == 0 && !found.is_foreign) reset_context(found);
-    });
-}
-DRIVER cuCtxGetCurrent(void **context) {
-    return call("cuCtxGetCurrent", [&] {
-        check_given(context);
-        *context = state->contexts.count(current_handle) ? pointer(current_handle) : nullptr; // it may be of before a reset
-    });
-}
-DRIVER cuCtxSetCurrent(void *context) {
-    return call("cuCtxSetCurrent", [&] {
-        const uint64_t handle = reinterpret_cast<uint64_t>(context);
-        if (handle) {
-            const auto found = state->contexts.find(handle);
-            if (found == state->contexts.end()) refuse(INVALID_CONTEXT, "the context does not exist");
-            if (!found->second->is_active()) refuse(CONTEXT_IS_DESTROYED, "the context was released");
-        }
-        current_handle = handle;
-    });
-}
-DRIVER cuDeviceCanAccessPeer(int *can, int device, int peer) {
-    return call("cuDeviceCanAccessPeer", [&] {
-        check_given(can);
-        context_of(device), context_of(peer);
-        *can = device != peer && state->peers[static_cast<size_t>(device * state->devices + peer)];
-    });
-}
-DRIVER cuCtxEnablePeerAccess(void *peer, unsigned flags) {
-    return call("cuCtxEnablePeerAccess", [&]() -> int {
-        state->check_unsafe();
-        check_given(flags == 0);
-        Context &context = current(), &other = context_at(reinterpret_cast<uint64_t>(peer), "the peer's context");
-        if (&context == &other) refuse(INVALID_CONTEXT, "a context cannot be its own peer");
-        if (!state->peers[static_cast<size_t>(context.device * state->devices + other.device)])
-            return PEER_ACCESS_UNSUPPORTED;
-        return context.peers.insert(other.device).second ? SUCCESS : PEER_ACCESS_ALREADY_ENABLED;
-    });
-}
-DRIVER cuCtxSynchronize() {
-    return call("cuCtxSynchronize", [&] {
-        const uint64_t here = current().handle;
-        auto belongs = [&](const Capture &each) {
-            const auto origin = state->streams.find(each.origin);
-            return origin != state->streams.end() && origin->second->context == here;
-        };
-        for (auto &[handle, stream] : state->streams)
-            if (stream->context == here && stream->capture)
-                state->invalidate(CAPTURE_UNSUPPORTED, "a stream of the context is capturing",
-                                  [&](const Capture &each) { return belongs(each) || &each == stream->capture.get(); });
-        for (auto &[handle, stream] : state->streams)
-            if (stream->context == here) state->synchronize(*stream);
-        current(); // an operation may have failed
-        return SUCCESS;
-    });
-}
+DRIVER cuInit(unsigned flags) BODY({
+    check_given(flags == 0);
+    is_initialised = true;
+})
+DRIVER cuDriverGetVersion(int *version) BODY({
+    check_given(version);
+    *version = 12090;
+})
+DRIVER cuDeviceGetCount(int *count) BODY({
+    check_given(count);
+    *count = state->devices;
+})
+DRIVER cuDeviceGet(int *device, int ordinal) BODY({
+    check_given(device);
+    if (ordinal < 0 || ordinal >= state->devices)
+        refuse(INVALID_DEVICE, "device " + std::to_string(ordinal) + " does not exist");
+    *device = ordinal;
+})
+DRIVER cuDeviceGetName(char *name, int nbytes, int device) BODY({
+    check_given(name && nbytes > 0);
+    context_of(device);
+    snprintf(name, static_cast<size_t>(nbytes), "Fake GPU %d", device);
+})
+DRIVER cuDeviceGetAttribute(int *value, int attribute, int device) BODY({
+    check_given(value);
+    context_of(device);
+    static const std::map<int, int> attributes{{16, 132}, {20, 0}, {75, 9}, {76, 0}, {41, 1}}; // an H100 has these
+    const auto found = attributes.find(attribute);
+    if (found == attributes.end())
+        refuse(INVALID_VALUE, "the fake driver has no attribute " + std::to_string(attribute));
+    *value = found->second;
+})
+DRIVER cuDevicePrimaryCtxRetain(void **context, int device) BODY({
+    check_given(context);
+    Context &found = context_of(device);
+    if (!found.is_active()) state->check_unsafe();
+    found.retained++;
+    *context = pointer(found.handle);
+})
+DRIVER cuDevicePrimaryCtxRelease_v2(int device) BODY({
+    Context &found = context_of(device);
+    if (found.retained == 0) refuse(INVALID_CONTEXT, "the primary context was not retained");
+    found.retained--;
+})
+DRIVER cuCtxGetCurrent(void **context) BODY({
+    check_given(context);
+    *context = state->contexts.count(current_handle) ? pointer(current_handle) : nullptr; // it may be of before a reset
+})
+DRIVER cuCtxSetCurrent(void *context) BODY({
+    const uint64_t handle = reinterpret_cast<uint64_t>(context);
+    if (handle) {
+        const auto found = state->contexts.find(handle);
+        if (found == state->contexts.end()) refuse(INVALID_CONTEXT, "the context does not exist");
+        if (!found->second->is_active()) refuse(CONTEXT_IS_DESTROYED, "the context was released");
+    }
+    current_handle = handle;
+})
+DRIVER cuDeviceCanAccessPeer(int *can, int device, int peer) BODY({
+    check_given(can);
+    context_of(device), context_of(peer);
+    *can = device != peer && state->peers[static_cast<size_t>(device * state->devices + peer)];
+})
+DRIVER cuCtxEnablePeerAccess(void *peer, unsigned flags) BODY({
+    state->check_unsafe();
+    check_given(flags == 0);
+    Context &context = current(), &other = context_at(reinterpret_cast<uint64_t>(peer), "the peer's context");
+    if (&context == &other) refuse(INVALID_CONTEXT, "a context cannot be its own peer");
+    if (!state->peers[static_cast<size_t>(context.device * state->devices + other.device)])
+        return PEER_ACCESS_UNSUPPORTED;
+    return context.peers.insert(other.device).second ? SUCCESS : PEER_ACCESS_ALREADY_ENABLED;
+})
+DRIVER cuCtxSynchronize() BODY({
+    const uint64_t here = current().handle;
+    auto belongs = [&](const Capture &each) {
+        const auto origin = state->streams.find(each.origin);
+        return origin != state->streams.end() && origin->second->context == here;
+    };
+    for (auto &[handle, stream] : state->streams)
+        if (stream->context == here && stream->capture)
+            state->invalidate(CAPTURE_UNSUPPORTED, "a stream of the context is capturing",
+                              [&](const Capture &each) { return belongs(each) || &each == stream->capture.get(); });
+    for (auto &[handle, stream] : state->streams)
+        if (stream->context == here) state->synchronize(*stream);
+    current(); // an operation may have failed
+    return SUCCESS;
+})
 
 // ---- modules and launches
 
-DRIVER cuModuleLoadData(void **module, const void *image) {
-    return call("cuModuleLoadData", [&] {
-        state->check_unsafe();
-        Context &context = current();
-        check_given(module);
-        if (!image) refuse(INVALID_VALUE, "there is no image");
-        const uint64_t handle = new_handle();
-        state->modules[handle] = std::make_shared<Module>(Module{context.handle, {}});
-        *module = pointer(handle);
-    });
-}
-DRIVER cuModuleUnload(void *module) {
-    return call("cuModuleUnload", [&] {
-        state->check_unsafe();
-        current();
-        Module &found = of_handle(state->modules, module, "module");
-        for (auto &[chain, count] : found.launched)
-            if (!Epoch{chain, count}.precedes(state->host_clock)) {
-                state->report("cuModuleUnload: a kernel of the module may still run");
-                break;
-            }
-        const uint64_t handle = reinterpret_cast<uint64_t>(module);
-        for (auto it = state->functions.begin(); it != state->functions.end();)
-            it = it->second->module == handle ? state->functions.erase(it) : std::next(it);
-        state->modules.erase(handle);
-    });
-}
+DRIVER cuModuleLoadData(void **module, const void *image) BODY({
+    state->check_unsafe();
+    Context &context = current();
+    check_given(module);
+    if (!image) refuse(INVALID_VALUE, "there is no image");
+    const uint64_t handle = new_handle();
+    state->modules[handle] = std::make_shared<Module>(Module{context.handle});
+    *module = pointer(handle);
+})
+DRIVER cuModuleUnload(void *module) BODY({
+    state->check_unsafe();
+    current();
+    of_handle(state->modules, module, "module");
+    const uint64_t handle = reinterpret_cast<uint64_t>(module);
+    for (auto it = state->functions.begin(); it != state->functions.end();)
+        it = it->second->module == handle ? state->functions.erase(it) : std::next(it);
+    state->modules.erase(handle);
+})
 DRIVER cuModuleGetFunction(void **function, void *module, const char *name) {
     wait_until_continued();
-    return call("cuModuleGetFunction", [&]() -> int {
+    return call(__func__, [&] {
         check_given(function && name);
         const uint64_t context = of_handle(state->modules, module, "module").context;
         if (context != current().handle) refuse(INVALID_HANDLE, "the module belongs to another context");
@@ -176,113 +140,88 @@ DRIVER cuModuleGetFunction(void **function, void *module, const char *name) {
 }
 DRIVER cuLaunchKernel(void *function, unsigned grid_x, unsigned grid_y, unsigned grid_z, unsigned block_x,
                       unsigned block_y, unsigned block_z, unsigned shared, void *handle, void **parameters,
-                      void **extra) {
-    return call("cuLaunchKernel", [&] {
-        Context &context = current();
-        Function &found = of_handle(state->functions, function, "function");
-        if (found.context != context.handle) refuse(INVALID_HANDLE, "the function belongs to another context");
-        Stream &stream = stream_of(handle);
-        if (stream.context != context.handle) refuse(INVALID_HANDLE, "the stream belongs to another context");
-        if (!grid_x || grid_y != 1 || grid_z != 1 || block_x != cuda_reduce::THREADS || block_y != 1 || block_z != 1 ||
-            shared)
-            refuse(INVALID_VALUE,
-                   "the kernels have blocks of 256 threads in one dimension and no dynamic shared memory");
-        check_given(!parameters != !extra);
-        const void *from = parameters ? parameters[0] : nullptr;
-        if (extra) {
-            const size_t *nbytes = nullptr;
-            for (void **at = extra; *at; at += 2) {
-                if (reinterpret_cast<uint64_t>(*at) == 1) from = at[1];
-                if (reinterpret_cast<uint64_t>(*at) == 2) nbytes = static_cast<const size_t *>(at[1]);
-            }
-            if (!nbytes || *nbytes != static_cast<size_t>(found.traits[7]))
-                refuse(INVALID_VALUE, "the parameters have another size");
-        }
-        check_given(from);
-        Work work = launch_work(found, context, from, grid_x);
-        uint64_t read = 0, written = 0;
-        for (const Access &each : work.accesses) (each.writes ? written : read) += each.nbytes;
-        log("launch", stream,
-            " kernel=" + found.name + " blocks=" + std::to_string(grid_x) + " read=" + std::to_string(read) +
-                " written=" + std::to_string(written));
-        state->queue_work(stream, std::move(work));
-    });
-}
+                      void **extra) BODY({
+    Context &context = current();
+    Function &found = of_handle(state->functions, function, "function");
+    if (found.context != context.handle) refuse(INVALID_HANDLE, "the function belongs to another context");
+    Stream &stream = stream_of(handle);
+    if (stream.context != context.handle) refuse(INVALID_HANDLE, "the stream belongs to another context");
+    if (!grid_x || grid_y != 1 || grid_z != 1 || block_x != cuda_reduce::THREADS || block_y != 1 || block_z != 1 ||
+        shared)
+        refuse(INVALID_VALUE,
+               "the kernels have blocks of 256 threads in one dimension and no dynamic shared memory");
+    check_given(parameters && parameters[0] && !extra);
+    state->launched.insert(found.name);
+    state->queue_work(stream, launch_work(found, context, parameters[0], grid_x));
+})
 
 // ---- memory
 
-DRIVER cuMemAlloc_v2(uint64_t *address, size_t nbytes) {
-    return call("cuMemAlloc_v2", [&]() -> int {
-        state->check_unsafe();
-        Context &context = current();
-        check_given(address && nbytes);
-        *address = state->memory.allocate(nbytes, context.device, context.handle, false);
-        return *address ? SUCCESS : OUT_OF_MEMORY;
-    });
-}
-DRIVER cuMemFree_v2(uint64_t address) {
-    return call("cuMemFree_v2", [&] { return free_memory(address, false, "cuMemFree"); });
-}
-DRIVER cuMemHostAlloc(void **address, size_t nbytes, unsigned flags) {
-    return call("cuMemHostAlloc", [&]() -> int {
-        state->check_unsafe();
-        Context &context = current();
-        check_given(address && nbytes && flags < 8);
-        *address = pointer(state->memory.allocate(nbytes, HOST, context.handle, false));
-        return *address ? SUCCESS : OUT_OF_MEMORY;
-    });
-}
-DRIVER cuMemFreeHost(void *address) {
-    return call("cuMemFreeHost",
-                [&] { return free_memory(reinterpret_cast<uint64_t>(address), true, "cuMemFreeHost"); });
-}
-DRIVER cuMemcpyAsync(uint64_t to, uint64_t from, size_t nbytes, void *handle) {
-    return call("cuMemcpyAsync", [&] {
-        Stream &stream = stream_of(handle);
-        const Context &context = *state->contexts.at(stream.context);
-        for (const uint64_t each : {to, from})
-            if (const Allocation *found = state->memory.find(each); found && !state->can_access(context, found->device))
-                refuse(INVALID_VALUE, "the copy crosses to device " + std::to_string(found->device) +
-                                          ", to which device " + std::to_string(context.device) +
-                                          " has no peer access");
-        return copy(to, from, nbytes, "copy", stream);
-    });
-}
+DRIVER cuMemAlloc_v2(uint64_t *address, size_t nbytes) BODY({
+    state->check_unsafe();
+    Context &context = current();
+    check_given(address && nbytes);
+    *address = state->memory.allocate(nbytes, context.device, context.handle, false);
+    return *address ? SUCCESS : OUT_OF_MEMORY;
+})
+DRIVER cuMemFree_v2(uint64_t address) BODY({
+    if (!address) return;
+    state->check_unsafe();
+    current();
+    Allocation *found = state->memory.find(address);
+    if (!found || !found->is_live || found->begin != address || found->device == HOST)
+        refuse(INVALID_VALUE, "the address is not that of an allocation");
+    state->note_host({address, found->nbytes, true}, "cuMemFree");
+    found->is_live = false;
+})
+DRIVER cuMemHostAlloc(void **address, size_t nbytes, unsigned flags) BODY({
+    state->check_unsafe();
+    Context &context = current();
+    check_given(address && nbytes && flags < 8);
+    *address = pointer(state->memory.allocate(nbytes, HOST, context.handle, false));
+    return *address ? SUCCESS : OUT_OF_MEMORY;
+})
+DRIVER cuMemcpyAsync(uint64_t to, uint64_t from, size_t nbytes, void *handle) BODY({
+    Stream &stream = stream_of(handle);
+    const Context &context = *state->contexts.at(stream.context);
+    for (const uint64_t each : {to, from})
+        if (const Allocation *found = state->memory.find(each); found && !state->can_access(context, found->device))
+            refuse(INVALID_VALUE, "the copy crosses to device " + std::to_string(found->device) +
+                                      ", to which device " + std::to_string(context.device) +
+                                      " has no peer access");
+    return copy(to, from, nbytes, "copy", stream);
+})
 DRIVER cuMemcpyPeerAsync(uint64_t to, void *to_context, uint64_t from, void *from_context, size_t nbytes,
-                         void *handle) {
-    return call("cuMemcpyPeerAsync", [&] {
-        Stream &stream = stream_of(handle);
-        for (const auto &[address, given] : {std::pair{to, to_context}, std::pair{from, from_context}}) {
-            const Context &context = context_at(reinterpret_cast<uint64_t>(given), "a context of the copy");
-            const Allocation *found = state->memory.find(address);
-            if (!found || found->device != context.device)
-                refuse(INVALID_VALUE, "an address is not in memory of device " + std::to_string(context.device));
-        }
-        return copy(to, from, nbytes, "peer copy", stream);
-    });
-}
-DRIVER cuPointerGetAttributes(unsigned count, int *attributes, void **data, uint64_t address) {
-    return call("cuPointerGetAttributes", [&] {
-        check_given(attributes && data);
-        current();
+                         void *handle) BODY({
+    Stream &stream = stream_of(handle);
+    for (const auto &[address, given] : {std::pair{to, to_context}, std::pair{from, from_context}}) {
+        const Context &context = context_at(reinterpret_cast<uint64_t>(given), "a context of the copy");
         const Allocation *found = state->memory.find(address);
-        if (found && !found->is_live) found = nullptr; // then all values are 0
-        const bool is_owned = found && (found->kind == PLAIN || found->kind == MANAGED); // by a context, that of its device
-        for (unsigned k = 0; k < count; k++) {
-            const int kind = found ? found->kind : -1;
-            switch (attributes[k]) {
-            case 1: *static_cast<void **>(data[k]) = pointer(is_owned ? found->context : 0); break;
-            case 2: *static_cast<unsigned *>(data[k]) = !found ? 0 : found->device == HOST ? 1 : 2; break;
-            case 8: *static_cast<bool *>(data[k]) = kind == MANAGED; break;
-            case 10: *static_cast<bool *>(data[k]) = kind == PLAIN || kind == FOREIGN_CONTEXT; break;
-            case 11: *static_cast<uint64_t *>(data[k]) = found ? found->begin : 0; break;
-            case 12: *static_cast<size_t *>(data[k]) = found ? found->nbytes : 0; break;
-            case 17: *static_cast<void **>(data[k]) = kind == POOL ? data : nullptr; break;
-            default: refuse(INVALID_VALUE, "the fake driver has no attribute " + std::to_string(attributes[k]) + " of pointers");
-            }
+        if (!found || found->device != context.device)
+            refuse(INVALID_VALUE, "an address is not in memory of device " + std::to_string(context.device));
+    }
+    return copy(to, from, nbytes, "peer copy", stream);
+})
+DRIVER cuPointerGetAttributes(unsigned count, int *attributes, void **data, uint64_t address) BODY({
+    check_given(attributes && data);
+    current();
+    const Allocation *found = state->memory.find(address);
+    if (found && !found->is_live) found = nullptr; // then all values are 0
+    const bool is_owned = found && (found->kind == PLAIN || found->kind == MANAGED); // by a context, that of its device
+    for (unsigned k = 0; k < count; k++) {
+        const int kind = found ? found->kind : -1;
+        switch (attributes[k]) {
+        case 1: *static_cast<void **>(data[k]) = pointer(is_owned ? found->context : 0); break;
+        case 2: *static_cast<unsigned *>(data[k]) = !found ? 0 : found->device == HOST ? 1 : 2; break;
+        case 8: *static_cast<bool *>(data[k]) = kind == MANAGED; break;
+        case 10: *static_cast<bool *>(data[k]) = kind == PLAIN || kind == FOREIGN_CONTEXT; break;
+        case 11: *static_cast<uint64_t *>(data[k]) = found ? found->begin : 0; break;
+        case 12: *static_cast<size_t *>(data[k]) = found ? found->nbytes : 0; break;
+        case 17: *static_cast<void **>(data[k]) = kind == POOL ? data : nullptr; break;
+        default: refuse(INVALID_VALUE, "the fake driver has no attribute " + std::to_string(attributes[k]) + " of pointers");
         }
-    });
-}
+    }
+})
 
 // ---- errors
 

@@ -98,7 +98,7 @@ inline Work launch_work(const Function &function, const Context &context, const 
     work.name = function.name;
     work.context = context.handle;
     work.device = context.device;
-    work.module = function.module;
+    work.is_kernel = true;
     uint32_t tiles;
     if (nbytes == sizeof(cuda_reduce::SmallLaunch)) {
         const auto &launch = *reinterpret_cast<const cuda_reduce::SmallLaunch *>(copy.get());

@@ -16,33 +16,15 @@
 
 namespace fake {
 
-enum Result {
-    SUCCESS = 0,
-    INVALID_VALUE = 1,
-    OUT_OF_MEMORY = 2,
-    NOT_INITIALIZED = 3,
-    INVALID_DEVICE = 101,
-    INVALID_IMAGE = 200,
-    INVALID_CONTEXT = 201,
-    PEER_ACCESS_UNSUPPORTED = 217,
-    INVALID_HANDLE = 400,
-    ILLEGAL_STATE = 401,
-    NOT_FOUND = 500,
-    ILLEGAL_ADDRESS = 700,
-    PEER_ACCESS_ALREADY_ENABLED = 704,
-    CONTEXT_IS_DESTROYED = 709,
-    MISALIGNED_ADDRESS = 716,
-    NOT_SUPPORTED = 801,
-    CAPTURE_UNSUPPORTED = 900,
-    CAPTURE_INVALIDATED = 901,
-    CAPTURE_MERGE = 902,
-    CAPTURE_UNMATCHED = 903,
-    CAPTURE_UNJOINED = 904,
-    CAPTURE_ISOLATION = 905,
-    CAPTURE_IMPLICIT = 906,
-    CAPTURED_EVENT = 907,
-    CAPTURE_WRONG_THREAD = 908,
-};
+// Result codes.
+constexpr int SUCCESS = 0, INVALID_VALUE = 1, OUT_OF_MEMORY = 2, NOT_INITIALIZED = 3;
+constexpr int INVALID_DEVICE = 101, INVALID_CONTEXT = 201, PEER_ACCESS_UNSUPPORTED = 217;
+constexpr int INVALID_HANDLE = 400, ILLEGAL_STATE = 401, NOT_FOUND = 500;
+constexpr int ILLEGAL_ADDRESS = 700, PEER_ACCESS_ALREADY_ENABLED = 704, CONTEXT_IS_DESTROYED = 709;
+constexpr int MISALIGNED_ADDRESS = 716, NOT_SUPPORTED = 801;
+constexpr int CAPTURE_UNSUPPORTED = 900, CAPTURE_INVALIDATED = 901, CAPTURE_MERGE = 902, CAPTURE_UNMATCHED = 903;
+constexpr int CAPTURE_UNJOINED = 904, CAPTURE_ISOLATION = 905, CAPTURE_IMPLICIT = 906, CAPTURED_EVENT = 907;
+constexpr int CAPTURE_WRONG_THREAD = 908;
 
 struct Refused { // a call fails with a code; `why` goes into the report unless it is empty
     int code;
@@ -57,7 +39,7 @@ struct Work { // what a launch or copy does, when it is called or each time its 
     std::string stream;
     std::vector<Access> accesses;
     std::function<void()> body;
-    uint64_t module = 0; // of its kernel
+    bool is_kernel = false;
 };
 
 struct Operation {
@@ -130,7 +112,6 @@ struct Stream : Place {
 struct Event : Place {
     uint64_t handle, context;
     int device;
-    std::string recorded = "no stream"; // where
 };
 struct Context {
     uint64_t handle;
@@ -140,12 +121,10 @@ struct Context {
     int failed = 0;          // the code that all later calls return
     std::set<int> peers;     // devices whose memory it may access
     uint64_t legacy = 0;
-    std::map<std::thread::id, uint64_t> per_thread;
     bool is_active() const { return retained > 0 || is_foreign; }
 };
 struct Module {
     uint64_t context;
-    std::map<size_t, uint32_t> launched; // the last operation of each chain that runs a kernel of it
 };
 struct Function {
     uint64_t context, module;
@@ -157,10 +136,9 @@ struct Graph {
     std::vector<Node> nodes;
     UserObjects objects;
 };
-struct GraphExec : Place {
-    std::vector<Node> nodes;
+struct GraphExec : Place, Graph {
+    using Graph::nodes;
     std::map<uint64_t, Epoch> chains;
-    UserObjects objects;
 };
 
 template <class T> using Table = std::map<uint64_t, std::shared_ptr<T>>;
@@ -199,7 +177,8 @@ struct State {
     std::vector<std::shared_ptr<Capture>> captures; // those that have not ended
     std::set<OperationPtr> pending;
     std::vector<OperationPtr> ready;
-    std::vector<std::string> reports, log;
+    std::vector<std::string> reports;
+    std::set<std::string> launched; // names of kernels
 
     // ---- execution
 
@@ -314,10 +293,6 @@ struct State {
         operation->epoch = epoch;
         if (!check_accesses(operation->work)) operation->work.body = nullptr, operation->work.accesses.clear();
         note(operation, clock);
-        if (auto module = modules.find(operation->work.module); module != modules.end())
-            module->second->launched[epoch.chain] = epoch.count;
-        else if (operation->work.module)
-            report(operation->work.name + " of an unloaded module was launched by a graph");
         queue(operation, after);
         return operation;
     }
@@ -362,12 +337,12 @@ struct State {
     // Return whether all accesses are within memory that the operation's context can access; report them if not.
     bool check_accesses(const Work &work) {
         Context &context = *contexts.at(work.context);
-        const bool is_kernel = work.module != 0, is_peer_copy = work.name == "peer copy";
+        const bool is_peer_copy = work.name == "peer copy";
         for (const Access &each : work.accesses) {
             const Allocation *found = memory.find(each.begin);
             std::string why;
             if (!found) {
-                if (is_kernel || !memory.is_pageable(each.begin, each.nbytes)) why = "is not in an allocation";
+                if (work.is_kernel || !memory.is_pageable(each.begin, each.nbytes)) why = "is not in an allocation";
             } else if (!found->is_live) {
                 why = "was freed";
             } else if (each.begin + each.nbytes > found->begin + found->nbytes) {
