@@ -3,6 +3,7 @@
 import ast
 import doctest
 import importlib
+import io
 import json
 import posixpath
 import re
@@ -10,8 +11,11 @@ import shlex
 import tomllib
 from pathlib import Path
 
+import numpy as np
 import pytest
+from browser import chromium, require_browser, wait
 from paths import ROOT
+from PIL import Image
 
 import crossreduce
 
@@ -220,3 +224,28 @@ def test_the_site_is_built_with_the_tested_versions():
     assert all("==" in each or each.startswith("crossreduce[") for each in EXTRAS["docs"])
     words = (DOCS / "words.txt").read_text().split()
     assert words == sorted(set(words), key=lambda word: (word.lower(), word))
+
+
+def test_charts_are_dark_in_the_dark_theme(tmp_path):
+    """A chart with a white background is dark in the site's dark theme, and unchanged in the light one. Pictures that
+    have a version for each theme are not changed."""
+    require_browser()
+    image, style = DOCS / "pictures" / "ranks.svg", DOCS / "_static" / "site.css"
+    pages = {}
+    for theme in ("light", "dark"):
+        for kind in ("", "only-dark"):
+            pages[theme, kind] = tmp_path / f"{theme}{kind}.html"
+            pages[theme, kind].write_text(
+                f'<html data-theme="{theme}"><link rel="stylesheet" href="{style.as_uri()}"><div class="bd-content">'
+                f'<img class="{kind}" width="600" src="{image.as_uri()}"></div></html>'
+            )
+    with chromium(tmp_path / "profile", 600, 300) as driver:
+        seen = {}
+        for key, page in pages.items():
+            driver.get(page.as_uri())
+            wait(lambda: driver.execute_script("return document.images[0].complete"))
+            seen[key] = np.array(Image.open(io.BytesIO(driver.get_screenshot_as_png())).convert("L"))[
+                20:200, 20:500
+            ].mean()
+    assert seen["dark", ""] < 90
+    assert seen["light", ""] == seen["light", "only-dark"] == seen["dark", "only-dark"] > 200

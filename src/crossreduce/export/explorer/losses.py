@@ -20,8 +20,9 @@ from ...topology.automorphisms import symmetry_of
 from .link_groups import Part, parts_of
 from .positions import Map
 
-# With at most this number of devices, at most this number of kinds is planned: those whose links are busiest.
-_MOST: Final = ((16, 40), (32, 16), (128, 8), (4096, 2))
+# With at most this number of devices, at most this number of kinds is planned: those whose links are busiest. A plan
+# takes 0.3 s of CPU time on 8 devices, 1 s on 16, and 0.4 s on the 72 of a rack.
+_MOST: Final = ((8, 40), (16, 20), (32, 8), (128, 4), (4096, 2))
 
 
 class Loss(NamedTuple):
