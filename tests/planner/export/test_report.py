@@ -274,6 +274,7 @@ def test_two_topologies_and_measured_times(printed, tmp_path, monkeypatch):
     printed("export", "dgx-1v", "plan.html", "--beside", "one-device")
     second = Page(Path("plan.html").read_text()).model
     assert (second["other"], second["plans"][1]["algorithm"]) == (None, "one_device")
+    assert [row["algorithm"] for row in second["plans"]].count("one_device") == 1
     plan.report("python.html", beside=other)
     assert Page(Path("python.html").read_text()).model["other"] == shown["other"]
     with pytest.raises(ArgumentError, match=r"beside a plan, a report shows a Plan.\n  given: 'ring'"):

@@ -72,7 +72,8 @@ def model(plan: Plan, beside: Beside, lost: tuple[Loss, ...], detail: Detail, ad
     has_data = plan.rate is not None and plan.nbytes > 0
     other = beside.plan if has_data and beside.plan is not None and beside.plan.rate is not None else None
     numbers = _numbers(plan)
-    others = [(name, each) for name, each in plan.comparisons.items() if each.schedule != plan.schedule]
+    shown = [plan.schedule, *([] if other is None else [other.schedule])]
+    others = [(name, each) for name, each in plan.comparisons.items() if each.schedule not in shown]
     plans = []
     for name, shown_plan in [(plan.algorithm, plan), *others] if has_data else []:
         advance(f"tracing {name}")
@@ -303,7 +304,7 @@ def _losses(
             if len(part.nodes) == 1:
                 of_cards[part.nodes[0]] = [k, part.name, part.links, number[part.nodes[0]]]
             for link in part.links:
-                if len(part.nodes) == 2 or link not in of_links:  # the cable of a link, or if it has none, its card
+                if len(part.nodes) == 2 or link not in of_links:  # the cable of a link; without a cable, its card
                     card = number[part.nodes[0]] if len(part.nodes) == 1 else None
                     of_links[link] = [k, part.name, part.links, card]
     return {
