@@ -251,8 +251,9 @@ def test_two_topologies_and_measured_times(printed, tmp_path, monkeypatch):
     devices = [{"rank": k, "pid": k, "hostname": "a", "device": k} for k in range(8)]
     times = {1 << 20: 200.0, 1 << 26: 900.0, 3 << 20: 300.0}
     results = [{"size": size, "root": "-1", "out_of_place": {"time": time}} for size, time in times.items()]
+    faster = [{"size": 1 << 20, "root": "-1", "out_of_place": {"time": 5.0}}]
     report = {"args": ["all_reduce_perf"], "config": {"nthreads": 1, "ngpus": 1, "devices": devices}}
-    Path("other.json").write_text(json.dumps(report | {"args": ["all_gather_perf"], "results": results[:1]}))
+    Path("other.json").write_text(json.dumps(report | {"args": ["all_gather_perf"], "results": faster}))
     Path("results.json").write_text(json.dumps(report | {"results": results}))
     given = ["--measured", "results.json", "--measured", "other.json"]
     printed("export", "dgx-1v", "plan.html", "--beside", "mi300x", *given)

@@ -20,7 +20,7 @@ class LinkGroup(NamedTuple):
     links: tuple[int, ...]
 
 
-class Part(NamedTuple):
+class CableOrCard(NamedTuple):
     """A cable (both directions of a link) or a network card."""
 
     name: str
@@ -56,7 +56,7 @@ def link_groups(topology: Topology, where: Map) -> tuple[LinkGroup, ...]:
     )
 
 
-def parts_of(topology: Topology, where: Map) -> tuple[Part, ...]:
+def parts_of(topology: Topology, where: Map) -> tuple[CableOrCard, ...]:
     """Return the network cards that are nodes of a host, and then all cables.
 
     >>> from .positions import places
@@ -76,9 +76,9 @@ def parts_of(topology: Topology, where: Map) -> tuple[Part, ...]:
             outside = where.boxes and nodes[here].box != nodes[there].box
             if outside and not nodes[here].is_device and where.boxes[nodes[here].box].name != "network":
                 cards.add(here)
-    listed = [Part(card, tuple(touching[card]), (card,)) for card in topology.nodes if card in cards]
+    listed = [CableOrCard(card, tuple(touching[card]), (card,)) for card in topology.nodes if card in cards]
     apart = {ends for ends in cables if cards & set(ends) and nodes[ends[0]].box != nodes[ends[1]].box}  # as the card
     return (
         *listed,
-        *(Part(f"{a} - {b}", tuple(links), (a, b)) for (a, b), links in cables.items() if (a, b) not in apart),
+        *(CableOrCard(f"{a} - {b}", tuple(links), (a, b)) for (a, b), links in cables.items() if (a, b) not in apart),
     )

@@ -17,7 +17,7 @@ from ...planning import Plan
 from ...planning.schedules import CHOICES
 from ...topology import Topology
 from ...topology.automorphisms import symmetry_of
-from .link_groups import Part, parts_of
+from .link_groups import CableOrCard, parts_of
 from .positions import Map
 
 # With at most this number of devices, at most this number of kinds is planned: those whose links are busiest. A plan
@@ -29,7 +29,7 @@ _MOST: Final = ((8, 40), (16, 20), (32, 8), (128, 4))
 class Loss(NamedTuple):
     """The loss of one part, and of the parts that are alike."""
 
-    parts: tuple[Part, ...]  # those that are alike; the first one is planned
+    parts: tuple[CableOrCard, ...]  # those that are alike; the first one is planned
     is_half: bool  # whether the part has half of its bandwidth, since the plan needs it
     plan: Plan
 
@@ -51,7 +51,7 @@ def losses(plan: Plan, where: Map, advance: Callable[[str], None]) -> tuple[Loss
     return tuple(sorted(found, key=lambda loss: -loss.plan.seconds))
 
 
-def kinds(plan: Plan, where: Map) -> list[tuple[Part, ...]]:
+def kinds(plan: Plan, where: Map) -> list[tuple[CableOrCard, ...]]:
     """Return the kinds of parts that are planned, each with all parts that are alike."""
     topology, request = plan.topology, plan.request
     most = next((most for devices, most in _MOST if len(topology.devices) <= devices), 0)
@@ -64,14 +64,14 @@ def kinds(plan: Plan, where: Map) -> list[tuple[Part, ...]]:
     orbit_of = symmetry.links(topology)
     assert orbit_of is not None
     number = {node: k for k, node in enumerate(topology.nodes)}
-    by_kind: dict[tuple[int, ...], list[Part]] = {}
+    by_kind: dict[tuple[int, ...], list[CableOrCard]] = {}
     for part in parts_of(topology, where):
         orbits = (-1 - symmetry.orbits[number[part.nodes[0]]],) if len(part.nodes) == 1 else ()
         by_kind.setdefault(orbits or tuple(sorted({orbit_of[0][link] for link in part.links})), []).append(part)
     pairs = [link[:2] for link in topology.links]
     busy = plan.simulation.busy
 
-    def use(parts: tuple[Part, ...]) -> float:
+    def use(parts: tuple[CableOrCard, ...]) -> float:
         return max(busy.get(pairs[link], 0.0) for part in parts for link in part.links)
 
     listed = [tuple(parts) for parts in by_kind.values()]
@@ -79,7 +79,7 @@ def kinds(plan: Plan, where: Map) -> list[tuple[Part, ...]]:
     return [listed[k] for k in sorted(kept)]
 
 
-def _loss(plan: Plan, parts: tuple[Part, ...]) -> Loss:
+def _loss(plan: Plan, parts: tuple[CableOrCard, ...]) -> Loss:
     """Return the loss of the first of these parts."""
     topology, part = plan.topology, parts[0]
     rest = topology.without_node(part.nodes[0]) if len(part.nodes) == 1 else topology.without_link(*part.nodes)

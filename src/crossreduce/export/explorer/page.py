@@ -12,6 +12,7 @@ import hashlib
 import html
 import json
 import os
+import sys
 import zlib
 from functools import lru_cache
 from importlib.resources import files
@@ -77,11 +78,10 @@ def report_html(plan: Plan, advance: Advance = lambda _: None, beside: Beside = 
 
 def _about(plan: Plan, beside: Beside) -> str:
     """Return a line, as HTML, with the machine, the command that wrote the page, and the version."""
-    from ... import __version__
-
+    version = sys.modules["crossreduce"].__version__  # the package imports this module, not the other way round
     machine = beside.machine or repr(plan.topology).removeprefix("Topology").strip("()")
     command = f" · <code>{html.escape(beside.command)}</code>" if beside.command else ""
-    return f"{html.escape(machine)}{command} · crossreduce {__version__}"
+    return f"{html.escape(machine)}{command} · crossreduce {version}"
 
 
 def _page(content: dict[str, Any], about: str) -> str:
