@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Final, NamedTuple
 
 import crossreduce as cr
+from crossreduce.export.explorer import Beside, report_html
 from crossreduce.export.pictures import draw_topology
 from crossreduce.planning.explain import duration, percent, size
 
@@ -56,11 +57,13 @@ def section(entry: Entry, folder: Path, pages: Path) -> str:
     """Draw the links of a plan, write its page, and return its part of the gallery as Markdown."""
     plan = planned(entry)
     draw_topology(plan.topology, folder / f"{entry.name}.svg")
-    plan.report(pages / f"{entry.name}.html")
     chosen = f" --devices {','.join(map(str, entry.devices))}" if entry.devices else ""
     hosts = f" --hosts {entry.hosts}" if entry.hosts > 1 else ""
     collective = f" --collective {entry.collective}" if entry.collective != "all_reduce" else ""
     command = f"crossreduce export {entry.machine} plan.html{hosts}{chosen}{collective} --nbytes {entry.nbytes}"
+    machine = f"{entry.machine}, {entry.hosts} hosts" if entry.hosts > 1 else entry.machine
+    page = report_html(plan, beside=Beside(machine=machine, command=command))
+    (pages / f"{entry.name}.html").write_text(page, "utf-8")
     return "\n".join(
         [
             f"## {entry.title}\n",

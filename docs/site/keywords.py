@@ -15,6 +15,7 @@ KEYWORDS = {
     "explanation/exactness": "deterministic, determinism, reproducible, reproducibility, bitwise, same bits",
     "explanation/faq": "FAQ, questions",
     "how-to/debug-a-hang": "timeout, hang, deadlock, stuck, doctor",
+    "how-to/faster-job": "faster job, calibrate, nccl-tests, cluster",
     "how-to/rdma": "RDMA, UCX, InfiniBand, RoCE, EFA",
     "how-to/several-hosts": "several hosts, multi-node, firewall, network interface",
     "how-to/troubleshooting": "troubleshooting, problems",

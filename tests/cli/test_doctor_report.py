@@ -7,6 +7,7 @@ import pytest
 from histories import history, new_dump
 from paths import SUPPORT
 
+from crossreduce import __version__
 from crossreduce.cli.doctor import timeline
 from crossreduce.cli.doctor.timeline import CallBar, RankRow
 from crossreduce.observe import flight_recorder
@@ -63,9 +64,12 @@ def page(crossreduce, tmp_path):
 
 
 def test_the_page_on_a_broken_group(page, crossreduce):
-    """The page has the findings, the cause, a row per rank with its last calls, a table, and the stacks. The rank that
-    is behind and the rank without information are marked."""
+    """The page has the command and the version, the hosts, the findings, the cause, a row per rank with its last calls,
+    a table, and the stacks. The rank that is behind and the rank without information are marked."""
     found, text = page(GOLDEN)
+    (about,) = found.find("p", id="about")
+    assert re.fullmatch(rf"crossreduce doctor {GOLDEN} --report \S+ · crossreduce {__version__}", about["text"])
+    assert [line["text"] for line in found.find("p", "dim")][2] == "hosts alpha, beta"
     report = crossreduce("doctor", GOLDEN)[1].splitlines()
     assert [item["text"] for item in found.find("li")][:3] == report[1:4]
     assert found.find("pre")[0]["text"].splitlines() == report[5:7]

@@ -3,6 +3,7 @@
 import ast
 import doctest
 import importlib
+import io
 import json
 import posixpath
 import re
@@ -10,8 +11,11 @@ import shlex
 import tomllib
 from pathlib import Path
 
+import numpy as np
 import pytest
+from browser import chromium, require_browser, wait
 from paths import ROOT
+from PIL import Image
 
 import crossreduce
 
@@ -91,19 +95,21 @@ def test_the_reference_has_every_environment_variable():
 
 
 def sessions():
-    """Yield each console session, of any page, of which all commands can be run here."""
+    """Yield, for each page, its console sessions of which all commands can be run here."""
     for page, text in PAGES.items():
-        for number, shown in enumerate(SESSION.findall(text)):
-            commands = re.findall(r"^\$ (.*)$", shown, re.M)
-            if all(re.match(r"crossreduce (?!train)|cat ", command) for command in commands):
-                yield pytest.param(shown, id=f"{page}-{number}")
+        shown = [
+            each for each in SESSION.findall(text) if not re.search(r"^\$ (?!crossreduce (?!train)|cat )", each, re.M)
+        ]
+        if shown:
+            yield pytest.param(shown, id=page)
 
 
 @pytest.mark.parametrize("shown", list(sessions()))
 def test_commands_print_what_pages_show(crossreduce, shown, tmp_path, monkeypatch):
-    """A command prints the text below it, in which ``...`` stands for any text. ``cat`` creates the shown file."""
+    """A command prints the text below it, in which ``...`` stands for any text. ``cat`` creates the shown file, which
+    later sessions of the page can read."""
     monkeypatch.chdir(tmp_path)
-    for step in re.split(r"^\$ ", shown, flags=re.M)[1:]:
+    for step in re.split(r"^\$ ", "".join(shown), flags=re.M)[1:]:
         command, _, output = step.partition("\n")
         program, *words = shlex.split(command)
         if program == "cat":
@@ -111,6 +117,7 @@ def test_commands_print_what_pages_show(crossreduce, shown, tmp_path, monkeypatc
         else:
             code, out, error = crossreduce(*words)
             assert code == 0, error
+            out = re.sub(" +$", "", out, flags=re.M)
             assert doctest.OutputChecker().check_output(output, out, doctest.ELLIPSIS), out
 
 
@@ -217,3 +224,28 @@ def test_the_site_is_built_with_the_tested_versions():
     assert all("==" in each or each.startswith("crossreduce[") for each in EXTRAS["docs"])
     words = (DOCS / "words.txt").read_text().split()
     assert words == sorted(set(words), key=lambda word: (word.lower(), word))
+
+
+def test_charts_are_dark_in_the_dark_theme(tmp_path):
+    """A chart with a white background is dark in the site's dark theme, and unchanged in the light one. Pictures that
+    have a version for each theme are not changed."""
+    require_browser()
+    image, style = DOCS / "pictures" / "ranks.svg", DOCS / "_static" / "site.css"
+    pages = {}
+    for theme in ("light", "dark"):
+        for kind in ("", "only-dark"):
+            pages[theme, kind] = tmp_path / f"{theme}{kind}.html"
+            pages[theme, kind].write_text(
+                f'<html data-theme="{theme}"><link rel="stylesheet" href="{style.as_uri()}"><div class="bd-content">'
+                f'<img class="{kind}" width="600" src="{image.as_uri()}"></div></html>'
+            )
+    with chromium(tmp_path / "profile", 600, 300) as driver:
+        seen = {}
+        for key, page in pages.items():
+            driver.get(page.as_uri())
+            wait(lambda: driver.execute_script("return document.images[0].complete"))
+            seen[key] = np.array(Image.open(io.BytesIO(driver.get_screenshot_as_png())).convert("L"))[
+                20:200, 20:500
+            ].mean()
+    assert seen["dark", ""] < 90
+    assert seen["light", ""] == seen["light", "only-dark"] == seen["dark", "only-dark"] > 200

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from typing import Annotated, Any, Final
 
 from rich.panel import Panel
@@ -19,6 +20,7 @@ from .export import export
 from .groups import groups
 from .info import info
 from .plan import plan
+from .support.arguments import COMMAND_LINE
 from .support.output import terminal
 from .top.command import top
 from .topology import topology
@@ -61,7 +63,7 @@ EXAMPLES: Final = {
     "export": (
         "export dgx-1v plan.xml",
         "export hgx-h100 plan.json --format mscclpp",
-        "export dgx-1v plan.html --collective all-gather",
+        "export dgx-1v plan.html --beside ring",
     ),
     "bundle": ("bundle dgx-1v plans", "bundle dgx-1v plans --format msccl", "bundle hgx-h100 plans --hosts 2"),
     "calibrate": (
@@ -118,6 +120,7 @@ class Command(TyperCommand):
         terminal().print(Panel(Text(lines), title="Examples", title_align="left", border_style="dim"))
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        ctx.meta[COMMAND_LINE] = shlex.join(["crossreduce", self.name or "", *args])
         for arg in args:
             option = arg.partition("=")[0]
             if option in MOVED.get(self.name or "", {}):

@@ -63,18 +63,24 @@ def calibrate(
 
 def fit_links(paths: list[Path], topology: Topology, assumed: str) -> Calibration:
     """Fit a topology to the results in files. ``assumed``: the algorithm of results that name none."""
-    measurements: list[Measurement] = []
+    found = measurements(paths, topology)
+    with progress("fitting speeds", 1):
+        return calibrate_links(topology, found, assumed)
+
+
+def measurements(paths: list[Path], topology: Topology) -> tuple[Measurement, ...]:
+    """Return the results in files, as times of devices of a topology."""
+    found: list[Measurement] = []
     for path in paths:
         try:
             with path.open("rb") as file:
-                measurements += read_measurements(file.read(LARGEST + 1), topology)
+                found += read_measurements(file.read(LARGEST + 1), topology)
         except OSError as error:
             raise ArgumentError(f"{path} cannot be read: {error.strerror}.") from error
         except ArgumentError as error:
             error.prefix(str(path))
             raise
-    with progress("fitting speeds", 1):
-        return calibrate_links(topology, measurements, assumed)
+    return tuple(found)
 
 
 def plan_lines(fit: Calibration, seconds: float) -> dict[str, str]:

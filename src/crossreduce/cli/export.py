@@ -10,19 +10,21 @@ import json as json_module
 from pathlib import Path
 from typing import Annotated, Any, Final
 
-from typer import Argument, Option
+from typer import Argument, Context, Option
 
 from .. import Plan
 from ..errors import ArgumentError
 from ..export import EXPORTERS, Exporter, format_of
+from ..export.explorer import Beside, report_html, stages
 from ..export.exportable import check_exportable
 from ..export.fitting import Fitting, fitting
 from ..export.runners import runner_files
 from ..planning.granularity import TOLERANCE, sizes_that_fit
 from ..planning.schedules import CHOICES
 from ..topology.measurements import LARGEST
-from .support.arguments import one_of
-from .support.output import atomic_file, check_folder, draw, print_files, progress, write_explorer, write_folder
+from .calibrate import measurements
+from .support.arguments import COMMAND_LINE, one_of
+from .support.output import atomic_file, check_folder, draw, print_files, progress, write_folder
 from .support.plans import Granularity, PlanRequest, plan_json, plan_options, plan_text, read_granularity
 from .support.topologies import PICTURE_SUFFIXES, Json
 
@@ -36,6 +38,7 @@ _FILE: Final = f"{', '.join(SUFFIXES)}; {PAGE_SUFFIX}: a page for a browser; .sv
 @plan_options()
 def export(
     request: PlanRequest,
+    context: Context,
     file: Annotated[Path, Argument(metavar="FILE|DIR", help=_FILE)],
     format: Annotated[  # noqa: A002 - the option's name
         str | None, Option(help=f"{', '.join((*EXPORTERS, TUNER))}. Default: by the suffix of the file.")
@@ -48,7 +51,14 @@ def export(
     copies: Annotated[int | None, Option("--copies", hidden=True)] = None,
     measured: Annotated[
         list[Path] | None,
-        Option(metavar="FILE", help=f"For {TUNER}: a report of nccl-tests with NCCL_ALGO and NCCL_PROTO; repeatable."),
+        Option(
+            metavar="FILE",
+            help=f"A report of nccl-tests; repeatable. A page shows its times; {TUNER} needs NCCL_ALGO and NCCL_PROTO.",
+        ),
+    ] = None,
+    beside: Annotated[
+        str | None,
+        Option(metavar="NAME", help="For a page: an algorithm, or another machine or file, to compare with."),
     ] = None,
     json: Json = False,
 ) -> None:
@@ -58,9 +68,11 @@ def export(
     written. Chakra traces are several files, in a folder.
     """
     kind = _format(file, format)
-    if measured and kind != TUNER:
-        problem = "--measured is only for --format nccl-tuner."
+    if measured and kind not in (TUNER, PAGE_SUFFIX):
+        problem = f"--measured is only for --format {TUNER} and pages."
         raise ArgumentError.of(problem, str(measured[0]), "crossreduce calibrate MACHINE RESULTS")
+    if beside is not None and kind != PAGE_SUFFIX:
+        raise ArgumentError.of("--beside is only for pages.", str(file), f"a file that ends in {PAGE_SUFFIX}")
     graph = {name: value for name, value in (("path", path), ("copies", copies)) if value is not None}
     if graph and kind != "nccl-graph":
         raise ArgumentError(f"{', '.join(f'--{name}' for name in graph)} can only be used with --format nccl-graph.")
@@ -79,7 +91,10 @@ def export(
     if exporter is not None and exporter.runs_elsewhere:
         request = request.for_one_kernel()
     if exporter is None:
-        text = _write_drawn(file, kind, request, share, as_json=json)
+        times = measurements(measured or [], request.complete)
+        other = None if beside is None else request.beside(beside)
+        shown = Beside(None, beside or "", times, request.label, context.meta[COMMAND_LINE])
+        text = _write_drawn(file, kind, request, share, other, shown, as_json=json)
     else:
         options: dict[str, Any] = graph if rank is None else {"rank": rank}
         if is_folder:
@@ -135,15 +150,30 @@ def _read_report(path: Path) -> bytes:
         raise ArgumentError(f"--measured {path} cannot be read: {error.strerror or error}.") from error
 
 
-def _write_drawn(file: Path, suffix: str, request: PlanRequest, granularity: float, *, as_json: bool) -> str:
-    """Write a page for a browser or a picture, and return what the command prints."""
+def _write_drawn(
+    file: Path,
+    suffix: str,
+    request: PlanRequest,
+    granularity: float,
+    other: PlanRequest | None,
+    beside: Beside,
+    *,
+    as_json: bool,
+) -> str:
+    """Write a page for a browser or a picture, and return what the command prints.
+
+    A page also shows the plan of the request ``other``, and the measured times of ``beside``.
+    """
     with atomic_file("FILE", file) as target:
         with progress("planning", 2) as advance:
             plan = request.plan(granularity=granularity)
             advance("comparing")
             text = _report(request.machine, plan, {}, {}, as_json=as_json)
-        if suffix == PAGE_SUFFIX:
-            write_explorer(plan, target)
+        if suffix == PAGE_SUFFIX and target is not None:
+            if other is not None:
+                beside = beside._replace(plan=other.plan(granularity=granularity))
+            with progress("exploring", stages(plan, beside)) as advance:
+                target.write_text(report_html(plan, advance, beside), "utf-8", newline="\n")
         else:
             draw("draw_schedule", target, plan.schedule, plan.topology)
     return text

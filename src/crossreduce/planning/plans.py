@@ -255,17 +255,18 @@ class Plan:
                     return replace(new, change=f"planned again by {name} alone, since {what}")
         return replace(plan_request(request), change=f"planned again, since {what}")
 
-    def report(self, path: str | PathLike[str]) -> None:
+    def report(self, path: str | PathLike[str], beside: Plan | None = None) -> None:
         """Write the plan as one HTML file, which shows it in any browser and needs no network.
 
         Args:
           path: a file that ends in .html; an existing file is replaced. At most 1 MB is written.
+          beside: another plan, of the same or of another topology, that the page shows beside this one.
         Raises:
           ArgumentError: an invalid path, or a plan that does not fit into 1 MB.
           OSError: the file cannot be written.
         """
         # Imported by name at the call, like a plug-in, so that planning depends on no module that does I/O.
-        import_module(REPORTER).write_report(self, path)
+        import_module(REPORTER).write_report(self, path, beside)
 
     def __str__(self) -> str:
         return f"{self.schedule.head}; {self.nbytes} bytes in {self.seconds * 1e6:.1f} us"

@@ -121,7 +121,7 @@ def test_reports_that_cannot_be_used(message):
 
 
 def test_the_command_line(printed, crossreduce, tmp_path):
-    """``export --format nccl-tuner`` writes the file, and counts its rows. --measured is only for this format."""
+    """``export --format nccl-tuner`` writes the file, and counts its rows. --measured is for this format and pages."""
     run = tmp_path / "run.json"
     run.write_bytes(report(HGX, {1024: 30, 4096: 40}))
     target = tmp_path / "tuner.csv"

@@ -3,6 +3,7 @@
 import hashlib
 import importlib
 import json
+import math
 import re
 from collections import Counter
 from fractions import Fraction
@@ -22,6 +23,7 @@ from crossreduce.export.explorer import page as pages
 from crossreduce.export.explorer import report_html, stages
 from crossreduce.export.explorer.positions import places
 from crossreduce.export.explorer.trees import groups
+from crossreduce.planning.explain import duration, limited_by, percent
 from crossreduce.schedule import timeline
 
 PART = Topology.machine("dgx-1v").subset([0, 1, 2, 4, 6])
@@ -60,7 +62,7 @@ def test_the_numbers_are_those_of_explain(made, page):
     assert shown["head"] == head
     labels = ["plan", "predicted", "bound", "limited by", *(["helpers"] if plan.helpers else []), "busiest"]
     assert shown["facts"] == [[label, facts[label]] for label in labels]
-    first, *rest = shown["plans"]
+    first, *rest = (row for row in shown["plans"] if "lost" not in row)
     assert f"{first['duration']}, {plan.algbw:.2f} GB/s; {first['rate']}" == facts["predicted"]
     assert first["ratio"].partition(" of")[0] == facts["bound"].partition(", ")[2].partition(" of it")[0]
     rows = {
@@ -91,7 +93,7 @@ def test_the_use_of_links_adds_up(made, page):
     shown = page.model
     compared = [plan, *(other for other in plan.comparisons.values() if other.schedule != plan.schedule)]
     numbers = {(link.src, link.dst): str(k) for k, link in enumerate(plan.topology.links)}
-    for row, one in zip(shown["plans"], compared, strict=True):
+    for row, one in zip((row for row in shown["plans"] if "lost" not in row), compared, strict=True):
         assert row["seconds"] == one.seconds
         moves = timeline(one.schedule, one.topology, one.nbytes, costs=one.request.costs)
         count = Counter(pair for move in moves for pair in move.links)
@@ -156,7 +158,7 @@ def test_identical_rings_are_one_entry(monkeypatch):
 
 def test_the_page_is_valid_and_asks_for_nothing(made, page):
     """Ids are unique, and controls have names. No attribute or style has an address. The policy forbids every request,
-    and allows only the nine scripts in the page. (``Page`` checks that elements are closed.)"""
+    and allows only the eleven scripts in the page. (``Page`` checks that elements are closed.)"""
     _, text = made
     assert text.startswith('<!DOCTYPE html>\n<html lang="en">')
     ids = [attributes["id"] for _, attributes in page.tags if "id" in attributes]
@@ -173,7 +175,122 @@ def test_the_page_is_valid_and_asks_for_nothing(made, page):
     assert page.policy["default-src"] == page.policy["base-uri"] == page.policy["form-action"] == ["'none'"]
     assert page.policy["script-src"] == page.hashes
     assert set(page.policy) == {"default-src", "script-src", "style-src", "base-uri", "form-action"}
-    assert len(page.hashes) == 9
+    assert len(page.hashes) == 11
+
+
+NICS = Topology.machine("dgx-1v", 2)
+
+
+@pytest.mark.parametrize("plan", [lambda: cr.plan("dgx-1v", nbytes="4M"), lambda: cr.plan(NICS, "all_gather", "1M")])
+def test_each_loss_is_planned(plan):
+    """The page has, for each cable and network card, the time and rate of the plan without it, the slowest first. Parts
+    in one row are alike: the bounds without each of them are equal. Three rows have their plans on the page."""
+    plan = plan()
+    topology, shown = plan.topology, Page(report_html(plan)).model
+    rows, entries = shown["losses"]["rows"], [*shown["losses"]["links"], *shown["losses"]["cards"].values()]
+    pairs = [(link.src, link.dst) for link in topology.links]
+    times = []
+    for k, row in enumerate(rows):
+        bounds = set()
+        parts = {name: links for at, name, links, _ in filter(None, entries) if at == k}
+        assert row["name"] in parts
+        assert len(parts) == row["alike"]
+        for name, links in parts.items():
+            if " - " in name:
+                a, b = name.split(" - ")
+                rest = topology.without_link(a, b)
+                assert {pairs[link] for link in links} == {(a, b), (b, a)}
+            else:
+                rest = topology.without_node(name)
+                assert {pairs[link] for link in links} == {pair for pair in pairs if name in pair}
+            if name in (row["name"], list(parts)[-1]):
+                bounds.add(cr.bound(rest, plan.collective).algbw)
+            if name == row["name"]:
+                made = plan.replanned(rest)
+                times.append(made.seconds)
+                assert row["duration"] == duration(made.seconds)
+                assert row["rate"] == f"{float(made.rate):.2f}"
+                assert row["ratio"] == percent(made.rate / plan.bound.algbw)
+        assert len(bounds) == 1
+    assert times == sorted(times, reverse=True)
+    assert times[0] > plan.seconds
+    assert sum(row["alike"] for row in rows) == (16 if topology is not NICS else 2 * (16 + 8 + 4))
+    assert [row["plan"] for row in rows].count(None) == len(rows) - 3
+    for row in rows[:3]:
+        entry = shown["plans"][row["plan"]]
+        assert (entry["lost"], entry["duration"]) == (row["links"], row["duration"])
+        assert not set(map(str, row["links"])) & set(entry["links"])
+
+
+def test_a_part_that_the_plan_needs_keeps_half_of_its_bandwidth():
+    """If a device has one cable, the page has the plan for half of its bandwidth, and says so."""
+    star = Topology.star(4, gb_per_s=25)
+    plan = cr.plan(star, nbytes="64M")
+    (row,) = Page(report_html(plan)).model["losses"]["rows"]
+    assert (row["name"], row["alike"], row["half"]) == ("cpu:0 - switch", 4, True)
+    slower = [link._replace(bandwidth=link.bandwidth / 2) if "cpu:0" in link[:2] else link for link in star.links]
+    made = plan.replanned(Topology(star.devices, slower, star.switches))
+    assert (row["rate"], row["duration"]) == (f"{float(made.rate):.2f}", duration(made.seconds))
+    assert made.seconds > plan.seconds
+
+
+def test_rows_of_links(page, made):
+    """Each link is in one group of rows. Links between hosts come first, in a group for each rail."""
+    rows = page.model["rows"]
+    assert sorted(link for *_, links in rows for link in links) == list(range(len(made[0].topology.links)))
+    if made[0].topology == TWO_HOSTS:
+        assert [title for title, *_ in rows[:8]] == [f"rail{k}: NICs" for k in range(8)]
+        assert [between for _, between, _ in rows] == [True] * 8 + [False] * 2
+        assert [len(links) for *_, links in rows] == [4] * 8 + [16] * 2
+
+
+def test_two_topologies_and_measured_times(printed, tmp_path, monkeypatch):
+    """A page shows the plan of another machine beside the plan, with its own wiring, and measured times beside planned
+    ones. Times of other collectives or devices are left out."""
+    monkeypatch.chdir(tmp_path)
+    devices = [{"rank": k, "pid": k, "hostname": "a", "device": k} for k in range(8)]
+    times = {1 << 20: 200.0, 1 << 26: 900.0, 3 << 20: 300.0}
+    results = [{"size": size, "root": "-1", "out_of_place": {"time": time}} for size, time in times.items()]
+    faster = [{"size": 1 << 20, "root": "-1", "out_of_place": {"time": 5.0}}]
+    report = {"args": ["all_reduce_perf"], "config": {"nthreads": 1, "ngpus": 1, "devices": devices}}
+    Path("other.json").write_text(json.dumps(report | {"args": ["all_gather_perf"], "results": faster}))
+    Path("results.json").write_text(json.dumps(report | {"results": results}))
+    given = ["--measured", "results.json", "--measured", "other.json"]
+    printed("export", "dgx-1v", "plan.html", "--beside", "mi300x", *given)
+    page = Page(Path("plan.html").read_text())
+    shown, plan, other = page.model, cr.plan("dgx-1v"), cr.plan("mi300x")
+    entry = shown["plans"][1]
+    assert (entry["name"], entry["duration"], entry["other"]) == ("mi300x", duration(other.seconds), True)
+    assert [node[0] for node in shown["other"]["nodes"]] == list(other.topology.nodes)
+    assert shown["other"]["limited"] == limited_by(other.bound)
+    assert {int(link) for link in entry["links"]} <= set(range(len(other.topology.links)))
+    for row, size in zip(shown["measured"], sorted(times), strict=True):
+        planned = cr.plan("dgx-1v", nbytes=size).seconds
+        rate = size / times[size] / 1e3
+        assert row[0] == size
+        assert row[2:] == [
+            *(pytest.approx(times[size] / 1e6), duration(times[size] / 1e6), planned, duration(planned)),
+            *(f"{times[size] / 1e6 / planned:.2f}", f"{rate:.2f}", f"{rate * 1.75:.2f}"),
+        ]
+    printed("export", "dgx-1v", "plan.html", "--beside", "one-device")
+    second = Page(Path("plan.html").read_text()).model
+    assert (second["other"], second["plans"][1]["algorithm"]) == (None, "one_device")
+    assert [row["algorithm"] for row in second["plans"]].count("one_device") == 1
+    plan.report("python.html", beside=other)
+    assert Page(Path("python.html").read_text()).model["other"] == shown["other"]
+    with pytest.raises(ArgumentError, match=r"beside a plan, a report shows a Plan.\n  given: 'ring'"):
+        plan.report("python.html", beside="ring")
+
+
+def test_a_rack_of_72_gpus_fits():
+    """The page of a GB200 NVL72 has at most 1 MB, with all trees, all parts of the time, and the loss of a cable."""
+    plan = cr.plan("gb200-nvl72", nbytes="64M")
+    text = report_html(plan)
+    shown = Page(text).model
+    assert len(text.encode()) <= pages.MOST_BYTES
+    assert (shown["parts"], bool(shown["plans"][0]["groups"])) == (models.PARTS, True)
+    assert [(row["alike"], row["half"]) for row in shown["losses"]["rows"]] == [(72, True)]
+    assert sum(node[6] for node in shown["nodes"]) == 72
 
 
 def test_no_data_moves():
@@ -182,6 +299,7 @@ def test_no_data_moves():
         page = Page(report_html(plan))
         assert page.texts["explanation"].endswith("no data has to move.")
         assert (page.model["plans"], page.model["sizes"], page.model["facts"]) == ([], None, [])
+        assert page.model["losses"] is None
 
 
 def test_the_stages_are_counted():
@@ -189,23 +307,25 @@ def test_the_stages_are_counted():
     plan, told = PLANS["broadcast"](), []
     report_html(plan, told.append)
     assert len(told) == stages(plan)
-    assert (told[0], told[-1]) == ("explaining", "planning 1 GiB")
+    assert (told[0].partition(" ")[0], told[-1]) == ("without", "planning 1 GiB")
 
 
 def test_detail_is_reduced_until_the_page_fits(monkeypatch):
-    """A page that is too large gets fewer parts of the time, then no trees. If this is not enough, it is an error."""
+    """A page that is too large gets fewer parts of the time, then no plans without links, then no trees. If this is not
+    enough, it is an error."""
     plan = cr.plan(PART, nbytes="1M")
     limit = len(report_html(plan).encode())
     assert limit < 700_000
-    details = []  # (parts of the time, whether there are trees), with ever lower limits
-    for _ in range(4):
+    details = []  # (parts of the time, plans without a part, whether there are trees), with ever lower limits
+    for _ in range(5):
         monkeypatch.setattr(pages, "MOST_BYTES", limit)
         text = report_html(plan)
         shown = Page(text).model
-        details.append((shown["parts"], bool(shown["plans"][0]["groups"])))
+        lost = sum("lost" in row for row in shown["plans"])
+        details.append((shown["parts"], lost, bool(shown["plans"][0]["groups"])))
         assert len(text.encode()) <= limit
         limit = len(text.encode()) - 1
-    assert details == [(240, True), (120, True), (60, True), (60, False)]
+    assert details == [(240, 3, True), (120, 3, True), (60, 3, True), (60, 0, True), (60, 0, False)]
     monkeypatch.setattr(pages, "MOST_BYTES", 1000)
     with pytest.raises(ArgumentError, match=r"the report of this plan would have more than 1000 bytes"):
         report_html(plan)
@@ -249,12 +369,16 @@ def test_a_failure_keeps_the_old_file(tmp_path, monkeypatch):
 
 
 def test_the_command_writes_the_same_page(printed, crossreduce, tmp_path):
-    """``crossreduce export FILE.html`` prints the explanation and writes the page. An invalid name is an error."""
+    """``crossreduce export FILE.html`` prints the explanation and writes the page, whose head has the machine, the
+    command and the version. An invalid name is an error."""
     path = tmp_path / "plan.html"
     plan = cr.plan("dgx-1v", nbytes="4M")
     out = printed("export", "dgx-1v", path, "--nbytes", "4M")
     assert out == f"{plan.explain()}\n{path}: open it in a browser\n"
-    assert path.read_text("utf-8") == report_html(plan)
+    page = Page(path.read_text("utf-8"))
+    assert page.model == Page(report_html(plan)).model
+    command = f"crossreduce export dgx-1v {path} --nbytes 4M"
+    assert page.texts["about"] == f"dgx-1v · {command} · crossreduce {cr.__version__}"
     report = json.loads(printed("export", "dgx-1v", path, "--nbytes", "4M", "--json"))
     assert report["algorithm"] == plan.algorithm
     for name, words in (
@@ -286,10 +410,14 @@ def test_positions(hosts):
     if found.boxes:
         across, down = [box.x for box in found.boxes], [box.y for box in found.boxes]
         assert max(across) - min(across) < 2.2 * (max(down) - min(down) + min(box.height for box in found.boxes))
-    if hosts == 1:  # 256 devices around one switch are on several rings, so that their symbols can be read
-        star = places(Topology.star(256, gb_per_s=450))
-        assert star.size > 30
-        assert max(abs(node.x) for node in star.nodes) < 1000
+    if hosts == 1:  # many devices around one switch are cells of a rack, above and below the switch
+        for count in (72, 256):
+            star = places(Topology.star(count, gb_per_s=450))
+            assert (star.size, {node.is_cell for node in star.nodes}) == (64, {True, False})
+            wide, high = (max(abs(node[axis]) for node in star.nodes) for axis in (2, 3))
+            assert 0.6 < wide / high < 1.6
+            assert min(math.dist(a[2:4], b[2:4]) for a, b in combinations(star.nodes, 2)) > star.size
+        assert not any(node.is_cell for node in found.nodes)
 
 
 def test_the_documentation(printed, tmp_path, monkeypatch, capsys):
@@ -303,7 +431,7 @@ def test_the_documentation(printed, tmp_path, monkeypatch, capsys):
     (command,) = re.findall(r"```\ncrossreduce (.*?)\n```", text)
     Path("plan.html").unlink()
     printed(*command.split())
-    assert Path("plan.html").read_text() == page
+    assert Page(Path("plan.html").read_text()).model == Page(page).model
     flat = " ".join(text.split())  # without line breaks
     assert [int(part) for part in re.findall(r"1/(\d+)", flat)] == list(dict.fromkeys(d.parts for d in pages._DETAILS))
     assert pages.MOST_BYTES == 1_000_000
@@ -344,4 +472,6 @@ def test_the_gallery(tmp_path, monkeypatch):
     assert "<svg" in (tmp_path / f"{part.name}.svg").read_text()
     plan = PLANS["forest"]()
     assert f"{plan.algbw:.4g} GB/s. The bound is {float(plan.bound.algbw):.4g} GB/s" in text
-    assert (tmp_path / "new" / "pages" / f"{part.name}.html").read_text("utf-8") == report_html(plan)
+    page = Page((tmp_path / "new" / "pages" / f"{part.name}.html").read_text("utf-8"))
+    assert page.model == Page(report_html(plan)).model
+    assert page.texts["about"].split(" · ")[1] in text

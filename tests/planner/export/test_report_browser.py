@@ -8,8 +8,10 @@ from reports import explained
 
 import crossreduce as cr
 from crossreduce import Topology
+from crossreduce.export.explorer import Beside, report_html
 from crossreduce.export.explorer import model as models
-from crossreduce.planning.explain import duration
+from crossreduce.planning.explain import duration, limited_by
+from crossreduce.topology.measurements import Measurement
 
 HOME, END, ESCAPE, LEFT, RIGHT, DOWN, ENTER = "\ue011", "\ue010", "\ue00c", "\ue012", "\ue014", "\ue015", "\ue007"
 
@@ -26,7 +28,11 @@ PLANS = {
     8: lambda: cr.plan("dgx-1v", nbytes="64M"),
     5: lambda: cr.plan(Topology.machine("dgx-1v").subset([0, 1, 2, 4, 6]), nbytes="256M"),
     16: lambda: cr.plan(Topology.machine("hgx-h100", 2), nbytes="16M"),
+    72: lambda: cr.plan("gb200-nvl72", nbytes="64M"),
 }
+OTHER = cr.plan(Topology.machine("mi300x"), nbytes="64M")
+MEASURED = (Measurement("all_reduce", 1 << 26, 900e-6, tuple(f"cuda:{k}" for k in range(8))),)
+BESIDE = {8.5: (8, Beside(OTHER, "mi300x", MEASURED, "dgx-1v", "crossreduce export ..."))}  # with another topology
 
 
 @pytest.fixture(scope="module")
@@ -36,8 +42,9 @@ def report(tmp_path_factory):
 
     def write(devices):
         if devices not in made:
-            plan, path = PLANS[devices](), tmp_path_factory.mktemp("reports") / f"{devices}.html"
-            plan.report(path)
+            count, beside = BESIDE.get(devices, (devices, Beside()))
+            plan, path = PLANS[count](), tmp_path_factory.mktemp("reports") / f"{devices}.html"
+            path.write_text(report_html(plan, beside=beside), "utf-8")
             made[devices] = plan, path
         return made[devices]
 
@@ -127,9 +134,15 @@ def test_pages_open_from_disk_and_show_the_numbers_of_explain(driver, shown, dev
     assert text(driver, "#explanation pre") == plan.explain()
     names, times, more = (texts(driver, f"#plans .{part}") for part in ("name", "time", "more"))
     assert (names[0], times[0]) == (f"{plan.algorithm} (this plan)", duration(plan.seconds))
+    bus = plan.algbw * 2 * (devices - 1) / devices
+    assert more[0].startswith(f"{bus:.2f} GB/s busbw, ")
     for name, *shown_facts in zip(names[1:], times[1:], more[1:], strict=True):
+        if name.startswith("without "):
+            continue
         due = others[name]
-        assert shown_facts == [due[0], f"{due[1]} x, {due[2]} GB/s when large, {due[3]} % of the bound"]
+        facts_of_name = re.sub(r"[\d.]+ GB/s busbw, ", "", shown_facts.pop())
+        assert shown_facts == [due[0]]
+        assert facts_of_name == f"{due[1]} x, {due[2]} GB/s when large, {due[3]} % of the bound"
     assert facts["limited by"] in text(driver, "#cut-text")
 
 
@@ -156,7 +169,7 @@ def test_the_slider_shows_another_time(driver, shown):
     at(driver, 1000)
     idle = picture(driver)  # at the end of the plan
     at(driver, 0)
-    assert texts(driver, "#plans .done") == ["0 %"] * 3
+    assert texts(driver, "#plans .done") == ["0 %"] * 6
     at(driver, 500)
     assert picture(driver) != idle
     assert text(driver, "#now") == f"{duration(plan.seconds / 2)} of {duration(plan.seconds)}"
@@ -170,7 +183,7 @@ def test_the_slider_shows_another_time(driver, shown):
     assert texts(driver, "#plans .done")[0] == "finished"
     find(driver, "#run-on").click()
     at(driver, 1000)
-    assert texts(driver, "#plans .done") == ["finished"] * 3
+    assert texts(driver, "#plans .done") == ["finished"] * 6
     assert text(driver, "#now").endswith(f"of {duration(max(other.seconds for other in plan.comparisons.values()))}")
 
 
@@ -179,7 +192,7 @@ def test_playing_and_keys(driver, shown):
     shown(8)
     driver.execute_script("document.activeElement.blur()")
     press(driver, " ")
-    wait(lambda: not text(driver, "#now").startswith("0.00 us"))
+    wait(lambda: not re.match("0.00 us|mean", text(driver, "#now")))
     assert (text(driver, "#play"), find(driver, "#play").get_attribute("aria-pressed")) == ("Pause", "true")
     press(driver, " ")
     assert text(driver, "#play") == "Play"
@@ -215,6 +228,8 @@ def test_pointing_at_a_link(driver, shown):
     nbytes, busy = plan.simulation.bytes["cuda:0", "cuda:1"], plan.simulation.busy["cuda:0", "cuda:1"] / plan.seconds
     assert f"{nbytes / 2**20:.4g} MiB in 14 transfers, busy {busy * 100:.2f} %" in lines[2]
     assert re.match(r"25 GB/s, \d+ % used now", lines[1])
+    press(driver, "m")
+    assert f"25 GB/s, {round(busy * 100)} % used on average" in text(driver, ".tip")
     ActionChains(driver).click().perform()
     assert texts(driver, "#details tbody th") == ["cuda:0 → cuda:1", "cuda:1 → cuda:0"]
     assert texts(driver, "#details tbody td")[:4] == ["25", f"{nbytes / 2**20:.4g} MiB", f"{busy * 100:.2f} %", "14"]
@@ -301,7 +316,7 @@ def test_links_by_keyboard(driver, shown):
     focus(driver, "#map-field")
     row = driver.execute_script("return explorer.map.row")
     press(driver, DOWN, DOWN)
-    link = plan.topology.links[row + 2]
+    link = plan.topology.links[row + 1]  # the first row is that of all links
     assert text(driver, "#details tbody th") == f"{link.src} → {link.dst}"
 
 
@@ -309,7 +324,11 @@ def test_another_plan_and_one_beside_it(driver, shown):
     """The explorer can show another plan, or two plans side by side with one time slider. The list of second plans
     omits the plan that is shown."""
     plan = shown(8)
-    names = ["ring", "TensorFlow's trees", "one_device"]
+    at(driver, 0)
+    names = texts(driver, "#beside option")
+    names[0] = plan.algorithm
+    assert names[:3] == ["ring", "TensorFlow's trees", "one_device"]
+    assert [name.partition(" ")[0] for name in names[3:]] == ["without"] * 3
     other = plan.comparisons[names[1]]
     plans = driver.find_elements("css selector", "#plans input")
     plans[1].click()
@@ -318,7 +337,7 @@ def test_another_plan_and_one_beside_it(driver, shown):
     plans[0].click()
     assert texts(driver, "#beside option") == ["nothing", *names[1:]]
     enter(driver, "beside", "change", "1")
-    due = [f"{name}: {duration(each.seconds)}" for name, each in zip(names, (plan, other), strict=False)]
+    due = [f"{name}: {duration(each.seconds)}" for name, each in zip(names[:2], (plan, other), strict=True)]
     assert texts(driver, ".caption") == due
     assert text(driver, "#now").endswith(f"of {duration(other.seconds)}")  # the end of the longer plan
     at(driver, 1000)
@@ -326,8 +345,145 @@ def test_another_plan_and_one_beside_it(driver, shown):
     assert parts == [models.PARTS, models.PARTS]
     enter(driver, "beside", "change", "2")
     driver.find_elements("css selector", "#plans input")[1].click()
-    assert texts(driver, "#beside option") == ["nothing", names[0], names[2]]
-    assert [caption.partition(":")[0] for caption in texts(driver, ".caption")] == names[1:]
+    assert texts(driver, "#beside option") == ["nothing", names[0], *names[2:]]
+    assert [caption.partition(":")[0] for caption in texts(driver, ".caption")] == names[1:3]
+
+
+def test_the_page_begins_with_the_mean(driver, shown):
+    """At first, each link has its mean use over the time of the plan, and the bars compare the plans' times. M shows
+    the mean again. The slider has a time axis."""
+    plan = shown(8)
+    assert text(driver, "#now") == f"mean over {duration(plan.seconds)}"
+    level = "const p = explorer.wirings[0].painter; return p.lanes.map((lane, k) => [lane.links[0], p.levels[k]])"
+    for link, shown_level in driver.execute_script(level):
+        ends = plan.topology.links[link][:2]
+        use = plan.simulation.busy[ends] / plan.seconds * 100
+        assert abs(shown_level * 5 - use) <= 2.6
+    assert texts(driver, "#axis span") == [duration(plan.seconds * k / 4) for k in range(5)]
+    begin = picture(driver)
+    at(driver, 0)
+    assert picture(driver) != begin
+    press(driver, "m")
+    assert picture(driver) == begin
+    assert find(driver, "#mean").get_attribute("aria-pressed") == "true"
+    bars = "return [...document.querySelectorAll('#plans i')].map((bar) => new DOMMatrix(bar.style.transform).a)"
+    others = [plan.seconds, *(other.seconds for other in plan.comparisons.values() if other.algorithm != "ring")]
+    shares = driver.execute_script(bars)
+    assert shares[:3] == pytest.approx([seconds / max(others) for seconds in others], rel=1e-3)
+
+
+def test_rows_of_rails_hosts_and_links(driver, shown):
+    """The map has a row for each rail and host, and for all 64 links, each with a name. A row of a rail can be folded,
+    and has the mean of its links."""
+    plan = shown(16)
+    names = texts(driver, "#map-names > *")
+    assert len(names) == 8 + 2 + 64
+    assert names[:3] == ["rail0: NICs (4)", "host0/cuda:0 → rail0", "host1/cuda:0 → rail0"]
+    assert names.count("cuda:0 → nvswitch") == 2  # inside host0 and host1
+    heights = driver.execute_script(
+        "return [...document.querySelectorAll('#map-names > *')].map((e) => e.offsetHeight)"
+    )
+    assert set(heights) == {13}
+    assert find(driver, "#map-canvas").rect["height"] == 13 * len(names)
+    find(driver, "#map-names button").click()
+    assert len(texts(driver, "#map-names > *")) == len(names) - 4
+    find(driver, "#map-names button").click()
+    focus(driver, "#map-field")
+    press(driver, DOWN)
+    assert text(driver, "#details tbody th") == f"{names[0]} (4 links)"
+    rail = [plan.simulation.bytes.get(link[:2], 0) for link in plan.topology.links if "rail0" in link[:2]]
+    assert driver.execute_script("return document.querySelector('#details tbody td:nth-of-type(2)').title") == (
+        f"{sum(rail)} bytes"
+    )
+    assert texts(driver, "#map-axis span") == [duration(plan.seconds * k / 4) for k in range(5)]
+
+
+def test_a_link_is_taken_away(driver, shown):
+    """The table of losses has the slowest first. A button takes a link away: it is crossed out, and the plan without it
+    is shown beside the plan. Escape brings it back. A selected link shows what the plan loses without it."""
+    plan = shown(8)
+    names = texts(driver, "#losses tbody th")
+    times = [seconds_of(cell) for cell in texts(driver, "#losses tbody td:nth-of-type(3)")]
+    assert names[0] == "nothing"
+    assert times[0] == pytest.approx(plan.seconds, rel=1e-3)
+    assert times[1:] == sorted(times[1:], reverse=True)
+    crossed = "return explorer.wirings.map((w) => w.painter.lanes.filter((l) => l.lost).flatMap((l) => l.links))"
+    assert driver.execute_script(crossed) == [[]]
+    find(driver, "#losses button").click()
+    links = [[k for k, link in enumerate(plan.topology.links) if f"{link.src} - {link.dst}" == names[1]
+              or f"{link.dst} - {link.src}" == names[1]]] * 2  # fmt: skip
+    assert driver.execute_script(crossed) == links
+    assert texts(driver, ".caption")[1].startswith(f"without {names[1]}: ")
+    assert text(driver, "#loss-text").startswith(f"Taken away: {names[1]}. Without {names[1]}: ")
+    press(driver, ESCAPE)
+    assert driver.execute_script(crossed) == [[]]
+    focus(driver, ".graph")
+    press(driver, RIGHT)
+    ends = text(driver, "#details tbody th").split(" → ")
+    said = text(driver, "#loss p")
+    assert re.match(rf"Without ({' - '.join(ends)}|{' - '.join(ends[::-1])}): [\d.]+ us by ", said), said
+    find(driver, "#loss button").click()
+    ((first, second), *_) = driver.execute_script(crossed)
+    assert {plan.topology.links[first][:2], plan.topology.links[second][:2]} == {tuple(ends), tuple(ends[::-1])}
+    assert text(driver, "#loss button") == "Bring it back"
+    find(driver, "#loss button").click()
+    assert driver.execute_script(crossed) == [[]]
+
+
+def seconds_of(cell):
+    """Return a duration on a page in seconds."""
+    value, unit = cell.split()
+    return float(value) * {"us": 1e-6, "ms": 1e-3, "s": 1}[unit]
+
+
+def test_another_topology_and_measured_times(driver, shown):
+    """A plan of another topology is shown beside the plan on one clock, with its own links. It can also be the first
+    one. The measured time is beside the planned one, in a table, and in the chart."""
+    plan = shown(8.5)
+    assert text(driver, "#about") == f"dgx-1v · crossreduce export ... · crossreduce {cr.__version__}"
+    due = [f"{plan.algorithm}: {duration(plan.seconds)}", f"mi300x: {duration(OTHER.seconds)}"]
+    assert texts(driver, ".caption") == due
+    edges = "return explorer.wirings.map((w) => w.edges.length)"
+    assert driver.execute_script(edges) == [16, 28]
+    at(driver, 300)
+    parts = driver.execute_script("return explorer.wirings.map((w) => w.painter.part)")
+    end = max(plan.seconds, OTHER.seconds)
+    assert parts == [min(int(0.3 * end / each.seconds * models.PARTS), models.PARTS) for each in (plan, OTHER)]
+    driver.find_elements("css selector", "#plans input")[1].click()
+    assert driver.execute_script(edges) == [28]
+    assert len(texts(driver, "#map-names > *")) == 56 + 1
+    assert limited_by(OTHER.bound) in text(driver, "#cut-text")
+    find(driver, "#all-links summary").click()
+    assert len(wait(lambda: texts(driver, "#links tbody tr"))) == 56
+    ratio = 900e-6 / plan.seconds
+    assert f"measured 900.00 us ({ratio:.2f} x)" in texts(driver, "#plans .more")[0]
+    row = ["64 MiB", duration(plan.seconds), "900.00 us", f"{ratio:.2f}", "74.57", "130.49"]
+    assert texts(driver, "#measured tbody tr > *") == row
+    assert driver.execute_script("return explorer.sizes.chart.series.at(-1).label") == "measured"
+
+
+def test_a_rack(driver, shown):
+    """72 GPUs of a rack are cells, each with the use of its links out and in. A click on a cell selects its link."""
+    from selenium.webdriver import ActionChains
+
+    plan = shown(72)
+    cells = "return explorer.wirings[0].painter.cells.map((cell) => cell.halves.map((half) => half.links))"
+    number = {link[:2]: k for k, link in enumerate(plan.topology.links)}
+    names = [f"cuda:{k}" for k in range(72)]
+    links = [[[number[name, "nvswitch"]], [number["nvswitch", name]]] for name in names]
+    assert driver.execute_script(cells) == links
+    assert driver.execute_script("return explorer.wirings[0].painter.lanes.length") == 0
+    begin = picture(driver)
+    at(driver, 1000)
+    assert picture(driver) != begin
+    spot = """const w = explorer.wirings[0], box = w.graph.getBoundingClientRect();
+    const p = w.cy.getElementById('n5').renderedPosition(); return [box.left + p.x, box.top + p.y]"""
+    point(driver, *driver.execute_script(spot))
+    ActionChains(driver).click().perform()
+    assert set(texts(driver, "#details tbody th")) == {"cuda:5 → nvswitch", "nvswitch → cuda:5"}
+    assert text(driver, "#loss p").startswith("With half of cuda:5 - nvswitch, which the plan needs: ")
+    size = "const w = explorer.wirings[0]; return w.cy.getElementById('n5').renderedWidth()"
+    assert driver.execute_script(size) > 25
 
 
 def test_the_sizes(driver, shown):
@@ -342,8 +498,8 @@ def test_the_sizes(driver, shown):
     bests = [cr.plan(plan.topology, nbytes=nbytes) for nbytes in models.SIZES]
     names = texts(driver, "#sizes thead th")
     for row, best in zip(rows, bests, strict=True):
-        assert row[1:4] == [best.algorithm, duration(best.seconds), f"{best.algbw:.2f}"]
-        for name, cell in zip(names[4:], row[4:], strict=True):
+        assert row[1:5] == [best.algorithm, duration(best.seconds), f"{best.algbw:.2f}", f"{best.algbw * 1.75:.2f}"]
+        for name, cell in zip(names[5:], row[5:], strict=True):
             by_name = duration(cr.plan(plan.topology, nbytes=best.nbytes, algorithm=name).seconds)
             fastest = duration(best.seconds) if name == best.algorithm else by_name
             assert cell == fastest + ("" if fastest == by_name else f"by name {by_name}")
@@ -380,7 +536,7 @@ def test_colours(driver, shown):
             assert (high + 0.05) / (low + 0.05) >= 4.5, (selector, front, back)
 
 
-@pytest.mark.parametrize(("devices", "width"), [(8, 400), (16, 1280)])
+@pytest.mark.parametrize(("devices", "width"), [(8, 400), (16, 1280), (8.5, 400)])
 def test_widths(driver, shown, devices, width):
     """In windows of 400 and 1280 pixels, nothing is wider than the window. Every control is inside and has a name."""
     shown(devices, width, 900)

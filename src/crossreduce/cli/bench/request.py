@@ -18,6 +18,7 @@ from ...errors import ArgumentError, UnsupportedError
 from ...frameworks.numpy.arrays import numbers_of
 from ...ops import ReduceOp
 from ...options import CommunicationOptions
+from ...planning.explain import busbw_factor
 from ...ranks.intra_host.instructions import reduction_numbers
 from . import exact
 
@@ -180,13 +181,13 @@ class BenchRequest:
         # In one process the mean of integers is a float, which an array of integers cannot store.
         fits = in_ranks or self.op != "mean" or patterns[0].dtype.kind not in "iu"
         writable = fits and self.framework in ("numpy", "torch", "cupy") and self.collective in ("all_reduce", "reduce")
-        busbw_factor = (n - 1) / n if shared else 2 * ((n - 1) / n) if self.collective == "all_reduce" else 1.0
+        factor = busbw_factor(self.collective, n)
         for size, count in self.counts():
             for root in self.roots:
-                out_of_place = Timing(size, *measure(patterns, reduced, count, root, False), busbw_factor)
+                out_of_place = Timing(size, *measure(patterns, reduced, count, root, False), factor)
                 in_place = None
                 if writable:
-                    in_place = Timing(size, *measure(patterns, reduced, count, root, True), busbw_factor)
+                    in_place = Timing(size, *measure(patterns, reduced, count, root, True), factor)
                 row_count = count // n if shared else count
                 yield Row(name, size, row_count, self.nccl_type, self.redop, root, out_of_place, in_place)
 

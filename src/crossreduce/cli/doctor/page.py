@@ -17,18 +17,22 @@ from .style import SCRIPT, STYLE
 from .timeline import Axis, CallBar, RankRow, Timeline, seconds_text, timeline
 
 _TICKS: Final = 5  # the number of intervals between ticks
+_HOSTS: Final = 16  # that the head of a group names
 _FINE: Final = 8  # the number of intervals into which finer ticks divide each interval when the user zooms in
 _POLICY: Final = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:"
 
 
-def page(groups: Sequence[tuple[Incident, Sequence[Dump]]], problems: Sequence[str]) -> str:
-    """Return the page. For each broken group it has the findings, the time line, a table of the ranks, and stacks."""
+def page(groups: Sequence[tuple[Incident, Sequence[Dump]]], problems: Sequence[str], about: str) -> str:
+    """Return the page. For each broken group it has the findings, the time line, a table of the ranks, and stacks.
+
+    ``about`` is a line about the command that wrote the page.
+    """
     lines = [
         '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">',
         '<meta name="viewport" content="width=device-width,initial-scale=1">',
         f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">',
         f'<title>crossreduce doctor</title><link rel="icon" href="data:,"><style>{STYLE}</style></head><body><main>',
-        "<h1>crossreduce doctor: the last calls of all ranks</h1>",
+        f'<h1>crossreduce doctor: the last calls of all ranks</h1><p class="dim" id="about">{escape(about)}</p>',
     ]
     for number, (incident, dumps) in enumerate(groups):
         lines += _group(number, incident, dumps)
@@ -40,6 +44,12 @@ def page(groups: Sequence[tuple[Incident, Sequence[Dump]]], problems: Sequence[s
 
 def _group(number: int, incident: Incident, dumps: Sequence[Dump]) -> Iterator[str]:
     yield f'<section><h2>Group "{escape(incident.group)}"</h2><p class="dim">{escape(incident.about)}</p>'
+    hosts = dict.fromkeys(dump.hostname for dump in sorted(dumps, key=lambda dump: dump.rank))
+    listed = [f"{'hosts' if len(hosts) > 1 else 'host'} {', '.join(list(hosts)[:_HOSTS])}"]
+    listed += [f"and {len(hosts) - _HOSTS} more"] if len(hosts) > _HOSTS else []
+    yield f'<p class="dim">{escape(" ".join(listed))}</p>'
+    for versions in sorted({tuple(sorted(dump.versions.items())) for dump in dumps}):
+        yield f'<p class="dim">{escape(", ".join(f"{name} {version}" for name, version in versions))}</p>'
     yield '<ul class="findings">'
     for k, finding in enumerate(incident.findings):
         yield f"<li{' class=bad' if k == 0 and incident.behind else ''}>{escape(finding)}</li>"
@@ -172,6 +182,3 @@ def _stacks(dumps: Sequence[Dump]) -> Iterator[str]:
                 yield f"<li><code>{where}</code>{code}</li>"
             yield "</ol>"
         yield "</details>"
-    versions = {tuple(sorted(dump.versions.items())) for dump in dumps}
-    for versions_of_rank in sorted(versions):
-        yield f'<p class="dim">{escape(", ".join(f"{name} {version}" for name, version in versions_of_rank))}</p>'

@@ -24,6 +24,8 @@ from .output import ranges
 
 # JAX and TensorFlow create every device up to the highest index, so a typing error must not create 10**9 of them.
 MAX_DEVICES: Final = 4096
+COMMAND_LINE: Final = "crossreduce.command_line"
+"""The key in the context of a command of its text, as a shell reads it."""
 _RANGE: Final = re.compile(r"(?P<name>.*[:#])?(?P<first>[0-9]{1,9})-(?P<last>[0-9]{1,9})")
 
 

@@ -22,7 +22,7 @@ from typing import Any, Final
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from ... import Bound, Plan
+from ... import Bound
 from ...errors import ArgumentError, BackendError, printable
 from ...export.files import real_path, replacing
 from ...planning.explain import limited_by
@@ -278,16 +278,6 @@ def draw(function: str, file: Path | None, *args: Any, **options: Any) -> None:
 
     with drawing_bar():
         getattr(pictures, function)(*args, file, **options)
-
-
-def write_explorer(plan: Plan, file: Path | None) -> None:
-    """Write the plan explorer's page, with a progress bar; without a file do nothing."""
-    if file is None:
-        return
-    from ...export.explorer import report_html, stages
-
-    with progress("exploring", stages(plan)) as advance:
-        file.write_text(report_html(plan, advance), "utf-8", newline="\n")
 
 
 @contextmanager

@@ -9,6 +9,7 @@ from __future__ import annotations
 import inspect
 import json
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from functools import wraps
 from typing import Annotated, Any, Final, NamedTuple, get_type_hints
@@ -22,6 +23,7 @@ from ...options import ALGORITHMS
 from ...packing import MOST_PACKS
 from ...planning.explain import shape
 from ...planning.optimal.bounds import COLLECTIVES
+from ...topology.topology_like import is_path
 from .arguments import at_least, one_of, read_costs, read_machine, read_nbytes, read_node, read_subset
 from .output import bound_json, rate_json
 from .topologies import Devices, Hosts, InNetwork, Machine, WithoutLink, select
@@ -104,6 +106,21 @@ class PlanRequest(NamedTuple):
     def part_of(self, complete: Topology) -> Topology:
         """Return a topology without the devices and links that ``--devices`` and ``--without-link`` remove."""
         return select(complete, self.devices, self.without_link)
+
+    def beside(self, name: str) -> PlanRequest:
+        """Return the same request for another algorithm, or for another machine or file, as one to compare with.
+
+        The number of hosts, devices and lost links are those of this request.
+        """
+        with suppress(ArgumentError):
+            return self._replace(algorithm=one_of(ALGORITHMS, "--beside", name))
+        try:
+            complete = read_machine(name, 1 if is_path(name) or name == "this" else self.hosts)
+            topology = self.part_of(complete)
+        except ArgumentError as error:
+            error.prefix(f"--beside {name}")
+            raise
+        return self._replace(machine=name, complete=complete, topology=topology)
 
     def for_one_kernel(self) -> PlanRequest:
         """Return the request for a plan that runs as one kernel: queuing operations costs nothing by default."""

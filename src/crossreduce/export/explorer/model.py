@@ -1,7 +1,8 @@
 """Everything that the plan explorer shows, as plain values.
 
-Input: a ``Plan``. Output: a dictionary that ``json`` can write. The page formats, adds up and draws these values, but
-does not compute times, rates or positions. Texts about the plan are those of ``Plan.explain``.
+Input: a ``Plan``, and what else the page shows. Output: a dictionary that ``json`` can write. The page formats, adds up
+and draws these values, but does not compute times, rates or positions. Texts about the plan are those of
+``Plan.explain``.
 """
 
 from __future__ import annotations
@@ -13,12 +14,15 @@ from typing import Any, Final, NamedTuple
 from ...devices import parse
 from ...errors import PlanError
 from ...planning import Plan
-from ...planning.explain import duration, heaviest_cuts, percent, size
+from ...planning.explain import busbw_factor, duration, heaviest_cuts, limited_by, percent, size
 from ...planning.plans import plan_request
 from ...planning.schedules import CHOICES, REGISTRY
 from ...schedule.link_use import link_use
 from ...schedule.schedule import many
-from .positions import places
+from ...topology.measurements import Measurement
+from .link_groups import link_groups
+from .losses import Loss, kinds
+from .positions import Map, places
 from .trees import groups
 
 PARTS: Final = 240  # the number of parts of the duration for which the use of links is shown
@@ -35,13 +39,29 @@ class Detail(NamedTuple):
 
     parts: int = PARTS  # of the duration
     trees: bool = True  # whether trees and rings are listed
+    lost: int = 3  # the number of losses whose plans are shown
 
 
-def model(plan: Plan, detail: Detail, advance: Advance) -> dict[str, Any]:
+class Beside(NamedTuple):
+    """What a page shows beside its plan."""
+
+    plan: Plan | None = None  # another plan of the same or of another topology
+    name: str = ""  # of this plan
+    measured: tuple[Measurement, ...] = ()
+    machine: str = ""  # the name of the topology
+    command: str = ""  # that writes the page
+
+
+Numbers = dict[tuple[str, str], int]  # the number of each link of a topology
+
+
+def model(plan: Plan, beside: Beside, lost: tuple[Loss, ...], detail: Detail, advance: Advance) -> dict[str, Any]:
     """Return a dictionary of all values that the page shows about a plan.
 
     Args:
       plan: the plan.
+      beside: what the page shows beside it.
+      lost: the losses of parts: see ``losses``.
       detail: the level of detail.
       advance: called with the name of each stage when it begins; ``stages`` returns the number of stages.
     """
@@ -49,45 +69,81 @@ def model(plan: Plan, detail: Detail, advance: Advance) -> dict[str, Any]:
     text = plan.explain()
     head, *rest = text.splitlines()  # in the rest, a fact has a label in columns 2 to 11, and then its text
     facts = [[line[2:12].strip(), line[12:].strip()] for line in rest if line[2:3].strip() and line.startswith("  ")]
-    topology, where = plan.topology, places(plan.topology)
-    number = {node.name: k for k, node in enumerate(where.nodes)}
-    links = [
-        [number[link.src], number[link.dst], float(link.bandwidth), where.bends.get((link.src, link.dst), 0)]
-        for link in topology.links
-    ]
-    link_number = {(link.src, link.dst): k for k, link in enumerate(topology.links)}
     has_data = plan.rate is not None and plan.nbytes > 0
-    others = [(name, other) for name, other in plan.comparisons.items() if other.schedule != plan.schedule]
+    other = beside.plan if has_data and beside.plan is not None and beside.plan.rate is not None else None
+    numbers = _numbers(plan)
+    shown = [plan.schedule, *([] if other is None else [other.schedule])]
+    others = [(name, each) for name, each in plan.comparisons.items() if each.schedule not in shown]
     plans = []
     for name, shown_plan in [(plan.algorithm, plan), *others] if has_data else []:
         advance(f"tracing {name}")
-        plans.append(_plan(name, shown_plan, plan, link_number, detail))
+        plans.append(_plan(name, shown_plan, plan, numbers, detail))
+    second = None
+    if other is not None:
+        advance(f"tracing {beside.name}")
+        same = other.topology == plan.topology
+        second = None if same else _map(other, places(other.topology))
+        entry = _plan(beside.name, other, other, numbers if same else _numbers(other), detail)
+        times = f"{other.seconds / plan.seconds:.2f} x" if plan.seconds else ""
+        plans.insert(1, entry | {"times": times, "other": not same, "beside": True})
+    where = places(plan.topology)
+    node_number = {node.name: k for k, node in enumerate(where.nodes)}
+    loss_rows = [_loss(each, plan, node_number) for each in lost]
+    for row, each in list(zip(loss_rows, lost, strict=True))[: detail.lost]:
+        row["plan"] = len(plans)
+        name = f"{each.parts[0].name} at half speed" if each.is_half else f"without {each.parts[0].name}"
+        entry = _plan(name, each.plan, plan, numbers, detail)
+        plans.append(entry | {"lost": row["links"], "card": row["card"], "half": each.is_half})
     return {
         "head": head,
         "text": text,
         "facts": [fact for fact in facts if fact[0] in _FACTS],
         "collective": plan.collective,
         "bytes": plan.nbytes,
+        **_map(plan, where),
+        "other": second,
+        "parts": detail.parts,
+        "plans": plans,
+        "losses": _losses(loss_rows, lost, plan, node_number),
+        "sizes": _sizes(plan, advance) if has_data else None,
+        "measured": _measured(plan, beside.measured, advance) if has_data else [],
+    }
+
+
+def _numbers(plan: Plan) -> Numbers:
+    return {(link.src, link.dst): k for k, link in enumerate(plan.topology.links)}
+
+
+def _map(plan: Plan, where: Map) -> dict[str, Any]:
+    """Return the wiring of a plan: its nodes, links, boxes, groups of links, and tight cuts."""
+    topology, numbers = plan.topology, _numbers(plan)
+    number = {node.name: k for k, node in enumerate(where.nodes)}
+    bends = where.bends
+    return {
         "nodes": [
-            [node.name, node.label, round(node.x), round(node.y), node.box, node.is_device] for node in where.nodes
+            [node.name, node.label, round(node.x), round(node.y), node.box, node.is_device, int(node.is_cell)]
+            for node in where.nodes
         ],
         "reducing": [number[switch.name] for switch in topology.switches if switch.reduces],
         "boxes": [[box.name, *(round(value) for value in box[1:])] for box in where.boxes],
         "symbol": round(where.size),
-        "links": links,
-        "parts": detail.parts,
-        "cuts": _cuts(plan, number, link_number) if has_data else [],
-        "plans": plans,
-        "sizes": _sizes(plan, advance) if has_data else None,
+        "links": [
+            [number[link.src], number[link.dst], float(link.bandwidth), bends.get((link.src, link.dst), 0)]
+            for link in topology.links
+        ],
+        "rows": [list(group) for group in link_groups(topology, where)],
+        "cuts": _cuts(plan, number, numbers) if plan.rate is not None and plan.nbytes > 0 else [],
+        "limited": limited_by(plan.bound) if plan.bound.algbw is not None else "",
     }
 
 
 _FACTS: Final = ("plan", "predicted", "bound", "limited by", "assumed", "helpers", "busiest")
 
 
-def stages(plan: Plan) -> int:
-    """Return the number of stages of ``model``."""
-    return 2 + len(plan.comparisons) + len(_sizes_of(plan))
+def stages(plan: Plan, beside: Beside = Beside()) -> int:  # noqa: B008 - it is a frozen value
+    """Return the number of stages of ``losses`` and ``model``."""
+    count = 2 + len(plan.comparisons) + len(_sizes_of(plan)) + len(_measured_sizes(plan, beside.measured))
+    return count + len(kinds(plan, places(plan.topology))) + (beside.plan is not None)
 
 
 def _sizes_of(plan: Plan) -> tuple[int, ...]:
@@ -95,7 +151,7 @@ def _sizes_of(plan: Plan) -> tuple[int, ...]:
     return SIZES if len(plan.request.members) <= _MANY else SIZES[::2]
 
 
-def _plan(name: str, plan: Plan, best: Plan, link_number: dict[tuple[str, str], int], detail: Detail) -> dict[str, Any]:
+def _plan(name: str, plan: Plan, best: Plan, link_number: Numbers, detail: Detail) -> dict[str, Any]:
     """Return the values of one plan. ``best`` is the plan of the page, with which others are compared."""
     costs, topology, simulation = plan.request.costs, plan.topology, plan.simulation
     use = link_use(plan.schedule, topology, plan.nbytes, plan.seconds, detail.parts, costs)
@@ -117,6 +173,7 @@ def _plan(name: str, plan: Plan, best: Plan, link_number: dict[tuple[str, str], 
         "seconds": plan.seconds,
         "duration": duration(plan.seconds),
         "times": f"{plan.seconds / best.seconds:.2f} x" if plan is not best and best.seconds else "",
+        "busbw": f"{plan.algbw * _bus_factor(plan):.2f} GB/s busbw",
         "rate": f"{float(rate):.2f} GB/s when large" if rate else "",
         "ratio": f"{percent(rate / bound)} of the bound" if rate and bound else "",
         "head": plan.schedule.head,
@@ -128,6 +185,10 @@ def _plan(name: str, plan: Plan, best: Plan, link_number: dict[tuple[str, str], 
     }
 
 
+def _bus_factor(plan: Plan) -> float:
+    return busbw_factor(plan.collective, len(plan.request.members))
+
+
 def _levels(carried: tuple[float, ...], most: float) -> tuple[int, ...]:
     """Return the use of a link, in percent of its bandwidth, in each part of the time.
 
@@ -137,7 +198,7 @@ def _levels(carried: tuple[float, ...], most: float) -> tuple[int, ...]:
     return tuple([0 if part < _IDLE else min(100, max(1, round(part))) for part in parts])
 
 
-def _groups(plan: Plan, link_number: dict[tuple[str, str], int]) -> list[dict[str, Any]]:
+def _groups(plan: Plan, link_number: Numbers) -> list[dict[str, Any]]:
     return [
         {
             "title": group.title,
@@ -159,7 +220,7 @@ def _groups(plan: Plan, link_number: dict[tuple[str, str], int]) -> list[dict[st
     ]
 
 
-def _cuts(plan: Plan, number: dict[str, int], link_number: dict[tuple[str, str], int]) -> list[dict[str, Any]]:
+def _cuts(plan: Plan, number: dict[str, int], link_number: Numbers) -> list[dict[str, Any]]:
     """Return the tight cuts, each with the devices on the smaller side and the links that cross the cut."""
     links_of_cut: dict[tuple[str, ...], set[int]] = {}
     for devices, _, links in heaviest_cuts(plan.bound):
@@ -193,7 +254,8 @@ def _sizes(plan: Plan, advance: Advance) -> dict[str, Any]:
     for nbytes in sizes:
         advance(f"planning {size(nbytes)}")
         auto = plan_request(request._replace(nbytes=nbytes, algorithm=CHOICES[-1]))
-        best.append([auto.algorithm, auto.seconds, duration(auto.seconds), f"{auto.algbw:.2f}"])
+        rates = [f"{auto.algbw:.2f}", f"{auto.algbw * _bus_factor(plan):.2f}"]
+        best.append([auto.algorithm, auto.seconds, duration(auto.seconds), *rates])
         for name in names:
             try:
                 seconds[name].append(plan_request(request._replace(nbytes=nbytes, algorithm=name)).seconds)
@@ -209,3 +271,67 @@ def _sizes(plan: Plan, advance: Advance) -> dict[str, Any]:
         },
         "auto": best,
     }
+
+
+def _loss(loss: Loss, plan: Plan, number: dict[str, int]) -> dict[str, Any]:
+    """Return a row of the table of losses."""
+    rate, bound, part = loss.plan.rate, plan.bound.algbw, loss.parts[0]
+    return {
+        "name": part.name,
+        "alike": len(loss.parts),
+        "links": list(part.links),
+        "card": number[part.nodes[0]] if len(part.nodes) == 1 else None,
+        "half": loss.is_half,
+        "algorithm": loss.plan.algorithm,
+        "duration": duration(loss.plan.seconds),
+        "times": f"{loss.plan.seconds / plan.seconds:.2f} x" if plan.seconds else "",
+        "rate": f"{float(rate):.2f}" if rate else "",
+        "ratio": percent(rate / bound) if rate and bound else "",
+        "plan": None,
+    }
+
+
+def _losses(
+    rows: list[dict[str, Any]], lost: tuple[Loss, ...], plan: Plan, number: dict[str, int]
+) -> dict[str, Any] | None:
+    """Return the table of losses, and for each link and each network card the part with which it fails."""
+    if not rows or plan.rate is None:
+        return None
+    of_links: dict[int, list[Any]] = {}  # by link: the row, and the name, the links and the node of the part
+    of_cards: dict[str, list[Any]] = {}
+    for k, loss in enumerate(lost):
+        for part in loss.parts:
+            if len(part.nodes) == 1:
+                of_cards[part.nodes[0]] = [k, part.name, part.links, number[part.nodes[0]]]
+            for link in part.links:
+                if len(part.nodes) == 2 or link not in of_links:  # the cable of a link; without a cable, its card
+                    card = number[part.nodes[0]] if len(part.nodes) == 1 else None
+                    of_links[link] = [k, part.name, part.links, card]
+    return {
+        "rows": rows,
+        "links": [of_links.get(k) for k in range(len(plan.topology.links))],
+        "cards": of_cards,
+        "all": [plan.algorithm, duration(plan.seconds), f"{float(plan.rate):.2f}", percent(plan.ratio)],
+    }
+
+
+def _measured_sizes(plan: Plan, measured: tuple[Measurement, ...]) -> dict[int, float]:
+    """Return the least measured seconds of each size, of this plan's collective among the same devices."""
+    members, seconds = set(plan.request.members), dict[int, float]()
+    for one in measured:
+        if one.collective == plan.collective and set(one.devices) == members:
+            seconds[one.nbytes] = min(one.seconds, seconds.get(one.nbytes, one.seconds))
+    return dict(sorted(seconds.items()))
+
+
+def _measured(plan: Plan, measured: tuple[Measurement, ...], advance: Advance) -> list[list[Any]]:
+    """Return a row for each measured size: the measured time beside the planned one."""
+    rows: list[list[Any]] = []
+    for nbytes, seconds in _measured_sizes(plan, measured).items():
+        advance(f"planning {size(nbytes)}")
+        planned = plan if nbytes == plan.nbytes else plan_request(plan.request._replace(nbytes=nbytes))
+        rate = nbytes / seconds / 1e9
+        times = [seconds, duration(seconds), planned.seconds, duration(planned.seconds)]
+        ratio = f"{seconds / planned.seconds:.2f}" if planned.seconds else ""
+        rows.append([nbytes, size(nbytes), *times, ratio, f"{rate:.2f}", f"{rate * _bus_factor(plan):.2f}"])
+    return rows

@@ -20,7 +20,9 @@ _GAP: Final = 80.0  # between boxes
 _RATIO: Final = 1.25  # the width of a picture of several hosts, divided by its height
 _ROWS: Final = 8  # up to this number of hosts are in two rows; more hosts are placed around the network
 _NAMES: Final = 16  # with more devices than this, labels are numbers
-_RINGS: Final = 96  # more devices than this in one host are on several rings
+_CELLS: Final = 16  # with more devices than this, a host whose links all lead from devices to switches is a rack
+_TRAY: Final = 4  # cells in a column
+_PITCH: Final = 84.0  # from a cell to the next one
 
 
 class Node(NamedTuple):
@@ -32,6 +34,7 @@ class Node(NamedTuple):
     y: float
     box: int  # the number of the box that contains it, or -1
     is_device: bool
+    is_cell: bool  # whether it is a cell of a rack; its links to switches of its box are parts of the cell, not lines
 
 
 class Box(NamedTuple):
@@ -63,6 +66,7 @@ def places(topology: Topology) -> Map:
     (['host0', 'host1', 'host2', 'host3', 'network'], '0')
     """
     groups = _groups(topology)
+    cells = {device for members in groups.values() for device in _cells(topology, members)}
     if len(groups) == 1:
         positions, bends = _inner(topology, topology.nodes)
         boxes: list[Box] = []
@@ -79,7 +83,7 @@ def places(topology: Topology) -> Map:
             box_of |= dict.fromkeys(box_positions, number)
     short = len(topology.devices) > _NAMES
     nodes = tuple(
-        Node(node, _label(node, short=short), *positions[node], box_of[node], node in topology.devices)
+        Node(node, _label(node, short=short), *positions[node], box_of[node], node in topology.devices, node in cells)
         for node in topology.nodes
     )
     return Map(nodes, tuple(boxes), bends, _symbol([positions[device] for device in topology.devices]))
@@ -111,12 +115,12 @@ def _inner(topology: Topology, members: list[str] | tuple[str, ...]) -> tuple[di
     if not devices:  # the network is a compact grid
         across = math.ceil(math.sqrt(len(members) * 1.6))
         return {node: (k % across * 120.0, k // across * 80.0) for k, node in enumerate(members)}, {}
+    if _cells(topology, members):
+        return _rack(devices, [node for node in members if node not in devices]), {}
     links = [link for link in topology.links if inside.issuperset(link[:2])]
     switches = tuple(switch for switch in topology.switches if switch.name in inside)
     layout = graph_layout(Topology.unchecked(devices, links, switches))
     positions = {node: (place.real * _PIXELS, -place.imag * _PIXELS) for node, place in layout.positions.items()}
-    if len(devices) > _RINGS and switches:
-        positions |= _rings(devices)
     bends = {}
     for link in links:
         if frozenset(link[:2]) in layout.bent:
@@ -124,17 +128,37 @@ def _inner(topology: Topology, members: list[str] | tuple[str, ...]) -> tuple[di
     return positions, bends
 
 
-def _rings(devices: tuple[str, ...]) -> dict[str, Place]:
-    """Return positions of many devices around their switches on several rings. The first devices are outermost."""
-    rings = math.ceil(len(devices) / 64)  # a ring has room for about 64 devices
-    per_ring = math.ceil(len(devices) / rings)
+def _cells(topology: Topology, members: list[str] | tuple[str, ...]) -> tuple[str, ...]:
+    """Return the devices of a box that are drawn as cells of a rack: many devices, whose links all lead to switches.
+
+    Lines from so many devices to a switch would cover each other. A cell shows the use of its links instead.
+    """
+    devices = tuple(node for node in members if node in topology.devices)
+    inside, known = set(members), set(devices)
+    ends = [link[:2] for link in topology.links if inside.issuperset(link[:2])]
+    star = bool(ends) and all((src in known) != (dst in known) for src, dst in ends)
+    return devices if star and len(devices) > _CELLS else ()
+
+
+def _rack(devices: tuple[str, ...], switches: list[str]) -> dict[str, Place]:
+    """Return positions of devices in columns of four, above and below their switches in the middle."""
+    columns = math.ceil(len(devices) / _TRAY)
+    high = _TRAY * _PITCH + 30.0
+    # Of the even numbers of rows of columns, the one whose picture is nearest to ``_RATIO``.
+    rows = min(
+        range(2, 2 * columns + 1, 2),
+        key=lambda rows: abs(math.ceil(columns / rows) * _PITCH / (rows * high) - _RATIO),
+    )
+    across = math.ceil(columns / rows)
     positions = {}
     for k, device in enumerate(devices):
-        ring, position = divmod(k, per_ring)
-        angle = math.tau * (position + ring / rings) / per_ring - math.pi / 2
-        radius = 720.0 - 90.0 * ring
-        positions[device] = (radius * math.cos(angle), radius * math.sin(angle))
-    return positions
+        column, place = divmod(k, _TRAY)
+        row, column = divmod(column, across)
+        middle = 70.0 if row >= rows / 2 else -70.0  # room for the switches
+        x = (column - (across - 1) / 2) * _PITCH
+        positions[device] = (x, (row - rows / 2) * high + (place + 0.5) * _PITCH + middle)
+    wide = max(120.0, across * _PITCH / max(1, len(switches)))
+    return positions | {switch: ((k - (len(switches) - 1) / 2) * wide, 0.0) for k, switch in enumerate(switches)}
 
 
 def _extent(positions: dict[str, Place]) -> Place:

@@ -7,31 +7,31 @@ function directionsOf(wiring, edge) {
   return [[`${a} → ${b}`, edge.there], [`${b} → ${a}`, edge.back]].filter(([, links]) => links.length);
 }
 
-function tipText(model, plan, directions, part) {
+function tipText(plan, directions, part) {
   return directions.map(([name, links]) => {
-    const sum = sumOf(model, plan, links), count = links.length > 1 ? `${links.length} links, ` : "";
-    return `${name}\n${count}${speedText(sum.speed)}, ${Math.round(meanUse(model, plan, links, part))} % used now\n` +
+    const sum = sumOf(plan, links), count = links.length > 1 ? `${links.length} links, ` : "";
+    return `${name}\n${count}${speedText(sum.speed)}, ${Math.round(meanUse(plan, links, part))} % used ${part === MEAN ? "on average" : "now"}\n` +
       `${bytesText(sum.bytes)} in ${sum.transfers} transfers, busy ${sum.busy.toFixed(2)} %`;
   }).join("\n");
 }
 
 class Details {
-  constructor(model) {
-    this.model = model;
+  constructor() {
     this.place = document.getElementById("details");
     this.chartPlace = document.getElementById("link-chart");
     this.directions = null;
     this.chart = null;
+    this.seconds = null;
   }
 
   show(plan, directions) {
     this.plan = plan;
     this.directions = directions;
     this.part = -1;
-    const head = element("tr", {}, ...["Link", "GB/s", "bytes", "busy", "transfers", "now"].map((text) => element("th", { scope: "col", textContent: text })));
+    const head = element("tr", {}, ...["Link", "GB/s", "bytes", "busy", "transfers", "used"].map((text) => element("th", { scope: "col", textContent: text })));
     this.nows = [];
     const rows = directions.map(([name, links]) => {
-      const sum = sumOf(this.model, plan, links), now = element("td");
+      const sum = sumOf(plan, links), now = element("td");
       this.nows.push(now);
       const title = links.length > 1 ? `${name} (${links.length} links)` : name;
       return element("tr", {}, element("th", { scope: "row", textContent: title }),
@@ -45,10 +45,10 @@ class Details {
 
   draw() {
     if (!this.directions) return;
-    const { model, plan, directions } = this;
+    const { plan, directions } = this, { parts } = plan.map;
     if (this.chart) this.chart.destroy();
-    const times = Array.from({ length: model.parts }, (_, part) => ((part + 0.5) / model.parts) * plan.seconds * 1e6);
-    const series = directions.map(([, links]) => times.map((_, part) => (meanUse(model, plan, links, part) / 100) * sumOf(model, plan, links).speed));
+    const times = Array.from({ length: parts }, (_, part) => ((part + 0.5) / parts) * plan.seconds * 1e6);
+    const series = directions.map(([, links]) => times.map((_, part) => (meanUse(plan, links, part) / 100) * sumOf(plan, links).speed));
     const colours = [theme("partial"), theme("final")];
     const axis = { stroke: theme("soft"), grid: { stroke: theme("line"), width: 1 }, ticks: { stroke: theme("line"), width: 1 }, font: "11px system-ui" };
     this.chart = new uPlot({
@@ -62,7 +62,8 @@ class Details {
 
   // Draw the present time into the chart.
   mark(chart) {
-    const x = Math.round(chart.valToPos(Math.min(this.seconds || 0, this.plan.seconds) * 1e6, "x", true)), { top, height } = chart.bbox;
+    if (this.seconds === null) return;
+    const x = Math.round(chart.valToPos(Math.min(this.seconds, this.plan.seconds) * 1e6, "x", true)), { top, height } = chart.bbox;
     chart.ctx.fillStyle = theme("ink");
     chart.ctx.fillRect(x, top, 1.5, height);
   }
@@ -74,7 +75,7 @@ class Details {
     this.part = part;
     if (!moved) return;
     this.directions.forEach(([, links], k) => {
-      this.nows[k].textContent = `${Math.round(meanUse(this.model, this.plan, links, part))} %`;
+      this.nows[k].textContent = `${Math.round(meanUse(this.plan, links, part))} %`;
     });
     if (this.chart) this.chart.redraw(false);
   }

@@ -17,24 +17,31 @@ class Explorer {
   constructor(model) {
     this.model = model;
     this.plan = model.plans[0];
-    this.seconds = 0;
+    this.seconds = null; // the mean over the time of the plan
     this.playing = false;
     this.route = null;
     this.picked = null; // the links of each direction, by name, of what is selected
-    const many = model.nodes.filter((node) => node[5]).length > MOST_OPEN;
-    this.folded = new Set(many ? model.boxes.keys() : []);
+    this.folded = new Map([model, model.other].filter(Boolean).map((map) => { // for each wiring, its folded hosts
+      const many = map.nodes.filter((node) => node[5]).length > MOST_OPEN;
+      return [map, new Set(many ? map.boxes.keys() : [])];
+    }));
     this.get = (id) => document.getElementById(id);
-    this.details = new Details(model);
+    this.details = new Details();
+    this.losses = new Losses(model, (loss) => this.lose(loss));
     this.plans = new Plans(model, (k) => this.choosePlan(k));
-    this.map = new LinkMap(model, (link, part) => this.chooseLink(link, part));
-    this.table = new LinkTable(model, this.map);
+    this.map = new LinkMap(model, (links, part) => this.chooseLinks(links, part));
+    this.table = new LinkTable();
     this.wirings = [];
     this.listCuts();
     this.trees = new Trees((route) => this.isolate(route));
-    this.addWiring();
     this.sizes = new Sizes(model);
     this.controls();
     this.choosePlan(0);
+    const beside = model.plans.findIndex((plan) => plan.beside);
+    if (beside >= 0) {
+      this.get("beside").value = String(beside);
+      this.setBeside(String(beside));
+    }
     this.drawRamp();
     document.documentElement.dataset.ready = "true";
   }
@@ -44,20 +51,40 @@ class Explorer {
     return Math.max(...(this.get("run-on").checked ? this.model.plans : shown).map((plan) => plan.seconds));
   }
 
-  get cut() {
-    const chosen = this.get("cut").value;
-    return chosen === "all" ? this.model.cuts : this.model.cuts.filter((_, k) => String(k) === chosen);
+  cutOf(map) {
+    const { value } = this.get("cut"), shown = map === this.plan.map ? value : value && "0"; // the list is that of the plan
+    return shown === "all" ? map.cuts : map.cuts.filter((_, k) => String(k) === shown);
   }
 
-  addWiring() {
-    const made = new Wiring(this.get("views"), this.model, this.folded, {
-      state: (wiring) => ({ route: [undefined, wiring].includes(this.wirings[0]) ? this.route : null, cut: this.cut }),
+  // Show a plan in the first wiring, or beside it in the second one.
+  addWiring(plan, place) {
+    const first = place === 0;
+    if (this.wirings[place] && this.wirings[place].model === plan.map) {
+      this.wirings[place].plan = plan;
+      this.wirings[place].mark();
+      return this.wirings[place];
+    }
+    const made = new Wiring(this.get("views"), plan.map, this.folded.get(plan.map), {
+      state: (wiring) => ({ route: first ? this.route : null, cut: this.cutOf(plan.map), lost: this.lostIn(wiring ? wiring.plan || plan : plan, first) }),
       point: (wiring, id) => this.point(wiring, id),
       choose: (wiring, id) => this.choose(wiring, id),
-      fold: (box) => this.fold(box),
+      chooseCard: (wiring, node) => this.chooseCard(wiring, node),
+      fold: (wiring, box) => this.fold(wiring, box),
     });
-    this.wirings.push(made);
+    made.plan = plan;
+    if (this.wirings[place]) {
+      this.get("views").insertBefore(made.view, this.wirings[place].view);
+      this.wirings[place].remove();
+    }
+    this.wirings[place] = made;
     return made;
+  }
+
+  // The links and the network card that have failed: in a plan without them, or those that were taken away.
+  lostIn(plan, first) {
+    if (plan.lost) return { links: plan.lost, card: plan.card, half: plan.half };
+    const loss = first && plan.map === this.model ? this.loss : null;
+    return loss || { links: [], card: null, half: false };
   }
 
   controls() {
@@ -67,17 +94,17 @@ class Explorer {
       this.mark();
       this.nameCut();
     });
-    get("fold").hidden = !this.model.boxes.length;
     get("fold").addEventListener("click", () => this.foldAll());
     get("zoom-in").addEventListener("click", () => this.wirings.forEach((wiring) => wiring.zoom(1.4)));
     get("zoom-out").addEventListener("click", () => this.wirings.forEach((wiring) => wiring.zoom(1 / 1.4)));
     get("zoom-fit").addEventListener("click", () => this.wirings.forEach((wiring) => wiring.fit()));
     get("play").addEventListener("click", () => this.play(!this.playing));
+    get("mean").addEventListener("click", () => this.mean());
     get("time").addEventListener("input", () => {
       this.play(false);
       this.at((Number(get("time").value) / 1000) * this.end);
     });
-    get("run-on").addEventListener("change", () => this.at(Math.min(this.seconds, this.end)));
+    get("run-on").addEventListener("change", () => this.again());
     document.addEventListener("keydown", (event) => this.key(event));
     const dark = matchMedia("(prefers-color-scheme: dark)");
     dark.addEventListener("change", () => this.restyle());
@@ -88,10 +115,8 @@ class Explorer {
       this.sizes.draw();
       this.details.draw();
       this.map.resize();
-      this.at(this.seconds);
+      this.again();
     });
-    this.nameFold();
-    this.nameCut();
   }
 
   restyle() {
@@ -100,6 +125,7 @@ class Explorer {
     this.sizes.draw();
     this.details.draw();
     this.drawRamp();
+    this.drawAxis();
   }
 
   drawRamp() {
@@ -120,7 +146,11 @@ class Explorer {
       ",": () => this.step(-1),
       f: () => this.foldAll(),
       c: () => this.toggleCut(),
-      Escape: () => this.trees.press(null, null),
+      m: () => this.mean(),
+      Escape: () => {
+        this.trees.press(null, null);
+        this.losses.take(null);
+      },
     };
     const action = actions[event.key.length === 1 ? event.key.toLowerCase() : event.key];
     if (!action || (event.target.closest("select") && event.key !== "Escape")) return;
@@ -130,18 +160,36 @@ class Explorer {
 
   step(parts) {
     this.play(false);
-    this.at(Math.max(0, Math.min(this.end, this.seconds + (parts * this.plan.seconds) / this.model.parts)));
+    this.at(Math.max(0, Math.min(this.end, (this.seconds || 0) + (parts * this.plan.seconds) / this.model.parts)));
+  }
+
+  // Show the mean over the time of the plan.
+  mean() {
+    this.play(false);
+    this.at(null);
+  }
+
+  // Show the present time again, after a change of the plans.
+  again() {
+    this.at(this.seconds === null ? null : Math.min(this.seconds, this.end));
   }
 
   choosePlan(k) {
+    const { map } = this.plan;
     this.plan = this.model.plans[k];
+    if (map !== this.plan.map) {
+      this.picked = null;
+      this.listCuts();
+    }
+    this.addWiring(this.plan, 0).caption.textContent = `${this.plan.name}: ${this.plan.duration}`;
     this.listBeside();
     this.trees.show(this.plan);
     this.map.show(this.plan);
     this.table.show(this.plan);
-    this.wirings[0].caption.textContent = `${this.plan.name}: ${this.plan.duration}`;
+    this.nameFold();
+    this.nameCut();
     if (this.picked) this.details.show(this.plan, this.picked);
-    this.at(Math.min(this.seconds, this.end));
+    this.again();
   }
 
   // Offer each plan but the one that is shown.
@@ -155,11 +203,23 @@ class Explorer {
   }
 
   setBeside(value) {
-    if (this.wirings[1]) this.wirings.pop().remove();
     this.second = value === "" ? null : this.model.plans[Number(value)];
-    if (this.second) this.addWiring().caption.textContent = `${this.second.name}: ${this.second.duration}`;
+    if (this.wirings[1] && !this.second) this.wirings.pop().remove();
+    if (this.second) this.addWiring(this.second, 1).caption.textContent = `${this.second.name}: ${this.second.duration}`;
     this.wirings[0].fit();
-    this.at(Math.min(this.seconds, this.end));
+    this.again();
+  }
+
+  // Take a part away, or bring it back; show the plan without it beside the plan, if the page has it.
+  lose(loss) {
+    this.loss = loss;
+    this.mark();
+    const { plans } = this.model, beside = this.get("beside");
+    const value = loss && loss.plan !== null && plans[loss.plan] !== this.plan ? String(loss.plan) : "";
+    if (loss ? value : this.second && this.second.lost) {
+      beside.value = value;
+      this.setBeside(value);
+    }
   }
 
   isolate(route) {
@@ -171,18 +231,22 @@ class Explorer {
     this.wirings.forEach((wiring) => wiring.mark());
   }
 
-  fold(box) {
-    if (this.folded.has(box)) this.folded.delete(box);
-    else this.folded.add(box);
-    say(`${this.model.boxes[box][0]} is ${this.folded.has(box) ? "folded" : "unfolded"}.`);
+  fold({ model, folded }, box) {
+    if (folded.has(box)) folded.delete(box);
+    else folded.add(box);
+    say(`${model.boxes[box][0]} is ${folded.has(box) ? "folded" : "unfolded"}.`);
     this.rebuild();
   }
 
   foldAll() {
-    if (!this.model.boxes.length) return;
-    if (this.folded.size) this.folded.clear();
-    else this.model.boxes.forEach((_, box) => this.folded.add(box));
-    say(this.folded.size ? "All hosts are folded." : "All hosts are unfolded.");
+    const { boxes } = this.plan.map;
+    if (!boxes.length) return;
+    const fold = !this.folded.get(this.plan.map).size;
+    for (const [map, folded] of this.folded) {
+      folded.clear();
+      if (fold) map.boxes.forEach((_, box) => folded.add(box));
+    }
+    say(fold ? "All hosts are folded." : "All hosts are unfolded.");
     this.rebuild();
   }
 
@@ -194,9 +258,9 @@ class Explorer {
 
   // Offer each tight cut, all of them, and none. Of several, only the first one is shown at the beginning.
   listCuts() {
-    const cuts = this.model.cuts, options = cuts.map(({ name }, k) => element("option", { value: String(k), textContent: name }));
+    const { cuts } = this.plan.map, options = cuts.map(({ name }, k) => element("option", { value: String(k), textContent: name }));
     if (cuts.length > 1) options.push(element("option", { value: "all", textContent: `all ${cuts.length}` }));
-    this.get("cut").append(...options, element("option", { value: "", textContent: "hidden" }));
+    this.get("cut").replaceChildren(...options, element("option", { value: "", textContent: "hidden" }));
   }
 
   toggleCut() {
@@ -206,15 +270,16 @@ class Explorer {
   }
 
   nameCut() {
-    const limited = this.model.facts.find(([name]) => name === "limited by");
+    const { limited, cuts } = this.plan.map;
     if (!limited) return;
-    const { value } = this.get("cut"), count = this.model.cuts.length;
+    const { value } = this.get("cut"), count = cuts.length;
     const which = count > 1 && value !== "" && value !== "all" ? ` One of ${count} tight cuts is shown.` : "";
-    this.get("cut-text").textContent = `No plan can exceed the bound: it is limited by ${limited[1]}.${which}`;
+    this.get("cut-text").textContent = `No plan can exceed the bound: it is limited by ${limited}.${which}`;
   }
 
   nameFold() {
-    this.get("fold").textContent = this.folded.size ? "Unfold hosts" : "Fold hosts";
+    this.get("fold").hidden = !this.plan.map.boxes.length;
+    this.get("fold").textContent = this.folded.get(this.plan.map).size ? "Unfold hosts" : "Fold hosts";
   }
 
   planOf(wiring) {
@@ -230,29 +295,35 @@ class Explorer {
   showTip() {
     if (!this.pointed) return;
     const [wiring, directions] = this.pointed, plan = this.planOf(wiring);
-    wiring.tip.textContent = tipText(this.model, plan, directions, partAt(this.model, plan, this.seconds));
+    wiring.tip.textContent = tipText(plan, directions, partAt(plan, this.seconds));
   }
 
   choose(wiring, id) {
     const plan = this.planOf(wiring), directions = directionsOf(wiring, wiring.edgeOf.get(id));
     wiring.pick(id);
     this.pick(plan, directions);
-    this.map.mark(directions[0][1].length === 1 ? directions[0][1][0] : -1);
+    if (wiring === this.wirings[0]) this.map.mark(directions[0][1]);
   }
 
-  chooseLink(link, part) {
-    const [src, dst] = this.model.links[link];
-    const edge = this.wirings[0].edges.find(({ there, back }) => there.includes(link) || back.includes(link));
+  chooseCard(wiring, node) {
+    wiring.pick(`n${node}`);
+    if (wiring.model === this.model) this.losses.offerCard(this.model.nodes[node][0]);
+  }
+
+  // Select the links of a row of the map.
+  chooseLinks(links, part) {
+    const edge = links.length === 1 && this.wirings[0].edges.find(({ there, back }) => there.includes(links[0]) || back.includes(links[0]));
     this.wirings[0].pick(edge ? edge.id : null);
     if (part !== null) this.at(part * this.plan.seconds);
-    this.pick(this.plan, [[`${this.model.nodes[src][0]} → ${this.model.nodes[dst][0]}`, [link]]]);
+    this.pick(this.plan, [[links.length === 1 ? linkName(this.plan.map, links[0]) : this.map.titleOf(links), links]]);
   }
 
   pick(plan, directions) {
-    this.picked = directions;
+    this.picked = plan.map === this.plan.map ? directions : null;
     this.details.show(plan, directions);
-    this.details.tick(this.seconds, partAt(this.model, plan, this.seconds));
-    say(tipText(this.model, plan, directions, partAt(this.model, plan, this.seconds)));
+    this.details.tick(this.seconds, partAt(plan, this.seconds));
+    this.losses.offer(plan.map === this.model ? directions.flatMap(([, links]) => links) : []);
+    say(tipText(plan, directions, partAt(plan, this.seconds)));
   }
 
   play(on) {
@@ -265,7 +336,7 @@ class Explorer {
       this.at(this.seconds); // texts may be older than the drawing
       return;
     }
-    if (this.seconds >= this.end) this.at(0);
+    if (this.seconds === null || this.seconds >= this.end) this.at(0);
     let before = performance.now();
     const frame = (now) => {
       if (!this.playing) return;
@@ -278,25 +349,45 @@ class Explorer {
     requestAnimationFrame(frame);
   }
 
-  // Show everything at a simulated time.
+  // The time axis of the slider, and above it the mean use of all links of the plan over time.
+  drawAxis() {
+    const { end, plan } = this, { parts } = this.model, canvas = this.get("profile"), context = canvas.getContext("2d");
+    canvas.width = parts * 2;
+    const share = plan.seconds / end, moved = plan.done.slice(1).map((done, k) => done - plan.done[k]), most = Math.max(...moved);
+    const texts = [0, 0.25, 0.5, 0.75, 1].map((part) => durationText(part * end));
+    this.get("axis").replaceChildren(...texts.map((text) => element("span", { textContent: text })));
+    context.fillStyle = theme("bar");
+    moved.forEach((one, part) => {
+      const high = most ? (one / most) * canvas.height : 0;
+      context.fillRect(part * 2 * share, canvas.height - high, 2 * share + 0.5, high);
+    });
+  }
+
+  // Show everything at a simulated time, or the means if it is ``null``.
   at(seconds) {
-    const { model } = this;
     this.seconds = seconds;
     const clock = performance.now();
     if (!this.playing || clock - (this.shown || 0) > 50) { // 20 times a second are enough for texts
       this.shown = clock;
-      const end = this.end, slider = this.get("time"), text = `${durationText(seconds)} of ${durationText(end)}`;
-      slider.value = String(Math.round((seconds / end) * 1000));
+      const { end } = this, slider = this.get("time");
+      const text = seconds === null ? `mean over ${this.plan.duration}` : `${durationText(seconds)} of ${durationText(end)}`;
+      if (this.axis !== `${end} ${this.plan.name}`) {
+        this.axis = `${end} ${this.plan.name}`;
+        this.drawAxis();
+      }
+      slider.value = String(Math.round(((seconds || 0) / end) * 1000));
+      slider.classList.toggle("mean", seconds === null);
+      this.get("mean").setAttribute("aria-pressed", String(seconds === null));
       this.get("now").textContent = text;
       slider.setAttribute("aria-valuetext", text);
     }
     this.wirings.forEach((wiring) => {
       const plan = this.planOf(wiring);
-      wiring.painter.show(plan, partAt(model, plan, seconds));
+      wiring.painter.show(plan, partAt(plan, seconds));
     });
     this.plans.tick(seconds);
     this.map.tick(seconds);
-    this.details.tick(seconds, partAt(model, this.plan, seconds));
+    this.details.tick(seconds, partAt(this.plan, seconds));
     this.showTip();
   }
 }

@@ -5,37 +5,39 @@ async function readModel() {
   const packed = Uint8Array.from(atob(document.getElementById("model").textContent.trim()), (c) => c.charCodeAt(0));
   const stream = new Blob([packed]).stream().pipeThrough(new DecompressionStream("deflate"));
   const model = JSON.parse(await new Response(stream).text());
-  model.plans.forEach((plan) => {
-    plan.linkOf = (link) => plan.links[link] || null;
-  });
+  if (model.other) model.other.parts = model.parts;
+  model.plans.forEach((plan) => (plan.map = plan.other ? model.other : model)); // its wiring
   return model;
 }
 
-// The part of the plan's duration, in parts of the model, at a time; one past the last part when it has ended.
-function partAt(model, plan, seconds) {
-  return Math.min(Math.floor((seconds / plan.seconds) * model.parts), model.parts);
+const MEAN = -1; // instead of a part of the time: the mean over the plan's duration
+
+// The part of the plan's duration at a time; one past the last part when it has ended. Without a time, MEAN.
+function partAt(plan, seconds) {
+  const { parts } = plan.map;
+  return seconds === null ? MEAN : Math.min(Math.floor((seconds / plan.seconds) * parts), parts);
 }
 
 // The use of a link in percent of its bandwidth in one part of the time.
 function useAt(plan, link, part) {
   const found = plan.links[link];
-  return found ? plan.curves[found[0]][part] || 0 : 0;
+  return found ? (part === MEAN ? found[2] : plan.curves[found[0]][part] || 0) : 0;
 }
 
 // The mean use of several links, weighted by their bandwidths.
-function meanUse(model, plan, links, part) {
+function meanUse(plan, links, part) {
   let used = 0, most = 0;
   for (const link of links) {
-    const speed = model.links[link][2];
+    const speed = plan.map.links[link][2];
     used += speed * useAt(plan, link, part);
     most += speed;
   }
   return most ? used / most : 0;
 }
 
-function doneAt(model, plan, seconds) {
-  const exact = (seconds / plan.seconds) * model.parts;
-  if (exact >= model.parts) return 100;
+function doneAt(plan, seconds) {
+  const exact = (seconds / plan.seconds) * plan.map.parts;
+  if (exact >= plan.map.parts) return 100;
   const part = Math.floor(exact), share = exact - part;
   return plan.done[part] * (1 - share) + plan.done[part + 1] * share;
 }
@@ -58,11 +60,11 @@ function speedText(gigabytes) {
 }
 
 // What several links carry in one direction: the sums of their bytes, transfers and speeds, and the mean busy share.
-function sumOf(model, plan, links) {
+function sumOf(plan, links) {
   const sum = { links: links.length, speed: 0, bytes: 0, busy: 0, transfers: 0 };
   for (const link of links) {
     const [, bytes, busy, transfers] = plan.links[link] || [0, 0, 0, 0];
-    const speed = model.links[link][2];
+    const speed = plan.map.links[link][2];
     sum.speed += speed;
     sum.bytes += bytes;
     sum.busy += busy * speed;
@@ -70,6 +72,13 @@ function sumOf(model, plan, links) {
   }
   sum.busy = sum.speed ? sum.busy / sum.speed : 0;
   return sum;
+}
+
+// The name of a link. Without the host if both ends are in it and ``short``.
+function linkName(map, link, short) {
+  const ends = map.links[link].slice(0, 2).map((node) => map.nodes[node]);
+  const cut = short && ends[0][4] >= 0 && ends[0][4] === ends[1][4] ? `${map.boxes[ends[0][4]][0]}/` : "";
+  return ends.map(([name]) => (name.startsWith(cut) ? name.slice(cut.length) : name)).join(" → ");
 }
 
 function element(tag, properties = {}, ...children) {

@@ -8,13 +8,14 @@ class Painter {
     this.plan = null;
     this.part = 0;
     this.lanes = [];
-    this.levels = []; // of the lanes, and then of the folded hosts
+    this.cells = []; // devices of a rack, each with the links out of it and into it
+    this.levels = []; // of the lanes, then of the folded hosts, then of both halves of each cell
     this.restyle();
   }
 
   restyle() {
     this.ramp = useRamp();
-    this.colours = { partial: theme("partial"), final: theme("final"), cut: theme("cut"), panel: theme("panel"), idle: theme("idle") };
+    this.colours = { partial: theme("partial"), final: theme("final"), cut: theme("cut"), panel: theme("panel"), idle: theme("idle"), lost: theme("lost") };
     this.draw();
   }
 
@@ -27,13 +28,22 @@ class Painter {
   }
 
   // Compute a lane for each direction of each line: its ends, its links, and whether it is in the route and the cut.
-  prepare(route, cut) {
+  prepare(route, cut, lost) {
     const { edges, cy } = this.wiring, tight = new Set(cut.flatMap((one) => one.links));
     const partial = new Set(route ? route.partial : []), final = new Set(route ? route.final : []);
     const places = new Map(cy.nodes().map((node) => [node.id(), node.position()]));
+    const marks = (links) => {
+      const gone = links.length > 0 && links.every((link) => lost.has(link));
+      return {
+        partial: links.some((link) => partial.has(link)), final: links.some((link) => final.has(link)),
+        tight: !gone && links.some((link) => tight.has(link)), lost: gone,
+      };
+    };
     this.route = Boolean(route);
     this.lanes = [];
-    for (const { a, b, there, back, bend } of edges) {
+    this.cells = [...this.wiring.cells].map(([key, halves]) => ({ ...places.get(key), halves: halves.map((links) => ({ links, ...marks(links) })) }));
+    for (const { a, b, there, back, bend, cell } of edges) {
+      if (cell) continue;
       for (const [from, to, links, turn] of [[a, b, there, bend], [b, a, back, -bend]]) {
         if (!links.length) continue;
         const start = places.get(from), end = places.get(to);
@@ -42,8 +52,7 @@ class Painter {
           x1: start.x, y1: start.y, x2: end.x, y2: end.y, ux: dx / length, uy: dy / length, length, links,
           // graph_layout's y axis points up, so its left is the other side here
           cx: turn ? (start.x + end.x) / 2 + (dy / length) * turn : null, cy: (start.y + end.y) / 2 - (dx / length) * turn,
-          partial: links.some((link) => partial.has(link)), final: links.some((link) => final.has(link)),
-          tight: links.some((link) => tight.has(link)),
+          ...marks(links),
         });
       }
     }
@@ -60,12 +69,13 @@ class Painter {
 
   // Find the use of each lane and folded host, in steps of 5 %; return whether one has changed.
   measure() {
-    const { plan, part, wiring } = this, { model } = wiring;
+    const { plan, part, wiring } = this;
     const level = (links) => {
-      const use = links.length === 1 ? useAt(plan, links[0], part) : meanUse(model, plan, links, part);
+      const use = links.length === 1 ? useAt(plan, links[0], part) : meanUse(plan, links, part);
       return use > 0 ? Math.max(1, Math.round(use / 5)) : 0;
     };
     const found = [...this.lanes.map((lane) => level(lane.links)), ...[...wiring.folded].map((box) => level(wiring.inside[box]))];
+    found.push(...this.cells.flatMap(({ halves }) => halves.map(({ links }) => level(links))));
     const changed = found.length !== this.levels.length || found.some((one, k) => one !== this.levels[k]);
     this.levels = found;
     return changed;
@@ -81,7 +91,22 @@ class Painter {
     context.lineCap = "butt";
     const pixel = this.unit(zoom) / zoom; // lines are thinner where symbols are small
     this.lines(pixel);
+    this.crosses(this.lanes.filter((lane) => lane.lost), 12 * pixel);
     [...wiring.folded].forEach((box, k) => this.bar(model.boxes[box], this.levels[this.lanes.length + k]));
+    this.cells.forEach((cell, k) => this.cell(cell, this.lanes.length + wiring.folded.size + 2 * k));
+  }
+
+  // The lower part of a cell: the use of the links out of the device at the left, of those into it at the right.
+  cell({ x, y, halves }, first) {
+    const { context, colours, route } = this, wide = this.wiring.model.symbol, half = wide / 2, top = y - wide * 0.1;
+    halves.forEach(({ partial, final, tight, lost }, k) => {
+      const kind = lost ? "lost" : route ? (partial ? "partial" : final ? "final" : "idle") : null, left = x - half + k * half;
+      context.fillStyle = kind ? colours[kind] : this.ramp[this.levels[first + k]];
+      context.fillRect(left + 3, top, half - 6, wide * 0.54);
+      if (!tight || route) return;
+      context.fillStyle = colours.cut;
+      context.fillRect(left, y + half, half, wide * 0.09);
+    });
   }
 
   // The size of a line's pixel on the screen: 1 where a symbol, or a folded host, has about 50 pixels.
@@ -125,6 +150,23 @@ class Painter {
       this.strokes(lanes, this.ramp[level], width, side, 1);
       if (!many) this.heads(lanes, this.ramp[level], (6 + level * 0.35) * pixel, side);
     });
+  }
+
+  // A cross in the middle of each link that has failed.
+  crosses(lanes, size) {
+    const { context } = this;
+    context.beginPath();
+    for (const lane of lanes) {
+      const x = lane.cx === null ? (lane.x1 + lane.x2) / 2 : (lane.x1 + lane.x2) / 4 + lane.cx / 2;
+      const y = lane.cx === null ? (lane.y1 + lane.y2) / 2 : (lane.y1 + lane.y2) / 4 + lane.cy / 2;
+      context.moveTo(x - size, y - size);
+      context.lineTo(x + size, y + size);
+      context.moveTo(x - size, y + size);
+      context.lineTo(x + size, y - size);
+    }
+    context.strokeStyle = this.colours.lost;
+    context.lineWidth = size / 2.5;
+    context.stroke();
   }
 
   strokes(lanes, colour, width, side, alpha) {

@@ -9,7 +9,7 @@ class Plans {
       const radio = element("input", { type: "radio", name: "plan", value: String(k), checked: k === 0 });
       radio.addEventListener("change", () => choose(k));
       const bar = element("i"), done = element("span", { className: "done" });
-      const facts = [plan.times, plan.rate, plan.ratio].filter(Boolean).join(", ");
+      const facts = [plan.times, plan.busbw, plan.rate, plan.ratio, this.measured(plan, k)].filter(Boolean).join(", ");
       const name = k === 0 ? `${plan.name} (this plan)` : plan.name;
       place.append(element("label", { className: "plan" }, radio, element("span", { className: "name", textContent: name }),
         element("span", { className: "time", textContent: plan.duration }),
@@ -19,11 +19,19 @@ class Plans {
     });
   }
 
+  // The measured time of the plan of the page, if it was measured at this size.
+  measured(plan, k) {
+    const row = k === 0 && this.model.measured.find(([bytes]) => bytes === this.model.bytes);
+    return row ? `measured ${row[3]} (${row[6]} x)` : "";
+  }
+
+  // The part of the data that has moved. Without a time, bars are as long as plans take.
   tick(seconds) {
+    const slowest = Math.max(...this.model.plans.map((plan) => plan.seconds));
     this.model.plans.forEach((plan, k) => {
-      const done = doneAt(this.model, plan, seconds), [bar, text] = this.bars[k];
+      const [bar, text] = this.bars[k], done = seconds === null ? (100 * plan.seconds) / slowest : doneAt(plan, seconds);
       bar.style.transform = `scaleX(${done / 100})`;
-      const now = seconds >= plan.seconds ? "finished" : `${Math.floor(done)} %`;
+      const now = seconds === null ? "" : seconds >= plan.seconds ? "finished" : `${Math.floor(done)} %`;
       if (text.textContent !== now) text.textContent = now;
     });
   }

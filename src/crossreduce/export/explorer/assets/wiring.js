@@ -40,6 +40,7 @@ class Wiring {
   build() {
     const { nodes, boxes, links, symbol } = this.model, elements = [];
     this.edges = [];
+    this.cells = new Map(); // for each device that is a cell of a rack, its links out of it and into it
     this.inside = boxes.map(() => []); // the links within each box
     const byPair = new Map();
     links.forEach(([src, dst, , bend], link) => {
@@ -48,27 +49,32 @@ class Wiring {
       if (a === b) return;
       const pair = a < b ? `${a} ${b}` : `${b} ${a}`;
       if (!byPair.has(pair)) {
-        byPair.set(pair, { id: `e${this.edges.length}`, a, b, there: [], back: [], bend: a[0] === "n" && b[0] === "n" ? bend : 0 });
+        const cell = a[0] === "n" && b[0] === "n" && nodes[src][4] === nodes[dst][4] && Boolean(nodes[src][6] || nodes[dst][6]);
+        byPair.set(pair, { id: `e${this.edges.length}`, a, b, there: [], back: [], cell, bend: a[0] === "n" && b[0] === "n" ? bend : 0 });
         this.edges.push(byPair.get(pair));
       }
       const edge = byPair.get(pair);
       (edge.a === a ? edge.there : edge.back).push(link);
+      if (!edge.cell) return;
+      const out = nodes[src][6], key = out ? a : b;
+      if (!this.cells.has(key)) this.cells.set(key, [[], []]);
+      this.cells.get(key)[out ? 0 : 1].push(link);
     });
     boxes.forEach(([name, x, y, width, height], box) => {
       const folded = this.folded.has(box), inside = nodes.filter((node) => node[4] === box && node[5]).length;
       const text = folded && inside ? `${name}\n${inside} devices` : name;
       elements.push({ data: { id: `b${box}`, text, width, height, font: width / (folded ? 5.5 : 7.5) }, position: { x, y }, classes: folded ? "box folded" : "box" });
     });
-    nodes.forEach(([name, text, x, y, box, isDevice], node) => {
+    nodes.forEach(([name, text, x, y, box, isDevice, isCell], node) => {
       if (box >= 0 && this.folded.has(box)) return;
       const size = isDevice ? symbol : Math.max(symbol * 0.9, 11 * text.length + 16);
       const long = text.length > 3;
-      const kind = isDevice ? (long ? "device long" : "device") : "switch";
-      const font = long ? Math.min(16, symbol / 4) : symbol * 0.44;
+      const kind = isCell ? "device cell" : isDevice ? (long ? "device long" : "device") : "switch";
+      const font = isCell ? symbol * 0.3 : long ? Math.min(16, symbol / 4) : symbol * 0.44;
       elements.push({ data: { id: `n${node}`, text, size, high: long || !isDevice ? 34 : symbol, font: isDevice ? font : 16 }, position: { x, y }, classes: kind });
     });
-    for (const { id, a, b, bend } of this.edges) {
-      elements.push({ data: { id, source: a, target: b, bend: -bend }, classes: bend ? "bent" : "" });
+    for (const { id, a, b, bend, cell } of this.edges) {
+      elements.push({ data: { id, source: a, target: b, bend: -bend }, classes: cell ? "hidden" : bend ? "bent" : "" });
     }
     this.cy.batch(() => {
       this.cy.elements().remove();
@@ -83,10 +89,12 @@ class Wiring {
 
   styles() {
     const label = { label: "data(text)", "text-valign": "center", "text-halign": "center", "text-wrap": "wrap" };
-    const ink = theme("ink"), line = theme("node-line");
+    const ink = theme("ink"), line = theme("node-line"), { symbol } = this.model;
     return [
       { selector: "node", style: { ...label, color: ink, "font-family": "system-ui, sans-serif", "overlay-opacity": 0 } },
       { selector: ".device, .switch", style: { width: "data(size)", height: "data(high)", "font-size": "data(font)", "background-color": theme("node"), "border-width": 2, "border-color": line, shape: "ellipse", "z-index": 5 } },
+      { selector: ".cell", style: { shape: "rectangle", "background-opacity": 0, "border-width": 1.5, "text-margin-y": -symbol * 0.29 } },
+      { selector: ".hidden", style: { visibility: "hidden" } },
       { selector: ".long", style: { shape: "round-rectangle" } },
       { selector: ".switch", style: { shape: "rectangle", "background-color": theme("switch") } },
       { selector: ".box", style: { width: "data(width)", height: "data(height)", shape: "round-rectangle", "background-opacity": 0, "border-width": 2, "border-color": theme("line"), "font-size": "data(font)", "text-valign": "top", "text-margin-y": -2, "text-background-color": theme("panel"), "text-background-opacity": 0.8, color: theme("soft"), "z-index": 1 } },
@@ -94,6 +102,8 @@ class Wiring {
       { selector: "edge", style: { width: 1.4, "line-color": theme("wire"), "curve-style": "straight", "overlay-opacity": 0, "z-index": 2 } },
       { selector: "edge.bent", style: { "curve-style": "unbundled-bezier", "control-point-distances": "data(bend)", "control-point-weights": 0.5 } },
       { selector: ".dim", style: { opacity: 0.25 } },
+      { selector: "edge.lost", style: { "line-style": "dashed", "line-color": theme("lost") } },
+      { selector: "node.lost", style: { "border-color": theme("lost"), "border-width": 4 } },
       { selector: ".root", style: { "background-color": theme("root"), color: theme("root-ink"), opacity: 1 } },
       { selector: ".cut", style: { "border-color": theme("cut"), "border-width": 5 } },
       { selector: "edge.picked", style: { width: 4, "line-color": theme("accent"), "z-index": 4 } },
@@ -108,7 +118,7 @@ class Wiring {
 
   // Set the classes of roots, of the tight cut, and of what is not part of the isolated route.
   mark() {
-    const { route, cut } = this.handlers.state(this);
+    const { route, cut, lost } = this.handlers.state(this), failed = new Set(lost.links);
     const keys = new Set(), roots = new Set();
     const inRoute = new Set(route ? [...route.partial, ...route.final] : []);
     for (const link of inRoute) for (const end of this.model.links[link].slice(0, 2)) keys.add(this.keyOf(end));
@@ -121,13 +131,16 @@ class Wiring {
         node.toggleClass("dim", Boolean(route) && !keys.has(key) && !roots.has(key) && !open);
         node.toggleClass("root", roots.has(key) && !node.hasClass("box"));
         node.toggleClass("cut", tight.has(key));
+        const cell = (this.cells.get(key) || []).flat().some((link) => failed.has(link));
+        node.toggleClass("lost", cell || (lost.card !== null && key === this.keyOf(lost.card)));
       });
       this.cy.edges().forEach((edge) => {
         const { there, back } = this.edgeOf.get(edge.id());
         edge.toggleClass("dim", Boolean(route) && ![...there, ...back].some((link) => inRoute.has(link)));
+        edge.toggleClass("lost", [...there, ...back].every((link) => failed.has(link)));
       });
     });
-    this.painter.prepare(route, cut);
+    this.painter.prepare(route, cut, lost.half ? new Set() : failed);
   }
 
   fit() {
@@ -145,7 +158,8 @@ class Wiring {
 
   pick(id) {
     this.cy.elements(".picked").removeClass("picked");
-    if (id) this.cy.getElementById(id).addClass("picked");
+    const edge = this.edgeOf.get(id), key = edge && edge.cell ? [edge.a, edge.b].find((end) => this.cells.has(end)) : id;
+    if (key) this.cy.getElementById(key).addClass("picked");
   }
 
   listen() {
@@ -153,7 +167,13 @@ class Wiring {
     this.cy.on("mouseout", "edge", () => this.handlers.point(this, null));
     this.cy.on("mousemove", (event) => this.place(event.renderedPosition));
     this.cy.on("tap", "edge", (event) => this.handlers.choose(this, event.target.id()));
-    this.cy.on("tap", ".box", (event) => this.handlers.fold(Number(event.target.id().slice(1))));
+    this.cy.on("tap", ".box", (event) => this.handlers.fold(this, Number(event.target.id().slice(1))));
+    // A cell stands for the first of its lines, which are not drawn.
+    const line = (event) => this.edges.find(({ cell, a, b }) => cell && (a === event.target.id() || b === event.target.id())).id;
+    this.cy.on("tap", ".cell", (event) => this.handlers.choose(this, line(event)));
+    this.cy.on("mouseover", ".cell", (event) => this.handlers.point(this, line(event)));
+    this.cy.on("mouseout", ".cell", () => this.handlers.point(this, null));
+    this.cy.on("tap", ".switch", (event) => this.handlers.chooseCard(this, Number(event.target.id().slice(1))));
     this.cy.on("viewport resize", () => this.painter.draw());
     this.graph.addEventListener("keydown", (event) => this.key(event));
     this.graph.addEventListener("wheel", (event) => {
@@ -186,7 +206,7 @@ class Wiring {
       this.pick(`b${box}`);
       say(`${this.model.boxes[box][0]}, ${this.folded.has(box) ? "folded" : "unfolded"}`);
     } else if (event.key === "Enter" && now[0] === "b") {
-      this.handlers.fold(Number(now.slice(1)));
+      this.handlers.fold(this, Number(now.slice(1)));
       this.pick(now);
     } else return;
     event.preventDefault();
