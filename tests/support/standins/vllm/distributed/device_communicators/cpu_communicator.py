@@ -4,6 +4,8 @@ vLLM has shared memory of its own. Here this raises an error, since no test may 
 import torch
 import torch.distributed as dist
 
+ALL_GATHER = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
+
 
 class SharedMemory:
     def __getattr__(self, name):
@@ -25,7 +27,7 @@ class CpuCommunicator:
 
     def all_gather(self, input_, dim=-1):
         whole = torch.empty((self.world_size * input_.shape[0], *input_.shape[1:]), dtype=input_.dtype)
-        self.dist_module.all_gather_into_tensor(whole, input_, group=self.device_group)
+        getattr(self.dist_module, ALL_GATHER)(whole, input_, group=self.device_group)
         return torch.cat(whole.chunk(self.world_size), dim)
 
     def gather(self, input_, dst=0, dim=-1):
