@@ -118,6 +118,7 @@ EXCEPTIONS = {module: {"numpy"} for module in WITH_NUMPY} | {
     "torch.memory": {"numpy"},  # NumPy finds out exactly whether strided tensors overlap
     "engines.cuda.jax": {"numpy"},  # a NumPy integer is an attribute of 64 bits, whether or not JAX has x64 enabled
     **{f"jax.{each}": {"numpy"} for each in ("process_group", "process_jobs")},  # the ranks exchange NumPy arrays
+    "vllm.communicator": {"torch"},  # vLLM's tensors are torch's
     "ranks.transports.gloo": {"torch"},  # gloo is part of torch; only users of torch import this file
 }
 

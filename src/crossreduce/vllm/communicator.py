@@ -1,7 +1,7 @@
 """vLLM's communicator for tensors on CPUs, with a process group of crossreduce.
 
 Input: calls of vLLM's groups (``GroupCoordinator``). Output: collectives and messages in a group of crossreduce, which
-the ranks make together. vLLM's own class does what does not depend on the group; its shared memory is not used.
+the ranks make together. The rest is inherited from vLLM's own class, whose shared memory is not used.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicat
 
 from ..errors import MismatchError, UnsupportedError, shown
 from ..torch import NAME, Group
-from . import VARIABLE
 
 # vLLM makes two groups of torch of the same ranks just before a communicator, so its ranks come at about the same time.
 _WAIT_S: Final = 20.0
@@ -112,4 +111,4 @@ def _require_all(ranks: list[int], name: str) -> None:
         others = [rank for rank in ranks if not store.check([str(rank)])]
         problem = f"not all ranks of vLLM's group {name} use crossreduce."
         given = f"rank {dist.get_rank()} does; {', '.join(map(str, others))} did not say so within {_WAIT_S:.0f} s"
-        raise MismatchError.of(problem, given, f"{VARIABLE}=1 on all hosts, or on none") from None
+        raise MismatchError.of(problem, given, "CROSSREDUCE_VLLM=1 on all hosts, or on none") from None
