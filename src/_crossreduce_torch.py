@@ -58,6 +58,14 @@ def register() -> None:
         _announce_direct_groups(torch_groups.ProcessGroupGloo)
 
 
+def register_vllm() -> None:
+    """Let vLLM's groups on CPUs use crossreduce, if CROSSREDUCE_VLLM is set. Each process of vLLM calls this."""
+    if os.environ.get("CROSSREDUCE_VLLM"):
+        from crossreduce.vllm import install
+
+        install()
+
+
 def create(options: Any, backend_options: Any = None) -> Any:
     """Make a process group of crossreduce, with the arguments of ``torch.distributed``'s registry."""
     from crossreduce.torch.elastic import create

@@ -123,7 +123,7 @@ def run(platform, code, loaded=()):
     if any other module cannot be imported.
     """
     modules = [f"crossreduce.{name(path)}".removesuffix(".") for path in FILES if path.stem != "__main__"]
-    absent = {"torchft"}.union(*(PACKAGES[framework] for framework in set(PACKAGES) - {"numpy", *loaded}))
+    absent = {"torchft", "vllm"}.union(*(PACKAGES[framework] for framework in set(PACKAGES) - {"numpy", *loaded}))
     first = {module for path in FILES for module in top_level_imports(tree(path))}
     given = {
         "platform": platform,
