@@ -7,6 +7,7 @@ and an all-reduce is a reduce-scatter followed by an all-gather over the same tr
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from fractions import Fraction
@@ -19,7 +20,7 @@ from ...topology import Topology
 from ..optimal.bound import bound_of_members
 from ..requests import Request
 from .crossing_trees import AT_CARD, RELAYED, SPREAD, Edge, Style, Wires, edges_of, wires
-from .list_scheduler import CROSSING, FORWARDED, NO_SHARES, Batches, TransferOrder, in_order
+from .list_scheduler import CROSSING, FORWARDED, NO_SHARES, Batches, TransferOrder, by_level, in_order
 
 MOST_DEVICES: Final = 72  # with more, a plan takes longer than a few seconds
 MOST_EDGES: Final = 1 << 14  # with more trees, a plan takes longer than a few seconds
@@ -32,6 +33,7 @@ _BATCHES: Final = [Batches(1, first) for first in (NO_SHARES, CROSSING, FORWARDE
 _PARTS: Final = [Batches(part, first) for part in (0.75, 0.5, 0.25) for first in (NO_SHARES, CROSSING)]
 _ROOTED: Final = (1, 4, 16)  # the shares of a root
 _OF_EACH: Final = (1, 2, 4)  # the shares of each device
+_CLOSE: Final = 1.02  # orders that take longer than this many times the best one so far are left out
 _KEPT: Final = 2  # the styles that are tried with more shares
 _TIMED: Final = 3  # the schedules that are simulated
 _FEW_ROUNDS: Final = 8  # with more, pieces in a pipeline are no faster
@@ -62,8 +64,10 @@ def faster_between_hosts(request: Request, best: Pieces) -> Pieces:
     if goal <= (_least_seconds(request, topology, roots) + (1 + paired) * lines.crossing_s) * NEAR:
         return best
     tried: list[_Tried] = []
+    least_s = math.inf
     numbers = _OF_EACH if len(roots) > 1 else _ROOTED
-    styles = _STYLES
+    styles = [*_STYLES, *_repeated(lines)]
+    delays = range(lines.greatest_depth + 1)
     for shares in numbers:
         size = request.nbytes / (shares * len(roots))
         starts = tuple(root for root in roots for _ in range(shares))
@@ -72,9 +76,14 @@ def faster_between_hosts(request: Request, best: Pieces) -> Pieces:
         before = tried[0] if tried else None
         for style in styles:
             edges = edges_of(lines, starts, style)
+            orders = [by_level(lines, edges, size, delay) for delay in delays]
+            least_s = min(least_s, *(order.seconds for order in orders))
             for batches in [*_BATCHES, *(_PARTS if len(starts) > lines.most_cards else ())]:
-                order = in_order(lines, edges, size, batches)
-                tried.append(_Tried(order.seconds, len(tried), shares, style, order))
+                order = in_order(lines, edges, size, batches, least_s * _CLOSE)
+                if order is not None:
+                    orders.append(order)
+                    least_s = min(least_s, order.seconds)
+            tried += [_Tried(order.seconds, len(tried) + k, shares, style, order) for k, order in enumerate(orders)]
         tried.sort()
         if len(roots) > 1:  # the trees of a root are few
             styles = list(dict.fromkeys(each.style for each in tried))[:_KEPT]
@@ -107,6 +116,16 @@ def suffices(request: Request) -> bool:
         return False
     lines = wires(topology, devices)
     return lines is not None and _least_seconds(request, topology, roots) < SHORT * lines.crossing_s
+
+
+def _repeated(lines: Wires) -> list[Style]:
+    """Return the styles in which a share crosses several times to a host whose devices are not all neighbours."""
+    least, styles = min(len(members) for members in lines.hosts), list[Style]()
+    landings = 2 if lines.greatest_depth > 1 else least
+    while landings < least:
+        styles.append(Style(stops=False, lands=AT_CARD, landings=landings))
+        landings *= 2
+    return styles
 
 
 def _roots(request: Request) -> tuple[int, ...] | None:
