@@ -42,6 +42,10 @@ class Style(NamedTuple):
     stops: bool  # whether a share is first copied to the device at the network card, and crosses from there
     lands: int  # where it is copied from: AT_CARD, SPREAD or RELAYED
     landings: int = 1  # how often it crosses to each host; more than once only AT_CARD
+    by_level: bool = False  # whether links inside a host carry equal parts at each level of the trees, not only in all
+    # For each device, the trees inside its host of the shares that start or land there, as pairs of devices from the root
+    # outwards; (): the trees have the fewest levels. All devices have equally many trees, and shares of their own.
+    packed: tuple[tuple[tuple[tuple[int, int], ...], ...], ...] = ()
 
 
 # Where a share that has crossed is copied from: the device at the card; any device of the host, so that all of them
@@ -180,8 +184,8 @@ class _Load:
 class _Trees:
     """The edges of the trees so far."""
 
-    def __init__(self, wires: Wires) -> None:
-        self.wires, self.load = wires, _Load(wires)
+    def __init__(self, wires: Wires, style: Style) -> None:
+        self.wires, self.load, self.style = wires, _Load(wires), style
         self.edges: list[Edge] = []
         self.levels: list[int] = []  # of each edge: how many edges are above it
 
@@ -204,6 +208,10 @@ class _Trees:
         ``have`` contains the edges that bring the share to some of them. Return it with an edge for each device.
         """
         wires, load = self.wires, self.load
+        if self.style.packed:
+            for src, dst in self.style.packed[roots[0]][share % len(self.style.packed[roots[0]])]:
+                have[dst] = self.add(share, wires.inside[src, dst], have[src])
+            return have
         depth = wires.depths(roots)
         ups = list(roots)
         for node in sorted(depth, key=lambda node: (depth[node], node)):
@@ -211,6 +219,8 @@ class _Trees:
                 hops = [wires.inside[up, node] for up in ups if depth[up] < depth[node] and (up, node) in wires.inside]
 
                 def price(hop: Hop) -> tuple[float, ...]:
+                    if not self.style.by_level:
+                        return depth[hop.src], load.after(hop), hop.src
                     parent = have[hop.src]
                     level = 0 if parent < 0 else self.levels[parent] + 1
                     return depth[hop.src], load.after(hop, level), load.after(hop), hop.src
@@ -225,7 +235,7 @@ class _Trees:
 @lru_cache(maxsize=64)
 def edges_of(wires: Wires, starts: tuple[int, ...], style: Style) -> tuple[Edge, ...]:
     """Return the edges of the trees of shares that start at some devices. Parents come before their children."""
-    trees = _Trees(wires)
+    trees = _Trees(wires, style)
     inside: list[dict[int, int]] = []  # for each share, the edge that brings it to a device of its host
     rooted = len(set(starts)) == 1
     for share, start in enumerate(starts):
