@@ -79,7 +79,7 @@ def test_the_order_takes_as_long_as_the_scheduler_says(name):
         edges = edges_of(lines, tuple(range(n)), style)
         order = in_order(lines, edges, nbytes / n, Batches(part, first))
         assert sorted(k for edges_of_round in order.rounds for k in edges_of_round) == list(range(len(edges)))
-        tried = crossing_plans._Tried(order.seconds, number, 1, style, order)
+        tried = crossing_plans._Tried(order.seconds, number, 1, style, 0, order)
         schedule = crossing_plans._schedule(request, lines, range(n), tried, copying=True, paired=False)
         verify(schedule)
         seconds = simulate(schedule, topology, nbytes, costs=FREE).seconds

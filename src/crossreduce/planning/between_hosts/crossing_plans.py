@@ -23,7 +23,7 @@ from ..forest import forest
 from ..optimal.bound import bound_of_members
 from ..requests import Request
 from .crossing_trees import AT_CARD, RELAYED, SPREAD, Edge, Style, Wires, edges_of, wires
-from .list_scheduler import CROSSING, FORWARDED, NO_SHARES, Batches, TransferOrder, by_level, in_order
+from .list_scheduler import CROSSING, FORWARDED, NO_SHARES, Batches, TransferOrder, by_level, in_order, in_stages
 
 MOST_DEVICES: Final = 72  # with more, a plan takes longer than a few seconds
 MOST_EDGES: Final = 1 << 14  # with more trees, a plan takes longer than a few seconds
@@ -37,6 +37,8 @@ _PARTS: Final = [Batches(part, first) for part in (0.75, 0.5, 0.25) for first in
 _ROOTED: Final = (1, 4, 16)  # the shares of a root
 _OF_EACH: Final = (1, 2, 4)  # the shares of each device
 _CLOSE: Final = 1.02  # orders that take longer than this many times the best one so far are left out
+# By the number of shares of each device: the group in which each of them crosses.
+_GROUPS: Final = {1: [], 2: [(0, 1)], 4: [(0, 0, 0, 1), (0, 0, 1, 1), (0, 0, 1, 2), (0, 1, 2, 3)]}
 _KEPT: Final = 2  # the styles that are tried with more shares
 _TIMED: Final = 3  # the schedules that are simulated
 _MOST_PACKED: Final = 8  # the most trees of each device that are packed for bandwidth
@@ -48,6 +50,7 @@ class _Tried(NamedTuple):
     number: int
     shares: int  # of each device that has some
     style: Style
+    groups: int  # the number of groups in which the shares of each device cross; 0: an order without groups
     order: TransferOrder
 
 
@@ -75,10 +78,21 @@ class _Search:
 
     def add_parts(self, most: int) -> None:
         """Try smaller batches of the trees of the ``most`` best styles."""
-        best = list(dict.fromkeys(each.style for each in sorted(self.tried)))[:most]
+        best = list(dict.fromkeys(each.style for each in sorted(self.tried) if not each.style.by_level))[:most]
         for edges, style in self.styles.items():
-            if style in best and not style.by_level:
+            if style in best:
                 self._add_batches(style, edges, _PARTS)
+
+    def add_stages(self, every: Sequence[Sequence[int]]) -> None:
+        """Try to let shares cross in groups, with the trees of all styles that have the fewest levels."""
+        tried: set[tuple[Edge, ...]] = set()
+        for style in _STYLES:
+            edges = edges_of(self.lines, self.starts, style)
+            for groups in () if edges in tried else every:
+                order = in_stages(self.lines, edges, self.size, groups)
+                if order.seconds < self.least_s * _CLOSE:
+                    self._add(style, order, max(groups) + 1)
+            tried.add(edges)
 
     def _add_batches(self, style: Style, edges: Sequence[Edge], every: Sequence[Batches]) -> None:
         for batches in every:
@@ -86,8 +100,8 @@ class _Search:
             if order is not None:
                 self._add(style, order)
 
-    def _add(self, style: Style, order: TransferOrder) -> None:
-        self.tried.append(_Tried(order.seconds, self.number + len(self.tried), self.shares, style, order))
+    def _add(self, style: Style, order: TransferOrder, groups: int = 0) -> None:
+        self.tried.append(_Tried(order.seconds, self.number + len(self.tried), self.shares, style, groups, order))
         self.least_s = min(self.least_s, order.seconds)
 
 
@@ -121,11 +135,13 @@ def faster_between_hosts(request: Request, best: Pieces) -> Pieces:
             search.add_style(style)
         if len(starts) > lines.most_cards:
             search.add_parts(_KEPT)
+        best_s = search.least_s
+        if len(roots) > 1:
+            search.add_stages(_GROUPS[shares])
         tried = sorted([*tried, *search.tried])
         if len(roots) > 1:  # the trees of a root are few
-            styles = list(dict.fromkeys(each.style for each in tried))[:_KEPT]
-            if tried[0].seconds >= before:
-                break
+            kept = list(dict.fromkeys(each.style for each in tried if each.groups == 0))[:_KEPT]
+            styles = kept if best_s < before else []
     packed = _packed_style(lines) if len(roots) > 1 else None
     if packed is not None:
         shares = len(packed.packed[0])
@@ -136,13 +152,12 @@ def faster_between_hosts(request: Request, best: Pieces) -> Pieces:
         tried = sorted([*tried, *search.tried])
     factor = 1 + paired
     chosen = [each for each in tried[:_TIMED] if each.seconds * factor < goal]
-    # In many pieces, all rounds run at the same time, so those of few rounds are tried, too.
-    chosen += [
-        each
-        for each in tried
-        if (each.shares == numbers[0] or each.style.packed or len(roots) == 1)
-        and len(each.order.rounds) <= _FEW_ROUNDS
-    ][:_TIMED]
+    # In many pieces, all rounds run at the same time, so the best order of few rounds of each kind is tried, too.
+    kinds: dict[tuple[Style, int], _Tried] = {}
+    for each in tried:
+        if len(each.order.rounds) <= _FEW_ROUNDS and (each.shares == numbers[0] or each.style.packed or len(roots) == 1):
+            kinds.setdefault((each.style, each.shares), each)
+    chosen += list(kinds.values())[:_TIMED]
     schedules = dict.fromkeys(_schedule(request, lines, roots, each, copying, paired) for each in chosen)
     for schedule in schedules:
         verify(schedule)

@@ -244,8 +244,10 @@ def edges_of(wires: Wires, starts: tuple[int, ...], style: Style) -> tuple[Edge,
         trees.relay(share, have, start, target)
         inside.append(trees.spread(share, have, (target,)))
     landed = [0] * len(wires.devices)
-    for share, (start, hosts) in enumerate(zip(starts, _crossings(wires, starts, style.landings), strict=True)):
-        for crossings in hosts:
+    crossings_of = _crossings(wires, starts, style.landings)
+    for share in _in_turn(starts):
+        start = starts[share]
+        for crossings in crossings_of[share]:
             have = {}
             for crossing in crossings:
                 card, parent = crossing.dst, inside[share][crossing.src]
@@ -267,6 +269,11 @@ def edges_of(wires: Wires, starts: tuple[int, ...], style: Style) -> tuple[Edge,
     return tuple(trees.edges)
 
 
+def _in_turn(starts: Sequence[int]) -> list[int]:
+    """Return all shares: the first one of each start, then the second ones, and so on. So each turn gets equal parts."""
+    return sorted(range(len(starts)), key=lambda k: (starts[:k].count(starts[k]), k))
+
+
 @lru_cache(maxsize=64)
 def _crossings(wires: Wires, starts: tuple[int, ...], landings: int) -> list[list[list[Hop]]]:
     """Return for each share and each other host its crossings. All cards get equal parts.
@@ -282,7 +289,7 @@ def _crossings(wires: Wires, starts: tuple[int, ...], landings: int) -> list[lis
         parts.append(-(-shares // max(1, len(cards.intersection(members)))))
     load, landed, sent = _Load(wires), [0] * count, [0] * count
     chosen: list[list[list[Hop]]] = [[] for _ in starts]
-    for share in sorted(range(len(starts)), key=lambda share: (starts[share] not in cards, share)):
+    for share in sorted(_in_turn(starts), key=lambda share: starts[share] not in cards):
         start = starts[share]
         home = wires.host_of[start]
         own = start in cards and sent[start] < parts[home]

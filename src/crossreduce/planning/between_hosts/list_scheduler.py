@@ -42,10 +42,46 @@ def by_level(wires: Wires, edges: Sequence[Edge], share_bytes: float, delay: int
     for edge in edges:
         parent = edge.parent
         level.append(0 if parent < 0 else level[parent] + 1 + delay * edges[parent].crosses)
-    rounds: list[list[int]] = [[] for _ in range(max(level) + 1)]
-    for k, number in enumerate(level):
-        rounds[number].append(k)
-    rounds = [edges_of_round for edges_of_round in rounds if edges_of_round]
+    return _timed(wires, edges, share_bytes, level)
+
+
+def in_stages(wires: Wires, edges: Sequence[Edge], share_bytes: float, groups: Sequence[int]) -> TransferOrder:
+    """Return rounds in which the shares cross in groups: share k belongs to the group ``groups[k % len(groups)]``.
+
+    First, shares move to the devices from which they cross. Then the groups cross in turn, while shares are copied
+    within their own hosts. Each group is copied in the other hosts in rounds of its own.
+    """
+    leads = [edge.crosses for edge in edges]
+    landed = [False] * len(edges)  # whether an edge is below a crossing
+    level: list[int] = []  # above the crossing, or below it
+    for k, edge in enumerate(edges):
+        parent = edge.parent
+        landed[k] = parent >= 0 and (landed[parent] or edges[parent].crosses)
+        level.append(0 if parent < 0 or edges[parent].crosses else level[parent] + 1)
+    for k in range(len(edges) - 1, -1, -1):
+        if edges[k].parent >= 0 and leads[k]:
+            leads[edges[k].parent] = True
+    before = 1 + max((level[k] for k, edge in enumerate(edges) if leads[k] and not edge.crosses), default=-1)
+    after = before + max(groups) + 1
+    depth = 1 + max((level[k] for k in range(len(edges)) if landed[k]), default=0)
+    numbers = []
+    for k, edge in enumerate(edges):
+        group = groups[edge.share % len(groups)]
+        if landed[k]:
+            numbers.append(after + group * depth + level[k])
+        elif edge.crosses:
+            numbers.append(before + group)
+        else:
+            numbers.append(level[k] if leads[k] else max(before, level[k]))
+    return _timed(wires, edges, share_bytes, numbers)
+
+
+def _timed(wires: Wires, edges: Sequence[Edge], share_bytes: float, numbers: Sequence[int]) -> TransferOrder:
+    """Return the order in which each edge is in the round of its number, and its seconds."""
+    every: dict[int, list[int]] = {}
+    for k, number in enumerate(numbers):
+        every.setdefault(number, []).append(k)
+    rounds = [every[number] for number in sorted(every)]
     seconds = [each * share_bytes for each in wires.seconds_per_byte]
     free, arrival = [0.0] * len(seconds), [0.0] * len(edges)
     for edges_of_round in rounds:
