@@ -157,7 +157,9 @@ def _hosts(topology: cr.Topology) -> tuple[Host, ...]:
 
 def _host_bound(host: Host, outside: float, share: float, known: float) -> float:
     """Return the bound of a host, at least ``known``, for the bytes of other hosts and those of each of its devices."""
-    longest = sum(outside * host.devices / group.speed + group.latency_s for group in (*host.landing, *host.inside)) + known
+    longest = (
+        sum(outside * host.devices / group.speed + group.latency_s for group in (*host.landing, *host.inside)) + known
+    )
     ages = _ages(host, known)
     rows = _Rows(host, ages, outside, share)
     time, columns = known, rows.first_columns()

@@ -155,7 +155,9 @@ def faster_between_hosts(request: Request, best: Pieces) -> Pieces:
     # In many pieces, all rounds run at the same time, so the best order of few rounds of each kind is tried, too.
     kinds: dict[tuple[Style, int], _Tried] = {}
     for each in tried:
-        if len(each.order.rounds) <= _FEW_ROUNDS and (each.shares == numbers[0] or each.style.packed or len(roots) == 1):
+        if len(each.order.rounds) <= _FEW_ROUNDS and (
+            each.shares == numbers[0] or each.style.packed or len(roots) == 1
+        ):
             kinds.setdefault((each.style, each.shares), each)
     chosen += list(kinds.values())[:_TIMED]
     schedules = dict.fromkeys(_schedule(request, lines, roots, each, copying, paired) for each in chosen)
