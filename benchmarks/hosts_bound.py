@@ -1,4 +1,4 @@
-"""A time that no all-gather between hosts can undercut on the event-driven clock, whatever its trees and pieces are.
+"""A time that no all-gather between hosts can undercut on the event-driven clock, whatever its trees and pieces.
 
 Input: a topology and the bytes of the buffer. Output: seconds, the greatest of the bounds of ``least_seconds``. All use
 two properties of ``schedule/clock.py``. A transfer of b bytes takes the latency of its route, and on each of its links
@@ -6,32 +6,32 @@ at least the time of everything that the link carries in the same tick. The tick
 one starts when all transfers of the one before have ended. So a link of c bytes per second whose routes have at least
 the latency l, in k ticks that start at a or later and end at b or earlier, carries at most c (b - a - k l) bytes.
 
-The bound of a host. Let W be the bytes that the n devices of a host do not have, T the time of the schedule, and the age
-of an event the time from it to the end, T minus its time. A *landing* is a transfer from another host to a device of
-this one, or to a switch of it that multicasts. An *arrival* is the landing, or a transfer inside the host, by which a device first gets a byte; every byte of
-W has n of them. Take any age t. Let L(t) be the bytes of landings of age t or more, and R(t) those of later landings. The
-bytes that first land at age t or more are at most L(t), and have at most n arrivals each. All arrivals of the other
-bytes are landings of a lower age, or transfers that start at a lower age. Let D(t) be the bytes of all transfers in
-ticks whose last transfer starts at a lower age. Then
+The bound of a host. Let W be the bytes that the n devices of a host do not have, T the time of the schedule, and the
+age of an event the time from it to the end, T minus its time. A *landing* is a transfer from another host to a device
+of this one, or to a switch of it that multicasts. An *arrival* is the landing, or a transfer inside the host, by which
+a device first gets a byte; every byte of W has n of them. Take any age t. Let L(t) be the bytes of landings of age t or
+more, and R(t) those of later landings. The bytes that first land at age t or more are at most L(t), and have at most n
+arrivals each. All arrivals of the other bytes are landings of a lower age, or transfers that start at a lower age. Let
+D(t) be the bytes of all transfers in ticks whose last transfer starts at a lower age. Then
 
     n W <= n L(t) + R(t) + D(t)    for each age t.
 
-For the age T, bytes that the host's own devices have count, too: n W + n (n - 1) M / N <= R + D. Besides, a landing of age t
-serves at most b(t) devices, the most that a device reaches with latencies up to t. So n W is at most the sum of b(t) over
-all landed bytes. Every row has the form: the sum over all links of what their ticks contribute >= a number.
+For the age T, bytes that the host's own devices have count, too: n W + n (n - 1) M / N <= R + D. Besides, a landing of
+age t serves at most b(t) devices, the most that a device reaches with latencies up to t. So n W is at most the sum of
+b(t) over all landed bytes. Every row has the form: the sum over all links of what their ticks contribute >= a number.
 
-For prices w of the rows, a link contributes at most the value of its best ticks. The price of a landed byte does not fall
-with its age, and changes at the ages of the rows only. To move the end of a tick to the next such age loses nothing: the
-tick carries more bytes, and those that the next tick loses are worth no more. Ticks inside the host are the same
-backwards: their price does not rise with the age of their start. So dynamic programming over the ages of the rows finds the best ticks
-exactly. If the best values of all links together are less than the priced numbers at a time T, then no schedule takes T
-or less (weak duality, for any prices). The prices are found by a linear program over the ticks that were found so far.
+For prices w of the rows, a link contributes at most the value of its best ticks. The price of a landed byte does not
+fall with its age, and changes at the ages of the rows only. To move the end of a tick to the next such age loses
+nothing: the tick carries more bytes, and those that the next tick loses are worth no more. Ticks inside the host are
+the same backwards: their price does not rise with the age of their start. So dynamic programming over the ages of the
+rows finds the best ticks exactly. If the best values of all links together are less than the priced numbers at a time
+T, then no schedule takes T or less (weak duality, for any prices). The prices are found by a linear program over the
+ticks that were found so far.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from fractions import Fraction
 from functools import lru_cache
 from typing import Any, NamedTuple
 

@@ -1,10 +1,10 @@
 """Plans of "auto" between hosts, for 1 KB to 1 GB: their times beside a lower bound, and how long planning takes.
 
 The lower bound of an all-gather is that of ``hosts_bound.py``, which is proved. For other collectives it is the latency
-of the longest route plus the time of the whole buffer at the rate of the tightest cut. Times are of the event-driven clock, without queued
-operations, as in exported plans. The first two machines are those of published plans (TE-CCL, SIGCOMM 2024,
-teccl/topologies): two boxes of 16 GPUs on a switch of 125 GB/s with a network card of 12.5 GB/s on every second GPU,
-and two DGX-1 with one card on one GPU.
+of the longest route plus the time of the whole buffer at the rate of the tightest cut. Times are of the event-driven
+clock, without queued operations, as in exported plans. The first two machines are those of published plans (TE-CCL,
+SIGCOMM 2024, teccl/topologies): two boxes of 16 GPUs on a switch of 125 GB/s with a network card of 12.5 GB/s on every
+second GPU, and two DGX-1 with one card on one GPU.
 Run: python benchmarks/planning_hosts.py [--json PATH] [--name NAME] [--only COLLECTIVE ...] [--machines WORD]
 """
 

@@ -72,8 +72,8 @@ def test_each_share_reaches_every_device_and_crosses_once_to_each_host(name, sty
 
 @pytest.mark.parametrize("kind", ["landings", "by_level", "packed"])
 def test_other_trees_reach_every_device_once(kind):
-    """Shares may cross twice to a host, and trees inside a host may be packed for bandwidth. The links inside hosts then
-    carry less at most: packed trees reach the rate of the host's own all-gather."""
+    """Shares may cross twice to a host. Trees inside a host may be packed for bandwidth: they then reach the rate of an
+    all-gather on the host."""
     topology = cr.Topology.machine("dgx-1v", 2)
     lines = wires(topology, topology.devices)
     packed = crossing_plans._packed_style(lines)

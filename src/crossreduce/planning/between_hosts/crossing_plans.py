@@ -38,7 +38,11 @@ _ROOTED: Final = (1, 4, 16)  # the shares of a root
 _OF_EACH: Final = (1, 2, 4)  # the shares of each device
 _CLOSE: Final = 1.02  # orders that take longer than this many times the best one so far are left out
 # By the number of shares of each device: the group in which each of them crosses.
-_GROUPS: Final = {1: [], 2: [(0, 1)], 4: [(0, 0, 0, 1), (0, 0, 1, 1), (0, 0, 1, 2), (0, 1, 2, 3)]}
+_GROUPS: Final[dict[int, list[tuple[int, ...]]]] = {
+    1: [],
+    2: [(0, 1)],
+    4: [(0, 0, 0, 1), (0, 0, 1, 1), (0, 0, 1, 2), (0, 1, 2, 3)],
+}
 _KEPT: Final = 2  # the styles that are tried with more shares
 _TIMED: Final = 3  # the schedules that are simulated
 _MOST_PACKED: Final = 8  # the most trees of each device that are packed for bandwidth
@@ -202,7 +206,7 @@ def _packed_style(lines: Wires) -> Style | None:
         return None
     first = lines.hosts[0]
     names = tuple(lines.devices[k] for k in first)
-    direct = Topology(names, [link for link in lines.topology.links if {link.src, link.dst} <= {*names}])
+    direct = Topology(names, tuple(link for link in lines.topology.links if {link.src, link.dst} <= {*names}))
     try:
         found = forest(Request("all_gather", names, names, "forest", direct))
     except PlanError:  # some devices are joined by switches only

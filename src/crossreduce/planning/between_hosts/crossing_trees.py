@@ -1,4 +1,4 @@
-"""Trees on several hosts: each share of the buffer reaches each host over the network, mostly once, and is copied there.
+"""Trees on several hosts: each share of the buffer reaches each host over the network, and is copied there.
 
 Input: a topology, its devices by host, and the device where each share starts. Output: ``Edge`` lists. The network
 cards of a host get equal parts: each crossing takes the cards that have carried least so far.
@@ -43,8 +43,8 @@ class Style(NamedTuple):
     lands: int  # where it is copied from: AT_CARD, SPREAD or RELAYED
     landings: int = 1  # how often it crosses to each host; more than once only AT_CARD
     by_level: bool = False  # whether links inside a host carry equal parts at each level of the trees, not only in all
-    # For each device, the trees inside its host of the shares that start or land there, as pairs of devices from the root
-    # outwards; (): the trees have the fewest levels. All devices have equally many trees, and shares of their own.
+    # For each device, the trees inside its host of the shares that start or land there, as pairs of devices from the
+    # root outwards; (): the trees have the fewest levels. All devices have equally many trees, and as many shares.
     packed: tuple[tuple[tuple[tuple[int, int], ...], ...], ...] = ()
 
 
@@ -270,7 +270,7 @@ def edges_of(wires: Wires, starts: tuple[int, ...], style: Style) -> tuple[Edge,
 
 
 def _in_turn(starts: Sequence[int]) -> list[int]:
-    """Return all shares: the first one of each start, then the second ones, and so on. So each turn gets equal parts."""
+    """Return all shares: the first one of each start, then the second ones, and so on. Each turn gets equal parts."""
     return sorted(range(len(starts)), key=lambda k: (starts[:k].count(starts[k]), k))
 
 
