@@ -64,7 +64,7 @@ def in_stages(wires: Wires, edges: Sequence[Edge], share_bytes: float, groups: S
     before = 1 + max((level[k] for k, edge in enumerate(edges) if leads[k] and not edge.crosses), default=-1)
     after = before + max(groups) + 1
     depth = 1 + max((level[k] for k in range(len(edges)) if landed[k]), default=0)
-    numbers = []
+    numbers: list[int] = []
     for k, edge in enumerate(edges):
         group = groups[edge.share % len(groups)]
         if landed[k]:
@@ -72,7 +72,8 @@ def in_stages(wires: Wires, edges: Sequence[Edge], share_bytes: float, groups: S
         elif edge.crosses:
             numbers.append(before + group)
         else:
-            numbers.append(level[k] if leads[k] else max(before, level[k]))
+            earliest = numbers[edge.parent] + 1 if edge.parent >= 0 else 0
+            numbers.append(earliest if leads[k] else max(before, earliest))
     return _timed(wires, edges, share_bytes, numbers)
 
 
