@@ -117,8 +117,8 @@ def _latencies(topology: cr.Topology) -> Any:
 
 def _through(latency: Any, number: dict[str, int], link: Any, sources: list[int], destinations: list[int]) -> float:
     """Return the least latency of a route from one of some devices to another one, through a link."""
-    before = latency[sources, number[link.src]].min()
-    after = latency[number[link.dst], destinations].min()
+    before = latency[sources, number[link.src]].min(initial=np.inf)
+    after = latency[number[link.dst], destinations].min(initial=np.inf)
     return float(before + float(link.latency_s) + after)
 
 
