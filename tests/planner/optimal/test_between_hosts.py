@@ -12,7 +12,14 @@ from crossreduce.planning import COLLECTIVES, Request
 from crossreduce.planning.between_hosts import crossing_plans
 from crossreduce.planning.between_hosts.crossing_plans import faster_between_hosts
 from crossreduce.planning.between_hosts.crossing_trees import Style, edges_of, wires
-from crossreduce.planning.between_hosts.list_scheduler import CROSSING, NO_SHARES, Batches, in_order
+from crossreduce.planning.between_hosts.list_scheduler import (
+    CROSSING,
+    NO_SHARES,
+    Batches,
+    by_level,
+    in_order,
+    in_stages,
+)
 from crossreduce.schedule import Pieces, simulate, verify
 
 FREE = cr.Costs(operation_s=0)
@@ -63,6 +70,55 @@ def test_each_share_reaches_every_device_and_crosses_once_to_each_host(name, sty
     assert max(cards.values()) == min(cards.values())
 
 
+@pytest.mark.parametrize("kind", ["landings", "by_level", "packed"])
+def test_other_trees_reach_every_device_once(kind):
+    """Shares may cross twice to a host. Trees inside a host may be packed for bandwidth: they then reach the rate of an
+    all-gather on the host."""
+    topology = cr.Topology.machine("dgx-1v", 2)
+    lines = wires(topology, topology.devices)
+    packed = crossing_plans._packed_style(lines)
+    style = {"landings": Style(False, 0, 2), "by_level": Style(False, 0, by_level=True), "packed": packed}[kind]
+    starts = tuple(k for k in range(16) for _ in range(len(packed.packed[0])))
+    edges = edges_of(lines, starts, style)
+    have = [{start} for start in starts]
+    for edge in edges:
+        assert edge.hop.src in have[edge.share]
+        assert edge.hop.dst not in have[edge.share]
+        have[edge.share].add(edge.hop.dst)
+    assert have == [set(range(16))] * len(starts)
+    crossing = Counter(edge.share for edge in edges if edge.crosses)
+    assert set(crossing.values()) == {2 if kind == "landings" else 1}
+    if kind == "packed":  # each device starts its own shares, and those of one device of the other host land there
+        carried = Counter(pair for edge in edges if not edge.crosses for pair in itertools.pairwise(edge.hop.nodes))
+        rate = min(topology.by_ends[pair].bandwidth / count for pair, count in carried.items()) * len(starts)
+        box = cr.Topology(lines.devices[:8], [link for link in topology.links if {*link[:2]} <= {*lines.devices[:8]}])
+        assert rate == cr.bound(box, "all_gather").algbw
+
+
+@pytest.mark.parametrize("name", [*MACHINES, "mesh"])
+def test_rounds_of_levels_and_stages_take_as_long_as_they_say(name):
+    """The simulation in one piece takes exactly the seconds of these orders. In stages, only shares of one group cross
+    in a round, and every link from a host carries equal parts of each group."""
+    topology = MACHINES[name] if name in MACHINES else cr.Topology.machine("dgx-1v", 2)
+    lines, n, nbytes = wires(topology, topology.devices), len(topology.devices), 1 << 20
+    request = Request("all_gather", topology.devices, topology.devices, topology=topology, nbytes=nbytes)
+    starts, groups = tuple(k for k in range(n) for _ in range(4)), (0, 0, 1, 2)
+    for style in STYLES:
+        edges = edges_of(lines, starts, style)
+        for order in (by_level(lines, edges, nbytes / n / 4, 1), in_stages(lines, edges, nbytes / n / 4, groups)):
+            tried = crossing_plans._Tried(order.seconds, 0, 4, style, 0, order)
+            schedule = crossing_plans._schedule(request, lines, range(n), tried, copying=True, paired=False)
+            verify(schedule)
+            assert simulate(schedule, topology, nbytes, costs=FREE).seconds == pytest.approx(order.seconds, rel=1e-9)
+        for edges_of_round in order.rounds:
+            crossing = [edges[k] for k in edges_of_round if edges[k].crosses]
+            assert len({groups[edge.share % 4] for edge in crossing}) <= 1
+            if name in ("rails", "mesh"):
+                ends = [pair for edge in crossing for pair in itertools.pairwise(edge.hop.nodes)]
+                used = Counter(pair for pair in ends if is_card(topology, pair[::-1]))
+                assert len({*used.values()}) <= 1
+
+
 def is_card(topology, pair):
     """Return whether a link leaves a host."""
     return pair[0].rpartition("/")[0] != pair[1].rpartition("/")[0] and pair[0].startswith("host")
@@ -79,7 +135,7 @@ def test_the_order_takes_as_long_as_the_scheduler_says(name):
         edges = edges_of(lines, tuple(range(n)), style)
         order = in_order(lines, edges, nbytes / n, Batches(part, first))
         assert sorted(k for edges_of_round in order.rounds for k in edges_of_round) == list(range(len(edges)))
-        tried = crossing_plans._Tried(order.seconds, number, 1, style, order)
+        tried = crossing_plans._Tried(order.seconds, number, 1, style, 0, order)
         schedule = crossing_plans._schedule(request, lines, range(n), tried, copying=True, paired=False)
         verify(schedule)
         seconds = simulate(schedule, topology, nbytes, costs=FREE).seconds

@@ -7,19 +7,23 @@ and an all-reduce is a reduce-scatter followed by an all-gather over the same tr
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from fractions import Fraction
+from functools import lru_cache
 from itertools import product
 from typing import Final, NamedTuple
 
+from ...errors import PlanError
 from ...schedule import Chunk, Pieces, Route, Schedule, Step, fastest_of, verify
 from ...schedule.simulate import LEAST_PIECE
 from ...topology import Topology
+from ..forest import forest
 from ..optimal.bound import bound_of_members
 from ..requests import Request
 from .crossing_trees import AT_CARD, RELAYED, SPREAD, Edge, Style, Wires, edges_of, wires
-from .list_scheduler import CROSSING, FORWARDED, NO_SHARES, Batches, TransferOrder, in_order
+from .list_scheduler import CROSSING, FORWARDED, NO_SHARES, Batches, TransferOrder, by_level, in_order, in_stages
 
 MOST_DEVICES: Final = 72  # with more, a plan takes longer than a few seconds
 MOST_EDGES: Final = 1 << 14  # with more trees, a plan takes longer than a few seconds
@@ -32,8 +36,16 @@ _BATCHES: Final = [Batches(1, first) for first in (NO_SHARES, CROSSING, FORWARDE
 _PARTS: Final = [Batches(part, first) for part in (0.75, 0.5, 0.25) for first in (NO_SHARES, CROSSING)]
 _ROOTED: Final = (1, 4, 16)  # the shares of a root
 _OF_EACH: Final = (1, 2, 4)  # the shares of each device
+_CLOSE: Final = 1.02  # orders that take longer than this many times the best one so far are left out
+# By the number of shares of each device: the group in which each of them crosses.
+_GROUPS: Final[dict[int, list[tuple[int, ...]]]] = {
+    1: [],
+    2: [(0, 1)],
+    4: [(0, 0, 0, 1), (0, 0, 1, 1), (0, 0, 1, 2), (0, 1, 2, 3)],
+}
 _KEPT: Final = 2  # the styles that are tried with more shares
 _TIMED: Final = 3  # the schedules that are simulated
+_MOST_PACKED: Final = 8  # the most trees of each device that are packed for bandwidth
 _FEW_ROUNDS: Final = 8  # with more, pieces in a pipeline are no faster
 
 
@@ -42,7 +54,59 @@ class _Tried(NamedTuple):
     number: int
     shares: int  # of each device that has some
     style: Style
+    groups: int  # the number of groups in which the shares of each device cross; 0: an order without groups
     order: TransferOrder
+
+
+class _Search:
+    """The orders of the trees of some shares. Orders that take much longer than the best one so far are left out."""
+
+    def __init__(
+        self, lines: Wires, shares: int, size: float, starts: tuple[int, ...], least_s: float, number: int
+    ) -> None:
+        self.lines, self.shares, self.size, self.starts = lines, shares, size, starts
+        self.least_s, self.number = least_s, number
+        self.tried: list[_Tried] = []
+        self.styles: dict[tuple[Edge, ...], Style] = {}  # styles that give different trees
+
+    def add_style(self, style: Style) -> None:
+        """Try the trees of a style, unless another one has the same trees."""
+        edges = edges_of(self.lines, self.starts, style)
+        if self.styles.setdefault(edges, style) is not style:
+            return
+        if style.by_level or style.packed or self.lines.greatest_depth == 1:
+            for delay in range(self.lines.greatest_depth + 1):
+                self._add(style, by_level(self.lines, edges, self.size, delay))
+        if not style.by_level:
+            self._add_batches(style, edges, _BATCHES)
+
+    def add_parts(self, most: int) -> None:
+        """Try smaller batches of the trees of the ``most`` best styles."""
+        best = list(dict.fromkeys(each.style for each in sorted(self.tried) if not each.style.by_level))[:most]
+        for edges, style in self.styles.items():
+            if style in best:
+                self._add_batches(style, edges, _PARTS)
+
+    def add_stages(self, every: Sequence[Sequence[int]]) -> None:
+        """Try to let shares cross in groups, with the trees of all styles that have the fewest levels."""
+        tried: set[tuple[Edge, ...]] = set()
+        for style in _STYLES:
+            edges = edges_of(self.lines, self.starts, style)
+            for groups in () if edges in tried else every:
+                order = in_stages(self.lines, edges, self.size, groups)
+                if order.seconds < self.least_s * _CLOSE:
+                    self._add(style, order, max(groups) + 1)
+            tried.add(edges)
+
+    def _add_batches(self, style: Style, edges: Sequence[Edge], every: Sequence[Batches]) -> None:
+        for batches in every:
+            order = in_order(self.lines, edges, self.size, batches, self.least_s * _CLOSE)
+            if order is not None:
+                self._add(style, order)
+
+    def _add(self, style: Style, order: TransferOrder, groups: int = 0) -> None:
+        self.tried.append(_Tried(order.seconds, self.number + len(self.tried), self.shares, style, groups, order))
+        self.least_s = min(self.least_s, order.seconds)
 
 
 def faster_between_hosts(request: Request, best: Pieces) -> Pieces:
@@ -63,31 +127,43 @@ def faster_between_hosts(request: Request, best: Pieces) -> Pieces:
         return best
     tried: list[_Tried] = []
     numbers = _OF_EACH if len(roots) > 1 else _ROOTED
-    styles = _STYLES
+    styles = _styles(lines)
     for shares in numbers:
         size = request.nbytes / (shares * len(roots))
         starts = tuple(root for root in roots for _ in range(shares))
         if shares > numbers[0] and (size < LEAST_PIECE or len(starts) * len(devices) > MOST_EDGES):
             break
-        before = tried[0] if tried else None
+        before = tried[0].seconds if tried else math.inf
+        search = _Search(lines, shares, size, starts, before, len(tried))
         for style in styles:
-            edges = edges_of(lines, starts, style)
-            for batches in [*_BATCHES, *(_PARTS if len(starts) > lines.most_cards else ())]:
-                order = in_order(lines, edges, size, batches)
-                tried.append(_Tried(order.seconds, len(tried), shares, style, order))
-        tried.sort()
+            search.add_style(style)
+        if len(starts) > lines.most_cards:
+            search.add_parts(_KEPT)
+        best_s = search.least_s
+        if len(roots) > 1:
+            search.add_stages(_GROUPS[shares])
+        tried = sorted([*tried, *search.tried])
         if len(roots) > 1:  # the trees of a root are few
-            styles = list(dict.fromkeys(each.style for each in tried))[:_KEPT]
-            if before is not None and tried[0].seconds >= before.seconds:
-                break
+            kept = list(dict.fromkeys(each.style for each in tried if each.groups == 0))[:_KEPT]
+            styles = kept if best_s < before else []
+    packed = _packed_style(lines) if len(roots) > 1 else None
+    if packed is not None:
+        shares = len(packed.packed[0])
+        starts = tuple(root for root in roots for _ in range(shares))
+        search = _Search(lines, shares, request.nbytes / len(starts), starts, math.inf, len(tried))
+        search.add_style(packed)
+        search.add_parts(1)
+        tried = sorted([*tried, *search.tried])
     factor = 1 + paired
     chosen = [each for each in tried[:_TIMED] if each.seconds * factor < goal]
-    # In many pieces, all rounds run at the same time, so those of few rounds are tried, too.
-    chosen += [
-        each
-        for each in tried
-        if (each.shares == numbers[0] or len(roots) == 1) and len(each.order.rounds) <= _FEW_ROUNDS
-    ][:_TIMED]
+    # In many pieces, all rounds run at the same time, so the best order of few rounds of each kind is tried, too.
+    kinds: dict[tuple[Style, int], _Tried] = {}
+    for each in tried:
+        if len(each.order.rounds) <= _FEW_ROUNDS and (
+            each.shares == numbers[0] or each.style.packed or len(roots) == 1
+        ):
+            kinds.setdefault((each.style, each.shares), each)
+    chosen += list(kinds.values())[:_TIMED]
     schedules = dict.fromkeys(_schedule(request, lines, roots, each, copying, paired) for each in chosen)
     for schedule in schedules:
         verify(schedule)
@@ -107,6 +183,52 @@ def suffices(request: Request) -> bool:
         return False
     lines = wires(topology, devices)
     return lines is not None and _least_seconds(request, topology, roots) < SHORT * lines.crossing_s
+
+
+def _styles(lines: Wires) -> list[Style]:
+    """Return the styles to try. Shares cross several times to a host only if its devices are not all neighbours."""
+    if lines.greatest_depth == 1:
+        return _STYLES
+    least, styles, landings = min(len(members) for members in lines.hosts), list(_STYLES), 2
+    while landings < least:
+        styles.append(Style(stops=False, lands=AT_CARD, landings=landings))
+        landings *= 2
+    return [*styles, *(style._replace(by_level=True) for style in styles)]
+
+
+@lru_cache(maxsize=16)
+def _packed_style(lines: Wires) -> Style | None:
+    """Return the style with trees inside hosts that are packed for bandwidth, or ``None`` if it is not worth trying.
+
+    The trees are those of an all-gather on the direct links of the first host. All hosts must have the same links.
+    """
+    if lines.greatest_depth == 1 or len({len(members) for members in lines.hosts}) > 1:
+        return None
+    first = lines.hosts[0]
+    names = tuple(lines.devices[k] for k in first)
+    direct = Topology(names, tuple(link for link in lines.topology.links if {link.src, link.dst} <= {*names}))
+    try:
+        found = forest(Request("all_gather", names, names, "forest", direct))
+    except PlanError:  # some devices are joined by switches only
+        return None
+    count, schedule = found.k, found.schedule
+    if count.denominator > 1 or count > _MOST_PACKED or set(schedule.devices) != set(names):
+        return None
+    number = [names.index(name) for name in schedule.devices]
+    trees: list[list[tuple[tuple[int, int], ...]]] = [[] for _ in names]
+    for c, chunk in enumerate(schedule.chunks):
+        edges = [(number[src], number[dst]) for steps in schedule.rounds for k, dst, (src,) in steps if k == c]
+        trees[number[chunk.sources[0]]] += [tuple(edges)] * int(chunk.share * count * len(names))
+    packed = [
+        tuple(tuple((members[src], members[dst]) for src, dst in tree) for tree in trees[k])
+        for members in lines.hosts
+        for k in range(len(members))
+    ]
+    by_device = dict(zip((device for members in lines.hosts for device in members), packed, strict=True))
+    every = [edge for of_device in packed for tree in of_device for edge in tree]
+    if not all(edge in lines.inside for edge in every) or {len(of_device) for of_device in packed} != {int(count)}:
+        return None
+    return Style(stops=False, lands=AT_CARD, packed=tuple(by_device[k] for k in range(len(lines.devices))))
 
 
 def _roots(request: Request) -> tuple[int, ...] | None:

@@ -1,4 +1,4 @@
-"""Trees on several hosts: each share of the buffer reaches each host once over the network, and is copied there.
+"""Trees on several hosts: each share of the buffer reaches each host over the network, and is copied there.
 
 Input: a topology, its devices by host, and the device where each share starts. Output: ``Edge`` lists. The network
 cards of a host get equal parts: each crossing takes the cards that have carried least so far.
@@ -41,6 +41,11 @@ class Style(NamedTuple):
 
     stops: bool  # whether a share is first copied to the device at the network card, and crosses from there
     lands: int  # where it is copied from: AT_CARD, SPREAD or RELAYED
+    landings: int = 1  # how often it crosses to each host; more than once only AT_CARD
+    by_level: bool = False  # whether links inside a host carry equal parts at each level of the trees, not only in all
+    # For each device, the trees inside its host of the shares that start or land there, as pairs of devices from the
+    # root outwards; (): the trees have the fewest levels. All devices have equally many trees, and as many shares.
+    packed: tuple[tuple[tuple[tuple[int, int], ...], ...], ...] = ()
 
 
 # Where a share that has crossed is copied from: the device at the card; any device of the host, so that all of them
@@ -63,7 +68,7 @@ class Wires:
         for k, name in enumerate(devices):
             by_host[name.rpartition("/")[0]].append(k)
         self.hosts = list(by_host.values())
-        self._depths: dict[int, dict[int, int]] = {}
+        self._depths: dict[tuple[int, ...], dict[int, int]] = {}
         self.host_of = {device: h for h, members in enumerate(self.hosts) for device in members}
         inside = [self._routes(k, crossing=False) for k in range(len(devices))]
         self.inside = {(hop.src, hop.dst): hop for hops in inside for hop in hops}  # through switches of the host
@@ -111,7 +116,7 @@ class Wires:
         return (
             len(self.hosts) > 1
             and all(self.crossings.get(pair) for pair in pairs)
-            and all(len(self.depths(members[0])) == len(members) for members in self.hosts)
+            and all(len(self.depths((members[0],))) == len(members) for members in self.hosts)
         )
 
     @cached_property
@@ -125,21 +130,26 @@ class Wires:
         cards = {hop.src for hops in self.crossings.values() for hop in hops}
         return max(len(cards.intersection(members)) for members in self.hosts)
 
-    def depths(self, root: int) -> dict[int, int]:
-        """Return the devices that ``root`` reaches inside its host, and their distances in hops."""
-        if root not in self._depths:
-            depth = self._depths[root] = {root: 0}
-            for node in (queue := [root]):
-                for other in self.hosts[self.host_of[root]]:
+    @cached_property
+    def greatest_depth(self) -> int:
+        """The most hops between two devices of a host."""
+        return max(max(self.depths((k,)).values()) for k in range(len(self.devices)))
+
+    def depths(self, roots: tuple[int, ...]) -> dict[int, int]:
+        """Return the devices that some devices of a host reach inside it, and their distances in hops."""
+        if roots not in self._depths:
+            depth = self._depths[roots] = dict.fromkeys(roots, 0)
+            for node in (queue := list(roots)):
+                for other in self.hosts[self.host_of[node]]:
                     if other not in depth and (node, other) in self.inside:
                         depth[other] = depth[node] + 1
                         queue.append(other)
-        return self._depths[root]
+        return self._depths[roots]
 
     def path(self, src: int, dst: int) -> tuple[str, ...]:
         """Return the nodes of a route inside a host, perhaps through other devices."""
         nodes = self.devices[dst : dst + 1]
-        depth = self.depths(src)
+        depth = self.depths((src,))
         while dst != src:
             up = next(k for k in depth if depth[k] == depth[dst] - 1 and (k, dst) in self.inside)
             nodes, dst = (*self.inside[up, dst].nodes[:-1], *nodes), up
@@ -154,70 +164,122 @@ def wires(topology: Topology, devices: tuple[str, ...]) -> Wires | None:
 
 
 class _Load:
-    """The shares that each link carries so far."""
+    """The shares that each link carries so far, in all and by the level of the edges in their trees."""
 
     def __init__(self, wires: Wires) -> None:
-        self.wires, self.counts = wires, [0] * len(wires.seconds_per_byte)
+        self.wires = wires
+        self.counts: defaultdict[int, list[int]] = defaultdict(lambda: [0] * len(wires.seconds_per_byte))
 
-    def add(self, hop: Hop) -> None:
-        for k in hop.links:
-            self.counts[k] += 1
+    def add(self, hop: Hop, level: int) -> None:
+        for counts in (self.counts[level], self.counts[-1]):
+            for k in hop.links:
+                counts[k] += 1
 
-    def after(self, hop: Hop) -> float:
-        """Return the load of the busiest link of a hop, once it carries one more share."""
-        return max((self.counts[k] + 1) * self.wires.seconds_per_byte[k] for k in hop.links)
+    def after(self, hop: Hop, level: int = -1) -> float:
+        """Return the load of the busiest link of a hop, once it carries one more share. -1 stands for all levels."""
+        counts, seconds = self.counts[level], self.wires.seconds_per_byte
+        return max((counts[k] + 1) * seconds[k] for k in hop.links)
+
+
+class _Trees:
+    """The edges of the trees so far."""
+
+    def __init__(self, wires: Wires, style: Style) -> None:
+        self.wires, self.load, self.style = wires, _Load(wires), style
+        self.edges: list[Edge] = []
+        self.levels: list[int] = []  # of each edge: how many edges are above it
+
+    def add(self, share: int, hop: Hop, parent: int, *, crosses: bool = False) -> int:
+        """Add an edge, and return its number."""
+        level = 0 if parent < 0 else self.levels[parent] + 1
+        self.load.add(hop, level)
+        self.edges.append(Edge(share, hop, parent, crosses))
+        self.levels.append(level)
+        return len(self.edges) - 1
+
+    def relay(self, share: int, have: dict[int, int], src: int, dst: int) -> None:
+        """Add an edge that copies a share from one device to another of its host, unless they are the same."""
+        if dst != src:
+            have[dst] = self.add(share, self.wires.hop(self.wires.path(src, dst)), have[src])
+
+    def spread(self, share: int, have: dict[int, int], roots: tuple[int, ...]) -> dict[int, int]:
+        """Add the edges that copy a share from ``roots`` to the other devices of their host.
+
+        ``have`` contains the edges that bring the share to some of them. Return it with an edge for each device.
+        """
+        wires, load = self.wires, self.load
+        if self.style.packed:
+            for src, dst in self.style.packed[roots[0]][share % len(self.style.packed[roots[0]])]:
+                have[dst] = self.add(share, wires.inside[src, dst], have[src])
+            return have
+        depth = wires.depths(roots)
+        ups = list(roots)
+        for node in sorted(depth, key=lambda node: (depth[node], node)):
+            if node not in have:
+                hops = [wires.inside[up, node] for up in ups if depth[up] < depth[node] and (up, node) in wires.inside]
+
+                def price(hop: Hop) -> tuple[float, ...]:
+                    if not self.style.by_level:
+                        return depth[hop.src], load.after(hop), hop.src
+                    parent = have[hop.src]
+                    level = 0 if parent < 0 else self.levels[parent] + 1
+                    return depth[hop.src], load.after(hop, level), load.after(hop), hop.src
+
+                hop = min(hops, key=price) if len(hops) > 1 else hops[0]
+                have[node] = self.add(share, hop, have[hop.src])
+            if node not in ups:
+                ups.append(node)
+        return have
 
 
 @lru_cache(maxsize=64)
 def edges_of(wires: Wires, starts: tuple[int, ...], style: Style) -> tuple[Edge, ...]:
     """Return the edges of the trees of shares that start at some devices. Parents come before their children."""
-    edges: list[Edge] = []
-    load = _Load(wires)
-    crossings = _crossings(wires, starts)
+    trees = _Trees(wires, style)
     inside: list[dict[int, int]] = []  # for each share, the edge that brings it to a device of its host
     rooted = len(set(starts)) == 1
     for share, start in enumerate(starts):
         have, members = {start: -1}, wires.hosts[wires.host_of[start]]
         target = members[share % len(members)] if rooted and style.lands == RELAYED else start
-        _relay(wires, load, edges, share, have, start, target)
-        inside.append(_spread(wires, load, edges, share, have, target))
+        trees.relay(share, have, start, target)
+        inside.append(trees.spread(share, have, (target,)))
     landed = [0] * len(wires.devices)
-    for share, start in enumerate(starts):
-        for crossing in crossings[share]:
-            card, parent = crossing.dst, inside[share][crossing.src]
-            before: tuple[str, ...] = ()
-            after: tuple[str, ...] = ()
-            if not style.stops and crossing.src != start:
-                before, parent = wires.path(start, crossing.src)[:-1], -1
-            target = card
-            if style.lands != AT_CARD:
-                members = wires.hosts[wires.host_of[card]]
-                target = min(members, key=lambda k: (landed[k], k != card, (k - start) % len(wires.devices)))
-            landed[target] += 1
-            if style.lands == SPREAD and target != card:
-                card, after = target, wires.path(card, target)[1:]
-            hop = wires.hop((*before, *crossing.nodes, *after)) if before or after else crossing
-            load.add(hop)
-            edges.append(Edge(share, hop, parent, True))
-            have = {card: len(edges) - 1}
-            _relay(wires, load, edges, share, have, card, target)
-            _spread(wires, load, edges, share, have, target)
-    return tuple(edges)
+    crossings_of = _crossings(wires, starts, style.landings)
+    for share in _in_turn(starts):
+        start = starts[share]
+        for crossings in crossings_of[share]:
+            have = {}
+            for crossing in crossings:
+                card, parent = crossing.dst, inside[share][crossing.src]
+                before: tuple[str, ...] = ()
+                after: tuple[str, ...] = ()
+                if not style.stops and crossing.src != start:
+                    before, parent = wires.path(start, crossing.src)[:-1], -1
+                target = card
+                if style.lands != AT_CARD:
+                    members = wires.hosts[wires.host_of[card]]
+                    target = min(members, key=lambda k: (landed[k], k != card, (k - start) % len(wires.devices)))
+                landed[target] += 1
+                if style.lands == SPREAD and target != card:
+                    card, after = target, wires.path(card, target)[1:]
+                hop = wires.hop((*before, *crossing.nodes, *after)) if before or after else crossing
+                have[card] = trees.add(share, hop, parent, crosses=True)
+            trees.relay(share, have, card, target)
+            trees.spread(share, have, tuple(have) if style.landings > 1 else (target,))
+    return tuple(trees.edges)
 
 
-def _relay(wires: Wires, load: _Load, edges: list[Edge], share: int, have: dict[int, int], src: int, dst: int) -> None:
-    """Add an edge that copies a share from one device to another of its host, unless they are the same."""
-    if dst != src:
-        hop = wires.hop(wires.path(src, dst))
-        load.add(hop)
-        edges.append(Edge(share, hop, have[src], False))
-        have[dst] = len(edges) - 1
+def _in_turn(starts: Sequence[int]) -> list[int]:
+    """Return all shares: the first one of each start, then the second ones, and so on. Each turn gets equal parts."""
+    return sorted(range(len(starts)), key=lambda k: (starts[:k].count(starts[k]), k))
 
 
-def _crossings(wires: Wires, starts: Sequence[int]) -> list[list[Hop]]:
-    """Return for each share its crossings, one to each other host. All cards get equal parts.
+@lru_cache(maxsize=64)
+def _crossings(wires: Wires, starts: tuple[int, ...], landings: int) -> list[list[list[Hop]]]:
+    """Return for each share and each other host its crossings. All cards get equal parts.
 
     A device with a card sends its own shares itself, up to its part; other shares take the card with the least load.
+    After the first crossing to a host, each further one lands as far as possible from the ones before.
     """
     cards = {hop.src for hops in wires.crossings.values() for hop in hops}
     count = len(wires.devices)
@@ -226,8 +288,8 @@ def _crossings(wires: Wires, starts: Sequence[int]) -> list[list[Hop]]:
         shares = sum(wires.host_of[start] == host for start in starts)
         parts.append(-(-shares // max(1, len(cards.intersection(members)))))
     load, landed, sent = _Load(wires), [0] * count, [0] * count
-    chosen: list[list[Hop]] = [[] for _ in starts]
-    for share in sorted(range(len(starts)), key=lambda share: (starts[share] not in cards, share)):
+    chosen: list[list[list[Hop]]] = [[] for _ in starts]
+    for share in sorted(_in_turn(starts), key=lambda share: starts[share] not in cards):
         start = starts[share]
         home = wires.host_of[start]
         own = start in cards and sent[start] < parts[home]
@@ -238,32 +300,20 @@ def _crossings(wires: Wires, starts: Sequence[int]) -> list[list[Hop]]:
             return load.after(hop), hop.src != start, landed[hop.dst], away
 
         for host in range(len(wires.hosts)):
-            if host != home:
-                every = wires.crossings[home, host]
-                best = min([hop for hop in every if hop.src == start] if own else every, key=price, default=None)
-                best = best or min(every, key=price)
-                load.add(best)
-                landed[best.dst] += 1
-                chosen[share].append(best)
+            if host == home:
+                continue
+            every = wires.crossings[home, host]
+            usable = [hop for hop in every if hop.src == start] if own else every
+            crossings: list[Hop] = []
+            while len(crossings) < landings:
+                if crossings:
+                    depth = wires.depths(tuple(hop.dst for hop in crossings))
+                    same = [hop for hop in every if hop.src == crossings[0].src]
+                    usable = [hop for hop in same if depth[hop.dst] == max(depth[hop.dst] for hop in same)]
+                    if not depth[usable[0].dst]:
+                        break
+                crossings.append(min(usable or every, key=price))
+                load.add(crossings[-1], 0)
+                landed[crossings[-1].dst] += 1
+            chosen[share].append(crossings)
     return chosen
-
-
-def _spread(
-    wires: Wires, load: _Load, edges: list[Edge], share: int, have: dict[int, int], root: int
-) -> dict[int, int]:
-    """Add the edges that copy a share from ``root`` to the other devices of its host.
-
-    ``have`` contains the edges that bring the share to some of them. Return it with an edge for each device.
-    """
-    depth = wires.depths(root)
-    ups = [root]
-    for node in sorted(depth, key=lambda node: (depth[node], node)):
-        if node not in have:
-            hops = [wires.inside[up, node] for up in ups if depth[up] < depth[node] and (up, node) in wires.inside]
-            hop = min(hops, key=lambda hop: (depth[hop.src], load.after(hop), hop.src))
-            load.add(hop)
-            edges.append(Edge(share, hop, have[hop.src], False))
-            have[node] = len(edges) - 1
-        if node not in ups:
-            ups.append(node)
-    return have

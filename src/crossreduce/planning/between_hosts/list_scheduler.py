@@ -1,11 +1,14 @@
-"""A list scheduler on the event-driven clock: the transfers of trees in rounds, the critical path first.
+"""The transfers of trees in rounds, on the event-driven clock.
 
 Input: edges, the bytes of a share, and how much a link carries at once. Output: rounds of edges, and the time of the
-last one. A transfer starts when its share is there and its links are free, beside the transfers that start with it.
+last one. There are two orders. The list scheduler starts a transfer when its share is there and its links are free,
+beside the transfers that start with it, the critical path first. The other order has a round for each level of the
+trees: a link then carries all its shares of a level at once, which costs one latency.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from heapq import heappop, heappush
 from typing import Final, NamedTuple
@@ -33,8 +36,79 @@ class TransferOrder(NamedTuple):
     seconds: float
 
 
-def in_order(wires: Wires, edges: Sequence[Edge], share_bytes: float, batches: Batches) -> TransferOrder:
-    """Return the rounds of a list of edges, in which parents come before their children."""
+def by_level(wires: Wires, edges: Sequence[Edge], share_bytes: float, delay: int) -> TransferOrder:
+    """Return a round for each level of the trees. What has crossed is copied ``delay`` rounds later."""
+    level: list[int] = []
+    for edge in edges:
+        parent = edge.parent
+        level.append(0 if parent < 0 else level[parent] + 1 + delay * edges[parent].crosses)
+    return _timed(wires, edges, share_bytes, level)
+
+
+def in_stages(wires: Wires, edges: Sequence[Edge], share_bytes: float, groups: Sequence[int]) -> TransferOrder:
+    """Return rounds in which the shares cross in groups: share k belongs to the group ``groups[k % len(groups)]``.
+
+    First, shares move to the devices from which they cross. Then the groups cross in turn, while shares are copied
+    within their own hosts. Each group is copied in the other hosts in rounds of its own.
+    """
+    leads = [edge.crosses for edge in edges]
+    landed = [False] * len(edges)  # whether an edge is below a crossing
+    level: list[int] = []  # above the crossing, or below it
+    for k, edge in enumerate(edges):
+        parent = edge.parent
+        landed[k] = parent >= 0 and (landed[parent] or edges[parent].crosses)
+        level.append(0 if parent < 0 or edges[parent].crosses else level[parent] + 1)
+    for k in range(len(edges) - 1, -1, -1):
+        if edges[k].parent >= 0 and leads[k]:
+            leads[edges[k].parent] = True
+    before = 1 + max((level[k] for k, edge in enumerate(edges) if leads[k] and not edge.crosses), default=-1)
+    after = before + max(groups) + 1
+    depth = 1 + max((level[k] for k in range(len(edges)) if landed[k]), default=0)
+    numbers: list[int] = []
+    for k, edge in enumerate(edges):
+        group = groups[edge.share % len(groups)]
+        if landed[k]:
+            numbers.append(after + group * depth + level[k])
+        elif edge.crosses:
+            numbers.append(before + group)
+        else:
+            earliest = numbers[edge.parent] + 1 if edge.parent >= 0 else 0
+            numbers.append(earliest if leads[k] else max(before, earliest))
+    return _timed(wires, edges, share_bytes, numbers)
+
+
+def _timed(wires: Wires, edges: Sequence[Edge], share_bytes: float, numbers: Sequence[int]) -> TransferOrder:
+    """Return the order in which each edge is in the round of its number, and its seconds."""
+    every: dict[int, list[int]] = {}
+    for k, number in enumerate(numbers):
+        every.setdefault(number, []).append(k)
+    rounds = [every[number] for number in sorted(every)]
+    seconds = [each * share_bytes for each in wires.seconds_per_byte]
+    free, arrival = [0.0] * len(seconds), [0.0] * len(edges)
+    for edges_of_round in rounds:
+        load: dict[int, float] = {}
+        ends: dict[int, float] = {}
+        for k in edges_of_round:
+            for link in edges[k].hop.links:
+                load[link] = load.get(link, 0.0) + seconds[link]
+        for k in edges_of_round:
+            hop, parent = edges[k].hop, edges[k].parent
+            start = max(arrival[parent] if parent >= 0 else 0.0, max(free[link] for link in hop.links))
+            arrival[k] = start + max(load[link] for link in hop.links) + hop.latency_s
+            for link in hop.links:
+                ends[link] = max(ends.get(link, 0.0), arrival[k])
+        for link, end in ends.items():
+            free[link] = end
+    return TransferOrder(rounds, max(arrival))
+
+
+def in_order(
+    wires: Wires, edges: Sequence[Edge], share_bytes: float, batches: Batches, most_s: float = math.inf
+) -> TransferOrder | None:
+    """Return the rounds of a list of edges, in which parents come before their children.
+
+    Return ``None`` as soon as it is known that they take ``most_s`` seconds or more.
+    """
     seconds = [each * share_bytes for each in wires.seconds_per_byte]
     below = [0.0] * len(edges)  # the least time from the start of an edge to the last arrival that needs it
     children: list[list[int]] = [[] for _ in edges]
@@ -87,6 +161,8 @@ def in_order(wires: Wires, edges: Sequence[Edge], share_bytes: float, batches: B
             busy = {link: count * seconds[link] for link, count in load.items()}
             for k in taken:
                 hop = edges[k].hop
+                if now + below[k] >= most_s:
+                    return None
                 done = now + max(busy[link] for link in hop.links) + hop.latency_s
                 heappush(arriving, (done, k))
                 end = max(end, done)

@@ -1,7 +1,8 @@
 """Maximum flows, and the tightest cut: the set of nodes that needs the most time to send (or receive) its data.
 
-Capacities are integers of any size. SciPy's maximum flows are not used: they are limited to capacities of 32 bits, and
-were not faster on the networks of the planners.
+Capacities are integers of any size. The compiled module computes flows up to 62 bits; Python computes larger ones, and
+all of them where nothing was compiled. Values and cuts are the same. SciPy's maximum flows are not used: they are
+limited to capacities of 32 bits, and were not faster on the networks of the planners than those in Python.
 
 Source: Dinitz, Algorithm for solution of a problem of maximum flow in a network with power estimation, Soviet
 Mathematics Doklady 11, 1970.
@@ -14,8 +15,12 @@ from collections import deque
 from collections.abc import Mapping
 from fractions import Fraction
 from math import lcm
+from typing import Any, Final
 
+from ....kernels import native
 from ....topology import Topology
+
+MOST_COMPILED: Final = 1 << 62  # the compiled module computes flows in networks with less capacity in all
 
 
 def tightest_cut(
@@ -94,10 +99,15 @@ class Network:
     """
 
     def __init__(self, n: int, capacities: dict[tuple[int, int], int]) -> None:
-        self._arcs: list[dict[int, int]] = [{} for _ in range(n)]
-        for (src, dst), capacity in capacities.items():
-            if capacity:
-                self._arcs[src][dst] = capacity
+        self._compiled: Any = None
+        compiled = native()
+        if compiled is not None and sum(capacities.values()) < MOST_COMPILED:
+            self._compiled = compiled.FlowNetwork(n, capacities)
+        else:
+            self._arcs: list[dict[int, int]] = [{} for _ in range(n)]
+            for (src, dst), capacity in capacities.items():
+                if capacity:
+                    self._arcs[src][dst] = capacity
         # The ends and the result of the last flow are cached, since ``cut`` is mostly called after ``flow``.
         self._last: tuple[tuple[int, int], tuple[int, frozenset[int]]] | None = None
 
@@ -129,6 +139,9 @@ class Network:
 
         If a flow of ``enough`` or more is found, return its value, and no nodes.
         """
+        if self._compiled is not None:
+            flow, reached = self._compiled.flow(src, dst, min(enough, MOST_COMPILED))
+            return flow, frozenset(reached)
         left = [arcs.copy() for arcs in self._arcs]
         value = left[src].pop(dst, 0)
         for node, capacity in left[src].items():  # the paths of one and two arcs, which need no search
