@@ -9,6 +9,7 @@ import statistics
 import sys
 import tempfile
 import time
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -218,6 +219,8 @@ def zero_shm():
         medians[nbytes] = {name: round(statistics.median(times), 1) for name, times in found.items()}
     if rank == 0:
         print("microseconds", json.dumps(medians))
+    for left in Path("/dev/shm").glob(f"deepspeed_*_{os.environ['MASTER_PORT']}_{rank}"):  # 66 MiB each
+        left.unlink()
     return sums
 
 
