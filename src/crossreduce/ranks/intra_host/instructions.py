@@ -151,7 +151,7 @@ def native_program(
 def kernel(numbers: Numbers, size: int, operands: int, results: int) -> kernels.Kernel:
     """Return the kernel that combines ``size`` elements of each operand, in order. A single operand is copied."""
     everything = (Segment(0, 0, size, 0),)  # one segment with all elements
-    _, dtype, wide, result, divisor, _ = numbers
+    _, dtype, wide, result, divisor, *_ = numbers
     if operands == 1:
         dtypes = (dtype, dtype if result == dtype else wide, result)
         fused = FusedProgram(0, (), (0,) * results)
