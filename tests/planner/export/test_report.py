@@ -11,6 +11,7 @@ from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
+from command_line import plan_shown
 from paths import ROOT
 from reports import Page, explained
 
@@ -253,7 +254,8 @@ def test_the_command_writes_the_same_page(printed, crossreduce, tmp_path):
     path = tmp_path / "plan.html"
     plan = cr.plan("dgx-1v", nbytes="4M")
     out = printed("export", "dgx-1v", path, "--nbytes", "4M")
-    assert out == f"{plan.explain()}\n{path}: open it in a browser\n"
+    line = f"export dgx-1v {path} --nbytes 4M"
+    assert out == f"{plan_shown(plan, line)}{path}: open it in a browser\n"
     assert path.read_text("utf-8") == report_html(plan)
     report = json.loads(printed("export", "dgx-1v", path, "--nbytes", "4M", "--json"))
     assert report["algorithm"] == plan.algorithm
