@@ -11,7 +11,7 @@ from ray.util.collective.collective_group import torch_gloo_collective_group as 
 
 
 class CrossreduceGroup(gloo.TorchGLOOGroup):
-    """A collective group whose calls run in torch's default group. An actor can be in one such group."""
+    """A collective group that uses torch's default group. An actor can be in one such group."""
 
     def __init__(self, world_size, rank, group_name):
         assert not dist.is_initialized(), "an actor can be in one group of this backend"

@@ -217,3 +217,16 @@ def test_the_site_is_built_with_the_tested_versions():
     assert all("==" in each or each.startswith("crossreduce[") for each in EXTRAS["docs"])
     words = (DOCS / "words.txt").read_text().split()
     assert words == sorted(set(words), key=lambda word: (word.lower(), word))
+
+
+def test_code_fits_the_page():
+    """Lines of code have at most 96 columns, as many as a page of 1,400 pixels shows, and so have tables that a command
+    draws. The style sheet wraps longer lines of other output."""
+    for page, text in PAGES.items():
+        for language, body in re.findall(r"^ *```([^`\n]*)\n(.*?)^ *```", text, re.DOTALL | re.MULTILINE):
+            is_code = re.match(r"(python|py|sh|bash|json|toml|yaml)$|\{code-cell\}", language)
+            is_drawn = any(line.startswith(("┏", "┌")) for line in body.splitlines())
+            wide = [line for line in body.splitlines() if len(line) > 96]
+            assert not (wide and (is_code or is_drawn)), (page, wide)
+    style = (DOCS / "_static" / "site.css").read_text()
+    assert re.search(r":is\(\.highlight-default, .*\) pre \{\s*white-space: pre-wrap", style)
