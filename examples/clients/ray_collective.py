@@ -18,7 +18,12 @@ class CrossreduceGroup(gloo.TorchGLOOGroup):
         self._rendezvous(group_name, rank, None)  # rank 0 stores its address in Ray
         key = gloo.get_master_address_metadata_key(group_name)
         address = internal_kv._internal_kv_get(key).decode()
-        dist.init_process_group("crossreduce", f"tcp://{address}", rank=rank, world_size=world_size)
+        dist.init_process_group(
+            "crossreduce",
+            f"tcp://{address}",
+            rank=rank,
+            world_size=world_size,
+        )
         if rank == 0:
             internal_kv._internal_kv_del(key)
         super().__init__(world_size, rank, "default")
