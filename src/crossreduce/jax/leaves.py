@@ -50,7 +50,7 @@ def warn_if_invariant(leaf: Any, axes: MeshAxes, path: str) -> None:
     """
     if not axes.checked or not isinstance(leaf, jax.core.Tracer) or not jnp.issubdtype(leaf.dtype, jnp.inexact):
         return
-    if set(axes.names) <= varying_axes(leaf) | unreduced_axes(leaf):
+    if set(axes.names) <= varying_axes(leaf) or unreduced_axes(leaf) or not leaf.size:
         return
     same = ", ".join(repr(name) for name in axes.names if name not in varying_axes(leaf))
     warnings.warn(
