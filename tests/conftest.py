@@ -1,7 +1,7 @@
 """Fixtures, such as those that run a test on every framework, and the settings of hypothesis.
 
-By default tests run on all four frameworks. If one is not installed, its tests fail: they are not skipped, since a
-skipped test proves nothing. ``CROSSREDUCE_TEST_FRAMEWORKS=numpy,torch,jax`` leaves TensorFlow out on purpose.
+Tests run on all four frameworks. Those of a framework that is not installed are skipped by its name. In CI a skipped
+test proves nothing: there, ``CROSSREDUCE_TEST_FRAMEWORKS`` names all four, and the tests of a missing one fail.
 ``CROSSREDUCE_TEST_BROWSER=0`` leaves out the tests in a browser.
 On systems other than Linux, pytest does not collect ``paths.LINUX_ONLY``. How much hypothesis draws: budget.py.
 """
@@ -11,6 +11,7 @@ import os
 import signal
 import sys
 import threading
+from difflib import get_close_matches
 
 import budget
 import paths
@@ -44,9 +45,20 @@ settings.register_profile(
 settings.load_profile("crossreduce")
 
 
+def pytest_configure(config):
+    """Name a test file that does not exist. With ``-n``, pytest would only say that no tests ran."""
+    for arg in () if hasattr(config, "workerinput") or config.option.pyargs else config.args:
+        path = config.invocation_params.dir / arg.partition("::")[0]
+        if not path.exists():
+            known = {file.name: file for file in (paths.ROOT / "tests").rglob("test_*.py")}
+            near = [known[name].relative_to(paths.ROOT) for name in get_close_matches(path.name, known, 1, 0.5)]
+            try_ = f"; try {near[0]}" if near else ""
+            raise pytest.UsageError(f"there is no test file or folder {arg}{try_}")
+
+
 def _loaded(name):
     if name not in NAMES:
-        pytest.skip(f"{name} is left out by CROSSREDUCE_TEST_FRAMEWORKS")
+        pytest.skip(f"{name} is not installed, or left out by CROSSREDUCE_TEST_FRAMEWORKS")
     try:
         return load(name)
     except ImportError as error:

@@ -117,7 +117,7 @@ CHARTS = (
         *("libraries", "Other libraries, one process and ranks", "against.json"),
         "The time of other libraries for the same all-reduce, as a multiple of crossreduce's time.",
         lambda kept, path: draw_ratios(kept, path),
-        "crossreduce bench --against jax,tensorflow,torch,numpy,gloo,mpi --keep-memory --json FILE",
+        "crossreduce bench --against jax,tensorflow,torch,numpy,gloo,mpi --keep-memory -J FILE",
     ),
     Chart(
         *("host", "Eight replicas in host memory", "host_reduction.json"),

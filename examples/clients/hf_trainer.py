@@ -7,7 +7,8 @@ import torch
 import torch.distributed as dist
 from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments, set_seed
 
-dist.init_process_group("crossreduce")  # before TrainingArguments, which accepts only "gloo" by name
+# before TrainingArguments, which accepts only "gloo" by name
+dist.init_process_group("crossreduce")
 
 set_seed(0)
 tokens = torch.randint(0, 64, (60, 1)) + torch.arange(17)  # each text counts upwards

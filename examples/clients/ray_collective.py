@@ -11,14 +11,19 @@ from ray.util.collective.collective_group import torch_gloo_collective_group as 
 
 
 class CrossreduceGroup(gloo.TorchGLOOGroup):
-    """A collective group whose calls run in torch's default group. An actor can be in one such group."""
+    """A collective group that uses torch's default group. An actor can be in one such group."""
 
     def __init__(self, world_size, rank, group_name):
         assert not dist.is_initialized(), "an actor can be in one group of this backend"
         self._rendezvous(group_name, rank, None)  # rank 0 stores its address in Ray
         key = gloo.get_master_address_metadata_key(group_name)
         address = internal_kv._internal_kv_get(key).decode()
-        dist.init_process_group("crossreduce", f"tcp://{address}", rank=rank, world_size=world_size)
+        dist.init_process_group(
+            "crossreduce",
+            f"tcp://{address}",
+            rank=rank,
+            world_size=world_size,
+        )
         if rank == 0:
             internal_kv._internal_kv_del(key)
         super().__init__(world_size, rank, "default")

@@ -3,7 +3,8 @@ PyTorch, JAX, TensorFlow and CuPy across devices, along a verified schedule.
 
 >>> import numpy as np
 >>> import crossreduce as cr
->>> [tree["loss"].item() for tree in cr.all_reduce([{"loss": 1.0}, {"loss": 2.0}, {"loss": 6.0}], "mean")]
+>>> reduced = cr.all_reduce([{"loss": 1.0}, {"loss": 2.0}, {"loss": 6.0}], "mean")
+>>> [tree["loss"].item() for tree in reduced]
 [3.0, 3.0, 3.0]
 """
 

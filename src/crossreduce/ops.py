@@ -1,13 +1,18 @@
-"""Reduction ops, and the dtypes in which they are computed.
+"""Reduction ops, the dtypes in which they are computed, and the weights of means.
 
 Input: an op's name and a dtype's name. Output: whether the pair is defined, and the dtype to accumulate in. Dtypes are
-names here, so no framework is needed.
+names here, so no framework is needed. A weighted mean is sum(w x) / sum(w).
 """
 
 from __future__ import annotations
 
 import enum
-from typing import Final, NamedTuple, TypeAlias
+import math
+import operator
+from collections.abc import Iterable
+from contextlib import suppress
+from fractions import Fraction
+from typing import Any, Final, NamedTuple, TypeAlias
 
 from .errors import ArgumentError, UnsupportedError, shown
 
@@ -73,8 +78,9 @@ class Numbers(NamedTuple):
     dtype: str  # of the components
     accumulator: str  # the dtype of partial results
     result: str  # the dtype of the result
-    divisor: int  # the number of components for a mean, otherwise 1
+    divisor: float  # for a mean, the number of components or the sum of their weights; otherwise 1
     exact: bool = False  # whether the result is the real sum or mean, rounded once, without using the accumulator
+    weights: tuple[int, ...] = ()  # of an exact weighted mean, how often each component counts; (): once
 
     def exactly(self) -> Numbers:
         """Return the same reduction with ``exact=True``.
@@ -87,7 +93,7 @@ class Numbers(NamedTuple):
         """
         given = f"op {self.op.value}, dtype {self.dtype}, exact=True"
         if self.dtype in INTEGERS and self.op is ReduceOp.MEAN:
-            bits = int(self.dtype.lstrip("uint")) + (self.divisor - 1).bit_length()  # of the largest sum
+            bits = int(self.dtype.lstrip("uint")) + (int(self.divisor) - 1).bit_length()  # of the largest sum
             if bits > _MANTISSA_BITS[self.accumulator]:
                 values = f"{self.divisor} {self.dtype} values"
                 problem = f"the mean of {values} is not exact, because it accumulates in {self.accumulator}."
@@ -174,3 +180,80 @@ every framework. A pair that is not defined raises ``UnsupportedError``.
 >>> ACCUMULATORS[ReduceOp.MEAN, "float16"], ACCUMULATORS[ReduceOp.SUM, "int8"]
 ('float32', 'int8')
 """
+
+
+MOST_WHOLE: Final = 1 << 24
+"""Exact weighted means need weights in the ratio of whole numbers with at most this sum."""
+
+
+class Weights(NamedTuple):
+    """The weights of the replicas that take part.
+
+    >>> read_weights([2, 0, 6.0], 3)
+    Weights(kept=(0, 2), factors=(0.25, 0.75), whole=(1, 3))
+    """
+
+    kept: tuple[int, ...]  # the numbers of the replicas whose weights are not 0
+    factors: tuple[float, ...]  # 1 if they are equal; else their weights, scaled by a power of two to less than 1
+    whole: tuple[int, ...]  # the smallest whole numbers in the same ratio; (): their sum exceeds ``MOST_WHOLE``
+
+    @property
+    def are_equal(self) -> bool:
+        """Whether the weighted mean is the mean of the replicas that take part."""
+        return len(set(self.factors)) == 1
+
+    @property
+    def total(self) -> float:
+        """The sum of the factors, rounded once."""
+        return math.fsum(self.factors)
+
+
+def read_weights(given: Any, count: int, what: str = "replica") -> Weights:
+    """Return the weights of ``count`` replicas, or of other members that ``what`` names.
+
+    Raises:
+      ArgumentError: there is another number of weights; one is negative, infinite, NaN or not a number; or all are 0.
+    """
+    listed = list(given) if isinstance(given, Iterable) and not isinstance(given, (str, bytes, dict)) else None
+    problem = f"weights must have one number for each {what}."
+    if listed is None or len(listed) != count:
+        raise ArgumentError.of(problem, shown(given), f"weights=[...] of {count} numbers, such as numbers of samples")
+    exact = [read_weight(weight) for weight in listed]
+    wrong = [f"{shown(listed[k])} for {what} {k}" for k, weight in enumerate(exact) if weight is None]
+    if wrong:
+        problem = "a weight must be a finite number, 0 or more."
+        raise ArgumentError.of(problem, ", ".join(wrong[:4]), f"0 for a {what} that does not take part")
+    values = [weight or Fraction(0) for weight in exact]
+    if not any(values):
+        raise ArgumentError.of("the weights must not all be 0.", shown(given), "at least one weight above 0")
+    kept = tuple(k for k, weight in enumerate(values) if weight)
+    positive = [values[k] for k in kept]
+    largest = max(positive)
+    scale = Fraction(2) ** (largest.denominator.bit_length() - largest.numerator.bit_length() - 1)
+    lowest = math.lcm(*(weight.denominator for weight in positive))
+    numerators = [int(weight * lowest) for weight in positive]
+    divisor = math.gcd(*numerators)
+    whole = tuple(number // divisor for number in numerators)
+    equal = len(set(positive)) == 1
+    factors = tuple(1.0 if equal else float(weight * scale) for weight in positive)
+    return Weights(kept, factors, whole if sum(whole) <= MOST_WHOLE else ())
+
+
+def read_weight(weight: Any) -> Fraction | None:
+    """Return a weight as an exact number, or ``None`` if it is negative, infinite, NaN or not a real number."""
+    if isinstance(weight, (str, bytes, bool)) or getattr(getattr(weight, "dtype", None), "kind", "") in ("b", "c"):
+        return None
+    try:
+        exact = Fraction(float(weight))  # raises for numbers that are too large
+        with suppress(TypeError, AttributeError):  # TensorFlow raises the latter
+            exact = Fraction(operator.index(weight))  # integers may have more digits than a float
+    except (TypeError, ValueError, OverflowError):  # also what JAX raises for a traced number
+        return None
+    return exact if exact >= 0 else None
+
+
+def require_mean(op: ReduceOp) -> None:
+    """Raise an ``ArgumentError`` if weights were given for another op than the mean."""
+    if op is not ReduceOp.MEAN:
+        remedy = 'op "mean", or inputs that the caller multiplies'
+        raise ArgumentError.of("only a mean can have weights.", f'op "{op.value}"', remedy)

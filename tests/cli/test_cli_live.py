@@ -19,7 +19,7 @@ def test_the_view_is_drawn_while_training(tmp_path):
     The losses are the same in all three cases."""
     ran, reports = {}, {}
     for name, options in (("view", {"terminal": ("stdin", "stdout")}), ("lines", {}), ("plain", {})):
-        line = ["train", "--epochs", 4, "--devices", 2, "--json", tmp_path / name, *(["--live"] * (name != "plain"))]
+        line = ["train", "--epochs", 4, "--devices", 2, "--output", tmp_path / name, *(["--live"] * (name != "plain"))]
         ran[name] = forked_command(*line, COLUMNS="90", **options)
         assert (ran[name].code, ran[name].error) == (0, "")
         reports[name] = json.loads((tmp_path / name).read_text())

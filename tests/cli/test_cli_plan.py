@@ -5,13 +5,14 @@ import os
 import sys
 
 import pytest
+from command_line import plan_shown
 
 import crossreduce as cr
 from crossreduce.export.formats.msccl.writer import to_msccl_xml
 from crossreduce.export.formats.mscclpp import to_mscclpp_json
 from crossreduce.export.formats.nccl_graph import to_nccl_graph_xml
 from crossreduce.export.formats.trace import to_chrome_trace
-from crossreduce.planning.explain import shape
+from crossreduce.planning.explain import shape, wrapped
 
 DGX = cr.Topology.machine("dgx-1v")
 
@@ -38,8 +39,8 @@ PLANS = {
 def test_a_plan_is_that_of_the_library(printed, line):
     """Text, JSON and steps are those of ``cr.plan`` with the same options."""
     plan = PLANS[line]()
-    assert printed("plan", *line.split()) == plan.explain() + "\n"
-    assert printed("plan", *line.split(), "--steps") == f"{plan.explain()}\n{plan.schedule}\n"
+    assert printed("plan", *line.split()) == plan_shown(plan, f"plan {line}")
+    assert printed("plan", *line.split(), "--steps") == plan_shown(plan, f"plan {line} --steps") + f"{plan.schedule}\n"
     report = json.loads(printed("plan", *line.split(), "--json", "--steps"))
     assert cr.Schedule.from_json(json.dumps(report.pop("schedule"))) == plan.schedule
     assert report == json.loads(printed("plan", *line.split(), "--json"))
@@ -81,7 +82,10 @@ def test_an_export_is_that_of_the_library(printed, tmp_path, file, options, writ
     notes += f"  sizes     messages whose number of {fit}\n"
     runners = {"a_register_mscclpp.py", "a_measure.py"} if "mscclpp" in options else set()
     notes += "  runners   a_register_mscclpp.py, a_measure.py\n" if runners else ""
-    assert printed(*line) == plan.explain() + "\n" + notes * by_rank
+    notes = notes if by_rank else ""
+    assert (
+        printed(*line) == plan_shown(plan, " ".join(map(str, line))) + wrapped(notes.splitlines(), 80) + "\n" * by_rank
+    )
     assert (tmp_path / file).read_text() == written(plan)
     mask = os.umask(0o022)
     os.umask(mask)
@@ -95,7 +99,7 @@ def test_switches_have_no_rank(printed, tmp_path):
     file = tmp_path / "a.json"
     out = printed("export", "hgx-h100", file, "--in-network", "--format", "mscclpp")
     gpus = [f"cuda:{k}" for k in range(8)]
-    assert "6 cuda:6, 7 cuda:7\n" in out
+    assert "6 cuda:6, 7 cuda:7" in " ".join(out.split())
     assert json.loads(file.with_name("a.json.ranks.json").read_text())["ranks"] == gpus
     assert len(json.loads(file.read_text())["gpus"]) == len(gpus)
 
@@ -117,9 +121,10 @@ def test_a_plan_that_does_not_fit_the_format_is_replaced(printed, crossreduce, t
 def test_pictures(printed, tmp_path, name, start):
     """``topology --picture`` draws the topology, and ``export`` the schedule. No other file is created."""
     file, part = tmp_path / name, ["dgx-1v", "--devices", "0,1,2,3", "--algorithm", "one_device"]
+    export, part_plan = ["export", *part, file], cr.plan(DGX.subset([0, 1, 2, 3]), algorithm="one_device")
     for text, line, title in (
         (printed("topology", "dgx-1v"), ["topology", "dgx-1v", "--picture", file], b"8 V100 in a hybrid cube mesh"),
-        (printed("plan", *part), ["export", *part, file], b"all_reduce one_device: 4 devices"),
+        (plan_shown(part_plan, " ".join(map(str, export))), export, b"all_reduce one_device: 4 devices"),
     ):
         assert printed(*line) == f"{text}{file}: open it in a browser\n"
         json.loads(printed(*line, "--json"))

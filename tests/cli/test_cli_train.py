@@ -19,7 +19,7 @@ BRIEF = ("--epochs", "3")
 def trained(folder, *args):
     """Train for three epochs and return the losses."""
     with pytest.raises(SystemExit, match="0"):
-        main(["train", *BRIEF, "--json", str(folder / "losses.json"), *map(str, args)])
+        main(["train", *BRIEF, "--output", str(folder / "losses.json"), *map(str, args)])
     return np.array(json.loads((folder / "losses.json").read_text())["losses"])
 
 
@@ -31,7 +31,7 @@ def one_device_losses(tmp_path_factory):
 
 def test_train_learns_with_its_defaults(crossreduce, tmp_path):
     """``crossreduce train`` with its defaults reaches an accuracy of 95 % on test digits, and reports the run."""
-    code, out, error = crossreduce("train", "--json", tmp_path / "run.json")
+    code, out, error = crossreduce("train", "--output", tmp_path / "run.json")
     report = json.loads((tmp_path / "run.json").read_text())
     assert (code, error) == (0, "")
     assert report["test_accuracy"] >= 0.95
@@ -63,7 +63,7 @@ def test_replicas_that_drift_apart_are_an_error(crossreduce, tmp_path, monkeypat
         return trees
 
     monkeypatch.setattr("crossreduce.cli.train.command.all_reduce", drift)
-    code, out, error = crossreduce("train", *BRIEF, "--json", tmp_path / "run.json")
+    code, out, error = crossreduce("train", *BRIEF, "--output", tmp_path / "run.json")
     assert code == 1
     assert "the replicas' parameters differ" in error
     assert "DIFFERENT" in out
@@ -73,7 +73,7 @@ def test_replicas_that_drift_apart_are_an_error(crossreduce, tmp_path, monkeypat
 def test_bytes_moved_are_exact(crossreduce, tmp_path):
     """With one_device each step moves all gradients to one device, and the sums back to the others."""
     four = ("--devices", 4, "--algorithm", "one_device")
-    crossreduce("train", "--epochs", 1, *four, "--json", tmp_path / "run.json")
+    crossreduce("train", "--epochs", 1, *four, "--output", tmp_path / "run.json")
     report = json.loads((tmp_path / "run.json").read_text())
     parameters, steps, there_and_back, other_devices, itemsize = 64 * 64 + 64 + 64 * 10 + 10, 23, 2, 3, 4
     assert report["bytes_moved"] == steps * there_and_back * other_devices * itemsize * parameters
@@ -119,3 +119,40 @@ def test_batches_cover_an_epoch():
     first, second = (np.concatenate([batch for epoch, batch in drawn if epoch == k]) for k in range(2))
     assert sorted(first) == sorted(second) == list(range(100))
     assert list(first) != list(second)
+
+
+@pytest.mark.parametrize("line", ["train --epochs 1 --devices 2", "bench -b 64 -e 64 -n 1 -g 2"])
+def test_json_is_all_that_is_printed(crossreduce, tmp_path, line):
+    """With ``--json`` standard output has only the report, which ``--output`` also writes. ``--live`` is then named as
+    without effect."""
+    code, out, error = crossreduce(*line.split(), "--json", "--output", tmp_path / "report.json")
+    assert (code, error) == (0, "")
+    assert json.loads(out) == json.loads((tmp_path / "report.json").read_text())
+    if line.startswith("train"):
+        code, out, error = crossreduce(*line.split(), "--json", "--live")
+        assert error == "crossreduce: --live has no effect: --json prints only JSON\n"
+        assert json.loads(out)["steps"] == 23
+
+
+USELESS = """
+plan dgx-1v --algorithm ring --packs 3: --packs has no effect: ring has no roots
+plan dgx-1v --participants 0-7: --participants has no effect: it lists all devices
+bench -b 64 -e 64 -n 1 -g 2 -r 1: --root has no effect: all_reduce has no root
+bench -b 64 -e 64 -n 1 -g 2 --collective broadcast -o max: --op has no effect: broadcast reduces nothing
+bench -b 64 -e 64 -n 1 -g 2 -a 2: --average has no effect: one process has no times of several ranks
+bench -b 64 -e 64 -n 1 -g 2 -f 2 -i 8: --stepbytes has no effect: the sizes are multiplied by --stepfactor
+export dgx-1v a.csv --format nccl-tuner --nbytes 1M: --nbytes has no effect: the file of nccl-tuner has choices
+export dgx-1v a.csv --format nccl-tuner --operation-us 1: --costs or --operation-us has no effect
+"""
+
+
+@pytest.mark.parametrize("case", USELESS.strip().splitlines())
+def test_options_without_effect_are_named(crossreduce, tmp_path, monkeypatch, case):
+    """An option that changes nothing is named on standard error with the reason, and the command continues."""
+    monkeypatch.chdir(tmp_path)
+    line, words = case.split(": ", 1)
+    code, out, error = crossreduce(*line.split())
+    assert code == 0
+    assert out
+    assert error.startswith(f"crossreduce: {words}")
+    assert error.count("\n") == 1

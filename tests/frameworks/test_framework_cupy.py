@@ -358,7 +358,7 @@ except cr.DeviceError as error:
 
 def test_the_command_line(crossreduce, cupy, tmp_path):
     """``train`` and ``bench`` run with CuPy arrays. ``info`` lists the devices."""
-    options = ("--epochs", 1, "--json", tmp_path / "run.json")
+    options = ("--epochs", 1, "--output", tmp_path / "run.json")
     code, _, error = crossreduce("train", "--framework", "cupy", "--devices", "cuda:0-2", *options)
     assert (code, error) == (0, "")
     ours = json.loads((tmp_path / "run.json").read_text())

@@ -99,6 +99,7 @@ WITH_NUMPY = (*WITH_SCIPY, *FEW_STEP, "topology.automorphisms", "schedule.link_u
 # Further modules that single files of pure code need, each for one reason.
 NEEDED = {module: {"numpy"} | ({"scipy"} if module in WITH_SCIPY else set()) for module in WITH_NUMPY} | {
     "topology.routes": {"threading"},  # a lock: threads may search routes of one topology at the same time
+    "planning.explain": {"textwrap"},
     "planning.plans": {"os", "importlib"},  # the type of a path; report() finds the writer in export/ by its name
     "topology.machines": {"difflib"},  # finds the names that are nearest to a wrong one
     "topology.link_kinds": {"importlib"},  # reads the package's own data files
@@ -112,7 +113,8 @@ IMPURE = {"open", "print", "input", "exec", "eval", "__import__", "breakpoint", 
 # Files that import a framework other than their own: JAX, TensorFlow and CuPy take dtypes and memory from NumPy.
 EXCEPTIONS = {module: {"numpy"} for module in WITH_NUMPY} | {
     "values": {"numpy"},  # IndexedSlices accepts lists; NumPy is imported only for a list
-    **{each: {"numpy"} for each in ("kernels.reference", "kernels.exact_reference", "processes.array_group")},
+    **{each: {"numpy"} for each in ("kernels.reference", "kernels.exact_reference")},
+    **{f"processes.{each}": {"numpy"} for each in ("array_group", "weighted_mean")},
     **{f"frameworks.{each}.arrays": {"numpy"} for each in ("jax", "tensorflow", "cupy")},
     **{f"frameworks.{each}.host_memory": {"numpy"} for each in ("jax", "tensorflow")},
     "torch.memory": {"numpy"},  # NumPy finds out exactly whether strided tensors overlap
@@ -164,15 +166,22 @@ def test_only_planning_and_lowering_read_rounds():
 
 MODULES_AT_IMPORT = 116  # of the package; on a quiet machine they take below 150 ms
 CHILD = """
-import json, sys, time
-start = time.process_time()  # the time of this process, since other processes may be using the CPUs
-import asyncio, unittest.mock, xml.dom.minidom, http.client
-yardstick = time.process_time() - start
-start = time.process_time()
-import crossreduce
-seconds = time.process_time() - start
+import json, sys
+calls = 0
+def count(*event):
+    global calls
+    calls += event[1] in ("call", "c_call")
+def calls_of(imported):
+    global calls
+    calls = 0
+    sys.setprofile(count)
+    exec(imported)
+    sys.setprofile(None)
+    return calls
+yardstick = calls_of("import asyncio, unittest.mock, xml.dom.minidom, http.client")
+ratio = calls_of("import crossreduce") / yardstick
 own = [module for module in sys.modules if module.startswith("crossreduce.")]
-print(json.dumps([seconds / yardstick, len(own), sorted({module.split(".")[0] for module in sys.modules})]))
+print(json.dumps([ratio, len(own), sorted({module.split(".")[0] for module in sys.modules})]))
 """
 
 
@@ -183,13 +192,14 @@ def child(code):
 
 
 def test_importing_crossreduce_is_quick_and_loads_no_framework():
-    """``import crossreduce`` loads no framework, tree library or CLI, and takes under twice as long as asyncio etc."""
+    """``import crossreduce`` loads no framework, tree library or CLI. It calls at most 1.2 times as many
+    functions as an import of asyncio etc., however busy the machine is."""
     heavy = {"optree", "typer", "rich", "sklearn", "matplotlib", "scipy", "pandas", "google"}.union(*PACKAGES.values())
-    runs = [json.loads(child(CHILD)) for _ in range(3)]
-    for _, modules, loaded in runs:
-        assert not set(loaded) & heavy
-        assert modules <= MODULES_AT_IMPORT
-    assert min(ratio for ratio, _, _ in runs) < 2  # the machine may be busy: the best run counts
+    child("import crossreduce")  # writes the bytecode
+    ratio, modules, loaded = json.loads(child(CHILD))
+    assert not set(loaded) & heavy
+    assert modules <= MODULES_AT_IMPORT
+    assert ratio < 1.2
 
 
 def test_planning_needs_no_framework():

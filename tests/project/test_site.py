@@ -249,3 +249,16 @@ def test_charts_are_dark_in_the_dark_theme(tmp_path):
             ].mean()
     assert seen["dark", ""] < 90
     assert seen["light", ""] == seen["light", "only-dark"] == seen["dark", "only-dark"] > 200
+
+
+def test_code_fits_the_page():
+    """Lines of code have at most 96 columns, as many as a page of 1,400 pixels shows, and so have tables that a command
+    draws. The style sheet wraps longer lines of other output."""
+    for page, text in PAGES.items():
+        for language, body in re.findall(r"^ *```([^`\n]*)\n(.*?)^ *```", text, re.DOTALL | re.MULTILINE):
+            is_code = re.match(r"(python|py|sh|bash|json|toml|yaml)$|\{code-cell\}", language)
+            is_drawn = any(line.startswith(("┏", "┌")) for line in body.splitlines())
+            wide = [line for line in body.splitlines() if len(line) > 96]
+            assert not (wide and (is_code or is_drawn)), (page, wide)
+    style = (DOCS / "_static" / "site.css").read_text()
+    assert re.search(r":is\(\.highlight-default, .*\) pre \{\s*white-space: pre-wrap", style)

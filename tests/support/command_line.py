@@ -125,3 +125,15 @@ def expanded(text):
             numbers = range(int(first), int(last or first) + 1) if run else [""]
             names += [f"{match[1] if match else part}{number}" for number in numbers]
     return names
+
+
+def plan_shown(plan, line, width=80):
+    """Return the text of a plan, with the lines about the machine and the command after the first."""
+    from crossreduce.planning.explain import wrapped
+
+    words = line.split()
+    hosts = ", 2 hosts" if "--hosts 2" in line else ""
+    part = ", with changes (only a part)" if "--devices" in line or "--without" in line else ""
+    head, *rest = plan.explain(width).splitlines()
+    about = [f"  machine   {words[1]}{hosts}{part}", f"  command   crossreduce {line}"]
+    return "\n".join([head, wrapped(about, width), *rest]) + "\n"

@@ -27,9 +27,9 @@ def main(args: Sequence[str] | None = None) -> NoReturn:
     """Run a command and exit. ``args`` are the arguments after ``crossreduce``, by default those of this process."""
     with ending_signals():
         try:
-            from .app import app
+            from .app import run
 
-            app(args=None if args is None else list(args), prog_name="crossreduce")
+            sys.exit(run(sys.argv[1:] if args is None else list(args)))
         except ReductionError as error:
             _stop(str(error))
         except ModuleNotFoundError as error:
@@ -46,7 +46,6 @@ def main(args: Sequence[str] | None = None) -> NoReturn:
             if code == 130:
                 print("crossreduce: interrupted", file=sys.stderr)
             sys.exit(code)
-    sys.exit(0)
 
 
 def _stop(text: str) -> NoReturn:

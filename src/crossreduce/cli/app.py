@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import shlex
+from itertools import pairwise
 from typing import Annotated, Any, Final
 
 from rich.panel import Panel
 from rich.text import Text
-from typer import Exit, Option, Typer
+from typer import BadParameter, Exit, Option, Typer
 from typer.core import TyperCommand
 
 from .. import __version__
@@ -15,13 +16,14 @@ from ..errors import ArgumentError
 from .bench.command import bench
 from .bundle import bundle
 from .calibrate import calibrate
+from .compare import compare
 from .doctor.command import doctor
 from .export import export
 from .groups import groups
 from .info import info
 from .plan import plan
-from .support.arguments import COMMAND_LINE
-from .support.output import terminal
+from .support.output import INVOKED, terminal
+from .support.usage import usage_error
 from .top.command import top
 from .topology import topology
 from .trace import trace
@@ -55,6 +57,7 @@ MOVED: Final = {
 EXAMPLES: Final = {
     "topology": ("topology", "topology dgx-a100 --hosts 2", "topology hgx-h100 --picture machine.svg"),
     "plan": ("plan dgx-1v", "plan dgx-1v --participants 0-4 --nbytes 1M", "plan hgx-h100 --hosts 2 --json"),
+    "compare": ("compare dgx-1v dgx-a100", "compare a.json b.json", "compare hgx-h100 mi300x --hosts 2 --nbytes 1M"),
     "groups": (
         'groups dgx-1v "0-3;4-7"',
         "groups hgx-h100 2x8 --hosts 2",
@@ -88,7 +91,7 @@ _METAVARS: Final = {
     "TYPE": "datatype",
     "BYTES": "maxbytes minbytes nbytes stepbytes",
     "DEVICES": "devices participants",
-    "FILE": "export json picture",
+    "FILE": "export output picture",
     "FORMAT": "format",
     "NETWORK": "nics",
     "OP": "op",
@@ -100,6 +103,9 @@ _METAVARS: Final = {
     "N": "average batch_size check epochs hosts iters num_packs packs per_iter_report seed stepfactor warmup_iters",
 }
 """What stands for the value of an option in its help; for all other options, it is NAME."""
+
+
+_UsageError: Any = BadParameter.__mro__[1]  # typer has its own classes, or those of click: this depends on its version
 
 
 class Command(TyperCommand):
@@ -120,12 +126,33 @@ class Command(TyperCommand):
         terminal().print(Panel(Text(lines), title="Examples", title_align="left", border_style="dim"))
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        ctx.meta[COMMAND_LINE] = shlex.join(["crossreduce", self.name or "", *args])
+        INVOKED.set(shlex.join(["crossreduce", self.name or "", *args]))
+        if self.name in ("bench", "train") and any(
+            arg.startswith("--json=") or (arg == "--json" and not after.startswith("-"))
+            for arg, after in pairwise([*args, "-"])
+        ):
+            problem = "--json takes no file: it prints the results as JSON."
+            raise ArgumentError.of(problem, shlex.join(args), f"crossreduce {self.name} --output FILE")
         for arg in args:
             option = arg.partition("=")[0]
             if option in MOVED.get(self.name or "", {}):
                 raise ArgumentError(f"{self.name} has no {option}.  try: {MOVED[self.name or ''][option]}")
         return super().parse_args(ctx, args)
+
+
+def run(args: list[str]) -> int:
+    """Run the command that the arguments name, and return its exit code.
+
+    Raises:
+      ArgumentError: the command line is wrong.
+    """
+    try:
+        return app(args=args, prog_name="crossreduce", standalone_mode=False) or 0
+    except _UsageError as error:
+        if type(error).__name__ == "NoArgsIsHelpError":
+            error.show()
+            return int(error.exit_code)
+        raise usage_error(error, args, EXAMPLES) from None
 
 
 app = Typer(
@@ -134,7 +161,7 @@ app = Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
 )
-_COMMANDS = (topology, plan, groups, export, bundle, calibrate, verify, train, bench, top, doctor, trace, info)
+_COMMANDS = (topology, plan, compare, groups, export, bundle, calibrate, verify, train, bench, top, doctor, trace, info)
 for command in _COMMANDS:
     app.command(cls=Command)(command)
 

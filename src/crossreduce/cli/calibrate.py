@@ -26,7 +26,9 @@ from .support.output import atomic_file, progress, rate_json
 from .support.plans import PlanRequest, plan_json, plan_options, plan_text
 from .support.topologies import Json
 
-_RESULTS = "Results: JSON of nccl-tests (-J) or of crossreduce bench (--json), for example of one host and of two."
+_RESULTS = (
+    "Results: JSON of nccl-tests (-J) or of crossreduce bench (the same option), for example of one host and of two."
+)
 
 
 @plan_options("root", "packs", "participants")
@@ -54,7 +56,7 @@ def calibrate(
                 measured = {"seconds": fit.interval(plan.seconds)} | calibration_json(fit, assume)
                 text = json_module.dumps(plan_json(request.machine, plan) | {"measured": measured}, indent=2)
             else:
-                lines = [*calibration_lines(fit, assume), "", plan_text(plan, plan_lines(fit, plan.seconds))]
+                lines = [*calibration_lines(fit, assume), "", plan_text(request, plan, plan_lines(fit, plan.seconds))]
                 text = "\n".join(lines)
         if exported is not None:
             exported.write_text(topology.to_json() + "\n", "utf-8")

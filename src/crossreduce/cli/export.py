@@ -10,9 +10,9 @@ import json as json_module
 from pathlib import Path
 from typing import Annotated, Any, Final
 
-from typer import Argument, Context, Option
+from typer import Argument, Option
 
-from .. import Plan
+from .. import Costs, Plan
 from ..errors import ArgumentError
 from ..export import EXPORTERS, Exporter, format_of
 from ..export.explorer import Beside, report_html, stages
@@ -21,11 +21,12 @@ from ..export.fitting import Fitting, fitting
 from ..export.runners import runner_files
 from ..planning.granularity import TOLERANCE, sizes_that_fit
 from ..planning.schedules import CHOICES
+from ..topology import byte_count
 from ..topology.measurements import LARGEST
 from .calibrate import measurements
-from .support.arguments import COMMAND_LINE, one_of
-from .support.output import atomic_file, check_folder, draw, print_files, progress, write_folder
-from .support.plans import Granularity, PlanRequest, plan_json, plan_options, plan_text, read_granularity
+from .support.arguments import one_of, say_unused
+from .support.output import INVOKED, atomic_file, check_folder, draw, print_files, progress, write_folder
+from .support.plans import NBYTES, Granularity, PlanRequest, plan_json, plan_options, plan_text, read_granularity
 from .support.topologies import PICTURE_SUFFIXES, Json
 
 PAGE_SUFFIX: Final = ".html"
@@ -38,7 +39,6 @@ _FILE: Final = f"{', '.join(SUFFIXES)}; {PAGE_SUFFIX}: a page for a browser; .sv
 @plan_options()
 def export(
     request: PlanRequest,
-    context: Context,
     file: Annotated[Path, Argument(metavar="FILE|DIR", help=_FILE)],
     format: Annotated[  # noqa: A002 - the option's name
         str | None, Option(help=f"{', '.join((*EXPORTERS, TUNER))}. Default: by the suffix of the file.")
@@ -79,6 +79,7 @@ def export(
     if kind == TUNER:
         if rank is not None:
             raise ArgumentError(f"--rank requires a format that can hold one rank alone: {', '.join(ONE_RANK)}.")
+        _say_unused_by_tuner(request, granularity)
         _write_tuner(file, request, measured or [], as_json=json)
         return
     if rank is not None and kind not in ONE_RANK:
@@ -93,7 +94,7 @@ def export(
     if exporter is None:
         times = measurements(measured or [], request.complete)
         other = None if beside is None else request.beside(beside)
-        shown = Beside(None, beside or "", times, request.label, context.meta[COMMAND_LINE])
+        shown = Beside(None, beside or "", times, request.label, INVOKED.get())
         text = _write_drawn(file, kind, request, share, other, shown, as_json=json)
     else:
         options: dict[str, Any] = graph if rank is None else {"rank": rank}
@@ -120,6 +121,22 @@ def _format(file: Path, given: str | None) -> str:
         listed = ", ".join((*SUFFIXES, PAGE_SUFFIX, *PICTURE_SUFFIXES))
         raise ArgumentError(f"{file} must end in {listed}, or --format must be given.")
     return kind
+
+
+def _say_unused_by_tuner(request: PlanRequest, granularity: float | None) -> None:
+    """Say which options select one plan, and so do not change the file of NCCL's tuner plug-in."""
+    given = {
+        "--collective": request.collective != "all_reduce",
+        "--nbytes": request.nbytes != byte_count(NBYTES),
+        "--algorithm": request.algorithm != "auto",
+        "--root": request.root is not None,
+        "--packs": request.packs != 1,
+        "--participants": request.participants is not None,
+        "--costs or --operation-us": request.costs != Costs(),
+        "--granularity": granularity is not None,
+    }
+    for option in (name for name, is_given in given.items() if is_given):
+        say_unused(option, f"the file of {TUNER} has choices for all collectives and sizes")
 
 
 def _write_tuner(file: Path, request: PlanRequest, measured: list[Path], *, as_json: bool) -> None:
@@ -168,7 +185,7 @@ def _write_drawn(
         with progress("planning", 2) as advance:
             plan = request.plan(granularity=granularity)
             advance("comparing")
-            text = _report(request.machine, plan, {}, {}, as_json=as_json)
+            text = _report(request, plan, {}, {}, as_json=as_json)
         if suffix == PAGE_SUFFIX and target is not None:
             if other is not None:
                 beside = beside._replace(plan=other.plan(granularity=granularity))
@@ -214,7 +231,7 @@ def _write_file(
             mapped.write_text(json_module.dumps(about) + "\n", "utf-8")
             lines["sizes"] = sizes_that_fit(multiple, exporter.counts)
             lines |= {"runners": ", ".join(runners)} if runners else {}
-        text = _report(request.machine, plan, extra, lines, as_json=as_json)
+        text = _report(request, plan, extra, lines, as_json=as_json)
         target.write_text(content, "utf-8")
     return text
 
@@ -232,7 +249,7 @@ def _write_folder(
         advance("comparing")
         remarks = exporter.remarks_on(plan, files)
         lines = _ranks_line(plan, exporter) | remarks
-        text = _report(request.machine, plan, {"remarks": remarks}, lines, as_json=as_json)
+        text = _report(request, plan, {"remarks": remarks}, lines, as_json=as_json)
         about = json_module.dumps({"ranks": plan.ranks, "nbytes": plan.nbytes}) + "\n"
         write_folder("DIR", path, files | {f"{plan.collective}_{plan.algorithm}.ranks.json": about.encode()})
     return text
@@ -251,6 +268,8 @@ def _ranks_line(plan: Plan, exporter: Exporter) -> dict[str, str]:
     )
 
 
-def _report(machine: str, plan: Plan, extra: dict[str, Any], lines: dict[str, str], *, as_json: bool) -> str:
+def _report(request: PlanRequest, plan: Plan, extra: dict[str, Any], lines: dict[str, str], *, as_json: bool) -> str:
     """Return the plan as text, followed by ``lines``, or as JSON, with the entries of ``extra``."""
-    return json_module.dumps(plan_json(machine, plan) | extra, indent=2) if as_json else plan_text(plan, lines)
+    if as_json:
+        return json_module.dumps(plan_json(request.machine, plan) | extra, indent=2)
+    return plan_text(request, plan, lines)

@@ -12,7 +12,7 @@ from typing import Annotated
 from typer import Option
 
 from .support.output import print_paged, progress
-from .support.plans import PlanRequest, plan_json, plan_options
+from .support.plans import PlanRequest, plan_json, plan_options, plan_text
 from .support.topologies import Json
 
 
@@ -36,7 +36,7 @@ def plan(
         text = (
             json_module.dumps(plan_json(request.machine, result, with_steps=steps), indent=2)
             if json
-            else result.explain()
+            else plan_text(request, result, {})
         )
     if steps:
         print_paged(text if json else f"{text}\n{result.schedule}")

@@ -76,8 +76,9 @@ class NcclExecutable:
         self._layout, self._numbers = layout, numbers
         self._sources, self._destinations = _indices(layout.sources), _indices(layout.destinations)
         self._devices = tuple(sorted({*self._sources, *self._destinations}))
-        averages = numbers.divisor & (numbers.divisor - 1) == 0  # a power of two
-        self._divides = not averages
+        n = len(self._sources)
+        averages = numbers.divisor == n and n & (n - 1) == 0
+        self._divides = numbers.divisor != 1 and not averages
         function = _function(self._sources, self._destinations)
         assert function is not None
         self._function = function

@@ -49,6 +49,9 @@ class NullArray:
     def size(self) -> int:
         return math.prod(self.shape)
 
+    def __mul__(self, factor: float) -> NullArray:
+        return self
+
     def like(self, shape: tuple[int, ...], dtype: str | None = None, device: str | None = None) -> NullArray:
         return NullArray(shape, dtype or self.dtype, device or self.device, self.crossreduce_framework)
 

@@ -6,7 +6,6 @@ written results. ``process_group`` decides which call runs when.
 
 from __future__ import annotations
 
-import ctypes
 import itertools
 import json
 import math
@@ -21,6 +20,8 @@ from ..kernels import FusedProgram, Kernel, Segment
 from ..ops import KERNEL_OPS, Numbers, ReduceOp
 from ..packing import itemsize
 from ..processes import RankGroup
+from ..processes.weighted_mean import as_array
+from ..ranks.array_views import ArrayView
 
 Array = np.ndarray[Any, Any]
 _KEPT_NBYTES: Final = 1 << 16  # the largest buffer that a call keeps for the next one
@@ -31,10 +32,7 @@ in the same order, and the call is one exchange instead of two."""
 
 def array_at(address: int, dtype: str, shape: tuple[int, ...]) -> Array:
     """Return the array at an address, which must live as long as the result."""
-    nbytes = math.prod(shape) * itemsize(dtype)
-    memory: Any = (ctypes.c_char * nbytes).from_address(address)
-    array: Array = np.frombuffer(memory, jnp.dtype(dtype)).reshape(shape)
-    return array
+    return as_array(ArrayView(address, math.prod(shape), dtype, shape))
 
 
 def address_of(array: Array) -> int:
@@ -144,7 +142,7 @@ class Job:
             kernel, list(zip(*sources, strict=True)), [(first + start * size,) for start in self._starts], flat.nbytes
         )
 
-    def _finish(self, flat: Array, dtype: str, divisor: int, results: list[Any]) -> None:
+    def _finish(self, flat: Array, dtype: str, divisor: float, results: list[Any]) -> None:
         """Write a flat array to the results of all devices of this process, divided and rounded."""
         kinds = (dtype, dtype, self.numbers.result)
         kernel = self._kernel("finish", KERNEL_OPS[self.numbers.op, False], kinds, divisor, 1, self.devices)
@@ -238,7 +236,7 @@ class Job:
         return found
 
     def _kernel(
-        self, name: str, op: str, dtypes: tuple[str, str, str], divisor: int, sources: int, results: int
+        self, name: str, op: str, dtypes: tuple[str, str, str], divisor: float, sources: int, results: int
     ) -> Kernel:
         if name not in self._kernels:
             program = FusedProgram(1, ((0, *range(sources)),), (~0,) * results)

@@ -8,10 +8,9 @@ every device. It uses the compiled kernels (on CPU devices of one process), XLA'
 from __future__ import annotations
 
 import logging
-import sys
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import pairwise, permutations
 from typing import Any, Final, NamedTuple
 
@@ -34,7 +33,7 @@ from ..reduction.pipeline import log_once
 from ..reduction.validation import read_op
 from ..topology import Topology, TopologyLike, topology_of
 from ..values import IndexedSlices, host_devices
-from .leaves import dense_leaf
+from .leaves import dense_leaf, is_sparse, warn_if_invariant
 
 _LOG: Final = logging.getLogger("crossreduce")
 
@@ -57,6 +56,7 @@ def all_reduce(
     *,
     num_packs: int = 1,
     exact: bool = False,
+    weight: Any = None,
 ) -> Any:
     """Reduce a pytree over an axis of the mesh, leaf by leaf. Every device receives the result.
 
@@ -79,12 +79,16 @@ def all_reduce(
       exact: whether sums and means of floats are exact, rounded once, to nearest even (see
         ``crossreduce.CommunicationOptions``). Only the compiled kernels can do this, on CPU devices of one process.
         They then ignore ``algorithm`` and ``topology``.
+      weight: for the op "mean", this device's weight, a number or an array without axes, such as its number of samples:
+        the result is sum(w x) / sum(w), and is differentiable also by the weights. The leaves of a device of weight 0
+        are not used, even if they are NaN. Traced weights cannot be checked: they must not be negative, nor all be 0.
     Returns:
       The same tree. Half types are accumulated in float32, and the mean of integers is a float. Numbers become arrays.
       With ``check_vma=True`` the results count as replicated (``out_specs=P()``), like those of ``lax.psum``.
     Raises:
       AxisError: an axis does not exist (also a ``NameError``).
-      ArgumentError: an unknown op or algorithm, or the topology's size differs from that of the axis.
+      ArgumentError: an unknown op or algorithm, the topology's size differs from that of the axis, or ``weight`` is not
+        a finite number of 0 or more.
       UnsupportedError: a leaf is not an array, or the op is not defined for it: for its dtype, or because it is
         unreduced (on explicit meshes). The message has its path. With ``exact``, also for a product of floats, and if
         the kernels cannot run: over an axis of ``vmap``, on accelerators, in exported programs.
@@ -98,6 +102,11 @@ def all_reduce(
             return crossreduce.jax.all_reduce({"loss": (x * x).mean()}, "data", "mean")
     """
     with jax.named_scope("crossreduce:all_reduce"):  # profilers show it with the operations of the compiled program
+        if weight is not None:
+            from .weighted_mean import weighted_mean
+
+            call = partial(_all_reduce, topology=topology, algorithm=algorithm, num_packs=num_packs, exact=False)
+            return weighted_mean(call, x, axis_name, read_op(op), weight, exact)
         return _all_reduce(x, axis_name, op, topology, algorithm, num_packs, exact)
 
 
@@ -114,14 +123,15 @@ def _all_reduce(
     exact = CommunicationOptions(exact=exact).exact  # raises if it is not a bool
     packs = count("num_packs", num_packs, "1 is one tree") or 1
     spec = _read_spec(axis_name, topology, algorithm_name(algorithm), packs)
-    paths_and_leaves, structure = jax.tree_util.tree_flatten_with_path(x, is_leaf=_is_sparse)
+    paths_and_leaves, structure = jax.tree_util.tree_flatten_with_path(x, is_leaf=is_sparse)
     leaves: list[Any] = []
     for path, leaf in paths_and_leaves:
+        warn_if_invariant(leaf, spec.axes, jax.tree_util.keystr(path))
         try:
-            leaves.append(_gather_leaf(leaf, op, spec.axes) if _is_sparse(leaf) else dense_leaf(leaf, spec.axes, op))
-            if exact and not _is_sparse(leaf):
+            leaves.append(_gather_leaf(leaf, op, spec.axes) if is_sparse(leaf) else dense_leaf(leaf, spec.axes, op))
+            if exact and not is_sparse(leaf):
                 _require_exact_sum(leaves[-1], op, spec.axes)
-            if not _is_sparse(leaf) and unreduced_axes(leaves[-1]):
+            if not is_sparse(leaf) and unreduced_axes(leaves[-1]):
                 leaves[-1] = _ReducedLeaf(_sum_of_parts(leaves[-1], op, spec.axes))
         except ReductionError as error:
             error.prefix("leaf x" + jax.tree_util.keystr(path))
@@ -130,7 +140,7 @@ def _all_reduce(
     for number, leaf in enumerate(leaves):
         if isinstance(leaf, _ReducedLeaf):
             leaves[number] = leaf.array
-        elif not _is_sparse(leaf):
+        elif not is_sparse(leaf):
             # Leaves that vary over different axes are not joined: the joined array would vary over all of them.
             groups.setdefault((leaf.dtype.name, varying_axes(leaf)), []).append(number)
     for (dtype, _), members in groups.items():
@@ -200,11 +210,6 @@ def _sum_of_parts(x: Array, op: ReduceOp, axes: MeshAxes) -> Array:
     for names in ([a for a in axes.names if a in parts], [a for a in axes.names if a not in parts]):
         total = lax.psum(total, tuple(names)) if names else total
     return finish(numbers, total)
-
-
-def _is_sparse(leaf: Any) -> bool:
-    sparse = sys.modules.get("jax.experimental.sparse")  # slow to import, so only if the program has imported it
-    return isinstance(leaf, IndexedSlices) or (sparse is not None and isinstance(leaf, sparse.JAXSparse))
 
 
 def _gather_leaf(leaf: Any, op: ReduceOp, axes: MeshAxes) -> Any:

@@ -113,12 +113,13 @@ def instruction_set() -> str:
 def compile_kernel(
     op: str,
     dtypes: tuple[str, str, str],
-    divisor: int,
+    divisor: float,
     sources: int,
     results: int,
     sizes: tuple[int, ...],
     programs: tuple[FusedProgram, ...],
     segments: tuple[Segment, ...],
+    weights: tuple[int, ...] = (),
 ) -> Kernel:
     """Return a kernel for the instruction set in use.
 
@@ -132,6 +133,7 @@ def compile_kernel(
       sizes: the numbers of elements of the tensors.
       programs: the computations.
       segments: the elements that each program computes. Elements outside all segments are not written.
+      weights: for exact sums: how often each source counts, at most 2^24 in all; (): once.
 
     >>> import numpy as np
     >>> mean = compile_kernel("sum", ("float16", "float32", "float16"), 2, 2, 1, (2,),
@@ -145,8 +147,8 @@ def compile_kernel(
     if chosen == "numpy":
         from .reference import ReferenceKernel
 
-        return ReferenceKernel(op, dtypes, divisor, sizes, programs, segments)
-    kernel: Kernel = native().Kernel(chosen, op, *dtypes, divisor, sources, results, sizes, programs, segments)
+        return ReferenceKernel(op, dtypes, divisor, sizes, programs, segments, weights)
+    kernel: Kernel = native().Kernel(chosen, op, *dtypes, divisor, sources, results, sizes, programs, segments, weights)
     return kernel
 
 

@@ -18,15 +18,17 @@ _UNIT: Final = -1074  # all finite floats are multiples of 2 ** _UNIT
 _FORMATS: Final = {"float16": (11, -24), "bfloat16": (8, -133), "float32": (24, -149), "float64": (53, -1074)}
 
 
-def exact_sum(terms: Sequence[Any], divisor: int, dtype: np.dtype[Any]) -> Any:
+def exact_sum(terms: Sequence[Any], divisor: int, dtype: np.dtype[Any], weights: Sequence[int] = ()) -> Any:
     """Return the exact sum of real arrays of one size, divided by ``divisor``, in a float dtype.
+
+    ``weights``: how often each array counts; (): once.
 
     >>> import numpy as np
     >>> exact_sum([np.float32([1e30]), np.float32([1]), np.float32([-1e30])], 1, np.dtype("float32"))
     array([1.], dtype=float32)
     """
     parts = [_read(x) for x in terms]
-    total = sum(x.units for x in parts)
+    total = sum(x.units * times for x, times in zip(parts, weights or [1] * len(parts), strict=True))
     precision, unit = _FORMATS[dtype.name]
     sign_bit = 1 << (8 * dtype.itemsize - 1)
     infinity = sign_bit - (1 << (precision - 1))

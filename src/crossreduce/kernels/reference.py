@@ -97,10 +97,10 @@ def _array(operand: Any, dtype: np.dtype[Any], size: int) -> Any:
     return array.view(dtype)
 
 
-def _exact_sum(terms: list[Any], divisor: int, dtype: np.dtype[Any]) -> Any:
+def _exact_sum(terms: list[Any], divisor: int, dtype: np.dtype[Any], weights: Sequence[int]) -> Any:
     """Return exact sums. The real and imaginary parts of complex numbers are added separately."""
     part = dtype.type(0).real.dtype
-    return exact_sum([_reals(x) for x in terms], divisor, part).view(dtype)
+    return exact_sum([_reals(x) for x in terms], divisor, part, weights).view(dtype)
 
 
 class ReferenceKernel:
@@ -110,11 +110,13 @@ class ReferenceKernel:
         self,
         op: str,
         dtypes: tuple[str, str, str],
-        divisor: int,
+        divisor: float,
         sizes: Sequence[int],
         programs: Sequence[tuple[int, Sequence[Sequence[int]], Sequence[int]]],
         segments: Sequence[tuple[int, int, int, int]],
+        weights: Sequence[int] = (),
     ) -> None:
+        self._weights = tuple(weights)
         self._combine, self._divisor = _OPS.get(op), divisor  # ``_combine`` is None for exact sums
         self._dtypes = dtype, _, result = [np.dtype(name) for name in dtypes]
         # A kernel that only copies keeps every bit, also that of a signaling NaN.
@@ -158,7 +160,7 @@ class ReferenceKernel:
         for slot, *operands in folds:
             terms = map(read, operands)
             if self._combine is None:  # exact sums
-                values[~slot] = _exact_sum([*terms], self._divisor, result)
+                values[~slot] = _exact_sum([*terms], int(self._divisor), result, self._weights)
             else:
                 values[~slot] = reduce(self._combine, terms)
         finished = {operand: read(operand) for operand in set(result_operands)}

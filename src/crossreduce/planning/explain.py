@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import textwrap
+from collections.abc import Sequence
 from fractions import Fraction
 from functools import reduce
 from operator import or_
 from typing import Final, NamedTuple
 
 from ..devices import parse
-from ..schedule import GeneratedSchedule, Schedule
+from ..schedule import Costs, GeneratedSchedule, Schedule
+from ..schedule.costs import OPERATION_S
 from ..schedule.schedule import many
 from ..topology import Link
 from .optimal.bounds.certificate import Bound, Cut
@@ -16,7 +19,10 @@ from .optimal.bounds.solver import common_unit
 
 _MOST_LINES: Final = 16  # of trees
 _MOST_NAMES: Final = 8
-_MOST_LETTERS: Final = 160  # of a tree
+_MOST_ALIKE: Final = 4  # trees of one shape and share; if there are more, one of them is shown
+_LEAST_FOLDED: Final = 3  # stars or paths that are described together
+_MOST_LETTERS: Final = 160  # of a tree, unless a width is given
+_LEAST_WIDTH: Final = 60
 _LEAST_BUSY: Final = 0.01  # resources that are busy for a smaller part of the time are not mentioned
 
 # A share of the buffer, the name of the root, and the parent of each other node. Children send to their parents; but if
@@ -150,17 +156,124 @@ def _device_order(name: str) -> tuple[str, ...]:
     return tuple(part.zfill(9) for part in name.replace("/", ":").split(":"))
 
 
-def tree_lines(plan_shape: Shape) -> list[str]:
-    """Return one line for each of the first 16 different trees, with its share, and one with the number of others."""
+def tree_lines(plan_shape: Shape, outward: bool = False, width: int | None = None) -> list[str]:
+    """Return lines about the different trees, each with the share of the buffer that one tree has.
+
+    Three or more stars have one line, and so do paths along one ring. Of more than four other trees of one shape and
+    share, the first is shown. A last line has the number of trees beyond the first 16 lines.
+
+    Args:
+      plan_shape: the trees.
+      outward: whether data flow from the roots, as in a broadcast.
+      width: the longest line; ``None``: 9 + 160.
+
+    >>> from crossreduce.planning import direct, ring
+    >>> tree_lines(shape(direct(["cpu:0", "cpu:1", "cpu:2"])))
+    ['     1/3 on each device, from all others']
+    >>> tree_lines(shape(ring(["cpu:0", "cpu:1", "cpu:2"])))
+    ['     1/3 on each device, along the ring cpu:0 -> cpu:1 -> cpu:2 -> cpu:0']
+    """
     shares: dict[tuple[str, frozenset[tuple[str, str]]], Fraction] = {}  # by root and edges
     for share, root, parents in plan_shape.trees:
         tree = root, frozenset(parents.items())
         shares[tree] = shares.get(tree, Fraction(0)) + share
+    alike: dict[tuple[Fraction, object], list[_Tree]] = {}
+    for (root, edges), share in shares.items():
+        parents = dict(edges)
+        alike.setdefault((share, _kind(root, parents, outward)), []).append((share, root, parents))
+    texts: list[tuple[Fraction, str, str, int]] = []  # share, tree or kind, how many more, number of trees
+    for (share, kind), trees in alike.items():
+        text = _text_of_kind(kind, [root for _, root, _ in trees], outward) if len(trees) >= _LEAST_FOLDED else ""
+        if text:
+            texts.append((share, text, "", len(trees)))
+        elif len(trees) > _MOST_ALIKE:
+            (_, root, parents), more = trees[0], len(trees) - 1
+            texts.append((share, tree_text(root, parents), f" and {more} more of this shape", len(trees)))
+        else:
+            texts += [(share, tree_text(root, parents), "", 1) for _, root, parents in trees]
+    most = _MOST_LETTERS if width is None else max(width, _LEAST_WIDTH) - 9
     lines = []
-    for (root, edges), share in list(shares.items())[:_MOST_LINES]:
-        text = tree_text(root, dict(edges))
-        lines.append(f"{share!s:>8s} {text if len(text) <= _MOST_LETTERS else text[: _MOST_LETTERS - 4] + ' ...'}")
-    return lines + ([f"         and {len(shares) - _MOST_LINES} more"] if len(shares) > _MOST_LINES else [])
+    for share, text, others, _ in texts[:_MOST_LINES]:
+        room = most - len(others)
+        lines.append(f"{share!s:>8s} {text if len(text) <= room else text[: room - 4] + ' ...'}{others}")
+    more = sum(count for *_, count in texts[_MOST_LINES:])
+    return lines + ([f"         and {more} more"] if more else [])
+
+
+def _kind(root: str, parents: dict[str, str], outward: bool) -> object:
+    """Return what trees that share a line have in common: a star's devices, a path's ring, or the shape."""
+    nodes = frozenset([root, *parents])
+    if len(nodes) > 1 and all(parent == root for parent in parents.values()):
+        return "star", nodes
+    if len(set(parents.values())) == len(parents):  # no node has two children: a path
+        children = {parent: child for child, parent in parents.items()}
+        path = [root]
+        while path[-1] in children:
+            path.append(children[path[-1]])
+        cycle = path if outward else path[::-1]
+        first = cycle.index(min(cycle, key=_device_order))
+        return "ring", tuple(cycle[first:] + cycle[:first])
+    below: dict[str, list[str]] = {}
+    for child, parent in parents.items():
+        below.setdefault(parent, []).append(child)
+    order, shapes = [root], dict[str, str]()
+    for node in order:
+        order += below.get(node, [])
+    for node in reversed(order):
+        shapes[node] = f"({''.join(sorted(shapes[child] for child in below.get(node, ())))})"
+    return "tree", shapes[root]
+
+
+def _text_of_kind(kind: object, roots: list[str], outward: bool) -> str:
+    """Return a text about stars or about paths along one ring, with these roots; "" for other trees."""
+    assert isinstance(kind, tuple)
+    name, nodes = kind
+    if name == "tree":
+        return ""
+    where = "on each device" if len(roots) == len(nodes) else f"on each of {_devices_text(tuple(roots))}"
+    if name == "star":
+        return f"{where}, {'to' if outward else 'from'} all others"
+    return f"{where}, along the ring {' -> '.join([*nodes, nodes[0]])}"
+
+
+def wrapped(lines: Sequence[str], width: int | None) -> str:
+    """Join lines to a text. With a width, longer lines are continued below the texts after their labels."""
+    if width is not None:
+        width, indent = max(width, _LEAST_WIDTH), " " * 12
+        lines = [
+            part
+            for line in lines
+            for part in textwrap.wrap(line, width, subsequent_indent=indent, break_on_hyphens=False) or [""]
+        ]
+    return "\n".join(lines)
+
+
+def other_lines(others: dict[str, tuple[float, Fraction | None]], seconds: float, most: Fraction) -> list[str]:
+    """Return a line for each other plan, by name, with its seconds and rate beside ``seconds`` and the bound."""
+    lines = []
+    for name, (other, rate) in others.items():
+        part = f"{float(rate):8.2f} GB/s when large, {percent(rate / most)} of the bound" if rate else ""
+        lines.append(f"    {name:20s} {duration(other):>10s} ({other / seconds if seconds else 1.0:.2f} x) {part}")
+    return lines
+
+
+def counted(costs: Costs, devices: Sequence[str]) -> str:
+    """Return a text about what a simulation counts besides the links; "" if it counts nothing else.
+
+    >>> counted(Costs(), ["cuda:0"]), counted(Costs(operation_s=0), ["cuda:0"]), counted(Costs(), ["cpu:0"])
+    ('2.00 us to queue each operation', 'no time to queue operations, as in one kernel', '')
+    """
+    on_cuda = any(parse(device).kind == "cuda" for device in devices)
+    operation_s = costs.operation_s if costs.operation_s is not None else OPERATION_S * on_cuda
+    texts = [f"{duration(operation_s)} to queue each operation"] if operation_s else []
+    texts += ["no time to queue operations, as in one kernel"] if on_cuda and not operation_s else []
+    if costs.reduction_gb_per_s is not None:
+        texts.append(f"reductions at {costs.reduction_gb_per_s:g} GB/s")
+    if costs.messages_per_s is not None:
+        texts.append(f"{costs.messages_per_s:g} messages per second between two hosts")
+    if costs.shared:
+        texts.append(many(len(costs.shared), "limit") + " of several links together")
+    return "; ".join(texts)
 
 
 def limited_by(limit: Bound) -> str:

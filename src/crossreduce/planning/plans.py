@@ -127,19 +127,23 @@ class Plan:
         """The part of the bound that the schedule reaches as the buffer grows. At 1 no schedule can be faster."""
         return Fraction(1) if self.rate is None or self.bound.algbw is None else self.rate / self.bound.algbw
 
-    def explain(self) -> str:
-        """Return a text about the plan: its trees, its speed, its limit, and a comparison with others."""
+    def explain(self, width: int | None = None) -> str:
+        """Return a text about the plan: its trees, speed and limit, and others. ``width``: of its longest line."""
         from . import explain as text
 
         most, pieces, trees = self.bound.algbw, self.schedule.pieces, text.shape(self.schedule)
         count = len({*self.request.sources, *self.request.destinations})
+        hosts = len({device.rpartition("/")[0] for device in (*self.request.sources, *self.request.destinations)})
         head = f"{self.collective} of {text.size(self.nbytes)} by {self.algorithm} on {many(count, 'device')}"
+        head += f" of {hosts} hosts" if hosts > 1 else ""
         if self.rate is None or most is None or not self.nbytes:
             return f"{head}: no data has to move."
         loss = f" (a loss of {text.rest_percent(self.ratio)})" if self.ratio < 1 else ""
-        relation = "it sends to" if self.collective in ("broadcast", "all_gather") else "send to it"
+        outward = self.collective in ("broadcast", "all_gather")
+        relation = "it sends to" if outward else "send to it"
         network = text.crossings(self.schedule)
         helpers = self.helpers and text.helped_by(self.helpers, self.rate, self.bound_without_helpers)
+        costs = text.counted(self.request.costs, self.ranks)
         only_if = ", if the links are as assumed" if self.topology.assumed else ""
         lines = [
             head,
@@ -147,6 +151,7 @@ class Plan:
             f"{many(len(trees.roots), 'root')}, depth {trees.depth}, {many(self.schedule.round_count, 'round')}, "
             f"{many(pieces, 'piece')} per chunk",
             f"  predicted {text.duration(self.seconds)}, {self.algbw:.2f} GB/s; {float(self.rate):.2f} GB/s when large",
+            *([f"  counted   {costs}"] if costs else []),
             f"  bound     {float(most):.2f} GB/s ({most}{only_if}), {text.percent(self.ratio)} of it reached{loss}",
             f"  limited by {text.limited_by(self.bound)}",
             *(f"  assumed   {each}" for each in self.topology.assumed),
@@ -157,14 +162,12 @@ class Plan:
             f"  to run    {self._way_to_run}",
             f"  bits      {self._reproducibility}",
             f"  shares of the buffer, each with its tree, written as device(devices that {relation})",
-            *text.tree_lines(trees),
-            f"  other algorithms, for the same request{self._ignored_arguments}",
+            *text.tree_lines(trees, outward, width),
         ]
-        for name, (seconds, rate) in self.others().items():
-            part = f"{float(rate):8.2f} GB/s when large, {text.percent(rate / most)} of the bound" if rate else ""
-            times = seconds / self.seconds if self.seconds else 1.0
-            lines.append(f"    {name:20s} {text.duration(seconds):>10s} ({times:.2f} x) {part}")
-        return "\n".join(lines)
+        others = [name for name, other in self.comparisons.items() if other.schedule != self.schedule]
+        rows = {name: row for name, row in self.others().items() if name in others and name != self.algorithm}
+        lines += [f"  other algorithms, for the same request{self._ignored_arguments}"] if rows else []
+        return text.wrapped([*lines, *text.other_lines(rows, self.seconds, most)], width)
 
     @property
     def _way_to_run(self) -> str:
@@ -343,7 +346,7 @@ def plan(
     >>> best = plan(square, "all_reduce", nbytes=1 << 30)
     >>> best.ratio, str(best.bound.algbw)
     (Fraction(1, 1), '100/3')
-    >>> best.algorithm, round(plan(square, "all_reduce", nbytes=8).seconds * 1e6)  # two hops of 1 us
+    >>> best.algorithm, round(plan(square, nbytes=8).seconds * 1e6)  # two hops of 1 us
     ('ring', 2)
     """
     topology = topology_of(topology)

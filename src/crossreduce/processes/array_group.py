@@ -13,7 +13,7 @@ import numpy as np
 
 from ..errors import ArgumentError, UnsupportedError, shown
 from ..observe.counters import Stats
-from ..ops import INTEGERS, ReduceOp, require_dtype
+from ..ops import INTEGERS, ReduceOp, require_dtype, require_mean
 from ..options import CommunicationOptions
 from ..ranks.array_views import ArrayView
 from ..ranks.communicator import Communicator
@@ -21,6 +21,7 @@ from ..ranks.measurement import measure
 from ..ranks.prepared import call_name, new_calls, prepare
 from ..reduction.validation import read_op
 from ..topology import Topology
+from .weighted_mean import weighted_mean
 
 Array = np.ndarray[Any, Any]
 
@@ -40,7 +41,9 @@ class ArrayGroup:
         self._calls = new_calls(communicator)
         self.rank, self.size, self.hosts = communicator.rank, communicator.size, communicator.hosts
 
-    def all_reduce(self, x: Any, op: ReduceOp | str = "sum", out: Array | None = None, *, exact: bool = False) -> Array:
+    def all_reduce(
+        self, x: Any, op: ReduceOp | str = "sum", out: Array | None = None, *, exact: bool = False, weight: Any = None
+    ) -> Array:
         """Return the reduction of all ranks' arrays, with the same bits on every rank.
 
         Args:
@@ -49,14 +52,23 @@ class ArrayGroup:
           out: the array for the result; by default a new array.
           exact: whether sums and means of floats are the exact real numbers, rounded once: the same bits for every
             order of the ranks, and any number of hosts (see docs/explanation/exactness.md).
+          weight: for the op "mean", this rank's weight, such as its number of samples; all ranks pass one. The result
+            is sum(w x) / sum(w). The array of a rank of weight 0 is not used, even if it contains NaN. With ``exact``,
+            the weights must be in the ratio of whole numbers with a sum of at most 2**24.
         Raises:
-          ArgumentError: ``exact`` is not a bool.
+          ArgumentError: ``exact`` is not a bool. Or, on all ranks, a weight is negative, infinite or NaN, or all are 0.
           MismatchError: ranks differ in shape, dtype, op or ``exact``; nothing was written, and the group can still be
             used.
           UnsupportedError: the op is not defined for the dtype, or is an exact product of floats.
           PeerLostError, CollectiveTimeout: a rank died or was late; the group cannot be used again.
         """
         exact = _flag(exact)
+        if weight is not None:
+            op = read_op(op)
+            require_mean(op)
+            source, result = _with_result(array := _readable(x, op), array.shape, out)
+            weighted_mean(self.communicator, source, result, weight, exact)
+            return result
         name = call_name("all_reduce", exact)
         done: Array | None = self._calls.run(self.communicator, name, op, 0, x, out)  # a prepared call
         if done is not None:

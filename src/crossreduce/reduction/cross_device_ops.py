@@ -254,6 +254,11 @@ class CrossDeviceOps:
         result = self.gather_implementation(value, devices, value.facts.axis, hints)
         return check_result(result, devices, "gather_implementation")
 
+    @property
+    def supports_weights(self) -> bool:
+        """Whether the op reduces values that were multiplied by weights, as ``all_reduce`` passes them."""
+        return False
+
     def reduce_prepared(
         self,
         op: ReduceOp,
@@ -326,6 +331,10 @@ class BatchReducingOps(CrossDeviceOps):
         kind, own = type(self), self.own_class
         names = ("batch_reduce", "reduce_implementation", "batch_reduce_implementation", "_planner")
         return kind is own or all(getattr(kind, name, None) is getattr(own, name, None) for name in names)
+
+    @property
+    def supports_weights(self) -> bool:
+        return self._is_own()
 
     def _prepared_calls(self) -> Calls | None:
         """Return the store of prepared calls, or ``None`` if they would bypass a method that a subclass replaces."""
@@ -400,6 +409,10 @@ class ReductionToOneDevice(BatchReducingOps):
             reduce_to_one([job], self._root)[0] if job[0].facts.sparse else self._reduce_by_function(reduce_op, job)
             for job in jobs
         ]
+
+    @property
+    def supports_weights(self) -> bool:
+        return self._accumulate is None and super().supports_weights
 
     def _writes_out(self, jobs: list[Job]) -> bool:
         check_overlap(jobs)  # check the batch as a whole: the reduction on each root receives only a part of it

@@ -9,7 +9,8 @@ from __future__ import annotations
 import dataclasses
 import threading
 from collections.abc import Iterable, Sequence
-from typing import Any
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 from ..autograph import unconverted
 from ..errors import ArgumentError, MismatchError, ReductionError, UnsupportedError, shown
@@ -20,7 +21,10 @@ from ..options import CommunicationOptions
 from ..values import DistributedValues, PerReplica, read_devices
 from .all_reduce_ops import AllReduceCrossDeviceOps
 from .cross_device_ops import CrossDeviceOps
-from .validation import read_op, uniform_value
+from .validation import check_value, read_op, read_options, uniform_value
+
+if TYPE_CHECKING:
+    from ..ops import Weights
 
 _NAMESPACE = "crossreduce"
 _DEFAULT = AllReduceCrossDeviceOps("auto")
@@ -37,6 +41,7 @@ def all_reduce(
     cross_device_ops: CrossDeviceOps | None = None,
     options: CommunicationOptions | None = None,
     out: Sequence[Any] | None = None,
+    weights: Sequence[Any] | None = None,
 ) -> list[Any]:
     """Reduce n pytrees, one per replica, leaf by leaf. Return one reduced tree per replica.
 
@@ -51,6 +56,10 @@ def all_reduce(
       options: hints for this call.
       out: n trees of the same structure; the results are written into their leaves (see ``CrossDeviceOps.reduce``).
         With the inputs themselves as ``out`` the reduction is in place.
+      weights: for the op "mean", one number per replica, such as its number of samples: the result is
+        sum(w x) / sum(w). A replica of weight 0 does not take part: its elements are not read, even if they are NaN.
+        Equal weights give the bits of the mean. With ``exact=True`` the weights must be in the ratio of whole numbers
+        with a sum of at most 2**24.
     Returns:
       n trees of the same structure. Leaf k of tree i is the reduction of leaf k of all trees, on ``devices[i]``, or by
       default on the device of leaf k of input i. All n trees have the same bits. Their leaves are those of ``out`` if
@@ -58,13 +67,17 @@ def all_reduce(
     Raises:
       MismatchError: trees of different structure, or leaves that differ in shape, dtype or framework. The message has
         the leaf's path and all replicas.
-      ArgumentError: ``trees`` is empty, a leaf is not an array, or another argument is invalid.
+      ArgumentError: ``trees`` is empty, a leaf is not an array, or another argument is invalid: also a weight that is
+        negative, infinite or NaN, or weights that are all 0.
       UnsupportedError: the op is not defined for a leaf's dtype; ``cross_device_ops`` is not a ``CrossDeviceOps``.
 
     >>> import numpy as np
     >>> grads = [{"w": np.full((2, 2), float(k)), "b": np.float32(k)} for k in range(3)]
     >>> all_reduce(grads, "mean")[2]["w"].tolist()
     [[1.0, 1.0], [1.0, 1.0]]
+    >>> batches = [np.float32(2), np.float32(5)]  # means over 64 and 32 samples
+    >>> all_reduce(batches, "mean", weights=[64, 32])[0].item()
+    3.0
     >>> buffers = [np.empty(3) for _ in range(2)]  # once: no iteration allocates results
     >>> for step in range(3):
     ...     _ = all_reduce([np.full(3, step + 0.0), np.full(3, 1.0)], out=buffers)
@@ -73,7 +86,8 @@ def all_reduce(
     """
     if PROFILERS.are_on() and is_outermost():
         with entry("all_reduce", op, trees):
-            return all_reduce(trees, op, devices=devices, cross_device_ops=cross_device_ops, options=options, out=out)
+            call = partial(all_reduce, devices=devices, cross_device_ops=cross_device_ops, weights=weights)
+            return call(trees, op, options=options, out=out)
     is_one_tree = isinstance(trees, (str, bytes, dict, DistributedValues)) or hasattr(trees, "shape")
     if is_one_tree or not isinstance(trees, Iterable):
         remedy = "[tree, tree]: one tree per replica, as in all_reduce([tree, tree], op)"
@@ -88,16 +102,22 @@ def all_reduce(
     if names is not None and len(names) != len(tree_list):
         given = f"{len(tree_list)} trees; {', '.join(names)}"
         raise ArgumentError.of("devices must have one name per replica.", given, "devices=None")
+    read = None
+    if weights is not None:
+        from .weighting import weights_of_call
+
+        read = weights_of_call(weights, len(tree_list), op, ops)
     rows, out_rows = tree_list, out
     single = type(tree_list[0]) is not list
     if single:  # each tree may be a single array: look it up as a list of one array
         rows, out_rows = [[tree] for tree in tree_list], [[tree] for tree in out] if type(out) is list else out
-    reduced = ops.reduce_prepared(op, rows, names, options, out_rows)
+    reduced = None if read else ops.reduce_prepared(op, rows, names, options, out_rows)
     if reduced is not None:
         return [row[0] for row in reduced] if single else reduced
     flat, structure = flatten_trees(tree_list)
     targets = None if out is None else _flat_targets(out, len(tree_list), structure)
-    return [unflatten_tree(structure, row) for row in reduce_leaves(flat, structure, op, names, ops, options, targets)]
+    reduced = reduce_leaves(flat, structure, op, names, ops, options, targets, read)
+    return [unflatten_tree(structure, row) for row in reduced]
 
 
 def reduce_leaves(
@@ -108,15 +128,21 @@ def reduce_leaves(
     ops: CrossDeviceOps,
     options: CommunicationOptions | None,
     out: list[list[Any]] | None = None,
+    weights: Weights | None = None,
 ) -> list[list[Any]]:
     """Reduce the leaves of trees, leaf by leaf, and return each replica's reduced leaves. Errors name the leaf.
 
     Each row of ``rows`` has the leaves of one replica's tree, as ``flatten_trees`` returns them. ``out`` has rows of
     the same lengths: the arrays that the results are written into.
     """
-    prepared = ops.reduce_prepared(op, rows, devices, options, out)
+    prepared = None if weights else ops.reduce_prepared(op, rows, devices, options, out)
     if prepared is not None:
         return prepared
+    weigh = None
+    if weights is not None:
+        from .weighting import weighted
+
+        weigh = partial(weighted, weights=weights, exact=read_options(options).exact)
     pairs: list[tuple[PerReplica, PerReplica]] = []
     for number, components in enumerate(zip(*rows, strict=True)):
         try:
@@ -125,14 +151,15 @@ def reduce_leaves(
                 for component in components:
                     framework_of(component)  # raises for a leaf that is not an array
                 value = PerReplica(components, devices)
+            source = value if weigh is None else weigh(check_value(op, value))
         except ReductionError as error:
             name_leaf(error, structure, number)
             raise
-        pairs.append((value, value))
+        pairs.append((source, value))
     targets = None
     if out is not None:
         columns = zip(*out, strict=True)
-        targets = [PerReplica.on(arrays, value.devices) for arrays, (value, _) in zip(columns, pairs, strict=True)]
+        targets = [PerReplica.on(arrays, value.devices) for arrays, (_, value) in zip(columns, pairs, strict=True)]
     try:
         reduced = ops.batch_reduce(op, pairs, options, out=targets)
     except ReductionError as error:

@@ -1,4 +1,4 @@
-"""Measured times of collectives, from the JSON of nccl-tests (``-J FILE``) or of ``crossreduce bench --json``.
+"""Measured times of collectives, from the JSON of nccl-tests (``-J FILE``) or of ``crossreduce bench``.
 
 Input: the content of a file, and the topology on which it was measured. Output: ``Measurement``s with the topology's
 devices. Both programs write the same keys, except that nccl-tests lists devices in ``config``, one per process, and
@@ -58,7 +58,16 @@ def read_measurements(data: bytes, topology: Topology) -> tuple[Measurement, ...
     >>> read_measurements(json.dumps(report).encode(), Topology.ring(2))[0][:4]
     ('all_gather', 4096, 1.25e-05, ('cpu:0', 'cpu:1'))
     """
-    problem = "this is not a report of nccl-tests (-J FILE) or of crossreduce bench (--json FILE)"
+    return _read(data, topology)
+
+
+def read_times(data: bytes) -> tuple[Measurement, ...]:
+    """Return the measurements in a file, as ``read_measurements`` does, of devices named rank 0, rank 1, ..."""
+    return _read(data, None)
+
+
+def _read(data: bytes, topology: Topology | None) -> tuple[Measurement, ...]:
+    problem = "this is not a report of nccl-tests (-J FILE) or of crossreduce bench (--json, or -J FILE)"
     if len(data) > LARGEST:
         raise ArgumentError.of(f"a report must have at most {LARGEST} bytes.", shown(data[:40]), "a run without -I 1")
     try:
@@ -113,8 +122,8 @@ def _collective(program: str) -> str:
     return collective
 
 
-def _devices(report: dict[str, Any], topology: Topology) -> tuple[str, ...]:
-    """Return the topology's device of each rank.
+def _devices(report: dict[str, Any], topology: Topology | None) -> tuple[str, ...]:
+    """Return the topology's device of each rank, or without a topology "rank 0", "rank 1", ...
 
     nccl-tests lists one device per process. The ranks of a process have consecutive numbers and devices.
     """
@@ -131,6 +140,8 @@ def _devices(report: dict[str, Any], topology: Topology) -> tuple[str, ...]:
                 places.setdefault(entry["rank"] + k, (entry["hostname"], entry["device"] + k))
     if sorted(places) != list(range(len(places))):
         raise ValueError(f"its ranks are {sorted(places)}")
+    if topology is None:
+        return tuple(f"rank {rank}" for rank in sorted(places))
     by_rank = [places[rank] for rank in range(len(places))]
     hosts = list(dict.fromkeys(parse(device).host for device in topology.devices))
     host_of = dict(zip(dict.fromkeys(host for host, _ in by_rank), hosts, strict=False))

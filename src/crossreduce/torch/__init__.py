@@ -24,13 +24,18 @@ except ImportError as error:
 
 from _crossreduce_torch import register
 
+from ..errors import UnsupportedError
 from ..observe.counters import CollectiveStats, Stats, WaitStats
+from ..options import CommunicationOptions
+from ..processes.weighted_mean import as_array
+from ..processes.weighted_mean import weighted_mean as _mean_of_ranks
 from ..ranks.measurement import measure
 from ..ranks.survival.survivors import Reformed
 from ..topology import Topology
 from .elastic import agree, committed, find_group, grow, invitation, join, shrink
 from .group import BACKEND, Group
 from .hook import HookState, all_reduce_hook
+from .memory import NAMES, copy_back, memory, readable, require_dense
 from .options import Options
 
 __all__ = [
@@ -51,6 +56,7 @@ __all__ = [
     "measure_topology",
     "shrink",
     "stats",
+    "weighted_mean",
 ]
 
 NAME: Final = BACKEND
@@ -75,6 +81,47 @@ def measure_topology(group: Any = None, seconds: float = 1.0) -> Topology:
     measured: list[Topology] = []
     group.queue.run(lambda: measured.append(measure(group.communicator, seconds)), [], asynchronous=False)
     return measured[0]
+
+
+def weighted_mean(tensor: Any, weight: Any, group: Any = None, *, exact: bool = False) -> None:
+    """Replace ``tensor`` by the weighted mean of all ranks' tensors: sum(w x) / sum(w).
+
+    All ranks of the group call it together, each with its own weight, and get the same bits.
+
+    Args:
+      tensor: a dense CPU tensor, of the same shape and dtype on all ranks. Half types are accumulated in float32. The
+        mean of integers is truncated towards zero.
+      weight: this rank's weight, such as its number of samples. The tensor of a rank of weight 0 is not used, even if
+        it contains NaN.
+      group: a process group of this backend, or a ``HookState``; by default the default group.
+      exact: whether the result is the real weighted mean, rounded once. The weights must then be in the ratio of whole
+        numbers with a sum of at most 2**24.
+    Raises:
+      ArgumentError: no default group exists, or the group has another backend. Or, on all ranks, a weight is negative,
+        infinite or NaN, or all are 0.
+      MismatchError: ranks differ in shape or dtype, or make another call.
+      UnsupportedError: the tensor is not on the CPU or not dense, the mean of its dtype is not defined or cannot be
+        exact.
+      PeerLostError, CollectiveTimeout: as for every call of the group.
+
+    >>> crossreduce.torch.weighted_mean(loss, len(batch))  # doctest: +SKIP
+    """
+    group = find_group(group, HookState)
+    exact = CommunicationOptions(exact=exact).exact
+    if not tensor.is_cpu or tensor.dtype not in NAMES:
+        problem = "weighted_mean needs a CPU tensor of a dtype that can be reduced."
+        raise UnsupportedError.of(
+            problem, f"{tensor.dtype} on {tensor.device}", "tensor.cpu(), and its result copied back"
+        )
+    require_dense("weighted_mean", [tensor])
+
+    def run() -> None:
+        written = readable(tensor)
+        array = as_array(memory(written))
+        _mean_of_ranks(group.communicator, array, array, weight, exact)
+        copy_back(tensor, written)
+
+    group.queue.run(run, [tensor], asynchronous=False)
 
 
 def stats(group: Any = None) -> Stats:

@@ -14,7 +14,7 @@ from strategies import NAMED, names, wired
 import crossreduce as cr
 from crossreduce import Link, Topology, simulate
 from crossreduce.planning import hierarchical_copy
-from crossreduce.planning.explain import duration, limited_by, percent, size, tree_text
+from crossreduce.planning.explain import duration, limited_by, percent, shape, size, tree_lines, tree_text
 from crossreduce.schedule import fluid_rate
 
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
@@ -95,7 +95,9 @@ def test_the_numbers(name):
     schedule, limit = made.schedule, made.bound
     devices = {device for chunk in schedule.chunks for device in (*chunk.sources, *chunk.destinations)}
     head, facts, *_ = explained(made.explain())
-    assert head == f"{made.collective} of {size(made.nbytes)} by {made.algorithm} on {len(devices)} devices"
+    hosts = len({schedule.devices[device].rpartition("/")[0] for device in devices})
+    on_hosts = f" of {hosts} hosts" if hosts > 1 else ""
+    assert head == f"{made.collective} of {size(made.nbytes)} by {made.algorithm} on {len(devices)} devices{on_hosts}"
     shares = [chunk.share for chunk in schedule.chunks]
     parts = math.lcm(*(share.denominator for share in shares))
     unit = Fraction(math.gcd(*(int(share * parts) for share in shares)), parts)
@@ -129,21 +131,51 @@ def test_the_numbers(name):
     assert loss is None or Fraction(reached) + Fraction(lost) == 100
 
 
+def unlabelled(root, parents):
+    """Return the shape of a tree: nested tuples without names."""
+    return tuple(sorted(unlabelled(child, parents) for child, parent in parents.items() if parent == root))
+
+
+def described(text, nodes, outward):
+    """Return the trees, as (root, {child: parent}), of a line about stars or about paths along a ring, or ``None``."""
+    match = re.fullmatch(r"on each (device|of (.*)), (from all others|to all others|along the ring (.*))", text)
+    if match is None:
+        return None
+    roots = nodes if match[1] == "device" else match[2].split(", ")
+    if match[4] is None:
+        assert ("to" in match[3]) == outward
+        return [(root, {node: root for node in nodes if node != root}) for root in roots]
+    ring = match[4].split(" -> ")
+    assert ring.pop() == ring[0]
+    assert sorted(ring) == sorted(nodes)
+    after = dict(zip(ring, [*ring[1:], ring[0]], strict=True))
+    if outward:
+        after = {b: a for a, b in after.items()}
+    return [(root, {a: b for a, b in after.items() if a != root}) for root in roots]
+
+
 @each_plan
 def test_the_trees(name):
-    """Each of up to 16 lines shows a tree and the share of its chunks. The number of omitted trees is stated."""
+    """Each of up to 16 lines shows a tree and its share; or stars, paths of a ring, or trees of one shape, that have
+    equal shares. The number of omitted trees is stated."""
     made = PLANS[name]()
-    schedule = made.schedule
+    schedule, outward = made.schedule, made.collective in ("broadcast", "all_gather")
     wanted = {}
     for share, root, parents in trees(schedule):
         named = {schedule.devices[child]: schedule.devices[parent] for child, parent in parents.items()}
         key = schedule.devices[root], tuple(sorted(named.items()))
         wanted[key] = wanted.get(key, 0) + share
-    shown, more = explained(made.explain())[2], max(0, len(wanted) - 16)
-    assert len(shown) + more == len(wanted)
-    assert (f"\n         and {more} more\n" in made.explain()) == (more > 0)
+    shown = explained(made.explain())[2]
+    assert 0 < len(shown) <= 16
     for part, text in shown:
         share = Fraction(part)
+        found = described(text, sorted({*schedule.devices}), outward)
+        if found is not None:
+            assert len(found) >= 3
+            for root, parents in found:
+                assert wanted.pop((root, tuple(sorted(parents.items())))) == share
+            continue
+        text, _, others = text.partition(" and ")
         if text.endswith(" ..."):  # cut off: a tree must have this beginning and share
             start = text.removesuffix(" ...")
             candidates = [tree for tree in wanted if tree_text(tree[0], dict(tree[1])).startswith(start)]
@@ -152,7 +184,45 @@ def test_the_trees(name):
             root, parents = read(text)
             tree = root, tuple(sorted(parents.items()))
         assert wanted.pop(tree) == share
-    assert len(wanted) == more
+        if others:
+            number = int(re.fullmatch(r"(\d+) more of this shape", others)[1])
+            form = unlabelled(tree[0], dict(tree[1]))
+            same = [key for key in wanted if wanted[key] == share and unlabelled(key[0], dict(key[1])) == form]
+            assert number == len(same) >= 4
+            for key in same:
+                del wanted[key]
+    more = re.search(r"\n         and (\d+) more\n", made.explain())
+    assert len(wanted) == (int(more[1]) if more else 0)
+
+
+def test_stars_rings_and_shapes_have_one_line():
+    """ "direct" on a rack has one line for 72 trees, a ring one for its paths, and equal trees on switches one."""
+    rack = explained(cr.plan("gb200-nvl72", algorithm="direct").explain())[2]
+    assert rack == [("1/72", "on each device, from all others")]
+    gather = explained(cr.plan("mi300x", "all_gather", "64M", "direct").explain())[2]
+    assert gather == [("1/8", "on each device, to all others")]
+    ring = Topology.ring(5, latency_s=1e-6)
+    assert explained(cr.plan(ring, algorithm="ring").explain())[2] == [
+        ("1/10", f"on each device, along the ring {' -> '.join(f'cpu:{k % 5}' for k in order)}")
+        for order in (range(6), (0, 4, 3, 2, 1, 0))
+    ] or explained(cr.plan(ring, algorithm="ring").explain())[2] == [
+        ("1/5", "on each device, along the ring cpu:0 -> cpu:1 -> cpu:2 -> cpu:3 -> cpu:4 -> cpu:0")
+    ]
+    copies = hierarchical_copy([f"cpu:{k}" for k in range(8)], packs=8)
+    assert tree_lines(shape(copies)) == [
+        "     1/8 cpu:0(cpu:1 cpu:2 cpu:3 cpu:4(cpu:5 cpu:6 cpu:7)) and 7 more of this shape"
+    ]
+
+
+@pytest.mark.parametrize("width", [60, 80, 120])
+@each_plan
+def test_the_text_fits_a_width(name, width):
+    """With a width no line is longer, and no word but those of long trees is lost."""
+    made = PLANS[name]()
+    whole, lines = made.explain(), made.explain(width).splitlines()
+    assert max(map(len, lines)) <= width
+    facts = whole.partition("  shares of")[0].split()
+    assert " ".join(lines).split()[: len(facts)] == facts
 
 
 @each_plan
@@ -176,8 +246,10 @@ def test_the_others(name):
     head = "  other algorithms, for the same request" + (" without its packs" if made.request.packs > 1 else "")
     assert head in text
     found = explained(made.explain())[3]
-    assert list(found) == list(wanted)
-    for (time, times, rate, part), (seconds, fluid) in zip(found.values(), wanted.values(), strict=True):
+    wanted.pop(made.algorithm, None)  # the chosen algorithm is not another one
+    assert list(found) == [name for name in wanted if made.comparisons[name].schedule != made.schedule]
+    for name, (time, times, rate, part) in found.items():
+        seconds, fluid = wanted[name]
         assert time == duration(seconds)
         assert float(times) == pytest.approx(seconds / made.seconds, abs=5.1e-3)
         assert float(rate) == pytest.approx(float(fluid), abs=5.1e-3)
@@ -197,6 +269,19 @@ def test_tensorflows_plan_on_a_dgx_1v():
         other = cr.plan(DGX, nbytes=GIB, algorithm="one_device", **chosen)
         assert f"\n  other algorithms, for the same request without its {' and '.join(chosen)}\n" in other.explain()
         assert other.others() == made.others()
+
+
+def test_what_is_counted_beside_links():
+    """The text states what a queued operation costs on CUDA devices, and other costs; on CPUs there are none."""
+    priced = cr.plan("hgx-h100", nbytes=MIB, costs=cr.Costs(reduction_gb_per_s=3350, messages_per_s=2e8))
+    facts = {
+        "2.00 us to queue each operation": cr.plan(DGX, nbytes=MIB),
+        "no time to queue operations, as in one kernel": cr.plan(DGX, nbytes=MIB, operation_s=0),
+        "2.00 us to queue each operation; reductions at 3350 GB/s; 2e+08 messages per second between two hosts": priced,
+        None: cr.plan(STAR, nbytes=MIB),
+    }
+    for text, made in facts.items():
+        assert explained(made.explain())[1].get("counted") == text
 
 
 def test_hosts_are_named_by_their_cards():

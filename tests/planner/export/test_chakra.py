@@ -10,6 +10,7 @@ import exports
 import pytest
 from budget import examples
 from chakra_reader import COMP, RECEIVE, SEND, WITHIN, replay
+from command_line import plan_shown
 from hypothesis import given
 from hypothesis import strategies as st
 from pairs import pairs
@@ -22,6 +23,7 @@ from crossreduce.export.formats.chakra import to_chakra, writer
 from crossreduce.export.formats.chakra.format import TraceNode, encode
 from crossreduce.lowering import lower
 from crossreduce.planning import one_device, ring
+from crossreduce.planning.explain import wrapped
 from crossreduce.schedule import GeneratedSchedule
 
 LATENCY_S = 7e-7
@@ -250,9 +252,8 @@ def test_the_command_writes_a_folder(printed, tmp_path):
     files = to_chakra(plan.schedule, topology, "64M")
     assert {name: (folder / name).read_bytes() for name in names} == files
     remarks = chakra.remarks(plan, files)
-    assert out == (
-        f"{plan.explain()}\n  ranks     0 cuda:3, 1 cuda:0, 2 cuda:1, 3 cuda:2\n  traces    {remarks['traces']}\n"
-    )
+    notes = ["  ranks     0 cuda:3, 1 cuda:0, 2 cuda:1, 3 cuda:2", f"  traces    {remarks['traces']}"]
+    assert out == plan_shown(plan, " ".join(map(str, line))) + wrapped(notes, 80) + "\n"
     report = json.loads(printed(*line, "--json"))
     assert report["remarks"] == remarks
     assert report["seconds"] == plan.seconds

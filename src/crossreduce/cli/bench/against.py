@@ -25,7 +25,7 @@ from ... import __version__, kernels
 from ...devices import parse
 from ...errors import ArgumentError, BackendError, UnsupportedError
 from ...planning.explain import duration, size
-from ..support.output import atomic_file, atomic_json, drawing_bar, progress, terminal
+from ..support.output import atomic_file, drawing_bar, json_report, progress, terminal
 from ..train.trainers import TRAINERS
 from . import nccl_tests, ranks
 from .chart import DEFAULT, KEPT, draw_ratios, fastest_ways
@@ -46,14 +46,15 @@ def measure(request: BenchRequest, peers: tuple[str, ...], keep: bool, picture: 
     turns = [(peer, DEFAULT) for peer in peers] + [(peer, KEPT) for peer in peers if keep and peer not in ranks.PEERS]
     with atomic_file("--picture", picture) as file:
         texts = [f"measuring {peer}{', kept memory' if memory == KEPT else ''}" for peer, memory in turns]
-        with atomic_json("--json", request.json) as write, progress(texts[0], len(turns)) as advance:
-            measured = []
-            for (peer, memory), next_text in zip(turns, [*texts[1:], ""], strict=True):
-                measured.append((peer, memory, contest(request, peer, memory)))
-                advance(next_text)
+        with json_report(request.output, request.json) as write:
+            with progress(texts[0], len(turns)) as advance:
+                measured = []
+                for (peer, memory), next_text in zip(turns, [*texts[1:], ""], strict=True):
+                    measured.append((peer, memory, contest(request, peer, memory)))
+                    advance(next_text)
             report = report_of(request, measured, start_time)
             write(report)
-        show(report)
+            show(report)
         if file is not None:
             with drawing_bar():
                 draw_ratios(report, file)

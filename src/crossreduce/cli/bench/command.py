@@ -24,8 +24,9 @@ from ..support.arguments import (
     read_device_list,
     read_machine,
     read_nbytes,
+    say_unused,
 )
-from ..support.topologies import check_picture
+from ..support.topologies import Json, check_picture
 from ..train.trainers import TRAINERS, numbered_devices
 from . import against as contests
 from . import devices as in_process
@@ -60,7 +61,7 @@ def bench(
     root: Annotated[str, Option("-r", "--root", help="Root: a rank, or all.")] = "0",
     check: Annotated[int, Option("-c", "--check", help="1: check all elements; 0: do not.")] = 1,
     average: Annotated[int, Option("-a", "--average", help="Time of ranks: 0: rank 0's, 1: mean, 2: min, 3: max.")] = 1,
-    json: Annotated[Path | None, Option("-J", "--json", help="Write nccl-tests' JSON.")] = None,
+    output: Annotated[Path | None, Option("-J", "--output", help="Write nccl-tests' JSON to this file, too.")] = None,
     per_iter_report: Annotated[
         int, Option("-I", "--per_iter_report", help="1: add columns i_min, i_max, i_p99 and i_cv%.")
     ] = 0,
@@ -79,6 +80,7 @@ def bench(
     keep_memory: Annotated[
         bool, Option("--keep-memory", metavar=" ", help="With --against: also with keep_memory().")
     ] = False,
+    json: Json = False,
 ) -> None:
     """Time a collective and print the table of nccl-tests.
 
@@ -145,12 +147,23 @@ def bench(
         iterations=at_least(1, "--iters", iters),
         validation=at_least(0, "--check", check),
         per_iter_timing=at_least(0, "--per_iter_report", per_iter_report) > 0,
-        json=None if json is None else str(json.absolute()),
+        output=None if output is None else str(output.absolute()),
+        json=json,
         args=tuple(sys.argv),
         average=average,
         exact=exact,
         backends=tuple(dict.fromkeys([ranks.OURS, *listed])) if in_ranks else (),
     )
+    no_root, no_op = roots == (-1,), redop == "none"
+    unused = {
+        "--root": (root != "0" and no_root, f"{collective} has no root"),
+        "--op": (op != "sum" and no_op, f"{collective} reduces nothing"),
+        "--stepbytes": (stepbytes != "1M" and stepfactor > 1, "the sizes are multiplied by --stepfactor"),
+        "--average": (average != 1 and not in_ranks, "one process has no times of several ranks"),
+    }
+    for option, (is_given, why) in unused.items():
+        if is_given:
+            say_unused(option, why)
     if exact:
         request.require_exact()
     if against:

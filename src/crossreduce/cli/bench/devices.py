@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ... import AllReduceCrossDeviceOps, Mirrored, PerReplica, Topology
-from ..support.output import atomic_json, print_lines
+from ..support.output import json_report, print_lines
 from ..train.trainers import Trainer, load
 from . import exact, nccl_tests
 from .request import BenchRequest, Measure, Row
@@ -25,7 +25,7 @@ COLLECTIVES: Final = ("all_reduce", "reduce", "broadcast")
 
 def measure(request: BenchRequest, topology: Topology | None, topology_name: str | None) -> int:
     """Measure every algorithm, print the tables, and return the exit code: 1 if an element is wrong."""
-    with atomic_json("--json", request.json) as write:
+    with json_report(request.output, request.json) as write:
         start_time = nccl_tests.now()
         trainer = load(request.framework, request.devices)
         request = replace(request, framework_version=trainer.version)

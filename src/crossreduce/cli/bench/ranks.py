@@ -27,7 +27,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...errors import BackendError, ReductionError, UnsupportedError
-from ..support.output import atomic_json, print_lines
+from ..support.output import json_report, print_lines
 from ..train.trainers import load
 from . import exact, nccl_tests
 from .launch import launch, terminate
@@ -178,7 +178,7 @@ def measure(request: BenchRequest, count: int | None) -> int:
     require(request, "--peers")
     if count is None:
         return run(request)
-    with atomic_json("--json", request.json):  # checks that it can be written, before ranks start
+    with json_report(request.output, False):  # checks that it can be written, before ranks start
         pass
     return launch([sys.executable, "-m", f"{__package__}.ranks", request.to_json()], count)
 
@@ -307,7 +307,7 @@ def _measure(request: BenchRequest, dist: Any) -> int:
         return 0
     start_time = nccl_tests.now()
     rows_by_peer: dict[str, list[Row]] = {}
-    with atomic_json("--json", request.json) as write:
+    with json_report(request.output, request.json) as write:
         print_lines([*nccl_tests.header(request), f"# Time: {_TIMES[request.average]}"])
         for name, backend in _backends(request, dist, control):
             rows_by_peer[name] = nccl_tests.print_table(request, name, rows(backend, request, name))

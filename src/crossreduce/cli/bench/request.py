@@ -106,7 +106,8 @@ class BenchRequest:
     iterations: int
     validation: int  # 0 if elements are not checked
     per_iter_timing: bool
-    json: str | None = None  # the file for the report
+    output: str | None = None  # the file for the report
+    json: bool = False  # whether only the report is printed, as JSON
     args: tuple[str, ...] = ()  # the command line, for the report
     average: int = 1  # nccl-tests' -a: how the ranks' times are combined
     backends: tuple[str, ...] = ()  # the ranks' backends; the first is compared with the others

@@ -16,13 +16,12 @@ from typing import Annotated, Final
 
 from rich.table import Table
 from rich.text import Text
-from typer import Argument, Context, Exit, Option
+from typer import Argument, Exit, Option
 
 from ... import __version__
 from ...errors import ArgumentError, printable
 from ...observe.flight_recorder import Dump, read
-from ..support.arguments import COMMAND_LINE
-from ..support.output import atomic_file, print_lines, terminal
+from ..support.output import INVOKED, atomic_file, print_lines, terminal
 from ..support.peers import check_peers, describe, is_wrong
 from .diagnosis import Incident, diagnose
 from .page import page
@@ -34,7 +33,6 @@ _MAX_PROBLEMS: Final = 200  # that are printed
 
 
 def doctor(
-    context: Context,
     directory: Annotated[Path | None, Argument(metavar="DIR", help="The directory of the ranks' dumps.")] = None,
     json: Annotated[bool, Option("--json", help="Print JSON.")] = False,
     report: Annotated[Path | None, Option(metavar="FILE.html", help="Write a page with a time line.")] = None,
@@ -70,7 +68,7 @@ def doctor(
     with atomic_file("--report", report) as file:
         if file is not None and incidents:
             pairs = list(zip(incidents, groups, strict=True))
-            about = f"{printable(context.meta[COMMAND_LINE])} · crossreduce {__version__}"
+            about = f"{printable(INVOKED.get())} · crossreduce {__version__}"
             file.write_text(page(pairs, problems, about), "utf-8", errors="replace")
     if json:
         facts = {"incidents": [asdict(each) for each in incidents], "problems": problems}

@@ -24,8 +24,6 @@ from .output import ranges
 
 # JAX and TensorFlow create every device up to the highest index, so a typing error must not create 10**9 of them.
 MAX_DEVICES: Final = 4096
-COMMAND_LINE: Final = "crossreduce.command_line"
-"""The key in the context of a command of its text, as a shell reads it."""
 _RANGE: Final = re.compile(r"(?P<name>.*[:#])?(?P<first>[0-9]{1,9})-(?P<last>[0-9]{1,9})")
 
 
@@ -144,9 +142,9 @@ def read_machine(
     if text != "this" and not is_path(text):
         machine = Topology.machine(text, hosts, speeds=speeds, nics=nics, in_network=in_network)
         if nics is not None and hosts == 1:
-            _say_unused("--nics", "there is one host")
+            say_unused("--nics", "there is one host")
         if in_network and not any(switch.reduces for switch in machine.switches):
-            _say_unused("--in-network", f"no switch of {text} combines")
+            say_unused("--in-network", f"no switch of {text} combines")
         return machine
     if (speeds, in_network) != ("raw", False) or (text == "this" and (hosts, nics) != (1, None)):
         options = "--hosts, --speeds, --nics and --in-network"
@@ -161,13 +159,13 @@ def read_machine(
             with suppress(ArgumentError):  # the table cannot be read without this option
                 other = Topology.load(text, **(known | {name: None}))
                 if (other, other.assumed) == (table, table.assumed):
-                    _say_unused(f"--{name.replace('_', '-')}", f"without it, the topology of {text} is the same")
+                    say_unused(f"--{name.replace('_', '-')}", f"without it, the topology of {text} is the same")
     except OSError as error:
         raise ArgumentError(f"{text} cannot be read: {error.strerror}.") from error
     return table
 
 
-def _say_unused(option: str, why: str) -> None:
+def say_unused(option: str, why: str) -> None:
     """Say on standard error that an option has no effect."""
     print(f"crossreduce: {option} has no effect: {printable(why)}", file=sys.stderr)
 

@@ -6,6 +6,7 @@ about a file name the option ``option`` that gave its path.
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import pydoc
@@ -14,7 +15,8 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager, redirect_stdout, suppress
+from contextvars import ContextVar
 from fractions import Fraction
 from pathlib import Path
 from typing import Any, Final
@@ -30,6 +32,8 @@ from ...progress import watched
 
 PROGRESS_FD: Final = "CROSSREDUCE_PROGRESS_FD"
 """An environment variable: the file descriptor of the terminal on which a child process draws its progress bars."""
+INVOKED: Final[ContextVar[str]] = ContextVar("INVOKED", default="crossreduce")
+"""The command line of the running command."""
 _NUMBERED: Final = re.compile(r"(.*?)(0|[1-9][0-9]{0,8})")  # any text, then a number without leading zeros
 
 
@@ -93,15 +97,25 @@ def write_folder(option: str, path: Path, files: dict[str, bytes]) -> None:
 
 
 @contextmanager
-def atomic_json(option: str, path: str | Path | None) -> Iterator[Callable[[dict[str, Any]], None]]:
-    """Check that a file can be written, and yield a function that writes JSON into it (or nothing, without a path)."""
-    with atomic_file(option, path) as file:
+def json_report(path: str | Path | None, printed: bool) -> Iterator[Callable[[dict[str, Any]], None]]:
+    """Check that the file of ``--output`` can be written, and yield a function that writes a report into it as JSON.
+
+    Without a path no file is written. If ``printed``, as with ``--json``, standard output gets only the report.
+    """
+    texts: list[str] = []
+    with ExitStack() as stack:
+        file = stack.enter_context(atomic_file("--output", path))
 
         def write(report: dict[str, Any]) -> None:
+            texts.append(json.dumps(report, indent=2) + "\n")
             if file is not None:
-                file.write_text(json.dumps(report, indent=2) + "\n", "utf-8")
+                file.write_text(texts[-1], "utf-8")
 
+        if printed:
+            stack.enter_context(redirect_stdout(io.StringIO()))
         yield write
+    if printed:
+        print(*texts, sep="", end="", flush=True)
 
 
 def check_new_folder(option: str, path: Path) -> Path:
@@ -247,6 +261,13 @@ def terminal(**options: Any) -> Console:
     On terminals without capabilities (TERM=dumb) rich ignores COLUMNS unless a height is given.
     """
     return Console(height=25, **options)
+
+
+def text_width() -> int | None:
+    """Return the width of the terminal, or COLUMNS; ``None`` if texts need not fit: they go to a file or a pipe."""
+    if not os.environ.get("COLUMNS") and not sys.stdout.isatty():
+        return None
+    return shutil.get_terminal_size().columns
 
 
 def short_size(nbytes: int) -> str:

@@ -21,11 +21,12 @@ from ... import plan as library_plan
 from ...errors import ArgumentError
 from ...options import ALGORITHMS
 from ...packing import MOST_PACKS
-from ...planning.explain import shape
+from ...planning.explain import shape, wrapped
 from ...planning.optimal.bounds import COLLECTIVES
+from ...planning.schedules import CHOICES, REGISTRY
 from ...topology.topology_like import is_path
-from .arguments import at_least, one_of, read_costs, read_machine, read_nbytes, read_node, read_subset
-from .output import bound_json, rate_json
+from .arguments import at_least, one_of, read_costs, read_machine, read_nbytes, read_node, read_subset, say_unused
+from .output import INVOKED, bound_json, rate_json, text_width
 from .topologies import Devices, Hosts, InNetwork, Machine, WithoutLink, select
 
 NBYTES: Final = "64M"
@@ -206,8 +207,12 @@ def read_plan_request(
     known: dict[str, Any] = {"gpu": gpu, "pcie": pcie, "between_cpus": between_cpus}
     complete = read_machine(machine, hosts, nics=nics, in_network=in_network, **known)
     topology = select(complete, devices, without_link)
+    if packs > 1 and algorithm not in CHOICES and not REGISTRY[algorithm].has_root:
+        say_unused("--packs", f"{algorithm} has no roots")
     root_node = None if root is None else read_node("--root", root, complete)
     members = None if participants is None else read_subset("--participants", participants, topology)
+    if members is not None and set(members) == set(topology.devices):
+        say_unused("--participants", "it lists all devices")
     all_costs = read_costs(costs, machine, hosts, nics)
     if operation_us is not None:
         all_costs = replace(all_costs, operation_s=operation_us / 1e6)
@@ -274,6 +279,13 @@ def plan_json(machine: str, plan: Plan, *, with_steps: bool = False) -> dict[str
     return report | ({"schedule": json.loads(schedule.to_json())} if with_steps else {})
 
 
-def plan_text(plan: Plan, lines: dict[str, str]) -> str:
-    """Return the explanation of a plan, followed by ``lines``, a dict from labels to texts."""
-    return plan.explain() + "".join(f"\n  {label:<10}{line}" for label, line in lines.items())
+def plan_text(request: PlanRequest, plan: Plan, lines: dict[str, str]) -> str:
+    """Return the explanation of a plan, with its machine, the command, and ``lines``, from labels to texts.
+
+    It fits the terminal.
+    """
+    width = text_width()
+    head, *rest = plan.explain(width).splitlines()
+    about = {"machine": request.label, "command": INVOKED.get()}
+    first, last = ([f"  {label:<10}{line}" for label, line in part.items()] for part in (about, lines))
+    return "\n".join([head, wrapped(first, width), *rest, *([wrapped(last, width)] if last else [])])

@@ -25,8 +25,9 @@ from typer import Exit, Option
 from ... import AllReduceCrossDeviceOps, __version__, all_reduce
 from ...frameworks.null import NullFramework
 from ...options import ALGORITHMS
-from ..support.arguments import at_least, one_of, read_device_list
-from ..support.output import atomic_json, progress, terminal
+from ..support.arguments import at_least, one_of, read_device_list, say_unused
+from ..support.output import json_report, progress, terminal
+from ..support.topologies import Json
 from .trainers import TRAINERS, Trainer, Tree, load, numbered_devices
 from .view import TrainingStep, Watch, live_view
 
@@ -53,7 +54,6 @@ def train(
     epochs: Annotated[int, Option(help="Number of passes over the samples.")] = 20,
     batch_size: Annotated[int, Option(help="Samples per step, over all replicas.")] = 64,
     seed: Annotated[int, Option(help="Seed of the initial parameters and of the order of samples.")] = 0,
-    json: Annotated[Path | None, Option(help="Write the results and all losses to this file.")] = None,
     live: Annotated[
         bool,
         Option(
@@ -62,6 +62,10 @@ def train(
             "per epoch.",
         ),
     ] = False,
+    output: Annotated[
+        Path | None, Option("--output", help="Write the results and all losses to this file, too.")
+    ] = None,
+    json: Json = False,
 ) -> None:
     """Train a classifier of handwritten digits, data-parallel.
 
@@ -75,13 +79,15 @@ def train(
     at_least(1, "--epochs", epochs)
     at_least(1, "--batch-size", batch_size)
     at_least(0, "--seed", seed)
-    with atomic_json("--json", json) as write:
+    if live and json:
+        say_unused("--live", "--json prints only JSON")
+    with json_report(output, json) as write:
         trainer = load(framework, names)
         images, labels, *test = load_digits()
         first = initial(seed)
         order = list(batches(len(labels), batch_size, epochs, seed))
         title = f"{framework} {trainer.version}, {len(names)} replica{'s' * (len(names) != 1)}, {algorithm}"
-        with live_view(title, len(order), epochs) if live else _bar(len(order)) as watch:
+        with live_view(title, len(order), epochs) if live and not json else _bar(len(order)) as watch:
             run = fit(trainer, names, ops, images, labels, first, order, watch)
         report = {
             "crossreduce": __version__,
@@ -107,7 +113,7 @@ def train(
             "replicas_identical": same_bits(run.replicas),
         }
         write(report)
-    show(report)
+        show(report)
     if not report["replicas_identical"]:
         print("crossreduce: the replicas' parameters differ, but all must have the same bits.", file=sys.stderr)
         raise Exit(1)

@@ -91,7 +91,8 @@ class _Draft:
         self.after: set[_Draft] = set()
         self.copy: Copy | None = None
         self.kernel: KernelKind | None = None
-        self.sources = self.divisor = 0
+        self.sources = 0
+        self.divisor: float = 0
         self.orders: dict[tuple[int, int, int, int], int] = {}
         self.parts: list[Part] = []
 
@@ -198,7 +199,7 @@ class _Builder:
         kind, count = steps.kinds[step.node], len(step.sources)
         wide = 0  # bit k: whether source k has the accumulator's dtype
         if step.kind == "copy" and kinds[0] == kind:
-            kernel, divisor = copy_kernel(self._dtype(kind)), 1
+            kernel, divisor = copy_kernel(self._dtype(kind)), 1.0
         else:
             for k, each in enumerate(kinds):
                 wide |= (each == "partial" and self._numbers.accumulator != self._numbers.dtype) << k

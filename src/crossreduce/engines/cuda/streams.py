@@ -37,7 +37,7 @@ class Launch(NamedTuple):
     device: int
     kernel: KernelKind
     sources: int
-    divisor: int
+    divisor: float
     orders: tuple[tuple[int, int, int, int], ...]
     parts: tuple[Part, ...]
 

@@ -116,7 +116,8 @@ def kernel(layout: Layout, numbers: Numbers, results: int) -> Kernel:
     else:
         programs, segments = _programs_and_segments(layout, results)
     op, dtypes = KERNEL_OPS[numbers.op, numbers.exact], (numbers.dtype, numbers.accumulator, numbers.result)
-    return kernels.compile_kernel(op, dtypes, numbers.divisor, len(layout.sources), results, sizes, programs, segments)
+    divisor, count, weights = numbers.divisor, len(layout.sources), numbers.weights
+    return kernels.compile_kernel(op, dtypes, divisor, count, results, sizes, programs, segments, weights)
 
 
 def _programs_and_segments(layout: Layout, results: int) -> tuple[tuple[FusedProgram, ...], tuple[Segment, ...]]:

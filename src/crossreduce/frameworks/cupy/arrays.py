@@ -214,7 +214,7 @@ class CuPy(NumPy):
             return reduce(x.astype(dtype, copy=False), axis).astype(dtype, copy=False)
 
 
-def _divide_in_place(x: Array, divisor: int) -> None:
+def _divide_in_place(x: Array, divisor: float) -> None:
     """Divide in place and round once. So real and imaginary parts are divided separately, unlike in CuPy itself."""
     for part in (x.real, x.imag) if x.dtype.kind == "c" else (x,):
         cupy.true_divide(part, divisor, out=part)

@@ -113,7 +113,7 @@ def _cast(x: Array, dtype: str) -> Array:
     return x if x.dtype.name == dtype else x.astype(dtype)
 
 
-def _divide_elements(x: Array, divisor: int) -> Array:
+def _divide_elements(x: Array, divisor: float) -> Array:
     """Return ``x / divisor`` as IEEE 754 defines it, rounded once.
 
     If all elements have the same divisor ``n``, XLA's CPU compiler replaces ``x / n`` by ``x * (1 / n)``, even if ``n``

@@ -243,7 +243,7 @@ def _no_float_warnings() -> np.errstate:
     return np.errstate(all="ignore")
 
 
-def _divide(x: Array, divisor: int) -> None:
+def _divide(x: Array, divisor: float) -> None:
     """Divide in place and round once. So real and imaginary parts are divided separately, unlike in NumPy itself."""
     parts = (x.real, x.imag) if x.dtype.kind == "c" else (x,)
     for part in parts:

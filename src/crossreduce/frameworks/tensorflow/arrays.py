@@ -304,7 +304,7 @@ class TensorFlow(Immutable):
         return tf.IndexedSlices(sparse.values, sparse.indices, shape)
 
 
-def _divide_elements(x: Array, divisor: int) -> Array:
+def _divide_elements(x: Array, divisor: float) -> Array:
     """Return ``x / divisor``, rounded once. A multiplication by the reciprocal would round twice."""
     if x.dtype.is_complex:  # TensorFlow's complex division rounds several times, and turns inf into NaN
         return tf.complex(_divide_elements(tf.math.real(x), divisor), _divide_elements(tf.math.imag(x), divisor))

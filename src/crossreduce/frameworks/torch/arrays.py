@@ -403,7 +403,7 @@ def _has_no_elements(x: Array) -> bool:
     return hasattr(x, "__tensor_flatten__") or (not hasattr(x, "fake_mode") and has_no_memory(x))
 
 
-def _divide_in_place(x: Array, divisor: int) -> None:
+def _divide_in_place(x: Array, divisor: float) -> None:
     """Divide and round once, so that the mean of n ones is 1."""
     if x.is_complex():  # torch's complex division rounds several times, and turns inf into NaN
         x = torch.view_as_real(x)

@@ -62,7 +62,7 @@ double read_term(DType dtype, const char *at) {
     return static_cast<double>(x) * 0x1p112;
 }
 
-void ExactAccumulator::add(double term) {
+void ExactAccumulator::add(double term, uint32_t times) {
     uint64_t bits;
     std::memcpy(&bits, &term, 8);
     const bool negative = bits >> 63 != 0;
@@ -82,7 +82,8 @@ void ExactAccumulator::add(double term) {
     const uint64_t high = shift == 0 ? 0 : mantissa >> (64 - shift);
     const int64_t parts[3] = {static_cast<int64_t>(low & 0xffffffff), static_cast<int64_t>(low >> 32),
                               static_cast<int64_t>(high)};
-    for (int k = 0; k < 3; k++) limbs[limb + k] += negative ? -parts[k] : parts[k];
+    const int64_t factor = negative ? -static_cast<int64_t>(times) : static_cast<int64_t>(times);
+    for (int k = 0; k < 3; k++) limbs[limb + k] += factor * parts[k];
     lowest = std::min(lowest, limb);
     highest = std::max(highest, limb + 2);
 }
@@ -154,6 +155,19 @@ std::vector<double> ExactAccumulator::components() const {
         found.push_back(x);
         if (x == 0) return found;
         rest.add(-x);
+    }
+}
+
+void sum_weighted_exactly(const ExactSum &sum, const std::vector<uint32_t> &weights, DType source, DType result,
+                          const Output &output, size_t size) {
+    const DefaultArithmetic arithmetic;
+    const auto in = static_cast<size_t>(format_of(source).nbytes), out = static_cast<size_t>(format_of(result).nbytes);
+    for (size_t i = 0; i < size; i++) {
+        ExactAccumulator total;
+        for (size_t k = 0; k < sum.count; k++) total.add(read_term(source, sum.sources[k] + i * in), weights[k]);
+        char element[8];
+        total.store(result, sum.divisor, element);
+        for (size_t r = 0; r < output.count; r++) std::memcpy(output.targets[r].data + i * out, element, out);
     }
 }
 

@@ -24,7 +24,7 @@ double read_term(DType dtype, const char *at);
 // cannot certify.
 class ExactAccumulator {
   public:
-    void add(double term);
+    void add(double term, uint32_t times = 1); // all `times` together: at most 2^31
     // Store the sum, divided by an integer, as an element of a dtype.
     void store(DType dtype, uint32_t divisor, char *to) const;
     // Return doubles whose sum is this sum: at least one, in descending order; the first is zero only if the sum is.
@@ -54,6 +54,11 @@ class DefaultArithmetic {
   private:
     std::fenv_t before;
 };
+
+// Compute exact sums in which source k counts `weights[k]` times, and write them to all targets. The weights are not 0,
+// and their sum is at most MAX_EXACT_COUNT.
+void sum_weighted_exactly(const ExactSum &sum, const std::vector<uint32_t> &weights, DType source, DType result,
+                          const Output &output, size_t size);
 
 // Compute one element: add the terms that are `offset` bytes after each source's address.
 void sum_one_exactly(const ExactSum &sum, DType source, DType result, size_t offset, char *to);

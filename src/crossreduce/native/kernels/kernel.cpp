@@ -216,6 +216,10 @@ void run_exact_sums(const Run &run, const Segment &segment, int64_t start, int64
     const auto no_operand = [](int) { return Location{}; }; // every result is the fold's value
     const Output *output = collect_outputs(run, segment, start, scratch, no_operand).first;
     const size_t size = static_cast<size_t>(stop - start) * units, in = itemsize / units, out = run.format.out;
+    if (!kernel.weights.empty()) {
+        sum_weighted_exactly(sum, kernel.weights, part_of(kernel.dtype), part_of(kernel.result), *output, size);
+        return;
+    }
     size_t head = 0; // elements before a line boundary of the first result
     if (is_streaming(run, segment)) {
         const size_t off = bytes_to_boundary(output->targets[0].data);

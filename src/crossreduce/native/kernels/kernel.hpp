@@ -33,6 +33,7 @@ struct Kernel {
     std::vector<int64_t> sizes; // the sizes of the tensors, in elements
     std::vector<FusedProgram> programs;
     std::vector<Segment> segments;
+    std::vector<uint32_t> weights; // of an exact sum: how often each operand counts; empty: once
     const InstructionSet *isa;
     // Set by `validate`:
     int slots;            // the most slots that one of the programs uses

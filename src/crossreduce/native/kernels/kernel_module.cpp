@@ -56,9 +56,9 @@ bool read_program(PyObject *fields, FusedProgram &program) {
 
 bool read_kernel(Kernel &kernel, PyObject *args) {
     const char *isa, *op, *dtype, *accumulator, *result;
-    PyObject *sizes, *programs, *segments;
-    if (!PyArg_ParseTuple(args, "sssssdiiOOO", &isa, &op, &dtype, &accumulator, &result, &kernel.divisor,
-                          &kernel.sources, &kernel.results, &sizes, &programs, &segments))
+    PyObject *sizes, *programs, *segments, *weights = nullptr;
+    if (!PyArg_ParseTuple(args, "sssssdiiOOO|O", &isa, &op, &dtype, &accumulator, &result, &kernel.divisor,
+                          &kernel.sources, &kernel.results, &sizes, &programs, &segments, &weights))
         return false;
     kernel.isa = instruction_set(isa);
     int numbers[4] = {op_named(op), dtype_named(dtype), dtype_named(accumulator), dtype_named(result)};
@@ -80,6 +80,7 @@ bool read_kernel(Kernel &kernel, PyObject *args) {
         kernel.segments.push_back({fields[0], fields[1], fields[2], program});
         return true;
     };
+    if (weights != nullptr && !read_ints(weights, kernel.weights)) return false;
     if (!read_ints(sizes, kernel.sizes) || !read_each(programs, read_one_program) || !read_each(segments, read_segment))
         return false;
     const char *fault = validate(kernel);

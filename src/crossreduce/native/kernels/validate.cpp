@@ -3,6 +3,7 @@
 #include <cmath>
 #include <cstring>
 #include <limits>
+#include <numeric>
 #include <type_traits>
 
 #include "exact.hpp"
@@ -99,11 +100,16 @@ const char *validate_exact_sum(const Kernel &kernel) {
         return "exact sums are not defined for the dtypes";
     if (!(kernel.divisor >= 1 && kernel.divisor <= MAX_EXACT_COUNT && kernel.divisor == std::floor(kernel.divisor)))
         return "an exact sum can be divided only by an integer from 1 to 2^24";
+    const uint64_t total = std::accumulate(kernel.weights.begin(), kernel.weights.end(), uint64_t{0});
+    if (total > MAX_EXACT_COUNT || std::count(kernel.weights.begin(), kernel.weights.end(), 0u) != 0)
+        return "the weights of an exact sum must be at least 1, and their sum at most 2^24";
     for (const FusedProgram &program : kernel.programs) {
         if (program.folds.size() != 1 || !ends_in_fold(program)) return "an exact sum must be one fold";
         const std::vector<int> &operands = program.folds[0].operands;
         if (*std::min_element(operands.begin(), operands.end()) < 0) return "an exact sum must be a fold of sources";
         if (operands.size() > MAX_EXACT_COUNT) return "an exact sum has too many sources";
+        if (!kernel.weights.empty() && kernel.weights.size() != operands.size())
+            return "an exact sum must have one weight for each source";
     }
     return nullptr;
 }
@@ -166,6 +172,7 @@ const char *validate(Kernel &kernel) {
         return nullptr;
     }
     if (kernel.op == EXACT_SUM) return validate_exact_sum(kernel);
+    if (!kernel.weights.empty()) return "only exact sums have weights";
     const Format f = format_of(kernel);
     if (f.function == nullptr) return "the op is not defined for the dtype";
     if ((f.convert_sources && isa.convert[kernel.dtype][kernel.accumulator] == nullptr) ||

@@ -176,10 +176,9 @@ def native_program(
 @lru_cache(maxsize=4096)
 def kernel(numbers: Numbers, size: int, operands: int, results: int) -> kernels.Kernel:
     """Return the kernel that combines ``size`` elements of each operand, in order. A single operand is copied."""
-    _, dtype, wide, result, divisor, _ = numbers
-    if (
-        isinstance(cast("AnyOp", numbers.op), BitwiseOp) and operands > 1
-    ):  # kernels combine the bytes, whatever the dtype
+    _, dtype, wide, result, divisor, *_ = numbers
+    is_bitwise = isinstance(cast("AnyOp", numbers.op), BitwiseOp)
+    if is_bitwise and operands > 1:  # kernels combine the bytes, whatever the dtype
         size, dtype, wide, result = size * itemsize(dtype), *("uint8",) * 3
     everything = (Segment(0, 0, size, 0),)  # one segment with all elements
     if operands == 1:
