@@ -137,7 +137,7 @@ def executed(command, **environment):
 
 def test_no_gloo_thread_remains_when_a_rank_exits(tmp_path):
     """No thread of gloo remains when the interpreter of a rank exits, here after an error."""
-    request = replace(request_for(size=64, n=1), json=str(tmp_path / "no folder" / "x.json"))
+    request = replace(request_for(size=64, n=1), output=str(tmp_path / "no folder" / "x.json"))
     alone = dict(zip(ranks.VARIABLES, ("0", "1", "127.0.0.1", str(free_port())), strict=True))
     ran = executed([sys.executable, "-c", THREADS_LEFT, request.to_json()], **alone)
     assert ran.returncode == 1, ran.stderr
@@ -203,7 +203,7 @@ def exact_rank(rendezvous, text, folder):
 def test_ranks_compute_exact_sums(tmp_path, is_exact):
     """With ``exact`` the sums of crossreduce are exact, whatever CROSSREDUCE_EXACT says, and gloo's are not. The inputs
     cancel, so that most orders of rounded additions lose the exact sum."""
-    request = replace(request_for(size=400), exact=is_exact, json=str(tmp_path / "bench.json"))
+    request = replace(request_for(size=400), exact=is_exact, output=str(tmp_path / "bench.json"))
     common = {"CROSSREDUCE_EXACT": str(int(not is_exact)), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     environment = [{**common, "RANK": str(rank), "WORLD_SIZE": "3"} for rank in range(3)]
     codes = forked_ranks(3, exact_rank, request.to_json(), str(tmp_path), environment=environment)

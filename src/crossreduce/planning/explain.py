@@ -98,6 +98,7 @@ def _trees(schedule: Schedule) -> tuple[list[list[_Tree]], int]:
             parents: dict[str, str] = {}
             for dst in chunk.destinations:
                 parents |= {child: parent for parent, child in _parents(stored[c, dst], names).items()}
+            parents.pop(names[source], None)  # the data may come back to their source
             trees[c].append((chunk.share, names[source], parents))
     return trees, depth
 
@@ -442,13 +443,3 @@ def rest_percent(ratio: Fraction) -> str:
     ('99.84 %', '0.16 %')
     """
     return percent(1 - Fraction(int(ratio * 10000), 10000))
-
-
-def busbw_factor(collective: str, count: int) -> float:
-    """Return busbw / algbw of a collective of ``count`` devices, as nccl-tests' doc/PERFORMANCE.md defines it.
-
-    >>> busbw_factor("all_reduce", 8), busbw_factor("all_gather", 8), busbw_factor("broadcast", 8)
-    (1.75, 0.875, 1.0)
-    """
-    times = {"all_reduce": 2, "all_gather": 1, "reduce_scatter": 1}.get(collective)
-    return 1.0 if times is None else times * ((count - 1) / count)

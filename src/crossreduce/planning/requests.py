@@ -92,3 +92,13 @@ def read_members(names: tuple[str, ...], chosen: Sequence[str] | None, what: str
         if device not in names:
             raise PlanError.of(f"{what} must be among the devices.", device, "one of " + ", ".join(names))
     return chosen_names
+
+
+def busbw_factor(collective: str, count: int) -> float:
+    """Return busbw / algbw of a collective of ``count`` devices, as nccl-tests' doc/PERFORMANCE.md defines it.
+
+    >>> busbw_factor("all_reduce", 8), busbw_factor("all_gather", 8), busbw_factor("broadcast", 8)
+    (1.75, 0.875, 1.0)
+    """
+    times = {"all_reduce": 2, "all_gather": 1, "reduce_scatter": 1}.get(collective)
+    return 1.0 if times is None else times * ((count - 1) / count)

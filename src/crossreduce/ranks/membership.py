@@ -108,6 +108,7 @@ class JoinedHost:
         wanted: str,
         transport: Transport | Connect | None,
     ) -> None:
+        _require_shared_memory()
         self._listen_at = listen_at
         self.transport = None if callable(transport) else transport
         token, rank, size = "", rendezvous.rank, rendezvous.size  # ``unregister`` takes "" until there is a token
@@ -205,13 +206,17 @@ class JoinedHost:
                     results.get(timeout=CANCEL_S)
 
 
+def _require_shared_memory() -> None:
+    """Raise a ``BackendError`` on a system without the calls that ranks need."""
+    if not hasattr(os, "memfd_create"):
+        problem = "ranks share memory by memfd_create, which this system does not have."
+        raise BackendError.of(problem, f"system {sys.platform}", "ranks on Linux")
+
+
 def _shared_memory(
     rendezvous: Rendezvous, global_ranks: tuple[int, ...], text: str
 ) -> tuple[Hosts, RankMemory, list[str]]:
     """Return the ranks of each host, the memory of this rank's host, and the ``text`` of each rank."""
-    if not hasattr(os, "memfd_create"):
-        problem = "ranks share memory by memfd_create, which this system does not have."
-        raise BackendError.of(problem, f"system {sys.platform}", "ranks on Linux")
     if kernels.instruction_set() == "numpy":
         remedy = "unset CROSSREDUCE_KERNELS, or install crossreduce with a C++ compiler"
         raise BackendError.of("ranks need the compiled kernels.", "kernels in NumPy", remedy)

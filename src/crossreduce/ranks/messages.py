@@ -165,8 +165,11 @@ class Messages:
         communicator = self._communicator
         if len(communicator.hosts) > 1 and now > self._queried + _QUERY_S and communicator.memory.abort_cause() is None:
             self._queried = now
-            if (cause := communicator.rendezvous.abort_cause()) is not None:
-                communicator.interrupt(decoded(cause))
+            cause = communicator.rendezvous.abort_cause()
+            error = None if cause is None else decoded(cause)
+            # Others may take this rank for dead, since it closed its connections. That is no reason for this rank.
+            if error is not None and communicator.global_ranks[communicator.rank] not in getattr(error, "ranks", ()):
+                communicator.interrupt(error)
 
     def _interrupt(self, number: int) -> None:
         """Withdraw a message whose wait was interrupted, and abort the group, since the other rank still expects it."""

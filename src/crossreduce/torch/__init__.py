@@ -35,7 +35,8 @@ from ..topology import Topology
 from .elastic import agree, committed, find_group, grow, invitation, join, shrink
 from .group import BACKEND, Group
 from .hook import HookState, all_reduce_hook
-from .memory import NAMES, copy_back, memory, readable, require_dense
+from .memory import NAMES, copy_back, readable, require_dense
+from .memory import memory as _memory  # ``crossreduce.torch.memory`` is the module
 from .options import Options
 
 __all__ = [
@@ -117,7 +118,7 @@ def weighted_mean(tensor: Any, weight: Any, group: Any = None, *, exact: bool = 
 
     def run() -> None:
         written = readable(tensor)
-        array = as_array(memory(written))
+        array = as_array(_memory(written))
         _mean_of_ranks(group.communicator, array, array, weight, exact)
         copy_back(tensor, written)
 

@@ -5,7 +5,7 @@ import random
 import pytest
 from scipy.optimize import linprog
 
-from crossreduce.planning.optimal.bounds.cuts import Network
+from crossreduce.planning.optimal.bounds.cuts import MOST_COMPILED, Network
 
 
 def random_network(seed):
@@ -25,16 +25,21 @@ def by_linear_program(n, capacities):
     return round(-linprog([-each for each in value], A_eq=inner, b_eq=[0] * (n - 2), bounds=bounds).fun) if arcs else 0
 
 
+@pytest.mark.parametrize("unit", [1, MOST_COMPILED])
 @pytest.mark.parametrize("seed", range(40))
-def test_a_flow_that_is_large_enough_ends_early(seed):
-    """``flow_up_to`` returns the maximum, or a value between the wanted one and the maximum. Then the cut is right."""
+def test_a_flow_that_is_large_enough_ends_early(seed, unit):
+    """``flow_up_to`` returns the maximum, or a value between the wanted one and the maximum. Then the cut is right, and
+    the smallest one. Flows are compiled, or in Python if the capacities are large."""
     n, capacities = random_network(seed)
-    most = by_linear_program(n, capacities)
+    smallest = Network(n, {pair: MOST_COMPILED * units for pair, units in capacities.items()}).cut(0, n - 1)
+    most = unit * by_linear_program(n, capacities)
+    capacities = {pair: unit * units for pair, units in capacities.items()}
     assert Network(n, capacities).flow(0, n - 1) == most
     for enough in {0, 1, most // 2, most, most + 1}:
         network = Network(n, capacities)
         assert min(most, enough) <= network.flow_up_to(enough, 0, n - 1) <= most
         cut = network.cut(0, n - 1)
+        assert cut == smallest
         assert most == sum(units for (a, b), units in capacities.items() if a in cut and b not in cut)
         assert 0 in cut
         assert n - 1 not in cut

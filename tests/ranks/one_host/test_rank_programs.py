@@ -120,7 +120,7 @@ def races(spans):
 
 def computed(instruction, operands):
     """Return the value of an instruction, computed by NumPy."""
-    _, dtype, accumulator, result, divisor, _ = instruction.numbers
+    _, dtype, accumulator, result, divisor, *_ = instruction.numbers
     arrays = [operand.view(oracle.dtype_of(dtype)) for operand in operands]
     if len(arrays) == 1:
         return arrays[0].astype(oracle.dtype_of(result))

@@ -53,7 +53,7 @@ def ways_of(group):
         "timeout of the group": (True, lambda: group.allreduce([x], options_of(LIMIT)).wait()),
         "other timeout": (False, lambda: group.allreduce([x], options_of(OTHER)).wait()),
         "asynchronous": (False, lambda: group.allreduce([x], options_of(asynchronous=True)).wait()),
-        "bitwise": (False, lambda: group.all_reduce(torch.ones(4, dtype=torch.int32), dist.ReduceOp.BOR)),
+        "bitwise": (True, lambda: group.all_reduce(torch.ones(4, dtype=torch.int32), dist.ReduceOp.BOR)),
         "columns": (False, lambda: group.all_reduce(columns)),
         "parameter": (False, lambda: group.all_reduce(weights.detach_().requires_grad_())),
         "profiler": (False, lambda: profiled(lambda: group.all_reduce(x))),

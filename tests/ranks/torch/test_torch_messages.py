@@ -444,7 +444,7 @@ def after_a_timeout(rendezvous, store):
     assert time.monotonic() - begun < 20
 
 
-@OF_TWO
+@pytest.mark.parametrize("place", ["two_hosts", "ucx"])
 def test_a_collective_of_messages_fails_on_all_ranks(tmp_path, place):
     """If a rank can exchange no more messages, an all-to-all of very unequal parts raises an error on all ranks at
     once, long before the timeout."""

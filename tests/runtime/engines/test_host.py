@@ -142,7 +142,7 @@ def test_segments_cover_each_element_once(drawn):
         assert {specs[tensor].dtype for tensor in layout.tensors} == {dtype}
         numbers = get("numpy").numbers(ReduceOp.MAX, dtype, len(sources))
         with mock.patch.object(kernels, "compile_kernel", lambda *args: args):
-            _, _, _, count, results, sizes, programs, segments = kernel(layout, numbers, len(to))
+            _, _, _, count, results, sizes, programs, segments, _ = kernel(layout, numbers, len(to))
         assert (count, results) == (len(sources), len(to))
         assert sizes == tuple(int(np.prod(shape)) for shape in layout.shapes)
         assert len(set(programs)) == len(programs)

@@ -99,7 +99,7 @@ def test_an_unknown_instruction_set_is_refused():
     """An unknown instruction set is an error that lists the given names. So is a call with only an instruction set."""
     with pytest.raises(ValueError, match=rf"{DTYPES} among sse9, sum, float32, float32, float32"):
         NATIVE.Kernel("sse9", *GOOD.values())
-    with pytest.raises(TypeError, match="takes exactly 11 arguments"):
+    with pytest.raises(TypeError, match="takes at least 11 arguments"):
         NATIVE.Kernel(SETS[0])
 
 

@@ -18,7 +18,7 @@ from ...errors import ArgumentError, UnsupportedError
 from ...frameworks.numpy.arrays import numbers_of
 from ...ops import ReduceOp
 from ...options import CommunicationOptions
-from ...planning.explain import busbw_factor
+from ...planning.requests import busbw_factor
 from ...ranks.intra_host.instructions import reduction_numbers
 from . import exact
 

@@ -14,8 +14,9 @@ from typing import Any, Final, NamedTuple
 from ...devices import parse
 from ...errors import PlanError
 from ...planning import Plan
-from ...planning.explain import busbw_factor, duration, heaviest_cuts, limited_by, percent, size
+from ...planning.explain import duration, heaviest_cuts, limited_by, percent, size
 from ...planning.plans import plan_request
+from ...planning.requests import busbw_factor
 from ...planning.schedules import CHOICES, REGISTRY
 from ...schedule.link_use import link_use
 from ...schedule.schedule import many

@@ -58,7 +58,7 @@ class _Tried(NamedTuple):
     order: TransferOrder
 
 
-class _Search:
+class _CrossingSearch:
     """The orders of the trees of some shares. Orders that take much longer than the best one so far are left out."""
 
     def __init__(
@@ -134,7 +134,7 @@ def faster_between_hosts(request: Request, best: Pieces) -> Pieces:
         if shares > numbers[0] and (size < LEAST_PIECE or len(starts) * len(devices) > MOST_EDGES):
             break
         before = tried[0].seconds if tried else math.inf
-        search = _Search(lines, shares, size, starts, before, len(tried))
+        search = _CrossingSearch(lines, shares, size, starts, before, len(tried))
         for style in styles:
             search.add_style(style)
         if len(starts) > lines.most_cards:
@@ -150,7 +150,7 @@ def faster_between_hosts(request: Request, best: Pieces) -> Pieces:
     if packed is not None:
         shares = len(packed.packed[0])
         starts = tuple(root for root in roots for _ in range(shares))
-        search = _Search(lines, shares, request.nbytes / len(starts), starts, math.inf, len(tried))
+        search = _CrossingSearch(lines, shares, request.nbytes / len(starts), starts, math.inf, len(tried))
         search.add_style(packed)
         search.add_parts(1)
         tried = sorted([*tried, *search.tried])
