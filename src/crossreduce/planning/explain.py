@@ -98,7 +98,6 @@ def _trees(schedule: Schedule) -> tuple[list[list[_Tree]], int]:
             parents: dict[str, str] = {}
             for dst in chunk.destinations:
                 parents |= {child: parent for parent, child in _parents(stored[c, dst], names).items()}
-            parents.pop(names[source], None)  # the data may come back to their source
             trees[c].append((chunk.share, names[source], parents))
     return trees, depth
 
@@ -203,6 +202,7 @@ def tree_lines(plan_shape: Shape, outward: bool = False, width: int | None = Non
 
 def _kind(root: str, parents: dict[str, str], outward: bool) -> object:
     """Return what trees that share a line have in common: a star's devices, a path's ring, or the shape."""
+    parents = {child: parent for child, parent in parents.items() if child != root}  # data may come back to the root
     nodes = frozenset([root, *parents])
     if len(nodes) > 1 and all(parent == root for parent in parents.values()):
         return "star", nodes
