@@ -214,7 +214,10 @@ def read_weights(given: Any, count: int, what: str = "replica") -> Weights:
     Raises:
       ArgumentError: there is another number of weights; one is negative, infinite, NaN or not a number; or all are 0.
     """
-    listed = list(given) if isinstance(given, Iterable) and not isinstance(given, (str, bytes, dict)) else None
+    listed = None
+    if isinstance(given, Iterable) and not isinstance(given, (str, bytes, dict, set, frozenset)):
+        with suppress(TypeError):  # an array without axes
+            listed = list(given)
     problem = f"weights must have one number for each {what}."
     if listed is None or len(listed) != count:
         raise ArgumentError.of(problem, shown(given), f"weights=[...] of {count} numbers, such as numbers of samples")
@@ -247,7 +250,7 @@ def read_weight(weight: Any) -> Fraction | None:
         exact = Fraction(float(weight))  # raises for numbers that are too large
         with suppress(TypeError, AttributeError):  # TensorFlow raises the latter
             exact = Fraction(operator.index(weight))  # integers may have more digits than a float
-    except (TypeError, ValueError, OverflowError):  # also what JAX raises for a traced number
+    except (TypeError, ValueError, OverflowError, RuntimeError):  # JAX: a traced number; torch: complex, meta
         return None
     return exact if exact >= 0 else None
 

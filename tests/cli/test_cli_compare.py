@@ -60,7 +60,7 @@ def test_two_results(printed, crossreduce, tmp_path):
     assert (kind, list(found)) == ("results", ["all_reduce of 1 KiB"])
     assert found["all_reduce of 1 KiB"][2] == 1
     _, found = rows(printed, tmp_path / "a.json", tmp_path / "b.json")
-    assert list(found) == ["all_reduce of 1 KiB"] + [
+    assert list(found) == ["all_reduce of 1 KiB, auto"] + [
         f"all_reduce of {size} KiB, {name}" for name in ("ring", "direct") for size in (1, 2)
     ]
     assert found["all_reduce of 2 KiB, ring"][0] is None

@@ -36,6 +36,12 @@ def test_weighted_means(check, algorithm):
         assert (abs(found.astype(wide.dtype) - right) <= unit * abs(wide).sum(0)).all(), dtype
 
 
+def test_large_leaves_do_not_overflow():
+    """The product of a leaf and its weight need not be finite."""
+    found = spread(lambda x: all_reduce(x, "d", "mean", weight=1000.0), 2)(np.float32([1e38, 1e38]))
+    assert np.allclose(found, 1e38)
+
+
 def test_gradients_by_leaves_and_weights():
     """Derivatives by the leaves and by the weights are those of the formula, also where the weight is 0."""
     x = np.float32([[1, 2], [np.nan, np.inf], [3, 5], [4, -1]])
@@ -96,13 +102,13 @@ def test_invalid_weights(weight, options, kind, words):
         spread(lambda x: all_reduce(x, "d", weight=weight, **options), 2)(np.float32([3, 9]))
 
 
-def gradients(vary):
+def gradients(vary, weight=None):
     """Return the program of README: the gradients of replicated parameters, reduced over the axis."""
 
     def own(params, x):
         params = lax.pcast(params, "d", to="varying") if vary else params
         grads = jax.grad(lambda p: (p * x[0]).sum())(params)
-        return all_reduce(grads, "d", "mean")
+        return all_reduce(grads, "d", "mean", weight=weight)
 
     return jax.shard_map(own, mesh=mesh(4), in_specs=(P(), P("d")), out_specs=P())
 
@@ -112,9 +118,10 @@ def test_a_leaf_that_does_not_vary_is_a_warning():
     x = np.float32([1, 2, 3, 6]).reshape(4, 1)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("default")
-        wrong = [jax.jit(gradients(False))(jnp.float32(1), x) for _ in range(2)]
-    assert [float(each) for each in wrong] == [12, 12]  # four times the mean
-    (warning,) = caught
+        wrong = [jax.jit(gradients(False, weight))(jnp.float32(1), x) for weight in (None, None, 2.0)]
+    assert [float(each) for each in wrong] == [12, 12, 12]  # four times the mean
+    warning, *others = caught
+    assert len(others) <= 1  # the weighted mean has its own
     assert "is the same on all devices along 'd'" in str(warning.message)
     assert "jax.lax.pcast(params, ('d',), to=\"varying\")" in str(warning.message)
     assert warning.filename == __file__

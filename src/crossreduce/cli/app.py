@@ -12,7 +12,7 @@ from typer import BadParameter, Exit, Option, Typer
 from typer.core import TyperCommand
 
 from .. import __version__
-from ..errors import ArgumentError
+from ..errors import ArgumentError, printable
 from .bench.command import bench
 from .bundle import bundle
 from .calibrate import calibrate
@@ -66,7 +66,7 @@ EXAMPLES: Final = {
     "export": (
         "export dgx-1v plan.xml",
         "export hgx-h100 plan.json --format mscclpp",
-        "export dgx-1v plan.html --beside ring",
+        "export dgx-1v plan.html --beside one_device",
     ),
     "bundle": ("bundle dgx-1v plans", "bundle dgx-1v plans --format msccl", "bundle hgx-h100 plans --hosts 2"),
     "calibrate": (
@@ -126,7 +126,7 @@ class Command(TyperCommand):
         terminal().print(Panel(Text(lines), title="Examples", title_align="left", border_style="dim"))
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        INVOKED.set(shlex.join(["crossreduce", self.name or "", *args]))
+        INVOKED.set(printable(shlex.join(["crossreduce", self.name or "", *args])))
         if self.name in ("bench", "train") and any(
             arg.startswith("--json=") or (arg == "--json" and not after.startswith("-"))
             for arg, after in pairwise([*args, "-"])

@@ -18,7 +18,7 @@ from typer import Argument, Option
 from .. import Topology, __version__, bound
 from .. import plan as library_plan
 from ..devices import parse
-from ..errors import ArgumentError, PlanError, ReductionError
+from ..errors import ArgumentError, PlanError, ReductionError, printable
 from ..planning.explain import duration, percent, size
 from ..planning.optimal.bounds import COLLECTIVES
 from ..topology.measurements import LARGEST, read_times
@@ -71,6 +71,8 @@ def compare(
         with progress(a, 2) as advance:
             facts = []
             for name in (a, b):
+                if hosts > 1 and is_path(name):
+                    say_unused("--hosts", f"{name} is a file, of which one host is compared")
                 facts.append(_machine_facts(read_machine(name, 1 if is_path(name) else hosts), planned, planned_bytes))
                 advance(b)
         rows = [ComparedRow(what, x, facts[1][what][0], show, measure) for what, (x, show, measure) in facts[0].items()]
@@ -84,7 +86,7 @@ def compare(
         entries = [{"what": row.what, "a": row.a, "b": row.b, "ratio": row.ratio} for row in rows]
         print(json_module.dumps({"crossreduce": __version__, "kind": kind, "a": a, "b": b, "rows": entries}, indent=2))
         return
-    table = Table("", f"A: {a}", f"B: {b}", "B / A")
+    table = Table("", printable(f"A: {a}"), printable(f"B: {b}"), "B / A")
     for row in rows:
         cells = ("-" if x is None else row.show(x) for x in (row.a, row.b))
         table.add_row(row.what, *cells, "" if row.ratio is None else f"{row.ratio:.3g}")
@@ -152,7 +154,7 @@ def _plan_facts(file: str, report: Mapping[str, Any]) -> dict[str, tuple[Any, An
         rate, most = (entry and float(entry["gb_per_s"]) for entry in (report["rate"], report["bound"]["algbw"]))
         counts = {name: (int(report[name]), str, True) for name in ("depth", "chunks", "rounds", "steps", "pieces")}
         return {
-            "machine": (str(report["machine"]), str, False),
+            "machine": (str(report["machine"]), printable, False),
             "collective": (str(report["collective"]), str, False),
             "bytes": (int(report["nbytes"]), size, True),
             "devices": (len(report["devices"]), str, True),
@@ -161,9 +163,9 @@ def _plan_facts(file: str, report: Mapping[str, Any]) -> dict[str, tuple[Any, An
             "predicted GB/s": (float(report["algbw_gb_per_s"]), _gb_per_s, True),
             "GB/s when large": (rate, _gb_per_s, True),
             "bound, GB/s": (most, _gb_per_s, True),
-            "of the bound": (float(report["ratio"]["value"]), lambda x: percent(Fraction(x)), False),
+            "of the bound": (float(Fraction(report["ratio"]["value"])), lambda x: percent(Fraction(x)), False),
         } | counts
-    except (KeyError, TypeError, ValueError, IndexError) as error:
+    except (KeyError, TypeError, ValueError, IndexError, OverflowError) as error:
         problem = f"{file} is not the JSON of a plan: {'it lacks ' if isinstance(error, KeyError) else ''}{error}."
         raise ArgumentError.of(
             problem, ", ".join(list(report)[:6]), "crossreduce plan MACHINE --json > plan.json"
@@ -173,17 +175,19 @@ def _plan_facts(file: str, report: Mapping[str, Any]) -> dict[str, tuple[Any, An
 def _result_rows(a: str, first: bytes, b: str, second: bytes) -> list[ComparedRow]:
     """Return a row for each measurement in two reports."""
     times: list[dict[str, float]] = []
+    reports = []
     for name, data in ((a, first), (b, second)):
         try:
-            measured = read_times(data)
+            reports.append(read_times(data))
         except ReductionError as error:
             error.prefix(name)
             raise
-        several = len({each.algorithm for each in measured}) > 1
+    several = any(len({each.algorithm for each in measured}) > 1 for measured in reports)
+    for measured in reports:
         found: dict[str, float] = {}
         for each in measured:
             root = "" if each.root is None else f", {each.root}"
-            algorithm = f", {each.algorithm}" if several else ""
+            algorithm = f", {each.algorithm}" if several and each.algorithm else ""
             found[f"{each.collective} of {size(each.nbytes)}{root}{algorithm}"] = each.seconds
         times.append(found)
     return [ComparedRow(what, times[0].get(what), times[1].get(what), duration) for what in times[0] | times[1]]

@@ -93,6 +93,9 @@ def export(
         request = request.for_one_kernel()
     if exporter is None:
         times = measurements(measured or [], request.complete)
+        wanted = set(request.participants or request.topology.devices)
+        if measured and not any(x.collective == request.collective and set(x.devices) == wanted for x in times):
+            say_unused("--measured", f"no result is of {request.collective} among {len(wanted)} devices of this plan")
         other = None if beside is None else request.beside(beside)
         shown = Beside(None, beside or "", times, request.label, INVOKED.get())
         text = _write_drawn(file, kind, request, share, other, shown, as_json=json)

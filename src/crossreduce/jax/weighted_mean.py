@@ -17,7 +17,7 @@ from ..errors import ArgumentError, ReductionError, UnsupportedError, shown
 from ..frameworks import Array
 from ..frameworks.jax.arrays import FRAMEWORK
 from ..ops import ReduceOp, read_weight, require_mean
-from .leaves import dense_leaf, is_sparse
+from .leaves import dense_leaf, is_sparse, warn_if_invariant
 
 
 def weighted_mean(
@@ -36,6 +36,9 @@ def weighted_mean(
     if jnp.shape(weight) != () or jnp.issubdtype(jnp.result_type(weight), jnp.complexfloating):
         raise ArgumentError.of("weight must be one real number per device.", shown(weight), "an array of shape ()")
     own = dense_leaf(jnp.asarray(weight, jnp.promote_types(jnp.result_type(weight), jnp.float32)), axes)
+    # A power of two, so that products do not overflow and keep their bits. It cancels, also in derivatives.
+    largest = all_reduce(jax.lax.stop_gradient(own), axis_name, ReduceOp.MAX)
+    own = own * jnp.ldexp(jnp.ones_like(largest), -jnp.frexp(largest)[1])
 
     def scale(leaf: Array) -> Array:
         wide = leaf.astype(FRAMEWORK.numbers(op, leaf.dtype.name, axes.devices).accumulator)
@@ -60,6 +63,8 @@ def weighted_mean(
         wanted = FRAMEWORK.numbers(op, jnp.asarray(leaf).dtype.name, axes.devices).result
         return (total / weights.astype(jnp.finfo(total.dtype).dtype)).astype(wanted)
 
+    for path, leaf in jax.tree_util.tree_leaves_with_path(x, is_leaf=is_sparse):
+        warn_if_invariant(leaf, axes, jax.tree_util.keystr(path))
     leaves = jax.tree_util.tree_map_with_path(scaled, x, is_leaf=is_sparse)
     sums, weights = all_reduce((leaves, own), axis_name, ReduceOp.SUM)
     return jax.tree_util.tree_map(finished, x, sums, is_leaf=is_sparse)

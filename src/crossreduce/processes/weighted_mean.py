@@ -47,8 +47,10 @@ def weighted_mean(communicator: Communicator, source: Any, result: Any, weight: 
     gathered = np.empty(n)
     text = call_text("all_reduce", "weighted exact mean" if exact else "weighted mean", None, dtype.name, source.shape)
     mine = np.array([math.nan if own is None else float(own)])
-    if own is None and type(weight) is float:
-        mine[0] = weight  # negative or infinite, as all ranks report it
+    if own is None:
+        with suppress(TypeError, ValueError, OverflowError, RuntimeError):
+            given = float(weight)  # if negative or infinite, all ranks report it
+            mine[0] = given if given < 0 or math.isinf(given) else math.nan
     communicator.all_gather(_view(mine), [_view(gathered[k : k + 1]) for k in range(n)], text)
     weights = read_weights(gathered.tolist(), n, "rank")
     if exact and dtype.name in INTEGERS:
@@ -73,7 +75,16 @@ def weighted_mean(communicator: Communicator, source: Any, result: Any, weight: 
         communicator.all_reduce(ReduceOp.SUM, _view(parts), _view(parts))
         reals = parts.view(wide.type(0).real.dtype)
         reals /= weights.total
-        result.reshape(-1)[:] = np.trunc(parts) if dtype.name in INTEGERS else parts
+        result.reshape(-1)[:] = _truncated(parts, dtype, n) if dtype.name in INTEGERS else parts
+
+
+def _truncated(means: Any, dtype: Any, n: int) -> Any:
+    """Return means of ``n`` ranks in float64 as integers, truncated towards zero."""
+    near = np.rint(means)  # sums were rounded: a mean that is an integer must not become the one below it
+    whole = np.where(np.abs(means - near) <= (n + 2) * 2.0**-52 * np.abs(near), near, np.trunc(means))
+    most = np.iinfo(dtype).max
+    above = whole >= float(most)  # 2**63 and 2**64 do not fit into 64 bits
+    return np.where(above, dtype.type(most), np.where(above, 0, whole).astype(dtype))
 
 
 def _exactly(communicator: Communicator, source: Any, result: Any, weights: Weights) -> None:

@@ -100,7 +100,8 @@ class Messages:
                     return None
                 if peer == ANY_RANK and (source := self._native.source(number)) != ANY_RANK:
                     peer = self._ranks[source]  # it has begun to send
-                self._learn_of_abort(now)
+                if timeout_s:  # a poll does not wait for the store
+                    self._learn_of_abort(now)
                 failure = self._failure(peer)  # the rank may have sent the message before it ended, so look again
                 if failure is None and timeout_s and now >= began + timeout_s:
                     failure = TimeoutError(f"the message took more than {timeout_s:g} s")

@@ -118,6 +118,7 @@ def _is_preparable(jobs: Sequence[Job], with_out: bool, executables: Sequence[tu
     """Return whether ``Calls`` can repeat a batch in which all values have the same framework and devices."""
     return all(executable.prepared is not None for executable, _ in executables) and all(
         not facts.sparse
+        and not facts.numbers.weights  # prepared calls are found by op and options, without weights
         and (facts.out is not None) is with_out
         and all(map(operator.is_, facts.arrays, value.values))
         # In torch, the mean of integers has the default dtype, which may change.

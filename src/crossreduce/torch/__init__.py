@@ -25,6 +25,7 @@ except ImportError as error:
 from _crossreduce_torch import register
 
 from ..errors import UnsupportedError
+from ..frameworks.torch.arrays import increment_versions
 from ..observe.counters import CollectiveStats, Stats, WaitStats
 from ..options import CommunicationOptions
 from ..processes.weighted_mean import as_array
@@ -91,12 +92,12 @@ def weighted_mean(tensor: Any, weight: Any, group: Any = None, *, exact: bool = 
 
     Args:
       tensor: a dense CPU tensor, of the same shape and dtype on all ranks. Half types are accumulated in float32. The
-        mean of integers is truncated towards zero.
+        mean of integers is computed in float64 (integers above 2**53 are rounded), and truncated towards zero.
       weight: this rank's weight, such as its number of samples. The tensor of a rank of weight 0 is not used, even if
         it contains NaN.
       group: a process group of this backend, or a ``HookState``; by default the default group.
       exact: whether the result is the real weighted mean, rounded once. The weights must then be in the ratio of whole
-        numbers with a sum of at most 2**24.
+        numbers with a sum of at most 2**24. ``Options(exact=True)`` and CROSSREDUCE_EXACT=1 do not change this.
     Raises:
       ArgumentError: no default group exists, or the group has another backend. Or, on all ranks, a weight is negative,
         infinite or NaN, or all are 0.
@@ -122,6 +123,7 @@ def weighted_mean(tensor: Any, weight: Any, group: Any = None, *, exact: bool = 
         _mean_of_ranks(group.communicator, array, array, weight, exact)
         copy_back(tensor, written)
 
+    increment_versions([tensor])
     group.queue.run(run, [tensor], asynchronous=False)
 
 

@@ -4,6 +4,7 @@ import hashlib
 import importlib
 import json
 import math
+import os
 import re
 from collections import Counter
 from fractions import Fraction
@@ -13,15 +14,16 @@ from unittest.mock import Mock
 
 import pytest
 from command_line import plan_shown
+from nccl_reports import report
 from paths import ROOT
 from reports import Page, explained
 
 import crossreduce as cr
 from crossreduce import Topology
 from crossreduce.errors import ArgumentError
+from crossreduce.export.explorer import Beside, report_html, stages
 from crossreduce.export.explorer import model as models
 from crossreduce.export.explorer import page as pages
-from crossreduce.export.explorer import report_html, stages
 from crossreduce.export.explorer.positions import places
 from crossreduce.export.explorer.trees import groups
 from crossreduce.planning.explain import duration, limited_by, percent
@@ -394,6 +396,24 @@ def test_the_command_writes_the_same_page(printed, crossreduce, tmp_path):
         code, out, error = crossreduce("export", "dgx-1v", tmp_path / name)
         assert (code, out, words in " ".join(error.split())) == (2, "", True)
     assert [file.name for file in tmp_path.iterdir()] == ["plan.html"]
+
+
+def test_names_and_other_plans_that_cannot_be_shown(crossreduce, printed, tmp_path, monkeypatch):
+    """Names of files that are no text, or control a terminal, are printed without these letters. A plan without data
+    is not shown beside another one, and results of another collective are named as unused."""
+    monkeypatch.chdir(tmp_path)
+    ring = Topology.ring(3, gb_per_s=25)
+    machine = Path("e\x1b[31mb.json")
+    machine.write_text(ring.to_json())
+    assert "\x1b" not in printed("plan", machine)
+    page = Path(os.fsdecode(b"n\xff.html"))
+    Path("r.json").write_bytes(report("all_gather_perf", [(1 << 20, 1e-3)], gpus=3))
+    code, _, error = crossreduce("export", machine, page, "--measured", "r.json")
+    assert (code, "--measured has no effect" in error) == (0, True)
+    assert "\udcff" not in page.read_text("utf-8")
+    plan = cr.plan(ring, nbytes="1M")
+    beside = Page(report_html(plan, beside=Beside(cr.plan(ring, nbytes=0), "empty")))
+    assert beside.model["plans"] == Page(report_html(plan)).model["plans"]
 
 
 @pytest.mark.parametrize("hosts", [1, 2, 9, 32])

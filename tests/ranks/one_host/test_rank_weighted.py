@@ -26,6 +26,13 @@ def own(rank, dtype, size):
     return x.astype(dtype_of(dtype))
 
 
+class Unreadable:
+    """A number that cannot be read, such as a complex tensor of torch."""
+
+    def __float__(self):
+        raise RuntimeError("value cannot be converted")
+
+
 def means(rendezvous):
     """Return the bits of all weighted means of this rank, and the texts of its errors."""
     weighted_mean.PIECE_NBYTES = 1000  # so that small arrays have several pieces
@@ -42,7 +49,7 @@ def means(rendezvous):
             group.all_reduce(x, "mean", x, exact=True, weight=weight)
             found[dtype, 300, True] = x
         errors = []
-        for bad in (-1.0, float("nan"), "3"):
+        for bad in (-1.0, float("nan"), "3", np.float64(-5), Unreadable()):
             with pytest.raises(ArgumentError) as raised:
                 group.all_reduce(np.ones(3), "mean", weight=bad if rank == 2 else 1)
             errors.append(str(raised.value))
@@ -70,8 +77,9 @@ def test_weighted_means_of_numpy_groups(hosts):
         assert texts == errors
         assert {key: x.tobytes() for key, x in other.items()} == {key: x.tobytes() for key, x in results.items()}
     assert "-1.0 (float) for rank 2" in errors[0]
-    assert all("for rank 2" in text for text in errors[1:3])
-    assert "must not all be 0" in errors[3]
+    assert all("for rank 2" in text for text in errors[1:5])
+    assert "-5.0 (float) for rank 2" in errors[3]
+    assert "must not all be 0" in errors[5]
     total = sum(WEIGHTS)
     for dtype in DTYPES:
         for size in (1, 300):
@@ -107,7 +115,16 @@ def torch_means(rendezvous):
             crossreduce.torch.weighted_mean(x, WEIGHTS[rank], exact=exact)
             pending.wait()
             found.append(x.to(torch.complex128).tolist())
-    for bad in (-1, float("inf")):
+    for value, weight in ((2**63 - 1, rank + 3), (-(2**63), 1), (7, 0.1 * 2**rank)):
+        whole = torch.full((2,), value)
+        crossreduce.torch.weighted_mean(whole, weight)
+        assert whole.tolist() == [value, value]
+    leaf = torch.ones(3, requires_grad=True)
+    saved = leaf.exp()
+    crossreduce.torch.weighted_mean(saved.detach(), 1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        saved.sum().backward()
+    for bad in (-1, float("inf"), torch.tensor(1j)):
         with pytest.raises(ArgumentError, match="for rank 3"):
             crossreduce.torch.weighted_mean(torch.ones(3), bad if rank == 3 else 1)
     with pytest.raises(UnsupportedError, match="cannot be exact"):

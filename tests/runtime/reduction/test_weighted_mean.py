@@ -104,6 +104,14 @@ def test_every_algorithm_and_place(framework, algorithm):
     )
 
 
+def test_weights_are_not_kept_for_other_calls():
+    """After an exact weighted mean, means of the same arrays have no weights, and other weights are used."""
+    xs = [np.zeros(3), np.array([4.0, 8.0, 12.0])]
+    for weights, right in (([1, 3], [3, 6, 9]), (None, [2, 4, 6]), ([3, 1], [1, 2, 3]), (None, [2, 4, 6])):
+        for result in cr.all_reduce(xs, "mean", weights=weights, options=EXACT):
+            assert result.tolist() == right
+
+
 @pytest.mark.parametrize("dtype", FLOATS)
 def test_exact_weighted_means_are_rounded_once(framework, dtype):
     """With ``exact`` and weights in the ratio of whole numbers, the result is that of rational arithmetic, also for
@@ -175,6 +183,8 @@ def test_results_in_given_arrays(numpy_, torch_):
     ("weights", "op", "words"),
     [
         ([1, 2], "mean", "one number for each replica"),
+        (np.array(3), "mean", "one number for each replica"),
+        ({1, 2, 3}, "mean", "one number for each replica"),
         (3, "mean", "one number for each replica"),
         ([1, -2, 3], "mean", r"-2 .*for replica 1"),
         ([1, math.nan, 3], "mean", r"nan .*for replica 1"),

@@ -18,7 +18,7 @@ from typer import Option
 
 from ... import Costs, Plan, Topology, __version__
 from ... import plan as library_plan
-from ...errors import ArgumentError
+from ...errors import ArgumentError, printable
 from ...options import ALGORITHMS
 from ...packing import MOST_PACKS
 from ...planning.explain import shape, wrapped
@@ -102,7 +102,7 @@ class PlanRequest(NamedTuple):
     def label(self) -> str:
         """The machine, the number of hosts, and whether some devices or links were removed."""
         label = f"{self.machine}, {self.hosts} hosts" if self.hosts > 1 else self.machine
-        return label + ("" if self.topology == self.complete else ", with changes (only a part)")
+        return printable(label) + ("" if self.topology == self.complete else ", with changes (only a part)")
 
     def part_of(self, complete: Topology) -> Topology:
         """Return a topology without the devices and links that ``--devices`` and ``--without-link`` remove."""
@@ -111,12 +111,15 @@ class PlanRequest(NamedTuple):
     def beside(self, name: str) -> PlanRequest:
         """Return the same request for another algorithm, or for another machine or file, as one to compare with.
 
-        The number of hosts, devices and lost links are those of this request.
+        The devices and lost links are those of this request, and for a machine the number of hosts.
         """
         with suppress(ArgumentError):
             return self._replace(algorithm=one_of(ALGORITHMS, "--beside", name))
+        is_file = is_path(name) or name == "this"
+        if is_file and self.hosts > 1:
+            say_unused(f"--hosts beside {name}", "it is not a machine of the library")
         try:
-            complete = read_machine(name, 1 if is_path(name) or name == "this" else self.hosts)
+            complete = read_machine(name, 1 if is_file else self.hosts)
             topology = self.part_of(complete)
         except ArgumentError as error:
             error.prefix(f"--beside {name}")

@@ -71,7 +71,9 @@ def model(plan: Plan, beside: Beside, lost: tuple[Loss, ...], detail: Detail, ad
     head, *rest = text.splitlines()  # in the rest, a fact has a label in columns 2 to 11, and then its text
     facts = [[line[2:12].strip(), line[12:].strip()] for line in rest if line[2:3].strip() and line.startswith("  ")]
     has_data = plan.rate is not None and plan.nbytes > 0
-    other = beside.plan if has_data and beside.plan is not None and beside.plan.rate is not None else None
+    other = beside.plan if has_data else None
+    if other is not None and (other.rate is None or not other.nbytes):
+        other = None
     numbers = _numbers(plan)
     shown = [plan.schedule, *([] if other is None else [other.schedule])]
     others = [(name, each) for name, each in plan.comparisons.items() if each.schedule not in shown]

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cstring>
 
+#include "available_memory.hpp"
 #include "futex.hpp"
 
 #if defined(__linux__)
@@ -129,6 +130,8 @@ bool SharedMemory::allocate(int64_t nbytes) {
     int64_t wanted = ready;
     while (wanted < nbytes) wanted *= 2; // few calls
     wanted = std::min(wanted, slot / 2);
+    // In a control group, Linux does not refuse to allocate, but kills processes.
+    if (available_memory() < 2 * static_cast<size_t>(wanted - ready)) return false;
     for (int half = 0; half < 2; half++) {
         const int64_t at = slots_offset(ranks) + rank * slot + half * (slot / 2);
         for (int failure = EINTR; failure == EINTR;)
