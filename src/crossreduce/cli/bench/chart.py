@@ -150,8 +150,6 @@ def draw_ratios(
         drawn.legend(handles, labels, loc="upper left", bbox_to_anchor=(0.815, 0.91), frameon=False,
                      fontsize=9, labelcolor=theme.ink)  # fmt: skip
         place = f"{machine['cores']} cores of an {machine['cpu']}"
-        if fewer_ranks is not None and fewer_ranks["machine"]["cpu"] != machine["cpu"]:
-            place += f"; {fewer_ranks['config']['devices']} ranks: {fewer_ranks['machine']['cpu']}"
         about = f"{config['collective']}, {config['op']} of {config['type']}, {config['devices']} devices"
         shared = list(dict.fromkeys(_NAMES[each.peer] for each in fastest if each.one_result))
         foot = f"{' and '.join(shared)}: all devices share one result, so fewer bytes are written." if shared else ""
@@ -159,6 +157,8 @@ def draw_ratios(
         more = [str(count) for count in counts if count > machine["cores"]]
         if more:
             foot = f"{' and '.join(more)} ranks share {machine['cores']} cores, which is rarely useful. {foot}"
+        if fewer_ranks is not None and (cpu := fewer_ranks["machine"]["cpu"]) != machine["cpu"]:
+            foot = f"{fewer_ranks['config']['devices']} ranks: {cpu}. {foot}"
         for k, text in enumerate((f"bytes per device; {about}; medians and quartiles on {place}", foot)):
             drawn.text(0.07, 0.075 - 0.04 * k, text, color=theme.text, fontsize=9)
 
