@@ -347,8 +347,6 @@ def mpi_environment(peer: str) -> dict[str, str]:
     """Return the environment variables for ``mpi_command``."""
     # Ranks may outnumber cores, and containers often run as root: Open MPI 4 and 5 allow both only on request.
     settings = {"PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe", "OMPI_MCA_rmaps_base_oversubscribe": "1"}
-    # Both bind two ranks to one core where two threads share it, and then wait for each other in turn.
-    settings |= {"PRTE_MCA_hwloc_default_binding_policy": "none", "OMPI_MCA_hwloc_base_binding_policy": "none"}
     if hasattr(os, "geteuid") and os.geteuid() == 0:
         settings |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
     inherited = {name: value for name, value in os.environ.items() if name not in VARIABLES}
