@@ -85,7 +85,7 @@ def draw_ratios(
     Vertical lines go from the first to the third quartile of the rounds.
 
     Args:
-      report: the content of the file of ``crossreduce bench --against --json``.
+      report: the content of the file of ``crossreduce bench --against --output``.
       path: a file that ends in .svg or .png; an existing file is replaced.
       fewer_ranks: another such content, of another number of ranks, whose lines have open markers.
       dark: whether the background is dark.
@@ -112,21 +112,18 @@ def draw_ratios(
         axes.set_facecolor(theme.paper)
         for curve in curves:
             number, xs = peers.index(curve.peer), [each.row["size"] for each in curve.points]
-            colour, is_open = (
-                theme.colours[number % len(theme.colours)],
-                curve.label is None or curve.report is not report,
-            )
+            colour, is_kept = theme.colours[number % len(theme.colours)], curve.label is None
             axes.plot(
                 xs,
                 [each.ratio for each in curve.points],
-                linestyle=":" if curve.label is None else "--" if curve.peer in RANK_PEERS else "-",
+                linestyle=":" if is_kept else "--" if curve.peer in RANK_PEERS else "-",
                 color=colour,
                 marker=_MARKERS[number % len(_MARKERS)],
-                markersize=4 if curve.label is None else 6,
-                markerfacecolor=theme.paper if is_open else colour,
+                markersize=4 if is_kept else 6,
+                markerfacecolor=theme.paper if is_kept or curve.report is not report else colour,
                 label=curve.label,
             )
-            if curve.label is not None:
+            if not is_kept:
                 axes.vlines(xs, *zip(*(each.quartiles for each in curve.points), strict=True), colors=colour, alpha=0.6)
         if any(row["memory"] == KEPT for row in report["rows"]):
             axes.plot([], [], linestyle=":", color=theme.text, label="keep_memory()")
@@ -174,9 +171,10 @@ class _Curve(NamedTuple):
 
 def _curves(report: dict[str, Any], memories: list[str]) -> Iterator[_Curve]:
     """Yield the curves of a report for these settings of the memory."""
+    fastest = fastest_ways(report)
     for peer in dict.fromkeys(peer for row in report["rows"] for peer in row["peers"]):
         label = _NAMES[peer] + (f", {report['config']['devices']} ranks" if peer in RANK_PEERS else "")
         for memory in memories:
-            points = [each for each in fastest_ways(report) if (each.peer, each.row["memory"]) == (peer, memory)]
+            points = [each for each in fastest if (each.peer, each.row["memory"]) == (peer, memory)]
             if points:
                 yield _Curve(report, peer, label if memory == DEFAULT else None, points)
