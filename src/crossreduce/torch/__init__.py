@@ -13,6 +13,7 @@ between hosts. For replicas in one process use ``crossreduce.all_reduce``.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Final
 
 try:

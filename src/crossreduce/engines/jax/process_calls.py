@@ -98,10 +98,10 @@ def _warn_of_few_threads() -> None:
     processors = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     with suppress(ValueError):
         processors = int(os.environ.get("PJRT_NPROC") or os.environ.get("NPROC") or processors)
-    if 1 < devices and max(processors, devices) < 2 * devices:
+    if devices > 1 and max(processors, devices) < 2 * devices:
         _LOG.warning(
-            "XLA has %d threads for %d devices: more than 31 unfinished programs can stop this process. Set PJRT_NPROC=%d"
-            " before JAX starts, or call jax.block_until_ready at least every 30 steps.",
+            "XLA has %d threads for %d devices: more than 31 unfinished programs can stop this process. "
+            "Set PJRT_NPROC=%d before JAX starts, or call jax.block_until_ready at least every 30 steps.",
             *(max(processors, devices), devices, 2 * devices),
         )
 
