@@ -34,7 +34,7 @@ def found(own, number=5):
 
 
 def found_at_the_end(own, number=5):
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + 60
     while not found(own, number)[0] and time.monotonic() < deadline:
         time.sleep(0.01)
     return found(own, number)

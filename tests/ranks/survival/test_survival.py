@@ -239,7 +239,7 @@ def soak(rendezvous, kind, place):
 def test_shrinks_and_grows_leave_nothing(tmp_path, kind):
     """Groups that were shrunk and grown leave no descriptor, thread, mapping, file or memory."""
     before = Resources().shm
-    for changed, drift in ranks(3, soak, kind, place_of(kind, tmp_path), timeout_s=max(60, CYCLES)):
+    for changed, drift in ranks(3, soak, kind, place_of(kind, tmp_path)):
         assert not changed
         assert drift < 0.02
     assert Resources().shm == before

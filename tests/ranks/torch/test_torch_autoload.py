@@ -42,7 +42,7 @@ def test_ranks_that_import_only_torch_find_the_backend(tmp_path, value):
     not the package, NumPy or the kernels, with the variable and without it."""
     # setuptools installs the metadata of the entry point with the package.
     command = [sys.executable, "setup.py", "-q", "egg_info", "--egg-base", tmp_path]
-    subprocess.run(command, cwd=ROOT, check=True, timeout=100, capture_output=True)
+    subprocess.run(command, cwd=ROOT, check=True, timeout=200, capture_output=True)
     path = os.pathsep.join([str(tmp_path), str(Path(crossreduce.__file__).parents[1])])
     variables = [{"PYTHONPATH": path, "TORCH_DEVICE_BACKEND_AUTOLOAD": off, VARIABLE: value} for off in "01"]
     ranks = torch_running.start(["-c", RANK, tmp_path / "store"], 2, variables.__getitem__)
