@@ -45,7 +45,7 @@ class Served(NamedTuple):
 class EventClock:
     """The event-driven times of a schedule, for a number of bytes.
 
-    NumPy computes all reads of a tick at once. For few reads, plain Python computes the same times.
+    NumPy computes all reads of a tick at once. For few reads, or without NumPy, plain Python computes the same times.
     """
 
     def __init__(self, loads: Loads, nbytes: int) -> None:
@@ -73,12 +73,12 @@ class EventClock:
                 yield t, k, start, end
 
     def served(self, pieces: int) -> Iterator[Served]:
-        """Yield the reads of all ticks, where one ``Served`` may stand for many equal ticks."""
+        """Yield the reads of all ticks, where one ``Served`` may stand for many equal ticks. This needs NumPy."""
         return (served for *_, served in _Run(_arrays(self.loads), self.nbytes, pieces).equal_ticks())
 
     def _is_small(self, pieces: int) -> bool:
         uses = len(self.loads.traffic.reads) * (self.rounds + pieces)
-        return uses <= _MOST_PLAIN
+        return uses <= _MOST_PLAIN or not _has_numpy()
 
     def _plain_ticks(self, pieces: int) -> Iterator[tuple[int, list[tuple[int, float, float]], float]]:
         """Yield for each tick its number, (number, start, end) of each of its reads, and the latest end so far."""
@@ -130,6 +130,15 @@ class EventClock:
 def _window(t: int, rounds: int, pieces: int) -> int:
     """Return the number of the window of tick t (see ``Loads``). The window with all rounds occurs in several ticks."""
     return t if t < rounds else max(rounds - 1, t - max(0, pieces - rounds))
+
+
+@lru_cache(maxsize=1)
+def _has_numpy() -> bool:
+    try:
+        import numpy  # noqa: F401 - checks only whether it is installed
+    except ImportError:
+        return False
+    return True
 
 
 @lru_cache(maxsize=64)
