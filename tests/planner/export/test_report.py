@@ -297,7 +297,7 @@ def test_two_topologies_and_measured_times(printed, tmp_path, monkeypatch):
 
 
 def test_a_rack_of_72_gpus_fits():
-    """The page of a GB200 NVL72 has less than 0.9 MB, with all trees, all parts of the time, and the loss of a cable."""
+    """The page of a GB200 NVL72 has less than 0.9 MB, with all trees, parts of the time, and the loss of a cable."""
     plan = cr.plan("gb200-nvl72", nbytes="64M")
     text = report_html(plan)
     shown = Page(text).model

@@ -9,6 +9,7 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
+from kinds_of_groups import wait_until
 from ranks import ranks
 
 import crossreduce.torch  # noqa: F401 - registers the backend
@@ -60,10 +61,7 @@ def waits(rendezvous, folder, source):
         time.sleep(0.5)
         dist.group.WORLD.abort()
     elif rank == 1:  # it makes no call, and so learns of nothing
-        deadline = time.monotonic() + 100  # long before the timeout, at which the other rank would ask the rendezvous
-        while not noticed.exists() and time.monotonic() < deadline:
-            time.sleep(0.05)
-        assert noticed.exists()
+        wait_until(noticed.exists)  # long before the timeout, at which the other rank would ask the rendezvous
     else:
         with pytest.raises(PeerLostError, match=r"rank 2 left") as error:
             dist.recv(torch.zeros(1), source)

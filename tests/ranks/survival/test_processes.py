@@ -371,8 +371,7 @@ def agrees_in_two_threads(rendezvous, address):
     answers = []
     thread = threading.Thread(target=lambda: answers.append(group.agree(True)))
     thread.start()
-    while not group._agreeing.locked():
-        time.sleep(0.001)
+    wait_until(group._agreeing.locked)
     for call in (group.shrink, group.grow, lambda: group.agree(False)):
         with pytest.raises(ContextError, match="another thread is in agree, shrink or grow"):
             call()
