@@ -7,7 +7,6 @@ of a ring are one group, since they use the same links with different roots and 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import cached_property
@@ -42,14 +41,9 @@ class ScheduleTree:
 
     @cached_property
     def is_ring(self) -> bool:
-        """Whether the links form one cycle, as in a chunk of the ring algorithm."""
-        neighbours: dict[str, list[str]] = {}
-        for src, dst in map(sorted, self.pairs):
-            neighbours.setdefault(src, []).append(dst)
-            neighbours.setdefault(dst, []).append(src)
-        return (
-            len(neighbours) > 2 and all(len(others) == 2 for others in neighbours.values()) and _parts(neighbours) == 1
-        )
+        """Whether the links form one cycle, as in a chunk of the ring algorithm. They are connected in any case."""
+        degrees = Counter(node for pair in self.pairs for node in pair)
+        return set(degrees.values()) == {2}
 
 
 @dataclass(frozen=True)
@@ -159,24 +153,10 @@ def tree_groups(schedule: Schedule, topology: Topology) -> tuple[TreeGroup, ...]
     shapes: dict[tuple[int, ...], list[ScheduleTree]] = {}
     for pairs, trees in by_links.items():
         graph = _graph(pairs, topology, ids)
-        shape = _parts(graph), *sorted(_colours(graph, topology, ids).values())
+        shape = tuple(sorted(_colours(graph, topology, ids).values()))
         shapes.setdefault(shape, []).extend(trees)
     in_order = [sorted(group, key=lambda tree: tree.chunks) for group in shapes.values()]
     return tuple(TreeGroup(tuple(group)) for group in in_order)
-
-
-def _parts(neighbours: Mapping[str, Collection[str]]) -> int:
-    """Return the number of connected parts of a graph, given the neighbours of each node."""
-    seen, count = set[str](), 0
-    for start in neighbours:
-        count += start not in seen
-        to_visit = [start]
-        while to_visit:
-            node = to_visit.pop()
-            if node not in seen:
-                seen.add(node)
-                to_visit += neighbours[node]
-    return count
 
 
 def _graph(pairs: frozenset[frozenset[str]], topology: Topology, ids: Ids) -> Graph:
