@@ -60,7 +60,7 @@ def watched(n, function, *args, watch, **options):
                         os.kill(pid, signal.SIGCONT)
                     os.write(write, b"e" * n)
 
-            found = ranks(n, function, started, end, *args, begun=begun, timeout_s=60, **options)
+            found = ranks(n, function, started, end, *args, begun=begun, **options)
     finally:
         os.close(end)
         os.close(write)
@@ -77,7 +77,7 @@ def busy(rendezvous, started, end, name, slow, hosts=1):
     done = np.zeros(1, np.uint8)
     while not done[0]:
         if comm.rank == slow:
-            time.sleep(0.01 * hosts)
+            time.sleep(0.03 * hosts)
         x[:] = comm.rank + 1
         comm.all_reduce(ReduceOp.SUM, memory(x), memory(x))
         assert (x == comm.size * (comm.size + 1) // 2).all()
@@ -193,8 +193,9 @@ def test_a_dead_rank_is_named(top, group_of):
 
     def watch(pids):
         os.kill(pids[1], signal.SIGKILL)
-        time.sleep(1)
-        return group_of("dead"), top("--group", "dead")[1]
+        while (found := group_of("dead"))["cause"] is None:
+            pass
+        return found, top("--group", "dead")[1]
 
     ends, (found, text) = watched(3, mourning, watch=watch, check=False)
     assert isinstance(ends[1], Died)
@@ -273,7 +274,7 @@ def test_the_live_view_ends_with_q():
                     out += os.read(ours, 1 << 16)
                     if keys and out.count(b"keeps the others waiting") >= keys[0][0]:
                         os.write(ours, keys.pop(0)[1])
-            return process.wait(20), out.decode()
+            return process.wait(100), out.decode()
         finally:
             process.kill()
             process.wait()

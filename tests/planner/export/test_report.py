@@ -42,13 +42,19 @@ PLANS = {
 }
 
 
+@pytest.fixture(scope="module", autouse=True)
+def few_sizes():
+    """Compare algorithms at two sizes only."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(models, "SIZES", (1 << 10, 1 << 20))
+        yield
+
+
 @pytest.fixture(scope="module", params=PLANS)
 def made(request):
     """Return each plan in turn, with the text of its page."""
     plan = PLANS[request.param]()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(models, "SIZES", (1 << 10, 1 << 20))
-        return plan, report_html(plan)
+    return plan, report_html(plan)
 
 
 @pytest.fixture(scope="module")
@@ -186,7 +192,7 @@ def test_the_page_is_valid_and_asks_for_nothing(made, page):
     assert len(page.hashes) == 11
 
 
-NICS = Topology.machine("dgx-1v", 2)
+NICS = Topology.machine("dgx-1v", 2).subset([0, 2, 8, 10])  # each GPU has a card of its own
 
 
 @pytest.mark.parametrize("plan", [lambda: cr.plan("dgx-1v", nbytes="4M"), lambda: cr.plan(NICS, "all_gather", "1M")])
@@ -222,7 +228,7 @@ def test_each_loss_is_planned(plan):
         assert len(bounds) == 1
     assert times == sorted(times, reverse=True)
     assert times[0] > plan.seconds
-    assert sum(row["alike"] for row in rows) == (16 if topology is not NICS else 2 * (16 + 8 + 4))
+    assert sum(row["alike"] for row in rows) == (16 if topology is not NICS else 2 * (1 + 2 + 4))
     assert [row["plan"] for row in rows].count(None) == len(rows) - 3
     for row in rows[:3]:
         entry = shown["plans"][row["plan"]]
@@ -291,11 +297,11 @@ def test_two_topologies_and_measured_times(printed, tmp_path, monkeypatch):
 
 
 def test_a_rack_of_72_gpus_fits():
-    """The page of a GB200 NVL72 has at most 1 MB, with all trees, all parts of the time, and the loss of a cable."""
+    """The page of a GB200 NVL72 has less than 0.9 MB, with all trees, parts of the time, and the loss of a cable."""
     plan = cr.plan("gb200-nvl72", nbytes="64M")
     text = report_html(plan)
     shown = Page(text).model
-    assert len(text.encode()) <= pages.MOST_BYTES
+    assert len(text.encode()) < 0.9 * pages.MOST_BYTES
     assert (shown["parts"], bool(shown["plans"][0]["groups"])) == (models.PARTS, True)
     assert [(row["alike"], row["half"]) for row in shown["losses"]["rows"]] == [(72, True)]
     assert sum(node[6] for node in shown["nodes"]) == 72
@@ -315,7 +321,7 @@ def test_the_stages_are_counted():
     plan, told = PLANS["broadcast"](), []
     report_html(plan, told.append)
     assert len(told) == stages(plan)
-    assert (told[0].partition(" ")[0], told[-1]) == ("without", "planning 1 GiB")
+    assert (told[0].partition(" ")[0], told[-1]) == ("without", "planning 1 MiB")
 
 
 def test_detail_is_reduced_until_the_page_fits(monkeypatch):

@@ -27,7 +27,7 @@ def exchange(schedule, terms, dtype, op, sizes, shared):
 
     def host(k):
         program = exchange_program(lower(schedule), k, tuple(range(count)), sizes, numbers, len(sizes) == 1)
-        made = ExactExchange(program, shared.at(k), tag=7, timeout_s=20, ranks=count * RANKS)
+        made = ExactExchange(program, shared.at(k), tag=7, timeout_s=100, ranks=count * RANKS)
         rows = [np.ascontiguousarray(row) for row in terms[k * RANKS : (k + 1) * RANKS]]
 
         def put(stage):

@@ -85,7 +85,7 @@ class _Message:
                 raise TimeoutError("no message")
 
 
-def together(count, function, timeout_s=30):
+def together(count, function, timeout_s=100):
     """Call ``function(k)`` in ``count`` threads, and return the results or raise the first error."""
     pool = ThreadPoolExecutor(count)
     try:
@@ -101,7 +101,7 @@ def run_pieces(made, program, sizes, put, others, transport, dtype):
         if stage < len(sizes):
             put(stage)
         if stage == 0:
-            take_first([made], exchange_digests(b"call", first_data([made]), others, transport, tag=7, timeout_s=20))
+            take_first([made], exchange_digests(b"call", first_data([made]), others, transport, tag=7, timeout_s=100))
         run_stage([made], stage)
         piece = stage - program.delay  # the piece whose result is complete
         if piece >= 0:
@@ -120,7 +120,7 @@ def exchange(schedule, inputs, numbers, sizes, shared=None):
     def host(k):
         eager = len(sizes) == 1 and sizes[0] < 64  # the rounds of larger pieces have messages of their own
         program = exchange_program(lower(schedule), k, peers, sizes, numbers, eager)
-        made = Exchange(program, shared.at(k), tag=7, timeout_s=20)
+        made = Exchange(program, shared.at(k), tag=7, timeout_s=100)
 
         def put(stage):
             if inputs[k] is not None:

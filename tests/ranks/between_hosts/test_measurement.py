@@ -104,7 +104,7 @@ def test_ranks_must_measure_for_the_same_time():
 
 def interrupted(rendezvous):
     transport = SocketTransport(rendezvous)
-    comm = Communicator(rendezvous, transport, name="world", timeout_s=20.0)
+    comm = Communicator(rendezvous, transport, name="world", timeout_s=400.0)
     if comm.rank == 1:
 
         def pair(probe, other, seconds):
@@ -124,4 +124,4 @@ def interrupted(rendezvous):
 
 def test_an_interrupt_during_a_measurement_aborts_the_group():
     """After Ctrl-C during a measurement, the transport is closed, and all ranks raise an error before the timeout."""
-    assert ranks(3, interrupted, environment=on(*"abb"), timeout_s=15) == [(1,)] * 3
+    assert ranks(3, interrupted, environment=on(*"abb")) == [(1,)] * 3

@@ -52,13 +52,13 @@ def table(rendezvous, in_python=False):
 def test_every_collective(names, hosts):
     """Every collective, with any op, dtype and size, in place or not, is correct on ``hosts``, the ranks of each."""
     draw_parts(len(names), CASES)
-    assert set(ranks(len(names), table, environment=on(*names), timeout_s=90)) == {hosts}
+    assert set(ranks(len(names), table, environment=on(*names))) == {hosts}
 
 
 def test_every_collective_in_python():
     """Over a transport without a compiled object, the exchanges run in Python, with the same results."""
     draw_parts(4, CASES)
-    assert set(ranks(4, table, True, environment=on(*"abab"), timeout_s=90)) == {((0, 2), (1, 3))}
+    assert set(ranks(4, table, True, environment=on(*"abab"))) == {((0, 2), (1, 3))}
 
 
 def disagreeing(rendezvous, in_python):
@@ -133,7 +133,7 @@ def until_lost(rendezvous, victim, how, timeout_s, raised):
 )
 @pytest.mark.parametrize(
     ("how", "timeout_s", "kind"),
-    [(signal.SIGKILL, 20.0, PeerLostError), (signal.SIGSTOP, 1.5, CollectiveTimeout)],
+    [(signal.SIGKILL, 200.0, PeerLostError), (signal.SIGSTOP, 1.5, CollectiveTimeout)],
     ids=["dies", "stops"],
 )
 def test_a_lost_rank_is_named_on_all_hosts(names, victim, how, timeout_s, kind):

@@ -100,7 +100,7 @@ def test_results_have_the_bits_of_rational_arithmetic(names):
         right(kind, dtype, len(names), size, len(names) if op == "mean" else 1)
     seed, without_link = sum(map(ord, names)), ((0, 2),)
     for lost in [(), without_link] if names == "abc" else [()]:
-        for wrong in ranks(len(names), table, seed, lost, environment=on(*names), timeout_s=120):
+        for wrong in ranks(len(names), table, seed, lost, environment=on(*names)):
             assert not wrong, wrong
 
 

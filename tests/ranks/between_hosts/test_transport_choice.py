@@ -92,7 +92,7 @@ def joined(rendezvous, port):
     from crossreduce import processes
 
     try:
-        with processes.join(rendezvous.rank, rendezvous.size, f"127.0.0.1:{port}", timeout_s=20) as group:
+        with processes.join(rendezvous.rank, rendezvous.size, f"127.0.0.1:{port}", timeout_s=100) as group:
             return group.all_reduce(np.ones(2)).tolist()
     except ReductionError as error:
         return f"{type(error).__name__}: {error}"
@@ -136,7 +136,7 @@ def with_fork(rendezvous, port):
     """Return why this process, and one that it forks while it has a group, cannot use UCX."""
     from crossreduce import processes
 
-    with processes.join(rendezvous.rank, rendezvous.size, f"127.0.0.1:{port}", timeout_s=20):
+    with processes.join(rendezvous.rank, rendezvous.size, f"127.0.0.1:{port}", timeout_s=100):
         read, write = os.pipe()
         if not (child := os.fork()):
             os.write(write, ucx.unusable().encode())

@@ -108,7 +108,7 @@ class Meeting:
         self.cancelled, self.sockets, payload = threading.Event(), {}, Queue()
         self.thread = threading.Thread(target=self._run, args=(payload.put,))
         self.thread.start()
-        _, self.port, self.key, here = json.loads(payload.get(timeout=20))
+        _, self.port, self.key, here = json.loads(payload.get(timeout=100))
         self.payload = json.dumps([published, self.port, self.key, here]).encode()
 
     def _run(self, publish):
@@ -141,13 +141,13 @@ class Meeting:
 
     def stranger(self, sent=b""):
         """Return a connection over which a program has sent something."""
-        made = socket.create_connection(("127.0.0.1", self.port), 20)
+        made = socket.create_connection(("127.0.0.1", self.port), 100)
         made.sendall(sent)
         return made
 
     def end(self, *others):
         """Check that rank 0 is connected to the sockets ``others`` of ranks 1 and 2, and close all of them."""
-        self.thread.join(20)
+        self.thread.join(100)
         assert [self.sockets[rank].getpeername() for rank in (1, 2)] == [each.getsockname() for each in others]
         for each in [*self.sockets.values(), *others]:
             each.close()
@@ -306,16 +306,16 @@ def test_parts_of_messages_may_arrive_in_any_order():
         into = np.zeros((3, nbytes), np.uint8)
         far.sendall(part_of(8, bytes(range(8)), tag=1) + part_of(nbytes, second[:100], number=1, divided=True))
         second_far.sendall(part_of(nbytes, second[100:], 100, 1, divided=True))
-        transport.receive(into[2].ctypes.data, 8, 1, 1).wait(20)
+        transport.receive(into[2].ctypes.data, 8, 1, 1).wait(100)
         pending = [transport.receive(each.ctypes.data, nbytes, 1, 0) for each in into]
         far.sendall(part_of(nbytes, first[:70000], divided=True) + FAREWELL)
         far.shutdown(socket.SHUT_WR)
-        pending[1].wait(20)  # it reads all that has arrived
+        pending[1].wait(100)  # it reads all that has arrived
         second_far.sendall(part_of(nbytes, first[70000:], 70000, divided=True))
         second_far.shutdown(socket.SHUT_WR)
-        pending[0].wait(20)
+        pending[0].wait(100)
         with pytest.raises(ConnectionResetError, match="has left"):
-            pending[2].wait(20)
+            pending[2].wait(100)
     assert [each.tobytes() for each in into[:2]] == [first, second]
 
 
@@ -356,7 +356,7 @@ def test_a_rank_is_lost_if_one_of_its_connections_is(sends):
         second_far.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # ``close`` sends RST
         threading.Timer(0.2, second_far.close).start()
         with pytest.raises(ConnectionError, match="rank 1 was lost"):
-            pending.wait(20)
+            pending.wait(100)
         far.settimeout(20)
         with contextlib.suppress(ConnectionError):
             while far.recv(1 << 20):
@@ -374,8 +374,8 @@ def test_small_messages_use_one_connection(measures):
         data = np.zeros(1 << 16, np.uint8)
         for number in range(20):
             far.sendall(part_of(data.nbytes, data.tobytes(), number=number))
-            transport.receive(data.ctypes.data, data.nbytes, 1, 0).wait(20)
-            transport.send(data.ctypes.data, data.nbytes, 1, 0).wait(20)
+            transport.receive(data.ctypes.data, data.nbytes, 1, 0).wait(100)
+            transport.send(data.ctypes.data, data.nbytes, 1, 0).wait(100)
             assert len(far.recv(data.nbytes + 32, socket.MSG_WAITALL)) == data.nbytes + 32
         unread = struct.unpack("i", fcntl.ioctl(own, termios.FIONREAD, bytes(4)))[0]
         assert (unread, select.select([second_far], [], [], 0)[0]) == (len(waiting), [])
@@ -430,6 +430,6 @@ def test_a_lost_connection_is_noticed_behind_a_large_message(reset):
     threading.Timer(0.2, far.close).start()
     used = time.process_time()
     with pytest.raises(ConnectionError, match="rank 1"):
-        pending.wait(20)
+        pending.wait(100)
     assert time.process_time() - used < 1
     transport.close()

@@ -65,8 +65,12 @@ def test_calls_and_bytes_of_each_collective():
 def slow_rank(rendezvous, pause, calls):
     comm = member(rendezvous, 30, "a group")
     began = time.monotonic()
-    for _ in range(calls):
-        time.sleep(pause if comm.rank == 1 else 0)
+    for k in range(calls):
+        if comm.rank == 1:  # it is late even if the others had to wait for a CPU
+            rendezvous.query("get", [("begun", k, rank) for rank in (0, 2)], timeout=100.0)
+            time.sleep(pause)
+        else:
+            rendezvous.query("put", [("begun", k, comm.rank)], True)
         summed(comm, 10)
     took = time.monotonic() - began
     comm.close()
@@ -75,15 +79,15 @@ def slow_rank(rendezvous, pause, calls):
 
 def test_the_rank_that_others_wait_for():
     """The other ranks count their waits for a slow rank with the number of this rank: their time and barriers."""
-    pause, calls = 0.02, 10
+    pause, calls = 0.05, 10
     first, (slow, took), third = ranks(3, slow_rank, pause, calls)
-    assert slow.total.seconds < took - 0.9 * pause * calls
+    assert slow.total.seconds < took - pause * calls
     for stats, took in (first, third):
-        assert stats.waits[1].seconds > 0.9 * pause * calls
+        assert stats.waits[1].seconds > 0.4 * pause * calls
         assert stats.waits[1].barriers >= calls - 2  # on a busy machine another rank may be later once
         assert stats.waits[1].seconds <= stats.total.waiting_s <= stats.total.seconds <= took
         assert str(stats).startswith(f'group "a group", rank {stats.rank} of 3: 10 calls, 800 bytes, ')
-        assert "\n  waited for rank 1: 0." in str(stats)
+        assert "\n  waited for rank 1: " in str(stats)
 
 
 def prepared(rendezvous):
@@ -115,7 +119,7 @@ def while_waiting(rendezvous):
         thread = threading.Thread(target=read)
         thread.start()
     else:
-        assert rendezvous.query("get", ["read"], timeout=20.0) == [True], "the wait is counted when it has ended"
+        assert rendezvous.query("get", ["read"], timeout=100.0) == [True], "the wait is counted when it has ended"
     comm.barrier()
     comm.close()
     return readings
@@ -131,7 +135,7 @@ def test_reading_during_a_call():
 def two_hosts(rendezvous):
     comm = joined(rendezvous)
     for _ in range(3):
-        time.sleep(0.05 if comm.rank == 3 else 0)
+        time.sleep(0.1 if comm.rank == 3 else 0)
         summed(comm, 10_000)
     comm.close()
     return comm.stats()
@@ -207,7 +211,7 @@ def test_the_last_file_has_the_final_counters(tmp_path, hangs):
         if reading.is_set():
             return counted(2)
         reading.set()
-        resume.wait(20 if hangs else 0.3)
+        resume.wait(100 if hangs else 0.3)
         return counted(1)
 
     thread = threading.Thread(target=file.write, args=(stats,))

@@ -82,7 +82,7 @@ def of_another_version(rendezvous):
         bootstrap._HostInfo = lambda version, *_: (version, {"form": "another"})
         membership.SLOT_BYTES *= 2
     with pytest.raises(MismatchError, match="different versions of crossreduce") as caught:
-        Communicator(rendezvous, None, name="world", timeout_s=20, global_ranks=[10, 11, 12, 14])
+        Communicator(rendezvous, None, name="world", timeout_s=100, global_ranks=[10, 11, 12, 14])
     return str(caught.value)
 
 

@@ -19,7 +19,7 @@ def test_the_c_program_of_the_page_sums(tmp_path):
     folder, version = sysconfig.get_config_var("LIBDIR"), sysconfig.get_config_var("LDVERSION")
     places = [f"-I{sysconfig.get_path('include')}", f"-L{folder}", f"-Wl,-rpath,{folder}"]
     command = ["gcc", "-Wall", "-Wextra", "-Werror", source, *places, f"-lpython{version}", "-o", binary]
-    subprocess.run(command, check=True, timeout=100)
+    subprocess.run(command, check=True, timeout=200)
     address = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(free_port()), "PYTHONPATH": os.pathsep.join(sys.path)}
     running = [
         subprocess.Popen(

@@ -140,7 +140,7 @@ def two_in_one(rendezvous):
         return True
 
     with ThreadPoolExecutor(2) as pool:
-        return list(pool.map(one, (0, 1), timeout=20))
+        return list(pool.map(one, (0, 1), timeout=100.0))
 
 
 def test_two_ranks_in_one_process_are_refused():
@@ -195,7 +195,7 @@ def handled(rendezvous, inside):
         rendezvous.query("put", [inside], True)
 
     if comm.rank:
-        assert rendezvous.query("get", [inside], timeout=20.0) == [True]
+        assert rendezvous.query("get", [inside], timeout=100.0) == [True]
     else:
         signal.signal(signal.SIGALRM, handler)
         signal.setitimer(signal.ITIMER_REAL, 0.15)

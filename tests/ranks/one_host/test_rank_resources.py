@@ -50,7 +50,7 @@ def soak(rendezvous):
 def test_many_reductions_leak_nothing():
     """1,500 reductions of 500 shapes change the memory of a rank by less than 1 %, and no other resource. The cached
     executables have at most ``CACHED_STAGES`` stages."""
-    for before, after, same, highest in ranks(2, soak, timeout_s=120):
+    for before, after, same, highest in ranks(2, soak):
         assert same
         assert abs(after - before) < before / 100, (before, after)
         assert 400 < highest <= 500
@@ -76,7 +76,7 @@ def many_groups(rendezvous):
 def test_many_groups_leave_nothing():
     """After 30 groups were made and closed, no descriptor, mapping or thread remains, and memory has grown by less than
     2 % or 1 MiB. A group on one host has no thread of its own."""
-    for same, before, after in ranks(2, many_groups, timeout_s=120):
+    for same, before, after in ranks(2, many_groups):
         assert same
         assert after - before < max(before / 50, 1 << 20), (before, after)
 
@@ -84,7 +84,7 @@ def test_many_groups_leave_nothing():
 def dropped(rendezvous, several_hosts):
     gc.disable()
     transport = SocketTransport(rendezvous) if several_hosts else None
-    comm = Communicator(rendezvous, transport, name="world", timeout_s=20.0)
+    comm = Communicator(rendezvous, transport, name="world", timeout_s=100)
     summed(comm, 4)
     reference = weakref.ref(comm)
     del comm
@@ -112,7 +112,7 @@ def unfinished(rendezvous, several_hosts):
     peer_requests.listen()  # like another group of this process that is being formed
     before = len(list(Path("/proc/self/fd").iterdir()))
     try:
-        Communicator(rendezvous, connect if several_hosts else None, name="world", timeout_s=20.0)
+        Communicator(rendezvous, connect if several_hosts else None, name="world", timeout_s=100)
     except MemoryError as error:
         error.__traceback__ = None
     gc.collect()

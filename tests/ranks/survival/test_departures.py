@@ -7,6 +7,7 @@ import time
 from types import SimpleNamespace
 
 import pytest
+from kinds_of_groups import wait_until
 
 from crossreduce.ranks.agreement.departures import MOST_RANKS, Departures
 from crossreduce.ranks.intra_host.registers import Decision
@@ -34,9 +35,7 @@ def found(own, number=5):
 
 
 def found_at_the_end(own, number=5):
-    deadline = time.monotonic() + 5
-    while not found(own, number)[0] and time.monotonic() < deadline:
-        time.sleep(0.01)
+    wait_until(lambda: found(own, number)[0])
     return found(own, number)
 
 

@@ -66,7 +66,7 @@ def collectives(rendezvous, address, hosts):
 def test_every_collective_of_numpy_arrays(address, hosts):
     """Every collective, dtype and shape gives NumPy's results, on one host and on several simulated hosts."""
     environment = [{"CROSSREDUCE_HOST": host} for host in hosts]
-    assert all(ranks(len(hosts), collectives, address, hosts, environment=environment, timeout_s=120))
+    assert all(ranks(len(hosts), collectives, address, hosts, environment=environment))
 
 
 def test_arguments_that_are_refused():
@@ -371,8 +371,7 @@ def agrees_in_two_threads(rendezvous, address):
     answers = []
     thread = threading.Thread(target=lambda: answers.append(group.agree(True)))
     thread.start()
-    while not group._agreeing.locked():
-        time.sleep(0.001)
+    wait_until(group._agreeing.locked)
     for call in (group.shrink, group.grow, lambda: group.agree(False)):
         with pytest.raises(ContextError, match="another thread is in agree, shrink or grow"):
             call()

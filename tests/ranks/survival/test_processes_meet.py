@@ -50,7 +50,7 @@ def test_ranks_find_each_other_by_the_variables_of_launchers(address):
     command, environment = [sys.executable, "-c", PROGRAM], {**os.environ, **variables}
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
     started = [subprocess.Popen(command, env={**environment, "RANK": str(rank)}, **pipes) for rank in range(3)]
-    output = [process.communicate(timeout=60)[0] for process in started]
+    output = [process.communicate(timeout=200)[0] for process in started]
     assert output == [f"{rank} 3 6\n" for rank in range(3)]
 
 

@@ -126,7 +126,7 @@ def crt_size():
 
 def test_a_rank_whose_shrink_the_others_do_not_join(tmp_path):
     """shrink ends with an error if the other ranks call agree again and again."""
-    ranks(2, differs_for_good, tmp_path, timeout_s=40)
+    ranks(2, differs_for_good, tmp_path)
 
 
 def interrupted(rendezvous, folder):

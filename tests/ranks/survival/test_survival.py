@@ -108,8 +108,7 @@ def late(rendezvous, kind, place, folder, how):
     if group.rank == 0:
         (folder / "partial").write_text(group.invitation())
         (folder / "partial").rename(invited)
-    while not group.grow():
-        time.sleep(0.01)
+    wait_until(group.grow)
     return group.rank, group.total()
 
 
@@ -218,8 +217,7 @@ def soak(rendezvous, kind, place):
         else:
             group.shrink()
             assert group.total() == everyone - 10 * rendezvous.size
-            while not group.grow():
-                time.sleep(0.002)
+            wait_until(group.grow)
         assert group.total() == everyone
     gc.collect()
     deadline = time.monotonic() + 3 * SILENT_S
@@ -239,7 +237,7 @@ def soak(rendezvous, kind, place):
 def test_shrinks_and_grows_leave_nothing(tmp_path, kind):
     """Groups that were shrunk and grown leave no descriptor, thread, mapping, file or memory."""
     before = Resources().shm
-    for changed, drift in ranks(3, soak, kind, place_of(kind, tmp_path), timeout_s=max(60, CYCLES)):
+    for changed, drift in ranks(3, soak, kind, place_of(kind, tmp_path)):
         assert not changed
         assert drift < 0.02
     assert Resources().shm == before

@@ -1,6 +1,6 @@
 """Storms: random failures of ranks of the torch backend, and of NumPy ranks, after which the others continue.
 
-The default set has one storm of each kind.
+The default set has a storm on one host, and one on three hosts of which two lose their link.
 """
 
 import itertools
@@ -243,6 +243,7 @@ def on_hosts(seed, folder, bed, hosts, failures):
     return case | {"namespaces": [bed.holders[host].pid for host in hosts]}
 
 
+@pytest.mark.system
 @hosts(2)
 @KINDS
 @seeds(30, 2)

@@ -4,7 +4,6 @@ The oracle of the training cases is one process that trains on whole batches. Th
 oracle does not depend on the number of ranks. All numbers are float64, so that rounding differences are tiny.
 """
 
-import time
 import warnings
 from datetime import timedelta
 
@@ -12,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from kinds_of_groups import die, wait_until
-from ranks import Died, ranks
+from ranks import Died, Moment, ranks
 from torch.nn.parallel import DistributedDataParallel
 from torch_oracle import given, raises
 from torch_training import Model
@@ -205,7 +204,7 @@ def waits_in_a_subgroup(*_):
     3 for rank 2 in a third one. All three continue at once."""
     members = [0, 1], [0, 2], [2, 3]
     pairs = [dist.new_group(each) for each in members]
-    begun = time.monotonic()
+    begun = Moment()
 
     def step():
         if dist.get_world_size() == 3:
@@ -218,7 +217,7 @@ def waits_in_a_subgroup(*_):
 
     crossreduce.torch.committed(step)
     assert dist.get_world_size() == 3
-    assert time.monotonic() - begun < 25, "less than the timeout of the groups, 30 s"
+    assert Moment().seconds_since(begun) < 25, "less than the timeout of the groups, 30 s"
 
 
 def both_at_once(number, folder):
@@ -267,6 +266,6 @@ def lives(rendezvous, case, members, folder):
 )
 def test_survivors_go_on(tmp_path, case, processes, killed, joining):
     """Each case passes in all processes that it does not kill. The other processes die."""
-    found = ranks(processes, lives, case, processes - joining, tmp_path, timeout_s=150, check=False)
+    found = ranks(processes, lives, case, processes - joining, tmp_path, check=False)
     for number, one in enumerate(found):
         assert isinstance(one, Died) if number in killed else one is None, getattr(one, "__notes__", one)

@@ -2,7 +2,6 @@
 
 import inspect
 import logging
-import time
 import types
 from datetime import timedelta
 
@@ -114,11 +113,13 @@ def logged(rendezvous, folder):
     logger.setLevel(logging.INFO)
     begin(rendezvous, folder)
     options = dist.ProcessGroupGloo._Options()
-    options._devices, options._timeout = [dist.ProcessGroupGloo.create_device("127.0.0.1")], timedelta(seconds=20)
+    options._devices, options._timeout = [dist.ProcessGroupGloo.create_device("127.0.0.1")], timedelta(seconds=100)
     groups = [dist.new_group(), dist.new_group(pg_options=options), dist.new_group(pg_options=crt.Options(exact=True))]
     entry._announce_direct_groups(dist.ProcessGroupGloo)
     store = dist.PrefixStore("direct", c10d._get_default_store())
-    dist.ProcessGroupGloo(store, rendezvous.rank, 2, timedelta(seconds=20))
+    # It is kept until all ranks have used it: gloo fails if a rank closes connections while another still makes them.
+    direct = dist.ProcessGroupGloo(store, rendezvous.rank, 2, timedelta(seconds=100))
+    direct.allreduce([torch.ones(1)]).wait()
     lines = [(record.levelname, record.getMessage()) for record in records if "GLOO" in record.getMessage()]
     return lines, [(type(group).__name__, dist.get_backend(group), total(group)) for group in groups]
 
@@ -205,13 +206,14 @@ def test_an_uneven_all_gather_says_what_to_do(tmp_path):
 
 def late_rank(rendezvous, folder):
     rank = begin(rendezvous, folder)
-    dist.monitored_barrier(timeout=timedelta(seconds=20), wait_all_ranks=True)
-    if rank == 1:
-        time.sleep(3)
-        return None
-    with pytest.raises(CollectiveTimeout) as caught:
-        dist.monitored_barrier(timeout=timedelta(seconds=0.5))
-    return caught.value.ranks
+    dist.monitored_barrier(timeout=timedelta(seconds=100), wait_all_ranks=True)
+    late = None
+    if rank != 1:
+        with pytest.raises(CollectiveTimeout) as caught:
+            dist.monitored_barrier(timeout=timedelta(seconds=0.5))
+        late = caught.value.ranks
+    rendezvous.all_gather(b"")  # until then, rank 1 lives
+    return late
 
 
 def test_monitored_barrier_names_late_ranks(tmp_path):
@@ -264,7 +266,7 @@ def attempt_with_or_without(rendezvous, folder, lacks):
     return attempt(rendezvous, folder, without_library if rendezvous.rank in lacks else begin)
 
 
-@pytest.mark.parametrize("values", ["100", "011", "010", "101", "2100", "0200"])
+@pytest.mark.parametrize("values", ["100", "101", "2100", "0200"])
 def test_ranks_that_differ_in_the_variable(tmp_path, values):
     """If some ranks have the variable and others have not, all of them say so within seconds."""
     found = ranks(len(values), attempt, tmp_path, environment=[{VARIABLE: value} for value in values])

@@ -35,15 +35,21 @@ print(x.item())
 """
 
 
+@pytest.fixture(scope="module")
+def entry_point(tmp_path_factory):
+    """Return a folder with the metadata of the entry point, which setuptools installs with the package."""
+    folder = tmp_path_factory.mktemp("metadata")
+    command = [sys.executable, "setup.py", "-q", "egg_info", "--egg-base", folder]
+    subprocess.run(command, cwd=ROOT, check=True, timeout=200, capture_output=True)
+    return folder
+
+
 @pytest.mark.parametrize("value", ["", "1"])
-def test_ranks_that_import_only_torch_find_the_backend(tmp_path, value):
+def test_ranks_that_import_only_torch_find_the_backend(entry_point, tmp_path, value):
     """A rank can make a group by the backend's name without importing crossreduce. A later import registers nothing
     again. With CROSSREDUCE_FOR_GLOO=1 a rank also gets one for gloo. The entry point imports only one small module, and
     not the package, NumPy or the kernels, with the variable and without it."""
-    # setuptools installs the metadata of the entry point with the package.
-    command = [sys.executable, "setup.py", "-q", "egg_info", "--egg-base", tmp_path]
-    subprocess.run(command, cwd=ROOT, check=True, timeout=100, capture_output=True)
-    path = os.pathsep.join([str(tmp_path), str(Path(crossreduce.__file__).parents[1])])
+    path = os.pathsep.join([str(entry_point), str(Path(crossreduce.__file__).parents[1])])
     variables = [{"PYTHONPATH": path, "TORCH_DEVICE_BACKEND_AUTOLOAD": off, VARIABLE: value} for off in "01"]
     ranks = torch_running.start(["-c", RANK, tmp_path / "store"], 2, variables.__getitem__)
-    assert torch_running.finish(ranks, 100) == [(0, "3.0\n")] * 2
+    assert torch_running.finish(ranks, 200) == [(0, "3.0\n")] * 2

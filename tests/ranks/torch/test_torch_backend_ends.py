@@ -33,7 +33,7 @@ class Rank:
     def __init__(self, rendezvous, folder):
         self.rank, self.size, self.folder = rendezvous.rank, rendezvous.size, folder
 
-    def begin(self, timeout_s=20.0, backend="crossreduce"):
+    def begin(self, timeout_s=100.0, backend="crossreduce"):
         """Make the default group, and reduce once."""
         where, timeout = f"file://{self.folder}/store", timedelta(seconds=timeout_s)
         dist.init_process_group(backend, where, rank=self.rank, world_size=self.size, timeout=timeout)
@@ -257,5 +257,5 @@ def test_debug_detail(tmp_path):
     """Ranks with TORCH_DISTRIBUTED_DEBUG=DETAIL run and end without an error. (torch reads it when it is imported.)"""
     environment = {"TORCH_DISTRIBUTED_DEBUG": "DETAIL"}
     program = ["-u", HERE / "torch_exits.py", "itself", "kept", tmp_path / "store"]
-    outputs = finish(start(program, 2, lambda rank: environment), 60)
+    outputs = finish(start(program, 2, lambda rank: environment), 200)
     assert [status for status, _ in outputs] == [0, 0], outputs

@@ -23,7 +23,7 @@ def status_of(ending):
 def test_processes_that_a_launcher_starts(tmp_path, dump_directory, ending):
     """Ranks that are started as programs exit with the program's status, and write its errors and nothing else. At exit
     a global variable still refers to groups that were not destroyed."""
-    outputs = finish(start([PROGRAM, "itself", ending, tmp_path / "store"], 2), 60)
+    outputs = finish(start([PROGRAM, "itself", ending, tmp_path / "store"], 2), 200)
     for rank, (status, text) in enumerate(outputs):
         assert status == status_of(ending), f"rank {rank}:\n{text}"
         assert not UNCLEAN.search(text), f"rank {rank}:\n{text}"
@@ -79,5 +79,5 @@ del kept
 def test_a_group_that_python_releases_last(state):
     """If a group still exists when Python clears its modules, it is released without any output."""
     command = [sys.executable, "-c", ENDS_LAST, state]
-    ran = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
     assert (ran.returncode, ran.stdout, ran.stderr) == (0, "", "")

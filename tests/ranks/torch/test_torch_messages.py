@@ -16,8 +16,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
+from kinds_of_groups import wait_until
 from paths import ROOT
-from ranks import ranks
+from ranks import Moment, ranks
 
 import crossreduce.torch  # noqa: F401 - registers the backend
 from crossreduce import ArgumentError, CollectiveTimeout, MismatchError, PeerLostError
@@ -49,7 +50,13 @@ def ranks_at(place, count, function, *arguments, **options):
     return ranks(count, function, *arguments, environment=environment, **options)
 
 
-def join(rendezvous, store, reads=True, timeout_s=30):
+def ways(place, count):
+    """Return values of ``reads`` (see ``join``): both if two of the first ``count`` ranks are on one host."""
+    hosts = PLACES[place][0][:count]
+    return (True, False) if len({*hosts}) < count else (True,)
+
+
+def join(rendezvous, store, reads=True, timeout_s=60):
     """Make the group of all ranks. ``reads``: whether receivers read large messages from the sender's process."""
     shared_memory.READS_PEERS = reads
     torch.set_num_threads(1)  # a forked process has no other threads of torch's pool
@@ -135,7 +142,7 @@ def exchanges(rendezvous, store, reads):
 def test_messages_are_received_in_order_by_tag_and_source(tmp_path, place, reads):
     """The messages of each pair of ranks and tag are received in their order; others may be received in any order. They
     may have any size, dtype and strides, in any thread, whether or not ranks may read each other's memory."""
-    ranks_at(place, 3, exchanges, tmp_path / "store", reads, timeout_s=100)
+    ranks_at(place, 3, exchanges, tmp_path / "store", reads)
 
 
 def without_waits(rendezvous, store):
@@ -169,9 +176,7 @@ def without_waits(rendezvous, store):
             dist.barrier(group)
         # Polling alone completes messages.
         works = [dist.isend(big, other, group), dist.irecv(got, other, group)]
-        deadline = time.monotonic() + 20
-        while not all([work.is_completed() for work in works]):  # noqa: C419 - each of them makes progress
-            assert time.monotonic() < deadline
+        wait_until(lambda works=works: all([work.is_completed() for work in works]))  # noqa: C419 - each makes progress
         assert torch.equal(got, torch.full_like(got, 2.0 + other))
         # A message arrives even if its work was dropped. Then its memory is released.
         dropped = torch.full((1 << 20,), 5.0 + rank)
@@ -184,10 +189,9 @@ def without_waits(rendezvous, store):
         dist.recv(got, other, group)
         assert torch.equal(got, torch.full_like(got, 5.0 + other))
         dist.barrier(group)
-        later, deadline = dist.irecv(got, other, group, tag=5), time.monotonic() + 10
+        later = dist.irecv(got, other, group, tag=5)
         while alive() is not None:  # any later call about messages releases it
             assert not later.is_completed()
-            assert time.monotonic() < deadline
         dist.barrier(group)
         dist.destroy_process_group(group)
     dist.destroy_process_group()
@@ -197,7 +201,7 @@ def without_waits(rendezvous, store):
 def test_messages_need_no_wait_of_the_other_rank(tmp_path, place):
     """When both ranks have begun a message, it completes although the other rank is in a collective or only polls. A
     send completes even if its work was dropped."""
-    ranks_at(place, 2, without_waits, tmp_path / "store", timeout_s=60)
+    ranks_at(place, 2, without_waits, tmp_path / "store")
 
 
 def refused(rendezvous, store):
@@ -239,7 +243,7 @@ def refused(rendezvous, store):
         time.sleep(0.2)
         dist.barrier()
         dist.destroy_process_group()
-        assert isinstance(waiting.exception(10), (ContextError, PeerLostError))
+        assert isinstance(waiting.exception(100), (ContextError, PeerLostError))
     for work in works:
         with pytest.raises(ContextError, match="destroyed"):
             work.wait()
@@ -251,7 +255,7 @@ def refused(rendezvous, store):
 def test_messages_that_cannot_be_received_raise(tmp_path, place):
     """A message of another size than the tensor raises a MismatchError and is dropped; the next message is received.
     Messages to oneself and of several tensors raise errors. Pending messages of a destroyed group fail."""
-    ranks_at(place, 2, refused, tmp_path / "store", timeout_s=60)
+    ranks_at(place, 2, refused, tmp_path / "store")
 
 
 def ends(rendezvous, store, reads):
@@ -262,7 +266,7 @@ def ends(rendezvous, store, reads):
         dist.send(torch.tensor([5.0]), 0, tag=1)
         dist.isend(x, 0)
         dist.isend(x, 2)
-        time.sleep(1.0)
+        time.sleep(0.4)
         os.kill(os.getpid(), signal.SIGKILL)
     got = torch.zeros(1 << 22)
     for _ in range(40):  # the sender dies during one of these, or before it
@@ -277,11 +281,11 @@ def ends(rendezvous, store, reads):
     if rank == 0:
         assert dist.recv(small, 1, tag=1) == 1  # it was sent before the rank died
         assert small.item() == 5
-    begun = time.monotonic()
+    begun = Moment()
     with pytest.raises(PeerLostError, match=r"rank 1 died; rank \d was in send to rank 1") as error:
         dist.send(small, 1)
     assert error.value.ranks == (1,)
-    assert time.monotonic() - begun < 2
+    assert Moment().seconds_since(begun) < 2
     pair = torch.zeros(10)  # the others can still exchange messages
     work = dist.isend(torch.full((10,), float(rank)), 2 - rank)
     dist.recv(pair, 2 - rank)
@@ -295,8 +299,8 @@ def ends(rendezvous, store, reads):
 def test_a_death_loses_only_messages_that_were_not_read(tmp_path, place):
     """A small message arrives even if its sender has died after sending it. Other messages from and to that rank raise
     a PeerLostError that names it. Messages between other ranks are not affected."""
-    for reads in (True, False):
-        found = ranks_at(place, 3, ends, tmp_path / f"store{reads}", reads, timeout_s=60, check=False)
+    for reads in ways(place, 3):
+        found = ranks_at(place, 3, ends, tmp_path / f"store{reads}", reads, check=False)
         assert [found[0], found[2]] == ["done"] * 2, found
 
 
@@ -308,10 +312,10 @@ def full_rings(rendezvous, store):
             group = dist.new_group()
             if rank == 0:
                 work = dist.isend(torch.ones(1 << 20), 1, group, tag=9)
-                time.sleep(0.5)
+                time.sleep(0.3)
                 assert work.wait()
             else:
-                time.sleep(0.2)
+                time.sleep(0.1)
                 for _ in range(16):  # fill the ring, so that it has no room for the reply that the message was read
                     dist.send(torch.ones(4064, dtype=torch.uint8), 0, group)
                 got = torch.zeros(size)
@@ -328,7 +332,7 @@ def full_rings(rendezvous, store):
 def test_a_full_ring_does_not_hold_back_the_end_of_a_message(tmp_path, place):
     """A send completes even if the receiver's ring to the sender is full, and the receiver then is in a collective or
     leaves. This holds for messages of the right and of another size."""
-    ranks_at(place, 2, full_rings, tmp_path / "store", timeout_s=20)
+    ranks_at(place, 2, full_rings, tmp_path / "store")
 
 
 def modified(rendezvous, store, reads):
@@ -352,7 +356,7 @@ def modified(rendezvous, store, reads):
                     dist.isend(x, 1, group).wait(timedelta(seconds=0.2))
             x.fill_(7)
         dist.barrier()
-        begun = time.monotonic()
+        begun = Moment()
         if rank:
             # The native receive, which does not check the group, must not read the failed message either.
             native = group._messages._native
@@ -366,7 +370,7 @@ def modified(rendezvous, store, reads):
             for peer in (1, None):
                 with pytest.raises(error, match="group "):
                     dist.recv(got, peer, group)
-            assert time.monotonic() < begun + 2
+            assert Moment().seconds_since(begun) < 2
             dist.barrier()  # the sender's memory is valid until here
     dist.destroy_process_group()
 
@@ -375,8 +379,8 @@ def modified(rendezvous, store, reads):
 def test_a_tensor_is_not_received_after_its_send_failed(tmp_path, place):
     """If a send ended by Ctrl-C or a timeout, so that its caller may change the tensor, a receive that begins later
     raises a PeerLostError. All receives of the sender, also those from any rank, fail at once."""
-    for reads in (True, False):
-        ranks_at(place, 2, modified, tmp_path / f"store{reads}", reads, timeout_s=20)
+    for reads in ways(place, 2):
+        ranks_at(place, 2, modified, tmp_path / f"store{reads}", reads)
 
 
 def releases(rendezvous, store):
@@ -408,7 +412,7 @@ def releases(rendezvous, store):
     held.wait()
     child = os.fork()
     if child == 0:
-        signal.alarm(10)
+        signal.alarm(100)
         try:
             received.wait()
         except ContextError:
@@ -428,7 +432,7 @@ def releases(rendezvous, store):
 def test_tensors_of_ended_messages_are_released(tmp_path, place):
     """After a message of another size, the receiver's tensor is released. In a forked process, ``wait`` raises an error
     instead of waiting for a lock of the parent's threads."""
-    ranks_at(place, 2, releases, tmp_path / "store", timeout_s=20)
+    ranks_at(place, 2, releases, tmp_path / "store")
 
 
 def after_a_timeout(rendezvous, store):
@@ -438,14 +442,14 @@ def after_a_timeout(rendezvous, store):
         with pytest.raises(CollectiveTimeout, match="within its timeout"):
             dist.irecv(torch.zeros(1), 1, tag=3).wait(timedelta(seconds=0.2))
     sent, received = ([0, 40_000], [0, 0]) if rank == 0 else ([0, 0], [40_000, 0])
-    begun = time.monotonic()
+    begun = Moment()
     with pytest.raises((CollectiveTimeout, PeerLostError), match="all_to_all"):
         dist.all_to_all_single(torch.zeros(sum(received)), torch.ones(sum(sent)), received, sent)
-    assert time.monotonic() - begun < 20
+    assert Moment().seconds_since(begun) < 20
 
 
 @pytest.mark.parametrize("place", ["two_hosts", "ucx"])
 def test_a_collective_of_messages_fails_on_all_ranks(tmp_path, place):
     """If a rank can exchange no more messages, an all-to-all of very unequal parts raises an error on all ranks at
     once, long before the timeout."""
-    ranks_at(place, 2, after_a_timeout, tmp_path / "store", timeout_s=50)
+    ranks_at(place, 2, after_a_timeout, tmp_path / "store")

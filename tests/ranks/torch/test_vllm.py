@@ -109,7 +109,7 @@ def test_groups_of_vllm_on_two_hosts():
     """The same on two hosts with networks of their own."""
     with namespaces.hosts(2) as bed:
         environment = [{**ON, "GLOO_SOCKET_IFNAME": bed.interface}] * 4
-        found = ranks(4, use, f"tcp://{bed.addresses[0]}:29500", bed, environment=environment, timeout_s=120)
+        found = ranks(4, use, f"tcp://{bed.addresses[0]}:29500", bed, environment=environment)
     assert found == [("crossreduce.torch.group", rank) for rank in range(4)]
 
 

@@ -188,7 +188,7 @@ with ThreadPoolExecutor(2) as callers:
     running = [callers.submit(busy, threads) for threads in (2, 3)]
     ends = {forked(1 + turn % 3) for turn in range(6)}
     with multiprocessing.get_context("fork").Pool(2) as pool:
-        numbers = pool.map_async(work, range(6)).get(timeout=60)
+        numbers = pool.map_async(work, range(6)).get(timeout=200)
     over.set()
     print(*ends, *(one.result() for one in running), *numbers)
 reduce(3)

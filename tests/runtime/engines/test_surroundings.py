@@ -80,9 +80,8 @@ def check(case, *functions):
 """
 
 
-@pytest.mark.parametrize("module", ["crossreduce", "crossreduce.torch", "crossreduce.processes"])
 @pytest.mark.parametrize("first", ["", "import numpy"])
-def test_a_subinterpreter_cannot_import_the_library(module, first):
+def test_a_subinterpreter_cannot_import_the_library(first):
     """In a subinterpreter, where NumPy and other libraries would wait for ever, the import raises an error."""
     code = f"""
 {first}
@@ -92,20 +91,24 @@ try:
 except ImportError:
     import _xxsubinterpreters as interpreters
     run = interpreters.run_string
-try:
-    print(run(interpreters.create(), "import {module}"))
-except RuntimeError as error:
-    print(error)
+for module in ("crossreduce", "crossreduce.torch", "crossreduce.processes"):
+    try:
+        print(str(run(interpreters.create(), "import " + module)).replace("\\n", " "))
+    except RuntimeError as error:
+        print(str(error).replace("\\n", " "))
 import crossreduce
 """
     done = run_python(code)
     assert done.returncode == 0, done.stderr
-    assert "BackendError" in done.stdout
-    assert "cannot be imported in a subinterpreter" in done.stdout
-    assert "main interpreter" in done.stdout
+    refused = done.stdout.splitlines()
+    assert len(refused) == 3
+    for text in refused:
+        assert "BackendError" in text
+        assert "cannot be imported in a subinterpreter" in text
+        assert "main interpreter" in text
 
 
-@pytest.mark.parametrize("name", ["numpy", "torch", "jax"])
+@pytest.mark.parametrize("name", ["torch", "jax"])
 def test_the_library_can_be_imported_again(name, request):
     """After its modules were removed from ``sys.modules``, as by in-process tests of plug-ins, it works again."""
     request.getfixturevalue(f"{name}_")
@@ -117,20 +120,20 @@ class Tree:
     leaf: object
 for _ in range(3):
     import crossreduce as cr
-    make = {"numpy": lambda: np.ones(3), "torch": lambda: torch.ones(3), "jax": lambda: jax.numpy.ones(3)}["NAME"]
-    if "NAME" != "numpy":
-        import NAME, crossreduce.NAME
+    import NAME, crossreduce.NAME
+    make = {"torch": lambda: torch.ones(3), "jax": lambda: jax.numpy.ones(3)}["NAME"]
     if "NAME" == "torch":
         import torch.distributed as dist
         dist.init_process_group("crossreduce", rank=0, world_size=1, store=dist.HashStore())
         dist.all_reduce(torch.ones(3))
         dist.destroy_process_group()
-    print(cr.all_reduce([Tree(make()), Tree(make())], "mean")[1].leaf.tolist())
+    for leaf in (make(), np.ones(3)):
+        print(cr.all_reduce([Tree(leaf), Tree(leaf)], "mean")[1].leaf.tolist())
     for module in [name for name in sys.modules if name.partition(".")[0] == "crossreduce"]:
         del sys.modules[module]
 """.replace("NAME", name)
     done = run_python(code)
-    assert done.stdout.splitlines() == ["[1.0, 1.0, 1.0]"] * 3, done.stderr
+    assert done.stdout.splitlines() == ["[1.0, 1.0, 1.0]"] * 6, done.stderr
 
 
 def test_removed_modules_of_numpy_are_named():
@@ -221,7 +224,7 @@ with open("/proc/self/statm") as pages:
     now = int(pages.read().split()[0]) * resource.getpagesize()
 resource.setrlimit(resource.RLIMIT_AS, (now + (8 << 20),) * 2)
 try:
-    expected.wait(20)
+    expected.wait(100)
 except MemoryError:
     print("MemoryError", flush=True)
 os._exit(0)

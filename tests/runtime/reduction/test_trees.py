@@ -223,7 +223,7 @@ def test_errors_contain_the_path_of_the_leaf(wrong, error, words):
 
 
 def reduced(kind, start):
-    start.wait(20)
+    start.wait(100)
     return cr.all_reduce([kind(1.0), kind(2.0)])[1].x
 
 

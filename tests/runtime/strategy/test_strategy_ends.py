@@ -33,7 +33,7 @@ def test_a_replica_that_does_not_call_is_named_after_the_timeout(of_the_call):
 
     def step():
         if number() == 1:
-            resume.wait(20)
+            resume.wait(100)
             return
         context().all_reduce("sum", 1.0, BRIEF if of_the_call else None)
 
@@ -45,13 +45,13 @@ def test_a_replica_that_does_not_call_is_named_after_the_timeout(of_the_call):
     resume.set()
     for thread in threading.enumerate():
         if thread.name == "crossreduce replica 1":
-            thread.join(20)
+            thread.join(100)
 
 
 @pytest.mark.parametrize("seconds", [0.3, 1e10, float("inf")])
 def test_only_waiting_counts_for_the_timeout(seconds):
     """Only the wait in a single call counts for the timeout, not computing or the sum of waits. It may be infinite."""
-    barrier = threading.Barrier(2, timeout=20)
+    barrier = threading.Barrier(2, timeout=100)
     options = cr.CommunicationOptions(timeout_seconds=seconds)
 
     def step():
@@ -79,8 +79,8 @@ def test_a_replica_makes_one_call_at_a_time():
             calls.append(pool.submit(contextvars.copy_context().run, second, context()))
             begun.set()
         else:
-            begun.wait(20)
-            wait(calls, 20)
+            begun.wait(100)
+            wait(calls, 100)
         context().all_reduce("sum", 1.0)
 
     with ThreadPoolExecutor(1) as pool:
@@ -187,7 +187,7 @@ def test_arrays_and_objects_are_freed():
         seen = weakref.ref(x)
         context().all_reduce("sum", x)
         del x
-        deadline = time.monotonic() + 5  # the caller's thread, which ran the reduction, may still reference x
+        deadline = time.monotonic() + 60  # the caller's thread, which ran the reduction, may still reference x
         while seen() is not None and time.monotonic() < deadline:
             time.sleep(0.01)
         alive.append(seen() is not None)
@@ -279,7 +279,7 @@ for merges in (False, True):
 
 def test_ctrl_c_releases_all_threads():
     """KeyboardInterrupt in the caller, while it waits or merges, stops all replicas."""
-    ran = subprocess.run([sys.executable, "-c", CTRL_C], capture_output=True, text=True, timeout=60, check=False)
+    ran = subprocess.run([sys.executable, "-c", CTRL_C], capture_output=True, text=True, timeout=200, check=False)
     assert ran.stdout == "[]\n[]\n", ran.stderr
 
 

@@ -16,7 +16,7 @@ def on(*names):
     return [{"CROSSREDUCE_HOST": name} for name in names]
 
 
-def joined(rendezvous, timeout_s=20.0, in_python=False):
+def joined(rendezvous, timeout_s=60.0, in_python=False):
     """Return this rank's communicator, which exchanges data between hosts over sockets. See ``SocketTransport``."""
     transport = SocketTransport(rendezvous, in_python=in_python)
     return Communicator(rendezvous, transport, name="world", timeout_s=timeout_s)

@@ -29,7 +29,7 @@ def memories(arrays):
     return [memory(array) for array in arrays]
 
 
-def member(rendezvous, timeout_s=20.0, name="world"):
+def member(rendezvous, timeout_s=60.0, name="world"):
     """Return this rank's communicator in a group whose ranks are all on this host."""
     if name != "world":
         rendezvous = SocketRendezvous(rendezvous.path, rendezvous.rank, rendezvous.size, name)
@@ -109,7 +109,7 @@ class Starter:
 
     def wait(self):
         for k in range(self.n):
-            assert self.joined.acquire(timeout=20), f"only {k} of {self.n} ranks have joined"
+            assert self.joined.acquire(timeout=100), f"only {k} of {self.n} ranks have joined"
 
 
 @contextlib.contextmanager

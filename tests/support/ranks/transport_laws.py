@@ -37,7 +37,7 @@ def messages_arrive_in_order(transport, rendezvous):
                     pending.append(transport.receive(buffer.ctypes.data, room, other, tag))
             rendezvous.all_gather(b"")
         for each in reversed(pending):
-            each.wait(20.0)
+            each.wait(100.0)
         assert all(buffer.tobytes() == right.tobytes() for buffer, right in received)
 
 
@@ -64,9 +64,9 @@ def an_abort_ends_waits(transport, rendezvous):
     if rendezvous.rank == 0:
         buffer = np.zeros(100, np.uint8)
         threading.Timer(0.2, transport.abort).start()
-        raises(ConnectionError, transport.receive(buffer.ctypes.data, 100, 1, 0).wait, 20.0)
+        raises(ConnectionError, transport.receive(buffer.ctypes.data, 100, 1, 0).wait, 100.0)
         for message in (transport.send, transport.receive):
-            raises(ConnectionError, lambda message=message: message(buffer.ctypes.data, 100, 1, 0).wait(20.0))
+            raises(ConnectionError, lambda message=message: message(buffer.ctypes.data, 100, 1, 0).wait(100.0))
         transport.abort()
     rendezvous.all_gather(b"")
 
@@ -81,8 +81,8 @@ def an_abort_is_noticed_by_other_ranks(transport, rendezvous):
         transport.abort()
     else:
         buffer = np.zeros(100, np.uint8)
-        raises(ConnectionError, transport.receive(buffer.ctypes.data, 100, 0, 0).wait, 20.0)
-        deadline = time.monotonic() + 10
+        raises(ConnectionError, transport.receive(buffer.ctypes.data, 100, 0, 0).wait, 100.0)
+        deadline = time.monotonic() + 100
         while rendezvous.abort_cause() is None:
             assert time.monotonic() < deadline, "the reason is not published"
             time.sleep(0.01)
@@ -96,19 +96,19 @@ def messages_of_a_rank_that_has_left_arrive(transport, rendezvous):
     sent = [content(0, 1, 0, number, 5000) for number in range(3)]
     if rendezvous.rank == 0:
         for message in [transport.send(each.ctypes.data, each.nbytes, 1, 0) for each in sent]:
-            message.wait(20.0)
+            message.wait(100.0)
         transport.close()
     if rendezvous.rank == 2:
         for _ in sent:
             time.sleep(0.15)
-            transport.send(sent[0].ctypes.data, 1, 1, 0).wait(20.0)
+            transport.send(sent[0].ctypes.data, 1, 1, 0).wait(100.0)
     if rendezvous.rank == 1:
         for right in sent:
             buffer = np.zeros_like(right)
-            transport.receive(buffer.ctypes.data, buffer.nbytes, 0, 0).wait(20.0)
+            transport.receive(buffer.ctypes.data, buffer.nbytes, 0, 0).wait(100.0)
             assert buffer.tobytes() == right.tobytes()
-            transport.receive(buffer.ctypes.data, 1, 2, 0).wait(20.0)
-        raises(ConnectionResetError, transport.receive(buffer.ctypes.data, buffer.nbytes, 0, 0).wait, 20.0)
+            transport.receive(buffer.ctypes.data, 1, 2, 0).wait(100.0)
+        raises(ConnectionResetError, transport.receive(buffer.ctypes.data, buffer.nbytes, 0, 0).wait, 100.0)
     rendezvous.all_gather(b"")
 
 
@@ -118,7 +118,7 @@ def the_memory_of_a_failed_message_is_not_written(transport, rendezvous):
     rendezvous.all_gather(b"")
     if rendezvous.rank == 0:
         with contextlib.suppress(ConnectionError, TimeoutError):
-            transport.send(buffer.ctypes.data, buffer.nbytes, 1, 0).wait(20.0)
+            transport.send(buffer.ctypes.data, buffer.nbytes, 1, 0).wait(100.0)
     if rendezvous.rank == 1:
         with contextlib.suppress(TimeoutError):  # not if this machine is quick
             transport.receive(buffer.ctypes.data, buffer.nbytes, 0, 0).wait(0.03)

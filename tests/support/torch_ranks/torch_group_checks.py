@@ -3,7 +3,6 @@
 import functools
 import gc
 import os
-import time
 import traceback
 import weakref
 from concurrent.futures import ThreadPoolExecutor
@@ -11,6 +10,7 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from kinds_of_groups import wait_until
 from torch_oracle import (
     AVG,
     DIGESTS,
@@ -198,10 +198,8 @@ def failed_ops_release_their_tensors(c):
                 failed = True
             assert failed
             del tensor
-            work, deadline = None, time.monotonic() + 5  # the queue's thread may release it a little later
-            while released() is not None:
-                assert time.monotonic() < deadline
-                time.sleep(0.01)
+            work = None
+            wait_until(lambda released=released: released() is None)  # the queue's thread may be a little later
     finally:
         gc.enable()
 

@@ -7,7 +7,6 @@ of a ring are one group, since they use the same links with different roots and 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import cached_property
@@ -42,29 +41,18 @@ class ScheduleTree:
 
     @cached_property
     def is_ring(self) -> bool:
-        """Whether the links form one cycle, as in a chunk of the ring algorithm."""
-        neighbours: dict[str, list[str]] = {}
-        for src, dst in map(sorted, self.pairs):
-            neighbours.setdefault(src, []).append(dst)
-            neighbours.setdefault(dst, []).append(src)
-        if len(neighbours) < 3 or any(len(others) != 2 for others in neighbours.values()):
-            return False
-        seen, to_visit = set[str](), [next(iter(neighbours))]
-        while to_visit:
-            node = to_visit.pop()
-            if node not in seen:
-                seen.add(node)
-                to_visit += neighbours[node]
-        return len(seen) == len(neighbours)
+        """Whether the links form one cycle, as in a chunk of the ring algorithm. They are connected in any case."""
+        degrees = Counter(node for pair in self.pairs for node in pair)
+        return set(degrees.values()) == {2}
 
 
 @dataclass(frozen=True)
 class TreeGroup:
-    """Trees of the same shape.
+    """Trees of the same shape: their links, without directions, look the same if the names of nodes are ignored.
 
-    For any two trees, a renaming of nodes maps the links of one, without their directions, to the links of the other.
-    It maps devices to devices and switches to switches, and keeps bandwidths and latencies. Usually, the trees have the
-    same links and different roots.
+    Devices, switches, bandwidths and latencies are told apart. Usually, the trees have the same links and different
+    roots. The comparison (see ``_colours``) is exact for trees and rings. It cannot tell some exchanges apart in which
+    all nodes have equally many links.
     """
 
     trees: tuple[ScheduleTree, ...]
@@ -162,20 +150,12 @@ def tree_groups(schedule: Schedule, topology: Topology) -> tuple[TreeGroup, ...]
     for tree in trees_of(schedule, topology):
         by_links.setdefault(tree.pairs, []).append(tree)
     ids: Ids = {}
-    shapes: dict[tuple[int, ...], list[tuple[Graph, dict[str, int], list[ScheduleTree]]]] = {}
-    groups: list[list[ScheduleTree]] = []
+    shapes: dict[tuple[int, ...], list[ScheduleTree]] = {}
     for pairs, trees in by_links.items():
         graph = _graph(pairs, topology, ids)
-        colours = _colours(graph, topology, ids)
-        similar = shapes.setdefault(tuple(sorted(colours.values())), [])
-        for other, others_colours, group in similar:
-            if _isomorphic(graph, colours, other, others_colours):
-                group += trees
-                break
-        else:
-            groups.append(trees)
-            similar.append((graph, colours, trees))
-    in_order = [sorted(group, key=lambda tree: tree.chunks) for group in groups]
+        shape = tuple(sorted(_colours(graph, topology, ids).values()))
+        shapes.setdefault(shape, []).extend(trees)
+    in_order = [sorted(group, key=lambda tree: tree.chunks) for group in shapes.values()]
     return tuple(TreeGroup(tuple(group)) for group in in_order)
 
 
@@ -212,53 +192,3 @@ def _colours(graph: Graph, topology: Topology, ids: Ids) -> dict[str, int]:
 def _number(ids: Ids, value: object) -> int:
     """Return the number of a value. Equal values have equal numbers."""
     return ids.setdefault(value, len(ids))
-
-
-def _isomorphic(a: Graph, colours_a: dict[str, int], b: Graph, colours_b: dict[str, int]) -> bool:
-    """Return whether a renaming of nodes maps one graph to the other, with equal colours and kinds of links.
-
-    This is a search with backtracking. It maps the nodes of ``a`` in breadth-first order, and changes the last choice
-    when no node of ``b`` fits.
-    """
-    order = _breadth_first(a)
-    fitting: dict[int, list[str]] = {}
-    for node in b:
-        fitting.setdefault(colours_b[node], []).append(node)
-    images: dict[str, str] = {}
-    used: set[str] = set()
-
-    def choices(node: str) -> Iterator[str]:
-        """Yield the nodes of ``b`` to which a node of ``a`` can be mapped now."""
-        mapped = [(images[near], kind) for near, kind in a[node].items() if near in images]
-        near_image: Sequence[str] = list(b[mapped[0][0]]) if mapped else fitting.get(colours_a[node], ())
-        for image in near_image:
-            fits = image not in used and colours_b[image] == colours_a[node]
-            if fits and all(b[image].get(other) == kind for other, kind in mapped):
-                yield image
-
-    tried: list[Iterator[str]] = []
-    while len(images) < len(order):
-        if len(tried) == len(images):
-            tried.append(choices(order[len(images)]))
-        image = next(tried[-1], None)
-        if image is not None:
-            images[order[len(images)]] = image
-            used.add(image)
-            continue
-        tried.pop()
-        if not tried:
-            return False
-        used.discard(images.pop(order[len(images) - 1]))
-    # All nodes and links of ``a`` are mapped, so the graphs are equal if ``b`` has no others.
-    return len(a) == len(b) and sum(map(len, a.values())) == sum(map(len, b.values()))
-
-
-def _breadth_first(graph: Graph) -> list[str]:
-    """Return all nodes in breadth-first order, one connected part of the graph after the other."""
-    order: dict[str, None] = {}
-    for start in graph:
-        front = [] if start in order else [start]
-        while front:
-            order.update(dict.fromkeys(front))
-            front = list(dict.fromkeys(near for node in front for near in graph[node] if near not in order))
-    return list(order)

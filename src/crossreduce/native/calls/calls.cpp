@@ -353,11 +353,6 @@ PyMethodDef calls_methods[] = {
      "threaded). `is_default`: a call that names no devices has these."},
     {nullptr, nullptr, 0, nullptr}};
 
-PyType_Slot calls_slots[] = {{Py_tp_new, reinterpret_cast<void *>(calls_new)},
-                             {Py_tp_dealloc, reinterpret_cast<void *>(calls_dealloc)},
-                             {Py_tp_methods, calls_methods},
-                             {0, nullptr}};
-
 PyMethodDef functions[] = {
     {"use", use, METH_VARARGS,
      "use(per_replica, mirrored, reduce_op, ops_by_name, device_names, default_options, large_array_offset): set what the "
@@ -383,7 +378,7 @@ int fill(PyObject *module) {
     name_devices = PyUnicode_InternFromString("_devices");
     name_threads = PyUnicode_InternFromString("threads");
     if (kernel_api == nullptr || !name_values || !name_devices || !name_threads || load_numpy() < 0) return -1;
-    if (add_class<CallsObject>(module, "crossreduce.engines.host._calls.Calls", calls_slots) < 0) return -1;
+    if (add_class<CallsObject>(module, "crossreduce.engines.host._calls.Calls", calls_new, calls_dealloc, calls_methods) < 0) return -1;
     return add_rank_calls(module) < 0 ? -1 : add_torch_calls(module);
 }
 

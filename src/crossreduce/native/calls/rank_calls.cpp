@@ -245,16 +245,11 @@ PyMethodDef methods[] = {
      "x is copied to the result afterwards. The caller holds the lock."},
     {nullptr, nullptr, 0, nullptr}};
 
-PyType_Slot class_slots[] = {{Py_tp_new, reinterpret_cast<void *>(calls_new)},
-                             {Py_tp_dealloc, reinterpret_cast<void *>(calls_dealloc)},
-                             {Py_tp_methods, methods},
-                             {0, nullptr}};
-
 } // namespace
 
 int add_rank_calls(PyObject *module) {
 #if !defined(_WIN32)
     if (pthread_atfork(nullptr, nullptr, [] { forks++; }) != 0) return PyErr_SetFromErrno(PyExc_OSError), -1;
 #endif
-    return add_class<RankCallsObject>(module, "crossreduce.engines.host._calls.RankCalls", class_slots);
+    return add_class<RankCallsObject>(module, "crossreduce.engines.host._calls.RankCalls", calls_new, calls_dealloc, methods);
 }

@@ -133,11 +133,6 @@ PyMethodDef methods[] = {
     {"begun", begun, METH_NOARGS, "begun(): return how many calls have begun here."},
     {nullptr, nullptr, 0, nullptr}};
 
-PyType_Slot class_slots[] = {{Py_tp_new, reinterpret_cast<void *>(calls_new)},
-                             {Py_tp_dealloc, reinterpret_cast<void *>(calls_dealloc)},
-                             {Py_tp_methods, methods},
-                             {0, nullptr}};
-
 } // namespace
 
 PyObject *use_torch_options(PyObject *, PyObject *args) {
@@ -154,5 +149,5 @@ int add_torch_calls(PyObject *module) {
     name_runs_inline = PyUnicode_InternFromString("runs_inline");
     zero = PyLong_FromLong(0);
     if (name_runs_inline == nullptr || zero == nullptr) return -1;
-    return add_class<TorchCallsObject>(module, "crossreduce.engines.host._calls.TorchCalls", class_slots);
+    return add_class<TorchCallsObject>(module, "crossreduce.engines.host._calls.TorchCalls", calls_new, calls_dealloc, methods);
 }

@@ -156,13 +156,8 @@ PyObject *flow(PyObject *object, PyObject *args) {
 PyMethodDef network_methods[] = {
     {"flow", flow, METH_VARARGS, "Return the maximum flow, and the nodes before the minimum cut; or a flow that is enough."},
     {nullptr, nullptr, 0, nullptr}};
-PyType_Slot network_slots[] = {{Py_tp_new, reinterpret_cast<void *>(network_new)},
-                               {Py_tp_dealloc, reinterpret_cast<void *>(network_dealloc)},
-                               {Py_tp_methods, network_methods},
-                               {0, nullptr}};
-
 } // namespace
 
 int add_flow_network(PyObject *module) {
-    return add_class<NetworkObject>(module, "crossreduce.kernels._native.FlowNetwork", network_slots);
+    return add_class<NetworkObject>(module, "crossreduce.kernels._native.FlowNetwork", network_new, network_dealloc, network_methods);
 }

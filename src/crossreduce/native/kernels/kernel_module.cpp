@@ -272,11 +272,6 @@ PyMethodDef kernel_methods[] = {
      "run(sources, results, threads, streaming, check_overlap): reduce a batch; see crossreduce.kernels.Kernel.run."},
     {nullptr, nullptr, 0, nullptr}};
 
-PyType_Slot kernel_slots[] = {{Py_tp_new, reinterpret_cast<void *>(kernel_new)},
-                              {Py_tp_dealloc, reinterpret_cast<void *>(kernel_dealloc)},
-                              {Py_tp_methods, kernel_methods},
-                              {0, nullptr}};
-
 } // namespace
 
 int op_named(const char *name) { return index_of(name, OP_NAMES, OPS); }
@@ -302,5 +297,5 @@ const Kernel *kernel_of(PyObject *object) {
 }
 
 int add_kernel(PyObject *module) {
-    return add_class<KernelObject>(module, "crossreduce.kernels._native.Kernel", kernel_slots);
+    return add_class<KernelObject>(module, "crossreduce.kernels._native.Kernel", kernel_new, kernel_dealloc, kernel_methods);
 }

@@ -108,6 +108,16 @@ template <class Object> int add_class(PyObject *module, const char *name, PyType
     return made ? PyModule_AddType(module, reinterpret_cast<PyTypeObject *>(made.object)) : -1;
 }
 
+// Add a class with a constructor, a destructor and methods, or null.
+template <class Object>
+int add_class(PyObject *module, const char *name, newfunc construct, destructor destroy, PyMethodDef *methods) {
+    PyType_Slot slots[] = {{Py_tp_new, reinterpret_cast<void *>(construct)},
+                           {Py_tp_dealloc, reinterpret_cast<void *>(destroy)},
+                           {methods != nullptr ? Py_tp_methods : 0, methods},
+                           {0, nullptr}};
+    return add_class<Object>(module, name, slots);
+}
+
 // Call `read` with each element of a sequence until it returns false. Return whether all elements were read; if not, an
 // error is set.
 template <class Read> bool read_each(PyObject *sequence, Read &&read) {

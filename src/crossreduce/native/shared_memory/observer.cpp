@@ -105,11 +105,6 @@ PyMethodDef methods[] = {
     {"close", locked<observer_close>, METH_NOARGS, "Unmap the memory; afterwards other methods raise ValueError."},
     {nullptr, nullptr, 0, nullptr}};
 
-PyType_Slot class_slots[] = {{Py_tp_new, reinterpret_cast<void *>(observer_new)},
-                             {Py_tp_dealloc, reinterpret_cast<void *>(observer_dealloc)},
-                             {Py_tp_methods, methods},
-                             {0, nullptr}};
-
 } // namespace
 
 PyObject *ops_of(const SharedMemory &memory, int rank) {
@@ -190,5 +185,5 @@ SharedMemory *SharedMemory::observe(int) {
 #endif
 
 int add_observer(PyObject *module) {
-    return add_class<ObserverObject>(module, "crossreduce.kernels._native.Observer", class_slots);
+    return add_class<ObserverObject>(module, "crossreduce.kernels._native.Observer", observer_new, observer_dealloc, methods);
 }

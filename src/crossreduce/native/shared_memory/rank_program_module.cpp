@@ -147,10 +147,6 @@ void program_dealloc(PyObject *object) {
     free_object(object);
 }
 
-PyType_Slot program_slots[] = {{Py_tp_new, reinterpret_cast<void *>(program_new)},
-                               {Py_tp_dealloc, reinterpret_cast<void *>(program_dealloc)},
-                               {0, nullptr}};
-
 } // namespace
 
 const RankProgram *program_of(PyObject *object) {
@@ -161,5 +157,5 @@ const RankProgram *program_of(PyObject *object) {
 }
 
 int add_rank_program(PyObject *module) {
-    return add_class<ProgramObject>(module, "crossreduce.kernels._native.RankProgram", program_slots);
+    return add_class<ProgramObject>(module, "crossreduce.kernels._native.RankProgram", program_new, program_dealloc, nullptr);
 }

@@ -358,11 +358,6 @@ PyMethodDef memory_methods[] = {
      "trace(phase, stage): record that this rank has executed a phase outside of the stages, since its last record."},
     {nullptr, nullptr, 0, nullptr}};
 
-PyType_Slot memory_slots[] = {{Py_tp_new, reinterpret_cast<void *>(memory_new)},
-                              {Py_tp_dealloc, reinterpret_cast<void *>(memory_dealloc)},
-                              {Py_tp_methods, memory_methods},
-                              {0, nullptr}};
-
 } // namespace
 
 bool can_begin(PyObject *object) {
@@ -388,5 +383,5 @@ int begin(PyObject *object, PyObject *program, const std::vector<char *> &buffer
 
 int add_shared_memory(PyObject *module) {
     if (add_rank_program(module) < 0) return -1;
-    return add_class<SharedMemoryObject>(module, "crossreduce.kernels._native.SharedMemory", memory_slots);
+    return add_class<SharedMemoryObject>(module, "crossreduce.kernels._native.SharedMemory", memory_new, memory_dealloc, memory_methods);
 }
