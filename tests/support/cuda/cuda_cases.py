@@ -49,11 +49,13 @@ class Memory(DeviceMemory):
         for device in range(8):  # this makes the contexts, as a framework would have
             fake.memory(1, device)
 
+    def streams(self):
+        return self.threads.__dict__.setdefault("streams", {})
+
     def stream(self, device):
-        streams = self.threads.__dict__.setdefault("streams", {})
-        if device not in streams:
-            streams[device] = 0 if device % 3 == 2 else self.fake.stream(device)  # 0: the default stream
-        return streams[device]
+        if device not in self.streams():
+            self.streams()[device] = 0 if device % 3 == 2 else self.fake.stream(device)  # 0: the default stream
+        return self.streams()[device]
 
     def array(self, size, dtype, device, shift=0, use="given"):
         """Return an array, whose memory its earlier owner, in the current stream, still writes into.
@@ -65,7 +67,7 @@ class Memory(DeviceMemory):
         stream = self.stream(device)
         kept = self.free.setdefault((device, stream, nbytes), [])
         address = kept.pop() if kept else self.fake.memory(nbytes, device)
-        self.fake.call("fake_kind", address, self.kinds.get(use, PLAIN))
+        self.fake.kind(address, self.kinds.get(use, PLAIN))
         if not self.is_quiet:
             self.fake.write(address, bytes(nbytes), stream, device)
         block = (ctypes.c_uint8 * nbytes).from_address(address)
@@ -75,10 +77,8 @@ class Memory(DeviceMemory):
 
     def release_all(self):
         """Free all arrays, after a call has failed."""
-        for device, address, nbytes, stream in self.devices.values():
-            self.fake.write(address, bytes(nbytes), stream, device)
-            self.free[device, stream, nbytes].append(address)
-        self.devices.clear()
+        for address in list(self.devices):
+            self._release(address)
 
     def synchronize(self, device):
         """Wait for the thread's current stream."""
@@ -87,21 +87,15 @@ class Memory(DeviceMemory):
 
     def capturing(self, device):
         """Let a new stream, which can be captured, be the current one."""
-        stream = self.fake.stream(device)
-        self.threads.__dict__.setdefault("streams", {})[device] = stream
-        return stream
-
-    def events(self, devices):
-        """Return a new event of each device."""
-        found = []
-        for device in devices:
-            self.fake.on(device)
-            found.append(self.fake.give("cuEventCreate", 2))
-        return found
+        self.streams()[device] = self.fake.stream(device)
+        return self.streams()[device]
 
     def release(self, x):
         """Free an array. Its next owner, in the same stream, writes into it at once."""
-        device, address, nbytes, stream = self.devices.pop(x.ctypes.data)
+        self._release(x.ctypes.data)
+
+    def _release(self, begin):
+        device, address, nbytes, stream = self.devices.pop(begin)
         if not self.is_quiet:
             self.fake.write(address, bytes(nbytes), stream, device)
         self.free[device, stream, nbytes].append(address)
@@ -139,19 +133,23 @@ class Memory(DeviceMemory):
         pass
 
 
+def made_layouts(*arguments):
+    """Return layouts of NumPy arrays as if they were on CUDA devices."""
+    with mock.patch.object(type(NUMPY), "require", return_value=None):
+        return layouts(NUMPY, *arguments)
+
+
 def _on(layout, names, pieces):
     """Return a layout with other names of devices (``names``: old to new), and programs of ``pieces`` pieces."""
-    buffers = []
-    for buffer, ranges in layout.buffers:
-        found = []
-        for each in ranges:
-            old = each.program
-            devices = tuple(names[device] for device in old.devices)
-            of_old = tuple(old.chunks), old.round_count, pieces, old.routes
-            found.append(each._replace(program=Program(old.collective, old.algorithm, devices, *of_old)))
-        buffers.append(LoweredBuffer(buffer, tuple(found)))
+
+    def moved(each):
+        old, devices = each.program, tuple(names[device] for device in each.program.devices)
+        of_old = tuple(old.chunks), old.round_count, pieces, old.routes
+        return each._replace(program=Program(old.collective, old.algorithm, devices, *of_old))
+
+    buffers = tuple(LoweredBuffer(buffer, tuple(map(moved, ranges))) for buffer, ranges in layout.buffers)
     sources, destinations = (tuple(names[name] for name in ends) for ends in (layout.sources, layout.destinations))
-    return replace(layout, buffers=tuple(buffers), sources=sources, destinations=destinations)
+    return replace(layout, buffers=buffers, sources=sources, destinations=destinations)
 
 
 class Case:
@@ -164,22 +162,17 @@ class Case:
     def __init__(self, memory, algorithm, places, op, dtype, sizes, packing, inplace, *, destinations=None, **options):
         topology, result = options.get("topology"), options.get("result")
         self.memory, self.fake, self.inplace, self.dtype = memory, memory.fake, inplace, dtype
-        copies, names = {}, []
-        for place in places:
-            names.append(f"cuda:{place}" + (f"#{copies[place]}" if place in copies else ""))
-            copies[place] = copies.get(place, 0) + 1
-        self.names, self.places = tuple(names), places
-        self.destinations = self.names if destinations is None else tuple(self.names[k] for k in destinations)
-        self.result_places = places if destinations is None else [places[k] for k in destinations]
-        specs = tuple(TensorSpec((size,), dtype) for size in sizes)
+        self.places, self.sizes = places, sizes
+        self.names = tuple(f"cuda:{x}" + f"#{places[:k].count(x)}" * (x in places[:k]) for k, x in enumerate(places))
+        chosen = range(len(places)) if destinations is None else destinations
+        self.destinations, self.result_places = tuple(self.names[k] for k in chosen), [places[k] for k in chosen]
         self.numbers = NUMPY.numbers(ReduceOp(op), dtype, len(places)) if len(places) > 1 else copy_numbers(dtype)
         if result is not None:
             self.numbers = self.numbers._replace(result=result)
-        self.sizes = sizes
-        with mock.patch.object(type(NUMPY), "require", return_value=None):
-            names = self.names if topology is None else tuple(f"cuda:{k}" for k in range(len(places)))
-            ends = self.destinations if topology is None else names
-            made = layouts(NUMPY, algorithm, names, ends, specs, packing, topology, None)
+        names = self.names if topology is None else tuple(f"cuda:{k}" for k in range(len(places)))
+        specs = tuple(TensorSpec((size,), dtype) for size in sizes)
+        ends = self.destinations if topology is None else names
+        made = made_layouts(algorithm, names, ends, specs, packing, topology, None)
         renamed = dict(zip(names, self.names, strict=True))
         self.layouts = [_on(layout, renamed, options.get("pieces", 1)) for layout in made]
         self.engine = cuda.CudaEngine()
@@ -223,25 +216,19 @@ class Case:
             fake, memory, arrays = self.fake, self.memory, self._arrays(layout, draw)
             devices = sorted(set(self.places))
             streams = [memory.capturing(device) for device in devices]
-            event = memory.events(devices)
             fake.run()
             fake.on(devices[0])
             fake.call("cuStreamBeginCapture_v2", streams[0], 0)  # 0: a global one, which other threads may invalidate
-            fake.call("cuEventRecord", event[0], streams[0])
             for device, stream in zip(devices[1:], streams[1:], strict=True):
-                fake.on(device)
-                fake.call("cuStreamWaitEvent", stream, event[0], 0)
+                fake.follow(device, stream, devices[0], streams[0])
             before = memory.is_quiet
             memory.is_quiet = True  # work of the allocator's other owners is not in the graph
             results = executable.run(self.engine.bind(layout, arrays[0]), arrays[1])
             memory.is_quiet = before
             if beside:
                 self._run_beside(draw)
-            for device, stream, each in list(zip(devices, streams, event, strict=True))[1:]:
-                fake.on(device)
-                fake.call("cuEventRecord", each, stream)
-                fake.on(devices[0])
-                fake.call("cuStreamWaitEvent", streams[0], each, 0)
+            for device, stream in zip(devices[1:], streams[1:], strict=True):
+                fake.follow(devices[0], streams[0], device, stream)
             fake.on(devices[0])
             graph = fake.end_capture(streams[0])
             exec_ = fake.give("cuGraphInstantiateWithFlags", graph, 0)
@@ -290,10 +277,10 @@ class Case:
         sources = [[self.memory.array(size, kind, place, shift) for place in self.places] for size in sizes]
         if not self.inplace:
             return sources, None
-        same = kind == out_kind and len(self.result_places) == len(self.places)
-        if not same:
-            results = [[self.memory.array(size, out_kind, place) for place in self.result_places] for size in sizes]
-            return sources, results
+        if kind != out_kind or len(self.result_places) < len(self.places):
+            return sources, [
+                [self.memory.array(size, out_kind, place) for place in self.result_places] for size in sizes
+            ]
         # A result may be in the memory of any source of its device.
         order = list(range(len(self.places)))
         for place in set(self.places):
@@ -315,14 +302,11 @@ class Case:
 
     def _read(self, rows, places):
         """Let the callers' streams read arrays."""
-        read = self.fake.read
-        return [
-            [
-                read(x.ctypes.data, x.nbytes, self.memory.stream(place), place) if x.size else b""
-                for x, place in zip(row, places, strict=True)
-            ]
-            for row in rows
-        ]
+
+        def read(x, place):
+            return self.fake.read(x.ctypes.data, x.nbytes, self.memory.stream(place), place) if x.size else b""
+
+        return [list(map(read, row, places)) for row in rows]
 
     def _free(self, *arrays):
         for x in {x.ctypes.data: x for rows in arrays for row in rows for x in row if x.size}.values():

@@ -10,8 +10,7 @@ from __future__ import annotations
 import ctypes
 import struct
 import sys
-from collections.abc import Callable, Iterable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import ml_dtypes
 import numpy as np
@@ -257,34 +256,26 @@ def reads(library, numbers, kernel, shift):
     return sources, sources * (SIZE * nbytes // vector), found[vector], sum(found) - found[vector]
 
 
-def host_block(nbytes: int) -> np.ndarray:
+def host_block(nbytes):
     """Return bytes of host memory, all of them 0xA5."""
     return np.full(nbytes, 0xA5, np.uint8)
 
 
-def protect(memory: Iterable[tuple[np.ndarray, np.ndarray]], action: str) -> None:
+def protect(memory, action):
     """Let AddressSanitizer, if it is loaded, "poison" or "unpoison" the bytes of each block around its part."""
     change = getattr(THIS_PROCESS, f"__asan_{action}_memory_region", None)
     for block, part in memory if change else ():
-        begin, end = block.ctypes.data, block.ctypes.data + block.nbytes
-        change(ctypes.c_void_p(begin), ctypes.c_size_t(part.ctypes.data - begin))
-        after = part.ctypes.data + part.nbytes
-        change(ctypes.c_void_p(after), ctypes.c_size_t(end - after))
+        begin, after = block.ctypes.data, part.ctypes.data + part.nbytes
+        for start, stop in (begin, part.ctypes.data), (after, begin + block.nbytes):
+            change(ctypes.c_void_p(start), ctypes.c_size_t(stop - start))
 
 
-def check(
-    library: Any,
-    numbers: Numbers,
-    draw: np.random.Generator,
-    kernel: str | None = None,
-    block_of: Callable[[int], np.ndarray] = host_block,
-) -> None:
+def check(library, numbers, draw, kernel=None, block_of=host_block):
     """Run a drawn batch in a kernel's body and in the reference, and raise if a bit or a byte around it differs.
 
     ``kernel``: one of ``kernels_of(numbers)``; the default is drawn. ``block_of``: allocates like ``host_block``.
     """
-    names = kernels_of(numbers)
-    kernel = kernel or names[int(draw.integers(0, len(names)))]
+    kernel = kernel or str(draw.choice(kernels_of(numbers)))
     room = LARGE if kernel.endswith("_large") else SMALL
     name, units = kernel_name(numbers)
     kind, wide_kind, out_kind = (np.dtype(np.uint8 if d == "bool" else d) for d in numbers[1:])
@@ -317,17 +308,17 @@ def check(
 
         ins = [memory(wide_kind if each else kind) for each in wide]
         is_signs = numbers.op in ("min", "max") and draw.random() < 0.3  # zeros of both signs show the order
+        given = []
         for (_, part), each in zip(ins, wide, strict=True):
             drawn = values(draw, numbers.accumulator if each else numbers.dtype, size)
             if each and numbers.op == "mean":  # sums of integers
                 drawn = draw.integers(-(1 << 22), 1 << 22, size).astype(wide_kind)
-            part[:] = (draw.choice([0.0, -0.0], size).astype(kind) if is_signs else drawn).view(np.uint8)
+            given.append(draw.choice([0.0, -0.0], size).astype(kind) if is_signs else drawn)
+            part[:] = given[-1].view(np.uint8)
         outs = [memory(out_kind) for _ in range(results)]
-        given = [part.view(wide_kind if each else kind).copy() for (_, part), each in zip(ins, wide, strict=True)]
-        if draw.random() < 0.4:  # in place
-            for k in range(min(sources, results)):
-                if draw.random() < 0.5 and ins[k][1].nbytes == outs[k][1].nbytes:
-                    outs[k] = ins[k]
+        for k in range(min(sources, results) if draw.random() < 0.4 else 0):
+            if draw.random() < 0.5 and ins[k][1].nbytes == outs[k][1].nbytes:
+                outs[k] = ins[k]  # in place
         folds, top = folds_of(orders[order], sources)
         op = "sum" if numbers.op == "mean" else numbers.op
         right = np.empty(size, out_kind)
@@ -361,7 +352,7 @@ def check(
             assert part.ctypes.data in written or part.tobytes() == before, "a source was written"
 
 
-def check_each(library: Any, batches: int, seed: int, dtypes: Iterable[str] = ()) -> dict[str, int]:
+def check_each(library, batches, seed, dtypes=()):
     """Check at least ``batches`` batches of each dtype, evenly over ops and kernels. Return the number per dtype."""
     every, checked = list(all_numbers()), {}
     for dtype in dtypes or sorted({numbers.dtype for numbers in every}):

@@ -91,14 +91,8 @@ class Memory {
         Allocation &found = (--it)->second;
         return address < found.begin + std::max<uint64_t>(found.nbytes, 1) ? &found : nullptr;
     }
-    // Return whether a range has no byte that the driver manages.
-    bool is_pageable(uint64_t begin, uint64_t nbytes) const {
-        if (begin < base_ + nbytes_ && begin + nbytes > base_) return false;
-        auto it = allocations_.lower_bound(begin + nbytes);
-        if (it == allocations_.begin()) return true;
-        const Allocation &last = (--it)->second;
-        return !last.is_live || last.begin + last.nbytes <= begin;
-    }
+    // Return whether a range has no byte of the memory that the driver allocates.
+    bool is_pageable(uint64_t begin, uint64_t nbytes) const { return begin >= base_ + nbytes_ || begin + nbytes <= base_; }
     std::map<uint64_t, Allocation> &all() { return allocations_; }
 
   private:

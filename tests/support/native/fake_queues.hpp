@@ -21,7 +21,7 @@ constexpr int SUCCESS = 0, INVALID_VALUE = 1, OUT_OF_MEMORY = 2, NOT_INITIALIZED
 constexpr int INVALID_DEVICE = 101, INVALID_CONTEXT = 201, PEER_ACCESS_UNSUPPORTED = 217;
 constexpr int INVALID_HANDLE = 400, ILLEGAL_STATE = 401, NOT_FOUND = 500;
 constexpr int ILLEGAL_ADDRESS = 700, PEER_ACCESS_ALREADY_ENABLED = 704, CONTEXT_IS_DESTROYED = 709;
-constexpr int MISALIGNED_ADDRESS = 716, NOT_SUPPORTED = 801;
+constexpr int MISALIGNED_ADDRESS = 716, LAUNCH_FAILED = 719, NOT_SUPPORTED = 801;
 constexpr int CAPTURE_UNSUPPORTED = 900, CAPTURE_INVALIDATED = 901, CAPTURE_MERGE = 902, CAPTURE_UNMATCHED = 903;
 constexpr int CAPTURE_UNJOINED = 904, CAPTURE_ISOLATION = 905, CAPTURE_IMPLICIT = 906, CAPTURED_EVENT = 907;
 constexpr int CAPTURE_WRONG_THREAD = 908;
@@ -110,8 +110,7 @@ struct Stream : Place {
     }
 };
 struct Event : Place {
-    uint64_t handle, context;
-    int device;
+    uint64_t context;
 };
 struct Context {
     uint64_t handle;
@@ -119,7 +118,7 @@ struct Context {
     int retained = 0;        // by the driver's caller
     bool is_foreign = false; // the framework or the test retains it as well
     int failed = 0;          // the code that all later calls return
-    std::set<int> peers;     // devices whose memory it may access
+    std::set<int> peers{};   // devices whose memory it may access
     uint64_t legacy = 0;
     bool is_active() const { return retained > 0 || is_foreign; }
 };

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <array>
+#include <tuple>
 
 namespace {
 
@@ -16,13 +17,6 @@ const char *const KERNELS[] = {
 #define KERNEL(name, source, result, op, step, kinds) kinds(name, step, source, result, op)
 #include "kernels.inc"
 };
-
-const Driver &opened() {
-    std::string why;
-    const Driver *found = driver(why);
-    if (found == nullptr) throw DriverFault{"cuInit", -1, 3}; // CUDA_ERROR_NOT_INITIALIZED
-    return *found;
-}
 
 } // namespace
 
@@ -151,12 +145,17 @@ bool are_peer_readable(const std::vector<uint64_t> &addresses, const std::vector
     const Driver &call = opened();
     ContextGuard context;
     context.use(*owners[0]);
-    // Allocations of this call, by an address in units of 2 MiB. Nothing is kept for later ones: an address may then be of
-    // other memory.
-    std::array<std::pair<uint64_t, uint64_t>, 1024> readable{}; // starts and sizes
+    // The starts and sizes of the allocations of this call, and of those found last, by an address in units of 2 MiB.
+    // Nothing is kept for later calls: an address may then be of other memory.
+    std::map<uint64_t, uint64_t> readable;
+    std::array<std::pair<uint64_t, uint64_t>, 1024> last{};
     for (const uint64_t address : addresses) {
-        auto &[start, nbytes] = readable[(address >> 21) % readable.size()];
+        auto &[start, nbytes] = last[(address >> 21) % last.size()];
         if (address == 0 || address - start < nbytes) continue;
+        if (auto next = readable.upper_bound(address); next != readable.begin()) {
+            std::tie(start, nbytes) = *--next;
+            if (address - start < nbytes) continue;
+        }
         CUcontext owner = nullptr;
         void *pool = nullptr;
         unsigned type = 0, is_managed = 0, is_legacy = 0; // the driver writes an int or a bool, of which these are larger
@@ -168,6 +167,7 @@ bool are_peer_readable(const std::vector<uint64_t> &addresses, const std::vector
         if (type != MEMORY_TYPE_DEVICE || is_managed || !is_legacy || pool != nullptr ||
             std::none_of(owners.begin(), owners.end(), owns))
             return false;
+        readable.emplace(start, nbytes);
     }
     return true;
 }
