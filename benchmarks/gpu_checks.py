@@ -139,11 +139,10 @@ class Kernels:
         self.driver.on(0)
         about, has_large = driver.native().describe(0), driver.accepts_large_tables(0)
         self.multiprocessors = about["multiprocessors"]
-        every = [(name, kind) for kind in cuda_launches.all_numbers() for name in cuda_launches.kernels_of(kind)]
-        self.every = [each for each in every if has_large or not each[0].endswith("_large")]  # with kinds of numbers
+        self.every = [each for each in cuda_launches.kernels() if has_large or each.room < cuda_launches.LARGE]
         module = self.driver.give("cuModuleLoadData", driver._code(about["capability"]))
         self.functions = {
-            name: self.driver.give("cuModuleGetFunction", module, name.encode()) for name in dict(self.every)
+            name: self.driver.give("cuModuleGetFunction", module, name.encode()) for name, *_ in self.every
         }
 
     def block(self, nbytes: int) -> np.ndarray:
@@ -175,10 +174,10 @@ def versions(name: str) -> None:
 
 
 def kernels(name: str) -> None:
-    """Launch each kernel once for each kind of numbers, and compare."""
+    """Launch each kernel once for each of its uses, and compare."""
     library, draw = Kernels(name), np.random.default_rng(1)
-    for kernel, numbers in library.every:
-        cuda_launches.check(library, numbers, draw, kernel, library.block)
+    for kernel in library.every:
+        cuda_launches.check(library, kernel, draw, library.block)
     say(note=f"{len(library.functions)} kernels agree with the reference, bit for bit")
 
 
@@ -191,8 +190,8 @@ def raw_launches(name: str) -> None:
         made.append(library.driver.give("cuMemAlloc_v2", offset + size * nbytes, kind=ctypes.c_uint64))
         return made[-1] + offset
 
-    for kernel, numbers in dict(reversed(library.every)).items():  # of the several numbers of a kernel, the first
-        library.queue(kernel, cuda_launches.launch_of(kernel, numbers, (1, 37, 5003), 2, address_of)[0], 7)
+    for kernel in {kernel.name: kernel for kernel in library.every}.values():
+        library.queue(kernel.name, cuda_launches.launch_of(kernel, (1, 37, 5003), 2, address_of)[0], 7)
         library.wait()
         while made:
             library.driver.call("cuMemFree_v2", made.pop())

@@ -89,7 +89,7 @@ def test_the_packaged_code_belongs_to_the_sources(code):
     assert (PACKAGE / "engines/cuda/kernels.bin").read_bytes() == PACKED.read_bytes()
     assert list(code) == [*script["ARCHITECTURES"], script["PTX"]]
     assert PACKED.stat().st_size < 3_000_000
-    names = {kernel for numbers in launches.all_numbers() for kernel in launches.kernels_of(numbers)}
+    names = {kernel.name for kernel in launches.kernels()}
     assert names == set(bodies())
     for each in script["ARCHITECTURES"]:
         assert set(resources(code[each])) == names
