@@ -39,11 +39,11 @@ from cuda_cases import ALGORITHMS
 DTYPES = ("float32", "float16", "bfloat16", "float64", "complex64", "complex128", "int8", "int64", "uint8", "bool")
 MODULES = ("kernels._native", "frameworks._numpy_arrays", "engines.host._calls", "engines.cuda._cuda")
 PACKAGES = ("crossreduce", "numpy", "torch", "jax", "jax-cuda13-plugin", "cupy-cuda13x", "nvidia-nccl-cu13", "optree")
-N, TURNS, CALLS, GRADIENTS = 8, 6, 300, 161
-DETERMINISTIC = "gradients in deterministic mode, kernels of a call"
+N, TURNS, CALLS, GRADIENTS, KEY = 8, 6, 300, 161, "161 gradients, deterministic, kernels of a call"
 NAMES = ["cuda:0", *(f"cuda:0#{k}" for k in range(1, 16))]
 Run = Callable[[], Any]
 _MADE: list[Gpus] = []
+NOTES: list[str] = []  # of the case, for the table
 
 
 def say(**what: Any) -> None:
@@ -54,11 +54,10 @@ def say(**what: Any) -> None:
 def main(functions: dict[str, Callable[[str], None]]) -> None:
     """Run the function that the command line names, with spaces in the place of "_", on a driver: "real" or "fake"."""
     function = functions[sys.argv[1].replace(" ", "_").lower()]
-    say(note=(function.__doc__ or "").partition("\n")[0])
     function((*sys.argv, "--driver", "real")[3])
     for gpus in _MADE:
         gpus.release()
-    say(done=True)
+    say(note="; ".join(filter(None, NOTES)) or (function.__doc__ or "").partition("\n")[0], done=True)
 
 
 def engine_only() -> Any:
@@ -170,7 +169,7 @@ def versions(name: str) -> None:
     for number in range(devices(name).count):
         assert not (why := driver.lacks_kernels(number)), why
     found = [f"{each.name} {each.version}" for each in importlib.metadata.distributions() if each.name in PACKAGES]
-    say(note="; ".join([*driver.devices(), f"python {platform.python_version()}, {', '.join(found)}"]))
+    NOTES.extend([*driver.devices(), f"python {platform.python_version()}, {', '.join(found)}"])
 
 
 def kernels(name: str) -> None:
@@ -178,7 +177,7 @@ def kernels(name: str) -> None:
     library, draw = Kernels(name), np.random.default_rng(1)
     for kernel in library.every:
         cuda_launches.check(library, kernel, draw, library.block)
-    say(note=f"{len(library.functions)} kernels agree with the reference, bit for bit")
+    NOTES.append(f"{len(library.functions)} kernels agree with the reference, bit for bit")
 
 
 def raw_launches(name: str) -> None:
@@ -196,7 +195,7 @@ def raw_launches(name: str) -> None:
         while made:
             library.driver.call("cuMemFree_v2", made.pop())
     assert not library.fake or not library.fake.report(), library.fake.report()[:3]
-    say(note=f"{len(library.functions)} kernels launched on arrays without a byte to spare")
+    NOTES.append(f"{len(library.functions)} kernels launched on arrays without a byte to spare")
 
 
 def calls(name: str) -> None:
@@ -209,7 +208,7 @@ def calls(name: str) -> None:
         ops = ["product", *(["sum", "mean"] if dtype != "bool" else []), *(["min", "max"] if dtype[0] != "c" else [])]
         by_engine += drawn_call(gpus, draw, dtype, str(draw.choice(ops)))
     assert by_engine >= 0.9 * count, f"the CUDA engine ran {by_engine} of {count} calls only"
-    say(note=f"{count} calls have the bits of the host's kernels; the CUDA engine ran {by_engine}")
+    NOTES.append(f"{count} calls have the bits of the host's kernels; the CUDA engine ran {by_engine}")
 
 
 def drawn_call(gpus: Gpus, draw: np.random.Generator, dtype: str, op: str) -> bool:
@@ -347,7 +346,7 @@ def deterministic(name: str) -> None:
         cr.all_reduce(rows, devices=NAMES[:N])
         gpus.synchronize()
     found = [event.name[:80] for event in profile.events() if "CUDA" in str(event.device_type)]
-    say(row={"kernels": found[:20]}, measured={DETERMINISTIC: len(found)} if found else {})
+    say(row={"kernels": found[:20]}, measured={KEY: len(found)} if found else {})
 
 
 def expandable_segments(name: str) -> None:

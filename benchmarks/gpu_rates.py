@@ -28,7 +28,7 @@ from typing import Any
 import numpy as np
 import optree
 from common import keep, samples, summary
-from gpu_checks import NAMES, Gpus, Kernels, Run, cuda_launches, devices, driver, engine_only, fake_cuda, main, say
+from gpu_checks import NAMES, NOTES, Gpus, Kernels, Run, cuda_launches, devices, engine_only, fake_cuda, main, say
 from host_reduction import resnet50
 
 import crossreduce as cr
@@ -44,11 +44,13 @@ Contender = tuple[Run, int]  # returns a list of results per tensor, or ``None``
 
 
 class Times:
-    """The times of contenders, each of which is reported as a row. Another library that fails is left out."""
+    """The times of contenders, each of which is reported as a row. Another library that fails is left out.
+
+    The note gets the rate of ours, relative to that of the first contender.
+    """
 
     def __init__(self, gpus: Any, name: str, contenders: dict[str, Contender], tensors: Any = None) -> None:
-        self.nbytes = {key: nbytes for key, (_, nbytes) in contenders.items()}
-        runs = {}
+        self.nbytes, runs = {key: nbytes for key, (_, nbytes) in contenders.items()}, {}
         for key, (run, _) in contenders.items():
             try:
                 check(gpus, key, run(), tensors)
@@ -61,17 +63,18 @@ class Times:
         self.times = samples(runs, *((1,) if gpus.is_fake else (TURNS, 1, LEAST_S)), clock=clock)
         for key, times in self.times.items():
             row = {"case": name, "contender": key, **summary(times)}
-            say(row={**row, "bytes": self.nbytes[key], "of_copy": self.share(key)})
+            say(row={**row, "bytes": self.nbytes[key], "of_first": self.share(key)})
+        self.best = IN_GRAPH if IN_GRAPH in runs else NEW
+        NOTES.append(f"{name}: {self.share(self.best):.2f}" if NEW in runs else "")
 
-    def faster(self, ours: str, other: str) -> float | None:
-        """Return how many times as fast one contender is as another, or ``None`` if one was not measured."""
-        if ours not in self.times or other not in self.times:
-            return None
+    def faster(self, ours: str, other: str) -> float:
+        """Return how many times as fast one contender is as another."""
         return statistics.median(b / a for a, b in zip(self.times[ours], self.times[other], strict=True))
 
     def share(self, key: str) -> float:
-        """Return the rate of a contender relative to the copy's; 0 if there is no copy."""
-        return (self.faster(key, COPY) or 0) * self.nbytes[key] / self.nbytes.get(COPY, 1)
+        """Return the rate of a contender relative to that of the first one."""
+        first = next(iter(self.times))
+        return self.faster(key, first) * self.nbytes[key] / self.nbytes[first]
 
 
 def check(gpus: Gpus, name: str, results: Any, tensors: list[list[Any]] | None) -> None:
@@ -89,16 +92,15 @@ def contenders(gpus: Gpus, rows: list[list[Any]], results: int, op: str = "sum")
     """Return a copy, and ``batch_reduce`` to one or all replicas: with new results and ``out=``, and in a graph."""
     (n,), nbytes = {len(row) for row in rows}, sum(row[0].nbytes for row in rows)
     values = [cr.PerReplica(row, NAMES[:n]) for row in rows]
-    out = [cr.PerReplica(list(map(gpus.torch.empty_like, row[:results])), NAMES[:results]) for row in rows]
+    out = [cr.PerReplica([gpus.put(x.clone()) for x in row[:results]], NAMES[:results]) for row in rows]
     ops, pairs = cr.AllReduceCrossDeviceOps("direct"), [(x, x if results > 1 else NAMES[0]) for x in values]
     to, x = (gpus.random((nbytes // rows[0][0].itemsize,), rows[0][0].dtype) for _ in range(2))
-    new, into = (
-        lambda more=more: [list(each) for each in ops.batch_reduce(op, pairs, **more)] for more in ({}, {"out": out})
-    )
-    runs = {NEW: new, OUT: into} | ({IN_GRAPH: gpus.captured(new)} if rows[0][0].nbytes < SHORT or rows[1:] else {})
-    return {COPY: (lambda: [to.copy_(x)].clear(), 2 * nbytes)} | {
-        key: (run, (n + results) * nbytes) for key, run in runs.items()
-    }
+    run = lambda more: [list(each) for each in ops.batch_reduce(op, pairs, **more)]  # noqa: E731
+    runs = {NEW: partial(run, {}), OUT: partial(run, {"out": out})}
+    if nbytes < SHORT or rows[1:]:
+        runs[IN_GRAPH] = gpus.captured(runs[NEW])
+    made = {key: (run, (n + results) * nbytes) for key, run in runs.items()}
+    return {COPY: (lambda: [to.copy_(x)].clear(), 2 * nbytes)} | made
 
 
 def torchs(gpus: Gpus, rows: list[list[Any]], results: int) -> dict[str, Contender]:
@@ -149,32 +151,25 @@ def others(gpus: Gpus, xs: list[Any], results: int) -> dict[str, Contender]:
 
 def rates(name: str, n: int, results: int, ops: tuple[str, ...] = ("sum",)) -> None:
     """Measure several sizes in float32 and bfloat16, sums of the largest beside other libraries."""
-    gpus, notes = devices(name), []
+    gpus = devices(name)
     sizes = (FAKE_SIZES if gpus.is_fake else SIZES)[0 if ops == ("sum",) else -1 :]
     for dtype, size, op in product((gpus.torch.float32, gpus.torch.bfloat16), sizes, ops):
         rows, is_last = [[gpus.random((size // dtype.itemsize,), dtype) for _ in range(n)]], size == sizes[-1]
         made = contenders(gpus, rows, results, op)
         if n == 8 and is_last and op == "sum":
             made |= torchs(gpus, rows, results) | others(gpus, rows[0], results)
-        times = Times(
-            gpus, f"{op} {n} to {results}, {size} bytes, {str(dtype)[6:]}", made, rows if op == "sum" else None
-        )
-        notes.append(f"{str(dtype)[6:]} {op} {size >> 10}K {times.share(IN_GRAPH if size < SHORT else NEW):.2f}")
-        if is_last and dtype is gpus.torch.float32 and op == "sum":
-            ways = {1: ("stack().sum(0)", STACK), 8: ("JAX's jitted sum", JIT)}
-            way, other = ways.get(results, ("", ""))
-            found = (
-                {f"{n} to {results}, times as fast as {way}": times.faster(NEW, other)} if other in times.times else {}
-            )
-            say(measured=found | {f"{n} to {results}, share of the copy rate": times.share(NEW)})
+        times = Times(gpus, f"{str(dtype)[6:]} {op} {size >> 10} KiB", made, rows if op == "sum" else None)
+        if is_last and dtype is gpus.torch.float32:
+            found = {f"times as fast as {key}": times.faster(NEW, key) for key in (STACK, JIT) if key in times.times}
+            found["share of the copy rate"] = times.share(NEW)
+            say(measured={f"{op} {n} to {results}, {key}": value for key, value in found.items()})
         del rows, made, times
         gpus.release()
-    say(note=f"of the copy rate: {', '.join(notes)}")
 
 
 def gradients(name: str) -> None:
     """Measure the 161 gradients of ResNet-50: eager, with ``out=``, in a graph, beside torch; then small tensors."""
-    gpus, notes = devices(name), []
+    gpus = devices(name)
     shapes = [(min(math.prod(shape), 100),) if gpus.is_fake else shape for shape in RESNET]
     for case, each in (("161 gradients", shapes), ("160 x 1 KiB", [(256,)] * 160), ("1 KiB", [(256,)])):
         rows = [[gpus.random(shape) for _ in range(8)] for shape in each]
@@ -182,20 +177,19 @@ def gradients(name: str) -> None:
         times = Times(gpus, case, made | torchs(gpus, rows, 8), rows)
         host = samples({key: made[key][0] for key in (NEW, OUT)}, 15)  # until a call returns
         us = {key: 1e6 * statistics.median(each) for key, each in host.items()}
-        say(row={"case": case, "host_us": us})
-        if each is shapes:
-            shared = {"gradients in a CUDA graph, share of the copy rate": times.share(IN_GRAPH)}
-            say(measured=shared | {"gradients, out=, microseconds on the host": us[OUT]})
-        on_host = ", ".join(f"{key} {each:.0f}" for key, each in us.items())
-        notes.append(f"{case}: graph {times.share(IN_GRAPH):.2f} of the copy rate, us on the host: {on_host}")
+        NOTES.append(", ".join(f"{key} {each:.0f} us on the host" for key, each in us.items()))
+        found = {
+            "in a CUDA graph, share of the copy rate": times.share(IN_GRAPH),
+            "out=, microseconds on the host": us[OUT],
+        }
+        say(measured={f"{case}, {key}": value for key, value in found.items()}, row={"case": case, "host_us": us})
         del rows, made, times, host
         gpus.release()
-    say(note="; ".join(notes))
 
 
 def kernels_and_grids(name: str) -> None:
     """Measure single kernels of sums: a fixed or any number of sources, in several grids, beside those in use."""
-    gpus, notes, library = devices(name), [], Kernels("")  # on the driver that is loaded
+    gpus, library = devices(name), Kernels("")  # on the driver that is loaded
     kinds = (("sum_f32", 4, "float32"), ("sum_bf16", 4, "bfloat16"), ("sum_f64", 8, "float64"))
     for (kernel, wide, dtype), size in product(kinds, FAKE_SIZES[:1] if gpus.is_fake else (1 << 20, LARGE)):
         kind = getattr(gpus.torch, dtype)
@@ -214,10 +208,9 @@ def kernels_and_grids(name: str) -> None:
         for used in (key for key in times.times if key.endswith(f"any, {USED_BLOCKS} blocks")):
             keys = [key for key in times.times if key.split(",")[0] == used.split(",")[0]]
             best = min(keys, key=lambda key, times=times: statistics.median(times.times[key]))
-            notes.append(f"{size >> 10}K, {best}: {times.faster(best, used):.2f}")
+            NOTES.append(f"{size >> 10} KiB, {best}: {times.faster(best, used):.2f} times {USED_BLOCKS} of any")
         del xs, made, times
         gpus.release()
-    say(note=f"the best, times as fast as any of {USED_BLOCKS} blocks: {'; '.join(notes)}")
 
 
 def jax_arrays(name: str, is_traced: bool) -> None:
@@ -229,17 +222,16 @@ def jax_arrays(name: str, is_traced: bool) -> None:
 
         from crossreduce.engines.cuda import jax as cuda_jax
 
-        assert not driver.unusable(), driver.unusable()
         assert is_fake or jax.default_backend() == "gpu", "JAX has no GPU"
         last = [None]  # the results of the last call
         kept = lambda run, xs: last.__setitem__(0, run(*xs))  # noqa: E731
         here = SimpleNamespace(is_fake=is_fake, synchronize=lambda: jax.block_until_ready(last))
         traced = jax.jit(lambda *xs: list(cr.all_reduce(list(xs))))
         eager = lambda *xs: list(cr.all_reduce(list(xs), devices=NAMES[:8]))  # noqa: E731
-        runs = {NEW: traced if is_traced else eager, JIT: jax.jit(lambda *xs: [sum(xs[1:], xs[0])] * 8)}
-        draw, notes = np.random.default_rng(1), []
+        runs = {JIT: jax.jit(lambda *xs: [sum(xs[1:], xs[0])] * 8), NEW: traced if is_traced else eager}
+        draw = np.random.default_rng(1)
         for size in FAKE_SIZES[:1] if is_fake else (1 << 10, 1 << 20, 1 << 26):
-            for turn in range(3 if size <= 1 << 20 else 1):
+            for turn in range(3):
                 values = [draw.standard_normal(size // 4, "float32") + turn for _ in range(8)]
                 right, xs = cr.all_reduce(values)[0], [jax.device_put(x, jax.devices()[0]) for x in values]
                 with engine_only():
@@ -247,9 +239,7 @@ def jax_arrays(name: str, is_traced: bool) -> None:
                 assert all(np.asarray(x).tobytes() == right.tobytes() for x in results), f"wrong bits: {size} bytes"
             count = traced.lower(*xs).as_text().count(f"@{cuda_jax.TARGET}")
             assert count == 1 or not is_traced, f"the program has {count} custom calls, not 1"
-            times = Times(here, f"{size} bytes", {key: (partial(kept, run, xs), 9 * size) for key, run in runs.items()})
-            notes.append(f"{size >> 10}K {times.faster(NEW, JIT):.2f}")
-    say(note=f"times as fast as a jitted sum with 8 results: {', '.join(notes)}")
+            Times(here, f"{size >> 10} KiB", {key: (partial(kept, run, xs), 16 * size) for key, run in runs.items()})
 
 
 def host_cost(_: str) -> None:
