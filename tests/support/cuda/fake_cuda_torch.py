@@ -155,6 +155,7 @@ class FakeGpus:
         return x.clone()
 
     def release(self) -> None:
+        self.synchronize()
         self.memory.release()
         assert not (report := self.fake.report()), report[:3]
         self.fake.clear()

@@ -145,16 +145,18 @@ bool are_peer_readable(const std::vector<uint64_t> &addresses, const std::vector
     const Driver &call = opened();
     ContextGuard context;
     context.use(*owners[0]);
-    // The starts and sizes of the allocations of this call, and of those found last, by an address in units of 2 MiB.
-    // Nothing is kept for later calls: an address may then be of other memory.
-    std::map<uint64_t, uint64_t> readable;
-    std::array<std::pair<uint64_t, uint64_t>, 1024> last{};
+    // Starts and sizes of allocations of this call, by an address in units of 2 MiB, and of the last ones, which others in
+    // large allocations are in. Nothing is kept for later calls: an address may then be of other memory.
+    std::array<std::pair<uint64_t, uint64_t>, 1024> readable{};
+    std::array<std::pair<uint64_t, uint64_t>, 16> last{};
+    size_t found = 0;
     for (const uint64_t address : addresses) {
-        auto &[start, nbytes] = last[(address >> 21) % last.size()];
+        auto &[start, nbytes] = readable[(address >> 21) % readable.size()];
         if (address == 0 || address - start < nbytes) continue;
-        if (auto next = readable.upper_bound(address); next != readable.begin()) {
-            std::tie(start, nbytes) = *--next;
-            if (address - start < nbytes) continue;
+        const auto holds = [&](const auto &one) { return address - one.first < one.second; };
+        if (const auto one = std::find_if(last.begin(), last.end(), holds); one != last.end()) {
+            std::tie(start, nbytes) = *one;
+            continue;
         }
         CUcontext owner = nullptr;
         void *pool = nullptr;
@@ -167,7 +169,7 @@ bool are_peer_readable(const std::vector<uint64_t> &addresses, const std::vector
         if (type != MEMORY_TYPE_DEVICE || is_managed || !is_legacy || pool != nullptr ||
             std::none_of(owners.begin(), owners.end(), owns))
             return false;
-        readable.emplace(start, nbytes);
+        last[found++ % last.size()] = {start, nbytes};
     }
     return true;
 }
