@@ -103,15 +103,16 @@ class Memory(DeviceMemory):
     def operands(self, arrays, devices):
         if not self.is_strided:
             return Operands([[x.ctypes.data for x in row] for row in arrays], arrays)
-        copies, before = [], self.fake.give("cuCtxGetCurrent")
-        for row in arrays:
-            copies.append([])
-            for x, device in zip(row, devices, strict=True):
-                owner, address = self.scratch(x.nbytes, device) if x.size else (None, 0)
-                self.fake.on(device)
-                self.fake.call("cuMemcpyAsync", address, x.ctypes.data, x.nbytes, self.stream(device))
-                copies[-1].append((owner, address))
-        self.fake.lib.cuCtxSetCurrent(before)
+
+        def copied(x, device):
+            owner, address = self.scratch(x.nbytes, device) if x.size else (None, 0)
+            self.fake.on(device)
+            self.fake.call("cuMemcpyAsync", address, x.ctypes.data, x.nbytes, self.stream(device))
+            return owner, address
+
+        before = self.fake.give("cuCtxGetCurrent")
+        copies = [list(map(copied, row, devices)) for row in arrays]
+        self.fake.call("cuCtxSetCurrent", before)
         return Operands([[address for _, address in row] for row in copies], arrays, copies)
 
     def address(self, array):
@@ -194,7 +195,7 @@ class Case:
             given = self._written(arrays, draw, check)
             results = executable.run(self.engine.bind(layout, arrays[0]), arrays[1])
             read = self._read(results, self.result_places)
-            kept = [] if self.inplace or not check else self._read(arrays[0], self.places)
+            kept = [] if self.inplace else self._read(arrays[0], self.places)
             self._free(arrays[0], results)
             if finish:
                 self.fake.run()
@@ -291,14 +292,14 @@ class Case:
 
     def _written(self, arrays, draw, check=True):
         """Let the callers' streams write drawn values, or zeros, into the sources, and return these."""
-        kind, _ = self._kinds()
-        made = cuda_launches.values if check else lambda draw, dtype, size: np.zeros(size, kind)
-        given = [[made(draw, self.dtype, x.size).view(kind) for x in row] for row in arrays[0]]
-        for row, numbers in zip(arrays[0], given, strict=True):
-            for x, right, place in zip(row, numbers, self.places, strict=True):
-                if x.size:
-                    self.fake.write(x.ctypes.data, right.tobytes(), self.memory.stream(place), place)
-        return given
+
+        def written(x, place):
+            made = cuda_launches.values(draw, self.dtype, x.size).view(x.dtype) if check else np.zeros_like(x)
+            if x.size:
+                self.fake.write(x.ctypes.data, made.tobytes(), self.memory.stream(place), place)
+            return made
+
+        return [list(map(written, row, self.places)) for row in arrays[0]]
 
     def _read(self, rows, places):
         """Let the callers' streams read arrays."""
@@ -344,14 +345,12 @@ def drawn(memory, number, seed):
         topology = cr.Topology.machine("dgx-1v")
         algorithm = choose.choice(["forest", "auto", "ring"])
         where = choose.choice(["eight", "two", "one", "eight"])  # its devices may be logical ones of fewer GPUs
-    destinations = None
-    if topology is None and choose.random() < 0.2 and len(PLACES[where]) > 1:
-        destinations = sorted(choose.sample(range(len(PLACES[where])), choose.randint(1, len(PLACES[where]))))
+    destinations, count = None, len(PLACES[where])
+    if topology is None and choose.random() < 0.2 and count > 1:
+        destinations = sorted(choose.sample(range(count), choose.randint(1, count)))
         algorithm = choose.choice(["one_device", "direct"])
-    inplace = choose.random() < 0.5
-    is_plain = choose.random() < 0.8
-    pieces = choose.choice([1, 1, 3])
-    is_integer_mean = op == "mean" and "int" in dtype and len(PLACES[where]) > 1
+    inplace, is_plain, pieces = choose.random() < 0.5, choose.random() < 0.8, choose.choice([1, 1, 3])
+    is_integer_mean = op == "mean" and "int" in dtype and count > 1
     result = choose.choice(["float64", "float32", "float16"]) if is_integer_mean else None
     if choose.random() < 0.1:
         sizes = [choose.choice([1, 5, 9]) for _ in range(45)]  # so many that tables are split

@@ -15,7 +15,7 @@ import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from itertools import product
+from itertools import chain, product
 from unittest import mock
 
 import cuda_launches
@@ -43,8 +43,7 @@ def check_draws(memory, count, seed):
     """Run drawn cases twice each: all bits are right, and nothing is unordered."""
     fake = memory.fake
     for number in spread(count):
-        case = drawn(memory, number, seed)
-        draw = np.random.default_rng([seed, number])
+        case, draw = drawn(memory, number, seed), np.random.default_rng([seed, number])
         for _ in range(2):
             assert case.run(draw), (number, case.names, case.numbers)
             assert not fake.report(), (number, case.names, case.numbers, fake.report()[:3])
@@ -57,10 +56,9 @@ def check_dropped(memory, count, seed):
     fake = memory.fake
     dropped = 0
     for number in spread(count):
-        case = drawn(memory, number, seed)
-        if all(size == 0 for size in case.sizes) or (case.inplace and len(set(case.places)) < len(case.places)):
+        case, draw = drawn(memory, number, seed), np.random.default_rng([seed, number])
+        if not any(case.sizes) or (case.inplace and len(set(case.places)) < len(case.places)):
             continue  # the plan also has waits for results that are in the memory of other sources
-        draw = np.random.default_rng([seed, number])
         before = fake.count("cuStreamWaitEvent")
         case.run(draw, check=False)
         waits = fake.count("cuStreamWaitEvent") - before
@@ -97,12 +95,11 @@ def check_many(memory, count, seed):
 
 def check_hosts(memory, count, seed):
     """If some replicas are in host memory, their arrays are copied to and from a device, also with ``out``."""
-    fake = memory.fake
+    fake, names, draw = memory.fake, ("cpu:0", "cuda:5", "cpu:1", "cuda:2", "cuda:5#1"), np.random.default_rng(seed)
 
     def moved(self, x, name):  # returns an array's copy on a device, or on the host
         if name.startswith("cuda"):
-            device = int(name[5])
-            made = memory.array(x.size, x.dtype, device)
+            made, device = memory.array(x.size, x.dtype, int(name[5])), int(name[5])
             fake.write(made.ctypes.data, x.tobytes(), memory.stream(device), device)
             return made
         place = memory.devices[x.ctypes.data][0]
@@ -110,30 +107,25 @@ def check_hosts(memory, count, seed):
         fake.run()
         return np.frombuffer(read, x.dtype)[: x.size]
 
-    names = "cpu:0", "cuda:5", "cpu:1", "cuda:2", "cuda:5#1"
-    for number in range(count):
-        draw = np.random.default_rng([seed, number])
-        specs = tuple(TensorSpec((size,), "float32") for size in (1000, 3))
-        numbers = NUMPY.numbers(ReduceOp("mean"), "float32", len(names))
-        destinations = (names, names[::2], names[1::2])[number % 3]
-        algorithm = ("one_device", "direct")[number // 3 % 2]
-        (layout,) = made_layouts(algorithm, names, destinations, specs, Packing(num_packs=2), None, None)
-        engine = cuda.CudaEngine()
+    def placed(rows, names):
+        return [[moved(None, x, k) if k[1] == "u" else x for x, k in zip(row, names, strict=True)] for row in rows]
+
+    engine, numbers = cuda.CudaEngine(), NUMPY.numbers(ReduceOp("mean"), "float32", len(names))
+    specs = tuple(TensorSpec((size,), "float32") for size in (1000, 3))
+    for algorithm, to in [*product(("one_device", "direct"), (names, names[::2], names[1::2]))][:count]:
+        (layout,) = made_layouts(algorithm, names, to, specs, Packing(num_packs=2), None, None)
         assert engine.supports(layout)
         given = [[draw.normal(size=spec.shape).astype("float32") for _ in names] for spec in specs]
-        right = [[np.empty(spec.shape, "float32") for _ in destinations] for spec in specs]
-        host.kernel(layout, numbers, len(destinations)).run(given, right, 1, False, False)  # one thread
-        with mock.patch.object(type(NUMPY), "to_device", moved):
-            at = lambda x, name: moved(NUMPY, x, name) if name.startswith("cuda") else x  # noqa: E731
-            arrays = [list(map(at, row, names)) for row in given]
-            out = [[at(np.zeros_like(x), name) for x, name in zip(row, destinations, strict=True)] for row in right]
-            for into in None, out:
+        right = [[np.zeros(spec.shape, "float32") for _ in to] for spec in specs]
+        arrays, out = placed(given, names), placed(right, to)
+        host.kernel(layout, numbers, len(to)).run(given, right, 1, False, False)  # one thread
+        for into in None, [[x.copy() if k[1] == "p" else x for x, k in zip(row, to, strict=True)] for row in out]:
+            with mock.patch.object(type(NUMPY), "to_device", moved):
                 executable = engine.compile(layout, numbers, into is not None)
                 results = executable.run(engine.bind(layout, arrays), into)
-                fake.run()
-                assert into is None or results is into
-                for row, expected in zip(results, right, strict=True):
-                    assert all(np.array_equal(x, y) for x, y in zip(row, expected, strict=True)), number
+            fake.run()
+            assert into is None or results is into
+            assert all(map(np.array_equal, chain(*results), chain(*right))), (algorithm, to)
         assert not fake.report(), fake.report()[:3]
     return count
 
@@ -198,8 +190,7 @@ def check_captures(memory, count, seed):
     fake.run()
     fake.clear()
     for number in spread(count):
-        case = drawn(memory, number, seed)
-        draw = np.random.default_rng([seed, number])
+        case, draw = drawn(memory, number, seed), np.random.default_rng([seed, number])
         assert case.run(draw)
         streams = fake.live().get("streams")
         case.run_captured(draw)
@@ -263,19 +254,15 @@ def check_private(memory, count, seed):
 def check_threads(memory, count, seed):
     """Several threads run the same and other executables at once, on streams of their own."""
     shared = [drawn(memory, number, seed) for number in spread(4)]
-    outcomes = []
 
     def work(thread):
         draw = np.random.default_rng([seed, thread])
-        for number in range(count):
-            case = shared[(thread + number) % 4]
-            outcomes.append(case.run(draw, finish=False))
+        return all(shared[(thread + number) % 4].run(draw, finish=False) for number in range(count))
 
     with ThreadPoolExecutor(4) as pool:
-        list(pool.map(work, range(4)))
-    assert outcomes == [True] * (4 * count)
+        assert all(pool.map(work, range(4)))
     assert not memory.fake.report(), memory.fake.report()[:3]
-    return len(outcomes)
+    return 4 * count
 
 
 def main(peers, seed, *checks):
