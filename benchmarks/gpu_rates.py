@@ -37,7 +37,7 @@ COPY, NEW, OUT, IN_GRAPH, LARGE = "torch copy_", "ours", "ours, out=", "ours, in
 STACK, JIT = "torch stack().sum(0)", "JAX jit"
 SIZES, FAKE_SIZES = (1 << 10, 1 << 15, 1 << 20, 1 << 24, LARGE), (1 << 10, 1 << 12)  # bytes per replica
 SHORT, TURNS, LEAST_S = 1 << 22, 5, 0.01  # below SHORT the host's time would count, so graphs are measured, too
-BLOCKS, USED_BLOCKS = (1, 2, 4, 8), 4  # per multiprocessor, of the sweep; and those of the library
+BLOCKS = (1, 2, 4, 8)  # per multiprocessor; the library uses 4
 COUNTS = ((8, 1), (8, 8), (2, 2), (16, 16))  # of sources and results
 RESNET = [tuple(shape) for shape in optree.tree_leaves(resnet50(), is_leaf=lambda node: isinstance(node, tuple))]
 Contender = tuple[Run, int]  # returns a list of results per tensor, or ``None``; and the bytes that it moves
@@ -168,27 +168,24 @@ def rates(name: str, n: int, results: int, ops: tuple[str, ...] = ("sum",)) -> N
 
 
 def gradients(name: str) -> None:
-    """Measure the 161 gradients of ResNet-50: eager, with ``out=``, in a graph, beside torch; then small tensors."""
+    """Measure the 161 gradients of ResNet-50: eager, with ``out=``, in a graph, beside torch."""
     gpus = devices(name)
     shapes = [(min(math.prod(shape), 100),) if gpus.is_fake else shape for shape in RESNET]
-    for case, each in (("161 gradients", shapes), ("160 x 1 KiB", [(256,)] * 160), ("1 KiB", [(256,)])):
-        rows = [[gpus.random(shape) for _ in range(8)] for shape in each]
-        made = contenders(gpus, rows, 8)
-        times = Times(gpus, case, made | torchs(gpus, rows, 8), rows)
-        host = samples({key: made[key][0] for key in (NEW, OUT)}, 15)  # until a call returns
-        us = {key: 1e6 * statistics.median(each) for key, each in host.items()}
-        NOTES.append(", ".join(f"{key} {each:.0f} us on the host" for key, each in us.items()))
-        found = {
-            "in a CUDA graph, share of the copy rate": times.share(IN_GRAPH),
-            "out=, microseconds on the host": us[OUT],
-        }
-        say(measured={f"{case}, {key}": value for key, value in found.items()}, row={"case": case, "host_us": us})
-        del rows, made, times, host
-        gpus.release()
+    rows = [[gpus.random(shape) for _ in range(8)] for shape in shapes]
+    made = contenders(gpus, rows, 8)
+    times = Times(gpus, "161 gradients", made | torchs(gpus, rows, 8), rows)
+    host = samples({key: made[key][0] for key in (NEW, OUT)}, 15)  # until a call returns
+    us = {key: 1e6 * statistics.median(each) for key, each in host.items()}
+    NOTES.append(", ".join(f"{key} {each:.0f} us on the host" for key, each in us.items()))
+    found = {
+        "in a CUDA graph, share of the copy rate": times.share(IN_GRAPH),
+        "out=, microseconds on the host": us[OUT],
+    }
+    say(measured={f"161 gradients, {key}": value for key, value in found.items()}, row={"host_us": us})
 
 
 def kernels_and_grids(name: str) -> None:
-    """Measure single kernels of sums: a fixed or any number of sources, in several grids, beside those in use."""
+    """Measure single kernels of sums: a fixed or any number of sources, in several grids."""
     gpus, library = devices(name), Kernels("")  # on the driver that is loaded
     kinds = (("sum_f32", 4, "float32"), ("sum_bf16", 4, "bfloat16"), ("sum_f64", 8, "float64"))
     for (kernel, wide, dtype), size in product(kinds, FAKE_SIZES[:1] if gpus.is_fake else (1 << 20, LARGE)):
@@ -205,10 +202,8 @@ def kernels_and_grids(name: str) -> None:
                 run = partial(library.queue, f"{kernel}_{each}", buffer, blocks * library.multiprocessors)
                 made[f"{sources} to {results}, {kernel}_{each}, {blocks} blocks"] = run, (sources + results) * size
         times = Times(gpus, f"{size} bytes, {kernel}", made)
-        for used in (key for key in times.times if key.endswith(f"any, {USED_BLOCKS} blocks")):
-            keys = [key for key in times.times if key.split(",")[0] == used.split(",")[0]]
-            best = min(keys, key=lambda key, times=times: statistics.median(times.times[key]))
-            NOTES.append(f"{size >> 10} KiB, {best}: {times.faster(best, used):.2f} times {USED_BLOCKS} of any")
+        best = max([*times.times][1:], key=times.share)
+        NOTES.append(f"{kernel}, {size >> 10} KiB: {times.share(best):.2f} of the copy rate by {best}")
         del xs, made, times
         gpus.release()
 
