@@ -53,12 +53,9 @@ def reads_over_time(library, launch, devices):
     order = [tile for first in turns for tile in range(first, first + together) if tile < len(tiles)]
     assert sorted(order) == [*range(len(tiles))]
     groups, running = [], RUNNING * together
-    for first in range(0, len(order), running):
-        reads = Counter()
-        for tile in order[first : first + running]:
-            reads += parts[tiles[tile]]
-        size = min(running, len(order) - first)
-        groups.append((size, {device: count / size for device, count in reads.items()}))
+    for now in (order[first : first + running] for first in range(0, len(order), running)):
+        reads = sum((parts[tiles[tile]] for tile in now), Counter())
+        groups.append((len(now), {device: count / len(now) for device, count in reads.items()}))
     return groups
 
 

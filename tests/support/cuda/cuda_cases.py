@@ -78,7 +78,7 @@ class Memory(DeviceMemory):
     def release_all(self):
         """Free all arrays, after a call has failed."""
         for address in list(self.devices):
-            self._release(address)
+            self.release(address)
 
     def synchronize(self, device):
         """Wait for the thread's current stream."""
@@ -90,11 +90,8 @@ class Memory(DeviceMemory):
         self.streams()[device] = self.fake.stream(device)
         return self.streams()[device]
 
-    def release(self, x):
-        """Free an array. Its next owner, in the same stream, writes into it at once."""
-        self._release(x.ctypes.data)
-
-    def _release(self, begin):
+    def release(self, begin):
+        """Free the array at an address. Its next owner, in the same stream, writes into it at once."""
         device, address, nbytes, stream = self.devices.pop(begin)
         if not self.is_quiet:
             self.fake.write(address, bytes(nbytes), stream, device)
@@ -124,14 +121,11 @@ class Memory(DeviceMemory):
     def scratch(self, nbytes, device):
         made = self.array(nbytes, np.uint8, device, use="scratch")
         owner = set()  # when it is not used any more, the memory is freed
-        weakref.finalize(owner, self.release, made).atexit = False
+        weakref.finalize(owner, self.release, made.ctypes.data).atexit = False
         return owner, made.ctypes.data
 
     def writable_outputs(self, arrays, devices):
         return [[x.ctypes.data for x in row] for row in arrays]
-
-    def mark_dirty(self, outs):
-        pass
 
 
 def made_layouts(*arguments):
@@ -310,8 +304,8 @@ class Case:
         return [list(map(read, row, places)) for row in rows]
 
     def _free(self, *arrays):
-        for x in {x.ctypes.data: x for rows in arrays for row in rows for x in row if x.size}.values():
-            self.memory.release(x)
+        for address in {x.ctypes.data for rows in arrays for row in rows for x in row if x.size}:
+            self.memory.release(address)
 
     def _is_right(self, layout, given, read):
         """Return whether ``read`` has the bits that the host kernels compute from the sources ``given``."""

@@ -12,7 +12,7 @@ import ctypes
 import os
 import subprocess
 import sys
-from functools import partial
+from itertools import product
 from pathlib import Path
 
 from compiled import compiled
@@ -28,25 +28,10 @@ PLAIN, POOL, MAPPED, MANAGED, FOREIGN_CONTEXT = range(5)  # kinds of memory; pee
 NON_BLOCKING = 1  # a flag of streams: not ordered with the default stream
 CUBE_MESH = ["1234", "0235", "0136", "0127", "0567", "1467", "2457", "3456"]  # of each device of a DGX-1, its peers
 
-# The parameters of the functions that Python calls: p pointers and handles, a addresses, z sizes, i int, u unsigned, s
-# text. Those of the fake driver's own functions (fake_control.hpp) follow their result; c is a code, which must be 0.
-PARAMETERS = {
-    "cuInit": "u", "cuDevicePrimaryCtxRetain": "pi", "cuDevicePrimaryCtxRelease_v2": "i", "cuCtxGetCurrent": "p",
-    "cuCtxSetCurrent": "p", "cuCtxEnablePeerAccess": "pu", "cuModuleLoadData": "pp", "cuModuleGetFunction": "pps",
-    "cuLaunchKernel": "puuuuuuuppp", "cuStreamCreate": "pu", "cuStreamWaitEvent": "ppu", "cuStreamSynchronize": "p",
-    "cuStreamBeginCapture_v2": "pi", "cuStreamEndCapture": "pp", "cuGraphInstantiateWithFlags": "ppz",
-    "cuGraphLaunch": "pp", "cuGraphExecDestroy": "p", "cuGraphDestroy": "p", "cuEventCreate": "pu",
-    "cuEventRecord": "pp", "cuMemcpyAsync": "aazp", "cuMemcpyPeerAsync": "apapzp", "cuMemAlloc_v2": "pz",
-    "cuMemFree_v2": "a", "cuMemHostAlloc": "pzu",
-}  # fmt: skip
-CONTROLS = {
-    "reset": "cisa", "clear": "c", "fail": "csai", "count": "as", "text": "si", "run": "c", "memory": "aaii",
-    "own": "caaii", "disown": "ca", "kind": "cai", "hold": "c", "resume": "i", "corrupt": "cii", "stream": "piu",
-    "host_access": "caai", "queue": "cpiapai",
-}  # fmt: skip
-DEFAULTS = {"memory": PLAIN, "own": PLAIN, "stream": NON_BLOCKING}  # of the last parameter
-TYPES = {"p": ctypes.c_void_p, "a": ctypes.c_uint64, "z": ctypes.c_size_t, "i": ctypes.c_int, "u": ctypes.c_uint}
-TYPES |= {"s": ctypes.c_char_p, "c": ctypes.c_int}
+# Of the fake driver's own functions (fake_control.hpp): results that are not codes, which must be 0; last parameters.
+RESULTS = {"count": ctypes.c_uint64, "memory": ctypes.c_uint64, "stream": ctypes.c_uint64, "resume": ctypes.c_int}
+RESULTS["text"] = ctypes.c_char_p
+DEFAULTS = {"memory": (0, 0, PLAIN), "own": (0, 0, 0, PLAIN), "stream": (0, NON_BLOCKING)}
 
 
 def host_bodies():
@@ -91,14 +76,16 @@ PEERS = {  # whether device a can access the memory of device b
 }
 
 
+def passed(x):
+    """Return an argument of a C function: numbers and handles have 64 bits, of which a function may read fewer."""
+    return ctypes.c_int64(x) if hasattr(x, "__index__") else x.encode() if isinstance(x, str) else x
+
+
 class Driver:
     """A CUDA driver, the fake or a real one. ``lib`` has its functions, which return codes."""
 
     def __init__(self, path="libcuda.so.1"):
         self.lib = ctypes.CDLL(str(path), ctypes.RTLD_GLOBAL)
-        for name, letters in PARAMETERS.items():
-            if hasattr(self.lib, name):
-                getattr(self.lib, name).argtypes = [TYPES[letter] for letter in letters]
 
     def report(self):
         """Return the mistakes so far, which only the fake driver reports."""
@@ -106,7 +93,7 @@ class Driver:
 
     def call(self, name, *arguments, gives=0):
         """Call a function, which must return the code ``gives``."""
-        code = getattr(self.lib, name)(*arguments)
+        code = getattr(self.lib, name)(*map(passed, arguments))
         assert code == gives, (name, code, self.report()[-1:])
 
     def give(self, name, *arguments, kind=ctypes.c_void_p):
@@ -136,24 +123,24 @@ class Driver:
 class FakeDriver(Driver):
     """The fake driver in this process, restarted with some devices, so that all handles and addresses become invalid.
 
-    What ``cuInit`` did stays. There is one driver for each ``soname``. The functions of ``CONTROLS`` are methods.
+    What ``cuInit`` did stays. There is one driver for each ``soname``. The functions of fake_control.hpp are methods.
     """
 
     def __init__(self, devices=8, peers="full", seed=0, soname="libcuda.so.1"):
         super().__init__(built(soname=soname))
-        for name, letters in CONTROLS.items():
-            function = getattr(self.lib, f"fake_{name}")
-            function.restype, *function.argtypes = (TYPES[letter] for letter in letters)
-            setattr(self, name, partial(self._control, name, function))
-        access = bytes(a != b and PEERS[peers](a, b) for a in range(devices) for b in range(devices))
-        self.reset(devices, access, seed)
         self._kept = []
+        self.reset(devices, bytes(a != b and PEERS[peers](a, b) for a, b in product(range(devices), repeat=2)), seed)
 
-    def _control(self, name, function, *given):
-        texts = (each.encode() if isinstance(each, str) else each for each in given)
-        result = function(*texts, *[DEFAULTS.get(name)] * (len(function.argtypes) - len(given)))
-        assert CONTROLS[name][0] != "c" or result == 0, (name, given, self.report())
-        return result.decode() if isinstance(result, bytes) else result
+    def __getattr__(self, name):
+        function = getattr(self.lib, f"fake_{name}")
+        function.restype = RESULTS.get(name, ctypes.c_int)
+
+        def control(*given):
+            result = function(*map(passed, given + DEFAULTS.get(name, ())[len(given) :]))
+            assert name in RESULTS or result == 0, (name, given, self.report())
+            return result.decode() if isinstance(result, bytes) else result
+
+        return control
 
     def on(self, device):
         context = super().on(device)
