@@ -39,6 +39,7 @@ from cuda_cases import ALGORITHMS
 DTYPES = ("float32", "float16", "bfloat16", "float64", "complex64", "complex128", "int8", "int64", "uint8", "bool")
 MODULES = ("kernels._native", "frameworks._numpy_arrays", "engines.host._calls", "engines.cuda._cuda")
 PACKAGES = ("crossreduce", "numpy", "torch", "jax", "jax-cuda13-plugin", "cupy-cuda13x", "nvidia-nccl-cu13", "optree")
+COMPUTE_MODE = 20  # CUDA's attribute; 0: processes share the device
 N, TURNS, CALLS, GRADIENTS, KEY = 8, 6, 300, 161, "161 gradients, deterministic, kernels of a call"
 NAMES = ["cuda:0", *(f"cuda:0#{k}" for k in range(1, 16))]
 Run = Callable[[], Any]
@@ -168,6 +169,8 @@ def versions(name: str) -> None:
         importlib.import_module(f"crossreduce.{module}")
     for number in range(devices(name).count):
         assert not (why := driver.lacks_kernels(number)), why
+        if fake_cuda.Driver().give("cuDeviceGetAttribute", COMPUTE_MODE, number, kind=ctypes.c_int):
+            say(exclusive=True)  # then the cases run one after another
     found = [f"{each.name} {each.version}" for each in importlib.metadata.distributions() if each.name in PACKAGES]
     NOTES.extend([*driver.devices(), f"python {platform.python_version()}, {', '.join(found)}"])
 
