@@ -7,7 +7,7 @@ theirs, since the first import of a framework may be slow. Limits grow with the 
 may take half of the time that is left. A case is red if it fails, dies, exceeds its limit, or needs a module that is
 missing; if the time of its stage is over first, it is left out; a target that is not met is not red. The record of each
 case is written to ``results.jsonl`` at once. With ``--driver fake`` the fake driver of the tests takes the place of
-CUDA: all code runs in tiny sizes, and its times mean nothing. This file uses the standard library only.
+CUDA, and times mean nothing. This file uses the standard library only.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import argparse
 import contextlib
 import importlib.util
 import json
+import math
 import os
 import re
 import shutil
@@ -31,21 +32,19 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 HERE = Path(__file__).resolve().parent
-SHARES = {0: 15, 1: 30, 2: 40, 3: 60, 4: 75, 5: 30, 6: 20, 7: 30, 8: 45}  # seconds of each stage, 345 in all
+SHARES = (15, 30, 40, 60, 75, 30, 20, 30, 45)  # seconds of each stage, 345 in all
 CHECKED, TOGETHER = 3, 4  # stages up to this one end the run at a red case; so many of its cases run at once
-LEAST_S, KILL_S, KEPT = 3, 5, 4000  # the least time of a case; to await its end; characters of a red case's output
-LATE = "not finished after"
-TARGETS = {  # for each its text, and the least (>=) or greatest (<=) value
-    "8 to 1": ("256 MiB float32, 8 to 1: share of the copy rate", ">=", 0.92),
-    "8 to 8": ("256 MiB float32, 8 to 8: share of the copy rate", ">=", 0.85),
-    "2 to 2": ("256 MiB float32, 2 to 2: share of the copy rate", ">=", 0.8),
-    "16 to 16": ("256 MiB float32, 16 to 16: share of the copy rate", ">=", 0.8),
-    "stack": ("256 MiB float32, 8 to 1: times as fast as torch's stack().sum(0)", ">=", 2.4),
-    "jax": ("256 MiB float32, 8 to 8: times as fast as JAX's jitted sum", ">=", 1.2),
-    "graph": ("161 gradients in a CUDA graph: share of the copy rate", ">=", 0.85),
-    "host": ("161 gradients, eager, out=: microseconds on the host", "<=", 150),
-    "deterministic": ("161 gradients in deterministic mode: kernels of one call", "<=", 1),
-    "nccl": ("several GPUs, direct, 256 MiB: times as long as NCCL", "<=", 1.15),
+LEAST_S, KILL_S, LATE = 3, 5, "not finished after"  # the least time of a case; to await its end
+TARGETS = {  # the least values, or, if negative, the greatest; of float32, 256 MiB per replica
+    "sum 8 to 1, share of the copy rate": 0.92,
+    "sum 8 to 8, share of the copy rate": 0.85,
+    "sum 2 to 2, share of the copy rate": 0.8,
+    "sum 16 to 16, share of the copy rate": 0.8,
+    "sum 8 to 1, times as fast as torch stack().sum(0)": 2.4,
+    "sum 8 to 8, times as fast as JAX jit": 1.2,
+    "161 gradients, in a CUDA graph, share of the copy rate": 0.85,
+    "161 gradients, out=, microseconds on the host": -150,
+    "161 gradients, deterministic, kernels of a call": -1,
 }
 
 
@@ -75,8 +74,8 @@ def cases(is_fake: bool) -> list[Case]:
     segments = dict.fromkeys(("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"), "expandable_segments:True")
     buffers = {"XLA_FLAGS": "--xla_gpu_enable_command_buffer=FUSION,CUSTOM_CALL --xla_gpu_graph_min_graph_size=1"}
     buffers["CROSSREDUCE_CUDA_JIT"] = "1"  # the custom call, in programs of jit, too
-    folders = (os.environ.get("PATH"), "/usr/local/cuda/bin", "/usr/local/cuda/compute-sanitizer")
-    memcheck = shutil.which("compute-sanitizer", path=os.pathsep.join(filter(None, folders))) or "compute-sanitizer"
+    folders = f"{os.environ.get('PATH', '')}:/usr/local/cuda/bin:/usr/local/cuda/compute-sanitizer"
+    memcheck = shutil.which("compute-sanitizer", path=folders) or "compute-sanitizer"
     sanitizer = () if is_fake else (memcheck, "--error-exitcode", "9", "--report-api-errors", "no")
     ranks, many = ("processes.py", "--quick", "--ranks"), ("2",) if is_fake else ("2", "4", "8", "16")
     return [
@@ -86,7 +85,7 @@ def cases(is_fake: bool) -> list[Case]:
         *of(3, "expandable segments", variables=segments),
         *of(3, "DLPack from CuPy", needs=("torch",) if is_fake else ("torch", "cupy")),
         *of(3, "DLPack from JAX", needs=("torch", "jax")),
-        *of(4, "8 to 1", "8 to 8", "2 to 2", "16 to 16", "min and max", "gradients", "several GPUs", limit_s=40),
+        *of(4, "8 to 1", "8 to 8", "2 to 2", "16 to 16", "min and max", "gradients", limit_s=40),
         *of(5, "eager", "jit", needs=("jax",), variables=buffers),
         *of(6, "kernels and grids"),
         *of(7, "raw launches", needs=(), limit_s=45, prefix=sanitizer),
@@ -100,122 +99,110 @@ class Run:
     """The records of the cases. Each is kept, printed and written as soon as its case has ended."""
 
     def __init__(self, out: Path, seconds: float) -> None:
-        self.out, self.begin, self.scale, self.stopped = out, time.monotonic(), seconds / sum(SHARES.values()), False
+        self.out, self.begin, self.scale = out, time.monotonic(), seconds / sum(SHARES)
+        self.stopped = ""  # why no further case runs
         self.records: list[dict[str, Any]] = []
-        self.problems: dict[str, None] = {}
         self.environment = {**os.environ, "XLA_PYTHON_CLIENT_PREALLOCATE": "false", "PYTHONUNBUFFERED": "1"}
-        with contextlib.suppress(OSError):  # then the files cannot be written either
-            out.mkdir(parents=True, exist_ok=True)
+        out.mkdir(parents=True, exist_ok=True)
         for name in ("results.jsonl", "log.txt", "table.txt"):
-            self.write(name, "", "w")
+            (out / name).write_text("")
 
-    def write(self, name: str, text: str, mode: str = "a") -> None:
-        """Write to a file of ``out``. What cannot be written is a problem, and the run goes on."""
-        try:
-            with (self.out / name).open(mode) as file:
-                file.write(text)
-                file.flush()
-                os.fsync(file.fileno())
-        except OSError as error:
-            self.problems[f"{self.out / name} cannot be written: {error.strerror}"] = None
+    def write(self, name: str, text: str) -> None:
+        """Append to a file of ``out``. The run goes on if that fails, as on a full disk."""
+        with contextlib.suppress(OSError), (self.out / name).open("a") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
 
     def add(self, case: Case, result: str, why: str = "", stops: bool = True, **more: Any) -> None:
         """Keep a record. ``result``: ok, RED or "left out". ``stops``: a red case of the first stages ends the run."""
         record = {"stage": case.stage, "case": case.name, "result": result, "why": why, **more}
         self.records.append(record)
         self.write("results.jsonl", json.dumps(record) + "\n")
-        self.stopped |= stops and result == "RED" and case.stage <= CHECKED
+        if stops and result == "RED" and case.stage <= CHECKED:
+            self.stopped = self.stopped or f"{case.name} is red"
         print(f"{time.monotonic() - self.begin:4.0f} s {line(record)}", flush=True)
 
     def do(self, case: Case) -> None:
         """Run a case, unless it lacks a module or time."""
         missing = [name for name in case.needs if importlib.util.find_spec(name) is None]
-        last = max(CHECKED, case.stage)
-        end_s = self.scale * sum(share for number, share in SHARES.items() if number <= last)
         crowd = min(4, os.getloadavg()[0] / len(os.sched_getaffinity(0)))  # processes that share a core
-        left_s, limit_s = end_s - (time.monotonic() - self.begin), case.limit_s * max(1, self.scale, crowd)
+        begin, limit_s = time.monotonic(), case.limit_s * max(1, self.scale, crowd)
+        left_s = self.scale * sum(SHARES[: max(CHECKED, case.stage) + 1]) - (begin - self.begin)
         limit_s = limit_s if case.stage <= CHECKED else max(limit_s, left_s / 2)
-        if self.stopped:
-            self.add(case, "left out", "an earlier case is red, or a signal came")
+        if self.stopped or left_s < LEAST_S:
+            self.add(case, "left out", self.stopped or "the time of the stage is used up")
         elif missing:
             self.add(case, "RED", f"not installed: {', '.join(missing)}", stops="torch" in missing)
-        elif left_s < LEAST_S:
-            self.add(case, "left out", "the time of the stage is used up")
         else:
-            begin, more = time.monotonic(), dict[str, Any]()
+            more: dict[str, Any] = {}
             try:
-                why, more = self.child(case, min(limit_s, left_s))
+                why = self.child(case, min(limit_s, left_s), more)
             except Exception as error:  # noqa: BLE001 - such as a full disk: the other cases run all the same
                 why = f"{type(error).__name__}: {error}"
             is_cut = case.stage > CHECKED and left_s < limit_s and why.startswith(LATE)
             result = "ok" if not why else "left out" if is_cut else "RED"
             self.add(case, result, why, wall_s=round(time.monotonic() - begin, 2), **more)
 
-    def child(self, case: Case, limit_s: float) -> tuple[str, dict[str, Any]]:
-        """Run a case's process. Return why it is red, or an empty string, and the rest of its record."""
-        with tempfile.NamedTemporaryFile(suffix=".json") as kept:
+    def child(self, case: Case, limit_s: float, more: dict[str, Any]) -> str:
+        """Run a case's process. Return why it is red, or an empty string; ``more`` gets the rest of its record."""
+        with tempfile.NamedTemporaryFile(suffix=".json") as kept, tempfile.TemporaryFile() as out, \
+                tempfile.TemporaryFile() as err:  # fmt: skip
             program, *arguments = (kept.name if each == "JSON" else each for each in case.command)
             process = subprocess.Popen(
-                [*case.prefix, sys.executable, str(HERE / program), *arguments],
-                env=self.environment | case.variables, cwd=HERE, start_new_session=True,
-                stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+                [*case.prefix, sys.executable, str(HERE / program), *arguments], env=self.environment | case.variables,
+                cwd=HERE, start_new_session=True, stdin=subprocess.DEVNULL, stdout=out, stderr=err,
             )  # fmt: skip
-            why = ""
+            code, why = 0, ""
             try:
-                process.communicate(timeout=limit_s)
-            except subprocess.TimeoutExpired:  # or only what the case left running has not finished
-                why = "" if process.poll() is not None else f"{LATE} {limit_s:.0f} s"
+                code = process.wait(limit_s)
+            except subprocess.TimeoutExpired:
+                why = f"{LATE} {limit_s:.0f} s"
             with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            try:
-                texts = process.communicate(timeout=KILL_S)  # again: what was read before, and the rest
-            except subprocess.TimeoutExpired as error:
-                texts, why = (error.stdout, error.stderr), f"{why}, and its processes cannot be killed"
-            found = Path(kept.name).read_text()
-        output, errors = ((each or b"").decode(errors="replace") for each in texts)
-        self.write("log.txt", f"\n==== {case.stage} {case.name}\n{output[-100_000:]}\n{errors[-100_000:]}\n")
-        more: dict[str, Any] = {"rows": [], "measured": {}, "done": bool(found), "kept": json.loads(found or "{}")}
-        more |= {"note": summary(more["kept"])} if "rows" in more["kept"] else {}
+                os.killpg(process.pid, signal.SIGKILL)  # what it left running, too
+            process.wait(KILL_S)
+            results = json.loads(Path(kept.name).read_text() or "{}")
+            output, errors = ((each.seek(0), each.read())[1].decode(errors="replace") for each in (out, err))
+        self.write("log.txt", f"\n==== {case.stage} {case.name}\n{output}\n{errors}\n")
+        more |= {"rows": [], "measured": {}, "kept": results}
+        more |= {"done": bool(results)} | ({"note": summary(results)} if "missing" in results else {})
         for text in re.findall(r"^{.*}$", output, re.MULTILINE):  # not a line that a killed process did not finish
             with contextlib.suppress(ValueError):
                 said = json.loads(text)
                 more["rows"] += [said.pop("row")] if "row" in said else []
                 more["measured"] |= said.pop("measured", {})
                 more |= said
-        code = process.returncode
-        if not why and code:
+        if code:
             why = f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
         why = why or ("" if more["done"] else "it ended early, with exit code 0")
         if why:  # what processes.py did not measure, and the last line without indent, with what follows it
             text = errors.strip() or re.sub(r"^{.*}$", "", output, flags=re.MULTILINE).strip()
-            last = re.split(r"\n(?=\S)", text)[-1]
-            why = "; ".join(filter(None, [why, *more["kept"].get("missing", {}).values(), last]))
-        return why, more | ({"output": output[-KEPT:], "errors": errors[-KEPT:]} if why else {})
+            why = "; ".join(filter(None, [why, *results.get("missing", {}).values(), re.split(r"\n(?=\S)", text)[-1]]))
+        return why
 
 
 def summary(kept: dict[str, Any]) -> str:
     """Return a line about the results of processes.py."""
-    places: dict[str, list[float]] = {}
+    places = {f"{row['place']}, {row['peer']}": [] for row in kept["rows"]}
     for row in kept["rows"]:
-        places.setdefault(f"{row['place']}, {row['peer']}", []).append(row["ratio"])
-    texts = [f"{place} {statistics.median(each):.2f} (most {max(each):.2f})" for place, each in places.items()]
+        places[f"{row['place']}, {row['peer']}"].append(row["ratio"])
+    texts = [f"{place} {statistics.median(each):.2f}" for place, each in places.items()]
     return "; ".join(["median of our time / that of: " + ", ".join(texts), *kept["missing"]])
 
 
-def unpack(run: Run, wheels: Path, site: Path) -> None:
+def unpack(run: Run, wheels: Path, site: str) -> None:
     """Unpack this library's wheel, and those of packages that this interpreter lacks, and let the cases find them."""
-    made, why, modules = [], "", {"ml_dtypes": "ml_dtypes", "markdown_it_py": "markdown_it"}
+    made, why, modules = [], "", {"markdown_it_py": "markdown_it"}
     try:
         for path in sorted(wheels.glob("*.whl")):
             name, version = path.name.split("-")[:2]
             if name == "crossreduce" or importlib.util.find_spec(modules.get(name, name)) is None:
-                with zipfile.ZipFile(path) as wheel:
-                    wheel.extractall(site)
+                zipfile.ZipFile(path).extractall(site)
                 made.append(f"{name} {version}")
     except (OSError, zipfile.BadZipFile) as error:
         why = f"{path.name} cannot be unpacked: {error}"
-    run.environment["PYTHONPATH"] = os.pathsep.join([str(site), *filter(None, [os.environ.get("PYTHONPATH")])])
-    sys.path.insert(0, str(site))
+    run.environment["PYTHONPATH"] = os.pathsep.join(filter(None, [site, os.environ.get("PYTHONPATH")]))
+    sys.path.insert(0, site)
     if not why and importlib.util.find_spec("crossreduce") is None:
         why = f"{wheels} has no wheel of crossreduce: run scripts/gpu_wheels where there is a network"
     note = ", ".join(made) or "crossreduce is installed already"
@@ -232,14 +219,15 @@ def table(run: Run, is_fake: bool) -> str:
     """Return the table of all cases and targets. Its last line says GREEN or RED."""
     lines = ["", *(["FAKE DRIVER: its times mean nothing."] if is_fake else []), *map(line, run.records), ""]
     measured = {key: value for each in run.records for key, value in each.get("measured", {}).items()}
-    for key, (text, sign, limit) in TARGETS.items():
-        value = measured.get(key)
-        is_met = value is not None and (value >= limit if sign == ">=" else value <= limit)
-        verdict = "not measured" if value is None else "fake" if is_fake else "met" if is_met else "NOT MET"
-        lines.append(f"{text:70} {sign} {limit:<5g} {'-' if value is None else f'{value:.4g}':>9}  {verdict}")
-    results, lines = [each["result"] for each in run.records], [*lines, *(f"RED: {each}" for each in run.problems)]
+    for key, limit in TARGETS.items():
+        value = measured.get(key, math.nan)
+        verdict = "fake" if is_fake else "met" if value >= limit > 0 or value <= -limit else "NOT MET"
+        lines.append(
+            f"{key:56} {'<>'[limit > 0]}= {abs(limit):<5g} {value:9.4g}  {verdict if key in measured else '-'}"
+        )
+    results = [each["result"] for each in run.records]
     counts = ", ".join(f"{results.count(each)} {each}" for each in ("ok", "RED", "left out"))
-    verdict = "RED" if "RED" in results or run.problems else "GREEN"
+    verdict = "RED" if "RED" in results or run.stopped else "GREEN"
     return "\n".join([*lines, f"{verdict}: {counts}; {time.monotonic() - run.begin:.0f} s"])
 
 
@@ -248,26 +236,22 @@ def main() -> int:
     parser.add_argument("out", type=Path, help="the folder of the results")
     parser.add_argument("--driver", choices=("real", "fake"), default="real", help="fake: the tests' driver, no GPU")
     parser.add_argument("--only", default="", help="only the cases whose stage and name begin with this")
-    parser.add_argument("--seconds", type=float, default=sum(SHARES.values()), help="the time of all stages")
+    parser.add_argument("--seconds", type=float, default=sum(SHARES), help="the time of all stages")
     parser.add_argument("--wheels", type=Path, default=HERE.parent / "dist/gpu", help="of scripts/gpu_wheels")
     given = parser.parse_args()
-    run, is_fake, site = Run(given.out.absolute(), given.seconds), given.driver == "fake", Path(given.out, "no folder")
-    stop = lambda *_: (run.problems.update({"a signal came": None}), setattr(run, "stopped", True))  # noqa: E731
-    signal.signal(signal.SIGINT, stop)
-    signal.signal(signal.SIGTERM, stop)
-    try:
-        with contextlib.suppress(OSError):  # unpacking reports it
-            site = Path(tempfile.mkdtemp(prefix="gpu_first_run_"))
+    run, is_fake = Run(given.out.absolute(), given.seconds), given.driver == "fake"
+    for each in signal.SIGINT, signal.SIGTERM:
+        signal.signal(each, lambda *_: setattr(run, "stopped", "a signal came"))
+    with tempfile.TemporaryDirectory(prefix="gpu_first_run_") as site:
         unpack(run, given.wheels, site)
         chosen = [case for case in cases(is_fake) if f"{case.stage} {case.name}".startswith(given.only)]
-        for stage in SHARES:
+        for stage in range(len(SHARES)):
             is_alone = stage not in (2, CHECKED) or any(each.get("exclusive") for each in run.records)
             with ThreadPoolExecutor(1 if is_alone else TOGETHER) as pool:
                 list(pool.map(run.do, [case for case in chosen if case.stage == stage]))
-    finally:
-        shutil.rmtree(site, ignore_errors=True)
-        run.write("table.txt", table(run, is_fake) + "\n")
-        print(text := table(run, is_fake))
+    text = table(run, is_fake)
+    run.write("table.txt", text + "\n")
+    print(text)
     return int(text.splitlines()[-1].startswith("RED"))
 
 

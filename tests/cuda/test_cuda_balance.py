@@ -3,18 +3,16 @@
 import ctypes
 import struct
 from collections import Counter
-from unittest import mock
 
 import cuda_launches
 import pytest
-from cuda_cases import ALGORITHMS, NUMPY
+from cuda_cases import ALGORITHMS, NUMPY, made_layouts
 from fake_cuda import host_library
 
 from crossreduce.engines.cuda.batching import operations
 from crossreduce.engines.cuda.encoding import split_launch
 from crossreduce.ops import ReduceOp
 from crossreduce.packing import Packing
-from crossreduce.reduction.pipeline import layouts
 from crossreduce.values import TensorSpec
 
 RUNNING = 4 * 60  # blocks of a device that run at a time; a GPU of 60 multiprocessors is small
@@ -30,8 +28,7 @@ def all_reduce(algorithm, devices, elements, tensors=1, packing=None):
     """Return the operations of an all-reduce of equal tensors on devices that can read each other's memory."""
     names = tuple(f"cuda:{k}" for k in range(devices))
     specs = (TensorSpec((elements,), "float32"),) * tensors
-    with mock.patch.object(type(NUMPY), "require", return_value=None):
-        (layout,) = layouts(NUMPY, algorithm, names, names, specs, packing or Packing(), None, None)
+    (layout,) = made_layouts(algorithm, names, names, specs, packing or Packing(), None, None)
     numbers = NUMPY.numbers(ReduceOp("sum"), "float32", devices)
     readable = ((True,) * devices,) * devices
     return operations(layout, numbers, {name: k for k, name in enumerate(names)}, readable, False)
@@ -56,12 +53,9 @@ def reads_over_time(library, launch, devices):
     order = [tile for first in turns for tile in range(first, first + together) if tile < len(tiles)]
     assert sorted(order) == [*range(len(tiles))]
     groups, running = [], RUNNING * together
-    for first in range(0, len(order), running):
-        reads = Counter()
-        for tile in order[first : first + running]:
-            reads += parts[tiles[tile]]
-        size = min(running, len(order) - first)
-        groups.append((size, {device: count / size for device, count in reads.items()}))
+    for now in (order[first : first + running] for first in range(0, len(order), running)):
+        reads = sum((parts[tiles[tile]] for tile in now), Counter())
+        groups.append((len(now), {device: count / len(now) for device, count in reads.items()}))
     return groups
 
 

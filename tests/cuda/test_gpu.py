@@ -108,8 +108,7 @@ def test_gather_and_broadcast_on_gpu(gpu):
         assert gpu.to_numpy(y).tolist() == np.concatenate(xs).tolist()
     launches = [kernel_launches()]
     (y,) = cr.HierarchicalCopyAllReduce().reduce("sum", value, "cpu:0")
-    assert "cpu" in gpu.device_of(y)
-    assert gpu.to_numpy(y).tolist() == np.sum(xs, axis=0).tolist()
+    assert ("cpu" in gpu.device_of(y), gpu.to_numpy(y).tolist()) == (True, np.sum(xs, axis=0).tolist())
     launches.append(kernel_launches())
     copies = cr.HierarchicalCopyAllReduce().broadcast(y, value)
     assert all(on_gpu(gpu, copy) for copy in copies)

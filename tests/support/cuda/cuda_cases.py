@@ -49,11 +49,13 @@ class Memory(DeviceMemory):
         for device in range(8):  # this makes the contexts, as a framework would have
             fake.memory(1, device)
 
+    def streams(self):
+        return self.threads.__dict__.setdefault("streams", {})
+
     def stream(self, device):
-        streams = self.threads.__dict__.setdefault("streams", {})
-        if device not in streams:
-            streams[device] = 0 if device % 3 == 2 else self.fake.stream(device)  # 0: the default stream
-        return streams[device]
+        if device not in self.streams():
+            self.streams()[device] = 0 if device % 3 == 2 else self.fake.stream(device)  # 0: the default stream
+        return self.streams()[device]
 
     def array(self, size, dtype, device, shift=0, use="given"):
         """Return an array, whose memory its earlier owner, in the current stream, still writes into.
@@ -65,7 +67,7 @@ class Memory(DeviceMemory):
         stream = self.stream(device)
         kept = self.free.setdefault((device, stream, nbytes), [])
         address = kept.pop() if kept else self.fake.memory(nbytes, device)
-        self.fake.call("fake_kind", address, self.kinds.get(use, PLAIN))
+        self.fake.kind(address, self.kinds.get(use, PLAIN))
         if not self.is_quiet:
             self.fake.write(address, bytes(nbytes), stream, device)
         block = (ctypes.c_uint8 * nbytes).from_address(address)
@@ -75,10 +77,8 @@ class Memory(DeviceMemory):
 
     def release_all(self):
         """Free all arrays, after a call has failed."""
-        for device, address, nbytes, stream in self.devices.values():
-            self.fake.write(address, bytes(nbytes), stream, device)
-            self.free[device, stream, nbytes].append(address)
-        self.devices.clear()
+        for address in list(self.devices):
+            self.release(address)
 
     def synchronize(self, device):
         """Wait for the thread's current stream."""
@@ -87,21 +87,12 @@ class Memory(DeviceMemory):
 
     def capturing(self, device):
         """Let a new stream, which can be captured, be the current one."""
-        stream = self.fake.stream(device)
-        self.threads.__dict__.setdefault("streams", {})[device] = stream
-        return stream
+        self.streams()[device] = self.fake.stream(device)
+        return self.streams()[device]
 
-    def events(self, devices):
-        """Return a new event of each device."""
-        found = []
-        for device in devices:
-            self.fake.on(device)
-            found.append(self.fake.give("cuEventCreate", 2))
-        return found
-
-    def release(self, x):
-        """Free an array. Its next owner, in the same stream, writes into it at once."""
-        device, address, nbytes, stream = self.devices.pop(x.ctypes.data)
+    def release(self, begin):
+        """Free the array at an address. Its next owner, in the same stream, writes into it at once."""
+        device, address, nbytes, stream = self.devices.pop(begin)
         if not self.is_quiet:
             self.fake.write(address, bytes(nbytes), stream, device)
         self.free[device, stream, nbytes].append(address)
@@ -109,15 +100,16 @@ class Memory(DeviceMemory):
     def operands(self, arrays, devices):
         if not self.is_strided:
             return Operands([[x.ctypes.data for x in row] for row in arrays], arrays)
-        copies, before = [], self.fake.give("cuCtxGetCurrent")
-        for row in arrays:
-            copies.append([])
-            for x, device in zip(row, devices, strict=True):
-                owner, address = self.scratch(x.nbytes, device) if x.size else (None, 0)
-                self.fake.on(device)
-                self.fake.call("cuMemcpyAsync", address, x.ctypes.data, x.nbytes, self.stream(device))
-                copies[-1].append((owner, address))
-        self.fake.lib.cuCtxSetCurrent(before)
+
+        def copied(x, device):
+            owner, address = self.scratch(x.nbytes, device) if x.size else (None, 0)
+            self.fake.on(device)
+            self.fake.call("cuMemcpyAsync", address, x.ctypes.data, x.nbytes, self.stream(device))
+            return owner, address
+
+        before = self.fake.give("cuCtxGetCurrent")
+        copies = [list(map(copied, row, devices)) for row in arrays]
+        self.fake.call("cuCtxSetCurrent", before)
         return Operands([[address for _, address in row] for row in copies], arrays, copies)
 
     def address(self, array):
@@ -129,29 +121,30 @@ class Memory(DeviceMemory):
     def scratch(self, nbytes, device):
         made = self.array(nbytes, np.uint8, device, use="scratch")
         owner = set()  # when it is not used any more, the memory is freed
-        weakref.finalize(owner, self.release, made).atexit = False
+        weakref.finalize(owner, self.release, made.ctypes.data).atexit = False
         return owner, made.ctypes.data
 
     def writable_outputs(self, arrays, devices):
         return [[x.ctypes.data for x in row] for row in arrays]
 
-    def mark_dirty(self, outs):
-        pass
+
+def made_layouts(*arguments):
+    """Return layouts of NumPy arrays as if they were on CUDA devices."""
+    with mock.patch.object(type(NUMPY), "require", return_value=None):
+        return layouts(NUMPY, *arguments)
 
 
 def _on(layout, names, pieces):
     """Return a layout with other names of devices (``names``: old to new), and programs of ``pieces`` pieces."""
-    buffers = []
-    for buffer, ranges in layout.buffers:
-        found = []
-        for each in ranges:
-            old = each.program
-            devices = tuple(names[device] for device in old.devices)
-            of_old = tuple(old.chunks), old.round_count, pieces, old.routes
-            found.append(each._replace(program=Program(old.collective, old.algorithm, devices, *of_old)))
-        buffers.append(LoweredBuffer(buffer, tuple(found)))
+
+    def moved(each):
+        old, devices = each.program, tuple(names[device] for device in each.program.devices)
+        of_old = tuple(old.chunks), old.round_count, pieces, old.routes
+        return each._replace(program=Program(old.collective, old.algorithm, devices, *of_old))
+
+    buffers = tuple(LoweredBuffer(buffer, tuple(map(moved, ranges))) for buffer, ranges in layout.buffers)
     sources, destinations = (tuple(names[name] for name in ends) for ends in (layout.sources, layout.destinations))
-    return replace(layout, buffers=tuple(buffers), sources=sources, destinations=destinations)
+    return replace(layout, buffers=buffers, sources=sources, destinations=destinations)
 
 
 class Case:
@@ -164,22 +157,17 @@ class Case:
     def __init__(self, memory, algorithm, places, op, dtype, sizes, packing, inplace, *, destinations=None, **options):
         topology, result = options.get("topology"), options.get("result")
         self.memory, self.fake, self.inplace, self.dtype = memory, memory.fake, inplace, dtype
-        copies, names = {}, []
-        for place in places:
-            names.append(f"cuda:{place}" + (f"#{copies[place]}" if place in copies else ""))
-            copies[place] = copies.get(place, 0) + 1
-        self.names, self.places = tuple(names), places
-        self.destinations = self.names if destinations is None else tuple(self.names[k] for k in destinations)
-        self.result_places = places if destinations is None else [places[k] for k in destinations]
-        specs = tuple(TensorSpec((size,), dtype) for size in sizes)
+        self.places, self.sizes = places, sizes
+        self.names = tuple(f"cuda:{x}" + f"#{places[:k].count(x)}" * (x in places[:k]) for k, x in enumerate(places))
+        chosen = range(len(places)) if destinations is None else destinations
+        self.destinations, self.result_places = tuple(self.names[k] for k in chosen), [places[k] for k in chosen]
         self.numbers = NUMPY.numbers(ReduceOp(op), dtype, len(places)) if len(places) > 1 else copy_numbers(dtype)
         if result is not None:
             self.numbers = self.numbers._replace(result=result)
-        self.sizes = sizes
-        with mock.patch.object(type(NUMPY), "require", return_value=None):
-            names = self.names if topology is None else tuple(f"cuda:{k}" for k in range(len(places)))
-            ends = self.destinations if topology is None else names
-            made = layouts(NUMPY, algorithm, names, ends, specs, packing, topology, None)
+        names = self.names if topology is None else tuple(f"cuda:{k}" for k in range(len(places)))
+        specs = tuple(TensorSpec((size,), dtype) for size in sizes)
+        ends = self.destinations if topology is None else names
+        made = made_layouts(algorithm, names, ends, specs, packing, topology, None)
         renamed = dict(zip(names, self.names, strict=True))
         self.layouts = [_on(layout, renamed, options.get("pieces", 1)) for layout in made]
         self.engine = cuda.CudaEngine()
@@ -201,7 +189,7 @@ class Case:
             given = self._written(arrays, draw, check)
             results = executable.run(self.engine.bind(layout, arrays[0]), arrays[1])
             read = self._read(results, self.result_places)
-            kept = [] if self.inplace or not check else self._read(arrays[0], self.places)
+            kept = [] if self.inplace else self._read(arrays[0], self.places)
             self._free(arrays[0], results)
             if finish:
                 self.fake.run()
@@ -223,25 +211,19 @@ class Case:
             fake, memory, arrays = self.fake, self.memory, self._arrays(layout, draw)
             devices = sorted(set(self.places))
             streams = [memory.capturing(device) for device in devices]
-            event = memory.events(devices)
             fake.run()
             fake.on(devices[0])
             fake.call("cuStreamBeginCapture_v2", streams[0], 0)  # 0: a global one, which other threads may invalidate
-            fake.call("cuEventRecord", event[0], streams[0])
             for device, stream in zip(devices[1:], streams[1:], strict=True):
-                fake.on(device)
-                fake.call("cuStreamWaitEvent", stream, event[0], 0)
+                fake.follow(device, stream, devices[0], streams[0])
             before = memory.is_quiet
             memory.is_quiet = True  # work of the allocator's other owners is not in the graph
             results = executable.run(self.engine.bind(layout, arrays[0]), arrays[1])
             memory.is_quiet = before
             if beside:
                 self._run_beside(draw)
-            for device, stream, each in list(zip(devices, streams, event, strict=True))[1:]:
-                fake.on(device)
-                fake.call("cuEventRecord", each, stream)
-                fake.on(devices[0])
-                fake.call("cuStreamWaitEvent", streams[0], each, 0)
+            for device, stream in zip(devices[1:], streams[1:], strict=True):
+                fake.follow(devices[0], streams[0], device, stream)
             fake.on(devices[0])
             graph = fake.end_capture(streams[0])
             exec_ = fake.give("cuGraphInstantiateWithFlags", graph, 0)
@@ -290,10 +272,10 @@ class Case:
         sources = [[self.memory.array(size, kind, place, shift) for place in self.places] for size in sizes]
         if not self.inplace:
             return sources, None
-        same = kind == out_kind and len(self.result_places) == len(self.places)
-        if not same:
-            results = [[self.memory.array(size, out_kind, place) for place in self.result_places] for size in sizes]
-            return sources, results
+        if kind != out_kind or len(self.result_places) < len(self.places):
+            return sources, [
+                [self.memory.array(size, out_kind, place) for place in self.result_places] for size in sizes
+            ]
         # A result may be in the memory of any source of its device.
         order = list(range(len(self.places)))
         for place in set(self.places):
@@ -304,29 +286,26 @@ class Case:
 
     def _written(self, arrays, draw, check=True):
         """Let the callers' streams write drawn values, or zeros, into the sources, and return these."""
-        kind, _ = self._kinds()
-        made = cuda_launches.values if check else lambda draw, dtype, size: np.zeros(size, kind)
-        given = [[made(draw, self.dtype, x.size).view(kind) for x in row] for row in arrays[0]]
-        for row, numbers in zip(arrays[0], given, strict=True):
-            for x, right, place in zip(row, numbers, self.places, strict=True):
-                if x.size:
-                    self.fake.write(x.ctypes.data, right.tobytes(), self.memory.stream(place), place)
-        return given
+
+        def written(x, place):
+            made = cuda_launches.values(draw, self.dtype, x.size).view(x.dtype) if check else np.zeros_like(x)
+            if x.size:
+                self.fake.write(x.ctypes.data, made.tobytes(), self.memory.stream(place), place)
+            return made
+
+        return [list(map(written, row, self.places)) for row in arrays[0]]
 
     def _read(self, rows, places):
         """Let the callers' streams read arrays."""
-        read = self.fake.read
-        return [
-            [
-                read(x.ctypes.data, x.nbytes, self.memory.stream(place), place) if x.size else b""
-                for x, place in zip(row, places, strict=True)
-            ]
-            for row in rows
-        ]
+
+        def read(x, place):
+            return self.fake.read(x.ctypes.data, x.nbytes, self.memory.stream(place), place) if x.size else b""
+
+        return [list(map(read, row, places)) for row in rows]
 
     def _free(self, *arrays):
-        for x in {x.ctypes.data: x for rows in arrays for row in rows for x in row if x.size}.values():
-            self.memory.release(x)
+        for address in {x.ctypes.data for rows in arrays for row in rows for x in row if x.size}:
+            self.memory.release(address)
 
     def _is_right(self, layout, given, read):
         """Return whether ``read`` has the bits that the host kernels compute from the sources ``given``."""
@@ -360,14 +339,12 @@ def drawn(memory, number, seed):
         topology = cr.Topology.machine("dgx-1v")
         algorithm = choose.choice(["forest", "auto", "ring"])
         where = choose.choice(["eight", "two", "one", "eight"])  # its devices may be logical ones of fewer GPUs
-    destinations = None
-    if topology is None and choose.random() < 0.2 and len(PLACES[where]) > 1:
-        destinations = sorted(choose.sample(range(len(PLACES[where])), choose.randint(1, len(PLACES[where]))))
+    destinations, count = None, len(PLACES[where])
+    if topology is None and choose.random() < 0.2 and count > 1:
+        destinations = sorted(choose.sample(range(count), choose.randint(1, count)))
         algorithm = choose.choice(["one_device", "direct"])
-    inplace = choose.random() < 0.5
-    is_plain = choose.random() < 0.8
-    pieces = choose.choice([1, 1, 3])
-    is_integer_mean = op == "mean" and "int" in dtype and len(PLACES[where]) > 1
+    inplace, is_plain, pieces = choose.random() < 0.5, choose.random() < 0.8, choose.choice([1, 1, 3])
+    is_integer_mean = op == "mean" and "int" in dtype and count > 1
     result = choose.choice(["float64", "float32", "float16"]) if is_integer_mean else None
     if choose.random() < 0.1:
         sizes = [choose.choice([1, 5, 9]) for _ in range(45)]  # so many that tables are split

@@ -2,7 +2,7 @@
 
 CuPy is the stand-in of support/standins. PyTorch is the real one: its tensors in host memory count as those of cuda:0.
 JAX is one that has moved what the engine imports. The commands ask the driver, too. Run as a program, in a process of
-its own: python cuda_frameworks.py LIBRARY cupy|torch|jax|commands.
+its own: python cuda_frameworks.py cupy|torch|jax|commands.
 """
 
 import io
@@ -38,35 +38,31 @@ def cupy_calls(fake):
     import cupy
     from cupy import _machine
 
-    _machine.allocate = lambda nbytes, device: fake.memory(nbytes, device)
+    _machine.allocate, _machine.synchronize, _machine.checks_order = fake.memory, fake.run, False
     _machine.free = lambda address, nbytes, device: None  # the fake driver would report later owners of the memory
-    _machine.synchronize = fake.run
-    _machine.checks_order = False
-    draw = np.random.default_rng(1)
-    calls = 0
-    for devices in (LOGICAL, [f"cuda:{k}" for k in range(8)], ["cuda:3", "cuda:1", "cuda:3#1"]):
-        physical = [int(name.split(":")[1].split("#")[0]) for name in devices]
-        for case in ("float32 mean", "float16 sum", "int32 mean", "int64 max", "complex64 sum"):
-            dtype, op = case.split()
-            rows = [[np.asarray(100 * draw.standard_normal(size)).astype(dtype) for size in SIZES] for _ in devices]
-            arrays = []
-            for row, number in zip(rows, physical, strict=True):
-                with cupy.cuda.Device(number):
-                    arrays.append([cupy.asarray(x) for x in row])
-            right = expected(rows, op)
-            for algorithm in ("auto", "direct", "hierarchical_copy", "ring"):
-                ops = cr.AllReduceCrossDeviceOps(algorithm)
-                with mock.patch.object(loop, "_reduce_buffer", side_effect=AssertionError("the loop engine ran")):
-                    results = cr.all_reduce(arrays, op, devices=devices, cross_device_ops=ops)
-                fake.run()
-                for row, number in zip(results, physical, strict=True):
-                    for got, x in zip(row, right, strict=True):
-                        assert (got.device.id, got.dtype) == (number, x.dtype)
-                        if algorithm in ("auto", "direct"):  # these combine in the order of the host
-                            np.testing.assert_array_equal(cupy.asnumpy(got), x, strict=True)
-                calls += 1
+    draw, calls = np.random.default_rng(1), 0
+    cases = "float32 mean", "float16 sum", "int32 mean", "int64 max", "complex64 sum"
+    places = LOGICAL, [f"cuda:{k}" for k in range(8)], ["cuda:3", "cuda:1", "cuda:3#1"]
+    for devices, case in product(places, cases):
+        (dtype, op), physical = case.split(), [int(name[5]) for name in devices]
+        rows = [[np.asarray(100 * draw.standard_normal(size)).astype(dtype) for size in SIZES] for _ in devices]
+        arrays = []
+        for row, number in zip(rows, physical, strict=True):
+            with cupy.cuda.Device(number):
+                arrays.append([cupy.asarray(x) for x in row])
+        right = expected(rows, op)
+        for algorithm in ("auto", "direct", "hierarchical_copy", "ring"):
+            ops = cr.AllReduceCrossDeviceOps(algorithm)
+            with mock.patch.object(loop, "_reduce_buffer", side_effect=AssertionError("the loop engine ran")):
+                results = cr.all_reduce(arrays, op, devices=devices, cross_device_ops=ops)
+            fake.run()
+            for row, number in zip(results, physical, strict=True):
+                assert [(got.device.id, got.dtype) for got in row] == [(number, x.dtype) for x in right]
+                for got, x in zip(row, right, strict=True) if algorithm in ("auto", "direct") else ():
+                    np.testing.assert_array_equal(cupy.asnumpy(got), x, strict=True)  # combined in the host's order
+            calls += 1
     assert not fake.report(), fake.report()[:3]
-    assert "sum_f32_8" in fake.launched()
+    assert "sum_f32_8" in fake.text(1).split()
     return calls
 
 
@@ -85,10 +81,8 @@ def torch_calls(fake):
     memory.fake = fake
     draw, calls = np.random.default_rng(2), 0
     sizes = [size for size in SIZES if 0 not in size]  # host memory of no bytes is on no device
-    for kind, into, places in [
-        *product((PLAIN, MAPPED), ("new", "out", "in place"), [range(4)]),
-        (PLAIN, "new", [0] * 4),
-    ]:
+    cases = [*product((PLAIN, MAPPED), ("new", "out", "in place"), [range(4)]), (PLAIN, "new", [0] * 4)]
+    for kind, into, places in cases:
         ops, is_one = cr.AllReduceCrossDeviceOps("direct"), len({*places}) == 1
         op, dtype = ("mean", "float16") if is_one else ("sum", "float32")
         for turn in ("first", "later", "other kind", "negated", "gradient", "freed", "filled"):
@@ -134,6 +128,14 @@ def torch_calls(fake):
                 assert (one._version, other._version, other._is_view()) == (1, 0, False)
             memory.release()
             calls += 1
+    big = [memory.put(torch.full((4, 1 << 20), 2.0**k), k) for k in range(2)]
+    rows = [[x[0], x[3]] for x in big]  # 12 MiB after each other
+    fake.clear()
+    cr.all_reduce(rows, cross_device_ops=ops, out=rows)
+    fake.run()
+    assert all((x == 3).all() for row in rows for x in row)
+    assert fake.count("cuPointerGetAttributes") == 2  # once per allocation
+    memory.release()
     torch.use_deterministic_algorithms(True)
     assert not memory.block(torch.float32, 64 << 20, 0).isnan().any()  # so large that it is new: zeros
     assert torch.empty(1 << 20).isnan().all()  # torch itself fills
@@ -162,8 +164,8 @@ def jax_calls(_):
 # What the process that checks the reads between GPUs does first: the fake driver starts, with a fault.
 MACHINE = """
 from fake_cuda import FakeDriver
-fake = FakeDriver({path!r}, 4)
-fake.lib.fake_corrupt(0, 2)
+fake = FakeDriver(4)
+fake.corrupt(0, 2)
 for call in 4, 5:  # of the last GPU
     fake.fail("cuDevicePrimaryCtxRetain", call, 46)
 """
@@ -186,7 +188,7 @@ def commands_calls(fake):
         redirect_stdout(io.StringIO()) as printed,
         suppress(typer.Exit),
     ):
-        Path(folder, "sitecustomize.py").write_text(MACHINE.format(path=fake.path))
+        Path(folder, "sitecustomize.py").write_text(MACHINE)
         info.info(check=True)
     assert "Fake GPU 7" in printed.getvalue()
     assert "cuda:0 reads cuda:2 wrongly" in printed.getvalue(), printed.getvalue()
@@ -196,4 +198,4 @@ def commands_calls(fake):
 
 
 if __name__ == "__main__":
-    print(sys.argv[2], globals()[f"{sys.argv[2]}_calls"](FakeDriver(sys.argv[1], 8, "full", 1)))
+    print(sys.argv[1], globals()[f"{sys.argv[1]}_calls"](FakeDriver(seed=1)))

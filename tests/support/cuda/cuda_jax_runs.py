@@ -2,22 +2,22 @@
 
 The custom call that is made for CUDA is registered for the CPU as well. XLA's CPU devices have no stream, so the call
 gets a device and a stream of the fake driver, and a hook lets the driver own the buffers of a call while it runs. Each
-check asserts how many calls ran and that the driver reported nothing, and prints a line of its own. Run as a program,
-in a process of its own since the engine keeps its contexts: python cuda_jax_runs.py LIBRARY CHECK ...
+check asserts how many calls ran and that the driver reported nothing. Run as a program, in a process of its own since
+the engine keeps its contexts: python cuda_jax_runs.py CHECK ...
 """
 
 from __future__ import annotations
 
 import os
-import re
 import sys
 import threading
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from unittest import mock
 
 os.environ["JAX_NUM_CPU_DEVICES"] = "3"
 
+import frameworks
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -26,13 +26,16 @@ from cuda_jax_devices import SHAPES
 from fake_cuda import FakeDriver
 from jax.interpreters import mlir
 from jax_programs import draw
+from paths import ROOT
 
 import crossreduce as cr
-from crossreduce import frameworks
+from crossreduce import values
 from crossreduce.devices import parse
 from crossreduce.engines.cuda import driver
 from crossreduce.engines.cuda import jax as cuda_jax
 from crossreduce.errors import ArgumentError, BackendError
+from crossreduce.frameworks.jax import arrays
+from crossreduce.reduction import pipeline
 
 DEVICES = 3
 # The bytes of an element of each dtype, by XLA's number of the dtype.
@@ -42,8 +45,8 @@ SIZES = {1: 1, 2: 1, 3: 2, 4: 4, 5: 8, 6: 1, 7: 2, 8: 4, 9: 8, 10: 2, 11: 4, 12:
 class Gpu:
     """The fake driver behind JAX's CPU devices."""
 
-    def __init__(self, library):
-        self.fake, self.lock, self.calls = FakeDriver(library, DEVICES), threading.Lock(), 0
+    def __init__(self):
+        self.fake, self.lock, self.calls = FakeDriver(DEVICES), threading.Lock(), 0
         assert not driver.unusable()
         self.streams = [self.fake.stream(k) for k in range(DEVICES)]
         jax.ffi.register_ffi_target(cuda_jax.TARGET, driver.native().xla_handler(), platform="cpu")
@@ -75,14 +78,14 @@ class Gpu:
 
 
 @contextmanager
-def gpus(library):
+def gpus():
     """Let ``cuda:k`` be JAX's CPU device k."""
-    place = frameworks.jax.arrays.place
+    place = arrays.place
     with (
-        mock.patch.object(frameworks.jax.arrays, "place", lambda name: place(f"cpu:{parse(name).index}")),
+        mock.patch.object(arrays, "place", lambda name: place(f"cpu:{parse(name).index}")),
         mock.patch.object(cuda_jax, "_has_plugin", return_value=True),
     ):
-        yield Gpu(library)
+        yield Gpu()
 
 
 def names(count, device=0):
@@ -95,29 +98,22 @@ def check_bits(gpu):
     The tests of test_gpu.py check eager calls, which are lowered in the same way, for all dtypes, ops and algorithms.
     """
     rng = np.random.default_rng(7)
-    for case in (
+    for dtype, op, algorithm, count, shapes in (
         ("float32", "mean", "hierarchical_copy", 3, SHAPES),
         ("float64", "product", "auto", 9, SHAPES),
         ("bfloat16", "sum", "ring", 16, [(5000,)]),
         ("float32", "sum", "ring", 70, [(40,)]),  # needs temporary memory
     ):
-        dtype, op, algorithm, count, shapes = case
-        ops, hosts = cr.AllReduceCrossDeviceOps(algorithm), ["cpu:0", *(f"cpu:0#{k}" for k in range(1, count))]
-
-        def reduced(rows, op=op, ops=ops, hosts=hosts):
-            found = [cr.PerReplica(row, devices=hosts) for row in rows]
-            return [list(result.values) for result in ops.batch_reduce(op, [(value, value) for value in found])]
-
+        hosts, ops = ["cpu:0", *(f"cpu:0#{k}" for k in range(1, count))], cr.AllReduceCrossDeviceOps(algorithm)
+        reduced = partial(cr.all_reduce, op=op, devices=hosts, cross_device_ops=ops)
         with jax.enable_x64(True):
-            given = [[jax.device_put(draw(rng, dtype, shape), jax.devices()[0]) for _ in hosts] for shape in shapes]
-            right = reduced(given)
+            given = [[jax.device_put(draw(rng, dtype, shape), jax.devices()[0]) for shape in shapes] for _ in hosts]
+            right = jax.tree.leaves(reduced(given))
             assert gpu.ran() == 0
-            results = jax.block_until_ready(jax.jit(reduced)(given))
-        assert gpu.ran() == 1, case
-        facts = [
-            [[(np.asarray(x).tobytes(), x.aval, x.device) for x in row] for row in rows] for rows in (results, right)
-        ]
-        assert facts[0] == facts[1], case
+            results = jax.tree.leaves(jax.block_until_ready(jax.jit(reduced)(given)))
+        assert gpu.ran() == 1, (dtype, op, algorithm)
+        a, b = ([(np.asarray(x).tobytes(), x.aval, x.device) for x in xs] for xs in (results, right))
+        assert a == b, (dtype, op, algorithm)
 
 
 def check_eager(gpu):
@@ -193,13 +189,9 @@ def check_gradients(gpu):
 
 
 def fails(function, pattern):
-    """Assert that a call raises an error whose text has a pattern.
-
-    It is a ``JaxRuntimeError``, or a ``ValueError`` in JAX's fast path (jaxlib 0.10.2, on the CPU).
-    """
-    with pytest.raises((jax.errors.JaxRuntimeError, ValueError)) as caught:
+    """Assert that a call raises JAX's error with a pattern, or ValueError: JAX's fast path (jaxlib 0.10.2, CPU)."""
+    with pytest.raises((jax.errors.JaxRuntimeError, ValueError), match=pattern):
         jax.block_until_ready(function())
-    assert re.search(pattern, str(caught.value))
 
 
 def check_errors(gpu):
@@ -229,6 +221,30 @@ def check_errors(gpu):
     assert gpu.ran() == 0
 
 
+def check_tests(gpu):
+    """Tests of test_gpu.py pass with the engine, and fail if JAX refuses the custom call, or without the module."""
+    sys.path.insert(0, str(ROOT / "tests/cuda"))
+    import test_gpu
+
+    with mock.patch.object(frameworks, "DEVICES", DEVICES):
+        here = frameworks.Jax()
+    here.devices = here.devices[:1]
+    here.device_of = lambda x: "gpu:0" if x.devices() == {*here.devices} else "elsewhere"
+    changes = {
+        "": nullcontext(),
+        "the kernels of the CUDA engine did not run": mock.patch.object(cuda_jax, "_register", return_value=False),
+        "the compiled module of the CUDA engine is": mock.patch.object(driver, "native", return_value=None),
+    }
+    on_cuda = [mock.patch.object(module, "locate", return_value="cuda:0") for module in (values, pipeline)]
+    for outcome, change in changes.items():
+        jax.clear_caches()
+        for test in test_gpu.test_every_contribution_is_added_once_on_gpu, test_gpu.test_every_dtype_on_gpu:
+            expected = pytest.raises(AssertionError, match=outcome) if outcome else nullcontext()
+            with on_cuda[0], on_cuda[1], change, expected:
+                test(here)
+    gpu.ran()
+
+
 def check_numbers(gpu, *ops):
     """Plans have the same numbers in each process, in whatever order they are made: JAX keeps programs on disk."""
     for op in ops:
@@ -238,7 +254,7 @@ def check_numbers(gpu, *ops):
 
 
 if __name__ == "__main__":
-    with gpus(sys.argv[1]) as machine:
-        for what, *more in (each.split("=") for each in sys.argv[2:]):
+    with gpus() as machine:
+        for what, *more in (each.split("=") for each in sys.argv[1:]):
             machine.use(0)
             globals()[f"check_{what}"](machine, *more)

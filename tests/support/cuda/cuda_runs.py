@@ -2,7 +2,7 @@
 
 Before each call the callers' streams write the sources, and after it they read the results and free all arrays, whose
 memory others write into, so that every missing dependency is reported. Run as a program, in a process of its own since
-the engine keeps its contexts: python cuda_runs.py LIBRARY PEERS SEED CHECK=COUNT ...
+the engine keeps its contexts: python cuda_runs.py PEERS SEED CHECK=COUNT ...
 """
 
 from __future__ import annotations
@@ -14,12 +14,14 @@ import re
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
+from itertools import chain, product
 from unittest import mock
 
 import cuda_launches
 import numpy as np
 import pytest
-from cuda_cases import NUMPY, PLACES, Case, Memory, drawn
+from cuda_cases import NUMPY, PLACES, Case, Memory, drawn, made_layouts
 from fake_cuda import FakeDriver
 
 from crossreduce.engines import cuda, host
@@ -27,7 +29,6 @@ from crossreduce.engines.cuda import driver
 from crossreduce.errors import ArgumentError, DriverError
 from crossreduce.ops import ReduceOp
 from crossreduce.packing import Packing
-from crossreduce.reduction.pipeline import layouts
 from crossreduce.values import TensorSpec
 
 MANY = ("ring", 66, 2), ("hierarchical_copy", 3, 70), ("one_device", 5, 66)  # replicas on two devices
@@ -42,8 +43,7 @@ def check_draws(memory, count, seed):
     """Run drawn cases twice each: all bits are right, and nothing is unordered."""
     fake = memory.fake
     for number in spread(count):
-        case = drawn(memory, number, seed)
-        draw = np.random.default_rng([seed, number])
+        case, draw = drawn(memory, number, seed), np.random.default_rng([seed, number])
         for _ in range(2):
             assert case.run(draw), (number, case.names, case.numbers)
             assert not fake.report(), (number, case.names, case.numbers, fake.report()[:3])
@@ -56,10 +56,9 @@ def check_dropped(memory, count, seed):
     fake = memory.fake
     dropped = 0
     for number in spread(count):
-        case = drawn(memory, number, seed)
-        if all(size == 0 for size in case.sizes) or (case.inplace and len(set(case.places)) < len(case.places)):
+        case, draw = drawn(memory, number, seed), np.random.default_rng([seed, number])
+        if not any(case.sizes) or (case.inplace and len(set(case.places)) < len(case.places)):
             continue  # the plan also has waits for results that are in the memory of other sources
-        draw = np.random.default_rng([seed, number])
         before = fake.count("cuStreamWaitEvent")
         case.run(draw, check=False)
         waits = fake.count("cuStreamWaitEvent") - before
@@ -96,12 +95,11 @@ def check_many(memory, count, seed):
 
 def check_hosts(memory, count, seed):
     """If some replicas are in host memory, their arrays are copied to and from a device, also with ``out``."""
-    fake = memory.fake
+    fake, names, draw = memory.fake, ("cpu:0", "cuda:5", "cpu:1", "cuda:2", "cuda:5#1"), np.random.default_rng(seed)
 
     def moved(self, x, name):  # returns an array's copy on a device, or on the host
         if name.startswith("cuda"):
-            device = int(name[5])
-            made = memory.array(x.size, x.dtype, device)
+            made, device = memory.array(x.size, x.dtype, int(name[5])), int(name[5])
             fake.write(made.ctypes.data, x.tobytes(), memory.stream(device), device)
             return made
         place = memory.devices[x.ctypes.data][0]
@@ -109,31 +107,25 @@ def check_hosts(memory, count, seed):
         fake.run()
         return np.frombuffer(read, x.dtype)[: x.size]
 
-    names = "cpu:0", "cuda:5", "cpu:1", "cuda:2", "cuda:5#1"
-    for number in range(count):
-        draw = np.random.default_rng([seed, number])
-        specs = tuple(TensorSpec((size,), "float32") for size in (1000, 3))
-        numbers = NUMPY.numbers(ReduceOp("mean"), "float32", len(names))
-        destinations = (names, names[::2], names[1::2])[number % 3]
-        with mock.patch.object(type(NUMPY), "require", return_value=None):
-            algorithm = ("one_device", "direct")[number // 3 % 2]
-            (layout,) = layouts(NUMPY, algorithm, names, destinations, specs, Packing(num_packs=2), None, None)
-        engine = cuda.CudaEngine()
+    def placed(rows, names):
+        return [[moved(None, x, k) if k[1] == "u" else x for x, k in zip(row, names, strict=True)] for row in rows]
+
+    engine, numbers = cuda.CudaEngine(), NUMPY.numbers(ReduceOp("mean"), "float32", len(names))
+    specs = tuple(TensorSpec((size,), "float32") for size in (1000, 3))
+    for algorithm, to in [*product(("one_device", "direct"), (names, names[::2], names[1::2]))][:count]:
+        (layout,) = made_layouts(algorithm, names, to, specs, Packing(num_packs=2), None, None)
         assert engine.supports(layout)
         given = [[draw.normal(size=spec.shape).astype("float32") for _ in names] for spec in specs]
-        right = [[np.empty(spec.shape, "float32") for _ in destinations] for spec in specs]
-        host.kernel(layout, numbers, len(destinations)).run(given, right, 1, False, False)  # one thread
-        with mock.patch.object(type(NUMPY), "to_device", moved):
-            at = lambda x, name: moved(NUMPY, x, name) if name.startswith("cuda") else x  # noqa: E731
-            arrays = [list(map(at, row, names)) for row in given]
-            out = [[at(np.zeros_like(x), name) for x, name in zip(row, destinations, strict=True)] for row in right]
-            for into in None, out:
+        right = [[np.zeros(spec.shape, "float32") for _ in to] for spec in specs]
+        arrays, out = placed(given, names), placed(right, to)
+        host.kernel(layout, numbers, len(to)).run(given, right, 1, False, False)  # one thread
+        for into in None, [[x.copy() if k[1] == "p" else x for x, k in zip(row, to, strict=True)] for row in out]:
+            with mock.patch.object(type(NUMPY), "to_device", moved):
                 executable = engine.compile(layout, numbers, into is not None)
                 results = executable.run(engine.bind(layout, arrays), into)
-                fake.run()
-                assert into is None or results is into
-                for row, expected in zip(results, right, strict=True):
-                    assert all(np.array_equal(x, y) for x, y in zip(row, expected, strict=True)), number
+            fake.run()
+            assert into is None or results is into
+            assert all(map(np.array_equal, chain(*results), chain(*right))), (algorithm, to)
         assert not fake.report(), fake.report()[:3]
     return count
 
@@ -143,39 +135,35 @@ def check_failures(memory, count, seed):
     fake, failed = memory.fake, 0
     names = ("cuLaunchKernel", "cuMemcpyPeerAsync", "cuStreamWaitEvent", "cuEventRecord", "cuEventCreate")
     names += ("cuStreamGetCaptureInfo_v2", "cuCtxSetCurrent", "cuCtxGetCurrent", "cuPointerGetAttributes")
-    for number in spread(count):
+    for number, name in product(spread(count), names):
         case, memory.is_strided = drawn(memory, number, seed), False
-        draw = np.random.default_rng([seed, number])
-        for name in names:
-            before = fake.count(name)
-            assert case.run(draw)
-            calls = fake.count(name) - before
-            for n in sorted({1, 2, calls // 2, calls} & set(range(1, calls + 1))):
-                if name == "cuEventCreate":
-                    case.compile()  # a new plan has no events yet
-                fake.clear()
-                fake.lib.cuCtxSetCurrent(None)
-                if failed % 2:
-                    fake.on(7)
-                context = fake.give("cuCtxGetCurrent")
-                fake.fail(name, n, 719)
-                error = None
-                try:
-                    case.run(draw)
-                except DriverError as raised:
-                    error = raised.with_traceback(None)  # its frames have temporary memory
-                # A failure without an error may be that of the call that makes the former context current again.
-                assert error is None or fake.give("cuCtxGetCurrent") == context, (number, name, n)
-                assert error is not None or name in ("cuCtxSetCurrent", "cuEventCreate"), name  # called less often now
-                if error is not None:
-                    assert (error.call, error.code) == (name, 719), error
-                    assert re.search(r"(?s)CUDA_ERROR_LAUNCH_FAILED.*try:", str(error)), error
-                    failed += 1
-                memory.release_all()
-                fake.run()
-                assert not fake.report(), (number, name, n, fake.report()[:2])
-                fake.clear()
-                assert case.run(draw), (number, name, n)
+        draw, before = np.random.default_rng([seed, number]), fake.count(name)
+        assert case.run(draw)
+        calls = fake.count(name) - before
+        for n in sorted({1, 2, calls // 2, calls} & set(range(1, calls + 1))):
+            if name == "cuEventCreate":
+                case.compile()  # a new plan has no events yet
+            fake.clear()
+            fake.call("cuCtxSetCurrent", None)
+            if failed % 2:
+                fake.on(7)
+            context, error = fake.give("cuCtxGetCurrent"), None
+            fake.fail(name, n, 719)
+            try:
+                case.run(draw)
+            except DriverError as raised:
+                error = raised.with_traceback(None)  # its frames have temporary memory
+                assert fake.give("cuCtxGetCurrent") == context, (number, name, n)
+                assert (error.call, error.code) == (name, 719), error
+                assert re.search(r"(?s)CUDA_ERROR_LAUNCH_FAILED.*try:", str(error)), error
+                failed += 1
+            # These are called less often now, or one that fails makes the former context current again.
+            assert error or name in ("cuCtxSetCurrent", "cuEventCreate"), name
+            memory.release_all()
+            fake.run()
+            assert not fake.report(), (number, name, n, fake.report()[:2])
+            fake.clear()
+            assert case.run(draw), (number, name, n)
         fake.clear()
     del case
     gc.collect()
@@ -187,8 +175,7 @@ def check_failures(memory, count, seed):
 
 def check_captures(memory, count, seed):
     """Capture calls in a graph, which runs again on other values. The callers' streams take part in the capture."""
-    fake, captured, others = memory.fake, 0, memory.devices.keys() | {0}
-    graph = ctypes.c_void_p()
+    fake, others, graph = memory.fake, memory.devices.keys() | {0}, ctypes.c_void_p()
     case = Case(memory, "direct", (0, 1), "sum", "float32", [500], Packing(), False)
     assert case.run(np.random.default_rng(seed))
     _, stream = memory.capturing(0), memory.capturing(1)
@@ -197,14 +184,13 @@ def check_captures(memory, count, seed):
     with pytest.raises(DriverError) as error:
         case.run(np.random.default_rng(seed))
     assert (error.value.call, error.value.code) == ("cuStreamWaitEvent", 905)
-    assert fake.lib.cuStreamEndCapture(stream, ctypes.byref(graph)) != 0
+    fake.call("cuStreamEndCapture", stream, ctypes.byref(graph), gives=901)  # invalidated
     memory.threads.streams = {}
     memory.release_all()
     fake.run()
     fake.clear()
     for number in spread(count):
-        case = drawn(memory, number, seed)
-        draw = np.random.default_rng([seed, number])
+        case, draw = drawn(memory, number, seed), np.random.default_rng([seed, number])
         assert case.run(draw)
         streams = fake.live().get("streams")
         case.run_captured(draw)
@@ -212,13 +198,12 @@ def check_captures(memory, count, seed):
         gc.collect()
         assert not memory.devices.keys() - others, (number, memory.devices.keys() - others)
         assert not fake.report(), (number, fake.report()[:3])
-        captured += 1
         fake.clear()
         memory.threads.streams = {}
         del case
         gc.collect()
         assert fake.live().get("streams") == streams, fake.live()
-    return captured
+    return count
 
 
 def check_devices(fake):
@@ -230,19 +215,19 @@ def check_devices(fake):
     stream = fake.stream(7)
     fake.on(7)
     fake.call("cuStreamBeginCapture_v2", stream, 0)
-    fake.lib.fake_hold()
+    fake.hold()
     failing = []
     thread = threading.Thread(target=lambda: failing.append(driver.check_peer_reads(range(4))))
     thread.start()
-    while thread.is_alive() and not fake.lib.fake_continue():  # the thread waits in a call of the driver
+    while thread.is_alive() and not fake.resume():  # the thread waits in a call of the driver
         time.sleep(0.005)
     thread.join()
     fake.call("cuGraphDestroy", fake.end_capture(stream))
     fake.call("cuCtxSetCurrent", None)
     assert failing == [[]]
-    pairs = [(a, b) for a in range(4) for b in range(4) if a != b and driver.native().enable_peer(a, b)]
+    pairs = [(a, b) for a, b in product(range(4), repeat=2) if a != b and driver.native().enable_peer(a, b)]
     for pair in pairs[1:2]:
-        fake.lib.fake_corrupt(*pair)
+        fake.corrupt(*pair)
         assert driver.check_peer_reads(range(4)) == [pair]
     assert not fake.report(), fake.report()
     assert set(fake.live()) == {"modules", "contexts retained"}
@@ -269,27 +254,20 @@ def check_private(memory, count, seed):
 def check_threads(memory, count, seed):
     """Several threads run the same and other executables at once, on streams of their own."""
     shared = [drawn(memory, number, seed) for number in spread(4)]
-    outcomes = []
 
     def work(thread):
         draw = np.random.default_rng([seed, thread])
-        for number in range(count):
-            case = shared[(thread + number) % 4]
-            outcomes.append(case.run(draw, finish=False))
+        return all(shared[(thread + number) % 4].run(draw, finish=False) for number in range(count))
 
-    threads = [threading.Thread(target=work, args=(k,)) for k in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert outcomes == [True] * (4 * count)
+    with ThreadPoolExecutor(4) as pool:
+        assert all(pool.map(work, range(4)))
     assert not memory.fake.report(), memory.fake.report()[:3]
-    return len(outcomes)
+    return 4 * count
 
 
-def main(library, peers, seed, *checks):
+def main(peers, seed, *checks):
     """Run some checks, and print the number that each returns."""
-    fake = FakeDriver(library, 8, peers, int(seed))
+    fake = FakeDriver(8, peers, int(seed))
     print("devices", check_devices(fake))
     memory = Memory(fake)
     if peers == "full":  # device 5 can access device 7 already, as if a framework had enabled it

@@ -12,6 +12,7 @@ import ctypes
 import os
 import subprocess
 import sys
+from itertools import product
 from pathlib import Path
 
 from compiled import compiled
@@ -27,28 +28,10 @@ PLAIN, POOL, MAPPED, MANAGED, FOREIGN_CONTEXT = range(5)  # kinds of memory; pee
 NON_BLOCKING = 1  # a flag of streams: not ordered with the default stream
 CUBE_MESH = ["1234", "0235", "0136", "0127", "0567", "1467", "2457", "3456"]  # of each device of a DGX-1, its peers
 
-# The parameters of the driver's functions: p pointers and handles, a addresses, z sizes, i int, u unsigned, s text.
-PARAMETERS = {
-    "cuInit": "u", "cuDriverGetVersion": "p", "cuDeviceGetCount": "p", "cuDeviceGet": "pi", "cuDeviceGetName": "pii",
-    "cuDeviceGetAttribute": "pii", "cuDevicePrimaryCtxRetain": "pi", "cuDevicePrimaryCtxRelease_v2": "i",
-    "cuCtxGetCurrent": "p", "cuCtxSetCurrent": "p", "cuDeviceCanAccessPeer": "pii", "cuCtxEnablePeerAccess": "pu",
-    "cuCtxSynchronize": "", "cuModuleLoadData": "pp", "cuModuleUnload": "p", "cuModuleGetFunction": "pps",
-    "cuLaunchKernel": "puuuuuuuppp", "cuStreamCreate": "pu", "cuStreamDestroy_v2": "p", "cuStreamWaitEvent": "ppu",
-    "cuStreamSynchronize": "p", "cuStreamGetCaptureInfo_v2": "pppppp", "cuStreamBeginCapture_v2": "pi",
-    "cuThreadExchangeStreamCaptureMode": "p", "cuUserObjectCreate": "pppuu", "cuUserObjectRelease": "pu",
-    "cuGraphRetainUserObject": "ppuu",
-    "cuStreamEndCapture": "pp", "cuGraphInstantiateWithFlags": "ppz", "cuGraphLaunch": "pp", "cuGraphExecDestroy": "p",
-    "cuGraphDestroy": "p", "cuEventCreate": "pu", "cuEventDestroy_v2": "p", "cuEventRecord": "pp",
-    "cuMemcpyAsync": "aazp", "cuMemcpyPeerAsync": "apapzp", "cuMemAlloc_v2": "pz", "cuMemFree_v2": "a",
-    "cuMemHostAlloc": "pzu", "cuPointerGetAttributes": "uppa", "cuGetErrorName": "ip", "cuGetErrorString": "ip",
-}  # fmt: skip
-CONTROLS = {  # functions of fake_control.hpp: the types of the result and of the parameters
-    "reset": "iisa", "clear": "i", "fail": "isai", "count": "as", "text": "si", "run": "i", "memory": "aai",
-    "own": "iaai", "disown": "ia", "kind": "iai", "hold": "i", "continue": "i", "corrupt": "iii", "stream": "piu",
-    "host_access": "iaai", "queue": "ipiapai",
-}  # fmt: skip
-TYPES = {"p": ctypes.c_void_p, "a": ctypes.c_uint64, "z": ctypes.c_size_t, "i": ctypes.c_int, "u": ctypes.c_uint}
-TYPES["s"] = ctypes.c_char_p
+# Of the fake driver's own functions (fake_control.hpp): results that are not codes, which must be 0; last parameters.
+RESULTS = {"count": ctypes.c_uint64, "memory": ctypes.c_uint64, "stream": ctypes.c_uint64, "resume": ctypes.c_int}
+RESULTS["text"] = ctypes.c_char_p
+DEFAULTS = {"memory": (0, 0, PLAIN), "own": (0, 0, 0, PLAIN), "stream": (0, NON_BLOCKING)}
 
 
 def host_bodies():
@@ -71,21 +54,15 @@ def built(stub=False, soname="libcuda.so.1"):
     name = "stub_cuda.cpp" if stub else "fake_cuda.cpp"
     included = [*NATIVE.glob("fake_*.hpp"), *KERNELS.iterdir()]
     objects = [compiled(f"{name}.o", ["g++", *FLAGS, f"-I{KERNELS}", "-c"], [NATIVE / name], included)]
-    if not stub:
-        objects.append(host_bodies())
+    objects += [] if stub else [host_bodies()]
     return compiled("libcuda.so.1", ["g++", "-shared", f"-Wl,-soname,{soname}", "-ldl", "-pthread"], objects)
 
 
-def ran(name, *arguments, timeout=550, **environment):
-    """Run a program of the tests in a process of its own, and return the finished process."""
+def printed(name, *arguments, **environment):
+    """Run a program of the tests in a process, which must succeed and report nothing, and return its output."""
     command = [sys.executable, "-W", "ignore", str(program(name)), *map(str, arguments)]
     given = os.environ | {"PYTHONPATH": python_path(PACKAGE.parent)} | environment
-    return subprocess.run(command, capture_output=True, text=True, check=False, env=given, timeout=timeout)
-
-
-def printed(name, *arguments, **environment):
-    """Run a program of the tests, which must succeed and report nothing, and return its output."""
-    done = ran(name, *arguments, **environment)
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=given, timeout=550)
     assert done.returncode == 0, done.stderr[-3000:]
     assert not done.stderr, done.stderr[-3000:]
     return done.stdout
@@ -99,15 +76,16 @@ PEERS = {  # whether device a can access the memory of device b
 }
 
 
+def passed(x):
+    """Return an argument of a C function: numbers and handles have 64 bits, of which a function may read fewer."""
+    return ctypes.c_int64(x) if hasattr(x, "__index__") else x.encode() if isinstance(x, str) else x
+
+
 class Driver:
     """A CUDA driver, the fake or a real one. ``lib`` has its functions, which return codes."""
 
     def __init__(self, path="libcuda.so.1"):
-        self.path = str(path)
-        self.lib = ctypes.CDLL(self.path, ctypes.RTLD_GLOBAL)
-        for name, letters in PARAMETERS.items():
-            if hasattr(self.lib, name):
-                getattr(self.lib, name).argtypes = [TYPES[letter] for letter in letters]
+        self.lib = ctypes.CDLL(str(path), ctypes.RTLD_GLOBAL)
 
     def report(self):
         """Return the mistakes so far, which only the fake driver reports."""
@@ -115,7 +93,7 @@ class Driver:
 
     def call(self, name, *arguments, gives=0):
         """Call a function, which must return the code ``gives``."""
-        code = getattr(self.lib, name)(*arguments)
+        code = getattr(self.lib, name)(*map(passed, arguments))
         assert code == gives, (name, code, self.report()[-1:])
 
     def give(self, name, *arguments, kind=ctypes.c_void_p):
@@ -145,89 +123,61 @@ class Driver:
 class FakeDriver(Driver):
     """The fake driver in this process, restarted with some devices, so that all handles and addresses become invalid.
 
-    What ``cuInit`` did stays. There is one driver for each library file.
+    What ``cuInit`` did stays. There is one driver for each ``soname``. The functions of fake_control.hpp are methods.
     """
 
-    def __init__(self, path, devices=8, peers="full", seed=0):
-        super().__init__(path)
-        for name, letters in CONTROLS.items():
-            result, *arguments = (TYPES[letter] for letter in letters)
-            function = getattr(self.lib, f"fake_{name}")
-            function.restype, function.argtypes = result, arguments
-        access = bytes(a != b and PEERS[peers](a, b) for a in range(devices) for b in range(devices))
-        self.lib.fake_reset(devices, access, seed)
+    def __init__(self, devices=8, peers="full", seed=0, soname="libcuda.so.1"):
+        super().__init__(built(soname=soname))
         self._kept = []
+        self.reset(devices, bytes(a != b and PEERS[peers](a, b) for a, b in product(range(devices), repeat=2)), seed)
 
-    def clear(self):
-        """Forget the report, launches, counts and faults, but no handles."""
-        self.lib.fake_clear()
+    def __getattr__(self, name):
+        function = getattr(self.lib, f"fake_{name}")
+        function.restype = RESULTS.get(name, ctypes.c_int)
 
-    def fail(self, name, n, code):
-        """Let the n-th call of a function from now on do nothing and return a code. 0: it seems to succeed."""
-        self.lib.fake_fail(name.encode(), n, code)
+        def control(*given):
+            result = function(*map(passed, given + DEFAULTS.get(name, ())[len(given) :]))
+            assert name in RESULTS or result == 0, (name, given, self.report())
+            return result.decode() if isinstance(result, bytes) else result
+
+        return control
 
     def on(self, device):
         context = super().on(device)
         self.call("cuDevicePrimaryCtxRelease_v2", device)
         return context
 
-    def count(self, name):
-        """Return how often a function was called."""
-        return self.lib.fake_count(name.encode())
+    def follow(self, device, stream, other, after):
+        """Let a stream of a device wait for what is in one of another device."""
+        self.on(other)
+        event = self.give("cuEventCreate", 2)
+        self.call("cuEventRecord", event, after)
+        self.on(device)
+        self.call("cuStreamWaitEvent", stream, event, 0)
 
     def report(self):
         """Return the mistakes so far, as a list of lines."""
-        return self.lib.fake_text(0).decode().splitlines()
-
-    def launched(self):
-        """Return the names of the kernels that were launched so far."""
-        return self.lib.fake_text(1).decode().splitlines()
+        return self.text(0).splitlines()
 
     def live(self):
         """Return how many objects of each kind the driver's callers made and did not release, by the kind's name."""
-        lines = self.lib.fake_text(2).decode().splitlines()
-        return {what: int(count) for what, count in (line.split(": ") for line in lines)}
-
-    def run(self):
-        """Execute everything, as if the host had synchronised with all streams."""
-        self.lib.fake_run()
-
-    def memory(self, nbytes, device, kind=PLAIN):
-        """Return the address of new memory of a framework on a device, or pinned (``HOST``)."""
-        address = self.lib.fake_memory(nbytes, device)
-        assert address, self.report()
-        self.call("fake_kind", address, kind)
-        return address
-
-    def own(self, address, nbytes, device, kind=PLAIN):
-        """Let memory of this process count as a device's."""
-        if nbytes:
-            self.call("fake_own", address, nbytes, device)
-            self.call("fake_kind", address, kind)
-
-    def disown(self, address):
-        """Free memory of ``memory``, or give back that of ``own``."""
-        self.call("fake_disown", address)
-
-    def stream(self, device, flags=NON_BLOCKING):
-        """Return the handle of a new stream of a framework."""
-        return self.lib.fake_stream(device, flags)
+        return {what: int(count) for what, count in (line.split(": ") for line in self.text(2).splitlines())}
 
     def write(self, address, data, stream=None, device=0):
         """Write bytes at once as the host or, with a stream, in an operation. Stream 0 is the device's default one."""
         data = bytes(data)
         if stream is None:
-            self.lib.fake_host_access(address, len(data), True)
+            self.host_access(address, len(data), True)
             ctypes.memmove(address, data, len(data))
         else:
-            self.call("fake_queue", stream, device, address, data, len(data), True)
+            self.queue(stream, device, address, data, len(data), True)
 
     def read(self, address, nbytes, stream=None, device=0):
         """Return the bytes in memory or, with a stream, a buffer that an operation in the stream fills."""
         if stream is None:
-            self.lib.fake_host_access(address, nbytes, False)
+            self.host_access(address, nbytes, False)
             return ctypes.string_at(address, nbytes)
         into = ctypes.create_string_buffer(nbytes)
         self._kept.append(into)
-        self.call("fake_queue", stream, device, address, into, nbytes, False)
+        self.queue(stream, device, address, into, nbytes, False)
         return into

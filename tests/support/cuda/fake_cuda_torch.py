@@ -6,6 +6,8 @@ replaced.
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import fake_cuda
@@ -41,10 +43,9 @@ class StandInMemory(torch_memory.TorchDeviceMemory):
 
     def release(self) -> None:
         """Wait for the driver, and forget all tensors."""
-        if self.fake is not None:
-            for storage in self.kept:
-                if storage.nbytes():
-                    self.fake.disown(storage.data_ptr())
+        for storage in self.kept:
+            if storage.nbytes():
+                self.fake.disown(storage.data_ptr())
         self.kept.clear()
         self.devices.clear()
 
@@ -61,27 +62,26 @@ class StandInMemory(torch_memory.TorchDeviceMemory):
         return found
 
     def allocate(self, shape: tuple[int, ...], dtype: str, device: int) -> torch.Tensor:
-        made = super().allocate(shape, dtype, device)
-        return made if self.fake is None else self.put(made, device)
+        return self._made(super().allocate(shape, dtype, device), device)
 
     def block(self, dtype: torch.dtype, nbytes: int, device: int) -> torch.Tensor:
         self.blocks += 1
-        made = super().block(dtype, nbytes, device)
-        return made if self.fake is None else self.put(made, device)
+        return self._made(super().block(dtype, nbytes, device), device)
 
     def scratch(self, nbytes: int, device: int) -> tuple[Any, int]:
         made = self.block(torch.uint8, nbytes, device)
         return made, made.data_ptr()
 
+    def _made(self, x: torch.Tensor, device: int) -> torch.Tensor:
+        return x if self.fake is None else self.put(x, device)
+
     def _device(self, number: int) -> torch.device:
         return torch.device("cpu")
 
     def stream(self, device: int) -> int:
-        if self.fake is None:
-            return 0
-        if device not in self.streams:
+        if self.fake is not None and device not in self.streams:
             self.streams[device] = self.fake.stream(device)
-        return self.streams[device]
+        return self.streams.get(device, 0)
 
     def mark_dirty(self, outs: Any) -> None:
         pass
@@ -108,10 +108,63 @@ def install(fake: Any = None) -> StandInMemory:
     torch_framework._place = lambda device: torch.device("cpu")
     torch_framework._require = lambda devices: None
     torch_memory._are_on = lambda arrays, devices: all(
-        memory.device(x) == device for row in arrays for x, device in zip(row, devices, strict=True) if x.numel()
+        x.is_cpu if fake is None else memory.device(x) == device
+        for row in arrays
+        for x, device in zip(row, devices, strict=True)
+        if x.numel()
     )
-    if fake is None:
-        torch_memory._are_on = lambda arrays, devices: all(x.is_cpu for row in arrays for x in row)
     torch_memory.use_in_compiled_code(memory)
     cuda.device_memory = lambda name: memory if name == "torch" else None
     return memory
+
+
+class FakeGpus:
+    """Host tensors on the fake driver, with the methods of benchmarks/gpu_checks.py's ``Gpus``; times mean nothing."""
+
+    is_fake, size = True, 3_001
+
+    def __init__(self) -> None:
+        self.torch, self.fake, self.count = torch, fake_cuda.FakeDriver(2, seed=1), 2
+        self.memory, self.synchronize = install(self.fake), self.fake.run
+        self.fake.call("cuInit", 0)
+        fake_cuda.Driver.on(self.fake, 0)  # as torch does
+
+    def put(self, x: torch.Tensor, device: int = 0) -> torch.Tensor:
+        return self.memory.put(x.clone(), device)
+
+    def random(self, shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        return self.put(torch.randn(shape).to(dtype))
+
+    def fill(self, x: torch.Tensor, value: float) -> None:
+        data = torch.full_like(x, value).view(torch.uint8).numpy().tobytes()
+        self.fake.write(x.data_ptr(), data, self.memory.stream(0))
+
+    def sleep(self) -> None:
+        pass  # the queues run late and in a random order anyway
+
+    @contextlib.contextmanager
+    def side_stream(self) -> Iterator[None]:
+        self.synchronize()
+        outer, self.memory.streams[0] = self.memory.stream(0), self.fake.stream(0)
+        yield
+        self.memory.streams[0] = outer
+        self.synchronize()
+
+    def on_host(self, x: torch.Tensor) -> torch.Tensor:
+        self.synchronize()
+        return x.clone()
+
+    def release(self) -> None:
+        self.synchronize()
+        self.memory.release()
+        assert not (report := self.fake.report()), report[:3]
+        self.fake.clear()
+
+    def captured(self, run: Any) -> Any:
+        stream = self.memory.stream(0)
+        run()
+        self.synchronize()
+        self.fake.call("cuStreamBeginCapture_v2", stream, 1)
+        results = run()
+        made = self.fake.give("cuGraphInstantiateWithFlags", self.fake.end_capture(stream), 0)
+        return lambda: (self.fake.call("cuGraphLaunch", made, stream), results)[1]

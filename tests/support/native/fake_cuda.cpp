@@ -27,38 +27,44 @@ inline std::map<std::string, Faults> faults;
 inline uint64_t next_handle = 0x1000; // handles are not used twice, not even after a reset
 inline thread_local uint64_t current_handle = 0;
 
+template <class Body> auto locked(Body body) {
+    const std::lock_guard<std::recursive_mutex> lock(mutex);
+    return body();
+}
 // A call that stands for one that waits for the device, which waits for the test: see fake_hold.
 inline std::atomic<int> held{0}; // 1: the next such call waits; 2: one does
 inline void wait_until_continued() {
     int next = 1;
     if (!held.compare_exchange_strong(next, 2)) return;
     for (int k = 0; k < 500 && held == 2; k++) std::this_thread::sleep_for(std::chrono::milliseconds(20));
-    const std::lock_guard<std::recursive_mutex> lock(mutex);
-    if (held.exchange(0) == 2) state->report("a call waited for the device in vain");
+    locked([] {
+        if (held.exchange(0) == 2) state->report("a call waited for the device in vain");
+    });
 }
 
 inline uint64_t new_handle() { return next_handle += 16; }
 
+// Run the body of a function, and report why it is refused. Returns its code.
+template <class Body> int guarded(const std::string &name, Body body) {
+    try {
+        if constexpr (std::is_void_v<decltype(body())>) return body(), SUCCESS;
+        else return body();
+    } catch (const Refused &refused) {
+        if (!refused.why.empty()) state->report(name + ": " + refused.why + " (" + std::to_string(refused.code) + ")");
+        return refused.code;
+    }
+}
 // Run the body of a driver's function: count the call, fail or drop it on a test's request, and report its mistakes.
 template <class Body> int call(const std::string &name, Body body) {
     if (UserObject::is_releasing) std::abort(); // it must not call the driver
-    const std::lock_guard<std::recursive_mutex> lock(mutex);
-    Faults &of = faults[name];
-    if (const auto found = of.codes.find(++of.calls); found != of.codes.end()) return found->second;
-    if (!state || (!is_initialised && name != "cuInit")) {
-        if (state) state->report(name + ": cuInit was not called (3)");
-        return NOT_INITIALIZED;
-    }
-    int code = SUCCESS;
-    try {
-        if constexpr (std::is_void_v<decltype(body())>) body();
-        else code = body();
-    } catch (const Refused &refused) {
-        code = refused.code;
-        if (!refused.why.empty()) state->report(name + ": " + refused.why + " (" + std::to_string(code) + ")");
-    }
-    state->execute_some();
-    return code;
+    return locked([&] {
+        Faults &of = faults[name];
+        if (const auto found = of.codes.find(++of.calls); found != of.codes.end()) return found->second;
+        if (!state || (!is_initialised && name != "cuInit")) return NOT_INITIALIZED;
+        const int code = guarded(name, body);
+        state->execute_some();
+        return code;
+    });
 }
 
 template <class T> T &of_handle(Table<T> &table, const void *handle, const char *what) {
@@ -67,6 +73,17 @@ template <class T> T &of_handle(Table<T> &table, const void *handle, const char 
     return *found->second;
 }
 inline void *pointer(uint64_t handle) { return reinterpret_cast<void *>(handle); }
+template <class T> void *add(Table<T> &table, T &&object) { // returns its new handle
+    const uint64_t handle = new_handle();
+    table[handle] = std::make_shared<T>(std::move(object));
+    return pointer(handle);
+}
+template <class T> std::shared_ptr<T> erase(Table<T> &table, const void *handle, const char *what) {
+    of_handle(table, handle, what);
+    const auto found = table.find(reinterpret_cast<uint64_t>(handle));
+    std::shared_ptr<T> object = found->second;
+    return table.erase(found), object;
+}
 inline void check_given(bool is_given) {
     if (!is_given) refuse(INVALID_VALUE, "an argument is invalid");
 }
@@ -75,11 +92,8 @@ inline Context &context_of(int device) {
     if (device < 0 || device >= state->devices) refuse(INVALID_DEVICE, "device " + std::to_string(device) + " does not exist");
     for (auto &[handle, each] : state->contexts)
         if (each->device == device) return *each;
-    auto made = std::make_shared<Context>();
-    made->handle = new_handle();
-    made->device = device;
-    state->contexts[made->handle] = made;
-    return *made;
+    const uint64_t handle = new_handle();
+    return *(state->contexts[handle] = std::make_shared<Context>(Context{handle, device}));
 }
 inline Context &context_at(uint64_t handle, const char *what) {
     const auto found = state->contexts.find(handle);
@@ -94,17 +108,11 @@ inline Context &current() {
 }
 
 inline uint64_t add_stream(Context &context, bool is_blocking, bool is_foreign, bool is_legacy) {
-    auto made = std::make_shared<Stream>();
-    made->handle = new_handle();
-    made->context = context.handle;
-    made->device = context.device;
-    made->number = is_legacy ? 0 : ++state->numbers[context.device];
-    made->is_blocking = is_blocking;
-    made->is_foreign = is_foreign;
-    made->is_legacy = is_legacy;
-    made->chain = state->chains++;
-    state->streams[made->handle] = made;
-    return made->handle;
+    const uint64_t handle = new_handle();
+    const int number = is_legacy ? 0 : ++state->numbers[context.device];
+    state->streams[handle] = std::make_shared<Stream>(Stream{
+        {}, handle, context.handle, context.device, number, is_blocking, is_foreign, is_legacy, state->chains++});
+    return handle;
 }
 // Return the stream of a handle; 0 is the default one of the current context.
 inline Stream &stream_of(const void *handle, bool invalidates = true) {
@@ -140,11 +148,6 @@ inline int copy(uint64_t to, uint64_t from, size_t nbytes, const char *name, Str
     state->queue_work(stream, std::move(work));
     return SUCCESS;
 }
-
-inline const char *const ERRORS[][2] = { // the codes whose texts tests look at
-    {"700 CUDA_ERROR_ILLEGAL_ADDRESS", "an illegal memory access was encountered"},
-    {"719 CUDA_ERROR_LAUNCH_FAILED", "unspecified launch failure"},
-};
 
 } // namespace fake
 

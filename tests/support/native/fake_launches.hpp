@@ -37,7 +37,6 @@ inline void check_threads(std::vector<PartAccess> all) {
 
 template <class Launch> std::vector<Access> accesses_of(const Launch &launch, const Traits &traits) {
     const uint64_t each = uint64_t{launch.sources} + launch.results;
-    check_table(launch.parts > 0 && launch.sources > 0 && launch.results > 0 && launch.orders > 0, "it is empty");
     check_table(launch.orders * sizeof(cuda_reduce::Order) + launch.parts * (sizeof(cuda_reduce::Part) + 8 * each) <=
                     sizeof launch.table,
                 "it is too large");
@@ -59,8 +58,8 @@ template <class Launch> std::vector<Access> accesses_of(const Launch &launch, co
                     "part " + std::to_string(p) + " has an invalid size");
         check_table(part.tile == tile,
                     "part " + std::to_string(p) + " does not begin at the end of the part before it");
-        check_table(part.order < launch.orders, "part " + std::to_string(p) + " has an invalid order");
-        check_table(part.head % traits.step == 0, "part " + std::to_string(p) + " has an invalid head");
+        check_table(part.order < launch.orders && part.head % traits.step == 0,
+                    "part " + std::to_string(p) + " has an invalid order or head");
         const int64_t units = int64_t{traits.count} * cuda_reduce::THREADS;
         tile += static_cast<uint32_t>(std::max<int64_t>(1, (part.size - part.head + units - 1) / units));
         for (uint64_t k = 0; k < each; k++) {
@@ -94,22 +93,13 @@ inline Work launch_work(const Function &function, const Context &context, const 
     const size_t nbytes = static_cast<size_t>(traits.nbytes);
     std::shared_ptr<uint64_t> copy(new uint64_t[(nbytes + 7) / 8], std::default_delete<uint64_t[]>());
     std::memcpy(copy.get(), parameters, nbytes);
-    Work work{};
-    work.name = function.name;
-    work.context = context.handle;
-    work.device = context.device;
-    work.is_kernel = true;
-    uint32_t tiles;
-    if (nbytes == sizeof(cuda_reduce::SmallLaunch)) {
-        const auto &launch = *reinterpret_cast<const cuda_reduce::SmallLaunch *>(copy.get());
-        work.accesses = accesses_of(launch, traits);
-        tiles = launch.tiles;
-    } else {
-        const auto &launch = *reinterpret_cast<const cuda_reduce::LargeLaunch *>(copy.get());
-        work.accesses = accesses_of(launch, traits);
-        tiles = launch.tiles;
-    }
-    work.body = [copy, blocks = std::min(blocks, tiles), body = function.body] { body(copy.get(), blocks); };
+    const auto &small = *reinterpret_cast<const cuda_reduce::SmallLaunch *>(copy.get());
+    const auto &large = *reinterpret_cast<const cuda_reduce::LargeLaunch *>(copy.get());
+    const bool is_small = nbytes == sizeof small;
+    Work work{function.name, context.handle, context.device, "",
+              is_small ? accesses_of(small, traits) : accesses_of(large, traits), {}, true};
+    blocks = std::min(blocks, is_small ? small.tiles : large.tiles);
+    work.body = [copy, blocks, body = function.body] { body(copy.get(), blocks); };
     return work;
 }
 

@@ -71,9 +71,9 @@ class Memory {
 
     // Return the address of new memory; 0: there is not enough.
     uint64_t allocate(uint64_t nbytes, int device, uint64_t context, bool is_foreign) {
-        uint64_t &used = used_[static_cast<size_t>(device == HOST ? used_.size() - 1 : device)];
+        const size_t slot = device == HOST ? used_.size() - 1 : static_cast<size_t>(device);
+        uint64_t &used = used_[slot];
         if (nbytes > PER_DEVICE - 2 * GAP || used > PER_DEVICE - 2 * GAP - nbytes) return 0;
-        const uint64_t slot = static_cast<uint64_t>(&used - used_.data());
         const uint64_t begin = base_ + slot * PER_DEVICE + used;
         used += (nbytes + 511) / 512 * 512 + GAP;
         std::memset(reinterpret_cast<void *>(begin), 0xA5, nbytes);
@@ -91,14 +91,8 @@ class Memory {
         Allocation &found = (--it)->second;
         return address < found.begin + std::max<uint64_t>(found.nbytes, 1) ? &found : nullptr;
     }
-    // Return whether a range has no byte that the driver manages.
-    bool is_pageable(uint64_t begin, uint64_t nbytes) const {
-        if (begin < base_ + nbytes_ && begin + nbytes > base_) return false;
-        auto it = allocations_.lower_bound(begin + nbytes);
-        if (it == allocations_.begin()) return true;
-        const Allocation &last = (--it)->second;
-        return !last.is_live || last.begin + last.nbytes <= begin;
-    }
+    // Return whether a range has no byte of the memory that the driver allocates.
+    bool is_pageable(uint64_t begin, uint64_t nbytes) const { return begin >= base_ + nbytes_ || begin + nbytes <= base_; }
     std::map<uint64_t, Allocation> &all() { return allocations_; }
 
   private:
@@ -175,15 +169,9 @@ class Shadow {
         segments_.emplace(at, it->second);
         it->second.end = at;
     }
-    static void note(std::vector<Conflict> &conflicts, const Conflict &found) {
-        for (Conflict &each : conflicts) {
-            if (each.earlier != found.earlier) continue;
-            each.begin = std::min(each.begin, found.begin);
-            each.end = std::max(each.end, found.end);
-            each.earlier_writes |= found.earlier_writes;
-            each.writes |= found.writes;
-            return;
-        }
+    static void note(std::vector<Conflict> &conflicts, const Conflict &found) { // once for each earlier operation
+        for (Conflict &each : conflicts)
+            if (each.earlier == found.earlier) return void(each.end = std::max(each.end, found.end));
         conflicts.push_back(found);
     }
     std::map<uint64_t, Segment> segments_;

@@ -21,7 +21,7 @@ constexpr int SUCCESS = 0, INVALID_VALUE = 1, OUT_OF_MEMORY = 2, NOT_INITIALIZED
 constexpr int INVALID_DEVICE = 101, INVALID_CONTEXT = 201, PEER_ACCESS_UNSUPPORTED = 217;
 constexpr int INVALID_HANDLE = 400, ILLEGAL_STATE = 401, NOT_FOUND = 500;
 constexpr int ILLEGAL_ADDRESS = 700, PEER_ACCESS_ALREADY_ENABLED = 704, CONTEXT_IS_DESTROYED = 709;
-constexpr int MISALIGNED_ADDRESS = 716, NOT_SUPPORTED = 801;
+constexpr int MISALIGNED_ADDRESS = 716, LAUNCH_FAILED = 719, NOT_SUPPORTED = 801;
 constexpr int CAPTURE_UNSUPPORTED = 900, CAPTURE_INVALIDATED = 901, CAPTURE_MERGE = 902, CAPTURE_UNMATCHED = 903;
 constexpr int CAPTURE_UNJOINED = 904, CAPTURE_ISOLATION = 905, CAPTURE_IMPLICIT = 906, CAPTURED_EVENT = 907;
 constexpr int CAPTURE_WRONG_THREAD = 908;
@@ -110,8 +110,7 @@ struct Stream : Place {
     }
 };
 struct Event : Place {
-    uint64_t handle, context;
-    int device;
+    uint64_t context;
 };
 struct Context {
     uint64_t handle;
@@ -119,7 +118,7 @@ struct Context {
     int retained = 0;        // by the driver's caller
     bool is_foreign = false; // the framework or the test retains it as well
     int failed = 0;          // the code that all later calls return
-    std::set<int> peers;     // devices whose memory it may access
+    std::set<int> peers{};   // devices whose memory it may access
     uint64_t legacy = 0;
     bool is_active() const { return retained > 0 || is_foreign; }
 };
@@ -198,13 +197,11 @@ struct State {
     }
     // Change a byte of what a kernel writes after it has read the memory of a peer, if the test wants this.
     void corrupt(const Work &work) {
-        const auto is_wrong = [&](const Access &each) {
-            const Allocation *found = memory.find(each.begin);
-            return !each.writes && found && corrupted.count({work.device, found->device});
-        };
-        if (std::none_of(work.accesses.begin(), work.accesses.end(), is_wrong)) return;
-        for (const Access &each : work.accesses)
-            if (each.writes) ++*reinterpret_cast<uint8_t *>(each.begin);
+        for (const Access &read : corrupted.empty() ? std::vector<Access>() : work.accesses)
+            for (const Access &each : work.accesses)
+                if (const Allocation *found = memory.find(read.begin); !read.writes && each.writes && found &&
+                    corrupted.count({work.device, found->device}))
+                    ++*reinterpret_cast<uint8_t *>(each.begin);
     }
     void execute_some() {
         while (!ready.empty() && draw(eagerness)) execute(random() % ready.size());
@@ -212,20 +209,15 @@ struct State {
     // Execute what these operations need, and anything else by chance.
     void execute(const Frontier &wanted) {
         Frontier needed;
-        std::vector<OperationPtr> open(wanted.begin(), wanted.end());
-        while (!open.empty()) {
+        for (std::vector<OperationPtr> open(wanted.begin(), wanted.end()); !open.empty();) {
             const OperationPtr operation = open.back();
             open.pop_back();
             if (operation->is_done || !needed.insert(operation).second) continue;
             open.insert(open.end(), operation->predecessors.begin(), operation->predecessors.end());
         }
-        size_t left = needed.size();
-        while (left > 0) {
+        while (!needed.empty()) {
             const size_t k = random() % ready.size();
-            const bool counts = needed.count(ready[k]) > 0;
-            if (!counts && !draw(eagerness)) continue;
-            execute(k);
-            left -= counts;
+            if (needed.erase(ready[k]) || draw(eagerness)) execute(k);
         }
     }
     void execute_all() { execute(Frontier(pending.begin(), pending.end())); }
@@ -265,8 +257,6 @@ struct State {
     // its context wait for each other.
     void catch_up(Stream &stream) {
         fake::join(stream.clock, host_clock);
-        for (auto it = stream.frontier.begin(); it != stream.frontier.end();)
-            it = (*it)->is_done ? stream.frontier.erase(it) : std::next(it);
         if (!stream.is_blocking || stream.capture) return;
         for (auto &[handle, other] : streams)
             if (other->context == stream.context && other->is_blocking && other->is_legacy != stream.is_legacy &&
@@ -300,25 +290,21 @@ struct State {
         catch_up(stream);
         Place base = stream;
         base.join(exec);
-        std::vector<Clock> clocks;
-        std::vector<OperationPtr> made;
+        std::vector<Place> made;
         Place after = base;
         for (const Node &node : exec.nodes) {
-            Clock clock = base.clock;
-            Frontier frontier;
-            for (int each : node.predecessors) {
-                fake::join(clock, clocks[static_cast<size_t>(each)]);
-                frontier.insert(made[static_cast<size_t>(each)]);
-            }
+            Place at;
+            at.clock = base.clock;
+            for (int each : node.predecessors) at.join(made[static_cast<size_t>(each)]);
             Epoch &epoch = exec.chains.at(node.chain);
-            if (clock.size() <= epoch.chain) clock.resize(epoch.chain + 1);
-            clock[epoch.chain] = ++epoch.count;
+            if (at.clock.size() <= epoch.chain) at.clock.resize(epoch.chain + 1);
+            at.clock[epoch.chain] = ++epoch.count;
             Work work = node.work;
             work.stream = "a graph in " + stream.text() + ", from " + work.stream;
-            made.push_back(start(std::move(work), epoch, clock, frontier.empty() ? base.frontier : frontier));
-            clocks.push_back(clock);
-            fake::join(after.clock, clock);
-            after.frontier.insert(made.back());
+            const Frontier &before = node.predecessors.empty() ? base.frontier : at.frontier;
+            at.frontier = {start(std::move(work), epoch, at.clock, before)};
+            made.push_back(at);
+            after.join(at);
         }
         stream.clock = exec.clock = after.clock;
         stream.frontier = exec.frontier = after.frontier;
@@ -353,9 +339,8 @@ struct State {
                 why = "is on device " + std::to_string(found->device) + ", which did not map it for its peers";
             }
             if (why.empty()) continue;
-            report(work.name + " in " + work.stream +
-                   ": what it " + (each.writes ? "writes, " : "reads, ") + range_text(each.begin, each.nbytes) + ", " +
-                   why);
+            report(work.name + " in " + work.stream + ": what it " + (each.writes ? "writes, " : "reads, ") +
+                   range_text(each.begin, each.nbytes) + ", " + why);
             context.failed = ILLEGAL_ADDRESS;
             return false;
         }

@@ -27,16 +27,11 @@ DRIVER cuStreamSynchronize(void *handle) BODY({
 DRIVER cuEventCreate(void **event, unsigned flags) BODY({
     Context &context = current();
     check_given(event && flags < 8);
-    auto made = std::make_shared<Event>();
-    made->handle = new_handle();
-    made->context = context.handle;
-    made->device = context.device;
-    state->events[made->handle] = made;
-    *event = pointer(made->handle);
+    *event = add(state->events, Event{{}, context.handle});
 })
 DRIVER cuEventDestroy_v2(void *event) BODY({
     current();
-    state->events.erase(of_handle(state->events, event, "event").handle);
+    erase(state->events, event, "event");
 })
 DRIVER cuEventRecord(void *handle, void *stream_handle) BODY({
     Event &event = of_handle(state->events, handle, "event");
@@ -94,22 +89,19 @@ DRIVER cuThreadExchangeStreamCaptureMode(int *mode) BODY({
 DRIVER cuUserObjectCreate(void **object, void *owned, void (*release)(void *), unsigned count, unsigned flags) BODY({
     check_given(object && release && count == 1 && flags == 1);
     const uint64_t handle = new_handle();
-    state->user_objects[handle] = std::shared_ptr<UserObject>(new UserObject{owned, release});
+    state->user_objects[handle].reset(new UserObject{owned, release});
     *object = pointer(handle);
 })
 DRIVER cuUserObjectRelease(void *object, unsigned count) BODY({
-    of_handle(state->user_objects, object, "user object");
     check_given(count == 1);
-    state->user_objects.erase(reinterpret_cast<uint64_t>(object));
+    erase(state->user_objects, object, "user object");
 })
 DRIVER cuGraphRetainUserObject(void *graph, void *object, unsigned count, unsigned flags) BODY({
-    of_handle(state->user_objects, object, "user object");
     check_given(count == 1 && flags == 1); // the caller's reference moves to the graph
     const auto is_it = [&](const auto &each) { return each->graph == reinterpret_cast<uint64_t>(graph); };
     const auto found = std::find_if(state->captures.begin(), state->captures.end(), is_it);
     if (found == state->captures.end()) refuse(INVALID_VALUE, "the graph is not one that is being captured");
-    (*found)->objects.push_back(state->user_objects.at(reinterpret_cast<uint64_t>(object)));
-    state->user_objects.erase(reinterpret_cast<uint64_t>(object));
+    (*found)->objects.push_back(erase(state->user_objects, object, "user object"));
 })
 DRIVER cuStreamBeginCapture_v2(void *handle, int mode) BODY({
     check_given(mode >= 0 && mode <= 2);
@@ -150,13 +142,10 @@ DRIVER cuStreamEndCapture(void *handle, void **graph) BODY({
 DRIVER cuGraphInstantiateWithFlags(void **exec, void *graph, unsigned long long flags) BODY({
     current();
     check_given(exec && flags == 0);
-    auto made = std::make_shared<GraphExec>();
-    static_cast<Graph &>(*made) = of_handle(state->graphs, graph, "graph");
-    for (const Node &each : made->nodes)
-        if (!made->chains.count(each.chain)) made->chains[each.chain] = {state->chains++, 0};
-    const uint64_t handle = new_handle();
-    state->execs[handle] = made;
-    *exec = pointer(handle);
+    GraphExec made{{}, of_handle(state->graphs, graph, "graph"), {}};
+    for (const Node &each : made.nodes)
+        if (!made.chains.count(each.chain)) made.chains[each.chain] = {state->chains++, 0};
+    *exec = add(state->execs, std::move(made));
 })
 DRIVER cuGraphLaunch(void *exec, void *handle) BODY({
     GraphExec &found = of_handle(state->execs, exec, "executable graph");
@@ -165,11 +154,5 @@ DRIVER cuGraphLaunch(void *exec, void *handle) BODY({
         state->invalidate(NOT_SUPPORTED, "the fake driver cannot capture the launch of a graph", stream.capture);
     state->launch(found, stream);
 })
-DRIVER cuGraphExecDestroy(void *exec) BODY({
-    of_handle(state->execs, exec, "executable graph");
-    state->execs.erase(reinterpret_cast<uint64_t>(exec));
-})
-DRIVER cuGraphDestroy(void *graph) BODY({
-    of_handle(state->graphs, graph, "graph");
-    state->graphs.erase(reinterpret_cast<uint64_t>(graph));
-})
+DRIVER cuGraphExecDestroy(void *exec) BODY({ erase(state->execs, exec, "executable graph"); })
+DRIVER cuGraphDestroy(void *graph) BODY({ erase(state->graphs, graph, "graph"); })

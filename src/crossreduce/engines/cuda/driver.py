@@ -19,7 +19,8 @@ from ...errors import ArgumentError, BackendError, DriverError, ReductionError, 
 from .kernels import PTX_DRIVER, chosen_code, copy_kernel
 
 _LOG: Final = logging.getLogger("crossreduce")
-_NO_CODE: Final = frozenset({200, 209, 218, 220, 221, 222, 223})  # CUDA's codes for images that it cannot use
+_NO_CODE: Final = frozenset({200, 209, 218, 221, 222, 223, 801})
+"""CUDA's codes for images that it cannot use; 801: an older driver may refuse parameters of more than 4 KiB so."""
 _CHECKED_NBYTES: Final = 4 << 20  # that each device reads from each peer
 _LARGE_TABLES: Final = 12010  # the driver's version from which parameters may have more than 4 KiB (CUDA 12.1)
 
@@ -43,8 +44,8 @@ def unusable() -> str:
     Raises:
       ArgumentError: the variable ``CROSSREDUCE_CUDA`` is neither 0 nor 1.
     """
-    is_on = _is_on("CROSSREDUCE_CUDA", "to use the frameworks' own operations")
-    why = _why_missing() if is_on else "CROSSREDUCE_CUDA is 0"
+    is_used = is_on("CROSSREDUCE_CUDA", "0 to use the frameworks' own operations")
+    why = _why_missing() if is_used else "CROSSREDUCE_CUDA is 0"
     if why:
         _LOG.info("the CUDA kernels are not used (%s); the frameworks' own operations reduce arrays on GPUs", why)
     return why
@@ -57,14 +58,14 @@ def allows_peers() -> bool:
     Raises:
       ArgumentError: the variable ``CROSSREDUCE_P2P`` is neither 0 nor 1.
     """
-    return _is_on("CROSSREDUCE_P2P", "to let the driver copy between devices")
+    return is_on("CROSSREDUCE_P2P", "0 to let the driver copy between devices")
 
 
-def _is_on(variable: str, purpose: str) -> bool:
-    """Return whether a variable is 1, as by default. Raise an ``ArgumentError`` if it is not 0 either."""
-    value = os.environ.get(variable, "1")
+def is_on(variable: str, remedy: str, default: str = "1") -> bool:
+    """Return whether a variable is 1. Raise an ``ArgumentError`` with a ``remedy`` if it is not 0 either."""
+    value = os.environ.get(variable, default)
     if value not in ("0", "1"):
-        raise ArgumentError.of(f"{variable} must be 0 or 1.", shown(value), f"{variable}=0 {purpose}")
+        raise ArgumentError.of(f"{variable} must be 0 or 1.", shown(value), f"{variable}={remedy}")
     return value == "1"
 
 

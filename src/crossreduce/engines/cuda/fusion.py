@@ -39,7 +39,6 @@ class DeviceStep(NamedTuple):
       order: how the sources are combined.
       node: the number of the node that it makes.
       destinations: the positions of the results that it writes; if empty, the node is in temporary memory.
-      final: whether the node is fully reduced, divided and rounded.
       after: steps of this chunk that must end before this one begins, besides those that make its sources.
       level: 0, or one more than the highest level of the steps that must end before.
     """
@@ -50,7 +49,6 @@ class DeviceStep(NamedTuple):
     order: Order
     node: int
     destinations: tuple[int, ...]
-    final: bool
     after: tuple[int, ...]
     level: int
 
@@ -231,7 +229,7 @@ class _Chunk:
         self._makers[node] = len(self._steps)
         for source in sources:
             self._readers.setdefault(source, []).append(len(self._steps))
-        self._steps.append(DeviceStep(kind, place, sources, order, node, targets, final, (), 0))
+        self._steps.append(DeviceStep(kind, place, sources, order, node, targets, (), 0))
         return node
 
     def _with_levels(self) -> ChunkSteps:

@@ -13,7 +13,6 @@ from __future__ import annotations
 import hashlib
 import importlib.util
 import logging
-import os
 import pkgutil
 from collections.abc import Sequence
 from functools import cache, lru_cache, partial
@@ -26,20 +25,20 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir, xla
 
 from ....devices import parse
-from ....errors import ArgumentError, shown
 from ....frameworks import Array
 from ....frameworks.jax.arrays import is_somewhere
 from ....ops import Numbers
 from ...base import Layout
 from ...loop import ENGINE as LOOP
 from ..batching import operations
-from ..driver import load_kernels, native
+from ..driver import is_on, load_kernels, native
 from ..encoding import plan_of
 from ..streams import Operations
 
 TARGET: Final = "crossreduce_cuda_plan"
 _LOG: Final = logging.getLogger("crossreduce")
-_WIDE: Final = frozenset({"float64", "complex128", "int64", "uint64"})
+WIDE: Final = frozenset({"float64", "complex128", "int64", "uint64"})
+"""The dtypes whose arrays are made only with ``jax_enable_x64``."""
 
 
 @cache
@@ -57,13 +56,7 @@ def reduces_traced() -> bool:
     Raises:
       ArgumentError: the variable is neither 0 nor 1.
     """
-    wanted = os.environ.get("CROSSREDUCE_CUDA_JIT", "0")
-    if wanted not in ("0", "1"):
-        problem = "CROSSREDUCE_CUDA_JIT must be 0 or 1."
-        raise ArgumentError.of(
-            problem, shown(wanted), "CROSSREDUCE_CUDA_JIT=1 to use the CUDA kernels in programs of jit"
-        )
-    return wanted == "1"
+    return is_on("CROSSREDUCE_CUDA_JIT", "1 to use the CUDA kernels in programs of jit", "0")
 
 
 @lru_cache(maxsize=1024)
@@ -81,7 +74,7 @@ def supports(layout: Layout) -> bool:
 def bind(layout: Layout, arrays: Sequence[Sequence[Array]]) -> Sequence[Sequence[Array]] | None:
     """Return the arrays themselves, or ``None`` if the custom call would give other results than the loop engine."""
     dtype = layout.buffers[0].buffer.dtype
-    if dtype in _WIDE and not jax.config.jax_enable_x64:
+    if dtype in WIDE and not jax.config.jax_enable_x64:
         return None  # such arrays were made while x64 was enabled
     flat = [x for row in arrays for x in row]
     traced = [x for x in flat if isinstance(x, jax.core.Tracer)]

@@ -37,11 +37,11 @@ from ....frameworks import Array
 from ....frameworks.jax import arrays as framework
 from ..driver import native
 from ..memory import DeviceMemory, Operands
+from . import WIDE
 
 EMPTY: Final = "crossreduce_cuda_empty"
 _LOG: Final = logging.getLogger("crossreduce")
 _KDLCUDA: Final = 2
-_WIDE: Final = frozenset({"float64", "complex128", "int64", "uint64"})
 _STREAMS: Final[dict[int, int]] = {}
 _PASS_ON: Final = jax.jit(lambda small, xs: jax.lax.optimization_barrier((small + 1, xs)), donate_argnums=1)
 _state: Any = getattr(core, "get_opaque_trace_state", None) or jax.core.get_opaque_trace_state  # JAX 0.9
@@ -76,7 +76,7 @@ class JaxDeviceMemory(DeviceMemory):
         if any(isinstance(x, jax.core.Tracer) for x in flat) or not _is_plain_mode():
             return None
         dtype = flat[0].dtype
-        if not jax.dlpack.is_supported_dtype(dtype) or (dtype.name in _WIDE and not jax.config.jax_enable_x64):
+        if not jax.dlpack.is_supported_dtype(dtype) or (dtype.name in WIDE and not jax.config.jax_enable_x64):
             return None
         if any(all(x.weak_type for x in row) for row in arrays):
             return None  # the result must be weakly typed, too (mostly scalars)

@@ -13,16 +13,10 @@ PyObject *failure = nullptr; // a function that makes an error of a call, a devi
 
 // Set the error of a failed call of the driver. Returns null.
 PyObject *set_fault(const DriverFault &fault) {
-    std::string why;
-    const Driver *call = driver(why);
-    const char *name = nullptr, *text = nullptr;
-    if (call != nullptr) {
-        call->get_error_name(fault.code, &name);
-        call->get_error_string(fault.code, &text);
-    }
+    const FaultText text = text_of(fault);
     if (failure == nullptr) return PyErr_Format(PyExc_RuntimeError, "%s failed: error %d", fault.call, fault.code);
-    Ref error(PyObject_CallFunction(failure, "siiss", fault.call, fault.device, fault.code, name ? name : "unknown error",
-                                    text ? text : why.c_str()));
+    Ref error(PyObject_CallFunction(failure, "siiss", fault.call, fault.device, fault.code, text.name.c_str(),
+                                    text.text.c_str()));
     if (error) PyErr_SetObject(reinterpret_cast<PyObject *>(Py_TYPE(error.object)), error.object);
     return nullptr;
 }
@@ -82,10 +76,8 @@ PyObject *describe(PyObject *, PyObject *args) {
     char name[256] = "";
     Ref done(guarded_unlocked([&] {
         found = described(number);
-        std::string why;
-        const Driver &call = *driver(why);
-        require(call.device_get_name(name, sizeof name, found->handle), "cuDeviceGetName", number);
-        require(call.driver_get_version(&version), "cuDriverGetVersion", number);
+        require(opened().device_get_name(name, sizeof name, found->handle), "cuDeviceGetName", number);
+        require(opened().driver_get_version(&version), "cuDriverGetVersion", number);
     }));
     if (!done) return nullptr;
     return Py_BuildValue("{s:s,s:i,s:i,s:i}", "name", name, "capability", found->capability, "multiprocessors",
@@ -191,11 +183,9 @@ bool read_launch(Plan &plan, PyObject *dict) {
     made.large = large != 0;
     made.function = function(*plan.devices.at(static_cast<size_t>(on)), name);
     const bool read = read_ints(nbytes, made.unit_nbytes) && read_each(orders, [&](PyObject *order) {
-        Masks masks;
         unsigned long long push, fold, twice, wide;
         if (!PyArg_ParseTuple(order, "KKKK", &push, &fold, &twice, &wide)) return false;
-        masks = {push, fold, twice, wide};
-        made.orders.push_back(masks);
+        made.orders.push_back({push, fold, twice, wide});
         return true;
     }) && read_each(parts, [&](PyObject *part) {
         long long size;

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <array>
+#include <tuple>
 
 namespace {
 
@@ -16,13 +17,6 @@ const char *const KERNELS[] = {
 #define KERNEL(name, source, result, op, step, kinds) kinds(name, step, source, result, op)
 #include "kernels.inc"
 };
-
-const Driver &opened() {
-    std::string why;
-    const Driver *found = driver(why);
-    if (found == nullptr) throw DriverFault{"cuInit", -1, 3}; // CUDA_ERROR_NOT_INITIALIZED
-    return *found;
-}
 
 } // namespace
 
@@ -151,12 +145,19 @@ bool are_peer_readable(const std::vector<uint64_t> &addresses, const std::vector
     const Driver &call = opened();
     ContextGuard context;
     context.use(*owners[0]);
-    // Allocations of this call, by an address in units of 2 MiB. Nothing is kept for later ones: an address may then be of
-    // other memory.
-    std::array<std::pair<uint64_t, uint64_t>, 1024> readable{}; // starts and sizes
+    // Starts and sizes of allocations of this call, by an address in units of 2 MiB, and of the last ones, which others in
+    // large allocations are in. Nothing is kept for later calls: an address may then be of other memory.
+    std::array<std::pair<uint64_t, uint64_t>, 1024> readable{};
+    std::array<std::pair<uint64_t, uint64_t>, 16> last{};
+    size_t found = 0;
     for (const uint64_t address : addresses) {
         auto &[start, nbytes] = readable[(address >> 21) % readable.size()];
         if (address == 0 || address - start < nbytes) continue;
+        const auto holds = [&](const auto &one) { return address - one.first < one.second; };
+        if (const auto one = std::find_if(last.begin(), last.end(), holds); one != last.end()) {
+            std::tie(start, nbytes) = *one;
+            continue;
+        }
         CUcontext owner = nullptr;
         void *pool = nullptr;
         unsigned type = 0, is_managed = 0, is_legacy = 0; // the driver writes an int or a bool, of which these are larger
@@ -168,6 +169,7 @@ bool are_peer_readable(const std::vector<uint64_t> &addresses, const std::vector
         if (type != MEMORY_TYPE_DEVICE || is_managed || !is_legacy || pool != nullptr ||
             std::none_of(owners.begin(), owners.end(), owns))
             return false;
+        last[found++ % last.size()] = {start, nbytes};
     }
     return true;
 }

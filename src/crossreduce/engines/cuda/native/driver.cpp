@@ -1,5 +1,6 @@
 #include "driver.hpp"
 
+#include <atomic>
 #include <mutex>
 
 #if !defined(_WIN32)
@@ -10,7 +11,8 @@ namespace {
 
 Driver functions;
 std::string missing; // empty: the driver works
-bool opened = false;
+bool is_opened = false;
+std::atomic<bool> works{false};
 std::mutex lock;
 
 std::string open_driver() {
@@ -39,11 +41,30 @@ std::string open_driver() {
 } // namespace
 
 const Driver *driver(std::string &why) {
+    if (works) return &functions;
     std::lock_guard<std::mutex> locked(lock);
-    if (!opened) {
+    if (!is_opened) {
         missing = open_driver();
-        opened = true;
+        works = missing.empty();
+        is_opened = true;
     }
     why = missing;
     return missing.empty() ? &functions : nullptr;
+}
+
+const Driver &opened() {
+    std::string why;
+    const Driver *found = driver(why);
+    if (found == nullptr) throw DriverFault{"cuInit", -1, 3}; // CUDA_ERROR_NOT_INITIALIZED
+    return *found;
+}
+
+FaultText text_of(const DriverFault &fault) {
+    std::string why;
+    const char *name = nullptr, *text = nullptr;
+    if (const Driver *call = driver(why)) {
+        call->get_error_name(fault.code, &name);
+        call->get_error_string(fault.code, &text);
+    }
+    return {name ? name : "unknown error", text ? text : why};
 }

@@ -90,6 +90,14 @@ struct DriverFault {
 // Return the driver, or null; then `why` names the missing part, or the call of the driver that failed.
 const Driver *driver(std::string &why);
 
+// Return the driver. Throws DriverFault if it cannot be used.
+const Driver &opened();
+
+struct FaultText {
+    std::string name, text; // of the code; or why there is no driver
+};
+FaultText text_of(const DriverFault &fault);
+
 // Throw a DriverFault unless a call succeeded.
 inline void require(CUresult code, const char *call, int device) {
     if (code != CUDA_SUCCESS) throw DriverFault{call, device, code};

@@ -17,11 +17,6 @@ using cuda_reduce::streams_of;
 
 constexpr uint32_t BLOCKS_PER_MULTIPROCESSOR = 4; // so many are resident: see __launch_bounds__ in reduce.cu
 
-const Driver &driver_of_plan() {
-    std::string why;
-    return *driver(why); // a plan has devices, so the driver is open
-}
-
 struct Start { // see Part in reduce.cuh
     int head;
     bool is_aligned;
@@ -65,7 +60,7 @@ static void fill(Launch &launch, const Launching &from, const std::vector<uint64
     launch.orders = static_cast<uint16_t>(from.orders.size());
     launch.stack = static_cast<uint16_t>(from.stack);
     launch.kind = static_cast<uint16_t>(from.kind);
-    static_assert(sizeof(Masks) == sizeof(Order), "the fields of an order");
+    static_assert(sizeof(from.orders[0]) == sizeof(Order), "the fields of an order");
     unsigned char *at = launch.table;
     std::memcpy(at, from.orders.data(), from.orders.size() * sizeof(Order));
     auto *parts = reinterpret_cast<Part *>(at + from.orders.size() * sizeof(Order));
@@ -104,7 +99,7 @@ void Plan::launch(ContextGuard &context, size_t number, CUstream stream, const D
     void *arguments[] = {filled_[number].get()}; // the driver copies them
     context.use(device);
     const uint32_t tiles = reinterpret_cast<const SmallLaunch *>(filled_[number].get())->tiles; // where that of large ones is
-    require(driver_of_plan().launch_kernel(launches[number].function, std::min(tiles, most), 1, 1, THREADS, 1, 1, 0, stream,
+    require(opened().launch_kernel(launches[number].function, std::min(tiles, most), 1, 1, THREADS, 1, 1, 0, stream,
                                            arguments, nullptr),
             "cuLaunchKernel", device.number);
     launched.fetch_add(1, std::memory_order_relaxed);
@@ -118,7 +113,7 @@ const Device &Plan::owner_of_event(size_t event) const {
 }
 
 void Plan::make_events(ContextGuard &context) {
-    const Driver &call = driver_of_plan();
+    const Driver &call = opened();
     if (event_devices_.empty())
         for (const Operating &one : operations) // in the order of their numbers
             if (one.event >= 0) event_devices_.push_back(streams[static_cast<size_t>(one.stream)].device);
@@ -132,7 +127,7 @@ void Plan::make_events(ContextGuard &context) {
 }
 
 std::vector<CUstream> Plan::streams_of_run(ContextGuard &context, const std::vector<CUstream> &current, bool is_captured) {
-    const Driver &call = driver_of_plan();
+    const Driver &call = opened();
     std::vector<CUstream> found(current);
     for (size_t k = current.size(); k < streams.size(); k++) {
         Device &owner = *devices[static_cast<size_t>(streams[k].device)];
@@ -162,17 +157,17 @@ std::vector<CUstream> Plan::streams_of_run(ContextGuard &context, const std::vec
 void Plan::record(ContextGuard &context, const std::vector<CUstream> &queues, size_t stream, size_t event) {
     const Device &owner = *devices[static_cast<size_t>(streams[stream].device)];
     context.use(owner);
-    require(driver_of_plan().event_record(events_[event], queues[stream]), "cuEventRecord", owner.number);
+    require(opened().event_record(events_[event], queues[stream]), "cuEventRecord", owner.number);
 }
 
 void Plan::wait(ContextGuard &context, const std::vector<CUstream> &queues, size_t stream, size_t event) {
     const Device &owner = *devices[static_cast<size_t>(streams[stream].device)];
     context.use(owner);
-    require(driver_of_plan().stream_wait_event(queues[stream], events_[event], 0), "cuStreamWaitEvent", owner.number);
+    require(opened().stream_wait_event(queues[stream], events_[event], 0), "cuStreamWaitEvent", owner.number);
 }
 
 CUgraph Plan::run(const std::vector<uint64_t> &addresses, const std::vector<CUstream> &current, bool is_kept) {
-    const Driver &call = driver_of_plan();
+    const Driver &call = opened();
     std::lock_guard<std::mutex> locked(lock_);
     ContextGuard context;
     const Capturing captured = devices.size() > 1 || is_kept ? capturing(*devices[0], current[0]) : Capturing{};
@@ -223,7 +218,7 @@ CUgraph Plan::run(const std::vector<uint64_t> &addresses, const std::vector<CUst
 
 Plan::~Plan() {
     if (events_.empty() && captured_.empty()) return;
-    const Driver &call = driver_of_plan();
+    const Driver &call = opened();
     try {
         const RelaxedCapture relaxed;
         ContextGuard context;
@@ -240,7 +235,7 @@ Plan::~Plan() {
 }
 
 bool reads_peer_rightly(Plan &copy, Device &reader, Device &owner, size_t nbytes) {
-    const Driver &call = driver_of_plan();
+    const Driver &call = opened();
     const RelaxedCapture relaxed;
     ContextGuard context;
     struct Memory { // of a device, and a stream for it

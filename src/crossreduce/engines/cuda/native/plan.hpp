@@ -1,6 +1,7 @@
 // A compiled layout: the operations that run for it, without the addresses, which each run gets.
 #pragma once
 
+#include <array>
 #include <atomic>
 #include <cstdint>
 #include <memory>
@@ -21,10 +22,6 @@ struct PartOfLaunch {
     size_t first_place; // of its sources and results, in Launching::places
 };
 
-struct Masks { // see `Order` in reduce.cuh
-    uint64_t push, fold, fold_twice, wide;
-};
-
 struct Launching {
     CUfunction function = nullptr;
     bool large = false;
@@ -33,7 +30,7 @@ struct Launching {
     uint32_t kind = 0;
     int values = 1, units = 1;       // of a thread, and of an element, in units
     std::vector<uint8_t> unit_nbytes; // of each place of a part, for each order: that of source k, ..., of result k, ...
-    std::vector<Masks> orders;
+    std::vector<std::array<uint64_t, 4>> orders; // push, fold, fold_twice, wide: see `Order` in reduce.cuh
     std::vector<PartOfLaunch> parts;
     std::vector<Place> places;
 };

@@ -41,17 +41,11 @@ PyObject *hook = nullptr;
 std::atomic<uint64_t> custom_calls{0}; // that queued their plan
 
 // Return the text of a failed call of the driver; driver.py has the same as an error.
-std::string text_of(const DriverFault &fault) {
-    std::string why;
-    const char *name = nullptr, *text = nullptr;
-    if (const Driver *call = driver(why)) {
-        call->get_error_name(fault.code, &name);
-        call->get_error_string(fault.code, &text);
-    }
+std::string message_of(const DriverFault &fault) {
+    const FaultText text = text_of(fault);
     return std::string("crossreduce: the CUDA driver failed in ") + fault.call +
            (fault.device < 0 ? "" : " on cuda:" + std::to_string(fault.device)) +
-           ".\n  given: " + (name ? name : "unknown error") + " (" + std::to_string(fault.code) + "): " +
-           (text ? text : why.c_str()) +
+           ".\n  given: " + text.name + " (" + std::to_string(fault.code) + "): " + text.text +
            "\n  try:   the error may come from an earlier operation of this process: run with CUDA_LAUNCH_BLOCKING=1";
 }
 
@@ -125,7 +119,7 @@ Error *run(const CallFrame &frame) {
         entry.plan->run(addresses, {reinterpret_cast<CUstream>(stream.stream)});
         custom_calls.fetch_add(1, std::memory_order_relaxed);
     } catch (const DriverFault &caught) {
-        fault = text_of(caught);
+        fault = message_of(caught);
     }
     if (hook != nullptr && !call_hook(frame, false)) return error_of(api, INTERNAL, "the hook failed");
     return fault.empty() ? nullptr : error_of(api, INTERNAL, fault);
