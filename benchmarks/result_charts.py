@@ -173,7 +173,8 @@ def draw_panels(
 def draw_exact_training(kept: dict[str, Any], path: Path) -> None:
     """Draw the losses on 1, 2, 4 and 8 replicas, and for each kind their differences from those on one replica."""
     curves = kept["curves"]
-    with new_figure(path, style.WIDTH, 7.2, "Losses of one training on 1 to 8 replicas", fit=True) as figure:
+    title = "Losses of one training, and differences from 1 replica"
+    with new_figure(path, style.WIDTH, 7.2, title, fit=True) as figure:
         every = figure.subplots(-(-(len(curves) + 1) // 2), 2, sharex=True, squeeze=False)
         first, *panels = every.flat
         first.set_title("loss, all runs")
@@ -183,7 +184,7 @@ def draw_exact_training(kept: dict[str, Any], path: Path) -> None:
                 pairs = zip(run["losses"], runs["1"]["losses"], strict=True)
                 apart = [max(abs(a - b), 1e-9) for a, b in pairs]
                 axes.plot(apart, color=colour, linewidth=1, label=f"{n} replica{'s' * (n != '1')}")
-            axes.set_title(f"{kind}: difference from 1 replica")
+            axes.set_title(f"difference: {kind}")
             style.value_axis(axes, 0.7e-9, 1e-6, steps=(1,))
             axes.set_yticks([1e-9, 1e-8, 1e-7, 1e-6], ["1e-9 or less", "1e-8", "1e-7", "1e-6"])
             axes.set_xlabel("step")

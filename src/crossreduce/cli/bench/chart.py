@@ -80,8 +80,9 @@ def draw_ratios(
         for curve in curves:
             is_kept = curve.memory == KEPT
             points = {each.row["size"]: each.ratio for each in curve.points}
-            more = {"linestyle": ":", "markerfacecolor": style.PAPER} if curve.report is not report else {}
-            more |= {"label": None} if is_kept else {"label": curve.label}
+            more: dict[str, Any] = {"label": None if is_kept else curve.label}
+            if curve.report is not report:
+                more |= {"linestyle": ":", "markerfacecolor": style.PAPER}
             style.line(axes, points, _NAMES[curve.peer], dashed=is_kept, **more)
             if not is_kept:
                 ends = zip(*(each.quartiles for each in curve.points), strict=True)

@@ -289,6 +289,8 @@ def plan_text(request: PlanRequest, plan: Plan | GroupsPlan, lines: dict[str, st
     """
     width = text_width()
     head, *rest = plan.explain(width).splitlines()
+    while rest and rest[0].startswith(" " * 12):  # of a head that is wrapped
+        head += f"\n{rest.pop(0)}"
     about = {"machine": request.label, "command": INVOKED.get()}
     first, last = ([f"  {label:<10}{line}" for label, line in part.items()] for part in (about, lines))
     return "\n".join([head, wrapped(first, width), *rest, *([wrapped(last, width)] if last else [])])

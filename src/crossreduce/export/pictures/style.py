@@ -95,10 +95,10 @@ DARK: Final = {
     "#56b4e9": "#7fd1ff",
     "#6f4bb2": "#b39ddb",
     "#8a6d5a": "#c9a58c",
+    **dict(zip(REPLICAS, ("#5a8fc6", "#66ccee", "#34a34a", "#ccbb44", "#ee6677"), strict=True)),
+    **dict(zip(SHADES, ("#27406b", "#2a5f96", "#2f86b5", "#45adc4", "#86d3b8", "#d4f0b9"), strict=True)),
+    **dict(zip(USES, between(["#4a2343", "#c2459d", "#ffd6f2"], len(USES)), strict=True)),
 }
-DARK |= zip(REPLICAS, ("#5a8fc6", "#66ccee", "#34a34a", "#ccbb44", "#ee6677"), strict=True)
-DARK |= zip(SHADES, ("#27406b", "#2a5f96", "#2f86b5", "#45adc4", "#86d3b8", "#d4f0b9"), strict=True)
-DARK |= zip(USES, between(["#4a2343", "#c2459d", "#ffd6f2"], len(USES)), strict=True)
 
 # A page on a telephone shows a chart of this many inches with letters of seven pixels.
 WIDTH: Final = 7.2

@@ -55,13 +55,13 @@ def explain_groups(
             text = f"at least {float(lowest):.2f} GB/s{weighted}, not {float(least):.2f}: {_loss(1 - lowest / least)}"
         lines.append(f"  {label:9s} a plan for each group alone, {how}, all at the same time: {text}")
     sizes = ", ".join(dict.fromkeys(size(plan.nbytes) for plan in plans))
-    last = f"  alone: all links for one group; time: {sizes} with a group's part of the links"
+    last = f"  alone: all links for one group; time: {sizes} with a group's part of the links, the longest in each row"
     lost = losses(rates, separate.rates)
     rows = []
     for k, group in enumerate(needs):
         numbers = [_gb_per_s(rate) for rate in (rates[k], separate.plans[k].rate, separate.rates[k])]
         numbers += [percent_of(lost[k]), _gb_per_s(None if unhelped is None else unhelped.rates[k])]
-        rows.append(_Row(k, group.members, group.weight, (*numbers, duration(plans[k].seconds))))
+        rows.append(_Row(k, group.members, group.weight, tuple(numbers), plans[k].seconds))
     return "\n".join([wrapped(lines, width), *_table(rows, width), wrapped([last], width)])
 
 
@@ -71,7 +71,8 @@ class _Row(NamedTuple):
     group: int
     members: tuple[str, ...]
     weight: Fraction
-    numbers: tuple[str, ...]
+    numbers: tuple[str, ...]  # all but the last one of ``_HEADS``
+    seconds: float
 
     @property
     def kind(self) -> tuple[object, ...]:
@@ -81,33 +82,32 @@ class _Row(NamedTuple):
 
 def _table(rows: list[_Row], width: int | None) -> list[str]:
     """Return the lines of the table. Of three or more groups with equal numbers, the first one is shown."""
-    alike: dict[tuple[object, ...], list[int]] = {}
+    kinds: dict[tuple[object, ...], list[_Row]] = {}
     for row in rows:
-        alike.setdefault(row.kind, []).append(row.group)
-    shown = [row for row in rows if len(alike[row.kind]) <= _MOST_ALIKE or row.group == alike[row.kind][0]]
-    columns = [max(map(len, column)) + 2 for column in zip(_HEADS, *(row.numbers for row in shown), strict=True)]
+        kinds.setdefault(row.kind, []).append(row)
+    alike = {row.group: kinds[row.kind] if len(kinds[row.kind]) > _MOST_ALIKE else [row] for row in rows}
+    shown = [row for row in rows if row is alike[row.group][0]]
+    texts = [(*row.numbers, duration(max(each.seconds for each in alike[row.group]))) for row in shown]
+    columns = [max(map(len, column)) + 2 for column in zip(_HEADS, *texts, strict=True)]
     marks = [f" x {float(row.weight):.4g}" if row.weight != 1 else "" for row in shown]
-    letters = _MOST_LETTERS if width is None else min(_MOST_LETTERS, max(width, LEAST_WIDTH) - sum(columns) - 6)
-    is_narrow = letters < _LEAST_LETTERS + max(map(len, marks))
+    wide = max(map(len, marks)) + sum(columns) + 6
+    letters = _MOST_LETTERS if width is None else min(_MOST_LETTERS, max(width, LEAST_WIDTH) - wide)
+    is_narrow = letters < _LEAST_LETTERS
     letters = _MOST_LETTERS if is_narrow else letters
-    names = [
-        f"{row.group:>3} {_names(row.members, letters - len(mark))}{mark}"
-        for row, mark in zip(shown, marks, strict=True)
-    ]
-    first = 3 if is_narrow else max(len(name) for name in [*names, "group"])
-    lines = [f"  {'' if is_narrow else 'group':{first}s}{_cells(_HEADS, columns)}"]
-    for row, name in list(zip(shown, names, strict=True))[:_MOST_ROWS]:
-        cells = _cells(row.numbers, columns)
-        lines += [f"  {name}", f"  {'':{first}s}{cells}"] if is_narrow else [f"  {name:{first}s}{cells}"]
-        others = alike[row.kind][1:] if len(alike[row.kind]) > _MOST_ALIKE else []
+    names = [f"{row.group:>3} {_names(row.members, letters)}{mark}" for row, mark in zip(shown, marks, strict=True)]
+    first = 0 if is_narrow else 2 + max(len(name) for name in [*names, "group"])
+    lines = [f"{'' if is_narrow else '  group':{first}s}{_cells(_HEADS, columns)}"]
+    for row, name, numbers in list(zip(shown, names, texts, strict=True))[:_MOST_ROWS]:
+        cells = _cells(numbers, columns)
+        lines += [f"  {name}", cells] if is_narrow else [f"{f'  {name}':{first}s}{cells}"]
+        others = [each.group for each in alike[row.group][1:]]
         if others:
             of = f" of {many(len(row.members), 'device')}"
             more = f"{' ' * 6}and {many(len(others), 'group')}{of} with these numbers: {_ranges(others)}"
             lines += wrapped([more], width).split("\n")
-    counts = [len(alike[row.kind]) for row in shown[_MOST_ROWS:]]
-    if counts:
-        hidden = sum(count if count > _MOST_ALIKE else 1 for count in counts)
-        lines.append(f"      and {many(hidden, 'group')} more")
+    hidden = sum(len(alike[row.group]) for row in shown[_MOST_ROWS:])
+    if hidden:
+        lines.append(f"      and {hidden} more")
     return lines
 
 
@@ -149,7 +149,9 @@ def percent_of(loss: Fraction) -> str:
 
 
 def _loss(loss: Fraction) -> str:
-    return "no loss" if not loss else f"a loss of {float(loss) * 100:.3g} %"
+    if not loss:
+        return "no loss"
+    return f"a {'loss' if loss > 0 else 'gain'} of {abs(float(loss)) * 100:.3g} %"
 
 
 def _names(members: tuple[str, ...], letters: int = _MOST_LETTERS) -> str:
