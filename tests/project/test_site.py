@@ -231,7 +231,9 @@ def test_the_reference_lists_the_entry_points():
     it looks for those of others."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     groups = {"console_scripts": project["scripts"], **project["entry-points"]}
-    rows = re.findall(r"^\| `([\w.]+)` \| ([^|]+?) \| (this library|any other) \|", PAGES["reference/environment"], re.M)
+    rows = re.findall(
+        r"^\| `([\w.]+)` \| ([^|]+?) \| (this library|any other) \|", PAGES["reference/environment"], re.M
+    )
     own = {(group, f"`{name}`", "this library") for group, names in groups.items() for name in names}
     source = "\n".join(path.read_text() for path in Path(crossreduce.__file__).parent.rglob("*.py"))
     read = set(re.findall(r'_ENTRY_POINTS: Final = "([\w.]+)"', source))

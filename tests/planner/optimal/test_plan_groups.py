@@ -402,6 +402,14 @@ def test_the_text_shows_rates_and_losses():
     assert "and 8 more" in many.explain()
     alike = cr.plan_groups(Topology.full_mesh(2), [(0, 1)] * 40)
     assert "and 39 groups of 2 devices with these numbers: 1-39" in alike.explain()
+    pairs = [(f"cpu:{2 * k}", f"cpu:{2 * k + 1}", speed) for k, speed in enumerate((10, 20, 20, 20))]
+    links = [one for a, b, speed in pairs for one in ((a, b, speed), (b, a, speed))]
+    unequal = cr.plan_groups(Topology([f"cpu:{k}" for k in range(8)], links), [pair[:2] for pair in pairs]).explain()
+    assert [line.split()[:4] for line in unequal.splitlines() if line.startswith("    ")] == [
+        ["0", "cpu:0", "cpu:1", "10.00"],
+        ["1", "cpu:2", "cpu:3", "20.00"],
+        ["and", "2", "groups", "of"],
+    ]
     apart = cr.plan_groups("dgx-1v", [(0, 5), (1, 4)]).explain()
     assert "some groups are not connected" in apart
 
