@@ -5,14 +5,12 @@ gradients of the replicas are averaged by default and with exact=True; on 8 repl
 replicas in reverse order. In the kinds with 8 parts, gradients are those of 8 equal parts of each batch, whatever
 the number of replicas. They are averaged in the order of the replicas: n replicas have every n-th part each.
 Run: python benchmarks/exact_training.py [--json PATH]
-     python benchmarks/exact_training.py --picture PATH, which draws what results/exact_training.json has
 """
 
 from __future__ import annotations
 
 import argparse
 import hashlib
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -98,11 +96,7 @@ def main() -> None:
     """Train, print what differs, and keep it; or draw it."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path, default=RESULTS / "exact_training.json")
-    parser.add_argument("--picture", type=Path)
     arguments = parser.parse_args()
-    if arguments.picture:
-        draw(json.loads(arguments.json.read_text()), arguments.picture)
-        return
     curves: dict[str, Any] = {}
     for kind, (options, parted) in KINDS.items():
         for n in REPLICAS:
@@ -123,25 +117,6 @@ def main() -> None:
     for kind, digests in orders.items():
         print(f"{kind}: {len(set(digests.values()))} different weights of {len(digests)} algorithms and orders")
     keep("exact_training", {"steps": STEPS, "batch": BATCH, "curves": curves, "orders": orders}, arguments.json)
-
-
-def draw(kept: dict[str, Any], path: Path) -> None:
-    """Draw the losses, and their differences from those on one replica."""
-    import matplotlib.pyplot as plt
-
-    figure, axes = plt.subplots(2, 4, figsize=(12, 5), sharex=True, sharey="row", layout="constrained")
-    for column, kind in zip(axes.T, KINDS, strict=True):
-        whole = np.array(kept["curves"][kind]["1"]["losses"])
-        for n, row in kept["curves"][kind].items():
-            losses = np.array(row["losses"])
-            column[0].plot(losses, label=f"{n} replica{'s' * (n != '1')}", linewidth=1)
-            column[1].semilogy(np.maximum(np.abs(losses - whole), 1e-9), linewidth=1)
-        column[0].set_title(kind)
-        column[1].set_xlabel("step")
-    axes[0, 0].set_ylabel("loss")
-    axes[0, 0].legend(fontsize="small")
-    axes[1, 0].set_ylabel("difference from 1 replica\n(1e-9 and less at the bottom)")
-    figure.savefig(path, dpi=100)
 
 
 if __name__ == "__main__":

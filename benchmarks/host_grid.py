@@ -13,7 +13,6 @@ that to each result. ``np.copyto`` of the same bytes, on all threads, shows the 
 
 With --frameworks, torch tensors beside torch's own chain of ``add_`` and copies, instead of the grid.
 Run: python benchmarks/host_grid.py [--quick] [--frameworks] [--json PATH]
-     python benchmarks/host_grid.py --picture PATH, which draws the rates that results/host_grid.json has
 """
 
 from __future__ import annotations
@@ -21,7 +20,6 @@ from __future__ import annotations
 import argparse
 import ctypes
 import itertools
-import json
 import statistics
 import subprocess
 import tempfile
@@ -273,48 +271,12 @@ def torch_rows(quick: bool) -> Iterator[dict[str, Any]]:
         yield {"replicas": replicas, "bytes": 4 * size, "seconds": found}
 
 
-def draw(rows: list[dict[str, Any]], picture: Path) -> None:
-    """Draw the bytes read and written per second over the size of an array, for several numbers of replicas."""
-    import matplotlib as mpl
-
-    mpl.use("Agg")
-    import matplotlib.pyplot as plt
-
-    lines = {
-        OURS: ("crossreduce, into given arrays", "#D55E00", "o-"),
-        FRESH: ("crossreduce, new arrays", "#E69F00", "s-"),
-        C: ("tiled C loop, one thread", "#0072B2", "v--"),
-        LOOP: ("NumPy loop and copies", "#000000", "x--"),
-        COPY: ("np.copyto, all threads", "#999999", ":"),
-    }
-    plt.rcParams.update({"font.size": 8, "svg.hashsalt": "crossreduce"})
-    figure, every = plt.subplots(1, 3, figsize=(10, 3.4), layout="constrained", sharey=True)
-    for axes, replicas in zip(every, (2, 8, 32), strict=True):
-        chosen = [r for r in rows if (r["dtype"], r["replicas"], r["offset"]) == ("float32", replicas, 16)]
-        sizes = [row["bytes"] for row in chosen]
-        for name, (label, colour, style) in lines.items():
-            rates = [2e-9 * replicas * row["bytes"] / row["seconds"][name] for row in chosen]
-            axes.plot(sizes, rates, style, color=colour, label=label, markersize=3, linewidth=1)
-        axes.set_xscale("log", base=2)
-        axes.set_yscale("log")
-        axes.set_xticks(sizes[::4], [size_text(size) for size in sizes[::4]])
-        axes.set_title(f"{replicas} replicas of float32")
-        axes.grid(alpha=0.3)
-    every[0].set_ylabel("GB/s read and written")
-    every[0].legend(fontsize=7)
-    figure.savefig(picture, metadata={"Date": None} if picture.suffix == ".svg" else None)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--picture", type=Path)
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--frameworks", action="store_true")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
-    if options.picture is not None:
-        draw(json.loads((options.json or RESULTS / "host_grid.json").read_text())["rows"], options.picture)
-        return
     name = "host_grid_torch" if options.frameworks else "host_grid"
     rows = list(torch_rows(options.quick) if options.frameworks else grid(options.quick))
     result = {"rows": rows} | ({} if options.frameworks else {"answers": summary(rows)})

@@ -9,7 +9,7 @@ hosts.py has the ranks of several hosts.
 
 It prints each point, the points at which a peer is faster, and the requirements.
 Run: python benchmarks/processes.py [--mpi NAME=FOLDER ...] [--quick] [--only TEXT] [--repeats N] [--json PATH]
-  [--ranks N ...] [--picture PATH]
+  [--ranks N ...]
 FOLDER: a virtual environment with bin/mpiexec, mpi4py and NumPy, such as one with ``pip install impi-rt mpi4py numpy``;
 without --mpi, Open MPI beside this interpreter. --only: parts and ranks such as "torch" or "mpi, 8 ranks"; then results
 are kept only in given files. --ranks: the numbers of ranks of one host, also for DDP.
@@ -206,7 +206,6 @@ def main() -> int:
     parser.add_argument("--repeats", type=int, help="measurements of each case")
     parser.add_argument("--ranks", type=int, nargs="+", default=[], help="numbers of ranks of one host")
     parser.add_argument("--json", type=Path)
-    parser.add_argument("--picture", type=Path)
     given = parser.parse_args()
     beside = [f"Open MPI={Path(sys.executable).parents[1]}"]
     peers = {name: Path(folder) for name, folder in (one.split("=", 1) for one in given.mpi or beside)}
@@ -242,10 +241,6 @@ def main() -> int:
     kept = {"libraries": libraries, "missing": missing, "requirements": requirements, "rows": rows, "ways": ways}
     if given.json or whole:
         keep("processes", kept, given.json or RESULTS / "processes.json")
-    if given.picture or whole:
-        from line_charts import CHARTS, draw_ranks  # needs matplotlib
-
-        draw_ranks({"rows": rows}, given.picture or CHARTS["ranks"][2])
     return 1 if missing else 0
 
 

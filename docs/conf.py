@@ -1,7 +1,6 @@
 """The settings of Sphinx. ``scripts/docs`` builds the site; ``docs/site/`` has the modules that make parts of it."""
 
 import os
-import re
 import sys
 from datetime import UTC, datetime
 from pathlib import Path
@@ -117,21 +116,9 @@ linkcheck_anchors = False
 linkcheck_timeout = 20
 
 
-PICTURE = re.compile(r"<picture>.*?srcset=\"([^\"]+)\".*?alt=\"([^\"]+)\".*?src=\"([^\"]+)\".*?</picture>", re.DOTALL)
-
-
 def prepare(_app, name, source):
-    """Replace pictures in HTML, which GitHub shows by the system's colours, by two that follow the site's colours.
-
-    Add the words of ``keywords.py`` to the index.
-    """
-
-    def images(found):
-        text = " ".join(found[2].split())
-        shown = ((found[3], "only-light"), (found[1], "only-dark"))
-        return "\n\n".join(f"```{{image}} {path}\n:alt: {text}\n:class: {colours}\n```" for path, colours in shown)
-
-    source[0] = keywords.with_entries(name, PICTURE.sub(images, source[0]))
+    """Add the words of ``keywords.py`` to the index."""
+    source[0] = keywords.with_entries(name, source[0])
 
 
 def setup(app):

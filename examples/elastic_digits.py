@@ -8,7 +8,7 @@ Then the program trains again, undisturbed, with the same number of ranks in eac
 equal in every bit, and the network must recognize 97 % of the digits that it was not trained with; else the exit code
 is 1.
 
-    python examples/elastic_digits.py [--replicas 4] [--seed 0] [--chart FILE]
+    python examples/elastic_digits.py [--replicas 4] [--seed 0] [--json FILE]
 
 Source of the data: E. Alpaydin & C. Kaynak, Optical Recognition of Handwritten Digits, UCI Machine Learning Repository,
 1998; the 1,797 images of 8 x 8 pixels in scikit-learn.
@@ -221,25 +221,6 @@ def undisturbed(sizes, folder):
     return losses
 
 
-def draw(report, path):
-    """Draw the loss and the number of ranks over time."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(8, 4.5), layout="constrained")
-    upper, lower = figure.subplots(2, sharex=True, height_ratios=(2, 1))
-    start = report["seconds"][0]
-    seconds = [each - start for each in report["seconds"]]
-    upper.semilogy(seconds, report["losses"], color="tab:blue")
-    upper.set_ylabel("loss of a step")
-    lower.step(seconds, report["sizes"], where="post", color="black")
-    lower.set(xlabel="seconds since the first step", ylabel="ranks", ylim=(0, max(report["sizes"]) + 1))
-    for moment, event in report["happened"]:
-        for axes in (upper, lower):
-            axes.axvline(moment - start, linestyle="--", color="tab:red" if event == "kill" else "tab:green")
-    upper.set_title("red: a rank is killed; green: a process asks to join", fontsize="medium")
-    figure.savefig(path)
-
-
 def main(options):
     """Train twice and compare; return the exit code."""
     with tempfile.TemporaryDirectory() as folder:
@@ -252,8 +233,6 @@ def main(options):
     changes = [step for step in range(STEPS) if step == 0 or sizes[step] != sizes[step - 1]]
     print("ranks: " + ", ".join(f"{sizes[step]} from step {step}" for step in changes))
     print(f"recognized: {report['accuracy']:.2%} of the test images")
-    if options.chart:
-        draw(report, options.chart)
     if options.json:
         options.json.write_text(json.dumps(report | {"undisturbed": alone}))
     complete = sizes[0] == sizes[-1] == options.replicas and len(losses) == STEPS
@@ -270,6 +249,5 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description="Train on ranks of which two are killed, while two processes join.")
     parser.add_argument("--replicas", type=int, choices=range(3, 9), default=4, metavar="N")
     parser.add_argument("--seed", type=int, default=0, help="of the moments at which ranks are killed")
-    parser.add_argument("--chart", type=Path, help="where to draw the loss and the number of ranks over time")
     parser.add_argument("--json", type=Path, help="where to write what happened, and all losses")
     sys.exit(main(parser.parse_args()))

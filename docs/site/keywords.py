@@ -23,7 +23,7 @@ KEYWORDS = {
     "jax": "JAX, psum, shard_map",
     "planning": "NVLink, topology, bound",
     "pytorch": "PyTorch, torch, FSDP",
-    "reference/environment": "environment variables, environment variable",
+    "reference/environment": "environment variables, environment variable, entry points, plug-ins",
     "start/index": "install, installation, getting started",
     "tensorflow": "TensorFlow MirroredStrategy, MirroredStrategy, TensorFlow, Keras",
     "tracing": "trace, Perfetto, profiler",

@@ -170,6 +170,30 @@ def test_special_values(put, get):
             assert same(get(x, 0), np.array(wanted, result_dtype)), (op, dtype)
 
 
+def test_weighted_means_give_the_bits_of_numpy(put, get):
+    """A weighted mean has NumPy's bits on every device, for each dtype, algorithm and kind of weights, also in given
+    arrays. A replica of weight 0 is not read. Sparse arrays have weights, too. Inputs are not changed."""
+    rng = np.random.default_rng(0)
+    for dtype in ("float16", "bfloat16", "float32", "float64", "complex64", "int8", "int64"):
+        for weights in ([64, 64, 17], [0.1, 3.5, 1e-3], [1, 0, 2], [7, 7, 7]):
+            xs = [drawn(dtype, (5, 3), rng) for _ in weights]
+            if weights[1] == 0 and xs[1].dtype.kind in "fV":
+                xs[1][:] = np.nan
+            given = [put(x, k) for k, x in enumerate(xs)]
+            for algorithm in ("auto", "ring", "one_device"):
+                ops = cr.AllReduceCrossDeviceOps(algorithm)
+                wanted = cr.all_reduce(xs, "mean", cross_device_ops=ops, weights=weights)
+                for k, x in enumerate(cr.all_reduce(given, "mean", cross_device_ops=ops, weights=weights)):
+                    assert same(get(x, k), wanted[k]), (dtype, weights, algorithm)
+            out = [put(np.zeros_like(wanted[0]), k) for k in range(3)]
+            cr.all_reduce(given, "mean", cross_device_ops=ops, weights=weights, out=out)
+            assert all(same(get(x, k), wanted[k]) for k, x in enumerate(out))
+            assert all(same(get(x, k), before) for k, (x, before) in enumerate(zip(given, xs, strict=True)))
+    slices = [cr.IndexedSlices(put(np.full((1, 2), k + 1.0), k), put(np.array([k]), k), (4, 2)) for k in range(2)]
+    found = cr.all_reduce(slices, "mean", weights=[1, 3])[1]
+    assert get(found.values, 1).tolist() == [[0.25, 0.25], [1.5, 1.5]]
+
+
 def test_layouts_and_logical_devices(cupy, put, get):
     """Views with any strides, several per GPU, are reduced. Several arrays on one GPU are on its logical devices."""
     base = np.arange(24.0).reshape(4, 6)

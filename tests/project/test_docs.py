@@ -12,7 +12,10 @@ import pytest
 from command_line import forked, run_python
 from paths import ROOT
 
+from crossreduce.export.pictures import style
+
 README = (ROOT / "README.md").read_text()
+PLANNING = (ROOT / "docs" / "planning.md").read_text()
 RESULTS = ROOT / "benchmarks" / "results"
 CLIENTS = ROOT / "examples" / "clients"
 PICTURES = ROOT / "docs" / "pictures"
@@ -90,15 +93,19 @@ def benchmark(args):
     runpy.run_path(str(ROOT / "benchmarks" / args[0]), run_name="__main__")
 
 
-def test_the_pictures_of_the_readme_are_up_to_date(tmp_path):
-    """The README shows the pictures that benchmarks/pictures.py draws, and their texts are up to date."""
+def test_the_pictures_are_up_to_date_and_have_one_style(tmp_path):
+    """benchmarks/pictures.py draws the pictures of the README, and all others except those that docs/planning.md draws,
+    from stored results. Their texts are up to date. Pictures have only colours of the style."""
     assert forked(benchmark, "pictures.py", "--folder", tmp_path).code == 0
-    drawn = sorted(file.name for file in tmp_path.iterdir())
-    assert drawn == sorted(re.findall(r'(?:src|srcset)="docs/pictures/([\w-]+\.svg)"', README))
+    drawn, planned = ({file.name for file in tmp_path.iterdir()}, set(re.findall(r"pictures/([\w-]+\.svg)", PLANNING)))
+    assert {file.name for file in PICTURES.iterdir()} == drawn | planned
+    assert set(re.findall(r'src="docs/pictures/([\w-]+\.svg)"', README)) == {"overview.svg", "speed.svg"} < drawn
     for name in drawn:
         old, new = (re.findall(r"<text[^>]*>(.*?)</text>", (at / name).read_text()) for at in (PICTURES, tmp_path))
         assert old == new, f"{name} is out of date: run python benchmarks/pictures.py"
         assert len(old) > 20
+    for name in drawn | planned:
+        assert set(re.findall(r"(?:fill|stroke): (#\w+)", (PICTURES / name).read_text())) <= set(style.DARK)
 
 
 @pytest.mark.parametrize(("name", "script"), [("speed.md", "speed.py"), ("explanation/exactness.md", "exact_sums.py")])

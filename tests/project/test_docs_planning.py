@@ -108,7 +108,7 @@ def test_the_tables_of_the_page_are_computed_again():
     for rows in (parts_rows(), machines_rows()):
         assert table(rows) in PAGE
     for text in (
-        f"wherever it has more than {FEW_DEVICES} devices",
+        f"for topologies of more than {FEW_DEVICES} devices",
         f"tori of up to {max(row['devices'] for row in SCALE['machines'].values()):,} devices",
         f"within {int(fitting.TOLERANCE * 100)} % of the bound. Beyond {schedules.FOREST_DEVICES} devices",
         f"a GiB per second, so multiply the GB/s of a topology by {1e9 / 2**30:.4f}",

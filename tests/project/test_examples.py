@@ -56,8 +56,8 @@ def test_examples_check_their_options(capsys, monkeypatch):
 @pytest.mark.system
 def test_ranks_are_killed_and_others_join(tmp_path):
     """Two ranks are killed and two processes join. Each step is made once, and its loss has the bits of the loss in an
-    undisturbed run. 97 % of the digits are recognized, and a chart is drawn."""
-    ran = run(ELASTIC, "--seed", 1, "--json", tmp_path / "report.json", "--chart", tmp_path / "chart.svg")
+    undisturbed run. 97 % of the digits are recognized."""
+    ran = run(ELASTIC, "--seed", 1, "--json", tmp_path / "report.json")
     assert ran.returncode == 0, ran.stdout + ran.stderr
     assert ran.stdout.endswith("the curves agree\n")
     report = json.loads((tmp_path / "report.json").read_text())
@@ -67,4 +67,3 @@ def test_ranks_are_killed_and_others_join(tmp_path):
     assert len(report["losses"]) == len(report["sizes"]) == 400
     assert report["losses"] == report["undisturbed"]
     assert report["accuracy"] >= 0.97
-    assert len(re.findall(r'id="axes_\d"', (tmp_path / "chart.svg").read_text())) == 2

@@ -226,29 +226,44 @@ def test_the_site_is_built_with_the_tested_versions():
     assert words == sorted(set(words), key=lambda word: (word.lower(), word))
 
 
-def test_charts_are_dark_in_the_dark_theme(tmp_path):
-    """A chart with a white background is dark in the site's dark theme, and unchanged in the light one. Pictures that
-    have a version for each theme are not changed."""
+def test_the_reference_lists_the_entry_points():
+    """The page on environment variables and entry points has each entry point of this package, and the groups in which
+    it looks for those of others."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    groups = {"console_scripts": project["scripts"], **project["entry-points"]}
+    rows = re.findall(
+        r"^\| `([\w.]+)` \| ([^|]+?) \| (this library|any other) \|", PAGES["reference/environment"], re.M
+    )
+    own = {(group, f"`{name}`", "this library") for group, names in groups.items() for name in names}
+    source = "\n".join(path.read_text() for path in Path(crossreduce.__file__).parent.rglob("*.py"))
+    read = set(re.findall(r'_ENTRY_POINTS: Final = "([\w.]+)"', source))
+    assert len(read) == len(re.findall(r"entry_points\(group=", source)) == 1
+    assert {row for row in rows if row[2] == "this library"} == own
+    assert {group for group, _, by in rows if by == "any other"} == read
+
+
+def test_pictures_are_dark_in_the_dark_theme(tmp_path):
+    """In the site's dark theme, the browser shows each picture of docs/pictures in dark colours, and inverts bitmaps
+    with a white background; in the light theme all are light, whatever the system's colours."""
     require_browser()
-    image, style = DOCS / "pictures" / "ranks.svg", DOCS / "_static" / "site.css"
-    pages = {}
-    for theme in ("light", "dark"):
-        for kind in ("", "only-dark"):
-            pages[theme, kind] = tmp_path / f"{theme}{kind}.html"
-            pages[theme, kind].write_text(
-                f'<html data-theme="{theme}"><link rel="stylesheet" href="{style.as_uri()}"><div class="bd-content">'
-                f'<img class="{kind}" width="600" src="{image.as_uri()}"></div></html>'
-            )
+    bitmap = tmp_path / "white.png"
+    Image.new("RGB", (600, 300), "white").save(bitmap)
+    images = [bitmap, *sorted((DOCS / "pictures").glob("*.svg"))]
+    shown = "".join(f'<img width="600" src="{image.as_uri()}">' for image in images)
+    style = (DOCS / "_static" / "site.css").as_uri()
     with chromium(tmp_path / "profile", 600, 300) as driver:
-        seen = {}
-        for key, page in pages.items():
+        for theme, system in (("light", "dark"), ("dark", "light")):
+            page = tmp_path / f"{theme}.html"
+            page.write_text(
+                f'<html data-theme="{theme}"><link rel="stylesheet" href="{style}"><p class="bd-content">{shown}</p>'
+            )
+            setting = {"features": [{"name": "prefers-color-scheme", "value": system}]}
+            driver.execute_cdp_cmd("Emulation.setEmulatedMedia", setting)
             driver.get(page.as_uri())
-            wait(lambda: driver.execute_script("return document.images[0].complete"))
-            seen[key] = np.array(Image.open(io.BytesIO(driver.get_screenshot_as_png())).convert("L"))[
-                20:200, 20:500
-            ].mean()
-    assert seen["dark", ""] < 90
-    assert seen["light", ""] == seen["light", "only-dark"] == seen["dark", "only-dark"] > 200
+            for image, element in zip(images, driver.find_elements("css selector", "img"), strict=True):
+                wait(lambda element=element: element.get_property("complete"))
+                mean = np.array(Image.open(io.BytesIO(element.screenshot_as_png)).convert("L")).mean()
+                assert (mean < 90) if theme == "dark" else (mean > 200), f"{image.name} in the {theme} theme: {mean}"
 
 
 def test_code_fits_the_page():

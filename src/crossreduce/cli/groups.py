@@ -17,7 +17,7 @@ from .. import GroupsPlan, Topology, __version__, mesh_groups, plan_groups
 from ..errors import ArgumentError
 from .support.arguments import read_subset
 from .support.output import check_new_folder, progress, rate_json, write_new_folder
-from .support.plans import PlanRequest, plan_options
+from .support.plans import PlanRequest, plan_options, plan_text
 from .support.topologies import Json
 
 _GROUPS = 'Groups such as "0-3;4-7", or a mesh such as 2x8: the lines along each dimension, as in a DeviceMesh.'
@@ -46,7 +46,7 @@ def groups(
             request.topology, chosen, shares, collective=request.collective, nbytes=request.nbytes, costs=request.costs
         )
         advance("comparing")
-        text = json_module.dumps(_json(request, plans), indent=2) if json else plans.explain()
+        text = json_module.dumps(_json(request, plans), indent=2) if json else plan_text(request, plans, {})
     if export is not None:
         from ..export.groups import group_files
 

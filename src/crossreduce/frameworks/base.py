@@ -109,6 +109,9 @@ class Framework(Protocol):
     def finish(self, x: Array, numbers: Numbers) -> Array:
         """Return ``x`` divided by ``numbers.divisor``, in the dtype ``numbers.result``. It may be ``x`` itself."""
 
+    def times(self, x: Array, factor: float) -> Array:
+        """Return a new array on the device of ``x``, of a floating-point or complex dtype: ``x`` times a number."""
+
     def unpack(self, parts: Sequence[Array], cuts: tuple[Cut, ...], fresh: bool) -> list[Array]:
         """Split a flat buffer's parts into tensors (see ``packing.cuts``). Only immutable tensors may share memory.
 

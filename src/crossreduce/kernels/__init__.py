@@ -215,7 +215,7 @@ def keep_memory(enabled: bool = True) -> bool:
     longer than the reduction. After this call, the process reuses the memory of freed arrays, also of NumPy, PyTorch
     and JAX. It then keeps its peak of memory, and more, since free blocks do not always have the right size. Threads
     that start later share one arena of the allocator, whose blocks can have any size, so call this before JAX computes
-    anything. crossreduce's own results do not need it (see ``memory_usage``), TensorFlow hardly (docs/host.md).
+    anything. crossreduce's own results do not need it (see ``memory_usage``). TensorFlow gains little (docs/host.md).
 
     Args:
       enabled: ``False`` returns freed memory to the system, now and from now on. The C library then maps arrays of at

@@ -22,7 +22,7 @@ _MOST_NAMES: Final = 8
 _MOST_ALIKE: Final = 4  # trees of one shape and share; if there are more, one of them is shown
 _LEAST_FOLDED: Final = 3  # stars or paths that are described together
 _MOST_LETTERS: Final = 160  # of a tree, unless a width is given
-_LEAST_WIDTH: Final = 60
+LEAST_WIDTH: Final = 60
 _LEAST_BUSY: Final = 0.01  # resources that are busy for a smaller part of the time are not mentioned
 
 # A share of the buffer, the name of the root, and the parent of each other node. Children send to their parents; but if
@@ -191,7 +191,7 @@ def tree_lines(plan_shape: Shape, outward: bool = False, width: int | None = Non
             texts.append((share, tree_text(root, parents), f" and {more} more of this shape", len(trees)))
         else:
             texts += [(share, tree_text(root, parents), "", 1) for _, root, parents in trees]
-    most = _MOST_LETTERS if width is None else max(width, _LEAST_WIDTH) - 9
+    most = _MOST_LETTERS if width is None else max(width, LEAST_WIDTH) - 9
     lines = []
     for share, text, others, _ in texts[:_MOST_LINES]:
         room = most - len(others)
@@ -240,7 +240,7 @@ def _text_of_kind(kind: object, roots: list[str], outward: bool) -> str:
 def wrapped(lines: Sequence[str], width: int | None) -> str:
     """Join lines to a text. With a width, longer lines are continued below the texts after their labels."""
     if width is not None:
-        width, indent = max(width, _LEAST_WIDTH), " " * 12
+        width, indent = max(width, LEAST_WIDTH), " " * 12
         lines = [
             part
             for line in lines

@@ -331,8 +331,8 @@ def plan(
         plans.
       costs: what else takes time, such as reductions, messages and limits that links share: see ``Costs``.
       granularity: rounds the shares to multiples of 1/2, 1/4, 1/8, ..., so that an exported file fits the sizes of most
-        messages. The number, such as 0.02, is the part of the rate that this may cost; with 0, or if no such shares are
-        found, shares stay exact.
+        messages. The number, such as 0.02, is the largest part of the rate that may be lost. With 0, or if no such
+        shares are found, shares stay exact.
     Returns:
       A plan whose schedule is verified; the same request costs one lookup.
     Raises:

@@ -66,5 +66,5 @@ def _scaled(framework: Framework, x: Any, numbers: Numbers, factor: float) -> An
     if isinstance(x, Sparse):
         return x._replace(values=_scaled(framework, x.values, numbers, factor))
     wide = numbers._replace(result=numbers.accumulator, divisor=1)
-    product = framework.array(framework.finish(x, wide) * factor)  # NumPy returns a scalar for arrays without axes
+    product = framework.times(framework.finish(x, wide), factor)
     return framework.finish(product, wide._replace(dtype=wide.accumulator))

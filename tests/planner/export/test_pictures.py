@@ -1,6 +1,7 @@
 """Pictures: SVG and PNG files of nodes, links and trees. Each time they have the same bytes. Writing is atomic."""
 
 import os
+import re
 import subprocess
 import sys
 import xml.etree.ElementTree as ElementTree
@@ -15,6 +16,7 @@ from strategies import names
 from crossreduce import ArgumentError, BackendError, Chunk, PlanError, Schedule, ScheduleError, Step, Topology
 from crossreduce.export import EXPORTERS
 from crossreduce.export.pictures import PANELS, draw_schedule, draw_topology
+from crossreduce.export.pictures.style import DARK
 from crossreduce.planning import hierarchical_copy, one_device, ring
 
 RING = Topology.ring(GPUS, 25)
@@ -166,6 +168,21 @@ def test_matplotlib_is_required(tmp_path, monkeypatch):
         with pytest.raises(BackendError, match=r"pictures need matplotlib[\s\S]*pip install 'crossreduce\[plot\]'"):
             draw(tmp_path / "a.svg")
     assert list(tmp_path.iterdir()) == []
+
+
+def test_pictures_have_dark_colours_for_dark_pages(tmp_path):
+    """An SVG has rules that replace each of its colours on dark pages. All its colours are those of the style."""
+    draw_topology(PART, tmp_path / "a.svg")
+    draw_schedule(ring(GPUS), RING, tmp_path / "b.svg")
+    for path in tmp_path.iterdir():
+        (rules,) = re.fullmatch(
+            r"(?s).*@media \(prefers-color-scheme: dark\) \{\n(.*?)\n\}</style>.*", text := path.read_text()
+        ).groups()
+        used = set(re.findall(r"(?:fill|stroke): #[0-9a-f]{6}", text.replace(rules, "")))
+        assert len(used) > 4
+        found = re.findall(r'\[style\*="(\w+): (#\w+)"\]\{(\w+):(#\w+)!important\}', rules)
+        assert {f"{kind}: {colour}" for kind, colour, *_ in found} == used
+        assert all(kind == other and DARK[colour] == dark for kind, colour, other, dark in found)
 
 
 def test_matplotlib_settings_have_no_effect_and_do_not_change(tmp_path):

@@ -24,6 +24,7 @@ from crossreduce.errors import ArgumentError
 from crossreduce.export.explorer import Beside, report_html, stages
 from crossreduce.export.explorer import model as models
 from crossreduce.export.explorer import page as pages
+from crossreduce.export.explorer.link_groups import link_groups
 from crossreduce.export.explorer.positions import places
 from crossreduce.export.explorer.trees import groups
 from crossreduce.planning.explain import duration, limited_by, percent
@@ -256,6 +257,22 @@ def test_rows_of_links(page, made):
         assert [title for title, *_ in rows[:8]] == [f"rail{k}: NICs" for k in range(8)]
         assert [between for _, between, _ in rows] == [True] * 8 + [False] * 2
         assert [len(links) for *_, links in rows] == [4] * 8 + [16] * 2
+        assert [title for title, *_ in rows[8:]] == [f"host{k}: NVLinks, device - nvswitch" for k in range(2)]
+
+
+def test_rows_of_links_inside_a_host():
+    """The links of a host are in groups by the kinds of their ends; those of several bandwidths in one group each."""
+    box, pcie = (Topology.machine(name) for name in ("dgx-1v", "pcie-8"))
+    assert [(title, len(links)) for title, _, links in link_groups(box, places(box))] == [
+        ("device - device, 25 GB/s", 16),
+        ("device - device, 50 GB/s", 16),
+    ]
+    rows = link_groups(pcie, places(pcie))
+    assert [row.title for row in rows] == ["device - plx", "cpu - plx", "cpu - cpu"]
+    for title, _, links in rows:
+        for src, dst in (pcie.links[link][:2] for link in links):
+            kinds = {"device" if node in pcie.devices else node[:3] for node in (src, dst)}
+            assert kinds == set(title.split(" - "))
 
 
 def test_two_topologies_and_measured_times(printed, tmp_path, monkeypatch):

@@ -398,10 +398,38 @@ def test_the_text_shows_rates_and_losses():
     assert "at least 27.08 GB/s x weight, not 36.11: a loss of 25 %" in lines[4]
     assert lines[7].split()[:8] == ["0", "cuda:0", "cuda:1", "cuda:2", "cuda:3", "41.67", "108.33", "27.08"]
     assert "cuda:7 x 3" in lines[8]
-    many = cr.plan_groups(Topology.full_mesh(2), [(0, 1)] * 40)  # 32 groups are listed
+    many = cr.plan_groups(Topology.full_mesh(2), [(0, 1)] * 40, weights=range(1, 41))  # 32 groups are listed
     assert "and 8 more" in many.explain()
+    alike = cr.plan_groups(Topology.full_mesh(2), [(0, 1)] * 40)
+    assert "and 39 groups of 2 devices with these numbers: 1-39" in alike.explain()
+    pairs = [(f"cpu:{2 * k}", f"cpu:{2 * k + 1}", speed) for k, speed in enumerate((10, 20, 20, 20))]
+    links = [one for a, b, speed in pairs for one in ((a, b, speed), (b, a, speed))]
+    unequal = cr.plan_groups(Topology([f"cpu:{k}" for k in range(8)], links), [pair[:2] for pair in pairs]).explain()
+    assert [line.split()[:4] for line in unequal.splitlines() if line.startswith("    ")] == [
+        ["0", "cpu:0", "cpu:1", "10.00"],
+        ["1", "cpu:2", "cpu:3", "20.00"],
+        ["and", "2", "groups", "of"],
+    ]
     apart = cr.plan_groups("dgx-1v", [(0, 5), (1, 4)]).explain()
     assert "some groups are not connected" in apart
+
+
+@pytest.mark.parametrize("width", [60, 80, 100])
+def test_the_text_fits_a_width(printed, monkeypatch, width):
+    """No line is longer than the terminal. In a narrow one, names are above the numbers. The command prints the machine
+    and itself below the head, and then the same text."""
+    plan = cr.plan_groups(Topology.machine("hgx-h100", 2), cr.mesh_groups(range(16), (2, 8)), weights=[2] * 8 + [1] * 2)
+    lines = plan.explain(width).splitlines()
+    assert max(map(len, lines)) <= width
+    named = lines.index("    0 host0/cuda:0 host1/cuda:0 x 2") if width == 60 else -1
+    assert (lines[named + 1].split()[:2] == ["50.00", "400.00"]) == (width == 60)
+    assert sum("with these numbers: 1-7" in line for line in lines) == 1
+    monkeypatch.setenv("COLUMNS", str(width))
+    shown = printed("groups", "hgx-h100", "2x8", "--hosts", "2", "--weights", ",".join("2222222211")).splitlines()
+    about = next(k for k, line in enumerate(shown) if line.startswith("  machine   hgx-h100, 2 hosts"))
+    assert shown[:about] + shown[-len(lines) + about :] == lines
+    assert shown[about + 1].startswith("  command   crossreduce groups hgx-h100 2x8")
+    assert max(map(len, shown)) <= width
 
 
 def test_the_command_line(printed, crossreduce):

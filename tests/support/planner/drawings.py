@@ -6,9 +6,10 @@ from collections import Counter
 from typing import NamedTuple
 
 from crossreduce import Topology
+from crossreduce.export.pictures.style import COPY as ORANGE  # noqa: F401
+from crossreduce.export.pictures.style import REDUCE as BLUE  # noqa: F401
 
 SVG = "{http://www.w3.org/2000/svg}"
-BLUE, ORANGE = "#2166ac", "#e08214"
 GPUS = tuple(f"cuda:{k}" for k in range(5))
 # Five devices of which some pairs have links, of 25 or 50 GB/s as in a DGX-1V.
 PART = Topology.from_matrix(

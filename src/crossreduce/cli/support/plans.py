@@ -16,7 +16,7 @@ from typing import Annotated, Any, Final, NamedTuple, get_type_hints
 
 from typer import Option
 
-from ... import Costs, Plan, Topology, __version__
+from ... import Costs, GroupsPlan, Plan, Topology, __version__
 from ... import plan as library_plan
 from ...errors import ArgumentError, printable
 from ...options import ALGORITHMS
@@ -282,13 +282,15 @@ def plan_json(machine: str, plan: Plan, *, with_steps: bool = False) -> dict[str
     return report | ({"schedule": json.loads(schedule.to_json())} if with_steps else {})
 
 
-def plan_text(request: PlanRequest, plan: Plan, lines: dict[str, str]) -> str:
-    """Return the explanation of a plan, with its machine, the command, and ``lines``, from labels to texts.
+def plan_text(request: PlanRequest, plan: Plan | GroupsPlan, lines: dict[str, str]) -> str:
+    """Return the explanation of a plan or of plans for groups, with its machine, the command and ``lines``.
 
-    It fits the terminal.
+    ``lines`` has texts by their labels. The text fits the terminal.
     """
     width = text_width()
     head, *rest = plan.explain(width).splitlines()
+    while rest and rest[0].startswith(" " * 12):  # of a head that is wrapped
+        head += f"\n{rest.pop(0)}"
     about = {"machine": request.label, "command": INVOKED.get()}
     first, last = ([f"  {label:<10}{line}" for label, line in part.items()] for part in (about, lines))
     return "\n".join([head, wrapped(first, width), *rest, *([wrapped(last, width)] if last else [])])

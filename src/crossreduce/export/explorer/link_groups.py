@@ -6,10 +6,14 @@ network cards whose loss is planned.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+import re
+from fractions import Fraction
+from typing import Final, NamedTuple
 
 from ...topology import Topology
-from .positions import Map
+from .positions import Map, Node
+
+_NUMBER: Final = re.compile(r"[-_.]?[0-9]+$")
 
 
 class LinkGroup(NamedTuple):
@@ -31,29 +35,53 @@ class CableOrCard(NamedTuple):
 def link_groups(topology: Topology, where: Map) -> tuple[LinkGroup, ...]:
     """Return the links between hosts, by rail or other switch of the network, and then those inside each host.
 
+    Links of a host are in groups by the kinds of their ends, and by bandwidth.
+
     >>> from .positions import places
     >>> two = Topology.machine("hgx-h100", 2)
     >>> [group.title for group in link_groups(two, places(two))][-3:]
-    ['rail7: NICs', 'inside host0', 'inside host1']
+    ['rail7: NICs', 'host0: NVLinks, device - nvswitch', 'host1: NVLinks, device - nvswitch']
+    >>> box = Topology.machine("dgx-1v")
+    >>> [group.title for group in link_groups(box, places(box))]
+    ['device - device, 25 GB/s', 'device - device, 50 GB/s']
     """
     nodes = {node.name: node for node in where.nodes}
     network: dict[str, list[int]] = {}
-    inside: dict[str, list[int]] = {}
+    inside: dict[tuple[str, str], dict[Fraction, list[int]]] = {}  # by host and ends, and by bandwidth
+    between: list[int] = []
     for number, link in enumerate(topology.links):
         src, dst = nodes[link.src], nodes[link.dst]
         if src.box == dst.box:
             name = where.boxes[src.box].name if where.boxes else ""
-            inside.setdefault("" if name == "network" else name, []).append(number)
+            if name == "network":
+                between.append(number)
+            else:
+                speeds = inside.setdefault((name, _ends(src, dst)), {})
+                speeds.setdefault(link.bandwidth, []).append(number)
             continue
         shared = [node.name for node in (src, dst) if where.boxes[node.box].name == "network"]
         names = shared or sorted(where.boxes[node.box].name for node in (src, dst))
         network.setdefault(" - ".join(names), []).append(number)
-    between = inside.pop("", None) if where.boxes else None
+    hosts = list(dict.fromkeys(name for name, _ in inside))
     return (
         *(LinkGroup(f"{name}: NICs", True, tuple(links)) for name, links in network.items()),
         *([LinkGroup("between switches of the network", True, tuple(between))] if between else []),
-        *(LinkGroup(f"inside {name}" if name else "all links", False, tuple(links)) for name, links in inside.items()),
+        *(
+            LinkGroup(
+                f"{host}: " * bool(host) + ends + f", {float(speed):.4g} GB/s" * (len(speeds) > 1), False, tuple(links)
+            )
+            for (host, ends), speeds in sorted(inside.items(), key=lambda group: hosts.index(group[0][0]))
+            for speed, links in sorted(speeds.items())
+        ),
     )
+
+
+def _ends(src: Node, dst: Node) -> str:
+    """Return the kinds of nodes that a link joins: "device", and the names of switches without their numbers."""
+    kinds = {"device" if node.is_device else _NUMBER.sub("", node.name.rpartition("/")[2]) for node in (src, dst)}
+    first, *rest = sorted(kinds, key=lambda kind: (kind != "device", kind))
+    nvlinks = "NVLinks, " if "nvswitch" in kinds else ""
+    return f"{nvlinks}{first} - {rest[0] if rest else first}"
 
 
 def parts_of(topology: Topology, where: Map) -> tuple[CableOrCard, ...]:

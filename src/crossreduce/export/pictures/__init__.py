@@ -1,8 +1,9 @@
 """Pictures of topologies and schedules, as SVG or PNG files.
 
 A failure leaves the old file and no part of a new one. The same input gives the same SVG. The functions require
-matplotlib (the "plot" extra), open no window and do not depend on the caller's matplotlib settings. Trees of the same
-shape are drawn once. Large topologies are folded, so that one box stands for several devices.
+matplotlib (the "plot" extra), open no window and do not depend on the caller's matplotlib settings. On a dark page, a
+browser shows an SVG in dark colours. Trees of the same shape are drawn once. Large topologies are folded, so that one
+box stands for several devices.
 """
 
 from __future__ import annotations
@@ -21,11 +22,11 @@ from .figure import new_figure, title_height, wrap_title
 from .folding import Folding, fold_topology
 from .graph_layout import GraphLayout, graph_layout, label
 from .grouping import ScheduleTree, tree_groups
-from .map_parts import GREY, INK, all_links, background, lines, nodes, panel, shades
+from .map_parts import all_links, background, lines, nodes, panel, shades
+from .style import COPY, GREY, INK, REDUCE, USES
 
 PANELS: Final = 14  # the largest number of trees in a picture of a schedule
 
-_REDUCE, _COPY = "#2166ac", "#e08214"  # a blue and an orange that colour-blind readers can tell apart
 _SPACE: Final = (14.0, 9.0)  # the largest width and height of the panels in a picture of a schedule
 
 
@@ -126,7 +127,7 @@ def draw_schedule(
             left = grid.width * column / grid.columns + (grid.width / grid.columns - layout.size[0] * grid.scale) / 2
             bottom = foot + grid.height - grid.cell * (row + 1)
             ax = panel(figure, layout, left, bottom, grid.scale)
-            ax.set_title(grid.titles[k], fontsize=9, pad=3)
+            ax.set_title(grid.titles[k], fontsize=9, pad=3, loc="center")
             _tree(ax, folding, layout, grid.scale, group.tree, names)
         column, row = (grid.columns - grid.span, 0) if grid.span > 1 else grid.cells[len(shown_groups)]
         across, tall = grid.width / grid.columns, grid.cell * grid.span
@@ -135,7 +136,7 @@ def draw_schedule(
         bottom = foot + grid.height - grid.cell * row - tall + above_map
         ax = panel(figure, layout, left, bottom, grid.large)
         _use(ax, schedule, topology, folding, layout, grid.large, rate)
-        for text, colour in (("partial result, to the root", _REDUCE), ("result, from the root", _COPY)):
+        for text, colour in (("partial result, to the root", REDUCE), ("result, from the root", COPY)):
             ax.plot([], [], color=colour, linewidth=2, marker=">", label=text)
         ax.plot([], [], color=INK, marker="s", markersize=8, linestyle="", label="root")
         for speed, _, thick in sorted(speeds, key=lambda speed: speed[2]):
@@ -200,7 +201,7 @@ def _tree(
     """Draw a tree on a map of the topology. ``names`` has the short names of devices."""
     all_links(ax, folding.topology, layout, scale)
     links = Counter((folding.boxes[src], folding.boxes[dst], final) for src, dst, final in tree.links)
-    for final, colour in ((False, _REDUCE), (True, _COPY)):
+    for final, colour in ((False, REDUCE), (True, COPY)):
         arrows = []
         for src, dst, is_final in links:
             # Arrows are right of their link. If partial values pass over it, too, a result's arrow is further right.
@@ -222,12 +223,11 @@ def _use(
 ) -> None:
     """Draw the links, shaded by their use, and the scale of the shades."""
     from matplotlib.cm import ScalarMappable
-    from matplotlib.colors import LinearSegmentedColormap, Normalize
+    from matplotlib.colors import BoundaryNorm, ListedColormap
 
     nbytes = 1 << 30  # relative times would be the same for other large sizes
     busy = {pair: seconds for pair, seconds in simulate(schedule, topology, nbytes).busy.items() if seconds}
     most = max(busy.values(), default=1.0)
-    colours = LinearSegmentedColormap.from_list("use", ["#f0d4e6", "#c2459d", "#4d004b"])
     all_links(ax, folding.topology, layout, scale)
     drawn: dict[tuple[str, str], float] = {}
     for (src, dst), seconds in busy.items():
@@ -236,12 +236,20 @@ def _use(
             drawn[pair] = max(drawn.get(pair, 0.0), seconds)
     used = sorted((seconds, pair) for pair, seconds in drawn.items())
     arrows = [layout.arrow(*pair, 0.06) for _, pair in used]
-    lines(ax, arrows, [colours(seconds / most) for seconds, _ in used], 2.2 * scale**0.5, 0.16)
+    lines(
+        ax,
+        arrows,
+        [USES[min(math.ceil(len(USES) * seconds / most), len(USES)) - 1] for seconds, _ in used],
+        2.2 * scale**0.5,
+        0.16,
+    )
     nodes(ax, folding.topology, layout, scale)
-    ax.set_title(f"use of each link: {len(busy)} of {len(topology.links)} carry data", fontsize=9, pad=3)
+    ax.set_title(f"use of each link: {len(busy)} of {len(topology.links)} carry data", fontsize=9, pad=3, loc="center")
     wide, high = ax.figure.get_size_inches()
     bar = ax.figure.add_axes((1 - 2.6 / wide, 0.5 / high, 2.3 / wide, 0.12 / high))
-    ax.figure.colorbar(ScalarMappable(Normalize(0, 100), colours), cax=bar, orientation="horizontal")
+    percents = [100 * k / len(USES) for k in range(len(USES) + 1)]
+    scale_bar = ScalarMappable(BoundaryNorm(percents, len(USES)), ListedColormap(USES))
+    ax.figure.colorbar(scale_bar, cax=bar, orientation="horizontal", ticks=percents[::2], spacing="proportional")
     milliseconds = 0.0 if rate is None else 1000 / float(rate)
     number = f"{milliseconds:.3g}" if milliseconds < 1000 else f"{milliseconds:.0f}"
     slowest = f", {number} ms per GB" if milliseconds else ""

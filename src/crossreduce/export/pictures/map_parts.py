@@ -12,10 +12,8 @@ from typing import Any, Final
 
 from ...topology import Topology
 from .graph_layout import NODE, GraphLayout, point_towards
+from .style import EDGE, GREY, INK, PALE, PANEL, PAPER, SHADES
 
-INK, GREY, PALE = "#1b1f24", "#c3cad2", "#eef1f4"
-# Shades of bandwidth, from slow to fast: ColorBrewer's YlGnBu without the palest shade (colorbrewer2.org).
-_SHADES: Final = ("#c7e9b4", "#7fcdbb", "#41b6c4", "#1d91c0", "#225ea8", "#0c2c84")
 _READABLE: Final = 3.3  # the smallest size of a name, in points
 
 
@@ -31,7 +29,7 @@ def panel(figure: Any, layout: GraphLayout, left: float, bottom: float, scale: f
     ax.set_ylim(low.imag, up.imag)
     for name, corner, opposite in layout.hosts:
         start, span = (corner.real, corner.imag), opposite - corner
-        ax.add_patch(Rectangle(start, span.real, span.imag, facecolor="#f6f8fa", edgecolor=GREY, lw=scale))
+        ax.add_patch(Rectangle(start, span.real, span.imag, facecolor=PANEL, edgecolor=GREY, lw=scale))
         upper = corner.imag > 0  # the host's name is on the side away from the network
         y, va = (opposite.imag + 0.04, "bottom") if upper else (corner.imag - 0.06, "top")
         size = max(9 * scale, 6)
@@ -78,15 +76,15 @@ def nodes(
         device, half = node in devices, layout.half_width(node)
         corner = position.real - half + 0.08, position.imag - NODE + 0.08
         style = f"round,pad=0.08,rounding_size={0.08 if device else 0.01}"
-        face = INK if node in dark else "white" if device else PALE
-        edge = INK if device else "#6b7683"
+        face = INK if node in dark else PAPER if device else PALE
+        edge = INK if device else EDGE
         box = FancyBboxPatch(corner, 2 * half - 0.16, 2 * NODE - 0.16, style, fc=face, ec=edge, lw=scale, zorder=4)
         ax.add_patch(box)
         size = (11 if node in names else 7.5) * scale
         if size >= _READABLE:
             name = names.get(node) or layout.label(node)
             text = ax.text(position.real, position.imag, name, ha="center", va="center_baseline", zorder=5)
-            text.set(fontsize=size, color="white" if node in dark else INK)
+            text.set(fontsize=size, color=PAPER if node in dark else INK)
 
 
 def lines(ax: Any, drawn: list[list[complex]], colours: Any, width: float, head: float) -> None:
@@ -110,9 +108,9 @@ def lines(ax: Any, drawn: list[list[complex]], colours: Any, width: float, head:
 def shades(topology: Topology) -> Callable[[Fraction], tuple[str, str, float]]:
     """Return a function from a bandwidth to a label, a colour and a width in points."""
     speeds = sorted({link.bandwidth for link in topology.links})
-    exact = len(speeds) <= len(_SHADES)  # each bandwidth has a shade of its own, rather than each range of bandwidths
-    steps = len(speeds) if exact else len(_SHADES)
-    apart = min(3, 5 // max(1, steps - 1))  # the distance in ``_SHADES`` between neighbouring steps
+    exact = len(speeds) <= len(SHADES)  # each bandwidth has a shade of its own, rather than each range of bandwidths
+    steps = len(speeds) if exact else len(SHADES)
+    apart = min(3, 5 // max(1, steps - 1))  # the distance in ``SHADES`` between neighbouring steps
     thin = min(1.0, math.sqrt(60 / max(1, len(topology.links))))  # lines become thinner if they are many
 
     def shade(speed: Fraction) -> tuple[str, str, float]:
@@ -121,6 +119,6 @@ def shades(topology: Topology) -> Callable[[Fraction], tuple[str, str, float]]:
         top = speed if exact else low + step * (level + 1)
         text = f"{float(speed):.4g} GB/s" if exact else f"{float(top - step):.3g} to {float(top):.3g} GB/s"
         width = thin * (0.8 + 3 * math.sqrt(top / speeds[-1]))
-        return text, _SHADES[5 - apart * (steps - 1 - level)], max(width, 0.4)
+        return text, SHADES[5 - apart * (steps - 1 - level)], max(width, 0.4)
 
     return shade

@@ -126,6 +126,10 @@ class CuPy(NumPy):
                 _divide_in_place(x, numbers.divisor)
             return x.astype(DTYPES_BY_NAME[numbers.result], copy=False)
 
+    def times(self, x: Array, factor: float) -> Array:
+        with x.device:
+            return x * factor
+
     def unpack(self, parts: Sequence[Array], cuts: tuple[Cut, ...], fresh: bool) -> list[Array]:
         if fresh and len(parts) == len(cuts) == 1:
             return [parts[0].reshape(cuts[0][0])]

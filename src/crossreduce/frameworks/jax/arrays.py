@@ -271,6 +271,8 @@ class Jax(Immutable):
     def finish(self, x: Array, numbers: Numbers) -> Array:
         return x if numbers.divisor == 1 and _name(x.dtype) == numbers.result else _FINISH(numbers, x)
 
+    times = staticmethod(jnp.multiply)
+
     def unpack(self, parts: Sequence[Array], cuts: tuple[Cut, ...], fresh: bool) -> list[Array]:
         if fresh and len(parts) == len(cuts) == 1 and parts[0].shape == cuts[0][0]:
             return [parts[0]]

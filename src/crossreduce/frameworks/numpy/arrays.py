@@ -146,6 +146,9 @@ class NumPy:
                 _divide(x, numbers.divisor)
             return x.astype(DTYPES_BY_NAME[numbers.result], copy=False)
 
+    def times(self, x: Array, factor: float) -> Array:
+        return np.asarray(x * factor)  # NumPy returns a scalar for arrays without axes
+
     def unpack(self, parts: Sequence[Array], cuts: tuple[Cut, ...], fresh: bool) -> list[Array]:
         if fresh and len(parts) == len(cuts) == 1:
             return [parts[0].reshape(cuts[0][0])]

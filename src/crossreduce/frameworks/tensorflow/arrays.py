@@ -240,6 +240,10 @@ class TensorFlow(Immutable):
                 x = _divide_elements(_cast(x, _DTYPES[numbers.accumulator]), numbers.divisor)
             return _cast(x, _DTYPES[numbers.result])
 
+    def times(self, x: Array, factor: float) -> Array:
+        with _scope_at(x):
+            return x * factor
+
     def unpack(self, parts: Sequence[Array], cuts: tuple[Cut, ...], fresh: bool) -> list[Array]:
         # Tensors are immutable, so they may share memory and ``fresh`` does not matter. The pieces tile each part in
         # order, so one split returns all of them.

@@ -82,6 +82,7 @@ class Torch:
     """The ``Framework`` of PyTorch tensors and parameters."""
 
     name = "torch"
+    times = staticmethod(torch.mul)
     writes_variables = True
 
     def array(self, value: Any) -> Array | Sparse:

@@ -4,25 +4,32 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from fractions import Fraction
-from typing import Final
+from typing import Final, NamedTuple
 
 from ...schedule.schedule import many
-from ..explain import duration, percent, rest_percent, size
+from ..explain import LEAST_WIDTH, duration, percent, rest_percent, size, wrapped
 from ..plans import Plan
 from .groups_bound import GroupsBound
 from .separate_plans import SeparatePlans, losses
 
-_MOST_GROUPS: Final = 32  # rows of the table
+_MOST_ROWS: Final = 32  # of the table
+_MOST_ALIKE: Final = 2  # groups with the same numbers; if there are more, the first one is shown
 _MOST_LETTERS: Final = 30  # of the names of devices in the first column of the table
+_LEAST_LETTERS: Final = 16  # in a narrower column, names have a line of their own above the numbers
+_HEADS: Final = ("GB/s", "alone", "separate", "loss", "own links", "time")
 
 
 def explain_groups(
-    bound: GroupsBound, plans: tuple[Plan, ...], separate: SeparatePlans, unhelped: SeparatePlans | None
+    bound: GroupsBound,
+    plans: tuple[Plan, ...],
+    separate: SeparatePlans,
+    unhelped: SeparatePlans | None,
+    width: int | None = None,
 ) -> str:
     """Return a text with the rates of all groups, the levels that limit them, and the losses with separate plans.
 
     ``separate`` are plans for each group alone with helpers, and ``unhelped`` those without helpers. ``unhelped`` is
-    ``None`` if some groups are not connected without helpers.
+    ``None`` if some groups are not connected without helpers. ``width``: of the longest line, at least 60.
     """
     needs, rates = bound.groups, bound.rates
     weights = [group.weight for group in needs]
@@ -31,14 +38,14 @@ def explain_groups(
     lines = [title + f"{many(len(bound.topology.devices), 'device')}, which share the links"]
     levels = bound.levels
     if not levels:
-        return f"{lines[0]}: no data has to move."
+        return wrapped([f"{lines[0]}: no data has to move."], width)
     loss = f" (a loss of {rest_percent(bound.ratio)})" if bound.ratio < 1 else ""
     lines.append(f"  proved    {percent(bound.ratio)} of the rates that no plans exceed{loss}, by prices of the links")
     weighted = " x weight" if set(weights) != {1} else ""
     for limit in dict.fromkeys(level.rate for level in levels):
         groups = sorted(k for level in levels if level.rate == limit for k in level.groups)
         word = "group" if len(groups) == 1 else "groups"
-        lines.append(f"  level     {float(limit):.2f} GB/s ({limit}){weighted}: {word} {', '.join(map(str, groups))}")
+        lines.append(f"  level     {float(limit):.2f} GB/s ({limit}){weighted}: {word} {_ranges(groups)}")
     alternatives = [("separate", "with all helpers", separate), ("own links", "without helpers", unhelped)]
     least = _least(rates, weights)
     for label, how, alternative in alternatives:
@@ -47,20 +54,80 @@ def explain_groups(
             lowest = _least(alternative.rates, weights)
             text = f"at least {float(lowest):.2f} GB/s{weighted}, not {float(least):.2f}: {_loss(1 - lowest / least)}"
         lines.append(f"  {label:9s} a plan for each group alone, {how}, all at the same time: {text}")
-    heads = "".join(f"{head:>10s}" for head in ("GB/s", "alone", "separate", "loss", "own links", "time"))
-    lines.append(f"  {'group':35s}{heads}")
+    sizes = ", ".join(dict.fromkeys(size(plan.nbytes) for plan in plans))
+    last = f"  alone: all links for one group; time: {sizes} with a group's part of the links, the longest in each row"
     lost = losses(rates, separate.rates)
-    for k, group in list(enumerate(needs))[:_MOST_GROUPS]:
+    rows = []
+    for k, group in enumerate(needs):
         numbers = [_gb_per_s(rate) for rate in (rates[k], separate.plans[k].rate, separate.rates[k])]
         numbers += [percent_of(lost[k]), _gb_per_s(None if unhelped is None else unhelped.rates[k])]
-        weight = f" x {float(group.weight):.4g}" if group.weight != 1 else ""
-        name = f"{k:>3} {_names(group.members)}{weight}"
-        lines.append(f"  {name:35s}" + "".join(f"{text:>10s}" for text in (*numbers, duration(plans[k].seconds))))
-    if len(needs) > _MOST_GROUPS:
-        lines.append(f"      and {len(needs) - _MOST_GROUPS} more")
-    sizes = ", ".join(dict.fromkeys(size(plan.nbytes) for plan in plans))
-    lines.append(f"  alone: all links for one group; time: {sizes} with a group's part of the links")
-    return "\n".join(lines)
+        rows.append(_Row(k, group.members, group.weight, tuple(numbers), plans[k].seconds))
+    return "\n".join([wrapped(lines, width), *_table(rows, width), wrapped([last], width)])
+
+
+class _Row(NamedTuple):
+    """A group's row of the table."""
+
+    group: int
+    members: tuple[str, ...]
+    weight: Fraction
+    numbers: tuple[str, ...]  # all but the last one of ``_HEADS``
+    seconds: float
+
+    @property
+    def kind(self) -> tuple[object, ...]:
+        """What groups have in common that share a row."""
+        return self.numbers, len(self.members), self.weight
+
+
+def _table(rows: list[_Row], width: int | None) -> list[str]:
+    """Return the lines of the table. Of three or more groups with equal numbers, the first one is shown."""
+    kinds: dict[tuple[object, ...], list[_Row]] = {}
+    for row in rows:
+        kinds.setdefault(row.kind, []).append(row)
+    alike = {row.group: kinds[row.kind] if len(kinds[row.kind]) > _MOST_ALIKE else [row] for row in rows}
+    shown = [row for row in rows if row is alike[row.group][0]]
+    texts = [(*row.numbers, duration(max(each.seconds for each in alike[row.group]))) for row in shown]
+    columns = [max(map(len, column)) + 2 for column in zip(_HEADS, *texts, strict=True)]
+    marks = [f" x {float(row.weight):.4g}" if row.weight != 1 else "" for row in shown]
+    wide = max(map(len, marks)) + sum(columns) + 6
+    letters = _MOST_LETTERS if width is None else min(_MOST_LETTERS, max(width, LEAST_WIDTH) - wide)
+    is_narrow = letters < _LEAST_LETTERS
+    letters = _MOST_LETTERS if is_narrow else letters
+    names = [f"{row.group:>3} {_names(row.members, letters)}{mark}" for row, mark in zip(shown, marks, strict=True)]
+    first = 0 if is_narrow else 2 + max(len(name) for name in [*names, "group"])
+    lines = [f"{'' if is_narrow else '  group':{first}s}{_cells(_HEADS, columns)}"]
+    for row, name, numbers in list(zip(shown, names, texts, strict=True))[:_MOST_ROWS]:
+        cells = _cells(numbers, columns)
+        lines += [f"  {name}", cells] if is_narrow else [f"{f'  {name}':{first}s}{cells}"]
+        others = [each.group for each in alike[row.group][1:]]
+        if others:
+            of = f" of {many(len(row.members), 'device')}"
+            more = f"{' ' * 6}and {many(len(others), 'group')}{of} with these numbers: {_ranges(others)}"
+            lines += wrapped([more], width).split("\n")
+    hidden = sum(len(alike[row.group]) for row in shown[_MOST_ROWS:])
+    if hidden:
+        lines.append(f"      and {hidden} more")
+    return lines
+
+
+def _cells(texts: Sequence[str], columns: Sequence[int]) -> str:
+    return "".join(f"{text:>{wide}s}" for text, wide in zip(texts, columns, strict=True))
+
+
+def _ranges(numbers: Sequence[int]) -> str:
+    """Return sorted numbers as text; three or more in a row have a range.
+
+    >>> _ranges([0, 1, 3, 4, 5, 6])
+    '0, 1, 3-6'
+    """
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    return ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 2 else ", ".join(map(str, run)) for run in runs)
 
 
 def _least(rates: Sequence[Fraction | None], weights: Sequence[Fraction]) -> Fraction:
@@ -82,18 +149,25 @@ def percent_of(loss: Fraction) -> str:
 
 
 def _loss(loss: Fraction) -> str:
-    return "no loss" if not loss else f"a loss of {float(loss) * 100:.3g} %"
+    if not loss:
+        return "no loss"
+    return f"a {'loss' if loss > 0 else 'gain'} of {abs(float(loss)) * 100:.3g} %"
 
 
-def _names(members: tuple[str, ...]) -> str:
-    """Return the first devices of a group that fit into the table's column, and the number of the other devices.
+def _names(members: tuple[str, ...], letters: int = _MOST_LETTERS) -> str:
+    """Return the first devices of a group that fit into some letters, and the number of the other devices.
 
     >>> _names(("cuda:0", "cuda:1")), _names(tuple(f"host0/cuda:{k}" for k in range(8)))
     ('cuda:0 cuda:1', 'host0/cuda:0 and 7 more')
+    >>> _names(tuple(f"host0/cuda:{k}" for k in range(8)), 20)
+    'host0/cuda:0 + 7'
     """
     text = " ".join(members)
     shown = len(members)
-    while len(text) > _MOST_LETTERS and shown > 1:
+    while len(text) > letters and shown > 1:
         shown -= 1
-        text = f"{' '.join(members[:shown])} and {len(members) - shown} more"
+        more = len(members) - shown
+        text = f"{' '.join(members[:shown])} and {more} more"
+        if shown == 1 and len(text) > letters:
+            text = f"{members[0]} + {more}"
     return text

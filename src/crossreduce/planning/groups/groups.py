@@ -111,11 +111,14 @@ class GroupsPlan:
             raise PlanError.of("the proof is for another topology.", repr(self.bound.topology))
         self.bound.check()
 
-    def explain(self) -> str:
-        """Return a text with the rates of all groups, the levels that limit them, and the losses by separate plans."""
+    def explain(self, width: int | None = None) -> str:
+        """Return a text with the rates of all groups, the levels that limit them, and the losses with separate plans.
+
+        Of three or more groups with the same numbers, the first one is shown. ``width``: of the longest line.
+        """
         from .group_text import explain_groups
 
-        return explain_groups(self.bound, self.plans, self.separate, self.separate_without_helpers)
+        return explain_groups(self.bound, self.plans, self.separate, self.separate_without_helpers, width)
 
     def __str__(self) -> str:
         rates = ", ".join("-" if rate is None else f"{float(rate):.2f}" for rate in self.rates)

@@ -49,7 +49,7 @@ class LinkMap {
       return name;
     }));
     document.getElementById("map-note").textContent =
-      `Rows are network switches (rails) and hosts, with the mean of their links, and each of the ${map.links.length} links. A column is ` +
+      `Rows are groups of links, with the mean of their links, and each of the ${map.links.length} links. A column is ` +
       `1/${this.model.parts} of the time of the plan; the colour is the mean use in it. Point at a row for its name, and select it for its numbers.`;
   }
 
