@@ -19,25 +19,26 @@ D(t) be the bytes of all transfers in ticks whose last transfer starts at a lowe
 For the age T, bytes that the host's own devices have count, too: n W + n (n - 1) M / N <= R + D. Besides, a landing of
 age t serves at most b(t) devices, the most that a device reaches with latencies up to t. So n W is at most the sum of
 b(t) over all landed bytes. And every byte must reach each device: if the latencies from all landing links to a device
-exceed the least ones from these links to any device by d or more, a byte of W lands in a tick that, without this rest of
-its route, has the age d or more. Every row has the form: the sum over all links of what their ticks contribute >= a number.
+exceed the least ones from these links to any device by d or more, a byte of W lands in a tick that, without this rest
+of its route, has the age d or more. Every row has the form: the sum over all links of what their ticks contribute >= a
+number.
 
 Devices without a network card of their own come late. Let l be the least latency of a route through a landing link of c
 bytes per second. Call b - l - D / c the start of a tick that carries D bytes and ends at b. It is not before the end of
 the tick before. Let the delay of a device be the least latency from it to a landing link, minus the least one from any
 device to this link, at the landing link where this difference is least. If a tick carries a byte of a device with the
 delay d, then a read of the tick starts when this byte is there. The read takes the latencies of its route, and D / c
-for all bytes of the tick. So the tick does not start before d. All rows hold for each d, with the bytes W of the devices
-whose delay is d or more, and with the landings of ticks that start at d or later.
+for all bytes of the tick. So the tick does not start before d. All rows hold for each d, with the bytes W of the
+devices whose delay is d or more, and with the landings of ticks that start at d or later.
 
 For prices w of the rows, a link contributes at most the value of its best ticks. The price of a landed byte changes at
 the ages of the rows, and at the delays as starts of ticks. Between two of these points, the value of some ticks is
 linear in each end and each start, so the best ones are at such points. The price of bytes inside the host does not rise
-with the age of the start of their tick. To move this start to the next age of a row loses nothing: the tick carries more
-bytes, and those that another tick loses are worth no more. So dynamic programming over these points finds the best ticks
-exactly. If the best values of all links together are less than the priced numbers at a time
-T, then no schedule takes T or less (weak duality, for any prices). The prices are found by a linear program over the
-ticks that were found so far.
+with the age of the start of their tick. To move this start to the next age of a row loses nothing: the tick carries
+more bytes, and those that another tick loses are worth no more. So dynamic programming over these points finds the best
+ticks exactly. If the best values of all links together are less than the priced numbers at a time T, then no schedule
+takes T or less (weak duality, for any prices). The prices are found by a linear program over the ticks that were found
+so far.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ import crossreduce as cr
 from crossreduce.schedule.costs import between_hosts
 
 AGES = 80  # the ages of rows, besides those at which devices come into reach
-ROUNDS = 200  # the most linear programs
+ROUNDS = 120  # the most linear programs
 SAFE = 1 - 1e-7  # results are lower by this factor, for rounding errors
 
 

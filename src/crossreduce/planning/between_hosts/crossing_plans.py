@@ -47,14 +47,8 @@ _PARTS: Final = [Batches(part, first) for part in (0.75, 0.5, 0.25) for first in
 _ROOTED: Final = (1, 4, 16)  # the shares of a root
 _OF_EACH: Final = (1, 2, 4)  # the shares of each device
 _CLOSE: Final = 1.02  # orders that take longer than this many times the best one so far are left out
-# By the number of shares of each device: the group in which each of them crosses.
-_GROUPS: Final[dict[int, list[tuple[int, ...]]]] = {
-    1: [],
-    2: [(0, 1)],
-    4: [(0, 0, 0, 1), (0, 0, 1, 1), (0, 0, 1, 2), (0, 1, 2, 3)],
-}
-# The relative sizes of the shares of each device, at first, if each one crosses after the one before. What crosses last is
-# copied while no link between hosts is busy, so it is small. Sums are powers of two, which exported files need.
+# The relative sizes of the shares of each device, at first, if each one crosses after the one before. What crosses last
+# is copied while no link between hosts is busy, so it is small. Sums are powers of two, which exported files need.
 _FALLING: Final[tuple[tuple[int, ...], ...]] = (
     (22, 10), (18, 10, 4), (26, 20, 12, 6), (24, 16, 10, 8, 4, 2), (14, 12, 11, 9, 7, 5, 4, 2),
     (12, 11, 9, 8, 7, 5, 4, 3, 2, 1, 1, 1),
@@ -66,6 +60,7 @@ _KEPT: Final = 2  # the styles that are tried with more shares
 _TIMED: Final = 3  # the schedules that are simulated
 _MOST_PACKED: Final = 8  # the most trees of each device that are packed for bandwidth
 _FEW_ROUNDS: Final = 8  # with more, pieces in a pipeline are no faster
+_MOST_ROUNDS: Final = 20  # the same for packed trees, which have the rate of the bound, or nearly
 
 
 class _Tried(NamedTuple):
@@ -73,7 +68,6 @@ class _Tried(NamedTuple):
     number: int
     sizes: tuple[int, ...]  # the relative sizes of the shares of each device that has some
     style: Style
-    groups: int  # the number of groups in which the shares of each device cross; 0: an order without groups
     order: TransferOrder
 
 
@@ -96,7 +90,8 @@ class _CrossingSearch:
             return
         if style.by_level or style.packed or self.lines.greatest_depth == 1:
             for delay in range(self.lines.greatest_depth + 1):
-                self._add_rounds(style, by_level(self.lines, edges, delay))
+                timed = by_level(self.lines, edges, delay)
+                self._add(style, TransferOrder(timed.rounds, timed.seconds([self.size])))
         if not style.by_level:
             self._add_batches(style, edges, _BATCHES)
 
@@ -107,17 +102,8 @@ class _CrossingSearch:
             if style in best:
                 self._add_batches(style, edges, _PARTS)
 
-    def add_stages(self, every: Sequence[Sequence[int]]) -> None:
-        """Try to let shares cross in groups, with the trees of all styles that have the fewest levels."""
-        tried: set[tuple[Edge, ...]] = set()
-        for style in _STYLES:
-            edges = edges_of(self.lines, self.starts, style)
-            for groups in () if edges in tried else every:
-                self._add_rounds(style, in_stages(self.lines, edges, groups, apart=True), max(groups) + 1)
-            tried.add(edges)
-
     def add_falling(self, sizes: tuple[int, ...]) -> None:
-        """Try to let the shares of each device cross in turn. Change their relative sizes while this takes less time."""
+        """Let the shares of each device cross in turn. Change their relative sizes as long as this takes less time."""
         nbytes, count = self.size * self.shares, self.shares
 
         def seconds(rounds: TimedRounds, sizes: Sequence[int]) -> float:
@@ -126,7 +112,7 @@ class _CrossingSearch:
         styles = {edges_of(self.lines, self.starts, style): style for style in _AT_CARD}
         kinds = (True, False) if self.lines.greatest_depth > 1 else (True,)
         every = [
-            (style, in_stages(self.lines, edges, range(count), apart=apart))
+            (style, in_stages(self.lines, edges, count, apart=apart))
             for edges, style in styles.items()
             for apart in kinds
         ]
@@ -145,7 +131,7 @@ class _CrossingSearch:
                 if moved_s < best_s * (1 - 1e-6):
                     sizes, best_s, at = moved, moved_s, -1
             at += 1
-        self._add(style, TransferOrder(rounds.rounds, best_s), count, sizes)
+        self._add(style, TransferOrder(rounds.rounds, best_s), sizes)
 
     def _add_batches(self, style: Style, edges: Sequence[Edge], every: Sequence[Batches]) -> None:
         for batches in every:
@@ -153,14 +139,9 @@ class _CrossingSearch:
             if order is not None:
                 self._add(style, order)
 
-    def _add_rounds(self, style: Style, timed: TimedRounds, groups: int = 0) -> None:
-        seconds = timed.seconds([self.size])
-        if seconds < self.least_s * _CLOSE or not groups:
-            self._add(style, TransferOrder(timed.rounds, seconds), groups)
-
-    def _add(self, style: Style, order: TransferOrder, groups: int = 0, sizes: tuple[int, ...] = ()) -> None:
+    def _add(self, style: Style, order: TransferOrder, sizes: tuple[int, ...] = ()) -> None:
         sizes = sizes or (1,) * self.shares
-        self.tried.append(_Tried(order.seconds, self.number + len(self.tried), sizes, style, groups, order))
+        self.tried.append(_Tried(order.seconds, self.number + len(self.tried), sizes, style, order))
         self.least_s = min(self.least_s, order.seconds)
 
 
@@ -194,13 +175,9 @@ def faster_between_hosts(request: Request, best: Pieces) -> Pieces:
             search.add_style(style)
         if len(starts) > lines.most_cards:
             search.add_parts(_KEPT)
-        best_s = search.least_s
-        if len(roots) > 1:
-            search.add_stages(_GROUPS[shares])
         tried = sorted([*tried, *search.tried])
         if len(roots) > 1:  # the trees of a root are few
-            kept = list(dict.fromkeys(each.style for each in tried if each.groups == 0))[:_KEPT]
-            styles = kept if best_s < before else []
+            styles = list(dict.fromkeys(each.style for each in tried))[:_KEPT] if search.least_s < before else []
     packed = _packed_style(lines) if len(roots) > 1 else None
     if packed is not None:
         shares = len(packed.packed[0])
@@ -213,14 +190,14 @@ def faster_between_hosts(request: Request, best: Pieces) -> Pieces:
     # In many pieces, all rounds run at the same time, so the best order of few rounds of each kind is tried, too.
     kinds: dict[tuple[Style, int], _Tried] = {}
     for each in tried:
-        if len(each.order.rounds) <= _FEW_ROUNDS and (
-            len(each.sizes) == numbers[0] or each.style.packed or len(roots) == 1
-        ):
+        most = _MOST_ROUNDS if each.style.packed else _FEW_ROUNDS
+        listed = len(each.sizes) == numbers[0] or each.style.packed or len(roots) == 1
+        if listed and len(each.order.rounds) <= most:
             kinds.setdefault((each.style, len(each.sizes)), each)
     if len(roots) > 1:
         known_s = min(tried[0].seconds, best.seconds / factor)
         chosen += [each for each in _falling(request, lines, roots, known_s) if each.seconds * factor < goal]
-    chosen += list(kinds.values())[:_TIMED]
+    chosen += [each for k, each in enumerate(kinds.values()) if k < _TIMED or each.style.packed]
     schedules = dict.fromkeys(_schedule(request, lines, roots, each, copying, paired) for each in chosen)
     for schedule in schedules:
         verify(schedule)

@@ -84,12 +84,12 @@ def by_level(wires: Wires, edges: Sequence[Edge], delay: int) -> TimedRounds:
     return TimedRounds(wires, edges, level)
 
 
-def in_stages(wires: Wires, edges: Sequence[Edge], groups: Sequence[int], *, apart: bool) -> TimedRounds:
-    """Return rounds in which the shares cross in groups: share k belongs to the group ``groups[k % len(groups)]``.
+def in_stages(wires: Wires, edges: Sequence[Edge], groups: int, *, apart: bool) -> TimedRounds:
+    """Return rounds in which the shares cross in groups: share k belongs to the group ``k % groups``.
 
     First, shares move to the devices from which they cross. Then the groups cross in turn, while shares are copied
-    within their own hosts. In the other hosts, each group is copied in rounds of its own if they are ``apart``, and else
-    in a pipeline: each level beside the next level of the group before.
+    within their own hosts. In the other hosts, each group is copied in rounds of its own if they are ``apart``.
+    Otherwise it is copied in a pipeline: each level beside the next level of the group before.
     """
     leads = [edge.crosses for edge in edges]
     landed = [False] * len(edges)  # whether an edge is below a crossing
@@ -102,11 +102,11 @@ def in_stages(wires: Wires, edges: Sequence[Edge], groups: Sequence[int], *, apa
         if edges[k].parent >= 0 and leads[k]:
             leads[edges[k].parent] = True
     before = 1 + max((level[k] for k, edge in enumerate(edges) if leads[k] and not edge.crosses), default=-1)
-    after = before + max(groups) + 1
+    after = before + groups
     depth = 1 + max((level[k] for k in range(len(edges)) if landed[k]), default=0)
     numbers: list[int] = []
     for k, edge in enumerate(edges):
-        group = groups[edge.share % len(groups)]
+        group = edge.share % groups
         if landed[k]:
             numbers.append(after + group * (depth if apart else 1) + level[k])
         elif edge.crosses:
