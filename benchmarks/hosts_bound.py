@@ -77,12 +77,12 @@ class Host(NamedTuple):
     far_s: float  # the greatest of the least ages at which a byte must land to reach a device
 
 
-def least_seconds(topology: cr.Topology, nbytes: int) -> float:
+def least_seconds(topology: cr.Topology, nbytes: int, enough: float = np.inf) -> float:
     """Return the greatest of four lower bounds of the seconds of an all-gather among all devices.
 
     They are: the longest of the quickest routes; for each device, the bytes that its links can carry to it, each with
     the latency of at least one tick; the time at the rate of the tightest cut after the least latency of a link; and
-    for each host the bound that the module's docstring proves.
+    for each host the bound that the module's docstring proves. The search for the last one ends when it is ``enough``.
     """
     latency = _latencies(topology)
     number = {node: k for k, node in enumerate(topology.nodes)}
@@ -102,7 +102,7 @@ def least_seconds(topology: cr.Topology, nbytes: int) -> float:
     for host in dict.fromkeys(_hosts(topology)):
         outside = nbytes - share * host.devices
         if outside:
-            bounds.append(_host_bound(host, outside, share, max(bounds)))
+            bounds.append(_host_bound(host, outside, share, max(bounds), enough))
     return max(bounds) * SAFE
 
 
@@ -178,7 +178,7 @@ def _hosts(topology: cr.Topology) -> tuple[Host, ...]:
     return tuple(found)
 
 
-def _host_bound(host: Host, outside: float, share: float, known: float) -> float:
+def _host_bound(host: Host, outside: float, share: float, known: float, enough: float) -> float:
     """Return the bound of a host, at least ``known``, for the bytes of other hosts and those of each of its devices."""
     longest = (
         sum(outside * host.devices / group.speed + group.latency_s for group in (*host.landing, *host.inside)) + known
@@ -188,7 +188,7 @@ def _host_bound(host: Host, outside: float, share: float, known: float) -> float
     time, columns = known, rows.first_columns()
     stalled = 0
     for _ in range(ROUNDS):
-        prices = rows.prices(columns, time)
+        prices = rows.prices(columns, time) if time < enough else None
         if prices is None:
             break
         found, best = rows.root(prices, time, longest)
