@@ -7,8 +7,11 @@ from __future__ import annotations
 
 import atexit
 import ctypes
+import json
 import socket
 import time
+from contextlib import suppress
+from functools import lru_cache
 from typing import Any, Final
 
 import jax
@@ -19,6 +22,9 @@ from ..ranks.transports.addresses import addresses, loopback
 
 _PREFIX: Final = "crossreduce/"
 _WAIT_S: Final = 1.0  # for a value, in one request
+_ALIVE: Final = "alive/"  # keys of addresses at which processes listen until they end
+_CONNECT_S: Final = 2.0
+_OTHERS_S: Final = 60.0  # JAX aborts all processes 50 to 100 s after one has died, if it is not told otherwise
 
 
 def _state() -> Any:
@@ -77,14 +83,51 @@ def own_address() -> str:
     return found if found and not loopback(found) else addresses()[0]
 
 
+@lru_cache(maxsize=1)
+def announce() -> socket.socket:
+    """Let other processes see when this one ends: publish where a socket listens until then. Nothing is accepted."""
+    address = own_address()
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    listener = socket.create_server((address, 0), family=family)
+    publish(f"{_ALIVE}{jax.process_index()}", json.dumps([address, listener.getsockname()[1]]))
+    return listener
+
+
 def end_without_lost_processes() -> None:
-    """Let this process end without waiting for processes that were lost: JAX would wait for up to 300 s."""
-    atexit.register(_abandon)  # runs before JAX's own function, since it is registered later
+    """Let this process end without waiting for processes that were lost: JAX would wait for up to 300 s.
 
-
-def _abandon() -> None:
+    The process that runs the service ends after the others: JAX aborts a process that loses its connection to it.
+    """
     state = _state()
+    if isinstance(state.client, _Kept):
+        return
     for name in ("client", "service", "preemption_sync_manager"):
         if (each := getattr(state, name, None)) is not None:
-            ctypes.pythonapi.Py_IncRef(ctypes.py_object(each))  # never destroyed, since its end would wait, too
-            setattr(state, name, None)
+            setattr(state, name, _Kept(each))
+    if state.service is not None:
+        atexit.register(_await_others, state.client)
+
+
+class _Kept:
+    """An object of JAX's state that is never shut down or destroyed, since both would wait for lost processes."""
+
+    def __init__(self, kept: Any) -> None:
+        self._kept = kept
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(kept))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._kept, name)
+
+    def shutdown(self) -> None:
+        """Do nothing. ``jax.distributed.shutdown`` calls this."""
+
+
+def _await_others(client: Any) -> None:
+    """Wait until the other processes have ended, at most ``_OTHERS_S`` seconds."""
+    deadline = time.monotonic() + _OTHERS_S
+    for key, text in client.key_value_dir_get(_PREFIX + _ALIVE):
+        if int(key.rpartition("/")[2]) == jax.process_index():
+            continue
+        with suppress(OSError), socket.create_connection(tuple(json.loads(text)), _CONNECT_S) as connection:
+            connection.settimeout(max(0.001, deadline - time.monotonic()))
+            connection.recv(1)  # returns, or fails, when the process has ended

@@ -207,6 +207,7 @@ def form(members: Sequence[int]) -> RankGroup:
     key = "group/" + "-".join(map(str, members))
     if len(key) > 200:
         key = f"group/{blake2b(key.encode(), digest_size=16).hexdigest()}"
+    coordination.announce()
     address = coordination.own_address()
     if own == 0:
         secret = secrets.token_bytes(16)

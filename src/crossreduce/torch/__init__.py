@@ -13,6 +13,7 @@ between hosts. For replicas in one process use ``crossreduce.all_reduce``.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Final
 
 try:
@@ -81,7 +82,7 @@ def measure_topology(group: Any = None, seconds: float = 1.0) -> Topology:
     """
     group = find_group(group, HookState)
     measured: list[Topology] = []
-    group.queue.run(lambda: measured.append(measure(group.communicator, seconds)), [], asynchronous=False)
+    _run(group, lambda: measured.append(measure(group.communicator, seconds)), [])
     return measured[0]
 
 
@@ -124,7 +125,12 @@ def weighted_mean(tensor: Any, weight: Any, group: Any = None, *, exact: bool = 
         copy_back(tensor, written)
 
     increment_versions([tensor])
-    group.queue.run(run, [tensor], asynchronous=False)
+    _run(group, run, [tensor])
+
+
+def _run(group: Group | HookState, function: Callable[[], None], results: list[Any]) -> None:
+    """Run a function in the queue of a group, with its timeout."""
+    group.queue.run(group.within_timeout(function) if isinstance(group, Group) else function, results, False)
 
 
 def stats(group: Any = None) -> Stats:

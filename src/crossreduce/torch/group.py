@@ -394,10 +394,7 @@ class Group(dist.ProcessGroup):  # type: ignore[misc]
         opts, is_async = arguments[-1], getattr(arguments[-1], "asyncOp", True)  # torch 2.4 does not tell
         if is_async and is_traced():
             function = partial(self._collectives.checks.refuse_traced, inner)
-        if (limit := opts.timeout) <= _UNSET:
-            limit = self._settings._timeout
-        if limit != self._timeout:
-            function = partial(self._with_timeout, limit.total_seconds(), function)
+        function = self.within_timeout(function, opts.timeout)
         if is_profiled():
             with entry(self, inner, tensors, written):
                 function = begin_entry(inner, function) if is_async else function
@@ -416,6 +413,11 @@ class Group(dist.ProcessGroup):  # type: ignore[misc]
             return Works([agreed, *works], results)
         wrapper = next(x for x in tensors_in(arguments) if has_wrapper([x]))
         return self.queue.run(partial(self._collectives.checks.refuse_class, method, wrapper), results, is_async)
+
+    def within_timeout(self, function: Callable[[], None], limit: timedelta = _UNSET) -> Callable[[], None]:
+        """Return a function that calls ``function`` with a timeout: ``limit``, or what is now that of the group."""
+        limit = limit if limit > _UNSET else self._settings._timeout
+        return function if limit == self._timeout else partial(self._with_timeout, limit.total_seconds(), function)
 
     def _with_timeout(self, seconds: float, function: Callable[[], None]) -> None:
         usual = self.communicator.timeout_s

@@ -125,7 +125,8 @@ def all_reduce_arguments(tensor: Any, op: Any) -> tuple[list[Any], Any]:
         raise ArgumentError.of("all_reduce takes a tensor.", shown(tensor), "torch.as_tensor(x)")
     options = c10d.AllreduceOptions()
     options.reduceOp = op if isinstance(op, _NAMES_OF_OPS) else _TORCH_OPS[read_op(op)]
-    options.asyncOp = False
+    if hasattr(options, "asyncOp"):  # torch 2.7 or later
+        options.asyncOp = False
     as_real = tensor.is_complex() and dist.distributed_c10d.supports_complex(options.reduceOp)
     return [torch.view_as_real(tensor) if as_real else tensor], options
 

@@ -13,7 +13,6 @@ from weakref import WeakValueDictionary
 
 import torch
 import torch.distributed as dist
-from torch._C import _distributed_c10d as c10d
 from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator
 
 from ..errors import MismatchError, UnsupportedError, shown
@@ -22,13 +21,10 @@ from ..torch import NAME, Group
 # vLLM makes two groups of torch of the same ranks just before a communicator, so its ranks come at about the same time.
 _WAIT_S: Final = 20.0
 _GROUPS: Final[WeakValueDictionary[str, Group]] = WeakValueDictionary()
-_SUM: Final = c10d.AllreduceOptions()
-if hasattr(_SUM, "asyncOp"):  # torch 2.7 or later
-    _SUM.asyncOp = False
 
 
 def _all_reduce(tensor: Any, name: str) -> None:
-    _GROUPS[name].allreduce([tensor], _SUM).wait()
+    _GROUPS[name].all_reduce(tensor)
 
 
 # Compiled models call an op. That of functional collectives would copy the tensor, and wait for the group's thread.

@@ -37,18 +37,31 @@ def test_independent_calls_pair_up_in_any_order(processes, devices):
     jax_job.passed(jax_job.run("order", processes, devices))
 
 
-def test_a_dead_process_is_named_and_the_others_end():
-    """When a process is killed, the others get an error that names it, and end, although JAX waits in vain for it."""
-    results = jax_job.run("dies", 3, 1, arguments=["2"])
+@pytest.mark.parametrize(("threads", "programs"), [(6, 60), (3, 31)])
+def test_many_programs_are_in_flight(monkeypatch, threads, programs):
+    """XLA holds back the 33rd program of a device, in a thread. So it needs two threads per device for more of them.
+    A warning says so if there are fewer."""
+    monkeypatch.setenv("PJRT_NPROC", str(threads))
+    results = jax_job.run("in_flight", 2, 3, arguments=[programs])
+    jax_job.passed(results)
+    assert all(("Set PJRT_NPROC=6 before JAX starts" in text) == (threads < 6) for _, text in results), results
+
+
+@pytest.mark.parametrize("then", ["end", "shut down"])
+def test_a_dead_process_is_named_and_the_others_end(then):
+    """When a process is killed, the others get an error that names it, and end, although JAX waits in vain for it.
+    Process 0, which runs JAX's coordination service, ends last: JAX aborts a process that the service leaves."""
+    results = jax_job.run("dies", 3, 1, arguments=["2", then])
     assert [code for code, _ in results] == [0, 0, -9], results
     assert all(text.count("rank 2 died during") == 2 for _, text in results[:2]), results
 
 
-def test_a_process_that_ends_by_itself_is_named_and_all_end():
-    """When the program of a process ends, the others get an error that says so, and all end soon."""
-    results = jax_job.run("leaves", 3, 1)
-    assert [code for code, _ in results] == [0, 1, 0], results
-    assert all("rank 1 left during" in results[rank][1] for rank in (0, 2)), results
+@pytest.mark.parametrize("leaver", [0, 1])
+def test_a_process_that_ends_by_itself_is_named_and_all_end(leaver):
+    """When the program of a process ends, the others get an error that says so, and all end, none before its time."""
+    results = jax_job.run("leaves", 3, 1, arguments=[leaver])
+    assert [code for code, _ in results] == [int(rank == leaver) for rank in range(3)], results
+    assert all(f"rank {leaver} left during" in results[rank][1] for rank in {0, 1, 2} - {leaver}), results
 
 
 @pytest.mark.parametrize(

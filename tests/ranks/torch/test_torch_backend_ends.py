@@ -201,9 +201,10 @@ def killed_in_hook(me):
 def late(me):
     """Rank 1 makes no more calls. The others raise errors after the timeout of the call, the group or one wait."""
     me.begin(2)
-    short, groups = timedelta(seconds=0.4), [dist.new_group(timeout=timedelta(seconds=300)) for _ in range(4)]
+    short, groups = timedelta(seconds=0.4), [dist.new_group(timeout=timedelta(seconds=300)) for _ in range(5)]
     dist.distributed_c10d._set_pg_timeout(short, groups[1])
     groups[2].set_timeout(short)
+    groups[4].set_timeout(short)
     if me.rank == 1:
         me.stay(0, 2)
         return
@@ -214,6 +215,7 @@ def late(me):
         lambda: dist.all_reduce(torch.ones(3), group=groups[1]),
         lambda: dist.all_reduce(torch.ones(3), group=groups[2], async_op=True).wait(),
         lambda: dist.barrier(groups[3], timeout=short),
+        lambda: crossreduce.torch.weighted_mean(torch.ones(3), 1, groups[4]),
     ):
         raises(CollectiveTimeout, "the timeout of 0.4 s", wait)
     work = dist.all_reduce(torch.ones(3), async_op=True)

@@ -44,6 +44,8 @@ def profiled(call):
 def ways_of(group):
     """Return ways to reduce the tensors that they return, and whether they run without Python when repeated."""
     x, columns, weights = torch.ones(2, 4), torch.ones(4, 2).T, torch.nn.Parameter(torch.ones(2, 4))
+    with torch.inference_mode():
+        inferred = torch.ones(2, 4)
     return {
         "torch.distributed": (True, lambda: dist.all_reduce(x)),
         "directly": (True, lambda: group.all_reduce(x)),
@@ -54,6 +56,9 @@ def ways_of(group):
         "other timeout": (False, lambda: group.allreduce([x], options_of(OTHER)).wait()),
         "asynchronous": (False, lambda: group.allreduce([x], options_of(asynchronous=True)).wait()),
         "bitwise": (True, lambda: group.all_reduce(torch.ones(4, dtype=torch.int32), dist.ReduceOp.BOR)),
+        "inference mode": (True, torch.inference_mode()(lambda: group.all_reduce(inferred))),
+        "inference mode, torch.distributed": (True, torch.inference_mode()(lambda: dist.all_reduce(inferred))),
+        "ended inference mode": (False, lambda: group.all_reduce(inferred)),
         "columns": (False, lambda: group.all_reduce(columns)),
         "parameter": (False, lambda: group.all_reduce(weights.detach_().requires_grad_())),
         "profiler": (False, lambda: profiled(lambda: group.all_reduce(x))),

@@ -233,7 +233,7 @@ def order():
 
     run, other = (mapped(function, mesh, outside=P()) for function in (several, lambda x: cj.all_reduce(x + 1, "x")))
     total, pending = rows.sum(0, keepdims=True), []
-    for k in range(4):  # with about 40 programs in flight, XLA's threads can all wait; see docs/jax.md
+    for k in range(4):  # with more than 31 programs in flight, XLA's threads can all wait; see docs/jax.md
         x = placed(rows + k, mesh)
         pending.append((k, run(x), other(x), other(x * 2)))
     for k, found, plus, twice in pending:
@@ -256,8 +256,21 @@ def _failing(call):
         sys.exit("no error")
 
 
-def dies(victim):
-    """A process is killed while the others are in a reduction. They get an error, and end."""
+def in_flight(count):
+    """Programs wait for each other. None is awaited before the last one was started."""
+    mesh = mesh_of(jax.device_count())
+    rows = rows_of(mesh)
+    run, x = mapped(lambda x: cj.all_reduce(x, "x"), mesh, outside=P()), placed(rows, mesh)
+    pending = [run(x) for _ in range(int(count))]
+    for found in pending:
+        equal(found, rows.sum(0, keepdims=True))
+
+
+def dies(victim, then="end"):
+    """A process is killed while the others are in a reduction. They get an error, and end.
+
+    ``then``: "shut down": they shut JAX's job down first, and process 1 is 2 s late.
+    """
     mesh = mesh_of(jax.device_count())
     x = placed(rows_of(mesh), mesh)
     run = mapped(lambda x: cj.all_reduce(x, "x"), mesh, outside=P())
@@ -267,17 +280,21 @@ def dies(victim):
         os.kill(os.getpid(), signal.SIGKILL)
     _failing(lambda: run(x))
     _failing(lambda: run(x))  # and so does each later call
+    if then == "shut down":
+        time.sleep(2 * (jax.process_index() == 1))
+        jax.distributed.shutdown()
 
 
-def leaves():
-    """Process 1 ends by an error of its own while the others are in a reduction."""
+def leaves(leaver):
+    """A process ends by an error of its own while the others are in a reduction. The last one ends 2 s late."""
     mesh = mesh_of(jax.device_count())
     x = placed(rows_of(mesh), mesh)
     run = mapped(lambda x: cj.all_reduce(x, "x"), mesh, outside=P())
     jax.block_until_ready(run(x))
-    if jax.process_index() == 1:
+    if jax.process_index() == int(leaver):
         sys.exit("an error of the program")
     _failing(lambda: run(x))
+    time.sleep(2 * (jax.process_index() == 2))
 
 
 def other_programs():

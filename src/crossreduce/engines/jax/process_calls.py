@@ -7,8 +7,10 @@ custom call. Its text is the same in all processes, and ``jax/process_group.py``
 from __future__ import annotations
 
 import json
+import logging
 import os
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import lru_cache
 from typing import Any, Final
 
@@ -19,6 +21,7 @@ from ...ops import Numbers
 from .axes import MeshAxes
 from .in_process_limits import limit_s
 
+_LOG: Final = logging.getLogger("crossreduce")
 TARGET: Final = "crossreduce_process_call"
 PROCESS_LIMIT_S: Final = 300.0
 """How long a process waits for others by default: they may load data, or compile, at different times."""
@@ -82,6 +85,25 @@ def register() -> None:
     for serve in servers:
         serve()
     jax.monitoring.register_event_duration_secs_listener(_on_event)
+    _warn_of_few_threads()
+
+
+def _warn_of_few_threads() -> None:
+    """Warn if programs in flight could stop this process.
+
+    A program runs in one thread of XLA per device. XLA starts it there, too, which blocks the thread while 32 programs
+    of the device are unfinished (``PjRtCpuClient``). If no thread is left for a device, the others wait for it in vain.
+    """
+    devices = jax.local_device_count()
+    processors = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    with suppress(ValueError):
+        processors = int(os.environ.get("PJRT_NPROC") or os.environ.get("NPROC") or processors)
+    if devices > 1 and max(processors, devices) < 2 * devices:
+        _LOG.warning(
+            "XLA has %d threads for %d devices: more than 31 unfinished programs can stop this process. "
+            "Set PJRT_NPROC=%d before JAX starts, or call jax.block_until_ready at least every 30 steps.",
+            *(max(processors, devices), devices, 2 * devices),
+        )
 
 
 def _on_event(event: str, *_: Any, **__: Any) -> None:

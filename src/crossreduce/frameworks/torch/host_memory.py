@@ -96,7 +96,7 @@ def functions_for_compiled_code() -> tuple[Any, ...] | None:
     """Return the objects of torch that ``Calls`` uses, or ``None`` if torch lacks one of them, as before 2.10."""
     exchange = getattr(torch.Tensor, "__dlpack_c_exchange_api__", None)
     is_usual = is_transformed_at_run_time if hasattr(torch.compiler, "_is_compiling_flag") else is_transformed
-    functions = is_usual, increment_versions, torch.empty_like
+    functions = is_usual, increment_versions, torch.empty_like, torch.is_inference_mode_enabled
     return None if exchange is None else (torch.Tensor, exchange, *functions, torch.int8, torch.uint8)
 
 

@@ -71,7 +71,7 @@ class TensorReader {
     void distrust() {
         rest_ = 0;
         for (auto &dtype : dtypes_) dtype = 0;
-        for (Kind &kind : kinds_) kind.keys = 0;
+        for (Kind &kind : kinds_) kind.keys = kind.keys_of_inferred = 0;
     }
 
     // Read what a later call of these functions or of `read` needs, one after another, so that it need not wait for memory.
@@ -84,7 +84,7 @@ class TensorReader {
         const TorchImpl &impl = *of(tensor);
         __builtin_prefetch(impl.storage);
         __builtin_prefetch(reinterpret_cast<const char *>(impl.storage) + offsetof(TorchStorage, checks));
-        if (written) __builtin_prefetch(&impl.version->count, 1);
+        if (written && impl.version != nullptr) __builtin_prefetch(&impl.version->count, 1);
     }
 
     // Describe a tensor of exactly torch's class in C order, if a tensor of the same dtype and one on the same kind of device
@@ -95,7 +95,8 @@ class TensorReader {
         if (impl.methods != methods_ || impl.extra != nullptr || rest.axes > 5 || !has_place(rest)) return false;
         const Kind &kind = kinds_[rest.device_type];
         const uint32_t dtype = dtypes_[rest.dtype].load(std::memory_order_relaxed);
-        if (dtype == 0 || rest.keys == 0 || rest.keys != kind.keys.load(std::memory_order_relaxed)) return false;
+        const auto &keys = is_inferred(tensor) ? kind.keys_of_inferred : kind.keys;
+        if (dtype == 0 || rest.keys == 0 || rest.keys != keys.load(std::memory_order_relaxed)) return false;
         const bool on_cuda = kind.type.load(std::memory_order_relaxed) == cuda_type;
         to = {nullptr, rest.sizes, static_cast<int>(rest.axes), dtype, on_cuda ? std::max<int>(rest.device, 0) : HOST};
         may_need_grad = impl.autograd != nullptr;
@@ -125,8 +126,12 @@ class TensorReader {
         if (impl.methods != methods_ || !has_place(rest)) return;
         dtypes_[rest.dtype].store(static_cast<uint32_t>(dtype), std::memory_order_relaxed);
         kinds_[rest.device_type].type.store(device_type, std::memory_order_relaxed);
-        kinds_[rest.device_type].keys.store(rest.keys, std::memory_order_relaxed);
+        Kind &kind = kinds_[rest.device_type];
+        (is_inferred(tensor) ? kind.keys_of_inferred : kind.keys).store(rest.keys, std::memory_order_relaxed);
     }
+
+    // Whether a tensor that `read` or `accept` accepts was made in inference mode: autograd does not count writes into it.
+    bool is_inferred(PyObject *tensor) const { return of(tensor)->version == nullptr; }
 
     // Whether it is known that the memory of a tensor, which has elements, was freed.
     bool is_freed(PyObject *tensor) const {
@@ -134,14 +139,16 @@ class TensorReader {
         return is_trusted() && impl.methods == methods_ && impl.storage != nullptr && impl.storage->data == nullptr;
     }
 
-    // Count a write into a tensor that is not one of inference mode, for autograd.
-    void count_write(PyObject *tensor) const { of(tensor)->version->count.fetch_add(1, std::memory_order_relaxed); }
+    // Count a write into a tensor, for autograd.
+    void count_write(PyObject *tensor) const {
+        if (!is_inferred(tensor)) of(tensor)->version->count.fetch_add(1, std::memory_order_relaxed);
+    }
 
   private:
     static constexpr size_t MAX_DTYPES = 64, MAX_DEVICE_TYPES = 32;
     struct Kind { // of devices: the number of DLPack, and the keys of tensors that are neither negated nor conjugated, ...
         std::atomic<int32_t> type{0};
-        std::atomic<uint64_t> keys{0};
+        std::atomic<uint64_t> keys{0}, keys_of_inferred{0}; // the latter of tensors that were made in inference mode
     };
     struct Object { // torch's THPVariable
         PyObject_HEAD

@@ -49,7 +49,7 @@ int32_t cuda_type = 2;
 
 const ExchangeApi *api = nullptr;
 PyTypeObject *tensor_type = nullptr;
-PyObject *is_transformed = nullptr, *mark_dirty = nullptr, *empty_like = nullptr;
+PyObject *is_transformed = nullptr, *mark_dirty = nullptr, *empty_like = nullptr, *is_inference_mode = nullptr;
 // On CUDA devices: is_filled(); block(like, nbytes); reinterpret(block, sizes, strides, offset); scratch(nbytes, device), which
 // returns an owner and an address. Null: not set.
 PyObject *is_filled = nullptr, *new_block = nullptr, *reinterpret = nullptr, *new_scratch = nullptr;
@@ -89,6 +89,12 @@ bool needs_grad(PyObject *object) {
     return found.object != Py_False;
 }
 
+// Whether this thread is in inference mode: only then may it write into tensors that were made in such a mode.
+bool is_inferring() {
+    Ref found(PyObject_CallNoArgs(is_inference_mode));
+    return found.object == Py_True;
+}
+
 bool is_false(PyObject *method, PyObject *object) {
     Ref found(PyObject_CallFunctionObjArgs(method, object, nullptr));
     return found.object == Py_False;
@@ -105,7 +111,8 @@ class TorchAccess final : public ArrayAccess {
     bool view(PyObject *object, bool written, ArrayView &to) const override {
         if (Py_TYPE(object) != tensor_type) return false;
         bool may_need_grad = false;
-        if (reader.is_trusted() && reader.read(object, to, may_need_grad, cuda_type)) return !may_need_grad || !needs_grad(object);
+        if (reader.is_trusted() && reader.read(object, to, may_need_grad, cuda_type))
+            return (!may_need_grad || !needs_grad(object)) && (!written || !reader.is_inferred(object) || is_inferring());
         return view_by_torch(object, written, to);
     }
 
@@ -139,10 +146,9 @@ class TorchAccess final : public ArrayAccess {
         if (!(contiguous || empty) || (!empty && lacks_memory(object, found))) return false;
         if (found.dtype.bits == 8 && found.dtype.code <= UINT && has_short_integers(object, found.dtype.code)) return false;
         if (!is_false(is_neg, object) || (found.dtype.code == COMPLEX && !is_false(is_conj, object))) return false;
-        const bool is_inferred = (written || reader.is_trusted()) && !is_false(is_inference, object);
-        if (written && is_inferred) return false;
+        if (written && !is_false(is_inference, object) && !is_inferring()) return false;
         describe(found, to);
-        if (reader.is_trusted() && !is_inferred) reader.accept(object, to.dtype, found.device.type);
+        if (reader.is_trusted()) reader.accept(object, to.dtype, found.device.type);
         return true;
     }
 
@@ -278,8 +284,8 @@ bool is_layout_known(PyObject *plain, PyObject *special) {
 } // namespace
 
 PyObject *use_torch(PyObject *, PyObject *args) {
-    PyObject *type, *capsule, *transformed, *written, *like, *int8, *uint8;
-    if (!PyArg_ParseTuple(args, "OOOOOOO", &type, &capsule, &transformed, &written, &like, &int8, &uint8)) return nullptr;
+    PyObject *type, *capsule, *transformed, *written, *like, *inferring, *int8, *uint8;
+    if (!PyArg_ParseTuple(args, "OOOOOOOO", &type, &capsule, &transformed, &written, &like, &inferring, &int8, &uint8)) return nullptr;
     const auto *found = static_cast<const ExchangeApi *>(PyCapsule_GetPointer(capsule, "dlpack_exchange_api"));
     if (found == nullptr) return nullptr;
     if (tensor_type != nullptr || found->version.major != VERSION || found->view == nullptr) Py_RETURN_NONE;
@@ -289,9 +295,9 @@ PyObject *use_torch(PyObject *, PyObject *args) {
     is_conj = PyObject_GetAttrString(type, "is_conj");
     is_inference = PyObject_GetAttrString(type, "is_inference");
     if (!requires_grad || !dtype_name || !is_neg || !is_conj || !is_inference) return nullptr;
-    for (PyObject *kept : {type, transformed, written, like, int8, uint8}) Py_INCREF(kept);
+    for (PyObject *kept : {type, transformed, written, like, inferring, int8, uint8}) Py_INCREF(kept);
     byte_dtypes[INT] = int8, byte_dtypes[UINT] = uint8;
-    is_transformed = transformed, mark_dirty = written, empty_like = like, api = found;
+    is_transformed = transformed, mark_dirty = written, empty_like = like, is_inference_mode = inferring, api = found;
     tensor_type = reinterpret_cast<PyTypeObject *>(type);
     Py_RETURN_NONE;
 }
