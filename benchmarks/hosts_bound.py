@@ -18,15 +18,27 @@ D(t) be the bytes of all transfers in ticks whose last transfer starts at a lowe
 
 For the age T, bytes that the host's own devices have count, too: n W + n (n - 1) M / N <= R + D. Besides, a landing of
 age t serves at most b(t) devices, the most that a device reaches with latencies up to t. So n W is at most the sum of
-b(t) over all landed bytes. Every row has the form: the sum over all links of what their ticks contribute >= a number.
+b(t) over all landed bytes. And every byte must reach each device: if the latencies from all landing links to a device
+exceed the least ones from these links to any device by d or more, a byte of W lands in a tick that, without this rest
+of its route, has the age d or more. Every row has the form: the sum over all links of what their ticks contribute >= a
+number.
 
-For prices w of the rows, a link contributes at most the value of its best ticks. The price of a landed byte does not
-fall with its age, and changes at the ages of the rows only. To move the end of a tick to the next such age loses
-nothing: the tick carries more bytes, and those that the next tick loses are worth no more. Ticks inside the host are
-the same backwards: their price does not rise with the age of their start. So dynamic programming over the ages of the
-rows finds the best ticks exactly. If the best values of all links together are less than the priced numbers at a time
-T, then no schedule takes T or less (weak duality, for any prices). The prices are found by a linear program over the
-ticks that were found so far.
+Devices without a network card of their own come late. Let l be the least latency of a route through a landing link of c
+bytes per second. Call b - l - D / c the start of a tick that carries D bytes and ends at b. It is not before the end of
+the tick before. Let the delay of a device be the least latency from it to a landing link, minus the least one from any
+device to this link, at the landing link where this difference is least. If a tick carries a byte of a device with the
+delay d, then a read of the tick starts when this byte is there. The read takes the latencies of its route, and D / c
+for all bytes of the tick. So the tick does not start before d. All rows hold for each d, with the bytes W of the
+devices whose delay is d or more, and with the landings of ticks that start at d or later.
+
+For prices w of the rows, a link contributes at most the value of its best ticks. The price of a landed byte changes at
+the ages of the rows, and at the delays as starts of ticks. Between two of these points, the value of some ticks is
+linear in each end and each start, so the best ones are at such points. The price of bytes inside the host does not rise
+with the age of the start of their tick. To move this start to the next age of a row loses nothing: the tick carries
+more bytes, and those that another tick loses are worth no more. So dynamic programming over these points finds the best
+ticks exactly. If the best values of all links together are less than the priced numbers at a time T, then no schedule
+takes T or less (weak duality, for any prices). The prices are found by a linear program over the ticks that were found
+so far.
 """
 
 from __future__ import annotations
@@ -41,8 +53,8 @@ from scipy.optimize import linprog
 import crossreduce as cr
 from crossreduce.schedule.costs import between_hosts
 
-AGES = 40  # the ages of rows, besides those at which devices come into reach
-ROUNDS = 60  # the most linear programs
+AGES = 80  # the ages of rows, besides those at which devices come into reach
+ROUNDS = 120  # the most linear programs
 SAFE = 1 - 1e-7  # results are lower by this factor, for rounding errors
 
 
@@ -61,14 +73,16 @@ class Host(NamedTuple):
     landing: tuple[Group, ...]  # the links from other hosts
     inside: tuple[Group, ...]  # the other links to devices
     reach: tuple[tuple[float, int], ...]  # latencies, and the most devices that a device reaches within each
+    late: tuple[tuple[float, int], ...]  # delays, ascending, and the other hosts' devices with each delay or more
+    far_s: float  # the greatest of the least ages at which a byte must land to reach a device
 
 
-def least_seconds(topology: cr.Topology, nbytes: int) -> float:
+def least_seconds(topology: cr.Topology, nbytes: int, enough: float = np.inf) -> float:
     """Return the greatest of four lower bounds of the seconds of an all-gather among all devices.
 
     They are: the longest of the quickest routes; for each device, the bytes that its links can carry to it, each with
     the latency of at least one tick; the time at the rate of the tightest cut after the least latency of a link; and
-    for each host the bound that the module's docstring proves.
+    for each host the bound that the module's docstring proves. The search for the last one ends when it is ``enough``.
     """
     latency = _latencies(topology)
     number = {node: k for k, node in enumerate(topology.nodes)}
@@ -88,7 +102,7 @@ def least_seconds(topology: cr.Topology, nbytes: int) -> float:
     for host in dict.fromkeys(_hosts(topology)):
         outside = nbytes - share * host.devices
         if outside:
-            bounds.append(_host_bound(host, outside, share, max(bounds)))
+            bounds.append(_host_bound(host, outside, share, max(bounds), enough))
     return max(bounds) * SAFE
 
 
@@ -131,10 +145,12 @@ def _hosts(topology: cr.Topology) -> tuple[Host, ...]:
     every = [number[name] for name in senders]
     found = []
     for prefix in dict.fromkeys(name.rpartition("/")[0] for name in topology.devices):
+        others = [number[name] for name in topology.devices if name.rpartition("/")[0] != prefix]
         own = [number[name] for name in senders if name.rpartition("/")[0] == prefix]
         devices = [number[name] for name in topology.devices if name.rpartition("/")[0] == prefix]
         landing: Counter[tuple[float, float]] = Counter()
         inside: Counter[tuple[float, float]] = Counter()
+        delay, far = np.full(len(others), np.inf), np.full(len(devices), np.inf)
         for link in topology.links:
             if link.dst.rpartition("/")[0] != prefix:
                 continue
@@ -148,14 +164,21 @@ def _hosts(topology: cr.Topology) -> tuple[Host, ...]:
             least = _through(latency, number, link, *ends)
             if least < np.inf:
                 groups[speed, round(least, 15)] += 1
+                if groups is landing:
+                    to_link = latency[:, number[link.src]]
+                    from_link = latency[number[link.dst]]
+                    np.minimum(delay, to_link[others] - to_link[every].min(), out=delay)
+                    np.minimum(far, from_link[devices] - from_link[own].min(), out=far)
         within = latency[np.ix_(own, devices)]
         reach = [(float(each), int((within <= each + 1e-15).sum(axis=1).max())) for each in np.unique(within.round(15))]
         both = [tuple(Group(count, *key) for key, count in sorted(links.items())) for links in (landing, inside)]
-        found.append(Host(len(devices), *both, tuple(reach)))
+        starts = np.unique([0.0, *delay[delay < np.inf].round(15)])
+        late = [(float(start), int((delay >= start - 1e-15).sum())) for start in starts]
+        found.append(Host(len(devices), *both, tuple(reach), tuple(late), float(far.max().round(15))))
     return tuple(found)
 
 
-def _host_bound(host: Host, outside: float, share: float, known: float) -> float:
+def _host_bound(host: Host, outside: float, share: float, known: float, enough: float) -> float:
     """Return the bound of a host, at least ``known``, for the bytes of other hosts and those of each of its devices."""
     longest = (
         sum(outside * host.devices / group.speed + group.latency_s for group in (*host.landing, *host.inside)) + known
@@ -165,16 +188,16 @@ def _host_bound(host: Host, outside: float, share: float, known: float) -> float
     time, columns = known, rows.first_columns()
     stalled = 0
     for _ in range(ROUNDS):
-        prices = rows.prices(columns, time)
+        prices = rows.prices(columns, time) if time < enough else None
         if prices is None:
             break
-        found, best = rows.root(prices, longest)
+        found, best = rows.root(prices, time, longest)
         grown = found > time * (1 + 1e-5)
         stalled = 0 if grown else stalled + 1
         time = max(time, found)
         new = [column for column in best if column not in columns]
         columns |= dict.fromkeys(new)
-        if stalled > 6 or not (new or grown):
+        if stalled > 30 or not (new or grown):
             break
     return time
 
@@ -187,39 +210,65 @@ def _ages(host: Host, known: float) -> Any:
     return np.unique(np.concatenate([reached, spread, close[1:]]).round(15))
 
 
-Column = tuple[bool, int, tuple[int, ...]]  # whether it lands, the number of the group, and the ages of its ticks
+# Whether it lands, the number of the group, and the points of the starts and ends of its ticks, the first tick first.
+Column = tuple[bool, int, tuple[tuple[int, int], ...]]
 
 
 class _Rows:
-    """The rows of the module's docstring for one host: those of ages, that of the reach, and that of all arrivals."""
+    """The rows of the module's docstring for one host: those of ages, of the reach, of a far device, of all arrivals.
+
+    All but the last one are repeated for each delay. Points are numbered: first the ages, ascending, and then
+    the delays, which are times from the start.
+    """
 
     def __init__(self, host: Host, ages: Any, outside: float, share: float) -> None:
         self.host, self.ages, n = host, ages, host.devices
+        self.delays = np.array([delay for delay, _ in host.late])
         count = len(ages)
-        reach = np.array([max(b for age, b in host.reach if age <= t + 1e-15) for t in ages])
-        at_least = ages[:, None] >= ages[None, :]  # [age of the landing, age of the row]
-        self.landed = np.column_stack([np.where(at_least, n, 1), reach, np.ones(count)])
-        # A tick that starts between an age and the next one counts for rows of greater ages.
-        self.moved = np.column_stack([ages[None, :] > ages[:, None], np.zeros(count), np.ones(count)])
-        self.numbers = np.array([n * outside] * (count + 1) + [n * outside + n * (n - 1) * share])
+        # Ticks inside the host that start between an age and the next one count for rows of greater ages.
+        moved = np.column_stack([ages[None, :] > ages[:, None], np.zeros((count, 2))])
+        self.moved = np.column_stack([*([moved] * len(self.delays)), np.ones(count)])
+        late = share * np.array([devices for _, devices in host.late])[:, None] * np.array([*([n] * (count + 1)), 1])
+        self.numbers = np.append(late.ravel(), n * outside + n * (n - 1) * share)
         self.groups = [(True, k, group) for k, group in enumerate(host.landing)]
         self.groups += [(False, k, group) for k, group in enumerate(host.inside)]
 
     def first_columns(self) -> dict[Column, None]:
         """Return the columns of one tick."""
-        return {(lands, k, (age,)): None for lands, k, _ in self.groups for age in range(len(self.ages))}
+        ages, starts = range(len(self.ages)), range(len(self.ages), len(self.ages) + len(self.delays))
+        columns: list[Column] = []
+        for lands, k, _ in self.groups:
+            columns += [(lands, k, ((start, age),)) for age in ages for start in (starts if lands else (0,))]
+        return dict.fromkeys(columns)
+
+    def _points(self, time: float) -> Any:
+        """Return the ages of all points."""
+        return np.concatenate([self.ages, time - self.delays])
+
+    def _landed(self, ages: Any) -> Any:
+        """Return for landings at some ages, by the kind of row, what a byte contributes: see ``contribution``."""
+        n = self.host.devices
+        reached = np.array([age for age, _ in self.host.reach])
+        most = np.maximum.accumulate([devices for _, devices in self.host.reach])
+        reach = most[np.searchsorted(reached, ages + 1e-15, side="right") - 1]
+        counted = np.where(ages[:, None] >= self.ages[None, :] - 1e-15, n, 1)
+        return np.column_stack([counted, reach, ages >= self.host.far_s - 1e-15])
 
     def contribution(self, column: Column, time: float) -> Any:
         """Return what the ticks of a column contribute to each row if the schedule takes some time."""
         lands, k, ticks = column
         group = (self.host.landing if lands else self.host.inside)[k]
         if lands:
-            before = np.array([time, *self.ages[list(ticks[:-1])]])
-            nbytes = group.speed * (before - self.ages[list(ticks)] - group.latency_s)
-            return np.maximum(nbytes, 0.0) @ self.landed[list(ticks)]
-        starts = self._starts(time)[list(ticks)]
+            points = self._points(time)
+            start, end = (points[[tick[side] for tick in ticks]] for side in (0, 1))
+            nbytes = group.speed * np.maximum(start - end - group.latency_s, 0.0)
+            is_late = (time - start)[:, None] >= self.delays[None, :] - 1e-15  # [tick, delay]
+            by_delay = np.einsum("t,td,tr->dr", nbytes, is_late, self._landed(end))
+            return np.append(by_delay.ravel(), nbytes.sum())
+        ends = [end for _, end in ticks]
+        starts = self._starts(time)[ends]
         nbytes = group.speed * (starts - np.append(starts[1:], 0.0) - group.latency_s)
-        return np.maximum(nbytes, 0.0) @ self.moved[list(ticks)]
+        return np.maximum(nbytes, 0.0) @ self.moved[ends]
 
     def _starts(self, time: float) -> Any:
         return np.append(self.ages[1:], time)
@@ -237,59 +286,75 @@ class _Rows:
         found = linprog(worth, A_ub=matrix, b_ub=np.zeros(len(columns)), A_eq=total, b_eq=[1.0], method="highs")
         return None if found.x is None else np.maximum(found.x[:rows], 0.0) / self.numbers
 
-    def root(self, prices: Any, longest: float) -> tuple[float, list[Column]]:
-        """Return the time at which the best ticks are worth the priced numbers, and these ticks.
+    def root(self, prices: Any, known: float, longest: float) -> tuple[float, list[Column]]:
+        """Return a time at which the best ticks are worth less than the priced numbers, and the best ticks there.
 
-        The value of the best ticks is a convex function of the time that increases, so Newton's method from above ends
-        at the root.
+        The value of the best ticks does not fall with the time, so the time is found by bisection. It is ``known`` if
+        the best ticks are worth enough then.
         """
         goal = float(prices @ self.numbers)
-        time, columns = longest, list[Column]()
-        for _ in range(100):
-            value = slope = 0.0
-            columns = []
-            for lands, k, group in self.groups:
-                best, growth, ticks = self._best(lands, group, prices, time)
-                value, slope = value + group.count * best, slope + group.count * growth
-                columns.append((lands, k, ticks))
-            if abs(value - goal) <= 1e-9 * goal:
-                return time, [each for each in columns if each[2]]
-            if slope <= 0 or value < goal:
-                break
-            time -= (value - goal) / slope
-        return 0.0, [each for each in columns if each[2]]
+        low, high = known, longest
+        best = self._all_best(prices, known)
+        if best[0] < goal:
+            while high - low > 1e-7 * low:
+                middle = (low + high) / 2
+                found = self._all_best(prices, middle)
+                low, high, best = (middle, high, found) if found[0] < goal else (low, middle, best)
+        return low, best[1]
 
-    def _best(self, lands: bool, group: Group, prices: Any, time: float) -> tuple[float, float, tuple[int, ...]]:
-        """Return the value of the best ticks of a link, its growth with the time, and the ages of the ticks."""
+    def _all_best(self, prices: Any, time: float) -> tuple[float, list[Column]]:
+        """Return the value of the best ticks of all links, and these ticks."""
+        value, columns = 0.0, list[Column]()
+        for lands, k, group in self.groups:
+            best, ticks = self._best_landing(group, prices, time) if lands else self._best_inside(group, prices, time)
+            value += group.count * best
+            if ticks:
+                columns.append((lands, k, ticks))
+        return value, columns
+
+    def _best_landing(self, group: Group, prices: Any, time: float) -> tuple[float, tuple[tuple[int, int], ...]]:
+        """Return the value of the best ticks of a link that lands, and their starts and ends."""
+        points = self._points(time)
+        order = sorted((k for k in range(len(points)) if 0 <= points[k] <= time), key=lambda k: (-points[k], k))
+        ages = points[order]
+        by_delay = prices[:-1].reshape(len(self.delays), -1) @ self._landed(ages).T  # [delay, point]
+        price = np.cumsum(by_delay, axis=0) + prices[-1]
+        eligible = (time - ages[:, None] >= self.delays[None, :] - 1e-15).sum(axis=1) - 1  # [point]
+        # [start, end]: the value of a tick
+        nbytes = np.maximum(ages[:, None] - ages[None, :] - group.latency_s, 0.0)
+        tick = group.speed * nbytes * price[eligible]
+        value, before = np.zeros(len(order)), [-1] * len(order)  # -1: no tick ends here
+        for end in range(1, len(order)):
+            through = value[:end] + tick[:end, end]
+            most = int(through.argmax())
+            value[end] = value[end - 1]
+            if through[most] > value[end] * (1 + 1e-12):
+                value[end], before[end] = through[most], most
+        ticks = []
+        at = len(order) - 1
+        while at > 0:
+            if before[at] < 0:
+                at -= 1
+            else:
+                ticks.append((order[before[at]], order[at]))
+                at = before[at]
+        return float(value[-1]), tuple(ticks[::-1])
+
+    def _best_inside(self, group: Group, prices: Any, time: float) -> tuple[float, tuple[tuple[int, int], ...]]:
+        """Return the value of the best ticks of a link inside the host, and the ages of their starts, as ends."""
         ages, latency = self.ages, group.latency_s
-        if lands:
-            price, order = group.speed * (self.landed @ prices), range(len(ages) - 1, -1, -1)
-            alone, gaps = price * (time - ages - latency), ages[:, None] - ages[None, :] - latency  # [before, after]
-        else:
-            price, order = group.speed * (self.moved @ prices), range(len(ages))
-            starts = self._starts(time)
-            alone, gaps = price * (starts - latency), starts[None, :] - starts[:, None] - latency
-        alone = np.maximum(alone, 0.0)
-        gained = np.maximum(gaps, 0.0) * price[None, :]
-        value, before = alone.copy(), np.full(len(ages), -1)
-        done: list[int] = []
-        for k in order:
-            if done:
-                through = value[done] + gained[done, k]
-                most = int(through.argmax())
-                if through[most] > value[k] and gained[done[most], k] > 0:
-                    value[k], before[k] = through[most], done[most]
-            done.append(k)
+        price, starts = group.speed * (self.moved @ prices), self._starts(time)
+        gained = np.maximum(starts[None, :] - starts[:, None] - latency, 0.0) * price[None, :]  # [after, before]
+        value, after = np.maximum(price * (starts - latency), 0.0), np.full(len(ages), -1)
+        for k in range(1, len(ages)):
+            through = value[:k] + gained[:k, k]
+            most = int(through.argmax())
+            if through[most] > value[k] and gained[most, k] > 0:
+                value[k], after[k] = through[most], most
         last = int(value.argmax())
         if value[last] <= 0:
-            return 0.0, 0.0, ()
+            return 0.0, ()
         ticks = [last]
-        while before[ticks[-1]] >= 0:
-            ticks.append(int(before[ticks[-1]]))
-        ticks.reverse()
-        if lands:
-            growth = price[ticks[0]]
-        else:
-            ticks.reverse()  # the earliest tick, whose age is the greatest, comes first
-            growth = price[ticks[0]] if ticks[0] == len(ages) - 1 else 0.0
-        return float(value[last]), float(growth), tuple(ticks)
+        while after[ticks[-1]] >= 0:
+            ticks.append(int(after[ticks[-1]]))
+        return float(value[last]), tuple((0, k) for k in ticks)

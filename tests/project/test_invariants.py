@@ -95,7 +95,8 @@ HARMLESS = {
 LP = "planning.optimal.few_step.tree_program"
 WITH_SCIPY = ("planning.optimal.bounds.solver", "planning.optimal.bounds.steiner", "planning.calibration", LP)
 FEW_STEP = ("planning.optimal.few_step.shallow_trees", "planning.optimal.few_step.switch_routes")
-WITH_NUMPY = (*WITH_SCIPY, *FEW_STEP, "topology.automorphisms", "schedule.link_use", "schedule.clock")
+ROUNDS = "planning.between_hosts.list_scheduler"
+WITH_NUMPY = (*WITH_SCIPY, *FEW_STEP, ROUNDS, "topology.automorphisms", "schedule.link_use", "schedule.clock")
 # Further modules that single files of pure code need, each for one reason.
 NEEDED = {module: {"numpy"} | ({"scipy"} if module in WITH_SCIPY else set()) for module in WITH_NUMPY} | {
     "topology.routes": {"threading"},  # a lock: threads may search routes of one topology at the same time

@@ -297,7 +297,8 @@ class _Timing:
             while before != best:
                 before = best
                 best = self._fastest_pieces([best, math.ceil(best * factor), math.floor(best / factor)])
-        if not self.loads.queues:
+        best = self._fastest_pieces([1, best])  # if shares differ, the time may have a second minimum
+        if not self.loads.queues or best == 1:
             return best
         # With queues, the time has a sharp minimum, so the last interval is searched to the end.
         low, high = math.floor(best / _FACTORS[-1]), min(math.ceil(best * _FACTORS[-1]), self.most)

@@ -16,6 +16,7 @@ from crossreduce.planning.between_hosts.list_scheduler import (
     CROSSING,
     NO_SHARES,
     Batches,
+    TransferOrder,
     by_level,
     in_order,
     in_stages,
@@ -97,22 +98,26 @@ def test_other_trees_reach_every_device_once(kind):
 
 @pytest.mark.parametrize("name", [*MACHINES, "mesh"])
 def test_rounds_of_levels_and_stages_take_as_long_as_they_say(name):
-    """The simulation in one piece takes exactly the seconds of these orders. In stages, only shares of one group cross
-    in a round, and every link from a host carries equal parts of each group."""
+    """The simulation in one piece takes exactly the seconds of these orders, also if the sizes of shares differ. In
+    stages, only shares of one group cross in a round, and every link from a host carries equal parts of each group."""
     topology = MACHINES[name] if name in MACHINES else cr.Topology.machine("dgx-1v", 2)
     lines, n, nbytes = wires(topology, topology.devices), len(topology.devices), 1 << 20
     request = Request("all_gather", topology.devices, topology.devices, topology=topology, nbytes=nbytes)
-    starts, groups = tuple(k for k in range(n) for _ in range(4)), (0, 0, 1, 2)
+    starts = tuple(k for k in range(n) for _ in range(4))
     for style in STYLES:
         edges = edges_of(lines, starts, style)
-        for order in (by_level(lines, edges, nbytes / n / 4, 1), in_stages(lines, edges, nbytes / n / 4, groups)):
-            tried = crossing_plans._Tried(order.seconds, 0, 4, style, 0, order)
+        equal, falling = (1, 1, 1, 1), (7, 5, 3, 1)
+        cases = [(by_level(lines, edges, 1), equal)]
+        cases += [(in_stages(lines, edges, 4, apart=apart), sizes) for apart in (0, 1) for sizes in (falling, equal)]
+        for timed, sizes in cases:
+            seconds = timed.seconds([nbytes / n * size / sum(sizes) for size in sizes])
+            tried = crossing_plans._Tried(seconds, 0, sizes, style, TransferOrder(timed.rounds, seconds))
             schedule = crossing_plans._schedule(request, lines, range(n), tried, copying=True, paired=False)
             verify(schedule)
-            assert simulate(schedule, topology, nbytes, costs=FREE).seconds == pytest.approx(order.seconds, rel=1e-9)
-        for edges_of_round in order.rounds:
+            assert simulate(schedule, topology, nbytes, costs=FREE).seconds == pytest.approx(seconds, rel=1e-9)
+        for edges_of_round in timed.rounds:
             crossing = [edges[k] for k in edges_of_round if edges[k].crosses]
-            assert len({groups[edge.share % 4] for edge in crossing}) <= 1
+            assert len({edge.share % 4 for edge in crossing}) <= 1
             if name in ("rails", "mesh"):
                 ends = [pair for edge in crossing for pair in itertools.pairwise(edge.hop.nodes)]
                 used = Counter(pair for pair in ends if is_card(topology, pair[::-1]))
@@ -135,7 +140,7 @@ def test_the_order_takes_as_long_as_the_scheduler_says(name):
         edges = edges_of(lines, tuple(range(n)), style)
         order = in_order(lines, edges, nbytes / n, Batches(part, first))
         assert sorted(k for edges_of_round in order.rounds for k in edges_of_round) == list(range(len(edges)))
-        tried = crossing_plans._Tried(order.seconds, number, 1, style, 0, order)
+        tried = crossing_plans._Tried(order.seconds, number, (1,), style, order)
         schedule = crossing_plans._schedule(request, lines, range(n), tried, copying=True, paired=False)
         verify(schedule)
         seconds = simulate(schedule, topology, nbytes, costs=FREE).seconds

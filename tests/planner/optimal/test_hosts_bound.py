@@ -99,3 +99,20 @@ def test_no_plan_is_faster(name):
         bound = least_seconds(topology, nbytes)
         for algorithm in ("auto", "forest", "hierarchical_copy", "one_device", "direct", "ring"):
             assert cr.plan(topology, "all_gather", nbytes, algorithm, costs=FREE).seconds >= bound * SAFE
+
+
+def test_devices_without_a_card_come_late():
+    """One card serves two devices: the share of the other one leaves half a microsecond later. It must also reach the
+    other one beyond, so its bytes take their time besides the longest latency."""
+    topology, nbytes = hosts(2, 1), 1 << 14
+    bound = least_seconds(topology, nbytes)
+    longest_s, share_s = 2e-6, nbytes / 4 / 10e9
+    assert bound >= (longest_s + share_s) * SAFE**2
+    assert bound <= cr.plan(topology, "all_gather", nbytes, costs=FREE).seconds
+
+
+@pytest.mark.parametrize(("name", "nbytes"), [("dgx-1v", 1 << 26), ("dgx-1v", 1 << 28), ("dgx-a100", 1 << 26)])
+def test_plans_are_near_the_bound(name, nbytes):
+    """ "auto" takes at most 1.05 times the bound where shares of falling sizes cross one after the other."""
+    topology = cr.Topology.machine(name, 2)
+    assert cr.plan(topology, "all_gather", nbytes, costs=FREE).seconds <= 1.05 * least_seconds(topology, nbytes)

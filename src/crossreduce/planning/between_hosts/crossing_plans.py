@@ -23,7 +23,17 @@ from ..forest import forest
 from ..optimal.bound import bound_of_members
 from ..requests import Request
 from .crossing_trees import AT_CARD, RELAYED, SPREAD, Edge, Style, Wires, edges_of, wires
-from .list_scheduler import CROSSING, FORWARDED, NO_SHARES, Batches, TransferOrder, by_level, in_order, in_stages
+from .list_scheduler import (
+    CROSSING,
+    FORWARDED,
+    NO_SHARES,
+    Batches,
+    TimedRounds,
+    TransferOrder,
+    by_level,
+    in_order,
+    in_stages,
+)
 
 MOST_DEVICES: Final = 72  # with more, a plan takes longer than a few seconds
 MOST_EDGES: Final = 1 << 14  # with more trees, a plan takes longer than a few seconds
@@ -37,24 +47,27 @@ _PARTS: Final = [Batches(part, first) for part in (0.75, 0.5, 0.25) for first in
 _ROOTED: Final = (1, 4, 16)  # the shares of a root
 _OF_EACH: Final = (1, 2, 4)  # the shares of each device
 _CLOSE: Final = 1.02  # orders that take longer than this many times the best one so far are left out
-# By the number of shares of each device: the group in which each of them crosses.
-_GROUPS: Final[dict[int, list[tuple[int, ...]]]] = {
-    1: [],
-    2: [(0, 1)],
-    4: [(0, 0, 0, 1), (0, 0, 1, 1), (0, 0, 1, 2), (0, 1, 2, 3)],
-}
+# The relative sizes of the shares of each device, at first, if each one crosses after the one before. What crosses last
+# is copied while no link between hosts is busy, so it is small. Sums are powers of two, which exported files need.
+_FALLING: Final[tuple[tuple[int, ...], ...]] = (
+    (22, 10), (18, 10, 4), (26, 20, 12, 6), (24, 16, 10, 8, 4, 2), (14, 12, 11, 9, 7, 5, 4, 2),
+    (12, 11, 9, 8, 7, 5, 4, 3, 2, 1, 1, 1),
+)  # fmt: skip
+_AT_CARD: Final = [style for style in _STYLES if style.lands == AT_CARD]
+_MOST_MOVED: Final = 12  # the most changes of these sizes that are tried, for each share of a device
+_WORSE: Final = 1.05  # sizes are not changed if they take more than this many times the least time
 _KEPT: Final = 2  # the styles that are tried with more shares
 _TIMED: Final = 3  # the schedules that are simulated
 _MOST_PACKED: Final = 8  # the most trees of each device that are packed for bandwidth
 _FEW_ROUNDS: Final = 8  # with more, pieces in a pipeline are no faster
+_MOST_ROUNDS: Final = 20  # the same for packed trees, which have the rate of the bound, or nearly
 
 
 class _Tried(NamedTuple):
     seconds: float
     number: int
-    shares: int  # of each device that has some
+    sizes: tuple[int, ...]  # the relative sizes of the shares of each device that has some
     style: Style
-    groups: int  # the number of groups in which the shares of each device cross; 0: an order without groups
     order: TransferOrder
 
 
@@ -62,10 +75,11 @@ class _CrossingSearch:
     """The orders of the trees of some shares. Orders that take much longer than the best one so far are left out."""
 
     def __init__(
-        self, lines: Wires, shares: int, size: float, starts: tuple[int, ...], least_s: float, number: int
+        self, lines: Wires, roots: tuple[int, ...], shares: int, nbytes: int, least_s: float, number: int
     ) -> None:
-        self.lines, self.shares, self.size, self.starts = lines, shares, size, starts
-        self.least_s, self.number = least_s, number
+        self.lines, self.shares, self.least_s, self.number = lines, shares, least_s, number
+        self.starts = tuple(root for root in roots for _ in range(shares))
+        self.size = nbytes / len(self.starts)  # of a share, if shares are equal
         self.tried: list[_Tried] = []
         self.styles: dict[tuple[Edge, ...], Style] = {}  # styles that give different trees
 
@@ -76,7 +90,8 @@ class _CrossingSearch:
             return
         if style.by_level or style.packed or self.lines.greatest_depth == 1:
             for delay in range(self.lines.greatest_depth + 1):
-                self._add(style, by_level(self.lines, edges, self.size, delay))
+                timed = by_level(self.lines, edges, delay)
+                self._add(style, TransferOrder(timed.rounds, timed.seconds([self.size])))
         if not style.by_level:
             self._add_batches(style, edges, _BATCHES)
 
@@ -87,16 +102,36 @@ class _CrossingSearch:
             if style in best:
                 self._add_batches(style, edges, _PARTS)
 
-    def add_stages(self, every: Sequence[Sequence[int]]) -> None:
-        """Try to let shares cross in groups, with the trees of all styles that have the fewest levels."""
-        tried: set[tuple[Edge, ...]] = set()
-        for style in _STYLES:
-            edges = edges_of(self.lines, self.starts, style)
-            for groups in () if edges in tried else every:
-                order = in_stages(self.lines, edges, self.size, groups)
-                if order.seconds < self.least_s * _CLOSE:
-                    self._add(style, order, max(groups) + 1)
-            tried.add(edges)
+    def add_falling(self, sizes: tuple[int, ...]) -> None:
+        """Let the shares of each device cross in turn. Change their relative sizes as long as this takes less time."""
+        nbytes, count = self.size * self.shares, self.shares
+
+        def seconds(rounds: TimedRounds, sizes: Sequence[int]) -> float:
+            return rounds.seconds([nbytes * size / sum(sizes) for size in sizes])
+
+        styles = {edges_of(self.lines, self.starts, style): style for style in _AT_CARD}
+        kinds = (True, False) if self.lines.greatest_depth > 1 else (True,)
+        every = [
+            (style, in_stages(self.lines, edges, count, apart=apart))
+            for edges, style in styles.items()
+            for apart in kinds
+        ]
+        times = [seconds(rounds, sizes) for _, rounds in every]
+        best_s = min(times)
+        style, rounds = every[times.index(best_s)]
+        moves = [(k, other) for k in range(count) for other in range(count) if k != other]
+        left = _MOST_MOVED * count if best_s < self.least_s * _WORSE else 0
+        at = 0
+        while left and at < len(moves):
+            down, up = moves[at]
+            moved = tuple(size - (k == down) + (k == up) for k, size in enumerate(sizes))
+            if moved[down]:
+                left -= 1
+                moved_s = seconds(rounds, moved)
+                if moved_s < best_s * (1 - 1e-6):
+                    sizes, best_s, at = moved, moved_s, -1
+            at += 1
+        self._add(style, TransferOrder(rounds.rounds, best_s), sizes)
 
     def _add_batches(self, style: Style, edges: Sequence[Edge], every: Sequence[Batches]) -> None:
         for batches in every:
@@ -104,8 +139,9 @@ class _CrossingSearch:
             if order is not None:
                 self._add(style, order)
 
-    def _add(self, style: Style, order: TransferOrder, groups: int = 0) -> None:
-        self.tried.append(_Tried(order.seconds, self.number + len(self.tried), self.shares, style, groups, order))
+    def _add(self, style: Style, order: TransferOrder, sizes: tuple[int, ...] = ()) -> None:
+        sizes = sizes or (1,) * self.shares
+        self.tried.append(_Tried(order.seconds, self.number + len(self.tried), sizes, style, order))
         self.least_s = min(self.least_s, order.seconds)
 
 
@@ -134,23 +170,18 @@ def faster_between_hosts(request: Request, best: Pieces) -> Pieces:
         if shares > numbers[0] and (size < LEAST_PIECE or len(starts) * len(devices) > MOST_EDGES):
             break
         before = tried[0].seconds if tried else math.inf
-        search = _CrossingSearch(lines, shares, size, starts, before, len(tried))
+        search = _CrossingSearch(lines, roots, shares, request.nbytes, before, len(tried))
         for style in styles:
             search.add_style(style)
         if len(starts) > lines.most_cards:
             search.add_parts(_KEPT)
-        best_s = search.least_s
-        if len(roots) > 1:
-            search.add_stages(_GROUPS[shares])
         tried = sorted([*tried, *search.tried])
         if len(roots) > 1:  # the trees of a root are few
-            kept = list(dict.fromkeys(each.style for each in tried if each.groups == 0))[:_KEPT]
-            styles = kept if best_s < before else []
+            styles = list(dict.fromkeys(each.style for each in tried))[:_KEPT] if search.least_s < before else []
     packed = _packed_style(lines) if len(roots) > 1 else None
     if packed is not None:
         shares = len(packed.packed[0])
-        starts = tuple(root for root in roots for _ in range(shares))
-        search = _CrossingSearch(lines, shares, request.nbytes / len(starts), starts, math.inf, len(tried))
+        search = _CrossingSearch(lines, roots, shares, request.nbytes, math.inf, len(tried))
         search.add_style(packed)
         search.add_parts(1)
         tried = sorted([*tried, *search.tried])
@@ -159,17 +190,35 @@ def faster_between_hosts(request: Request, best: Pieces) -> Pieces:
     # In many pieces, all rounds run at the same time, so the best order of few rounds of each kind is tried, too.
     kinds: dict[tuple[Style, int], _Tried] = {}
     for each in tried:
-        if len(each.order.rounds) <= _FEW_ROUNDS and (
-            each.shares == numbers[0] or each.style.packed or len(roots) == 1
-        ):
-            kinds.setdefault((each.style, each.shares), each)
-    chosen += list(kinds.values())[:_TIMED]
+        most = _MOST_ROUNDS if each.style.packed else _FEW_ROUNDS
+        listed = len(each.sizes) == numbers[0] or each.style.packed or len(roots) == 1
+        if listed and len(each.order.rounds) <= most:
+            kinds.setdefault((each.style, len(each.sizes)), each)
+    if len(roots) > 1:
+        known_s = min(tried[0].seconds, best.seconds / factor)
+        chosen += [each for each in _falling(request, lines, roots, known_s) if each.seconds * factor < goal]
+    chosen += [each for k, each in enumerate(kinds.values()) if k < _TIMED or each.style.packed]
     schedules = dict.fromkeys(_schedule(request, lines, roots, each, copying, paired) for each in chosen)
     for schedule in schedules:
         verify(schedule)
     if not schedules:
         return best
     return fastest_of(schedules, topology, request.nbytes, costs=request.costs, known=best)
+
+
+def _falling(request: Request, lines: Wires, roots: tuple[int, ...], least_s: float) -> list[_Tried]:
+    """Return the best orders of shares whose sizes fall, the fastest first."""
+    found: list[_Tried] = []
+    for sizes in _FALLING:
+        count = len(sizes) * len(roots)
+        if request.nbytes / count < LEAST_PIECE or count * len(lines.devices) > MOST_EDGES:
+            break
+        search = _CrossingSearch(lines, roots, len(sizes), request.nbytes, least_s, len(found))
+        search.add_falling(sizes)
+        if found and search.tried[0].seconds > found[-1].seconds:
+            break  # the time has a single minimum
+        found += search.tried
+    return sorted(found)[:_KEPT]
 
 
 def suffices(request: Request) -> bool:
@@ -258,16 +307,16 @@ def _schedule(
     request: Request, lines: Wires, roots: Sequence[int], tried: _Tried, copying: bool, paired: bool
 ) -> Schedule:
     """Return the schedule of an order of edges, which reduces, copies, or first reduces and then copies."""
-    starts = [root for root in roots for _ in range(tried.shares)]
+    starts = [root for root in roots for _ in tried.sizes]
     edges = edges_of(lines, tuple(starts), tried.style)
     sources, destinations = (tuple(ends) for ends in request.positions)
     chunks = [
         Chunk(
-            Fraction(1, len(starts)),
+            Fraction(tried.sizes[k % len(tried.sizes)], sum(tried.sizes) * len(roots)),
             (start,) if request.collective == "all_gather" else sources,
             (start,) if request.collective == "reduce_scatter" else destinations,
         )
-        for start in starts
+        for k, start in enumerate(starts)
     ]
     rounds: list[tuple[Step, ...]] = []
     routes: dict[tuple[int, int, int], tuple[str, ...]] = {}

@@ -36,20 +36,60 @@ class TransferOrder(NamedTuple):
     seconds: float
 
 
-def by_level(wires: Wires, edges: Sequence[Edge], share_bytes: float, delay: int) -> TransferOrder:
+class TimedRounds:
+    """Rounds of edges, and the seconds that they take for any sizes of the shares."""
+
+    def __init__(self, wires: Wires, edges: Sequence[Edge], numbers: Sequence[int]) -> None:
+        """Make rounds: each edge is in the round of its number. The number of its parent is lower."""
+        import numpy as np
+
+        by_number: dict[int, list[int]] = {}
+        for k, number in enumerate(numbers):
+            by_number.setdefault(number, []).append(k)
+        self.rounds = [by_number[number] for number in sorted(by_number)]
+        self.seconds_per_byte = np.array(wires.seconds_per_byte)
+        self.share = np.array([edge.share for edge in edges])
+        latency_s = np.array([edge.hop.latency_s for edge in edges])
+        parent = np.array([edge.parent for edge in edges])
+        links = [edge.hop.links for edge in edges]
+        self._arrays = []  # of each round
+        for edges_of_round in self.rounds:
+            listed, of_round = np.array(edges_of_round), [links[k] for k in edges_of_round]
+            counts = np.array([len(each) for each in of_round])
+            used = np.array([link for each in of_round for link in each])
+            first = np.concatenate([[0], np.cumsum(counts)[:-1]])
+            self._arrays.append((listed, parent[listed], latency_s[listed], counts, used, first))
+
+    def seconds(self, share_bytes: Sequence[float]) -> float:
+        """Return the seconds if share k has ``share_bytes[k % len(share_bytes)]`` bytes."""
+        import numpy as np
+
+        nbytes = np.array(share_bytes)[self.share % len(share_bytes)]
+        free = np.zeros(len(self.seconds_per_byte))
+        arrival = np.zeros(len(nbytes) + 1)  # the last one is that of a share at its start, whose parent is -1
+        for listed, parent, latency_s, counts, used, first in self._arrays:
+            load = np.bincount(used, np.repeat(nbytes[listed], counts), len(free)) * self.seconds_per_byte
+            start = np.maximum(arrival[parent], np.maximum.reduceat(free[used], first))
+            arrival[listed] = end = start + np.maximum.reduceat(load[used], first) + latency_s
+            np.maximum.at(free, used, np.repeat(end, counts))
+        return float(arrival.max())
+
+
+def by_level(wires: Wires, edges: Sequence[Edge], delay: int) -> TimedRounds:
     """Return a round for each level of the trees. What has crossed is copied ``delay`` rounds later."""
     level: list[int] = []
     for edge in edges:
         parent = edge.parent
         level.append(0 if parent < 0 else level[parent] + 1 + delay * edges[parent].crosses)
-    return _timed(wires, edges, share_bytes, level)
+    return TimedRounds(wires, edges, level)
 
 
-def in_stages(wires: Wires, edges: Sequence[Edge], share_bytes: float, groups: Sequence[int]) -> TransferOrder:
-    """Return rounds in which the shares cross in groups: share k belongs to the group ``groups[k % len(groups)]``.
+def in_stages(wires: Wires, edges: Sequence[Edge], groups: int, *, apart: bool) -> TimedRounds:
+    """Return rounds in which the shares cross in groups: share k belongs to the group ``k % groups``.
 
     First, shares move to the devices from which they cross. Then the groups cross in turn, while shares are copied
-    within their own hosts. Each group is copied in the other hosts in rounds of its own.
+    within their own hosts. In the other hosts, each group is copied in rounds of its own if they are ``apart``.
+    Otherwise it is copied in a pipeline: each level beside the next level of the group before.
     """
     leads = [edge.crosses for edge in edges]
     landed = [False] * len(edges)  # whether an edge is below a crossing
@@ -62,44 +102,19 @@ def in_stages(wires: Wires, edges: Sequence[Edge], share_bytes: float, groups: S
         if edges[k].parent >= 0 and leads[k]:
             leads[edges[k].parent] = True
     before = 1 + max((level[k] for k, edge in enumerate(edges) if leads[k] and not edge.crosses), default=-1)
-    after = before + max(groups) + 1
+    after = before + groups
     depth = 1 + max((level[k] for k in range(len(edges)) if landed[k]), default=0)
     numbers: list[int] = []
     for k, edge in enumerate(edges):
-        group = groups[edge.share % len(groups)]
+        group = edge.share % groups
         if landed[k]:
-            numbers.append(after + group * depth + level[k])
+            numbers.append(after + group * (depth if apart else 1) + level[k])
         elif edge.crosses:
             numbers.append(before + group)
         else:
             earliest = numbers[edge.parent] + 1 if edge.parent >= 0 else 0
             numbers.append(earliest if leads[k] else max(before, earliest))
-    return _timed(wires, edges, share_bytes, numbers)
-
-
-def _timed(wires: Wires, edges: Sequence[Edge], share_bytes: float, numbers: Sequence[int]) -> TransferOrder:
-    """Return the order in which each edge is in the round of its number, and its seconds."""
-    every: dict[int, list[int]] = {}
-    for k, number in enumerate(numbers):
-        every.setdefault(number, []).append(k)
-    rounds = [every[number] for number in sorted(every)]
-    seconds = [each * share_bytes for each in wires.seconds_per_byte]
-    free, arrival = [0.0] * len(seconds), [0.0] * len(edges)
-    for edges_of_round in rounds:
-        load: dict[int, float] = {}
-        ends: dict[int, float] = {}
-        for k in edges_of_round:
-            for link in edges[k].hop.links:
-                load[link] = load.get(link, 0.0) + seconds[link]
-        for k in edges_of_round:
-            hop, parent = edges[k].hop, edges[k].parent
-            start = max(arrival[parent] if parent >= 0 else 0.0, max(free[link] for link in hop.links))
-            arrival[k] = start + max(load[link] for link in hop.links) + hop.latency_s
-            for link in hop.links:
-                ends[link] = max(ends.get(link, 0.0), arrival[k])
-        for link, end in ends.items():
-            free[link] = end
-    return TransferOrder(rounds, max(arrival))
+    return TimedRounds(wires, edges, numbers)
 
 
 def in_order(
