@@ -98,7 +98,7 @@ class Messages:
         """
         # ``outcome``: the other rank; ``_WAITING``; (sender, bytes) of a message of another size, or (``ANY_RANK``, 0)
         # of one that another thread has withdrawn; ``None`` if the message is unknown.
-        began, slice_s, failure, given = time.monotonic(), min(SLICE_S, timeout_s), None, peer
+        began, slice_s, failure, wanted = time.monotonic(), min(SLICE_S, timeout_s), None, peer
         try:
             while (outcome := self._native.wait(number, 0.0 if failure else slice_s)) == _WAITING:
                 if failure is not None:
@@ -119,7 +119,7 @@ class Messages:
         except BaseException as error:
             if isinstance(error, (ValueError, OSError)) and self._communicator.memory.fd < 0:
                 # Another thread or a signal handler has closed the group during the wait.
-                raise self._public_error(method, given, ConnectionError(str(error))) from None
+                raise self._public_error(method, wanted, ConnectionError(str(error))) from None
             self._interrupt(number)  # Ctrl-C, or what a signal handler raised
             raise
         if isinstance(outcome, int) and outcome != _WAITING:
@@ -136,7 +136,7 @@ class Messages:
                 self._native.give_up()
         self.withdraw(number)
         failure = failure or ConnectionError("another wait for this message has failed")
-        raise self._public_error(method, peer, failure, given == ANY_RANK)
+        raise self._public_error(method, peer, failure, wanted == ANY_RANK)
 
     def texts(self, global_ranks: Sequence[int], name: str) -> TextGather | None:
         """Return an object that gathers texts among these ranks, or ``None`` if they cannot all use messages.

@@ -49,7 +49,7 @@ def create(options: Any, backend_options: Any = None) -> Group:
         if isinstance(backend_options, InPlaceOfGloo) and not isinstance(error, MismatchError):
             end_gloo(options.store, rank, size, error)
         raise
-    group.communicator.rendezvous.watch = NEW.watch  # type: ignore[attr-defined]
+    group.communicator.rendezvous.watch = NEW.watch
     return group
 
 

@@ -71,7 +71,6 @@ class Group(dist.ProcessGroup):  # type: ignore[misc]
         has all of these ranks, which meet sooner by its messages. All of them pass it, or none.
         """
         super().__init__(rank, size)
-        self._options = options
         # A group may have the name, and so the store's keys, of a destroyed group. The prefix makes the keys unique.
         with lost_store_errors(store):
             turn = store.add(f"turn {rank}", 1)
@@ -95,7 +94,7 @@ class Group(dist.ProcessGroup):  # type: ignore[misc]
             self._devices.append("cuda")
         # torch's set_timeout and _set_pg_timeout change the timeout in gloo's options, so every call reads it there.
         self._timeout, self._settings, self._timeout_lock = timeout, gloo.options, threading.RLock()
-        self.messages = Messages(self.communicator)
+        self.messages, self._options = Messages(self.communicator), options
         self._collectives = Collectives(self.communicator, store, self.exact, self.messages)
         self._numbers, self._number = itertools.count(1), 0  # of next and latest call, without those of ``_prepared``
         back = f"or gloo: unset {VARIABLE}" if isinstance(options, InPlaceOfGloo) else ""
@@ -343,9 +342,8 @@ class Group(dist.ProcessGroup):  # type: ignore[misc]
         else:
             number = self.messages.receive(buffer, buffer.data_ptr(), nbytes, peer, tag)
             finish = None if tensor is buffer else partial(copy_back_all, tensors, [buffer])
-        return HostMessage(
-            self.messages, (number, call, peer, nbytes), tensors, finish, self.queue.require_open, self._settings
-        )
+        message = number, call, peer, nbytes
+        return HostMessage(self.messages, message, tensors, finish, self.queue.require_open, self._settings)
 
     def _backend_of(self, device: Any, call: str) -> Any:
         """Return the inner backend for a device.

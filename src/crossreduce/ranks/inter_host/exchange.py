@@ -38,13 +38,15 @@ class PieceMemory(NamedTuple):
     """Where the values of a piece are in the memory of the piece, which has ``nbytes`` bytes.
 
     ``places``: for each local value its offset in bytes, its size in bytes, and its number of elements. ``results_at``:
-    the offset of the first chunk's result. The results of the other chunks follow in the order of the chunks. If the
-    exchange uses the caller's arrays (see ``ExchangeProgram.arrays``), inputs and results have offsets in these.
+    the offset of the first chunk's result. The results of the other chunks follow in the order of the chunks.
+    ``arrays``: if the exchange uses the caller's arrays (see ``ExchangeProgram.arrays``), for each value 0 or 1 if it
+    has its place in the piece of the first or the second one, or 2.
     """
 
     places: tuple[tuple[int, int, int], ...]
     results_at: int
     nbytes: int
+    arrays: tuple[int, ...] = ()
 
 
 class ExchangeProgram(NamedTuple):
@@ -172,7 +174,8 @@ def _piece_memory(
             place = at
             at += _rounded_to_lines(nbytes)
         places.append((place, nbytes, stop - start))
-    return PieceMemory(tuple(places), results_at, at)
+    arrays = [0 if value < len(spans) else 1 if value in kept else 2 for value in range(len(places))]
+    return PieceMemory(tuple(places), results_at, at, tuple(arrays) if is_direct else ())
 
 
 def _rounded_to_lines(nbytes: int) -> int:
@@ -251,16 +254,12 @@ class Exchange:
 
     def _places(self, piece: int) -> list[tuple[int, int, int]]:
         """Return address, bytes and number of elements of each value of a piece."""
-        program, base = self._program, self.base + self._program.partial_at(piece)
-        bases = [base] * len(program.part.values)
+        base, memory = self.base + self._program.partial_at(piece), self._program.pieces[piece]
+        bases = [base] * len(memory.places)
         if self._arrays:
-            start, inputs = self._starts[piece] * itemsize(program.numbers.dtype), len(program.spans[piece])
-            source, result = (address + start for address in self._arrays)
-            for value in program.part.results:
-                bases[value] = result if value >= 0 else bases[value]
-            bases[:inputs] = [source] * inputs
-        places = program.pieces[piece].places
-        return [(at + place, nbytes, size) for at, (place, nbytes, size) in zip(bases, places, strict=True)]
+            start = self._starts[piece] * itemsize(self._program.numbers.dtype)
+            bases = [(*(array + start for array in self._arrays), base)[k] for k in memory.arrays]
+        return [(at + place, nbytes, size) for at, (place, nbytes, size) in zip(bases, memory.places, strict=True)]
 
     def post_receives(self, stage: int) -> None:
         """Start to receive the messages of a stage. Before memory is used again, wait for the sends from it."""

@@ -123,7 +123,7 @@ class MultiHostEngine:
         self.lost, self.topology = lost, None
         hops = distances(len(self.hosts), lost)
         # The leaders of other hosts to which this leader has a link; empty if this rank is not a leader.
-        self._neighbours = [peer for host, peer in enumerate(self.peers) if hops[self.host][host] == 1]
+        self.neighbours = [peer for host, peer in enumerate(self.peers) if hops[self.host][host] == 1]
         self.diameter = max(map(max, hops))  # links on the longest of all shortest routes
 
     def plan_digest(self, topology: Topology) -> bytes:
@@ -188,7 +188,7 @@ class MultiHostEngine:
         if not in_code:
             program = native_program(stages, *counted)
             return RankExecutable(program, len(stages), text, digest, programs, deliveries, folds=folds, prepared=False)
-        compared = tuple(self._neighbours) if self.leader is not None and self.leader < leaders else ()
+        compared = tuple(self.neighbours) if self.leader is not None and self.leader < leaders else ()
         return self._compiled.executable(
             stages, programs, buffer_count(parts, self.rank), deliveries, compared, digest, counted, text
         )
@@ -272,8 +272,8 @@ class MultiHostEngine:
             places = tuple(at(exchanges[p], piece) + shift * width for piece, shift in enumerate(shifts))
             return ArrayPlaces(buffers + [*exchanges].index(p), places)
 
-        partials = partial(striped, ExchangeProgram.partial_at, wide)
-        results = partial(striped, ExchangeProgram.results_at, narrow)
+        partials: Callable[[int, int], ArrayPlaces] = partial(striped, ExchangeProgram.partial_at, wide)
+        results: Callable[[int, int], ArrayPlaces] = partial(striped, ExchangeProgram.results_at, narrow)
         if any(program.arrays for program in exchanges.values()):  # nothing is copied
             partials, results = inputs_at, outputs_at
         ends: dict[str, tuple[Callable[[int, int], ArrayPlaces], ...]]  # return where inputs and outputs are
@@ -387,7 +387,7 @@ class MultiHostEngine:
     ) -> dict[int, bytes] | None:
         """Exchange digests and data with the leaders of linked hosts. Return their data, as ``exchange_digests``."""
         with self._waiting_for_hosts(phase, 1):
-            others, transport, rounds = self._neighbours, self.transport, self.diameter
+            others, transport, rounds = self.neighbours, self.transport, self.diameter
             return exchange_digests(digest, data, others, transport, TAG, timeout_s, rounds, self.patience)
 
     def _exchange_stage(

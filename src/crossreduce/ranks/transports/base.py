@@ -11,7 +11,7 @@ import select
 import socket
 import struct
 import threading
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any, Final, Protocol, TypeGuard
@@ -28,6 +28,8 @@ class Rendezvous(Protocol):
     size: int
     owner: int | None
     """The number in the group of the rank whose process serves the rendezvous; ``None`` if no rank does."""
+    watch: Callable[[], None]
+    """Called again and again while ``all_gather`` waits for other ranks. An error ends the wait."""
 
     def all_gather(self, payload: bytes) -> list[bytes]:
         """Return the payloads of all ranks, in the order of the ranks. All ranks call it, in the same order.

@@ -40,6 +40,7 @@ class MpiRendezvous:
         self._comm, self._timeout_s = comm, timeout_s
         self.rank, self.size = comm.Get_rank(), comm.Get_size()
         self._cause: bytes | None = None
+        self.watch: Callable[[], None] = lambda: None
         self._sent: list[Any] = []  # requests, which reference the bytes that MPI still reads
 
     def all_gather(self, payload: bytes) -> list[bytes]:
@@ -63,6 +64,7 @@ class MpiRendezvous:
                 raise CollectiveTimeout(message(problem, remedy=_REMEDY), missing)
             pause = _SHORTEST_S if arrived else min(2 * pause, _LONGEST_S)
             time.sleep(pause)
+            self.watch()
         for rank, send in sends.items():
             while not send.test()[0]:
                 if time.monotonic() > deadline:
