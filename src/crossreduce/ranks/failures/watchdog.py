@@ -70,6 +70,11 @@ class _WatchedMessage:
     def __init__(self, pending: PendingMessage, rank: int, watched: WatchedTransport) -> None:
         self._pending, self._rank, self._watched = pending, rank, watched
 
+    def poll(self, seconds: float) -> bool:
+        """Wait at most so long. Return whether the message is complete; that of a plug-in cannot tell."""
+        poll = getattr(self._pending, "poll", None)
+        return poll is not None and bool(poll(seconds))
+
     def wait(self, timeout_s: float) -> None:
         """Wait for the message."""
         self._watched.wait = RemoteWait(self._rank, time.monotonic())

@@ -10,7 +10,6 @@ import ctypes
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from itertools import repeat
 from typing import Final
 
@@ -110,11 +109,14 @@ class Presence:
         ]
 
     def check(self) -> None:
-        """Raise a ``PeerError`` if a rank was lost. This is quick."""
-        for message in [*self._expected]:
-            with suppress(PeerTimeout):
-                wait_for(*message, 0.0)
-                self._expected.remove(message)
+        """Raise a ``PeerError`` if a rank was lost. This is quick. Messages of a plug-in are only checked by ``end``."""
+        for message, rank in [*self._expected]:
+            poll = getattr(message, "poll", None)
+            try:
+                if poll is not None and poll(0.0):
+                    self._expected.remove((message, rank))
+            except OSError as error:
+                raise PeerDisconnected(rank, str(error)) from error
 
     def end(self, timeout_s: float) -> None:
         """Wait until all ranks have called this. Raise a ``PeerError`` if one is lost or late."""
