@@ -109,7 +109,7 @@ class Presence:
         ]
 
     def check(self) -> None:
-        """Raise a ``PeerError`` if a rank was lost. This is quick. Messages of a plug-in are only checked by ``end``."""
+        """Raise a ``PeerError`` if a rank was lost. Messages of a plug-in are only checked by ``end``."""
         for message, rank in [*self._expected]:
             poll = getattr(message, "poll", None)
             try:

@@ -3,10 +3,11 @@
 Input: a lowered program whose devices are hosts, a transport, and this host's partial result of each piece. Output: the
 fully reduced pieces. The other ranks of the host are not involved.
 
-Pieces are pipelined: piece j executes round r in stage t = j + lag * r of the exchange. The lag is ROUND_LAG, or 1 for
-a single piece. The order of all messages is fixed, so messages need no names. A message is sent lag - 1 stages before
-the receiver waits for it, so that the link is not idle. Receives are posted one stage early. A round sends only values
-that were complete when it began, as ``verify`` proves. No value of a piece is overwritten before the piece is complete.
+Pieces are pipelined: piece j executes round r in stage t = j + lag * r of the exchange. The lag is that of the
+transport, by default ROUND_LAG, or 1 for a single piece. The order of all messages is fixed, so messages need no names.
+A message is sent lag - 1 stages before the receiver waits for it, so that the link is not idle. Receives are posted one
+stage early. A round sends only values that were complete when it began, as ``verify`` proves. No value of a piece is
+overwritten before the piece is complete.
 An op may consist of several exchanges, which execute each stage together (``run_stage``).
 """
 
@@ -107,13 +108,9 @@ class ExchangeProgram(NamedTuple):
         return numbers if final else numbers._replace(result=numbers.accumulator, divisor=1)
 
 
-def _lag(pieces: int) -> int:
-    return 1 if pieces == 1 else ROUND_LAG  # a single piece does not wait for others
-
-
-def delay(program: Program, pieces: int) -> int:
+def delay(program: Program, pieces: int, lag: int = ROUND_LAG) -> int:
     """Return the number of stages from a piece's first stage to its completion, at least 1."""
-    return max(1, _lag(pieces) * program.round_count - 1)
+    return max(1, (1 if pieces == 1 else lag) * program.round_count - 1)  # a single piece does not wait for others
 
 
 @lru_cache(maxsize=1024)
@@ -125,24 +122,25 @@ def exchange_program(
     numbers: Numbers,
     eager: bool = False,
     arrays: tuple[int, int] | None = None,
+    lag: int = ROUND_LAG,
 ) -> ExchangeProgram:
     """Return the program of host number ``host`` for an exchange between hosts.
 
     ``sizes``: the elements of each piece. ``program``: the lowered schedule. Its devices are the hosts, and all chunks
-    must have the same sources and destinations. ``peers``, ``eager``, ``arrays``: see ``ExchangeProgram``.
+    must have the same sources and destinations. ``peers``, ``eager``, ``arrays``: see ``ExchangeProgram``. ``lag``: of
+    several pieces.
     """
     program.require_uniform()
     part = program.on(host)
-    stages_late = delay(program, len(sizes))
+    stages_late, lag = delay(program, len(sizes), lag), 1 if len(sizes) == 1 else lag
     # If this host is the only source, its partial result is already the result.
     has_results = program.chunks[0].sources == (host,)
     pieces = tuple(_piece_memory(part, program, size, numbers, has_results, arrays is not None) for size in sizes)
     # The memory of a piece is used for stages_late + 2 stages: from the stage before its first one, which posts its
-    # receives, to the one that completes it. When it is used again, its last sends are ROUND_LAG stages old.
+    # receives, to the one that completes it. When it is used again, its last sends are some stages old.
     window = min(len(sizes), stages_late + 2)
     room = max(piece.nbytes for piece in pieces)
     spans = tuple(program.spans(size) for size in sizes)
-    lag = _lag(len(sizes))
     return ExchangeProgram(part, peers, pieces, spans, numbers, lag, stages_late, window, room, eager, arrays)
 
 

@@ -45,6 +45,7 @@ from .compiled_calls import CompiledCalls
 from .exact_exchange import ExactExchange, HostTerms
 from .exchange import (
     EAGER_BYTES,
+    ROUND_LAG,
     Exchange,
     ExchangeProgram,
     delay,
@@ -115,7 +116,7 @@ class MultiHostEngine:
         self._exchanges: tuple[Exchange, ...] = ()  # the exchanges of the current op
         self.patience: Patience | None = None  # set only while the links are checked
         self._watch, self._may_use_arrays = watch, ends_at_once and watch is not None and max(map(len, hosts)) == 1
-        self._compiled = CompiledCalls()
+        self._compiled, self._lag = CompiledCalls(), getattr(transport, "lag", ROUND_LAG)
         self.lose(lost)
 
     def lose(self, lost: Lost) -> None:
@@ -178,7 +179,7 @@ class MultiHostEngine:
                 exchange = self._part_exchange(part, between, order, sizes, numbers, eager, leaders, direct)
                 if exchange is not None:
                     exchanges[p] = exchange
-        depth = 2 if in_code else delay(between, len(sizes)) + 2
+        depth = 2 if in_code else delay(between, len(sizes), self._lag) + 2
         parts_here = self._local_parts(collective, sizes, numbers, root, exchanges, depth, leaders, in_code)
         phases, deliveries, folds = parts_here
         stages = pipeline(len(sizes), phases, depth)
@@ -214,8 +215,8 @@ class MultiHostEngine:
         stripes = tuple(self._stripe(part, size, numbers, leaders).size for size in sizes)
         peers = tuple(self.peers[host] for host in order)
         arrays = (part.arrays[0].input, part.arrays[0].output) if direct else None  # the only one of the part
-        here = order.index(self.host)
-        program = exchange_program(part_of(between, *ends), here, peers, stripes, numbers, eager, arrays)
+        own = part_of(between, *ends), order.index(self.host)
+        program = exchange_program(*own, peers, stripes, numbers, eager, arrays, self._lag)
         return program if any(stage.sends or stage.receives for stage in program.part.stages) else None
 
     def _stripe(self, part: HostPart, size: int, numbers: Numbers, leaders: int) -> Stripe:
@@ -250,10 +251,8 @@ class MultiHostEngine:
         """
         parts = host_parts(self.hosts, collective, root)
         programs = host_programs(self.hosts, collective, root, self.host, leaders)
-        buffers, written = (
-            buffer_count(parts, self.rank),
-            sum(self.rank in array.destinations for p in parts for array in p.arrays),
-        )
+        buffers = buffer_count(parts, self.rank)
+        written = sum(self.rank in array.destinations for p in parts for array in p.arrays)
         nbytes, wide, narrow = map(itemsize, (numbers.dtype, numbers.accumulator, numbers.result))
         starts = tuple(start * nbytes for start in accumulate(sizes[:-1], initial=0))
         streaming = written * sum(sizes) * nbytes >= STREAMING_BYTES

@@ -104,7 +104,8 @@ class Transport(Protocol):
 
     The caller must keep the memory of a message until ``wait`` returned. A transport may have an attribute ``carrier``:
     a compiled object that moves its messages, as ``HostTransport.connections``. If it also has a method ``wrap``, that
-    returns the ``PendingMessage`` for a message with a rank that this object has begun.
+    returns the ``PendingMessage`` for a message with a rank that this object has begun. ``lag``: how many parts of a
+    large array should be under way at once, by default 2.
     """
 
     def send(self, address: int, nbytes: int, dst: int, tag: int) -> PendingMessage:

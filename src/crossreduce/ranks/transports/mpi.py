@@ -127,6 +127,10 @@ class MpiTransport:
     needs no thread. It is ``None`` if MPI does not support threads, or its functions were not found.
     """
 
+    # MPI sends a large message after an answer of the receiver, which may wait behind data. Measured for 16 MiB at 1
+    # Gbit/s, as the time over that with 2 parts at once: 4 parts 0.81, 8 0.69, 12 0.65.
+    lag = 8
+
     def __init__(self, comm: Any, abort_cause: Callable[[], bytes | None] = lambda: None) -> None:
         """``comm``: a duplicate that no other code uses. ``abort_cause``: see ``base.Rendezvous``. Waits call it."""
         from mpi4py import MPI
