@@ -158,8 +158,9 @@ class MultiHostEngine:
         smallest = min(most, SMALLEST_PIECE * (2 if numbers.exact else 1))
         in_code = self._watch is not None and not self.lost and not numbers.exact
         in_code = in_code and size * crossing <= min(PIECE_BYTES, fitting)
-        direct = self._may_use_arrays and not in_code and can_use_arrays(parts, between.round_count, numbers)
-        if direct and is_one_move(parts, between.round_count):  # nothing can be done while messages are under way
+        rounds = between.round_count
+        direct = self._may_use_arrays and not in_code and can_use_arrays(collective, parts, rounds, numbers)
+        if direct and is_one_move(parts, rounds):  # nothing can be done while messages are under way
             smallest = most = MESSAGE_BYTES
         sizes = (size,) if in_code else piece_sizes(size, crossing, smallest, most, delay(between, 2))
 

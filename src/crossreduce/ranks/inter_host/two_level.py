@@ -87,11 +87,13 @@ def buffer_count(parts: Iterable[HostPart], rank: int) -> int:
     return 1 + max(read + [array.output for array in arrays if rank in array.destinations])
 
 
-def can_use_arrays(parts: Iterable[HostPart], rounds: int, numbers: Numbers) -> bool:
+def can_use_arrays(collective: str, parts: Iterable[HostPart], rounds: int, numbers: Numbers) -> bool:
     """Return whether hosts of one rank may exchange the caller's arrays without copies, in ``rounds`` rounds.
 
-    What a host sends must not be overwritten before, also if a reduction is in place.
+    What a host sends must not be overwritten before, also if a call is in place.
     """
+    if collective == "all_to_all":
+        return False
     moves_only = all(len(part.sources) == 1 for part in parts if part.crosses)
     return moves_only or (rounds == 1 and not numbers.exact and numbers.accumulator == numbers.dtype)
 
