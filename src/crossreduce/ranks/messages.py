@@ -30,6 +30,7 @@ _PARTS_TAG: Final = -1  # of messages of exchanges; users' tags are at least 0
 _OPEN, _GAVE_UP = 0, 2
 _FRAME_NBYTES: Final = 1000  # of the first message of a text, with its length; so many bytes are sent at once
 _LENGTH: Final = struct.Struct("<Q")
+_MOST_GATHERED: Final = 64  # ranks whose texts are gathered by messages
 _ARRIVE_S: Final = 0.005  # how long a rank waits for a text before it looks whether it should wait any longer
 _QUERY_S: Final = 0.25  # between two queries whether a rank of another host has aborted the group
 
@@ -146,6 +147,8 @@ class Messages:
         communicator = self._communicator
         places = {number: rank for rank, number in enumerate(communicator.global_ranks)}
         with suppress(ValueError):  # raised if the group has been closed
+            if len(global_ranks) > _MOST_GATHERED:  # every two of them exchange a message
+                return None
             if places.keys() >= {*global_ranks} and communicator.calls.is_usable() and self._own_failure() is None:
                 tag = int.from_bytes(blake2b(f"{name} {global_ranks}".encode(), digest_size=7).digest(), "little")
                 return TextGather(self, communicator.rank, [places[number] for number in global_ranks], -2 - tag)

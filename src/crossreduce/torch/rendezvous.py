@@ -121,20 +121,17 @@ class TorchRendezvous(StoreRendezvous):
 
         At the store this takes few queries if all values fit into one answer.
         """
-        if self._texts is not None:
+        if (texts := self._texts) is not None:
             try:
-                self._texts.begin(payload)
-                self._wait_for(self._texts.have_arrived, self._texts.missing)
-                return self._texts.gathered()
+                texts.begin(payload)
+                self._wait_for(texts.have_arrived, texts.missing)
+                return texts.gathered()
             except Unusable as error:
                 if self._calls > 1:
                     raise error.reason from None
-                self._texts = (
-                    None  # the other group has failed on some ranks, which use the store from the first call on
-                )
+                self._texts = None  # on some ranks the other group has failed before, and they use the store
             finally:
-                if self._texts is not None:
-                    self._texts.end()
+                texts.end()
         if not isinstance(self._limited, _SharedStore) or self.size > _MOST_APPENDED:
             return super()._gather(payload)
         key, found = str(self._calls), dict[int, bytes]()

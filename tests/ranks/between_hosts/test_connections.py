@@ -88,6 +88,24 @@ def waits(rendezvous, folder, source, stalls=False):
         noticed.touch()
 
 
+def ends_at_the_rendezvous(rendezvous, folder):
+    rank = rendezvous.rank
+    where, timeout = f"file://{folder / 'store'}", timedelta(seconds=50)
+    dist.init_process_group("crossreduce", where, rank=rank, world_size=3, timeout=timeout)
+    if rank == 2:
+        dist.group.WORLD.communicator.rendezvous.all_gather = lambda _: os.kill(os.getpid(), signal.SIGKILL)
+    with pytest.raises(PeerLostError) as error:
+        dist.all_reduce(torch.ones(3 + rank))
+    return error.value.ranks
+
+
+@pytest.mark.parametrize("place", ["two_hosts", "three_hosts", "ucx"])
+def test_ranks_whose_calls_differ_notice_a_death(tmp_path, place):
+    """If a rank dies while all exchange the texts of calls that differ, the others name it long before the timeout."""
+    found = ranks_at(place, 3, ends_at_the_rendezvous, tmp_path, check=False, timeout_s=45)
+    assert found[:2] == [(2,)] * 2
+
+
 @pytest.mark.parametrize("place", ["three_hosts", "ucx", "plug_in"])
 @pytest.mark.parametrize("source", [1, None])
 def test_an_abort_reaches_ranks_of_other_hosts_that_wait_for_messages(tmp_path, source, place):
