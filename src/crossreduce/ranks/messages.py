@@ -26,7 +26,7 @@ from .intra_host.shared_memory import SLICE_S
 ANY_RANK: Final = -1
 _WAITING: Final = -1  # what the compiled ``wait`` returns
 _PARTS_TAG: Final = -1  # of messages of exchanges; users' tags are at least 0
-# The ``mood`` of a rank: its messages are valid, since it has not called ``give_up``; they are not, or it was lost.
+# The ``mood`` of a rank whose messages are valid, and of one that has called ``give_up`` or was lost.
 _OPEN, _GAVE_UP = 0, 2
 _FRAME_NBYTES: Final = 1000  # of the first message of a text, with its length; so many bytes are sent at once
 _LENGTH: Final = struct.Struct("<Q")

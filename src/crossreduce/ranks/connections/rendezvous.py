@@ -59,7 +59,7 @@ class StoreRendezvous:
         self.owner: int | None = 0
         self._failure: ReductionError | None = None
         self._limit_s: float | None = None  # how long an answer may take, if that differs from the store's own limit
-        self._unreachable: OSError | None = None  # why the store cannot be reached; after a timeout, not for ever
+        self._unreachable: OSError | None = None  # why the store cannot be reached, or did not answer in time
         self._answered: dict[int, bool] = {}  # for each rank that answered the roll call, whether its wait timed out
 
     def all_gather(self, payload: bytes) -> list[bytes]:
