@@ -322,7 +322,7 @@ def gathers(rendezvous, store):
     assert dist.group.WORLD.messages.texts((0, 1, 7), "second") is None
     dist.barrier()
     if rank == 0:  # from now on it exchanges no messages, so that the ranks meet at the store
-        with pytest.raises(CollectiveTimeout):
+        with pytest.raises(CollectiveTimeout, match="within its timeout"):
             dist.irecv(torch.zeros(1), 1).wait(timedelta(seconds=0.1))
     for ranks_of_group in ([0, 1, 2], [1, 2]):
         group = dist.new_group(ranks_of_group)
