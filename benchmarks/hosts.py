@@ -72,7 +72,8 @@ class Network(NamedTuple):
     @property
     def sizes(self) -> list[int]:
         """The sizes that are measured."""
-        return [*SIZES, LARGEST[self.rate]]
+        most = LARGEST[self.rate] if sum(self.ranks) <= 4 else 1 << 26  # several arrays of this size per rank
+        return [*SIZES, min(LARGEST[self.rate], most)]
 
 
 NETWORKS = [

@@ -159,6 +159,9 @@ def _make_in_place_of_gloo(make: Any, torch_groups: Any, call: inspect.BoundArgu
 def _raise_reason(make: Any, torch_groups: Any, arguments: Any, named: Any, cause: RuntimeError | None = None) -> None:
     """If a rank has stored why it does not use gloo, raise that. The rank connects in gloo, to end the wait there."""
     data = None
+    texts = [each.lower() for each in (*arguments, *named.values()) if isinstance(each, str)]
+    if not any("gloo" in each or each == "undefined" for each in texts):
+        return  # quickly: this is called for each group
     with contextlib.suppress(Exception):
         call = inspect.signature(make).bind(*arguments, **named).arguments
         if "gloo" in (name := str(call["backend"]).lower()) or name == "undefined":

@@ -20,6 +20,7 @@ from .failures.abort import GroupAbort, copy_error
 from .failures.failure_detector import FailureDetector
 from .failures.peer_errors import InnerFailure, PeerError
 from .failures.stage_runner import StageRunner
+from .inter_host.call_comparison import Presence
 from .inter_host.multi_host import MultiHostEngine
 from .inter_host.one_host import ExecutableCache, OneHostEngine, RankExecutable
 from .intra_host.shared_memory import GroupAborted, RankMemory
@@ -45,6 +46,7 @@ class CallRunner:
         self._stages = StageRunner(memory, detector)
         self._caller: int | None = None  # the thread that is in a call in Python
         self._pid = os.getpid()
+        self._presence: Presence | None = None
 
     def run(
         self,
@@ -165,13 +167,31 @@ class CallRunner:
         """Return the current call of each rank of the group."""
         if isinstance(self._engine, MultiHostEngine):
             own = [*self._detector.current_call(), self._engine.digest.hex()]
-            calls = [json.loads(call) for call in self._rendezvous.all_gather(json.dumps(own).encode())]
+            calls = [json.loads(call) for call in self._gathered(self._engine, json.dumps(own).encode())]
             if len({(number, text) for number, text, _ in calls}) == 1:  # only the plans of the call differ
                 calls = [[number, planned_text(text, bytes.fromhex(plan)), plan] for number, text, plan in calls]
             return {rank: CallSignature(number, text) for rank, (number, text, _) in enumerate(calls)}
         number = self._memory.number
         recorded = {rank: {op[0]: op[1] for op in self._memory.ops(rank)} for rank in self._members.host}
         return {rank: CallSignature(number, texts.get(number, "?")) for rank, texts in recorded.items()}
+
+    def _gathered(self, engine: MultiHostEngine, text: bytes) -> list[bytes]:
+        """Return the texts of all ranks, which meet at the rendezvous. Notice ranks that are lost meanwhile."""
+        presence = self._presence = Presence(
+            engine.neighbours, engine.transport
+        )  # kept: a failed message uses its memory
+
+        def watch() -> None:
+            self._detector.require_alive(self._members.host)
+            presence.check()
+
+        before, self._rendezvous.watch = self._rendezvous.watch, watch
+        try:
+            texts = self._rendezvous.all_gather(text)
+        finally:
+            self._rendezvous.watch = before
+        presence.end(self._detector.timeout_s)
+        return texts
 
 
 def _mismatch(calls: Mapping[int, CallSignature], name: str) -> MismatchError:

@@ -112,7 +112,7 @@ class Communicator:
                 self.transport = self._watched = WatchedTransport(connected, self.detector.warn_of_remote_wait)
                 watch = self._watched.watch if carrier is not None else None
                 self._engine = MultiHostEngine(
-                    self.hosts, self.rank, self.memory, self.transport, self.links.lost, watch
+                    self.hosts, self.rank, self.memory, self.transport, self.links.lost, watch, has_links(connected)
                 )
             else:
                 self._engine = OneHostEngine(self.rank, self.size, joined.reads_peers, overlapping)

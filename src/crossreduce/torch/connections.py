@@ -1,21 +1,27 @@
-"""Connects the ranks of a process group, and ends the group with its threads.
+"""Connects the ranks of a process group, notices ranks that use gloo instead, and ends the group with its threads.
 
 Input: a store for the rendezvous. Output: a ``Communicator``, and an object that keeps the timeout.
 """
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import threading
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, Final
 
 import torch.distributed as dist
 
-from ..errors import ArgumentError
+from _crossreduce_torch import NO_ADDRESS, REASON, VARIABLE
+
+from ..errors import ArgumentError, MismatchError, encoded, rank_list
 from ..ranks.communicator import Communicator
-from ..ranks.connections.rendezvous import NEW, ConnectionStore, Origin
+from ..ranks.connections.rendezvous import NEW, PAUSES_S, ConnectionStore, Origin
 from ..ranks.membership import shared_failure
+from ..ranks.messages import TextGather
 from ..ranks.transports.base import Links, Transport
 from ..ranks.transports.choice import open_transport
 from ..ranks.transports.gloo import settings
@@ -23,8 +29,11 @@ from ..ranks.transports.tunnel import Tunnel
 from ..ranks.transports.with_messages import WithMessages
 from .op_queue import OpQueue
 from .options import read_pg_options
-from .rendezvous import TorchRendezvous
+from .rendezvous import TorchRendezvous, lost_store_errors
 
+_LOOK_S: Final = 1.0  # between two looks whether other ranks use gloo
+_COME_S: Final = 5.0  # how long a rank waits for others before it ends their wait in gloo
+_MOST_LOOKED: Final = 32  # ranks in one look, since each rank asks the store for each of them
 _LEAVE_S: Final = 1.0  # how long ``close`` waits for pending ops, when a group is garbage collected or a process ends
 
 
@@ -38,12 +47,14 @@ def connect(
     options: Any,
     origin: Origin = NEW,
     has_messages: bool = True,
+    texts: TextGather | None = None,
 ) -> tuple[Any, Communicator, bool]:
     """Connect the ranks of a group. Return torch's settings (see there), the communicator, and whether it is exact.
 
     Ranks of different hosts exchange data over connections of rail leaders. If ``has_messages``, every two of them also
     have a connection for messages. ``global_ranks``: the ranks' numbers in the world, for errors; empty if the group is
     the world. ``options``: see ``read_pg_options``; if they are invalid on one rank, all ranks raise its error.
+    ``texts``: see ``TorchRendezvous``.
     """
     seconds = timeout.total_seconds()
 
@@ -64,7 +75,7 @@ def connect(
         return WithMessages(carrier, messages)
 
     own = dist.PrefixStore("crossreduce/", store)
-    rendezvous = TorchRendezvous(own, rank, size, seconds, global_ranks, origin.watch)
+    rendezvous = TorchRendezvous(own, rank, size, seconds, global_ranks, origin.watch, texts)
     try:
         exact, wanted = read_pg_options(options)
         kept = settings(timeout)
@@ -84,3 +95,64 @@ def close(queue: OpQueue, communicator: Communicator) -> None:
     elif not queue.is_forked:
         communicator.abort()
         queue.close(_LEAVE_S)
+
+
+def gloo_check(store: Any, rank: int, size: int, global_ranks: Sequence[int]) -> Callable[[], None]:
+    """Return a function that raises a ``MismatchError`` if other ranks make a group with gloo.
+
+    ``store``: the store of the group, in which gloo publishes where each rank listens. ``global_ranks``: the ranks'
+    numbers in errors, by default 0, 1, ... Raise an ``ArgumentError`` if ``rank`` is not below ``size``.
+    """
+    if not 0 <= rank < size:
+        raise ArgumentError.of("the rank must be below the world size.", f"rank {rank}, world size {size}")
+    numbers, places = tuple(global_ranks) or range(size), itertools.cycle(range(size))
+    look_at = time.monotonic() + _LOOK_S
+
+    def check() -> None:
+        nonlocal look_at
+        if (now := time.monotonic()) < look_at:
+            return
+        look_at = now + _LOOK_S
+        gloo: list[int] = []
+        with contextlib.suppress(RuntimeError), lost_store_errors(store):  # the caller notices a lost store, too
+            looked = itertools.islice(places, min(size, _MOST_LOOKED))
+            used = [place for place in looked if _uses_gloo(store, place)]
+            published = [numbers[place] for place in used if not store.check([f"ends {place}"])]  # see ``end_gloo``
+            if published and not _uses_gloo(store, rank):  # else an earlier group of this name may have used gloo
+                gloo = published
+        if gloo:
+            problem = f"not all ranks make the group with the same backend: gloo on {rank_list(gloo)}."
+            remedy = f"the same backend, and the same {VARIABLE}, on all ranks"
+            error = MismatchError.of(problem, f"crossreduce on rank {numbers[rank]}", remedy)
+            end_gloo(store, rank, size, error)
+            raise error
+
+    return check
+
+
+def _uses_gloo(store: Any, rank: int) -> bool:
+    """Return whether a rank has published where it listens with gloo."""
+    key = f"0/{rank}"
+    return bool(store.check([key])) and bytes(store.get(key)) != NO_ADDRESS
+
+
+def end_gloo(store: Any, rank: int, size: int, error: ArgumentError) -> None:
+    """End the wait of other ranks in gloo for this rank, which does not use gloo because of ``error``.
+
+    A rank in gloo waits there until all ranks have connected to each other. So all ranks connect as soon as all have
+    come, and then the others find the reason in ``store``. If the library is not installed there, their group fails
+    when they use it. If ranks do not come, the others get an invalid address, and their group fails at once.
+    """
+    deadline, missing = time.monotonic() + _COME_S, list(range(size))
+    with contextlib.suppress(RuntimeError):  # a lost store, which the others notice, or a rank that has not connected
+        store.set(REASON, encoded(error))
+        while missing and time.monotonic() < deadline:
+            missing = [place for place in missing if not (_uses_gloo(store, place) or store.check([f"turn {place}"]))]
+            time.sleep(PAUSES_S[1])
+        if missing:
+            store.compare_set(f"0/{rank}", b"", NO_ADDRESS)
+        elif any(_uses_gloo(store, place) for place in range(size)):
+            store.set(f"ends {rank}", b"")  # this rank only ends the wait of others
+            gloo = dist.ProcessGroupGloo(store, rank, size, timedelta(seconds=_COME_S))
+            time.sleep(_LOOK_S)  # others may still connect to it, and have to read the store, which may run here
+            del gloo

@@ -23,9 +23,10 @@ from ..ranks.survival import joiner, survivors
 from ..ranks.survival.formation import GroupFormation, GroupKind, Settings
 from ..ranks.survival.survivors import SHRINK_S, Reformed
 from ..reduction.validation import seconds
+from .connections import end_gloo, gloo_check
 from .group import BACKEND, Group
 from .options import Options
-from .rendezvous import PeerStore, end_gloo, gloo_check
+from .rendezvous import PeerStore
 
 KIND: Final = "torch"
 READY: Final[list[Group]] = []  # an existing group that ``create`` returns next, so that torch adds it to its tables
@@ -39,13 +40,16 @@ def create(options: Any, backend_options: Any = None) -> Group:
     global_ranks = list(options.global_ranks_in_group)  # empty if it has all ranks
     rank, size, timeout = options.group_rank, options.group_size, options.timeout
     origin = Origin(gloo_check(options.store, rank, size, global_ranks))
+    world = dist.group.WORLD if isinstance(dist.group.WORLD, Group) else None
     try:
-        group = Group(options.store, rank, size, timeout, options.group_id, global_ranks, backend_options, origin)
+        group = Group(
+            options.store, rank, size, timeout, options.group_id, global_ranks, backend_options, origin, world
+        )
     except ArgumentError as error:
         if isinstance(backend_options, InPlaceOfGloo) and not isinstance(error, MismatchError):
             end_gloo(options.store, rank, size, error)
         raise
-    group.communicator.rendezvous.watch = NEW.watch  # type: ignore[attr-defined]
+    group.communicator.rendezvous.watch = NEW.watch
     return group
 
 

@@ -6,14 +6,12 @@ Input: the store of a process group. Output: see ``ranks.connections.rendezvous`
 from __future__ import annotations
 
 import contextlib
-import itertools
 import os
 import secrets
 import select
 import socket
 import struct
 import threading
-import time
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
@@ -25,16 +23,12 @@ from typing import Any, Final
 
 import torch.distributed as dist
 
-from _crossreduce_torch import NO_ADDRESS, REASON, VARIABLE
-
-from ..errors import ArgumentError, MismatchError, encoded, rank_list
+from ..errors import MismatchError, encoded, rank_list
 from ..ranks.connections import rendezvous
 from ..ranks.connections.rendezvous import MET, StoreRendezvous
 from ..ranks.connections.store import LIMIT_S, StoreClient
+from ..ranks.messages import TextGather, Unusable
 
-_LOOK_S: Final = 1.0  # between two looks whether other ranks use gloo
-_COME_S: Final = 5.0  # how long a rank waits for others before it ends their wait in gloo
-_MOST_LOOKED: Final = 32  # ranks in one look, since each rank asks the store for each of them
 _MOST_APPENDED: Final = 64  # ranks whose payloads are one value, which each query returns
 _RECORD: Final = struct.Struct("<II")  # before each payload: the rank, and how many bytes follow
 # From the end of one connection of a process that dies to the end of another one, on a machine with many processes. The
@@ -63,11 +57,15 @@ class TorchRendezvous(StoreRendezvous):
         timeout_s: float,
         global_ranks: Sequence[int] = (),
         watch: Callable[[], None] = lambda: None,
+        texts: TextGather | None = None,
     ) -> None:
-        """``store``: a ``PrefixStore`` of its own. For the other arguments see ``StoreRendezvous``."""
+        """``store``: a ``PrefixStore`` of its own. For the other arguments see ``StoreRendezvous``.
+
+        ``texts``: gathers payloads by messages of another group, if its ranks can use them.
+        """
         with lost_store_errors(store):
             own, self._limited = _with_own_connection(store, timeout_s)
-        self._awaited_s = 0.0
+        self._awaited_s, self._texts = 0.0, texts
         super().__init__(own, rank, size, timeout_s, global_ranks, watch)
         numbers = self._global_ranks
         self.owner = numbers.index(0) if _owner(store) == 0 and 0 in numbers else None
@@ -119,7 +117,21 @@ class TorchRendezvous(StoreRendezvous):
         return bool(self._store.check(keys))
 
     def _gather(self, payload: bytes) -> list[bytes]:
-        """Return the payloads of all ranks in call ``_calls``: with few queries if all values fit into one answer."""
+        """Return the payloads of all ranks in call ``_calls``.
+
+        At the store this takes few queries if all values fit into one answer.
+        """
+        if (texts := self._texts) is not None:
+            try:
+                texts.begin(payload)
+                self._wait_for(texts.have_arrived, texts.missing)
+                return texts.gathered()
+            except Unusable as error:
+                if self._calls > 1:
+                    raise error.reason from None
+                self._texts = None  # on some ranks the other group has failed before, and they use the store
+            finally:
+                texts.end()
         if not isinstance(self._limited, _SharedStore) or self.size > _MOST_APPENDED:
             return super()._gather(payload)
         key, found = str(self._calls), dict[int, bytes]()
@@ -142,69 +154,11 @@ class TorchRendezvous(StoreRendezvous):
         if self._limited is not None:
             self._limited.limit_s = seconds
 
+    def _answers_again(self) -> bool:
+        return self._limited is not None and self._limited.answers_again()
+
     def _store_errors(self) -> AbstractContextManager[None]:
         return lost_store_errors(self._store)
-
-
-def gloo_check(store: Any, rank: int, size: int, global_ranks: Sequence[int]) -> Callable[[], None]:
-    """Return a function that raises a ``MismatchError`` if other ranks make a group with gloo.
-
-    ``store``: the store of the group, in which gloo publishes where each rank listens. ``global_ranks``: the ranks'
-    numbers in errors, by default 0, 1, ... Raise an ``ArgumentError`` if ``rank`` is not below ``size``.
-    """
-    if not 0 <= rank < size:
-        raise ArgumentError.of("the rank must be below the world size.", f"rank {rank}, world size {size}")
-    numbers, places = tuple(global_ranks) or range(size), itertools.cycle(range(size))
-    look_at = time.monotonic() + _LOOK_S
-
-    def check() -> None:
-        nonlocal look_at
-        if (now := time.monotonic()) < look_at:
-            return
-        look_at = now + _LOOK_S
-        gloo: list[int] = []
-        with contextlib.suppress(RuntimeError), lost_store_errors(store):  # the caller notices a lost store, too
-            looked = itertools.islice(places, min(size, _MOST_LOOKED))
-            used = [place for place in looked if _uses_gloo(store, place)]
-            published = [numbers[place] for place in used if not store.check([f"ends {place}"])]  # see ``end_gloo``
-            if published and not _uses_gloo(store, rank):  # else an earlier group of this name may have used gloo
-                gloo = published
-        if gloo:
-            problem = f"not all ranks make the group with the same backend: gloo on {rank_list(gloo)}."
-            remedy = f"the same backend, and the same {VARIABLE}, on all ranks"
-            error = MismatchError.of(problem, f"crossreduce on rank {numbers[rank]}", remedy)
-            end_gloo(store, rank, size, error)
-            raise error
-
-    return check
-
-
-def _uses_gloo(store: Any, rank: int) -> bool:
-    """Return whether a rank has published where it listens with gloo."""
-    key = f"0/{rank}"
-    return bool(store.check([key])) and bytes(store.get(key)) != NO_ADDRESS
-
-
-def end_gloo(store: Any, rank: int, size: int, error: ArgumentError) -> None:
-    """End the wait of other ranks in gloo for this rank, which does not use gloo because of ``error``.
-
-    A rank in gloo waits there until all ranks have connected to each other. So all ranks connect as soon as all have
-    come, and then the others find the reason in ``store``. If the library is not installed there, their group fails
-    when they use it. If ranks do not come, the others get an invalid address, and their group fails at once.
-    """
-    deadline, missing = time.monotonic() + _COME_S, list(range(size))
-    with contextlib.suppress(RuntimeError):  # a lost store, which the others notice, or a rank that has not connected
-        store.set(REASON, encoded(error))
-        while missing and time.monotonic() < deadline:
-            missing = [place for place in missing if not (_uses_gloo(store, place) or store.check([f"turn {place}"]))]
-            time.sleep(rendezvous.PAUSES_S[1])
-        if missing:
-            store.compare_set(f"0/{rank}", b"", NO_ADDRESS)
-        elif any(_uses_gloo(store, place) for place in range(size)):
-            store.set(f"ends {rank}", b"")  # this rank only ends the wait of others
-            gloo = dist.ProcessGroupGloo(store, rank, size, timedelta(seconds=_COME_S))
-            time.sleep(_LOOK_S)  # others may still connect to it, and have to read the store, which may run here
-            del gloo
 
 
 class _Connection:
@@ -226,9 +180,9 @@ class _Connection:
         new = [descriptor for link, descriptor in _sockets().items() if link not in earlier]
         self._descriptor = next((each for each in new if (_peer(each) or ("", 0))[1] == base.port), None)
         self._lock, self._limit_s, self._error = threading.RLock(), 0.0, ""
-        self._ended = select.poll()  # nothing arrives between two calls, except the end of the connection
+        self._arrived = select.poll()
         if self._descriptor is not None:
-            self._ended.register(self._descriptor, select.POLLIN)
+            self._arrived.register(self._descriptor, select.POLLIN)
 
     def call(self, method: Callable[..., Any], limit_s: float, *arguments: Any) -> Any:
         """Call a method of the store. Its answer may take ``limit_s`` seconds. After an error, all calls raise it."""
@@ -259,17 +213,47 @@ class _Connection:
         A call would print the stack of torch's C++ functions.
         """
         with self._lock:
-            if self._ended.poll(wait_s * 1e3):
+            if self._unread(wait_s) == b"":
                 self._error = "the connection was closed at the other end"
                 raise RuntimeError(self._error)
+
+    def has_answered(self) -> bool:
+        """Return whether the answer to a call that has timed out has arrived."""
+        return bool(self._unread(0.0))
+
+    def _unread(self, wait_s: float) -> bytes | None:
+        """Return what has arrived since the last call, or arrives within ``wait_s`` seconds. Nothing has: ``None``.
+
+        It is the end of the connection, "", or the beginning of the answer to a call that has timed out.
+        """
+        if self._descriptor is None or not self._arrived.poll(wait_s * 1e3):
+            return None
+        try:
+            with socket.socket(fileno=os.dup(self._descriptor)) as connection:
+                return connection.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
+        except OSError:
+            return b""
 
 
 class _SharedStore:
     """A store whose keys begin with ``prefix``, over a shared connection. ``limit_s``: how long an answer may take."""
 
     def __init__(self, connection: _Connection, prefix: str, limit_s: float) -> None:
-        self._connection, self.underlying_store, self.limit_s = connection, connection.store, limit_s
-        self._store = dist.PrefixStore(prefix, connection.store)
+        self.limit_s, self._prefix = limit_s, prefix
+        self._use(connection)
+
+    def _use(self, connection: _Connection) -> None:
+        self._connection, self.underlying_store = connection, connection.store
+        self._store = dist.PrefixStore(self._prefix, connection.store)
+
+    def answers_again(self) -> bool:
+        """Return whether the store answers after a call that has timed out. Then it is used over a new connection."""
+        if not self._connection.has_answered():
+            return False
+        with contextlib.suppress(RuntimeError):
+            self._use(_connection(self.underlying_store, self.limit_s))
+            return True
+        return False
 
     def await_end(self, wait_s: float) -> None:
         """Wait for the end of the store, since the connection of its process to this one was lost before."""

@@ -1,6 +1,8 @@
 """Several sockets between two hosts, and aborts that must reach ranks which wait for messages."""
 
 import ctypes
+import os
+import signal
 import socket
 import struct
 import time
@@ -9,7 +11,7 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
-from kinds_of_groups import wait_until
+from kinds_of_groups import ranks_at, wait_until
 from ranks import ranks
 
 import crossreduce.torch  # noqa: F401 - registers the backend
@@ -52,15 +54,29 @@ def test_a_socket_that_waits_and_ends_does_not_end_the_other_one(blocked):
     connections.close()
 
 
-def waits(rendezvous, folder, source):
-    rank = rendezvous.rank
-    timeout = timedelta(seconds=600)
-    dist.init_process_group("crossreduce", f"file://{folder / 'store'}", rank=rank, world_size=3, timeout=timeout)
-    noticed = folder / "noticed"
+def served(rendezvous):
+    """Return a store that rank 3, which is not in the group, serves, and the process of that rank."""
+    if rendezvous.rank == 3:
+        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        rendezvous.all_gather(f"{os.getpid()} {store.port}".encode())
+        return store, os.getpid()
+    process, port = map(int, rendezvous.all_gather(b"")[3].split())
+    return dist.TCPStore("127.0.0.1", port, is_master=False), process
+
+
+def waits(rendezvous, folder, source, stalls=False):
+    rank, noticed, store = rendezvous.rank, folder / "noticed", served(rendezvous) if stalls else ()
+    if rank < 3:
+        group = {"store": store[0]} if stalls else {"init_method": f"file://{folder / 'store'}"}
+        dist.init_process_group("crossreduce", rank=rank, world_size=3, timeout=timedelta(seconds=600), **group)
     if rank == 2:
         time.sleep(0.5)
+        if stalls:
+            os.kill(store[1], signal.SIGSTOP)
+            time.sleep(4)  # longer than a query of the store may take
+            os.kill(store[1], signal.SIGCONT)
         dist.group.WORLD.abort()
-    elif rank == 1:  # it makes no call, and so learns of nothing
+    elif rank in (1, 3):  # it makes no call, and so learns of nothing
         wait_until(noticed.exists)  # long before the timeout, at which the other rank would ask the rendezvous
     else:
         with pytest.raises(PeerLostError, match=r"rank 2 left") as error:
@@ -69,8 +85,32 @@ def waits(rendezvous, folder, source):
         noticed.touch()
 
 
+def ends_at_the_rendezvous(rendezvous, folder):
+    rank = rendezvous.rank
+    where, timeout = f"file://{folder / 'store'}", timedelta(seconds=600)
+    dist.init_process_group("crossreduce", where, rank=rank, world_size=3, timeout=timeout)
+    if rank == 2:
+        dist.group.WORLD.communicator.rendezvous.all_gather = lambda _: os.kill(os.getpid(), signal.SIGKILL)
+    with pytest.raises(PeerLostError) as error:
+        dist.all_reduce(torch.ones(3 + rank))
+    return error.value.ranks
+
+
+@pytest.mark.parametrize("place", ["two_hosts", "three_hosts", "ucx"])
+def test_ranks_whose_calls_differ_notice_a_death(tmp_path, place):
+    """If a rank dies while all exchange the texts of calls that differ, the others name it long before the timeout."""
+    found = ranks_at(place, 3, ends_at_the_rendezvous, tmp_path, check=False)
+    assert found[:2] == [(2,)] * 2
+
+
+@pytest.mark.parametrize("place", ["three_hosts", "ucx", "plug_in"])
 @pytest.mark.parametrize("source", [1, None])
-def test_an_abort_reaches_ranks_of_other_hosts_that_wait_for_messages(tmp_path, source):
+def test_an_abort_reaches_ranks_of_other_hosts_that_wait_for_messages(tmp_path, source, place):
     """If a rank aborts the group, a rank of another host that waits for a message of a third one raises the same error,
     long before its timeout, although the third one does not notice the abort."""
-    ranks(3, waits, tmp_path, source, environment=[{"CROSSREDUCE_HOST": host} for host in "ABC"])
+    ranks_at(place, 3, waits, tmp_path, source)
+
+
+def test_an_abort_is_noticed_after_the_store_has_stalled(tmp_path):
+    """If torch's store does not answer a query in time, but answers later, ranks that wait still learn of an abort."""
+    ranks(4, waits, tmp_path, 1, True, environment=[{"CROSSREDUCE_HOST": host} for host in "ABCD"])

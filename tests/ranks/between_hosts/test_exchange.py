@@ -14,7 +14,7 @@ from planned import planned
 
 from crossreduce.lowering import lower
 from crossreduce.ops import Numbers, ReduceOp
-from crossreduce.planning import PLANNERS, plan
+from crossreduce.planning import PLANNERS, one_shot, plan
 from crossreduce.ranks.failures.peer_errors import PeerDisconnected, PeerTimeout
 from crossreduce.ranks.inter_host.call_comparison import exchange_digests
 from crossreduce.ranks.inter_host.exchange import (
@@ -237,6 +237,61 @@ def test_hosts_send_only_the_bytes_of_the_schedule():
             assert sum(size for src, _, size in shared.messages if src == host) == len(b"call") + 1000 * nbytes
     few, many = (exchange_program(lower(schedule), 0, (0, 1), (1000,) * count, SUM).nbytes for count in (10, 1000))
     assert few == many <= 5 * 2.6 * 4000  # a piece has 4000 bytes
+
+
+class LateSends:
+    """An endpoint whose messages are read from memory some time after they were begun."""
+
+    def __init__(self, inner):
+        self.inner, self.receive, self.thread = inner, inner.receive, ThreadPoolExecutor(1)
+
+    def send(self, address, nbytes, dst, tag):
+        message = _Message(self.inner.shared, dst, threading.Event())
+
+        def read():
+            time.sleep(0.005)
+            self.inner.send(address, nbytes, dst, tag)
+            message.event.set()
+
+        self.thread.submit(read)
+        return message
+
+
+def in_arrays(schedule, inputs, sizes, in_place):
+    """Run an exchange that uses the arrays of its callers. Return these, and the memory that each host needs."""
+    shared, peers = ThreadTransport(), tuple(range(len(schedule.devices)))
+
+    def host(k):
+        x = np.zeros(sum(sizes), "float32") if inputs[k] is None else inputs[k].copy()
+        out = x if in_place else np.zeros_like(x)
+        program = exchange_program(lower(schedule), k, peers, sizes, SUM, arrays=(0, 1))
+        transport = LateSends(shared.at(k)) if k == 0 else shared.at(k)
+        made = Exchange(program, transport, 7, 20, (x.ctypes.data, out.ctypes.data))
+        for stage in range(len(sizes) + program.delay):
+            run_stage([made], stage)
+        made.close()
+        return out, program.nbytes
+
+    return together(len(peers), host)
+
+
+@pytest.mark.parametrize("count", [2, 3])
+def test_an_exchange_may_use_the_arrays_of_the_caller(count):
+    """An exchange sends from the caller's arrays and receives into them, and needs no memory for what it only moves.
+    In a reduction in place, no part of an array is overwritten before it was sent."""
+    names, sizes = tuple(f"cpu:{k}" for k in range(count)), (300, 1, 0, 500, 200)
+    draw = np.random.default_rng(count)
+    for algorithm in ("auto", "ring", "hierarchical_copy"):
+        inputs = [draw.standard_normal(1001).astype("float32") if k == 0 else None for k in range(count)]
+        mesh = Topology.full_mesh(names, gb_per_s=1, latency_s=1e-4)
+        schedule = plan(mesh, "broadcast", 1 << 20, algorithm, root="cpu:0").schedule
+        for out, nbytes in in_arrays(schedule, inputs, sizes, in_place=True):
+            assert np.array_equal(out, inputs[0])
+            assert nbytes == 0 or count > 2  # the root may get back what it has sent
+    schedule, inputs = one_shot(names, names, names), [draw.integers(0, 9, 1001).astype("float32") for _ in names]
+    for in_place in (False, True):
+        for out, _ in in_arrays(schedule, inputs, sizes, in_place):
+            assert np.array_equal(out, sum(inputs))
 
 
 def test_a_host_that_is_gone_or_late_is_named():

@@ -12,7 +12,7 @@ from test_rank_programs import COLLECTIVES, ROOTED, Machine, Op, inputs
 
 from crossreduce.ops import ReduceOp, copy_numbers
 from crossreduce.packing import itemsize
-from crossreduce.ranks.inter_host import multi_host
+from crossreduce.ranks.inter_host import multi_host, two_level
 from crossreduce.ranks.inter_host.multi_host import MultiHostEngine
 from crossreduce.ranks.inter_host.two_level import host_names, host_parts
 from crossreduce.ranks.intra_host import programs
@@ -31,7 +31,8 @@ def small_pieces(monkeypatch):
     monkeypatch.setattr(multi_host, "SMALLEST_PIECE", 1 << 9)
     monkeypatch.setattr(multi_host, "PIECE_BYTES", 1 << 11)
     monkeypatch.setattr(programs, "SLOT_BYTES", 1 << 14)
-    monkeypatch.setattr(multi_host, "SLOT_BYTES", 1 << 14)
+    for module in (multi_host, two_level):
+        monkeypatch.setattr(module, "SLOT_BYTES", 1 << 14)
     monkeypatch.setattr(multi_host, "native_program", stages_as_lists)
 
 

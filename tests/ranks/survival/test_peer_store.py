@@ -2,6 +2,7 @@
 
 import os
 import select
+import signal
 import socket
 import threading
 from contextlib import ExitStack
@@ -9,12 +10,14 @@ from unittest.mock import Mock
 
 import pytest
 import torch.distributed as dist
+from kinds_of_groups import wait_until
+from ranks import ranks
 
 from crossreduce.errors import PeerLostError
 from crossreduce.ranks.connections import listener
 from crossreduce.ranks.connections.listener import MOST_UNKNOWN, Listener
-from crossreduce.ranks.connections.rendezvous import ConnectionStore
-from crossreduce.ranks.connections.store import StoreClient
+from crossreduce.ranks.connections.rendezvous import ConnectionStore, StoreRendezvous
+from crossreduce.ranks.connections.store import StoreClient, StorePart
 from crossreduce.ranks.transports import tcp
 from crossreduce.torch.rendezvous import PeerStore
 
@@ -44,6 +47,28 @@ def test_compare_set_returns_the_value_as_a_tcp_store_does():
     for store in (dist.PrefixStore("prefix", each) for each in stores):
         found = [store.compare_set("key", *pair) for pair in (("a", "b"), ("", "c"), ("d", "e"), ("c", "f"))]
         assert found == [b"a", b"c", b"c", b"f"], store  # for each pair: expected, desired
+
+
+def stalls(rendezvous):
+    if rendezvous.rank == 0:
+        served = StoreClient(KEY)
+        StoreRendezvous(StorePart(served, "group/"), 0, 2, 20).record_leaving()
+        rendezvous.all_gather(f"{os.getpid()} {served.port}".encode())
+        rendezvous.all_gather(b"")
+        return
+    process, port = map(int, rendezvous.all_gather(b"")[0].split())
+    meeting = StoreRendezvous(StorePart(StoreClient(KEY, "127.0.0.1", port), "group/"), 1, 2, 20)
+    assert meeting.has_left(0)
+    os.kill(process, signal.SIGSTOP)
+    assert not meeting.has_left(0)  # as far as it knows
+    os.kill(process, signal.SIGCONT)
+    wait_until(lambda: meeting.has_left(0))
+    rendezvous.all_gather(b"")
+
+
+def test_a_store_that_has_stalled_is_used_again():
+    """If a store does not answer a query in time, later queries do not wait for it until its late answer arrives."""
+    ranks(2, stalls)
 
 
 def test_a_value_that_is_deleted_while_it_is_read_is_waited_for(monkeypatch):

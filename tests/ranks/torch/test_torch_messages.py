@@ -11,43 +11,23 @@ import weakref
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from datetime import timedelta
-from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
-from kinds_of_groups import wait_until
-from paths import ROOT
-from ranks import Moment, ranks
+from kinds_of_groups import PLACES, ranks_at, wait_until
+from ranks import Moment
 
 import crossreduce.torch  # noqa: F401 - registers the backend
 from crossreduce import ArgumentError, CollectiveTimeout, MismatchError, PeerLostError
 from crossreduce.errors import ContextError
 from crossreduce.ranks.intra_host import shared_memory
-from crossreduce.ranks.transports import choice
 
 DTYPES = (torch.bfloat16, torch.float32, torch.int64, torch.bool, torch.complex128, torch.uint8)
 SIZES = (0, 1, 3, 64, 1000, 5000, 30_001, 1 << 17)
 TAGS = 3
-PLACES = {  # where the ranks are, and what carries messages between hosts
-    "one_host": ("AAA", {}),
-    "two_hosts": ("ABB", {}),
-    "three_hosts": ("ABC", {}),
-    "ucx": ("ABC", {"CROSSREDUCE_TRANSPORT": "ucx", "UCX_TLS": "tcp"}),
-    "plug_in": ("ABC", {"CROSSREDUCE_TRANSPORT": "page"}),  # that of docs/how-to/rdma.md
-}
 EVERYWHERE = pytest.mark.parametrize("place", PLACES)
 OF_TWO = pytest.mark.parametrize("place", [place for place in PLACES if place != "three_hosts"])
-
-
-def ranks_at(place, count, function, *arguments, **options):
-    """Run ``function`` in ``count`` ranks. See ``PLACES``."""
-    hosts, variables = PLACES[place]
-    page = SimpleNamespace()
-    exec((ROOT / "docs/how-to/rdma.md").read_text().split("```py\n")[1].split("```")[0], page.__dict__)
-    choice._others = lambda: {"page": SimpleNamespace(load=lambda: page)}
-    environment = [{"CROSSREDUCE_HOST": host, **variables} for host in hosts[:count]]
-    return ranks(count, function, *arguments, environment=environment, **options)
 
 
 def ways(place, count):
@@ -286,11 +266,17 @@ def ends(rendezvous, store, reads):
         dist.send(small, 1)
     assert error.value.ranks == (1,)
     assert Moment().seconds_since(begun) < 2
+    dist.send(small, 2 - rank, tag=7)
     pair = torch.zeros(10)  # the others can still exchange messages
     work = dist.isend(torch.full((10,), float(rank)), 2 - rank)
     dist.recv(pair, 2 - rank)
     work.wait()
     assert torch.equal(pair, torch.full((10,), 2.0 - rank))
+    assert dist.recv(small, tag=7) == 2 - rank  # also from any rank, if they have arrived
+    for _ in range(2):  # else the message of any rank may be that of the dead one
+        with pytest.raises(PeerLostError, match=r"rank 1 died; rank \d was in recv from any rank") as error:
+            dist.recv(small)
+        assert error.value.ranks == (1,)
     dist.destroy_process_group()  # a plug-in loses what it has not yet passed on if a process exits without leaving
     return "done"
 
@@ -302,6 +288,59 @@ def test_a_death_loses_only_messages_that_were_not_read(tmp_path, place):
     for reads in ways(place, 3):
         found = ranks_at(place, 3, ends, tmp_path / f"store{reads}", reads, check=False)
         assert [found[0], found[2]] == ["done"] * 2, found
+
+
+def leaves(rendezvous, folder):
+    rank = rendezvous.rank
+    join(rendezvous, folder / "store")
+    x = torch.zeros(1)
+    if rank:
+        if rank == 2:
+            wait_until((folder / "waits").exists)
+            time.sleep(0.3)
+            dist.send(x, 0)
+        dist.destroy_process_group()
+        return
+    work = dist.irecv(x)
+    assert not work.is_completed()
+    (folder / "waits").touch()
+    work.wait()
+    with pytest.raises(PeerLostError, match=r"rank [12] left; rank 0 was in recv from any rank"):
+        dist.recv(x)
+
+
+@EVERYWHERE
+def test_a_receive_from_any_rank_waits_for_ranks_that_are_left(tmp_path, place):
+    """If a rank has left the group, a receive from any rank waits for the others. If all have left, it fails."""
+    ranks_at(place, 3, leaves, tmp_path, timeout_s=60)
+
+
+def gathers(rendezvous, store):
+    rank, order = rendezvous.rank, (2, 0, 1)
+    texts = join(rendezvous, store).messages.texts(order, "first")
+    for size in (0, 10, 1000, 1001, 50_000):
+        texts.begin(bytes([rank]) * size)
+        wait_until(texts.have_arrived)
+        assert texts.gathered() == [bytes([k]) * size for k in order]
+        texts.end()
+    assert dist.group.WORLD.messages.texts((0, 1, 7), "second") is None
+    dist.barrier()
+    if rank == 0:  # from now on it exchanges no messages, so that the ranks meet at the store
+        with pytest.raises(CollectiveTimeout, match="within its timeout"):
+            dist.irecv(torch.zeros(1), 1).wait(timedelta(seconds=0.1))
+    for ranks_of_group in ([0, 1, 2], [1, 2]):
+        group = dist.new_group(ranks_of_group)
+        x = torch.ones(1)
+        if rank in ranks_of_group:
+            dist.all_reduce(x, group=group)
+            assert x.item() == len(ranks_of_group)
+
+
+@EVERYWHERE
+def test_ranks_of_a_new_group_meet_by_messages(tmp_path, place):
+    """Texts of any length are gathered in the order of the ranks. If a rank can exchange no messages any more, new
+    groups are made without them."""
+    ranks_at(place, 3, gathers, tmp_path / "store", timeout_s=60)
 
 
 def full_rings(rendezvous, store):
@@ -359,7 +398,7 @@ def modified(rendezvous, store, reads):
         begun = Moment()
         if rank:
             # The native receive, which does not check the group, must not read the failed message either.
-            native = group._messages._native
+            native = group.messages._native
             number = native.receive(0, 0, got.data_ptr(), got.nbytes, got)
             assert native.wait(number, 0.3) == -1
             with pytest.raises(PeerLostError, match="rank 0"):
@@ -423,7 +462,7 @@ def releases(rendezvous, store):
     thread.join()
     assert received.wait()
     dist.barrier()
-    messages = group._messages
+    messages = group.messages
     dist.destroy_process_group()
     messages.forget(1)  # does nothing, without an error
 

@@ -81,7 +81,7 @@ class SocketRendezvous:
 
     def __init__(self, path, rank, size, name="all", timeout_s=60.0):
         self.path, self.rank, self.size, self.name, self.timeout_s = path, rank, size, name, timeout_s
-        self.calls, self.owner = 0, None
+        self.calls, self.owner, self.watch = 0, None, lambda: None
 
     def query(self, what, keys, value=None, timeout=0.0):
         with Client(self.path, "AF_UNIX") as connection:

@@ -4,17 +4,28 @@ import os
 import signal
 import time
 from datetime import timedelta
+from types import SimpleNamespace
 
 import numpy as np
 import torch
 import torch.distributed as dist
+from paths import ROOT
+from ranks import ranks
 
 import crossreduce.torch as crt
 from crossreduce import processes
 from crossreduce.errors import CollectiveTimeout, PeerLostError
+from crossreduce.ranks.transports import choice
 from crossreduce.torch import elastic
 
 LONG_S = 1800.0
+PLACES = {  # where the ranks are, and what carries messages between hosts
+    "one_host": ("AAA", {}),
+    "two_hosts": ("ABB", {}),
+    "three_hosts": ("ABC", {}),
+    "ucx": ("ABC", {"CROSSREDUCE_TRANSPORT": "ucx", "UCX_TLS": "tcp"}),
+    "plug_in": ("ABC", {"CROSSREDUCE_TRANSPORT": "page"}),  # that of docs/how-to/rdma.md
+}
 
 
 class Torch:
@@ -173,3 +184,13 @@ def lose(group):
 def wait_until(condition):
     while not condition():
         time.sleep(0.01)
+
+
+def ranks_at(place, count, function, *arguments, **options):
+    """Run ``function`` in ``count`` ranks. See ``PLACES``."""
+    hosts, variables = PLACES[place]
+    page = SimpleNamespace()
+    exec((ROOT / "docs/how-to/rdma.md").read_text().split("```py\n")[1].split("```")[0], page.__dict__)
+    choice._others = lambda: {"page": SimpleNamespace(load=lambda: page)}
+    environment = [{"CROSSREDUCE_HOST": host, **variables} for host in hosts[:count]]
+    return ranks(count, function, *arguments, environment=environment, **options)

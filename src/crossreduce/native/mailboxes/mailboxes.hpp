@@ -119,7 +119,7 @@ class Mailboxes {
     // From now on, others must not use this rank's offers, and this rank uses none.
     void give_up();
     std::string why(int of) const; // the connection to a rank of another host was lost, or ""
-    RankMood mood(int of) const;   // of a rank of another host: OPEN while it is connected, else LEFT
+    RankMood mood(int of) const;   // of a rank of another host: GAVE_UP if the connection to it was lost
 
     bool close(); // wait until no thread uses this object, and end the helper; false: another thread does or has done so
 

@@ -231,7 +231,8 @@ PyMethodDef boxes_methods[] = {
      "withdraw(number): forget a message; if it is not complete, end it. Returns False if the other rank may still read "
      "its memory."},
     {"mood", locked<boxes_mood>, METH_VARARGS,
-     "mood(rank): return 0, 1 if the rank has closed its mailboxes, or 2 if a message of it has timed out."},
+     "mood(rank): return 0, 1 if the rank has closed its mailboxes, or 2 if a message of it has timed out, or the "
+     "connection to it was lost."},
     {"source", locked<boxes_source>, METH_VARARGS,
      "source(number): return the other rank of a message that has begun to move, or -1: it is not known yet."},
     {"why", locked<boxes_why>, METH_VARARGS, "why(rank): return why the connection to a rank of another host was lost, or \"\"."},

@@ -198,7 +198,8 @@ void Mailboxes::give_up() {
 
 RankMood Mailboxes::mood(int of) const {
     if (!is_remote(of)) return static_cast<RankMood>(boxes[of].mood.load());
-    return remote(of).index >= 0 && connections->is_connected(remote(of).index) ? OPEN : LEFT;
+    const Message::State state = remote(of).index < 0 ? Message::State::left : connections->state_of(remote(of).index);
+    return state == Message::State::done ? OPEN : state == Message::State::left ? LEFT : GAVE_UP;
 }
 
 std::string Mailboxes::why(int of) const {

@@ -64,7 +64,7 @@ class Connections {
     bool pause(int64_t until_ns, int bell);
     // Wait until the hosts of the peers have received all that was written, or until a time.
     void flush(int64_t until_ns);
-    bool is_connected(int peer); // false: the connection is lost
+    Message::State state_of(int peer); // done: it is connected; else why not
     // Move what can be moved at once. Return whether messages are pending.
     bool progress();
     // Close the connections to silent hosts. A wait calls this after `silent_ns`.

@@ -98,13 +98,13 @@ void Connections::flush(int64_t until_ns) {
     const timespec pause = {0, 200000};
     for (size_t k = 0; k < peers.size(); k++)
         for (const Lane &lane : peers[k].lanes)
-            for (int left = 1; left > 0 && is_connected(static_cast<int>(k)) && now_ns() < until_ns;)
+            for (int left = 1; left > 0 && state_of(static_cast<int>(k)) == State::done && now_ns() < until_ns;)
                 if (ioctl(lane.socket, SIOCOUTQ, &left) != 0 || left == 0 || nanosleep(&pause, nullptr) != 0) break;
 }
 
-bool Connections::is_connected(int peer) {
+State Connections::state_of(int peer) {
     const std::lock_guard<std::mutex> held(lock);
-    return peers[static_cast<size_t>(peer)].state == State::done;
+    return peers[static_cast<size_t>(peer)].state;
 }
 
 int64_t Connections::yield_ns(bool by_maker) const { return by_maker ? YIELD_NS : HELPER_YIELD_NS; }

@@ -59,7 +59,7 @@ class StoreRendezvous:
         self.owner: int | None = 0
         self._failure: ReductionError | None = None
         self._limit_s: float | None = None  # how long an answer may take, if that differs from the store's own limit
-        self._unreachable: OSError | None = None  # why the store cannot be reached any more
+        self._unreachable: OSError | None = None  # why the store cannot be reached, or did not answer in time
         self._answered: dict[int, bool] = {}  # for each rank that answered the roll call, whether its wait timed out
 
     def all_gather(self, payload: bytes) -> list[bytes]:
@@ -210,8 +210,11 @@ class StoreRendezvous:
     def _query(self, limit_s: float | None, query: Callable[[], Any]) -> Any:
         """Return what ``query`` returns, or ``None`` if this or an earlier query has not reached the store.
 
+        A store that has not answered in time is used again when its late answer has arrived. No query waits for that.
         ``limit_s``: the most seconds that this and later answers may take, or ``None`` to keep the current limit.
         """
+        if isinstance(self._unreachable, TimeoutError) and self._answers_again():
+            self._unreachable = None
         if self._unreachable is None:
             if limit_s is not None and (self._limit_s is None or limit_s < self._limit_s):
                 self._limit_s = limit_s
@@ -228,6 +231,10 @@ class StoreRendezvous:
     def _limit_waits(self, seconds: float) -> None:
         """Let each wait for an answer of the store fail after some seconds."""
         self._store.limit_waits(seconds)
+
+    def _answers_again(self) -> bool:
+        """Return whether the store can be used again, after a query that has timed out. This is quick."""
+        return bool(self._store.answers_again())
 
     def _store_errors(self) -> contextlib.AbstractContextManager[None]:
         """Return a context that raises a ``PeerLostError`` if the store cannot be reached."""

@@ -170,6 +170,7 @@ class StoreClient(_Store):
         self._lock, self._number = threading.Lock(), 0  # of the latest request
         self._connection: socket.socket | None = None
         self._channel: AuthenticatedChannel | None = None  # from the first request on
+        self._is_late = False  # whether the answer to the latest request has not arrived in time
         self._listener: Listener | None = None
         if address or connection:
             self._connection = connection or socket.create_connection((address, port), CONNECT_S)
@@ -192,6 +193,14 @@ class StoreClient(_Store):
         """Close the connection, or stop serving the store."""
         self._end()
 
+    def answers_again(self) -> bool:
+        """Return whether the answer to a request that has timed out has arrived, or that to a later one."""
+        if not self._is_late or self._connection is None or self._connection.fileno() < 0:
+            return not self._is_late
+        arrived = select.poll()
+        arrived.register(self._connection, select.POLLIN)
+        return bool(arrived.poll(0))
+
     def _run(self, what: str, keys: Sequence[str], given: Json = None) -> Json:
         """Execute an operation, in this process or in the one that serves the store. See ``_Table.run``."""
         if self._connection is None:
@@ -206,11 +215,13 @@ class StoreClient(_Store):
                     self._wait_for_answer(self._connection)
                     answer = channel.receive(time.monotonic() + self.limit_s)
                     if answer["number"] == self._number:  # not the answer to a request that has timed out
+                        self._is_late = False
                         return answer["answer"]
         except ReductionError:  # what ``watch`` raises
             raise
         except (OSError, ValueError, EOFError) as error:
-            kind = "Timeout" if isinstance(error, TimeoutError) else "Lost"
+            self._is_late = isinstance(error, TimeoutError)
+            kind = "Timeout" if self._is_late else "Lost"
             raise RuntimeError(f"{kind}: the rank that serves the store does not answer: {error}") from None
 
     def _open(self, connection: socket.socket) -> AuthenticatedChannel:
@@ -241,6 +252,10 @@ class StorePart(_Store):
     def limit_waits(self, seconds: float) -> None:
         """Let each wait for an answer of the store fail after some seconds."""
         self._store.limit_s = seconds
+
+    def answers_again(self) -> bool:
+        """See ``StoreClient``."""
+        return self._store.answers_again()
 
     def watch(self) -> None:
         """Call the ``watch`` of the store."""

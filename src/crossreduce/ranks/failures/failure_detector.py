@@ -235,16 +235,19 @@ class FailureDetector:
         kind = CollectiveTimeout if isinstance(error, TimeoutError) else PeerLostError
         return kind(message(problem, str(error), f"{DOCTOR} DIR shows what each rank did last"))
 
-    def message_failure(self, method: str, peer: int | None, error: OSError, died: bool = False) -> ReductionError:
+    def message_failure(
+        self, method: str, peer: int | None, error: OSError, died: bool, takes_any: bool
+    ) -> ReductionError:
         """Return the public error for a failed send or receive of the caller, which uses the group's connections.
 
         Args:
           method: "send" or "recv".
-          peer: the other rank, or ``None`` if the message could come from any rank.
+          peer: the other rank, or a lost one from which the message might come, or ``None``.
           error: a ``TimeoutError`` or a ``ConnectionError``.
           died: whether the process of ``peer``, on another host, has ended.
+          takes_any: whether the message may come from any rank.
         """
-        other = "any rank" if peer is None else f"rank {self._members.global_ranks[peer]}"
+        other = "any rank" if peer is None or takes_any else f"rank {self._members.global_ranks[peer]}"
         call = f"{method} {'to' if method == 'send' else 'from'} {other}"
         with suppress(ValueError, OSError):  # raised by the memory if this rank closes the group at the same time
             return self._message_failure(call, peer, error, died)

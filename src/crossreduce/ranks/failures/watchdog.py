@@ -36,6 +36,8 @@ class WatchedTransport:
     def __init__(self, transport: Transport, check: Callable[[RemoteWait | None], None]) -> None:
         self.wait: RemoteWait | None = None
         self._transport, self._check_wait = transport, check
+        if (lag := getattr(transport, "lag", None)) is not None:
+            self.lag = lag
         self._watchdog = _WATCHDOG  # a reference: ``close`` may run when Python has cleared this module
         self._key = self._watchdog.add(self._check)
 
@@ -69,6 +71,11 @@ class _WatchedMessage:
 
     def __init__(self, pending: PendingMessage, rank: int, watched: WatchedTransport) -> None:
         self._pending, self._rank, self._watched = pending, rank, watched
+
+    def poll(self, seconds: float) -> bool:
+        """Wait at most so long. Return whether the message is complete; that of a plug-in cannot tell."""
+        poll = getattr(self._pending, "poll", None)
+        return poll is not None and bool(poll(seconds))
 
     def wait(self, timeout_s: float) -> None:
         """Wait for the message."""

@@ -17,6 +17,7 @@ from ..failures.peer_errors import PeerDisconnected, PeerTimeout
 from ..transports.base import PendingMessage, Transport
 from .exchange import EAGER_BYTES, wait_for
 
+_PRESENCE_TAG: Final = 3  # the tags of other messages are in multi_host, measurement and exact_exchange
 _EARLY: Final = 0.9  # no rank gives up this rank before this fraction of a check's limit; below 1, since clocks differ
 _LATE: Final = 3  # a rank that begins a check more than this many limits after this rank may have made another call
 _PAUSES_S: Final = (0.01, 0.1)  # between two queries whether all ranks have begun a check, first and longest
@@ -90,6 +91,41 @@ def _exchange(
     pending = [(start(ctypes.addressof(memory), len(memory), rank, tag), rank) for rank, memory, start in started]
     for message, rank in pending:
         wait(message, rank, timeout_s)
+
+
+class Presence:
+    """Notices that ranks of other hosts are lost, while all ranks wait for each other in another way than by messages.
+
+    All of these ranks make such an object before they wait, and call ``end`` when they have waited.
+    """
+
+    def __init__(self, ranks: Sequence[int], transport: Transport) -> None:
+        self._ranks, self._transport = ranks, transport
+        self._rooms = [ctypes.create_string_buffer(1) for _ in ranks]
+        rooms = zip(ranks, self._rooms, strict=True)
+        # The messages that these ranks send at the end. If a rank is lost, its message fails.
+        self._expected = [
+            (transport.receive(ctypes.addressof(room), 1, rank, _PRESENCE_TAG), rank) for rank, room in rooms
+        ]
+
+    def check(self) -> None:
+        """Raise a ``PeerError`` if a rank was lost. Messages of a plug-in are only checked by ``end``."""
+        for message, rank in [*self._expected]:
+            poll = getattr(message, "poll", None)
+            try:
+                if poll is not None and poll(0.0):
+                    self._expected.remove((message, rank))
+            except OSError as error:
+                raise PeerDisconnected(rank, str(error)) from error
+
+    def end(self, timeout_s: float) -> None:
+        """Wait until all ranks have called this. Raise a ``PeerError`` if one is lost or late."""
+        sent = ctypes.create_string_buffer(1)
+        messages = [
+            (self._transport.send(ctypes.addressof(sent), 1, rank, _PRESENCE_TAG), rank) for rank in self._ranks
+        ]
+        for message in messages + self._expected:
+            wait_for(*message, timeout_s)
 
 
 class Patience:

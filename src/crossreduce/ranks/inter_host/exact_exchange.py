@@ -106,8 +106,7 @@ class ExactExchange(Exchange):
         blocks = [self._block(piece, value) for value in operands]
         overflow = b"".join(self._overflow.get((piece, value), b"") for value in operands)
         if final:
-            address, numbers = self._places(piece)[0], self._program.numbers
-            round_sums(blocks, overflow, numbers, address + self._places(piece)[1][result][0], blocks[0].size)
+            round_sums(blocks, overflow, self._program.numbers, self._places(piece)[result][0], blocks[0].size)
         else:
             sources = [array for block in blocks for array in block.arrays()]
             self._keep(piece, result, bytearray(self._block(piece, result).add("float64", sources, overflow)))
@@ -120,10 +119,9 @@ class ExactExchange(Exchange):
             block.write_count(overflow)
 
     def _block(self, piece: int, value: int) -> PartialSums:
-        base, places = self._places(piece)
-        place, _, size = places[value]
+        address, _, size = self._places(piece)[value]
         dtype = self._program.numbers.dtype
-        return PartialSums(base + place, size * reals(dtype), is_pair(dtype))
+        return PartialSums(address, size * reals(dtype), is_pair(dtype))
 
 
 def _address(memory: bytearray) -> int:

@@ -3,10 +3,11 @@
 Input: a lowered program whose devices are hosts, a transport, and this host's partial result of each piece. Output: the
 fully reduced pieces. The other ranks of the host are not involved.
 
-Pieces are pipelined: piece j executes round r in stage t = j + lag * r of the exchange. The lag is ROUND_LAG, or 1 for
-a single piece. The order of all messages is fixed, so messages need no names. A message is sent lag - 1 stages before
-the receiver waits for it, so that the link is not idle. Receives are posted one stage early. A round sends only values
-that were complete when it began, as ``verify`` proves. No value of a piece is overwritten before the piece is complete.
+Pieces are pipelined: piece j executes round r in stage t = j + lag * r of the exchange. The lag is that of the
+transport, by default ROUND_LAG, or 1 for a single piece. The order of all messages is fixed, so messages need no names.
+A message is sent lag - 1 stages before the receiver waits for it, so that the link is not idle. Receives are posted one
+stage early. A round sends only values that were complete when it began, as ``verify`` proves. No value of a piece is
+overwritten before the piece is complete.
 An op may consist of several exchanges, which execute each stage together (``run_stage``).
 """
 
@@ -15,7 +16,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
-from itertools import chain, pairwise
+from itertools import accumulate, chain, pairwise
 from typing import Final, NamedTuple
 
 from ... import kernels
@@ -39,11 +40,14 @@ class PieceMemory(NamedTuple):
 
     ``places``: for each local value its offset in bytes, its size in bytes, and its number of elements. ``results_at``:
     the offset of the first chunk's result. The results of the other chunks follow in the order of the chunks.
+    ``arrays``: if the exchange uses the caller's arrays (see ``ExchangeProgram.arrays``), for each value 0 or 1 if it
+    has its place in the piece of the first or the second one, or 2.
     """
 
     places: tuple[tuple[int, int, int], ...]
     results_at: int
     nbytes: int
+    arrays: tuple[int, ...] = ()
 
 
 class ExchangeProgram(NamedTuple):
@@ -59,6 +63,8 @@ class ExchangeProgram(NamedTuple):
     window: int  # the number of pieces that have memory at the same time
     room: int  # bytes of each piece's memory
     eager: bool  # whether the op's first messages carry the first round, see ``first_data``; only if there is one piece
+    # If the partial results are the caller's array, and the results go into one: the numbers of these buffers.
+    arrays: tuple[int, int] | None = None
 
     def partial_at(self, piece: int) -> int:
         """Return the offset in the exchange's memory at which the caller must write a piece's partial result."""
@@ -102,47 +108,56 @@ class ExchangeProgram(NamedTuple):
         return numbers if final else numbers._replace(result=numbers.accumulator, divisor=1)
 
 
-def _lag(pieces: int) -> int:
-    return 1 if pieces == 1 else ROUND_LAG  # a single piece does not wait for others
-
-
-def delay(program: Program, pieces: int) -> int:
+def delay(program: Program, pieces: int, lag: int = ROUND_LAG) -> int:
     """Return the number of stages from a piece's first stage to its completion, at least 1."""
-    return max(1, _lag(pieces) * program.round_count - 1)
+    return max(1, (1 if pieces == 1 else lag) * program.round_count - 1)  # a single piece does not wait for others
 
 
 @lru_cache(maxsize=1024)
 def exchange_program(
-    program: Program, host: int, peers: tuple[int, ...], sizes: tuple[int, ...], numbers: Numbers, eager: bool = False
+    program: Program,
+    host: int,
+    peers: tuple[int, ...],
+    sizes: tuple[int, ...],
+    numbers: Numbers,
+    eager: bool = False,
+    arrays: tuple[int, int] | None = None,
+    lag: int = ROUND_LAG,
 ) -> ExchangeProgram:
     """Return the program of host number ``host`` for an exchange between hosts.
 
     ``sizes``: the elements of each piece. ``program``: the lowered schedule. Its devices are the hosts, and all chunks
-    must have the same sources and destinations. ``peers``, ``eager``: see ``ExchangeProgram``.
+    must have the same sources and destinations. ``peers``, ``eager``, ``arrays``: see ``ExchangeProgram``. ``lag``: of
+    several pieces.
     """
     program.require_uniform()
     part = program.on(host)
-    stages_late = delay(program, len(sizes))
+    stages_late, lag = delay(program, len(sizes), lag), 1 if len(sizes) == 1 else lag
     # If this host is the only source, its partial result is already the result.
     has_results = program.chunks[0].sources == (host,)
-    pieces = tuple(_piece_memory(part, program, size, numbers, has_results) for size in sizes)
+    pieces = tuple(_piece_memory(part, program, size, numbers, has_results, arrays is not None) for size in sizes)
     # The memory of a piece is used for stages_late + 2 stages: from the stage before its first one, which posts its
-    # receives, to the one that completes it. When it is used again, its last sends are ROUND_LAG stages old.
+    # receives, to the one that completes it. When it is used again, its last sends are some stages old.
     window = min(len(sizes), stages_late + 2)
     room = max(piece.nbytes for piece in pieces)
     spans = tuple(program.spans(size) for size in sizes)
-    return ExchangeProgram(part, peers, pieces, spans, numbers, _lag(len(sizes)), stages_late, window, room, eager)
+    return ExchangeProgram(part, peers, pieces, spans, numbers, lag, stages_late, window, room, eager, arrays)
 
 
 @lru_cache(maxsize=4096)
-def _piece_memory(part: DeviceProgram, program: Program, size: int, numbers: Numbers, has_results: bool) -> PieceMemory:
-    """Return where the values are: the partial result, then results (none if ``has_results``), then other values."""
+def _piece_memory(
+    part: DeviceProgram, program: Program, size: int, numbers: Numbers, has_results: bool, is_direct: bool
+) -> PieceMemory:
+    """Return where the values are: the partial result, then results (none if ``has_results``), then other values.
+
+    ``is_direct``: whether the partial result and the results are in the caller's arrays.
+    """
     spans = program.spans(size)
     partial, result, header = partial_itemsize(numbers), itemsize(numbers.result), header_nbytes(numbers)
     kept = set() if has_results else {value for value in part.results if value >= 0}
-    inputs = _rounded_to_lines(size * partial + len(spans) * header)
+    inputs = 0 if is_direct else _rounded_to_lines(size * partial + len(spans) * header)
     results_at = inputs if kept else 0
-    at = inputs + _rounded_to_lines(size * result) if kept else inputs
+    at = inputs + _rounded_to_lines(size * result) if kept and not is_direct else inputs
     places = []
     for number, (chunk, final) in enumerate(part.values):
         start, stop = spans[chunk]
@@ -157,7 +172,8 @@ def _piece_memory(part: DeviceProgram, program: Program, size: int, numbers: Num
             place = at
             at += _rounded_to_lines(nbytes)
         places.append((place, nbytes, stop - start))
-    return PieceMemory(tuple(places), results_at, at)
+    arrays = [0 if value < len(spans) else 1 if value in kept else 2 for value in range(len(places))]
+    return PieceMemory(tuple(places), results_at, at, tuple(arrays) if is_direct else ())
 
 
 def _rounded_to_lines(nbytes: int) -> int:
@@ -171,10 +187,23 @@ class Exchange:
     ``run_stage([self], t)``. Then the results of piece t - ``delay`` are at ``program.results_at(t - delay)``. After
     the last piece the caller calls ``close``. All hosts make the same calls. After a failure the caller must keep the
     exchange until the transport is freed, since messages may still be written to its memory.
+
+    ``addresses``: of the caller's buffers, if the exchange uses them (see ``ExchangeProgram.arrays``). Then the caller
+    writes no partial result, and finds the results in its buffer.
     """
 
-    def __init__(self, program: ExchangeProgram, transport: Transport, tag: int, timeout_s: float) -> None:
+    def __init__(
+        self,
+        program: ExchangeProgram,
+        transport: Transport,
+        tag: int,
+        timeout_s: float,
+        addresses: Sequence[int] = (),
+    ) -> None:
         self._program = program
+        # Only used buffers need an address: a rank that receives nothing, for example, has no buffer for it.
+        self._arrays = [addresses[k] if k < len(addresses) else 0 for k in program.arrays or ()]
+        self._starts = [*accumulate((spans[-1][1] for spans in program.spans), initial=0)]  # elements before each piece
         self._transport, self._tag, self._timeout_s = transport, tag, timeout_s
         self._memory = kernels.memory(max(1, program.nbytes + LINE))
         self.base = _rounded_to_lines(ctypes.addressof(ctypes.c_char.from_buffer(self._memory)))
@@ -191,10 +220,10 @@ class Exchange:
 
     def _first(self, moves: Sequence[tuple[int, int]]) -> Iterator[tuple[int, int, int]]:
         """Yield address, bytes and rank for each (value, host) of ``moves``, if the exchange is eager."""
-        base, places = self._places(0)
+        places = self._places(0)
         for value, host in moves if self._program.eager else ():
-            place, nbytes, _ = places[value]
-            yield base + place, nbytes, self._program.peers[host]
+            address, nbytes, _ = places[value]
+            yield address, nbytes, self._program.peers[host]
 
     def send(self, stage: int) -> None:
         """Start to send the values of a stage."""
@@ -221,9 +250,14 @@ class Exchange:
             if 0 <= piece < len(self._program.pieces):
                 yield piece, r
 
-    def _places(self, piece: int) -> tuple[int, tuple[tuple[int, int, int], ...]]:
-        """Return the address of a piece's memory, and the ``PieceMemory.places`` in it."""
-        return self.base + self._program.partial_at(piece), self._program.pieces[piece].places
+    def _places(self, piece: int) -> list[tuple[int, int, int]]:
+        """Return address, bytes and number of elements of each value of a piece."""
+        base, memory = self.base + self._program.partial_at(piece), self._program.pieces[piece]
+        bases = [base] * len(memory.places)
+        if self._arrays:
+            start = self._starts[piece] * itemsize(self._program.numbers.dtype)
+            bases = [(*(array + start for array in self._arrays), base)[k] for k in memory.arrays]
+        return [(at + place, nbytes, size) for at, (place, nbytes, size) in zip(bases, memory.places, strict=True)]
 
     def post_receives(self, stage: int) -> None:
         """Start to receive the messages of a stage. Before memory is used again, wait for the sends from it."""
@@ -242,16 +276,18 @@ class Exchange:
         started: list[tuple[PendingMessage, int]],
     ) -> None:
         """Start to send or receive each (value, host) of ``moves``, and append the messages to ``started``."""
-        base, places = self._places(piece)
+        places = self._places(piece)
         for value, host in moves:
-            place, nbytes, _ = places[value]
+            address, nbytes, _ = places[value]
             if nbytes:
                 rank = self._program.peers[host]
-                started.append((start(base + place, nbytes, rank, self._tag), rank))
+                started.append((start(address, nbytes, rank, self._tag), rank))
 
     def _finish(self, piece: int, r: int) -> None:
         """Wait for the messages of round ``r`` of a piece, and combine their values."""
         self._wait(self._receives.pop((piece, r)))
+        if self._arrays and self._program.part.stages[r].combinations:  # these may overwrite what is being sent
+            self._wait(self._sends[piece % self._program.window])
         for combination in self._program.part.stages[r].combinations:
             if self._program.pieces[piece].places[combination.made][1]:
                 self._combine(piece, combination)
@@ -259,10 +295,10 @@ class Exchange:
     def _combine(self, piece: int, combination: Combination) -> None:
         """Combine values in the memory of a piece."""
         result, operands, final = combination
-        base, places = self._places(piece)
+        places = self._places(piece)
         combine = kernel(self._program.numbers_of(final), places[result][2], len(operands), 1)
-        sources = [base + places[value][0] for value in operands]
-        combine.run([sources], [[base + places[result][0]]], 1, False, False)  # threads, streaming, check_overlap
+        sources = [places[value][0] for value in operands]
+        combine.run([sources], [[places[result][0]]], 1, False, False)  # threads, streaming, check_overlap
 
     def _wait(self, messages: list[tuple[PendingMessage, int]]) -> None:
         while messages:  # after an error the list still has the message that failed, and the later ones

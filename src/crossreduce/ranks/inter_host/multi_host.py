@@ -36,7 +36,7 @@ from ..intra_host.instructions import (
     pipeline,
 )
 from ..intra_host.partial_sums import header_nbytes, partial_itemsize, travelling_itemsize
-from ..intra_host.programs import LINE, PIECE_BYTES, SLOT_BYTES, STREAMING_BYTES, RankCompiler, fitting_size
+from ..intra_host.programs import LINE, PIECE_BYTES, SLOT_BYTES, STREAMING_BYTES, RankCompiler
 from ..intra_host.shared_memory import DIFFERS, DONE, ELSEWHERE, MISMATCH, RankMemory
 from ..intra_host.slot_words import DIFFERENT, SAME, remote_wait, verdict
 from ..transports.base import PendingMessage, Transport
@@ -45,6 +45,7 @@ from .compiled_calls import CompiledCalls
 from .exact_exchange import ExactExchange, HostTerms
 from .exchange import (
     EAGER_BYTES,
+    ROUND_LAG,
     Exchange,
     ExchangeProgram,
     delay,
@@ -57,10 +58,13 @@ from .exchange import (
 )
 from .one_host import RankExecutable
 from .two_level import (
+    MESSAGE_BYTES,
     SMALL_BYTES,
     HostPart,
     Lost,
     Stripe,
+    buffer_count,
+    can_use_arrays,
     crossing_arrays,
     distances,
     equal_links,
@@ -68,6 +72,8 @@ from .two_level import (
     host_parts,
     host_programs,
     host_schedule,
+    is_one_move,
+    most_elements,
     stripe,
 )
 
@@ -86,7 +92,8 @@ class MultiHostEngine:
 
     ``hosts``: the ranks of each host. ``memory``: the shared memory of this rank's host. ``transport``: carries
     messages between hosts. ``lost``: the pairs of hosts without a link. ``watch``: if compiled code can exchange
-    messages (see ``RankMemory.awaited``), a function that returns a message whose wait is recorded.
+    messages (see ``RankMemory.awaited``), a function that returns a message whose wait is recorded. ``ends_at_once``:
+    whether no memory is read or written any more when the transport was aborted.
     """
 
     def __init__(
@@ -97,6 +104,7 @@ class MultiHostEngine:
         transport: Transport,
         lost: Lost = (),
         watch: Callable[[PendingMessage, int], PendingMessage] | None = None,
+        ends_at_once: bool = False,
     ) -> None:
         self.hosts, self.rank, self.memory, self.transport = hosts, rank, memory, transport
         self.ranks, self.host = memory.host, hosts.index(memory.host)
@@ -107,8 +115,8 @@ class MultiHostEngine:
         self.digest = b""  # of the last call
         self._exchanges: tuple[Exchange, ...] = ()  # the exchanges of the current op
         self.patience: Patience | None = None  # set only while the links are checked
-        self._watch = watch
-        self._compiled = CompiledCalls()
+        self._watch, self._may_use_arrays = watch, ends_at_once and watch is not None and max(map(len, hosts)) == 1
+        self._compiled, self._lag = CompiledCalls(), getattr(transport, "lag", ROUND_LAG)
         self.lose(lost)
 
     def lose(self, lost: Lost) -> None:
@@ -116,7 +124,7 @@ class MultiHostEngine:
         self.lost, self.topology = lost, None
         hops = distances(len(self.hosts), lost)
         # The leaders of other hosts to which this leader has a link; empty if this rank is not a leader.
-        self._neighbours = [peer for host, peer in enumerate(self.peers) if hops[self.host][host] == 1]
+        self.neighbours = [peer for host, peer in enumerate(self.peers) if hops[self.host][host] == 1]
         self.diameter = max(map(max, hops))  # links on the longest of all shortest routes
 
     def plan_digest(self, topology: Topology) -> bytes:
@@ -143,13 +151,17 @@ class MultiHostEngine:
         # 32 MiB on 2 cores with pieces of 1, 1/2 and 1/4 MiB: 2 hosts of 4 ranks take 1.08, 1.065 and 1.055 times the
         # link's time at 1 Gbit/s, and 94, 89 and 126 ms at 10 Gbit/s; 3 hosts of 2 ranks with a slow link, in 4 rounds,
         # 1.20, 1.135 and 1.10 times the bound.
-        fitting = crossing * self._fitting_size(collective, numbers, root)
+        fitting = crossing * most_elements(self.hosts, collective, root, numbers)
         most = min(PIECE_BYTES // max(2, between.round_count), fitting)
         # A stage of an exact reduction takes longer. Measured on 2 hosts of 4 ranks, 2 cores, 256 KiB to 4 MiB at
         # 1 Gbit/s: exact all-reduces take 1.8 to 2.2 times as long as others; with this factor of 2, 1.6 to 2.0 times.
         smallest = min(most, SMALLEST_PIECE * (2 if numbers.exact else 1))
         in_code = self._watch is not None and not self.lost and not numbers.exact
         in_code = in_code and size * crossing <= min(PIECE_BYTES, fitting)
+        rounds = between.round_count
+        direct = self._may_use_arrays and not in_code and can_use_arrays(collective, parts, rounds, numbers)
+        if direct and is_one_move(parts, rounds):  # nothing can be done while messages are under way
+            smallest = most = MESSAGE_BYTES
         sizes = (size,) if in_code else piece_sizes(size, crossing, smallest, most, delay(between, 2))
 
         def first_nbytes(leaders: int, leader: int) -> int:
@@ -165,10 +177,10 @@ class MultiHostEngine:
             order = [host_names(len(self.hosts)).index(name) for name in schedule.devices]  # the host of each device
             eager = len(sizes) == 1 and first_nbytes(leaders, self.leader) <= EAGER_BYTES
             for p, part in enumerate(parts):
-                exchange = self._part_exchange(part, between, order, sizes, numbers, eager, leaders)
+                exchange = self._part_exchange(part, between, order, sizes, numbers, eager, leaders, direct)
                 if exchange is not None:
                     exchanges[p] = exchange
-        depth = 2 if in_code else delay(between, len(sizes)) + 2
+        depth = 2 if in_code else delay(between, len(sizes), self._lag) + 2
         parts_here = self._local_parts(collective, sizes, numbers, root, exchanges, depth, leaders, in_code)
         phases, deliveries, folds = parts_here
         stages = pipeline(len(sizes), phases, depth)
@@ -178,25 +190,10 @@ class MultiHostEngine:
         if not in_code:
             program = native_program(stages, *counted)
             return RankExecutable(program, len(stages), text, digest, programs, deliveries, folds=folds, prepared=False)
-        compared = tuple(self._neighbours) if self.leader is not None and self.leader < leaders else ()
+        compared = tuple(self.neighbours) if self.leader is not None and self.leader < leaders else ()
         return self._compiled.executable(
-            stages, programs, self._buffers(parts), deliveries, compared, digest, counted, text
+            stages, programs, buffer_count(parts, self.rank), deliveries, compared, digest, counted, text
         )
-
-    def _buffers(self, parts: Sequence[HostPart]) -> int:
-        """Return how many buffers the caller has."""
-        arrays = [array for part in parts for array in part.arrays]
-        read = [array.input for array in arrays if self.rank in array.sources]
-        written = [array.output for array in arrays if self.rank in array.destinations]
-        return 1 + max(read + written)
-
-    def _fitting_size(self, collective: str, numbers: Numbers, root: int | None) -> int:
-        """Return the maximum elements per array of a piece that fits into the slots of all hosts."""
-        # Hosts with equally many ranks, and the root at the same place, use the same slot memory: analyze one of them.
-        kinds = {(len(ranks), ranks.index(root) if root in ranks else -1): k for k, ranks in enumerate(self.hosts)}
-        leaders = self.leaders
-        analyses = [host_programs(self.hosts, collective, root, k, leaders).analyses(numbers) for k in kinds.values()]
-        return min(fitting_size(analysis, SLOT_BYTES // 2 - LINE, PIECE_BYTES) for analysis in analyses)
 
     def _part_exchange(
         self,
@@ -207,6 +204,7 @@ class MultiHostEngine:
         numbers: Numbers,
         eager: bool,
         leaders: int,
+        direct: bool,
     ) -> ExchangeProgram | None:
         """Return the program by which this leader exchanges its stripe of a part's arrays with other hosts.
 
@@ -217,7 +215,9 @@ class MultiHostEngine:
         ends = (tuple(map(order.index, hosts)) for hosts in (part.sources, part.destinations))
         stripes = tuple(self._stripe(part, size, numbers, leaders).size for size in sizes)
         peers = tuple(self.peers[host] for host in order)
-        program = exchange_program(part_of(between, *ends), order.index(self.host), peers, stripes, numbers, eager)
+        arrays = (part.arrays[0].input, part.arrays[0].output) if direct else None  # the only one of the part
+        own = part_of(between, *ends), order.index(self.host)
+        program = exchange_program(*own, peers, stripes, numbers, eager, arrays, self._lag)
         return program if any(stage.sends or stage.receives for stage in program.part.stages) else None
 
     def _stripe(self, part: HostPart, size: int, numbers: Numbers, leaders: int) -> Stripe:
@@ -252,10 +252,8 @@ class MultiHostEngine:
         """
         parts = host_parts(self.hosts, collective, root)
         programs = host_programs(self.hosts, collective, root, self.host, leaders)
-        buffers, written = (
-            self._buffers(parts),
-            sum(self.rank in array.destinations for p in parts for array in p.arrays),
-        )
+        buffers = buffer_count(parts, self.rank)
+        written = sum(self.rank in array.destinations for p in parts for array in p.arrays)
         nbytes, wide, narrow = map(itemsize, (numbers.dtype, numbers.accumulator, numbers.result))
         starts = tuple(start * nbytes for start in accumulate(sizes[:-1], initial=0))
         streaming = written * sum(sizes) * nbytes >= STREAMING_BYTES
@@ -274,8 +272,10 @@ class MultiHostEngine:
             places = tuple(at(exchanges[p], piece) + shift * width for piece, shift in enumerate(shifts))
             return ArrayPlaces(buffers + [*exchanges].index(p), places)
 
-        partials = partial(striped, ExchangeProgram.partial_at, wide)
-        results = partial(striped, ExchangeProgram.results_at, narrow)
+        partials: Callable[[int, int], ArrayPlaces] = partial(striped, ExchangeProgram.partial_at, wide)
+        results: Callable[[int, int], ArrayPlaces] = partial(striped, ExchangeProgram.results_at, narrow)
+        if any(program.arrays for program in exchanges.values()):  # nothing is copied
+            partials, results = inputs_at, outputs_at
         ends: dict[str, tuple[Callable[[int, int], ArrayPlaces], ...]]  # return where inputs and outputs are
         ends = {"up": (inputs_at, partials), "local": (inputs_at, outputs_at), "down": (results, outputs_at)}
         compiled, slot_ends = {}, (LINE,) * len(self.ranks)  # the bytes in use of each rank's slot
@@ -320,8 +320,8 @@ class MultiHostEngine:
             outcome = runner.start(executable.program, addresses, executable.text, executable.stages)
             return self.resume(executable, outcome, runner, timeout_s)
         self.digest = executable.digest
-        exchanges = self._exchanges = tuple(self._new_exchange(program, timeout_s) for program in executable.exchanges)
-        addresses = (*addresses, *(exchange.base for exchange in exchanges))
+        exchanges = tuple(self._new_exchange(program, timeout_s, addresses) for program in executable.exchanges)
+        self._exchanges, addresses = exchanges, (*addresses, *(exchange.base for exchange in exchanges))
         same_here = runner.begin(executable.program, addresses, executable.text, 2)
         same = same_here
         if same_here and executable.folds:
@@ -387,7 +387,7 @@ class MultiHostEngine:
     ) -> dict[int, bytes] | None:
         """Exchange digests and data with the leaders of linked hosts. Return their data, as ``exchange_digests``."""
         with self._waiting_for_hosts(phase, 1):
-            others, transport, rounds = self._neighbours, self.transport, self.diameter
+            others, transport, rounds = self.neighbours, self.transport, self.diameter
             return exchange_digests(digest, data, others, transport, TAG, timeout_s, rounds, self.patience)
 
     def _exchange_stage(
@@ -406,10 +406,10 @@ class MultiHostEngine:
         if delivered:
             self.memory.native.trace(TracePhase.COPY_OUT, stage)
 
-    def _new_exchange(self, program: ExchangeProgram, timeout_s: float) -> Exchange:
+    def _new_exchange(self, program: ExchangeProgram, timeout_s: float, addresses: Sequence[int]) -> Exchange:
         if program.numbers.exact:
             return ExactExchange(program, self.transport, TAG, timeout_s, sum(map(len, self.hosts)))
-        return Exchange(program, self.transport, TAG, timeout_s)
+        return Exchange(program, self.transport, TAG, timeout_s, addresses)
 
     def _fold(
         self, executable: RankExecutable, exchanges: Sequence[Exchange], addresses: tuple[int, ...], piece: int

@@ -19,11 +19,13 @@ from ...ops import Numbers, copy_numbers
 from ...planning import COLLECTIVES, Request, plan, schedule_for
 from ...schedule import Schedule
 from ...topology import Topology
-from ..intra_host.programs import RankAnalysis, analyze, boundary
+from ..intra_host.programs import LINE, PIECE_BYTES, SLOT_BYTES, RankAnalysis, analyze, boundary, fitting_size
 from .one_host import CollectiveArray, collective_arrays, one_round, rank_names
 
 SMALL_BYTES: Final = 1 << 14
 """Up to so many bytes, every host sends its partial result of an all-reduce to all others, and one rank does so."""
+MESSAGE_BYTES: Final = 1 << 24
+"""The most bytes of a message that no host combines with others. Each message must complete within the timeout."""
 SAME_SPEED: Final = Fraction(1, 10)
 SAME_LATENCY_S: Final = Fraction(5, 100_000)
 """Plans are kept if no link changes by more than this; see ``same_speeds``. Two measurements of the same link differ by
@@ -76,6 +78,29 @@ def crossing_arrays(hosts: int, parts: Iterable[HostPart]) -> int:
 
     sent = most(lambda part, host: host in part.sources and part.destinations != (host,))
     return max(sent, most(HostPart.enters))
+
+
+def buffer_count(parts: Iterable[HostPart], rank: int) -> int:
+    """Return how many buffers the caller of a collective has on a rank."""
+    arrays = [array for part in parts for array in part.arrays]
+    read = [array.input for array in arrays if rank in array.sources]
+    return 1 + max(read + [array.output for array in arrays if rank in array.destinations])
+
+
+def can_use_arrays(collective: str, parts: Iterable[HostPart], rounds: int, numbers: Numbers) -> bool:
+    """Return whether hosts of one rank may exchange the caller's arrays without copies, in ``rounds`` rounds.
+
+    What a host sends must not be overwritten before, also if a call is in place.
+    """
+    if collective == "all_to_all":
+        return False
+    moves_only = all(len(part.sources) == 1 for part in parts if part.crosses)
+    return moves_only or (rounds == 1 and not numbers.exact and numbers.accumulator == numbers.dtype)
+
+
+def is_one_move(parts: Iterable[HostPart], rounds: int) -> bool:
+    """Return whether the hosts only send arrays to each other, and forward none."""
+    return rounds == 1 and all(len(part.sources) == 1 for part in parts if part.crosses)
 
 
 # Between hosts
@@ -288,3 +313,12 @@ def host_programs(hosts: Hosts, collective: str, root: int | None, host: int, le
         program("local", [p for p, part in numbered if part.sources == (host,) and host in part.destinations]),
         program("down", [p for p, part in numbered if part.enters(host)]),
     )
+
+
+def most_elements(hosts: Hosts, collective: str, root: int | None, numbers: Numbers) -> int:
+    """Return the maximum elements per array of a piece that fits into the slots of all hosts."""
+    # Hosts with equally many ranks, and the root at the same place, use the same slot memory: analyze one of them.
+    kinds = {(len(ranks), ranks.index(root) if root in ranks else -1): k for k, ranks in enumerate(hosts)}
+    leaders = min(map(len, hosts))
+    analyses = [host_programs(hosts, collective, root, k, leaders).analyses(numbers) for k in kinds.values()]
+    return min(fitting_size(analysis, SLOT_BYTES // 2 - LINE, PIECE_BYTES) for analysis in analyses)

@@ -11,7 +11,7 @@ import select
 import socket
 import struct
 import threading
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any, Final, Protocol, TypeGuard
@@ -28,6 +28,8 @@ class Rendezvous(Protocol):
     size: int
     owner: int | None
     """The number in the group of the rank whose process serves the rendezvous; ``None`` if no rank does."""
+    watch: Callable[[], None]
+    """Called again and again while ``all_gather`` waits for other ranks. An error ends the wait."""
 
     def all_gather(self, payload: bytes) -> list[bytes]:
         """Return the payloads of all ranks, in the order of the ranks. All ranks call it, in the same order.
@@ -102,7 +104,8 @@ class Transport(Protocol):
 
     The caller must keep the memory of a message until ``wait`` returned. A transport may have an attribute ``carrier``:
     a compiled object that moves its messages, as ``HostTransport.connections``. If it also has a method ``wrap``, that
-    returns the ``PendingMessage`` for a message with a rank that this object has begun.
+    returns the ``PendingMessage`` for a message with a rank that this object has begun. ``lag``: how many parts of a
+    large array should be under way at once, by default 2.
     """
 
     def send(self, address: int, nbytes: int, dst: int, tag: int) -> PendingMessage:

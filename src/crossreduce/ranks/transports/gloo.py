@@ -35,12 +35,12 @@ def process_group(
 
 def settings(timeout: timedelta) -> Any:
     """Return a ``ProcessGroupGloo`` of this rank alone, without connections. torch keeps a group's timeout in it."""
-    return _group_at(_loopback_device(), torch.distributed.HashStore(), 0, 1, timeout)
+    return _group_at(_loopback_device(), torch.distributed.HashStore(), 0, 1, timeout, threads=1)
 
 
-def _group_at(device: Any, store: Any, rank: int, size: int, timeout: timedelta) -> Any:
+def _group_at(device: Any, store: Any, rank: int, size: int, timeout: timedelta, threads: int = 2) -> Any:
     options = c10d.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-    options._devices, options._timeout = [device], timeout
+    options._devices, options._timeout, options._threads = [device], timeout, threads
     return torch.distributed.ProcessGroupGloo(store, rank, size, options)
 
 

@@ -40,6 +40,7 @@ class MpiRendezvous:
         self._comm, self._timeout_s = comm, timeout_s
         self.rank, self.size = comm.Get_rank(), comm.Get_size()
         self._cause: bytes | None = None
+        self.watch: Callable[[], None] = lambda: None
         self._sent: list[Any] = []  # requests, which reference the bytes that MPI still reads
 
     def all_gather(self, payload: bytes) -> list[bytes]:
@@ -63,6 +64,7 @@ class MpiRendezvous:
                 raise CollectiveTimeout(message(problem, remedy=_REMEDY), missing)
             pause = _SHORTEST_S if arrived else min(2 * pause, _LONGEST_S)
             time.sleep(pause)
+            self.watch()
         for rank, send in sends.items():
             while not send.test()[0]:
                 if time.monotonic() > deadline:
@@ -124,6 +126,10 @@ class MpiTransport:
     ``carrier``: a compiled object that moves the messages instead, also while this rank waits for ranks of its host. It
     needs no thread. It is ``None`` if MPI does not support threads, or its functions were not found.
     """
+
+    # MPI sends a large message after an answer of the receiver, which may wait behind data. Measured for 16 MiB at 1
+    # Gbit/s, as the time over that with 2 parts at once: 4 parts 0.81, 8 0.69, 12 0.65.
+    lag = 8
 
     def __init__(self, comm: Any, abort_cause: Callable[[], bytes | None] = lambda: None) -> None:
         """``comm``: a duplicate that no other code uses. ``abort_cause``: see ``base.Rendezvous``. Waits call it."""
