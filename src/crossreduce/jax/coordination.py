@@ -8,6 +8,7 @@ from __future__ import annotations
 import atexit
 import ctypes
 import json
+import os
 import socket
 import time
 from contextlib import suppress
@@ -89,6 +90,7 @@ def announce() -> socket.socket:
     address = own_address()
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     listener = socket.create_server((address, 0), family=family)
+    os.register_at_fork(after_in_child=listener.close)  # a forked process may outlive this one
     publish(f"{_ALIVE}{jax.process_index()}", json.dumps([address, listener.getsockname()[1]]))
     return listener
 
@@ -128,6 +130,11 @@ def _await_others(client: Any) -> None:
     for key, text in client.key_value_dir_get(_PREFIX + _ALIVE):
         if int(key.rpartition("/")[2]) == jax.process_index():
             continue
-        with suppress(OSError), socket.create_connection(tuple(json.loads(text)), _CONNECT_S) as connection:
+        if (left_s := deadline - time.monotonic()) <= 0:
+            return
+        with (
+            suppress(OSError),
+            socket.create_connection(tuple(json.loads(text)), min(_CONNECT_S, left_s)) as connection,
+        ):
             connection.settimeout(max(0.001, deadline - time.monotonic()))
             connection.recv(1)  # returns, or fails, when the process has ended

@@ -1,4 +1,4 @@
-"""``Messages``: messages between two ranks of a group, all-to-alls of parts of any sizes, and all-gathers of texts.
+"""``Messages``: messages between two ranks of a group, and all-to-alls of parts of any sizes.
 
 Input: memory, the other rank and a tag. Output: received messages, or errors that name the other rank. The compiled
 mailboxes carry the messages, in the memory that a host shares and over connections to the ranks of other hosts
@@ -7,13 +7,10 @@ mailboxes carry the messages, in the memory that a host shares and over connecti
 
 from __future__ import annotations
 
-import ctypes
 import math
-import struct
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-from hashlib import blake2b
 from typing import Any, Final
 
 from ..errors import MismatchError, ReductionError, decoded
@@ -28,10 +25,6 @@ _WAITING: Final = -1  # what the compiled ``wait`` returns
 _PARTS_TAG: Final = -1  # of messages of exchanges; users' tags are at least 0
 # The ``mood`` of a rank whose messages are valid, and of one that has called ``give_up`` or was lost.
 _OPEN, _GAVE_UP = 0, 2
-_FRAME_NBYTES: Final = 1000  # of the first message of a text, with its length; so many bytes are sent at once
-_LENGTH: Final = struct.Struct("<Q")
-_MOST_GATHERED: Final = 64  # ranks whose texts are gathered by messages
-_ARRIVE_S: Final = 0.005  # how long a rank waits for a text before it looks whether it should wait any longer
 _QUERY_S: Final = 0.25  # between two queries whether a rank of another host has aborted the group
 
 
@@ -139,33 +132,6 @@ class Messages:
         failure = failure or ConnectionError("another wait for this message has failed")
         raise self._public_error(method, peer, failure, wanted == ANY_RANK)
 
-    def texts(self, global_ranks: Sequence[int], name: str) -> TextGather | None:
-        """Return an object that gathers texts among these ranks, or ``None`` if they cannot all use messages.
-
-        ``name``: names it, the same on all ranks. It must be used only once.
-        """
-        communicator = self._communicator
-        places = {number: rank for rank, number in enumerate(communicator.global_ranks)}
-        with suppress(ValueError):  # raised if the group has been closed
-            if len(global_ranks) > _MOST_GATHERED:  # every two of them exchange a message
-                return None
-            if places.keys() >= {*global_ranks} and communicator.calls.is_usable() and self._own_failure() is None:
-                tag = int.from_bytes(blake2b(f"{name} {global_ranks}".encode(), digest_size=7).digest(), "little")
-                return TextGather(self, communicator.rank, [places[number] for number in global_ranks], -2 - tag)
-        return None
-
-    def has_arrived(self, number: int, peer: int, wait_s: float) -> bool:
-        """Wait up to ``wait_s`` seconds for a message that ``receive`` has begun. Errors are those of ``wait``."""
-        try:
-            if self._native.wait(number, wait_s) != _WAITING:
-                return True
-            failure = self._failure(peer)
-        except ValueError as error:  # the group has been closed
-            failure = ConnectionError(str(error))
-        if failure is None:
-            return False
-        raise self._public_error("recv", peer, failure)
-
     def forget(self, number: int) -> None:
         """Free the result of a message when the message is complete."""
         with suppress(ValueError):  # raised if the group has been closed
@@ -252,85 +218,6 @@ class Messages:
                 return False
             return True
         return False
-
-
-class Unusable(Exception):  # noqa: N818 - internal: the caller decides whether it is an error
-    """A group cannot carry texts, because of the error ``reason``."""
-
-    def __init__(self, reason: ReductionError) -> None:
-        super().__init__(str(reason))
-        self.reason = reason
-
-
-class TextGather:
-    """All-gathers of short texts among some ranks of a group, whose order is that of the results.
-
-    Each takes far less time than one at a store. ``begin`` starts one, ``end`` releases it. If a message fails, methods
-    raise ``Unusable``.
-    """
-
-    def __init__(self, messages: Messages, rank: int, ranks: Sequence[int], tag: int) -> None:
-        """``rank``: this one. ``tag``: of the messages; no others have it."""
-        self._messages, self._rank, self._ranks, self._tag = messages, rank, ranks, tag
-        self._texts: dict[int, bytes] = {}
-        self._pending: dict[int, tuple[int, bytearray]] = {}  # for each rank its next message, and its memory
-
-    def begin(self, text: bytes) -> None:
-        """Send this rank's text to all others."""
-        self._texts = {self._rank: text}
-        parts = [*filter(None, (text[:_FRAME_NBYTES], text[_FRAME_NBYTES:]))] or [b""]
-        parts[0] = (_LENGTH.pack(len(text)) + parts[0]).ljust(_LENGTH.size + _FRAME_NBYTES, b"\0")
-        try:
-            for rank in self._ranks:
-                if rank == self._rank:
-                    continue
-                for part in map(bytearray, parts):
-                    if number := self._messages.send(part, _address(part), len(part), rank, self._tag):
-                        self._messages.forget(number)
-                self._expect(rank, len(parts[0]))
-        except ReductionError as error:
-            raise Unusable(error) from None
-
-    def have_arrived(self) -> bool:
-        """Wait a moment, and return whether all texts have arrived."""
-        try:
-            for rank, (number, room) in [*self._pending.items()]:
-                if not self._messages.has_arrived(number, rank, _ARRIVE_S):
-                    return False
-                del self._pending[rank]
-                self._messages.forget(number)
-                if rank in self._texts:
-                    self._texts[rank] += room
-                    continue
-                (length,), start = _LENGTH.unpack_from(room), _LENGTH.size
-                self._texts[rank] = bytes(room[start : start + length])
-                if length > _FRAME_NBYTES:
-                    self._expect(rank, length - _FRAME_NBYTES)
-        except ReductionError as error:
-            raise Unusable(error) from None
-        return not self._pending
-
-    def missing(self) -> list[int]:
-        """Return the places, in the order of the results, of the ranks whose texts have not arrived."""
-        return [place for place, rank in enumerate(self._ranks) if rank in self._pending]
-
-    def gathered(self) -> list[bytes]:
-        """Return the texts of all ranks."""
-        return [self._texts[rank] for rank in self._ranks]
-
-    def end(self) -> None:
-        """Stop to wait for texts that have not arrived."""
-        for number, _ in self._pending.values():
-            self._messages.withdraw(number)
-        self._pending.clear()
-
-    def _expect(self, rank: int, nbytes: int) -> None:
-        room = bytearray(nbytes)
-        self._pending[rank] = self._messages.receive(room, _address(room), nbytes, rank, self._tag), room
-
-
-def _address(memory: bytearray) -> int:
-    return ctypes.addressof(ctypes.c_char.from_buffer(memory))
 
 
 class PartExchange:

@@ -21,7 +21,6 @@ from ..errors import ArgumentError, MismatchError, encoded, rank_list
 from ..ranks.communicator import Communicator
 from ..ranks.connections.rendezvous import NEW, PAUSES_S, ConnectionStore, Origin
 from ..ranks.membership import shared_failure
-from ..ranks.messages import TextGather
 from ..ranks.transports.base import Links, Transport
 from ..ranks.transports.choice import open_transport
 from ..ranks.transports.gloo import settings
@@ -47,14 +46,12 @@ def connect(
     options: Any,
     origin: Origin = NEW,
     has_messages: bool = True,
-    texts: TextGather | None = None,
 ) -> tuple[Any, Communicator, bool]:
     """Connect the ranks of a group. Return torch's settings (see there), the communicator, and whether it is exact.
 
     Ranks of different hosts exchange data over connections of rail leaders. If ``has_messages``, every two of them also
     have a connection for messages. ``global_ranks``: the ranks' numbers in the world, for errors; empty if the group is
     the world. ``options``: see ``read_pg_options``; if they are invalid on one rank, all ranks raise its error.
-    ``texts``: see ``TorchRendezvous``.
     """
     seconds = timeout.total_seconds()
 
@@ -75,7 +72,7 @@ def connect(
         return WithMessages(carrier, messages)
 
     own = dist.PrefixStore("crossreduce/", store)
-    rendezvous = TorchRendezvous(own, rank, size, seconds, global_ranks, origin.watch, texts)
+    rendezvous = TorchRendezvous(own, rank, size, seconds, global_ranks, origin.watch)
     try:
         exact, wanted = read_pg_options(options)
         kept = settings(timeout)
@@ -151,7 +148,7 @@ def end_gloo(store: Any, rank: int, size: int, error: ArgumentError) -> None:
             time.sleep(PAUSES_S[1])
         if missing:
             store.compare_set(f"0/{rank}", b"", NO_ADDRESS)
-        elif any(_uses_gloo(store, place) for place in range(size)):
+        elif any(_uses_gloo(store, place) for place in range(size)) and not store.check([f"ends {rank}"]):
             store.set(f"ends {rank}", b"")  # this rank only ends the wait of others
             gloo = dist.ProcessGroupGloo(store, rank, size, timedelta(seconds=_COME_S))
             time.sleep(_LOOK_S)  # others may still connect to it, and have to read the store, which may run here

@@ -40,11 +40,8 @@ def create(options: Any, backend_options: Any = None) -> Group:
     global_ranks = list(options.global_ranks_in_group)  # empty if it has all ranks
     rank, size, timeout = options.group_rank, options.group_size, options.timeout
     origin = Origin(gloo_check(options.store, rank, size, global_ranks))
-    world = dist.group.WORLD if isinstance(dist.group.WORLD, Group) else None
     try:
-        group = Group(
-            options.store, rank, size, timeout, options.group_id, global_ranks, backend_options, origin, world
-        )
+        group = Group(options.store, rank, size, timeout, options.group_id, global_ranks, backend_options, origin)
     except ArgumentError as error:
         if isinstance(backend_options, InPlaceOfGloo) and not isinstance(error, MismatchError):
             end_gloo(options.store, rank, size, error)

@@ -63,21 +63,16 @@ class Group(dist.ProcessGroup):  # type: ignore[misc]
         global_ranks: Sequence[int] = (),
         options: Any = None,
         origin: Origin = NEW,
-        world: Any = None,
     ) -> None:
         """Connect the ranks at a rendezvous in ``store``. ``timeout`` applies to every op and to this call.
 
-        ``options``: the group's ``pg_options``; see ``Options``. ``origin``: see ``Origin``. ``world``: a group that
-        has all of these ranks, which meet sooner by its messages. All of them pass it, or none.
+        ``options``: the group's ``pg_options``; see ``Options``. ``origin``: see ``Origin``.
         """
         super().__init__(rank, size)
         # A group may have the name, and so the store's keys, of a destroyed group. The prefix makes the keys unique.
         with lost_store_errors(store):
-            turn = store.add(f"turn {rank}", 1)
-            self._store = store = dist.PrefixStore(f"{turn}/", store)
-        texts = world and world.messages.texts(tuple(global_ranks) or range(size), f"{turn} {name}")
-        made = connect(store, rank, size, timeout, name, global_ranks, options, origin, texts=texts)
-        gloo, self.communicator, self.exact = made
+            self._store = store = dist.PrefixStore(f"{store.add(f'turn {rank}', 1)}/", store)
+        gloo, self.communicator, self.exact = connect(store, rank, size, timeout, name, global_ranks, options, origin)
         self._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, gloo)
         if hasattr(self, "_set_default_backend"):  # torch 2.5 or later
             self._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
@@ -94,8 +89,8 @@ class Group(dist.ProcessGroup):  # type: ignore[misc]
             self._devices.append("cuda")
         # torch's set_timeout and _set_pg_timeout change the timeout in gloo's options, so every call reads it there.
         self._timeout, self._settings, self._timeout_lock = timeout, gloo.options, threading.RLock()
-        self.messages, self._options = Messages(self.communicator), options
-        self._collectives = Collectives(self.communicator, store, self.exact, self.messages)
+        self._messages, self._options = Messages(self.communicator), options
+        self._collectives = Collectives(self.communicator, store, self.exact, self._messages)
         self._numbers, self._number = itertools.count(1), 0  # of next and latest call, without those of ``_prepared``
         back = f"or gloo: unset {VARIABLE}" if isinstance(options, InPlaceOfGloo) else ""
         self.queue = OpQueue(name, inline=True, communicator=self.communicator, alternative=back)
@@ -277,7 +272,7 @@ class Group(dist.ProcessGroup):  # type: ignore[misc]
         name = group_name or f"{self.group_name}:split:{'_'.join(map(str, ranks))}"
         numbers, place = [self.communicator.global_ranks[rank] for rank in ranks], ranks.index(self.rank())
         store, limit = dist.PrefixStore(f"split {name}/", self._store), timeout or self.timeout
-        group = type(self)(store, place, len(ranks), limit, name, numbers, self._options, world=self)
+        group = type(self)(store, place, len(ranks), limit, name, numbers, self._options)
         group._set_group_name(name)
         return group
 
@@ -336,14 +331,14 @@ class Group(dist.ProcessGroup):  # type: ignore[misc]
             return getattr(self._backend_of(tensor.device, call), method)([buffer], *arguments)
         nbytes, finish = buffer.nbytes, None
         if method == "send":
-            number = self.messages.send(buffer, buffer.data_ptr(), nbytes, peer, tag)
+            number = self._messages.send(buffer, buffer.data_ptr(), nbytes, peer, tag)
             if not number:  # the message is complete
                 return Finished([buffer])
         else:
-            number = self.messages.receive(buffer, buffer.data_ptr(), nbytes, peer, tag)
+            number = self._messages.receive(buffer, buffer.data_ptr(), nbytes, peer, tag)
             finish = None if tensor is buffer else partial(copy_back_all, tensors, [buffer])
         message = number, call, peer, nbytes
-        return HostMessage(self.messages, message, tensors, finish, self.queue.require_open, self._settings)
+        return HostMessage(self._messages, message, tensors, finish, self.queue.require_open, self._settings)
 
     def _backend_of(self, device: Any, call: str) -> Any:
         """Return the inner backend for a device.

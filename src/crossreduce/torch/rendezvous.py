@@ -27,9 +27,9 @@ from ..errors import MismatchError, encoded, rank_list
 from ..ranks.connections import rendezvous
 from ..ranks.connections.rendezvous import MET, StoreRendezvous
 from ..ranks.connections.store import LIMIT_S, StoreClient
-from ..ranks.messages import TextGather, Unusable
 
 _MOST_APPENDED: Final = 64  # ranks whose payloads are one value, which each query returns
+_CONNECT_S: Final = 0.1  # how long a query waits for a new connection to a store that answers again
 _RECORD: Final = struct.Struct("<II")  # before each payload: the rank, and how many bytes follow
 # From the end of one connection of a process that dies to the end of another one, on a machine with many processes. The
 # longer time is for a rank that runs the store.
@@ -57,15 +57,11 @@ class TorchRendezvous(StoreRendezvous):
         timeout_s: float,
         global_ranks: Sequence[int] = (),
         watch: Callable[[], None] = lambda: None,
-        texts: TextGather | None = None,
     ) -> None:
-        """``store``: a ``PrefixStore`` of its own. For the other arguments see ``StoreRendezvous``.
-
-        ``texts``: gathers payloads by messages of another group, if its ranks can use them.
-        """
+        """``store``: a ``PrefixStore`` of its own. For the other arguments see ``StoreRendezvous``."""
         with lost_store_errors(store):
             own, self._limited = _with_own_connection(store, timeout_s)
-        self._awaited_s, self._texts = 0.0, texts
+        self._awaited_s = 0.0
         super().__init__(own, rank, size, timeout_s, global_ranks, watch)
         numbers = self._global_ranks
         self.owner = numbers.index(0) if _owner(store) == 0 and 0 in numbers else None
@@ -117,21 +113,7 @@ class TorchRendezvous(StoreRendezvous):
         return bool(self._store.check(keys))
 
     def _gather(self, payload: bytes) -> list[bytes]:
-        """Return the payloads of all ranks in call ``_calls``.
-
-        At the store this takes few queries if all values fit into one answer.
-        """
-        if (texts := self._texts) is not None:
-            try:
-                texts.begin(payload)
-                self._wait_for(texts.have_arrived, texts.missing)
-                return texts.gathered()
-            except Unusable as error:
-                if self._calls > 1:
-                    raise error.reason from None
-                self._texts = None  # on some ranks the other group has failed before, and they use the store
-            finally:
-                texts.end()
+        """Return the payloads of all ranks in call ``_calls``: with few queries if all values fit into one answer."""
         if not isinstance(self._limited, _SharedStore) or self.size > _MOST_APPENDED:
             return super()._gather(payload)
         key, found = str(self._calls), dict[int, bytes]()
@@ -240,6 +222,8 @@ class _SharedStore:
 
     def __init__(self, connection: _Connection, prefix: str, limit_s: float) -> None:
         self.limit_s, self._prefix = limit_s, prefix
+        self._connecting: threading.Thread | None = None
+        self._connected: list[_Connection] = []  # what that thread has made
         self._use(connection)
 
     def _use(self, connection: _Connection) -> None:
@@ -247,13 +231,23 @@ class _SharedStore:
         self._store = dist.PrefixStore(self._prefix, connection.store)
 
     def answers_again(self) -> bool:
-        """Return whether the store answers after a call that has timed out. Then it is used over a new connection."""
-        if not self._connection.has_answered():
-            return False
-        with contextlib.suppress(RuntimeError):
-            self._use(_connection(self.underlying_store, self.limit_s))
+        """Return whether the store answers after a call that has timed out. Then it is used over a new connection.
+
+        A thread connects, since torch waits without a limit for a store that does not answer.
+        """
+        if not self._connected and self._connection.has_answered():
+            if self._connecting is None or not self._connecting.is_alive():
+                self._connecting = threading.Thread(target=self._connect, name="crossreduce store", daemon=True)
+                self._connecting.start()
+            self._connecting.join(_CONNECT_S)
+        if self._connected:
+            self._use(self._connected.pop())
             return True
         return False
+
+    def _connect(self) -> None:
+        with contextlib.suppress(RuntimeError):
+            self._connected.append(_connection(self.underlying_store, self.limit_s))
 
     def await_end(self, wait_s: float) -> None:
         """Wait for the end of the store, since the connection of its process to this one was lost before."""

@@ -227,3 +227,14 @@ def test_requests_for_which_it_does_not_plan():
     assert faster_between_hosts(request, known) is not known
     for changed in ({"nbytes": 0}, {"packs": 2}, {"root": pair.devices[0]}):
         assert faster_between_hosts(request._replace(**changed), known) is known
+
+
+@pytest.mark.parametrize(("gpus", "mib", "most_us"), [((8, 3), 4, 95.2), ((8, 3), 8, 182.1), ((8, 5), 8, 107.4)])
+def test_hosts_of_unequal_size_use_the_cards_of_the_smaller_one_evenly(gpus, mib, most_us):
+    """Eight shares on three cards take three turns, and 24 in one group take eight, not nine."""
+    names = [[f"host{host}/cuda:{k}" for k in range(count)] for host, count in enumerate(gpus)]
+    both = [(name, f"host{host}/nvswitch", 125, 0.35e-6) for host, each in enumerate(names) for name in each]
+    both += [(name, "net", 12.5, 1.5e-6) for name in itertools.chain(*names)]
+    links = [link for a, b, *speed in both for link in ((a, b, *speed), (b, a, *speed))]
+    machine = cr.Topology([*itertools.chain(*names)], links, ["host0/nvswitch", "host1/nvswitch", "net"])
+    assert cr.plan(machine, "all_gather", mib << 20, costs=FREE).seconds * 1e6 < most_us

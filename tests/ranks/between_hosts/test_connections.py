@@ -5,6 +5,7 @@ import os
 import signal
 import socket
 import struct
+import threading
 import time
 from datetime import timedelta
 
@@ -17,6 +18,7 @@ from ranks import ranks
 import crossreduce.torch  # noqa: F401 - registers the backend
 from crossreduce import PeerLostError
 from crossreduce.kernels import native
+from crossreduce.torch.rendezvous import TorchRendezvous
 
 HEADER = struct.Struct("<QQQII")  # tag, bytes of the message, offset and number of the part, bytes that follow
 LARGE, HALF = 4 << 20, 1000
@@ -114,3 +116,32 @@ def test_an_abort_reaches_ranks_of_other_hosts_that_wait_for_messages(tmp_path, 
 def test_an_abort_is_noticed_after_the_store_has_stalled(tmp_path):
     """If torch's store does not answer a query in time, but answers later, ranks that wait still learn of an abort."""
     ranks(4, waits, tmp_path, 1, True, environment=[{"CROSSREDUCE_HOST": host} for host in "ABCD"])
+
+
+def asks_a_store_that_stalls_again(rendezvous):
+    if rendezvous.rank == 1:
+        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        rendezvous.all_gather(f"{os.getpid()} {store.port}".encode())
+        rendezvous.all_gather(b"")
+        return
+    process, port = map(int, rendezvous.all_gather(b"")[1].split())
+    store = dist.PrefixStore("group", dist.TCPStore("127.0.0.1", port, is_master=False))
+    asking = TorchRendezvous(store, 0, 1, 600.0)
+    assert asking.abort_cause() is None
+    os.kill(process, signal.SIGSTOP)
+    asking.abort_cause()  # times out
+    os.kill(process, signal.SIGCONT)
+    wait_until(asking._limited._connection.has_answered)
+    os.kill(process, signal.SIGSTOP)
+    query = threading.Thread(target=asking.abort_cause, daemon=True)
+    query.start()
+    query.join(20)
+    assert not query.is_alive()
+    os.kill(process, signal.SIGCONT)
+    wait_until(lambda: asking.abort_cause() is None and asking._unreachable is None)
+    rendezvous.all_gather(b"")
+
+
+def test_a_store_that_stalls_again_is_not_waited_for():
+    """If a store answers late, and stalls again at once, a query ends soon. The store is used again when it answers."""
+    ranks(2, asks_a_store_that_stalls_again)

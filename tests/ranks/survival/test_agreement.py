@@ -276,6 +276,9 @@ class SilentStore:
     def limit_waits(self, seconds):
         self.limit_s = seconds
 
+    def answers_again(self):
+        return False
+
     def set(self, key, value):
         self.limits_s.append(self.limit_s)
         raise RuntimeError("Timeout: the rank that serves the store does not answer")

@@ -8,7 +8,7 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import ranks
+from ranks import Moment, ranks
 from torch.distributed import _functional_collectives as functional
 from torch.distributed import distributed_c10d as c10d
 from torch.distributed.device_mesh import init_device_mesh
@@ -269,7 +269,9 @@ def attempt_with_or_without(rendezvous, folder, lacks):
 @pytest.mark.parametrize("values", ["100", "101", "2100", "0200"])
 def test_ranks_that_differ_in_the_variable(tmp_path, values):
     """If some ranks have the variable and others have not, all of them say so within seconds."""
+    began = Moment()
     found = ranks(len(values), attempt, tmp_path, environment=[{VARIABLE: value} for value in values])
+    assert Moment().seconds_since(began) < 20  # a rank that ends the wait in gloo twice waits for 25 s
     invalid = "2" in values
     for kind, text in found:
         assert kind in ((ArgumentError, MismatchError) if invalid else (MismatchError,)), found

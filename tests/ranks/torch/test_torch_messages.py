@@ -315,34 +315,6 @@ def test_a_receive_from_any_rank_waits_for_ranks_that_are_left(tmp_path, place):
     ranks_at(place, 3, leaves, tmp_path, timeout_s=60)
 
 
-def gathers(rendezvous, store):
-    rank, order = rendezvous.rank, (2, 0, 1)
-    texts = join(rendezvous, store).messages.texts(order, "first")
-    for size in (0, 10, 1000, 1001, 50_000):
-        texts.begin(bytes([rank]) * size)
-        wait_until(texts.have_arrived)
-        assert texts.gathered() == [bytes([k]) * size for k in order]
-        texts.end()
-    assert dist.group.WORLD.messages.texts((0, 1, 7), "second") is None
-    dist.barrier()
-    if rank == 0:  # from now on it exchanges no messages, so that the ranks meet at the store
-        with pytest.raises(CollectiveTimeout, match="within its timeout"):
-            dist.irecv(torch.zeros(1), 1).wait(timedelta(seconds=0.1))
-    for ranks_of_group in ([0, 1, 2], [1, 2]):
-        group = dist.new_group(ranks_of_group)
-        x = torch.ones(1)
-        if rank in ranks_of_group:
-            dist.all_reduce(x, group=group)
-            assert x.item() == len(ranks_of_group)
-
-
-@EVERYWHERE
-def test_ranks_of_a_new_group_meet_by_messages(tmp_path, place):
-    """Texts of any length are gathered in the order of the ranks. If a rank can exchange no messages any more, new
-    groups are made without them."""
-    ranks_at(place, 3, gathers, tmp_path / "store", timeout_s=60)
-
-
 def full_rings(rendezvous, store):
     rank = rendezvous.rank
     join(rendezvous, store)
@@ -398,7 +370,7 @@ def modified(rendezvous, store, reads):
         begun = Moment()
         if rank:
             # The native receive, which does not check the group, must not read the failed message either.
-            native = group.messages._native
+            native = group._messages._native
             number = native.receive(0, 0, got.data_ptr(), got.nbytes, got)
             assert native.wait(number, 0.3) == -1
             with pytest.raises(PeerLostError, match="rank 0"):
@@ -462,7 +434,7 @@ def releases(rendezvous, store):
     thread.join()
     assert received.wait()
     dist.barrier()
-    messages = group.messages
+    messages = group._messages
     dist.destroy_process_group()
     messages.forget(1)  # does nothing, without an error
 

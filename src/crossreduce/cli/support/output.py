@@ -280,7 +280,7 @@ def short_size(nbytes: int) -> str:
         if nbytes >= 1 << power:
             value = nbytes / (1 << power)
             return f"{value:.0f} {unit}" if value >= 100 else f"{value:.3g} {unit}"
-    return f"{nbytes} bytes"
+    return f"{nbytes} byte" if nbytes == 1 else f"{nbytes} bytes"
 
 
 def print_paged(text: str) -> None:

@@ -94,7 +94,7 @@ def _warn_of_few_threads() -> None:
     A program runs in one thread of XLA per device. XLA starts it there, too, which blocks the thread while 32 programs
     of the device are unfinished (``PjRtCpuClient``). If no thread is left for a device, the others wait for it in vain.
     """
-    devices = jax.local_device_count()
+    devices = len(jax.local_devices(backend="cpu"))
     processors = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     with suppress(ValueError):
         processors = int(os.environ.get("PJRT_NPROC") or os.environ.get("NPROC") or processors)

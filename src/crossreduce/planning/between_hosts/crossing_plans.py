@@ -53,6 +53,9 @@ _FALLING: Final[tuple[tuple[int, ...], ...]] = (
     (22, 10), (18, 10, 4), (26, 20, 12, 6), (24, 16, 10, 8, 4, 2), (14, 12, 11, 9, 7, 5, 4, 2),
     (12, 11, 9, 8, 7, 5, 4, 3, 2, 1, 1, 1),
 )  # fmt: skip
+# The groups in which four equal shares of each device cross, if hosts have unequal numbers of devices: in larger groups
+# they use the cards of the smaller host evenly.
+_GROUPS: Final = ((0, 0, 0, 1), (0, 0, 1, 1))
 _AT_CARD: Final = [style for style in _STYLES if style.lands == AT_CARD]
 _MOST_MOVED: Final = 12  # the most changes of these sizes that are tried, for each share of a device
 _WORSE: Final = 1.05  # sizes are not changed if they take more than this many times the least time
@@ -133,6 +136,15 @@ class _CrossingSearch:
             at += 1
         self._add(style, TransferOrder(rounds.rounds, best_s), sizes)
 
+    def add_groups(self) -> None:
+        """Let equal shares of each device cross in two groups."""
+        for style in _AT_CARD:
+            edges = edges_of(self.lines, self.starts, style)
+            for groups, apart in product(_GROUPS, (True, False)):
+                grouped = tuple(edge._replace(share=groups[edge.share % self.shares]) for edge in edges)
+                rounds = in_stages(self.lines, grouped, 2, apart=apart)
+                self._add(style, TransferOrder(rounds.rounds, rounds.seconds([self.size])))
+
     def _add_batches(self, style: Style, edges: Sequence[Edge], every: Sequence[Batches]) -> None:
         for batches in every:
             order = in_order(self.lines, edges, self.size, batches, self.least_s * _CLOSE)
@@ -207,7 +219,7 @@ def faster_between_hosts(request: Request, best: Pieces) -> Pieces:
 
 
 def _falling(request: Request, lines: Wires, roots: tuple[int, ...], least_s: float) -> list[_Tried]:
-    """Return the best orders of shares whose sizes fall, the fastest first."""
+    """Return the best orders of shares whose sizes fall, or that cross in groups, the fastest first."""
     found: list[_Tried] = []
     for sizes in _FALLING:
         count = len(sizes) * len(roots)
@@ -218,6 +230,13 @@ def _falling(request: Request, lines: Wires, roots: tuple[int, ...], least_s: fl
         if found and search.tried[0].seconds > found[-1].seconds:
             break  # the time has a single minimum
         found += search.tried
+    shares = len(_GROUPS[0])
+    count = shares * len(roots)
+    fits = request.nbytes / count >= LEAST_PIECE and count * len(lines.devices) <= MOST_EDGES
+    if fits and len({len(members) for members in lines.hosts}) > 1:
+        search = _CrossingSearch(lines, roots, shares, request.nbytes, least_s, len(found))
+        search.add_groups()
+        found += sorted(search.tried)[:1]
     return sorted(found)[:_KEPT]
 
 

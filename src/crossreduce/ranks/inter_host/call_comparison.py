@@ -101,7 +101,7 @@ class Presence:
 
     def __init__(self, ranks: Sequence[int], transport: Transport) -> None:
         self._ranks, self._transport = ranks, transport
-        self._rooms = [ctypes.create_string_buffer(1) for _ in ranks]
+        self._rooms, self._sent = [ctypes.create_string_buffer(1) for _ in ranks], ctypes.create_string_buffer(1)
         rooms = zip(ranks, self._rooms, strict=True)
         # The messages that these ranks send at the end. If a rank is lost, its message fails.
         self._expected = [
@@ -120,10 +120,8 @@ class Presence:
 
     def end(self, timeout_s: float) -> None:
         """Wait until all ranks have called this. Raise a ``PeerError`` if one is lost or late."""
-        sent = ctypes.create_string_buffer(1)
-        messages = [
-            (self._transport.send(ctypes.addressof(sent), 1, rank, _PRESENCE_TAG), rank) for rank in self._ranks
-        ]
+        sent = ctypes.addressof(self._sent)
+        messages = [(self._transport.send(sent, 1, rank, _PRESENCE_TAG), rank) for rank in self._ranks]
         for message in messages + self._expected:
             wait_for(*message, timeout_s)
 
