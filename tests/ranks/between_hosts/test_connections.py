@@ -8,6 +8,7 @@ import struct
 import threading
 import time
 from datetime import timedelta
+from pathlib import Path
 
 import pytest
 import torch
@@ -118,6 +119,13 @@ def test_an_abort_is_noticed_after_the_store_has_stalled(tmp_path):
     ranks(4, waits, tmp_path, 1, True, environment=[{"CROSSREDUCE_HOST": host} for host in "ABCD"])
 
 
+def stop(process):
+    """Stop a process, and wait until it has stopped."""
+    os.kill(process, signal.SIGSTOP)
+    threads = [*Path(f"/proc/{process}/task").iterdir()]
+    wait_until(lambda: all((each / "stat").read_text().rpartition(")")[2].split()[0] == "T" for each in threads))
+
+
 def asks_a_store_that_stalls_again(rendezvous):
     if rendezvous.rank == 1:
         store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
@@ -128,11 +136,12 @@ def asks_a_store_that_stalls_again(rendezvous):
     store = dist.PrefixStore("group", dist.TCPStore("127.0.0.1", port, is_master=False))
     asking = TorchRendezvous(store, 0, 1, 600.0)
     assert asking.abort_cause() is None
-    os.kill(process, signal.SIGSTOP)
+    stop(process)
     asking.abort_cause()  # times out
+    assert asking._unreachable is not None
     os.kill(process, signal.SIGCONT)
     wait_until(asking._limited._connection.has_answered)
-    os.kill(process, signal.SIGSTOP)
+    stop(process)
     query = threading.Thread(target=asking.abort_cause, daemon=True)
     query.start()
     query.join(20)
