@@ -8,12 +8,11 @@ import struct
 import threading
 import time
 from datetime import timedelta
-from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
-from kinds_of_groups import ranks_at, wait_until
+from kinds_of_groups import ranks_at, wait_until, wait_until_stopped
 from ranks import ranks
 
 import crossreduce.torch  # noqa: F401 - registers the backend
@@ -120,10 +119,8 @@ def test_an_abort_is_noticed_after_the_store_has_stalled(tmp_path):
 
 
 def stop(process):
-    """Stop a process, and wait until it has stopped."""
     os.kill(process, signal.SIGSTOP)
-    threads = [*Path(f"/proc/{process}/task").iterdir()]
-    wait_until(lambda: all((each / "stat").read_text().rpartition(")")[2].split()[0] == "T" for each in threads))
+    wait_until_stopped(process)
 
 
 def asks_a_store_that_stalls_again(rendezvous):

@@ -8,14 +8,13 @@ import threading
 import time
 from contextlib import suppress
 from datetime import timedelta
-from pathlib import Path
 
 import namespaces
 import pytest
 import torch
 import torch.distributed as dist
 from budget import count
-from kinds_of_groups import wait_until
+from kinds_of_groups import wait_until, wait_until_stopped
 from ranks import Died, ranks
 
 import crossreduce.torch  # noqa: F401 - registers the backend
@@ -207,11 +206,6 @@ def test_a_rank_is_lost_in_unequal_all_to_alls(tmp_path, seed):
     """If a rank is killed, also at the first call, all others raise an error that names it, long before the timeout."""
     victim, errors = lost_in_a_storm(tmp_path, seed, exchange_parts, UCX if seed % 2 else {}, 0.1)
     assert [lost for lost, _ in errors] == [(victim,)] * len(errors), (seed, errors)
-
-
-def wait_until_stopped(process):
-    stat = Path(f"/proc/{process}/stat")
-    wait_until(lambda: stat.read_text().rpartition(")")[2].split()[0] == "T")
 
 
 def end_while_sending(rendezvous, folder):

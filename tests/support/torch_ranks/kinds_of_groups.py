@@ -4,6 +4,7 @@ import os
 import signal
 import time
 from datetime import timedelta
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -184,6 +185,12 @@ def lose(group):
 def wait_until(condition):
     while not condition():
         time.sleep(0.01)
+
+
+def wait_until_stopped(process):
+    """Wait until all threads of a process have stopped."""
+    states = [each / "stat" for each in Path(f"/proc/{process}/task").iterdir()]
+    wait_until(lambda: all(each.read_text().rpartition(")")[2].split()[0] == "T" for each in states))
 
 
 def ranks_at(place, count, function, *arguments, **options):

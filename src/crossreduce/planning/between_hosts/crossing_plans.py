@@ -177,15 +177,13 @@ def faster_between_hosts(request: Request, best: Pieces) -> Pieces:
     numbers = _OF_EACH if len(roots) > 1 else _ROOTED
     styles = _styles(lines)
     for shares in numbers:
-        size = request.nbytes / (shares * len(roots))
-        starts = tuple(root for root in roots for _ in range(shares))
-        if shares > numbers[0] and (size < LEAST_PIECE or len(starts) * len(devices) > MOST_EDGES):
+        if shares > numbers[0] and not _are_worth_it(request, lines, shares * len(roots)):
             break
         before = tried[0].seconds if tried else math.inf
         search = _CrossingSearch(lines, roots, shares, request.nbytes, before, len(tried))
         for style in styles:
             search.add_style(style)
-        if len(starts) > lines.most_cards:
+        if shares * len(roots) > lines.most_cards:
             search.add_parts(_KEPT)
         tried = sorted([*tried, *search.tried])
         if len(roots) > 1:  # the trees of a root are few
@@ -218,12 +216,16 @@ def faster_between_hosts(request: Request, best: Pieces) -> Pieces:
     return fastest_of(schedules, topology, request.nbytes, costs=request.costs, known=best)
 
 
+def _are_worth_it(request: Request, lines: Wires, shares: int) -> bool:
+    """Return whether so many shares are not too small, and their trees not too large."""
+    return request.nbytes / shares >= LEAST_PIECE and shares * len(lines.devices) <= MOST_EDGES
+
+
 def _falling(request: Request, lines: Wires, roots: tuple[int, ...], least_s: float) -> list[_Tried]:
     """Return the best orders of shares whose sizes fall, or that cross in groups, the fastest first."""
     found: list[_Tried] = []
     for sizes in _FALLING:
-        count = len(sizes) * len(roots)
-        if request.nbytes / count < LEAST_PIECE or count * len(lines.devices) > MOST_EDGES:
+        if not _are_worth_it(request, lines, len(sizes) * len(roots)):
             break
         search = _CrossingSearch(lines, roots, len(sizes), request.nbytes, least_s, len(found))
         search.add_falling(sizes)
@@ -231,9 +233,8 @@ def _falling(request: Request, lines: Wires, roots: tuple[int, ...], least_s: fl
             break  # the time has a single minimum
         found += search.tried
     shares = len(_GROUPS[0])
-    count = shares * len(roots)
-    fits = request.nbytes / count >= LEAST_PIECE and count * len(lines.devices) <= MOST_EDGES
-    if fits and len({len(members) for members in lines.hosts}) > 1:
+    unequal = len({len(members) for members in lines.hosts}) > 1
+    if unequal and _are_worth_it(request, lines, shares * len(roots)):
         search = _CrossingSearch(lines, roots, shares, request.nbytes, least_s, len(found))
         search.add_groups()
         found += sorted(search.tried)[:1]
