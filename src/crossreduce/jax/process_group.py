@@ -219,9 +219,7 @@ def form(members: Sequence[int]) -> RankGroup:
     with closing(coordination.Presence(members)) as presence:
         host, port, secret = address, 0, secrets.token_bytes(16)
         if own != 0:
-            host, port, text = json.loads(
-                coordination.await_published(key, members[0], limit_s, presence.check)
-            )
+            host, port, text = json.loads(coordination.await_published(key, members[0], limit_s, presence.check))
             secret = bytes.fromhex(text)
         store = meet_at(secret, host, port, own, count, limit_s, serving, presence.check)
         group = make_group(store, own, count, settings, Origin(presence.check), global_ranks=members)

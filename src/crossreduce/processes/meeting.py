@@ -147,9 +147,7 @@ def _serve(key: bytes, host: str, port: int, size: int) -> StoreClient:
         raise ArgumentError.of(f"rank 0 cannot listen at port {port}.", str(error), remedy) from error
 
 
-def _connect(
-    key: bytes, host: str, port: int, rank: int, timeout_s: float, watch: Callable[[], None]
-) -> StoreClient:
+def _connect(key: bytes, host: str, port: int, rank: int, timeout_s: float, watch: Callable[[], None]) -> StoreClient:
     """Return a connection to the store of rank 0. Repeat failed attempts, since rank 0 may start later."""
     began, pause, refused_at = time.monotonic(), _PAUSES_S[0], 0.0
     target = loopback(host) or host  # "localhost" may also be ::1, at which rank 0 does not listen
