@@ -63,7 +63,7 @@ def published(key: str, wait_s: float = 0.05) -> str | None:
 
 
 def await_published(key: str, process: int, limit_s: float, watch: Callable[[], None]) -> str:
-    """Return the value that a process stores at a key. Wait at most ``limit_s`` seconds, and call ``watch`` meanwhile."""
+    """Return the value that a process stores at a key. Wait at most ``limit_s`` seconds. Call ``watch`` meanwhile."""
     deadline = time.monotonic() + limit_s
     while (value := published(key, _WAIT_S)) is None:
         watch()
