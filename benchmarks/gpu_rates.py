@@ -19,7 +19,7 @@ import importlib
 import math
 import statistics
 import time
-from functools import cache, partial
+from functools import cache, partial, reduce
 from itertools import product
 from types import SimpleNamespace
 from typing import Any
@@ -79,16 +79,20 @@ def check(gpus: Gpus, name: str, results: Any, tensors: list[list[Any]] | None) 
     """Raise unless both ends of every result are the sums, within the error of any order of additions."""
     pairs = zip(results, tensors, strict=True) if results and tensors else ()
     for (components, xs), part in product(pairs, (slice(9999), slice(-9999, None))):
-        parts = [gpus.on_host(x.reshape(-1)[part]).double() for x in xs]
-        bound = (0.05 if xs[0].dtype is gpus.torch.bfloat16 else 1e-5) * sum(x.abs() for x in parts)
-        for x in components:
-            got = gpus.on_host(gpus.torch.as_tensor(x).reshape(-1)[part]).double()
-            assert ((got - sum(parts)).abs() <= bound).all(), f"{name}: wrong sums"
+        (*parts,) = (gpus.on_host(gpus.torch.as_tensor(x).reshape(-1)[part]).double() for x in (*xs, *components))
+        right, n = sum(parts[: len(xs)]), len(xs)
+        bound = (0.05 if xs[0].dtype is gpus.torch.bfloat16 else 1e-5) * sum(x.abs() for x in parts[:n])
+        assert all(((got - right).abs() <= bound).all() for got in parts[n:]), f"{name}: wrong sums"
 
 
-def contenders(gpus: Gpus, rows: list[list[Any]], results: int, op: str = "sum") -> dict[str, Contender]:
-    """Return a copy, and ``batch_reduce`` to one or all replicas: with new results and ``out=``, and in a graph."""
-    (n,), nbytes = {len(row) for row in rows}, sum(row[0].nbytes for row in rows)
+def contenders(
+    gpus: Gpus, rows: list[list[Any]], results: int, op: str = "sum", beside: bool = False
+) -> dict[str, Contender]:
+    """Return a copy, and ``batch_reduce`` to one or all replicas: with new results and ``out=``, and in a graph.
+
+    ``beside``: and torch's usual ways, a stack and its sum, and a chain of additions.
+    """
+    (n,), nbytes, torch = {len(row) for row in rows}, sum(row[0].nbytes for row in rows), gpus.torch
     values = [cr.PerReplica(row, NAMES[:n]) for row in rows]
     out = [cr.PerReplica([gpus.put(x.clone()) for x in row[:results]], NAMES[:results]) for row in rows]
     ops, pairs = cr.AllReduceCrossDeviceOps("direct"), [(x, x if results > 1 else NAMES[0]) for x in values]
@@ -97,27 +101,15 @@ def contenders(gpus: Gpus, rows: list[list[Any]], results: int, op: str = "sum")
     runs = {NEW: partial(run, {}), OUT: partial(run, {"out": out})}
     if nbytes < SHORT or rows[1:]:
         runs[IN_GRAPH] = gpus.captured(runs[NEW])
-    made = {key: (run, (n + results) * nbytes) for key, run in runs.items()}
-    return {COPY: (lambda: [to.copy_(x)].clear(), 2 * nbytes)} | made
-
-
-def torchs(gpus: Gpus, rows: list[list[Any]], results: int) -> dict[str, Contender]:
-    """Return torch's usual ways: a stack and its sum, and a chain of additions."""
-    torch, nbytes, n, copies = gpus.torch, sum(row[0].nbytes for row in rows), len(rows[0]), results - 1
-
-    def copied(sums: list[Any]) -> Any:
-        return [[x, *(x.clone() for _ in range(copies))] for x in sums]
-
-    def chain() -> Any:
-        sums = [torch.add(row[0], row[1]) for row in rows]
-        for x, row in zip(sums, rows, strict=True):
-            for y in row[2:]:
-                x.add_(y)
-        return copied(sums)
-
-    stack = lambda: copied([torch.stack(row).sum(0) for row in rows])  # noqa: E731
-    moved = {STACK: 3 * n + 1, "torch add_ chain": 3 * (n - 1)}
-    return {key: (run, (moved[key] + 2 * copies) * nbytes) for key, run in zip(moved, (stack, chain), strict=True)}
+    made = {COPY: (lambda: [to.copy_(x)].clear(), 2 * nbytes)}
+    made |= {key: (run, (n + results) * nbytes) for key, run in runs.items()}
+    if beside:
+        copied = lambda x: [x, *(x.clone() for _ in range(results - 1))]  # noqa: E731
+        stack = lambda: [copied(torch.stack(row).sum(0)) for row in rows]  # noqa: E731
+        chain = lambda: [copied(reduce(torch.Tensor.add_, row[2:], torch.add(*row[:2]))) for row in rows]  # noqa: E731
+        made[STACK] = stack, (3 * n + 2 * results - 1) * nbytes
+        made["torch add_ chain"] = chain, (3 * n + 2 * results - 5) * nbytes
+    return made
 
 
 def others(gpus: Gpus, xs: list[Any], results: int) -> dict[str, Contender]:
@@ -152,9 +144,10 @@ def rates(gpus: Gpus, n: int, results: int, ops: tuple[str, ...] = ("sum",)) -> 
     sizes = (FAKE_SIZES if gpus.is_fake else SIZES)[0 if ops == ("sum",) else -1 :]
     for dtype, size, op in product((gpus.torch.float32, gpus.torch.bfloat16), sizes, ops):
         rows, is_last = [[gpus.random((size // dtype.itemsize,), dtype) for _ in range(n)]], size == sizes[-1]
-        made = contenders(gpus, rows, results, op)
-        if n == 8 and is_last and op == "sum":
-            made |= torchs(gpus, rows, results) | others(gpus, rows[0], results)
+        is_compared = n == 8 and is_last and op == "sum"
+        made = contenders(gpus, rows, results, op, is_compared) | (
+            others(gpus, rows[0], results) if is_compared else {}
+        )
         times = Times(gpus, f"{str(dtype)[6:]} {op} {size >> 10} KiB", made, rows if op == "sum" else None)
         if is_last and dtype is gpus.torch.float32:
             found = {f"times as fast as {key}": times.faster(NEW, key) for key in (STACK, JIT) if key in times.times}
@@ -168,8 +161,8 @@ def gradients(gpus: Gpus) -> None:
     """Measure the 161 gradients of ResNet-50: eager, with ``out=``, in a graph, beside torch."""
     shapes = [(min(math.prod(shape), 100),) if gpus.is_fake else shape for shape in RESNET]
     rows = [[gpus.random(shape) for _ in range(8)] for shape in shapes]
-    made = contenders(gpus, rows, 8)
-    times = Times(gpus, "161 gradients", made | torchs(gpus, rows, 8), rows)
+    made = contenders(gpus, rows, 8, beside=True)
+    times = Times(gpus, "161 gradients", made, rows)
     host = samples({key: made[key][0] for key in (NEW, OUT)}, 15)  # until a call returns
     us = {key: 1e6 * statistics.median(each) for key, each in host.items()}
     NOTES.append(", ".join(f"{key} {each:.0f} us on the host" for key, each in us.items()))
