@@ -151,6 +151,7 @@ DRIVER cuMemcpyPeerAsync(uint64_t to, void *to_context, uint64_t from, void *fro
     return copy(to, from, nbytes, "peer copy", stream);
 })
 DRIVER cuPointerGetAttributes(unsigned count, int *attributes, void **data, uint64_t address) BODY({
+    state->check_unsafe(); // perhaps: see devices.cpp
     current();
     const Allocation *found = state->memory.find(address);
     if (found && !found->is_live) found = nullptr; // then all values are 0
