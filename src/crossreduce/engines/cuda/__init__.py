@@ -200,8 +200,8 @@ class CudaExecutable:
     def _queue(self, planned: _Planned, sources: Any, targets: list[list[int]], owners: list[Any]) -> bool:
         """Queue a plan's operations, or return ``False`` if its kernels cannot read the memory of other devices.
 
-        ``owners`` of the memory get those of the temporary memory, and the plan, whose streams a capture may use. A graph
-        that captures the operations keeps them.
+        ``owners`` of the memory get those of the temporary memory, and the plan, whose streams a capture may use. A
+        graph that captures the operations keeps them.
         """
         queued, plan = planned
         scratch: list[tuple[Any, int]] = [
