@@ -116,7 +116,7 @@ def _stored(prefix: str, client: Any) -> dict[int, str]:
     return {}
 
 
-class Presence:
+class ProcessPresence:
     """Detects that other processes have ended, after they called ``announce``, by connections to their sockets."""
 
     def __init__(self, members: Sequence[int]) -> None:
@@ -151,8 +151,8 @@ class Presence:
                 connection.setblocking(False)
                 self._connections[process] = connection
         for process, connection in self._connections.items():
-            try:
-                connection.recv(1)  # returns when the process has ended, since nothing is sent
+            try:  # nothing is sent, so this returns when the process has ended
+                connection.recv(1)
                 dead.append(process)
             except BlockingIOError:
                 continue

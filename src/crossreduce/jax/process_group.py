@@ -216,7 +216,7 @@ def form(members: Sequence[int]) -> RankGroup:
     def serving(port: int) -> None:
         coordination.publish(key, json.dumps([address, port, secret.hex()]))
 
-    with closing(coordination.Presence(members)) as presence:
+    with closing(coordination.ProcessPresence(members)) as presence:
         host, port, secret = address, 0, secrets.token_bytes(16)
         if own != 0:
             host, port, text = json.loads(coordination.await_published(key, members[0], limit_s, presence.check))
