@@ -7,8 +7,12 @@ They use the compiled kernels (on CPU devices of one process, or of several), XL
 
 from __future__ import annotations
 
+import contextlib
+import functools
+from typing import Any
+
 try:
-    import jax  # noqa: F401 - the modules below need it
+    import jax
 except ImportError as error:
     from ..frameworks import missing_framework
 
@@ -28,3 +32,28 @@ def _serve_processes() -> None:
 
 
 process_calls.servers.append(_serve_processes)
+
+
+def _announce() -> None:
+    """Let other processes of the job notice if this one ends before its first collective."""
+    with contextlib.suppress(Exception):  # another version of JAX; the first collective raises an error
+        from . import coordination
+
+        coordination.announce()
+
+
+def _announce_on_initialize() -> None:
+    """Announce this process as soon as it is in a job of ``jax.distributed.initialize``."""
+    initialize = jax.distributed.initialize
+
+    @functools.wraps(initialize)
+    def initialize_and_announce(*arguments: Any, **named: Any) -> None:
+        initialize(*arguments, **named)
+        _announce()
+
+    jax.distributed.initialize = initialize_and_announce
+    if jax.distributed.is_initialized():
+        _announce()
+
+
+_announce_on_initialize()

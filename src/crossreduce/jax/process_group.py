@@ -17,7 +17,7 @@ import secrets
 import threading
 import time
 from collections.abc import Sequence
-from contextlib import suppress
+from contextlib import closing, suppress
 from hashlib import blake2b
 from typing import Final
 
@@ -30,6 +30,7 @@ from ..errors import MismatchError, PeerLostError, ReductionError, message
 from ..processes import RankGroup
 from ..processes.meeting import meet_at
 from ..processes.rank_group import make_group
+from ..ranks.connections.rendezvous import Origin
 from ..ranks.survival.formation import Settings
 from ..ranks.transports.addresses import loopback
 from ..ranks.transports.choice import transport_name
@@ -209,18 +210,18 @@ def form(members: Sequence[int]) -> RankGroup:
         key = f"group/{blake2b(key.encode(), digest_size=16).hexdigest()}"
     coordination.announce()
     address = coordination.own_address()
-    if own == 0:
-        secret = secrets.token_bytes(16)
-
-        def serving(port: int) -> None:
-            coordination.publish(key, json.dumps([address, port, secret.hex()]))
-
-        store = meet_at(secret, address, 0, 0, count, limit_s, serving)
-    else:
-        host, port, text = json.loads(coordination.await_published(key, members[0], limit_s))
-        store = meet_at(bytes.fromhex(text), host, port, own, count, limit_s)
     name = "jax " + ",".join(map(str, members))
     settings = Settings(limit_s, name, listen_at=loopback(address), transport=transport_name(None))
-    group = make_group(store, own, count, settings, global_ranks=members)
+
+    def serving(port: int) -> None:
+        coordination.publish(key, json.dumps([address, port, secret.hex()]))
+
+    with closing(coordination.ProcessPresence(members)) as presence:
+        host, port, secret = address, 0, secrets.token_bytes(16)
+        if own != 0:
+            host, port, text = json.loads(coordination.await_published(key, members[0], limit_s, presence.check))
+            secret = bytes.fromhex(text)
+        store = meet_at(secret, host, port, own, count, limit_s, serving, presence.check)
+        group = make_group(store, own, count, settings, Origin(presence.check), global_ranks=members)
     atexit.register(group.close)
     return group

@@ -16,7 +16,7 @@ from typing import Any, Final
 
 from .. import kernels
 from ..errors import ArgumentError, CollectiveTimeout, MismatchError, ReductionError, encoded, message, shown
-from ..ranks.connections.rendezvous import MET, StoreRendezvous, lost_store_errors
+from ..ranks.connections.rendezvous import MET, NEW, StoreRendezvous, lost_store_errors
 from ..ranks.connections.store import LIMIT_S, StoreClient, StorePart
 from ..ranks.failures.abort import shortage_named
 from ..ranks.transports.addresses import loopback
@@ -54,15 +54,18 @@ def meet_at(
     count: int,
     timeout_s: float,
     serving: Callable[[int], None] = lambda _: None,
+    watch: Callable[[], None] = NEW.watch,
 ) -> StoreClient:
     """Return the store that rank 0 serves at a host and port, at which all ranks have met.
 
-    ``serving``: called on rank 0 with the port at which it listens, since ``port`` may be 0, for any free port.
+    ``serving``: called on rank 0 with the port at which it listens, since ``port`` may be 0, for any free port. For
+    ``watch`` see ``Origin``. The store calls it, too, until it gets another one.
     """
     open_standard_streams()
     kernels.native()  # loads a file now: later, programs that connect may use up the open files of this process
     with shortage_named(f"rank {own} cannot join the group."):
-        store = _serve(key, host, port, count) if own == 0 else _connect(key, host, port, own, timeout_s)
+        store = _serve(key, host, port, count) if own == 0 else _connect(key, host, port, own, timeout_s, watch)
+        store.watch = watch
         try:
             if own == 0:
                 serving(store.port)
@@ -144,7 +147,7 @@ def _serve(key: bytes, host: str, port: int, size: int) -> StoreClient:
         raise ArgumentError.of(f"rank 0 cannot listen at port {port}.", str(error), remedy) from error
 
 
-def _connect(key: bytes, host: str, port: int, rank: int, timeout_s: float) -> StoreClient:
+def _connect(key: bytes, host: str, port: int, rank: int, timeout_s: float, watch: Callable[[], None]) -> StoreClient:
     """Return a connection to the store of rank 0. Repeat failed attempts, since rank 0 may start later."""
     began, pause, refused_at = time.monotonic(), _PAUSES_S[0], 0.0
     target = loopback(host) or host  # "localhost" may also be ::1, at which rank 0 does not listen
@@ -180,6 +183,7 @@ def _connect(key: bytes, host: str, port: int, rank: int, timeout_s: float) -> S
                 if "know the key" not in str(failure):  # it has closed the connection, and sent no proof
                     remedy = f"read the last output of rank 0, which may lack open files or memory; {remedy}"
                 raise ArgumentError.of(problem, str(failure), remedy)
+        watch()
         time.sleep(pause)
         pause = min(2 * pause, _PAUSES_S[1])
 

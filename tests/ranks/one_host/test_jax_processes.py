@@ -64,6 +64,17 @@ def test_a_process_that_ends_by_itself_is_named_and_all_end(leaver):
     assert all(f"rank {leaver} left during" in results[rank][1] for rank in {0, 1, 2} - {leaver}), results
 
 
+@pytest.mark.parametrize(("victim", "how"), [(2, "died"), (1, "left")])
+def test_a_process_that_ends_before_its_first_collective_is_named(monkeypatch, victim, how):
+    """A process is killed, or ends, while the others begin to form the group. They do not wait for the time limit."""
+    monkeypatch.setenv("CROSSREDUCE_JAX_TIMEOUT", "60")
+    results = jax_job.run("absent", 3, 1, arguments=[victim, how])
+    assert [code for code, _ in results] == [(-9 if how == "died" else 1) * (rank == victim) for rank in range(3)], (
+        results
+    )
+    assert all(f"rank {victim} {how} before its first" in results[rank][1] for rank in {0, 1, 2} - {victim}), results
+
+
 @pytest.mark.parametrize(
     ("case", "words"),
     [

@@ -297,6 +297,18 @@ def leaves(leaver):
     time.sleep(2 * (jax.process_index() == 2))
 
 
+def absent(victim, how):
+    """A process ends before its first collective: it is killed, or its program ends."""
+    mesh = mesh_of(jax.device_count())
+    x = placed(rows_of(mesh), mesh)
+    if jax.process_index() == int(victim):
+        time.sleep(1)
+        if how == "left":
+            sys.exit("an error of the program")
+        os.kill(os.getpid(), signal.SIGKILL)
+    _failing(lambda: mapped(lambda x: cj.all_reduce(x, "x"), mesh, outside=P())(x))
+
+
 def other_programs():
     """Process 1 runs another program than the others."""
     mesh = mesh_of(jax.device_count())
