@@ -1,8 +1,14 @@
 """The CUDA engine without a GPU: on a fake driver, in random allowed orders, with faults (see cuda_runs.py)."""
 
+import json
+import os
+import subprocess
+import sys
+
 import pytest
 from budget import count
 from fake_cuda import printed
+from paths import ROOT
 
 # For each check of cuda_runs.py, how often it repeats, and the least number that it must report. 49 draws have all
 # combinations of algorithms and devices.
@@ -90,3 +96,22 @@ def test_jax_on_several_devices(peers, checks):
     checked = dict(zip(found[::2], map(int, found[1::2]), strict=True))
     assert checked.pop("failures", 2) >= 2
     assert checked.items() <= {"bits": 14, "calls": 8, "left": 7}.items()
+
+
+@pytest.mark.parametrize(
+    ("only", "seconds", "setting", "outcomes"),
+    [
+        ("2 ", 400, "1", [("ok", ""), ("ok", "")]),  # all kernels, and calls with torch that are drawn
+        ("2 kernels", 400, "0", [("RED", "exit code 1; AssertionError: CROSSREDUCE_CUDA is 0")]),
+        ("8 ddp", 10, "1", [("left out", "not finished after")]),  # its limit is longer than the time that is left
+    ],
+)
+def test_the_first_run_on_a_gpu(tmp_path, only, seconds, setting, outcomes):
+    """The command for the first run on a GPU runs its cases, on the fake driver. Each red case has its reason."""
+    options = [tmp_path, "--driver", "fake", "--only", only, "--seconds", str(seconds), "--wheels", tmp_path]
+    given = os.environ | {"PYTHON": sys.executable, "CROSSREDUCE_CUDA": setting}
+    done = subprocess.run(["bash", ROOT / "benchmarks/gpu_first_run", *options], timeout=450, check=False, env=given)
+    _, *records = map(json.loads, (tmp_path / "results.jsonl").read_text().splitlines())
+    assert [each["result"] for each in records] == [result for result, _ in outcomes]
+    assert all(each["why"].startswith(why) for each, (_, why) in zip(records, outcomes, strict=True))
+    assert done.returncode == ("RED" in dict(outcomes))

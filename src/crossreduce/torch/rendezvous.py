@@ -134,8 +134,10 @@ class _Connection:
 
     _socket: Any = None
 
-    def __init__(self, address: tuple[bytes, int], limit_s: float) -> None:
-        """Connect to a store. This takes at most about ``limit_s`` seconds.
+    def __init__(self, address: Any, limit_s: float) -> None:
+        """Connect to the store at ``address``: a name in bytes, which may be longer than those in texts, and a port.
+
+        This takes at most about ``limit_s`` seconds.
 
         Raises:
           OSError: the store cannot be reached. An ``EOFError``: it does not understand the requests.
@@ -149,7 +151,10 @@ class _Connection:
             stack.enter_context(connection)
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             connection.sendall(_VALIDATE + _request(_CHECK, [b""], counts=True))
-            if connection.recv(1) not in (_YES, _NO):
+            answer = b""
+            with contextlib.suppress(ConnectionResetError):
+                answer = connection.recv(1)
+            if answer not in (_YES, _NO):
                 raise EOFError("the store does not understand the request")
             stack.pop_all()
         self.close()
@@ -228,7 +233,7 @@ class _Connection:
         if not self._arrived.poll(0):
             return None
         try:
-            return self._socket.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
+            return bytes(self._socket.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT))
         except OSError:
             return b""
 

@@ -45,17 +45,17 @@ def host_library():
     return compiled("cuda_host.so", ["g++", "-shared", "-Wl,-Bsymbolic"], [host_bodies()])
 
 
-def built(stub=False, soname="libcuda.so.1"):
+def built(stub=False):
     """Return the path of the driver's library. It is compiled only if none of the same sources is kept.
 
-    ``soname``: the library's name. A process that has loaded a library named libcuda.so.1 uses it as the CUDA driver.
+    A process that has loaded it, a library named libcuda.so.1, uses it as the CUDA driver.
     ``stub``: return a driver whose calls do nothing and succeed, to measure the cost of the engine on the host.
     """
     name = "stub_cuda.cpp" if stub else "fake_cuda.cpp"
     included = [*NATIVE.glob("fake_*.hpp"), *KERNELS.iterdir()]
     objects = [compiled(f"{name}.o", ["g++", *FLAGS, f"-I{KERNELS}", "-c"], [NATIVE / name], included)]
     objects += [] if stub else [host_bodies()]
-    return compiled("libcuda.so.1", ["g++", "-shared", f"-Wl,-soname,{soname}", "-ldl", "-pthread"], objects)
+    return compiled("libcuda.so.1", ["g++", "-shared", "-Wl,-soname,libcuda.so.1", "-ldl", "-pthread"], objects)
 
 
 def printed(name, *arguments, **environment):
@@ -123,11 +123,11 @@ class Driver:
 class FakeDriver(Driver):
     """The fake driver in this process, restarted with some devices, so that all handles and addresses become invalid.
 
-    What ``cuInit`` did stays. There is one driver for each ``soname``. The functions of fake_control.hpp are methods.
+    What ``cuInit`` did stays. The functions of fake_control.hpp are methods.
     """
 
-    def __init__(self, devices=8, peers="full", seed=0, soname="libcuda.so.1"):
-        super().__init__(built(soname=soname))
+    def __init__(self, devices=8, peers="full", seed=0):
+        super().__init__(built())
         self._kept = []
         self.reset(devices, bytes(a != b and PEERS[peers](a, b) for a, b in product(range(devices), repeat=2)), seed)
 
