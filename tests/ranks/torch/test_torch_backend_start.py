@@ -374,8 +374,8 @@ def test_an_interrupted_query_does_not_change_the_next_answer(tcp_store, monkeyp
     own = rendezvous._SharedStore(rendezvous._connection(tcp_store, 5.0), "group/", 5.0)
     own.set("a", b"1")
     own.set("b", b"2")
-    monkeypatch.setattr(own.connection, "_read", mock.Mock(side_effect=KeyboardInterrupt))
-    with pytest.raises(KeyboardInterrupt):
+    monkeypatch.setattr(own.connection, "_read", mock.Mock(side_effect=KeyboardInterrupt("Ctrl-C")))
+    with pytest.raises(KeyboardInterrupt, match="Ctrl-C"):
         own.get("a")
     monkeypatch.undo()
     assert own.get("b") == b"2"
