@@ -385,7 +385,7 @@ def test_a_store_with_other_requests_is_used_over_the_connection_of_torch(tcp_st
     """If torch's store does not understand the requests, as that of a later version might, torch's client is used."""
     monkeypatch.setattr(rendezvous, "_CHECK", 99)
     assert TorchRendezvous(dist.PrefixStore("group", tcp_store), 0, 1, 60.0).all_gather(b"1") == [b"1"]
-    assert not rendezvous._CONNECTIONS
+    assert rendezvous._key(tcp_store) not in rendezvous._CONNECTIONS
 
 
 def test_a_broken_connection_to_the_store_is_replaced(tcp_store):
