@@ -348,9 +348,9 @@ def test_names_are_resolved_only_for_the_first_group(place, name):
         assert all(ip_address(host) for host in hosts)
 
 
-@pytest.fixture(params=[True, False], ids=["libuv", "threads"])
-def tcp_store(request):
-    return dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, use_libuv=request.param)
+@pytest.fixture
+def tcp_store():
+    return dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 
 
 def test_requests_are_those_of_torch(tcp_store):
