@@ -350,17 +350,19 @@ def test_names_are_resolved_only_for_the_first_group(place, name):
 
 @pytest.fixture
 def tcp_store():
+    """A store. If no name server answers, it needs seconds to accept a connection: it looks up the client's name."""
     return dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 
 
 def test_requests_are_those_of_torch(tcp_store):
     """The library's own connection to torch's store reads and writes the values that torch's client does."""
-    own = rendezvous._SharedStore(rendezvous._connection(tcp_store, 5.0), "group/", 5.0)
+    own = rendezvous._SharedStore(rendezvous._connection(tcp_store, 60.0), "group/", 60.0)
     theirs, large = dist.PrefixStore("group", tcp_store), os.urandom(1 << 20)
     own.set("a", large)
     theirs.set("b", b"1")
     own.append("b", b"2")
     own.append("new", b"3")
+    assert own.check(["new"])  # appended, also for other connections
     assert [theirs.get(key) for key in ("a", "b", "new")] == [large, b"12", b"3"]
     assert own.multi_get(["a", "b"]) == [large, own.get("b")] == [large, b"12"]
     assert [own.check(["a", "b"]), own.check(["a", "c"])] == [True, False]
@@ -371,7 +373,7 @@ def test_requests_are_those_of_torch(tcp_store):
 
 def test_an_interrupted_query_does_not_change_the_next_answer(tcp_store, monkeypatch):
     """After Ctrl-C during a query of torch's store, its answer is not taken for that to the next query."""
-    own = rendezvous._SharedStore(rendezvous._connection(tcp_store, 5.0), "group/", 5.0)
+    own = rendezvous._SharedStore(rendezvous._connection(tcp_store, 60.0), "group/", 60.0)
     own.set("a", b"1")
     own.set("b", b"2")
     monkeypatch.setattr(own.connection, "_read", mock.Mock(side_effect=KeyboardInterrupt("Ctrl-C")))
@@ -391,14 +393,14 @@ def test_a_store_with_other_requests_is_used_over_the_connection_of_torch(tcp_st
 def test_a_broken_connection_to_the_store_is_replaced(tcp_store):
     """The groups of a process share a connection to the store. If it fails, later calls on it fail, since an answer
     could be that to another call; the next group makes a new connection. The last group closes it."""
-    shared = rendezvous._connection(tcp_store, 5.0)
-    assert rendezvous._connection(tcp_store, 5.0) is shared
+    shared = rendezvous._connection(tcp_store, 60.0)
+    assert rendezvous._connection(tcp_store, 60.0) is shared
     shared._socket.shutdown(socket.SHUT_RDWR)
     for _ in range(2):
         with pytest.raises(RuntimeError, match="closed at the other end"):
-            rendezvous._SharedStore(shared, "", 5.0).check(["key"])
-    other = rendezvous._connection(tcp_store, 5.0)
-    assert rendezvous._SharedStore(other, "", 5.0).check(["key"]) is False
+            rendezvous._SharedStore(shared, "", 60.0).check(["key"])
+    other = rendezvous._connection(tcp_store, 60.0)
+    assert rendezvous._SharedStore(other, "", 60.0).check(["key"]) is False
     opened = other._socket
     del other
     assert opened.fileno() < 0
