@@ -360,9 +360,10 @@ def test_requests_are_those_of_torch(tcp_store):
     theirs, large = dist.PrefixStore("group", tcp_store), os.urandom(1 << 20)
     own.set("a", large)
     theirs.set("b", b"1")
+    assert theirs.check(["b"])  # stored, also for other connections
     own.append("b", b"2")
     own.append("new", b"3")
-    assert own.check(["new"])  # appended, also for other connections
+    assert own.check(["new"])
     assert [theirs.get(key) for key in ("a", "b", "new")] == [large, b"12", b"3"]
     assert own.multi_get(["a", "b"]) == [large, own.get("b")] == [large, b"12"]
     assert [own.check(["a", "b"]), own.check(["a", "c"])] == [True, False]
