@@ -13,12 +13,11 @@ import socket
 import struct
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from datetime import timedelta
 from functools import partial
 from hashlib import blake2b
-from pathlib import Path
 from typing import Any, Final
 
 import torch.distributed as dist
@@ -31,9 +30,13 @@ from ..ranks.connections.store import LIMIT_S, StoreClient
 _MOST_APPENDED: Final = 64  # ranks whose payloads are one value, which each query returns
 _CONNECT_S: Final = 0.1  # how long a query waits for a new connection to a store that answers again
 _RECORD: Final = struct.Struct("<II")  # before each payload: the rank, and how many bytes follow
-# From the end of one connection of a process that dies to the end of another one, on a machine with many processes. The
-# longer time is for a rank that runs the store.
-_END_S: Final = (0.05, 0.5)
+_CLOSED: Final = "the connection was closed at the other end"
+# The requests of torch's own client in the byte order of the machine: the kind in one byte, and texts after their
+# lengths. The first request is a constant.
+_LENGTH: Final = struct.Struct("=Q")
+_VALIDATE: Final = struct.pack("=BI", 0, 0x3C85F7CE)
+_SET, _COMPARE_SET, _GET, _CHECK, _DELETE, _APPEND, _MULTI_GET = 1, 2, 3, 5, 8, 9, 10
+_YES, _NO = b"\0", b"\1"
 
 
 class PeerStore(StoreClient, dist.Store):  # type: ignore[misc]
@@ -61,7 +64,6 @@ class TorchRendezvous(StoreRendezvous):
         """``store``: a ``PrefixStore`` of its own. For the other arguments see ``StoreRendezvous``."""
         with lost_store_errors(store):
             own, self._limited = _with_own_connection(store, timeout_s)
-        self._awaited_s = 0.0
         super().__init__(own, rank, size, timeout_s, global_ranks, watch)
         numbers = self._global_ranks
         self.owner = numbers.index(0) if _owner(store) == 0 and 0 in numbers else None
@@ -85,26 +87,6 @@ class TorchRendezvous(StoreRendezvous):
         if self.publish_abort(encoded(error)) != MET:
             self._raise_cause()
         raise error
-
-    def roll_call(self, ranks: Iterable[int], timed_out: bool) -> dict[int, bool]:
-        """Store that ``ranks`` are alive. See ``Rendezvous``."""
-        present = list(ranks)
-        self._await_end(self.owner is not None and self.owner not in present)
-        return super().roll_call(present, timed_out)
-
-    def has_left(self, rank: int) -> bool:
-        """Return whether a rank has stored that it leaves the group."""
-        self._await_end(rank == self.owner)
-        return super().has_left(rank)
-
-    def _await_end(self, is_owner: bool) -> None:
-        """After a failure, wait a moment for the end of the store, which may be a part of it.
-
-        ``is_owner``: whether the rank that runs the store has failed.
-        """
-        if self._awaited_s < (limit_s := _END_S[is_owner]) and isinstance(self._limited, _SharedStore):
-            self._limited.await_end(limit_s - self._awaited_s)
-            self._awaited_s = limit_s
 
     def _have_arrived(self, keys: list[str]) -> bool:
         """Return whether the store has values for all keys. A ``PeerStore`` waits a moment for them."""
@@ -146,38 +128,74 @@ class TorchRendezvous(StoreRendezvous):
 class _Connection:
     """A connection to a ``TCPStore``, which the groups of this process share.
 
-    Each new connection takes seconds if host names cannot be resolved, also on the rank that serves the store.
+    It sends the requests that torch's own client sends. That client prints the stack of its C++ functions if the store
+    ends during a call, and waits without a limit for a store that does not answer.
     """
 
-    def __init__(self, base: Any, timeout_s: float) -> None:
-        """Connect to the store of ``base``. If it has ended, raise an error in less than ``timeout_s`` seconds."""
-        limit, earlier = min(base.timeout, timedelta(seconds=timeout_s / 4)), _sockets()
-        addresses = {address for address in map(_peer, earlier.values()) if address and address[1] == base.port}
-        if len(addresses) == 1:  # that of ``base``: with it, the host name need not be resolved again
-            ((host, port),) = addresses
-            self.store = dist.TCPStore(host, port, timeout=limit, wait_for_workers=False)
-            self.store.set_timeout(base.timeout)
-        else:
-            self.store = _cloned(base, limit)
-        new = [descriptor for link, descriptor in _sockets().items() if link not in earlier]
-        self._descriptor = next((each for each in new if (_peer(each) or ("", 0))[1] == base.port), None)
-        self._lock, self._limit_s, self._error = threading.RLock(), 0.0, ""
-        self._arrived = select.poll()
-        if self._descriptor is not None:
-            self._arrived.register(self._descriptor, select.POLLIN)
+    _socket: Any = None
 
-    def call(self, method: Callable[..., Any], limit_s: float, *arguments: Any) -> Any:
-        """Call a method of the store. Its answer may take ``limit_s`` seconds. After an error, all calls raise it."""
+    def __init__(self, address: Any, limit_s: float) -> None:
+        """Connect to the store at ``address``: a name in bytes, which may be longer than those in texts, and a port.
+
+        This takes at most about ``limit_s`` seconds.
+
+        Raises:
+          OSError: the store cannot be reached. An ``EOFError``: it does not understand the requests.
+        """
+        self._address, self._lock, self._error = address, threading.RLock(), ""
+        self._connect(limit_s)
+
+    def _connect(self, limit_s: float) -> None:
+        connection = socket.create_connection(self._address, limit_s)
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(connection)
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            connection.sendall(_VALIDATE + _request(_CHECK, [b""], counts=True))
+            answer = b""
+            with contextlib.suppress(ConnectionResetError):
+                answer = connection.recv(1)
+            if answer not in (_YES, _NO):
+                raise EOFError("the store does not understand the request")
+            stack.pop_all()
+        self.close()
+        self._socket, self._error, self._arrived = connection, "", select.poll()
+        self._arrived.register(connection, select.POLLIN)
+
+    def close(self) -> None:
+        """Close the connection."""
+        if self._socket is not None:
+            self._socket.close()
+
+    __del__ = close
+
+    def call(self, request: bytes, limit_s: float, values: int = 0, nbytes: int = 0) -> list[bytes]:
+        """Send a request. Return the answer: ``values`` texts with their lengths, or one of ``nbytes`` bytes.
+
+        The answer may take ``limit_s`` seconds. After an error, all calls raise it, as a ``RuntimeError``.
+        """
         with self._lock:
             self.require_usable()
-            if limit_s != self._limit_s and self._descriptor is not None:
-                _limit_waits(self._descriptor, limit_s)
-                self._limit_s = limit_s
             try:
-                return method(*arguments)
-            except RuntimeError as error:
-                self._error = str(error)
+                self._socket.settimeout(limit_s)
+                self._socket.sendall(request)
+                return [self._read(nbytes or _LENGTH.unpack(self._read(8))[0]) for _ in range(values or bool(nbytes))]
+            except OSError as error:
+                self._error = f"Timeout: waited {limit_s:g} s" if isinstance(error, TimeoutError) else str(error)
+                raise RuntimeError(self._error) from None
+            except BaseException:  # such as a KeyboardInterrupt; the answer must not be taken for the next one
+                self._error = "a call was interrupted"
+                with contextlib.suppress(OSError, EOFError):
+                    self._connect(limit_s)
                 raise
+
+    def _read(self, nbytes: int) -> bytes:
+        """Return the next bytes of an answer."""
+        data = b""
+        while len(data) < nbytes:
+            if not (part := self._socket.recv(nbytes - len(data))):
+                raise ConnectionResetError(_CLOSED)
+            data += part
+        return data
 
     def require_usable(self) -> None:
         """Raise a ``RuntimeError`` if the store has ended, or after an earlier error.
@@ -189,74 +207,90 @@ class _Connection:
                 raise RuntimeError(self._error)
             self.require_open()
 
-    def require_open(self, wait_s: float = 0.0) -> None:
-        """Raise a ``RuntimeError`` if the store has ended, or ends within ``wait_s`` seconds.
-
-        A call would print the stack of torch's C++ functions.
-        """
+    def require_open(self) -> None:
+        """Raise a ``RuntimeError`` if the store has ended."""
         with self._lock:
-            if self._unread(wait_s) == b"":
-                self._error = "the connection was closed at the other end"
+            if self._unread() == b"":
+                self._error = _CLOSED
                 raise RuntimeError(self._error)
 
-    def has_answered(self) -> bool:
-        """Return whether the answer to a call that has timed out has arrived."""
-        return bool(self._unread(0.0))
+    def answers_again(self) -> bool:
+        """Return whether the store can be used. If the answer to a call that has timed out has arrived, connect again.
 
-    def _unread(self, wait_s: float) -> bytes | None:
-        """Return what has arrived since the last call, or arrives within ``wait_s`` seconds. Nothing has: ``None``.
+        This takes less than a second, also if the store does not answer again.
+        """
+        with self._lock:
+            if self._error and self._unread():
+                with contextlib.suppress(OSError, EOFError):
+                    self._connect(_CONNECT_S)
+            return not self._error
+
+    def _unread(self) -> bytes | None:
+        """Return what has arrived since the last call, or ``None`` if nothing has.
 
         It is the end of the connection, "", or the beginning of the answer to a call that has timed out.
         """
-        if self._descriptor is None or not self._arrived.poll(wait_s * 1e3):
+        if not self._arrived.poll(0):
             return None
         try:
-            with socket.socket(fileno=os.dup(self._descriptor)) as connection:
-                return connection.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
+            return bytes(self._socket.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT))
         except OSError:
             return b""
 
 
 class _SharedStore:
-    """A store whose keys begin with ``prefix``, over a shared connection. ``limit_s``: how long an answer may take."""
+    """A ``TCPStore`` whose keys begin with ``prefix``, over a shared connection, with the methods that are used here.
+
+    ``limit_s``: how long an answer may take.
+    """
 
     def __init__(self, connection: _Connection, prefix: str, limit_s: float) -> None:
-        self.limit_s, self._prefix = limit_s, prefix
-        self._connecting: threading.Thread | None = None
-        self._connected: list[_Connection] = []  # what that thread has made
-        self._use(connection)
+        self.connection, self._prefix, self.limit_s = connection, f"/{prefix}", limit_s
+        self.answers_again = connection.answers_again
 
-    def _use(self, connection: _Connection) -> None:
-        self._connection, self.underlying_store = connection, connection.store
-        self._store = dist.PrefixStore(self._prefix, connection.store)
+    def set(self, key: str, value: bytes) -> None:
+        """Store a value."""
+        self._run(_SET, [key], value)
 
-    def answers_again(self) -> bool:
-        """Return whether the store answers after a call that has timed out. Then it is used over a new connection.
+    def append(self, key: str, value: bytes) -> None:
+        """Append to a value, which is empty at first."""
+        self._run(_APPEND, [key], value)
 
-        A thread connects, since torch waits without a limit for a store that does not answer.
-        """
-        if not self._connected and self._connection.has_answered():
-            if self._connecting is None or not self._connecting.is_alive():
-                self._connecting = threading.Thread(target=self._connect, name="crossreduce store", daemon=True)
-                self._connecting.start()
-            self._connecting.join(_CONNECT_S)
-        if self._connected:
-            self._use(self._connected.pop())
-            return True
-        return False
+    def compare_set(self, key: str, expected: bytes, desired: bytes) -> bytes:
+        """See ``ranks.connections.store``."""
+        return self._run(_COMPARE_SET, [key], expected, desired, values=1)[0]
 
-    def _connect(self) -> None:
-        with contextlib.suppress(RuntimeError):
-            self._connected.append(_connection(self.underlying_store, self.limit_s))
+    def get(self, key: str) -> bytes:
+        """Return a value, which must be stored."""
+        return self._run(_GET, [key], values=1)[0]
 
-    def await_end(self, wait_s: float) -> None:
-        """Wait for the end of the store, since the connection of its process to this one was lost before."""
-        with contextlib.suppress(RuntimeError):  # the next call raises it, too
-            self._connection.require_open(wait_s)
+    def multi_get(self, keys: Sequence[str]) -> list[bytes]:
+        """Return values, which must be stored."""
+        return self._run(_MULTI_GET, keys, values=len(keys), counts=True)
 
-    def __getattr__(self, name: str) -> Any:
-        method = getattr(self._store, name)
-        return lambda *arguments: self._connection.call(method, self.limit_s, *arguments)
+    def has_extended_api(self) -> bool:
+        """Return whether ``multi_get`` exists."""
+        return True
+
+    def check(self, keys: Sequence[str]) -> bool:
+        """Return whether all keys have values."""
+        return self._run(_CHECK, keys, nbytes=1, counts=True) == [_YES]
+
+    def delete_key(self, key: str) -> bool:
+        """Delete a value. Return whether there was one."""
+        return any(self._run(_DELETE, [key], nbytes=8)[0])
+
+    def _run(
+        self, kind: int, keys: Sequence[str], *given: bytes, values: int = 0, nbytes: int = 0, counts: bool = False
+    ) -> list[bytes]:
+        texts = [*((self._prefix + key).encode() for key in keys), *given]
+        return self.connection.call(_request(kind, texts, counts), self.limit_s, values, nbytes)
+
+
+def _request(kind: int, texts: Sequence[bytes], counts: bool) -> bytes:
+    """Return a request. ``counts``: whether it begins with the number of texts."""
+    parts = [part for text in texts for part in (_LENGTH.pack(len(text)), text)]
+    return b"".join([bytes([kind]), *[_LENGTH.pack(len(texts))][:counts], *parts])
 
 
 _CONNECTIONS: Final[weakref.WeakValueDictionary[tuple[int, str, int], _Connection]] = weakref.WeakValueDictionary()
@@ -273,7 +307,11 @@ def _connection(base: Any, timeout_s: float) -> _Connection:
         if connection is not None:
             connection.require_usable()
             return connection
-    connection = _CONNECTIONS[_key(base)] = _Connection(base, timeout_s)
+    try:
+        connection = _Connection((base.host.encode(), base.port), min(base.timeout.total_seconds(), timeout_s / 4))
+    except OSError as error:
+        raise RuntimeError(str(error)) from error
+    _CONNECTIONS[_key(base)] = connection
     return connection
 
 
@@ -293,10 +331,11 @@ def _with_own_connection(store: Any, timeout_s: float) -> tuple[Any, _SharedStor
     if isinstance(base, PeerStore):
         return store, base
     if isinstance(base, dist.TCPStore):
-        connection = _connection(base, timeout_s)
-        name = store.compare_set("name", "", secrets.token_hex(8))  # all ranks get that of the first one
-        own = _SharedStore(connection, f"crossreduce/{bytes(name).decode()}/", min(timeout_s, LIMIT_S))
-        return own, own
+        with contextlib.suppress(EOFError):  # a later version of torch may send other requests
+            connection = _connection(base, timeout_s)
+            name = store.compare_set("name", "", secrets.token_hex(8))  # all ranks get that of the first one
+            own = _SharedStore(connection, f"crossreduce/{bytes(name).decode()}/", min(timeout_s, LIMIT_S))
+            return own, own
     try:
         return _cloned(store, min(store.timeout, timedelta(seconds=timeout_s / 4))), None
     except RuntimeError as error:
@@ -317,32 +356,6 @@ def _cloned(store: Any, limit: timedelta) -> Any:
     return own
 
 
-def _peer(descriptor: int) -> tuple[str, int] | None:
-    """Return the address to which an internet socket is connected, or ``None``, also for an address with a scope."""
-    with contextlib.suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as connection:
-        if connection.family in (socket.AF_INET, socket.AF_INET6):
-            host, port, *more = connection.getpeername()
-            return None if any(more[1:]) else (host, port)
-    return None
-
-
-def _sockets() -> dict[str, int]:
-    """Return the descriptors of this process's sockets, by their names in /proc. Without /proc there are none."""
-    links = {}
-    with contextlib.suppress(OSError):
-        for entry in Path("/proc/self/fd").iterdir():
-            with contextlib.suppress(OSError):  # a descriptor that has been closed, such as the directory's
-                links[str(entry.readlink())] = int(entry.name)
-    return {link: descriptor for link, descriptor in links.items() if link.startswith("socket:")}
-
-
-def _limit_waits(descriptor: int, seconds: float) -> None:
-    """Set the time limit of each wait for data of a socket."""
-    limit = struct.pack("@ll", int(seconds), int(seconds % 1 * 1e6))
-    with contextlib.suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as opened:
-        opened.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
-
-
 def _base(store: Any) -> Any:
     while hasattr(store, "underlying_store"):
         store = store.underlying_store
@@ -352,7 +365,7 @@ def _base(store: Any) -> Any:
 def _owner(store: Any) -> int | None:
     """Return 0 if rank 0 of the world probably runs the store, or else ``None``."""
     base = _base(store)
-    served = isinstance(base, PeerStore) or (isinstance(base, dist.TCPStore) and not _has_launcher())
+    served = isinstance(base, PeerStore) or (isinstance(base, (dist.TCPStore, _SharedStore)) and not _has_launcher())
     return 0 if served else None
 
 
@@ -389,7 +402,10 @@ def lost_store_errors(store: Any) -> AbstractContextManager[None]:
         rendezvous.lost_store_errors, owner if ranks or _has_launcher() else "the process that runs it", ranks
     )
     base = _base(store)
-    if isinstance(base, dist.TCPStore) and (connection := _CONNECTIONS.get(_key(base))) is not None:
+    connection = base.connection if isinstance(base, _SharedStore) else None
+    if isinstance(base, dist.TCPStore):
+        connection = _CONNECTIONS.get(_key(base))
+    if connection is not None:
         with context():
             connection.require_open()
     return context()

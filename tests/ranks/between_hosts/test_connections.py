@@ -123,21 +123,28 @@ def stop(process):
     wait_until_stopped(process)
 
 
-def asks_a_store_that_stalls_again(rendezvous):
+def asks_a_store(rendezvous, ask):
+    """Let rank 1 serve torch's store, and stop. Rank 0 calls ``ask`` with a rendezvous there and that process."""
     if rendezvous.rank == 1:
         store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         rendezvous.all_gather(f"{os.getpid()} {store.port}".encode())
-        rendezvous.all_gather(b"")
-        return
+        time.sleep(600)  # until it is killed
     process, port = map(int, rendezvous.all_gather(b"")[1].split())
-    store = dist.PrefixStore("group", dist.TCPStore("127.0.0.1", port, is_master=False))
-    asking = TorchRendezvous(store, 0, 1, 600.0)
-    assert asking.abort_cause() is None
-    stop(process)
+    try:
+        store = dist.PrefixStore("group", dist.TCPStore("127.0.0.1", port, is_master=False))
+        asking = TorchRendezvous(store, 0, 1, 600.0)
+        assert asking.abort_cause() is None
+        stop(process)
+        ask(asking, process)
+    finally:
+        os.kill(process, signal.SIGKILL)
+
+
+def ask_late(asking, process):
     asking.abort_cause()  # times out
     assert asking._unreachable is not None
     os.kill(process, signal.SIGCONT)
-    wait_until(asking._limited._connection.has_answered)
+    wait_until(asking._limited.connection._unread)
     stop(process)
     query = threading.Thread(target=asking.abort_cause, daemon=True)
     query.start()
@@ -145,9 +152,22 @@ def asks_a_store_that_stalls_again(rendezvous):
     assert not query.is_alive()
     os.kill(process, signal.SIGCONT)
     wait_until(lambda: asking.abort_cause() is None and asking._unreachable is None)
-    rendezvous.all_gather(b"")
 
 
 def test_a_store_that_stalls_again_is_not_waited_for():
     """If a store answers late, and stalls again at once, a query ends soon. The store is used again when it answers."""
-    ranks(2, asks_a_store_that_stalls_again)
+    found = ranks(2, asks_a_store, ask_late, check=False)
+    assert found[0] is None
+
+
+def ask_at_the_end(asking, process):
+    threading.Timer(0.5, os.kill, (process, signal.SIGKILL)).start()
+    asking.abort_cause()
+    assert isinstance(asking._unreachable, ConnectionError)
+
+
+def test_no_stack_is_printed_if_the_store_ends_during_a_query(capfd):
+    """If the process of torch's store dies before it has answered, torch's own client prints a stack of functions."""
+    found = ranks(2, asks_a_store, ask_at_the_end, check=False)
+    assert found[0] is None
+    assert "frame #" not in capfd.readouterr().err

@@ -42,6 +42,11 @@ def is_down(pid):
     return state(pid) in "ZTX"
 
 
+def has_ended(pid):
+    """Return whether all threads of a process have ended, and so its files are closed."""
+    return state(pid) in "ZX" and len(list(Path(f"/proc/{pid}/task").iterdir())) == 1
+
+
 def wait_until(true, what, limit_s=LIMIT_S):
     deadline = time.monotonic() + limit_s
     while not true():
@@ -350,7 +355,7 @@ def test_a_host_that_is_silent_after_its_ranks_have_ended_delays_nobody(tmp_path
     def disturb(pids):
         wait_until(lambda: all((tmp_path / f"ready{rank}").exists() for rank in range(count)), "the ranks do not begin")
         os.kill(pids[0], signal.SIGKILL)
-        wait_until(lambda: is_down(pids[0]), "rank 0 does not end")
+        wait_until(lambda: has_ended(pids[0]), "rank 0 does not end")
         time.sleep(0.1)  # the ends of its connections arrive
         bed.isolate(0)
 

@@ -348,14 +348,15 @@ def other_versions():
 
 
 def main():
-    """Join the job, and call the function that the command line names."""
+    """Join the job, and call the functions that the command line names."""
     name, number, processes, devices, address, *arguments = sys.argv[1:]
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", int(devices))
     with contextlib.suppress(AttributeError):
         jax.config.update("jax_cpu_collectives_implementation", "gloo")
     jax.distributed.initialize(address, int(processes), int(number), initialization_timeout=60)
-    globals()[name](*arguments)
+    for each in name.split(","):
+        globals()[each](*arguments)
 
 
 if __name__ == "__main__":

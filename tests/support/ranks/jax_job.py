@@ -11,26 +11,17 @@ from free_port import free_port
 
 
 def run(case, processes=2, devices=1, limit_s=120, host="127.0.0.1", start=subprocess.Popen, arguments=()):
-    """Run a case. Return for each process its code and its output. After ``limit_s`` seconds, kill them.
+    """Run a case, or several that commas separate, one after another. Return for each process its code and its output.
 
+    After ``limit_s`` seconds, kill them.
     ``start``: called as ``Popen``, and for each process with its number as ``rank`` if it is another function.
     """
     port, workers = free_port(), []
     options = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
     try:
         for number in range(processes):
-            command = [
-                sys.executable,
-                "-m",
-                "jax_cases",
-                case,
-                number,
-                processes,
-                devices,
-                f"{host}:{port}",
-                *arguments,
-            ]
-            command = list(map(str, command))
+            about = (case, number, processes, devices, f"{host}:{port}", *arguments)
+            command = [sys.executable, "-m", "jax_cases", *map(str, about)]
             where = {} if start is subprocess.Popen else {"rank": number}
             workers.append(start(command, **where, **options))
         late, results = time.monotonic() + limit_s, []
