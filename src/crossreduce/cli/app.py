@@ -84,9 +84,9 @@ EXAMPLES: Final = {
     "top": ("top", "top --interval 5 --group 0", "top --once --json"),
     "doctor": ("doctor", "doctor DIR", "doctor DIR --report incident.html"),
     "trace": ("trace DIR", "trace DIR -o trace.json", "trace DIR --run 1 --json"),
-    "info": ("info", "info --check", "info --json"),
+    "info": ("info", "info --json"),
 }
-"""For each command three lines to try, which its help shows."""
+"""For each command two or three lines to try, which its help shows."""
 _METAVARS: Final = {
     "TYPE": "datatype",
     "BYTES": "maxbytes minbytes nbytes stepbytes",

@@ -81,7 +81,7 @@ def test_without_protobuf(crossreduce, tmp_path, monkeypatch):
         to_chakra(ring(pair.devices), pair, 8)
     code, out, error = crossreduce("export", "dgx-1v", tmp_path / "traces", "--format", "chakra")
     assert (code != 0, out) == (True, "")
-    assert "pip install 'crossreduce[chakra]'" in error
+    assert "pip install protobuf" in error
     assert not (tmp_path / "traces").exists()
 
 
