@@ -7,6 +7,7 @@ import runpy
 import shlex
 import subprocess
 import sys
+from importlib.util import find_spec
 from statistics import median
 
 import pytest
@@ -27,8 +28,15 @@ DOCUMENTS = (
     *("README.md", "docs/algorithms.md", "docs/contract.md", "docs/host.md", "docs/numpy.md", "docs/pytorch.md"),
     *("docs/jax.md", "docs/tensorflow.md", "docs/processes.md", "docs/start/index.md", "docs/start/your-machine.md"),
     *("docs/explanation/lost-replica.md", "docs/explanation/bounds.md", "docs/explanation/exactness.md"),
-    *("docs/reference/files.md", "docs/tracing.md"),
+    *("docs/reference/files.md", "docs/tracing.md", "docs/how-to/keras.md"),
 )
+
+
+def require(code):
+    """Skip the test if the code imports a framework that is not installed."""
+    for name in ("torch", "jax", "tensorflow", "keras"):
+        if re.search(rf"^import (crossreduce\.)?{name}\b", code, re.MULTILINE) and find_spec(name) is None:
+            pytest.skip(f"{name} is not installed")
 
 
 def run_block(args):
@@ -47,6 +55,7 @@ def test_code_prints_what_the_document_shows(document, tmp_path, monkeypatch):
     blocks = BLOCK.findall(text)
     assert len(blocks) == text.count("```python") > 0
     blocks = [(code, shown) for code, shown in blocks if not LAUNCH.match(shown)]
+    require("\n".join(code for code, _ in blocks))
     code = f"\nprint({MARK!r})\n".join(code for code, _ in blocks)
     if re.search(r"^import (torch|jax|tensorflow|crossreduce\.)", code, re.MULTILINE):
         ran = run_python(code)
@@ -59,11 +68,18 @@ def test_code_prints_what_the_document_shows(document, tmp_path, monkeypatch):
     assert out.split(MARK + "\n") == [shown for _, shown in blocks]
 
 
-@pytest.mark.parametrize("document", ["README.md", pytest.param("docs/start/index.md", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "document",
+    [
+        "README.md",
+        *(pytest.param(f"docs/{name}.md", marks=pytest.mark.slow) for name in ("start/index", "how-to/keras")),
+    ],
+)
 def test_torchrun_prints_what_the_document_shows(document, tmp_path):
     """The Python block before a torchrun command is its program, and prints the text that follows the command."""
     text = (ROOT / document).read_text()
     ((code, shown),) = [(code, shown) for code, shown in BLOCK.findall(text) if LAUNCH.match(shown)]
+    require(code)
     command = LAUNCH.match(shown)
     (tmp_path / command[2]).write_text(code)
     around = os.environ | {"PET_STANDALONE": "1"}  # a free port instead of a fixed one

@@ -170,7 +170,7 @@ FIRST = {
     "timeout": "how-to/debug-a-hang", "hang": "how-to/debug-a-hang", "ddp": "tutorials/torch-data-parallel",
     "nvlink": "planning", "deterministic": "explanation/exactness", "reproducible": "explanation/exactness",
     "kill rank": "how-to/when-a-rank-dies", "fault tolerance": "how-to/when-a-rank-dies", "slow rank": "watching",
-    "mean of integers": "contract", "tensorflow mirroredstrategy": "tensorflow", "install": "start/index",
+    "mean of integers": "contract", "tensorflow mirroredstrategy": "tensorflow", "install": "start/index", "keras": "how-to/keras",
     "environment variables": "reference/environment", "faq": "explanation/faq", "rdma": "how-to/rdma",
     "troubleshooting": "how-to/troubleshooting", "gloo": "explanation/compared",
 }  # fmt: skip
@@ -271,7 +271,7 @@ def test_code_fits_the_page():
     draws. The style sheet wraps longer lines of other output."""
     for page, text in PAGES.items():
         for language, body in re.findall(r"^ *```([^`\n]*)\n(.*?)^ *```", text, re.DOTALL | re.MULTILINE):
-            is_code = re.match(r"(python|py|sh|bash|json|toml|yaml)$|\{code-cell\}", language)
+            is_code = re.match(r"(python|py|c|cpp|sh|bash|json|toml|yaml)$|\{code-cell\}", language)
             is_drawn = any(line.startswith(("┏", "┌")) for line in body.splitlines())
             wide = [line for line in body.splitlines() if len(line) > 96]
             assert not (wide and (is_code or is_drawn)), (page, wide)
