@@ -170,7 +170,8 @@ FIRST = {
     "timeout": "how-to/debug-a-hang", "hang": "how-to/debug-a-hang", "ddp": "tutorials/torch-data-parallel",
     "nvlink": "planning", "deterministic": "explanation/exactness", "reproducible": "explanation/exactness",
     "kill rank": "how-to/when-a-rank-dies", "fault tolerance": "how-to/when-a-rank-dies", "slow rank": "watching",
-    "mean of integers": "contract", "tensorflow mirroredstrategy": "tensorflow", "install": "start/index", "keras": "how-to/keras",
+    "mean of integers": "contract", "tensorflow mirroredstrategy": "tensorflow", "install": "start/index",
+    "keras": "how-to/keras",
     "environment variables": "reference/environment", "faq": "explanation/faq", "rdma": "how-to/rdma",
     "troubleshooting": "how-to/troubleshooting", "gloo": "explanation/compared",
 }  # fmt: skip
