@@ -100,7 +100,8 @@ _METAVARS: Final = {
     "W,W": "weights",
     "A-B": "without_link",
     "X": "between_cpus granularity interval operation_us",
-    "N": "average batch_size check epochs hosts iters num_packs packs pcie per_iter_report seed stepfactor warmup_iters",
+    "N": "average batch_size check epochs hosts iters num_packs packs pcie per_iter_report seed stepfactor "
+    "warmup_iters",
 }
 """What stands for the value of an option in its help; for all other options, it is NAME."""
 
