@@ -143,7 +143,7 @@ class Command(_WithoutTypes, TyperCommand):
         hidden = [parameter.opts[0] for parameter in self.params if getattr(parameter, "hidden", False)]
         if hidden:
             also = f"Also {', '.join(hidden)}, as for: crossreduce topology --help"
-            terminal().print(Text(also, style="dim"), soft_wrap=True)
+            terminal().print(Text(also, style="dim"))
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         INVOKED.set(printable(shlex.join(["crossreduce", self.name or "", *args])))
