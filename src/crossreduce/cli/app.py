@@ -142,7 +142,7 @@ class Command(_WithoutTypes, TyperCommand):
         terminal().print(Panel(Text(lines), title="Examples", title_align="left", border_style="dim"))
         hidden = [parameter.opts[0] for parameter in self.params if getattr(parameter, "hidden", False)]
         if hidden:
-            also = f"Also {', '.join(hidden)}, as for: crossreduce topology --help"
+            also = f"Rarer options: {', '.join(hidden)}. See docs/command-line.md."
             terminal().print(Text(also, style="dim"))
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
