@@ -234,7 +234,7 @@ def test_assumed_speeds_are_part_of_the_output(printed, tmp_path):
     out = printed("topology", file, "--export", exported)
     for text in texts:
         assert f"assumed   {text}" in out
-    assert "exact, if as" in out
+    assert "exact, as" in out
     assert json.loads(printed("topology", exported, "--json"))["assumed"] == texts
     for source in (file, exported):
         out = printed("plan", source)
