@@ -467,7 +467,7 @@ def test_positions(hosts):
         box = found.boxes[node.box]
         assert abs(node.x - box.x) < box.width / 2
         assert abs(node.y - box.y) < box.height / 2
-        assert box.name == (node.name.partition("/")[0] if "/" in node.name else "network")
+        assert box.name == (node.name.partition("/")[0] if "/" in node.name else "the network")
     if found.boxes:
         across, down = [box.x for box in found.boxes], [box.y for box in found.boxes]
         assert max(across) - min(across) < 2.2 * (max(down) - min(down) + min(box.height for box in found.boxes))
