@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from browser import chromium, require_browser, wait
+from browser import chromium, require_browser, resize, wait
 from paths import ROOT
 from PIL import Image
 
@@ -265,6 +265,21 @@ def test_pictures_are_dark_in_the_dark_theme(tmp_path):
                 wait(lambda element=element: element.get_property("complete"))
                 mean = np.array(Image.open(io.BytesIO(element.screenshot_as_png)).convert("L")).mean()
                 assert (mean < 90) if theme == "dark" else (mean > 200), f"{image.name} in the {theme} theme: {mean}"
+
+
+def test_stacked_tables_name_their_columns(tmp_path):
+    """Where a narrow page stacks the cells of a table of three or four columns, each has the head of its column."""
+    require_browser()
+    static, page = (DOCS / "_static").as_uri(), tmp_path / "page.html"
+    rows = "<thead><tr><th>you<th>use<th>get</tr></thead><tbody><tr><td>a<td>b<td>c</tr></tbody>"
+    links = f'<link rel="stylesheet" href="{static}/site.css"><script src="{static}/tables.js"></script>'
+    page.write_text(f'<!doctype html>{links}<article class="bd-article"><table>{rows}</table></article>')
+    before = "return [...document.querySelectorAll('td')].map((cell) => getComputedStyle(cell, '::before').content)"
+    with chromium(tmp_path / "profile") as driver:
+        for width, heads in ((1400, ["none"] * 3), (400, ["none", '"use: "', '"get: "'])):
+            resize(driver, width, 900)
+            driver.get(page.as_uri())
+            assert driver.execute_script(before) == heads
 
 
 def test_code_fits_the_page():
