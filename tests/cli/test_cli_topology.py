@@ -240,7 +240,7 @@ def test_assumed_speeds_are_part_of_the_output(printed, tmp_path):
         out = printed("plan", source)
         lines = out.splitlines()
         assert [line for line in lines if "assumed   " in line] == [f"  assumed   {text}" for text in texts]
-        assert re.search(r"bound .*\(10, if the links are as assumed\)", out)
+        assert re.search(r"bound .*10\.00 GB/s \(if the links are as assumed\)", out)
         assert json.loads(printed("plan", source, "--json"))["assumed"] == texts
     printed("export", file, page)
     assert all(text in page.read_text() for text in texts)

@@ -129,8 +129,8 @@ def _no_type(ctx: Any) -> None:  # noqa: ARG001 - the signature is typer's
     return None
 
 
-class Group(_WithoutTypes, TyperGroup):
-    """All commands."""
+class Commands(_WithoutTypes, TyperGroup):
+    """All commands; their help shows no types either."""
 
 
 class Command(_WithoutTypes, TyperCommand):
@@ -176,7 +176,7 @@ def run(args: list[str]) -> int:
 
 
 app = Typer(
-    cls=Group,
+    cls=Commands,
     context_settings={"help_option_names": ["-h", "--help"]},
     no_args_is_help=True,
     pretty_exceptions_enable=False,

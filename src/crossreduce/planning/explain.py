@@ -61,8 +61,7 @@ def shape(schedule: Schedule) -> Shape:
     else:
         trees, depth = _trees(schedule)
     all_trees = tuple(tree for chunk_trees in trees for tree in chunk_trees)
-    roots = tuple(dict.fromkeys(root for _, root, _ in all_trees))
-    return Shape(roots, depth, all_trees)
+    return Shape(tuple(dict.fromkeys(root for _, root, _ in all_trees)), depth, all_trees)
 
 
 def _trees(schedule: Schedule) -> tuple[list[list[_Tree]], int]:
@@ -417,9 +416,8 @@ def rate(gb_per_s: Fraction, only_if: str = "") -> str:
     >>> rate(Fraction(25, 2)), rate(Fraction(800, 3), "if x")
     ('12.50 GB/s', '266.67 GB/s (exactly 800/3, if x)')
     """
-    exact = "" if (gb_per_s * 100).denominator == 1 else f"exactly {gb_per_s}"
-    more = ", ".join(filter(None, (exact, only_if)))
-    return f"{float(gb_per_s):.2f} GB/s" + (f" ({more})" if more else "")
+    more = ", ".join(filter(None, ("" if (gb_per_s * 100).denominator == 1 else f"exactly {gb_per_s}", only_if)))
+    return f"{float(gb_per_s):.2f} GB/s{f' ({more})' if more else ''}"
 
 
 def duration(seconds: float) -> str:

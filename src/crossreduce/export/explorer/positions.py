@@ -64,7 +64,7 @@ def places(topology: Topology) -> Map:
 
     >>> positions = places(Topology.machine("hgx-h100", 4))
     >>> [box.name for box in positions.boxes], positions.nodes[0].label
-    (['host0', 'host1', 'host2', 'host3', 'network'], '0')
+    (['host0', 'host1', 'host2', 'host3', 'the network'], '0')
     """
     groups = _groups(topology)
     cells = {device for members in groups.values() for device in _cells(topology, members)}
