@@ -1,4 +1,4 @@
-"""Is the CUDA engine right on these devices? The checks of gpu_run.py: python gpu_checks.py CASE [--driver fake].
+"""Is the CUDA engine right on these devices? The checks of gpu_run.py: python gpu_checks.py "CASE" [--driver fake].
 
 ``Gpus``, and ``FakeGpus`` on the fake driver of the tests (fake_cuda_torch.py), have the same methods. ``Kernels``
 launches the library's kernels through the driver alone, without torch. ``kernels`` compares with the reference, bytes
@@ -9,6 +9,7 @@ values whose sums are exact.
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import ctypes
 import importlib
@@ -43,7 +44,6 @@ COMPUTE_MODE = 20  # CUDA's attribute; 0: processes share the device
 N, TURNS, CALLS, GRADIENTS, KEY = 8, 6, 300, 161, "161 gradients, deterministic, kernels of a call"
 NAMES = ["cuda:0", *(f"cuda:0#{k}" for k in range(1, 16))]
 Run = Callable[[], Any]
-_MADE: list[Gpus] = []
 NOTES: list[str] = []  # of the case, for the table
 
 
@@ -52,13 +52,24 @@ def say(**what: Any) -> None:
     print(json.dumps(what), flush=True)
 
 
-def main(functions: dict[str, Callable[[str], None]]) -> None:
-    """Run the function that the command line names, with spaces in the place of "_", on a driver: "real" or "fake"."""
-    function = functions[sys.argv[1].replace(" ", "_").lower()]
-    function((*sys.argv, "--driver", "real")[3])
-    for gpus in _MADE:
+def main(of_gpus: dict[str, Callable[[Gpus], None]], others: dict[str, Callable[[Any], None]]) -> None:
+    """Run the case that the command line names: a function of the devices, or one of the arguments."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("case", choices=[*of_gpus, *others], metavar="CASE")
+    parser.add_argument("--driver", choices=("real", "fake"), default="real")
+    parser.add_argument("--json", type=Path, help="where the results of host cost are kept")
+    given = parser.parse_args()
+    function, gpus = (of_gpus | others)[given.case], devices(given.driver) if given.case in of_gpus else None
+    function(gpus or given)
+    if gpus:
         gpus.release()
-    say(note="; ".join(filter(None, NOTES)) or (function.__doc__ or "").partition("\n")[0], done=True)
+    text = getattr(function, "func", function).__doc__ or ""
+    say(note="; ".join(filter(None, NOTES)) or text.partition("\n")[0], done=True)
+
+
+def named(*functions: Callable[[Any], None]) -> dict[str, Callable[[Any], None]]:
+    """Return functions by their names, with spaces."""
+    return {function.__name__.replace("_", " "): function for function in functions}
 
 
 def engine_only() -> Any:
@@ -124,9 +135,9 @@ class Gpus:
 def devices(name: str) -> Gpus:
     """Return the devices of a driver, on which from now on only the CUDA engine may reduce."""
     engine_only().start()
-    _MADE.append(importlib.import_module("fake_cuda_torch").FakeGpus() if name == "fake" else Gpus())
+    gpus = importlib.import_module("fake_cuda_torch").FakeGpus() if name == "fake" else Gpus()
     assert not driver.unusable(), driver.unusable()
-    return _MADE[-1]
+    return gpus
 
 
 class Kernels:
@@ -163,11 +174,11 @@ class Kernels:
         return lambda buffer, blocks: (self.queue(name, buffer, blocks.value), self.wait())[1]
 
 
-def versions(name: str) -> None:
+def versions(gpus: Gpus) -> None:
     """All compiled modules are there, torch finds the devices, and they take the kernels."""
     for module in MODULES:
         importlib.import_module(f"crossreduce.{module}")
-    for number in range(devices(name).count):
+    for number in range(gpus.count):
         assert not (why := driver.lacks_kernels(number)), why
         if fake_cuda.Driver().give("cuDeviceGetAttribute", COMPUTE_MODE, number, kind=ctypes.c_int):
             say(exclusive=True)  # then the cases run one after another
@@ -175,17 +186,17 @@ def versions(name: str) -> None:
     NOTES.extend([*driver.devices(), f"python {platform.python_version()}, {', '.join(found)}"])
 
 
-def kernels(name: str) -> None:
+def kernels(given: argparse.Namespace) -> None:
     """Launch each kernel once for each of its uses, and compare."""
-    library, draw = Kernels(name), np.random.default_rng(1)
+    library, draw = Kernels(given.driver), np.random.default_rng(1)
     for kernel in library.every:
         cuda_launches.check(library, kernel, draw, library.block)
     NOTES.append(f"{len(library.functions)} kernels agree with the reference, bit for bit")
 
 
-def raw_launches(name: str) -> None:
+def raw_launches(given: argparse.Namespace) -> None:
     """Launch each kernel on memory of exactly the size of each array, for memcheck; the values are not looked at."""
-    library, draw, made = Kernels(name), np.random.default_rng(1), list[int]()
+    library, draw, made = Kernels(given.driver), np.random.default_rng(1), list[int]()
 
     def address_of(size: int, nbytes: int, _: bool) -> int:
         offset = int(draw.choice([0, 0, 1, 2])) * nbytes
@@ -201,9 +212,8 @@ def raw_launches(name: str) -> None:
     NOTES.append(f"{len(library.functions)} kernels launched on arrays without a byte to spare")
 
 
-def calls(name: str) -> None:
+def calls(gpus: Gpus) -> None:
     """Draw calls and compare; the engine must run at least nine of ten (it leaves some kinds to torch)."""
-    gpus = devices(name)
     mock.patch.stopall()
     draw, by_engine, count = np.random.default_rng(1), 0, 60 if gpus.is_fake else CALLS
     for _ in range(count):
@@ -278,9 +288,8 @@ def fill_all(gpus: Gpus, xs: list[Any], turn: int) -> float:
     return sum(turn + k for k in range(len(xs)))
 
 
-def side_stream(name: str) -> None:
+def side_stream(gpus: Gpus) -> None:
     """A stream sleeps, then writes the inputs; the call runs in it, or in a stream that waits for it."""
-    gpus = devices(name)
     xs = [full(gpus, 0) for _ in range(N)]
     for turn in range(2 * TURNS):
         with gpus.side_stream():
@@ -289,9 +298,8 @@ def side_stream(name: str) -> None:
         expect(gpus, results or reduced(xs), right)
 
 
-def reuse(name: str) -> None:
+def reuse(gpus: Gpus) -> None:
     """Inputs, or results, are deleted right after the call, and their memory is written again at once."""
-    gpus = devices(name)
     for turn in range(TURNS):
         step = 1 + (turn % 2 and not gpus.is_fake)  # strided inputs are copied first
         xs = [full(gpus, 0, gpus.size * step) for _ in range(N)]
@@ -310,9 +318,8 @@ def reuse(name: str) -> None:
         expect(gpus, others, 5)
 
 
-def graph(name: str) -> None:
+def graph(gpus: Gpus) -> None:
     """A captured call gives the results of the inputs' values at each replay, also of strided inputs."""
-    gpus = devices(name)
     for op, step in (("sum", 1), ("max", 1), ("mean", 1 if gpus.is_fake else 2)):
         whole = [full(gpus, 0, gpus.size * step) for _ in range(N)]
         replay = gpus.captured(partial(reduced, [x[::step] for x in whole], op))
@@ -321,9 +328,8 @@ def graph(name: str) -> None:
             expect(gpus, replay(), {"sum": right, "max": turn + N - 1, "mean": right / N}[op])
 
 
-def threads(name: str) -> None:
+def threads(gpus: Gpus) -> None:
     """Two threads, with streams and values of their own, call at the same time."""
-    gpus = devices(name)
 
     def work(thread: int) -> None:
         with contextlib.nullcontext() if gpus.is_fake else gpus.side_stream():
@@ -338,9 +344,8 @@ def threads(name: str) -> None:
         list(pool.map(work, range(2)))
 
 
-def deterministic(name: str) -> None:
+def deterministic(gpus: Gpus) -> None:
     """With deterministic algorithms results are right, and torch does not fill new results first."""
-    gpus = devices(name)
     gpus.torch.use_deterministic_algorithms(True)
     rows = [[full(gpus, k, 1000) for _ in range(GRADIENTS)] for k in range(N)]
     for _ in range(2):
@@ -352,31 +357,21 @@ def deterministic(name: str) -> None:
     say(row={"kernels": found[:20]}, measured={KEY: len(found)} if found else {})
 
 
-def expandable_segments(name: str) -> None:
+def expandable_segments(gpus: Gpus, at_run_time: bool = False) -> None:
     """Calls are right where torch's allocator has expandable segments, or gets them after its first use."""
-    gpus = devices(name)
     full(gpus, 0)
-    if "at run time" in sys.argv[1] and not gpus.is_fake:
+    if at_run_time and not gpus.is_fake:
         gpus.torch.cuda.memory._set_allocator_settings("expandable_segments:True")
     mock.patch.stopall()
     draw = np.random.default_rng(2)
     assert all(drawn_call(gpus, draw, "float32", "sum") for _ in range(40)), "the CUDA engine did not run"
 
 
-expandable_segments_at_run_time = expandable_segments
-
-
-def dlpack_from_cupy(name: str) -> None:
+def dlpack_from_cupy(gpus: Gpus) -> None:
     """CuPy's arrays, written in a stream of CuPy, directly and as tensors of torch."""
-    gpus = devices(name)
     if gpus.is_fake:
-        sys.path.insert(0, str(SUPPORT / "standins"))
-        machine = importlib.import_module("cupy._machine")
-        machine.allocate, machine.free, machine.checks_order = gpus.fake.memory, lambda *_: None, False
-        machine.synchronize = gpus.synchronize
         cuda.device_memory = memory.device_memory  # instead of that of torch's stand-in
-    import cupy
-
+    cupy = fake_cuda.cupy_on(gpus.fake) if gpus.is_fake else importlib.import_module("cupy")
     with contextlib.nullcontext() if gpus.is_fake else cupy.cuda.Stream(non_blocking=True):
         for turn in range(TURNS):
             xs, right = [cupy.asarray(np.full(gpus.size, turn + k, "float32")) for k in range(N)], N * turn + 28
@@ -384,11 +379,11 @@ def dlpack_from_cupy(name: str) -> None:
             expect(gpus, [] if gpus.is_fake else reduced([gpus.torch.from_dlpack(x) for x in xs]), right)
 
 
-def dlpack_from_jax(name: str) -> None:
+def dlpack_from_jax(gpus: Gpus) -> None:
     """JAX's arrays as tensors of torch, right after the program that makes them was started."""
     import jax
 
-    gpus, made = devices(name), partial(jax.lax.fori_loop, 0, 1000, lambda _, x: x + 1)
+    made = partial(jax.lax.fori_loop, 0, 1000, lambda _, x: x + 1)
     make = jax.jit(lambda value: made(jax.numpy.full(gpus.size, value - 1000)))
     for turn in range(TURNS):
         xs = [gpus.torch.from_dlpack(make(float(turn + k))) for k in range(N)]
@@ -397,5 +392,8 @@ def dlpack_from_jax(name: str) -> None:
         gpus.release()
 
 
+ORDER = named(side_stream, reuse, graph, threads, deterministic, expandable_segments, dlpack_from_cupy, dlpack_from_jax)
+ORDER["expandable segments at run time"] = partial(expandable_segments, at_run_time=True)
+
 if __name__ == "__main__":
-    main(globals())
+    main(named(versions, calls) | ORDER, named(kernels, raw_launches))

@@ -1,34 +1,33 @@
 """How close are reductions on a CUDA device to the rate of a copy, and how fast are other libraries?
 
-The measurements of gpu_run.py: python gpu_rates.py CASE [--driver fake]. Contenders run in turn, by the host's clock,
+The measurements of gpu_run.py: python gpu_rates.py "CASE" [--driver fake]. Contenders run in turn, by the host's clock,
 many calls until the device has finished. A time is the median over the turns of the mean of many calls, a ratio the
 median of the ratios within the turns. A row says how many bytes a contender moves (reads plus writes, as its kernels
 are written) and what share of the rate of torch's ``copy_`` that is. The sums of all contenders are checked.
 
-``python gpu_rates.py "host cost" [JSON]`` needs no GPU, but g++: it measures what calls cost on the host apart from the
-driver's own time. The calls of its driver do nothing (stub_cuda.cpp of the tests), and host tensors stand in for those
-on CUDA devices. Times are CPU times of the calling thread, since other programs may use the CPUs.
+``python gpu_rates.py "host cost" [--json FILE]`` needs no GPU, but g++: it measures what calls cost on the host apart
+from the driver's own time. The calls of its driver do nothing (stub_cuda.cpp of the tests), and host tensors stand in
+for those on CUDA devices. Times are CPU times of the calling thread, since other programs may use the CPUs.
 """
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import ctypes
 import importlib
 import math
 import statistics
-import sys
 import time
-from functools import cache, partial
+from functools import cache, partial, reduce
 from itertools import product
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import optree
 from common import keep, samples, summary
-from gpu_checks import NAMES, NOTES, Gpus, Kernels, Run, cuda_launches, devices, engine_only, fake_cuda, main, say
+from gpu_checks import NAMES, NOTES, Gpus, Kernels, Run, cuda_launches, engine_only, fake_cuda, main, named, say
 from host_reduction import resnet50
 
 import crossreduce as cr
@@ -56,7 +55,7 @@ class Times:
                 check(gpus, key, run(), tensors)
                 runs[key] = run
             except Exception as error:
-                if key.startswith(NEW):
+                if not runs or key.startswith(NEW):  # the first one is what the others are compared with
                     raise
                 say(row={"case": name, "contender": key, "error": f"{type(error).__name__}: {error}"[:500]})
         clock = lambda: (gpus.synchronize(), time.perf_counter())[1]  # noqa: E731
@@ -64,8 +63,7 @@ class Times:
         for key, times in self.times.items():
             row = {"case": name, "contender": key, **summary(times)}
             say(row={**row, "bytes": self.nbytes[key], "of_first": self.share(key)})
-        self.best = IN_GRAPH if IN_GRAPH in runs else NEW
-        NOTES.append(f"{name}: {self.share(self.best):.2f}" if NEW in runs else "")
+        NOTES.append(f"{name}: {self.share(IN_GRAPH if IN_GRAPH in runs else NEW):.2f}" if NEW in runs else "")
 
     def faster(self, ours: str, other: str) -> float:
         """Return how many times as fast one contender is as another."""
@@ -81,16 +79,20 @@ def check(gpus: Gpus, name: str, results: Any, tensors: list[list[Any]] | None) 
     """Raise unless both ends of every result are the sums, within the error of any order of additions."""
     pairs = zip(results, tensors, strict=True) if results and tensors else ()
     for (components, xs), part in product(pairs, (slice(9999), slice(-9999, None))):
-        parts = [gpus.on_host(x.reshape(-1)[part]).double() for x in xs]
-        bound = (0.05 if xs[0].dtype is gpus.torch.bfloat16 else 1e-5) * sum(x.abs() for x in parts)
-        for x in components:
-            got = gpus.on_host(gpus.torch.as_tensor(x).reshape(-1)[part]).double()
-            assert ((got - sum(parts)).abs() <= bound).all(), f"{name}: wrong sums"
+        (*parts,) = (gpus.on_host(gpus.torch.as_tensor(x).reshape(-1)[part]).double() for x in (*xs, *components))
+        right, n = sum(parts[: len(xs)]), len(xs)
+        bound = (0.05 if xs[0].dtype is gpus.torch.bfloat16 else 1e-5) * sum(x.abs() for x in parts[:n])
+        assert all(((got - right).abs() <= bound).all() for got in parts[n:]), f"{name}: wrong sums"
 
 
-def contenders(gpus: Gpus, rows: list[list[Any]], results: int, op: str = "sum") -> dict[str, Contender]:
-    """Return a copy, and ``batch_reduce`` to one or all replicas: with new results and ``out=``, and in a graph."""
-    (n,), nbytes = {len(row) for row in rows}, sum(row[0].nbytes for row in rows)
+def contenders(
+    gpus: Gpus, rows: list[list[Any]], results: int, op: str = "sum", beside: bool = False
+) -> dict[str, Contender]:
+    """Return a copy, and ``batch_reduce`` to one or all replicas: with new results and ``out=``, and in a graph.
+
+    ``beside``: and torch's usual ways, a stack and its sum, and a chain of additions.
+    """
+    (n,), nbytes, torch = {len(row) for row in rows}, sum(row[0].nbytes for row in rows), gpus.torch
     values = [cr.PerReplica(row, NAMES[:n]) for row in rows]
     out = [cr.PerReplica([gpus.put(x.clone()) for x in row[:results]], NAMES[:results]) for row in rows]
     ops, pairs = cr.AllReduceCrossDeviceOps("direct"), [(x, x if results > 1 else NAMES[0]) for x in values]
@@ -99,27 +101,15 @@ def contenders(gpus: Gpus, rows: list[list[Any]], results: int, op: str = "sum")
     runs = {NEW: partial(run, {}), OUT: partial(run, {"out": out})}
     if nbytes < SHORT or rows[1:]:
         runs[IN_GRAPH] = gpus.captured(runs[NEW])
-    made = {key: (run, (n + results) * nbytes) for key, run in runs.items()}
-    return {COPY: (lambda: [to.copy_(x)].clear(), 2 * nbytes)} | made
-
-
-def torchs(gpus: Gpus, rows: list[list[Any]], results: int) -> dict[str, Contender]:
-    """Return torch's usual ways: a stack and its sum, and a chain of additions."""
-    torch, nbytes, n, copies = gpus.torch, sum(row[0].nbytes for row in rows), len(rows[0]), results - 1
-
-    def copied(sums: list[Any]) -> Any:
-        return [[x, *(x.clone() for _ in range(copies))] for x in sums]
-
-    def chain() -> Any:
-        sums = [torch.add(row[0], row[1]) for row in rows]
-        for x, row in zip(sums, rows, strict=True):
-            for y in row[2:]:
-                x.add_(y)
-        return copied(sums)
-
-    stack = lambda: copied([torch.stack(row).sum(0) for row in rows])  # noqa: E731
-    moved = {STACK: 3 * n + 1, "torch add_ chain": 3 * (n - 1)}
-    return {key: (run, (moved[key] + 2 * copies) * nbytes) for key, run in zip(moved, (stack, chain), strict=True)}
+    made = {COPY: (lambda: [to.copy_(x)].clear(), 2 * nbytes)}
+    made |= {key: (run, (n + results) * nbytes) for key, run in runs.items()}
+    if beside:
+        copied = lambda x: [x, *(x.clone() for _ in range(results - 1))]  # noqa: E731
+        stack = lambda: [copied(torch.stack(row).sum(0)) for row in rows]  # noqa: E731
+        chain = lambda: [copied(reduce(torch.Tensor.add_, row[2:], torch.add(*row[:2]))) for row in rows]  # noqa: E731
+        made[STACK] = stack, (3 * n + 2 * results - 1) * nbytes
+        made["torch add_ chain"] = chain, (3 * n + 2 * results - 5) * nbytes
+    return made
 
 
 def others(gpus: Gpus, xs: list[Any], results: int) -> dict[str, Contender]:
@@ -149,15 +139,15 @@ def others(gpus: Gpus, xs: list[Any], results: int) -> dict[str, Contender]:
     return made
 
 
-def rates(name: str, n: int, results: int, ops: tuple[str, ...] = ("sum",)) -> None:
+def rates(gpus: Gpus, n: int, results: int, ops: tuple[str, ...] = ("sum",)) -> None:
     """Measure several sizes in float32 and bfloat16, sums of the largest beside other libraries."""
-    gpus = devices(name)
     sizes = (FAKE_SIZES if gpus.is_fake else SIZES)[0 if ops == ("sum",) else -1 :]
     for dtype, size, op in product((gpus.torch.float32, gpus.torch.bfloat16), sizes, ops):
         rows, is_last = [[gpus.random((size // dtype.itemsize,), dtype) for _ in range(n)]], size == sizes[-1]
-        made = contenders(gpus, rows, results, op)
-        if n == 8 and is_last and op == "sum":
-            made |= torchs(gpus, rows, results) | others(gpus, rows[0], results)
+        is_compared = n == 8 and is_last and op == "sum"
+        made = contenders(gpus, rows, results, op, is_compared) | (
+            others(gpus, rows[0], results) if is_compared else {}
+        )
         times = Times(gpus, f"{str(dtype)[6:]} {op} {size >> 10} KiB", made, rows if op == "sum" else None)
         if is_last and dtype is gpus.torch.float32:
             found = {f"times as fast as {key}": times.faster(NEW, key) for key in (STACK, JIT) if key in times.times}
@@ -167,13 +157,12 @@ def rates(name: str, n: int, results: int, ops: tuple[str, ...] = ("sum",)) -> N
         gpus.release()
 
 
-def gradients(name: str) -> None:
+def gradients(gpus: Gpus) -> None:
     """Measure the 161 gradients of ResNet-50: eager, with ``out=``, in a graph, beside torch."""
-    gpus = devices(name)
     shapes = [(min(math.prod(shape), 100),) if gpus.is_fake else shape for shape in RESNET]
     rows = [[gpus.random(shape) for _ in range(8)] for shape in shapes]
-    made = contenders(gpus, rows, 8)
-    times = Times(gpus, "161 gradients", made | torchs(gpus, rows, 8), rows)
+    made = contenders(gpus, rows, 8, beside=True)
+    times = Times(gpus, "161 gradients", made, rows)
     host = samples({key: made[key][0] for key in (NEW, OUT)}, 15)  # until a call returns
     us = {key: 1e6 * statistics.median(each) for key, each in host.items()}
     NOTES.append(", ".join(f"{key} {each:.0f} us on the host" for key, each in us.items()))
@@ -184,9 +173,9 @@ def gradients(name: str) -> None:
     say(measured={f"161 gradients, {key}": value for key, value in found.items()}, row={"host_us": us})
 
 
-def kernels_and_grids(name: str) -> None:
+def kernels_and_grids(gpus: Gpus) -> None:
     """Measure single kernels of sums: a fixed or any number of sources, in several grids."""
-    gpus, library = devices(name), Kernels("")  # on the driver that is loaded
+    library = Kernels("")  # on the driver that is loaded
     kinds = (("sum_f32", 4, "float32"), ("sum_bf16", 4, "bfloat16"), ("sum_f64", 8, "float64"))
     for (kernel, wide, dtype), size in product(kinds, FAKE_SIZES[:1] if gpus.is_fake else (1 << 20, LARGE)):
         kind = getattr(gpus.torch, dtype)
@@ -208,9 +197,9 @@ def kernels_and_grids(name: str) -> None:
         gpus.release()
 
 
-def jax_arrays(name: str, is_traced: bool) -> None:
+def jax_arrays(given: argparse.Namespace, is_traced: bool) -> None:
     """Check and measure sums of 8 JAX arrays to 8 results: the custom call, which XLA may replay as a graph."""
-    is_fake = name == "fake"
+    is_fake = given.driver == "fake"
     stand_in = is_fake and importlib.import_module("cuda_jax_runs").gpus()
     with stand_in or contextlib.nullcontext():
         import jax
@@ -237,7 +226,7 @@ def jax_arrays(name: str, is_traced: bool) -> None:
             Times(here, f"{size >> 10} KiB", {key: (partial(kept, run, xs), 16 * size) for key, run in runs.items()})
 
 
-def host_cost(_: str) -> None:
+def host_cost(given: argparse.Namespace) -> None:
     """Measure what calls cost on the host, where the calls of the driver do nothing."""
     import fake_cuda_torch
     import torch
@@ -262,13 +251,13 @@ def host_cost(_: str) -> None:
         result[name] = {key: summary(each) for key, each in samples(runs, 25, 1, 0.01, clock=time.thread_time).items()}
         print(name, *(f"{key:30} {row['median_s'] * 1e6:9.2f} us" for key, row in result[name].items()), sep="\n  ")
         memory.release()
-    for path in sys.argv[2:]:
-        keep("cuda_host_cost", {"driver": "stub", "clock": "CPU time", "cases": result}, Path(path))
+    if given.json:
+        keep("cuda_host_cost", {"driver": "stub", "clock": "CPU time", "cases": result}, given.json)
 
 
-RATES = {f"{n}_to_{m}": partial(rates, n=n, results=m) for n, m in COUNTS}
-RATES["min_and_max"] = partial(rates, n=8, results=8, ops=("min", "max"))
+RATES = {f"{n} to {m}": partial(rates, n=n, results=m) for n, m in COUNTS}
+RATES["min and max"] = partial(rates, n=8, results=8, ops=("min", "max"))
 JAX = {"eager": partial(jax_arrays, is_traced=False), "jit": partial(jax_arrays, is_traced=True)}
 
 if __name__ == "__main__":
-    main(globals() | RATES | JAX)
+    main(RATES | named(gradients, kernels_and_grids), JAX | named(host_cost))

@@ -6,8 +6,8 @@ ends the run. Each stage has a share of the time, to which the earlier ones add 
 theirs, since the first import of a framework may be slow. Limits grow with the load of the machine, and a later case
 may take half of the time that is left. A case is red if it fails, dies, exceeds its limit, or needs a module that is
 missing; if the time of its stage is over first, it is left out; a target that is not met is not red. The record of each
-case is written to ``results.jsonl`` at once. With ``--driver fake`` the fake driver of the tests takes the place of
-CUDA, and times mean nothing. This file uses the standard library only.
+case is written to ``results.jsonl`` at once, what it prints to a file of its own. With ``--driver fake`` the fake
+driver of the tests replaces CUDA's, and times mean nothing. This file uses the standard library only.
 """
 
 from __future__ import annotations
@@ -83,8 +83,8 @@ def cases(is_fake: bool) -> list[Case]:
         *of(2, "kernels", "calls"),
         *of(3, "side stream", "reuse", "graph", "threads", "deterministic", "expandable segments at run time"),
         *of(3, "expandable segments", variables=segments),
-        *of(3, "DLPack from CuPy", needs=("torch",) if is_fake else ("torch", "cupy")),
-        *of(3, "DLPack from JAX", needs=("torch", "jax")),
+        *of(3, "dlpack from cupy", needs=("torch",) if is_fake else ("torch", "cupy")),
+        *of(3, "dlpack from jax", needs=("torch", "jax")),
         *of(4, "8 to 1", "8 to 8", "2 to 2", "16 to 16", "min and max", "gradients", limit_s=40),
         *of(5, "eager", "jit", needs=("jax",), variables=buffers),
         *of(6, "kernels and grids"),
@@ -104,7 +104,7 @@ class Run:
         self.records: list[dict[str, Any]] = []
         self.environment = {**os.environ, "XLA_PYTHON_CLIENT_PREALLOCATE": "false", "PYTHONUNBUFFERED": "1"}
         out.mkdir(parents=True, exist_ok=True)
-        for name in ("results.jsonl", "log.txt", "table.txt"):
+        for name in ("results.jsonl", "table.txt"):
             (out / name).write_text("")
 
     def write(self, name: str, text: str) -> None:
@@ -146,29 +146,31 @@ class Run:
 
     def child(self, case: Case, limit_s: float, more: dict[str, Any]) -> str:
         """Run a case's process. Return why it is red, or an empty string; ``more`` gets the rest of its record."""
-        with tempfile.NamedTemporaryFile(suffix=".json") as kept, tempfile.TemporaryFile() as out, \
-                tempfile.TemporaryFile() as err:  # fmt: skip
-            program, *arguments = (kept.name if each == "JSON" else each for each in case.command)
+        log, kept = (self.out / f"{case.stage} {case.name}.{suffix}" for suffix in ("log", "json"))
+        kept.unlink(missing_ok=True)
+        program, *arguments = (str(kept) if each == "JSON" else each for each in case.command)
+        with log.open("w") as output:
             process = subprocess.Popen(
                 [*case.prefix, sys.executable, str(HERE / program), *arguments], env=self.environment | case.variables,
-                cwd=HERE, start_new_session=True, stdin=subprocess.DEVNULL, stdout=out, stderr=err,
+                cwd=HERE, start_new_session=True, stdin=subprocess.DEVNULL, stdout=output, stderr=output,
             )  # fmt: skip
-            code, why = 0, ""
-            try:
-                code = process.wait(limit_s)
-            except subprocess.TimeoutExpired:
-                why = f"{LATE} {limit_s:.0f} s"
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)  # what it left running, too
-            process.wait(KILL_S)
-            results = json.loads(Path(kept.name).read_text() or "{}")
-            output, errors = ((each.seek(0), each.read())[1].decode(errors="replace") for each in (out, err))
-        self.write("log.txt", f"\n==== {case.stage} {case.name}\n{output}\n{errors}\n")
-        more |= {"rows": [], "measured": {}, "kept": results}
-        more |= {"done": bool(results)} | ({"note": summary(results)} if "missing" in results else {})
-        for text in re.findall(r"^{.*}$", output, re.MULTILINE):  # not a line that a killed process did not finish
+        code, why = 0, ""
+        try:
+            code = process.wait(limit_s)
+        except subprocess.TimeoutExpired:
+            why = f"{LATE} {limit_s:.0f} s"
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)  # what it left running, too
+        process.wait(KILL_S)
+        results = json.loads(kept.read_text()) if kept.exists() else {}
+        text, ratios = log.read_text(errors="replace"), {}
+        for row in results.get("rows", ()):  # of processes.py
+            ratios.setdefault(f"{row['place']}, {row['peer']}", []).append(row["ratio"])
+        medians = (f"{place}: {statistics.median(each):.2f} of its time" for place, each in ratios.items())
+        more |= {"rows": [], "measured": {}, "done": bool(results), "note": ", ".join(medians)}
+        for record in re.findall(r"^{.*}$", text, re.MULTILINE):  # not a line that a killed process did not finish
             with contextlib.suppress(ValueError):
-                said = json.loads(text)
+                said = json.loads(record)
                 more["rows"] += [said.pop("row")] if "row" in said else []
                 more["measured"] |= said.pop("measured", {})
                 more |= said
@@ -176,37 +178,29 @@ class Run:
             why = f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
         why = why or ("" if more["done"] else "it ended early, with exit code 0")
         if why:  # what processes.py did not measure, and the last line without indent, with what follows it
-            text = errors.strip() or re.sub(r"^{.*}$", "", output, flags=re.MULTILINE).strip()
-            why = "; ".join(filter(None, [why, *results.get("missing", {}).values(), re.split(r"\n(?=\S)", text)[-1]]))
+            last = re.split(r"\n(?=\S)", re.sub(r"^{.*}$", "", text, flags=re.MULTILINE).strip())[-1]
+            why = "; ".join(filter(None, [why, *results.get("missing", {}).values(), last]))
         return why
-
-
-def summary(kept: dict[str, Any]) -> str:
-    """Return a line about the results of processes.py."""
-    places = {f"{row['place']}, {row['peer']}": [] for row in kept["rows"]}
-    for row in kept["rows"]:
-        places[f"{row['place']}, {row['peer']}"].append(row["ratio"])
-    texts = [f"{place} {statistics.median(each):.2f}" for place, each in places.items()]
-    return "; ".join(["median of our time / that of: " + ", ".join(texts), *kept["missing"]])
 
 
 def unpack(run: Run, wheels: Path, site: str) -> None:
     """Unpack this library's wheel, and those of packages that this interpreter lacks, and let the cases find them."""
-    made, why, modules = [], "", {"markdown_it_py": "markdown_it"}
+    made, modules = [], {"markdown_it_py": "markdown_it"}
+    run.environment["PYTHONPATH"] = os.pathsep.join(filter(None, [site, os.environ.get("PYTHONPATH")]))
+    sys.path.insert(0, site)
     try:
         for path in sorted(wheels.glob("*.whl")):
             name, version = path.name.split("-")[:2]
             if name == "crossreduce" or importlib.util.find_spec(modules.get(name, name)) is None:
                 zipfile.ZipFile(path).extractall(site)
                 made.append(f"{name} {version}")
-    except (OSError, zipfile.BadZipFile) as error:
-        why = f"{path.name} cannot be unpacked: {error}"
-    run.environment["PYTHONPATH"] = os.pathsep.join(filter(None, [site, os.environ.get("PYTHONPATH")]))
-    sys.path.insert(0, site)
-    if not why and importlib.util.find_spec("crossreduce") is None:
+    except (OSError, ValueError, zipfile.BadZipFile) as error:
+        run.add(Case(0, "unpack"), "RED", f"{path.name} cannot be unpacked: {error}")
+    else:
+        is_there = importlib.util.find_spec("crossreduce") is not None
         why = f"{wheels} has no wheel of crossreduce: run scripts/gpu_wheels where there is a network"
-    note = ", ".join(made) or "crossreduce is installed already"
-    run.add(Case(0, "unpack"), "RED" if why else "ok", why, note=note)
+        note = ", ".join(made) or "crossreduce is installed already"
+        run.add(Case(0, "unpack"), *(("ok",) if is_there else ("RED", why)), note=note)
 
 
 def line(record: dict[str, Any]) -> str:
@@ -216,18 +210,19 @@ def line(record: dict[str, Any]) -> str:
 
 
 def table(run: Run, is_fake: bool) -> str:
-    """Return the table of all cases and targets. Its last line says GREEN or RED."""
+    """Return the table of all cases and targets. Its last line begins with GREEN if nothing is red."""
     lines = ["", *(["FAKE DRIVER: its times mean nothing."] if is_fake else []), *map(line, run.records), ""]
     measured = {key: value for each in run.records for key, value in each.get("measured", {}).items()}
     for key, limit in TARGETS.items():
-        value = measured.get(key, math.nan)
-        verdict = "fake" if is_fake else "met" if value >= limit > 0 or value <= -limit else "NOT MET"
-        lines.append(
-            f"{key:56} {'<>'[limit > 0]}= {abs(limit):<5g} {value:9.4g}  {verdict if key in measured else '-'}"
-        )
+        value, text = measured.get(key), "not measured"
+        if value is not None:
+            verdict = "fake" if is_fake else "met" if value >= limit > 0 or value <= -limit else "NOT MET"
+            text = f"{value:9.4g}  {verdict}"
+        lines.append(f"{key:56} {'<>'[limit > 0]}= {abs(limit):<5g} {text}")
     results = [each["result"] for each in run.records]
     counts = ", ".join(f"{results.count(each)} {each}" for each in ("ok", "RED", "left out"))
-    verdict = "RED" if "RED" in results or run.stopped else "GREEN"
+    has_run = any(each["stage"] and each["result"] == "ok" for each in run.records)
+    verdict = "RED" if "RED" in results or run.stopped else "GREEN" if has_run else "NOTHING RAN"
     return "\n".join([*lines, f"{verdict}: {counts}; {time.monotonic() - run.begin:.0f} s"])
 
 
@@ -237,14 +232,25 @@ def main() -> int:
     parser.add_argument("--driver", choices=("real", "fake"), default="real", help="fake: the tests' driver, no GPU")
     parser.add_argument("--only", default="", help="only the cases whose stage and name begin with this")
     parser.add_argument("--seconds", type=float, default=sum(SHARES), help="the time of all stages")
-    parser.add_argument("--wheels", type=Path, default=HERE.parent / "dist/gpu", help="of scripts/gpu_wheels")
+    parser.add_argument("--wheels", type=Path, help="the folder of scripts/gpu_wheels; default: dist/gpu")
     given = parser.parse_args()
-    run, is_fake = Run(given.out.absolute(), given.seconds), given.driver == "fake"
+    is_fake, wheels = given.driver == "fake", given.wheels or HERE.parent / "dist/gpu"
+    names = {f"{case.stage} {case.name}": case for case in cases(is_fake)}
+    chosen = [case for name, case in names.items() if name.startswith(given.only)]
+    if not chosen:
+        parser.error(f"argument --only: no case begins with {given.only!r}. There are: {', '.join(names)}")
+    if given.wheels and not wheels.is_dir():
+        parser.error(f"argument --wheels: {wheels} is not a folder")
+    if not 0 < given.seconds < math.inf:
+        parser.error(f"argument --seconds: a positive number is needed, not {given.seconds}")
+    try:
+        run = Run(given.out.absolute(), given.seconds)
+    except OSError as error:
+        parser.error(f"argument out: results cannot be written there: {error}")
     for each in signal.SIGINT, signal.SIGTERM:
         signal.signal(each, lambda *_: setattr(run, "stopped", "a signal came"))
     with tempfile.TemporaryDirectory(prefix="gpu_first_run_") as site:
-        unpack(run, given.wheels, site)
-        chosen = [case for case in cases(is_fake) if f"{case.stage} {case.name}".startswith(given.only)]
+        unpack(run, wheels, site)
         for stage in range(len(SHARES)):
             is_alone = stage not in (2, CHECKED) or any(each.get("exclusive") for each in run.records)
             with ThreadPoolExecutor(1 if is_alone else TOGETHER) as pool:
@@ -252,7 +258,7 @@ def main() -> int:
     text = table(run, is_fake)
     run.write("table.txt", text + "\n")
     print(text)
-    return int(text.splitlines()[-1].startswith("RED"))
+    return int(not text.splitlines()[-1].startswith("GREEN"))
 
 
 if __name__ == "__main__":

@@ -71,12 +71,7 @@ def resources(cubin):
     return {name: values for name, values in found.items() if "registers" in values}  # not subroutines
 
 
-@pytest.fixture(scope="module")
-def code():
-    return unpacked()
-
-
-def test_the_packaged_code_belongs_to_the_sources(code):
+def test_the_packaged_code_belongs_to_the_sources():
     """All architectures and PTX hold the same kernels, those of ``kernels.inc`` as the sources are now.
 
     The digest of the sources is that of all files, and ``layout.inc`` has the constants of ``kernels.py``.
@@ -87,12 +82,12 @@ def test_the_packaged_code_belongs_to_the_sources(code):
     subprocess.run([sys.executable, str(SCRIPT), "--check"], check=True)
     assert re.search(r"^\.version (.*)$", ptx(), re.MULTILINE)[1] == "8.8"  # needs PTX_DRIVER
     assert (PACKAGE / "engines/cuda/kernels.bin").read_bytes() == PACKED.read_bytes()
-    assert list(code) == [*script["ARCHITECTURES"], script["PTX"]]
+    assert list(unpacked()) == [*script["ARCHITECTURES"], script["PTX"]]
     assert PACKED.stat().st_size < 3_000_000
     names = {kernel.name for kernel in launches.kernels()}
     assert names == set(bodies())
     for each in script["ARCHITECTURES"]:
-        assert set(resources(code[each])) == names
+        assert set(resources(unpacked()[each])) == names
 
 
 @pytest.mark.parametrize(
@@ -131,10 +126,10 @@ def test_only_code_that_a_driver_cannot_load_is_left_to_the_framework(code, is_u
     assert bool(cuda_driver.lacks_kernels.__wrapped__(0)) == is_unfit
 
 
-def test_registers_and_stack(code):
+def test_registers_and_stack():
     """A kernel has at most 64 registers, so that four blocks of 256 threads fit, and no stack, and so no spills."""
-    for each in (name for name in code if name.startswith("sm_")):
-        for name, used in resources(code[each]).items():
+    for each in kernels.MACHINE_CODE:
+        for name, used in resources(unpacked()[each]).items():
             assert used["registers"] <= 64, (each, name)
             assert used.get("stack", 0) == 0, (each, name)
 

@@ -10,7 +10,7 @@ from itertools import product
 
 import pytest
 from cuda_launches import Tensor, packed
-from fake_cuda import HOST, NON_BLOCKING, FakeDriver
+from fake_cuda import HOST, FakeDriver
 from paths import ROOT
 
 SIZE = 100  # elements
@@ -18,16 +18,15 @@ SONAME = "libfake_cuda.so.1"  # so that later tests in this process do not find 
 
 
 class Caller:
-    """Calls the fake driver, on some devices."""
+    """Calls a fake driver of three devices, with a stream and a kernel of the first one."""
 
-    def __init__(self, driver, devices):
-        self.driver, self.call, self.give = driver, driver.call, driver.give
+    def __init__(self):
+        self.driver = driver = FakeDriver(3, "pairs", soname=SONAME)
+        self.call, self.give = driver.call, driver.give
         self.call("cuInit", 0)
-        self.contexts = [self.give("cuDevicePrimaryCtxRetain", device) for device in range(devices)]
-
-    def stream(self, device, flags=NON_BLOCKING):
-        self.call("cuCtxSetCurrent", self.contexts[device])
-        return self.give("cuStreamCreate", flags)
+        self.contexts = [driver.on(device) for device in (2, 1, 0)][::-1]
+        self.queue, module = driver.stream(0), self.give("cuModuleLoadData", b"image")
+        self.kernel = self.give("cuModuleGetFunction", module, b"sum_f32_any")
 
     def sum(self, sources, results, size=SIZE, gives=0):
         """Launch a sum of float32 arrays at these addresses on device 0."""
@@ -66,18 +65,20 @@ def test_accesses_are_unordered_unless_a_wait_orders_them():
     """Events, the default stream and the host order the streams of two devices. What nothing orders is reported."""
     for ordered, seed in product((None, "event", "default stream", "host"), range(5)):  # seeds: other allowed orders
         driver = FakeDriver(2, seed=seed, soname=SONAME)
-        caller = Caller(driver, 2)
+        driver.call("cuInit", 0)
         a, b = driver.memory(64, 0), driver.memory(64, 0)
-        first = caller.stream(0, flags=0)  # ordered with the default stream
-        second = None if ordered == "default stream" else caller.stream(0 if ordered is None else 1)
-        if second and ordered:
-            caller.call("cuCtxEnablePeerAccess", caller.contexts[0], 0)
+        first = driver.stream(0, 0)  # ordered with the default stream
+        there = 0 if ordered in (None, "default stream") else 1
+        second, here = None if ordered == "default stream" else driver.stream(there), driver.on(0)
+        if there:
+            driver.on(1)
+            driver.call("cuCtxEnablePeerAccess", here, 0)
         driver.write(a, bytes(range(64)), first)
         if ordered == "event":
             driver.follow(1, second, 0, first)
         if ordered == "host":
-            caller.call("cuStreamSynchronize", first)
-        caller.call("cuMemcpyAsync", b, a, 64, second)
+            driver.call("cuStreamSynchronize", first)
+        driver.call("cuMemcpyAsync", b, a, 64, second)
         driver.run()
         if ordered is None:
             reported(driver, "not ordered: .* writes .*, and copy reads")
@@ -109,17 +110,13 @@ def test_accesses_are_unordered_unless_a_wait_orders_them():
 )
 def test_accesses_outside_of_what_a_device_may_access_are_reported(words, code, action):
     """Bounds, owners, peer rights, alignment and the threads of one launch are checked for each launch and copy."""
-    driver = FakeDriver(3, "pairs", soname=SONAME)
-    caller = Caller(driver, 3)
-    caller.queue = caller.stream(0)
-    module = caller.give("cuModuleLoadData", b"image")
-    caller.kernel = caller.give("cuModuleGetFunction", module, b"sum_f32_any")
-    *memory, pinned = (driver.memory(4 * SIZE, device) for device in (0, 0, 1, 2, HOST))
-    action(caller, *memory, pinned=pinned)
+    on = Caller()
+    *memory, pinned = (on.driver.memory(4 * SIZE, device) for device in (0, 0, 1, 2, HOST))
+    action(on, *memory, pinned=pinned)
     if words:
-        reported(driver, words)
-    caller.call("cuStreamSynchronize", caller.queue, gives=code)
-    assert driver.report() == []
+        reported(on.driver, words)
+    on.call("cuStreamSynchronize", on.queue, gives=code)
+    assert on.driver.report() == []
 
 
 @pytest.mark.parametrize(
@@ -138,4 +135,23 @@ def test_the_first_run_on_a_gpu(tmp_path, only, seconds, setting, outcomes):
     _, *records = map(json.loads, (tmp_path / "results.jsonl").read_text().splitlines())
     assert [each["result"] for each in records] == [result for result, _ in outcomes]
     assert all(each["why"].startswith(why) for each, (_, why) in zip(records, outcomes, strict=True))
-    assert done.returncode == ("RED" in dict(outcomes))
+    assert done.returncode == ("ok" not in dict(outcomes))
+    assert re.search(r"copy rate +>= 0\.92 +not measured\n", (tmp_path / "table.txt").read_text())
+
+
+@pytest.mark.parametrize(
+    ("program", "arguments", "words"),
+    [
+        ("run", ["OUT", "--only", "nosuch"], r"no case begins with 'nosuch'\. There are: 1 versions, 2 kernels"),
+        ("run", ["OUT", "--seconds", "nan"], "a positive number is needed, not nan"),
+        ("run", ["OUT", "--wheels", "nosuch"], "nosuch is not a folder"),
+        ("run", [__file__], "results cannot be written there: .*test_cuda_fake"),
+        ("checks", ["nosuch"], "choose from '?versions"),
+        ("rates", ["nosuch"], "choose from '?8 to 1"),
+    ],
+)
+def test_invalid_arguments_of_the_first_run(tmp_path, program, arguments, words):
+    """Its programs begin nothing with invalid arguments. The error has the cases that exist."""
+    command = [sys.executable, ROOT / f"benchmarks/gpu_{program}.py", *arguments]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert (done.returncode, bool(re.search(words, done.stderr)), [*tmp_path.iterdir()]) == (2, True, []), done.stderr

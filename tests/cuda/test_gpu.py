@@ -1,10 +1,7 @@
 """One CUDA device: torch and JAX with eight logical replicas, cuda:0 to cuda:0#7.
 
 Each dense reduction must launch kernels of the CUDA engine: if it is not installed, or JAX refuses its custom call, the
-framework's own operations give the same results, and these tests would prove nothing.
-
-Run these tests with ``pytest -m gpu test_gpu.py``, and with CROSSREDUCE_TEST_FRAMEWORKS=numpy,torch,jax if
-TensorFlow is not installed.
+framework's own operations give the same results, and these tests would prove nothing. docs/cuda.md has the command.
 """
 
 from functools import partial

@@ -6,6 +6,7 @@ import ctypes
 import random
 import threading
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from itertools import product
 from unittest import mock
@@ -107,9 +108,7 @@ class Memory(DeviceMemory):
             self.fake.call("cuMemcpyAsync", address, x.ctypes.data, x.nbytes, self.stream(device))
             return owner, address
 
-        before = self.fake.give("cuCtxGetCurrent")
         copies = [list(map(copied, row, devices)) for row in arrays]
-        self.fake.call("cuCtxSetCurrent", before)
         return Operands([[address for _, address in row] for row in copies], arrays, copies)
 
     def address(self, array):
@@ -207,8 +206,8 @@ class Case:
 
         ``beside``: meanwhile, another thread runs and captures the same layouts.
         """
-        for layout, executable in zip(self.layouts, self.executables, strict=True):
-            fake, memory, arrays = self.fake, self.memory, self._arrays(layout, draw)
+        for k, layout in enumerate(self.layouts):
+            fake, memory, arrays, executable = self.fake, self.memory, self._arrays(layout, draw), self.executables[k]
             devices = sorted(set(self.places))
             streams = [memory.capturing(device) for device in devices]
             fake.run()
@@ -221,7 +220,11 @@ class Case:
             results = executable.run(self.engine.bind(layout, arrays[0]), arrays[1])
             memory.is_quiet = before
             if beside:
-                self._run_beside(draw)
+                with ThreadPoolExecutor(1) as pool:  # another thread runs the layouts, and captures them, too
+                    assert pool.submit(self.run, draw, finish=False).result(), fake.report()
+                    pool.submit(self.run_captured, draw, beside=False).result()
+                self.compile()
+            del executable  # the capture keeps its plan
             for device, stream in zip(devices[1:], streams[1:], strict=True):
                 fake.follow(devices[0], streams[0], device, stream)
             fake.on(devices[0])
@@ -247,19 +250,6 @@ class Case:
             fake.call("cuGraphDestroy", graph)
             self._free(arrays[0], results)
             fake.run()
-
-    def _run_beside(self, draw):
-        """Run the layouts in another thread while this one captures, and capture them there, too."""
-        outcomes = []
-
-        def work():
-            outcomes.append(self.run(draw, finish=False))
-            outcomes.append(self.run_captured(draw, beside=False))
-
-        thread = threading.Thread(target=work)
-        thread.start()
-        thread.join()
-        assert outcomes == [True, None], self.fake.report()
 
     def _kinds(self):  # the NumPy dtypes of the sources and of the results
         return (np.dtype(np.uint8 if dtype == "bool" else dtype) for dtype in (self.dtype, self.numbers.result))

@@ -11,6 +11,7 @@ from __future__ import annotations
 import gc
 import os
 import sys
+from functools import partial
 from itertools import cycle
 from unittest import mock
 
@@ -199,8 +200,8 @@ class Xla:
                 reads.append(np.asarray(x).tobytes())
         return reads
 
-    def end(self):
-        """Wait for everything, and free all memory."""
+    def end(self, *case):
+        """Wait for everything, and free all memory. Assert that the driver reported nothing."""
         self.fake.run()
         gc.collect()
         self.fake.run()
@@ -210,9 +211,8 @@ class Xla:
         for address in self.owned.keys() - self.probes:
             self.fake.disown(address)
             del self.owned[address]
-        report = self.fake.report()
+        assert not (report := self.fake.report()), (case, report[:3])
         self.fake.clear()
-        return report
 
 
 LOCATE = values_module.locate
@@ -269,23 +269,18 @@ def reduced(devices, rows, op, ops, ends=None):
     return [list(each.values) for each in ops.batch_reduce(op, pairs)]
 
 
-def on_host(rows, op, ops, ends=None):
-    """Return the result of each tensor, as the host engine computes it."""
-    hosts = ["cpu:0", *(f"cpu:0#{k}" for k in range(1, len(rows[0])))]
+def run(xla, devices, rows, op, ops, ends=None):
+    """Reduce on GPUs. Assert that the results have the bits of the host engine, and return both."""
+    hosts = ["cpu:0", *(f"cpu:0#{k}" for k in range(1, len(devices)))]
     here = [[jax.device_put(x, jax.devices()[HOST]) for x in row] for row in rows]
-    return [np.asarray(row[0]) for row in reduced(hosts, here, op, ops, ends)]
-
-
-def on_gpus(xla, devices, rows, op, ops, ends=None):
-    """Return the results of each tensor, and their contents, which are read later."""
+    right = [np.asarray(row[0]) for row in reduced(hosts, here, op, ops, ends)]
     given = [[xla.put(x, parse(name).index) for x, name in zip(row, devices, strict=True)] for row in rows]
     with no_loop():
         results = reduced(devices, given, op, ops, ends)
-    return results, [xla.content(row) for row in results]
-
-
-def is_right(read, right):
-    return all(bytes(each) == x.tobytes() for row, x in zip(read, right, strict=True) for each in row)
+    read = [xla.content(row) for row in results]
+    xla.fake.run()
+    assert all(bytes(each) == x.tobytes() for row, x in zip(read, right, strict=True) for each in row), (op, ops, ends)
+    return results, right
 
 
 def check_bits(xla):
@@ -301,10 +296,7 @@ def check_bits(xla):
     for dtype, op, algorithm, shapes, where, ends in cases:
         devices, ops = DEVICES[where], cr.AllReduceCrossDeviceOps(algorithm)
         rows = [[draw(rng, dtype, shape) for _ in devices] for shape in shapes]
-        right = on_host(rows, op, ops, ends)
-        results, read = on_gpus(xla, devices, rows, op, ops, ends)
-        xla.fake.run()
-        assert is_right(read, right), (dtype, op, algorithm, where)
+        results, right = run(xla, devices, rows, op, ops, ends)
         pointers = [x.unsafe_buffer_pointer() for row in results for x in row if x.size]
         assert len({*pointers}) == len(pointers), "results share memory"
         there = [framework.place(devices[k])[1] for k in (range(len(devices)) if ends is None else ends)]
@@ -312,46 +304,41 @@ def check_bits(xla):
             assert [got.sharding for got in row] == there
             assert all((y.committed, y.weak_type, y.shape, y.dtype) == (True, False, x.shape, x.dtype) for y in row)
         del results, row
-        assert not (report := xla.end()), (dtype, op, algorithm, where, report[:3])
-    return len(cases)
+        xla.end(dtype, op, algorithm, where)
 
 
 def check_failures(xla):
     """A call of the driver that fails raises a ``DriverError``. Nothing is unordered, and later calls are right."""
-    ops, devices, failed = cr.AllReduceCrossDeviceOps("ring"), DEVICES["mixed"], 0
+    devices, failed = DEVICES["mixed"], 0
     rows = [[draw(np.random.default_rng(6), "float32", (300,)) for _ in devices]]
-    right = on_host(rows, "mean", ops)
+    mean = partial(run, xla, devices, rows, "mean", cr.AllReduceCrossDeviceOps("ring"))
     for name in ("cuLaunchKernel", "cuMemcpyPeerAsync", "cuStreamGetCaptureInfo_v2"):
-        read = on_gpus(xla, devices, rows, "mean", ops)[1]
-        xla.fake.run()
-        assert is_right(read, right)
+        mean()
         calls = xla.fake.count(name)
-        assert not (report := xla.end()), report[:3]
+        xla.end()
         for n in {1, calls} if calls else ():
             xla.fake.fail(name, n, 719)
             with pytest.raises(DriverError, match="CUDA_ERROR_LAUNCH_FAILED") as caught:
-                on_gpus(xla, devices, rows, "mean", ops)
+                mean()
             assert (caught.value.call, caught.value.code) == (name, 719)
             failed += 1
             del caught
             gc.collect()  # frees all memory of the call
-            assert not (report := xla.end()), (name, n, report[:3])
+            xla.end(name, n)
     return failed
 
 
 def check_calls(xla):
     """Broadcasts, topologies, and arrays on the host or on other devices run in the engine, too."""
-    count, four = 0, DEVICES["four"]
+    four = DEVICES["four"]
 
     def expect(results, right):
-        nonlocal count
         read = xla.content(results)
         xla.fake.run()
         assert [bytes(each) for each in read] == [np.asarray(y).tobytes() for y in right]
         assert xla.fake.count("cuLaunchKernel") > 0
         results.clear()
-        assert not (report := xla.end()), report[:3]
-        count += 1
+        xla.end()
 
     def at(array):  # counts the CPU devices that stand in for GPUs as CUDA devices
         found = LOCATE(array)
@@ -374,7 +361,7 @@ def check_calls(xla):
         # The memory of results that are not read is free at once. A donated result does not change the others.
         for unread in cr.all_reduce(elsewhere(), devices=four):
             xla.free(unread.unsafe_buffer_pointer(), unread.nbytes, number(unread.device))
-        assert not (report := xla.end()), report[:3]
+        xla.end()
         results = cr.all_reduce(elsewhere(), devices=DEVICES["mixed"] + ("cuda:1#1",))
         xla.fake.run()
         jax.jit(lambda x: -x, donate_argnums=0)(results[1])
@@ -385,23 +372,20 @@ def check_calls(xla):
                 results = cr.all_reduce(elsewhere(size), devices=four, cross_device_ops=ops)
             assert (xla.fake.count("cuMemcpyPeerAsync") > 0) == copies
             expect(results, [np.full(size, 15, "float32")] * 4)
-    return count
 
 
 def check_left(xla):
     """What this engine cannot reduce, the loop engine reduces as usual. Deleted arrays are errors."""
-    arrays, count = [[jax.device_put(np.full((3, 2), 2.0**k, "float32"), jax.devices()[k])] for k in range(4)], 0
+    arrays = [[jax.device_put(np.full((3, 2), 2.0**k, "float32"), jax.devices()[k])] for k in range(4)]
 
     def over(given=arrays, op="sum"):
         return cr.all_reduce(given, op, devices=DEVICES["four"])
 
     def is_left(function, right, is_weak=False):
-        nonlocal count
         results = jax.tree.leaves(function())
         assert all((np.asarray(x) == right).all() and x.weak_type == is_weak for x in results), results
         assert xla.fake.count("cuLaunchKernel") == 0
-        assert not xla.end()
-        count += 1
+        xla.end()
 
     is_left(lambda: over([[jax.device_put(jnp.asarray(1.5), x.device)] for (x,) in arrays]), 6, is_weak=True)
     for mode in jax.debug_nans, jax.disable_jit:
@@ -423,7 +407,6 @@ def check_left(xla):
     arrays[2][0].delete()
     with pytest.raises(RuntimeError, match="delete"):
         over()
-    return count
 
 
 if __name__ == "__main__":
@@ -431,4 +414,4 @@ if __name__ == "__main__":
     gc.freeze()  # what exists now is not garbage; to look at all of JAX in each collection takes long
     with jax.enable_x64(True):
         for what in sys.argv[2:]:
-            print(what, globals()[f"check_{what}"](machine))
+            print(what, globals()[f"check_{what}"](machine) or "done")

@@ -33,7 +33,7 @@ from crossreduce import values
 from crossreduce.devices import parse
 from crossreduce.engines.cuda import driver
 from crossreduce.engines.cuda import jax as cuda_jax
-from crossreduce.errors import ArgumentError, BackendError
+from crossreduce.errors import ArgumentError, DriverError
 from crossreduce.frameworks.jax import arrays
 from crossreduce.reduction import pipeline
 
@@ -197,8 +197,8 @@ def fails(function, pattern):
 def check_errors(gpu):
     """Each call of the driver that fails raises an error with its name, device and code, and later calls are right.
 
-    A program of another process is an error if its plan is not known here. Where JAX or the kernels do not allow a
-    custom call, the loop engine runs.
+    A program of another process is an error if its plan is not known here, and so is a GPU that fails when it gets the
+    kernels. Where JAX or the kernels do not allow a custom call, the loop engine runs.
     """
     gpu.use(1)
     here = [jax.device_put(jnp.arange(8.0) + k, jax.devices()[1]) for k in range(2)]
@@ -214,10 +214,13 @@ def check_errors(gpu):
     for number, pattern in ((np.int64(5), "no plan 5 for cuda:1"), (np.int32(6), "has no number")):
         fails(partial(call, here[0], number=number), pattern)
     gpu.ran()
-    for name, error in ("load_kernels", BackendError("no code")), ("_is_alone", AttributeError("num_devices")):
+    for name, change in ("lacks_kernels", lambda number: "no code"), ("_is_alone", lambda context: context.missing):
         jax.clear_caches()
-        with mock.patch.object(cuda_jax, name, side_effect=error):
+        with mock.patch.object(cuda_jax, name, change):
             assert eager("max")[0].tolist() == (np.arange(8.0) + 1).tolist()
+    lost = driver._error("cuModuleLoadData", 1, 220, "CUDA_ERROR_NVLINK_UNCORRECTABLE", "")
+    with mock.patch.object(cuda_jax, "load_kernels", side_effect=lost), pytest.raises(DriverError, match="NVLINK"):
+        eager("min")
     assert gpu.ran() == 0
 
 

@@ -80,21 +80,18 @@ class Tensor(NamedTuple):
 def start_of(sources, results, sizes, units, count):
     """Return how many units precede the first vector of a part, and whether all vectors are aligned.
 
+    That of the first result is aligned if it can be, and the aligned vectors around that of a source are in the source.
     ``sizes``: the bytes of a unit of each source and result. ``count``: the units of a vector.
     """
 
-    def is_aligned(at, nbytes, head):
-        return (at + head * nbytes) % min(VECTOR, count * nbytes) == 0
+    def past(head, at, nbytes):  # the bytes between the beginning of a vector and unit ``head``
+        return (at + head * nbytes) % min(VECTOR, count * nbytes)
 
-    head = next((h for h in range(0, VECTOR, units) if is_aligned(results[0], sizes[-1], h)), 0)
-    if all(is_aligned(at, nbytes, head) for at, nbytes in zip([*sources, *results], sizes, strict=True)):
-        return head, True
-    # The aligned vectors around the first one of a source must be in the source.
-    outside = any(
-        (at + head * nbytes) % min(VECTOR, count * nbytes) > head * nbytes
-        for at, nbytes in zip(sources, sizes, strict=False)
-    )
-    return head + count * outside, False
+    places = [*zip([*sources, *results], sizes, strict=True)]
+    ours, first = places[: len(sources)], places[len(sources)]
+    valid = (h for h in range(0, 2 * VECTOR, units) if all(past(h, *each) <= h * each[1] for each in ours))
+    head = min(valid, key=lambda h: past(h, *first) > 0)
+    return head, not any(past(head, *each) for each in places)
 
 
 def packed(tensors, orders, divisor, units, nbytes, kind=0, room=SMALL, streams=1):

@@ -9,6 +9,7 @@ after it. Of two earlier accesses, one ordered after the other, only the later o
 from __future__ import annotations
 
 import ctypes
+import importlib
 import os
 import subprocess
 import sys
@@ -16,7 +17,7 @@ from itertools import product
 from pathlib import Path
 
 from compiled import compiled
-from paths import NATIVE, ROOT, program, python_path
+from paths import NATIVE, ROOT, SUPPORT, program, python_path
 
 import crossreduce
 
@@ -28,7 +29,7 @@ PLAIN, POOL, MAPPED, MANAGED, FOREIGN_CONTEXT = range(5)  # kinds of memory; pee
 NON_BLOCKING = 1  # a flag of streams: not ordered with the default stream
 CUBE_MESH = ["1234", "0235", "0136", "0127", "0567", "1467", "2457", "3456"]  # of each device of a DGX-1, its peers
 
-# Of the fake driver's own functions (fake_control.hpp): results that are not codes, which must be 0; last parameters.
+# Of the fake driver's own functions (fake_cuda.cpp): results that are not codes, which must be 0; last parameters.
 RESULTS = {"count": ctypes.c_uint64, "memory": ctypes.c_uint64, "stream": ctypes.c_uint64, "resume": ctypes.c_int}
 RESULTS["text"] = ctypes.c_char_p
 DEFAULTS = {"memory": (0, 0, PLAIN), "own": (0, 0, 0, PLAIN), "stream": (0, NON_BLOCKING)}
@@ -120,10 +121,19 @@ class Driver:
         return graph
 
 
+def cupy_on(fake):
+    """Return CuPy's stand-in, with the memory of a fake driver."""
+    sys.path.insert(0, str(SUPPORT / "standins"))
+    machine = importlib.import_module("cupy._machine")
+    machine.allocate, machine.synchronize, machine.checks_order = fake.memory, fake.run, False
+    machine.free = lambda address, nbytes, device: None  # the fake driver would report later owners of the memory
+    return importlib.import_module("cupy")
+
+
 class FakeDriver(Driver):
     """The fake driver in this process, restarted with some devices, so that all handles and addresses become invalid.
 
-    What ``cuInit`` did stays. There is one driver for each ``soname``. The functions of fake_control.hpp are methods.
+    What ``cuInit`` did stays. There is one driver for each ``soname``. Its functions for tests are methods.
     """
 
     def __init__(self, devices=8, peers="full", seed=0, soname="libcuda.so.1"):
@@ -161,7 +171,7 @@ class FakeDriver(Driver):
 
     def live(self):
         """Return how many objects of each kind the driver's callers made and did not release, by the kind's name."""
-        return {what: int(count) for what, count in (line.split(": ") for line in self.text(2).splitlines())}
+        return {what: int(count) for what, count in (line.split(": ") for line in self.text(1).splitlines())}
 
     def write(self, address, data, stream=None, device=0):
         """Write bytes at once as the host or, with a stream, in an operation. Stream 0 is the device's default one."""

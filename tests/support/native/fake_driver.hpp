@@ -1,8 +1,5 @@
-// The fake CUDA driver: the driver's functions for devices, contexts, modules, launches and memory. Part of
-// fake_cuda.cpp.
+// The fake CUDA driver: the driver's functions. Part of fake_cuda.cpp.
 #pragma once
-
-#include "fake_control.hpp"
 
 #define DRIVER extern "C" __attribute__((visibility("default"))) int
 #define BODY(...) { return call(__func__, [&] __VA_ARGS__); }
@@ -13,27 +10,13 @@ DRIVER cuInit(unsigned flags) BODY({
     check_given(flags == 0);
     is_initialised = true;
 })
-DRIVER cuDriverGetVersion(int *version) BODY({
-    check_given(version);
-    *version = 12090;
-})
-DRIVER cuDeviceGetCount(int *count) BODY({
-    check_given(count);
-    *count = state->devices;
-})
-DRIVER cuDeviceGet(int *device, int ordinal) BODY({
-    check_given(device);
-    if (ordinal < 0 || ordinal >= state->devices)
-        refuse(INVALID_DEVICE, "device " + std::to_string(ordinal) + " does not exist");
-    *device = ordinal;
-})
+DRIVER cuDriverGetVersion(int *version) BODY({ *version = 12090; })
+DRIVER cuDeviceGetCount(int *count) BODY({ *count = state->devices; })
+DRIVER cuDeviceGet(int *device, int ordinal) BODY({ *device = context_of(ordinal).device; })
 DRIVER cuDeviceGetName(char *name, int nbytes, int device) BODY({
-    check_given(name && nbytes > 0);
-    context_of(device);
-    snprintf(name, static_cast<size_t>(nbytes), "Fake GPU %d", device);
+    snprintf(name, static_cast<size_t>(nbytes), "Fake GPU %d", context_of(device).device);
 })
 DRIVER cuDeviceGetAttribute(int *value, int attribute, int device) BODY({
-    check_given(value);
     context_of(device);
     static const std::map<int, int> attributes{{16, 132}, {20, 0}, {75, 9}, {76, 0}, {41, 1}}; // an H100 has these
     const auto found = attributes.find(attribute);
@@ -42,7 +25,6 @@ DRIVER cuDeviceGetAttribute(int *value, int attribute, int device) BODY({
     *value = found->second;
 })
 DRIVER cuDevicePrimaryCtxRetain(void **context, int device) BODY({
-    check_given(context);
     Context &found = context_of(device);
     if (!found.is_active()) state->check_unsafe();
     found.retained++;
@@ -54,20 +36,12 @@ DRIVER cuDevicePrimaryCtxRelease_v2(int device) BODY({
     found.retained--;
 })
 DRIVER cuCtxGetCurrent(void **context) BODY({
-    check_given(context);
     *context = state->contexts.count(current_handle) ? pointer(current_handle) : nullptr; // it may be of before a reset
 })
 DRIVER cuCtxSetCurrent(void *context) BODY({
-    const uint64_t handle = reinterpret_cast<uint64_t>(context);
-    if (handle) {
-        const auto found = state->contexts.find(handle);
-        if (found == state->contexts.end()) refuse(INVALID_CONTEXT, "the context does not exist");
-        if (!found->second->is_active()) refuse(CONTEXT_IS_DESTROYED, "the context was released");
-    }
-    current_handle = handle;
+    current_handle = context ? context_at(reinterpret_cast<uint64_t>(context), "the context").handle : 0;
 })
 DRIVER cuDeviceCanAccessPeer(int *can, int device, int peer) BODY({
-    check_given(can);
     context_of(device), context_of(peer);
     *can = device != peer && state->peers[static_cast<size_t>(device * state->devices + peer)];
 })
@@ -85,10 +59,8 @@ DRIVER cuCtxEnablePeerAccess(void *peer, unsigned flags) BODY({
 
 DRIVER cuModuleLoadData(void **module, const void *image) BODY({
     state->check_unsafe();
-    Context &context = current();
-    check_given(module);
-    if (!image) refuse(INVALID_VALUE, "there is no image");
-    *module = add(state->modules, Module{context.handle});
+    check_given(image);
+    *module = add(state->modules, Module{current().handle});
 })
 DRIVER cuModuleUnload(void *module) BODY({
     state->check_unsafe();
@@ -102,7 +74,6 @@ DRIVER cuModuleUnload(void *module) BODY({
 DRIVER cuModuleGetFunction(void **function, void *module, const char *name) {
     wait_until_continued();
     return call(__func__, [&] {
-        check_given(function && name);
         const uint64_t context = of_handle(state->modules, module, "module").context;
         if (context != current().handle) refuse(INVALID_HANDLE, "the module belongs to another context");
         static void *const self = [] {
@@ -129,7 +100,6 @@ DRIVER cuLaunchKernel(void *function, unsigned grid_x, unsigned grid_y, unsigned
         shared)
         refuse(INVALID_VALUE, "the kernels have blocks of 256 threads in one dimension and no dynamic shared memory");
     check_given(parameters && parameters[0] && !extra);
-    state->launched.insert(found.name);
     state->queue_work(stream, launch_work(found, context, parameters[0], grid_x));
 })
 
@@ -181,7 +151,7 @@ DRIVER cuMemcpyPeerAsync(uint64_t to, void *to_context, uint64_t from, void *fro
     return copy(to, from, nbytes, "peer copy", stream);
 })
 DRIVER cuPointerGetAttributes(unsigned count, int *attributes, void **data, uint64_t address) BODY({
-    check_given(attributes && data);
+    state->check_unsafe(); // perhaps: see devices.cpp
     current();
     const Allocation *found = state->memory.find(address);
     if (found && !found->is_live) found = nullptr; // then all values are 0
@@ -200,6 +170,153 @@ DRIVER cuPointerGetAttributes(unsigned count, int *attributes, void **data, uint
         }
     }
 })
+
+// ---- streams and events
+
+DRIVER cuStreamCreate(void **stream, unsigned flags) BODY({
+    Context &context = current();
+    check_given(flags <= 1);
+    *stream = pointer(add_stream(context, flags == 0, false, false));
+})
+DRIVER cuStreamDestroy_v2(void *handle) BODY({
+    current();
+    check_given(handle);
+    Stream &stream = of_handle(state->streams, handle, "stream");
+    if (stream.capture) state->invalidate(CAPTURE_UNSUPPORTED, "the stream is capturing", stream.capture);
+    state->streams.erase(stream.handle);
+})
+DRIVER cuStreamSynchronize(void *handle) BODY({
+    Stream &stream = stream_of(handle);
+    if (stream.capture) state->invalidate(CAPTURE_UNSUPPORTED, "the stream is capturing", stream.capture);
+    state->catch_up(stream);
+    state->synchronize(stream);
+    context_at(stream.context, "the stream's context"); // an operation may have failed
+})
+DRIVER cuEventCreate(void **event, unsigned flags) BODY({
+    check_given(flags < 8);
+    *event = add(state->events, Event{{}, current().handle});
+})
+DRIVER cuEventDestroy_v2(void *event) BODY({
+    current();
+    erase(state->events, event, "event");
+})
+DRIVER cuEventRecord(void *handle, void *stream_handle) BODY({
+    Event &event = of_handle(state->events, handle, "event");
+    Stream &stream = stream_of(stream_handle);
+    if (event.context != stream.context)
+        refuse(INVALID_HANDLE, "the event and the stream belong to different contexts");
+    if (stream.capture) State::check_capture(stream.capture);
+    else state->catch_up(stream);
+    static_cast<Place &>(event) = stream;
+})
+DRIVER cuStreamWaitEvent(void *stream_handle, void *handle, unsigned flags) BODY({
+    Stream &stream = stream_of(stream_handle);
+    check_given(flags == 0);
+    Event &event = of_handle(state->events, handle, "event");
+    if (stream.capture) State::check_capture(stream.capture);
+    if (!event.capture && !stream.capture) {
+        state->catch_up(stream);
+        stream.join(event);
+        return SUCCESS;
+    }
+    if (!event.capture)
+        state->invalidate(CAPTURE_ISOLATION, "a capturing stream waits for an event that was not captured",
+                          stream.capture);
+    if (!event.capture->is_active && stream.capture)
+        state->invalidate(CAPTURE_ISOLATION, "a capturing stream waits for an event of an earlier capture",
+                          stream.capture);
+    if (!event.capture->is_active)
+        refuse(CAPTURED_EVENT, "the event was last recorded in a capture that has ended");
+    State::check_capture(event.capture);
+    if (stream.is_legacy)
+        state->invalidate(CAPTURE_IMPLICIT, "the default stream cannot be captured", event.capture);
+    if (stream.capture && stream.capture != event.capture)
+        state->invalidate(CAPTURE_MERGE, "two captures would be merged", [&](const Capture &each) {
+            return &each == stream.capture.get() || &each == event.capture.get();
+        });
+    stream.capture = event.capture;
+    stream.nodes.insert(event.nodes.begin(), event.nodes.end());
+    return SUCCESS;
+})
+
+// ---- capture and graphs
+
+DRIVER cuStreamGetCaptureInfo_v2(void *handle, int *status, uint64_t *, void **graph, const void **, size_t *) BODY({
+    const Stream &stream = stream_of(handle);
+    *status = !stream.capture ? 0 : stream.capture->invalid.empty() ? 1 : 2;
+    if (*status != 1) return;
+    if (!stream.capture->graph) stream.capture->graph = new_handle();
+    *graph = pointer(stream.capture->graph);
+})
+DRIVER cuThreadExchangeStreamCaptureMode(int *mode) BODY({
+    check_given(mode && *mode >= 0 && *mode <= 2);
+    std::swap(*mode, thread_mode);
+})
+DRIVER cuUserObjectCreate(void **object, void *owned, void (*release)(void *), unsigned count, unsigned flags) BODY({
+    check_given(object && release && count == 1 && flags == 1);
+    const uint64_t handle = new_handle();
+    state->user_objects[handle].reset(new UserObject{owned, release});
+    *object = pointer(handle);
+})
+DRIVER cuUserObjectRelease(void *object, unsigned count) BODY({
+    check_given(count == 1);
+    erase(state->user_objects, object, "user object");
+})
+DRIVER cuGraphRetainUserObject(void *graph, void *object, unsigned count, unsigned flags) BODY({
+    check_given(count == 1 && flags == 1); // the caller's reference moves to the graph
+    const auto is_it = [&](const auto &each) { return each->graph == reinterpret_cast<uint64_t>(graph); };
+    const auto found = std::find_if(state->captures.begin(), state->captures.end(), is_it);
+    if (found == state->captures.end()) refuse(INVALID_VALUE, "the graph is not one that is being captured");
+    (*found)->objects.push_back(erase(state->user_objects, object, "user object"));
+})
+DRIVER cuStreamBeginCapture_v2(void *handle, int mode) BODY({
+    check_given(mode >= 0 && mode <= 2);
+    Stream &stream = stream_of(handle);
+    if (stream.is_legacy) refuse(CAPTURE_UNSUPPORTED, "the default stream cannot be captured");
+    if (stream.capture) refuse(ILLEGAL_STATE, "the stream is capturing");
+    stream.capture =
+        std::make_shared<Capture>(Capture{mode, std::this_thread::get_id(), {}, true, "", 0, {}});
+    stream.nodes.clear();
+    state->captures.push_back(stream.capture);
+})
+DRIVER cuStreamEndCapture(void *handle, void **graph) BODY({
+    *graph = nullptr;
+    Stream &stream = stream_of(handle);
+    const std::shared_ptr<Capture> capture = stream.capture;
+    if (!capture) refuse(ILLEGAL_STATE, "the stream is not capturing");
+    std::set<int> joined = stream.nodes; // the nodes that the end of the stream depends on
+    for (int k = static_cast<int>(capture->nodes.size()) - 1; k >= 0; k--) {
+        const auto &predecessors = capture->nodes[static_cast<size_t>(k)].predecessors;
+        if (joined.count(k)) joined.insert(predecessors.begin(), predecessors.end());
+    }
+    capture->is_active = false;
+    for (auto &[other, each] : state->streams)
+        if (each->capture == capture) each->capture = nullptr, each->nodes.clear();
+    state->captures.erase(std::find(state->captures.begin(), state->captures.end(), capture));
+    State::check_capture(capture);
+    if (joined.size() < capture->nodes.size())
+        refuse(CAPTURE_UNJOINED, "the stream does not wait for all captured work");
+    const uint64_t made = capture->graph ? capture->graph : new_handle();
+    state->graphs[made] = std::make_shared<Graph>(Graph{capture->nodes, std::move(capture->objects)});
+    *graph = pointer(made);
+})
+DRIVER cuGraphInstantiateWithFlags(void **exec, void *graph, unsigned long long flags) BODY({
+    current();
+    check_given(exec && flags == 0);
+    GraphExec made{{}, of_handle(state->graphs, graph, "graph"), {}};
+    for (const Node &each : made.nodes)
+        if (!made.chains.count(each.chain)) made.chains[each.chain] = {state->chains++, 0};
+    *exec = add(state->execs, std::move(made));
+})
+DRIVER cuGraphLaunch(void *exec, void *handle) BODY({
+    GraphExec &found = of_handle(state->execs, exec, "executable graph");
+    Stream &stream = stream_of(handle);
+    if (stream.capture)
+        state->invalidate(NOT_SUPPORTED, "the fake driver cannot capture the launch of a graph", stream.capture);
+    state->launch(found, stream);
+})
+DRIVER cuGraphExecDestroy(void *exec) BODY({ erase(state->execs, exec, "executable graph"); })
+DRIVER cuGraphDestroy(void *graph) BODY({ erase(state->graphs, graph, "graph"); })
 
 // ---- errors: texts of the code that tests look at
 

@@ -47,7 +47,7 @@ struct Allocation {
     uint64_t context;
     bool is_foreign; // of the framework or the test: not a leak
     bool is_live;
-    int kind = PLAIN;
+    int kind;
     bool is_peer_readable() const { return device == HOST || kind == PLAIN || kind == MANAGED; }
 };
 
@@ -70,19 +70,19 @@ class Memory {
     ~Memory() { munmap(reinterpret_cast<void *>(base_), nbytes_); }
 
     // Return the address of new memory; 0: there is not enough.
-    uint64_t allocate(uint64_t nbytes, int device, uint64_t context, bool is_foreign) {
+    uint64_t allocate(uint64_t nbytes, int device, uint64_t context, bool is_foreign, int kind = PLAIN) {
         const size_t slot = device == HOST ? used_.size() - 1 : static_cast<size_t>(device);
         uint64_t &used = used_[slot];
         if (nbytes > PER_DEVICE - 2 * GAP || used > PER_DEVICE - 2 * GAP - nbytes) return 0;
         const uint64_t begin = base_ + slot * PER_DEVICE + used;
         used += (nbytes + 511) / 512 * 512 + GAP;
         std::memset(reinterpret_cast<void *>(begin), 0xA5, nbytes);
-        own(begin, nbytes, device, context, is_foreign);
+        own(begin, nbytes, device, context, is_foreign, kind);
         return begin;
     }
     // Take memory of the caller as a device's.
-    void own(uint64_t begin, uint64_t nbytes, int device, uint64_t context, bool is_foreign) {
-        allocations_[begin] = {begin, nbytes, device, context, is_foreign, true, PLAIN};
+    void own(uint64_t begin, uint64_t nbytes, int device, uint64_t context, bool is_foreign, int kind) {
+        allocations_[begin] = {begin, nbytes, device, context, is_foreign, true, kind};
     }
     // Return the allocation that begins at an address or contains it, or null.
     Allocation *find(uint64_t address) {

@@ -22,9 +22,8 @@ constexpr int INVALID_DEVICE = 101, INVALID_CONTEXT = 201, PEER_ACCESS_UNSUPPORT
 constexpr int INVALID_HANDLE = 400, ILLEGAL_STATE = 401, NOT_FOUND = 500;
 constexpr int ILLEGAL_ADDRESS = 700, PEER_ACCESS_ALREADY_ENABLED = 704, CONTEXT_IS_DESTROYED = 709;
 constexpr int MISALIGNED_ADDRESS = 716, LAUNCH_FAILED = 719, NOT_SUPPORTED = 801;
-constexpr int CAPTURE_UNSUPPORTED = 900, CAPTURE_INVALIDATED = 901, CAPTURE_MERGE = 902, CAPTURE_UNMATCHED = 903;
+constexpr int CAPTURE_UNSUPPORTED = 900, CAPTURE_INVALIDATED = 901, CAPTURE_MERGE = 902;
 constexpr int CAPTURE_UNJOINED = 904, CAPTURE_ISOLATION = 905, CAPTURE_IMPLICIT = 906, CAPTURED_EVENT = 907;
-constexpr int CAPTURE_WRONG_THREAD = 908;
 
 struct Refused { // a call fails with a code; `why` goes into the report unless it is empty
     int code;
@@ -75,7 +74,6 @@ struct UserObject { // destroyed with the last graph, capture or executable grap
 using UserObjects = std::vector<std::shared_ptr<UserObject>>;
 
 struct Capture {
-    uint64_t origin;
     int mode;
     std::thread::id thread;
     std::vector<Node> nodes;
@@ -177,7 +175,6 @@ struct State {
     std::set<OperationPtr> pending;
     std::vector<OperationPtr> ready;
     std::vector<std::string> reports;
-    std::set<std::string> launched; // names of kernels
 
     // ---- execution
 

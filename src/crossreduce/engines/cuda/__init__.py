@@ -200,14 +200,15 @@ class CudaExecutable:
     def _queue(self, planned: _Planned, sources: Any, targets: list[list[int]], owners: list[Any]) -> bool:
         """Queue a plan's operations, or return ``False`` if its kernels cannot read the memory of other devices.
 
-        ``owners`` of the memory get those of the temporary memory. A graph that captures the operations keeps them.
+        ``owners`` of the memory get those of the temporary memory, and the plan, whose streams a capture may use. A
+        graph that captures the operations keeps them.
         """
         queued, plan = planned
         scratch: list[tuple[Any, int]] = [
             self._memory.scratch(size, device) if size else (None, 0)
             for size, device in zip(queued.scratch, queued.devices, strict=True)
         ]
-        owners.append(scratch)
+        owners += [scratch, plan]
         streams = [self._memory.stream(device) for device in queued.devices]
         kept = None if len(streams) == 1 and self._memory.belongs_to_graphs else owners
         return bool(plan.run(sources, targets, [[address for _, address in scratch]], [streams], kept))

@@ -25,13 +25,14 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir, xla
 
 from ....devices import parse
+from ....errors import DriverError
 from ....frameworks import Array
 from ....frameworks.jax.arrays import is_somewhere
 from ....ops import Numbers
 from ...base import Layout
 from ...loop import ENGINE as LOOP
 from ..batching import operations
-from ..driver import is_on, load_kernels, native
+from ..driver import is_on, lacks_kernels, load_kernels, native
 from ..encoding import plan_of
 from ..streams import Operations
 
@@ -179,6 +180,8 @@ def lower(ctx: Any, *operands: Any, executable: JaxExecutable) -> Any:
     """Lower the primitive for CUDA: to the custom call, or, if that cannot run, to the loop engine's operations."""
     try:
         can_call = _is_alone(ctx.module_context) and _keep(executable.operations, len(operands), ctx)
+    except DriverError:
+        raise  # it may be a defect of a GPU
     except Exception as error:  # noqa: BLE001 -- another version of JAX may lack any attribute
         _LOG.info("the CUDA engine cannot be used in a program of JAX: %s", error)
         can_call = False
@@ -214,6 +217,8 @@ def _keep(made: Operations, operands: int, ctx: Any) -> bool:
     results = len(ctx.avals_out) + bool(made.scratch[0])
     for device in jax.local_devices(backend=ctx.module_context.platforms[0]):
         number = device.local_hardware_id
+        if lacks_kernels(number):
+            return False
         load_kernels(number)
         native().keep(number_of(made), plan_of(made._replace(devices=(number,))), operands, results)
     return True

@@ -143,6 +143,7 @@ bool enable_peer(Device &device, Device &other) {
 
 bool are_peer_readable(const std::vector<uint64_t> &addresses, const std::vector<Device *> &owners) {
     const Driver &call = opened();
+    const RelaxedCapture relaxed; // CUDA does not document whether a capture permits the query
     ContextGuard context;
     context.use(*owners[0]);
     // Starts and sizes of allocations of this call, by an address in units of 2 MiB, and of the last ones, which others in
