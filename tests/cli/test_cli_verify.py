@@ -111,8 +111,39 @@ def test_missing_files_and_sizes(crossreduce, printed, tmp_path):
     of messages for which it can be used."""
     missing = "cannot be read: No such file or directory."
     assert crossreduce("verify", tmp_path / "no") == (2, "", f"crossreduce: {tmp_path / 'no'} {missing}\n")
-    folder = f"crossreduce: {tmp_path / 'ranks.json'} {missing} A folder must be one that crossreduce bundle wrote.\n"
-    assert crossreduce("verify", tmp_path) == (2, "", folder)
+    code, out, error = crossreduce("verify", tmp_path)
+    assert (code, out) == (2, "")
+    assert error.startswith(f"crossreduce: {tmp_path / 'ranks.json'} {missing} A folder must be one that ")
     (tmp_path / "plan.json").write_text(PLAN)
     sizes = "  sizes: messages whose number of bytes is a multiple of 32"
     assert printed("verify", tmp_path / "plan.json").splitlines()[-1] == sizes
+
+
+DAMAGED_GROUPS = [
+    (lambda about: about["groups"][0].update(collective="reduce"), 1, "its collective is all_reduce, unlike in groups"),
+    (lambda about: about["groups"][1]["ranks"].pop(), 1, "group_1.json is wrong: its ranks is 4, unlike"),
+    (lambda about: about["groups"][1].update(bytes_multiple_of=3), 1, "its bytes_multiple_of is"),
+    (lambda about: about["groups"][1].update(file="group_7.json"), 2, "group_7.json cannot be read"),
+    (lambda about: about["groups"][1].update(file="../x.json"), 2, "'../x.json', which is not a file of a group"),
+    (lambda about: about["groups"][1].pop("ranks"), 2, "groups.json is not the list of groups: 'ranks' is missing"),
+    (lambda about: about.update(groups=[]), 2, "it must list groups with files"),
+    (lambda about: about.update(format="other"), 2, 'its format is not "crossreduce.groups/1"'),
+]
+
+
+def test_a_folder_of_groups_is_proved(printed, crossreduce, tmp_path):
+    """``verify`` proves the files that ``groups --export`` wrote, and compares them with ``groups.json``. A file that
+    differs from it exits with 1, and a malformed list with 2."""
+    folder = tmp_path / "made"
+    printed("groups", "hgx-h100", "0-3;4-7", "--export", folder)
+    lines = printed("verify", folder).splitlines()
+    assert lines[-1] == f"{folder}: the files of 2 groups are right."
+    proved = [line for line in lines if line.startswith("group_")]
+    assert proved == [f"group_{k}.json: allreduce, in place: right." for k in range(2)]
+    about = (folder / "groups.json").read_text()
+    for damage, code, words in DAMAGED_GROUPS:
+        changed = json.loads(about)
+        damage(changed)
+        (folder / "groups.json").write_text(json.dumps(changed))
+        found, _, error = crossreduce("verify", folder)
+        assert (found, words in error) == (code, True), error

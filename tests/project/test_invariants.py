@@ -256,7 +256,7 @@ for plug_in in {plug_ins}:
     for plug_in, refused in zip(plug_ins, messages, strict=True):
         assert refused.startswith(f"crossreduce.{plug_in} needs ")
         assert f"{plug_in} cannot be imported: " in refused
-        assert refused.endswith(f"\n  try:   pip install 'crossreduce[{plug_in}]'\n")
+        assert refused.endswith(f"\n  try:   pip install {plug_in}\n")
 
 
 MODULES = ["crossreduce", *(f"crossreduce.{name(path)}" for path in FILES if name(path) and path.stem != "__main__")]

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from browser import chromium, require_browser, wait
+from browser import chromium, require_browser, resize, wait
 from paths import ROOT
 from PIL import Image
 
@@ -171,6 +171,7 @@ FIRST = {
     "nvlink": "planning", "deterministic": "explanation/exactness", "reproducible": "explanation/exactness",
     "kill rank": "how-to/when-a-rank-dies", "fault tolerance": "how-to/when-a-rank-dies", "slow rank": "watching",
     "mean of integers": "contract", "tensorflow mirroredstrategy": "tensorflow", "install": "start/index",
+    "keras": "how-to/keras",
     "environment variables": "reference/environment", "faq": "explanation/faq", "rdma": "how-to/rdma",
     "troubleshooting": "how-to/troubleshooting", "gloo": "explanation/compared",
 }  # fmt: skip
@@ -266,12 +267,27 @@ def test_pictures_are_dark_in_the_dark_theme(tmp_path):
                 assert (mean < 90) if theme == "dark" else (mean > 200), f"{image.name} in the {theme} theme: {mean}"
 
 
+def test_stacked_tables_name_their_columns(tmp_path):
+    """Where a narrow page stacks the cells of a table of three or four columns, each has the head of its column."""
+    require_browser()
+    static, page = (DOCS / "_static").as_uri(), tmp_path / "page.html"
+    rows = "<thead><tr><th>you<th>use<th>get</tr></thead><tbody><tr><td>a<td>b<td>c</tr></tbody>"
+    links = f'<link rel="stylesheet" href="{static}/site.css"><script src="{static}/tables.js"></script>'
+    page.write_text(f'<!doctype html>{links}<article class="bd-article"><table>{rows}</table></article>')
+    before = "return [...document.querySelectorAll('td')].map((cell) => getComputedStyle(cell, '::before').content)"
+    with chromium(tmp_path / "profile") as driver:
+        for width, heads in ((1400, ["none"] * 3), (400, ["none", '"use: "', '"get: "'])):
+            resize(driver, width, 900)
+            driver.get(page.as_uri())
+            assert driver.execute_script(before) == heads
+
+
 def test_code_fits_the_page():
     """Lines of code have at most 96 columns, as many as a page of 1,400 pixels shows, and so have tables that a command
     draws. The style sheet wraps longer lines of other output."""
     for page, text in PAGES.items():
         for language, body in re.findall(r"^ *```([^`\n]*)\n(.*?)^ *```", text, re.DOTALL | re.MULTILINE):
-            is_code = re.match(r"(python|py|sh|bash|json|toml|yaml)$|\{code-cell\}", language)
+            is_code = re.match(r"(python|py|c|cpp|sh|bash|json|toml|yaml)$|\{code-cell\}", language)
             is_drawn = any(line.startswith(("┏", "┌")) for line in body.splitlines())
             wide = [line for line in body.splitlines() if len(line) > 96]
             assert not (wide and (is_code or is_drawn)), (page, wide)

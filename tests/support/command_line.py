@@ -133,7 +133,7 @@ def plan_shown(plan, line, width=80):
 
     words = line.split()
     hosts = ", 2 hosts" if "--hosts 2" in line else ""
-    part = ", with changes (only a part)" if "--devices" in line or "--without" in line else ""
+    part = ", only a part of it" if "--devices" in line or "--without" in line else ""
     head, *rest = plan.explain(width).splitlines()
     about = [f"  machine   {words[1]}{hosts}{part}", f"  command   crossreduce {line}"]
     return "\n".join([head, wrapped(about, width), *rest]) + "\n"

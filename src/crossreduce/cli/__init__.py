@@ -36,7 +36,9 @@ def main(args: Sequence[str] | None = None) -> NoReturn:
             missing = (error.name or "").partition(".")[0]
             if missing not in _EXTRA:
                 raise
-            _stop(f"the command line needs {missing}, which is not installed.  try: pip install 'crossreduce[cli]'")
+            _stop(
+                f"the command line needs {missing}, which is not installed.  try: pip install typer rich scikit-learn"
+            )
         except OSError as error:
             _stop(f"{error.strerror or error}.  try: another file, or free space on the disk")
         except MemoryError:

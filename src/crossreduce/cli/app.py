@@ -9,7 +9,7 @@ from typing import Annotated, Any, Final
 from rich.panel import Panel
 from rich.text import Text
 from typer import BadParameter, Exit, Option, Typer
-from typer.core import TyperCommand
+from typer.core import TyperCommand, TyperGroup
 
 from .. import __version__
 from ..errors import ArgumentError, printable
@@ -81,12 +81,12 @@ EXAMPLES: Final = {
         "bench --launch 4 --peers gloo,mpi",
         "bench --against jax,torch,numpy --picture ratios.svg",
     ),
-    "top": ("top", "top --interval 5 --group world", "top --once --json"),
+    "top": ("top", "top --interval 5 --group 0", "top --once --json"),
     "doctor": ("doctor", "doctor DIR", "doctor DIR --report incident.html"),
     "trace": ("trace DIR", "trace DIR -o trace.json", "trace DIR --run 1 --json"),
-    "info": ("info", "info --check", "info --json"),
+    "info": ("info", "info --json"),
 }
-"""For each command three lines to try, which its help shows."""
+"""For each command two or three lines to try, which its help shows."""
 _METAVARS: Final = {
     "TYPE": "datatype",
     "BYTES": "maxbytes minbytes nbytes stepbytes",
@@ -99,8 +99,9 @@ _METAVARS: Final = {
     "RANK": "root rank",
     "W,W": "weights",
     "A-B": "without_link",
-    "X": "granularity interval operation_us",
-    "N": "average batch_size check epochs hosts iters num_packs packs per_iter_report seed stepfactor warmup_iters",
+    "X": "between_cpus granularity interval operation_us",
+    "N": "average batch_size check epochs hosts iters num_packs packs pcie per_iter_report seed stepfactor "
+    "warmup_iters",
 }
 """What stands for the value of an option in its help; for all other options, it is NAME."""
 
@@ -108,22 +109,41 @@ _METAVARS: Final = {
 _UsageError: Any = BadParameter.__mro__[1]  # typer has its own classes, or those of click: this depends on its version
 
 
-class Command(TyperCommand):
-    """A command whose help shows examples. Options of earlier versions are errors that name the new spelling."""
+class _WithoutTypes:
+    """Help that shows no types of Python: flags have no value, and the metavar of an argument says enough."""
 
-    def __init__(self, *args: Any, **fields: Any) -> None:
-        super().__init__(*args, **fields)
-        for parameter in self.params:
+    def get_params(self, ctx: Any) -> list[Any]:
+        parameters: list[Any] = super().get_params(ctx)  # type: ignore[misc]
+        for parameter in parameters:
             if getattr(parameter, "is_flag", False):
                 parameter.metavar = ""
+            elif not parameter.opts[0].startswith("-"):
+                parameter.display_type_rich = _no_type  # newer versions of typer call this
             elif parameter.metavar is None:
                 names = (metavar for metavar, options in _METAVARS.items() if parameter.name in options.split())
                 parameter.metavar = next(names, "NAME")
+        return parameters
+
+
+def _no_type(ctx: Any) -> None:  # noqa: ARG001 - the signature is typer's
+    return None
+
+
+class Commands(_WithoutTypes, TyperGroup):
+    """All commands; their help shows no types either."""
+
+
+class Command(_WithoutTypes, TyperCommand):
+    """A command whose help shows examples. Options of earlier versions are errors that name the new spelling."""
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
         super().format_help(ctx, formatter)
         lines = "\n".join(f"crossreduce {line}" for line in EXAMPLES[self.name or ""])
         terminal().print(Panel(Text(lines), title="Examples", title_align="left", border_style="dim"))
+        hidden = [parameter.opts[0] for parameter in self.params if getattr(parameter, "hidden", False)]
+        if hidden:
+            also = f"Rarer options: {', '.join(hidden)}. See docs/command-line.md."
+            terminal().print(Text(also, style="dim"))
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         INVOKED.set(printable(shlex.join(["crossreduce", self.name or "", *args])))
@@ -156,6 +176,7 @@ def run(args: list[str]) -> int:
 
 
 app = Typer(
+    cls=Commands,
     context_settings={"help_option_names": ["-h", "--help"]},
     no_args_is_help=True,
     pretty_exceptions_enable=False,

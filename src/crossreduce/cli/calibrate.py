@@ -9,7 +9,7 @@ from __future__ import annotations
 import json as json_module
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Final
 
 from typer import Argument, Option
 
@@ -26,22 +26,20 @@ from .support.output import atomic_file, progress, rate_json
 from .support.plans import PlanRequest, plan_json, plan_options, plan_text
 from .support.topologies import Json
 
-_RESULTS = (
-    "Results: JSON of nccl-tests (-J) or of crossreduce bench (the same option), for example of one host and of two."
-)
+_RESULTS: Final = "Reports of nccl-tests or of crossreduce bench (both: -J), for example of one host and of two."
 
 
 @plan_options("root", "packs", "participants")
 def calibrate(
     request: PlanRequest,
-    results: Annotated[list[Path], Argument(metavar="RESULTS...", help=_RESULTS)],
-    assume: Annotated[str, Option(help="Algorithm of results that name none, as NCCL's.")] = ASSUMED,
+    results: Annotated[list[Path], Argument(metavar="RESULTS", help=_RESULTS)],
+    assume: Annotated[str, Option(help="Algorithm of results that name none, such as NCCL's.")] = ASSUMED,
     export: Annotated[Path | None, Option(help="Write the fitted topology to this .json file.")] = None,
     json: Json = False,
 ) -> None:
     """Fit the speeds of links to results, and plan a collective on them.
 
-    Every command reads the file of --export in place of a machine.
+    Every command accepts the file of --export in place of a machine.
     """
     assume = one_of(ALGORITHMS, "--assume", assume)
     if export is not None and export.suffix.lower() != ".json":

@@ -47,7 +47,7 @@ def export(
         int | None, Option(help=f"Only the part of this rank, in: {', '.join(ONE_RANK)}. Default: all.")
     ] = None,
     granularity: Granularity = None,
-    path: Annotated[str | None, Option("--path", hidden=True)] = None,  # docs/planning.md describes these two
+    path: Annotated[str | None, Option("--path", hidden=True)] = None,  # docs/command-line.md describes these two
     copies: Annotated[int | None, Option("--copies", hidden=True)] = None,
     measured: Annotated[
         list[Path] | None,

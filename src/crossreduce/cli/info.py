@@ -20,16 +20,15 @@ from typing import Annotated, Any, Final
 
 from rich.markup import escape
 from rich.table import Table
-from typer import Exit, Option
+from typer import Option
 
 from .. import __version__, kernels
 from ..engines.cuda.driver import devices, unusable
 from ..engines.nccl_library import library
-from ..frameworks import FRAMEWORKS
+from ..frameworks import FRAMEWORKS, package
 from ..options import ALGORITHMS
 from ..topology.discover import discover
 from .support.output import terminal
-from .support.peers import check_peers, describe, is_wrong
 
 DISTRIBUTIONS: Final = {  # the names on PyPI of frameworks that have several
     "tensorflow": ("tensorflow", "tensorflow-cpu", "tensorflow-macos", "tensorflow-intel", "tf-nightly"),
@@ -40,13 +39,8 @@ TIMEOUT_S: Final = 120
 
 def info(
     json: Annotated[bool, Option("--json", help="Print JSON.")] = False,
-    check: Annotated[bool, Option("--check", help="Also check that GPUs read each other's memory rightly.")] = False,
 ) -> None:
-    """Show versions, frameworks with their devices, and algorithms.
-
-    With --check, the exit code is 1 if a GPU reads the memory of another one
-    wrongly.
-    """
+    """Show versions, frameworks with their devices, and algorithms."""
     nccl = library()
     with ThreadPoolExecutor() as pool:
         frameworks = dict(zip(FRAMEWORKS, pool.map(framework_info, FRAMEWORKS), strict=True))
@@ -62,21 +56,17 @@ def info(
         "algorithms": list(ALGORITHMS),
         "topology": list(discover().notes),
     }
-    if check:
-        report["cuda"]["peer_reads"] = check_peers()
     if json:
         print(json_module.dumps(report, indent=2))
     else:
         show(report)
-    if check and is_wrong(report["cuda"]["peer_reads"]):
-        raise Exit(1)
 
 
 def framework_info(name: str) -> dict[str, Any]:
     """Return a framework's version, its devices as text, and its error. Each of them may be ``None``."""
     version = installed_version(name)
     if version is None:
-        return {"version": None, "devices": None, "error": f"not installed  try: pip install 'crossreduce[{name}]'"}
+        return {"version": None, "devices": None, "error": f"not installed  try: pip install {package(name)}"}
     command = [sys.executable, "-m", f"{__package__}.train.trainers", name]
     environment = os.environ | {"PYTHONWARNINGS": "ignore"}
     try:
@@ -109,8 +99,6 @@ def show(report: dict[str, Any]) -> None:
     about.add_row("threads", str(report["threads"]))
     unused = report["cuda"]["unusable"]
     about.add_row("CUDA", escape(f"not used: {unused}" if unused else "\n".join(report["cuda"]["devices"])))
-    if "peer_reads" in report["cuda"]:
-        about.add_row("GPU to GPU", escape("\n".join(describe(report["cuda"]["peer_reads"]))))
     about.add_row("NCCL", escape(report["nccl"]))
     about.add_row("topology", "; ".join(map(escape, report["topology"])))
     about.add_row("algorithms", ", ".join(report["algorithms"]))

@@ -164,7 +164,7 @@ def _print_tables(title: str, report: dict[str, Any], complete: Topology, topolo
     console.print("GB/s of each link, from row to column" if fits else "GB/s of each link")
     console.print(*(matrix if fits else _list_of_links(topology, numbers)), sep="\n", soft_wrap=True)
     console.print()
-    exact = "exact, if as assumed" if topology.assumed else "exact"
+    exact = "exact, as assumed" if topology.assumed else "exact"
     table = Table("upper bound of", "GB/s", exact, "limited by")
     for collective, entry in report["bounds"].items():
         rate = entry["algbw"]

@@ -29,7 +29,8 @@ def verify(
         Path,
         Argument(
             metavar="FILE|DIR",
-            help="MSCCL XML, an MSCCL++ plan (JSON), a schedule in crossreduce's JSON, or a folder of bundle.",
+            help="MSCCL XML, an MSCCL++ plan (JSON), a schedule in crossreduce's JSON, or a folder of bundle "
+            "or groups --export.",
         ),
     ],
     json: Annotated[bool, Option("--json", help="Print JSON.")] = False,
@@ -38,13 +39,13 @@ def verify(
 
     Each result contains each contribution exactly once; MSCCL XML and MSCCL++
     plans are also proved to be free of deadlocks and races. In a folder that
-    crossreduce bundle wrote, all files are proved and compared with ranks.json.
-    The exit code is 1 if a schedule is wrong, and 2 if a file cannot be read or
-    verified.
+    crossreduce bundle or groups --export wrote, all files are proved and
+    compared with ranks.json or groups.json. The exit code is 1 if a schedule is
+    wrong, and 2 if a file cannot be read or verified.
     """
     try:
         if file.is_dir():
-            proof_text = _prove_bundle(file)
+            proof_text = _prove_groups(file) if (file / "groups.json").exists() else _prove_bundle(file)
         else:
             with progress("reading", 2) as advance:
                 proof_text = _prove_file(file, lambda: advance("proving"))
@@ -82,9 +83,9 @@ def _prove_file(file: Path, on_read: Callable[[], None]) -> str:
 
 def _prove_bundle(folder: Path) -> str:
     """Prove all files of a bundle, and return what was proved, or raise ``_WrongFileError`` if one of them is wrong."""
-    from ..export.bundle import SUFFIXES
+    from ..export.bundle import FORMAT, SUFFIXES
 
-    about = _read_list(folder / "ranks.json")
+    about = _read_list(folder / "ranks.json", FORMAT, _check_bundle_list)
     listed = [entry["file"] for entry in about["files"]]
     for path in sorted(path for name in SUFFIXES for path in (folder / name).glob("*")):
         if f"{path.parent.name}/{path.name}" not in listed:
@@ -97,7 +98,7 @@ def _prove_bundle(folder: Path) -> str:
 
 def _prove_files(folder: Path, about: dict[str, Any], advance: Bar) -> list[str]:
     """Prove each file that ``about``, the content of ranks.json, lists. Return what was proved, one text per file."""
-    from ..export.bundle import SUFFIXES, facts_of
+    from ..export.bundle import SUFFIXES
 
     texts = []
     least_size = dict.fromkeys(SUFFIXES, 0)  # by format: the least size that no earlier file covers
@@ -105,14 +106,8 @@ def _prove_files(folder: Path, about: dict[str, Any], advance: Bar) -> list[str]
         name, path = entry["format"], folder / entry["file"]
         advance.detail(entry["file"], 0, 1)
         proof_text = _prove_file(path, lambda: None)
-        try:
-            facts = facts_of(name, path.read_text("utf-8-sig"))
-        except ScheduleError as error:
-            raise ArgumentError(f"{path} is not a file of {name}: {error}") from error
-        expected = entry | {"collective": about["collective"], "ranks": len(about["ranks"])}
-        wrong = [what for what, value in facts.items() if value != expected.get(what)]
-        if wrong:
-            raise _WrongFileError(f"{path} is wrong: its {wrong[0]} is {facts[wrong[0]]}, unlike in ranks.json")
+        facts = _facts(name, path)
+        _compare(path, facts, entry | {"collective": about["collective"], "ranks": len(about["ranks"])}, "ranks.json")
         if entry["least_bytes"] < least_size[name]:
             raise _WrongFileError(f"{path} is wrong: an earlier file is for some of its sizes")
         least_size[name] = entry["most_bytes"] + 1 if entry["most_bytes"] else 1 << 64  # 0 means: no largest size
@@ -121,30 +116,84 @@ def _prove_files(folder: Path, about: dict[str, Any], advance: Bar) -> list[str]
     return texts
 
 
-def _read_list(file: Path) -> dict[str, Any]:
-    """Return the content of a bundle's ``ranks.json``, which must list at least one file."""
-    from ..export.bundle import FORMAT, SUFFIXES
+def _prove_groups(folder: Path) -> str:
+    """Prove the files of all groups: see ``_prove_bundle``."""
+    from ..export.groups import FORMAT
+
+    about = _read_list(folder / "groups.json", FORMAT, _check_groups_list)
+    entries, texts = [entry for entry in about["groups"] if "file" in entry], []
+    with progress("proving", len(entries)) as advance:
+        for entry in entries:
+            path = folder / entry["file"]
+            texts.append(f"{entry['file']}: {_prove_file(path, lambda: None)}")
+            facts = _facts("mscclpp", path)
+            expected = entry | {"ranks": len(entry["ranks"])}
+            stated = {what: facts[what] for what in ("collective", "ranks", "bytes_multiple_of")}
+            _compare(path, stated, expected, "groups.json")
+            advance("proving")
+    return "\n".join([*texts, f"{folder}: the files of {len(entries)} groups are right."])
+
+
+def _facts(name: str, path: Path) -> dict[str, Any]:
+    """Return what a proved file of a format states about itself."""
+    from ..export.bundle import facts_of
 
     try:
-        read = json_module.loads(file.read_text("utf-8-sig"))
-        if read["format"] != FORMAT:
-            raise ValueError(f'its format is not "{FORMAT}"')  # noqa: TRY301 - caught below
-        listed = {key: read[key] for key in ("collective", "ranks", "files")}
-        for entry in listed["files"]:
-            path = re.fullmatch(r"([a-z]+)/[A-Za-z0-9_.-]+", entry["file"])
-            if entry["format"] not in SUFFIXES or path is None or path[1] != entry["format"]:
-                raise ValueError(f"it lists {entry['file']!r:.99}, which is not a file of its format")  # noqa: TRY301
-            if not isinstance(entry["least_bytes"], int) or not isinstance(entry["most_bytes"], int):
-                raise ValueError("sizes must be integers")  # noqa: TRY301, TRY004
-        if not isinstance(listed["ranks"], list) or not listed["files"]:
-            raise ValueError("it must list ranks and files")  # noqa: TRY301
+        return facts_of(name, path.read_text("utf-8-sig"))
+    except ScheduleError as error:
+        raise ArgumentError(f"{path} is not a file of {name}: {error}") from error
+
+
+def _compare(path: Path, facts: dict[str, Any], expected: dict[str, Any], source: str) -> None:
+    """Raise a ``_WrongFileError`` if a fact differs from what ``source`` states about the file."""
+    for what, value in facts.items():
+        if value != expected.get(what):
+            raise _WrongFileError(f"{path} is wrong: its {what} is {value}, unlike in {source}")
+
+
+def _read_list(file: Path, form: str, check: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
+    """Return the content of a folder's list of files. ``check`` raises an error if it is malformed."""
+    try:
+        read: dict[str, Any] = json_module.loads(file.read_text("utf-8-sig"))
+        if read["format"] != form:
+            raise ValueError(f'its format is not "{form}"')  # noqa: TRY301 - caught below
+        check(read)
     except OSError as error:
         problem = f"{file} cannot be read: {error.strerror}."
-        raise ArgumentError(f"{problem} A folder must be one that crossreduce bundle wrote.") from error
+        raise ArgumentError(
+            f"{problem} A folder must be one that crossreduce bundle or groups --export wrote."
+        ) from error
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         reason = f"{error} is missing" if isinstance(error, KeyError) else str(error)
-        raise ArgumentError(f"{file} is not the list of a bundle: {reason}.") from error
-    return listed
+        kind = "a bundle" if file.name == "ranks.json" else "groups"
+        raise ArgumentError(f"{file} is not the list of {kind}: {reason}.") from error
+    return read
+
+
+def _check_bundle_list(read: dict[str, Any]) -> None:
+    """Raise an error unless the content of a bundle's ``ranks.json`` lists ranks and files."""
+    from ..export.bundle import SUFFIXES
+
+    listed = {key: read[key] for key in ("collective", "ranks", "files")}
+    for entry in listed["files"]:
+        path = re.fullmatch(r"([a-z]+)/[A-Za-z0-9_.-]+", entry["file"])
+        if entry["format"] not in SUFFIXES or path is None or path[1] != entry["format"]:
+            raise ValueError(f"it lists {entry['file']!r:.99}, which is not a file of its format")
+        if not isinstance(entry["least_bytes"], int) or not isinstance(entry["most_bytes"], int):
+            raise ValueError("sizes must be integers")  # noqa: TRY004
+    if not isinstance(listed["ranks"], list) or not listed["files"]:
+        raise ValueError("it must list ranks and files")
+
+
+def _check_groups_list(read: dict[str, Any]) -> None:
+    """Raise an error unless the content of ``groups.json`` lists groups, of which one or more have a file."""
+    if not any("file" in entry for entry in read["groups"]):
+        raise ValueError("it must list groups with files")
+    for entry in read["groups"]:
+        if not isinstance(entry["ranks"], list):
+            raise ValueError("it must list the ranks of each group")  # noqa: TRY004
+        if not re.fullmatch("group_[0-9]+[.]json", entry.get("file", "group_0.json")):
+            raise ValueError(f"it lists {entry['file']!r:.99}, which is not a file of a group")
 
 
 def _read(file: Path) -> Callable[[], str]:

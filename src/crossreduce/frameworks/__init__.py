@@ -57,10 +57,19 @@ def get(name: str) -> Framework:
     return framework
 
 
+def package(name: str) -> str:
+    """Return the package of a framework on PyPI.
+
+    >>> package("jax"), package("cupy")
+    ('jax', 'cupy-cuda12x')
+    """
+    return {"cupy": "cupy-cuda12x"}.get(name, name)
+
+
 def missing_framework(why: str, name: str, error: ImportError) -> BackendError:
     """Return the error for a framework that cannot be imported, with the command that installs it."""
     problem = f"{why} {name} cannot be imported: {error}"
-    remedy = f"pip install 'crossreduce[{name}]'"
+    remedy = f"pip install {package(name)}"
     if "more than once per process" in str(error):  # NumPy's error after its modules were removed from sys.modules
         remedy = f"import {name} once, before anything that removes modules from sys.modules, such as in-process tests"
     return BackendError.of(problem, remedy=remedy)

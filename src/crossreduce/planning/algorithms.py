@@ -75,7 +75,7 @@ def one_device_schedule(request: Request) -> Schedule:
             if dst != root:
                 yield 1, Step(0, dst, (root,))
 
-    return _schedule_of_packs(request, 1, pack_steps)
+    return schedule_of_packs(request, 1, pack_steps)
 
 
 def hierarchical_copy(
@@ -161,7 +161,7 @@ def hierarchical_copy_schedule(request: Request, groups: list[list[int]] | None 
                 if dst != main:
                     yield 3, Step(0, dst, (main,))
 
-    return _schedule_of_packs(request, 1, pack_steps)
+    return schedule_of_packs(request, 1, pack_steps)
 
 
 def ring(
@@ -200,7 +200,7 @@ def ring_schedule(request: Request) -> Schedule:
             for hop in range(1, last + 1):
                 yield end + hop - 1, Step(chunk, order[(end + hop) % n], (order[(end + hop - 1) % n],))
 
-    return _schedule_of_packs(request, n, pack_steps, _rotation(n))
+    return schedule_of_packs(request, n, pack_steps, _rotation(n))
 
 
 def halving_doubling(
@@ -264,7 +264,7 @@ def halving_doubling_schedule(request: Request) -> Schedule:
     blocks = [1 << k for k in reversed(range(levels)) if len(extras) % (2 << k) == 0]
     moves = [[k ^ b if k < width else width + ((k - width) ^ b) for k in range(len(sources))] for b in blocks]
     exchanges = tuple([SymmetryGenerator(tuple(moved), 2) for moved in moves])
-    return _schedule_of_packs(request, width, pack_steps, Symmetry(exchanges, len(sources)), in_order=True)
+    return schedule_of_packs(request, width, pack_steps, Symmetry(exchanges, len(sources)), in_order=True)
 
 
 def recursive_doubling(
@@ -315,7 +315,7 @@ def recursive_doubling_schedule(request: Request) -> Schedule:
             complete += [dst for dst, _ in copies]
             copies, after = [], after + 1
 
-    schedule = _schedule_of_packs(request, 1, pack_steps)
+    schedule = schedule_of_packs(request, 1, pack_steps)
     if set(paired) <= set(destinations):
         return schedule
     return replace(schedule, rounds=tuple(tuple(steps) for steps in live_rounds(schedule)))
@@ -368,7 +368,7 @@ def direct_schedule(request: Request, owners: tuple[str, ...] = ()) -> Schedule:
 
     in_turn = list(owning) == list(range(len(request.members)))  # otherwise, chunks are not images of the first one
     images = _rotation(len(owning)) if in_turn else None
-    return _schedule_of_packs(request, len(owning), pack_steps, images, in_order=True)
+    return schedule_of_packs(request, len(owning), pack_steps, images, in_order=True)
 
 
 def one_shot(
@@ -392,10 +392,10 @@ def one_shot_schedule(request: Request) -> Schedule:
     """Return the schedule of ``one_shot`` for a request."""
     sources, destinations = request.positions
     steps = [(0, Step(0, dst, sources)) for dst in destinations if sources != (dst,)]
-    return _schedule_of_packs(request, 1, lambda *_: steps)
+    return schedule_of_packs(request, 1, lambda *_: steps)
 
 
-def _schedule_of_packs(
+def schedule_of_packs(
     request: Request,
     chunks: int,
     pack_steps: Callable[[int, Iterable[int]], RoundSteps],

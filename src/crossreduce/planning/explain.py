@@ -15,7 +15,6 @@ from ..schedule.costs import OPERATION_S
 from ..schedule.schedule import many
 from ..topology import Link
 from .optimal.bounds.certificate import Bound, Cut
-from .optimal.bounds.solver import common_unit
 
 _MOST_LINES: Final = 16  # of trees
 _MOST_NAMES: Final = 8
@@ -33,7 +32,6 @@ _Tree = tuple[Fraction, str, dict[str, str]]
 class Shape(NamedTuple):
     """The trees of a schedule."""
 
-    k: Fraction  # the average number of unit trees per root; a unit is the largest share that divides all shares
     roots: tuple[str, ...]  # the devices that compute the final values of chunks; if nothing is reduced, the sources
     depth: int  # the greatest number of hops from a device to the root of a chunk, or back
     trees: tuple[_Tree, ...]  # one for each chunk and each of the chunk's roots
@@ -57,16 +55,13 @@ def shape(schedule: Schedule) -> Shape:
     >>> shape(one_shot(["cpu:0", "cpu:1"])).trees
     ((Fraction(1, 1), 'cpu:0', {'cpu:1': 'cpu:0'}), (Fraction(1, 1), 'cpu:1', {'cpu:0': 'cpu:1'}))
     """
-    base = schedule.base if isinstance(schedule, GeneratedSchedule) else schedule
-    trees, depth = _trees(base)
-    shares = [chunk.share for chunk in base.chunks]
-    unit = common_unit(shares)
     if isinstance(schedule, GeneratedSchedule):
-        trees, unit = _images(schedule, trees), unit / schedule.symmetry.order
+        of_base, depth = _trees(schedule.base)
+        trees = _images(schedule, of_base)
+    else:
+        trees, depth = _trees(schedule)
     all_trees = tuple(tree for chunk_trees in trees for tree in chunk_trees)
-    roots = tuple(dict.fromkeys(root for _, root, _ in all_trees))
-    total = sum((share for share, _, _ in all_trees), Fraction(0))
-    return Shape(total / unit / len(roots), roots, depth, all_trees)
+    return Shape(tuple(dict.fromkeys(root for _, root, _ in all_trees)), depth, all_trees)
 
 
 def _trees(schedule: Schedule) -> tuple[list[list[_Tree]], int]:
@@ -413,6 +408,16 @@ def size(nbytes: int) -> str:
         if nbytes and nbytes % (1 << power) == 0:
             return f"{nbytes >> power} {unit}"
     return f"{nbytes} bytes"
+
+
+def rate(gb_per_s: Fraction, only_if: str = "") -> str:
+    """Return a rate with two decimals, then in brackets the exact number if it has more, and a condition.
+
+    >>> rate(Fraction(25, 2)), rate(Fraction(800, 3), "if x")
+    ('12.50 GB/s', '266.67 GB/s (exactly 800/3, if x)')
+    """
+    more = ", ".join(filter(None, ("" if (gb_per_s * 100).denominator == 1 else f"exactly {gb_per_s}", only_if)))
+    return f"{float(gb_per_s):.2f} GB/s{f' ({more})' if more else ''}"
 
 
 def duration(seconds: float) -> str:

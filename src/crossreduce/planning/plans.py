@@ -144,15 +144,14 @@ class Plan:
         network = text.crossings(self.schedule)
         helpers = self.helpers and text.helped_by(self.helpers, self.rate, self.bound_without_helpers)
         costs = text.counted(self.request.costs, self.ranks)
-        only_if = ", if the links are as assumed" if self.topology.assumed else ""
+        only_if = "if the links are as assumed" if self.topology.assumed else ""
         lines = [
             head,
-            f"  plan      {many(self.schedule.chunk_count, 'chunk')}, k = {float(trees.k):.4g} unit trees per root on "
-            f"{many(len(trees.roots), 'root')}, depth {trees.depth}, {many(self.schedule.round_count, 'round')}, "
-            f"{many(pieces, 'piece')} per chunk",
+            f"  plan      {many(self.schedule.chunk_count, 'chunk')}, {many(len(trees.roots), 'root')}, trees of depth "
+            f"{trees.depth}, {many(self.schedule.round_count, 'round')}, {many(pieces, 'piece')} per chunk",
             f"  predicted {text.duration(self.seconds)}, {self.algbw:.2f} GB/s; {float(self.rate):.2f} GB/s when large",
             *([f"  counted   {costs}"] if costs else []),
-            f"  bound     {float(most):.2f} GB/s ({most}{only_if}), {text.percent(self.ratio)} of it reached{loss}",
+            f"  bound     {text.rate(most, only_if)}, {text.percent(self.ratio)} of it reached{loss}",
             f"  limited by {text.limited_by(self.bound)}",
             *(f"  assumed   {each}" for each in self.topology.assumed),
             *([f"  changed   {self.change}"] if self.change else []),

@@ -1,6 +1,5 @@
 """``explain``: every number in the text about a plan is compared with one that is computed from the schedule."""
 
-import math
 import re
 from fractions import Fraction
 
@@ -99,18 +98,12 @@ def test_the_numbers(name):
     on_hosts = f" of {hosts} hosts" if hosts > 1 else ""
     assert head == f"{made.collective} of {size(made.nbytes)} by {made.algorithm} on {len(devices)} devices{on_hosts}"
     shares = [chunk.share for chunk in schedule.chunks]
-    parts = math.lcm(*(share.denominator for share in shares))
-    unit = Fraction(math.gcd(*(int(share * parts) for share in shares)), parts)
     found = trees(schedule)
     roots = {root for _, root, _ in found}
-    words = r"(\d+) chunks?, k = (\S+) unit trees? per root on (\d+) roots?, depth (\d+), "
-    words += r"(\d+) rounds?, (\d+) pieces? per chunk"
+    words = r"(\d+) chunks?, (\d+) roots?, trees of depth (\d+), (\d+) rounds?, (\d+) pieces? per chunk"
     numbers = re.fullmatch(words, facts["plan"]).groups()
-    assert numbers[0] == str(len(shares))
-    whole = sum(share for share, _, _ in found)
-    assert float(numbers[1]) == pytest.approx(float(whole / unit / len(roots)), rel=1e-3)
     depth = max(hops(parents, child) for _, _, parents in found for child in parents)
-    assert numbers[2:] == tuple(map(str, (len(roots), depth, len(schedule.rounds), schedule.pieces)))
+    assert numbers == tuple(map(str, (len(shares), len(roots), depth, len(schedule.rounds), schedule.pieces)))
 
     seconds, large = simulate(schedule, made.topology, made.nbytes).seconds, fluid_rate(schedule, made.topology)
     time, now, later = re.fullmatch(r"(.+), (\S+) GB/s; (\S+) GB/s when large", facts["predicted"]).groups()
@@ -120,9 +113,9 @@ def test_the_numbers(name):
     assert float(later) == pytest.approx(float(large), abs=5.1e-3)
 
     limit.check()
-    pattern = r"(\S+) GB/s \((\S+)\), (\S+) % of it reached( \(a loss of (\S+) %\))?"
+    pattern = r"(\S+) GB/s(?: \(exactly (\S+)\))?, (\S+) % of it reached( \(a loss of (\S+) %\))?"
     near, exact, reached, loss, lost = re.fullmatch(pattern, facts["bound"]).groups()
-    assert Fraction(exact) == limit.algbw
+    assert Fraction(exact or near) == limit.algbw
     assert float(near) == pytest.approx(float(limit.algbw), abs=5.1e-3)
     ratio = large / limit.algbw
     assert ratio <= 1
@@ -263,7 +256,7 @@ def test_tensorflows_plan_on_a_dgx_1v():
     assert rate == 50
     assert GIB / seconds / 1e9 == pytest.approx(100 / 3, rel=1e-3)
     assert "50.00 GB/s when large, 58.33 % of the bound" in made.explain()
-    assert "85.71 GB/s (600/7), 100 % of it reached" in made.explain()
+    assert "85.71 GB/s (exactly 600/7), 100 % of it reached" in made.explain()
     assert "\n  other algorithms, for the same request\n" in made.explain()
     for chosen in ({"packs": 2}, {"root": "cuda:3"}, {"packs": 2, "root": "cuda:3"}):
         other = cr.plan(DGX, nbytes=GIB, algorithm="one_device", **chosen)
@@ -361,7 +354,7 @@ def test_plans_on_links_in_one_direction_can_be_explained(collective):
     links = links if collective == "broadcast" else [link._replace(src=link.dst, dst=link.src) for link in links]
     made = cr.plan(Topology(names(3), links), collective, MIB, root="cpu:1")
     assert "ring" not in made.others()
-    assert "bound     5.00 GB/s (5), 100 % of it reached" in made.explain()
+    assert "bound     5.00 GB/s, 100 % of it reached" in made.explain()
 
 
 def test_numbers_in_words():

@@ -165,7 +165,7 @@ def test_matplotlib_is_required(tmp_path, monkeypatch):
     """Without matplotlib a picture raises a BackendError with the name of the extra."""
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     for draw in (lambda path: draw_topology(PART, path), lambda path: draw_schedule(ring(GPUS), RING, path)):
-        with pytest.raises(BackendError, match=r"pictures need matplotlib[\s\S]*pip install 'crossreduce\[plot\]'"):
+        with pytest.raises(BackendError, match=r"pictures need matplotlib[\s\S]*pip install matplotlib"):
             draw(tmp_path / "a.svg")
     assert list(tmp_path.iterdir()) == []
 

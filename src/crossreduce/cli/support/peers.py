@@ -1,4 +1,4 @@
-"""The check that the GPUs of this machine read each other's memory rightly, for ``info --check`` and ``doctor``.
+"""The check that the GPUs of this machine read each other's memory rightly, for ``doctor``.
 
 Output: the facts, and lines of text. The check runs in a process of its own, which is this module: where reads are
 wrong, the driver may stop that process or never answer. Its contexts on the GPUs end with it.

@@ -55,8 +55,8 @@ OperationUs = Annotated[
 Granularity = Annotated[
     float | None,
     Option(
-        help="Percent of the rate that may be lost for shares that are powers of two, with which a file fits most "
-        "sizes; 0: exact shares. Default: 2 in MSCCL and MSCCL++ files, else 0."
+        help="By how much (in percent) rounding may slow down the plan. With rounded shares, a file fits messages of "
+        "more sizes; 0: no rounding. Default: 2 in MSCCL and MSCCL++ files, else 0."
     ),
 ]
 
@@ -102,7 +102,7 @@ class PlanRequest(NamedTuple):
     def label(self) -> str:
         """The machine, the number of hosts, and whether some devices or links were removed."""
         label = f"{self.machine}, {self.hosts} hosts" if self.hosts > 1 else self.machine
-        return printable(label) + ("" if self.topology == self.complete else ", with changes (only a part)")
+        return printable(label) + ("" if self.topology == self.complete else ", only a part of it")
 
     def part_of(self, complete: Topology) -> Topology:
         """Return a topology without the devices and links that ``--devices`` and ``--without-link`` remove."""
@@ -268,7 +268,6 @@ def plan_json(machine: str, plan: Plan, *, with_steps: bool = False) -> dict[str
         "bound": bound_json(plan.bound),
         "assumed": plan.topology.assumed,
         "ratio": {"exact": str(plan.ratio), "value": float(plan.ratio)},
-        "k": {"exact": str(trees.k), "value": float(trees.k)},
         "roots": trees.roots,
         "depth": trees.depth,
         "chunks": schedule.chunk_count,

@@ -14,7 +14,9 @@ from ... import Topology
 from ...errors import ArgumentError
 from .arguments import read_link, read_subset
 
-MACHINE: Final = "a machine of the library, a file (JSON, NCCL's XML, nvidia-smi topo -m, rocm-smi) or: this"
+MACHINE: Final = (
+    "A machine of the library, a file (JSON, NCCL's XML, nvidia-smi topo -m, rocm-smi), or 'this' for this machine"
+)
 Machine = Annotated[str, Argument(metavar="MACHINE|FILE|this", help=f"{MACHINE}.")]
 Nics = Annotated[str | None, Option("--nics", help="The network of the hosts; for a table, Gb/s of a card: 400.")]
 # What a table of GPUs does not state.

@@ -11,9 +11,9 @@ from fractions import Fraction
 from typing import Final, NamedTuple
 
 from ...topology import Topology
-from .positions import Map, Node
+from .positions import NETWORK, Map, Node
 
-_NUMBER: Final = re.compile(r"[-_.]?[0-9]+$")
+_NUMBER: Final = re.compile(r"[-_.#]?[0-9]+$")
 
 
 class LinkGroup(NamedTuple):
@@ -53,13 +53,13 @@ def link_groups(topology: Topology, where: Map) -> tuple[LinkGroup, ...]:
         src, dst = nodes[link.src], nodes[link.dst]
         if src.box == dst.box:
             name = where.boxes[src.box].name if where.boxes else ""
-            if name == "network":
+            if name == NETWORK:
                 between.append(number)
             else:
                 speeds = inside.setdefault((name, _ends(src, dst)), {})
                 speeds.setdefault(link.bandwidth, []).append(number)
             continue
-        shared = [node.name for node in (src, dst) if where.boxes[node.box].name == "network"]
+        shared = [node.name for node in (src, dst) if where.boxes[node.box].name == NETWORK]
         names = shared or sorted(where.boxes[node.box].name for node in (src, dst))
         network.setdefault(" - ".join(names), []).append(number)
     hosts = list(dict.fromkeys(name for name, _ in inside))
@@ -78,7 +78,8 @@ def link_groups(topology: Topology, where: Map) -> tuple[LinkGroup, ...]:
 
 def _ends(src: Node, dst: Node) -> str:
     """Return the kinds of nodes that a link joins: "device", and the names of switches without their numbers."""
-    kinds = {"device" if node.is_device else _NUMBER.sub("", node.name.rpartition("/")[2]) for node in (src, dst)}
+    names = {"device" if node.is_device else _NUMBER.sub("", node.name.rpartition("/")[2]) for node in (src, dst)}
+    kinds = {name or "switch" for name in names}
     first, *rest = sorted(kinds, key=lambda kind: (kind != "device", kind))
     nvlinks = "NVLinks, " if "nvswitch" in kinds else ""
     return f"{nvlinks}{first} - {rest[0] if rest else first}"
@@ -102,7 +103,7 @@ def parts_of(topology: Topology, where: Map) -> tuple[CableOrCard, ...]:
         for here, there in (link[:2], link[1::-1]):
             touching.setdefault(here, []).append(number)
             outside = where.boxes and nodes[here].box != nodes[there].box
-            if outside and not nodes[here].is_device and where.boxes[nodes[here].box].name != "network":
+            if outside and not nodes[here].is_device and where.boxes[nodes[here].box].name != NETWORK:
                 cards.add(here)
     listed = [CableOrCard(card, tuple(touching[card]), (card,)) for card in topology.nodes if card in cards]
     apart = {ends for ends in cables if cards & set(ends) and nodes[ends[0]].box != nodes[ends[1]].box}  # as the card

@@ -14,6 +14,7 @@ from ...topology import Topology
 from ..pictures.folding import hosts_of, switches_of
 from ..pictures.graph_layout import graph_layout, label
 
+NETWORK: Final = "the network"  # the name of its box; names of hosts have no spaces
 _PIXELS: Final = 100.0  # per inch of graph_layout
 _MARGIN: Final = 46.0  # from the outermost nodes of a box to its border
 _GAP: Final = 80.0  # between boxes
@@ -63,7 +64,7 @@ def places(topology: Topology) -> Map:
 
     >>> positions = places(Topology.machine("hgx-h100", 4))
     >>> [box.name for box in positions.boxes], positions.nodes[0].label
-    (['host0', 'host1', 'host2', 'host3', 'network'], '0')
+    (['host0', 'host1', 'host2', 'host3', 'the network'], '0')
     """
     groups = _groups(topology)
     cells = {device for members in groups.values() for device in _cells(topology, members)}
@@ -95,13 +96,13 @@ def _label(node: str, *, short: bool) -> str:
 
 
 def _groups(topology: Topology) -> dict[str, list[str]]:
-    """Return the nodes of each host, and then those of "network". With one host, there is a single group."""
+    """Return the nodes of each host, and then those of ``NETWORK``. With one host, there is a single group."""
     hosts = hosts_of(topology)
     if len(hosts) == 1:
         return {"": list(topology.nodes)}
     switches = switches_of(topology, hosts)
     groups = {host or "this host": [*devices, *switches[host]] for host, devices in hosts.items()}
-    return groups | ({"network": switches[None]} if switches[None] else {})
+    return groups | ({NETWORK: switches[None]} if switches[None] else {})
 
 
 Place = tuple[float, float]  # x and y
@@ -177,11 +178,11 @@ def _boxes(extents: dict[str, Place]) -> list[Box]:
 
     The network is in the middle. ``extents`` has the width and height of each box, by its name.
     """
-    hosts = [name for name in extents if name != "network"]
+    hosts = [name for name in extents if name != NETWORK]
     wide = max(extents[name][0] for name in hosts) + _GAP  # from a column to the next one
     high = max(extents[name][1] for name in hosts) + _GAP  # from a row to the next one
     width = wide - _GAP
-    net = extents.get("network")
+    net = extents.get(NETWORK)
     n = len(hosts)
     if n <= _ROWS:
         across = math.ceil(n / 2)
@@ -196,7 +197,7 @@ def _boxes(extents: dict[str, Place]) -> list[Box]:
         spots = [((column - (across - 1) / 2) * wide, row * high) for column, row in cells]
         between = (down - 1) / 2 * high
     boxes = [Box(name, *spot, width, high - _GAP) for name, spot in zip(hosts, spots, strict=True)]
-    return boxes + ([Box("network", 0.0, between, *net)] if net else [])
+    return boxes + ([Box(NETWORK, 0.0, between, *net)] if net else [])
 
 
 def _rectangle(count: int, cell_ratio: float) -> tuple[int, int]:

@@ -50,7 +50,7 @@ def new_figure(
         from matplotlib.figure import Figure
     except ImportError as error:
         problem = f"pictures need matplotlib, which cannot be imported: {error}"
-        raise BackendError.of(problem, remedy="pip install 'crossreduce[plot]'") from error
+        raise BackendError.of(problem, remedy="pip install matplotlib") from error
     target = writable_target(path)
     with matplotlib.rc_context():
         matplotlib.rcdefaults()

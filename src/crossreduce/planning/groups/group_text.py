@@ -7,7 +7,7 @@ from fractions import Fraction
 from typing import Final, NamedTuple
 
 from ...schedule.schedule import many
-from ..explain import LEAST_WIDTH, duration, percent, rest_percent, size, wrapped
+from ..explain import LEAST_WIDTH, duration, percent, rate, rest_percent, size, wrapped
 from ..plans import Plan
 from .groups_bound import GroupsBound
 from .separate_plans import SeparatePlans, losses
@@ -40,22 +40,23 @@ def explain_groups(
     if not levels:
         return wrapped([f"{lines[0]}: no data has to move."], width)
     loss = f" (a loss of {rest_percent(bound.ratio)})" if bound.ratio < 1 else ""
-    lines.append(f"  proved    {percent(bound.ratio)} of the rates that no plans exceed{loss}, by prices of the links")
+    lines.append(f"  bound     {percent(bound.ratio)} of the highest possible rates reached{loss}")
     weighted = " x weight" if set(weights) != {1} else ""
     for limit in dict.fromkeys(level.rate for level in levels):
         groups = sorted(k for level in levels if level.rate == limit for k in level.groups)
         word = "group" if len(groups) == 1 else "groups"
-        lines.append(f"  level     {float(limit):.2f} GB/s ({limit}){weighted}: {word} {_ranges(groups)}")
-    alternatives = [("separate", "with all helpers", separate), ("own links", "without helpers", unhelped)]
+        lines.append(f"  rate      {rate(limit)}{weighted}: {word} {_ranges(groups)}")
+    alternatives = [("separate", "with helpers", separate), ("own links", "without helpers", unhelped)]
     least = _least(rates, weights)
     for label, how, alternative in alternatives:
         text = "some groups are not connected"
         if alternative is not None:
             lowest = _least(alternative.rates, weights)
-            text = f"at least {float(lowest):.2f} GB/s{weighted}, not {float(least):.2f}: {_loss(1 - lowest / least)}"
-        lines.append(f"  {label:9s} a plan for each group alone, {how}, all at the same time: {text}")
+            lost_part = _loss(1 - lowest / least)
+            text = f"at least {float(lowest):.2f} GB/s{weighted} instead of {float(least):.2f}, {lost_part}"
+        lines.append(f"  {label:9s} if each group has its own best plan, {how}, and all run at the same time: {text}")
     sizes = ", ".join(dict.fromkeys(size(plan.nbytes) for plan in plans))
-    last = f"  alone: all links for one group; time: {sizes} with a group's part of the links, the longest in each row"
+    last = f"  alone: if no other group runs; time: of {sizes} while all groups run, the longest in each row"
     lost = losses(rates, separate.rates)
     rows = []
     for k, group in enumerate(needs):

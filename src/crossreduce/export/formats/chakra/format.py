@@ -172,7 +172,7 @@ def _classes() -> tuple[Any, Any]:
     try:
         from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
     except ImportError as error:
-        raise BackendError.of("Chakra traces need protobuf.", remedy="pip install 'crossreduce[chakra]'") from error
+        raise BackendError.of("Chakra traces need protobuf.", remedy="pip install protobuf") from error
     package = "ChakraProtoMsg"
     file = descriptor_pb2.FileDescriptorProto(name="et_def.proto", package=package, syntax="proto3")
     file.enum_type.add(name="NodeType", value=[{"name": name, "number": n} for name, n in _NODE_TYPES.items()])
