@@ -289,6 +289,7 @@ def _threads() -> tuple[Thread, ...]:
 
 
 @cache
+@lru_cache(maxsize=1)
 def version() -> str:
     """Return the version of crossreduce."""
     with suppress(importlib.metadata.PackageNotFoundError):

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any, Final
@@ -26,6 +27,9 @@ _PARTS_TAG: Final = -1  # of messages of exchanges; users' tags are at least 0
 # The ``mood`` of a rank whose messages are valid, and of one that has called ``give_up`` or was lost.
 _OPEN, _GAVE_UP = 0, 2
 _QUERY_S: Final = 0.25  # between two queries whether a rank of another host has aborted the group
+_PART_NBYTES: Final = 1 << 22  # the most bytes of a message of an exchange: each one shows that data moves
+_CARRIED_NBYTES: Final = 1 << 22  # of the smallest parts for which ``carry_parts`` chooses messages
+_SLICE_S: Final = 0.02  # how long an exchange waits for a message before its caller looks for lost ranks
 
 
 class Messages:
@@ -73,12 +77,14 @@ class Messages:
             failure = ConnectionError(str(error))
         raise self._public_error("recv", src, failure)
 
-    def wait(self, number: int, method: str, peer: int, nbytes: int, timeout_s: float) -> int | None:
+    def wait(
+        self, number: int, method: str, peer: int, nbytes: int, timeout_s: float, pause_s: float = 0.0
+    ) -> int | None:
         """Wait until a message is complete, and return the other rank.
 
-        If ``timeout_s`` is 0, return ``None`` if the message is not complete yet. After an error the message's memory
-        is not written any more, and its data is not received. A receive from any rank fails if any rank was lost, since
-        the message may be that rank's, or if all other ranks have left.
+        If ``timeout_s`` is 0, wait for ``pause_s``, and return ``None`` if the message is not complete then. After an
+        error the message's memory is not written any more, and its data is not received. A receive from any rank fails
+        if any rank was lost, since the message may be that rank's, or if all other ranks have left.
 
         Args:
           number: the message's number, which ``send`` or ``receive`` returned.
@@ -92,7 +98,7 @@ class Messages:
         """
         # ``outcome``: the other rank; ``_WAITING``; (sender, bytes) of a message of another size, or (``ANY_RANK``, 0)
         # of one that another thread has withdrawn; ``None`` if the message is unknown.
-        began, slice_s, failure, wanted = time.monotonic(), min(SLICE_S, timeout_s), None, peer
+        began, slice_s, failure, wanted = time.monotonic(), min(SLICE_S, timeout_s or pause_s), None, peer
         try:
             while (outcome := self._native.wait(number, 0.0 if failure else slice_s)) == _WAITING:
                 if failure is not None:
@@ -131,6 +137,16 @@ class Messages:
         self.withdraw(number)
         failure = failure or ConnectionError("another wait for this message has failed")
         raise self._public_error(method, peer, failure, wanted == ANY_RANK)
+
+    def carry_parts(self, nbytes: int) -> bool:
+        """Return whether an all-to-all of parts of ``nbytes`` shall consist of messages of every two ranks.
+
+        If hosts have several ranks, it copies less than the exchange of rail leaders. All ranks return the same.
+        """
+        communicator = self._communicator
+        has_both = 1 < len(communicator.hosts) < communicator.size and not communicator.links.lost
+        is_compiled = getattr(communicator.transport, "connections", None) is not None
+        return has_both and is_compiled and nbytes >= _CARRIED_NBYTES
 
     def forget(self, number: int) -> None:
         """Free the result of a message when the message is complete."""
@@ -223,7 +239,8 @@ class Messages:
 class PartExchange:
     """An all-to-all of parts of any sizes: every two ranks exchange their parts. See ``base.RunningCollective``.
 
-    All ranks must make their exchanges in the same order, and know that the sizes of all parts are right.
+    All ranks must make their exchanges in the same order, and know that the sizes of all parts are right. ``progress``:
+    the number of messages that are complete.
     """
 
     def __init__(
@@ -231,33 +248,35 @@ class PartExchange:
     ) -> None:
         """Use arrays of bytes: ``sources[k]`` is for rank k, ``results[k]`` comes from it. ``owner``: see ``send``."""
         self._messages, self._owner, self._sources, self._results = messages, owner, sources, results
-        self._pending: list[tuple[int, str, int, int]] = []  # see ``Messages.wait``
+        self._pending: deque[tuple[int, str, int, int]] = deque()  # see ``Messages.wait``
         self._error: ReductionError | None = None
+        self.progress = 0
 
-    def begin(self, rank: int) -> PartExchange:
-        """Begin all messages of ``rank``, to and from the others. Return this object."""
+    def begin(self, rank: int) -> None:
+        """Begin all messages of ``rank``, to and from the others."""
         ranks = len(self._sources)
         try:
             for step in range(1, ranks):
                 src, dst = (rank - step) % ranks, (rank + step) % ranks
                 for method, peer, part in (("recv", src, self._results[src]), ("send", dst, self._sources[dst])):
-                    if part.size:
-                        start = self._messages.send if method == "send" else self._messages.receive
-                        number = start(self._owner, part.address, part.size, peer, _PARTS_TAG)
-                        self._pending.append((number, method, peer, part.size))
+                    start = self._messages.send if method == "send" else self._messages.receive
+                    for at in range(0, part.size, _PART_NBYTES):
+                        nbytes = min(_PART_NBYTES, part.size - at)
+                        number = start(self._owner, part.address + at, nbytes, peer, _PARTS_TAG)
+                        self._pending.append((number, method, peer, nbytes))
         except ReductionError as error:  # ``finish`` raises it: other ranks wait for this one
             self._error = error.with_traceback(None)
-        return self
 
-    def is_completed(self) -> bool:
-        """Return whether it has succeeded or failed."""
+    def wait(self, seconds: float) -> bool:
+        """Wait about so long. Return whether it has succeeded or failed."""
         try:
             while self._pending and self._error is None:
-                number = self._pending[-1][0]
-                if number and self._messages.wait(*self._pending[-1], 0.0) is None:
+                number = self._pending[0][0]
+                if number and self._messages.wait(*self._pending[0], 0.0, max(seconds, _SLICE_S)) is None:
                     return False
-                self._pending.pop()
+                self._pending.popleft()
                 self._messages.forget(number)
+                self.progress += 1
         except ReductionError as error:
             self._error = error.with_traceback(None)
         return True

@@ -301,6 +301,9 @@ class Collectives(InnerGloo):
                 return True
             self._checks.agree_on_bytes("all_to_all", tensor)
             both = sources, written
+            if self._messages is not None and self._messages.carry_parts(x.nbytes // (self._size if single else 1)):
+                self._exchange_equal_parts(tensor, *both)
+                return True
             parts, room = (equal_parts(x[0], self._size) if single else list(map(memory, x)) for x in both)
             self._communicator.all_to_all(parts, room)
         except MismatchError as error:

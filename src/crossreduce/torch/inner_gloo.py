@@ -136,7 +136,7 @@ class InnerGloo:
 
     def _require_parts(self, error: MismatchError, tensor: Any) -> None:
         """Raise ``error`` unless the ranks' calls are all-to-alls that differ only in the sizes of their parts."""
-        valid = re.compile(rf"all_to_all {name_of(tensor)}(\[[\d, ]*\]| of unequal parts)")  # no call that raises
+        valid = re.compile(rf"(inner )?all_to_all {name_of(tensor)}(\[[\d, ]*\]| of unequal parts)")  # none raises
         if not all(map(valid.fullmatch, error.calls)):
             raise error
 
@@ -175,7 +175,8 @@ class InnerGloo:
         to_each, from_each = own[:ranks], own[ranks:]
         is_skewed = most > _PADDED_NBYTES and most * ranks**2 > _MOST_PADDING * total
         if is_skewed and self._messages is not None and not self._communicator.links.lost:
-            self._exchange_parts(f"all_to_all {name_of(source)}", raw(result), raw(source), from_each, to_each)
+            views = raw(result).split(from_each), raw(source).split(to_each)
+            self._exchange_parts(f"all_to_all {name_of(source)}", *views)
             return
         self._exchange_padded(raw(result), raw(source), from_each, to_each, most)
 
@@ -193,20 +194,29 @@ class InnerGloo:
         for room, part in zip(padded[1], result.split(received), strict=True):
             part.copy_(room[: part.numel()])
 
-    def _exchange_parts(
-        self, text: str, result: Any, source: Any, received: Sequence[int], sent: Sequence[int]
-    ) -> None:
-        """Execute an all-to-all of unequal numbers of bytes, as messages of every two ranks."""
+    def _exchange_equal_parts(self, tensor: Any, sources: Sequence[Any], results: Sequence[Any]) -> None:
+        """Execute an all-to-all of equal parts as messages. For the arguments see ``_exchange_equal``."""
+        ranks = self._size // len(sources)
+        text = call_text("all_to_all", None, None, name_of(tensor), (sources[0].numel() // ranks,))
+        results, sources = ([part for x in each for part in raw(x).chunk(ranks)] for each in (results, sources))
+        self._exchange_parts(text, results, sources)
+
+    def _exchange_parts(self, text: str, results: Sequence[Any], sources: Sequence[Any]) -> None:
+        """Execute an all-to-all of tensors of bytes, one for each rank, as messages of every two ranks."""
         assert self._messages is not None
         rank = self._communicator.rank
-        sources, results = source.split(sent), result.split(received)
-        results[rank].copy_(sources[rank])
         views = (
-            [ArrayView(x.data_ptr(), x.numel(), "uint8", (x.numel(),)) for x in parts] for parts in (sources, results)
+            [ArrayView(x.data_ptr(), x.numel(), "uint8", (x.numel(),)) for x in each] for each in (sources, results)
         )
-        running = PartExchange(self._messages, (source, result), *views)
+        running = PartExchange(self._messages, (sources, results), *views)
+
+        def begin() -> PartExchange:
+            running.begin(rank)
+            results[rank].copy_(sources[rank])
+            return running
+
         try:
-            self._communicator.delegate(text, lambda: running.begin(rank))
+            self._communicator.delegate(text, begin)
         finally:
             running.end()
 
@@ -221,6 +231,8 @@ class InnerGloo:
 
 class _Making:
     """The making of an object, in a thread, since it may block. See ``base.RunningCollective``."""
+
+    progress = 0
 
     def __init__(self, make: Callable[[], Any]) -> None:
         self.made: Any = None
@@ -238,9 +250,9 @@ class _Making:
             self._error = f"{type(error).__name__}: {error}"
         self._ended.set()
 
-    def is_completed(self) -> bool:
-        """Return whether it was made, or failed."""
-        return self._ended.is_set()
+    def wait(self, seconds: float) -> bool:
+        """Wait so long at most. Return whether it was made, or failed."""
+        return self._ended.wait(seconds)
 
     def finish(self) -> None:
         """Raise a ``ConnectionError`` if it failed."""

@@ -56,6 +56,32 @@ def test_a_socket_that_waits_and_ends_does_not_end_the_other_one(blocked):
     connections.close()
 
 
+@pytest.mark.parametrize("sends", [False, True])
+def test_the_timeout_of_a_message_begins_again_when_bytes_have_moved(sends):
+    """A large message may take longer than the timeout, if its bytes move. If they stop, the wait ends."""
+    near, far = socket.socketpair()
+    connections, memory = native().Connections([1], [near.detach()], 120.0, False), (ctypes.c_char * LARGE)()
+    begin = connections.send if sends else connections.receive
+    message, later = (begin(ctypes.addressof(memory), LARGE, 1, 1) for _ in range(2))
+
+    def move():
+        for k in range(4):
+            time.sleep(1)
+            if sends:
+                far.recv(LARGE // 4 + (HEADER.size if k == 3 else 0), socket.MSG_WAITALL)
+            else:
+                far.sendall((HEADER.pack(1, LARGE, 0, 0, 0) if k == 0 else b"") + bytes(LARGE // 4))
+
+    mover = threading.Thread(target=move, daemon=True)
+    mover.start()
+    message.wait(2.5)
+    with pytest.raises(TimeoutError, match="in time"):
+        later.wait(0.5)
+    connections.close()
+    far.close()
+    mover.join()
+
+
 def served(rendezvous):
     """Return a store that rank 3, which is not in the group, serves, and the process of that rank."""
     if rendezvous.rank == 3:

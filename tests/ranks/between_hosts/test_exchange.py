@@ -1,11 +1,13 @@
 """The exchange between hosts, for verified schedules, any number of pieces and any delay of messages."""
 
 import ctypes
+import itertools
 import random
 import threading
 import time
 from collections import defaultdict
 from concurrent.futures import ThreadPoolExecutor
+from fractions import Fraction
 
 import numpy as np
 import oracle
@@ -25,6 +27,8 @@ from crossreduce.ranks.inter_host.exchange import (
     run_stage,
     take_first,
 )
+from crossreduce.ranks.inter_host.two_level import can_use_arrays, host_parts
+from crossreduce.schedule import Chunk, Schedule, Step
 from crossreduce.topology import Topology
 
 SUM = Numbers(ReduceOp.SUM, "float32", "float32", "float32", 1)
@@ -288,10 +292,31 @@ def test_an_exchange_may_use_the_arrays_of_the_caller(count):
         for out, nbytes in in_arrays(schedule, inputs, sizes, in_place=True):
             assert np.array_equal(out, inputs[0])
             assert nbytes == 0 or count > 2  # the root may get back what it has sent
-    schedule, inputs = one_shot(names, names, names), [draw.integers(0, 9, 1001).astype("float32") for _ in names]
-    for in_place in (False, True):
+    inputs, parts = [draw.integers(0, 9, 1001).astype("float32") for _ in names], all_reduced(count)
+    schedules = [one_shot(names, names, names), *(planned(name, names, names) for name in ("direct", "ring"))]
+    for schedule, in_place in itertools.product(schedules, (False, True)):
+        assert can_use_arrays(parts, lower(schedule), SUM)
         for out, _ in in_arrays(schedule, inputs, sizes, in_place):
             assert np.array_equal(out, sum(inputs))
+
+
+def all_reduced(count):
+    """Return the parts of an all-reduce of hosts that have one rank each."""
+    return host_parts(tuple((k,) for k in range(count)), "all_reduce", None)
+
+
+def test_an_array_is_not_used_if_it_may_be_overwritten_before_it_was_sent():
+    """A host whose contribution two others read must not receive the result into the same memory: one of these may
+    send the result before the other one has the contribution."""
+    names, everyone, all_three = ("cpu:0", "cpu:1", "cpu:2"), (Fraction(1), (0, 1, 2), (0, 1, 2)), (0, 1, 2)
+    both = (Step(0, 1, all_three), Step(0, 2, all_three))
+    twice, once = (
+        Schedule("all_reduce", "own", names, (Chunk(*everyone),), rounds)
+        for rounds in ((both, (Step(0, 0, (1,)),)), (both[:1], (Step(0, 0, (1,)), Step(0, 2, (1,)))))
+    )
+    assert not can_use_arrays(all_reduced(3), lower(twice), SUM)
+    assert can_use_arrays(all_reduced(3), lower(once), SUM)
+    assert not can_use_arrays(all_reduced(3), lower(once), SUM._replace(accumulator="float64"))
 
 
 def test_a_host_that_is_gone_or_late_is_named():

@@ -19,11 +19,13 @@ from crossreduce.lowering import forward_through_devices, lower
 from crossreduce.ops import ReduceOp
 from crossreduce.planning import COLLECTIVES
 from crossreduce.ranks.communicator import ArrayView, Communicator
-from crossreduce.ranks.inter_host import host_links, multi_host
+from crossreduce.ranks.inter_host import host_links, multi_host, two_level
 from crossreduce.ranks.inter_host.two_level import distances, equal_links, host_names, host_schedule
 from crossreduce.ranks.measurement import measure
 from crossreduce.ranks.transports import tcp
+from crossreduce.ranks.transports.choice import open_transport
 from crossreduce.ranks.transports.tcp import TcpTransport
+from crossreduce.ranks.transports.ucx import UcxTransport
 
 EVERY = (*COLLECTIVES, "gather", "scatter", "all_to_all")
 
@@ -131,6 +133,46 @@ def test_every_collective_without_some_links(names, lost, pairs, measured):
     linked = {frozenset((link.src[:5], link.dst[:5])) for link in topology.links}
     for a, b in itertools.combinations(range(len(set(names))), 2):
         assert (frozenset((f"host{a}", f"host{b}")) in linked) == ((a, b) not in pairs)
+
+
+def whole_arrays(rendezvous, transport):
+    """Make all calls, also on links of different speeds, and one in which the ranks' arrays differ in size."""
+    meeting = type(rendezvous)(rendezvous.path, rendezvous.rank, rendezvous.size, "addresses")
+
+    def reached(cancelled, *_):
+        return open_transport(transport, connected(meeting, cancelled, interfaces=["lo"]))
+
+    comm = Communicator(rendezvous, reached, name="world", timeout_s=100, wanted=transport)
+    check_cases(comm, CASES)
+    count = comm.size
+    speeds = [[0 if a == b else 1 if {a, b} == {0, 2} else 5 for b in range(count)] for a in range(count)]
+    comm.plan_on(Topology.from_matrix(speeds, host_names(count), latency_s=1e-4))
+    check_cases(comm, CASES[::2])
+    x = np.full(100_000 + comm.rank, comm.rank, "float32")
+    with pytest.raises(MismatchError, match="all_reduce"):
+        comm.all_reduce(ReduceOp.SUM, memory(x), memory(x))
+    assert (x == comm.rank).all()
+    summed(comm, 100_000)
+    with mock.patch.object(multi_host.MultiHostEngine, "_exchange_stage", side_effect=AssertionError("in Python")):
+        summed(comm, 200_000)
+    comm.close()
+
+
+@pytest.mark.parametrize(("names", "transport"), [("ab", "tcp"), ("abcd", "tcp"), ("abc", "ucx")])
+def test_hosts_of_one_rank_exchange_the_arrays_of_the_caller(names, transport, monkeypatch):
+    """Compiled code sends large arrays from the caller's memory and receives into it, in place or not. If the calls
+    differ, nothing is written."""
+    monkeypatch.setenv("UCX_TLS", "tcp")
+    for module, name, nbytes in (
+        (multi_host, "PIECE_BYTES", 1 << 14),
+        (multi_host, "SMALLEST_PIECE", 1 << 11),
+        (two_level, "ARRAY_PIECE_BYTES", 1 << 13),
+        (TcpTransport, "message_nbytes", 1 << 13),
+        (UcxTransport, "message_nbytes", 1 << 13),
+    ):
+        monkeypatch.setattr(module, name, nbytes)
+    draw_parts(len(names), CASES)
+    ranks(len(names), whole_arrays, transport, environment=on(*names))
 
 
 def stalls(rendezvous, lost, late, patience_s):

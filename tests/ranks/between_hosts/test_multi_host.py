@@ -181,7 +181,7 @@ def test_a_late_host_is_not_blamed_on_the_rank_that_waits_for_it():
 
 def next_op(rendezvous):
     """Make the leaders' last messages of op 1 take longer than the timeout. Return the result of op 1."""
-    comm = joined(rendezvous, 1.0)
+    comm = joined(rendezvous, 1.0, in_python=True)
     close = Exchange.close
 
     def slow(exchange):
@@ -247,7 +247,7 @@ def test_each_byte_crosses_a_link_once():
 
 
 def interrupted_twice(rendezvous):
-    comm = joined(rendezvous)
+    comm = joined(rendezvous, in_python=True)
     x, interrupt = np.ones(1 << 20, "float32"), KeyboardInterrupt("by the test")
     if comm.rank == 0:
         # The first Ctrl-C comes while the last messages are sent, the second while the abort is published.

@@ -12,11 +12,11 @@ from test_rank_programs import COLLECTIVES, ROOTED, Machine, Op, inputs
 
 from crossreduce.ops import ReduceOp, copy_numbers
 from crossreduce.packing import itemsize
-from crossreduce.ranks.inter_host import multi_host, two_level
+from crossreduce.ranks.inter_host import compiled_calls, multi_host, two_level
 from crossreduce.ranks.inter_host.multi_host import MultiHostEngine
 from crossreduce.ranks.inter_host.two_level import host_names, host_parts
 from crossreduce.ranks.intra_host import programs
-from crossreduce.ranks.intra_host.instructions import reduction_numbers
+from crossreduce.ranks.intra_host.instructions import HostMessages, RankInstruction, reduction_numbers
 from crossreduce.topology import Topology
 
 
@@ -152,6 +152,40 @@ def test_calls_over_hosts_give_the_results_of_the_oracle_without_races(hosts):
     run(hosts, "all_reduce", 1500, "float32", in_place=True)
 
 
+@pytest.mark.parametrize("count", [3, 5])
+@pytest.mark.parametrize("collective", ["broadcast", "reduce"])
+def test_a_large_call_is_planned_with_few_messages(count, collective):
+    """The schedule of a large call, whose pieces are pipelined, has two rounds and one share for each other host. That
+    of a small one may have more shares."""
+    hosts = tuple((k,) for k in range(count))
+    for nbytes in (1 << 21, 1 << 24, 1 << 26, 1 << 30):
+        schedule = two_level.host_schedule(None, hosts, collective, nbytes, 0)
+        assert (schedule.round_count, len(schedule.chunks)) == (2, count - 1), nbytes
+
+
+@pytest.mark.parametrize("hosts", [2, 3, 5])
+@pytest.mark.parametrize("collective", ["all_reduce", "broadcast", "reduce_scatter", "all_gather", "all_to_all"])
+def test_hosts_of_one_rank_copy_no_large_array(hosts, collective, monkeypatch):
+    """Hosts of one rank send from the arrays of the caller and receive into them. Only the array that a rank keeps for
+    itself is copied. Other memory only has what is combined, and its size does not depend on that of the arrays."""
+    numbers = reduction_numbers(ReduceOp.SUM, "float32", hosts) if "reduce" in collective else copy_numbers("float32")
+    monkeypatch.setattr(compiled_calls, "native_program", stages_as_lists)
+    buffers = {"broadcast": 1, "all_reduce": 2, "all_to_all": 2 * hosts}.get(collective, 1 + hosts)
+    ends, root = set(), 1 if collective == "broadcast" else None
+    for size in (1 << 22, 1 << 24):
+        parts = SimpleNamespace(host=(0,)), SimpleNamespace(message_nbytes=1 << 24)
+        ranks = tuple((k,) for k in range(hosts))
+        engine = MultiHostEngine(ranks, 0, *parts, watch=lambda pending, _: pending, ends_at_once=True)
+        stages = engine.compile(collective, size, numbers, root, b"").program
+        instructions = [each for stage in stages for each in stage if isinstance(each, RankInstruction)]
+        copied = sum(each.size for each in instructions if len(each.operands) == 1)
+        assert copied == (size if collective in ("all_gather", "all_to_all") else 0)
+        messages = [each for stage in stages for each in stage if isinstance(each, HostMessages)]
+        moves = [move for each in messages for move in (*each.sends, *each.receives)]
+        ends.add(max((move.at.offset + move.nbytes for move in moves if ~move.at.region >= buffers), default=0))
+    assert max(ends) <= (10 * two_level.ARRAY_PIECE_BYTES if "reduce" in collective else 0)
+
+
 def test_pieces_fit_into_slots_of_real_size(monkeypatch):
     """With the real limits, the pieces of large arrays fit into slots, for several numbers of leaders and ranks. The
     compiler itself asserts that they fit."""
@@ -178,6 +212,8 @@ def test_exact_reductions_are_planned_for_the_bytes_that_travel(monkeypatch, col
     are float64 and results are float32. Its least piece has as many elements, so it has twice the bytes."""
     monkeypatch.undo()
     monkeypatch.setattr(multi_host, "native_program", stages_as_lists)
+    monkeypatch.setattr(two_level, "PIECE_BYTES", 1 << 30)  # so plans differ, although pieces are pipelined
+    two_level.host_schedule.cache_clear()
     hosts = ((0,), (1,), (2,))
     topology = Topology.from_matrix([[0, 5, 1], [5, 0, 5], [1, 5, 0]], host_names(3), latency_s=1e-4)
 
@@ -192,3 +228,4 @@ def test_exact_reductions_are_planned_for_the_bytes_that_travel(monkeypatch, col
         assert ([one.part for one in found] == [one.part for one in due]) == same
         counts = len(found[0].pieces), len(due[0].pieces)  # pieces have whole elements, so their numbers may differ
         assert (counts[0] == pytest.approx(counts[1], rel=0.1)) == same
+    two_level.host_schedule.cache_clear()

@@ -2,12 +2,15 @@
 
 import gc
 import threading
+import time
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
 from ranks import ranks
 
 from crossreduce.ranks.failures import watchdog
+from crossreduce.ranks.failures.failure_detector import SLICE_S, FailureDetector
 from crossreduce.ranks.failures.watchdog import WatchedTransport
 
 
@@ -28,6 +31,26 @@ class Checker:
     def next_check(self):
         self.checked.clear()
         assert self.checked.wait(10)
+
+
+@pytest.mark.parametrize("moves", [False, True])
+def test_the_timeout_of_an_inner_call_begins_again_when_data_moves(moves):
+    """While another collective makes progress, it may take longer than the timeout."""
+    waits, left = [], iter(range(5))
+    running = SimpleNamespace(progress=0)
+
+    def wait(_):
+        time.sleep(1.2 * SLICE_S)
+        running.progress += moves
+        return next(left, None) is None
+
+    running.wait = wait
+    detector = SimpleNamespace(
+        warn_after_s=lambda: 60.0, _transport=None, _check_inner=lambda timer, waited: waits.append(waited)
+    )
+    FailureDetector.wait_for_inner(detector, running)
+    assert len(waits) == 5
+    assert (max(waits) == 0) == moves
 
 
 def threads():

@@ -5,16 +5,18 @@ import select
 import signal
 import socket
 import threading
+import time
 from contextlib import ExitStack
 from unittest.mock import Mock
 
 import pytest
 import torch.distributed as dist
-from kinds_of_groups import wait_until
+from kinds_of_groups import wait_until, wait_until_stopped
 from ranks import ranks
 
 from crossreduce.errors import PeerLostError
 from crossreduce.ranks.connections import listener
+from crossreduce.ranks.connections.channel import AuthenticatedChannel
 from crossreduce.ranks.connections.listener import MOST_UNKNOWN, Listener
 from crossreduce.ranks.connections.rendezvous import ConnectionStore, StoreRendezvous
 from crossreduce.ranks.connections.store import StoreClient, StorePart
@@ -60,15 +62,37 @@ def stalls(rendezvous):
     meeting = StoreRendezvous(StorePart(StoreClient(KEY, "127.0.0.1", port), "group/"), 1, 2, 20)
     assert meeting.has_left(0)
     os.kill(process, signal.SIGSTOP)
+    wait_until_stopped(process)
     assert not meeting.has_left(0)  # as far as it knows
+    assert meeting.publish_abort(b"reason") == b"reason"
+    assert meeting.abort_cause() is None
     os.kill(process, signal.SIGCONT)
     wait_until(lambda: meeting.has_left(0))
+    assert meeting.abort_cause() == b"reason"
     rendezvous.all_gather(b"")
 
 
 def test_a_store_that_has_stalled_is_used_again():
-    """If a store does not answer a query in time, later queries do not wait for it until its late answer arrives."""
+    """If a store does not answer a query in time, later queries do not wait for it until its late answer arrives. The
+    reason of an abort is stored then."""
     ranks(2, stalls)
+
+
+@pytest.mark.parametrize("cut", [1, 10, 30])
+def test_an_answer_of_which_a_part_was_late_is_read_later(cut):
+    """If the time for an answer ends when a part of it has arrived, the next attempt reads all of it."""
+    (near, far), (written, read) = socket.socketpair(), socket.socketpair()
+    with near, far, written, read:
+        sender = AuthenticatedChannel(written, KEY, b"numbers", b"a", b"b")
+        receiver = AuthenticatedChannel(near, KEY, b"numbers", b"b", b"a")
+        for content in ({"answer": ["x" * 50]}, {"answer": None}):
+            sender.send(content)
+            message = read.recv(1 << 16)
+            far.sendall(message[:cut])
+            with pytest.raises(TimeoutError, match=r"^$|timed out"):
+                receiver.receive(time.monotonic() + 0.05)
+            far.sendall(message[cut:])
+            assert receiver.receive(time.monotonic() + 20) == content
 
 
 def test_a_value_that_is_deleted_while_it_is_read_is_waited_for(monkeypatch):

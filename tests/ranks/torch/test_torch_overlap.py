@@ -1,6 +1,8 @@
 """Collectives of torch tensors that overlap, in all forms, compared with an oracle that uses copies."""
 
 import os
+from datetime import timedelta
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -14,6 +16,8 @@ from overlaps import FORMS, cases, check, places
 from ranks import ranks as forked
 from torch_running import HERE, Piped
 
+from crossreduce.errors import MismatchError
+from crossreduce.ranks.communicator import Communicator
 from crossreduce.ranks.prepared import NO_CALLS
 from crossreduce.torch import memory
 from crossreduce.torch.collectives import Collectives
@@ -73,6 +77,41 @@ def exchanged_in_place(rendezvous, store):
 def test_large_all_to_alls_in_place(tmp_path, n):
     """In an all-to-all in place, no rank reads a row of another rank that already contains a result."""
     forked(n, exchanged_in_place, tmp_path / "store")
+
+
+def large_parts(rendezvous, store):
+    """Execute all-to-alls of large parts: equal ones, and ones of which not all ranks know that they are unequal."""
+    torch.set_num_threads(1)
+    rank, n = rendezvous.rank, rendezvous.size
+    dist.init_process_group("crossreduce", f"file://{store}", rank=rank, world_size=n, timeout=timedelta(seconds=60))
+    size = (5 << 20) // 4 + 3  # more than one message
+    right = torch.arange(n).repeat_interleave(size).float() * n + rank
+    single = torch.arange(n).repeat_interleave(size).float() + rank * n
+    with mock.patch.object(Communicator, "all_to_all", side_effect=AssertionError("copies through slots")):
+        for given, out in ((single, torch.zeros_like(single)), (single.clone(), None)):
+            got = given if out is None else out
+            dist.all_to_all_single(got, given)
+            assert torch.equal(got, right)
+        rows = [torch.zeros(size) for _ in range(n)]
+        dist.all_to_all(rows, list(single.split(size)))
+        assert torch.equal(torch.cat(rows), right)
+    with pytest.raises(MismatchError, match="another number of rows than it expects"):
+        dist.all_to_all_single(torch.zeros(n * (size + rank)), torch.zeros(n * (size + rank)))
+    sizes = [[size + ((src, dst) == (0, 1)) for dst in range(n)] for src in range(n)]
+    rows = [torch.zeros(row[rank]) for row in sizes]
+    dist.all_to_all(rows, [torch.full((count,), 10.0 * rank + dst) for dst, count in enumerate(sizes[rank])])
+    for src, row in enumerate(rows):
+        assert row.numel() == sizes[src][rank]
+        assert (row == 10.0 * src + rank).all()
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("transport", ["tcp", "ucx"])
+def test_large_all_to_alls_are_messages_if_hosts_have_several_ranks(tmp_path, transport):
+    """Each rank sends large parts directly to ranks of other hosts, without copies. Calls that differ raise an error on
+    all ranks, and parts may be unequal although some ranks have equal ones."""
+    around = {"CROSSREDUCE_TRANSPORT": transport, "UCX_TLS": "tcp"}
+    forked(3, large_parts, tmp_path / "store", environment=[around | {"CROSSREDUCE_HOST": host} for host in "ABB"])
 
 
 STARTS = st.lists(st.integers(0, 20), min_size=1) | st.builds(range, st.integers(0, 20), st.just(21), st.integers(1, 7))

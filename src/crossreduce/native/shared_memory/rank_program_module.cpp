@@ -56,7 +56,7 @@ bool read_parts(PyObject *list, std::vector<HostMessages::Part> &parts, RankProg
     });
 }
 
-// Read () for a check, (most, reads) for parts to put, (most, reads, ranks) to take, or (sends, receives, compared, digest, room).
+// Read () for a check, (most, reads) for parts to put, (most, reads, ranks) to take, or (sends, receives, compared, digest, room, sent, received).
 bool read_messages(PyObject *fields, RankProgram &program, std::vector<Instruction> &stage) {
     stage.push_back({nullptr, {}, {}, false});
     if (PyTuple_Size(fields) == 0) return true;
@@ -74,14 +74,15 @@ bool read_messages(PyObject *fields, RankProgram &program, std::vector<Instructi
     const char *digest;
     Py_ssize_t length;
     long long room;
-    if (!PyArg_ParseTuple(fields, "OOOy#L", &sends, &receives, &compared, &digest, &length, &room)) return false;
+    long long sent, received;
+    if (!PyArg_ParseTuple(fields, "OOOy#LLL", &sends, &receives, &compared, &digest, &length, &room, &sent, &received)) return false;
     stage.back().messages = static_cast<int>(program.messages.size());
     HostMessages &messages = program.messages.emplace_back();
     if (!read_parts(sends, messages.sends, program) || !read_parts(receives, messages.receives, program) ||
         !read_ints(compared, messages.compared))
         return false;
     messages.digest.assign(digest, static_cast<size_t>(length));
-    messages.room = room;
+    messages.room = room, messages.sent = sent, messages.received = received;
     if (messages.digest.size() != DIGEST_NBYTES || room < 0 || room > MAX_NBYTES)
         return value_error("the digest or the room of a message is invalid");
     for (const auto *parts : {&messages.sends, &messages.receives}) {

@@ -48,6 +48,8 @@ struct HostMessages {
     std::vector<int> compared;
     std::string digest; // DIGEST_NBYTES
     int64_t room = 0;
+    // It is complete when so many messages are that the op has begun so far, from the first; -1: all.
+    long long sent = -1, received = -1;
 };
 constexpr size_t DIGEST_NBYTES = 16;
 

@@ -21,7 +21,6 @@ constexpr size_t STAGED_NBYTES = 1 << 16;      // read at once beyond the end of
 constexpr uint64_t MOST_EARLY_NBYTES = 1 << 20; // of a message that is read before it is expected
 constexpr size_t MOST_PARTS = 16;              // of one call to the system
 constexpr int LEAST_REPEATS = 2;               // a packet or its answer may be lost
-constexpr uint64_t LARGE_NBYTES = 1 << 18;      // a message with so many bytes, that is, four parts, may use several lanes
 constexpr uint64_t LEAST_PART = 1 << 16, MOST_PART = 1 << 20; // bytes of a part
 constexpr uint64_t PARTS_PER_LANE = 4;          // of a very large message, so that a slow lane may send fewer of them
 
@@ -168,6 +167,7 @@ void Connections::write_to(Peer &peer, Lane &lane) {
             for (Lane &each : peer.lanes) read_from(peer, each); // what it has sent before it ended
             return lose(peer, State::lost, why);
         }
+        peer.sent_nbytes += static_cast<uint64_t>(sent);
         for (uint64_t left = static_cast<uint64_t>(sent); left > 0;) {
             Part &first = lane.out.front();
             const uint64_t all = sizeof(MessageHeader) + first.header.follows(), taken = std::min(all - first.moved, left);
@@ -256,9 +256,9 @@ void Connections::read_from(Peer &peer, Lane &lane) {
         const size_t kept = lane.staged_end - lane.staged_begin;
         if (kept > 0) std::memmove(lane.staged.data(), lane.staged.data() + lane.staged_begin, kept);
         lane.staged_begin = 0, lane.staged_end = kept;
-        // Behind a part there is probably another one, which shall not be copied.
-        const bool reads_part = lane.active && lane.header.part != 0;
-        parts[count++] = part(lane.staged.data() + kept, reads_part ? sizeof(MessageHeader) : room - kept);
+        // Behind a part, or a large message, there is probably another one, which shall not be copied.
+        const bool reads_large = lane.active && (lane.header.part != 0 || parts[0].iov_len >= STAGED_NBYTES);
+        parts[count++] = part(lane.staged.data() + kept, reads_large ? sizeof(MessageHeader) : room - kept);
         msghdr message = {};
         message.msg_iov = parts;
         message.msg_iovlen = count;
@@ -269,6 +269,7 @@ void Connections::read_from(Peer &peer, Lane &lane) {
             return;
         }
         lane.ended = got == 0;
+        peer.received_nbytes += static_cast<uint64_t>(got);
         const size_t direct = count == 2 ? std::min<size_t>(static_cast<size_t>(got), parts[0].iov_len) : 0;
         lane.moved += direct;
         lane.staged_end += static_cast<size_t>(got) - direct;
@@ -365,6 +366,12 @@ void Connections::close_after_fork() { // no lock: another thread of the parent 
 std::string Connections::why(int peer) {
     const std::lock_guard<std::mutex> held(lock);
     return peers[static_cast<size_t>(peer)].why;
+}
+
+uint64_t Connections::moved_with(const Message &message) {
+    const std::lock_guard<std::mutex> held(lock);
+    const Peer &peer = peers[static_cast<size_t>(message.peer)];
+    return message.is_sent ? peer.sent_nbytes : peer.received_nbytes;
 }
 
 size_t Connections::lanes_of(int peer) {

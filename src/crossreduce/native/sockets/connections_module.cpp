@@ -152,8 +152,9 @@ PyObject *message_wait(PyObject *object, PyObject *argument) {
     if (std::isnan(timeout_s)) return value_error("the timeout must be a number"), nullptr;
     Connections &connections = **self->connections;
     Message &message = **self->message;
-    const int64_t began = now_ns(), limit = static_cast<int64_t>(std::min(std::max(timeout_s, 0.0), 1e9) * 1e9);
-    int64_t check_at = began + connections.silent_ns;
+    const int64_t limit = static_cast<int64_t>(std::min(std::max(timeout_s, 0.0), 1e9) * 1e9);
+    int64_t began = now_ns(), check_at = began + connections.silent_ns; // `began`: or when bytes were last seen to move
+    uint64_t moved = connections.moved_with(message);
     while (true) {
         const int64_t until = began + std::min(limit, now_ns() - began + SLICE_NS);
         bool had_memory = false;
@@ -171,7 +172,9 @@ PyObject *message_wait(PyObject *object, PyObject *argument) {
             check_at = now_ns() + CHECK_NS;
             without_lock(0, [&] { return connections.drop_silent(), 0; });
         }
-        if (now_ns() >= began + limit) {
+        if (const uint64_t now_moved = connections.moved_with(message); now_moved != moved) {
+            moved = now_moved, began = now_ns();
+        } else if (now_ns() >= began + limit) {
             connections.disconnect(message.peer, "an earlier message did not complete in time");
             PyErr_Format(PyExc_TimeoutError, "the message to or from rank %ld did not complete in time", self->rank);
             return nullptr;

@@ -2,7 +2,9 @@
 
 #if defined(__linux__)
 
+#include <algorithm>
 #include <cstring>
+#include <utility>
 
 namespace {
 
@@ -10,14 +12,16 @@ constexpr uint64_t TAG = 0; // as in ranks/inter_host/multi_host.py
 
 } // namespace
 
-void HostExchange::start(int rank, char *data, int64_t nbytes, bool sends) {
+void HostExchange::start(int rank, char *data, int64_t nbytes, bool is_sent) {
     const int peer = connections->index_of(rank);
     if (peer < 0) return; // a program has only ranks to which there are connections
-    pending.push_back(sends ? connections->send(peer, TAG, data, nbytes) : connections->receive(peer, TAG, data, nbytes));
+    if (is_sent)
+        sends.messages.push_back(connections->send(peer, TAG, data, nbytes));
+    else
+        receives.messages.push_back(connections->receive(peer, TAG, data, nbytes));
 }
 
 void HostExchange::begin(const HostMessages &messages, const SharedMemory::Address &address, uint64_t number) {
-    arrived = 0;
     if (messages.compared.empty()) {
         for (const auto *parts : {&messages.receives, &messages.sends})
             for (const HostMessages::Part &part : *parts)
@@ -60,12 +64,25 @@ bool HostExchange::take(const HostMessages &messages, const SharedMemory::Addres
     return true;
 }
 
+// Return whether the first `count` messages, or all of them if it is -1, are complete.
+bool HostExchange::is_complete(Begun &begun, long long count, int64_t until_ns) {
+    const size_t wanted = count < 0 ? begun.messages.size() : std::min(begun.messages.size(), static_cast<size_t>(count));
+    for (; begun.complete < wanted; begun.complete++) {
+        waited_for = begun.messages[begun.complete];
+        if (connections->wait(*waited_for, until_ns) != Message::State::done) return false;
+    }
+    waited_for = nullptr;
+    return true;
+}
+
 Outcome HostExchange::run(const HostMessages &messages, const SharedMemory::Address &address, uint64_t number, int64_t until_ns) {
-    if (pending.empty()) begin(messages, address, number);
-    for (; arrived < pending.size(); arrived++)
-        if (connections->wait(*pending[arrived], until_ns) != Message::State::done) return Outcome::elsewhere;
-    pending.clear();
-    arrived = 0;
+    if (op != number) {
+        for (Begun *each : {&sends, &receives}) each->messages.clear(), each->complete = 0;
+        op = number, has_begun = false;
+    }
+    if (!std::exchange(has_begun, true)) begin(messages, address, number);
+    if (!is_complete(receives, messages.received, until_ns) || !is_complete(sends, messages.sent, until_ns)) return Outcome::elsewhere;
+    has_begun = false;
     return messages.compared.empty() || take(messages, address) ? Outcome::done : Outcome::differs;
 }
 

@@ -14,20 +14,33 @@
 
 namespace {
 
+constexpr uint64_t MOST_AWAITED = 1 << 17; // bytes
 constexpr int64_t SHARED_WAIT_NS = 1000000; // of several threads that wait, one may move another one's message
 
 using State = Message::State;
 
 } // namespace
 
+// Let the system report data of a large message only if there is much, or all of the rest.
+void Connections::want_at_once(Lane &lane) {
+    const uint64_t left = lane.active && !lane.blocked ? lane.header.follows() - lane.moved : 1;
+    const int least = static_cast<int>(std::min(left, MOST_AWAITED));
+    if (least == lane.least) return;
+    lane.least = least;
+    (void)setsockopt(lane.socket, SOL_SOCKET, SO_RCVLOWAT, &least, sizeof least); // other sockets do not know it
+}
+
 // Sleep until something can be moved, or `bell` is readable. Return false if a signal came.
 bool Connections::sleep(std::unique_lock<std::mutex> &held, int64_t ns, int bell) {
     std::vector<pollfd> polled;
     const auto has_rest = [](const Peer &peer) { return !peer.rest.empty(); }; // another lane may have become the best one
     if (waiters > 1 || std::any_of(peers.begin(), peers.end(), has_rest)) ns = std::min(ns, SHARED_WAIT_NS);
-    for (const Peer &peer : peers)
-        for (const Lane &lane : peer.lanes)
-            if (const short wanted = has_work(peer) ? events(peer, lane) : short{0}; wanted != 0) polled.push_back({lane.socket, wanted, 0});
+    for (Peer &peer : peers)
+        for (Lane &lane : peer.lanes)
+            if (const short wanted = has_work(peer) ? events(peer, lane) : short{0}; wanted != 0) {
+                if ((wanted & POLLIN) != 0) want_at_once(lane);
+                polled.push_back({lane.socket, wanted, 0});
+            }
     for (const int more : {descriptor(), bell})
         if (more >= 0) polled.push_back({more, POLLIN, 0});
     // A peer is lost if nothing more can be read from it before something else is expected.
@@ -67,7 +80,9 @@ struct Counted { // one more while it exists, also if there is no memory for a m
 } // namespace
 
 Message::State Connections::wait(Message &message, int64_t until_ns) {
-    const int64_t yield_until_ns = now_ns() + yield_ns(std::this_thread::get_id() == maker);
+    // While a large message is under way, other processes of the host shall get the CPU.
+    const bool yields = message.header.nbytes < LARGE_NBYTES && std::this_thread::get_id() == maker;
+    const int64_t yield_until_ns = now_ns() + yield_ns(yields);
     std::unique_lock<std::mutex> held(lock);
     const Counted waiter(waiters);
     while (true) {

@@ -42,6 +42,7 @@ class AuthenticatedChannel:
         self._connection, self._own, self._other = connection, own, other
         self._key = blake2b(numbers, key=key).digest()
         self._sent = self._received = 0
+        self._begun = bytearray()  # what has arrived of the next message
 
     @property
     def connection(self) -> socket.socket:
@@ -56,14 +57,20 @@ class AuthenticatedChannel:
     def receive(self, deadline: float = math.inf) -> dict[str, Any]:
         """Return the next message. All of it must arrive before ``deadline``, a time of ``time.monotonic()``.
 
+        After a ``TimeoutError``, this may be called again, and continues with the same message.
+
         Raises:
           ValueError: the data is not the next message that the other process has sent.
           OSError, EOFError: the connection has ended, or the deadline has passed.
         """
-        (length,) = _LENGTH.unpack(_read(self._connection, _LENGTH.size, deadline))
+        begun = self._begun
+        _read(self._connection, _LENGTH.size, deadline, begun)
+        (length,) = _LENGTH.unpack_from(begun)
         if length > _MOST_BYTES:
             raise ValueError("the message is too long")
-        proof, body = (_read(self._connection, _DIGEST, deadline), _read(self._connection, length, deadline))
+        _read(self._connection, _LENGTH.size + _DIGEST + length, deadline, begun)
+        proof, body = bytes(begun[_LENGTH.size :][:_DIGEST]), bytes(begun[_LENGTH.size + _DIGEST :])
+        begun.clear()
         if not self.is_next(proof, body):
             raise ValueError("the proof of the message is wrong")
         content: dict[str, Any] = json.loads(body)
@@ -140,9 +147,12 @@ def _hello_proof(key: bytes, number: bytes, end: str = "") -> bytes:
     return blake2b(number + end.encode(), key=key, digest_size=_DIGEST, person=b"hello").digest()
 
 
-def _read(connection: socket.socket, count: int, deadline: float) -> bytes:
-    """Return the next ``count`` bytes. Errors are those of ``AuthenticatedChannel.receive``."""
-    received = bytearray()
+def _read(connection: socket.socket, count: int, deadline: float, begun: bytearray | None = None) -> bytes:
+    """Return the next ``count`` bytes. Errors are those of ``AuthenticatedChannel.receive``.
+
+    ``begun``: the first of them, which arrived before. The others are added to it.
+    """
+    received = bytearray() if begun is None else begun
     while len(received) < count:
         left_s = None
         if deadline < math.inf and (left_s := deadline - time.monotonic()) <= 0:

@@ -60,6 +60,7 @@ class StoreRendezvous:
         self._failure: ReductionError | None = None
         self._limit_s: float | None = None  # how long an answer may take, if that differs from the store's own limit
         self._unreachable: OSError | None = None  # why the store cannot be reached, or did not answer in time
+        self._unsent: bytes | None = None  # the reason of an abort that could not be stored yet
         self._answered: dict[int, bool] = {}  # for each rank that answered the roll call, whether its wait timed out
 
     def all_gather(self, payload: bytes) -> list[bytes]:
@@ -155,7 +156,9 @@ class StoreRendezvous:
     def publish_abort(self, cause: bytes) -> bytes:
         """Store why the group was aborted, unless a reason or ``MET`` is stored already. Return the stored value."""
         self._has_aborted = True
-        return bytes(self._query(_QUERY_S, lambda: self._store.compare_set(_CAUSE, b"", cause)) or cause)
+        stored = self._query(_QUERY_S, lambda: self._store.compare_set(_CAUSE, b"", cause))
+        self._unsent = cause if stored is None else None
+        return bytes(stored or cause)
 
     def abort_cause(self) -> bytes | None:
         """Return the stored reason, or ``None``. The store has to answer within ``_CAUSE_S``.
@@ -220,6 +223,9 @@ class StoreRendezvous:
                 self._limit_s = limit_s
                 self._limit_waits(limit_s)
             try:
+                if self._unsent is not None:
+                    self._store.compare_set(_CAUSE, b"", self._unsent)
+                    self._unsent = None
                 return query()
             except RuntimeError as error:  # the class of all errors of stores
                 kind = TimeoutError if "Timeout" in str(error) else ConnectionError

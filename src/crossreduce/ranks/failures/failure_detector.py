@@ -114,15 +114,16 @@ class FailureDetector:
           InnerFailure: the timeout has passed.
         """
         timer, began = WaitTimer(self.warn_after_s()), time.monotonic()
-        checked, pause_s = began, 0.0
+        checked, moved, progress, pause_s = began, began, running.progress, 0.0
         try:
-            while not running.is_completed():
-                time.sleep(pause_s)
+            while not running.wait(pause_s):
                 now = time.monotonic()
                 pause_s = min(INNER_PAUSE_S, (now - began) / 8)
                 if now > checked + SLICE_S:
                     checked = now
-                    self._check_inner(timer, now - began)
+                    if progress != running.progress:
+                        moved, progress = now, running.progress
+                    self._check_inner(timer, now - moved)
         except InnerFailure:
             raise  # this rank answers the roll call before it closes its connections
         except BaseException:

@@ -36,8 +36,9 @@ class WatchedTransport:
     def __init__(self, transport: Transport, check: Callable[[RemoteWait | None], None]) -> None:
         self.wait: RemoteWait | None = None
         self._transport, self._check_wait = transport, check
-        if (lag := getattr(transport, "lag", None)) is not None:
-            self.lag = lag
+        for name in ("connections", "lag", "message_nbytes"):  # see ``HostTransport`` and ``Transport``
+            if hasattr(transport, name):
+                setattr(self, name, getattr(transport, name))
         self._watchdog = _WATCHDOG  # a reference: ``close`` may run when Python has cleared this module
         self._key = self._watchdog.add(self._check)
 

@@ -59,7 +59,7 @@ class ExactExchange(Exchange):
     def send(self, stage: int) -> None:
         """Start to send the blocks of a stage, and their overflow terms."""
         super().send(stage)
-        for piece, r in self._active(stage):
+        for piece, r in self._program.active(stage):
             for value, host in self._program.part.stages[r].sends:
                 overflow = self._overflow.get((piece, value))
                 if overflow:
@@ -70,7 +70,7 @@ class ExactExchange(Exchange):
     def post_receives(self, stage: int) -> None:
         """Start to receive the blocks of a stage. Free the overflow terms of pieces whose memory is used again."""
         super().post_receives(stage)
-        for piece, r in self._active(stage):
+        for piece, r in self._program.active(stage):
             if r == 0:
                 for key in [key for key in self._overflow if key[0] == piece - self._program.window]:
                     del self._overflow[key]

@@ -65,6 +65,8 @@ class ExchangeProgram(NamedTuple):
     eager: bool  # whether the op's first messages carry the first round, see ``first_data``; only if there is one piece
     # If the partial results are the caller's array, and the results go into one: the numbers of these buffers.
     arrays: tuple[int, int] | None = None
+    # For each round whether combinations may then overwrite, in a call in place, what is being sent from the array.
+    overwrites: tuple[bool, ...] = ()
 
     def partial_at(self, piece: int) -> int:
         """Return the offset in the exchange's memory at which the caller must write a piece's partial result."""
@@ -79,28 +81,48 @@ class ExchangeProgram(NamedTuple):
         """The bytes of the exchange's memory."""
         return self.window * self.room
 
-    def transfers(self, r: int, buffer: int, received: bool) -> tuple[HostTransfer, ...]:
-        """Return what round ``r`` of the first piece sends or receives. ``buffer``: the number of the memory."""
-        stage, places = self.part.stages[r], self.pieces[0].places
+    def transfers(self, r: int, buffer: int, received: bool, piece: int = 0) -> tuple[HostTransfer, ...]:
+        """Return what round ``r`` of a piece sends or receives. ``buffer``: the number of the memory."""
+        stage, places = self.part.stages[r], self.pieces[piece].places
         moves = stage.receives if received else stage.sends
         return tuple(
-            HostTransfer(self.peers[host], BufferReference(~buffer, places[value][0]), places[value][1])
+            HostTransfer(self.peers[host], self._reference(piece, value, buffer), places[value][1])
             for value, host in moves
+            if places[value][1]
         )
 
-    def combined(self, r: int, buffer: int) -> list[RankInstruction]:
-        """Return what round ``r`` of the first piece computes. ``buffer``: the number of the memory."""
-        places = self.pieces[0].places
+    def combined(self, r: int, buffer: int, piece: int = 0) -> list[RankInstruction]:
+        """Return what round ``r`` of a piece computes. ``buffer``: the number of the memory."""
+        places = self.pieces[piece].places
         return [
             RankInstruction(
                 places[result][2],
-                tuple(BufferReference(~buffer, places[value][0]) for value in operands),
-                (BufferReference(~buffer, places[result][0]),),
+                tuple(self._reference(piece, value, buffer) for value in operands),
+                (self._reference(piece, result, buffer),),
                 self.numbers_of(final),
             )
             for result, operands, final in self.part.stages[r].combinations
             if places[result][1]
         ]
+
+    def _reference(self, piece: int, value: int, buffer: int) -> BufferReference:
+        """Return where a value of a piece is: in the memory, whose number is ``buffer``, or in a caller's array."""
+        offset = self.pieces[piece].places[value][0]
+        if self.arrays is None or (array := self.pieces[piece].arrays[value]) == 2:
+            return BufferReference(~buffer, self.partial_at(piece) + offset)
+        return BufferReference(~self.arrays[array], self.starts[piece] * itemsize(self.numbers.dtype) + offset)
+
+    @property
+    def starts(self) -> list[int]:
+        """The number of elements before each piece."""
+        return [*accumulate((spans[-1][1] for spans in self.spans), initial=0)]
+
+    def active(self, stage: int) -> Iterator[tuple[int, int]]:
+        """Yield each piece that executes a round in a stage, and this round."""
+        for r in range(len(self.part.stages)):
+            piece = stage - self.lag * r
+            if 0 <= piece < len(self.pieces):
+                yield piece, r
 
     def numbers_of(self, final: bool) -> Numbers:
         """Return the numbers with which values are combined. Only a final result is divided and rounded."""
@@ -141,7 +163,21 @@ def exchange_program(
     window = min(len(sizes), stages_late + 2)
     room = max(piece.nbytes for piece in pieces)
     spans = tuple(program.spans(size) for size in sizes)
-    return ExchangeProgram(part, peers, pieces, spans, numbers, lag, stages_late, window, room, eager, arrays)
+    overwrites = _overwrites(part, len(program.chunks)) if arrays is not None else ()
+    return ExchangeProgram(
+        part, peers, pieces, spans, numbers, lag, stages_late, window, room, eager, arrays, overwrites
+    )
+
+
+def _overwrites(part: DeviceProgram, chunks: int) -> tuple[bool, ...]:
+    """Return ``ExchangeProgram.overwrites``. The first values, one for each of the ``chunks``, are contributions."""
+    sent: set[int] = set()
+    found = []
+    for stage in part.stages:
+        sent |= {value for value, _ in stage.sends if value < chunks}
+        results = {made for made, *_ in stage.combinations} & {*part.results}
+        found.append(any(part.values[made].chunk in sent for made in results))
+    return tuple(found)
 
 
 @lru_cache(maxsize=4096)
@@ -203,7 +239,7 @@ class Exchange:
         self._program = program
         # Only used buffers need an address: a rank that receives nothing, for example, has no buffer for it.
         self._arrays = [addresses[k] if k < len(addresses) else 0 for k in program.arrays or ()]
-        self._starts = [*accumulate((spans[-1][1] for spans in program.spans), initial=0)]  # elements before each piece
+        self._starts = program.starts
         self._transport, self._tag, self._timeout_s = transport, tag, timeout_s
         self._memory = kernels.memory(max(1, program.nbytes + LINE))
         self.base = _rounded_to_lines(ctypes.addressof(ctypes.c_char.from_buffer(self._memory)))
@@ -227,7 +263,7 @@ class Exchange:
 
     def send(self, stage: int) -> None:
         """Start to send the values of a stage."""
-        for piece, r in self._active(stage):
+        for piece, r in self._program.active(stage):
             if r == 0 and self._program.eager:
                 continue
             sends = self._sends[piece % self._program.window]
@@ -235,20 +271,13 @@ class Exchange:
 
     def complete(self, stage: int) -> None:
         """Wait for the messages that must arrive in this stage, and combine their values."""
-        for piece, r in self._active(stage - self._program.lag + 1):
+        for piece, r in self._program.active(stage - self._program.lag + 1):
             self._finish(piece, r)
 
     def close(self) -> None:
         """Wait until all messages are sent."""
         for sends in self._sends:
             self._wait(sends)
-
-    def _active(self, stage: int) -> Iterator[tuple[int, int]]:
-        """Yield each piece that executes a round in a stage, and this round."""
-        for r in range(len(self._program.part.stages)):
-            piece = stage - self._program.lag * r
-            if 0 <= piece < len(self._program.pieces):
-                yield piece, r
 
     def _places(self, piece: int) -> list[tuple[int, int, int]]:
         """Return address, bytes and number of elements of each value of a piece."""
@@ -261,7 +290,7 @@ class Exchange:
 
     def post_receives(self, stage: int) -> None:
         """Start to receive the messages of a stage. Before memory is used again, wait for the sends from it."""
-        for piece, r in self._active(stage):
+        for piece, r in self._program.active(stage):
             if r == 0:
                 self._wait(self._sends[piece % self._program.window])
             receives = self._receives[piece, r] = []
@@ -286,7 +315,7 @@ class Exchange:
     def _finish(self, piece: int, r: int) -> None:
         """Wait for the messages of round ``r`` of a piece, and combine their values."""
         self._wait(self._receives.pop((piece, r)))
-        if self._arrays and self._program.part.stages[r].combinations:  # these may overwrite what is being sent
+        if self._arrays and self._program.overwrites[r]:
             self._wait(self._sends[piece % self._program.window])
         for combination in self._program.part.stages[r].combinations:
             if self._program.pieces[piece].places[combination.made][1]:

@@ -58,11 +58,11 @@ from .exchange import (
 )
 from .one_host import RankExecutable
 from .two_level import (
-    MESSAGE_BYTES,
     SMALL_BYTES,
     HostPart,
     Lost,
     Stripe,
+    array_pieces,
     buffer_count,
     can_use_arrays,
     crossing_arrays,
@@ -72,7 +72,6 @@ from .two_level import (
     host_parts,
     host_programs,
     host_schedule,
-    is_one_move,
     most_elements,
     stripe,
 )
@@ -156,12 +155,11 @@ class MultiHostEngine:
         # A stage of an exact reduction takes longer. Measured on 2 hosts of 4 ranks, 2 cores, 256 KiB to 4 MiB at
         # 1 Gbit/s: exact all-reduces take 1.8 to 2.2 times as long as others; with this factor of 2, 1.6 to 2.0 times.
         smallest = min(most, SMALLEST_PIECE * (2 if numbers.exact else 1))
-        in_code = self._watch is not None and not self.lost and not numbers.exact
-        in_code = in_code and size * crossing <= min(PIECE_BYTES, fitting)
-        rounds = between.round_count
-        direct = self._may_use_arrays and not in_code and can_use_arrays(collective, parts, rounds, numbers)
-        if direct and is_one_move(parts, rounds):  # nothing can be done while messages are under way
-            smallest = most = MESSAGE_BYTES
+        compiled = self._watch is not None and not self.lost and not numbers.exact
+        in_code = compiled and size * crossing <= min(PIECE_BYTES, fitting)
+        direct = compiled and self._may_use_arrays and not in_code and can_use_arrays(parts, between, numbers)
+        if direct:
+            smallest, most = array_pieces(parts, between, smallest, self.transport)
         sizes = (size,) if in_code else piece_sizes(size, crossing, smallest, most, delay(between, 2))
 
         def first_nbytes(leaders: int, leader: int) -> int:
@@ -180,14 +178,16 @@ class MultiHostEngine:
                 exchange = self._part_exchange(part, between, order, sizes, numbers, eager, leaders, direct)
                 if exchange is not None:
                     exchanges[p] = exchange
+        # Only what stays on a host needs other instructions, and these need no pieces.
+        in_code, pieces = (True, (size,)) if direct else (in_code, sizes)
         depth = 2 if in_code else delay(between, len(sizes), self._lag) + 2
-        parts_here = self._local_parts(collective, sizes, numbers, root, exchanges, depth, leaders, in_code)
+        parts_here = self._local_parts(collective, pieces, numbers, root, exchanges, depth, leaders, in_code)
         phases, deliveries, folds = parts_here
-        stages = pipeline(len(sizes), phases, depth)
+        stages = pipeline(len(pieces), phases, depth)
         digest = _digest(text, f"{schedule.to_json()} {sizes} {in_code}")
         counted = kind_and_bytes(text, collective, numbers.dtype, size, sum(map(len, self.hosts)))
         programs = tuple(exchanges.values())
-        if not in_code:
+        if not compiled:
             program = native_program(stages, *counted)
             return RankExecutable(program, len(stages), text, digest, programs, deliveries, folds=folds, prepared=False)
         compared = tuple(self.neighbours) if self.leader is not None and self.leader < leaders else ()

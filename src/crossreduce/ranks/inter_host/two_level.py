@@ -8,24 +8,29 @@ stripe is one array. If the leader itself contributes or needs this array, it do
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from fractions import Fraction
 from functools import lru_cache
 from itertools import pairwise
 from typing import Final, NamedTuple
 
-from ...lowering import Program, lower
+from ...lowering import ChunkProgram, Program, lower
 from ...ops import Numbers, copy_numbers
 from ...planning import COLLECTIVES, Request, plan, schedule_for
 from ...schedule import Schedule
 from ...topology import Topology
 from ..intra_host.programs import LINE, PIECE_BYTES, SLOT_BYTES, RankAnalysis, analyze, boundary, fitting_size
+from ..transports.base import MESSAGE_NBYTES
 from .one_host import CollectiveArray, collective_arrays, one_round, rank_names
 
 SMALL_BYTES: Final = 1 << 14
 """Up to so many bytes, every host sends its partial result of an all-reduce to all others, and one rank does so."""
-MESSAGE_BYTES: Final = 1 << 24
-"""The most bytes of a message that no host combines with others. Each message must complete within the timeout."""
+ARRAY_PIECE_BYTES: Final = 1 << 21
+"""The most bytes of a piece of the caller's arrays, if hosts of one rank combine or forward them without copies."""
+PIPELINED_BYTES: Final = 1 << 30
+"""Large calls are cut into pieces, which are pipelined. So they use the plan for this size, which has the fewest rounds
+and messages, since its shares are not pipelined themselves."""
 SAME_SPEED: Final = Fraction(1, 10)
 SAME_LATENCY_S: Final = Fraction(5, 100_000)
 """Plans are kept if no link changes by more than this; see ``same_speeds``. Two measurements of the same link differ by
@@ -87,20 +92,36 @@ def buffer_count(parts: Iterable[HostPart], rank: int) -> int:
     return 1 + max(read + [array.output for array in arrays if rank in array.destinations])
 
 
-def can_use_arrays(collective: str, parts: Iterable[HostPart], rounds: int, numbers: Numbers) -> bool:
-    """Return whether hosts of one rank may exchange the caller's arrays without copies, in ``rounds`` rounds.
+def can_use_arrays(parts: Iterable[HostPart], between: Program, numbers: Numbers) -> bool:
+    """Return whether hosts of one rank may exchange the caller's arrays without copies, by the program ``between``.
 
-    What a host sends must not be overwritten before, also if a call is in place.
+    In a call in place, results overwrite contributions. A result that a host receives includes the host's contribution.
+    So if the host has sent it only once, the other host has it. For other results see ``ExchangeProgram.overwrites``.
     """
-    if collective == "all_to_all":
-        return False
-    moves_only = all(len(part.sources) == 1 for part in parts if part.crosses)
-    return moves_only or (rounds == 1 and not numbers.exact and numbers.accumulator == numbers.dtype)
+    if all(len(part.sources) == 1 for part in parts if part.crosses):
+        return True
+    return not numbers.exact and numbers.accumulator == numbers.dtype and all(map(_is_sent_before, between.chunks))
 
 
-def is_one_move(parts: Iterable[HostPart], rounds: int) -> bool:
-    """Return whether the hosts only send arrays to each other, and forward none."""
-    return rounds == 1 and all(len(part.sources) == 1 for part in parts if part.crosses)
+def _is_sent_before(chunk: ChunkProgram) -> bool:
+    """Return whether every host that receives the result of a chunk has sent or combined its contribution only once."""
+    count = len(chunk.sources)
+    reads = Counter(operand for instruction in chunk.instructions for operand in instruction.operands)
+    own = {host: k for k, host in enumerate(chunk.sources)}
+    made = [chunk.instructions[result - count] for result in chunk.results if result >= count]
+    return not any(len(each.operands) == 1 and reads[own.get(each.device, -1)] > 1 for each in made)
+
+
+def array_pieces(parts: Iterable[HostPart], between: Program, smallest: int, transport: object) -> tuple[int, int]:
+    """Return ``smallest`` and ``largest`` of ``piece_sizes`` if hosts exchange the caller's arrays. No slot limits it.
+
+    ``transport``: its ``message_nbytes`` is used if hosts only send arrays to each other, since then nothing can be
+    done while a message is under way.
+    """
+    if between.round_count == 1 and all(len(part.sources) == 1 for part in parts if part.crosses):
+        nbytes = int(getattr(transport, "message_nbytes", MESSAGE_NBYTES))
+        return nbytes, nbytes
+    return smallest, ARRAY_PIECE_BYTES
 
 
 # Between hosts
@@ -186,6 +207,7 @@ def host_schedule(
     # send and receive at the same time. In a reduce or broadcast of more than 2 hosts they do not, so it is planned.
     rooted = count > 2 and collective in ("reduce", "broadcast")
     if collective in COLLECTIVES and count > 2 and (topology is not None or rooted or lost):
+        nbytes = nbytes if nbytes <= PIECE_BYTES else PIPELINED_BYTES
         wiring = topology or equal_links(count, lost)
         root_host = None if root is None else next(names[k] for k, ranks in enumerate(hosts) if root in ranks)
         return plan(wiring, collective, nbytes, root=root_host).schedule.cut_into(1)

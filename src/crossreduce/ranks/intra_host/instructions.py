@@ -55,7 +55,9 @@ class HostMessages(NamedTuple):
     """An instruction: exchanges messages with ranks of other hosts.
 
     If there are ``compared`` ranks, the call is compared with theirs: each message begins with ``digest``, to which the
-    number of the op is added. All data for a rank, ``room`` bytes at most, is then in the same message.
+    number of the op is added. All data for a rank, ``room`` bytes at most, is then in the same message. ``sent`` and
+    ``received``: the instruction waits until so many of the messages that the op has begun so far, from the first, are
+    complete; -1 means all of them.
     """
 
     sends: tuple[HostTransfer, ...]
@@ -63,6 +65,8 @@ class HostMessages(NamedTuple):
     compared: tuple[int, ...]
     digest: bytes
     room: int
+    sent: int = -1
+    received: int = -1
 
 
 class HostCheck(NamedTuple):

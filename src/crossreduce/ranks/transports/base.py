@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any, Final, Protocol, TypeGuard
 
+MESSAGE_NBYTES: Final = 1 << 20  # of the largest messages of a large call; see ``Transport``
 _CHECK_S: Final = 0.05  # between two checks whether an exchange was cancelled
 _SIZE: Final = struct.Struct("<I")  # of the text that follows
 _MOST_NBYTES: Final = 1 << 15  # of a text: a new connection takes it without waiting
@@ -90,10 +91,12 @@ class PendingMessage(Protocol):
 
 
 class RunningCollective(Protocol):
-    """A collective that another library runs."""
+    """A collective that another library runs. ``progress``: changes whenever the timeout of the call begins again."""
 
-    def is_completed(self) -> bool:
-        """Return whether it has succeeded or failed. This is quick."""
+    progress: int
+
+    def wait(self, seconds: float) -> bool:
+        """Wait about so long, or until it has succeeded or failed. Return whether it has."""
 
     def finish(self) -> None:
         """Raise the error of a completed collective that has failed: a ``ConnectionError`` if messages have failed."""
@@ -105,7 +108,8 @@ class Transport(Protocol):
     The caller must keep the memory of a message until ``wait`` returned. A transport may have an attribute ``carrier``:
     a compiled object that moves its messages, as ``HostTransport.connections``. If it also has a method ``wrap``, that
     returns the ``PendingMessage`` for a message with a rank that this object has begun. ``lag``: how many parts of a
-    large array should be under way at once, by default 2.
+    large array should be under way at once, by default 2. ``message_nbytes``: the most bytes of a message, by default
+    1 MiB (a call may need somewhat more). It may be more if the timeout of a wait begins again when bytes have moved.
     """
 
     def send(self, address: int, nbytes: int, dst: int, tag: int) -> PendingMessage:

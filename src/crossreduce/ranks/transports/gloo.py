@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import atexit
 import socket
+import time
 from collections.abc import Sequence
 from contextlib import suppress
 from datetime import timedelta
@@ -95,6 +96,7 @@ class GlooCollective:
     """A collective that gloo runs. See ``base.RunningCollective``."""
 
     _work: Any = None
+    progress = 0  # not known
 
     def begin(self, work: Any) -> Self:
         """Set gloo's object for the running collective, and return this object."""
@@ -105,8 +107,9 @@ class GlooCollective:
         """Release the work, which references tensors. An error may still reference this object."""
         self._work = None
 
-    def is_completed(self) -> bool:
-        """Return whether it has succeeded or failed."""
+    def wait(self, seconds: float) -> bool:
+        """Wait so long. Return whether it has succeeded or failed."""
+        time.sleep(seconds)
         return bool(self._work.is_completed())
 
     def finish(self) -> None:

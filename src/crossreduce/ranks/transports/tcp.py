@@ -58,7 +58,10 @@ class TcpTransport:
     ``connections``: the compiled object. It also moves messages while this rank waits for ranks of its host.
     ``unreached``: the ranks to which no connection could be made.
     ``reached``: the address of each rank to which there is a connection.
+    ``message_nbytes``: see ``base.Transport``.
     """
+
+    message_nbytes = 1 << 24
 
     def __init__(
         self,

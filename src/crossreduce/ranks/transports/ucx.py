@@ -17,7 +17,7 @@ from typing import Any, Final
 
 from ... import kernels
 from ...errors import BackendError
-from .base import Links
+from .base import MESSAGE_NBYTES, Links
 from .tcp import TcpTransport
 
 _LIBRARY: Final = "libucp.so.0"
@@ -72,6 +72,8 @@ def _library() -> str:
 
 class UcxTransport(TcpTransport):
     """Messages that UCX moves. See ``base.Transport``."""
+
+    message_nbytes = MESSAGE_NBYTES  # UCX does not show how much of a message it has moved
 
     def __init__(self, links: Links) -> None:
         worker = kernels.native().UcxWorker(_library())

@@ -6,7 +6,7 @@ collective, and a rank that waits for a message does not wake for the data of co
 
 from __future__ import annotations
 
-from .base import HostTransport
+from .base import MESSAGE_NBYTES, HostTransport
 
 
 class WithMessages:
@@ -15,6 +15,7 @@ class WithMessages:
     def __init__(self, transport: HostTransport, messages: HostTransport) -> None:
         self.messages, self._transport = messages, transport
         self.send, self.receive, self.connections = transport.send, transport.receive, transport.connections
+        self.message_nbytes = getattr(transport, "message_nbytes", MESSAGE_NBYTES)
         self.reached = {**messages.reached, **transport.reached}
         self.unreached = tuple(sorted({*messages.unreached, *transport.unreached}))
 
