@@ -72,6 +72,11 @@ SHAPES = {
     "joined cards": PAIRS.replace("NIC1\tNIC2", "NIC1NIC2"),
     "joined cells": PAIRS.replace("SYS\tSYS", "SYSSYS").replace("NODE\tNODE", "NODENODE"),
     "colours": PAIRS.replace("\tGPU0", "\t\x1b[4mGPU0").replace("GPU NUMA ID", "GPU NUMA ID\x1b[0m"),
+    "colours without the escape character": PAIRS.replace("\tGPU0", "\t[4mGPU0").replace("NUMA ID", "NUMA ID[0m"),
+    "colours as less and tput write them": PAIRS.replace("\tGPU0", "\t^[[4mGPU0\x1b(B")
+    .replace("NUMA ID", "NUMA ID\\033[0m"),
+    "characters without a width": PAIRS.replace("\tGPU0", "\u200b\tGPU0").replace("\t", "\u00a0 "),
+    "names with dashes": PAIRS.replace("NIC1", "roce-0_a").replace("NIC2", "roce-1_a"),
     "Markdown": markdown(PAIRS),
     "a prompt": "user@host:~$ nvidia-smi topo -m\n" + PAIRS,
     "a prompt before the header": "root@node:/# nvidia-smi topo -m " + PAIRS,
@@ -121,6 +126,22 @@ REFUSED = {
     "an unknown entry": (SHORT.format("N?A", "SYS"), ["row of GPU0", "line 2"]),
     "no connection": (SHORT.format("N/A", "N/A"), ["does not state how GPU0 and GPU1 are joined (N/A)", "line 2"]),
     "no reading agrees": ("GPU0GPU1CPU Affinity\nGPU0XNV120-31\nGPU1NV3X0-31\n", ["can be read in 3 ways", "line 2"]),
+    "cut lines": (
+        "\n".join(line[:30] for line in PAIRS.expandtabs().splitlines()),
+        ["does not have a column of GPU3: its lines are cut or wrapped", "line 5: GPU3 SYS SYS"],
+    ),
+    "a cut column of a card": (
+        "\n".join(line[:46] for line in PAIRS.expandtabs().splitlines()),
+        ["does not have a column of NIC2: its lines are cut or wrapped", "line 7"],
+    ),
+    "cut lines without tabs": (
+        "GPU0GPU1\nGPU0XNV1\nGPU1NV1X\nGPU2SYSSYS\n",
+        ["does not have a column of GPU2: its lines are cut or wrapped", "line 4"],
+    ),
+    "a wrapped header": (
+        "\n".join(part for line in PAIRS.expandtabs().splitlines() for part in (line[:32], line[32:])),
+        ["the lines of the table are wrapped", "line 2: GPU3 NIC1 NIC2"],
+    ),
     "access": (P2P, ["topo -p2p states which GPUs can access each other", "nvidia-smi topo -m"]),
     "two machines": (PAIRS + PAIRS, ["a second table", "line 18", "one file for each machine"]),
 }
@@ -210,6 +231,31 @@ def test_rocm_smi_of_dies():
         assert exact == Topology.from_matrix([[50 * n for n in row] for row in LINKS], exact.devices, 8e-7)
 
 
+def test_amd_smi():
+    """The tables of amd-smi topology name GPUs by PCI addresses, and state the speed of every pair."""
+    names = [f"0000:{k}c:00.0" for k in range(4)]
+
+    def block(title, entry, own):
+        rows = [[name, *map(str, cells)] for name, cells in zip(names, square(4, entry, own), strict=True)]
+        return "\n".join([f"{title} TABLE:", *("\t".join(row) for row in [["", *names], *rows]), ""])
+
+    def near(i, j):
+        return i // 2 == j // 2
+
+    text = "\n".join([
+        block("ACCESS", lambda i, j: "ENABLED", "ENABLED"),
+        block("WEIGHT", lambda i, j: 15 if near(i, j) else 72, 0),
+        block("HOPS", lambda i, j: 1 if near(i, j) else 3, 0),
+        block("LINK TYPE", lambda i, j: "XGMI" if near(i, j) else "PCIE", "SELF"),
+        block("NUMA BW", lambda i, j: "50000-100000" if near(i, j) else "N/A", "N/A"),
+    ])  # fmt: skip
+    topology = Topology(*parse(text.encode(), TableOptions(pcie=4, between_cpus=16)))
+    assert topology.link("cuda:0", "cuda:1").bandwidth == 100
+    assert topology.route("cuda:1", "cuda:3") == ("cuda:1", "cpu0", "cpu1", "cuda:3")
+    without = text[: text.index("NUMA BW")]
+    assert Topology(*parse(without.encode(), TableOptions("mi210"))).link("cuda:2", "cuda:3").bandwidth == 50
+
+
 FULL = showtopo(4, lambda i, j: True)
 
 
@@ -252,6 +298,7 @@ def test_kinds_of_gpus():
         ("NVIDIA H100 PCIe", 12, "nvlink4", 5), ("NVIDIA H200", 18, "nvlink4", 5), ("H20", 18, "nvlink4", 5),
         ("NVIDIA GB200", 18, "nvlink5", 5), ("b200", 18, "nvlink5", 5), ("NVIDIA B300 SXM6 AC", 18, "nvlink5", 6),
         ("NVIDIA GeForce RTX 3090", 4, "nvlink3-ga10x", 4), ("NVIDIA L40S", 0, "nvlink3", 4),
+        ("NVIDIA L20", 0, "nvlink3", 4),
         ("MI50", 2, "xgmi-vega", 4), ("AMD Instinct MI355X", 7, "xgmi-mi350", 5), ("mi300a", 6, "xgmi-mi300", 5),
     ):  # fmt: skip
         kind = gpu_kind(name)

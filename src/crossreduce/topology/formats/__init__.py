@@ -13,7 +13,9 @@ if TYPE_CHECKING:
     from .nvidia_smi import TableOptions
 
 LARGEST: Final = 16 << 20  # bytes; the JSON of 1,024 GPUs on 128 hosts has 300,000
-_FORMATS: Final = f"JSON of {FORMAT}, NCCL's topology XML, or the text of nvidia-smi topo -m or rocm-smi --showtopo"
+_FORMATS: Final = (
+    f"JSON of {FORMAT}, NCCL's topology XML, or the text of nvidia-smi topo -m, rocm-smi --showtopo or amd-smi topology"
+)
 
 
 def read_file(path: Any) -> bytes:

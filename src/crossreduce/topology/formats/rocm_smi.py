@@ -1,11 +1,12 @@
-"""The wiring in the tables that ``rocm-smi --showtopo`` and ``--shownodesbw`` print.
+"""The wiring in the tables that ``rocm-smi --showtopo`` and ``--shownodesbw``, or ``amd-smi topology``, print.
 
 Input: the text, with the table of link types at least. Output: a ``Wiring`` of the GPUs in it, ``cuda:0`` for ``GPU0``,
-as ROCm's builds of frameworks call them.
+as ROCm's builds of frameworks call them. amd-smi names GPUs by their PCI addresses, in the order of their numbers.
 
 ``XGMI`` joins two GPUs directly if their weight is 15; 30 and more stand for a path through other GPUs. ``PCIE`` joins
 GPUs through one CPU (2 hops) or two (3 hops). The tables of ``--showtopo`` have neither speeds nor numbers of links:
-they follow from the kind of GPU. That of ``--shownodesbw`` has the speed of every pair, in MB/s.
+they follow from the kind of GPU. Those of ``--shownodesbw`` and ``amd-smi topology`` have the speed of every pair, in
+MB/s.
 
 Source: github.com/ROCm/rocm_smi_lib, README (python_smi_tools) and issue 108; github.com/ROCm/rocm-systems, issue 5763
 and pull request 7372 (weights).
@@ -25,19 +26,27 @@ from ..link_kinds import kind
 from ..links import Link, Wiring, both_ways
 from ..routes import is_connected
 from .nvidia_smi import TableOptions, gpu_wiring
+from .smi_table import MARKS
 
 LONGEST: Final = 1 << 18  # characters
 # The tables by the words in their titles, and what their cells are. A cell on the diagonal is 0, N/A or True.
 _TABLES: Final = {
-    "weight": (re.compile(r"Weight between two GPUs", re.IGNORECASE), re.compile(r"[0-9]{1,5}")),
-    "hops": (re.compile(r"Hops between two GPUs", re.IGNORECASE), re.compile(r"[0-9]{1,3}")),
-    "type": (re.compile(r"Link Type between two GPUs", re.IGNORECASE), re.compile(r"XGMI|PCIE|0|N/A")),
+    "weight": (re.compile(r"Weight between two GPUs|^\W*WEIGHT TABLE", re.IGNORECASE), re.compile(r"[0-9]{1,5}")),
+    "hops": (re.compile(r"Hops between two GPUs|^\W*HOPS TABLE", re.IGNORECASE), re.compile(r"[0-9]{1,3}")),
+    "type": (
+        re.compile(r"Link Type between two GPUs|^\W*LINK TYPE TABLE", re.IGNORECASE),
+        re.compile(r"XGMI|PCIE|0|N/A|SELF"),
+    ),
     "access": (re.compile(r"accessibility between two GPUs", re.IGNORECASE), re.compile(r"True|False")),
-    "speed": (re.compile(r"^=+ *(?:\w+ )*Bandwidth[\w ]* *=+$", re.IGNORECASE), re.compile(r"[0-9]+-[0-9]+|N/A|0")),
-}
+    "speed": (
+        re.compile(r"^=+ *(?:\w+ )*Bandwidth[\w ]* *=+$|^\W*NUMA BW TABLE", re.IGNORECASE),
+        re.compile(r"[0-9]+-[0-9]+|N/A|0"),
+    ),
+}  # fmt: skip
+_ADDRESS: Final = re.compile(r"\b[0-9a-f]{4}:[0-9a-f]{2}:[0-9a-f]{2}\.[0-7]\b", re.IGNORECASE)
 _NUMA: Final = re.compile(r"GPU ?\[?([0-9]+)\]?\s*:\s*\(Topology\) Numa Node:\s*(-?[0-9]+)")
 _DIRECT: Final = 15  # the weight of one xGMI hop
-_SHOW: Final = "the complete output of rocm-smi --showtopo"
+_SHOW: Final = "the complete output of rocm-smi --showtopo or amd-smi topology"
 
 Pair = tuple[int, int]
 
@@ -67,9 +76,9 @@ def read_rocm_smi(text: str, options: TableOptions) -> Wiring:
     if options.hosts != 1 or options.nics is not None:
         problem = "rocm-smi lists no network cards, which join several hosts."
         raise ArgumentError.of(problem, f"hosts={options.hosts}", "NCCL's XML, or a machine of the library")
-    lines = [
-        re.sub(r"\x1b\[[0-9;]*[A-Za-z]|[*`]", "", line).replace("|", " ").strip(" \t>") for line in text.splitlines()
-    ]
+    number = {address: k for k, address in enumerate(dict.fromkeys(_ADDRESS.findall(text)))}
+    named = _ADDRESS.sub(lambda match: f"GPU{number[match[0]]}", text)
+    lines = [MARKS.sub("", line).replace("|", " ").strip(" \t>") for line in named.splitlines()]
     names: list[int] = []
     tables: dict[str, dict[Pair, str]] = {}
     for k, line in enumerate(lines):
@@ -103,6 +112,8 @@ def _wiring(
         hops = tables.get("hops", {}).get((a, b))
         if hops in ("2", "3") and tables.get("type", {}).get((a, b)) == "PCIE":
             return "NODE" if hops == "2" else "SYS"
+        if not numa:  # amd-smi does not state the NUMA nodes: GPUs that xGMI joins are taken to be at one CPU
+            return "NODE" if tables.get("type", {}).get((a, b)) == "XGMI" else "SYS"
         return "NODE" if a in numa and numa.get(a) == numa.get(b) else "SYS"
 
     slots = [(Fraction(1), pcie)] * len(devices)

@@ -2,9 +2,10 @@
 
 Input: the text, also as terminals, web pages and editors change it. Output: a ``Table``, or an error with the line.
 
-A header begins with ``GPU0``; a prompt may stand before it. Escape codes of colours, the bars of a Markdown table and
-the marks of quoted mail are removed. If tabs were lost, names and codes are joined: ``NIC1NIC2``, ``NODENODE``.
-They are divided if exactly one division has a code for each column and agrees with the other rows.
+A header begins with ``GPU0``; a prompt may stand before it. Escape codes of colours (also without the escape
+character), the bars of a Markdown table and the marks of quoted mail are removed. If tabs were lost, names and codes
+are joined: ``NIC1NIC2``, ``NODENODE``. They are divided if exactly one division has a code for each column and agrees
+with the other rows.
 """
 
 from __future__ import annotations
@@ -17,13 +18,20 @@ from ...errors import ArgumentError, shown
 LONGEST: Final = 1 << 18  # characters; a table of 72 GPUs and 72 NICs has 170,000
 GPU: Final = re.compile(r"GPU[0-9]{1,4}")
 
-_MARKS: Final = re.compile(r"\x1b\[[0-9;]*[A-Za-z]|[*`\\]")  # colours, and Markdown's marks of bold and of escapes
-_NAME: Final = re.compile(r"[A-Za-z]\w*[0-9]")  # the name of a GPU or NIC: mlx5_0, NIC0, ibp12s0
+# What is not part of a table: colours, whose escape character web pages drop or write as ^[ or \\033; characters
+# without a width; and Markdown's marks of bold and of escapes.
+MARKS: Final = re.compile(
+    r"(?:\x1b|\^\[|\u241b|\\(?:033|x1b|e))(?:\[[0-9;]*[A-Za-z]|\(B)|\[[0-9;]+m|[\u200b-\u200d\u2060\ufeff*`\\]"
+)
+_NAME: Final = re.compile(r"[A-Za-z][\w-]*[0-9][\w-]*")  # the name of a GPU or NIC: mlx5_0, NIC0, ibp12s0, roce-0
 _JOINED: Final = re.compile(r"GPU[0-9]{1,4}|NIC[0-9]{1,4}|MIG[0-9]{1,4}|mlx[0-9]_(?:bond_)?[0-9]{1,3}")
 # What follows the names in a header: CPU Affinity, NUMA Affinity, GPU NUMA ID.
 _AFFINITY: Final = re.compile(r"CPU\s*Affinity|NUMA|GPU\s*NUMA")
 _CODE: Final = re.compile(r"X|NV[0-9]{1,3}|PIX|PXB|PHB|NODE|SYS|SOC|N/A")  # SOC is what SYS was called until 2017
 _CODES: Final = re.compile(rf"(?:{_CODE.pattern})+")
+_ROW: Final = re.compile(
+    rf"((?:{_JOINED.pattern})(?=\s*(?:{_CODE.pattern}))|(?!NV[0-9]){_NAME.pattern}(?=\s+(?:{_CODE.pattern})))"
+)
 _ACCESS: Final = {"X", "OK", "CNS", "GNS", "TNS", "NS", "DR", "U"}  # the entries of nvidia-smi topo -p2p
 _SHOW: Final = "the complete output of nvidia-smi topo -m, from the line with GPU0"
 
@@ -55,7 +63,7 @@ def read_table(text: str) -> Table:
     if not isinstance(text, str) or len(text) > LONGEST:
         given = shown(text) if not isinstance(text, str) else f"{len(text)} characters"
         raise ArgumentError.of(f"the table must be text of at most {LONGEST} characters.", given, _SHOW)
-    lines = [_MARKS.sub("", line).replace("|", " ").replace("│", " ").strip(" \t>") for line in text.splitlines()]
+    lines = [MARKS.sub("", line).replace("|", " ").replace("│", " ").strip(" \t>") for line in text.splitlines()]
     headers = {k: names for k, line in enumerate(lines) if (names := _header(line))}
     starts = [k for k in headers if not _is_access(lines, k, headers)]
     if not starts:
@@ -63,6 +71,8 @@ def read_table(text: str) -> Table:
             problem = "nvidia-smi topo -p2p states which GPUs can access each other, not how they are joined."
             raise ArgumentError.of(problem, f"line {min(headers) + 1}: {lines[min(headers)][:160]}", _SHOW)
         raise ArgumentError.of("this text does not contain a table of GPUs.", shown(text), _SHOW)
+    if len(starts) > 1 and not {*headers[starts[0]]} & {*headers[starts[1]]}:
+        _refuse(starts[1], lines, "the lines of the table are wrapped.")
     if len(starts) > 1:
         _refuse(starts[1], lines, "the text has a second table.", "one file for each machine")
     start = starts[0]
@@ -119,6 +129,8 @@ def _rows(names: list[str], lines: list[str], start: int, end: int) -> dict[str,
             break
         match = first.match(lines[k])
         if match is None:
+            if (other := _ROW.match(lines[k])) is not None:
+                _refuse(k, lines, f"the table does not have a column of {other[1]}: its lines are cut or wrapped.")
             continue
         name, rest = match[0], lines[k][match.end() :]
         if rest.startswith(":"):  # NIC0: mlx5_0, in the legend
