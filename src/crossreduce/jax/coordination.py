@@ -132,7 +132,8 @@ class ProcessPresence:
         # What another process has found comes first: that process may have ended since.
         for lost, how in *map(json.loads, _stored(_ENDED, self._client).values()), (self._dead(), "died"):
             if self._others & {*lost}:
-                publish(f"{_ENDED}{self._own}", json.dumps([lost, how]))
+                with suppress(Exception):  # the service has ended
+                    publish(f"{_ENDED}{self._own}", json.dumps([lost, how]))
                 time.sleep(_LINGER_S * self._serves)
                 problem = f"{rank_list(lost)} {how} before its first collective of crossreduce.jax."
                 raise PeerLostError(message(problem, f"process {self._own} waited", "restart the job"), lost)

@@ -289,7 +289,6 @@ def _threads() -> tuple[Thread, ...]:
 
 
 @cache
-@lru_cache(maxsize=1)
 def version() -> str:
     """Return the version of crossreduce."""
     with suppress(importlib.metadata.PackageNotFoundError):

@@ -142,7 +142,7 @@ class _Connection:
         Raises:
           OSError: the store cannot be reached. An ``EOFError``: it does not understand the requests.
         """
-        self._address, self._lock, self._error = address, threading.RLock(), ""
+        self._address, self._lock, self._error, self._busy = address, threading.RLock(), "", False
         self._connect(limit_s)
 
     def _connect(self, limit_s: float) -> None:
@@ -171,22 +171,35 @@ class _Connection:
     def call(self, request: bytes, limit_s: float, values: int = 0, nbytes: int = 0) -> list[bytes]:
         """Send a request. Return the answer: ``values`` texts with their lengths, or one of ``nbytes`` bytes.
 
-        The answer may take ``limit_s`` seconds. After an error, all calls raise it, as a ``RuntimeError``.
+        The answer may take ``limit_s`` seconds. After an error, all calls raise it, as a ``RuntimeError``, until a late
+        answer has arrived. A call within another one, by a signal handler or a destructor, uses a new connection.
         """
-        with self._lock:
+        if not self._lock.acquire(timeout=limit_s):
+            raise RuntimeError(_late(limit_s))
+        was_busy, self._busy = self._busy, True
+        try:
+            if was_busy:
+                return _Connection(self._address, limit_s).call(request, limit_s, values, nbytes)
+            self.answers_again()
             self.require_usable()
-            try:
-                self._socket.settimeout(limit_s)
-                self._socket.sendall(request)
-                return [self._read(nbytes or _LENGTH.unpack(self._read(8))[0]) for _ in range(values or bool(nbytes))]
-            except OSError as error:
-                self._error = f"Timeout: waited {limit_s:g} s" if isinstance(error, TimeoutError) else str(error)
-                raise RuntimeError(self._error) from None
-            except BaseException:  # such as a KeyboardInterrupt; the answer must not be taken for the next one
+            self._socket.settimeout(limit_s)
+            self._socket.sendall(request)
+            return [self._read(nbytes or _LENGTH.unpack(self._read(8))[0]) for _ in range(values or bool(nbytes))]
+        except (OSError, EOFError) as error:
+            text = _late(limit_s) if isinstance(error, TimeoutError) else str(error)
+            self._error = self._error if was_busy else text
+            raise RuntimeError(text) from None
+        except RuntimeError:
+            raise
+        except BaseException:  # such as a KeyboardInterrupt; the answer must not be taken for the next one
+            if not was_busy:
                 self._error = "a call was interrupted"
                 with contextlib.suppress(OSError, EOFError):
                     self._connect(limit_s)
-                raise
+            raise
+        finally:
+            self._busy = was_busy
+            self._lock.release()
 
     def _read(self, nbytes: int) -> bytes:
         """Return the next bytes of an answer."""
@@ -208,11 +221,14 @@ class _Connection:
             self.require_open()
 
     def require_open(self) -> None:
-        """Raise a ``RuntimeError`` if the store has ended."""
-        with self._lock:
-            if self._unread() == b"":
-                self._error = _CLOSED
-                raise RuntimeError(self._error)
+        """Raise a ``RuntimeError`` if the store has ended. A call that is under way notices this itself."""
+        if self._lock.acquire(blocking=False):
+            try:
+                if self._unread() == b"":
+                    self._error = _CLOSED
+                    raise RuntimeError(self._error)
+            finally:
+                self._lock.release()
 
     def answers_again(self) -> bool:
         """Return whether the store can be used. If the answer to a call that has timed out has arrived, connect again.
@@ -285,6 +301,10 @@ class _SharedStore:
     ) -> list[bytes]:
         texts = [*((self._prefix + key).encode() for key in keys), *given]
         return self.connection.call(_request(kind, texts, counts), self.limit_s, values, nbytes)
+
+
+def _late(limit_s: float) -> str:
+    return f"Timeout: waited {limit_s:g} s"
 
 
 def _request(kind: int, texts: Sequence[bytes], counts: bool) -> bytes:

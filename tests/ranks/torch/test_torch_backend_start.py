@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 from budget import count
 from free_port import free_port
+from kinds_of_groups import wait_until
 from members import starter
 from ranks import Died, Moment, ranks
 from torch._C import _distributed_c10d as c10d
@@ -381,6 +382,36 @@ def test_an_interrupted_query_does_not_change_the_next_answer(tcp_store, monkeyp
     with pytest.raises(KeyboardInterrupt, match="Ctrl-C"):
         own.get("a")
     monkeypatch.undo()
+    assert own.get("b") == b"2"
+
+
+def test_a_query_within_a_query_gets_its_own_answer(tcp_store, monkeypatch):
+    """A signal handler may close or abort a group, which asks the store, while another query waits for its answer."""
+    own = rendezvous._SharedStore(rendezvous._connection(tcp_store, 60.0), "group/", 60.0)
+    own.set("a", b"1")
+    own.set("b", b"2")
+    read, within = own.connection._read, []
+
+    def interrupted(nbytes):
+        if not within:
+            within.append(None)
+            within[0] = own.get("b")
+        return read(nbytes)
+
+    monkeypatch.setattr(own.connection, "_read", interrupted)
+    assert [own.get("a"), own.get("b"), within] == [b"1", b"2", [b"2"]]
+
+
+def test_a_late_answer_ends_the_errors_of_all_groups(tcp_store):
+    """A query of one group may time out. When its late answer has arrived, other groups can ask the store again."""
+    own = rendezvous._SharedStore(rendezvous._connection(tcp_store, 60.0), "group/", 60.0)
+    own.set("a", b"1")
+    own.set("b", b"2")
+    own.connection._error = "Timeout"
+    with pytest.raises(RuntimeError, match="Timeout"):
+        own.get("b")
+    own.connection._socket.sendall(rendezvous._request(rendezvous._GET, [b"/group/a"], counts=False))
+    wait_until(own.connection._unread)
     assert own.get("b") == b"2"
 
 

@@ -7,6 +7,7 @@ has a time limit, after which its remaining processes are killed by their proces
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import pickle
 import select
@@ -291,6 +292,7 @@ def _child(store, rank, n, function, args, writer, environment):
     """Run one rank, and end this process without the exit handlers of the test's process."""
     global _IN_RANK
     _IN_RANK = True
+    gc.freeze()  # garbage of the test's process may be a store, whose end would wait for a thread that is not here
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell in the background ignores it
     try:
         os.environ.update(environment)

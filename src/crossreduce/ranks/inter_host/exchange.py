@@ -67,6 +67,7 @@ class ExchangeProgram(NamedTuple):
     arrays: tuple[int, int] | None = None
     # For each round whether combinations may then overwrite, in a call in place, what is being sent from the array.
     overwrites: tuple[bool, ...] = ()
+    starts: tuple[int, ...] = ()  # the number of elements before each piece
 
     def partial_at(self, piece: int) -> int:
         """Return the offset in the exchange's memory at which the caller must write a piece's partial result."""
@@ -111,11 +112,6 @@ class ExchangeProgram(NamedTuple):
         if self.arrays is None or (array := self.pieces[piece].arrays[value]) == 2:
             return BufferReference(~buffer, self.partial_at(piece) + offset)
         return BufferReference(~self.arrays[array], self.starts[piece] * itemsize(self.numbers.dtype) + offset)
-
-    @property
-    def starts(self) -> list[int]:
-        """The number of elements before each piece."""
-        return [*accumulate((spans[-1][1] for spans in self.spans), initial=0)]
 
     def active(self, stage: int) -> Iterator[tuple[int, int]]:
         """Yield each piece that executes a round in a stage, and this round."""
@@ -165,7 +161,19 @@ def exchange_program(
     spans = tuple(program.spans(size) for size in sizes)
     overwrites = _overwrites(part, len(program.chunks)) if arrays is not None else ()
     return ExchangeProgram(
-        part, peers, pieces, spans, numbers, lag, stages_late, window, room, eager, arrays, overwrites
+        part,
+        peers,
+        pieces,
+        spans,
+        numbers,
+        lag,
+        stages_late,
+        window,
+        room,
+        eager,
+        arrays,
+        overwrites,
+        tuple(accumulate(sizes, initial=0)),
     )
 
 
