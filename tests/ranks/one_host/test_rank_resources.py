@@ -3,11 +3,9 @@
 import _thread
 import gc
 import mmap
-import os
 import random
 import re
 import resource
-import signal
 import threading
 import time
 import weakref
@@ -199,33 +197,3 @@ def joins_without_files(rendezvous):
 def test_a_process_without_files_cannot_join():
     """If a process that wants to join has too few file descriptors, its error says so, and not that others are late."""
     ranks(1, joins_without_files)
-
-
-def sleeps_beside_work(rendezvous):
-    """Compute and reduce in turn, with all ranks on one CPU. Return how often this rank slept."""
-    comm = member(rendezvous)
-    comm.barrier()
-    os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
-    before = resource.getrusage(resource.RUSAGE_THREAD).ru_nvcsw
-    for _ in range(300):
-        computed = time.thread_time() + 3e-4
-        while time.thread_time() < computed:
-            pass
-        summed(comm, 100)
-    return resource.getrusage(resource.RUSAGE_THREAD).ru_nvcsw - before
-
-
-def test_ranks_sleep_at_once_while_other_programs_need_their_cpu():
-    """Ranks that share a CPU with another program sleep when they wait, instead of yielding first, so that the system
-    runs them soon after they are woken. A rank that yields would sleep in few of the 300 calls."""
-    busy = os.fork()
-    if not busy:
-        os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
-        while os.getppid() != 1:
-            pass
-        os._exit(0)
-    try:
-        assert sum(ranks(2, sleeps_beside_work)) > 120
-    finally:
-        os.kill(busy, signal.SIGKILL)
-        os.waitpid(busy, 0)

@@ -1,7 +1,6 @@
 // Waiting for other processes: the clock, a pause between two reads, and futexes in shared memory.
 #pragma once
 
-#include <algorithm>
 #include <atomic>
 #include <cerrno>
 #include <climits>
@@ -25,25 +24,6 @@ inline int64_t now_ns(clockid_t clock = CLOCK_MONOTONIC) {
     clock_gettime(clock, &time);
     return int64_t{1000000000} * time.tv_sec + time.tv_nsec;
 }
-
-// Whether this thread shares its CPU with other busy threads: if it was descheduled while it spun or yielded, then for some
-// time after that. Meanwhile it sleeps whenever it waits. The system runs a thread that is woken soon, unless it has used its
-// share of the CPU for spinning.
-class Contention {
-  public:
-    bool at(int64_t now) const { return now < until_ns; }
-    // The thread spun once, or yielded once, between these times.
-    void note(int64_t before, int64_t now) {
-        if (now - before < DESCHEDULED_NS) return;
-        length_ns = now < until_ns + length_ns ? std::min(2 * length_ns, LONGEST_NS) : SHORTEST_NS;
-        until_ns = now + length_ns;
-    }
-
-  private:
-    static constexpr int64_t DESCHEDULED_NS = 200000, SHORTEST_NS = 5000000, LONGEST_NS = 1000000000;
-    int64_t until_ns = 0, length_ns = SHORTEST_NS;
-};
-inline thread_local Contention contention;
 
 inline void relax() {
 #if defined(__x86_64__)

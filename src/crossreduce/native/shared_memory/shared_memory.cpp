@@ -182,29 +182,19 @@ bool SharedMemory::wait(int64_t until_ns) {
 bool SharedMemory::wait_from(int64_t now, int64_t until_ns) {
     // A thread that runs ops beside its process's own work sleeps early: yielding takes the CPU from that work.
     const int64_t yield_ns = std::this_thread::get_id() == maker ? YIELD_NS : HELPER_YIELD_NS;
-    const bool sleeps = contention.at(now);
-    const int64_t spin = sleeps ? now : std::min(until_ns, now + spin_ns);
-    const int64_t yield = sleeps ? now : std::min(until_ns, now + yield_ns);
-    const auto next = [&now] {
-        const int64_t before = now;
-        now = now_ns(CLOCK_MONOTONIC);
-        contention.note(before, now);
-    };
+    const int64_t spin = std::min(until_ns, now + spin_ns), yield = std::min(until_ns, now + yield_ns);
     while (now < spin) {
         for (int k = 0; k < 64; k++) {
             if (all_reached()) return true;
             relax();
         }
-        next();
+        now = now_ns(CLOCK_MONOTONIC);
     }
     while (now < yield) {
-        if (progress) {
-            progress();
-            now = now_ns(CLOCK_MONOTONIC);
-        }
+        if (progress) progress();
         sched_yield();
-        next();
         if (all_reached()) return true;
+        now = now_ns(CLOCK_MONOTONIC);
     }
     while (now < until_ns && group->aborted.load(std::memory_order_acquire) == 0) {
         const int64_t left = progress && progress() ? std::min(until_ns - now, NAP_NS) : until_ns - now;
